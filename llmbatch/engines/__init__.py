@@ -1,0 +1,71 @@
+"""The seam between deciding and acting: a scheduler decides a `Step`, an engine executes it.
+
+Nothing here imports torch; the torch engine is `llmbatch.engines.torch`, the clock that stands in for
+hardware is `llmbatch.engines.simulated`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class Finish(IntEnum):
+    """How a sequence stands after it was sampled."""
+
+    RUNNING = 0
+    STOP = 1
+    LENGTH = 2
+    ERROR = 3  # its logits were not finite; the sequence has no answer
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One forward pass over the packed chunks of several sequences. Frozen once decided.
+
+    All arrays have one entry a sequence. The first `num_decodes` sequences compute one token each.
+    A sequence's tokens are its prompt followed by what it has generated; its chunk is the tokens
+    `[start, start + count)`. Sequences in one step may share pages: each layer of an engine must write
+    the KV of the whole step before any of its sequences attends.
+    """
+
+    index: int
+    num_decodes: int
+    slots: NDArray[np.int32]  # the engine's place of each sequence; kept while it is preempted
+    requests: NDArray[np.int32]  # index into `Requests`
+    starts: NDArray[np.int32]  # tokens whose KV is already in pages
+    counts: NDArray[np.int32]  # tokens computed now, >= 1
+    samples: NDArray[np.bool_]  # True where the chunk ends at the last known token: one token is sampled
+    block_tables: NDArray[np.int32]  # [slots, width] page of each page-sized block; valid during the step
+    cached_tokens: int = 0  # prompt tokens of rows admitted in this step found in pages
+    recomputed_tokens: int = 0  # tokens of this step that were computed once before a preemption
+    preempted: int = 0  # sequences that lost their pages in this step
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens computed by the step."""
+        return int(self.counts.sum())
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step gave: one entry a sampled sequence, in the step's order."""
+
+    tokens: NDArray[np.int32]
+    finished: NDArray[np.uint8]  # a `Finish` each
+
+
+class Engine(Protocol):
+    """Executes steps. It owns the generated tokens of each slot until they are retired."""
+
+    def execute(self, step: Step) -> StepResult:
+        """Compute the step, keep the sampled tokens, and say which sequences have finished."""
+        ...
+
+    def retire(self, slot: int) -> NDArray[np.int32]:
+        """Hand over the tokens generated in a slot and free it for another request."""
+        ...

@@ -1,0 +1,53 @@
+"""Every exception that llmbatch raises to a caller, and the error a row carries.
+
+    LLMBatchError
+    ├── InputError(ValueError)        the command, its options or its input are wrong: nothing was started
+    │   ├── ParameterError            a parameter is unknown or out of range
+    │   ├── DataError                 a file, a column or a type is not what was asked for
+    │   └── ModelError                the model cannot be found, read or supported
+    └── JobError(RuntimeError)        the job started and could not be finished
+
+A message is one sentence or two: the rule, the value that broke it, the way out.
+A row that fails does not raise: it carries a `RowError`, and the other rows go on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+ErrorKind = Literal[
+    "null_prompt", "too_long", "template", "messages", "parameters", "engine", "timeout"
+]
+
+
+class LLMBatchError(Exception):
+    """Base of all errors of llmbatch."""
+
+
+class InputError(LLMBatchError, ValueError):
+    """The command, its options or its input are wrong; nothing was started."""
+
+
+class ParameterError(InputError):
+    """A parameter is unknown or out of range."""
+
+
+class DataError(InputError):
+    """A file, a column or a type is not what was asked for."""
+
+
+class ModelError(InputError):
+    """The model cannot be found, read or supported."""
+
+
+class JobError(LLMBatchError, RuntimeError):
+    """The job started and could not be finished."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowError:
+    """Why one row has no answer: its `kind`, and a sentence for `error`."""
+
+    kind: ErrorKind
+    message: str
