@@ -1,0 +1,101 @@
+"""What a job is asked to do, checked before anything starts: one record behind CLI, `run` and `LLMOperator`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from llmbatch.errors import ParameterError
+from llmbatch.prompts import PromptSource
+from llmbatch.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from typing import Any
+
+ORDERS = ("blend", "dual-scan", "dfs", "sort", "density", "random", "input")
+DTYPES = ("auto", "float32", "bfloat16")
+LOAD_FORMATS = ("auto", "dummy")
+PAGE_SIZE = 16  # tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Everything about a job but its input and output. Raises ParameterError."""
+
+    model: str
+    source: PromptSource
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    sampling_column: str | None = None
+    order: str = "blend"
+    dtype: str = "auto"
+    load_format: str = "auto"
+    trust_remote_code: bool = False
+    kv_memory: int | None = None  # bytes
+    page_size: int = PAGE_SIZE
+    max_running: int = 512  # sequences in flight
+    step_tokens: int | None = None  # tokens a step; decided in closed loop when None
+    notes: tuple[str, ...] = ()  # what the user should be told, a sentence each
+
+    def __post_init__(self) -> None:
+        _one_of("order", self.order, ORDERS)
+        _one_of("dtype", self.dtype, DTYPES)
+        _one_of("load_format", self.load_format, LOAD_FORMATS)
+        for name in ("kv_memory", "page_size", "max_running", "step_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ParameterError(f"{name} must be at least 1, got {value}")
+
+    @classmethod
+    def build(
+        cls,
+        *,
+        model: str,
+        prompt: str | None = None,
+        template: str | None = None,
+        messages: str | None = None,
+        chat: bool = False,
+        system: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        sampling_params: SamplingParams | Mapping[str, Any] | str | None = None,
+        **rest: Any,
+    ) -> Options:
+        """Options from the keywords of the public functions.
+
+        `sampling_params` is one `SamplingParams` or mapping for all rows, or the name of a column of them.
+        Further keywords are sampling parameters (`max_tokens=256`), which a column's entries override, and the
+        other fields of this class.
+        """
+        source = PromptSource(
+            prompt=prompt,
+            template=template,
+            messages=messages,
+            chat=chat,
+            system=system,
+            chat_template_kwargs=chat_template_kwargs,
+        )
+        given = {key: rest.pop(key) for key in list(rest) if key in SamplingParams.__dataclass_fields__}
+        fields = set(cls.__dataclass_fields__) - {"source", "sampling", "sampling_column", "notes"}
+        unknown = sorted(set(rest) - fields)
+        if unknown:
+            raise ParameterError(
+                f"{unknown[0]!r} is no option; the options are "
+                f"{', '.join(sorted({*fields, *SamplingParams.__dataclass_fields__}))}"
+            )
+        if isinstance(sampling_params, SamplingParams):
+            base = SamplingParams.from_mapping(given, sampling_params)
+        elif isinstance(sampling_params, Mapping):
+            given = {**sampling_params, **given}
+            base = SamplingParams.from_mapping(given, SamplingParams())
+        else:
+            base = SamplingParams.from_mapping(given, SamplingParams())
+        notes: tuple[str, ...] = ()
+        if given.get("max_tokens") is None and not isinstance(sampling_params, (str, SamplingParams)):
+            notes = (f"max_tokens is not given: answers end after at most {base.max_tokens} tokens",)
+        column = sampling_params if isinstance(sampling_params, str) else None
+        return cls(model=model, source=source, sampling=base, sampling_column=column, notes=notes, **rest)
+
+
+def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise ParameterError(f"{name} must be one of {', '.join(known)}, got {value!r}")

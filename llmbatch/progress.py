@@ -1,0 +1,116 @@
+"""What a person sees while a job runs: a bar on a terminal, plain lines elsewhere, or nothing."""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import dataclass
+from typing import Any, Protocol, TextIO
+
+LINE_SECONDS = 10.0  # between two plain lines
+
+
+@dataclass(frozen=True, slots=True)
+class Advance:
+    """How far a job has come."""
+
+    rows: int
+    tokens: int  # input and output tokens of the rows answered
+
+
+class Progress(Protocol):
+    """Shows how a job advances. Messages and figures go to standard error."""
+
+    def start(self, rows: int) -> None:
+        """The job has this many rows to answer."""
+        ...
+
+    def advance(self, done: Advance) -> None:
+        """So much is done since the start."""
+        ...
+
+    def say(self, sentence: str) -> None:
+        """Tell the user something."""
+        ...
+
+
+class Silence:
+    """Shows nothing."""
+
+    def start(self, rows: int) -> None:
+        """Nothing."""
+
+    def advance(self, done: Advance) -> None:
+        """Nothing."""
+
+    def say(self, sentence: str) -> None:
+        """Nothing."""
+
+
+class Bar:
+    """A tqdm bar with rows, tokens per second and the time left."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._bar: Any = None
+        self._begun = 0.0
+
+    def start(self, rows: int) -> None:
+        """Draw the bar."""
+        from tqdm import tqdm
+
+        self._begun = time.perf_counter()
+        self._bar = tqdm(total=rows, unit="row", file=self._stream, dynamic_ncols=True)
+
+    def advance(self, done: Advance) -> None:
+        """Move the bar; it closes itself when full."""
+        seconds = time.perf_counter() - self._begun
+        self._bar.set_postfix_str(f"{done.tokens / seconds:,.0f} tokens/s", refresh=False)
+        self._bar.update(done.rows - self._bar.n)
+        if self._bar.n >= self._bar.total:
+            self._bar.close()
+
+    def say(self, sentence: str) -> None:
+        """Write above the bar."""
+        from tqdm import tqdm
+
+        tqdm.write(f"llmbatch: {sentence}", file=self._stream)
+
+
+class Lines:
+    """A plain line every ten seconds, and one at the end."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._rows = 0
+        self._begun = self._last = 0.0
+
+    def start(self, rows: int) -> None:
+        """Remember the total."""
+        self._rows = rows
+        self._begun = self._last = time.perf_counter()
+
+    def advance(self, done: Advance) -> None:
+        """Write a line if it is time for one."""
+        now = time.perf_counter()
+        if now - self._last < LINE_SECONDS and done.rows < self._rows:
+            return
+        self._last = now
+        seconds = now - self._begun
+        left = seconds / done.rows * (self._rows - done.rows) if done.rows else float("nan")
+        self.say(
+            f"{done.rows:,} of {self._rows:,} rows, {done.tokens / max(seconds, 1e-9):,.0f} tokens/s, "
+            f"{'?' if done.rows == 0 else f'{left:,.0f}'} s left"
+        )
+
+    def say(self, sentence: str) -> None:
+        """Write a line."""
+        print(f"llmbatch: {sentence}", file=self._stream, flush=True)
+
+
+def choose(*, quiet: bool, stream: TextIO | None = None) -> Progress:
+    """The progress that fits where the job runs."""
+    stream = sys.stderr if stream is None else stream
+    if quiet:
+        return Silence()
+    return Bar(stream) if stream.isatty() else Lines(stream)

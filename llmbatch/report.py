@@ -1,0 +1,41 @@
+"""What a job did, as frozen figures."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """Figures of a finished job. Tokens are counted over all rows, cached and duplicate ones included."""
+
+    rows: int
+    errors: int  # rows without an answer
+    duplicates: int  # rows answered by an equal row
+    input_tokens: int
+    cached_tokens: int  # prompt tokens that were not computed, recomputation after preemption left out
+    output_tokens: int
+    load_seconds: float  # importing libraries and loading weights
+    seconds: float  # everything else
+    prefix_sharing: float  # cached tokens over input tokens
+    prefix_sharing_optimal: float  # the same if every distinct prefix token were computed once
+    preemptions: int
+    steps: int
+    order: str
+    reason: str  # why this order, in a sentence
+    model: str
+    dtype: str
+    kv_memory: int  # bytes of the page pool
+    notes: tuple[str, ...] = ()
+    output: str | None = None
+    finished_before: bool = False  # the output was there already; the figures are that job's
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Input and output tokens over `seconds`."""
+        return (self.input_tokens + self.output_tokens) / self.seconds if self.seconds > 0 else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """The figures as JSON values."""
+        return {**asdict(self), "notes": list(self.notes), "tokens_per_second": self.tokens_per_second}

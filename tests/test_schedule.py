@@ -1,0 +1,184 @@
+"""What the scheduler promises for every workload, however wrong the lengths it believes in."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llmbatch.budget import Budget, ClosedLoopBudget, FixedBudget
+from llmbatch.ends import Blend, Ends, InOrder
+from llmbatch.engines import Step
+from llmbatch.engines.simulated import SimulatedEngine
+from llmbatch.pages import Pages
+from llmbatch.schedule import Finished, Scheduler, Waiting
+from tests.workloads import Believed, Rates, Workload, workloads
+
+BUDGETS: list[Budget] = [FixedBudget(1), FixedBudget(7), FixedBudget(64), ClosedLoopBudget(Rates())]
+ENDS: list[Ends] = [InOrder(), Blend()]
+
+
+def least_pages(load: Workload, page_size: int) -> int:
+    """The smallest pool in which every request can run alone."""
+    return int((-(-(load.prompt_lengths + load.lengths) // page_size)).max())
+
+
+def scheduler_for(load: Workload, page_size: int, num_pages: int, ends: Ends, budget: Budget) -> Scheduler:
+    pages = Pages(num_pages, load.trie(page_size))
+    scheduler = Scheduler(
+        load.prompt_lengths, pages=pages, lengths=Believed(load.believed), rates=Rates(), max_running=8
+    )
+    order = np.arange(len(load.prompts), dtype=np.int32)
+    scheduler.enqueue(Waiting(order, load.believed, ends, budget, compute=1.0, memory=1.0))
+    return scheduler
+
+
+def run(load: Workload, scheduler: Scheduler) -> tuple[list[Step], list[Finished]]:
+    engine = SimulatedEngine(load.lengths, Rates())
+    steps, ended = [], []
+    while not scheduler.done:
+        step = scheduler.decide()
+        scheduler._pages.check()
+        finished = scheduler.commit(step, engine.execute(step))
+        scheduler.check()
+        for slot in finished.slots.tolist():
+            engine.retire(slot)
+        steps.append(step)
+        ended.append(finished)
+        assert len(steps) < 100_000, "the job does not end"
+    return steps, ended
+
+
+pools = st.integers(0, 30)
+sizes = st.sampled_from([1, 3, 16])
+
+
+@given(workloads(), sizes, pools, st.sampled_from(ENDS), st.sampled_from(BUDGETS))
+@settings(max_examples=150, deadline=None)
+def test_every_request_ends_once_with_all_its_tokens(
+    load: Workload, size: int, extra: int, ends: Ends, budget: Budget
+) -> None:
+    scheduler = scheduler_for(load, size, least_pages(load, size) + extra, ends, budget)
+    _, ended = run(load, scheduler)
+    requests = np.concatenate([finished.requests for finished in ended])
+    generated = np.concatenate([finished.generated for finished in ended])
+    assert sorted(requests.tolist()) == list(range(len(load.prompts)))
+    assert (generated == load.lengths[requests]).all()
+
+
+@given(workloads(), sizes, pools, st.sampled_from(ENDS), st.sampled_from(BUDGETS))
+@settings(max_examples=150, deadline=None)
+def test_a_token_is_computed_from_tokens_that_are_in_pages_or_in_the_step(
+    load: Workload, size: int, extra: int, ends: Ends, budget: Budget
+) -> None:
+    """A pool of token contents, written by each step and then read by it, as an engine would."""
+    num_pages = least_pages(load, size) + extra
+    scheduler = scheduler_for(load, size, num_pages, ends, budget)
+    engine = SimulatedEngine(load.lengths, Rates())
+    content = np.full(num_pages * size, -1, np.int64)
+    while not scheduler.done:
+        step = scheduler.decide()
+        for slot, request, start, count in zip(step.slots, step.requests, step.starts, step.counts, strict=True):
+            for position in range(start, start + count):
+                content[step.block_tables[slot, position // size] * size + position % size] = token_at(
+                    load, request, position
+                )
+        for slot, request, start, count in zip(step.slots, step.requests, step.starts, step.counts, strict=True):
+            positions = np.arange(start + count)
+            read = content[step.block_tables[slot, positions // size] * size + positions % size]
+            assert read.tolist() == [token_at(load, request, position) for position in positions]
+        finished = scheduler.commit(step, engine.execute(step))
+        for slot in finished.slots.tolist():
+            engine.retire(slot)
+
+
+def token_at(load: Workload, request: int, position: int) -> int:
+    """What stands at a position: the prompt, then tokens that are the request's own."""
+    prompt = load.prompts[request]
+    return prompt[position] if position < len(prompt) else 1000 + request
+
+
+@given(workloads(), sizes, pools, st.sampled_from(ENDS), st.sampled_from(BUDGETS))
+@settings(max_examples=100, deadline=None)
+def test_every_token_is_computed_or_found_once_apart_from_recomputation(
+    load: Workload, size: int, extra: int, ends: Ends, budget: Budget
+) -> None:
+    scheduler = scheduler_for(load, size, least_pages(load, size) + extra, ends, budget)
+    steps, _ = run(load, scheduler)
+    computed = sum(step.num_tokens - step.recomputed_tokens for step in steps)
+    cached = sum(step.cached_tokens for step in steps)
+    # The last token of an answer is never computed upon.
+    assert computed + cached == int(load.prompt_lengths.sum() + load.lengths.sum()) - len(load.prompts)
+
+
+@given(workloads(), sizes, st.sampled_from([FixedBudget(16), FixedBudget(64)]))
+@settings(max_examples=100, deadline=None)
+def test_a_step_keeps_to_its_budget_unless_decodes_alone_exceed_it(
+    load: Workload, size: int, budget: FixedBudget
+) -> None:
+    scheduler = scheduler_for(load, size, least_pages(load, size) + 50, InOrder(), budget)
+    steps, _ = run(load, scheduler)
+    assert all(step.num_tokens <= max(budget.step_tokens, step.num_decodes) for step in steps)
+
+
+def test_with_room_for_all_every_shareable_page_is_computed_once() -> None:
+    prefix = list(range(64))
+    load = Workload([[*prefix, 100 + i, 7, 8] for i in range(10)], np.full(10, 5, np.int32), np.full(10, 5.0))
+    _, ended = run(load, scheduler_for(load, 16, 200, InOrder(), FixedBudget(1000)))
+    cached = np.concatenate([finished.cached for finished in ended])
+    assert sorted(cached.tolist()) == [0] + [64] * 9
+
+
+def test_requests_admitted_in_one_step_share_what_that_step_computes() -> None:
+    load = Workload([[1, 2, 3, 4, i] for i in range(4)], np.full(4, 1, np.int32), np.full(4, 1.0))
+    steps, _ = run(load, scheduler_for(load, 4, 20, InOrder(), FixedBudget(100)))
+    assert len(steps) == 1
+    assert steps[0].counts.tolist() == [5, 1, 1, 1]
+
+
+def test_a_prompt_that_is_wholly_cached_still_computes_its_last_token() -> None:
+    load = Workload([[1, 2, 3, 4]] * 2, np.full(2, 1, np.int32), np.full(2, 1.0))
+    steps, _ = run(load, scheduler_for(load, 1, 20, InOrder(), FixedBudget(100)))
+    assert steps[0].counts.tolist() == [4, 1]
+    assert steps[0].cached_tokens == 3
+
+
+def test_underestimated_lengths_preempt_the_newest_and_keep_what_it_generated() -> None:
+    load = Workload([[i] * 8 for i in range(4)], np.full(4, 30, np.int32), np.full(4, 2.0))
+    scheduler = scheduler_for(load, 4, 20, InOrder(), FixedBudget(100))
+    steps, ended = run(load, scheduler)
+    assert scheduler.preemptions > 0
+    assert sum(step.preempted for step in steps) == scheduler.preemptions
+    assert sum(step.recomputed_tokens for step in steps) > 0
+    assert ended[-1].generated.tolist() == [30] * len(ended[-1].generated)
+
+
+def test_a_plan_may_be_replaced_while_requests_run() -> None:
+    load = Workload([[i] * 4 for i in range(6)], np.full(6, 9, np.int32), np.full(6, 9.0))
+    scheduler = scheduler_for(load, 4, 100, InOrder(), FixedBudget(100))
+    first = Waiting(np.array([5, 2], np.int32), load.believed, InOrder(), FixedBudget(100), 1.0, 1.0)
+    scheduler.enqueue(first)
+    engine = SimulatedEngine(load.lengths, Rates())
+    step = scheduler.decide()
+    scheduler.commit(step, engine.execute(step))
+    assert scheduler.unfinished()[0].tolist() == [5, 2]
+    rest = Waiting(np.arange(6, dtype=np.int32), load.believed, InOrder(), FixedBudget(100), 1.0, 1.0)
+    scheduler.enqueue(rest)
+    step = scheduler.decide()
+    assert step.requests.tolist() == [5, 2, 0, 1, 3, 4]
+
+
+def test_blend_takes_from_both_ends_and_reads_the_right_one_first() -> None:
+    load = Workload([[i] * 8 for i in range(8)], np.full(8, 4, np.int32), np.full(8, 4.0))
+    scheduler = scheduler_for(load, 4, 14, Blend(), FixedBudget(1000))
+    assert scheduler.decide().requests.tolist() == [7, 6, 0]
+
+
+@pytest.mark.parametrize("most", [1, 3])
+def test_no_more_sequences_run_than_allowed(most: int) -> None:
+    load = Workload([[i] * 4 for i in range(9)], np.full(9, 3, np.int32), np.full(9, 3.0))
+    scheduler = scheduler_for(load, 4, 100, InOrder(), FixedBudget(1000))
+    scheduler._max_running = most
+    steps, _ = run(load, scheduler)
+    assert max(len(step.slots) for step in steps) == most
