@@ -12,6 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from llmbatch.cost import CostModel
+
 TILE = 128  # tokens; matrix units work in tiles of this many rows
 
 
@@ -34,12 +36,23 @@ class Budget(Protocol):
         ...
 
 
-class Rates(Protocol):
-    """What the closed loop must know of the hardware (`llmbatch.cost.CostModel` has it)."""
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What the closed loop must know of model and hardware, in seconds."""
 
     seconds_per_token: float  # compute of one token's matrices
     seconds_per_kv_token: float  # reading one token's KV
     weight_seconds: float  # reading the weights once
+
+    @classmethod
+    def of(cls, cost: CostModel) -> Rates:
+        """The rates of a cost model."""
+        shape, hardware = cost.shape, cost.hardware
+        return cls(
+            seconds_per_token=2.0 * shape.params / hardware.flops,
+            seconds_per_kv_token=shape.kv_bytes_per_token / hardware.bytes_per_second,
+            weight_seconds=cost.weight_seconds,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,9 +13,9 @@ from llmbatch.engines import Step
 from llmbatch.engines.simulated import SimulatedEngine
 from llmbatch.pages import Pages
 from llmbatch.schedule import Finished, Scheduler, Waiting
-from tests.workloads import Believed, Rates, Workload, workloads
+from tests.workloads import COST, RATES, Believed, Workload, workloads
 
-BUDGETS: list[Budget] = [FixedBudget(1), FixedBudget(7), FixedBudget(64), ClosedLoopBudget(Rates())]
+BUDGETS: list[Budget] = [FixedBudget(1), FixedBudget(7), FixedBudget(64), ClosedLoopBudget(RATES)]
 ENDS: list[Ends] = [InOrder(), Blend()]
 
 
@@ -27,7 +27,7 @@ def least_pages(load: Workload, page_size: int) -> int:
 def scheduler_for(load: Workload, page_size: int, num_pages: int, ends: Ends, budget: Budget) -> Scheduler:
     pages = Pages(num_pages, load.trie(page_size))
     scheduler = Scheduler(
-        load.prompt_lengths, pages=pages, lengths=Believed(load.believed), rates=Rates(), max_running=8
+        load.prompt_lengths, pages=pages, lengths=Believed(load.believed), rates=RATES, max_running=8
     )
     order = np.arange(len(load.prompts), dtype=np.int32)
     scheduler.enqueue(Waiting(order, load.believed, ends, budget, compute=1.0, memory=1.0))
@@ -35,7 +35,7 @@ def scheduler_for(load: Workload, page_size: int, num_pages: int, ends: Ends, bu
 
 
 def run(load: Workload, scheduler: Scheduler) -> tuple[list[Step], list[Finished]]:
-    engine = SimulatedEngine(load.lengths, Rates())
+    engine = SimulatedEngine(load.lengths, COST)
     steps, ended = [], []
     while not scheduler.done:
         step = scheduler.decide()
@@ -75,7 +75,7 @@ def test_a_token_is_computed_from_tokens_that_are_in_pages_or_in_the_step(
     """A pool of token contents, written by each step and then read by it, as an engine would."""
     num_pages = least_pages(load, size) + extra
     scheduler = scheduler_for(load, size, num_pages, ends, budget)
-    engine = SimulatedEngine(load.lengths, Rates())
+    engine = SimulatedEngine(load.lengths, COST)
     content = np.full(num_pages * size, -1, np.int64)
     while not scheduler.done:
         step = scheduler.decide()
@@ -159,7 +159,7 @@ def test_a_plan_may_be_replaced_while_requests_run() -> None:
     scheduler = scheduler_for(load, 4, 100, InOrder(), FixedBudget(100))
     first = Waiting(np.array([5, 2], np.int32), load.believed, InOrder(), FixedBudget(100), 1.0, 1.0)
     scheduler.enqueue(first)
-    engine = SimulatedEngine(load.lengths, Rates())
+    engine = SimulatedEngine(load.lengths, COST)
     step = scheduler.decide()
     scheduler.commit(step, engine.execute(step))
     assert scheduler.unfinished()[0].tolist() == [5, 2]

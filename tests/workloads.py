@@ -9,6 +9,9 @@ import numpy as np
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from llmbatch.budget import Rates
+from llmbatch.cost import CostModel, find_shape
+from llmbatch.hardware import find_hardware
 from llmbatch.trie import PageTrie
 
 
@@ -46,15 +49,8 @@ class Believed:
         return np.maximum(self._believed[requests] - generated, 1.0)
 
 
-class Rates:
-    """Round figures in place of hardware."""
-
-    seconds_per_token = 1e-3
-    seconds_per_kv_token = 1e-5
-    weight_seconds = 5e-3
-
-    def step_seconds(self, tokens: int, pairs: int, kv_tokens: int) -> float:
-        return max(tokens * self.seconds_per_token, self.weight_seconds) + kv_tokens * self.seconds_per_kv_token
+COST = CostModel(find_shape("llama-3-8b"), find_hardware("a100-80gb"))
+RATES = Rates(seconds_per_token=1e-3, seconds_per_kv_token=1e-5, weight_seconds=5e-3)
 
 
 @st.composite

@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import numpy as np
 from numpy.typing import NDArray
 
+from llmbatch.cost import CostModel
 from llmbatch.engines import Finish, Step, StepResult
-
-
-class Clock(Protocol):
-    """The duration of a step (`llmbatch.cost.CostModel` is one)."""
-
-    def step_seconds(self, tokens: int, pairs: int, kv_tokens: int) -> float:
-        """Seconds of a step of `tokens`, `pairs` prefill query-key pairs and `kv_tokens` read by decodes."""
-        ...
 
 
 class SimulatedEngine:
     """Executes steps in no time. `lengths` int32 [n] are the tokens each request generates, at least 1."""
 
-    def __init__(self, lengths: NDArray[np.int32], clock: Clock) -> None:
+    def __init__(self, lengths: NDArray[np.int32], cost: CostModel) -> None:
         self.seconds = 0.0
         self._lengths = lengths
-        self._clock = clock
+        self._cost = cost
         self._generated: NDArray[np.int32] = np.zeros(16, np.int32)  # by slot
 
     def execute(self, step: Step) -> StepResult:
@@ -33,8 +24,9 @@ class SimulatedEngine:
         prefill = slice(step.num_decodes, None)
         pairs = counts[prefill] * starts[prefill] + counts[prefill] * (counts[prefill] + 1) // 2
         read = int(starts[: step.num_decodes].sum()) + step.num_decodes
-        self.seconds += self._clock.step_seconds(step.num_tokens, int(pairs.sum()), read)
         sampled = step.slots[step.samples]
+        seconds = self._cost.step(step.num_tokens, int(pairs.sum()), read, len(sampled))
+        self.seconds += float(self._cost.overlap(seconds.compute, seconds.memory))
         top = int(sampled.max(initial=-1))
         if top >= len(self._generated):
             self._generated = np.pad(self._generated, (0, max(top + 1, 2 * len(self._generated))))
