@@ -2,7 +2,7 @@
 
 A plan is a sequence with compute-heavy requests at its left end and memory-heavy ones at its right. `InOrder`
 reads it from the left. `Blend` fills memory from the right end and feeds the step's budget from the left
-(design: "blending in closed loop"). `DualScan` is BlendServe's Algorithm 3 and lives in `llmbatch.dual_scan`.
+(design: "blending in closed loop"). `DualScanEnds` is BlendServe's Algorithm 3.
 """
 
 from __future__ import annotations
@@ -13,6 +13,9 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+
+from llmbatch.budget import TILE
+from llmbatch.split import DualScan
 
 
 class End(IntEnum):
@@ -37,7 +40,9 @@ class Account:
     """What an end is chosen from."""
 
     pool: int  # tokens the pool holds
-    budget: int  # tokens of this step left for prefill
+    budget: int  # tokens of this step for prefill
+    prefilled: tuple[int, int]  # of these, already given to requests of either end
+    running: int  # admitted requests
     held: tuple[float, float]  # KV tokens of admitted requests by end, as p + d / 2 each
     left: Candidate
     right: Candidate
@@ -84,6 +89,33 @@ class Blend:
         held = account.budget / left.prompt * left.length * (left.prompt + left.length / 2)
         reserve = min(max(held, self.least * account.pool), self.most * account.pool)
         return (Turn(End.RIGHT, reserve), Turn(End.LEFT, 0.0))
+
+
+@dataclass(frozen=True, slots=True)
+class DualScanEnds:
+    """BlendServe's dual scan (section 5.3, Algorithm 3): each end has a share of memory and a chunk budget.
+
+    M_L and M_R follow from the densities of the merged nodes where the two scans stand, and are filled by requests
+    that count p + d / 2 tokens each, d a mean. C_L and C_R, the prefill tokens of a step, keep them filled. The
+    paper leaves open when the shares are computed anew and what happens when one end's share is full: here they
+    follow the scans at once, and a full end leaves its tokens of the step to the other. Chunk budgets are rounded
+    up to multiples of 128 tokens (A.2).
+    """
+
+    scan: DualScan
+
+    def turns(self, account: Account) -> tuple[Turn, ...]:
+        """The ends whose memory and chunk budget have room, the compute-heavy one first."""
+        left, right = account.left, account.right
+        share = self.scan.budget(left.position, right.position, account.pool)
+        memory, chunks = share.memory, (share.left, share.right)
+        turns = tuple(
+            Turn(end, 0.0)
+            for end, one in ((End.LEFT, left), (End.RIGHT, right))
+            if account.prefilled[end] < -(-chunks[end] // TILE) * TILE
+            and account.held[end] + one.prompt + one.length / 2 <= memory[end]
+        )
+        return turns or (Turn(End.LEFT, 0.0),) * (account.running == 0)
 
 
 class Queue:

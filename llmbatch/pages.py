@@ -64,7 +64,7 @@ class Pages:
     def admit(self, slot: int, request: int, prompt: int) -> int:
         """Give a slot to a request, with the pages of its path that are there. Returns tokens found."""
         self._grow(slot)
-        assert self.request[slot] < 0 and self.held[slot] == 0
+        assert self.request[slot] < 0
         self.request[slot] = request
         depth = int(self.trie.depth[request])
         self._fill(request, depth)
@@ -110,7 +110,15 @@ class Pages:
         if need > self.counts[0]:
             self._evict(need - int(self.counts[0]))
         _extend_private(
-            self.tables, self.held, slots, computed, self.page_size, self.node, self.users, self.free, self.counts
+            self.tables,
+            self.held,
+            slots,
+            computed,
+            self.page_size,
+            self.node,
+            self.users,
+            self.free,
+            self.counts,
         )
 
     def release(self, slot: int, *, again: bool = False) -> None:
@@ -134,7 +142,7 @@ class Pages:
         for slot in np.flatnonzero(self.held):
             pages = self.tables[slot, : self.held[slot]]
             assert self.request[slot] >= 0, "a slot without a request holds pages"
-            assert (pages >= 0).all() and len(np.unique(pages)) == len(pages), "a table names a page twice"
+            assert len(np.unique(pages[pages >= 0])) == len(pages), "a table names a page twice"
             path = self.trie.path(int(self.request[slot]))
             nodes = self.node[pages]
             shared = nodes >= 0
@@ -143,7 +151,8 @@ class Pages:
         assert (users == self.users).all(), "users are miscounted"
         free = self.free[: self.counts[0]]
         assert len(np.unique(free)) == len(free), "a page is free twice"
-        assert (self.node[free] == FREE).all() and (users[free] == 0).all(), "a free page is in use"
+        assert (self.node[free] == FREE).all(), "a free page is in the trie"
+        assert (users[free] == 0).all(), "a free page is in use"
         assert np.count_nonzero(self.node == FREE) == len(free), "a page is lost"
         assert (users[self.node == PRIVATE] == 1).all(), "a private page has not one user"
         inside = np.flatnonzero(self.node >= 0)
@@ -192,7 +201,7 @@ class Pages:
             self.tables = np.pad(self.tables, ((0, 0), (0, max(pages, 2 * old) - old)), constant_values=-1)
 
 
-@njit(cache=True)  # type: ignore[untyped-decorator]
+@njit(cache=True)
 def _used(path, resident, users):  # type: ignore[no-untyped-def]
     used = 0
     for node in path:
@@ -202,7 +211,7 @@ def _used(path, resident, users):  # type: ignore[no-untyped-def]
     return used
 
 
-@njit(cache=True)  # type: ignore[untyped-decorator]
+@njit(cache=True)
 def _adopt(table, held, slot, path, resident, users, counts):  # type: ignore[no-untyped-def]
     while held[slot] < len(path):
         page = resident[path[held[slot]]]
@@ -216,7 +225,7 @@ def _adopt(table, held, slot, path, resident, users, counts):  # type: ignore[no
         held[slot] += 1
 
 
-@njit(cache=True)  # type: ignore[untyped-decorator]
+@njit(cache=True)
 def _extend(table, held, slot, pages, path, resident, node, users, free, counts):  # type: ignore[no-untyped-def]
     while held[slot] < pages:
         position = held[slot]
@@ -234,7 +243,7 @@ def _extend(table, held, slot, pages, path, resident, node, users, free, counts)
         held[slot] += 1
 
 
-@njit(cache=True)  # type: ignore[untyped-decorator]
+@njit(cache=True)
 def _extend_private(tables, held, slots, computed, page_size, node, users, free, counts):  # type: ignore[no-untyped-def]
     for i in range(len(slots)):
         slot = slots[i]
@@ -247,7 +256,7 @@ def _extend_private(tables, held, slots, computed, page_size, node, users, free,
             held[slot] += 1
 
 
-@njit(cache=True)  # type: ignore[untyped-decorator]
+@njit(cache=True)
 def _release(table, held, node, users, resident, remaining, free, counts):  # type: ignore[no-untyped-def]
     for i in range(held):
         page = table[i]

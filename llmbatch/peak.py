@@ -55,7 +55,7 @@ class Peak:
         return float(_most(self._ends, self._bases, self._count, end, base))
 
 
-@njit(cache=True)  # type: ignore[untyped-decorator]
+@njit(cache=True)
 def _insert(slots, ends, bases, count, slot, end, base):  # type: ignore[no-untyped-def]
     at = count
     while at > 0 and ends[at - 1] < end:
@@ -68,7 +68,7 @@ def _insert(slots, ends, bases, count, slot, end, base):  # type: ignore[no-unty
     bases[at] = base
 
 
-@njit(cache=True)  # type: ignore[untyped-decorator]
+@njit(cache=True)
 def _delete(slots, ends, bases, count, slot):  # type: ignore[no-untyped-def]
     for i in range(count):
         if slots[i] == slot:
@@ -80,7 +80,7 @@ def _delete(slots, ends, bases, count, slot):  # type: ignore[no-untyped-def]
     return False
 
 
-@njit(cache=True)  # type: ignore[untyped-decorator]
+@njit(cache=True)
 def _most(ends, bases, count, end, base):  # type: ignore[no-untyped-def]
     peak = 0.0
     total = 0.0

@@ -70,6 +70,7 @@ class _Chunks:
 
     budget: int
     tokens: int = 0
+    by_end: list[int] = field(default_factory=lambda: [0, 0])
     cached: int = 0
     recomputed: int = 0
     slots: list[int] = field(default_factory=list)
@@ -268,6 +269,7 @@ class Scheduler:
         chunks.counts.append(count)
         chunks.samples.append(start + count == known)
         chunks.tokens += count
+        chunks.by_end[slots.end[slot]] += count
         chunks.recomputed += max(0, min(int(slots.reached[slot]) - start, count))
         return True
 
@@ -314,7 +316,15 @@ class Scheduler:
 
     def _admit_next(self, chunks: _Chunks) -> bool:
         left, right = self._candidate(End.LEFT), self._candidate(End.RIGHT)
-        account = Account(self._pool, chunks.budget, (self._held[0], self._held[1]), left, right)
+        account = Account(
+            pool=self._pool,
+            budget=chunks.budget,
+            prefilled=(chunks.by_end[0], chunks.by_end[1]),
+            running=self.running,
+            held=(self._held[0], self._held[1]),
+            left=left,
+            right=right,
+        )
         for end, reserve in self._waiting.ends.turns(account):
             one = left if end is End.LEFT else right
             if self._fits(one.request, one.prompt, one.length, reserve, chunks):

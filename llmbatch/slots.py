@@ -41,6 +41,10 @@ class Slots:
         old = len(self.request)
         new = max(16, 2 * old)
         for name in ("request", "known", "computed", "reached", "cached", "end", "weight", "admitted"):
-            setattr(self, name, np.resize(getattr(self, name), new) if old else np.zeros(new, getattr(self, name).dtype))
+            setattr(
+                self,
+                name,
+                np.resize(getattr(self, name), new) if old else np.zeros(new, getattr(self, name).dtype),
+            )
         self.request[old:] = -1
         self._free.extend(range(new - 1, old - 1, -1))

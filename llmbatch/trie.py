@@ -61,11 +61,19 @@ class PageTrie:
         """How many requests pass through each page, int32 [num_pages]."""
         below = np.zeros(self.num_pages, np.int32)
         longest = int(self.depth.max(initial=0))
-        _count(self.depth, self.run, self.run_start, self.run_base, self.run_parent, np.empty(longest, np.int32), below)
+        _count(
+            self.depth,
+            self.run,
+            self.run_start,
+            self.run_base,
+            self.run_parent,
+            np.empty(longest, np.int32),
+            below,
+        )
         return below
 
 
-@njit(cache=True)  # type: ignore[untyped-decorator]
+@njit(cache=True)
 def fill_path(out, depth, run, run_start, run_base, run_parent):  # type: ignore[no-untyped-def]
     """Write the page numbers of a path of `depth` pages that ends in `run`."""
     end = depth
@@ -77,7 +85,7 @@ def fill_path(out, depth, run, run_start, run_base, run_parent):  # type: ignore
         run = run_parent[run]
 
 
-@njit(cache=True)  # type: ignore[untyped-decorator]
+@njit(cache=True)
 def _number(rows, shared, starts, bases, parents, depth, run):  # type: ignore[no-untyped-def]
     n = len(rows)
     stack = np.empty(len(starts) + 1, np.int32)
@@ -102,7 +110,7 @@ def _number(rows, shared, starts, bases, parents, depth, run):  # type: ignore[n
     return pages
 
 
-@njit(cache=True)  # type: ignore[untyped-decorator]
+@njit(cache=True)
 def _count(depth, run, run_start, run_base, run_parent, path, below):  # type: ignore[no-untyped-def]
     for request in range(len(depth)):
         fill_path(path, depth[request], run[request], run_start, run_base, run_parent)

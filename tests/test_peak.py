@@ -14,9 +14,7 @@ Sequence = st.tuples(st.integers(1, 50), st.integers(1, 40))  # tokens held now,
 def simulated(sequences: list[tuple[int, int]]) -> int:
     """The most that is held, step by step."""
     last = max(steps for _, steps in sequences)
-    return max(
-        sum(held + step for held, steps in sequences if step <= steps) for step in range(last + 1)
-    )
+    return max(sum(held + step for held, steps in sequences if step <= steps) for step in range(last + 1))
 
 
 @given(st.lists(Sequence, min_size=1, max_size=20), st.integers(0, 1000))

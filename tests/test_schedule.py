@@ -26,9 +26,7 @@ def least_pages(load: Workload, page_size: int) -> int:
 
 def scheduler_for(load: Workload, page_size: int, num_pages: int, ends: Ends, budget: Budget) -> Scheduler:
     pages = Pages(num_pages, load.trie(page_size))
-    scheduler = Scheduler(
-        load.prompt_lengths, pages=pages, lengths=Believed(load.believed), rates=RATES, max_running=8
-    )
+    scheduler = Scheduler(load.prompt_lengths, pages=pages, lengths=Believed(load.believed), rates=RATES, max_running=8)
     order = np.arange(len(load.prompts), dtype=np.int32)
     scheduler.enqueue(Waiting(order, load.believed, ends, budget, compute=1.0, memory=1.0))
     return scheduler

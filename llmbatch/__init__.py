@@ -1,0 +1,62 @@
+"""llmbatch: run a large language model over a dataset, for throughput.
+
+    import llmbatch
+    report = llmbatch.run("questions.parquet", "answers", model="Qwen/Qwen3-8B", prompt="question", chat=True)
+
+Nothing heavy is imported before it is used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from llmbatch.errors import DataError, InputError, JobError, LLMBatchError, ModelError, ParameterError
+    from llmbatch.job import explain, run
+    from llmbatch.operators.llm import LLMOperator
+    from llmbatch.report import Report
+    from llmbatch.sampling import SamplingParams
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "DataError": "errors",
+    "InputError": "errors",
+    "JobError": "errors",
+    "LLMBatchError": "errors",
+    "LLMOperator": "operators.llm",
+    "ModelError": "errors",
+    "ParameterError": "errors",
+    "Report": "report",
+    "SamplingParams": "sampling",
+    "explain": "job",
+    "run": "job",
+}
+
+__all__ = [
+    "DataError",
+    "InputError",
+    "JobError",
+    "LLMBatchError",
+    "LLMOperator",
+    "ModelError",
+    "ParameterError",
+    "Report",
+    "SamplingParams",
+    "__version__",
+    "explain",
+    "run",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'llmbatch' has no attribute {name!r}")
+    value = getattr(import_module(f"llmbatch.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

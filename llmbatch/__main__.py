@@ -1,0 +1,5 @@
+"""`python -m llmbatch`."""
+
+from llmbatch.cli import main
+
+raise SystemExit(main())

@@ -1,0 +1,177 @@
+"""The command `llmbatch`: arguments in, exit status out.
+
+Status 0: done. 1: the job failed. 2: the command or its input is wrong. 130: interrupted.
+Standard output holds results alone, everything a person reads while waiting goes to standard error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from llmbatch.errors import InputError, LLMBatchError, ParameterError
+from llmbatch.options import DTYPES, LOAD_FORMATS, ORDERS, PAGE_SIZE
+
+_UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one sentence."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ParameterError(f"{message} (see {self.prog} --help)")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status."""
+    try:
+        arguments = vars(_parser().parse_args(argv))
+        command = arguments.pop("command")
+        return int(_run(arguments) if command == "run" else _explain(arguments))
+    except InputError as error:
+        _say(str(error))
+        return 2
+    except LLMBatchError as error:
+        _say(str(error))
+        return 1
+    except KeyboardInterrupt:
+        _say("interrupted; nothing was written under the output's name")
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="llmbatch", description="Run a large language model over a dataset.")
+    from llmbatch import __version__
+
+    parser.add_argument("--version", action="version", version=f"llmbatch {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
+    run = commands.add_parser("run", help="answer every row of a dataset and write the answers")
+    run.add_argument("inputs", nargs="+", metavar="IN", help="Parquet or JSONL files, folders, globs")
+    run.add_argument("--output", required=True, metavar="OUT", help="a folder, or one .parquet or .jsonl file")
+    _add_options(run)
+    run.add_argument("--overwrite", action="store_true", help="replace what is at OUT")
+    run.add_argument("--quiet", action="store_true", help="no progress")
+    explain = commands.add_parser("explain", help="say what run would do, without loading weights")
+    explain.add_argument("inputs", nargs="+", metavar="IN", help="Parquet or JSONL files, folders, globs")
+    _add_options(explain)
+    return parser
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--model", required=True, metavar="M", help="a folder, a .gguf file or a hub name")
+    prompts = parser.add_mutually_exclusive_group(required=True)
+    prompts.add_argument("--prompt", metavar="COL", help="the text column that holds the prompts")
+    prompts.add_argument("--template", metavar="T", help="a prompt made of columns: 'Q: {question}'")
+    prompts.add_argument("--messages", metavar="COL", help="a column of OpenAI messages")
+    add("--chat", action="store_true", help="wrap each prompt as a user message through the chat template")
+    add("--system", metavar="TEXT", help="system message of each chat; implies --chat")
+    add("--chat-template-kwargs", type=_json_object, metavar="JSON", help="passed to the chat template")
+    add("--max-tokens", type=int, metavar="N", help="most tokens of an answer (512)")
+    add("--temperature", type=float, metavar="T", help="0 takes the likeliest token (0)")
+    add("--top-p", type=float, metavar="P", help="probability mass to sample from (1)")
+    add("--top-k", type=int, metavar="K", help="likeliest tokens to sample from, 0 for all (0)")
+    add("--seed", type=int, metavar="S", help="makes sampled answers repeatable")
+    add("--stop", action="append", metavar="TEXT", help="text that ends an answer; may be repeated")
+    add("--ignore-eos", action="store_true", default=None, help="always generate --max-tokens")
+    add("--sampling-params", metavar="COL", help="a column of structs or JSON that overrides these per row")
+    add("--order", choices=ORDERS, default="blend", help="the order in which rows are run (blend)")
+    add(
+        "--dtype",
+        choices=DTYPES,
+        default="auto",
+        help="type of weights and KV (auto: what the processor does fast)",
+    )
+    add("--kv-memory", type=_bytes, metavar="BYTES", help="memory for KV pages, for example 2e9 or 4GiB")
+    add("--page-size", type=int, default=PAGE_SIZE, metavar="N", help=f"tokens in a KV page ({PAGE_SIZE})")
+    add("--max-running", type=int, metavar="N", help="most rows in flight")
+    add("--step-tokens", type=int, metavar="N", help="tokens of a step (decided in closed loop)")
+    add(
+        "--load-format",
+        choices=LOAD_FORMATS,
+        default="auto",
+        help="dummy fills random weights, for benchmarks",
+    )
+    add("--trust-remote-code", action="store_true", help="run code that comes with the model")
+    add("--json", action="store_true", help="print one JSON object and nothing else to standard output")
+
+
+def _run(arguments: dict[str, Any]) -> int:
+    from llmbatch.job import run
+    from llmbatch.progress import choose
+
+    as_json, quiet = arguments.pop("json"), arguments.pop("quiet")
+    given = _given(arguments)
+    with _quiet_libraries():
+        report = run(given.pop("inputs"), given.pop("output"), progress=choose(quiet=quiet), **given)
+    if report.finished_before:
+        _say(f"the output {report.output} is finished already; --overwrite replaces it")
+    if as_json:
+        print(json.dumps(report.to_dict()))
+    elif not quiet and not report.finished_before:
+        _say(
+            f"{report.rows:,} rows ({report.errors:,} errors, {report.duplicates:,} duplicates) in "
+            f"{report.seconds:.1f} s, {report.tokens_per_second:,.0f} tokens/s, prefix sharing "
+            f"{report.prefix_sharing:.1%} of {report.prefix_sharing_optimal:.1%} possible, written to {report.output}"
+        )
+    return 0
+
+
+def _explain(arguments: dict[str, Any]) -> int:
+    from llmbatch.job import explain
+
+    as_json = arguments.pop("json")
+    given = _given(arguments)
+    with _quiet_libraries():
+        forecast = explain(given.pop("inputs"), **given)
+    print(json.dumps(forecast.to_dict()) if as_json else forecast.to_text())
+    return 0
+
+
+def _given(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The options that were given, so that defaults stand in one place."""
+    return {name: value for name, value in arguments.items() if value is not None}
+
+
+@contextlib.contextmanager
+def _quiet_libraries() -> Any:
+    """Keep libraries from writing to standard output, and from bars and advice of their own."""
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    with contextlib.redirect_stdout(sys.stderr):
+        yield
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"must be a JSON object, got {text!r}")
+    return value
+
+
+def _bytes(text: str) -> int:
+    """A number of bytes: 2e9, 2000000000, 2GB, 4GiB."""
+    lowered = text.strip().lower().removesuffix("b")
+    digits = lowered.rstrip("kmgti")
+    unit = lowered[len(digits) :]
+    try:
+        return int(float(digits) * _UNITS.get(unit, 1)) if unit in ("", *_UNITS) else int(unit)
+    except (ValueError, OverflowError):
+        raise argparse.ArgumentTypeError(f"must be a number of bytes such as 2e9 or 4GiB, got {text!r}") from None
+
+
+def _say(sentence: str) -> None:
+    print(f"llmbatch: {sentence}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,152 @@
+"""What a job will take, before it runs; and what its order buys, by simulation.
+
+The shard is planned as it would be, with the lengths believed before anything was observed, and driven through
+the same scheduler over an engine that is a clock, once in the plan's order and once in the input's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from llmbatch.cost import CostModel
+from llmbatch.engines.simulated import SimulatedEngine
+from llmbatch.options import Options
+from llmbatch.requests import Requests
+from llmbatch.runner import Pool, decide, length_model, run_shard
+from llmbatch.tree import PrefixTree
+
+if TYPE_CHECKING:
+    from llmbatch.worker import Worker
+
+MOST_SIMULATED = 20_000  # requests; simulating more takes longer than a forecast may
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forecast:
+    """What `run` would do. Seconds are those of steps: loading, reading and writing come on top."""
+
+    rows: int
+    errors: int
+    duplicates: int
+    input_tokens: int
+    output_tokens: float  # expected
+    output_tokens_most: int  # if every answer ran to max_tokens
+    prefix_sharing_optimal: float
+    density: float  # compute over memory seconds
+    binding: str  # "compute" or "memory"
+    seconds: float | None  # simulated; null where there are too many requests to simulate
+    seconds_least: float  # if answers were single tokens and everything overlapped best
+    seconds_most: float  # if every answer ran to max_tokens
+    input_order_seconds: float | None  # simulated, rows in the input's order
+    prefix_sharing: float | None  # simulated
+    kv_tokens_needed: float  # to hold everything at once
+    kv_tokens: int  # that the pool holds
+    order: str
+    reason: str
+    model: str
+    hardware: str
+    notes: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The figures as JSON values."""
+        return {**asdict(self), "notes": list(self.notes)}
+
+    def to_text(self) -> str:
+        """The figures for a person."""
+        lines = [
+            f"rows             {self.rows:,} ({self.errors:,} errors, {self.duplicates:,} duplicates)",
+            f"prompt tokens    {self.input_tokens:,}, of which {self.prefix_sharing_optimal:.1%} can be shared",
+            f"answer tokens    {self.output_tokens:,.0f} expected, {self.output_tokens_most:,} at most",
+            f"density          {self.density:.3g} compute / memory, bound by {self.binding}",
+            f"KV memory        {self.kv_tokens_needed:,.0f} tokens hold everything, the pool holds {self.kv_tokens:,}",
+            f"order            {self.order}: {self.reason}",
+        ]
+        if self.seconds is not None and self.input_order_seconds is not None:
+            lines += [
+                f"time             {self.seconds:,.1f} s expected on {self.hardware}, between "
+                f"{self.seconds_least:,.1f} and {self.seconds_most:,.1f}",
+                f"order buys       {self.input_order_seconds / self.seconds:.2f} x over the input's order "
+                f"({self.input_order_seconds:,.1f} s)",
+            ]
+        else:
+            lines.append(
+                f"time             between {self.seconds_least:,.1f} and {self.seconds_most:,.1f} s on "
+                f"{self.hardware}; more than {MOST_SIMULATED:,} requests are not simulated"
+            )
+        return "\n".join([*lines, *(f"note             {note}" for note in self.notes)])
+
+
+def forecast(worker: Worker, table: pa.Table) -> Forecast:
+    """Forecast answering a table; loads no weights."""
+    options, pool, cost = worker.options, worker.pool, worker.cost
+    shard = worker.shard(table)
+    requests = shard.requests
+    tree = PrefixTree.build(requests.tokens, requests.offsets)
+    lengths = length_model(tree, requests)
+    expected = lengths.expected(np.arange(len(requests), dtype=np.int32)).mean
+    decided = decide(tree, lengths, requests, pool, cost, options)
+    buys = compare(requests, np.maximum(np.rint(expected), 1).astype(np.int32), pool, cost, options)
+    inputs = int(shard.num_input_tokens.sum())
+    return Forecast(
+        rows=table.num_rows,
+        errors=len(shard.errors),
+        duplicates=int(np.count_nonzero(shard.request_of >= 0)) - len(requests),
+        input_tokens=inputs,
+        output_tokens=float(expected.sum()),
+        output_tokens_most=int(requests.max_tokens.sum(dtype=np.int64)),
+        prefix_sharing_optimal=1 - tree.unique_tokens / inputs if inputs else 0.0,
+        density=decided.density,
+        binding=decided.binding,
+        seconds=buys.seconds if buys else None,
+        seconds_least=_optimal(tree, np.ones_like(expected), pool, cost),
+        seconds_most=_optimal(tree, requests.max_tokens.astype(np.float64), pool, cost),
+        input_order_seconds=buys.input_order_seconds if buys else None,
+        prefix_sharing=buys.prefix_sharing if buys else None,
+        kv_tokens_needed=decided.kv_tokens_needed,
+        kv_tokens=pool.tokens,
+        order=options.order,
+        reason=decided.reason,
+        model=options.model,
+        hardware=cost.hardware.name,
+        notes=(*options.notes, *shard.notes),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class OrderGain:
+    """Simulated seconds of a shard in its planned order and in the input's."""
+
+    seconds: float
+    input_order_seconds: float
+    prefix_sharing: float  # of the planned order
+    input_order_sharing: float
+
+
+def compare(
+    requests: Requests, lengths: NDArray[np.int32], pool: Pool, cost: CostModel, options: Options
+) -> OrderGain | None:
+    """Simulate a shard whose answers have these `lengths`; None where it is too large for that."""
+    if len(requests) > MOST_SIMULATED:
+        return None
+
+    def simulate(order: str) -> tuple[float, float]:
+        engine = SimulatedEngine(lengths, cost)
+        result = run_shard(requests, engine, pool, cost, replace(options, order=order), lambda finished: None)
+        return engine.seconds, float(result.answers.cached.sum()) / max(1, len(requests.tokens))
+
+    (seconds, sharing), (input_seconds, input_sharing) = simulate(options.order), simulate("input")
+    return OrderGain(seconds, input_seconds, sharing, input_sharing)
+
+
+def _optimal(tree: PrefixTree, lengths: NDArray[np.float64], pool: Pool, cost: CostModel) -> float:
+    """T_opt if the answers had these lengths."""
+    compute = cost.request_compute(tree.lengths, lengths).sum() - cost.prompt_seconds(
+        tree.total_tokens - tree.unique_tokens
+    )
+    memory = cost.request_memory(tree.lengths, lengths, lengths**2).sum()
+    return cost.optimal_seconds(float(compute), float(memory), pool.tokens * cost.shape.kv_bytes_per_token)

@@ -1,0 +1,85 @@
+"""A job: dataset in, dataset out, or a forecast of it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING, Any
+
+from llmbatch.inputs import Inputs
+from llmbatch.options import Options
+from llmbatch.outputs import Output
+from llmbatch.progress import Progress, Silence
+from llmbatch.report import Report
+from llmbatch.worker import Worker
+
+if TYPE_CHECKING:
+    from llmbatch.forecast import Forecast
+
+
+def run(
+    inputs: str | Sequence[str],
+    output: str,
+    *,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+    **options: Any,
+) -> Report:
+    """Answer every row of a dataset and write the rows, in their order, with the answers' columns.
+
+    `inputs` are Parquet or JSONL files, folders or globs; `output` a folder for Parquet parts, or one
+    `.parquet` or `.jsonl` file. `options` are those of `LLMOperator`. Nothing is created before command, input
+    and model are checked. The output appears whole or not at all; if it is there already from the same command,
+    its report is returned with `finished_before` set. Raises `InputError` where the command or its input is
+    wrong, `JobError` where the job cannot be finished.
+
+        report = run("questions.parquet", "answers", model="Qwen/Qwen3-8B", prompt="question", chat=True)
+    """
+    begun = time.perf_counter()
+    progress = progress or Silence()
+    built = Options.build(**options)
+    paths = [inputs] if isinstance(inputs, str) else list(inputs)
+    source = Inputs.resolve(paths)
+    target = Output.open(output, inputs=paths, fingerprint=_fingerprint(built, source), overwrite=overwrite)
+    if target.finished:
+        known = {field.name for field in fields(Report)}
+        summary = {key: value for key, value in target.summary.items() if key in known}
+        return Report(**{**summary, "notes": tuple(summary["notes"]), "finished_before": True})
+    worker = Worker(built)
+    worker.check(source.schema)
+    table = source.read()
+    worker.load()
+    target.begin()
+    try:
+        answered = worker.answer(table, progress)
+        target.write(answered.table)
+        seconds = time.perf_counter() - begun - worker.load_seconds
+        report = replace(answered.report, seconds=seconds, output=output)
+        target.commit(report.to_dict())
+    except BaseException:
+        target.abort()
+        raise
+    return report
+
+
+def explain(inputs: str | Sequence[str], **options: Any) -> Forecast:
+    """What `run` would do with these inputs and options, without loading weights or running the model.
+
+    Raises `InputError` like `run`.
+    """
+    from llmbatch.forecast import forecast
+
+    built = Options.build(**options)
+    source = Inputs.resolve([inputs] if isinstance(inputs, str) else list(inputs))
+    worker = Worker(built)
+    worker.check(source.schema)
+    return forecast(worker, source.read())
+
+
+def _fingerprint(options: Options, source: Inputs) -> str:
+    """A digest of everything that decides the output."""
+    content = json.dumps([repr(options), source.identity], sort_keys=True)
+    return hashlib.sha256(content.encode()).hexdigest()

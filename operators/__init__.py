@@ -1,0 +1,1 @@
+"""Doors into llmbatch from dataframes and pipelines."""

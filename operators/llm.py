@@ -1,0 +1,122 @@
+"""`LLMOperator`: a table in, the same rows with answers out.
+
+Ray Data constructs a class once per actor, but unpickles an instance for every task, and would load the model
+for every batch. So `LLMOperator(model=..., ...)` evaluates to a class of its own, configured by those options:
+called with a table it answers it, called without arguments it constructs, which is what Ray does in each
+actor. Type checkers see an ordinary class whose instances are called with tables. The loaded model is kept per
+process and configuration, never on the class, because Ray pickles the class by value.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import pyarrow as pa
+
+from llmbatch.errors import DataError
+from llmbatch.options import Options
+from llmbatch.worker import Worker
+
+Batch = TypeVar("Batch")
+
+_workers: dict[str, Worker] = {}  # by configuration; one process loads a model once
+
+
+def answer(options: Options, batch: Any) -> Any:
+    """The batch with its answers, in the kind it came: pyarrow, pandas, Polars, or a dict of arrays."""
+    table = _to_arrow(batch)
+    key = repr(options)
+    if key not in _workers:
+        _workers[key] = Worker(options)
+    return _like(batch, _workers[key].answer(table).table)
+
+
+def _to_arrow(batch: Any) -> pa.Table:
+    if isinstance(batch, pa.Table):
+        return batch
+    if isinstance(batch, pa.RecordBatch):
+        return pa.Table.from_batches([batch])
+    if isinstance(batch, dict):
+        return pa.table({name: _column(values) for name, values in batch.items()})
+    for library, kind in (("pandas", "DataFrame"), ("polars", "DataFrame")):
+        module = sys.modules.get(library)
+        if module is not None and isinstance(batch, getattr(module, kind)):
+            return pa.Table.from_pandas(batch) if library == "pandas" else batch.to_arrow()
+    raise DataError(
+        "LLMOperator takes a pyarrow Table or RecordBatch, a pandas or Polars DataFrame, or a dict of arrays, "
+        f"got {type(batch).__name__}"
+    )
+
+
+def _column(values: Any) -> pa.Array:
+    return pa.array(values.tolist() if getattr(values, "dtype", None) == "object" else values)
+
+
+def _like(batch: Any, table: pa.Table) -> Any:
+    if isinstance(batch, pa.RecordBatch):
+        return table.combine_chunks().to_batches()[0]
+    if isinstance(batch, pa.Table):
+        return table
+    if isinstance(batch, dict):
+        return {name: table[name].to_numpy(zero_copy_only=False) for name in table.column_names}
+    if type(batch).__module__.startswith("polars"):
+        return sys.modules["polars"].from_arrow(table)
+    return table.to_pandas()
+
+
+if TYPE_CHECKING:
+
+    class LLMOperator:
+        """See below."""
+
+        def __init__(self, **options: Any) -> None: ...
+        def __call__(self, batch: Batch) -> Batch: ...
+
+else:
+
+    class _Configured(type):
+        """The metaclass: calling `LLMOperator` configures, calling what comes out answers or constructs."""
+
+        def __call__(cls, *batches: Any, **options: Any) -> Any:
+            if cls.options is None:
+                if batches:
+                    raise TypeError("LLMOperator takes keyword options only, for example model='Qwen/Qwen3-8B'")
+                built = Options.build(**options)
+                name = f"LLMOperator_{abs(hash(repr(built))):x}"
+                body = {
+                    "options": built,
+                    "__module__": __name__,
+                    "__qualname__": name,
+                    "__doc__": cls.__doc__,
+                }
+                return _Configured(name, (cls,), body)
+            if batches:
+                return answer(cls.options, *batches, **options)
+            return super().__call__()
+
+        def __repr__(cls) -> str:
+            return "LLMOperator" if cls.options is None else f"LLMOperator(model={cls.options.model!r})"
+
+    class LLMOperator(metaclass=_Configured):
+        """Answers every row of a table with a language model.
+
+        Options are keywords: `model`, one of `prompt=` (a text column), `template=` (`"Q: {question}"`) or
+        `messages=` (a column of OpenAI messages), `chat`, `system`, `chat_template_kwargs`, `sampling_params`
+        (one for all, or the name of a column), sampling parameters by name (`max_tokens=256`), `order`,
+        `dtype`, `kv_memory` (bytes), `page_size` (tokens). Wrong ones raise `ParameterError` at once.
+
+        Called on a pyarrow Table (or RecordBatch, pandas or Polars DataFrame, dict of arrays) it returns the
+        same rows in the same order and the same kind, with `generated_text`, `num_input_tokens`,
+        `num_generated_tokens`, `num_cached_tokens` (int32), `finish_reason` ("stop", "length" or "error"),
+        `error` and `error_kind` (null when fine). Raises `InputError` where the table or model will not do.
+
+            answer = LLMOperator(model="Qwen/Qwen3-8B", prompt="question", chat=True, max_tokens=256)
+            table = answer(table)
+            ds = ds.map_batches(answer, concurrency=1, batch_size=50_000, batch_format="pyarrow")
+        """
+
+        options: Options | None = None
+
+        def __call__(self, batch: Any) -> Any:
+            return answer(type(self).options, batch)
