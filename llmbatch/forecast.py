@@ -119,7 +119,7 @@ def forecast(worker: Worker, table: pa.Table) -> Forecast:
 
 @dataclass(frozen=True, slots=True)
 class OrderGain:
-    """Simulated seconds of a shard in its planned order and in the input's."""
+    """Simulated steps of a shard in its planned order and in the input's."""
 
     seconds: float
     input_order_seconds: float
@@ -131,7 +131,7 @@ def compare(
     requests: Requests, lengths: NDArray[np.int32], pool: Pool, cost: CostModel, options: Options
 ) -> OrderGain | None:
     """Simulate a shard whose answers have these `lengths`; None where it is too large for that."""
-    if len(requests) > MOST_SIMULATED:
+    if not 0 < len(requests) <= MOST_SIMULATED:
         return None
 
     def simulate(order: str) -> tuple[float, float]:

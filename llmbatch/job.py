@@ -7,17 +7,17 @@ import json
 import time
 from collections.abc import Sequence
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from llmbatch.forecast import Forecast, compare, forecast
 from llmbatch.inputs import Inputs
 from llmbatch.options import Options
 from llmbatch.outputs import Output
 from llmbatch.progress import Progress, Silence
 from llmbatch.report import Report
-from llmbatch.worker import Worker
+from llmbatch.worker import Answered, Worker
 
-if TYPE_CHECKING:
-    from llmbatch.forecast import Forecast
+SIMULATED_AFTERWARDS = 2_000  # requests; of more a report does not say what their order bought
 
 
 def run(
@@ -57,7 +57,7 @@ def run(
         answered = worker.answer(table, progress)
         target.write(answered.table)
         seconds = time.perf_counter() - begun - worker.load_seconds
-        report = replace(answered.report, seconds=seconds, output=output)
+        report = replace(answered.report, seconds=seconds, output=output, order_gain=_order_gain(worker, answered))
         target.commit(report.to_dict())
     except BaseException:
         target.abort()
@@ -65,13 +65,19 @@ def run(
     return report
 
 
+def _order_gain(worker: Worker, answered: Answered) -> float | None:
+    """What the order bought, simulated with the lengths as they came out; None where that would take long."""
+    if len(answered.requests) > SIMULATED_AFTERWARDS:
+        return None
+    buys = compare(answered.requests, answered.lengths, worker.pool, worker.cost, worker.options)
+    return buys and buys.input_order_seconds / buys.seconds
+
+
 def explain(inputs: str | Sequence[str], **options: Any) -> Forecast:
     """What `run` would do with these inputs and options, without loading weights or running the model.
 
     Raises `InputError` like `run`.
     """
-    from llmbatch.forecast import forecast
-
     built = Options.build(**options)
     source = Inputs.resolve([inputs] if isinstance(inputs, str) else list(inputs))
     worker = Worker(built)

@@ -24,6 +24,7 @@ class Report:
     steps: int
     order: str
     reason: str  # why this order, in a sentence
+    order_gain: float | None  # simulated seconds in the input's order over this order's; null for large jobs
     model: str
     dtype: str
     kv_memory: int  # bytes of the page pool

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-import os
 import time
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
 from llmbatch.answers import add_columns, check_columns, decode_texts
 from llmbatch.cost import SEQUENTIAL, CostModel, ModelShape
-from llmbatch.errors import ParameterError, RowError
+from llmbatch.errors import ParameterError
 from llmbatch.hardware import measure_cpu
+from llmbatch.memory import available_memory
 from llmbatch.options import Options
 from llmbatch.progress import Advance, Progress, Silence
 from llmbatch.report import Report
-from llmbatch.requests import Shard
+from llmbatch.requests import Requests, Shard
 from llmbatch.runner import Pool, ShardResult, run_shard
 from llmbatch.sampling import check_sampling_column
 from llmbatch.schedule import Finished
@@ -36,6 +38,8 @@ class Answered:
 
     table: pa.Table
     report: Report
+    requests: Requests
+    lengths: NDArray[np.int32]  # tokens each request generated
 
 
 class Worker:
@@ -46,12 +50,14 @@ class Worker:
 
     def __init__(self, options: Options) -> None:
         begun = time.perf_counter()
-        from llmbatch.engines.loading import model_config, resolve_model
+        from llmbatch.engines.checkpoints import resolve_model
+        from llmbatch.engines.description import describe_model
 
         self.options = options
         self._folder = resolve_model(options.model)
         self.tokenizer = load_tokenizer(self._folder, name=options.model, trust_remote_code=options.trust_remote_code)
-        self.config = model_config(self._folder, trust_remote_code=options.trust_remote_code)
+        self.model = describe_model(self._folder, dtype=options.dtype, trust_remote_code=options.trust_remote_code)
+        self.pool = self._size_pool()
         self._engine: TorchEngine | None = None
         self.load_seconds = time.perf_counter() - begun
 
@@ -68,7 +74,7 @@ class Worker:
             return
         begun = time.perf_counter()
         from llmbatch.engines.loading import load_model
-        from llmbatch.engines.torch import TorchEngine, bytes_per_token
+        from llmbatch.engines.torch import TorchEngine
 
         options = self.options
         loaded = load_model(
@@ -77,23 +83,32 @@ class Worker:
             load_format=options.load_format,
             trust_remote_code=options.trust_remote_code,
         )
-        self.loaded = loaded
-        page_bytes = bytes_per_token(loaded.config, loaded.dtype) * options.page_size
-        memory = options.kv_memory or int(POOL_SHARE * available_memory())
-        if memory < page_bytes:
-            raise ParameterError(f"kv_memory must hold at least one page of {page_bytes:,} bytes, got {memory:,}")
-        self.pool = Pool(memory // page_bytes, options.page_size)
-        self.kv_memory = self.pool.num_pages * page_bytes
-        self.cost = CostModel(
-            ModelShape.from_config(loaded.config, loaded.dtype.itemsize),
-            measure_cpu(dtype_bytes=loaded.dtype.itemsize),
-            law="bytes",
-            overlap=SEQUENTIAL,
-        )
+        self._notes = loaded.notes
         self._engine = TorchEngine(
             loaded, num_pages=self.pool.num_pages, page_size=options.page_size, decode=self._decode_one
         )
         self.load_seconds += time.perf_counter() - begun
+
+    @cached_property
+    def cost(self) -> CostModel:
+        """What requests cost on this machine, measured once."""
+        size = self.model.dtype.itemsize
+        return CostModel(
+            ModelShape.from_config(self.model.config, size),
+            measure_cpu(dtype_bytes=size),
+            law="bytes",
+            overlap=SEQUENTIAL,
+        )
+
+    def _size_pool(self) -> Pool:
+        page_bytes = self.model.bytes_per_token * self.options.page_size
+        memory = self.options.kv_memory
+        if memory is None:
+            weights = ModelShape.from_config(self.model.config, self.model.dtype.itemsize).weight_bytes
+            memory = int(POOL_SHARE * max(0.0, available_memory() - weights))
+        if memory < page_bytes:
+            raise ParameterError(f"kv_memory must hold at least one page of {page_bytes:,} bytes, got {memory:,}")
+        return Pool(memory // page_bytes, self.options.page_size)
 
     def shard(self, table: pa.Table) -> Shard:
         """The requests of a table; needs no weights."""
@@ -103,7 +118,7 @@ class Worker:
             sampling=self.options.sampling,
             sampling_column=self.options.sampling_column,
             tokenizer=self.tokenizer,
-            context_length=self.context_length,
+            context_length=self.model.context_length,
         )
 
     def answer(self, table: pa.Table, progress: Progress | None = None) -> Answered:
@@ -116,24 +131,21 @@ class Worker:
         loading = self.load_seconds - before
         assert self._engine is not None
         shard = self.shard(table)
-        notes = (*self.options.notes, *shard.notes, *self.loaded.notes)
+        notes = (*self.options.notes, *shard.notes, *self._notes)
         for note in notes:
             progress.say(note)
-        result = run_shard(
-            shard.requests, self._engine, self.pool, self.cost, self.options, _Advancing(progress, shard)
-        )
+        self._engine.begin(shard.requests)
+        counting = _Counting(progress, shard)
+        result = run_shard(shard.requests, self._engine, self.pool, self.cost, self.options, counting.add)
+        counting.close()
         texts = decode_texts(shard.requests, result.answers, self.tokenizer)
         answered = add_columns(table, shard, result.answers, result.failed, texts)
         seconds = time.perf_counter() - begun - loading
-        return Answered(answered, self._report(answered, shard, result, notes, seconds))
+        report = self._report(answered, shard, result, notes, seconds)
+        return Answered(answered, report, shard.requests, result.answers.lengths)
 
     def _decode_one(self, tokens: np.ndarray[tuple[int], np.dtype[np.int32]]) -> str:
         return self.tokenizer.decode([tokens])[0]
-
-    @property
-    def context_length(self) -> int:
-        """Tokens of prompt and answer that the model can hold."""
-        return context_length(self.config)
 
     def _report(
         self, table: pa.Table, shard: Shard, result: ShardResult, notes: tuple[str, ...], seconds: float
@@ -156,44 +168,35 @@ class Worker:
             steps=result.steps,
             order=self.options.order,
             reason=result.plan.reason,
+            order_gain=None,
             model=self.options.model,
-            dtype=str(self.loaded.dtype).removeprefix("torch."),
-            kv_memory=self.kv_memory,
+            dtype=str(self.model.dtype).removeprefix("torch."),
+            kv_memory=self.pool.tokens * self.model.bytes_per_token,
             notes=notes,
         )
 
 
-def available_memory() -> int:
-    """Bytes of memory this process may still take: of the machine, or of its control group if that is less."""
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    try:
-        with open("/proc/meminfo") as lines:
-            free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
-        with open("/sys/fs/cgroup/memory.max") as limit, open("/sys/fs/cgroup/memory.current") as current:
-            free = min(free, int(limit.read()) - int(current.read()))
-    except (OSError, ValueError, StopIteration):
-        pass  # no such file on this system, or no limit: what sysconf said stands
-    return free
-
-
-class _Advancing:
+class _Counting:
     """Counts finished requests as rows and tokens for a progress display."""
 
     def __init__(self, progress: Progress, shard: Shard) -> None:
         self._progress = progress
         self._prompts = shard.requests.prompt_lengths
         self._rows_of = np.bincount(shard.request_of[shard.request_of >= 0], minlength=len(shard.requests))
+        self._total = len(shard.request_of)
         self._rows = len(shard.errors)
         self._tokens = 0
-        progress.start(len(shard.request_of))
+        progress.start(self._total)
         progress.advance(Advance(self._rows, 0))
 
-    def __call__(self, finished: Finished) -> None:
+    def add(self, finished: Finished) -> None:
+        """Count what ended in a step."""
         rows = self._rows_of[finished.requests]
         self._rows += int(rows.sum())
         self._tokens += int((rows * (self._prompts[finished.requests] + finished.generated)).sum())
-        self._progress.advance(Advance(self._rows, self._tokens))
+        if self._rows < self._total:
+            self._progress.advance(Advance(self._rows, self._tokens))
 
-    def fail(self, failed: dict[int, RowError]) -> None:
-        """Rows of requests that will not be run."""
-        self._rows += int(self._rows_of[list(failed)].sum())
+    def close(self) -> None:
+        """Every row is accounted for, those that could not be run among them."""
+        self._progress.advance(Advance(self._total, self._tokens))
