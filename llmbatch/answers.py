@@ -15,15 +15,18 @@ from llmbatch.errors import DataError, RowError
 from llmbatch.requests import Requests, Shard
 from llmbatch.tokenize import Tokenizer
 
-COLUMNS = (
-    "generated_text",
-    "num_input_tokens",
-    "num_generated_tokens",
-    "num_cached_tokens",
-    "finish_reason",
-    "error",
-    "error_kind",
+SCHEMA = pa.schema(
+    {
+        "generated_text": pa.string(),
+        "num_input_tokens": pa.int32(),
+        "num_generated_tokens": pa.int32(),
+        "num_cached_tokens": pa.int32(),
+        "finish_reason": pa.string(),
+        "error": pa.string(),
+        "error_kind": pa.string(),
+    }
 )
+COLUMNS = tuple(SCHEMA.names)
 _REASONS = {Finish.RUNNING: "error", Finish.STOP: "stop", Finish.LENGTH: "length", Finish.ERROR: "error"}
 _NOT_FINITE = RowError("engine", "the model's logits were not finite for this row: try dtype float32")
 
@@ -50,6 +53,11 @@ def check_columns(schema: pa.Schema) -> None:
         raise DataError(
             f"the input has a column {taken[0]!r}, and llmbatch writes one of that name: rename it in the input"
         )
+
+
+def output_schema(schema: pa.Schema) -> pa.Schema:
+    """The schema of an answered table."""
+    return pa.unify_schemas([schema, SCHEMA])
 
 
 def decode_texts(requests: Requests, answers: Answers, tokenizer: Tokenizer) -> list[str]:
@@ -87,16 +95,16 @@ def add_columns(
     messages = pa.array([error.message for error in errors.values()], pa.string())
     kinds = pa.array([error.kind for error in errors.values()], pa.string())
     error_at = pa.array(error_of, mask=answered)
-    zero_if_failed = pa.array(answered)
+    has_answer = pa.array(answered)
     columns = (
         taken(pa.array(texts, pa.string())),
         pa.array(shard.num_input_tokens, pa.int32()),
-        pc.if_else(zero_if_failed, taken(pa.array(answers.lengths)), 0).cast(pa.int32()),
-        pc.if_else(zero_if_failed, cached, 0).cast(pa.int32()),
+        pc.if_else(has_answer, taken(pa.array(answers.lengths)), 0).cast(pa.int32()),
+        pc.if_else(has_answer, cached, 0).cast(pa.int32()),
         taken(reasons).fill_null("error"),
         messages.take(error_at),
         kinds.take(error_at),
     )
-    for name, column in zip(COLUMNS, columns, strict=True):
-        table = table.append_column(name, column)
+    for column_field, column in zip(SCHEMA, columns, strict=True):
+        table = table.append_column(column_field, column)
     return table

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Any
 
+from llmbatch.answers import output_schema
 from llmbatch.forecast import Forecast, compare, forecast
 from llmbatch.inputs import Inputs
 from llmbatch.options import Options
@@ -43,13 +44,15 @@ def run(
     built = Options.build(**options)
     paths = [inputs] if isinstance(inputs, str) else list(inputs)
     source = Inputs.resolve(paths)
-    target = Output.open(output, inputs=paths, fingerprint=_fingerprint(built, source), overwrite=overwrite)
+    everything = [*paths, *source.paths]
+    target = Output.open(output, inputs=everything, fingerprint=_fingerprint(built, source), overwrite=overwrite)
     if target.finished:
         known = {field.name for field in fields(Report)}
         summary = {key: value for key, value in target.summary.items() if key in known}
         return Report(**{**summary, "notes": tuple(summary["notes"]), "finished_before": True})
     worker = Worker(built)
     worker.check(source.schema)
+    target.check(output_schema(source.schema))
     table = source.read()
     worker.load()
     target.begin()

@@ -1,0 +1,58 @@
+"""Columns of a table: found by name, read as Python values, refused in one sentence."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator
+
+import pyarrow as pa
+
+from llmbatch.errors import DataError
+
+_SLICE_ROWS = 4096  # rows that are Python objects at one time while a nested column is walked
+
+
+def find_field(schema: pa.Schema, name: str, role: str) -> pa.Field:
+    """The field called `name`, which is wanted as the `role` ("prompt", "messages", ...) column.
+
+    Raises `DataError` when it is not there, or is there twice.
+    """
+    indices = schema.get_all_field_indices(name)
+    if len(indices) == 1:
+        return schema.field(indices[0])
+    if indices:
+        raise DataError(
+            f"the {role} column must be one, but {len(indices)} columns are named {name!r}: rename all but one"
+        )
+    if not schema.names:
+        raise DataError(f"the {role} column {name!r} is not in the input, which has no columns")
+    there = ", ".join(repr(other) for other in schema.names[:20])
+    more = f" and {len(schema.names) - 20} more" if len(schema.names) > 20 else ""
+    close = difflib.get_close_matches(name, schema.names, n=1)
+    hint = f". Did you mean {close[0]!r}?" if close else ""
+    raise DataError(f"the {role} column {name!r} is not in the input, whose columns are {there}{more}{hint}")
+
+
+def is_text(kind: pa.DataType) -> bool:
+    """Whether a column of this type holds text: string, large_string, string_view, or a dictionary of one."""
+    if pa.types.is_dictionary(kind):
+        kind = kind.value_type
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind))
+
+
+def text_values(column: pa.ChunkedArray, name: str) -> list[str | None]:
+    """The values of a text column; raises `DataError` where the bytes are not UTF-8."""
+    try:
+        values: list[str | None] = column.cast(pa.large_string()).to_pylist()
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"text must be UTF-8, but column {name!r} holds other bytes ({error}): "
+            "declare it binary and decode it first"
+        ) from None
+    return values
+
+
+def nested_values(column: pa.ChunkedArray) -> Iterator[object]:
+    """The values of any column, a few thousand Python objects at a time."""
+    for start in range(0, len(column), _SLICE_ROWS):
+        yield from column.slice(start, _SLICE_ROWS).to_pylist()

@@ -1,0 +1,286 @@
+"""Seconds of compute and of memory for a request, a step and a whole set, from a model's shape and a device.
+
+The performance model of BlendServe 4.1, with three changes. Attention over a prompt is causal, so it counts
+half the square (2 p^2 H L, not 4). Output lengths are distributions, so memory takes their second moment.
+Sliding layers look back a window only. With p prompt and d output tokens:
+
+    compute = (2 (p + d) P + 2 d P_head + 2 p sum_layers(min(p, window)) H) / F
+    memory  = sum_layers(min(p E[d] + E[d^2] / 2, window E[d])) * bytes per token and layer / B
+
+For a fixed d the sliding term is an upper bound, tight where the prompt fills the window or all of p + d
+fits it.
+
+`P_head` is the LM head where the engine computes it for sampled tokens only (`ModelShape.from_config`); the
+named shapes count it into P, as the paper does.
+
+A step's floor is reading the weights. Law `paper` puts it under the compute: c >= W / B. Law `bytes` says
+what is true of one memory: weights and KV share it, m = (W + KV) / B, and c has no floor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple, get_args
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from llmbatch.errors import ModelError, ParameterError
+from llmbatch.hardware import Hardware
+
+Law = Literal["paper", "bytes"]
+Floats = NDArray[np.float64]
+
+# Decoder families whose feed-forward has two matrices, not the gated three.
+_UNGATED = frozenset({"bloom", "falcon", "gpt2", "gpt_bigcode", "gpt_neox", "gptj", "mpt", "opt", "phi", "starcoder2"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """What a model costs: parameters, attention width and KV bytes."""
+
+    params: float  # active per computed token
+    head_params: float = 0.0  # further ones per sampled token
+    params_total: float
+    weight_bytes: float
+    layers: int
+    attention_width: float  # query heads x head size; the mean of key and value sizes where they differ
+    kv_bytes_per_token: float  # all layers
+    windows: tuple[int, ...]  # [layers] tokens a layer looks back; 0: all
+    vocabulary: int
+
+    def __post_init__(self) -> None:
+        if len(self.windows) != self.layers:
+            raise ParameterError(
+                f"A shape needs one window a layer: {self.layers} layers, {len(self.windows)} windows."
+            )
+
+    @classmethod
+    def from_config(cls, config: object, dtype_bytes: float) -> ModelShape:
+        """Read the shape off a transformers config (its `text_config` where it has one), duck-typed.
+
+        `params` are the matrices that every token passes: projections, feed-forward, and with experts the
+        router, the shared and the chosen ones. `dtype_bytes` is the size of weights and KV. Raises
+        `ModelError` where a needed field is missing.
+        """
+        text = getattr(config, "text_config", None) or config
+        name = _field(text, "model_type", default="the model")
+
+        def need(*names: str) -> int:
+            value = _field(text, *names)
+            if value is None:
+                raise ModelError(f"A model's config must give {names[0]}, and that of {name} does not.")
+            return int(value)
+
+        hidden, layers = need("hidden_size", "n_embd"), need("num_hidden_layers", "n_layer")
+        heads, vocabulary = need("num_attention_heads", "n_head"), need("vocab_size")
+        kv_heads = int(_field(text, "num_key_value_heads", default=heads))
+        head = int(_field(text, "head_dim", default=hidden // heads))
+        latent = _field(text, "kv_lora_rank")
+        if latent is None:
+            width = float(heads * head)
+            kv_width = 2.0 * kv_heads * head
+            attention = hidden * heads * head * 2 + hidden * 2 * kv_heads * head
+        else:  # multi-head latent attention: keys and values are read from one latent vector and a rotary part
+            rope, plain, value = need("qk_rope_head_dim"), need("qk_nope_head_dim"), need("v_head_dim")
+            query = _field(text, "q_lora_rank")
+            width = heads * (rope + plain + value) / 2
+            kv_width = float(latent + rope)
+            attention = hidden * (latent + rope) + latent * heads * (plain + value) + heads * value * hidden
+            queries = heads * (rope + plain)
+            attention += hidden * query + query * queries if query else hidden * queries
+
+        matrices = 2 if name in _UNGATED else 3
+        experts = int(_field(text, "num_local_experts", "num_experts", "n_routed_experts", default=0))
+        inner = int(_field(text, "intermediate_size", "ffn_dim", "n_inner", default=4 * hidden))
+        dense = matrices * hidden * inner
+        sparse_layers = _sparse_layers(text, layers) if experts else 0
+        active, total = layers * attention + (layers - sparse_layers) * dense, 0.0
+        total = float(active)
+        if experts:
+            chosen = need("num_experts_per_tok", "top_k_experts")
+            expert = matrices * hidden * int(_field(text, "moe_intermediate_size", default=inner))
+            shared = matrices * hidden * int(_field(text, "shared_expert_intermediate_size", default=0))
+            shared += expert * int(_field(text, "n_shared_experts", default=0))
+            router = hidden * experts
+            active += sparse_layers * (chosen * expert + shared + router)
+            total += sparse_layers * (experts * expert + shared + router)
+        embedding = vocabulary * hidden
+        tied = bool(_field(text, "tie_word_embeddings", default=_field(config, "tie_word_embeddings", default=True)))
+        total += embedding * (1 if tied else 2) + (2 * layers + 1) * hidden
+        return cls(
+            params=float(active),
+            head_params=float(embedding),
+            params_total=total,
+            weight_bytes=total * dtype_bytes,
+            layers=layers,
+            attention_width=width,
+            kv_bytes_per_token=kv_width * layers * dtype_bytes,
+            windows=_windows(text, layers),
+            vocabulary=vocabulary,
+        )
+
+
+def _field(config: object, *names: str, default: Any = None) -> Any:
+    """The first of the named fields that the config has and that is not None."""
+    for name in names:
+        value = getattr(config, name, None)
+        if value is not None:
+            return value
+    return default
+
+
+def _sparse_layers(config: object, layers: int) -> int:
+    """How many layers route to experts."""
+    dense = set(_field(config, "mlp_only_layers", default=()))
+    dense.update(range(int(_field(config, "first_k_dense_replace", default=0))))
+    every = int(_field(config, "decoder_sparse_step", default=1))
+    return sum(1 for layer in range(layers) if layer not in dense and (layer + 1) % every == 0)
+
+
+def _windows(config: object, layers: int) -> tuple[int, ...]:
+    window = _field(config, "sliding_window", default=0)
+    if not _field(config, "use_sliding_window", default=True):
+        window = 0
+    types = _field(config, "layer_types")
+    if types is None:
+        return (int(window),) * layers
+    return tuple(int(window) if kind == "sliding_attention" else 0 for kind in types)
+
+
+def _named(params: float, layers: int, heads: int, kv_heads: int, head: int, vocabulary: int) -> ModelShape:
+    return ModelShape(
+        params=params,
+        params_total=params,
+        weight_bytes=2 * params,
+        layers=layers,
+        attention_width=float(heads * head),
+        kv_bytes_per_token=2.0 * kv_heads * head * layers * 2,
+        windows=(0,) * layers,
+        vocabulary=vocabulary,
+    )
+
+
+# Models of the papers, in 2-byte weights and KV.
+SHAPES: Mapping[str, ModelShape] = MappingProxyType(
+    {
+        "llama-3-8b": _named(8.03e9, 32, 32, 8, 128, 128256),
+        "llama-3-70b": _named(70.6e9, 80, 64, 8, 128, 128256),
+        "llama-2-7b": _named(6.74e9, 32, 32, 32, 128, 32000),
+        "qwen-2.5-7b": _named(7.62e9, 28, 28, 4, 128, 152064),
+        "qwen-2.5-72b": _named(72.7e9, 80, 64, 8, 128, 152064),
+        "deepseek-67b": _named(67.4e9, 95, 64, 8, 128, 102400),
+        "mistral-7b": _named(7.25e9, 32, 32, 8, 128, 32768),
+        "smollm2-135m": _named(134.5e6, 30, 9, 3, 64, 49152),
+    }
+)
+
+
+def find_shape(name: str) -> ModelShape:
+    """The shape of that name (see `SHAPES`), in any case. Raises `ParameterError` for an unknown one."""
+    found = SHAPES.get(name.lower())
+    if found is None:
+        raise ParameterError(f"Unknown model shape {name!r}; known are {', '.join(SHAPES)}.")
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Overlap:
+    """How compute and memory time add up: (c^e + m^e)^(1/e). e = 1: one after the other; infinite: fully hidden."""
+
+    exponent: float = 4.0
+
+    def __post_init__(self) -> None:
+        if not self.exponent >= 1:
+            raise ParameterError(f"The overlap exponent must be at least 1, and it is {self.exponent}.")
+
+    def __call__(self, compute: ArrayLike, memory: ArrayLike) -> Floats:
+        """Seconds that both take together, elementwise."""
+        c, m = np.asarray(compute, np.float64), np.asarray(memory, np.float64)
+        longer, shorter = np.maximum(c, m), np.minimum(c, m)
+        ratio = np.divide(shorter, longer, out=np.zeros(np.broadcast(c, m).shape), where=longer > 0)
+        seconds: Floats = longer * np.exp(np.log1p(ratio**self.exponent) / self.exponent)
+        return seconds
+
+
+SEQUENTIAL = Overlap(1.0)
+OVERLAPPED = Overlap(4.0)
+
+
+class StepSeconds(NamedTuple):
+    """What one step takes of either resource."""
+
+    compute: float
+    memory: float
+
+
+@dataclass(frozen=True, slots=True)
+class CostModel:
+    """A model on a device, under a law: arithmetic on arrays, no state."""
+
+    shape: ModelShape
+    hardware: Hardware
+    law: Law = "paper"
+    overlap: Overlap = OVERLAPPED
+
+    def __post_init__(self) -> None:
+        if self.law not in get_args(Law):
+            raise ParameterError(f"The law must be one of {', '.join(get_args(Law))}, and it is {self.law!r}.")
+
+    @property
+    def weight_seconds(self) -> float:
+        """Reading all weights once."""
+        return self.shape.weight_bytes / self.hardware.bytes_per_second
+
+    def prompt_seconds(self, tokens: ArrayLike) -> Floats:
+        """Compute of prompt tokens without their attention: what sharing them saves."""
+        return np.asarray(tokens, np.float64) * (2.0 * self.shape.params / self.hardware.flops)
+
+    def request_compute(self, prompt: ArrayLike, output: ArrayLike) -> Floats:
+        """Compute seconds of requests by prompt tokens and (expected) output tokens."""
+        p, d = np.asarray(prompt, np.float64), np.asarray(output, np.float64)
+        seen = np.zeros_like(p)
+        for window, layers in self._layer_kinds():
+            seen += layers * np.minimum(p, window)
+        work = 2.0 * (p + d) * self.shape.params + 2.0 * d * self.shape.head_params
+        seconds: Floats = (work + 2.0 * p * seen * self.shape.attention_width) / self.hardware.flops
+        return seconds
+
+    def request_memory(self, prompt: ArrayLike, output: ArrayLike, second_moment: ArrayLike) -> Floats:
+        """Memory seconds of requests by prompt tokens, E[output tokens] and E[output tokens^2]."""
+        p, d, dd = (np.asarray(x, np.float64) for x in (prompt, output, second_moment))
+        read = p * d + dd / 2
+        total = np.zeros_like(read)
+        for window, layers in self._layer_kinds():
+            total += layers * np.minimum(read, d * window)
+        per_layer = self.shape.kv_bytes_per_token / self.shape.layers
+        seconds: Floats = total * (per_layer / self.hardware.bytes_per_second)
+        return seconds
+
+    def step(self, tokens: int, pairs: float, kv_tokens: float, samples: int) -> StepSeconds:
+        """One step of `tokens` tokens: `pairs` query-key pairs of prefill, `kv_tokens` read by its decodes,
+        `samples` tokens sampled. Sliding windows are not looked at: give pairs and KV as they are read.
+        """
+        gemm = 2.0 * (tokens * self.shape.params + samples * self.shape.head_params) / self.hardware.flops
+        attention = 4.0 * self.shape.attention_width * self.shape.layers * pairs / self.hardware.flops
+        kv = kv_tokens * self.shape.kv_bytes_per_token / self.hardware.bytes_per_second
+        if self.law == "paper":
+            return StepSeconds(max(gemm, self.weight_seconds) + attention, kv)
+        return StepSeconds(gemm + attention, self.weight_seconds + kv)
+
+    def optimal_seconds(self, compute: float, memory: float, pool_bytes: float) -> float:
+        """T_opt: total compute (shared prompts taken out) and KV memory seconds, perfectly blended.
+
+        Under law `bytes` each filling of the pool is read together with the weights.
+        """
+        if self.law == "bytes":
+            memory *= 1.0 + self.shape.weight_bytes / pool_bytes
+        return float(self.overlap(compute, memory))
+
+    def _layer_kinds(self) -> tuple[tuple[float, int], ...]:
+        """Distinct windows (infinite: full attention) and how many layers have each."""
+        windows = self.shape.windows
+        return tuple((float(w) if w else math.inf, windows.count(w)) for w in sorted(set(windows)))

@@ -1,0 +1,138 @@
+"""What a device can do: compute, bandwidth, memory, and how much of each is reached in practice."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from types import MappingProxyType
+
+import numpy as np
+
+from llmbatch.errors import ParameterError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hardware:
+    """One device (or a group that acts as one), with the share of its peaks that real kernels reach.
+
+    The default efficiencies are those of well-tuned kernels on large batches: 0.75 of peak compute, 0.85 of
+    peak bandwidth. Raises `ParameterError` where a figure is not positive or an efficiency exceeds 1.
+    """
+
+    name: str
+    compute: float  # FLOP/s, dense, in the type of the weights
+    bandwidth: float  # bytes/s
+    memory: float  # bytes
+    compute_efficiency: float = 0.75
+    bandwidth_efficiency: float = 0.85
+
+    def __post_init__(self) -> None:
+        for field in ("compute", "bandwidth", "memory"):
+            if not getattr(self, field) > 0:
+                raise ParameterError(
+                    f"The {field} of a device must be positive; {self.name} has {getattr(self, field)}."
+                )
+        for field in ("compute_efficiency", "bandwidth_efficiency"):
+            if not 0 < getattr(self, field) <= 1:
+                raise ParameterError(f"The {field} must lie in (0, 1]; {self.name} has {getattr(self, field)}.")
+
+    @property
+    def flops(self) -> float:
+        """FLOP/s that are reached."""
+        return self.compute * self.compute_efficiency
+
+    @property
+    def bytes_per_second(self) -> float:
+        """Bytes/s that are reached."""
+        return self.bandwidth * self.bandwidth_efficiency
+
+
+def _table(*rows: tuple[str, float, float, float]) -> Mapping[str, Hardware]:
+    return MappingProxyType(
+        {
+            name: Hardware(name=name, compute=tera * 1e12, bandwidth=giga * 1e9, memory=memory * 1e9)
+            for name, tera, giga, memory in rows
+        }
+    )
+
+
+# Makers' data sheets: dense bf16 TFLOP/s (no sparsity), GB/s, GB.
+GPUS: Mapping[str, Hardware] = _table(
+    ("a10", 125, 600, 24),
+    ("a100-40gb", 312, 1555, 40),
+    ("a100-80gb", 312, 2039, 80),
+    ("a40", 149.7, 696, 48),
+    ("a6000", 154.8, 768, 48),
+    ("b200", 2250, 8000, 180),
+    ("gh200", 989.4, 4000, 96),
+    ("h100", 989.4, 3350, 80),
+    ("h100-pcie", 756, 2000, 80),
+    ("h20", 148, 4000, 96),
+    ("h200", 989.4, 4800, 141),
+    ("l4", 121, 300, 24),
+    ("l40s", 362, 864, 48),
+    ("mi250x", 383, 3277, 128),
+    ("mi300x", 1307, 5300, 192),
+    ("rtx-3090", 71, 936, 24),
+    ("rtx-4090", 165.2, 1008, 24),
+    ("rtx-5090", 209.5, 1792, 32),
+)
+
+
+def find_hardware(name: str) -> Hardware:
+    """The GPU of that name (see `GPUS`), in any case. Raises `ParameterError` for an unknown one."""
+    found = GPUS.get(name.lower())
+    if found is None:
+        raise ParameterError(f"Unknown hardware {name!r}; known are {', '.join(GPUS)}.")
+    return found
+
+
+@cache
+def measure_cpu(*, dtype_bytes: int = 4) -> Hardware:
+    """This CPU as measured, in under a second and once a process: a float32 matrix product, a copy in memory.
+
+    The efficiencies are 1, since what is measured is what is reached. With 2-byte weights the compute is
+    scaled by what the instruction set adds: 8 with AMX tiles, 2 with AVX-512 bf16, 1 without either.
+    """
+    gain = _bf16_gain() if dtype_bytes == 2 else 1.0
+    return Hardware(
+        name="cpu",
+        compute=_matmul_flops() * gain,
+        bandwidth=_copy_bandwidth(),
+        memory=float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")),
+        compute_efficiency=1.0,
+        bandwidth_efficiency=1.0,
+    )
+
+
+def _best_seconds(work: object, budget: float) -> float:
+    """The shortest of the runs that fit in `budget` seconds, after one that warms up."""
+    assert callable(work)
+    work()
+    best, end = float("inf"), time.perf_counter() + budget
+    while (start := time.perf_counter()) < end:
+        work()
+        best = min(best, time.perf_counter() - start)
+    return best
+
+
+def _matmul_flops() -> float:
+    size = 768
+    a = np.ones((size, size), np.float32)
+    out = np.empty_like(a)
+    return 2.0 * size**3 / _best_seconds(lambda: np.matmul(a, a, out=out), 0.15)
+
+
+def _copy_bandwidth() -> float:
+    source = np.ones(1 << 22, np.float64)  # 32 MiB: beyond the caches of most machines
+    target = np.empty_like(source)
+    return 2.0 * source.nbytes / _best_seconds(lambda: np.copyto(target, source), 0.15)
+
+
+def _bf16_gain() -> float:
+    flags = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    return 8.0 if "amx_bf16" in flags else 2.0 if "avx512_bf16" in flags else 1.0

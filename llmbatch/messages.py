@@ -1,0 +1,80 @@
+"""Message lists in OpenAI's format: checked, and brought to the form that chat templates expect."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+Message = dict[str, Any]
+
+
+class MessagesError(ValueError):
+    """A message list breaks the format; the text names the message and the value."""
+
+
+def parse_messages(value: object) -> list[Message]:
+    """The messages of one row: a list of mappings, or the JSON text of one.
+
+    Null fields are left out. Content given as text parts becomes their concatenation. The arguments of tool
+    calls, which OpenAI writes as JSON text and templates print themselves, become mappings. Raises
+    `MessagesError`.
+    """
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise MessagesError(f"messages are not valid JSON: {error}") from None
+    if not isinstance(value, list):
+        raise MessagesError(f"messages must be a list, got {_shown(value)}")
+    if not value:
+        raise MessagesError("messages must not be empty")
+    return [_message(message, f"messages[{index}]") for index, message in enumerate(value)]
+
+
+def _message(value: object, place: str) -> Message:
+    if not isinstance(value, dict):
+        raise MessagesError(f"{place} must be an object with a role and a content, got {_shown(value)}")
+    message = {key: field for key, field in value.items() if field is not None}
+    role = message.get("role")
+    if role not in ROLES:
+        raise MessagesError(f"{place} must have a role among {', '.join(ROLES)}, got {_shown(role)}")
+    if "tool_calls" in message:
+        message["tool_calls"] = _tool_calls(message["tool_calls"], place)
+    content = message.get("content")
+    only_calls = content is None and role == "assistant" and message.get("tool_calls")
+    if isinstance(content, list):
+        message["content"] = "".join(_part(part, f"{place}.content[{i}]") for i, part in enumerate(content))
+    elif not isinstance(content, str) and not only_calls:
+        raise MessagesError(f"{place} must have text as its content, got {_shown(content)}")
+    return message
+
+
+def _part(value: object, place: str) -> str:
+    if not isinstance(value, dict) or value.get("type") != "text" or not isinstance(value.get("text"), str):
+        raise MessagesError(f"{place} must be a text part, got {_shown(value)}")
+    return str(value["text"])
+
+
+def _tool_calls(value: object, place: str) -> list[Message]:
+    if not isinstance(value, list) or not all(isinstance(call, dict) for call in value):
+        raise MessagesError(f"{place} must have a list of objects as its tool_calls, got {_shown(value)}")
+    calls = []
+    for index, call in enumerate(value):
+        function = call.get("function")
+        if isinstance(function, dict) and isinstance(function.get("arguments"), str):
+            try:
+                arguments = json.loads(function["arguments"])
+            except (ValueError, RecursionError):
+                raise MessagesError(
+                    f"{place}.tool_calls[{index}] must have JSON as its arguments, got {_shown(function['arguments'])}"
+                ) from None
+            call = {**call, "function": {**function, "arguments": arguments}}
+        calls.append(call)
+    return calls
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 100 else text[:100] + "..."

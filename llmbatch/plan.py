@@ -1,0 +1,231 @@
+"""The order of a shard, decided once, with the reasons.
+
+`blend` walks the prefix tree with children sorted by density, compute-heavy first, after the worst outliers
+have been moved out (`llmbatch.split`). Rows much more memory-heavy than the whole, or than balance, form the
+*right end*.
+There, longest first would put rows into memory in lockstep and leave half of it idle on average, so children
+come in random order: siblings can be permuted freely without losing any sharing. Large subtrees keep their
+place by density, and some of the short rows wait at the inner side, where the two scans meet, so that the
+job does not end on a long row.
+
+The sequence is consumed from both ends. Where order gains nothing the plan says so, and `blend` keeps the
+input's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from llmbatch.cost import CostModel
+from llmbatch.errors import ParameterError
+from llmbatch.lengths import Expected
+from llmbatch.order import (
+    Policy,
+    arrange,
+    check_policy,
+    first_appearance_order,
+    input_order,
+    item_parents,
+    random_order,
+    sharing_kept,
+)
+from llmbatch.split import DualScan, Items, RowCosts, dissolve, hang, merge_units, move_outliers
+from llmbatch.tree import PrefixTree
+
+Floats = NDArray[np.float64]
+
+_KEEP = 0.99  # of the prefix sharing
+_RIGHT = 0.5  # rows below this share of the whole's density, or of 1 if that is more, are the right end
+_ALIKE = 2.0  # nearly all rows' densities within this factor: one kind
+_LARGE = 0.05  # of the right end's memory work: ordered by density, not at random
+_TAIL = 0.01  # of the right end's memory work may lie in rows that count as short
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A shard's order and what it is expected to cost. Requests are numbered as the tree's rows."""
+
+    policy: Policy
+    order: NDArray[np.int32]  # [n] requests in sequence; compute-heavy at the left where `two_ended`
+    two_ended: bool  # consumed from both ends
+    reason: str  # why this order, in one sentence
+    compute: Floats  # by row: expected seconds, the whole prompt counted; 0 for rows not planned
+    memory: Floats  # by row: expected seconds
+    compute_seconds: float  # of all planned rows, shared prompt tokens computed once
+    memory_seconds: float
+    optimal_seconds: float  # T_opt
+    sharing_possible: float
+    sharing_kept: float  # see `llmbatch.order.sharing_kept`
+    kv_tokens_needed: float  # to hold every row at once: unique prompt tokens and expected outputs
+    relaxed: bool  # order gains nothing
+    scan: DualScan | None = None  # for `dual-scan`
+
+    @property
+    def density(self) -> float:
+        """Compute over memory seconds of the whole; infinite where nothing is read."""
+        return self.compute_seconds / self.memory_seconds if self.memory_seconds else float("inf")
+
+    @property
+    def binding(self) -> Literal["compute", "memory"]:
+        """The resource that takes longer."""
+        return "compute" if self.compute_seconds >= self.memory_seconds else "memory"
+
+
+def plan(
+    tree: PrefixTree,
+    expected: Expected,
+    cost: CostModel,
+    *,
+    max_tokens: NDArray[np.int32],
+    pool_tokens: int,
+    max_running: int,
+    order: str = "blend",
+    seed: int = 0,
+) -> Plan:
+    """Order the rows of `tree`.
+
+    `expected` (float64 columns) and `max_tokens` (int32) are by row; rows outside the tree (`tree.select`)
+    are not looked at. The pool holds `pool_tokens` tokens of KV; at most `max_running` rows run at once.
+    Raises `ParameterError` for an unknown order and for a pool or a running limit below 1.
+    """
+    policy = check_policy(order)
+    if pool_tokens < 1 or max_running < 1:
+        raise ParameterError(
+            f"pool_tokens and max_running must be at least 1, and they are {pool_tokens} and {max_running}."
+        )
+    compute = np.zeros(tree.lengths.size)
+    memory = np.zeros(tree.lengths.size)
+    prompt, mean = tree.lengths[tree.rows], expected.mean[tree.rows]
+    compute[tree.rows] = cost.request_compute(prompt, mean)
+    memory[tree.rows] = cost.request_memory(prompt, mean, expected.second_moment[tree.rows])
+    shared = tree.total_tokens - tree.unique_tokens
+    compute_seconds = float(compute.sum() - cost.prompt_seconds(shared))
+    memory_seconds = float(memory.sum())
+    costs = RowCosts(compute - cost.prompt_seconds(tree.lengths), memory, expected.mean, float(cost.prompt_seconds(1)))
+    gains_nothing = _why_order_gains_nothing(
+        tree, costs, max_tokens=max_tokens, pool_tokens=pool_tokens, max_running=max_running
+    )
+    scan, two_ended, rows = None, False, input_order(tree)
+    if policy == "blend" and gains_nothing is None:
+        rows, two_ended = _blend(tree, costs, (1 - _KEEP) * shared, seed), True
+    elif policy == "dual-scan":
+        items = hang(tree, costs, dissolve(tree, (1 - _KEEP) * shared))
+        rows, two_ended = arrange(tree, items.above, -items.log_density), True
+        density = compute_seconds / memory_seconds if memory_seconds else float("inf")
+        scan = merge_units(tree, items, rows, expected.mean, density)
+    elif policy == "density":
+        items = hang(tree, costs, item_parents(tree))
+        rows = arrange(tree, items.above, -items.log_density)
+    elif policy == "dfs":
+        rows = first_appearance_order(tree)
+    elif policy == "sort":
+        rows = tree.rows
+    elif policy == "random":
+        rows = random_order(tree, seed)
+    reason = f"The order {policy} was asked for."
+    if policy == "blend":
+        reason = gains_nothing or "Compute-heavy rows come from one end, memory-heavy rows from the other."
+    return Plan(
+        policy=policy,
+        order=rows,
+        two_ended=two_ended,
+        reason=reason,
+        compute=compute,
+        memory=memory,
+        compute_seconds=compute_seconds,
+        memory_seconds=memory_seconds,
+        optimal_seconds=cost.optimal_seconds(
+            compute_seconds, memory_seconds, pool_tokens * cost.shape.kv_bytes_per_token
+        ),
+        sharing_possible=tree.sharing,
+        sharing_kept=sharing_kept(tree, rows, scans=2 if two_ended else 1),
+        kv_tokens_needed=tree.unique_tokens + float(mean.sum()),
+        relaxed=gains_nothing is not None,
+        scan=scan,
+    )
+
+
+def _why_order_gains_nothing(
+    tree: PrefixTree, costs: RowCosts, *, max_tokens: NDArray[np.int32], pool_tokens: int, max_running: int
+) -> str | None:
+    """A sentence where the input's order is as good as any, else None."""
+    n = len(tree)
+    most = tree.unique_tokens + int(max_tokens[tree.rows].sum(dtype=np.int64))
+    if most <= pool_tokens and n <= max_running:
+        return (
+            f"Everything fits at once ({most:,} tokens of KV at most, {pool_tokens:,} in the pool), "
+            "so order gains nothing and the input's is kept."
+        )
+    if sharing_kept(tree, input_order(tree)) < _KEEP * tree.sharing:
+        return None
+    prefixes = "hardly a prefix is shared" if tree.sharing < 0.01 else "the input keeps prefixes together"
+    if int(max_tokens[tree.rows].max()) == 1:
+        return f"Every answer is a single token and {prefixes}, so order gains nothing and the input's is kept."
+    whole = costs.compute[tree.rows] + costs.token_seconds * tree.lengths[tree.rows]
+    low, high = np.quantile(whole / costs.memory[tree.rows], (0.05, 0.95))
+    if high <= _ALIKE * low:
+        return (
+            f"All rows are of one kind (densities {low:.3g} to {high:.3g}) and {prefixes}, "
+            "so order gains nothing and the input's is kept."
+        )
+    return None
+
+
+def _blend(tree: PrefixTree, costs: RowCosts, budget: float, seed: int) -> NDArray[np.int32]:
+    items = move_outliers(tree, costs, budget)
+    key = -items.log_density
+    _mix_right_end(items, key, np.random.default_rng(seed))
+    return arrange(tree, items.above, key)
+
+
+def _mix_right_end(items: Items, key: Floats, rng: np.random.Generator) -> None:
+    """Replace the keys of the right end's items: random, large ones by density, some short ones at the inner side."""
+    nodes = key.size // 2
+    log_density = items.log_density
+    limit = max(log_density[nodes], 0.0) + np.log(_RIGHT)
+    right = np.zeros(2 * nodes, np.bool_)
+    at_root = items.above == 0
+    right[at_root] = log_density[at_root] < limit
+    _spread_down(items.above, right)
+    chosen = np.flatnonzero(right)
+    if not chosen.size:
+        return
+    total = float(items.memory[right & at_root].sum())
+    new = rng.random(chosen.size)
+    length = items.output[chosen] / np.maximum(items.count[chosen], 1)
+    large = (items.memory[chosen] > _LARGE * total) & (items.count[chosen] > 1)
+    centre = float(np.median(log_density[chosen]))
+    new[large] = np.clip(0.5 - (log_density[chosen[large]] - centre) / 8, 0.0, 1.0)
+    short = length < _short_length(items, chosen, length, total)
+    # Below all random keys, the longer the farther out; every second one, so that the rest still mixes.
+    short &= ~large & (rng.random(chosen.size) < 0.5)
+    new[short] = -1.0 / (1.0 + length[short])
+    key[chosen] = 1e6 + new
+
+
+def _short_length(items: Items, chosen: NDArray[np.int64], length: Floats, total: float) -> float:
+    """Rows shorter than this hold at most `_TAIL` of the right end's memory work."""
+    inner = np.zeros(items.above.size, np.bool_)
+    nodes = items.above.size // 2
+    inner[nodes + items.above[items.above >= 0]] = True
+    leaf = ~inner[chosen]
+    by_length = np.argsort(length[leaf], kind="stable")
+    held = np.cumsum(items.memory[chosen[leaf]][by_length])
+    return float(length[leaf][by_length][min(int(np.searchsorted(held, _TAIL * total)), by_length.size - 1)])
+
+
+@njit(cache=True)
+def _spread_down(above: Any, marked: Any) -> None:
+    """Mark what hangs below marked items; items at the root keep their marks."""
+    nodes = above.size // 2
+    for v in range(1, nodes):
+        if above[nodes + v] > 0:
+            marked[nodes + v] = marked[nodes + above[nodes + v]]
+    for v in range(nodes):
+        if above[v] > 0:
+            marked[v] = marked[nodes + above[v]]

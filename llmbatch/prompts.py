@@ -1,0 +1,178 @@
+"""Rows to prompt texts: column, template or messages; a bad row becomes a row error."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import pyarrow as pa
+
+from llmbatch.columns import find_field, is_text, nested_values, text_values
+from llmbatch.errors import DataError, ModelError, ParameterError, RowError
+from llmbatch.messages import Message, MessagesError, parse_messages
+from llmbatch.template import Template, is_scalar
+from llmbatch.tokenize import Tokenizer
+
+_RESERVED_KWARGS = frozenset(
+    ("conversation", "tokenize", "return_dict", "return_tensors", "padding", "truncation", "max_length")
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """A text for each row that has one, and the error of each that has none."""
+
+    texts: list[str | None]
+    errors: dict[int, RowError]  # by row
+    chat: bool  # the texts are rendered chats, which bring their own special tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptSource:
+    """Where the prompts of a table come from: exactly one of `prompt`, `template` and `messages`.
+
+    `prompt` is a text column. `template` is text with column names in braces, `"Q: {question}"`; `{{` and
+    `}}` are braces, names may hold spaces and dots. `messages` is a column of message lists in OpenAI's
+    format, as structs or as JSON text, and is always rendered by the model's chat template. With `chat` the
+    prompt or the filled template becomes one user message, rendered likewise; a `system` text goes before
+    it, and implies `chat`. `chat_template_kwargs` are handed to the chat template. Raises `ParameterError`.
+    """
+
+    prompt: str | None = None
+    template: str | None = None
+    messages: str | None = None
+    chat: bool = False
+    system: str | None = None
+    chat_template_kwargs: Mapping[str, object] | None = None
+
+    def __post_init__(self) -> None:
+        given = [name for name in ("prompt", "template", "messages") if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ParameterError(
+                f"exactly one of prompt, template and messages must be given, got {' and '.join(given) or 'none'}"
+            )
+        if self.messages is not None and (self.chat or self.system is not None):
+            option = "chat" if self.chat else "system"
+            raise ParameterError(
+                f"{option} wraps a prompt or a template, but messages are chats already: leave {option} out"
+            )
+        if self.template is not None:
+            Template.parse(self.template)
+        if self.chat_template_kwargs and not self.renders_chat:
+            raise ParameterError(
+                "chat_template_kwargs need messages or chat: a raw prompt goes through no chat template"
+            )
+        for key in self.chat_template_kwargs or ():
+            if key in _RESERVED_KWARGS:
+                raise ParameterError(f"chat_template_kwargs must not hold {key!r}: leave it to llmbatch")
+
+    @property
+    def renders_chat(self) -> bool:
+        """Whether prompts go through the model's chat template."""
+        return self.chat or self.system is not None or self.messages is not None
+
+    def columns(self) -> tuple[str, ...]:
+        """The input columns that prompts are made from, each once."""
+        if self.template is not None:
+            return Template.parse(self.template).columns
+        return tuple(name for name in (self.prompt, self.messages) if name is not None)
+
+    def check(self, schema: pa.Schema) -> None:
+        """Raise `DataError` when a column is missing or of a type that gives no prompt."""
+        if self.prompt is not None:
+            kind = find_field(schema, self.prompt, "prompt").type
+            if not is_text(kind) and not pa.types.is_null(kind):
+                way_out = f": the template '{{{self.prompt}}}' writes it as text" if is_scalar(kind) else ""
+                raise DataError(f"the prompt column must be text, but {self.prompt!r} is {kind}{way_out}")
+        elif self.messages is not None:
+            kind = find_field(schema, self.messages, "messages").type
+            if not is_text(kind) and not _is_messages(kind) and not pa.types.is_null(kind):
+                raise DataError(
+                    "the messages column must hold lists of structs with a role and a content, "
+                    f"or their JSON text, but {self.messages!r} is {kind}"
+                )
+        for name in self.columns() if self.template is not None else ():
+            kind = find_field(schema, name, "template").type
+            if not is_scalar(kind) and not pa.types.is_null(kind):
+                raise DataError(f"a template column must hold text, numbers, booleans or times, but {name!r} is {kind}")
+
+    def render(self, table: pa.Table, tokenizer: Tokenizer) -> Rendered:
+        """The prompt text of each row; a row that has none gets a `RowError`.
+
+        Raises what `check` raises, and `ModelError` when a chat template is needed and the model has none.
+        """
+        self.check(table.schema)
+        kwargs = {"add_generation_prompt": True, **(self.chat_template_kwargs or {})}
+        if self.renders_chat and not tokenizer.has_chat_template and "chat_template" not in kwargs:
+            raise ModelError(
+                f"the tokenizer of {tokenizer.name} has no chat template: "
+                "give the prompts as prompt or template, without chat and system"
+            )
+        texts: list[str | None] = []
+        errors: dict[int, RowError] = {}
+        for row, draft in enumerate(self._drafts(table)):
+            if self.renders_chat and not isinstance(draft, RowError):
+                draft = _render_chat(self._conversation(draft), kwargs, tokenizer)
+            if isinstance(draft, str):
+                texts.append(draft)
+            else:
+                assert isinstance(draft, RowError)
+                texts.append(None)
+                errors[row] = draft
+        return Rendered(texts, errors, self.renders_chat)
+
+    def _drafts(self, table: pa.Table) -> Iterator[str | list[Message] | RowError]:
+        """What each row says, before any chat template."""
+        if self.prompt is not None:
+            yield from map(_prompt, text_values(table[self.prompt], self.prompt))
+        elif self.template is not None:
+            for text, null_column in Template.parse(self.template).fill(table):
+                if null_column is None:
+                    yield _prompt(text)
+                else:
+                    message = f"template needs column {null_column!r}, which is null in this row"
+                    yield RowError("template", message)
+        elif self.messages is not None:
+            column = table[self.messages]
+            as_text = is_text(column.type)
+            yield from map(_messages, text_values(column, self.messages) if as_text else nested_values(column))
+
+    def _conversation(self, draft: str | list[Message]) -> list[Message]:
+        if not isinstance(draft, str):
+            return draft
+        user = {"role": "user", "content": draft}
+        return [user] if self.system is None else [{"role": "system", "content": self.system}, user]
+
+
+def _prompt(value: str | None) -> str | RowError:
+    if value is None:
+        return RowError("null_prompt", "prompt is null")
+    return value or RowError("null_prompt", "prompt is empty")
+
+
+def _messages(value: object) -> list[Message] | RowError:
+    if value is None:
+        return RowError("null_prompt", "messages are null")
+    try:
+        return parse_messages(value)
+    except MessagesError as error:
+        return RowError("messages", str(error))
+
+
+def _render_chat(messages: list[Message], kwargs: Mapping[str, object], tokenizer: Tokenizer) -> str | RowError:
+    try:
+        text = tokenizer.render_chat(messages, kwargs)
+        text.encode()
+    except UnicodeEncodeError as error:
+        return RowError("messages", f"messages must be valid Unicode: {error}")
+    except Exception as error:  # a chat template is a program of the model's author and may raise anything
+        reason = f"{type(error).__name__}: {error}"
+        return RowError("messages", f"the chat template refused the messages: {reason}")
+    return text
+
+
+def _is_messages(kind: pa.DataType) -> bool:
+    is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+    if not is_list or not pa.types.is_struct(kind.value_type):
+        return False
+    return {"role", "content"} <= {field.name for field in kind.value_type}

@@ -1,0 +1,201 @@
+"""`SamplingParams`: one request's sampling, validated at birth; and the column that gives them by row."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from numbers import Integral, Real
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from llmbatch.columns import find_field, is_text
+from llmbatch.errors import DataError, ParameterError, RowError
+
+_INT32_MAX = 2**31 - 1
+_INT64_MAX = 2**63 - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How the answer to one request is sampled. Raises `ParameterError` for a value out of range."""
+
+    max_tokens: int = 512  # most tokens to generate
+    temperature: float = 0.0  # 0 takes the likeliest token
+    top_p: float = 1.0  # probability mass to sample from
+    top_k: int = 0  # likeliest tokens to sample from, 0 for all
+    seed: int | None = None  # makes a sampled answer repeatable
+    stop: tuple[str, ...] = ()  # texts that end the answer and are cut off; a string or a list is taken too
+    ignore_eos: bool = False  # go on to max_tokens
+
+    def __post_init__(self) -> None:
+        set_ = object.__setattr__
+        set_(self, "max_tokens", _whole("max_tokens", self.max_tokens, "at least 1", 1, _INT32_MAX))
+        set_(self, "temperature", _real("temperature", self.temperature))
+        set_(self, "top_p", _real("top_p", self.top_p))
+        set_(self, "top_k", _whole("top_k", self.top_k, "at least 0 (0 keeps all tokens)", 0, _INT32_MAX))
+        if self.seed is not None:
+            set_(self, "seed", _whole("seed", self.seed, "at least 0", 0, _INT64_MAX))
+        set_(self, "stop", _strings("stop", self.stop))
+        if not isinstance(self.ignore_eos, (bool, np.bool_)):
+            raise ParameterError(f"ignore_eos must be true or false, got {self.ignore_eos!r}")
+        set_(self, "ignore_eos", bool(self.ignore_eos))
+        if self.temperature < 0:
+            raise ParameterError(f"temperature must be at least 0, got {self.temperature!r}")
+        if not 0 < self.top_p <= 1:
+            raise ParameterError(f"top_p must be above 0 and at most 1, got {self.top_p!r}")
+
+    @property
+    def greedy(self) -> bool:
+        """Whether each token is the likeliest one, so that equal prompts have equal answers."""
+        return self.temperature == 0
+
+    @classmethod
+    def from_mapping(cls, mapping: Mapping[str, object], base: SamplingParams | None = None) -> SamplingParams:
+        """What `mapping` gives, and `base` (the defaults) for the rest; None means not given.
+
+        Raises `ParameterError` for an unknown key or a value out of range.
+        """
+        for key in mapping:
+            _check_name(key)
+        given = {key: value for key, value in mapping.items() if value is not None}
+        return replace(base or cls(), **cast("dict[str, Any]", given))
+
+
+_NAMES = tuple(field.name for field in fields(SamplingParams))
+
+
+class ResolvedSampling(NamedTuple):
+    """The sampling of every row, as indices into the distinct ones."""
+
+    params: list[SamplingParams]  # distinct
+    params_index: NDArray[np.int32]  # [rows], -1 where the row has an error
+    errors: dict[int, RowError]  # by row
+
+
+def check_sampling_column(schema: pa.Schema, name: str) -> None:
+    """Refuse what no row could use.
+
+    Raises `DataError` when the column is missing or is neither structs nor text, `ParameterError` when a
+    struct has a field that is no sampling parameter.
+    """
+    _check_type(find_field(schema, name, "sampling-parameters").type)
+
+
+def resolve_sampling(column: pa.ChunkedArray | None, base: SamplingParams, *, rows: int) -> ResolvedSampling:
+    """The sampling of `rows` rows: what the column gives for a row, and `base` for the rest.
+
+    The column holds structs or JSON objects; a null row, field or key gives nothing. A bad value, and in
+    JSON an unknown key, is an error of its row ("parameters"). Distinct values are parsed once. Raises as
+    `check_sampling_column` does.
+    """
+    if column is None:
+        return ResolvedSampling([base], np.zeros(rows, np.int32), {})
+    _check_type(column.type)
+    codes, values = _distinct(column)
+    known: dict[SamplingParams, int] = {}
+    index_of = np.empty(len(values), np.int32)
+    failures: dict[int, RowError] = {}
+    for code, value in enumerate(values):
+        try:
+            params = SamplingParams.from_mapping(_mapping(value), base)
+        except ParameterError as error:
+            index_of[code] = -1
+            failures[code] = RowError("parameters", str(error))
+        else:
+            index_of[code] = known.setdefault(params, len(known))
+    index = index_of[codes]
+    errors = {int(row): failures[int(codes[row])] for row in np.flatnonzero(index < 0)}
+    return ResolvedSampling(list(known), index, errors)
+
+
+def _check_name(name: str) -> None:
+    if name not in _NAMES:
+        raise ParameterError(f"unknown sampling parameter {name!r}: known are {', '.join(_NAMES)}")
+
+
+def _check_type(kind: pa.DataType) -> None:
+    if pa.types.is_struct(kind):
+        for field in kind:
+            _check_name(field.name)
+    elif not is_text(kind) and not pa.types.is_null(kind):
+        raise DataError(f"the sampling-parameters column must hold structs or JSON text, got {kind}")
+
+
+def _distinct(column: pa.ChunkedArray) -> tuple[NDArray[np.int64], list[object]]:
+    """A code for each row, and the value of each code."""
+    array = column.combine_chunks()
+    if pa.types.is_struct(array.type):
+        combined = np.zeros(len(array), np.int64)
+        for field in array.flatten():
+            codes = _codes(field) + 1
+            combined = combined * (int(codes.max(initial=0)) + 1) + codes
+            combined = np.unique(combined, return_inverse=True)[1]
+    else:
+        combined = _codes(array)
+    _, first, inverse = np.unique(combined, return_index=True, return_inverse=True)
+    return inverse, [array[row].as_py() for row in first.tolist()]
+
+
+def _codes(array: pa.Array) -> NDArray[np.int64]:
+    """A number for each value, -1 for null; equal values have equal numbers."""
+    if pa.types.is_nested(array.type):
+        seen = {"None": -1}
+        values = (seen.setdefault(repr(value), len(seen)) for value in array.to_pylist())
+        return np.fromiter(values, np.int64, len(array))
+    if pa.types.is_null(array.type):
+        return np.full(len(array), -1, np.int64)
+    indices = array.dictionary_encode().indices
+    return cast("NDArray[np.int64]", indices.cast(pa.int64()).fill_null(-1).to_numpy(zero_copy_only=False))
+
+
+def _mapping(value: object) -> Mapping[str, object]:
+    """A row's value as a mapping; raises `ParameterError` when it is no JSON object."""
+    if value is None:
+        return {}
+    if isinstance(value, str):
+        shown = repr(value if len(value) <= 100 else value[:100] + "...")
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise ParameterError(f"sampling parameters must be a JSON object, got {shown}: {error}") from None
+        if value is None:
+            return {}
+        if not isinstance(value, dict):
+            raise ParameterError(f"sampling parameters must be a JSON object, got {shown}")
+    return cast("Mapping[str, object]", value)
+
+
+def _whole(name: str, value: object, rule: str, least: int, most: int) -> int:
+    """`value` as an int; a float that is whole is taken, since a null turns a column of ints into floats."""
+    whole = isinstance(value, Integral) or (isinstance(value, Real) and float(value).is_integer())
+    if not whole or isinstance(value, bool):
+        raise ParameterError(f"{name} must be a whole number, got {value!r}")
+    number = int(cast("Any", value))
+    if number < least:
+        raise ParameterError(f"{name} must be {rule}, got {number}")
+    if number > most:
+        raise ParameterError(f"{name} must be at most {most}, got {number}")
+    return number
+
+
+def _real(name: str, value: Any) -> float:
+    if not isinstance(value, bool) and isinstance(value, Real):
+        with contextlib.suppress(OverflowError):  # an int beyond what a float holds
+            if math.isfinite(number := float(value)):
+                return number
+    raise ParameterError(f"{name} must be a finite number, got {value!r}")
+
+
+def _strings(name: str, value: object) -> tuple[str, ...]:
+    values = (value,) if isinstance(value, str) else value
+    if not isinstance(values, (list, tuple)) or not all(isinstance(text, str) for text in values):
+        raise ParameterError(f"{name} must be a string or a list of strings, got {value!r}")
+    if "" in values:
+        raise ParameterError(f"{name} must hold no empty string, got {value!r}")
+    return tuple(values)

@@ -1,0 +1,157 @@
+"""A table to the requests that answer it: rendered, tokenised, fitted to the context, equal rows merged.
+
+Rows with equal tokens and equal parameters have one answer when it is greedy or seeded, so they share one
+request: a hash table over the flat token buffer finds them, comparing tokens in full where hashes agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pyarrow as pa
+from numba import njit
+from numpy.typing import NDArray
+
+from llmbatch.errors import RowError
+from llmbatch.prompts import PromptSource
+from llmbatch.requests import Requests, Shard
+from llmbatch.sampling import SamplingParams, check_sampling_column, resolve_sampling
+from llmbatch.tokenize import TokenColumn, Tokenizer
+
+
+def build_shard(
+    table: pa.Table,
+    source: PromptSource,
+    *,
+    sampling: SamplingParams,
+    sampling_column: str | None,
+    tokenizer: Tokenizer,
+    context_length: int,
+) -> Shard:
+    """The requests of a table and which of them answers which row.
+
+    `sampling` holds for what `sampling_column`, if any, does not give. Raw prompts get the tokenizer's
+    special tokens, rendered chats none. A prompt that leaves no room in a context of `context_length` tokens
+    is a row error ("too_long"); where there is less room than max_tokens, max_tokens is what there is. Raises
+    `InputError` for what is wrong with the command, not with a row.
+    """
+    if sampling_column is not None:
+        check_sampling_column(table.schema, sampling_column)
+    rendered = source.render(table, tokenizer)
+    column = None if sampling_column is None else table[sampling_column]
+    resolved = resolve_sampling(column, sampling, rows=table.num_rows)
+    errors = {**resolved.errors, **rendered.errors}
+
+    has_text = np.array([text is not None for text in rendered.texts], np.bool_)
+    tokens = tokenizer.encode([text for text in rendered.texts if text is not None], not rendered.chat)
+    lengths = np.zeros(table.num_rows, np.int64)
+    lengths[has_text] = np.diff(tokens.offsets)
+    token_row = np.cumsum(has_text) - 1  # row of `tokens` that holds a table row
+    for row in np.flatnonzero(has_text & (lengths == 0)).tolist():
+        errors.setdefault(row, RowError("null_prompt", "prompt has no tokens"))
+    for row in np.flatnonzero(lengths >= context_length).tolist():
+        errors.setdefault(
+            row,
+            RowError(
+                "too_long",
+                f"prompt has {lengths[row]} tokens, the model's context holds {context_length}, "
+                "and one is needed for the answer: shorten the prompt",
+            ),
+        )
+
+    good = np.ones(table.num_rows, np.bool_)
+    good[np.fromiter(errors, np.int64, len(errors))] = False
+    rows = np.flatnonzero(good)
+    requests, request_of_good = _merge(
+        tokens, token_row[rows], resolved.params_index[rows], resolved.params, context_length
+    )
+    request_of = np.full(table.num_rows, -1, np.int32)
+    request_of[rows] = request_of_good
+    return Shard(
+        requests,
+        request_of,
+        lengths.astype(np.int32),
+        {row: errors[row] for row in sorted(errors)},
+        _notes(source, tokenizer),
+    )
+
+
+def _notes(source: PromptSource, tokenizer: Tokenizer) -> tuple[str, ...]:
+    if source.renders_chat or not tokenizer.has_chat_template:
+        return ()
+    return (f"prompts are run raw although {tokenizer.name} has a chat template: use chat=True (--chat) to apply it",)
+
+
+def _merge(
+    column: TokenColumn,
+    rows: NDArray[np.int64],
+    params_index: NDArray[np.int32],
+    params: Sequence[SamplingParams],
+    context_length: int,
+) -> tuple[Requests, NDArray[np.int32]]:
+    """The requests of these rows of the token column, and the request of each row, int32 [rows]."""
+    repeatable = np.array([one.greedy or one.seed is not None for one in params], np.bool_)
+    first = _first_equal(column.tokens, column.offsets, rows, params_index, repeatable)
+    is_first = first == np.arange(len(rows))
+    request_of = (np.cumsum(is_first) - 1)[first].astype(np.int32)
+
+    starts = column.offsets[rows[is_first]]
+    lengths = column.offsets[rows[is_first] + 1] - starts
+    offsets = np.zeros(len(starts) + 1, np.int64)
+    np.cumsum(lengths, out=offsets[1:])
+    tokens = np.empty(offsets[-1], np.int32)
+    _gather(column.tokens, starts, offsets, tokens)
+    kept_params = params_index[is_first]
+    asked = np.array([one.max_tokens for one in params], np.int64)
+    max_tokens = np.minimum(asked[kept_params], context_length - lengths).astype(np.int32)
+    return Requests(tokens, offsets, max_tokens, kept_params, tuple(params)), request_of
+
+
+@njit(cache=True)
+def _first_equal(tokens, offsets, rows, params_index, repeatable):  # type: ignore[no-untyped-def]
+    """For each position in `rows`, the first position that has the same answer: its own if there is none.
+
+    Open addressing with at most half of the places taken; only repeatable rows enter the table.
+    """
+    size = 16
+    while size < 2 * len(rows):
+        size *= 2
+    places = np.full(size, -1, np.int64)
+    hashes = np.empty(len(rows), np.uint64)
+    first = np.empty(len(rows), np.int64)
+    for i in range(len(rows)):
+        first[i] = i
+        if not repeatable[params_index[i]]:
+            continue
+        begin = offsets[rows[i]]
+        length = offsets[rows[i] + 1] - begin
+        value = np.uint64(params_index[i] + 1) * np.uint64(0x9E3779B97F4A7C15)
+        for t in range(begin, begin + length):
+            value = (value ^ np.uint64(tokens[t])) * np.uint64(0x9E3779B97F4A7C15)
+            value ^= value >> np.uint64(29)
+        hashes[i] = value
+        place = np.int64(value & np.uint64(size - 1))
+        while places[place] >= 0:
+            j = places[place]
+            other = offsets[rows[j]]
+            if (
+                hashes[j] == value
+                and params_index[j] == params_index[i]
+                and offsets[rows[j] + 1] - other == length
+                and np.array_equal(tokens[other : other + length], tokens[begin : begin + length])
+            ):
+                first[i] = j
+                break
+            place = (place + 1) & (size - 1)
+        else:
+            places[place] = i
+    return first
+
+
+@njit(cache=True)
+def _gather(tokens, starts, offsets, out):  # type: ignore[no-untyped-def]
+    """Copy the stretch of `tokens` that begins at each start to its place in `out`."""
+    for i in range(len(starts)):
+        length = offsets[i + 1] - offsets[i]
+        out[offsets[i] : offsets[i + 1]] = tokens[starts[i] : starts[i] + length]

@@ -1,0 +1,247 @@
+"""Length estimates follow what was observed, censored rows included."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from llmbatch.errors import ParameterError
+from llmbatch.lengths import LengthModel
+from llmbatch.tree import PrefixTree
+
+Ints = NDArray[np.int32]
+
+
+def forest(groups: int, rows: int, *, prefix: int = 20, tail: int = 4) -> PrefixTree:
+    """`groups` x `rows` prompts; row i is in group i // rows, groups share a prefix of their own."""
+    rng = np.random.default_rng(0)
+    stems = np.repeat(rng.integers(0, 10**6, (groups, prefix)), rows, axis=0)
+    prompts = np.hstack((stems, rng.integers(0, 10**6, (groups * rows, tail)))).astype(np.int32)
+    return PrefixTree.build(prompts.ravel(), np.arange(groups * rows + 1, dtype=np.int64) * (prefix + tail))
+
+
+def some(rows: list[int]) -> Ints:
+    return np.asarray(rows, np.int32)
+
+
+def every(n: int) -> Ints:
+    return np.arange(n, dtype=np.int32)
+
+
+def learn(model: LengthModel, rows: Ints, lengths: Ints, *, finished: bool = True) -> None:
+    model.observe(rows, lengths.astype(np.int32), np.full(rows.size, finished))
+    model.refresh()
+
+
+def caps(n: int, most: int) -> Ints:
+    return np.full(n, most, np.int32)
+
+
+# --- estimates
+
+
+def test_before_anything_is_observed_half_the_answers_end_within_256_tokens() -> None:
+    model = LengthModel(forest(1, 50), caps(50, 4096))
+    mean = model.expected(every(50)).mean
+    survival = 256 / (256 + np.arange(4096))
+    assert mean == pytest.approx(np.full(50, survival.sum()), rel=0.01)
+
+
+def test_the_moments_of_a_large_sample_are_recovered() -> None:
+    rng = np.random.default_rng(1)
+    lengths = np.minimum(np.ceil(rng.exponential(700, 4000)), 20_000).astype(np.int32)
+    model = LengthModel(forest(1, 4000), caps(4000, 20_000))
+    learn(model, every(4000), lengths)
+    mean, second = model.expected(every(1))
+    assert mean[0] == pytest.approx(lengths.mean(), rel=0.02)
+    assert second[0] == pytest.approx((lengths.astype(float) ** 2).mean(), rel=0.05)
+
+
+def test_short_answers_are_resolved_to_the_token() -> None:
+    lengths = np.tile(np.array([1, 2, 2, 5], np.int32), 500)
+    model = LengthModel(forest(1, 2000), caps(2000, 4096))
+    learn(model, every(2000), lengths)
+    mean, second = model.expected(every(1))
+    assert mean[0] == pytest.approx(2.5, rel=0.01)
+    assert second[0] == pytest.approx(8.5, rel=0.04)
+
+
+def test_running_rows_are_censored_and_do_not_bias_to_the_short() -> None:
+    rng = np.random.default_rng(2)
+    lengths = np.ceil(rng.exponential(700, 4000)).astype(np.int32)
+    seen = np.minimum(lengths, rng.integers(1, 1500, 4000)).astype(np.int32)
+    model = LengthModel(forest(1, 4000), caps(4000, 20_000))
+    model.observe(every(4000), seen, seen == lengths)
+    model.refresh()
+    assert lengths[seen == lengths].mean() < 450
+    assert model.expected(every(1)).mean[0] == pytest.approx(700, rel=0.25)
+
+
+def test_rows_that_exhaust_max_tokens_are_expected_to_exhaust_it() -> None:
+    model = LengthModel(forest(1, 100), caps(100, 100))
+    learn(model, every(30), caps(30, 100))
+    mean, second = model.expected(some([99]))
+    assert mean[0] == pytest.approx(100)
+    assert second[0] == pytest.approx(100**2)
+
+
+def test_estimates_are_capped_by_each_rows_max_tokens() -> None:
+    limits = np.tile(np.array([10, 1000], np.int32), 100)
+    model = LengthModel(forest(1, 200), limits)
+    learn(model, np.arange(1, 201, 2, dtype=np.int32)[:60], caps(60, 500))
+    mean = model.expected(some([0, 199])).mean
+    assert mean[0] == pytest.approx(10, rel=0.02)
+    assert mean[1] == pytest.approx(500, rel=0.05)
+
+
+def test_subtrees_are_told_apart() -> None:
+    model = LengthModel(forest(2, 200), caps(400, 4096))
+    sample = np.concatenate((every(30), every(30) + 200))
+    learn(model, sample, np.repeat(np.array([2, 3000], np.int32), 30))
+    mean = model.expected(some([199, 399])).mean
+    assert mean[0] == pytest.approx(2, rel=0.05)
+    assert mean[1] == pytest.approx(3000, rel=0.05)
+
+
+def test_a_subtree_that_was_not_sampled_takes_its_parents_distribution() -> None:
+    model = LengthModel(forest(2, 200), caps(400, 4096))
+    learn(model, every(50), caps(50, 40))
+    assert model.expected(some([399])).mean[0] == pytest.approx(40, rel=0.05)
+
+
+def test_keys_tell_rows_apart_that_share_no_prefix() -> None:
+    n = 4000
+    prompts = np.random.default_rng(3).integers(0, 10**6, (n, 5)).astype(np.int32)
+    tree = PrefixTree.build(prompts.ravel(), np.arange(n + 1, dtype=np.int64) * 5)
+    keys = (np.arange(n) % 2).astype(np.int32)
+    model = LengthModel(tree, caps(n, 4096), keys=keys)
+    sample = model.choose_sample()
+    learn(model, sample, np.where(keys[sample] == 0, 3, 2000))
+    mean = model.expected(every(n)).mean
+    assert mean[keys == 0].mean() == pytest.approx(3, rel=0.1)
+    assert mean[keys == 1].mean() == pytest.approx(2000, rel=0.1)
+
+
+def test_what_remains_grows_with_what_was_generated_where_tails_are_heavy() -> None:
+    lengths = np.ceil(100 * (1 + np.random.default_rng(4).pareto(1.5, 4000))).astype(np.int32)
+    model = LengthModel(forest(1, 4000), caps(4000, 50_000))
+    learn(model, every(4000), np.minimum(lengths, 50_000))
+    left = model.remaining(some([0, 0, 0]), some([100, 400, 1600]))
+    beyond = [(lengths[lengths > o] - o).mean() for o in (100, 400, 1600)]
+    assert left[0] < left[1] < left[2]
+    assert left == pytest.approx(beyond, rel=0.25)
+
+
+def test_a_row_that_outlives_all_that_was_seen_has_a_pareto_tail_left() -> None:
+    model = LengthModel(forest(1, 100), caps(100, 100_000))
+    learn(model, every(50), caps(50, 200))
+    left = model.remaining(some([60, 60]), some([400, 1600]))
+    assert left[1] / left[0] == pytest.approx(4, rel=0.2)
+
+
+def test_a_later_observation_replaces_the_former() -> None:
+    first, second = (LengthModel(forest(1, 100), caps(100, 4096)) for _ in range(2))
+    learn(first, every(40), caps(40, 7), finished=False)
+    learn(first, every(40), caps(40, 300), finished=False)
+    learn(first, every(40), caps(40, 900))
+    learn(second, every(40), caps(40, 900))
+    assert first.expected(every(100)).mean == pytest.approx(second.expected(every(100)).mean)
+
+
+def test_known_lengths_are_taken_as_they_are() -> None:
+    known = np.zeros(100, np.int32)
+    known[7] = 321
+    model = LengthModel(forest(1, 100), caps(100, 4096), known=known)
+    mean, second = model.expected(some([7]))
+    assert (mean[0], second[0]) == (321.0, 321.0**2)
+    assert model.remaining(some([7]), some([300]))[0] == 21.0
+
+
+def test_a_single_token_answer_is_always_known() -> None:
+    model = LengthModel(forest(1, 100), caps(100, 1))
+    assert (model.expected(every(100)).mean == 1).all()
+    assert model.choose_sample().size == 0
+
+
+@settings(max_examples=40)
+@given(st.lists(st.tuples(st.integers(1, 3000), st.booleans()), min_size=1, max_size=60), st.integers(2, 3000))
+def test_moments_and_remainders_are_consistent_whatever_was_seen(seen: list[tuple[int, bool]], cap: int) -> None:
+    n = 64
+    model = LengthModel(forest(2, n // 2), caps(n, cap))
+    rows = every(len(seen))
+    generated = np.array([g for g, _ in seen], np.int32)
+    model.observe(rows, generated, np.array([f for _, f in seen], np.bool_))
+    model.refresh()
+    mean, second = model.expected(every(n))
+    assert (mean >= 1).all()
+    assert (mean <= cap * (1 + 1e-9)).all()
+    assert (second >= mean**2 * (1 - 1e-9)).all()
+    assert (second <= mean * cap * (1 + 1e-9)).all()
+    tokens = np.arange(cap, dtype=np.int32)
+    left = model.remaining(np.zeros(cap, np.int32), tokens)
+    assert (left >= 1).all()
+    assert (left <= (cap - tokens) * (1 + 1e-9) + 1e-9).all()
+    assert left[0] == pytest.approx(mean[0])
+    assert model.remaining(some([0]), some([cap]))[0] == 0.0
+
+
+def test_tables_stay_few_however_many_rows_and_prefixes_there_are() -> None:
+    lengths = np.arange(1, 2001)
+    offsets = np.concatenate(([0], np.cumsum(lengths)))
+    chain = PrefixTree.build(np.concatenate([np.arange(k, dtype=np.int32) for k in lengths]), offsets)
+    assert LengthModel(chain, caps(2000, 4096)).num_tables <= 2000 // 4
+    wide = forest(10_000, 2)
+    assert LengthModel(wide, caps(20_000, 4096)).num_tables == 1
+
+
+def test_max_tokens_below_one_is_refused() -> None:
+    with pytest.raises(ParameterError) as error:
+        LengthModel(forest(1, 2), np.array([4, 0], np.int32))
+    assert str(error.value) == "max_tokens must be at least 1, and the least given is 0."
+
+
+# --- samples
+
+
+def test_every_large_subtree_gives_at_least_the_floor() -> None:
+    model = LengthModel(forest(4, 500), caps(2000, 4096))
+    group = model.choose_sample() // 500
+    assert (np.bincount(group, minlength=4) >= 20).all()
+    assert group.size <= 4 * 20 + 1
+
+
+def test_a_sample_is_one_percent_of_a_shard_of_one_kind() -> None:
+    n = 20_000
+    prompts = np.random.default_rng(5).integers(0, 10**6, (n, 5)).astype(np.int32)
+    tree = PrefixTree.build(prompts.ravel(), np.arange(n + 1, dtype=np.int64) * 5)
+    sample = LengthModel(tree, caps(n, 4096)).choose_sample()
+    assert sample.size == 200
+    place = np.sort(np.searchsorted(prompts[tree.rows, 0], prompts[sample, 0]))
+    assert np.diff(place).max() < 5 * n / 200  # spread over the tree
+
+
+def test_small_groups_that_share_a_prefix_are_sampled_whole() -> None:
+    model = LengthModel(forest(500, 4), caps(2000, 4096))
+    group, picked = np.unique(model.choose_sample() // 4, return_counts=True)
+    assert (picked == 4).sum() >= group.size - 1
+
+
+def test_samples_are_the_same_for_the_same_seed() -> None:
+    model = LengthModel(forest(3, 300), caps(900, 4096))
+    assert model.choose_sample(seed=4).tolist() == model.choose_sample(seed=4).tolist()
+    assert model.choose_sample(seed=4).tolist() != model.choose_sample(seed=5).tolist()
+
+
+def test_observed_rows_are_not_sampled_again() -> None:
+    model = LengthModel(forest(1, 300), caps(300, 4096))
+    sample = model.choose_sample()
+    learn(model, sample, caps(sample.size, 5))
+    assert not set(sample.tolist()) & set(model.choose_sample().tolist())
+
+
+def test_a_shard_without_rows_has_no_sample() -> None:
+    tree = PrefixTree.build(np.empty(0, np.int32), np.zeros(1, np.int64))
+    assert LengthModel(tree, np.empty(0, np.int32)).choose_sample().size == 0

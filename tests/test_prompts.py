@@ -1,0 +1,402 @@
+"""Rows to prompt texts, by column, template and messages."""
+
+from __future__ import annotations
+
+import datetime
+import decimal
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llmbatch.errors import DataError, ModelError, ParameterError, RowError
+from llmbatch.prompts import PromptSource
+from llmbatch.template import Template
+from llmbatch.tokenize import Tokenizer, load_tokenizer
+from tests.tokenizers import CHAT_TEMPLATE, save_fast
+
+
+@pytest.fixture(scope="module")
+def raw(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """A tokenizer without a chat template."""
+    return load_tokenizer(save_fast(tmp_path_factory.mktemp("raw")), name="plain")
+
+
+@pytest.fixture(scope="module")
+def chatty(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """A tokenizer with a chat template."""
+    return load_tokenizer(save_fast(tmp_path_factory.mktemp("chat"), chat_template=CHAT_TEMPLATE), name="chatty")
+
+
+def texts_of(source: PromptSource, table: pa.Table, tokenizer: Tokenizer) -> list[str | RowError]:
+    rendered = source.render(table, tokenizer)
+    assert rendered.chat == source.renders_chat
+    assert sorted(rendered.errors) == [row for row, text in enumerate(rendered.texts) if text is None]
+    return [rendered.errors[row] if text is None else text for row, text in enumerate(rendered.texts)]
+
+
+# What a source may be
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({}, "exactly one of prompt, template and messages must be given, got none"),
+        (
+            {"prompt": "a", "messages": "b"},
+            "exactly one of prompt, template and messages must be given, got prompt and messages",
+        ),
+        (
+            {"messages": "m", "chat": True},
+            "chat wraps a prompt or a template, but messages are chats already: leave chat out",
+        ),
+        (
+            {"messages": "m", "system": "Be brief."},
+            "system wraps a prompt or a template, but messages are chats already: leave system out",
+        ),
+        (
+            {"prompt": "p", "chat_template_kwargs": {"shout": True}},
+            "chat_template_kwargs need messages or chat: a raw prompt goes through no chat template",
+        ),
+        (
+            {"messages": "m", "chat_template_kwargs": {"tokenize": True}},
+            "chat_template_kwargs must not hold 'tokenize': leave it to llmbatch",
+        ),
+    ],
+)
+def test_options_that_contradict_each_other_are_refused(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ParameterError) as caught:
+        PromptSource(**options)
+    assert str(caught.value) == text
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        ("Hello", "a template must name at least one column in braces, got 'Hello'"),
+        ("{}", "a template holds plain column names in braces, got '{}': write {{ and }} for braces"),
+        ("{a!r}", "a template holds plain column names in braces, got '{a!r}': write {{ and }} for braces"),
+        ("{a:>5}", "a template holds plain column names in braces, got '{a:>5}': write {{ and }} for braces"),
+        ("{a[0]}", "a template holds plain column names in braces, got '{a[0]}': write {{ and }} for braces"),
+        (
+            "{a",
+            "a template needs balanced braces, got '{a' (expected '}' before end of string): "
+            "write {{ and }} for braces",
+        ),
+        (
+            "{a} }",
+            "a template needs balanced braces, got '{a} }' (Single '}' encountered in format string): "
+            "write {{ and }} for braces",
+        ),
+    ],
+)
+def test_a_template_of_anything_but_column_names_is_refused(template: str, text: str) -> None:
+    with pytest.raises(ParameterError) as caught:
+        PromptSource(template=template)
+    assert str(caught.value) == text
+
+
+@pytest.mark.parametrize(
+    ("source", "columns"),
+    [
+        (PromptSource(prompt="p"), ("p",)),
+        (PromptSource(messages="m"), ("m",)),
+        (PromptSource(template="{b} {a} {b}"), ("b", "a")),
+    ],
+)
+def test_a_source_names_the_columns_it_needs_once(source: PromptSource, columns: tuple[str, ...]) -> None:
+    assert source.columns() == columns
+
+
+# What its columns may be
+
+
+@pytest.mark.parametrize(
+    ("source", "schema", "text"),
+    [
+        (
+            PromptSource(prompt="promt"),
+            pa.schema({"prompt": pa.string(), "id": pa.int64()}),
+            "the prompt column 'promt' is not in the input, whose columns are 'prompt', 'id'. Did you mean 'prompt'?",
+        ),
+        (
+            PromptSource(template="{x}"),
+            pa.schema({f"c{i}": pa.string() for i in range(22)}),
+            "the template column 'x' is not in the input, whose columns are "
+            + ", ".join(f"'c{i}'" for i in range(20))
+            + " and 2 more",
+        ),
+        (
+            PromptSource(messages="m"),
+            pa.schema([]),
+            "the messages column 'm' is not in the input, which has no columns",
+        ),
+        (
+            PromptSource(prompt="p"),
+            pa.schema([("p", pa.string()), ("p", pa.string())]),
+            "the prompt column must be one, but 2 columns are named 'p': rename all but one",
+        ),
+        (
+            PromptSource(prompt="id"),
+            pa.schema({"id": pa.int64()}),
+            "the prompt column must be text, but 'id' is int64: the template '{id}' writes it as text",
+        ),
+        (
+            PromptSource(prompt="ids"),
+            pa.schema({"ids": pa.list_(pa.string())}),
+            "the prompt column must be text, but 'ids' is list<item: string>",
+        ),
+        (
+            PromptSource(template="{raw}"),
+            pa.schema({"raw": pa.binary()}),
+            "a template column must hold text, numbers, booleans or times, but 'raw' is binary",
+        ),
+        (
+            PromptSource(messages="m"),
+            pa.schema({"m": pa.list_(pa.struct({"role": pa.string(), "text": pa.string()}))}),
+            "the messages column must hold lists of structs with a role and a content, or their JSON text, "
+            "but 'm' is list<item: struct<role: string, text: string>>",
+        ),
+    ],
+)
+def test_a_column_that_is_missing_or_gives_no_prompt_is_refused(
+    source: PromptSource, schema: pa.Schema, text: str, raw: Tokenizer
+) -> None:
+    with pytest.raises(DataError) as caught:
+        source.check(schema)
+    assert str(caught.value) == text
+    with pytest.raises(DataError):
+        source.render(schema.empty_table(), raw)
+
+
+def test_text_that_is_not_utf8_is_refused(raw: Tokenizer) -> None:
+    data = [None, pa.py_buffer(b"\0\0\0\0\1\0\0\0"), pa.py_buffer(b"\xff")]
+    table = pa.table({"p": pa.Array.from_buffers(pa.string(), 1, data)})
+    with pytest.raises(DataError) as caught:
+        PromptSource(prompt="p").render(table, raw)
+    assert str(caught.value) == (
+        "text must be UTF-8, but column 'p' holds other bytes "
+        "('utf-8' codec can't decode byte 0xff in position 0: invalid start byte): "
+        "declare it binary and decode it first"
+    )
+
+
+# Prompts and templates
+
+
+@pytest.mark.parametrize(
+    "kind", [pa.string(), pa.large_string(), pa.string_view(), pa.dictionary(pa.int32(), pa.string())]
+)
+def test_a_prompt_is_the_text_of_its_row_and_a_null_or_empty_one_an_error(kind: pa.DataType, raw: Tokenizer) -> None:
+    values = ["a {b}", None, "", "ü"]
+    column = pa.array(values).dictionary_encode() if pa.types.is_dictionary(kind) else pa.array(values, kind)
+    assert texts_of(PromptSource(prompt="p"), pa.table({"p": column}), raw) == [
+        "a {b}",
+        RowError("null_prompt", "prompt is null"),
+        RowError("null_prompt", "prompt is empty"),
+        "ü",
+    ]
+
+
+def test_a_column_of_nothing_but_nulls_has_no_prompts(raw: Tokenizer) -> None:
+    table = pa.table({"p": pa.nulls(1)})
+    error = RowError("null_prompt", "prompt is null")
+    assert texts_of(PromptSource(prompt="p"), table, raw) == [error]
+
+
+def test_a_template_writes_every_scalar_as_python_does(raw: Tokenizer) -> None:
+    when = datetime.datetime(2024, 5, 6, 7, 8, 9)
+    table = pa.table(
+        {
+            "i": [1],
+            "f": [0.5],
+            "b": [True],
+            "d": [when.date()],
+            "t": pa.array([when], pa.timestamp("ns")),
+            "n": [decimal.Decimal("1.50")],
+            "s": pa.array(["x"]).dictionary_encode(),
+        }
+    )
+    source = PromptSource(template="{i}|{f}|{b}|{d}|{t}|{n}|{s}")
+    assert texts_of(source, table, raw) == ["1|0.5|True|2024-05-06|2024-05-06 07:08:09|1.50|x"]
+
+
+def test_template_names_may_hold_spaces_and_dots_and_double_braces_are_braces(raw: Tokenizer) -> None:
+    table = pa.table({"the question": ["Why?"], "meta.id": [7]})
+    source = PromptSource(template="{{{meta.id}}} Q: {the question}\nA: {the question}")
+    assert texts_of(source, table, raw) == ["{7} Q: Why?\nA: Why?"]
+
+
+def test_a_null_in_a_template_column_is_an_error_that_names_it(raw: Tokenizer) -> None:
+    table = pa.table({"a": ["x", "x", ""], "b": [1, None, 2]})
+    assert texts_of(PromptSource(template="{a}{b}"), table, raw) == [
+        "x1",
+        RowError("template", "template needs column 'b', which is null in this row"),
+        "2",
+    ]
+
+
+def test_a_template_that_comes_out_empty_is_an_empty_prompt(raw: Tokenizer) -> None:
+    error = RowError("null_prompt", "prompt is empty")
+    assert texts_of(PromptSource(template="{a}"), pa.table({"a": [""]}), raw) == [error]
+
+
+@given(st.lists(st.tuples(st.text("ab{} ", max_size=4), st.sampled_from(["x", "y z"])), min_size=1, max_size=4))
+def test_a_template_fills_as_str_format_does(parts: list[tuple[str, str]]) -> None:
+    template = "".join(literal.replace("{", "{{").replace("}", "}}") + "{" + name + "}" for literal, name in parts)
+    table = pa.table({"x": ["1", "{x}"], "y z": ["", "é"]})
+    expected = [template.format(**row) for row in table.to_pylist()]
+    assert [text for text, _ in Template.parse(template).fill(table)] == expected
+
+
+# Chats
+
+
+def test_chat_wraps_a_prompt_as_one_user_message(chatty: Tokenizer) -> None:
+    table = pa.table({"p": ["hi", None]})
+    assert texts_of(PromptSource(prompt="p", chat=True), table, chatty) == [
+        "<user>hi<assistant>",
+        RowError("null_prompt", "prompt is null"),
+    ]
+
+
+def test_a_system_text_goes_first_and_implies_chat(chatty: Tokenizer) -> None:
+    source = PromptSource(template="{p}?", system="Be brief.")
+    assert texts_of(source, pa.table({"p": ["hi"]}), chatty) == ["<system>Be brief.<user>hi?<assistant>"]
+
+
+def test_chat_template_kwargs_reach_the_template(chatty: Tokenizer) -> None:
+    source = PromptSource(prompt="p", chat=True, chat_template_kwargs={"shout": True})
+    assert texts_of(source, pa.table({"p": ["hi"]}), chatty) == ["<user>hi<assistant>!"]
+
+
+def test_a_model_without_a_chat_template_renders_no_chat(raw: Tokenizer) -> None:
+    with pytest.raises(ModelError) as caught:
+        PromptSource(prompt="p", chat=True).render(pa.table({"p": ["hi"]}), raw)
+    assert str(caught.value) == (
+        "the tokenizer of plain has no chat template: give the prompts as prompt or template, without chat and system"
+    )
+
+
+def test_a_chat_template_may_come_with_the_command(raw: Tokenizer) -> None:
+    source = PromptSource(prompt="p", chat=True, chat_template_kwargs={"chat_template": "[{{ messages[0].content }}]"})
+    assert texts_of(source, pa.table({"p": ["hi"]}), raw) == ["[hi]"]
+
+
+CONVERSATION = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "hi"},
+    {"role": "assistant", "content": "hello"},
+    {"role": "user", "content": "how?"},
+]
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_messages_are_rendered_from_structs_and_from_json(as_json: bool, chatty: Tokenizer) -> None:
+    rows = [CONVERSATION, None]
+    column = [row and json.dumps(row) for row in rows] if as_json else rows
+    assert texts_of(PromptSource(messages="m"), pa.table({"m": column}), chatty) == [
+        "<system>Be brief.<user>hi<assistant>hello<user>how?<assistant>",
+        RowError("null_prompt", "messages are null"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("messages", "text"),
+    [
+        ([], "messages must not be empty"),
+        ({"role": "user"}, "messages must be a list, got {'role': 'user'}"),
+        (["hi"], "messages[0] must be an object with a role and a content, got 'hi'"),
+        (
+            [{"role": "user", "content": "hi"}, {"role": "bot", "content": "x"}],
+            "messages[1] must have a role among system, developer, user, assistant, tool, got 'bot'",
+        ),
+        (
+            [{"content": "hi"}],
+            "messages[0] must have a role among system, developer, user, assistant, tool, got None",
+        ),
+        (
+            [{"role": ["user"], "content": "hi"}],
+            "messages[0] must have a role among system, developer, user, assistant, tool, got ['user']",
+        ),
+        ([{"role": "user", "content": None}], "messages[0] must have text as its content, got None"),
+        ([{"role": "assistant"}], "messages[0] must have text as its content, got None"),
+        ([{"role": "user", "content": 5}], "messages[0] must have text as its content, got 5"),
+        (
+            [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}],
+            "messages[0].content[0] must be a text part, got {'type': 'image_url', 'image_url': 'x'}",
+        ),
+        (
+            [{"role": "assistant", "tool_calls": "f"}],
+            "messages[0] must have a list of objects as its tool_calls, got 'f'",
+        ),
+        (
+            [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}],
+            "messages[0].tool_calls[0] must have JSON as its arguments, got '{'",
+        ),
+        (
+            [{"role": "user", "content": "a"}, {"role": "system", "content": "b"}],
+            "the chat template refused the messages: TemplateError: system must come first",
+        ),
+        (
+            [{"role": "user", "content": "\ud800"}],
+            "messages must be valid Unicode: 'utf-8' codec can't encode character '\\ud800' in position 6: "
+            "surrogates not allowed",
+        ),
+    ],
+)
+def test_a_bad_message_list_is_an_error_of_its_row(messages: object, text: str, chatty: Tokenizer) -> None:
+    good = json.dumps([{"role": "user", "content": "hi"}])
+    table = pa.table({"m": [json.dumps(messages), good]})
+    assert texts_of(PromptSource(messages="m"), table, chatty) == [
+        RowError("messages", text),
+        "<user>hi<assistant>",
+    ]
+
+
+def test_messages_that_are_not_json_are_an_error_of_their_row(chatty: Tokenizer) -> None:
+    error = RowError("messages", "messages are not valid JSON: Expecting value: line 1 column 1 (char 0)")
+    assert texts_of(PromptSource(messages="m"), pa.table({"m": ["hi"]}), chatty) == [error]
+
+
+def test_a_long_value_is_cut_in_an_error(chatty: Tokenizer) -> None:
+    table = pa.table({"m": [json.dumps("x" * 1000)]})
+    error = RowError("messages", "messages must be a list, got '" + "x" * 99 + "...")
+    assert texts_of(PromptSource(messages="m"), table, chatty) == [error]
+
+
+def test_text_parts_are_joined(chatty: Tokenizer) -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    table = pa.table({"m": [[{"role": "user", "content": parts}]]})
+    assert texts_of(PromptSource(messages="m"), table, chatty) == ["<user>ab<assistant>"]
+
+
+def test_null_fields_are_left_out_and_arguments_of_tool_calls_are_parsed(raw: Tokenizer) -> None:
+    call = {"function": {"name": "f", "arguments": '{"x": 1}'}}
+    rows = [
+        [{"role": "user", "content": "q", "tool_calls": None}],
+        [{"role": "assistant", "content": None, "tool_calls": [call]}],
+    ]
+    source = PromptSource(messages="m", chat_template_kwargs={"chat_template": "{{ messages | tojson }}"})
+    first, second = texts_of(source, pa.table({"m": rows}), raw)
+    assert isinstance(first, str)
+    assert isinstance(second, str)
+    assert json.loads(first) == [{"role": "user", "content": "q"}]
+    assert json.loads(second) == [
+        {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {"x": 1}}}]}
+    ]
+
+
+def test_a_chat_renders_as_transformers_renders_it(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    folder = save_fast(tmp_path, chat_template=CHAT_TEMPLATE)
+    expected = AutoTokenizer.from_pretrained(folder).apply_chat_template(
+        CONVERSATION, tokenize=False, add_generation_prompt=True
+    )
+    table = pa.table({"m": [CONVERSATION]})
+    assert texts_of(PromptSource(messages="m"), table, load_tokenizer(folder)) == [expected]
