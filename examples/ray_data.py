@@ -1,0 +1,31 @@
+"""Answer the rows of a Ray dataset; each actor loads the model once.
+
+    pip install 'llmbatch[ray]'
+    python examples/ray_data.py MODEL
+
+MODEL is a folder, a .gguf file or a hub name of an instruct model.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import ray
+
+from llmbatch import LLMOperator
+
+
+def main(model: str) -> None:
+    """Answer three questions and print the dataset's new columns."""
+    answer = LLMOperator(model=model, template="What is the capital of {country}?", chat=True, max_tokens=24)
+    dataset = ray.data.from_items([{"country": name} for name in ("France", "Japan", "Kenya")])
+    # A batch is what one plan sees: the larger, the better.
+    answered = dataset.map_batches(answer, concurrency=1, batch_size=50_000, batch_format="pyarrow")
+    for row in answered.take_all():
+        print(f"{row['country']}: {row['generated_text']} ({row['finish_reason']})")
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        raise SystemExit(f"usage: python {sys.argv[0]} MODEL")
+    main(sys.argv[1])
