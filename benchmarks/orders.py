@@ -21,6 +21,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from llmbatch.options import Options
+from llmbatch.order import Policy
 from llmbatch.report import Report
 from llmbatch.worker import Worker
 
@@ -28,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "examples" / "demo"))
 
 from run import DATA, SYSTEM, smollm2
 
-ORDERS = ("input", "blend")
+ORDERS: tuple[Policy, ...] = ("input", "blend")
 
 
 def alternate(worker: Worker, table: pa.Table, rounds: int) -> dict[str, list[Report]]:

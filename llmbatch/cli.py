@@ -15,7 +15,8 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from llmbatch.errors import InputError, LLMBatchError, ParameterError
-from llmbatch.options import DTYPES, LOAD_FORMATS, ORDERS, PAGE_SIZE
+from llmbatch.options import DTYPES, LOAD_FORMATS, PAGE_SIZE
+from llmbatch.order import POLICIES
 
 _UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
@@ -80,7 +81,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     add("--stop", action="append", metavar="TEXT", help="text that ends an answer; may be repeated")
     add("--ignore-eos", action="store_true", default=None, help="always generate --max-tokens")
     add("--sampling-params", metavar="COL", help="a column of structs or JSON that overrides these per row")
-    add("--order", choices=ORDERS, default="blend", help="the order in which rows are run (blend)")
+    add("--order", choices=POLICIES, default="blend", help="the order in which rows are run (blend)")
     add(
         "--dtype",
         choices=DTYPES,

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from llmbatch.cost import CostModel
 from llmbatch.engines.simulated import SimulatedEngine
 from llmbatch.options import Options
+from llmbatch.order import Policy
 from llmbatch.requests import Requests
 from llmbatch.runner import Pool, decide, length_model, run_shard
 from llmbatch.tree import PrefixTree
@@ -134,7 +135,7 @@ def compare(
     if not 0 < len(requests) <= MOST_SIMULATED:
         return None
 
-    def simulate(order: str) -> tuple[float, float]:
+    def simulate(order: Policy) -> tuple[float, float]:
         engine = SimulatedEngine(lengths, cost)
         result = run_shard(requests, engine, pool, cost, replace(options, order=order), lambda finished: None)
         return engine.seconds, float(result.answers.cached.sum()) / max(1, len(requests.tokens))

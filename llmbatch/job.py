@@ -6,7 +6,7 @@ import hashlib
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 from llmbatch.answers import output_schema
@@ -47,9 +47,7 @@ def run(
     everything = [*paths, *source.paths]
     target = Output.open(output, inputs=everything, fingerprint=_fingerprint(built, source), overwrite=overwrite)
     if target.finished:
-        known = {field.name for field in fields(Report)}
-        summary = {key: value for key, value in target.summary.items() if key in known}
-        return Report(**{**summary, "notes": tuple(summary["notes"]), "finished_before": True})
+        return replace(Report.from_dict(target.summary), finished_before=True)
     worker = Worker(built)
     worker.check(source.schema)
     target.check(output_schema(source.schema))
@@ -73,7 +71,7 @@ def _order_gain(worker: Worker, answered: Answered) -> float | None:
     if len(answered.requests) > SIMULATED_AFTERWARDS:
         return None
     buys = compare(answered.requests, answered.lengths, worker.pool, worker.cost, worker.options)
-    return buys and buys.input_order_seconds / buys.seconds
+    return None if buys is None else buys.input_order_seconds / buys.seconds
 
 
 def explain(inputs: str | Sequence[str], **options: Any) -> Forecast:

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Any, Literal, get_args
 
 from llmbatch.errors import ParameterError
+from llmbatch.order import POLICIES, Policy
 from llmbatch.prompts import PromptSource
 from llmbatch.sampling import SamplingParams
 
-if TYPE_CHECKING:
-    from typing import Any
-
-ORDERS = ("blend", "dual-scan", "dfs", "sort", "density", "random", "input")
-DTYPES = ("auto", "float32", "bfloat16")
-LOAD_FORMATS = ("auto", "dummy")
+DType = Literal["auto", "float32", "bfloat16"]
+LoadFormat = Literal["auto", "dummy"]
+DTYPES: tuple[DType, ...] = get_args(DType)
+LOAD_FORMATS: tuple[LoadFormat, ...] = get_args(LoadFormat)
 PAGE_SIZE = 16  # tokens
 
 
@@ -27,9 +26,9 @@ class Options:
     source: PromptSource
     sampling: SamplingParams = field(default_factory=SamplingParams)
     sampling_column: str | None = None
-    order: str = "blend"
-    dtype: str = "auto"
-    load_format: str = "auto"
+    order: Policy = "blend"
+    dtype: DType = "auto"
+    load_format: LoadFormat = "auto"
     trust_remote_code: bool = False
     kv_memory: int | None = None  # bytes
     page_size: int = PAGE_SIZE
@@ -38,7 +37,7 @@ class Options:
     notes: tuple[str, ...] = ()  # what the user should be told, a sentence each
 
     def __post_init__(self) -> None:
-        _one_of("order", self.order, ORDERS)
+        _one_of("order", self.order, POLICIES)
         _one_of("dtype", self.dtype, DTYPES)
         _one_of("load_format", self.load_format, LOAD_FORMATS)
         for name in ("kv_memory", "page_size", "max_running", "step_tokens"):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 
@@ -36,6 +37,12 @@ class Report:
     def tokens_per_second(self) -> float:
         """Input and output tokens over `seconds`."""
         return (self.input_tokens + self.output_tokens) / self.seconds if self.seconds > 0 else 0.0
+
+    @classmethod
+    def from_dict(cls, figures: Mapping[str, Any]) -> Report:
+        """The report of which these are the figures; others are passed over."""
+        known = {field.name: figures[field.name] for field in fields(cls) if field.name in figures}
+        return cls(**{**known, "notes": tuple(figures["notes"])})
 
     def to_dict(self) -> dict[str, Any]:
         """The figures as JSON values."""

@@ -1,0 +1,225 @@
+"""Attention of a packed step over the pages of its sequences.
+
+Idea. One launch serves a whole step. Its work is cut into blocks: up to `BLOCK_ROWS` query rows (tokens x query
+heads of one KV head) of one sequence, which walk over their keys in tiles with the online softmax of
+FlashAttention (Dao et al. 2022, section 3.1; Milakov and Gimelshein 2018), in float32. A decode is a block of one
+token; its query heads share each key they read.
+
+Keys are stored transposed within their page, [width, page size], values as they are, [page size, width]. Both
+products of attention are then the same loop, a row of scalars times rows of 16 neighbours (`tile.multiply`), and
+it reads pages in place: along the keys of a page for Q K^T, along the width for P V. Only pages whose size is no
+multiple of 16 have their keys gathered into a tile first.
+
+A chunk's own keys were written into pages before anyone attends, so that own chunk and context are one case, and
+sequences may share pages that are written in this very step. Masking is a range of keys per row: causal, and no
+older than `window`. Lanes beyond a row's range hold whatever was in memory; they get weight 0 and their values
+are never read.
+
+Blocks are dealt to workers in contiguous runs of equal cost, known from lengths alone, once a step for all layers.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import numpy as np
+from numba import njit, prange
+from numpy.typing import NDArray
+
+from llmbatch.kernels.numerics import FASTMATH, exp32, narrow, ordered, unordered, widen
+from llmbatch.kernels.tile import LANES, multiply, multiply_add
+
+BLOCK_ROWS: Final = 128
+_TILE: Final = 64
+_NOTHING: Final = np.float32(-3.0e38)  # below every score, and finite: it may be subtracted from itself
+
+
+@njit(cache=True)
+def cut_blocks(
+    starts: NDArray[np.int32], counts: NDArray[np.int32], group: int, window: int, workers: int, heads: int
+) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int64]]:
+    """Blocks of a step as (sequence, first token of the chunk), and each worker's run of (block, KV head) pairs.
+
+    The pairs of block b are b * heads to (b + 1) * heads; `bounds[w]:bounds[w + 1]` are worker w's.
+    """
+    size = max(1, BLOCK_ROWS // group)
+    total = 0
+    for i in range(starts.size):
+        total += (counts[i] + size - 1) // size
+    sequence = np.empty(total, np.int32)
+    first = np.empty(total, np.int32)
+    cost = np.empty(total + 1, np.float64)
+    cost[0] = 0.0
+    b = 0
+    for i in range(starts.size):
+        for token in range(0, counts[i], size):
+            tokens = min(size, counts[i] - token)
+            keys = starts[i] + token + tokens
+            if window > 0:
+                keys = min(keys, window + tokens)
+            sequence[b] = i
+            first[b] = token
+            cost[b + 1] = cost[b] + keys * (tokens * group + 12.0) + 500.0
+            b += 1
+    bounds = np.empty(workers + 1, np.int64)
+    bounds[0] = 0
+    b = 0
+    for w in range(1, workers):
+        share = cost[total] * w / workers
+        while b < total and cost[b + 1] <= share:
+            b += 1
+        bounds[w] = b * heads
+        if b < total:
+            bounds[w] += int((share - cost[b]) / (cost[b + 1] - cost[b]) * heads)
+    bounds[workers] = total * heads
+    return sequence, first, bounds
+
+
+@njit(cache=True, fastmath=FASTMATH, nogil=True)
+def _score_tile(
+    q: Any, rows: int, keys: Any, table: Any, head: int, low: int, high: int, gathered: Any, scores: Any
+) -> None:
+    """scores[:rows, :high - low] = Q K^T for the keys [low, high); `low` is a multiple of 16."""
+    heads, width, size = keys.shape[1], keys.shape[2], keys.shape[3]
+    if size % LANES:
+        for key in range(low, high):
+            page, offset = table[key // size], key % size
+            for d in range(width):
+                gathered[d, key - low] = widen(keys[page, head, d, offset])
+        multiply(scores, 0, q, rows, gathered, 0, _TILE, high - low, width)
+        return
+    key = low
+    while key < high:
+        offset = key % size
+        run = min(size - offset, high - key)
+        page = np.int64(table[key // size])
+        multiply(scores, key - low, q, rows, keys, (page * heads + head) * width * size + offset, size, run, width)
+        key += run
+
+
+@njit(cache=True, fastmath=FASTMATH, nogil=True)
+def _add_values(weights: Any, rows: int, values: Any, table: Any, head: int, low: int, high: int, acc: Any) -> None:
+    """acc[:rows] += P V for the keys [low, high)."""
+    heads, size, width = values.shape[1], values.shape[2], values.shape[3]
+    key = low
+    while key < high:
+        offset = key % size
+        run = min(size - offset, high - key)
+        page = np.int64(table[key // size])
+        at = ((page * heads + head) * size + offset) * width
+        multiply_add(acc, weights, key - low, rows, values, at, width, width, run)
+        key += run
+
+
+@njit(cache=True, fastmath=FASTMATH, nogil=True)
+def _soften(scores: Any, softcap: np.float32, highest: np.float32) -> tuple[np.float32, np.float32]:
+    """One row's visible scores to weights, in place; the highest score so far, and the sum of the weights."""
+    if softcap > 0.0:
+        for j in range(scores.size):
+            e = exp32(np.float32(2.0) * scores[j] / softcap)
+            scores[j] = softcap * (np.float32(1.0) - np.float32(2.0) / (e + np.float32(1.0)))
+    top = ordered(highest)
+    for j in range(scores.size):
+        top = max(top, ordered(scores[j]))
+    highest = unordered(top)
+    total = np.float32(0.0)
+    for j in range(scores.size):
+        e = exp32(scores[j] - highest)
+        scores[j] = e
+        total += e
+    return highest, total
+
+
+@njit(cache=True, fastmath=FASTMATH, nogil=True)
+def _attend_block(
+    query: Any, out: Any, keys: Any, values: Any, table: Any, head: int, group: int, start: int, first_row: int,
+    tokens: int, scale: np.float32, window: int, softcap: np.float32,
+    q: Any, acc: Any, scores: Any, gathered: Any, highest: Any, total: Any,
+) -> None:  # fmt: skip
+    width = keys.shape[2]
+    rows = tokens * group
+    for r in range(rows):
+        source = query[first_row + r // group]
+        column = (head * group + r % group) * width
+        for d in range(width):
+            q[r, d] = widen(source[column + d]) * scale
+        acc[r] = np.float32(0.0)
+        highest[r] = _NOTHING
+        total[r] = np.float32(0.0)
+
+    end = start + tokens
+    low = max(0, start - window + 1) // LANES * LANES if window > 0 else 0
+    while low < end:
+        high = min(low + _TILE, end)
+        n = high - low
+        _score_tile(q, rows, keys, table, head, low, high, gathered, scores)
+        for r in range(rows):
+            position = start + r // group
+            to_key = max(0, min(n, position + 1 - low))
+            from_key = min(max(0, position - window + 1 - low), to_key) if window > 0 else 0
+            scores[r, :from_key] = np.float32(0.0)
+            scores[r, to_key:n] = np.float32(0.0)
+            new_highest, weight = _soften(scores[r, from_key:to_key], softcap, highest[r])
+            alpha = exp32(highest[r] - new_highest)
+            highest[r] = new_highest
+            total[r] = total[r] * alpha + weight
+            if alpha != np.float32(1.0):
+                for d in range(width):
+                    acc[r, d] *= alpha
+        _add_values(scores, rows, values, table, head, low, high, acc)
+        low = high
+
+    for r in range(rows):
+        target = out[first_row + r // group]
+        column = (head * group + r % group) * width
+        inverse = np.float32(1.0) / total[r]
+        for d in range(width):
+            target[column + d] = narrow(acc[r, d] * inverse, target[column + d])
+
+
+@njit(parallel=True, cache=True, fastmath=FASTMATH, nogil=True)
+def attend(
+    query: NDArray[Any],
+    out: NDArray[Any],
+    keys: NDArray[Any],
+    values: NDArray[Any],
+    tables: NDArray[np.int32],
+    slots: NDArray[np.int32],
+    starts: NDArray[np.int32],
+    counts: NDArray[np.int32],
+    rows: NDArray[np.int64],
+    block_sequence: NDArray[np.int32],
+    block_first: NDArray[np.int32],
+    bounds: NDArray[np.int64],
+    group: int,
+    scale: float,
+    window: int,
+    softcap: float,
+) -> None:
+    """Attention of every query row over the pages of its sequence, written into `out`.
+
+    `query` is [tokens, >= heads * group * width], its first columns the rotated queries, head by head; `out` is
+    [tokens, heads * group * width]; `keys` are [pages, heads, width, page size], `values` [pages, heads, page size,
+    padded width], the width rounded up to 16. Float32, or uint16 holding bfloat16. Sequence i computes tokens
+    [starts[i], starts[i] + counts[i]), in packed rows from rows[i], and reads the pages tables[slots[i]]. A
+    `window` or `softcap` of 0 means none. The blocks are `cut_blocks`'s.
+    """
+    heads, width = keys.shape[1], keys.shape[2]
+    size = max(1, BLOCK_ROWS // group)
+    capacity = size * group
+    for worker in prange(bounds.size - 1):
+        q = np.empty((capacity, width), np.float32)
+        acc = np.empty((capacity, values.shape[3]), np.float32)
+        scores = np.empty((capacity, _TILE), np.float32)
+        gathered = np.empty((width, _TILE), np.float32)
+        highest = np.empty(capacity, np.float32)
+        total = np.empty(capacity, np.float32)
+        for item in range(bounds[worker], bounds[worker + 1]):
+            block = item // heads
+            i = block_sequence[block]
+            first = block_first[block]
+            _attend_block(
+                query, out, keys, values, tables[slots[i]], item % heads, group, starts[i] + first,
+                rows[i] + first, min(size, counts[i] - first), np.float32(scale), window, np.float32(softcap),
+                q, acc, scores, gathered, highest, total,
+            )  # fmt: skip

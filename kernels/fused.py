@@ -1,0 +1,125 @@
+"""The pieces between a layer's matrix products, each in one pass over memory.
+
+A transformer layer written in torch operators reads and writes its activations a dozen times between products;
+these kernels do it once. Arithmetic is float32 whatever the memory holds (float32, or uint16 holding bfloat16).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import numpy as np
+from numba import njit, prange
+from numpy.typing import NDArray
+
+from llmbatch.kernels.numerics import FASTMATH, exp32, narrow, widen
+
+SILU: Final = 0
+GELU_TANH: Final = 1
+
+_GELU_SCALE: Final = np.float32(1.5957691216057308)  # 2 sqrt(2 / pi)
+_GELU_CUBIC: Final = np.float32(0.044715)
+
+
+@njit(parallel=True, cache=True, fastmath=FASTMATH, nogil=True)
+def normalize(x: NDArray[Any], weight: NDArray[np.float32], epsilon: float, out: NDArray[Any]) -> None:
+    """RMSNorm of each row: out = x / sqrt(mean(x**2) + epsilon) * weight; [rows, width] both."""
+    for i in prange(x.shape[0]):
+        row, target = x[i], out[i]
+        total = np.float32(0.0)
+        for d in range(row.size):
+            value = widen(row[d])
+            total += value * value
+        inverse = np.float32(1.0) / np.sqrt(total / np.float32(row.size) + np.float32(epsilon))
+        for d in range(row.size):
+            target[d] = narrow(widen(row[d]) * inverse * weight[d], target[d])
+
+
+@njit(parallel=True, cache=True, fastmath=FASTMATH, nogil=True)
+def gate(x: NDArray[Any], activation: int, out: NDArray[Any]) -> None:
+    """out = activation(x[:, :width]) * x[:, width:], for `out` [rows, width]."""
+    width = out.shape[1]
+    for i in prange(x.shape[0]):
+        left, right, target = x[i, :width], x[i, width:], out[i]
+        if activation == SILU:
+            for d in range(target.size):
+                value = widen(left[d])
+                value = value / (np.float32(1.0) + exp32(-value))
+                target[d] = narrow(value * widen(right[d]), target[d])
+        else:
+            for d in range(target.size):
+                value = widen(left[d])
+                inner = _GELU_SCALE * (value + _GELU_CUBIC * value * value * value)
+                value = value / (np.float32(1.0) + exp32(-inner))
+                target[d] = narrow(value * widen(right[d]), target[d])
+
+
+@njit(cache=True, fastmath=FASTMATH, nogil=True)
+def _normalize_head(x: Any, weight: Any, epsilon: np.float32, out: Any) -> None:
+    inverse = np.float32(1.0)
+    if weight.size:
+        total = np.float32(0.0)
+        for d in range(x.size):
+            value = widen(x[d])
+            total += value * value
+        inverse = np.float32(1.0) / np.sqrt(total / np.float32(x.size) + epsilon)
+        for d in range(x.size):
+            out[d] = widen(x[d]) * inverse * weight[d]
+    else:
+        for d in range(x.size):
+            out[d] = widen(x[d])
+
+
+@njit(cache=True, fastmath=FASTMATH, nogil=True)
+def _rotate(head: Any, cosine: Any, sine: Any) -> None:
+    half = cosine.size // 2
+    left, right = head[:half], head[half : 2 * half]
+    for d in range(half):
+        a, b = left[d], right[d]
+        left[d] = a * widen(cosine[d]) - b * widen(sine[d])
+        right[d] = b * widen(cosine[d + half]) + a * widen(sine[d + half])
+
+
+@njit(parallel=True, cache=True, fastmath=FASTMATH, nogil=True)
+def rotate_and_store(
+    packed: NDArray[Any],
+    cosine: NDArray[Any],
+    sine: NDArray[Any],
+    query_norm: NDArray[np.float32],
+    key_norm: NDArray[np.float32],
+    epsilon: float,
+    pages: NDArray[np.int32],
+    offsets: NDArray[np.int32],
+    keys: NDArray[Any],
+    values: NDArray[Any],
+) -> None:
+    """Finish the queries in place, and write keys and values into pages.
+
+    `packed` is [tokens, (query heads + 2 * KV heads) * width]: queries, keys, values of each token. Where a norm
+    weight is given (not of size 0), RMSNorm per head comes first; then rotary embedding of the first
+    `cosine.shape[1]` elements of each head, halves rotated against each other. Token t goes to place offsets[t] of
+    page pages[t]; `keys` and `values` are laid out as for `attention.attend`.
+    """
+    heads, width = keys.shape[1], keys.shape[2]
+    query_heads = packed.shape[1] // width - 2 * heads
+    for t in prange(packed.shape[0]):
+        row = packed[t]
+        page, offset = pages[t], offsets[t]
+        scratch = np.empty(width, np.float32)
+        if query_norm.size or cosine.shape[1]:
+            for h in range(query_heads):
+                head = row[h * width : (h + 1) * width]
+                _normalize_head(head, query_norm, np.float32(epsilon), scratch)
+                _rotate(scratch, cosine[t], sine[t])
+                for d in range(width):
+                    head[d] = narrow(scratch[d], head[d])
+        for h in range(heads):
+            head = row[(query_heads + h) * width : (query_heads + h + 1) * width]
+            _normalize_head(head, key_norm, np.float32(epsilon), scratch)
+            _rotate(scratch, cosine[t], sine[t])
+            for d in range(width):
+                keys[page, h, d, offset] = narrow(scratch[d], keys[page, h, d, offset])
+            head = row[(query_heads + heads + h) * width : (query_heads + heads + h + 1) * width]
+            target = values[page, h, offset]
+            for d in range(width):
+                target[d] = head[d]

@@ -1,0 +1,89 @@
+"""Scalars that every kernel needs: bfloat16 in and out of float32, and an exponential that vectorises.
+
+A bfloat16 is the upper half of a float32; NumPy has no such type, so kernels see bfloat16 memory as uint16.
+`widen` and `narrow` choose by type when a kernel is compiled, which costs nothing where the memory is float32.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import numpy as np
+from numba import njit, types
+from numba.extending import overload, register_jitable
+
+FASTMATH: Final = {"reassoc", "contract", "arcp", "nsz", "afn"}  # not nnan, ninf: a NaN must reach the logits
+
+_LOG2E: Final = np.float32(1.4426950408889634)
+_LN2_HIGH: Final = np.float32(0.693359375)
+_LN2_LOW: Final = np.float32(-2.12194440e-4)
+_C0: Final = np.float32(1.9875691500e-4)
+_C1: Final = np.float32(1.3981999507e-3)
+_C2: Final = np.float32(8.3334519073e-3)
+_C3: Final = np.float32(4.1665795894e-2)
+_C4: Final = np.float32(1.6666665459e-1)
+_C5: Final = np.float32(5.0000001201e-1)
+_ONE: Final = np.float32(1.0)
+_LOWEST: Final = np.float32(-87.0)
+_HIGHEST: Final = np.float32(88.0)
+
+
+def widen(x: Any) -> Any:
+    """The float32 value of an element of float32 or bfloat16 (uint16) memory."""
+    raise NotImplementedError("for compiled code only")
+
+
+def narrow(x: Any, like: Any) -> Any:
+    """A float32 as an element of memory like `like`: itself, or bfloat16 bits rounded to nearest even."""
+    raise NotImplementedError("for compiled code only")
+
+
+@overload(widen, inline="always", strict=False)
+def _widen(x: types.Type) -> Any:
+    if isinstance(x, types.Integer):
+        return lambda x: np.uint32(np.uint32(x) << np.uint32(16)).view(np.float32)
+    return lambda x: x
+
+
+@register_jitable
+def _round_to_bfloat16(x: Any) -> Any:
+    bits = np.float32(x).view(np.uint32)
+    if x != x:
+        return np.uint16(0x7FC0)
+    return np.uint16((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16))
+
+
+@overload(narrow, inline="always", strict=False)
+def _narrow(x: types.Type, like: types.Type) -> Any:
+    if isinstance(like, types.Integer):
+        return lambda x, like: _round_to_bfloat16(x)
+    return lambda x, like: np.float32(x)
+
+
+@njit(fastmath=FASTMATH, inline="always")
+def exp32(x: Any) -> Any:
+    """e**x in float32 to 2 units in the last place, 0 below -87, saturated above 88; NaN stays NaN.
+
+    Range reduction and polynomial of Cephes' `expf`, in operations that all have vector forms: numba would call
+    the C library once an element.
+    """
+    y = min(max(x, _LOWEST), _HIGHEST)
+    n = np.floor(y * _LOG2E + np.float32(0.5))
+    r = y - n * _LN2_HIGH - n * _LN2_LOW
+    p = (((((_C0 * r + _C1) * r + _C2) * r + _C3) * r + _C4) * r + _C5) * r * r + r + _ONE
+    scale = np.int32(np.int32(n + np.float32(127.0)) << np.int32(23)).view(np.float32)
+    e = p * scale
+    return e if x >= _LOWEST else (x if x != x else np.float32(0.0))
+
+
+@njit(inline="always")
+def ordered(x: Any) -> Any:
+    """The int32 that sorts as a float32 does (NaN at either end): integer maxima vectorise, float ones do not."""
+    bits = np.float32(x).view(np.int32)
+    return np.int32(bits ^ np.int32(np.int32(bits >> np.int32(31)) & np.int32(0x7FFFFFFF)))
+
+
+@njit(inline="always")
+def unordered(key: Any) -> Any:
+    """The float32 of an `ordered` key."""
+    return np.int32(key ^ np.int32(np.int32(key >> np.int32(31)) & np.int32(0x7FFFFFFF))).view(np.float32)

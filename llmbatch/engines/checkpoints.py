@@ -1,0 +1,184 @@
+"""Where a model's files are: a local folder, a GGUF file converted once, or a name on the Hugging Face hub."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import os
+import tempfile
+import threading
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Final
+
+from llmbatch.errors import ModelError
+
+_SAMPLE_BYTES: Final = 1 << 20
+_HUB_SECONDS: Final = 8.0
+_METADATA: Final = ["*.json", "*.txt", "*.jinja", "*.model", "*.py"]
+_WEIGHTS: Final = ("*.safetensors", "pytorch_model*.bin")
+
+
+def cache_folder() -> Path:
+    """Where converted models are kept: `$LLMBATCH_CACHE`, else `llmbatch` in the user's cache folder."""
+    if chosen := os.environ.get("LLMBATCH_CACHE"):
+        return Path(chosen)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "llmbatch"
+
+
+def resolve_model(model: str) -> str:
+    """The local folder that holds `model`'s config, weights and tokenizer.
+
+    `model` is a folder, a `.gguf` file or a folder with one (converted once, kept in `cache_folder()`), or the name
+    of a model on the hub, taken from the local hub cache where it is complete.
+
+    Raises:
+        ModelError: it is none of these, or cannot be fetched (said within ten seconds), or a GGUF file cannot be
+            converted.
+    """
+    path = Path(model).expanduser()
+    if path.is_file():
+        if path.suffix != ".gguf":
+            raise ModelError(
+                f"model must be a folder, a .gguf file or a hub name, got the file {model!r}: name its folder."
+            )
+        return str(_converted(path))
+    if path.is_dir():
+        if (path / "config.json").is_file():
+            return str(path)
+        files = sorted(path.glob("*.gguf"))
+        if len(files) == 1:
+            return str(_converted(files[0]))
+        if files:
+            names = ", ".join(file.name for file in files)
+            raise ModelError(f"model folder {model!r} holds several GGUF files ({names}): name one of them.")
+        raise ModelError(
+            f"model folder {model!r} holds neither config.json nor a .gguf file: name a folder that "
+            "save_pretrained wrote."
+        )
+    return _fetched(model)
+
+
+def has_weights(folder: Path) -> bool:
+    """Whether a folder holds weights that transformers reads."""
+    return any(next(folder.glob(pattern), None) is not None for pattern in _WEIGHTS)
+
+
+@contextlib.contextmanager
+def no_progress_bars() -> Iterator[None]:
+    """Keep transformers from drawing progress bars of its own."""
+    from transformers.utils import logging
+
+    had_bars = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        if had_bars:
+            logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+
+
+def _identity(file: Path) -> str:
+    """A name for a file's content: its size, beginning and end, hashed."""
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        digest = hashlib.sha256(str(size).encode())
+        digest.update(stream.read(_SAMPLE_BYTES))
+        stream.seek(max(0, size - _SAMPLE_BYTES))
+        digest.update(stream.read(_SAMPLE_BYTES))
+    return digest.hexdigest()[:16]
+
+
+def _converted(file: Path) -> Path:
+    target = cache_folder() / "gguf" / f"{file.stem}-{_identity(file)}"
+    if target.is_dir():
+        return target
+    missing = [name for name in ("gguf", "accelerate") if find_spec(name) is None]
+    if missing:
+        raise ModelError(
+            f"reading {file.name} needs the package{'s' * (len(missing) > 1)} {' and '.join(missing)}: "
+            f"pip install {' '.join(missing)}."
+        )
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".converting-") as work:
+        try:
+            _convert(file, Path(work) / "model")
+        except Exception as error:  # the readers of GGUF raise whatever a broken file leads them to
+            raise ModelError(f"GGUF file {str(file)!r} cannot be read: {error}") from error
+        try:
+            os.rename(Path(work) / "model", target)
+        except OSError:
+            if not target.is_dir():  # else another process has converted the same file meanwhile
+                raise
+    return target
+
+
+def _convert(file: Path, target: Path) -> None:
+    """Write a GGUF file as a transformers folder, in bfloat16 where that loses nothing, else in float32."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    with no_progress_bars(), contextlib.redirect_stderr(io.StringIO()):  # one bar knows no switch
+        source: dict[str, Any] = {"gguf_file": file.name, "local_files_only": True}
+        model = AutoModelForCausalLM.from_pretrained(
+            file.parent, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True), **source
+        )
+        tokenizer = AutoTokenizer.from_pretrained(file.parent, **source)
+        if all(torch.equal(weight.bfloat16().float(), weight) for weight in model.parameters()):
+            model = model.bfloat16()
+        model.config.quantization_config = None
+        del model.config.quantization_config
+        model.save_pretrained(target)
+        tokenizer.save_pretrained(target)
+    assert has_weights(target)
+    assert (target / "config.json").is_file()
+
+
+def _fetched(model: str) -> str:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        cached = Path(snapshot_download(model, local_files_only=True))
+        if (cached / "config.json").is_file() and has_weights(cached):
+            return str(cached)
+    except LocalEntryNotFoundError:
+        pass
+    except HFValidationError as error:
+        raise ModelError(f"model {model!r} is no folder here, and no name of a model on the hub.") from error
+    try:
+        files = _hub_files(model)
+        weights = _WEIGHTS[0] if any(name.endswith(".safetensors") for name in files) else _WEIGHTS[1]
+        return snapshot_download(model, allow_patterns=[*_METADATA, weights], etag_timeout=_HUB_SECONDS)
+    except Exception as error:  # the hub's client lets errors of several HTTP libraries through
+        reason = str(error).strip().split("\n")[0] or type(error).__name__
+        raise ModelError(
+            f"model {model!r} is no folder here and cannot be fetched: {reason.rstrip('.')}. "
+            "Name a local folder, or try again with a network."
+        ) from error
+
+
+def _hub_files(model: str) -> list[str]:
+    """Names of a hub model's files; TimeoutError where the hub does not answer in time, retries included."""
+    from huggingface_hub import HfApi
+
+    answer: list[list[str]] = []
+    failure: list[Exception] = []
+
+    def ask() -> None:
+        try:
+            info = HfApi().model_info(model, timeout=_HUB_SECONDS / 2)
+            answer.append([sibling.rfilename for sibling in info.siblings or []])
+        except Exception as error:  # handed to the caller's thread
+            failure.append(error)
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(_HUB_SECONDS)
+    if failure:
+        raise failure[0]
+    if not answer:
+        raise TimeoutError(f"the hub did not answer in {_HUB_SECONDS:.0f} seconds.")
+    return answer[0]

@@ -1,0 +1,113 @@
+"""What a job must know of a model before its weights are loaded: what it is, and that it is supported.
+
+What would silently change answers when sequences are packed into one row (rotary embeddings that depend on the
+longest sequence, attention that is not causal softmax) is refused here as far as the config tells.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Final, Literal
+
+import torch
+from transformers import AutoConfig, PretrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from llmbatch.errors import ModelError
+from llmbatch.kernels.tile import LANES
+
+DType = Literal["auto", "float32", "bfloat16"]
+
+LAYER_TYPES: Final = ("full_attention", "sliding_attention")
+_ROPE_TYPES: Final = ("default", "linear", "llama3", "yarn", "proportional")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelDescription:
+    """A supported model, as its config tells."""
+
+    config: PretrainedConfig  # of the text model
+    whole_config: PretrainedConfig  # of all its parts, what the model is built from
+    dtype: torch.dtype
+    context_length: int  # most tokens of prompt and answer together
+    bytes_per_token: int  # of KV, in all layers
+
+
+def describe_model(folder: str, *, dtype: DType = "auto", trust_remote_code: bool = False) -> ModelDescription:
+    """Read the config in `folder`.
+
+    `dtype` auto is bfloat16 where the processor multiplies it in hardware, else float32.
+
+    Raises:
+        ModelError: the config cannot be read, or the model has a part that is not supported.
+    """
+    try:
+        shared = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        reason = str(error).strip().split("\n")[0]
+        raise ModelError(f"model folder {folder!r} has no config that can be read: {reason}") from error
+    whole = copy.deepcopy(shared)  # a model keeps its attention's name in it
+    config = whole.get_text_config(decoder=True)
+    _check_config(folder, whole, config)
+    if not (trust_remote_code and getattr(whole, "auto_map", None)):  # a class from there is not known before
+        _check_class(folder, whole)
+    element = _element(dtype)
+    return ModelDescription(
+        config=config,
+        whole_config=whole,
+        dtype=element,
+        context_length=int(config.max_position_embeddings),
+        bytes_per_token=bytes_per_token(config, element),
+    )
+
+
+def bytes_per_token(config: PretrainedConfig, dtype: torch.dtype) -> int:
+    """KV bytes of one token in all layers, as pages hold them (the width of a value is rounded up to 16)."""
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    padded = -(-width // LANES) * LANES
+    return int(config.num_hidden_layers * heads * (width + padded) * dtype.itemsize)
+
+
+def unsupported(folder: str, part: str, supported: str) -> ModelError:
+    """The error of a model with a part that llmbatch does not run."""
+    return ModelError(f"model {folder!r} uses {part}, which is not supported: {supported}.")
+
+
+def _element(dtype: DType) -> torch.dtype:
+    if dtype == "float32":
+        return torch.float32
+    if dtype == "bfloat16":
+        return torch.bfloat16
+    in_hardware = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return torch.bfloat16 if in_hardware else torch.float32
+
+
+def _check_config(folder: str, whole: PretrainedConfig, config: PretrainedConfig) -> None:
+    if getattr(whole, "is_encoder_decoder", False):
+        raise unsupported(folder, "an encoder and a decoder", "only decoder models are")
+    if getattr(whole, "quantization_config", None):
+        raise unsupported(folder, "quantised weights", "only GGUF files are read quantised, else float weights")
+    if getattr(config, "kv_lora_rank", None):
+        raise unsupported(folder, "latent attention (MLA)", "keys and values must be of one head size")
+    for kind in getattr(config, "layer_types", None) or ():
+        if kind not in LAYER_TYPES:
+            raise unsupported(folder, f"layers of type {kind!r}", f"supported are {' and '.join(LAYER_TYPES)}")
+    rope = getattr(config, "rope_parameters", None) or {}
+    for parameters in [rope, *(value for value in rope.values() if isinstance(value, dict))]:
+        kind = parameters.get("rope_type", "default")
+        if kind not in _ROPE_TYPES:
+            raise unsupported(folder, f"rotary embeddings of type {kind!r}", f"supported are {', '.join(_ROPE_TYPES)}")
+    if not getattr(config, "max_position_embeddings", None):
+        raise unsupported(folder, "no max_position_embeddings", "the context length must be known")
+
+
+def _check_class(folder: str, config: PretrainedConfig) -> None:
+    kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if kind is None or not getattr(kind, "_supports_attention_backend", False):
+        raise unsupported(
+            folder,
+            f"the architecture {config.model_type!r}",
+            "it must be a causal language model of transformers with pluggable attention",
+        )

@@ -1,0 +1,224 @@
+"""Modules of a transformers model replaced by equal ones that touch memory less often.
+
+Three shapes of module make up most decoder layers whatever the family is called: RMSNorm, a gated MLP
+(`gate_proj`, `up_proj`, `down_proj`), and attention with separate projections (`q_proj`, `k_proj`, `v_proj`,
+`o_proj`, perhaps norms of queries and keys). Each is recognised by its shape, and its replacement takes its place
+only after both gave the same answer to a probe. What is not recognised, or differs, stays as it is and works.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+from torch.nn import functional
+
+from llmbatch.engines.context import AttentionSpec, Pages, StepAttention, as_array
+from llmbatch.kernels.fused import GELU_TANH, SILU, gate, normalize
+
+_PROBE_TOKENS = 3
+
+
+class FusedNorm(nn.Module):
+    """RMSNorm in one pass."""
+
+    def __init__(self, weight: torch.Tensor, epsilon: float) -> None:
+        super().__init__()
+        self._weight = weight.detach().float().contiguous().numpy()
+        self._epsilon = epsilon
+
+    @property
+    def scale(self) -> NDArray[np.float32]:
+        """The factor of each element, float32 [width]."""
+        return self._weight
+
+    @property
+    def epsilon(self) -> float:
+        """What is added to the mean square."""
+        return self._epsilon
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Each row over its root mean square, times the weight."""
+        hidden_states = hidden_states.contiguous()
+        out = torch.empty_like(hidden_states)
+        width = hidden_states.shape[-1]
+        normalize(
+            as_array(hidden_states.view(-1, width)),
+            self._weight,
+            self._epsilon,
+            as_array(out.view(-1, width)),
+        )
+        return out
+
+
+class FusedMLP(nn.Module):
+    """activation(gate_proj(x)) * up_proj(x), then down_proj, as two products and one pass between."""
+
+    def __init__(self, original: Any, activation: int) -> None:
+        super().__init__()
+        self.gate_up = _stack(original.gate_proj, original.up_proj)
+        self.down_proj: nn.Linear = original.down_proj
+        self._activation = activation
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """[..., hidden] to [..., hidden]."""
+        both = self.gate_up(hidden_states)
+        width = both.shape[-1] // 2
+        inner = torch.empty(*both.shape[:-1], width, dtype=both.dtype)
+        gate(as_array(both.view(-1, 2 * width)), self._activation, as_array(inner.view(-1, width)))
+        out: torch.Tensor = self.down_proj(inner)
+        return out
+
+
+class FusedAttention(nn.Module):
+    """Attention whose three projections are one product, and whose keys and values go straight into pages."""
+
+    def __init__(self, original: Any, spec: AttentionSpec) -> None:
+        super().__init__()
+        self.qkv = _stack(original.q_proj, original.k_proj, original.v_proj)
+        self.o_proj: nn.Linear = original.o_proj
+        self._spec = spec
+        norms: dict[str, Any] = {}
+        for side in ("query_norm", "key_norm"):
+            norm = getattr(original, side[0] + "_norm", None)
+            if isinstance(norm, FusedNorm):
+                norms[side] = norm.scale
+                norms["epsilon"] = norm.epsilon
+        self._norms = norms
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        *_: Any,
+        llmbatch: StepAttention,
+        **__: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """The contract of transformers' attention modules: [1, tokens, hidden] to the same, and no weights."""
+        packed = self.qkv(hidden_states)[0]
+        cosine, sine = position_embeddings
+        out = llmbatch.run(self._spec, packed, cosine=cosine[0].contiguous(), sine=sine[0].contiguous(), **self._norms)
+        return self.o_proj(out[None]), None
+
+
+def fuse(model: nn.Module, specs: dict[int, AttentionSpec], dtype: torch.dtype) -> None:
+    """Replace, in place, every module of `model` that has an equal and faster one."""
+    _replace(model, lambda module: _fused_norm(module, dtype))
+    _replace(model, lambda module: _fused_mlp(module, dtype))
+    _replace(model, lambda module: _fused_attention(module, specs, dtype))
+
+
+def _replace(model: nn.Module, build: Callable[[nn.Module], nn.Module | None]) -> None:
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            replacement = build(child)
+            if replacement is not None:
+                setattr(parent, name, replacement)
+
+
+def _stack(*layers: nn.Linear) -> nn.Linear:
+    """One linear layer whose outputs are those of `layers`, one after another."""
+    weight = torch.cat([layer.weight.detach() for layer in layers])
+    biases: list[torch.Tensor | None] = [layer.bias for layer in layers]
+    has_bias = any(bias is not None for bias in biases)
+    stacked = nn.Linear(weight.shape[1], weight.shape[0], bias=has_bias, device="meta", dtype=weight.dtype)
+    stacked.weight = nn.Parameter(weight, requires_grad=False)
+    if has_bias:
+        parts = [
+            weight.new_zeros(layer.out_features) if bias is None else bias.detach()
+            for layer, bias in zip(layers, biases, strict=True)
+        ]
+        stacked.bias = nn.Parameter(torch.cat(parts), requires_grad=False)
+    return stacked
+
+
+def _equal(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Equal up to the order of sums; bfloat16 also up to where each side rounds."""
+    tolerance = 1e-4 if dtype == torch.float32 else 4e-2
+    a, b = a.float(), b.float()
+    return bool((a - b).abs().max() <= tolerance * b.abs().max().clamp(min=1e-6))
+
+
+def _probe(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+
+
+def _fused_norm(module: nn.Module, dtype: torch.dtype) -> FusedNorm | None:
+    weight = getattr(module, "weight", None)
+    epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    if (
+        "RMSNorm" not in type(module).__name__
+        or not isinstance(weight, torch.Tensor)
+        or weight.ndim != 1
+        or not isinstance(epsilon, float)
+    ):
+        return None
+    probe = _probe(_PROBE_TOKENS, len(weight), dtype=dtype)
+    expected = module(probe)
+    for scale in (weight.detach().float(), 1.0 + weight.detach().float()):
+        fused = FusedNorm(scale, epsilon)
+        if _equal(fused(probe), expected, dtype):
+            return fused
+    return None
+
+
+def _linears(module: nn.Module, *names: str) -> bool:
+    return all(type(getattr(module, name, None)) is nn.Linear for name in names)
+
+
+def _fused_mlp(module: nn.Module, dtype: torch.dtype) -> FusedMLP | None:
+    activation = getattr(module, "act_fn", None)
+    if not _linears(module, "gate_proj", "up_proj", "down_proj") or activation is None:
+        return None
+    grid = torch.linspace(-6, 6, 101)
+    if torch.allclose(activation(grid), functional.silu(grid), atol=1e-6):
+        kind = SILU
+    elif torch.allclose(activation(grid), functional.gelu(grid, approximate="tanh"), atol=1e-6):
+        kind = GELU_TANH
+    else:
+        return None
+    fused = FusedMLP(module, kind)
+    assert isinstance(module.gate_proj, nn.Linear)
+    probe = _probe(1, _PROBE_TOKENS, module.gate_proj.in_features, dtype=dtype)
+    return fused if _equal(fused(probe), module(probe), dtype) else None
+
+
+def probe_step(specs: dict[int, AttentionSpec], dtype: torch.dtype) -> StepAttention:
+    """A step of one sequence of three tokens, over a page of its own."""
+    tokens = np.arange(_PROBE_TOKENS, dtype=np.int32)
+    zero = np.zeros(1, np.int32)
+    return StepAttention(
+        Pages(specs, num_pages=1, page_size=16, dtype=dtype),
+        tables=zero[None],
+        slots=zero,
+        starts=zero,
+        counts=zero + _PROBE_TOKENS,
+        token_pages=np.zeros_like(tokens),
+        token_offsets=tokens,
+    )
+
+
+def _fused_attention(module: nn.Module, specs: dict[int, AttentionSpec], dtype: torch.dtype) -> FusedAttention | None:
+    spec = specs.get(getattr(module, "layer_idx", -1))
+    if spec is None or not _linears(module, "q_proj", "k_proj", "v_proj", "o_proj"):
+        return None
+    assert isinstance(module.q_proj, nn.Linear)
+    fused = FusedAttention(module, spec)
+    probe = _probe(1, _PROBE_TOKENS, module.q_proj.in_features, dtype=dtype)
+    angles = torch.linspace(0.1, 3.0, _PROBE_TOKENS * spec.width // 2).view(1, _PROBE_TOKENS, -1)
+    angles = torch.cat((angles, angles), -1)
+    arguments: dict[str, Any] = {
+        "hidden_states": probe,
+        "position_embeddings": (angles.cos().to(dtype), angles.sin().to(dtype)),
+        "attention_mask": None,
+    }
+    specs = {spec.layer: spec}
+    try:
+        expected = module(**arguments, llmbatch=probe_step(specs, dtype))[0]
+    except (TypeError, RuntimeError, IndexError):
+        return None  # it takes other arguments than the common ones, or rotates another width
+    return fused if _equal(fused(**arguments, llmbatch=probe_step(specs, dtype))[0], expected, dtype) else None

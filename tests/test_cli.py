@@ -1,0 +1,177 @@
+"""The command line: what it prints, what it refuses and how."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from llmbatch.cli import main
+from tests.models import tiny_model_folder
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return tiny_model_folder(tmp_path_factory.mktemp("model"), "llama")
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> str:
+    path = tmp_path / "in.parquet"
+    pq.write_table(pa.table({"text": ["abc", "abd", None], "number": [1, 2, 3]}), path)
+    return str(path)
+
+
+def run(*arguments: str) -> int:
+    return main(["run", *arguments])
+
+
+def test_json_is_all_that_standard_output_holds(
+    model: str, source: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    status = run(
+        source, "--output", str(tmp_path / "out"), "--model", model, "--prompt", "text",
+        "--max-tokens", "3", "--kv-memory", "16MiB", "--json",
+    )  # fmt: skip
+    printed = capfd.readouterr()
+    report = json.loads(printed.out)
+    assert status == 0
+    assert {key: report[key] for key in ("rows", "errors", "duplicates")} == {"rows": 3, "errors": 1, "duplicates": 0}
+    for key in (
+        "input_tokens", "cached_tokens", "output_tokens", "load_seconds", "seconds", "tokens_per_second",
+        "prefix_sharing", "prefix_sharing_optimal", "preemptions", "steps",
+    ):  # fmt: skip
+        assert isinstance(report[key], (int, float)), key
+    assert "3 of 3 rows" in printed.err
+
+
+def test_quiet_prints_nothing(model: str, source: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    status = run(
+        source, "--output", str(tmp_path / "out"), "--model", model, "--prompt", "text",
+        "--max-tokens", "3", "--kv-memory", "16MiB", "--quiet",
+    )  # fmt: skip
+    assert status == 0
+    assert capfd.readouterr() == ("", "")
+
+
+def test_the_same_command_on_its_finished_output_says_so(
+    model: str, source: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    command = [source, "--output", str(tmp_path / "out"), "--model", model, "--prompt", "text", "--max-tokens", "3"]
+    assert run(*command, "--kv-memory", "16MiB") == 0
+    capfd.readouterr()
+    assert run(*command, "--kv-memory", "16MiB") == 0
+    said = capfd.readouterr().err
+    assert said == f"llmbatch: the output {tmp_path / 'out'} is finished already; --overwrite replaces it\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--prompt", "text", "--max-tokens", "-3"], "max_tokens must be at least 1, got -3"),
+        (["--prompt", "txt"], "'txt'"),
+        (["--prompt", "number"], "'number'"),
+        (["--template", "Q: {question}"], "'question'"),
+        (["--prompt", "text", "--frobnicate"], "unrecognized arguments: --frobnicate"),
+        (["--prompt", "text", "--kv-memory", "lots"], "must be a number of bytes such as 2e9 or 4GiB, got 'lots'"),
+        (["--prompt", "text", "--kv-memory", "10"], "kv_memory must hold at least one page of"),
+        (["--prompt", "text", "--order", "best"], "--order"),
+        ([], "one of the arguments --prompt --template --messages is required"),
+        (["--prompt", "text", "--temperature", "-1"], "temperature must be"),
+        (["--prompt", "text", "--sampling-params", "text2"], "'text2'"),
+        (["--messages", "text", "--chat"], "chat"),
+    ],
+)
+def test_a_wrong_command_gets_one_sentence_and_status_2(
+    model: str, source: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], arguments: list[str], said: str
+) -> None:
+    out = tmp_path / "out"
+    assert run(source, "--output", str(out), "--model", model, *arguments) == 2
+    printed = capfd.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("llmbatch: ")
+    assert said in printed.err
+    assert "Traceback" not in printed.err
+    assert len(printed.err.splitlines()) == 1
+    assert not out.exists()
+
+
+def test_a_missing_file_is_named(model: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    missing = tmp_path / "nowhere.parquet"
+    out = tmp_path / "out"
+    assert run(str(missing), "--output", str(out), "--model", model, "--prompt", "text") == 2
+    assert str(missing) in capfd.readouterr().err
+    assert not out.exists()
+
+
+def test_a_truncated_parquet_is_named(
+    model: str, source: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    cut = tmp_path / "cut.parquet"
+    cut.write_bytes(Path(source).read_bytes()[:-20])
+    out = tmp_path / "out"
+    assert run(str(cut), "--output", str(out), "--model", model, "--prompt", "text") == 2
+    assert str(cut) in capfd.readouterr().err
+    assert not out.exists()
+
+
+def test_a_model_that_is_nowhere_is_named(source: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    assert run(source, "--output", str(out), "--model", str(tmp_path / "no-model"), "--prompt", "text") == 2
+    assert "no-model" in capfd.readouterr().err
+    assert not out.exists()
+
+
+def test_a_model_without_a_tokenizer_is_named(
+    model: str, source: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    for file in Path(model).iterdir():
+        if "token" not in file.name:
+            (bare / file.name).write_bytes(file.read_bytes())
+    out = tmp_path / "out"
+    assert run(source, "--output", str(out), "--model", str(bare), "--prompt", "text") == 2
+    assert "has no tokenizer" in capfd.readouterr().err
+    assert not out.exists()
+
+
+def test_an_occupied_output_is_refused(
+    model: str, source: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "mine.txt").write_text("mine")
+    assert run(source, "--output", str(out), "--model", model, "--prompt", "text") == 2
+    assert str(out) in capfd.readouterr().err
+    assert [path.name for path in out.iterdir()] == ["mine.txt"]
+
+
+def test_an_interrupted_job_leaves_nothing(model: str, tmp_path: Path) -> None:
+    source = tmp_path / "many.parquet"
+    pq.write_table(pa.table({"text": [f"row {i}" for i in range(20_000)]}), source)
+    out = tmp_path / "out"
+    command = [
+        sys.executable, "-m", "llmbatch", "run", str(source), "--output", str(out), "--model", model,
+        "--prompt", "text", "--max-tokens", "400", "--ignore-eos", "--kv-memory", "64MiB",
+    ]  # fmt: skip
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ})
+    try:
+        assert process.stderr is not None
+        while not (out / "_llmbatch").exists():
+            assert process.poll() is None, process.stderr.read()
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=5)
+    finally:
+        process.kill()
+    assert process.returncode == 130
+    assert said.endswith("llmbatch: interrupted; nothing was written under the output's name\n")
+    assert "Traceback" not in said
+    assert not out.exists()

@@ -1,0 +1,382 @@
+"""Kernels equal a plain float64 computation of what they promise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numba import njit as _njit
+from numpy.typing import NDArray
+from torch.nn import functional
+
+from llmbatch.engines.sampler import mix, sample
+from llmbatch.kernels.attention import BLOCK_ROWS, attend, cut_blocks
+from llmbatch.kernels.fused import GELU_TANH, SILU, gate, normalize, rotate_and_store
+from llmbatch.kernels.numerics import exp32, narrow, ordered, unordered, widen
+from llmbatch.kernels.tile import multiply, multiply_add
+
+Array = NDArray[Any]
+njit: Callable[[Callable[..., None]], Callable[..., None]] = _njit
+
+
+def to_bfloat16(x: Array) -> Array:
+    bits: Array = torch.from_numpy(x.astype(np.float32)).bfloat16().view(torch.uint16).numpy()
+    return bits
+
+
+def to_float64(x: Array) -> Array:
+    if x.dtype == np.uint16:
+        x = (x.astype(np.uint32) << 16).view(np.float32)
+    return x.astype(np.float64)
+
+
+@njit
+def each_exp(x: Array, out: Array) -> None:
+    for i in range(x.size):
+        out[i] = exp32(x[i])
+
+
+@njit
+def each_round_trip(x: Array, out: Array) -> None:
+    for i in range(x.size):
+        out[i] = narrow(x[i], out[i])
+
+
+@njit
+def each_widened(x: Array, out: Array) -> None:
+    for i in range(x.size):
+        out[i] = widen(x[i])
+
+
+@njit
+def each_ordered(x: Array, out: Array, back: Array) -> None:
+    for i in range(x.size):
+        out[i] = ordered(x[i])
+        back[i] = unordered(out[i])
+
+
+def test_the_exponential_is_right_to_three_units_in_the_last_place() -> None:
+    x = np.linspace(-87, 88, 20_011, dtype=np.float32)
+    out = np.empty_like(x)
+    each_exp(x, out)
+    np.testing.assert_allclose(out, np.exp(x.astype(np.float64)), rtol=3.6e-7)
+
+
+def test_the_exponential_is_zero_far_below_zero_and_keeps_nan() -> None:
+    x = np.array([-88, -1e30, -np.inf, np.nan], np.float32)
+    out = np.empty_like(x)
+    each_exp(x, out)
+    np.testing.assert_array_equal(out, [0, 0, 0, np.nan])
+
+
+def test_bfloat16_is_rounded_as_torch_rounds_it() -> None:
+    x = np.random.default_rng(0).standard_normal(5_000).astype(np.float32)
+    x[:4] = [0, -0.0, np.inf, np.nan]
+    out, back = np.zeros(x.size, np.uint16), np.zeros(x.size, np.float32)
+    each_round_trip(x, out)
+    each_widened(out, back)
+    np.testing.assert_array_equal(back, torch.from_numpy(x).bfloat16().float().numpy())
+
+
+def test_ordered_keys_sort_as_floats_do() -> None:
+    x = np.sort(np.random.default_rng(0).standard_normal(1_000).astype(np.float32))
+    x[0], x[-1] = -np.inf, np.inf
+    keys, back = np.empty(x.size, np.int32), np.empty_like(x)
+    each_ordered(x, keys, back)
+    assert (np.diff(keys) > 0).all()
+    np.testing.assert_array_equal(back, x)
+
+
+@pytest.mark.parametrize("bfloat16", [False, True])
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 6, 13])
+def test_the_tile_product_equals_a_matrix_product(rows: int, bfloat16: bool) -> None:
+    rng = np.random.default_rng(rows)
+    a, b = rng.standard_normal((rows, 24), np.float32), rng.standard_normal((24, 48), np.float32)
+    stored = to_bfloat16(b) if bfloat16 else b
+    c = np.full((rows, 48), np.nan, np.float32)
+    multiply(c, 16, a, rows, stored, 0, 48, 32, 24)
+    np.testing.assert_allclose(c[:, 16:], a @ to_float64(stored)[:, :32], rtol=1e-4, atol=1e-4)
+    assert np.isnan(c[:, :16]).all()
+    total = np.ones((rows, 32), np.float32)
+    multiply_add(total, a, 4, rows, stored, 16, 48, 32, 20)
+    np.testing.assert_allclose(total, 1 + a[:, 4:] @ to_float64(stored)[:20, 16:], rtol=1e-4, atol=1e-4)
+
+
+def attention_by_hand(
+    query: Array, key: Array, value: Array, start: int, scale: float, window: int, softcap: float
+) -> Array:
+    """[tokens, heads, group, width] over [heads, keys, width], in float64."""
+    scores = np.einsum("thgd,hkd->thgk", query, key) * scale
+    if softcap:
+        scores = softcap * np.tanh(scores / softcap)
+    positions, keys = start + np.arange(len(query))[:, None], np.arange(key.shape[1])[None]
+    seen = keys <= positions
+    if window:
+        seen &= keys > positions - window
+    scores = np.where(seen[:, None, None], scores, -np.inf)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    weights /= weights.sum(-1, keepdims=True)
+    out: Array = np.einsum("thgk,hkd->thgd", weights, value)
+    return out
+
+
+def check_attention(
+    sequences: list[tuple[int, int]],
+    *,
+    page_size: int,
+    heads: int = 2,
+    group: int = 3,
+    width: int = 16,
+    window: int = 0,
+    softcap: float = 0.0,
+    bfloat16: bool = False,
+    workers: int = 3,
+    seed: int = 0,
+) -> None:
+    rng = np.random.default_rng(seed)
+    starts, counts = (np.array(column, np.int32) for column in zip(*sequences, strict=True))
+    blocks = -(-(starts + counts) // page_size)
+    order = rng.permutation(int(blocks.sum()) + 2).astype(np.int32)
+    tables = np.full((len(starts) + 2, int(blocks.max())), 10**6, np.int32)
+    slots = rng.permutation(len(tables))[: len(starts)].astype(np.int32)
+    padded = -(-width // 16) * 16
+    keys = np.full((len(order), heads, width, page_size), np.nan, np.float32)
+    values = np.full((len(order), heads, page_size, padded), np.nan, np.float32)
+    truth: list[tuple[Array, Array]] = []
+    taken = 0
+    for i, (start, count) in enumerate(sequences):
+        tables[slots[i], : blocks[i]] = order[taken : taken + blocks[i]]
+        taken += int(blocks[i])
+        key = rng.standard_normal((heads, start + count, width)).astype(np.float32)
+        value = rng.standard_normal((heads, start + count, width)).astype(np.float32)
+        if bfloat16:
+            key, value = (to_float64(to_bfloat16(x)).astype(np.float32) for x in (key, value))
+        truth.append((key, value))
+        for t in range(start + count):
+            page = tables[slots[i], t // page_size]
+            keys[page, :, :, t % page_size] = key[:, t]
+            values[page, :, t % page_size, :width] = value[:, t]
+    query = rng.standard_normal((int(counts.sum()), heads * group * width + 5)).astype(np.float32)
+    out = np.full((len(query), heads * group * width), np.nan, np.float32)
+    if bfloat16:
+        query, keys, values, out = (to_bfloat16(x) for x in (query, keys, values, out))
+    rows = (np.cumsum(counts) - counts).astype(np.int64)
+    cut = cut_blocks(starts, counts, group, window, workers, heads)
+    scale = width**-0.5
+    attend(
+        query, out, keys, values, tables, slots, starts, counts, rows, *cut, group, scale, window, softcap
+    )  # fmt: skip
+    got = to_float64(out).reshape(len(query), heads, group, width)
+    asked = to_float64(query)[:, : heads * group * width].reshape(got.shape)
+    for i, (start, count) in enumerate(sequences):
+        chunk = slice(rows[i], rows[i] + count)
+        expected = attention_by_hand(asked[chunk], *truth[i], start, scale, window, softcap)
+        tolerance = 2e-2 if bfloat16 else 1e-5
+        np.testing.assert_allclose(got[chunk], expected, rtol=tolerance, atol=tolerance)
+
+
+MIXED = [(0, 1), (5, 1), (63, 1), (64, 1), (200, 1), (0, 70), (0, 129), (33, 40), (100, 3), (7, 17)]
+
+
+@pytest.mark.parametrize("bfloat16", [False, True])
+@pytest.mark.parametrize("page_size", [1, 4, 16, 64])
+def test_attention_reads_pages_of_any_size(page_size: int, bfloat16: bool) -> None:
+    check_attention(MIXED, page_size=page_size, bfloat16=bfloat16)
+
+
+@pytest.mark.parametrize("page_size", [4, 16])
+@pytest.mark.parametrize("window", [1, 12, 64, 500])
+def test_attention_sees_no_more_than_its_window(window: int, page_size: int) -> None:
+    check_attention(MIXED, page_size=page_size, window=window)
+
+
+def test_attention_caps_its_scores() -> None:
+    check_attention(MIXED, page_size=16, softcap=0.7)
+
+
+@pytest.mark.parametrize(("heads", "group", "width"), [(1, 1, 64), (3, 3, 64), (2, 8, 128), (5, 1, 80), (1, 7, 24)])
+def test_attention_takes_any_number_and_size_of_heads(heads: int, group: int, width: int) -> None:
+    check_attention(MIXED, page_size=16, heads=heads, group=group, width=width)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    sequences=st.lists(st.tuples(st.integers(0, 150), st.integers(1, 90)), min_size=1, max_size=6),
+    page_size=st.sampled_from([1, 4, 16, 64]),
+    window=st.sampled_from([0, 0, 1, 17, 70]),
+    workers=st.integers(1, 5),
+)
+def test_attention_of_any_step(sequences: list[tuple[int, int]], page_size: int, window: int, workers: int) -> None:
+    check_attention(sequences, page_size=page_size, window=window, workers=workers)
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    sequences=st.lists(st.tuples(st.integers(0, 5000), st.integers(1, 700)), min_size=1, max_size=20),
+    group=st.sampled_from([1, 3, 8, BLOCK_ROWS, BLOCK_ROWS + 1]),
+    window=st.sampled_from([0, 100]),
+    workers=st.integers(1, 9),
+    heads=st.integers(1, 4),
+)
+def test_blocks_cover_every_token_once_and_every_pair_has_one_worker(
+    sequences: list[tuple[int, int]], group: int, window: int, workers: int, heads: int
+) -> None:
+    starts, counts = (np.array(column, np.int32) for column in zip(*sequences, strict=True))
+    sequence, first, bounds = cut_blocks(starts, counts, group, window, workers, heads)
+    size = max(1, BLOCK_ROWS // group)
+    covered = [(i, t) for i, f in zip(sequence, first, strict=True) for t in range(f, min(f + size, counts[i]))]
+    assert covered == [(i, t) for i in range(len(counts)) for t in range(counts[i])]
+    assert bounds[0] == 0
+    assert bounds[-1] == len(sequence) * heads
+    assert (np.diff(bounds) >= 0).all()
+
+
+def test_blocks_are_dealt_evenly() -> None:
+    starts, counts = np.full(64, 300, np.int32), np.ones(64, np.int32)
+    _, _, bounds = cut_blocks(starts, counts, 3, 0, 4, 3)
+    assert bounds.tolist() == [0, 48, 96, 144, 192]
+
+
+@pytest.mark.parametrize("bfloat16", [False, True])
+def test_normalize_is_rmsnorm(bfloat16: bool) -> None:
+    rng = np.random.default_rng(0)
+    x, weight = rng.standard_normal((7, 33)).astype(np.float32), rng.standard_normal(33).astype(np.float32)
+    stored = to_bfloat16(x) if bfloat16 else x
+    out = np.zeros_like(stored)
+    normalize(stored, weight, 1e-5, out)
+    expected = functional.rms_norm(torch.from_numpy(to_float64(stored)), (33,), torch.from_numpy(weight).double(), 1e-5)
+    np.testing.assert_allclose(to_float64(out), expected, rtol=1e-2 if bfloat16 else 1e-5)
+
+
+@pytest.mark.parametrize("bfloat16", [False, True])
+@pytest.mark.parametrize("activation", [SILU, GELU_TANH])
+def test_gate_is_the_activated_left_half_times_the_right(activation: int, bfloat16: bool) -> None:
+    x = (3 * np.random.default_rng(0).standard_normal((5, 2 * 40))).astype(np.float32)
+    x[0, :2] = [-200, 200]
+    stored = to_bfloat16(x) if bfloat16 else x
+    out = np.zeros((5, 40), stored.dtype)
+    gate(stored, activation, out)
+    left, right = torch.from_numpy(to_float64(stored)).chunk(2, -1)
+    active = functional.silu(left) if activation == SILU else functional.gelu(left, approximate="tanh")
+    tolerance = 1e-2 if bfloat16 else 1e-5
+    np.testing.assert_allclose(to_float64(out), active * right, rtol=tolerance, atol=1e-6)
+
+
+@pytest.mark.parametrize("bfloat16", [False, True])
+@pytest.mark.parametrize("rotary", [0, 8, 16])
+@pytest.mark.parametrize("normed", [False, True])
+def test_queries_are_finished_in_place_and_keys_and_values_reach_their_pages(
+    rotary: int, normed: bool, bfloat16: bool
+) -> None:
+    rng = np.random.default_rng(0)
+    tokens, query_heads, heads, width, page_size = 9, 4, 2, 16, 4
+    packed = rng.standard_normal((tokens, (query_heads + 2 * heads) * width)).astype(np.float32)
+    angles = rng.standard_normal((tokens, rotary // 2))
+    cosine, sine = (np.tile(f(angles), 2).astype(np.float32) for f in (np.cos, np.sin))
+    query_norm, key_norm = rng.standard_normal((2, width if normed else 0)).astype(np.float32)
+    if bfloat16:
+        packed, cosine, sine = (to_bfloat16(x) for x in (packed, cosine, sine))
+    before = to_float64(packed).reshape(tokens, -1, width)
+    place = rng.permutation(5 * page_size)[:tokens].astype(np.int32)
+    keys = np.zeros((5, heads, width, page_size), packed.dtype)
+    values = np.zeros((5, heads, page_size, width), packed.dtype)
+    rotate_and_store(
+        packed, cosine, sine, query_norm, key_norm, 1e-6, place // page_size, place % page_size, keys, values
+    )
+
+    def finished(x: Array, norm: Array) -> Array:
+        if normed:
+            x = x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6) * norm
+        left, right = x[..., : rotary // 2], x[..., rotary // 2 : rotary]
+        turned = np.concatenate((-right, left), -1)
+        c, s = (to_float64(f)[:, None] for f in (cosine, sine))
+        return np.concatenate((x[..., :rotary] * c + turned * s, x[..., rotary:]), -1)
+
+    after = to_float64(packed).reshape(tokens, -1, width)
+    tolerance = 2e-2 if bfloat16 else 1e-5
+    np.testing.assert_allclose(
+        after[:, :query_heads], finished(before[:, :query_heads], query_norm), rtol=tolerance, atol=tolerance
+    )
+    stored = to_float64(keys)[place // page_size, :, :, place % page_size]
+    expected = finished(before[:, query_heads : query_heads + heads], key_norm)
+    np.testing.assert_allclose(stored, expected, rtol=tolerance, atol=tolerance)
+    np.testing.assert_array_equal(
+        to_float64(values)[place // page_size, :, place % page_size], before[:, query_heads + heads :]
+    )
+
+
+def draw(
+    logits: Array, *, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, seeds: Array | None = None
+) -> tuple[Array, Array]:
+    n = len(logits)
+    tokens, finite = np.full(n, -1, np.int32), np.zeros(n, np.bool_)
+    sample(
+        logits.astype(np.float32), np.full(n, temperature, np.float32), np.full(n, top_k, np.int32),
+        np.full(n, top_p, np.float32), np.arange(n, dtype=np.uint64) if seeds is None else seeds,
+        np.zeros(n, np.int32), tokens, finite,
+    )  # fmt: skip
+    return tokens, finite
+
+
+def test_a_temperature_of_zero_takes_the_first_of_the_highest() -> None:
+    logits = np.random.default_rng(0).standard_normal((50, 3000)).round(1)
+    tokens, finite = draw(logits, temperature=0.0)
+    np.testing.assert_array_equal(tokens, logits.argmax(1))
+    assert finite.all()
+
+
+@pytest.mark.parametrize("bad", [np.nan, -np.nan, np.inf])
+def test_one_logit_that_is_no_number_spoils_its_row_alone(bad: float) -> None:
+    logits = np.zeros((3, 2500))
+    logits[1, 2400] = bad
+    assert draw(logits)[1].tolist() == [True, False, True]
+
+
+def test_a_row_that_forbids_every_token_is_spoilt_and_one_that_forbids_some_is_not() -> None:
+    logits = np.full((2, 10), -np.inf)
+    logits[1, 3] = 0.0
+    tokens, finite = draw(logits)
+    assert finite.tolist() == [False, True]
+    assert tokens[1] == 3
+
+
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "kept"),
+    [(0, 1.0, 6), (3, 1.0, 3), (0, 0.7, 3), (3, 0.7, 2), (0, 0.01, 1), (99, 1.0, 6)],
+)
+def test_draws_follow_the_distribution_that_is_left(top_k: int, top_p: float, kept: int) -> None:
+    shares = np.array([0.04, 0.3, 0.06, 0.2, 0.25, 0.15])
+    logits = np.tile(2.0 * np.log(shares), (20_000, 1))
+    tokens, _ = draw(logits, temperature=2.0, top_k=top_k, top_p=top_p)
+    expected = np.where(np.isin(np.arange(6), np.argsort(-shares)[:kept]), shares, 0)
+    drawn = np.bincount(tokens, minlength=6) / len(tokens)
+    np.testing.assert_allclose(drawn, expected / expected.sum(), atol=0.015)
+    assert (drawn[expected == 0] == 0).all()
+
+
+def test_a_tiny_temperature_is_greedy() -> None:
+    logits = np.random.default_rng(0).standard_normal((20, 500))
+    np.testing.assert_array_equal(draw(logits, temperature=1e-40)[0], logits.argmax(1))
+
+
+def test_wide_distributions_are_cut_exactly() -> None:
+    logits = np.random.default_rng(0).standard_normal((200, 4000))
+    tokens, _ = draw(logits, temperature=3.0, top_p=0.5)
+    shares = np.exp(logits / 3.0)
+    shares /= shares.sum(1, keepdims=True)
+    order = np.argsort(-shares, 1)
+    before = np.take_along_axis(shares, order, 1).cumsum(1) - np.take_along_axis(shares, order, 1)
+    rank = (order == tokens[:, None]).argmax(1)
+    assert (np.take_along_axis(before, rank[:, None], 1) < 0.5 + 1e-4).all()
+    assert rank.max() > 100
+
+
+def test_hashes_are_as_published_for_splitmix64() -> None:
+    assert [int(mix(np.uint64(1234567), np.uint64(i))) for i in range(3)] == [
+        6457827717110365317, 3203168211198807973, 9817491932198370423,
+    ]  # fmt: skip

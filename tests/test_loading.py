@@ -1,0 +1,351 @@
+"""Models are found, loaded and fused, or refused with the reason."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    BloomConfig,
+    DeepseekV3Config,
+    GPT2Config,
+    GptOssConfig,
+    LlamaConfig,
+    Phi3Config,
+    PretrainedConfig,
+    Qwen3MoeConfig,
+    T5Config,
+)
+
+from llmbatch.engines import checkpoints
+from llmbatch.engines.checkpoints import cache_folder, resolve_model
+from llmbatch.engines.fusion import FusedAttention, FusedMLP, FusedNorm, fuse, probe_step
+from llmbatch.engines.loading import load_model
+from llmbatch.errors import ModelError
+from tests.models import EOS, FAMILIES, tiny_config, tiny_model, tiny_model_folder
+
+untyped: Any = AutoModelForCausalLM
+TINY: dict[str, Any] = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2,
+}  # fmt: skip
+
+
+def refusal(tmp_path: Path, config: PretrainedConfig) -> str:
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ModelError) as caught:
+        load_model(str(tmp_path), load_format="dummy", dtype="float32")
+    return str(caught.value).replace(repr(str(tmp_path)), "FOLDER")
+
+
+def test_a_folder_with_a_config_is_itself(tmp_path: Path) -> None:
+    folder = tiny_model_folder(tmp_path, "llama")
+    assert resolve_model(folder) == folder
+
+
+def test_a_folder_without_a_model_says_what_is_missing(tmp_path: Path) -> None:
+    with pytest.raises(ModelError) as caught:
+        resolve_model(str(tmp_path))
+    assert str(caught.value) == (
+        f"model folder {str(tmp_path)!r} holds neither config.json nor a .gguf file: name a folder that "
+        "save_pretrained wrote."
+    )
+
+
+def test_a_file_that_is_no_gguf_says_so(tmp_path: Path) -> None:
+    (tmp_path / "model.bin").touch()
+    with pytest.raises(ModelError) as caught:
+        resolve_model(str(tmp_path / "model.bin"))
+    assert str(caught.value) == (
+        f"model must be a folder, a .gguf file or a hub name, got the file {str(tmp_path / 'model.bin')!r}: "
+        "name its folder."
+    )
+
+
+def test_a_path_that_is_not_there_is_not_looked_for_on_the_hub() -> None:
+    with pytest.raises(ModelError) as caught:
+        resolve_model("./models/of/nobody")
+    assert str(caught.value) == "model './models/of/nobody' is no folder here, and no name of a model on the hub."
+
+
+def test_a_hub_name_without_a_network_is_an_error_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_network(model: str) -> list[str]:
+        raise ConnectionError("Name or service not known")
+
+    monkeypatch.setattr(checkpoints, "_hub_files", no_network)
+    with pytest.raises(ModelError) as caught:
+        resolve_model("nobody/nothing-at-all")
+    assert str(caught.value) == (
+        "model 'nobody/nothing-at-all' is no folder here and cannot be fetched: Name or service not known. "
+        "Name a local folder, or try again with a network."
+    )
+
+
+def test_a_hub_that_does_not_answer_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    import threading
+
+    from huggingface_hub import HfApi
+
+    never = threading.Event()
+    monkeypatch.setattr(HfApi, "model_info", lambda *_, **__: never.wait(30))
+    monkeypatch.setattr(checkpoints, "_HUB_SECONDS", 0.01)
+    with pytest.raises(ModelError, match="cannot be fetched: the hub did not answer in 0 seconds"):
+        resolve_model("nobody/nothing-at-all")
+    never.set()
+
+
+def test_a_gguf_file_without_its_readers_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LLMBATCH_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(checkpoints, "find_spec", lambda name: None)
+    (tmp_path / "m.gguf").write_bytes(b"GGUF")
+    with pytest.raises(ModelError) as caught:
+        resolve_model(str(tmp_path))
+    assert str(caught.value) == ("reading m.gguf needs the packages gguf and accelerate: pip install gguf accelerate.")
+
+
+def test_a_broken_gguf_file_is_an_error_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("gguf")
+    monkeypatch.setenv("LLMBATCH_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "m.gguf").write_bytes(b"no such thing")
+    with pytest.raises(ModelError, match="cannot be read"):
+        resolve_model(str(tmp_path / "m.gguf"))
+    assert list((cache_folder() / "gguf").iterdir()) == []
+
+
+def test_a_gguf_file_is_converted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gguf = pytest.importorskip("gguf")
+    pytest.importorskip("accelerate")
+    monkeypatch.setenv("LLMBATCH_CACHE", str(tmp_path / "cache"))
+    write_gguf(gguf, tmp_path / "tiny.gguf")
+    folder = resolve_model(str(tmp_path))
+    assert Path(folder).parent == tmp_path / "cache" / "gguf"
+    assert load_model(folder, dtype="float32").eos_token_ids == (2,)
+    assert AutoConfig.from_pretrained(folder).dtype == torch.float32
+    monkeypatch.setattr(checkpoints, "_convert", None)
+    assert resolve_model(str(tmp_path / "tiny.gguf")) == folder
+
+
+def write_gguf(gguf: Any, path: Path) -> None:
+    """A Llama of one layer, as GGUF, with a byte-level tokenizer."""
+    generator = torch.Generator().manual_seed(0)
+    hidden, inner, vocabulary = 32, 48, 260
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_context_length(128)
+    writer.add_embedding_length(hidden)
+    writer.add_block_count(1)
+    writer.add_feed_forward_length(inner)
+    writer.add_head_count(4)
+    writer.add_head_count_kv(2)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_dimension_count(8)
+    writer.add_vocab_size(vocabulary)
+    from tokenizers import pre_tokenizers
+
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(["<unk>", "<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet()), "ab"])
+    writer.add_token_types([3, 3, 3] + [1] * 257)
+    writer.add_token_merges(["a b"])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    shapes = {
+        "token_embd": (vocabulary, hidden), "output": (vocabulary, hidden), "output_norm": (hidden,),
+        "blk.0.attn_norm": (hidden,), "blk.0.ffn_norm": (hidden,), "blk.0.attn_q": (hidden, hidden),
+        "blk.0.attn_k": (hidden // 2, hidden), "blk.0.attn_v": (hidden // 2, hidden),
+        "blk.0.attn_output": (hidden, hidden), "blk.0.ffn_gate": (inner, hidden),
+        "blk.0.ffn_up": (inner, hidden), "blk.0.ffn_down": (hidden, inner),
+    }  # fmt: skip
+    for name, shape in shapes.items():
+        writer.add_tensor(f"{name}.weight", torch.randn(shape, generator=generator).numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def test_a_folder_without_weights_is_refused_and_may_be_filled_with_noise(tmp_path: Path) -> None:
+    tiny_config("llama").save_pretrained(tmp_path)
+    with pytest.raises(ModelError) as caught:
+        load_model(str(tmp_path))
+    assert str(caught.value) == (
+        f"model folder {str(tmp_path)!r} holds no weights (*.safetensors or pytorch_model.bin): "
+        "complete it, or use load_format='dummy' for random ones."
+    )
+    assert load_model(str(tmp_path), load_format="dummy").context_length == 512
+
+
+@pytest.mark.parametrize("rope", ["longrope", "dynamic"])
+def test_rotary_embeddings_that_depend_on_the_batch_are_refused(tmp_path: Path, rope: str) -> None:
+    parameters: dict[str, Any] = {"rope_type": rope, "rope_theta": 1e4, "factor": 2.0}
+    if rope == "longrope":
+        parameters |= {
+            "short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max_position_embeddings": 64,
+        }  # fmt: skip
+    kind = Phi3Config if rope == "longrope" else LlamaConfig
+    config = kind(**TINY, rope_parameters=parameters, max_position_embeddings=128, pad_token_id=0)
+    assert refusal(tmp_path, config) == (
+        f"model FOLDER uses rotary embeddings of type {rope!r}, which is not supported: "
+        "supported are default, linear, llama3, yarn, proportional."
+    )
+
+
+def test_latent_attention_is_refused(tmp_path: Path) -> None:
+    assert refusal(tmp_path, DeepseekV3Config(num_hidden_layers=1)) == (
+        "model FOLDER uses latent attention (MLA), which is not supported: keys and values must be of one head size."
+    )
+
+
+def test_encoder_decoders_are_refused(tmp_path: Path) -> None:
+    assert refusal(tmp_path, T5Config(num_layers=1)) == (
+        "model FOLDER uses an encoder and a decoder, which is not supported: only decoder models are."
+    )
+
+
+def test_attention_sinks_are_refused(tmp_path: Path) -> None:
+    config = GptOssConfig(**TINY, head_dim=8, num_local_experts=2, num_experts_per_tok=1, rope_parameters=None)
+    config.rope_parameters = {"rope_type": "default", "rope_theta": 1e4}
+    assert refusal(tmp_path, config) == (
+        "model FOLDER uses attention sinks, which is not supported: supported are softmax, sliding window and softcap."
+    )
+
+
+def test_architectures_without_pluggable_attention_are_refused(tmp_path: Path) -> None:
+    config = BloomConfig(n_layer=1)
+    config.max_position_embeddings = 64
+    assert refusal(tmp_path, config) == (
+        "model FOLDER uses the architecture 'bloom', which is not supported: it must be a causal language "
+        "model of transformers with pluggable attention."
+    )
+
+
+def test_quantised_weights_are_refused(tmp_path: Path) -> None:
+    config = tiny_config("llama")
+    config.quantization_config = {"quant_method": "fp8"}
+    assert refusal(tmp_path, config) == (
+        "model FOLDER uses quantised weights, which is not supported: only GGUF files are read quantised, else "
+        "float weights."
+    )
+
+
+def test_layers_that_are_not_softmax_attention_are_refused(tmp_path: Path) -> None:
+    config = tiny_config("qwen3")
+    config.layer_types = ["full_attention", "chunked_attention", "full_attention"]
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="uses layers of type 'chunked_attention', which is not supported"):
+        load_model(str(tmp_path), load_format="dummy")
+
+
+def test_eos_ids_come_from_the_generation_config_and_its_other_fields_are_left(tmp_path: Path) -> None:
+    folder = tiny_model_folder(tmp_path, "llama")
+    assert load_model(folder).eos_token_ids == (EOS,)
+    given = {"eos_token_id": [5, 6], "temperature": 0.6, "top_p": 0.9, "do_sample": True, "pad_token_id": 1}
+    (tmp_path / "generation_config.json").write_text(json.dumps(given))
+    loaded = load_model(folder)
+    assert loaded.eos_token_ids == (5, 6)
+    assert loaded.notes == (
+        "generation_config.json sets temperature, top_p, which is not applied: only its EOS ids are; "
+        "give sampling parameters to the job.",
+    )
+
+
+def test_a_model_without_a_generation_config_uses_its_config(tmp_path: Path) -> None:
+    folder = tiny_model_folder(tmp_path, "llama")
+    (tmp_path / "generation_config.json").unlink()
+    loaded = load_model(folder)
+    assert loaded.eos_token_ids == (EOS,)
+    assert loaded.notes == ()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_is_fused(tmp_path: Path, family: str) -> None:
+    module = load_model(tiny_model_folder(tmp_path, family), dtype="float32").module
+    layers = list(module.get_submodule("model.layers").children())
+    assert all(isinstance(layer.self_attn, FusedAttention) for layer in layers)
+    assert all(isinstance(layer.mlp, FusedMLP) for layer in layers)
+    assert all(isinstance(layer.input_layernorm, FusedNorm) for layer in layers)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_fused_modules_equal_the_originals(tmp_path: Path, family: str, dtype: Any) -> None:
+    loaded = load_model(tiny_model_folder(tmp_path, family), dtype=dtype)
+    original = tiny_model(family, dtype=loaded.dtype)
+    tokens = torch.tensor([[3, 1, 4]])
+    with torch.inference_mode():
+        expected = original(tokens).logits[0].float()
+        got = (
+            loaded.module(
+                input_ids=tokens,
+                position_ids=torch.arange(3)[None],
+                use_cache=False,
+                llmbatch=probe_step(loaded.attention, loaded.dtype),
+            )
+            .logits[0]
+            .float()
+        )
+    tolerance = 1e-4 if dtype == "float32" else 0.08
+    assert (got - expected).abs().max() <= tolerance * expected.abs().max()
+
+
+class OddNorm(torch.nn.Module):
+    """Called RMSNorm-like by name only: it also takes the mean away."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(8))
+        self.eps = 1e-6
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.layer_norm(x, (8,), self.weight, None, self.eps)
+
+
+OddNorm.__name__ = "OddRMSNorm"
+
+
+def test_a_module_that_only_looks_like_a_known_one_stays() -> None:
+    model = torch.nn.Sequential(OddNorm())
+    fuse(model, {}, torch.float32)
+    assert isinstance(model[0], OddNorm)
+
+
+def test_models_that_are_not_fused_give_the_same_answers(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(**TINY, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, eos_token_id=1)
+    model = untyped.from_config(config, dtype=torch.float32).eval()
+    model.save_pretrained(tmp_path)
+    loaded = load_model(str(tmp_path), dtype="float32")
+    tokens = torch.tensor([[3, 1, 4]])
+    with torch.inference_mode():
+        expected = model(tokens).logits[0]
+        got = loaded.module(
+            input_ids=tokens,
+            position_ids=torch.arange(3)[None],
+            use_cache=False,
+            llmbatch=probe_step(loaded.attention, loaded.dtype),
+        ).logits[0]
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_attention_with_one_projection_runs_through_the_attention_interface(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=0, eos_token_id=1)
+    model = untyped.from_config(config, dtype=torch.float32).eval()
+    model.save_pretrained(tmp_path)
+    loaded = load_model(str(tmp_path), dtype="float32")
+    assert not any(isinstance(module, FusedAttention) for module in loaded.module.modules())
+    tokens = torch.tensor([[3, 1, 4]])
+    with torch.inference_mode():
+        expected = model(tokens).logits[0]
+        got = loaded.module(
+            input_ids=tokens,
+            position_ids=torch.arange(3)[None],
+            use_cache=False,
+            llmbatch=probe_step(loaded.attention, loaded.dtype),
+        ).logits[0]
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)

@@ -1,0 +1,121 @@
+"""The operator on tables of every kind, and in Ray Data."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, cast
+
+import pyarrow as pa
+import pytest
+
+from llmbatch import DataError, LLMOperator, ParameterError
+from llmbatch.answers import COLUMNS
+from tests.models import tiny_model_folder
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return tiny_model_folder(tmp_path_factory.mktemp("model"), "llama")
+
+
+@pytest.fixture(scope="module")
+def operator(model: str) -> Any:
+    return LLMOperator(model=model, prompt="text", max_tokens=4, kv_memory=2**24)
+
+
+TABLE = pa.table({"id": [3, 1, 2], "text": ["abc", "abd", "x"]})
+
+
+def test_a_table_keeps_its_rows_and_columns_and_gains_the_answers(operator: Any) -> None:
+    answered = operator(TABLE)
+    assert answered.column_names == ["id", "text", *COLUMNS]
+    assert answered.select(["id", "text"]).equals(TABLE)
+    assert answered.schema.field("num_cached_tokens").type == pa.int32()
+    assert answered["error"].null_count == 3
+    assert set(answered["finish_reason"].to_pylist()) <= {"stop", "length"}
+
+
+def test_a_second_table_is_answered_like_the_first(operator: Any) -> None:
+    assert operator(TABLE).equals(operator(TABLE))
+
+
+def test_an_empty_table_gets_empty_columns(operator: Any) -> None:
+    assert operator(TABLE.slice(0, 0)).column_names == ["id", "text", *COLUMNS]
+
+
+def test_record_batches_stay_record_batches(operator: Any) -> None:
+    batch = TABLE.to_batches()[0]
+    assert isinstance(operator(batch), pa.RecordBatch)
+
+
+def test_pandas_stays_pandas(operator: Any) -> None:
+    pandas = pytest.importorskip("pandas")
+    answered = operator(TABLE.to_pandas())
+    assert isinstance(answered, pandas.DataFrame)
+    assert answered["generated_text"].tolist() == operator(TABLE)["generated_text"].to_pylist()
+
+
+def test_polars_stays_polars(operator: Any) -> None:
+    polars = pytest.importorskip("polars")
+    answered = operator(polars.from_arrow(TABLE))
+    assert isinstance(answered, polars.DataFrame)
+    assert answered["generated_text"].to_list() == operator(TABLE)["generated_text"].to_pylist()
+
+
+def test_a_dict_of_arrays_stays_one(operator: Any) -> None:
+    answered = operator({name: TABLE[name].to_numpy() for name in TABLE.column_names})
+    assert answered["generated_text"].tolist() == operator(TABLE)["generated_text"].to_pylist()
+
+
+def test_anything_else_is_refused(operator: Any) -> None:
+    with pytest.raises(
+        DataError,
+        match=r"^LLMOperator takes a pyarrow Table or RecordBatch, a pandas or Polars DataFrame, or a dict of "
+        r"arrays, got list$",
+    ):
+        operator([1, 2])
+
+
+def test_an_unknown_option_is_refused_at_once() -> None:
+    with pytest.raises(ParameterError, match=r"^'promt' is no option; the options are chat, "):
+        LLMOperator(model="m", promt="text")
+
+
+def test_a_column_of_an_output_name_is_refused(operator: Any) -> None:
+    with pytest.raises(DataError, match=r"^the input has a column 'error', and llmbatch writes one of that name"):
+        operator(TABLE.append_column("error", pa.array(["", "", ""])))
+
+
+def test_an_operator_evaluates_to_a_class_of_its_own(model: str) -> None:
+    one, other = (cast(Any, LLMOperator(model=model, prompt="text", max_tokens=n)) for n in (1, 2))
+    assert isinstance(one, type)
+    assert one.__qualname__ != other.__qualname__
+    assert not [name for name in vars(one) if name not in {"options", "__module__", "__doc__"}]
+
+
+def test_ray_loads_the_model_once_per_actor(model: str) -> None:
+    ray = pytest.importorskip("ray")
+    pytest.importorskip("ray.data")
+    operator = LLMOperator(model=model, prompt="text", max_tokens=4, kv_memory=2**24)
+
+    class Witness(operator):  # type: ignore[misc, valid-type]
+        """Says in which process each row was answered, and with which engine."""
+
+        def __call__(self, batch: pa.Table) -> pa.Table:
+            from llmbatch.operators.llm import _workers
+
+            answered = super().__call__(batch)
+            where = f"{os.getpid()} {[id(worker._engine) for worker in _workers.values()]}"
+            return answered.append_column("where", pa.array([where] * answered.num_rows))
+
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False)
+    try:
+        rows = ray.data.from_items([{"id": i, "text": "abc"[: i % 3 + 1]} for i in range(40)])
+        answered = rows.map_batches(Witness, concurrency=1, batch_size=10, batch_format="pyarrow")
+        table = pa.concat_tables(ray.get(answered.to_arrow_refs())).sort_by("id")
+    finally:
+        ray.shutdown()
+    assert table["id"].to_pylist() == list(range(40))
+    assert len(set(table["where"].to_pylist())) == 1
+    expected = operator(pa.table({"id": range(40), "text": ["abc"[: i % 3 + 1] for i in range(40)]}))
+    assert table["generated_text"].to_pylist() == expected["generated_text"].to_pylist()
