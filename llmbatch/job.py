@@ -53,8 +53,8 @@ def run(
     target.check(output_schema(source.schema))
     table = source.read()
     worker.load()
-    target.begin()
     try:
+        target.begin()
         answered = worker.answer(table, progress)
         target.write(answered.table)
         seconds = time.perf_counter() - begun - worker.load_seconds

