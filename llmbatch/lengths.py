@@ -48,6 +48,7 @@ Floats = NDArray[np.float64]
 _LARGE = 64  # a subtree with 1 / 64 of the rows is large
 _MOST_TABLES = 4096
 _MOST_KEYS = 64
+_SHORT = 4  # max_tokens up to which the prior is close enough: running such rows first would only cost sharing
 _ENOUGH = 20  # answers that need no parent
 _PRIOR_MEDIAN = 256.0
 
@@ -151,10 +152,15 @@ class LengthModel:
     def choose_sample(self, *, fraction: float = 0.01, floor: int = 20, seed: int = 0) -> NDArray[np.int32]:
         """Rows to run first, in tree order, int32: `fraction` of each table, at least `floor` of a large one.
 
-        Rows of known length are never chosen, nor those already observed.
+        Rows of known length or of a few tokens at most are never chosen, nor those already observed.
         """
         rows = self._tree.rows
-        free = (self.known[rows] == 0) & (self._event_bin[rows] < 0) & (self._censored_bin[rows] < 0)
+        free = (
+            (self._cap[rows] > _SHORT)
+            & (self.known[rows] == 0)
+            & (self._event_bin[rows] < 0)
+            & (self._censored_bin[rows] < 0)
+        )
         position = np.flatnonzero(free).astype(np.int32)
         table = self.table_of[rows[position]]
         position = position[np.argsort(table, kind="stable")]

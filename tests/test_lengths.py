@@ -245,3 +245,11 @@ def test_observed_rows_are_not_sampled_again() -> None:
 def test_a_shard_without_rows_has_no_sample() -> None:
     tree = PrefixTree.build(np.empty(0, np.int32), np.zeros(1, np.int64))
     assert LengthModel(tree, np.empty(0, np.int32)).choose_sample().size == 0
+
+
+def test_rows_of_a_few_tokens_at_most_are_not_run_first() -> None:
+    """Their prior is close enough, and running one of each group would compute its prefix twice."""
+    prompts = np.stack([np.arange(400) % 10, np.arange(400)], 1).astype(np.int32)
+    tree = PrefixTree.build(prompts.ravel(), np.arange(401, dtype=np.int64) * 2)
+    assert LengthModel(tree, caps(400, 4)).choose_sample().size == 0
+    assert LengthModel(tree, caps(400, 64)).choose_sample().size >= 20
