@@ -1,6 +1,6 @@
 """What order buys on the demo dataset: `blend` against `input`, alternating in one process.
 
-    python benchmarks/orders.py [--rounds 3] [--json FILE]
+    python benchmarks/orders.py [--rounds 3] [--default-rounds 2] [--json FILE]
 
 First with the default pool, where everything fits and the plan says that order gains nothing; then with a pool of a
 fifth of the KV that the job needs (distinct prompt tokens and answers). Total tokens per second are input and output
@@ -73,6 +73,7 @@ def main() -> None:
     """Run both pools and print the ratios."""
     parser = argparse.ArgumentParser(description="Measure what order buys on the demo dataset.")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--default-rounds", type=int, default=2)
     parser.add_argument("--json", metavar="FILE")
     arguments = parser.parse_args()
     table = pq.read_table(DATA)
@@ -80,7 +81,7 @@ def main() -> None:
     worker = Worker(options)
     worker.load()
     print(f"default pool: {worker.pool.tokens:,} tokens")
-    roomy = summarise(alternate(worker, table, arguments.rounds))
+    roomy = summarise(alternate(worker, table, arguments.default_rounds))
     run = roomy["runs"]["blend"][-1]
     need = round(run["input_tokens"] * (1 - run["prefix_sharing_optimal"])) + run["output_tokens"]
     tight_bytes = need // 5 * worker.model.bytes_per_token

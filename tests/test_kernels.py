@@ -18,7 +18,7 @@ from llmbatch.engines.sampler import mix, sample
 from llmbatch.kernels.attention import BLOCK_ROWS, attend, cut_blocks
 from llmbatch.kernels.fused import GELU_TANH, SILU, gate, normalize, rotate_and_store
 from llmbatch.kernels.numerics import exp32, narrow, ordered, unordered, widen
-from llmbatch.kernels.tile import multiply, multiply_add
+from llmbatch.kernels.tile import LANES, multiply, multiply_add
 
 Array = NDArray[Any]
 njit: Callable[[Callable[..., None]], Callable[..., None]] = _njit
@@ -125,6 +125,13 @@ def attention_by_hand(
     return out
 
 
+def with_memory_behind(x: Array) -> Array:
+    """The same array, with the 16 elements behind it that may be read."""
+    flat = np.zeros(x.size + LANES, x.dtype)
+    flat[: x.size] = x.ravel()
+    return flat[: x.size].reshape(x.shape)
+
+
 def check_attention(
     sequences: list[tuple[int, int]],
     *,
@@ -145,7 +152,7 @@ def check_attention(
     tables = np.full((len(starts) + 2, int(blocks.max())), 10**6, np.int32)
     slots = rng.permutation(len(tables))[: len(starts)].astype(np.int32)
     padded = -(-width // 16) * 16
-    keys = np.full((len(order) + 1, heads, width, page_size), np.nan, np.float32)
+    keys = np.full((len(order), heads, width, page_size), np.nan, np.float32)
     values = np.full((len(order), heads, page_size, padded), np.nan, np.float32)
     truth: list[tuple[Array, Array]] = []
     taken = 0
@@ -169,7 +176,7 @@ def check_attention(
     cut = cut_blocks(starts, counts, group, window, workers, heads)
     scale = width**-0.5
     attend(
-        query, out, keys, values, tables, slots, starts, counts, rows, *cut, group, scale, window, softcap
+        query, out, with_memory_behind(keys), values, tables, slots, starts, counts, rows, *cut, group, scale, window, softcap
     )  # fmt: skip
     got = to_float64(out).reshape(len(query), heads, group, width)
     asked = to_float64(query)[:, : heads * group * width].reshape(got.shape)

@@ -50,6 +50,7 @@ def summary(report: dict[str, Any]) -> str:
             f"prefix sharing  {report['prefix_sharing']:.1%} of the prompt tokens came from the cache; "
             f"{report['prefix_sharing_optimal']:.1%} is possible",
             f"order           {report['order']}: {report['reason']}",
+            f"order bought    {report['order_gain']:.2f} x over the input's order, simulated with these answers",
             f"answers         {report['output']} (Parquet)",
         ]
     )

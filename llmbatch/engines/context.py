@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,8 +56,9 @@ class Pages:
         self.values: dict[int, NDArray[Any]] = {}
         for layer, spec in specs.items():
             padded = -(-spec.width // LANES) * LANES
-            # One page to spare: lanes beyond the last page's end are read, and not used.
-            self.keys[layer] = np.empty((num_pages + 1, spec.heads, spec.width, page_size), element)
+            shape = (num_pages, spec.heads, spec.width, page_size)
+            # A vector to spare: lanes beyond the last page's end are read, and not used.
+            self.keys[layer] = np.empty(math.prod(shape) + LANES, element)[:-LANES].reshape(shape)
             self.values[layer] = np.empty((num_pages, spec.heads, page_size, padded), element)
 
 
