@@ -201,10 +201,10 @@ def attend(
     """Attention of every query row over the pages of its sequence, written into `out`.
 
     `query` is [tokens, >= heads * group * width], its first columns the rotated queries, head by head; `out` is
-    [tokens, heads * group * width]; `keys` are [pages, heads, width, page size], with 16 elements of memory behind them, `values` [pages, heads, page size,
-    padded width], the width rounded up to 16. Float32, or uint16 holding bfloat16. Sequence i computes tokens
-    [starts[i], starts[i] + counts[i]), in packed rows from rows[i], and reads the pages tables[slots[i]]. A
-    `window` or `softcap` of 0 means none. The blocks are `cut_blocks`'s.
+    [tokens, heads * group * width]; `keys` are [pages, heads, width, page size], with 16 elements of memory behind
+    them, `values` [pages, heads, page size, padded width], the width rounded up to 16. Float32, or uint16 holding
+    bfloat16. Sequence i computes tokens [starts[i], starts[i] + counts[i]), in packed rows from rows[i], and reads
+    the pages tables[slots[i]]. A `window` or `softcap` of 0 means none. The blocks are `cut_blocks`'s.
     """
     heads, width = keys.shape[1], keys.shape[2]
     size = max(1, BLOCK_ROWS // group)

@@ -65,7 +65,7 @@ class Bar:
     def advance(self, done: Advance) -> None:
         """Move the bar; it closes itself when full."""
         seconds = time.perf_counter() - self._begun
-        self._bar.set_postfix_str(f"{done.tokens / seconds:,.0f} tokens/s", refresh=False)
+        self._bar.set_postfix_str(f"{done.tokens / max(seconds, 1e-9):,.0f} tokens/s", refresh=False)
         self._bar.update(done.rows - self._bar.n)
         if self._bar.n >= self._bar.total:
             self._bar.close()

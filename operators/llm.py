@@ -9,6 +9,7 @@ process and configuration, never on the class, because Ray pickles the class by 
 
 from __future__ import annotations
 
+import hashlib
 import sys
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -83,7 +84,7 @@ else:
                 if batches:
                     raise TypeError("LLMOperator takes keyword options only, for example model='Qwen/Qwen3-8B'")
                 built = Options.build(**options)
-                name = f"LLMOperator_{abs(hash(repr(built))):x}"
+                name = f"LLMOperator_{hashlib.sha256(repr(built).encode()).hexdigest()[:12]}"
                 body = {
                     "options": built,
                     "__module__": __name__,

@@ -175,8 +175,9 @@ def check_attention(
     rows = (np.cumsum(counts) - counts).astype(np.int64)
     cut = cut_blocks(starts, counts, group, window, workers, heads)
     scale = width**-0.5
+    keys = with_memory_behind(keys)
     attend(
-        query, out, with_memory_behind(keys), values, tables, slots, starts, counts, rows, *cut, group, scale, window, softcap
+        query, out, keys, values, tables, slots, starts, counts, rows, *cut, group, scale, window, softcap
     )  # fmt: skip
     got = to_float64(out).reshape(len(query), heads, group, width)
     asked = to_float64(query)[:, : heads * group * width].reshape(got.shape)
