@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from os.path import commonprefix
+from itertools import takewhile
 from pathlib import Path
 
 import pyarrow as pa
@@ -48,7 +48,9 @@ def main() -> None:
         of_kind = pc.equal(table["kind"], kind)
         pairs = list(zip(exact.filter(of_kind).to_pylist(), rounded.filter(of_kind).to_pylist(), strict=True))
         equal = sum(one == other for one, other in pairs)
-        kept = sum(len(commonprefix(pair)) for pair in pairs) / max(1, sum(len(one) for one, _ in pairs))
+        kept = sum(
+            1 for pair in pairs for _ in takewhile(lambda same: same[0] == same[1], zip(*pair, strict=False))
+        ) / max(1, sum(len(one) for one, _ in pairs))
         print(f"{kind:8} {equal} of {len(pairs)} answers equal, {kept:.1%} of the characters before a difference")
 
 
