@@ -120,3 +120,21 @@ def test_ray_loads_the_model_once_per_actor(model: str) -> None:
     assert len(set(table["where"].to_pylist())) == 1
     expected = operator(pa.table({"id": range(40), "text": ["abc"[: i % 3 + 1] for i in range(40)]}))
     assert table["generated_text"].to_pylist() == expected["generated_text"].to_pylist()
+
+
+def test_an_interrupted_call_does_not_spoil_the_next(operator: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from llmbatch.operators.llm import _workers
+
+    expected = operator(TABLE)
+    engine: Any = next(worker._engine for worker in _workers.values() if worker.options == operator.options)
+    execute = engine.execute
+
+    def interrupted(step: Any) -> Any:
+        execute(step)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(engine, "execute", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        operator(TABLE)
+    monkeypatch.undo()
+    assert operator(TABLE).equals(expected)

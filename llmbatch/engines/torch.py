@@ -20,7 +20,6 @@ from llmbatch.engines.loading import LoadedModel
 from llmbatch.engines.sampler import mix, sample
 from llmbatch.requests import Requests
 
-_NOBODY = -1
 _WORTH_THREADS = 1 << 16  # elements a layer touches; below, waking threads costs more than they save
 
 
@@ -89,15 +88,14 @@ class TorchEngine:
         self._seed = seed
         self._generated = np.zeros((16, 64), np.int32)
         self._lengths = np.zeros(16, np.int32)
-        self._owner = np.full(16, _NOBODY, np.int32)
         most: int = numba.config.NUMBA_NUM_THREADS  # type: ignore[attr-defined]
         self._threads = min(torch.get_num_threads(), most)
         self._token_elements = loaded.config.hidden_size
         self._key_elements = max(2 * spec.heads * spec.width for spec in loaded.attention.values())
 
     def begin(self, requests: Requests) -> None:
-        """Take the requests that the next steps are about, in place of earlier ones, all of which are retired."""
-        assert (self._owner == _NOBODY).all(), "requests are replaced while some still hold slots"
+        """Take the requests that the next steps are about; what an interrupted job left in slots is forgotten."""
+        self._lengths[:] = 0
         self._requests = requests
         params, index = requests.params, requests.params_index
         self._prompt_lengths = requests.prompt_lengths
@@ -113,7 +111,6 @@ class TorchEngine:
     def execute(self, step: Step) -> StepResult:
         """Compute the step, keep the sampled tokens, and say which sequences have finished."""
         self._make_room(step.slots)
-        self._owner[step.slots] = step.requests
         tokens = step.num_tokens
         ids, positions = np.empty(tokens, np.int64), np.empty(tokens, np.int64)
         pages, places = np.empty(tokens, np.int32), np.empty(tokens, np.int32)
@@ -148,7 +145,6 @@ class TorchEngine:
         """Hand over the tokens generated in a slot and free it for another request."""
         tokens = self._generated[slot, : self._lengths[slot]].copy()
         self._lengths[slot] = 0
-        self._owner[slot] = _NOBODY
         return tokens
 
     def _make_room(self, slots: NDArray[np.int32]) -> None:
@@ -165,7 +161,6 @@ class TorchEngine:
             grown[:have, :capacity] = self._generated
             self._generated = grown
             self._lengths = np.pad(self._lengths, (0, rows - have))
-            self._owner = np.pad(self._owner, (0, rows - have), constant_values=_NOBODY)
 
     def _sample(self, step: Step, logits: NDArray[np.float32]) -> StepResult:
         slots, requests = step.slots[step.samples], step.requests[step.samples]
