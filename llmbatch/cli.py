@@ -10,7 +10,9 @@ import argparse
 import contextlib
 import json
 import os
+import signal
 import sys
+import threading
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -29,7 +31,9 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit status."""
+    """Run the command line; returns the exit status. A polite request to end is an interrupt, like Ctrl-C."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         arguments = vars(_parser().parse_args(argv))
         command = arguments.pop("command")
@@ -52,15 +56,19 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"llmbatch {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
     run = commands.add_parser("run", help="answer every row of a dataset and write the answers")
-    run.add_argument("inputs", nargs="+", metavar="IN", help="Parquet or JSONL files, folders, globs")
+    _add_inputs(run)
     run.add_argument("--output", required=True, metavar="OUT", help="a folder, or one .parquet or .jsonl file")
     _add_options(run)
     run.add_argument("--overwrite", action="store_true", help="replace what is at OUT")
     run.add_argument("--quiet", action="store_true", help="no progress")
     explain = commands.add_parser("explain", help="say what run would do, without loading weights")
-    explain.add_argument("inputs", nargs="+", metavar="IN", help="Parquet or JSONL files, folders, globs")
+    _add_inputs(explain)
     _add_options(explain)
     return parser
+
+
+def _add_inputs(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("inputs", nargs="+", metavar="IN", help="Parquet or JSONL files, folders, globs")
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:

@@ -78,7 +78,7 @@ class Bar:
 
 
 class Lines:
-    """A plain line every ten seconds, and one at the end."""
+    """A plain line at the start, every ten seconds, and at the end."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -86,9 +86,10 @@ class Lines:
         self._begun = self._last = 0.0
 
     def start(self, rows: int) -> None:
-        """Remember the total."""
+        """Say the total."""
         self._rows = rows
         self._begun = self._last = time.perf_counter()
+        self.say(f"{rows:,} rows to answer")
 
     def advance(self, done: Advance) -> None:
         """Write a line if it is time for one."""

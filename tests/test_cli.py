@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from itertools import takewhile
 from pathlib import Path
 
 import pyarrow as pa
@@ -103,12 +104,17 @@ def test_a_wrong_command_gets_one_sentence_and_status_2(
     assert not out.exists()
 
 
+def assert_refused(source: str, model: str, said: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """The command ends with status 2 and a sentence that names what is wrong; nothing is created."""
+    out = Path(source).parent / "out"
+    assert run(source, "--output", str(out), "--model", model, "--prompt", "text") == 2
+    assert said in capfd.readouterr().err
+    assert not out.exists()
+
+
 def test_a_missing_file_is_named(model: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     missing = tmp_path / "nowhere.parquet"
-    out = tmp_path / "out"
-    assert run(str(missing), "--output", str(out), "--model", model, "--prompt", "text") == 2
-    assert str(missing) in capfd.readouterr().err
-    assert not out.exists()
+    assert_refused(str(missing), model, str(missing), capfd)
 
 
 def test_a_truncated_parquet_is_named(
@@ -116,17 +122,11 @@ def test_a_truncated_parquet_is_named(
 ) -> None:
     cut = tmp_path / "cut.parquet"
     cut.write_bytes(Path(source).read_bytes()[:-20])
-    out = tmp_path / "out"
-    assert run(str(cut), "--output", str(out), "--model", model, "--prompt", "text") == 2
-    assert str(cut) in capfd.readouterr().err
-    assert not out.exists()
+    assert_refused(str(cut), model, str(cut), capfd)
 
 
 def test_a_model_that_is_nowhere_is_named(source: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "out"
-    assert run(source, "--output", str(out), "--model", str(tmp_path / "no-model"), "--prompt", "text") == 2
-    assert "no-model" in capfd.readouterr().err
-    assert not out.exists()
+    assert_refused(source, str(tmp_path / "no-model"), "no-model", capfd)
 
 
 def test_a_model_without_a_tokenizer_is_named(
@@ -137,10 +137,7 @@ def test_a_model_without_a_tokenizer_is_named(
     for file in Path(model).iterdir():
         if "token" not in file.name:
             (bare / file.name).write_bytes(file.read_bytes())
-    out = tmp_path / "out"
-    assert run(source, "--output", str(out), "--model", str(bare), "--prompt", "text") == 2
-    assert "has no tokenizer" in capfd.readouterr().err
-    assert not out.exists()
+    assert_refused(source, str(bare), "has no tokenizer", capfd)
 
 
 def test_an_occupied_output_is_refused(
@@ -154,7 +151,8 @@ def test_an_occupied_output_is_refused(
     assert [path.name for path in out.iterdir()] == ["mine.txt"]
 
 
-def test_an_interrupted_job_leaves_nothing(model: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_job_leaves_nothing(model: str, tmp_path: Path, number: signal.Signals) -> None:
     source = tmp_path / "many.parquet"
     pq.write_table(pa.table({"text": [f"row {i}" for i in range(20_000)]}), source)
     out = tmp_path / "out"
@@ -165,9 +163,9 @@ def test_an_interrupted_job_leaves_nothing(model: str, tmp_path: Path) -> None:
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ})
     try:
         assert process.stderr is not None
-        while not (out / "_llmbatch").exists():
-            assert process.poll() is None, process.stderr.read()
-        process.send_signal(signal.SIGINT)
+        before = list(takewhile(lambda line: "20,000 rows to answer" not in line, process.stderr))
+        assert (out / "_llmbatch").exists(), before
+        process.send_signal(number)
         _, said = process.communicate(timeout=5)
     finally:
         process.kill()
