@@ -8,18 +8,23 @@ BENCHMARKS := $(filter-out benchmarks/peer_%,$(wildcard benchmarks/*.py))
 
 .PHONY: demo test lint bench clean
 
-demo: $(VENV)/.demo
+demo: $(VENV)/.demo $(VENV)/.compiled
 	@$(BIN)/python examples/demo/run.py --output demo-output
 
-test: $(VENV)/.dev
+test: $(VENV)/.dev $(VENV)/.compiled
 	@$(BIN)/python -m pytest
 
 lint: $(VENV)/.dev
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
 
-bench: $(VENV)/.dev
+bench: $(VENV)/.dev $(VENV)/.compiled
 	@set -e; for script in $(BENCHMARKS); do echo "== $$script"; $(BIN)/python $$script; done
+
+# numba keeps compiled code by the file it was written in, and does not see that a function called from it changed.
+$(VENV)/.compiled: $(wildcard llmbatch/*.py llmbatch/engines/*.py kernels/*.py)
+	@find llmbatch kernels -name '*.nb[ic]' -delete
+	@touch $@
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info demo-output .pytest_cache .mypy_cache .ruff_cache .hypothesis

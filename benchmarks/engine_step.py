@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
+from llmbatch.cost import ModelShape
 from llmbatch.engines import Step
 from llmbatch.engines.checkpoints import resolve_model
 from llmbatch.engines.description import bytes_per_token
@@ -116,10 +117,8 @@ def main() -> None:
         options.model = str(Path(spec.origin).parent)
     loaded = load_model(resolve_model(options.model), dtype=options.dtype)
     flops, bandwidth = machine(loaded)
-    module: Any = loaded.module
-    weights = sum(p.numel() for n, p in module.named_parameters() if p.ndim == 2 and "embed" not in n)
-    head = module.get_output_embeddings().weight.numel()
-    weights -= head if any("lm_head" in name for name, _ in module.named_parameters()) else 0
+    shape = ModelShape.from_config(loaded.config, loaded.dtype.itemsize)
+    weights, head = shape.params, shape.head_params
     print(f"{loaded.dtype}, {torch.get_num_threads()} threads, {flops / 1e9:.0f} GFLOP/s, {bandwidth / 1e9:.1f} GB/s")
     print(f"{'step':28}{'ms':>9}{'bound':>9}{'share':>7}{'tokens/s':>10}{'GFLOP/s':>9}")
     for kind in kinds():

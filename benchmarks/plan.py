@@ -19,6 +19,7 @@ from llmbatch.cost import CostModel, find_shape
 from llmbatch.hardware import find_hardware
 from llmbatch.lengths import LengthModel
 from llmbatch.plan import plan
+from llmbatch.sample import first_sample
 from llmbatch.tree import PrefixTree
 
 Prompts = tuple[NDArray[np.int32], NDArray[np.int64]]
@@ -57,7 +58,7 @@ def measure(name: str, prompts: Prompts) -> None:
     built = time.perf_counter()
     max_tokens = np.full(n, 4096, np.int32)
     lengths = LengthModel(tree, max_tokens)
-    rows = lengths.choose_sample()
+    rows = first_sample(lengths, tree)
     generated = np.where(rows % 5 == 0, 2000, 3).astype(np.int32)
     lengths.observe(rows, generated, np.ones(rows.size, np.bool_))
     lengths.refresh()

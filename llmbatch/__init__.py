@@ -12,9 +12,10 @@ import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-# OpenMP threads that wait spin for milliseconds before they sleep. With one other busy process on two cores a step
-# of 32 decodes then takes 3.2 s in place of 0.3 s. Read by libgomp when torch is first imported.
-os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+# OpenMP threads that wait spin for milliseconds before they sleep: beside another busy process steps then take up to
+# ten times as long. Too short a spin wakes threads hundreds of times a step (docs/decisions/0004). Read by libgomp
+# when torch is first imported.
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 if TYPE_CHECKING:
     from llmbatch.errors import DataError, InputError, JobError, LLMBatchError, ModelError, ParameterError

@@ -10,15 +10,16 @@ and hopes that the mix follows; here the mix itself is the controlled quantity.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, NamedTuple
+
+from numba import njit
 
 from llmbatch.cost import CostModel
 
 TILE = 128  # tokens; matrix units work in tiles of this many rows
 
 
-@dataclass(frozen=True, slots=True)
-class Load:
+class Load(NamedTuple):
     """What a budget is decided from, at the start of a step."""
 
     decodes: int  # sequences that will compute one token
@@ -28,21 +29,15 @@ class Load:
     memory_left: float  # seconds of KV reads of everything not yet done
 
 
-class Budget(Protocol):
-    """Decides the tokens of a step, prefill and decode together."""
-
-    def tokens(self, load: Load) -> int:
-        """At least one page more than the decodes."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class Rates:
+class Rates(NamedTuple):
     """What the closed loop must know of model and hardware, in seconds."""
 
     seconds_per_token: float  # compute of one token's matrices
+    seconds_per_sample: float  # compute of one token sampled, beside its matrices
+    seconds_per_pair: float  # compute of one query with one key, in all layers
     seconds_per_kv_token: float  # reading one token's KV
     weight_seconds: float  # reading the weights once
+    weights_share_memory: bool  # law `bytes`: the weights are read beside the KV, in every step
 
     @classmethod
     def of(cls, cost: CostModel) -> Rates:
@@ -50,40 +45,77 @@ class Rates:
         shape, hardware = cost.shape, cost.hardware
         return cls(
             seconds_per_token=2.0 * shape.params / hardware.flops,
+            seconds_per_sample=2.0 * shape.head_params / hardware.flops,
+            seconds_per_pair=4.0 * shape.attention_width * shape.layers / hardware.flops,
             seconds_per_kv_token=shape.kv_bytes_per_token / hardware.bytes_per_second,
             weight_seconds=cost.weight_seconds,
+            weights_share_memory=cost.law == "bytes",
         )
 
 
 @dataclass(frozen=True, slots=True)
 class FixedBudget:
-    """The same number of tokens each step, as today's engines do."""
+    """The same number of tokens each step, as today's engines do; decodes beyond it are computed all the same."""
 
     step_tokens: int = 2048
-
-    def tokens(self, load: Load) -> int:
-        """The fixed number; decodes beyond it are computed all the same."""
-        return max(self.step_tokens, load.decodes)
 
 
 @dataclass(frozen=True, slots=True)
 class ClosedLoopBudget:
-    """`c* = (C / M) m`, between a floor and a ceiling, rounded up to the hardware's tile."""
+    """`c* = (C / M) m`, between a floor and a ceiling, rounded up to the hardware's tile.
+
+    Under law `bytes` a step reads the weights as well, W / B beside m; the memory work left then counts them once
+    for each filling of the pool, `weights_per_pool` being weight bytes over the pool's.
+    """
 
     rates: Rates
+    weights_per_pool: float = 0.0
     floor: int = 256
     ceiling: int = 8192
     filling: int = 2048  # least budget while the pool is nearly empty
     filling_fraction: float = 0.2
 
-    def tokens(self, load: Load) -> int:
-        """The closed loop's number for this load."""
-        if load.decodes == 0:
-            return self.ceiling
-        memory = load.kv_tokens * self.rates.seconds_per_kv_token
-        left = max(load.memory_left, memory)
-        target = max(load.compute_left / left * memory, self.rates.weight_seconds) if left > 0 else 0.0
-        wanted = int(target / self.rates.seconds_per_token)
-        floor = self.filling if load.kv_fraction < self.filling_fraction else self.floor
-        tokens = min(max(wanted, floor), self.ceiling)
-        return max(-(-tokens // TILE) * TILE, load.decodes + TILE)
+
+Budget = FixedBudget | ClosedLoopBudget
+
+
+class BudgetRules(NamedTuple):
+    """A `Budget` as compiled code sees it; fixed where `fixed` is positive."""
+
+    fixed: int
+    rates: Rates
+    weights_per_pool: float
+    floor: int
+    ceiling: int
+    filling: int
+    filling_fraction: float
+
+    @classmethod
+    def of(cls, budget: Budget) -> BudgetRules:
+        """The rules of a `Budget`."""
+        if isinstance(budget, FixedBudget):
+            return cls(budget.step_tokens, Rates(0.0, 0.0, 0.0, 0.0, 0.0, False), 0.0, 0, 0, 0, 0.0)
+        return cls(
+            0, budget.rates, budget.weights_per_pool, budget.floor, budget.ceiling, budget.filling,
+            budget.filling_fraction,
+        )  # fmt: skip
+
+
+@njit(cache=True)
+def step_tokens(rules: Any, load: Any) -> Any:
+    """Tokens of the step, prefill and decode together."""
+    if rules.fixed > 0:
+        return max(rules.fixed, load.decodes)
+    if load.decodes == 0:
+        return rules.ceiling
+    rates = rules.rates
+    memory = load.kv_tokens * rates.seconds_per_kv_token
+    left = max(load.memory_left, memory)
+    if rates.weights_share_memory:
+        target = load.compute_left / (left * (1 + rules.weights_per_pool)) * (memory + rates.weight_seconds)
+    else:
+        target = max(load.compute_left / left * memory, rates.weight_seconds)
+    wanted = int(target / rates.seconds_per_token)
+    floor = rules.filling if load.kv_fraction < rules.filling_fraction else rules.floor
+    tokens = min(max(wanted, floor), rules.ceiling)
+    return max(-(-tokens // TILE) * TILE, load.decodes + TILE)

@@ -14,6 +14,7 @@ import signal
 import sys
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from llmbatch.errors import InputError, LLMBatchError, ParameterError
@@ -37,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         arguments = vars(_parser().parse_args(argv))
         command = arguments.pop("command")
-        return int(_run(arguments) if command == "run" else _explain(arguments))
+        return int(_COMMANDS[command](arguments))
     except InputError as error:
         _say(str(error))
         return 2
@@ -64,6 +65,8 @@ def _parser() -> argparse.ArgumentParser:
     explain = commands.add_parser("explain", help="say what run would do, without loading weights")
     _add_inputs(explain)
     _add_options(explain)
+    simulate = commands.add_parser("simulate", help="run request traces through planner and scheduler, by a clock")
+    _add_simulation(simulate)
     return parser
 
 
@@ -110,6 +113,33 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     add("--json", action="store_true", help="print one JSON object and nothing else to standard output")
 
 
+def _add_simulation(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("traces", nargs="+", metavar="TRACE", help="Parquet files of requests (docs/simulate.md)")
+    add("--mix", metavar="MIX", help="table2-1 to table2-4, wide-1, or DENSITY,SHARING; needs three traces")
+    add("--requests", type=int, metavar="N", help="draws of a mix (100,000), or the first rows of the traces (all)")
+    add("--order", "--policy", choices=POLICIES, default="blend", help="the order in which requests are run (blend)")
+    add("--step-tokens", type=int, metavar="N", help="tokens of a step (2048; blend decides in closed loop)")
+    add("--model-shape", default="llama-3-8b", metavar="M", help="a known shape, or a folder with a config.json")
+    add("--hardware", default="a100-80gb", metavar="H", help="a known GPU (a100-80gb)")
+    add("--kv-memory", type=_bytes, metavar="BYTES", help="memory for KV pages (the card's, less weights and 4 GB)")
+    add("--page-size", type=int, metavar="N", help="tokens in a KV page (16)")
+    add("--hash-block", type=int, metavar="N", help="tokens in a block of hash_ids (16)")
+    add("--tensor-parallel", type=int, metavar="N", help="cards that act as one (1)")
+    add("--data-parallel", type=int, metavar="N", help="replicas that share the requests (1)")
+    add("--lengths", choices=("known", "sampled"), help="whether the scheduler is told the answers' lengths (sampled)")
+    add("--sample-fraction", type=float, metavar="F", help="requests that run first to learn lengths (0.01)")
+    add("--law", choices=("paper", "bytes"), help="how a step's floor is charged (paper)")
+    laws = parser.add_mutually_exclusive_group()
+    laws.add_argument("--overlap-exponent", type=float, metavar="E", help="of the overlap of compute and memory (4)")
+    laws.add_argument("--sequential", action="store_const", const=1.0, dest="overlap_exponent", help="no overlap")
+    add("--cascade", action="store_true", help="decodes read a shared page once a step")
+    add("--seed", type=int, metavar="S", help="of draws, samples and random orders (0)")
+    add("--json", action="store_true", help="print one JSON object and nothing else to standard output")
+    add("--steps-out", metavar="F", help="write a Parquet file with a row a step")
+    add("--requests-out", metavar="F", help="write a Parquet file with a row a request")
+
+
 def _run(arguments: dict[str, Any]) -> int:
     from llmbatch.job import run
     from llmbatch.progress import choose
@@ -140,6 +170,29 @@ def _explain(arguments: dict[str, Any]) -> int:
         forecast = explain(given.pop("inputs"), **given)
     print(json.dumps(forecast.to_dict()) if as_json else forecast.to_text())
     return 0
+
+
+def _simulate(arguments: dict[str, Any]) -> int:
+    from llmbatch.experiment import Experiment
+
+    as_json = arguments.pop("json")
+    outputs = {name: arguments.pop(f"{name}_out") for name in ("steps", "requests")}
+    for path in filter(None, outputs.values()):
+        if not Path(path).absolute().parent.is_dir():
+            raise ParameterError(f"the folder of {path!r} must exist: create it first")
+    with _quiet_libraries():
+        simulation = Experiment(**_given(arguments)).run()
+    for table, path in ((simulation.steps_table, outputs["steps"]), (simulation.requests_table, outputs["requests"])):
+        if path is not None:
+            import pyarrow.parquet as pq
+
+            pq.write_table(table(), path)
+    report = simulation.report
+    print(json.dumps(report.to_dict()) if as_json else report.to_text())
+    return 0
+
+
+_COMMANDS = {"run": _run, "explain": _explain, "simulate": _simulate}
 
 
 def _given(arguments: dict[str, Any]) -> dict[str, Any]:

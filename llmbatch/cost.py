@@ -205,6 +205,13 @@ class Overlap:
         seconds: Floats = longer * np.exp(np.log1p(ratio**self.exponent) / self.exponent)
         return seconds
 
+    def seconds(self, compute: float, memory: float) -> float:
+        """The same of two numbers."""
+        longer, shorter = max(compute, memory), min(compute, memory)
+        if longer <= 0:
+            return 0.0
+        return float(longer * math.exp(math.log1p((shorter / longer) ** self.exponent) / self.exponent))
+
 
 SEQUENTIAL = Overlap(1.0)
 OVERLAPPED = Overlap(4.0)

@@ -2,20 +2,23 @@
 
 A plan is a sequence with compute-heavy requests at its left end and memory-heavy ones at its right. `InOrder`
 reads it from the left. `Blend` fills memory from the right end and feeds the step's budget from the left
-(design: "blending in closed loop"). `DualScanEnds` is BlendServe's Algorithm 3.
+(design: "blending in closed loop"). `DualScanEnds` is BlendServe's Algorithm 3. Which it is, is data: the
+scheduler's compiled code asks `turns` for every admission.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
+from numba import njit
 from numpy.typing import NDArray
 
 from llmbatch.budget import TILE
-from llmbatch.split import DualScan
+from llmbatch.split import DualScan, scan_budget
 
 
 class End(IntEnum):
@@ -25,51 +28,14 @@ class End(IntEnum):
     RIGHT = 1
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """The request that stands at one end."""
-
-    request: int
-    position: int  # in the order
-    prompt: int  # tokens
-    length: float  # expected tokens of its answer
-
-
-@dataclass(frozen=True, slots=True)
-class Account:
-    """What an end is chosen from."""
-
-    pool: int  # tokens the pool holds
-    budget: int  # tokens of this step for prefill
-    prefilled: tuple[int, int]  # of these, already given to requests of either end
-    running: int  # admitted requests
-    held: tuple[float, float]  # KV tokens of admitted requests by end, as p + d / 2 each
-    left: Candidate
-    right: Candidate
-
-
-class Turn(NamedTuple):
-    """An end to try, and the tokens of the pool that its candidate must leave alone."""
-
-    end: End
-    reserve: float
-
-
-class Ends(Protocol):
-    """Chooses ends; pure."""
-
-    def turns(self, account: Account) -> tuple[Turn, ...]:
-        """The ends to try, best first; none when nobody should be admitted now."""
-        ...
+_IN_ORDER, _BLEND, _DUAL_SCAN = range(3)
+_LEFT, _RIGHT = 0, 1
+_NO_SCAN = DualScan(np.empty(0, np.int32), np.empty(0), np.empty(0), np.empty(0), 0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class InOrder:
-    """The plan's order from its left end."""
-
-    def turns(self, account: Account) -> tuple[Turn, ...]:
-        """Always the left end, with the whole pool."""
-        return (Turn(End.LEFT, 0.0),)
+    """The plan's order from its left end, in the whole pool."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,13 +48,6 @@ class Blend:
 
     least: float = 0.10  # of the pool
     most: float = 0.20
-
-    def turns(self, account: Account) -> tuple[Turn, ...]:
-        """The right end under the reserve, then the left end without."""
-        left = account.left
-        held = account.budget / left.prompt * left.length * (left.prompt + left.length / 2)
-        reserve = min(max(held, self.least * account.pool), self.most * account.pool)
-        return (Turn(End.RIGHT, reserve), Turn(End.LEFT, 0.0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,51 +63,106 @@ class DualScanEnds:
 
     scan: DualScan
 
-    def turns(self, account: Account) -> tuple[Turn, ...]:
-        """The ends whose memory and chunk budget have room, the compute-heavy one first."""
-        left, right = account.left, account.right
-        share = self.scan.budget(left.position, right.position, account.pool)
-        memory, chunks = share.memory, (share.left, share.right)
-        turns = tuple(
-            Turn(end, 0.0)
-            for end, one in ((End.LEFT, left), (End.RIGHT, right))
-            if account.prefilled[end] < -(-chunks[end] // TILE) * TILE
-            and account.held[end] + one.prompt + one.length / 2 <= memory[end]
-        )
-        return turns or (Turn(End.LEFT, 0.0),) * (account.running == 0)
+
+Ends = InOrder | Blend | DualScanEnds
 
 
-class Queue:
+class EndRules(NamedTuple):
+    """An `Ends` as compiled code sees it."""
+
+    kind: int
+    least: float
+    most: float
+    scan: DualScan
+
+    @classmethod
+    def of(cls, ends: Ends) -> EndRules:
+        """The rules of an `Ends`."""
+        if isinstance(ends, Blend):
+            return cls(_BLEND, ends.least, ends.most, _NO_SCAN)
+        if isinstance(ends, DualScanEnds):
+            return cls(_DUAL_SCAN, 0.0, 0.0, ends.scan)
+        return cls(_IN_ORDER, 0.0, 0.0, _NO_SCAN)
+
+
+class Queue(NamedTuple):
     """The requests that wait, read from both ends. Requests admitted by other ways are skipped."""
 
-    def __init__(self, order: NDArray[np.int32], taken: NDArray[np.bool_]) -> None:
-        self._order = order
-        self._taken = taken  # by request; shared with the scheduler
-        self._left = 0
-        self._right = len(order) - 1
-        self._skip()
+    order: NDArray[np.int32]
+    taken: NDArray[np.bool_]  # by request; shared with the scheduler
+    lengths: NDArray[np.float64]  # by request: expected tokens of the answer
+    at: NDArray[np.int64]  # [2] places in the order where the left and the right end stand
+
+    @classmethod
+    def of(cls, order: NDArray[np.int32], taken: NDArray[np.bool_], lengths: NDArray[np.float64]) -> Queue:
+        """A queue over the requests of `order` that are not taken."""
+        queue = cls(order, taken, lengths, np.array([0, len(order) - 1], np.int64))
+        skip(queue)
+        return queue
 
     def __bool__(self) -> bool:
-        return self._left <= self._right
+        return bool(self.at[0] <= self.at[1])
 
-    def position(self, end: End) -> int:
-        """Index in the order of the request at an end."""
-        return self._left if end is End.LEFT else self._right
 
-    def peek(self, end: End) -> int:
-        """The request at an end; it stays."""
-        return int(self._order[self.position(end)])
+class Account(NamedTuple):
+    """What an end is chosen from."""
 
-    def take(self, end: End) -> int:
-        """The request at an end; the end moves on."""
-        request = self.peek(end)
-        self._taken[request] = True
-        self._skip()
-        return request
+    pool: float  # tokens the pool holds
+    budget: float  # tokens of this step for prefill
+    prefilled_left: float  # of these, already given to requests of either end
+    prefilled_right: float
+    idle: bool  # nothing runs
+    held_left: float  # KV tokens of admitted requests by end, as p + d / 2 each
+    held_right: float
 
-    def _skip(self) -> None:
-        order, taken = self._order, self._taken
-        while self._left <= self._right and taken[order[self._left]]:
-            self._left += 1
-        while self._left <= self._right and taken[order[self._right]]:
-            self._right -= 1
+
+class Turns(NamedTuple):
+    """Whether each end may be tried, and the tokens of the pool that the right end must leave alone."""
+
+    left: bool
+    right: bool
+    right_first: bool
+    reserve: float
+
+
+@njit(cache=True)
+def turns(rules: Any, queue: Any, prompts: Any, account: Any) -> Any:
+    """The ends to try for the next admission. Pure; the queue must not be empty."""
+    if rules.kind == _IN_ORDER:
+        return Turns(True, False, False, 0.0)
+    left, right = queue.order[queue.at[_LEFT]], queue.order[queue.at[_RIGHT]]
+    prompt, length = float(prompts[left]), queue.lengths[left]
+    if rules.kind == _BLEND:
+        held = account.budget / prompt * length * (prompt + length / 2)
+        return Turns(True, True, True, min(max(held, rules.least * account.pool), rules.most * account.pool))
+    share = scan_budget(rules.scan, queue.at[_LEFT], queue.at[_RIGHT], account.pool)
+    left_open = (
+        account.prefilled_left < math.ceil(share.left / TILE) * TILE
+        and account.held_left + prompt + length / 2 <= share.memory.left
+    )
+    right_open = (
+        account.prefilled_right < math.ceil(share.right / TILE) * TILE
+        and account.held_right + prompts[right] + queue.lengths[right] / 2 <= share.memory.right
+    )
+    if not left_open and not right_open:
+        left_open = account.idle
+    return Turns(left_open, right_open, False, 0.0)
+
+
+@njit(cache=True)
+def take(queue: Any, end: int) -> Any:
+    """The request at an end; the end moves on."""
+    request = queue.order[queue.at[end]]
+    queue.taken[request] = True
+    skip(queue)
+    return request
+
+
+@njit(cache=True)
+def skip(queue: Any) -> None:
+    """Move both ends to requests that wait."""
+    order, taken, at = queue.order, queue.taken, queue.at
+    while at[0] <= at[1] and taken[order[at[0]]]:
+        at[0] += 1
+    while at[0] <= at[1] and taken[order[at[1]]]:
+        at[1] -= 1

@@ -13,13 +13,14 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from llmbatch.clock import SimulatedDriver
 from llmbatch.cost import CostModel
-from llmbatch.engines.simulated import SimulatedEngine
 from llmbatch.options import Options
 from llmbatch.order import Policy
 from llmbatch.requests import Requests
-from llmbatch.runner import Pool, decide, length_model, run_shard
+from llmbatch.runner import decide, run_shard
 from llmbatch.tree import PrefixTree
+from llmbatch.workload import Pool, Workload, oversized
 
 if TYPE_CHECKING:
     from llmbatch.worker import Worker
@@ -87,10 +88,10 @@ def forecast(worker: Worker, table: pa.Table) -> Forecast:
     options, pool, cost = worker.options, worker.pool, worker.cost
     shard = worker.shard(table)
     requests = shard.requests
-    tree = PrefixTree.build(requests.tokens, requests.offsets)
-    lengths = length_model(tree, requests)
-    expected = lengths.expected(np.arange(len(requests), dtype=np.int32)).mean
-    decided = decide(tree, lengths, requests, pool, cost, options)
+    workload = Workload.of(requests).without(oversized(requests, pool))
+    tree = workload.tree
+    expected = workload.length_model().expected(np.arange(len(requests), dtype=np.int32)).mean
+    decided = decide(workload, pool, cost, options.scheduling)
     buys = compare(requests, np.maximum(np.rint(expected), 1).astype(np.int32), pool, cost, options)
     inputs = int(shard.num_input_tokens.sum())
     return Forecast(
@@ -135,10 +136,13 @@ def compare(
     if not 0 < len(requests) <= MOST_SIMULATED:
         return None
 
+    workload = Workload.of(requests).without(oversized(requests, pool))
+
     def simulate(order: Policy) -> tuple[float, float]:
-        engine = SimulatedEngine(lengths, cost)
-        result = run_shard(requests, engine, pool, cost, replace(options, order=order), lambda finished: None)
-        return engine.seconds, float(result.answers.cached.sum()) / max(1, len(requests.tokens))
+        driver = SimulatedDriver(lengths, cost)
+        run_shard(workload, driver, pool, cost, replace(options.scheduling, order=order))
+        cached = int(driver.log.cached_tokens[workload.tree.rows].sum(dtype=np.int64))
+        return driver.seconds, cached / max(1, len(requests.tokens))
 
     (seconds, sharing), (input_seconds, input_sharing) = simulate(options.order), simulate("input")
     return OrderGain(seconds, input_seconds, sharing, input_sharing)

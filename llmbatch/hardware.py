@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
@@ -29,6 +29,7 @@ class Hardware:
     memory: float  # bytes
     compute_efficiency: float = 0.75
     bandwidth_efficiency: float = 0.85
+    cards: int = 1
 
     def __post_init__(self) -> None:
         for field in ("compute", "bandwidth", "memory"):
@@ -39,6 +40,19 @@ class Hardware:
         for field in ("compute_efficiency", "bandwidth_efficiency"):
             if not 0 < getattr(self, field) <= 1:
                 raise ParameterError(f"The {field} must lie in (0, 1]; {self.name} has {getattr(self, field)}.")
+
+    def group(self, cards: int) -> Hardware:
+        """So many devices that act as one (tensor parallelism); their collectives are taken as hidden."""
+        if cards < 1:
+            raise ParameterError(f"A group needs at least 1 device, got {cards}.")
+        return replace(
+            self,
+            name=self.name if cards == 1 else f"{cards} x {self.name}",
+            compute=cards * self.compute,
+            bandwidth=cards * self.bandwidth,
+            memory=cards * self.memory,
+            cards=cards * self.cards,
+        )
 
     @property
     def flops(self) -> float:

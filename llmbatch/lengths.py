@@ -2,20 +2,32 @@
 
 Idea. BlendServe 5.1 gives each subtree the mean length of a sample. Decode memory grows with the square of
 the length, so a mean is wrong by a factor: what is needed is a distribution. Here a *table* is kept for the
-shard, for each key (what else tells rows apart: sampling parameters, prompt-length bin) and for each subtree
-that is large enough. Tables form a tree of their own; a row belongs to the deepest one around it. A table
-counts, per bin of lengths, the answers that ended there and those last seen running there. Finished answers
-are events, running ones and those cut by `max_tokens` are censored (Kaplan and Meier, 1958), so a half-run
-sample is not biased to the short.
+shard, for each key (what else tells rows apart, as sampling parameters do), for each subtree that is large
+enough, and where prefixes tell no further, for each range of prompt lengths. Tables form a tree of their own;
+a row belongs to the deepest one around it. A table counts, per bin of lengths, the answers that ended there
+and those last seen running there. Finished answers are events, running ones and those cut by `max_tokens` are
+censored (Kaplan and Meier, 1958), so a half-run sample is not biased to the short. Observations count in the
+tables above as well, each for as many rows as its own table has per observation: a table that was sampled
+more than its neighbours does not outweigh them.
 
-Survival. In bin b the hazard is h = (ended + k q) / (at risk + k), at risk being those that ended in b or got
-beyond it. Where fewer than 20 answers are complete, q is the parent's hazard and k = 4 (1 - complete / 20)
-rows' worth: few answers lean on the parent, enough stand alone, and an MMLU group is not given its
-neighbours' essays. With 20 or more, q is the table's own Pareto tail, and k is a quarter row, used only where
-nobody seen got beyond the bin: its exponent is the censored maximum-likelihood estimate over the longest 5
-answers or sqrt(n) (Hill, 1975), started from 2 and kept within 2 to 4, since below 2 the cap alone would set
-E[d^2]. The root leans on a prior: P(D > o) = 256 / (256 + o), half of the answers within 256 tokens and a
-tail that `max_tokens` cuts; nothing observed, that is what every row gets.
+Survival. In bin b the hazard is h = (ended + k (A(b) - A(b + 1))) / (at risk + k A(b)), at risk being those
+that ended in b or got beyond it, and the share of b that each censored there has run. Where fewer than 20 answers are complete, k = 4 (1 - complete / 20) rows are
+taken to follow the distribution A above (a Dirichlet prior: Susarla and Van Ryzin, 1976): few answers lean on
+the parent, enough stand alone, and an MMLU group is not given its neighbours' essays. But a few rows that are
+still running where all neighbours have long ended are of a kind not seen before, and the neighbours' tail is
+no forecast for them. So A is a mixture of the parent's distribution and the table's own extrapolation, by how
+likely the parent's and the prior make what the table has seen, with a thousand to one for the parent at first.
+With 20 or more, A is the table's own extrapolation, used only where nobody seen got beyond the bin and then
+with a quarter row. The prior is P(D > o) = 256 / (256 + o): half of the answers within 256 tokens and a tail
+that `max_tokens` cuts; nothing observed, that is what every row gets.
+
+Beyond what was seen. Up to x, where the last of its rows was seen, a table's own extrapolation is the prior;
+from there on -d log S / d log o = a sqrt(o / x), at most 4. a is the censored maximum-likelihood estimate over
+the longest answers (Hill, 1975), started from 2 and kept within 2 / 3 and 4: over 5 or sqrt(n) of them, and as
+many as rows were running still at x. Hill's tail has a constant exponent. Where half of a sample is running,
+it would be near 1, and the cap alone would set E[d^2]; held at 2 or more it makes E[d^2] a third of the truth.
+The exponents of real answers rise along their tails, as a Weibull distribution's do: in proportion to o if it
+is exponential, more slowly if it is heavier.
 
 From survival S follow E[min(D, cap)] = sum S(o) and E[min(D, cap)^2] = sum (2 o + 1) S(o) over o < cap, and
 what a running row has left, E[min(D, cap) - o | D > o]. Partial sums at the bins' edges make each of them
@@ -24,11 +36,6 @@ one lookup.
 Bins. One width cannot serve answers of 2 and of 70,000 tokens. Bins are one token wide up to 16, then a
 sixteenth of their octave: 64 tokens at 1,024. Errors within a bin stay near 6 % of the length and a table
 near 200 bins. Where at most 16 caps occur they are edges too: rows that exhaust `max_tokens` are then exact.
-
-Sampling. Rows to run first are drawn per table: 1 %, at least 20 of a large one, a few of a small one, never
-more than a quarter. They are spread over the table by a golden-ratio sequence, but taken as runs of
-neighbours: when a small group shares most of its prompt, running one row of each group would compute every
-such prefix now and, under a small pool, again later. Whole groups pay for their prefix once.
 """
 
 from __future__ import annotations
@@ -45,12 +52,14 @@ from llmbatch.tree import PrefixTree
 
 Floats = NDArray[np.float64]
 
-_LARGE = 64  # a subtree with 1 / 64 of the rows is large
 _MOST_TABLES = 4096
 _MOST_KEYS = 64
-_SHORT = 4  # max_tokens up to which the prior is close enough: running such rows first would only cost sharing
 _ENOUGH = 20  # answers that need no parent
+_LEAN = 4.0  # rows' worth of the parent where no answer is complete
+_NEW_KIND = 1e-3  # odds that a table's rows are of a kind not seen above
 _PRIOR_MEDIAN = 256.0
+_LEAST_EXPONENT, _MOST_EXPONENT = 2 / 3, 4.0  # of a tail
+_ENDED, _RUNNING, _EXHAUSTED, _TOKENS = range(4)
 
 
 class Expected(NamedTuple):
@@ -77,30 +86,37 @@ class LengthModel:
     ) -> None:
         if len(tree) and int(max_tokens.min()) < 1:
             raise ParameterError(f"max_tokens must be at least 1, and the least given is {int(max_tokens.min())}.")
-        self._tree = tree
-        self._cap = max_tokens
+        self.max_tokens = max_tokens
         self.known = np.where(
             max_tokens == 1, np.int32(1), np.int32(0) if known is None else np.minimum(known, max_tokens)
         )
-        self._edges = _edges(max_tokens)
-        self.table_of, self._parent = _tables(tree, np.zeros(max_tokens.size, np.int32) if keys is None else keys)
-        tables, bins = self._parent.size, self._edges.size - 1
-        self._ended = np.zeros((tables, bins), np.int32)
-        self._censored = np.zeros((tables, bins + 1), np.int32)  # the last column: got beyond the last bin
-        self._answered = np.zeros(tables, np.int32)
-        self._event_bin = np.full(max_tokens.size, -1, np.int16)
-        self._censored_bin = np.full(max_tokens.size, -1, np.int16)
-        self._exhausted = np.zeros(max_tokens.size, np.bool_)
-        # Survival at each edge, and sums of S(o) and (2 o + 1) S(o) up to it.
-        self._survival = np.zeros((tables, bins + 1))
-        self._sum = np.zeros((tables, bins + 1))
-        self._sum2 = np.zeros((tables, bins + 1))
+        self.edges = _edges(max_tokens)  # of the bins: e[b] < D <= e[b + 1]
+        self.table_of, self.parent = _tables(tree, np.zeros(max_tokens.size, np.int32) if keys is None else keys)
+        tables, edges = self.parent.size, self.edges.size
+        self._rows = np.bincount(self.table_of[self.known == 0], minlength=tables)
+        # Observed rows by what they were last seen doing, and of the censored ones, the tokens they have in their
+        # bin. The last column got beyond the last bin.
+        self._counts = np.zeros((4, tables, edges), np.int64)
+        self._kind = np.full(max_tokens.size, -1, np.int8)
+        self._generated = np.zeros(max_tokens.size, np.int32)
+        # At each edge: survival S, and the sums of S(o) and (2 o + 1) S(o) up to it.
+        self._curve = np.zeros((tables, edges, 3))
         self.refresh()
 
     @property
     def num_tables(self) -> int:
         """How many distributions are told apart."""
-        return self._parent.size
+        return self.parent.size
+
+    @property
+    def observed(self) -> NDArray[np.bool_]:
+        """By row: whether its length, or that it is running still, has been observed."""
+        return self._kind >= 0
+
+    @property
+    def survival(self) -> Floats:
+        """P(D > e) of each table's rows at each of `edges`, caps aside: [tables, edges]."""
+        return self._curve[:, :, 0]
 
     def observe(self, requests: NDArray[np.int32], generated: NDArray[np.int32], finished: NDArray[np.bool_]) -> None:
         """Note how many tokens each request has generated and whether it has finished; replaces what was noted before.
@@ -108,77 +124,29 @@ class LengthModel:
         Takes effect at the next `refresh`. Requests of known length and with nothing generated teach nothing.
         """
         _observe(
-            requests, generated, finished, self.known, self._cap, self.table_of, self._edges,
-            self._ended, self._censored, self._answered, self._event_bin, self._censored_bin, self._exhausted,
+            requests, generated, finished, self.known, self.max_tokens, self.table_of, self.edges,
+            self._counts, self._kind, self._generated,
         )  # fmt: skip
 
     def refresh(self) -> None:
         """Recompute the tables from what was observed: one pass up, one down, linear in tables x bins."""
-        _refresh(
-            self._parent, self._edges, self._ended, self._censored, self._answered,
-            self._survival, self._sum, self._sum2,
-        )  # fmt: skip
+        pooled, answered = _pool(self.parent, self._rows, self._counts)
+        _survive(self.parent, self.edges, pooled, answered, self._curve)
 
     def expected(self, requests: NDArray[np.int32]) -> Expected:
         """Mean and second moment of the output lengths of waiting requests, float64 each."""
-        table, cap = self.table_of[requests], self._cap[requests].astype(np.int64)
-        _, mean, second = self._upto(table, cap)
-        known = self.known[requests].astype(np.float64)
-        return Expected(np.where(known > 0, known, mean), np.where(known > 0, known**2, second))
+        return Expected(*_expected(requests, self.known, self.max_tokens, self.table_of, self.edges, self._curve))
 
     def remaining(self, requests: NDArray[np.int32], generated: NDArray[np.int32]) -> Floats:
         """Expected further tokens of running requests, float64: at least 1 below `max_tokens`, 0 from there on."""
-        table, cap = self.table_of[requests], self._cap[requests].astype(np.int64)
-        done = np.minimum(generated, cap)
-        survival, before, _ = self._upto(table, done)
-        left = (self._upto(table, cap)[1] - before) / survival
-        known = self.known[requests]
-        left = np.where(known > 0, known - done, left)
-        return np.where(done < cap, np.maximum(left, 1.0), 0.0)
-
-    def _upto(self, table: NDArray[np.int32], x: NDArray[np.int64]) -> tuple[Floats, Floats, Floats]:
-        """S(x), and the sums of S(o) and (2 o + 1) S(o) over o < x; S falls linearly within a bin."""
-        b = np.minimum(np.searchsorted(self._edges, x, side="right") - 1, self._edges.size - 2)
-        low = self._edges[b]
-        j = (x - low).astype(np.float64)
-        s = self._survival[table, b]
-        slope = (s - self._survival[table, b + 1]) / (self._edges[b + 1] - low)
-        pairs = j * (j - 1) / 2
-        squares = pairs * (2 * j - 1) / 3
-        total = self._sum[table, b] + j * s - slope * pairs
-        total2 = self._sum2[table, b] + s * ((2 * low + 1) * j + 2 * pairs)
-        return s - slope * j, total, total2 - slope * ((2 * low + 1) * pairs + 2 * squares)
-
-    def choose_sample(self, *, fraction: float = 0.01, floor: int = 20, seed: int = 0) -> NDArray[np.int32]:
-        """Rows to run first, in tree order, int32: `fraction` of each table, at least `floor` of a large one.
-
-        Rows of known length or of a few tokens at most are never chosen, nor those already observed.
-        """
-        rows = self._tree.rows
-        free = (
-            (self._cap[rows] > _SHORT)
-            & (self.known[rows] == 0)
-            & (self._event_bin[rows] < 0)
-            & (self._censored_bin[rows] < 0)
+        left: Floats = _remaining(
+            requests, generated, self.known, self.max_tokens, self.table_of, self.edges, self._curve
         )
-        position = np.flatnonzero(free).astype(np.int32)
-        table = self.table_of[rows[position]]
-        position = position[np.argsort(table, kind="stable")]
-        bounds = np.zeros(self.num_tables + 1, np.int64)
-        np.cumsum(np.bincount(table, minlength=self.num_tables), out=bounds[1:])
-        size = np.diff(bounds)
-        scaled = np.ceil(floor * size * (_LARGE / max(1, rows.size)))
-        least = np.minimum(np.clip(scaled, min(3, floor), floor), np.ceil(size / 4))
-        quota = np.maximum(np.ceil(fraction * size), least).astype(np.int64)
-        start = np.random.default_rng(seed).random(self.num_tables)
-        ends = self._tree.lengths[rows]
-        chosen = _choose(position, bounds, np.minimum(quota, size), start, self._tree.lcp, ends)
-        sample: NDArray[np.int32] = rows[chosen]
-        return sample
+        return left
 
 
 def _edges(max_tokens: NDArray[np.int32]) -> NDArray[np.int64]:
-    """Edges of the bins: e[b] < D <= e[b + 1], from 0 to the largest cap."""
+    """Edges of the bins, from 0 to the largest cap."""
     most = int(max_tokens.max()) if max_tokens.size else 1
     edges = list(range(17))
     while edges[-1] < most:
@@ -194,7 +162,8 @@ def _tables(tree: PrefixTree, keys: NDArray[np.int32]) -> tuple[NDArray[np.int32
     """The table of each row, and the parent of each table (always before it; the root's is -1).
 
     A subtree gets a table where it holds 1 / 2,048 of the rows, 32 at least, and an eighth of that lies
-    outside it but inside the table above: a bounded number, however the tree nests.
+    outside it but inside the table above: a bounded number, however the tree nests. Under the same condition
+    so do the rows of one range of prompt lengths that no deeper subtree's table holds.
     """
     kinds, kind_of, counts = np.unique(keys, return_inverse=True, return_counts=True)
     if kinds.size > _MOST_KEYS:  # the rare ones share one kind
@@ -217,7 +186,24 @@ def _tables(tree: PrefixTree, keys: NDArray[np.int32]) -> tuple[NDArray[np.int32
             tree.rows, tree.leaf, tree.parent, tree.first, tree.last, kind_of, kind, above, least,
             made, count - kind - 1, table_of, parent, size,
         )  # fmt: skip
-    return table_of, parent[:made].copy()
+    return _split_by_prompt(tree.lengths, table_of, parent[:made], size[:made], least)
+
+
+def _split_by_prompt(
+    prompts: NDArray[np.int32], table_of: NDArray[np.int32], parent: NDArray[np.int32], size: NDArray[Any], least: int
+) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """`table_of` and `parent` with the tables of prompt-length ranges added: 1 to 3 tokens, 4 to 15, 16 to 63, ...
+
+    Finer ranges would cut one kind of rows into several tables of few answers each.
+    """
+    ranges = 16
+    own = table_of * ranges + (np.frexp(np.maximum(prompts, 1))[1] - 1) // 2
+    count = np.bincount(own, minlength=parent.size * ranges)
+    above = np.repeat(np.arange(parent.size, dtype=np.int32), ranges)
+    fits = (count >= least) & (size[above] - count >= least // 8)
+    fits &= np.cumsum(fits) <= _MOST_TABLES - parent.size
+    table = np.where(fits, parent.size - 1 + np.cumsum(fits), above).astype(np.int32)
+    return table[own], np.concatenate((parent, above[fits]))
 
 
 @njit(cache=True)
@@ -248,35 +234,28 @@ def _subtrees(
 @njit(cache=True)
 def _observe(
     requests: Any, generated: Any, finished: Any, known: Any, cap: Any, table_of: Any, edges: Any,
-    ended: Any, censored: Any, answered: Any, event_bin: Any, censored_bin: Any, exhausted: Any,
+    counts: Any, kind: Any, noted: Any,
 ) -> None:  # fmt: skip
     for i in range(requests.size):
         r = requests[i]
         if known[r] > 0:
             continue
-        t = table_of[r]
-        if event_bin[r] >= 0:
-            ended[t, event_bin[r]] -= 1
-            answered[t] -= 1
-        if censored_bin[r] >= 0:
-            censored[t, censored_bin[r]] -= 1
-            answered[t] -= exhausted[r]
-        event_bin[r], censored_bin[r], exhausted[r] = -1, -1, False
-        tokens = min(generated[i], cap[r])
-        if tokens <= 0:
-            continue
-        if finished[i] and tokens < cap[r]:
-            b = _bin(edges, tokens)
-            event_bin[r] = b
-            ended[t, b] += 1
-            answered[t] += 1
-        else:
-            b = _bin(edges, tokens + 1)  # the bin of the first token that is not known of
-            censored_bin[r] = b
-            censored[t, b] += 1
-            if finished[i]:
-                exhausted[r] = True
-                answered[t] += 1
+        if kind[r] >= 0:
+            _count(counts[:, table_of[r]], edges, kind[r], noted[r], -1)
+        noted[r] = min(generated[i], cap[r])
+        kind[r] = -1
+        if noted[r] > 0:
+            kind[r] = _RUNNING if not finished[i] else _ENDED if noted[r] < cap[r] else _EXHAUSTED
+            _count(counts[:, table_of[r]], edges, kind[r], noted[r], 1)
+
+
+@njit(cache=True)
+def _count(counts: Any, edges: Any, kind: int, tokens: int, rows: int) -> None:
+    """Count a row in its bin, or take it back; a censored one is in the bin of the first token not known of."""
+    b = _bin(edges, tokens if kind == _ENDED else tokens + 1)
+    counts[kind, b] += rows
+    if kind != _ENDED:
+        counts[_TOKENS, b] += rows * (tokens - edges[b])
 
 
 @njit(cache=True)
@@ -293,91 +272,143 @@ def _bin(edges: Any, tokens: int) -> int:
 
 
 @njit(cache=True)
-def _refresh(
-    parent: Any, edges: Any, own_ended: Any, own_censored: Any, own_answered: Any,
-    survival: Any, total: Any, total2: Any,
-) -> None:  # fmt: skip
-    tables, bins = own_ended.shape
-    ended, censored, answered = own_ended.copy(), own_censored.copy(), own_answered.copy()
-    for t in range(tables - 1, 0, -1):
-        answered[parent[t]] += answered[t]
-        for b in range(bins):
-            ended[parent[t], b] += ended[t, b]
-        for b in range(bins + 1):
-            censored[parent[t], b] += censored[t, b]
-    hazard = np.empty((tables, bins))
-    for t in range(tables):
-        risk = np.empty(bins, np.int64)  # ended in the bin, or got beyond it
-        beyond = np.int64(censored[t, bins])
+def _pool(parent: Any, rows: Any, counts: Any) -> Any:
+    """Per table, the counts of what was seen in it and below it, and the number of answers among them.
+
+    Each part of a table is weighted by its rows, and the whole scaled to the number of observations.
+    """
+    _, tables, edges = counts.shape
+    pooled = np.zeros(counts.shape)
+    answered = np.zeros(tables, np.int64)
+    seen = np.zeros(tables)
+    within = rows.astype(np.float64)  # rows of the table and below
+    stood_for = np.zeros(tables)  # of these, the ones in parts of which something was seen
+    for t in range(tables - 1, -1, -1):
+        own = counts[:_TOKENS, t].sum()
+        if own > 0:
+            pooled[:, t] += rows[t] / own * counts[:, t]
+            answered[t] += own - counts[_RUNNING, t].sum()
+            seen[t] += own
+            stood_for[t] += rows[t]
+        above = parent[t]
+        if above >= 0:
+            within[above] += within[t]
+        if seen[t] > 0:
+            pooled[:, t] *= seen[t] / stood_for[t]
+            if above >= 0:
+                pooled[:, above] += within[t] / seen[t] * pooled[:, t]
+                answered[above] += answered[t]
+                seen[above] += seen[t]
+                stood_for[above] += within[t]
+    return pooled, answered
+
+
+@njit(cache=True)
+def _survive(parent: Any, edges: Any, pooled: Any, answered: Any, curve: Any) -> None:
+    """Fill each table's curve, parents first."""
+    bins = edges.size - 1
+    prior = _PRIOR_MEDIAN / (_PRIOR_MEDIAN + edges)
+    risk, lean = np.empty(bins), np.empty(bins)  # rows in the bin: seen there, and those that follow `above`
+    for t in range(parent.size):
+        ended, censored = pooled[_ENDED, t], pooled[_RUNNING, t] + pooled[_EXHAUSTED, t]
+        beyond = censored[bins]
         for b in range(bins - 1, -1, -1):
-            risk[b] = ended[t, b] + beyond
-            beyond += ended[t, b] + censored[t, b]
-        alone = answered[t] >= _ENOUGH
-        steps, exposure = 2.0, 1.0
-        if alone:
-            wanted = max(5.0, math.sqrt(ended[t].sum()))
-            for b in range(bins - 1, -1, -1):
-                steps += ended[t, b]
-                exposure += (risk[b] - ended[t, b] / 2) * math.log((edges[b + 1] + 1) / (edges[b] + 1))
-                if steps >= wanted + 2.0:
-                    break
-        exponent = min(max(steps / exposure, 2.0), 4.0)
+            # A censored row was in the bin for a part of it. Left out, it would not be missed where few are seen
+            # running in the same place; but where all are, the few that ended beside them would be all there were.
+            risk[b] = ended[b] + beyond + pooled[_TOKENS, t, b] / (edges[b + 1] - edges[b])
+            lean[b] = 0.25 if beyond == 0.0 else 0.0
+            beyond += ended[b] + censored[b]
+        above = _extrapolated(edges, prior, ended, censored, risk)
+        if answered[t] < _ENOUGH:
+            if t > 0:
+                above = _mixed(curve[parent[t], :, 0], above, prior, ended, censored)
+            lean[:] = _LEAN * (1.0 - answered[t] / _ENOUGH) * above[:bins]
         s, sum1, sum2 = 1.0, 0.0, 0.0
         for b in range(bins):
-            low, high = edges[b], edges[b + 1]
-            if alone:
-                lean = 0.25 if risk[b] == ended[t, b] else 0.0
-                q = 1.0 - ((low + 1) / (high + 1)) ** exponent
-            else:
-                lean = 4.0 * (1.0 - answered[t] / _ENOUGH)
-                q = hazard[parent[t], b] if t > 0 else 1.0 - (_PRIOR_MEDIAN + low) / (_PRIOR_MEDIAN + high)
-            hazard[t, b] = (ended[t, b] + lean * q) / (risk[b] + lean)
-            survival[t, b], total[t, b], total2[t, b] = s, sum1, sum2
-            width = float(high - low)
-            slope = s * hazard[t, b] / width
+            low, width = edges[b], float(edges[b + 1] - edges[b])
+            hazard = (ended[b] + lean[b] * (1.0 - above[b + 1] / above[b])) / (risk[b] + lean[b])
+            curve[t, b] = s, sum1, sum2
+            slope = s * hazard / width
             pairs = width * (width - 1) / 2
             squares = pairs * (2 * width - 1) / 3
             sum1 += width * s - slope * pairs
             sum2 += s * ((2 * low + 1) * width + 2 * pairs) - slope * ((2 * low + 1) * pairs + 2 * squares)
-            s *= 1.0 - hazard[t, b]
-        survival[t, bins], total[t, bins], total2[t, bins] = s, sum1, sum2
+            s *= 1.0 - hazard
+        curve[t, bins] = s, sum1, sum2
 
 
 @njit(cache=True)
-def _choose(position: Any, bounds: Any, quota: Any, start: Any, lcp: Any, ends: Any) -> Any:
-    """Sorted positions chosen: `quota` of each table's positions, as runs of rows that share half a prompt."""
-    taken = np.zeros(lcp.size, np.bool_)
-    for t in range(quota.size):
-        low, high = bounds[t], bounds[t + 1]
-        most = min(32, max(1, quota[t] // 4))
-        left = quota[t]
-        u = start[t]
-        while left > 0:
-            u = (u + 0.6180339887498949) % 1.0
-            k = low + min(np.int64(u * (high - low)), high - low - 1)
-            while taken[position[k]]:
-                k = k + 1 if k + 1 < high else low
-            half = ends[position[k]] // 2
-            head = k  # where a group no larger than a run begins
-            while (
-                head > low
-                and k - head < most - 1
-                and _follows(position, lcp, head, half)
-                and not taken[position[head - 1]]
-            ):
-                head -= 1
-            size = 0
-            while left > 0 and size < most and head < high and not taken[position[head]]:
-                if size and not _follows(position, lcp, head, half):
-                    break
-                taken[position[head]] = True
-                size += 1
-                left -= 1
-                head += 1
-    return np.flatnonzero(taken)
+def _extrapolated(edges: Any, prior: Any, ended: Any, censored: Any, risk: Any) -> Any:
+    """The prior's survival up to the last bin in which a row was seen, and from there the tail that is likely."""
+    survival = prior.copy()
+    last = risk.size - 1
+    while last >= 0 and ended[last] + censored[last] == 0.0:
+        last -= 1
+    if last < 0:
+        return survival
+    x = edges[last] + 1.0
+    wanted = max(5.0, math.sqrt(ended.sum()), censored[last:].sum())
+    events, exposure = 0.0, 0.0
+    for b in range(last, -1, -1):
+        events += ended[b]
+        exposure += (risk[b] - ended[b] / 2) * math.log((edges[b + 1] + 1) / (edges[b] + 1))
+        if events >= wanted:
+            break
+    exponent = min(max((2.0 + events) / (1.0 + exposure), _LEAST_EXPONENT), _MOST_EXPONENT)
+    for b in range(last, risk.size):
+        local = min(exponent * math.sqrt((edges[b] + 1) / x), _MOST_EXPONENT)
+        survival[b + 1] = survival[b] * ((edges[b] + 1) / (edges[b + 1] + 1)) ** local
+    return survival
 
 
 @njit(cache=True)
-def _follows(position: Any, lcp: Any, k: int, half: int) -> bool:
-    """Whether the k-th free position and the one before are neighbours that share at least `half` tokens."""
-    return half > 0 and position[k] == position[k - 1] + 1 and lcp[position[k]] >= half
+def _mixed(parent: Any, own: Any, prior: Any, ended: Any, censored: Any) -> Any:
+    """The survival that a table with few answers leans on: its parent's, or its own if what was seen says so."""
+    log_odds = math.log(_NEW_KIND)
+    for b in range(parent.size):
+        if ended[b] > 0:
+            log_odds += ended[b] * math.log((prior[b] - prior[b + 1]) / (parent[b] - parent[b + 1]))
+        if censored[b] > 0:
+            log_odds += censored[b] * math.log(prior[b] / parent[b])
+    share = 1.0 / (1.0 + math.exp(-log_odds))
+    return share * own + (1.0 - share) * parent
+
+
+@njit(cache=True)
+def _upto(edges: Any, curve: Any, table: int, x: int) -> Any:
+    """S(x), and the sums of S(o) and (2 o + 1) S(o) over o < x; S falls linearly within a bin."""
+    b = min(_bin(edges, x + 1), edges.size - 2)
+    low, j = edges[b], float(x - edges[b])
+    s, sum1, sum2 = curve[table, b]
+    slope = (s - curve[table, b + 1, 0]) / (edges[b + 1] - low)
+    pairs = j * (j - 1) / 2
+    squares = pairs * (2 * j - 1) / 3
+    sum1 += j * s - slope * pairs
+    sum2 += s * ((2 * low + 1) * j + 2 * pairs) - slope * ((2 * low + 1) * pairs + 2 * squares)
+    return s - slope * j, sum1, sum2
+
+
+@njit(cache=True)
+def _expected(requests: Any, known: Any, cap: Any, table_of: Any, edges: Any, curve: Any) -> Any:
+    mean, second = np.empty(requests.size), np.empty(requests.size)
+    for i in range(requests.size):
+        r = requests[i]
+        mean[i], second[i] = known[r], float(known[r]) ** 2
+        if known[r] == 0:
+            _, mean[i], second[i] = _upto(edges, curve, table_of[r], cap[r])
+    return mean, second
+
+
+@njit(cache=True)
+def _remaining(requests: Any, generated: Any, known: Any, cap: Any, table_of: Any, edges: Any, curve: Any) -> Any:
+    left = np.zeros(requests.size)
+    for i in range(requests.size):
+        r, done = requests[i], generated[i]
+        if done >= cap[r]:
+            continue
+        tokens = float(known[r] - done)
+        if known[r] == 0:
+            survival, before, _ = _upto(edges, curve, table_of[r], done)
+            tokens = (_upto(edges, curve, table_of[r], cap[r])[1] - before) / survival
+        left[i] = max(tokens, 1.0)
+    return left

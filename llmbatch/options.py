@@ -10,6 +10,7 @@ from llmbatch.errors import ParameterError
 from llmbatch.order import POLICIES, Policy
 from llmbatch.prompts import PromptSource
 from llmbatch.sampling import SamplingParams
+from llmbatch.workload import Scheduling
 
 DType = Literal["auto", "float32", "bfloat16"]
 LoadFormat = Literal["auto", "dummy"]
@@ -45,6 +46,16 @@ class Options:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ParameterError(f"{name} must be at least 1, got {value}")
+
+    @property
+    def scheduling(self) -> Scheduling:
+        """How shards are ordered and scheduled."""
+        return Scheduling(
+            order=self.order,
+            step_tokens=self.step_tokens,
+            max_running=self.max_running,
+            seed=self.sampling.seed or 0,
+        )
 
     @classmethod
     def build(

@@ -12,89 +12,94 @@ or asking costs one pass over the running sequences.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
 
-class Peak:
-    """Expected ends and bases of the admitted sequences, latest end first."""
+class Peak(NamedTuple):
+    """Expected ends and bases of admitted sequences, latest end first."""
 
-    def __init__(self) -> None:
-        self._slots: NDArray[np.int32] = np.empty(16, np.int32)
-        self._ends: NDArray[np.float64] = np.empty(16, np.float64)
-        self._bases: NDArray[np.float64] = np.empty(16, np.float64)
-        self._count = 0
+    slots: NDArray[np.int32]
+    ends: NDArray[np.float64]
+    bases: NDArray[np.float64]
+    size: NDArray[np.int64]  # [1] how many
 
-    def __len__(self) -> int:
-        return self._count
+    @classmethod
+    def empty(cls, capacity: int) -> Peak:
+        """Room for `capacity` sequences, none counted."""
+        return cls(np.empty(capacity, np.int32), np.empty(capacity), np.empty(capacity), np.zeros(1, np.int64))
 
-    def add(self, slot: int, end: float, base: float) -> None:
-        """Count a sequence that will hold `base + t` tokens at step `t`, up to step `end`."""
-        if self._count == len(self._slots):
-            self._slots = np.resize(self._slots, 2 * self._count)
-            self._ends = np.resize(self._ends, 2 * self._count)
-            self._bases = np.resize(self._bases, 2 * self._count)
-        _insert(self._slots, self._ends, self._bases, self._count, slot, end, base)
-        self._count += 1
-
-    def remove(self, slot: int) -> None:
-        """Forget a sequence."""
-        removed = _delete(self._slots, self._ends, self._bases, self._count, slot)
-        assert removed, f"slot {slot} is not counted"
-        self._count -= 1
+    def grown(self) -> Peak:
+        """The same with twice the room."""
+        old = len(self.slots)
+        new = Peak.empty(2 * old)
+        new.slots[:old], new.ends[:old], new.bases[:old] = self.slots, self.ends, self.bases
+        new.size[:] = self.size
+        return new
 
     def overdue(self, now: float) -> NDArray[np.int32]:
         """Slots whose expected end has passed at step `now`."""
-        ends = self._ends[: self._count]
-        first = self._count - int(np.searchsorted(ends[::-1], now, side="right"))
-        return self._slots[first : self._count].copy()
-
-    def most(self, end: float = -1.0, base: float = 0.0) -> float:
-        """Tokens held at the peak; with a candidate's end and base, as if it were counted too."""
-        return float(_most(self._ends, self._bases, self._count, end, base))
+        count = int(self.size[0])
+        if count == 0 or self.ends[count - 1] > now:
+            return np.empty(0, np.int32)
+        first = count - int(np.searchsorted(self.ends[:count][::-1], now, side="right"))
+        return self.slots[first:count].copy()
 
 
 @njit(cache=True)
-def _insert(slots, ends, bases, count, slot, end, base):  # type: ignore[no-untyped-def]
-    at = count
-    while at > 0 and ends[at - 1] < end:
-        slots[at] = slots[at - 1]
-        ends[at] = ends[at - 1]
-        bases[at] = bases[at - 1]
+def expect(peak: Any, slot: int, end: float, base: float) -> None:
+    """Count a sequence that will hold `base + t` tokens at step `t`, up to step `end`."""
+    low, high = 0, peak.size[0]
+    while low < high:
+        middle = (low + high) // 2
+        if peak.ends[middle] < end:
+            high = middle
+        else:
+            low = middle + 1
+    for i in range(peak.size[0], low, -1):
+        peak.slots[i] = peak.slots[i - 1]
+        peak.ends[i] = peak.ends[i - 1]
+        peak.bases[i] = peak.bases[i - 1]
+    peak.slots[low] = slot
+    peak.ends[low] = end
+    peak.bases[low] = base
+    peak.size[0] += 1
+
+
+@njit(cache=True)
+def forget(peak: Any, slot: int) -> None:
+    """Count a sequence no more."""
+    last = peak.size[0] - 1
+    at = last
+    while at >= 0 and peak.slots[at] != slot:  # those that end soon stand last
         at -= 1
-    slots[at] = slot
-    ends[at] = end
-    bases[at] = base
+    assert at >= 0, "a sequence is not counted"
+    for i in range(at, last):
+        peak.slots[i] = peak.slots[i + 1]
+        peak.ends[i] = peak.ends[i + 1]
+        peak.bases[i] = peak.bases[i + 1]
+    peak.size[0] = last
 
 
 @njit(cache=True)
-def _delete(slots, ends, bases, count, slot):  # type: ignore[no-untyped-def]
-    for i in range(count):
-        if slots[i] == slot:
-            for j in range(i, count - 1):
-                slots[j] = slots[j + 1]
-                ends[j] = ends[j + 1]
-                bases[j] = bases[j + 1]
-            return True
-    return False
-
-
-@njit(cache=True)
-def _most(ends, bases, count, end, base):  # type: ignore[no-untyped-def]
-    peak = 0.0
+def most(peak: Any, end: float, base: float) -> float:
+    """Tokens held at the peak if a sequence with this end and base were counted too."""
+    top = 0.0
     total = 0.0
     alive = 0
-    pending = end >= 0.0
-    for i in range(count):
-        if pending and end >= ends[i]:
+    pending = True
+    for i in range(peak.size[0]):
+        if pending and end >= peak.ends[i]:
             total += base
             alive += 1
-            peak = max(peak, total + alive * end)
+            top = max(top, total + alive * end)
             pending = False
-        total += bases[i]
+        total += peak.bases[i]
         alive += 1
-        peak = max(peak, total + alive * ends[i])
+        top = max(top, total + alive * peak.ends[i])
     if pending:
-        peak = max(peak, total + base + (alive + 1) * end)
-    return peak
+        top = max(top, total + base + (alive + 1) * end)
+    return top

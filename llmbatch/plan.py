@@ -61,6 +61,7 @@ class Plan:
     optimal_seconds: float  # T_opt
     sharing_possible: float
     sharing_kept: float  # see `llmbatch.order.sharing_kept`
+    unique_tokens: int  # prompt tokens, shared ones once
     kv_tokens_needed: float  # to hold every row at once: unique prompt tokens and expected outputs
     relaxed: bool  # order gains nothing
     scan: DualScan | None = None  # for `dual-scan`
@@ -144,6 +145,7 @@ def plan(
         ),
         sharing_possible=tree.sharing,
         sharing_kept=sharing_kept(tree, rows, scans=2 if two_ended else 1),
+        unique_tokens=tree.unique_tokens,
         kv_tokens_needed=tree.unique_tokens + float(mean.sum()),
         relaxed=gains_nothing is not None,
         scan=scan,

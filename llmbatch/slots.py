@@ -1,50 +1,107 @@
-"""The admitted sequences as columns: one entry a slot, kept from admission to end, through preemptions."""
+"""The admitted sequences as columns: one record a slot, kept from admission to end, through preemptions.
+
+A slot is free, prefilling, decoding or preempted; the lists of slots in each state are arrays with a count, so
+that compiled code reads and changes everything without a Python object per sequence.
+"""
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import numpy as np
+from numba import njit
 from numpy.typing import NDArray
 
+# One admitted sequence. `request` is -1 where the slot is free.
+SLOT = np.dtype(
+    [
+        ("request", np.int32),
+        ("prompt", np.int32),  # tokens
+        ("known", np.int32),  # prompt and generated tokens
+        ("computed", np.int32),  # tokens whose KV is in pages
+        ("reached", np.int32),  # the most that `computed` ever was
+        ("cached", np.int32),  # prompt tokens found in pages when first needed
+        ("recomputed", np.int32),  # tokens computed again after a preemption
+        ("preemptions", np.int32),
+        ("admitted_step", np.int32),  # of its first admission
+        ("end", np.int32),  # of the order, that it was admitted from
+        ("ended", np.bool_),  # in the step being committed
+        ("admission", np.int64),  # number of its latest admission
+        ("weight", np.float64),  # KV tokens it holds on average, as p + d / 2
+        ("left", np.float64),  # tokens it was expected to generate when last asked
+    ],
+    align=True,
+)
 
-class Slots:
-    """Columns over slots; `request` is -1 where a slot is free. Columns grow, slots are used again."""
+FREE, DECODING, PREFILLING, PREEMPTED, ADMISSIONS, PREEMPTIONS, RECKONED = range(7)  # in `Running.counts`
 
-    def __init__(self) -> None:
-        self.request: NDArray[np.int32] = np.empty(0, np.int32)
-        self.known: NDArray[np.int32] = np.empty(0, np.int32)  # prompt and generated tokens
-        self.computed: NDArray[np.int32] = np.empty(0, np.int32)  # tokens whose KV is in pages
-        self.reached: NDArray[np.int32] = np.empty(0, np.int32)  # the most that `computed` ever was
-        self.cached: NDArray[np.int32] = np.empty(0, np.int32)  # prompt tokens found in pages
-        self.end: NDArray[np.int8] = np.empty(0, np.int8)  # the end it was admitted from
-        self.weight: NDArray[np.float64] = np.empty(0, np.float64)  # KV tokens it holds on average
-        self.admitted: NDArray[np.int64] = np.empty(0, np.int64)  # number of its latest admission
-        self._free: list[int] = []
 
-    def take(self, request: int, prompt: int, end: int, weight: float) -> int:
-        """A slot for a request of `prompt` tokens of which nothing is computed."""
-        if not self._free:
-            self._grow()
-        slot = self._free.pop()
-        self.request[slot] = request
-        self.known[slot] = prompt
-        self.computed[slot] = self.reached[slot] = self.cached[slot] = 0
-        self.end[slot] = end
-        self.weight[slot] = weight
-        return slot
+class Running(NamedTuple):
+    """What is admitted and not ended. Lists hold slots; their lengths stand in `counts`."""
 
-    def give(self, slot: int) -> None:
-        """Free a slot."""
-        self.request[slot] = -1
-        self._free.append(slot)
+    slots: NDArray[Any]  # [capacity] of SLOT
+    free: NDArray[np.int32]  # a stack
+    decoding: NDArray[np.int32]
+    prefilling: NDArray[np.int32]  # in order of admission
+    preempted: NDArray[np.int32]  # a stack: the newest preempted is the first to come back
+    counts: NDArray[np.int64]  # of each list; admissions, preemptions, and how many of these were reckoned with
+    held: NDArray[np.float64]  # [2] expected KV tokens by end
 
-    def _grow(self) -> None:
-        old = len(self.request)
-        new = max(16, 2 * old)
-        for name in ("request", "known", "computed", "reached", "cached", "end", "weight", "admitted"):
-            setattr(
-                self,
-                name,
-                np.resize(getattr(self, name), new) if old else np.zeros(new, getattr(self, name).dtype),
-            )
-        self.request[old:] = -1
-        self._free.extend(range(new - 1, old - 1, -1))
+    @classmethod
+    def empty(cls, capacity: int) -> Running:
+        """Free slots."""
+        slots = np.zeros(capacity, SLOT)
+        slots["request"] = -1
+        free = np.arange(capacity - 1, -1, -1, dtype=np.int32)
+        counts = np.zeros(7, np.int64)
+        counts[FREE] = capacity
+        decoding, prefilling, preempted = (np.empty(capacity, np.int32) for _ in range(3))
+        return cls(slots, free, decoding, prefilling, preempted, counts, np.zeros(2))
+
+    def grown(self) -> Running:
+        """The same with twice the slots."""
+        old = len(self.slots)
+        new = Running.empty(2 * old)
+        new.slots[:old] = self.slots
+        for name, target in (("decoding", new.decoding), ("prefilling", new.prefilling), ("preempted", new.preempted)):
+            target[:old] = getattr(self, name)
+        kept = int(self.counts[FREE])
+        new.free[:kept] = self.free[:kept]
+        new.free[kept : kept + old] = np.arange(2 * old - 1, old - 1, -1)
+        new.counts[:] = self.counts
+        new.counts[FREE] += old
+        new.held[:] = self.held
+        return new
+
+
+@njit(cache=True)
+def take_slot(run: Any, request: int, prompt: int, end: int, weight: float, left: float) -> Any:
+    """A free slot, there must be one, for a request of `prompt` tokens of which nothing is computed."""
+    run.counts[FREE] -= 1
+    slot = run.free[run.counts[FREE]]
+    record = run.slots[slot]
+    record.request = request
+    record.prompt = prompt
+    record.known = prompt
+    record.computed = 0
+    record.reached = 0
+    record.cached = 0
+    record.recomputed = 0
+    record.preemptions = 0
+    record.admitted_step = -1
+    record.end = end
+    record.ended = False
+    record.weight = weight
+    record.left = left
+    run.held[end] += weight
+    return slot
+
+
+@njit(cache=True)
+def give_slot(run: Any, slot: int) -> None:
+    """Free a slot."""
+    record = run.slots[slot]
+    run.held[record.end] -= record.weight
+    record.request = -1
+    run.free[run.counts[FREE]] = slot
+    run.counts[FREE] += 1

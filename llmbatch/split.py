@@ -132,6 +132,7 @@ class MemoryShares(NamedTuple):
     right: float
 
 
+@njit(cache=True)
 def divide_memory(memory: float, root: float, left: float, right: float) -> MemoryShares:
     """M_L and M_R with M_L + M_R = M and M_L rho_L + M_R rho_R = M rho_root (BlendServe 5.3).
 
@@ -144,6 +145,7 @@ def divide_memory(memory: float, root: float, left: float, right: float) -> Memo
     return MemoryShares(memory * share, memory * (1.0 - share))
 
 
+@njit(cache=True)
 def chunk_budget(memory_tokens: float, prompt: float, output: float) -> float:
     """Prefill tokens a step that keep `memory_tokens` of KV in steady state (Algorithm 3, steps 2 and 3).
 
@@ -160,9 +162,8 @@ class ScanBudget(NamedTuple):
     right: float
 
 
-@dataclass(frozen=True, slots=True)
-class DualScan:
-    """The merged nodes of a two-ended order, and what Algorithm 3 makes of any two of them."""
+class DualScan(NamedTuple):
+    """The merged nodes of a two-ended order."""
 
     node: NDArray[np.int32]  # [n] merged node of each place in the order
     density: Floats  # [nodes], descending
@@ -170,15 +171,17 @@ class DualScan:
     output: Floats  # [nodes] mean expected output tokens
     root_density: float
 
-    def budget(self, left: int, right: int, pool_tokens: float) -> ScanBudget:
-        """Algorithm 3 with the scans at places `left` and `right` of the order and `pool_tokens` of KV memory."""
-        a, b = self.node[left], self.node[right]
-        memory = divide_memory(pool_tokens, self.root_density, float(self.density[a]), float(self.density[b]))
-        return ScanBudget(
-            memory,
-            chunk_budget(memory.left, float(self.prompt[a]), float(self.output[a])),
-            chunk_budget(memory.right, float(self.prompt[b]), float(self.output[b])),
-        )
+
+@njit(cache=True)
+def scan_budget(scan: DualScan, left: int, right: int, pool_tokens: float) -> ScanBudget:
+    """Algorithm 3 with the scans at places `left` and `right` of the order and `pool_tokens` of KV memory."""
+    a, b = scan.node[left], scan.node[right]
+    memory = divide_memory(pool_tokens, scan.root_density, scan.density[a], scan.density[b])
+    return ScanBudget(
+        memory,
+        chunk_budget(memory.left, scan.prompt[a], scan.output[a]),
+        chunk_budget(memory.right, scan.prompt[b], scan.output[b]),
+    )
 
 
 def merge_units(

@@ -11,8 +11,9 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from llmbatch.answers import add_columns, check_columns, decode_texts
+from llmbatch.answers import Collector, add_columns, check_columns, decode_texts
 from llmbatch.cost import SEQUENTIAL, CostModel, ModelShape
+from llmbatch.driver import EngineDriver
 from llmbatch.errors import ParameterError
 from llmbatch.hardware import measure_cpu
 from llmbatch.memory import available_memory
@@ -20,11 +21,12 @@ from llmbatch.options import Options
 from llmbatch.progress import Advance, Progress, Silence
 from llmbatch.report import Report
 from llmbatch.requests import Requests, Shard
-from llmbatch.runner import Pool, ShardResult, run_shard
+from llmbatch.runner import ShardResult, run_shard
 from llmbatch.sampling import check_sampling_column
 from llmbatch.schedule import Finished
 from llmbatch.shard import build_shard
 from llmbatch.tokenize import load_tokenizer
+from llmbatch.workload import Pool, Workload, oversized
 
 if TYPE_CHECKING:
     from llmbatch.engines.torch import TorchEngine
@@ -136,13 +138,22 @@ class Worker:
             progress.say(note)
         self._engine.begin(shard.requests)
         counting = _Counting(progress, shard)
-        result = run_shard(shard.requests, self._engine, self.pool, self.cost, self.options, counting.add)
+        collected = Collector(len(shard.requests), self._engine)
+
+        def observe(finished: Finished) -> None:
+            collected.add(finished)
+            counting.add(finished)
+
+        failed = oversized(shard.requests, self.pool)
+        workload = Workload.of(shard.requests).without(failed)
+        result = run_shard(workload, EngineDriver(self._engine, observe), self.pool, self.cost, self.options.scheduling)
         counting.close()
-        texts = decode_texts(shard.requests, result.answers, self.tokenizer)
-        answered = add_columns(table, shard, result.answers, result.failed, texts)
+        answers = collected.answers()
+        texts = decode_texts(shard.requests, answers, self.tokenizer)
+        answered = add_columns(table, shard, answers, failed, texts)
         seconds = time.perf_counter() - begun - loading
         report = self._report(answered, shard, result, notes, seconds)
-        return Answered(answered, report, shard.requests, result.answers.lengths)
+        return Answered(answered, report, shard.requests, answers.lengths)
 
     def _decode_one(self, tokens: np.ndarray[tuple[int], np.dtype[np.int32]]) -> str:
         return self.tokenizer.decode([tokens])[0]
@@ -163,7 +174,7 @@ class Worker:
             load_seconds=self.load_seconds,
             seconds=seconds,
             prefix_sharing=cached / inputs if inputs else 0.0,
-            prefix_sharing_optimal=1 - result.tree.unique_tokens / inputs if inputs else 0.0,
+            prefix_sharing_optimal=1 - result.plan.unique_tokens / inputs if inputs else 0.0,
             preemptions=result.preemptions,
             steps=result.steps,
             order=self.options.order,

@@ -18,7 +18,6 @@ from llmbatch.ends import Blend, Ends, InOrder
 from llmbatch.engines.checkpoints import resolve_model
 from llmbatch.engines.loading import LoadedModel, load_model
 from llmbatch.engines.torch import TorchEngine
-from llmbatch.pages import Pages
 from llmbatch.requests import Requests
 from llmbatch.sampling import SamplingParams
 from llmbatch.schedule import Scheduler, Waiting
@@ -78,7 +77,7 @@ def test_answers_are_those_of_generate_though_rows_are_preempted(
     believed = np.ones(len(rows))
     trie = Workload(rows, requests.max_tokens, believed).trie(page_size)
     scheduler = Scheduler(
-        lengths, pages=Pages(num_pages, trie), lengths=Believed(believed), rates=RATES, max_running=16
+        lengths, num_pages=num_pages, trie=trie, lengths=Believed(believed), rates=RATES, max_running=16
     )
     order = np.arange(len(rows), dtype=np.int32)
     scheduler.enqueue(Waiting(order, believed, ends, FixedBudget(step_tokens), compute=1.0, memory=1.0))

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,6 +14,7 @@ from numpy.typing import NDArray
 
 from llmbatch.errors import ParameterError
 from llmbatch.lengths import LengthModel
+from llmbatch.sample import first_sample
 from llmbatch.tree import PrefixTree
 
 Ints = NDArray[np.int32]
@@ -118,11 +123,49 @@ def test_keys_tell_rows_apart_that_share_no_prefix() -> None:
     tree = PrefixTree.build(prompts.ravel(), np.arange(n + 1, dtype=np.int64) * 5)
     keys = (np.arange(n) % 2).astype(np.int32)
     model = LengthModel(tree, caps(n, 4096), keys=keys)
-    sample = model.choose_sample()
+    sample = first_sample(model, tree)
     learn(model, sample, np.where(keys[sample] == 0, 3, 2000))
     mean = model.expected(every(n)).mean
     assert mean[keys == 0].mean() == pytest.approx(3, rel=0.1)
     assert mean[keys == 1].mean() == pytest.approx(2000, rel=0.1)
+
+
+def test_prompt_lengths_tell_rows_apart_that_share_no_prefix() -> None:
+    prompts = np.tile(np.array([10, 300], np.int64), 1500)
+    tokens = np.random.default_rng(3).integers(0, 10**6, int(prompts.sum())).astype(np.int32)
+    tree = PrefixTree.build(tokens, np.concatenate(([0], np.cumsum(prompts))))
+    model = LengthModel(tree, caps(3000, 4096))
+    sample = first_sample(model, tree)
+    learn(model, sample, np.where(prompts[sample] == 10, 2000, 4))
+    mean = model.expected(every(3000)).mean
+    assert mean[prompts == 10] == pytest.approx(np.full(1500, 2000), rel=0.1)
+    assert mean[prompts == 300] == pytest.approx(np.full(1500, 4), rel=0.1)
+
+
+def test_a_few_prompts_of_another_length_stay_with_the_others() -> None:
+    prompts = np.repeat(np.array([10, 300], np.int64), (980, 20))
+    tree = PrefixTree.build(np.arange(prompts.sum(), dtype=np.int32), np.concatenate(([0], np.cumsum(prompts))))
+    model = LengthModel(tree, caps(1000, 4096))
+    assert model.table_of[980:].tolist() == [0] * 20
+    learn(model, every(50), caps(50, 40))
+    assert model.expected(some([999])).mean[0] == pytest.approx(40, rel=0.05)
+
+
+def test_a_subtree_that_was_sampled_more_does_not_outweigh_its_neighbours() -> None:
+    tree = forest(3, 1000)
+    model = LengthModel(tree, caps(3000, 4096))
+    learn(model, np.concatenate((every(400), every(40) + 1000)), np.repeat(np.array([2000, 4], np.int32), (400, 40)))
+    assert model.expected(some([2999])).mean[0] == pytest.approx((2000 + 4) / 2, rel=0.1)
+
+
+def test_few_rows_that_outlive_all_their_neighbours_are_not_thought_to_end_as_these_did() -> None:
+    model = LengthModel(forest(10, 400), caps(4000, 100_000))
+    ended = np.concatenate([every(40) + 400 * group for group in range(9)])
+    learn(model, ended, caps(ended.size, 3))
+    learn(model, every(5) + 3600, caps(5, 300), finished=False)
+    assert model.expected(some([3999])).mean[0] > 300
+    assert model.remaining(some([3600]), some([300]))[0] > 300
+    assert model.expected(some([399])).mean[0] == pytest.approx(3, rel=0.05)
 
 
 def test_what_remains_grows_with_what_was_generated_where_tails_are_heavy() -> None:
@@ -163,7 +206,6 @@ def test_known_lengths_are_taken_as_they_are() -> None:
 def test_a_single_token_answer_is_always_known() -> None:
     model = LengthModel(forest(1, 100), caps(100, 1))
     assert (model.expected(every(100)).mean == 1).all()
-    assert model.choose_sample().size == 0
 
 
 @settings(max_examples=40)
@@ -203,53 +245,40 @@ def test_max_tokens_below_one_is_refused() -> None:
     assert str(error.value) == "max_tokens must be at least 1, and the least given is 0."
 
 
-# --- samples
+# --- small samples of heavy-tailed answers
+
+CAP = 131_072
+TRACES = Path(os.environ.get("LLMBATCH_TRACES") or Path(__file__).parents[1] / ".." / "shared" / "traces")
 
 
-def test_every_large_subtree_gives_at_least_the_floor() -> None:
-    model = LengthModel(forest(4, 500), caps(2000, 4096))
-    group = model.choose_sample() // 500
-    assert (np.bincount(group, minlength=4) >= 20).all()
-    assert group.size <= 4 * 20 + 1
+def population(name: str) -> Ints:
+    """Answers whose second moment lies in the longest tenth: video frames, or lognormal."""
+    if name == "lognormal":
+        drawn = np.random.default_rng(6).lognormal(9.0, 1.0, 6000)
+        return np.clip(np.ceil(drawn), 1, CAP).astype(np.int32)
+    trace = TRACES / f"{name}.parquet"
+    if not trace.exists():
+        pytest.skip(f"needs the trace {trace}")
+    return pq.read_table(trace, columns=["output_tokens"])["output_tokens"].to_numpy().astype(np.int32)
 
 
-def test_a_sample_is_one_percent_of_a_shard_of_one_kind() -> None:
-    n = 20_000
-    prompts = np.random.default_rng(5).integers(0, 10**6, (n, 5)).astype(np.int32)
-    tree = PrefixTree.build(prompts.ravel(), np.arange(n + 1, dtype=np.int64) * 5)
-    sample = LengthModel(tree, caps(n, 4096)).choose_sample()
-    assert sample.size == 200
-    place = np.sort(np.searchsorted(prompts[tree.rows, 0], prompts[sample, 0]))
-    assert np.diff(place).max() < 5 * n / 200  # spread over the tree
+def half_censored(lengths: Ints, how: str, rng: np.random.Generator) -> tuple[Ints, NDArray[np.bool_]]:
+    """What is seen of rows when half of them have ended: all begun at one moment, or one after the other."""
+    share = np.ones(lengths.size) if how == "together" else rng.random(lengths.size)
+    ran = np.ceil(np.median(lengths / share) * share)
+    return np.minimum(lengths, ran).astype(np.int32), lengths <= ran
 
 
-def test_small_groups_that_share_a_prefix_are_sampled_whole() -> None:
-    model = LengthModel(forest(500, 4), caps(2000, 4096))
-    group, picked = np.unique(model.choose_sample() // 4, return_counts=True)
-    assert (picked == 4).sum() >= group.size - 1
-
-
-def test_samples_are_the_same_for_the_same_seed() -> None:
-    model = LengthModel(forest(3, 300), caps(900, 4096))
-    assert model.choose_sample(seed=4).tolist() == model.choose_sample(seed=4).tolist()
-    assert model.choose_sample(seed=4).tolist() != model.choose_sample(seed=5).tolist()
-
-
-def test_observed_rows_are_not_sampled_again() -> None:
-    model = LengthModel(forest(1, 300), caps(300, 4096))
-    sample = model.choose_sample()
-    learn(model, sample, caps(sample.size, 5))
-    assert not set(sample.tolist()) & set(model.choose_sample().tolist())
-
-
-def test_a_shard_without_rows_has_no_sample() -> None:
-    tree = PrefixTree.build(np.empty(0, np.int32), np.zeros(1, np.int64))
-    assert LengthModel(tree, np.empty(0, np.int32)).choose_sample().size == 0
-
-
-def test_rows_of_a_few_tokens_at_most_are_not_run_first() -> None:
-    """Their prior is close enough, and running one of each group would compute its prefix twice."""
-    prompts = np.stack([np.arange(400) % 10, np.arange(400)], 1).astype(np.int32)
-    tree = PrefixTree.build(prompts.ravel(), np.arange(401, dtype=np.int64) * 2)
-    assert LengthModel(tree, caps(400, 4)).choose_sample().size == 0
-    assert LengthModel(tree, caps(400, 64)).choose_sample().size >= 20
+@pytest.mark.parametrize("how", ["together", "in turn"])
+@pytest.mark.parametrize("name", ["lognormal", "video_panda70m"])
+def test_a_half_run_sample_of_heavy_tailed_answers_tells_their_second_moment(name: str, how: str) -> None:
+    answers = population(name)
+    truth = (answers.astype(np.float64) ** 2).mean()
+    model = LengthModel(forest(1, 1000), caps(1000, CAP))
+    ratios = []
+    for seed in range(200):
+        rng = np.random.default_rng(seed)
+        model.observe(every(30), *half_censored(rng.choice(answers, 30), how, rng))
+        model.refresh()
+        ratios.append(model.expected(some([999])).second_moment[0] / truth)
+    assert 0.7 < np.median(ratios) < 1.4

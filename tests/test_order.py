@@ -22,7 +22,16 @@ from llmbatch.order import (
     random_order,
     sharing_kept,
 )
-from llmbatch.split import RowCosts, chunk_budget, dissolve, divide_memory, hang, merge_units, move_outliers
+from llmbatch.split import (
+    RowCosts,
+    chunk_budget,
+    dissolve,
+    divide_memory,
+    hang,
+    merge_units,
+    move_outliers,
+    scan_budget,
+)
 from llmbatch.tree import PrefixTree
 
 Prompt = tuple[int, ...]
@@ -209,6 +218,6 @@ def test_merged_nodes_hold_neighbours_of_like_density() -> None:
     assert scan.density[0] > scan.density[1]
     assert scan.prompt.tolist() == [10.0, 10.0]
     assert scan.output == pytest.approx([1.095, 109.5])
-    budget = scan.budget(0, 39, 1000.0)
+    budget = scan_budget(scan, 0, 39, 1000.0)
     assert budget.left == pytest.approx(chunk_budget(budget.memory.left, 10.0, 1.095))
     assert budget.right == pytest.approx(chunk_budget(budget.memory.right, 10.0, 109.5))

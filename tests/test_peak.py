@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmbatch.peak import Peak
+from llmbatch.peak import Peak, expect, forget, most
 
 Sequence = st.tuples(st.integers(1, 50), st.integers(1, 40))  # tokens held now, steps to the end
 
@@ -19,35 +18,40 @@ def simulated(sequences: list[tuple[int, int]]) -> int:
 
 @given(st.lists(Sequence, min_size=1, max_size=20), st.integers(0, 1000))
 @settings(max_examples=200, deadline=None)
-def test_the_peak_is_that_of_a_simulation(sequences: list[tuple[int, int]], now: int) -> None:
-    peak = Peak()
-    for slot, (held, steps) in enumerate(sequences):
-        peak.add(slot, now + steps, held - now)
-    assert peak.most() == simulated(sequences)
-
-
-@given(st.lists(Sequence, min_size=2, max_size=20))
-@settings(max_examples=200, deadline=None)
-def test_a_candidate_is_counted_as_if_it_had_been_added(sequences: list[tuple[int, int]]) -> None:
-    peak = Peak()
+def test_the_peak_with_a_candidate_is_that_of_a_simulation(sequences: list[tuple[int, int]], now: int) -> None:
+    peak = Peak.empty(20)
     for slot, (held, steps) in enumerate(sequences[1:]):
-        peak.add(slot, steps, held)
+        expect(peak, slot, float(now + steps), float(held - now))
     held, steps = sequences[0]
-    assert peak.most(float(steps), float(held)) == simulated(sequences)
+    assert most(peak, float(now + steps), float(held - now)) == simulated(sequences)
 
 
-def test_a_removed_sequence_is_not_counted() -> None:
-    peak = Peak()
-    peak.add(0, 10.0, 5.0)
-    peak.add(1, 20.0, 7.0)
-    peak.remove(1)
-    assert peak.most() == 15.0
+@given(st.lists(st.tuples(st.integers(1, 50), st.integers(1, 40), st.booleans()), min_size=1, max_size=20))
+@settings(max_examples=200, deadline=None)
+def test_a_forgotten_sequence_is_not_counted(sequences: list[tuple[int, int, bool]]) -> None:
+    peak, without = Peak.empty(20), Peak.empty(20)
+    for slot, (held, steps, _) in enumerate(sequences):
+        expect(peak, slot, float(steps), float(held))
+    for slot, (held, steps, gone) in enumerate(sequences):
+        if gone:
+            forget(peak, slot)
+        else:
+            expect(without, slot, float(steps), float(held))
+    assert most(peak, 5.0, 7.0) == most(without, 5.0, 7.0)
 
 
 def test_sequences_whose_end_has_passed_are_overdue() -> None:
-    peak = Peak()
+    peak = Peak.empty(4)
     for slot, end in enumerate([30.0, 10.0, 20.0, 10.0]):
-        peak.add(slot, end, 0.0)
+        expect(peak, slot, end, 0.0)
     assert peak.overdue(9.0).tolist() == []
     assert sorted(peak.overdue(10.0).tolist()) == [1, 3]
-    assert sorted(np.asarray(peak.overdue(25.0)).tolist()) == [1, 2, 3]
+    assert sorted(peak.overdue(25.0).tolist()) == [1, 2, 3]
+
+
+def test_room_that_has_grown_holds_what_was_counted() -> None:
+    peak = Peak.empty(1)
+    expect(peak, 0, 10.0, 5.0)
+    grown = peak.grown()
+    expect(grown, 1, 20.0, 7.0)
+    assert most(grown, 0.0, 0.0) == most(peak, 20.0, 7.0)

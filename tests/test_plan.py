@@ -12,6 +12,7 @@ from llmbatch.hardware import find_hardware
 from llmbatch.lengths import Expected
 from llmbatch.order import POLICIES
 from llmbatch.plan import Plan, plan
+from llmbatch.split import scan_budget
 from llmbatch.tree import PrefixTree
 
 COST = CostModel(find_shape("llama-3-8b"), find_hardware("a100-80gb"))
@@ -171,7 +172,7 @@ def test_the_dual_scan_brings_what_algorithm_3_needs(mix: Mix) -> None:
     assert scan.root_density == decided.density
     assert (np.diff(scan.density) < 0).all()
     assert scan.node.size == 760
-    budget = scan.budget(0, 759, POOL)
+    budget = scan_budget(scan, 0, 759, POOL)
     assert budget.memory.left + budget.memory.right == pytest.approx(POOL)
     assert budget.left > budget.right > 0
 

@@ -11,7 +11,6 @@ from llmbatch.budget import Budget, ClosedLoopBudget, FixedBudget
 from llmbatch.ends import Blend, Ends, InOrder
 from llmbatch.engines import Step
 from llmbatch.engines.simulated import SimulatedEngine
-from llmbatch.pages import Pages
 from llmbatch.schedule import Finished, Scheduler, Waiting
 from tests.workloads import COST, RATES, Believed, Workload, workloads
 
@@ -24,9 +23,17 @@ def least_pages(load: Workload, page_size: int) -> int:
     return int((-(-(load.prompt_lengths + load.lengths) // page_size)).max())
 
 
-def scheduler_for(load: Workload, page_size: int, num_pages: int, ends: Ends, budget: Budget) -> Scheduler:
-    pages = Pages(num_pages, load.trie(page_size))
-    scheduler = Scheduler(load.prompt_lengths, pages=pages, lengths=Believed(load.believed), rates=RATES, max_running=8)
+def scheduler_for(
+    load: Workload, page_size: int, num_pages: int, ends: Ends, budget: Budget, max_running: int = 8
+) -> Scheduler:
+    scheduler = Scheduler(
+        load.prompt_lengths,
+        num_pages=num_pages,
+        trie=load.trie(page_size),
+        lengths=Believed(load.believed),
+        rates=RATES,
+        max_running=max_running,
+    )
     order = np.arange(len(load.prompts), dtype=np.int32)
     scheduler.enqueue(Waiting(order, load.believed, ends, budget, compute=1.0, memory=1.0))
     return scheduler
@@ -37,7 +44,7 @@ def run(load: Workload, scheduler: Scheduler) -> tuple[list[Step], list[Finished
     steps, ended = [], []
     while not scheduler.done:
         step = scheduler.decide()
-        scheduler._pages.check()
+        scheduler.core.pages.check()
         finished = scheduler.commit(step, engine.execute(step))
         scheduler.check()
         for slot in finished.slots.tolist():
@@ -176,7 +183,6 @@ def test_blend_takes_from_both_ends_and_reads_the_right_one_first() -> None:
 @pytest.mark.parametrize("most", [1, 3])
 def test_no_more_sequences_run_than_allowed(most: int) -> None:
     load = Workload([[i] * 4 for i in range(9)], np.full(9, 3, np.int32), np.full(9, 3.0))
-    scheduler = scheduler_for(load, 4, 100, InOrder(), FixedBudget(1000))
-    scheduler._max_running = most
+    scheduler = scheduler_for(load, 4, 100, InOrder(), FixedBudget(1000), max_running=most)
     steps, _ = run(load, scheduler)
     assert max(len(step.slots) for step in steps) == most

@@ -50,7 +50,14 @@ class Believed:
 
 
 COST = CostModel(find_shape("llama-3-8b"), find_hardware("a100-80gb"))
-RATES = Rates(seconds_per_token=1e-3, seconds_per_kv_token=1e-5, weight_seconds=5e-3)
+RATES = Rates(
+    seconds_per_token=1e-3,
+    seconds_per_sample=0.0,
+    seconds_per_pair=1e-6,
+    seconds_per_kv_token=1e-5,
+    weight_seconds=5e-3,
+    weights_share_memory=False,
+)
 
 
 @st.composite

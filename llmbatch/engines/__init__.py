@@ -44,6 +44,8 @@ class Step:
     cached_tokens: int = 0  # prompt tokens of rows admitted in this step found in pages
     recomputed_tokens: int = 0  # tokens of this step that were computed once before a preemption
     preempted: int = 0  # sequences that lost their pages in this step
+    running: int = 0  # sequences that hold pages, computing or waiting for the budget
+    kv_tokens: int = 0  # tokens that the pages in use hold during the step, shared pages once
 
     @property
     def num_tokens(self) -> int:

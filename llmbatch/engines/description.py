@@ -7,10 +7,13 @@ longest sequence, attention that is not causal softmax) is refused here as far a
 from __future__ import annotations
 
 import copy
+import time
 from dataclasses import dataclass
+from functools import cache
 from typing import Final, Literal
 
 import torch
+from torch.nn import functional
 from transformers import AutoConfig, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -37,7 +40,7 @@ class ModelDescription:
 def describe_model(folder: str, *, dtype: DType = "auto", trust_remote_code: bool = False) -> ModelDescription:
     """Read the config in `folder`.
 
-    `dtype` auto is bfloat16 where the processor multiplies it in hardware, else float32.
+    `dtype` auto is bfloat16 where the processor multiplies it faster than float32, as measured, else float32.
 
     Raises:
         ModelError: the config cannot be read, or the model has a part that is not supported.
@@ -81,7 +84,23 @@ def _element(dtype: DType) -> torch.dtype:
     if dtype == "bfloat16":
         return torch.bfloat16
     in_hardware = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    return torch.bfloat16 if in_hardware else torch.float32
+    return torch.bfloat16 if in_hardware and _bfloat16_is_faster() else torch.float32
+
+
+@cache
+def _bfloat16_is_faster() -> bool:
+    """Whether a product of a layer's size takes less time in bfloat16; having its instructions is not enough."""
+    seconds = []
+    for dtype in (torch.float32, torch.bfloat16):
+        x, weight = torch.ones(256, 1024, dtype=dtype), torch.ones(1024, 1024, dtype=dtype)
+        functional.linear(x, weight)
+        times = []
+        for _ in range(5):
+            begin = time.perf_counter()
+            functional.linear(x, weight)
+            times.append(time.perf_counter() - begin)
+        seconds.append(min(times))
+    return seconds[1] < seconds[0]
 
 
 def _check_config(folder: str, whole: PretrainedConfig, config: PretrainedConfig) -> None:

@@ -1,12 +1,47 @@
-"""An engine that is a clock: it generates each request's given number of tokens and adds up seconds."""
+"""An engine that is a clock: it generates each request's recorded number of tokens and adds up seconds.
+
+A step of n tokens has q query-key pairs (a chunk of c tokens after k: c k + c (c + 1) / 2) and reads R tokens of KV:
+each decoding sequence its whole context, the token it computes included. With cascade attention a page that several
+decodes of the step share is read once. Under law `paper` the step's compute is max(tokens, reading the weights) and
+attention, its memory the KV; under law `bytes` the weights are read beside the KV. The two add up by the overlap law.
+"""
 
 from __future__ import annotations
 
+import math
+from typing import Any, NamedTuple
+
 import numpy as np
+from numba import njit
 from numpy.typing import NDArray
 
+from llmbatch.budget import Rates
 from llmbatch.cost import CostModel
 from llmbatch.engines import Finish, Step, StepResult
+
+_ENDED = int(Finish.LENGTH)
+
+
+class Clock(NamedTuple):
+    """A cost model as compiled code sees it."""
+
+    rates: Rates
+    exponent: float
+
+    @classmethod
+    def of(cls, cost: CostModel) -> Clock:
+        """The constants of a cost model."""
+        return cls(Rates.of(cost), float(cost.overlap.exponent))
+
+
+class Cascade(NamedTuple):
+    """What is needed to read shared pages once; a page size of 0 for attention that does not."""
+
+    page_size: int
+    depth: NDArray[np.int32]  # by request: pages at the start of its prompt that others may share
+
+
+NO_CASCADE = Cascade(0, np.empty(0, np.int32))
 
 
 class SimulatedEngine:
@@ -15,28 +50,73 @@ class SimulatedEngine:
     def __init__(self, lengths: NDArray[np.int32], cost: CostModel) -> None:
         self.seconds = 0.0
         self._lengths = lengths
-        self._cost = cost
+        self._clock = Clock.of(cost)
         self._generated: NDArray[np.int32] = np.zeros(16, np.int32)  # by slot
 
     def execute(self, step: Step) -> StepResult:
         """Advance the clock; a sequence ends with the last of its tokens."""
-        starts, counts = step.starts.astype(np.int64), step.counts.astype(np.int64)
-        prefill = slice(step.num_decodes, None)
-        pairs = counts[prefill] * starts[prefill] + counts[prefill] * (counts[prefill] + 1) // 2
-        read = int(starts[: step.num_decodes].sum()) + step.num_decodes
-        sampled = step.slots[step.samples]
-        seconds = self._cost.step(step.num_tokens, int(pairs.sum()), read, len(sampled))
-        self.seconds += float(self._cost.overlap(seconds.compute, seconds.memory))
-        top = int(sampled.max(initial=-1))
+        top = int(step.slots.max(initial=-1))
         if top >= len(self._generated):
-            self._generated = np.pad(self._generated, (0, max(top + 1, 2 * len(self._generated))))
-        self._generated[sampled] += 1
-        ended = self._generated[sampled] >= self._lengths[step.requests[step.samples]]
-        finished = np.where(ended, Finish.LENGTH, Finish.RUNNING).astype(np.uint8)
-        return StepResult(np.zeros(len(sampled), np.int32), finished)
+            self._generated = np.pad(self._generated, (0, max(top + 1, len(self._generated))))
+        finished, tokens, pairs, read = generate(
+            step.slots, step.requests, step.starts, step.counts, step.samples, step.num_decodes,
+            self._lengths, self._generated,
+        )  # fmt: skip
+        self.seconds += step_seconds(self._clock, tokens + step.num_decodes, pairs, read, len(finished))
+        return StepResult(np.zeros(len(finished), np.int32), finished)
 
     def retire(self, slot: int) -> NDArray[np.int32]:
         """As many zeros as were generated."""
         tokens = np.zeros(self._generated[slot], np.int32)
         self._generated[slot] = 0
         return tokens
+
+
+@njit(cache=True)
+def step_seconds(clock: Any, tokens: int, pairs: int, read: int, samples: int) -> Any:
+    """Seconds of a step of `tokens` tokens and `pairs` pairs of prefill, which reads `read` tokens of KV."""
+    rates = clock.rates
+    compute = tokens * rates.seconds_per_token + samples * rates.seconds_per_sample
+    memory = read * rates.seconds_per_kv_token
+    if rates.weights_share_memory:
+        memory += rates.weight_seconds
+    else:
+        compute = max(compute, rates.weight_seconds)
+    compute += pairs * rates.seconds_per_pair
+    longer, shorter = max(compute, memory), min(compute, memory)
+    if longer <= 0.0:
+        return 0.0
+    return longer * math.exp(math.log1p((shorter / longer) ** clock.exponent) / clock.exponent)
+
+
+@njit(cache=True)
+def generate(
+    slots: Any, requests: Any, starts: Any, counts: Any, samples: Any, num_decodes: int, lengths: Any, generated: Any
+) -> Any:
+    """One token for each sequence that samples: which of them ended, prefill tokens and pairs, KV tokens read."""
+    finished = np.empty(len(slots), np.uint8)
+    sampled, tokens, pairs, read = 0, 0, 0, 0
+    for i in range(len(slots)):
+        start, count = int(starts[i]), int(counts[i])
+        if i < num_decodes:
+            read += start + 1
+        else:
+            tokens += count
+            pairs += count * start + count * (count + 1) // 2
+        if samples[i]:
+            generated[slots[i]] += 1
+            finished[sampled] = _ENDED if generated[slots[i]] >= lengths[requests[i]] else 0
+            sampled += 1
+    return finished[:sampled], tokens, pairs, read
+
+
+@njit(cache=True)
+def count_again(tables: Any, slots: Any, requests: Any, num_decodes: int, cascade: Any, seen: Any, step: int) -> Any:
+    """KV tokens of shared pages that an earlier decode of the step has read; `seen` by page: the step it was read."""
+    again = 0
+    for i in range(num_decodes):
+        for position in range(cascade.depth[requests[i]]):
+            page = tables[slots[i], position]
+            again += seen[page] == step
+            seen[page] = step
+    return again * cascade.page_size

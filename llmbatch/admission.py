@@ -1,0 +1,211 @@
+"""Which chunks of which prompts a step computes, and who is admitted for it.
+
+Compiled, because it runs every step: chunks for what prefills already, in the order of admission, then
+admissions from the ends of the plan while the step's budget has room and the predicted peak of KV stays within
+the pool. Chunks that do not end a prompt end on a page boundary, so a page that others may read is always
+written in the step that publishes it. No work here is proportional to the requests that wait.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from llmbatch.ends import Account, take, turns
+from llmbatch.pages import EMPTY, SHARED, UNUSED, admit_pages, adopt, extend, probe
+from llmbatch.peak import expect, most
+from llmbatch.slots import ADMISSIONS, DECODING, FREE, PREEMPTED, PREFILLING, take_slot
+
+# In `Chunks.totals`; BEGUN: the step is being decided, OPEN: all that prefills got a chunk.
+BUDGET, TOKENS, CHUNKS, CACHED, RECOMPUTED, LEFT, RIGHT, BEGUN, OPEN, PREEMPTED_NOW = range(10)
+_MARGIN = 0.03  # of the pool that predictions leave alone
+
+
+class Chunks(NamedTuple):
+    """The prefill part of a step while it is being decided."""
+
+    slots: NDArray[np.int32]
+    counts: NDArray[np.int32]  # tokens
+    samples: NDArray[np.bool_]
+    totals: NDArray[np.int64]  # tokens allowed, given, chunks, tokens found, computed again, given to either end
+
+    @classmethod
+    def empty(cls, capacity: int) -> Chunks:
+        """Room for `capacity` chunks."""
+        return cls(
+            np.empty(capacity, np.int32),
+            np.empty(capacity, np.int32),
+            np.empty(capacity, np.bool_),
+            np.zeros(10, np.int64),
+        )
+
+    def grown(self) -> Chunks:
+        """The same with twice the room."""
+        old = len(self.slots)
+        new = Chunks.empty(2 * old)
+        new.slots[:old], new.counts[:old], new.samples[:old] = self.slots, self.counts, self.samples
+        new.totals[:] = self.totals
+        return new
+
+
+class Limits(NamedTuple):
+    """What admission keeps to."""
+
+    pool: float  # tokens
+    most_running: int  # sequences
+
+
+@njit(cache=True)
+def prefill(run: Any, pages: Any, chunks: Any) -> bool:
+    """Give each prefilling sequence its chunk; whether all of them got one."""
+    for i in range(run.counts[PREFILLING]):  # noqa: SIM110: compiled code knows no all()
+        if not give_chunk(run, pages, chunks, run.prefilling[i]):
+            return False
+    return True
+
+
+@njit(cache=True)
+def give_chunk(run: Any, pages: Any, chunks: Any, slot: int) -> bool:
+    """Give a prefilling sequence the chunk that budget and pages allow; False when that is none.
+
+    A sequence that comes back after preemption computes all but its last token, which is then decoded as ever.
+    """
+    record, totals, size = run.slots[slot], chunks.totals, pages.page_size
+    target = record.known if record.known == record.prompt else record.known - 1
+    if record.computed % size == 0:
+        _find(record, adopt(pages, slot, target), totals)
+    start = record.computed
+    room = (pages.held[slot] + pages.counts[EMPTY] + pages.counts[UNUSED]) * size - start
+    count = min(target - start, totals[BUDGET] - totals[TOKENS], room)
+    if start + count < target:
+        count = (start + count) // size * size - start
+    if count <= 0:
+        return False
+    extend(pages, slot, start + count)
+    again = max(0, min(record.reached - start, count))
+    record.recomputed += again
+    at = totals[CHUNKS]
+    chunks.slots[at] = slot
+    chunks.counts[at] = count
+    chunks.samples[at] = start + count == record.known
+    totals[CHUNKS] += 1
+    totals[TOKENS] += count
+    totals[RECOMPUTED] += again
+    totals[LEFT + record.end] += count
+    return True
+
+
+@njit(cache=True)
+def admit(
+    run: Any, pages: Any, peak: Any, chunks: Any, queue: Any, rules: Any, prompts: Any, limits: Any, now: float
+) -> bool:
+    """Admit while the step's budget has room. False when it stopped only because no slot was free."""
+    right_full = False  # what did not fit once in a step does not fit later in it
+    while chunks.totals[TOKENS] < chunks.totals[BUDGET]:
+        if run.counts[PREEMPTED] > 0:
+            slot = run.preempted[run.counts[PREEMPTED] - 1]
+            record = run.slots[slot]
+            if not _fits(run, pages, peak, chunks, record.request, record.known, record.left, limits.pool, now):
+                return True
+            run.counts[PREEMPTED] -= 1
+            if not _enter(run, pages, peak, chunks, slot, now):
+                return True
+            continue
+        if queue.at[0] > queue.at[1] or run.counts[DECODING] + run.counts[PREFILLING] >= limits.most_running:
+            return True
+        if run.counts[FREE] == 0:
+            return False
+        end, right_full = _choose(run, pages, peak, chunks, queue, rules, prompts, limits, now, right_full)
+        if end < 0:
+            return True
+        length, request = queue.lengths[queue.order[queue.at[end]]], take(queue, end)
+        prompt = prompts[request]
+        slot = take_slot(run, request, prompt, end, prompt + length / 2, length)
+        run.slots[slot].admitted_step = np.int32(now)
+        if not _enter(run, pages, peak, chunks, slot, now):
+            return True
+    return True
+
+
+@njit(cache=True)
+def _choose(
+    run: Any, pages: Any, peak: Any, chunks: Any, queue: Any, rules: Any, prompts: Any, limits: Any, now: float,
+    right_full: bool,
+) -> Any:  # fmt: skip
+    """The end whose candidate is admitted next, -1 for none; and whether the right end's does not fit."""
+    totals = chunks.totals
+    account = Account(
+        limits.pool,
+        float(totals[BUDGET]),
+        float(totals[LEFT]),
+        float(totals[RIGHT]),
+        run.counts[DECODING] + run.counts[PREFILLING] + run.counts[PREEMPTED] == 0,
+        run.held[0],
+        run.held[1],
+    )
+    turn = turns(rules, queue, prompts, account)
+    for attempt in range(2):
+        end = 1 if turn.right_first == (attempt == 0) else 0
+        if not (turn.right if end == 1 else turn.left) or (end == 1 and right_full):
+            continue
+        request = queue.order[queue.at[end]]
+        pool = limits.pool - (turn.reserve if end == 1 else 0.0)
+        if _fits(run, pages, peak, chunks, request, prompts[request], queue.lengths[request], pool, now):
+            return end, right_full
+        right_full = right_full or end == 1
+    return -1, right_full
+
+
+@njit(cache=True)
+def _fits(
+    run: Any, pages: Any, peak: Any, chunks: Any, request: int, known: int, length: float, pool: float, now: float
+) -> Any:
+    """Whether the predicted peak stays within `pool` tokens if a sequence enters now."""
+    if run.counts[DECODING] + run.counts[PREFILLING] == 0:
+        return True
+    if pages.counts[EMPTY] + pages.counts[UNUSED] == 0:
+        return False
+    start = _start(chunks, known, now)
+    top = most(peak, start + max(length, 1.0), private_tokens(pages, request, known) - start)
+    shared = (pages.counts[SHARED] + pages.depth[request] - probe(pages, request)) * pages.page_size
+    return top + shared <= pool - _MARGIN * pages.num_pages * pages.page_size
+
+
+@njit(cache=True)
+def _enter(run: Any, pages: Any, peak: Any, chunks: Any, slot: int, now: float) -> bool:
+    """Admit a sequence that has a slot, and give it a chunk; False when it got none."""
+    record = run.slots[slot]
+    target = record.known if record.known == record.prompt else record.known - 1
+    _find(record, admit_pages(pages, slot, record.request, target), chunks.totals)
+    record.admission = run.counts[ADMISSIONS]
+    run.counts[ADMISSIONS] += 1
+    run.prefilling[run.counts[PREFILLING]] = slot
+    run.counts[PREFILLING] += 1
+    start = _start(chunks, record.known, now)
+    expect(peak, slot, start + max(record.left, 1.0), private_tokens(pages, record.request, record.known) - start)
+    return give_chunk(run, pages, chunks, slot)
+
+
+@njit(cache=True)
+def private_tokens(pages: Any, request: int, tokens: int) -> Any:
+    """KV tokens of a sequence beside the shareable pages of its prompt, a page more for rounding."""
+    return tokens + (1 - pages.depth[request]) * pages.page_size
+
+
+@njit(cache=True)
+def _start(chunks: Any, known: int, now: float) -> Any:
+    """The step before the first of its tokens, if the step's budget were all its own."""
+    return now + 1.0 + known / max(chunks.totals[BUDGET], 1)
+
+
+@njit(cache=True)
+def _find(record: Any, tokens: int, totals: Any) -> None:
+    """Take tokens found in pages as computed; those found for the first time count as cached."""
+    fresh = max(0, min(tokens, record.prompt) - record.reached)
+    record.cached += fresh
+    record.reached += fresh
+    record.computed = tokens
+    totals[CACHED] += fresh

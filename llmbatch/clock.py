@@ -1,0 +1,165 @@
+"""Many steps of a simulated engine in one call.
+
+A step of a real engine takes milliseconds and may be decided from Python. A simulated one takes none, and a trace has
+hundreds of thousands: here the scheduler's compiled functions and the clock's run in one compiled loop, which comes
+back only when Python must do something. The steps are exactly those of `Scheduler.decide`, `SimulatedEngine.execute`
+and `Scheduler.commit` in turn; a test holds them against each other.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from llmbatch.admission import BEGUN, CACHED, PREEMPTED_NOW, RECOMPUTED
+from llmbatch.advance import advance, end_sequences, pack
+from llmbatch.cost import CostModel
+from llmbatch.deciding import charge, decide_step, is_done, needs_attention
+from llmbatch.driver import Ended
+from llmbatch.engines.simulated import NO_CASCADE, Cascade, Clock, count_again, generate, step_seconds
+from llmbatch.pages import EMPTY, UNUSED
+from llmbatch.schedule import Scheduler
+from llmbatch.slots import DECODING, PREFILLING
+
+# A row a step.
+STEP = np.dtype(
+    [
+        ("step", np.int32),
+        ("time_s", np.float64),
+        ("prefill_tokens", np.int64),
+        ("prefill_pairs", np.int64),
+        ("decode_tokens", np.int64),
+        ("kv_read_tokens", np.int64),
+        ("kv_used_tokens", np.int64),
+        ("running", np.int32),
+        ("preempted", np.int32),
+        ("cached_tokens", np.int64),
+        ("recomputed_tokens", np.int64),
+    ],
+    align=True,
+)
+
+
+class Log(NamedTuple):
+    """What happened, step by step and request by request; -1 for requests that have not ended."""
+
+    steps: NDArray[Any]  # [capacity] of STEP
+    admitted_step: NDArray[np.int32]
+    finished_step: NDArray[np.int32]
+    cached_tokens: NDArray[np.int32]
+    recomputed_tokens: NDArray[np.int32]
+    preemptions: NDArray[np.int32]
+    side: NDArray[np.int32]  # the end of the order that a request was last counted to
+    ended: NDArray[np.int32]  # requests in the order in which they ended
+    counts: NDArray[np.int64]  # steps; requests that ended
+
+    @classmethod
+    def empty(cls, requests: int) -> Log:
+        """Nothing has happened to so many requests."""
+        unset = np.full(requests, -1, np.int32)
+        return cls(
+            np.empty(1024, STEP), unset, unset.copy(), unset.copy(), unset.copy(), unset.copy(), unset.copy(),
+            unset.copy(), np.zeros(2, np.int64),
+        )  # fmt: skip
+
+    def grown(self) -> Log:
+        """The same with room for twice the steps."""
+        return self._replace(steps=np.resize(self.steps, 2 * len(self.steps)))
+
+
+class SimulatedDriver:
+    """Runs a scheduler's steps on a simulated engine; `lengths` int32 [n] are the tokens each request generates."""
+
+    def __init__(self, lengths: NDArray[np.int32], cost: CostModel, cascade: Cascade | None = None) -> None:
+        self.log = Log.empty(len(lengths))
+        self._lengths = lengths
+        self._clock = Clock.of(cost)
+        self._cascade = NO_CASCADE if cascade is None else cascade
+        self._generated: NDArray[np.int32] = np.zeros(1024, np.int32)
+        self._seen: NDArray[np.int64] = np.empty(0, np.int64)
+
+    @property
+    def seconds(self) -> float:
+        """What all steps took."""
+        return float(self.log.steps["time_s"][: self.log.counts[0]].sum())
+
+    def run(self, scheduler: Scheduler, steps: int) -> Ended:
+        """Advance by at most `steps` steps, until nothing is left; the requests that ended."""
+        until = scheduler.steps + steps
+        before = int(self.log.counts[1])
+        if not len(self._seen):
+            self._seen = np.full(scheduler.core.pages.num_pages, -1, np.int64)
+        while scheduler.steps < until and not scheduler.done:
+            scheduler.attend()
+            if self.log.counts[0] == len(self.log.steps):
+                self.log = self.log.grown()
+            room = len(self.log.steps) - int(self.log.counts[0])
+            while len(scheduler.core.run.slots) > len(self._generated):
+                self._generated = np.concatenate([self._generated, np.zeros_like(self._generated)])
+            more = min(until - scheduler.steps, room)
+            done = _run(
+                scheduler.core, self._clock, self._cascade, self._lengths, self._generated, self._seen, self.log,
+                scheduler.steps, more,
+            )  # fmt: skip
+            scheduler.steps += done
+            if scheduler.core.chunks.totals[BEGUN]:
+                scheduler.grow()
+        ended = self.log.ended[before : self.log.counts[1]]
+        return Ended(ended, self._lengths[ended], np.ones(len(ended), np.bool_))
+
+
+@njit(cache=True)
+def _run(
+    core: Any, clock: Any, cascade: Any, lengths: Any, generated: Any, seen: Any, log: Any, now: int, steps: int
+) -> Any:
+    """Up to `steps` steps from step `now`; how many were run. It stops where Python must do something first."""
+    run, pages, peak = core.run, core.pages, core.peak
+    for done in range(steps):
+        step = now + done
+        if is_done(core) or (not core.chunks.totals[BEGUN] and needs_attention(core, float(step))):
+            return done
+        if not decide_step(core, float(step)):
+            return done  # slots are needed
+        totals = core.chunks.totals
+        slots, requests, starts, counts, samples = pack(run, core.chunks)
+        decodes = run.counts[DECODING]
+        finished, tokens, pairs, read = generate(slots, requests, starts, counts, samples, decodes, lengths, generated)
+        if cascade.page_size > 0:
+            read -= count_again(pages.tables, slots, requests, decodes, cascade, seen, step)
+        record = log.steps[log.counts[0]]
+        log.counts[0] += 1
+        record.step = step
+        record.time_s = step_seconds(clock, tokens + decodes, pairs, read, len(finished))
+        record.prefill_tokens = tokens
+        record.prefill_pairs = pairs
+        record.decode_tokens = decodes
+        record.kv_read_tokens = read
+        record.kv_used_tokens = (pages.num_pages - pages.counts[EMPTY] - pages.counts[UNUSED]) * pages.page_size
+        record.running = decodes + run.counts[PREFILLING]
+        record.preempted = totals[PREEMPTED_NOW]
+        record.cached_tokens = totals[CACHED]
+        record.recomputed_tokens = totals[RECOMPUTED]
+        gone, work = advance(run, pages, peak, slots, counts, samples, decodes, finished, float(step + 1))
+        charge(core, work[0], work[1], work[2])
+        _note(log, run, gone, step)
+        generated[gone] = 0
+        end_sequences(run, pages, peak, gone)
+    return steps
+
+
+@njit(cache=True)
+def _note(log: Any, run: Any, gone: Any, step: int) -> None:
+    for slot in gone:
+        slot_record = run.slots[slot]
+        request = slot_record.request
+        log.admitted_step[request] = slot_record.admitted_step
+        log.finished_step[request] = step
+        log.cached_tokens[request] = slot_record.cached
+        log.recomputed_tokens[request] = slot_record.recomputed
+        log.preemptions[request] = slot_record.preemptions
+        log.side[request] = slot_record.end
+        log.ended[log.counts[1]] = request
+        log.counts[1] += 1

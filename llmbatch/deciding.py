@@ -1,0 +1,109 @@
+"""One step decided and taken note of, as compiled code over the scheduler's columns.
+
+`llmbatch.schedule` calls these step by step for an engine; `llmbatch.clock` many times in one call for a simulated one.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from llmbatch.admission import (
+    BEGUN,
+    BUDGET,
+    CHUNKS,
+    OPEN,
+    PREEMPTED_NOW,
+    Chunks,
+    Limits,
+    admit,
+    prefill,
+)
+from llmbatch.advance import hold_decodes, unblock
+from llmbatch.budget import BudgetRules, Load, Rates, step_tokens
+from llmbatch.ends import EndRules, Queue
+from llmbatch.pages import EMPTY, UNUSED, WIDEST, Pages
+from llmbatch.peak import Peak
+from llmbatch.slots import DECODING, PREEMPTED, PREEMPTIONS, PREFILLING, RECKONED, Running
+
+COMPUTE, MEMORY = 0, 1  # in `Core.left`
+
+
+class Core(NamedTuple):
+    """Everything a step is decided from."""
+
+    run: Running
+    pages: Pages
+    peak: Peak
+    chunks: Chunks
+    queue: Queue
+    rules: EndRules
+    budget: BudgetRules
+    prompts: NDArray[np.int32]  # by request: tokens
+    limits: Limits
+    rates: Rates
+    left: NDArray[np.float64]  # [2] seconds of compute and of KV reads of everything not yet done
+
+
+@njit(cache=True)
+def is_done(core: Any) -> Any:
+    """Nothing runs and nothing waits."""
+    counts = core.run.counts
+    return core.queue.at[0] > core.queue.at[1] and counts[DECODING] + counts[PREFILLING] + counts[PREEMPTED] == 0
+
+
+@njit(cache=True)
+def needs_attention(core: Any, now: float) -> Any:
+    """Whether something must be done before the next step that compiled code cannot do.
+
+    A sequence outlived its estimate or was preempted since, or tables are too narrow for a decode's next page.
+    """
+    run, peak, pages = core.run, core.peak, core.pages
+    overdue = peak.size[0] > 0 and peak.ends[peak.size[0] - 1] <= now
+    return overdue or run.counts[PREEMPTIONS] > run.counts[RECKONED] or pages.counts[WIDEST] + 1 > pages.tables.shape[1]
+
+
+@njit(cache=True)
+def decide_step(core: Any, now: float) -> Any:
+    """Decide the next step, into the core's chunks and pages. False when slots must be added first: call again."""
+    run, pages, peak, chunks = core.run, core.pages, core.peak, core.chunks
+    totals = chunks.totals
+    if not totals[BEGUN]:
+        before = run.counts[PREEMPTIONS]
+        kv_tokens = hold_decodes(run, pages, peak)
+        totals[:] = 0
+        totals[BEGUN] = 1
+        totals[PREEMPTED_NOW] = run.counts[PREEMPTIONS] - before
+        decodes = run.counts[DECODING]
+        used = pages.num_pages - pages.counts[EMPTY] - pages.counts[UNUSED]
+        load = Load(decodes, kv_tokens, used / pages.num_pages, core.left[COMPUTE], core.left[MEMORY])
+        totals[BUDGET] = step_tokens(core.budget, load) - decodes
+        totals[OPEN] = prefill(run, pages, chunks)
+    if totals[OPEN] and not _admit(core, now):
+        return False
+    if totals[CHUNKS] == 0 and run.counts[DECODING] == 0:
+        # Nothing could go on: admit something, or let the newest give way until the oldest has a page.
+        totals[BUDGET] = max(totals[BUDGET], pages.page_size)
+        if run.counts[PREFILLING] == 0 and not _admit(core, now):
+            return False
+        before = run.counts[PREEMPTIONS]
+        unblock(run, pages, peak, chunks)
+        totals[PREEMPTED_NOW] += run.counts[PREEMPTIONS] - before
+    totals[BEGUN] = 0
+    return True
+
+
+@njit(cache=True)
+def charge(core: Any, tokens: int, pairs: int, read: int) -> None:
+    """Take a step's work from what is left to do."""
+    rates, left = core.rates, core.left
+    left[COMPUTE] = max(0.0, left[COMPUTE] - tokens * rates.seconds_per_token - pairs * rates.seconds_per_pair)
+    left[MEMORY] = max(0.0, left[MEMORY] - read * rates.seconds_per_kv_token)
+
+
+@njit(cache=True)
+def _admit(core: Any, now: float) -> Any:
+    return admit(core.run, core.pages, core.peak, core.chunks, core.queue, core.rules, core.prompts, core.limits, now)

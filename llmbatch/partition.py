@@ -1,0 +1,76 @@
+"""A plan cut into shards for data parallelism: equal predicted seconds, like density.
+
+Every replica should finish at the same time and be as well blended as the whole. A two-ended order has
+compute-heavy rows at its left end and memory-heavy ones at its right, so each shard takes a piece of either end, such
+that it has its share of the compute and of the memory work still to give out (BlendServe 5.5 splits the tree in its
+order). Pieces are contiguous, so a cut costs one path of prefix. For shares of both there are two unknowns, the two
+lengths: a longer left piece brings compute, needs a shorter right piece for it, and so has less memory work; that is
+monotone, and bisected. What rows are too large to divide evenly is evened out by the shards that follow.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmbatch.cost import CostModel
+from llmbatch.errors import ParameterError
+from llmbatch.order import neighbour_lcp
+from llmbatch.plan import Plan
+from llmbatch.tree import PrefixTree
+
+Floats = NDArray[np.float64]
+
+
+def partition(tree: PrefixTree, plan: Plan, cost: CostModel, shards: int) -> list[NDArray[np.int32]]:
+    """Rows of each shard. Raises `ParameterError` where there are fewer rows than shards, or no shard."""
+    if not 1 <= shards <= len(plan.order):
+        raise ParameterError(f"A plan of {len(plan.order):,} rows can be cut into 1 to that many shards, got {shards}.")
+    order = plan.order
+    compute = plan.compute[order] - cost.prompt_seconds(neighbour_lcp(tree, order))
+    memory = plan.memory[order]
+    cut = _cut_both_ends if plan.two_ended else _cut_in_order
+    return cut(order, np.maximum(compute, 0.0), memory, cost, shards)
+
+
+def _cut_in_order(
+    order: NDArray[np.int32], compute: Floats, memory: Floats, cost: CostModel, shards: int
+) -> list[NDArray[np.int32]]:
+    seconds = np.cumsum(cost.overlap(compute, memory))
+    bounds = np.searchsorted(seconds, seconds[-1] * np.arange(1, shards) / shards)
+    return np.split(order, np.maximum.accumulate(np.clip(bounds, 1, len(order) - 1)))
+
+
+def _cut_both_ends(
+    order: NDArray[np.int32], compute: Floats, memory: Floats, cost: CostModel, shards: int
+) -> list[NDArray[np.int32]]:
+    # Sums over the first i rows; those of any piece are differences.
+    c, m = (np.concatenate(([0.0], np.cumsum(column))) for column in (compute, memory))
+    left, right = 0, len(order)
+    pieces = []
+    for shard in range(shards - 1):
+        remaining = shards - shard
+        wanted_c, wanted_m = (c[right] - c[left]) / remaining, (m[right] - m[left]) / remaining
+        most = right - left - (remaining - 1)  # a row for each shard that follows
+
+        low, high = 0, min(most, int(np.searchsorted(c, c[left] + wanted_c)) - left)
+        while low < high:
+            middle = (low + high) // 2
+            start = _right_start(c, left, middle, right, wanted_c, most)
+            if m[left + middle] - m[left] + m[right] - m[start] > wanted_m:
+                low = middle + 1
+            else:
+                high = middle
+        start = _right_start(c, left, low, right, wanted_c, most)
+        if low == 0 and start == right:
+            low = 1
+        pieces.append(np.concatenate([order[left : left + low], order[start:right]]))
+        left, right = left + low, start
+    return [*pieces, order[left:right]]
+
+
+def _right_start(c: Floats, left: int, taken: int, right: int, wanted: float, most: int) -> int:
+    """The start of the right piece that completes the compute of `taken` rows from the left; `most` rows in all."""
+    rest = max(0.0, wanted - (c[left + taken] - c[left]))
+    start = int(np.searchsorted(c, c[right] - rest))
+    return min(right, max(start, right - (most - taken)))

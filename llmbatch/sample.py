@@ -1,0 +1,207 @@
+"""Which rows run first, so that their answers tell how long the others' will be.
+
+Idea. A sample of the shard runs first, for real: its rows are part of the job. By rows it would be spent on
+the many: 1 % of a shard of multiple-choice questions and a few hundred videos is a thousand two-token answers
+and a handful of the rows that make up nearly all of the memory work. It must go by work instead, and by how
+uncertain that work is.
+
+Two rounds. In the first each table of `llmbatch.lengths` gives 20 rows where it is large, and 5 or more where it is
+small, for how uncertain a table is must be measured too (Sukhatme, 1935). When most of these have ended, those
+that still run being observations as well, the second gives what is left of the budget where it lowers the
+error of the total most (Neyman, 1934). With w = N sd, for N rows not observed whose memory work p d + d^2 / 2
+has the deviation sd under the table's survival, and n rows observed or chosen, the total's variance is the sum
+of w^2 / n over the tables; for a given sum of n it is least where n is proportional to w. Tables that have more
+than their share keep it, the others are filled up to one level, and that level is found by bisection. Rows
+that all exhaust `max_tokens` have no deviation, and get none.
+
+Runs. Rows are spread over a table by a golden-ratio sequence, but taken as runs of neighbours: when a small
+group shares most of its prompt, running one row of each group would compute every such prefix now and, under
+a small pool, again later. Whole groups pay for their prefix once. Never is more than a quarter of a table
+chosen: the rest needs company too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from llmbatch.lengths import LengthModel
+from llmbatch.tree import PrefixTree
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+_LARGE = 64  # a table with 1 / 64 of the rows is large
+_SHORT = 4  # max_tokens up to which the prior is close enough: running such rows first would only cost sharing
+_ERROR = 0.05  # relative standard error of the shard's memory work below which more rows are not worth it
+
+
+def first_sample(lengths: LengthModel, tree: PrefixTree, *, floor: int = 20, seed: int = 0) -> NDArray[np.int32]:
+    """Rows to run before anything is known, in tree order, int32: `floor` of every large subtree, a few of a small one.
+
+    Rows observed before count towards it. Rows of known length or of a few tokens at most are never chosen.
+    """
+    strata = _strata(lengths, tree)
+    return _spread(tree, strata, _floors(strata, lengths.parent, floor) - strata.seen, seed)
+
+
+def second_sample(
+    lengths: LengthModel, tree: PrefixTree, *, fraction: float = 0.01, floor: int = 20, seed: int = 0
+) -> NDArray[np.int32]:
+    """Rows to run when most of the first sample has ended, in tree order, int32: where memory work is uncertain.
+
+    `lengths` has observed the first sample, whose `floor` is given, and is refreshed. Both samples together are
+    `fraction` of the rows at most, or the first alone where that is more; fewer where fewer bring the relative
+    standard error of the shard's memory work below 5 %.
+    """
+    strata = _strata(lengths, tree)
+    spare = fraction * float(strata.size.sum()) - float(_floors(strata, lengths.parent, floor).sum())
+    expected = lengths.expected(tree.rows)
+    total = float((tree.lengths[tree.rows] * expected.mean + expected.second_moment / 2).sum())
+    weight = strata.left * _work_deviation(lengths, strata.prompt, strata.cap)
+    room = np.clip(_quarter(strata.size) - strata.seen, 0, strata.left)
+    return _spread(tree, strata, _neyman(weight, strata.seen, room, spare, _ERROR * total), seed + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Strata:
+    """The length model's tables as strata, counting the rows whose length is worth knowing. Columns by table."""
+
+    position: NDArray[np.int32]  # sorted positions of the rows not observed, table by table
+    bounds: Ints  # [tables + 1] where each table's begin
+    size: Ints  # rows
+    seen: Ints  # of these, observed
+    prompt: Floats  # mean prompt tokens of those not observed
+    cap: Floats  # and their mean `max_tokens`
+
+    @property
+    def left(self) -> Ints:
+        """Rows not observed."""
+        return np.diff(self.bounds)
+
+
+def _strata(lengths: LengthModel, tree: PrefixTree) -> _Strata:
+    rows, tables = tree.rows, lengths.num_tables
+    table = lengths.table_of[rows]
+    unknown = (lengths.max_tokens[rows] > _SHORT) & (lengths.known[rows] == 0)
+    seen = unknown & lengths.observed[rows]
+    position = np.flatnonzero(unknown & ~seen).astype(np.int32)
+    position = position[np.argsort(table[position], kind="stable")]
+    bounds = np.zeros(tables + 1, np.int64)
+    np.cumsum(np.bincount(table[position], minlength=tables), out=bounds[1:])
+
+    def mean(column: NDArray[np.int32]) -> Floats:
+        total = np.bincount(table[position], weights=column[rows[position]], minlength=tables)
+        return total / np.maximum(np.diff(bounds), 1)
+
+    return _Strata(
+        position,
+        bounds,
+        size=np.bincount(table[unknown], minlength=tables),
+        seen=np.bincount(table[seen], minlength=tables),
+        prompt=mean(tree.lengths),
+        cap=mean(lengths.max_tokens),
+    )
+
+
+def _floors(strata: _Strata, parent: NDArray[np.int32], floor: int) -> Ints:
+    """Rows that each table gives at least: a large one `floor`, a small one its share of those of its large subtree."""
+    large = strata.size.sum() / _LARGE
+    within = strata.size.astype(np.float64)
+    for t in range(parent.size - 1, 0, -1):
+        within[parent[t]] += within[t]
+    for t in range(1, parent.size):
+        if within[t] < large:  # from here on, that of the smallest large subtree around it
+            within[t] = within[parent[t]]
+    share = np.ceil(floor * strata.size / np.maximum(within, 1))
+    quota = np.where(strata.size >= large, floor, np.clip(share, max(1, floor // 4), floor))
+    return np.minimum(quota, _quarter(strata.size)).astype(np.int64)
+
+
+def _quarter(size: Ints) -> Ints:
+    return (size + 3) // 4
+
+
+def _work_deviation(lengths: LengthModel, prompt: Floats, cap: Floats) -> Floats:
+    """Standard deviation of the memory work p d + d^2 / 2 of a row of each table, in tokens squared.
+
+    A sum over the bins, each answer taken at its bin's middle: within 3 % of the length, which is less than
+    what a table knows.
+    """
+    edges = lengths.edges
+    ends = np.append((edges[:-1] + edges[1:] + 1) / 2, edges[-1])  # who gets beyond the last bin ends at the cap
+    length = np.minimum(ends, cap[:, None])
+    work = length * (prompt[:, None] + length / 2)
+    share = -np.diff(lengths.survival, axis=1, append=0.0)
+    mean = (share * work).sum(1, keepdims=True)
+    deviation: Floats = np.sqrt((share * (work - mean) ** 2).sum(1))
+    return deviation
+
+
+def _neyman(weight: Floats, seen: Ints, room: Ints, spare: float, error: float) -> Ints:
+    """Rows to add to `seen`, `room` at most and `spare` in all, until the total's standard error is `error`."""
+    low, high = 0.0, float(np.max((seen + room) / np.where(weight > 0, weight, np.inf), initial=0.0))
+    quota = np.zeros(weight.size)
+    for _ in range(100):
+        level = (low + high) / 2
+        quota = np.clip(level * weight - seen, 0, room)
+        variance = (weight**2 / np.maximum(seen + quota, 1)).sum()
+        if quota.sum() >= spare or variance <= error**2:
+            high = level
+        else:
+            low = level
+    # Rounded so that the sum is kept.
+    return np.diff(np.floor(np.cumsum(quota) + 1e-6), prepend=0.0).astype(np.int64)
+
+
+def _spread(tree: PrefixTree, strata: _Strata, quota: Ints, seed: int) -> NDArray[np.int32]:
+    """`quota` rows of each table, as far as it has them, in tree order."""
+    quota = np.clip(quota, 0, strata.left)
+    start = np.random.default_rng(seed).random(quota.size)
+    ends = tree.lengths[tree.rows]
+    chosen: NDArray[np.int32] = tree.rows[_choose(strata.position, strata.bounds, quota, start, tree.lcp, ends)]
+    return chosen
+
+
+@njit(cache=True)
+def _choose(position: Any, bounds: Any, quota: Any, start: Any, lcp: Any, ends: Any) -> Any:
+    """Sorted positions chosen: `quota` of each table's positions, as runs of rows that share half a prompt."""
+    taken = np.zeros(lcp.size, np.bool_)
+    for t in range(quota.size):
+        low, high = bounds[t], bounds[t + 1]
+        most = min(32, max(1, quota[t] // 4))
+        left = quota[t]
+        u = start[t]
+        while left > 0:
+            u = (u + 0.6180339887498949) % 1.0
+            k = low + min(np.int64(u * (high - low)), high - low - 1)
+            while taken[position[k]]:
+                k = k + 1 if k + 1 < high else low
+            half = ends[position[k]] // 2
+            head = k  # where a group no larger than a run begins
+            while (
+                head > low
+                and k - head < most - 1
+                and _follows(position, lcp, head, half)
+                and not taken[position[head - 1]]
+            ):
+                head -= 1
+            size = 0
+            while left > 0 and size < most and head < high and not taken[position[head]]:
+                if size and not _follows(position, lcp, head, half):
+                    break
+                taken[position[head]] = True
+                size += 1
+                left -= 1
+                head += 1
+    return np.flatnonzero(taken)
+
+
+@njit(cache=True)
+def _follows(position: Any, lcp: Any, k: int, half: int) -> bool:
+    """Whether the k-th free position and the one before are neighbours that share at least `half` tokens."""
+    return half > 0 and position[k] == position[k - 1] + 1 and lcp[position[k]] >= half

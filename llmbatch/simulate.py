@@ -1,0 +1,276 @@
+"""A trace through the scheduler that real engines run under, over an engine that is a clock.
+
+What `llmbatch simulate` prints and writes: the seconds a device would need under a law of cost, the optimum of that
+law, and a row for each step and each request from which both can be computed again.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from llmbatch.clock import STEP, SimulatedDriver
+from llmbatch.cost import CostModel
+from llmbatch.engines.simulated import Cascade
+from llmbatch.errors import ParameterError
+from llmbatch.partition import partition
+from llmbatch.plan import Plan
+from llmbatch.runner import decide, run_shard
+from llmbatch.traces import Trace
+from llmbatch.trie import PageTrie
+from llmbatch.workload import Pool, Scheduling, Workload
+
+Knowledge = Literal["known", "sampled"]
+PAGE_SIZE = 16
+MAX_RUNNING = 8192
+_CONTEXT = 131_072  # tokens: the longest answer that the scheduler must reckon with where lengths are not known
+_RESERVED = 4e9  # bytes of each card that are no KV, beside the weights
+
+SIDES = ("left", "right")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulationReport:
+    """The figures of a simulation. Times in seconds; requests that can never fit are errors and count nowhere else."""
+
+    order: str
+    requests: int
+    errors: int
+    prompt_tokens: int
+    output_tokens: int
+    seconds: float
+    optimal_seconds: float
+    fraction_of_optimal: float
+    tokens_per_second: float
+    prefix_sharing: float
+    prefix_sharing_optimal: float
+    steps: int
+    preemptions: int
+    peak_kv_fraction: float
+    critical_path_seconds: float  # the longest row's output tokens at weight-reading speed
+    planning_seconds: float  # real ones: from columns in memory to the order ready
+    scheduling_seconds: float  # real ones: all time in schedule and pages
+    replica_seconds: tuple[float, ...] = ()  # of each replica, where there are several
+
+    def to_dict(self) -> dict[str, Any]:
+        """The figures as JSON values."""
+        return {**asdict(self), "replica_seconds": list(self.replica_seconds)}
+
+    def to_text(self) -> str:
+        """The figures for a person."""
+        lines = [
+            f"requests         {self.requests:,} ({self.errors:,} can never fit), "
+            f"{self.prompt_tokens:,} prompt and {self.output_tokens:,} output tokens",
+            f"seconds          {self.seconds:,.1f} in order {self.order}, {self.fraction_of_optimal:.1%} of the "
+            f"optimum ({self.optimal_seconds:,.1f}); {self.tokens_per_second:,.0f} tokens/s",
+            f"prefix sharing   {self.prefix_sharing:.1%} of {self.prefix_sharing_optimal:.1%} possible",
+            f"steps            {self.steps:,}, {self.preemptions:,} preemptions, at most "
+            f"{self.peak_kv_fraction:.1%} of the KV memory used",
+            f"longest row      {self.critical_path_seconds:,.1f} s at the speed of reading the weights",
+            f"took             {self.planning_seconds:.2f} s to plan, {self.scheduling_seconds:.2f} s to schedule",
+        ]
+        if self.replica_seconds:
+            lines.append(f"replicas         {', '.join(f'{seconds:,.1f}' for seconds in self.replica_seconds)} s")
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True, slots=True)
+class Simulation:
+    """A report, a row a step (of `STEP`), and columns with a value a request."""
+
+    report: SimulationReport
+    steps: NDArray[Any]
+    requests: dict[str, NDArray[np.int32]]
+    step_shards: NDArray[np.int32] | None = None  # the replica of each step, where there are several
+
+    def steps_table(self) -> pa.Table:
+        """The steps as a table."""
+        shards = {} if self.step_shards is None else {"shard": self.step_shards}
+        return pa.table({name: self.steps[name] for name in STEP.names or ()} | shards)
+
+    def requests_table(self) -> pa.Table:
+        """The requests as a table, in input order; null where a request can never fit."""
+        missing = self.requests["finished_step"] < 0
+        columns: dict[str, Any] = {"row": np.arange(len(missing), dtype=np.int32)}
+        columns |= {name: pa.array(values, mask=missing) for name, values in self.requests.items()}
+        columns["side"] = pa.DictionaryArray.from_arrays(columns["side"], pa.array(SIDES)).cast(pa.string())
+        return pa.table(columns)
+
+
+def pool_of(cost: CostModel, kv_memory: float | None, page_size: int = PAGE_SIZE) -> Pool:
+    """The pages of `kv_memory` bytes; by default what a device has beside the weights and 4 GB a card.
+
+    Raises ParameterError where the model does not fit.
+    """
+    shape, hardware = cost.shape, cost.hardware
+    memory = hardware.memory - hardware.cards * _RESERVED - shape.weight_bytes if kv_memory is None else kv_memory
+    pages = int(memory / shape.kv_bytes_per_token) // page_size
+    if pages < 1:
+        raise ParameterError(
+            f"The model must fit the device: weights of {shape.weight_bytes / 1e9:.1f} GB leave no room for KV in "
+            f"{hardware.memory / 1e9:.0f} GB of {hardware.name}; use more cards (--tensor-parallel) or a larger one."
+            if kv_memory is None
+            else f"kv_memory must hold at least one page of {page_size} tokens, got {kv_memory:g} bytes."
+        )
+    return Pool(pages, page_size)
+
+
+def simulate(
+    trace: Trace,
+    cost: CostModel,
+    pool: Pool,
+    scheduling: Scheduling,
+    *,
+    lengths: Knowledge = "sampled",
+    cascade: bool = False,
+    replicas: int = 1,
+) -> Simulation:
+    """Run a trace through the scheduler; it knows the recorded lengths only where `lengths` says so.
+
+    With `replicas` the plan is cut into as many shards, each of which has the device and the pool to itself.
+    """
+    begun = time.perf_counter()
+    workload = describe(trace, pool, lengths)
+    seconds = time.perf_counter() - begun
+    if replicas == 1:
+        return run_workload(workload, trace.output_lengths, cost, pool, scheduling, cascade=cascade, planning=seconds)
+    shards = partition(workload.tree, decide(workload, pool, cost, scheduling), cost, replicas)
+    seconds = time.perf_counter() - begun
+    parts = []
+    for rows in shards:
+        keep = np.zeros(len(trace), np.bool_)
+        keep[rows] = True
+        part = replace(workload, tree=workload.tree.select(keep))
+        parts.append(run_workload(part, trace.output_lengths, cost, pool, scheduling, cascade=cascade))
+    return _merge(parts, shards, workload, trace.output_lengths, cost, pool, seconds)
+
+
+def describe(trace: Trace, pool: Pool, lengths: Knowledge) -> Workload:
+    """A trace as a workload: the rows that can ever fit the pool, their lengths known or not."""
+    output, prompts = trace.output_lengths, trace.prompt_lengths
+    known = lengths == "known"
+    workload = Workload(
+        tree=trace.tree(),
+        max_tokens=output if known else np.clip(pool.tokens - prompts, 1, _CONTEXT).astype(np.int32),
+        keys=np.zeros(len(output), np.int32),
+        known=output if known else np.zeros(len(output), np.int32),
+    )
+    return workload.without(np.flatnonzero(prompts.astype(np.int64) + output > pool.tokens).tolist())
+
+
+def run_workload(
+    workload: Workload,
+    output: NDArray[np.int32],
+    cost: CostModel,
+    pool: Pool,
+    scheduling: Scheduling,
+    *,
+    cascade: bool = False,
+    planning: float = 0.0,
+    decided: Plan | None = None,
+) -> Simulation:
+    """Run the rows of a workload's tree, which generate `output` int32 tokens each; a plan `decided` is kept.
+
+    `planning` seconds were spent before.
+    """
+    tree = workload.tree
+    shared = Cascade(pool.page_size, PageTrie.build(tree.rows, tree.lcp, pool.page_size).depth) if cascade else None
+    driver = SimulatedDriver(output, cost, shared)
+    begun = time.perf_counter()
+    result = run_shard(workload, driver, pool, cost, scheduling, decided=decided)
+    scheduling_seconds = time.perf_counter() - begun - result.planning_seconds
+    log = driver.log
+    steps = log.steps[: log.counts[0]]
+    requests = {
+        "admitted_step": log.admitted_step,
+        "finished_step": log.finished_step,
+        "prefilled_tokens": tree.lengths - log.cached_tokens,
+        "cached_tokens": log.cached_tokens,
+        "decoded_tokens": output - 1,
+        "recomputed_tokens": log.recomputed_tokens,
+        "preemptions": log.preemptions,
+        "side": log.side,
+    }
+    report = _report(
+        workload, output, cost, pool, steps, requests,
+        order=scheduling.order,
+        seconds=driver.seconds,
+        planning_seconds=planning + result.planning_seconds,
+        scheduling_seconds=scheduling_seconds,
+    )  # fmt: skip
+    return Simulation(report, steps, requests)
+
+
+def _report(
+    workload: Workload,
+    output: NDArray[np.int32],
+    cost: CostModel,
+    pool: Pool,
+    steps: NDArray[Any],
+    requests: dict[str, NDArray[np.int32]],
+    *,
+    replicas: int = 1,
+    seconds: float,
+    **given: Any,
+) -> SimulationReport:
+    tree = workload.tree
+    rows = tree.rows
+    prompts, answers = tree.lengths[rows].astype(np.int64), output[rows].astype(np.int64)
+    shared = tree.total_tokens - tree.unique_tokens
+    compute = float(cost.request_compute(prompts, answers).sum() - cost.prompt_seconds(shared))
+    memory = float(cost.request_memory(prompts, answers, answers**2).sum())
+    pool_bytes = pool.tokens * cost.shape.kv_bytes_per_token
+    optimal = cost.optimal_seconds(compute / replicas, memory / replicas, pool_bytes)
+    prompt_tokens = int(prompts.sum())
+    return SimulationReport(
+        requests=len(output),
+        errors=len(output) - len(rows),
+        prompt_tokens=prompt_tokens,
+        output_tokens=int(answers.sum()),
+        seconds=seconds,
+        optimal_seconds=optimal,
+        fraction_of_optimal=optimal / seconds if seconds else 1.0,
+        tokens_per_second=(prompt_tokens + int(answers.sum())) / seconds if seconds else 0.0,
+        prefix_sharing=int(requests["cached_tokens"][rows].sum(dtype=np.int64)) / max(1, prompt_tokens),
+        prefix_sharing_optimal=tree.sharing,
+        steps=len(steps),
+        preemptions=int(steps["preempted"].sum()),
+        peak_kv_fraction=int(steps["kv_used_tokens"].max(initial=0)) / pool.tokens,
+        critical_path_seconds=int(answers.max(initial=0)) * cost.weight_seconds,
+        **given,
+    )
+
+
+def _merge(
+    parts: list[Simulation],
+    shards: list[NDArray[np.int32]],
+    workload: Workload,
+    output: NDArray[np.int32],
+    cost: CostModel,
+    pool: Pool,
+    planning: float,
+) -> Simulation:
+    """Replicas side by side: the slowest decides."""
+    steps = np.concatenate([part.steps for part in parts])
+    requests = {name: column.copy() for name, column in parts[0].requests.items()}
+    shard_of = np.full(len(output), -1, np.int32)
+    for number, (part, rows) in enumerate(zip(parts, shards, strict=True)):
+        shard_of[rows] = number
+        for name, column in part.requests.items():
+            requests[name][rows] = column[rows]
+    report = _report(
+        workload, output, cost, pool, steps, requests,
+        replicas=len(parts),
+        order=parts[0].report.order,
+        seconds=max(part.report.seconds for part in parts),
+        replica_seconds=tuple(part.report.seconds for part in parts),
+        planning_seconds=planning + sum(part.report.planning_seconds for part in parts),
+        scheduling_seconds=sum(part.report.scheduling_seconds for part in parts),
+    )  # fmt: skip
+    step_shards = np.repeat(np.arange(len(parts), dtype=np.int32), [len(part.steps) for part in parts])
+    return Simulation(report, steps, {**requests, "shard": shard_of}, step_shards)
