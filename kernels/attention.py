@@ -8,7 +8,8 @@ token; its query heads share each key they read.
 Keys are stored transposed within their page, [width, page size], values as they are, [page size, width]. Both
 products of attention are then the same loop, a row of scalars times rows of 16 neighbours (`tile.multiply`), and
 it reads pages in place: along the keys of a page for Q K^T, along the width for P V. Sixteen keys are scored at a
-time; where a page ends before, the lanes beyond it score what lies there and are written over by the next page's.
+time, or eight; where a page ends before, the lanes beyond it score what lies there and are written over by the next
+page's.
 Only pages of fewer than 8 tokens, where that would be most of the work, have their keys gathered into a tile first.
 
 A chunk's own keys were written into pages before anyone attends, so that own chunk and context are one case, and
@@ -28,7 +29,7 @@ from numba import njit, prange
 from numpy.typing import NDArray
 
 from llmbatch.kernels.numerics import FASTMATH, exp32, narrow, ordered, unordered, widen
-from llmbatch.kernels.tile import LANES, multiply, multiply_add
+from llmbatch.kernels.tile import LANES, NARROW, multiply, multiply_add, multiply_narrow
 
 BLOCK_ROWS: Final = 128
 _TILE: Final = 64
@@ -95,7 +96,11 @@ def _score_tile(
         offset = key % size
         run = min(size - offset, high - key)
         page = np.int64(table[key // size])
-        multiply(scores, key - low, q, rows, keys, (page * heads + head) * width * size + offset, size, run, width)
+        at = (page * heads + head) * width * size + offset
+        if run <= NARROW:
+            multiply_narrow(scores, key - low, q, rows, keys, at, size, width)
+        else:
+            multiply(scores, key - low, q, rows, keys, at, size, run, width)
         key += run
 
 

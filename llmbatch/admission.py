@@ -61,7 +61,7 @@ class Limits(NamedTuple):
 @njit(cache=True)
 def prefill(run: Any, pages: Any, chunks: Any) -> bool:
     """Give each prefilling sequence its chunk; whether all of them got one."""
-    for i in range(run.counts[PREFILLING]):  # noqa: SIM110: compiled code knows no all()
+    for i in range(run.counts[PREFILLING]):  # noqa: SIM110 (compiled code knows no all)
         if not give_chunk(run, pages, chunks, run.prefilling[i]):
             return False
     return True
@@ -108,12 +108,13 @@ def admit(
         if run.counts[PREEMPTED] > 0:
             slot = run.preempted[run.counts[PREEMPTED] - 1]
             record = run.slots[slot]
-            if not _fits(run, pages, peak, chunks, record.request, record.known, record.left, limits.pool, now):
-                return True
-            run.counts[PREEMPTED] -= 1
-            if not _enter(run, pages, peak, chunks, slot, now):
-                return True
-            continue
+            if not right_full:
+                if _fits(run, pages, peak, chunks, record.request, record.known, record.left, limits.pool, now):
+                    run.counts[PREEMPTED] -= 1
+                    if not _enter(run, pages, peak, chunks, slot, now):
+                        return True
+                    continue
+                right_full = True  # it comes before the right end's; what the left end admits is soon gone
         if queue.at[0] > queue.at[1] or run.counts[DECODING] + run.counts[PREFILLING] >= limits.most_running:
             return True
         if run.counts[FREE] == 0:

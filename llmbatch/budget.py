@@ -24,7 +24,6 @@ class Load(NamedTuple):
 
     decodes: int  # sequences that will compute one token
     kv_tokens: int  # KV tokens they read
-    kv_fraction: float  # of the pool, in use
     compute_left: float  # seconds of compute of everything not yet done
     memory_left: float  # seconds of KV reads of everything not yet done
 
@@ -62,7 +61,7 @@ class FixedBudget:
 
 @dataclass(frozen=True, slots=True)
 class ClosedLoopBudget:
-    """`c* = (C / M) m`, between a floor and a ceiling, rounded up to the hardware's tile.
+    """`c* = (C / M) m`, between a floor and a ceiling, rounded to the hardware's tile.
 
     Under law `bytes` a step reads the weights as well, W / B beside m; the memory work left then counts them once
     for each filling of the pool, `weights_per_pool` being weight bytes over the pool's.
@@ -70,10 +69,8 @@ class ClosedLoopBudget:
 
     rates: Rates
     weights_per_pool: float = 0.0
-    floor: int = 256
+    floor: int = TILE
     ceiling: int = 8192
-    filling: int = 2048  # least budget while the pool is nearly empty
-    filling_fraction: float = 0.2
 
 
 Budget = FixedBudget | ClosedLoopBudget
@@ -87,18 +84,13 @@ class BudgetRules(NamedTuple):
     weights_per_pool: float
     floor: int
     ceiling: int
-    filling: int
-    filling_fraction: float
 
     @classmethod
     def of(cls, budget: Budget) -> BudgetRules:
         """The rules of a `Budget`."""
         if isinstance(budget, FixedBudget):
-            return cls(budget.step_tokens, Rates(0.0, 0.0, 0.0, 0.0, 0.0, False), 0.0, 0, 0, 0, 0.0)
-        return cls(
-            0, budget.rates, budget.weights_per_pool, budget.floor, budget.ceiling, budget.filling,
-            budget.filling_fraction,
-        )  # fmt: skip
+            return cls(budget.step_tokens, Rates(0.0, 0.0, 0.0, 0.0, 0.0, False), 0.0, 0, 0)
+        return cls(0, budget.rates, budget.weights_per_pool, budget.floor, budget.ceiling)
 
 
 @njit(cache=True)
@@ -116,6 +108,5 @@ def step_tokens(rules: Any, load: Any) -> Any:
     else:
         target = max(load.compute_left / left * memory, rates.weight_seconds)
     wanted = int(target / rates.seconds_per_token)
-    floor = rules.filling if load.kv_fraction < rules.filling_fraction else rules.floor
-    tokens = min(max(wanted, floor), rules.ceiling)
-    return max(-(-tokens // TILE) * TILE, load.decodes + TILE)
+    tokens = min(max(wanted, rules.floor), rules.ceiling)
+    return max((tokens + TILE // 2) // TILE * TILE, load.decodes + TILE)

@@ -242,6 +242,11 @@ class CostModel:
         """Reading all weights once."""
         return self.shape.weight_bytes / self.hardware.bytes_per_second
 
+    @property
+    def kv_token_seconds(self) -> float:
+        """Reading one token's KV."""
+        return self.shape.kv_bytes_per_token / self.hardware.bytes_per_second
+
     def prompt_seconds(self, tokens: ArrayLike) -> Floats:
         """Compute of prompt tokens without their attention: what sharing them saves."""
         return np.asarray(tokens, np.float64) * (2.0 * self.shape.params / self.hardware.flops)
@@ -262,7 +267,7 @@ class CostModel:
         read = p * d + dd / 2
         total = np.zeros_like(read)
         for window, layers in self._layer_kinds():
-            total += layers * np.minimum(read, d * window)
+            total += layers * (read if math.isinf(window) else np.minimum(read, d * window))
         per_layer = self.shape.kv_bytes_per_token / self.shape.layers
         seconds: Floats = total * (per_layer / self.hardware.bytes_per_second)
         return seconds

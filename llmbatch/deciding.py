@@ -25,7 +25,7 @@ from llmbatch.admission import (
 from llmbatch.advance import hold_decodes, unblock
 from llmbatch.budget import BudgetRules, Load, Rates, step_tokens
 from llmbatch.ends import EndRules, Queue
-from llmbatch.pages import EMPTY, UNUSED, WIDEST, Pages
+from llmbatch.pages import WIDEST, Pages
 from llmbatch.peak import Peak
 from llmbatch.slots import DECODING, PREEMPTED, PREEMPTIONS, PREFILLING, RECKONED, Running
 
@@ -78,8 +78,7 @@ def decide_step(core: Any, now: float) -> Any:
         totals[BEGUN] = 1
         totals[PREEMPTED_NOW] = run.counts[PREEMPTIONS] - before
         decodes = run.counts[DECODING]
-        used = pages.num_pages - pages.counts[EMPTY] - pages.counts[UNUSED]
-        load = Load(decodes, kv_tokens, used / pages.num_pages, core.left[COMPUTE], core.left[MEMORY])
+        load = Load(decodes, kv_tokens, core.left[COMPUTE], core.left[MEMORY])
         totals[BUDGET] = step_tokens(core.budget, load) - decodes
         totals[OPEN] = prefill(run, pages, chunks)
     if totals[OPEN] and not _admit(core, now):

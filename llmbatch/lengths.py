@@ -10,21 +10,23 @@ censored (Kaplan and Meier, 1958), so a half-run sample is not biased to the sho
 tables above as well, each for as many rows as its own table has per observation: a table that was sampled
 more than its neighbours does not outweigh them.
 
-Survival. In bin b the hazard is h = (ended + k (A(b) - A(b + 1))) / (at risk + k A(b)), at risk being those
-that ended in b or got beyond it, and the share of b that each censored there has run. Where fewer than 20 answers are complete, k = 4 (1 - complete / 20) rows are
-taken to follow the distribution A above (a Dirichlet prior: Susarla and Van Ryzin, 1976): few answers lean on
-the parent, enough stand alone, and an MMLU group is not given its neighbours' essays. But a few rows that are
-still running where all neighbours have long ended are of a kind not seen before, and the neighbours' tail is
-no forecast for them. So A is a mixture of the parent's distribution and the table's own extrapolation, by how
-likely the parent's and the prior make what the table has seen, with a thousand to one for the parent at first.
-With 20 or more, A is the table's own extrapolation, used only where nobody seen got beyond the bin and then
-with a quarter row. The prior is P(D > o) = 256 / (256 + o): half of the answers within 256 tokens and a tail
-that `max_tokens` cuts; nothing observed, that is what every row gets.
+Survival. In bin b the hazard is h = (ended + k (A(b) - A(b + 1))) / (at risk + k A(b)). At risk are those that
+ended in b or got beyond it, and of each row seen running in b the share of b that it has behind it: where all
+run at one place, the few that ended beside them would otherwise be all there were. Where fewer than 20 answers
+are complete, k = 4 (1 - complete / 20) rows are taken to follow the distribution A above (a Dirichlet prior:
+Susarla and Van Ryzin, 1976): few answers lean on the parent, enough stand alone, and an MMLU group is not given
+its neighbours' essays. But a few rows that are still running where all neighbours have long ended are of a kind
+not seen before, and the neighbours' tail is no forecast for them. So A is a mixture of the parent's
+distribution and the table's own extrapolation, by how likely the parent's and the prior make what the table
+has seen, with a thousand to one for the parent at first. With 20 or more, A is the table's own extrapolation,
+used only where nobody seen got beyond the bin and then with a quarter row. The prior is P(D > o) =
+256 / (256 + o): half of the answers within 256 tokens and a tail that `max_tokens` cuts; nothing observed, that
+is what every row gets.
 
 Beyond what was seen. Up to x, where the last of its rows was seen, a table's own extrapolation is the prior;
-from there on -d log S / d log o = a sqrt(o / x), at most 4. a is the censored maximum-likelihood estimate over
-the longest answers (Hill, 1975), started from 2 and kept within 2 / 3 and 4: over 5 or sqrt(n) of them, and as
-many as rows were running still at x. Hill's tail has a constant exponent. Where half of a sample is running,
+from there on -d log S / d log o = a (o / x)^(2/3), at most 4. a is the censored maximum-likelihood estimate
+over the longest answers (Hill, 1975), started from 2 and kept within 2/3 and 4: over 5 or sqrt(n) of them, and
+as many as rows were running still at x. Hill's tail has a constant exponent. Where half of a sample is running,
 it would be near 1, and the cap alone would set E[d^2]; held at 2 or more it makes E[d^2] a third of the truth.
 The exponents of real answers rise along their tails, as a Weibull distribution's do: in proportion to o if it
 is exponential, more slowly if it is heavier.
@@ -59,6 +61,7 @@ _LEAN = 4.0  # rows' worth of the parent where no answer is complete
 _NEW_KIND = 1e-3  # odds that a table's rows are of a kind not seen above
 _PRIOR_MEDIAN = 256.0
 _LEAST_EXPONENT, _MOST_EXPONENT = 2 / 3, 4.0  # of a tail
+_STEEPER = 2 / 3  # power of the length with which a tail's exponent rises
 _ENDED, _RUNNING, _EXHAUSTED, _TOKENS = range(4)
 
 
@@ -271,36 +274,35 @@ def _bin(edges: Any, tokens: int) -> int:
     return low - 1
 
 
-@njit(cache=True)
-def _pool(parent: Any, rows: Any, counts: Any) -> Any:
+def _pool(parent: NDArray[np.int32], rows: NDArray[Any], counts: NDArray[np.int64]) -> tuple[Floats, NDArray[Any]]:
     """Per table, the counts of what was seen in it and below it, and the number of answers among them.
 
     Each part of a table is weighted by its rows, and the whole scaled to the number of observations.
     """
-    _, tables, edges = counts.shape
-    pooled = np.zeros(counts.shape)
-    answered = np.zeros(tables, np.int64)
-    seen = np.zeros(tables)
-    within = rows.astype(np.float64)  # rows of the table and below
-    stood_for = np.zeros(tables)  # of these, the ones in parts of which something was seen
-    for t in range(tables - 1, -1, -1):
-        own = counts[:_TOKENS, t].sum()
-        if own > 0:
-            pooled[:, t] += rows[t] / own * counts[:, t]
-            answered[t] += own - counts[_RUNNING, t].sum()
-            seen[t] += own
-            stood_for[t] += rows[t]
-        above = parent[t]
-        if above >= 0:
-            within[above] += within[t]
-        if seen[t] > 0:
-            pooled[:, t] *= seen[t] / stood_for[t]
-            if above >= 0:
-                pooled[:, above] += within[t] / seen[t] * pooled[:, t]
-                answered[above] += answered[t]
-                seen[above] += seen[t]
-                stood_for[above] += within[t]
+    seen = counts[:_TOKENS].sum((0, 2))
+    answered = seen - counts[_RUNNING].sum(1)
+    stood_for = np.where(seen > 0, rows, 0.0)  # rows of the parts of which something was seen
+    pooled = counts * (rows / np.maximum(seen, 1))[:, None]
+    _add_up(parent, rows.astype(np.float64), pooled, seen, answered, stood_for)
+    pooled *= (seen / np.maximum(stood_for, 1.0))[:, None]
     return pooled, answered
+
+
+@njit(cache=True)
+def _add_up(parent: Any, within: Any, pooled: Any, seen: Any, answered: Any, stood_for: Any) -> None:
+    """Add each table to those above it, as many times as the rows `within` it are those that it stands for."""
+    kinds, tables, edges = pooled.shape
+    for t in range(tables - 1, 0, -1):
+        above = parent[t]
+        within[above] += within[t]
+        if seen[t] == 0:
+            continue
+        for kind in range(kinds):
+            for b in range(edges):
+                pooled[kind, above, b] += within[t] / stood_for[t] * pooled[kind, t, b]
+        seen[above] += seen[t]
+        answered[above] += answered[t]
+        stood_for[above] += within[t]
 
 
 @njit(cache=True)
@@ -313,8 +315,6 @@ def _survive(parent: Any, edges: Any, pooled: Any, answered: Any, curve: Any) ->
         ended, censored = pooled[_ENDED, t], pooled[_RUNNING, t] + pooled[_EXHAUSTED, t]
         beyond = censored[bins]
         for b in range(bins - 1, -1, -1):
-            # A censored row was in the bin for a part of it. Left out, it would not be missed where few are seen
-            # running in the same place; but where all are, the few that ended beside them would be all there were.
             risk[b] = ended[b] + beyond + pooled[_TOKENS, t, b] / (edges[b + 1] - edges[b])
             lean[b] = 0.25 if beyond == 0.0 else 0.0
             beyond += ended[b] + censored[b]
@@ -356,7 +356,7 @@ def _extrapolated(edges: Any, prior: Any, ended: Any, censored: Any, risk: Any) 
             break
     exponent = min(max((2.0 + events) / (1.0 + exposure), _LEAST_EXPONENT), _MOST_EXPONENT)
     for b in range(last, risk.size):
-        local = min(exponent * math.sqrt((edges[b] + 1) / x), _MOST_EXPONENT)
+        local = min(exponent * ((edges[b] + 1) / x) ** _STEEPER, _MOST_EXPONENT)
         survival[b + 1] = survival[b] * ((edges[b] + 1) / (edges[b + 1] + 1)) ** local
     return survival
 

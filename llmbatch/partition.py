@@ -38,7 +38,9 @@ def _cut_in_order(
 ) -> list[NDArray[np.int32]]:
     seconds = np.cumsum(cost.overlap(compute, memory))
     bounds = np.searchsorted(seconds, seconds[-1] * np.arange(1, shards) / shards)
-    return np.split(order, np.maximum.accumulate(np.clip(bounds, 1, len(order) - 1)))
+    number = np.arange(1, shards)
+    bounds = number + np.maximum.accumulate(np.maximum(bounds - number, 0))  # a row at least for each shard
+    return np.split(order, np.minimum(bounds, len(order) - shards + number))
 
 
 def _cut_both_ends(

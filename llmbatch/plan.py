@@ -3,10 +3,11 @@
 `blend` walks the prefix tree with children sorted by density, compute-heavy first, after the worst outliers
 have been moved out (`llmbatch.split`). Rows much more memory-heavy than the whole, or than balance, form the
 *right end*.
-There, longest first would put rows into memory in lockstep and leave half of it idle on average, so children
-come in random order: siblings can be permuted freely without losing any sharing. Large subtrees keep their
-place by density, and some of the short rows wait at the inner side, where the two scans meet, so that the
-job does not end on a long row.
+There, longest first would put rows
+into memory in lockstep and leave half of it idle on average, so children come in random order: siblings can be
+permuted freely without losing any sharing. But a long answer that starts late ends after everything else, so the
+order is that of starting times drawn for each child among those at which it can still end with the rest. Large
+subtrees keep their place by density.
 
 The sequence is consumed from both ends. Where order gains nothing the plan says so, and `blend` keeps the
 input's.
@@ -43,7 +44,6 @@ _KEEP = 0.99  # of the prefix sharing
 _RIGHT = 0.5  # rows below this share of the whole's density, or of 1 if that is more, are the right end
 _ALIKE = 2.0  # nearly all rows' densities within this factor: one kind
 _LARGE = 0.05  # of the right end's memory work: ordered by density, not at random
-_TAIL = 0.01  # of the right end's memory work may lie in rows that count as short
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,8 @@ def plan(
     )
     scan, two_ended, rows = None, False, input_order(tree)
     if policy == "blend" and gains_nothing is None:
-        rows, two_ended = _blend(tree, costs, (1 - _KEEP) * shared, seed), True
+        steps = memory_seconds / (pool_tokens * cost.kv_token_seconds)
+        rows, two_ended = _blend(tree, costs, (1 - _KEEP) * shared, steps, seed), True
     elif policy == "dual-scan":
         items = hang(tree, costs, dissolve(tree, (1 - _KEEP) * shared))
         rows, two_ended = arrange(tree, items.above, -items.log_density), True
@@ -178,15 +179,19 @@ def _why_order_gains_nothing(
     return None
 
 
-def _blend(tree: PrefixTree, costs: RowCosts, budget: float, seed: int) -> NDArray[np.int32]:
+def _blend(tree: PrefixTree, costs: RowCosts, budget: float, steps: float, seed: int) -> NDArray[np.int32]:
     items = move_outliers(tree, costs, budget)
     key = -items.log_density
-    _mix_right_end(items, key, np.random.default_rng(seed))
+    _mix_right_end(items, key, steps, np.random.default_rng(seed))
     return arrange(tree, items.above, key)
 
 
-def _mix_right_end(items: Items, key: Floats, rng: np.random.Generator) -> None:
-    """Replace the keys of the right end's items: random, large ones by density, some short ones at the inner side."""
+def _mix_right_end(items: Items, key: Floats, steps: float, rng: np.random.Generator) -> None:
+    """Replace the keys of the right end's items by when they are to start; large ones stay in order of density.
+
+    The memory work is `steps` readings of a full pool. An item whose answers take d steps may start in any of the
+    first `steps` - d and still end with the rest.
+    """
     nodes = key.size // 2
     log_density = items.log_density
     limit = max(log_density[nodes], 0.0) + np.log(_RIGHT)
@@ -198,27 +203,12 @@ def _mix_right_end(items: Items, key: Floats, rng: np.random.Generator) -> None:
     if not chosen.size:
         return
     total = float(items.memory[right & at_root].sum())
-    new = rng.random(chosen.size)
     length = items.output[chosen] / np.maximum(items.count[chosen], 1)
+    start = rng.random(chosen.size) * np.maximum(0.0, 1.0 - length / max(steps, 1.0))
     large = (items.memory[chosen] > _LARGE * total) & (items.count[chosen] > 1)
     centre = float(np.median(log_density[chosen]))
-    new[large] = np.clip(0.5 - (log_density[chosen[large]] - centre) / 8, 0.0, 1.0)
-    short = length < _short_length(items, chosen, length, total)
-    # Below all random keys, the longer the farther out; every second one, so that the rest still mixes.
-    short &= ~large & (rng.random(chosen.size) < 0.5)
-    new[short] = -1.0 / (1.0 + length[short])
-    key[chosen] = 1e6 + new
-
-
-def _short_length(items: Items, chosen: NDArray[np.int64], length: Floats, total: float) -> float:
-    """Rows shorter than this hold at most `_TAIL` of the right end's memory work."""
-    inner = np.zeros(items.above.size, np.bool_)
-    nodes = items.above.size // 2
-    inner[nodes + items.above[items.above >= 0]] = True
-    leaf = ~inner[chosen]
-    by_length = np.argsort(length[leaf], kind="stable")
-    held = np.cumsum(items.memory[chosen[leaf]][by_length])
-    return float(length[leaf][by_length][min(int(np.searchsorted(held, _TAIL * total)), by_length.size - 1)])
+    start[large] = np.clip(0.5 + (log_density[chosen[large]] - centre) / 8, 0.0, 1.0)
+    key[chosen] = 1e6 - start  # the right end is read from its last row
 
 
 @njit(cache=True)

@@ -1,9 +1,9 @@
 """One shard through one engine: plan, sample lengths, run, learn.
 
 A policy that orders by density needs lengths, so a sample of the requests is admitted first, for real; the rest
-follows as soon as the sample is in, in the order of what is believed so far. The plan is made anew a few times
-while the sample runs, those still running counted as censored observations, and for the last time when most of
-it has ended. From then on what is learnt refreshes the forecasts and the work left, not the order.
+follows as soon as the sample is in, in the order of what is believed so far. Sequences that still run are censored
+observations, so there is no waiting for the last of the sample: what is known is refreshed every few hundred steps,
+and the plan made anew whenever the job is twice as old as at the last one.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ from llmbatch.workload import Pool, Scheduling, Workload
 
 NEED_LENGTHS = ("blend", "dual-scan", "density")  # policies
 STEP_TOKENS = 2048
-_MOST = 0.8  # of the sample that has ended when the rest is planned for the last time
-_FIRST_PLAN = 64  # steps after the sample was admitted; each plan waits four times as long as the one before
+_FIRST_PLAN = 64  # steps after the first sample was admitted; each plan waits twice as long as the one before
+_SECOND_SAMPLE = 512  # the wait after which the second sample is drawn
+_ENDED = 0.5  # of the second sample, after which the right end is open
+_PATIENCE = 0.01  # of the job's compute, in steps of the shortest kind: the longest wait with the right end closed
 _ALWAYS = 1 << 62
 _REFRESH = 256  # steps between two refreshes of what is known of lengths, at least
 
@@ -95,7 +97,7 @@ class _Run:
         self._scheduler = Scheduler(
             tree.lengths,
             num_pages=pool.num_pages,
-            trie=PageTrie.build(tree.rows, tree.lcp, pool.page_size),
+            trie=PageTrie.build(tree.rows, tree.lcp, pool.page_size, len(workload)),
             lengths=self._lengths,
             rates=self._rates,
             max_running=scheduling.max_running,
@@ -105,37 +107,47 @@ class _Run:
 
     def run(self, decided: Plan | None) -> ShardResult:
         """Run the shard to its end."""
-        rows = self._tree.rows
-        unknown = bool((self._lengths.known[rows] == 0).any())
-        if decided is None:
-            decided = self._plan()
-            if decided.policy in NEED_LENGTHS and not decided.relaxed and unknown:
-                decided = self._sample(decided)
+        unknown = bool((self._lengths.known[self._tree.rows] == 0).any())
+        given = decided is not None
+        decided = decided or self._plan()
+        learning = unknown and not given and decided.policy in NEED_LENGTHS and not decided.relaxed
+        if learning:
+            decided = self._learn_from_samples(decided)
         self._enqueue(decided)
+        planned = self._scheduler.steps
         while not self._scheduler.done:
             self._advance(max(_REFRESH, self._scheduler.steps // 16) if unknown else _ALWAYS)
             if unknown:
                 self._learn()
+                if learning and self._scheduler.steps >= 2 * planned:
+                    decided, planned = self._plan(), self._scheduler.steps
                 self._enqueue(decided)
         return ShardResult(decided, self._scheduler.steps, self._scheduler.preemptions, self._planning_seconds)
 
-    def _sample(self, decided: Plan) -> Plan:
-        """Run a sample first, the rest behind it, and plan anew until most of the sample has ended."""
+    def _learn_from_samples(self, decided: Plan) -> Plan:
+        """Run a sample first, the rest behind it, until something is known of long answers too."""
         seed = self._scheduling.seed
         sample = first_sample(self._lengths, self._tree, seed=seed)
         self._run_first(sample)
-        wait = _FIRST_PLAN
-        while not self._scheduler.done and np.count_nonzero(self._ended[sample]) < _MOST * len(sample):
-            self._enqueue(decided)
+        patience = _PATIENCE * decided.compute_seconds / self._rates.weight_seconds
+        drawn, wait = False, _FIRST_PLAN
+        while wait <= patience and not self._scheduler.done and (not drawn or self._seen(sample) < _ENDED):
+            self._enqueue(decided, settled=False)
             self._advance(wait)
             self._learn()
-            if wait == _FIRST_PLAN:
+            if not drawn and wait >= _SECOND_SAMPLE:
+                drawn = True
                 more = second_sample(self._lengths, self._tree, fraction=self._scheduling.sample_fraction, seed=seed)
                 self._run_first(more)
-                sample = np.concatenate([sample, more])
+                sample = more if len(more) else sample
             decided = self._plan()
-            wait *= 4
+            wait *= 2
         return decided
+
+    def _seen(self, sample: NDArray[np.int32]) -> float:
+        """The share of a sample that has ended, each row weighted by the memory work expected of it."""
+        work = self._lengths.expected(sample).second_moment
+        return float(work[self._ended[sample]].sum() / work.sum())
 
     def _run_first(self, sample: NDArray[np.int32]) -> None:
         """Admit a sample before anything else."""
@@ -169,23 +181,27 @@ class _Run:
         self._planning_seconds += time.perf_counter() - begun
         return decided
 
-    def _enqueue(self, decided: Plan) -> None:
-        """Let the scheduler admit in the plan's order, with what is known of lengths now."""
+    def _enqueue(self, decided: Plan, *, settled: bool = True) -> None:
+        """Let the scheduler admit in the plan's order, with what is known of lengths now.
+
+        Until that is `settled` nobody is admitted from the right end: where nothing has been seen of long answers
+        they would seem short, and all of them would be let in at once.
+        """
         ends: Ends = InOrder()
         budget: Budget = FixedBudget(self._scheduling.step_tokens or STEP_TOKENS)
         if decided.scan is not None:
             ends = DualScanEnds(decided.scan)
         elif decided.two_ended:
-            ends = Blend()
+            ends = Blend() if settled else InOrder()
             if self._scheduling.step_tokens is None and self._cost.overlap.exponent > 1:
                 budget = ClosedLoopBudget(self._rates, self._weights_per_pool())
-        self._admit(decided.order, ends, budget)
+        self._admit(decided.order, ends, budget, settled=settled)
 
     def _weights_per_pool(self) -> float:
         """Weight bytes over the pool's."""
         return self._cost.shape.weight_bytes / (self._pool.tokens * self._cost.shape.kv_bytes_per_token)
 
-    def _admit(self, order: NDArray[np.int32], ends: Ends, budget: Budget) -> None:
+    def _admit(self, order: NDArray[np.int32], ends: Ends, budget: Budget, *, settled: bool = True) -> None:
         rows, prompts = self._tree.rows, self._tree.lengths
         expected = self._lengths.expected(np.arange(len(self._workload), dtype=np.int32))
         mean = expected.mean[rows]
@@ -199,6 +215,7 @@ class _Run:
         memory[running] = self._cost.request_memory(prompts[running] + generated, left, left**2)
         compute[self._ended] = memory[self._ended] = 0.0
         waiting = order[~self._ended[order]]
-        self._scheduler.enqueue(
-            Waiting(waiting, expected.mean, ends, budget, compute=float(compute.sum()), memory=float(memory.sum()))
-        )
+        compute_left, memory_left = float(compute.sum()), float(memory.sum())
+        if not settled:
+            memory_left = compute_left  # what has been seen of memory work is too little to steer by
+        self._scheduler.enqueue(Waiting(waiting, expected.mean, ends, budget, compute=compute_left, memory=memory_left))

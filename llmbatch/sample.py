@@ -5,14 +5,14 @@ the many: 1 % of a shard of multiple-choice questions and a few hundred videos i
 and a handful of the rows that make up nearly all of the memory work. It must go by work instead, and by how
 uncertain that work is.
 
-Two rounds. In the first each table of `llmbatch.lengths` gives 20 rows where it is large, and 5 or more where it is
-small, for how uncertain a table is must be measured too (Sukhatme, 1935). When most of these have ended, those
-that still run being observations as well, the second gives what is left of the budget where it lowers the
-error of the total most (Neyman, 1934). With w = N sd, for N rows not observed whose memory work p d + d^2 / 2
-has the deviation sd under the table's survival, and n rows observed or chosen, the total's variance is the sum
-of w^2 / n over the tables; for a given sum of n it is least where n is proportional to w. Tables that have more
-than their share keep it, the others are filled up to one level, and that level is found by bisection. Rows
-that all exhaust `max_tokens` have no deviation, and get none.
+Two rounds. In the first each large subtree gives 20 rows and each small table a few, for how uncertain a table
+is must be measured too (Sukhatme, 1935). When most of these have ended, those that still run being observations
+as well, the second gives what is left of the budget where it lowers the error of the total most (Neyman, 1934).
+With w = N sd, for N rows not observed whose memory work p d + d^2 / 2 has the deviation sd under the table's
+survival, and n rows observed or chosen, the total's variance is the sum of w^2 / n over the tables; for a given
+sum of n it is least where n is proportional to w. Tables that have more than their share keep it, the others
+are filled up to one level, and that level is found by bisection. Rows that all exhaust `max_tokens` have no
+deviation, and get none.
 
 Runs. Rows are spread over a table by a golden-ratio sequence, but taken as runs of neighbours: when a small
 group shares most of its prompt, running one row of each group would compute every such prefix now and, under
@@ -35,18 +35,21 @@ from llmbatch.tree import PrefixTree
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-_LARGE = 64  # a table with 1 / 64 of the rows is large
+_LARGE = 64  # a subtree or a table with 1 / 64 of the rows is large
 _SHORT = 4  # max_tokens up to which the prior is close enough: running such rows first would only cost sharing
 _ERROR = 0.05  # relative standard error of the shard's memory work below which more rows are not worth it
 
 
-def first_sample(lengths: LengthModel, tree: PrefixTree, *, floor: int = 20, seed: int = 0) -> NDArray[np.int32]:
+def first_sample(
+    lengths: LengthModel, tree: PrefixTree, *, fraction: float = 0.01, floor: int = 20, seed: int = 0
+) -> NDArray[np.int32]:
     """Rows to run before anything is known, in tree order, int32: `floor` of every large subtree, a few of a small one.
 
-    Rows observed before count towards it. Rows of known length or of a few tokens at most are never chosen.
+    `fraction` of the rows is what both samples should come to. Rows observed before count towards the floor.
+    Rows of known length or of a few tokens at most are never chosen.
     """
     strata = _strata(lengths, tree)
-    return _spread(tree, strata, _floors(strata, lengths.parent, floor) - strata.seen, seed)
+    return _spread(tree, strata, _floors(strata, lengths.parent, fraction, floor) - strata.seen, seed)
 
 
 def second_sample(
@@ -54,12 +57,13 @@ def second_sample(
 ) -> NDArray[np.int32]:
     """Rows to run when most of the first sample has ended, in tree order, int32: where memory work is uncertain.
 
-    `lengths` has observed the first sample, whose `floor` is given, and is refreshed. Both samples together are
-    `fraction` of the rows at most, or the first alone where that is more; fewer where fewer bring the relative
-    standard error of the shard's memory work below 5 %.
+    `lengths` has observed the first sample, whose `fraction` and `floor` are given, and is refreshed. Both
+    samples together are `fraction` of the rows at most, or the first alone where that is more; fewer where
+    fewer bring the relative standard error of the shard's memory work below 5 %. Before the first sample's rows
+    have outlived what is short, a few hundred tokens, there is nothing to tell the long ones by.
     """
     strata = _strata(lengths, tree)
-    spare = fraction * float(strata.size.sum()) - float(_floors(strata, lengths.parent, floor).sum())
+    spare = fraction * float(strata.size.sum()) - float(_floors(strata, lengths.parent, fraction, floor).sum())
     expected = lengths.expected(tree.rows)
     total = float((tree.lengths[tree.rows] * expected.mean + expected.second_moment / 2).sum())
     weight = strata.left * _work_deviation(lengths, strata.prompt, strata.cap)
@@ -108,18 +112,29 @@ def _strata(lengths: LengthModel, tree: PrefixTree) -> _Strata:
     )
 
 
-def _floors(strata: _Strata, parent: NDArray[np.int32], floor: int) -> Ints:
-    """Rows that each table gives at least: a large one `floor`, a small one its share of those of its large subtree."""
-    large = strata.size.sum() / _LARGE
-    within = strata.size.astype(np.float64)
+def _floors(strata: _Strata, parent: NDArray[np.int32], fraction: float, floor: int) -> Ints:
+    """Rows that each table gives at least.
+
+    A large table gives `floor`, a small one its share of those of the smallest large subtree around it, and up
+    to a quarter of `floor` as far as half of the budget, `fraction` of the rows, goes round.
+    """
+    size = strata.size
+    large = size.sum() / _LARGE
+    within = size.astype(np.float64)
     for t in range(parent.size - 1, 0, -1):
         within[parent[t]] += within[t]
+    around = np.arange(parent.size)
     for t in range(1, parent.size):
-        if within[t] < large:  # from here on, that of the smallest large subtree around it
-            within[t] = within[parent[t]]
-    share = np.ceil(floor * strata.size / np.maximum(within, 1))
-    quota = np.where(strata.size >= large, floor, np.clip(share, max(1, floor // 4), floor))
-    return np.minimum(quota, _quarter(strata.size)).astype(np.int64)
+        if within[t] < large:
+            around[t] = around[parent[t]]
+    by_subtree = np.argsort(around, kind="stable")
+    share = np.cumsum((floor * size / np.maximum(within[around], 1))[by_subtree])
+    quota = np.zeros(parent.size)
+    quota[by_subtree] = np.diff(np.ceil(share - 1e-6), prepend=0.0)  # a subtree's shares keep their sum
+    small = (size > 0) & (size < large)
+    few = min(floor // 4, int(fraction / 2 * size.sum() / max(1, small.sum())))
+    quota = np.where(small, np.maximum(quota, few), floor)
+    return np.minimum(quota, _quarter(size)).astype(np.int64)
 
 
 def _quarter(size: Ints) -> Ints:

@@ -179,7 +179,11 @@ def run_workload(
     `planning` seconds were spent before.
     """
     tree = workload.tree
-    shared = Cascade(pool.page_size, PageTrie.build(tree.rows, tree.lcp, pool.page_size).depth) if cascade else None
+    shared = (
+        Cascade(pool.page_size, PageTrie.build(tree.rows, tree.lcp, pool.page_size, len(output)).depth)
+        if cascade
+        else None
+    )
     driver = SimulatedDriver(output, cost, shared)
     begun = time.perf_counter()
     result = run_shard(workload, driver, pool, cost, scheduling, decided=decided)

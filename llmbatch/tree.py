@@ -70,6 +70,8 @@ class PrefixTree:
                 f"Token ids must lie in [0, {2**31 - 2}], and they span [{int(blocks.min())}, {int(blocks.max())}]."
             )
         rows = np.arange(len(offsets) - 1, dtype=np.int32)
+        if size > 1:  # of rows with the same blocks, one that ends within the last of them is a prefix of the others
+            rows = np.argsort(lengths, kind="stable").astype(np.int32)
         lcp = np.zeros(rows.size, np.int32)
         _sort(blocks, offsets, rows, lcp)
         if size > 1:

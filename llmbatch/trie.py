@@ -32,11 +32,12 @@ class PageTrie:
     run_parent: NDArray[np.int32]  # [runs] the run of the page before, -1 at the start of the prompt
 
     @classmethod
-    def build(cls, rows: NDArray[np.int32], lcp: NDArray[np.int32], page_size: int) -> PageTrie:
+    def build(cls, rows: NDArray[np.int32], lcp: NDArray[np.int32], page_size: int, requests: int) -> PageTrie:
         """Number the shareable pages of a sorted shard.
 
         `rows` int32 [n] are the requests in lexicographic order of their tokens, `lcp` int32 [n] the longest
-        common prefix, in tokens, of each with the one before it (0 for the first).
+        common prefix, in tokens, of each with the one before it (0 for the first). Of `requests` in all, those
+        that are not among the rows share nothing.
         """
         if page_size < 1:
             raise ValueError(f"page_size must be at least 1, got {page_size}")
@@ -46,8 +47,8 @@ class PageTrie:
         starts = np.empty(run_count, np.int32)
         bases = np.empty(run_count, np.int32)
         parents = np.empty(run_count, np.int32)
-        depth = np.empty(len(rows), np.int32)
-        run = np.empty(len(rows), np.int32)
+        depth = np.zeros(requests, np.int32)
+        run = np.full(requests, -1, np.int32)
         num_pages = _number(rows, shared, starts, bases, parents, depth, run)
         return cls(page_size, num_pages, depth, run, starts, bases, parents)
 

@@ -85,6 +85,14 @@ def test_running_rows_are_censored_and_do_not_bias_to_the_short() -> None:
     assert model.expected(every(1)).mean[0] == pytest.approx(700, rel=0.25)
 
 
+def test_where_all_run_at_one_place_the_few_that_ended_beside_them_are_not_all_there_were() -> None:
+    model = LengthModel(forest(1, 200), caps(200, 131_072))
+    generated = np.repeat(np.array([2000, 7950, 8100], np.int32), (20, 3, 77))  # 7950 and 8100 are in one bin
+    model.observe(every(100), generated, generated < 8100)
+    model.refresh()
+    assert model.survival[0, np.searchsorted(model.edges, 8192)] == pytest.approx(0.74, abs=0.03)
+
+
 def test_rows_that_exhaust_max_tokens_are_expected_to_exhaust_it() -> None:
     model = LengthModel(forest(1, 100), caps(100, 100))
     learn(model, every(30), caps(30, 100))
@@ -259,7 +267,7 @@ def population(name: str) -> Ints:
     trace = TRACES / f"{name}.parquet"
     if not trace.exists():
         pytest.skip(f"needs the trace {trace}")
-    return pq.read_table(trace, columns=["output_tokens"])["output_tokens"].to_numpy().astype(np.int32)
+    return np.asarray(pq.read_table(trace, columns=["output_tokens"])["output_tokens"], np.int32)
 
 
 def half_censored(lengths: Ints, how: str, rng: np.random.Generator) -> tuple[Ints, NDArray[np.bool_]]:

@@ -41,12 +41,21 @@ def test_every_large_subtree_gives_at_least_the_floor() -> None:
     assert np.bincount(group, minlength=4).tolist() == [20] * 4
 
 
-def test_small_subtrees_give_a_few_rows_and_together_the_floor_of_the_large_one_around_them() -> None:
+def test_small_subtrees_give_a_few_rows() -> None:
     tree, group = groups_of([40] * 30 + [30_000])
     model = LengthModel(tree, caps(group.size, 4096))
     counts = np.bincount(group[first_sample(model, tree)])
     assert counts[-1] == 20
     assert set(counts[:-1].tolist()) == {5}
+
+
+def test_many_small_subtrees_leave_half_of_the_budget_to_the_second_sample() -> None:
+    tree, group = groups_of([60] * 300 + [2_000])
+    model = LengthModel(tree, caps(group.size, 4096))
+    first = group[first_sample(model, tree)]
+    assert model.num_tables == 302
+    assert (first == 300).sum() == 20
+    assert 18 <= (first < 300).sum() <= 100
 
 
 def test_the_first_sample_is_spread_over_the_tree() -> None:

@@ -343,3 +343,12 @@ def test_a_parameter_that_breaks_a_rule_is_refused(paths: list[str], hash_block:
     with pytest.raises(InputError) as error:
         read_traces(paths, hash_block=hash_block)
     assert str(error.value) == message
+
+
+def test_a_prompt_that_ends_within_a_block_is_a_prefix_of_those_that_fill_it(tmp_path: Path) -> None:
+    path = tmp_path / "t.parquet"
+    columns = {"prompt_tokens": [20, 16, 2], "output_tokens": [1, 1, 1], "hash_ids": [[7, 8], [7], [7]]}
+    pq.write_table(pa.table(columns), path)
+    tree = read_traces([path])[0].tree()
+    assert tree.rows.tolist() == [2, 1, 0]
+    assert tree.lcp.tolist() == [0, 2, 16]

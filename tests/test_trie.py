@@ -41,4 +41,11 @@ def test_a_page_is_numbered_exactly_when_two_rows_stand_below_it(load: Workload,
 
 def test_a_page_size_below_one_is_refused() -> None:
     with pytest.raises(ValueError, match=r"^page_size must be at least 1, got 0$"):
-        PageTrie.build(np.zeros(1, np.int32), np.zeros(1, np.int32), 0)
+        PageTrie.build(np.zeros(1, np.int32), np.zeros(1, np.int32), 0, 1)
+
+
+def test_requests_outside_the_shard_share_nothing() -> None:
+    rows, lcp = np.array([5, 1], np.int32), np.array([0, 8], np.int32)
+    trie = PageTrie.build(rows, lcp, 4, 7)
+    assert trie.depth.tolist() == [0, 2, 0, 0, 0, 2, 0]
+    assert trie.rows_below().tolist() == [2, 2]

@@ -31,7 +31,7 @@ class Workload:
         rows = sorted(range(len(self.prompts)), key=self.prompts.__getitem__)
         ordered = [self.prompts[row] for row in rows]
         lcp = [0] + [common(a, b) for a, b in pairwise(ordered)]
-        return PageTrie.build(np.array(rows, np.int32), np.array(lcp, np.int32), page_size)
+        return PageTrie.build(np.array(rows, np.int32), np.array(lcp, np.int32), page_size, len(self.prompts))
 
 
 def common(a: list[int], b: list[int]) -> int:

@@ -1,0 +1,103 @@
+"""The compiled loop of a simulated engine against the seam that real engines run behind."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llmbatch.budget import ClosedLoopBudget, FixedBudget, Rates
+from llmbatch.clock import SimulatedDriver
+from llmbatch.cost import CostModel, Law, Overlap, find_shape
+from llmbatch.driver import EngineDriver
+from llmbatch.ends import Blend, InOrder
+from llmbatch.engines.simulated import Cascade, Clock, SimulatedEngine, step_seconds
+from llmbatch.hardware import find_hardware
+from llmbatch.schedule import Finished, Scheduler, Waiting
+from tests.workloads import COST, RATES, Believed, Workload, workloads
+
+
+def scheduler_for(load: Workload, size: int, extra: int, closed_loop: bool) -> Scheduler:
+    least = int((-(-(load.prompt_lengths + load.lengths) // size)).max())
+    scheduler = Scheduler(
+        load.prompt_lengths,
+        num_pages=least + extra,
+        trie=load.trie(size),
+        lengths=Believed(load.believed),
+        rates=RATES,
+        max_running=200,
+    )
+    waiting = Waiting(
+        np.arange(len(load.prompts), dtype=np.int32),
+        load.believed,
+        Blend() if closed_loop else InOrder(),
+        ClosedLoopBudget(RATES) if closed_loop else FixedBudget(32),
+        compute=1.0,
+        memory=1.0,
+    )
+    scheduler.enqueue(waiting)
+    return scheduler
+
+
+@given(workloads(most=100), st.sampled_from([1, 4]), st.integers(0, 60), st.booleans(), st.integers(1, 50))
+@settings(max_examples=60, deadline=None)
+def test_many_steps_in_one_call_are_those_of_the_engine_seam(
+    load: Workload, size: int, extra: int, closed_loop: bool, at_once: int
+) -> None:
+    fast, slow = (scheduler_for(load, size, extra, closed_loop) for _ in range(2))
+    driver = SimulatedDriver(load.lengths, COST)
+    engine = SimulatedEngine(load.lengths, COST)
+    ended: list[Finished] = []
+
+    def observe(finished: Finished) -> None:
+        ended.append(finished)
+        for slot in finished.slots.tolist():
+            engine.retire(slot)
+
+    while not fast.done:
+        first, second = driver.run(fast, at_once), EngineDriver(engine, observe).run(slow, at_once)
+        assert first.requests.tolist() == second.requests.tolist()
+        assert first.generated.tolist() == second.generated.tolist()
+    assert slow.done
+    assert fast.steps == slow.steps
+    assert driver.seconds == pytest.approx(engine.seconds)
+    for finished in ended:
+        rows = finished.requests
+        assert driver.log.cached_tokens[rows].tolist() == finished.cached.tolist()
+        assert driver.log.recomputed_tokens[rows].tolist() == finished.recomputed.tolist()
+        assert driver.log.preemptions[rows].tolist() == finished.preemptions.tolist()
+        assert driver.log.admitted_step[rows].tolist() == finished.admitted_step.tolist()
+    fast.check()
+
+
+@pytest.mark.parametrize("law", ["paper", "bytes"])
+@pytest.mark.parametrize("exponent", [1.0, 4.0])
+def test_the_clock_charges_what_the_cost_model_says(law: Law, exponent: float) -> None:
+    cost = CostModel(find_shape("llama-3-8b"), find_hardware("h100"), law=law, overlap=Overlap(exponent))
+    for tokens, pairs, read in ((1, 0, 1), (700, 90_000, 400_000), (64, 2080, 0), (512, 10, 10_000)):
+        spent = cost.step(tokens, float(pairs), float(read), 3)
+        expected = float(cost.overlap(spent.compute, spent.memory))
+        assert step_seconds(Clock.of(cost), tokens, pairs, read, 3) == pytest.approx(expected)
+
+
+def test_cascade_reads_a_page_that_decodes_share_once_a_step() -> None:
+    prefix = list(range(64))
+    load = Workload([[*prefix, 100 + i] for i in range(5)], np.full(5, 4, np.int32), np.full(5, 4.0))
+    logs = []
+    for cascade in (None, Cascade(16, load.trie(16).depth)):
+        scheduler = scheduler_for(load, 16, 100, closed_loop=False)
+        scheduler.enqueue(Waiting(np.arange(5, dtype=np.int32), load.believed, InOrder(), FixedBudget(500), 1.0, 1.0))
+        driver = SimulatedDriver(load.lengths, COST, cascade)
+        driver.run(scheduler, 100)
+        logs.append(driver.log.steps["kv_read_tokens"][: driver.log.counts[0]])
+    assert logs[0].tolist() == [0, 5 * 66, 5 * 67, 5 * 68]
+    assert (logs[0][1:] - logs[1][1:]).tolist() == [4 * 64] * 3
+
+
+def test_rates_are_those_of_the_cost_model() -> None:
+    rates = Rates.of(COST)
+    assert rates.seconds_per_token == pytest.approx(2 * 8.03e9 / (312e12 * 0.75))
+    assert rates.seconds_per_kv_token == pytest.approx(131_072 / (2.039e12 * 0.85))
+    assert rates.weight_seconds == pytest.approx(16.06e9 / (2.039e12 * 0.85))
+    assert not rates.weights_share_memory
