@@ -19,6 +19,7 @@ from llmbatch.hardware import measure_cpu
 from llmbatch.memory import available_memory
 from llmbatch.options import Options
 from llmbatch.progress import Advance, Progress, Silence
+from llmbatch.rehearsal import rehearse
 from llmbatch.report import Report
 from llmbatch.requests import Requests, Shard
 from llmbatch.runner import ShardResult, run_shard
@@ -89,6 +90,7 @@ class Worker:
         self._engine = TorchEngine(
             loaded, num_pages=self.pool.num_pages, page_size=options.page_size, decode=self._decode_one
         )
+        rehearse()
         self.load_seconds += time.perf_counter() - begun
 
     @cached_property

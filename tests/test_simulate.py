@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmbatch.cli import main
-from llmbatch.cost import CostModel, find_shape
+from llmbatch.cost import CostModel, Law, find_shape
 from llmbatch.errors import ParameterError
 from llmbatch.experiment import Experiment, read_shape
 from llmbatch.hardware import find_hardware
-from llmbatch.order import POLICIES
+from llmbatch.order import POLICIES, Policy
 from llmbatch.simulate import Simulation, pool_of
 
 P, HEADS, LAYERS, KV = 8.03e9, 4096, 32, 131_072
@@ -64,10 +64,10 @@ def expected_seconds(steps: pa.Table, law: str, exponent: float) -> np.ndarray[t
 
 @pytest.mark.parametrize("law", ["paper", "bytes"])
 @pytest.mark.parametrize("order", POLICIES)
-def test_time_and_conservation_follow_from_the_logs(trace: str, law: str, order: str) -> None:
+def test_time_and_conservation_follow_from_the_logs(trace: str, law: Law, order: Policy) -> None:
     experiment = Experiment(
         traces=[trace], order=order, law=law, kv_memory=6000 * KV, lengths="known", overlap_exponent=3.0
-    )  # type: ignore[arg-type]
+    )
     simulation = experiment.run()
     steps, requests = simulation.steps_table(), simulation.requests_table()
     assert np.allclose(steps["time_s"].to_numpy(), expected_seconds(steps, law, 3.0), rtol=1e-9)
@@ -99,7 +99,7 @@ def check_conservation(simulation: Simulation, trace: pa.Table) -> None:
 @given(st.integers(0, 2**32 - 1), st.sampled_from(["blend", "random", "dual-scan"]), st.booleans())
 @settings(max_examples=25, deadline=None)
 def test_random_traces_conserve_tokens_when_lengths_must_be_learnt(
-    tmp_path_factory: pytest.TempPathFactory, seed: int, order: str, cascade: bool
+    tmp_path_factory: pytest.TempPathFactory, seed: int, order: Policy, cascade: bool
 ) -> None:
     rng = np.random.default_rng(seed)
     n = int(rng.integers(1, 80))
@@ -108,7 +108,7 @@ def test_random_traces_conserve_tokens_when_lengths_must_be_learnt(
     ids = [[family * 100 + k for k in range(-(-p // 16))] for family, p in zip(families, prompts, strict=True)]
     outputs = np.minimum(rng.pareto(1.0, n) * 5 + 1, 2000).astype(int).tolist()
     path = write(tmp_path_factory.mktemp("trace") / "t.parquet", prompts, outputs, ids)
-    experiment = Experiment(traces=[path], order=order, kv_memory=2400 * KV, cascade=cascade, seed=seed % 1000)  # type: ignore[arg-type]
+    experiment = Experiment(traces=[path], order=order, kv_memory=2400 * KV, cascade=cascade, seed=seed % 1000)
     check_conservation(experiment.run(), pq.read_table(path))
 
 
