@@ -1,4 +1,4 @@
-"""The most KV that the sequences now admitted will ever hold at once, without simulating them.
+"""The most KV that sequences will hold at once, without simulating them.
 
 A sequence that decodes grows by one token a step until it ends, so what it holds at step `t` is `base + t`
 with a base that never changes. Sorted by the step of their end, the use just before the end of the k-th
@@ -86,7 +86,11 @@ def forget(peak: Any, slot: int) -> None:
 
 @njit(cache=True)
 def most(peak: Any, end: float, base: float) -> float:
-    """Tokens held at the peak if a sequence with this end and base were counted too."""
+    """The most tokens held up to the end of a sequence with this end and base, if it were counted too.
+
+    What is held later does not depend on it: a short sequence may enter although long ones are expected to be too
+    much in the end.
+    """
     top = 0.0
     total = 0.0
     alive = 0
@@ -99,7 +103,8 @@ def most(peak: Any, end: float, base: float) -> float:
             pending = False
         total += peak.bases[i]
         alive += 1
-        top = max(top, total + alive * peak.ends[i])
+        if not pending:
+            top = max(top, total + alive * peak.ends[i])
     if pending:
         top = max(top, total + base + (alive + 1) * end)
     return top
