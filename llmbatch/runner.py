@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 
 from llmbatch.budget import Budget, ClosedLoopBudget, FixedBudget, Rates
 from llmbatch.cost import CostModel
-from llmbatch.deciding import MEMORY
 from llmbatch.driver import Driver
 from llmbatch.ends import Blend, DualScanEnds, Ends, InOrder
 from llmbatch.plan import Plan, plan
@@ -32,7 +31,6 @@ _SECOND_SAMPLE = 512  # the wait after which the second sample is drawn
 _ENDED = 0.5  # of the second sample, after which the right end is open
 _PATIENCE = 0.01  # of the job's compute, in steps of the shortest kind: the longest wait with the right end closed
 _ALWAYS = 1 << 62
-_WEIGHT = 0.25  # of a new estimate of the memory work left, in the logarithm: a few long answers move it by half
 _REFRESH = 256  # steps between two refreshes of what is known of lengths, at least
 
 
@@ -105,7 +103,6 @@ class _Run:
             max_running=scheduling.max_running,
         )
         self._ended = np.zeros(len(workload), np.bool_)
-        self._steered = False  # by an estimate of the memory work left
         self._planning_seconds += time.perf_counter() - begun
 
     def run(self, decided: Plan | None) -> ShardResult:
@@ -221,10 +218,6 @@ class _Run:
         compute_left, memory_left = float(compute.sum()), float(memory.sum())
         if not settled:
             memory_left = compute_left  # what has been seen of memory work is too little to steer by
-        elif self._steered:
-            before = float(self._scheduler.core.left[MEMORY])
-            memory_left = before ** (1 - _WEIGHT) * memory_left**_WEIGHT if before > 0 else memory_left
-        self._steered = settled
         # A row that may become long is admitted as if it will: memory that stays empty costs less than preemption.
         length = np.sqrt(expected.second_moment)
         self._scheduler.enqueue(Waiting(waiting, length, ends, budget, compute=compute_left, memory=memory_left))
