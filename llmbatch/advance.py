@@ -11,11 +11,12 @@ import numpy as np
 from numba import njit
 
 from llmbatch.admission import BUDGET, CHUNKS, give_chunk, private_tokens
+from llmbatch.ends import End
 from llmbatch.pages import EMPTY, UNUSED, extend_by_one, release
 from llmbatch.peak import expect, forget
 from llmbatch.slots import DECODING, PREEMPTED, PREEMPTIONS, PREFILLING, give_slot
 
-_RIGHT = 1  # End.RIGHT
+_RIGHT = int(End.RIGHT)
 
 
 @njit(cache=True)

@@ -29,7 +29,7 @@ class End(IntEnum):
 
 
 _IN_ORDER, _BLEND, _DUAL_SCAN = range(3)
-_LEFT, _RIGHT = 0, 1
+_LEFT, _RIGHT = int(End.LEFT), int(End.RIGHT)
 _NO_SCAN = DualScan(np.empty(0, np.int32), np.empty(0), np.empty(0), np.empty(0), 0.0)
 
 

@@ -18,13 +18,14 @@ from llmbatch.budget import Budget, ClosedLoopBudget, FixedBudget, Rates
 from llmbatch.cost import CostModel
 from llmbatch.driver import Driver
 from llmbatch.ends import Blend, DualScanEnds, Ends, InOrder
+from llmbatch.lengths import LengthModel
 from llmbatch.plan import Plan, plan
 from llmbatch.sample import first_sample, second_sample
 from llmbatch.schedule import Scheduler, Waiting
 from llmbatch.trie import PageTrie
 from llmbatch.workload import Pool, Scheduling, Workload
 
-NEED_LENGTHS = ("blend", "dual-scan", "density")  # policies
+_NEED_LENGTHS = ("blend", "dual-scan", "density")  # policies
 STEP_TOKENS = 2048
 _FIRST_PLAN = 64  # steps after the first sample was admitted; each plan waits twice as long as the one before
 _SECOND_SAMPLE = 512  # the wait after which the second sample is drawn
@@ -44,9 +45,11 @@ class ShardResult:
     planning_seconds: float  # ordering, all plans together
 
 
-def decide(workload: Workload, pool: Pool, cost: CostModel, scheduling: Scheduling) -> Plan:
-    """The plan of a shard before anything ran."""
-    lengths = workload.length_model()
+def decide(
+    workload: Workload, pool: Pool, cost: CostModel, scheduling: Scheduling, lengths: LengthModel | None = None
+) -> Plan:
+    """The plan of a shard by what is known of `lengths`; without them, by what is known before anything ran."""
+    lengths = lengths or workload.length_model()
     return plan(
         workload.tree,
         lengths.expected(np.arange(len(workload), dtype=np.int32)),
@@ -110,7 +113,7 @@ class _Run:
         unknown = bool((self._lengths.known[self._tree.rows] == 0).any())
         given = decided is not None
         decided = decided or self._plan()
-        learning = unknown and not given and decided.policy in NEED_LENGTHS and not decided.relaxed
+        learning = unknown and not given and decided.policy in _NEED_LENGTHS and not decided.relaxed
         if learning:
             decided = self._learn_from_samples(decided)
         self._enqueue(decided)
@@ -168,16 +171,7 @@ class _Run:
 
     def _plan(self) -> Plan:
         begun = time.perf_counter()
-        decided = plan(
-            self._tree,
-            self._lengths.expected(np.arange(len(self._workload), dtype=np.int32)),
-            self._cost,
-            max_tokens=self._workload.max_tokens,
-            pool_tokens=self._pool.tokens,
-            max_running=self._scheduling.max_running,
-            order=self._scheduling.order,
-            seed=self._scheduling.seed,
-        )
+        decided = decide(self._workload, self._pool, self._cost, self._scheduling, self._lengths)
         self._planning_seconds += time.perf_counter() - begun
         return decided
 
