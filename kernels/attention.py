@@ -7,10 +7,11 @@ token; its query heads share each key they read.
 
 Keys are stored transposed within their page, [width, page size], values as they are, [page size, width]. Both
 products of attention are then the same loop, a row of scalars times rows of 16 neighbours (`tile.multiply`), and
-it reads pages in place: along the keys of a page for Q K^T, along the width for P V. Sixteen keys are scored at a
-time, or eight; where a page ends before, the lanes beyond it score what lies there and are written over by the next
-page's.
-Only pages of fewer than 8 tokens, where that would be most of the work, have their keys gathered into a tile first.
+it reads pages in place: along the keys of a page for Q K^T, along the width for P V. Where a page ends before a vector
+does, the lanes beyond it score what lies there and are written over by the next page's. A decode does little with each
+key, so memory bounds it: while one tile is scored its values are on their way, and while they are summed the next
+tile's keys. A block of many rows uses each key often, and short products cost more than memory: its tiles are copied
+out of their pages first. So are pages of fewer than 8 tokens, where most lanes would be in vain.
 
 A chunk's own keys were written into pages before anyone attends, so that own chunk and context are one case, and
 sequences may share pages that are written in this very step. Masking is a range of keys per row: causal, and no
@@ -29,11 +30,12 @@ from numba import njit, prange
 from numpy.typing import NDArray
 
 from llmbatch.kernels.numerics import FASTMATH, exp32, narrow, ordered, unordered, widen
-from llmbatch.kernels.tile import LANES, NARROW, multiply, multiply_add, multiply_narrow
+from llmbatch.kernels.tile import LANES, NARROW, copy_rows, multiply, multiply_add, multiply_narrow, prefetch
 
 BLOCK_ROWS: Final = 128
 _TILE: Final = 64
 _SMALLEST: Final = 8  # page read in place
+_GATHER: Final = 24  # query rows from which on copying a tile of keys and values costs less than short products
 _NOTHING: Final = np.float32(-3.0e38)  # below every score, and finite: it may be subtracted from itself
 
 
@@ -78,25 +80,26 @@ def cut_blocks(
     return sequence, first, bounds
 
 
+@njit(nogil=True)
+def _fetch(array: Any, at: int, count: int) -> None:
+    """Have memory on its way that is read a tile later."""
+    for j in range(0, count, 64 // array.itemsize):
+        prefetch(array, at + j)
+
+
 @njit(cache=True, fastmath=FASTMATH, nogil=True)
-def _score_tile(
-    q: Any, rows: int, keys: Any, table: Any, head: int, low: int, high: int, gathered: Any, scores: Any
+def _score_pages(
+    q: Any, rows: int, keys: Any, values: Any, table: Any, head: int, low: int, high: int, scores: Any
 ) -> None:
-    """scores[:rows, :high - low] = Q K^T for the keys [low, high); `low` is a multiple of 16."""
+    """scores[:rows, :high - low] = Q K^T for the keys [low, high), read in place; `low` is a multiple of 16."""
     heads, width, size = keys.shape[1], keys.shape[2], keys.shape[3]
-    if size < _SMALLEST:
-        for key in range(low, high):
-            page, offset = table[key // size], key % size
-            for d in range(width):
-                gathered[d, key - low] = widen(keys[page, head, d, offset])
-        multiply(scores, 0, q, rows, gathered, 0, _TILE, high - low, width)
-        return
     key = low
     while key < high:
         offset = key % size
         run = min(size - offset, high - key)
         page = np.int64(table[key // size])
         at = (page * heads + head) * width * size + offset
+        _fetch(values, ((page * heads + head) * size + offset) * values.shape[3], run * values.shape[3])
         if run <= NARROW:
             multiply_narrow(scores, key - low, q, rows, keys, at, size, width)
         else:
@@ -105,8 +108,10 @@ def _score_tile(
 
 
 @njit(cache=True, fastmath=FASTMATH, nogil=True)
-def _add_values(weights: Any, rows: int, values: Any, table: Any, head: int, low: int, high: int, acc: Any) -> None:
-    """acc[:rows] += P V for the keys [low, high)."""
+def _add_pages(
+    weights: Any, rows: int, keys: Any, values: Any, table: Any, head: int, low: int, high: int, end: int, acc: Any
+) -> None:
+    """acc[:rows] += P V for the keys [low, high), read in place."""
     heads, size, width = values.shape[1], values.shape[2], values.shape[3]
     key = low
     while key < high:
@@ -114,7 +119,29 @@ def _add_values(weights: Any, rows: int, values: Any, table: Any, head: int, low
         run = min(size - offset, high - key)
         page = np.int64(table[key // size])
         at = ((page * heads + head) * size + offset) * width
+        if key + _TILE < end:
+            ahead = np.int64(table[(key + _TILE) // size])
+            _fetch(keys, (ahead * heads + head) * keys.shape[2] * size, keys.shape[2] * size)
         multiply_add(acc, weights, key - low, rows, values, at, width, width, run)
+        key += run
+
+
+@njit(cache=True, fastmath=FASTMATH, nogil=True)
+def _gather(
+    keys: Any, values: Any, table: Any, head: int, low: int, high: int, tile_keys: Any, tile_values: Any
+) -> None:
+    """The keys [low, high) side by side, [width, keys], and their values one below the other, in float32."""
+    heads, width, size, padded = keys.shape[1], keys.shape[2], keys.shape[3], values.shape[3]
+    stride = tile_keys.shape[1]
+    key = low
+    while key < high:
+        offset = key % size
+        run = min(size - offset, high - key)
+        page, place = np.int64(table[key // size]) * heads + head, key - low
+        for j in range(0, run, NARROW):  # the last may be of fewer than 8 keys: the next page's overwrite the rest
+            copy_rows(tile_keys, place + j, stride, keys, page * width * size + offset + j, size, width)
+        for j in range(0, run * padded, NARROW):
+            copy_rows(tile_values, place * padded + j, 0, values, (page * size + offset) * padded + j, 0, 1)
         key += run
 
 
@@ -141,10 +168,11 @@ def _soften(scores: Any, softcap: np.float32, highest: np.float32) -> tuple[np.f
 def _attend_block(
     query: Any, out: Any, keys: Any, values: Any, table: Any, head: int, group: int, start: int, first_row: int,
     tokens: int, scale: np.float32, window: int, softcap: np.float32,
-    q: Any, acc: Any, scores: Any, gathered: Any, highest: Any, total: Any,
+    q: Any, acc: Any, scores: Any, tile_keys: Any, tile_values: Any, highest: Any, total: Any,
 ) -> None:  # fmt: skip
     width = keys.shape[2]
     rows = tokens * group
+    gathered = rows >= _GATHER or keys.shape[3] < _SMALLEST
     for r in range(rows):
         source = query[first_row + r // group]
         column = (head * group + r % group) * width
@@ -159,7 +187,11 @@ def _attend_block(
     while low < end:
         high = min(low + _TILE, end)
         n = high - low
-        _score_tile(q, rows, keys, table, head, low, high, gathered, scores)
+        if gathered:
+            _gather(keys, values, table, head, low, high, tile_keys, tile_values)
+            multiply(scores, 0, q, rows, tile_keys, 0, tile_keys.shape[1], n, width)
+        else:
+            _score_pages(q, rows, keys, values, table, head, low, high, scores)
         for r in range(rows):
             position = start + r // group
             to_key = max(0, min(n, position + 1 - low))
@@ -173,7 +205,10 @@ def _attend_block(
             if alpha != np.float32(1.0):
                 for d in range(width):
                     acc[r, d] *= alpha
-        _add_values(scores, rows, values, table, head, low, high, acc)
+        if gathered:
+            multiply_add(acc, scores, 0, rows, tile_values, 0, acc.shape[1], acc.shape[1], n)
+        else:
+            _add_pages(scores, rows, keys, values, table, head, low, high, end, acc)
         low = high
 
     for r in range(rows):
@@ -218,7 +253,8 @@ def attend(
         q = np.empty((capacity, width), np.float32)
         acc = np.empty((capacity, values.shape[3]), np.float32)
         scores = np.empty((capacity, _TILE + LANES), np.float32)
-        gathered = np.empty((width, _TILE), np.float32)
+        tile_keys = np.empty((width, _TILE + NARROW), np.float32)
+        tile_values = np.empty((_TILE, values.shape[3]), np.float32)
         highest = np.empty(capacity, np.float32)
         total = np.empty(capacity, np.float32)
         for item in range(bounds[worker], bounds[worker + 1]):
@@ -228,5 +264,5 @@ def attend(
             _attend_block(
                 query, out, keys, values, tables[slots[i]], item % heads, group, starts[i] + first,
                 rows[i] + first, min(size, counts[i] - first), np.float32(scale), window, np.float32(softcap),
-                q, acc, scores, gathered, highest, total,
+                q, acc, scores, tile_keys, tile_values, highest, total,
             )  # fmt: skip

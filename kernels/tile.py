@@ -1,11 +1,13 @@
 """The one loop that attention's arithmetic goes through: a small matrix product kept in registers.
 
 numba's loops keep their sums in memory, which costs a load and a store a multiply-add. So the inner product is
-written for LLVM directly, as vectors of 16 lanes: a tile of up to 6 rows x 16 columns is summed over k in
-registers (12 of the 16 that AVX2 has), each vector of B is used 6 times and each element of A 16 times. This is
-the micro-kernel of Goto and van de Geijn ("Anatomy of High-Performance Matrix Multiplication", 2008). LLVM
-splits the vectors to what the machine has. Where only 8 columns are wanted, as in a page of 8 keys, vectors have 8
-lanes: half of 16 would be computed for nothing.
+written for LLVM directly, as a tile of rows x lanes summed over k in registers. This is the micro-kernel of Goto and
+van de Geijn ("Anatomy of High-Performance Matrix Multiplication", 2008).
+
+A core starts two multiply-adds a cycle and finishes each four cycles later, so a tile wants at least eight sums under
+way, and twelve leave registers for operands with AVX2 (16 of 8 lanes) and AVX-512 (32 of 16). Up to 6 rows take 2
+vectors each, up to 3 take 4. Where fewer columns are wanted (a page of 8 keys or of 16), several steps of k are
+summed side by side instead.
 """
 
 from __future__ import annotations
@@ -14,13 +16,15 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from llvmlite import ir
+from llvmlite.binding import get_host_cpu_features
 from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-LANES: Final = 16
+LANES: Final = 16  # that memory is padded to
 NARROW: Final = 8
 ROWS: Final = 6
+_SUMS: Final = 12  # vectors that a tile holds
 
 _INT = ir.IntType(64)
 _FLOAT = ir.FloatType()
@@ -39,11 +43,68 @@ def _load_vector(builder: Any, pointer: Any, lanes: int, bfloat16: bool) -> Any:
     return builder.bitcast(builder.shl(builder.zext(halves, words), shift), ir.VectorType(_FLOAT, lanes))
 
 
-def _tile(rows: int, *, accumulate: bool = False, lanes: int = LANES) -> Callable[..., None]:
+@intrinsic
+def _prefetch(_typing: Any, array: Any, at: Any) -> Any:
+    """Ask for the cache line of an array's element; `at` counts elements from its first."""
+
+    def build(context: Any, builder: Any, sig: Any, values: Any) -> Any:
+        place = builder.gep(context.make_array(sig.args[0])(context, builder, values[0]).data, [values[1]])
+        pointer = builder.bitcast(place, ir.IntType(8).as_pointer())
+        word = ir.IntType(32)
+        signature = ir.FunctionType(ir.VoidType(), [pointer.type, word, word, word])
+        function = cgutils.get_or_insert_function(builder.module, signature, "llvm.prefetch.p0i8")  # type: ignore[no-untyped-call]
+        read, nearest, data = ir.Constant(word, 0), ir.Constant(word, 3), ir.Constant(word, 1)
+        builder.call(function, [pointer, read, nearest, data])
+        return context.get_dummy_value()
+
+    return types.void(array, types.int64), build
+
+
+@intrinsic
+def _copy_rows(_typing: Any, c: Any, c_at: Any, c_stride: Any, b: Any, b_at: Any, b_stride: Any, rows: Any) -> Any:
+    """c[rows, 8] = b[rows, 8] as float32, each at an offset of its memory; `c` float32, `b` as for `multiply`."""
+    signature = types.void(c, types.int64, types.int64, b, types.int64, types.int64, types.int64)
+
+    def build(context: Any, builder: Any, sig: Any, values: Any) -> Any:
+        target = context.make_array(sig.args[0])(context, builder, values[0]).data
+        source = context.make_array(sig.args[3])(context, builder, values[3]).data
+        with cgutils.for_range(builder, values[6], intp=_INT) as loop:
+            place = builder.add(values[4], builder.mul(loop.index, values[5]))
+            vector = _load_vector(
+                builder, builder.gep(source, [place]), NARROW, isinstance(sig.args[3].dtype, types.Integer)
+            )
+            place = builder.add(values[1], builder.mul(loop.index, values[2]))
+            pointer = builder.bitcast(builder.gep(target, [place]), ir.VectorType(_FLOAT, NARROW).as_pointer())
+            builder.store(vector, pointer).align = 4
+        return context.get_dummy_value()
+
+    return signature, build
+
+
+# What a checker sees: an intrinsic's first parameter, the typing context, is not the caller's to give.
+prefetch: Callable[..., None] = _prefetch
+copy_rows: Callable[..., None] = _copy_rows
+
+
+def _vector() -> int:
+    """Floats in a register of this machine."""
+    return 16 if get_host_cpu_features().get("avx512f", False) else 8
+
+
+def _wide(rows: int) -> int:
+    """Columns of a tile of so many rows."""
+    return max(LANES, _vector() * (2 if rows > ROWS // 2 else 4))
+
+
+def _tile(rows: int, lanes: int, *, accumulate: bool) -> Callable[..., None]:
     """A compiled C[rows, lanes] = A[rows, k] B[k, lanes], or += where it accumulates.
 
     Each operand is a C-contiguous array, an offset to the first element and a stride between rows, in elements.
     """
+
+    abreast = 1  # steps of k
+    while not accumulate and 2 * abreast * rows * lanes <= _SUMS * _vector():
+        abreast *= 2
 
     @intrinsic
     def tile(
@@ -63,28 +124,47 @@ def _tile(rows: int, *, accumulate: bool = False, lanes: int = LANES) -> Callabl
             c_stride, a_stride, b_stride, steps = values[2], values[5], values[8], values[9]
             contract = ("contract",)
             wide = ir.VectorType(_FLOAT, lanes)
+            bfloat16 = isinstance(sig.args[6].dtype, types.Integer)
             c_rows = [builder.gep(c_data, [builder.mul(c_stride, ir.Constant(_INT, r))]) for r in range(rows)]
             a_rows = [builder.gep(a_data, [builder.mul(a_stride, ir.Constant(_INT, r))]) for r in range(rows)]
-            sums: list[Any] = [cgutils.alloca_once(builder, wide) for _ in range(rows)]  # type: ignore[no-untyped-call]
-            for r in range(rows):
-                zero = ir.Constant(wide, [0.0] * lanes)
-                builder.store(_load_vector(builder, c_rows[r], lanes, False) if accumulate else zero, sums[r])
-            bfloat16 = isinstance(sig.args[6].dtype, types.Integer)
-            with cgutils.for_range(builder, steps, intp=_INT) as loop:
-                place = builder.gep(b_data, [builder.mul(loop.index, b_stride)])
+            sums: list[list[Any]] = [
+                [cgutils.alloca_once(builder, wide) for _ in range(rows)]  # type: ignore[no-untyped-call]
+                for _ in range(abreast)
+            ]
+            zero = ir.Constant(wide, [0.0] * lanes)
+            for side, column in enumerate(sums):
+                for r in range(rows):
+                    first = accumulate and side == 0
+                    builder.store(_load_vector(builder, c_rows[r], lanes, False) if first else zero, column[r])
+
+            def step(index: Any, column: list[Any]) -> None:
+                place = builder.gep(b_data, [builder.mul(index, b_stride)])
                 vector = _load_vector(builder, place, lanes, bfloat16)
                 for r in range(rows):
-                    scalar = builder.load(builder.gep(a_rows[r], [loop.index]))
+                    scalar = builder.load(builder.gep(a_rows[r], [index]))
                     lane = builder.insert_element(
                         ir.Constant(wide, ir.Undefined), scalar, ir.Constant(ir.IntType(32), 0)
                     )
                     mask = ir.Constant(ir.VectorType(ir.IntType(32), lanes), [0] * lanes)
                     spread = builder.shuffle_vector(lane, ir.Constant(wide, ir.Undefined), mask)
                     product = builder.fmul(spread, vector, flags=contract)
-                    builder.store(builder.fadd(builder.load(sums[r]), product, flags=contract), sums[r])
+                    builder.store(builder.fadd(builder.load(column[r]), product, flags=contract), column[r])
+
+            rounds = builder.udiv(steps, ir.Constant(_INT, abreast))
+            with cgutils.for_range(builder, rounds, intp=_INT) as loop:
+                start = builder.mul(loop.index, ir.Constant(_INT, abreast))
+                for side, column in enumerate(sums):
+                    step(builder.add(start, ir.Constant(_INT, side)), column)
+            if abreast > 1:
+                done = builder.mul(rounds, ir.Constant(_INT, abreast))
+                with cgutils.for_range(builder, builder.sub(steps, done), intp=_INT) as loop:
+                    step(builder.add(done, loop.index), sums[0])
             for r in range(rows):
+                result = builder.load(sums[0][r])
+                for column in sums[1:]:
+                    result = builder.fadd(result, builder.load(column[r]))
                 target = builder.bitcast(c_rows[r], wide.as_pointer())
-                builder.store(builder.load(sums[r]), target).align = 4
+                builder.store(result, target).align = 4
             return context.get_dummy_value()
 
         return signature, build
@@ -93,33 +173,55 @@ def _tile(rows: int, *, accumulate: bool = False, lanes: int = LANES) -> Callabl
     return compiled
 
 
-_product_1, _product_2, _product_3 = _tile(1), _tile(2), _tile(3)
-_product_4, _product_5, _product_6 = _tile(4), _tile(5), _tile(6)
-_narrow_1, _narrow_2, _narrow_3 = _tile(1, lanes=NARROW), _tile(2, lanes=NARROW), _tile(3, lanes=NARROW)
-_narrow_4, _narrow_5, _narrow_6 = _tile(4, lanes=NARROW), _tile(5, lanes=NARROW), _tile(6, lanes=NARROW)
-_sum_1, _sum_2, _sum_3 = _tile(1, accumulate=True), _tile(2, accumulate=True), _tile(3, accumulate=True)
-_sum_4, _sum_5, _sum_6 = _tile(4, accumulate=True), _tile(5, accumulate=True), _tile(6, accumulate=True)
+def _strip(rows: int, *, accumulate: bool) -> Callable[..., None]:
+    """A compiled product of so many rows with any number of columns, 16 at least."""
+    width = _wide(rows)
+    wide, narrow = _tile(rows, width, accumulate=accumulate), _tile(rows, LANES, accumulate=accumulate)
+
+    @njit(nogil=True)
+    def strip(
+        c: Any, c_at: int, c_stride: int, a: Any, a_at: int, a_stride: int,
+        b: Any, b_at: int, b_stride: int, columns: int, k: int,
+    ) -> None:  # fmt: skip
+        j = 0
+        while j + width <= columns:
+            wide(c, c_at + j, c_stride, a, a_at, a_stride, b, b_at + j, b_stride, k)
+            j += width
+        while j < columns:
+            narrow(c, c_at + j, c_stride, a, a_at, a_stride, b, b_at + j, b_stride, k)
+            j += LANES
+
+    compiled: Callable[..., None] = strip
+    return compiled
+
+
+_narrow_1, _narrow_2, _narrow_3, _narrow_4, _narrow_5, _narrow_6 = (
+    _tile(rows, NARROW, accumulate=False) for rows in range(1, ROWS + 1)
+)
+_product_1, _product_2, _product_3, _product_4, _product_5, _product_6 = (
+    _strip(rows, accumulate=False) for rows in range(1, ROWS + 1)
+)
+_sum_1, _sum_2, _sum_3, _sum_4, _sum_5, _sum_6 = (_strip(rows, accumulate=True) for rows in range(1, ROWS + 1))
 
 
 @njit(cache=True, nogil=True)
 def multiply_narrow(c: Any, c_at: int, a: Any, rows: int, b: Any, b_at: int, b_stride: int, k: int) -> None:
     """c[0:rows, c_at:c_at + 8] = a[0:rows, 0:k] b, as `multiply` otherwise."""
     c_stride, a_stride = c.shape[1], a.shape[1]
-    r = 0
-    while r + ROWS <= rows:
-        _narrow_6(c, r * c_stride + c_at, c_stride, a, r * a_stride, a_stride, b, b_at, b_stride, k)
-        r += ROWS
-    left, at, start = rows - r, r * c_stride + c_at, r * a_stride
-    if left == 1:
-        _narrow_1(c, at, c_stride, a, start, a_stride, b, b_at, b_stride, k)
-    elif left == 2:
-        _narrow_2(c, at, c_stride, a, start, a_stride, b, b_at, b_stride, k)
-    elif left == 3:
-        _narrow_3(c, at, c_stride, a, start, a_stride, b, b_at, b_stride, k)
-    elif left == 4:
-        _narrow_4(c, at, c_stride, a, start, a_stride, b, b_at, b_stride, k)
-    elif left == 5:
-        _narrow_5(c, at, c_stride, a, start, a_stride, b, b_at, b_stride, k)
+    for r in range(0, rows, ROWS):
+        left, at, start = rows - r, r * c_stride + c_at, r * a_stride
+        if left >= ROWS:
+            _narrow_6(c, at, c_stride, a, start, a_stride, b, b_at, b_stride, k)
+        elif left == 1:
+            _narrow_1(c, at, c_stride, a, start, a_stride, b, b_at, b_stride, k)
+        elif left == 2:
+            _narrow_2(c, at, c_stride, a, start, a_stride, b, b_at, b_stride, k)
+        elif left == 3:
+            _narrow_3(c, at, c_stride, a, start, a_stride, b, b_at, b_stride, k)
+        elif left == 4:
+            _narrow_4(c, at, c_stride, a, start, a_stride, b, b_at, b_stride, k)
+        else:
+            _narrow_5(c, at, c_stride, a, start, a_stride, b, b_at, b_stride, k)
 
 
 @njit(cache=True, nogil=True)
@@ -130,43 +232,37 @@ def multiply(c: Any, c_at: int, a: Any, rows: int, b: Any, b_at: int, b_stride: 
     bfloat16. Columns are computed 16 at a time: memory up to the next multiple of 16 is read and written.
     """
     c_stride, a_stride = c.shape[1], a.shape[1]
-    for j in range(0, columns, LANES):
-        r = 0
-        while r + ROWS <= rows:
-            _product_6(c, r * c_stride + c_at + j, c_stride, a, r * a_stride, a_stride, b, b_at + j, b_stride, k)
-            r += ROWS
-        left = rows - r
-        at, start = r * c_stride + c_at + j, r * a_stride
-        if left == 1:
-            _product_1(c, at, c_stride, a, start, a_stride, b, b_at + j, b_stride, k)
+    for r in range(0, rows, ROWS):
+        left, at, start = rows - r, r * c_stride + c_at, r * a_stride
+        if left >= ROWS:
+            _product_6(c, at, c_stride, a, start, a_stride, b, b_at, b_stride, columns, k)
+        elif left == 1:
+            _product_1(c, at, c_stride, a, start, a_stride, b, b_at, b_stride, columns, k)
         elif left == 2:
-            _product_2(c, at, c_stride, a, start, a_stride, b, b_at + j, b_stride, k)
+            _product_2(c, at, c_stride, a, start, a_stride, b, b_at, b_stride, columns, k)
         elif left == 3:
-            _product_3(c, at, c_stride, a, start, a_stride, b, b_at + j, b_stride, k)
+            _product_3(c, at, c_stride, a, start, a_stride, b, b_at, b_stride, columns, k)
         elif left == 4:
-            _product_4(c, at, c_stride, a, start, a_stride, b, b_at + j, b_stride, k)
-        elif left == 5:
-            _product_5(c, at, c_stride, a, start, a_stride, b, b_at + j, b_stride, k)
+            _product_4(c, at, c_stride, a, start, a_stride, b, b_at, b_stride, columns, k)
+        else:
+            _product_5(c, at, c_stride, a, start, a_stride, b, b_at, b_stride, columns, k)
 
 
 @njit(cache=True, nogil=True)
 def multiply_add(c: Any, a: Any, a_at: int, rows: int, b: Any, b_at: int, b_stride: int, columns: int, k: int) -> None:
     """c[0:rows, 0:columns] += a[0:rows, a_at:a_at + k] b, as `multiply` otherwise."""
     c_stride, a_stride = c.shape[1], a.shape[1]
-    for j in range(0, columns, LANES):
-        r = 0
-        while r + ROWS <= rows:
-            _sum_6(c, r * c_stride + j, c_stride, a, r * a_stride + a_at, a_stride, b, b_at + j, b_stride, k)
-            r += ROWS
-        left = rows - r
-        at, start = r * c_stride + j, r * a_stride + a_at
-        if left == 1:
-            _sum_1(c, at, c_stride, a, start, a_stride, b, b_at + j, b_stride, k)
+    for r in range(0, rows, ROWS):
+        left, at, start = rows - r, r * c_stride, r * a_stride + a_at
+        if left >= ROWS:
+            _sum_6(c, at, c_stride, a, start, a_stride, b, b_at, b_stride, columns, k)
+        elif left == 1:
+            _sum_1(c, at, c_stride, a, start, a_stride, b, b_at, b_stride, columns, k)
         elif left == 2:
-            _sum_2(c, at, c_stride, a, start, a_stride, b, b_at + j, b_stride, k)
+            _sum_2(c, at, c_stride, a, start, a_stride, b, b_at, b_stride, columns, k)
         elif left == 3:
-            _sum_3(c, at, c_stride, a, start, a_stride, b, b_at + j, b_stride, k)
+            _sum_3(c, at, c_stride, a, start, a_stride, b, b_at, b_stride, columns, k)
         elif left == 4:
-            _sum_4(c, at, c_stride, a, start, a_stride, b, b_at + j, b_stride, k)
-        elif left == 5:
-            _sum_5(c, at, c_stride, a, start, a_stride, b, b_at + j, b_stride, k)
+            _sum_4(c, at, c_stride, a, start, a_stride, b, b_at, b_stride, columns, k)
+        else:
+            _sum_5(c, at, c_stride, a, start, a_stride, b, b_at, b_stride, columns, k)

@@ -4,13 +4,13 @@ Three shapes of module make up most decoder layers whatever the family is called
 (`gate_proj`, `up_proj`, `down_proj`), and attention with separate projections (`q_proj`, `k_proj`, `v_proj`,
 `o_proj`, perhaps norms of queries and keys). Each is recognised by its shape, and its replacement takes its place
 only after both gave the same answer to a probe. What is not recognised, or differs, stays as it is and works.
-Last, the weights of linear layers are laid out as oneDNN's products read them, where torch has oneDNN.
+Last, the weights of linear layers are laid out as the products of MKL read them, or of oneDNN where there is no MKL.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -107,20 +107,32 @@ class FusedAttention(nn.Module):
 
 
 class PackedLinear(nn.Module):
-    """A linear layer in float32 whose weight is laid out for oneDNN once; a few rows gain the most."""
+    """A linear layer in float32 whose weight is laid out once, for MKL or for oneDNN; some dozens of rows gain most.
 
-    _ROWS = 128  # that the layout is chosen for; any number works
+    MKL's layout is made for a number of rows, but its product takes any; the operator asks for the number it is given.
+    """
 
-    def __init__(self, original: nn.Linear) -> None:
+    _ROWS = 64  # that the layout is made for
+
+    def __init__(self, original: nn.Linear, library: Literal["mkl", "mkldnn"]) -> None:
         super().__init__()
         self.in_features, self.out_features = original.in_features, original.out_features
-        self._weight = torch.ops.mkldnn._reorder_linear_weight(original.weight.detach(), self._ROWS)
+        weight = original.weight.detach()
         bias: torch.Tensor | None = original.bias
         self._bias = None if bias is None else bias.detach()
+        self._shape = weight.new_zeros(()).expand(weight.shape)  # MKL's operator asks the unpacked weight for its shape
+        self._mkl = library == "mkl"
+        reorder = torch.ops.mkl._mkl_reorder_linear_weight if self._mkl else torch.ops.mkldnn._reorder_linear_weight
+        self._weight = reorder(weight, self._ROWS)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """[..., in_features] to [..., out_features]."""
-        out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(hidden_states, self._weight, self._bias, "none", [], "")
+        out: torch.Tensor
+        if self._mkl:
+            rows = hidden_states.numel() // self.in_features
+            out = torch.ops.mkl._mkl_linear(hidden_states, self._weight, self._shape, self._bias, rows)
+        else:
+            out = torch.ops.mkldnn._linear_pointwise(hidden_states, self._weight, self._bias, "none", [], "")
         return out
 
 
@@ -129,8 +141,8 @@ def fuse(model: nn.Module, specs: dict[int, AttentionSpec], dtype: torch.dtype) 
     _replace(model, lambda module: _fused_norm(module, dtype))
     _replace(model, lambda module: _fused_mlp(module, dtype))
     _replace(model, lambda module: _fused_attention(module, specs, dtype))
-    if dtype == torch.float32 and torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
-        _replace(model, lambda module: PackedLinear(module) if type(module) is nn.Linear else None)
+    if dtype == torch.float32:
+        _replace(model, _packed_linear)
 
 
 def _replace(model: nn.Module, build: Callable[[nn.Module], nn.Module | None]) -> None:
@@ -184,6 +196,23 @@ def _fused_norm(module: nn.Module, dtype: torch.dtype) -> FusedNorm | None:
         fused = FusedNorm(scale, epsilon)
         if _equal(fused(probe), expected, dtype):
             return fused
+    return None
+
+
+def _packed_linear(module: nn.Module) -> PackedLinear | None:
+    if type(module) is not nn.Linear:
+        return None
+    probe = _probe(_PROBE_TOKENS, module.in_features, dtype=torch.float32)
+    expected = module(probe)
+    libraries: list[Literal["mkl", "mkldnn"]] = []
+    if torch.backends.mkl.is_available():  # type: ignore[no-untyped-call]
+        libraries.append("mkl")
+    if torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        libraries.append("mkldnn")
+    for library in libraries:
+        packed = PackedLinear(module, library)
+        if _equal(packed(probe), expected, torch.float32):
+            return packed
     return None
 
 
