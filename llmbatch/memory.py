@@ -1,8 +1,12 @@
-"""How much memory this process may take."""
+"""How much memory this process may take, and how much of what it freed it keeps."""
 
 from __future__ import annotations
 
+import ctypes
 import os
+import platform
+
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # parameters of glibc's mallopt
 
 
 def available_memory() -> int:
@@ -16,3 +20,15 @@ def available_memory() -> int:
     except (OSError, ValueError, StopIteration):
         pass  # no such file on this system, or no limit: what sysconf said stands
     return free
+
+
+def keep_freed_memory() -> None:
+    """Have blocks of up to 32 MB reused rather than given back: a step's activations are as large as the last's.
+
+    Freed, they would go back to the system and come again page by page, cleared, in every layer of every step
+    (docs/decisions/0007). glibc only; up to 1 GB of freed memory stays with the process.
+    """
+    if platform.libc_ver()[0] == "glibc":
+        libc = ctypes.CDLL(None)
+        libc.mallopt(_MMAP_THRESHOLD, 32 << 20)
+        libc.mallopt(_TRIM_THRESHOLD, 1 << 30)

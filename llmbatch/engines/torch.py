@@ -18,6 +18,7 @@ from llmbatch.engines import Finish, Step, StepResult
 from llmbatch.engines.context import Pages, StepAttention
 from llmbatch.engines.loading import LoadedModel
 from llmbatch.engines.sampler import mix, sample
+from llmbatch.memory import keep_freed_memory
 from llmbatch.requests import Requests
 
 _WORTH_THREADS = 1 << 16  # elements a layer touches; below, waking threads costs more than they save
@@ -81,6 +82,7 @@ class TorchEngine:
         decode: Callable[[NDArray[np.int32]], str] | None = None,
         seed: int = 0,
     ) -> None:
+        keep_freed_memory()
         self._module = loaded.module
         self._eos = np.array(loaded.eos_token_ids, np.int32)
         self._pages = Pages(loaded.attention, num_pages=num_pages, page_size=page_size, dtype=loaded.dtype)
