@@ -1,140 +1,108 @@
 """Every policy on mixes of real traces, by the clock: the tables behind docs/results/simulated.md.
 
-    python benchmarks/policies.py [--mixes table2-1,wide-1] [--requests 100000] [--law paper] [--jobs 2] [--json FILE]
+    python benchmarks/policies.py table2|bytes|draws|wide|sharegpt|azure|models|exponents|grid [--requests N] [--jobs N]
 
-Traces are read from $LLMBATCH_TRACES or ../shared/traces. All policies share engine, admission test, eviction and
-preemption. `blend` runs with lengths known and with lengths sampled; each baseline knows the lengths and runs at step
-budgets of 256, 384, 512, 1,024, 2,048 and 4,096 tokens, `dfs` with its sources in both directions; shown are its run at
-2,048 (for `dfs` the better direction) and its best.
+writes docs/results/NAME.json. All policies share engine, admission test, eviction and preemption. `blend` runs with
+lengths known and with lengths sampled; each baseline knows the lengths and runs at step budgets of 256, 384, 512,
+1,024, 2,048 and 4,096 tokens (tables of many mixes: at two of these), `dfs` with its sources in both directions; a line
+shows its run at 2,048 and its best.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
+from dataclasses import replace
 
-from llmbatch.cost import Law
-from llmbatch.experiment import Experiment
-from llmbatch.order import Policy
-from llmbatch.runner import decide
-from llmbatch.simulate import Knowledge, describe, run_workload
+from simulations import TABLE2, Setting, run_settings, write
 
-TRACES = Path(os.environ.get("LLMBATCH_TRACES", Path(__file__).parent.parent.parent / "shared" / "traces"))
-SOURCES = ("azure2023_code", "mmlu_5shot", "video_panda70m")
-MIXES = ("table2-1", "table2-2", "table2-3", "table2-4", "wide-1")
-BUDGETS = (256, 384, 512, 1024, 2048, 4096)
-BASELINES: tuple[Policy, ...] = ("dfs", "random", "dual-scan")
+CONVERSATIONS = ("azure2023_conv", "mmlu_5shot", "video_panda70m")
+SHAREGPT = ("sharegpt_lengths", "mmlu_5shot", "video_panda70m")
+DENSITIES = tuple(round(0.80 + 0.05 * i, 2) for i in range(13))
+SHARINGS = (0.05, 0.15, 0.25, 0.35, 0.45)
+FEW = (512, 2048)  # step budgets, where a table has many mixes
+BEST = (256, 1024)  # at which `random` and `dfs` are at their best on Table 2
+MODELS = (("qwen-2.5-7b", 1), ("llama-2-7b", 1), ("qwen-2.5-72b", 8), ("deepseek-67b", 8), ("llama-3-70b", 8))
 
 
-@dataclass(frozen=True, slots=True)
-class Case:
-    """One simulation."""
+def table2() -> list[Setting]:
+    """The paper's Table 2 (its Figures 7 and 9)."""
+    return [Setting(mix=mix) for mix in TABLE2]
 
-    mix: str
-    requests: int
-    law: Law
-    order: Policy
-    lengths: Knowledge = "known"
-    step_tokens: int | None = None
-    backwards: bool = False
-    seed: int = 0
-    sources: tuple[str, str, str] = SOURCES
 
-    def run(self) -> dict[str, Any]:
-        """The case and its figures."""
-        experiment = Experiment(
-            traces=[str(TRACES / f"{source}.parquet") for source in self.sources],
-            mix=self.mix,
-            requests=self.requests,
-            law=self.law,
-            order=self.order,
-            lengths=self.lengths,
-            step_tokens=self.step_tokens,
-            seed=self.seed,
+def bytes_law() -> list[Setting]:
+    """Table 2 where weights and KV come from the same memory."""
+    return [Setting(mix=mix, law="bytes", baselines=("dfs", "random"), budgets=FEW) for mix in TABLE2]
+
+
+def draws() -> list[Setting]:
+    """Other draws of Table 2, other samples of each."""
+    return [Setting(mix=mix, seed=seed, baselines=()) for seed in (1, 2, 3) for mix in TABLE2]
+
+
+def wide() -> list[Setting]:
+    """5,000 groups that share 1,000 tokens each."""
+    return [Setting(mix="wide-1")]
+
+
+def sharegpt() -> list[Setting]:
+    """ShareGPT as the compute-heavy source (Figure 14); its repeated prompts alone share more than .05."""
+    return [Setting(mix=mix, sources=SHAREGPT, budgets=BEST) for mix in ("table2-1", "table2-2", "1.4,.25", ".9,.25")]
+
+
+def azure() -> list[Setting]:
+    """Azure's conversations as the compute-heavy source (Figure 13 has its code)."""
+    return [Setting(mix=mix, sources=CONVERSATIONS, budgets=BEST) for mix in TABLE2]
+
+
+def models() -> list[Setting]:
+    """Other models (Figures 7 b and 12), each mix drawn for the model."""
+    return [
+        Setting(
+            mix=mix, model_shape=shape, tensor_parallel=cards, baselines=("dfs", "random"), budgets=(512, 1024, 2048)
         )
-        if not self.backwards:
-            return {**asdict(self), **experiment.run().report.to_dict()}
-        trace, cost, pool, scheduling = experiment.trace, experiment.cost, experiment.pool, experiment.scheduling
-        workload = describe(trace, pool, self.lengths)
-        decided = decide(workload, pool, cost, scheduling)
-        reverse = replace(decided, order=decided.order[::-1].copy())
-        simulation = run_workload(workload, trace.output_lengths, cost, pool, scheduling, decided=reverse)
-        return {**asdict(self), **simulation.report.to_dict()}
-
-
-def cases(mix: str, requests: int, law: Law, seed: int) -> list[Case]:
-    """Everything that is run of one mix."""
-    ours = [Case(mix, requests, law, "blend", lengths, seed=seed) for lengths in ("known", "sampled")]
-    theirs = [
-        Case(mix, requests, law, order, step_tokens=budget, backwards=backwards, seed=seed)
-        for order in BASELINES
-        for budget in BUDGETS
-        for backwards in ((False, True) if order == "dfs" else (False,))
+        for shape, cards in MODELS
+        for mix in TABLE2
     ]
-    return [*ours, *theirs]
 
 
-def summarise(results: list[dict[str, Any]]) -> dict[str, Any]:
-    """One mix: fractions of the optimum, and `blend` over each baseline in seconds."""
-    known, sampled = (
-        next(r for r in results if r["order"] == "blend" and r["lengths"] == lengths)
-        for lengths in ("known", "sampled")
-    )
-    row: dict[str, Any] = {
-        "mix": known["mix"],
-        "optimal_seconds": known["optimal_seconds"],
-        "blend": known["fraction_of_optimal"],
-        "blend_sampled": sampled["fraction_of_optimal"],
-        "sharing_of_possible": known["prefix_sharing"] / known["prefix_sharing_optimal"],
-    }
-    for order in BASELINES:
-        runs = sorted((r for r in results if r["order"] == order), key=lambda r: float(r["seconds"]))
-        at_2048 = next(r for r in runs if r["step_tokens"] == 2048)
-        row[order] = {
-            "at_2048": at_2048["fraction_of_optimal"],
-            "best": runs[0]["fraction_of_optimal"],
-            "best_step_tokens": runs[0]["step_tokens"],
-            "sharing_of_possible": runs[0]["prefix_sharing"] / runs[0]["prefix_sharing_optimal"],
-            "blend_over_2048": at_2048["seconds"] / known["seconds"],
-            "blend_over_best": runs[0]["seconds"] / known["seconds"],
-        }
-    return row
+def exponents() -> list[Setting]:
+    """Table 2 by other laws of overlap: from compute and memory in turn (1) to a perfect one."""
+    return [
+        Setting(mix=mix, law=law, overlap_exponent=exponent, baselines=("dfs", "random"), budgets=FEW)
+        for law in ("paper", "bytes")
+        for exponent in (1.0, 2.0, 8.0)
+        for mix in TABLE2
+    ]
+
+
+def grid() -> list[Setting]:
+    """Density .80 to 1.40, sharing .05 to .45 (Figure 11)."""
+    return [
+        Setting(mix=f"{density},{sharing}", knowledge=("known",), baselines=("dfs", "random"), budgets=BEST)
+        for sharing in SHARINGS
+        for density in DENSITIES
+    ]
+
+
+TABLES: dict[str, Callable[[], list[Setting]]] = {
+    "table2": table2, "bytes": bytes_law, "draws": draws, "wide": wide, "sharegpt": sharegpt, "azure": azure,
+    "models": models, "exponents": exponents, "grid": grid,
+}  # fmt: skip
 
 
 def main() -> None:
-    """Run the mixes and print a line each."""
+    """Run a table and print a line a mix."""
     parser = argparse.ArgumentParser(description="Compare policies by simulation.")
-    parser.add_argument("--mixes", default=",".join(MIXES), help="names of mixes, or pairs such as 1.2/.25")
-    parser.add_argument("--requests", type=int, default=100_000)
-    parser.add_argument("--law", default="paper", choices=("paper", "bytes"))
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("table", choices=TABLES)
+    parser.add_argument("--requests", type=int, help="a mix, in place of the table's own")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
-    parser.add_argument("--json", metavar="FILE")
     options = parser.parse_args()
-    rows = []
-    with ProcessPoolExecutor(options.jobs) as pool:
-        for mix in options.mixes.split(","):
-            work = cases(mix.replace("/", ","), options.requests, options.law, options.seed)
-            row = summarise(list(pool.map(Case.run, work)))
-            rows.append(row)
-            print(
-                f"{row['mix']:9} blend {row['blend']:.3f} sampled {row['blend_sampled']:.3f} "
-                f"sharing {row['sharing_of_possible']:.3f} | "
-                + " | ".join(
-                    f"{order} {row[order]['at_2048']:.3f} best {row[order]['best']:.3f} at "
-                    f"{row[order]['best_step_tokens']}: x {row[order]['blend_over_2048']:.2f}, "
-                    f"{row[order]['blend_over_best']:.2f}"
-                    for order in BASELINES
-                ),
-                flush=True,
-            )
-    if options.json:
-        Path(options.json).write_text(json.dumps(rows, indent=1) + "\n")
+    settings = TABLES[options.table]()
+    if options.requests:
+        settings = [replace(setting, requests=options.requests) for setting in settings]
+    write(options.table, run_settings(settings, options.jobs))
 
 
 if __name__ == "__main__":

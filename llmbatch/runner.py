@@ -31,6 +31,7 @@ _FIRST_PLAN = 64  # steps after the first sample was admitted; each plan waits t
 _SECOND_SAMPLE = 512  # the wait after which the second sample is drawn
 _ENDED = 0.5  # of the second sample, after which the right end is open
 _PATIENCE = 0.01  # of the job's compute, in steps of the shortest kind: the longest wait with the right end closed
+_LEAN_RESERVE = 0.03  # least kept for the left end where weights are read beside KV, and empty memory costs
 _ALWAYS = 1 << 62
 _REFRESH = 256  # steps between two refreshes of what is known of lengths, at least
 
@@ -186,7 +187,8 @@ class _Run:
         if decided.scan is not None:
             ends = DualScanEnds(decided.scan)
         elif decided.two_ended:
-            ends = Blend() if settled else InOrder()
+            blend = Blend(least=_LEAN_RESERVE) if self._rates.weights_share_memory else Blend()
+            ends = blend if settled else InOrder()
             if self._scheduling.step_tokens is None and self._cost.overlap.exponent > 1:
                 budget = ClosedLoopBudget(self._rates, self._weights_per_pool())
         self._admit(decided.order, ends, budget, settled=settled)

@@ -1,0 +1,103 @@
+"""What each constant of the scheduler and of the planner is worth, by the clock, on Table 2's mixes.
+
+    python benchmarks/sensitivity.py [--requests 100000] [--jobs N]
+
+writes docs/results/sensitivity.json. One constant at a time is set to other values; shown are fractions of the optimum,
+with lengths known, and sampled where the constant is about learning them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext
+from dataclasses import dataclass, fields, replace
+from typing import Any
+from unittest import mock
+
+from simulations import TABLE2, Setting, write
+
+from llmbatch import runner
+from llmbatch.budget import ClosedLoopBudget
+from llmbatch.ends import Blend
+from llmbatch.simulate import Knowledge, simulate
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """A constant, where it stands, and values to try beside its own."""
+
+    name: str
+    values: tuple[float, ...]
+    lengths: Knowledge = "known"
+
+
+CONSTANTS = (
+    Constant("runner.Blend.least", (0.0, 0.05, 0.2)),
+    Constant("runner.Blend.most", (0.1, 0.4)),
+    Constant("runner.ClosedLoopBudget.floor", (0, 256, 512)),
+    Constant("runner.ClosedLoopBudget.ceiling", (2048, 4096)),
+    Constant("plan._KEEP", (0.95, 1.0)),
+    Constant("plan._RIGHT", (0.25, 1.0)),
+    Constant("plan._LARGE", (0.0, 1.0)),
+    Constant("experiment.page_size", (1, 64)),
+    Constant("experiment.sample_fraction", (0.002, 0.05, 0.2), "sampled"),
+    Constant("runner._FIRST_PLAN", (16, 256), "sampled"),
+    Constant("runner._SECOND_SAMPLE", (128, 2048), "sampled"),
+    Constant("runner._ENDED", (0.25, 0.9), "sampled"),
+    Constant("runner._PATIENCE", (0.0, 0.05), "sampled"),
+    Constant("sample._ERROR", (0.02, 0.2), "sampled"),
+    Constant("survival._ENOUGH", (5, 80), "sampled"),
+)
+_CLASSES: dict[str, type[Any]] = {"Blend": Blend, "ClosedLoopBudget": ClosedLoopBudget}
+
+
+def fraction(setting: Setting, lengths: Knowledge, name: str | None, value: float) -> float:
+    """The fraction of the optimum that `blend` reaches with a constant set to a value."""
+    options: dict[str, Any] = {"lengths": lengths}
+    module, _, attribute = (name or "").partition(".")
+    if module == "experiment":
+        options[attribute] = value
+    experiment = setting.experiment(**options)
+    changed = module not in ("", "experiment")
+    with mock.patch.object(*_patched(module, attribute, value)) if changed else nullcontext():
+        report = simulate(
+            experiment.trace, experiment.cost, experiment.pool, experiment.scheduling, lengths=lengths
+        ).report
+    return report.fraction_of_optimal
+
+
+def _patched(module: str, attribute: str, value: float) -> tuple[Any, str, Any]:
+    """The object, the name in it, and what stands there instead."""
+    if "." not in attribute:
+        return importlib.import_module(f"llmbatch.{module}"), attribute, value
+    kind, _, field = attribute.partition(".")
+    original = _CLASSES[kind]
+    assert field in {f.name for f in fields(original)}
+    return runner, kind, lambda *given, **named: replace(original(*given, **named), **{field: value})
+
+
+def main() -> None:
+    """Try every value and print a line each."""
+    parser = argparse.ArgumentParser(description="Measure what the scheduler's constants are worth.")
+    parser.add_argument("--requests", type=int, default=100_000)
+    parser.add_argument("--jobs", type=int, default=os.cpu_count())
+    options = parser.parse_args()
+    settings = [replace(Setting(mix=mix), requests=options.requests) for mix in TABLE2]
+    trials: list[tuple[Knowledge, str | None, float]] = [("known", None, 0.0), ("sampled", None, 0.0)]
+    trials += [(constant.lengths, constant.name, value) for constant in CONSTANTS for value in constant.values]
+    results = []
+    with ProcessPoolExecutor(options.jobs) as pool:
+        futures = [[pool.submit(fraction, setting, *trial) for setting in settings] for trial in trials]
+        for (lengths, name, value), row in zip(trials, futures, strict=True):
+            fractions = [future.result() for future in row]
+            results.append({"constant": name, "value": value, "lengths": lengths, "fractions": fractions})
+            label = "as it is" if name is None else f"{name} = {value:g}"
+            print(f"{lengths:8} {label:42} {' '.join(f'{f:.3f}' for f in fractions)}", flush=True)
+    write("sensitivity", results)
+
+
+if __name__ == "__main__":
+    main()

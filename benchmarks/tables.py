@@ -1,0 +1,141 @@
+"""The results in docs/results as Markdown tables: writes docs/results/tables.md.
+
+    python benchmarks/tables.py
+
+Reads what policies.py, replicas.py and sensitivity.py wrote; a table whose file is missing is left out.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+from simulations import RESULTS, TABLE2, baseline, blend, gain
+
+TITLES = {
+    "table2": "Table 2's mixes (azure2023_code, mmlu_5shot, video_panda70m), Llama-3-8B on an A100-80GB",
+    "bytes": "The same under law `bytes`",
+    "draws": "Other draws of the same mixes, `blend`",
+    "wide": "`wide-1`",
+    "sharegpt": "ShareGPT as the compute-heavy source",
+    "azure": "Azure's conversations as the compute-heavy source",
+    "models": "Other models, each mix drawn for the model",
+    "exponents": "Other laws of overlap",
+}
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """Markdown."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines) + "\n"
+
+
+def read(name: str) -> list[dict[str, Any]] | None:
+    """The results of a script, None where it has not run."""
+    path = RESULTS / f"{name}.json"
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def policies(results: list[dict[str, Any]]) -> str:
+    """A row a mix: fractions of the optimum, and gains in seconds."""
+    first = results[0]["setting"]
+    orders = first["baselines"]
+    header = ["mix", *(f"{knowledge}" for knowledge in first["knowledge"]), "sharing of possible"]
+    plain = 2048 in first["budgets"]
+    for order in orders:
+        header += [f"{order} at 2,048", "gain"] * plain + [f"best {order}", "gain"]
+    rows = []
+    for result in results:
+        setting, run = result["setting"], blend(result)
+        name = setting["mix"] + (f", seed {setting['seed']}" if setting["seed"] else "")
+        if setting["model_shape"] != "llama-3-8b":
+            name = f"{setting['model_shape']} x {setting['tensor_parallel']}, {name}"
+        if setting["overlap_exponent"] != 4.0:
+            name = f"{setting['law']}, e = {setting['overlap_exponent']:g}, {name}"
+        row = [name, *(f"{blend(result, knowledge)['fraction_of_optimal']:.3f}" for knowledge in setting["knowledge"])]
+        row.append(f"{run['prefix_sharing'] / run['prefix_sharing_optimal']:.3f}")
+        for order in orders:
+            if plain:
+                run = baseline(result, order, 2048)
+                row += [f"{run['fraction_of_optimal']:.3f}", f"{gain(result, order, 2048):.2f}"]
+            run = baseline(result, order)
+            place = f"{run['step_tokens']:,}{' reversed' if run['backwards'] else ''}"
+            row += [f"{run['fraction_of_optimal']:.3f} ({place})", f"{gain(result, order):.2f}"]
+        rows.append(row)
+    return table(header, rows)
+
+
+def grid(results: list[dict[str, Any]]) -> str:
+    """Gains over density and sharing, and their least, mean and most."""
+    parts = []
+    for order in ("dfs", "random"):
+        gains = {result["setting"]["mix"]: gain(result, order) for result in results}
+        densities, sharings = (list(dict.fromkeys(mix.split(",")[axis] for mix in gains)) for axis in (0, 1))
+        values = np.array(list(gains.values()))
+        parts.append(
+            f"`blend` over the best {order}: least {values.min():.2f}, mean {values.mean():.2f}, most "
+            f"{values.max():.2f}.\n\n"
+            + table(
+                ["sharing \\ density", *densities],
+                [[s, *(f"{gains[f'{d},{s}']:.2f}" for d in densities)] for s in sharings],
+            )
+        )
+    fractions = [blend(result)["fraction_of_optimal"] for result in results]
+    parts.append(
+        f"`blend`, lengths known, of the optimum: least {min(fractions):.3f}, mean {np.mean(fractions):.3f}.\n"
+    )
+    return "\n".join(parts)
+
+
+def replicas(results: list[dict[str, Any]]) -> str:
+    """A row a mix and a number of devices."""
+    rows = []
+    for result in results:
+        alone = result["runs"][0]["tokens_per_second"]
+        for run in result["runs"]:
+            seconds = run["replica_seconds"] or [run["seconds"]]
+            rows.append(
+                [
+                    result["mix"], run["replicas"], f"{run['tokens_per_second']:,.0f}",
+                    f"{run['tokens_per_second'] / alone:.2f}", f"{max(seconds) * len(seconds) / sum(seconds):.3f}",
+                    f"{run['planning_seconds']:.1f}",
+                ]
+            )  # fmt: skip
+    return table(["mix", "devices", "tokens/s", "over one", "slowest / mean", "planning, s"], rows)
+
+
+def sensitivity(results: list[dict[str, Any]]) -> str:
+    """A row a value of a constant."""
+    return table(
+        ["lengths", "constant", "value", *TABLE2],
+        (
+            [
+                result["lengths"],
+                "as it is" if result["constant"] is None else f"`{result['constant']}`",
+                "" if result["constant"] is None else f"{result['value']:g}",
+                *(f"{fraction:.3f}" for fraction in result["fractions"]),
+            ]
+            for result in results
+        ),
+    )
+
+
+def main() -> None:
+    """Write all tables there are results for."""
+    parts = ["# Simulations: tables\n\nWritten by `python benchmarks/tables.py`; what they mean is in simulated.md.\n"]
+    for name, title in TITLES.items():
+        if results := read(name):
+            parts.append(f"## {title}\n\n`python benchmarks/policies.py {name}`\n\n{policies(results)}")
+    if results := read("grid"):
+        parts.append(f"## Density and sharing\n\n`python benchmarks/policies.py grid`\n\n{grid(results)}")
+    if results := read("replicas"):
+        parts.append(f"## Data parallelism\n\n`python benchmarks/replicas.py`\n\n{replicas(results)}")
+    if results := read("sensitivity"):
+        parts.append(f"## Constants of the scheduler\n\n`python benchmarks/sensitivity.py`\n\n{sensitivity(results)}")
+    (RESULTS / "tables.md").write_text("\n".join(parts))
+
+
+if __name__ == "__main__":
+    main()
