@@ -4,25 +4,28 @@
 
 writes docs/results/NAME.json. All policies share engine, admission test, eviction and preemption. `blend` runs with
 lengths known and with lengths sampled; each baseline knows the lengths and runs at step budgets of 256, 384, 512,
-1,024, 2,048 and 4,096 tokens (tables of many mixes: at two of these), `dfs` with its sources in both directions; a line
-shows its run at 2,048 and its best.
+1,024, 2,048 and 4,096 tokens (tables of many mixes: at one or two of these), `dfs` with its sources in both directions;
+a line shows its run at 2,048 and its best.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from simulations import TABLE2, Setting, run_settings, write
+
+from llmbatch.order import Policy
 
 CONVERSATIONS = ("azure2023_conv", "mmlu_5shot", "video_panda70m")
 SHAREGPT = ("sharegpt_lengths", "mmlu_5shot", "video_panda70m")
 DENSITIES = tuple(round(0.80 + 0.05 * i, 2) for i in range(13))
 SHARINGS = (0.05, 0.15, 0.25, 0.35, 0.45)
-FEW = (512, 2048)  # step budgets, where a table has many mixes
-BEST = (256, 1024)  # at which `random` and `dfs` are at their best on Table 2
+# Where a table has many mixes: the paper's step budget, and those at which the baselines are at their best on Table 2.
+FEW: Mapping[Policy, tuple[int, ...]] = {"dfs": (1024, 2048), "random": (256, 2048)}
+BEST: Mapping[Policy, tuple[int, ...]] = {"dfs": (1024,), "random": (256,)}
 MODELS = (("qwen-2.5-7b", 1), ("llama-2-7b", 1), ("qwen-2.5-72b", 8), ("deepseek-67b", 8), ("llama-3-70b", 8))
 
 
@@ -33,12 +36,12 @@ def table2() -> list[Setting]:
 
 def bytes_law() -> list[Setting]:
     """Table 2 where weights and KV come from the same memory."""
-    return [Setting(mix=mix, law="bytes", baselines=("dfs", "random"), budgets=FEW) for mix in TABLE2]
+    return [Setting(mix=mix, law="bytes", baselines=FEW) for mix in TABLE2]
 
 
 def draws() -> list[Setting]:
     """Other draws of Table 2, other samples of each."""
-    return [Setting(mix=mix, seed=seed, baselines=()) for seed in (1, 2, 3) for mix in TABLE2]
+    return [Setting(mix=mix, seed=seed, baselines={}) for seed in (1, 2, 3) for mix in TABLE2]
 
 
 def wide() -> list[Setting]:
@@ -48,20 +51,18 @@ def wide() -> list[Setting]:
 
 def sharegpt() -> list[Setting]:
     """ShareGPT as the compute-heavy source (Figure 14); its repeated prompts alone share more than .05."""
-    return [Setting(mix=mix, sources=SHAREGPT, budgets=BEST) for mix in ("table2-1", "table2-2", "1.4,.25", ".9,.25")]
+    return [Setting(mix=mix, sources=SHAREGPT, baselines=FEW) for mix in ("table2-1", "table2-2", "1.4,.25", ".9,.25")]
 
 
 def azure() -> list[Setting]:
     """Azure's conversations as the compute-heavy source (Figure 13 has its code)."""
-    return [Setting(mix=mix, sources=CONVERSATIONS, budgets=BEST) for mix in TABLE2]
+    return [Setting(mix=mix, sources=CONVERSATIONS, baselines=FEW) for mix in TABLE2]
 
 
 def models() -> list[Setting]:
     """Other models (Figures 7 b and 12), each mix drawn for the model."""
     return [
-        Setting(
-            mix=mix, model_shape=shape, tensor_parallel=cards, baselines=("dfs", "random"), budgets=(512, 1024, 2048)
-        )
+        Setting(mix=mix, model_shape=shape, tensor_parallel=cards, baselines=FEW)
         for shape, cards in MODELS
         for mix in TABLE2
     ]
@@ -70,7 +71,7 @@ def models() -> list[Setting]:
 def exponents() -> list[Setting]:
     """Table 2 by other laws of overlap: from compute and memory in turn (1) to a perfect one."""
     return [
-        Setting(mix=mix, law=law, overlap_exponent=exponent, baselines=("dfs", "random"), budgets=FEW)
+        Setting(mix=mix, law=law, overlap_exponent=exponent, baselines=FEW)
         for law in ("paper", "bytes")
         for exponent in (1.0, 2.0, 8.0)
         for mix in TABLE2
@@ -80,7 +81,7 @@ def exponents() -> list[Setting]:
 def grid() -> list[Setting]:
     """Density .80 to 1.40, sharing .05 to .45 (Figure 11)."""
     return [
-        Setting(mix=f"{density},{sharing}", knowledge=("known",), baselines=("dfs", "random"), budgets=BEST)
+        Setting(mix=f"{density},{sharing}", knowledge=("known",), baselines=BEST)
         for sharing in SHARINGS
         for density in DENSITIES
     ]

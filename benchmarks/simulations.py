@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ RESULTS = Path(__file__).parent.parent / "docs" / "results"
 SOURCES = ("azure2023_code", "mmlu_5shot", "video_panda70m")
 TABLE2 = ("table2-1", "table2-2", "table2-3", "table2-4")
 BUDGETS = (256, 384, 512, 1024, 2048, 4096)
-BASELINES: tuple[Policy, ...] = ("dfs", "random", "dual-scan")
+BASELINES: Mapping[Policy, tuple[int, ...]] = dict.fromkeys(("dfs", "random", "dual-scan"), BUDGETS)
 _KEPT = (
     "seconds", "optimal_seconds", "fraction_of_optimal", "tokens_per_second", "prefix_sharing",
     "prefix_sharing_optimal", "steps", "preemptions", "peak_kv_fraction", "planning_seconds", "scheduling_seconds",
@@ -46,8 +46,7 @@ class Setting:
     model_shape: str = "llama-3-8b"
     tensor_parallel: int = 1
     knowledge: tuple[Knowledge, ...] = ("known", "sampled")
-    baselines: tuple[Policy, ...] = BASELINES
-    budgets: tuple[int, ...] = BUDGETS
+    baselines: Mapping[Policy, tuple[int, ...]] = field(default_factory=lambda: BASELINES)  # and their step budgets
 
     def experiment(self, **options: Any) -> Experiment:
         """The experiment of this setting."""
@@ -73,14 +72,14 @@ class Setting:
             simulation = run_workload(workload, trace.output_lengths, cost, pool, experiment.scheduling)
             runs.append({"order": "blend", "lengths": knowledge, **kept(simulation.report.to_dict())})
         workload = describe(trace, pool, "known")
-        for order in self.baselines:
+        for order, budgets in self.baselines.items():
             scheduling = replace(experiment.scheduling, order=order)
             forwards = decide(workload, pool, cost, scheduling)
             plans = {False: forwards}
             if order == "dfs":
                 plans[True] = replace(forwards, order=forwards.order[::-1].copy())
             for backwards, decided in plans.items():
-                for step_tokens in self.budgets:
+                for step_tokens in budgets:
                     simulation = run_workload(
                         workload, trace.output_lengths, cost, pool,
                         replace(scheduling, step_tokens=step_tokens), decided=decided,
@@ -133,10 +132,10 @@ def line(result: dict[str, Any]) -> str:
     parts = [f"{name}: blend {', '.join(fractions)}"]
     run = blend(result, setting["knowledge"][0])
     parts.append(f"sharing {run['prefix_sharing'] / run['prefix_sharing_optimal']:.3f} of possible")
-    for order in setting["baselines"]:
+    for order, budgets in setting["baselines"].items():
         best = baseline(result, order)
         place = f"{best['fraction_of_optimal']:.3f} at {best['step_tokens']}{' backwards' if best['backwards'] else ''}"
-        at_2048 = f"{gain(result, order, 2048):.2f} at 2048, " if 2048 in setting["budgets"] else ""
+        at_2048 = f"{gain(result, order, 2048):.2f} at 2048, " if 2048 in budgets else ""
         parts.append(f"over {order} x {at_2048}{gain(result, order):.2f} best ({place})")
     return " | ".join(parts)
 

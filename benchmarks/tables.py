@@ -43,9 +43,9 @@ def policies(results: list[dict[str, Any]]) -> str:
     first = results[0]["setting"]
     orders = first["baselines"]
     header = ["mix", *(f"{knowledge}" for knowledge in first["knowledge"]), "sharing of possible"]
-    plain = 2048 in first["budgets"]
+    plain = {order: 2048 in budgets for order, budgets in orders.items()}
     for order in orders:
-        header += [f"{order} at 2,048", "gain"] * plain + [f"best {order}", "gain"]
+        header += [f"{order} at 2,048", "gain"] * plain[order] + [f"best {order}", "gain"]
     rows = []
     for result in results:
         setting, run = result["setting"], blend(result)
@@ -57,7 +57,7 @@ def policies(results: list[dict[str, Any]]) -> str:
         row = [name, *(f"{blend(result, knowledge)['fraction_of_optimal']:.3f}" for knowledge in setting["knowledge"])]
         row.append(f"{run['prefix_sharing'] / run['prefix_sharing_optimal']:.3f}")
         for order in orders:
-            if plain:
+            if plain[order]:
                 run = baseline(result, order, 2048)
                 row += [f"{run['fraction_of_optimal']:.3f}", f"{gain(result, order, 2048):.2f}"]
             run = baseline(result, order)
