@@ -144,6 +144,12 @@ def test_other_orders_are_obeyed_even_where_everything_fits(mix: Mix) -> None:
     assert decided.reason == "The order density was asked for."
 
 
+def test_a_few_long_answers_that_are_most_of_the_memory_work_are_a_kind_of_their_own() -> None:
+    decided = Mix(0, 300, 9).plan()  # 3 % of the rows
+    assert decided.two_ended
+    assert decided.memory[decided.order[-9:]].sum() > 0.8 * decided.memory_seconds
+
+
 def test_rows_of_one_kind_without_sharing_keep_the_inputs_order() -> None:
     decided = Mix(0, 300, 0).plan()
     assert decided.order.tolist() == list(range(300))
