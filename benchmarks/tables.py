@@ -38,6 +38,11 @@ def read(name: str) -> list[dict[str, Any]] | None:
     return json.loads(path.read_text()) if path.exists() else None
 
 
+def command(name: str, results: list[dict[str, Any]]) -> str:
+    """What wrote a table of policies."""
+    return f"`python benchmarks/policies.py {name} --requests {results[0]['setting']['requests']}`"
+
+
 def policies(results: list[dict[str, Any]]) -> str:
     """A row a mix: fractions of the optimum, and gains in seconds."""
     first = results[0]["setting"]
@@ -127,9 +132,9 @@ def main() -> None:
     parts = ["# Simulations: tables\n\nWritten by `python benchmarks/tables.py`; what they mean is in simulated.md.\n"]
     for name, title in TITLES.items():
         if results := read(name):
-            parts.append(f"## {title}\n\n`python benchmarks/policies.py {name}`\n\n{policies(results)}")
+            parts.append(f"## {title}\n\n{command(name, results)}\n\n{policies(results)}")
     if results := read("grid"):
-        parts.append(f"## Density and sharing\n\n`python benchmarks/policies.py grid`\n\n{grid(results)}")
+        parts.append(f"## Density and sharing\n\n{command('grid', results)}\n\n{grid(results)}")
     if results := read("replicas"):
         parts.append(f"## Data parallelism\n\n`python benchmarks/replicas.py`\n\n{replicas(results)}")
     if results := read("sensitivity"):
