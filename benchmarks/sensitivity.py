@@ -3,7 +3,7 @@
     python benchmarks/sensitivity.py [--requests 100000] [--jobs N]
 
 writes docs/results/sensitivity.json. One constant at a time is set to other values; shown are fractions of the optimum,
-with lengths known, and sampled where the constant is about learning them.
+with lengths known, and sampled where the constant is about learning them. Constants of compiled code are not among them.
 """
 
 from __future__ import annotations
@@ -49,7 +49,6 @@ CONSTANTS = (
     Constant("runner._ENDED", (0.25, 0.9), "sampled"),
     Constant("runner._PATIENCE", (0.0, 0.05), "sampled"),
     Constant("sample._ERROR", (0.02, 0.2), "sampled"),
-    Constant("survival._ENOUGH", (5, 80), "sampled"),
 )
 _CLASSES: dict[str, type[Any]] = {"Blend": Blend, "ClosedLoopBudget": ClosedLoopBudget}
 
