@@ -3,7 +3,7 @@
     python benchmarks/sensitivity.py [--requests 100000] [--jobs N]
 
 writes docs/results/sensitivity.json. One constant at a time is set to other values; shown are fractions of the optimum,
-with lengths known, and sampled where the constant is about learning them. Constants of compiled code are not among them.
+with lengths known, and sampled where the constant is about learning them. Constants of compiled code are left out.
 """
 
 from __future__ import annotations
