@@ -8,8 +8,7 @@ a row belongs to the deepest one around it. A table counts, per bin of lengths, 
 and those last seen running there. Finished answers are events, running ones and those cut by `max_tokens` are
 censored (Kaplan and Meier, 1958), so a half-run sample is not biased to the short. Observations count in the
 tables above as well, each for as many rows as its own table has per observation: a table that was sampled
-more than its neighbours does not outweigh them. `llmbatch.survival` turns counts into
-distributions.
+more than its neighbours does not outweigh them. `llmbatch.survival` turns counts into distributions.
 """
 
 from __future__ import annotations
