@@ -14,7 +14,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from llmbatch.ends import Account, take, turns
+from llmbatch.ends import BLEND, Account, take, turns
 from llmbatch.pages import EMPTY, SHARED, UNUSED, admit_pages, adopt, extend, probe
 from llmbatch.peak import expect, most
 from llmbatch.slots import ADMISSIONS, DECODING, FREE, PREEMPTED, PREFILLING, take_slot
@@ -22,6 +22,7 @@ from llmbatch.slots import ADMISSIONS, DECODING, FREE, PREEMPTED, PREFILLING, ta
 # In `Chunks.totals`; BEGUN: the step is being decided, OPEN: all that prefills got a chunk.
 BUDGET, TOKENS, CHUNKS, CACHED, RECOMPUTED, LEFT, RIGHT, BEGUN, OPEN, PREEMPTED_NOW = range(10)
 _MARGIN = 0.03  # of the pool that predictions leave alone
+_LEFT_ALONE = 0.10  # of the pool that sequences coming back leave to the left end: they may have made way for it
 
 
 class Chunks(NamedTuple):
@@ -104,12 +105,14 @@ def admit(
 ) -> bool:
     """Admit while the step's budget has room. False when it stopped only because no slot was free."""
     right_full = False  # what did not fit once in a step does not fit later in it
+    keeps = rules.kind == BLEND and queue.at[0] <= queue.at[1]
+    back = limits.pool * (1.0 - _LEFT_ALONE if keeps else 1.0)  # for what was preempted
     while chunks.totals[TOKENS] < chunks.totals[BUDGET]:
         if run.counts[PREEMPTED] > 0:
             slot = run.preempted[run.counts[PREEMPTED] - 1]
             record = run.slots[slot]
             if not right_full:
-                if _fits(run, pages, peak, chunks, record.request, record.known, record.left, limits.pool, now):
+                if _fits(run, pages, peak, chunks, record.request, record.known, record.left, back, now):
                     run.counts[PREEMPTED] -= 1
                     if not _enter(run, pages, peak, chunks, slot, now):
                         return True

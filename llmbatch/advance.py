@@ -65,6 +65,19 @@ def preempt(run: Any, pages: Any, peak: Any, slot: int) -> None:
 
 
 @njit(cache=True)
+def newest_long(run: Any, least: float) -> int:
+    """The newest of the right end's decodes that has `least` tokens and was never preempted, -1 for none."""
+    newest = -1
+    for i in range(run.counts[DECODING]):
+        slot = run.decoding[i]
+        record = run.slots[slot]
+        long = record.end == _RIGHT and record.known - record.prompt >= least
+        if long and record.preemptions == 0 and (newest < 0 or record.admission > run.slots[newest].admission):
+            newest = slot
+    return newest
+
+
+@njit(cache=True)
 def expect_anew(run: Any, pages: Any, peak: Any, slots: Any, left: Any, now: float) -> None:
     """Forecast running sequences by what they are still expected to generate, on the right end's account."""
     for i in range(len(slots)):

@@ -61,7 +61,7 @@ class FixedBudget:
 
 @dataclass(frozen=True, slots=True)
 class ClosedLoopBudget:
-    """`c* = (C / M) m`, between a floor and a ceiling, rounded to the hardware's tile.
+    """`c* = (C / M) m`, between a floor and a ceiling, rounded to the hardware's tile; decodes are never held back.
 
     Under law `bytes` a step reads the weights as well, W / B beside m; the memory work left then counts them once
     for each filling of the pool, `weights_per_pool` being weight bytes over the pool's.
@@ -107,6 +107,7 @@ def step_tokens(rules: Any, load: Any) -> Any:
         target = load.compute_left / (left * (1 + rules.weights_per_pool)) * (memory + rates.weight_seconds)
     else:
         target = max(load.compute_left / left * memory, rates.weight_seconds)
-    wanted = int(target / rates.seconds_per_token)
-    tokens = min(max(wanted, rules.floor), rules.ceiling)
-    return max((tokens + TILE // 2) // TILE * TILE, load.decodes + TILE)
+    tokens = min(max(int(target / rates.seconds_per_token), rules.floor), rules.ceiling)
+    if tokens >= 2 * TILE:  # below that the weights are being read, and every token beside them is free
+        tokens = (tokens + TILE // 2) // TILE * TILE
+    return max(tokens, load.decodes)

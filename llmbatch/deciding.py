@@ -17,19 +17,22 @@ from llmbatch.admission import (
     CHUNKS,
     OPEN,
     PREEMPTED_NOW,
+    TOKENS,
     Chunks,
     Limits,
     admit,
     prefill,
 )
-from llmbatch.advance import hold_decodes, unblock
+from llmbatch.advance import hold_decodes, newest_long, preempt, unblock
 from llmbatch.budget import BudgetRules, Load, Rates, step_tokens
-from llmbatch.ends import EndRules, Queue
-from llmbatch.pages import WIDEST, Pages
+from llmbatch.ends import BLEND, EndRules, Queue
+from llmbatch.pages import EMPTY, UNUSED, WIDEST, Pages
 from llmbatch.peak import Peak
 from llmbatch.slots import DECODING, PREEMPTED, PREEMPTIONS, PREFILLING, RECKONED, Running
 
 COMPUTE, MEMORY = 0, 1  # in `Core.left`
+_FULL = 0.07  # of the pool's pages: with fewer free it is full
+_LONG = 0.01  # of the pool: tokens generated from which an answer is long
 
 
 class Core(NamedTuple):
@@ -83,6 +86,8 @@ def decide_step(core: Any, now: float) -> Any:
         totals[OPEN] = prefill(run, pages, chunks)
     if totals[OPEN] and not _admit(core, now):
         return False
+    if totals[OPEN] and core.budget.fixed == 0 and core.rules.kind == BLEND and not _make_way(core, now):
+        return False
     if totals[CHUNKS] == 0 and run.counts[DECODING] == 0:
         # Nothing could go on: admit something, or let the newest give way until the oldest has a page.
         totals[BUDGET] = max(totals[BUDGET], pages.page_size)
@@ -101,6 +106,30 @@ def charge(core: Any, tokens: int, pairs: int, read: int) -> None:
     rates, left = core.rates, core.left
     left[COMPUTE] = max(0.0, left[COMPUTE] - tokens * rates.seconds_per_token - pairs * rates.seconds_per_pair)
     left[MEMORY] = max(0.0, left[MEMORY] - read * rates.seconds_per_kv_token)
+
+
+@njit(cache=True)
+def _make_way(core: Any, now: float) -> bool:
+    """Preempt long answers that leave compute idle: the pool is full of them, and nothing that waits can enter.
+
+    Admitted for fewer tokens than they turn out to generate, they grow into the memory that is kept for the left end.
+    Computing one again takes less than the prompts that could not be computed meanwhile; each gives way once.
+    False when slots must be added first.
+    """
+    run, pages, totals = core.run, core.pages, core.chunks.totals
+    while (
+        2 * totals[TOKENS] < totals[BUDGET]
+        and core.queue.at[0] <= core.queue.at[1]
+        and pages.counts[EMPTY] + pages.counts[UNUSED] < _FULL * pages.num_pages
+    ):
+        slot = newest_long(run, _LONG * core.limits.pool)
+        if slot < 0:
+            break
+        preempt(run, pages, core.peak, slot)
+        totals[PREEMPTED_NOW] += 1
+        if not _admit(core, now):
+            return False
+    return True
 
 
 @njit(cache=True)

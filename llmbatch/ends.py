@@ -28,7 +28,7 @@ class End(IntEnum):
     RIGHT = 1
 
 
-_IN_ORDER, _BLEND, _DUAL_SCAN = range(3)
+_IN_ORDER, BLEND, _DUAL_SCAN = range(3)
 _LEFT, _RIGHT = int(End.LEFT), int(End.RIGHT)
 _NO_SCAN = DualScan(np.empty(0, np.int32), np.empty(0), np.empty(0), np.empty(0), 0.0)
 
@@ -79,7 +79,7 @@ class EndRules(NamedTuple):
     def of(cls, ends: Ends) -> EndRules:
         """The rules of an `Ends`."""
         if isinstance(ends, Blend):
-            return cls(_BLEND, ends.least, ends.most, _NO_SCAN)
+            return cls(BLEND, ends.least, ends.most, _NO_SCAN)
         if isinstance(ends, DualScanEnds):
             return cls(_DUAL_SCAN, 0.0, 0.0, ends.scan)
         return cls(_IN_ORDER, 0.0, 0.0, _NO_SCAN)
@@ -132,7 +132,7 @@ def turns(rules: Any, queue: Any, prompts: Any, account: Any) -> Any:
         return Turns(True, False, False, 0.0)
     left, right = queue.order[queue.at[_LEFT]], queue.order[queue.at[_RIGHT]]
     prompt, length = float(prompts[left]), queue.lengths[left]
-    if rules.kind == _BLEND:
+    if rules.kind == BLEND:
         held = account.budget / prompt * length * (prompt + length / 2)
         return Turns(True, True, True, min(max(held, rules.least * account.pool), rules.most * account.pool))
     share = scan_budget(rules.scan, queue.at[_LEFT], queue.at[_RIGHT], account.pool)

@@ -30,7 +30,7 @@ _MOST_KEYS = 64
 
 
 class Expected(NamedTuple):
-    """Moments of the output lengths of some requests, each capped by its `max_tokens`."""
+    """Moments of the output lengths of some requests, or of what is left of them, each capped by its `max_tokens`."""
 
     mean: Floats
     second_moment: Floats  # E[length^2]
@@ -104,12 +104,11 @@ class LengthModel:
         """Mean and second moment of the output lengths of waiting requests, float64 each."""
         return Expected(*expected_tokens(requests, self.known, self.max_tokens, self.table_of, self.edges, self._curve))
 
-    def remaining(self, requests: NDArray[np.int32], generated: NDArray[np.int32]) -> Floats:
-        """Expected further tokens of running requests, float64: at least 1 below `max_tokens`, 0 from there on."""
-        left: Floats = remaining_tokens(
-            requests, generated, self.known, self.max_tokens, self.table_of, self.edges, self._curve
+    def remaining(self, requests: NDArray[np.int32], generated: NDArray[np.int32]) -> Expected:
+        """Moments of the further tokens of running requests: at least 1 below `max_tokens`, 0 from there on."""
+        return Expected(
+            *remaining_tokens(requests, generated, self.known, self.max_tokens, self.table_of, self.edges, self._curve)
         )
-        return left
 
 
 def _tables(tree: PrefixTree, keys: NDArray[np.int32]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:

@@ -4,6 +4,13 @@ A policy that orders by density needs lengths, so a sample of the requests is ad
 follows as soon as the sample is in, in the order of what is believed so far. Sequences that still run are censored
 observations, so there is no waiting for the last of the sample: what is known is refreshed every few hundred steps,
 and the plan made anew whenever the job is twice as old as at the last one.
+
+Steering by an estimate. The budget follows C / M, compute over memory work still to do. A few dozen long answers
+that have not ended are most of M, and until they have its estimate wanders by a factor of four. The two errors do
+not cost the same. Where M is a tenth of C, a job that steers by 1 reads its KV in the first tenth of its time and
+takes 2 % longer than the best; where M equals C, one that steers by 10 has spent its prompts before it knows, and
+takes 60 % longer. So while lengths are unknown the budget follows (C / M)^(1/2), half way to one in the logarithm:
+what the estimate says of the side, and half of what it says of how far.
 """
 
 from __future__ import annotations
@@ -27,11 +34,11 @@ from llmbatch.workload import Pool, Scheduling, Workload
 
 _NEED_LENGTHS = ("blend", "dual-scan", "density")  # policies
 STEP_TOKENS = 2048
-_FIRST_PLAN = 64  # steps after the first sample was admitted; each plan waits twice as long as the one before
-_SECOND_SAMPLE = 512  # the wait after which the second sample is drawn
-_ENDED = 0.5  # of the second sample, after which the right end is open
-_PATIENCE = 0.01  # of the job's compute, in steps of the shortest kind: the longest wait with the right end closed
+_SHORTEST_WAIT, _LONGEST_WAIT = 64, 512  # steps between two plans while the first sample runs, doubling
+_PATIENCE = 0.01  # of the job's compute, in steps of the shortest kind: the most of such a wait in a small job
 _LEAN_RESERVE = 0.03  # least kept for the left end where weights are read beside KV, and empty memory costs
+_WIDE_RESERVE = 0.30  # and where lengths are unknown but empty memory costs nothing: rows outlive their estimates
+_TRUST = 0.5  # in the estimated memory work; see the module's text
 _ALWAYS = 1 << 62
 _REFRESH = 256  # steps between two refreshes of what is known of lengths, at least
 
@@ -107,11 +114,12 @@ class _Run:
             max_running=scheduling.max_running,
         )
         self._ended = np.zeros(len(workload), np.bool_)
+        self._unknown = bool((self._lengths.known[tree.rows] == 0).any())  # some length is
         self._planning_seconds += time.perf_counter() - begun
 
     def run(self, decided: Plan | None) -> ShardResult:
         """Run the shard to its end."""
-        unknown = bool((self._lengths.known[self._tree.rows] == 0).any())
+        unknown = self._unknown
         given = decided is not None
         decided = decided or self._plan()
         learning = unknown and not given and decided.policy in _NEED_LENGTHS and not decided.relaxed
@@ -129,29 +137,21 @@ class _Run:
         return ShardResult(decided, self._scheduler.steps, self._scheduler.preemptions, self._planning_seconds)
 
     def _learn_from_samples(self, decided: Plan) -> Plan:
-        """Run a sample first, the rest behind it, until something is known of long answers too."""
+        """Run a sample first, the rest behind it, and a second one when it is known who outlives what is short."""
         seed, fraction = self._scheduling.seed, self._scheduling.sample_fraction
-        sample = first_sample(self._lengths, self._tree, fraction=fraction, seed=seed)
-        self._run_first(sample)
-        patience = _PATIENCE * decided.compute_seconds / self._rates.weight_seconds
-        drawn, wait = False, _FIRST_PLAN
-        while wait <= patience and not self._scheduler.done and (not drawn or self._seen(sample) < _ENDED):
+        self._run_first(first_sample(self._lengths, self._tree, fraction=fraction, seed=seed))
+        patience = min(_PATIENCE * decided.compute_seconds / self._rates.weight_seconds, _LONGEST_WAIT)
+        wait = _SHORTEST_WAIT
+        while wait <= patience and not self._scheduler.done:
             self._enqueue(decided, settled=False)
             self._advance(wait)
             self._learn()
-            if not drawn and wait >= _SECOND_SAMPLE:
-                drawn = True
-                more = second_sample(self._lengths, self._tree, fraction=fraction, seed=seed)
-                self._run_first(more)
-                sample = more if len(more) else sample
             decided = self._plan()
             wait *= 2
+        if wait > _LONGEST_WAIT:
+            self._run_first(second_sample(self._lengths, self._tree, fraction=fraction, seed=seed))
+            decided = self._plan()
         return decided
-
-    def _seen(self, sample: NDArray[np.int32]) -> float:
-        """The share of a sample that has ended, each row weighted by the memory work expected of it."""
-        work = self._lengths.expected(sample).second_moment
-        return float(work[self._ended[sample]].sum() / work.sum())
 
     def _run_first(self, sample: NDArray[np.int32]) -> None:
         """Admit a sample before anything else."""
@@ -187,11 +187,15 @@ class _Run:
         if decided.scan is not None:
             ends = DualScanEnds(decided.scan)
         elif decided.two_ended:
-            blend = Blend(least=_LEAN_RESERVE) if self._rates.weights_share_memory else Blend()
-            ends = blend if settled else InOrder()
+            ends = self._blend() if settled else InOrder()
             if self._scheduling.step_tokens is None and self._cost.overlap.exponent > 1:
                 budget = ClosedLoopBudget(self._rates, self._weights_per_pool())
         self._admit(decided.order, ends, budget, settled=settled)
+
+    def _blend(self) -> Blend:
+        if self._rates.weights_share_memory:
+            return Blend(least=_LEAN_RESERVE)
+        return Blend(least=_WIDE_RESERVE, most=_WIDE_RESERVE + 0.1) if self._unknown else Blend()
 
     def _weights_per_pool(self) -> float:
         """Weight bytes over the pool's."""
@@ -207,13 +211,14 @@ class _Run:
         # Of a running sequence only its decodes are left, from where it stands.
         running, generated = self._scheduler.unfinished()
         left = self._lengths.remaining(running, generated)
-        compute[running] = left * self._rates.seconds_per_token
-        memory[running] = self._cost.request_memory(prompts[running] + generated, left, left**2)
+        compute[running] = left.mean * self._rates.seconds_per_token
+        memory[running] = self._cost.request_memory(prompts[running] + generated, *left)
         compute[self._ended] = memory[self._ended] = 0.0
         waiting = order[~self._ended[order]]
         compute_left, memory_left = float(compute.sum()), float(memory.sum())
-        if not settled:
-            memory_left = compute_left  # what has been seen of memory work is too little to steer by
+        if self._unknown and memory_left > 0:
+            trust = _TRUST if settled else 0.0
+            memory_left = compute_left ** (1 - trust) * memory_left**trust
         # A row that may become long is admitted as if it will: memory that stays empty costs less than preemption.
         length = np.sqrt(expected.second_moment)
         self._scheduler.enqueue(Waiting(waiting, length, ends, budget, compute=compute_left, memory=memory_left))

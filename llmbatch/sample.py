@@ -115,24 +115,29 @@ def _strata(lengths: LengthModel, tree: PrefixTree) -> _Strata:
 def _floors(strata: _Strata, parent: NDArray[np.int32], fraction: float, floor: int) -> Ints:
     """Rows that each table gives at least.
 
-    A large table gives `floor`, a small one its share of those of the smallest large subtree around it, and up
-    to a quarter of `floor` as far as half of the budget, `fraction` of the rows, goes round.
+    A large table gives `floor`; so does a small one just below the whole, as far as half of the budget, `fraction`
+    of the rows, goes round: tasks have prefixes of their own, and a few rows of one may be most of the work. Any
+    other gives its share of those of the smallest such subtree around it, and up to a quarter of `floor` as far
+    as the other half goes round.
     """
-    size = strata.size
+    size, half = strata.size, fraction / 2 * strata.size.sum()
     large = size.sum() / _LARGE
     within = size.astype(np.float64)
     for t in range(parent.size - 1, 0, -1):
         within[parent[t]] += within[t]
     around = np.arange(parent.size)
     for t in range(1, parent.size):
-        if within[t] < large:
+        if within[t] < large and parent[t] > 0:
             around[t] = around[parent[t]]
+    tasks = (within > 0) & (within < large) & (parent == 0)
+    each = min(floor, half / max(1, tasks.sum()))
+    given = np.where(tasks, max(int(each), min(each, 1.0)), floor)  # whole rows, or a row for some of them
     by_subtree = np.argsort(around, kind="stable")
-    share = np.cumsum((floor * size / np.maximum(within[around], 1))[by_subtree])
+    share = np.cumsum((given[around] * size / np.maximum(within[around], 1))[by_subtree])
     quota = np.zeros(parent.size)
     quota[by_subtree] = np.diff(np.ceil(share - 1e-6), prepend=0.0)  # a subtree's shares keep their sum
     small = (size > 0) & (size < large)
-    few = min(floor // 4, int(fraction / 2 * size.sum() / max(1, small.sum())))
+    few = min(floor // 4, int(half / max(1, small.sum())))
     quota = np.where(small, np.maximum(quota, few), floor)
     return np.minimum(quota, _quarter(size)).astype(np.int64)
 

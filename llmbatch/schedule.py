@@ -28,6 +28,7 @@ from llmbatch.budget import Budget, BudgetRules, FixedBudget, Rates
 from llmbatch.deciding import Core, charge, decide_step, is_done, needs_attention
 from llmbatch.ends import EndRules, Ends, InOrder, Queue
 from llmbatch.engines import Step, StepResult
+from llmbatch.lengths import Expected
 from llmbatch.pages import WIDEST, Pages
 from llmbatch.peak import Peak
 from llmbatch.slots import DECODING, PREEMPTED, PREEMPTIONS, PREFILLING, RECKONED, Running
@@ -39,7 +40,7 @@ _SLOTS = 64  # to begin with
 class Lengths(Protocol):
     """Expected lengths of answers (`llmbatch.lengths.LengthModel` learns them)."""
 
-    def remaining(self, requests: NDArray[np.int32], generated: NDArray[np.int32]) -> NDArray[np.float64]:
+    def remaining(self, requests: NDArray[np.int32], generated: NDArray[np.int32]) -> Expected:
         """Tokens each request is still expected to generate, given that it has generated some."""
         ...
 
@@ -221,7 +222,8 @@ class Scheduler:
 
     def _remaining(self, slots: NDArray[np.int32]) -> NDArray[np.float64]:
         records = self.core.run.slots[slots]
-        return self._lengths.remaining(records["request"], (records["known"] - records["prompt"]).astype(np.int32))
+        generated = (records["known"] - records["prompt"]).astype(np.int32)
+        return self._lengths.remaining(records["request"], generated).mean
 
     def _freeze(self) -> Step:
         core = self.core

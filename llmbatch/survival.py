@@ -14,12 +14,14 @@ used only where nobody seen got beyond the bin and then with a quarter row. The 
 is what every row gets.
 
 Beyond what was seen. Up to x, where the last of its rows was seen, a table's own extrapolation is the prior;
-from there on -d log S / d log o = a (o / x)^(2/3), at most 4. a is the censored maximum-likelihood estimate
-over the longest answers (Hill, 1975), started from 2 and kept within 2/3 and 4: over 5 or sqrt(n) of them, and
-as many as rows were running still at x. Hill's tail has a constant exponent. Where half of a sample is running,
-it would be near 1, and the cap alone would set E[d^2]; held at 2 or more it makes E[d^2] a third of the truth.
-The exponents of real answers rise along their tails, as a Weibull distribution's do: in proportion to o if it
-is exponential, more slowly if it is heavier.
+from there on -d log S / d log o = a (o / x)^(2/3), at most 4: the exponents of real answers rise along their
+tails, as a Weibull distribution's do, in proportion to o if it is exponential, more slowly if it is heavier.
+a is the censored maximum-likelihood estimate of that tail, started from 2 and kept within 2/3 and 4, by local
+likelihood (Loader, 1996): what is seen at length o counts (o / x)^f times. Were answers spread evenly up to x, a
+share 1 / (f + 1) of them would count, and f makes these 5, or the root of their number, or three for every two
+rows that are running still, counted by the same o / x: the more of the tail is hidden, the wider must the window
+be. Hill (1975) counts the k longest answers and no other; as rows end or pass into another bin, such an estimate of
+E[d^2] from a few dozen answers jumps by a factor of four.
 
 From survival S follow E[min(D, cap)] = sum S(o) and E[min(D, cap)^2] = sum (2 o + 1) S(o) over o < cap, and
 what a running row has left, E[min(D, cap) - o | D > o]. Partial sums at the bins' edges make each of them
@@ -47,6 +49,7 @@ _NEW_KIND = 1e-3  # odds that a table's rows are of a kind not seen above
 _PRIOR_MEDIAN = 256.0
 _LEAST_EXPONENT, _MOST_EXPONENT = 2 / 3, 4.0  # of a tail
 _STEEPER = 2 / 3  # power of the length with which a tail's exponent rises
+_AS_RUN = 1.5  # answers that a tail is told by, for each row running still
 _ENDED, _RUNNING, _EXHAUSTED, _TOKENS = range(4)
 
 
@@ -176,13 +179,16 @@ def _extrapolated(edges: Any, prior: Any, ended: Any, censored: Any, risk: Any) 
     if last < 0:
         return survival
     x = edges[last] + 1.0
-    wanted = max(5.0, math.sqrt(ended.sum()), censored[last:].sum())
+    running, answers = 0.0, ended.sum()
+    for b in range(censored.size):
+        running += min((edges[b] + 1) / x, 1.0) * censored[b]
+    fading = max(answers / max(5.0, math.sqrt(answers), _AS_RUN * running) - 1.0, 0.0)
     events, exposure = 0.0, 0.0
-    for b in range(last, -1, -1):
-        events += ended[b]
-        exposure += (risk[b] - ended[b] / 2) * math.log((edges[b + 1] + 1) / (edges[b] + 1))
-        if events >= wanted:
-            break
+    for b in range(last + 1):
+        low, high = (edges[b] + 1) / x, (edges[b + 1] + 1) / x
+        weight = min((low + high) / 2, 1.0) ** fading
+        events += weight * ended[b]
+        exposure += weight * (risk[b] - ended[b] / 2) * (high**_STEEPER - low**_STEEPER) / _STEEPER
     exponent = min(max((2.0 + events) / (1.0 + exposure), _LEAST_EXPONENT), _MOST_EXPONENT)
     for b in range(last, risk.size):
         local = min(exponent * ((edges[b] + 1) / x) ** _STEEPER, _MOST_EXPONENT)
@@ -230,14 +236,17 @@ def expected_tokens(requests: Any, known: Any, cap: Any, table_of: Any, edges: A
 
 @njit(cache=True)
 def remaining_tokens(requests: Any, generated: Any, known: Any, cap: Any, table_of: Any, edges: Any, curve: Any) -> Any:
-    left = np.zeros(requests.size)
+    mean, second = np.zeros(requests.size), np.zeros(requests.size)
     for i in range(requests.size):
         r, done = requests[i], generated[i]
         if done >= cap[r]:
             continue
-        tokens = float(known[r] - done)
+        mean[i] = max(float(known[r] - done), 1.0)
+        second[i] = mean[i] ** 2
         if known[r] == 0:
-            survival, before, _ = _upto(edges, curve, table_of[r], done)
-            tokens = (_upto(edges, curve, table_of[r], cap[r])[1] - before) / survival
-        left[i] = max(tokens, 1.0)
-    return left
+            survival, before, before2 = _upto(edges, curve, table_of[r], done)
+            _, after, after2 = _upto(edges, curve, table_of[r], cap[r])
+            mean[i] = max((after - before) / survival, 1.0)
+            # E[(D - o)^2] is the sum of (2 (x - o) + 1) S(x) / S(o) over x >= o.
+            second[i] = max((after2 - before2 - 2.0 * done * (after - before)) / survival, mean[i] ** 2)
+    return mean, second

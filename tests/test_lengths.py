@@ -172,7 +172,7 @@ def test_few_rows_that_outlive_all_their_neighbours_are_not_thought_to_end_as_th
     learn(model, ended, caps(ended.size, 3))
     learn(model, every(5) + 3600, caps(5, 300), finished=False)
     assert model.expected(some([3999])).mean[0] > 300
-    assert model.remaining(some([3600]), some([300]))[0] > 300
+    assert model.remaining(some([3600]), some([300])).mean[0] > 300
     assert model.expected(some([399])).mean[0] == pytest.approx(3, rel=0.05)
 
 
@@ -180,7 +180,7 @@ def test_what_remains_grows_with_what_was_generated_where_tails_are_heavy() -> N
     lengths = np.ceil(100 * (1 + np.random.default_rng(4).pareto(1.5, 4000))).astype(np.int32)
     model = LengthModel(forest(1, 4000), caps(4000, 50_000))
     learn(model, every(4000), np.minimum(lengths, 50_000))
-    left = model.remaining(some([0, 0, 0]), some([100, 400, 1600]))
+    left = model.remaining(some([0, 0, 0]), some([100, 400, 1600])).mean
     beyond = [(lengths[lengths > o] - o).mean() for o in (100, 400, 1600)]
     assert left[0] < left[1] < left[2]
     assert left == pytest.approx(beyond, rel=0.25)
@@ -189,7 +189,7 @@ def test_what_remains_grows_with_what_was_generated_where_tails_are_heavy() -> N
 def test_a_row_that_outlives_all_that_was_seen_has_a_pareto_tail_left() -> None:
     model = LengthModel(forest(1, 100), caps(100, 100_000))
     learn(model, every(50), caps(50, 200))
-    left = model.remaining(some([60, 60]), some([400, 1600]))
+    left = model.remaining(some([60, 60]), some([400, 1600])).mean
     assert left[1] / left[0] == pytest.approx(4, rel=0.2)
 
 
@@ -208,7 +208,7 @@ def test_known_lengths_are_taken_as_they_are() -> None:
     model = LengthModel(forest(1, 100), caps(100, 4096), known=known)
     mean, second = model.expected(some([7]))
     assert (mean[0], second[0]) == (321.0, 321.0**2)
-    assert model.remaining(some([7]), some([300]))[0] == 21.0
+    assert model.remaining(some([7]), some([300])).mean[0] == 21.0
 
 
 def test_a_single_token_answer_is_always_known() -> None:
@@ -231,11 +231,14 @@ def test_moments_and_remainders_are_consistent_whatever_was_seen(seen: list[tupl
     assert (second >= mean**2 * (1 - 1e-9)).all()
     assert (second <= mean * cap * (1 + 1e-9)).all()
     tokens = np.arange(cap, dtype=np.int32)
-    left = model.remaining(np.zeros(cap, np.int32), tokens)
+    left, squared = model.remaining(np.zeros(cap, np.int32), tokens)
     assert (left >= 1).all()
     assert (left <= (cap - tokens) * (1 + 1e-9) + 1e-9).all()
+    assert (squared >= left**2 * (1 - 1e-9)).all()
+    assert (squared <= left * (cap - tokens) * (1 + 1e-6) + 1e-6).all()
     assert left[0] == pytest.approx(mean[0])
-    assert model.remaining(some([0]), some([cap]))[0] == 0.0
+    assert squared[0] == pytest.approx(second[0])
+    assert model.remaining(some([0]), some([cap])).mean[0] == 0.0
 
 
 def test_tables_stay_few_however_many_rows_and_prefixes_there_are() -> None:

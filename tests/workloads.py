@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from llmbatch.budget import Rates
 from llmbatch.cost import CostModel, find_shape
 from llmbatch.hardware import find_hardware
+from llmbatch.lengths import Expected
 from llmbatch.trie import PageTrie
 
 
@@ -45,8 +46,9 @@ class Believed:
     def __init__(self, believed: NDArray[np.float64]) -> None:
         self._believed = believed
 
-    def remaining(self, requests: NDArray[np.int32], generated: NDArray[np.int32]) -> NDArray[np.float64]:
-        return np.maximum(self._believed[requests] - generated, 1.0)
+    def remaining(self, requests: NDArray[np.int32], generated: NDArray[np.int32]) -> Expected:
+        left = np.maximum(self._believed[requests] - generated, 1.0)
+        return Expected(left, left**2)
 
 
 COST = CostModel(find_shape("llama-3-8b"), find_hardware("a100-80gb"))
