@@ -2,8 +2,8 @@
 
     python benchmarks/scheduling.py [--rounds 3]
 
-Requests of 64 prompt tokens and 200 to 600 output tokens, so that the KV memory of an A100-80GB holds more than a
-thousand; 20,000 and 80,000 of them, alternating. Time is that of the whole compiled loop: decision, pages, clock, logs.
+Requests of 64 prompt tokens and 200 to 600 output tokens in steps of 1,152 tokens: a thousand decodes and two prompts;
+20,000 and 80,000 requests, alternating. Time is that of the whole compiled loop: decision, pages, clock, logs.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def requests(count: int) -> Trace:
 
 def measure(count: int) -> tuple[SimulationReport, float]:
     """The report, and the mean number of sequences that run."""
-    experiment = Experiment(traces=[], lengths="known")
+    experiment = Experiment(traces=[], lengths="known", step_tokens=1152)
     simulation = simulate(requests(count), experiment.cost, experiment.pool, experiment.scheduling, lengths="known")
     return simulation.report, float(simulation.steps["running"].mean())
 

@@ -25,20 +25,20 @@ def hold_decodes(run: Any, pages: Any, peak: Any) -> int:
 
     Returns the KV tokens that the decodes of the step read.
     """
+    need = np.empty(run.counts[DECODING], np.int32)
     while True:
-        full = 0
-        tokens = 0
+        full, tokens = 0, 0
         for i in range(run.counts[DECODING]):
             slot = run.decoding[i]
-            full += pages.held[slot] * pages.page_size <= run.slots[slot].computed
+            if pages.held[slot] * pages.page_size <= run.slots[slot].computed:
+                need[full] = slot
+                full += 1
             tokens += run.slots[slot].known
         if full <= pages.counts[EMPTY] + pages.counts[UNUSED]:
             break
         preempt(run, pages, peak, _newest(run))
-    for i in range(run.counts[DECODING]):
-        slot = run.decoding[i]
-        if pages.held[slot] * pages.page_size <= run.slots[slot].computed:
-            extend_by_one(pages, slot)
+    for i in range(full):
+        extend_by_one(pages, need[i])
     return tokens
 
 
@@ -126,7 +126,8 @@ def advance(
         elif record.known > record.prompt and record.computed == record.known - 1:
             _forecast(pages, peak, slot, record, now)  # back after preemption
     _start_decoding(run)
-    _drop_ended(run)
+    if ended > 0:
+        _drop_ended(run)
     return gone[:ended], (tokens, pairs, read)
 
 
@@ -147,13 +148,12 @@ def pack(run: Any, chunks: Any) -> Any:
     slots, requests = np.empty(total, np.int32), np.empty(total, np.int32)
     starts, counts = np.empty(total, np.int32), np.empty(total, np.int32)
     samples = np.empty(total, np.bool_)
+    slots[:decodes], slots[decodes:] = run.decoding[:decodes], chunks.slots[: total - decodes]
+    counts[:decodes], counts[decodes:] = 1, chunks.counts[: total - decodes]
+    samples[:decodes], samples[decodes:] = True, chunks.samples[: total - decodes]
     for i in range(total):
-        slot = run.decoding[i] if i < decodes else chunks.slots[i - decodes]
-        slots[i] = slot
-        requests[i] = run.slots[slot].request
-        starts[i] = run.slots[slot].computed
-        counts[i] = 1 if i < decodes else chunks.counts[i - decodes]
-        samples[i] = True if i < decodes else chunks.samples[i - decodes]
+        requests[i] = run.slots[slots[i]].request
+        starts[i] = run.slots[slots[i]].computed
     return slots, requests, starts, counts, samples
 
 
