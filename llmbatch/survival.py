@@ -246,7 +246,10 @@ def remaining_tokens(requests: Any, generated: Any, known: Any, cap: Any, table_
         if known[r] == 0:
             survival, before, before2 = _upto(edges, curve, table_of[r], done)
             _, after, after2 = _upto(edges, curve, table_of[r], cap[r])
-            mean[i] = max((after - before) / survival, 1.0)
-            # E[(D - o)^2] is the sum of (2 (x - o) + 1) S(x) / S(o) over x >= o.
-            second[i] = max((after2 - before2 - 2.0 * done * (after - before)) / survival, mean[i] ** 2)
+            # E[(D - o)^2] is the sum of (2 (x - o) + 1) S(x) / S(o) over x >= o. Where hardly a row gets that far,
+            # digits cancel, and the bounds of both moments hold them.
+            most = float(cap[r] - done)
+            mean[i] = min(max((after - before) / survival, 1.0), most)
+            square = (after2 - before2 - 2.0 * done * (after - before)) / survival
+            second[i] = min(max(square, mean[i] ** 2), mean[i] * most)
     return mean, second

@@ -293,3 +293,18 @@ def test_a_half_run_sample_of_heavy_tailed_answers_tells_their_second_moment(nam
         model.refresh()
         ratios.append(model.expected(some([999])).second_moment[0] / truth)
     assert 0.7 < np.median(ratios) < 1.4
+
+
+@pytest.mark.parametrize("name", ["lognormal", "video_panda70m"])
+def test_the_second_moment_does_not_jump_as_a_sample_runs(name: str) -> None:
+    """Sixty rows begun together, looked at each time they have grown by a twentieth."""
+    lengths = np.random.default_rng(8).choice(population(name), 60)
+    model = LengthModel(forest(1, 1000), caps(1000, CAP))
+    believed = []
+    age = np.quantile(lengths, 0.25)
+    while age < np.quantile(lengths, 0.9):
+        model.observe(every(60), np.minimum(lengths, int(age)).astype(np.int32), lengths <= age)
+        model.refresh()
+        believed.append(model.expected(some([999])).second_moment[0])
+        age *= 1.05
+    assert np.abs(np.diff(np.log(believed))).max() < np.log(1.5)

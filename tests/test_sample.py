@@ -41,6 +41,13 @@ def test_every_large_subtree_gives_at_least_the_floor() -> None:
     assert np.bincount(group, minlength=4).tolist() == [20] * 4
 
 
+def test_a_task_of_few_rows_gives_the_floor_although_it_is_small() -> None:
+    """A hundred answers with a prefix of their own may be most of a job's work."""
+    tree, group = groups_of([10_000, 10_000, 100])
+    model = LengthModel(tree, caps(group.size, 4096))
+    assert np.bincount(group[first_sample(model, tree)]).tolist() == [20, 20, 20]
+
+
 def test_small_subtrees_give_a_few_rows() -> None:
     tree, group = groups_of([40] * 30 + [30_000])
     model = LengthModel(tree, caps(group.size, 4096))
