@@ -44,9 +44,9 @@ CONSTANTS = (
     Constant("plan._LARGE", (0.0, 1.0)),
     Constant("experiment.page_size", (1, 64)),
     Constant("experiment.sample_fraction", (0.002, 0.05, 0.2), "sampled"),
-    Constant("runner._FIRST_PLAN", (16, 256), "sampled"),
-    Constant("runner._SECOND_SAMPLE", (128, 2048), "sampled"),
-    Constant("runner._ENDED", (0.25, 0.9), "sampled"),
+    Constant("runner._TRUST", (0.0, 0.25, 0.75, 1.0), "sampled"),
+    Constant("runner._WIDE_RESERVE", (0.1, 0.2, 0.4, 0.5), "sampled"),
+    Constant("runner._LONGEST_WAIT", (128, 2048), "sampled"),
     Constant("runner._PATIENCE", (0.0, 0.05), "sampled"),
     Constant("sample._ERROR", (0.02, 0.2), "sampled"),
 )
