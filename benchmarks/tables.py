@@ -138,7 +138,8 @@ def main() -> None:
     if results := read("replicas"):
         parts.append(f"## Data parallelism\n\n`python benchmarks/replicas.py`\n\n{replicas(results)}")
     if results := read("sensitivity"):
-        parts.append(f"## Constants of the scheduler\n\n`python benchmarks/sensitivity.py`\n\n{sensitivity(results)}")
+        written_by = f"`python benchmarks/sensitivity.py --requests {results[0]['requests']}`"
+        parts.append(f"## Constants of the scheduler\n\n{written_by}\n\n{sensitivity(results)}")
     (RESULTS / "tables.md").write_text("\n".join(parts))
 
 
