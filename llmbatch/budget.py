@@ -61,7 +61,7 @@ class FixedBudget:
 
 @dataclass(frozen=True, slots=True)
 class ClosedLoopBudget:
-    """`c* = (C / M) m`, between a floor and a ceiling, rounded to the hardware's tile; decodes are never held back.
+    """`c* = (C / M) m`, between a floor and a ceiling, from two tiles on rounded to tiles; decodes are never held back.
 
     Under law `bytes` a step reads the weights as well, W / B beside m; the memory work left then counts them once
     for each filling of the pool, `weights_per_pool` being weight bytes over the pool's.
@@ -108,6 +108,6 @@ def step_tokens(rules: Any, load: Any) -> Any:
     else:
         target = max(load.compute_left / left * memory, rates.weight_seconds)
     tokens = min(max(int(target / rates.seconds_per_token), rules.floor), rules.ceiling)
-    if tokens >= 2 * TILE:  # below that the weights are being read, and every token beside them is free
+    if tokens >= 2 * TILE:  # of fewer most are free while the weights are read, and rounding would lose some
         tokens = (tokens + TILE // 2) // TILE * TILE
     return max(tokens, load.decodes)

@@ -119,17 +119,16 @@ class _Run:
 
     def run(self, decided: Plan | None) -> ShardResult:
         """Run the shard to its end."""
-        unknown = self._unknown
         given = decided is not None
         decided = decided or self._plan()
-        learning = unknown and not given and decided.policy in _NEED_LENGTHS and not decided.relaxed
+        learning = self._unknown and not given and decided.policy in _NEED_LENGTHS and not decided.relaxed
         if learning:
             decided = self._learn_from_samples(decided)
         self._enqueue(decided)
         planned = self._scheduler.steps
         while not self._scheduler.done:
-            self._advance(max(_REFRESH, self._scheduler.steps // 16) if unknown else _ALWAYS)
-            if unknown:
+            self._advance(max(_REFRESH, self._scheduler.steps // 16) if self._unknown else _ALWAYS)
+            if self._unknown:
                 self._learn()
                 if learning and self._scheduler.steps >= 2 * planned:
                     decided, planned = self._plan(), self._scheduler.steps

@@ -7,8 +7,9 @@ engine returned. Deciding imports no torch and reads no clock: a step depends on
 nothing else.
 
 When predictions fail, the newest sequences give their pages back and are computed again later, from the head
-of the queue (recompute). A request whose prompt and longest answer exceed the pool must not be enqueued; under
-that condition a sequence that is alone always ends, so every request does.
+of the queue (recompute); so do long answers that fill the pool while compute idles, each once. A request whose
+prompt and longest answer exceed the pool must not be enqueued; under that condition a sequence that is alone
+always ends, so every request does.
 
 No work in a step is proportional to the requests that wait; what is proportional to those that run is compiled
 (`llmbatch.deciding`).
@@ -41,7 +42,7 @@ class Lengths(Protocol):
     """Expected lengths of answers (`llmbatch.lengths.LengthModel` learns them)."""
 
     def remaining(self, requests: NDArray[np.int32], generated: NDArray[np.int32]) -> Expected:
-        """Tokens each request is still expected to generate, given that it has generated some."""
+        """Moments of the tokens each request has yet to generate, having generated some; float64 each."""
         ...
 
 

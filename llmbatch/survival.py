@@ -24,8 +24,8 @@ be. Hill (1975) counts the k longest answers and no other; as rows end or pass i
 E[d^2] from a few dozen answers jumps by a factor of four.
 
 From survival S follow E[min(D, cap)] = sum S(o) and E[min(D, cap)^2] = sum (2 o + 1) S(o) over o < cap, and
-what a running row has left, E[min(D, cap) - o | D > o]. Partial sums at the bins' edges make each of them
-one lookup.
+what a running row has left, E[min(D, cap) - o | D > o], with its square's mean. Partial sums at the bins' edges
+make each of them one lookup.
 
 Bins. One width cannot serve answers of 2 and of 70,000 tokens. Bins are one token wide up to 16, then a
 sixteenth of their octave: 64 tokens at 1,024. Errors within a bin stay near 6 % of the length and a table
