@@ -5,7 +5,9 @@
     │   ├── ParameterError            a parameter is unknown or out of range
     │   ├── DataError                 a file, a column or a type is not what was asked for
     │   └── ModelError                the model cannot be found, read or supported
-    └── JobError(RuntimeError)        the job started and could not be finished
+    └── JobError(RuntimeError)        the job started and could not be finished; what it finished is kept
+        ├── StorageError              a file system refuses to read or write
+        └── JobStopped                the job was asked to end
 
 A message is one sentence or two: the rule, the value that broke it, the way out.
 A row that fails does not raise: it carries a `RowError`, and the other rows go on.
@@ -40,7 +42,15 @@ class ModelError(InputError):
 
 
 class JobError(LLMBatchError, RuntimeError):
-    """The job started and could not be finished."""
+    """The job started and could not be finished; what it finished is kept."""
+
+
+class StorageError(JobError):
+    """A file system refuses to read or write."""
+
+
+class JobStopped(JobError):
+    """The job was asked to end, and did; the same command goes on with it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,182 @@
+"""What a file system means by an error: whether to try again, and the sentence a user reads."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+from llmbatch.errors import StorageError
+
+_FIRST_WAIT = 0.25  # seconds between the first two tries; each next wait is twice as long
+_LONGEST_WAIT = 4.0
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_PASSING = (
+    errno.EAGAIN,
+    errno.EBUSY,
+    errno.ECONNABORTED,
+    errno.ECONNREFUSED,
+    errno.ECONNRESET,
+    errno.EHOSTUNREACH,
+    errno.ENETUNREACH,
+    errno.EPIPE,
+    errno.EREMOTEIO,
+    errno.ETIMEDOUT,
+)
+# By name, because the packages they come from (botocore, aiohttp, google-auth, azure-core) need not be installed.
+_UNREACHABLE = {
+    "ConnectionClosedError",
+    "ClientConnectionError",
+    "ClientPayloadError",
+    "ConnectTimeoutError",
+    "EndpointConnectionError",
+    "HTTPClientError",
+    "ProxyError",
+    "ReadTimeoutError",
+    "ResponseParserError",
+    "ServiceRequestError",
+    "ServiceResponseError",
+    "TransportError",
+}
+_NO_CREDENTIALS = {
+    "ClientAuthenticationError",
+    "CredentialRetrievalError",
+    "DefaultCredentialsError",
+    "NoCredentialsError",
+    "PartialCredentialsError",
+    "RefreshError",
+    "TokenRetrievalError",
+}
+_AGAIN = ("ConditionalRequestConflict",)  # codes of errors that other fields do not tell
+_SLOW_DOWN = (408, 429)  # the statuses below 500 that ask for another try
+_NEVER = (501, 505)  # the statuses from 500 on that another try does not change
+
+_T = TypeVar("_T")
+_log = logging.getLogger("llmbatch")
+
+
+@contextlib.contextmanager
+def refusing(what: str, done: str) -> Iterator[None]:
+    """What the operating system refuses in this block is a `refusal`."""
+    try:
+        yield
+    except OSError as error:
+        raise refusal(what, done, error) from error
+
+
+def persist(what: str, done: str, attempt: Callable[[], _T], patience: float) -> _T:
+    """Make a request to an object store, again and again for `patience` seconds while its error is a passing one.
+
+    Raises the `refusal` that the last error is. Any error is one: a store's package raises what it likes.
+    """
+    end = time.monotonic() + patience
+    wait = _FIRST_WAIT
+    while True:
+        try:
+            return attempt()
+        except Exception as error:
+            if not is_passing(error) or time.monotonic() + wait > end:
+                raise refusal(what, done, error) from error
+            if wait == _FIRST_WAIT:
+                _log.warning("%s cannot be %s: %s; trying again for %g s", what, done, _reason(error), patience)
+        time.sleep(wait)
+        wait = min(2 * wait, _LONGEST_WAIT)
+
+
+def is_passing(error: BaseException) -> bool:
+    """Whether the same request may succeed a little later: a lost connection, a timeout, a server's own fault."""
+    for link in _chain(error):
+        if _names(link) & {"SSLError"}:
+            return False
+        if isinstance(link, (ConnectionError, TimeoutError)) or _names(link) & _UNREACHABLE:
+            return True
+        if isinstance(link, OSError) and link.errno in _PASSING:
+            return True
+        if _code(link) in _AGAIN:
+            return True
+        status = _status(link)
+        if status is not None and (status in _SLOW_DOWN or (status >= 500 and status not in _NEVER)):
+            return True
+    return False
+
+
+def is_container_missing(error: BaseException) -> bool:
+    """Whether it is the bucket or container that is not there, and not only a file in it."""
+    return any(_code(link) in ("NoSuchBucket", "ContainerNotFound") for link in _chain(error))
+
+
+def is_taken(error: BaseException) -> bool:
+    """Whether a file was not created because there is one already."""
+    return any(isinstance(link, FileExistsError) or _status(link) == 412 for link in _chain(error))
+
+
+def refusal(what: str, done: str, error: BaseException) -> StorageError:
+    """The error to raise: `what` cannot be `done` ("read", "written", ...) because of `error`, and the way out."""
+    reason = _reason(error)
+    way_out = _way_out(error)
+    sentence = f"{what} cannot be {done}: {reason}"
+    return StorageError(f"{sentence}; {way_out}" if way_out else sentence)
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, FileNotFoundError) and not is_container_missing(error):
+        return os.strerror(errno.ENOENT)
+    said = error.strerror if isinstance(error, OSError) and error.errno else str(error)
+    if said and said != "None":
+        return " ".join(said.split()).rstrip(".")
+    codes = [str(code) for code in map(_code, _chain(error)) if code]  # some servers send nothing else
+    return codes[0] if codes else type(error).__name__
+
+
+def _way_out(error: BaseException) -> str | None:
+    if is_container_missing(error):
+        return "create the bucket or name another one"
+    if is_passing(error):
+        return "check the endpoint and the network, and run the same command again"
+    for link in _chain(error):
+        if isinstance(link, OSError) and link.errno in _FULL:
+            return "make room and run the same command again"
+        if isinstance(link, OSError) and link.errno == errno.EROFS:
+            return "name a place that can be written"
+        if isinstance(link, PermissionError) and link.filename is not None:
+            return "change its permissions or name another place"
+        if isinstance(link, PermissionError) or _status(link) in (401, 403) or _names(link) & _NO_CREDENTIALS:
+            return "check the credentials and what they allow"
+    return None
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    link: BaseException | None = error
+    while link is not None:
+        yield link
+        link = link.__cause__
+
+
+def _names(error: BaseException) -> set[str]:
+    return {kind.__name__ for kind in type(error).__mro__}
+
+
+def _code(error: BaseException) -> object:
+    """The service's own name of the error: S3's and Azure's."""
+    response = getattr(error, "response", None)
+    if isinstance(response, dict):
+        return response.get("Error", {}).get("Code")
+    return getattr(error, "error_code", None)
+
+
+def _status(error: BaseException) -> int | None:
+    """The HTTP status, which every package keeps elsewhere."""
+    response = getattr(error, "response", None)
+    if isinstance(response, dict):  # botocore
+        status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+        return status if isinstance(status, int) else None
+    for name in ("status", "status_code", "code"):  # aiohttp, azure-core, gcsfs
+        status = getattr(error, name, None)
+        if isinstance(status, int):
+            return status
+    return None

@@ -1,0 +1,292 @@
+"""Places that files are read from and written to: a file appears whole and lasting, or not at all.
+
+A local file is written beside its name, put on the disk and renamed; an object is put in one request, or in
+parts that count when the last one is there. `create` gives a name to one of several contenders: a link on a
+local disk, a conditional put (`If-None-Match: *`) on an object store.
+
+What passes (a lost connection, a timeout, a server's own fault) is tried again for a while; what stays is a
+`StorageError`. An answer can be lost when its request was not, so every request is one that finds the work of
+an earlier try and is content with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import secrets
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, BinaryIO, TypeVar, cast
+
+import fsspec
+from fsspec.core import url_to_fs
+from fsspec.implementations.local import LocalFileSystem
+
+from llmbatch.disk import NewFile, make_folder, sync_folder
+from llmbatch.errors import DataError
+from llmbatch.refusals import is_container_missing, is_taken, persist, refusing
+
+_BUFFER = 1 << 20  # bytes that are read or written at once
+_UNFINISHED = ".llmbatch-"  # how the names of local files begin that are not whole yet
+# Other writers' files are to be seen at once. On S3, botocore and s3fs would each try again as well, for longer than
+# a place's patience and in silence, and s3fs would have ten parts of 50 MB of a large file in memory.
+_FRESH: dict[str, Any] = {"use_listings_cache": False}
+_S3: dict[str, Any] = {**_FRESH, "config_kwargs": {"retries": {"total_max_attempts": 1}}, "max_concurrency": 1}
+_DEFAULTS = {"s3": _S3, "s3a": _S3, **dict.fromkeys(("gs", "gcs", "az", "abfs", "abfss"), _FRESH)}
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A folder on a file system, local or an object store. It need not be there yet."""
+
+    url: str  # as users write it, without a slash at the end
+    local: bool  # it renames, links and appends
+    filesystem: fsspec.AbstractFileSystem
+    root: str  # its path on that file system
+    patience: float  # seconds for which a request that fails is tried again
+
+    @classmethod
+    def at(cls, url: str, storage_options: Mapping[str, Any] | None = None, *, patience: float = 60.0) -> Place:
+        """The folder that a path or an fsspec URL names; nothing is read or made.
+
+        Raises `DataError` where fsspec does not know the protocol, where the package for it is not installed,
+        and where the storage options do not fit it.
+        """
+        scheme, separator, path = url.rpartition("://")
+        try:
+            filesystem, root = url_to_fs(url, **{**_DEFAULTS.get(scheme, {}), **(storage_options or {})})
+        except (ImportError, TypeError, ValueError) as error:
+            raise DataError(f"{url} cannot be opened: {error}") from error
+        if _DEFAULTS.get(scheme) is _S3:
+            filesystem.retries = 1
+        local = isinstance(filesystem, LocalFileSystem)
+        return cls(scheme + separator + (path.rstrip("/") or path[:1]), local, filesystem, root, patience)
+
+    def child(self, name: str) -> Place:
+        """The folder `name` in this one."""
+        return Place(self.shown(name), self.local, self.filesystem, self.path(name), self.patience)
+
+    def path(self, name: str) -> str:
+        """Path of the file `name` on the file system."""
+        return f"{self.root.rstrip('/')}/{name}"
+
+    def shown(self, name: str) -> str:
+        """The file `name` as users know it."""
+        return self.url + name if self.url.endswith("/") else f"{self.url}/{name}"
+
+    def make(self) -> None:
+        """Make the folder and those above it. An object store has no folders."""
+        if self.local:
+            self._persist("made", None, lambda: make_folder(self.root))
+
+    def names(self) -> list[str]:
+        """Names of the files and folders directly in here, sorted; none where there is no such folder."""
+
+        def attempt() -> list[str]:
+            try:
+                paths = self.filesystem.ls(self.root, detail=False)
+            except FileNotFoundError as error:
+                return self._absent(error, [])
+            names = (path.rstrip("/").rpartition("/")[2] for path in paths if path.rstrip("/") != self.root)
+            return sorted(name for name in names if not name.startswith(_UNFINISHED))
+
+        return self._persist("listed", None, attempt)
+
+    def size(self, name: str) -> int | None:
+        """Bytes of a file, or None where it is absent."""
+
+        def attempt() -> int | None:
+            try:
+                return cast(int, self.filesystem.size(self.path(name)))
+            except FileNotFoundError as error:
+                return self._absent(error, None)
+
+        return self._persist("read", name, attempt)
+
+    def read(self, name: str) -> bytes | None:
+        """A file's bytes, or None where it is absent."""
+
+        def attempt() -> bytes | None:
+            try:
+                return cast(bytes, self.filesystem.cat_file(self.path(name)))
+            except FileNotFoundError as error:
+                return self._absent(error, None)
+
+        return self._persist("read", name, attempt)
+
+    def write(self, name: str, data: bytes) -> None:
+        """Put a file, in the stead of one that is there."""
+        if self.local:
+            with self.writing(name) as file:
+                file.write(data)
+        else:
+            self._persist("written", name, lambda: self.filesystem.pipe_file(self.path(name), data))
+
+    def create(self, name: str, data: bytes) -> bool:
+        """Put a file where none is; of several that try at once, one gets True.
+
+        Where the very same bytes are on an object store already, the answer is True as well: they may be this
+        call's own, from a try whose answer was lost. So contenders write something that is theirs alone.
+        """
+        if self.local:
+            with self._unfinished(name) as file:
+                file.write(data)
+                return self._persist("written", name, lambda: self._link(file, name))
+
+        def attempt() -> bool:
+            try:
+                self.filesystem.pipe_file(self.path(name), data, mode="create")
+            except Exception as error:
+                if is_taken(error):
+                    return False
+                raise
+            return True
+
+        return self._persist("written", name, attempt) or self.read(name) == data
+
+    def open(self, name: str) -> BinaryIO:
+        """A file to read, at any position. What the store takes away for a while is waited for here too."""
+        if self.local:
+            return self._persist("read", name, lambda: cast(BinaryIO, open(self.path(name), "rb")))
+        size = self._persist("read", name, lambda: cast(int, self.filesystem.size(self.path(name))))
+        return cast(BinaryIO, io.BufferedReader(_Object(self, name, size), _BUFFER))
+
+    @contextlib.contextmanager
+    def writing(self, name: str) -> Iterator[BinaryIO]:
+        """A file to write, in the stead of one that is there: it appears when the block ends, not when it raises.
+
+        On its way to an object store it waits on the local disk, so that no work is lost while the store is away.
+        """
+        with self._unfinished(name) as file:
+            yield cast(BinaryIO, file)
+            file.flush()
+            self._persist("written", name, lambda: self._publish(file, name))
+
+    def move(self, name: str, target: Place, new_name: str) -> None:
+        """Give a file another name on the same file system, in the stead of one that has it. A file that has
+        been moved already is left so."""
+
+        def attempt() -> None:
+            source, destination = self.path(name), target.path(new_name)
+            try:
+                if self.local:
+                    os.replace(source, destination)
+                else:
+                    self.filesystem.cp_file(source, destination)
+                    self.filesystem.rm_file(source)
+            except FileNotFoundError:
+                if not self.filesystem.exists(destination) or self.filesystem.exists(source):
+                    raise
+            if self.local:
+                sync_folder(target.root)
+                sync_folder(self.root)
+
+        self._persist(f"moved to {target.shown(new_name)}", name, attempt)
+
+    def remove(self, name: str) -> None:
+        """Remove a file; nothing to do where it is absent."""
+
+        def attempt() -> None:
+            try:
+                self.filesystem.rm_file(self.path(name))
+            except FileNotFoundError as error:
+                self._absent(error, None)
+
+        self._persist("removed", name, attempt)
+
+    def clear(self) -> None:
+        """Remove everything in here, and the folder itself."""
+
+        def attempt() -> None:
+            try:
+                if self.local:
+                    shutil.rmtree(self.root)
+                    return
+                # One by one: a recursive removal takes "[1]" in a name for a pattern, and a bucket with its files.
+                for path in self.filesystem.find(self.root):
+                    self.filesystem.rm_file(path)
+            except FileNotFoundError as error:
+                self._absent(error, None)
+
+        self._persist("removed", None, attempt)
+
+    def _persist(self, done: str, name: str | None, attempt: Callable[[], _T]) -> _T:
+        what = self.url if name is None else self.shown(name)
+        if not self.local:
+            return persist(what, done, attempt, self.patience)
+        with refusing(what, done):
+            return attempt()
+
+    def _absent(self, error: FileNotFoundError, answer: _T) -> _T:
+        if is_container_missing(error):
+            raise error
+        return answer
+
+    @contextlib.contextmanager
+    def _unfinished(self, name: str) -> Iterator[io.BufferedWriter]:
+        """A local file that is gone when the block ends: beside `name` where it can be renamed to it."""
+        folder = self.root if self.local else tempfile.gettempdir()
+        path = os.path.join(folder, f"{_UNFINISHED}{secrets.token_hex(8)}")
+        what = self.shown(name) if self.local else path
+        with refusing(what, "written"):
+            file = NewFile(path, what)
+        try:
+            yield io.BufferedWriter(file, _BUFFER)
+        finally:
+            file.close()
+            with contextlib.suppress(FileNotFoundError):  # it has its name
+                os.unlink(path)
+
+    def _publish(self, file: io.BufferedWriter, name: str) -> None:
+        if self.local:
+            os.fsync(file.fileno())
+            os.replace(file.name, self.path(name))
+            sync_folder(self.root)
+        else:
+            self.filesystem.put_file(file.name, self.path(name))
+
+    def _link(self, file: io.BufferedWriter, name: str) -> bool:
+        file.flush()
+        os.fsync(file.fileno())
+        try:
+            os.link(file.name, self.path(name))
+        except FileExistsError:
+            return False
+        sync_folder(self.root)
+        return True
+
+
+class _Object(io.RawIOBase):
+    """An object, read a range at a time."""
+
+    def __init__(self, place: Place, name: str, size: int) -> None:
+        self._place = place
+        self._name = name
+        self._size = size
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size}[whence]
+        self._position = start + offset
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        start, end = self._position, min(self._position + len(buffer), self._size)
+        if start >= end:
+            return 0
+        place, name = self._place, self._name
+        data = place._persist("read", name, lambda: place.filesystem.cat_file(place.path(name), start=start, end=end))
+        buffer[: len(data)] = data
+        self._position += len(data)
+        return len(data)
