@@ -1,191 +1,205 @@
-"""Files to Arrow tables: Parquet or JSONL, as files, folders and globs, checked before anything is run."""
+"""Files to Arrow tables: Parquet or JSONL, as files, folders, globs and URLs, checked before anything is run.
+
+Rows are read forwards, a range at a time, so that an input may be larger than memory.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import contextlib
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
-from pathlib import PurePosixPath
+from itertools import accumulate
 from typing import Any
 
-import fsspec
+import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
-from fsspec.core import has_magic, url_to_fs
 
-from llmbatch.errors import DataError
-from llmbatch.jsonl import read_jsonl
+from llmbatch.errors import DataError, StorageError
+from llmbatch.jsonl import JsonlFiles
+from llmbatch.listing import InputFile, find_files
+from llmbatch.parquet import ParquetFiles
+from llmbatch.partitions import Partitions
 
-_FORMATS = {".parquet": "Parquet", ".pq": "Parquet", ".jsonl": "JSONL", ".ndjson": "JSONL", ".json": "JSONL"}
-_IN_FOLDERS = (".parquet", ".jsonl")
+_THREADS = 8  # files that are read at the same time where a range of rows covers several
 
-
-@dataclass(frozen=True, slots=True)
-class InputFile:
-    """One file: where it lies, and its path there."""
-
-    filesystem: fsspec.AbstractFileSystem
-    path: str
+Content = ParquetFiles | JsonlFiles
 
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
     """Files of one format and one schema, in a stable order."""
 
-    files: tuple[InputFile, ...]
     schema: pa.Schema
-    num_rows: int
-    _read: Callable[[], pa.Table]
+    _content: Content
+    _partitions: Partitions
 
     @classmethod
-    def resolve(cls, paths: Sequence[str]) -> Inputs:
+    def resolve(cls, paths: Sequence[str], storage_options: Mapping[str, Any] | None = None) -> Inputs:
         """The files that `paths` name, in the order given; those of a folder or a glob sorted by path.
 
-        A folder stands for the .parquet and .jsonl files at any depth below it; a folder or a glob leaves
-        out names that begin with "_" or ".". A file named twice is read once. Columns come from the files
-        alone, never from the names of folders. Footers of Parquet files are read here and their rows later;
-        JSONL, whose schema is that of all its rows, is read here.
+        A path may be any URL that fsspec knows; `storage_options` are those of its file system. A folder stands
+        for the .parquet and .jsonl files at any depth below it; a folder or a glob leaves out names that begin
+        with "_" or ".". A file named twice is read once. The names of folders `key=value` below the folder or
+        the glob are columns too, after those of the files. Footers of Parquet files are read here and their rows
+        later; JSONL, whose schema is that of all its rows, is read through here and again for its rows.
 
-        Raises `DataError` when nothing is there, and for mixed formats, unreadable files, files whose
-        schemas differ, and lines that are no JSON object.
+        Raises `DataError` when nothing is there or cannot be reached, and for mixed formats, unreadable files,
+        files whose schemas differ, and lines that are no JSON object.
         """
         if not paths:
             raise DataError("at least one input is needed, got none: name Parquet or JSONL files or folders")
-        files = tuple(dict.fromkeys(file for path in paths for file in _expand(path)))
+        files = find_files(paths, storage_options)
         formats: dict[str, str] = {}
         for file in files:
-            formats.setdefault(_format(file.path), file.path)
+            formats.setdefault(file.format, file.path)
         if len(formats) > 1:
             raise DataError(
                 "all inputs must have one format, "
                 f"got {' and '.join(f'{name} ({path})' for name, path in formats.items())}"
             )
-        if "JSONL" in formats:
-            table = read_jsonl([(file.filesystem, file.path) for file in files])
-            return cls(files, table.schema, table.num_rows, lambda: table)
-        schema, num_rows = _check_footers(files)
-        return cls(files, schema, num_rows, partial(_read_parquet, files, schema))
+        try:
+            content = (JsonlFiles if "JSONL" in formats else ParquetFiles).check(files)
+        except StorageError as error:
+            raise DataError(str(error)) from error
+        partitions = Partitions.of(
+            [file.path for file in files], [file.folder_values for file in files], content.schema
+        )
+        return cls(pa.schema([*content.schema, *partitions.schema]), content, partitions)
+
+    @property
+    def files(self) -> tuple[InputFile, ...]:
+        """The files, as they were when they were listed."""
+        return self._content.files
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """The path of each file."""
+        """The path or URL of each file."""
         return tuple(file.path for file in self.files)
 
     @property
-    def identity(self) -> list[tuple[str, str]]:
-        """Each path with a key that changes when the file does: the same list, the same rows."""
-        return [(file.path, file.filesystem.ukey(file.path)) for file in self.files]
+    def num_rows(self) -> int:
+        """Rows of all files together."""
+        return sum(self._content.num_rows)
+
+    @property
+    def nbytes(self) -> int:
+        """About the bytes that all rows take in memory. Of Parquet, some rows are read to tell."""
+        return self._content.nbytes()
+
+    @property
+    def identity(self) -> list[dict[str, Any]]:
+        """What JSON can hold of each file, a key that changes when the file does included: equal lists, equal rows."""
+        return [
+            {"path": file.path, "size": file.size, **file.version, "rows": rows}
+            for file, rows in zip(self.files, self._content.num_rows)
+        ]
 
     def read(self) -> pa.Table:
         """All rows of all files, in order. Raises `DataError` where the contents of a file are damaged."""
-        return self._read()
+        with contextlib.closing(self.reader()) as reader:
+            return reader.read(0, self.num_rows)
+
+    def reader(self, columns: Sequence[str] | None = None) -> RowReader:
+        """The rows of all files from the first one on, of all columns or of these."""
+        fields = self.schema if columns is None else [self.schema.field(name) for name in columns]
+        return RowReader(self._content, self._partitions, pa.schema(list(fields)))
 
 
-def _expand(path: str) -> list[InputFile]:
-    try:
-        filesystem, root = url_to_fs(path)
-    except (ImportError, ValueError) as error:
-        raise DataError(f"the input {path!r} cannot be reached: {error}") from None
-    if path and filesystem.isfile(root):
-        _format(root)
-        return [InputFile(filesystem, root)]
-    if path and filesystem.isdir(root):
-        return _in_folder(filesystem, root)
-    if not has_magic(path):
-        raise DataError(f"an input must be a file, a folder or a glob, but there is nothing at {path!r}")
-    files: list[InputFile] = []
-    for match in sorted(filesystem.glob(root)):
-        if _is_hidden(match[len(_fixed_part(root)) :]):
-            continue
-        if filesystem.isdir(match):
-            files += _in_folder(filesystem, match)
-        else:
-            files.append(InputFile(filesystem, match))
-    if not files:
-        raise DataError(f"an input must name at least one file, but nothing matches {path!r}")
-    return files
+class RowReader:
+    """A cursor over the rows of all files that only goes forward."""
+
+    def __init__(self, content: Content, partitions: Partitions, schema: pa.Schema) -> None:
+        self.schema = schema
+        self._content = content
+        self._partitions = partitions
+        self._names = [name for name in schema.names if name in content.schema.names]
+        self._starts = np.array([0, *accumulate(content.num_rows)], np.int64)
+        self._position = 0
+        self._cursor: _Cursor | None = None
+        self._pool = ThreadPoolExecutor(_THREADS)
+
+    def read(self, start: int, stop: int) -> pa.Table:
+        """Rows `start` to `stop` - 1, counted over all files; `start` must be at or after the last `stop`.
+
+        Raises `DataError` where a file is damaged or is not the one that was listed, `StorageError` where its
+        store stays away.
+        """
+        if not self._position <= start <= stop <= self._starts[-1]:
+            raise ValueError(
+                f"rows must be read forwards and up to {self._starts[-1]:,}, got {start:,} to {stop:,} "
+                f"after {self._position:,}"
+            )
+        self._position = stop
+        if not self.schema.names:
+            return _blank(stop - start)
+        pieces: list[pa.Table | Future[pa.Table]] = []
+        for index in range(int(np.searchsorted(self._starts, start, "right")) - 1, len(self._starts) - 1):
+            begin, end = self._starts[index : index + 2].tolist()
+            first, last = max(start, begin), min(stop, end)
+            if first == begin and last == end > begin:
+                pieces.append(self._pool.submit(self._whole, index, end - begin))
+            elif first < last:
+                pieces.append(self._part(index, first - begin, last - first))
+        tables = [piece if isinstance(piece, pa.Table) else piece.result() for piece in pieces]
+        return pa.concat_tables(tables) if tables else self.schema.empty_table()
+
+    def close(self) -> None:
+        """Close the file that is being read. Nothing is read afterwards."""
+        self._pool.shutdown(cancel_futures=True)
+        if self._cursor is not None:
+            self._cursor.close()
+
+    def _whole(self, index: int, rows: int) -> pa.Table:
+        with contextlib.closing(_Cursor(self._content, index, 0, self._names)) as cursor:
+            return self._complete(cursor.take(rows), index)
+
+    def _part(self, index: int, first: int, rows: int) -> pa.Table:
+        """Some rows of a file from row `first` of it on; the next call goes on where this one ends."""
+        cursor = self._cursor
+        if cursor is None or (cursor.index, cursor.row) != (index, first):
+            if cursor is not None:
+                cursor.close()
+            cursor = self._cursor = _Cursor(self._content, index, first, self._names)
+        return self._complete(cursor.take(rows), index)
+
+    def _complete(self, table: pa.Table, index: int) -> pa.Table:
+        return self._partitions.add(table, index).select(self.schema.names)
 
 
-def _in_folder(filesystem: Any, root: str) -> list[InputFile]:
-    found = sorted(
-        path for path in filesystem.find(root) if path.endswith(_IN_FOLDERS) and not _is_hidden(path[len(root) :])
-    )
-    if not found:
-        raise DataError(
-            f"a folder must hold .parquet or .jsonl files, but there are none in {root!r} "
-            "(names that begin with _ or . do not count)"
-        )
-    return [InputFile(filesystem, path) for path in found]
+class _Cursor:
+    """The rows of one file, from row `row` of it on."""
 
+    def __init__(self, content: Content, index: int, row: int, names: Sequence[str]) -> None:
+        self.index = index
+        self.row = row  # the next one to take
+        self._path = content.files[index].path
+        self._batches = content.batches(index, row, names) if names else None
+        self._left: pa.Table | None = None  # what is read and not taken yet
 
-def _fixed_part(pattern: str) -> str:
-    """The folder that a glob starts from: its leading parts without magic."""
-    parts = pattern.split("/")
-    magic = next(index for index, part in enumerate(parts) if has_magic(part))
-    return "/".join(parts[:magic])
-
-
-def _is_hidden(below: str) -> bool:
-    return any(part.startswith(("_", ".")) for part in below.split("/"))
-
-
-def _format(path: str) -> str:
-    suffix = PurePosixPath(path).suffix.lower()
-    if suffix not in _FORMATS:
-        raise DataError(f"an input must be Parquet or JSONL, by its name, got {path!r}: {_SUFFIXES}")
-    return _FORMATS[suffix]
-
-
-_SUFFIXES = f"known endings are {', '.join(_FORMATS)}"
-
-
-def _check_footers(files: Iterable[InputFile]) -> tuple[pa.Schema, int]:
-    """The schema that all files have, and their rows together."""
-    merged: dict[str, pa.DataType] = {}
-    origin: dict[str, str] = {}
-    first = ""
-    num_rows = 0
-    for file in files:
-        try:
-            with pq.ParquetFile(file.path, filesystem=file.filesystem) as parquet:
-                schema = parquet.schema_arrow
-                num_rows += parquet.metadata.num_rows
-        except (pa.ArrowException, OSError) as error:
-            raise _unreadable(file, error) from None
-        if not first:
-            first = file.path
-            merged = dict(zip(schema.names, schema.types, strict=True))
-            origin = dict.fromkeys(schema.names, first)
-        if len(set(schema.names)) < len(schema.names):
-            twice = next(name for name in schema.names if schema.names.count(name) > 1)
-            raise DataError(f"columns must have names of their own, but {file.path} has {twice!r} twice")
-        for name in [*schema.names, *merged]:
-            if name not in merged or name not in schema.names:
-                there, gone = (first, file.path) if name in merged else (file.path, first)
-                raise DataError(f"all inputs must have the same columns, but {name!r} is in {there} and not in {gone}")
-        for name, kind in zip(schema.names, schema.types, strict=True):
-            if pa.types.is_null(merged[name]):
-                merged[name], origin[name] = kind, file.path
-            elif kind != merged[name] and not pa.types.is_null(kind):
+    def take(self, rows: int) -> pa.Table:
+        """The next rows."""
+        self.row += rows
+        if self._batches is None:
+            return _blank(rows)
+        tables = []
+        while rows:
+            table = next(self._batches, None) if self._left is None else self._left
+            if table is None:
                 raise DataError(
-                    f"a column must have one type in all inputs, but {name!r} is {merged[name]} "
-                    f"in {origin[name]} and {kind} in {file.path}"
+                    f"inputs must stay as they are while a job runs, but {self._path} has fewer rows than before: "
+                    "put it back or start over"
                 )
-    return pa.schema(list(merged.items())), num_rows
+            tables.append(table.slice(0, rows))
+            self._left = table.slice(rows) if rows < table.num_rows else None
+            rows -= tables[-1].num_rows
+        return pa.concat_tables(tables)
+
+    def close(self) -> None:
+        if self._batches is not None:
+            self._batches.close()
 
 
-def _read_parquet(files: Iterable[InputFile], schema: pa.Schema) -> pa.Table:
-    tables = []
-    for file in files:
-        try:
-            with pq.ParquetFile(file.path, filesystem=file.filesystem) as parquet:
-                table = parquet.read()
-        except (pa.ArrowException, OSError) as error:
-            raise _unreadable(file, error) from None
-        tables.append(table.select(schema.names).cast(schema))
-    return pa.concat_tables(tables)
-
-
-def _unreadable(file: InputFile, error: Exception) -> DataError:
-    reason = str(error).splitlines()[0].rstrip(".") if str(error) else type(error).__name__
-    return DataError(f"{file.path} cannot be read as Parquet ({reason}): write it anew or leave it out")
+def _blank(rows: int) -> pa.Table:
+    """Rows without columns."""
+    return pa.table({"": pa.nulls(rows)}).select([])

@@ -1,0 +1,192 @@
+"""Paths, folders, globs and URLs to the files that they name, in a stable order.
+
+A file is listed with what its file system says of it, so that it need not be asked again, and with what the
+folders between it and the one that was named say of its rows.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, TypeVar, cast
+
+import pyarrow as pa
+from fsspec.core import has_magic
+
+from llmbatch.errors import DataError, StorageError
+from llmbatch.partitions import FolderValues, folder_values
+from llmbatch.refusals import is_container_missing, persist
+from llmbatch.storage import Place
+
+_FORMATS = {".parquet": "Parquet", ".pq": "Parquet", ".jsonl": "JSONL", ".ndjson": "JSONL", ".json": "JSONL"}
+_CODECS = {".gz": "gzip", ".zst": "zstd"}
+_IN_FOLDERS = (".parquet", ".jsonl", *(f".jsonl{suffix}" for suffix in _CODECS))
+# What file systems call the key of a file's content, and the time of its last change.
+_ETAGS = ("ETag", "etag", "md5Hash", "blob_id")
+_TIMES = ("mtime", "LastModified", "last_modified", "updated", "created")
+_PATIENCE = 5.0  # seconds for which a store is asked what it has; a job that runs waits longer
+_WHOLE = 1 << 18  # bytes up to which an object is fetched in one request
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class InputFile:
+    """One file: where it lies, what it was when it was listed, and what the folders above it say."""
+
+    folder: Place
+    name: str
+    format: str  # "Parquet" or "JSONL"
+    codec: str | None  # how the whole file is compressed: "gzip" or "zstd"
+    size: int
+    version: Mapping[str, str | float]  # its "etag", or when it was "modified", where the file system tells
+    folder_values: FolderValues
+
+    @property
+    def path(self) -> str:
+        """An absolute path, or a URL."""
+        return f"{self.folder.url.rstrip('/')}/{self.name}"
+
+    def open(self) -> pa.NativeFile:
+        """The file to read, at any position. A store that is away for a while is waited for."""
+        path = self.folder.path(self.name)
+        if self.folder.local:
+            return pa.OSFile(path)
+        if 0 < self.size <= _WHOLE:
+            filesystem = self.folder.filesystem
+
+            def attempt() -> bytes:
+                return cast(bytes, filesystem.cat_file(path, start=0, end=self.size))
+
+            return pa.BufferReader(persist(self.path, "read", attempt, self.folder.patience))
+        return pa.PythonFile(self.folder.open(self.name), mode="r")
+
+
+def find_files(paths: Sequence[str], storage_options: Mapping[str, Any] | None) -> tuple[InputFile, ...]:
+    """The files that `paths` name, in the order given; those of a folder or a glob sorted by path.
+
+    A folder stands for the .parquet and .jsonl files at any depth below it, the latter also compressed; a folder
+    or a glob leaves out names that begin with "_" or ".". A file named twice is there once.
+    """
+    found: dict[str, InputFile] = {}
+    for path in paths:
+        for file in _expand(path, storage_options):
+            found.setdefault(file.path, file)
+    return tuple(found.values())
+
+
+def _expand(given: str, storage_options: Mapping[str, Any] | None) -> Iterable[InputFile]:
+    nothing = DataError(f"an input must be a file, a folder or a glob, but there is nothing at {given!r}")
+    if not given:
+        raise nothing
+    place = Place.at(given, storage_options)
+    info = _ask(given, "read", lambda: _info(place))
+    if info is None and has_magic(given):
+        return _matches(place, given)
+    if info is None:
+        raise nothing
+    if info["type"] == "directory":
+        files = _below(place, place.root, place.root)
+        if not files:
+            raise DataError(
+                f"a folder must hold .parquet or .jsonl files, but there are none in {_shown(place, place.root)!r} "
+                "(names that begin with _ or . do not count)"
+            )
+        return files
+    return [_file(place, place.root, info, ())]
+
+
+def _matches(place: Place, pattern: str) -> list[InputFile]:
+    found = _ask(pattern, "listed", lambda: place.filesystem.glob(place.root, detail=True))
+    fixed = _fixed_part(place.root)
+    files: list[InputFile] = []
+    listed: tuple[str, ...] = ()
+    for path, info in sorted(found.items()):
+        if _is_hidden(path[len(fixed) :]) or path.startswith(listed):
+            continue
+        if info["type"] == "directory":
+            files += _below(place, path, fixed)
+            listed = (*listed, f"{path}/")
+        else:
+            files.append(_file(place, path, info, folder_values(path[len(fixed) :])))
+    if not files:
+        raise DataError(f"an input must name at least one file, but nothing matches {pattern!r}")
+    return files
+
+
+def _below(place: Place, root: str, fixed: str) -> list[InputFile]:
+    """The files in a folder, whose columns are in the names of folders below `fixed`."""
+    found = _ask(_shown(place, root), "listed", lambda: place.filesystem.find(root, detail=True))
+    return [
+        _file(place, path, info, folder_values(path[len(fixed) :]))
+        for path, info in sorted(found.items())
+        if path.endswith(_IN_FOLDERS) and not _is_hidden(path[len(root) :])
+    ]
+
+
+def _file(place: Place, path: str, info: Mapping[str, Any], values: FolderValues) -> InputFile:
+    root, _, name = path.rpartition("/")
+    folder = Place(_shown(place, root), place.local, place.filesystem, root, place.patience)
+    file_format, codec = _format(name, _shown(place, path))
+    return InputFile(folder, name, file_format, codec, info["size"], _version(info), values)
+
+
+def _format(name: str, path: str) -> tuple[str, str | None]:
+    """The format and the compression that a name stands for."""
+    stem, suffix = os.path.splitext(name.lower())
+    codec = _CODECS.get(suffix)
+    if codec is not None:
+        suffix = os.path.splitext(stem)[1]
+    if suffix not in _FORMATS or (codec is not None and _FORMATS[suffix] != "JSONL"):
+        raise DataError(
+            f"an input must be Parquet or JSONL, by its name, got {path!r}: known endings are {', '.join(_FORMATS)}, "
+            f"and {' or '.join(_CODECS)} after the last three"
+        )
+    return _FORMATS[suffix], codec
+
+
+def _shown(place: Place, path: str) -> str:
+    """A path of the file system as users write it."""
+    return path if place.local else cast(str, place.filesystem.unstrip_protocol(path))
+
+
+def _version(info: Mapping[str, Any]) -> dict[str, str | float]:
+    """The key of a file's content, or the time of its last change in a form that JSON knows."""
+    for key in _ETAGS:
+        if info.get(key):
+            return {"etag": str(info[key])}
+    for key in _TIMES:
+        if info.get(key):
+            time = info[key]
+            return {"modified": time.timestamp() if isinstance(time, datetime) else time}
+    return {}
+
+
+def _info(place: Place) -> Mapping[str, Any] | None:
+    try:
+        info: Mapping[str, Any] = place.filesystem.info(place.root)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        if is_container_missing(error):
+            raise
+        return None
+    return info
+
+
+def _ask(what: str, done: str, attempt: Callable[[], _T]) -> _T:
+    try:
+        return persist(what, done, attempt, _PATIENCE)
+    except StorageError as error:
+        raise DataError(str(error)) from error
+
+
+def _fixed_part(pattern: str) -> str:
+    """The folder that a glob starts from: its leading parts without magic."""
+    parts = pattern.split("/")
+    magic = next(index for index, part in enumerate(parts) if has_magic(part))
+    return "/".join(parts[:magic])
+
+
+def _is_hidden(below: str) -> bool:
+    return any(part.startswith(("_", ".")) for part in below.split("/"))
