@@ -1,286 +1,276 @@
-"""Arrow tables to files that appear whole or not at all.
+"""Arrow tables to files that appear whole or not at all, on a disk or an object store.
 
-Work is staged beside its destination, on the same disk, and renamed at the end; a small manifest, written
-last, says that the output is complete and which command made it. Where things lie:
+Parts are staged in a folder of their own and get their names at the end; a small manifest, written last, says
+that the output is complete and which command made it. Where things lie:
 
-    a folder OUT    OUT/part-00000.parquet, ...   work in OUT/_llmbatch/   manifest OUT._llmbatch.json
-    one file OUT    OUT (.parquet or .jsonl)      work in OUT._llmbatch/   manifest OUT._llmbatch.json
+    a folder OUT    OUT/part-00000.parquet, ...       work in OUT/_llmbatch/   manifest OUT/_llmbatch.json
+    one file OUT    OUT (.parquet, .jsonl[.gz|.zst])  work in OUT._llmbatch/   manifest OUT._llmbatch.json
 
-The manifest is beside a folder, not in it, because some readers of a folder (Polars) refuse it when it holds
-any file that is not Parquet, hidden or not. While work is in progress the same readers are meant to refuse:
-they would take staged files for Parquet if nothing else were there, so `job.json` lies beside those.
+A reader of a folder sees no rows before that: staged files do not end in .parquet, and most readers leave out
+names that begin with "_". Polars leaves out none and refuses a folder that holds anything but Parquet; it would
+take staged files for Parquet if nothing else were there, so `job.json` lies beside those. It refuses the
+manifest as well, and hence reads a finished output as `OUT/*.parquet`.
+
+`commit` and `discard` write down what they are going to do before they do it (`llmbatch.endings`); one that was
+interrupted anywhere is gone through with by `resume_ending`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import io
-import json
-import os
-import shutil
-import sys
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain, count
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
-from llmbatch.errors import DataError, JobError
-from llmbatch.staging import JsonlPart, ParquetPart, Part
+from llmbatch.destination import Destination
+from llmbatch.endings import Ending, Names
+from llmbatch.errors import DataError, StorageError
+from llmbatch.finished import Finished
+from llmbatch.lock import Lock
+from llmbatch.manifest import compose, encode
+from llmbatch.staging import CODECS, Arrow, Format, Jsonl, Parquet, StagedFormat, read_tables
 
-FORMAT_VERSION = 1
 PART_ROWS = 100_000  # most rows of a part, so that readers can share an output out
+JOB = "job.json"  # in the work folder: says which job it is whose work lies there
 
-_FILE_SUFFIXES = (".parquet", ".jsonl")
-_OTHER_SUFFIXES = (".pq", ".json", ".ndjson", ".csv", ".tsv", ".txt", ".arrow", ".feather")
+_ENDING = "ending.json"
+_NAMES = "names.json"
 _OVERWRITE = "choose another name, or replace it with overwrite=True (--overwrite)"
 
 
 class Output:
-    """One job's output: a folder of Parquet parts, or one `.parquet` or `.jsonl` file.
+    """One job's output: a folder of Parquet parts, or one .parquet / .jsonl / .jsonl.gz / .jsonl.zst file.
 
-    `open`, then `begin`, `write` any number of times but at least once, and `commit`; `abort` at any time
-    before `commit` has returned leaves nothing of the job behind.
+    `open`, then `locked`, and in it `begin`, `job.json`, `stage` at least once, and `commit`. Nothing outside
+    `locked` changes anything. Every method that reaches the file system raises `StorageError` where that refuses.
     """
 
-    def __init__(self, path: Path, fingerprint: str, overwrite: bool) -> None:
-        self._path = path
-        self._fingerprint = fingerprint
-        self._overwrite = overwrite
-        self._is_folder = path.suffix not in _FILE_SUFFIXES
-        self._work = path / "_llmbatch" if self._is_folder else path.with_name(path.name + "._llmbatch")
-        self._manifest = path.with_name(path.name + "._llmbatch.json")
-        self._suffix = ".parquet" if self._is_folder else path.suffix
-        self._summary: dict[str, object] | None = None
-        self._part: Part | None = None
-        self._staged: list[tuple[Path, int]] = []  # closed parts and their rows
-        self._made: list[Path] = []  # folders, outermost first
-        self._placed: list[Path] = []  # parts under their names before the manifest is there
+    def __init__(self, destination: Destination, parquet: Parquet) -> None:
+        self._destination = destination
+        self._folder = destination.folder
+        self._is_folder = destination.file is None
+        self._finished = Finished(destination)
+        self._parquet = parquet
+        self._format: Format = parquet
+        self._staged: StagedFormat = parquet
+        if destination.suffix in CODECS:
+            self._format, self._staged = Jsonl(CODECS[destination.suffix]), Arrow()
+        self.url = destination.url
+        self.work = destination.work
 
     @classmethod
-    def open(cls, path: str, *, inputs: Sequence[str], fingerprint: str, overwrite: bool) -> Output:
-        """Check everything that can be checked, and create nothing.
+    def open(
+        cls,
+        url: str,
+        *,
+        inputs: Sequence[str],
+        storage_options: Mapping[str, Any] | None = None,
+        compression: str = "zstd",
+    ) -> Output:
+        """Check everything that can be checked of the place alone, and create nothing.
 
-        `inputs` are the paths read, `fingerprint` is what makes the command the same one. Raises `DataError`
-        when the output is or touches an input, when its place cannot be written, and when something is there
-        already that is not this command's finished output and `overwrite` is not set.
+        `inputs` are the paths and URLs read. `compression` is that of Parquet. Raises `DataError` when the output
+        is or touches an input, and when its place cannot be reached or written.
         """
-        if "://" in path or not path:
-            raise DataError(f"an output must be a local path, got {path!r}")
-        destination = Path(os.path.abspath(path))
-        if destination.suffix in _OTHER_SUFFIXES:
-            raise DataError(f"an output must be a folder, a .parquet file or a .jsonl file, got {path!r}")
-        output = cls(destination, fingerprint, overwrite)
-        output._check_apart(inputs)
-        output._check_place()
-        if not overwrite:
-            output._summary = output._read_summary()
-        if not output.finished:
-            output._check_free()
-        return output
+        parquet = Parquet(compression)
+        destination = Destination.parse(url, storage_options)
+        destination.check_apart(inputs)
+        try:
+            destination.check_place()
+        except StorageError as error:
+            raise DataError(str(error)) from None
+        return cls(destination, parquet)
 
-    @property
-    def path(self) -> str:
-        """The absolute path of the output."""
-        return str(self._path)
+    def manifest(self) -> dict[str, Any] | None:
+        """That of the finished output here; None where there is none.
 
-    @property
-    def finished(self) -> bool:
-        """Whether the finished output of this very command is there."""
-        return self._summary is not None
+        Raises `DataError` where it is damaged, of another version, or names a part that is gone.
+        """
+        return self._finished.manifest()
 
-    @property
-    def summary(self) -> Mapping[str, object]:
-        """What `commit` was given, also by an earlier run of the same command; only when `finished`."""
-        assert self._summary is not None, "an output that is not finished has no summary"
-        return self._summary
+    def finished_tables(self, part: str, columns: Sequence[str]) -> Iterator[pa.Table]:
+        """The rows of a part that the manifest names, of these columns, some at a time; one table at least.
+
+        Raises `DataError` where JSONL does not hold them as they were, `StorageError` where the part is damaged.
+        """
+        return self._finished.tables(part, columns, self._parquet)
+
+    def has_work(self) -> bool:
+        """Whether a job that is not finished left work here; `resume_ending` comes first then."""
+        return not {JOB, _ENDING}.isdisjoint(self.work.names())
 
     def check(self, schema: pa.Schema) -> None:
         """Raise `DataError` when a column of this type cannot be written, before hours are spent on it."""
-        if self._suffix == ".jsonl":
+        if not self._is_parquet:
             return
         for field in schema:
             try:
-                pq.ParquetWriter(io.BytesIO(), pa.schema([field])).close()
+                self._parquet.write(io.BytesIO(), [pa.schema([field]).empty_table()])
             except (pa.ArrowException, NotImplementedError):
                 raise DataError(
                     f"Parquet cannot hold column {field.name!r} of type {field.type}: drop it or convert it"
                 ) from None
 
-    def begin(self) -> None:
-        """Make the folders that work needs. Raises `DataError` when they cannot be made."""
-        try:
-            for folder in [*reversed(self._work.parent.parents), self._work.parent]:
-                if not folder.exists():
-                    folder.mkdir()
-                    self._made.append(folder)
-            if self._overwrite and self._work.exists():
-                shutil.rmtree(self._work)
-            self._work.mkdir()
-            self._made.append(self._work)
-            (self._work / "job.json").write_text(json.dumps({"fingerprint": self._fingerprint}))
-        except OSError as error:
-            self.abort()
-            raise DataError(f"the output {self._path} cannot be made: {error}") from None
-
-    def write(self, table: pa.Table) -> None:
-        """Stage rows; all tables have one schema. Raises `JobError` when the disk refuses."""
-        assert self._work in self._made, "write needs begin"
-        limit = PART_ROWS if self._is_folder else sys.maxsize
-        kind = JsonlPart if self._suffix == ".jsonl" else ParquetPart
-        try:
-            while table.num_rows or not (self._part or self._staged):
-                if self._part is None:
-                    self._part = kind(self._work / self._staged_name(), table.schema)
-                room = limit - self._part.rows
-                self._part.write(table.slice(0, room))
-                table = table.slice(room)
-                if self._part.rows == limit:
-                    self._close_part()
-        except OSError as error:
-            raise JobError(f"the output {self._path} cannot be written: {error}") from error
-
-    def commit(self, summary: Mapping[str, object]) -> None:
-        """Give the parts their names, remove what they replace, and say that the output is complete.
-
-        Raises `JobError` when the disk refuses; `abort` then takes back the parts that were named.
-        """
-        try:
-            if self._part is not None:
-                self._close_part()
-            assert self._staged, "commit needs a table"
-            self._remove_old()
-            parts = []
-            for staged, rows in self._staged:
-                place = self._path / staged.stem if self._is_folder else self._path
-                os.replace(staged, place)
-                self._placed.append(place)
-                parts.append({"name": place.name, "rows": rows})
-            _sync_folder(self._path if self._is_folder else self._path.parent)
-            shutil.rmtree(self._work)
-            manifest = {
-                "format": FORMAT_VERSION,
-                "fingerprint": self._fingerprint,
-                "parts": parts,
-                "summary": dict(summary),
-            }
-            self._write_manifest(manifest)
-        except OSError as error:
-            raise JobError(f"the output {self._path} cannot be put in place: {error}") from error
-        self._summary = dict(summary)
-        self._made.clear()
-        self._placed.clear()
-
-    def abort(self) -> None:
-        """Remove everything that `begin` and what followed made; does nothing once committed."""
-        if self._part is not None:
-            with contextlib.suppress(Exception):  # the file is removed whatever its state
-                self._part.close()
-            self._part = None
-        for place in self._placed:
-            place.unlink(missing_ok=True)
-        self._placed.clear()
-        self._staged.clear()
-        if self._work in self._made:
-            shutil.rmtree(self._work, ignore_errors=True)
-        for folder in reversed(self._made):
-            with contextlib.suppress(OSError):  # someone else has put something there
-                folder.rmdir()
-        self._made.clear()
-
-    def _staged_name(self) -> str:
-        return f"part-{len(self._staged):05d}{self._suffix}.staged"
-
-    def _close_part(self) -> None:
-        assert self._part is not None
-        part, self._part = self._part, None
-        name = self._staged_name()
-        part.close()
-        self._staged.append((self._work / name, part.rows))
-
-    def _check_apart(self, inputs: Sequence[str]) -> None:
-        out = Path(os.path.realpath(self._path))
-        for name in inputs:
-            if "://" in name and not name.startswith("file://"):
+    def check_free(self, *, replace_foreign: bool) -> None:
+        """Raise `DataError` where something lies that is not llmbatch's and that may not be replaced."""
+        ours = {*self._finished.parts(), *self._names().published.values()}
+        if not self._is_folder:
+            if not replace_foreign and not ours and self._destination.has_file():
+                raise DataError(f"the output {self.url} is already there: {_OVERWRITE}")
+            return
+        for name in self._folder.names():
+            if name in ours or name in ("_llmbatch", self._destination.manifest):
                 continue
-            given = Path(os.path.realpath(name.removeprefix("file://")))
-            if out == given:
-                raise DataError(f"the output must not be an input, got {self._path}: choose another name")
-            if given in out.parents or out in given.parents:
-                where = "inside" if given in out.parents else "around"
+            if not replace_foreign:
+                raise DataError(f"the output {self.url} is not empty, it holds {name}: {_OVERWRITE}")
+            if not name.startswith(("_", ".")) and not self._destination.is_part(name):
                 raise DataError(
-                    f"the output must lie apart from the inputs, but {self._path} is {where} {name}: "
-                    "choose another place"
+                    f"only Parquet files are overwritten, but {self.url} also holds {name}: choose another folder"
                 )
 
-    def _check_place(self) -> None:
-        if self._path.exists() and self._path.is_dir() != self._is_folder:
-            is_, want = ("folder", "file") if self._path.is_dir() else ("file", "folder")
-            raise DataError(f"the output {self._path} must be a {want} by its name, but a {is_} is there")
-        near = self._path.parent
-        while not near.exists():
-            near = near.parent
-        if not near.is_dir():
-            raise DataError(f"the output {self._path} must lie in a folder, but {near} is a file")
-        target = self._path if self._path.is_dir() else near
-        if not os.access(target, os.W_OK | os.X_OK):
-            raise DataError(f"the output {self._path} must lie where it can be written, but {target} cannot")
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[Lock]:
+        """Make the folders and keep other jobs out; afterwards the work folder is gone if nothing is left in it.
 
-    def _check_free(self) -> None:
-        if self._work.exists() and not self._overwrite:
-            raise DataError(
-                f"another job is writing {self._path}, or was killed and left {self._work}: wait for it, "
-                "or discard its work with overwrite=True (--overwrite)"
-            )
-        if self._is_folder and self._path.exists():
-            for entry in sorted(self._path.iterdir()):
-                if entry != self._work and not self._overwrite:
-                    raise DataError(f"the output {self._path} is not empty, it holds {entry.name}: {_OVERWRITE}")
-                if not entry.name.startswith(("_", ".")) and not _is_part(entry):
-                    raise DataError(
-                        f"only Parquet files are overwritten, but {self._path} also holds {entry.name}: "
-                        "choose another folder"
-                    )
-        elif self._path.exists() and not self._overwrite:
-            raise DataError(f"the output {self._path} is already there: {_OVERWRITE}")
-
-    def _read_summary(self) -> dict[str, object] | None:
-        """The summary of this command's finished output; None when that is not what is there."""
+        Raises `DataError` where nothing can be written, and where another job writes this output.
+        """
         try:
-            manifest: Any = json.loads(self._manifest.read_text())
-            if (manifest["format"], manifest["fingerprint"]) != (FORMAT_VERSION, self._fingerprint):
-                return None
-            folder = self._path if self._is_folder else self._path.parent
-            whole = all((folder / part["name"]).is_file() for part in manifest["parts"])
-            return dict(manifest["summary"]) if whole else None
-        except (OSError, ValueError, TypeError, KeyError):
-            return None
+            self.work.make()
+            lock = Lock.acquire(self.work, what=f"the output {self.url}")
+        except StorageError as error:
+            raise DataError(str(error)) from None
+        try:
+            yield lock
+        finally:
+            lock.release()
+            if not self.work.names():
+                self.work.clear()
 
-    def _remove_old(self) -> None:
-        self._manifest.unlink(missing_ok=True)
-        for entry in self._path.iterdir() if self._is_folder else ():
-            if _is_part(entry):
-                entry.unlink()
+    def begin(self) -> None:
+        """Note which Parquet files are there: they go when the new ones come. `job.json` is written after this.
 
-    def _write_manifest(self, manifest: Mapping[str, object]) -> None:
-        staged = self._manifest.with_name(self._manifest.name + ".staged")
-        with staged.open("w", encoding="utf-8") as file:
-            json.dump(manifest, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(staged, self._manifest)
-        _sync_folder(self._manifest.parent)
+        The work of a job that goes on is left as it is.
+        """
+        if not self.has_work():
+            self._clean()
+            there = self._folder.names() if self._is_folder else []
+            self.work.write(_NAMES, Names([name for name in there if self._destination.is_part(name)]).encode())
 
+    def stage(self, name: str, tables: Iterable[pa.Table]) -> int:
+        """Write a part where no reader sees it; returns its rows. Tables, at least one, have one schema."""
+        with self.work.writing(self._file(name)) as stream:
+            return self._staged.write(stream, tables)
 
-def _is_part(entry: Path) -> bool:
-    return entry.suffix == ".parquet" and entry.is_file()
+    def staged_tables(self, name: str, columns: Sequence[str] | None = None) -> Iterator[pa.Table]:
+        """The rows of a staged part, also of one that was published, some at a time; one table at least.
 
+        Raises `StorageError` where it is damaged.
+        """
+        final = self._names().published.get(name)
+        if final is not None and final in self._folder.names():
+            return read_tables(self._staged, self._folder, final, columns)
+        return read_tables(self._staged, self.work, self._file(name), columns)
 
-def _sync_folder(folder: Path) -> None:
-    """Put renames on the disk."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    def publish(self, name: str, final: str) -> None:
+        """Give a part of a folder its name before the job ends.
+
+        Where the job replaces an output nothing happens yet: what was there stays until all of it is replaced.
+        """
+        assert self._is_folder, "one file cannot be published in parts"
+        names = self._names()
+        if names.replaced:
+            return
+        if names.published.get(name) != final:
+            self.work.write(_NAMES, Names([], {**names.published, name: final}).encode())
+        self.work.move(self._file(name), self._folder, final)
+
+    def commit(self, staged: Sequence[str], manifest: Mapping[str, Any], rows: Sequence[int]) -> None:
+        """Give all parts their names, remove what they replace, and say that the output is complete.
+
+        `staged` names all parts, also published ones, in the order of the rows, and `rows` how many each has.
+        Where it fails half way, `resume_ending` goes through with it.
+        """
+        files: dict[str, list[str]] = {}
+        for final, name in zip(self._final_names(staged), staged, strict=True):
+            files.setdefault(final, []).append(self._file(name))
+        names = self._names()
+        unused = [final for final in names.published.values() if final not in files]
+        schema = None if self._is_parquet else next(self.staged_tables(staged[0])).schema
+        whole = compose(list(files), rows if self._is_folder else [sum(rows)], schema, manifest)
+        self._end(Ending([self._destination.manifest, *names.replaced, *unused], files, whole))
+
+    def discard(self) -> None:
+        """Remove the work of a job, what it published, and the finished output. What `check_free` minds stays."""
+        removed = [self._destination.manifest, *self._finished.parts(), *self._names().published.values()]
+        begun = self.work.read(_ENDING)
+        if begun is not None:
+            ending = Ending.decode(begun)
+            removed += [*ending.removed, *ending.files]
+        self._end(Ending(removed))
+
+    def resume_ending(self) -> None:
+        """Go through with a `commit` or a `discard` that was interrupted, if one was. No work is left then."""
+        data = self.work.read(_ENDING)
+        if data is not None:
+            self._go_through(Ending.decode(data))
+
+    @property
+    def _is_parquet(self) -> bool:
+        return self._format is self._staged
+
+    def _file(self, name: str) -> str:
+        return f"{name}{self._staged.suffix}.staged"
+
+    def _names(self) -> Names:
+        data = self.work.read(_NAMES)
+        return Names() if data is None else Names.decode(data)
+
+    def _final_names(self, staged: Sequence[str]) -> list[str]:
+        if self._destination.file is not None:
+            return [self._destination.file] * len(staged)
+        published = self._names().published
+        numbered = (f"part-{number:05d}.parquet" for number in count())
+        free = (name for name in numbered if name not in published.values())
+        return [published.get(name) or next(free) for name in staged]
+
+    def _put(self, final: str, files: Sequence[str], rows: int) -> None:
+        """Give a name to a staged file, or to one made of all of them."""
+        whole = files[0]
+        if len(files) > 1 or not self._is_parquet:
+            whole = "whole.staged"
+            with self.work.writing(whole) as stream:
+                found = self._format.write(
+                    stream, chain.from_iterable(read_tables(self._staged, self.work, file) for file in files)
+                )
+            if found != rows:
+                raise StorageError(
+                    f"the staged parts of {self.url} must hold {rows:,} rows, but hold {found:,}: start over with "
+                    "restart=True (--restart)"
+                )
+        self.work.move(whole, self._folder, final)
+
+    def _end(self, ending: Ending) -> None:
+        self.work.write(_ENDING, ending.encode())
+        self._go_through(ending)
+
+    def _go_through(self, ending: Ending) -> None:
+        waiting = set(self.work.names())
+        for name in ending.removed:
+            if waiting.issuperset(ending.files.get(name, ())):  # otherwise it is a new one, of the same name
+                self._folder.remove(name)
+        if ending.manifest is not None:
+            for part in ending.manifest["parts"]:
+                self._put(part["name"], ending.files[part["name"]], part["rows"])
+            self.work.write("manifest.json", encode(ending.manifest))
+            self.work.move("manifest.json", self._folder, self._destination.manifest)
+        self.work.write(_ENDING, Ending().encode())  # all is in place: what is left is to clean
+        self._clean()
+
+    def _clean(self) -> None:
+        """Remove all work but the lock, and last what tells that it is to be removed."""
+        names = [name for name in self.work.names() if not name.startswith("lock-")]
+        for name in sorted(names, key=lambda name: name == _ENDING):
+            self.work.remove(name)

@@ -1,74 +1,182 @@
-"""Parts of an output while they are written: tables in, one complete file on the disk at `close`."""
+"""Formats of an output and of its staged parts: tables to a stream of bytes, and back.
+
+An output of JSONL is staged as Arrow: rows come back from it as they were, and the file, which is written at the end,
+can be compressed as a whole.
+"""
 
 from __future__ import annotations
 
 import base64
+import io
 import json
 import math
-import os
-from pathlib import Path
-from typing import Protocol
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, BinaryIO, Protocol
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from llmbatch.errors import ParameterError, StorageError
+from llmbatch.storage import Place
+
+COMPRESSIONS = ("zstd", "snappy", "gzip", "lz4", "none")  # of Parquet
+CODECS = {".jsonl": None, ".jsonl.gz": "gzip", ".jsonl.zst": "zstd"}
+
 _BATCH_ROWS = 4096  # rows that are Python objects at one time while JSON is written
 
 
-class Part(Protocol):
-    """One file in the making."""
+class Format(Protocol):
+    """How tables are written to a file."""
 
-    rows: int
-
-    def write(self, table: pa.Table) -> None:
-        """Append rows; all tables of a part have one schema."""
-        ...
-
-    def close(self) -> None:
-        """Complete the file and put it on the disk."""
+    def write(self, stream: BinaryIO, tables: Iterable[pa.Table]) -> int:
+        """Write all tables, one at least, of one schema; returns their rows. The stream stays open."""
         ...
 
 
-class ParquetPart:
-    """A Parquet file, compressed with zstd."""
+class StagedFormat(Format, Protocol):
+    """How tables are written to a file from which they come back as they were."""
 
-    def __init__(self, path: Path, schema: pa.Schema) -> None:
-        self.rows = 0
-        self._file = path.open("wb")
-        self._writer = pq.ParquetWriter(self._file, schema, compression="zstd")
+    suffix: str
 
-    def write(self, table: pa.Table) -> None:
-        """Append rows as row groups of their own."""
-        self._writer.write_table(table)
-        self.rows += table.num_rows
-
-    def close(self) -> None:
-        """Write the footer and put the file on the disk."""
-        with self._file:
-            self._writer.close()
-            self._file.flush()
-            os.fsync(self._file.fileno())
+    def read(self, stream: BinaryIO, columns: Sequence[str] | None) -> Iterator[pa.Table]:
+        """The rows, little by little; one table at least."""
+        ...
 
 
-class JsonlPart:
-    """A JSONL file. What JSON has no form for: bytes are written in base64, times in ISO 8601, other values
-    as `str` writes them, and numbers that are not finite as null."""
+@dataclass(frozen=True, slots=True)
+class Parquet:
+    """Parquet; each table is a row group of its own."""
 
-    def __init__(self, path: Path, schema: pa.Schema) -> None:
-        self.rows = 0
-        self._file = path.open("w", encoding="utf-8", newline="\n")
+    compression: str
+    suffix = ".parquet"
 
-    def write(self, table: pa.Table) -> None:
-        """Append a line for each row."""
+    def __post_init__(self) -> None:
+        if self.compression not in COMPRESSIONS:
+            raise ParameterError(f"compression must be one of {', '.join(COMPRESSIONS)}, got {self.compression!r}")
+
+    def write(self, stream: BinaryIO, tables: Iterable[pa.Table]) -> int:
+        """Write tables that have one schema."""
+        rows = 0
+        schema, tables = _schema(tables)
+        with pq.ParquetWriter(stream, schema, compression=self.compression) as writer:
+            for table in tables:
+                writer.write_table(table)
+                rows += table.num_rows
+        return rows
+
+    def read(self, stream: BinaryIO, columns: Sequence[str] | None) -> Iterator[pa.Table]:
+        """A table a row group."""
+        chosen = None if columns is None else list(columns)
+        with pq.ParquetFile(stream) as file:
+            if not file.num_row_groups:
+                yield _select(file.schema_arrow.empty_table(), columns)
+            for index in range(file.num_row_groups):
+                yield file.read_row_group(index, columns=chosen)
+
+
+@dataclass(frozen=True, slots=True)
+class Arrow:
+    """The stream format of Arrow, which holds every type."""
+
+    suffix = ".arrow"
+
+    def write(self, stream: BinaryIO, tables: Iterable[pa.Table]) -> int:
+        """Write tables that have one schema."""
+        rows = 0
+        schema, tables = _schema(tables)
+        with pa.ipc.new_stream(stream, schema, options=pa.ipc.IpcWriteOptions(compression="zstd")) as writer:
+            for table in tables:
+                writer.write_table(table)
+                rows += table.num_rows
+        return rows
+
+    def read(self, stream: BinaryIO, columns: Sequence[str] | None) -> Iterator[pa.Table]:
+        """A table a record batch."""
+        with pa.ipc.open_stream(stream) as batches:
+            yield _select(batches.schema.empty_table(), columns)
+            for batch in batches:
+                yield _select(pa.Table.from_batches([batch]), columns)
+
+
+@dataclass(frozen=True, slots=True)
+class Jsonl:
+    """JSONL, plain or compressed as a whole.
+
+    What JSON has no form for: bytes are written in base64, times in ISO 8601, other values as `str` writes them,
+    and numbers that are not finite as null. A compressed file is one stream, never several one after another:
+    some readers of zstd end, silently, where the first one ends.
+    """
+
+    codec: str | None  # "gzip" or "zstd"
+
+    def write(self, stream: BinaryIO, tables: Iterable[pa.Table]) -> int:
+        """Write a line for each row."""
+        if self.codec is None:
+            return _write_lines(stream, tables)
+        with pa.CompressedOutputStream(pa.PythonFile(_KeptOpen(stream), "w"), self.codec) as compressed:
+            return _write_lines(compressed, tables)
+
+
+def read_tables(
+    kind: StagedFormat, place: Place, name: str, columns: Sequence[str] | None = None
+) -> Iterator[pa.Table]:
+    """The rows of a file, little by little. Raises `StorageError` where it is damaged."""
+    try:
+        with place.open(name) as stream:
+            yield from kind.read(stream, columns)
+    except (pa.ArrowException, OSError) as error:
+        reason = " ".join(str(error).split()).rstrip(".")
+        raise StorageError(
+            f"{place.shown(name)} is damaged ({reason}): start over with restart=True (--restart)"
+        ) from None
+
+
+def json_holds(kind: pa.DataType) -> bool:
+    """Whether values of this type come back from JSON as they were, but for numbers that are not finite."""
+    if pa.types.is_dictionary(kind):
+        return json_holds(kind.value_type)
+    if pa.types.is_struct(kind):
+        return all(json_holds(field.type) for field in kind)
+    if pa.types.is_nested(kind):
+        return not pa.types.is_map(kind) and not pa.types.is_union(kind) and json_holds(kind.value_type)
+    text = pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
+    number = pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)
+    return bool(text or number or pa.types.is_null(kind))
+
+
+class _KeptOpen(io.RawIOBase):
+    """A stream that its user cannot close: Arrow closes what it compresses into."""
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self._stream = stream
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        return self._stream.write(data)
+
+
+def _schema(tables: Iterable[pa.Table]) -> tuple[pa.Schema, Iterable[pa.Table]]:
+    """The schema of the tables, and the tables."""
+    rest = iter(tables)
+    first = next(rest)
+    return first.schema, chain([first], rest)
+
+
+def _select(table: pa.Table, columns: Sequence[str] | None) -> pa.Table:
+    return table if columns is None else table.select(list(columns))
+
+
+def _write_lines(stream: BinaryIO, tables: Iterable[pa.Table]) -> int:
+    rows = 0
+    for table in tables:
         for batch in _without_nanoseconds(table).to_batches(max_chunksize=_BATCH_ROWS):
-            self._file.writelines(_line(row) for row in batch.to_pylist())
-        self.rows += table.num_rows
-
-    def close(self) -> None:
-        """Put the file on the disk."""
-        with self._file:
-            self._file.flush()
-            os.fsync(self._file.fileno())
+            stream.write("".join(_line(row) for row in batch.to_pylist()).encode())
+        rows += table.num_rows
+    return rows
 
 
 def _without_nanoseconds(table: pa.Table) -> pa.Table:

@@ -1,0 +1,121 @@
+"""Where an output lies, and whether it may lie there: apart from the inputs, in a place that can be written."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from fsspec.core import split_protocol
+
+from llmbatch.errors import DataError
+from llmbatch.storage import Place
+
+_FIRST_PATIENCE = 5.0  # seconds
+_FIRST_PATIENCE = 5.0  # seconds
+FILE_SUFFIXES = (".parquet", ".jsonl", ".jsonl.gz", ".jsonl.zst")
+_OTHER_SUFFIXES = (".pq", ".json", ".ndjson", ".csv", ".tsv", ".txt", ".arrow", ".feather", ".gz", ".zst")
+
+
+@dataclass(frozen=True, slots=True)
+class Destination:
+    """A folder of Parquet parts, or one file."""
+
+    url: str  # an absolute path or a URL
+    suffix: str  # of each part, or of the file
+    file: str | None  # name of the one file; None for a folder
+    folder: Place  # that the parts lie in, or the file
+    work: Place  # what is not finished lies here
+    manifest: str  # its name in `folder`
+
+    @classmethod
+    def parse(cls, url: str, storage_options: Mapping[str, Any] | None) -> Destination:
+        """Raises `DataError` where the name is that of no output."""
+        if not url:
+            raise DataError("an output must be a path or a URL, got ''")
+        protocol, path = split_protocol(url)
+        if protocol in (None, "file", "local"):
+            url = os.path.abspath(path)
+        url = url.rstrip("/") or "/"
+        above, _, name = url.rpartition("/")
+        suffix = next((suffix for suffix in reversed(FILE_SUFFIXES) if name.endswith(suffix)), None)
+        if suffix is None:
+            if name.endswith(_OTHER_SUFFIXES):
+                raise DataError(
+                    f"an output must be a folder, or a file that ends in {', '.join(FILE_SUFFIXES)}, got {url!r}"
+                )
+            folder = Place.at(url, storage_options)
+            return cls(url, ".parquet", None, folder, folder.child("_llmbatch"), "_llmbatch.json")
+        folder = Place.at(above + "/" if above in ("", f"{protocol}:/") else above, storage_options)
+        return cls(url, suffix, name, folder, folder.child(f"{name}._llmbatch"), f"{name}._llmbatch.json")
+
+    def check_apart(self, inputs: Sequence[str]) -> None:
+        """Raise `DataError` where the output is an input, or one lies in the other."""
+        out = self._path_of(self.url)
+        for name in inputs:
+            given = self._path_of(name)
+            if given is None or out is None:
+                continue
+            if out == given:
+                raise DataError(f"the output must not be an input, got {self.url}: choose another name")
+            if given in out.parents or out in given.parents:
+                where = "inside" if given in out.parents else "around"
+                raise DataError(
+                    f"the output must lie apart from the inputs, but {self.url} is {where} {name}: choose another place"
+                )
+
+    def check_place(self) -> None:
+        """Raise `DataError` where something of another kind is there, or nothing can be written.
+
+        Of an object store it can be found out only that it answers; whether it takes objects shows when a job begins.
+        """
+        there = self._kind()
+        wanted = "folder" if self.file is None else "file"
+        if there not in (wanted, None):
+            raise DataError(f"the output {self.url} must be a {wanted} by its name, but a {there} is there")
+        if self.folder.local:
+            self._check_local()
+
+    def has_file(self) -> bool:
+        """Whether the one file is there."""
+        assert self.file is not None, "a folder is no file"
+        return self.folder.size(self.file) is not None
+
+    def is_part(self, name: str) -> bool:
+        """Whether `name` in the folder is that of a Parquet file."""
+        return name.endswith(".parquet") and not (self.folder.local and os.path.isdir(self.folder.path(name)))
+
+    def _kind(self) -> str | None:
+        """What is there, if anything."""
+        if self.folder.local:
+            return None if not os.path.exists(self.url) else "folder" if os.path.isdir(self.url) else "file"
+        # A store that does not answer at all is a wrong name rather than one that is away for a while.
+        folder = replace(self.folder, patience=_FIRST_PATIENCE)
+        within = folder if self.file is None else folder.child(self.file)
+        if within.names():
+            return "folder"
+        return "file" if self.file is not None and self.has_file() else None
+
+    def _check_local(self) -> None:
+        path = Path(self.url)
+        near = path.parent
+        while not near.exists():
+            near = near.parent
+        if not near.is_dir():
+            raise DataError(f"the output {self.url} must lie in a folder, but {near} is a file")
+        target = path if path.is_dir() else near
+        if not os.access(target, os.W_OK | os.X_OK):
+            raise DataError(f"the output {self.url} must lie where it can be written, but {target} cannot")
+
+    def _path_of(self, name: str) -> PurePosixPath | None:
+        """The true path of a file or folder on the output's file system; None where it lies on another."""
+        name = name.rpartition("::")[2]
+        protocol, path = split_protocol(name)
+        known = self.folder.filesystem.protocol
+        if (protocol or "file") not in ([known] if isinstance(known, str) else known):
+            return None
+        if self.folder.local:
+            return PurePosixPath(os.path.realpath(path))
+        return PurePosixPath(self.folder.filesystem._strip_protocol(name))

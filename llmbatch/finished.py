@@ -1,0 +1,76 @@
+"""A finished output: what its manifest says, and its rows, for a job that goes on from there."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import pyarrow as pa
+
+from llmbatch.destination import Destination
+from llmbatch.errors import DataError
+from llmbatch.jsonl import JsonlFiles
+from llmbatch.listing import InputFile
+from llmbatch.manifest import decode, schema_of
+from llmbatch.staging import CODECS, StagedFormat, json_holds, read_tables
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """What lies at a destination, if it is an output that is finished."""
+
+    destination: Destination
+
+    def manifest(self) -> dict[str, Any] | None:
+        """What the job wrote last; None where there is no such output.
+
+        Raises `DataError` where it is damaged, of another version, or names a part that is gone.
+        """
+        to = self.destination
+        data = to.folder.read(to.manifest)
+        if data is None:
+            return None
+        manifest = decode(data, to.url)
+        if to.file is not None:
+            return manifest if to.has_file() else None
+        there = set(to.folder.names())
+        for part in manifest["parts"]:
+            if part["name"] not in there:
+                raise DataError(
+                    f"the output {to.url} is finished but its part {part['name']} is gone: put it back, or start "
+                    "over with restart=True (--restart)"
+                )
+        return manifest
+
+    def parts(self) -> list[str]:
+        """Names of its parts, also if some are gone; none where the manifest cannot be read."""
+        data = self.destination.folder.read(self.destination.manifest)
+        if data is not None:
+            with contextlib.suppress(DataError):
+                return [part["name"] for part in decode(data, self.destination.url)["parts"]]
+        return []
+
+    def tables(self, part: str, columns: Sequence[str], parquet: StagedFormat) -> Iterator[pa.Table]:
+        """The rows of a part, of these columns, some at a time; one table at least.
+
+        Raises `DataError` where JSONL does not hold them as they were, `StorageError` where the part is damaged.
+        """
+        to = self.destination
+        if to.suffix == ".parquet":
+            return read_tables(parquet, to.folder, part, columns)
+        manifest = self.manifest()
+        assert manifest is not None, "a part is that of a finished output"
+        schema = schema_of(manifest)
+        for name in columns:
+            if not json_holds(schema.field(name).type):
+                raise DataError(
+                    f"JSONL does not hold column {name!r} of type {schema.field(name).type} as it was, so no job goes "
+                    f"on from {to.url}: choose another output, or start over with restart=True (--restart)"
+                )
+        size = to.folder.size(part) or 0
+        file = InputFile(to.folder, part, "JSONL", CODECS[to.suffix], size, {}, ())
+        rows = JsonlFiles((file,), schema, (manifest["parts"][0]["rows"],), size).batches(0, 0, columns)
+        return chain([pa.schema([schema.field(name) for name in columns]).empty_table()], rows)

@@ -1,0 +1,57 @@
+"""The manifest of a finished output: says which parts are whole, and which command made them."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pyarrow as pa
+
+from llmbatch.errors import DataError
+
+FORMAT_VERSION = 2
+
+_WAY_OUT = "choose another name, or replace it with overwrite=True (--overwrite)"
+
+
+def compose(
+    names: Sequence[str], rows: Sequence[int], schema: pa.Schema | None, content: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What says of parts how many rows they have, and which columns if they do not tell, and of a job what it says."""
+    parts = [{"name": name, "rows": count} for name, count in zip(names, rows, strict=True)]
+    columns = {} if schema is None else {"schema": base64.b64encode(schema.serialize()).decode()}
+    return {"format": FORMAT_VERSION, "parts": parts, **columns, **content}
+
+
+def schema_of(manifest: Mapping[str, Any]) -> pa.Schema:
+    """The columns that a manifest names."""
+    return pa.ipc.read_schema(pa.BufferReader(base64.b64decode(manifest["schema"])))
+
+
+def encode(manifest: Mapping[str, Any]) -> bytes:
+    """The manifest as it is written."""
+    return json.dumps(manifest, indent=1).encode()
+
+
+def decode(data: bytes, url: str) -> dict[str, Any]:
+    """The manifest of the output at `url`. Raises `DataError` where it is damaged or of another version."""
+    damaged = DataError(f"the manifest of the output {url} is damaged: {_WAY_OUT}")
+    try:
+        manifest: dict[str, Any] = json.loads(data)
+        version = manifest["format"]
+    except (ValueError, TypeError, KeyError):
+        raise damaged from None
+    if version != FORMAT_VERSION:
+        raise DataError(
+            f"the output {url} was written by another version of llmbatch, in format {version!r} and not "
+            f"{FORMAT_VERSION}: {_WAY_OUT}"
+        )
+    try:
+        names = [part["name"] for part in manifest["parts"]]
+    except (TypeError, KeyError):
+        raise damaged from None
+    if not all(isinstance(name, str) and "/" not in name for name in names):
+        raise damaged
+    return manifest
