@@ -96,6 +96,8 @@ def build(kind: Kind) -> tuple[Requests, Step, int]:
         max_tokens=np.full(len(starts), 100_000, np.int32),
         params_index=np.zeros(len(starts), np.int32),
         params=(SamplingParams(max_tokens=100_000),),
+        serial=np.arange(len(starts), dtype=np.uint64),
+        recorded=np.full(len(starts), 100_000, np.int32),
     )
     decodes = sum(count == 1 for count in kind.counts)
     return requests, Step(0, decodes, slots, slots, starts, counts, samples, tables), len(order)

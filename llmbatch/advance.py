@@ -12,7 +12,7 @@ from numba import njit
 
 from llmbatch.admission import BUDGET, CHUNKS, give_chunk, private_tokens
 from llmbatch.ends import End
-from llmbatch.pages import EMPTY, UNUSED, extend_by_one, release
+from llmbatch.pages import EMPTY, UNUSED, extend_by_one, path_of, release
 from llmbatch.peak import expect, forget
 from llmbatch.slots import DECODING, PREEMPTED, PREEMPTIONS, PREFILLING, give_slot
 
@@ -138,6 +138,20 @@ def end_sequences(run: Any, pages: Any, peak: Any, slots: Any) -> None:
         release(pages, slot, False)
         forget(peak, slot)
         give_slot(run, slot)
+
+
+@njit(cache=True)
+def withdraw(run: Any, pages: Any, peak: Any, slot: int) -> None:
+    """End a sequence between two steps, whether it runs or is preempted."""
+    if _remove(run.preempted, run.counts, PREEMPTED, slot):
+        for node in path_of(pages, run.slots[slot].request):
+            pages.remaining[node] -= 1
+    else:
+        if not _remove(run.decoding, run.counts, DECODING, slot):
+            _remove(run.prefilling, run.counts, PREFILLING, slot)
+        release(pages, slot, False)
+        forget(peak, slot)
+    give_slot(run, slot)
 
 
 @njit(cache=True)

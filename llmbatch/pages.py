@@ -94,12 +94,6 @@ class Pages(NamedTuple):
         """Pages held by slots, shared ones counted once."""
         return self.num_pages - self.available
 
-    def path_of(self, request: int) -> NDArray[np.int32]:
-        """Numbers of the shareable pages of a request, first page first, int32 [depth]."""
-        out = np.empty(self.depth[request], np.int32)
-        fill_path(out, self.depth[request], self.run[request], self.run_start, self.run_base, self.run_parent)
-        return out
-
     def check(self) -> None:
         """Verify that every page is where the books say; raises AssertionError."""
         users = np.zeros(self.num_pages, np.int64)
@@ -107,7 +101,7 @@ class Pages(NamedTuple):
             pages = self.tables[slot, : self.held[slot]]
             assert self.request[slot] >= 0, "a slot without a request holds pages"
             assert len(np.unique(pages[pages >= 0])) == len(pages), "a table names a page twice"
-            path = self.path_of(int(self.request[slot]))
+            path = path_of(self, int(self.request[slot]))
             nodes = self.node[pages]
             shared = nodes >= 0
             assert (nodes[shared] == path[: len(pages)][shared[: len(path)]]).all(), "a shared page is off the path"
@@ -131,7 +125,7 @@ class Pages(NamedTuple):
 def probe(pages: Any, request: int) -> int:
     """How many of a request's shareable pages others use now; changes nothing."""
     used = 0
-    for node in _path(pages, request):
+    for node in path_of(pages, request):
         page = pages.resident[node]
         if page >= 0 and pages.users[page] > 0:
             used += 1
@@ -143,7 +137,7 @@ def admit_pages(pages: Any, slot: int, request: int, prompt: int) -> Any:
     """Give a slot to a request, with the pages of its path that are there. Returns tokens found."""
     assert pages.request[slot] < 0, "a slot is given twice"
     pages.request[slot] = request
-    for node in _path(pages, request):
+    for node in path_of(pages, request):
         pages.remaining[node] -= 1
     return adopt(pages, slot, prompt)
 
@@ -155,7 +149,7 @@ def adopt(pages: Any, slot: int, prompt: int) -> Any:
     To be called when the slot's computed tokens end on a page boundary. The last of `prompt` tokens is never
     found: it must be computed.
     """
-    path = _path(pages, pages.request[slot])
+    path = path_of(pages, pages.request[slot])
     depth = min(len(path), (prompt - 1) // pages.page_size)
     while pages.held[slot] < depth:
         page = pages.resident[path[pages.held[slot]]]
@@ -182,7 +176,7 @@ def extend(pages: Any, slot: int, tokens: int) -> None:
         return
     if missing > pages.counts[EMPTY]:
         _evict(pages, missing - pages.counts[EMPTY])
-    path = _path(pages, pages.request[slot])
+    path = path_of(pages, pages.request[slot])
     while pages.held[slot] < wanted:
         position = pages.held[slot]
         page = _take(pages, slot)
@@ -207,7 +201,7 @@ def extend_by_one(pages: Any, slot: int) -> None:
 def release(pages: Any, slot: int, again: bool) -> None:
     """Take a slot's pages back. `again`: its request was preempted and will be admitted again."""
     if again:
-        for node in _path(pages, pages.request[slot]):
+        for node in path_of(pages, pages.request[slot]):
             pages.remaining[node] += 1
     for i in range(pages.held[slot]):
         page = pages.tables[slot, i]
@@ -227,7 +221,8 @@ def release(pages: Any, slot: int, again: bool) -> None:
 
 
 @njit(cache=True)
-def _path(pages: Any, request: int) -> Any:
+def path_of(pages: Any, request: int) -> Any:
+    """Numbers of the shareable pages of a request, first page first; valid until the next call."""
     depth = pages.depth[request]
     path = pages.path[:depth]
     if depth > 0:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+from numba import njit
 from numpy.typing import NDArray
 
 from llmbatch.errors import RowError
@@ -21,6 +23,8 @@ class Requests:
     max_tokens: NDArray[np.int32]  # [n] most tokens to generate, already cut to what the context leaves
     params_index: NDArray[np.int32]  # [n] into `params`
     params: tuple[SamplingParams, ...]  # the distinct ones
+    serial: NDArray[np.uint64]  # [n] what random draws depend on where no seed is given
+    recorded: NDArray[np.int32]  # [n] tokens that a simulated engine generates, at most `max_tokens`
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -29,6 +33,39 @@ class Requests:
     def prompt_lengths(self) -> NDArray[np.int32]:
         """Prompt tokens of each request, int32 [n]."""
         return np.diff(self.offsets).astype(np.int32)
+
+    def take(self, index: NDArray[Any]) -> Requests:
+        """Some of the requests, in the order of `index`."""
+        starts = self.offsets[index]
+        tokens, offsets = gather(self.tokens, starts, self.offsets[index + 1] - starts)
+        return Requests(
+            tokens,
+            offsets,
+            self.max_tokens[index],
+            self.params_index[index],
+            self.params,
+            self.serial[index],
+            self.recorded[index],
+        )
+
+    @classmethod
+    def concatenate(cls, parts: Sequence[Requests]) -> Requests:
+        """All requests of all parts, in order."""
+        params: dict[SamplingParams, int] = {}
+        index = []
+        for part in parts:
+            numbers = [params.setdefault(one, len(params)) for one in part.params]
+            index.append(np.array(numbers, np.int32)[part.params_index])
+        lengths = np.concatenate([np.diff(part.offsets) for part in parts])
+        return cls(
+            np.concatenate([part.tokens for part in parts]),
+            np.concatenate(([0], np.cumsum(lengths))).astype(np.int64),
+            np.concatenate([part.max_tokens for part in parts]),
+            np.concatenate(index).astype(np.int32),
+            tuple(params),
+            np.concatenate([part.serial for part in parts]),
+            np.concatenate([part.recorded for part in parts]),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,3 +77,21 @@ class Shard:
     num_input_tokens: NDArray[np.int32]  # [rows] prompt tokens; 0 where the prompt could not be made
     errors: Mapping[int, RowError]  # by row
     notes: tuple[str, ...] = ()  # what the user should be told, a sentence each
+
+
+def gather(
+    tokens: NDArray[np.int32], starts: NDArray[np.int64], lengths: NDArray[np.int64]
+) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+    """Pieces of a token buffer as one buffer, and the offsets of the pieces in it."""
+    offsets = np.zeros(len(starts) + 1, np.int64)
+    np.cumsum(lengths, out=offsets[1:])
+    out = np.empty(offsets[-1], np.int32)
+    _copy(tokens, starts, offsets, out)
+    return out, offsets
+
+
+@njit(cache=True)
+def _copy(tokens: Any, starts: Any, offsets: Any, out: Any) -> None:
+    for i in range(len(starts)):
+        length = offsets[i + 1] - offsets[i]
+        out[offsets[i] : offsets[i] + length] = tokens[starts[i] : starts[i] + length]

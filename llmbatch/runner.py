@@ -83,10 +83,12 @@ def run_shard(
 
     A plan that was `decided` elsewhere is kept as it is.
     """
-    return _Run(workload, driver, pool, cost, scheduling).run(decided)
+    return ShardRun(workload, driver, pool, cost, scheduling).run(decided)
 
 
-class _Run:
+class ShardRun:
+    """A shard on its way through a scheduler: a new one, or that of the shard before, of which some still run."""
+
     def __init__(
         self,
         workload: Workload,
@@ -94,7 +96,11 @@ class _Run:
         pool: Pool,
         cost: CostModel,
         scheduling: Scheduling,
+        *,
+        after: Scheduler | None = None,
+        numbers: NDArray[np.int32] | None = None,
     ) -> None:
+        """`numbers` are those that the requests of the shard before have in this one, see `Scheduler.go_on`."""
         self._tree = tree = workload.tree
         self._workload = workload
         self._driver = driver
@@ -105,67 +111,95 @@ class _Run:
         begun = time.perf_counter()
         self._lengths = workload.length_model()
         self._rates = Rates.of(cost)
-        self._scheduler = Scheduler(
-            tree.lengths,
-            num_pages=pool.num_pages,
-            trie=PageTrie.build(tree.rows, tree.lcp, pool.page_size, len(workload)),
-            lengths=self._lengths,
-            rates=self._rates,
-            max_running=scheduling.max_running,
-        )
-        self._ended = np.zeros(len(workload), np.bool_)
+        trie = PageTrie.build(tree.rows, tree.lcp, pool.page_size, len(workload))
+        most = scheduling.max_running
+        if after is None:
+            self.scheduler = Scheduler(
+                tree.lengths,
+                num_pages=pool.num_pages,
+                trie=trie,
+                lengths=self._lengths,
+                rates=self._rates,
+                max_running=most,
+            )
+        else:
+            assert numbers is not None
+            self.scheduler = after
+            after.go_on(tree.lengths, trie=trie, lengths=self._lengths, numbers=numbers, max_running=most)
+        self._first_step = self.scheduler.steps
+        self._ended = np.ones(len(workload), np.bool_)
+        self._ended[tree.rows] = False
         self._unknown = bool((self._lengths.known[tree.rows] == 0).any())  # some length is
         self._planning_seconds += time.perf_counter() - begun
 
-    def run(self, decided: Plan | None) -> ShardResult:
-        """Run the shard to its end."""
+    def run(self, decided: Plan | None = None, *, drain: bool = True) -> ShardResult:
+        """Run the shard to its end, or, where it is not to `drain`, until none of its requests waits.
+
+        A plan that was `decided` elsewhere is kept as it is.
+        """
+        scheduler = self.scheduler
         given = decided is not None
         decided = decided or self._plan()
         learning = self._unknown and not given and decided.policy in _NEED_LENGTHS and not decided.relaxed
         if learning:
             decided = self._learn_from_samples(decided)
         self._enqueue(decided)
-        planned = self._scheduler.steps
-        while not self._scheduler.done:
-            self._advance(max(_REFRESH, self._scheduler.steps // 16) if self._unknown else _ALWAYS)
+        planned = self._age
+        while scheduler.waiting or (drain and not scheduler.done):
+            self._advance(max(_REFRESH, self._age // 16) if self._unknown else _ALWAYS)
             if self._unknown:
                 self._learn()
-                if learning and self._scheduler.steps >= 2 * planned:
-                    decided, planned = self._plan(), self._scheduler.steps
+                if learning and self._age >= 2 * planned:
+                    decided, planned = self._plan(), self._age
                 self._enqueue(decided)
-        return ShardResult(decided, self._scheduler.steps, self._scheduler.preemptions, self._planning_seconds)
+        return ShardResult(decided, scheduler.steps, scheduler.preemptions, self._planning_seconds)
+
+    @property
+    def _age(self) -> int:
+        """Steps since the shard joined."""
+        return self.scheduler.steps - self._first_step
+
+    def stop_admitting(self) -> None:
+        """Leave alone what waits."""
+        self._admit(np.empty(0, np.int32), InOrder(), FixedBudget(self._scheduling.step_tokens or STEP_TOKENS))
+
+    def advance(self, steps: int) -> None:
+        """Take so many steps with what runs, when nothing waits."""
+        self._advance(steps)
+        if self._unknown:
+            self._learn()
 
     def _learn_from_samples(self, decided: Plan) -> Plan:
         """Run a sample first, the rest behind it, and a second one when it is known who outlives what is short."""
         seed, fraction = self._scheduling.seed, self._scheduling.sample_fraction
-        self._run_first(first_sample(self._lengths, self._tree, fraction=fraction, seed=seed))
+        self._run_first(first_sample(self._lengths, self._workload.whole, fraction=fraction, seed=seed))
         patience = min(_PATIENCE * decided.compute_seconds / self._rates.weight_seconds, _LONGEST_WAIT)
         wait = _SHORTEST_WAIT
-        while wait <= patience and not self._scheduler.done:
+        while wait <= patience and not self.scheduler.done:
             self._enqueue(decided, settled=False)
             self._advance(wait)
             self._learn()
             decided = self._plan()
             wait *= 2
         if wait > _LONGEST_WAIT:
-            self._run_first(second_sample(self._lengths, self._tree, fraction=fraction, seed=seed))
+            self._run_first(second_sample(self._lengths, self._workload.whole, fraction=fraction, seed=seed))
             decided = self._plan()
         return decided
 
     def _run_first(self, sample: NDArray[np.int32]) -> None:
         """Admit a sample before anything else."""
         self._admit(sample, InOrder(), FixedBudget(self._scheduling.step_tokens or STEP_TOKENS))
-        while self._scheduler.waiting:
+        while self.scheduler.waiting:
             self._advance(1)
 
     def _advance(self, steps: int) -> None:
-        ended = self._driver.run(self._scheduler, steps)
+        ended = self._driver.run(self.scheduler, steps)
         self._ended[ended.requests] = True
         self._lengths.observe(ended.requests, ended.generated, ended.whole)
 
     def _learn(self) -> None:
         """Note what still runs, as censored observations, and refresh the length model."""
-        requests, generated = self._scheduler.unfinished()
+        requests, generated = self.scheduler.unfinished()
         self._lengths.observe(requests, generated, np.zeros(len(requests), np.bool_))
         self._lengths.refresh()
 
@@ -208,7 +242,7 @@ class _Run:
         compute[rows] = self._cost.request_compute(prompts[rows], mean) - self._cost.prompt_seconds(self._tree.lcp)
         memory[rows] = self._cost.request_memory(prompts[rows], mean, expected.second_moment[rows])
         # Of a running sequence only its decodes are left, from where it stands.
-        running, generated = self._scheduler.unfinished()
+        running, generated = self.scheduler.unfinished()
         left = self._lengths.remaining(running, generated)
         compute[running] = left.mean * self._rates.seconds_per_token
         memory[running] = self._cost.request_memory(prompts[running] + generated, *left)
@@ -220,4 +254,4 @@ class _Run:
             memory_left = compute_left ** (1 - trust) * memory_left**trust
         # A row that may become long is admitted as if it will: memory that stays empty costs less than preemption.
         length = np.sqrt(expected.second_moment)
-        self._scheduler.enqueue(Waiting(waiting, length, ends, budget, compute=compute_left, memory=memory_left))
+        self.scheduler.enqueue(Waiting(waiting, length, ends, budget, compute=compute_left, memory=memory_left))

@@ -24,11 +24,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmbatch.admission import BEGUN, CACHED, PREEMPTED_NOW, RECOMPUTED, Chunks, Limits
-from llmbatch.advance import advance, end_sequences, expect_anew, pack
+from llmbatch.advance import advance, end_sequences, expect_anew, pack, withdraw
 from llmbatch.budget import Budget, BudgetRules, FixedBudget, Rates
+from llmbatch.carrying import carry_pages, carry_running
 from llmbatch.deciding import Core, charge, decide_step, is_done, needs_attention
 from llmbatch.ends import EndRules, Ends, InOrder, Queue
-from llmbatch.engines import Step, StepResult
+from llmbatch.engines import Finish, Step, StepResult
 from llmbatch.lengths import Expected
 from llmbatch.pages import WIDEST, Pages
 from llmbatch.peak import Peak
@@ -86,13 +87,12 @@ class Scheduler:
         rates: Rates,
         max_running: int,
     ) -> None:
-        longest = int(prompt_lengths.max(initial=1))
         self._taken = np.zeros(len(prompt_lengths), np.bool_)
         self._lengths = lengths
         self.steps = 0
         self.core = Core(
             run=Running.empty(_SLOTS),
-            pages=Pages.empty(num_pages, trie, slots=_SLOTS, width=2 + longest // trie.page_size),
+            pages=Pages.empty(num_pages, trie, slots=_SLOTS, width=_width(prompt_lengths, trie)),
             peak=Peak.empty(_SLOTS),
             chunks=Chunks.empty(_SLOTS),
             queue=Queue.of(np.empty(0, np.int32), self._taken, np.empty(0)),
@@ -102,6 +102,32 @@ class Scheduler:
             limits=Limits(float(num_pages * trie.page_size), max_running),
             rates=rates,
             left=np.zeros(2),
+        )
+
+    def go_on(
+        self,
+        prompt_lengths: NDArray[np.int32],
+        *,
+        trie: PageTrie,
+        lengths: Lengths,
+        numbers: NDArray[np.int32],
+        max_running: int,
+    ) -> None:
+        """Schedule another shard, with the sequences that run now among its rows; nothing waits until `enqueue`.
+
+        `numbers` int32 [n] are the new numbers of the requests, -1 for those that are not in the new shard.
+        """
+        core = self.core
+        run = carry_running(core.run, numbers)
+        self._taken = np.zeros(len(prompt_lengths), np.bool_)
+        self._taken[run.slots["request"][run.slots["request"] >= 0]] = True
+        self._lengths = lengths
+        self.core = core._replace(
+            run=run,
+            pages=carry_pages(core.pages, numbers, trie, _width(prompt_lengths, trie)),
+            queue=Queue.of(np.empty(0, np.int32), self._taken, np.empty(0)),
+            prompts=prompt_lengths,
+            limits=core.limits._replace(most_running=max_running),
         )
 
     def enqueue(self, waiting: Waiting) -> None:
@@ -179,20 +205,18 @@ class Scheduler:
             result.finished, float(self.steps),
         )  # fmt: skip
         charge(core, *work)
-        records = core.run.slots[gone]
-        finished = Finished(
-            requests=records["request"],
-            slots=gone,
-            reasons=result.finished[result.finished > 0],
-            generated=records["known"] - records["prompt"],
-            cached=records["cached"],
-            recomputed=records["recomputed"],
-            preemptions=records["preemptions"],
-            admitted_step=records["admitted_step"],
-            end=records["end"],
-        )
+        finished = self._finish(gone, result.finished[result.finished > 0])
         if len(gone):
             end_sequences(core.run, core.pages, core.peak, gone)
+        return finished
+
+    def withdraw(self, requests: NDArray[np.int32], reason: Finish) -> Finished:
+        """End those of the requests that run, between two steps; their slots are free again."""
+        core = self.core
+        slots = np.flatnonzero(np.isin(core.run.slots["request"], requests)).astype(np.int32)
+        finished = self._finish(slots, np.full(len(slots), reason, np.uint8))
+        for slot in slots.tolist():
+            withdraw(core.run, core.pages, core.peak, slot)
         return finished
 
     def check(self) -> None:
@@ -221,6 +245,20 @@ class Scheduler:
             run.preempted[: run.counts[PREEMPTED]],
         )
 
+    def _finish(self, slots: NDArray[np.int32], reasons: NDArray[np.uint8]) -> Finished:
+        records = self.core.run.slots[slots]
+        return Finished(
+            requests=records["request"],
+            slots=slots,
+            reasons=reasons,
+            generated=records["known"] - records["prompt"],
+            cached=records["cached"],
+            recomputed=records["recomputed"],
+            preemptions=records["preemptions"],
+            admitted_step=records["admitted_step"],
+            end=records["end"],
+        )
+
     def _remaining(self, slots: NDArray[np.int32]) -> NDArray[np.float64]:
         records = self.core.run.slots[slots]
         generated = (records["known"] - records["prompt"]).astype(np.int32)
@@ -245,3 +283,8 @@ class Scheduler:
             running=int(core.run.counts[DECODING] + core.run.counts[PREFILLING]),
             kv_tokens=core.pages.used * core.pages.page_size,
         )
+
+
+def _width(prompt_lengths: NDArray[np.int32], trie: PageTrie) -> int:
+    """Pages of the longest prompt, and one to decode into."""
+    return 2 + int(prompt_lengths.max(initial=1)) // trie.page_size

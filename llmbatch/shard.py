@@ -10,13 +10,14 @@ from collections.abc import Sequence
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from numba import njit
 from numpy.typing import NDArray
 
 from llmbatch.errors import RowError
 from llmbatch.prompts import PromptSource
-from llmbatch.requests import Requests, Shard
-from llmbatch.sampling import SamplingParams, check_sampling_column, resolve_sampling
+from llmbatch.requests import Requests, Shard, gather
+from llmbatch.sampling import ResolvedSampling, SamplingParams, check_sampling_column, resolve_sampling
 from llmbatch.tokenize import TokenColumn, Tokenizer
 
 
@@ -28,10 +29,14 @@ def build_shard(
     sampling_column: str | None,
     tokenizer: Tokenizer,
     context_length: int,
+    keys: NDArray[np.uint64] | None = None,
+    recorded_column: str | None = None,
 ) -> Shard:
     """The requests of a table and which of them answers which row.
 
-    `sampling` holds for what `sampling_column`, if any, does not give. Raw prompts get the tokenizer's
+    `sampling` holds for what `sampling_column`, if any, does not give. `keys` uint64 [rows] tell rows apart that are
+    drawn without a seed (their positions if not given); `recorded_column` holds the tokens that a simulated engine
+    generates, null for max_tokens. Raw prompts get the tokenizer's
     special tokens, rendered chats none. A prompt that leaves no room in a context of `context_length` tokens
     is a row error ("too_long"); where there is less room than max_tokens, max_tokens is what there is. Raises
     `InputError` for what is wrong with the command, not with a row.
@@ -63,9 +68,11 @@ def build_shard(
     good = np.ones(table.num_rows, np.bool_)
     good[np.fromiter(errors, np.int64, len(errors))] = False
     rows = np.flatnonzero(good)
-    requests, request_of_good = _merge(
-        tokens, token_row[rows], resolved.params_index[rows], resolved.params, context_length
-    )
+    keys = np.arange(table.num_rows, dtype=np.uint64) if keys is None else keys
+    recorded = _recorded(None if recorded_column is None else table[recorded_column], table.num_rows)
+    first, request_of_good = _merge(tokens, token_row[rows], resolved.params_index[rows], resolved.params)
+    kept = rows[first]
+    requests = _requests(tokens, token_row[kept], resolved, kept, context_length, keys[kept], recorded[kept])
     request_of = np.full(table.num_rows, -1, np.int32)
     request_of[rows] = request_of_good
     return Shard(
@@ -84,28 +91,47 @@ def _notes(source: PromptSource, tokenizer: Tokenizer) -> tuple[str, ...]:
 
 
 def _merge(
-    column: TokenColumn,
-    rows: NDArray[np.int64],
-    params_index: NDArray[np.int32],
-    params: Sequence[SamplingParams],
-    context_length: int,
-) -> tuple[Requests, NDArray[np.int32]]:
-    """The requests of these rows of the token column, and the request of each row, int32 [rows]."""
+    column: TokenColumn, rows: NDArray[np.int64], params_index: NDArray[np.int32], params: Sequence[SamplingParams]
+) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+    """Which of these rows of the token column are requests of their own, and the request of each, int32 [rows]."""
     repeatable = np.array([one.greedy or one.seed is not None for one in params], np.bool_)
     first = _first_equal(column.tokens, column.offsets, rows, params_index, repeatable)
     is_first = first == np.arange(len(rows))
-    request_of = (np.cumsum(is_first) - 1)[first].astype(np.int32)
+    return np.flatnonzero(is_first), (np.cumsum(is_first) - 1)[first].astype(np.int32)
 
-    starts = column.offsets[rows[is_first]]
-    lengths = column.offsets[rows[is_first] + 1] - starts
-    offsets = np.zeros(len(starts) + 1, np.int64)
-    np.cumsum(lengths, out=offsets[1:])
-    tokens = np.empty(offsets[-1], np.int32)
-    _gather(column.tokens, starts, offsets, tokens)
-    kept_params = params_index[is_first]
-    asked = np.array([one.max_tokens for one in params], np.int64)
-    max_tokens = np.minimum(asked[kept_params], context_length - lengths).astype(np.int32)
-    return Requests(tokens, offsets, max_tokens, kept_params, tuple(params)), request_of
+
+def _requests(
+    column: TokenColumn,
+    token_rows: NDArray[np.int64],
+    resolved: ResolvedSampling,
+    rows: NDArray[np.int64],
+    context_length: int,
+    serial: NDArray[np.uint64],
+    recorded: NDArray[np.int64],
+) -> Requests:
+    starts = column.offsets[token_rows]
+    lengths = column.offsets[token_rows + 1] - starts
+    tokens, offsets = gather(column.tokens, starts, lengths)
+    params_index = resolved.params_index[rows]
+    asked = np.array([one.max_tokens for one in resolved.params], np.int64)
+    max_tokens = np.minimum(asked[params_index], context_length - lengths).astype(np.int32)
+    return Requests(
+        tokens,
+        offsets,
+        max_tokens,
+        params_index,
+        tuple(resolved.params),
+        serial,
+        np.clip(recorded, 1, max_tokens).astype(np.int32),
+    )
+
+
+def _recorded(column: pa.ChunkedArray | None, rows: int) -> NDArray[np.int64]:
+    most = np.iinfo(np.int32).max
+    if column is None:
+        return np.full(rows, most, np.int64)
+    values: NDArray[np.int64] = pc.fill_null(column.cast(pa.int64()), most).to_numpy()
+    return values
 
 
 @njit(cache=True)
@@ -147,11 +173,3 @@ def _first_equal(tokens, offsets, rows, params_index, repeatable):  # type: igno
         else:
             places[place] = i
     return first
-
-
-@njit(cache=True)
-def _gather(tokens, starts, offsets, out):  # type: ignore[no-untyped-def]
-    """Copy the stretch of `tokens` that begins at each start to its place in `out`."""
-    for i in range(len(starts)):
-        length = offsets[i + 1] - offsets[i]
-        out[offsets[i] : offsets[i + 1]] = tokens[starts[i] : starts[i] + length]

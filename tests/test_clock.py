@@ -6,11 +6,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from llmbatch.budget import ClosedLoopBudget, FixedBudget, Rates
 from llmbatch.clock import SimulatedDriver
 from llmbatch.cost import CostModel, Law, Overlap, find_shape
 from llmbatch.driver import EngineDriver
+from llmbatch.engines import Step
 from llmbatch.ends import Blend, InOrder
 from llmbatch.engines.simulated import Cascade, Clock, SimulatedEngine, step_seconds
 from llmbatch.hardware import find_hardware
@@ -50,13 +52,18 @@ def test_many_steps_in_one_call_are_those_of_the_engine_seam(
     engine = SimulatedEngine(load.lengths, COST)
     ended: list[Finished] = []
 
-    def observe(finished: Finished) -> None:
-        ended.append(finished)
-        for slot in finished.slots.tolist():
-            engine.retire(slot)
+    class Watch:
+        def before(self, step: Step) -> None:
+            pass
+
+        def after(self, finished: Finished) -> NDArray[np.int32]:
+            ended.append(finished)
+            for slot in finished.slots.tolist():
+                engine.retire(slot)
+            return np.empty(0, np.int32)
 
     while not fast.done:
-        first, second = driver.run(fast, at_once), EngineDriver(engine, observe).run(slow, at_once)
+        first, second = driver.run(fast, at_once), EngineDriver(engine, Watch()).run(slow, at_once)
         assert first.requests.tolist() == second.requests.tolist()
         assert first.generated.tolist() == second.generated.tolist()
     assert slow.done

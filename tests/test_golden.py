@@ -71,6 +71,8 @@ def test_answers_are_those_of_generate_though_rows_are_preempted(
         max_tokens=np.full(len(rows), MAX_TOKENS, np.int32),
         params_index=np.zeros(len(rows), np.int32),
         params=(SamplingParams(max_tokens=MAX_TOKENS),),
+        serial=np.arange(len(rows), dtype=np.uint64),
+        recorded=np.full(len(rows), MAX_TOKENS, np.int32),
     )
     # The pool holds little more than the longest, and every answer is believed to be a single token.
     num_pages = -(-(int(lengths.max()) + MAX_TOKENS) // page_size) + 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from llmbatch.pages import EMPTY, Pages, admit_pages, extend, extend_by_one, release
+from llmbatch.pages import EMPTY, Pages, admit_pages, extend, extend_by_one, path_of, release
 from tests.workloads import Workload
 
 
@@ -69,8 +69,8 @@ def test_the_page_with_the_fewest_rows_to_come_is_evicted_first() -> None:
     admit_pages(pages, 0, 7, 12)
     extend(pages, 0, 12)
     pages.check()
-    assert pages.resident[pages.path_of(0)].tolist() == [-1]
-    assert pages.resident[pages.path_of(2)][0] >= 0
+    assert pages.resident[path_of(pages, 0)].tolist() == [-1]
+    assert pages.resident[path_of(pages, 2)][0] >= 0
 
 
 def test_of_a_path_the_end_is_evicted_first() -> None:
@@ -81,7 +81,7 @@ def test_of_a_path_the_end_is_evicted_first() -> None:
     extend(pages, 0, 8)
     extend_by_one(pages, 0)
     pages.check()
-    assert (pages.resident[pages.path_of(0)] >= 0).tolist() == [True, True, False]
+    assert (pages.resident[path_of(pages, 0)] >= 0).tolist() == [True, True, False]
 
 
 def test_a_second_copy_of_a_page_is_private() -> None:

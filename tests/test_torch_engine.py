@@ -31,6 +31,8 @@ def make_requests(prompts: list[Prompt], params: list[SamplingParams]) -> Reques
         max_tokens=np.array([p.max_tokens for p in params], np.int32),
         params_index=np.arange(len(params), dtype=np.int32),
         params=tuple(params),
+        serial=np.arange(len(params), dtype=np.uint64),
+        recorded=np.array([p.max_tokens for p in params], np.int32),
     )
 
 

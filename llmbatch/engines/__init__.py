@@ -21,6 +21,7 @@ class Finish(IntEnum):
     STOP = 1
     LENGTH = 2
     ERROR = 3  # its logits were not finite; the sequence has no answer
+    TIMEOUT = 4  # it ran longer than a row may; the sequence has no answer
 
 
 @dataclass(frozen=True, slots=True)

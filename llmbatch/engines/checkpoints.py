@@ -66,6 +66,14 @@ def has_weights(folder: Path) -> bool:
     return any(next(folder.glob(pattern), None) is not None for pattern in _WEIGHTS)
 
 
+def model_digest(folder: str) -> str:
+    """A name for what a model's folder holds: each file by its name, size, beginning and end."""
+    digest = hashlib.sha256()
+    for file in sorted({file for pattern in (*_METADATA, *_WEIGHTS) for file in Path(folder).glob(pattern)}):
+        digest.update(f"{file.name} {_identity(file)}\n".encode())
+    return digest.hexdigest()[:16]
+
+
 @contextlib.contextmanager
 def no_progress_bars() -> Iterator[None]:
     """Keep transformers from drawing progress bars of its own."""

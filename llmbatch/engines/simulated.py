@@ -65,6 +65,10 @@ class SimulatedEngine:
         self.seconds += step_seconds(self._clock, tokens + step.num_decodes, pairs, read, len(finished))
         return StepResult(np.zeros(len(finished), np.int32), finished)
 
+    def go_on(self, lengths: NDArray[np.int32]) -> None:
+        """The sequences that run go on among other requests, of these `lengths`."""
+        self._lengths = lengths
+
     def retire(self, slot: int) -> NDArray[np.int32]:
         """As many zeros as were generated."""
         tokens = np.zeros(self._generated[slot], np.int32)

@@ -58,11 +58,11 @@ def _pack(
 
 
 @njit(cache=True)
-def _seeds(given: NDArray[np.int64], base: int) -> NDArray[np.uint64]:
-    """A seed for each request: its own where given (>= 0), else a hash of `base` and its index."""
+def _seeds(given: NDArray[np.int64], base: int, serial: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """A seed for each request: its own where given (>= 0), else a hash of `base` and its serial number."""
     seeds = np.empty(given.size, np.uint64)
     for i in range(given.size):
-        seeds[i] = np.uint64(given[i]) if given[i] >= 0 else mix(np.uint64(base), np.uint64(i))
+        seeds[i] = np.uint64(given[i]) if given[i] >= 0 else mix(np.uint64(base), serial[i])
     return seeds
 
 
@@ -98,6 +98,10 @@ class TorchEngine:
     def begin(self, requests: Requests) -> None:
         """Take the requests that the next steps are about; what an interrupted job left in slots is forgotten."""
         self._lengths[:] = 0
+        self.go_on(requests)
+
+    def go_on(self, requests: Requests) -> None:
+        """Take other requests, among which are those that are in slots."""
         self._requests = requests
         params, index = requests.params, requests.params_index
         self._prompt_lengths = requests.prompt_lengths
@@ -107,7 +111,7 @@ class TorchEngine:
         self._ignore_eos = np.array([p.ignore_eos for p in params], np.bool_)[index]
         self._has_stop = np.array([bool(p.stop) for p in params], np.bool_)[index]
         given = np.array([-1 if p.seed is None else p.seed for p in params], np.int64)[index]
-        self._seeds = _seeds(given, self._seed)
+        self._seeds = _seeds(given, self._seed, requests.serial)
         assert self._decode is not None or not self._has_stop.any(), "stop strings need a decoder"
 
     def execute(self, step: Step) -> StepResult:

@@ -1,0 +1,283 @@
+"""Windows of a dataset through one engine, one after the other, without a drain between them.
+
+A dataset larger than memory is planned window by window. Run apart, each window would end in a tail of a few long
+answers, with most of the machine idle. So when no request of a window waits any more, the next one joins: its rows
+are planned together with the sequences that still run, which keep their slots and their KV (`llmbatch.carrying`).
+A few thousand answers of earlier windows come along as examples, so that lengths need not be sampled again.
+
+An engine may die. What it held is lost, and a step tells only which rows were in it, up to hundreds. One of them may be
+the cause, and would kill the next engine too. So the rows of the last step run again in about as many groups as each
+has rows, and the rows of a group that kills the engine alone; a row that kills it alone gets an error, and the rest go
+on. An engine that dies three times in a row of a row alone dies of something else.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+from typing import Generic
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmbatch.cost import CostModel
+from llmbatch.driver import EngineDied, EngineDriver
+from llmbatch.engines import Finish, Step
+from llmbatch.errors import JobError, RowError
+from llmbatch.feed import Ended, Feed, Host, Stop, Taker, W
+from llmbatch.runner import ShardRun
+from llmbatch.schedule import Finished
+from llmbatch.union import Union
+from llmbatch.workload import Pool, Scheduling, Workload, oversized
+
+_EXAMPLES = 4096  # answers that the next window learns lengths from
+_TAIL_STEPS = 16  # between two looks for the next window
+_MOST_ALONE = 3  # rows in a row that may kill the engine alone
+_NOBODY = np.empty(0, np.int32)
+
+
+@dataclass(slots=True)
+class Totals:
+    """What a stream did."""
+
+    steps: int = 0
+    preemptions: int = 0
+    engine_deaths: int = 0
+    reason: str = ""  # of the first plan: why this order
+
+
+class Stream(Generic[W]):
+    """Runs the windows of a feed. See the module's text."""
+
+    def __init__(
+        self,
+        host: Host,
+        pool: Pool,
+        cost: CostModel,
+        scheduling: Scheduling,
+        taker: Taker[W],
+        *,
+        row_timeout: float = math.inf,
+    ) -> None:
+        """`row_timeout` are the most seconds from a row's first step to its last."""
+        self.totals = Totals()
+        self._host = host
+        self._engine = host.engine()
+        self._pool, self._cost, self._scheduling = pool, cost, scheduling
+        self._taker = taker
+        self._timeout = row_timeout
+        self._looked = time.monotonic()
+        self._union: Union[W] | None = None
+        self._run: ShardRun | None = None
+        self._driver = EngineDriver(self._engine, self)
+        self._alone = 0  # rows in a row that killed the engine alone
+        self._rng = np.random.default_rng(0)
+        self._counted = (0, 0)  # steps and preemptions of the scheduler in hand that are in the totals
+        self._ending = False
+
+    def run(self, feed: Feed[W]) -> Totals:
+        """Run every request of every window that is not answered already.
+
+        Raises `Stop` when the taker did, once what ran has ended or its time was up; `JobError` where engines die
+        whatever they are given.
+        """
+        try:
+            while True:
+                idle = self._run is None or self._run.scheduler.done
+                window = feed.next(idle)
+                if window is None and idle:
+                    return self.totals
+                try:
+                    if window is not None:
+                        self._join(window)
+                    elif self._run is not None:
+                        self._driver.drain = True
+                        self._run.advance(_TAIL_STEPS)
+                        self._count(self._run)
+                except EngineDied as died:
+                    self._recover(died)
+        except Stop as stop:
+            self._ending = True
+            if self._run is not None:
+                self._let_end(self._run, stop.deadline)
+            raise
+
+    def before(self, step: Step) -> None:
+        """Note what the engine is given for the first time."""
+        union = self._union
+        assert union is not None
+        fresh = step.requests[union.begun[step.requests] == 0.0]
+        if len(fresh):
+            union.begun[fresh] = time.monotonic()
+            union.attempts[fresh] += 1
+            for window, at in union.by_window(fresh):
+                self._taker.begun(window, union.index[fresh[at]])
+
+    def after(self, finished: Finished) -> NDArray[np.int32]:
+        """Hand on what ended, and find what takes too long."""
+        union = self._union
+        assert union is not None
+        if len(finished.requests):
+            self._alone = 0
+            self._hand_on(union, finished)
+        if not self._ending:
+            self._taker.tick()
+        return self._late(union) if self._timeout < math.inf else _NOBODY
+
+    def _hand_on(self, union: Union[W], finished: Finished) -> None:
+        requests = finished.requests
+        tokens = [self._engine.retire(slot) for slot in finished.slots.tolist()]
+        union.open[requests] = False
+        union.answered[requests] = np.where(finished.reasons < Finish.ERROR, finished.generated, 0)
+        for window, at in union.by_window(requests):
+            self._taker.ended(
+                Ended(
+                    window,
+                    union.index[requests[at]],
+                    [tokens[i] for i in at.tolist()],
+                    finished.reasons[at],
+                    finished.cached[at],
+                    union.attempts[requests[at]],
+                )
+            )
+
+    def _late(self, union: Union[W]) -> NDArray[np.int32]:
+        now = time.monotonic()
+        if now - self._looked < min(1.0, self._timeout) or self._run is None:
+            return _NOBODY
+        self._looked = now
+        running, _ = self._run.scheduler.unfinished()
+        late: NDArray[np.int32] = running[now - union.begun[running] > self._timeout]
+        return late
+
+    def _join(self, window: W) -> None:
+        """Let a window's requests join those that run."""
+        self._taker.joined(window)
+        todo = window.answered == 0
+        errors = {i: error for i, error in oversized(window.requests, self._pool).items() if todo[i]}
+        todo[list(errors)] = False
+        if errors:
+            self._taker.failed(window, errors, 0)
+        if not todo.any():
+            return
+        kept = self._kept()
+        old, self._union = self._union, Union.of(window) if self._union is None else self._union.joined(kept, window)
+        union = self._union
+        first = len(kept)
+        union.open[first:] = todo
+        union.answered[first:] = np.where(todo, 0, window.answered)
+        workload = union.workload()
+        if old is None or self._run is None or self._run.scheduler.done:
+            self._admit_all(self._begin(workload))
+        else:
+            numbers = np.full(len(old.open), -1, np.int32)
+            numbers[kept] = np.arange(first)
+            self._engine.go_on(union.requests)
+            self._run = ShardRun(
+                workload, self._driver, self._pool, self._cost, self._scheduling,
+                after=self._run.scheduler, numbers=numbers,
+            )  # fmt: skip
+            self._admit_all(self._run)
+
+    def _kept(self) -> NDArray[np.int32]:
+        """The requests that go on with the next window: those that have not ended, and some that have, as examples."""
+        union = self._union
+        if union is None:
+            return _NOBODY
+        ended = np.flatnonzero(~union.open & (union.answered > 0))
+        if len(ended) > _EXAMPLES:
+            ended = self._rng.choice(ended, _EXAMPLES, replace=False)
+        return np.concatenate((np.flatnonzero(union.open), ended)).astype(np.int32)
+
+    def _begin(self, workload: Workload) -> ShardRun:
+        """Start on a workload with nothing in slots."""
+        assert self._union is not None
+        self._engine.begin(self._union.requests)
+        self._run = ShardRun(workload, self._driver, self._pool, self._cost, self._scheduling)
+        self._counted = (0, 0)
+        return self._run
+
+    def _admit_all(self, run: ShardRun) -> None:
+        """Go on until no request waits."""
+        self._driver.drain = False
+        result = run.run(drain=False)
+        self._count(run)
+        self.totals.reason = self.totals.reason or result.plan.reason
+
+    def _count(self, run: ShardRun) -> None:
+        """Add up what the scheduler has done since this was last called."""
+        now = (run.scheduler.steps, run.scheduler.preemptions)
+        self.totals.steps += now[0] - self._counted[0]
+        self.totals.preemptions += now[1] - self._counted[1]
+        self._counted = now
+
+    def _let_end(self, run: ShardRun, deadline: float) -> None:
+        run.stop_admitting()
+        self._driver.drain = True
+        while not run.scheduler.done and time.monotonic() < deadline:
+            try:
+                self._driver.run(run.scheduler, 1)
+            except EngineDied:
+                return
+
+    def _recover(self, died: EngineDied) -> None:
+        """Run the rows of the step that killed the engine apart from the others, then go on with these."""
+        union = self._union
+        assert union is not None
+        while True:
+            self._replace_engine()
+            suspects = died.requests
+            for group in np.array_split(suspects, math.isqrt(len(suspects))):
+                self._try(group)
+            if not union.open.any():
+                return
+            try:
+                self._admit_all(self._begin(union.workload()))
+                return
+            except EngineDied as again:
+                died = again
+
+    def _try(self, group: NDArray[np.int32]) -> None:
+        """Run some requests to their end with nothing beside them; alone, each, where they kill the engine."""
+        union = self._union
+        assert union is not None
+        others = np.setdiff1d(np.flatnonzero(union.open), group)
+        run = self._begin(union.workload().without(others.tolist()))
+        self._driver.drain = True
+        try:
+            run.run()
+            self._count(run)
+        except EngineDied as died:
+            self._replace_engine()
+            left = group[union.open[group]]
+            if len(left) > 1:
+                for request in left:
+                    self._try(request[None])
+            else:
+                self._give_up(union, int(left[0]), died)
+
+    def _give_up(self, union: Union[W], request: int, died: EngineDied) -> None:
+        cause = died.__cause__
+        what = f"{type(cause).__name__}: {' '.join(str(cause).split()) or 'no message'}"
+        self._alone += 1
+        if self._alone >= _MOST_ALONE:
+            raise JobError(
+                f"the engine dies whatever it is given, of {self._alone} rows in a row that ran alone: {what}"
+            )
+        attempts = int(union.attempts[request])
+        union.open[request] = False
+        message = f"the engine died of this row alone, after {attempts} attempts: {what}"
+        window = union.windows[union.window[request]]
+        self._taker.failed(window, {int(union.index[request]): RowError("engine", message)}, attempts)
+
+    def _replace_engine(self) -> None:
+        assert self._union is not None
+        assert self._run is not None
+        self.totals.engine_deaths += 1
+        self._count(self._run)
+        self._run = None
+        self._union.begun[self._union.open] = 0.0
+        del self._engine, self._driver  # the dead engine's memory is needed
+        self._engine = self._host.new_engine()
+        self._driver = EngineDriver(self._engine, self)

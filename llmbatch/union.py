@@ -1,0 +1,64 @@
+"""The requests of several windows under one numbering: what scheduler and engine are about at a time."""
+
+from __future__ import annotations
+
+from typing import Generic
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmbatch.feed import W
+from llmbatch.requests import Requests
+from llmbatch.workload import Workload
+
+
+class Union(Generic[W]):
+    """The requests that are in the engine's hands, under the numbers that scheduler and engine know them by."""
+
+    def __init__(
+        self, requests: Requests, windows: list[W], window: NDArray[np.int32], index: NDArray[np.int32]
+    ) -> None:
+        count = len(requests)
+        self.requests = requests
+        self.windows = windows
+        self.window = window  # [n] into `windows`
+        self.index = index  # [n] number of the request in its window
+        self.answered = np.zeros(count, np.int32)  # tokens of those that have ended
+        self.open = np.zeros(count, np.bool_)  # to be run, and not ended
+        self.begun = np.zeros(count, np.float64)  # when it was last given to the engine, or 0
+        self.attempts = np.zeros(count, np.int32)
+
+    def by_window(self, requests: NDArray[np.int32]) -> list[tuple[W, NDArray[np.intp]]]:
+        """The windows that requests are of, and where in `requests` each window's are."""
+        numbers = self.window[requests]
+        return [(self.windows[number], np.flatnonzero(numbers == number)) for number in np.unique(numbers).tolist()]
+
+    def workload(self) -> Workload:
+        """What is to be run; what has ended is an example."""
+        workload = Workload.of(self.requests, self.answered)
+        return workload.without(np.flatnonzero(~self.open & (self.answered == 0)).tolist())
+
+    def joined(self, kept: NDArray[np.int32], window: W) -> Union[W]:
+        """The union of the `kept` of these requests, which come first, and those of a window.
+
+        Those that have ended are examples: they belong to no window, whose table would stay in memory for them.
+        """
+        count = len(window.requests)
+        used, number = np.unique(np.where(self.open[kept], self.window[kept], -1), return_inverse=True)
+        windows = [self.windows[i] for i in used.tolist() if i >= 0] + [window]
+        number = number.astype(np.int32) - np.int32(len(used) + 1 - len(windows))
+        union = Union(
+            Requests.concatenate([self.requests.take(kept), window.requests]),
+            windows,
+            np.concatenate((number, np.full(count, len(windows) - 1, np.int32))),
+            np.concatenate((self.index[kept], np.arange(count, dtype=np.int32))),
+        )
+        for name in ("answered", "open", "begun", "attempts"):
+            getattr(union, name)[: len(kept)] = getattr(self, name)[kept]
+        return union
+
+    @classmethod
+    def of(cls, window: W) -> Union[W]:
+        """The requests of one window."""
+        count = len(window.requests)
+        return cls(window.requests, [window], np.zeros(count, np.int32), np.arange(count, dtype=np.int32))

@@ -1,0 +1,142 @@
+"""What running sequences keep when other rows join them, and what is left of those that are withdrawn."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from llmbatch.budget import FixedBudget
+from llmbatch.ends import Blend, Ends, InOrder
+from llmbatch.engines import Finish, Step
+from llmbatch.engines.simulated import SimulatedEngine
+from llmbatch.schedule import Scheduler, Waiting
+from tests.workloads import COST, RATES, Believed, Workload, workloads
+
+ENDS: list[Ends] = [InOrder(), Blend()]
+
+
+class Memory:
+    """What pages hold, written and read by steps as an engine would."""
+
+    def __init__(self, num_pages: int, page_size: int) -> None:
+        self._kv = np.full((num_pages, page_size), -1, np.int64)
+        self._size = page_size
+
+    def run(self, step: Step, load: Workload) -> None:
+        """Write the tokens of a step, then read what each of its sequences attends to."""
+        for slot, request, start, count in zip(step.slots, step.requests, step.starts, step.counts, strict=True):
+            for at in range(start, start + count):
+                self._kv[step.block_tables[slot, at // self._size], at % self._size] = _token(load, request, at)
+        for slot, request, start, count in zip(step.slots, step.requests, step.starts, step.counts, strict=True):
+            for at in range(start + count):
+                page = step.block_tables[slot, at // self._size]
+                assert self._kv[page, at % self._size] == _token(load, request, at), "a page holds another token"
+
+
+def _token(load: Workload, request: int, at: int) -> int:
+    prompt = load.prompts[request]
+    return prompt[at] if at < len(prompt) else 1000 + 100 * hash(tuple(prompt)) % 997 + at
+
+
+def _joined(first: Workload, second: Workload, kept: NDArray[np.int32]) -> Workload:
+    return Workload(
+        [first.prompts[request] for request in kept] + second.prompts,
+        np.concatenate((first.lengths[kept], second.lengths)),
+        np.concatenate((first.believed[kept], second.believed)),
+    )
+
+
+@given(workloads(), workloads(), st.sampled_from([1, 3]), st.integers(0, 12), st.integers(0, 25), st.sampled_from(ENDS))
+@settings(max_examples=200, deadline=None)
+def test_sequences_that_run_go_on_among_other_rows(
+    first: Workload, second: Workload, size: int, extra: int, steps: int, ends: Ends
+) -> None:
+    """Every request of both shards ends once, whole, and reads the tokens that it or an equal prefix wrote."""
+    both = np.concatenate((first.prompt_lengths + first.lengths, second.prompt_lengths + second.lengths))
+    num_pages = int((-(-both // size)).max()) + extra
+    memory = Memory(num_pages, size)
+
+    def scheduler_over(load: Workload) -> Scheduler:
+        return Scheduler(
+            load.prompt_lengths,
+            num_pages=num_pages,
+            trie=load.trie(size),
+            lengths=Believed(load.believed),
+            rates=RATES,
+            max_running=6,
+        )
+
+    def enqueue(scheduler: Scheduler, load: Workload, waiting: NDArray[np.int32]) -> None:
+        scheduler.enqueue(Waiting(waiting, load.believed, ends, FixedBudget(16), compute=1.0, memory=1.0))
+
+    ended: list[int] = []
+
+    def advance(scheduler: Scheduler, load: Workload, engine: SimulatedEngine) -> list[int]:
+        step = scheduler.decide()
+        memory.run(step, load)
+        finished = scheduler.commit(step, engine.execute(step))
+        scheduler.check()
+        assert (finished.generated == load.lengths[finished.requests]).all()
+        for slot in finished.slots.tolist():
+            engine.retire(slot)
+        return list(finished.requests.tolist())
+
+    engine = SimulatedEngine(first.lengths, COST)
+    scheduler = scheduler_over(first)
+    enqueue(scheduler, first, np.arange(len(first.prompts), dtype=np.int32))
+    while not scheduler.done and scheduler.steps < steps:
+        ended += advance(scheduler, first, engine)
+
+    kept = np.setdiff1d(np.arange(len(first.prompts)), ended).astype(np.int32)
+    numbers = np.full(len(first.prompts), -1, np.int32)
+    numbers[kept] = np.arange(len(kept))
+    load = _joined(first, second, kept)
+    scheduler.go_on(
+        load.prompt_lengths, trie=load.trie(size), lengths=Believed(load.believed), numbers=numbers, max_running=6
+    )
+    scheduler.check()
+    engine.go_on(load.lengths)
+    enqueue(scheduler, load, np.arange(len(load.prompts), dtype=np.int32))
+    late: list[int] = []
+    while not scheduler.done:
+        late += advance(scheduler, load, engine)
+        assert scheduler.steps < 100_000, "the job does not end"
+    assert sorted(late) == list(range(len(load.prompts)))
+
+
+@given(workloads(), st.sampled_from([1, 3]), st.integers(0, 12), st.integers(1, 25))
+@settings(max_examples=150, deadline=None)
+def test_withdrawn_sequences_leave_nothing_behind(load: Workload, size: int, extra: int, steps: int) -> None:
+    num_pages = int((-(-(load.prompt_lengths + load.lengths) // size)).max()) + extra
+    scheduler = Scheduler(
+        load.prompt_lengths,
+        num_pages=num_pages,
+        trie=load.trie(size),
+        lengths=Believed(load.believed),
+        rates=RATES,
+        max_running=6,
+    )
+    everything = np.arange(len(load.prompts), dtype=np.int32)
+    scheduler.enqueue(Waiting(everything, load.believed, Blend(), FixedBudget(16), compute=1.0, memory=1.0))
+    engine = SimulatedEngine(load.lengths, COST)
+    ended: list[int] = []
+    withdrawn = False
+    while not scheduler.done:
+        step = scheduler.decide()
+        finished = scheduler.commit(step, engine.execute(step))
+        ended += finished.requests.tolist()
+        slots = finished.slots.tolist()
+        if scheduler.steps >= steps and not withdrawn:
+            withdrawn = True
+            running = scheduler.unfinished()[0]
+            gone = scheduler.withdraw(running[: (len(running) + 1) // 2], Finish.TIMEOUT)
+            assert (gone.reasons == Finish.TIMEOUT).all()
+            ended += gone.requests.tolist()
+            slots += gone.slots.tolist()
+        scheduler.check()
+        for slot in slots:
+            engine.retire(slot)
+    assert sorted(ended) == everything.tolist()
+    assert scheduler.core.pages.used == 0
