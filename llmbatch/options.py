@@ -14,8 +14,12 @@ from llmbatch.workload import Scheduling
 
 DType = Literal["auto", "float32", "bfloat16"]
 LoadFormat = Literal["auto", "dummy"]
+EngineName = Literal["torch", "simulated"]
+OnError = Literal["column", "raise"]
 DTYPES: tuple[DType, ...] = get_args(DType)
 LOAD_FORMATS: tuple[LoadFormat, ...] = get_args(LoadFormat)
+ENGINES: tuple[EngineName, ...] = get_args(EngineName)
+ON_ERROR: tuple[OnError, ...] = get_args(OnError)
 _PROMPTS = tuple(PromptSource.__dataclass_fields__)
 PAGE_SIZE = 8  # tokens: a page of 16 costs prompts of a few dozen shared tokens half their sharing
 
@@ -28,6 +32,10 @@ class Options:
     source: PromptSource
     sampling: SamplingParams = field(default_factory=SamplingParams)
     sampling_column: str | None = None
+    engine: EngineName = "torch"
+    output_tokens: str | None = None  # column of the tokens that the simulated engine generates; null: max_tokens
+    on_error: OnError = "column"  # what a row that fails does: say so in its columns, or end the job
+    row_timeout: float | None = None  # seconds a row may take from its first step to its last
     order: Policy = "blend"
     dtype: DType = "auto"
     load_format: LoadFormat = "auto"
@@ -42,6 +50,12 @@ class Options:
         _one_of("order", self.order, POLICIES)
         _one_of("dtype", self.dtype, DTYPES)
         _one_of("load_format", self.load_format, LOAD_FORMATS)
+        _one_of("engine", self.engine, ENGINES)
+        _one_of("on_error", self.on_error, ON_ERROR)
+        if self.output_tokens is not None and self.engine != "simulated":
+            raise ParameterError("output_tokens is for engine='simulated', which generates that many; leave it out")
+        if self.row_timeout is not None and not self.row_timeout > 0:
+            raise ParameterError(f"row_timeout must be above 0 seconds, got {self.row_timeout}")
         for name in ("kv_memory", "page_size", "max_running", "step_tokens"):
             value = getattr(self, name)
             if value is not None and value < 1:

@@ -4,7 +4,47 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+
+if TYPE_CHECKING:
+    from llmbatch.answers import Window
+
+
+@dataclass(frozen=True, slots=True)
+class Tally:
+    """Sums over answered rows, which add up."""
+
+    rows: int = 0
+    errors: int = 0
+    duplicates: int = 0
+    input_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    unique_tokens: int = 0  # prompt tokens, if within a window each distinct prefix token were computed once
+
+    @classmethod
+    def of(cls, answered: pa.Table, window: Window) -> Tally:
+        """The sums of a window's answered table."""
+        return cls(
+            rows=answered.num_rows,
+            errors=answered.num_rows - answered["error"].null_count,
+            duplicates=len(window.rows) - len(window.requests),
+            input_tokens=_sum(answered["num_input_tokens"]),
+            cached_tokens=_sum(answered["num_cached_tokens"]),
+            output_tokens=_sum(answered["num_generated_tokens"]),
+            unique_tokens=window.unique_tokens,
+        )
+
+    def __add__(self, other: Tally) -> Tally:
+        """The sums over both."""
+        return Tally(*(getattr(self, field.name) + getattr(other, field.name) for field in fields(self)))
+
+
+def _sum(column: pa.ChunkedArray) -> int:
+    return int(np.sum(column.to_numpy(), dtype=np.int64))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,9 +69,23 @@ class Report:
     model: str
     dtype: str
     kv_memory: int  # bytes of the page pool
+    engine_deaths: int = 0  # engines that were replaced
+    rows_resumed: int = 0  # rows found answered by an earlier run; time and steps are this run's
     notes: tuple[str, ...] = ()
     output: str | None = None
     finished_before: bool = False  # the output was there already; the figures are that job's
+
+    @classmethod
+    def of(cls, tally: Tally, **others: Any) -> Report:
+        """The report of what adds up to `tally`; `others` are the other fields."""
+        sums = asdict(tally)
+        unique, inputs = sums.pop("unique_tokens"), tally.input_tokens
+        return cls(
+            **sums,
+            prefix_sharing=tally.cached_tokens / inputs if inputs else 0.0,
+            prefix_sharing_optimal=1 - unique / inputs if inputs else 0.0,
+            **others,
+        )
 
     @property
     def tokens_per_second(self) -> float:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -11,28 +13,31 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from llmbatch.answers import Collector, add_columns, check_columns, decode_texts
+from llmbatch.answers import Answering, Sink, Window, add_answers, check_columns, no_rows, tokens_of
+from llmbatch.columns import find_field
 from llmbatch.cost import SEQUENTIAL, CostModel, ModelShape
-from llmbatch.driver import EngineDriver
-from llmbatch.errors import ParameterError
-from llmbatch.hardware import measure_cpu
+from llmbatch.engines.placeholder import PlaceholderEngine, placeholder_texts
+from llmbatch.errors import DataError, JobError, ParameterError
+from llmbatch.feed import Feed, Stop, StreamEngine
+from llmbatch.gate import Gate
+from llmbatch.hardware import find_hardware, measure_cpu
 from llmbatch.memory import available_memory
 from llmbatch.options import Options
 from llmbatch.progress import Advance, Progress, Silence
 from llmbatch.rehearsal import rehearse
-from llmbatch.report import Report
+from llmbatch.report import Report, Tally
 from llmbatch.requests import Requests, Shard
-from llmbatch.runner import ShardResult, run_shard
 from llmbatch.sampling import check_sampling_column
-from llmbatch.schedule import Finished
 from llmbatch.shard import build_shard
+from llmbatch.stream import Stream, Totals
 from llmbatch.tokenize import load_tokenizer
-from llmbatch.workload import Pool, Workload, oversized
+from llmbatch.workload import Pool
 
 if TYPE_CHECKING:
-    from llmbatch.engines.torch import TorchEngine
+    from llmbatch.engines.loading import LoadedModel
 
 POOL_SHARE = 0.5  # of the memory that is free once the weights are loaded
+_SIMULATED = "a100-80gb"  # the hardware that plans are made for where nothing is computed
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +46,6 @@ class Answered:
 
     table: pa.Table
     report: Report
-    requests: Requests
-    lengths: NDArray[np.int32]  # tokens each request generated
 
 
 class Worker:
@@ -57,51 +60,174 @@ class Worker:
         from llmbatch.engines.description import describe_model
 
         self.options = options
-        self._folder = resolve_model(options.model)
-        self.tokenizer = load_tokenizer(self._folder, name=options.model, trust_remote_code=options.trust_remote_code)
-        self.model = describe_model(self._folder, dtype=options.dtype, trust_remote_code=options.trust_remote_code)
+        self.folder = resolve_model(options.model)
+        self.tokenizer = load_tokenizer(self.folder, name=options.model, trust_remote_code=options.trust_remote_code)
+        self.model = describe_model(self.folder, dtype=options.dtype, trust_remote_code=options.trust_remote_code)
         self.pool = self._size_pool()
-        self._engine: TorchEngine | None = None
+        self._loaded: LoadedModel | None = None
+        self._engine: StreamEngine | None = None
+        self._ready = False
+        self._notes: tuple[str, ...] = ()
         self.load_seconds = time.perf_counter() - begun
 
     def check(self, schema: pa.Schema) -> None:
         """Raise InputError where tables of this schema cannot be answered."""
-        self.options.source.check(schema)
-        if self.options.sampling_column is not None:
-            check_sampling_column(schema, self.options.sampling_column)
+        options = self.options
+        options.source.check(schema)
+        if options.sampling_column is not None:
+            check_sampling_column(schema, options.sampling_column)
+        if options.output_tokens is not None:
+            kind = find_field(schema, options.output_tokens, "output_tokens").type
+            if not pa.types.is_integer(kind):
+                raise DataError(f"the output_tokens column {options.output_tokens!r} must hold integers, got {kind}")
         check_columns(schema)
 
     def load(self) -> None:
-        """Load the weights and take the memory of the pool; does nothing the second time."""
-        if self._engine is not None:
+        """Load the weights; does nothing the second time. Raises JobError where memory runs out."""
+        if self._ready:
             return
         begun = time.perf_counter()
-        from llmbatch.engines.loading import load_model
+        options = self.options
+        if options.engine == "torch":
+            from llmbatch.engines.loading import load_model
+
+            try:
+                self._loaded = load_model(
+                    self.folder,
+                    dtype=options.dtype,
+                    load_format=options.load_format,
+                    trust_remote_code=options.trust_remote_code,
+                )
+            except (MemoryError, RuntimeError) as error:
+                raise _out_of_memory(error, f"the weights of {options.model}") from error
+            self._notes = self._loaded.notes
+        rehearse()
+        self._ready = True
+        self.load_seconds += time.perf_counter() - begun
+
+    def engine(self) -> StreamEngine:
+        """The engine, with the memory of the pool. Raises JobError where memory runs out."""
+        return self._engine or self.new_engine()
+
+    def new_engine(self) -> StreamEngine:
+        """Another engine in the place of the one before."""
+        self._engine = None  # its memory is needed for the new one
+        self._engine = self._make_engine()
+        return self._engine
+
+    def _make_engine(self) -> StreamEngine:
+        if self.options.engine == "simulated":
+            return PlaceholderEngine(self.cost)
         from llmbatch.engines.torch import TorchEngine
 
-        options = self.options
-        loaded = load_model(
-            self._folder,
-            dtype=options.dtype,
-            load_format=options.load_format,
-            trust_remote_code=options.trust_remote_code,
-        )
-        self._notes = loaded.notes
-        self._engine = TorchEngine(
-            loaded, num_pages=self.pool.num_pages, page_size=options.page_size, decode=self._decode_one
-        )
-        rehearse()
-        self.load_seconds += time.perf_counter() - begun
+        assert self._loaded is not None
+        try:
+            return TorchEngine(
+                self._loaded,
+                num_pages=self.pool.num_pages,
+                page_size=self.options.page_size,
+                decode=self._decode_one,
+            )
+        except (MemoryError, RuntimeError) as error:
+            size = self.pool.tokens * self.model.bytes_per_token
+            raise _out_of_memory(error, f"a KV pool of {size:,} bytes") from error
 
     @cached_property
     def cost(self) -> CostModel:
         """What requests cost on this machine, measured once."""
         size = self.model.dtype.itemsize
-        return CostModel(
-            ModelShape.from_config(self.model.config, size),
-            measure_cpu(dtype_bytes=size),
-            law="bytes",
-            overlap=SEQUENTIAL,
+        shape = ModelShape.from_config(self.model.config, size)
+        if self.options.engine == "simulated":
+            return CostModel(shape, find_hardware(_SIMULATED))
+        return CostModel(shape, measure_cpu(dtype_bytes=size), law="bytes", overlap=SEQUENTIAL)
+
+    def shard(self, table: pa.Table, keys: NDArray[np.uint64] | None = None) -> Shard:
+        """The requests of a table; needs no weights."""
+        return build_shard(
+            table,
+            self.options.source,
+            sampling=self.options.sampling,
+            sampling_column=self.options.sampling_column,
+            tokenizer=self.tokenizer,
+            context_length=self.model.context_length,
+            keys=keys,
+            recorded_column=self.options.output_tokens,
+        )
+
+    def window(
+        self,
+        table: pa.Table,
+        *,
+        keys: NDArray[np.uint64],
+        contents: NDArray[np.uint64],
+        earlier: pa.RecordBatch,
+        number: int = 0,
+        first: int = 0,
+    ) -> Window:
+        """A window of a dataset, ready to be run; `earlier` are answers to keep (`llmbatch.answers.ROWS`)."""
+        shard = self.shard(table, keys)
+        return Window.of(table, shard, number=number, first=first, keys=keys, contents=contents, earlier=earlier)
+
+    def stream(self, feed: Feed[Window], sink: Sink) -> Totals:
+        """Answer every row of the feed's windows. Raises what the sink raises, `Stop` among it, and JobError.
+
+        Rows that were answered before it raised have been handed to the sink.
+        """
+        self.load()
+        timeout = math.inf if self.options.row_timeout is None else self.options.row_timeout
+        answering = Answering(sink, self._texts, timeout)
+        stream = Stream(self, self.pool, self.cost, self.options.scheduling, answering, row_timeout=timeout)
+        try:
+            totals = stream.run(feed)
+        except (Stop, JobError, KeyboardInterrupt):
+            answering.flush()
+            raise
+        answering.flush()
+        return totals
+
+    def answer(self, table: pa.Table, progress: Progress | None = None) -> Answered:
+        """The table with its answers' columns, rows in their order."""
+        self.check(table.schema)
+        before = self.load_seconds
+        begun = time.perf_counter()
+        self.load()
+        loading = self.load_seconds - before
+        keys = np.arange(table.num_rows, dtype=np.uint64)
+        window = self.window(table, keys=keys, contents=keys, earlier=no_rows())
+        progress = progress or Silence()
+        notes = (*self.notes, *window.shard.notes)
+        for note in notes:
+            progress.say(note)
+        progress.start(table.num_rows)
+        gate = Gate(rows=table.num_rows, max_error_rate=None, raises=self.options.on_error == "raise")
+        sink = _Gathered(progress, gate)
+        totals = self.stream(_One(window), sink)
+        answered = add_answers(table, sink.batches)
+        seconds = time.perf_counter() - begun - loading
+        tally = Tally.of(answered, window)
+        return Answered(answered, self.report(tally, totals, notes=notes, seconds=seconds))
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the user should be told about options and model."""
+        return (*self.options.notes, *self._notes)
+
+    def report(self, tally: Tally, totals: Totals, *, notes: tuple[str, ...], seconds: float) -> Report:
+        """The figures of what was done."""
+        return Report.of(
+            tally,
+            load_seconds=self.load_seconds,
+            seconds=seconds,
+            preemptions=totals.preemptions,
+            engine_deaths=totals.engine_deaths,
+            steps=totals.steps,
+            order=self.options.order,
+            reason=totals.reason,
+            order_gain=None,
+            model=self.options.model,
+            dtype=str(self.model.dtype).removeprefix("torch."),
+            kv_memory=self.pool.tokens * self.model.bytes_per_token,
+            notes=notes,
         )
 
     def _size_pool(self) -> Pool:
@@ -114,102 +240,68 @@ class Worker:
             raise ParameterError(f"kv_memory must hold at least one page of {page_bytes:,} bytes, got {memory:,}")
         return Pool(memory // page_bytes, self.options.page_size)
 
-    def shard(self, table: pa.Table) -> Shard:
-        """The requests of a table; needs no weights."""
-        return build_shard(
-            table,
-            self.options.source,
-            sampling=self.options.sampling,
-            sampling_column=self.options.sampling_column,
-            tokenizer=self.tokenizer,
-            context_length=self.model.context_length,
-        )
-
-    def answer(self, table: pa.Table, progress: Progress | None = None) -> Answered:
-        """The table with its answers' columns, rows in their order."""
-        progress = progress or Silence()
-        self.check(table.schema)
-        before = self.load_seconds
-        begun = time.perf_counter()
-        self.load()
-        loading = self.load_seconds - before
-        assert self._engine is not None
-        shard = self.shard(table)
-        notes = (*self.options.notes, *shard.notes, *self._notes)
-        for note in notes:
-            progress.say(note)
-        self._engine.begin(shard.requests)
-        counting = _Counting(progress, shard)
-        collected = Collector(len(shard.requests), self._engine)
-
-        def observe(finished: Finished) -> None:
-            collected.add(finished)
-            counting.add(finished)
-
-        failed = oversized(shard.requests, self.pool)
-        workload = Workload.of(shard.requests).without(failed)
-        result = run_shard(workload, EngineDriver(self._engine, observe), self.pool, self.cost, self.options.scheduling)
-        counting.close()
-        answers = collected.answers()
-        texts = decode_texts(shard.requests, answers, self.tokenizer)
-        answered = add_columns(table, shard, answers, failed, texts)
-        seconds = time.perf_counter() - begun - loading
-        report = self._report(answered, shard, result, notes, seconds)
-        return Answered(answered, report, shard.requests, answers.lengths)
-
     def _decode_one(self, tokens: np.ndarray[tuple[int], np.dtype[np.int32]]) -> str:
         return self.tokenizer.decode([tokens])[0]
 
-    def _report(
-        self, table: pa.Table, shard: Shard, result: ShardResult, notes: tuple[str, ...], seconds: float
-    ) -> Report:
-        inputs = int(shard.num_input_tokens.sum())
-        cached = int(np.sum(table["num_cached_tokens"].to_numpy()))
-        answered = shard.request_of >= 0
-        return Report(
-            rows=table.num_rows,
-            errors=table.num_rows - table["error"].null_count,
-            duplicates=int(np.count_nonzero(answered)) - len(shard.requests),
-            input_tokens=inputs,
-            cached_tokens=cached,
-            output_tokens=int(np.sum(table["num_generated_tokens"].to_numpy())),
-            load_seconds=self.load_seconds,
-            seconds=seconds,
-            prefix_sharing=cached / inputs if inputs else 0.0,
-            prefix_sharing_optimal=1 - result.plan.unique_tokens / inputs if inputs else 0.0,
-            preemptions=result.preemptions,
-            steps=result.steps,
-            order=self.options.order,
-            reason=result.plan.reason,
-            order_gain=None,
-            model=self.options.model,
-            dtype=str(self.model.dtype).removeprefix("torch."),
-            kv_memory=self.pool.tokens * self.model.bytes_per_token,
-            notes=notes,
+    def _texts(self, requests: Requests, index: NDArray[np.int32], answers: Sequence[NDArray[np.int32]]) -> list[str]:
+        """The text of each answer: without special tokens, cut before the first stop string."""
+        if self.options.engine == "simulated":
+            return placeholder_texts(requests, index, answers)
+        texts = self.tokenizer.decode(answers)
+        stops = [requests.params[i].stop for i in requests.params_index[index].tolist()]
+        for i, stop in enumerate(stops):
+            if stop:
+                found = [at for at in map(texts[i].find, stop) if at >= 0]
+                texts[i] = texts[i][: min(found, default=len(texts[i]))]
+        return texts
+
+
+@dataclass(slots=True)
+class _One:
+    """A feed of one window."""
+
+    window: Window | None
+
+    def next(self, wait: bool) -> Window | None:
+        """The window, once."""
+        window, self.window = self.window, None
+        return window
+
+
+@dataclass(slots=True)
+class _Gathered:
+    """Keeps the answers of a table, and counts them for a progress display."""
+
+    progress: Progress
+    gate: Gate
+    batches: list[pa.RecordBatch] = field(default_factory=list)
+    rows: int = 0
+    tokens: int = 0
+
+    def joined(self, window: Window) -> None:
+        """Nothing."""
+
+    def begun(self, window: Window, rows: NDArray[np.int32]) -> None:
+        """Nothing."""
+
+    def answered(self, window: Window, rows: pa.RecordBatch) -> None:
+        """Keep a batch."""
+        self.gate.answered(0, rows)
+        self.batches.append(rows)
+        self.rows += rows.num_rows
+        self.tokens += tokens_of(rows)
+        self.progress.advance(Advance(self.rows, self.tokens))
+
+    def tick(self) -> None:
+        """Nothing."""
+
+
+def _out_of_memory(error: Exception, what: str) -> JobError:
+    if isinstance(error, JobError):
+        return error
+    if isinstance(error, MemoryError) or "memory" in str(error).lower():
+        return JobError(
+            f"memory ran out for {what}, with {available_memory():,} bytes free: lower kv_memory (--kv-memory), "
+            "take a smaller dtype or a smaller model"
         )
-
-
-class _Counting:
-    """Counts finished requests as rows and tokens for a progress display."""
-
-    def __init__(self, progress: Progress, shard: Shard) -> None:
-        self._progress = progress
-        self._prompts = shard.requests.prompt_lengths
-        self._rows_of = np.bincount(shard.request_of[shard.request_of >= 0], minlength=len(shard.requests))
-        self._total = len(shard.request_of)
-        self._rows = len(shard.errors)
-        self._tokens = 0
-        progress.start(self._total)
-        progress.advance(Advance(self._rows, 0))
-
-    def add(self, finished: Finished) -> None:
-        """Count what ended in a step."""
-        rows = self._rows_of[finished.requests]
-        self._rows += int(rows.sum())
-        self._tokens += int((rows * (self._prompts[finished.requests] + finished.generated)).sum())
-        if self._rows < self._total:
-            self._progress.advance(Advance(self._rows, self._tokens))
-
-    def close(self) -> None:
-        """Every row is accounted for, those that could not be run among them."""
-        self._progress.advance(Advance(self._total, self._tokens))
+    raise error

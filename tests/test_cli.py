@@ -70,7 +70,7 @@ def test_the_same_command_on_its_finished_output_says_so(
     capfd.readouterr()
     assert run(*command, "--kv-memory", "16MiB") == 0
     said = capfd.readouterr().err
-    assert said == f"llmbatch: the output {tmp_path / 'out'} is finished already; --overwrite replaces it\n"
+    assert said == f"llmbatch: the output {tmp_path / 'out'} is finished already; --restart starts over\n"
 
 
 @pytest.mark.parametrize(
@@ -151,14 +151,22 @@ def test_an_occupied_output_is_refused(
     assert [path.name for path in out.iterdir()] == ["mine.txt"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_job_leaves_nothing(model: str, tmp_path: Path, number: signal.Signals) -> None:
+@pytest.mark.parametrize(
+    ("number", "status", "last"),
+    [
+        (signal.SIGINT, 130, "interrupted; what a job has answered is kept, and the same command goes on with it\n"),
+        (signal.SIGTERM, 143, "/_llmbatch, and the same command goes on\n"),
+    ],
+)
+def test_an_interrupted_job_keeps_what_it_has(
+    model: str, tmp_path: Path, number: signal.Signals, status: int, last: str
+) -> None:
     source = tmp_path / "many.parquet"
     pq.write_table(pa.table({"text": [f"row {i}" for i in range(20_000)]}), source)
     out = tmp_path / "out"
     command = [
         sys.executable, "-m", "llmbatch", "run", str(source), "--output", str(out), "--model", model,
-        "--prompt", "text", "--max-tokens", "400", "--ignore-eos", "--kv-memory", "64MiB",
+        "--prompt", "text", "--max-tokens", "400", "--ignore-eos", "--kv-memory", "64MiB", "--grace", "0",
     ]  # fmt: skip
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ})
     try:
@@ -166,10 +174,11 @@ def test_an_interrupted_job_leaves_nothing(model: str, tmp_path: Path, number: s
         before = list(takewhile(lambda line: "20,000 rows to answer" not in line, process.stderr))
         assert (out / "_llmbatch").exists(), before
         process.send_signal(number)
-        _, said = process.communicate(timeout=5)
+        _, said = process.communicate(timeout=60)
     finally:
         process.kill()
-    assert process.returncode == 130
-    assert said.endswith("llmbatch: interrupted; nothing was written under the output's name\n")
+    assert process.returncode == status
+    assert said.endswith(last)
     assert "Traceback" not in said
-    assert not out.exists()
+    assert sorted(path.name for path in out.iterdir()) == ["_llmbatch"]
+    assert (out / "_llmbatch" / "job.json").exists()

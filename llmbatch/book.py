@@ -1,0 +1,171 @@
+"""Answered rows on their way to the output: kept in a journal as they come, staged when a window is whole.
+
+All writing is done by a thread of its own, in the order in which it was asked for, so that a disk or an object store
+that is slow, or away for a while, holds up no engine. What it could not write is raised at the next step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from llmbatch.answers import Window, tokens_of
+from llmbatch.earlier import JOURNAL
+from llmbatch.errors import StorageError
+from llmbatch.feed import Stop
+from llmbatch.gate import Gate
+from llmbatch.journal import Journal
+from llmbatch.lock import Lock
+from llmbatch.outputs import Output
+from llmbatch.progress import Advance, Progress
+from llmbatch.report import Tally
+from llmbatch.shelf import Names, Shelf, Whole
+from llmbatch.stopping import Stopping
+
+_LOCK_SECONDS = 5.0  # between two looks whether the lock is still ours
+
+
+@dataclass(slots=True)
+class _Open:
+    """A window that is being answered."""
+
+    journal: Journal
+    batches: list[pa.RecordBatch]
+    left: int  # rows
+
+
+class Book:
+    """Keeps what a stream answers (`llmbatch.answers.Sink`)."""
+
+    def __init__(
+        self,
+        output: Output,
+        names: Names,
+        shelf: Shelf,
+        lock: Lock,
+        gate: Gate,
+        progress: Progress,
+        stopping: Stopping,
+    ) -> None:
+        self.whole: dict[int, Whole] = {}
+        self.rows = self.rows_resumed = 0
+        self.notes: list[str] = []
+        self.last: tuple[Window, list[pa.RecordBatch]] | None = None  # the window that was closed last, and its answers
+        self._output, self._names, self._shelf, self._lock = output, names, shelf, lock
+        self._gate, self._progress, self._stopping = gate, progress, stopping
+        self._open: dict[int, _Open] = {}
+        self._tokens = 0
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="writer")
+        self._writing: deque[Future[None]] = deque()
+        self._looked = time.monotonic()
+
+    def resume(self, window: int, whole: Whole) -> None:
+        """Take a window over that an earlier run completed."""
+        self.whole[window] = whole
+        self.rows_resumed += whole.tally.rows
+        self._count(whole.tally.rows, whole.tally.input_tokens + whole.tally.output_tokens, whole.tally.errors)
+
+    @property
+    def tally(self) -> Tally:
+        """The sums over all windows, when all are closed."""
+        return sum((whole.tally for whole in self.whole.values()), Tally())
+
+    def joined(self, window: Window) -> None:
+        """Open a window's journal, and take what an earlier run found."""
+        for note in window.shard.notes:
+            if note not in self.notes:
+                self.notes.append(note)
+                self._progress.say(note)
+        self.rows_resumed += window.earlier.num_rows
+        journal = Journal.open(self._output.work, self._names.journal(window.number))
+        earlier = window.earlier
+        self._open[window.number] = _Open(journal, [earlier], window.table.num_rows - earlier.num_rows)
+        self._write(lambda: self._shelf.take(window, earlier))
+        self._count(earlier.num_rows, tokens_of(earlier), 0)
+        self._gate.answered(window.first, earlier)
+        self._close_if_whole(window)
+
+    def begun(self, window: Window, rows: NDArray[np.int32]) -> None:
+        """Nothing: rows in flight are run again."""
+
+    def answered(self, window: Window, rows: pa.RecordBatch) -> None:
+        """Keep rows, and stage the window if they were its last. Raises JobError where too many rows failed."""
+        state = self._open[window.number]
+        state.batches.append(rows)
+        state.left -= rows.num_rows
+        number = rows["row"].to_numpy()
+        keys, contents = pa.array(window.keys[number]), pa.array(window.contents[number])
+        record = pa.RecordBatch.from_arrays([keys, contents, *rows.columns[1:]], schema=JOURNAL)
+
+        def keep() -> None:
+            state.journal.append(record)
+            self._shelf.take(window, rows)
+
+        self._write(keep)
+        self._count(rows.num_rows, tokens_of(rows), 0)
+        self._gate.answered(window.first, rows)
+        self._close_if_whole(window)
+
+    def tick(self) -> None:
+        """Raise what could not be written, and `Stop` where the job was asked to end."""
+        while self._writing and self._writing[0].done():
+            self._writing.popleft().result()
+        if self._stopping.deadline is not None:
+            raise Stop(self._stopping.deadline)
+        if time.monotonic() - self._looked >= _LOCK_SECONDS:
+            self._looked = time.monotonic()
+            self._write(self._lock.check)
+
+    def finish(self) -> None:
+        """All windows are answered: complete the parts, and wait until all is written; raises what could not be."""
+        self._write(lambda: self._keep_whole(self._shelf.end()))
+        self.close()
+
+    def close(self) -> None:
+        """Wait until all is written; raises what could not be."""
+        self._writer.shutdown(wait=True)
+        while self._writing:
+            self._writing.popleft().result()
+        for state in self._open.values():
+            state.journal.close()
+
+    def abandon(self) -> None:
+        """Wait until what can be written is; for when the job ends for another reason."""
+        with contextlib.suppress(StorageError):
+            self.close()
+
+    def _count(self, rows: int, tokens: int, errors: int) -> None:
+        self.rows += rows
+        self._tokens += tokens
+        self._gate.count(errors)
+        self._progress.advance(Advance(self.rows, self._tokens))
+
+    def _close_if_whole(self, window: Window) -> None:
+        if self._open[window.number].left:
+            return
+        state = self._open.pop(window.number)
+
+        def close() -> None:
+            state.journal.close()
+            self._keep_whole(self._shelf.close(window, state.batches))
+            self.last = (window, state.batches)
+
+        self._write(close)
+
+    def _keep_whole(self, windows: dict[int, Whole]) -> None:
+        """Their rows are in parts, so their journals are needed no more."""
+        for number, whole in windows.items():
+            self._output.work.write(self._names.whole(number), whole.encode())
+            Journal.open(self._output.work, self._names.journal(number)).remove()
+            self.whole[number] = whole
+
+    def _write(self, what: Callable[[], None]) -> None:
+        self._writing.append(self._writer.submit(what))

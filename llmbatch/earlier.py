@@ -1,0 +1,151 @@
+"""Answers that earlier runs left, found by the key of their row.
+
+They lie in journals and in parts, staged or finished. Only keys and hashes of all of them are in memory, sorted; the
+answers of a window are read when it is its turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from llmbatch.answers import ROWS, SCHEMA
+from llmbatch.errors import DataError
+from llmbatch.rowhash import hash_rows
+
+JOURNAL = pa.schema([pa.field("key", pa.uint64()), pa.field("content", pa.uint64()), *SCHEMA])
+Reader = Callable[[Sequence[str]], Iterable[pa.Table]]  # the given columns, little by little
+
+
+class Found(NamedTuple):
+    """What a source holds, one entry a row."""
+
+    keys: NDArray[np.uint64]
+    contents: NDArray[np.uint64]
+    failed: NDArray[np.bool_]  # its answer is an error
+
+
+class Source(Protocol):
+    """Rows with their answers, left by an earlier run."""
+
+    def found(self) -> Found:
+        """Whose answers these are."""
+        ...
+
+    def answers(self, rows: NDArray[np.int64]) -> pa.Table:
+        """The answers' columns (`llmbatch.answers.SCHEMA`) of some rows."""
+        ...
+
+
+class JournalSource:
+    """The records of a journal."""
+
+    def __init__(self, records: Iterable[pa.RecordBatch]) -> None:
+        self._table = pa.Table.from_batches(records, schema=JOURNAL).combine_chunks()
+
+    def found(self) -> Found:
+        """Whose answers these are."""
+        table = self._table
+        return Found(table["key"].to_numpy(), table["content"].to_numpy(), _failed(table))
+
+    def answers(self, rows: NDArray[np.int64]) -> pa.Table:
+        """The answers' columns of some rows."""
+        return self._table.select(SCHEMA.names).take(pa.array(rows))
+
+
+class PartSource:
+    """A part of an output, whose rows hold the input's columns as well."""
+
+    def __init__(self, read: Reader, columns: Sequence[str], first: int, id_column: str | None) -> None:
+        """`columns` are the input's. Without `id_column`, rows have their positions for keys, from `first` on."""
+        self._read = read
+        self._columns = columns
+        self._first = first
+        self._id = id_column
+
+    def found(self) -> Found:
+        """Whose answers these are."""
+        first, pieces = self._first, []
+        for table in self._read([*self._columns, "error"]):
+            rows = table.select(self._columns)
+            pieces.append(Found(keys_of(rows, first, self._id), hash_rows(rows), _failed(table)))
+            first += table.num_rows
+        return Found(*(np.concatenate(column) for column in zip(*pieces, strict=True)))
+
+    def answers(self, rows: NDArray[np.int64]) -> pa.Table:
+        """The answers' columns of some rows."""
+        order = np.argsort(rows, kind="stable")
+        wanted, first, tables = rows[order], 0, []
+        for table in self._read(SCHEMA.names):
+            here = wanted[np.searchsorted(wanted, first) : np.searchsorted(wanted, first + table.num_rows)]
+            tables.append(table.take(pa.array(here - first)))
+            first += table.num_rows
+        return pa.concat_tables(tables).cast(SCHEMA).take(pa.array(np.argsort(order)))
+
+
+class Earlier:
+    """An index over sources; of two answers of a row the later source's counts."""
+
+    def __init__(self, sources: Sequence[Source], *, without_errors: bool) -> None:
+        self._sources = sources
+        all_found = [source.found() for source in sources]
+        keys = np.concatenate([found.keys for found in all_found] or [np.empty(0, np.uint64)])
+        contents = np.concatenate([found.contents for found in all_found] or [np.empty(0, np.uint64)])
+        failed = np.concatenate([found.failed for found in all_found] or [np.empty(0, np.bool_)])
+        counts = [len(found.keys) for found in all_found]
+        source = np.repeat(np.arange(len(sources), dtype=np.int32), counts)
+        row = np.concatenate([np.arange(count) for count in counts] or [np.empty(0, np.int64)])
+        if without_errors:
+            keys, contents, source, row = (column[~failed] for column in (keys, contents, source, row))
+        order = np.argsort(keys, kind="stable")
+        order = order[np.append(keys[order][1:] != keys[order][:-1], True)[: len(order)]]  # the last of equal keys
+        self._keys, self._contents = keys[order], contents[order]
+        self._source, self._row = source[order], row[order]
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def check(self, keys: NDArray[np.uint64], contents: NDArray[np.uint64], first: int) -> None:
+        """Raise DataError where a row that was answered reads otherwise now. `first` is the number of the first."""
+        at, there = self._places(keys)
+        changed = np.flatnonzero(self._contents[at[there]] != contents[there])
+        if len(changed):
+            row = first + int(np.flatnonzero(there)[changed[0]])
+            raise DataError(
+                f"the input has changed since this job began: row {row} was answered when it read otherwise: "
+                "restore it, choose another output, or start over with restart=True (--restart)"
+            )
+
+    def take(self, keys: NDArray[np.uint64]) -> pa.RecordBatch:
+        """The answers to those of a window's rows that have one: a batch of ROWS."""
+        at, there = self._places(keys)
+        rows, at = np.flatnonzero(there).astype(np.int32), at[there]
+        tables = [ROWS.empty_table()]
+        for number in np.unique(self._source[at]).tolist():
+            mine = self._source[at] == number
+            answers = self._sources[number].answers(self._row[at[mine]])
+            tables.append(answers.add_column(0, ROWS.field("row"), pa.array(rows[mine])).cast(ROWS))
+        table = pa.concat_tables(tables).combine_chunks()
+        return pa.RecordBatch.from_arrays([column.combine_chunks() for column in table.columns], schema=ROWS)
+
+    def _places(self, keys: NDArray[np.uint64]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        at = np.searchsorted(self._keys, keys)
+        there = at < len(self._keys)
+        there[there] = self._keys[at[there]] == keys[there]
+        return at, there
+
+
+def keys_of(table: pa.Table, first: int, id_column: str | None) -> NDArray[np.uint64]:
+    """What tells the rows of a job apart: a hash of `id_column`, or their positions, from `first` on."""
+    if id_column is None:
+        return np.arange(first, first + table.num_rows, dtype=np.uint64)
+    return hash_rows(table.select([id_column]))
+
+
+def _failed(table: pa.Table) -> NDArray[np.bool_]:
+    failed: NDArray[np.bool_] = table["error"].is_valid().to_numpy()
+    return failed

@@ -1,0 +1,46 @@
+"""Whether a job may go on although rows have failed."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pyarrow as pa
+
+from llmbatch.errors import JobError
+
+
+class Gate:
+    """Ends a job at its first failed row, or when so many have failed that its rate of errors cannot be kept.
+
+    The rate is that of all rows of the job: errors come in no even order, and a rate of those answered so far would
+    end jobs that are well below it in the end.
+    """
+
+    def __init__(self, *, rows: int, max_error_rate: float | None, raises: bool) -> None:
+        self._rows = rows
+        self._rate = max_error_rate
+        self._most = rows if max_error_rate is None else math.floor(max_error_rate * rows + 1e-9)
+        self._raises = raises
+        self._errors = 0
+
+    def answered(self, first: int, rows: pa.RecordBatch) -> None:
+        """Rows of a window that begins with row `first` have their answers. Raises JobError."""
+        failed = rows.num_rows - rows["error"].null_count
+        if failed and self._raises:
+            at = int(np.flatnonzero(rows["error"].is_valid().to_numpy(zero_copy_only=False))[0])
+            raise JobError(
+                f"row {first + rows['row'][at].as_py()} failed ({rows['error_kind'][at]}): {rows['error'][at]}; "
+                "on_error='column' (--on-error column) keeps such rows, with their error, and goes on"
+            )
+        self.count(failed)
+
+    def count(self, errors: int) -> None:
+        """So many more rows have failed, in this run or an earlier one. Raises JobError."""
+        self._errors += errors
+        if self._errors > self._most:
+            raise JobError(
+                f"max_error_rate is {self._rate:g}, and {self._errors:,} of {self._rows:,} rows have failed already: "
+                "what is answered is kept; mend the cause and run the same command again with retry_errors=True "
+                "(--retry-errors), or with a higher rate"
+            )

@@ -1,0 +1,18 @@
+"""A request to end a job, made by a signal or another thread, and seen between two steps."""
+
+from __future__ import annotations
+
+import time
+
+
+class Stopping:
+    """Says whether a job was asked to end; rows in flight have `grace` seconds from then."""
+
+    def __init__(self, grace: float = 0.0) -> None:
+        self.grace = grace
+        self.deadline: float | None = None  # by `time.monotonic`
+
+    def ask(self) -> None:
+        """Ask the job to end."""
+        if self.deadline is None:
+            self.deadline = time.monotonic() + self.grace

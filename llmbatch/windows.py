@@ -1,0 +1,81 @@
+"""Windows of an input, the next one made ready while the engine runs the last."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterable
+
+from llmbatch.answers import Window
+from llmbatch.errors import ParameterError
+from llmbatch.memory import available_memory
+
+MOST_ROWS = 100_000  # of a window that nobody asked for: plans of more rows gain no sharing worth their time
+_HELD = 4  # windows in memory: two in the engine, one that is ready, one in the making
+_GROWTH = 4  # bytes of memory for a byte of input: texts, tokens, the prefix tree, answers
+_SHARE = 0.25  # of free memory, for all windows together
+
+
+def window_rows(asked: int | None, rows: int, nbytes: int) -> int:
+    """Rows of a window of an input of `rows` rows and `nbytes` bytes.
+
+    Raises ParameterError where as many as were asked for would not fit in memory.
+    """
+    each = max(1.0, nbytes / max(rows, 1)) * _GROWTH * _HELD
+    free = available_memory()
+    if asked is None:
+        return max(1, min(MOST_ROWS, int(_SHARE * free / each)))
+    if min(asked, rows) * each > free:
+        raise ParameterError(
+            f"window_rows must fit in memory, {_HELD} windows at a time, but {min(asked, rows):,} rows of this input "
+            f"take about {int(min(asked, rows) * each):,} bytes and {free:,} are free: "
+            f"at most {max(1, int(free / each)):,} (--window-rows)"
+        )
+    return asked
+
+
+class Windows:
+    """A feed of windows (`llmbatch.stream.Feed`), made one ahead by a thread of its own."""
+
+    def __init__(self, numbers: Iterable[int], make: Callable[[int], Window]) -> None:
+        self._ready: queue.Queue[Window | BaseException | None] = queue.Queue(maxsize=1)
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._fill, args=(numbers, make), name="windows", daemon=True)
+        self._thread.start()
+        self._over = False
+
+    def next(self, wait: bool) -> Window | None:
+        """The next window. None: none is ready, or, where it was to `wait` for one, there are no more.
+
+        Raises what making it raised.
+        """
+        if self._over:
+            return None
+        try:
+            item = self._ready.get(block=wait)
+        except queue.Empty:
+            return None
+        if isinstance(item, BaseException):
+            self._over = True
+            raise item
+        self._over = item is None
+        return item
+
+    def close(self) -> None:
+        """Make no more windows."""
+        self._closed.set()
+        while self._thread.is_alive():
+            try:
+                self._ready.get(timeout=0.05)
+            except queue.Empty:
+                continue
+
+    def _fill(self, numbers: Iterable[int], make: Callable[[int], Window]) -> None:
+        try:
+            for number in numbers:
+                if self._closed.is_set():
+                    return
+                self._ready.put(make(number))
+            self._ready.put(None)
+        except BaseException as error:  # raised in the thread that asks for the window
+            self._ready.put(error)
