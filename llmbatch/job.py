@@ -163,9 +163,13 @@ class _Job:
         self._progress.start(layout.rows)
         for note in self._worker.notes:
             self._progress.say(note)
-        whole = layout.names.windows(output.work.names())[1]
+        begun_windows, whole = layout.names.windows(output.work.names())
         for number in sorted(whole):
             book.resume(number, Whole.decode(output.work.read(layout.names.whole(number)) or b""))
+        journals = (Journal.open(output.work, layout.names.journal(number)) for number in begun_windows)
+        found = book.rows + len(older) + sum(batch.num_rows for journal in journals for batch in journal.records())
+        if found:
+            self._progress.say(f"going on with a job of which {found:,} of {layout.rows:,} rows are answered")
         reader = self._source.reader()
         todo = (number for number in range(layout.windows) if number not in whole)
         windows = Windows(todo, lambda number: self._window(number, layout, older, reader))

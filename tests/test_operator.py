@@ -109,7 +109,7 @@ def test_ray_loads_the_model_once_per_actor(model: str) -> None:
             where = f"{os.getpid()} {[id(worker._engine) for worker in _workers.values()]}"
             return answered.append_column("where", pa.array([where] * answered.num_rows))
 
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False)
+    ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False)
     try:
         rows = ray.data.from_items([{"id": i, "text": "abc"[: i % 3 + 1]} for i in range(40)])
         answered = rows.map_batches(Witness, concurrency=1, batch_size=10, batch_format="pyarrow")
