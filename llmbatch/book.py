@@ -30,6 +30,7 @@ from llmbatch.report import Tally
 from llmbatch.shelf import Names, Shelf, Whole
 from llmbatch.stopping import Stopping
 
+_BEHIND = 64  # writes that may wait before the engine does
 _LOCK_SECONDS = 5.0  # between two looks whether the lock is still ours
 
 
@@ -65,6 +66,7 @@ class Book:
         self._tokens = 0
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="writer")
         self._writing: deque[Future[None]] = deque()
+        self._failed = False
         self._looked = time.monotonic()
 
     def resume(self, window: int, whole: Whole) -> None:
@@ -116,7 +118,7 @@ class Book:
 
     def tick(self) -> None:
         """Raise what could not be written, and `Stop` where the job was asked to end."""
-        while self._writing and self._writing[0].done():
+        while self._writing and (self._writing[0].done() or len(self._writing) > _BEHIND):
             self._writing.popleft().result()
         if self._stopping.deadline is not None:
             raise Stop(self._stopping.deadline)
@@ -156,7 +158,7 @@ class Book:
         def close() -> None:
             state.journal.close()
             self._keep_whole(self._shelf.close(window, state.batches))
-            self.last = (window, state.batches)
+            self.last = (window, state.batches) if len(self.whole) == 1 else None
 
         self._write(close)
 
@@ -168,4 +170,15 @@ class Book:
             self.whole[number] = whole
 
     def _write(self, what: Callable[[], None]) -> None:
-        self._writing.append(self._writer.submit(what))
+        """Have something written after all that was asked for before, unless any of that failed."""
+
+        def attempt() -> None:
+            if self._failed:
+                return
+            try:
+                what()
+            except BaseException:
+                self._failed = True
+                raise
+
+        self._writing.append(self._writer.submit(attempt))
