@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import logging
 import os
 import signal
 import sys
@@ -238,12 +239,19 @@ def _given(arguments: dict[str, Any]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _quiet_libraries() -> Any:
-    """Keep libraries from writing to standard output, and from bars and advice of their own."""
+    """Keep libraries from writing to standard output, and from bars and advice of their own; show our warnings."""
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-    with contextlib.redirect_stdout(sys.stderr):
-        yield
+    logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # it logs the tracebacks of errors that it raises
+    ours, shown = logging.getLogger("llmbatch"), logging.StreamHandler(sys.stderr)
+    shown.setFormatter(logging.Formatter("llmbatch: %(message)s"))
+    ours.addHandler(shown)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        ours.removeHandler(shown)
 
 
 def _json_object(text: str) -> dict[str, Any]:

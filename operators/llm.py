@@ -105,12 +105,14 @@ else:
         Options are keywords: `model`, one of `prompt=` (a text column), `template=` (`"Q: {question}"`) or
         `messages=` (a column of OpenAI messages), `chat`, `system`, `chat_template_kwargs`, `sampling_params`
         (one for all, or the name of a column), sampling parameters by name (`max_tokens=256`), `order`,
-        `dtype`, `kv_memory` (bytes), `page_size` (tokens). Wrong ones raise `ParameterError` at once.
+        `dtype`, `kv_memory` (bytes), `page_size` (tokens), `row_timeout` (seconds), `on_error` ("column" or "raise").
+        Wrong ones raise `ParameterError` at once.
 
         Called on a pyarrow Table (or RecordBatch, pandas or Polars DataFrame, dict of arrays) it returns the
         same rows in the same order and the same kind, with `generated_text`, `num_input_tokens`,
         `num_generated_tokens`, `num_cached_tokens` (int32), `finish_reason` ("stop", "length" or "error"),
-        `error` and `error_kind` (null when fine). Raises `InputError` where the table or model will not do.
+        `error` and `error_kind` (null when fine), and `attempts` (int32). Raises `InputError` where the table or model
+        will not do, `JobError` where no engine can be had, or a row failed and `on_error` is "raise".
 
             answer = LLMOperator(model="Qwen/Qwen3-8B", prompt="question", chat=True, max_tokens=256)
             table = answer(table)
