@@ -36,8 +36,8 @@ SCHEMA = pa.schema(
 )
 ROWS = pa.schema([pa.field("row", pa.int32()), *SCHEMA])  # of a batch: the row's number in its window, its answer
 COLUMNS = tuple(SCHEMA.names)
-ROWS_AT_RISK = 1000
-SECONDS_AT_RISK = 5.0
+ROWS_AT_RISK = 1000  # answers that are gathered before they are handed on
+SECONDS_AT_RISK = 5.0  # or for which the first of them waits
 _REASONS = pa.array(["error", "stop", "length", "error", "error"])  # by `Finish`
 
 Texts = Callable[[Requests, NDArray[np.int32], Sequence[NDArray[np.int32]]], list[str]]
@@ -121,8 +121,11 @@ class Sink(Protocol):
 class Answering:
     """Turns requests that end into rows for a sink (`llmbatch.stream.Taker`)."""
 
-    def __init__(self, sink: Sink, texts: Texts, row_timeout: float) -> None:
+    def __init__(
+        self, sink: Sink, texts: Texts, row_timeout: float, *, rows_at_risk: int, seconds_at_risk: float
+    ) -> None:
         self._sink = sink
+        self._rows_at_risk, self._seconds_at_risk = rows_at_risk, seconds_at_risk
         self._texts = texts
         self._broken = {
             Finish.ERROR: RowError("engine", "the model's logits were not finite for this row: try dtype float32"),
@@ -168,7 +171,8 @@ class Answering:
 
     def tick(self) -> None:
         """Hand on what was gathered, if it is time."""
-        if self._held and (self._count >= ROWS_AT_RISK or time.monotonic() - self._since >= SECONDS_AT_RISK):
+        waited = time.monotonic() - self._since
+        if self._held and (self._count >= self._rows_at_risk or waited >= self._seconds_at_risk):
             self.flush()
         self._sink.tick()
 

@@ -78,10 +78,11 @@ class PrefixTree:
             ends = lengths[rows]
             np.minimum(lcp * size, ends, out=lcp)
             np.minimum(lcp[1:], ends[:-1], out=lcp[1:])
-        return cls._of_sorted(rows, lcp, lengths)
+        return cls.of_sorted(rows, lcp, lengths)
 
     @classmethod
-    def _of_sorted(cls, rows: NDArray[np.int32], lcp: NDArray[np.int32], lengths: NDArray[np.int32]) -> PrefixTree:
+    def of_sorted(cls, rows: NDArray[np.int32], lcp: NDArray[np.int32], lengths: NDArray[np.int32]) -> PrefixTree:
+        """The tree of rows that are sorted already, see the columns of those names."""
         parent, depth, first, last, leaf = _nodes(lcp, lengths[rows])
         return cls(rows, lcp, lengths, parent, depth, first, last, leaf)
 
@@ -97,7 +98,7 @@ class PrefixTree:
     def select(self, keep: NDArray[np.bool_]) -> PrefixTree:
         """The tree of the rows for which `keep` (bool, by row) is true, in one linear pass. Rows keep their numbers."""
         rows, lcp = _select(self.rows, self.lcp, keep)
-        return PrefixTree._of_sorted(rows, lcp, self.lengths)
+        return PrefixTree.of_sorted(rows, lcp, self.lengths)
 
     def aggregate(self, values: NDArray[Any]) -> NDArray[Any]:
         """Sum a column (by row) over the rows below each node: [nodes], int64 for integers, else float64."""

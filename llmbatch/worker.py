@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -13,7 +13,16 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from llmbatch.answers import Answering, Sink, Window, add_answers, check_columns, no_rows, tokens_of
+from llmbatch.answers import (
+    ROWS_AT_RISK,
+    SECONDS_AT_RISK,
+    Answering,
+    Sink,
+    Window,
+    add_answers,
+    check_columns,
+    no_rows,
+)
 from llmbatch.columns import find_field
 from llmbatch.cost import SEQUENTIAL, CostModel, ModelShape
 from llmbatch.engines.placeholder import PlaceholderEngine, placeholder_texts
@@ -23,12 +32,13 @@ from llmbatch.gate import Gate
 from llmbatch.hardware import find_hardware, measure_cpu
 from llmbatch.memory import available_memory
 from llmbatch.options import Options
-from llmbatch.progress import Advance, Progress, Silence
+from llmbatch.progress import Progress, Silence
 from llmbatch.rehearsal import rehearse
 from llmbatch.report import Report, Tally
 from llmbatch.requests import Requests, Shard
 from llmbatch.sampling import check_sampling_column
 from llmbatch.shard import build_shard
+from llmbatch.single import Gathered, OneWindow
 from llmbatch.stream import Stream, Totals
 from llmbatch.tokenize import load_tokenizer
 from llmbatch.workload import Pool
@@ -168,14 +178,22 @@ class Worker:
         shard = self.shard(table, keys)
         return Window.of(table, shard, number=number, first=first, keys=keys, contents=contents, earlier=earlier)
 
-    def stream(self, feed: Feed[Window], sink: Sink) -> Totals:
+    def stream(
+        self,
+        feed: Feed[Window],
+        sink: Sink,
+        *,
+        rows_at_risk: int = ROWS_AT_RISK,
+        seconds_at_risk: float = SECONDS_AT_RISK,
+    ) -> Totals:
         """Answer every row of the feed's windows. Raises what the sink raises, `Stop` among it, and JobError.
 
-        Rows that were answered before it raised have been handed to the sink.
+        Answers are handed to the sink when there are `rows_at_risk` of them or the first has waited for
+        `seconds_at_risk`, and where the stream ends, also by an error.
         """
         self.load()
         timeout = math.inf if self.options.row_timeout is None else self.options.row_timeout
-        answering = Answering(sink, self._texts, timeout)
+        answering = Answering(sink, self._texts, timeout, rows_at_risk=rows_at_risk, seconds_at_risk=seconds_at_risk)
         stream = Stream(self, self.pool, self.cost, self.options.scheduling, answering, row_timeout=timeout)
         try:
             totals = stream.run(feed)
@@ -200,8 +218,8 @@ class Worker:
             progress.say(note)
         progress.start(table.num_rows)
         gate = Gate(rows=table.num_rows, max_error_rate=None, raises=self.options.on_error == "raise")
-        sink = _Gathered(progress, gate)
-        totals = self.stream(_One(window), sink)
+        sink = Gathered(progress, gate)
+        totals = self.stream(OneWindow(window), sink)
         answered = add_answers(table, sink.batches)
         seconds = time.perf_counter() - begun - loading
         tally = Tally.of(answered, window)
@@ -254,46 +272,6 @@ class Worker:
                 found = [at for at in map(texts[i].find, stop) if at >= 0]
                 texts[i] = texts[i][: min(found, default=len(texts[i]))]
         return texts
-
-
-@dataclass(slots=True)
-class _One:
-    """A feed of one window."""
-
-    window: Window | None
-
-    def next(self, wait: bool) -> Window | None:
-        """The window, once."""
-        window, self.window = self.window, None
-        return window
-
-
-@dataclass(slots=True)
-class _Gathered:
-    """Keeps the answers of a table, and counts them for a progress display."""
-
-    progress: Progress
-    gate: Gate
-    batches: list[pa.RecordBatch] = field(default_factory=list)
-    rows: int = 0
-    tokens: int = 0
-
-    def joined(self, window: Window) -> None:
-        """Nothing."""
-
-    def begun(self, window: Window, rows: NDArray[np.int32]) -> None:
-        """Nothing."""
-
-    def answered(self, window: Window, rows: pa.RecordBatch) -> None:
-        """Keep a batch."""
-        self.gate.answered(0, rows)
-        self.batches.append(rows)
-        self.rows += rows.num_rows
-        self.tokens += tokens_of(rows)
-        self.progress.advance(Advance(self.rows, self.tokens))
-
-    def tick(self) -> None:
-        """Nothing."""
 
 
 def _out_of_memory(error: Exception, what: str) -> JobError:

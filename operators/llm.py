@@ -21,16 +21,21 @@ from llmbatch.worker import Worker
 
 Batch = TypeVar("Batch")
 
-_workers: dict[str, Worker] = {}  # by configuration; one process loads a model once
+_workers: dict[str, Worker] = {}  # by configuration
+
+
+def worker_of(options: Options) -> Worker:
+    """The worker of a configuration: one process loads a model once."""
+    key = repr(options)
+    if key not in _workers:
+        _workers[key] = Worker(options)
+    return _workers[key]
 
 
 def answer(options: Options, batch: Any) -> Any:
     """The batch with its answers, in the kind it came: pyarrow, pandas, Polars, or a dict of arrays."""
     table = _to_arrow(batch)
-    key = repr(options)
-    if key not in _workers:
-        _workers[key] = Worker(options)
-    return _like(batch, _workers[key].answer(table).table)
+    return _like(batch, worker_of(options).answer(table).table)
 
 
 def _to_arrow(batch: Any) -> pa.Table:

@@ -1,0 +1,53 @@
+"""One table through a stream: a feed of one window, and a sink that keeps its answers in memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from llmbatch.answers import Window, tokens_of
+from llmbatch.gate import Gate
+from llmbatch.progress import Advance, Progress
+
+
+@dataclass(slots=True)
+class OneWindow:
+    """A feed of one window."""
+
+    window: Window | None
+
+    def next(self, wait: bool) -> Window | None:
+        """The window, once."""
+        window, self.window = self.window, None
+        return window
+
+
+@dataclass(slots=True)
+class Gathered:
+    """Keeps the answers of a table, and counts them for a progress display."""
+
+    progress: Progress
+    gate: Gate
+    batches: list[pa.RecordBatch] = field(default_factory=list)
+    rows: int = 0
+    tokens: int = 0
+
+    def joined(self, window: Window) -> None:
+        """Nothing."""
+
+    def begun(self, window: Window, rows: NDArray[np.int32]) -> None:
+        """Nothing."""
+
+    def answered(self, window: Window, rows: pa.RecordBatch) -> None:
+        """Keep a batch."""
+        self.gate.answered(0, rows)
+        self.batches.append(rows)
+        self.rows += rows.num_rows
+        self.tokens += tokens_of(rows)
+        self.progress.advance(Advance(self.rows, self.tokens))
+
+    def tick(self) -> None:
+        """Nothing."""

@@ -1,0 +1,283 @@
+"""One engine of a job on Ray: it answers shards, several at a time, and is not drained between them.
+
+Ray Data calls an actor once for each shard, from several threads. A call makes windows of its shard's rows and waits;
+the engine has a thread of its own and takes a window when no row of the last one waits any more. So the rows of the
+next shard join before the last answers of this one have ended. Answered rows are reported to the ledger while the
+engine goes on. Rows suspected of having killed an engine's process run with few or none beside them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from llmbatch.answers import ROWS, Window, add_answers, no_rows
+from llmbatch.errors import JobError, RowError
+from llmbatch.operators.flight import ROW, Flight
+from llmbatch.operators.ledger import MOST_DEATHS, MOST_SUSPECTS, REPORT, Known
+from llmbatch.operators.sharding import occurrences
+from llmbatch.worker import Worker
+
+_ROWS_AT_RISK = 256
+_SECONDS_AT_RISK = 1.0
+_ROWS_HELD, _SECONDS_HELD = 64, 0.25  # by the stream: what it holds is in flight still
+_ODD = np.uint64(0x9E3779B97F4A7C15)
+
+
+class Reports(Protocol):
+    """The ledger, as a call sees it."""
+
+    def begin(self, shard: int) -> Known:
+        """A call begins to work on a shard."""
+        ...
+
+    def report(self, shard: int, call: int, answers: pa.RecordBatch, *, last: bool) -> None:
+        """Rows of a shard were answered in a call."""
+        ...
+
+
+class FeedOfShards:
+    """Windows of several shards (`llmbatch.stream.Feed`). Suspects wait for an empty engine, and run apart.
+
+    A stream may keep its last answers until it ends. So it ends when there is nothing to run, and before and after
+    suspects, who shall not be suspected of what the next ones do; and another one begins.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._windows: deque[Window] = deque()
+        self._suspects: deque[Window] = deque()
+        self._apart = False  # what is in the engine is to stay apart
+        self._used = False  # by this stream
+        self._closed = False
+
+    def put(self, window: Window, *, apart: bool) -> None:
+        """Run a window, `apart` from all others or not."""
+        with self._changed:
+            (self._suspects if apart else self._windows).append(window)
+            self._changed.notify()
+
+    def close(self) -> None:
+        """There are no more."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+
+    def wait(self) -> bool:
+        """Wait until there is something for a new stream; False: there are no more."""
+        with self._changed:
+            self._used = self._apart = False
+            self._changed.wait_for(lambda: self._windows or self._suspects or self._closed)
+            return bool(self._windows or self._suspects)
+
+    def next(self, wait: bool) -> Window | None:
+        """The next window, if one is ready that may join. An engine that would `wait` for one is empty."""
+        with self._changed:
+            if self._apart or (self._suspects and self._used):
+                return None
+            self._apart = bool(self._suspects)
+            queue = self._suspects or self._windows
+            self._used = self._used or bool(queue)
+            return queue.popleft() if queue else None
+
+
+class Call:
+    """The rows of a shard on their way through an engine."""
+
+    def __init__(self, shard: int, table: pa.Table, hashes: NDArray[np.uint64], known: Known, flight: Flight) -> None:
+        """`hashes` uint64 [rows] are those of the prompts."""
+        self._shard, self._number, self._flight = shard, known.call, flight
+        self.table = table
+        self._rows = np.zeros(table.num_rows, ROW)
+        self._rows["shard"], self._rows["row"], self._rows["occurrence"] = shard, hashes, occurrences(hashes)
+        self._slots = np.full(table.num_rows, -1, np.int64)  # in the flight
+        self._deaths = np.zeros(table.num_rows, np.int32)
+        for (row, occurrence), deaths in known.deaths.items():
+            self._deaths[(hashes == row) & (self._rows["occurrence"] == occurrence)] = deaths
+        self._batches = [_recall(known.answers, hashes)]
+        self._todo = np.ones(table.num_rows, np.bool_)
+        self._todo[self._batches[0]["row"].to_numpy()] = False
+        self._changed = threading.Condition()
+        self._fresh: list[pa.RecordBatch] = []
+        self._error: BaseException | None = None
+
+    @property
+    def keys(self) -> NDArray[np.uint64]:
+        """What tells each row from all others of the job: draws without a seed depend on it."""
+        rows = self._rows
+        keys: NDArray[np.uint64] = rows["row"] ^ (rows["shard"] + rows["occurrence"].astype(np.uint64) * _ODD)
+        return keys
+
+    def parts(self) -> Iterator[tuple[NDArray[np.int64], int]]:
+        """Rows that are to be run beside each other, and in how many deaths they were involved."""
+        for deaths in range(MOST_DEATHS + 1):
+            rows = np.flatnonzero(self._todo & (np.minimum(self._deaths, MOST_DEATHS) == deaths))
+            most = {1: MOST_SUSPECTS, 2: 1}.get(deaths, max(1, len(rows)))
+            for start in range(0, len(rows), most):
+                yield rows[start : start + most], deaths
+
+    def begun(self, rows: NDArray[np.int64]) -> None:
+        """Rows are given to the engine, some of them perhaps once more."""
+        fresh = rows[self._slots[rows] < 0]
+        self._slots[fresh] = self._flight.enter(self._rows[fresh])
+
+    def answered(self, rows: NDArray[np.int64], answers: pa.RecordBatch) -> None:
+        """Rows have their answers; `answers` are of `ROWS`."""
+        self._flight.end(self._slots[rows[self._slots[rows] >= 0]])
+        columns = answers.columns
+        columns[0] = pa.array(rows.astype(np.int32))
+        columns[-1] = pa.array(columns[-1].to_numpy() + self._deaths[rows])
+        with self._changed:
+            self._fresh.append(pa.RecordBatch.from_arrays(columns, schema=ROWS))
+            self._changed.notify()
+
+    def fail(self, error: BaseException) -> None:
+        """The engine is no more."""
+        with self._changed:
+            self._error = error
+            self._changed.notify()
+
+    def finish(self, reports: Reports) -> pa.Table:
+        """Report rows until none is left; the table with its answers. Raises what the engine failed of."""
+        left = int(self._todo.sum())
+        while left:
+            fresh = self._take(left)
+            if fresh.num_rows == 0:
+                continue
+            left -= fresh.num_rows
+            rows = fresh["row"].to_numpy()
+            known = [pa.array(self._rows["row"][rows]), pa.array(self._rows["occurrence"][rows])]
+            answers = pa.RecordBatch.from_arrays([*known, *fresh.columns[1:]], schema=REPORT)
+            reports.report(self._shard, self._number, answers, last=left == 0)
+            self._flight.leave(self._slots[rows[self._slots[rows] >= 0]])
+            self._batches.append(fresh)
+        return add_answers(self.table, self._batches)
+
+    def _take(self, left: int) -> pa.RecordBatch:
+        """The fresh answers, when there are some to report or a second has passed."""
+        enough = min(left, _ROWS_AT_RISK)
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._error is not None or sum(batch.num_rows for batch in self._fresh) >= enough,
+                _SECONDS_AT_RISK,
+            )
+            if self._error is not None:
+                raise self._error
+            fresh, self._fresh = self._fresh, []
+        return pa.concat_batches([no_rows(), *fresh])
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    call: Call
+    rows: NDArray[np.int64]  # of its table
+    deaths: int  # that these rows were involved in
+
+
+class SharedEngine:
+    """An engine in a thread of its own, which several calls use at once. The weights are loaded there, at once."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        self._feed = FeedOfShards()
+        self._numbers = itertools.count()
+        self._parts: dict[int, _Part] = {}  # by number of the window
+        self._error: BaseException | None = None
+        self._lock = threading.Lock()
+        threading.Thread(target=self._run, name="engine", daemon=True).start()
+
+    def answer(self, call: Call, reports: Reports) -> pa.Table:
+        """The call's table with its answers. Raises what the engine fails of: JobError, ModelError."""
+        parts = {next(self._numbers): _Part(call, rows, deaths) for rows, deaths in call.parts()}
+        windows = [self._window(number, part) for number, part in parts.items()]
+        with self._lock:
+            if self._error is not None:
+                raise self._error
+            self._parts.update(parts)
+        for window, part in zip(windows, parts.values(), strict=True):
+            self._feed.put(window, apart=0 < part.deaths < MOST_DEATHS)
+        try:
+            return call.finish(reports)
+        finally:
+            with self._lock:
+                for number in parts:
+                    del self._parts[number]
+
+    def close(self) -> None:
+        """End the thread when it has answered what it was given."""
+        self._feed.close()
+
+    def joined(self, window: Window) -> None:
+        """Nothing."""
+
+    def begun(self, window: Window, rows: NDArray[np.int32]) -> None:
+        """Rows are given to the engine."""
+        part = self._parts[window.number]
+        part.call.begun(part.rows[rows])
+
+    def answered(self, window: Window, rows: pa.RecordBatch) -> None:
+        """Hand answers to the call they are of."""
+        if self._worker.options.on_error == "raise" and rows["error"].null_count < rows.num_rows:
+            first = rows.filter(rows["error"].is_valid()).slice(0, 1)
+            raise JobError(
+                f"a row failed ({first['error_kind'][0]}): {first['error'][0]}; "
+                "on_error='column' keeps such rows, with their error, and goes on"
+            )
+        part = self._parts[window.number]
+        part.call.answered(part.rows[rows["row"].to_numpy()], rows)
+
+    def tick(self) -> None:
+        """Nothing."""
+
+    def _window(self, number: int, part: _Part) -> Window:
+        rows = part.rows
+        table = part.call.table.take(pa.array(rows))
+        keys = part.call.keys[rows]
+        shard = self._worker.shard(table, keys)
+        if part.deaths == MOST_DEATHS:
+            error = RowError(
+                "engine",
+                f"the process of the engine died {MOST_DEATHS} times while it ran this row, "
+                "the last time with no other row beside it",
+            )
+            shard = replace(
+                shard,
+                requests=shard.requests.take(np.empty(0, np.int64)),
+                request_of=np.full(len(rows), -1, np.int32),
+                errors=dict.fromkeys(range(len(rows)), error),
+            )
+        return Window.of(table, shard, number=number, first=0, keys=keys, contents=keys, earlier=no_rows())
+
+    def _run(self) -> None:
+        try:
+            self._worker.load()
+            while self._feed.wait():
+                self._worker.stream(self._feed, self, rows_at_risk=_ROWS_HELD, seconds_at_risk=_SECONDS_HELD)
+        except BaseException as error:  # raised in the threads that wait for answers
+            with self._lock:
+                self._error = error
+                calls = {part.call for part in self._parts.values()}
+            for call in calls:
+                call.fail(error)
+
+
+def _recall(answers: pa.Table, hashes: NDArray[np.uint64]) -> pa.RecordBatch:
+    """What the ledger knows (`REPORT`) as answers of these rows (`ROWS`)."""
+    order = np.argsort(hashes, kind="stable")
+    ordered = hashes[order]
+    wanted = answers["row"].to_numpy()
+    place = np.searchsorted(ordered, wanted) + answers["occurrence"].to_numpy()
+    there = np.flatnonzero(place < len(hashes))
+    there = there[ordered[place[there]] == wanted[there]]
+    rows, first = np.unique(order[place[there]], return_index=True)
+    answers = answers.take(pa.array(there[first])).drop_columns(["row", "occurrence"])
+    columns = [pa.array(rows.astype(np.int32)), *(column.combine_chunks() for column in answers.columns)]
+    return pa.RecordBatch.from_arrays(columns, schema=ROWS)

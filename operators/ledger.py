@@ -1,0 +1,127 @@
+"""What the actors of a job have answered, kept where its driver runs, so that a death costs only what was in flight.
+
+Ray Data runs a call again from its beginning when its actor dies, and when the node that held its output is lost. So
+actors report rows as they are answered, and ask for those of a shard before they run it. The answers lie on disk, a
+journal a shard (`llmbatch.journal`); memory holds counts.
+
+A row may kill the process that runs it, and then the next one. Which row it was nobody knows, so all that ran are
+suspects, and the ledger counts in how many deaths each was involved. After one a row is to be run among few suspects,
+after two with no other beside it, and if that kills the process again, it gets an error.
+
+Each call has a number, and reports of a shard's earlier calls are not taken: an actor that was cut off with its node
+may still be at work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from llmbatch.answers import SCHEMA, tokens_of
+from llmbatch.journal import Journal
+from llmbatch.operators.flight import RUNNING
+from llmbatch.progress import Advance, Progress
+from llmbatch.storage import Place
+
+# A row of a shard is known by the hash of its prompt and how many equal ones come before it there.
+REPORT = pa.schema([pa.field("row", pa.uint64()), pa.field("occurrence", pa.int32()), *SCHEMA])
+MOST_SUSPECTS = 32  # of one death, beside each other
+MOST_DEATHS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What the ledger says to a call about its shard."""
+
+    call: int
+    answers: pa.Table  # of REPORT
+    deaths: Mapping[tuple[int, int], int]  # by row and occurrence: in how many deaths it was involved
+
+
+@dataclass(frozen=True, slots=True)
+class Home:
+    """Where a process has the file of its rows in flight."""
+
+    node: str
+    file: str
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """What happened so far."""
+
+    answered: int  # rows
+    deaths: int  # of processes that ran rows
+    lost: int  # rows that were in flight then
+
+
+class Ledger:
+    """Takes the answers of all actors of one job of `rows` rows. Lives in a process of its own, as a Ray actor."""
+
+    def __init__(self, folder: str, rows: int, progress: Progress) -> None:
+        """Goes on with what is in `folder`."""
+        self._place = Place.at(folder)
+        self._place.make()
+        self._progress = progress
+        self._journals: dict[int, Journal] = {}
+        self._calls: dict[int, int] = {}
+        self._deaths: dict[int, dict[tuple[int, int], int]] = {}
+        self._died = self._lost = 0
+        self._homes: dict[str, Home] = {}
+        self._total, self._rows, self._tokens = rows, 0, 0
+        for name in self._place.names():
+            for record in self._journal(int(name, 16)).records():
+                self._count(record)
+
+    def settle(self, actor: str, home: Home) -> Home | None:
+        """An actor's process begins. Returns where its last process, which must have died, had its home."""
+        before, self._homes[actor] = self._homes.get(actor), home
+        return before
+
+    def begin(self, shard: int) -> Known:
+        """A call begins to work on a shard; what earlier calls report from now on is not taken."""
+        if not self._calls:
+            self._progress.start(self._total)
+        call = self._calls[shard] = self._calls.get(shard, 0) + 1
+        records = list(self._journal(shard).records())
+        return Known(call, pa.Table.from_batches(records, schema=REPORT), self._deaths.get(shard, {}))
+
+    def report(self, shard: int, call: int, answers: pa.RecordBatch, *, last: bool) -> None:
+        """Rows (`REPORT`) of a shard were answered in a call; `last`: no row of it is left."""
+        if self._calls.setdefault(shard, call) != call:
+            return
+        self._journal(shard).append(answers)
+        if last:
+            self._journal(shard).close()
+        self._count(answers)
+        self._progress.advance(Advance(self._rows, self._tokens))
+
+    def died(self, rows: NDArray[np.void]) -> None:
+        """A process ended with these rows in flight (`llmbatch.operators.flight.ROW`)."""
+        self._died += 1
+        self._lost += len(rows)
+        for shard, row, occurrence, state in rows.tolist():
+            if state == RUNNING:
+                deaths = self._deaths.setdefault(shard, {})
+                deaths[row, occurrence] = deaths.get((row, occurrence), 0) + 1
+
+    def counts(self) -> Counts:
+        """What happened so far."""
+        return Counts(self._rows, self._died, self._lost)
+
+    def homes(self) -> list[Home]:
+        """Where the last process of each actor has its home."""
+        return list(self._homes.values())
+
+    def _journal(self, shard: int) -> Journal:
+        if shard not in self._journals:
+            self._journals[shard] = Journal.open(self._place, f"{shard:016x}")
+        return self._journals[shard]
+
+    def _count(self, answers: pa.RecordBatch) -> None:
+        self._rows += answers.num_rows
+        self._tokens += tokens_of(answers)

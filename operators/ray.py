@@ -1,0 +1,282 @@
+"""`map_dataset`: a model over a Ray dataset, with shared prefixes in one place and nothing run twice but what was lost.
+
+`ds.map_batches(LLMOperator(...))` cuts a dataset wherever its blocks end. Here it is read twice. At once, tasks
+outline each row (`llmbatch.operators.sharding`), and the driver cuts shards of equal predicted seconds that keep
+prefixes together. Later, when the dataset that is returned is executed, a row is looked up, sorted to its shard, and
+each shard is one call of an actor; the calls of an actor overlap in its engine (`llmbatch.operators.actor`). That is
+an ordinary lazy pipeline, so Ray Data's autoscaling, retries and checkpoints do with it what they do with others.
+
+A shard travels as one row, a table in Arrow's stream format: so that a batch of one row is a whole shard, however many
+blocks Ray Data cuts it into, and Ray Data wants a batch size where there are GPUs.
+"""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import os
+import shutil
+import sys
+import tempfile
+import warnings
+import weakref
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+import ray
+import ray.data
+from numpy.typing import NDArray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from llmbatch.answers import output_schema
+from llmbatch.errors import DataError, ParameterError
+from llmbatch.operators.actor import Call, SharedEngine
+from llmbatch.operators.flight import Flight, left_behind
+from llmbatch.operators.ledger import Home, Known, Ledger
+from llmbatch.operators.llm import worker_of
+from llmbatch.operators.sharding import OUTLINE, ROWS_PER_SHARD, Shards, cut, outline
+from llmbatch.options import Options
+from llmbatch.progress import Lines, Silence
+from llmbatch.rowhash import hash_rows
+from llmbatch.worker import Worker
+
+if TYPE_CHECKING:
+    from llmbatch.operators.llm import LLMOperator
+
+_SHARD = "_llmbatch_shard"  # column
+_CALLS = 3  # of an actor at once: one whose last answers end, one that runs, one that is made ready
+_OUTLINED = 8192  # rows at once
+
+
+def map_dataset(
+    ds: ray.data.Dataset,
+    op: LLMOperator,
+    *,
+    concurrency: int | tuple[int, int],
+    num_cpus: float | None = None,
+    num_gpus: float | None = None,
+    memory: float | None = None,
+    resources: dict[str, float] | None = None,
+    rows_per_shard: int = ROWS_PER_SHARD,
+    quiet: bool = False,
+) -> ray.data.Dataset:
+    """Every row of a Ray dataset with the columns of its answer, on several actors.
+
+    `op` is `LLMOperator(...)`. `concurrency` is the number of actors, or the fewest and the most of a pool that
+    grows and shrinks; the four after it are what each takes of its node. The dataset's prompts are read at once, and
+    the whole of it when the returned dataset is executed. Its rows come in no particular order, each of them once.
+    A shard has about `rows_per_shard` rows at most: what Ray Data's checkpoints take at once. Progress is written by
+    an actor beside the driver, whose output Ray shows there, unless `quiet`. Raises `InputError`.
+
+        answer = LLMOperator(model="Qwen/Qwen3-8B", prompt="question", chat=True, max_tokens=256)
+        ds = map_dataset(ds, answer, concurrency=8, num_gpus=1)
+        ds.write_parquet("answers")
+    """
+    options = getattr(op, "options", None)
+    if not isinstance(options, Options):
+        raise ParameterError(f"map_dataset takes LLMOperator(...), got {op!r}")
+    fewest, most = _actors(concurrency)
+    if rows_per_shard < 1:
+        raise ParameterError(f"rows_per_shard must be at least 1, got {rows_per_shard}")
+    given = {"num_cpus": num_cpus, "num_gpus": num_gpus, "memory": memory, "resources": resources}
+    _warn_of_too_few_cpus(fewest, num_cpus if num_cpus is not None else 0.0 if num_gpus else 1.0)
+    worker = worker_of(options)
+    schema = _checked(ds, worker)
+    outlines = _outlines(ds, options)
+    if not outlines.num_rows:
+        return ray.data.from_arrow(output_schema(schema).empty_table())
+    shards = cut(outlines, worker.cost, worker.pool, options.scheduling, actors=most, rows_per_shard=rows_per_shard)
+    ledger = _start_ledger(outlines.num_rows, quiet)
+    assigned = _map(
+        ds, _assign, fn_kwargs={"options": options, "shards": ray.put(shards)}, udf_modifying_row_count=False
+    )
+    packed = _map(assigned.sort(_SHARD, boundaries=list(range(1, shards.count))), _pack)
+    return _map(
+        packed,
+        _Actor,
+        fn_constructor_kwargs={"options": options, "ledger": ledger},
+        batch_size=1,
+        compute=_pool(fewest, most),
+        **{name: value for name, value in given.items() if value is not None},
+    )
+
+
+def _map(ds: Any, function: Any, *, batch_size: int | None = None, **options: Any) -> ray.data.Dataset:
+    mapped: ray.data.Dataset = ds.map_batches(
+        function, batch_size=batch_size, batch_format="pyarrow", zero_copy_batch=True, **options
+    )
+    return mapped
+
+
+def _pool(fewest: int, most: int) -> ray.data.ActorPoolStrategy:
+    return ray.data.ActorPoolStrategy(
+        min_size=fewest,
+        max_size=most,
+        # A pool that may grow does so where more calls wait; a shard that waits for one actor is lost to the others.
+        max_tasks_in_flight_per_actor=_CALLS if fewest == most else 2 * _CALLS,
+        max_concurrent_calls_per_actor=_CALLS,
+        enable_true_multi_threading=True,
+    )
+
+
+def _actors(concurrency: Any) -> tuple[int, int]:
+    pair = concurrency if isinstance(concurrency, tuple) else (concurrency, concurrency)
+    if len(pair) != 2 or not all(isinstance(number, int) for number in pair) or not 1 <= pair[0] <= pair[1]:
+        raise ParameterError(
+            "concurrency must be a number of actors or a pair of the fewest and the most, at least 1, "
+            f"got {concurrency!r}"
+        )
+    return pair
+
+
+def _warn_of_too_few_cpus(actors: int, each: float) -> None:
+    untyped: Any = ray
+    there = untyped.cluster_resources().get("CPU", 0.0)
+    if actors * each > there - 1:
+        warnings.warn(
+            f"the actors take {actors * each:g} of the cluster's {there:g} CPUs, and reading and sorting need one: "
+            "lower concurrency or num_cpus, unless the cluster grows",
+            stacklevel=3,
+        )
+
+
+def _checked(ds: ray.data.Dataset, worker: Worker) -> pa.Schema:
+    """The dataset's schema. Raises DataError where its rows cannot be answered."""
+    schema = ds.schema()
+    if schema is not None and isinstance(schema.base_schema, pa.Schema):
+        known = schema.base_schema
+    else:  # of pandas blocks, for example
+        first = ray.get(ds.limit(1).to_arrow_refs())
+        known = first[0].schema if first else pa.schema([])
+    worker.check(known)
+    if _SHARD in known.names:
+        raise DataError(f"the dataset has a column {_SHARD!r}, which map_dataset needs: rename it")
+    return known
+
+
+def _outlines(ds: ray.data.Dataset, options: Options) -> pa.Table:
+    """The outlines of all rows, read now."""
+    columns = _columns(options)
+    needed = ds.select_columns(columns) if columns else ds
+    outlined = _map(needed, _outline, fn_kwargs={"options": options}, batch_size=_OUTLINED)
+    # Nothing is called for blocks without rows, and they stay without the columns.
+    tables = [table for table in ray.get(outlined.to_arrow_refs()) if table.num_rows]
+    return pa.concat_tables([OUTLINE.empty_table(), *tables])
+
+
+def _outline(table: pa.Table, *, options: Options) -> pa.Table:
+    return outline(worker_of(options).shard(table), _prompt_hashes(table, options))
+
+
+def _prompt_hashes(table: pa.Table, options: Options) -> NDArray[np.uint64]:
+    """The hash of what decides each row's answer."""
+    return hash_rows(table.select(_columns(options)))
+
+
+def _columns(options: Options) -> list[str]:
+    names = (*options.source.columns(), options.sampling_column, options.output_tokens)
+    return list(dict.fromkeys(name for name in names if name is not None))
+
+
+def _assign(table: pa.Table, *, options: Options, shards: Any) -> pa.Table:
+    """The table with the number of each row's shard."""
+    found: Shards = ray.get(shards)
+    contents = hash_rows(table) if found.spread else None
+    return table.append_column(_SHARD, pa.array(found.of(_prompt_hashes(table, options), contents)))
+
+
+def _pack(table: pa.Table) -> pa.Table:
+    """The table as one row."""
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+    return pa.table({"rows": pa.array([memoryview(sink.getvalue())], pa.large_binary())})
+
+
+class _LedgerActor(Ledger):
+    """The ledger in a process beside the driver; its lines are shown there under this name."""
+
+    def __init__(self, folder: str, rows: int, quiet: bool) -> None:
+        super().__init__(folder, rows, Silence() if quiet else Lines(sys.stderr))
+        self._folder = folder
+
+    def __repr__(self) -> str:
+        return "llmbatch"
+
+    def __ray_shutdown__(self) -> None:
+        """Called by Ray when nobody knows this actor any more."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _start_ledger(rows: int, quiet: bool) -> Any:
+    """A ledger on the driver's node. It ends with the last dataset that knows it."""
+    folder = tempfile.mkdtemp(prefix="llmbatch-ledger-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    actor: Any = ray.remote(_LedgerActor)
+    lasting = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": -1}
+    return actor.options(scheduling_strategy=here, **lasting).remote(folder, rows, quiet)
+
+
+class _Reports:
+    """The ledger's actor, called and waited for (`llmbatch.operators.actor.Reports`)."""
+
+    def __init__(self, ledger: Any) -> None:
+        self._ledger = ledger
+
+    def begin(self, shard: int) -> Known:
+        known: Known = ray.get(self._ledger.begin.remote(shard))
+        return known
+
+    def report(self, shard: int, call: int, answers: pa.RecordBatch, *, last: bool) -> None:
+        ray.get(self._ledger.report.remote(shard, call, answers, last=last))
+
+
+class _Actor:
+    """What Ray Data constructs in each actor, and calls with one shard at a time in each of a few threads."""
+
+    def __init__(self, options: Options, ledger: Any) -> None:
+        self._options = options
+        self._reports = _Reports(ledger)
+        context = ray.get_runtime_context()
+        actor = context.get_actor_id()
+        file = Path(tempfile.gettempdir()) / f"llmbatch-flight-{actor}-{os.getpid()}"
+        self._flight = Flight(file)
+        weakref.finalize(self, file.unlink, missing_ok=True)
+        before = ray.get(ledger.settle.remote(actor, Home(context.get_node_id(), str(file))))
+        lost = None if before is None else _lost(before)
+        if lost is not None:
+            ray.get(ledger.died.remote(lost))
+        self._engine = SharedEngine(Worker(options))
+        weakref.finalize(self, self._engine.close)
+
+    def __call__(self, batch: pa.Table) -> pa.Table:
+        table = pa.ipc.open_stream(batch["rows"][0].as_buffer()).read_all()
+        numbers, table = table[_SHARD].to_numpy(), table.drop_columns([_SHARD])
+        hashes = _prompt_hashes(table, self._options)
+        # A shard may come in several parts; the part is known by the shard's number and what rows it has.
+        content = np.concatenate((numbers[:1].astype(np.uint64), np.sort(hashes)))
+        shard = int.from_bytes(hashlib.blake2b(content.tobytes(), digest_size=8).digest(), "little")
+        call = Call(shard, table, hashes, self._reports.begin(shard), self._flight)
+        return self._engine.answer(call, self._reports)
+
+
+def _lost(home: Home) -> NDArray[np.void] | None:
+    """The rows that a process had in flight; None where it did not die of them: it ended itself, or with its node."""
+    there = NodeAffinitySchedulingStrategy(home.node, soft=False)
+    try:
+        rows: NDArray[np.void] | None = ray.get(_read_flight.options(scheduling_strategy=there).remote(home.file))
+    except ray.exceptions.TaskUnschedulableError:
+        return None
+    return rows
+
+
+@ray.remote(num_cpus=0)
+def _read_flight(file: str) -> NDArray[np.void] | None:
+    if not os.path.exists(file):
+        return None
+    rows = left_behind(Path(file))
+    os.unlink(file)
+    return rows

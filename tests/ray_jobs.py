@@ -1,0 +1,100 @@
+"""Ray jobs for tests: datasets, their ledgers, and the processes of their actors, which can be killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import tempfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import ray
+from numpy.typing import NDArray
+
+from llmbatch.operators import ray as operators_ray
+from llmbatch.operators.flight import RUNNING, left_behind
+from llmbatch.operators.ledger import Counts
+
+
+def start(**options: Any) -> None:
+    """Ray on this machine, or where `address` says, with room for small actors."""
+    ray.init(**{"address": "local", "log_to_driver": False, "configure_logging": False, **options})
+    ray.data.DataContext.get_current().enable_progress_bars = False
+
+
+def rows_of(count: int, *, groups: int = 7) -> pa.Table:
+    """Rows of a few shared prefixes, the last row of each text of its own."""
+    texts = [f"{'prefix ' * 6}{i % groups}: question {i}" for i in range(count)]
+    return pa.table({"id": np.arange(count), "text": texts})
+
+
+def answered(ds: ray.data.Dataset) -> pa.Table:
+    """All rows of a dataset, by id."""
+    return pa.concat_tables(ray.get(ds.to_arrow_refs())).sort_by("id")
+
+
+class Job:
+    """`map_dataset`, whose ledger a test may look into."""
+
+    def __init__(self, ds: ray.data.Dataset, op: Any, **options: Any) -> None:
+        start_ledger = operators_ray._start_ledger
+
+        def kept(rows: int, quiet: bool) -> Any:
+            self.ledger = start_ledger(rows, quiet)
+            return self.ledger
+
+        operators_ray._start_ledger = kept
+        try:
+            self.ds = operators_ray.map_dataset(ds, op, quiet=True, **options)
+        finally:
+            operators_ray._start_ledger = start_ledger
+
+    def counts(self) -> Counts:
+        """What the ledger has counted."""
+        counts: Counts = ray.get(self.ledger.counts.remote())
+        return counts
+
+
+def flights() -> dict[int, NDArray[np.void]]:
+    """The rows that actors have in their engines, by process id."""
+    found = {}
+    for path in Path(tempfile.gettempdir()).glob("llmbatch-flight-*"):
+        process = int(path.name.rpartition("-")[2])
+        rows = left_behind(path)
+        if Path(f"/proc/{process}").exists() and (rows["state"] == RUNNING).any():
+            found[process] = rows
+    return found
+
+
+def when_running(rows: int, then: Callable[[int], None]) -> threading.Thread:
+    """Wait in a thread until an actor has at least so many rows in its engine, then act on its process."""
+
+    def watch() -> None:
+        chosen: list[int] = []
+
+        def found() -> bool:
+            chosen.extend(pid for pid, there in flights().items() if (there["state"] == RUNNING).sum() >= rows)
+            return bool(chosen)
+
+        until(found)
+        then(chosen[0])
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    return thread
+
+
+def until(holds: Callable[[], bool]) -> None:
+    """Look again and again until something holds."""
+    never = threading.Event()
+    while not holds():
+        never.wait(0.01)
+
+
+def kill(process: int) -> None:
+    """End a process as the kernel does when memory runs out."""
+    os.kill(process, signal.SIGKILL)

@@ -1,0 +1,85 @@
+"""`map_dataset` on real Ray: every row once with its answer, whatever dies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, cast
+
+import pyarrow as pa
+import pytest
+
+ray = pytest.importorskip("ray")
+pytest.importorskip("ray.data")
+
+from llmbatch import DataError, LLMOperator, ParameterError  # noqa: E402
+from llmbatch.answers import COLUMNS  # noqa: E402
+from llmbatch.operators.ray import map_dataset  # noqa: E402
+from tests.models import tiny_model_folder  # noqa: E402
+from tests.ray_jobs import Job, answered, kill, rows_of, start, when_running  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Ray's own, about its settings
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return tiny_model_folder(tmp_path_factory.mktemp("model"), "llama")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster() -> Iterator[None]:
+    start(num_cpus=4, include_dashboard=False)
+    yield
+    ray.shutdown()
+
+
+def operator(model: str, **options: Any) -> Any:
+    return cast(Any, LLMOperator(**{"model": model, "prompt": "text", "kv_memory": 2**24, **options}))
+
+
+def test_rows_have_the_answers_of_an_undisturbed_run_when_an_actor_is_killed(model: str) -> None:
+    op = operator(model, max_tokens=60, ignore_eos=True)
+    table = rows_of(240)
+    job = Job(ray.data.from_arrow(table).repartition(5), op, concurrency=2, num_cpus=0.1, rows_per_shard=40)
+    killer = when_running(20, kill)
+    found = answered(job.ds)
+    killer.join()
+    told = ["id", "text", "generated_text", "finish_reason", "error"]
+    assert found.column_names == ["id", "text", *COLUMNS]
+    assert found.select(told).equals(op(table).select(told))
+    counts = job.counts()
+    assert (counts.answered, counts.deaths) == (240, 1)
+    assert counts.lost <= 120  # of the three shards that an actor has at most
+    assert set(found["attempts"].to_pylist()) == {1, 2}
+
+
+def test_a_dataset_without_rows_stays_without(model: str) -> None:
+    op = operator(model, engine="simulated")
+    found = map_dataset(ray.data.from_arrow(rows_of(0)), op, concurrency=1, num_cpus=0.1, quiet=True).materialize()
+    assert found.count() == 0
+    assert found.schema().names == ["id", "text", *COLUMNS]
+
+
+def test_what_is_wrong_is_said_before_anything_runs(model: str) -> None:
+    ds = ray.data.from_arrow(rows_of(3))
+    op = operator(model, engine="simulated")
+    with pytest.raises(ParameterError, match=r"^map_dataset takes LLMOperator\(\.\.\.\), got <class 'int'>$"):
+        map_dataset(ds, cast(Any, int), concurrency=1)
+    expected = r"^concurrency must be a number of actors or a pair of the fewest and the most, at least 1, got "
+    for concurrency in (0, (2, 1), (1, 2, 3), (0, 1), "2", 2.5):
+        with pytest.raises(ParameterError, match=expected):
+            map_dataset(ds, op, concurrency=cast(Any, concurrency))
+    with pytest.raises(ParameterError, match=r"^rows_per_shard must be at least 1, got 0$"):
+        map_dataset(ds, op, concurrency=1, rows_per_shard=0)
+    with pytest.raises(DataError, match=r"^the prompt column 'question' is not in the input"):
+        map_dataset(ds, operator(model, engine="simulated", prompt="question"), concurrency=1)
+    taken = ray.data.from_arrow(pa.table({"text": ["a"], "_llmbatch_shard": [1]}))
+    with pytest.raises(
+        DataError, match=r"^the dataset has a column '_llmbatch_shard', which map_dataset needs: rename it$"
+    ):
+        map_dataset(taken, op, concurrency=1)
+
+
+def test_actors_that_leave_no_cpu_are_warned_of(model: str) -> None:
+    ds = ray.data.from_arrow(rows_of(0))
+    with pytest.warns(UserWarning, match=r"^the actors take 4 of the cluster's 4 CPUs, and reading and sorting need"):
+        map_dataset(ds, operator(model, engine="simulated"), concurrency=4, quiet=True)
