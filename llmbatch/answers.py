@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -36,8 +36,8 @@ SCHEMA = pa.schema(
 )
 ROWS = pa.schema([pa.field("row", pa.int32()), *SCHEMA])  # of a batch: the row's number in its window, its answer
 COLUMNS = tuple(SCHEMA.names)
-ROWS_AT_RISK = 1000  # answers that are gathered before they are handed on
-SECONDS_AT_RISK = 5.0  # or for which the first of them waits
+ROWS_AT_RISK = 1000
+SECONDS_AT_RISK = 5.0
 _REASONS = pa.array(["error", "stop", "length", "error", "error"])  # by `Finish`
 
 Texts = Callable[[Requests, NDArray[np.int32], Sequence[NDArray[np.int32]]], list[str]]
@@ -118,14 +118,20 @@ class Sink(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Risk:
+    """Answers that are gathered before they are handed on: so many rows, or what came in so many seconds."""
+
+    rows: int = field(default_factory=lambda: ROWS_AT_RISK)
+    seconds: float = field(default_factory=lambda: SECONDS_AT_RISK)
+
+
 class Answering:
     """Turns requests that end into rows for a sink (`llmbatch.stream.Taker`)."""
 
-    def __init__(
-        self, sink: Sink, texts: Texts, row_timeout: float, *, rows_at_risk: int, seconds_at_risk: float
-    ) -> None:
+    def __init__(self, sink: Sink, texts: Texts, row_timeout: float, at_risk: Risk) -> None:
         self._sink = sink
-        self._rows_at_risk, self._seconds_at_risk = rows_at_risk, seconds_at_risk
+        self._at_risk = at_risk
         self._texts = texts
         self._broken = {
             Finish.ERROR: RowError("engine", "the model's logits were not finite for this row: try dtype float32"),
@@ -172,7 +178,7 @@ class Answering:
     def tick(self) -> None:
         """Hand on what was gathered, if it is time."""
         waited = time.monotonic() - self._since
-        if self._held and (self._count >= self._rows_at_risk or waited >= self._seconds_at_risk):
+        if self._held and (self._count >= self._at_risk.rows or waited >= self._at_risk.seconds):
             self.flush()
         self._sink.tick()
 
@@ -280,6 +286,6 @@ def add_answers(table: pa.Table, batches: Sequence[pa.RecordBatch]) -> pa.Table:
 
 def add_columns(table: pa.Table, answers: pa.Table | pa.RecordBatch) -> pa.Table:
     """The table with the answers' columns of the same rows beside its own."""
-    for field in SCHEMA:
-        table = table.append_column(field, answers[field.name])
+    for column in SCHEMA:
+        table = table.append_column(column, answers[column.name])
     return table

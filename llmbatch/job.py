@@ -99,6 +99,7 @@ def run(
         command=describe_command(built, model_files=model_digest(worker.folder), id_column=id_column),
         files=source.identity,
         rows=source.num_rows,
+        columns=sorted(source.schema.names),
         window_rows=window_rows_of(window_rows, source.num_rows, source.nbytes),
         preserve_order=preserve_order,
     )
@@ -195,6 +196,7 @@ class _Job:
             "command": layout.command,
             "files": layout.files,
             "rows": layout.rows,
+            "columns": layout.columns,
             "preserve_order": layout.preserve_order,
             "summary": report.to_dict(),
         }

@@ -27,6 +27,7 @@ class Layout:
     command: dict[str, Any]
     files: list[Any]  # `Inputs.identity`
     rows: int
+    columns: list[str]  # of the input, sorted
     window_rows: int
     preserve_order: bool
     generation: int = 0  # counts how often the rows were laid out anew
@@ -96,7 +97,7 @@ def open_job(output: Output, fresh: Layout, source: Inputs, *, retry_errors: boo
     if not changed and not (retry_errors and manifest["summary"]["errors"]):
         return Done(manifest["summary"])
     if changed:
-        _check_change(fresh, manifest["rows"])
+        _check_change(fresh, manifest["rows"], manifest["columns"])
     if not manifest["preserve_order"] and fresh.command["id_column"] is None:
         raise DataError(
             f"the rows of {output.url} are in the order in which they finished (preserve_order=False), so they can "
@@ -116,7 +117,7 @@ def _go_on(
         )
     changed = kept.files != fresh.files
     if changed:
-        _check_change(fresh, kept.rows)
+        _check_change(fresh, kept.rows, kept.columns)
     if not kept.preserve_order and (changed or (retry_errors and not kept.without_errors)):
         what = "with a changed input" if changed else "with its errors"
         raise DataError(
@@ -139,8 +140,12 @@ def _compare(what: str, kept: dict[str, Any], fresh: Layout) -> None:
         raise DataError(f"{what} by another command, in which {told}: give the same command, {_WAY_OUT}")
 
 
-def _check_change(fresh: Layout, rows: int) -> None:
+def _check_change(fresh: Layout, rows: int, columns: Sequence[str]) -> None:
     """Raise DataError where other files can only be another input. Equal rows in other files are the same input."""
+    gone, new = sorted(set(columns) - set(fresh.columns)), sorted(set(fresh.columns) - set(columns))
+    if gone or new:
+        what = f"column {gone[0]!r} is gone" if gone else f"column {new[0]!r} is new"
+        raise DataError(f"the input has changed since this job began: {what}: restore it, {_WAY_OUT}")
     if fresh.command["id_column"] is None and rows != fresh.rows:
         raise DataError(
             f"the input has changed since this job began: it had {rows:,} rows and has {fresh.rows:,}: restore it, "

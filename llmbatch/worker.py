@@ -14,9 +14,8 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from llmbatch.answers import (
-    ROWS_AT_RISK,
-    SECONDS_AT_RISK,
     Answering,
+    Risk,
     Sink,
     Window,
     add_answers,
@@ -183,17 +182,15 @@ class Worker:
         feed: Feed[Window],
         sink: Sink,
         *,
-        rows_at_risk: int = ROWS_AT_RISK,
-        seconds_at_risk: float = SECONDS_AT_RISK,
+        at_risk: Risk | None = None,
     ) -> Totals:
         """Answer every row of the feed's windows. Raises what the sink raises, `Stop` among it, and JobError.
 
-        Answers are handed to the sink when there are `rows_at_risk` of them or the first has waited for
-        `seconds_at_risk`, and where the stream ends, also by an error.
+        Answers are handed to the sink when so many are `at_risk`, and where the stream ends, also by an error.
         """
         self.load()
         timeout = math.inf if self.options.row_timeout is None else self.options.row_timeout
-        answering = Answering(sink, self._texts, timeout, rows_at_risk=rows_at_risk, seconds_at_risk=seconds_at_risk)
+        answering = Answering(sink, self._texts, timeout, at_risk or Risk())
         stream = Stream(self, self.pool, self.cost, self.options.scheduling, answering, row_timeout=timeout)
         try:
             totals = stream.run(feed)

@@ -19,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from llmbatch.answers import ROWS, Window, add_answers, no_rows
+from llmbatch.answers import ROWS, Risk, Window, add_answers, no_rows
 from llmbatch.errors import JobError, RowError
 from llmbatch.operators.flight import ROW, Flight
 from llmbatch.operators.ledger import MOST_DEATHS, MOST_SUSPECTS, REPORT, Known
@@ -28,7 +28,7 @@ from llmbatch.worker import Worker
 
 _ROWS_AT_RISK = 256
 _SECONDS_AT_RISK = 1.0
-_ROWS_HELD, _SECONDS_HELD = 64, 0.25  # by the stream: what it holds is in flight still
+_HELD = Risk(64, 0.25)  # by the stream: what it holds is in flight still
 _ODD = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -120,7 +120,8 @@ class Call:
         """Rows that are to be run beside each other, and in how many deaths they were involved."""
         for deaths in range(MOST_DEATHS + 1):
             rows = np.flatnonzero(self._todo & (np.minimum(self._deaths, MOST_DEATHS) == deaths))
-            most = {1: MOST_SUSPECTS, 2: 1}.get(deaths, max(1, len(rows)))
+            everyone = max(1, len(rows))
+            most = {0: everyone, 1: MOST_SUSPECTS, MOST_DEATHS: everyone}.get(deaths, 1)
             for start in range(0, len(rows), most):
                 yield rows[start : start + most], deaths
 
@@ -246,7 +247,7 @@ class SharedEngine:
             error = RowError(
                 "engine",
                 f"the process of the engine died {MOST_DEATHS} times while it ran this row, "
-                "the last time with no other row beside it",
+                "the last two times with no other row beside it",
             )
             shard = replace(
                 shard,
@@ -260,7 +261,7 @@ class SharedEngine:
         try:
             self._worker.load()
             while self._feed.wait():
-                self._worker.stream(self._feed, self, rows_at_risk=_ROWS_HELD, seconds_at_risk=_SECONDS_HELD)
+                self._worker.stream(self._feed, self, at_risk=_HELD)
         except BaseException as error:  # raised in the threads that wait for answers
             with self._lock:
                 self._error = error

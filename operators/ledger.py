@@ -6,7 +6,7 @@ journal a shard (`llmbatch.journal`); memory holds counts.
 
 A row may kill the process that runs it, and then the next one. Which row it was nobody knows, so all that ran are
 suspects, and the ledger counts in how many deaths each was involved. After one a row is to be run among few suspects,
-after two with no other beside it, and if that kills the process again, it gets an error.
+after two with no other beside it. Processes die of other things too: only when it was alone twice it gets an error.
 
 Each call has a number, and reports of a shard's earlier calls are not taken: an actor that was cut off with its node
 may still be at work.
@@ -30,7 +30,7 @@ from llmbatch.storage import Place
 # A row of a shard is known by the hash of its prompt and how many equal ones come before it there.
 REPORT = pa.schema([pa.field("row", pa.uint64()), pa.field("occurrence", pa.int32()), *SCHEMA])
 MOST_SUSPECTS = 32  # of one death, beside each other
-MOST_DEATHS = 3
+MOST_DEATHS = 4  # of a row, two of them alone
 
 
 @dataclass(frozen=True, slots=True)

@@ -181,6 +181,7 @@ def test_suspects_are_run_few_at_a_time_then_alone_then_not_at_all(ledger: Ledge
     died(ledger, 1, table.slice(0, 70), times=1)
     died(ledger, 1, table.slice(0, 3), times=1)
     died(ledger, 1, table.slice(1, 2), times=1)
+    died(ledger, 1, table.slice(2, 1), times=1)
     died(ledger, 2, table.slice(90), times=1)
     parts = [(rows.tolist(), deaths) for rows, deaths in called(1, table, ledger, flight).parts()]
     assert parts == [
@@ -189,23 +190,24 @@ def test_suspects_are_run_few_at_a_time_then_alone_then_not_at_all(ledger: Ledge
         (list(range(35, 67)), 1),
         (list(range(67, 70)), 1),
         ([0], 2),
-        ([1, 2], 3),
+        ([1], 3),
+        ([2], 4),
     ]
 
 
-def test_a_row_that_killed_the_process_alone_gets_an_error(model: str, ledger: Ledger, flight: Flight) -> None:
+def test_a_row_that_killed_the_process_twice_alone_gets_an_error(model: str, ledger: Ledger, flight: Flight) -> None:
     table = table_of(["good", "deadly", "suspect"])
     died(ledger, 1, table.slice(1, 2), times=1)
-    died(ledger, 1, table.slice(1, 1), times=2)
+    died(ledger, 1, table.slice(1, 1), times=3)
     engine = SharedEngine(simulated(model))
     answered = engine.answer(called(1, table, ledger, flight), ledger)
     engine.close()
     assert answered["finish_reason"].to_pylist() == ["length", "error", "length"]
     assert answered["error_kind"].to_pylist() == [None, "engine", None]
     assert answered["error"][1].as_py() == (
-        "the process of the engine died 3 times while it ran this row, the last time with no other row beside it"
+        "the process of the engine died 4 times while it ran this row, the last two times with no other row beside it"
     )
-    assert answered["attempts"].to_pylist() == [1, 3, 2]
+    assert answered["attempts"].to_pylist() == [1, 4, 2]
     assert answered["num_input_tokens"].to_pylist() == [4, 6, 7]
 
 

@@ -12,8 +12,8 @@ from llmbatch.budget import ClosedLoopBudget, FixedBudget, Rates
 from llmbatch.clock import SimulatedDriver
 from llmbatch.cost import CostModel, Law, Overlap, find_shape
 from llmbatch.driver import EngineDriver
-from llmbatch.engines import Step
 from llmbatch.ends import Blend, InOrder
+from llmbatch.engines import Step
 from llmbatch.engines.simulated import Cascade, Clock, SimulatedEngine, step_seconds
 from llmbatch.hardware import find_hardware
 from llmbatch.schedule import Finished, Scheduler, Waiting

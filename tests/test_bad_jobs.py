@@ -1,0 +1,105 @@
+"""Commands that cannot begin, or cannot go on: one sentence, exit status 2, and nothing on the disk has changed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from llmbatch.cli import main
+from llmbatch.inputs import Inputs
+from tests.jobs import Job, check_refused, contents, rows, small_job
+from tests.models import tiny_model_folder
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return tiny_model_folder(tmp_path_factory.mktemp("model"), "llama")
+
+
+@pytest.fixture
+def job(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Job:
+    return small_job(model, tmp_path, monkeypatch)
+
+
+# Other versions
+
+
+@pytest.mark.parametrize("version", [1, 3])
+def test_an_output_of_another_version_is_refused(job: Job, version: int, capfd: pytest.CaptureFixture[str]) -> None:
+    job.run()
+    manifest = json.loads(job.manifest.read_bytes())
+    job.manifest.write_text(json.dumps({**manifest, "format": version}))
+    said = (
+        f"the output {job.out} was written by another version of llmbatch, in format {version} and not 2: "
+        "choose another name, or replace it with overwrite=True (--overwrite)"
+    )
+    check_refused(job, said, capfd)
+
+
+@pytest.mark.parametrize("version", [1, 3])
+def test_a_job_of_another_version_is_refused(job: Job, version: int, capfd: pytest.CaptureFixture[str]) -> None:
+    job.run_until(25)
+    file = job.work / "job.json"
+    file.write_text(json.dumps({**json.loads(file.read_bytes()), "format": version}))
+    said = (
+        f"the job at {job.out} was begun by another version of llmbatch, in format {version} and not 2: "
+        "finish it with that one, choose another output, or start over with restart=True (--restart)"
+    )
+    check_refused(job, said, capfd)
+    assert job.run(restart=True).rows_resumed == 0
+
+
+# What cannot begin
+
+
+@pytest.mark.parametrize(
+    ("ids", "said"),
+    [
+        (
+            ["a", "b", "c", "b"],
+            "an id_column must have another value in every row, but 'key' is 'b' in rows 1 and 3: drop one of them, "
+            "or name another column",
+        ),
+        (["a", "b", None, "c"], "an id_column must have a value in every row, but 'key' is null in row 2"),
+        (
+            [0, 1, 2, 1],
+            "an id_column must have another value in every row, but 'key' is 1 in rows 1 and 3: drop one of them, "
+            "or name another column",
+        ),
+    ],
+)
+def test_ids_must_be_there_and_differ(job: Job, ids: list[Any], said: str, capfd: pytest.CaptureFixture[str]) -> None:
+    job.write(rows(4).append_column("key", pa.array(ids)))
+    check_refused(job.having(id_column="key"), said, capfd)
+
+
+def test_an_id_column_must_be_a_column(job: Job, capfd: pytest.CaptureFixture[str]) -> None:
+    said = "the id_column column 'key' is not in the input, whose columns are 'id', 'text', 'n'"
+    check_refused(job.having(id_column="key"), said, capfd)
+
+
+def test_the_output_must_lie_apart_from_the_input(job: Job, capfd: pytest.CaptureFixture[str]) -> None:
+    said = f"the output must not be an input, got {job.source}: choose another name"
+    check_refused(job.to("in.parquet"), said, capfd)
+    command = [str(job.folder) if word == str(job.source) else word for word in job.command()]
+    before = contents(job.folder)
+    assert main(command) == 2
+    said = f"the output must lie apart from the inputs, but {job.out} is inside {job.folder}: choose another place"
+    assert capfd.readouterr().err == f"llmbatch: {said}\n"
+    assert contents(job.folder) == before
+
+
+def test_a_window_must_fit_in_memory(
+    job: Job, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("llmbatch.windows.available_memory", lambda: 10_000)
+    each = Inputs.resolve([str(job.source)]).nbytes / 60 * 16
+    said = (
+        f"window_rows must fit in memory, 4 windows at a time, but 20 rows of this input take about {int(20 * each):,} "
+        f"bytes and 10,000 are free: at most {int(10_000 / each)} (--window-rows)"
+    )
+    check_refused(job, said, capfd)

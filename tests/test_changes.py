@@ -1,0 +1,257 @@
+"""What a job that was begun or finished makes of another command, another input, and the same command again."""
+
+from __future__ import annotations
+
+import decimal
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from llmbatch.cli import main
+from tests.jobs import Job, begun, check_goes_on, check_refused, contents, rows, small_job
+from tests.models import tiny_model_folder
+
+OTHER = "choose another output, or start over with restart=True (--restart)"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return tiny_model_folder(tmp_path_factory.mktemp("model"), "llama")
+
+
+@pytest.fixture
+def job(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Job:
+    return small_job(model, tmp_path, monkeypatch)
+
+
+def begin(job: Job) -> None:
+    """Answer some rows of all windows but the last."""
+    job.run_until(25)
+    assert 20 < len(job.kept()) < 60
+
+
+def finish(job: Job) -> None:
+    job.run()
+
+
+STATES = pytest.mark.parametrize("until", [begin, finish])
+
+
+# The same command again
+
+
+def test_a_finished_job_says_so_and_ends_with_status_0(job: Job, capfd: pytest.CaptureFixture[str]) -> None:
+    finish(job)
+    before = contents(job.folder)
+    assert main(job.command("--json")) == 0
+    told = capfd.readouterr()
+    assert told.err == f"llmbatch: the output {job.out} is finished already; --restart starts over\n"
+    assert json.loads(told.out)["finished_before"] is True
+    assert contents(job.folder) == before
+
+
+@STATES
+def test_restart_starts_over(job: Job, until: Callable[[Job], None]) -> None:
+    until(job)
+    job = job.having(max_tokens=30)
+    with begun() as answered:
+        report = job.run(restart=True)
+    assert answered == set(rows()["id"].to_pylist())
+    assert report.rows_resumed == 0
+    assert job.answers().equals(job.undisturbed())
+
+
+@STATES
+def test_how_a_job_is_run_may_change(job: Job, until: Callable[[Job], None]) -> None:
+    until(job)
+    report = job.run(order="input", window_rows=7, kv_memory=2**21, max_running=3, page_size=16)
+    assert report.rows == 60
+
+
+# Another command
+
+
+@STATES
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"max_tokens": 91}, "max_tokens was 90 and is 91"),
+        (
+            {"prompt": None, "template": "Q: {text}"},
+            "prompt was 'text' and is None and template was None and is 'Q: {text}'",
+        ),
+        ({"prompt": "id", "temperature": 0.5}, "prompt was 'text' and is 'id' and temperature was 0.0 and is 0.5"),
+        ({"id_column": "id"}, "id_column was None and is 'id'"),
+        ({"dtype": "bfloat16"}, "dtype was 'float32' and is 'bfloat16'"),
+    ],
+)
+def test_another_command_is_refused(
+    job: Job,
+    until: Callable[[Job], None],
+    changes: dict[str, Any],
+    told: str,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    until(job)
+    what = f"job at {job.out} was begun" if until is begin else f"output {job.out} was made"
+    said = f"the {what} by another command, in which {told}: give the same command, {OTHER}"
+    check_refused(job.having(**changes), said, capfd)
+
+
+@STATES
+def test_another_model_is_refused(
+    job: Job, until: Callable[[Job], None], tmp_path_factory: pytest.TempPathFactory, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path_factory.mktemp("changed")
+    shutil.copytree(job.model, folder, dirs_exist_ok=True)
+    job = Job(str(folder), job.folder, options=job.options)
+    until(job)
+    tiny_model_folder(folder, "llama", seed=1)
+    what = f"job at {job.out} was begun" if until is begin else f"output {job.out} was made"
+    said = f"the {what} by another command, in which the files of the model were others: give the same command, {OTHER}"
+    check_refused(job, said, capfd)
+
+
+# Another input
+
+
+@STATES
+@pytest.mark.parametrize("count", [59, 75])
+def test_more_or_fewer_rows_are_refused(
+    job: Job, until: Callable[[Job], None], count: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    until(job)
+    job.write(rows(count))
+    said = (
+        f"the input has changed since this job began: it had 60 rows and has {count}: restore it, {OTHER}; "
+        "with an id_column (--id-column) a job goes on with a changed input"
+    )
+    check_refused(job, said, capfd)
+
+
+def changed(table: pa.Table, row: int) -> pa.Table:
+    """The table with another text in one row."""
+    texts = table["text"].to_pylist()
+    texts[row] += "!"
+    return table.set_column(1, "text", pa.array(texts))
+
+
+@STATES
+@pytest.mark.parametrize("id_column", [None, "id"])
+def test_a_row_that_reads_otherwise_is_refused(
+    job: Job, until: Callable[[Job], None], id_column: str | None, capfd: pytest.CaptureFixture[str]
+) -> None:
+    job = job.having(id_column=id_column)
+    until(job)
+    row = min(int(name.removeprefix("row-")) for name in job.kept())
+    job.write(changed(rows(), row))
+    said = (
+        f"the input has changed since this job began: row {row} was answered when it read otherwise: "
+        f"restore it, {OTHER}"
+    )
+    check_refused(job, said, capfd)
+
+
+@STATES
+def test_another_order_of_the_rows_is_refused_without_ids(
+    job: Job, until: Callable[[Job], None], capfd: pytest.CaptureFixture[str]
+) -> None:
+    until(job)
+    row = min(int(name.removeprefix("row-")) for name in job.kept())
+    job.write(rows().take(np.arange(60)[::-1]))
+    said = (
+        f"the input has changed since this job began: row {row} was answered when it read otherwise: "
+        f"restore it, {OTHER}"
+    )
+    check_refused(job, said, capfd)
+
+
+@STATES
+def test_the_same_rows_in_a_new_file_are_the_same_input(job: Job, until: Callable[[Job], None]) -> None:
+    until(job)
+    pq.write_table(rows(), job.source, row_group_size=9, compression="none")
+    check_goes_on(job)
+
+
+@STATES
+def test_with_ids_rows_may_change_places_and_come_and_go(job: Job, until: Callable[[Job], None]) -> None:
+    job = job.having(id_column="id")
+    until(job)
+    job.write(rows(75).take(np.random.default_rng(0).permutation(np.arange(10, 75))))
+    check_goes_on(job)
+
+
+@STATES
+def test_with_ids_an_input_may_change_again_and_again(job: Job, until: Callable[[Job], None]) -> None:
+    job = job.having(id_column="id")
+    until(job)
+    for count in (75, 90, 100):
+        kept = job.kept()
+        job.write(rows(count).take(np.random.default_rng(count).permutation(count)))
+        with begun() as answered:
+            job.run_until(len(kept) + 8)
+        assert not answered & kept
+        assert job.kept() > kept
+    check_goes_on(job)
+
+
+@STATES
+@pytest.mark.parametrize("id_column", [None, "id"])
+def test_new_and_lost_columns_are_refused(
+    job: Job, until: Callable[[Job], None], id_column: str | None, capfd: pytest.CaptureFixture[str]
+) -> None:
+    job = job.having(id_column=id_column)
+    job.write(rows().append_column("extra", rows()["n"]))
+    until(job)
+    said = f"the input has changed since this job began: column 'extra' is gone: restore it, {OTHER}"
+    job.write(rows())
+    check_refused(job, said, capfd)
+    job.write(rows().append_column("extra", rows()["n"]).append_column("more", rows()["n"]))
+    check_refused(job, said.replace("'extra' is gone", "'more' is new"), capfd)
+
+
+@STATES
+@pytest.mark.parametrize("name", ["out", "out.parquet"])
+def test_columns_may_change_places_and_widths(job: Job, until: Callable[[Job], None], name: str) -> None:
+    job = job.to(name)
+    until(job)
+    table = rows().set_column(2, "n", rows()["n"].cast(pa.int16())).select(["n", "text", "id"])
+    job.write(table)
+    check_goes_on(job)
+    assert pq.read_table(job.out).select([0, 1, 2]).schema == table.schema
+
+
+EVERY_TYPE = pa.table(
+    {
+        "key": pa.array([5, 3, 8], pa.uint16()),
+        "text": pa.array(["a", "b", "c"], pa.large_string()),
+        "kind": pa.array(["x", None, "x"]).dictionary_encode(),
+        "list": pa.array([[1, None], [], None], pa.list_(pa.int8())),
+        "struct": pa.array([{"a": 1.5, "b": [True]}, None, {"a": None, "b": None}]),
+        "map": pa.array([[("k", 1)], [], None], pa.map_(pa.string(), pa.int32())),
+        "half": pa.array(np.array([0.5, -0.0, 7.0], np.float16)),
+        "when": pa.array([1, None, -1], pa.timestamp("ns", "Europe/Paris")),
+        "day": pa.array([1, 2, None], pa.date32()),
+        "money": pa.array([decimal.Decimal("1.50"), None, decimal.Decimal(-3)], pa.decimal128(9, 2)),
+        "bytes": pa.array([b"\0", b"", None]),
+        "nothing": pa.nulls(3),
+    }
+)
+
+
+@pytest.mark.parametrize("name", ["out", "out.parquet"])
+def test_rows_of_every_type_are_found_again_in_a_finished_output(job: Job, name: str) -> None:
+    job = job.to(name).having(id_column="key", output_tokens=None, max_tokens=3)
+    job.write(EVERY_TYPE)
+    finish(job)
+    job.write(EVERY_TYPE.take([2, 0, 1]))
+    report = job.run()
+    assert (report.rows_resumed, report.finished_before) == (3, False)
+    assert pq.read_table(job.out).select(EVERY_TYPE.column_names).equals(pq.read_table(job.source))
