@@ -13,14 +13,21 @@ import sys
 import ray
 
 from llmbatch import LLMOperator
+from llmbatch.operators.ray import map_dataset
 
 
 def main(model: str) -> None:
-    """Answer three questions and print the dataset's new columns."""
+    """Answer three questions in two ways and print the dataset's new columns."""
     answer = LLMOperator(model=model, template="What is the capital of {country}?", chat=True, max_tokens=24)
     dataset = ray.data.from_items([{"country": name} for name in ("France", "Japan", "Kenya")])
-    # A batch is what one plan sees: the larger, the better.
-    answered = dataset.map_batches(answer, concurrency=1, batch_size=50_000, batch_format="pyarrow")
+    # One plan for the whole dataset: shared prefixes stay together, and an actor that dies costs what it had in hand.
+    show(map_dataset(dataset, answer, concurrency=1))
+    # A plan for each batch, in a pipeline that reads once: the larger the batch, the better the plan.
+    show(dataset.map_batches(answer, concurrency=1, batch_size=50_000, batch_format="pyarrow"))
+
+
+def show(answered: ray.data.Dataset) -> None:
+    """Print the rows."""
     for row in answered.take_all():
         print(f"{row['country']}: {row['generated_text']} ({row['finish_reason']})")
 

@@ -143,8 +143,7 @@ class _Job:
             if isinstance(decided, Done):
                 return replace(Report.from_dict(decided.summary), finished_before=True)
             if decided.changed:
-                every = Earlier([*decided.sources, *decided.own], without_errors=False)
-                check_contents(self._source, every, self._id)
+                check_contents(self._source, Earlier(decided.sources, without_errors=False), self._id)
             self._worker.load()
             if lock is None:
                 lock = stack.enter_context(output.locked())

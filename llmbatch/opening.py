@@ -69,7 +69,6 @@ class Going:
 
     layout: Layout
     sources: Sequence[Source]  # answers that earlier generations or a finished output hold
-    own: Sequence[Source]  # those of this generation
     changed: bool  # the input's files are not those that these are answers to: whether its rows are must be seen
 
 
@@ -91,7 +90,7 @@ def open_job(output: Output, fresh: Layout, source: Inputs, *, retry_errors: boo
         return _go_on(output, Layout.decode(kept, output.url), fresh, source, manifest, retry_errors)
     if manifest is None:
         output.check_free(replace_foreign=overwrite)
-        return Going(fresh, (), (), False)
+        return Going(fresh, (), False)
     _compare(f"the output {output.url} was made", manifest["command"], fresh)
     changed = manifest["files"] != fresh.files
     if not changed and not (retry_errors and manifest["summary"]["errors"]):
@@ -104,7 +103,7 @@ def open_job(output: Output, fresh: Layout, source: Inputs, *, retry_errors: boo
             f"only be told apart by an id_column (--id-column): {_WAY_OUT}"
         )
     again = replace(fresh, without_errors=retry_errors)
-    return Going(again, _finished_sources(output, manifest, source, fresh), (), changed)
+    return Going(again, _finished_sources(output, manifest, source, fresh), changed)
 
 
 def _go_on(
@@ -127,11 +126,12 @@ def _go_on(
     sources = [] if manifest is None else _finished_sources(output, manifest, source, fresh)
     for generation in range(kept.generation):
         sources += _kept_sources(output, Names(generation), kept, source)
-    own = _kept_sources(output, kept.names, kept, source)
-    if (changed and fresh.command["id_column"] is not None) or (retry_errors and not kept.without_errors):
-        anew = replace(fresh, window_rows=kept.window_rows, generation=kept.generation + 1)
-        return Going(replace(anew, without_errors=retry_errors or kept.without_errors), sources + own, (), changed)
-    return Going(replace(kept, files=fresh.files), sources, own, changed)
+    if not changed and (not retry_errors or kept.without_errors):
+        return Going(kept, sources, False)
+    sources += _kept_sources(output, kept.names, kept, source)
+    without_errors = retry_errors or kept.without_errors
+    anew = replace(fresh, window_rows=kept.window_rows, generation=kept.generation + 1, without_errors=without_errors)
+    return Going(anew, sources, changed)
 
 
 def _compare(what: str, kept: dict[str, Any], fresh: Layout) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -21,8 +22,9 @@ from numpy.typing import NDArray
 
 from llmbatch.answers import ROWS, Risk, Window, add_answers, no_rows
 from llmbatch.errors import JobError, RowError
+from llmbatch.feed import Stop
 from llmbatch.operators.flight import ROW, Flight
-from llmbatch.operators.ledger import MOST_DEATHS, MOST_SUSPECTS, REPORT, Known
+from llmbatch.operators.ledger import MOST_DEATHS, REPORT, TOGETHER, Known
 from llmbatch.operators.sharding import occurrences
 from llmbatch.worker import Worker
 
@@ -120,8 +122,7 @@ class Call:
         """Rows that are to be run beside each other, and in how many deaths they were involved."""
         for deaths in range(MOST_DEATHS + 1):
             rows = np.flatnonzero(self._todo & (np.minimum(self._deaths, MOST_DEATHS) == deaths))
-            everyone = max(1, len(rows))
-            most = {0: everyone, 1: MOST_SUSPECTS, MOST_DEATHS: everyone}.get(deaths, 1)
+            most = TOGETHER[deaths - 1] if 0 < deaths < MOST_DEATHS else max(1, len(rows))
             for start in range(0, len(rows), most):
                 yield rows[start : start + most], deaths
 
@@ -193,7 +194,9 @@ class SharedEngine:
         self._parts: dict[int, _Part] = {}  # by number of the window
         self._error: BaseException | None = None
         self._lock = threading.Lock()
-        threading.Thread(target=self._run, name="engine", daemon=True).start()
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
 
     def answer(self, call: Call, reports: Reports) -> pa.Table:
         """The call's table with its answers. Raises what the engine fails of: JobError, ModelError."""
@@ -213,8 +216,10 @@ class SharedEngine:
                     del self._parts[number]
 
     def close(self) -> None:
-        """End the thread when it has answered what it was given."""
+        """End the thread, after the step that it is at: one that still computes when Python ends aborts the process."""
+        self._closed = True
         self._feed.close()
+        self._thread.join()
 
     def joined(self, window: Window) -> None:
         """Nothing."""
@@ -236,7 +241,9 @@ class SharedEngine:
         part.call.answered(part.rows[rows["row"].to_numpy()], rows)
 
     def tick(self) -> None:
-        """Nothing."""
+        """End the stream where the engine was closed."""
+        if self._closed:
+            raise Stop(time.monotonic())
 
     def _window(self, number: int, part: _Part) -> Window:
         rows = part.rows

@@ -5,8 +5,8 @@ actors report rows as they are answered, and ask for those of a shard before the
 journal a shard (`llmbatch.journal`); memory holds counts.
 
 A row may kill the process that runs it, and then the next one. Which row it was nobody knows, so all that ran are
-suspects, and the ledger counts in how many deaths each was involved. After one a row is to be run among few suspects,
-after two with no other beside it. Processes die of other things too: only when it was alone twice it gets an error.
+suspects, and the ledger counts in how many deaths each was involved: after each a row is to be run among fewer of
+them, at last with no other beside it. Processes die of other things too, so it gets an error when it was alone twice.
 
 Each call has a number, and reports of a shard's earlier calls are not taken: an actor that was cut off with its node
 may still be at work.
@@ -29,8 +29,8 @@ from llmbatch.storage import Place
 
 # A row of a shard is known by the hash of its prompt and how many equal ones come before it there.
 REPORT = pa.schema([pa.field("row", pa.uint64()), pa.field("occurrence", pa.int32()), *SCHEMA])
-MOST_SUSPECTS = 32  # of one death, beside each other
-MOST_DEATHS = 4  # of a row, two of them alone
+TOGETHER = (32, 6, 1, 1)  # suspects beside each other, after each death of one
+MOST_DEATHS = len(TOGETHER) + 1
 
 
 @dataclass(frozen=True, slots=True)

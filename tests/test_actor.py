@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from llmbatch import JobError, LLMOperator
 from llmbatch.answers import COLUMNS, Window, no_rows
+from llmbatch.feed import Stop
 from llmbatch.operators.actor import Call, FeedOfShards, SharedEngine
 from llmbatch.operators.flight import ENDED, ROW, RUNNING, Flight, left_behind
 from llmbatch.operators.ledger import Known, Ledger
@@ -176,9 +177,10 @@ def test_equal_rows_are_drawn_with_keys_of_their_own(ledger: Ledger, flight: Fli
     assert called(1, table, ledger, flight).keys.tolist() == keys[0]
 
 
-def test_suspects_are_run_few_at_a_time_then_alone_then_not_at_all(ledger: Ledger, flight: Flight) -> None:
+def test_suspects_are_run_fewer_at_a_time_then_alone_then_not_at_all(ledger: Ledger, flight: Flight) -> None:
     table = table_of([str(i) for i in range(100)])
     died(ledger, 1, table.slice(0, 70), times=1)
+    died(ledger, 1, table.slice(0, 10), times=1)
     died(ledger, 1, table.slice(0, 3), times=1)
     died(ledger, 1, table.slice(1, 2), times=1)
     died(ledger, 1, table.slice(2, 1), times=1)
@@ -186,28 +188,29 @@ def test_suspects_are_run_few_at_a_time_then_alone_then_not_at_all(ledger: Ledge
     parts = [(rows.tolist(), deaths) for rows, deaths in called(1, table, ledger, flight).parts()]
     assert parts == [
         (list(range(70, 100)), 0),
-        (list(range(3, 35)), 1),
-        (list(range(35, 67)), 1),
-        (list(range(67, 70)), 1),
-        ([0], 2),
-        ([1], 3),
-        ([2], 4),
+        (list(range(10, 42)), 1),
+        (list(range(42, 70)), 1),
+        (list(range(3, 9)), 2),
+        ([9], 2),
+        ([0], 3),
+        ([1], 4),
+        ([2], 5),
     ]
 
 
 def test_a_row_that_killed_the_process_twice_alone_gets_an_error(model: str, ledger: Ledger, flight: Flight) -> None:
     table = table_of(["good", "deadly", "suspect"])
     died(ledger, 1, table.slice(1, 2), times=1)
-    died(ledger, 1, table.slice(1, 1), times=3)
+    died(ledger, 1, table.slice(1, 1), times=4)
     engine = SharedEngine(simulated(model))
     answered = engine.answer(called(1, table, ledger, flight), ledger)
     engine.close()
     assert answered["finish_reason"].to_pylist() == ["length", "error", "length"]
     assert answered["error_kind"].to_pylist() == [None, "engine", None]
     assert answered["error"][1].as_py() == (
-        "the process of the engine died 4 times while it ran this row, the last two times with no other row beside it"
+        "the process of the engine died 5 times while it ran this row, the last two times with no other row beside it"
     )
-    assert answered["attempts"].to_pylist() == [1, 4, 2]
+    assert answered["attempts"].to_pylist() == [1, 5, 2]
     assert answered["num_input_tokens"].to_pylist() == [4, 6, 7]
 
 
@@ -240,6 +243,15 @@ def test_a_row_that_fails_ends_the_job_where_that_was_asked_for(model: str, ledg
     for shard, text in ((1, None), (2, "fine")):  # the engine is no more
         with pytest.raises(JobError, match=expected):
             engine.answer(called(shard, table_of([text]), ledger, flight), ledger)
+
+
+def test_a_closed_engine_leaves_no_thread(model: str) -> None:
+    before = threading.active_count()
+    engine = SharedEngine(simulated(model))
+    engine.close()
+    assert threading.active_count() == before
+    with pytest.raises(Stop):
+        engine.tick()
 
 
 def test_an_empty_shard_gets_the_columns(model: str, ledger: Ledger, flight: Flight) -> None:
