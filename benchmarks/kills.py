@@ -194,7 +194,7 @@ def main() -> int:
         source = f"{url}/questions.parquet"
         with fsspec.open(source, "wb") as file:
             pq.write_table(questions(given.rows), file)
-        command = ["run", source, "--model", str(smollm2()), "--prompt", "prompt", "--chat", "--quiet"]
+        command = ["run", source, "--model", str(smollm2()), "--prompt", "prompt", "--dtype", "float32", "--quiet"]
         command += ["--max-tokens", str(given.max_tokens), "--max-running", str(RUNNING)]
         life = run([*command, "--output", f"{url}/undisturbed"], None)
         result = Result(given.rows, given.storage or "local", life.seconds)

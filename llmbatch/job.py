@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pyarrow as pa
@@ -24,8 +24,8 @@ from llmbatch.identity import check_contents, check_ids
 from llmbatch.inputs import Inputs, RowReader
 from llmbatch.journal import Journal
 from llmbatch.lock import Lock
-from llmbatch.opening import Done, Going, Layout, open_job
-from llmbatch.options import Options
+from llmbatch.opening import Done, Going, Layout, kept_dtype, open_job
+from llmbatch.options import DType, Options
 from llmbatch.outputs import JOB, Output
 from llmbatch.progress import Progress, Silence
 from llmbatch.report import Report
@@ -90,7 +90,8 @@ def run(
     target = Output.open(
         output, inputs=[*paths, *source.paths], storage_options=storage_options, compression=compression
     )
-    worker = Worker(built)
+    kept = None if restart or overwrite else kept_dtype(target)
+    worker = Worker(built if kept is None or built.dtype != "auto" else replace(built, dtype=cast(DType, kept)))
     worker.check(source.schema)
     target.check(output_schema(source.schema))
     if id_column is not None:
@@ -102,6 +103,7 @@ def run(
         columns=sorted(source.schema.names),
         window_rows=window_rows_of(window_rows, source.num_rows, source.nbytes),
         preserve_order=preserve_order,
+        dtype=worker.dtype,
     )
     job = _Job(worker, source, target, fresh, progress or Silence(), stopping or Stopping(), max_error_rate)
     return job.run(begun, discard=restart or overwrite, overwrite=overwrite, retry_errors=retry_errors)
@@ -139,6 +141,7 @@ class _Job:
                 if discard:
                     output.discard()
                 output.resume_ending()
+            before = output.manifest()
             decided = open_job(output, self._fresh, self._source, retry_errors=retry_errors, overwrite=overwrite)
             if isinstance(decided, Done):
                 return replace(Report.from_dict(decided.summary), finished_before=True)
@@ -147,8 +150,8 @@ class _Job:
             self._worker.load()
             if lock is None:
                 lock = stack.enter_context(output.locked())
-                if output.has_work():
-                    raise DataError(f"another job has just begun to write {output.url}: wait until it ends")
+                if output.has_work() or output.manifest() != before:
+                    raise DataError(f"another job has just written to {output.url}: run the command again")
             return self._answer(decided, lock, begun)
 
     def _answer(self, going: Going, lock: Lock, begun: float) -> Report:

@@ -30,6 +30,7 @@ class Layout:
     columns: list[str]  # of the input, sorted
     window_rows: int
     preserve_order: bool
+    dtype: str  # of the numbers it is computed in, which may have been chosen by measurement
     generation: int = 0  # counts how often the rows were laid out anew
     without_errors: bool = False  # rows that failed in earlier generations are run again
 
@@ -79,6 +80,19 @@ class Done:
     summary: dict[str, Any]
 
 
+def kept_dtype(output: Output) -> str | None:
+    """The type of numbers that the answers here were computed in, for a job that goes on; None where none are.
+
+    Which type is fast is measured, and may come out otherwise in the next process: answers of one job are of one type.
+    Raises DataError where the output is another version's.
+    """
+    kept = output.work.read(JOB)
+    if kept is not None:
+        return Layout.decode(kept, output.url).dtype
+    manifest = output.manifest()
+    return None if manifest is None else str(manifest["summary"]["dtype"])
+
+
 def open_job(output: Output, fresh: Layout, source: Inputs, *, retry_errors: bool, overwrite: bool) -> Going | Done:
     """What is to be done for the job that `fresh` describes as a new one. Reads, and changes nothing.
 
@@ -121,7 +135,7 @@ def _go_on(
         what = "with a changed input" if changed else "with its errors"
         raise DataError(
             f"the job at {output.url} publishes rows as they finish (preserve_order=False), so it cannot go on {what} "
-            f"before it is done: {_WAY_OUT}"
+            f"before it is done: finish it first, {_WAY_OUT}"
         )
     sources = [] if manifest is None else _finished_sources(output, manifest, source, fresh)
     for generation in range(kept.generation):

@@ -177,11 +177,11 @@ class Output:
     def publish(self, name: str, final: str) -> None:
         """Give a part of a folder its name before the job ends.
 
-        Where the job replaces an output nothing happens yet: what was there stays until all of it is replaced.
+        Where the job replaces an output nothing happens yet: what was there stays until all of it is replaced. Nor
+        does it where the output is one file.
         """
-        assert self._is_folder, "one file cannot be published in parts"
         names = self._names()
-        if names.replaced:
+        if names.replaced or not self._is_folder:
             return
         if names.published.get(name) != final:
             self.work.write(_NAMES, Names([], {**names.published, name: final}).encode())

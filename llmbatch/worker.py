@@ -223,6 +223,11 @@ class Worker:
         return Answered(answered, self.report(tally, totals, notes=notes, seconds=seconds))
 
     @property
+    def dtype(self) -> str:
+        """The type of the numbers it computes in."""
+        return str(self.model.dtype).removeprefix("torch.")
+
+    @property
     def notes(self) -> tuple[str, ...]:
         """What the user should be told about options and model."""
         return (*self.options.notes, *self._notes)
@@ -240,7 +245,7 @@ class Worker:
             reason=totals.reason,
             order_gain=None,
             model=self.options.model,
-            dtype=str(self.model.dtype).removeprefix("torch."),
+            dtype=self.dtype,
             kv_memory=self.pool.tokens * self.model.bytes_per_token,
             notes=notes,
         )

@@ -259,3 +259,13 @@ def test_rows_of_every_type_are_found_again_in_a_finished_output(job: Job, name:
     report = job.run()
     assert (report.rows_resumed, report.finished_before) == (3, False)
     assert pq.read_table(job.out).select(EVERY_TYPE.column_names).equals(pq.read_table(job.source))
+
+
+def test_a_job_goes_on_in_the_numbers_that_it_was_begun_in(job: Job) -> None:
+    """Which are fast is measured, and the next process may measure otherwise."""
+    job = job.having(dtype="auto")
+    job.run_until(25)
+    kept = json.loads((job.work / "job.json").read_text())
+    other = "bfloat16" if kept["dtype"] == "float32" else "float32"
+    (job.work / "job.json").write_text(json.dumps({**kept, "dtype": other}))
+    assert job.run().dtype == other

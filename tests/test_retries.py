@@ -106,7 +106,7 @@ def test_rows_that_are_published_already_are_not_run_again_before_the_job_is_don
         job.run(retry_errors=True)
     assert str(caught.value) == (
         f"the job at {job.out} publishes rows as they finish (preserve_order=False), so it cannot go on with its "
-        "errors before it is done: choose another output, or start over with restart=True (--restart)"
+        "errors before it is done: finish it first, choose another output, or start over with restart=True (--restart)"
     )
 
 
