@@ -254,7 +254,7 @@ class SharedEngine:
             error = RowError(
                 "engine",
                 f"the process of the engine died {MOST_DEATHS} times while it ran this row, "
-                "the last two times with no other row beside it",
+                "the last three times with no other row beside it",
             )
             shard = replace(
                 shard,

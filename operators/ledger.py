@@ -6,7 +6,8 @@ journal a shard (`llmbatch.journal`); memory holds counts.
 
 A row may kill the process that runs it, and then the next one. Which row it was nobody knows, so all that ran are
 suspects, and the ledger counts in how many deaths each was involved: after each a row is to be run among fewer of
-them, at last with no other beside it. Processes die of other things too, so it gets an error when it was alone twice.
+them, at last with no other beside it. Processes die of other things too, and some of them while an innocent row is
+alone, so it gets an error when it was alone three times.
 
 Each call has a number, and reports of a shard's earlier calls are not taken: an actor that was cut off with its node
 may still be at work.
@@ -29,7 +30,7 @@ from llmbatch.storage import Place
 
 # A row of a shard is known by the hash of its prompt and how many equal ones come before it there.
 REPORT = pa.schema([pa.field("row", pa.uint64()), pa.field("occurrence", pa.int32()), *SCHEMA])
-TOGETHER = (32, 6, 1, 1)  # suspects beside each other, after each death of one
+TOGETHER = (32, 8, 2, 1, 1, 1)  # suspects beside each other, after each death of one
 MOST_DEATHS = len(TOGETHER) + 1
 
 
