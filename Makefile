@@ -14,9 +14,10 @@ demo: $(VENV)/.demo $(VENV)/.compiled
 test: $(VENV)/.dev $(VENV)/.compiled
 	@$(BIN)/python -m pytest
 
-# About 20 minutes on two cores. Tests with the real S3 server run where $LLMBATCH_S3_SERVER names its script.
+# Also what takes minutes; the last line says how long it was. A real S3 server is used where $LLMBATCH_S3_SERVER names
+# the script that runs it (tests/test_s3_server.py).
 test-all: $(VENV)/.dev $(VENV)/.compiled
-	@time $(BIN)/python -m pytest -m "" --durations=20
+	@$(BIN)/python -m pytest -m "" --durations=20
 
 lint: $(VENV)/.dev
 	@$(BIN)/ruff check .

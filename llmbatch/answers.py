@@ -127,7 +127,7 @@ class Risk:
 
 
 class Answering:
-    """Turns requests that end into rows for a sink (`llmbatch.stream.Taker`)."""
+    """Turns requests that end into rows for a sink (`llmbatch.feed.Taker`)."""
 
     def __init__(self, sink: Sink, texts: Texts, row_timeout: float, at_risk: Risk) -> None:
         self._sink = sink

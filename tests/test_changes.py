@@ -6,7 +6,6 @@ import decimal
 import json
 import shutil
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,20 +14,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from llmbatch.cli import main
-from tests.jobs import Job, begun, check_goes_on, check_refused, contents, rows, small_job
+from tests.jobs import Job, begun, check_goes_on, check_refused, contents, rows
 from tests.models import tiny_model_folder
 
 OTHER = "choose another output, or start over with restart=True (--restart)"
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return tiny_model_folder(tmp_path_factory.mktemp("model"), "llama")
-
-
-@pytest.fixture
-def job(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Job:
-    return small_job(model, tmp_path, monkeypatch)
 
 
 def begin(job: Job) -> None:

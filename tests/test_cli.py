@@ -15,12 +15,6 @@ import pyarrow.parquet as pq
 import pytest
 
 from llmbatch.cli import main
-from tests.models import tiny_model_folder
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return tiny_model_folder(tmp_path_factory.mktemp("model"), "llama")
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from llmbatch.cli import main
 from llmbatch.disk import NewFile
 from llmbatch.errors import DataError, StorageError
 from llmbatch.refusals import refusing
-from tests.jobs import Job, begun, check_goes_on, contents, no_power_cuts, rows, small_job
+from tests.jobs import Job, begun, check_goes_on, contents, no_power_cuts, rows
 from tests.killing import Process, run
 from tests.models import tiny_model_folder
 from tests.tokenizers import CHAT_TEMPLATE
@@ -32,11 +32,6 @@ RISK = {"llmbatch.answers:ROWS_AT_RISK": 5}
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return tiny_model_folder(tmp_path_factory.mktemp("model"), "llama", chat_template=CHAT_TEMPLATE)
-
-
-@pytest.fixture
-def job(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Job:
-    return small_job(model, tmp_path, monkeypatch)
 
 
 # Disks

@@ -17,14 +17,8 @@ from llmbatch.engines.description import describe_model
 from llmbatch.engines.loading import load_model
 from llmbatch.order import POLICIES
 from llmbatch.tokenize import load_tokenizer
-from tests.models import tiny_model_folder
 
 MAX_TOKENS = 6
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return tiny_model_folder(tmp_path_factory.mktemp("model"), "llama")
 
 
 def prompts() -> list[str]:

@@ -10,12 +10,6 @@ import pytest
 
 from llmbatch import DataError, LLMOperator, ParameterError
 from llmbatch.answers import COLUMNS
-from tests.models import tiny_model_folder
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return tiny_model_folder(tmp_path_factory.mktemp("model"), "llama")
 
 
 @pytest.fixture(scope="module")

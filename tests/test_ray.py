@@ -14,15 +14,9 @@ pytest.importorskip("ray.data")
 from llmbatch import DataError, LLMOperator, ParameterError  # noqa: E402
 from llmbatch.answers import COLUMNS  # noqa: E402
 from llmbatch.operators.ray import map_dataset  # noqa: E402
-from tests.models import tiny_model_folder  # noqa: E402
 from tests.ray_jobs import Job, answered, kill, rows_of, start, when_running  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Ray's own, about its settings
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return tiny_model_folder(tmp_path_factory.mktemp("model"), "llama")
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -20,7 +20,7 @@ pytest.importorskip("ray.data")
 from ray.cluster_utils import Cluster  # noqa: E402
 
 from llmbatch import LLMOperator  # noqa: E402
-from tests.models import tiny_model_folder, tiny_tokenizer  # noqa: E402
+from tests.models import tiny_tokenizer  # noqa: E402
 from tests.ray_jobs import Job, answered, rows_of, start, until, when_running  # noqa: E402
 
 pytestmark = [
@@ -28,11 +28,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # Ray's own, about its settings
 ]
 DEADLY = "\a"
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return tiny_model_folder(tmp_path_factory.mktemp("model"), "llama")
 
 
 @pytest.fixture

@@ -10,7 +10,6 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 import fsspec
@@ -23,9 +22,8 @@ from llmbatch.cli import main
 from llmbatch.lock import Owner
 from llmbatch.storage import Place
 from tests.dying import Killed
-from tests.jobs import SAME, Job, begun, check_goes_on, contents, no_power_cuts, rows, small_job
+from tests.jobs import SAME, Job, begun, check_goes_on, contents, no_power_cuts, rows
 from tests.killing import Moment, Process, run, running
-from tests.models import tiny_model_folder
 
 RISK = {"llmbatch.answers:ROWS_AT_RISK": 5}
 STEP = "llmbatch.engines.placeholder:PlaceholderEngine.execute"
@@ -34,16 +32,6 @@ APPEND = "llmbatch.journal:_FileJournal.append"
 STAGE = "llmbatch.outputs:Output.stage"
 MOVE = "llmbatch.storage:Place.move"
 TORCH = {"engine": "torch", "output_tokens": None, "max_tokens": 12}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return tiny_model_folder(tmp_path_factory.mktemp("model"), "llama")
-
-
-@pytest.fixture
-def job(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Job:
-    return small_job(model, tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize(

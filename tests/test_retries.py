@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import count
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,22 +15,11 @@ from llmbatch.cli import main
 from llmbatch.engines import Step, StepResult
 from llmbatch.engines.placeholder import PlaceholderEngine
 from llmbatch.errors import DataError, JobError
-from tests.jobs import Job, begun, rows, small_job
-from tests.models import tiny_model_folder
+from tests.jobs import Job, begun, rows
 
 POISON = (13, 29)  # generated tokens of the rows that kill the engine
 ROWS = rows()
 BAD = {ROWS["id"][i].as_py() for i, n in enumerate(ROWS["n"].to_pylist()) if n in POISON}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return tiny_model_folder(tmp_path_factory.mktemp("model"), "llama")
-
-
-@pytest.fixture
-def job(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Job:
-    return small_job(model, tmp_path, monkeypatch)
 
 
 @pytest.fixture
