@@ -136,7 +136,7 @@ class _Job:
             output.check_free(replace_foreign=overwrite)
         with ExitStack() as stack:
             lock = None
-            if discard or output.has_work():
+            if discard or output.work.names():  # if only the lock of one that was killed while it cleaned
                 lock = stack.enter_context(output.locked())
                 if discard:
                     output.discard()

@@ -243,14 +243,15 @@ class _Actor:
         context = ray.get_runtime_context()
         actor = context.get_actor_id()
         file = Path(tempfile.gettempdir()) / f"llmbatch-flight-{actor}-{os.getpid()}"
+        self._engine = SharedEngine(Worker(options))
+        weakref.finalize(self, self._engine.close)
         self._flight = Flight(file)
+        # Called first, since closing waits for a step, and Ray may kill what waits: this process ends of itself.
         weakref.finalize(self, file.unlink, missing_ok=True)
         before = ray.get(ledger.settle.remote(actor, Home(context.get_node_id(), str(file))))
         lost = None if before is None else _lost(before)
         if lost is not None:
             ray.get(ledger.died.remote(lost))
-        self._engine = SharedEngine(Worker(options))
-        weakref.finalize(self, self._engine.close)
 
     def __call__(self, batch: pa.Table) -> pa.Table:
         table = pa.ipc.open_stream(batch["rows"][0].as_buffer()).read_all()

@@ -133,7 +133,10 @@ class Deaths:
     changes: Sequence[str]
 
     def check(self, *, again: bool) -> None:
-        """Each goes on to the answers of one that is undisturbed, `again` after one that died at the same change."""
+        """Each goes on to the answers of one that is undisturbed, `again` after one that died at the same change.
+
+        Of its work nothing is left.
+        """
         expected = self.job.undisturbed().sort_by("id")
         for step in count():
             url = f"{self.url}/{step}/{self.job.name}"
@@ -146,6 +149,7 @@ class Deaths:
                 self._check_seen(url, expected)
             self.job.run(output=url)
             assert read(url).sort_by("id").equals(expected)
+            assert not self._work(url)
 
     def _dies_at(self, step: int, url: str) -> bool:
         try:
@@ -154,6 +158,11 @@ class Deaths:
         except Killed:
             return True
         return False
+
+    def _work(self, url: str) -> list[str]:
+        files, path = fsspec.url_to_fs(url)
+        found: list[str] = files.find(f"{path}._llmbatch" if self.job.out.suffix else f"{path}/_llmbatch")
+        return found
 
     def _check_seen(self, url: str, expected: pa.Table) -> None:
         """A manifest says that all is there; without one a reader of one file sees nothing."""
