@@ -167,7 +167,7 @@ def _soften(scores: Any, softcap: np.float32, highest: np.float32) -> tuple[np.f
 @njit(cache=True, fastmath=FASTMATH, nogil=True)
 def _attend_block(
     query: Any, out: Any, keys: Any, values: Any, table: Any, head: int, group: int, start: int, first_row: int,
-    tokens: int, scale: np.float32, window: int, softcap: np.float32,
+    tokens: int, scale: np.float32, window: int, softcap: np.float32, sinks: Any,
     q: Any, acc: Any, scores: Any, tile_keys: Any, tile_values: Any, highest: Any, total: Any,
 ) -> None:  # fmt: skip
     width = keys.shape[2]
@@ -214,7 +214,10 @@ def _attend_block(
     for r in range(rows):
         target = out[first_row + r // group]
         column = (head * group + r % group) * width
-        inverse = np.float32(1.0) / total[r]
+        weight = total[r]
+        if sinks.size:
+            weight += exp32(sinks[head * group + r % group] - highest[r])
+        inverse = np.float32(1.0) / weight
         for d in range(width):
             target[column + d] = narrow(acc[r, d] * inverse, target[column + d])
 
@@ -237,6 +240,7 @@ def attend(
     scale: float,
     window: int,
     softcap: float,
+    sinks: NDArray[np.float32],
 ) -> None:
     """Attention of every query row over the pages of its sequence, written into `out`.
 
@@ -244,7 +248,8 @@ def attend(
     [tokens, heads * group * width]; `keys` are [pages, heads, width, page size], with 16 elements of memory behind
     them, `values` [pages, heads, page size, padded width], the width rounded up to 16. Float32, or uint16 holding
     bfloat16. Sequence i computes tokens [starts[i], starts[i] + counts[i]), in packed rows from rows[i], and reads
-    the pages tables[slots[i]]. A `window` or `softcap` of 0 means none. The blocks are `cut_blocks`'s.
+    the pages tables[slots[i]]. A `window` or `softcap` of 0 means none, and so do `sinks` [heads * group] of size 0.
+    The blocks are `cut_blocks`'s.
     """
     heads, width = keys.shape[1], keys.shape[2]
     size = max(1, BLOCK_ROWS // group)
@@ -263,6 +268,6 @@ def attend(
             first = block_first[block]
             _attend_block(
                 query, out, keys, values, tables[slots[i]], item % heads, group, starts[i] + first,
-                rows[i] + first, min(size, counts[i] - first), np.float32(scale), window, np.float32(softcap),
+                rows[i] + first, min(size, counts[i] - first), np.float32(scale), window, np.float32(softcap), sinks,
                 q, acc, scores, tile_keys, tile_values, highest, total,
             )  # fmt: skip

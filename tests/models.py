@@ -18,6 +18,7 @@ from transformers import (
     Gemma2Config,
     Gemma3TextConfig,
     GemmaConfig,
+    GptOssConfig,
     LlamaConfig,
     MistralConfig,
     PretrainedConfig,
@@ -31,7 +32,7 @@ VOCABULARY = 260  # the 256 bytes, then <bos>, <eos>, <pad>, <sep>
 BOS, EOS, PAD = 256, 257, 258
 WINDOW = 12
 
-FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gemma3")
+FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gemma3", "gpt_oss")
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<sep>{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
@@ -75,6 +76,11 @@ def tiny_config(family: str) -> PretrainedConfig:
         return Gemma3TextConfig(
             **_COMMON, head_dim=16, sliding_window=WINDOW, layer_types=_LAYERS, query_pre_attn_scalar=16
         )
+    if family == "gpt_oss":
+        return GptOssConfig(
+            **_COMMON, head_dim=16, sliding_window=WINDOW, layer_types=_LAYERS, num_local_experts=4,
+            num_experts_per_tok=2, rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        )  # fmt: skip
     raise ValueError(f"family must be one of {', '.join(FAMILIES)}, got {family!r}")
 
 

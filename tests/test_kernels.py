@@ -108,7 +108,7 @@ def test_the_tile_product_equals_a_matrix_product(rows: int, bfloat16: bool) -> 
 
 
 def attention_by_hand(
-    query: Array, key: Array, value: Array, start: int, scale: float, window: int, softcap: float
+    query: Array, key: Array, value: Array, start: int, scale: float, window: int, softcap: float, sinks: Array
 ) -> Array:
     """[tokens, heads, group, width] over [heads, keys, width], in float64."""
     scores = np.einsum("thgd,hkd->thgk", query, key) * scale
@@ -120,7 +120,10 @@ def attention_by_hand(
         seen &= keys > positions - window
     scores = np.where(seen[:, None, None], scores, -np.inf)
     weights = np.exp(scores - scores.max(-1, keepdims=True))
-    weights /= weights.sum(-1, keepdims=True)
+    total = weights.sum(-1, keepdims=True)
+    if sinks.size:
+        total += np.exp(sinks.reshape(key.shape[0], -1, 1) - scores.max(-1, keepdims=True))
+    weights /= total
     out: Array = np.einsum("thgk,hkd->thgd", weights, value)
     return out
 
@@ -141,6 +144,7 @@ def check_attention(
     width: int = 16,
     window: int = 0,
     softcap: float = 0.0,
+    with_sinks: bool = False,
     bfloat16: bool = False,
     workers: int = 3,
     seed: int = 0,
@@ -175,15 +179,16 @@ def check_attention(
     rows = (np.cumsum(counts) - counts).astype(np.int64)
     cut = cut_blocks(starts, counts, group, window, workers, heads)
     scale = width**-0.5
+    sinks = rng.standard_normal(heads * group if with_sinks else 0).astype(np.float32)
     keys = with_memory_behind(keys)
     attend(
-        query, out, keys, values, tables, slots, starts, counts, rows, *cut, group, scale, window, softcap
+        query, out, keys, values, tables, slots, starts, counts, rows, *cut, group, scale, window, softcap, sinks
     )  # fmt: skip
     got = to_float64(out).reshape(len(query), heads, group, width)
     asked = to_float64(query)[:, : heads * group * width].reshape(got.shape)
     for i, (start, count) in enumerate(sequences):
         chunk = slice(rows[i], rows[i] + count)
-        expected = attention_by_hand(asked[chunk], *truth[i], start, scale, window, softcap)
+        expected = attention_by_hand(asked[chunk], *truth[i], start, scale, window, softcap, sinks)
         tolerance = 2e-2 if bfloat16 else 1e-5
         np.testing.assert_allclose(got[chunk], expected, rtol=tolerance, atol=tolerance)
 
@@ -201,6 +206,11 @@ def test_attention_reads_pages_of_any_size(page_size: int, bfloat16: bool) -> No
 @pytest.mark.parametrize("window", [1, 12, 64, 500])
 def test_attention_sees_no_more_than_its_window(window: int, page_size: int) -> None:
     check_attention(MIXED, page_size=page_size, window=window)
+
+
+@pytest.mark.parametrize("bfloat16", [False, True])
+def test_attention_knows_sinks(bfloat16: bool) -> None:
+    check_attention(MIXED, page_size=8, with_sinks=True, bfloat16=bfloat16)
 
 
 def test_attention_caps_its_scores() -> None:

@@ -1,9 +1,8 @@
-"""What the attention of one step needs to know, made once and read by every layer."""
+"""Attention of a step on the processor: what it needs to know, made once and read by every layer."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import numba
@@ -11,34 +10,18 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from llmbatch.engines.pieces import attend_unpacked
+from llmbatch.kernels import fused
 from llmbatch.kernels.attention import attend, cut_blocks
-from llmbatch.kernels.fused import rotate_and_store
+from llmbatch.kernels.spec import AttentionSpec
 from llmbatch.kernels.tile import LANES
 
-_NO_NORM = np.empty(0, np.float32)
+_NONE = np.empty(0, np.float32)
 
 
 def as_array(tensor: torch.Tensor) -> NDArray[Any]:
     """The memory of a CPU tensor as kernels see it: float32, or uint16 for bfloat16."""
     return tensor.view(torch.uint16).numpy() if tensor.dtype == torch.bfloat16 else tensor.numpy()
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionSpec:
-    """The attention of one layer, as the model calls it."""
-
-    layer: int
-    query_heads: int
-    heads: int  # of keys and values
-    width: int  # of a head
-    scale: float
-    window: int  # keys a query sees, itself included; 0: all
-    softcap: float  # 0: none
-
-    @property
-    def group(self) -> int:
-        """Query heads that share a KV head."""
-        return self.query_heads // self.heads
 
 
 class Pages:
@@ -62,8 +45,8 @@ class Pages:
             self.values[layer] = np.empty((num_pages, spec.heads, page_size, padded), element)
 
 
-class StepAttention:
-    """Writes a step's keys and values into pages and attends over them, layer by layer."""
+class HostStep:
+    """Attention of a step (`llmbatch.engines.pieces.StepAttention`)."""
 
     def __init__(
         self,
@@ -89,20 +72,20 @@ class StepAttention:
         *,
         cosine: torch.Tensor | None = None,
         sine: torch.Tensor | None = None,
-        query_norm: NDArray[np.float32] = _NO_NORM,
-        key_norm: NDArray[np.float32] = _NO_NORM,
+        query_norm: torch.Tensor | None = None,
+        key_norm: torch.Tensor | None = None,
         epsilon: float = 0.0,
     ) -> torch.Tensor:
-        """Attention output [tokens, query heads * width] of `packed` (see `rotate_and_store`), which it changes."""
+        """Attention output of a layer."""
         keys, values = self._pages.keys[spec.layer], self._pages.values[spec.layer]
         rows = as_array(packed)
         unrotated = np.empty((len(rows), 0), rows.dtype)
-        rotate_and_store(
+        fused.rotate_and_store(
             rows,
             unrotated if cosine is None else as_array(cosine),
             unrotated if sine is None else as_array(sine),
-            query_norm,
-            key_norm,
+            _NONE if query_norm is None else query_norm.numpy(),
+            _NONE if key_norm is None else key_norm.numpy(),
             epsilon,
             self._token_pages,
             self._token_offsets,
@@ -117,6 +100,7 @@ class StepAttention:
         attend(
             rows, as_array(out), keys, values, self._tables, self._slots, self._starts, self._counts, self._rows,
             *self._blocks[key], spec.group, spec.scale, spec.window, spec.softcap,
+            _NONE if spec.sinks is None else spec.sinks.numpy(),
         )  # fmt: skip
         return out
 
@@ -124,6 +108,29 @@ class StepAttention:
         self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _: dict[str, Any]
     ) -> torch.Tensor:
         """Attention of a module that projects and rotates by itself: [1, heads, tokens, width] each."""
-        packed = torch.cat((query[0], key[0], value[0])).transpose(0, 1)  # [tokens, heads of all three, width]
-        spec = self._pages.specs[module.layer_idx]
-        return self.run(spec, packed.reshape(len(packed), -1)).view(1, len(packed), -1, spec.width)
+        return attend_unpacked(self, self._pages.specs[module.layer_idx], query, key, value)
+
+
+class HostPieces:
+    """Kernels for the processor (`llmbatch.engines.pieces.Pieces`)."""
+
+    def normalize(self, x: torch.Tensor, weight: torch.Tensor, epsilon: float, out: torch.Tensor) -> None:
+        """RMSNorm."""
+        fused.normalize(as_array(x), weight.numpy(), epsilon, as_array(out))
+
+    def gate(self, x: torch.Tensor, activation: int, out: torch.Tensor) -> None:
+        """A gated activation."""
+        fused.gate(as_array(x), activation, as_array(out))
+
+    def probe_step(self, specs: dict[int, AttentionSpec], dtype: torch.dtype, tokens: int) -> HostStep:
+        """A step of one sequence."""
+        zero = np.zeros(1, np.int32)
+        return HostStep(
+            Pages(specs, num_pages=1, page_size=16, dtype=dtype),
+            tables=zero[None],
+            slots=zero,
+            starts=zero,
+            counts=zero + tokens,
+            token_pages=np.zeros(tokens, np.int32),
+            token_offsets=np.arange(tokens, dtype=np.int32),
+        )

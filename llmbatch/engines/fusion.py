@@ -4,7 +4,8 @@ Three shapes of module make up most decoder layers whatever the family is called
 (`gate_proj`, `up_proj`, `down_proj`), and attention with separate projections (`q_proj`, `k_proj`, `v_proj`,
 `o_proj`, perhaps norms of queries and keys). Each is recognised by its shape, and its replacement takes its place
 only after both gave the same answer to a probe. What is not recognised, or differs, stays as it is and works.
-Last, the weights of linear layers are laid out as the products of MKL read them, or of oneDNN where there is no MKL.
+On a processor the weights of linear layers are laid out as the products of MKL read them, or of oneDNN where there is
+no MKL (`pack_linears`).
 """
 
 from __future__ import annotations
@@ -12,14 +13,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Literal
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import nn
 from torch.nn import functional
 
-from llmbatch.engines.context import AttentionSpec, Pages, StepAttention, as_array
-from llmbatch.kernels.fused import GELU_TANH, SILU, gate, normalize
+from llmbatch.engines.pieces import Pieces, StepAttention
+from llmbatch.kernels.fused import GELU_TANH, SILU
+from llmbatch.kernels.spec import AttentionSpec
 
 _PROBE_TOKENS = 3
 
@@ -27,13 +27,14 @@ _PROBE_TOKENS = 3
 class FusedNorm(nn.Module):
     """RMSNorm in one pass."""
 
-    def __init__(self, weight: torch.Tensor, epsilon: float) -> None:
+    def __init__(self, weight: torch.Tensor, epsilon: float, pieces: Pieces) -> None:
         super().__init__()
-        self._weight = weight.detach().float().contiguous().numpy()
+        self._weight = weight.detach().float().contiguous()
         self._epsilon = epsilon
+        self._pieces = pieces
 
     @property
-    def scale(self) -> NDArray[np.float32]:
+    def scale(self) -> torch.Tensor:
         """The factor of each element, float32 [width]."""
         return self._weight
 
@@ -47,20 +48,16 @@ class FusedNorm(nn.Module):
         hidden_states = hidden_states.contiguous()
         out = torch.empty_like(hidden_states)
         width = hidden_states.shape[-1]
-        normalize(
-            as_array(hidden_states.view(-1, width)),
-            self._weight,
-            self._epsilon,
-            as_array(out.view(-1, width)),
-        )
+        self._pieces.normalize(hidden_states.view(-1, width), self._weight, self._epsilon, out.view(-1, width))
         return out
 
 
 class FusedMLP(nn.Module):
     """activation(gate_proj(x)) * up_proj(x), then down_proj, as two products and one pass between."""
 
-    def __init__(self, original: Any, activation: int) -> None:
+    def __init__(self, original: Any, activation: int, pieces: Pieces) -> None:
         super().__init__()
+        self._pieces = pieces
         self.gate_up = _stack(original.gate_proj, original.up_proj)
         self.down_proj: nn.Linear = original.down_proj
         self._activation = activation
@@ -69,8 +66,8 @@ class FusedMLP(nn.Module):
         """[..., hidden] to [..., hidden]."""
         both = self.gate_up(hidden_states)
         width = both.shape[-1] // 2
-        inner = torch.empty(*both.shape[:-1], width, dtype=both.dtype)
-        gate(as_array(both.view(-1, 2 * width)), self._activation, as_array(inner.view(-1, width)))
+        inner = both.new_empty(*both.shape[:-1], width)
+        self._pieces.gate(both.view(-1, 2 * width), self._activation, inner.view(-1, width))
         out: torch.Tensor = self.down_proj(inner)
         return out
 
@@ -78,8 +75,10 @@ class FusedMLP(nn.Module):
 class FusedAttention(nn.Module):
     """Attention whose three projections are one product, and whose keys and values go straight into pages."""
 
-    def __init__(self, original: Any, spec: AttentionSpec) -> None:
+    def __init__(self, original: Any, spec: AttentionSpec, *, halves: bool) -> None:
+        """`halves`: angles come once for the two halves of a head that are rotated against each other."""
         super().__init__()
+        self._halves = halves
         self.qkv = _stack(original.q_proj, original.k_proj, original.v_proj)
         self.o_proj: nn.Linear = original.o_proj
         self._spec = spec
@@ -101,8 +100,8 @@ class FusedAttention(nn.Module):
     ) -> tuple[torch.Tensor, None]:
         """The contract of transformers' attention modules: [1, tokens, hidden] to the same, and no weights."""
         packed = self.qkv(hidden_states)[0]
-        cosine, sine = position_embeddings
-        out = llmbatch.run(self._spec, packed, cosine=cosine[0].contiguous(), sine=sine[0].contiguous(), **self._norms)
+        cosine, sine = (torch.cat((x[0], x[0]), -1) if self._halves else x[0] for x in position_embeddings)
+        out = llmbatch.run(self._spec, packed, cosine=cosine.contiguous(), sine=sine.contiguous(), **self._norms)
         return self.o_proj(out[None]), None
 
 
@@ -136,13 +135,16 @@ class PackedLinear(nn.Module):
         return out
 
 
-def fuse(model: nn.Module, specs: dict[int, AttentionSpec], dtype: torch.dtype) -> None:
+def fuse(model: nn.Module, specs: dict[int, AttentionSpec], dtype: torch.dtype, pieces: Pieces) -> None:
     """Replace, in place, every module of `model` that has an equal and faster one."""
-    _replace(model, lambda module: _fused_norm(module, dtype))
-    _replace(model, lambda module: _fused_mlp(module, dtype))
-    _replace(model, lambda module: _fused_attention(module, specs, dtype))
-    if dtype == torch.float32:
-        _replace(model, _packed_linear)
+    _replace(model, lambda module: _fused_norm(module, dtype, pieces))
+    _replace(model, lambda module: _fused_mlp(module, dtype, pieces))
+    _replace(model, lambda module: _fused_attention(module, specs, dtype, pieces))
+
+
+def pack_linears(model: nn.Module) -> None:
+    """Lay out the weights of linear layers in float32 as products on the processor read them."""
+    _replace(model, _packed_linear)
 
 
 def _replace(model: nn.Module, build: Callable[[nn.Module], nn.Module | None]) -> None:
@@ -176,11 +178,12 @@ def _equal(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> bool:
     return bool((a - b).abs().max() <= tolerance * b.abs().max().clamp(min=1e-6))
 
 
-def _probe(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+def _probe(*shape: int, like: torch.Tensor) -> torch.Tensor:
+    """Numbers of the type of `like`, and where it is."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0)).to(like)
 
 
-def _fused_norm(module: nn.Module, dtype: torch.dtype) -> FusedNorm | None:
+def _fused_norm(module: nn.Module, dtype: torch.dtype, pieces: Pieces) -> FusedNorm | None:
     weight = getattr(module, "weight", None)
     epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if (
@@ -190,10 +193,10 @@ def _fused_norm(module: nn.Module, dtype: torch.dtype) -> FusedNorm | None:
         or not isinstance(epsilon, float)
     ):
         return None
-    probe = _probe(_PROBE_TOKENS, len(weight), dtype=dtype)
+    probe = _probe(_PROBE_TOKENS, len(weight), like=weight).to(dtype)
     expected = module(probe)
     for scale in (weight.detach().float(), 1.0 + weight.detach().float()):
-        fused = FusedNorm(scale, epsilon)
+        fused = FusedNorm(scale, epsilon, pieces)
         if _equal(fused(probe), expected, dtype):
             return fused
     return None
@@ -202,7 +205,7 @@ def _fused_norm(module: nn.Module, dtype: torch.dtype) -> FusedNorm | None:
 def _packed_linear(module: nn.Module) -> PackedLinear | None:
     if type(module) is not nn.Linear:
         return None
-    probe = _probe(_PROBE_TOKENS, module.in_features, dtype=torch.float32)
+    probe = _probe(_PROBE_TOKENS, module.in_features, like=module.weight)
     expected = module(probe)
     libraries: list[Literal["mkl", "mkldnn"]] = []
     if torch.backends.mkl.is_available():  # type: ignore[no-untyped-call]
@@ -220,7 +223,7 @@ def _linears(module: nn.Module, *names: str) -> bool:
     return all(type(getattr(module, name, None)) is nn.Linear for name in names)
 
 
-def _fused_mlp(module: nn.Module, dtype: torch.dtype) -> FusedMLP | None:
+def _fused_mlp(module: nn.Module, dtype: torch.dtype, pieces: Pieces) -> FusedMLP | None:
     activation = getattr(module, "act_fn", None)
     if not _linears(module, "gate_proj", "up_proj", "down_proj") or activation is None:
         return None
@@ -231,44 +234,37 @@ def _fused_mlp(module: nn.Module, dtype: torch.dtype) -> FusedMLP | None:
         kind = GELU_TANH
     else:
         return None
-    fused = FusedMLP(module, kind)
+    fused = FusedMLP(module, kind, pieces)
     assert isinstance(module.gate_proj, nn.Linear)
-    probe = _probe(1, _PROBE_TOKENS, module.gate_proj.in_features, dtype=dtype)
+    probe = _probe(1, _PROBE_TOKENS, module.gate_proj.in_features, like=module.gate_proj.weight)
     return fused if _equal(fused(probe), module(probe), dtype) else None
 
 
-def probe_step(specs: dict[int, AttentionSpec], dtype: torch.dtype) -> StepAttention:
-    """A step of one sequence of three tokens, over a page of its own."""
-    tokens = np.arange(_PROBE_TOKENS, dtype=np.int32)
-    zero = np.zeros(1, np.int32)
-    return StepAttention(
-        Pages(specs, num_pages=1, page_size=16, dtype=dtype),
-        tables=zero[None],
-        slots=zero,
-        starts=zero,
-        counts=zero + _PROBE_TOKENS,
-        token_pages=np.zeros_like(tokens),
-        token_offsets=tokens,
-    )
-
-
-def _fused_attention(module: nn.Module, specs: dict[int, AttentionSpec], dtype: torch.dtype) -> FusedAttention | None:
+def _fused_attention(
+    module: nn.Module, specs: dict[int, AttentionSpec], dtype: torch.dtype, pieces: Pieces
+) -> FusedAttention | None:
     spec = specs.get(getattr(module, "layer_idx", -1))
     if spec is None or not _linears(module, "q_proj", "k_proj", "v_proj", "o_proj"):
         return None
     assert isinstance(module.q_proj, nn.Linear)
-    fused = FusedAttention(module, spec)
-    probe = _probe(1, _PROBE_TOKENS, module.q_proj.in_features, dtype=dtype)
+    probe = _probe(1, _PROBE_TOKENS, module.q_proj.in_features, like=module.q_proj.weight)
     angles = torch.linspace(0.1, 3.0, _PROBE_TOKENS * spec.width // 2).view(1, _PROBE_TOKENS, -1)
-    angles = torch.cat((angles, angles), -1)
-    arguments: dict[str, Any] = {
-        "hidden_states": probe,
-        "position_embeddings": (angles.cos().to(dtype), angles.sin().to(dtype)),
-        "attention_mask": None,
-    }
-    specs = {spec.layer: spec}
-    try:
-        expected = module(**arguments, llmbatch=probe_step(specs, dtype))[0]
-    except (TypeError, RuntimeError, IndexError):
-        return None  # it takes other arguments than the common ones, or rotates another width
-    return fused if _equal(fused(**arguments, llmbatch=probe_step(specs, dtype))[0], expected, dtype) else None
+
+    def step() -> StepAttention:
+        return pieces.probe_step({spec.layer: spec}, dtype, _PROBE_TOKENS)
+
+    for halves in (False, True):
+        turns = angles if halves else torch.cat((angles, angles), -1)
+        arguments: dict[str, Any] = {
+            "hidden_states": probe,
+            "position_embeddings": (turns.cos().to(probe), turns.sin().to(probe)),
+            "attention_mask": None,
+        }
+        try:
+            expected = module(**arguments, llmbatch=step())[0]
+        except (TypeError, RuntimeError, IndexError):
+            continue  # it takes other arguments than the common ones, or rotates another width
+        fused = FusedAttention(module, spec, halves=halves)
+        if _equal(fused(**arguments, llmbatch=step())[0], expected, dtype):
+            return fused
+    return None

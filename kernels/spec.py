@@ -1,0 +1,32 @@
+"""What a layer's attention is, whoever computes it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """The attention of one layer, as the model calls it."""
+
+    layer: int
+    query_heads: int
+    heads: int  # of keys and values
+    width: int  # of a head
+    scale: float
+    window: int  # keys a query sees, itself included; 0: all
+    softcap: float  # 0: none
+    # [query heads] logits that take part in the softmax and have no value; None: none
+    sinks: torch.Tensor | None = field(default=None, compare=False)
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a KV head."""
+        return self.query_heads // self.heads
+
+    @property
+    def kind(self) -> tuple[int, int, int]:
+        """What work is cut by: layers that agree in it share a step's plan."""
+        return self.heads, self.query_heads, self.window

@@ -1,0 +1,99 @@
+"""Rows through the real scheduler and an engine, and what transformers' `generate` says of each alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import GenerationConfig
+
+from llmbatch.budget import FixedBudget
+from llmbatch.driver import drive
+from llmbatch.ends import Ends
+from llmbatch.engines import Step
+from llmbatch.feed import StreamEngine
+from llmbatch.requests import Requests
+from llmbatch.sampling import SamplingParams
+from llmbatch.schedule import Finished, Scheduler, Waiting
+from tests.workloads import RATES, Believed, Workload
+
+
+def prompts() -> list[list[int]]:
+    """Three groups with prefixes of 33, 20 and 5 tokens, two equal prompts, prompts of one token."""
+    rng = np.random.default_rng(5)
+    prefixes = [rng.integers(0, 256, length).tolist() for length in (33, 20, 5)]
+    rows = [prefixes[i % 3] + rng.integers(0, 256, 1 + i).tolist() for i in range(9)]
+    return [*rows, rows[0], [7], [9]]
+
+
+def generate(model: Any, rows: list[list[int]], limits: list[int], eos: list[int], pad: int) -> list[list[int]]:
+    """What transformers says of each row alone, with an otherwise empty GenerationConfig."""
+    configured: Any = GenerationConfig
+    answers = []
+    for row, limit in zip(rows, limits, strict=True):
+        ids = torch.tensor([row])
+        config = configured(do_sample=False, max_new_tokens=limit, eos_token_id=eos, pad_token_id=pad)
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)
+        answers.append(out[0, len(row) :].tolist())
+    return answers
+
+
+@dataclass
+class Golden:
+    """Rows in a pool that holds little more than the longest, where every answer is believed to be a single token."""
+
+    rows: list[list[int]]
+    max_tokens: int
+    page_size: int
+
+    def __post_init__(self) -> None:
+        rows = self.rows
+        self.lengths = np.array([len(row) for row in rows], np.int32)
+        self.requests = Requests(
+            tokens=np.concatenate([np.array(row, np.int32) for row in rows]),
+            offsets=np.concatenate(([0], np.cumsum(self.lengths))).astype(np.int64),
+            max_tokens=np.full(len(rows), self.max_tokens, np.int32),
+            params_index=np.zeros(len(rows), np.int32),
+            params=(SamplingParams(max_tokens=self.max_tokens),),
+            serial=np.arange(len(rows), dtype=np.uint64),
+            recorded=np.full(len(rows), self.max_tokens, np.int32),
+        )
+        self.num_pages = -(-(int(self.lengths.max()) + self.max_tokens) // self.page_size) + 1
+
+    def run(self, engine: StreamEngine, ends: Ends, step_tokens: int) -> list[list[int]]:
+        """The answers; what the scheduler did is in `cached` and `preemptions`."""
+        believed = np.ones(len(self.rows))
+        trie = Workload(self.rows, self.requests.max_tokens, believed).trie(self.page_size)
+        scheduler = Scheduler(
+            self.lengths, num_pages=self.num_pages, trie=trie, lengths=Believed(believed), rates=RATES, max_running=16
+        )
+        order = np.arange(len(self.rows), dtype=np.int32)
+        scheduler.enqueue(Waiting(order, believed, ends, FixedBudget(step_tokens), compute=1.0, memory=1.0))
+        engine.begin(self.requests)
+        taken = _Taken(engine)
+        driver = drive(engine, taken)
+        while not scheduler.done:
+            driver.run(scheduler, 4)
+            scheduler.check()
+        self.cached, self.preemptions = taken.cached, scheduler.preemptions
+        return [taken.answers[request] for request in range(len(self.rows))]
+
+
+class _Taken:
+    """Takes answers."""
+
+    def __init__(self, engine: StreamEngine) -> None:
+        self._engine = engine
+        self.answers: dict[int, list[int]] = {}
+        self.cached = 0
+
+    def before(self, step: Step) -> None:
+        self.cached += step.cached_tokens
+
+    def after(self, finished: Finished) -> NDArray[np.int32]:
+        for request, slot in zip(finished.requests.tolist(), finished.slots.tolist(), strict=True):
+            self.answers[request] = self._engine.retire(slot).tolist()
+        return np.empty(0, np.int32)
