@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
 from hypothesis import settings
 
 if TYPE_CHECKING:
     from tests.jobs import Job
+
+if not torch.cuda.is_available():  # Triton's kernels run in its interpreter then; it must be known before they are made
+    os.environ["TRITON_INTERPRET"] = "1"
 
 settings.register_profile("llmbatch", derandomize=True, deadline=None, database=None)
 settings.load_profile("llmbatch")

@@ -1,0 +1,55 @@
+"""The seam between a step and the attention kernels that a device has: a plan once a step, a call once a layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from llmbatch.kernels.spec import AttentionSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What attention must know of a step, on the host. Of its sequences the first `decodes` compute one token each."""
+
+    tables: NDArray[np.int32]  # [slots, width] pages
+    slots: NDArray[np.int32]  # [sequences]
+    starts: NDArray[np.int32]  # [sequences] tokens that are in pages
+    counts: NDArray[np.int32]  # [sequences] tokens computed now
+    decodes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a backend has decided for a step's layers of one kind."""
+
+    arrays: tuple[NDArray[np.int32], ...]  # to be uploaded
+    numbers: tuple[int, ...]  # for the host
+
+
+class PagedAttention(Protocol):
+    """Attention over pages on a device."""
+
+    def plan(self, layout: Layout, spec: AttentionSpec, page_size: int) -> Plan:
+        """What a step's layers like `spec` do; touches no device."""
+        ...
+
+    def attend(
+        self,
+        spec: AttentionSpec,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        plan: Plan,
+        tensors: list[torch.Tensor],
+    ) -> torch.Tensor:
+        """Attention [tokens, query heads * width] of `query`, of the same shape, over the step's pages.
+
+        `keys` and `values` are [pages, heads, page size, width]; `tensors` are the plan's arrays on the device. The
+        step's own keys and values are in pages already.
+        """
+        ...

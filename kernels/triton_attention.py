@@ -1,0 +1,231 @@
+"""Attention over pages on a GPU: one kernel for decodes, prefills and shared prefixes.
+
+A program takes an item (`llmbatch.kernels.items`) and a KV head: the query heads of that KV head for each of the
+item's tokens, one below the other, so that a key is loaded once for all of them (GQA packing), and the item's range of
+keys in tiles with the online softmax of FlashAttention-2 (Dao 2023), in float32 and base 2. Tiles that all rows see
+whole are walked without masks. An item that is a part leaves its rows normalised in float32, with the log of their
+sums; `merge` weighs parts by these.
+
+Keys and values are [pages, heads, page size, width]: a head's part of a page is contiguous, so a tile is a few runs of
+kilobytes wherever its pages lie. What lies behind a range's end may be anything; it is loaded as zero.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+import triton
+import triton.language as tl
+from triton import knobs
+
+from llmbatch.kernels.items import BEGIN, COLUMNS, END, FIRST, PART, POSITION, SEQUENCE, TOKENS
+
+_LOG2E = tl.constexpr(1.4426950408889634)
+_NOTHING = tl.constexpr(-1.0e30)  # below every score, and finite: it may be subtracted from itself
+_ITEM = tl.constexpr(COLUMNS)
+_SEQUENCE, _FIRST, _TOKENS = tl.constexpr(SEQUENCE), tl.constexpr(FIRST), tl.constexpr(TOKENS)
+_POSITION, _BEGIN, _END, _PART = tl.constexpr(POSITION), tl.constexpr(BEGIN), tl.constexpr(END), tl.constexpr(PART)
+
+
+@triton.jit
+def _walk(
+    state, q, keys, values, table, head, heads, positions, begin, low, high, end, scale, softcap, window,
+    WIDTH: tl.constexpr, PADDED: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr,
+    CAPPED: tl.constexpr, MASKED: tl.constexpr, WINDOWED: tl.constexpr, PRECISION: tl.constexpr,
+    WIDENED: tl.constexpr,
+):  # fmt: skip
+    """The tiles from `low` to `high`; keys before `begin` and from `end` on are not the item's."""
+    acc, highest, total = state
+    d = tl.arange(0, PADDED)
+    for start in range(low, high, TILE):
+        key = start + tl.arange(0, TILE)
+        there = key < end
+        page = tl.load(table + key // SIZE, mask=there, other=0) if MASKED else tl.load(table + key // SIZE)
+        at = ((page.to(tl.int64) * heads + head) * SIZE + key % SIZE)[:, None] * WIDTH + d[None, :]
+        if MASKED:
+            load = there[:, None] & (d < WIDTH)[None, :]
+            k = tl.load(keys + at, mask=load, other=0.0)
+            v = tl.load(values + at, mask=load, other=0.0)
+        elif WIDTH < PADDED:
+            k = tl.load(keys + at, mask=(d < WIDTH)[None, :], other=0.0)
+            v = tl.load(values + at, mask=(d < WIDTH)[None, :], other=0.0)
+        else:
+            k = tl.load(keys + at)
+            v = tl.load(values + at)
+        if WIDENED:
+            k, v = k.to(tl.float32), v.to(tl.float32)
+        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+        if CAPPED:
+            scores = softcap * (1.0 - 2.0 / (tl.exp2(scores * (2.0 * _LOG2E / softcap)) + 1.0))
+        scores = scores * _LOG2E
+        if MASKED:
+            seen = (key[None, :] <= positions[:, None]) & there[None, :] & (key >= begin)[None, :]
+            if WINDOWED:
+                seen = seen & (key[None, :] > positions[:, None] - window)
+            scores = tl.where(seen, scores, float("-inf"))
+        new = tl.maximum(highest, tl.max(scores, 1))
+        weights = tl.exp2(scores - new[:, None])
+        alpha = tl.exp2(highest - new)
+        total = total * alpha + tl.sum(weights, 1)
+        acc = acc * alpha[:, None]
+        weights = weights.to(keys.dtype.element_ty)
+        acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=PRECISION)
+        highest = new
+    return acc, highest, total
+
+
+@triton.jit
+def _attend(
+    query, out, partial, sums, keys, values, tables, items, order, sinks, table_width, heads, query_stride, rows,
+    scale, softcap, window,
+    GROUP: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    TILE: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr, SINKS: tl.constexpr, GATHERED: tl.constexpr,
+    PRECISION: tl.constexpr, WIDENED: tl.constexpr,
+):  # fmt: skip
+    item = items + tl.program_id(0).to(tl.int64) * _ITEM
+    head = tl.program_id(1)
+    first, tokens = tl.load(item + _FIRST), tl.load(item + _TOKENS)
+    position, begin, end = tl.load(item + _POSITION), tl.load(item + _BEGIN), tl.load(item + _END)
+    part = tl.load(item + _PART)
+    table = tables + tl.load(item + _SEQUENCE).to(tl.int64) * table_width
+
+    row = tl.arange(0, BLOCK)
+    token = row // GROUP
+    there = token < tokens
+    packed = tl.load(order + first + token, mask=there, other=0) if GATHERED else first + token
+    query_head = head * GROUP + row % GROUP
+    d = tl.arange(0, PADDED)
+    used = there[:, None] & (d < WIDTH)[None, :]
+    at = packed.to(tl.int64)[:, None] * query_stride + query_head[:, None] * WIDTH + d[None, :]
+    q = tl.load(query + at, mask=used, other=0.0)
+    if WIDENED:
+        q = q.to(tl.float32)
+
+    positions = position + token
+    last = tl.minimum(position + tokens, end)  # one past the last key that any row sees
+    whole_from, low = begin, begin
+    if WINDOWED:
+        low = tl.maximum(begin, tl.maximum(0, position - window + 1) // TILE * TILE)
+        whole_from = tl.maximum(low, (tl.maximum(0, position + tokens - window) + TILE - 1) // TILE * TILE)
+    whole_to = tl.minimum(position + 1, end) // TILE * TILE  # tiles before it are seen by every row
+    state = (
+        tl.zeros([BLOCK, PADDED], tl.float32), tl.full([BLOCK], _NOTHING, tl.float32), tl.zeros([BLOCK], tl.float32),
+    )  # fmt: skip
+    if WINDOWED:
+        state = _walk(
+            state, q, keys, values, table, head, heads, positions, begin, low, tl.minimum(whole_from, last), last,
+            scale, softcap, window, WIDTH, PADDED, SIZE, TILE, CAPPED, True, True, PRECISION, WIDENED,
+        )  # fmt: skip
+    state = _walk(
+        state, q, keys, values, table, head, heads, positions, begin, whole_from, whole_to, last,
+        scale, softcap, window, WIDTH, PADDED, SIZE, TILE, CAPPED, False, WINDOWED, PRECISION, WIDENED,
+    )  # fmt: skip
+    acc, highest, total = _walk(
+        state, q, keys, values, table, head, heads, positions, begin, tl.maximum(whole_from, whole_to), last, last,
+        scale, softcap, window, WIDTH, PADDED, SIZE, TILE, CAPPED, True, WINDOWED, PRECISION, WIDENED,
+    )  # fmt: skip
+
+    if part < 0:
+        if SINKS:
+            total += tl.exp2(tl.minimum(tl.load(sinks + query_head).to(tl.float32) * _LOG2E - highest, 126.0))
+        at = (packed.to(tl.int64)[:, None] * heads * GROUP + query_head[:, None]) * WIDTH + d[None, :]
+        total = tl.where(total > 0, total, 1.0)  # of rows that are not there
+        tl.store(out + at, (acc / total[:, None]).to(out.dtype.element_ty), mask=used)
+    else:
+        place = (part.to(tl.int64) * rows + packed) * heads * GROUP + query_head
+        tl.store(partial + place[:, None] * WIDTH + d[None, :], acc / tl.maximum(total, 1e-30)[:, None], mask=used)
+        tl.store(sums + place, tl.where(total > 0, highest + tl.log2(total), float("-inf")), mask=there)
+
+
+@triton.jit
+def _merge(
+    out, partial, sums, parts, sinks, query_heads, rows,
+    WIDTH: tl.constexpr, PADDED: tl.constexpr, SINKS: tl.constexpr,
+):  # fmt: skip
+    row, head = tl.program_id(0), tl.program_id(1)
+    count = tl.load(parts + row)
+    d = tl.arange(0, PADDED)
+    used = d < WIDTH
+    acc = tl.zeros([PADDED], tl.float32)
+    highest, total = tl.full([PADDED], _NOTHING, tl.float32), tl.zeros([PADDED], tl.float32)
+    for part in range(count):
+        place = (part * rows + row).to(tl.int64) * query_heads + head
+        one = tl.load(sums + place)
+        new = tl.maximum(highest, one)
+        alpha, weight = tl.exp2(highest - new), tl.exp2(one - new)
+        acc = acc * alpha + weight * tl.load(partial + place * WIDTH + d, mask=used, other=0.0)
+        total = total * alpha + weight
+        highest = new
+    if count > 0:
+        if SINKS:
+            total += tl.exp2(tl.minimum(tl.load(sinks + head).to(tl.float32) * _LOG2E - highest, 126.0))
+        at = (row.to(tl.int64) * query_heads + head) * WIDTH + d
+        tl.store(out + at, (acc / total).to(out.dtype.element_ty), mask=used)
+
+
+_DECODE_BLOCK: Final = 16  # rows; the least that a matrix product takes
+_BLOCK: Final = 128
+
+
+def block_tokens(group: int) -> int:
+    """Tokens of a block of many rows, with `group` query heads a KV head."""
+    return max(1, _BLOCK // group)
+
+
+def attend(
+    query: torch.Tensor,
+    out: torch.Tensor,
+    partial: torch.Tensor,
+    sums: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    tables: torch.Tensor,
+    items: torch.Tensor,
+    *,
+    many: bool,
+    order: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    group: int,
+    scale: float,
+    window: int,
+    softcap: float,
+) -> None:
+    """Attention of every row of the items over their keys, into `out` or, where an item is a part, into `partial`.
+
+    `query` is [tokens, >= heads * group * width], its first columns the rotated queries, head by head; `out` is
+    [tokens, heads * group * width]; `keys` and `values` are [pages, heads, page size, width], the page size a power
+    of two. bfloat16, float16 or float32, all the same. `tables` int32 [sequences, pages]; `items` int32 [n, 7], blocks
+    of `many` rows or of one token each, whose rows are found by `order` where it is given; `partial` float32
+    [parts, rows, heads * group, width] and `sums` [parts, rows, heads * group]; `sinks` [heads * group] or None. A
+    `window` or `softcap` of 0 means none.
+    """
+    if len(items) == 0:
+        return
+    heads, size, width = keys.shape[1:]
+    padded = max(16, triton.next_power_of_2(width))
+    block = _BLOCK if many else max(_DECODE_BLOCK, triton.next_power_of_2(group))
+    wide = keys.dtype == torch.float32
+    tile = 32 if wide or padded > 128 else 64
+    _attend[(len(items), heads)](
+        query, out, partial, sums, keys, values, tables, items, items if order is None else order,
+        items if sinks is None else sinks, tables.stride(0), heads, query.stride(0), sums.shape[1],
+        scale, softcap, window,
+        GROUP=group, WIDTH=width, PADDED=padded, SIZE=size, BLOCK=block, TILE=tile,
+        CAPPED=softcap > 0, WINDOWED=window > 0, SINKS=sinks is not None, GATHERED=order is not None,
+        PRECISION="ieee" if wide else "tf32",
+        # The interpreter's products take no bfloat16; those of a device are exact in float32, as these are.
+        WIDENED=knobs.runtime.interpret and keys.dtype == torch.bfloat16,
+        num_warps=8 if many else 4, num_stages=2 if wide else 3,
+    )  # fmt: skip
+
+
+def merge(
+    out: torch.Tensor, partial: torch.Tensor, sums: torch.Tensor, parts: torch.Tensor, sinks: torch.Tensor | None
+) -> None:
+    """Weigh the parts of each row by their sums, into `out`; `parts` int32 [rows] counts them, 0 where none wait."""
+    query_heads, width = partial.shape[2:]
+    _merge[(len(parts), query_heads)](
+        out, partial, sums, parts, parts if sinks is None else sinks, query_heads, sums.shape[1],
+        WIDTH=width, PADDED=triton.next_power_of_2(width), SINKS=sinks is not None, num_warps=1,
+    )  # fmt: skip

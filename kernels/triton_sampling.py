@@ -1,0 +1,40 @@
+"""The likeliest token of each row, in one pass over the logits."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+import triton
+import triton.language as tl
+
+_BLOCK: Final = 4096
+
+
+@triton.jit
+def _best(logits, tokens, finite, vocabulary, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, BLOCK)
+    highest, at = tl.full([BLOCK], float("-inf"), tl.float32), tl.zeros([BLOCK], tl.int32)
+    broken = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, vocabulary, BLOCK):
+        used = start + lane < vocabulary
+        value = tl.load(logits + row * vocabulary + start + lane, mask=used, other=float("-inf")).to(tl.float32)
+        broken += (value != value).to(tl.int32)
+        better = value > highest
+        highest, at = tl.where(better, value, highest), tl.where(better, start + lane, at)
+    most = tl.max(highest, 0)
+    tl.store(tokens + row, tl.min(tl.where(highest == most, at, vocabulary), 0))
+    tl.store(finite + row, (tl.sum(broken, 0) == 0) & (most > float("-inf")) & (most < float("inf")))
+
+
+def best(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """First index of the highest of each row, int32 [rows], and whether it is finite and none is NaN, bool [rows].
+
+    `logits` are [rows, vocabulary], contiguous.
+    """
+    tokens = torch.empty(len(logits), dtype=torch.int32, device=logits.device)
+    finite = torch.empty(len(logits), dtype=torch.bool, device=logits.device)
+    if len(logits):
+        _best[(len(logits),)](logits, tokens, finite, logits.shape[1], BLOCK=_BLOCK, num_warps=8)
+    return tokens, finite

@@ -1,0 +1,47 @@
+"""Attention over pages by torch's own `varlen_attn`, where torch can read pages (2.12 and later, with flash-attn 3)."""
+
+from __future__ import annotations
+
+import inspect
+
+import torch
+
+from llmbatch.kernels.backends import Layout, Plan
+from llmbatch.kernels.flash import plan_lengths
+from llmbatch.kernels.spec import AttentionSpec
+
+
+class VarlenAttention:
+    """Decodes and prefills in one launch (`PagedAttention`). Raises ImportError where torch cannot read pages."""
+
+    def __init__(self) -> None:
+        from torch.nn.attention.varlen import varlen_attn
+
+        if "block_table" not in inspect.signature(varlen_attn).parameters:
+            raise ImportError(f"the varlen_attn of torch {torch.__version__} reads no pages: install 2.12 or later")
+        self._attend = varlen_attn
+
+    def plan(self, layout: Layout, spec: AttentionSpec, page_size: int) -> Plan:
+        """Lengths of the step's sequences. Raises ValueError for what it has no kernel for."""
+        if spec.sinks is not None or spec.softcap:
+            raise ValueError("varlen_attn has neither sinks nor softcap: take attention='triton'")
+        return plan_lengths(layout, page_size)
+
+    def attend(
+        self,
+        spec: AttentionSpec,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        plan: Plan,
+        tensors: list[torch.Tensor],
+    ) -> torch.Tensor:
+        """All rows over their pages."""
+        tables, first, lengths, _ = tensors
+        out = self._attend(
+            query.view(len(query), spec.query_heads, spec.width), keys.transpose(1, 2), values.transpose(1, 2), first,
+            None, *plan.numbers, scale=spec.scale, window_size=(spec.window - 1 if spec.window else -1, 0),
+            enable_gqa=spec.group > 1, seqused_k=lengths, block_table=tables,
+        )  # fmt: skip
+        assert isinstance(out, torch.Tensor)
+        return out.reshape(query.shape)

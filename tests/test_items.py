@@ -1,0 +1,156 @@
+"""A step's attention is cut into items that cover every key of every row once."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from llmbatch.kernels.items import (
+    ALIGN,
+    BEGIN,
+    END,
+    EVERYTHING,
+    FIRST,
+    GROUP_ROWS,
+    GROUP_TOKENS,
+    LEAST_KEYS,
+    PART,
+    POSITION,
+    SEQUENCE,
+    TOKENS,
+    Items,
+    cut_items,
+)
+
+SIZE = 16
+
+
+def tables_of(starts: list[int], counts: list[int], groups: list[int], shared: int) -> NDArray[np.int32]:
+    """Block tables of sequences of which those of a group (>= 0) have the pages of `shared` tokens in common."""
+    blocks = [-(-(start + count) // SIZE) for start, count in zip(starts, counts, strict=True)]
+    tables = np.full((len(starts), max(blocks)), 10**6, np.int32)
+    free = iter(range(10**6))
+    known: dict[int, list[int]] = {}
+    for i, (need, group) in enumerate(zip(blocks, groups, strict=True)):
+        pages = [next(free) for _ in range(need)]
+        if group >= 0:
+            common = known.setdefault(group, pages[: shared // SIZE])
+            pages[: len(common)] = common
+        tables[i, :need] = pages[:need]
+    return tables
+
+
+def cut(
+    tables: NDArray[np.int32], starts: list[int], counts: list[int], decodes: int,
+    *, block: int = 32, window: int = 0, programs: int = 64, cascade: bool = True,
+) -> Items:  # fmt: skip
+    slots = np.arange(len(starts), dtype=np.int32)
+    columns = (np.array(starts, np.int32), np.array(counts, np.int32))
+    return cut_items(tables, slots, *columns, decodes, SIZE, block, window, 2, programs, cascade)
+
+
+def keys_of(items: Items, decodes: int) -> list[list[tuple[int, int, int]]]:
+    """(part, begin, end) of each decode."""
+    found: list[list[tuple[int, int, int]]] = [[] for _ in range(decodes)]
+    for item in items.decodes.tolist():
+        assert (item[TOKENS], item[FIRST]) == (1, item[SEQUENCE])
+        found[item[FIRST]].append((item[PART], item[BEGIN], item[END]))
+    for item in items.shared.tolist():
+        assert item[POSITION] == EVERYTHING
+        for row in items.order[item[FIRST] : item[FIRST] + item[TOKENS]]:
+            found[row].append((item[PART], item[BEGIN], item[END]))
+    return [sorted(ranges) for ranges in found]
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 3000), st.integers(-1, 1)), min_size=1, max_size=90),
+    st.integers(1, 500),
+    st.sampled_from([0, 100, 1000]),
+)
+def test_every_key_of_a_decode_is_in_one_part(rows: list[tuple[int, int]], programs: int, window: int) -> None:
+    shared = 640
+    starts = [start + (shared if group >= 0 else 0) for start, group in rows]
+    counts = [1] * len(rows)
+    tables = tables_of(starts, counts, [group for _, group in rows], shared)
+    items = cut(tables, starts, counts, len(rows), window=window, programs=programs)
+    for start, parts, ranges in zip(starts, items.parts.tolist(), keys_of(items, len(rows)), strict=True):
+        low = max(0, start + 1 - window) // ALIGN * ALIGN if window else 0
+        assert [part for part, *_ in ranges] == (list(range(parts)) if parts else [-1])
+        assert ranges[0][1] == low
+        assert ranges[-1][2] == start + 1
+        assert all(a[2] == b[1] for a, b in pairwise(ranges))
+        assert all(begin % ALIGN == 0 or begin == end for _, begin, end in ranges)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 400), st.integers(1, 300)), min_size=1, max_size=12),
+    st.integers(1, 64),
+    st.integers(0, 5),
+)
+def test_every_prefilled_token_is_in_one_block_and_sees_what_came_before(
+    sequences: list[tuple[int, int]], block: int, decodes: int
+) -> None:
+    starts = [7] * decodes + [start for start, _ in sequences]
+    counts = [1] * decodes + [count for _, count in sequences]
+    tables = tables_of(starts, counts, [-1] * len(starts), 0)
+    items = cut(tables, starts, counts, decodes, block=block)
+    first = np.cumsum([0, *counts])
+    seen: list[int] = []
+    for item in items.prefills.tolist():
+        i = item[SEQUENCE]
+        assert 1 <= item[TOKENS] <= block
+        assert item[POSITION] - starts[i] == item[FIRST] - first[i]
+        assert (item[BEGIN], item[END], item[PART]) == (0, item[POSITION] + item[TOKENS], -1)
+        seen += range(item[FIRST], item[FIRST] + item[TOKENS])
+    assert sorted(seen) == list(range(decodes, sum(counts)))
+    assert items.prefills[:, END].tolist() == sorted(items.prefills[:, END].tolist(), reverse=True)
+
+
+def test_a_long_decode_alone_is_cut_so_that_it_fills_the_device() -> None:
+    starts, counts = [16 * LEAST_KEYS - 1], [1]
+    items = cut(tables_of(starts, counts, [-1], 0), starts, counts, 1, programs=16)
+    assert len(items.decodes) == 8  # of two heads each
+    assert items.parts.tolist() == [8]
+
+
+def test_decodes_that_fill_the_device_are_not_cut() -> None:
+    starts, counts = [4 * LEAST_KEYS] * 64, [1] * 64
+    items = cut(tables_of(starts, counts, [-1] * 64, 0), starts, counts, 64, programs=64)
+    assert len(items.decodes) == 64
+    assert items.parts.max() == 0
+
+
+@pytest.mark.parametrize(
+    ("rows", "shared", "cascade", "together"),
+    [
+        (GROUP_ROWS, GROUP_TOKENS, True, GROUP_TOKENS),
+        (GROUP_ROWS, 5 * ALIGN + SIZE, True, 5 * ALIGN),
+        (GROUP_ROWS - 1, GROUP_TOKENS, True, 0),
+        (GROUP_ROWS, GROUP_TOKENS - SIZE, True, 0),
+        (GROUP_ROWS, GROUP_TOKENS, False, 0),
+    ],
+)
+def test_many_rows_with_a_long_prefix_attend_it_together(rows: int, shared: int, cascade: bool, together: int) -> None:
+    starts, counts = [shared + 20 + i for i in range(rows)], [1] * rows
+    items = cut(tables_of(starts, counts, [0] * rows, shared), starts, counts, rows, cascade=cascade)
+    assert sum(item[TOKENS] for item in items.shared) == (rows if together else 0)
+    assert items.shared[:, END].max(initial=0) == together
+
+
+def test_rows_stay_in_the_deepest_group_that_is_large_enough() -> None:
+    """Two groups share 512 tokens within, and 256 with each other; too few rows share more."""
+    rows = 2 * GROUP_ROWS + 5
+    starts, counts = [2100] * rows, [1] * rows
+    tables = tables_of(starts, counts, [-1] * rows, 0)
+    tables[:, :16] = tables[0, :16]
+    for first in (0, GROUP_ROWS):
+        tables[first : first + GROUP_ROWS, :32] = tables[first, :32]
+    tables[:8, :128] = tables[0, :128]
+    items = cut(tables, starts, counts, rows)
+    assert items.shared[:, END].tolist() == [512, 512]
+    assert sorted(items.order.tolist()) == list(range(2 * GROUP_ROWS))

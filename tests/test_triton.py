@@ -1,0 +1,230 @@
+"""Kernels in Triton equal a float64 computation: on the GPU where there is one, else in Triton's interpreter."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional
+
+pytest.importorskip("triton")
+
+from llmbatch.kernels import reference, triton_fused
+from llmbatch.kernels.backends import Layout
+from llmbatch.kernels.fused import GELU_TANH, SILU
+from llmbatch.kernels.spec import AttentionSpec
+from llmbatch.kernels.triton_backend import TritonAttention
+from llmbatch.kernels.triton_sampling import best
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+NAN = float("nan")
+# The interpreter cuts float32 off to bfloat16 where a device rounds, twice as far; norms forgive it.
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+DTYPES = list(TOLERANCE)
+
+
+def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
+    """Of a whole result; NaN where anything is."""
+    return float((got.double() - expected).norm() / expected.norm())
+
+
+@dataclass(frozen=True)
+class Case:
+    """A step, and what attends it. Decodes come first; those of `shared` tokens have as many in common."""
+
+    decodes: tuple[int, ...] = (0, 15, 16, 130, 700)  # tokens in pages
+    prefills: tuple[tuple[int, int], ...] = ((0, 1), (0, 70), (129, 40), (33, 90))  # tokens in pages, and computed
+    heads: int = 2
+    group: int = 4
+    width: int = 64
+    size: int = 16
+    window: int = 0
+    softcap: float = 0.0
+    sinks: bool = False
+    dtype: torch.dtype = torch.float32
+    shared: int = 0
+    cascade: bool = True
+
+
+def check(case: Case, seed: int = 0) -> None:
+    """Attention of a step on poisoned memory, against the reference."""
+    rng = np.random.default_rng(seed)
+    torch.manual_seed(seed)
+    starts = [case.shared + start for start in case.decodes] + [start for start, _ in case.prefills]
+    counts = [1] * len(case.decodes) + [count for _, count in case.prefills]
+    blocks = [-(-(start + count) // case.size) for start, count in zip(starts, counts, strict=True)]
+    free = iter(rng.permutation(sum(blocks)).astype(np.int32).tolist())
+    slots = rng.permutation(len(starts) + 2)[: len(starts)].astype(np.int32)
+    tables = np.full((len(starts) + 2, max(blocks)), 10**6, np.int32)
+    common = [next(free) for _ in range(case.shared // case.size)] if case.decodes else []
+    shape = (sum(blocks), case.heads, case.size, case.width)
+    keys, values = (torch.full(shape, NAN, dtype=case.dtype, device=DEVICE) for _ in range(2))
+    for i, (slot, need) in enumerate(zip(slots, blocks, strict=True)):
+        begun = common if i < len(case.decodes) else []
+        tables[slot, :need] = [*begun, *(next(free) for _ in range(need - len(begun)))]
+        for x in (keys, values):
+            pages = torch.from_numpy(tables[slot, :need]).long().to(DEVICE)
+            rows = x[pages].transpose(1, 2).flatten(0, 1)  # [tokens, heads, width]
+            fresh = torch.randn(rows.shape, device=DEVICE).to(case.dtype)
+            rows[: starts[i] + counts[i]] = torch.where(rows.isnan(), fresh, rows)[: starts[i] + counts[i]]
+            x[pages] = rows.view(need, case.size, case.heads, case.width).transpose(1, 2)
+    query_heads = case.heads * case.group
+    query = torch.randn(sum(counts), query_heads * case.width, device=DEVICE).to(case.dtype)
+    spec = AttentionSpec(
+        layer=0, query_heads=query_heads, heads=case.heads, width=case.width, scale=case.width**-0.5,
+        window=case.window, softcap=case.softcap, sinks=torch.randn(query_heads, device=DEVICE) if case.sinks else None,
+    )  # fmt: skip
+    columns = (np.array(starts, np.int32), np.array(counts, np.int32))
+    backend = TritonAttention(DEVICE, cascade=case.cascade)
+    plan = backend.plan(Layout(tables, slots, *columns, len(case.decodes)), spec, case.size)
+    tensors = [torch.from_numpy(np.ascontiguousarray(array)).to(DEVICE) for array in plan.arrays]
+    got = backend.attend(spec, query, keys, values, plan, tensors)
+    expected = reference.attend(
+        query.view(-1, query_heads, case.width), keys, values, torch.from_numpy(tables[slots]).to(DEVICE), starts,
+        counts, scale=spec.scale, window=spec.window, softcap=spec.softcap, sinks=spec.sinks,
+    )  # fmt: skip
+    assert relative_error(got.view(expected.shape), expected) < TOLERANCE[case.dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_attention_of_decodes_and_prefills(dtype: torch.dtype) -> None:
+    check(Case(dtype=dtype))
+
+
+@pytest.mark.parametrize(("heads", "group", "width"), [(1, 1, 64), (1, 7, 128), (3, 3, 80), (1, 2, 96), (1, 8, 256)])
+def test_attention_takes_any_number_and_size_of_heads(heads: int, group: int, width: int) -> None:
+    check(Case(heads=heads, group=group, width=width, decodes=(15, 300), prefills=((20, 40),)))
+
+
+@pytest.mark.parametrize("size", [1, 8, 64, 256])
+def test_attention_reads_pages_of_any_size(size: int) -> None:
+    check(Case(heads=1, size=size))
+
+
+@pytest.mark.parametrize("window", [1, 31, 128, 5000])
+def test_attention_sees_no_more_than_its_window(window: int) -> None:
+    check(Case(heads=1, window=window))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_attention_caps_its_scores_and_knows_sinks(dtype: torch.dtype) -> None:
+    check(Case(heads=1, softcap=5.0, sinks=True, dtype=dtype))
+
+
+def test_a_decode_is_cut_where_there_are_few() -> None:
+    check(Case(decodes=(9000,), prefills=(), heads=1, sinks=True))
+
+
+@pytest.mark.parametrize(("dtype", "sinks"), [(torch.float32, True), (torch.bfloat16, False)])
+def test_a_shared_prefix_is_attended_once(dtype: torch.dtype, sinks: bool) -> None:
+    case = Case(decodes=tuple(range(0, 72, 2)), prefills=(), heads=1, shared=512, dtype=dtype, sinks=sinks)
+    check(case)
+    check(replace(case, cascade=False))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_attention_of_random_steps(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    decodes = tuple(rng.integers(0, 600, rng.integers(0, 8)).tolist())
+    prefills = tuple((int(rng.integers(0, 200)), int(rng.integers(1, 150))) for _ in range(3))
+    check(Case(decodes=decodes, prefills=prefills, heads=1, window=int(rng.choice([0, 100]))), seed)
+
+
+def poisoned(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.full(shape, NAN, dtype=dtype, device=DEVICE)
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(shape, device=DEVICE).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [64, 200, 4096])
+def test_the_norm_of_a_row_and_of_a_sum(width: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(width)
+    x, other, weight = random(5, width, dtype=dtype), random(5, width, dtype=dtype), random(width)
+
+    def norm(x: torch.Tensor) -> torch.Tensor:
+        x = x.double()
+        return x / torch.sqrt((x**2).mean(-1, keepdim=True) + 1e-5) * weight.double()
+
+    out, summed = poisoned(5, width, dtype=dtype), poisoned(5, width, dtype=dtype)
+    triton_fused.normalize(x, weight, 1e-5, out)
+    assert relative_error(out, norm(x)) < TOLERANCE[dtype]
+    triton_fused.normalize(x, weight, 1e-5, out, other, summed)
+    assert relative_error(summed, x.double() + other.double()) < TOLERANCE[dtype]
+    assert relative_error(out, norm(summed)) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", [SILU, GELU_TANH])
+def test_the_gate(activation: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(activation)
+    x, out = random(7, 2 * 300, dtype=dtype), poisoned(7, 300, dtype=dtype)
+    triton_fused.gate(x, activation, out)
+    left, right = x[:, :300].double(), x[:, 300:].double()
+    active = functional.silu(left) if activation == SILU else functional.gelu(left, approximate="tanh")
+    assert relative_error(out, active * right) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("width", "rotary", "query_norm", "key_norm"),
+    [
+        (64, 64, False, False),
+        (64, 64, True, True),
+        (80, 40, False, True),
+        (32, 0, False, False),
+        (128, 128, True, False),
+    ],
+)
+def test_queries_are_finished_and_keys_and_values_stored(
+    width: int, rotary: int, query_norm: bool, key_norm: bool, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(width)
+    query_heads, heads, tokens, size, pages = 6, 2, 7, 8, 4
+    packed = random(tokens, (query_heads + 2 * heads) * width, dtype=dtype)
+    query = poisoned(tokens, query_heads * width, dtype=dtype)
+    keys, values = (poisoned(pages, heads, size, width, dtype=dtype) for _ in range(2))
+    places = torch.randperm(pages * size)[:tokens].int().to(DEVICE)
+    cosine, sine = (random(tokens, rotary, dtype=dtype) if rotary else None for _ in range(2))
+    scales = [random(width) if given else None for given in (query_norm, key_norm)]
+    triton_fused.rotate_and_store(packed, query, cosine, sine, scales[0], scales[1], 1e-6, places, keys, values)
+
+    def finished(x: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+        if scale is not None:
+            x = x / torch.sqrt((x**2).mean(-1, keepdim=True) + 1e-6) * scale.double()
+        if cosine is None or sine is None:
+            return x
+        left, right, rest = x[..., : rotary // 2], x[..., rotary // 2 : rotary], x[..., rotary:]
+        turned = x[..., :rotary] * cosine.double()[:, None] + torch.cat((-right, left), -1) * sine.double()[:, None]
+        return torch.cat((turned, rest), -1)
+
+    heads_of = packed.double().view(tokens, -1, width)
+    page, place = places.long() // size, places.long() % size
+    stored: list[Any] = [keys[page, :, place], values[page, :, place]]
+    assert (
+        relative_error(query.view(tokens, -1, width), finished(heads_of[:, :query_heads], scales[0])) < TOLERANCE[dtype]
+    )
+    expected = finished(heads_of[:, query_heads : query_heads + heads], scales[1])
+    assert relative_error(stored[0], expected) < TOLERANCE[dtype]
+    assert torch.equal(stored[1].double(), heads_of[:, query_heads + heads :])
+    assert int(keys.isnan().sum()) == (pages * size - tokens) * heads * width  # and nothing else was
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_likeliest_token_is_the_first_of_the_highest(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    logits = random(6, 9001, dtype=dtype)
+    logits[0, [77, 4200, 8999]] = 50.0
+    logits[1, 5] = NAN
+    logits[2, 5] = float("inf")
+    logits[3] = -float("inf")
+    logits[4, :9000] = -float("inf")
+    tokens, finite = best(logits)
+    assert finite.tolist() == [True, False, False, False, True, True]
+    assert tokens[[0, 4]].tolist() == [77, 9000]
+    assert logits[5, tokens[5]] == logits[5].max()
