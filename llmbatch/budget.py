@@ -10,7 +10,7 @@ and hopes that the mix follows; here the mix itself is the controlled quantity.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from numba import njit
 
@@ -52,6 +52,9 @@ class Rates(NamedTuple):
         )
 
 
+MOST_TOKENS: Final = 8192  # of a step that is decided in closed loop
+
+
 @dataclass(frozen=True, slots=True)
 class FixedBudget:
     """The same number of tokens each step, as today's engines do; decodes beyond it are computed all the same."""
@@ -70,7 +73,7 @@ class ClosedLoopBudget:
     rates: Rates
     weights_per_pool: float = 0.0
     floor: int = TILE
-    ceiling: int = 8192
+    ceiling: int = MOST_TOKENS
 
 
 Budget = FixedBudget | ClosedLoopBudget

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from llmbatch.engines import Engine, Finish, Step
+from llmbatch.engines import Engine, Finish, PipelinedEngine, Step, StepResult
 from llmbatch.schedule import Finished, Scheduler
 
 
@@ -78,6 +79,119 @@ class EngineDriver:
                 self._watch.after(withdrawn)
                 ended.append(_lengths_of(withdrawn))
         return Ended(*(np.concatenate(column) for column in zip(*ended, strict=True)))
+
+
+class PipelinedDriver:
+    """Runs a scheduler's steps on an engine, and decides each while the one before is computed.
+
+    A step is taken note of as soon as it is queued, from what is known of it then: the sequences that reach their most
+    tokens. One that ends before is noticed a step late, when the next step has a token of it, which is `spare`. Where
+    a run ends nothing is queued any more. Raises `EngineDied`.
+    """
+
+    def __init__(self, engine: PipelinedEngine, watch: Watch, *, drain: bool = True) -> None:
+        self._engine = engine
+        self._watch = watch
+        self.drain = drain
+        self._queued: _Queued | None = None
+
+    def run(self, scheduler: Scheduler, steps: int) -> Ended:
+        """Advance by at most `steps` steps, until nothing is left; the requests that ended."""
+        ended = [Ended(np.empty(0, np.int32), np.empty(0, np.int32), np.empty(0, np.bool_))]
+        for _ in range(steps):
+            if scheduler.done or not (self.drain or scheduler.waiting):
+                break
+            step = scheduler.decide()
+            self._watch.before(step)
+            try:
+                expected = self._engine.submit(step)
+                before, result = self._queued, None if self._queued is None else self._engine.collect()
+            except Exception as error:
+                raise EngineDied(step) from error
+            late = _late(before, result)
+            finished = scheduler.commit(step, _joined(step, expected, late))
+            self._queued = _Queued(step, finished)
+            ended += self._take(scheduler, before, result)
+            for reason in (Finish.STOP, Finish.ERROR):  # of sequences that are not in the step, being preempted
+                ended += self._withdraw(scheduler, late.requests[late.reasons == reason], reason)
+        ended += self._end(scheduler)
+        return Ended(*(np.concatenate(column) for column in zip(*ended, strict=True)))
+
+    def _end(self, scheduler: Scheduler) -> list[Ended]:
+        """Wait for the step that is queued."""
+        if self._queued is None:
+            return []
+        before, self._queued = self._queued, None
+        try:
+            result = self._engine.collect()
+        except Exception as error:
+            raise EngineDied(before.step) from error
+        late = _late(before, result)
+        ended = self._take(scheduler, before, result)
+        for reason in (Finish.STOP, Finish.ERROR):
+            ended += self._withdraw(scheduler, late.requests[late.reasons == reason], reason)
+        return ended
+
+    def _take(self, scheduler: Scheduler, queued: _Queued | None, result: StepResult | None) -> list[Ended]:
+        """Hand on the sequences that were taken to end in a step, now that all of their tokens are known."""
+        if queued is None or result is None:
+            return []
+        reasons = queued.finished.reasons.copy()
+        own = result.finished[queued.ends] > 0  # others ended the step before, and are known
+        reasons[own] = result.finished[queued.ends][own]
+        finished = replace(queued.finished, reasons=reasons)
+        overdue = self._watch.after(finished)
+        return [_lengths_of(finished), *self._withdraw(scheduler, overdue, Finish.TIMEOUT)]
+
+    def _withdraw(self, scheduler: Scheduler, requests: NDArray[np.int32], reason: Finish) -> list[Ended]:
+        if not len(requests):
+            return []
+        withdrawn = scheduler.withdraw(requests, reason)
+        self._engine.drop(withdrawn.slots, withdrawn.requests)
+        self._watch.after(withdrawn)
+        return [_lengths_of(withdrawn)]
+
+
+def drive(engine: Engine, watch: Watch) -> EngineDriver | PipelinedDriver:
+    """The driver for an engine."""
+    return PipelinedDriver(engine, watch) if isinstance(engine, PipelinedEngine) else EngineDriver(engine, watch)
+
+
+@dataclass(frozen=True, slots=True)
+class _Queued:
+    step: Step
+    finished: Finished  # what was taken to end in it
+
+    @property
+    def ends(self) -> NDArray[np.bool_]:
+        """[samples] Those of `finished`, in its order."""
+        sampled = self.step.slots[self.step.samples]
+        return np.isin(sampled, self.finished.slots)
+
+
+class _Late(NamedTuple):
+    """Sequences that ended and were not taken to."""
+
+    requests: NDArray[np.int32]
+    reasons: NDArray[np.uint8]
+
+
+def _late(queued: _Queued | None, result: StepResult | None) -> _Late:
+    if queued is None or result is None:
+        return _Late(np.empty(0, np.int32), np.empty(0, np.uint8))
+    late = (result.finished > 0) & ~queued.ends
+    return _Late(queued.step.requests[queued.step.samples][late], result.finished[late])
+
+
+def _joined(step: Step, expected: StepResult, late: _Late) -> StepResult:
+    """What is known of a step: what was expected, and that some sequences had ended before it."""
+    requests = step.requests[step.samples]
+    spare = np.isin(requests, late.requests)
+    finished = expected.finished.copy()
+    order = np.argsort(late.requests)
+    at = np.searchsorted(late.requests[order], requests[spare])
+    finished[spare] = late.reasons[order][at]
+    return StepResult(expected.tokens, finished, spare)
 
 
 def _lengths_of(finished: Finished) -> Ended:

@@ -205,7 +205,9 @@ class Scheduler:
             result.finished, float(self.steps),
         )  # fmt: skip
         charge(core, *work)
-        finished = self._finish(gone, result.finished[result.finished > 0])
+        ended = result.finished > 0
+        spare = 0 if result.spare is None else result.spare[ended].astype(np.int32)
+        finished = self._finish(gone, result.finished[ended], spare)
         if len(gone):
             end_sequences(core.run, core.pages, core.peak, gone)
         return finished
@@ -245,13 +247,15 @@ class Scheduler:
             run.preempted[: run.counts[PREEMPTED]],
         )
 
-    def _finish(self, slots: NDArray[np.int32], reasons: NDArray[np.uint8]) -> Finished:
+    def _finish(
+        self, slots: NDArray[np.int32], reasons: NDArray[np.uint8], spare: NDArray[np.int32] | int = 0
+    ) -> Finished:
         records = self.core.run.slots[slots]
         return Finished(
             requests=records["request"],
             slots=slots,
             reasons=reasons,
-            generated=records["known"] - records["prompt"],
+            generated=records["known"] - records["prompt"] - spare,
             cached=records["cached"],
             recomputed=records["recomputed"],
             preemptions=records["preemptions"],

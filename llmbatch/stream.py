@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmbatch.cost import CostModel
-from llmbatch.driver import EngineDied, EngineDriver
+from llmbatch.driver import EngineDied, drive
 from llmbatch.engines import Finish, Step
 from llmbatch.errors import JobError, RowError
 from llmbatch.feed import Ended, Feed, Host, Stop, Taker, W
@@ -70,7 +70,7 @@ class Stream(Generic[W]):
         self._looked = time.monotonic()
         self._union: Union[W] | None = None
         self._run: ShardRun | None = None
-        self._driver = EngineDriver(self._engine, self)
+        self._driver = drive(self._engine, self)
         self._alone = 0  # rows in a row that killed the engine alone
         self._rng = np.random.default_rng(0)
         self._counted = (0, 0)  # steps and preemptions of the scheduler in hand that are in the totals
@@ -280,4 +280,4 @@ class Stream(Generic[W]):
         self._union.begun[self._union.open] = 0.0
         del self._engine, self._driver  # the dead engine's memory is needed
         self._engine = self._host.new_engine()
-        self._driver = EngineDriver(self._engine, self)
+        self._driver = drive(self._engine, self)

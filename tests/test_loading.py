@@ -14,7 +14,6 @@ from transformers import (
     BloomConfig,
     DeepseekV3Config,
     GPT2Config,
-    GptOssConfig,
     LlamaConfig,
     Phi3Config,
     PretrainedConfig,
@@ -24,7 +23,8 @@ from transformers import (
 
 from llmbatch.engines import checkpoints
 from llmbatch.engines.checkpoints import cache_folder, resolve_model
-from llmbatch.engines.fusion import FusedAttention, FusedMLP, FusedNorm, fuse, probe_step
+from llmbatch.engines.context import HostPieces
+from llmbatch.engines.fusion import FusedAttention, FusedMLP, FusedNorm, fuse
 from llmbatch.engines.loading import LoadedModel, load_model
 from llmbatch.errors import ModelError
 from tests.models import EOS, FAMILIES, tiny_config, tiny_model, tiny_model_folder
@@ -207,14 +207,6 @@ def test_encoder_decoders_are_refused(tmp_path: Path) -> None:
     )
 
 
-def test_attention_sinks_are_refused(tmp_path: Path) -> None:
-    config = GptOssConfig(**TINY, head_dim=8, num_local_experts=2, num_experts_per_tok=1, rope_parameters=None)
-    config.rope_parameters = {"rope_type": "default", "rope_theta": 1e4}
-    assert refusal(tmp_path, config) == (
-        "model FOLDER uses attention sinks, which is not supported: supported are softmax, sliding window and softcap."
-    )
-
-
 def test_architectures_without_pluggable_attention_are_refused(tmp_path: Path) -> None:
     config = BloomConfig(n_layer=1)
     config.max_position_embeddings = 64
@@ -267,7 +259,7 @@ def test_every_family_is_fused(tmp_path: Path, family: str) -> None:
     module = load_model(tiny_model_folder(tmp_path, family), dtype="float32").module
     layers = list(module.get_submodule("model.layers").children())
     assert all(isinstance(layer.self_attn, FusedAttention) for layer in layers)
-    assert all(isinstance(layer.mlp, FusedMLP) for layer in layers)
+    assert all(isinstance(layer.mlp, FusedMLP) for layer in layers) or family == "gpt_oss"  # has experts
     assert all(isinstance(layer.input_layernorm, FusedNorm) for layer in layers)
 
 
@@ -284,7 +276,7 @@ def test_fused_modules_equal_the_originals(tmp_path: Path, family: str, dtype: A
                 input_ids=tokens,
                 position_ids=torch.arange(3)[None],
                 use_cache=False,
-                llmbatch=probe_step(loaded.attention, loaded.dtype),
+                llmbatch=HostPieces().probe_step(loaded.attention, loaded.dtype, 3),
             )
             .logits[0]
             .float()
@@ -310,7 +302,7 @@ OddNorm.__name__ = "OddRMSNorm"
 
 def test_a_module_that_only_looks_like_a_known_one_stays() -> None:
     model = torch.nn.Sequential(OddNorm())
-    fuse(model, {}, torch.float32)
+    fuse(model, {}, torch.float32, HostPieces())
     assert isinstance(model[0], OddNorm)
 
 
@@ -323,7 +315,7 @@ def assert_same_logits(loaded: LoadedModel, model: torch.nn.Module) -> None:
             input_ids=tokens,
             position_ids=torch.arange(3)[None],
             use_cache=False,
-            llmbatch=probe_step(loaded.attention, loaded.dtype),
+            llmbatch=HostPieces().probe_step(loaded.attention, loaded.dtype, 3),
         ).logits[0]
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
 

@@ -232,7 +232,7 @@ def test_an_eos_token_ends_the_answer_and_is_kept(load: Callable[[str], LoadedMo
     eos = expected[3]
     other = LoadedModel(
         module=loaded.module, config=loaded.config, eos_token_ids=(eos,), dtype=loaded.dtype,
-        context_length=512, attention=loaded.attention, notes=(),
+        device=loaded.device, context_length=512, attention=loaded.attention, notes=(),
     )  # fmt: skip
     got, finish = run_one(other, [SamplingParams(max_tokens=14)])
     assert got == [expected[: expected.index(eos) + 1]]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -60,6 +60,7 @@ class StepResult:
 
     tokens: NDArray[np.int32]
     finished: NDArray[np.uint8]  # a `Finish` each
+    spare: NDArray[np.bool_] | None = None  # True where the sequence had ended in the step before; None: nowhere
 
 
 class Engine(Protocol):
@@ -71,4 +72,21 @@ class Engine(Protocol):
 
     def retire(self, slot: int) -> NDArray[np.int32]:
         """Hand over the tokens generated in a slot and free it for another request."""
+        ...
+
+
+@runtime_checkable
+class PipelinedEngine(Engine, Protocol):
+    """Executes a step while the next one is decided. Two steps are queued at most."""
+
+    def submit(self, step: Step) -> StepResult:
+        """Queue a step; what is known of its result now: which sequences have all the tokens they may have."""
+        ...
+
+    def collect(self) -> StepResult:
+        """Wait for the older queued step. A sequence that ended in the step before is `Finish.RUNNING` in it."""
+        ...
+
+    def drop(self, slots: NDArray[np.int32], requests: NDArray[np.int32]) -> None:
+        """Sequences were withdrawn: what queued steps sample for them is not kept."""
         ...

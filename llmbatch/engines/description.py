@@ -20,10 +20,13 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from llmbatch.errors import ModelError
 from llmbatch.kernels.tile import LANES
 
-DType = Literal["auto", "float32", "bfloat16"]
+DType = Literal["auto", "float32", "bfloat16", "float16"]
 
 LAYER_TYPES: Final = ("full_attention", "sliding_attention")
 _ROPE_TYPES: Final = ("default", "linear", "llama3", "yarn", "proportional")
+
+
+_PROCESSOR: Final = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +40,17 @@ class ModelDescription:
     bytes_per_token: int  # of KV, in all layers
 
 
-def describe_model(folder: str, *, dtype: DType = "auto", trust_remote_code: bool = False) -> ModelDescription:
+def describe_model(
+    folder: str,
+    *,
+    dtype: DType = "auto",
+    trust_remote_code: bool = False,
+    device: torch.device = _PROCESSOR,
+) -> ModelDescription:
     """Read the config in `folder`.
 
-    `dtype` auto is bfloat16 where the processor multiplies it faster than float32, as measured, else float32.
+    `dtype` auto is bfloat16 on a GPU, and on a processor that multiplies it faster than float32, as measured; else
+    float32.
 
     Raises:
         ModelError: the config cannot be read, or the model has a part that is not supported.
@@ -55,21 +65,21 @@ def describe_model(folder: str, *, dtype: DType = "auto", trust_remote_code: boo
     _check_config(folder, whole, config)
     if not (trust_remote_code and getattr(whole, "auto_map", None)):  # a class from there is not known before
         _check_class(folder, whole)
-    element = _element(dtype)
+    element = _element(folder, dtype, device)
     return ModelDescription(
         config=config,
         whole_config=whole,
         dtype=element,
         context_length=int(config.max_position_embeddings),
-        bytes_per_token=bytes_per_token(config, element),
+        bytes_per_token=bytes_per_token(config, element, device),
     )
 
 
-def bytes_per_token(config: PretrainedConfig, dtype: torch.dtype) -> int:
-    """KV bytes of one token in all layers, as pages hold them (the width of a value is rounded up to 16)."""
+def bytes_per_token(config: PretrainedConfig, dtype: torch.dtype, device: torch.device = _PROCESSOR) -> int:
+    """KV bytes of one token in all layers, as pages hold them (a processor's round the width of a value up to 16)."""
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    padded = -(-width // LANES) * LANES
+    padded = -(-width // LANES) * LANES if device.type == "cpu" else width
     return int(config.num_hidden_layers * heads * (width + padded) * dtype.itemsize)
 
 
@@ -78,11 +88,15 @@ def unsupported(folder: str, part: str, supported: str) -> ModelError:
     return ModelError(f"model {folder!r} uses {part}, which is not supported: {supported}.")
 
 
-def _element(dtype: DType) -> torch.dtype:
+def _element(folder: str, dtype: DType, device: torch.device) -> torch.dtype:
     if dtype == "float32":
         return torch.float32
-    if dtype == "bfloat16":
+    if dtype == "bfloat16" or (dtype == "auto" and device.type != "cpu"):
         return torch.bfloat16
+    if dtype == "float16":
+        if device.type == "cpu":
+            raise unsupported(folder, "float16 on the processor", "there it is float32 or bfloat16")
+        return torch.float16
     in_hardware = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     return torch.bfloat16 if in_hardware and _bfloat16_is_faster() else torch.float32
 

@@ -16,17 +16,18 @@ from torch import nn
 from transformers import AttentionInterface, AutoModelForCausalLM, GenerationConfig, PretrainedConfig
 
 from llmbatch.engines.checkpoints import has_weights, no_progress_bars
-from llmbatch.engines.context import AttentionSpec
 from llmbatch.engines.description import LAYER_TYPES, DType, describe_model, unsupported
-from llmbatch.engines.fusion import fuse
+from llmbatch.engines.fusion import fuse, pack_linears
+from llmbatch.engines.platforms import HOST, Platform
 from llmbatch.errors import ModelError
+from llmbatch.kernels.spec import AttentionSpec
 
 LoadFormat = Literal["auto", "dummy"]
 
 _ATTENTION: Final = "llmbatch"
 _HARMLESS: Final = {
     "dropout", "scaling", "sliding_window", "softcap", "position_ids", "use_cache", "cache_position",
-    "past_key_values", "output_attentions", "output_hidden_states", "return_dict",
+    "past_key_values", "output_attentions", "output_hidden_states", "return_dict", "s_aux",
 }  # fmt: skip
 
 
@@ -38,6 +39,7 @@ class LoadedModel:
     config: PretrainedConfig  # of the text model
     eos_token_ids: tuple[int, ...]
     dtype: torch.dtype
+    device: torch.device
     context_length: int  # most tokens of prompt and answer together
     attention: dict[int, AttentionSpec]  # by layer
     notes: tuple[str, ...]  # what the user should be told, a sentence each
@@ -49,15 +51,16 @@ def load_model(
     dtype: DType = "auto",
     load_format: LoadFormat = "auto",
     trust_remote_code: bool = False,
+    platform: Platform = HOST,
 ) -> LoadedModel:
-    """Load the model in `folder` (see `resolve_model`) onto this machine's processor.
+    """Load the model in `folder` (see `resolve_model`) onto a device, straight from the files where they allow it.
 
     `dtype` as for `describe_model`; `load_format` dummy fills the weights with seeded noise, for benchmarks.
 
     Raises:
         ModelError: the folder has no weights, or the model has a part that is not supported.
     """
-    described = describe_model(folder, dtype=dtype, trust_remote_code=trust_remote_code)
+    described = describe_model(folder, dtype=dtype, trust_remote_code=trust_remote_code, device=platform.device)
     AttentionInterface.register(_ATTENTION, _attention)
     arguments: dict[str, Any] = {
         "dtype": described.dtype, "attn_implementation": _ATTENTION, "trust_remote_code": trust_remote_code,
@@ -65,7 +68,8 @@ def load_model(
     module: nn.Module
     if load_format == "dummy":
         torch.manual_seed(0)
-        module = AutoModelForCausalLM.from_config(described.whole_config, **arguments)  # type: ignore[no-untyped-call]
+        with platform.device:
+            module = AutoModelForCausalLM.from_config(described.whole_config, **arguments)  # type: ignore[no-untyped-call]
     else:
         if not has_weights(Path(folder)):
             raise ModelError(
@@ -79,16 +83,19 @@ def load_model(
                 )
         except (OSError, ValueError, RuntimeError) as error:
             raise ModelError(f"model folder {folder!r} cannot be loaded: {error}") from error
-    module.eval().requires_grad_(False)
+    module.to(platform.device).eval().requires_grad_(False)
     with torch.inference_mode():
-        attention = _survey(folder, module, described.config)
-        fuse(module, attention, described.dtype)
+        attention = _survey(folder, module, described.config, platform.device)
+        fuse(module, attention, described.dtype, platform.pieces)
+        if platform.is_host and described.dtype == torch.float32:
+            pack_linears(module)
     eos, notes = _read_generation_config(Path(folder), described.config)
     return LoadedModel(
         module=module,
         config=described.config,
         eos_token_ids=eos,
         dtype=described.dtype,
+        device=platform.device,
         context_length=described.context_length,
         attention=attention,
         notes=notes,
@@ -127,15 +134,13 @@ class _Survey:
     ) -> torch.Tensor:
         if value.shape[-1] != query.shape[-1]:
             raise unsupported(self._folder, "values of another size than keys", "head sizes must be equal")
-        if options.get("s_aux") is not None:
-            raise unsupported(self._folder, "attention sinks", "supported are softmax, sliding window and softcap")
         for name, given in options.items():
             known = name in _HARMLESS or given is None or (name == "is_causal" and given)
             if not known and not isinstance(given, torch.LongTensor | dict | bool):
                 raise unsupported(
                     self._folder,
                     f"the attention option {name!r}",
-                    "supported are softmax, sliding window and softcap",
+                    "supported are softmax, sliding window, softcap and sinks",
                 )
         if getattr(module, "is_causal", True) is False or options.get("is_causal") is False:
             raise unsupported(self._folder, "attention that is not causal", "every layer must be causal")
@@ -143,6 +148,7 @@ class _Survey:
         if layer is None or layer in self.specs:
             raise unsupported(self._folder, "attention layers that share a cache", "each must have its own layer_idx")
         width = query.shape[-1]
+        sinks: torch.Tensor | None = options.get("s_aux")
         self.specs[layer] = AttentionSpec(
             layer=layer,
             query_heads=query.shape[1],
@@ -151,18 +157,19 @@ class _Survey:
             scale=float(options.get("scaling") or width**-0.5),
             window=int(options.get("sliding_window") or 0),
             softcap=float(options.get("softcap") or 0.0),
+            sinks=None if sinks is None else sinks.detach().float().contiguous(),
         )
         return torch.zeros_like(query).transpose(1, 2)
 
 
-def _survey(folder: str, module: nn.Module, text: PretrainedConfig) -> dict[int, AttentionSpec]:
+def _survey(folder: str, module: nn.Module, text: PretrainedConfig, device: torch.device) -> dict[int, AttentionSpec]:
     survey = _Survey(folder)
-    tokens = torch.zeros(1, 2, dtype=torch.long)
+    tokens = torch.zeros(1, 2, dtype=torch.long, device=device)
     module(
         input_ids=tokens,
-        position_ids=torch.arange(2)[None],
+        position_ids=torch.arange(2, device=device)[None],
         use_cache=False,
-        logits_to_keep=torch.zeros(1, dtype=torch.long),
+        logits_to_keep=torch.zeros(1, dtype=torch.long, device=device),
         llmbatch=survey,
     )
     if len(survey.specs) != text.num_hidden_layers:

@@ -1,0 +1,114 @@
+"""Which attention kernels a device runs: what was asked for by name, or the first that works here.
+
+A backend works when a small step of every kind of layer that the model has comes out as the reference says. Kernels
+are compiled then, so one that does not compile is known by its name before the job begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
+from typing import Final, Literal
+
+import numpy as np
+import torch
+
+from llmbatch.errors import ModelError
+from llmbatch.kernels import reference
+from llmbatch.kernels.backends import Layout, PagedAttention
+from llmbatch.kernels.spec import AttentionSpec
+
+AttentionName = Literal["auto", "triton", "flash-attn", "varlen"]
+
+_STARTS, _COUNTS = (20, 0), (1, 9)  # of the step that is tried: a decode and a prefill
+_TOLERANCE: Final[Mapping[torch.dtype, float]] = MappingProxyType(
+    {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 2e-2}
+)
+
+
+class Unavailable(Exception):
+    """A backend cannot be used; the message says why, and what to do about it."""
+
+
+def _triton(device: torch.device) -> PagedAttention:
+    from llmbatch.kernels.triton_backend import TritonAttention
+
+    return TritonAttention(device)
+
+
+def _flash(device: torch.device) -> PagedAttention:
+    from llmbatch.kernels.flash import FlashAttention
+
+    return FlashAttention()
+
+
+def _varlen(device: torch.device) -> PagedAttention:
+    from llmbatch.kernels.varlen import VarlenAttention
+
+    return VarlenAttention()
+
+
+MAKERS: Final[Mapping[str, Callable[[torch.device], PagedAttention]]] = MappingProxyType(
+    {"triton": _triton, "flash-attn": _flash, "varlen": _varlen}
+)
+
+
+def choose_attention(
+    name: AttentionName,
+    specs: Iterable[AttentionSpec],
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    page_size: int,
+    makers: Mapping[str, Callable[[torch.device], PagedAttention]] = MAKERS,
+) -> tuple[PagedAttention, tuple[str, ...]]:
+    """The backend of that name, or with "auto" the first that works, and what the user should be told of others.
+
+    Raises:
+        ModelError: it does not work, or none does.
+    """
+    kinds = {(spec.kind, spec.width, spec.softcap, spec.sinks is None): spec for spec in specs}
+    notes: list[str] = []
+    for candidate in makers if name == "auto" else (name,):
+        try:
+            backend = makers[candidate](device)
+            for spec in kinds.values():
+                _try(backend, spec, dtype, device, page_size)
+            return backend, tuple(notes)
+        except Exception as error:  # whatever a compiler or a library raises
+            reason = str(error).strip().split("\n")[0] or type(error).__name__
+            if name != "auto":
+                raise ModelError(
+                    f"attention {name!r} cannot be used here: {reason}; or take attention='auto' (--attention auto)."
+                ) from error
+            notes.append(f"attention {candidate!r} is not used: {reason}")
+    raise ModelError("no attention works here: " + "; ".join(notes) + ".")
+
+
+def _try(
+    backend: PagedAttention, spec: AttentionSpec, dtype: torch.dtype, device: torch.device, page_size: int
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(device, dtype)
+
+    starts, counts = np.array(_STARTS, np.int32), np.array(_COUNTS, np.int32)
+    each = -(-int((starts + counts).max()) // page_size)
+    tables = np.arange(2 * each, dtype=np.int32).reshape(2, each)
+    layout = Layout(tables, np.arange(2, dtype=np.int32), starts, counts, decodes=1)
+    keys, values = (random(2 * each, spec.heads, page_size, spec.width) for _ in range(2))
+    query = random(int(counts.sum()), spec.query_heads * spec.width)
+    plan = backend.plan(layout, spec, page_size)
+    tensors = [torch.from_numpy(np.ascontiguousarray(array)).to(device) for array in plan.arrays]
+    got = backend.attend(spec, query, keys, values, plan, tensors)
+    expected = reference.attend(
+        query.view(len(query), spec.query_heads, spec.width), keys, values, torch.from_numpy(tables).to(device),
+        list(_STARTS), list(_COUNTS), scale=spec.scale, window=spec.window, softcap=spec.softcap, sinks=spec.sinks,
+    )  # fmt: skip
+    error = float((got.view(expected.shape).double() - expected).norm() / expected.norm())
+    if not error < _TOLERANCE[dtype]:
+        raise Unavailable(
+            f"of {spec.query_heads} query and {spec.heads} KV heads of {spec.width} elements in "
+            f"{str(dtype).removeprefix('torch.')} it gave answers that are wrong by {error:.1e}"
+        )

@@ -1,0 +1,103 @@
+"""The engine for a device gives the answers of `generate`: on a GPU where there is one, else in the interpreter."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from llmbatch import LLMOperator
+from llmbatch.ends import Blend
+from llmbatch.engines.accelerated import AcceleratedEngine
+from llmbatch.engines.description import bytes_per_token
+from llmbatch.engines.device import PAGE_SIZE, DevicePieces
+from llmbatch.engines.device_sampler import Draw, choose
+from llmbatch.engines.loading import LoadedModel, load_model
+from llmbatch.engines.platforms import Platform
+from llmbatch.engines.profiling import run_largest
+from llmbatch.engines.sampler import sample
+from llmbatch.errors import ParameterError
+from llmbatch.kernels.triton_backend import TritonAttention
+from tests.golden import Golden, generate
+from tests.models import EOS, FAMILIES, PAD, tiny_model, tiny_model_folder
+
+DEVICE = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+PLATFORM = Platform(DEVICE, DevicePieces(DEVICE), PAGE_SIZE)
+MAX_TOKENS = 9
+
+
+def prompts() -> list[list[int]]:
+    """Two groups with prefixes of 9 and 5 tokens, and one of a single token."""
+    rng = np.random.default_rng(5)
+    prefixes = [rng.integers(0, 256, length).tolist() for length in (9, 5)]
+    return [*(prefixes[i % 2] + rng.integers(0, 256, 1 + i).tolist() for i in range(5)), [7]]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[LoadedModel, Any]:
+    """A family's tiny model, loaded, and what `generate` says."""
+    folder = tiny_model_folder(tmp_path_factory.mktemp(request.param), request.param)
+    rows = prompts()
+    expected = generate(tiny_model(request.param), rows, [MAX_TOKENS] * len(rows), [EOS], PAD)
+    return load_model(folder, dtype="float32", platform=PLATFORM), expected
+
+
+def test_answers_are_those_of_generate_though_rows_are_preempted(family: tuple[LoadedModel, Any]) -> None:
+    loaded, expected = family
+    golden = Golden(prompts(), MAX_TOKENS, page_size=4)
+    engine = AcceleratedEngine(loaded, TritonAttention(DEVICE), num_pages=golden.num_pages, page_size=4)
+    assert golden.run(engine, Blend(), 16) == expected
+    assert golden.preemptions > 0
+    assert golden.cached > 0
+
+
+def test_an_operator_runs_on_it(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its answers are those of the processor, drawn ones and one with a stop string among them."""
+    text = "abcdef" * 4
+    params = [
+        json.dumps(one)
+        for one in ({}, {"temperature": 1.0, "seed": 3}, {"temperature": 0.7, "top_k": 5, "seed": 4}, {"stop": "a"})
+    ]
+    rows = pa.table({"text": [text, text + "x", "y", text + "z"], "params": params})
+    given: dict[str, Any] = {"model": model, "prompt": "text", "max_tokens": 5, "dtype": "float32", "kv_memory": 2**20}
+    given["page_size"] = 8
+    expected = LLMOperator(**given, sampling_params="params")(rows)
+    monkeypatch.setattr("llmbatch.engines.platforms.find_platform", lambda device: PLATFORM)
+    answered = LLMOperator(**given, sampling_params="params", device="cuda")(rows)
+    assert answered.equals(expected)
+    assert answered["error"].null_count == rows.num_rows
+
+
+def test_pages_of_a_device_are_of_a_power_of_two(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("llmbatch.engines.platforms.find_platform", lambda device: PLATFORM)
+    with pytest.raises(ParameterError) as caught:
+        LLMOperator(model=model, prompt="text", page_size=24)(pa.table({"text": ["a"]}))
+    assert str(caught.value) == "page_size must be a power of two on a GPU, got 24"
+
+
+def test_the_largest_step_is_run_to_see_what_it_takes(model: str) -> None:
+    loaded = load_model(model, dtype="float32", platform=PLATFORM)
+    taken = run_largest(loaded, TritonAttention(DEVICE), tokens=10, rows=3, page_size=16)
+    assert taken == 3 * 16 * bytes_per_token(loaded.config, torch.float32, torch.device("cuda"))
+
+
+def test_draws_are_those_of_the_processor() -> None:
+    rng = np.random.default_rng(0)
+    logits = (3 * rng.standard_normal((60, 300))).astype(np.float32)
+    logits[7, 5] = np.nan
+    temperature = rng.choice([0.0, 0.5, 1.0, 2.0], 60).astype(np.float32)
+    top_k = rng.choice([0, 1, 4, 50], 60).astype(np.int32)
+    top_p = rng.choice([1.0, 0.3, 0.9], 60).astype(np.float32)
+    seeds, positions = rng.integers(0, 2**63, 60).astype(np.uint64), rng.integers(0, 99, 60).astype(np.int32)
+    expected, finite = np.empty(60, np.int32), np.empty(60, np.bool_)
+    sample(logits, temperature, top_k, top_p, seeds, positions, expected, finite)
+    draw = Draw.of(temperature, top_k, top_p, seeds, positions)
+    tokens, fine = choose(torch.from_numpy(logits).to(DEVICE), draw)
+    assert fine.tolist() == finite.tolist()
+    assert tokens[fine].tolist() == expected[finite].tolist()

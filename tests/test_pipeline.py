@@ -1,0 +1,142 @@
+"""Steps that are decided while the one before is computed give the same answers."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+pytest.importorskip("triton")
+
+from llmbatch.budget import FixedBudget
+from llmbatch.driver import Driver, EngineDied, EngineDriver, PipelinedDriver
+from llmbatch.ends import Blend
+from llmbatch.engines import Finish, Step, StepResult
+from llmbatch.engines.accelerated import AcceleratedEngine
+from llmbatch.engines.loading import LoadedModel
+from llmbatch.requests import Requests
+from llmbatch.sampling import SamplingParams
+from llmbatch.schedule import Finished, Scheduler, Waiting
+from tests.workloads import RATES, Believed, Workload
+
+VOCABULARY, EOS, BROKEN = 50, 7, 11  # a sequence ends at EOS; at BROKEN its next logits are no numbers
+PAGE = 4
+
+
+class Rule:
+    """Stands where a model does: the next token follows from the last one and its position."""
+
+    def __call__(
+        self, *, input_ids: torch.Tensor, position_ids: torch.Tensor, logits_to_keep: torch.Tensor, **_: Any
+    ) -> Any:
+        last, at = input_ids[0][logits_to_keep].long(), position_ids[0][logits_to_keep].long()
+        logits = torch.nn.functional.one_hot((last * 31 + at * 17 + 5) % VOCABULARY, VOCABULARY).float()
+        logits[last == BROKEN] = float("nan")
+        return SimpleNamespace(logits=logits[None])
+
+
+class Pipelined(AcceleratedEngine):
+    """Notes how many steps are queued, and fails where it is told to."""
+
+    deepest = 0
+    fails_at = -1
+
+    def submit(self, step: Step) -> StepResult:
+        if step.index == self.fails_at:
+            raise RuntimeError("no")
+        result = super().submit(step)
+        self.deepest = max(self.deepest, len(self._queue))
+        return result
+
+
+class Notes:
+    """Takes answers; asks for some requests to be withdrawn once they have run for a while."""
+
+    def __init__(self, engine: AcceleratedEngine, slow: set[int]) -> None:
+        self.answers: dict[int, tuple[list[int], int, int]] = {}  # tokens, reason, tokens as counted
+        self.engine, self.slow = engine, slow
+        self.steps = 0
+
+    def before(self, step: Step) -> None:
+        self.steps += 1
+
+    def after(self, finished: Finished) -> NDArray[np.int32]:
+        columns = (finished.requests, finished.slots, finished.reasons, finished.generated)
+        for request, slot, reason, generated in zip(*(column.tolist() for column in columns), strict=True):
+            assert request not in self.answers
+            self.answers[request] = (self.engine.retire(slot).tolist(), reason, generated)
+        late = [request for request in self.slow if self.steps > 12 and request not in self.answers]
+        return np.array(late, np.int32)
+
+
+def run(seed: int, pipelined: bool, slow: set[int], steps: int, fails_at: int = -1) -> tuple[Notes, Scheduler]:
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(1, 12, 40).astype(np.int32)
+    rows = [rng.integers(0, VOCABULARY, length).tolist() for length in lengths]
+    limits = rng.integers(1, 30, len(rows)).astype(np.int32)
+    requests = Requests(
+        tokens=np.concatenate([np.array(row, np.int32) for row in rows]),
+        offsets=np.concatenate(([0], np.cumsum(lengths))).astype(np.int64),
+        max_tokens=limits,
+        params_index=np.zeros(len(rows), np.int32),
+        params=(SamplingParams(max_tokens=30),),
+        serial=np.arange(len(rows), dtype=np.uint64),
+        recorded=limits,
+    )
+    believed = np.ones(len(rows))
+    scheduler = Scheduler(
+        lengths, num_pages=22, trie=Workload(rows, limits, believed).trie(PAGE), lengths=Believed(believed),
+        rates=RATES, max_running=9,
+    )  # fmt: skip
+    order = np.arange(len(rows), dtype=np.int32)
+    scheduler.enqueue(Waiting(order, believed, Blend(), FixedBudget(16), compute=1.0, memory=1.0))
+    untyped: Any = Rule()
+    loaded = LoadedModel(
+        module=untyped, config=untyped, eos_token_ids=(EOS,), dtype=torch.float32, device=torch.device("cpu"),
+        context_length=64, attention={}, notes=(),
+    )  # fmt: skip
+    nothing: Any = None
+    engine = Pipelined(loaded, nothing, num_pages=22, page_size=PAGE)
+    engine.fails_at = fails_at
+    engine.begin(requests)
+    notes = Notes(engine, slow)
+    driver: Driver = PipelinedDriver(engine, notes) if pipelined else EngineDriver(engine, notes)
+    ended = []
+    while not scheduler.done:
+        ended.append(driver.run(scheduler, steps))
+        scheduler.check()
+    counted = {r: g for one in ended for r, g in zip(one.requests.tolist(), one.generated.tolist(), strict=True)}
+    assert counted == {request: generated for request, (_, _, generated) in notes.answers.items()}
+    assert engine.deepest == 1 + pipelined
+    return notes, scheduler
+
+
+@pytest.mark.parametrize(("seed", "steps"), [(0, 1000), (1, 1000), (2, 5), (3, 2)])
+def test_answers_are_those_of_one_step_at_a_time(seed: int, steps: int) -> None:
+    plain, scheduler = run(seed, False, set(), steps)
+    ahead, _ = run(seed, True, set(), steps)
+    assert ahead.answers == plain.answers
+    assert len(plain.answers) == 40
+    assert {reason for _, reason, _ in plain.answers.values()} == {Finish.STOP, Finish.LENGTH, Finish.ERROR}
+    assert all(len(tokens) == counted for tokens, _, counted in plain.answers.values())
+    assert scheduler.preemptions > 0
+
+
+def test_what_is_withdrawn_has_no_answer_and_the_others_have_theirs() -> None:
+    plain, _ = run(0, False, set(), 1000)
+    ahead, _ = run(0, True, {0, 1, 2, 3, 4, 5}, 1000)
+    withdrawn = {request for request, (_, reason, _) in ahead.answers.items() if reason == Finish.TIMEOUT}
+    assert withdrawn
+    assert withdrawn <= {0, 1, 2, 3, 4, 5}
+    left = ahead.answers.keys() - withdrawn
+    assert {request: ahead.answers[request] for request in left} == {r: plain.answers[r] for r in left}
+
+
+def test_an_engine_that_fails_is_said_to_have_died() -> None:
+    with pytest.raises(EngineDied) as caught:
+        run(0, True, set(), 1000, fails_at=9)
+    assert str(caught.value.__cause__) == "no"
