@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from llmbatch.errors import InputError, JobStopped, LLMBatchError, ParameterError
-from llmbatch.options import DTYPES, ENGINES, LOAD_FORMATS, ON_ERROR, PAGE_SIZE
+from llmbatch.options import ATTENTION, DTYPES, ENGINES, LOAD_FORMATS, ON_ERROR
 from llmbatch.order import POLICIES
 from llmbatch.staging import COMPRESSIONS
 
@@ -103,14 +103,16 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     add("--ignore-eos", action="store_true", default=None, help="always generate --max-tokens")
     add("--sampling-params", metavar="COL", help="a column of structs or JSON that overrides these per row")
     add("--order", choices=POLICIES, default="blend", help="the order in which rows are run (blend)")
+    add("--device", default="auto", metavar="D", help="cpu, cuda, cuda:N; auto: a GPU where there is one (auto)")
+    add("--attention", choices=ATTENTION, default="auto", help="kernels on a GPU (auto: the first that works)")
     add(
         "--dtype",
         choices=DTYPES,
         default="auto",
-        help="type of weights and KV (auto: what the processor does fast)",
+        help="type of weights and KV (auto: bfloat16 where it is fast)",
     )
     add("--kv-memory", type=_bytes, metavar="BYTES", help="memory for KV pages, for example 2e9 or 4GiB")
-    add("--page-size", type=int, default=PAGE_SIZE, metavar="N", help=f"tokens in a KV page ({PAGE_SIZE})")
+    add("--page-size", type=int, metavar="N", help="tokens in a KV page (8 on a processor, 16 on a GPU)")
     add("--max-running", type=int, metavar="N", help="most rows in flight")
     add("--step-tokens", type=int, metavar="N", help="tokens of a step (decided in closed loop)")
     add(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
@@ -12,16 +13,18 @@ from llmbatch.prompts import PromptSource
 from llmbatch.sampling import SamplingParams
 from llmbatch.workload import Scheduling
 
-DType = Literal["auto", "float32", "bfloat16"]
+DType = Literal["auto", "float32", "bfloat16", "float16"]
+AttentionName = Literal["auto", "triton", "flash-attn", "varlen"]
 LoadFormat = Literal["auto", "dummy"]
 EngineName = Literal["torch", "simulated"]
 OnError = Literal["column", "raise"]
+ATTENTION: tuple[AttentionName, ...] = get_args(AttentionName)
 DTYPES: tuple[DType, ...] = get_args(DType)
 LOAD_FORMATS: tuple[LoadFormat, ...] = get_args(LoadFormat)
 ENGINES: tuple[EngineName, ...] = get_args(EngineName)
 ON_ERROR: tuple[OnError, ...] = get_args(OnError)
+_DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 _PROMPTS = tuple(PromptSource.__dataclass_fields__)
-PAGE_SIZE = 8  # tokens: a page of 16 costs prompts of a few dozen shared tokens half their sharing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,17 +40,22 @@ class Options:
     on_error: OnError = "column"  # what a row that fails does: say so in its columns, or end the job
     row_timeout: float | None = None  # seconds a row may take from its first step to its last
     order: Policy = "blend"
+    device: str = "auto"  # "cpu", "cuda", "cuda:1"; auto: a GPU where there is one
+    attention: AttentionName = "auto"  # kernels, on a GPU
     dtype: DType = "auto"
     load_format: LoadFormat = "auto"
     trust_remote_code: bool = False
     kv_memory: int | None = None  # bytes
-    page_size: int = PAGE_SIZE
+    page_size: int | None = None  # tokens; None: what the device takes
     max_running: int = 512  # sequences in flight
     step_tokens: int | None = None  # tokens a step; decided in closed loop when None
     notes: tuple[str, ...] = ()  # what the user should be told, a sentence each
 
     def __post_init__(self) -> None:
         _one_of("order", self.order, POLICIES)
+        if not _DEVICE.fullmatch(self.device):
+            raise ParameterError(f"device must be auto, cpu, cuda or cuda:N, got {self.device!r}")
+        _one_of("attention", self.attention, ATTENTION)
         _one_of("dtype", self.dtype, DTYPES)
         _one_of("load_format", self.load_format, LOAD_FORMATS)
         _one_of("engine", self.engine, ENGINES)

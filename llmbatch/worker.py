@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
@@ -22,6 +22,7 @@ from llmbatch.answers import (
     check_columns,
     no_rows,
 )
+from llmbatch.budget import MOST_TOKENS
 from llmbatch.columns import find_field
 from llmbatch.cost import SEQUENTIAL, CostModel, ModelShape
 from llmbatch.engines.placeholder import PlaceholderEngine, placeholder_texts
@@ -44,6 +45,7 @@ from llmbatch.workload import Pool
 
 if TYPE_CHECKING:
     from llmbatch.engines.loading import LoadedModel
+    from llmbatch.kernels.backends import PagedAttention
 
 POOL_SHARE = 0.5  # of the memory that is free once the weights are loaded
 _SIMULATED = "a100-80gb"  # the hardware that plans are made for where nothing is computed
@@ -67,13 +69,21 @@ class Worker:
         begun = time.perf_counter()
         from llmbatch.engines.checkpoints import resolve_model
         from llmbatch.engines.description import describe_model
+        from llmbatch.engines.platforms import HOST, find_platform
 
         self.options = options
         self.folder = resolve_model(options.model)
         self.tokenizer = load_tokenizer(self.folder, name=options.model, trust_remote_code=options.trust_remote_code)
-        self.model = describe_model(self.folder, dtype=options.dtype, trust_remote_code=options.trust_remote_code)
+        self.platform = find_platform(options.device) if options.engine == "torch" else HOST
+        self.model = describe_model(
+            self.folder,
+            dtype=options.dtype,
+            trust_remote_code=options.trust_remote_code,
+            device=self.platform.device,
+        )
         self.pool = self._size_pool()
         self._loaded: LoadedModel | None = None
+        self._attention: PagedAttention | None = None  # None: on the processor
         self._engine: StreamEngine | None = None
         self._ready = False
         self._notes: tuple[str, ...] = ()
@@ -106,10 +116,13 @@ class Worker:
                     dtype=options.dtype,
                     load_format=options.load_format,
                     trust_remote_code=options.trust_remote_code,
+                    platform=self.platform,
                 )
             except (MemoryError, RuntimeError) as error:
                 raise _out_of_memory(error, f"the weights of {options.model}") from error
-            self._notes = self._loaded.notes
+            self._notes = (*self.platform.notes, *self._loaded.notes)
+            if not self.platform.is_host:
+                self._prepare_device()
         rehearse()
         self._ready = True
         self.load_seconds += time.perf_counter() - begun
@@ -130,13 +143,17 @@ class Worker:
         from llmbatch.engines.torch import TorchEngine
 
         assert self._loaded is not None
+        given: Any = {
+            "num_pages": self.pool.num_pages,
+            "page_size": self.pool.page_size,
+            "decode": self._decode_one,
+        }
         try:
-            return TorchEngine(
-                self._loaded,
-                num_pages=self.pool.num_pages,
-                page_size=self.options.page_size,
-                decode=self._decode_one,
-            )
+            if self._attention is not None:
+                from llmbatch.engines.accelerated import AcceleratedEngine
+
+                return AcceleratedEngine(self._loaded, self._attention, **given)
+            return TorchEngine(self._loaded, **given)
         except (MemoryError, RuntimeError) as error:
             size = self.pool.tokens * self.model.bytes_per_token
             raise _out_of_memory(error, f"a KV pool of {size:,} bytes") from error
@@ -148,7 +165,13 @@ class Worker:
         shape = ModelShape.from_config(self.model.config, size)
         if self.options.engine == "simulated":
             return CostModel(shape, find_hardware(_SIMULATED))
-        return CostModel(shape, measure_cpu(dtype_bytes=size), law="bytes", overlap=SEQUENTIAL)
+        if self.platform.device.type == "cpu":
+            hardware = measure_cpu(dtype_bytes=size)
+        else:
+            from llmbatch.engines.ceilings import measure_device
+
+            hardware = measure_device(self.platform.device, self.model.dtype)
+        return CostModel(shape, hardware, law="bytes", overlap=SEQUENTIAL)
 
     def shard(self, table: pa.Table, keys: NDArray[np.uint64] | None = None) -> Shard:
         """The requests of a table; needs no weights."""
@@ -251,14 +274,44 @@ class Worker:
         )
 
     def _size_pool(self) -> Pool:
-        page_bytes = self.model.bytes_per_token * self.options.page_size
+        page_size = self.options.page_size or self.platform.page_size
+        if not self.platform.is_host and page_size & (page_size - 1):
+            raise ParameterError(f"page_size must be a power of two on a GPU, got {page_size}")
+        page_bytes = self.model.bytes_per_token * page_size
         memory = self.options.kv_memory
         if memory is None:
             weights = ModelShape.from_config(self.model.config, self.model.dtype.itemsize).weight_bytes
-            memory = int(POOL_SHARE * max(0.0, available_memory() - weights))
+            memory = int(POOL_SHARE * max(0.0, self._free_memory() - weights))
         if memory < page_bytes:
             raise ParameterError(f"kv_memory must hold at least one page of {page_bytes:,} bytes, got {memory:,}")
-        return Pool(memory // page_bytes, self.options.page_size)
+        return Pool(memory // page_bytes, page_size)
+
+    def _free_memory(self) -> int:
+        if self.platform.device.type == "cpu":
+            return available_memory()
+        from llmbatch.engines.profiling import free_memory
+
+        return free_memory(self.platform.device)
+
+    def _prepare_device(self) -> None:
+        """Choose the attention, and give pages what the largest step leaves of the device's memory."""
+        from llmbatch.engines.backends import choose_attention
+        from llmbatch.engines.profiling import pool_bytes
+
+        assert self._loaded is not None
+        options, size = self.options, self.pool.page_size
+        self._attention, notes = choose_attention(
+            options.attention,
+            self._loaded.attention.values(),
+            dtype=self._loaded.dtype,
+            device=self._loaded.device,
+            page_size=size,
+        )
+        self._notes = (*self._notes, *notes)
+        if options.kv_memory is None and self._loaded.device.type == "cuda":
+            tokens = max(options.step_tokens or MOST_TOKENS, options.max_running)
+            memory = pool_bytes(self._loaded, self._attention, tokens=tokens, rows=options.max_running, page_size=size)
+            self.pool = Pool(max(1, memory // (self.model.bytes_per_token * size)), size)
 
     def _decode_one(self, tokens: np.ndarray[tuple[int], np.dtype[np.int32]]) -> str:
         return self.tokenizer.decode([tokens])[0]

@@ -20,6 +20,7 @@ import sys
 import tempfile
 import warnings
 import weakref
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -82,7 +83,7 @@ def map_dataset(
         raise ParameterError(f"rows_per_shard must be at least 1, got {rows_per_shard}")
     given = {"num_cpus": num_cpus, "num_gpus": num_gpus, "memory": memory, "resources": resources}
     _warn_of_too_few_cpus(fewest, num_cpus if num_cpus is not None else 0.0 if num_gpus else 1.0)
-    worker = worker_of(options)
+    worker = worker_of(_planning(options))
     schema = _checked(ds, worker)
     outlines = _outlines(ds, options)
     if not outlines.num_rows:
@@ -167,7 +168,14 @@ def _outlines(ds: ray.data.Dataset, options: Options) -> pa.Table:
 
 
 def _outline(table: pa.Table, *, options: Options) -> pa.Table:
-    return outline(worker_of(options).shard(table), _prompt_hashes(table, options))
+    return outline(worker_of(_planning(options)).shard(table), _prompt_hashes(table, options))
+
+
+def _planning(options: Options) -> Options:
+    """The same for processes that compute nothing, and may have no GPU or should leave it to others."""
+    if options.device == "cpu":
+        return options
+    return replace(options, device="cpu", dtype="bfloat16" if options.dtype == "float16" else options.dtype)
 
 
 def _prompt_hashes(table: pa.Table, options: Options) -> NDArray[np.uint64]:

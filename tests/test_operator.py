@@ -71,7 +71,7 @@ def test_anything_else_is_refused(operator: Any) -> None:
 
 
 def test_an_unknown_option_is_refused_at_once() -> None:
-    with pytest.raises(ParameterError, match=r"^'promt' is no option; the options are chat, "):
+    with pytest.raises(ParameterError, match=r"^'promt' is no option; the options are attention, chat, "):
         LLMOperator(model="m", promt="text")
 
 
