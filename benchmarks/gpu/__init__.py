@@ -1,0 +1,1 @@
+"""The engine on a GPU; `python benchmarks/gpu`."""

@@ -1,0 +1,143 @@
+"""Each kernel against float64, and against the ceiling that binds it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from gpu.stage import Stage
+from llmbatch.kernels import reference, triton_fused
+from llmbatch.kernels.backends import Layout
+from llmbatch.kernels.fused import SILU
+from llmbatch.kernels.spec import AttentionSpec
+from llmbatch.kernels.triton_backend import TritonAttention
+
+PAGE = 16
+
+
+def measure(stage: Stage) -> dict[str, Any]:
+    """Share of the ceiling and relative error of each."""
+    sizes, model = stage.sizes, stage.sizes.model
+    plain = decodes(stage, np.full(sizes.rows, sizes.keys), 0, cascade=False)
+    apart = decodes(stage, np.full(sizes.rows, sizes.shared + sizes.own), sizes.shared, cascade=False)
+    cascade = decodes(stage, np.full(sizes.rows, sizes.shared + sizes.own), sizes.shared, cascade=True)
+    uneven = decodes(stage, np.random.default_rng(0).integers(1, 2 * sizes.keys, sizes.rows), 0, cascade=False)
+    return {
+        "decode": plain,
+        "decode_of_uneven_lengths": uneven,
+        "shared_prefix_apart": apart,
+        "shared_prefix_together": cascade,
+        "cascade_gain": apart["seconds"] / cascade["seconds"],
+        "prefill": prefill(stage, sizes.chunk, 0),
+        "prefill_of_a_later_chunk": prefill(stage, sizes.chunk, sizes.chunk),
+        "norm": norm(stage, sizes.chunk, model["hidden_size"]),
+        "gate": gate(stage, sizes.chunk, model["intermediate_size"]),
+        "rotate_and_store": rotate(stage, sizes.chunk),
+    }
+
+
+def spec_of(stage: Stage) -> AttentionSpec:
+    """The attention of the model."""
+    model = stage.sizes.model
+    width: int = model["head_dim"]
+    return AttentionSpec(0, model["num_attention_heads"], model["num_key_value_heads"], width, width**-0.5, 0, 0.0)
+
+
+class Step:
+    """A step's attention over pages of random numbers. Of its sequences the first share pages of `shared` tokens."""
+
+    def __init__(
+        self, stage: Stage, starts: NDArray[Any], counts: NDArray[Any], decodes: int, shared: int, *, cascade: bool
+    ) -> None:
+        self.spec = spec_of(stage)
+        self.starts, self.counts = starts.astype(np.int32), counts.astype(np.int32)
+        blocks = -(-(self.starts + self.counts) // PAGE)
+        self.tables = np.zeros((len(starts), int(blocks.max())), np.int32)
+        pages = np.random.default_rng(0).permutation(int(blocks.sum())).astype(np.int32)
+        at = 0
+        for row, need in zip(self.tables, blocks, strict=True):
+            row[:need] = pages[at : at + need]
+            row[: shared // PAGE] = self.tables[0, : shared // PAGE]
+            at += need
+        shape = (len(pages), self.spec.heads, PAGE, self.spec.width)
+        self.keys, self.values = stage.random(*shape), stage.random(*shape)
+        self.query = stage.random(int(self.counts.sum()), self.spec.query_heads * self.spec.width)
+        self.backend = TritonAttention(stage.device, cascade=cascade)
+        slots = np.arange(len(starts), dtype=np.int32)
+        self.plan = self.backend.plan(Layout(self.tables, slots, self.starts, self.counts, decodes), self.spec, PAGE)
+        self.tensors = [stage.there(array) for array in self.plan.arrays]
+
+    def run(self) -> torch.Tensor:
+        """Attend."""
+        return self.backend.attend(self.spec, self.query, self.keys, self.values, self.plan, self.tensors)
+
+    def error(self, stage: Stage) -> float:
+        """Of some of its sequences, relative to float64."""
+        first = np.concatenate(([0], np.cumsum(self.counts)))
+        got = self.run()
+        some = range(0, len(self.starts), max(1, len(self.starts) // 8))
+        errors = []
+        for i in some:
+            rows = slice(first[i], min(first[i + 1], first[i] + 64))
+            count = rows.stop - rows.start
+            query = self.query[rows].view(count, self.spec.query_heads, self.spec.width)
+            expected = reference.attend(
+                query, self.keys, self.values, stage.there(self.tables[i : i + 1]), [int(self.starts[i])], [count],
+                scale=self.spec.scale,
+            ).flatten(1)  # fmt: skip
+            errors.append(float((got[rows].double() - expected).norm() / expected.norm()))
+        return max(errors)
+
+
+def decodes(stage: Stage, keys: NDArray[Any], shared: int, *, cascade: bool) -> dict[str, float]:
+    """Rows of so many keys each. The share is of the bytes that are needed, shared ones counted for each row."""
+    step = Step(stage, keys - 1, np.ones(len(keys), np.int32), len(keys), shared, cascade=cascade)
+    timed = stage.seconds(step.run)
+    needed = 2 * 2 * step.spec.heads * step.spec.width * float(keys.sum())
+    return timed | {
+        "share_of_bandwidth": needed / timed["seconds"] / stage.ceilings.bandwidth,
+        "error": step.error(stage),
+    }
+
+
+def prefill(stage: Stage, tokens: int, before: int) -> dict[str, float]:
+    """One sequence's chunk, with so many tokens before it. The share is of causal attention's products."""
+    step = Step(stage, np.array([before]), np.array([tokens]), 0, 0, cascade=False)
+    timed = stage.seconds(step.run)
+    pairs = tokens * before + tokens * (tokens + 1) / 2
+    flops = 4.0 * step.spec.query_heads * step.spec.width * pairs
+    return timed | {"share_of_rate": flops / timed["seconds"] / stage.ceilings.compute, "error": step.error(stage)}
+
+
+def norm(stage: Stage, rows: int, width: int) -> dict[str, float]:
+    """RMSNorm of a sum, which is written."""
+    x, other = stage.random(rows, width), stage.random(rows, width)
+    out, summed, weight = torch.empty_like(x), torch.empty_like(x), torch.ones(width, device=stage.device)
+    timed = stage.seconds(lambda: triton_fused.normalize(x, weight, 1e-5, out, other, summed))
+    return timed | {"share_of_bandwidth": 4 * x.nbytes / timed["seconds"] / stage.ceilings.bandwidth}
+
+
+def gate(stage: Stage, rows: int, width: int) -> dict[str, float]:
+    """SiLU of one half times the other."""
+    x = stage.random(rows, 2 * width)
+    out = x.new_empty(rows, width)
+    timed = stage.seconds(lambda: triton_fused.gate(x, SILU, out))
+    return timed | {"share_of_bandwidth": 1.5 * x.nbytes / timed["seconds"] / stage.ceilings.bandwidth}
+
+
+def rotate(stage: Stage, tokens: int) -> dict[str, float]:
+    """Rotary embedding, with keys and values into pages."""
+    spec = spec_of(stage)
+    packed = stage.random(tokens, (spec.query_heads + 2 * spec.heads) * spec.width)
+    query = packed.new_empty(tokens, spec.query_heads * spec.width)
+    angles = stage.random(tokens, spec.width)
+    shape = (-(-tokens // PAGE), spec.heads, PAGE, spec.width)
+    keys, values = stage.random(*shape), stage.random(*shape)
+    places = torch.arange(tokens, dtype=torch.int32, device=stage.device)
+    timed = stage.seconds(
+        lambda: triton_fused.rotate_and_store(packed, query, angles, angles, None, None, 0.0, places, keys, values)
+    )
+    return timed | {"share_of_bandwidth": 2 * packed.nbytes / timed["seconds"] / stage.ceilings.bandwidth}

@@ -1,0 +1,131 @@
+"""What every part of the benchmark stands on: a device, its ceilings, sizes, a model, and a way to take time."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+import triton
+
+from llmbatch.cost import SEQUENTIAL, CostModel, ModelShape
+from llmbatch.engines.ceilings import measure_device, median_seconds
+from llmbatch.engines.device import DevicePieces
+from llmbatch.engines.loading import LoadedModel, load_model
+from llmbatch.engines.platforms import Platform, find_platform
+from llmbatch.hardware import Hardware
+
+# Llama-3-8B, and one of the same kind that the interpreter can run.
+LLAMA_8B: dict[str, Any] = {
+    "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128256, "max_position_embeddings": 131072,
+}  # fmt: skip
+TINY: dict[str, Any] = {
+    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 256, "max_position_embeddings": 131072,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How large things are."""
+
+    model: dict[str, Any]
+    rows: int  # of decodes
+    keys: int  # of each decode
+    shared: int  # of a cascade's keys
+    own: int
+    step_keys: int  # of each decode of a whole step
+    chunk: int  # tokens of a prefill step
+    requests: int  # of a job
+    longest: int  # answer of a job
+    peer: int  # rows that the peer gets
+    runs: int
+
+
+FULL = Sizes(LLAMA_8B, 256, 4096, 2048, 512, 1024, 8192, 2000, 1 << 20, 100, 20)
+DRY = Sizes(TINY, 33, 40, 256, 30, 20, 16, 6, 6, 3, 1)
+
+
+class Stage:
+    """A device with a model of random weights."""
+
+    def __init__(self, device: str, *, dry: bool, traces: str | None) -> None:
+        self.dry = dry
+        self.sizes = DRY if dry else FULL
+        self.traces = traces
+        cpu = torch.device("cpu")
+        self.platform = Platform(cpu, DevicePieces(cpu), 16) if dry else find_platform(device)
+        self.device = self.platform.device
+
+    def identity(self) -> dict[str, Any]:
+        """What was measured on, when, with what, under which ceilings."""
+        return {
+            "device": self.ceilings.name,
+            "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+            "versions": {
+                "torch": torch.__version__,
+                "triton": triton.__version__,
+                "transformers": transformers.__version__,
+            },
+            "ceilings": asdict(self.ceilings),
+        }
+
+    @cached_property
+    def ceilings(self) -> Hardware:
+        """The card's, measured in this run."""
+        if self.dry:
+            return Hardware(name="interpreter", compute=1e9, bandwidth=1e9, memory=1e9)
+        return measure_device(self.device, torch.bfloat16)
+
+    @cached_property
+    def folder(self) -> str:
+        """A model's folder without weights."""
+        folder = tempfile.mkdtemp(prefix="llmbatch-gpu-")
+        config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "tie_word_embeddings": False}
+        config |= {"rms_norm_eps": 1e-5, "rope_theta": 500000.0, **self.sizes.model}
+        Path(folder, "config.json").write_text(json.dumps(config))
+        return folder
+
+    @cached_property
+    def loaded(self) -> LoadedModel:
+        """The model, in bfloat16."""
+        return load_model(self.folder, dtype="bfloat16", load_format="dummy", platform=self.platform)
+
+    @cached_property
+    def shape(self) -> ModelShape:
+        """What it costs."""
+        return ModelShape.from_config(self.loaded.config, 2)
+
+    def cost(self, hardware: Hardware | None = None) -> CostModel:
+        """Seconds on this card, of an engine that computes and reads in turn."""
+        return CostModel(self.shape, hardware or self.ceilings, law="bytes", overlap=SEQUENTIAL)
+
+    def seconds(self, work: Callable[[], object]) -> dict[str, float]:
+        """Seconds of a piece of work, warm: the median of three medians, and the least and the most of these."""
+        once = self._on_host if self.dry else lambda: median_seconds(self.device, work, runs=self.sizes.runs)
+        medians = sorted(once(work) if self.dry else once() for _ in range(3))  # type: ignore[call-arg]
+        return {"seconds": statistics.median(medians), "least": medians[0], "most": medians[-1]}
+
+    def random(self, *shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        """Normal numbers on the device."""
+        return torch.randn(shape, device=self.device).to(dtype)
+
+    def there(self, array: Any) -> torch.Tensor:
+        """An array on the device."""
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
+
+    def _on_host(self, work: Callable[[], object]) -> float:
+        begun = time.perf_counter()
+        work()
+        return time.perf_counter() - begun
