@@ -12,7 +12,7 @@ kilobytes wherever its pages lie. What lies behind a range's end may be anything
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 import triton
@@ -35,13 +35,19 @@ def _walk(
     CAPPED: tl.constexpr, MASKED: tl.constexpr, WINDOWED: tl.constexpr, PRECISION: tl.constexpr,
     WIDENED: tl.constexpr,
 ):  # fmt: skip
-    """The tiles from `low` to `high`; keys before `begin` and from `end` on are not the item's."""
+    """The tiles from `low` to `high`; keys before `begin` and from `end` on are not the item's.
+
+    A tile's pages are looked up while the one before is attended: what is loaded from an address that was itself just
+    loaded cannot be on its way early, and without this one tile at a time was.
+    """
     acc, highest, total = state
     d = tl.arange(0, PADDED)
+    n = tl.arange(0, TILE)
+    page = tl.load(table + (low + n) // SIZE, mask=low + n < end, other=0)
     for start in range(low, high, TILE):
-        key = start + tl.arange(0, TILE)
+        key = start + n
         there = key < end
-        page = tl.load(table + key // SIZE, mask=there, other=0) if MASKED else tl.load(table + key // SIZE)
+        following = tl.load(table + (key + TILE) // SIZE, mask=key + TILE < end, other=0)
         at = ((page.to(tl.int64) * heads + head) * SIZE + key % SIZE)[:, None] * WIDTH + d[None, :]
         if MASKED:
             load = there[:, None] & (d < WIDTH)[None, :]
@@ -72,6 +78,7 @@ def _walk(
         weights = weights.to(keys.dtype.element_ty)
         acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=PRECISION)
         highest = new
+        page = following
     return acc, highest, total
 
 
@@ -90,7 +97,7 @@ def _attend(
     part = tl.load(item + _PART)
     table = tables + tl.load(item + _SEQUENCE).to(tl.int64) * table_width
 
-    row = tl.arange(0, BLOCK)
+    row = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     token = row // GROUP
     there = token < tokens
     packed = tl.load(order + first + token, mask=there, other=0) if GATHERED else first + token
@@ -166,11 +173,32 @@ def _merge(
 
 _DECODE_BLOCK: Final = 16  # rows; the least that a matrix product takes
 _BLOCK: Final = 128
+_WIDE_BLOCK: Final = 32  # in float32: a program has registers for so many
 
 
 def block_tokens(group: int) -> int:
     """Tokens of a block of many rows, with `group` query heads a KV head."""
     return max(1, _BLOCK // group)
+
+
+class Launch(NamedTuple):
+    """How an item is given to programs, and what each holds."""
+
+    blocks: int  # programs an item and KV head
+    block: int  # rows of a program
+    tile: int  # keys at once
+    warps: int
+    stages: int  # tiles on their way at once, and one
+
+    @classmethod
+    def of(cls, dtype: torch.dtype, width: int, group: int, *, many: bool) -> Launch:
+        """For heads of `width` elements, `group` query heads a KV head, and items of `many` rows or of one token."""
+        least = max(_DECODE_BLOCK, triton.next_power_of_2(group))
+        rows = _BLOCK if many else least
+        if dtype == torch.float32:
+            block = min(rows, max(least, _WIDE_BLOCK))
+            return cls(rows // block, block, 32 if width <= 128 else 16, 4, 2)
+        return cls(1, rows, 64 if width <= 128 else 32, 8 if many else 4, 3)
 
 
 def attend(
@@ -203,20 +231,18 @@ def attend(
     if len(items) == 0:
         return
     heads, size, width = keys.shape[1:]
-    padded = max(16, triton.next_power_of_2(width))
-    block = _BLOCK if many else max(_DECODE_BLOCK, triton.next_power_of_2(group))
-    wide = keys.dtype == torch.float32
-    tile = 32 if wide or padded > 128 else 64
-    _attend[(len(items), heads)](
+    launch = Launch.of(keys.dtype, width, group, many=many)
+    _attend[(len(items), heads, launch.blocks)](
         query, out, partial, sums, keys, values, tables, items, items if order is None else order,
         items if sinks is None else sinks, tables.stride(0), heads, query.stride(0), sums.shape[1],
         scale, softcap, window,
-        GROUP=group, WIDTH=width, PADDED=padded, SIZE=size, BLOCK=block, TILE=tile,
+        GROUP=group, WIDTH=width, PADDED=max(16, triton.next_power_of_2(width)), SIZE=size,
+        BLOCK=launch.block, TILE=launch.tile,
         CAPPED=softcap > 0, WINDOWED=window > 0, SINKS=sinks is not None, GATHERED=order is not None,
-        PRECISION="ieee" if wide else "tf32",
+        PRECISION="ieee" if keys.dtype == torch.float32 else "tf32",
         # The interpreter's products take no bfloat16; those of a device are exact in float32, as these are.
         WIDENED=knobs.runtime.interpret and keys.dtype == torch.bfloat16,
-        num_warps=8 if many else 4, num_stages=2 if wide else 3,
+        num_warps=launch.warps, num_stages=launch.stages,
     )  # fmt: skip
 
 

@@ -1,0 +1,94 @@
+"""Compile every kernel for a card that need not be there: `python -m tests.compilation CAPABILITY`.
+
+Prints the shared memory of each, in bytes, as JSON. In a process of its own, because what Triton's interpreter runs is
+not compiled.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from llmbatch.kernels import triton_attention, triton_fused, triton_sampling
+from llmbatch.kernels.triton_attention import Launch
+
+NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+
+
+def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any], capability: int, **options: int) -> int:
+    """Shared memory of a kernel whose other arguments are of these types."""
+    names = kernel.arg_names
+    source = ASTSource(
+        fn=kernel,
+        signature={name: "constexpr" if name in constants else types[name] for name in names},
+        constexprs={(names.index(name),): value for name, value in constants.items()},
+        attrs={(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if types.get(name, "").startswith("*")},
+    )
+    made: Any = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    return int(made.metadata.shared)
+
+
+def attention(dtype: torch.dtype, width: int, capability: int, *, many: bool, every: bool = False) -> int:
+    """The attention kernel, with `every` feature or none."""
+    group = 4
+    launch = Launch.of(dtype, width, group, many=many)
+    pointer = f"*{NAMES[dtype]}"
+    types = dict.fromkeys(("query", "out", "keys", "values"), pointer)
+    types |= dict.fromkeys(("partial", "sums", "sinks"), "*fp32") | dict.fromkeys(("tables", "items", "order"), "*i32")
+    types |= dict.fromkeys(("table_width", "heads", "query_stride", "rows", "window"), "i32")
+    types |= dict.fromkeys(("scale", "softcap"), "fp32")
+    constants = {
+        "GROUP": group, "WIDTH": width, "PADDED": triton.next_power_of_2(width), "SIZE": 16, "BLOCK": launch.block,
+        "TILE": launch.tile, "CAPPED": every, "WINDOWED": every, "SINKS": every, "GATHERED": every and many,
+        "PRECISION": "ieee" if dtype == torch.float32 else "tf32", "WIDENED": False,
+    }  # fmt: skip
+    options = {"num_warps": launch.warps, "num_stages": launch.stages}
+    return compiled(triton_attention._attend, types, constants, capability, **options)
+
+
+def rotation(capability: int, rotary: int, norms: bool) -> int:
+    """Rotary embedding with the KV write."""
+    types = dict.fromkeys(("packed", "query", "cosine", "sine", "keys", "values"), "*bf16")
+    types |= {"query_norm": "*fp32", "key_norm": "*fp32", "places": "*i32", "epsilon": "fp32"}
+    types |= {"query_heads": "i32", "heads": "i32"}
+    constants = {"WIDTH": 128, "PADDED": 128, "ROTARY": rotary, "SIZE": 16, "BLOCK": 8}
+    constants |= {"QUERY_NORM": norms, "KEY_NORM": norms}
+    return compiled(triton_fused._rotate_and_store, types, constants, capability)
+
+
+def main(capability: int) -> dict[str, int]:
+    """Shared memory of every kernel."""
+    found = {
+        f"attend {NAMES[dtype]} {width} {'many' if many else 'one'}": attention(dtype, width, capability, many=many)
+        for dtype in NAMES
+        for width in (64, 128, 256)
+        for many in (False, True)
+        if width == 128 or dtype != torch.float16
+    }
+    found["attend with every feature"] = attention(torch.bfloat16, 80, capability, many=True, every=True)
+    found["attend one with every feature"] = attention(torch.bfloat16, 80, capability, many=False, every=True)
+    out = {"out": "*bf16", "partial": "*fp32", "sums": "*fp32", "parts": "*i32", "sinks": "*fp32"}
+    found["merge"] = compiled(
+        triton_attention._merge, out | {"query_heads": "i32", "rows": "i32"},
+        {"WIDTH": 128, "PADDED": 128, "SINKS": True}, capability, num_warps=1,
+    )  # fmt: skip
+    pointers = dict.fromkeys(("x", "residual", "summed", "out"), "*bf16")
+    norm = pointers | {"weight": "*fp32", "width": "i32", "epsilon": "fp32"}
+    found["norm"] = compiled(triton_fused._normalize, norm, {"PADDED": 4096, "ADDS": True}, capability, num_warps=8)
+    gate = {"x": "*bf16", "out": "*bf16", "width": "i32", "total": "i32"}
+    found["gate"] = compiled(triton_fused._gate, gate, {"ACTIVATION": 1, "BLOCK": 1024}, capability)
+    found["rotate"] = rotation(capability, 128, norms=False)
+    found["rotate with norms"] = rotation(capability, 64, norms=True)
+    best = {"logits": "*bf16", "tokens": "*i32", "finite": "*i1", "vocabulary": "i32"}
+    found["best"] = compiled(triton_sampling._best, best, {"BLOCK": 4096}, capability, num_warps=8)
+    return found
+
+
+if __name__ == "__main__":
+    sys.stdout.write(json.dumps(main(int(sys.argv[1]))))
