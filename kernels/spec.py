@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Final
 
 import torch
+
+WIDEST: Final = 256  # head that a device's kernels take
 
 
 @dataclass(frozen=True, slots=True)

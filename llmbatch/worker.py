@@ -103,6 +103,7 @@ class Worker:
 
     def load(self) -> None:
         """Load the weights; does nothing the second time. Raises JobError where memory runs out."""
+        self.platform.enter()
         if self._ready:
             return
         begun = time.perf_counter()

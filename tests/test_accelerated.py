@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+from transformers import LlamaConfig
 
 pytest.importorskip("triton")
 
@@ -22,7 +24,7 @@ from llmbatch.engines.loading import LoadedModel, load_model
 from llmbatch.engines.platforms import Platform
 from llmbatch.engines.profiling import run_largest
 from llmbatch.engines.sampler import sample
-from llmbatch.errors import ParameterError
+from llmbatch.errors import ModelError, ParameterError
 from llmbatch.kernels.triton_backend import TritonAttention
 from tests.golden import Golden, generate
 from tests.models import EOS, FAMILIES, PAD, tiny_model, tiny_model_folder
@@ -72,6 +74,19 @@ def test_an_operator_runs_on_it(model: str, monkeypatch: pytest.MonkeyPatch) -> 
     answered = LLMOperator(**given, sampling_params="params", device="cuda")(rows)
     assert answered.equals(expected)
     assert answered["error"].null_count == rows.num_rows
+
+
+def test_heads_that_are_too_wide_are_refused(tmp_path: Path) -> None:
+    config = LlamaConfig(
+        hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1,
+        head_dim=272, vocab_size=32, max_position_embeddings=64,
+    )  # fmt: skip
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ModelError) as caught:
+        load_model(str(tmp_path), dtype="float32", load_format="dummy", platform=PLATFORM)
+    assert str(caught.value) == (
+        f"model '{tmp_path}' uses heads of 272 elements, which is not supported: on a GPU they have 256 at most."
+    )
 
 
 def test_pages_of_a_device_are_of_a_power_of_two(model: str, monkeypatch: pytest.MonkeyPatch) -> None:

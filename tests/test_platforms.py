@@ -35,6 +35,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: here["capability"])
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA X")
     monkeypatch.setattr(torch, "__version__", "2.13.0")
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: here.update(current=device))
     return here
 
 
@@ -44,6 +45,13 @@ def test_a_card_is_used_where_there_is_one(card: dict[str, Any]) -> None:
     assert find_platform("cpu") is HOST
     card["count"] = 0
     assert find_platform("auto") is HOST
+
+
+def test_a_card_is_entered_by_the_thread_that_launches_kernels(card: dict[str, Any]) -> None:
+    pytest.importorskip("triton")
+    card["count"] = 2
+    find_platform("cuda:1").enter()
+    assert card["current"] == torch.device("cuda:1")
 
 
 def test_a_torch_for_the_processor_is_said_to_be_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -20,7 +21,7 @@ from llmbatch.engines.description import LAYER_TYPES, DType, describe_model, uns
 from llmbatch.engines.fusion import fuse, pack_linears
 from llmbatch.engines.platforms import HOST, Platform
 from llmbatch.errors import ModelError
-from llmbatch.kernels.spec import AttentionSpec
+from llmbatch.kernels.spec import WIDEST, AttentionSpec
 
 LoadFormat = Literal["auto", "dummy"]
 
@@ -79,13 +80,16 @@ def load_model(
         try:
             with no_progress_bars():
                 module = AutoModelForCausalLM.from_pretrained(
-                    folder, config=described.whole_config, local_files_only=True, **arguments
+                    folder, config=described.whole_config, local_files_only=True, **arguments, **_placed(platform)
                 )
         except (OSError, ValueError, RuntimeError) as error:
             raise ModelError(f"model folder {folder!r} cannot be loaded: {error}") from error
     module.to(platform.device).eval().requires_grad_(False)
     with torch.inference_mode():
         attention = _survey(folder, module, described.config, platform.device)
+        for spec in attention.values():
+            if not platform.is_host and spec.width > WIDEST:
+                raise unsupported(folder, f"heads of {spec.width} elements", f"on a GPU they have {WIDEST} at most")
         fuse(module, attention, described.dtype, platform.pieces)
         if platform.is_host and described.dtype == torch.float32:
             pack_linears(module)
@@ -100,6 +104,13 @@ def load_model(
         attention=attention,
         notes=notes,
     )
+
+
+def _placed(platform: Platform) -> dict[str, Any]:
+    """What has weights read from their files straight to the device; without it they are moved there afterwards."""
+    if platform.is_host or find_spec("accelerate") is None:
+        return {}
+    return {"device_map": {"": str(platform.device)}}
 
 
 def _attention(

@@ -25,6 +25,11 @@ class Platform:
     page_size: int  # tokens, where none is asked for
     notes: tuple[str, ...] = ()  # what the user should be told, a sentence each
 
+    def enter(self) -> None:
+        """Make it the device of this thread: kernels are launched on that, wherever their tensors lie."""
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+
     @property
     def is_host(self) -> bool:
         """Whether it is the processor, with the kernels for it."""
