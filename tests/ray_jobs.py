@@ -65,9 +65,17 @@ def flights() -> dict[int, NDArray[np.void]]:
     for path in Path(tempfile.gettempdir()).glob("llmbatch-flight-*"):
         process = int(path.name.rpartition("-")[2])
         rows = left_behind(path)
-        if Path(f"/proc/{process}").exists() and (rows["state"] == RUNNING).any():
+        if _is_actor(process) and (rows["state"] == RUNNING).any():
             found[process] = rows
     return found
+
+
+def _is_actor(process: int) -> bool:
+    """Whether it is a process of Ray: the files of those that were killed stay, and their numbers are given again."""
+    try:
+        return Path(f"/proc/{process}/cmdline").read_bytes().startswith(b"ray::")
+    except FileNotFoundError:
+        return False
 
 
 def when_running(rows: int, then: Callable[[int], None]) -> threading.Thread:
