@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -51,5 +51,17 @@ class PagedAttention(Protocol):
 
         `keys` and `values` are [pages, heads, page size, width]; `tensors` are the plan's arrays on the device. The
         step's own keys and values are in pages already.
+        """
+        ...
+
+
+@runtime_checkable
+class FixedAttention(PagedAttention, Protocol):
+    """Attention whose launches depend on shapes alone, so that they can be recorded and repeated."""
+
+    def plan_fixed(self, layout: Layout, spec: AttentionSpec, page_size: int, width: int) -> Plan:
+        """As `plan`, of a step of decodes, over tables of `width` pages.
+
+        Numbers and shapes are the same for as many rows; there may be two sets of them, one for rows that share.
         """
         ...

@@ -33,14 +33,14 @@ class Items(NamedTuple):
     """Work of a step for layers of one window: int32 [n, `COLUMNS`] each.
 
     `SEQUENCE` is the row of the step whose pages are read; `FIRST` the packed row of the first token, of `shared`
-    items its place in `order`; `PART` where its result waits to be merged, -1 where it is the whole.
+    items its place in `order`; `PART` which part of its rows' results it is, -1 where it is the whole.
     """
 
     decodes: NDArray[np.int32]
     prefills: NDArray[np.int32]
     shared: NDArray[np.int32]
     order: NDArray[np.int32]  # packed rows of the tokens of shared items
-    parts: NDArray[np.int32]  # [decodes] results to be merged into each, 0 for none
+    parts: NDArray[np.int32]  # [decodes, 2] parts to be merged into each, 0 for none, and the place of the first
 
 
 @njit(cache=True)
@@ -167,8 +167,8 @@ def cut_items(
 
     # Decodes: what is left of each one's keys, in parts of like size.
     most = max(LEAST_KEYS, -(-total * heads // programs))
-    parts = np.zeros(decodes, np.int32)
-    count = 0
+    parts = np.zeros((decodes, 2), np.int32)
+    count, waiting = 0, 0
     for i in range(decodes):
         count += _cuts(starts[i] + 1 - _low(i, group, shared_tokens, starts, window), most)
     own = np.zeros((count, COLUMNS), np.int32)
@@ -178,11 +178,12 @@ def cut_items(
         cuts = _cuts(end - begin, most)
         before = shared_parts[group[i]] if group[i] >= 0 else 0
         if cuts + before > 1:
-            parts[i] = cuts + before
+            parts[i, 0], parts[i, 1] = cuts + before, waiting
+            waiting += cuts + before
         for cut in range(cuts):
             own[b, SEQUENCE], own[b, FIRST], own[b, TOKENS], own[b, POSITION] = i, i, 1, starts[i]
             own[b, BEGIN], own[b, END] = _cut(begin, end, cuts, cut)
-            own[b, PART] = before + cut if parts[i] > 0 else -1
+            own[b, PART] = before + cut if parts[i, 0] > 0 else -1
             b += 1
 
     # Prefills: the longest first, so that none of them is alone at the end.
@@ -203,6 +204,23 @@ def cut_items(
             b += 1
         row += counts[i]
     return Items(own, prefills[np.argsort(keys, kind="mergesort")], shared, order, parts)
+
+
+class MostItems(NamedTuple):
+    """How many items a step of decodes can have, whatever their lengths."""
+
+    decodes: int
+    shared: int
+
+
+def most_items(decodes: int, block_tokens: int, heads: int, programs: int) -> MostItems:
+    """The most items that `cut_items` makes of so many decodes.
+
+    Keys are cut into parts of 1 / `programs` of all, so that beside one item a decode there are as many as fill the
+    device; the same of blocks of shared prefixes, of which a group has one for `block_tokens` of its rows.
+    """
+    blocks = decodes // block_tokens + decodes // GROUP_ROWS
+    return MostItems(decodes + -(-programs // heads), blocks + -(-programs // (_SHARE * heads)))
 
 
 @njit(cache=True)

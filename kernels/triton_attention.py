@@ -84,7 +84,7 @@ def _walk(
 
 @triton.jit
 def _attend(
-    query, out, partial, sums, keys, values, tables, items, order, sinks, table_width, heads, query_stride, rows,
+    query, out, partial, sums, keys, values, tables, items, order, parts, sinks, table_width, heads, query_stride,
     scale, softcap, window,
     GROUP: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
     TILE: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr, SINKS: tl.constexpr, GATHERED: tl.constexpr,
@@ -140,24 +140,26 @@ def _attend(
         total = tl.where(total > 0, total, 1.0)  # of rows that are not there
         tl.store(out + at, (acc / total[:, None]).to(out.dtype.element_ty), mask=used)
     else:
-        place = (part.to(tl.int64) * rows + packed) * heads * GROUP + query_head
-        tl.store(partial + place[:, None] * WIDTH + d[None, :], acc / tl.maximum(total, 1e-30)[:, None], mask=used)
-        tl.store(sums + place, tl.where(total > 0, highest + tl.log2(total), float("-inf")), mask=there)
+        first_part = tl.load(parts + packed * 2 + 1, mask=there, other=0)
+        place = (first_part + part).to(tl.int64) * heads * GROUP + query_head
+        some = tl.maximum(total, 1e-30)  # of a part that is empty
+        tl.store(partial + place[:, None] * WIDTH + d[None, :], acc / some[:, None], mask=used)
+        tl.store(sums + place, tl.where(total > 0, highest + tl.log2(some), float("-inf")), mask=there)
 
 
 @triton.jit
 def _merge(
-    out, partial, sums, parts, sinks, query_heads, rows,
+    out, partial, sums, parts, sinks, query_heads,
     WIDTH: tl.constexpr, PADDED: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     row, head = tl.program_id(0), tl.program_id(1)
-    count = tl.load(parts + row)
+    count, first_part = tl.load(parts + row * 2), tl.load(parts + row * 2 + 1)
     d = tl.arange(0, PADDED)
     used = d < WIDTH
     acc = tl.zeros([PADDED], tl.float32)
     highest, total = tl.full([PADDED], _NOTHING, tl.float32), tl.zeros([PADDED], tl.float32)
     for part in range(count):
-        place = (part * rows + row).to(tl.int64) * query_heads + head
+        place = (first_part + part).to(tl.int64) * query_heads + head
         one = tl.load(sums + place)
         new = tl.maximum(highest, one)
         alpha, weight = tl.exp2(highest - new), tl.exp2(one - new)
@@ -210,6 +212,7 @@ def attend(
     values: torch.Tensor,
     tables: torch.Tensor,
     items: torch.Tensor,
+    parts: torch.Tensor,
     *,
     many: bool,
     order: torch.Tensor | None = None,
@@ -225,16 +228,16 @@ def attend(
     [tokens, heads * group * width]; `keys` and `values` are [pages, heads, page size, width], the page size a power
     of two. bfloat16, float16 or float32, all the same. `tables` int32 [sequences, pages]; `items` int32 [n, 7], blocks
     of `many` rows or of one token each, whose rows are found by `order` where it is given; `partial` float32
-    [parts, rows, heads * group, width] and `sums` [parts, rows, heads * group]; `sinks` [heads * group] or None. A
-    `window` or `softcap` of 0 means none.
+    [all parts, heads * group, width] and `sums` [all parts, heads * group], in which those of a row begin where `parts`
+    int32 [rows, 2] says; `sinks` [heads * group] or None. A `window` or `softcap` of 0 means none.
     """
     if len(items) == 0:
         return
     heads, size, width = keys.shape[1:]
     launch = Launch.of(keys.dtype, width, group, many=many)
     _attend[(len(items), heads, launch.blocks)](
-        query, out, partial, sums, keys, values, tables, items, items if order is None else order,
-        items if sinks is None else sinks, tables.stride(0), heads, query.stride(0), sums.shape[1],
+        query, out, partial, sums, keys, values, tables, items, items if order is None else order, parts,
+        items if sinks is None else sinks, tables.stride(0), heads, query.stride(0),
         scale, softcap, window,
         GROUP=group, WIDTH=width, PADDED=max(16, triton.next_power_of_2(width)), SIZE=size,
         BLOCK=launch.block, TILE=launch.tile,
@@ -249,9 +252,12 @@ def attend(
 def merge(
     out: torch.Tensor, partial: torch.Tensor, sums: torch.Tensor, parts: torch.Tensor, sinks: torch.Tensor | None
 ) -> None:
-    """Weigh the parts of each row by their sums, into `out`; `parts` int32 [rows] counts them, 0 where none wait."""
-    query_heads, width = partial.shape[2:]
+    """Weigh the parts of each row by their sums, into `out`; `parts` int32 [rows, 2]: how many, and the first's place.
+
+    Rows that have none are left alone.
+    """
+    query_heads, width = partial.shape[1:]
     _merge[(len(parts), query_heads)](
-        out, partial, sums, parts, parts if sinks is None else sinks, query_heads, sums.shape[1],
+        out, partial, sums, parts, parts if sinks is None else sinks, query_heads,
         WIDTH=width, PADDED=triton.next_power_of_2(width), SINKS=sinks is not None, num_warps=1,
     )  # fmt: skip

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from llmbatch.kernels import triton_attention
 from llmbatch.kernels.backends import Layout, Plan
-from llmbatch.kernels.items import cut_items
+from llmbatch.kernels.items import Items, cut_items, most_items
 from llmbatch.kernels.spec import AttentionSpec
 
 _PROGRAMS = 16  # a multiprocessor, of decodes: enough for the last wave of them to be short
@@ -14,7 +16,7 @@ _INTERPRETED = 16  # multiprocessors, where there are none
 
 
 class TritonAttention:
-    """Everything that `AttentionSpec` can say, in float32, float16 and bfloat16 (`PagedAttention`).
+    """Everything that `AttentionSpec` can say, in float32, float16 and bfloat16 (`FixedAttention`).
 
     Decodes that share a long prefix attend it together (`cascade`).
     """
@@ -28,13 +30,28 @@ class TritonAttention:
 
     def plan(self, layout: Layout, spec: AttentionSpec, page_size: int) -> Plan:
         """Items of the step."""
-        items = cut_items(
-            layout.tables, layout.slots, layout.starts, layout.counts, layout.decodes, page_size,
-            triton_attention.block_tokens(spec.group), spec.window, spec.heads, self._programs, self._cascade,
-        )  # fmt: skip
+        items = self._cut(layout, spec, page_size)
         longest = int((layout.starts + layout.counts).max(initial=1))
         tables = layout.tables[layout.slots, : -(-longest // page_size)]
-        return Plan((tables, *items), (int(items.parts.max(initial=0)),))
+        return Plan((tables, *items), (int(items.parts[:, 0].sum()),))
+
+    def plan_fixed(self, layout: Layout, spec: AttentionSpec, page_size: int, width: int) -> Plan:
+        """Items of a step of decodes, and others that do nothing, up to the most that so many decodes can have."""
+        items = self._cut(layout, spec, page_size)
+        rows, block = len(layout.slots), triton_attention.block_tokens(spec.group)
+        most = most_items(rows, block, spec.heads, self._programs)
+        shares = len(items.shared) > 0
+        padded = Items(
+            decodes=_padded(items.decodes, most.decodes),
+            prefills=items.prefills,
+            shared=_padded(items.shared, most.shared if shares else 0),
+            order=_padded(items.order, rows if shares else 0),
+            parts=items.parts,
+        )
+        tables = np.zeros((rows, width), np.int32)
+        given = layout.tables[layout.slots, :width]
+        tables[:, : given.shape[1]] = given
+        return Plan((tables, *padded), (most.decodes + (block * most.shared if shares else 0),))
 
     def attend(
         self,
@@ -47,15 +64,29 @@ class TritonAttention:
     ) -> torch.Tensor:
         """Decodes, prefills and shared prefixes each in a launch, where there are any, and what was cut merged."""
         tables, decodes, prefills, shared, order, parts = tensors
-        (most,) = plan.numbers
+        (waiting,) = plan.numbers
         out = torch.empty_like(query)
-        sums = query.new_empty((most, len(parts), spec.query_heads), dtype=torch.float32)
-        partial = query.new_empty((most, len(parts), spec.query_heads, spec.width), dtype=torch.float32)
+        sums = query.new_empty((waiting, spec.query_heads), dtype=torch.float32)
+        partial = query.new_empty((waiting, spec.query_heads, spec.width), dtype=torch.float32)
         for items, many, rows in ((shared, True, order), (decodes, False, None), (prefills, True, None)):
             triton_attention.attend(
-                query, out, partial, sums, keys, values, tables, items, many=many, order=rows, sinks=spec.sinks,
+                query, out, partial, sums, keys, values, tables, items, parts, many=many, order=rows, sinks=spec.sinks,
                 group=spec.group, scale=spec.scale, window=spec.window, softcap=spec.softcap,
             )  # fmt: skip
-        if most:
+        if waiting:
             triton_attention.merge(out, partial, sums, parts, spec.sinks)
         return out
+
+    def _cut(self, layout: Layout, spec: AttentionSpec, page_size: int) -> Items:
+        return cut_items(
+            layout.tables, layout.slots, layout.starts, layout.counts, layout.decodes, page_size,
+            triton_attention.block_tokens(spec.group), spec.window, spec.heads, self._programs, self._cascade,
+        )  # fmt: skip
+
+
+def _padded(array: NDArray[np.int32], rows: int) -> NDArray[np.int32]:
+    """With rows of zeros, up to so many: an item of no tokens does nothing."""
+    assert len(array) <= rows, "there are more items than there can be"
+    out = np.zeros((rows, *array.shape[1:]), np.int32)
+    out[: len(array)] = array
+    return out

@@ -40,8 +40,8 @@ def attention(dtype: torch.dtype, width: int, capability: int, *, many: bool, ev
     launch = Launch.of(dtype, width, group, many=many)
     pointer = f"*{NAMES[dtype]}"
     types = dict.fromkeys(("query", "out", "keys", "values"), pointer)
-    types |= dict.fromkeys(("partial", "sums", "sinks"), "*fp32") | dict.fromkeys(("tables", "items", "order"), "*i32")
-    types |= dict.fromkeys(("table_width", "heads", "query_stride", "rows", "window"), "i32")
+    types |= dict.fromkeys(("partial", "sums", "sinks"), "*fp32") | dict.fromkeys(("tables", "items", "order", "parts"), "*i32")
+    types |= dict.fromkeys(("table_width", "heads", "query_stride", "window"), "i32")
     types |= dict.fromkeys(("scale", "softcap"), "fp32")
     constants = {
         "GROUP": group, "WIDTH": width, "PADDED": triton.next_power_of_2(width), "SIZE": 16, "BLOCK": launch.block,
@@ -75,7 +75,7 @@ def main(capability: int) -> dict[str, int]:
     found["attend one with every feature"] = attention(torch.bfloat16, 80, capability, many=False, every=True)
     out = {"out": "*bf16", "partial": "*fp32", "sums": "*fp32", "parts": "*i32", "sinks": "*fp32"}
     found["merge"] = compiled(
-        triton_attention._merge, out | {"query_heads": "i32", "rows": "i32"},
+        triton_attention._merge, out | {"query_heads": "i32"},
         {"WIDTH": 128, "PADDED": 128, "SINKS": True}, capability, num_warps=1,
     )  # fmt: skip
     pointers = dict.fromkeys(("x", "residual", "summed", "out"), "*bf16")

@@ -25,6 +25,7 @@ from llmbatch.kernels.items import (
     TOKENS,
     Items,
     cut_items,
+    most_items,
 )
 
 SIZE = 16
@@ -78,13 +79,32 @@ def test_every_key_of_a_decode_is_in_one_part(rows: list[tuple[int, int]], progr
     counts = [1] * len(rows)
     tables = tables_of(starts, counts, [group for _, group in rows], shared)
     items = cut(tables, starts, counts, len(rows), window=window, programs=programs)
-    for start, parts, ranges in zip(starts, items.parts.tolist(), keys_of(items, len(rows)), strict=True):
+    for start, parts, ranges in zip(starts, items.parts[:, 0].tolist(), keys_of(items, len(rows)), strict=True):
         low = max(0, start + 1 - window) // ALIGN * ALIGN if window else 0
         assert [part for part, *_ in ranges] == (list(range(parts)) if parts else [-1])
         assert ranges[0][1] == low
         assert ranges[-1][2] == start + 1
         assert all(a[2] == b[1] for a, b in pairwise(ranges))
         assert all(begin % ALIGN == 0 or begin == end for _, begin, end in ranges)
+    counts_of, firsts = items.parts[items.parts[:, 0] > 0].T
+    assert firsts.tolist() == (np.cumsum(counts_of) - counts_of).tolist()
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 3000), st.integers(-1, 1)), min_size=1, max_size=200),
+    st.integers(1, 5000),
+    st.sampled_from([1, 16, 32, 128]),
+)
+def test_there_are_never_more_items_than_foretold(rows: list[tuple[int, int]], programs: int, block: int) -> None:
+    shared = 1280
+    starts = [start + (shared if group >= 0 else 0) for start, group in rows]
+    counts = [1] * len(rows)
+    tables = tables_of(starts, counts, [group for _, group in rows], shared)
+    items = cut(tables, starts, counts, len(rows), block=block, programs=programs)
+    most = most_items(len(rows), block, 2, programs)
+    assert len(items.decodes) <= most.decodes
+    assert len(items.shared) <= most.shared
+    assert items.parts[:, 0].sum() <= most.decodes + block * most.shared
 
 
 @given(
@@ -115,14 +135,14 @@ def test_a_long_decode_alone_is_cut_so_that_it_fills_the_device() -> None:
     starts, counts = [16 * LEAST_KEYS - 1], [1]
     items = cut(tables_of(starts, counts, [-1], 0), starts, counts, 1, programs=16)
     assert len(items.decodes) == 8  # of two heads each
-    assert items.parts.tolist() == [8]
+    assert items.parts.tolist() == [[8, 0]]
 
 
 def test_decodes_that_fill_the_device_are_not_cut() -> None:
     starts, counts = [4 * LEAST_KEYS] * 64, [1] * 64
     items = cut(tables_of(starts, counts, [-1] * 64, 0), starts, counts, 64, programs=64)
     assert len(items.decodes) == 64
-    assert items.parts.max() == 0
+    assert items.parts[:, 0].max() == 0
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,7 @@ class Case:
     dtype: torch.dtype = torch.float32
     shared: int = 0
     cascade: bool = True
+    fixed: bool = False  # launches as for any step of as many decodes
 
 
 def check(case: Case, seed: int = 0) -> None:
@@ -79,7 +80,9 @@ def check(case: Case, seed: int = 0) -> None:
     )  # fmt: skip
     columns = (np.array(starts, np.int32), np.array(counts, np.int32))
     backend = TritonAttention(DEVICE, cascade=case.cascade)
-    plan = backend.plan(Layout(tables, slots, *columns, len(case.decodes)), spec, case.size)
+    layout = Layout(tables, slots, *columns, len(case.decodes))
+    width = tables.shape[1] + 3
+    plan = backend.plan_fixed(layout, spec, case.size, width) if case.fixed else backend.plan(layout, spec, case.size)
     tensors = [torch.from_numpy(np.ascontiguousarray(array)).to(DEVICE) for array in plan.arrays]
     got = backend.attend(spec, query, keys, values, plan, tensors)
     expected = reference.attend(
@@ -112,6 +115,11 @@ def test_attention_sees_no_more_than_its_window(window: int) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_attention_caps_its_scores_and_knows_sinks(dtype: torch.dtype) -> None:
     check(Case(heads=1, softcap=5.0, sinks=True, dtype=dtype))
+
+
+@pytest.mark.parametrize("shared", [0, 512])
+def test_attention_is_the_same_where_launches_are_fixed(shared: int) -> None:
+    check(Case(heads=1, decodes=tuple(range(0, 340, 10)), prefills=(), shared=shared, fixed=True))
 
 
 def test_a_decode_is_cut_where_there_are_few() -> None:
