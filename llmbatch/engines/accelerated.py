@@ -1,69 +1,41 @@
 """The torch engine on a device: transformers models over pages, with no wait but for the tokens of a step.
 
-A step is decided on the host from lengths alone, packed there, and uploaded in one copy. Tokens that were generated
-stay on the device, where the next step finds them: the host refers to them by slot and place, and does not need to
-know them. `submit` queues a step, `collect` waits for the oldest that is queued.
+A step is decided on the host from lengths alone, packed there, and uploaded in one copy (`llmbatch.engines.batch`).
+How its forwards are run is the `Execution`'s to decide; small steps of decodes are recorded and repeated
+(`llmbatch.engines.graphs`). `submit` queues a step, `collect` waits for the oldest that is queued.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
-from numba import njit
 from numpy.typing import NDArray
 
 from llmbatch.engines import Finish, Step, StepResult
-from llmbatch.engines.device import DevicePages, DeviceStep, plan_layers, take_plans, upload
+from llmbatch.engines.batch import Packed, upload
+from llmbatch.engines.device import DevicePages, plan_layers
 from llmbatch.engines.device_sampler import Draw, choose
+from llmbatch.engines.execution import Decided, Execution, Sequential
+from llmbatch.engines.forward import PagedForward
 from llmbatch.engines.generation import Generation
+from llmbatch.engines.graphs import DecodeGraphs, Recorder, known_ids
 from llmbatch.engines.loading import LoadedModel
-from llmbatch.kernels.backends import Layout, PagedAttention
+from llmbatch.engines.parts import order_of
+from llmbatch.kernels.backends import FixedAttention, Layout, PagedAttention
 from llmbatch.requests import Requests
-
-
-@njit(cache=True)
-def _pack(
-    prompts: NDArray[np.int32],
-    offsets: NDArray[np.int64],
-    columns: int,
-    slots: NDArray[np.int32],
-    requests: NDArray[np.int32],
-    starts: NDArray[np.int32],
-    counts: NDArray[np.int32],
-    tables: NDArray[np.int32],
-    page_size: int,
-    ids: NDArray[np.int32],
-    positions: NDArray[np.int32],
-    places: NDArray[np.int32],
-) -> None:
-    """Token, position and place in the pages of each packed token.
-
-    A generated token is -1 - its place among those of all slots, of which each has `columns`.
-    """
-    t = 0
-    for i in range(slots.size):
-        begin = offsets[requests[i]]
-        prompt_length = offsets[requests[i] + 1] - begin
-        slot = slots[i]
-        for position in range(starts[i], starts[i] + counts[i]):
-            if position < prompt_length:
-                ids[t] = prompts[begin + position]
-            else:
-                ids[t] = -1 - (slot * columns + position - prompt_length)
-            positions[t] = position
-            places[t] = tables[slot, position // page_size] * page_size + position % page_size
-            t += 1
 
 
 @dataclass(frozen=True, slots=True)
 class _Queued:
     step: Step
+    order: NDArray[np.intp]  # [samples] where each of the step's samples stands among those of its parts
     kept: NDArray[np.bool_]  # [samples] False where the sequence has ended or was withdrawn meanwhile
-    tokens: torch.Tensor  # int32 [samples], on the host when `done`
+    tokens: torch.Tensor  # int32 [samples], on the host when `done`, part by part
     finite: torch.Tensor  # bool [samples], likewise
     done: torch.cuda.Event | None  # None: at once
 
@@ -75,8 +47,9 @@ class _Queued:
 class AcceleratedEngine:
     """Runs steps of a loaded model on its device. It owns the KV pages, and the generated tokens until retired.
 
-    `decode` turns token ids into text; it is needed by requests that have stop strings. `seed` is the seed of
-    requests that have none of their own.
+    `execution` runs its forwards, one after the other where none is given. With a `recorder` small steps of decodes
+    are recorded, if the attention can be (`FixedAttention`). `decode` turns token ids into text; it is needed by
+    requests that have stop strings. `seed` is the seed of requests that have none of their own.
     """
 
     def __init__(
@@ -86,15 +59,26 @@ class AcceleratedEngine:
         *,
         num_pages: int,
         page_size: int,
+        execution: Execution | None = None,
+        recorder: Recorder | None = None,
         decode: Callable[[NDArray[np.int32]], str] | None = None,
         seed: int = 0,
     ) -> None:
-        self._module = loaded.module
         self._device = loaded.device
         self._attention = attention
+        self._execution = execution or Sequential()
+        fixed = attention if recorder is not None and isinstance(attention, FixedAttention) else None
+        spare = fixed is not None
         self._pages = DevicePages(
-            loaded.attention, num_pages=num_pages, page_size=page_size, dtype=loaded.dtype, device=self._device
+            loaded.attention, num_pages=num_pages + spare, page_size=page_size, dtype=loaded.dtype, device=self._device
         )
+        self._forward = PagedForward(loaded.module, self._pages, attention, self._execution)
+        self._graphs: DecodeGraphs | None = None
+        if recorder is not None and fixed is not None:
+            self._graphs = DecodeGraphs(
+                self._forward, fixed, self._pages, recorder, vocabulary=loaded.config.vocab_size,
+                dtype=loaded.dtype, device=self._device,
+            )  # fmt: skip
         self._generation = Generation(loaded.eos_token_ids, decode, seed)
         self._generated = torch.zeros(self._generation.tokens.shape, dtype=torch.int32, device=self._device)
         self._queue: deque[_Queued] = deque()
@@ -122,39 +106,42 @@ class AcceleratedEngine:
     def submit(self, step: Step) -> StepResult:
         """Queue a step on the device; which of its sequences will have all the tokens they may have."""
         self._make_room(step.slots)
-        requests, size, tokens = self._generation.requests, self._pages.page_size, step.num_tokens
-        ids, positions, places = np.empty((3, tokens), np.int32)
-        _pack(
-            requests.tokens, requests.offsets, self._generated.shape[1], step.slots, step.requests, step.starts,
-            step.counts, step.block_tables, size, ids, positions, places,
-        )  # fmt: skip
-        sampled = step.slots[step.samples]
-        last = (np.cumsum(step.counts)[step.samples] - 1).astype(np.int32)
-        targets = sampled * np.int32(self._generated.shape[1]) + self._generation.queued[sampled]
-        layout = Layout(step.block_tables, step.slots, step.starts, step.counts, step.num_decodes)
-        plans = plan_layers(self._pages, self._attention, layout)
-        arrays = [ids, positions, places, last, targets, *(array for plan in plans.values() for array in plan.arrays)]
-        there = upload(arrays, self._device)
-        known = self._generated.view(-1)
-        given = torch.where(there[0] < 0, known[(-1 - there[0]).clamp(min=0)], there[0])
-        logits = self._module(
-            input_ids=given[None],
-            position_ids=there[1][None],
-            use_cache=False,
-            logits_to_keep=there[3],
-            llmbatch=DeviceStep(self._pages, self._attention, take_plans(plans, there[5:]), there[2]),
-        ).logits[0]
-        tokens_there, finite = choose(logits, self._draws(step))
-        known[there[4]] = tokens_there
-        self._queue.append(self._queued(step, tokens_there, finite))
+        decided = self._execution.decide(step)
+        chosen = []
+        for part, targets, logits in self._forwards(decided):
+            tokens, finite = choose(logits, self._draws(part))
+            self._generated.view(-1)[targets] = tokens
+            chosen.append((tokens, finite))
+        self._queue.append(self._queued(step, decided, *(torch.cat(column) for column in zip(*chosen, strict=True))))
         return self._generation.expect(step)
+
+    def _forwards(self, decided: Decided) -> Iterator[tuple[Step, torch.Tensor, torch.Tensor]]:
+        """Each part of a step, the places that its sampled tokens get, and its logits."""
+        known = self._generated.view(-1)
+        if self._graphs is not None and len(decided.parts) == 1 and self._graphs.takes(decided.parts[0].step):
+            ((step, _),) = decided.parts
+            batch, logits = self._graphs.run(step, self._generation, known)
+            yield step, batch.targets[: len(logits)], logits
+            return
+        steps = [part.step for part in decided.parts]
+        batches = upload([self._packed(step) for step in steps], self._device)
+        batches = [batch._replace(ids=known_ids(batch.ids, known)) for batch in batches]
+        results = self._execution.run(decided, [partial(self._forward, batch) for batch in batches])
+        yield from zip(steps, (batch.targets for batch in batches), results, strict=True)
+
+    def _packed(self, step: Step) -> Packed:
+        layout = Layout(step.block_tables, step.slots, step.starts, step.counts, step.num_decodes)
+        size = self._pages.page_size
+        plans = plan_layers(self._pages.specs.values(), lambda spec: self._attention.plan(layout, spec, size))
+        return Packed.of(step, self._generation, size, plans)
 
     def collect(self) -> StepResult:
         """Wait for the older queued step; its sampled tokens, and which of its sequences have finished."""
         queued = self._queue.popleft()
         queued.wait()
         step, generation = queued.step, self._generation
-        result = generation.append(step, queued.tokens.numpy(), queued.finite.numpy(), queued.kept)
+        tokens, finite = (column.numpy()[queued.order] for column in (queued.tokens, queued.finite))
+        result = generation.append(step, tokens, finite, queued.kept)
         early = result.finished > Finish.RUNNING
         early &= (
             generation.lengths[step.slots[step.samples]] < generation.requests.max_tokens[step.requests[step.samples]]
@@ -194,13 +181,13 @@ class AcceleratedEngine:
             generation.seeds[requests], generation.queued[step.slots[step.samples]],
         )  # fmt: skip
 
-    def _queued(self, step: Step, tokens: torch.Tensor, finite: torch.Tensor) -> _Queued:
-        kept = np.ones(len(tokens), np.bool_)
+    def _queued(self, step: Step, decided: Decided, tokens: torch.Tensor, finite: torch.Tensor) -> _Queued:
+        order, kept = order_of(decided.parts), np.ones(len(tokens), np.bool_)
         if self._device.type != "cuda":
-            return _Queued(step, kept, tokens, finite, None)
+            return _Queued(step, order, kept, tokens, finite, None)
         here = [torch.empty(x.shape, dtype=x.dtype, pin_memory=True) for x in (tokens, finite)]
         for target, source in zip(here, (tokens, finite), strict=True):
             target.copy_(source, non_blocking=True)
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         done.record()
-        return _Queued(step, kept, here[0], here[1], done)
+        return _Queued(step, order, kept, here[0], here[1], done)

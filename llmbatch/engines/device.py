@@ -1,14 +1,15 @@
-"""Attention of a step on a device: its pages, what is uploaded for the step, and the layers' calls."""
+"""Attention of a step on a device: its pages, and the layers' calls."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
+from llmbatch.engines.batch import Kind
+from llmbatch.engines.execution import Sequential
 from llmbatch.engines.pieces import attend_unpacked
 from llmbatch.kernels import triton_fused
 from llmbatch.kernels.backends import Layout, PagedAttention, Plan
@@ -34,6 +35,7 @@ class DevicePages:
         device: torch.device,
     ) -> None:
         self.specs = specs
+        self.num_pages = num_pages
         self.page_size = page_size
         shapes = {layer: (num_pages, spec.heads, page_size, spec.width) for layer, spec in specs.items()}
         self.keys = {layer: torch.empty(shape, dtype=dtype, device=device) for layer, shape in shapes.items()}
@@ -45,50 +47,24 @@ class DevicePages:
         return sum(tensor.nbytes for tensor in (*self.keys.values(), *self.values.values()))
 
 
-def upload(arrays: Sequence[NDArray[np.int32]], device: torch.device) -> list[torch.Tensor]:
-    """The arrays on the device, in one copy that the host does not wait for. Each begins at a multiple of 16 bytes."""
-    sizes = [-(-array.size // 4) * 4 for array in arrays]
-    staged = torch.empty(sum(sizes), dtype=torch.int32, pin_memory=device.type == "cuda")
-    target = staged.numpy()
-    at = 0
-    for array, size in zip(arrays, sizes, strict=True):
-        target[at : at + array.size] = array.reshape(-1)
-        at += size
-    there = staged.to(device, non_blocking=True)
-    parts = torch.split(there, sizes)
-    return [part[: array.size].view(array.shape) for part, array in zip(parts, arrays, strict=True)]
-
-
 class DeviceStep:
     """Attention of a step (`llmbatch.engines.pieces.StepAttention`).
 
     `plans` are those of the distinct layers (`AttentionSpec.kind`), on the device like `places` int32 [tokens], where
-    each token's keys and values go: page times page size plus its place in the page.
+    each token's keys and values go: page times page size plus its place in the page. Each layer's attention, which
+    begins with writing these, is handed to `queue`.
     """
 
     def __init__(
         self,
         pages: DevicePages,
         backend: PagedAttention,
-        plans: dict[tuple[int, int, int], tuple[Plan, list[torch.Tensor]]],
+        plans: dict[Kind, tuple[Plan, list[torch.Tensor]]],
         places: torch.Tensor,
+        queue: Callable[[Callable[[], torch.Tensor]], torch.Tensor],
     ) -> None:
         self._pages, self._backend, self._plans, self._places = pages, backend, plans, places
-
-    @classmethod
-    def of(
-        cls,
-        pages: DevicePages,
-        backend: PagedAttention,
-        layout: Layout,
-        places: NDArray[np.int32],
-        device: torch.device,
-    ) -> DeviceStep:
-        """A step that is uploaded by itself."""
-        plans = plan_layers(pages, backend, layout)
-        arrays = [places, *(array for plan in plans.values() for array in plan.arrays)]
-        there = upload(arrays, device)
-        return cls(pages, backend, take_plans(plans, there[1:]), there[0])
+        self._queue = queue
 
     def run(
         self,
@@ -103,12 +79,16 @@ class DeviceStep:
     ) -> torch.Tensor:
         """Attention output of a layer."""
         keys, values = self._pages.keys[spec.layer], self._pages.values[spec.layer]
-        query = packed.new_empty(len(packed), spec.query_heads * spec.width)
-        triton_fused.rotate_and_store(
-            packed, query, cosine, sine, query_norm, key_norm, epsilon, self._places, keys, values
-        )
         plan, tensors = self._plans[spec.kind]
-        return self._backend.attend(spec, query, keys, values, plan, tensors)
+
+        def attention() -> torch.Tensor:
+            query = packed.new_empty(len(packed), spec.query_heads * spec.width)
+            triton_fused.rotate_and_store(
+                packed, query, cosine, sine, query_norm, key_norm, epsilon, self._places, keys, values
+            )
+            return self._backend.attend(spec, query, keys, values, plan, tensors)
+
+        return self._queue(attention)
 
     def attend(
         self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _: dict[str, Any]
@@ -117,21 +97,11 @@ class DeviceStep:
         return attend_unpacked(self, self._pages.specs[module.layer_idx], query, key, value)
 
 
-def plan_layers(pages: DevicePages, backend: PagedAttention, layout: Layout) -> dict[tuple[int, int, int], Plan]:
+def plan_layers(
+    specs: Iterable[AttentionSpec], plan: Callable[[AttentionSpec], Plan]
+) -> dict[Kind, Plan]:
     """A step's plan for each kind of layer."""
-    kinds = {spec.kind: spec for spec in pages.specs.values()}
-    return {kind: backend.plan(layout, spec, pages.page_size) for kind, spec in kinds.items()}
-
-
-def take_plans(
-    plans: dict[tuple[int, int, int], Plan], tensors: Sequence[torch.Tensor]
-) -> dict[tuple[int, int, int], tuple[Plan, list[torch.Tensor]]]:
-    """The plans with their arrays as they were uploaded, one plan's after the other's."""
-    taken, at = {}, 0
-    for kind, plan in plans.items():
-        taken[kind] = plan, list(tensors[at : at + len(plan.arrays)])
-        at += len(plan.arrays)
-    return taken
+    return {kind: plan(spec) for kind, spec in {spec.kind: spec for spec in specs}.items()}
 
 
 class DevicePieces:
@@ -154,4 +124,10 @@ class DevicePieces:
         pages = DevicePages(specs, num_pages=1, page_size=PAGE_SIZE, dtype=dtype, device=self._device)
         layout = Layout(tables=zero[None], slots=zero, starts=zero, counts=zero + tokens, decodes=0)
         backend = TritonAttention(self._device)
-        return DeviceStep.of(pages, backend, layout, np.arange(tokens, dtype=np.int32), self._device)
+        plans = plan_layers(specs.values(), lambda spec: backend.plan(layout, spec, PAGE_SIZE))
+        there = {
+            kind: (plan, [torch.from_numpy(np.ascontiguousarray(array)).to(self._device) for array in plan.arrays])
+            for kind, plan in plans.items()
+        }
+        places = torch.arange(tokens, dtype=torch.int32, device=self._device)
+        return DeviceStep(pages, backend, there, places, Sequential().attend)

@@ -1,0 +1,73 @@
+"""A step cut into steps that are computed at the same time.
+
+What a part reads and another one writes decides how a step may be cut. Decodes write pages of their own. A prefill
+may read pages that prefills before it in the step write, never such as come after it (`llmbatch.admission`). So parts
+whose layers write in their order may be cut anywhere in the order of the step (`halves`), and decodes and prefills
+never wait for one another (`sides`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmbatch.engines import Step
+
+
+class Part(NamedTuple):
+    """A step that is part of another."""
+
+    step: Step
+    rows: NDArray[np.intp]  # of the whole step, that its sequences are
+
+
+def whole(step: Step) -> tuple[Part]:
+    """One part."""
+    return (Part(step, np.arange(len(step.slots))),)
+
+
+def sides(step: Step) -> tuple[Part, Part]:
+    """The prefills, and the decodes."""
+    rows = np.arange(len(step.slots))
+    return _part(step, rows[step.num_decodes :]), _part(step, rows[: step.num_decodes])
+
+
+def halves(step: Step) -> tuple[Part, Part]:
+    """Two parts with half of the tokens each, and half of the keys that decodes read; a chunk may be in both."""
+    decodes, tokens = step.num_decodes, step.num_tokens
+    read = np.cumsum(step.starts[:decodes] + 1, dtype=np.int64)
+    first = int(np.searchsorted(read, read[-1] / 2)) + 1 if decodes else 0
+    ends = decodes + np.cumsum(step.counts[decodes:], dtype=np.int64)
+    middle = np.clip(tokens // 2 - first + decodes, decodes, tokens)  # as if the first half had all decodes
+    cut = decodes + int(np.searchsorted(ends, middle, side="right"))  # the chunk that lies across it, if any does
+    rows = np.arange(len(step.slots))
+    before, after = rows[decodes:cut], rows[cut:]
+    over = int(middle - (ends[cut - decodes - 1] if cut > decodes else decodes))  # tokens of it before the middle
+    one = _part(step, np.concatenate((rows[:first], before, after[: over > 0])))
+    other = _part(step, np.concatenate((rows[first:decodes], after)))
+    if over > 0:
+        one.step.counts[-1], one.step.samples[-1] = over, False
+        other.step.starts[decodes - first] += over
+        other.step.counts[decodes - first] -= over
+    return one, other
+
+
+def order_of(parts: tuple[Part, ...]) -> NDArray[np.intp]:
+    """What is sampled by the parts, one after the other, in the order of the whole step: an index."""
+    return np.argsort(np.concatenate([part.rows[part.step.samples] for part in parts]))
+
+
+def _part(step: Step, rows: NDArray[np.intp]) -> Part:
+    taken = replace(
+        step,
+        num_decodes=int(np.searchsorted(rows, step.num_decodes)),
+        slots=step.slots[rows],
+        requests=step.requests[rows],
+        starts=step.starts[rows],
+        counts=step.counts[rows],
+        samples=step.samples[rows],
+    )
+    return Part(taken, rows)
