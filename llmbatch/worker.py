@@ -23,12 +23,11 @@ from llmbatch.answers import (
     no_rows,
 )
 from llmbatch.columns import find_field
-from llmbatch.cost import CostModel, ModelShape
+from llmbatch.cost import CostModel
 from llmbatch.engines.placeholder import PlaceholderEngine, placeholder_texts
 from llmbatch.errors import DataError, JobError
 from llmbatch.feed import Feed, Stop, StreamEngine
 from llmbatch.gate import Gate
-from llmbatch.hardware import find_hardware
 from llmbatch.memory import out_of_memory
 from llmbatch.options import Options
 from llmbatch.progress import Progress, Silence
@@ -40,12 +39,11 @@ from llmbatch.shard import build_shard
 from llmbatch.single import Gathered, OneWindow
 from llmbatch.stream import Stream, Totals
 from llmbatch.tokenize import load_tokenizer
+from llmbatch.workload import Scheduling
 
 if TYPE_CHECKING:
     from llmbatch.engines.loading import LoadedModel
     from llmbatch.kernels.backends import PagedAttention
-
-_SIMULATED = "a100-80gb"  # the hardware that plans are made for where nothing is computed
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +118,7 @@ class Worker:
                 )
             except (MemoryError, RuntimeError) as error:
                 raise out_of_memory(error, f"the weights of {options.model}") from error
-            prepared = prepare(self.platform, self.model, self._loaded, options, self.pool)
+            prepared = prepare(self.platform, self.model, self._loaded, options, self.scheduling, self.pool)
             self.pool, self._attention = prepared.pool, prepared.attention
             self._notes = (*self.platform.notes, *self._loaded.notes, *prepared.notes)
         rehearse()
@@ -161,12 +159,9 @@ class Worker:
     @cached_property
     def cost(self) -> CostModel:
         """What requests cost on this machine, measured once."""
-        if self.options.engine == "simulated":
-            shape = ModelShape.from_config(self.model.config, self.model.dtype.itemsize)
-            return CostModel(shape, find_hardware(_SIMULATED))
-        from llmbatch.engines.preparation import measure_cost
+        from llmbatch.engines.preparation import cost_model
 
-        return measure_cost(self.platform, self.model)
+        return cost_model(self.platform, self.model, self.options)
 
     def shard(self, table: pa.Table, keys: NDArray[np.uint64] | None = None) -> Shard:
         """The requests of a table; needs no weights."""
@@ -209,7 +204,7 @@ class Worker:
         self.load()
         timeout = math.inf if self.options.row_timeout is None else self.options.row_timeout
         answering = Answering(sink, self._texts, timeout, at_risk or Risk())
-        stream = Stream(self, self.pool, self.cost, self.options.scheduling, answering, row_timeout=timeout)
+        stream = Stream(self, self.pool, self.cost, self.scheduling, answering, row_timeout=timeout)
         try:
             totals = stream.run(feed)
         except (Stop, JobError, KeyboardInterrupt):
@@ -239,6 +234,17 @@ class Worker:
         seconds = time.perf_counter() - begun - loading
         tally = Tally.of(answered, window)
         return Answered(answered, self.report(tally, totals, notes=notes, seconds=seconds))
+
+    @property
+    def scheduling(self) -> Scheduling:
+        """How shards are ordered and scheduled."""
+        options = self.options
+        return Scheduling(
+            order=options.order,
+            step_tokens=options.step_tokens,
+            max_running=options.max_running or self.platform.max_running,
+            seed=options.sampling.seed or 0,
+        )
 
     @property
     def dtype(self) -> str:

@@ -30,7 +30,7 @@ from tests.golden import Golden, generate
 from tests.models import EOS, FAMILIES, PAD, tiny_model, tiny_model_folder
 
 DEVICE = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
-PLATFORM = Platform(DEVICE, DevicePieces(DEVICE), PAGE_SIZE)
+PLATFORM = Platform(DEVICE, DevicePieces(DEVICE), PAGE_SIZE, max_running=512)
 MAX_TOKENS = 9
 
 

@@ -11,16 +11,17 @@ from llmbatch.engines.backends import choose_attention
 from llmbatch.engines.description import ModelDescription
 from llmbatch.engines.platforms import Platform
 from llmbatch.errors import ParameterError
-from llmbatch.hardware import measure_cpu
+from llmbatch.hardware import find_hardware, measure_cpu
 from llmbatch.kernels.backends import PagedAttention
 from llmbatch.memory import available_memory
 from llmbatch.options import Options
-from llmbatch.workload import Pool
+from llmbatch.workload import Pool, Scheduling
 
 if TYPE_CHECKING:
     from llmbatch.engines.loading import LoadedModel  # takes a second, and forecasts load nothing
 
 POOL_SHARE: Final = 0.5  # of the memory that is free once the weights are loaded
+_SIMULATED: Final = "a100-80gb"  # the hardware that plans are made for where nothing is computed
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,12 @@ def size_pool(platform: Platform, model: ModelDescription, options: Options) -> 
 
 
 def prepare(
-    platform: Platform, model: ModelDescription, loaded: LoadedModel, options: Options, pool: Pool
+    platform: Platform,
+    model: ModelDescription,
+    loaded: LoadedModel,
+    options: Options,
+    scheduling: Scheduling,
+    pool: Pool,
 ) -> Preparation:
     """Choose the attention, and give pages what the largest step leaves of the device's memory.
 
@@ -68,15 +74,17 @@ def prepare(
     if options.kv_memory is None and loaded.device.type == "cuda":
         from llmbatch.engines.profiling import pool_bytes  # needs Triton
 
-        rows, size = options.max_running, pool.page_size
-        tokens = max(options.step_tokens or MOST_TOKENS, rows)
+        rows, size = scheduling.max_running, pool.page_size
+        tokens = max(scheduling.step_tokens or MOST_TOKENS, rows)
         memory = pool_bytes(loaded, attention, tokens=tokens, rows=rows, page_size=size)
         pool = Pool(max(1, memory // (model.bytes_per_token * size)), size)
     return Preparation(pool, attention, notes)
 
 
-def measure_cost(platform: Platform, model: ModelDescription) -> CostModel:
-    """What requests cost on the platform; its hardware is measured once a process."""
+def cost_model(platform: Platform, model: ModelDescription, options: Options) -> CostModel:
+    """What requests cost on the platform, whose hardware is measured once a process."""
+    if options.engine == "simulated":
+        return CostModel(_shape(model), find_hardware(_SIMULATED))
     if platform.device.type == "cpu":
         hardware = measure_cpu(dtype_bytes=model.dtype.itemsize)
     else:
