@@ -113,7 +113,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     )
     add("--kv-memory", type=_bytes, metavar="BYTES", help="memory for KV pages, for example 2e9 or 4GiB")
     add("--page-size", type=int, metavar="N", help="tokens in a KV page (8 on a processor, 16 on a GPU)")
-    add("--max-running", type=int, metavar="N", help="most rows in flight")
+    add("--max-running", type=int, metavar="N", help="most rows in flight (512 on a processor, 2048 on a GPU)")
     add("--step-tokens", type=int, metavar="N", help="tokens of a step (decided in closed loop)")
     add(
         "--load-format",

@@ -15,12 +15,11 @@ from numpy.typing import NDArray
 
 from llmbatch.clock import SimulatedDriver
 from llmbatch.cost import CostModel
-from llmbatch.options import Options
 from llmbatch.order import Policy
 from llmbatch.requests import Requests
 from llmbatch.runner import decide, run_shard
 from llmbatch.tree import PrefixTree
-from llmbatch.workload import Pool, Workload, oversized
+from llmbatch.workload import Pool, Scheduling, Workload, oversized
 
 if TYPE_CHECKING:
     from llmbatch.worker import Worker
@@ -85,14 +84,14 @@ class Forecast:
 
 def forecast(worker: Worker, table: pa.Table) -> Forecast:
     """Forecast answering a table; loads no weights."""
-    options, pool, cost = worker.options, worker.pool, worker.cost
+    options, pool, cost, scheduling = worker.options, worker.pool, worker.cost, worker.scheduling
     shard = worker.shard(table)
     requests = shard.requests
     workload = Workload.of(requests).without(oversized(requests, pool))
     tree = workload.tree
     expected = workload.length_model().expected(np.arange(len(requests), dtype=np.int32)).mean
-    decided = decide(workload, pool, cost, options.scheduling)
-    buys = compare(requests, np.maximum(np.rint(expected), 1).astype(np.int32), pool, cost, options)
+    decided = decide(workload, pool, cost, scheduling)
+    buys = compare(requests, np.maximum(np.rint(expected), 1).astype(np.int32), pool, cost, scheduling)
     inputs = int(shard.num_input_tokens.sum())
     return Forecast(
         rows=table.num_rows,
@@ -130,7 +129,7 @@ class OrderGain:
 
 
 def compare(
-    requests: Requests, lengths: NDArray[np.int32], pool: Pool, cost: CostModel, options: Options
+    requests: Requests, lengths: NDArray[np.int32], pool: Pool, cost: CostModel, scheduling: Scheduling
 ) -> OrderGain | None:
     """Simulate a shard whose answers have these `lengths`; None where it is too large for that."""
     if not 0 < len(requests) <= MOST_SIMULATED:
@@ -140,11 +139,11 @@ def compare(
 
     def simulate(order: Policy) -> tuple[float, float]:
         driver = SimulatedDriver(lengths, cost)
-        run_shard(workload, driver, pool, cost, replace(options.scheduling, order=order))
+        run_shard(workload, driver, pool, cost, replace(scheduling, order=order))
         cached = int(driver.log.cached_tokens[workload.tree.rows].sum(dtype=np.int64))
         return driver.seconds, cached / max(1, len(requests.tokens))
 
-    (seconds, sharing), (input_seconds, input_sharing) = simulate(options.order), simulate("input")
+    (seconds, sharing), (input_seconds, input_sharing) = simulate(scheduling.order), simulate("input")
     return OrderGain(seconds, input_seconds, sharing, input_sharing)
 
 

@@ -245,7 +245,7 @@ def _order_gain(worker: Worker, window: Window, answers: list[pa.RecordBatch]) -
     lengths = np.zeros(window.table.num_rows, np.int32)
     lengths[answered["row"].to_numpy()] = answered["num_generated_tokens"].to_numpy()
     lengths = lengths[window.rows[window.bounds[:-1]]]
-    buys = compare(requests, np.maximum(lengths, 1), worker.pool, worker.cost, worker.options)
+    buys = compare(requests, np.maximum(lengths, 1), worker.pool, worker.cost, worker.scheduling)
     return None if buys is None else buys.input_order_seconds / buys.seconds
 
 

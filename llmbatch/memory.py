@@ -1,4 +1,4 @@
-"""How much memory this process may take, and how much of what it freed it keeps."""
+"""How much memory this process may take, what is said where it runs out, and how much of what it freed it keeps."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import math
 import os
 import platform
 from pathlib import Path
+
+from llmbatch.errors import JobError
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # parameters of glibc's mallopt
 
@@ -29,6 +31,18 @@ def available_memory() -> int:
             names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
             free = min(free, _free_in_group("/sys/fs/cgroup/memory", path, *names))
     return int(free)
+
+
+def out_of_memory(error: Exception, what: str) -> JobError:
+    """The error to raise where there was no room for `what`; an `error` that is of something else is raised."""
+    if isinstance(error, JobError):
+        return error
+    if isinstance(error, MemoryError) or "memory" in str(error).lower():
+        return JobError(
+            f"memory ran out for {what}, with {available_memory():,} bytes free: lower kv_memory (--kv-memory), "
+            "take a smaller dtype or a smaller model"
+        )
+    raise error
 
 
 def _free_in_group(root: str, path: str, limit: str, usage: str, cache: str) -> float:

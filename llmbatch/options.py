@@ -11,7 +11,6 @@ from llmbatch.errors import ParameterError
 from llmbatch.order import POLICIES, Policy
 from llmbatch.prompts import PromptSource
 from llmbatch.sampling import SamplingParams
-from llmbatch.workload import Scheduling
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 AttentionName = Literal["auto", "triton", "flash-attn", "varlen"]
@@ -47,7 +46,7 @@ class Options:
     trust_remote_code: bool = False
     kv_memory: int | None = None  # bytes
     page_size: int | None = None  # tokens; None: what the device takes
-    max_running: int = 512  # sequences in flight
+    max_running: int | None = None  # sequences in flight; None: what the device takes
     step_tokens: int | None = None  # tokens a step; decided in closed loop when None
     notes: tuple[str, ...] = ()  # what the user should be told, a sentence each
 
@@ -68,16 +67,6 @@ class Options:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ParameterError(f"{name} must be at least 1, got {value}")
-
-    @property
-    def scheduling(self) -> Scheduling:
-        """How shards are ordered and scheduled."""
-        return Scheduling(
-            order=self.order,
-            step_tokens=self.step_tokens,
-            max_running=self.max_running,
-            seed=self.sampling.seed or 0,
-        )
 
     @classmethod
     def build(

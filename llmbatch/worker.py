@@ -22,15 +22,13 @@ from llmbatch.answers import (
     check_columns,
     no_rows,
 )
-from llmbatch.budget import MOST_TOKENS
 from llmbatch.columns import find_field
-from llmbatch.cost import SEQUENTIAL, CostModel, ModelShape
+from llmbatch.cost import CostModel
 from llmbatch.engines.placeholder import PlaceholderEngine, placeholder_texts
-from llmbatch.errors import DataError, JobError, ParameterError
+from llmbatch.errors import DataError, JobError
 from llmbatch.feed import Feed, Stop, StreamEngine
 from llmbatch.gate import Gate
-from llmbatch.hardware import find_hardware, measure_cpu
-from llmbatch.memory import available_memory
+from llmbatch.memory import out_of_memory
 from llmbatch.options import Options
 from llmbatch.progress import Progress, Silence
 from llmbatch.rehearsal import rehearse
@@ -41,14 +39,11 @@ from llmbatch.shard import build_shard
 from llmbatch.single import Gathered, OneWindow
 from llmbatch.stream import Stream, Totals
 from llmbatch.tokenize import load_tokenizer
-from llmbatch.workload import Pool
+from llmbatch.workload import Scheduling
 
 if TYPE_CHECKING:
     from llmbatch.engines.loading import LoadedModel
     from llmbatch.kernels.backends import PagedAttention
-
-POOL_SHARE = 0.5  # of the memory that is free once the weights are loaded
-_SIMULATED = "a100-80gb"  # the hardware that plans are made for where nothing is computed
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +65,7 @@ class Worker:
         from llmbatch.engines.checkpoints import resolve_model
         from llmbatch.engines.description import describe_model
         from llmbatch.engines.platforms import HOST, find_platform
+        from llmbatch.engines.preparation import size_pool
 
         self.options = options
         self.folder = resolve_model(options.model)
@@ -81,7 +77,7 @@ class Worker:
             trust_remote_code=options.trust_remote_code,
             device=self.platform.device,
         )
-        self.pool = self._size_pool()
+        self.pool = size_pool(self.platform, self.model, options)
         self._loaded: LoadedModel | None = None
         self._attention: PagedAttention | None = None  # None: on the processor
         self._engine: StreamEngine | None = None
@@ -110,6 +106,7 @@ class Worker:
         options = self.options
         if options.engine == "torch":
             from llmbatch.engines.loading import load_model
+            from llmbatch.engines.preparation import prepare
 
             try:
                 self._loaded = load_model(
@@ -120,10 +117,10 @@ class Worker:
                     platform=self.platform,
                 )
             except (MemoryError, RuntimeError) as error:
-                raise _out_of_memory(error, f"the weights of {options.model}") from error
-            self._notes = (*self.platform.notes, *self._loaded.notes)
-            if not self.platform.is_host:
-                self._prepare_device()
+                raise out_of_memory(error, f"the weights of {options.model}") from error
+            prepared = prepare(self.platform, self.model, self._loaded, options, self.scheduling, self.pool)
+            self.pool, self._attention = prepared.pool, prepared.attention
+            self._notes = (*self.platform.notes, *self._loaded.notes, *prepared.notes)
         rehearse()
         self._ready = True
         self.load_seconds += time.perf_counter() - begun
@@ -157,22 +154,14 @@ class Worker:
             return TorchEngine(self._loaded, **given)
         except (MemoryError, RuntimeError) as error:
             size = self.pool.tokens * self.model.bytes_per_token
-            raise _out_of_memory(error, f"a KV pool of {size:,} bytes") from error
+            raise out_of_memory(error, f"a KV pool of {size:,} bytes") from error
 
     @cached_property
     def cost(self) -> CostModel:
         """What requests cost on this machine, measured once."""
-        size = self.model.dtype.itemsize
-        shape = ModelShape.from_config(self.model.config, size)
-        if self.options.engine == "simulated":
-            return CostModel(shape, find_hardware(_SIMULATED))
-        if self.platform.device.type == "cpu":
-            hardware = measure_cpu(dtype_bytes=size)
-        else:
-            from llmbatch.engines.ceilings import measure_device
+        from llmbatch.engines.preparation import cost_model
 
-            hardware = measure_device(self.platform.device, self.model.dtype)
-        return CostModel(shape, hardware, law="bytes", overlap=SEQUENTIAL)
+        return cost_model(self.platform, self.model, self.options)
 
     def shard(self, table: pa.Table, keys: NDArray[np.uint64] | None = None) -> Shard:
         """The requests of a table; needs no weights."""
@@ -215,7 +204,7 @@ class Worker:
         self.load()
         timeout = math.inf if self.options.row_timeout is None else self.options.row_timeout
         answering = Answering(sink, self._texts, timeout, at_risk or Risk())
-        stream = Stream(self, self.pool, self.cost, self.options.scheduling, answering, row_timeout=timeout)
+        stream = Stream(self, self.pool, self.cost, self.scheduling, answering, row_timeout=timeout)
         try:
             totals = stream.run(feed)
         except (Stop, JobError, KeyboardInterrupt):
@@ -247,6 +236,17 @@ class Worker:
         return Answered(answered, self.report(tally, totals, notes=notes, seconds=seconds))
 
     @property
+    def scheduling(self) -> Scheduling:
+        """How shards are ordered and scheduled."""
+        options = self.options
+        return Scheduling(
+            order=options.order,
+            step_tokens=options.step_tokens,
+            max_running=options.max_running or self.platform.max_running,
+            seed=options.sampling.seed or 0,
+        )
+
+    @property
     def dtype(self) -> str:
         """The type of the numbers it computes in."""
         return str(self.model.dtype).removeprefix("torch.")
@@ -274,46 +274,6 @@ class Worker:
             notes=notes,
         )
 
-    def _size_pool(self) -> Pool:
-        page_size = self.options.page_size or self.platform.page_size
-        if not self.platform.is_host and page_size & (page_size - 1):
-            raise ParameterError(f"page_size must be a power of two on a GPU, got {page_size}")
-        page_bytes = self.model.bytes_per_token * page_size
-        memory = self.options.kv_memory
-        if memory is None:
-            weights = ModelShape.from_config(self.model.config, self.model.dtype.itemsize).weight_bytes
-            memory = int(POOL_SHARE * max(0.0, self._free_memory() - weights))
-        if memory < page_bytes:
-            raise ParameterError(f"kv_memory must hold at least one page of {page_bytes:,} bytes, got {memory:,}")
-        return Pool(memory // page_bytes, page_size)
-
-    def _free_memory(self) -> int:
-        if self.platform.device.type == "cpu":
-            return available_memory()
-        from llmbatch.engines.profiling import free_memory
-
-        return free_memory(self.platform.device)
-
-    def _prepare_device(self) -> None:
-        """Choose the attention, and give pages what the largest step leaves of the device's memory."""
-        from llmbatch.engines.backends import choose_attention
-        from llmbatch.engines.profiling import pool_bytes
-
-        assert self._loaded is not None
-        options, size = self.options, self.pool.page_size
-        self._attention, notes = choose_attention(
-            options.attention,
-            self._loaded.attention.values(),
-            dtype=self._loaded.dtype,
-            device=self._loaded.device,
-            page_size=size,
-        )
-        self._notes = (*self._notes, *notes)
-        if options.kv_memory is None and self._loaded.device.type == "cuda":
-            tokens = max(options.step_tokens or MOST_TOKENS, options.max_running)
-            memory = pool_bytes(self._loaded, self._attention, tokens=tokens, rows=options.max_running, page_size=size)
-            self.pool = Pool(max(1, memory // (self.model.bytes_per_token * size)), size)
-
     def _decode_one(self, tokens: np.ndarray[tuple[int], np.dtype[np.int32]]) -> str:
         return self.tokenizer.decode([tokens])[0]
 
@@ -328,14 +288,3 @@ class Worker:
                 found = [at for at in map(texts[i].find, stop) if at >= 0]
                 texts[i] = texts[i][: min(found, default=len(texts[i]))]
         return texts
-
-
-def _out_of_memory(error: Exception, what: str) -> JobError:
-    if isinstance(error, JobError):
-        return error
-    if isinstance(error, MemoryError) or "memory" in str(error).lower():
-        return JobError(
-            f"memory ran out for {what}, with {available_memory():,} bytes free: lower kv_memory (--kv-memory), "
-            "take a smaller dtype or a smaller model"
-        )
-    raise error

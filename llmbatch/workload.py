@@ -34,7 +34,7 @@ class Scheduling:
 
     order: Policy = "blend"
     step_tokens: int | None = None  # decided in closed loop when None
-    max_running: int = 512  # sequences in flight
+    max_running: int  # sequences in flight
     seed: int = 0
     sample_fraction: float = 0.01  # of the rows, run first where lengths are not known
 

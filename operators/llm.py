@@ -111,7 +111,7 @@ else:
         `messages=` (a column of OpenAI messages), `chat`, `system`, `chat_template_kwargs`, `sampling_params`
         (one for all, or the name of a column), sampling parameters by name (`max_tokens=256`), `order`,
         `device` ("auto", "cpu", "cuda", "cuda:1"), `attention`, `dtype`, `kv_memory` (bytes), `page_size` (tokens),
-        `row_timeout` (seconds), `on_error` ("column" or "raise").
+        `max_running` (rows in flight), `row_timeout` (seconds), `on_error` ("column" or "raise").
         Wrong ones raise `ParameterError` at once.
 
         Called on a pyarrow Table (or RecordBatch, pandas or Polars DataFrame, dict of arrays) it returns the

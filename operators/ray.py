@@ -88,7 +88,7 @@ def map_dataset(
     outlines = _outlines(ds, options)
     if not outlines.num_rows:
         return ray.data.from_arrow(output_schema(schema).empty_table())
-    shards = cut(outlines, worker.cost, worker.pool, options.scheduling, actors=most, rows_per_shard=rows_per_shard)
+    shards = cut(outlines, worker.cost, worker.pool, worker.scheduling, actors=most, rows_per_shard=rows_per_shard)
     ledger = _start_ledger(outlines.num_rows, quiet)
     assigned = _map(
         ds, _assign, fn_kwargs={"options": options, "shards": ray.put(shards)}, udf_modifying_row_count=False

@@ -44,7 +44,7 @@ DEPTHS = np.round(16 * 2 ** (np.arange(33) / 2)).astype(np.int32)
 ROWS_PER_SHARD = 20_000  # at most: what a call has in memory, and what a checkpoint takes at once
 _TOKENS_PER_SHARD = 16e6  # of prompts, at most
 _SHARDS_PER_ACTOR = 16  # so that the last ones end together
-_FEWEST_ROWS = 512  # in a shard, on average: as many as run at once
+_FEWEST_ROWS = 512  # in a shard, on average: as many as run at once on a processor
 _WHOLE = 0.05  # of a shard's seconds: subtrees that are not cut
 
 

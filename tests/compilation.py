@@ -40,7 +40,9 @@ def attention(dtype: torch.dtype, width: int, capability: int, *, many: bool, ev
     launch = Launch.of(dtype, width, group, many=many)
     pointer = f"*{NAMES[dtype]}"
     types = dict.fromkeys(("query", "out", "keys", "values"), pointer)
-    types |= dict.fromkeys(("partial", "sums", "sinks"), "*fp32") | dict.fromkeys(("tables", "items", "order", "parts"), "*i32")
+    types |= dict.fromkeys(("partial", "sums", "sinks"), "*fp32") | dict.fromkeys(
+        ("tables", "items", "order", "parts"), "*i32"
+    )
     types |= dict.fromkeys(("table_width", "heads", "query_stride", "window"), "i32")
     types |= dict.fromkeys(("scale", "softcap"), "fp32")
     constants = {

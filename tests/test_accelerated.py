@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+from numpy.typing import NDArray
 from transformers import LlamaConfig
 
 pytest.importorskip("triton")
@@ -30,7 +31,7 @@ from tests.golden import Golden, generate
 from tests.models import EOS, FAMILIES, PAD, tiny_model, tiny_model_folder
 
 DEVICE = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
-PLATFORM = Platform(DEVICE, DevicePieces(DEVICE), PAGE_SIZE)
+PLATFORM = Platform(DEVICE, DevicePieces(DEVICE), PAGE_SIZE, max_running=512)
 MAX_TOKENS = 9
 
 
@@ -102,7 +103,26 @@ def test_the_largest_step_is_run_to_see_what_it_takes(model: str) -> None:
     assert taken == 3 * 16 * bytes_per_token(loaded.config, torch.float32, torch.device("cuda"))
 
 
-def test_draws_are_those_of_the_processor() -> None:
+def test_the_tokens_of_the_largest_step_are_drawn_with_a_top_p(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[Draw | None] = []
+
+    def noted(logits: torch.Tensor, draw: Draw | None) -> tuple[torch.Tensor, torch.Tensor]:
+        drawn.append(draw)
+        return choose(logits, draw)
+
+    monkeypatch.setattr("llmbatch.engines.accelerated.choose", noted)
+    loaded = load_model(model, dtype="float32", platform=PLATFORM)
+    run_largest(loaded, TritonAttention(DEVICE), tokens=10, rows=3, page_size=16)
+    [draw] = drawn
+    assert draw is not None
+    assert draw.top.tolist() == [0, 1, 2]
+
+
+Sampling = tuple[NDArray[np.float32], NDArray[np.int32], NDArray[np.float32], NDArray[np.uint64], NDArray[np.int32]]
+
+
+def sixty_rows() -> tuple[NDArray[np.float32], Sampling]:
+    """Logits, one of which is NaN, and how rows are drawn: the arguments of `Draw.of`."""
     rng = np.random.default_rng(0)
     logits = (3 * rng.standard_normal((60, 300))).astype(np.float32)
     logits[7, 5] = np.nan
@@ -110,9 +130,23 @@ def test_draws_are_those_of_the_processor() -> None:
     top_k = rng.choice([0, 1, 4, 50], 60).astype(np.int32)
     top_p = rng.choice([1.0, 0.3, 0.9], 60).astype(np.float32)
     seeds, positions = rng.integers(0, 2**63, 60).astype(np.uint64), rng.integers(0, 99, 60).astype(np.int32)
+    return logits, (temperature, top_k, top_p, seeds, positions)
+
+
+def test_draws_are_those_of_the_processor() -> None:
+    logits, given = sixty_rows()
     expected, finite = np.empty(60, np.int32), np.empty(60, np.bool_)
-    sample(logits, temperature, top_k, top_p, seeds, positions, expected, finite)
-    draw = Draw.of(temperature, top_k, top_p, seeds, positions)
-    tokens, fine = choose(torch.from_numpy(logits).to(DEVICE), draw)
+    sample(logits, *given, expected, finite)
+    tokens, fine = choose(torch.from_numpy(logits).to(DEVICE), Draw.of(*given))
     assert fine.tolist() == finite.tolist()
     assert tokens[fine].tolist() == expected[finite].tolist()
+
+
+@pytest.mark.parametrize("rows", [1, 7])
+def test_rows_drawn_in_blocks_get_the_tokens_of_rows_drawn_at_once(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    logits, given = sixty_rows()
+    there, draw = torch.from_numpy(logits).to(DEVICE), Draw.of(*given)
+    at_once, _ = choose(there, draw)
+    monkeypatch.setattr("llmbatch.engines.device_sampler._BLOCK", rows * logits.shape[1])
+    in_blocks, _ = choose(there, draw)
+    assert in_blocks.tolist() == at_once.tolist()

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -126,7 +125,7 @@ def test_what_one_raises_is_raised_when_the_other_has_ended(first: bool) -> None
             log.append(i)
             turns.switch()
 
-    with pytest.raises(RuntimeError, match="^no$"):
+    with pytest.raises(RuntimeError, match=r"^no$"):
         turns.run(*((fail, count) if first else (count, fail)))
     assert log == [0, 1, 2]
     turns.run(count, count)
@@ -168,7 +167,9 @@ def lane() -> Lane:
 
 
 @pytest.mark.parametrize(
-    "execution", [Interleaved(EAGER, lane()), Partitioned(EAGER, lambda share: (None, None))], ids=lambda e: type(e).__name__
+    "execution",
+    [Interleaved(EAGER, lane()), Partitioned(EAGER, lambda share: (None, None))],
+    ids=lambda e: type(e).__name__,
 )
 def test_answers_of_parts_are_those_of_generate(execution: Execution, tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tiny_model_folder(tmp_path_factory.mktemp("llama"), "llama")

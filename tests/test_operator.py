@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import Any, cast
 
 import pyarrow as pa
@@ -10,6 +11,9 @@ import pytest
 
 from llmbatch import DataError, LLMOperator, ParameterError
 from llmbatch.answers import COLUMNS
+from llmbatch.engines.platforms import HOST
+from llmbatch.options import Options
+from llmbatch.worker import Worker
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +82,13 @@ def test_an_unknown_option_is_refused_at_once() -> None:
 def test_a_column_of_an_output_name_is_refused(operator: Any) -> None:
     with pytest.raises(DataError, match=r"^the input has a column 'error', and llmbatch writes one of that name"):
         operator(TABLE.append_column("error", pa.array(["", "", ""])))
+
+
+def test_as_many_rows_run_at_once_as_the_device_takes_or_as_are_asked_for(model: str) -> None:
+    options = Options.build(model=model, prompt="text", device="cpu")
+    assert Worker(options).scheduling.max_running == HOST.max_running
+    assert Worker(replace(options, max_running=7)).scheduling.max_running == 7
+    assert Worker(replace(options, engine="simulated", device="cuda")).scheduling.max_running == HOST.max_running
 
 
 def test_an_operator_evaluates_to_a_class_of_its_own(model: str) -> None:

@@ -51,8 +51,8 @@ def test_blend_is_within_a_tenth_of_the_best_of_all_orders(seed: int) -> None:
         return run_workload(workload, trace.output_lengths, COST, pool, scheduling, decided=decided).report.seconds
 
     best = min(
-        seconds(Scheduling(order="input", step_tokens=budget), order)
+        seconds(Scheduling(order="input", step_tokens=budget, max_running=512), order)
         for order in permutations(range(COUNT))
         for budget in BUDGETS
     )
-    assert seconds(Scheduling(order="blend")) <= 1.1 * best
+    assert seconds(Scheduling(order="blend", max_running=512)) <= 1.1 * best

@@ -47,6 +47,12 @@ def test_a_card_is_used_where_there_is_one(card: dict[str, Any]) -> None:
     assert find_platform("auto") is HOST
 
 
+def test_a_card_takes_more_rows_at_once_than_the_processor(card: dict[str, Any]) -> None:
+    pytest.importorskip("triton")
+    assert find_platform("cuda").max_running == 2048
+    assert HOST.max_running == 512
+
+
 def test_a_card_is_entered_by_the_thread_that_launches_kernels(card: dict[str, Any]) -> None:
     pytest.importorskip("triton")
     card["count"] = 2

@@ -53,7 +53,8 @@ def hashes(prompts: Sequence[Sequence[int] | None]) -> NDArray[np.uint64]:
 def sharded(
     outlines: pa.Table, *, actors: int = 2, rows_per_shard: int = 20_000, scheduling: Scheduling | None = None
 ) -> Shards:
-    return cut(outlines, COST, POOL, scheduling or Scheduling(), actors=actors, rows_per_shard=rows_per_shard)
+    scheduling = scheduling or Scheduling(max_running=512)
+    return cut(outlines, COST, POOL, scheduling, actors=actors, rows_per_shard=rows_per_shard)
 
 
 def random_prompts(seed: int, rows: int, *, groups: int, shared: int, own: int) -> list[list[int]]:
@@ -173,7 +174,8 @@ def test_few_rows_make_few_shards_but_one_for_each_actor() -> None:
 
 def test_the_order_asked_for_is_followed() -> None:
     prompts = random_prompts(1, 2000, groups=20, shared=100, own=10)
-    found = sharded(outlined(prompts), scheduling=Scheduling(order="random", seed=3)).of(hashes(prompts))
+    scheduling = Scheduling(order="random", max_running=512, seed=3)
+    found = sharded(outlined(prompts), scheduling=scheduling).of(hashes(prompts))
     assert len(set(found[:100].tolist())) == 3
 
 

@@ -65,7 +65,7 @@ class Stage:
         self.sizes = DRY if dry else FULL
         self.traces = traces
         cpu = torch.device("cpu")
-        self.platform = Platform(cpu, DevicePieces(cpu), 16) if dry else find_platform(device)
+        self.platform = Platform(cpu, DevicePieces(cpu), 16, max_running=512) if dry else find_platform(device)
         self.device = self.platform.device
 
     def identity(self) -> dict[str, Any]:

@@ -142,12 +142,11 @@ class AcceleratedEngine:
         step, generation = queued.step, self._generation
         tokens, finite = (column.numpy()[queued.order] for column in (queued.tokens, queued.finite))
         result = generation.append(step, tokens, finite, queued.kept)
-        early = result.finished > Finish.RUNNING
-        early &= (
-            generation.lengths[step.slots[step.samples]] < generation.requests.max_tokens[step.requests[step.samples]]
-        )
+        slots, requests = step.slots[step.samples], step.requests[step.samples]
+        ended = result.finished > Finish.RUNNING
+        early = ended & (generation.lengths[slots] < generation.requests.max_tokens[requests])
         if early.any():
-            self.drop(step.slots[step.samples][early], step.requests[step.samples][early])
+            self.drop(slots[early], requests[early])
         return result
 
     def drop(self, slots: NDArray[np.int32], requests: NDArray[np.int32]) -> None:

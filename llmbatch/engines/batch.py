@@ -91,7 +91,7 @@ class Packed:
 
     def padded(self, rows: int, place: int) -> Packed:
         """Of decodes, with others up to so many: tokens 0 at position 0, whose keys and values go to `place`."""
-        ids, positions, places, last, targets = self.columns
+        ids, positions, places, _, targets = self.columns
         more = rows - self.rows
         columns = (
             np.pad(ids, (0, more)), np.pad(positions, (0, more)), np.pad(places, (0, more), constant_values=place),

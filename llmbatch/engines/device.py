@@ -97,9 +97,7 @@ class DeviceStep:
         return attend_unpacked(self, self._pages.specs[module.layer_idx], query, key, value)
 
 
-def plan_layers(
-    specs: Iterable[AttentionSpec], plan: Callable[[AttentionSpec], Plan]
-) -> dict[Kind, Plan]:
+def plan_layers(specs: Iterable[AttentionSpec], plan: Callable[[AttentionSpec], Plan]) -> dict[Kind, Plan]:
     """A step's plan for each kind of layer."""
     return {kind: plan(spec) for kind, spec in {spec.kind: spec for spec in specs}.items()}
 

@@ -8,6 +8,7 @@ known on the host, so that no shape depends on what the device has computed.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 import torch
@@ -16,6 +17,10 @@ from numpy.typing import NDArray
 
 from llmbatch.engines.sampler import mix
 from llmbatch.kernels.triton_sampling import best
+
+# Logits that are drawn from at once. What is made of them takes 134 MB in float64, several times over; made of all
+# logits of 2,048 rows of 128,256 tokens, it would take 2 GB each time, which pages could have.
+_BLOCK: Final = 1 << 24
 
 
 @njit(cache=True)
@@ -28,7 +33,7 @@ def _uniforms(seeds: NDArray[np.uint64], positions: NDArray[np.int32]) -> NDArra
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """Rows that are drawn, float64 [3, rows] each: 1 / temperature, top_p, random number; of `top` also top_k."""
+    """Rows that are drawn, float64 [rows, 3] each: 1 / temperature, top_p, random number; of `top` also top_k."""
 
     plain: NDArray[np.int64]  # rows
     plain_given: NDArray[np.float64]
@@ -47,10 +52,10 @@ class Draw:
     ) -> Draw:
         """Of rows with these parameters; rows with a temperature of 0 are not drawn."""
         inverse = np.minimum(1.0 / np.maximum(temperature.astype(np.float64), 1e-300), 1e30)
-        given = np.stack((inverse, top_p.astype(np.float64), _uniforms(seeds, positions)))
+        given = np.stack((inverse, top_p.astype(np.float64), _uniforms(seeds, positions)), axis=1)
         limited = (top_k > 0) | (top_p < 1)
         plain, top = np.flatnonzero((temperature > 0) & ~limited), np.flatnonzero((temperature > 0) & limited)
-        return cls(plain, given[:, plain], top, given[:, top], top_k[top].astype(np.int64))
+        return cls(plain, given[plain], top, given[top], top_k[top].astype(np.int64))
 
 
 def choose(logits: torch.Tensor, draw: Draw | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -61,16 +66,19 @@ def choose(logits: torch.Tensor, draw: Draw | None) -> tuple[torch.Tensor, torch
     logits = logits.contiguous()
     tokens, finite = best(logits)
     if draw is not None:
+        size = max(1, _BLOCK // logits.shape[1])
         for rows, given, top_k in ((draw.plain, draw.plain_given, None), (draw.top, draw.top_given, draw.top_k)):
-            if len(rows):
-                at = _there(rows, logits.device)
-                drawn = _draw(logits[at], _there(given, logits.device), top_k)
+            for start in range(0, len(rows), size):
+                block = slice(start, start + size)
+                at = _there(rows[block], logits.device)
+                limit = None if top_k is None else top_k[block]
+                drawn = _draw(logits[at], _there(given[block], logits.device), limit)
                 tokens[at] = torch.where(finite[at], drawn, tokens[at])
     return tokens, finite
 
 
 def _draw(logits: torch.Tensor, given: torch.Tensor, top_k: NDArray[np.int64] | None) -> torch.Tensor:
-    inverse, top_p, uniform = given[:, :, None]
+    inverse, top_p, uniform = given.T[:, :, None]
     logits = logits.float()
     weights = torch.exp((logits - logits.amax(1, keepdim=True)) * inverse.float()).double()
     if top_k is None:

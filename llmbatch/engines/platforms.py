@@ -23,6 +23,7 @@ class Platform:
     device: torch.device
     pieces: Pieces
     page_size: int  # tokens, where none is asked for
+    max_running: int  # sequences in flight, likewise
     notes: tuple[str, ...] = ()  # what the user should be told, a sentence each
 
     def enter(self) -> None:
@@ -37,7 +38,7 @@ class Platform:
 
 
 # A page of 16 costs prompts of a few dozen shared tokens half their sharing (docs/decisions/0005).
-HOST: Final = Platform(torch.device("cpu"), HostPieces(), page_size=8)
+HOST: Final = Platform(torch.device("cpu"), HostPieces(), page_size=8, max_running=512)
 
 
 def find_platform(device: str) -> Platform:
@@ -65,7 +66,8 @@ def _accelerated(name: str) -> Platform:
     from llmbatch.engines.device import PAGE_SIZE, DevicePieces
 
     device = torch.device("cuda", torch.device(name).index or 0)
-    return Platform(device, DevicePieces(device), PAGE_SIZE)
+    # Its memory holds thousands of short rows, and each that decodes shares the reading of the weights with the others.
+    return Platform(device, DevicePieces(device), PAGE_SIZE, max_running=2048)
 
 
 def _unusable(device: str) -> str | None:

@@ -46,7 +46,10 @@ def pool_bytes(loaded: LoadedModel, attention: PagedAttention, *, tokens: int, r
 
 
 def run_largest(loaded: LoadedModel, attention: PagedAttention, *, tokens: int, rows: int, page_size: int) -> int:
-    """Run a step of so many tokens, of as many sequences as are sampled at once; the bytes of its pages."""
+    """Run a step of so many tokens, of as many sequences as are sampled at once; the bytes of its pages.
+
+    Its tokens are drawn with a top_p, which takes most.
+    """
     rows = min(rows, tokens)
     counts = np.full(rows, tokens // rows, np.int32)
     each = -(-int(counts[0]) // page_size)
@@ -56,7 +59,7 @@ def run_largest(loaded: LoadedModel, attention: PagedAttention, *, tokens: int, 
         offsets=np.concatenate(([0], np.cumsum(counts))).astype(np.int64),
         max_tokens=zeros + 2,
         params_index=zeros,
-        params=(SamplingParams(max_tokens=2),),
+        params=(SamplingParams(max_tokens=2, temperature=1.0, top_p=0.5),),
         serial=np.arange(rows, dtype=np.uint64),
         recorded=zeros + 2,
     )
