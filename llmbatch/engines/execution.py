@@ -72,7 +72,11 @@ class Sequential:
 
 
 class Lane(Protocol):
-    """A queue of a device beside the current one."""
+    """A queue of a device beside the current stream."""
+
+    def current(self) -> torch.cuda.Stream | None:
+        """The current stream; None where a device has none."""
+        ...
 
     def begin(self, work: Forward) -> tuple[torch.Tensor, Callable[[], None]]:
         """Queue work behind what the current stream has queued so far; calling what is returned waits for it."""
@@ -83,11 +87,16 @@ class StreamLane:
     """A CUDA stream (`Lane`), before others where multiprocessors are free."""
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device, priority=-1)
+        self._device = device
+        self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+
+    def current(self) -> torch.cuda.Stream:
+        """The device's."""
+        return torch.cuda.current_stream(self._device)
 
     def begin(self, work: Forward) -> tuple[torch.Tensor, Callable[[], None]]:
         """Work on the stream."""
-        current = torch.cuda.current_stream()
+        current = self.current()
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
             result = work()
@@ -98,6 +107,10 @@ class StreamLane:
 
 class HostLane:
     """Where a device has no queues (`Lane`)."""
+
+    def current(self) -> None:
+        """None."""
+        return
 
     def begin(self, work: Forward) -> tuple[torch.Tensor, Callable[[], None]]:
         """Work at once."""
@@ -120,7 +133,7 @@ class Interleaved:
         """Both in turns, on the current stream."""
         if len(forwards) == 1:
             return [forwards[0]()]
-        stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
+        stream = self._lane.current()
         first, second = (on(stream, forward) for forward in forwards)
         return list(self._turns.run(first, second))
 

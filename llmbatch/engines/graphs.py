@@ -42,7 +42,7 @@ class GraphRecorder:
 
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
         """A graph."""
-        beside = torch.cuda.Stream()
+        beside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         beside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(beside):
             work()  # compiles kernels, and gives libraries their memory
