@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Final, Literal, Protocol
+from typing import Final, Protocol
 
 import torch
 
@@ -26,7 +26,6 @@ from llmbatch.engines.parts import Part, halves, sides, whole
 from llmbatch.engines.turns import Turns
 from llmbatch.overlap import best_share, halves_pay
 
-OverlapName = Literal["sequential", "interleaved", "partitioned"]
 Forward = Callable[[], torch.Tensor]
 SHARES: Final = (0.25, 0.375, 0.5, 0.625, 0.75)  # of the multiprocessors, that prefills may be given
 
