@@ -45,7 +45,7 @@ class Rates(NamedTuple):
         return cls(
             seconds_per_token=2.0 * shape.params / hardware.flops,
             seconds_per_sample=2.0 * shape.head_params / hardware.flops,
-            seconds_per_pair=4.0 * shape.attention_width * shape.layers / hardware.flops,
+            seconds_per_pair=4.0 * shape.attention_width * shape.layers / hardware.attention_flops,
             seconds_per_kv_token=shape.kv_bytes_per_token / hardware.bytes_per_second,
             weight_seconds=cost.weight_seconds,
             weights_share_memory=cost.law == "bytes",

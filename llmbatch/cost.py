@@ -4,7 +4,7 @@ The performance model of BlendServe 4.1, with three changes. Attention over a pr
 half the square (2 p^2 H L, not 4). Output lengths are distributions, so memory takes their second moment.
 Sliding layers look back a window only. With p prompt and d output tokens:
 
-    compute = (2 (p + d) P + 2 d P_head + 2 p sum_layers(min(p, window)) H) / F
+    compute = (2 (p + d) P + 2 d P_head) / F + 2 p sum_layers(min(p, window)) H / F_attention
     memory  = sum_layers(min(p E[d] + E[d^2] / 2, window E[d])) * bytes per token and layer / B
 
 For a fixed d the sliding term is an upper bound, tight where the prompt fills the window or all of p + d
@@ -23,19 +23,17 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from llmbatch.configs import UNGATED, count_sparse_layers, read_field, read_windows
 from llmbatch.errors import ModelError, ParameterError
 from llmbatch.hardware import Hardware
 
 Law = Literal["paper", "bytes"]
 Floats = NDArray[np.float64]
-
-# Decoder families whose feed-forward has two matrices, not the gated three.
-_UNGATED = frozenset({"bloom", "falcon", "gpt2", "gpt_bigcode", "gpt_neox", "gptj", "mpt", "opt", "phi", "starcoder2"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,49 +65,50 @@ class ModelShape:
         `ModelError` where a needed field is missing.
         """
         text = getattr(config, "text_config", None) or config
-        name = _field(text, "model_type", default="the model")
+        name = read_field(text, "model_type", default="the model")
 
         def need(*names: str) -> int:
-            value = _field(text, *names)
+            value = read_field(text, *names)
             if value is None:
                 raise ModelError(f"A model's config must give {names[0]}, and that of {name} does not.")
             return int(value)
 
         hidden, layers = need("hidden_size", "n_embd"), need("num_hidden_layers", "n_layer")
         heads, vocabulary = need("num_attention_heads", "n_head"), need("vocab_size")
-        kv_heads = int(_field(text, "num_key_value_heads", default=heads))
-        head = int(_field(text, "head_dim", default=hidden // heads))
-        latent = _field(text, "kv_lora_rank")
+        kv_heads = int(read_field(text, "num_key_value_heads", default=heads))
+        head = int(read_field(text, "head_dim", default=hidden // heads))
+        latent = read_field(text, "kv_lora_rank")
         if latent is None:
             width = float(heads * head)
             kv_width = 2.0 * kv_heads * head
             attention = hidden * heads * head * 2 + hidden * 2 * kv_heads * head
         else:  # multi-head latent attention: keys and values are read from one latent vector and a rotary part
             rope, plain, value = need("qk_rope_head_dim"), need("qk_nope_head_dim"), need("v_head_dim")
-            query = _field(text, "q_lora_rank")
+            query = read_field(text, "q_lora_rank")
             width = heads * (rope + plain + value) / 2
             kv_width = float(latent + rope)
             attention = hidden * (latent + rope) + latent * heads * (plain + value) + heads * value * hidden
             queries = heads * (rope + plain)
             attention += hidden * query + query * queries if query else hidden * queries
 
-        matrices = 2 if name in _UNGATED else 3
-        experts = int(_field(text, "num_local_experts", "num_experts", "n_routed_experts", default=0))
-        inner = int(_field(text, "intermediate_size", "ffn_dim", "n_inner", default=4 * hidden))
+        matrices = 2 if name in UNGATED else 3
+        experts = int(read_field(text, "num_local_experts", "num_experts", "n_routed_experts", default=0))
+        inner = int(read_field(text, "intermediate_size", "ffn_dim", "n_inner", default=4 * hidden))
         dense = matrices * hidden * inner
-        sparse_layers = _sparse_layers(text, layers) if experts else 0
+        sparse_layers = count_sparse_layers(text, layers) if experts else 0
         active, total = layers * attention + (layers - sparse_layers) * dense, 0.0
         total = float(active)
         if experts:
             chosen = need("num_experts_per_tok", "top_k_experts")
-            expert = matrices * hidden * int(_field(text, "moe_intermediate_size", default=inner))
-            shared = matrices * hidden * int(_field(text, "shared_expert_intermediate_size", default=0))
-            shared += expert * int(_field(text, "n_shared_experts", default=0))
+            expert = matrices * hidden * int(read_field(text, "moe_intermediate_size", default=inner))
+            shared = matrices * hidden * int(read_field(text, "shared_expert_intermediate_size", default=0))
+            shared += expert * int(read_field(text, "n_shared_experts", default=0))
             router = hidden * experts
             active += sparse_layers * (chosen * expert + shared + router)
             total += sparse_layers * (experts * expert + shared + router)
         embedding = vocabulary * hidden
-        tied = bool(_field(text, "tie_word_embeddings", default=_field(config, "tie_word_embeddings", default=True)))
+        whole_tied = read_field(config, "tie_word_embeddings", default=True)
+        tied = bool(read_field(text, "tie_word_embeddings", default=whole_tied))
         total += embedding * (1 if tied else 2) + (2 * layers + 1) * hidden
         return cls(
             params=float(active),
@@ -119,36 +118,9 @@ class ModelShape:
             layers=layers,
             attention_width=width,
             kv_bytes_per_token=kv_width * layers * dtype_bytes,
-            windows=_windows(text, layers),
+            windows=read_windows(text, layers),
             vocabulary=vocabulary,
         )
-
-
-def _field(config: object, *names: str, default: Any = None) -> Any:
-    """The first of the named fields that the config has and that is not None."""
-    for name in names:
-        value = getattr(config, name, None)
-        if value is not None:
-            return value
-    return default
-
-
-def _sparse_layers(config: object, layers: int) -> int:
-    """How many layers route to experts."""
-    dense = set(_field(config, "mlp_only_layers", default=()))
-    dense.update(range(int(_field(config, "first_k_dense_replace", default=0))))
-    every = int(_field(config, "decoder_sparse_step", default=1))
-    return sum(1 for layer in range(layers) if layer not in dense and (layer + 1) % every == 0)
-
-
-def _windows(config: object, layers: int) -> tuple[int, ...]:
-    window = _field(config, "sliding_window", default=0)
-    if not _field(config, "use_sliding_window", default=True):
-        window = 0
-    types = _field(config, "layer_types")
-    if types is None:
-        return (int(window),) * layers
-    return tuple(int(window) if kind == "sliding_attention" else 0 for kind in types)
 
 
 def _named(params: float, layers: int, heads: int, kv_heads: int, head: int, vocabulary: int) -> ModelShape:
@@ -257,8 +229,11 @@ class CostModel:
         seen = np.zeros_like(p)
         for window, layers in self._layer_kinds():
             seen += layers * np.minimum(p, window)
-        work = 2.0 * (p + d) * self.shape.params + 2.0 * d * self.shape.head_params
-        seconds: Floats = (work + 2.0 * p * seen * self.shape.attention_width) / self.hardware.flops
+        products = 2.0 * (p + d) * self.shape.params + 2.0 * d * self.shape.head_params
+        attention = 2.0 * p * seen * self.shape.attention_width
+        # Attention counts as the products that take as long.
+        slower = self.hardware.flops / self.hardware.attention_flops
+        seconds: Floats = (products + attention * slower) / self.hardware.flops
         return seconds
 
     def request_memory(self, prompt: ArrayLike, output: ArrayLike, second_moment: ArrayLike) -> Floats:
@@ -277,16 +252,21 @@ class CostModel:
         `samples` tokens sampled. Sliding windows are not looked at: give pairs and KV as they are read.
         """
         gemm = 2.0 * (tokens * self.shape.params + samples * self.shape.head_params) / self.hardware.flops
-        attention = 4.0 * self.shape.attention_width * self.shape.layers * pairs / self.hardware.flops
+        attention = 4.0 * self.shape.attention_width * self.shape.layers * pairs / self.hardware.attention_flops
         kv = kv_tokens * self.shape.kv_bytes_per_token / self.hardware.bytes_per_second
         if self.law == "paper":
             return StepSeconds(max(gemm, self.weight_seconds) + attention, kv)
         return StepSeconds(gemm + attention, self.weight_seconds + kv)
 
+    def step_time(self, tokens: int, pairs: float, kv_tokens: float, samples: int) -> float:
+        """Seconds from the beginning of such a step to its end: its work, overlapped, and what every step takes."""
+        return self.overlap.seconds(*self.step(tokens, pairs, kv_tokens, samples)) + self.hardware.step_seconds
+
     def optimal_seconds(self, compute: float, memory: float, pool_bytes: float) -> float:
         """T_opt: total compute (shared prompts taken out) and KV memory seconds, perfectly blended.
 
-        Under law `bytes` each filling of the pool is read together with the weights.
+        What every step takes beside its work is not in it. Under law `bytes` each filling of the pool is read
+        together with the weights.
         """
         if self.law == "bytes":
             memory *= 1.0 + self.shape.weight_bytes / pool_bytes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Mapping
@@ -20,7 +21,8 @@ class Hardware:
     """One device (or a group that acts as one), with the share of its peaks that real kernels reach.
 
     The default efficiencies are those of well-tuned kernels on large batches: 0.75 of peak compute, 0.85 of
-    peak bandwidth. Raises `ParameterError` where a figure is not positive or an efficiency exceeds 1.
+    peak bandwidth. Attention over prompts is taken to reach what products do, unless measured
+    (`llmbatch.calibration`). Raises `ParameterError` where a figure is not positive or an efficiency exceeds 1.
     """
 
     name: str
@@ -29,6 +31,8 @@ class Hardware:
     memory: float  # bytes
     compute_efficiency: float = 0.75
     bandwidth_efficiency: float = 0.85
+    attention_efficiency: float | None = None  # of `compute`, for attention over prompts; None: as products
+    step_seconds: float = 0.0  # that every step takes beside its work: launches, the host
     cards: int = 1
 
     def __post_init__(self) -> None:
@@ -37,9 +41,14 @@ class Hardware:
                 raise ParameterError(
                     f"The {field} of a device must be positive; {self.name} has {getattr(self, field)}."
                 )
-        for field in ("compute_efficiency", "bandwidth_efficiency"):
-            if not 0 < getattr(self, field) <= 1:
-                raise ParameterError(f"The {field} must lie in (0, 1]; {self.name} has {getattr(self, field)}.")
+        for field in ("compute_efficiency", "bandwidth_efficiency", "attention_efficiency"):
+            value = getattr(self, field)
+            if value is not None and not 0 < value <= 1:
+                raise ParameterError(f"The {field} must lie in (0, 1]; {self.name} has {value}.")
+        if not 0 <= self.step_seconds < math.inf:
+            raise ParameterError(
+                f"The step_seconds of a device must be at least 0; {self.name} has {self.step_seconds}."
+            )
 
     def group(self, cards: int) -> Hardware:
         """So many devices that act as one (tensor parallelism); their collectives are taken as hidden."""
@@ -56,8 +65,15 @@ class Hardware:
 
     @property
     def flops(self) -> float:
-        """FLOP/s that are reached."""
+        """FLOP/s that products reach."""
         return self.compute * self.compute_efficiency
+
+    @property
+    def attention_flops(self) -> float:
+        """FLOP/s that attention over prompts reaches."""
+        if self.attention_efficiency is None:
+            return self.flops
+        return self.compute * self.attention_efficiency
 
     @property
     def bytes_per_second(self) -> float:

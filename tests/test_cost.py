@@ -121,6 +121,31 @@ def test_sliding_layers_look_back_a_window() -> None:
     assert cost.request_memory([1000.0], [50.0], [2500.0])[0] == pytest.approx(read * 4096 / 2.039e12)
 
 
+SLOW_ATTENTION = replace(
+    AT_PEAK, hardware=replace(AT_PEAK.hardware, compute_efficiency=0.8, attention_efficiency=0.4, step_seconds=0.002)
+)
+
+
+def test_attention_over_prompts_has_a_rate_of_its_own() -> None:
+    products = 2 * (1000 + 100) * 8.03e9 / (0.8 * 312e12)
+    attention = 2 * 1000**2 * 4096 * 32 / (0.4 * 312e12)
+    assert SLOW_ATTENTION.request_compute([1000.0], [100.0])[0] == pytest.approx(products + attention)
+    step = SLOW_ATTENTION.step(4096, 1e6, 0, 0)
+    assert step.compute == pytest.approx(2 * 8.03e9 * 4096 / (0.8 * 312e12) + 4 * 4096 * 32 * 1e6 / (0.4 * 312e12))
+
+
+def test_attention_without_a_rate_of_its_own_is_as_fast_as_products() -> None:
+    same = replace(AT_PEAK, hardware=replace(AT_PEAK.hardware, attention_efficiency=1.0))
+    assert same.step(4096, 1e6, 500, 3) == AT_PEAK.step(4096, 1e6, 500, 3)
+    assert same.request_compute([1000.0], [9.0])[0] == AT_PEAK.request_compute([1000.0], [9.0])[0]
+
+
+def test_a_step_takes_the_devices_fixed_seconds_beside_its_work_and_the_optimum_does_not() -> None:
+    compute, memory = SLOW_ATTENTION.step(700, 1e5, 400_000, 3)
+    assert SLOW_ATTENTION.step_time(700, 1e5, 400_000, 3) == pytest.approx((compute**4 + memory**4) ** 0.25 + 0.002)
+    assert SLOW_ATTENTION.optimal_seconds(3.0, 0.0, 1.0) == pytest.approx(3.0)
+
+
 # --- overlap
 
 
@@ -225,6 +250,20 @@ def test_a_device_without_bandwidth_is_refused() -> None:
     with pytest.raises(ParameterError) as error:
         Hardware(name="toy", compute=1.0, bandwidth=0.0, memory=1.0)
     assert str(error.value) == "The bandwidth of a device must be positive; toy has 0.0."
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"attention_efficiency": 1.5}, "The attention_efficiency must lie in (0, 1]; toy has 1.5."),
+        ({"attention_efficiency": 0.0}, "The attention_efficiency must lie in (0, 1]; toy has 0.0."),
+        ({"step_seconds": -1e-3}, "The step_seconds of a device must be at least 0; toy has -0.001."),
+    ],
+)
+def test_a_rate_or_a_time_that_cannot_be_is_refused(fields: dict[str, float], message: str) -> None:
+    with pytest.raises(ParameterError) as error:
+        replace(Hardware(name="toy", compute=1.0, bandwidth=1.0, memory=1.0), **fields)  # type: ignore[arg-type]
+    assert str(error.value) == message
 
 
 def test_this_cpu_is_measured_once_a_process() -> None:

@@ -3,7 +3,8 @@
 A step of n tokens has q query-key pairs (a chunk of c tokens after k: c k + c (c + 1) / 2) and reads R tokens of KV:
 each decoding sequence its whole context, the token it computes included. With cascade attention a page that several
 decodes of the step share is read once. Under law `paper` the step's compute is max(tokens, reading the weights) and
-attention, its memory the KV; under law `bytes` the weights are read beside the KV. The two add up by the overlap law.
+attention, its memory the KV; under law `bytes` the weights are read beside the KV. The two add up by the overlap law,
+and every step takes the device's fixed seconds on top.
 """
 
 from __future__ import annotations
@@ -27,11 +28,12 @@ class Clock(NamedTuple):
 
     rates: Rates
     exponent: float
+    fixed: float  # seconds of every step beside its work
 
     @classmethod
     def of(cls, cost: CostModel) -> Clock:
         """The constants of a cost model."""
-        return cls(Rates.of(cost), float(cost.overlap.exponent))
+        return cls(Rates.of(cost), float(cost.overlap.exponent), float(cost.hardware.step_seconds))
 
 
 class Cascade(NamedTuple):
@@ -89,8 +91,8 @@ def step_seconds(clock: Any, tokens: int, pairs: int, read: int, samples: int) -
     compute += pairs * rates.seconds_per_pair
     longer, shorter = max(compute, memory), min(compute, memory)
     if longer <= 0.0:
-        return 0.0
-    return longer * math.exp(math.log1p((shorter / longer) ** clock.exponent) / clock.exponent)
+        return clock.fixed
+    return clock.fixed + longer * math.exp(math.log1p((shorter / longer) ** clock.exponent) / clock.exponent)
 
 
 @njit(cache=True)

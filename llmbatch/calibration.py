@@ -1,0 +1,200 @@
+"""Fits a device's efficiencies and the overlap law to measured steps.
+
+What is fitted. Three shares of a device's ceilings: of its compute in products, of its compute in attention over
+prompts, of its bandwidth. The seconds that every step takes beside its work. And, for an engine that overlaps, the
+exponent of the overlap law; one that runs kernel after kernel has the exponent 1, and keeps it.
+
+Why attention has a rate of its own. Between its two products stands a softmax, which matrix units do not compute, so
+it reaches about half of what plain products do. One rate for both would be wrong for every step that is not of the
+mean length of prompts.
+
+Which law. An engine that runs kernel after kernel does what law `paper` says with exponent 1: each product takes the
+longer of its arithmetic and reading its weights, each attention what its KV takes, and all of them add up.
+
+Why logs. Steps differ in length by a factor of a hundred, and a miss of 10 % is as bad in each of them: what is
+minimised is the mean of log(predicted / measured)^2, by Gauss-Newton steps that are damped (Levenberg, 1944; Marquardt,
+1963) and kept within bounds. Efficiencies and the exponent are moved in the logarithm. A ridge far below the noise of
+any clock holds parameters where they began that no step says anything of.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmbatch.cost import CostModel, Overlap
+from llmbatch.errors import ParameterError
+
+Floats = NDArray[np.float64]
+
+_RIDGE = 1e-6  # of the mean squared log, for a parameter an e-fold from where it began
+_LEAST_EFFICIENCY = 1e-3
+_MOST_EXPONENT = 16.0
+_ROUNDS = 200
+_NUDGE = 1e-6  # of a parameter, for the slopes
+_NEAR = 0.1  # a prediction that misses by this share is a good one
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredSteps:
+    """Steps and what each of them took; float or int [n] each, see `CostModel.step`.
+
+    Raises `ParameterError` where there are no steps, columns differ in length, a step took no time, or a figure is
+    negative.
+    """
+
+    tokens: NDArray[np.generic]  # computed
+    pairs: NDArray[np.generic]  # of queries and keys, in prefill
+    kv_tokens: NDArray[np.generic]  # read by decodes
+    samples: NDArray[np.generic]
+    seconds: NDArray[np.generic]
+
+    def __post_init__(self) -> None:
+        columns = {field.name: np.asarray(getattr(self, field.name), np.float64) for field in fields(self)}
+        sizes = {name: column.size for name, column in columns.items()}
+        if len(set(sizes.values())) > 1:
+            told = ", ".join(f"{name} has {size}" for name, size in sizes.items())
+            raise ParameterError(f"Columns of measured steps must be equally long; {told}.")
+        if not len(self):
+            raise ParameterError("A calibration needs at least one measured step, and there is none; measure some.")
+        for name, column in columns.items():
+            positive = name in ("tokens", "seconds")
+            bad = ~np.isfinite(column) | (column <= 0 if positive else column < 0)
+            if bad.any():
+                at, rule = int(np.argmax(bad)), "positive" if positive else "at least 0"
+                raise ParameterError(
+                    f"The {name} of a measured step must be {rule}; step {at} has {column[at]}, leave it out."
+                )
+
+    def __len__(self) -> int:
+        """The number of steps."""
+        return int(np.asarray(self.seconds).size)
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """A cost model as fitted, and how well it predicts the steps it was fitted to."""
+
+    cost: CostModel
+    share_near: float  # of the steps, that are predicted within 10 %
+    largest_miss: float  # of |predicted / measured - 1|
+
+
+def calibrate(cost: CostModel, steps: MeasuredSteps) -> Calibration:
+    """Fit a cost model to measured steps, beginning with its own constants.
+
+    The exponent is fitted, between 1 and 16, where the model's is above 1. What no step says anything of stays as it
+    was. The same steps always give the same constants.
+    """
+    begun = _Constants.of(cost, float(np.median(np.asarray(steps.seconds, np.float64))))
+    moved = np.array([True, bool(np.any(steps.pairs)), True, True, cost.overlap.exponent > 1])
+    measured = np.log(np.asarray(steps.seconds, np.float64))
+    weight = 1 / math.sqrt(len(steps))
+
+    def residuals(values: Floats) -> Floats:
+        misses = np.log(predict(begun.at(values, moved), steps)) - measured
+        return np.concatenate((weight * misses, math.sqrt(_RIDGE) * (values - begun.values[moved])))
+
+    low, high = begun.low[moved], begun.high[moved]
+    fitted = begun.at(_descend(residuals, begun.values[moved], low, high), moved)
+    return judge(fitted, steps)
+
+
+def judge(cost: CostModel, steps: MeasuredSteps) -> Calibration:
+    """A cost model as it is, and how well it predicts these steps."""
+    misses = np.abs(predict(cost, steps) / np.asarray(steps.seconds, np.float64) - 1)
+    return Calibration(cost, float(np.mean(misses <= _NEAR)), float(misses.max()))
+
+
+def predict(cost: CostModel, steps: MeasuredSteps) -> Floats:
+    """Seconds of each step by a cost model, float64 [n]: `CostModel.step_time` of columns."""
+    shape, hardware = cost.shape, cost.hardware
+    tokens, pairs, kv_tokens, samples = (
+        np.asarray(column, np.float64) for column in (steps.tokens, steps.pairs, steps.kv_tokens, steps.samples)
+    )
+    compute = 2.0 * (tokens * shape.params + samples * shape.head_params) / hardware.flops
+    memory = kv_tokens * cost.kv_token_seconds
+    if cost.law == "paper":
+        compute = np.maximum(compute, cost.weight_seconds)
+    else:
+        memory = memory + cost.weight_seconds
+    compute = compute + 4.0 * shape.attention_width * shape.layers * pairs / hardware.attention_flops
+    return cost.overlap(compute, memory) + hardware.step_seconds
+
+
+@dataclass(frozen=True, slots=True)
+class _Constants:
+    """What can be fitted, in numbers of about one: log efficiencies, fixed seconds in `unit`, the log exponent."""
+
+    cost: CostModel
+    unit: float
+    values: Floats
+    low: Floats
+    high: Floats
+
+    @classmethod
+    def of(cls, cost: CostModel, unit: float) -> _Constants:
+        hardware = cost.hardware
+        attention = hardware.attention_flops / hardware.compute
+        efficiencies = np.array([hardware.compute_efficiency, attention, hardware.bandwidth_efficiency])
+        values = np.array([*np.log(efficiencies), hardware.step_seconds / unit, math.log(cost.overlap.exponent)])
+        low = np.array([*np.full(3, math.log(_LEAST_EFFICIENCY)), 0.0, 0.0])
+        high = np.array([0.0, 0.0, 0.0, math.inf, math.log(_MOST_EXPONENT)])
+        return cls(cost, unit, np.clip(values, low, high), low, high)
+
+    def at(self, values: Floats, moved: NDArray[np.bool_]) -> CostModel:
+        """The cost model with these values for the constants that are `moved`."""
+        every = self.values.copy()
+        every[moved] = values
+        compute, attention, bandwidth, exponent = np.exp(every[[0, 1, 2, 4]]).tolist()
+        hardware = replace(
+            self.cost.hardware,
+            compute_efficiency=compute,
+            bandwidth_efficiency=bandwidth,
+            attention_efficiency=attention if moved[1] else self.cost.hardware.attention_efficiency,
+            step_seconds=float(every[3]) * self.unit,
+        )
+        overlap = Overlap(exponent) if moved[4] else self.cost.overlap
+        return replace(self.cost, hardware=hardware, overlap=overlap)
+
+
+def _descend(residuals: Callable[[Floats], Floats], start: Floats, low: Floats, high: Floats) -> Floats:
+    """Where between the bounds the sum of squared residuals is smallest, downhill from a start."""
+    at, damping = start, 1e-3
+    missing = residuals(at)
+    for _ in range(_ROUNDS):
+        slopes = _slopes(residuals, at, missing, high)
+        gradient, curvature = slopes.T @ missing, slopes.T @ slopes
+        # A value at its bound that is drawn beyond it stays there; the others move as if it were given.
+        free = ~(((at <= low) & (gradient > 0)) | ((at >= high) & (gradient < 0)))
+        inner = curvature[np.ix_(free, free)]
+        before = float(missing @ missing)
+        while damping < 1e9:
+            there = at.copy()
+            there[free] -= np.linalg.solve(inner + damping * np.diag(np.diag(inner)), gradient[free])
+            there = np.clip(there, low, high)
+            then = residuals(there)
+            if then @ then < before:
+                break
+            damping *= 4
+        else:
+            return at
+        at, missing, damping = there, then, max(damping / 10, 1e-9)
+        if before - float(missing @ missing) < 1e-12 * before:
+            break
+    return at
+
+
+def _slopes(residuals: Callable[[Floats], Floats], at: Floats, missing: Floats, high: Floats) -> Floats:
+    """The derivative of each residual by each value, [residuals, values], by differences within the bounds."""
+    slopes = np.empty((missing.size, at.size))
+    for i in range(at.size):
+        nudge = -_NUDGE if at[i] + _NUDGE > high[i] else _NUDGE
+        moved = at.copy()
+        moved[i] += nudge
+        slopes[:, i] = (residuals(moved) - missing) / nudge
+    return slopes
