@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from llmbatch.errors import InputError, JobStopped, LLMBatchError, ParameterError
-from llmbatch.options import ATTENTION, DTYPES, ENGINES, LOAD_FORMATS, ON_ERROR
+from llmbatch.options import ATTENTION, DTYPES, ENGINES, LOAD_FORMATS, ON_ERROR, OVERLAP
 from llmbatch.order import POLICIES
 from llmbatch.staging import COMPRESSIONS
 
@@ -105,6 +105,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     add("--order", choices=POLICIES, default="blend", help="the order in which rows are run (blend)")
     add("--device", default="auto", metavar="D", help="cpu, cuda, cuda:N; auto: a GPU where there is one (auto)")
     add("--attention", choices=ATTENTION, default="auto", help="kernels on a GPU (auto: the first that works)")
+    add("--overlap", choices=OVERLAP, default="auto", help="how a GPU runs a step (auto: as measured there)")
     add(
         "--dtype",
         choices=DTYPES,

@@ -14,10 +14,12 @@ from llmbatch.sampling import SamplingParams
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 AttentionName = Literal["auto", "triton", "flash-attn", "varlen"]
+OverlapName = Literal["auto", "sequential", "interleaved", "partitioned"]
 LoadFormat = Literal["auto", "dummy"]
 EngineName = Literal["torch", "simulated"]
 OnError = Literal["column", "raise"]
 ATTENTION: tuple[AttentionName, ...] = get_args(AttentionName)
+OVERLAP: tuple[OverlapName, ...] = get_args(OverlapName)
 DTYPES: tuple[DType, ...] = get_args(DType)
 LOAD_FORMATS: tuple[LoadFormat, ...] = get_args(LoadFormat)
 ENGINES: tuple[EngineName, ...] = get_args(EngineName)
@@ -41,6 +43,7 @@ class Options:
     order: Policy = "blend"
     device: str = "auto"  # "cpu", "cuda", "cuda:1"; auto: a GPU where there is one
     attention: AttentionName = "auto"  # kernels, on a GPU
+    overlap: OverlapName = "auto"  # how parts of a step run at the same time on a GPU; auto: as measured there
     dtype: DType = "auto"
     load_format: LoadFormat = "auto"
     trust_remote_code: bool = False
@@ -55,6 +58,7 @@ class Options:
         if not _DEVICE.fullmatch(self.device):
             raise ParameterError(f"device must be auto, cpu, cuda or cuda:N, got {self.device!r}")
         _one_of("attention", self.attention, ATTENTION)
+        _one_of("overlap", self.overlap, OVERLAP)
         _one_of("dtype", self.dtype, DTYPES)
         _one_of("load_format", self.load_format, LOAD_FORMATS)
         _one_of("engine", self.engine, ENGINES)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
@@ -43,7 +43,7 @@ from llmbatch.workload import Scheduling
 
 if TYPE_CHECKING:
     from llmbatch.engines.loading import LoadedModel
-    from llmbatch.kernels.backends import PagedAttention
+    from llmbatch.engines.preparation import Preparation
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ class Worker:
         )
         self.pool = size_pool(self.platform, self.model, options)
         self._loaded: LoadedModel | None = None
-        self._attention: PagedAttention | None = None  # None: on the processor
+        self._prepared: Preparation | None = None
         self._engine: StreamEngine | None = None
         self._ready = False
         self._notes: tuple[str, ...] = ()
@@ -118,9 +118,9 @@ class Worker:
                 )
             except (MemoryError, RuntimeError) as error:
                 raise out_of_memory(error, f"the weights of {options.model}") from error
-            prepared = prepare(self.platform, self.model, self._loaded, options, self.scheduling, self.pool)
-            self.pool, self._attention = prepared.pool, prepared.attention
-            self._notes = (*self.platform.notes, *self._loaded.notes, *prepared.notes)
+            self._prepared = prepare(self.platform, self.model, self._loaded, options, self.scheduling, self.pool)
+            self.pool, self.cost = self._prepared.pool, self._prepared.cost
+            self._notes = (*self.platform.notes, *self._loaded.notes, *self._prepared.notes)
         rehearse()
         self._ready = True
         self.load_seconds += time.perf_counter() - begun
@@ -138,20 +138,10 @@ class Worker:
     def _make_engine(self) -> StreamEngine:
         if self.options.engine == "simulated":
             return PlaceholderEngine(self.cost)
-        from llmbatch.engines.torch import TorchEngine
-
         assert self._loaded is not None
-        given: Any = {
-            "num_pages": self.pool.num_pages,
-            "page_size": self.pool.page_size,
-            "decode": self._decode_one,
-        }
+        assert self._prepared is not None
         try:
-            if self._attention is not None:
-                from llmbatch.engines.accelerated import AcceleratedEngine
-
-                return AcceleratedEngine(self._loaded, self._attention, **given)
-            return TorchEngine(self._loaded, **given)
+            return self._prepared.engine(self._loaded, self._decode_one)
         except (MemoryError, RuntimeError) as error:
             size = self.pool.tokens * self.model.bytes_per_token
             raise out_of_memory(error, f"a KV pool of {size:,} bytes") from error

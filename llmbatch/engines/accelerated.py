@@ -64,29 +64,25 @@ class AcceleratedEngine:
         decode: Callable[[NDArray[np.int32]], str] | None = None,
         seed: int = 0,
     ) -> None:
+        self.vocabulary: int = loaded.config.vocab_size
         self._device = loaded.device
         self._attention = attention
         self._execution = execution or Sequential()
         fixed = attention if recorder is not None and isinstance(attention, FixedAttention) else None
         spare = fixed is not None
-        self._pages = DevicePages(
+        self.pages = DevicePages(
             loaded.attention, num_pages=num_pages + spare, page_size=page_size, dtype=loaded.dtype, device=self._device
         )
-        self._forward = PagedForward(loaded.module, self._pages, attention, self._execution)
+        self._forward = PagedForward(loaded.module, self.pages, attention, self._execution)
         self._graphs: DecodeGraphs | None = None
         if recorder is not None and fixed is not None:
             self._graphs = DecodeGraphs(
-                self._forward, fixed, self._pages, recorder, vocabulary=loaded.config.vocab_size,
+                self._forward, fixed, self.pages, recorder, vocabulary=self.vocabulary,
                 dtype=loaded.dtype, device=self._device,
             )  # fmt: skip
         self._generation = Generation(loaded.eos_token_ids, decode, seed)
         self._generated = torch.zeros(self._generation.tokens.shape, dtype=torch.int32, device=self._device)
         self._queue: deque[_Queued] = deque()
-
-    @property
-    def page_bytes(self) -> int:
-        """Bytes of all pages."""
-        return self._pages.nbytes
 
     def begin(self, requests: Requests) -> None:
         """Take the requests that the next steps are about; what an interrupted job left in slots is forgotten."""
@@ -131,8 +127,8 @@ class AcceleratedEngine:
 
     def _packed(self, step: Step) -> Packed:
         layout = Layout(step.block_tables, step.slots, step.starts, step.counts, step.num_decodes)
-        size = self._pages.page_size
-        plans = plan_layers(self._pages.specs.values(), lambda spec: self._attention.plan(layout, spec, size))
+        size = self.pages.page_size
+        plans = plan_layers(self.pages.specs.values(), lambda spec: self._attention.plan(layout, spec, size))
         return Packed.of(step, self._generation, size, plans)
 
     def collect(self) -> StepResult:

@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
-from llmbatch.budget import MOST_TOKENS
+import numpy as np
+from numpy.typing import NDArray
+
+from llmbatch.budget import MOST_TOKENS, Rates
 from llmbatch.cost import SEQUENTIAL, CostModel, ModelShape
 from llmbatch.engines.backends import choose_attention
+from llmbatch.engines.checkpoints import cache_folder
 from llmbatch.engines.description import ModelDescription
 from llmbatch.engines.platforms import Platform
-from llmbatch.errors import ParameterError
+from llmbatch.errors import ModelError, ParameterError
+from llmbatch.feed import StreamEngine
 from llmbatch.hardware import find_hardware, measure_cpu
 from llmbatch.kernels.backends import PagedAttention
 from llmbatch.memory import available_memory
 from llmbatch.options import Options
 from llmbatch.workload import Pool, Scheduling
 
-if TYPE_CHECKING:
-    from llmbatch.engines.loading import LoadedModel  # takes a second, and forecasts load nothing
+if TYPE_CHECKING:  # what takes a second to import, and forecasts load nothing; and what needs Triton
+    from llmbatch.engines.accelerated import AcceleratedEngine
+    from llmbatch.engines.calibrations import DeviceCalibration, Kept
+    from llmbatch.engines.loading import LoadedModel
+    from llmbatch.engines.strategies import Strategy
 
 POOL_SHARE: Final = 0.5  # of the memory that is free once the weights are loaded
 _SIMULATED: Final = "a100-80gb"  # the hardware that plans are made for where nothing is computed
@@ -29,8 +39,43 @@ class Preparation:
     """What the engine of a loaded model is made with."""
 
     pool: Pool
-    attention: PagedAttention | None  # None: on the processor
-    notes: tuple[str, ...]  # what the user should be told, a sentence each
+    cost: CostModel
+    attention: PagedAttention | None = None  # None: on the processor
+    strategy: Strategy = "sequential"
+    records: bool = False  # small steps of decodes
+    notes: tuple[str, ...] = ()  # what the user should be told, a sentence each
+
+    def engine(self, loaded: LoadedModel, decode: Callable[[NDArray[np.int32]], str]) -> StreamEngine:
+        """A new engine, with the memory of the pool; `decode` turns tokens into text."""
+        if self.attention is not None:
+            return self.accelerated(loaded, strategy=self.strategy, rates=Rates.of(self.cost), decode=decode)
+        from llmbatch.engines.torch import TorchEngine
+
+        return TorchEngine(loaded, num_pages=self.pool.num_pages, page_size=self.pool.page_size, decode=decode)
+
+    def accelerated(
+        self,
+        loaded: LoadedModel,
+        *,
+        strategy: Strategy,
+        rates: Rates,
+        decode: Callable[[NDArray[np.int32]], str] | None = None,
+    ) -> AcceleratedEngine:
+        """An engine on a device. Raises `NoGreenContexts` where that cannot be partitioned, and is to be."""
+        from llmbatch.engines.accelerated import AcceleratedEngine
+        from llmbatch.engines.graphs import GraphRecorder
+        from llmbatch.engines.strategies import make_execution
+
+        assert self.attention is not None
+        return AcceleratedEngine(
+            loaded,
+            self.attention,
+            num_pages=self.pool.num_pages,
+            page_size=self.pool.page_size,
+            execution=make_execution(strategy, rates, loaded.device),
+            recorder=GraphRecorder() if self.records else None,
+            decode=decode,
+        )
 
 
 def size_pool(platform: Platform, model: ModelDescription, options: Options) -> Pool:
@@ -58,12 +103,13 @@ def prepare(
     scheduling: Scheduling,
     pool: Pool,
 ) -> Preparation:
-    """Choose the attention, and give pages what the largest step leaves of the device's memory.
+    """Choose the attention, give pages what the largest step leaves of the device's memory, and calibrate the device.
 
-    `pool` is that of `size_pool`. Raises ModelError where no attention works, and JobError where the step does not fit.
+    `pool` is that of `size_pool`. Raises ModelError where no attention works, or not the strategy that was asked for,
+    and JobError where the step does not fit.
     """
     if platform.is_host:
-        return Preparation(pool, None, ())
+        return Preparation(pool, cost_model(platform, model, options))
     attention, notes = choose_attention(
         options.attention,
         loaded.attention.values(),
@@ -71,27 +117,82 @@ def prepare(
         device=loaded.device,
         page_size=pool.page_size,
     )
-    if options.kv_memory is None and loaded.device.type == "cuda":
-        from llmbatch.engines.profiling import pool_bytes  # needs Triton
+    if loaded.device.type != "cuda":
+        strategy: Strategy = "sequential" if options.overlap == "auto" else options.overlap
+        return Preparation(pool, cost_model(platform, model, options), attention, strategy, notes=notes)
+    from llmbatch.engines.profiling import measure_room  # needs Triton
 
-        rows, size = scheduling.max_running, pool.page_size
-        tokens = max(scheduling.step_tokens or MOST_TOKENS, rows)
-        memory = pool_bytes(loaded, attention, tokens=tokens, rows=rows, page_size=size)
-        pool = Pool(max(1, memory // (model.bytes_per_token * size)), size)
-    return Preparation(pool, attention, notes)
+    rows, size = scheduling.max_running, pool.page_size
+    tokens = max(scheduling.step_tokens or MOST_TOKENS, rows)
+    room = measure_room(loaded, attention, tokens=tokens, rows=rows, page_size=size)
+    if room.unrecorded is not None:
+        notes = (*notes, f"small steps are not recorded as CUDA graphs, and take longer: {room.unrecorded}")
+    if options.kv_memory is None:
+        pool = Pool(max(1, room.pool_bytes // (model.bytes_per_token * size)), size)
+    uncalibrated = Preparation(pool, _ceilings(platform, model), attention, records=room.unrecorded is None)
+    calibration, told = _calibration(uncalibrated, loaded, _kept(platform, model, options))
+    strategy = _strategy(calibration, options)
+    cost = calibration.fitted[strategy].cost(_shape(model))
+    return replace(uncalibrated, cost=cost, strategy=strategy, notes=(*notes, *told))
 
 
 def cost_model(platform: Platform, model: ModelDescription, options: Options) -> CostModel:
-    """What requests cost on the platform, whose hardware is measured once a process."""
+    """What requests cost on the platform: as it was calibrated, else by what its hardware does, measured now."""
     if options.engine == "simulated":
         return CostModel(_shape(model), find_hardware(_SIMULATED))
     if platform.device.type == "cpu":
         hardware = measure_cpu(dtype_bytes=model.dtype.itemsize)
-    else:
-        from llmbatch.engines.ceilings import measure_device
+        return CostModel(_shape(model), hardware, law="bytes", overlap=SEQUENTIAL)
+    found = _kept(platform, model, options).find()
+    return _ceilings(platform, model) if found is None else found.fitted[_strategy(found, options)].cost(_shape(model))
 
-        hardware = measure_device(platform.device, model.dtype)
-    return CostModel(_shape(model), hardware, law="bytes", overlap=SEQUENTIAL)
+
+def _calibration(prepared: Preparation, loaded: LoadedModel, kept: Kept) -> tuple[DeviceCalibration, tuple[str, ...]]:
+    """What was measured of the device earlier, or is now; and what the user should be told."""
+    found = kept.find()
+    if found is not None:
+        return found, ()
+    from llmbatch.engines.calibrating import calibrate_device, step_kinds
+
+    kinds = step_kinds(prepared.pool.tokens)
+    size = prepared.pool.page_size
+    needed = replace(prepared, pool=Pool(max(kind.pages(size) for kind in kinds), size))
+    begun = time.perf_counter()
+    found = calibrate_device(
+        prepared.cost, kinds, lambda strategy, rates: needed.accelerated(loaded, strategy=strategy, rates=rates)
+    )
+    note = f"the GPU was calibrated for this model in {time.perf_counter() - begun:.0f} seconds, kept in {kept.path}"
+    try:
+        kept.keep(found)
+    except OSError as error:
+        note = f"the GPU is calibrated by every job, since what was measured cannot be kept: {error}"
+    return found, (note,)
+
+
+def _strategy(calibration: DeviceCalibration, options: Options) -> Strategy:
+    """The one that was asked for, or the best. Raises ModelError where the device cannot run it."""
+    if options.overlap == "auto":
+        return calibration.best
+    if options.overlap in calibration.missing:
+        raise ModelError(
+            f"overlap {options.overlap!r} cannot be used here: {calibration.missing[options.overlap]}; or take "
+            "overlap='auto' (--overlap auto)."
+        )
+    return options.overlap
+
+
+def _kept(platform: Platform, model: ModelDescription, options: Options) -> Kept:
+    from llmbatch.engines.calibrations import Kept
+
+    return Kept(cache_folder(), platform.device, _shape(model), options.attention)
+
+
+def _ceilings(platform: Platform, model: ModelDescription) -> CostModel:
+    """A device that was not calibrated, whose kernels are taken to be good ones."""
+    from llmbatch.engines.ceilings import measure_device
+
+    hardware = measure_device(platform.device, model.dtype)
+    return CostModel(_shape(model), hardware, law="paper", overlap=SEQUENTIAL)
 
 
 def _shape(model: ModelDescription) -> ModelShape:

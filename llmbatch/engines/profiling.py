@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import torch
 
 from llmbatch.engines import Step
 from llmbatch.engines.accelerated import AcceleratedEngine
+from llmbatch.engines.graphs import MOST_ROWS, GraphRecorder
 from llmbatch.engines.loading import LoadedModel
+from llmbatch.engines.stopwatch import StepKind
 from llmbatch.errors import JobError
 from llmbatch.kernels.backends import PagedAttention
 from llmbatch.requests import Requests
@@ -24,25 +26,58 @@ def free_memory(device: torch.device) -> int:
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
-def pool_bytes(loaded: LoadedModel, attention: PagedAttention, *, tokens: int, rows: int, page_size: int) -> int:
-    """Bytes that pages may take once steps of so many tokens, of so many sampled rows, have what they need.
+class Room(NamedTuple):
+    """What a model leaves of its device."""
+
+    pool_bytes: int  # for pages
+    unrecorded: str | None  # why small steps of decodes cannot be recorded; None where they can
+
+
+def measure_room(loaded: LoadedModel, attention: PagedAttention, *, tokens: int, rows: int, page_size: int) -> Room:
+    """What is left once steps of so many tokens, of so many sampled rows, have what they need, and recorded ones too.
 
     Raises JobError where not even such a step fits.
     """
-    torch.cuda.reset_peak_memory_stats(loaded.device)
-    before = torch.cuda.memory_allocated(loaded.device)
-    pages = run_largest(loaded, attention, tokens=tokens, rows=rows, page_size=page_size)
-    peak = torch.cuda.max_memory_allocated(loaded.device) - before - pages
+    device = loaded.device
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    try:
+        pages = run_largest(loaded, attention, tokens=tokens, rows=rows, page_size=page_size)
+    except torch.OutOfMemoryError as error:
+        raise _too_small(device, tokens, f"more than the {free_memory(device):,} bytes that are free") from error
+    peak = torch.cuda.max_memory_allocated(device) - before - pages
     torch.cuda.empty_cache()
-    free = free_memory(loaded.device)
-    left = int((1.0 - _KEPT) * free) - peak
+    free = free_memory(device)
+    taken, unrecorded = _record(loaded, attention, rows=min(rows, MOST_ROWS), page_size=page_size)
+    torch.cuda.empty_cache()
+    left = int((1.0 - _KEPT) * free) - peak - taken
     if left <= 0:
-        raise JobError(
-            f"memory runs out on {loaded.device}: a step of {tokens:,} tokens takes {peak:,} bytes, and {free:,} are "
-            "free beside the weights: lower step_tokens (--step-tokens) or max_running (--max-running), or take a "
-            "smaller model"
-        )
-    return left
+        raise _too_small(device, tokens, f"{peak + taken:,} bytes, and {free:,} are free")
+    return Room(left, unrecorded)
+
+
+def _too_small(device: torch.device, tokens: int, takes: str) -> JobError:
+    return JobError(
+        f"memory runs out on {device}: a step of {tokens:,} tokens takes {takes} beside the weights: lower step_tokens "
+        "(--step-tokens) or max_running (--max-running), or take a smaller model"
+    )
+
+
+def _record(loaded: LoadedModel, attention: PagedAttention, *, rows: int, page_size: int) -> tuple[int, str | None]:
+    """Bytes that recorded steps keep, of so many rows at most; and why there can be none."""
+    free, _ = torch.cuda.mem_get_info(loaded.device)
+    kind = StepKind(rows, 1)
+    engine = AcceleratedEngine(
+        loaded, attention, num_pages=kind.pages(page_size), page_size=page_size, recorder=GraphRecorder()
+    )
+    engine.begin(kind.requests(loaded.config.vocab_size))
+    try:
+        engine.execute(kind.step(page_size))
+    except RuntimeError as error:  # a model that waits for its device, or a device that is full
+        return 0, str(error).strip().split("\n")[0]
+    torch.cuda.empty_cache()
+    left, _ = torch.cuda.mem_get_info(loaded.device)
+    return free - left - engine.pages.nbytes, None
 
 
 def run_largest(loaded: LoadedModel, attention: PagedAttention, *, tokens: int, rows: int, page_size: int) -> int:
@@ -77,4 +112,4 @@ def run_largest(loaded: LoadedModel, attention: PagedAttention, *, tokens: int, 
             block_tables=np.arange(rows * each, dtype=np.int32).reshape(rows, each),
         )
     )
-    return engine.page_bytes
+    return engine.pages.nbytes
