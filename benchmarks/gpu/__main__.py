@@ -2,10 +2,10 @@
 
     python benchmarks/gpu [PART ...] [--device cuda] [--traces FOLDER] [--out FOLDER] [--dry-run]
 
-Parts are `ceilings`, `kernels`, `steps`, `jobs` and `peer`; without any all of them run. It needs torch, transformers,
-triton, numpy, numba and pyarrow, and one NVIDIA GPU. Each part writes `PART.json` into the folder, with the card's
-name, versions, date and ceilings. `--traces`, or $LLMBATCH_TRACES, is a folder with azure2023_code, mmlu_5shot and
-video_panda70m as Parquet, which `jobs` and `peer` need. `--dry-run` runs everything in sizes that Triton's interpreter
+Parts are `ceilings`, `kernels`, `steps`, `table2-1`, `table2-4`, `peer` and `full`; without any all of them run. It
+needs torch, transformers, triton, numpy, numba and pyarrow, and one NVIDIA GPU. Each part writes `PART.json` and
+pictures into the folder, with the card's name, versions, date and ceilings. `--traces`, or $LLMBATCH_TRACES, is a folder
+with azure2023_code, mmlu_5shot and video_panda70m as Parquet, which whole jobs need. `--dry-run` runs everything in sizes that Triton's interpreter
 can do on a processor: its figures say nothing, and are not written.
 """
 
@@ -19,7 +19,8 @@ from importlib import import_module
 from pathlib import Path
 
 HERE = Path(__file__).parent
-PARTS = ("ceilings", "kernels", "steps", "jobs", "peer")
+MIXES = ("table2-1", "table2-4")
+PARTS = ("ceilings", "kernels", "steps", *MIXES, "peer", "full")
 
 
 def main() -> int:
@@ -38,15 +39,22 @@ def main() -> int:
         os.environ["TRITON_INTERPRET"] = "1"  # before any kernel is made
     # Not this folder itself, whose modules would stand before others of their names.
     sys.path[:] = [str(HERE.parent), *(path for path in sys.path if Path(path) != HERE), str(HERE.parent.parent)]
+    from gpu.pictures import draw
     from gpu.stage import Stage
 
     stage = Stage(given.device, dry=given.dry_run, traces=given.traces)
     for name in given.parts or PARTS:
-        result = stage.identity() | {"part": name, "result": import_module(f"gpu.{name}").measure(stage)}
+        if name in MIXES:
+            found = import_module("gpu.jobs").measure(stage, name)
+        else:
+            found = import_module(f"gpu.{name}").measure(stage)
+        result = stage.identity() | {"part": name, "result": found}
         print(json.dumps(result, indent=1))
+        files = {f"{name}.json": json.dumps(result, indent=1) + "\n"} | draw(name, found)
         if not given.dry_run:
             given.out.mkdir(parents=True, exist_ok=True)
-            (given.out / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
+            for file, text in files.items():
+                (given.out / file).write_text(text)
     return 0
 
 

@@ -1,7 +1,9 @@
-"""Whole jobs: two mixes of the paper's kind, shortened, in every order and by every strategy.
+"""Whole jobs: a mix of the paper's kind, shortened, in every order, by every strategy.
 
 Answers of the memory-heavy source are a sixteenth as long, so that a job ends in minutes; density and sharing are
-solved for this card after that. The model has random weights, so every answer is as long as the trace says.
+solved for this card after that, and where a sharing cannot be reached the next that can is taken. The model has random
+weights, so every answer is as long as the trace says. Orders run whole, under the best strategy; strategies run a
+quarter of the rows, in order `blend`.
 """
 
 from __future__ import annotations
@@ -16,15 +18,20 @@ import torch
 from numpy.typing import NDArray
 
 from gpu.stage import Stage
-from gpu.steps import Kind, fit, run
-from llmbatch.cost import OVERLAPPED, SEQUENTIAL
+from gpu.steps import efficiencies
+from llmbatch.budget import Rates
+from llmbatch.calibration import MeasuredSteps, judge
+from llmbatch.cascade import tokens_together
+from llmbatch.cost import OVERLAPPED, SEQUENTIAL, CostModel
 from llmbatch.driver import drive
 from llmbatch.engines import Step
 from llmbatch.engines.accelerated import AcceleratedEngine
-from llmbatch.engines.profiling import pool_bytes
-from llmbatch.hardware import Hardware
+from llmbatch.engines.profiling import measure_room
+from llmbatch.engines.strategies import Strategy
+from llmbatch.errors import ParameterError
 from llmbatch.kernels.triton_backend import TritonAttention
-from llmbatch.mixes import MIXES, draw_mix
+from llmbatch.mixes import MIXES, Mix, draw_mix
+from llmbatch.order import Policy
 from llmbatch.requests import Requests
 from llmbatch.runner import run_shard
 from llmbatch.sampling import SamplingParams
@@ -35,49 +42,47 @@ from llmbatch.workload import Pool, Scheduling, Workload
 
 SOURCES = ("azure2023_code", "mmlu_5shot", "video_panda70m")
 SHORTER = 16
-PAGE = 16
-ORDERS = ("blend", "dfs", "random")
+ORDERS: tuple[Policy, ...] = ("blend", "dfs", "random")
+PART = 4  # of the rows, one in so many: what each strategy runs
 
 
-def measure(stage: Stage) -> dict[str, Any]:
-    """Each mix in each order: seconds, what was predicted, and the share of the optimum under both laws."""
-    hardware = calibrated(stage)
+def measure(stage: Stage, name: str) -> dict[str, Any]:
+    """The mix of that name: seconds, what was predicted, and the share of the optimum under both laws."""
+    best = stage.calibration.best
     pool = pool_of(stage)
-    mixes = {}
-    for name in ("table2-1", "table2-4"):
-        trace = drawn(stage, name, hardware)
-        requests = requests_of(trace, stage.sizes.model["vocab_size"])
-        mixes[name] = {order: job(stage, requests, hardware, pool, order) for order in ORDERS}
-    peak = 0 if stage.dry else torch.cuda.max_memory_allocated(stage.device)
+    trace, mix = drawn(stage, name, stage.cost(best))
+    requests = requests_of(trace, stage.sizes.model["vocab_size"])
+    orders = {order: job(stage, requests, best, pool, order) for order in ORDERS}
+    some = requests.take(np.arange(0, len(requests), PART))
+    strategies = {name: job(stage, some, name, pool, "blend") for name in stage.calibration.fitted}
     return {
-        "compute_efficiency": hardware.compute_efficiency,
-        "bandwidth_efficiency": hardware.bandwidth_efficiency,
+        "mix": {"density": mix.density, "sharing": mix.sharing, "rows": len(requests)},
+        "calibrated": {
+            name: stage.constants(stage.cost(name)) | {"gain": fitted.gain}
+            for name, fitted in stage.calibration.fitted.items()
+        },
+        "missing": dict(stage.calibration.missing),
+        "isolated_efficiencies": efficiencies(stage),
+        "best_strategy": best,
         "pool_tokens": pool.tokens,
-        "mixes": mixes,
-        "peak_bytes": peak,
+        "orders": orders,
+        "strategies_on_a_part": strategies,
+        "peak_bytes": 0 if stage.dry else torch.cuda.max_memory_allocated(stage.device),
     }
-
-
-def calibrated(stage: Stage) -> Hardware:
-    """The card with the efficiencies of a few steps, taken now."""
-    rows, keys, chunk = stage.sizes.rows, stage.sizes.step_keys, stage.sizes.chunk
-    kinds = [Kind(rows, keys), Kind(2 * rows, keys), Kind(prefills=((0, chunk),)), Kind(rows, keys, ((0, chunk // 4),))]
-    return fit(stage, kinds, [run(stage, kind)["seconds"] for kind in kinds])
 
 
 def pool_of(stage: Stage) -> Pool:
     """What the largest step leaves."""
     if stage.dry:
-        return Pool(600, PAGE)
-    size = stage.shape.kv_bytes_per_token * PAGE
-    left = pool_bytes(
-        stage.loaded, TritonAttention(stage.device), tokens=8192, rows=stage.sizes.requests, page_size=PAGE
-    )
-    return Pool(int(left // size), PAGE)
+        return Pool(600, stage.page_size)
+    size = stage.shape.kv_bytes_per_token * stage.page_size
+    attention, rows = TritonAttention(stage.device), stage.sizes.requests
+    room = measure_room(stage.loaded, attention, tokens=8192, rows=rows, page_size=stage.page_size)
+    return Pool(int(room.pool_bytes // size), stage.page_size)
 
 
-def drawn(stage: Stage, name: str, hardware: Hardware) -> Trace:
-    """A mix of so many rows. The dry run draws a few short rows that share nothing."""
+def drawn(stage: Stage, name: str, cost: CostModel) -> tuple[Trace, Mix]:
+    """A mix of so many rows, as it could be drawn. The dry run draws a few short rows that share nothing."""
     if stage.dry:
         rng = np.random.default_rng(0)
         count = stage.sizes.requests
@@ -85,13 +90,20 @@ def drawn(stage: Stage, name: str, hardware: Hardware) -> Trace:
         zeros = np.zeros(count, np.int32)
         answers = rng.integers(1, stage.sizes.longest, count).astype(np.int32)
         offsets = np.zeros(count + 1, np.int64)
-        return Trace(("made",), zeros, lengths, answers, np.empty(0, np.int32), offsets, PAGE)
+        return Trace(("made",), zeros, lengths, answers, np.empty(0, np.int32), offsets, stage.page_size), Mix(1, 0)
     if stage.traces is None:
         raise SystemExit("jobs need the traces: --traces FOLDER, or $LLMBATCH_TRACES")
     traces = read_traces([Path(stage.traces) / f"{source}.parquet" for source in SOURCES])
     video = traces[2]
     traces[2] = replace(video, output_lengths=np.maximum(1, video.output_lengths // SHORTER).astype(np.int32))
-    return draw_mix(traces, MIXES[name], stage.sizes.requests, stage.cost(hardware), seed=0).trace
+    mix = MIXES[name]
+    while True:
+        try:
+            return draw_mix(traces, mix, stage.sizes.requests, cost, seed=0).trace, mix
+        except ParameterError:
+            if mix.sharing > MIXES[name].sharing + 0.1:
+                raise
+            mix = replace(mix, sharing=round(mix.sharing + 0.01, 2))
 
 
 def requests_of(trace: Trace, vocabulary: int) -> Requests:
@@ -125,54 +137,72 @@ def _scattered(numbers: NDArray[np.uint64]) -> NDArray[np.int64]:
     return (scattered >> np.uint64(33)).astype(np.int64)
 
 
-class Taken:
-    """Takes answers, and counts."""
+class Noted:
+    """Takes answers, and notes each step's work and when it was done: device and host never wait long for each other."""
 
     def __init__(self, engine: AcceleratedEngine) -> None:
         self._engine = engine
+        self._work: list[tuple[int, float, int, int]] = []
+        self._done: list[float] = []
         self.tokens = 0
 
     def before(self, step: Step) -> None:
-        """Nothing."""
+        """Note the step."""
+        decodes = step.num_decodes
+        starts, counts = step.starts[decodes:].astype(float), step.counts[decodes:].astype(float)
+        pairs = float((counts * starts + counts * (counts + 1) / 2).sum())
+        read = int(step.starts[:decodes].sum()) + decodes - step.spared_tokens
+        self._work.append((step.num_tokens, pairs, read, int(step.samples.sum())))
 
     def after(self, finished: Finished) -> NDArray[np.int32]:
         """Free the slots."""
+        self._done.append(time.perf_counter())
         self.tokens += sum(len(self._engine.retire(slot)) for slot in finished.slots.tolist())
         return np.empty(0, np.int32)
 
+    @property
+    def steps(self) -> MeasuredSteps:
+        """All but the first, and what each took."""
+        tokens, pairs, read, samples = np.array(self._work[1:]).T
+        return MeasuredSteps(tokens, pairs, np.maximum(read, 0), samples, np.diff(self._done))
 
-def job(stage: Stage, requests: Requests, hardware: Hardware, pool: Pool, order: Any) -> dict[str, Any]:
+
+def job(stage: Stage, requests: Requests, strategy: Strategy, pool: Pool, order: Policy) -> dict[str, Any]:
     """One job, and the same by the simulator."""
-    cost = stage.cost(hardware)
+    cost = stage.cost(strategy)
     scheduling = Scheduling(order=order, max_running=len(requests))
     workload = Workload.of(requests)
     forecast = run_workload(workload, requests.max_tokens, cost, pool, scheduling).report
-    engine = AcceleratedEngine(
-        stage.loaded, TritonAttention(stage.device), num_pages=pool.num_pages, page_size=pool.page_size
-    )
+    engine = stage.engine(strategy, Rates.of(cost), num_pages=pool.num_pages)
     engine.begin(requests)
-    taken = Taken(engine)
+    noted = Noted(engine)
     begun = time.perf_counter()
-    result = run_shard(workload, drive(engine, taken), pool, cost, scheduling)
+    result = run_shard(workload, drive(engine, noted), pool, cost, scheduling)
     seconds = time.perf_counter() - begun
-    assert taken.tokens == int(requests.max_tokens.sum()), "an answer is not as long as it was to be"
-    pool_size = pool.tokens * cost.shape.kv_bytes_per_token
-    p, d = requests.prompt_lengths, requests.max_tokens.astype(np.float64)
+    assert noted.tokens == int(requests.max_tokens.sum()), "an answer is not as long as it was to be"
+    judged = judge(cost, noted.steps)
     tree = workload.tree
-    shared = tree.total_tokens - tree.unique_tokens
-    compute = float(cost.request_compute(p, d).sum() - cost.prompt_seconds(shared))
-    memory = float(cost.request_memory(p, d, d * d).sum())
-    optimal = {
-        name: replace(cost, overlap=law).optimal_seconds(compute, memory, pool_size)
-        for name, law in (("in_turn", SEQUENTIAL), ("overlapped", OVERLAPPED))
-    }
     return {
         "seconds": seconds,
         "predicted_seconds": forecast.seconds,
         "steps": result.steps,
+        "steps_predicted_within_10_percent": judged.share_near,
         "preemptions": result.preemptions,
-        "tokens_per_second": (tree.total_tokens + taken.tokens) / seconds,
+        "tokens_per_second": (tree.total_tokens + noted.tokens) / seconds,
         "sharing": tree.sharing,
-        "density": compute / memory,
-        "share_of_optimum": {name: best / seconds for name, best in optimal.items()},
+        "share_of_optimum": {law: best / seconds for law, best in optima(stage, workload, requests, pool).items()},
     }
+
+
+def optima(stage: Stage, workload: Workload, requests: Requests, pool: Pool) -> dict[str, float]:
+    """T_opt by the efficiencies of kernels alone: of an engine that runs them in turn, and of one that overlaps."""
+    cost = stage.ceiling_cost
+    cost = replace(cost, hardware=replace(cost.hardware, **efficiencies(stage)), cascade=True)
+    p, d = requests.prompt_lengths, requests.max_tokens.astype(np.float64)
+    tree = workload.tree
+    shared = tree.total_tokens - tree.unique_tokens
+    compute = float(cost.request_compute(p, d).sum() - cost.prompt_seconds(shared))
+    memory = float(cost.request_memory(p, d, d * d, tokens_together(tree, cost)).sum())
+    pool_bytes = pool.tokens * cost.shape.kv_bytes_per_token
+    laws = {"in_turn": replace(cost, overlap=SEQUENTIAL), "overlapped": replace(cost, law="bytes", overlap=OVERLAPPED)}
+    return {name: law.optimal_seconds(compute, memory, pool_bytes) for name, law in laws.items()}

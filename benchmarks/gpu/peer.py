@@ -10,19 +10,20 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
-from gpu.jobs import calibrated, drawn, job, pool_of, requests_of
+from gpu.jobs import drawn, job, pool_of, requests_of
 from gpu.stage import Stage
 from llmbatch.requests import Requests
 
 
 def measure(stage: Stage) -> dict[str, Any]:
     """Seconds of both, for a slice of a mix whose answers are all as long as its mean."""
-    hardware = calibrated(stage)
-    requests = requests_of(drawn(stage, "table2-4", hardware), stage.sizes.model["vocab_size"])
+    best = stage.calibration.best
+    trace, _ = drawn(stage, "table2-4", stage.cost(best))
+    requests = requests_of(trace, stage.sizes.model["vocab_size"])
     requests = requests.take(np.arange(stage.sizes.peer))
     length = max(1, int(requests.max_tokens.mean()))
     requests = replace(requests, max_tokens=np.full(len(requests), length, np.int32))
-    ours = job(stage, requests, hardware, pool_of(stage), "blend")["seconds"]
+    ours = job(stage, requests, best, pool_of(stage), "blend")["seconds"]
     stage.__dict__.pop("loaded", None)  # its memory is needed
     theirs = peer(stage, requests, length)
     return {"rows": len(requests), "answer_tokens": length, "ours": ours, "theirs": theirs, "gain": theirs / ours}

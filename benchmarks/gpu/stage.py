@@ -8,7 +8,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -18,12 +18,19 @@ import torch
 import transformers
 import triton
 
+from llmbatch.budget import Rates
 from llmbatch.cost import SEQUENTIAL, CostModel, ModelShape
+from llmbatch.engines.accelerated import AcceleratedEngine
+from llmbatch.engines.calibrating import calibrate_device, step_kinds
+from llmbatch.engines.calibrations import DeviceCalibration
 from llmbatch.engines.ceilings import measure_device, median_seconds
-from llmbatch.engines.device import DevicePieces
+from llmbatch.engines.device import PAGE_SIZE, DevicePieces
+from llmbatch.engines.graphs import GraphRecorder
 from llmbatch.engines.loading import LoadedModel, load_model
 from llmbatch.engines.platforms import Platform, find_platform
+from llmbatch.engines.strategies import Strategy, make_execution
 from llmbatch.hardware import Hardware
+from llmbatch.kernels.triton_backend import TritonAttention
 
 # Llama-3-8B, and one of the same kind that the interpreter can run.
 LLAMA_8B: dict[str, Any] = {
@@ -65,8 +72,9 @@ class Stage:
         self.sizes = DRY if dry else FULL
         self.traces = traces
         cpu = torch.device("cpu")
-        self.platform = Platform(cpu, DevicePieces(cpu), 16, max_running=512) if dry else find_platform(device)
+        self.platform = Platform(cpu, DevicePieces(cpu), PAGE_SIZE, max_running=512) if dry else find_platform(device)
         self.device = self.platform.device
+        self.page_size = PAGE_SIZE
 
     def identity(self) -> dict[str, Any]:
         """What was measured on, when, with what, under which ceilings."""
@@ -107,9 +115,46 @@ class Stage:
         """What it costs."""
         return ModelShape.from_config(self.loaded.config, 2)
 
-    def cost(self, hardware: Hardware | None = None) -> CostModel:
-        """Seconds on this card, of an engine that computes and reads in turn."""
-        return CostModel(self.shape, hardware or self.ceilings, law="bytes", overlap=SEQUENTIAL)
+    @cached_property
+    def ceiling_cost(self) -> CostModel:
+        """What requests cost at the card's ceilings, of an engine that runs kernel after kernel."""
+        at_most = replace(self.ceilings, compute_efficiency=1.0, bandwidth_efficiency=1.0)
+        return CostModel(self.shape, at_most, law="paper", overlap=SEQUENTIAL)
+
+    @cached_property
+    def calibration(self) -> DeviceCalibration:
+        """What the card does under each strategy, as a job measures it before it runs."""
+        kinds = step_kinds(600 if self.dry else 400_000)[:: 5 if self.dry else 1]
+        pages = max(kind.pages(self.page_size) for kind in kinds)
+        guess = replace(self.ceiling_cost, hardware=self.ceilings)
+        return calibrate_device(guess, kinds, lambda name, rates: self.engine(name, rates, num_pages=pages))
+
+    def cost(self, strategy: Strategy) -> CostModel:
+        """What requests cost under a strategy, as calibrated."""
+        return self.calibration.fitted[strategy].cost(self.shape)
+
+    def engine(self, strategy: Strategy, rates: Rates, *, num_pages: int) -> AcceleratedEngine:
+        """An engine for the model."""
+        return AcceleratedEngine(
+            self.loaded,
+            TritonAttention(self.device),
+            num_pages=num_pages,
+            page_size=self.page_size,
+            execution=make_execution(strategy, rates, self.device),
+            recorder=None if self.dry else GraphRecorder(),
+        )
+
+    @staticmethod
+    def constants(cost: CostModel) -> dict[str, float]:
+        """What was fitted."""
+        hardware = cost.hardware
+        return {
+            "compute_efficiency": hardware.compute_efficiency,
+            "attention_efficiency": hardware.attention_flops / hardware.compute,
+            "bandwidth_efficiency": hardware.bandwidth_efficiency,
+            "step_seconds": hardware.step_seconds,
+            "exponent": cost.overlap.exponent,
+        }
 
     def seconds(self, work: Callable[[], object]) -> dict[str, float]:
         """Seconds of a piece of work, warm: the median of three medians, and the least and the most of these."""

@@ -1,148 +1,132 @@
-"""Whole steps of every kind: how long they take, against the roofline and against what is predicted of them.
+"""Whole steps of every kind under each strategy: how long they take, against the roofline and what is predicted of them.
 
-Every other step is used to fit the two efficiencies (`fit`); the others are what predictions are judged by.
+Two rooflines. The lower one is that of any engine: the longer of all arithmetic and all bytes. The other is that of an
+engine that runs kernel after kernel: products take the longer of their arithmetic and the weights' bytes, attention of
+decodes its KV's, and they add up. Every other step is used to fit; the others are what predictions are judged by.
 """
 
 from __future__ import annotations
 
-import statistics
-import time
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from torch.profiler import ProfilerActivity, profile
 
+from gpu.kernels import decodes
 from gpu.stage import Stage
-from llmbatch.engines import Step
+from llmbatch.budget import Rates
+from llmbatch.calibration import calibrate, judge, predict
+from llmbatch.cost import SEQUENTIAL, CostModel, Overlap
 from llmbatch.engines.accelerated import AcceleratedEngine
-from llmbatch.hardware import Hardware
-from llmbatch.kernels.triton_backend import TritonAttention
-from llmbatch.requests import Requests
-from llmbatch.sampling import SamplingParams
-
-PAGE = 16
+from llmbatch.engines.multiprocessors import NoGreenContexts
+from llmbatch.engines.stopwatch import StepKind, measured, randomise, time_step
+from llmbatch.engines.strategies import STRATEGIES
 
 
-@dataclass(frozen=True)
-class Kind:
-    """A step: so many decodes over so many keys each, and prefills of so many tokens after as many others."""
-
-    decodes: int = 0
-    keys: int = 0
-    prefills: tuple[tuple[int, int], ...] = ()  # (tokens before, tokens)
-
-    @cached_property
-    def starts(self) -> NDArray[np.int32]:
-        return np.array([self.keys - 1] * self.decodes + [before for before, _ in self.prefills], np.int32)
-
-    @cached_property
-    def counts(self) -> NDArray[np.int32]:
-        return np.array([1] * self.decodes + [tokens for _, tokens in self.prefills], np.int32)
-
-    def predicted(self, stage: Stage, hardware: Hardware) -> float:
-        """Seconds by the cost model."""
-        pairs = sum(tokens * before + tokens * (tokens + 1) / 2 for before, tokens in self.prefills)
-        cost = stage.cost(hardware)
-        compute, memory = cost.step(int(self.counts.sum()), pairs, self.decodes * self.keys, len(self.counts))
-        return float(cost.overlap(compute, memory))
-
-
-def kinds(stage: Stage) -> list[Kind]:
+def kinds(stage: Stage) -> list[StepKind]:
     """Pure decodes, pure prefills, and both."""
     rows, keys, chunk = stage.sizes.rows, stage.sizes.step_keys, stage.sizes.chunk
-    decodes = [Kind(n, k) for n in (rows // 4, rows, 2 * rows) for k in (keys // 4, keys, 2 * keys)]
-    prefills = [Kind(prefills=((before, chunk // part),)) for part in (8, 2, 1) for before in (0, chunk)]
-    prefills += [Kind(prefills=((0, chunk // 8),) * 8)]
-    mixed = [Kind(n, keys, ((0, chunk // part),)) for n in (rows // 4, rows, 2 * rows) for part in (8, 4, 1)]
-    return [*decodes, *prefills, *mixed]
+    decodes = [StepKind(n, k) for n in (rows // 4, rows, 2 * rows) for k in (keys // 4, keys, 2 * keys)]
+    prefills = [StepKind(prefills=((before, chunk // part),)) for part in (8, 2, 1) for before in (0, chunk)]
+    prefills += [StepKind(prefills=((0, chunk // 8),) * 8)]
+    blends = [StepKind(n, keys, ((0, chunk // part),)) for n in (rows // 4, rows, 2 * rows) for part in (8, 4, 1)]
+    return [*decodes, *prefills, *blends]
 
 
 def measure(stage: Stage) -> dict[str, Any]:
-    """Seconds of each kind; the efficiencies; how many of those that were not fitted are predicted within 10 %."""
+    """Seconds of each kind under each strategy; what a fit to half of them says of the others; where time goes."""
     every = kinds(stage)
-    seconds = [run(stage, kind)["seconds"] for kind in every]
-    fitted = fit(stage, every[::2], seconds[::2])
-    rows = []
-    for kind, took in zip(every, seconds, strict=True):
-        rows.append(
-            {
-                "decodes": kind.decodes, "keys": kind.keys, "prefills": kind.prefills, "seconds": took,
-                "roofline": kind.predicted(stage, ideal(stage)), "predicted": kind.predicted(stage, fitted),
-            }
-        )  # fmt: skip
-    misses = [abs(kind.predicted(stage, fitted) / took - 1.0) for kind, took in zip(every, seconds)]
-    judged = misses[1::2]
-    decode, chunk = Kind(stage.sizes.rows, stage.sizes.step_keys), Kind(prefills=((0, stage.sizes.chunk),))
-    products = stage.cost(ideal(stage)).step(stage.sizes.chunk, stage.sizes.chunk**2 / 2, 0, 1).compute
+    most = max(kind.pages(stage.page_size) for kind in every)
+    seconds: dict[str, list[float]] = {}
+    profiles: dict[str, Any] = {}
+    missing: dict[str, str] = {}
+    rows, keys, chunk = stage.sizes.rows, stage.sizes.step_keys, stage.sizes.chunk
+    rates = Rates.of(stage.ceiling_cost)
+    for name in STRATEGIES:
+        try:
+            engine = stage.engine(name, rates, num_pages=most)
+        except NoGreenContexts as error:
+            missing[name] = str(error)
+            continue
+        randomise(engine)
+        seconds[name] = [time_step(engine, kind, runs=stage.sizes.runs)[1] for kind in every]
+        profiles[name] = overlapped(stage, engine, StepKind(rows, keys, ((0, chunk // 4),)))
+        del engine
+    in_turn = seconds["sequential"]
+    fitted = calibrate(replace(stage.ceiling_cost, overlap=SEQUENTIAL), measured(every[::2], in_turn[::2]))
+    judged = judge(fitted.cost, measured(every[1::2], in_turn[1::2]))
+    steps = measured(every, in_turn)
+    least, kernels = predict(any_engine(stage), steps), predict(stage.ceiling_cost, steps)
+    predicted = predict(fitted.cost, steps)
+    decode, prefill = every.index(StepKind(rows, keys)), every.index(StepKind(prefills=((0, chunk),)))
     return {
-        "steps": rows,
-        "compute_efficiency": fitted.compute_efficiency,
-        "bandwidth_efficiency": fitted.bandwidth_efficiency,
-        "predicted_within_10_percent": sum(miss <= 0.1 for miss in judged) / len(judged),
-        "decode_over_roofline": seconds[every.index(decode)] / decode.predicted(stage, ideal(stage)),
-        "prefill_share_of_rate": products / seconds[every.index(chunk)],
+        "steps": [
+            {
+                "decodes": kind.decodes, "keys": kind.keys, "prefills": kind.prefills,
+                "seconds": {name: times[i] for name, times in seconds.items()},
+                "roofline": least[i], "roofline_of_kernels": kernels[i], "predicted": predicted[i],
+            }
+            for i, kind in enumerate(every)
+        ],
+        "missing": missing,
+        "fitted": stage.constants(fitted.cost),
+        "predicted_within_10_percent": judged.share_near,
+        "largest_miss": judged.largest_miss,
+        "decode_over_roofline": in_turn[decode] / least[decode],
+        "decode_over_roofline_of_kernels": in_turn[decode] / kernels[decode],
+        "prefill_share_of_rate": least[prefill] / in_turn[prefill],
+        "profiles": profiles,
+    }  # fmt: skip
+
+
+def any_engine(stage: Stage) -> CostModel:
+    """The longer of all arithmetic and all bytes, at the ceilings."""
+    return replace(stage.ceiling_cost, law="bytes", overlap=Overlap(float("inf")))
+
+
+@cache
+def efficiencies(stage: Stage) -> dict[str, float]:
+    """What kernels alone reach of the ceilings: a chunk's products and attention, and decodes' attention."""
+    kind = StepKind(prefills=((0, stage.sizes.chunk),))
+    engine = stage.engine("sequential", Rates.of(stage.ceiling_cost), num_pages=kind.pages(stage.page_size))
+    randomise(engine)
+    took = time_step(engine, kind, runs=stage.sizes.runs)[1]
+    least = float(predict(any_engine(stage), measured([kind], [took]))[0])
+    decoded = decodes(stage, np.full(stage.sizes.rows, stage.sizes.keys), 0, cascade=False)
+    return {
+        "compute_efficiency": min(1.0, least / took),
+        "bandwidth_efficiency": min(1.0, decoded["share_of_bandwidth"]),
     }
 
 
-def ideal(stage: Stage) -> Hardware:
-    """The card at its ceilings."""
-    return replace(stage.ceilings, compute_efficiency=1.0, bandwidth_efficiency=1.0)
-
-
-def fit(stage: Stage, kinds: list[Kind], seconds: list[float]) -> Hardware:
-    """The card with the efficiencies that predict these steps best: least squares of relative errors."""
-    cost = stage.cost(ideal(stage))
-    parts = []
-    for kind in kinds:
-        pairs = sum(tokens * before + tokens * (tokens + 1) / 2 for before, tokens in kind.prefills)
-        parts.append(cost.step(int(kind.counts.sum()), pairs, kind.decodes * kind.keys, len(kind.counts)))
-    took = np.array(seconds)
-    columns = np.array([[part.compute, part.memory] for part in parts]) / took[:, None]
-    slopes = np.linalg.lstsq(columns, np.ones(len(took)), rcond=None)[0]
-    efficiencies = np.clip(1.0 / np.maximum(slopes, 1e-9), 0.01, 1.0)
-    return replace(
-        stage.ceilings, compute_efficiency=float(efficiencies[0]), bandwidth_efficiency=float(efficiencies[1])
-    )
-
-
-def run(stage: Stage, kind: Kind) -> dict[str, float]:
-    """Seconds of a step as an engine takes it, the next one prepared while it is computed."""
-    rows = len(kind.starts)
-    lengths = kind.starts + kind.counts
-    blocks = -(-(lengths + 1) // PAGE)
-    ends = np.cumsum(blocks)
-    tables = np.zeros((rows, int(blocks.max())), np.int32)
-    for row, first, end in zip(tables, ends - blocks, ends, strict=True):
-        row[: end - first] = np.arange(first, end)
-    zeros = np.zeros(rows, np.int32)
-    vocabulary = stage.sizes.model["vocab_size"]
-    requests = Requests(
-        tokens=np.random.default_rng(0).integers(0, vocabulary, int(lengths.sum())).astype(np.int32),
-        offsets=np.concatenate(([0], np.cumsum(lengths))).astype(np.int64),
-        max_tokens=zeros + 10_000,
-        params_index=zeros,
-        params=(SamplingParams(max_tokens=10_000, ignore_eos=True),),
-        serial=np.arange(rows, dtype=np.uint64),
-        recorded=zeros + 10_000,
-    )
-    engine = AcceleratedEngine(stage.loaded, TritonAttention(stage.device), num_pages=int(ends[-1]), page_size=PAGE)
-    engine.begin(requests)
-    slots = np.arange(rows, dtype=np.int32)
-    step = Step(0, kind.decodes, slots, slots, kind.starts, kind.counts, np.ones(rows, np.bool_), tables)
-    times = []
-    runs = stage.sizes.runs
-    for _ in range(3):
+def overlapped(stage: Stage, engine: AcceleratedEngine, kind: StepKind) -> dict[str, Any]:
+    """Where the time of a blended step goes: kernels by name, and how much of it two of them ran at once."""
+    if stage.dry:
+        return {}
+    engine.begin(kind.requests(engine.vocabulary))
+    step = kind.step(stage.page_size)
+    engine.execute(step)
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
         engine.execute(step)
-        if not stage.dry:
-            torch.cuda.synchronize(stage.device)
-        begun = time.perf_counter()
-        engine.submit(step)
-        for _ in range(runs - 1):
-            engine.submit(step)
-            engine.collect()
-        engine.collect()
-        times.append((time.perf_counter() - begun) / runs)
-    return {"seconds": statistics.median(times), "least": min(times), "most": max(times)}
+        torch.cuda.synchronize(stage.device)
+    spans = sorted(
+        (event.time_range.start, event.time_range.end, event.name)
+        for event in profiled.events()
+        if event.device_type == torch.autograd.DeviceType.CUDA
+    )
+    busy, end = 0.0, 0.0
+    by_name: dict[str, float] = {}
+    for begun, ended, name in spans:
+        busy += max(0.0, ended - max(begun, end))
+        end = max(end, ended)
+        by_name[name] = by_name.get(name, 0.0) + ended - begun
+    total = sum(by_name.values())
+    longest = sorted(by_name.items(), key=lambda item: -item[1])[:12]
+    return {
+        "span_us": end - spans[0][0], "busy_us": busy, "kernels_us": total, "at_once_us": total - busy,
+        "longest_us": {name[:80]: took for name, took in longest},
+        "spans": [(begun - spans[0][0], ended - spans[0][0], name[:40]) for begun, ended, name in spans[:200]],
+    }  # fmt: skip

@@ -1,0 +1,48 @@
+"""What order gains at full size: 100,000 rows, simulated with this card's constants as they were calibrated."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from gpu.jobs import SOURCES
+from gpu.stage import Stage
+from llmbatch.mixes import MIXES, draw_mix
+from llmbatch.order import Policy
+from llmbatch.simulate import MAX_RUNNING, pool_of, simulate
+from llmbatch.traces import read_traces
+from llmbatch.workload import Scheduling
+
+ORDERS: tuple[Policy, ...] = ("blend", "dual-scan", "dfs", "random")
+STEPS = (None, 512, 1024, 2048, 4096)  # tokens; None: what the order takes by itself
+
+
+def measure(stage: Stage) -> dict[str, Any]:
+    """Each mix in each order at its best step, under each strategy's constants."""
+    if stage.traces is None:
+        raise SystemExit("full needs the traces: --traces FOLDER, or $LLMBATCH_TRACES")
+    traces = read_traces([Path(stage.traces) / f"{source}.parquet" for source in SOURCES])
+    rows = 1000 if stage.dry else 100_000
+    found: dict[str, Any] = {}
+    for strategy in stage.calibration.fitted:
+        cost = stage.cost(strategy)
+        if stage.dry:  # the interpreter's constants say nothing, and its steps would not end
+            cost = replace(cost, hardware=replace(cost.hardware, compute=1e15, bandwidth=4e12, memory=1e11))
+        pool = pool_of(cost, None)
+        for name in ("table2-1", "table2-4"):
+            trace = draw_mix(traces, MIXES[name], rows, cost, seed=0).trace
+            orders = {}
+            for order in ORDERS:
+                tries = {}
+                for step in STEPS if order != "blend" else (None, 2048):
+                    scheduling = Scheduling(order=order, step_tokens=step, max_running=MAX_RUNNING)
+                    tries[str(step)] = simulate(trace, cost, pool, scheduling, lengths="known").report
+                best = min(tries, key=lambda step: tries[step].seconds)
+                report = tries[best]
+                orders[order] = {
+                    "step_tokens": best, "seconds": report.seconds, "fraction_of_optimal": report.fraction_of_optimal,
+                    "sharing": report.prefix_sharing,
+                }  # fmt: skip
+            found[f"{strategy} {name}"] = orders
+    return found
