@@ -18,10 +18,10 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
+from llmbatch.kernels.groups import GROUP_ROWS, GROUP_TOKENS
+
 ALIGN: Final = 128
 LEAST_KEYS: Final = 512  # of a part, where a decode's keys are cut
-GROUP_ROWS: Final = 32  # fewest decodes that attend a shared prefix together
-GROUP_TOKENS: Final = 256  # shortest prefix they do it for
 _SHARE: Final = 4  # a block of many rows keeps a multiprocessor as busy as so many programs of one row
 EVERYTHING: Final = 1 << 30  # a position that sees every key
 

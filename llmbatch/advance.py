@@ -12,18 +12,19 @@ from numba import njit
 
 from llmbatch.admission import BUDGET, CHUNKS, give_chunk, private_tokens
 from llmbatch.ends import End
-from llmbatch.pages import EMPTY, UNUSED, extend_by_one, path_of, release
+from llmbatch.pages import EMPTY, UNUSED, extend_by_one, path_of, release, tokens_spared
 from llmbatch.peak import expect, forget
+from llmbatch.reads import start_reading
 from llmbatch.slots import DECODING, PREEMPTED, PREEMPTIONS, PREFILLING, give_slot
 
 _RIGHT = int(End.RIGHT)
 
 
 @njit(cache=True)
-def hold_decodes(run: Any, pages: Any, peak: Any) -> int:
+def hold_decodes(run: Any, pages: Any, peak: Any) -> Any:
     """Give every decoding sequence the page of its next token, preempting the newest where there is no room.
 
-    Returns the KV tokens that the decodes of the step read.
+    Returns the KV tokens that the decodes of the step read, those read together once.
     """
     need = np.empty(run.counts[DECODING], np.int32)
     while True:
@@ -39,7 +40,7 @@ def hold_decodes(run: Any, pages: Any, peak: Any) -> int:
         preempt(run, pages, peak, _newest(run))
     for i in range(full):
         extend_by_one(pages, need[i])
-    return tokens
+    return tokens - tokens_spared(pages)
 
 
 @njit(cache=True)
@@ -96,10 +97,11 @@ def advance(
     """Take note of a step: tokens computed and sampled, prefills that decode from now on, sequences that ended.
 
     Returns the slots that ended, which still hold what they held, and the step's work: tokens computed for the
-    first time, their query-key pairs where they are prefill, KV tokens read by decodes.
+    first time, their query-key pairs where they are prefill, KV tokens read by decodes, those read together once.
     """
     gone = np.empty(len(finished), slots.dtype)
-    ended, sampled, tokens, pairs, read = 0, 0, 0, 0, 0
+    ended, sampled, tokens, pairs = 0, 0, 0, 0
+    read = -tokens_spared(pages)
     for i in range(len(slots)):
         slot = slots[i]
         record = run.slots[slot]
@@ -125,7 +127,7 @@ def advance(
             sampled += 1
         elif record.known > record.prompt and record.computed == record.known - 1:
             _forecast(pages, peak, slot, record, now)  # back after preemption
-    _start_decoding(run)
+    _start_decoding(run, pages)
     if ended > 0:
         _drop_ended(run)
     return gone[:ended], (tokens, pairs, read)
@@ -172,7 +174,7 @@ def pack(run: Any, chunks: Any) -> Any:
 
 
 @njit(cache=True)
-def _start_decoding(run: Any) -> None:
+def _start_decoding(run: Any, pages: Any) -> None:
     """Move to the decodes the prefills that have only their newest token to compute."""
     kept = 0
     for i in range(run.counts[PREFILLING]):
@@ -181,6 +183,7 @@ def _start_decoding(run: Any) -> None:
         if record.known > record.prompt and record.computed == record.known - 1:
             run.decoding[run.counts[DECODING]] = slot
             run.counts[DECODING] += 1
+            start_reading(pages.reads, pages.tables, slot, pages.held[slot])
         else:
             run.prefilling[kept] = slot
             kept += 1

@@ -23,7 +23,7 @@ class Load(NamedTuple):
     """What a budget is decided from, at the start of a step."""
 
     decodes: int  # sequences that will compute one token
-    kv_tokens: int  # KV tokens they read
+    kv_tokens: int  # KV tokens they read, those read together once
     compute_left: float  # seconds of compute of everything not yet done
     memory_left: float  # seconds of KV reads of everything not yet done
 
@@ -37,6 +37,7 @@ class Rates(NamedTuple):
     seconds_per_kv_token: float  # reading one token's KV
     weight_seconds: float  # reading the weights once
     weights_share_memory: bool  # law `bytes`: the weights are read beside the KV, in every step
+    cascade: bool = False  # decodes read a prefix that many of them share once a step
 
     @classmethod
     def of(cls, cost: CostModel) -> Rates:
@@ -49,6 +50,7 @@ class Rates(NamedTuple):
             seconds_per_kv_token=shape.kv_bytes_per_token / hardware.bytes_per_second,
             weight_seconds=cost.weight_seconds,
             weights_share_memory=cost.law == "bytes",
+            cascade=cost.cascade,
         )
 
 

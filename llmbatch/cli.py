@@ -168,7 +168,7 @@ def _add_simulation(parser: argparse.ArgumentParser) -> None:
     laws = parser.add_mutually_exclusive_group()
     laws.add_argument("--overlap-exponent", type=float, metavar="E", help="of the overlap of compute and memory (4)")
     laws.add_argument("--sequential", action="store_const", const=1.0, dest="overlap_exponent", help="no overlap")
-    add("--cascade", action="store_true", help="decodes read a shared page once a step")
+    add("--cascade", action="store_true", help="decodes read a long prefix that many share once a step")
     add("--seed", type=int, metavar="S", help="of draws, samples and random orders (0)")
     add("--json", action="store_true", help="print one JSON object and nothing else to standard output")
     add("--steps-out", metavar="F", help="write a Parquet file with a row a step")

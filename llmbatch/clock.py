@@ -19,8 +19,8 @@ from llmbatch.advance import advance, end_sequences, pack
 from llmbatch.cost import CostModel
 from llmbatch.deciding import charge, decide_step, is_done, needs_attention
 from llmbatch.driver import Ended
-from llmbatch.engines.simulated import NO_CASCADE, Cascade, Clock, count_again, generate, step_seconds
-from llmbatch.pages import EMPTY, UNUSED
+from llmbatch.engines.simulated import Clock, generate, step_seconds
+from llmbatch.pages import EMPTY, UNUSED, tokens_spared
 from llmbatch.schedule import Scheduler
 from llmbatch.slots import DECODING, PREFILLING
 
@@ -73,13 +73,11 @@ class Log(NamedTuple):
 class SimulatedDriver:
     """Runs a scheduler's steps on a simulated engine; `lengths` int32 [n] are the tokens each request generates."""
 
-    def __init__(self, lengths: NDArray[np.int32], cost: CostModel, cascade: Cascade | None = None) -> None:
+    def __init__(self, lengths: NDArray[np.int32], cost: CostModel) -> None:
         self.log = Log.empty(len(lengths))
         self._lengths = lengths
         self._clock = Clock.of(cost)
-        self._cascade = NO_CASCADE if cascade is None else cascade
         self._generated: NDArray[np.int32] = np.zeros(1024, np.int32)
-        self._seen: NDArray[np.int64] = np.empty(0, np.int64)
 
     @property
     def seconds(self) -> float:
@@ -90,8 +88,6 @@ class SimulatedDriver:
         """Advance by at most `steps` steps, until nothing is left; the requests that ended."""
         until = scheduler.steps + steps
         before = int(self.log.counts[1])
-        if not len(self._seen):
-            self._seen = np.full(scheduler.core.pages.num_pages, -1, np.int64)
         while scheduler.steps < until and not scheduler.done:
             scheduler.attend()
             if self.log.counts[0] == len(self.log.steps):
@@ -101,9 +97,8 @@ class SimulatedDriver:
                 self._generated = np.concatenate([self._generated, np.zeros_like(self._generated)])
             more = min(until - scheduler.steps, room)
             done = _run(
-                scheduler.core, self._clock, self._cascade, self._lengths, self._generated, self._seen, self.log,
-                scheduler.steps, more,
-            )  # fmt: skip
+                scheduler.core, self._clock, self._lengths, self._generated, self.log, scheduler.steps, more
+            )
             scheduler.steps += done
             if scheduler.core.chunks.totals[BEGUN]:
                 scheduler.grow()
@@ -112,9 +107,7 @@ class SimulatedDriver:
 
 
 @njit(cache=True)
-def _run(
-    core: Any, clock: Any, cascade: Any, lengths: Any, generated: Any, seen: Any, log: Any, now: int, steps: int
-) -> Any:
+def _run(core: Any, clock: Any, lengths: Any, generated: Any, log: Any, now: int, steps: int) -> Any:
     """Up to `steps` steps from step `now`; how many were run. It stops where Python must do something first."""
     run, pages, peak = core.run, core.pages, core.peak
     for done in range(steps):
@@ -127,8 +120,7 @@ def _run(
         slots, requests, starts, counts, samples = pack(run, core.chunks)
         decodes = run.counts[DECODING]
         finished, tokens, pairs, read = generate(slots, requests, starts, counts, samples, decodes, lengths, generated)
-        if cascade.page_size > 0:
-            read -= count_again(pages.tables, slots, requests, decodes, cascade, seen, step)
+        read -= tokens_spared(pages)
         record = log.steps[log.counts[0]]
         log.counts[0] += 1
         record.step = step

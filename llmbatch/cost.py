@@ -7,6 +7,9 @@ Sliding layers look back a window only. With p prompt and d output tokens:
     compute = (2 (p + d) P + 2 d P_head) / F + 2 p sum_layers(min(p, window)) H / F_attention
     memory  = sum_layers(min(p E[d] + E[d^2] / 2, window E[d])) * bytes per token and layer / B
 
+Where decodes read a long prefix of the prompt together (`cascade`), each is charged 1 / `GROUP_ROWS` of the reads of
+it in layers that look back without limit: a group has at least so many rows. A larger one reads less.
+
 For a fixed d the sliding term is an upper bound, tight where the prompt fills the window or all of p + d
 fits it.
 
@@ -31,6 +34,7 @@ from numpy.typing import ArrayLike, NDArray
 from llmbatch.configs import UNGATED, count_sparse_layers, read_field, read_windows
 from llmbatch.errors import ModelError, ParameterError
 from llmbatch.hardware import Hardware
+from llmbatch.kernels.groups import GROUP_ROWS
 
 Law = Literal["paper", "bytes"]
 Floats = NDArray[np.float64]
@@ -204,6 +208,7 @@ class CostModel:
     hardware: Hardware
     law: Law = "paper"
     overlap: Overlap = OVERLAPPED
+    cascade: bool = False  # decodes of the engine read a prefix that many of them share once a step
 
     def __post_init__(self) -> None:
         if self.law not in get_args(Law):
@@ -236,13 +241,19 @@ class CostModel:
         seconds: Floats = (products + attention * slower) / self.hardware.flops
         return seconds
 
-    def request_memory(self, prompt: ArrayLike, output: ArrayLike, second_moment: ArrayLike) -> Floats:
-        """Memory seconds of requests by prompt tokens, E[output tokens] and E[output tokens^2]."""
-        p, d, dd = (np.asarray(x, np.float64) for x in (prompt, output, second_moment))
+    def request_memory(
+        self, prompt: ArrayLike, output: ArrayLike, second_moment: ArrayLike, together: ArrayLike = 0.0
+    ) -> Floats:
+        """Memory seconds of requests by prompt tokens, E[output tokens] and E[output tokens^2].
+
+        Of the prompts' tokens `together` are read in groups (`llmbatch.cascade`).
+        """
+        p, d, dd, shared = (np.asarray(x, np.float64) for x in (prompt, output, second_moment, together))
         read = p * d + dd / 2
+        spared = shared * d * (1.0 - 1.0 / GROUP_ROWS)
         total = np.zeros_like(read)
         for window, layers in self._layer_kinds():
-            total += layers * (read if math.isinf(window) else np.minimum(read, d * window))
+            total += layers * (read - spared if math.isinf(window) else np.minimum(read, d * window))
         per_layer = self.shape.kv_bytes_per_token / self.shape.layers
         seconds: Floats = total * (per_layer / self.hardware.bytes_per_second)
         return seconds

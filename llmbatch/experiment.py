@@ -62,7 +62,10 @@ class Experiment:
     def cost(self) -> CostModel:
         """The model on the device, under the law."""
         hardware = find_hardware(self.hardware).group(self.tensor_parallel)
-        return CostModel(read_shape(self.model_shape), hardware, law=self.law, overlap=Overlap(self.overlap_exponent))
+        overlap = Overlap(self.overlap_exponent)
+        return CostModel(
+            read_shape(self.model_shape), hardware, law=self.law, overlap=overlap, cascade=self.cascade
+        )
 
     @cached_property
     def pool(self) -> Pool:
@@ -98,7 +101,6 @@ class Experiment:
             pool,
             self.scheduling,
             lengths=self.lengths,
-            cascade=self.cascade,
             replicas=self.data_parallel,
         )
 

@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from llmbatch.cascade import tokens_together
 from llmbatch.clock import SimulatedDriver
 from llmbatch.cost import CostModel
 from llmbatch.order import Policy
@@ -152,5 +153,5 @@ def _optimal(tree: PrefixTree, lengths: NDArray[np.float64], pool: Pool, cost: C
     compute = cost.request_compute(tree.lengths, lengths).sum() - cost.prompt_seconds(
         tree.total_tokens - tree.unique_tokens
     )
-    memory = cost.request_memory(tree.lengths, lengths, lengths**2).sum()
+    memory = cost.request_memory(tree.lengths, lengths, lengths**2, tokens_together(tree, cost)).sum()
     return cost.optimal_seconds(float(compute), float(memory), pool.tokens * cost.shape.kv_bytes_per_token)

@@ -19,6 +19,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
+from llmbatch.reads import Reads, stop_reading
 from llmbatch.trie import PageTrie, fill_path
 
 FREE, PRIVATE = -2, -1  # what `node` says of a page that is not in the trie
@@ -46,10 +47,14 @@ class Pages(NamedTuple):
     run_start: NDArray[np.int32]
     run_base: NDArray[np.int32]
     run_parent: NDArray[np.int32]
+    reads: Reads
 
     @classmethod
-    def empty(cls, num_pages: int, trie: PageTrie, *, slots: int, width: int) -> Pages:
-        """Free pages for `slots` slots, which hold `width` pages each before tables must be widened."""
+    def empty(cls, num_pages: int, trie: PageTrie, *, slots: int, width: int, cascade: bool = False) -> Pages:
+        """Free pages for `slots` slots, which hold `width` pages each before tables must be widened.
+
+        `cascade`: decodes read a prefix that many of them share once a step.
+        """
         return cls(
             num_pages=num_pages,
             page_size=trie.page_size,
@@ -68,6 +73,7 @@ class Pages(NamedTuple):
             run_start=trie.run_start,
             run_base=trie.run_base,
             run_parent=trie.run_parent,
+            reads=Reads.empty(num_pages, slots, trie.page_size, cascade=cascade),
         )
 
     def grown(self) -> Pages:
@@ -77,6 +83,7 @@ class Pages(NamedTuple):
             tables=np.pad(self.tables, ((0, more), (0, 0)), constant_values=-1),
             held=np.pad(self.held, (0, more)),
             request=np.pad(self.request, (0, more), constant_values=-1),
+            reads=self.reads.grown(),
         )
 
     def widened(self) -> Pages:
@@ -119,6 +126,7 @@ class Pages(NamedTuple):
         assert self.counts[UNUSED] == np.count_nonzero(users[inside] == 0), "unused trie pages are miscounted"
         assert self.counts[SHARED] == np.count_nonzero(users[inside] > 0), "used trie pages are miscounted"
         assert (self.remaining >= 0).all(), "fewer than no rows are to come"
+        self.reads.check(self.tables, self.held)
 
 
 @njit(cache=True)
@@ -203,6 +211,7 @@ def release(pages: Any, slot: int, again: bool) -> None:
     if again:
         for node in path_of(pages, pages.request[slot]):
             pages.remaining[node] += 1
+    stop_reading(pages.reads, pages.tables, slot)
     for i in range(pages.held[slot]):
         page = pages.tables[slot, i]
         pages.users[page] -= 1
@@ -218,6 +227,12 @@ def release(pages: Any, slot: int, again: bool) -> None:
         _free(pages, page)
     pages.held[slot] = 0
     pages.request[slot] = -1
+
+
+@njit(cache=True)
+def tokens_spared(pages: Any) -> Any:
+    """KV tokens that decodes need not read, since others of the step read them for them."""
+    return pages.reads.spared[0] * pages.page_size
 
 
 @njit(cache=True)

@@ -22,6 +22,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
+from llmbatch.cascade import tokens_together
 from llmbatch.cost import CostModel
 from llmbatch.errors import ParameterError
 from llmbatch.lengths import Expected
@@ -103,7 +104,8 @@ def plan(
     memory = np.zeros(tree.lengths.size)
     prompt, mean = tree.lengths[tree.rows], expected.mean[tree.rows]
     compute[tree.rows] = cost.request_compute(prompt, mean)
-    memory[tree.rows] = cost.request_memory(prompt, mean, expected.second_moment[tree.rows])
+    together = tokens_together(tree, cost)[tree.rows]
+    memory[tree.rows] = cost.request_memory(prompt, mean, expected.second_moment[tree.rows], together)
     shared = tree.total_tokens - tree.unique_tokens
     compute_seconds = float(compute.sum() - cost.prompt_seconds(shared))
     memory_seconds = float(memory.sum())

@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmbatch.budget import Budget, ClosedLoopBudget, FixedBudget, Rates
+from llmbatch.cascade import tokens_together
 from llmbatch.cost import CostModel
 from llmbatch.driver import Driver
 from llmbatch.ends import Blend, DualScanEnds, Ends, InOrder
@@ -111,6 +112,7 @@ class ShardRun:
         begun = time.perf_counter()
         self._lengths = workload.length_model()
         self._rates = Rates.of(cost)
+        self._together = tokens_together(tree, cost)
         trie = PageTrie.build(tree.rows, tree.lcp, pool.page_size, len(workload))
         most = scheduling.max_running
         if after is None:
@@ -240,12 +242,14 @@ class ShardRun:
         mean = expected.mean[rows]
         compute, memory = np.zeros(len(self._workload)), np.zeros(len(self._workload))
         compute[rows] = self._cost.request_compute(prompts[rows], mean) - self._cost.prompt_seconds(self._tree.lcp)
-        memory[rows] = self._cost.request_memory(prompts[rows], mean, expected.second_moment[rows])
+        memory[rows] = self._cost.request_memory(
+            prompts[rows], mean, expected.second_moment[rows], self._together[rows]
+        )
         # Of a running sequence only its decodes are left, from where it stands.
         running, generated = self.scheduler.unfinished()
         left = self._lengths.remaining(running, generated)
         compute[running] = left.mean * self._rates.seconds_per_token
-        memory[running] = self._cost.request_memory(prompts[running] + generated, *left)
+        memory[running] = self._cost.request_memory(prompts[running] + generated, *left, self._together[running])
         compute[self._ended] = memory[self._ended] = 0.0
         waiting = order[~self._ended[order]]
         compute_left, memory_left = float(compute.sum()), float(memory.sum())

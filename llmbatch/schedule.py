@@ -31,7 +31,7 @@ from llmbatch.deciding import Core, charge, decide_step, is_done, needs_attentio
 from llmbatch.ends import EndRules, Ends, InOrder, Queue
 from llmbatch.engines import Finish, Step, StepResult
 from llmbatch.lengths import Expected
-from llmbatch.pages import WIDEST, Pages
+from llmbatch.pages import WIDEST, Pages, tokens_spared
 from llmbatch.peak import Peak
 from llmbatch.slots import DECODING, PREEMPTED, PREEMPTIONS, PREFILLING, RECKONED, Running
 from llmbatch.trie import PageTrie
@@ -92,7 +92,7 @@ class Scheduler:
         self.steps = 0
         self.core = Core(
             run=Running.empty(_SLOTS),
-            pages=Pages.empty(num_pages, trie, slots=_SLOTS, width=_width(prompt_lengths, trie)),
+            pages=Pages.empty(num_pages, trie, slots=_SLOTS, width=_width(prompt_lengths, trie), cascade=rates.cascade),
             peak=Peak.empty(_SLOTS),
             chunks=Chunks.empty(_SLOTS),
             queue=Queue.of(np.empty(0, np.int32), self._taken, np.empty(0)),
@@ -286,6 +286,7 @@ class Scheduler:
             preempted=int(totals[PREEMPTED_NOW]),
             running=int(core.run.counts[DECODING] + core.run.counts[PREFILLING]),
             kv_tokens=core.pages.used * core.pages.page_size,
+            spared_tokens=int(tokens_spared(core.pages)),
         )
 
 

@@ -14,15 +14,14 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from llmbatch.cascade import tokens_together
 from llmbatch.clock import STEP, SimulatedDriver
 from llmbatch.cost import CostModel
-from llmbatch.engines.simulated import Cascade
 from llmbatch.errors import ParameterError
 from llmbatch.partition import partition
 from llmbatch.plan import Plan
 from llmbatch.runner import decide, run_shard
 from llmbatch.traces import Trace
-from llmbatch.trie import PageTrie
 from llmbatch.workload import Pool, Scheduling, Workload
 
 Knowledge = Literal["known", "sampled"]
@@ -127,7 +126,6 @@ def simulate(
     scheduling: Scheduling,
     *,
     lengths: Knowledge = "sampled",
-    cascade: bool = False,
     replicas: int = 1,
 ) -> Simulation:
     """Run a trace through the scheduler; it knows the recorded lengths only where `lengths` says so.
@@ -138,7 +136,7 @@ def simulate(
     workload = describe(trace, pool, lengths)
     seconds = time.perf_counter() - begun
     if replicas == 1:
-        return run_workload(workload, trace.output_lengths, cost, pool, scheduling, cascade=cascade, planning=seconds)
+        return run_workload(workload, trace.output_lengths, cost, pool, scheduling, planning=seconds)
     shards = partition(workload.tree, decide(workload, pool, cost, scheduling), cost, replicas)
     seconds = time.perf_counter() - begun
     parts = []
@@ -146,7 +144,7 @@ def simulate(
         keep = np.zeros(len(trace), np.bool_)
         keep[rows] = True
         part = replace(workload, tree=workload.tree.select(keep))
-        parts.append(run_workload(part, trace.output_lengths, cost, pool, scheduling, cascade=cascade))
+        parts.append(run_workload(part, trace.output_lengths, cost, pool, scheduling))
     return _merge(parts, shards, workload, trace.output_lengths, cost, pool, seconds)
 
 
@@ -170,7 +168,6 @@ def run_workload(
     pool: Pool,
     scheduling: Scheduling,
     *,
-    cascade: bool = False,
     planning: float = 0.0,
     decided: Plan | None = None,
 ) -> Simulation:
@@ -179,12 +176,7 @@ def run_workload(
     `planning` seconds were spent before.
     """
     tree = workload.tree
-    shared = (
-        Cascade(pool.page_size, PageTrie.build(tree.rows, tree.lcp, pool.page_size, len(output)).depth)
-        if cascade
-        else None
-    )
-    driver = SimulatedDriver(output, cost, shared)
+    driver = SimulatedDriver(output, cost)
     begun = time.perf_counter()
     result = run_shard(workload, driver, pool, cost, scheduling, decided=decided)
     scheduling_seconds = time.perf_counter() - begun - result.planning_seconds
@@ -227,7 +219,7 @@ def _report(
     prompts, answers = tree.lengths[rows].astype(np.int64), output[rows].astype(np.int64)
     shared = tree.total_tokens - tree.unique_tokens
     compute = float(cost.request_compute(prompts, answers).sum() - cost.prompt_seconds(shared))
-    memory = float(cost.request_memory(prompts, answers, answers**2).sum())
+    memory = float(cost.request_memory(prompts, answers, answers**2, tokens_together(tree, cost)[rows]).sum())
     pool_bytes = pool.tokens * cost.shape.kv_bytes_per_token
     optimal = cost.optimal_seconds(compute / replicas, memory / replicas, pool_bytes)
     prompt_tokens = int(prompts.sum())

@@ -16,7 +16,7 @@ from llmbatch.cost import CostModel, Law, Overlap, find_shape
 from llmbatch.driver import EngineDriver
 from llmbatch.ends import Blend, InOrder
 from llmbatch.engines import Step
-from llmbatch.engines.simulated import Cascade, Clock, SimulatedEngine, step_seconds
+from llmbatch.engines.simulated import Clock, SimulatedEngine, step_seconds
 from llmbatch.hardware import find_hardware
 from llmbatch.schedule import Finished, Scheduler, Waiting
 from tests.workloads import COST, RATES, Believed, Workload, workloads
@@ -88,20 +88,6 @@ def test_the_clock_charges_what_the_cost_model_says(law: Law, exponent: float) -
     for tokens, pairs, read in ((1, 0, 1), (700, 90_000, 400_000), (64, 2080, 0), (512, 10, 10_000)):
         expected = cost.step_time(tokens, float(pairs), float(read), 3)
         assert step_seconds(Clock.of(cost), tokens, pairs, read, 3) == pytest.approx(expected)
-
-
-def test_cascade_reads_a_page_that_decodes_share_once_a_step() -> None:
-    prefix = list(range(64))
-    load = Workload([[*prefix, 100 + i] for i in range(5)], np.full(5, 4, np.int32), np.full(5, 4.0))
-    logs = []
-    for cascade in (None, Cascade(16, load.trie(16).depth)):
-        scheduler = scheduler_for(load, 16, 100, closed_loop=False)
-        scheduler.enqueue(Waiting(np.arange(5, dtype=np.int32), load.believed, InOrder(), FixedBudget(500), 1.0, 1.0))
-        driver = SimulatedDriver(load.lengths, COST, cascade)
-        driver.run(scheduler, 100)
-        logs.append(driver.log.steps["kv_read_tokens"][: driver.log.counts[0]])
-    assert logs[0].tolist() == [0, 5 * 66, 5 * 67, 5 * 68]
-    assert (logs[0][1:] - logs[1][1:]).tolist() == [4 * 64] * 3
 
 
 def test_rates_are_those_of_the_cost_model() -> None:

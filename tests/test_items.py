@@ -10,14 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from llmbatch.kernels.groups import GROUP_ROWS, GROUP_TOKENS
 from llmbatch.kernels.items import (
     ALIGN,
     BEGIN,
     END,
     EVERYTHING,
     FIRST,
-    GROUP_ROWS,
-    GROUP_TOKENS,
     LEAST_KEYS,
     PART,
     POSITION,

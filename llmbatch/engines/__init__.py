@@ -47,6 +47,7 @@ class Step:
     preempted: int = 0  # sequences that lost their pages in this step
     running: int = 0  # sequences that hold pages, computing or waiting for the budget
     kv_tokens: int = 0  # tokens that the pages in use hold during the step, shared pages once
+    spared_tokens: int = 0  # KV tokens that decodes need not read, where the engine reads shared prefixes together
 
     @property
     def num_tokens(self) -> int:

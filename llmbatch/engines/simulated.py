@@ -1,10 +1,10 @@
 """An engine that is a clock: it generates each request's recorded number of tokens and adds up seconds.
 
 A step of n tokens has q query-key pairs (a chunk of c tokens after k: c k + c (c + 1) / 2) and reads R tokens of KV:
-each decoding sequence its whole context, the token it computes included. With cascade attention a page that several
-decodes of the step share is read once. Under law `paper` the step's compute is max(tokens, reading the weights) and
-attention, its memory the KV; under law `bytes` the weights are read beside the KV. The two add up by the overlap law,
-and every step takes the device's fixed seconds on top.
+each decoding sequence its whole context, the token it computes included. With cascade attention a prefix that many
+decodes of the step share is read once (`llmbatch.reads`). Under law `paper` the step's compute is max(tokens, reading
+the weights) and attention, its memory the KV; under law `bytes` the weights are read beside the KV. The two add up by
+the overlap law, and every step takes the device's fixed seconds on top.
 """
 
 from __future__ import annotations
@@ -36,16 +36,6 @@ class Clock(NamedTuple):
         return cls(Rates.of(cost), float(cost.overlap.exponent), float(cost.hardware.step_seconds))
 
 
-class Cascade(NamedTuple):
-    """What is needed to read shared pages once; a page size of 0 for attention that does not."""
-
-    page_size: int
-    depth: NDArray[np.int32]  # by request: pages at the start of its prompt that others may share
-
-
-NO_CASCADE = Cascade(0, np.empty(0, np.int32))
-
-
 class SimulatedEngine:
     """Executes steps in no time. `lengths` int32 [n] are the tokens each request generates, at least 1."""
 
@@ -64,6 +54,7 @@ class SimulatedEngine:
             step.slots, step.requests, step.starts, step.counts, step.samples, step.num_decodes,
             self._lengths, self._generated,
         )  # fmt: skip
+        read -= step.spared_tokens
         self.seconds += step_seconds(self._clock, tokens + step.num_decodes, pairs, read, len(finished))
         return StepResult(np.zeros(len(finished), np.int32), finished)
 
@@ -114,15 +105,3 @@ def generate(
             finished[sampled] = _ENDED if generated[slots[i]] >= lengths[requests[i]] else 0
             sampled += 1
     return finished[:sampled], tokens, pairs, read
-
-
-@njit(cache=True)
-def count_again(tables: Any, slots: Any, requests: Any, num_decodes: int, cascade: Any, seen: Any, step: int) -> Any:
-    """KV tokens of shared pages that an earlier decode of the step has read; `seen` by page: the step it was read."""
-    again = 0
-    for i in range(num_decodes):
-        for position in range(cascade.depth[requests[i]]):
-            page = tables[slots[i], position]
-            again += seen[page] == step
-            seen[page] = step
-    return again * cascade.page_size

@@ -1,0 +1,35 @@
+"""Which part of each prompt decodes will read together, known from the tree before anything runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from llmbatch.cost import CostModel
+from llmbatch.kernels.groups import GROUP_ROWS, GROUP_TOKENS
+from llmbatch.tree import PrefixTree
+
+
+def tokens_together(tree: PrefixTree, cost: CostModel) -> NDArray[np.int32]:
+    """Leading prompt tokens that the decodes of an engine read together, int32 by row; 0 for rows not in the tree.
+
+    The longest prefix of at least `GROUP_TOKENS` tokens that at least `GROUP_ROWS` rows of the tree have in common;
+    nothing where the engine knows no cascade.
+    """
+    together = np.zeros(tree.lengths.size, np.int32)
+    if cost.cascade:
+        together[tree.rows] = _common(tree.parent, tree.depth, tree.last - tree.first)[tree.leaf]
+    return together
+
+
+@njit(cache=True)
+def _common(parent: Any, depth: Any, count: Any) -> Any:
+    """By node: the depth of the deepest node on its path that is long enough, with enough rows below."""
+    common = np.zeros(parent.size, np.int32)
+    for node in range(1, parent.size):  # parents come first
+        enough = count[node] >= GROUP_ROWS and depth[node] >= GROUP_TOKENS
+        common[node] = depth[node] if enough else common[parent[node]]
+    return common
