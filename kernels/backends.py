@@ -34,6 +34,8 @@ class Plan:
 class PagedAttention(Protocol):
     """Attention over pages on a device."""
 
+    cascade: bool  # decodes that share a long prefix read it once (`llmbatch.kernels.groups`)
+
     def plan(self, layout: Layout, spec: AttentionSpec, page_size: int) -> Plan:
         """What a step's layers like `spec` do; touches no device."""
         ...

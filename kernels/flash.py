@@ -19,6 +19,8 @@ _MODULES: Final = ("flash_attn_interface", "flash_attn.cute", "flash_attn")  # o
 class FlashAttention:
     """Decodes and prefills in one launch (`PagedAttention`). Raises ImportError where the package is not installed."""
 
+    cascade = False
+
     def __init__(self) -> None:
         for module, call in zip(_MODULES, (_call_3, _call_4, _call_2), strict=True):
             try:

@@ -26,7 +26,7 @@ class TritonAttention:
             torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else _INTERPRETED
         )
         self._programs = _PROGRAMS * units
-        self._cascade = cascade
+        self.cascade = cascade
 
     def plan(self, layout: Layout, spec: AttentionSpec, page_size: int) -> Plan:
         """Items of the step."""
@@ -80,7 +80,7 @@ class TritonAttention:
     def _cut(self, layout: Layout, spec: AttentionSpec, page_size: int) -> Items:
         return cut_items(
             layout.tables, layout.slots, layout.starts, layout.counts, layout.decodes, page_size,
-            triton_attention.block_tokens(spec.group), spec.window, spec.heads, self._programs, self._cascade,
+            triton_attention.block_tokens(spec.group), spec.window, spec.heads, self._programs, self.cascade,
         )  # fmt: skip
 
 

@@ -14,6 +14,8 @@ from llmbatch.kernels.spec import AttentionSpec
 class VarlenAttention:
     """Decodes and prefills in one launch (`PagedAttention`). Raises ImportError where torch cannot read pages."""
 
+    cascade = False
+
     def __init__(self) -> None:
         from torch.nn.attention.varlen import varlen_attn
 

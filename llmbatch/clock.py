@@ -96,9 +96,7 @@ class SimulatedDriver:
             while len(scheduler.core.run.slots) > len(self._generated):
                 self._generated = np.concatenate([self._generated, np.zeros_like(self._generated)])
             more = min(until - scheduler.steps, room)
-            done = _run(
-                scheduler.core, self._clock, self._lengths, self._generated, self.log, scheduler.steps, more
-            )
+            done = _run(scheduler.core, self._clock, self._lengths, self._generated, self.log, scheduler.steps, more)
             scheduler.steps += done
             if scheduler.core.chunks.totals[BEGUN]:
                 scheduler.grow()

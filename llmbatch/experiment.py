@@ -63,9 +63,7 @@ class Experiment:
         """The model on the device, under the law."""
         hardware = find_hardware(self.hardware).group(self.tensor_parallel)
         overlap = Overlap(self.overlap_exponent)
-        return CostModel(
-            read_shape(self.model_shape), hardware, law=self.law, overlap=overlap, cascade=self.cascade
-        )
+        return CostModel(read_shape(self.model_shape), hardware, law=self.law, overlap=overlap, cascade=self.cascade)
 
     @cached_property
     def pool(self) -> Pool:

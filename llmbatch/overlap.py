@@ -35,12 +35,12 @@ class Work:
         decodes = step.num_decodes
         starts, counts = step.starts[decodes:].astype(float), step.counts[decodes:].astype(float)
         pairs = float((counts * starts + counts * (counts + 1) / 2).sum())
-        read = float(step.starts[:decodes].sum(dtype=float)) + decodes
+        read = float(step.starts[:decodes].sum(dtype=float)) + decodes - step.spared_tokens
         samples = int(step.samples.sum())
         return cls(
             products=rates.seconds_per_token * step.num_tokens + rates.seconds_per_sample * samples,
             attention=rates.seconds_per_pair * pairs,
-            reads=rates.seconds_per_kv_token * read,
+            reads=rates.seconds_per_kv_token * max(0.0, read),
             weights=rates.weight_seconds,
         )
 

@@ -33,7 +33,9 @@ SHAPE = ModelShape(
 
 
 def fitted(gain: float) -> Fitted:
-    return Fitted(replace(HARDWARE, compute_efficiency=0.5), 1.5, share_near=0.9, largest_miss=0.2, gain=gain)
+    return Fitted(
+        replace(HARDWARE, compute_efficiency=0.5), 1.5, cascade=True, share_near=0.9, largest_miss=0.2, gain=gain
+    )
 
 
 @pytest.fixture

@@ -138,7 +138,7 @@ def _scattered(numbers: NDArray[np.uint64]) -> NDArray[np.int64]:
 
 
 class Noted:
-    """Takes answers, and notes each step's work and when it was done: device and host never wait long for each other."""
+    """Takes answers, and notes each step's work and when it was done."""
 
     def __init__(self, engine: AcceleratedEngine) -> None:
         self._engine = engine
@@ -197,7 +197,13 @@ def job(stage: Stage, requests: Requests, strategy: Strategy, pool: Pool, order:
 def optima(stage: Stage, workload: Workload, requests: Requests, pool: Pool) -> dict[str, float]:
     """T_opt by the efficiencies of kernels alone: of an engine that runs them in turn, and of one that overlaps."""
     cost = stage.ceiling_cost
-    cost = replace(cost, hardware=replace(cost.hardware, **efficiencies(stage)), cascade=True)
+    reached = efficiencies(stage)
+    hardware = replace(
+        cost.hardware,
+        compute_efficiency=reached["compute_efficiency"],
+        bandwidth_efficiency=reached["bandwidth_efficiency"],
+    )
+    cost = replace(cost, hardware=hardware)
     p, d = requests.prompt_lengths, requests.max_tokens.astype(np.float64)
     tree = workload.tree
     shared = tree.total_tokens - tree.unique_tokens

@@ -113,10 +113,8 @@ def timeline(title: str, spans: Sequence[tuple[float, float, str]]) -> str:
         row = next((i for i, until in enumerate(free) if until <= begun), len(free))
         free[row : row + 1] = [ended]
         colour = COLOURS[0] if "attend" in name or "merge" in name else COLOURS[3]
-        body.append(
-            f'<rect x="{20 + begun / end * 960:.1f}" y="{40 + 24 * row}" width="{max(0.5, (ended - begun) / end * 960):.1f}" '
-            f'height="20" fill="{colour}"><title>{escape(name)}, {ended - begun:.0f} us</title></rect>'
-        )
+        width = max(0.5, (ended - begun) / end * 960)
+        body.append(_box(20 + begun / end * 960, 40 + 24 * row, width, 20, colour))
     body.append(_text(20, 60 + 24 * len(free), f"0 to {end:.0f} us; attention blue, others yellow"))
     return _svg(title, 1000, 80 + 24 * len(free), body)
 

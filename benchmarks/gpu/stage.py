@@ -119,7 +119,7 @@ class Stage:
     def ceiling_cost(self) -> CostModel:
         """What requests cost at the card's ceilings, of an engine that runs kernel after kernel."""
         at_most = replace(self.ceilings, compute_efficiency=1.0, bandwidth_efficiency=1.0)
-        return CostModel(self.shape, at_most, law="paper", overlap=SEQUENTIAL)
+        return CostModel(self.shape, at_most, law="paper", overlap=SEQUENTIAL, cascade=True)
 
     @cached_property
     def calibration(self) -> DeviceCalibration:

@@ -1,4 +1,4 @@
-"""Whole steps of every kind under each strategy: how long they take, against the roofline and what is predicted of them.
+"""Whole steps of every kind under each strategy: what they take, against the roofline and what is predicted of them.
 
 Two rooflines. The lower one is that of any engine: the longer of all arithmetic and all bytes. The other is that of an
 engine that runs kernel after kernel: products take the longer of their arithmetic and the weights' bytes, attention of
@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.autograd import DeviceType  # type: ignore[attr-defined]
 from torch.profiler import ProfilerActivity, profile
 
 from gpu.kernels import decodes
@@ -115,7 +116,7 @@ def overlapped(stage: Stage, engine: AcceleratedEngine, kind: StepKind) -> dict[
     spans = sorted(
         (event.time_range.start, event.time_range.end, event.name)
         for event in profiled.events()
-        if event.device_type == torch.autograd.DeviceType.CUDA
+        if event.device_type == DeviceType.CUDA
     )
     busy, end = 0.0, 0.0
     by_name: dict[str, float] = {}

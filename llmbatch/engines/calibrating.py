@@ -64,6 +64,7 @@ def calibrate_device(
         fitted[name] = Fitted(
             hardware=found.cost.hardware,
             exponent=found.cost.overlap.exponent,
+            cascade=ceilings.cascade,
             share_near=found.share_near,
             largest_miss=found.largest_miss,
             gain=math.exp(sum(math.log(sequential[i] / seconds[i]) for i in blends) / len(blends)),

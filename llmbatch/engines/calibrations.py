@@ -28,13 +28,14 @@ class Fitted:
 
     hardware: Hardware  # with its ceilings, and the efficiencies under them
     exponent: float  # of the overlap law
+    cascade: bool  # decodes read a prefix that many of them share once a step
     share_near: float  # of the steps, that are predicted within 10 %
     largest_miss: float
     gain: float  # how many times as fast as `sequential` on blended steps
 
     def cost(self, shape: ModelShape) -> CostModel:
         """What requests cost. Kernels run one after the other but where parts overlap, which is law `paper`."""
-        return CostModel(shape, self.hardware, law="paper", overlap=Overlap(self.exponent))
+        return CostModel(shape, self.hardware, law="paper", overlap=Overlap(self.exponent), cascade=self.cascade)
 
 
 @dataclass(frozen=True, slots=True)

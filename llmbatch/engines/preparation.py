@@ -129,7 +129,8 @@ def prepare(
         notes = (*notes, f"small steps are not recorded as CUDA graphs, and take longer: {room.unrecorded}")
     if options.kv_memory is None:
         pool = Pool(max(1, room.pool_bytes // (model.bytes_per_token * size)), size)
-    uncalibrated = Preparation(pool, _ceilings(platform, model), attention, records=room.unrecorded is None)
+    ceilings = replace(_ceilings(platform, model), cascade=attention.cascade)
+    uncalibrated = Preparation(pool, ceilings, attention, records=room.unrecorded is None)
     calibration, told = _calibration(uncalibrated, loaded, _kept(platform, model, options))
     strategy = _strategy(calibration, options)
     cost = calibration.fitted[strategy].cost(_shape(model))
