@@ -1,12 +1,12 @@
-"""The engine on a GPU: ceilings, kernels, steps and whole jobs, in parts of a few minutes.
+"""The engine on a GPU: ceilings, kernels, layers, steps and whole jobs, in parts of a few minutes.
 
     python benchmarks/gpu [PART ...] [--device cuda] [--traces FOLDER] [--out FOLDER] [--dry-run]
 
-Parts are `ceilings`, `kernels`, `steps`, `jobs` and `peer`; without any all of them run. It needs torch, transformers,
-triton, numpy, numba and pyarrow, and one NVIDIA GPU. Each part writes `PART.json` into the folder, with the card's
-name, versions, date and ceilings. `--traces`, or $LLMBATCH_TRACES, is a folder with azure2023_code, mmlu_5shot and
-video_panda70m as Parquet, which `jobs` and `peer` need. `--dry-run` runs everything in sizes that Triton's interpreter
-can do on a processor: its figures say nothing, and are not written.
+Parts are `ceilings`, `kernels`, `layers`, `steps`, `jobs` and `peer`; without any all of them run. It needs torch,
+transformers, triton, numpy, numba and pyarrow, and one NVIDIA GPU. Each part writes `PART.json` into the folder, with
+the card's name, versions, date and ceilings. `--traces`, or $LLMBATCH_TRACES, is a folder with azure2023_code,
+mmlu_5shot and video_panda70m as Parquet, which `jobs` and `peer` need. `--dry-run` runs everything in sizes that
+Triton's interpreter can do on a processor: its figures say nothing, and are not written.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from importlib import import_module
 from pathlib import Path
 
 HERE = Path(__file__).parent
-PARTS = ("ceilings", "kernels", "steps", "jobs", "peer")
+PARTS = ("ceilings", "kernels", "layers", "steps", "jobs", "peer")
 
 
 def main() -> int:
