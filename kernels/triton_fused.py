@@ -20,18 +20,11 @@ _HEADS_BLOCK: Final = 8
 
 
 @triton.jit
-def _normalize(
-    x, residual, summed, weight, out, width, epsilon, PADDED: tl.constexpr, ADDS: tl.constexpr,
-):  # fmt: skip
+def _normalize(x, weight, out, width, epsilon, PADDED: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, PADDED)
     used = d < width
     value = tl.load(x + row * width + d, mask=used, other=0.0).to(tl.float32)
-    if ADDS:
-        value += tl.load(residual + row * width + d, mask=used, other=0.0).to(tl.float32)
-        rounded = value.to(summed.dtype.element_ty)
-        tl.store(summed + row * width + d, rounded, mask=used)
-        value = rounded.to(tl.float32)
     inverse = 1.0 / tl.sqrt(tl.sum(value * value, 0) / width + epsilon)
     scale = tl.load(weight + d, mask=used, other=0.0)
     tl.store(out + row * width + d, (value * inverse * scale).to(out.dtype.element_ty), mask=used)
@@ -101,25 +94,11 @@ def _rotate_and_store(
     tl.store(values + at, x, mask=used & (head >= query_heads + heads)[:, None])
 
 
-def normalize(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    epsilon: float,
-    out: torch.Tensor,
-    residual: torch.Tensor | None = None,
-    summed: torch.Tensor | None = None,
-) -> None:
-    """RMSNorm of each row: out = x / sqrt(mean(x**2) + epsilon) * weight; [rows, width] all, `weight` float32.
-
-    With a `residual`, of the sum of both, which is written to `summed`.
-    """
-    assert (residual is None) == (summed is None), "a sum has a place"
+def normalize(x: torch.Tensor, weight: torch.Tensor, epsilon: float, out: torch.Tensor) -> None:
+    """RMSNorm of each row: out = x / sqrt(mean(x**2) + epsilon) * weight; [rows, width] both, `weight` float32."""
     rows, width = x.shape
     padded = triton.next_power_of_2(width)
-    _normalize[(rows,)](
-        x, x if residual is None else residual, out if summed is None else summed, weight, out, width, epsilon,
-        PADDED=padded, ADDS=residual is not None, num_warps=min(16, max(1, padded // 512)),
-    )  # fmt: skip
+    _normalize[(rows,)](x, weight, out, width, epsilon, PADDED=padded, num_warps=min(16, max(1, padded // 512)))
 
 
 def gate(x: torch.Tensor, activation: int, out: torch.Tensor) -> None:

@@ -80,9 +80,8 @@ def main(capability: int) -> dict[str, int]:
         triton_attention._merge, out | {"query_heads": "i32"},
         {"WIDTH": 128, "PADDED": 128, "SINKS": True}, capability, num_warps=1,
     )  # fmt: skip
-    pointers = dict.fromkeys(("x", "residual", "summed", "out"), "*bf16")
-    norm = pointers | {"weight": "*fp32", "width": "i32", "epsilon": "fp32"}
-    found["norm"] = compiled(triton_fused._normalize, norm, {"PADDED": 4096, "ADDS": True}, capability, num_warps=8)
+    norm = {"x": "*bf16", "out": "*bf16", "weight": "*fp32", "width": "i32", "epsilon": "fp32"}
+    found["norm"] = compiled(triton_fused._normalize, norm, {"PADDED": 4096}, capability, num_warps=8)
     gate = {"x": "*bf16", "out": "*bf16", "width": "i32", "total": "i32"}
     found["gate"] = compiled(triton_fused._gate, gate, {"ACTIVATION": 1, "BLOCK": 1024}, capability)
     found["rotate"] = rotation(capability, 128, norms=False)

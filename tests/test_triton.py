@@ -151,20 +151,13 @@ def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [64, 200, 4096])
-def test_the_norm_of_a_row_and_of_a_sum(width: int, dtype: torch.dtype) -> None:
+def test_the_norm_of_a_row(width: int, dtype: torch.dtype) -> None:
     torch.manual_seed(width)
-    x, other, weight = random(5, width, dtype=dtype), random(5, width, dtype=dtype), random(width)
-
-    def norm(x: torch.Tensor) -> torch.Tensor:
-        x = x.double()
-        return x / torch.sqrt((x**2).mean(-1, keepdim=True) + 1e-5) * weight.double()
-
-    out, summed = poisoned(5, width, dtype=dtype), poisoned(5, width, dtype=dtype)
+    x, weight, out = random(5, width, dtype=dtype), random(width), poisoned(5, width, dtype=dtype)
     triton_fused.normalize(x, weight, 1e-5, out)
-    assert relative_error(out, norm(x)) < TOLERANCE[dtype]
-    triton_fused.normalize(x, weight, 1e-5, out, other, summed)
-    assert relative_error(summed, x.double() + other.double()) < TOLERANCE[dtype]
-    assert relative_error(out, norm(summed)) < TOLERANCE[dtype]
+    exact = x.double()
+    expected = exact / torch.sqrt((exact**2).mean(-1, keepdim=True) + 1e-5) * weight.double()
+    assert relative_error(out, expected) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -1,10 +1,10 @@
-"""The engine on a GPU: ceilings, kernels, steps and whole jobs, in parts of a few minutes.
+"""The engine on a GPU: ceilings, kernels, layers, steps and whole jobs, in parts of a few minutes.
 
     python benchmarks/gpu [PART ...] [--device cuda] [--traces FOLDER] [--out FOLDER] [--dry-run]
 
-Parts are `ceilings`, `kernels`, `steps`, `table2-1`, `table2-4`, `peer` and `full`; without any all of them run. It
-needs torch, transformers, triton, numpy, numba and pyarrow, and one NVIDIA GPU. Each part writes `PART.json` and
-pictures into the folder, with the card's name, versions, date and ceilings. `--traces`, or $LLMBATCH_TRACES, is a
+Parts are `ceilings`, `kernels`, `layers`, `steps`, `table2-1`, `table2-4`, `peer` and `full`; without any all of them
+run. It needs torch, transformers, triton, numpy, numba and pyarrow, and one NVIDIA GPU. Each part writes `PART.json`
+and pictures into the folder, with the card's name, versions, date and ceilings. `--traces`, or $LLMBATCH_TRACES, is a
 folder with azure2023_code, mmlu_5shot and video_panda70m as Parquet, which whole jobs need. `--dry-run` runs everything
 in sizes that Triton's interpreter can do on a processor: its figures say nothing, and are not written.
 """
@@ -20,7 +20,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 MIXES = ("table2-1", "table2-4")
-PARTS = ("ceilings", "kernels", "steps", *MIXES, "peer", "full")
+PARTS = ("ceilings", "kernels", "layers", "steps", *MIXES, "peer", "full")
 
 
 def main() -> int:

@@ -64,12 +64,16 @@ class FusedMLP(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """[..., hidden] to [..., hidden]."""
+        out: torch.Tensor = self.down_proj(self.inner(hidden_states))
+        return out
+
+    def inner(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """What `down_proj` is given, [..., width]."""
         both = self.gate_up(hidden_states)
         width = both.shape[-1] // 2
-        inner = both.new_empty(*both.shape[:-1], width)
+        inner: torch.Tensor = both.new_empty(*both.shape[:-1], width)
         self._pieces.gate(both.view(-1, 2 * width), self._activation, inner.view(-1, width))
-        out: torch.Tensor = self.down_proj(inner)
-        return out
+        return inner
 
 
 class FusedAttention(nn.Module):
@@ -99,10 +103,15 @@ class FusedAttention(nn.Module):
         **__: Any,
     ) -> tuple[torch.Tensor, None]:
         """The contract of transformers' attention modules: [1, tokens, hidden] to the same, and no weights."""
+        return self.o_proj(self.inner(hidden_states, position_embeddings, llmbatch)[None]), None
+
+    def inner(
+        self, hidden_states: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor], step: StepAttention
+    ) -> torch.Tensor:
+        """What `o_proj` is given, [tokens, query heads * width]."""
         packed = self.qkv(hidden_states)[0]
         cosine, sine = (torch.cat((x[0], x[0]), -1) if self._halves else x[0] for x in position_embeddings)
-        out = llmbatch.run(self._spec, packed, cosine=cosine.contiguous(), sine=sine.contiguous(), **self._norms)
-        return self.o_proj(out[None]), None
+        return step.run(self._spec, packed, cosine=cosine.contiguous(), sine=sine.contiguous(), **self._norms)
 
 
 class PackedLinear(nn.Module):
@@ -137,17 +146,18 @@ class PackedLinear(nn.Module):
 
 def fuse(model: nn.Module, specs: dict[int, AttentionSpec], dtype: torch.dtype, pieces: Pieces) -> None:
     """Replace, in place, every module of `model` that has an equal and faster one."""
-    _replace(model, lambda module: _fused_norm(module, dtype, pieces))
-    _replace(model, lambda module: _fused_mlp(module, dtype, pieces))
-    _replace(model, lambda module: _fused_attention(module, specs, dtype, pieces))
+    replace_modules(model, lambda module: _fused_norm(module, dtype, pieces))
+    replace_modules(model, lambda module: _fused_mlp(module, dtype, pieces))
+    replace_modules(model, lambda module: _fused_attention(module, specs, dtype, pieces))
 
 
 def pack_linears(model: nn.Module) -> None:
     """Lay out the weights of linear layers in float32 as products on the processor read them."""
-    _replace(model, _packed_linear)
+    replace_modules(model, _packed_linear)
 
 
-def _replace(model: nn.Module, build: Callable[[nn.Module], nn.Module | None]) -> None:
+def replace_modules(model: nn.Module, build: Callable[[nn.Module], nn.Module | None]) -> None:
+    """Put what `build` makes of a module in its place, except None."""
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             replacement = build(child)
@@ -171,7 +181,7 @@ def _stack(*layers: nn.Linear) -> nn.Linear:
     return stacked
 
 
-def _equal(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> bool:
+def equal(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> bool:
     """Equal up to the order of sums; bfloat16 also up to where each side rounds."""
     tolerance = 1e-4 if dtype == torch.float32 else 4e-2
     a, b = a.float(), b.float()
@@ -197,7 +207,7 @@ def _fused_norm(module: nn.Module, dtype: torch.dtype, pieces: Pieces) -> FusedN
     expected = module(probe)
     for scale in (weight.detach().float(), 1.0 + weight.detach().float()):
         fused = FusedNorm(scale, epsilon, pieces)
-        if _equal(fused(probe), expected, dtype):
+        if equal(fused(probe), expected, dtype):
             return fused
     return None
 
@@ -214,7 +224,7 @@ def _packed_linear(module: nn.Module) -> PackedLinear | None:
         libraries.append("mkldnn")
     for library in libraries:
         packed = PackedLinear(module, library)
-        if _equal(packed(probe), expected, torch.float32):
+        if equal(packed(probe), expected, torch.float32):
             return packed
     return None
 
@@ -237,7 +247,7 @@ def _fused_mlp(module: nn.Module, dtype: torch.dtype, pieces: Pieces) -> FusedML
     fused = FusedMLP(module, kind, pieces)
     assert isinstance(module.gate_proj, nn.Linear)
     probe = _probe(1, _PROBE_TOKENS, module.gate_proj.in_features, like=module.gate_proj.weight)
-    return fused if _equal(fused(probe), module(probe), dtype) else None
+    return fused if equal(fused(probe), module(probe), dtype) else None
 
 
 def _fused_attention(
@@ -265,6 +275,6 @@ def _fused_attention(
         except (TypeError, RuntimeError, IndexError):
             continue  # it takes other arguments than the common ones, or rotates another width
         fused = FusedAttention(module, spec, halves=halves)
-        if _equal(fused(**arguments, llmbatch=step())[0], expected, dtype):
+        if equal(fused(**arguments, llmbatch=step())[0], expected, dtype):
             return fused
     return None

@@ -19,6 +19,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM, GenerationCon
 from llmbatch.engines.checkpoints import has_weights, no_progress_bars
 from llmbatch.engines.description import LAYER_TYPES, DType, describe_model, unsupported
 from llmbatch.engines.fusion import fuse, pack_linears
+from llmbatch.engines.layers import fuse_layers
 from llmbatch.engines.platforms import HOST, Platform
 from llmbatch.errors import ModelError
 from llmbatch.kernels.spec import WIDEST, AttentionSpec
@@ -91,7 +92,9 @@ def load_model(
             if not platform.is_host and spec.width > WIDEST:
                 raise unsupported(folder, f"heads of {spec.width} elements", f"on a GPU they have {WIDEST} at most")
         fuse(module, attention, described.dtype, platform.pieces)
-        if platform.is_host and described.dtype == torch.float32:
+        if not platform.is_host:
+            fuse_layers(module, attention, described.dtype, platform.pieces)
+        elif described.dtype == torch.float32:
             pack_linears(module)
     eos, notes = _read_generation_config(Path(folder), described.config)
     return LoadedModel(
