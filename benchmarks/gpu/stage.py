@@ -28,6 +28,7 @@ from llmbatch.engines.device import PAGE_SIZE, DevicePieces
 from llmbatch.engines.graphs import GraphRecorder
 from llmbatch.engines.loading import LoadedModel, load_model
 from llmbatch.engines.platforms import Platform, find_platform
+from llmbatch.engines.stopwatch import StepKind
 from llmbatch.engines.strategies import Strategy, make_execution
 from llmbatch.hardware import Hardware
 from llmbatch.kernels.triton_backend import TritonAttention
@@ -124,7 +125,7 @@ class Stage:
     @cached_property
     def calibration(self) -> DeviceCalibration:
         """What the card does under each strategy, as a job measures it before it runs."""
-        kinds = step_kinds(600 if self.dry else 400_000)[:: 5 if self.dry else 1]
+        kinds = self.few_kinds if self.dry else step_kinds(400_000)
         pages = max(kind.pages(self.page_size) for kind in kinds)
         guess = replace(self.ceiling_cost, hardware=self.ceilings)
         return calibrate_device(guess, kinds, lambda name, rates: self.engine(name, rates, num_pages=pages))
@@ -143,6 +144,13 @@ class Stage:
             execution=make_execution(strategy, rates, self.device),
             recorder=None if self.dry else GraphRecorder(),
         )
+
+    @property
+    def few_kinds(self) -> list[StepKind]:
+        """Steps of every kind, in sizes for a dry run."""
+        rows, keys, chunk = self.sizes.rows, self.sizes.step_keys, self.sizes.chunk
+        few, blend = StepKind(4, keys), StepKind(4, 9, ((0, chunk),))
+        return [StepKind(rows, keys), StepKind(prefills=((0, chunk),)), few, blend]
 
     @staticmethod
     def constants(cost: CostModel) -> dict[str, float]:
