@@ -8,6 +8,8 @@ from typing import Any
 
 from gpu.jobs import SOURCES
 from gpu.stage import Stage
+from llmbatch.cost import find_shape
+from llmbatch.hardware import find_hardware
 from llmbatch.mixes import MIXES, draw_mix
 from llmbatch.order import Policy
 from llmbatch.simulate import MAX_RUNNING, pool_of, simulate
@@ -28,7 +30,7 @@ def measure(stage: Stage) -> dict[str, Any]:
     for strategy in stage.calibration.fitted:
         cost = stage.cost(strategy)
         if stage.dry:  # the interpreter's constants say nothing, and its steps would not end
-            cost = replace(cost, hardware=replace(cost.hardware, compute=1e15, bandwidth=4e12, memory=1e11))
+            cost = replace(cost, shape=find_shape("llama-3-8b"), hardware=find_hardware("h200"))
         pool = pool_of(cost, None)
         for name in ("table2-1", "table2-4"):
             trace = draw_mix(traces, MIXES[name], rows, cost, seed=0).trace

@@ -143,7 +143,7 @@ class Noted:
     def __init__(self, engine: AcceleratedEngine) -> None:
         self._engine = engine
         self._work: list[tuple[int, float, int, int]] = []
-        self._done: list[float] = []
+        self._done = [time.perf_counter()]
         self.tokens = 0
 
     def before(self, step: Step) -> None:
@@ -162,8 +162,8 @@ class Noted:
 
     @property
     def steps(self) -> MeasuredSteps:
-        """All but the first, and what each took."""
-        tokens, pairs, read, samples = np.array(self._work[1:]).T
+        """What each was, and took."""
+        tokens, pairs, read, samples = np.array(self._work).T
         return MeasuredSteps(tokens, pairs, np.maximum(read, 0), samples, np.diff(self._done))
 
 

@@ -31,12 +31,7 @@ def kinds(stage: Stage) -> list[StepKind]:
     """Pure decodes, pure prefills, and both; one or two of each in a dry run."""
     rows, keys, chunk = stage.sizes.rows, stage.sizes.step_keys, stage.sizes.chunk
     if stage.dry:
-        return [
-            StepKind(rows, keys),
-            StepKind(prefills=((0, chunk),)),
-            StepKind(4, keys),
-            StepKind(4, 9, ((0, chunk),)),
-        ]
+        return stage.few_kinds
     decodes = [StepKind(n, k) for n in (rows // 4, rows, 2 * rows) for k in (keys // 4, keys, 2 * keys)]
     prefills = [StepKind(prefills=((before, chunk // part),)) for part in (8, 2, 1) for before in (0, chunk)]
     prefills += [StepKind(prefills=((0, chunk // 8),) * 8)]
