@@ -9,6 +9,7 @@ from typing import Any
 from gpu.jobs import SOURCES
 from gpu.stage import Stage
 from llmbatch.cost import find_shape
+from llmbatch.engines.strategies import STRATEGIES
 from llmbatch.hardware import find_hardware
 from llmbatch.mixes import MIXES, draw_mix
 from llmbatch.order import Policy
@@ -17,17 +18,17 @@ from llmbatch.traces import read_traces
 from llmbatch.workload import Scheduling
 
 ORDERS: tuple[Policy, ...] = ("blend", "dual-scan", "dfs", "random")
-STEPS = (None, 512, 1024, 2048, 4096)  # tokens; None: what the order takes by itself
+STEPS = (None, 512, 2048)  # tokens; None: what the order takes by itself
 
 
 def measure(stage: Stage) -> dict[str, Any]:
-    """Each mix in each order at its best step, under each strategy's constants."""
+    """Each mix in each order at its best step, under the constants of the best strategy and of `sequential`."""
     if stage.traces is None:
         raise SystemExit("full needs the traces: --traces FOLDER, or $LLMBATCH_TRACES")
     traces = read_traces([Path(stage.traces) / f"{source}.parquet" for source in SOURCES])
     rows = 1000 if stage.dry else 100_000
     found: dict[str, Any] = {}
-    for strategy in stage.calibration.fitted:
+    for strategy in dict.fromkeys((stage.calibration.best, STRATEGIES[0])):
         cost = stage.cost(strategy)
         if stage.dry:  # the interpreter's constants say nothing, and its steps would not end
             cost = replace(cost, shape=find_shape("llama-3-8b"), hardware=find_hardware("h200"))
