@@ -18,7 +18,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from llmbatch.kernels.groups import GROUP_ROWS, GROUP_TOKENS
+from llmbatch.kernels.groups import Groups
 
 ALIGN: Final = 128
 LEAST_KEYS: Final = 512  # of a part, where a decode's keys are cut
@@ -45,7 +45,12 @@ class Items(NamedTuple):
 
 @njit(cache=True)
 def _groups(
-    tables: NDArray[np.int32], slots: NDArray[np.int32], starts: NDArray[np.int32], decodes: int, size: int
+    tables: NDArray[np.int32],
+    slots: NDArray[np.int32],
+    starts: NDArray[np.int32],
+    decodes: int,
+    size: int,
+    least: Groups,
 ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
     """Each decode's group, -1 for none, and the tokens that each group shares.
 
@@ -55,9 +60,9 @@ def _groups(
     group = np.full(decodes, -1, np.int32)
     lengths = np.empty(decodes + 1, np.int32)
     groups = 0
-    depth = GROUP_TOKENS
+    depth = least.tokens
     members = np.arange(decodes)
-    while members.size >= GROUP_ROWS:
+    while members.size >= least.rows:
         page = np.empty(members.size, np.int64)
         at = depth // size - 1
         for i in range(members.size):
@@ -70,7 +75,7 @@ def _groups(
             j = i
             while j < members.size and page[sorted_members[j]] == page[sorted_members[i]]:
                 j += 1
-            if page[sorted_members[i]] >= 0 and j - i >= GROUP_ROWS:
+            if page[sorted_members[i]] >= 0 and j - i >= least.rows:
                 for k in range(i, j):
                     group[members[sorted_members[k]]] = groups
                     kept[count] = members[sorted_members[k]]
@@ -87,7 +92,7 @@ def _groups(
             rows[group[row]] += 1
     for row in range(decodes):
         g = group[row]
-        if g < 0 or rows[g] < GROUP_ROWS:
+        if g < 0 or rows[g] < least.rows:
             continue
         pages = starts[row] // size
         if first[g] < 0:
@@ -99,7 +104,7 @@ def _groups(
             common += 1
         lengths[g] = common
     for row in range(decodes):
-        if group[row] >= 0 and rows[group[row]] < GROUP_ROWS:  # most of it went into deeper groups
+        if group[row] >= 0 and rows[group[row]] < least.rows:  # most of it went into deeper groups
             group[row] = -1
     for g in range(groups):
         lengths[g] = lengths[g] * size // ALIGN * ALIGN if first[g] >= 0 else 0
@@ -118,18 +123,18 @@ def cut_items(
     window: int,
     heads: int,
     programs: int,
-    cascade: bool,
+    groups: Groups,
 ) -> Items:
     """The items of a step whose first `decodes` sequences compute one token each.
 
     `tables` are block tables of pages of `size` tokens, by slot. A block of rows has at most `block_tokens` tokens;
     decodes are cut so that they make about `programs` programs of `heads` KV heads each. Prefixes are shared
-    (`cascade`) where there is no `window`.
+    by `groups` where there is no `window`; with `Groups(0)` none is.
     """
     group = np.full(decodes, -1, np.int32)
     shared_tokens = np.zeros(1, np.int32)
-    if cascade and window == 0 and decodes >= GROUP_ROWS:
-        group, shared_tokens = _groups(tables, slots, starts, decodes, size)
+    if groups.rows > 0 and window == 0 and decodes >= groups.rows:
+        group, shared_tokens = _groups(tables, slots, starts, decodes, size, groups)
 
     bounds = np.zeros(len(shared_tokens) + 1, np.int32)  # of each group's rows in `order`
     total = 0
@@ -213,13 +218,13 @@ class MostItems(NamedTuple):
     shared: int
 
 
-def most_items(decodes: int, block_tokens: int, heads: int, programs: int) -> MostItems:
+def most_items(decodes: int, block_tokens: int, heads: int, programs: int, groups: Groups) -> MostItems:
     """The most items that `cut_items` makes of so many decodes.
 
     Keys are cut into parts of 1 / `programs` of all, so that beside one item a decode there are as many as fill the
     device; the same of blocks of shared prefixes, of which a group has one for `block_tokens` of its rows.
     """
-    blocks = decodes // block_tokens + decodes // GROUP_ROWS
+    blocks = (decodes // block_tokens + decodes // groups.rows) if groups.rows else 0
     return MostItems(decodes + -(-programs // heads), blocks + -(-programs // (_SHARE * heads)))
 
 

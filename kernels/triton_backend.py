@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from llmbatch.kernels import triton_attention
 from llmbatch.kernels.backends import Layout, Plan
+from llmbatch.kernels.groups import GROUPS, Groups
 from llmbatch.kernels.items import Items, cut_items, most_items
 from llmbatch.kernels.spec import AttentionSpec
 
@@ -18,15 +19,16 @@ _INTERPRETED = 16  # multiprocessors, where there are none
 class TritonAttention:
     """Everything that `AttentionSpec` can say, in float32, float16 and bfloat16 (`FixedAttention`).
 
-    Decodes that share a long prefix attend it together (`cascade`).
+    Decodes that share a long prefix attend it together, where they make `groups`; with `Groups(0)` none do.
     """
 
-    def __init__(self, device: torch.device, *, cascade: bool = True) -> None:
+    def __init__(self, device: torch.device, groups: Groups = GROUPS) -> None:
         units = (
             torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else _INTERPRETED
         )
         self._programs = _PROGRAMS * units
-        self.cascade = cascade
+        self.cascade = groups.rows > 0
+        self._groups = groups
 
     def plan(self, layout: Layout, spec: AttentionSpec, page_size: int) -> Plan:
         """Items of the step."""
@@ -39,7 +41,7 @@ class TritonAttention:
         """Items of a step of decodes, and others that do nothing, up to the most that so many decodes can have."""
         items = self._cut(layout, spec, page_size)
         rows, block = len(layout.slots), triton_attention.block_tokens(spec.group)
-        most = most_items(rows, block, spec.heads, self._programs)
+        most = most_items(rows, block, spec.heads, self._programs, self._groups)
         shares = len(items.shared) > 0
         padded = Items(
             decodes=_padded(items.decodes, most.decodes),
@@ -80,7 +82,7 @@ class TritonAttention:
     def _cut(self, layout: Layout, spec: AttentionSpec, page_size: int) -> Items:
         return cut_items(
             layout.tables, layout.slots, layout.starts, layout.counts, layout.decodes, page_size,
-            triton_attention.block_tokens(spec.group), spec.window, spec.heads, self._programs, self.cascade,
+            triton_attention.block_tokens(spec.group), spec.window, spec.heads, self._programs, self._groups,
         )  # fmt: skip
 
 

@@ -223,7 +223,9 @@ class ShardRun:
             ends = DualScanEnds(decided.scan)
         elif decided.two_ended:
             ends = self._blend() if settled else InOrder()
-            if self._scheduling.step_tokens is None and self._cost.overlap.exponent > 1:
+            # Tokens ride for free up to what hides the weights, or beside KV. In turn under law `bytes` none do.
+            gains = self._cost.overlap.exponent > 1 or self._cost.law == "paper"
+            if self._scheduling.step_tokens is None and gains:
                 budget = ClosedLoopBudget(self._rates, self._weights_per_pool())
         self._admit(decided.order, ends, budget, settled=settled)
 

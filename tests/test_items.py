@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from llmbatch.kernels.groups import GROUP_ROWS, GROUP_TOKENS
+from llmbatch.kernels.groups import GROUP_ROWS, GROUP_TOKENS, GROUPS, Groups
 from llmbatch.kernels.items import (
     ALIGN,
     BEGIN,
@@ -47,11 +47,11 @@ def tables_of(starts: list[int], counts: list[int], groups: list[int], shared: i
 
 def cut(
     tables: NDArray[np.int32], starts: list[int], counts: list[int], decodes: int,
-    *, block: int = 32, window: int = 0, programs: int = 64, cascade: bool = True,
+    *, block: int = 32, window: int = 0, programs: int = 64, groups: Groups = GROUPS,
 ) -> Items:  # fmt: skip
     slots = np.arange(len(starts), dtype=np.int32)
     columns = (np.array(starts, np.int32), np.array(counts, np.int32))
-    return cut_items(tables, slots, *columns, decodes, SIZE, block, window, 2, programs, cascade)
+    return cut_items(tables, slots, *columns, decodes, SIZE, block, window, 2, programs, groups)
 
 
 def keys_of(items: Items, decodes: int) -> list[list[tuple[int, int, int]]]:
@@ -100,7 +100,7 @@ def test_there_are_never_more_items_than_foretold(rows: list[tuple[int, int]], p
     counts = [1] * len(rows)
     tables = tables_of(starts, counts, [group for _, group in rows], shared)
     items = cut(tables, starts, counts, len(rows), block=block, programs=programs)
-    most = most_items(len(rows), block, 2, programs)
+    most = most_items(len(rows), block, 2, programs, GROUPS)
     assert len(items.decodes) <= most.decodes
     assert len(items.shared) <= most.shared
     assert items.parts[:, 0].sum() <= most.decodes + block * most.shared
@@ -145,18 +145,19 @@ def test_decodes_that_fill_the_device_are_not_cut() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "shared", "cascade", "together"),
+    ("rows", "shared", "groups", "together"),
     [
-        (GROUP_ROWS, GROUP_TOKENS, True, GROUP_TOKENS),
-        (GROUP_ROWS, 5 * ALIGN + SIZE, True, 5 * ALIGN),
-        (GROUP_ROWS - 1, GROUP_TOKENS, True, 0),
-        (GROUP_ROWS, GROUP_TOKENS - SIZE, True, 0),
-        (GROUP_ROWS, GROUP_TOKENS, False, 0),
+        (GROUP_ROWS, GROUP_TOKENS, Groups(), GROUP_TOKENS),
+        (GROUP_ROWS, 5 * ALIGN + SIZE, Groups(), 5 * ALIGN),
+        (GROUP_ROWS - 1, GROUP_TOKENS, Groups(), 0),
+        (GROUP_ROWS, GROUP_TOKENS - SIZE, Groups(), 0),
+        (GROUP_ROWS, GROUP_TOKENS, Groups(0), 0),
+        (5, ALIGN, Groups(5, ALIGN), ALIGN),
     ],
 )
-def test_many_rows_with_a_long_prefix_attend_it_together(rows: int, shared: int, cascade: bool, together: int) -> None:
+def test_many_rows_with_a_long_prefix_attend_it_together(rows: int, shared: int, groups: Groups, together: int) -> None:
     starts, counts = [shared + 20 + i for i in range(rows)], [1] * rows
-    items = cut(tables_of(starts, counts, [0] * rows, shared), starts, counts, rows, cascade=cascade)
+    items = cut(tables_of(starts, counts, [0] * rows, shared), starts, counts, rows, groups=groups)
     assert sum(item[TOKENS] for item in items.shared) == (rows if together else 0)
     assert items.shared[:, END].max(initial=0) == together
 

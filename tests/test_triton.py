@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,6 +17,7 @@ pytest.importorskip("triton")
 from llmbatch.kernels import reference, triton_fused
 from llmbatch.kernels.backends import Layout
 from llmbatch.kernels.fused import GELU_TANH, SILU
+from llmbatch.kernels.groups import GROUPS, Groups
 from llmbatch.kernels.spec import AttentionSpec
 from llmbatch.kernels.triton_backend import TritonAttention
 from llmbatch.kernels.triton_sampling import best
@@ -46,8 +49,17 @@ class Case:
     sinks: bool = False
     dtype: torch.dtype = torch.float32
     shared: int = 0
-    cascade: bool = True
+    groups: Groups = GROUPS
     fixed: bool = False  # launches as for any step of as many decodes
+
+
+@contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """Memory that is not written to is NaN."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "empty_like", lambda x: torch.full_like(x, NAN))
+        patch.setattr(torch.Tensor, "new_empty", lambda x, shape, dtype=None: x.new_full(shape, NAN, dtype=dtype))
+        yield
 
 
 def check(case: Case, seed: int = 0) -> None:
@@ -79,12 +91,13 @@ def check(case: Case, seed: int = 0) -> None:
         window=case.window, softcap=case.softcap, sinks=torch.randn(query_heads, device=DEVICE) if case.sinks else None,
     )  # fmt: skip
     columns = (np.array(starts, np.int32), np.array(counts, np.int32))
-    backend = TritonAttention(DEVICE, cascade=case.cascade)
+    backend = TritonAttention(DEVICE, case.groups)
     layout = Layout(tables, slots, *columns, len(case.decodes))
     width = tables.shape[1] + 3
     plan = backend.plan_fixed(layout, spec, case.size, width) if case.fixed else backend.plan(layout, spec, case.size)
     tensors = [torch.from_numpy(np.ascontiguousarray(array)).to(DEVICE) for array in plan.arrays]
-    got = backend.attend(spec, query, keys, values, plan, tensors)
+    with poisoned_memory():
+        got = backend.attend(spec, query, keys, values, plan, tensors)
     expected = reference.attend(
         query.view(-1, query_heads, case.width), keys, values, torch.from_numpy(tables[slots]).to(DEVICE), starts,
         counts, scale=spec.scale, window=spec.window, softcap=spec.softcap, sinks=spec.sinks,
@@ -130,7 +143,7 @@ def test_a_decode_is_cut_where_there_are_few() -> None:
 def test_a_shared_prefix_is_attended_once(dtype: torch.dtype, sinks: bool) -> None:
     case = Case(decodes=tuple(range(0, 72, 2)), prefills=(), heads=1, shared=512, dtype=dtype, sinks=sinks)
     check(case)
-    check(replace(case, cascade=False))
+    check(replace(case, groups=Groups(0)))
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -12,31 +12,47 @@ from gpu.stage import Stage
 from llmbatch.kernels import reference, triton_fused
 from llmbatch.kernels.backends import Layout
 from llmbatch.kernels.fused import SILU
+from llmbatch.kernels.groups import GROUPS, Groups
 from llmbatch.kernels.spec import AttentionSpec
 from llmbatch.kernels.triton_backend import TritonAttention
 
 PAGE = 16
+ALONE = Groups(0)
 
 
 def measure(stage: Stage) -> dict[str, Any]:
     """Share of the ceiling and relative error of each."""
     sizes, model = stage.sizes, stage.sizes.model
-    plain = decodes(stage, np.full(sizes.rows, sizes.keys), 0, cascade=False)
-    apart = decodes(stage, np.full(sizes.rows, sizes.shared + sizes.own), sizes.shared, cascade=False)
-    cascade = decodes(stage, np.full(sizes.rows, sizes.shared + sizes.own), sizes.shared, cascade=True)
-    uneven = decodes(stage, np.random.default_rng(0).integers(1, 2 * sizes.keys, sizes.rows), 0, cascade=False)
+    plain = decodes(stage, np.full(sizes.rows, sizes.keys), 0, together=ALONE)
+    apart = decodes(stage, np.full(sizes.rows, sizes.shared + sizes.own), sizes.shared, together=ALONE)
+    cascade = decodes(stage, np.full(sizes.rows, sizes.shared + sizes.own), sizes.shared, together=GROUPS)
+    uneven = decodes(stage, np.random.default_rng(0).integers(1, 2 * sizes.keys, sizes.rows), 0, together=ALONE)
     return {
         "decode": plain,
         "decode_of_uneven_lengths": uneven,
         "shared_prefix_apart": apart,
         "shared_prefix_together": cascade,
         "cascade_gain": apart["seconds"] / cascade["seconds"],
+        "gain_of_groups": {f"{rows} x {tokens}": gain for (rows, tokens), gain in gains_of_groups(stage).items()},
         "prefill": prefill(stage, sizes.chunk, 0),
         "prefill_of_a_later_chunk": prefill(stage, sizes.chunk, sizes.chunk),
         "norm": norm(stage, sizes.chunk, model["hidden_size"]),
         "gate": gate(stage, sizes.chunk, model["intermediate_size"]),
         "rotate_and_store": rotate(stage, sizes.chunk),
     }
+
+
+def gains_of_groups(stage: Stage) -> dict[tuple[int, int], float]:
+    """How much faster so many decodes of a prefix of so many tokens are together: where `Groups` should begin."""
+    gains = {}
+    for rows in (16,) if stage.dry else (8, 16, 32, 64, 128):
+        for tokens in (128,) if stage.dry else (128, 256, 512, 1024):
+            keys = np.full(rows, tokens + stage.sizes.own)
+            apart = decodes(stage, keys, tokens, together=ALONE)
+            gains[rows, tokens] = (
+                apart["seconds"] / decodes(stage, keys, tokens, together=Groups(rows, tokens))["seconds"]
+            )
+    return gains
 
 
 def spec_of(stage: Stage) -> AttentionSpec:
@@ -50,7 +66,7 @@ class Step:
     """A step's attention over pages of random numbers. Of its sequences the first share pages of `shared` tokens."""
 
     def __init__(
-        self, stage: Stage, starts: NDArray[Any], counts: NDArray[Any], decodes: int, shared: int, *, cascade: bool
+        self, stage: Stage, starts: NDArray[Any], counts: NDArray[Any], decodes: int, shared: int, *, together: Groups
     ) -> None:
         self.spec = spec_of(stage)
         self.starts, self.counts = starts.astype(np.int32), counts.astype(np.int32)
@@ -65,7 +81,7 @@ class Step:
         shape = (len(pages), self.spec.heads, PAGE, self.spec.width)
         self.keys, self.values = stage.random(*shape), stage.random(*shape)
         self.query = stage.random(int(self.counts.sum()), self.spec.query_heads * self.spec.width)
-        self.backend = TritonAttention(stage.device, cascade=cascade)
+        self.backend = TritonAttention(stage.device, together)
         slots = np.arange(len(starts), dtype=np.int32)
         self.plan = self.backend.plan(Layout(self.tables, slots, self.starts, self.counts, decodes), self.spec, PAGE)
         self.tensors = [stage.there(array) for array in self.plan.arrays]
@@ -92,9 +108,9 @@ class Step:
         return max(errors)
 
 
-def decodes(stage: Stage, keys: NDArray[Any], shared: int, *, cascade: bool) -> dict[str, float]:
+def decodes(stage: Stage, keys: NDArray[Any], shared: int, *, together: Groups) -> dict[str, float]:
     """Rows of so many keys each. The share is of the bytes that are needed, shared ones counted for each row."""
-    step = Step(stage, keys - 1, np.ones(len(keys), np.int32), len(keys), shared, cascade=cascade)
+    step = Step(stage, keys - 1, np.ones(len(keys), np.int32), len(keys), shared, together=together)
     timed = stage.seconds(step.run)
     needed = 2 * 2 * step.spec.heads * step.spec.width * float(keys.sum())
     return timed | {
@@ -105,7 +121,7 @@ def decodes(stage: Stage, keys: NDArray[Any], shared: int, *, cascade: bool) -> 
 
 def prefill(stage: Stage, tokens: int, before: int) -> dict[str, float]:
     """One sequence's chunk, with so many tokens before it. The share is of causal attention's products."""
-    step = Step(stage, np.array([before]), np.array([tokens]), 0, 0, cascade=False)
+    step = Step(stage, np.array([before]), np.array([tokens]), 0, 0, together=ALONE)
     timed = stage.seconds(step.run)
     pairs = tokens * before + tokens * (tokens + 1) / 2
     flops = 4.0 * step.spec.query_heads * step.spec.width * pairs

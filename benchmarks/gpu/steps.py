@@ -16,7 +16,7 @@ import torch
 from torch.autograd import DeviceType  # type: ignore[attr-defined]
 from torch.profiler import ProfilerActivity, profile
 
-from gpu.kernels import decodes
+from gpu.kernels import ALONE, decodes
 from gpu.stage import Stage
 from llmbatch.budget import Rates
 from llmbatch.calibration import calibrate, judge, predict
@@ -98,7 +98,7 @@ def efficiencies(stage: Stage) -> dict[str, float]:
     randomise(engine)
     took = time_step(engine, kind, runs=stage.sizes.runs)[1]
     least = float(predict(any_engine(stage), measured([kind], [took]))[0])
-    decoded = decodes(stage, np.full(stage.sizes.rows, stage.sizes.keys), 0, cascade=False)
+    decoded = decodes(stage, np.full(stage.sizes.rows, stage.sizes.keys), 0, together=ALONE)
     return {
         "compute_efficiency": min(1.0, least / took),
         "bandwidth_efficiency": min(1.0, decoded["share_of_bandwidth"]),

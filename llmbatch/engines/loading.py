@@ -97,6 +97,11 @@ def load_model(
         elif described.dtype == torch.float32:
             pack_linears(module)
     eos, notes = _read_generation_config(Path(folder), described.config)
+    if not platform.is_host and load_format != "dummy" and find_spec("accelerate") is None:
+        notes = (
+            *notes,
+            "weights pass through the processor's memory on their way: pip install accelerate to avoid that",
+        )
     return LoadedModel(
         module=module,
         config=described.config,
