@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -56,9 +56,17 @@ class Case:
 @contextmanager
 def poisoned_memory() -> Iterator[None]:
     """Memory that is not written to is NaN."""
+
+    def poison(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def made(*given: Any, **named: Any) -> torch.Tensor:
+            tensor = make(*given, **named)
+            return tensor.fill_(NAN) if tensor.is_floating_point() else tensor
+
+        return made
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "empty_like", lambda x: torch.full_like(x, NAN))
-        patch.setattr(torch.Tensor, "new_empty", lambda x, shape, dtype=None: x.new_full(shape, NAN, dtype=dtype))
+        patch.setattr(torch, "empty_like", poison(torch.empty_like))
+        patch.setattr(torch.Tensor, "new_empty", poison(torch.Tensor.new_empty))
         yield
 
 
