@@ -22,7 +22,7 @@ import warnings
 import weakref
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import pyarrow as pa
@@ -38,7 +38,7 @@ from llmbatch.operators.flight import Flight, left_behind
 from llmbatch.operators.ledger import Home, Known, Ledger
 from llmbatch.operators.llm import worker_of
 from llmbatch.operators.sharding import OUTLINE, ROWS_PER_SHARD, Shards, cut, outline
-from llmbatch.options import Options
+from llmbatch.options import DType, Options
 from llmbatch.progress import Lines, Silence
 from llmbatch.rowhash import hash_rows
 from llmbatch.worker import Worker
@@ -97,7 +97,7 @@ def map_dataset(
     return _map(
         packed,
         _Actor,
-        fn_constructor_kwargs={"options": options, "ledger": ledger},
+        fn_constructor_kwargs={"options": options, "ledger": ledger, "host_dtype": cast(DType, worker.dtype)},
         batch_size=1,
         compute=_pool(fewest, most),
         **{name: value for name, value in given.items() if value is not None},
@@ -245,7 +245,13 @@ class _Reports:
 class _Actor:
     """What Ray Data constructs in each actor, and calls with one shard at a time in each of a few threads."""
 
-    def __init__(self, options: Options, ledger: Any) -> None:
+    def __init__(self, options: Options, ledger: Any, host_dtype: DType) -> None:
+        """`host_dtype` are the numbers of actors that run on processors, each of which would measure them anew."""
+        if options.engine == "torch" and options.dtype == "auto":
+            from llmbatch.engines.platforms import find_platform
+
+            if find_platform(options.device).is_host:
+                options = replace(options, dtype=host_dtype)
         self._options = options
         self._reports = _Reports(ledger)
         context = ray.get_runtime_context()

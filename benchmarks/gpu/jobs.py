@@ -1,9 +1,8 @@
-"""Whole jobs: a mix of the paper's kind, shortened, in every order, by every strategy.
+"""Whole jobs: a mix of the paper's kind, shortened, in every order, under the best strategy.
 
 Answers of the memory-heavy source are a sixteenth as long, so that a job ends in minutes; density and sharing are
 solved for this card after that, and where a sharing cannot be reached the next that can is taken. The model has random
-weights, so every answer is as long as the trace says. Orders run whole, under the best strategy; strategies run a
-quarter of the rows, in order `blend`.
+weights, so every answer is as long as the trace says.
 """
 
 from __future__ import annotations
@@ -43,7 +42,6 @@ from llmbatch.workload import Pool, Scheduling, Workload
 SOURCES = ("azure2023_code", "mmlu_5shot", "video_panda70m")
 SHORTER = 16
 ORDERS: tuple[Policy, ...] = ("blend", "dfs", "random")
-PART = 4  # of the rows, one in so many: what each strategy runs
 
 
 def measure(stage: Stage, name: str) -> dict[str, Any]:
@@ -53,8 +51,6 @@ def measure(stage: Stage, name: str) -> dict[str, Any]:
     trace, mix = drawn(stage, name, stage.cost(best))
     requests = requests_of(trace, stage.sizes.model["vocab_size"])
     orders = {order: job(stage, requests, best, pool, order) for order in ORDERS}
-    some = requests.take(np.arange(0, len(requests), PART))
-    strategies = {name: job(stage, some, name, pool, "blend") for name in stage.calibration.fitted}
     return {
         "mix": {"density": mix.density, "sharing": mix.sharing, "rows": len(requests)},
         "calibrated": {
@@ -66,7 +62,6 @@ def measure(stage: Stage, name: str) -> dict[str, Any]:
         "best_strategy": best,
         "pool_tokens": pool.tokens,
         "orders": orders,
-        "strategies_on_a_part": strategies,
         "peak_bytes": 0 if stage.dry else torch.cuda.max_memory_allocated(stage.device),
     }
 

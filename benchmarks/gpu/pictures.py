@@ -46,12 +46,13 @@ def draw(part: str, found: Mapping[str, Any]) -> dict[str, str]:
     if part.startswith("table2"):
         orders = {name: one["share_of_optimum"] for name, one in found["orders"].items()}
         by_law = {law: {order: shares[law] for order, shares in orders.items()} for law in ("in_turn", "overlapped")}
-        rates = {name: one["tokens_per_second"] for name, one in found["strategies_on_a_part"].items()}
-        base = rates["sequential"]
-        return {
-            f"{part}-orders.svg": bars(f"share of the optimum, {found['best_strategy']}", by_law),
-            f"{part}-strategies.svg": bars("speed over sequential", {"": {k: v / base for k, v in rates.items()}}),
+        return {f"{part}.svg": bars(f"share of the optimum, {found['best_strategy']}", by_law)}
+    if part == "strategies":
+        gains = {
+            mix: {name: jobs["sequential"]["seconds"] / one["seconds"] for name, one in jobs.items()}
+            for mix, jobs in found.items()
         }
+        return {"strategies.svg": bars("speed over sequential", gains)}
     if part == "full":
         shares_of = {
             setting: {order: one["fraction_of_optimal"] for order, one in orders.items()}

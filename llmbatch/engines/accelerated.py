@@ -64,7 +64,7 @@ class AcceleratedEngine:
         decode: Callable[[NDArray[np.int32]], str] | None = None,
         seed: int = 0,
     ) -> None:
-        self.vocabulary: int = loaded.config.vocab_size
+        self._loaded = loaded
         self._device = loaded.device
         self._attention = attention
         self._execution = execution or Sequential()
@@ -77,12 +77,17 @@ class AcceleratedEngine:
         self._graphs: DecodeGraphs | None = None
         if recorder is not None and fixed is not None:
             self._graphs = DecodeGraphs(
-                self._forward, fixed, self.pages, recorder, vocabulary=self.vocabulary,
+                self._forward, fixed, self.pages, recorder, vocabulary=loaded.config.vocab_size,
                 dtype=loaded.dtype, device=self._device,
             )  # fmt: skip
         self._generation = Generation(loaded.eos_token_ids, decode, seed)
         self._generated = torch.zeros(self._generation.tokens.shape, dtype=torch.int32, device=self._device)
         self._queue: deque[_Queued] = deque()
+
+    @property
+    def vocabulary(self) -> int:
+        """Tokens that there are."""
+        return int(self._loaded.config.vocab_size)
 
     def begin(self, requests: Requests) -> None:
         """Take the requests that the next steps are about; what an interrupted job left in slots is forgotten."""

@@ -12,56 +12,22 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from numba import njit
 from numpy.typing import NDArray
 
 from llmbatch.engines import Step
 from llmbatch.engines.generation import Generation
+from llmbatch.engines.packing import pack_tokens
 from llmbatch.kernels.backends import Plan
 
 Kind = tuple[int, int, int]  # of layers, see `AttentionSpec.kind`
 
 
-@njit(cache=True)
-def _pack(
-    prompts: NDArray[np.int32],
-    offsets: NDArray[np.int64],
-    columns: int,
-    slots: NDArray[np.int32],
-    requests: NDArray[np.int32],
-    starts: NDArray[np.int32],
-    counts: NDArray[np.int32],
-    tables: NDArray[np.int32],
-    page_size: int,
-    ids: NDArray[np.int32],
-    positions: NDArray[np.int32],
-    places: NDArray[np.int32],
-) -> None:
-    """Token, position and place in the pages of each packed token.
-
-    A generated token is -1 - its place among those of all slots, of which each has `columns`.
-    """
-    t = 0
-    for i in range(slots.size):
-        begin = offsets[requests[i]]
-        prompt_length = offsets[requests[i] + 1] - begin
-        slot = slots[i]
-        for position in range(starts[i], starts[i] + counts[i]):
-            if position < prompt_length:
-                ids[t] = prompts[begin + position]
-            else:
-                ids[t] = -1 - (slot * columns + position - prompt_length)
-            positions[t] = position
-            places[t] = tables[slot, position // page_size] * page_size + position % page_size
-            t += 1
-
-
 class Batch(NamedTuple):
     """What a forward takes, int32 on the device; `plans` are those of the distinct kinds of layers."""
 
-    ids: torch.Tensor  # [tokens] negative where it was generated: -1 - its place in `Generation.tokens`
-    positions: torch.Tensor  # [tokens]
-    places: torch.Tensor  # [tokens] where its key and value go: page times page size, and its place in the page
+    ids: torch.Tensor  # [tokens] as in `PackedTokens`, like the next two
+    positions: torch.Tensor
+    places: torch.Tensor
     last: torch.Tensor  # [samples] the token whose logits are wanted
     targets: torch.Tensor  # [samples] the place that the sampled token gets
     plans: dict[Kind, tuple[Plan, list[torch.Tensor]]]
@@ -78,16 +44,11 @@ class Packed:
     @classmethod
     def of(cls, step: Step, generation: Generation, page_size: int, plans: dict[Kind, Plan]) -> Packed:
         """A step, of what was generated so far."""
-        requests, places = generation.requests, np.empty((3, step.num_tokens), np.int32)
-        columns = generation.tokens.shape[1]
-        _pack(
-            requests.tokens, requests.offsets, columns, step.slots, step.requests, step.starts, step.counts,
-            step.block_tables, page_size, *places,
-        )  # fmt: skip
+        tokens = pack_tokens(step, generation, page_size)
         sampled = step.slots[step.samples]
         last = (np.cumsum(step.counts)[step.samples] - 1).astype(np.int32)
-        targets = sampled * np.int32(columns) + generation.queued[sampled]
-        return cls((*places, last, targets), plans, len(sampled))
+        targets = sampled * np.int32(generation.tokens.shape[1]) + generation.queued[sampled]
+        return cls((*tokens, last, targets), plans, len(sampled))
 
     def padded(self, rows: int, place: int) -> Packed:
         """Of decodes, with others up to so many: tokens 0 at position 0, whose keys and values go to `place`."""

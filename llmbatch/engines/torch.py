@@ -11,51 +11,18 @@ from collections.abc import Callable
 import numba
 import numpy as np
 import torch
-from numba import njit
 from numpy.typing import NDArray
 
 from llmbatch.engines import Step, StepResult
 from llmbatch.engines.context import HostStep, Pages
 from llmbatch.engines.generation import Generation
 from llmbatch.engines.loading import LoadedModel
+from llmbatch.engines.packing import pack_tokens
 from llmbatch.engines.sampler import sample
 from llmbatch.memory import keep_freed_memory
 from llmbatch.requests import Requests
 
 _WORTH_THREADS = 1 << 16  # elements a layer touches; below, waking threads costs more than they save
-
-
-@njit(cache=True)
-def _pack(
-    prompts: NDArray[np.int32],
-    offsets: NDArray[np.int64],
-    generated: NDArray[np.int32],
-    slots: NDArray[np.int32],
-    requests: NDArray[np.int32],
-    starts: NDArray[np.int32],
-    counts: NDArray[np.int32],
-    tables: NDArray[np.int32],
-    page_size: int,
-    ids: NDArray[np.int64],
-    positions: NDArray[np.int64],
-    pages: NDArray[np.int32],
-    places: NDArray[np.int32],
-) -> None:
-    """Token, position, page and place in the page of each packed token."""
-    t = 0
-    for i in range(slots.size):
-        begin = offsets[requests[i]]
-        prompt_length = offsets[requests[i] + 1] - begin
-        slot = slots[i]
-        for position in range(starts[i], starts[i] + counts[i]):
-            if position < prompt_length:
-                ids[t] = prompts[begin + position]
-            else:
-                ids[t] = generated[slot, position - prompt_length]
-            positions[t] = position
-            pages[t] = tables[slot, position // page_size]
-            places[t] = position % page_size
-            t += 1
 
 
 class TorchEngine:
@@ -96,12 +63,9 @@ class TorchEngine:
         generation = self._generation
         generation.make_room(step.slots)
         tokens = step.num_tokens
-        ids, positions = np.empty(tokens, np.int64), np.empty(tokens, np.int64)
-        pages, places = np.empty(tokens, np.int32), np.empty(tokens, np.int32)
-        _pack(
-            generation.requests.tokens, generation.requests.offsets, generation.tokens, step.slots, step.requests,
-            step.starts, step.counts, step.block_tables, self._pages.page_size, ids, positions, pages, places,
-        )  # fmt: skip
+        packed = pack_tokens(step, generation, self._pages.page_size)
+        ids = np.where(packed.ids < 0, generation.tokens.ravel()[-1 - np.minimum(packed.ids, -1)], packed.ids)
+        pages, places = np.divmod(packed.places, np.int32(self._pages.page_size))
         attention = HostStep(
             self._pages,
             tables=step.block_tables,
@@ -117,8 +81,8 @@ class TorchEngine:
         last_rows = np.cumsum(step.counts, dtype=np.int64)[step.samples] - 1
         with torch.inference_mode():
             logits = self._module(
-                input_ids=torch.from_numpy(ids)[None],
-                position_ids=torch.from_numpy(positions)[None],
+                input_ids=torch.from_numpy(ids.astype(np.int64))[None],
+                position_ids=torch.from_numpy(packed.positions.astype(np.int64))[None],
                 use_cache=False,
                 logits_to_keep=torch.from_numpy(last_rows),
                 llmbatch=attention,
