@@ -13,7 +13,7 @@ from llmbatch.kernels.items import Items, cut_items, most_items
 from llmbatch.kernels.spec import AttentionSpec
 
 _PROGRAMS = 16  # a multiprocessor, of decodes: enough for the last wave of them to be short
-_INTERPRETED = 16  # multiprocessors, where there are none
+_INTERPRETED = 2  # multiprocessors, where there are none
 
 
 class TritonAttention:

@@ -17,13 +17,15 @@ from llmbatch.cost import SEQUENTIAL, CostModel, ModelShape
 from llmbatch.engines.accelerated import AcceleratedEngine
 from llmbatch.engines.calibrating import calibrate_device, step_kinds
 from llmbatch.engines.calibrations import DeviceCalibration, Fitted, Kept
-from llmbatch.engines.loading import load_model
+from llmbatch.engines.loading import LoadedModel
 from llmbatch.engines.multiprocessors import NoGreenContexts
 from llmbatch.engines.stopwatch import StepKind, measured
 from llmbatch.engines.strategies import Strategy, make_execution
 from llmbatch.hardware import Hardware
 from llmbatch.kernels.triton_backend import TritonAttention
-from tests.test_accelerated import DEVICE, PLATFORM
+from tests.test_pipeline import VOCABULARY, Rule
+
+DEVICE = torch.device("cpu")
 
 HARDWARE = Hardware(name="card", compute=1e12, bandwidth=1e11, memory=1e10)
 SHAPE = ModelShape(
@@ -46,9 +48,14 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Kept:
     return Kept(tmp_path, torch.device("cuda", 0), SHAPE, "auto")
 
 
-def test_every_strategy_is_timed_and_fitted(model: str) -> None:
+def test_every_strategy_is_timed_and_fitted() -> None:
     """One that the device cannot run is named."""
-    loaded = load_model(model, dtype="float32", platform=PLATFORM)
+    untyped: Any = Rule()
+    config: Any = SimpleNamespace(vocab_size=VOCABULARY)
+    loaded = LoadedModel(
+        module=untyped, config=config, eos_token_ids=(), dtype=torch.float32, device=DEVICE, context_length=64,
+        attention={}, notes=(),
+    )  # fmt: skip
     kinds = [StepKind(3, 20), StepKind(prefills=((0, 12),)), StepKind(3, 20, ((0, 9),)), StepKind(2, 9, ((4, 8),))]
     pages = max(kind.pages(16) for kind in kinds)
     made: list[str] = []
@@ -60,7 +67,7 @@ def test_every_strategy_is_timed_and_fitted(model: str) -> None:
         execution = make_execution(name, rates, DEVICE)
         return AcceleratedEngine(loaded, TritonAttention(DEVICE), num_pages=pages, page_size=16, execution=execution)
 
-    ceilings = CostModel(ModelShape.from_config(loaded.config, 4), HARDWARE, overlap=SEQUENTIAL)
+    ceilings = CostModel(SHAPE, HARDWARE, overlap=SEQUENTIAL)
     found = calibrate_device(ceilings, kinds, new_engine)
     assert made == ["sequential", "interleaved", "partitioned"]
     assert found.missing == {"partitioned": "it is too old"}

@@ -3,10 +3,11 @@
     python benchmarks/gpu [PART ...] [--device cuda] [--traces FOLDER] [--out FOLDER] [--dry-run]
 
 Parts are `ceilings`, `kernels`, `layers`, `steps`, `table2-1`, `table2-4`, `strategies`, `peer` and `full`; without any
-all of them run. It needs torch, transformers, triton, numpy, numba and pyarrow, and one NVIDIA GPU. Each part writes `PART.json`
-and pictures into the folder, with the card's name, versions, date and ceilings. `--traces`, or $LLMBATCH_TRACES, is a
-folder with azure2023_code, mmlu_5shot and video_panda70m as Parquet, which whole jobs need. `--dry-run` runs everything
-in sizes that Triton's interpreter can do on a processor: its figures say nothing, and are not written.
+all of them run. It needs torch, transformers, triton, numpy, numba and pyarrow, and one NVIDIA GPU. Each part writes
+`PART.json` and pictures into the folder, with the card's name, versions, date and ceilings. `--traces`, or
+$LLMBATCH_TRACES, is a folder with azure2023_code, mmlu_5shot and video_panda70m as Parquet, which whole jobs need.
+`--dry-run` runs everything in sizes that Triton's interpreter can do on a processor: its figures say nothing, and are
+not written.
 """
 
 from __future__ import annotations
