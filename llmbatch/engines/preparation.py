@@ -127,14 +127,14 @@ def prepare(
     room = measure_room(loaded, attention, tokens=tokens, rows=rows, page_size=size)
     if room.unrecorded is not None:
         notes = (*notes, f"small steps are not recorded as CUDA graphs, and take longer: {room.unrecorded}")
-    if options.kv_memory is None:
-        pool = Pool(max(1, room.pool_bytes // (model.bytes_per_token * size)), size)
     ceilings = replace(_ceilings(platform, model), cascade=attention.cascade)
-    uncalibrated = Preparation(pool, ceilings, attention, records=room.unrecorded is None)
+    whole = Pool(max(1, room.pool_bytes // (model.bytes_per_token * size)), size)
+    uncalibrated = Preparation(whole, ceilings, attention, records=room.unrecorded is None)
     calibration, told = _calibration(uncalibrated, loaded, _kept(platform, model, options))
     strategy = _strategy(calibration, options)
     cost = calibration.fitted[strategy].cost(_shape(model))
-    return replace(uncalibrated, cost=cost, strategy=strategy, notes=(*notes, *told))
+    chosen = whole if options.kv_memory is None else pool
+    return replace(uncalibrated, pool=chosen, cost=cost, strategy=strategy, notes=(*notes, *told))
 
 
 def cost_model(platform: Platform, model: ModelDescription, options: Options) -> CostModel:
