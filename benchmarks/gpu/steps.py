@@ -26,17 +26,20 @@ from llmbatch.engines.multiprocessors import NoGreenContexts
 from llmbatch.engines.stopwatch import StepKind, measured, randomise, time_step
 from llmbatch.engines.strategies import STRATEGIES
 
+_SHARE = 0.65  # of the card's memory, for pages: the weights and a step's own memory need the rest
+
 
 def kinds(stage: Stage) -> list[StepKind]:
     """Pure decodes, pure prefills, and both; one or two of each in a dry run."""
     rows, keys, chunk = stage.sizes.rows, stage.sizes.step_keys, stage.sizes.chunk
     if stage.dry:
         return stage.few_kinds
+    most = int(_SHARE * stage.ceilings.memory / stage.shape.kv_bytes_per_token) // stage.page_size
     decodes = [StepKind(n, k) for n in (rows // 4, rows, 2 * rows) for k in (keys // 4, keys, 2 * keys)]
     prefills = [StepKind(prefills=((before, chunk // part),)) for part in (8, 2, 1) for before in (0, chunk)]
     prefills += [StepKind(prefills=((0, chunk // 8),) * 8)]
     blends = [StepKind(n, keys, ((0, chunk // part),)) for n in (rows // 4, rows, 2 * rows) for part in (8, 4, 1)]
-    return [*decodes, *prefills, *blends]
+    return [kind for kind in (*decodes, *prefills, *blends) if kind.pages(stage.page_size) <= most]
 
 
 def measure(stage: Stage) -> dict[str, Any]:
