@@ -40,7 +40,8 @@ def cluster() -> Iterator[Any]:
 
 
 def operator(model: str, **options: Any) -> Any:
-    return cast(Any, LLMOperator(**{"model": model, "prompt": "text", "kv_memory": 2**24, **options}))
+    given = {"model": model, "prompt": "text", "kv_memory": 2**24, "dtype": "float32"}  # bfloat16 rounds by batch
+    return cast(Any, LLMOperator(**given | options))
 
 
 def die_of(token: int) -> Callable[[], None]:
@@ -124,7 +125,7 @@ address, model, source, target, checkpoints = sys.argv[1:]
 ray.init(address=address, log_to_driver=False)
 context = ray.data.DataContext.get_current()
 context.checkpoint_config = CheckpointConfig("id", checkpoints, delete_checkpoint_on_success=False)
-op = LLMOperator(model=model, prompt="text", kv_memory=2**24, max_tokens=60, ignore_eos=True)
+op = LLMOperator(model=model, prompt="text", dtype="float32", kv_memory=2**24, max_tokens=60, ignore_eos=True)
 ds = map_dataset(ray.data.read_parquet(source), op, concurrency=1, num_cpus=0.1, rows_per_shard=20)
 ds.write_parquet(target)
 """
