@@ -51,6 +51,13 @@ class DeviceCalibration:
         fastest = max(self.fitted, key=lambda name: self.fitted[name].gain)
         return fastest if self.fitted[fastest].gain > 1.0 + _NOISE else "sequential"
 
+    @property
+    def told(self) -> str:
+        """How the strategies compare, for a person."""
+        others = (name for name in self.fitted if name != "sequential")
+        gains = [f"{name} is {self.fitted[name].gain:.2f} x as fast as sequential" for name in others]
+        return ", ".join([*gains, *(f"{name} cannot run" for name in self.missing)])
+
 
 class Kept:
     """The file of a calibration, in a folder of them.

@@ -162,7 +162,8 @@ def _calibration(prepared: Preparation, loaded: LoadedModel, kept: Kept) -> tupl
     found = calibrate_device(
         prepared.cost, kinds, lambda strategy, rates: needed.accelerated(loaded, strategy=strategy, rates=rates)
     )
-    note = f"the GPU was calibrated for this model in {time.perf_counter() - begun:.0f} seconds, kept in {kept.path}"
+    seconds = time.perf_counter() - begun
+    note = f"the GPU was calibrated for this model in {seconds:.0f} seconds: {found.told}; kept in {kept.path}"
     try:
         kept.keep(found)
     except OSError as error:
