@@ -32,15 +32,11 @@ class Work:
     @classmethod
     def of(cls, step: Step, rates: Rates) -> Work:
         """The work of a step on a device."""
-        decodes = step.num_decodes
-        starts, counts = step.starts[decodes:].astype(float), step.counts[decodes:].astype(float)
-        pairs = float((counts * starts + counts * (counts + 1) / 2).sum())
-        read = float(step.starts[:decodes].sum(dtype=float)) + decodes - step.spared_tokens
         samples = int(step.samples.sum())
         return cls(
             products=rates.seconds_per_token * step.num_tokens + rates.seconds_per_sample * samples,
-            attention=rates.seconds_per_pair * pairs,
-            reads=rates.seconds_per_kv_token * max(0.0, read),
+            attention=rates.seconds_per_pair * step.prefill_pairs,
+            reads=rates.seconds_per_kv_token * step.read_tokens,
             weights=rates.weight_seconds,
         )
 
@@ -56,9 +52,9 @@ class Work:
 
 
 def halves_pay(step: Step, rates: Rates) -> bool:
-    """Whether two halves can be faster than the whole."""
+    """Whether two halves can be faster than the whole; a single token has none."""
     work = Work.of(step, rates)
-    return work.in_halves < _WORTH * work.in_turn
+    return step.num_tokens > 1 and work.in_halves < _WORTH * work.in_turn
 
 
 def best_share(prefills: Step, decodes: Step, rates: Rates, shares: Sequence[float]) -> float | None:

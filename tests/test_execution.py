@@ -72,6 +72,7 @@ def test_halves_are_the_whole_in_its_order(step: Step) -> None:
     prefilled = [t for part in parts for t in tokens_of(part.step)[part.step.num_decodes :]]
     assert prefilled == tokens_of(step)[step.num_decodes :]
     for part in parts:
+        assert part.step.num_tokens >= 1
         assert (part.step.counts >= 1).all()
         assert (part.step.counts[: part.step.num_decodes] == 1).all()
         assert part.step.samples[: part.step.num_decodes].all()
@@ -214,6 +215,7 @@ def test_halves_pay_where_reads_are_long_and_tokens_hide_the_weights() -> None:
     short, long = [0] * 100, [100] * 100
     assert halves_pay(step_of(long, [(0, 900, True)]), rates)
     assert not halves_pay(step_of(short, [(0, 900, True)]), rates)  # hardly anything is read
+    assert not halves_pay(step_of([10_000], []), rates)  # there is one token
     assert not halves_pay(step_of([10] * 150, []), rates)  # the weights would be read twice, and bind
 
 

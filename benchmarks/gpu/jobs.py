@@ -137,17 +137,13 @@ class Noted:
 
     def __init__(self, engine: AcceleratedEngine) -> None:
         self._engine = engine
-        self._work: list[tuple[int, float, int, int]] = []
+        self._work: list[tuple[int, int, int, int]] = []
         self._done = [time.perf_counter()]
         self.tokens = 0
 
     def before(self, step: Step) -> None:
         """Note the step."""
-        decodes = step.num_decodes
-        starts, counts = step.starts[decodes:].astype(float), step.counts[decodes:].astype(float)
-        pairs = float((counts * starts + counts * (counts + 1) / 2).sum())
-        read = int(step.starts[:decodes].sum()) + decodes - step.spared_tokens
-        self._work.append((step.num_tokens, pairs, read, int(step.samples.sum())))
+        self._work.append((step.num_tokens, step.prefill_pairs, step.read_tokens, int(step.samples.sum())))
 
     def after(self, finished: Finished) -> NDArray[np.int32]:
         """Free the slots."""
@@ -159,7 +155,7 @@ class Noted:
     def steps(self) -> MeasuredSteps:
         """What each was, and took."""
         tokens, pairs, read, samples = np.array(self._work).T
-        return MeasuredSteps(tokens, pairs, np.maximum(read, 0), samples, np.diff(self._done))
+        return MeasuredSteps(tokens, pairs, read, samples, np.diff(self._done))
 
 
 def job(stage: Stage, requests: Requests, strategy: Strategy, pool: Pool, order: Policy) -> dict[str, Any]:

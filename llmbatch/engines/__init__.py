@@ -54,6 +54,18 @@ class Step:
         """Tokens computed by the step."""
         return int(self.counts.sum())
 
+    @property
+    def prefill_pairs(self) -> int:
+        """Query-key pairs of its prefills: of c tokens after k, c k + c (c + 1) / 2."""
+        starts, counts = (column[self.num_decodes :].astype(np.int64) for column in (self.starts, self.counts))
+        return int((counts * starts + counts * (counts + 1) // 2).sum())
+
+    @property
+    def read_tokens(self) -> int:
+        """KV tokens that its decodes read, each its whole context, those read together once."""
+        read = int(self.starts[: self.num_decodes].sum(dtype=np.int64)) + self.num_decodes
+        return max(0, read - self.spared_tokens)
+
 
 @dataclass(frozen=True, slots=True)
 class StepResult:

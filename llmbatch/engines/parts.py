@@ -36,10 +36,13 @@ def sides(step: Step) -> tuple[Part, Part]:
 
 
 def halves(step: Step) -> tuple[Part, Part]:
-    """Two parts with half of the tokens each, and half of the keys that decodes read; a chunk may be in both."""
+    """Two parts with half of the tokens each, and half of the keys that decodes read; a chunk may be in both.
+
+    The step has two tokens at least, and each half one.
+    """
     decodes, tokens = step.num_decodes, step.num_tokens
     read = np.cumsum(step.starts[:decodes] + 1, dtype=np.int64)
-    first = int(np.searchsorted(read, read[-1] / 2)) + 1 if decodes else 0
+    first = min(int(np.searchsorted(read, read[-1] / 2)) + 1, max(1, decodes - 1)) if decodes else 0
     ends = decodes + np.cumsum(step.counts[decodes:], dtype=np.int64)
     middle = np.clip(tokens // 2 - first + decodes, decodes, tokens)  # as if the first half had all decodes
     cut = decodes + int(np.searchsorted(ends, middle, side="right"))  # the chunk that lies across it, if any does

@@ -17,6 +17,7 @@ from llmbatch.requests import Requests
 from llmbatch.sampling import SamplingParams
 
 _ROUNDS = 3
+_PAGE = 16  # tokens; of no matter where work is counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +71,12 @@ class StepKind:
 
 def measured(kinds: Sequence[StepKind], seconds: Sequence[float]) -> MeasuredSteps:
     """Kinds of steps and what each took, as they are calibrated with."""
+    steps = [kind.step(_PAGE) for kind in kinds]
     return MeasuredSteps(
-        tokens=np.array([kind.decodes + sum(tokens for _, tokens in kind.prefills) for kind in kinds]),
-        pairs=np.array([sum(n * before + n * (n + 1) / 2 for before, n in kind.prefills) for kind in kinds]),
-        kv_tokens=np.array([kind.decodes * kind.keys for kind in kinds]),
-        samples=np.array([kind.decodes + len(kind.prefills) for kind in kinds]),
+        tokens=np.array([step.num_tokens for step in steps]),
+        pairs=np.array([step.prefill_pairs for step in steps]),
+        kv_tokens=np.array([step.read_tokens for step in steps]),
+        samples=np.array([len(step.slots) for step in steps]),
         seconds=np.array(seconds),
     )
 
