@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from llmbatch.budget import Rates
+from llmbatch.engines import strategies
 from llmbatch.engines.multiprocessors import NoGreenContexts, SplitDevice
 
 DEVICE = torch.device("cuda", 0)
@@ -59,6 +61,13 @@ def test_what_the_driver_refuses_is_named() -> None:
     with pytest.raises(NoGreenContexts) as caught:
         device.streams(0.5)
     assert str(caught.value) == "cuGreenCtxCreate failed with CUDA error 801"
+
+
+@pytest.mark.usefixtures("card")
+def test_what_the_driver_refuses_is_found_out_before_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(strategies, "SplitDevice", lambda device: SplitDevice(device, Driver("cuGreenCtxCreate")))
+    with pytest.raises(NoGreenContexts):
+        strategies.make_execution("partitioned", Rates(1.0, 0.0, 0.0, 1.0, 0.0, False), DEVICE)
 
 
 def test_a_driver_that_is_too_old_is_named() -> None:

@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 
 from llmbatch.budget import Rates
-from llmbatch.engines.execution import Execution, HostLane, Interleaved, Partitioned, Sequential, StreamLane
+from llmbatch.engines.execution import SHARES, Execution, HostLane, Interleaved, Partitioned, Sequential, StreamLane
 from llmbatch.engines.multiprocessors import SplitDevice
 
 Strategy = Literal["sequential", "interleaved", "partitioned"]
@@ -23,6 +23,11 @@ def make_execution(name: Strategy, rates: Rates, device: torch.device) -> Execut
     cuda = device.type == "cuda"
     if name == "interleaved":
         return Interleaved(rates, StreamLane(device) if cuda else HostLane())
+    if name == "partitioned" and cuda:
+        split = SplitDevice(device)
+        for share in SHARES:  # what the driver refuses is found out here, not in a step
+            split.streams(share)
+        return Partitioned(rates, split.streams)
     if name == "partitioned":
-        return Partitioned(rates, SplitDevice(device).streams if cuda else lambda share: (None, None))
+        return Partitioned(rates, lambda share: (None, None))
     return Sequential()
