@@ -124,7 +124,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     )
     add("--engine", choices=ENGINES, default="torch", help="simulated runs no model and writes placeholder text")
     add("--output-tokens", metavar="COL", help="a column of the tokens that the simulated engine generates")
-    add("--row-timeout", type=float, metavar="S", help="most seconds from a row's first step to its last")
+    add("--row-timeout", type=float, metavar="S", help="most seconds that the steps of a row may take together")
     add(
         "--on-error",
         choices=ON_ERROR,

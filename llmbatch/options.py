@@ -39,7 +39,7 @@ class Options:
     engine: EngineName = "torch"
     output_tokens: str | None = None  # column of the tokens that the simulated engine generates; null: max_tokens
     on_error: OnError = "column"  # what a row that fails does: say so in its columns, or end the job
-    row_timeout: float | None = None  # seconds a row may take from its first step to its last
+    row_timeout: float | None = None  # seconds that the steps a row is in may take together
     order: Policy = "blend"
     device: str = "auto"  # "cpu", "cuda", "cuda:1"; auto: a GPU where there is one
     attention: AttentionName = "auto"  # kernels, on a GPU

@@ -60,14 +60,17 @@ class Stream(Generic[W]):
         *,
         row_timeout: float = math.inf,
     ) -> None:
-        """`row_timeout` are the most seconds from a row's first step to its last."""
+        """`row_timeout` are the most seconds that the steps of a row may take together.
+
+        What a row waits does not count: before its first step, for its next chunk, or between preemption and return.
+        """
         self.totals = Totals()
         self._host = host
         self._engine = host.engine()
         self._pool, self._cost, self._scheduling = pool, cost, scheduling
         self._taker = taker
         self._timeout = row_timeout
-        self._looked = time.monotonic()
+        self._step = (_NOBODY, 0.0)  # the requests of the step in hand, and when it was begun
         self._union: Union[W] | None = None
         self._run: ShardRun | None = None
         self._driver = drive(self._engine, self)
@@ -107,9 +110,10 @@ class Stream(Generic[W]):
         """Note what the engine is given for the first time."""
         union = self._union
         assert union is not None
-        fresh = step.requests[union.begun[step.requests] == 0.0]
+        self._step = (step.requests, time.monotonic())
+        fresh = step.requests[~union.begun[step.requests]]
         if len(fresh):
-            union.begun[fresh] = time.monotonic()
+            union.begun[fresh] = True
             union.attempts[fresh] += 1
             for window, at in union.by_window(fresh):
                 self._taker.begun(window, union.index[fresh[at]])
@@ -118,12 +122,15 @@ class Stream(Generic[W]):
         """Hand on what ended, and find what takes too long."""
         union = self._union
         assert union is not None
+        (requests, begun), self._step = self._step, (_NOBODY, 0.0)
+        union.spent[requests] += time.monotonic() - begun
         if len(finished.requests):
             self._alone = 0
             self._hand_on(union, finished)
         if not self._ending:
             self._taker.tick()
-        return self._late(union) if self._timeout < math.inf else _NOBODY
+        late: NDArray[np.int32] = requests[union.open[requests] & (union.spent[requests] > self._timeout)]
+        return late
 
     def _hand_on(self, union: Union[W], finished: Finished) -> None:
         requests = finished.requests
@@ -141,15 +148,6 @@ class Stream(Generic[W]):
                     union.attempts[requests[at]],
                 )
             )
-
-    def _late(self, union: Union[W]) -> NDArray[np.int32]:
-        now = time.monotonic()
-        if now - self._looked < min(1.0, self._timeout) or self._run is None:
-            return _NOBODY
-        self._looked = now
-        running, _ = self._run.scheduler.unfinished()
-        late: NDArray[np.int32] = running[now - union.begun[running] > self._timeout]
-        return late
 
     def _join(self, window: W) -> None:
         """Let a window's requests join those that run."""
@@ -277,7 +275,9 @@ class Stream(Generic[W]):
         self.totals.engine_deaths += 1
         self._count(self._run)
         self._run = None
-        self._union.begun[self._union.open] = 0.0
+        self._step = (_NOBODY, 0.0)
+        self._union.begun[self._union.open] = False
+        self._union.spent[self._union.open] = 0.0
         del self._engine, self._driver  # the dead engine's memory is needed
         self._engine = self._host.new_engine()
         self._driver = drive(self._engine, self)

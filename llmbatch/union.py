@@ -25,7 +25,8 @@ class Union(Generic[W]):
         self.index = index  # [n] number of the request in its window
         self.answered = np.zeros(count, np.int32)  # tokens of those that have ended
         self.open = np.zeros(count, np.bool_)  # to be run, and not ended
-        self.begun = np.zeros(count, np.float64)  # when it was last given to the engine, or 0
+        self.begun = np.zeros(count, np.bool_)  # given to the engine in use
+        self.spent = np.zeros(count, np.float64)  # seconds of the steps of this engine that it was in
         self.attempts = np.zeros(count, np.int32)
 
     def by_window(self, requests: NDArray[np.int32]) -> list[tuple[W, NDArray[np.intp]]]:
@@ -53,7 +54,7 @@ class Union(Generic[W]):
             np.concatenate((number, np.full(count, len(windows) - 1, np.int32))),
             np.concatenate((self.index[kept], np.arange(count, dtype=np.int32))),
         )
-        for name in ("answered", "open", "begun", "attempts"):
+        for name in ("answered", "open", "begun", "spent", "attempts"):
             getattr(union, name)[: len(kept)] = getattr(self, name)[kept]
         return union
 

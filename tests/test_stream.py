@@ -184,21 +184,6 @@ def test_an_engine_that_dies_while_windows_overlap_loses_no_request() -> None:
     assert [len(window.ended) for window in windows] == [21, 30, 9]
 
 
-def test_a_row_that_runs_too_long_is_withdrawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 0.0
-    monkeypatch.setattr(time, "monotonic", lambda: now)
-
-    def pass_a_second() -> None:
-        nonlocal now
-        now += 1.0
-
-    window = window_of(lengths(3, 3, 50, 3))
-    stream(Engines(), Taken(pass_a_second), row_timeout=10.0).run(Listed([window]))
-    assert {i: finish for i, (_, finish) in window.ended.items()} == {
-        0: Finish.STOP, 1: Finish.STOP, 2: Finish.TIMEOUT, 3: Finish.STOP,
-    }  # fmt: skip
-
-
 def test_a_stream_that_is_stopped_lets_end_what_runs_and_admits_nothing_more() -> None:
     window = window_of(lengths(*[4] * 60))
     ticks = 0
