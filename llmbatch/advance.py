@@ -67,12 +67,17 @@ def preempt(run: Any, pages: Any, peak: Any, slot: int) -> None:
 
 @njit(cache=True)
 def newest_long(run: Any, least: float) -> int:
-    """The newest of the right end's decodes that has `least` tokens and was never preempted, -1 for none."""
+    """The newest of the right end's decodes that has outgrown what it was expected to generate, -1 for none.
+
+    It has `least` tokens, and was never preempted.
+    """
     newest = -1
     for i in range(run.counts[DECODING]):
         slot = run.decoding[i]
         record = run.slots[slot]
-        long = record.end == _RIGHT and record.known - record.prompt >= least
+        generated = record.known - record.prompt
+        expected = 2.0 * (record.weight - record.prompt)  # when it was admitted
+        long = record.end == _RIGHT and generated >= max(least, expected)
         if long and record.preemptions == 0 and (newest < 0 or record.admission > run.slots[newest].admission):
             newest = slot
     return newest

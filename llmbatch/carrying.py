@@ -3,7 +3,8 @@
 The pages of a shard are numbered by its prefix tree (`llmbatch.trie`), so when other rows join, those that run are
 sorted among them and everything is numbered anew. A sequence keeps its slot, its pages and their KV; what changes is
 which of its pages others may share: those on its path in the new trie. A page that two sequences hold is on both
-paths, because both are rows of the new shard. Pages that nobody uses are given up.
+paths, because both are rows of the new shard. Pages that nobody uses are given up. What is predicted of a sequence
+counts the pages that are its own (`llmbatch.peak`), so it changes with them; when it ends does not.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from numba import njit
 from numpy.typing import NDArray
 
 from llmbatch.pages import EMPTY, FREE, PRIVATE, SHARED, UNUSED, Pages, path_of
+from llmbatch.peak import Peak
 from llmbatch.slots import Running
 from llmbatch.trie import PageTrie
 
@@ -26,6 +28,14 @@ def carry_running(run: Running, numbers: NDArray[np.int32]) -> Running:
     slots["request"][used] = numbers[slots["request"][used]]
     assert (slots["request"][used] >= 0).all(), "a sequence that runs has no number in the new shard"
     return run._replace(slots=slots)
+
+
+def carry_peak(peak: Peak, run: Running, pages: Pages, numbers: NDArray[np.int32], trie: PageTrie) -> Peak:
+    """What is predicted of sequences `run` over `pages`, both as they were, once `trie` says which pages they share."""
+    requests = run.slots["request"][peak.slots[: peak.size[0]]]
+    bases = peak.bases.copy()
+    bases[: len(requests)] += (pages.depth[requests] - trie.depth[numbers[requests]]) * pages.page_size
+    return peak._replace(bases=bases)
 
 
 def carry_pages(pages: Pages, numbers: NDArray[np.int32], trie: PageTrie, width: int) -> Pages:

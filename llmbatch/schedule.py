@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from llmbatch.admission import BEGUN, CACHED, PREEMPTED_NOW, RECOMPUTED, Chunks, Limits
 from llmbatch.advance import advance, end_sequences, expect_anew, pack, withdraw
 from llmbatch.budget import Budget, BudgetRules, FixedBudget, Rates
-from llmbatch.carrying import carry_pages, carry_running
+from llmbatch.carrying import carry_pages, carry_peak, carry_running
 from llmbatch.deciding import Core, charge, decide_step, is_done, needs_attention
 from llmbatch.ends import EndRules, Ends, InOrder, Queue
 from llmbatch.engines import Finish, Step, StepResult
@@ -124,6 +124,7 @@ class Scheduler:
         self._lengths = lengths
         self.core = core._replace(
             run=run,
+            peak=carry_peak(core.peak, core.run, core.pages, numbers, trie),
             pages=carry_pages(core.pages, numbers, trie, _width(prompt_lengths, trie)),
             queue=Queue.of(np.empty(0, np.int32), self._taken, np.empty(0)),
             prompts=prompt_lengths,
