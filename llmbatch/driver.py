@@ -40,6 +40,22 @@ class Watch(Protocol):
         ...
 
 
+class Retire:
+    """Takes from an engine what ended, and drops it."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def before(self, step: Step) -> None:
+        """Nothing."""
+
+    def after(self, finished: Finished) -> NDArray[np.int32]:
+        """Free the slots."""
+        for slot in finished.slots.tolist():
+            self._engine.retire(slot)
+        return np.empty(0, np.int32)
+
+
 class EngineDied(Exception):
     """The engine raised while it executed a step; what it held is lost. Its cause is what was raised."""
 

@@ -7,15 +7,12 @@ here, later ones a few milliseconds. Counted as loading.
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
 from llmbatch.cost import CostModel, find_shape
-from llmbatch.driver import EngineDriver
-from llmbatch.engines import Step
+from llmbatch.driver import EngineDriver, Retire
 from llmbatch.engines.simulated import SimulatedEngine
 from llmbatch.hardware import find_hardware
 from llmbatch.runner import run_shard
-from llmbatch.schedule import Finished
 from llmbatch.tree import PrefixTree
 from llmbatch.workload import Pool, Scheduling, Workload
 
@@ -33,20 +30,4 @@ def rehearse() -> None:
     cost = CostModel(find_shape("smollm2-135m"), find_hardware("l4"))
     engine = SimulatedEngine(answers, cost)
 
-    run_shard(workload, EngineDriver(engine, _Retire(engine)), Pool(100, 4), cost, Scheduling(max_running=32))
-
-
-class _Retire:
-    """Takes from an engine what ended."""
-
-    def __init__(self, engine: SimulatedEngine) -> None:
-        self._engine = engine
-
-    def before(self, step: Step) -> None:
-        """Nothing."""
-
-    def after(self, finished: Finished) -> NDArray[np.int32]:
-        """Free the slots."""
-        for slot in finished.slots.tolist():
-            self._engine.retire(slot)
-        return np.empty(0, np.int32)
+    run_shard(workload, EngineDriver(engine, Retire(engine)), Pool(100, 4), cost, Scheduling(max_running=32))

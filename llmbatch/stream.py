@@ -8,7 +8,8 @@ A few thousand answers of earlier windows come along as examples, so that length
 An engine may die. What it held is lost, and a step tells only which rows were in it, up to hundreds. One of them may be
 the cause, and would kill the next engine too. So the rows of the last step run again in about as many groups as each
 has rows, and the rows of a group that kills the engine alone; a row that kills it alone gets an error, and the rest go
-on. An engine that dies three times in a row of a row alone dies of something else.
+on. Where three in a row do, either they are bad or the engine is: it is given a row that was answered before (where
+none was, three others, alone). An engine that dies of that too ends the job.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmbatch.cost import CostModel
-from llmbatch.driver import EngineDied, drive
+from llmbatch.driver import EngineDied, Retire, drive
 from llmbatch.engines import Finish, Step
 from llmbatch.errors import JobError, RowError
 from llmbatch.feed import Ended, Feed, Host, Stop, Taker, W
@@ -33,7 +34,7 @@ from llmbatch.workload import Pool, Scheduling, Workload, oversized
 
 _EXAMPLES = 4096  # answers that the next window learns lengths from
 _TAIL_STEPS = 16  # between two looks for the next window
-_MOST_ALONE = 3  # rows in a row that may kill the engine alone
+_MOST_ALONE = 3  # rows in a row that may kill the engine alone before it is tried with others
 _NOBODY = np.empty(0, np.int32)
 
 
@@ -237,7 +238,20 @@ class Stream(Generic[W]):
                 died = again
 
     def _try(self, group: NDArray[np.int32]) -> None:
-        """Run some requests to their end with nothing beside them; alone, each, where they kill the engine."""
+        """Run some requests to their end; alone, each, where they kill the engine."""
+        union = self._union
+        assert union is not None
+        death = self._death_of(group)
+        left = group[union.open[group]]
+        if death is not None and len(left) == 1:
+            self._give_up(int(left[0]), death)
+        elif death is not None:
+            for request in left:
+                if union.open[request]:
+                    self._try(request[None])
+
+    def _death_of(self, group: NDArray[np.int32]) -> EngineDied | None:
+        """Run some requests to their end with nothing beside them; how the engine died of them, if it did."""
         union = self._union
         assert union is not None
         others = np.setdiff1d(np.flatnonzero(union.open), group)
@@ -248,26 +262,47 @@ class Stream(Generic[W]):
             self._count(run)
         except EngineDied as died:
             self._replace_engine()
-            left = group[union.open[group]]
-            if len(left) > 1:
-                for request in left:
-                    self._try(request[None])
-            else:
-                self._give_up(union, int(left[0]), died)
+            return died
+        return None
 
-    def _give_up(self, union: Union[W], request: int, died: EngineDied) -> None:
+    def _give_up(self, request: int, died: EngineDied) -> None:
+        """Fail a row that killed the engine alone. Raises `JobError` where the engine dies of others too."""
+        union = self._union
+        assert union is not None
         cause = died.__cause__
         what = f"{type(cause).__name__}: {' '.join(str(cause).split()) or 'no message'}"
         self._alone += 1
         if self._alone >= _MOST_ALONE:
-            raise JobError(
-                f"the engine dies whatever it is given, of {self._alone} rows in a row that ran alone: {what}"
-            )
+            if not self._works(request):
+                raise JobError(
+                    f"the engine dies whatever it is given, of {self._alone} rows in a row that ran alone, "
+                    f"and of others: {what}"
+                )
+            self._alone = 0
         attempts = int(union.attempts[request])
         union.open[request] = False
         message = f"the engine died of this row alone, after {attempts} attempts: {what}"
         window = union.windows[union.window[request]]
         self._taker.failed(window, {int(union.index[request]): RowError("engine", message)}, attempts)
+
+    def _works(self, killer: int) -> bool:
+        """Whether the engine answers a row again that was answered before; where none was, one of some others."""
+        union = self._union
+        assert union is not None
+        answered = np.flatnonzero(union.answered)
+        if len(answered) == 0:
+            others = self._rng.permutation(np.setdiff1d(np.flatnonzero(union.open), killer)).astype(np.int32)
+            return any(self._death_of(other[None]) is None for other in others[:_MOST_ALONE])
+        cheapest = answered[np.argmin(union.requests.prompt_lengths[answered] + union.answered[answered])]
+        request = union.requests.take(cheapest[None])
+        self._engine.begin(request)
+        driver = drive(self._engine, Retire(self._engine))
+        run = ShardRun(Workload.of(request), driver, self._pool, self._cost, self._scheduling)
+        try:
+            run.run()
+        except EngineDied:
+            return False
+        return True
 
     def _replace_engine(self) -> None:
         assert self._union is not None
