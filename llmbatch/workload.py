@@ -70,10 +70,13 @@ class Workload:
         always = np.array([params.ignore_eos and not params.stop for params in requests.params], np.bool_)
         tree = PrefixTree.build(requests.tokens, requests.offsets)
         known = np.where(always[requests.params_index], requests.max_tokens, 0).astype(np.int32)
+        kinds: dict[tuple[object, ...], int] = {}
+        keys = np.array([kinds.setdefault(params.kind, len(kinds)) for params in requests.params], np.int32)
+        keys = keys[requests.params_index]
         if answered is None or not answered.any():
-            return cls(tree, requests.max_tokens, requests.params_index, known)
+            return cls(tree, requests.max_tokens, keys, known)
         run = tree.select(answered == 0)
-        return cls(run, requests.max_tokens, requests.params_index, known, Examples(tree, answered))
+        return cls(run, requests.max_tokens, keys, known, Examples(tree, answered))
 
     def __len__(self) -> int:
         """Requests, those outside the tree counted."""
