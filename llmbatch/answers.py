@@ -141,6 +141,7 @@ class Answering:
                 "raise row_timeout (--row-timeout) or lower max_tokens",
             ),
         }
+        self.rows_cut = 0  # that the pool may end early
         self._held: list[Ended[Window]] = []
         self._count = 0
         self._since = 0.0
@@ -174,6 +175,11 @@ class Answering:
         reasons = list(errors.values())
         each = np.full(len(rows), attempts, np.int32)
         self._sink.answered(window, _failed_rows(window, rows, [reasons[i] for i in at.tolist()], each))
+
+    def cut(self, window: Window, requests: NDArray[np.int32]) -> None:
+        """Count the rows of requests that the pool may end early."""
+        rows, _ = _rows_of(window, requests)
+        self.rows_cut += int(np.count_nonzero(~window.done[rows]))
 
     def tick(self) -> None:
         """Hand on what was gathered, if it is time."""

@@ -70,6 +70,10 @@ class Taker(Protocol[W]):
         """Requests will have none."""
         ...
 
+    def cut(self, window: W, requests: NDArray[np.int32]) -> None:
+        """The pool may end the answers of these requests before their max_tokens."""
+        ...
+
     def tick(self) -> None:
         """A step was taken. May raise `Stop`."""
         ...

@@ -20,7 +20,7 @@ from llmbatch.order import Policy
 from llmbatch.requests import Requests
 from llmbatch.runner import decide, run_shard
 from llmbatch.tree import PrefixTree
-from llmbatch.workload import Pool, Scheduling, Workload, oversized
+from llmbatch.workload import Pool, Scheduling, Workload, early_ends, fit_requests
 
 if TYPE_CHECKING:
     from llmbatch.worker import Worker
@@ -87,8 +87,8 @@ def forecast(worker: Worker, table: pa.Table) -> Forecast:
     """Forecast answering a table; loads no weights."""
     options, pool, cost, scheduling = worker.options, worker.pool, worker.cost, worker.scheduling
     shard = worker.shard(table)
-    requests = shard.requests
-    workload = Workload.of(requests).without(oversized(requests, pool))
+    requests, refused, cut = fit_requests(shard.requests, pool)
+    workload = Workload.of(requests).without(refused)
     tree = workload.tree
     expected = workload.length_model().expected(np.arange(len(requests), dtype=np.int32)).mean
     decided = decide(workload, pool, cost, scheduling)
@@ -96,7 +96,7 @@ def forecast(worker: Worker, table: pa.Table) -> Forecast:
     inputs = int(shard.num_input_tokens.sum())
     return Forecast(
         rows=table.num_rows,
-        errors=len(shard.errors),
+        errors=len(shard.errors) + int(np.isin(shard.request_of, list(refused)).sum()),
         duplicates=int(np.count_nonzero(shard.request_of >= 0)) - len(requests),
         input_tokens=inputs,
         output_tokens=float(expected.sum()),
@@ -115,7 +115,7 @@ def forecast(worker: Worker, table: pa.Table) -> Forecast:
         reason=decided.reason,
         model=options.model,
         hardware=cost.hardware.name,
-        notes=(*options.notes, *shard.notes),
+        notes=(*options.notes, *shard.notes, *early_ends(int(np.isin(shard.request_of, cut).sum()), pool)),
     )
 
 
@@ -136,7 +136,9 @@ def compare(
     if not 0 < len(requests) <= MOST_SIMULATED:
         return None
 
-    workload = Workload.of(requests).without(oversized(requests, pool))
+    requests, refused, _ = fit_requests(requests, pool)
+    workload = Workload.of(requests).without(refused)
+    lengths = np.minimum(lengths, requests.max_tokens)
 
     def simulate(order: Policy) -> tuple[float, float]:
         driver = SimulatedDriver(lengths, cost)

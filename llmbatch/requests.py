@@ -50,12 +50,13 @@ class Requests:
 
     @classmethod
     def concatenate(cls, parts: Sequence[Requests]) -> Requests:
-        """All requests of all parts, in order."""
+        """All requests of all parts, in order. Equal parameters are merged, and those that nobody uses dropped."""
         params: dict[SamplingParams, int] = {}
         index = []
         for part in parts:
-            numbers = [params.setdefault(one, len(params)) for one in part.params]
-            index.append(np.array(numbers, np.int32)[part.params_index])
+            used, place = np.unique(part.params_index, return_inverse=True)
+            numbers = [params.setdefault(part.params[i], len(params)) for i in used.tolist()]
+            index.append(np.array(numbers, np.int32)[place])
         lengths = np.concatenate([np.diff(part.offsets) for part in parts])
         return cls(
             np.concatenate([part.tokens for part in parts]),

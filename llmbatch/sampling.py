@@ -55,6 +55,11 @@ class SamplingParams:
         """Whether each token is the likeliest one, so that equal prompts have equal answers."""
         return self.temperature == 0
 
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """What of it may tell how long answers become: all but the seed."""
+        return (self.max_tokens, self.temperature, self.top_p, self.top_k, self.stop, self.ignore_eos)
+
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, object], base: SamplingParams | None = None) -> SamplingParams:
         """What `mapping` gives, and `base` (the defaults) for the rest; None means not given.

@@ -22,7 +22,7 @@ from llmbatch.partition import partition
 from llmbatch.plan import Plan
 from llmbatch.runner import decide, run_shard
 from llmbatch.traces import Trace
-from llmbatch.workload import Pool, Scheduling, Workload
+from llmbatch.workload import Fit, Pool, Scheduling, Workload
 
 Knowledge = Literal["known", "sampled"]
 PAGE_SIZE = 16
@@ -35,11 +35,12 @@ SIDES = ("left", "right")
 
 @dataclass(frozen=True, kw_only=True)
 class SimulationReport:
-    """The figures of a simulation. Times in seconds; requests that can never fit are errors and count nowhere else."""
+    """The figures of a simulation. Times in seconds; requests whose prompt cannot fit count nowhere but in errors."""
 
     order: str
     requests: int
     errors: int
+    cut: int  # answers that end early, where the pool is full of them alone
     prompt_tokens: int
     output_tokens: int
     seconds: float
@@ -63,7 +64,7 @@ class SimulationReport:
     def to_text(self) -> str:
         """The figures for a person."""
         lines = [
-            f"requests         {self.requests:,} ({self.errors:,} can never fit), "
+            f"requests         {self.requests:,} ({self.errors:,} can never fit, {self.cut:,} end early), "
             f"{self.prompt_tokens:,} prompt and {self.output_tokens:,} output tokens",
             f"seconds          {self.seconds:,.1f} in order {self.order}, {self.fraction_of_optimal:.1%} of the "
             f"optimum ({self.optimal_seconds:,.1f}); {self.tokens_per_second:,.0f} tokens/s",
@@ -149,16 +150,17 @@ def simulate(
 
 
 def describe(trace: Trace, pool: Pool, lengths: Knowledge) -> Workload:
-    """A trace as a workload: the rows that can ever fit the pool, their lengths known or not."""
-    output, prompts = trace.output_lengths, trace.prompt_lengths
+    """A trace as a workload: the rows whose prompts fit the pool, their lengths known or not."""
+    output = trace.output_lengths
     known = lengths == "known"
+    fit = Fit.of(trace.prompt_lengths, output if known else np.full(len(output), _CONTEXT, np.int32), pool)
     workload = Workload(
         tree=trace.tree(),
-        max_tokens=output if known else np.clip(pool.tokens - prompts, 1, _CONTEXT).astype(np.int32),
+        max_tokens=fit.max_tokens,
         keys=np.zeros(len(output), np.int32),
-        known=output if known else np.zeros(len(output), np.int32),
+        known=fit.max_tokens if known else np.zeros(len(output), np.int32),
     )
-    return workload.without(np.flatnonzero(prompts.astype(np.int64) + output > pool.tokens).tolist())
+    return workload.without(np.flatnonzero(fit.refused).tolist())
 
 
 def run_workload(
@@ -171,12 +173,13 @@ def run_workload(
     planning: float = 0.0,
     decided: Plan | None = None,
 ) -> Simulation:
-    """Run the rows of a workload's tree, which generate `output` int32 tokens each; a plan `decided` is kept.
+    """Run the rows of a workload's tree, which generate `output` int32 tokens each, or max_tokens if that is less.
 
-    `planning` seconds were spent before.
+    A plan `decided` is kept; `planning` seconds were spent before.
     """
     tree = workload.tree
-    driver = SimulatedDriver(output, cost)
+    generated = np.minimum(output, workload.max_tokens)
+    driver = SimulatedDriver(generated, cost)
     begun = time.perf_counter()
     result = run_shard(workload, driver, pool, cost, scheduling, decided=decided)
     scheduling_seconds = time.perf_counter() - begun - result.planning_seconds
@@ -187,7 +190,7 @@ def run_workload(
         "finished_step": log.finished_step,
         "prefilled_tokens": tree.lengths - log.cached_tokens,
         "cached_tokens": log.cached_tokens,
-        "decoded_tokens": output - 1,
+        "decoded_tokens": generated - 1,
         "recomputed_tokens": log.recomputed_tokens,
         "preemptions": log.preemptions,
         "side": log.side,
@@ -216,7 +219,8 @@ def _report(
 ) -> SimulationReport:
     tree = workload.tree
     rows = tree.rows
-    prompts, answers = tree.lengths[rows].astype(np.int64), output[rows].astype(np.int64)
+    prompts = tree.lengths[rows].astype(np.int64)
+    answers = np.minimum(output, workload.max_tokens)[rows].astype(np.int64)
     shared = tree.total_tokens - tree.unique_tokens
     compute = float(cost.request_compute(prompts, answers).sum() - cost.prompt_seconds(shared))
     memory = float(cost.request_memory(prompts, answers, answers**2, tokens_together(tree, cost)[rows]).sum())
@@ -226,6 +230,7 @@ def _report(
     return SimulationReport(
         requests=len(output),
         errors=len(output) - len(rows),
+        cut=int(np.count_nonzero(output[rows] > answers)),
         prompt_tokens=prompt_tokens,
         output_tokens=int(answers.sum()),
         seconds=seconds,

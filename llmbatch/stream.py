@@ -30,7 +30,7 @@ from llmbatch.feed import Ended, Feed, Host, Stop, Taker, W
 from llmbatch.runner import ShardRun
 from llmbatch.schedule import Finished
 from llmbatch.union import Union
-from llmbatch.workload import Pool, Scheduling, Workload, oversized
+from llmbatch.workload import Pool, Scheduling, Workload, fit_requests
 
 _EXAMPLES = 4096  # answers that the next window learns lengths from
 _TAIL_STEPS = 16  # between two looks for the next window
@@ -45,6 +45,7 @@ class Totals:
     steps: int = 0
     preemptions: int = 0
     engine_deaths: int = 0
+    rows_cut: int = 0  # that the pool may end early
     reason: str = ""  # of the first plan: why this order
 
 
@@ -154,14 +155,17 @@ class Stream(Generic[W]):
         """Let a window's requests join those that run."""
         self._taker.joined(window)
         todo = window.answered == 0
-        errors = {i: error for i, error in oversized(window.requests, self._pool).items() if todo[i]}
+        requests, refused, cut = fit_requests(window.requests, self._pool)
+        errors = {i: error for i, error in refused.items() if todo[i]}
         todo[list(errors)] = False
         if errors:
             self._taker.failed(window, errors, 0)
+        if todo[cut].any():
+            self._taker.cut(window, cut[todo[cut]].astype(np.int32))
         if not todo.any():
             return
-        kept = self._kept()
-        old, self._union = self._union, Union.of(window) if self._union is None else self._union.joined(kept, window)
+        kept, old = self._kept(), self._union
+        self._union = Union.of(window, requests) if old is None else old.joined(kept, window, requests)
         union = self._union
         first = len(kept)
         union.open[first:] = todo

@@ -39,17 +39,17 @@ class Union(Generic[W]):
         workload = Workload.of(self.requests, self.answered)
         return workload.without(np.flatnonzero(~self.open & (self.answered == 0)).tolist())
 
-    def joined(self, kept: NDArray[np.int32], window: W) -> Union[W]:
-        """The union of the `kept` of these requests, which come first, and those of a window.
+    def joined(self, kept: NDArray[np.int32], window: W, requests: Requests) -> Union[W]:
+        """The union of the `kept` of these requests, which come first, and those of a window, fitted to the pool.
 
         Those that have ended are examples: they belong to no window, whose table would stay in memory for them.
         """
-        count = len(window.requests)
+        count = len(requests)
         used, number = np.unique(np.where(self.open[kept], self.window[kept], -1), return_inverse=True)
         windows = [self.windows[i] for i in used.tolist() if i >= 0] + [window]
         number = number.astype(np.int32) - np.int32(len(used) + 1 - len(windows))
         union = Union(
-            Requests.concatenate([self.requests.take(kept), window.requests]),
+            Requests.concatenate([self.requests.take(kept), requests]),
             windows,
             np.concatenate((number, np.full(count, len(windows) - 1, np.int32))),
             np.concatenate((self.index[kept], np.arange(count, dtype=np.int32))),
@@ -59,7 +59,7 @@ class Union(Generic[W]):
         return union
 
     @classmethod
-    def of(cls, window: W) -> Union[W]:
-        """The requests of one window."""
-        count = len(window.requests)
-        return cls(window.requests, [window], np.zeros(count, np.int32), np.arange(count, dtype=np.int32))
+    def of(cls, window: W, requests: Requests) -> Union[W]:
+        """The requests of one window, fitted to the pool."""
+        count = len(requests)
+        return cls(requests, [window], np.zeros(count, np.int32), np.arange(count, dtype=np.int32))

@@ -39,7 +39,7 @@ from llmbatch.shard import build_shard
 from llmbatch.single import Gathered, OneWindow
 from llmbatch.stream import Stream, Totals
 from llmbatch.tokenize import load_tokenizer
-from llmbatch.workload import Scheduling
+from llmbatch.workload import Scheduling, early_ends
 
 if TYPE_CHECKING:
     from llmbatch.engines.loading import LoadedModel
@@ -201,6 +201,7 @@ class Worker:
             answering.flush()
             raise
         answering.flush()
+        totals.rows_cut = answering.rows_cut
         return totals
 
     def answer(self, table: pa.Table, progress: Progress | None = None) -> Answered:
@@ -261,7 +262,7 @@ class Worker:
             model=self.options.model,
             dtype=self.dtype,
             kv_memory=self.pool.tokens * self.model.bytes_per_token,
-            notes=notes,
+            notes=(*notes, *early_ends(totals.rows_cut, self.pool)),
         )
 
     def _decode_one(self, tokens: np.ndarray[tuple[int], np.dtype[np.int32]]) -> str:

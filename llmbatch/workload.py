@@ -70,10 +70,13 @@ class Workload:
         always = np.array([params.ignore_eos and not params.stop for params in requests.params], np.bool_)
         tree = PrefixTree.build(requests.tokens, requests.offsets)
         known = np.where(always[requests.params_index], requests.max_tokens, 0).astype(np.int32)
+        kinds: dict[tuple[object, ...], int] = {}
+        keys = np.array([kinds.setdefault(params.kind, len(kinds)) for params in requests.params], np.int32)
+        keys = keys[requests.params_index]
         if answered is None or not answered.any():
-            return cls(tree, requests.max_tokens, requests.params_index, known)
+            return cls(tree, requests.max_tokens, keys, known)
         run = tree.select(answered == 0)
-        return cls(run, requests.max_tokens, requests.params_index, known, Examples(tree, answered))
+        return cls(run, requests.max_tokens, keys, known, Examples(tree, answered))
 
     def __len__(self) -> int:
         """Requests, those outside the tree counted."""
@@ -102,14 +105,44 @@ class Workload:
         return lengths
 
 
-def oversized(requests: Requests, pool: Pool) -> dict[int, RowError]:
-    """Requests whose prompt and longest answer exceed the pool: they could never be sure to end."""
-    need = requests.prompt_lengths + requests.max_tokens
-    return {
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """Which requests a pool has room for, and for how long an answer each: the one rule of jobs and simulations."""
+
+    max_tokens: NDArray[np.int32]  # [n] most tokens to generate; 1 where the request is refused
+    refused: NDArray[np.bool_]  # [n] its prompt leaves no room for an answer
+    cut: NDArray[np.bool_]  # [n] its answer may end before the tokens that were asked for
+
+    @classmethod
+    def of(cls, prompts: NDArray[np.int32], max_tokens: NDArray[np.int32], pool: Pool) -> Fit:
+        """Fit prompts of so many tokens, and answers of so many at most: a request that runs alone always ends."""
+        room = pool.tokens - prompts.astype(np.int64)
+        refused = room < 1
+        return cls(np.clip(room, 1, max_tokens).astype(np.int32), refused, ~refused & (room < max_tokens))
+
+
+def fit_requests(requests: Requests, pool: Pool) -> tuple[Requests, dict[int, RowError], NDArray[np.intp]]:
+    """Requests that run as far as the pool allows, the errors of those that cannot, and those that may end early."""
+    prompts = requests.prompt_lengths
+    fit = Fit.of(prompts, requests.max_tokens, pool)
+    errors = {
         int(i): RowError(
             "too_long",
-            f"prompt and max_tokens need KV for {need[i]} tokens, the pool holds {pool.tokens}: "
-            "raise kv_memory or lower max_tokens",
+            f"prompt has {prompts[i]} tokens, the KV pool holds {pool.tokens}, and one is needed for the answer: "
+            "raise kv_memory or shorten the prompt",
         )
-        for i in np.flatnonzero(need > pool.tokens)
+        for i in np.flatnonzero(fit.refused)
     }
+    recorded = np.minimum(requests.recorded, fit.max_tokens)
+    return replace(requests, max_tokens=fit.max_tokens, recorded=recorded), errors, np.flatnonzero(fit.cut)
+
+
+def early_ends(rows: int, pool: Pool) -> tuple[str, ...]:
+    """What the user should be told where so many rows may end early."""
+    if not rows:
+        return ()
+    which = "1 row may end" if rows == 1 else f"{rows:,} rows may end"
+    return (
+        f"{which} early, with finish_reason 'length': prompt and max_tokens need more KV than the {pool.tokens:,} "
+        "tokens that the pool holds; raise kv_memory or lower max_tokens",
+    )

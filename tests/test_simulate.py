@@ -124,13 +124,13 @@ def test_the_optimum_is_the_overlap_of_all_work(trace: str) -> None:
     assert report.critical_path_seconds == pytest.approx(d.max() * 2 * P / B)
 
 
-def test_a_request_that_can_never_fit_is_an_error_and_the_rest_are_simulated(tmp_path: Path) -> None:
-    path = write(tmp_path / "t.parquet", [100, 100, 100], [5, 10_000, 7])
+def test_a_prompt_that_can_never_fit_is_an_error_and_an_answer_ends_with_the_pool(tmp_path: Path) -> None:
+    path = write(tmp_path / "t.parquet", [100, 2000, 100, 100], [5, 1, 10_000, 7])
     simulation = Experiment(traces=[path], kv_memory=1000 * KV, lengths="known").run()
-    assert simulation.report.errors == 1
+    assert (simulation.report.errors, simulation.report.cut) == (1, 1)
     assert simulation.requests_table()["finished_step"].null_count == 1
     assert simulation.requests_table()["finished_step"].to_pylist()[1] is None
-    assert simulation.report.output_tokens == 12
+    assert simulation.report.output_tokens == 5 + 7 + 960 - 100  # the pool has 60 pages
 
 
 def test_replicas_share_the_requests_and_the_slowest_decides(trace: str) -> None:

@@ -56,6 +56,7 @@ class Taken:
     def __init__(self, at_tick: Callable[[], None] = lambda: None) -> None:
         self._at_tick = at_tick
         self.events: list[tuple[str, int]] = []
+        self.cuts: list[int] = []
 
     def joined(self, window: Window) -> None:
         self.events.append(("joined", id(window)))
@@ -73,6 +74,9 @@ class Taken:
     def failed(self, window: Window, errors: dict[int, RowError], attempts: int) -> None:
         window.errors |= errors
         window.attempts |= dict.fromkeys(errors, attempts)
+
+    def cut(self, window: Window, requests: NDArray[np.int32]) -> None:
+        self.cuts += requests.tolist()
 
     def tick(self) -> None:
         self._at_tick()
@@ -200,14 +204,3 @@ def test_a_stream_that_is_stopped_lets_end_what_runs_and_admits_nothing_more() -
     begun = [event for event in taken.events if event[0] == "begun"]
     assert 8 <= len(window.ended) < 60
     assert len(begun) <= 6
-
-
-def test_a_request_larger_than_the_pool_is_refused_with_the_numbers() -> None:
-    load = Workload([[1] * 1600, [2]], np.array([2, 2], np.int32), np.ones(2))
-    window = window_of(load)
-    stream(Engines(), Taken()).run(Listed([window]))
-    assert window.errors[0] == RowError(
-        "too_long",
-        "prompt and max_tokens need KV for 1664 tokens, the pool holds 1600: raise kv_memory or lower max_tokens",
-    )
-    assert list(window.ended) == [1]
