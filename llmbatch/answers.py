@@ -13,12 +13,12 @@ from typing import Protocol
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from llmbatch.engines import Finish
 from llmbatch.errors import DataError, RowError
 from llmbatch.feed import Ended
+from llmbatch.picking import pick, pieces
 from llmbatch.requests import Requests, Shard
 from llmbatch.tree import PrefixTree
 
@@ -37,6 +37,7 @@ SCHEMA = pa.schema(
 ROWS = pa.schema([pa.field("row", pa.int32()), *SCHEMA])  # of a batch: the row's number in its window, its answer
 COLUMNS = tuple(SCHEMA.names)
 ROWS_AT_RISK = 1000
+TEXT_AT_ONCE = 1 << 26  # bytes of text in a batch of answers, about: so much is in memory thrice while it is kept
 SECONDS_AT_RISK = 5.0
 _REASONS = pa.array(["error", "stop", "length", "error", "error"])  # by `Finish`
 
@@ -53,7 +54,7 @@ class Window:
     keys: NDArray[np.uint64]  # [rows]
     contents: NDArray[np.uint64]  # [rows] hashes of their values
     shard: Shard
-    earlier: pa.RecordBatch  # of ROWS: answers that an earlier run found
+    earlier: pa.Table  # of ROWS: answers that an earlier run found
     answered: NDArray[np.int32]  # [requests] tokens of these, 0 for requests that are to be run
     unique_tokens: int  # prompt tokens if each distinct prefix token were computed once
     rows: NDArray[np.int32]  # [answerable rows] grouped by request, each group in order
@@ -70,7 +71,7 @@ class Window:
         first: int,
         keys: NDArray[np.uint64],
         contents: NDArray[np.uint64],
-        earlier: pa.RecordBatch,
+        earlier: pa.Table,
     ) -> Window:
         """A window of which the rows in `earlier` are not answered again."""
         count = len(shard.requests)
@@ -215,19 +216,24 @@ class Answering:
         rows, at = _rows_of(window, index)
         inputs = window.shard.num_input_tokens[rows]
         first = rows == window.rows[window.bounds[index[at]]]  # a row whose equal was computed found its whole prompt
-        columns = [
-            pa.array(rows),
-            pa.array(texts, pa.string()).take(pa.array(at)),
-            pa.array(inputs),
-            pa.array(lengths[at]),
-            pa.array(np.where(first, cached[good][at], inputs).astype(np.int32)),
-            _REASONS.take(pa.array(finish[good][at])),
-            pa.nulls(len(rows), pa.string()),
-            pa.nulls(len(rows), pa.string()),
-            pa.array(attempts[good][at]),
-        ]
-        fresh = pa.array(~window.done[rows])
-        self._sink.answered(window, pa.RecordBatch.from_arrays(columns, schema=ROWS).filter(fresh))
+        cached = np.where(first, cached[good][at], inputs).astype(np.int32)
+        fresh = np.flatnonzero(~window.done[rows])
+        sizes = np.fromiter(map(len, texts), np.int64, len(texts))[at[fresh]]
+        for begin, end in pieces(sizes, TEXT_AT_ONCE):
+            part = fresh[begin:end]
+            of = at[part]
+            columns = [
+                pa.array(rows[part]),
+                pa.array([texts[i] for i in of.tolist()], pa.string()),
+                pa.array(inputs[part]),
+                pa.array(lengths[of]),
+                pa.array(cached[part]),
+                _REASONS.take(pa.array(finish[good][of])),
+                pa.nulls(len(part), pa.string()),
+                pa.nulls(len(part), pa.string()),
+                pa.array(attempts[good][of]),
+            ]
+            self._sink.answered(window, pa.RecordBatch.from_arrays(columns, schema=ROWS))
 
 
 def _rows_of(window: Window, requests: NDArray[np.int32]) -> tuple[NDArray[np.int32], NDArray[np.intp]]:
@@ -258,14 +264,14 @@ def _failed_rows(
     return batch.filter(pa.array(~window.done[rows]))
 
 
-def tokens_of(rows: pa.RecordBatch) -> int:
+def tokens_of(rows: pa.RecordBatch | pa.Table) -> int:
     """Input and output tokens of answered rows."""
     return int(rows["num_input_tokens"].to_numpy().sum()) + int(rows["num_generated_tokens"].to_numpy().sum())
 
 
-def no_rows() -> pa.RecordBatch:
-    """A batch of ROWS with none."""
-    return pa.RecordBatch.from_arrays([pa.array([], field.type) for field in ROWS], schema=ROWS)
+def no_rows() -> pa.Table:
+    """A table of ROWS with none."""
+    return ROWS.empty_table()
 
 
 def check_columns(schema: pa.Schema) -> None:
@@ -284,10 +290,9 @@ def output_schema(schema: pa.Schema) -> pa.Schema:
 
 def add_answers(table: pa.Table, batches: Sequence[pa.RecordBatch]) -> pa.Table:
     """The table with the columns of its answers: batches of ROWS which together hold every row once."""
-    answers = pa.Table.from_batches(batches, schema=ROWS)
-    answers = answers.take(pc.sort_indices(answers["row"]))
-    assert answers.num_rows == table.num_rows, "a row has no answer, or two"
-    return add_columns(table, answers)
+    rows = np.concatenate([np.empty(0, np.int32), *(batch["row"].to_numpy() for batch in batches)])
+    assert len(rows) == table.num_rows, "a row has no answer, or two"
+    return add_columns(table, pick(batches, np.argsort(rows, kind="stable"), ROWS))
 
 
 def add_columns(table: pa.Table, answers: pa.Table | pa.RecordBatch) -> pa.Table:

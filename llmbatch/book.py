@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import pyarrow as pa
@@ -89,10 +90,12 @@ class Book:
         self.rows_resumed += window.earlier.num_rows
         journal = Journal.open(self._output.work, self._names.journal(window.number))
         earlier = window.earlier
-        self._open[window.number] = _Open(journal, [earlier], window.table.num_rows - earlier.num_rows)
-        self._write(lambda: self._shelf.take(window, earlier))
+        batches = earlier.to_batches()
+        self._open[window.number] = _Open(journal, batches, window.table.num_rows - earlier.num_rows)
         self._count(earlier.num_rows, tokens_of(earlier), 0)
-        self._gate.answered(window.first, earlier)
+        for batch in batches:
+            self._write(partial(self._shelf.take, window, batch))
+            self._gate.answered(window.first, batch)
         self._close_if_whole(window)
 
     def begun(self, window: Window, rows: NDArray[np.int32]) -> None:

@@ -14,7 +14,6 @@ from llmbatch.errors import DataError
 from llmbatch.storage import Place
 
 _FIRST_PATIENCE = 5.0  # seconds
-_FIRST_PATIENCE = 5.0  # seconds
 FILE_SUFFIXES = (".parquet", ".jsonl", ".jsonl.gz", ".jsonl.zst")
 _OTHER_SUFFIXES = (".pq", ".json", ".ndjson", ".csv", ".tsv", ".txt", ".arrow", ".feather", ".gz", ".zst")
 
@@ -29,6 +28,7 @@ class Destination:
     folder: Place  # that the parts lie in, or the file
     work: Place  # what is not finished lies here
     manifest: str  # its name in `folder`
+    old_manifest: str  # the name that earlier versions gave it
 
     @classmethod
     def parse(cls, url: str, storage_options: Mapping[str, Any] | None) -> Destination:
@@ -47,9 +47,10 @@ class Destination:
                     f"an output must be a folder, or a file that ends in {', '.join(FILE_SUFFIXES)}, got {url!r}"
                 )
             folder = Place.at(url, storage_options)
-            return cls(url, ".parquet", None, folder, folder.child("_llmbatch"), "_llmbatch.json")
+            return cls(url, ".parquet", None, folder, folder.child("_llmbatch"), "_llmbatch.parquet", "_llmbatch.json")
         folder = Place.at(above + "/" if above in ("", f"{protocol}:/") else above, storage_options)
-        return cls(url, suffix, name, folder, folder.child(f"{name}._llmbatch"), f"{name}._llmbatch.json")
+        manifest = f"{name}._llmbatch.json"
+        return cls(url, suffix, name, folder, folder.child(f"{name}._llmbatch"), manifest, manifest)
 
     def check_apart(self, inputs: Sequence[str]) -> None:
         """Raise `DataError` where the output is an input, or one lies in the other."""

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from llmbatch.answers import ROWS, SCHEMA
 from llmbatch.errors import DataError
+from llmbatch.picking import pick
 from llmbatch.rowhash import hash_rows
 
 JOURNAL = pa.schema([pa.field("key", pa.uint64()), pa.field("content", pa.uint64()), *SCHEMA])
@@ -45,7 +46,7 @@ class JournalSource:
     """The records of a journal."""
 
     def __init__(self, records: Iterable[pa.RecordBatch]) -> None:
-        self._table = pa.Table.from_batches(records, schema=JOURNAL).combine_chunks()
+        self._table = pa.Table.from_batches(records, schema=JOURNAL)
 
     def found(self) -> Found:
         """Whose answers these are."""
@@ -54,7 +55,7 @@ class JournalSource:
 
     def answers(self, rows: NDArray[np.int64]) -> pa.Table:
         """The answers' columns of some rows."""
-        return self._table.select(SCHEMA.names).take(pa.array(rows))
+        return pick(self._table.select(SCHEMA.names).to_batches(), rows, SCHEMA)
 
 
 class PartSource:
@@ -79,12 +80,12 @@ class PartSource:
     def answers(self, rows: NDArray[np.int64]) -> pa.Table:
         """The answers' columns of some rows."""
         order = np.argsort(rows, kind="stable")
-        wanted, first, tables = rows[order], 0, []
+        wanted, first, batches = rows[order], 0, []
         for table in self._read(SCHEMA.names):
             here = wanted[np.searchsorted(wanted, first) : np.searchsorted(wanted, first + table.num_rows)]
-            tables.append(table.take(pa.array(here - first)))
+            batches += pick(table.cast(SCHEMA).to_batches(), here - first, SCHEMA).to_batches()
             first += table.num_rows
-        return pa.concat_tables(tables).cast(SCHEMA).take(pa.array(np.argsort(order)))
+        return pick(batches, np.argsort(order), SCHEMA)
 
 
 class Earlier:
@@ -120,8 +121,8 @@ class Earlier:
                 "restore it, choose another output, or start over with restart=True (--restart)"
             )
 
-    def take(self, keys: NDArray[np.uint64]) -> pa.RecordBatch:
-        """The answers to those of a window's rows that have one: a batch of ROWS."""
+    def take(self, keys: NDArray[np.uint64]) -> pa.Table:
+        """The answers to those of a window's rows that have one: a table of ROWS."""
         at, there = self._places(keys)
         rows, at = np.flatnonzero(there).astype(np.int32), at[there]
         tables = [ROWS.empty_table()]
@@ -129,8 +130,7 @@ class Earlier:
             mine = self._source[at] == number
             answers = self._sources[number].answers(self._row[at[mine]])
             tables.append(answers.add_column(0, ROWS.field("row"), pa.array(rows[mine])).cast(ROWS))
-        table = pa.concat_tables(tables).combine_chunks()
-        return pa.RecordBatch.from_arrays([column.combine_chunks() for column in table.columns], schema=ROWS)
+        return pa.concat_tables(tables)
 
     def _places(self, keys: NDArray[np.uint64]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         at = np.searchsorted(self._keys, keys)

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 from llmbatch.destination import Destination
 from llmbatch.errors import DataError
 from llmbatch.jsonl import JsonlFiles
 from llmbatch.listing import InputFile
-from llmbatch.manifest import decode, schema_of
+from llmbatch.manifest import decode, encode, encode_beside, schema_of
 from llmbatch.staging import CODECS, StagedFormat, json_holds, read_tables
 
 
@@ -30,7 +31,7 @@ class Finished:
         Raises `DataError` where it is damaged, of another version, or names a part that is gone.
         """
         to = self.destination
-        data = to.folder.read(to.manifest)
+        data = self._read()
         if data is None:
             return None
         manifest = decode(data, to.url)
@@ -45,9 +46,17 @@ class Finished:
                 )
         return manifest
 
+    def encoded(self, manifest: Mapping[str, Any]) -> bytes:
+        """The manifest as it is written there. The parts that it names have their names already."""
+        to = self.destination
+        if to.file is not None:
+            return encode(manifest)
+        with to.folder.open(manifest["parts"][0]["name"]) as stream:
+            return encode_beside(manifest, pq.read_schema(stream))
+
     def parts(self) -> list[str]:
         """Names of its parts, also if some are gone; none where the manifest cannot be read."""
-        data = self.destination.folder.read(self.destination.manifest)
+        data = self._read()
         if data is not None:
             with contextlib.suppress(DataError):
                 return [part["name"] for part in decode(data, self.destination.url)["parts"]]
@@ -74,3 +83,9 @@ class Finished:
         file = InputFile(to.folder, part, "JSONL", CODECS[to.suffix], size, {}, ())
         rows = JsonlFiles((file,), schema, (manifest["parts"][0]["rows"],), size).batches(0, 0, columns)
         return chain([pa.schema([schema.field(name) for name in columns]).empty_table()], rows)
+
+    def _read(self) -> bytes | None:
+        """The manifest, by the name that this version or an earlier one gave it."""
+        to = self.destination
+        data = to.folder.read(to.manifest)
+        return to.folder.read(to.old_manifest) if data is None and to.old_manifest != to.manifest else data

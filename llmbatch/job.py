@@ -11,7 +11,7 @@ from typing import Any, cast
 import numpy as np
 import pyarrow as pa
 
-from llmbatch.answers import Window, no_rows, output_schema
+from llmbatch.answers import Window, output_schema
 from llmbatch.book import Book
 from llmbatch.command import describe_command
 from llmbatch.earlier import Earlier, JournalSource, keys_of
@@ -101,7 +101,7 @@ def run(
         files=source.identity,
         rows=source.num_rows,
         columns=sorted(source.schema.names),
-        window_rows=window_rows_of(window_rows, source.num_rows, source.nbytes),
+        window_rows=window_rows_of(window_rows, source.num_rows, source.nbytes, built.sampling.max_tokens),
         preserve_order=preserve_order,
         dtype=worker.dtype,
     )
@@ -214,14 +214,13 @@ class _Job:
         found = [older.take(keys), kept.take(keys)]
         # What this generation answered anew counts; what it took over from an older one is not in its journal.
         mine = np.isin(found[0]["row"].to_numpy(), found[1]["row"].to_numpy(), invert=True)
-        earlier = pa.Table.from_batches([found[0].filter(pa.array(mine)), found[1]]).combine_chunks().to_batches()
         return self._worker.window(
             table,
             number=number,
             first=first,
             keys=keys,
             contents=contents,
-            earlier=earlier[0] if earlier else no_rows(),
+            earlier=pa.concat_tables([found[0].filter(pa.array(mine)), found[1]]),
         )
 
     def _report(self, layout: Layout, book: Book, totals: Totals, begun: float) -> Report:

@@ -1,4 +1,8 @@
-"""The manifest of a finished output: says which parts are whole, and which command made them."""
+"""The manifest of a finished output: says which parts are whole, and which command made them.
+
+Beside one file it is JSON. In a folder it is a Parquet file with the columns of the parts and no rows, which has the
+same JSON in its footer: whatever reads the folder, also what takes every file in it, finds rows of parts alone.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +12,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 from llmbatch.errors import DataError
 
 FORMAT_VERSION = 2
+KEY = b"llmbatch"  # in the footer of a Parquet file
 
+_PARQUET = b"PAR1"  # how such files begin
 _WAY_OUT = "choose another name, or replace it with overwrite=True (--overwrite)"
 
 
@@ -35,13 +42,23 @@ def encode(manifest: Mapping[str, Any]) -> bytes:
     return json.dumps(manifest, indent=1).encode()
 
 
+def encode_beside(manifest: Mapping[str, Any], schema: pa.Schema) -> bytes:
+    """The manifest as it is written beside parts of this schema."""
+    sink = pa.BufferOutputStream()
+    with pq.ParquetWriter(sink, schema) as writer:
+        writer.add_key_value_metadata({KEY.decode(): encode(manifest).decode()})
+    return bytes(sink.getvalue())
+
+
 def decode(data: bytes, url: str) -> dict[str, Any]:
     """The manifest of the output at `url`. Raises `DataError` where it is damaged or of another version."""
     damaged = DataError(f"the manifest of the output {url} is damaged: {_WAY_OUT}")
     try:
+        if data[:4] == _PARQUET:
+            data = pq.read_metadata(pa.BufferReader(data)).metadata[KEY]
         manifest: dict[str, Any] = json.loads(data)
         version = manifest["format"]
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, pa.ArrowException, OSError):
         raise damaged from None
     if version != FORMAT_VERSION:
         raise DataError(

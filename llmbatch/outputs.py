@@ -3,13 +3,13 @@
 Parts are staged in a folder of their own and get their names at the end; a small manifest, written last, says
 that the output is complete and which command made it. Where things lie:
 
-    a folder OUT    OUT/part-00000.parquet, ...       work in OUT/_llmbatch/   manifest OUT/_llmbatch.json
+    a folder OUT    OUT/part-00000.parquet, ...       work in OUT/_llmbatch/   manifest OUT/_llmbatch.parquet
     one file OUT    OUT (.parquet, .jsonl[.gz|.zst])  work in OUT._llmbatch/   manifest OUT._llmbatch.json
 
 A reader of a folder sees no rows before that: staged files do not end in .parquet, and most readers leave out
 names that begin with "_". Polars leaves out none and refuses a folder that holds anything but Parquet; it would
-take staged files for Parquet if nothing else were there, so `job.json` lies beside those. It refuses the
-manifest as well, and hence reads a finished output as `OUT/*.parquet`.
+take staged files for Parquet if nothing else were there, so `job.json` lies beside those. The manifest is a Parquet
+file without rows (`llmbatch.manifest`), so every reader takes a finished folder as it is.
 
 `commit` and `discard` write down what they are going to do before they do it (`llmbatch.endings`); one that was
 interrupted anywhere is gone through with by `resume_ending`.
@@ -30,7 +30,7 @@ from llmbatch.endings import Ending, Names
 from llmbatch.errors import DataError, StorageError
 from llmbatch.finished import Finished
 from llmbatch.lock import Lock
-from llmbatch.manifest import compose, encode
+from llmbatch.manifest import compose
 from llmbatch.staging import CODECS, Arrow, Format, Jsonl, Parquet, StagedFormat, read_tables
 
 PART_ROWS = 100_000  # most rows of a part, so that readers can share an output out
@@ -122,7 +122,7 @@ class Output:
                 raise DataError(f"the output {self.url} is already there: {_OVERWRITE}")
             return
         for name in self._folder.names():
-            if name in ours or name in ("_llmbatch", self._destination.manifest):
+            if name in ours or name in ("_llmbatch", self._destination.manifest, self._destination.old_manifest):
                 continue
             if not replace_foreign:
                 raise DataError(f"the output {self.url} is not empty, it holds {name}: {_OVERWRITE}")
@@ -200,11 +200,11 @@ class Output:
         unused = [final for final in names.published.values() if final not in files]
         schema = None if self._is_parquet else next(self.staged_tables(staged[0])).schema
         whole = compose(list(files), rows if self._is_folder else [sum(rows)], schema, manifest)
-        self._end(Ending([self._destination.manifest, *names.replaced, *unused], files, whole))
+        self._end(Ending([*self._manifests(), *names.replaced, *unused], files, whole))
 
     def discard(self) -> None:
         """Remove the work of a job, what it published, and the finished output. What `check_free` minds stays."""
-        removed = [self._destination.manifest, *self._finished.parts(), *self._names().published.values()]
+        removed = [*self._manifests(), *self._finished.parts(), *self._names().published.values()]
         begun = self.work.read(_ENDING)
         if begun is not None:
             ending = Ending.decode(begun)
@@ -220,6 +220,10 @@ class Output:
     @property
     def _is_parquet(self) -> bool:
         return self._format is self._staged
+
+    def _manifests(self) -> list[str]:
+        """Names of a manifest, that of earlier versions among them."""
+        return list(dict.fromkeys([self._destination.manifest, self._destination.old_manifest]))
 
     def _file(self, name: str) -> str:
         return f"{name}{self._staged.suffix}.staged"
@@ -264,7 +268,7 @@ class Output:
         if ending.manifest is not None:
             for part in ending.manifest["parts"]:
                 self._put(part["name"], ending.files[part["name"]], part["rows"])
-            self.work.write("manifest.json", encode(ending.manifest))
+            self.work.write("manifest.json", self._finished.encoded(ending.manifest))
             self.work.move("manifest.json", self._folder, self._destination.manifest)
         self.work.write(_ENDING, Ending().encode())  # all is in place: what is left is to clean
         self._clean()

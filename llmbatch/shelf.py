@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from llmbatch.answers import ROWS, Window, add_answers, add_columns
 from llmbatch.outputs import PART_ROWS, Output
+from llmbatch.picking import pick, split
 from llmbatch.report import Tally
 
 _NAME = re.compile(r"(\d+)-(journal|window)-(\d+)")
@@ -105,7 +106,7 @@ class InOrder:
         parts, rows = [], []
         for number, first in enumerate(range(0, max(1, answered.num_rows), PART_ROWS)):
             parts.append(self._names.part(window.number, number))
-            rows.append(self._output.stage(parts[-1], [answered.slice(first, PART_ROWS)]))
+            rows.append(self._output.stage(parts[-1], split(answered.slice(first, PART_ROWS))))
         return {window.number: Whole(parts, rows, Tally.of(answered, window))}
 
     def end(self) -> dict[int, Whole]:
@@ -141,7 +142,8 @@ class AsFinished:
         number = rows["row"].to_numpy()
         fresh = ~np.isin(window.keys[number], self._published)
         rows, number = rows.filter(pa.array(fresh)), number[fresh]
-        self._tables.append(add_columns(window.table.take(pa.array(number)), rows))
+        table = pick(window.table.to_batches(), number, window.table.schema)
+        self._tables.append(add_columns(table, rows))
         self._keys.append(window.keys[number])
         self._waiting += len(number)
         while self._waiting >= self._most:
@@ -171,7 +173,7 @@ class AsFinished:
     def _write(self, count: int) -> None:
         table, keys = pa.concat_tables(self._tables), np.concatenate(self._keys)
         name = f"spool-{len(self._parts):05d}"
-        self._output.stage(name, [table.slice(0, count)])
+        self._output.stage(name, split(table.slice(0, count)))
         self._output.work.write(f"{name}.keys", keys[:count].tobytes())  # from now on these rows are in the part
         self._note(name, count)
         self._tables, self._keys = [table.slice(count)], [keys[count:]]

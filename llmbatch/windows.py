@@ -13,18 +13,20 @@ from llmbatch.memory import available_memory
 MOST_ROWS = 100_000  # of a window that nobody asked for: plans of more rows gain no sharing worth their time
 _HELD = 4  # windows in memory: two in the engine, one that is ready, one in the making
 _GROWTH = 4  # bytes of memory for a byte of input: texts, tokens, the prefix tree, answers
+_ANSWERS = 4  # copies of an answer: as it was kept and in its row's place, in two windows
+_TOKEN_BYTES = 4  # of text, as English has them
 _SHARE = 0.25  # of free memory, for all windows together
 
 
-def window_rows(asked: int | None, rows: int, nbytes: int) -> int:
-    """Rows of a window of an input of `rows` rows and `nbytes` bytes.
+def window_rows(asked: int | None, rows: int, nbytes: int, max_tokens: int) -> int:
+    """Rows of a window of an input of `rows` rows and `nbytes` bytes, whose answers have at most `max_tokens`.
 
     Raises ParameterError where as many as were asked for would not fit in memory.
     """
     each = max(1.0, nbytes / max(rows, 1)) * _GROWTH * _HELD
     free = available_memory()
     if asked is None:
-        return max(1, min(MOST_ROWS, int(_SHARE * free / each)))
+        return max(1, min(MOST_ROWS, int(_SHARE * free / (each + max_tokens * _TOKEN_BYTES * _ANSWERS))))
     if min(asked, rows) * each > free:
         raise ParameterError(
             f"window_rows must fit in memory, {_HELD} windows at a time, but {min(asked, rows):,} rows of this input "

@@ -172,7 +172,7 @@ class Worker:
         *,
         keys: NDArray[np.uint64],
         contents: NDArray[np.uint64],
-        earlier: pa.RecordBatch,
+        earlier: pa.Table,
         number: int = 0,
         first: int = 0,
     ) -> Window:

@@ -20,12 +20,13 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from llmbatch.answers import ROWS, Risk, Window, add_answers, no_rows
+from llmbatch.answers import ROWS, SCHEMA, Risk, Window, add_answers, no_rows
 from llmbatch.errors import JobError, RowError
 from llmbatch.feed import Stop
 from llmbatch.operators.flight import ROW, Flight
 from llmbatch.operators.ledger import MOST_DEATHS, REPORT, TOGETHER, Known
 from llmbatch.operators.sharding import occurrences
+from llmbatch.picking import pick
 from llmbatch.worker import Worker
 
 _ROWS_AT_RISK = 256
@@ -104,9 +105,10 @@ class Call:
         self._deaths = np.zeros(table.num_rows, np.int32)
         for (row, occurrence), deaths in known.deaths.items():
             self._deaths[(hashes == row) & (self._rows["occurrence"] == occurrence)] = deaths
-        self._batches = [_recall(known.answers, hashes)]
+        recalled = _recall(known.answers, hashes)
+        self._batches = recalled.to_batches()
         self._todo = np.ones(table.num_rows, np.bool_)
-        self._todo[self._batches[0]["row"].to_numpy()] = False
+        self._todo[recalled["row"].to_numpy()] = False
         self._changed = threading.Condition()
         self._fresh: list[pa.RecordBatch] = []
         self._error: BaseException | None = None
@@ -174,7 +176,7 @@ class Call:
             if self._error is not None:
                 raise self._error
             fresh, self._fresh = self._fresh, []
-        return pa.concat_batches([no_rows(), *fresh])
+        return pa.concat_batches(fresh) if fresh else pa.RecordBatch.from_pylist([], ROWS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,7 +279,7 @@ class SharedEngine:
                 call.fail(error)
 
 
-def _recall(answers: pa.Table, hashes: NDArray[np.uint64]) -> pa.RecordBatch:
+def _recall(answers: pa.Table, hashes: NDArray[np.uint64]) -> pa.Table:
     """What the ledger knows (`REPORT`) as answers of these rows (`ROWS`)."""
     order = np.argsort(hashes, kind="stable")
     ordered = hashes[order]
@@ -286,6 +288,5 @@ def _recall(answers: pa.Table, hashes: NDArray[np.uint64]) -> pa.RecordBatch:
     there = np.flatnonzero(place < len(hashes))
     there = there[ordered[place[there]] == wanted[there]]
     rows, first = np.unique(order[place[there]], return_index=True)
-    answers = answers.take(pa.array(there[first])).drop_columns(["row", "occurrence"])
-    columns = [pa.array(rows.astype(np.int32)), *(column.combine_chunks() for column in answers.columns)]
-    return pa.RecordBatch.from_arrays(columns, schema=ROWS)
+    answers = pick(answers.select(SCHEMA.names).to_batches(), there[first], SCHEMA)
+    return answers.add_column(0, ROWS.field("row"), pa.array(rows.astype(np.int32)))

@@ -68,7 +68,7 @@ class Job:
 
     @property
     def manifest(self) -> Path:
-        return self.out / "_llmbatch.json" if not self.out.suffix else self.folder / f"{self.name}._llmbatch.json"
+        return self.out / "_llmbatch.parquet" if not self.out.suffix else self.folder / f"{self.name}._llmbatch.json"
 
     def to(self, name: str) -> Job:
         """The same job with another output."""

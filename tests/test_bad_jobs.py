@@ -10,6 +10,7 @@ import pytest
 
 from llmbatch.cli import main
 from llmbatch.inputs import Inputs
+from llmbatch.manifest import decode
 from tests.jobs import Job, check_refused, contents, rows
 
 # Other versions
@@ -18,7 +19,7 @@ from tests.jobs import Job, check_refused, contents, rows
 @pytest.mark.parametrize("version", [1, 3])
 def test_an_output_of_another_version_is_refused(job: Job, version: int, capfd: pytest.CaptureFixture[str]) -> None:
     job.run()
-    manifest = json.loads(job.manifest.read_bytes())
+    manifest = decode(job.manifest.read_bytes(), "")
     job.manifest.write_text(json.dumps({**manifest, "format": version}))
     said = (
         f"the output {job.out} was written by another version of llmbatch, in format {version} and not 2: "

@@ -84,7 +84,7 @@ class Job:
 
     def seen(self) -> list[int]:
         """Rows that a plain reader sees."""
-        visible = sorted(name for name in self.tree() if not name.endswith((".json", ".staged")))
+        visible = sorted(name for name in self.tree() if not name.endswith((".json", ".staged", "_llmbatch.parquet")))
         return [value for name in visible for value in self.rows_of(name)]
 
     def check_whole_or_none(self) -> None:
@@ -102,7 +102,7 @@ class Job:
         folder = "out/" if self.url.endswith("/out") else ""
         own = [f"{folder}{name}" for name in parts]
         assert [value for name in own for value in self.rows_of(name)] == NEW["id"].to_pylist()
-        assert self.tree() == {*own, "out/_llmbatch.json" if folder else f"{parts[0]}._llmbatch.json"}
+        assert self.tree() == {*own, "out/_llmbatch.parquet" if folder else f"{parts[0]}._llmbatch.json"}
         assert not self.open().has_work()
 
 

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from llmbatch.errors import DataError, StorageError
@@ -22,7 +23,7 @@ def out(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 
 def manifest_of(out: Path) -> Path:
-    return out / "_llmbatch.json" if out.suffix == "" else out.with_name(out.name + "._llmbatch.json")
+    return out / "_llmbatch.parquet" if out.suffix == "" else out.with_name(out.name + "._llmbatch.json")
 
 
 def test_the_manifest_says_which_parts_are_whole_and_what_the_job_says_of_itself(tmp_path: Path) -> None:
@@ -32,7 +33,9 @@ def test_the_manifest_says_which_parts_are_whole_and_what_the_job_says_of_itself
         "parts": [{"name": "part-00000.parquet", "rows": 2}, {"name": "part-00001.parquet", "rows": 1}],
         "summary": {"notes": ["one"]},
     }
-    assert json.loads((tmp_path / "out" / "_llmbatch.json").read_text()) == expected
+    footer = pq.read_metadata(tmp_path / "out" / "_llmbatch.parquet")
+    assert json.loads(footer.metadata[b"llmbatch"]) == expected
+    assert footer.num_rows == 0
     assert output.manifest() == expected
     assert open_output(tmp_path / "out").manifest() == expected
 
@@ -53,6 +56,16 @@ def test_a_manifest_that_is_damaged_or_of_another_version_proves_nothing(out: Pa
     with pytest.raises(DataError, match=re.escape(WAY_OUT)):
         open_output(out).check_free(replace_foreign=False)
     open_output(out).check_free(replace_foreign=True)
+
+
+def test_an_output_of_an_earlier_version_is_known_and_replaced(tmp_path: Path) -> None:
+    new = finish(tmp_path / "out").manifest()
+    (tmp_path / "out" / "_llmbatch.parquet").unlink()
+    (tmp_path / "out" / "_llmbatch.json").write_text(json.dumps(new))
+    assert open_output(tmp_path / "out").manifest() == new
+    open_output(tmp_path / "out").check_free(replace_foreign=False)
+    finish(tmp_path / "out", TABLE.slice(0, 1))
+    assert tree(tmp_path / "out") == ["_llmbatch.parquet", "part-00000.parquet"]
 
 
 def test_an_output_that_lost_a_part_is_refused(tmp_path: Path) -> None:

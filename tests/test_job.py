@@ -157,7 +157,7 @@ def test_a_job_writes_its_rows_in_their_order_and_reports(model: str, tmp_path: 
     assert report.output_tokens == sum(table["num_generated_tokens"].to_pylist())
     assert report.cached_tokens == sum(table["num_cached_tokens"].to_pylist())
     assert 0 < report.prefix_sharing <= report.prefix_sharing_optimal
-    assert sorted(path.name for path in out.iterdir()) == ["_llmbatch.json", "part-00000.parquet"]
+    assert sorted(path.name for path in out.iterdir()) == ["_llmbatch.parquet", "part-00000.parquet"]
 
 
 def test_a_finished_job_is_not_run_again(model: str, tmp_path: Path) -> None:

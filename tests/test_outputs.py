@@ -36,7 +36,7 @@ def out(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 def test_a_folder_holds_parts_in_order_and_a_manifest(tmp_path: Path) -> None:
     finish(tmp_path / "out")
     assert tree(tmp_path) == ["out"] + [
-        f"out/{name}" for name in ("_llmbatch.json", "part-00000.parquet", "part-00001.parquet")
+        f"out/{name}" for name in ("_llmbatch.parquet", "part-00000.parquet", "part-00001.parquet")
     ]
     parts = [pq.read_table(tmp_path / "out" / f"part-0000{index}.parquet") for index in range(2)]
     assert [part.num_rows for part in parts] == [2, 1]
@@ -50,16 +50,11 @@ def test_every_reader_takes_a_finished_folder(tmp_path: Path) -> None:
         pq.read_table(out),
         ds.dataset(out).to_table(),
         pa.Table.from_pandas(pd.read_parquet(out)),
+        pl.read_parquet(out).to_arrow(),
+        pl.scan_parquet(out).collect().to_arrow(),
         pl.read_parquet(out / "*.parquet").to_arrow(),
-        pl.scan_parquet(out / "*.parquet").collect().to_arrow(),
     ):
         assert read.to_pydict() == TABLE.to_pydict()
-
-
-def test_polars_refuses_a_folder_with_a_manifest_rather_than_skip_it(tmp_path: Path) -> None:
-    finish(tmp_path / "out")
-    with pytest.raises(pl.exceptions.InvalidOperationError, match=r"_llmbatch\.json"):
-        pl.read_parquet(tmp_path / "out")
 
 
 def test_one_file_is_one_file_however_many_parts_were_staged(file: Path) -> None:

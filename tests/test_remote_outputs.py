@@ -60,7 +60,7 @@ def test_an_output_appears_when_it_is_whole_and_nothing_else_is_left(store: Stor
     manifest = open_output(url, **store.options).manifest()
     assert manifest is not None
     if name == "out":
-        assert store.names() == ["out/_llmbatch.json", "out/part-00000.parquet", "out/part-00001.parquet"]
+        assert store.names() == ["out/_llmbatch.parquet", "out/part-00000.parquet", "out/part-00001.parquet"]
         assert pq.read_table(f"{store.root}/out", filesystem=store.files).equals(TABLE)
     else:
         assert store.names() == [name, f"{name}._llmbatch.json"]
@@ -80,7 +80,7 @@ def test_a_commit_that_dies_between_a_copy_and_its_removal_is_gone_through_with(
         assert output.has_work()
         with output.locked():
             output.resume_ending()
-        assert store.names() == ["out/_llmbatch.json", "out/part-00000.parquet", "out/part-00001.parquet"]
+        assert store.names() == ["out/_llmbatch.parquet", "out/part-00000.parquet", "out/part-00001.parquet"]
         assert pq.read_table(f"{store.root}/out", filesystem=store.files).equals(TABLE)
         assert output.manifest() is not None
     assert step == 3
@@ -104,7 +104,7 @@ def test_foreign_parts_are_replaced_and_nothing_else(store: Store) -> None:
         output.check_free(replace_foreign=False)
     output.check_free(replace_foreign=True)
     finish(url, TABLE.slice(2), **store.options)
-    assert store.names() == ["out/.hidden", "out/_llmbatch.json", "out/part-00000.parquet"]
+    assert store.names() == ["out/.hidden", "out/_llmbatch.parquet", "out/part-00000.parquet"]
 
 
 def test_credentials_that_are_refused_are_found_before_the_job(store: Store, s3: S3Server) -> None:

@@ -165,7 +165,7 @@ class Deaths:
     def _check_seen(self, url: str, expected: pa.Table) -> None:
         """A manifest says that all is there; without one a reader of one file sees nothing."""
         files, path = fsspec.url_to_fs(url)
-        manifest = f"{path}._llmbatch.json" if self.job.out.suffix else f"{path}/_llmbatch.json"
+        manifest = f"{path}._llmbatch.json" if self.job.out.suffix else f"{path}/_llmbatch.parquet"
         if files.exists(manifest):
             assert read(url).sort_by("id").equals(expected)
 
