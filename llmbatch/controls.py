@@ -28,6 +28,7 @@ class Controls:
         self._starts = re.compile(f"(?=(?:{self._any})).", re.DOTALL)
         self._tails = {text[:i] for text in self.texts for i in range(1, len(text))}
         self._heads = {text[i:] for text in self.texts for i in range(1, len(text) - 1)}  # one letter alone is common
+        self._firsts, self._lasts = {text[0] for text in self.texts}, {text[-1] for text in self.texts}
         self._longest = max(map(len, self.texts), default=0)
 
     def spans(self, text: str) -> Spans:
@@ -41,10 +42,14 @@ class Controls:
         normal = self._normalize(text)
         return len(self._found.findall(normal)) > len(self._found.findall(text))
 
-    def may_arise(self, text: str) -> bool:
-        """Whether a value holds a control token, or a piece of one at an end, where another value may complete it."""
-        whole = self._found.search(text) is not None
-        return whole or self._head(text) > 0 or self._tail(text) > 0 or self.hidden(text)
+    def may_arise(self, value: Any) -> bool:
+        """Whether a text in a value holds a control token, or at an end a piece of one, which another may complete."""
+        if isinstance(value, str):
+            whole = self._found.search(value) is not None
+            return whole or self._tail(value) > 0 or self._head(value) > 0 or self.hidden(value)
+        if isinstance(value, dict):
+            return any(map(self._found.search, value)) or any(map(self.may_arise, value.values()))
+        return isinstance(value, list) and any(map(self.may_arise, value))
 
     def shield(self, value: Any, mark: str) -> Any:
         """A value, or one made of values, with a mark in each control token and in each piece of one at an end."""
@@ -83,12 +88,14 @@ class Controls:
     def _head(self, text: str) -> int:
         """How many letters a text begins with that end a control token, spaces before them left out."""
         start = text.lstrip()[: self._longest]
-        return next((size for size in range(len(start), 1, -1) if start[:size] in self._heads), 0)
+        sizes = [size for size, letter in enumerate(start, 1) if letter in self._lasts and start[:size] in self._heads]
+        return max(sizes, default=0)
 
     def _tail(self, text: str) -> int:
         """How many letters a text ends with that begin a control token, spaces after them left out."""
-        end = text.rstrip()[-self._longest :] if self._longest else ""
-        return next((size for size in range(len(end), 0, -1) if end[-size:] in self._tails), 0)
+        end = text.rstrip()[-self._longest :]
+        sizes = [len(end) - i for i, letter in enumerate(end) if letter in self._firsts and end[i:] in self._tails]
+        return max(sizes, default=0)
 
 
 def strings(value: Any) -> Iterator[str]:

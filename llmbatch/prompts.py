@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import pyarrow as pa
 
 from llmbatch.columns import Unreadable, find_field, is_text, nested_values, text_values
-from llmbatch.controls import Spans, free_mark, strings
+from llmbatch.controls import Spans, free_mark
 from llmbatch.errors import DataError, ModelError, ParameterError, RowError
 from llmbatch.messages import Message, MessagesError, parse_messages
 from llmbatch.template import Filled, Template, is_scalar
@@ -188,7 +188,7 @@ def _messages(value: object) -> list[Message] | RowError:
 def _render_chat(messages: list[Message], kwargs: Mapping[str, object], tokenizer: Tokenizer) -> Prompt | RowError:
     controls = tokenizer.controls
     try:
-        if not any(controls.may_arise(text) for text in strings(messages)):
+        if not controls.may_arise(messages):
             text = tokenizer.render_chat(messages, kwargs)
             text.encode()
             return Prompt(text)
