@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import pyarrow as pa
 
 from llmbatch.errors import DataError
 
 _SLICE_ROWS = 4096  # rows that are Python objects at one time while a nested column is walked
+_UNREADABLE = (ValueError, OverflowError, pa.ArrowException)  # of bytes that are no text, and times far away
 
 
 def find_field(schema: pa.Schema, name: str, role: str) -> pa.Field:
@@ -40,19 +42,32 @@ def is_text(kind: pa.DataType) -> bool:
     return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind))
 
 
-def text_values(column: pa.ChunkedArray, name: str) -> list[str | None]:
-    """The values of a text column; raises `DataError` where the bytes are not UTF-8."""
-    try:
-        values: list[str | None] = column.cast(pa.large_string()).to_pylist()
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"text must be UTF-8, but column {name!r} holds other bytes ({error}): "
-            "declare it binary and decode it first"
-        ) from None
-    return values
+@dataclass(frozen=True, slots=True)
+class Unreadable:
+    """A value that Python cannot hold."""
+
+    reason: str
+
+
+def text_values(column: pa.ChunkedArray) -> Iterator[object]:
+    """The values of a text column: a text, None, or `Unreadable` where the bytes are not UTF-8."""
+    return nested_values(column.cast(pa.large_string()))
 
 
 def nested_values(column: pa.ChunkedArray) -> Iterator[object]:
-    """The values of any column, a few thousand Python objects at a time."""
+    """The values of any column, a few thousand Python objects at a time; `Unreadable` where Python cannot hold one."""
     for start in range(0, len(column), _SLICE_ROWS):
-        yield from column.slice(start, _SLICE_ROWS).to_pylist()
+        piece = column.slice(start, _SLICE_ROWS)
+        try:
+            yield from piece.to_pylist()
+        except _UNREADABLE:
+            yield from map(_value, piece)
+
+
+def _value(scalar: pa.Scalar) -> object:
+    try:
+        return scalar.as_py()
+    except UnicodeDecodeError as error:
+        return Unreadable(f"it is not UTF-8 ({error})")
+    except _UNREADABLE:
+        return Unreadable(f"Python cannot hold this {scalar.type}")

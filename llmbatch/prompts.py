@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 
 import pyarrow as pa
 
-from llmbatch.columns import find_field, is_text, nested_values, text_values
+from llmbatch.columns import Unreadable, find_field, is_text, nested_values, text_values
+from llmbatch.controls import Spans, free_mark
 from llmbatch.errors import DataError, ModelError, ParameterError, RowError
 from llmbatch.messages import Message, MessagesError, parse_messages
-from llmbatch.template import Template, is_scalar
+from llmbatch.template import Filled, Template, is_scalar
 from llmbatch.tokenize import Tokenizer
 
 _RESERVED_KWARGS = frozenset(
     ("conversation", "tokenize", "return_dict", "return_tensors", "padding", "truncation", "max_length")
 )
+_PULSE_ROWS = 64  # rendered between two calls of `pulse`; a chat takes up to some milliseconds
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What a row asks."""
+
+    text: str
+    made: Spans | None = None  # the control tokens in it, where some that read like them are a value's text
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +35,7 @@ class Rendered:
     texts: list[str | None]
     errors: dict[int, RowError]  # by row
     chat: bool  # the texts are rendered chats, which bring their own special tokens
+    made: dict[int, Spans] = field(default_factory=dict)  # by row: its control tokens, where the texts of others are
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,10 +107,12 @@ class PromptSource:
             if not is_scalar(kind) and not pa.types.is_null(kind):
                 raise DataError(f"a template column must hold text, numbers, booleans or times, but {name!r} is {kind}")
 
-    def render(self, table: pa.Table, tokenizer: Tokenizer) -> Rendered:
+    def render(self, table: pa.Table, tokenizer: Tokenizer, pulse: Callable[[], None] = lambda: None) -> Rendered:
         """The prompt text of each row; a row that has none gets a `RowError`.
 
-        Raises what `check` raises, and `ModelError` when a chat template is needed and the model has none.
+        What a template or a chat template writes may be control tokens, what a row's values hold is plain text; a raw
+        prompt is taken as it is. `pulse` is called again and again, and may raise. Raises what `check` raises, and
+        `ModelError` when a chat template is needed and the model has none.
         """
         self.check(table.schema)
         kwargs = {"add_generation_prompt": True, **(self.chat_template_kwargs or {})}
@@ -108,49 +121,62 @@ class PromptSource:
                 f"the tokenizer of {tokenizer.name} has no chat template: "
                 "give the prompts as prompt or template, without chat and system"
             )
-        texts: list[str | None] = []
-        errors: dict[int, RowError] = {}
-        for row, draft in enumerate(self._drafts(table)):
+        rendered = Rendered([], {}, self.renders_chat)
+        for row, draft in enumerate(self._drafts(table, tokenizer)):
+            if row % _PULSE_ROWS == 0:
+                pulse()
             if self.renders_chat and not isinstance(draft, RowError):
                 draft = _render_chat(self._conversation(draft), kwargs, tokenizer)
-            if isinstance(draft, str):
-                texts.append(draft)
+            if isinstance(draft, Prompt):
+                rendered.texts.append(draft.text)
+                if draft.made is not None:
+                    rendered.made[row] = draft.made
             else:
                 assert isinstance(draft, RowError)
-                texts.append(None)
-                errors[row] = draft
-        return Rendered(texts, errors, self.renders_chat)
+                rendered.texts.append(None)
+                rendered.errors[row] = draft
+        return rendered
 
-    def _drafts(self, table: pa.Table) -> Iterator[str | list[Message] | RowError]:
+    def _drafts(self, table: pa.Table, tokenizer: Tokenizer) -> Iterator[Prompt | list[Message] | RowError]:
         """What each row says, before any chat template."""
         if self.prompt is not None:
-            yield from map(_prompt, text_values(table[self.prompt], self.prompt))
+            yield from map(_prompt, text_values(table[self.prompt]))
         elif self.template is not None:
-            for text, null_column in Template.parse(self.template).fill(table):
-                if null_column is None:
-                    yield _prompt(text)
-                else:
-                    message = f"template needs column {null_column!r}, which is null in this row"
-                    yield RowError("template", message)
+            template = Template.parse(self.template)
+            for filled in template.fill(table):
+                yield filled if isinstance(filled, RowError) else _filled(template, filled, tokenizer)
         elif self.messages is not None:
             column = table[self.messages]
-            as_text = is_text(column.type)
-            yield from map(_messages, text_values(column, self.messages) if as_text else nested_values(column))
+            yield from map(_messages, text_values(column) if is_text(column.type) else nested_values(column))
 
-    def _conversation(self, draft: str | list[Message]) -> list[Message]:
-        if not isinstance(draft, str):
+    def _conversation(self, draft: Prompt | list[Message]) -> list[Message]:
+        if not isinstance(draft, Prompt):
             return draft
-        user = {"role": "user", "content": draft}
+        user = {"role": "user", "content": draft.text}
         return [user] if self.system is None else [{"role": "system", "content": self.system}, user]
 
 
-def _prompt(value: str | None) -> str | RowError:
+def _prompt(value: object) -> Prompt | RowError:
+    if isinstance(value, Unreadable):
+        return RowError("encoding", f"prompt cannot be read: {value.reason}")
     if value is None:
         return RowError("null_prompt", "prompt is null")
-    return value or RowError("null_prompt", "prompt is empty")
+    return Prompt(str(value)) if value else RowError("null_prompt", "prompt is empty")
+
+
+def _filled(template: Template, filled: Filled, tokenizer: Tokenizer) -> Prompt | RowError:
+    text, controls = filled.text, tokenizer.controls
+    found = controls.spans(text)
+    if found or controls.hidden(text):
+        made = template.written(filled.values, controls)
+        if made != found or controls.hidden(text):
+            return Prompt(text, made)
+    return _prompt(text)
 
 
 def _messages(value: object) -> list[Message] | RowError:
+    if isinstance(value, Unreadable):
+        return RowError("encoding", f"messages cannot be read: {value.reason}")
     if value is None:
         return RowError("null_prompt", "messages are null")
     try:
@@ -159,16 +185,23 @@ def _messages(value: object) -> list[Message] | RowError:
         return RowError("messages", str(error))
 
 
-def _render_chat(messages: list[Message], kwargs: Mapping[str, object], tokenizer: Tokenizer) -> str | RowError:
+def _render_chat(messages: list[Message], kwargs: Mapping[str, object], tokenizer: Tokenizer) -> Prompt | RowError:
+    controls = tokenizer.controls
     try:
-        text = tokenizer.render_chat(messages, kwargs)
+        if not controls.may_arise(messages):
+            text = tokenizer.render_chat(messages, kwargs)
+            text.encode()
+            return Prompt(text)
+        mark = free_mark(messages)
+        shielded = [{**controls.shield(message, mark), "role": message["role"]} for message in messages]
+        text, made = controls.unshield(tokenizer.render_chat(shielded, kwargs), mark)
         text.encode()
     except UnicodeEncodeError as error:
         return RowError("messages", f"messages must be valid Unicode: {error}")
     except Exception as error:  # a chat template is a program of the model's author and may raise anything
         reason = f"{type(error).__name__}: {error}"
         return RowError("messages", f"the chat template refused the messages: {reason}")
-    return text
+    return Prompt(text, made) if made != controls.spans(text) or controls.hidden(text) else Prompt(text)
 
 
 def _is_messages(kind: pa.DataType) -> bool:

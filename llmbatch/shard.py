@@ -6,7 +6,7 @@ request: a hash table over the flat token buffer finds them, comparing tokens in
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pyarrow as pa
@@ -31,28 +31,31 @@ def build_shard(
     context_length: int,
     keys: NDArray[np.uint64] | None = None,
     recorded_column: str | None = None,
+    pulse: Callable[[], None] = lambda: None,
 ) -> Shard:
     """The requests of a table and which of them answers which row.
 
     `sampling` holds for what `sampling_column`, if any, does not give. `keys` uint64 [rows] tell rows apart that are
     drawn without a seed (their positions if not given); `recorded_column` holds the tokens that a simulated engine
-    generates, null for max_tokens. Raw prompts get the tokenizer's
+    generates, null for max_tokens; `pulse` is called again and again, and may raise. Raw prompts get the tokenizer's
     special tokens, rendered chats none. A prompt that leaves no room in a context of `context_length` tokens
     is a row error ("too_long"); where there is less room than max_tokens, max_tokens is what there is. Raises
     `InputError` for what is wrong with the command, not with a row.
     """
     if sampling_column is not None:
         check_sampling_column(table.schema, sampling_column)
-    rendered = source.render(table, tokenizer)
+    rendered = source.render(table, tokenizer, pulse)
     column = None if sampling_column is None else table[sampling_column]
     resolved = resolve_sampling(column, sampling, rows=table.num_rows)
     errors = {**resolved.errors, **rendered.errors}
 
     has_text = np.array([text is not None for text in rendered.texts], np.bool_)
-    tokens = tokenizer.encode([text for text in rendered.texts if text is not None], not rendered.chat)
+    token_row = np.cumsum(has_text) - 1  # row of `tokens` that holds a table row
+    texts = [text for text in rendered.texts if text is not None]
+    made = {int(token_row[row]): spans for row, spans in rendered.made.items()}
+    tokens = tokenizer.encode(texts, not rendered.chat, made, pulse)
     lengths = np.zeros(table.num_rows, np.int64)
     lengths[has_text] = np.diff(tokens.offsets)
-    token_row = np.cumsum(has_text) - 1  # row of `tokens` that holds a table row
     for row in np.flatnonzero(has_text & (lengths == 0)).tolist():
         errors.setdefault(row, RowError("null_prompt", "prompt has no tokens"))
     for row in np.flatnonzero(lengths >= context_length).tolist():
@@ -80,14 +83,22 @@ def build_shard(
         request_of,
         lengths.astype(np.int32),
         {row: errors[row] for row in sorted(errors)},
-        _notes(source, tokenizer),
+        _notes(source, tokenizer, guarded=bool(made)),
     )
 
 
-def _notes(source: PromptSource, tokenizer: Tokenizer) -> tuple[str, ...]:
-    if source.renders_chat or not tokenizer.has_chat_template:
-        return ()
-    return (f"prompts are run raw although {tokenizer.name} has a chat template: use chat=True (--chat) to apply it",)
+def _notes(source: PromptSource, tokenizer: Tokenizer, *, guarded: bool) -> tuple[str, ...]:
+    notes: tuple[str, ...] = ()
+    if guarded:
+        notes += (
+            f"some rows hold text that reads like a control token of {tokenizer.name}, such as "
+            f"{tokenizer.controls.texts[0]!r}: it is taken as plain text",
+        )
+    if not source.renders_chat and tokenizer.has_chat_template:
+        notes += (
+            f"prompts are run raw although {tokenizer.name} has a chat template: use chat=True (--chat) to apply it",
+        )
+    return notes
 
 
 def _merge(
@@ -130,6 +141,8 @@ def _recorded(column: pa.ChunkedArray | None, rows: int) -> NDArray[np.int64]:
     most = np.iinfo(np.int32).max
     if column is None:
         return np.full(rows, most, np.int64)
+    if pa.types.is_uint64(column.type):  # more than the answers' most tokens is no more than that
+        column = pc.min_element_wise(column, pa.scalar(most, pa.uint64()), skip_nulls=False)
     values: NDArray[np.int64] = pc.fill_null(column.cast(pa.int64()), most).to_numpy()
     return values
 

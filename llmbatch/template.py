@@ -5,11 +5,21 @@ from __future__ import annotations
 import string
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple
 
 import pyarrow as pa
 
-from llmbatch.columns import is_text, nested_values, text_values
-from llmbatch.errors import ParameterError
+from llmbatch.columns import Unreadable, is_text, nested_values, text_values
+from llmbatch.controls import Controls, Spans
+from llmbatch.errors import ParameterError, RowError
+
+
+class Filled(NamedTuple):
+    """A template with the values of a row."""
+
+    text: str
+    values: tuple[str, ...]  # a value for each name
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,17 +64,26 @@ class Template:
         """The columns that are named, each once."""
         return tuple(dict.fromkeys(self.names))
 
-    def fill(self, table: pa.Table) -> Iterator[tuple[str | None, str | None]]:
-        """The text of each row and None, or None and the first column that is null in it.
+    def fill(self, table: pa.Table) -> Iterator[Filled | RowError]:
+        """The text of each row; an error where a value is null or cannot be written.
 
-        Values are written as `str` writes them; timestamps to the microsecond, which is what Python has.
+        Values are written as `str` writes them; times to the microsecond, which is what Python has.
         """
-        texts = {name: list(_texts(table[name], name)) for name in self.columns}
-        for values in zip(*(texts[name] for name in self.names), strict=True):
-            if None in values:
-                yield None, self.names[values.index(None)]
+        columns = {name: list(_texts(table[name])) for name in self.columns}
+        for row in zip(*(columns[name] for name in self.names), strict=True):
+            values = tuple(value for value in row if isinstance(value, str))
+            if len(values) == len(row):
+                yield Filled("".join(map("".join, zip(self.literals, (*values, ""), strict=True))), values)
             else:
-                yield "".join(map("".join, zip(self.literals, (*values, ""), strict=True))), None
+                yield next(_error(name, value) for name, value in zip(self.names, row) if not isinstance(value, str))
+
+    def written(self, values: tuple[str, ...], controls: Controls) -> Spans:
+        """Where the text of a row has the control tokens that are in the template itself."""
+        sizes = (len(literal) + len(value) for literal, value in zip(self.literals, values))
+        spans: list[tuple[int, int]] = []
+        for literal, start in zip(self.literals, accumulate(sizes, initial=0), strict=True):
+            spans += ((start + begin, start + end) for begin, end in controls.spans(literal))
+        return tuple(spans)
 
 
 def is_scalar(kind: pa.DataType) -> bool:
@@ -82,12 +101,18 @@ def is_scalar(kind: pa.DataType) -> bool:
     return any(test(kind) for test in tests)
 
 
-def _texts(column: pa.ChunkedArray, name: str) -> Iterator[str | None]:
+def _texts(column: pa.ChunkedArray) -> Iterator[str | Unreadable | None]:
     kind = column.type
-    if is_text(kind):
-        yield from text_values(column, name)
-        return
-    if pa.types.is_timestamp(kind) and kind.unit == "ns":
-        column = column.cast(pa.timestamp("us", kind.tz), safe=False)
-    for value in nested_values(column):
-        yield None if value is None else str(value)
+    if pa.types.is_timestamp(kind):
+        column = column.cast(pa.timestamp("us", kind.tz), safe=False) if kind.unit == "ns" else column
+    elif pa.types.is_duration(kind) or pa.types.is_time64(kind):
+        kind = pa.duration("us") if pa.types.is_duration(kind) else pa.time64("us")
+        column = column.cast(kind, safe=False) if column.type.unit == "ns" else column
+    for value in text_values(column) if is_text(kind) else nested_values(column):
+        yield value if value is None or isinstance(value, Unreadable) else str(value)
+
+
+def _error(name: str, value: Unreadable | None) -> RowError:
+    if value is None:
+        return RowError("template", f"template needs column {name!r}, which is null in this row")
+    return RowError("template", f"template needs column {name!r}, which cannot be written in this row: {value.reason}")

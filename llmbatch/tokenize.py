@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
@@ -12,9 +13,12 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from llmbatch.controls import Controls, Spans
 from llmbatch.errors import ModelError
+from llmbatch.respelling import Respelled
 
 _BATCH_TEXTS = 1000  # texts whose tokens are Python lists at one time
+_BATCH_LETTERS = 2_000_000  # of these, so that a batch takes less than a second
 _INT32_MAX = 2**31 - 1
 
 
@@ -49,8 +53,23 @@ class Tokenizer(Protocol):
         """Whether `render_chat` has a template to work with."""
         ...
 
-    def encode(self, texts: Sequence[str], special_tokens: bool) -> TokenColumn:
-        """The tokens of each text; with `special_tokens`, those that the model puts around a text too."""
+    @property
+    def controls(self) -> Controls:
+        """The model's control tokens: the special ones, and others that its chat template puts around messages."""
+        ...
+
+    def encode(
+        self,
+        texts: Sequence[str],
+        special_tokens: bool,
+        made: Mapping[int, Spans] = {},
+        pulse: Callable[[], None] = lambda: None,
+    ) -> TokenColumn:
+        """The tokens of each text; with `special_tokens`, those that the model puts around a text too.
+
+        `made` says of some texts where their control tokens are: others in them are plain text. `pulse` is called
+        about once a second at least, and may raise.
+        """
         ...
 
     def render_chat(self, messages: Sequence[Mapping[str, object]], kwargs: Mapping[str, object]) -> str:
@@ -80,13 +99,37 @@ class SlowTokenizer:
         template = self._tokenizer.chat_template
         return "default" in template if isinstance(template, dict) else bool(template)
 
-    def encode(self, texts: Sequence[str], special_tokens: bool) -> TokenColumn:
+    @cached_property
+    def controls(self) -> Controls:
+        """The special tokens, and others that the chat template puts around plain messages."""
+        special, others = self._added()
+        if others and self.has_chat_template:
+            written = self._plain_chat()
+            special |= {text for text in others if text in written}
+        return Controls(special, self._normalizer(special))
+
+    def encode(
+        self,
+        texts: Sequence[str],
+        special_tokens: bool,
+        made: Mapping[int, Spans] = {},
+        pulse: Callable[[], None] = lambda: None,
+    ) -> TokenColumn:
         """The tokens of each text, encoded a batch at a time."""
         flat: list[NDArray[np.int32]] = []
         lengths = np.zeros(len(texts) + 1, np.int64)
-        for start in range(0, len(texts), _BATCH_TEXTS):
-            ids = self._ids(list(texts[start : start + _BATCH_TEXTS]), special_tokens)
-            lengths[start + 1 : start + 1 + len(ids)] = [len(one) for one in ids]
+        for start, end in _batches(texts):
+            pulse()
+            marked = [i for i in range(start, end) if i in made] if made else []
+            batch = list(texts[start:end])
+            for i in marked:
+                batch[i - start] = ""
+            ids = list(self._ids(batch, special_tokens))
+            if marked:
+                again = self._ids_apart([texts[i] for i in marked], [made[i] for i in marked], special_tokens)
+                for i, one in zip(marked, again, strict=True):
+                    ids[i - start] = one
+            lengths[start + 1 : end + 1] = [len(one) for one in ids]
             flat.append(np.fromiter(chain.from_iterable(ids), np.int32))
         return TokenColumn(np.concatenate(flat) if flat else np.empty(0, np.int32), np.cumsum(lengths))
 
@@ -110,6 +153,39 @@ class SlowTokenizer:
         ids: list[list[int]] = encoded["input_ids"]
         return ids
 
+    def _ids_apart(self, texts: list[str], made: list[Spans], special_tokens: bool) -> list[list[int]]:
+        """Like `_ids`, but each text has control tokens at its spans alone."""
+        return [self._ids_of_pieces(text, spans, special_tokens) for text, spans in zip(texts, made, strict=True)]
+
+    def _ids_of_pieces(self, text: str, spans: Spans, special_tokens: bool) -> list[int]:
+        ids: list[int] = []
+        end = 0
+        for begin, after in (*spans, (len(text), len(text))):
+            if end < begin:
+                tokens = self._tokenizer.tokenize(text[end:begin], split_special_tokens=True)
+                ids += self._tokenizer.convert_tokens_to_ids(tokens)
+            if begin < after:
+                ids.append(self._tokenizer.convert_tokens_to_ids(text[begin:after]))
+            end = after
+        return self._tokenizer.build_inputs_with_special_tokens(ids) if special_tokens else ids
+
+    def _added(self) -> tuple[set[str], set[str]]:
+        """The texts of the special tokens, and of the others that were added to the vocabulary."""
+        added = self._tokenizer.added_tokens_decoder.values()
+        special = {token.content for token in added if token.special} | set(self._tokenizer.all_special_tokens)
+        return special, {token.content for token in added} - special
+
+    def _normalizer(self, special: set[str]) -> Callable[[str], str] | None:
+        return None
+
+    def _plain_chat(self) -> str:
+        """What the chat template makes of messages without anything special in them."""
+        said = ("user", "assistant", "user")
+        try:
+            return self.render_chat([{"role": role, "content": "a"} for role in said], {})
+        except Exception:  # a chat template is a program of the model's author and may raise anything
+            return ""
+
 
 class FastTokenizer(SlowTokenizer):
     """A tokenizer with a Rust backend, which encodes a batch on all cores."""
@@ -124,6 +200,39 @@ class FastTokenizer(SlowTokenizer):
     def _ids(self, texts: list[str], special_tokens: bool) -> Sequence[Sequence[int]]:
         encodings: Iterable[Any] = self._backend.encode_batch_fast(texts, add_special_tokens=special_tokens)
         return [encoding.ids for encoding in encodings]
+
+    def _ids_apart(self, texts: list[str], made: list[Spans], special_tokens: bool) -> list[list[int]]:
+        return self._respelled.encode(texts, made, special_tokens)
+
+    @cached_property
+    def _respelled(self) -> Respelled:
+        return Respelled(self._backend, self.controls.texts, self._name)
+
+    def _added(self) -> tuple[set[str], set[str]]:
+        added = self._backend.get_added_tokens_decoder().values()
+        special = {token.content for token in added if token.special}
+        return special, {token.content for token in added} - special
+
+    def _normalizer(self, special: set[str]) -> Callable[[str], str] | None:
+        """What a text goes through before those of the tokens are looked for that ask for it."""
+        normalizer = self._backend.normalizer
+        added = self._backend.get_added_tokens_decoder().values()
+        if normalizer is None or not any(token.normalized for token in added if token.content in special):
+            return None
+        normalize: Callable[[str], str] = normalizer.normalize_str
+        return normalize
+
+
+def _batches(texts: Sequence[str]) -> Iterable[tuple[int, int]]:
+    """Bounds of batches of so many texts, or of so many letters."""
+    start = letters = 0
+    for end, text in enumerate(texts):
+        if end > start and (end - start == _BATCH_TEXTS or letters + len(text) > _BATCH_LETTERS):
+            yield start, end
+            start, letters = end, 0
+        letters += len(text)
+    if texts:
+        yield start, len(texts)
 
 
 def load_tokenizer(folder: str, *, name: str | None = None, trust_remote_code: bool = False) -> Tokenizer:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from llmbatch.errors import DataError, ModelError, ParameterError, RowError
 from llmbatch.prompts import PromptSource
-from llmbatch.template import Template
+from llmbatch.template import Filled, Template
 from llmbatch.tokenize import Tokenizer, load_tokenizer
 from tests.tokenizers import CHAT_TEMPLATE, save_fast
 
@@ -173,18 +173,6 @@ def test_a_column_that_is_missing_or_gives_no_prompt_is_refused(
         source.render(schema.empty_table(), raw)
 
 
-def test_text_that_is_not_utf8_is_refused(raw: Tokenizer) -> None:
-    data = [None, pa.py_buffer(b"\0\0\0\0\1\0\0\0"), pa.py_buffer(b"\xff")]
-    table = pa.table({"p": pa.Array.from_buffers(pa.string(), 1, data)})
-    with pytest.raises(DataError) as caught:
-        PromptSource(prompt="p").render(table, raw)
-    assert str(caught.value) == (
-        "text must be UTF-8, but column 'p' holds other bytes "
-        "('utf-8' codec can't decode byte 0xff in position 0: invalid start byte): "
-        "declare it binary and decode it first"
-    )
-
-
 # Prompts and templates
 
 
@@ -250,7 +238,72 @@ def test_a_template_fills_as_str_format_does(parts: list[tuple[str, str]]) -> No
     template = "".join(literal.replace("{", "{{").replace("}", "}}") + "{" + name + "}" for literal, name in parts)
     table = pa.table({"x": ["1", "{x}"], "y z": ["", "é"]})
     expected = [template.format(**row) for row in table.to_pylist()]
-    assert [text for text, _ in Template.parse(template).fill(table)] == expected
+    filled = list(Template.parse(template).fill(table))
+    assert [one.text for one in filled if isinstance(one, Filled)] == expected
+
+
+# Values that Python cannot hold
+
+
+def broken(kind: pa.DataType, *values: bytes) -> pa.Array:
+    """Text of any bytes."""
+    return pa.array(values, pa.large_binary() if pa.types.is_large_string(kind) else pa.binary()).view(kind)
+
+
+@pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.dictionary(pa.int32(), pa.string())])
+def test_a_prompt_that_is_not_utf8_is_an_error_of_its_row(kind: pa.DataType, raw: Tokenizer) -> None:
+    values = broken(pa.string() if pa.types.is_dictionary(kind) else kind, b"a", b"\xff", b"b")
+    column = pa.DictionaryArray.from_arrays(pa.array([0, 1, 2]), values) if pa.types.is_dictionary(kind) else values
+    reason = "it is not UTF-8 ('utf-8' codec can't decode byte 0xff in position 0: invalid start byte)"
+    table = pa.table({"p": column})
+    assert texts_of(PromptSource(prompt="p"), table, raw) == [
+        "a",
+        RowError("encoding", f"prompt cannot be read: {reason}"),
+        "b",
+    ]
+    assert texts_of(PromptSource(template="{p}"), table, raw) == [
+        "a",
+        RowError("template", f"template needs column 'p', which cannot be written in this row: {reason}"),
+        "b",
+    ]
+
+
+def test_messages_that_are_not_utf8_are_an_error_of_their_row(chatty: Tokenizer) -> None:
+    good = b'[{"role": "user", "content": "hi"}]'
+    reason = "it is not UTF-8 ('utf-8' codec can't decode byte 0xff in position 0: invalid start byte)"
+    text = pa.table({"m": broken(pa.string(), good, b"\xff")})
+    error = RowError("encoding", f"messages cannot be read: {reason}")
+    assert texts_of(PromptSource(messages="m"), text, chatty) == ["<user>hi<assistant>", error]
+    contents = broken(pa.string(), b"hi", b"\xff")
+    message = pa.StructArray.from_arrays([pa.array(["user", "user"]), contents], ["role", "content"])
+    structs = pa.table({"m": pa.ListArray.from_arrays(pa.array([0, 1, 2], pa.int32()), message)})
+    assert texts_of(PromptSource(messages="m"), structs, chatty) == ["<user>hi<assistant>", error]
+
+
+@pytest.mark.parametrize(
+    ("kind", "near", "written", "far"),
+    [
+        (pa.timestamp("s"), 0, "1970-01-01 00:00:00", 2**55),
+        (pa.timestamp("s", "Europe/Paris"), 0, "1970-01-01 01:00:00+01:00", 2**55),
+        (pa.date32(), 0, "1970-01-01", 2**31 - 1),
+        (pa.duration("s"), 1, "0:00:01", 2**60),
+    ],
+)
+def test_a_time_far_away_is_an_error_of_its_row(
+    kind: pa.DataType, near: int, written: str, far: int, raw: Tokenizer
+) -> None:
+    integers = pa.array([near, far], pa.int32() if pa.types.is_date32(kind) else pa.int64())
+    first, second = texts_of(PromptSource(template="{t}"), pa.table({"t": integers.view(kind)}), raw)
+    assert first == written
+    assert second == RowError(
+        "template",
+        f"template needs column 't', which cannot be written in this row: Python cannot hold this {kind}",
+    )
+
+
+def test_times_of_nanoseconds_are_written_to_the_microsecond(raw: Tokenizer) -> None:
+    table = pa.table({"d": pa.array([1_500], pa.duration("ns")), "t": pa.array([1_500], pa.time64("ns"))})
+    assert texts_of(PromptSource(template="{d} {t}"), table, raw) == ["0:00:00.000001 00:00:00.000001"]
 
 
 # Chats

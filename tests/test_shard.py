@@ -204,3 +204,17 @@ def test_many_equal_rows_are_one_request(tokenizer: Tokenizer) -> None:
     shard = shard_of(["the same prompt"] * 20_000, tokenizer)
     assert len(shard.requests) == 1
     assert not shard.request_of.any()
+
+
+def test_recorded_lengths_may_be_of_any_integers(tokenizer: Tokenizer) -> None:
+    table = pa.table({"p": ["a", "b", "c"], "n": pa.array([2**64 - 1, 3, None], pa.uint64())})
+    shard = build_shard(
+        table,
+        PromptSource(prompt="p"),
+        sampling=SamplingParams(max_tokens=7),
+        sampling_column=None,
+        tokenizer=tokenizer,
+        context_length=100,
+        recorded_column="n",
+    )
+    assert shard.requests.recorded.tolist() == [7, 3, 7]
