@@ -11,9 +11,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from llmbatch.compiled import njit
 from llmbatch.pages import EMPTY, FREE, PRIVATE, SHARED, UNUSED, Pages, path_of
 from llmbatch.slots import Running
 from llmbatch.trie import PageTrie
