@@ -23,13 +23,17 @@ Blocks are dealt to workers in contiguous runs of equal cost, known from lengths
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, Final
 
 import numpy as np
-from numba import njit, prange
+from numba import prange, types
+from numba.np.numpy_support import from_dtype
 from numpy.typing import NDArray
 
+from llmbatch.compiled import njit
 from llmbatch.kernels.numerics import FASTMATH, exp32, narrow, ordered, unordered, widen
+from llmbatch.kernels.pointers import address_of, caller
 from llmbatch.kernels.tile import LANES, NARROW, copy_rows, multiply, multiply_add, multiply_narrow, prefetch
 
 BLOCK_ROWS: Final = 128
@@ -222,7 +226,26 @@ def _attend_block(
             target[column + d] = narrow(acc[r, d] * inverse, target[column + d])
 
 
-@njit(parallel=True, cache=True, fastmath=FASTMATH, nogil=True)
+def _block_types(element: Any) -> tuple[Any, ...]:
+    """The types that `_attend_block` takes, by that of its query."""
+    memory = {n: types.Array(element.dtype, n, "C") for n in (2, 4)}
+    floats = {n: types.Array(types.float32, n, "C") for n in (1, 2)}
+    whole, single = types.int64, types.float32
+    return (
+        memory[2], memory[2], memory[4], memory[4], types.Array(types.int32, 1, "C"), whole, whole, whole, whole,
+        whole, single, whole, single, floats[1],
+        floats[2], floats[2], floats[2], floats[2], floats[2], floats[1], floats[1],
+    )  # fmt: skip
+
+
+@cache
+def _block_address(dtype: np.dtype[Any]) -> int:
+    return address_of(_attend_block, _block_types(types.Array(from_dtype(dtype), 2, "C")))
+
+
+_call_block = caller(_block_types)
+
+
 def attend(
     query: NDArray[Any],
     out: NDArray[Any],
@@ -251,6 +274,18 @@ def attend(
     the pages tables[slots[i]]. A `window` or `softcap` of 0 means none, and so do `sinks` [heads * group] of size 0.
     The blocks are `cut_blocks`'s.
     """
+    _attend(
+        query, out, keys, values, tables, slots, starts, counts, rows, block_sequence, block_first, bounds,
+        group, np.float32(scale), window, np.float32(softcap), sinks, _block_address(query.dtype),
+    )  # fmt: skip
+
+
+@njit(parallel=True, cache=True, fastmath=FASTMATH, nogil=True)
+def _attend(
+    query: Any, out: Any, keys: Any, values: Any, tables: Any, slots: Any, starts: Any, counts: Any, rows: Any,
+    block_sequence: Any, block_first: Any, bounds: Any,
+    group: int, scale: np.float32, window: int, softcap: np.float32, sinks: Any, block_address: int,
+) -> None:  # fmt: skip
     heads, width = keys.shape[1], keys.shape[2]
     size = max(1, BLOCK_ROWS // group)
     capacity = size * group
@@ -266,8 +301,9 @@ def attend(
             block = item // heads
             i = block_sequence[block]
             first = block_first[block]
-            _attend_block(
-                query, out, keys, values, tables[slots[i]], item % heads, group, starts[i] + first,
-                rows[i] + first, min(size, counts[i] - first), np.float32(scale), window, np.float32(softcap), sinks,
+            arguments = (
+                query, out, keys, values, tables[slots[i]], np.int64(item % heads), group, np.int64(starts[i] + first),
+                np.int64(rows[i] + first), np.int64(min(size, counts[i] - first)), scale, window, softcap, sinks,
                 q, acc, scores, tile_keys, tile_values, highest, total,
             )  # fmt: skip
+            _call_block(block_address, arguments)

@@ -9,9 +9,10 @@ from __future__ import annotations
 from typing import Any, Final
 
 import numpy as np
-from numba import njit, prange
+from numba import prange
 from numpy.typing import NDArray
 
+from llmbatch.compiled import njit
 from llmbatch.kernels.numerics import FASTMATH, exp32, narrow, widen
 
 SILU: Final = 0

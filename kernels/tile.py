@@ -17,9 +17,11 @@ from typing import Any, Final
 
 from llvmlite import ir
 from llvmlite.binding import get_host_cpu_features
-from numba import njit, types
+from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
+
+from llmbatch.compiled import njit
 
 LANES: Final = 16  # that memory is padded to
 NARROW: Final = 8
@@ -96,75 +98,77 @@ def _wide(rows: int) -> int:
     return max(LANES, _vector() * (2 if rows > ROWS // 2 else 4))
 
 
-def _tile(rows: int, lanes: int, *, accumulate: bool) -> Callable[..., None]:
-    """A compiled C[rows, lanes] = A[rows, k] B[k, lanes], or += where it accumulates.
+def _emit_tile(
+    context: Any, builder: Any, kinds: Any, operands: Any, steps: Any, rows: int, lanes: int, *, accumulate: bool
+) -> None:
+    """Write C[rows, lanes] = A[rows, k] B[k, lanes] for LLVM, or += where it accumulates.
 
-    Each operand is a C-contiguous array, an offset to the first element and a stride between rows, in elements.
+    `operands` are C, A and B, each a C-contiguous array of its type in `kinds`, the offset to its first element, and
+    the stride between rows, in elements; `steps` is k.
     """
-
     abreast = 1  # steps of k
     while not accumulate and 2 * abreast * rows * lanes <= _SUMS * _vector():
         abreast *= 2
+    (c_data, c_stride), (a_data, a_stride), (b_data, b_stride) = (
+        (builder.gep(context.make_array(kind)(context, builder, array).data, [at]), stride)
+        for kind, (array, at, stride) in zip(kinds, operands)
+    )
+    contract = ("contract",)
+    wide = ir.VectorType(_FLOAT, lanes)
+    bfloat16 = isinstance(kinds[2].dtype, types.Integer)
+    c_rows = [builder.gep(c_data, [builder.mul(c_stride, ir.Constant(_INT, r))]) for r in range(rows)]
+    a_rows = [builder.gep(a_data, [builder.mul(a_stride, ir.Constant(_INT, r))]) for r in range(rows)]
+    sums: list[list[Any]] = [
+        [cgutils.alloca_once(builder, wide) for _ in range(rows)]  # type: ignore[no-untyped-call]
+        for _ in range(abreast)
+    ]
+    zero = ir.Constant(wide, [0.0] * lanes)
+    for side, column in enumerate(sums):
+        for r in range(rows):
+            first = accumulate and side == 0
+            builder.store(_load_vector(builder, c_rows[r], lanes, False) if first else zero, column[r])
+
+    def step(index: Any, column: list[Any]) -> None:
+        place = builder.gep(b_data, [builder.mul(index, b_stride)])
+        vector = _load_vector(builder, place, lanes, bfloat16)
+        for r in range(rows):
+            scalar = builder.load(builder.gep(a_rows[r], [index]))
+            lane = builder.insert_element(ir.Constant(wide, ir.Undefined), scalar, ir.Constant(ir.IntType(32), 0))
+            mask = ir.Constant(ir.VectorType(ir.IntType(32), lanes), [0] * lanes)
+            spread = builder.shuffle_vector(lane, ir.Constant(wide, ir.Undefined), mask)
+            product = builder.fmul(spread, vector, flags=contract)
+            builder.store(builder.fadd(builder.load(column[r]), product, flags=contract), column[r])
+
+    rounds = builder.udiv(steps, ir.Constant(_INT, abreast))
+    with cgutils.for_range(builder, rounds, intp=_INT) as loop:
+        start = builder.mul(loop.index, ir.Constant(_INT, abreast))
+        for side, column in enumerate(sums):
+            step(builder.add(start, ir.Constant(_INT, side)), column)
+    if abreast > 1:
+        done = builder.mul(rounds, ir.Constant(_INT, abreast))
+        with cgutils.for_range(builder, builder.sub(steps, done), intp=_INT) as loop:
+            step(builder.add(done, loop.index), sums[0])
+    for r in range(rows):
+        result = builder.load(sums[0][r])
+        for column in sums[1:]:
+            result = builder.fadd(result, builder.load(column[r]))
+        target = builder.bitcast(c_rows[r], wide.as_pointer())
+        builder.store(result, target).align = 4
+
+
+def _tile(rows: int) -> Callable[..., None]:
+    """A compiled C[rows, 8] = A[rows, k] B[k, 8]; each operand is an array, an offset and a stride."""
 
     @intrinsic
     def tile(
         _typing: Any, c: Any, c_at: Any, c_stride: Any, a: Any, a_at: Any, a_stride: Any,
         b: Any, b_at: Any, b_stride: Any, k: Any,
     ) -> Any:  # fmt: skip
-        signature = types.void(
-            c, types.int64, types.int64, a, types.int64, types.int64, b, types.int64, types.int64, types.int64
-        )
+        signature = types.void(*_operands(c, a, b), types.int64)
 
         def build(context: Any, builder: Any, sig: Any, values: Any) -> Any:
-            def data(index: int) -> Any:
-                array = context.make_array(sig.args[index])(context, builder, values[index])
-                return builder.gep(array.data, [values[index + 1]])
-
-            c_data, a_data, b_data = data(0), data(3), data(6)
-            c_stride, a_stride, b_stride, steps = values[2], values[5], values[8], values[9]
-            contract = ("contract",)
-            wide = ir.VectorType(_FLOAT, lanes)
-            bfloat16 = isinstance(sig.args[6].dtype, types.Integer)
-            c_rows = [builder.gep(c_data, [builder.mul(c_stride, ir.Constant(_INT, r))]) for r in range(rows)]
-            a_rows = [builder.gep(a_data, [builder.mul(a_stride, ir.Constant(_INT, r))]) for r in range(rows)]
-            sums: list[list[Any]] = [
-                [cgutils.alloca_once(builder, wide) for _ in range(rows)]  # type: ignore[no-untyped-call]
-                for _ in range(abreast)
-            ]
-            zero = ir.Constant(wide, [0.0] * lanes)
-            for side, column in enumerate(sums):
-                for r in range(rows):
-                    first = accumulate and side == 0
-                    builder.store(_load_vector(builder, c_rows[r], lanes, False) if first else zero, column[r])
-
-            def step(index: Any, column: list[Any]) -> None:
-                place = builder.gep(b_data, [builder.mul(index, b_stride)])
-                vector = _load_vector(builder, place, lanes, bfloat16)
-                for r in range(rows):
-                    scalar = builder.load(builder.gep(a_rows[r], [index]))
-                    lane = builder.insert_element(
-                        ir.Constant(wide, ir.Undefined), scalar, ir.Constant(ir.IntType(32), 0)
-                    )
-                    mask = ir.Constant(ir.VectorType(ir.IntType(32), lanes), [0] * lanes)
-                    spread = builder.shuffle_vector(lane, ir.Constant(wide, ir.Undefined), mask)
-                    product = builder.fmul(spread, vector, flags=contract)
-                    builder.store(builder.fadd(builder.load(column[r]), product, flags=contract), column[r])
-
-            rounds = builder.udiv(steps, ir.Constant(_INT, abreast))
-            with cgutils.for_range(builder, rounds, intp=_INT) as loop:
-                start = builder.mul(loop.index, ir.Constant(_INT, abreast))
-                for side, column in enumerate(sums):
-                    step(builder.add(start, ir.Constant(_INT, side)), column)
-            if abreast > 1:
-                done = builder.mul(rounds, ir.Constant(_INT, abreast))
-                with cgutils.for_range(builder, builder.sub(steps, done), intp=_INT) as loop:
-                    step(builder.add(done, loop.index), sums[0])
-            for r in range(rows):
-                result = builder.load(sums[0][r])
-                for column in sums[1:]:
-                    result = builder.fadd(result, builder.load(column[r]))
-                target = builder.bitcast(c_rows[r], wide.as_pointer())
-                builder.store(result, target).align = 4
+            operands = values[0:3], values[3:6], values[6:9]
+            _emit_tile(context, builder, sig.args[0:9:3], operands, values[9], rows, NARROW, accumulate=False)
             return context.get_dummy_value()
 
         return signature, build
@@ -175,28 +179,44 @@ def _tile(rows: int, lanes: int, *, accumulate: bool) -> Callable[..., None]:
 
 def _strip(rows: int, *, accumulate: bool) -> Callable[..., None]:
     """A compiled product of so many rows with any number of columns, 16 at least."""
-    width = _wide(rows)
-    wide, narrow = _tile(rows, width, accumulate=accumulate), _tile(rows, LANES, accumulate=accumulate)
 
-    @njit(nogil=True)
+    @intrinsic
     def strip(
-        c: Any, c_at: int, c_stride: int, a: Any, a_at: int, a_stride: int,
-        b: Any, b_at: int, b_stride: int, columns: int, k: int,
-    ) -> None:  # fmt: skip
-        j = 0
-        while j + width <= columns:
-            wide(c, c_at + j, c_stride, a, a_at, a_stride, b, b_at + j, b_stride, k)
-            j += width
-        while j < columns:
-            narrow(c, c_at + j, c_stride, a, a_at, a_stride, b, b_at + j, b_stride, k)
-            j += LANES
+        _typing: Any, c: Any, c_at: Any, c_stride: Any, a: Any, a_at: Any, a_stride: Any,
+        b: Any, b_at: Any, b_stride: Any, columns: Any, k: Any,
+    ) -> Any:  # fmt: skip
+        signature = types.void(*_operands(c, a, b), types.int64, types.int64)
+
+        def build(context: Any, builder: Any, sig: Any, values: Any) -> Any:
+            (c, c_at, c_stride), left, (b, b_at, b_stride) = values[0:3], values[3:6], values[6:9]
+            columns, steps = values[9:]
+            zero = ir.Constant(_INT, 0)
+            start = zero  # of the columns that are computed next
+            for lanes in sorted({_wide(rows), LANES}, reverse=True):
+                ends = columns if lanes == LANES else builder.sub(columns, ir.Constant(_INT, lanes - 1))
+                at = cgutils.alloca_once_value(builder, start)
+                with cgutils.for_range_slice(builder, start, ends, ir.Constant(_INT, lanes), _INT) as (j, _):
+                    operands = (c, builder.add(c_at, j), c_stride), left, (b, builder.add(b_at, j), b_stride)
+                    _emit_tile(
+                        context, builder, sig.args[0:9:3], operands, steps, rows, lanes, accumulate=accumulate
+                    )
+                    builder.store(builder.add(j, ir.Constant(_INT, lanes)), at)
+                start = builder.load(at)
+            return context.get_dummy_value()
+
+        return signature, build
 
     compiled: Callable[..., None] = strip
     return compiled
 
 
+def _operands(*arrays: Any) -> tuple[Any, ...]:
+    """Types of operands: each an array, an offset and a stride."""
+    return tuple(kind for array in arrays for kind in (array, types.int64, types.int64))
+
+
 _narrow_1, _narrow_2, _narrow_3, _narrow_4, _narrow_5, _narrow_6 = (
-    _tile(rows, NARROW, accumulate=False) for rows in range(1, ROWS + 1)
+    _tile(rows) for rows in range(1, ROWS + 1)
 )
 _product_1, _product_2, _product_3, _product_4, _product_5, _product_6 = (
     _strip(rows, accumulate=False) for rows in range(1, ROWS + 1)

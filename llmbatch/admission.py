@@ -11,12 +11,13 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from llmbatch.compiled import njit
 from llmbatch.ends import BLEND, Account, take, turns
 from llmbatch.pages import EMPTY, SHARED, UNUSED, admit_pages, adopt, extend, probe
 from llmbatch.peak import expect, most
+from llmbatch.references import by_reference
 from llmbatch.slots import ADMISSIONS, DECODING, FREE, PREEMPTED, PREFILLING, take_slot
 
 # In `Chunks.totals`; BEGUN: the step is being decided, OPEN: all that prefills got a chunk.
@@ -25,6 +26,7 @@ _MARGIN = 0.03  # of the pool that predictions leave alone
 _LEFT_ALONE = 0.10  # of the pool that sequences coming back leave to the left end: they may have made way for it
 
 
+@by_reference
 class Chunks(NamedTuple):
     """The prefill part of a step while it is being decided."""
 
@@ -52,6 +54,7 @@ class Chunks(NamedTuple):
         return new
 
 
+@by_reference
 class Limits(NamedTuple):
     """What admission keeps to."""
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
 
 from llmbatch.admission import BUDGET, CHUNKS, give_chunk, private_tokens
+from llmbatch.compiled import njit
 from llmbatch.ends import End
 from llmbatch.pages import EMPTY, UNUSED, extend_by_one, path_of, release, tokens_spared
 from llmbatch.peak import expect, forget

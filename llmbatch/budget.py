@@ -12,9 +12,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
-from numba import njit
-
+from llmbatch.compiled import njit
 from llmbatch.cost import CostModel
+from llmbatch.references import by_reference
 
 TILE = 128  # tokens; matrix units work in tiles of this many rows
 
@@ -28,6 +28,7 @@ class Load(NamedTuple):
     memory_left: float  # seconds of KV reads of everything not yet done
 
 
+@by_reference
 class Rates(NamedTuple):
     """What the closed loop must know of model and hardware, in seconds."""
 
@@ -81,6 +82,7 @@ class ClosedLoopBudget:
 Budget = FixedBudget | ClosedLoopBudget
 
 
+@by_reference
 class BudgetRules(NamedTuple):
     """A `Budget` as compiled code sees it; fixed where `fixed` is positive."""
 

@@ -12,9 +12,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from llmbatch.compiled import njit
 from llmbatch.pages import EMPTY, FREE, PRIVATE, SHARED, UNUSED, Pages, path_of
 from llmbatch.peak import Peak
 from llmbatch.slots import Running

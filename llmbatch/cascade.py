@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from llmbatch.compiled import njit
 from llmbatch.cost import CostModel
 from llmbatch.kernels.groups import GROUP_ROWS, GROUP_TOKENS
 from llmbatch.tree import PrefixTree

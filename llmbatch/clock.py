@@ -11,16 +11,17 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from llmbatch.admission import BEGUN, CACHED, PREEMPTED_NOW, RECOMPUTED
 from llmbatch.advance import advance, end_sequences, pack
+from llmbatch.compiled import njit
 from llmbatch.cost import CostModel
 from llmbatch.deciding import charge, decide_step, is_done, needs_attention
 from llmbatch.driver import Ended
 from llmbatch.engines.simulated import Clock, generate, step_seconds
 from llmbatch.pages import EMPTY, UNUSED, tokens_spared
+from llmbatch.references import by_reference
 from llmbatch.schedule import Scheduler
 from llmbatch.slots import DECODING, PREFILLING
 
@@ -43,6 +44,7 @@ STEP = np.dtype(
 )
 
 
+@by_reference
 class Log(NamedTuple):
     """What happened, step by step and request by request; -1 for requests that have not ended."""
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from llmbatch.admission import (
@@ -25,9 +24,11 @@ from llmbatch.admission import (
 )
 from llmbatch.advance import hold_decodes, newest_long, preempt, unblock
 from llmbatch.budget import BudgetRules, Load, Rates, step_tokens
+from llmbatch.compiled import njit
 from llmbatch.ends import BLEND, EndRules, Queue
 from llmbatch.pages import EMPTY, UNUSED, WIDEST, Pages
 from llmbatch.peak import Peak
+from llmbatch.references import by_reference
 from llmbatch.slots import DECODING, PREEMPTED, PREEMPTIONS, PREFILLING, RECKONED, Running
 
 COMPUTE, MEMORY = 0, 1  # in `Core.left`
@@ -35,6 +36,7 @@ _FULL = 0.07  # of the pool's pages: with fewer free it is full
 _LONG = 0.01  # of the pool: tokens generated from which an answer is long
 
 
+@by_reference
 class Core(NamedTuple):
     """Everything a step is decided from."""
 

@@ -14,10 +14,11 @@ from enum import IntEnum
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from llmbatch.budget import TILE
+from llmbatch.compiled import njit
+from llmbatch.references import by_reference
 from llmbatch.split import DualScan, scan_budget
 
 
@@ -67,6 +68,7 @@ class DualScanEnds:
 Ends = InOrder | Blend | DualScanEnds
 
 
+@by_reference
 class EndRules(NamedTuple):
     """An `Ends` as compiled code sees it."""
 
@@ -85,6 +87,7 @@ class EndRules(NamedTuple):
         return cls(_IN_ORDER, 0.0, 0.0, _NO_SCAN)
 
 
+@by_reference
 class Queue(NamedTuple):
     """The requests that wait, read from both ends. Requests admitted by other ways are skipped."""
 

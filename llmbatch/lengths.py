@@ -16,9 +16,9 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from llmbatch.compiled import njit
 from llmbatch.errors import ParameterError
 from llmbatch.survival import bin_edges, expected_tokens, observe, pool, remaining_tokens, survive
 from llmbatch.tree import PrefixTree

@@ -30,9 +30,9 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from llmbatch.compiled import njit
 from llmbatch.cost import CostModel
 from llmbatch.errors import ParameterError
 from llmbatch.traces import SYSTEM_PROMPT, Trace, join

@@ -12,9 +12,9 @@ from __future__ import annotations
 from typing import Any, Literal, get_args
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from llmbatch.compiled import njit
 from llmbatch.errors import ParameterError
 from llmbatch.tree import PrefixTree
 

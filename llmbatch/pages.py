@@ -16,10 +16,11 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from llmbatch.compiled import njit
 from llmbatch.reads import Reads, stop_reading
+from llmbatch.references import by_reference
 from llmbatch.trie import PageTrie, fill_path
 
 FREE, PRIVATE = -2, -1  # what `node` says of a page that is not in the trie
@@ -27,6 +28,7 @@ EMPTY, UNUSED, SHARED, WIDEST = range(4)  # in `Pages.counts`
 _BATCH = 256  # evict at least this part of the pool at once: finding the least worthy reads every page
 
 
+@by_reference
 class Pages(NamedTuple):
     """`num_pages` pages, lent to slots. Pages of a slot stand in `tables[slot, :held[slot]]`."""
 

@@ -15,10 +15,13 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from llmbatch.compiled import njit
+from llmbatch.references import by_reference
 
+
+@by_reference
 class Peak(NamedTuple):
     """Expected ends and bases of admitted sequences, latest end first."""
 

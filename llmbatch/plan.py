@@ -19,10 +19,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from llmbatch.cascade import tokens_together
+from llmbatch.compiled import njit
 from llmbatch.cost import CostModel
 from llmbatch.errors import ParameterError
 from llmbatch.lengths import Expected

@@ -13,14 +13,16 @@ from __future__ import annotations
 from typing import Any, Final, NamedTuple
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from llmbatch.compiled import njit
 from llmbatch.kernels.groups import GROUP_ROWS, GROUP_TOKENS
+from llmbatch.references import by_reference
 
 _NEVER: Final = 1 << 30  # a position that no page has
 
 
+@by_reference
 class Reads(NamedTuple):
     """Who reads which page, and the reads that are spared."""
 

@@ -15,8 +15,9 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from numba import njit
 from numpy.typing import NDArray
+
+from llmbatch.compiled import njit
 
 _A = np.uint64(0x9E3779B185EBCA87)
 _B = np.uint64(0xC2B2AE3D27D4EB4F)

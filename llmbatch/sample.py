@@ -26,9 +26,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from llmbatch.compiled import njit
 from llmbatch.lengths import LengthModel
 from llmbatch.tree import PrefixTree
 

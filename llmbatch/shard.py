@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from numba import njit
 from numpy.typing import NDArray
 
+from llmbatch.compiled import njit
 from llmbatch.errors import RowError
 from llmbatch.prompts import PromptSource
 from llmbatch.requests import Requests, Shard, gather

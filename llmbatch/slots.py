@@ -9,8 +9,10 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
+
+from llmbatch.compiled import njit
+from llmbatch.references import by_reference
 
 # One admitted sequence. `request` is -1 where the slot is free.
 SLOT = np.dtype(
@@ -36,6 +38,7 @@ SLOT = np.dtype(
 FREE, DECODING, PREFILLING, PREEMPTED, ADMISSIONS, PREEMPTIONS, RECKONED = range(7)  # in `Running.counts`
 
 
+@by_reference
 class Running(NamedTuple):
     """What is admitted and not ended. Lists hold slots; their lengths stand in `counts`."""
 

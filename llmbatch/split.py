@@ -22,10 +22,11 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from llmbatch.compiled import njit
 from llmbatch.order import item_parents
+from llmbatch.references import by_reference
 from llmbatch.tree import PrefixTree
 
 Floats = NDArray[np.float64]
@@ -162,6 +163,7 @@ class ScanBudget(NamedTuple):
     right: float
 
 
+@by_reference
 class DualScan(NamedTuple):
     """The merged nodes of a two-ended order."""
 

@@ -38,8 +38,9 @@ import math
 from typing import Any
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
+
+from llmbatch.compiled import njit
 
 Floats = NDArray[np.float64]
 

@@ -23,9 +23,9 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from numba import njit
 from numpy.typing import NDArray
 
+from llmbatch.compiled import njit
 from llmbatch.errors import DataError, ParameterError
 from llmbatch.tree import PrefixTree
 

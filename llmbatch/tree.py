@@ -23,9 +23,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from llmbatch.compiled import njit
 from llmbatch.errors import ParameterError
 
 _STRIDE = 8  # first stride of the skip, in tokens: half a cache line

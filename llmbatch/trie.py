@@ -15,8 +15,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
+
+from llmbatch.compiled import njit
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,9 +12,9 @@ from typing import Final
 
 import numpy as np
 import torch
-from numba import njit
 from numpy.typing import NDArray
 
+from llmbatch.compiled import njit
 from llmbatch.engines.sampler import mix
 from llmbatch.kernels.triton_sampling import best
 

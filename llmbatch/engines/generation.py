@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from llmbatch.compiled import njit
 from llmbatch.engines import Finish, Step, StepResult
 from llmbatch.engines.sampler import mix
 from llmbatch.requests import Requests

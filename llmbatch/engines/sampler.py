@@ -11,9 +11,10 @@ from __future__ import annotations
 from typing import Any, Final
 
 import numpy as np
-from numba import njit, prange
+from numba import prange
 from numpy.typing import NDArray
 
+from llmbatch.compiled import njit
 from llmbatch.kernels.numerics import exp32, ordered, unordered
 
 _CHUNK: Final = 1024
@@ -106,7 +107,6 @@ def _draw_top(row: Any, highest: np.float32, inverse: np.float32, top_k: int, to
     return int(candidates[kept - 1])
 
 
-@njit(parallel=True, cache=True, nogil=True)
 def sample(
     logits: NDArray[np.float32],
     temperature: NDArray[np.float32],
@@ -122,14 +122,30 @@ def sample(
     A temperature of 0 takes the first of the highest. Else logits are divided by it, the `top_k` likeliest kept
     (0: all), of these the fewest whose share is at least `top_p`, and one is drawn by (seed, position).
     """
+    highest = np.empty(len(logits), np.float32)
+    _take_best(logits, tokens, highest, finite)
+    if (temperature > 0).any():  # compiled only for jobs that draw
+        _draw(logits, temperature, top_k, top_p, seeds, positions, tokens, highest, finite)
+
+
+@njit(parallel=True, cache=True, nogil=True)
+def _take_best(logits: Any, tokens: Any, highest: Any, finite: Any) -> None:
+    """The likeliest token of each row, its logit, and whether the row is finite."""
     for i in prange(logits.shape[0]):
-        row = logits[i]
-        index, highest, finite[i] = _best(row)
+        tokens[i], highest[i], finite[i] = _best(logits[i])
+
+
+@njit(parallel=True, cache=True, nogil=True)
+def _draw(
+    logits: Any, temperature: Any, top_k: Any, top_p: Any, seeds: Any, positions: Any, tokens: Any, highest: Any,
+    finite: Any,
+) -> None:  # fmt: skip
+    """A draw in the place of the likeliest token, for each finite row with a temperature."""
+    for i in prange(logits.shape[0]):
         if finite[i] and temperature[i] > 0:
             inverse = min(np.float32(1.0) / temperature[i], np.float32(1e30))
             uniform = float(mix(seeds[i], np.uint64(positions[i])) >> np.uint64(11)) * 2.0**-53
             if top_k[i] > 0 or top_p[i] < 1:
-                index = _draw_top(row, highest, inverse, top_k[i], top_p[i], uniform)
+                tokens[i] = _draw_top(logits[i], highest[i], inverse, top_k[i], top_p[i], uniform)
             else:
-                index = _draw_any(row, highest, inverse, uniform)
-        tokens[i] = index
+                tokens[i] = _draw_any(logits[i], highest[i], inverse, uniform)

@@ -13,16 +13,18 @@ import math
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from llmbatch.budget import Rates
+from llmbatch.compiled import njit
 from llmbatch.cost import CostModel
 from llmbatch.engines import Finish, Step, StepResult
+from llmbatch.references import by_reference
 
 _ENDED = int(Finish.LENGTH)
 
 
+@by_reference
 class Clock(NamedTuple):
     """A cost model as compiled code sees it."""
 

@@ -1,0 +1,110 @@
+"""numba's `njit`, whose compiled code is kept by what it was made of, and made once for each function.
+
+Kept code. numba keeps compiled code beside a source file and does not see that a function called from another file
+has changed; nor can it write into an installation that is read-only. Here everything lies in one folder of the user's
+cache (or below `$NUMBA_CACHE_DIR`), named by the content of every file that has compiled functions and by the versions
+that compile them: whatever changes, all of it is made anew, and nothing is made anew for any other reason.
+
+One specialisation. numba compiles a callee again for an int32, an int64 and a constant. A call from compiled code
+hands over every signed integer as int64 here, and constants as their type.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import llvmlite
+import numba
+import numpy as np
+from numba.core import config, types
+from numba.core.caching import CompileResultCacheImpl, FunctionCache, UserWideCacheLocator
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_PACKAGE: Final = Path(__file__).parent
+_SOURCES: Final = ("*.py", "engines/*.py", "kernels/*.py")
+
+
+def cache_folder() -> Path:
+    """Where what is made once is kept: `$LLMBATCH_CACHE`, else `llmbatch` in the user's cache folder."""
+    if chosen := os.environ.get("LLMBATCH_CACHE"):
+        return Path(chosen)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "llmbatch"
+
+
+@cache
+def code_folder() -> Path:
+    """Where compiled code of these sources, and by these versions, is kept."""
+    digest = hashlib.sha256(f"{sys.version} {numba.__version__} {llvmlite.__version__} {np.__version__}".encode())
+    for file in sorted(file for pattern in _SOURCES for file in _PACKAGE.glob(pattern)):
+        content = file.read_bytes()
+        if b"njit" in content or b"by_reference" in content:
+            digest.update(file.relative_to(_PACKAGE).as_posix().encode() + b"\0" + content + b"\0")
+    root = Path(config.CACHE_DIR) if config.CACHE_DIR else cache_folder() / "compiled"  # type: ignore[attr-defined]
+    return root / digest.hexdigest()[:16]
+
+
+def njit(*, cache: bool = False, **options: Any) -> Callable[[F], F]:
+    """numba's decorator of this name; `cache` as the module says."""
+
+    def compile_later(function: F) -> F:
+        dispatcher: Any = numba.njit(**options)(function)
+        if isinstance(dispatcher, numba.core.dispatcher.Dispatcher):  # not where numba is switched off
+            template = dispatcher.get_call_template
+            dispatcher.get_call_template = lambda args, kws: template(tuple(map(_canonical, args)), kws)
+            if cache and _writable():
+                dispatcher._cache = _Cache(function)
+        return dispatcher  # type: ignore[no-any-return]
+
+    return compile_later
+
+
+def _canonical(kind: types.Type) -> types.Type:
+    """The type that an argument of a call is handed over as."""
+    kind = types.unliteral(kind)
+    return types.int64 if isinstance(kind, types.Integer) and kind.signed else kind
+
+
+@cache
+def _writable() -> bool:
+    try:
+        code_folder().mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        logging.getLogger("llmbatch").warning("compiled code cannot be kept, every job compiles it anew: %s", error)
+        return False
+    return True
+
+
+class _Locator(UserWideCacheLocator):  # type: ignore[misc]
+    """Says to numba where the code of a function is kept."""
+
+    def __init__(self, function: Any, file: str) -> None:
+        super().__init__(function, file)
+        self._cache_path = str(code_folder())
+        self._module = function.__module__
+
+    def ensure_cache_path(self) -> None:
+        """It is there."""
+
+    def get_source_stamp(self) -> str:
+        """The folder's name says it all."""
+        return ""
+
+    def get_disambiguator(self) -> str:
+        """Modules in two packages may have one name."""
+        return f"{self._module}-{self._lineno}"
+
+
+class _Kept(CompileResultCacheImpl):  # type: ignore[misc]
+    _locator_classes = [_Locator]  # noqa: RUF012 (numba's)
+
+
+class _Cache(FunctionCache):  # type: ignore[misc]
+    _impl_class = _Kept
