@@ -15,7 +15,10 @@ from llmbatch.storage import Place
 
 _FIRST_PATIENCE = 5.0  # seconds
 FILE_SUFFIXES = (".parquet", ".jsonl", ".jsonl.gz", ".jsonl.zst")
-_OTHER_SUFFIXES = (".pq", ".json", ".ndjson", ".csv", ".tsv", ".txt", ".arrow", ".feather", ".gz", ".zst")
+_OTHER_SUFFIXES = (
+    *(".pq", ".json", ".ndjson", ".csv", ".tsv", ".txt", ".arrow", ".feather", ".orc", ".avro", ".xlsx"),
+    *(".gz", ".zst", ".bz2", ".xz", ".lz4", ".br", ".zip", ".snappy", ".tar"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +45,7 @@ class Destination:
         above, _, name = url.rpartition("/")
         suffix = next((suffix for suffix in reversed(FILE_SUFFIXES) if name.endswith(suffix)), None)
         if suffix is None:
-            if name.endswith(_OTHER_SUFFIXES):
+            if name.lower().endswith((*FILE_SUFFIXES, *_OTHER_SUFFIXES)):
                 raise DataError(
                     f"an output must be a folder, or a file that ends in {', '.join(FILE_SUFFIXES)}, got {url!r}"
                 )

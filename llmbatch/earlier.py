@@ -62,7 +62,10 @@ class PartSource:
     """A part of an output, whose rows hold the input's columns as well."""
 
     def __init__(self, read: Reader, columns: Sequence[str], first: int, id_column: str | None) -> None:
-        """`columns` are the input's. Without `id_column`, rows have their positions for keys, from `first` on."""
+        """`columns` are the input's; a part may lack some that came later.
+
+        Without `id_column`, rows have their positions for keys, from `first` on.
+        """
         self._read = read
         self._columns = columns
         self._first = first
@@ -72,7 +75,7 @@ class PartSource:
         """Whose answers these are."""
         first, pieces = self._first, []
         for table in self._read([*self._columns, "error"]):
-            rows = table.select(self._columns)
+            rows = table.select([name for name in self._columns if name in table.column_names])
             pieces.append(Found(keys_of(rows, first, self._id), hash_rows(rows), _failed(table)))
             first += table.num_rows
         return Found(*(np.concatenate(column) for column in zip(*pieces, strict=True)))

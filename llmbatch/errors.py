@@ -18,7 +18,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-ErrorKind = Literal["null_prompt", "encoding", "too_long", "template", "messages", "parameters", "engine", "timeout"]
+ErrorKind = Literal[
+    "null_prompt", "encoding", "too_long", "template", "messages", "parameters", "engine", "timeout", "output"
+]
 
 
 class LLMBatchError(Exception):

@@ -16,7 +16,8 @@ from llmbatch.errors import DataError
 from llmbatch.jsonl import JsonlFiles
 from llmbatch.listing import InputFile
 from llmbatch.manifest import decode, encode, encode_beside, schema_of
-from llmbatch.staging import CODECS, StagedFormat, json_holds, read_tables
+from llmbatch.plain import json_holds
+from llmbatch.staging import CODECS, StagedFormat, read_tables
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +64,7 @@ class Finished:
         return []
 
     def tables(self, part: str, columns: Sequence[str], parquet: StagedFormat) -> Iterator[pa.Table]:
-        """The rows of a part, of these columns, some at a time; one table at least.
+        """The rows of a part, of those of these columns that it has, some at a time; one table at least.
 
         Raises `DataError` where JSONL does not hold them as they were, `StorageError` where the part is damaged.
         """
@@ -73,6 +74,7 @@ class Finished:
         manifest = self.manifest()
         assert manifest is not None, "a part is that of a finished output"
         schema = schema_of(manifest)
+        columns = [name for name in columns if name in schema.names]
         for name in columns:
             if not json_holds(schema.field(name).type):
                 raise DataError(

@@ -6,7 +6,7 @@ Rows are read forwards, a range at a time, so that an input may be larger than m
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import accumulate
@@ -39,13 +39,13 @@ class Inputs:
         """The files that `paths` name, in the order given; those of a folder or a glob sorted by path.
 
         A path may be any URL that fsspec knows; `storage_options` are those of its file system. A folder stands
-        for the .parquet and .jsonl files at any depth below it; a folder or a glob leaves out names that begin
-        with "_" or ".". A file named twice is read once. The names of folders `key=value` below the folder or
-        the glob are columns too, after those of the files. Footers of Parquet files are read here and their rows
+        for the Parquet and JSONL files at any depth below it, links followed; a folder or a glob leaves out names
+        that begin with "_" or ".". A file named twice is read once. The names of folders `key=value` below the folder
+        or the glob are columns too, after those of the files. Footers of Parquet files are read here and their rows
         later; JSONL, whose schema is that of all its rows, is read through here and again for its rows.
 
         Raises `DataError` when nothing is there or cannot be reached, and for mixed formats, unreadable files,
-        files whose schemas differ, and lines that are no JSON object.
+        columns that have no type in common, and lines that are no JSON object.
         """
         if not paths:
             raise DataError("at least one input is needed, got none: name Parquet or JSONL files or folders")
@@ -56,7 +56,8 @@ class Inputs:
         if len(formats) > 1:
             raise DataError(
                 "all inputs must have one format, "
-                f"got {' and '.join(f'{name} ({path})' for name, path in formats.items())}"
+                f"got {' and '.join(f'{name} ({path})' for name, path in formats.items())}: "
+                "name those that are meant, by a glob such as '*.parquet'"
             )
         try:
             content = (JsonlFiles if "JSONL" in formats else ParquetFiles).check(files)
@@ -65,7 +66,8 @@ class Inputs:
         partitions = Partitions.of(
             [file.path for file in files], [file.folder_values for file in files], content.schema
         )
-        return cls(pa.schema([*content.schema, *partitions.schema]), content, partitions)
+        schema = pa.schema([*content.schema, *partitions.schema], content.schema.metadata)
+        return cls(schema, content, partitions)
 
     @property
     def files(self) -> tuple[InputFile, ...]:
@@ -102,8 +104,10 @@ class Inputs:
 
     def reader(self, columns: Sequence[str] | None = None) -> RowReader:
         """The rows of all files from the first one on, of all columns or of these."""
-        fields = self.schema if columns is None else [self.schema.field(name) for name in columns]
-        return RowReader(self._content, self._partitions, pa.schema(list(fields)))
+        schema = self.schema
+        if columns is not None:
+            schema = pa.schema([schema.field(name) for name in columns])
+        return RowReader(self._content, self._partitions, schema)
 
 
 class RowReader:
@@ -164,7 +168,8 @@ class RowReader:
         return self._complete(cursor.take(rows), index)
 
     def _complete(self, table: pa.Table, index: int) -> pa.Table:
-        return self._partitions.add(table, index).select(self.schema.names)
+        table = self._partitions.add(table, index).select(self.schema.names)
+        return table.replace_schema_metadata(self.schema.metadata)
 
 
 class _Cursor:
@@ -173,22 +178,31 @@ class _Cursor:
     def __init__(self, content: Content, index: int, row: int, names: Sequence[str]) -> None:
         self.index = index
         self.row = row  # the next one to take
-        self._path = content.files[index].path
+        self._file = content.files[index]
         self._batches = content.batches(index, row, names) if names else None
         self._left: pa.Table | None = None  # what is read and not taken yet
 
     def take(self, rows: int) -> pa.Table:
-        """The next rows."""
+        """The next rows. Raises `DataError` where the file is not the one that was listed."""
         self.row += rows
         if self._batches is None:
             return _blank(rows)
+        try:
+            table = self._take(self._batches, rows)
+        except DataError:
+            self._file.check()
+            raise
+        self._file.check()  # after they were read: so they are those of the file that was listed
+        return table
+
+    def _take(self, batches: Generator[pa.Table], rows: int) -> pa.Table:
         tables = []
         while rows:
-            table = next(self._batches, None) if self._left is None else self._left
+            table = next(batches, None) if self._left is None else self._left
             if table is None:
                 raise DataError(
-                    f"inputs must stay as they are while a job runs, but {self._path} has fewer rows than before: "
-                    "put it back or start over"
+                    f"inputs must stay as they are while a job runs, but {self._file.path} has fewer rows than "
+                    "before: put it back or start over"
                 )
             tables.append(table.slice(0, rows))
             self._left = table.slice(rows) if rows < table.num_rows else None

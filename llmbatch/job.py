@@ -221,6 +221,7 @@ class _Job:
             keys=keys,
             contents=contents,
             earlier=pa.concat_tables([found[0].filter(pa.array(mine)), found[1]]),
+            refused=self._output.refused(table),
         )
 
     def _report(self, layout: Layout, book: Book, totals: Totals, begun: float) -> Report:

@@ -1,7 +1,7 @@
 """Paths, folders, globs and URLs to the files that they name, in a stable order.
 
-A file is listed with what its file system says of it, so that it need not be asked again, and with what the
-folders between it and the one that was named say of its rows.
+A file is listed with what its file system says of it, by which it is known again, and with what the folders between
+it and the one that was named say of its rows.
 """
 
 from __future__ import annotations
@@ -12,17 +12,19 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, TypeVar, cast
 
+import fsspec
 import pyarrow as pa
 from fsspec.core import has_magic
 
 from llmbatch.errors import DataError, StorageError
+from llmbatch.links import find, glob, local_info
 from llmbatch.partitions import FolderValues, folder_values
 from llmbatch.refusals import is_container_missing, persist
 from llmbatch.storage import Place
 
 _FORMATS = {".parquet": "Parquet", ".pq": "Parquet", ".jsonl": "JSONL", ".ndjson": "JSONL", ".json": "JSONL"}
 _CODECS = {".gz": "gzip", ".zst": "zstd"}
-_IN_FOLDERS = (".parquet", ".jsonl", *(f".jsonl{suffix}" for suffix in _CODECS))
+_IN_FOLDERS = (*_FORMATS, *(end + codec for end, kind in _FORMATS.items() if kind == "JSONL" for codec in _CODECS))
 # What file systems call the key of a file's content, and the time of its last change.
 _ETAGS = ("ETag", "etag", "md5Hash", "blob_id")
 _TIMES = ("mtime", "LastModified", "last_modified", "updated", "created")
@@ -49,6 +51,20 @@ class InputFile:
         """An absolute path, or a URL."""
         return f"{self.folder.url.rstrip('/')}/{self.name}"
 
+    def check(self) -> None:
+        """Raise `DataError` where the file is not the one that was listed any more."""
+        if not self.version:
+            return
+        path = self.folder.path(self.name)
+        there = persist(
+            self.path, "read", lambda: _info(self.folder.filesystem, path, self.folder.local), self.folder.patience
+        )
+        if there is None or (there["size"], _version(there)) != (self.size, self.version):
+            raise DataError(
+                f"inputs must stay as they are while a job runs, but {self.path} has changed or is gone: "
+                "put it back or start over"
+            )
+
     def open(self) -> pa.NativeFile:
         """The file to read, at any position. A store that is away for a while is waited for."""
         path = self.folder.path(self.name)
@@ -67,8 +83,9 @@ class InputFile:
 def find_files(paths: Sequence[str], storage_options: Mapping[str, Any] | None) -> tuple[InputFile, ...]:
     """The files that `paths` name, in the order given; those of a folder or a glob sorted by path.
 
-    A folder stands for the .parquet and .jsonl files at any depth below it, the latter also compressed; a folder
-    or a glob leaves out names that begin with "_" or ".". A file named twice is there once.
+    A folder stands for the Parquet and JSONL files at any depth below it, by their names; a folder or a glob leaves
+    out names that begin with "_" or ".". Links are followed. A file that is named twice, or found twice by links, is
+    there once.
     """
     found: dict[str, InputFile] = {}
     for path in paths:
@@ -82,7 +99,7 @@ def _expand(given: str, storage_options: Mapping[str, Any] | None) -> Iterable[I
     if not given:
         raise nothing
     place = Place.at(given, storage_options)
-    info = _ask(given, "read", lambda: _info(place))
+    info = _ask(given, "read", lambda: _info(place.filesystem, place.root, place.local))
     if info is None and has_magic(given):
         return _matches(place, given)
     if info is None:
@@ -91,16 +108,16 @@ def _expand(given: str, storage_options: Mapping[str, Any] | None) -> Iterable[I
         files = _below(place, place.root, place.root)
         if not files:
             raise DataError(
-                f"a folder must hold .parquet or .jsonl files, but there are none in {_shown(place, place.root)!r} "
-                "(names that begin with _ or . do not count)"
+                f"a folder must hold Parquet or JSONL files, but there are none in {_shown(place, place.root)!r} "
+                f"(by their names, {', '.join(_FORMATS)}; names that begin with _ or . do not count)"
             )
         return files
     return [_file(place, place.root, info, ())]
 
 
 def _matches(place: Place, pattern: str) -> list[InputFile]:
-    found = _ask(pattern, "listed", lambda: place.filesystem.glob(place.root, detail=True))
     fixed = _fixed_part(place.root)
+    found = _ask(pattern, "listed", lambda: glob(place.filesystem, place.root, fixed, place.local))
     files: list[InputFile] = []
     listed: tuple[str, ...] = ()
     for path, info in sorted(found.items()):
@@ -118,11 +135,11 @@ def _matches(place: Place, pattern: str) -> list[InputFile]:
 
 def _below(place: Place, root: str, fixed: str) -> list[InputFile]:
     """The files in a folder, whose columns are in the names of folders below `fixed`."""
-    found = _ask(_shown(place, root), "listed", lambda: place.filesystem.find(root, detail=True))
+    found = _ask(_shown(place, root), "listed", lambda: find(place.filesystem, root, place.local))
     return [
         _file(place, path, info, folder_values(path[len(fixed) :]))
         for path, info in sorted(found.items())
-        if path.endswith(_IN_FOLDERS) and not _is_hidden(path[len(root) :])
+        if path.lower().endswith(_IN_FOLDERS) and not _is_hidden(path[len(root) :])
     ]
 
 
@@ -164,9 +181,9 @@ def _version(info: Mapping[str, Any]) -> dict[str, str | float]:
     return {}
 
 
-def _info(place: Place) -> Mapping[str, Any] | None:
+def _info(filesystem: fsspec.AbstractFileSystem, path: str, local: bool) -> Mapping[str, Any] | None:
     try:
-        info: Mapping[str, Any] = place.filesystem.info(place.root)
+        info: Mapping[str, Any] = local_info(path) if local else filesystem.info(path)
     except (FileNotFoundError, NotADirectoryError) as error:
         if is_container_missing(error):
             raise

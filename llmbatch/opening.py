@@ -156,10 +156,11 @@ def _compare(what: str, kept: dict[str, Any], fresh: Layout) -> None:
 
 def _check_change(fresh: Layout, rows: int, columns: Sequence[str]) -> None:
     """Raise DataError where other files can only be another input. Equal rows in other files are the same input."""
-    gone, new = sorted(set(columns) - set(fresh.columns)), sorted(set(fresh.columns) - set(columns))
-    if gone or new:
-        what = f"column {gone[0]!r} is gone" if gone else f"column {new[0]!r} is new"
-        raise DataError(f"the input has changed since this job began: {what}: restore it, {_WAY_OUT}")
+    gone = sorted(set(columns) - set(fresh.columns))
+    if gone:  # a new one makes no difference to rows that have nothing in it
+        raise DataError(
+            f"the input has changed since this job began: column {gone[0]!r} is gone: restore it, {_WAY_OUT}"
+        )
     if fresh.command["id_column"] is None and rows != fresh.rows:
         raise DataError(
             f"the input has changed since this job began: it had {rows:,} rows and has {fresh.rows:,}: restore it, "

@@ -27,10 +27,11 @@ import pyarrow as pa
 
 from llmbatch.destination import Destination
 from llmbatch.endings import Ending, Names
-from llmbatch.errors import DataError, StorageError
+from llmbatch.errors import DataError, RowError, StorageError
 from llmbatch.finished import Finished
 from llmbatch.lock import Lock
 from llmbatch.manifest import compose
+from llmbatch.plain import check_type, unwritable
 from llmbatch.staging import CODECS, Arrow, Format, Jsonl, Parquet, StagedFormat, read_tables
 
 PART_ROWS = 100_000  # most rows of a part, so that readers can share an output out
@@ -104,15 +105,23 @@ class Output:
 
     def check(self, schema: pa.Schema) -> None:
         """Raise `DataError` when a column of this type cannot be written, before hours are spent on it."""
-        if not self._is_parquet:
-            return
         for field in schema:
+            probe = pa.schema([field]).empty_table()
+            if not self._is_parquet:  # how deep a type is shows with the first row
+                probe = pa.table([pa.nulls(1, field.type)], names=[field.name])
             try:
-                self._parquet.write(io.BytesIO(), [pa.schema([field]).empty_table()])
+                self._staged.write(io.BytesIO(), [probe])
             except (pa.ArrowException, NotImplementedError):
                 raise DataError(
-                    f"Parquet cannot hold column {field.name!r} of type {field.type}: drop it or convert it"
+                    f"{'Parquet' if self._is_parquet else 'JSONL'} cannot hold column {field.name!r} of type "
+                    f"{field.type}: drop it or convert it"
                 ) from None
+            if not self._is_parquet:
+                check_type(field)
+
+    def refused(self, table: pa.Table) -> Mapping[int, RowError]:
+        """Rows of the input that cannot be written, whatever their answer, and why; for whoever runs the others."""
+        return {} if self._is_parquet else unwritable(table)
 
     def check_free(self, *, replace_foreign: bool) -> None:
         """Raise `DataError` where something lies that is not llmbatch's and that may not be replaced."""

@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 
 from llmbatch.errors import DataError
 from llmbatch.listing import InputFile
+from llmbatch.schemas import common_schema, fit
 
 _THREADS = 8  # footers that are read at the same time
 _BATCH_ROWS = 4096
@@ -25,7 +26,7 @@ _STORE_BUFFER = 1 << 22  # the same of an object store, where each read is a req
 
 @dataclass(frozen=True, slots=True)
 class ParquetFiles:
-    """Parquet files of one schema."""
+    """Parquet files, whose rows have the columns that any of them has."""
 
     files: tuple[InputFile, ...]
     schema: pa.Schema
@@ -36,11 +37,11 @@ class ParquetFiles:
     def check(cls, files: Sequence[InputFile]) -> ParquetFiles:
         """Read the footers of all files.
 
-        Raises `DataError` for files that are no Parquet, and files whose schemas differ.
+        Raises `DataError` for files that are no Parquet, and columns whose types have none in common.
         """
         with ThreadPoolExecutor(_THREADS) as pool:
             schemas, num_rows, stored_bytes = zip(*pool.map(_footer, files))
-        return cls(tuple(files), _common(files, schemas), num_rows, sum(stored_bytes))
+        return cls(tuple(files), common_schema(files, schemas), num_rows, sum(stored_bytes))
 
     def nbytes(self) -> int:
         """About the bytes that all rows take in memory.
@@ -65,44 +66,20 @@ class ParquetFiles:
         schema = pa.schema([self.schema.field(name) for name in names])
         try:
             with file.open() as source, _streamed(file, source) as parquet:
+                there = parquet.schema_arrow.names
+                read = [name for name in names if name in there] or there[:1]
                 for number in range(parquet.num_row_groups):
                     group = parquet.metadata.row_group(number)
                     if skip >= group.num_rows:
                         skip -= group.num_rows
                         continue
-                    for batch in parquet.iter_batches(_batch_rows(group), row_groups=[number], columns=list(names)):
+                    for batch in parquet.iter_batches(_batch_rows(group), row_groups=[number], columns=read):
                         dropped = min(skip, len(batch))
                         skip -= dropped
                         if dropped < len(batch):
-                            yield pa.Table.from_batches([batch[dropped:]]).select(names).cast(schema)
+                            yield fit(pa.Table.from_batches([batch[dropped:]]), schema, file.path)
         except (pa.ArrowException, OSError) as error:
             raise _unreadable(file, error) from None
-
-
-def _common(files: Sequence[InputFile], schemas: Sequence[pa.Schema]) -> pa.Schema:
-    """The schema that all files have."""
-    first = files[0].path
-    common = dict(zip(schemas[0].names, schemas[0].types))
-    origin = dict.fromkeys(common, first)
-    for file, schema in zip(files, schemas):
-        if len(set(schema.names)) < len(schema.names):
-            twice = next(name for name in schema.names if schema.names.count(name) > 1)
-            raise DataError(f"columns must have names of their own, but {file.path} has {twice!r} twice")
-        if schema == schemas[0]:
-            continue
-        for name in [*schema.names, *common]:
-            if name not in common or name not in schema.names:
-                there, gone = (first, file.path) if name in common else (file.path, first)
-                raise DataError(f"all inputs must have the same columns, but {name!r} is in {there} and not in {gone}")
-        for name, kind in zip(schema.names, schema.types):
-            if pa.types.is_null(common[name]):
-                common[name], origin[name] = kind, file.path
-            elif kind != common[name] and not pa.types.is_null(kind):
-                raise DataError(
-                    f"a column must have one type in all inputs, but {name!r} is {common[name]} "
-                    f"in {origin[name]} and {kind} in {file.path}"
-                )
-    return pa.schema(list(common.items()))
 
 
 def _footer(file: InputFile) -> tuple[pa.Schema, int, int]:

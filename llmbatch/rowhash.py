@@ -1,8 +1,8 @@
 """A 64-bit hash of each row's values, the same however the table is chunked, sliced or encoded.
 
 A resumed job asks whether a row is the one it has answered, so equal values must hash equal whatever way the file
-was written: string, large_string and string_view, plain and dictionary encoded, int32 and int64, one chunk or
-many. What lies under a null does not count, nor does the order of columns or of a struct's fields. A null adds
+was written: string, large_string and string_view, plain and dictionary encoded, int32 and int64, 1 and 1.0, one
+chunk or many. What lies under a null does not count, nor does the order of columns or of a struct's fields. A null adds
 nothing to its row: a column that appended rows bring along leaves the rows before it what they were.
 
 Bytes are mixed eight at a time by the steps of xxHash64. The hash finds changes made by chance, not by malice.
@@ -23,6 +23,8 @@ _A = np.uint64(0x9E3779B185EBCA87)
 _B = np.uint64(0xC2B2AE3D27D4EB4F)
 _C = np.uint64(0x165667B19E3779F9)
 _D = np.uint64(0x85EBCA77C2B2AE63)
+_MINUS_ZERO = np.uint64(1 << 63)  # the bits of -0.0, which no integer is
+_WHOLE = 2.0**63  # doubles below it may be whole numbers of int64
 
 
 def hash_rows(table: pa.Table) -> NDArray[np.uint64]:
@@ -63,7 +65,11 @@ def _hashes(array: Any) -> NDArray[np.uint64]:
     elif pa.types.is_integer(kind):
         _hash_words(_numbers(array, np.int64), valid, _seed("int"), out)
     elif pa.types.is_floating(kind):
-        _hash_words(_numbers(array, np.float64), valid, _seed("float"), out)
+        words = _numbers(array, np.float64)
+        numbers = words.view(np.float64)
+        whole = (np.abs(numbers) < _WHOLE) & (np.trunc(numbers) == numbers) & (words != _MINUS_ZERO)
+        _hash_words(words, valid & ~whole, _seed("float"), out)
+        _hash_words(np.where(whole, numbers, 0).astype(np.int64).view(np.uint64), valid & whole, _seed("int"), out)
     else:
         data, offsets, name = _bytes(array)
         _hash_bytes(data, offsets, valid, _seed(name), out)

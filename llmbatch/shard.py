@@ -6,7 +6,7 @@ request: a hash table over the flat token buffer finds them, comparing tokens in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import pyarrow as pa
@@ -31,13 +31,15 @@ def build_shard(
     context_length: int,
     keys: NDArray[np.uint64] | None = None,
     recorded_column: str | None = None,
+    refused: Mapping[int, RowError] | None = None,
     pulse: Callable[[], None] = lambda: None,
 ) -> Shard:
     """The requests of a table and which of them answers which row.
 
     `sampling` holds for what `sampling_column`, if any, does not give. `keys` uint64 [rows] tell rows apart that are
     drawn without a seed (their positions if not given); `recorded_column` holds the tokens that a simulated engine
-    generates, null for max_tokens; `pulse` is called again and again, and may raise. Raw prompts get the tokenizer's
+    generates, null for max_tokens; `refused` rows have errors already; `pulse` is called again and again, and may
+    raise. Raw prompts get the tokenizer's
     special tokens, rendered chats none. A prompt that leaves no room in a context of `context_length` tokens
     is a row error ("too_long"); where there is less room than max_tokens, max_tokens is what there is. Raises
     `InputError` for what is wrong with the command, not with a row.
@@ -47,7 +49,7 @@ def build_shard(
     rendered = source.render(table, tokenizer, pulse)
     column = None if sampling_column is None else table[sampling_column]
     resolved = resolve_sampling(column, sampling, rows=table.num_rows)
-    errors = {**resolved.errors, **rendered.errors}
+    errors = {**(refused or {}), **resolved.errors, **rendered.errors}
 
     has_text = np.array([text is not None for text in rendered.texts], np.bool_)
     token_row = np.cumsum(has_text) - 1  # row of `tokens` that holds a table row

@@ -6,10 +6,7 @@ can be compressed as a whole.
 
 from __future__ import annotations
 
-import base64
 import io
-import json
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -19,12 +16,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from llmbatch.errors import ParameterError, StorageError
+from llmbatch.plain import lines
 from llmbatch.storage import Place
 
 COMPRESSIONS = ("zstd", "snappy", "gzip", "lz4", "none")  # of Parquet
 CODECS = {".jsonl": None, ".jsonl.gz": "gzip", ".jsonl.zst": "zstd"}
-
-_BATCH_ROWS = 4096  # rows that are Python objects at one time while JSON is written
 
 
 class Format(Protocol):
@@ -41,7 +37,7 @@ class StagedFormat(Format, Protocol):
     suffix: str
 
     def read(self, stream: BinaryIO, columns: Sequence[str] | None) -> Iterator[pa.Table]:
-        """The rows, little by little; one table at least."""
+        """The rows, little by little; one table at least. Columns that are not there are left out."""
         ...
 
 
@@ -68,12 +64,12 @@ class Parquet:
 
     def read(self, stream: BinaryIO, columns: Sequence[str] | None) -> Iterator[pa.Table]:
         """A table a row group."""
-        chosen = None if columns is None else list(columns)
         with pq.ParquetFile(stream) as file:
+            chosen = None if columns is None else [name for name in columns if name in file.schema_arrow.names]
             if not file.num_row_groups:
                 yield _select(file.schema_arrow.empty_table(), columns)
             for index in range(file.num_row_groups):
-                yield file.read_row_group(index, columns=chosen)
+                yield _select(file.read_row_group(index, columns=chosen), columns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,10 +98,9 @@ class Arrow:
 
 @dataclass(frozen=True, slots=True)
 class Jsonl:
-    """JSONL, plain or compressed as a whole.
+    """JSONL (`llmbatch.plain`), or compressed as a whole.
 
-    What JSON has no form for: bytes are written in base64, times in ISO 8601, other values as `str` writes them,
-    and numbers that are not finite as null. A compressed file is one stream, never several one after another:
+    A compressed file is one stream, never several one after another:
     some readers of zstd end, silently, where the first one ends.
     """
 
@@ -133,19 +128,6 @@ def read_tables(
         ) from None
 
 
-def json_holds(kind: pa.DataType) -> bool:
-    """Whether values of this type come back from JSON as they were, but for numbers that are not finite."""
-    if pa.types.is_dictionary(kind):
-        return json_holds(kind.value_type)
-    if pa.types.is_struct(kind):
-        return all(json_holds(field.type) for field in kind)
-    if pa.types.is_nested(kind):
-        return not pa.types.is_map(kind) and not pa.types.is_union(kind) and json_holds(kind.value_type)
-    text = pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
-    number = pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)
-    return bool(text or number or pa.types.is_null(kind))
-
-
 class _KeptOpen(io.RawIOBase):
     """A stream that its user cannot close: Arrow closes what it compresses into."""
 
@@ -167,44 +149,13 @@ def _schema(tables: Iterable[pa.Table]) -> tuple[pa.Schema, Iterable[pa.Table]]:
 
 
 def _select(table: pa.Table, columns: Sequence[str] | None) -> pa.Table:
-    return table if columns is None else table.select(list(columns))
+    return table if columns is None else table.select([name for name in columns if name in table.column_names])
 
 
 def _write_lines(stream: BinaryIO, tables: Iterable[pa.Table]) -> int:
     rows = 0
     for table in tables:
-        for batch in _without_nanoseconds(table).to_batches(max_chunksize=_BATCH_ROWS):
-            stream.write("".join(_line(row) for row in batch.to_pylist()).encode())
+        for text in lines(table):
+            stream.write(text.encode())
         rows += table.num_rows
     return rows
-
-
-def _without_nanoseconds(table: pa.Table) -> pa.Table:
-    """The table with nanosecond timestamps as text, since Python's times end at microseconds."""
-    for index, field in enumerate(table.schema):
-        if pa.types.is_timestamp(field.type) and field.type.unit == "ns":
-            table = table.set_column(index, field.name, table[index].cast(pa.string()))
-    return table
-
-
-def _line(row: dict[str, object]) -> str:
-    try:
-        text = json.dumps(row, ensure_ascii=False, allow_nan=False, default=_plain)
-    except ValueError:
-        text = json.dumps(_finite(row), ensure_ascii=False, allow_nan=False, default=_plain)
-    return text + "\n"
-
-
-def _plain(value: object) -> str:
-    if isinstance(value, bytes):
-        return base64.b64encode(value).decode()
-    isoformat = getattr(value, "isoformat", None)
-    return str(isoformat() if isoformat else value)
-
-
-def _finite(value: object) -> object:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: _finite(inner) for key, inner in value.items()}
-    return [_finite(inner) for inner in value] if isinstance(value, list) else value

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -25,7 +25,7 @@ from llmbatch.answers import (
 from llmbatch.columns import find_field
 from llmbatch.cost import CostModel
 from llmbatch.engines.placeholder import PlaceholderEngine, placeholder_texts
-from llmbatch.errors import DataError, JobError
+from llmbatch.errors import DataError, JobError, RowError
 from llmbatch.feed import Feed, Stop, StreamEngine
 from llmbatch.gate import Gate
 from llmbatch.memory import out_of_memory
@@ -153,8 +153,13 @@ class Worker:
 
         return cost_model(self.platform, self.model, self.options)
 
-    def shard(self, table: pa.Table, keys: NDArray[np.uint64] | None = None) -> Shard:
-        """The requests of a table; needs no weights."""
+    def shard(
+        self,
+        table: pa.Table,
+        keys: NDArray[np.uint64] | None = None,
+        refused: Mapping[int, RowError] | None = None,
+    ) -> Shard:
+        """The requests of a table, but for rows that are `refused` for another reason; needs no weights."""
         return build_shard(
             table,
             self.options.source,
@@ -164,6 +169,7 @@ class Worker:
             context_length=self.model.context_length,
             keys=keys,
             recorded_column=self.options.output_tokens,
+            refused=refused,
         )
 
     def window(
@@ -175,9 +181,10 @@ class Worker:
         earlier: pa.Table,
         number: int = 0,
         first: int = 0,
+        refused: Mapping[int, RowError] | None = None,
     ) -> Window:
         """A window of a dataset, ready to be run; `earlier` are answers to keep (`llmbatch.answers.ROWS`)."""
-        shard = self.shard(table, keys)
+        shard = self.shard(table, keys, refused)
         return Window.of(table, shard, number=number, first=first, keys=keys, contents=contents, earlier=earlier)
 
     def stream(

@@ -30,7 +30,13 @@ def not_free(url: Path | str, *, replace_foreign: bool) -> str:
 # Names
 
 
-@pytest.mark.parametrize("name", ["out.csv", "out.json", "out.parquet.gz", "out.ndjson.zst", "s3://bucket/out.arrow"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("out.csv", "out.json", "out.parquet.gz", "out.ndjson.zst", "s3://bucket/out.arrow"),
+        *("out.jsonl.bz2", "out.jsonl.xz", "out.JSONL", "out.Parquet"),
+    ],
+)
 def test_another_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.chdir(tmp_path)
     url = name if "://" in name else str(tmp_path / name)

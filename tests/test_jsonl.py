@@ -188,7 +188,7 @@ def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path: Path) -> None
     with pytest.raises(DataError) as caught:
         inputs.read()
     assert str(caught.value) == (
-        f"a column must have one type, but 'a' is a number in line 1 of {path} and a string in line 2 of {path}"
+        f"inputs must stay as they are while a job runs, but {path} has changed or is gone: put it back or start over"
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -45,9 +46,56 @@ def test_files_come_in_the_order_given_and_those_of_folders_and_globs_sorted(tmp
 
 
 def test_a_folder_stands_for_its_parquet_and_jsonl_files(tmp_path: Path) -> None:
-    names = ["a.parquet", "b.jsonl", "c.jsonl.gz", "d.jsonl.zst"]
-    files(tmp_path, *names, "e.json", "f.ndjson", "g.pq", "h.csv", "i.gz", "j.parquet.gz")
+    names = ["A.PARQUET", "a.parquet", "b.jsonl", "c.jsonl.gz", "d.jsonl.zst", "e.json", "f.ndjson", "g.pq"]
+    files(tmp_path, *names, "h.csv", "i.gz", "j.parquet.gz")
     assert found(tmp_path, within=tmp_path) == names
+
+
+# Links
+
+
+def test_linked_folders_and_files_are_followed(tmp_path: Path) -> None:
+    files(tmp_path, "far/b.parquet", "far/deep/c.parquet", "other/d.parquet", "in/a.parquet")
+    (tmp_path / "in" / "linked").symlink_to(tmp_path / "far")
+    (tmp_path / "in" / "one.parquet").symlink_to(tmp_path / "other" / "d.parquet")
+    names = ["in/a.parquet", "in/linked/b.parquet", "in/linked/deep/c.parquet", "in/one.parquet"]
+    assert found(tmp_path / "in", within=tmp_path) == names
+    assert found(tmp_path / "in" / "**" / "*.parquet", within=tmp_path) == names
+    assert found(tmp_path / "in" / "*" / "*.parquet", within=tmp_path) == ["in/linked/b.parquet"]
+    assert found(tmp_path / "in" / "l*", within=tmp_path) == names[1:3]
+
+
+def test_links_that_lead_back_end(tmp_path: Path) -> None:
+    files(tmp_path, "in/x/a.parquet")
+    (tmp_path / "in" / "x" / "back").symlink_to(tmp_path / "in")
+    (tmp_path / "in" / "self").symlink_to(tmp_path / "in" / "self")
+    assert found(tmp_path / "in", within=tmp_path) == ["in/x/a.parquet"]
+    assert found(tmp_path / "in" / "**" / "*.parquet", within=tmp_path) == ["in/x/a.parquet"]
+
+
+def test_a_file_that_links_lead_to_as_well_is_there_once(tmp_path: Path) -> None:
+    files(tmp_path, "in/v3/a.parquet")
+    (tmp_path / "in" / "latest").symlink_to(tmp_path / "in" / "v3")
+    assert found(tmp_path / "in", within=tmp_path) == ["in/v3/a.parquet"]
+
+
+def test_a_link_to_nothing_is_refused_by_name(tmp_path: Path) -> None:
+    parquet(tmp_path / "a.parquet", a=[1])
+    (tmp_path / "b.parquet").symlink_to(tmp_path / "gone.parquet")
+    assert refusal(str(tmp_path)).startswith(f"{tmp_path / 'b.parquet'} cannot be read as Parquet (")
+
+
+def test_an_edited_target_of_a_linked_file_is_noticed(tmp_path: Path) -> None:
+    target = Path(parquet(tmp_path / "far" / "a.parquet", a=[1]))
+    (tmp_path / "link.parquet").symlink_to(target)
+    before = Inputs.resolve([str(tmp_path / "link.parquet")]).identity
+    os.utime(target, (1, 1))
+    after = Inputs.resolve([str(tmp_path / "link.parquet")]).identity
+    assert before[0]["size"] == after[0]["size"]
+    assert before != after
+
+
+# Names
 
 
 def test_names_that_begin_with_an_underscore_or_a_dot_are_left_out(tmp_path: Path) -> None:
@@ -126,8 +174,8 @@ def test_a_glob_without_matches_is_refused(tmp_path: Path) -> None:
 
 def test_an_empty_folder_is_refused(tmp_path: Path) -> None:
     assert refusal(str(tmp_path)) == (
-        f"a folder must hold .parquet or .jsonl files, but there are none in {str(tmp_path)!r} "
-        "(names that begin with _ or . do not count)"
+        f"a folder must hold Parquet or JSONL files, but there are none in {str(tmp_path)!r} "
+        "(by their names, .parquet, .pq, .jsonl, .ndjson, .json; names that begin with _ or . do not count)"
     )
 
 
@@ -223,8 +271,8 @@ def test_an_object_that_was_put_after_a_listing_is_found(s3: S3Server, bucket: s
         ("/*.parquet", "an input must name at least one file, but nothing matches '{}'"),
         (
             "/notes",
-            "a folder must hold .parquet or .jsonl files, but there are none in '{}' "
-            "(names that begin with _ or . do not count)",
+            "a folder must hold Parquet or JSONL files, but there are none in '{}' "
+            "(by their names, .parquet, .pq, .jsonl, .ndjson, .json; names that begin with _ or . do not count)",
         ),
     ],
 )

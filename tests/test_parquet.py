@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import datetime
 from pathlib import Path
 
+import pandas as pd
+import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -74,21 +77,131 @@ def test_a_damaged_page_is_found_when_it_is_read(tmp_path: Path) -> None:
             read()
 
 
-def test_a_column_that_one_file_lacks_is_refused(tmp_path: Path) -> None:
+def test_a_column_that_one_file_lacks_is_null_there(tmp_path: Path) -> None:
     first = parquet(tmp_path / "1.parquet", a=[1], b=[1])
-    second = parquet(tmp_path / "2.parquet", a=[1])
-    text = "all inputs must have the same columns, but 'b' is in {} and not in {}"
-    assert refusal(first, second) == text.format(first, second)
-    assert refusal(second, first) == text.format(first, second)
+    second = parquet(tmp_path / "2.parquet", a=[2])
+    assert Inputs.resolve([first, second]).read().to_pydict() == {"a": [1, 2], "b": [1, None]}
+    inputs = Inputs.resolve([second, first])
+    assert inputs.read().to_pydict() == {"a": [2, 1], "b": [None, 1]}
+    assert inputs.reader(["b"]).read(0, 2).to_pydict() == {"b": [None, 1]}
 
 
-def test_a_column_of_two_types_is_refused(tmp_path: Path) -> None:
-    nothing = parquet(tmp_path / "0.parquet", a=pa.nulls(1))
-    first = parquet(tmp_path / "1.parquet", a=[1])
-    second = parquet(tmp_path / "2.parquet", a=["x"])
-    assert refusal(nothing, first, second) == (
-        f"a column must have one type in all inputs, but 'a' is int64 in {first} and string in {second}"
+def test_files_without_a_common_column_are_read_together(tmp_path: Path) -> None:
+    paths = [parquet(tmp_path / "1.parquet", a=[1, 2]), parquet(tmp_path / "2.parquet", b=["x"])]
+    assert Inputs.resolve(paths).reader(["b"]).read(0, 3).to_pydict() == {"b": [None, None, "x"]}
+
+
+def test_a_column_that_some_files_have_and_folders_say_is_refused(tmp_path: Path) -> None:
+    first = parquet(tmp_path / "k=1" / "a.parquet", a=[1], k=[1])
+    second = parquet(tmp_path / "k=2" / "a.parquet", a=[1])
+    assert refusal(str(tmp_path)) == (
+        "a column must be in all files or in none where the names of folders say it too, but 'k' is in "
+        f"{first} and not in {second}"
     )
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (pa.array([1]), pa.array(["x"])),
+        (pa.array(["x"]), pa.array([b"x"])),
+        (pa.array([True]), pa.array([1])),
+        (pa.array([1], pa.timestamp("us", "UTC")), pa.array([1], pa.timestamp("us"))),
+        (pa.array([{"x": 1}]), pa.array([1])),
+    ],
+)
+def test_types_that_do_not_go_together_are_refused_with_both_files(
+    tmp_path: Path, one: pa.Array, other: pa.Array
+) -> None:
+    nothing = parquet(tmp_path / "0.parquet", a=pa.nulls(1))
+    first, second = parquet(tmp_path / "1.parquet", a=one), parquet(tmp_path / "2.parquet", a=other)
+    assert refusal(nothing, first, second) == (
+        f"a column must have types that go together in all inputs, but 'a' is {one.type} in {first} "
+        f"and {other.type} in {second}: write one of them anew"
+    )
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "kind"),
+    [
+        (pa.array(["x"]), pa.array(["x"], pa.large_string()), pa.large_string()),
+        (pa.array(["x"], pa.string_view()), pa.array(["x"]), pa.large_string()),
+        (pa.array(["x"]).dictionary_encode(), pa.array(["x"]), pa.string()),
+        (pa.array([1], pa.int32()), pa.array([1]), pa.int64()),
+        (pa.array([1]), pa.array([0.5]), pa.float64()),
+        (pa.array([1], pa.timestamp("us")), pa.array([1], pa.timestamp("ns")), pa.timestamp("ns")),
+        (
+            pa.array([{"p": 1, "q": "z"}]),
+            pa.array([{"q": "z", "p": 1}], pa.struct({"q": pa.large_string(), "p": pa.int32()})),
+            pa.struct({"p": pa.int64(), "q": pa.large_string()}),
+        ),
+        (
+            pa.array([[{"p": 1}]]),
+            pa.array([[{"q": "z"}]], pa.large_list(pa.struct({"q": pa.string()}))),
+            pa.large_list(pa.struct({"p": pa.int64(), "q": pa.string()})),
+        ),
+    ],
+)
+def test_types_of_several_writers_become_the_one_that_holds_both(
+    tmp_path: Path, one: pa.Array, other: pa.Array, kind: pa.DataType
+) -> None:
+    paths = [parquet(tmp_path / "1.parquet", a=one), parquet(tmp_path / "2.parquet", a=other)]
+    table = Inputs.resolve(paths).read()
+    assert table.schema.field("a").type == kind
+    assert [len(chunk) for chunk in table["a"].chunks] == [1, 1]
+    assert Inputs.resolve(paths[::-1]).read()["a"].to_pylist() == table["a"].to_pylist()[::-1]
+
+
+def test_one_folder_of_pandas_polars_and_pyarrow_is_read_together(tmp_path: Path) -> None:
+    when = datetime.datetime(2024, 1, 2)
+    nested = [{"p": 1, "q": "z"}] * 2
+    columns = {"text": ["a", "b"], "n": [1, 2], "when": [when, when], "kind": ["u", "v"], "st": nested}
+    frame = pd.DataFrame(columns, index=pd.Index([5, 6], name="ix"))
+    frame.astype({"kind": "category"}).to_parquet(tmp_path / "1.parquet")
+    polars = pl.DataFrame(columns, schema_overrides={"n": pl.Int32, "kind": pl.Categorical})
+    polars.drop("when").write_parquet(tmp_path / "2.parquet")
+    swapped = [{"q": "z", "p": 1}] * 2
+    pq.write_table(pa.table({**columns, "st": swapped}), tmp_path / "3.pq")
+    table = Inputs.resolve([str(tmp_path)]).read()
+    assert table.num_rows == 6
+    for name in ("text", "n", "kind", "st"):
+        assert table[name].to_pylist() == columns[name] * 3
+    assert table["when"].to_pylist() == [when, when, None, None, when, when]
+
+
+def test_a_value_that_the_common_type_does_not_hold_is_refused_by_name(tmp_path: Path) -> None:
+    first, second = parquet(tmp_path / "1.parquet", a=[2**60 + 1]), parquet(tmp_path / "2.parquet", a=[0.5])
+    with pytest.raises(DataError) as caught:
+        Inputs.resolve([first, second]).read()
+    assert str(caught.value).startswith(
+        f"a column must have one type in all inputs, but 'a' is double in others, and {first}, where it is int64, "
+        "holds a value that this does not: "
+    )
+
+
+# What writers keep beside the types
+
+
+def test_the_index_of_pandas_and_the_categories_of_polars_stay(tmp_path: Path) -> None:
+    frame = pd.DataFrame({"a": ["x", "y"]}, index=pd.Index([5, 6], name="ix"))
+    frame.to_parquet(tmp_path / "1.parquet")
+    pq.write_table(Inputs.resolve([str(tmp_path / "1.parquet")]).read(), tmp_path / "back.parquet")
+    pd.testing.assert_frame_equal(pd.read_parquet(tmp_path / "back.parquet"), frame)
+    enums = pl.DataFrame({"e": pl.Series(["v", "u"], dtype=pl.Enum(["u", "v"]))})
+    enums.write_parquet(tmp_path / "2.parquet")
+    pq.write_table(Inputs.resolve([str(tmp_path / "2.parquet")]).read(), tmp_path / "back.parquet")
+    assert pl.read_parquet(tmp_path / "back.parquet").equals(enums)
+    assert pl.read_parquet(tmp_path / "back.parquet").schema == enums.schema
+
+
+def test_what_may_not_be_null_and_what_fields_say_stay(tmp_path: Path) -> None:
+    schema = pa.schema([pa.field("a", pa.int64(), False, {"unit": "s"}), pa.field("b", pa.string())], {"from": "me"})
+    for number in range(2):
+        table = pa.table({"a": [number], "b": [None]}, schema=schema)
+        pq.write_table(table, tmp_path / f"{number}.parquet")
+    inputs = Inputs.resolve([str(tmp_path)])
+    assert inputs.schema.equals(schema, check_metadata=True)
+    assert inputs.read().schema.equals(schema, check_metadata=True)
 
 
 def test_a_name_that_two_columns_share_is_refused(tmp_path: Path) -> None:

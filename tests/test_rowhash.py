@@ -154,7 +154,9 @@ def test_a_number_hashes_alike_in_every_width() -> None:
     integers = [hashes(a=pa.array([7, None], kind)) for kind in (pa.int8(), pa.uint8(), pa.int64(), pa.uint64())]
     assert integers[1:] == integers[:-1]
     assert hashes(a=pa.array([0.5], pa.float32())) == hashes(a=pa.array([0.5], pa.float64()))
-    assert hashes(a=[1]) != hashes(a=[1.0])
+    assert hashes(a=[1, -(2**53), None]) == hashes(a=[1.0, -(2.0**53), None])
+    assert hashes(a=[1]) != hashes(a=[1.5])
+    assert hashes(a=[float("nan"), float("inf"), 2.0**63]) != hashes(a=[0.0, 0.0, 0.0])
 
 
 def test_text_and_bytes_are_told_apart() -> None:

@@ -13,7 +13,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from llmbatch.errors import ParameterError
-from llmbatch.staging import COMPRESSIONS, Arrow, Format, Jsonl, Parquet, StagedFormat, json_holds
+from llmbatch.plain import json_holds
+from llmbatch.staging import COMPRESSIONS, Arrow, Format, Jsonl, Parquet, StagedFormat
 
 TABLE = pa.table({"id": [1, 2, 3], "text": ["a", None, "c"]})
 STAGED = (Parquet("zstd"), Arrow())

@@ -1,0 +1,155 @@
+"""Columns as JSON: which types it holds, which values, and the lines.
+
+What JSON has no form for is written as text: bytes in base64, times in ISO 8601, others as `str` writes them; durations
+in nanoseconds as their number, numbers that are not finite as null. What has no text either (a time beyond the year
+9999, bytes that are no UTF-8 in a text column) is found before a row is run, and is that row's error.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+from collections.abc import Iterator, Mapping
+
+import pyarrow as pa
+
+from llmbatch.errors import DataError, RowError
+
+_BATCH_ROWS = 4096  # rows that are Python objects at one time
+
+
+def json_holds(kind: pa.DataType) -> bool:
+    """Whether values of this type come back from JSON as they were, but for numbers that are not finite."""
+    if pa.types.is_dictionary(kind):
+        return json_holds(kind.value_type)
+    if pa.types.is_struct(kind):
+        return all(json_holds(field.type) for field in kind)
+    if pa.types.is_nested(kind):
+        return not pa.types.is_map(kind) and not pa.types.is_union(kind) and json_holds(kind.value_type)
+    text = pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
+    number = pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)
+    return bool(text or number or pa.types.is_null(kind))
+
+
+def check_type(field: pa.Field) -> None:
+    """Raise `DataError` where no value of a column's type can be written."""
+    try:
+        for leaf in _leaves(field.type):
+            if pa.types.is_timestamp(leaf):
+                _ready(pa.array([0], leaf)).to_pylist()
+        _ready(pa.nulls(1, field.type)).to_pylist()
+    except (pa.ArrowException, ValueError, KeyError) as error:
+        raise DataError(
+            f"JSONL cannot hold column {field.name!r} of type {field.type} ({error}): drop it or convert it"
+        ) from None
+
+
+def unwritable(table: pa.Table) -> Mapping[int, RowError]:
+    """The rows of a table that hold a value which no line can, and why."""
+    errors: dict[int, RowError] = {}
+    for name, column in zip(table.column_names, table.columns, strict=True):
+        start = 0
+        for chunk in column.chunks:
+            for row, reason in {} if _is_safe(chunk) else _values(chunk)[1].items():
+                errors.setdefault(
+                    start + row,
+                    RowError("output", f"JSONL cannot hold the value of column {name!r}: {reason}; mend it or drop it"),
+                )
+            start += len(chunk)
+    return errors
+
+
+def lines(table: pa.Table) -> Iterator[str]:
+    """A line for each row, in pieces of some thousand. What `unwritable` finds is null there."""
+    for batch in table.to_batches(max_chunksize=_BATCH_ROWS):
+        columns = [_values(column)[0] for column in batch.columns]
+        rows = zip(*columns, strict=True) if columns else iter([()] * batch.num_rows)
+        yield "".join(_line(dict(zip(batch.schema.names, row))) for row in rows)
+
+
+def _leaves(kind: pa.DataType) -> Iterator[pa.DataType]:
+    if pa.types.is_dictionary(kind):
+        yield from _leaves(kind.value_type)
+    elif pa.types.is_nested(kind):
+        for index in range(kind.num_fields):
+            yield from _leaves(kind.field(index).type)
+    else:
+        yield kind
+
+
+def _is_safe(array: pa.Array) -> bool:
+    """Whether all values are such that they can be written, without a look at each."""
+    if any(pa.types.is_temporal(leaf) or pa.types.is_interval(leaf) for leaf in _leaves(array.type)):
+        return False
+    try:
+        array.validate(full=True)
+    except pa.ArrowException:
+        return False
+    return True
+
+
+def _values(array: pa.Array) -> tuple[list[object], dict[int, str]]:
+    """The values of an array, None where it cannot be written, and why it cannot."""
+    array = _ready(array)
+    try:
+        return array.to_pylist(), {}
+    except (OverflowError, ValueError):
+        pass
+    values: list[object] = []
+    reasons: dict[int, str] = {}
+    for row in range(len(array)):
+        try:
+            values.append(array[row].as_py())
+        except (OverflowError, ValueError) as error:
+            values.append(None)
+            reasons[row] = str(error)
+    return values, reasons
+
+
+def _ready(array: pa.Array) -> pa.Array:
+    """An array whose times in nanoseconds are text: Python's end at microseconds."""
+    kind = _ready_type(array.type)
+    return array if kind == array.type else array.cast(kind)
+
+
+def _ready_type(kind: pa.DataType) -> pa.DataType:
+    if pa.types.is_dictionary(kind):
+        inner = _ready_type(kind.value_type)
+        return kind if inner == kind.value_type else inner
+    if pa.types.is_struct(kind):
+        return pa.struct([field.with_type(_ready_type(field.type)) for field in kind])
+    if pa.types.is_large_list(kind):
+        return pa.large_list(kind.value_field.with_type(_ready_type(kind.value_type)))
+    if pa.types.is_fixed_size_list(kind):
+        return pa.list_(kind.value_field.with_type(_ready_type(kind.value_type)), kind.list_size)
+    if pa.types.is_list(kind):
+        return pa.list_(kind.value_field.with_type(_ready_type(kind.value_type)))
+    if pa.types.is_map(kind):
+        return pa.map_(_ready_type(kind.key_type), kind.item_field.with_type(_ready_type(kind.item_type)))
+    if getattr(kind, "unit", None) != "ns":
+        return kind
+    return pa.int64() if pa.types.is_duration(kind) else pa.string()
+
+
+def _line(row: dict[str, object]) -> str:
+    try:
+        text = json.dumps(row, ensure_ascii=False, allow_nan=False, default=_plain)
+    except ValueError:
+        text = json.dumps(_finite(row), ensure_ascii=False, allow_nan=False, default=_plain)
+    return text + "\n"
+
+
+def _plain(value: object) -> str:
+    if isinstance(value, bytes):
+        return base64.b64encode(value).decode()
+    isoformat = getattr(value, "isoformat", None)
+    return str(isoformat() if isoformat else value)
+
+
+def _finite(value: object) -> object:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(inner) for key, inner in value.items()}
+    return [_finite(inner) for inner in value] if isinstance(value, list | tuple) else value
