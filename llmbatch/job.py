@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, cast
@@ -12,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 
 from llmbatch.answers import Window, no_rows, output_schema
+from llmbatch.arguments import Paths, check_storage_options, finite, flag, path, paths_of, text, whole
 from llmbatch.book import Book
 from llmbatch.command import describe_command
 from llmbatch.earlier import Earlier, JournalSource, keys_of
@@ -41,8 +43,8 @@ SIMULATED_AFTERWARDS = 2_000  # requests; of more a report does not say what the
 
 
 def run(
-    inputs: str | Sequence[str],
-    output: str,
+    inputs: Paths,
+    output: str | os.PathLike[str],
     *,
     id_column: str | None = None,
     restart: bool = False,
@@ -81,11 +83,18 @@ def run(
     """
     begun = time.perf_counter()
     built = Options.build(**options)
-    if max_error_rate is not None and not 0 <= max_error_rate <= 1:
-        raise ParameterError(f"max_error_rate must lie in [0, 1], got {max_error_rate}")
-    if window_rows is not None and window_rows < 1:
-        raise ParameterError(f"window_rows must be at least 1, got {window_rows}")
-    paths = [inputs] if isinstance(inputs, str) else list(inputs)
+    paths, output = paths_of(inputs), path("output", output)
+    restart, overwrite = flag("restart", restart), flag("overwrite", overwrite)
+    retry_errors, preserve_order = flag("retry_errors", retry_errors), flag("preserve_order", preserve_order)
+    check_storage_options(storage_options)
+    if id_column is not None:
+        text("id_column", id_column)
+    if max_error_rate is not None:
+        max_error_rate = finite("max_error_rate", max_error_rate)
+        if not 0 <= max_error_rate <= 1:
+            raise ParameterError(f"max_error_rate must lie in [0, 1], got {max_error_rate:g}")
+    if window_rows is not None:
+        window_rows = whole("window_rows", window_rows, 1)
     source = Inputs.resolve(paths, storage_options)
     target = Output.open(
         output, inputs=[*paths, *source.paths], storage_options=storage_options, compression=compression
@@ -249,15 +258,15 @@ def _order_gain(worker: Worker, window: Window, answers: list[pa.RecordBatch]) -
     return None if buys is None else buys.input_order_seconds / buys.seconds
 
 
-def explain(
-    inputs: str | Sequence[str], *, storage_options: Mapping[str, Any] | None = None, **options: Any
-) -> Forecast:
+def explain(inputs: Paths, *, storage_options: Mapping[str, Any] | None = None, **options: Any) -> Forecast:
     """What `run` would do with these inputs and options, without loading weights or running the model.
 
     Raises `InputError` like `run`.
     """
     built = Options.build(**options)
-    source = Inputs.resolve([inputs] if isinstance(inputs, str) else list(inputs), storage_options)
+    paths = paths_of(inputs)
+    check_storage_options(storage_options)
+    source = Inputs.resolve(paths, storage_options)
     worker = Worker(built)
     worker.check(source.schema)
     return forecast(worker, source.read())

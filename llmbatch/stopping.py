@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import time
 
+from llmbatch.arguments import finite
+from llmbatch.errors import ParameterError
+
 
 class Stopping:
     """Says whether a job was asked to end; rows in flight have `grace` seconds from then."""
 
     def __init__(self, grace: float = 0.0) -> None:
-        self.grace = grace
+        self.grace = finite("grace", grace)
+        if self.grace < 0:
+            raise ParameterError(f"grace must be at least 0 seconds, got {self.grace:g}")
         self.deadline: float | None = None  # by `time.monotonic`
 
     def ask(self) -> None:
