@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, cast
@@ -82,6 +82,7 @@ def run(
         report = run("questions.parquet", "answers", model="Qwen/Qwen3-8B", prompt="question", chat=True)
     """
     begun = time.perf_counter()
+    stopping = stopping or Stopping()
     built = Options.build(**options)
     paths, output = paths_of(inputs), path("output", output)
     restart, overwrite = flag("restart", restart), flag("overwrite", overwrite)
@@ -114,7 +115,7 @@ def run(
         preserve_order=preserve_order,
         dtype=worker.dtype,
     )
-    job = _Job(worker, source, target, fresh, progress or Silence(), stopping or Stopping(), max_error_rate)
+    job = _Job(worker, source, target, fresh, progress or Silence(), stopping, max_error_rate)
     return job.run(begun, discard=restart or overwrite, overwrite=overwrite, retry_errors=retry_errors)
 
 
@@ -172,6 +173,7 @@ class _Job:
             InOrder(output, layout.names) if layout.preserve_order else AsFinished(output, layout.window_rows)
         )
         book = Book(output, layout.names, shelf, lock, self._gate, self._progress, self._stopping)
+        self._stopping.at_once = False  # from here on the feed looks, and rows in flight may end
         self._progress.start(layout.rows)
         for note in self._worker.notes:
             self._progress.say(note)
@@ -179,12 +181,18 @@ class _Job:
         for number in sorted(whole):
             book.resume(number, Whole.decode(output.work.read(layout.names.whole(number)) or b""))
         journals = (Journal.open(output.work, layout.names.journal(number)) for number in begun_windows)
-        found = book.rows + len(older) + sum(batch.num_rows for journal in journals for batch in journal.records())
-        if found:
+        found = book.rows + sum(batch.num_rows for journal in journals for batch in journal.records())
+        if len(older):  # of rows that may be gone, or are to be run again; which ones shows window by window
+            self._progress.say(
+                "going on with answers that are there already: those of rows that are as they were are kept"
+            )
+        elif found:
             self._progress.say(f"going on with a job of which {found:,} of {layout.rows:,} rows are answered")
         reader = self._source.reader()
         todo = (number for number in range(layout.windows) if number not in whole)
-        windows = Windows(todo, lambda number: self._window(number, layout, older, reader))
+        windows = Windows(
+            todo, lambda number, pulse: self._window(number, layout, older, reader, pulse), self._stopping
+        )
         try:
             totals = self._worker.stream(windows, book)
             book.finish()
@@ -214,7 +222,9 @@ class _Job:
         output.commit(parts, manifest, rows)
         return report
 
-    def _window(self, number: int, layout: Layout, older: Earlier, reader: RowReader) -> Window:
+    def _window(
+        self, number: int, layout: Layout, older: Earlier, reader: RowReader, pulse: Callable[[], None]
+    ) -> Window:
         first = number * layout.window_rows
         table = reader.read(first, min(first + layout.window_rows, layout.rows))
         keys, contents = keys_of(table, first, self._id), hash_rows(table)
@@ -231,6 +241,7 @@ class _Job:
             keys=keys,
             contents=contents,
             earlier=earlier[0] if earlier else no_rows(),
+            pulse=pulse,
         )
 
     def _report(self, layout: Layout, book: Book, totals: Totals, begun: float) -> Report:

@@ -18,7 +18,6 @@ from llmbatch.tokenize import Tokenizer
 _RESERVED_KWARGS = frozenset(
     ("conversation", "tokenize", "return_dict", "return_tensors", "padding", "truncation", "max_length")
 )
-_PULSE_ROWS = 64  # rendered between two calls of `pulse`; a chat takes up to some milliseconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +118,7 @@ class PromptSource:
         """The prompt text of each row; a row that has none gets a `RowError`.
 
         What a template or a chat template writes may be control tokens, what a row's values hold is plain text; a raw
-        prompt is taken as it is. `pulse` is called again and again, and may raise. Raises what `check` raises, and
+        prompt is taken as it is. `pulse` is called before each row, and may raise. Raises what `check` raises, and
         `ModelError` when a chat template is needed and the model has none.
         """
         self.check(table.schema)
@@ -131,8 +130,7 @@ class PromptSource:
             )
         rendered = Rendered([], {}, self.renders_chat)
         for row, draft in enumerate(self._drafts(table, tokenizer)):
-            if row % _PULSE_ROWS == 0:
-                pulse()
+            pulse()
             if self.renders_chat and not isinstance(draft, RowError):
                 draft = _render_chat(self._conversation(draft), kwargs, tokenizer)
             if isinstance(draft, Prompt):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -153,8 +153,10 @@ class Worker:
 
         return cost_model(self.platform, self.model, self.options)
 
-    def shard(self, table: pa.Table, keys: NDArray[np.uint64] | None = None) -> Shard:
-        """The requests of a table; needs no weights."""
+    def shard(
+        self, table: pa.Table, keys: NDArray[np.uint64] | None = None, pulse: Callable[[], None] = lambda: None
+    ) -> Shard:
+        """The requests of a table; needs no weights. `pulse` is called about once a second, and may raise."""
         return build_shard(
             table,
             self.options.source,
@@ -164,6 +166,7 @@ class Worker:
             context_length=self.model.context_length,
             keys=keys,
             recorded_column=self.options.output_tokens,
+            pulse=pulse,
         )
 
     def window(
@@ -175,9 +178,10 @@ class Worker:
         earlier: pa.RecordBatch,
         number: int = 0,
         first: int = 0,
+        pulse: Callable[[], None] = lambda: None,
     ) -> Window:
         """A window of a dataset, ready to be run; `earlier` are answers to keep (`llmbatch.answers.ROWS`)."""
-        shard = self.shard(table, keys)
+        shard = self.shard(table, keys, pulse)
         return Window.of(table, shard, number=number, first=first, keys=keys, contents=contents, earlier=earlier)
 
     def stream(
