@@ -1,6 +1,5 @@
 """The command `llmbatch`: arguments in, exit status out.
 
-Status 0: done. 1: the job failed. 2: the command or its input is wrong. 130: interrupted. 143: asked to end (SIGTERM).
 Standard output holds results alone, everything a person reads while waiting goes to standard error.
 """
 
@@ -14,15 +13,23 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from llmbatch.errors import InputError, JobStopped, LLMBatchError, ParameterError
+from llmbatch.errors import InputError, JobStopped, LLMBatchError, ParameterError, StoppedEarly
 from llmbatch.options import ATTENTION, DTYPES, ENGINES, LOAD_FORMATS, ON_ERROR, OVERLAP
 from llmbatch.order import POLICIES
 from llmbatch.staging import COMPRESSIONS
 
+_STATUSES = """exit status:
+  0    done
+  1    the job failed; what it answered is kept
+  2    the command or its input is wrong; nothing was begun
+  3    done, but every row failed
+  130  interrupted (Ctrl-C); what is answered is kept, and a second Ctrl-C does not wait for that
+  143  ended by SIGTERM; rows in flight had --grace seconds to end
+"""
 _UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 
@@ -42,24 +49,45 @@ def main(argv: Sequence[str] | None = None) -> int:
     except InputError as error:
         _say(str(error))
         return 2
+    except RecursionError:
+        _say("the input is nested too deeply to be read: flatten it")
+        return 2
     except JobStopped as error:
         _say(str(error))
         return 143
     except LLMBatchError as error:
         _say(str(error))
         return 1
+    except StoppedEarly:
+        _say(
+            "asked to end before a row was run; what earlier runs answered is kept, "
+            "and the same command goes on with it"
+        )
+        return 143
     except KeyboardInterrupt:
         _say("interrupted; what a job has answered is kept, and the same command goes on with it")
         return 130
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="llmbatch", description="Run a large language model over a dataset.")
+    parser = _Parser(
+        prog="llmbatch",
+        description="Run a large language model over a dataset.",
+        epilog=_STATUSES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     from llmbatch import __version__
 
     parser.add_argument("--version", action="version", version=f"llmbatch {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
-    run = commands.add_parser("run", help="answer every row of a dataset and write the answers")
+    run = commands.add_parser(
+        "run",
+        help="answer every row of a dataset and write the answers",
+        usage="%(prog)s IN [IN ...] --output OUT --model M (--prompt COL | --template T | --messages COL) [options]",
+        description="Answer every row of a dataset, and write the rows with their answers. Defaults are in brackets.",
+        epilog=_STATUSES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     _add_inputs(run)
     run.add_argument(
         "--output",
@@ -69,8 +97,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_options(run)
     _add_job(run)
-    run.add_argument("--quiet", action="store_true", help="no progress")
-    explain = commands.add_parser("explain", help="say what run would do, without loading weights")
+    run.add_argument("--quiet", action="store_true", help="say nothing but what went wrong")
+    explain = commands.add_parser(
+        "explain",
+        help="say what run would do, without loading weights",
+        usage="%(prog)s IN [IN ...] --model M (--prompt COL | --template T | --messages COL) [options]",
+        description="Say what run would do, without loading weights. Defaults are in brackets.",
+    )
     _add_inputs(explain)
     _add_options(explain)
     simulate = commands.add_parser("simulate", help="run request traces through planner and scheduler, by a clock")
@@ -85,23 +118,38 @@ def _add_inputs(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--model", required=True, metavar="M", help="a folder, a .gguf file or a hub name")
-    prompts = parser.add_mutually_exclusive_group(required=True)
+    parser.add_argument("--model", required=True, metavar="M", help="a folder, a .gguf file or a hub name")
+    group = parser.add_argument_group("prompts, by one of the first three")
+    prompts = group.add_mutually_exclusive_group(required=True)
     prompts.add_argument("--prompt", metavar="COL", help="the text column that holds the prompts")
     prompts.add_argument("--template", metavar="T", help="a prompt made of columns: 'Q: {question}'")
     prompts.add_argument("--messages", metavar="COL", help="a column of OpenAI messages")
+    add = group.add_argument
     add("--chat", action="store_true", help="wrap each prompt as a user message through the chat template")
     add("--system", metavar="TEXT", help="system message of each chat; implies --chat")
     add("--chat-template-kwargs", type=_json_object, metavar="JSON", help="passed to the chat template")
+    add = parser.add_argument_group("answers").add_argument
     add("--max-tokens", type=int, metavar="N", help="most tokens of an answer (512)")
-    add("--temperature", type=float, metavar="T", help="0 takes the likeliest token (0)")
-    add("--top-p", type=float, metavar="P", help="probability mass to sample from (1)")
-    add("--top-k", type=int, metavar="K", help="likeliest tokens to sample from, 0 for all (0)")
-    add("--seed", type=int, metavar="S", help="makes sampled answers repeatable")
+    add("--temperature", type=float, metavar="T", help="0 takes the likeliest token; above it, tokens are drawn (0)")
+    add(
+        "--top-p",
+        type=float,
+        metavar="P",
+        help="draw from the likeliest tokens that have this probability together (1)",
+    )
+    add("--top-k", type=int, metavar="K", help="draw from so many likeliest tokens, 0: from all (0)")
+    add("--seed", type=int, metavar="S", help="draw the same answers each time")
     add("--stop", action="append", metavar="TEXT", help="text that ends an answer; may be repeated")
-    add("--ignore-eos", action="store_true", default=None, help="always generate --max-tokens")
-    add("--sampling-params", metavar="COL", help="a column of structs or JSON that overrides these per row")
+    add("--ignore-eos", action="store_true", default=None, help="go on to --max-tokens in every answer")
+    add("--sampling-params", metavar="COL", help="a column of structs or JSON that overrides the above for its row")
+    add(
+        "--on-error",
+        choices=ON_ERROR,
+        default="column",
+        help="what a failed row does: fill its column error, or end the job (column)",
+    )
+    add("--row-timeout", type=float, metavar="S", help="most seconds that a row's steps may take together (no limit)")
+    add = parser.add_argument_group("engine").add_argument
     add("--order", choices=POLICIES, default="blend", help="the order in which rows are run (blend)")
     add("--device", default="auto", metavar="D", help="cpu, cuda, cuda:N; auto: a GPU where there is one (auto)")
     add("--attention", choices=ATTENTION, default="auto", help="kernels on a GPU (auto: the first that works)")
@@ -112,38 +160,47 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="type of weights and KV (auto: bfloat16 where it is fast)",
     )
-    add("--kv-memory", type=_bytes, metavar="BYTES", help="memory for KV pages, for example 2e9 or 4GiB")
+    add(
+        "--kv-memory",
+        type=_bytes,
+        metavar="BYTES",
+        help="memory for KV pages, for example 2e9 or 4GiB (by free memory)",
+    )
     add("--page-size", type=int, metavar="N", help="tokens in a KV page (8 on a processor, 16 on a GPU)")
     add("--max-running", type=int, metavar="N", help="most rows in flight (512 on a processor, 2048 on a GPU)")
-    add("--step-tokens", type=int, metavar="N", help="tokens of a step (decided in closed loop)")
-    add(
-        "--load-format",
-        choices=LOAD_FORMATS,
-        default="auto",
-        help="dummy fills random weights, for benchmarks",
-    )
-    add("--engine", choices=ENGINES, default="torch", help="simulated runs no model and writes placeholder text")
+    add("--step-tokens", type=int, metavar="N", help="tokens of a step (decided step by step)")
+    add("--load-format", choices=LOAD_FORMATS, default="auto", help="dummy: random weights, for benchmarks (auto)")
+    add("--engine", choices=ENGINES, default="torch", help="simulated: no model runs, answers are placeholders (torch)")
     add("--output-tokens", metavar="COL", help="a column of the tokens that the simulated engine generates")
-    add("--row-timeout", type=float, metavar="S", help="most seconds that the steps of a row may take together")
-    add(
-        "--on-error",
-        choices=ON_ERROR,
-        default="column",
-        help="what a failed row does: fill its error column, or end the job",
-    )
     add("--trust-remote-code", action="store_true", help="run code that comes with the model")
-    add("--json", action="store_true", help="print one JSON object and nothing else to standard output")
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object, and nothing else, to standard output"
+    )
 
 
 def _add_job(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--id-column", metavar="COL", help="unique values that tell rows apart, also in a changed input")
+    add = parser.add_argument_group("job").add_argument
+    add(
+        "--id-column",
+        metavar="COL",
+        help="a column of unique values: rows are known by them, also when the input has changed (by position)",
+    )
     add("--restart", action="store_true", help="start over, whatever an earlier run left")
     add("--overwrite", action="store_true", help="start over, and replace Parquet files of others at OUT too")
     add("--retry-errors", action="store_true", help="answer the rows again that failed")
-    add("--no-preserve-order", action="store_false", dest="preserve_order", help="publish parts as they are full")
-    add("--max-error-rate", type=float, metavar="R", help="end the job when more of its rows have failed (0 to 1)")
-    add("--window-rows", type=int, metavar="N", help="rows that are planned together (by memory)")
+    add(
+        "--no-preserve-order",
+        action="store_false",
+        dest="preserve_order",
+        help="publish each part as soon as it is full, its rows in the order in which they finish",
+    )
+    add(
+        "--max-error-rate",
+        type=float,
+        metavar="R",
+        help="end the job when a larger share of its rows has failed, 0 to 1 (1)",
+    )
+    add("--window-rows", type=int, metavar="N", help="rows that are read and planned together (by memory)")
     add("--compression", choices=COMPRESSIONS, default="zstd", help="of Parquet (zstd)")
     add("--grace", type=float, default=20.0, metavar="S", help="seconds that rows in flight have after SIGTERM (20)")
 
@@ -176,16 +233,15 @@ def _add_simulation(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(arguments: dict[str, Any]) -> int:
-    from llmbatch.job import run
-    from llmbatch.progress import choose
     from llmbatch.stopping import Stopping
 
     as_json, quiet = arguments.pop("json"), arguments.pop("quiet")
     given = _given(arguments)
     stopping = Stopping(given.pop("grace"))
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, lambda *_: stopping.ask())
-    with _quiet_libraries():
+    with _signals(stopping), _quiet_libraries():
+        from llmbatch.job import run
+        from llmbatch.progress import choose
+
         report = run(given.pop("inputs"), given.pop("output"), progress=choose(quiet=quiet), stopping=stopping, **given)
     if report.finished_before:
         _say(f"the output {report.output} is finished already; --restart starts over")
@@ -198,7 +254,33 @@ def _run(arguments: dict[str, Any]) -> int:
             f"{report.seconds:.1f} s, {report.tokens_per_second:,.0f} tokens/s, prefix sharing "
             f"{report.prefix_sharing:.1%} of {report.prefix_sharing_optimal:.1%} possible, written to {report.output}"
         )
+    if report.rows and report.errors == report.rows:
+        _say(
+            f"every row failed, all {report.rows:,} of them: the column error in {report.output} says why; "
+            "when that is mended, the same command with --retry-errors answers them again"
+        )
+        return 3
     return 0
+
+
+@contextlib.contextmanager
+def _signals(stopping: Any) -> Iterator[None]:
+    """SIGTERM asks the job to end. Ctrl-C ends it, with what it has answered kept; a second one ends the process."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(*_: object) -> None:
+        signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+        raise KeyboardInterrupt
+
+    ours = {signal.SIGTERM: lambda *_: stopping.interrupt(), signal.SIGINT: interrupt}
+    before = {number: signal.signal(number, handler) for number, handler in ours.items()}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
 def _explain(arguments: dict[str, Any]) -> int:
@@ -218,7 +300,7 @@ def _simulate(arguments: dict[str, Any]) -> int:
     as_json = arguments.pop("json")
     outputs = {name: arguments.pop(f"{name}_out") for name in ("steps", "requests")}
     for path in filter(None, outputs.values()):
-        if not Path(path).absolute().parent.is_dir():
+        if not Path(path).expanduser().absolute().parent.is_dir():
             raise ParameterError(f"the folder of {path!r} must exist: create it first")
     with _quiet_libraries():
         simulation = Experiment(**_given(arguments)).run()
@@ -226,7 +308,7 @@ def _simulate(arguments: dict[str, Any]) -> int:
         if path is not None:
             import pyarrow.parquet as pq
 
-            pq.write_table(table(), path)
+            pq.write_table(table(), os.path.expanduser(path))
     report = simulation.report
     print(json.dumps(report.to_dict()) if as_json else report.to_text())
     return 0

@@ -61,10 +61,11 @@ def nested_values(column: pa.ChunkedArray) -> Iterator[object]:
         try:
             yield from piece.to_pylist()
         except _UNREADABLE:
-            yield from map(_value, piece)
+            yield from map(value_of, piece)
 
 
-def _value(scalar: pa.Scalar) -> object:
+def value_of(scalar: pa.Scalar) -> object:
+    """What a scalar holds, or `Unreadable`."""
     try:
         return scalar.as_py()
     except UnicodeDecodeError as error:

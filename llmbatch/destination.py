@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from fsspec.core import split_protocol
+from fsspec.core import has_magic, split_protocol
+from fsspec.utils import glob_translate
 
 from llmbatch.errors import DataError
 from llmbatch.storage import Place
@@ -40,7 +42,7 @@ class Destination:
             raise DataError("an output must be a path or a URL, got ''")
         protocol, path = split_protocol(url)
         if protocol in (None, "file", "local"):
-            url = os.path.abspath(path)
+            url = os.path.abspath(os.path.expanduser(path))
         url = url.rstrip("/") or "/"
         above, _, name = url.rpartition("/")
         suffix = next((suffix for suffix in reversed(FILE_SUFFIXES) if name.endswith(suffix)), None)
@@ -62,6 +64,11 @@ class Destination:
             given = self._path_of(name)
             if given is None or out is None:
                 continue
+            if has_magic(name) and self._matched_by(given):
+                raise DataError(
+                    f"the output must not match an input, but {name} matches {self.url}, and the answers would be read "
+                    "as input the next time: choose another place"
+                )
             if out == given:
                 raise DataError(f"the output must not be an input, got {self.url}: choose another name")
             if given in out.parents or out in given.parents:
@@ -90,6 +97,13 @@ class Destination:
     def is_part(self, name: str) -> bool:
         """Whether `name` in the folder is that of a Parquet file."""
         return name.endswith(".parquet") and not (self.folder.local and os.path.isdir(self.folder.path(name)))
+
+    def _matched_by(self, pattern: PurePosixPath) -> bool:
+        """Whether a glob names the output, or a part in it."""
+        out = self._path_of(self.url)
+        assert out is not None
+        glob = re.compile(glob_translate(str(pattern)))
+        return any(glob.match(str(path)) for path in (out, out / "part-00000.parquet"))
 
     def _kind(self) -> str | None:
         """What is there, if anything."""
@@ -121,5 +135,5 @@ class Destination:
         if (protocol or "file") not in ([known] if isinstance(known, str) else known):
             return None
         if self.folder.local:
-            return PurePosixPath(os.path.realpath(path))
+            return PurePosixPath(os.path.realpath(os.path.expanduser(path)))
         return PurePosixPath(self.folder.filesystem._strip_protocol(name))

@@ -55,6 +55,10 @@ class JobStopped(JobError):
     """The job was asked to end, and did; the same command goes on with it."""
 
 
+class StoppedEarly(KeyboardInterrupt):
+    """A job was asked to end while it was being made ready. No `Exception`, which libraries would take for theirs."""
+
+
 @dataclass(frozen=True, slots=True)
 class RowError:
     """Why one row has no answer: its `kind`, and a sentence for `error`."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, cast
@@ -12,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 
 from llmbatch.answers import Window, output_schema
+from llmbatch.arguments import Paths, check_storage_options, finite, flag, path, paths_of, text, whole
 from llmbatch.book import Book
 from llmbatch.command import describe_command
 from llmbatch.earlier import Earlier, JournalSource, keys_of
@@ -41,8 +43,8 @@ SIMULATED_AFTERWARDS = 2_000  # requests; of more a report does not say what the
 
 
 def run(
-    inputs: str | Sequence[str],
-    output: str,
+    inputs: Paths,
+    output: str | os.PathLike[str],
     *,
     id_column: str | None = None,
     restart: bool = False,
@@ -80,12 +82,20 @@ def run(
         report = run("questions.parquet", "answers", model="Qwen/Qwen3-8B", prompt="question", chat=True)
     """
     begun = time.perf_counter()
+    stopping = stopping or Stopping()
     built = Options.build(**options)
-    if max_error_rate is not None and not 0 <= max_error_rate <= 1:
-        raise ParameterError(f"max_error_rate must lie in [0, 1], got {max_error_rate}")
-    if window_rows is not None and window_rows < 1:
-        raise ParameterError(f"window_rows must be at least 1, got {window_rows}")
-    paths = [inputs] if isinstance(inputs, str) else list(inputs)
+    paths, output = paths_of(inputs), path("output", output)
+    restart, overwrite = flag("restart", restart), flag("overwrite", overwrite)
+    retry_errors, preserve_order = flag("retry_errors", retry_errors), flag("preserve_order", preserve_order)
+    check_storage_options(storage_options)
+    if id_column is not None:
+        text("id_column", id_column)
+    if max_error_rate is not None:
+        max_error_rate = finite("max_error_rate", max_error_rate)
+        if not 0 <= max_error_rate <= 1:
+            raise ParameterError(f"max_error_rate must lie in [0, 1], got {max_error_rate:g}")
+    if window_rows is not None:
+        window_rows = whole("window_rows", window_rows, 1)
     source = Inputs.resolve(paths, storage_options)
     target = Output.open(
         output, inputs=[*paths, *source.paths], storage_options=storage_options, compression=compression
@@ -105,7 +115,7 @@ def run(
         preserve_order=preserve_order,
         dtype=worker.dtype,
     )
-    job = _Job(worker, source, target, fresh, progress or Silence(), stopping or Stopping(), max_error_rate)
+    job = _Job(worker, source, target, fresh, progress or Silence(), stopping, max_error_rate)
     return job.run(begun, discard=restart or overwrite, overwrite=overwrite, retry_errors=retry_errors)
 
 
@@ -163,6 +173,7 @@ class _Job:
             InOrder(output, layout.names) if layout.preserve_order else AsFinished(output, layout.window_rows)
         )
         book = Book(output, layout.names, shelf, lock, self._gate, self._progress, self._stopping)
+        self._stopping.at_once = False  # from here on the feed looks, and rows in flight may end
         self._progress.start(layout.rows)
         for note in self._worker.notes:
             self._progress.say(note)
@@ -170,12 +181,18 @@ class _Job:
         for number in sorted(whole):
             book.resume(number, Whole.decode(output.work.read(layout.names.whole(number)) or b""))
         journals = (Journal.open(output.work, layout.names.journal(number)) for number in begun_windows)
-        found = book.rows + len(older) + sum(batch.num_rows for journal in journals for batch in journal.records())
-        if found:
+        found = book.rows + sum(batch.num_rows for journal in journals for batch in journal.records())
+        if len(older):  # of rows that may be gone, or are to be run again; which ones shows window by window
+            self._progress.say(
+                "going on with answers that are there already: those of rows that are as they were are kept"
+            )
+        elif found:
             self._progress.say(f"going on with a job of which {found:,} of {layout.rows:,} rows are answered")
         reader = self._source.reader()
         todo = (number for number in range(layout.windows) if number not in whole)
-        windows = Windows(todo, lambda number: self._window(number, layout, older, reader))
+        windows = Windows(
+            todo, lambda number, pulse: self._window(number, layout, older, reader, pulse), self._stopping
+        )
         try:
             totals = self._worker.stream(windows, book)
             book.finish()
@@ -205,7 +222,9 @@ class _Job:
         output.commit(parts, manifest, rows)
         return report
 
-    def _window(self, number: int, layout: Layout, older: Earlier, reader: RowReader) -> Window:
+    def _window(
+        self, number: int, layout: Layout, older: Earlier, reader: RowReader, pulse: Callable[[], None]
+    ) -> Window:
         first = number * layout.window_rows
         table = reader.read(first, min(first + layout.window_rows, layout.rows))
         keys, contents = keys_of(table, first, self._id), hash_rows(table)
@@ -222,6 +241,7 @@ class _Job:
             contents=contents,
             earlier=pa.concat_tables([found[0].filter(pa.array(mine)), found[1]]),
             refused=self._output.refused(table),
+            pulse=pulse,
         )
 
     def _report(self, layout: Layout, book: Book, totals: Totals, begun: float) -> Report:
@@ -249,15 +269,15 @@ def _order_gain(worker: Worker, window: Window, answers: list[pa.RecordBatch]) -
     return None if buys is None else buys.input_order_seconds / buys.seconds
 
 
-def explain(
-    inputs: str | Sequence[str], *, storage_options: Mapping[str, Any] | None = None, **options: Any
-) -> Forecast:
+def explain(inputs: Paths, *, storage_options: Mapping[str, Any] | None = None, **options: Any) -> Forecast:
     """What `run` would do with these inputs and options, without loading weights or running the model.
 
     Raises `InputError` like `run`.
     """
     built = Options.build(**options)
-    source = Inputs.resolve([inputs] if isinstance(inputs, str) else list(inputs), storage_options)
+    paths = paths_of(inputs)
+    check_storage_options(storage_options)
+    source = Inputs.resolve(paths, storage_options)
     worker = Worker(built)
     worker.check(source.schema)
     return forecast(worker, source.read())

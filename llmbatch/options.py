@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
+from llmbatch.arguments import INT32_MAX, INT64_MAX, finite, flag, one_of, path, text, whole
 from llmbatch.errors import ParameterError
 from llmbatch.order import POLICIES, Policy
 from llmbatch.prompts import PromptSource
@@ -25,6 +27,8 @@ LOAD_FORMATS: tuple[LoadFormat, ...] = get_args(LoadFormat)
 ENGINES: tuple[EngineName, ...] = get_args(EngineName)
 ON_ERROR: tuple[OnError, ...] = get_args(OnError)
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
+# Tokens and sequences are counted in int32.
+_MOST = {"page_size": INT32_MAX, "max_running": INT32_MAX, "step_tokens": INT32_MAX}
 _PROMPTS = tuple(PromptSource.__dataclass_fields__)
 
 
@@ -54,29 +58,36 @@ class Options:
     notes: tuple[str, ...] = ()  # what the user should be told, a sentence each
 
     def __post_init__(self) -> None:
-        _one_of("order", self.order, POLICIES)
-        if not _DEVICE.fullmatch(self.device):
+        set_ = object.__setattr__
+        set_(self, "model", path("model", self.model))
+        for name in ("sampling_column", "output_tokens"):
+            if getattr(self, name) is not None:
+                text("sampling_params" if name == "sampling_column" else name, getattr(self, name))
+        one_of("order", self.order, POLICIES)
+        if not isinstance(self.device, str) or not _DEVICE.fullmatch(self.device):
             raise ParameterError(f"device must be auto, cpu, cuda or cuda:N, got {self.device!r}")
-        _one_of("attention", self.attention, ATTENTION)
-        _one_of("overlap", self.overlap, OVERLAP)
-        _one_of("dtype", self.dtype, DTYPES)
-        _one_of("load_format", self.load_format, LOAD_FORMATS)
-        _one_of("engine", self.engine, ENGINES)
-        _one_of("on_error", self.on_error, ON_ERROR)
+        one_of("attention", self.attention, ATTENTION)
+        one_of("overlap", self.overlap, OVERLAP)
+        one_of("dtype", self.dtype, DTYPES)
+        one_of("load_format", self.load_format, LOAD_FORMATS)
+        one_of("engine", self.engine, ENGINES)
+        one_of("on_error", self.on_error, ON_ERROR)
+        set_(self, "trust_remote_code", flag("trust_remote_code", self.trust_remote_code))
         if self.output_tokens is not None and self.engine != "simulated":
             raise ParameterError("output_tokens is for engine='simulated', which generates that many; leave it out")
-        if self.row_timeout is not None and not self.row_timeout > 0:
-            raise ParameterError(f"row_timeout must be above 0 seconds, got {self.row_timeout}")
+        if self.row_timeout is not None:
+            set_(self, "row_timeout", finite("row_timeout", self.row_timeout))
+            if self.row_timeout <= 0:
+                raise ParameterError(f"row_timeout must be above 0 seconds, got {self.row_timeout:g}")
         for name in ("kv_memory", "page_size", "max_running", "step_tokens"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ParameterError(f"{name} must be at least 1, got {value}")
+            if getattr(self, name) is not None:
+                set_(self, name, whole(name, getattr(self, name), 1, _MOST.get(name, INT64_MAX)))
 
     @classmethod
     def build(
         cls,
         *,
-        model: str,
+        model: str | os.PathLike[str],
         prompt: str | None = None,
         template: str | None = None,
         messages: str | None = None,
@@ -108,20 +119,20 @@ class Options:
             system=system,
             chat_template_kwargs=chat_template_kwargs,
         )
+        base = SamplingParams()
         if isinstance(sampling_params, SamplingParams):
-            base = SamplingParams.from_mapping(given, sampling_params)
+            base = sampling_params
         elif isinstance(sampling_params, Mapping):
             given = {**sampling_params, **given}
-            base = SamplingParams.from_mapping(given, SamplingParams())
-        else:
-            base = SamplingParams.from_mapping(given, SamplingParams())
+        elif sampling_params is not None and not isinstance(sampling_params, str):
+            raise ParameterError(
+                f"sampling_params must be a mapping, SamplingParams or the name of a column, got {sampling_params!r}"
+            )
+        base = SamplingParams.from_mapping(given, base)
         notes: tuple[str, ...] = ()
         if given.get("max_tokens") is None and not isinstance(sampling_params, (str, SamplingParams)):
             notes = (f"max_tokens is not given: answers end after at most {base.max_tokens} tokens",)
         column = sampling_params if isinstance(sampling_params, str) else None
-        return cls(model=model, source=source, sampling=base, sampling_column=column, notes=notes, **rest)
-
-
-def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise ParameterError(f"{name} must be one of {', '.join(known)}, got {value!r}")
+        return cls(
+            model=path("model", model), source=source, sampling=base, sampling_column=column, notes=notes, **rest
+        )

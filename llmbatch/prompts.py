@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import pyarrow as pa
 
+from llmbatch.arguments import flag, json_object, text
 from llmbatch.columns import Unreadable, find_field, is_text, nested_values, text_values
 from llmbatch.controls import Spans, free_mark
 from llmbatch.errors import DataError, ModelError, ParameterError, RowError
@@ -17,7 +18,6 @@ from llmbatch.tokenize import Tokenizer
 _RESERVED_KWARGS = frozenset(
     ("conversation", "tokenize", "return_dict", "return_tensors", "padding", "truncation", "max_length")
 )
-_PULSE_ROWS = 64  # rendered between two calls of `pulse`; a chat takes up to some milliseconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +57,13 @@ class PromptSource:
     chat_template_kwargs: Mapping[str, object] | None = None
 
     def __post_init__(self) -> None:
+        for name in ("prompt", "template", "messages", "system"):
+            if getattr(self, name) is not None:
+                text(name, getattr(self, name))
+        object.__setattr__(self, "chat", flag("chat", self.chat))
+        if self.chat_template_kwargs is not None:
+            kwargs = json_object("chat_template_kwargs", self.chat_template_kwargs)
+            object.__setattr__(self, "chat_template_kwargs", kwargs)
         given = [name for name in ("prompt", "template", "messages") if getattr(self, name) is not None]
         if len(given) != 1:
             raise ParameterError(
@@ -111,7 +118,7 @@ class PromptSource:
         """The prompt text of each row; a row that has none gets a `RowError`.
 
         What a template or a chat template writes may be control tokens, what a row's values hold is plain text; a raw
-        prompt is taken as it is. `pulse` is called again and again, and may raise. Raises what `check` raises, and
+        prompt is taken as it is. `pulse` is called before each row, and may raise. Raises what `check` raises, and
         `ModelError` when a chat template is needed and the model has none.
         """
         self.check(table.schema)
@@ -123,8 +130,7 @@ class PromptSource:
             )
         rendered = Rendered([], {}, self.renders_chat)
         for row, draft in enumerate(self._drafts(table, tokenizer)):
-            if row % _PULSE_ROWS == 0:
-                pulse()
+            pulse()
             if self.renders_chat and not isinstance(draft, RowError):
                 draft = _render_chat(self._conversation(draft), kwargs, tokenizer)
             if isinstance(draft, Prompt):
@@ -165,13 +171,13 @@ def _prompt(value: object) -> Prompt | RowError:
 
 
 def _filled(template: Template, filled: Filled, tokenizer: Tokenizer) -> Prompt | RowError:
-    text, controls = filled.text, tokenizer.controls
-    found = controls.spans(text)
-    if found or controls.hidden(text):
+    asked, controls = filled.text, tokenizer.controls
+    found, hidden = controls.spans(asked), controls.hidden(asked)
+    if found or hidden:
         made = template.written(filled.values, controls)
-        if made != found or controls.hidden(text):
-            return Prompt(text, made)
-    return _prompt(text)
+        if made != found or hidden:
+            return Prompt(asked, made)
+    return _prompt(asked)
 
 
 def _messages(value: object) -> list[Message] | RowError:
@@ -189,19 +195,19 @@ def _render_chat(messages: list[Message], kwargs: Mapping[str, object], tokenize
     controls = tokenizer.controls
     try:
         if not controls.may_arise(messages):
-            text = tokenizer.render_chat(messages, kwargs)
-            text.encode()
-            return Prompt(text)
+            asked = tokenizer.render_chat(messages, kwargs)
+            asked.encode()
+            return Prompt(asked)
         mark = free_mark(messages)
         shielded = [{**controls.shield(message, mark), "role": message["role"]} for message in messages]
-        text, made = controls.unshield(tokenizer.render_chat(shielded, kwargs), mark)
-        text.encode()
+        asked, made = controls.unshield(tokenizer.render_chat(shielded, kwargs), mark)
+        asked.encode()
     except UnicodeEncodeError as error:
         return RowError("messages", f"messages must be valid Unicode: {error}")
     except Exception as error:  # a chat template is a program of the model's author and may raise anything
         reason = f"{type(error).__name__}: {error}"
         return RowError("messages", f"the chat template refused the messages: {reason}")
-    return Prompt(text, made) if made != controls.spans(text) or controls.hidden(text) else Prompt(text)
+    return Prompt(asked, made) if made != controls.spans(asked) or controls.hidden(asked) else Prompt(asked)
 
 
 def _is_messages(kind: pa.DataType) -> bool:

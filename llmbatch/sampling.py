@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from numbers import Integral, Real
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from llmbatch.columns import find_field, is_text
+from llmbatch.arguments import INT32_MAX, finite, flag, whole
+from llmbatch.columns import Unreadable, find_field, is_text, nested_values, value_of
 from llmbatch.errors import DataError, ParameterError, RowError
-
-_INT32_MAX = 2**31 - 1
-_INT64_MAX = 2**63 - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,16 +30,14 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         set_ = object.__setattr__
-        set_(self, "max_tokens", _whole("max_tokens", self.max_tokens, "at least 1", 1, _INT32_MAX))
-        set_(self, "temperature", _real("temperature", self.temperature))
-        set_(self, "top_p", _real("top_p", self.top_p))
-        set_(self, "top_k", _whole("top_k", self.top_k, "at least 0 (0 keeps all tokens)", 0, _INT32_MAX))
+        set_(self, "max_tokens", whole("max_tokens", self.max_tokens, 1, INT32_MAX))
+        set_(self, "temperature", finite("temperature", self.temperature))
+        set_(self, "top_p", finite("top_p", self.top_p))
+        set_(self, "top_k", whole("top_k", self.top_k, 0, INT32_MAX, rule="at least 0 (0 keeps all tokens)"))
         if self.seed is not None:
-            set_(self, "seed", _whole("seed", self.seed, "at least 0", 0, _INT64_MAX))
+            set_(self, "seed", whole("seed", self.seed, 0))
         set_(self, "stop", _strings("stop", self.stop))
-        if not isinstance(self.ignore_eos, (bool, np.bool_)):
-            raise ParameterError(f"ignore_eos must be true or false, got {self.ignore_eos!r}")
-        set_(self, "ignore_eos", bool(self.ignore_eos))
+        set_(self, "ignore_eos", flag("ignore_eos", self.ignore_eos))
         if self.temperature < 0:
             raise ParameterError(f"temperature must be at least 0, got {self.temperature!r}")
         if not 0 < self.top_p <= 1:
@@ -144,14 +137,14 @@ def _distinct(column: pa.ChunkedArray) -> tuple[NDArray[np.int64], list[object]]
     else:
         combined = _codes(array)
     _, first, inverse = np.unique(combined, return_index=True, return_inverse=True)
-    return inverse, [array[row].as_py() for row in first.tolist()]
+    return inverse, [value_of(array[row]) for row in first.tolist()]
 
 
 def _codes(array: pa.Array) -> NDArray[np.int64]:
     """A number for each value, -1 for null; equal values have equal numbers."""
     if pa.types.is_nested(array.type):
         seen = {"None": -1}
-        values = (seen.setdefault(repr(value), len(seen)) for value in array.to_pylist())
+        values = (seen.setdefault(repr(value), len(seen)) for value in nested_values(pa.chunked_array([array])))
         return np.fromiter(values, np.int64, len(array))
     if pa.types.is_null(array.type):
         return np.full(len(array), -1, np.int64)
@@ -163,6 +156,8 @@ def _mapping(value: object) -> Mapping[str, object]:
     """A row's value as a mapping; raises `ParameterError` when it is no JSON object."""
     if value is None:
         return {}
+    if isinstance(value, Unreadable):
+        raise ParameterError(f"sampling parameters cannot be read: {value.reason}")
     if isinstance(value, str):
         shown = repr(value if len(value) <= 100 else value[:100] + "...")
         try:
@@ -174,27 +169,6 @@ def _mapping(value: object) -> Mapping[str, object]:
         if not isinstance(value, dict):
             raise ParameterError(f"sampling parameters must be a JSON object, got {shown}")
     return cast("Mapping[str, object]", value)
-
-
-def _whole(name: str, value: object, rule: str, least: int, most: int) -> int:
-    """`value` as an int; a float that is whole is taken, since a null turns a column of ints into floats."""
-    whole = isinstance(value, Integral) or (isinstance(value, Real) and float(value).is_integer())
-    if not whole or isinstance(value, bool):
-        raise ParameterError(f"{name} must be a whole number, got {value!r}")
-    number = int(cast("Any", value))
-    if number < least:
-        raise ParameterError(f"{name} must be {rule}, got {number}")
-    if number > most:
-        raise ParameterError(f"{name} must be at most {most}, got {number}")
-    return number
-
-
-def _real(name: str, value: Any) -> float:
-    if not isinstance(value, bool) and isinstance(value, Real):
-        with contextlib.suppress(OverflowError):  # an int beyond what a float holds
-            if math.isfinite(number := float(value)):
-                return number
-    raise ParameterError(f"{name} must be a finite number, got {value!r}")
 
 
 def _strings(name: str, value: object) -> tuple[str, ...]:

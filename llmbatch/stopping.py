@@ -4,15 +4,27 @@ from __future__ import annotations
 
 import time
 
+from llmbatch.arguments import finite
+from llmbatch.errors import ParameterError, StoppedEarly
+
 
 class Stopping:
     """Says whether a job was asked to end; rows in flight have `grace` seconds from then."""
 
     def __init__(self, grace: float = 0.0) -> None:
-        self.grace = grace
+        self.grace = finite("grace", grace)
+        if self.grace < 0:
+            raise ParameterError(f"grace must be at least 0 seconds, got {self.grace:g}")
         self.deadline: float | None = None  # by `time.monotonic`
+        self.at_once = True  # the job is still being made ready: nothing is in flight that could end
 
     def ask(self) -> None:
         """Ask the job to end."""
         if self.deadline is None:
             self.deadline = time.monotonic() + self.grace
+
+    def interrupt(self) -> None:
+        """Ask the job to end, from a signal's handler; raises StoppedEarly while it is being made ready."""
+        self.ask()
+        if self.at_once:
+            raise StoppedEarly

@@ -8,7 +8,9 @@ from collections.abc import Callable, Iterable
 
 from llmbatch.answers import Window
 from llmbatch.errors import ParameterError
+from llmbatch.feed import Stop
 from llmbatch.memory import available_memory
+from llmbatch.stopping import Stopping
 
 MOST_ROWS = 100_000  # of a window that nobody asked for: plans of more rows gain no sharing worth their time
 _HELD = 4  # windows in memory: two in the engine, one that is ready, one in the making
@@ -16,6 +18,7 @@ _GROWTH = 4  # bytes of memory for a byte of input: texts, tokens, the prefix tr
 _ANSWERS = 4  # copies of an answer: as it was kept and in its row's place, in two windows
 _TOKEN_BYTES = 4  # of text, as English has them
 _SHARE = 0.25  # of free memory, for all windows together
+_LOOK = 0.2  # seconds between two looks whether the job was asked to end, while a window is waited for
 
 
 def window_rows(asked: int | None, rows: int, nbytes: int, max_tokens: int) -> int:
@@ -39,9 +42,16 @@ def window_rows(asked: int | None, rows: int, nbytes: int, max_tokens: int) -> i
 class Windows:
     """A feed of windows (`llmbatch.feed.Feed`), made one ahead by a thread of its own."""
 
-    def __init__(self, numbers: Iterable[int], make: Callable[[int], Window]) -> None:
+    def __init__(
+        self,
+        numbers: Iterable[int],
+        make: Callable[[int, Callable[[], None]], Window],
+        stopping: Stopping | None = None,
+    ) -> None:
+        """`make` makes a window of its number; it is given what it is to call again and again, which may raise."""
         self._ready: queue.Queue[Window | BaseException | None] = queue.Queue(maxsize=1)
         self._closed = threading.Event()
+        self._stopping = stopping or Stopping()
         self._thread = threading.Thread(target=self._fill, args=(numbers, make), name="windows", daemon=True)
         self._thread.start()
         self._over = False
@@ -49,14 +59,19 @@ class Windows:
     def next(self, wait: bool) -> Window | None:
         """The next window. None: none is ready, or, where it was to `wait` for one, there are no more.
 
-        Raises what making it raised.
+        Raises what making it raised, and `Stop` where the job is asked to end while it waits.
         """
         if self._over:
             return None
-        try:
-            item = self._ready.get(block=wait)
-        except queue.Empty:
-            return None
+        while True:
+            if wait and self._stopping.deadline is not None:
+                raise Stop(self._stopping.deadline)
+            try:
+                item = self._ready.get(block=wait, timeout=_LOOK)
+                break
+            except queue.Empty:
+                if not wait:
+                    return None
         if isinstance(item, BaseException):
             self._over = True
             raise item
@@ -72,12 +87,21 @@ class Windows:
             except queue.Empty:
                 continue
 
-    def _fill(self, numbers: Iterable[int], make: Callable[[int], Window]) -> None:
+    def _fill(self, numbers: Iterable[int], make: Callable[[int, Callable[[], None]], Window]) -> None:
         try:
             for number in numbers:
-                if self._closed.is_set():
-                    return
-                self._ready.put(make(number))
+                self._pulse()
+                self._ready.put(make(number, self._pulse))
             self._ready.put(None)
+        except _Closed:
+            return
         except BaseException as error:  # raised in the thread that asks for the window
             self._ready.put(error)
+
+    def _pulse(self) -> None:
+        if self._closed.is_set():
+            raise _Closed
+
+
+class _Closed(Exception):
+    """Nobody takes a window any more."""

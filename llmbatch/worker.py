@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -158,8 +158,12 @@ class Worker:
         table: pa.Table,
         keys: NDArray[np.uint64] | None = None,
         refused: Mapping[int, RowError] | None = None,
+        pulse: Callable[[], None] = lambda: None,
     ) -> Shard:
-        """The requests of a table, but for rows that are `refused` for another reason; needs no weights."""
+        """The requests of a table, but for rows that are `refused` for another reason; needs no weights.
+
+        `pulse` is called about once a second, and may raise.
+        """
         return build_shard(
             table,
             self.options.source,
@@ -170,6 +174,7 @@ class Worker:
             keys=keys,
             recorded_column=self.options.output_tokens,
             refused=refused,
+            pulse=pulse,
         )
 
     def window(
@@ -182,9 +187,10 @@ class Worker:
         number: int = 0,
         first: int = 0,
         refused: Mapping[int, RowError] | None = None,
+        pulse: Callable[[], None] = lambda: None,
     ) -> Window:
         """A window of a dataset, ready to be run; `earlier` are answers to keep (`llmbatch.answers.ROWS`)."""
-        shard = self.shard(table, keys, refused)
+        shard = self.shard(table, keys, refused, pulse)
         return Window.of(table, shard, number=number, first=first, keys=keys, contents=contents, earlier=earlier)
 
     def stream(

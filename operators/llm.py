@@ -10,12 +10,9 @@ process and configuration, never on the class, because Ray pickles the class by 
 from __future__ import annotations
 
 import hashlib
-import sys
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import pyarrow as pa
-
-from llmbatch.errors import DataError
+from llmbatch.operators.tables import to_arrow
 from llmbatch.options import Options
 from llmbatch.worker import Worker
 
@@ -33,42 +30,9 @@ def worker_of(options: Options) -> Worker:
 
 
 def answer(options: Options, batch: Any) -> Any:
-    """The batch with its answers, in the kind it came: pyarrow, pandas, Polars, or a dict of arrays."""
-    table = _to_arrow(batch)
-    return _like(batch, worker_of(options).answer(table).table)
-
-
-def _to_arrow(batch: Any) -> pa.Table:
-    if isinstance(batch, pa.Table):
-        return batch
-    if isinstance(batch, pa.RecordBatch):
-        return pa.Table.from_batches([batch])
-    if isinstance(batch, dict):
-        return pa.table({name: _column(values) for name, values in batch.items()})
-    for library, kind in (("pandas", "DataFrame"), ("polars", "DataFrame")):
-        module = sys.modules.get(library)
-        if module is not None and isinstance(batch, getattr(module, kind)):
-            return pa.Table.from_pandas(batch) if library == "pandas" else batch.to_arrow()
-    raise DataError(
-        "LLMOperator takes a pyarrow Table or RecordBatch, a pandas or Polars DataFrame, or a dict of arrays, "
-        f"got {type(batch).__name__}"
-    )
-
-
-def _column(values: Any) -> pa.Array:
-    return pa.array(values.tolist() if getattr(values, "dtype", None) == "object" else values)
-
-
-def _like(batch: Any, table: pa.Table) -> Any:
-    if isinstance(batch, pa.RecordBatch):
-        return table.combine_chunks().to_batches()[0]
-    if isinstance(batch, pa.Table):
-        return table
-    if isinstance(batch, dict):
-        return {name: table[name].to_numpy(zero_copy_only=False) for name in table.column_names}
-    if type(batch).__module__.startswith("polars"):
-        return sys.modules["polars"].from_arrow(table)
-    return table.to_pandas()
+    """The batch with its answers, in the kind it came (`llmbatch.operators.tables`)."""
+    asked = to_arrow(batch)
+    return asked.back(worker_of(options).answer(asked.table).table)
 
 
 if TYPE_CHECKING:
@@ -114,11 +78,12 @@ else:
         `max_running` (rows in flight), `row_timeout` (seconds), `on_error` ("column" or "raise").
         Wrong ones raise `ParameterError` at once.
 
-        Called on a pyarrow Table (or RecordBatch, pandas or Polars DataFrame, dict of arrays) it returns the
-        same rows in the same order and the same kind, with `generated_text`, `num_input_tokens`,
-        `num_generated_tokens`, `num_cached_tokens` (int32), `finish_reason` ("stop", "length" or "error"),
-        `error` and `error_kind` (null when fine), and `attempts` (int32). Raises `InputError` where the table or model
-        will not do, `JobError` where no engine can be had, or a row failed and `on_error` is "raise".
+        Called on a pyarrow Table (or RecordBatch, RecordBatchReader, pandas DataFrame, Polars DataFrame or LazyFrame,
+        dict of arrays) it returns the same rows in the same order and the same kind, and a Table for anything else
+        that has `__arrow_c_stream__`, such as a DuckDB relation. New columns are `generated_text`,
+        `num_input_tokens`, `num_generated_tokens`, `num_cached_tokens` (int32), `finish_reason` ("stop", "length" or
+        "error"), `error` and `error_kind` (null when fine), and `attempts` (int32). Raises `InputError` where the table
+        or model will not do, `JobError` where no engine can be had, or a row failed and `on_error` is "raise".
 
             answer = LLMOperator(model="Qwen/Qwen3-8B", prompt="question", chat=True, max_tokens=256)
             table = answer(table)

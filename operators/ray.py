@@ -32,6 +32,7 @@ from numpy.typing import NDArray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from llmbatch.answers import output_schema
+from llmbatch.arguments import finite, flag, whole
 from llmbatch.errors import DataError, ParameterError
 from llmbatch.operators.actor import Call, SharedEngine
 from llmbatch.operators.flight import Flight, left_behind
@@ -79,8 +80,10 @@ def map_dataset(
     if not isinstance(options, Options):
         raise ParameterError(f"map_dataset takes LLMOperator(...), got {op!r}")
     fewest, most = _actors(concurrency)
-    if rows_per_shard < 1:
-        raise ParameterError(f"rows_per_shard must be at least 1, got {rows_per_shard}")
+    rows_per_shard, quiet = whole("rows_per_shard", rows_per_shard, 1), flag("quiet", quiet)
+    for name, value in (("num_cpus", num_cpus), ("num_gpus", num_gpus), ("memory", memory)):
+        if value is not None and finite(name, value) < 0:
+            raise ParameterError(f"{name} must be at least 0, got {value}")
     given = {"num_cpus": num_cpus, "num_gpus": num_gpus, "memory": memory, "resources": resources}
     _warn_of_too_few_cpus(fewest, num_cpus if num_cpus is not None else 0.0 if num_gpus else 1.0)
     worker = worker_of(_planning(options))
@@ -124,7 +127,7 @@ def _pool(fewest: int, most: int) -> ray.data.ActorPoolStrategy:
 
 def _actors(concurrency: Any) -> tuple[int, int]:
     pair = concurrency if isinstance(concurrency, tuple) else (concurrency, concurrency)
-    if len(pair) != 2 or not all(isinstance(number, int) for number in pair) or not 1 <= pair[0] <= pair[1]:
+    if len(pair) != 2 or not all(type(number) is int for number in pair) or not 1 <= pair[0] <= pair[1]:
         raise ParameterError(
             "concurrency must be a number of actors or a pair of the fewest and the most, at least 1, "
             f"got {concurrency!r}"

@@ -65,15 +65,6 @@ def test_a_dict_of_arrays_stays_one(operator: Any) -> None:
     assert answered["generated_text"].tolist() == operator(TABLE)["generated_text"].to_pylist()
 
 
-def test_anything_else_is_refused(operator: Any) -> None:
-    with pytest.raises(
-        DataError,
-        match=r"^LLMOperator takes a pyarrow Table or RecordBatch, a pandas or Polars DataFrame, or a dict of "
-        r"arrays, got list$",
-    ):
-        operator([1, 2])
-
-
 def test_an_unknown_option_is_refused_at_once() -> None:
     with pytest.raises(ParameterError, match=r"^'promt' is no option; the options are attention, chat, "):
         LLMOperator(model="m", promt="text")

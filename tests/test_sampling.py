@@ -176,6 +176,13 @@ def test_json_is_read_from_any_text_type(kind: pa.DataType) -> None:
     assert len(resolved.params) == 2
 
 
+def test_parameters_that_are_not_utf8_are_an_error_of_their_row() -> None:
+    column = pa.chunked_array([pa.array([b"{}", b"\xff"], pa.binary()).view(pa.string())])
+    reason = "it is not UTF-8 ('utf-8' codec can't decode byte 0xff in position 0: invalid start byte)"
+    expected = {1: RowError("parameters", f"sampling parameters cannot be read: {reason}")}
+    assert resolve_sampling(column, BASE, rows=2).errors == expected
+
+
 @pytest.mark.parametrize("column", [pa.chunked_array([pa.nulls(2)]), pa.chunked_array([pa.nulls(2, pa.string())])])
 def test_a_null_row_gives_nothing(column: pa.ChunkedArray) -> None:
     resolved = resolve_sampling(column, BASE, rows=2)

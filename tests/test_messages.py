@@ -1,0 +1,314 @@
+"""What the command line says and how it ends: its exit statuses, its signals, and never a traceback."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from llmbatch.cli import main
+from llmbatch.errors import DataError, JobStopped, StoppedEarly
+from llmbatch.feed import Stop
+from llmbatch.progress import Silence
+from llmbatch.prompts import PromptSource
+from llmbatch.stopping import Stopping
+from llmbatch.tokenize import load_tokenizer
+from llmbatch.windows import Windows
+from tests.jobs import Job, check_refused, rows
+from tests.tokenizers import save_fast
+
+# Exit statuses
+
+
+def failed(job: Job) -> str:
+    return (
+        f"llmbatch: every row failed, all 2 of them: the column error in {job.out} says why; when that is mended, "
+        "the same command with --retry-errors answers them again\n"
+    )
+
+
+def without_prompts(job: Job) -> Job:
+    job.write(pa.table({"id": ["a", "b"], "text": ["", None], "n": [1, 2]}))
+    return job
+
+
+def test_where_every_row_fails_the_status_is_3_and_that_is_said_even_to_the_quiet(
+    job: Job, capfd: pytest.CaptureFixture[str]
+) -> None:
+    job = without_prompts(job)
+    assert main(job.command("--quiet")) == 3
+    assert capfd.readouterr() == ("", failed(job))
+    assert pq.read_table(job.out)["error"].null_count == 0
+    assert main(job.command("--quiet", "--json")) == 3  # finished already, and still without an answer
+    printed = capfd.readouterr()
+    assert json.loads(printed.out)["errors"] == 2
+    assert printed.err == (f"llmbatch: the output {job.out} is finished already; --restart starts over\n" + failed(job))
+
+
+def test_where_one_row_has_an_answer_or_there_is_none_the_status_is_0(job: Job) -> None:
+    job.write(rows(1).append_column("x", pa.array([1])))
+    assert main(job.command("--quiet")) == 0
+    job = job.to("none")
+    job.write(rows(0))
+    assert main(job.command("--quiet")) == 0
+
+
+def test_help_tells_the_statuses(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["run", "--help"])
+    said = capsys.readouterr().out
+    for status in (
+        "0    done",
+        "1    the job failed",
+        "2    the command",
+        "3    done, but every row failed",
+        "130",
+        "143",
+    ):
+        assert f"\n  {status}" in said
+
+
+# Input that is not as it should be
+
+
+def test_a_row_that_is_not_utf8_leaves_the_others_their_answers(job: Job) -> None:
+    texts = pa.array([b"good", b"\xff", b"fine"], pa.binary()).view(pa.string())
+    job.write(pa.table({"id": ["a", "b", "c"], "text": texts, "n": [1, 2, 3]}))
+    report = job.run()
+    assert (report.rows, report.errors) == (3, 1)
+    assert pq.read_table(job.out, columns=["error_kind"])["error_kind"].to_pylist() == [None, "encoding", None]
+
+
+def test_lengths_beyond_int64_are_the_most_there_may_be(job: Job) -> None:
+    job.write(rows(2).set_column(2, "n", pa.array([2**64 - 1, 3], pa.uint64())))
+    job.run()
+    assert job.answers()["num_generated_tokens"].to_pylist() == [90, 3]
+
+
+def test_input_that_is_nested_too_deeply_is_refused(
+    job: Job, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def deep(*_: object) -> None:
+        raise RecursionError
+
+    monkeypatch.setattr("llmbatch.inputs.Inputs.resolve", deep)
+    check_refused(job, "the input is nested too deeply to be read: flatten it", capfd)
+
+
+def test_a_template_that_is_not_utf8_is_refused(job: Job, capfd: pytest.CaptureFixture[str]) -> None:
+    job = job.having(prompt=None, template=os.fsdecode(b"{text}\xff"))
+    check_refused(job, "template must be valid UTF-8, got '{text}\\udcff' (surrogates not allowed)", capfd)
+
+
+# Where the output lies
+
+
+def test_a_tilde_is_the_home_of_the_output_as_of_the_input(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(job.folder))
+    monkeypatch.chdir(job.folder)
+    command = [word.replace(str(job.folder), "~") for word in job.command("--quiet")]
+    assert "~/out" in command
+    assert main(command) == 0
+    assert (job.out / "_llmbatch.json").exists()
+    assert not Path("~").exists()
+
+
+@pytest.mark.parametrize(
+    ("pattern", "out"),
+    [
+        ("*.parquet", "out.parquet"),
+        ("[a-z]*", "out.parquet"),
+        ("**/*.parquet", "below/out.parquet"),
+        ("*/*.parquet", "out"),
+        ("o*", "out"),
+    ],
+)
+def test_an_output_that_the_input_would_match_is_refused(
+    job: Job, pattern: str, out: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (job.folder / "other").mkdir()
+    pq.write_table(rows(2), job.folder / "other" / "one.parquet")
+    pq.write_table(rows(2), job.folder / "one.parquet")
+    command = job.to(out).command()
+    command[1] = f"{job.folder}/{pattern}"
+    assert main(command) == 2
+    assert capfd.readouterr().err == (
+        f"llmbatch: the output must not match an input, but {job.folder}/{pattern} matches {job.folder}/{out}, and the "
+        "answers would be read as input the next time: choose another place\n"
+    )
+
+
+def test_an_output_beside_what_the_input_matches_is_fine(job: Job) -> None:
+    command = job.to("answers.parquet").command("--quiet")
+    command[1] = f"{job.folder}/i*.parquet"
+    assert main(command) == 0
+    assert main(command) == 0
+
+
+# What is said of answers that are there
+
+
+class Said(Silence):
+    """Keeps what a job says."""
+
+    def __init__(self) -> None:
+        self.sentences: list[str] = []
+
+    def say(self, sentence: str) -> None:
+        self.sentences.append(sentence)
+
+
+def test_a_job_that_goes_on_says_how_many_rows_are_answered(job: Job) -> None:
+    job.run_until(25)
+    said = Said()
+    kept = len(job.kept())
+    job.run(progress=said)
+    assert f"going on with a job of which {kept} of 60 rows are answered" in said.sentences
+
+
+def test_answers_of_rows_that_are_gone_are_not_counted_as_the_inputs(job: Job) -> None:
+    job = job.having(id_column="id")
+    job.write(rows(2))
+    job.run()
+    job.write(rows(4).slice(2))
+    said = Said()
+    report = job.run(progress=said)
+    assert report.rows_resumed == 0
+    assert not [sentence for sentence in said.sentences if "of 2 rows are answered" in sentence]
+    assert (
+        "going on with answers that are there already: those of rows that are as they were are kept" in said.sentences
+    )
+
+
+# Being asked to end
+
+
+def test_a_job_that_is_being_made_ready_ends_when_it_is_asked(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    stopping = Stopping()
+    monkeypatch.setattr("llmbatch.worker.Worker.load", lambda worker: stopping.interrupt())
+    with pytest.raises(StoppedEarly):
+        job.run(stopping=stopping)
+    assert not job.out.exists()
+
+
+def test_a_window_in_the_making_is_given_up_when_the_job_is_asked_to_end(job: Job) -> None:
+    stopping = Stopping()
+
+    class Asks(Silence):
+        def start(self, rows: int) -> None:
+            stopping.ask()
+
+    with pytest.raises(JobStopped) as caught:
+        job.run(progress=Asks(), stopping=stopping)
+    assert str(caught.value) == (
+        f"the job was asked to end: 0 of 60 rows are answered and kept in {job.work}, and the same command goes on"
+    )
+    assert job.run().rows == 60
+
+
+def endless(pulse: Callable[[], None], begun: threading.Event) -> Any:
+    """Make a window that takes for ever."""
+    while True:
+        begun.set()
+        pulse()
+
+
+def test_who_waits_for_a_window_hears_that_the_job_is_to_end() -> None:
+    stopping, begun = Stopping(7.0), threading.Event()
+    windows = Windows([0, 1], lambda number, pulse: endless(pulse, begun), stopping)
+    begun.wait()
+    stopping.ask()
+    with pytest.raises(Stop) as caught:
+        windows.next(wait=True)
+    assert caught.value.deadline == stopping.deadline
+    windows.close()  # comes back although the window is not made
+
+
+def test_rendering_and_tokenising_look_up_again_and_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = load_tokenizer(save_fast(tmp_path))
+    looks: list[int] = []
+    PromptSource(prompt="x").render(pa.table({"x": ["a"] * 10}), tokenizer, lambda: looks.append(1))
+    assert len(looks) == 10
+    looks.clear()
+    monkeypatch.setattr("llmbatch.tokenize._BATCH_LETTERS", 10)
+    column = tokenizer.encode(["four"] * 9 + ["twelve letters", ""], False, pulse=lambda: looks.append(1))
+    assert len(looks) == 7
+    assert column.offsets.tolist() == [*range(0, 37, 4), 50, 50]
+
+
+SLOW = "{% for i in range(3000000) %}{% endfor %}{{ messages[0].content }}"  # a chat takes a part of a second
+
+
+@pytest.mark.parametrize(
+    ("number", "status", "last"),
+    [
+        (signal.SIGINT, 130, "interrupted; what a job has answered is kept, and the same command goes on with it\n"),
+        (signal.SIGTERM, 143, "0 of 5,000 rows are answered and kept in {work}, and the same command goes on\n"),
+    ],
+)
+def test_one_signal_ends_a_job_whose_first_window_is_being_rendered(
+    job: Job, number: signal.Signals, status: int, last: str
+) -> None:
+    job.write(pa.table({"text": [f"row {i}" for i in range(5000)], "n": [1] * 5000}))
+    slow = json.dumps({"chat_template": SLOW})
+    command = job.having(window_rows=None).command("--chat", "--chat-template-kwargs", slow)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "llmbatch", *command], stderr=subprocess.PIPE, text=True, env={**os.environ}
+    )
+    try:
+        assert process.stderr is not None
+        before = list(takewhile(lambda line: "5,000 rows to answer" not in line, process.stderr))
+        process.send_signal(number)
+        _, said = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == status, before
+    assert said.endswith(last.format(work=job.work))
+    assert "Traceback" not in said
+
+
+def test_a_second_interrupt_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    from llmbatch.cli import _signals
+
+    ends: list[int] = []
+    monkeypatch.setattr("llmbatch.cli.os._exit", ends.append)
+    handler = signal.getsignal(signal.SIGINT)
+    with _signals(Stopping()):
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        assert ends == []
+        signal.raise_signal(signal.SIGINT)
+    assert ends == [130]
+    assert signal.getsignal(signal.SIGINT) is handler
+
+
+def test_a_job_that_is_asked_to_end_early_has_status_143(
+    job: Job, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("llmbatch.worker.Worker.load", lambda worker: signal.raise_signal(signal.SIGTERM))
+    assert main(job.command()) == 143
+    assert capfd.readouterr().err == (
+        "llmbatch: asked to end before a row was run; what earlier runs answered is kept, and the same command goes on "
+        "with it\n"
+    )
+
+
+def test_an_error_of_the_input_is_one_sentence(
+    job: Job, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def broken(*_: object) -> None:
+        raise DataError("a file is broken")
+
+    monkeypatch.setattr("llmbatch.inputs.Inputs.resolve", broken)
+    check_refused(job, "a file is broken", capfd)

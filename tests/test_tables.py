@@ -1,0 +1,116 @@
+"""Tables of every library through the operator: nothing of theirs is lost, and the answers are beside it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import polars as pl
+import pyarrow as pa
+import pytest
+
+from llmbatch import DataError, LLMOperator
+from llmbatch.answers import COLUMNS
+
+TABLE = pa.table({"id": [3, 1, 2], "text": ["abc", "abd", "x"]})
+TEXTS = ["2 simulated tokens"] * 3
+
+
+@pytest.fixture(scope="module")
+def operator(model: str) -> Any:
+    return LLMOperator(model=model, prompt="text", engine="simulated", max_tokens=2)
+
+
+@pytest.mark.parametrize("rows", [0, 3])
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_a_record_batch_stays_one_whatever_its_rows(operator: Any, rows: int, chunks: int) -> None:
+    batch = (
+        TABLE.slice(0, rows).combine_chunks().to_batches()[0] if rows else pa.RecordBatch.from_pylist([], TABLE.schema)
+    )
+    answered = operator(batch)
+    assert isinstance(answered, pa.RecordBatch)
+    assert answered.schema.names == ["id", "text", *COLUMNS]
+    assert answered["generated_text"].to_pylist() == TEXTS[:rows]
+
+
+def test_a_reader_stays_a_reader(operator: Any) -> None:
+    answered = operator(pa.RecordBatchReader.from_batches(TABLE.schema, TABLE.to_batches(max_chunksize=2)))
+    assert isinstance(answered, pa.RecordBatchReader)
+    assert answered.read_all()["generated_text"].to_pylist() == TEXTS
+
+
+def test_a_data_frame_keeps_names_index_and_types(model: str) -> None:
+    operator: Any = LLMOperator(model=model, prompt="0", engine="simulated", max_tokens=2)
+    frame = pd.DataFrame({0: ["a", "b"], 1: pd.Categorical(["x", "y"]), "2": [1, None]}, index=[7, 7])
+    answered = operator(frame)
+    assert answered.columns.tolist() == [0, 1, "2", *COLUMNS]
+    assert answered["generated_text"].tolist() == TEXTS[:2]
+    pd.testing.assert_frame_equal(answered[[0, 1, "2"]], frame)
+    assert operator(frame.iloc[:0]).columns.tolist() == [0, 1, "2", *COLUMNS]
+
+
+def test_a_polars_frame_keeps_its_types_and_a_lazy_one_stays_lazy(operator: Any) -> None:
+    frame = pl.DataFrame({"text": ["a", "b"], "e": pl.Series(["u", "v"], dtype=pl.Enum(["v", "u"]))})
+    answered = operator(frame)
+    assert answered.select("text", "e").equals(frame)
+    assert answered.schema["e"] == pl.Enum(["v", "u"])
+    lazy = operator(frame.lazy().filter(pl.col("e") == "u"))
+    assert isinstance(lazy, pl.LazyFrame)
+    assert lazy.collect()["generated_text"].to_list() == TEXTS[:1]
+
+
+@pytest.mark.parametrize("shape", [(3,), (3, 2), (3, 2, 4), (3, 0), (3, 0, 2)])
+def test_arrays_of_any_shape_come_back_as_they_are(operator: Any, shape: tuple[int, ...]) -> None:
+    batch = {
+        "text": np.array(["abc", "abd", "x"], object),
+        "x": np.arange(np.prod(shape)).reshape(shape),
+        "y": [1, 2, 3],
+    }
+    answered = operator(batch)
+    assert list(answered) == ["text", "x", "y", *COLUMNS]
+    assert answered["x"] is batch["x"]
+    assert answered["y"].tolist() == [1, 2, 3]
+    assert answered["generated_text"].tolist() == TEXTS
+
+
+def test_whatever_streams_arrow_is_answered_as_a_table(operator: Any) -> None:
+    class Relation:  # as DuckDB's
+        def __arrow_c_stream__(self, requested_schema: object = None) -> object:
+            return TABLE.__arrow_c_stream__(requested_schema)
+
+    answered = operator(Relation())
+    assert isinstance(answered, pa.Table)
+    assert answered.select(["id", "text"]).equals(TABLE)
+    assert answered["generated_text"].to_pylist() == TEXTS
+
+
+def test_a_relation_of_duckdb_is_answered(operator: Any) -> None:
+    duckdb = pytest.importorskip("duckdb")
+    relation = duckdb.sql("select * from (values (1, 'abc'), (2, 'abd')) as t(id, text)")
+    assert operator(relation)["generated_text"].to_pylist() == TEXTS[:2]
+
+
+@pytest.mark.parametrize(
+    ("batch", "said"),
+    [
+        (
+            [1, 2],
+            "LLMOperator takes a pyarrow Table, RecordBatch or RecordBatchReader, a pandas DataFrame, a Polars "
+            "DataFrame or LazyFrame, a dict of arrays, or what has __arrow_c_stream__ (a DuckDB relation), got list",
+        ),
+        ({"text": ["a"], "n": [1, 2]},
+         "a dict must be a table that Arrow can hold: Column 1 named n expected length 1 but got length 2"),
+        (pd.DataFrame([["a", "b"]], columns=["text", "text"]), "a DataFrame must be a table that Arrow can hold: "
+         "Duplicate column names found: ['text', 'text']"),
+    ],
+)  # fmt: skip
+def test_what_is_no_table_is_refused(operator: Any, batch: Any, said: str) -> None:
+    with pytest.raises(DataError) as caught:
+        operator(batch)
+    assert str(caught.value) == said
+
+
+def test_values_without_columns_are_refused(operator: Any) -> None:
+    with pytest.raises(DataError, match=r"^a Series must be a table that Arrow can hold: "):
+        operator(pl.Series("text", ["a"]))
