@@ -5,13 +5,18 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import pyarrow as pa
 
 from llmbatch.errors import DataError
+from llmbatch.seal import is_plain
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3  # the command names the model by its whole content
+
+_CONTENT: Final = {
+    "command": dict, "files": list, "rows": int, "columns": list, "preserve_order": bool, "summary": dict,
+}  # fmt: skip
 
 _WAY_OUT = "choose another name, or replace it with overwrite=True (--overwrite)"
 
@@ -41,7 +46,7 @@ def decode(data: bytes, url: str) -> dict[str, Any]:
     try:
         manifest: dict[str, Any] = json.loads(data)
         version = manifest["format"]
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, RecursionError, TypeError, KeyError):
         raise damaged from None
     if version != FORMAT_VERSION:
         raise DataError(
@@ -49,9 +54,11 @@ def decode(data: bytes, url: str) -> dict[str, Any]:
             f"{FORMAT_VERSION}: {_WAY_OUT}"
         )
     try:
-        names = [part["name"] for part in manifest["parts"]]
+        good = all(is_plain(part["name"]) and type(part["rows"]) is int for part in manifest["parts"])
     except (TypeError, KeyError):
         raise damaged from None
-    if not all(isinstance(name, str) and "/" not in name for name in names):
+    if not good or not all(isinstance(manifest.get(name), kind) for name, kind in _CONTENT.items()):
+        raise damaged
+    if sum(part["rows"] for part in manifest["parts"]) != manifest["rows"]:
         raise damaged
     return manifest
