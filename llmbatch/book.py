@@ -168,7 +168,7 @@ class Book:
     def _keep_whole(self, windows: dict[int, Whole]) -> None:
         """Their rows are in parts, so their journals are needed no more."""
         for number, whole in windows.items():
-            self._output.work.write(self._names.whole(number), whole.encode())
+            whole.write(self._output.work, self._names.whole(number))
             Journal.open(self._output.work, self._names.journal(number)).remove()
             self.whole[number] = whole
 

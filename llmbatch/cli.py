@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from llmbatch.errors import InputError, JobStopped, LLMBatchError, ParameterError, StoppedEarly
-from llmbatch.options import ATTENTION, DTYPES, ENGINES, LOAD_FORMATS, ON_ERROR, OVERLAP
+from llmbatch.options import ATTENTION, CHANGED_ROWS, DTYPES, ENGINES, LOAD_FORMATS, ON_ERROR, OVERLAP
 from llmbatch.order import POLICIES
 from llmbatch.staging import COMPRESSIONS
 
@@ -188,6 +188,12 @@ def _add_job(parser: argparse.ArgumentParser) -> None:
     add("--restart", action="store_true", help="start over, whatever an earlier run left")
     add("--overwrite", action="store_true", help="start over, and replace Parquet files of others at OUT too")
     add("--retry-errors", action="store_true", help="answer the rows again that failed")
+    add(
+        "--changed-rows",
+        choices=CHANGED_ROWS,
+        default="refuse",
+        help="what becomes of answered rows that read otherwise now: refuse the job, or answer them again (refuse)",
+    )
     add(
         "--no-preserve-order",
         action="store_false",

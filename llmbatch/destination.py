@@ -35,6 +35,11 @@ class Destination:
     manifest: str  # its name in `folder`
     old_manifest: str  # the name that earlier versions gave it
 
+    @property
+    def manifests(self) -> tuple[str, ...]:
+        """Names of a manifest, that of earlier versions among them."""
+        return tuple(dict.fromkeys((self.manifest, self.old_manifest)))
+
     @classmethod
     def parse(cls, url: str, storage_options: Mapping[str, Any] | None) -> Destination:
         """Raises `DataError` where the name is that of no output."""

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import fcntl
 import io
 import os
-from typing import Any
+import secrets
+from typing import Any, Final
 
 from llmbatch.refusals import refusing
+
+UNFINISHED: Final = ".llmbatch-"  # how the names of files begin that are not whole yet
 
 
 class NewFile(io.FileIO):
@@ -20,6 +26,71 @@ class NewFile(io.FileIO):
         """Write what the disk takes of `data`; the bytes written."""
         with refusing(self._what, "written"):
             return super().write(data)
+
+
+class HeldFile:
+    """A small file that a process holds (`flock`) from before it has its name until it is closed or the process ends.
+
+    Where a file system knows no `flock` nobody holds it.
+    """
+
+    def __init__(self, descriptor: int, what: str) -> None:
+        self._descriptor = descriptor
+        self._what = what
+
+    @classmethod
+    def make(cls, folder: str, name: str, data: bytes, what: str) -> HeldFile | None:
+        """The file `name`, which is no other's name; None where the folder is gone."""
+        path = os.path.join(folder, UNFINISHED + secrets.token_hex(8))
+        with refusing(what, "written"):
+            try:
+                descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+            except FileNotFoundError:
+                return None
+            held = cls(descriptor, what)
+            try:
+                with contextlib.suppress(OSError):
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                held.write(data)
+                os.replace(path, os.path.join(folder, name))
+                sync_folder(folder)
+            except FileNotFoundError:
+                held.close()
+                return None
+            except BaseException:
+                held.close()
+                with contextlib.suppress(OSError):
+                    os.unlink(path)
+                raise
+        return held
+
+    def write(self, data: bytes) -> None:
+        """Put this in the stead of what it holds, which must not be longer."""
+        with refusing(self._what, "written"):
+            if os.pwrite(self._descriptor, data, 0) < len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            os.fsync(self._descriptor)
+
+    def close(self) -> None:
+        """Hold it no more."""
+        os.close(self._descriptor)
+
+
+def is_held(path: str) -> bool | None:
+    """Whether some process holds a file; None where that cannot be told, or where the file is gone."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: two who look do not meet each other
+        return False
+    except BlockingIOError:
+        return True
+    except OSError:
+        return None
+    finally:
+        os.close(descriptor)
 
 
 def make_folder(path: str) -> None:

@@ -121,12 +121,14 @@ class Earlier:
             row = first + int(np.flatnonzero(there)[changed[0]])
             raise DataError(
                 f"the input has changed since this job began: row {row} was answered when it read otherwise: "
-                "restore it, choose another output, or start over with restart=True (--restart)"
+                "restore it, have such rows answered again with changed_rows='answer' (--changed-rows answer), "
+                "choose another output, or start over with restart=True (--restart)"
             )
 
-    def take(self, keys: NDArray[np.uint64]) -> pa.Table:
-        """The answers to those of a window's rows that have one: a table of ROWS."""
+    def take(self, keys: NDArray[np.uint64], contents: NDArray[np.uint64]) -> pa.Table:
+        """The answers to those of a window's rows that have one, and read as they did then: a table of ROWS."""
         at, there = self._places(keys)
+        there[there] = self._contents[at[there]] == contents[there]
         rows, at = np.flatnonzero(there).astype(np.int32), at[there]
         tables = [ROWS.empty_table()]
         for number in np.unique(self._source[at]).tolist():

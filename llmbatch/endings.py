@@ -1,47 +1,78 @@
 """What an output's work folder says of names in the output: which are to go, and what is to get which.
 
-No file system gives many files their names at once. So the end of a job, be it committed or discarded, is written
-down before anything is done, and whoever comes next can go through with it: each of its steps may be done twice.
+No file system gives many files their names at once. So the end of a job is written down before anything is done, and
+whoever comes next can go through with it: each of its steps may be done twice. So is the beginning of a job that starts
+over: the work of the one before goes, and what that one showed to readers stays until the new output is there.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
+
+from llmbatch.parts import Part
+from llmbatch.seal import damage, is_plain, seal, unseal
+from llmbatch.storage import Place
+
+ENDING = "ending.json"
+_NAMES = "names.json"
 
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """Names of Parquet files in an output's folder while a job works."""
+    """Names of files in an output's folder while a job works."""
 
     replaced: Sequence[str] = ()  # there before the job began; they go when it ends
     published: Mapping[str, str] = field(default_factory=dict)  # names given before it ends, by staged part
 
     @classmethod
-    def decode(cls, data: bytes) -> Names:
-        """Those that were encoded."""
-        return cls(**json.loads(data))
+    def read(cls, work: Place) -> Names | None:
+        """Those that were written; None where none were. Raises `DataError` where they are damaged."""
+        kept = unseal(work, _NAMES)
+        if kept is None:
+            return None
+        try:
+            names = cls(kept["replaced"], dict(kept["published"]))
+            if not all(map(is_plain, [*names.replaced, *names.published, *names.published.values()])):
+                raise ValueError
+        except (KeyError, TypeError, ValueError):
+            raise damage(work, _NAMES) from None
+        return names
 
-    def encode(self) -> bytes:
-        """The names as they are written."""
-        return json.dumps(asdict(self)).encode()
+    def write(self, work: Place) -> None:
+        """Keep them."""
+        work.write(_NAMES, seal(_NAMES, {"replaced": list(self.replaced), "published": dict(self.published)}))
 
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How a job ends. Without files and manifest it is discarded; without anything all is in place already."""
+    """How a job ends, or how the work of one goes that is started over. Without anything all is in place already."""
 
     removed: Sequence[str] = ()  # names in the output's folder, unless a file has got that name since
-    files: Mapping[str, Sequence[str]] = field(default_factory=dict)  # names, and the staged files each is made of
+    files: Mapping[str, Sequence[Part]] = field(default_factory=dict)  # names, and the staged parts each is made of
     manifest: Mapping[str, Any] | None = None
+    replaced: Sequence[str] | None = None  # the job starts over: `Names.replaced` of the new one
 
     @classmethod
-    def decode(cls, data: bytes) -> Ending:
-        """The one that was encoded."""
-        return cls(**json.loads(data))
+    def read(cls, work: Place) -> Ending | None:
+        """The one that was written; None where none was. Raises `DataError` where it is damaged."""
+        kept = unseal(work, ENDING)
+        if kept is None:
+            return None
+        try:
+            files = {final: [Part.decode(part) for part in parts] for final, parts in kept["files"].items()}
+            ending = cls(kept["removed"], files, kept["manifest"], kept["replaced"])
+            if not all(map(is_plain, [*ending.removed, *files, *(ending.replaced or ())])):
+                raise ValueError
+            if ending.manifest is not None and [part["name"] for part in ending.manifest["parts"]] != list(files):
+                raise ValueError
+        except (KeyError, TypeError, ValueError, AttributeError):
+            raise damage(work, ENDING) from None
+        return ending
 
-    def encode(self) -> bytes:
-        """The ending as it is written."""
-        return json.dumps(asdict(self)).encode()
+    def write(self, work: Place) -> None:
+        """Say so, before anything is done."""
+        files = {final: [part.encode() for part in parts] for final, parts in self.files.items()}
+        content = {"removed": list(self.removed), "files": files, "manifest": self.manifest, "replaced": self.replaced}
+        work.write(ENDING, seal(ENDING, content))

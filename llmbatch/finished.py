@@ -40,7 +40,8 @@ class Finished:
             return manifest if to.has_file() else None
         there = set(to.folder.names())
         for part in manifest["parts"]:
-            if part["name"] not in there:
+            # A reader of parts that appear while a job works may have taken them away.
+            if part["name"] not in there and manifest["preserve_order"]:
                 raise DataError(
                     f"the output {to.url} is finished but its part {part['name']} is gone: put it back, or start "
                     "over with restart=True (--restart)"
@@ -70,6 +71,11 @@ class Finished:
         """
         to = self.destination
         if to.suffix == ".parquet":
+            if to.folder.size(part) is None:
+                raise DataError(
+                    f"the part {part} of {to.url} is gone, and with it the rows to go on from: put it back, or start "
+                    "over with restart=True (--restart)"
+                )
             return read_tables(parquet, to.folder, part, columns)
         manifest = self.manifest()
         assert manifest is not None, "a part is that of a finished output"

@@ -37,6 +37,11 @@ class Gate:
 
     def count(self, errors: int) -> None:
         """So many more rows have failed, in this run or an earlier one. Raises JobError."""
+        if errors and self._raises:
+            raise JobError(
+                f"{errors:,} rows failed in an earlier run, and on_error='raise' (--on-error raise) ends a job at the "
+                "first: answer them again with retry_errors=True (--retry-errors), or keep them with on_error='column'"
+            )
         self._errors += errors
         if self._errors > self._most:
             raise JobError(

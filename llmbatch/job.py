@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import Any, cast
 
@@ -18,7 +18,7 @@ from llmbatch.book import Book
 from llmbatch.command import describe_command
 from llmbatch.earlier import Earlier, JournalSource, keys_of
 from llmbatch.engines.checkpoints import model_digest
-from llmbatch.errors import DataError, JobStopped, ParameterError
+from llmbatch.errors import DataError, JobStopped, ParameterError, StorageError
 from llmbatch.feed import Stop
 from llmbatch.forecast import Forecast, compare, forecast
 from llmbatch.gate import Gate
@@ -26,9 +26,9 @@ from llmbatch.identity import check_contents, check_ids
 from llmbatch.inputs import Inputs, RowReader
 from llmbatch.journal import Journal
 from llmbatch.lock import Lock
-from llmbatch.opening import Done, Going, Layout, kept_dtype, open_job
-from llmbatch.options import DType, Options
-from llmbatch.outputs import JOB, Output
+from llmbatch.opening import Done, Going, Layout, Wish, kept_dtype, open_job
+from llmbatch.options import CHANGED_ROWS, ChangedRows, DType, Options
+from llmbatch.outputs import Output
 from llmbatch.progress import Progress, Silence
 from llmbatch.report import Report
 from llmbatch.rowhash import hash_rows
@@ -50,6 +50,7 @@ def run(
     restart: bool = False,
     overwrite: bool = False,
     retry_errors: bool = False,
+    changed_rows: ChangedRows = "refuse",
     preserve_order: bool = True,
     max_error_rate: float | None = None,
     window_rows: int | None = None,
@@ -70,7 +71,9 @@ def run(
     same call goes on where an earlier one ended, however it ended. On its finished output it returns that job's report
     with `finished_before` set. Rows are told apart by position, and must be the same again; with `id_column`, the name
     of a column of unique values, rows may have come or changed places since. `retry_errors` answers the rows again
-    that failed. `restart` starts over; `overwrite` replaces Parquet files of others too.
+    that failed; `changed_rows="answer"` those that read otherwise now than when they were answered, for which a job is
+    refused else. `restart` starts over; `overwrite` replaces Parquet files of others too. What was there stays until
+    the new output is complete.
 
     Rows appear in the input's order once all are answered; with `preserve_order=False` parts appear as they are full,
     in the order in which rows finish. `max_error_rate` (0 to 1) ends a job of whose rows more have failed.
@@ -96,6 +99,8 @@ def run(
             raise ParameterError(f"max_error_rate must lie in [0, 1], got {max_error_rate:g}")
     if window_rows is not None:
         window_rows = whole("window_rows", window_rows, 1)
+    if changed_rows not in CHANGED_ROWS:
+        raise ParameterError(f"changed_rows must be one of {', '.join(CHANGED_ROWS)}, got {changed_rows!r}")
     source = Inputs.resolve(paths, storage_options)
     target = Output.open(
         output, inputs=[*paths, *source.paths], storage_options=storage_options, compression=compression
@@ -115,8 +120,15 @@ def run(
         preserve_order=preserve_order,
         dtype=worker.dtype,
     )
-    job = _Job(worker, source, target, fresh, progress or Silence(), stopping, max_error_rate)
-    return job.run(begun, discard=restart or overwrite, overwrite=overwrite, retry_errors=retry_errors)
+    wish = Wish(
+        retry_errors=retry_errors,
+        start_over=restart or overwrite,
+        overwrite=overwrite,
+        answer_changed=changed_rows == "answer",
+    )
+    gate = Gate(rows=source.num_rows, max_error_rate=max_error_rate, raises=built.on_error == "raise")
+    job = _Job(worker, source, target, fresh, wish, gate, progress or Silence(), stopping)
+    return job.run(begun)
 
 
 class _Job:
@@ -128,46 +140,43 @@ class _Job:
         source: Inputs,
         output: Output,
         fresh: Layout,
+        wish: Wish,
+        gate: Gate,
         progress: Progress,
         stopping: Stopping,
-        max_error_rate: float | None,
     ) -> None:
         self._worker, self._source, self._output, self._fresh = worker, source, output, fresh
-        self._progress, self._stopping = progress, stopping
-        self._gate = Gate(
-            rows=source.num_rows, max_error_rate=max_error_rate, raises=worker.options.on_error == "raise"
-        )
+        self._wish, self._gate, self._progress, self._stopping = wish, gate, progress, stopping
         self._id: str | None = fresh.command["id_column"]
 
-    def run(self, begun: float, *, discard: bool, overwrite: bool, retry_errors: bool) -> Report:
-        """Begin the job or go on with it, and finish it."""
-        output = self._output
-        if discard:
-            output.check_free(replace_foreign=overwrite)
+    def run(self, begun: float) -> Report:
+        """Begin the job or go on with it, and finish it. Nothing goes before the engine is there."""
+        output, start_over = self._output, self._wish.start_over
         with ExitStack() as stack:
             lock = None
-            if discard or output.work.names():  # if only the lock of one that was killed while it cleaned
+            if output.work.names():  # if only the lock of one that was killed while it cleaned
                 lock = stack.enter_context(output.locked())
-                if discard:
-                    output.discard()
-                output.resume_ending()
-            before = output.manifest()
-            decided = open_job(output, self._fresh, self._source, retry_errors=retry_errors, overwrite=overwrite)
+                with suppress(*((DataError, StorageError) if start_over else ())):
+                    output.resume_ending()
+            before = output.state()
+            decided = open_job(output, self._fresh, self._source, self._gate, self._wish)
             if isinstance(decided, Done):
-                return replace(Report.from_dict(decided.summary), finished_before=True)
-            if decided.changed:
+                return replace(decided.report, finished_before=True)
+            if decided.changed and not self._wish.answer_changed:
                 check_contents(self._source, Earlier(decided.sources, without_errors=False), self._id)
             self._worker.load()
             if lock is None:
                 lock = stack.enter_context(output.locked())
-                if output.has_work() or output.manifest() != before:
+                if output.state() != before:
                     raise DataError(f"another job has just written to {output.url}: run the command again")
+            if start_over:
+                output.start_over()
             return self._answer(decided, lock, begun)
 
     def _answer(self, going: Going, lock: Lock, begun: float) -> Report:
         output, layout = self._output, going.layout
         output.begin()
-        output.work.write(JOB, layout.encode())
+        layout.write(output.work)
         older = Earlier(going.sources, without_errors=layout.without_errors)
         shelf: Shelf = (
             InOrder(output, layout.names) if layout.preserve_order else AsFinished(output, layout.window_rows)
@@ -179,7 +188,7 @@ class _Job:
             self._progress.say(note)
         begun_windows, whole = layout.names.windows(output.work.names())
         for number in sorted(whole):
-            book.resume(number, Whole.decode(output.work.read(layout.names.whole(number)) or b""))
+            book.resume(number, Whole.read(output, layout.names, number, layout.rows_of(number)))
         journals = (Journal.open(output.work, layout.names.journal(number)) for number in begun_windows)
         found = book.rows + sum(batch.num_rows for journal in journals for batch in journal.records())
         if len(older):  # of rows that may be gone, or are to be run again; which ones shows window by window
@@ -209,7 +218,9 @@ class _Job:
             windows.close()
             reader.close()
         lock.check()
-        parts, rows = shelf.parts(book.whole)
+        parts = shelf.parts(book.whole)
+        for name in output.taken(parts):
+            self._progress.say(f"{name} is in {output.url} no more: whoever reads it has taken it away")
         report = self._report(layout, book, totals, begun)
         manifest = {
             "command": layout.command,
@@ -219,7 +230,7 @@ class _Job:
             "preserve_order": layout.preserve_order,
             "summary": report.to_dict(),
         }
-        output.commit(parts, manifest, rows)
+        output.commit(parts, manifest, rows=layout.rows)
         return report
 
     def _window(
@@ -230,7 +241,7 @@ class _Job:
         keys, contents = keys_of(table, first, self._id), hash_rows(table)
         journal = Journal.open(self._output.work, layout.names.journal(number))
         kept = Earlier([JournalSource(journal.records())], without_errors=False)
-        found = [older.take(keys), kept.take(keys)]
+        found = [older.take(keys, contents), kept.take(keys, contents)]
         # What this generation answered anew counts; what it took over from an older one is not in its journal.
         mine = np.isin(found[0]["row"].to_numpy(), found[1]["row"].to_numpy(), invert=True)
         return self._worker.window(

@@ -1,10 +1,14 @@
 """One job at a time writes an output, and the output of one that died is free again.
 
-A lock is a file `lock-000001` with its owner's name and a heartbeat. To take over a dead owner's lock is to
-create the next number, which only one of several contenders can; the highest number is the lock that counts.
-An owner of this machine is dead when its process is gone, be it stuck or stopped for however long. Of an owner
-elsewhere nothing but its heartbeat is known: it is taken for dead after a minute without one, and if it wakes
-up after all it finds its lock taken over.
+A lock is a file `lock-000001-NAME` of which no two have the same name. To hold one is to have written it and to find no
+other beside it but those that were seen before, whose owners are dead; who finds another removes its own and looks
+again. Of two contenders at least one finds the other, as each lists after it has written. So a lock asks of a store
+only that it lists what was written, and nobody ever removes a file that may be another's. The highest number counts.
+
+An owner on this machine is dead when its process is gone. On a disk the file system knows that: the owner holds an
+`flock` on its file from before it appears until the process ends, whatever ends it. Of an owner on another machine
+only signs of life are known: a count in its file, raised every ten seconds. Whoever finds such a lock watches it for a
+minute by its own clock, and takes it over if the count stays. Clocks of two machines are never compared.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import random
 import re
 import secrets
 import socket
@@ -19,27 +24,33 @@ import threading
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Final
 
+from llmbatch.disk import HeldFile, is_held
 from llmbatch.errors import DataError, JobError, StorageError
 from llmbatch.storage import Place
 
-HEARTBEAT = 10.0  # seconds between two signs of life
-PATIENCE = 60.0  # seconds without one after which an owner elsewhere is taken for dead
+HEARTBEAT: Final = 10.0  # seconds between two signs of life
+PATIENCE: Final = 60.0  # seconds without one after which an owner elsewhere is taken for dead
+_LOOK: Final = 2.0  # seconds between two looks at the lock of an owner elsewhere
+_BACK_OFF: Final = 0.05  # seconds, at most, until one that met another contender tries again
 
-_NAME = re.compile(r"lock-(\d{6,})")
+_DIGITS: Final = 10  # of a count, at most
+
+_NAME = re.compile(r"lock-(\d{6,12})-([0-9a-f]{32})")
 _log = logging.getLogger("llmbatch")
 
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """A process that holds a lock, and when it was last heard of."""
+    """A process that holds a lock."""
 
     host: str
     machine: str  # one run of one kernel, and in it one view of its processes (a container has its own)
     pid: int
     started: int  # clock ticks after the machine's start: a number is given to several processes in time
     token: str  # no two acquisitions have one
-    heartbeat: float  # seconds since 1970, by the owner's clock
+    beats: int = 0  # signs of life so far
 
     @classmethod
     def here(cls) -> Owner:
@@ -47,41 +58,34 @@ class Owner:
         pid = os.getpid()
         started = _started(pid)
         assert started is not None, "this process runs"
-        return cls(socket.gethostname(), _machine(), pid, started, secrets.token_hex(16), time.time())
+        return cls(socket.gethostname(), _machine(), pid, started, secrets.token_hex(16))
 
     @classmethod
     def parse(cls, data: bytes, what: str) -> Owner:
         """What a lock file says."""
         try:
-            return cls(**json.loads(data))
-        except (ValueError, TypeError):
-            raise DataError(
-                f"{what} is not a lock of this version of llmbatch; remove it if no job is running"
-            ) from None
+            owner = cls(**json.loads(data))
+            known = asdict(owner)
+            if all(type(known[name]) is (int if kind == "int" else str) for name, kind in cls.__annotations__.items()):
+                return owner
+        except (ValueError, RecursionError, TypeError):
+            pass
+        raise DataError(f"{what} is not a lock of this version of llmbatch; remove it if no job is running")
 
     @property
-    def silence(self) -> float:
-        """Seconds since its heartbeat."""
-        return max(0.0, time.time() - self.heartbeat)
+    def is_here(self) -> bool:
+        """Whether it is a process of this machine, seen from the same container."""
+        return self.machine == _machine()
 
     @property
-    def is_dead(self) -> bool:
-        """Whether it writes no more, as far as can be told from here."""
-        if self.machine == _machine():
-            return _started(self.pid) != self.started
-        return self.silence > PATIENCE
+    def is_gone(self) -> bool:
+        """Whether the process of this machine has ended."""
+        return self.is_here and _started(self.pid) != self.started
 
     def dump(self) -> bytes:
-        """What `parse` reads."""
-        return json.dumps(asdict(self)).encode()
-
-    def describe(self) -> str:
-        """Who it is, and how to get past it."""
-        sentence = f"{self}, last heard of {self.silence:.0f} s ago; "
-        if self.machine == _machine():
-            return sentence + "end that process or wait until it ends, or name another output"
-        wait = max(0.0, PATIENCE - self.silence)
-        return sentence + f"wait until it ends, or, if it was killed, {wait:.0f} s; or name another output"
+        """What `parse` reads; as long for every count, so that it can be written over."""
+        least = len(json.dumps({**asdict(self), "beats": 0}))
+        return json.dumps(asdict(self)).encode().ljust(least + _DIGITS)
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}"
@@ -90,10 +94,11 @@ class Owner:
 class Lock:
     """An output that is this process's alone, until `release`."""
 
-    def __init__(self, place: Place, number: int, owner: Owner, what: str) -> None:
+    def __init__(self, place: Place, name: str, owner: Owner, held: HeldFile | None, what: str) -> None:
         self._place = place
-        self._number = number
+        self._name = name
         self._owner = owner
+        self._held = held
         self._what = what
         self._failure: Exception | None = None
         self._released = threading.Event()
@@ -102,63 +107,73 @@ class Lock:
 
     @classmethod
     def acquire(cls, place: Place, *, what: str) -> Lock:
-        """Take the lock that lies in `place`, which `make` has made; `what` is what the lock is of.
+        """Take the lock that lies in `place`, which is made; `what` is what the lock is of.
 
-        Raises `DataError` when a job that may be alive has it.
+        Raises `DataError` when a job that lives has it.
         """
         while True:
-            before = _numbers(place)
-            if before:
-                owner = _read(place, before[-1])
-                if owner is None:  # released this moment
-                    continue
-                if not owner.is_dead:
-                    raise DataError(f"{what} is being written by {owner.describe()}")
-            number = before[-1] + 1 if before else 1
-            mine = Owner.here()
-            if not place.create(_name(number), mine.dump()):
+            place.make()
+            before = _locks(place)
+            if before and not _is_free(place, before[-1], what):
                 continue
-            if set(_numbers(place)) <= {number, *before}:
-                return cls(place, number, mine, what)
-            place.remove(_name(number))  # another came by another number, while an owner thought dead released its own
+            owner = Owner.here()
+            name = f"lock-{_number(before[-1]) + 1 if before else 1:06d}-{owner.token}"
+            held = None
+            if place.local:
+                held = HeldFile.make(place.root, name, owner.dump(), place.shown(name))
+                if held is None:  # the one that released it removed the folder
+                    continue
+            else:
+                place.write(name, owner.dump())
+            if set(_locks(place)) <= {name, *before}:
+                return cls(place, name, owner, held, what)
+            place.remove(name)
+            if held is not None:
+                held.close()
+            time.sleep(random.uniform(0, _BACK_OFF))
 
     def check(self) -> None:
         """Raises `JobError` when the lock is another's by now, or gone, or can no longer be kept."""
         if self._failure is not None:
             raise JobError(str(self._failure)) from self._failure
-        last = max(_numbers(self._place), default=0)
-        if last > self._number:
-            raise JobError(
-                f"{self._what} was taken over by {_read(self._place, last) or 'another process'}: "
-                "this job gave no sign of life for too long, and the other one goes on from what it finished"
-            )
-        if not self._is_ours():
+        locks = _locks(self._place)
+        if self._name not in locks:
             raise JobError(
                 f"the lock of {self._what} was removed while this job was writing; "
                 "let one job at a time write an output, and run the command again"
             )
+        if _number(locks[-1]) > _number(self._name):
+            raise JobError(
+                f"{self._what} was taken over by {_read(self._place, locks[-1]) or 'another process'}: "
+                "this job gave no sign of life for too long, and the other one goes on from what it finished"
+            )
 
     def release(self) -> None:
-        """Give the output back. Of a lock that was taken over nothing is left to give."""
+        """Give the output back. Of a lock that was taken over only one's own file goes."""
         if self._released.is_set():
             return
         self._released.set()
         self._thread.join()
-        if self._is_ours():
-            for number in _numbers(self._place):  # one's own comes after those of the dead
-                if number <= self._number:
-                    self._place.remove(_name(number))
-
-    def _is_ours(self) -> bool:
-        owner = _read(self._place, self._number)
-        return owner is not None and owner.token == self._owner.token
+        try:
+            locks = _locks(self._place)
+            if self._name in locks:  # those below are of the dead; of a lock that was taken over they are gone
+                for name in locks[: locks.index(self._name) + 1]:
+                    self._place.remove(name)
+        finally:
+            if self._held is not None:
+                self._held.close()
 
     def _keep(self) -> None:
+        beats = 0
         while not self._released.wait(HEARTBEAT):
             try:
                 self.check()
-                owner = replace(self._owner, heartbeat=time.time())
-                self._place.write(_name(self._number), owner.dump())
+                beats += 1
+                data = replace(self._owner, beats=beats).dump()
+                if self._held is None:
+                    self._place.write(self._name, data)
+                else:
+                    self._held.write(data)
             except StorageError as error:  # it may be better next time
                 _log.warning("the heartbeat of the lock of %s failed: %s", self._what, error)
             except Exception as error:
@@ -166,17 +181,59 @@ class Lock:
                 return
 
 
-def _name(number: int) -> str:
-    return f"lock-{number:06d}"
+def _locks(place: Place) -> list[str]:
+    """Names of all locks, by number."""
+    names = [name for name in place.names() if name.startswith("lock-")]
+    for name in names:
+        if _NAME.fullmatch(name) is None:
+            raise DataError(
+                f"{place.shown(name)} is not a lock of this version of llmbatch; remove it if no job is running"
+            )
+    return sorted(names, key=lambda name: (_number(name), name))
 
 
-def _numbers(place: Place) -> list[int]:
-    return sorted(int(match[1]) for match in map(_NAME.fullmatch, place.names()) if match)
+def _number(name: str) -> int:
+    match = _NAME.fullmatch(name)
+    assert match is not None, "it is a lock's name"
+    return int(match[1])
 
 
-def _read(place: Place, number: int) -> Owner | None:
-    data = place.read(_name(number))
-    return None if data is None else Owner.parse(data, place.shown(_name(number)))
+def _read(place: Place, name: str) -> Owner | None:
+    data = place.read(name)
+    return None if data is None else Owner.parse(data, place.shown(name))
+
+
+def _is_free(place: Place, name: str, what: str) -> bool:
+    """Whether the owner of a lock is dead; False where the lock is gone. Raises `DataError` where it lives."""
+    owner = _read(place, name)
+    if owner is None:
+        return False
+    held = is_held(place.path(name)) if place.local else None
+    if held is False and owner.machine.split()[0] == _machine().split()[0]:  # one kernel, which would know
+        return True
+    if owner.is_gone:
+        return True
+    if held or owner.is_here:
+        end = "end that process or " if owner.is_here else ""
+        raise DataError(f"{what} is being written by {owner}; {end}wait until it ends, or name another output")
+    return _falls_silent(place, name, owner, what)
+
+
+def _falls_silent(place: Place, name: str, owner: Owner, what: str) -> bool:
+    """Watch an owner elsewhere, until it has given no sign of life for long; False where it gave its lock back.
+
+    Raises `DataError` at the first sign.
+    """
+    _log.warning("%s was written by %s, and it takes %g s to see whether it still is", what, owner, PATIENCE)
+    begun = time.monotonic()
+    while time.monotonic() - begun < PATIENCE:
+        time.sleep(_LOOK)
+        now = _read(place, name)
+        if now is None:
+            return False
+        if now != owner:
+            raise DataError(f"{what} is being written by {owner}; wait until it ends, or name another output")
+    return True
 
 
 def _machine() -> str:

@@ -9,15 +9,20 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from llmbatch.errors import DataError
+from llmbatch.seal import is_plain
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3  # the command names the model by its whole content
 KEY = b"llmbatch"  # in the footer of a Parquet file
+
+_CONTENT: Final = {
+    "command": dict, "files": list, "rows": int, "columns": list, "preserve_order": bool, "summary": dict,
+}  # fmt: skip
 
 _PARQUET = b"PAR1"  # how such files begin
 _WAY_OUT = "choose another name, or replace it with overwrite=True (--overwrite)"
@@ -58,7 +63,7 @@ def decode(data: bytes, url: str) -> dict[str, Any]:
             data = pq.read_metadata(pa.BufferReader(data)).metadata[KEY]
         manifest: dict[str, Any] = json.loads(data)
         version = manifest["format"]
-    except (ValueError, TypeError, KeyError, pa.ArrowException, OSError):
+    except (ValueError, RecursionError, TypeError, KeyError, pa.ArrowException, OSError):
         raise damaged from None
     if version != FORMAT_VERSION:
         raise DataError(
@@ -66,9 +71,11 @@ def decode(data: bytes, url: str) -> dict[str, Any]:
             f"{FORMAT_VERSION}: {_WAY_OUT}"
         )
     try:
-        names = [part["name"] for part in manifest["parts"]]
+        good = all(is_plain(part["name"]) and type(part["rows"]) is int for part in manifest["parts"])
     except (TypeError, KeyError):
         raise damaged from None
-    if not all(isinstance(name, str) and "/" not in name for name in names):
+    if not good or not all(isinstance(manifest.get(name), kind) for name, kind in _CONTENT.items()):
+        raise damaged
+    if sum(part["rows"] for part in manifest["parts"]) != manifest["rows"]:
         raise damaged
     return manifest

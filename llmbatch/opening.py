@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 from llmbatch.command import difference
 from llmbatch.earlier import JournalSource, PartSource, Source
 from llmbatch.errors import DataError
+from llmbatch.gate import Gate
 from llmbatch.inputs import Inputs
 from llmbatch.journal import Journal
 from llmbatch.outputs import JOB, Output
+from llmbatch.report import Report
+from llmbatch.seal import damage, seal, unseal
 from llmbatch.shelf import Names, Whole
+from llmbatch.storage import Place
 
-FORMAT = 2
+FORMAT: Final = 3  # of the work folder; from 3 on its files are sealed
 _WAY_OUT = "choose another output, or start over with restart=True (--restart)"
 
 
@@ -33,6 +38,7 @@ class Layout:
     dtype: str  # of the numbers it is computed in, which may have been chosen by measurement
     generation: int = 0  # counts how often the rows were laid out anew
     without_errors: bool = False  # rows that failed in earlier generations are run again
+    afresh: bool = False  # it was started over: a finished output is replaced, and no answer of it is taken
 
     @property
     def names(self) -> Names:
@@ -44,24 +50,36 @@ class Layout:
         """How many there are."""
         return max(1, -(-self.rows // self.window_rows))
 
-    def encode(self) -> bytes:
-        """As it is kept."""
-        return json.dumps({"format": FORMAT, **asdict(self)}, indent=1).encode()
+    def rows_of(self, window: int) -> int:
+        """How many rows a window has."""
+        return max(0, min(self.window_rows, self.rows - window * self.window_rows))
+
+    def write(self, work: Place) -> None:
+        """Keep it."""
+        work.write(JOB, seal(JOB, {"format": FORMAT, **asdict(self)}))
 
     @classmethod
-    def decode(cls, data: bytes, url: str) -> Layout:
-        """What `encode` made. Raises DataError where another version did."""
-        try:
-            kept = json.loads(data)
-            version = kept.pop("format")
-            if version == FORMAT:
-                return cls(**kept)
-        except (ValueError, TypeError, KeyError, AttributeError):
-            version = "unknown"
-        raise DataError(
-            f"the job at {url} was begun by another version of llmbatch, in format {version!r} and not {FORMAT}: "
-            f"finish it with that one, {_WAY_OUT}"
-        )
+    def read(cls, output: Output) -> Layout | None:
+        """What `write` kept; None where no job is under way.
+
+        Raises `DataError` where it is damaged, or another version wrote it.
+        """
+        data = output.work.read(JOB)
+        if data is None:
+            return None
+        version = None
+        with contextlib.suppress(ValueError, RecursionError, AttributeError):
+            version = json.loads(data).get("format")
+        if version is not None and version != FORMAT:
+            raise DataError(
+                f"the job at {output.url} was begun by another version of llmbatch, in format {version!r} and not "
+                f"{FORMAT}: finish it with that one, {_WAY_OUT}"
+            )
+        kept = unseal(output.work, JOB)
+        if kept is None or set(kept) != {"format", *(field.name for field in fields(cls))}:
+            raise damage(output.work, JOB)
+        del kept["format"]
+        return cls(**kept)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +95,17 @@ class Going:
 class Done:
     """A finished output of this very command."""
 
-    summary: dict[str, Any]
+    report: Report
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wish:
+    """What a command asks of a job beyond its answers."""
+
+    retry_errors: bool
+    start_over: bool
+    overwrite: bool
+    answer_changed: bool  # rows that were answered when they read otherwise
 
 
 def kept_dtype(output: Output) -> str | None:
@@ -86,29 +114,40 @@ def kept_dtype(output: Output) -> str | None:
     Which type is fast is measured, and may come out otherwise in the next process: answers of one job are of one type.
     Raises DataError where the output is another version's.
     """
-    kept = output.work.read(JOB)
+    kept = Layout.read(output)
     if kept is not None:
-        return Layout.decode(kept, output.url).dtype
+        return kept.dtype
     manifest = output.manifest()
-    return None if manifest is None else str(manifest["summary"]["dtype"])
+    return None if manifest is None else _report(output, manifest).dtype
 
 
-def open_job(output: Output, fresh: Layout, source: Inputs, *, retry_errors: bool, overwrite: bool) -> Going | Done:
+def open_job(output: Output, fresh: Layout, source: Inputs, gate: Gate, wish: Wish) -> Going | Done:
     """What is to be done for the job that `fresh` describes as a new one. Reads, and changes nothing.
 
-    Raises DataError where the output belongs to another job.
+    Raises DataError where the output belongs to another job, JobError where it is finished and more of its rows failed
+    than may.
     """
-    kept = output.work.read(JOB)
+    if wish.start_over:
+        output.check_free(replace_foreign=wish.overwrite)
+        return Going(replace(fresh, afresh=True), (), False)
+    kept = Layout.read(output)
     manifest = output.manifest()
     if kept is not None:
-        return _go_on(output, Layout.decode(kept, output.url), fresh, source, manifest, retry_errors)
+        return _go_on(output, kept, fresh, source, manifest, wish)
     if manifest is None:
-        output.check_free(replace_foreign=overwrite)
+        output.check_free(replace_foreign=False)
         return Going(fresh, (), False)
+    report = _report(output, manifest)
     _compare(f"the output {output.url} was made", manifest["command"], fresh)
+    if fresh.preserve_order and not manifest["preserve_order"]:
+        raise DataError(
+            f"the rows of {output.url} are in the order in which they finished, and the input's order is asked for "
+            f"(preserve_order=True): ask for preserve_order=False (--no-preserve-order), {_WAY_OUT}"
+        )
     changed = manifest["files"] != fresh.files
-    if not changed and not (retry_errors and manifest["summary"]["errors"]):
-        return Done(manifest["summary"])
+    if not changed and not (wish.retry_errors and report.errors):
+        gate.count(report.errors)
+        return Done(report)
     if changed:
         _check_change(fresh, manifest["rows"], manifest["columns"])
     if not manifest["preserve_order"] and fresh.command["id_column"] is None:
@@ -116,13 +155,21 @@ def open_job(output: Output, fresh: Layout, source: Inputs, *, retry_errors: boo
             f"the rows of {output.url} are in the order in which they finished (preserve_order=False), so they can "
             f"only be told apart by an id_column (--id-column): {_WAY_OUT}"
         )
-    again = replace(fresh, without_errors=retry_errors)
+    again = replace(fresh, without_errors=wish.retry_errors)
     return Going(again, _finished_sources(output, manifest, source, fresh), changed)
 
 
+def _report(output: Output, manifest: dict[str, Any]) -> Report:
+    try:
+        return Report.from_dict(manifest["summary"])
+    except (KeyError, TypeError):
+        raise DataError(f"the manifest of the output {output.url} is damaged: {_WAY_OUT}") from None
+
+
 def _go_on(
-    output: Output, kept: Layout, fresh: Layout, source: Inputs, manifest: dict[str, Any] | None, retry_errors: bool
+    output: Output, kept: Layout, fresh: Layout, source: Inputs, manifest: dict[str, Any] | None, wish: Wish
 ) -> Going:
+    retry_errors = wish.retry_errors
     _compare(f"the job at {output.url} was begun", kept.command, fresh)
     if kept.preserve_order != fresh.preserve_order:
         raise DataError(
@@ -137,14 +184,21 @@ def _go_on(
             f"the job at {output.url} publishes rows as they finish (preserve_order=False), so it cannot go on {what} "
             f"before it is done: finish it first, {_WAY_OUT}"
         )
-    sources = [] if manifest is None else _finished_sources(output, manifest, source, fresh)
+    finished = None if kept.afresh else manifest
+    sources = [] if finished is None else _finished_sources(output, finished, source, fresh)
     for generation in range(kept.generation):
         sources += _kept_sources(output, Names(generation), kept, source)
     if not changed and (not retry_errors or kept.without_errors):
         return Going(kept, sources, False)
     sources += _kept_sources(output, kept.names, kept, source)
     without_errors = retry_errors or kept.without_errors
-    anew = replace(fresh, window_rows=kept.window_rows, generation=kept.generation + 1, without_errors=without_errors)
+    anew = replace(
+        fresh,
+        window_rows=kept.window_rows,
+        generation=kept.generation + 1,
+        without_errors=without_errors,
+        afresh=kept.afresh,
+    )
     return Going(anew, sources, changed)
 
 
@@ -186,9 +240,9 @@ def _kept_sources(output: Output, names: Names, kept: Layout, source: Inputs) ->
     ]
     for window in sorted(whole):
         first = window * kept.window_rows
-        staged = Whole.decode(output.work.read(names.whole(window)) or b"")
-        for part, rows in zip(staged.parts, staged.rows, strict=True):
-            read = partial(output.staged_tables, part)
+        for part in Whole.read(output, names, window).parts:
+            output.check_staged(part)
+            read = partial(output.staged_tables, part.name)
             sources.append(PartSource(read, source.schema.names, first, kept.command["id_column"]))
-            first += rows
+            first += part.rows
     return sources

@@ -20,12 +20,14 @@ OverlapName = Literal["auto", "sequential", "interleaved", "partitioned"]
 LoadFormat = Literal["auto", "dummy"]
 EngineName = Literal["torch", "simulated"]
 OnError = Literal["column", "raise"]
+ChangedRows = Literal["refuse", "answer"]
 ATTENTION: tuple[AttentionName, ...] = get_args(AttentionName)
 OVERLAP: tuple[OverlapName, ...] = get_args(OverlapName)
 DTYPES: tuple[DType, ...] = get_args(DType)
 LOAD_FORMATS: tuple[LoadFormat, ...] = get_args(LoadFormat)
 ENGINES: tuple[EngineName, ...] = get_args(EngineName)
 ON_ERROR: tuple[OnError, ...] = get_args(OnError)
+CHANGED_ROWS: tuple[ChangedRows, ...] = get_args(ChangedRows)
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 # Tokens and sequences are counted in int32.
 _MOST = {"page_size": INT32_MAX, "max_running": INT32_MAX, "step_tokens": INT32_MAX}

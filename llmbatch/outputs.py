@@ -11,8 +11,9 @@ names that begin with "_". Polars leaves out none and refuses a folder that hold
 take staged files for Parquet if nothing else were there, so `job.json` lies beside those. The manifest is a Parquet
 file without rows (`llmbatch.manifest`), so every reader takes a finished folder as it is.
 
-`commit` and `discard` write down what they are going to do before they do it (`llmbatch.endings`); one that was
-interrupted anywhere is gone through with by `resume_ending`.
+`commit` and `start_over` write down what they are going to do before they do it (`llmbatch.endings`); one that was
+interrupted anywhere is gone through with by `resume_ending`. Staged parts have checksums, and nothing gets its name
+before all of them hold what was written to them. Whatever a work folder says, only the output's files are touched.
 """
 
 from __future__ import annotations
@@ -21,25 +22,26 @@ import contextlib
 import io
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, count
-from typing import Any
+from typing import Any, BinaryIO, cast
 
 import pyarrow as pa
 
+from llmbatch.claims import Claims
 from llmbatch.destination import Destination
-from llmbatch.endings import Ending, Names
-from llmbatch.errors import DataError, RowError, StorageError
+from llmbatch.endings import ENDING, Ending, Names
+from llmbatch.errors import DataError, JobError, RowError, StorageError
 from llmbatch.finished import Finished
 from llmbatch.lock import Lock
 from llmbatch.manifest import compose
+from llmbatch.parts import Digesting, Part, rows_of
 from llmbatch.plain import check_type, unwritable
+from llmbatch.seal import START_OVER, damage
 from llmbatch.staging import CODECS, Arrow, Format, Jsonl, Parquet, StagedFormat, read_tables
 
 PART_ROWS = 100_000  # most rows of a part, so that readers can share an output out
 JOB = "job.json"  # in the work folder: says which job it is whose work lies there
 
-_ENDING = "ending.json"
-_NAMES = "names.json"
-_OVERWRITE = "choose another name, or replace it with overwrite=True (--overwrite)"
+_WHOLE = "whole.staged"  # one file made of all parts
 
 
 class Output:
@@ -54,6 +56,7 @@ class Output:
         self._folder = destination.folder
         self._is_folder = destination.file is None
         self._finished = Finished(destination)
+        self._claims = Claims(destination)
         self._parquet = parquet
         self._format: Format = parquet
         self._staged: StagedFormat = parquet
@@ -101,7 +104,11 @@ class Output:
 
     def has_work(self) -> bool:
         """Whether a job that is not finished left work here; `resume_ending` comes first then."""
-        return not {JOB, _ENDING}.isdisjoint(self.work.names())
+        return not {JOB, ENDING}.isdisjoint(self.work.names())
+
+    def state(self) -> tuple[bool, bytes | None]:
+        """What is no longer equal when another job has written here."""
+        return self.has_work(), self._folder.read(self._destination.manifest)
 
     def check(self, schema: pa.Schema) -> None:
         """Raise `DataError` when a column of this type cannot be written, before hours are spent on it."""
@@ -125,20 +132,7 @@ class Output:
 
     def check_free(self, *, replace_foreign: bool) -> None:
         """Raise `DataError` where something lies that is not llmbatch's and that may not be replaced."""
-        ours = {*self._finished.parts(), *self._names().published.values()}
-        if not self._is_folder:
-            if not replace_foreign and not ours and self._destination.has_file():
-                raise DataError(f"the output {self.url} is already there: {_OVERWRITE}")
-            return
-        for name in self._folder.names():
-            if name in ours or name in ("_llmbatch", self._destination.manifest, self._destination.old_manifest):
-                continue
-            if not replace_foreign:
-                raise DataError(f"the output {self.url} is not empty, it holds {name}: {_OVERWRITE}")
-            if not name.startswith(("_", ".")) and not self._destination.is_part(name):
-                raise DataError(
-                    f"only Parquet files are overwritten, but {self.url} also holds {name}: choose another folder"
-                )
+        self._claims.check_free(replace_foreign=replace_foreign)
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[Lock]:
@@ -147,40 +141,50 @@ class Output:
         Raises `DataError` where nothing can be written, and where another job writes this output.
         """
         try:
-            self.work.make()
             lock = Lock.acquire(self.work, what=f"the output {self.url}")
         except StorageError as error:
             raise DataError(str(error)) from None
         try:
             yield lock
+            if all(name.startswith("lock-") for name in self.work.names()):
+                self.work.sweep()
         finally:
             lock.release()
-            if not self.work.names():
-                self.work.clear()
+            self.work.leave()
 
     def begin(self) -> None:
-        """Note which Parquet files are there: they go when the new ones come. `job.json` is written after this.
+        """Note which files are there: they go when the new ones come. `job.json` is written after this.
 
         The work of a job that goes on is left as it is.
         """
         if not self.has_work():
+            replaced = self._claims.there()
             self._clean()
-            there = self._folder.names() if self._is_folder else []
-            self.work.write(_NAMES, Names([name for name in there if self._destination.is_part(name)]).encode())
+            Names(replaced).write(self.work)
 
-    def stage(self, name: str, tables: Iterable[pa.Table]) -> int:
-        """Write a part where no reader sees it; returns its rows. Tables, at least one, have one schema."""
+    def start_over(self) -> None:
+        """Remove the work of a job. What is seen of it, and a finished output, go when the new one comes."""
+        self._end(Ending(replaced=self._claims.there()))
+
+    def stage(self, name: str, tables: Iterable[pa.Table]) -> Part:
+        """Write a part where no reader sees it. Tables, at least one, have one schema."""
         with self.work.writing(self._file(name)) as stream:
-            return self._staged.write(stream, tables)
+            digesting = Digesting(stream)
+            rows = self._staged.write(cast(BinaryIO, digesting), tables)
+        return Part(name, rows, digesting.size, digesting.digest)
+
+    def check_staged(self, part: Part, way_out: str = START_OVER, *, content: bool = True) -> None:
+        """Raise `StorageError` where a part that no reader sees is not as it was staged, by its content or its size."""
+        if not self._is_published(part.name):
+            part.check(self.work, self._file(part.name), way_out, content=content)
 
     def staged_tables(self, name: str, columns: Sequence[str] | None = None) -> Iterator[pa.Table]:
         """The rows of a staged part, also of one that was published, some at a time; one table at least.
 
         Raises `StorageError` where it is damaged.
         """
-        final = self._names().published.get(name)
-        if final is not None and final in self._folder.names():
-            return read_tables(self._staged, self._folder, final, columns)
+        if self._is_published(name):
+            return read_tables(self._staged, self._folder, self._names().published[name], columns)
         return read_tables(self._staged, self.work, self._file(name), columns)
 
     def publish(self, name: str, final: str) -> None:
@@ -193,97 +197,129 @@ class Output:
         if names.replaced or not self._is_folder:
             return
         if names.published.get(name) != final:
-            self.work.write(_NAMES, Names([], {**names.published, name: final}).encode())
+            Names([], {**names.published, name: final}).write(self.work)
+        elif self._is_published(name):
+            return
         self.work.move(self._file(name), self._folder, final)
 
-    def commit(self, staged: Sequence[str], manifest: Mapping[str, Any], rows: Sequence[int]) -> None:
+    def taken(self, parts: Iterable[Part]) -> list[str]:
+        """Names of published parts that are in the output's folder no more: their reader has taken them away."""
+        there, published = set(self._folder.names()), self._names().published
+        names = [published[part.name] for part in parts if self._is_published(part.name)]
+        return [name for name in names if name not in there]
+
+    def commit(self, parts: Sequence[Part], manifest: Mapping[str, Any], *, rows: int) -> None:
         """Give all parts their names, remove what they replace, and say that the output is complete.
 
-        `staged` names all parts, also published ones, in the order of the rows, and `rows` how many each has.
-        Where it fails half way, `resume_ending` goes through with it.
+        `parts` are all, also published ones, in the order of their rows, of which there must be `rows` together.
+        Raises JobError, before anything is done, where there are not, `StorageError` where a staged part is not as
+        it was. Where it fails half way, `resume_ending` goes through with it.
         """
-        files: dict[str, list[str]] = {}
-        for final, name in zip(self._final_names(staged), staged, strict=True):
-            files.setdefault(final, []).append(self._file(name))
-        names = self._names()
+        if rows_of(parts) != rows:
+            raise JobError(
+                f"the parts of {self.url} must hold {rows:,} rows together, but hold {rows_of(parts):,}, which no "
+                f"crash of a job does: {START_OVER}"
+            )
+        names, waiting = self._names(), set(self.work.names())
+        for part in parts:
+            if part.name not in names.published or self._file(part.name) in waiting:
+                part.check(self.work, self._file(part.name), START_OVER)
+        files: dict[str, list[Part]] = {}
+        for final, part in zip(self._final_names(parts), parts, strict=True):
+            files.setdefault(final, []).append(part)
         unused = [final for final in names.published.values() if final not in files]
-        schema = None if self._is_parquet else next(self.staged_tables(staged[0])).schema
-        whole = compose(list(files), rows if self._is_folder else [sum(rows)], schema, manifest)
-        self._end(Ending([*self._manifests(), *names.replaced, *unused], files, whole))
-
-    def discard(self) -> None:
-        """Remove the work of a job, what it published, and the finished output. What `check_free` minds stays."""
-        removed = [*self._manifests(), *self._finished.parts(), *self._names().published.values()]
-        begun = self.work.read(_ENDING)
-        if begun is not None:
-            ending = Ending.decode(begun)
-            removed += [*ending.removed, *ending.files]
-        self._end(Ending(removed))
+        schema = None if self._is_parquet else next(self.staged_tables(parts[0].name)).schema
+        whole = compose(list(files), [rows_of(each) for each in files.values()], schema, manifest)
+        self._end(Ending([*self._destination.manifests, *names.replaced, *unused], files, whole))
 
     def resume_ending(self) -> None:
-        """Go through with a `commit` or a `discard` that was interrupted, if one was. No work is left then."""
-        data = self.work.read(_ENDING)
-        if data is not None:
-            self._go_through(Ending.decode(data))
+        """Go through with a `commit` or `start_over` that was interrupted, if one was. No work is left then.
+
+        Raises `StorageError` where a part that waits for its name is not as it was staged.
+        """
+        ending = Ending.read(self.work)
+        if ending is None:
+            return
+        waiting = set(self.work.names())
+        for part in chain.from_iterable(ending.files.values()):
+            if self._file(part.name) in waiting:
+                part.check(self.work, self._file(part.name), START_OVER)
+        self._go_through(ending)
 
     @property
     def _is_parquet(self) -> bool:
         return self._format is self._staged
 
-    def _manifests(self) -> list[str]:
-        """Names of a manifest, that of earlier versions among them."""
-        return list(dict.fromkeys([self._destination.manifest, self._destination.old_manifest]))
-
     def _file(self, name: str) -> str:
         return f"{name}{self._staged.suffix}.staged"
 
     def _names(self) -> Names:
-        data = self.work.read(_NAMES)
-        return Names() if data is None else Names.decode(data)
+        names = Names.read(self.work)
+        if names is None and JOB in self.work.names():
+            raise damage(self.work, "names.json")
+        return names or Names()
 
-    def _final_names(self, staged: Sequence[str]) -> list[str]:
+    def _is_published(self, name: str) -> bool:
+        """Whether a part has its name. It has no other place then, also where its reader has taken it away."""
+        return name in self._names().published and self.work.size(self._file(name)) is None
+
+    def _final_names(self, parts: Sequence[Part]) -> list[str]:
         if self._destination.file is not None:
-            return [self._destination.file] * len(staged)
+            return [self._destination.file] * len(parts)
         published = self._names().published
         numbered = (f"part-{number:05d}.parquet" for number in count())
         free = (name for name in numbered if name not in published.values())
-        return [published.get(name) or next(free) for name in staged]
+        return [published.get(part.name) or next(free) for part in parts]
 
-    def _put(self, final: str, files: Sequence[str], rows: int) -> None:
+    def _put(self, final: str, parts: Sequence[Part], rows: int) -> None:
         """Give a name to a staged file, or to one made of all of them."""
+        files = [self._file(part.name) for part in parts]
         whole = files[0]
         if len(files) > 1 or not self._is_parquet:
-            whole = "whole.staged"
+            whole = _WHOLE
             with self.work.writing(whole) as stream:
                 found = self._format.write(
                     stream, chain.from_iterable(read_tables(self._staged, self.work, file) for file in files)
                 )
             if found != rows:
                 raise StorageError(
-                    f"the staged parts of {self.url} must hold {rows:,} rows, but hold {found:,}: start over with "
-                    "restart=True (--restart)"
+                    f"the staged parts of {self.url} must hold {rows:,} rows, but hold {found:,}: {START_OVER}"
                 )
         self.work.move(whole, self._folder, final)
 
     def _end(self, ending: Ending) -> None:
-        self.work.write(_ENDING, ending.encode())
+        ending.write(self.work)
         self._go_through(ending)
 
     def _go_through(self, ending: Ending) -> None:
+        self._claims.check(ending)
+        if ending.replaced is not None:
+            self._clean(but=ENDING)
+            Names(ending.replaced).write(self.work)
+            self.work.remove(ENDING)
+            return
         waiting = set(self.work.names())
+        new = {
+            final
+            for final, parts in ending.files.items()
+            if not self._is_folder or not waiting.issuperset(self._file(part.name) for part in parts)
+        }
         for name in ending.removed:
-            if waiting.issuperset(ending.files.get(name, ())):  # otherwise it is a new one, of the same name
+            if name not in new:  # it has its name already, or will take the place of one file in one move
                 self._folder.remove(name)
         if ending.manifest is not None:
+            published = self._names().published
             for part in ending.manifest["parts"]:
-                self._put(part["name"], ending.files[part["name"]], part["rows"])
+                parts = ending.files[part["name"]]
+                if part["name"] not in published.values() or self._file(parts[0].name) in waiting:
+                    self._put(part["name"], parts, part["rows"])
             self.work.write("manifest.json", self._finished.encoded(ending.manifest))
             self.work.move("manifest.json", self._folder, self._destination.manifest)
-        self.work.write(_ENDING, Ending().encode())  # all is in place: what is left is to clean
+        Ending().write(self.work)  # all is in place: what is left is to clean
         self._clean()
 
-    def _clean(self) -> None:
+    def _clean(self, *, but: str | None = None) -> None:
         """Remove all work but the lock, and last what tells that it is to be removed."""
-        names = [name for name in self.work.names() if not name.startswith("lock-")]
-        for name in sorted(names, key=lambda name: name == _ENDING):
+        names = [name for name in self.work.names() if not name.startswith("lock-") and name != but]
+        for name in sorted(names, key=lambda name: name == ENDING):
             self.work.remove(name)

@@ -6,9 +6,11 @@ import contextlib
 import errno
 import logging
 import os
+import random
+import sys
 import time
-from collections.abc import Callable, Iterator
-from typing import TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Final, TypeVar
 
 from llmbatch.errors import StorageError
 
@@ -28,29 +30,31 @@ _PASSING = (
     errno.EREMOTEIO,
     errno.ETIMEDOUT,
 )
-# By name, because the packages they come from (botocore, aiohttp, google-auth, azure-core) need not be installed.
-_UNREACHABLE = {
-    "ConnectionClosedError",
-    "ClientConnectionError",
-    "ClientPayloadError",
-    "ConnectTimeoutError",
-    "EndpointConnectionError",
-    "HTTPClientError",
-    "ProxyError",
-    "ReadTimeoutError",
-    "ResponseParserError",
-    "ServiceRequestError",
-    "ServiceResponseError",
-    "TransportError",
+# Classes by the module that defines them. Their packages need not be installed: an error of a module that was never
+# imported cannot have been raised.
+_UNREACHABLE: Final = {
+    "aiohttp.client_exceptions": ("ClientConnectionError", "ClientPayloadError"),
+    "azure.core.exceptions": ("ServiceRequestError", "ServiceResponseError"),
+    "botocore.exceptions": ("ConnectionError", "HTTPClientError"),
+    "botocore.parsers": ("ResponseParserError",),
+    "google.auth.exceptions": ("TransportError",),
+    "requests.exceptions": ("ConnectionError", "Timeout"),
 }
-_NO_CREDENTIALS = {
-    "ClientAuthenticationError",
-    "CredentialRetrievalError",
-    "DefaultCredentialsError",
-    "NoCredentialsError",
-    "PartialCredentialsError",
-    "RefreshError",
-    "TokenRetrievalError",
+_UNTRUSTED: Final = {
+    "aiohttp.client_exceptions": ("ClientSSLError",),
+    "botocore.exceptions": ("SSLError",),
+    "requests.exceptions": ("SSLError",),
+    "ssl": ("SSLError",),
+}
+_NO_CREDENTIALS: Final = {
+    "azure.core.exceptions": ("ClientAuthenticationError",),
+    "botocore.exceptions": (
+        "CredentialRetrievalError",
+        "NoCredentialsError",
+        "PartialCredentialsError",
+        "TokenRetrievalError",
+    ),
+    "google.auth.exceptions": ("DefaultCredentialsError", "RefreshError"),
 }
 _AGAIN = ("ConditionalRequestConflict",)  # codes of errors that other fields do not tell
 _SLOW_DOWN = (408, 429)  # the statuses below 500 that ask for another try
@@ -84,16 +88,16 @@ def persist(what: str, done: str, attempt: Callable[[], _T], patience: float) ->
                 raise refusal(what, done, error) from error
             if wait == _FIRST_WAIT:
                 _log.warning("%s cannot be %s: %s; trying again for %g s", what, done, _reason(error), patience)
-        time.sleep(wait)
+        time.sleep(wait * random.uniform(0.5, 1.0))  # or all that a store turned away would come back at once
         wait = min(2 * wait, _LONGEST_WAIT)
 
 
 def is_passing(error: BaseException) -> bool:
     """Whether the same request may succeed a little later: a lost connection, a timeout, a server's own fault."""
     for link in _chain(error):
-        if _names(link) & {"SSLError"}:
+        if isinstance(link, _loaded(_UNTRUSTED)):
             return False
-        if isinstance(link, (ConnectionError, TimeoutError)) or _names(link) & _UNREACHABLE:
+        if isinstance(link, (ConnectionError, TimeoutError, *_loaded(_UNREACHABLE))):
             return True
         if isinstance(link, OSError) and link.errno in _PASSING:
             return True
@@ -143,9 +147,9 @@ def _way_out(error: BaseException) -> str | None:
             return "make room and run the same command again"
         if isinstance(link, OSError) and link.errno == errno.EROFS:
             return "name a place that can be written"
-        if isinstance(link, PermissionError) and link.filename is not None:
+        if isinstance(link, PermissionError) and link.errno is not None:  # of this machine; a store's has no number
             return "change its permissions or name another place"
-        if isinstance(link, PermissionError) or _status(link) in (401, 403) or _names(link) & _NO_CREDENTIALS:
+        if isinstance(link, (PermissionError, *_loaded(_NO_CREDENTIALS))) or _status(link) in (401, 403):
             return "check the credentials and what they allow"
     return None
 
@@ -157,8 +161,10 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
         link = link.__cause__
 
 
-def _names(error: BaseException) -> set[str]:
-    return {kind.__name__ for kind in type(error).__mro__}
+def _loaded(classes: Mapping[str, Sequence[str]]) -> tuple[type[BaseException], ...]:
+    """Those of these classes whose modules are imported."""
+    modules = [(sys.modules[name], kinds) for name, kinds in classes.items() if name in sys.modules]
+    return tuple(getattr(module, kind) for module, kinds in modules for kind in kinds)
 
 
 def _code(error: BaseException) -> object:

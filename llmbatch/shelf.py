@@ -7,7 +7,7 @@ job ends, because the part does not tell them.
 
 from __future__ import annotations
 
-import json
+import base64
 import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -19,8 +19,11 @@ from numpy.typing import NDArray
 
 from llmbatch.answers import ROWS, Window, add_answers, add_columns
 from llmbatch.outputs import PART_ROWS, Output
+from llmbatch.parts import Part, rows_of
 from llmbatch.picking import pick, split
 from llmbatch.report import Tally
+from llmbatch.seal import START_OVER, damage, seal, unseal
+from llmbatch.storage import Place
 
 _NAME = re.compile(r"(\d+)-(journal|window)-(\d+)")
 _KEYS = re.compile(r"(spool-\d+)\.keys")
@@ -55,19 +58,35 @@ class Names:
 class Whole:
     """A window whose rows are all in parts: those of its own, in order."""
 
-    parts: list[str]
-    rows: list[int]
+    parts: list[Part]
     tally: Tally
 
-    def encode(self) -> bytes:
-        """As it is kept in the work folder."""
-        return json.dumps({"parts": self.parts, "rows": self.rows, "tally": asdict(self.tally)}).encode()
+    def write(self, work: Place, name: str) -> None:
+        """Keep it in the work folder."""
+        work.write(name, seal(name, {"parts": [part.encode() for part in self.parts], "tally": asdict(self.tally)}))
 
     @classmethod
-    def decode(cls, data: bytes) -> Whole:
-        """What `encode` made."""
-        kept = json.loads(data)
-        return cls(kept["parts"], kept["rows"], Tally(**kept["tally"]))
+    def read(cls, output: Output, names: Names, window: int, rows: int | None = None) -> Whole:
+        """What `write` kept of a window, which has so many rows. A look at the parts' sizes is taken.
+
+        Raises `DataError` where it is damaged, `StorageError` where one of its parts is.
+        """
+        name = names.whole(window)
+        way_out = f"remove {output.work.shown(name)}, and its rows are answered again; or {START_OVER}"
+        kept = unseal(output.work, name, way_out=way_out)
+        try:
+            if kept is None:
+                raise ValueError
+            whole = cls([Part.decode(part) for part in kept["parts"]], Tally(**kept["tally"]))
+            if [part.name for part in whole.parts] != [names.part(window, i) for i in range(len(whole.parts))]:
+                raise ValueError
+            if rows is not None and {whole.tally.rows, rows_of(whole.parts) if whole.parts else rows} != {rows}:
+                raise ValueError
+        except (KeyError, TypeError, ValueError):
+            raise damage(output.work, name, way_out) from None
+        for part in whole.parts:
+            output.check_staged(part, way_out, content=False)
+        return whole
 
 
 class Shelf(Protocol):
@@ -85,8 +104,8 @@ class Shelf(Protocol):
         """All windows are closed; returns those that are whole only now."""
         ...
 
-    def parts(self, whole: dict[int, Whole]) -> tuple[list[str], list[int]]:
-        """After `end`: the names of all parts, and their rows."""
+    def parts(self, whole: dict[int, Whole]) -> list[Part]:
+        """After `end`: all parts, in the order of their rows."""
         ...
 
 
@@ -103,20 +122,19 @@ class InOrder:
     def close(self, window: Window, answers: list[pa.RecordBatch]) -> dict[int, Whole]:
         """Stage the window's parts."""
         answered = add_answers(window.table, answers)
-        parts, rows = [], []
-        for number, first in enumerate(range(0, max(1, answered.num_rows), PART_ROWS)):
-            parts.append(self._names.part(window.number, number))
-            rows.append(self._output.stage(parts[-1], split(answered.slice(first, PART_ROWS))))
-        return {window.number: Whole(parts, rows, Tally.of(answered, window))}
+        parts = [
+            self._output.stage(self._names.part(window.number, number), split(answered.slice(first, PART_ROWS)))
+            for number, first in enumerate(range(0, max(1, answered.num_rows), PART_ROWS))
+        ]
+        return {window.number: Whole(parts, Tally.of(answered, window))}
 
     def end(self) -> dict[int, Whole]:
         """Nothing: windows are whole when they are closed."""
         return {}
 
-    def parts(self, whole: dict[int, Whole]) -> tuple[list[str], list[int]]:
+    def parts(self, whole: dict[int, Whole]) -> list[Part]:
         """The parts of all windows."""
-        each = [whole[number] for number in sorted(whole)]
-        return [part for one in each for part in one.parts], [rows for one in each for rows in one.rows]
+        return [part for number in sorted(whole) for part in whole[number].parts]
 
 
 class AsFinished:
@@ -125,16 +143,16 @@ class AsFinished:
     def __init__(self, output: Output, part_rows: int) -> None:
         self._output = output
         self._most = min(part_rows, PART_ROWS)
-        self._parts: list[str] = []
-        self._rows: list[int] = []
+        self._parts: list[Part] = []
         self._tables: list[pa.Table] = []
         self._keys: list[NDArray[np.uint64]] = []
         self._waiting = 0
         self._closed: dict[int, Whole] = {}
         kept = [np.empty(0, np.uint64)]
         for match in filter(None, map(_KEYS.fullmatch, output.work.names())):
-            kept.append(np.frombuffer(output.work.read(match[0]) or b"", np.uint64))
-            self._note(match[1], len(kept[-1]))
+            part, keys = self._read(match[0], match[1])
+            kept.append(keys)
+            self._note(part)
         self._published = np.sort(np.concatenate(kept))
 
     def take(self, window: Window, rows: pa.RecordBatch) -> None:
@@ -151,7 +169,7 @@ class AsFinished:
 
     def close(self, window: Window, answers: list[pa.RecordBatch]) -> dict[int, Whole]:
         """Windows are whole when nothing of them waits."""
-        self._closed[window.number] = Whole([], [], Tally.of(pa.Table.from_batches(answers, schema=ROWS), window))
+        self._closed[window.number] = Whole([], Tally.of(pa.Table.from_batches(answers, schema=ROWS), window))
         return self._let_go()
 
     def end(self) -> dict[int, Whole]:
@@ -160,9 +178,9 @@ class AsFinished:
             self._write(self._waiting)
         return self._let_go()
 
-    def parts(self, whole: dict[int, Whole]) -> tuple[list[str], list[int]]:
+    def parts(self, whole: dict[int, Whole]) -> list[Part]:
         """The parts in the order in which they were written."""
-        return self._parts, self._rows
+        return self._parts
 
     def _let_go(self) -> dict[int, Whole]:
         if self._waiting:
@@ -173,13 +191,28 @@ class AsFinished:
     def _write(self, count: int) -> None:
         table, keys = pa.concat_tables(self._tables), np.concatenate(self._keys)
         name = f"spool-{len(self._parts):05d}"
-        self._output.stage(name, split(table.slice(0, count)))
-        self._output.work.write(f"{name}.keys", keys[:count].tobytes())  # from now on these rows are in the part
-        self._note(name, count)
+        part = self._output.stage(name, split(table.slice(0, count)))
+        kept = {"part": part.encode(), "keys": base64.b64encode(keys[:count].tobytes()).decode()}
+        self._output.work.write(f"{name}.keys", seal(f"{name}.keys", kept))  # from now on these rows are in the part
+        self._note(part)
         self._tables, self._keys = [table.slice(count)], [keys[count:]]
         self._waiting -= count
 
-    def _note(self, name: str, rows: int) -> None:
-        self._output.publish(name, f"part-{len(self._parts):05d}.parquet")
-        self._parts.append(name)
-        self._rows.append(rows)
+    def _read(self, file: str, name: str) -> tuple[Part, NDArray[np.uint64]]:
+        """A part that an earlier run wrote, and the keys of its rows."""
+        work = self._output.work
+        kept = unseal(work, file)
+        try:
+            if kept is None or name != f"spool-{len(self._parts):05d}":
+                raise ValueError
+            part, keys = Part.decode(kept["part"]), np.frombuffer(base64.b64decode(kept["keys"]), np.uint64)
+            if part.name != name or part.rows != len(keys):
+                raise ValueError
+        except (KeyError, TypeError, ValueError):
+            raise damage(work, file) from None
+        self._output.check_staged(part, content=False)
+        return part, keys
+
+    def _note(self, part: Part) -> None:
+        self._output.publish(part.name, f"part-{len(self._parts):05d}.parquet")
+        self._parts.append(part)

@@ -1,8 +1,8 @@
 """Places that files are read from and written to: a file appears whole and lasting, or not at all.
 
 A local file is written beside its name, put on the disk and renamed; an object is put in one request, or in
-parts that count when the last one is there. `create` gives a name to one of several contenders: a link on a
-local disk, a conditional put (`If-None-Match: *`) on an object store.
+parts that count when the last one is there. `create` gives a name on an object store to one of several contenders, by
+a conditional put (`If-None-Match: *`).
 
 What passes (a lost connection, a timeout, a server's own fault) is tried again for a while; what stays is a
 `StorageError`. An answer can be lost when its request was not, so every request is one that finds the work of
@@ -25,12 +25,11 @@ import fsspec
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
-from llmbatch.disk import NewFile, make_folder, sync_folder
+from llmbatch.disk import UNFINISHED, NewFile, make_folder, sync_folder
 from llmbatch.errors import DataError
 from llmbatch.refusals import is_container_missing, is_taken, persist, refusing
 
 _BUFFER = 1 << 20  # bytes that are read or written at once
-_UNFINISHED = ".llmbatch-"  # how the names of local files begin that are not whole yet
 # Other writers' files are to be seen at once. On S3, botocore and s3fs would each try again as well, for longer than
 # a place's patience and in silence, and s3fs would have ten parts of 50 MB of a large file in memory.
 _FRESH: dict[str, Any] = {"use_listings_cache": False}
@@ -45,7 +44,7 @@ class Place:
     """A folder on a file system, local or an object store. It need not be there yet."""
 
     url: str  # as users write it, without a slash at the end
-    local: bool  # it renames, links and appends
+    local: bool  # it renames, holds and appends
     filesystem: fsspec.AbstractFileSystem
     root: str  # its path on that file system
     patience: float  # seconds for which a request that fails is tried again
@@ -93,7 +92,7 @@ class Place:
             except FileNotFoundError as error:
                 return self._absent(error, [])
             names = (path.rstrip("/").rpartition("/")[2] for path in paths if path.rstrip("/") != self.root)
-            return sorted(name for name in names if not name.startswith(_UNFINISHED))
+            return sorted(name for name in names if not name.startswith(UNFINISHED))
 
         return self._persist("listed", None, attempt)
 
@@ -128,15 +127,11 @@ class Place:
             self._persist("written", name, lambda: self.filesystem.pipe_file(self.path(name), data))
 
     def create(self, name: str, data: bytes) -> bool:
-        """Put a file where none is; of several that try at once, one gets True.
+        """Put an object where none is; of several that try at once, one gets True.
 
-        Where the very same bytes are on an object store already, the answer is True as well: they may be this
-        call's own, from a try whose answer was lost. So contenders write something that is theirs alone.
+        Where the very same bytes are there already, the answer is True as well: they may be this call's own, from a
+        try whose answer was lost. So contenders write something that is theirs alone.
         """
-        if self.local:
-            with self._unfinished(name) as file:
-                file.write(data)
-                return self._persist("written", name, lambda: self._link(file, name))
 
         def attempt() -> bool:
             try:
@@ -199,6 +194,21 @@ class Place:
 
         self._persist("removed", name, attempt)
 
+    def sweep(self) -> None:
+        """Remove what is hidden because it never became whole, its writer having been killed."""
+        if not self.local:
+            return
+        with refusing(self.url, "cleaned"), contextlib.suppress(FileNotFoundError):
+            for name in os.listdir(self.root):
+                if name.startswith(UNFINISHED):
+                    os.unlink(os.path.join(self.root, name))
+
+    def leave(self) -> None:
+        """Remove the folder if nothing is in it. An object store has no folders."""
+        if self.local:
+            with contextlib.suppress(OSError):  # somebody has come meanwhile
+                os.rmdir(self.root)
+
     def clear(self) -> None:
         """Remove everything in here, and the folder itself."""
 
@@ -231,7 +241,7 @@ class Place:
     def _unfinished(self, name: str) -> Iterator[io.BufferedWriter]:
         """A local file that is gone when the block ends: beside `name` where it can be renamed to it."""
         folder = self.root if self.local else tempfile.gettempdir()
-        path = os.path.join(folder, f"{_UNFINISHED}{secrets.token_hex(8)}")
+        path = os.path.join(folder, f"{UNFINISHED}{secrets.token_hex(8)}")
         what = self.shown(name) if self.local else path
         with refusing(what, "written"):
             file = NewFile(path, what)
@@ -249,16 +259,6 @@ class Place:
             sync_folder(self.root)
         else:
             self.filesystem.put_file(file.name, self.path(name))
-
-    def _link(self, file: io.BufferedWriter, name: str) -> bool:
-        file.flush()
-        os.fsync(file.fileno())
-        try:
-            os.link(file.name, self.path(name))
-        except FileExistsError:
-            return False
-        sync_folder(self.root)
-        return True
 
 
 class _Object(io.RawIOBase):

@@ -10,6 +10,7 @@ from typing import Any
 import pyarrow as pa
 
 from llmbatch.outputs import JOB, Output
+from llmbatch.parts import Part, rows_of
 
 TABLE = pa.table({"id": [1, 2, 3], "generated_text": ["a", None, "c"]})
 
@@ -28,18 +29,27 @@ def begun(url: Path | str, **options: Any) -> Iterator[Output]:
         yield output
 
 
-def stage(output: Output, table: pa.Table, *, part_rows: int = 2) -> tuple[list[str], list[int]]:
-    """Names of the parts that a table is staged as, and their rows."""
+def stage(output: Output, table: pa.Table, *, part_rows: int = 2) -> list[Part]:
+    """The parts that a table is staged as."""
     tables = [table.slice(start, part_rows) for start in range(0, max(1, table.num_rows), part_rows)]
-    names = [f"part-{index:05d}-00" for index in range(len(tables))]
-    return names, [output.stage(name, [part]) for name, part in zip(names, tables, strict=True)]
+    return [output.stage(f"part-{index:05d}-00", [part]) for index, part in enumerate(tables)]
+
+
+def described(rows: int) -> dict[str, Any]:
+    """What a job says of itself."""
+    others: dict[str, Any] = {"command": {}, "files": [], "columns": [], "preserve_order": True}
+    return {**others, "rows": rows, "summary": {"notes": ["one"]}}
+
+
+def commit(output: Output, parts: Sequence[Part]) -> None:
+    """Complete an output of these parts."""
+    output.commit(parts, described(rows_of(parts)), rows=rows_of(parts))
 
 
 def finish(url: Path | str, table: pa.Table = TABLE, **options: Any) -> Output:
     """An output with rows, two in a part."""
     with begun(url, **options) as output:
-        names, rows = stage(output, table)
-        output.commit(names, {"summary": {"notes": ["one"]}}, rows)
+        commit(output, stage(output, table))
     return output
 
 

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 
 from llmbatch.lock import Owner
 from llmbatch.storage import Place
 
-
-def put(place: Place, number: int, owner: Owner) -> None:
-    """Write the lock file of this number."""
-    place.write(f"lock-{number:06d}", owner.dump())
+TOKEN = "0123456789abcdef" * 2
 
 
-def elsewhere(silence: float) -> Owner:
-    """An owner on another machine, whose heartbeat was `silence` seconds ago."""
-    return replace(Owner.here(), host="far", machine="another", pid=7, token="theirs", heartbeat=time.time() - silence)
+def put(place: Place, number: int, owner: Owner) -> str:
+    """Write a lock of this number; its name."""
+    name = f"lock-{number:06d}-{owner.token}"
+    place.write(name, owner.dump())
+    return name
+
+
+def elsewhere(beats: int = 0) -> Owner:
+    """An owner on another machine."""
+    return replace(Owner.here(), host="far", machine="another one", pid=7, token=TOKEN, beats=beats)
+
+
+def dead() -> Owner:
+    """An owner on this machine whose process is gone."""
+    return replace(Owner.here(), started=1)

@@ -17,7 +17,7 @@ import pytest
 
 from llmbatch.outputs import JOB, Output
 from tests.dying import killed
-from tests.outputs import open_output, stage
+from tests.outputs import commit, open_output, stage
 
 OLD = pa.table({"id": [-1, -2, -3, -4, -5], "generated_text": ["old"] * 5})
 NEW = pa.table({"id": [1, 2, 3], "generated_text": ["a", "b", "c"]})
@@ -42,7 +42,7 @@ class Job:
         self.old = self.tree()
         self.begin(NEW)
         if published:
-            self.open().publish(self.names[1], "part-00000.parquet")
+            self.open().publish(self.parts[1].name, "part-00000.parquet")
 
     def open(self) -> Output:
         return open_output(self.url)
@@ -52,10 +52,10 @@ class Job:
         output.work.make()
         output.begin()
         output.work.write(JOB, b"{}")
-        self.names, self.rows = stage(output, table)
+        self.parts = stage(output, table)
 
     def commit(self) -> None:
-        self.open().commit(self.names, {"rows": sum(self.rows)}, self.rows)
+        commit(self.open(), self.parts)
 
     def go_on(self) -> None:
         """What the next process does."""
@@ -68,7 +68,14 @@ class Job:
         self.open().resume_ending()
 
     def restart(self) -> None:
-        self.open().discard()
+        self.open().start_over()
+
+    def start_anew(self) -> None:
+        """What the next process does of a job that starts over."""
+        self.resume()
+        assert not self.open().has_work()
+        self.begin(NEW)
+        self.commit()
 
     def tree(self) -> set[str]:
         """Files, also those in the making."""
@@ -165,26 +172,33 @@ def test_so_is_one_that_replaces_foreign_parts_or_finds_some_published(places: P
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("then", [Job.restart, Job.resume])
-def test_a_removal_that_dies_anywhere_is_gone_through_with(
+def test_a_job_that_dies_when_it_starts_over_has_lost_nothing_that_was_finished(
     places: Places, name: str, then: Callable[[Job], None]
 ) -> None:
     for job in deaths(places(name), Job.restart, then, twice=False, replaces="ours"):
-        assert job.tree() == set()
+        assert job.old <= job.tree()
+        assert job.seen() == OLD["id"].to_pylist()
+        job.open().check_free(replace_foreign=False)
+        job.start_anew()
+        job.check_finished()
 
 
-def test_so_is_one_that_dies_again_while_it_is_gone_through_with(tmp_path: Path) -> None:
+def test_so_does_one_that_dies_again_while_it_is_gone_through_with(tmp_path: Path) -> None:
     for job in deaths(in_memory(tmp_path)("out"), Job.restart, Job.resume, twice=True, replaces="ours"):
-        assert job.tree() == set()
+        assert job.seen() == OLD["id"].to_pylist()
 
 
-def test_a_removal_takes_what_was_published_and_leaves_what_is_foreign(places: Places) -> None:
+def test_what_was_published_stays_until_the_new_output_is_there(places: Places) -> None:
     for job in deaths(places("out"), Job.restart, Job.restart, twice=False, replaces="nothing", published=True):
-        assert job.tree() == set()
-    for job in deaths(places("out"), Job.restart, Job.restart, twice=False, replaces="foreign"):
-        assert job.tree() == job.old
+        assert job.seen() == [3]
+        job.open().check_free(replace_foreign=False)
+        job.start_anew()
+        job.check_finished()
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_commit_that_died_can_be_discarded(places: Places, name: str) -> None:
+def test_an_output_whose_commit_died_can_be_started_over(places: Places, name: str) -> None:
     for job in deaths(places(name), Job.commit, Job.restart, twice=False, replaces="ours"):
-        assert job.tree() == set()
+        job.open().check_free(replace_foreign=False)
+        job.start_anew()
+        job.check_finished()

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from llmbatch.errors import DataError, StorageError
-from tests.outputs import TABLE, begun, finish, open_output, tree
+from tests.outputs import TABLE, begun, described, finish, open_output, tree
 
 WAY_OUT = "choose another name, or replace it with overwrite=True (--overwrite)"
 
@@ -29,9 +29,9 @@ def manifest_of(out: Path) -> Path:
 def test_the_manifest_says_which_parts_are_whole_and_what_the_job_says_of_itself(tmp_path: Path) -> None:
     output = finish(tmp_path / "out")
     expected = {
-        "format": 2,
+        "format": 3,
         "parts": [{"name": "part-00000.parquet", "rows": 2}, {"name": "part-00001.parquet", "rows": 1}],
-        "summary": {"notes": ["one"]},
+        **described(3),
     }
     footer = pq.read_metadata(tmp_path / "out" / "_llmbatch.parquet")
     assert json.loads(footer.metadata[b"llmbatch"]) == expected
@@ -42,16 +42,21 @@ def test_the_manifest_says_which_parts_are_whole_and_what_the_job_says_of_itself
 
 def test_a_manifest_that_is_damaged_or_of_another_version_proves_nothing(out: Path) -> None:
     finish(out)
-    for content in ("{", "[]", '{"format": 2}', '{"format": 2, "parts": [{"name": "../x"}]}'):
+    manifest = json.loads(manifest_of(out).read_text())
+    without_summary = {key: value for key, value in manifest.items() if key != "summary"}
+    traversing = {**manifest, "parts": [{"name": "../x", "rows": 3}]}
+    cut = {**manifest, "parts": manifest["parts"][:-1]}
+    damaged = [json.dumps(one) for one in (without_summary, traversing, cut, {"format": 3}, [])]
+    for content in (*damaged, "{", "[" * 100_000):
         manifest_of(out).write_text(content)
         with pytest.raises(DataError) as caught:
             open_output(out).manifest()
         assert str(caught.value) == f"the manifest of the output {out} is damaged: {WAY_OUT}"
-    manifest_of(out).write_text('{"format": 3}')
+    manifest_of(out).write_text('{"format": 2}')
     with pytest.raises(DataError) as caught:
         open_output(out).manifest()
     assert str(caught.value) == (
-        f"the output {out} was written by another version of llmbatch, in format 3 and not 2: {WAY_OUT}"
+        f"the output {out} was written by another version of llmbatch, in format 2 and not 3: {WAY_OUT}"
     )
     with pytest.raises(DataError, match=re.escape(WAY_OUT)):
         open_output(out).check_free(replace_foreign=False)
@@ -78,8 +83,9 @@ def test_an_output_that_lost_a_part_is_refused(tmp_path: Path) -> None:
         "over with restart=True (--restart)"
     )
     with begun(tmp_path / "out") as output:
-        output.discard()
-    assert tree(tmp_path) == ["out"]
+        output.start_over()
+    finish(tmp_path / "out")
+    assert open_output(tmp_path / "out").manifest() is not None
 
 
 def test_one_file_that_was_removed_is_made_again(tmp_path: Path) -> None:

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import threading
+import time
+import uuid
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import llmbatch.lock
+from llmbatch.disk import HeldFile
 from llmbatch.errors import JobError, StorageError
 from llmbatch.lock import Lock, Owner
 from llmbatch.storage import Place
@@ -24,8 +29,13 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(llmbatch.lock, "HEARTBEAT", 0.001)
 
 
-def heartbeat(place: Place) -> float:
-    return Owner.parse(place.read("lock-000001") or b"", "").heartbeat
+@pytest.fixture(params=["disk", "store"])
+def place(request: pytest.FixtureRequest, local: Place) -> Place:
+    return local if request.param == "disk" else Place.at(f"memory://{uuid.uuid4().hex}")
+
+
+def beats(place: Place) -> int:
+    return Owner.parse(place.read(*place.names()) or b"", "").beats
 
 
 def end_of_heartbeats() -> None:
@@ -34,49 +44,61 @@ def end_of_heartbeats() -> None:
             thread.join()
 
 
-def test_the_heart_beats(local: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    beats = threading.Semaphore(0)
-    write = Place.write
+def observe(patch: pytest.MonkeyPatch, seen: Callable[[], None]) -> None:
+    """Have something done instead of each sign of life; the owner's file is written as it is."""
 
-    def observed(place: Place, name: str, data: bytes) -> None:
-        write(place, name, data)
-        beats.release()
+    def write(*_: object) -> None:
+        seen()
 
-    monkeypatch.setattr(Place, "write", observed)
-    lock = Lock.acquire(local, what="OUT")
-    first = heartbeat(local)
-    assert beats.acquire(timeout=30)
-    assert beats.acquire(timeout=30)
-    assert heartbeat(local) > first
+    patch.setattr("llmbatch.lock.HeldFile", Silent(write))
+
+
+class Silent:
+    """A file that is held, but for what is written to it later."""
+
+    def __init__(self, write: Callable[..., None]) -> None:
+        self.write = write
+
+    def make(self, *args: Any) -> HeldFile | None:
+        held = HeldFile.make(*args)
+        assert held is not None
+        held.write = self.write  # type: ignore[method-assign]
+        return held
+
+
+def test_the_heart_beats(place: Place) -> None:
+    lock = Lock.acquire(place, what="OUT")
+    deadline = time.monotonic() + 30
+    while beats(place) < 2:
+        assert time.monotonic() < deadline
     lock.check()
     lock.release()
-    assert local.names() == []
+    assert place.names() == []
 
 
 def test_a_heartbeat_that_storage_refuses_is_warned_of_and_the_next_one_tried(
     local: Place, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    beats = threading.Semaphore(0)
+    tried = threading.Semaphore(0)
 
-    def refuse(place: Place, name: str, data: bytes) -> None:
-        beats.release()
+    def refuse() -> None:
+        tried.release()
         raise StorageError("no room")
 
-    monkeypatch.setattr(Place, "write", refuse)
+    observe(monkeypatch, refuse)
     lock = Lock.acquire(local, what="OUT")
     for _ in range(3):
-        assert beats.acquire(timeout=30)
+        assert tried.acquire(timeout=30)
     lock.check()
     lock.release()
     assert set(caplog.messages) == {"the heartbeat of the lock of OUT failed: no room"}
 
 
 def test_a_heart_that_fails_otherwise_stops_the_job(local: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-
-    def fail(place: Place, name: str, data: bytes) -> None:
+    def fail() -> None:
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr(Place, "write", fail)
+    observe(monkeypatch, fail)
     lock = Lock.acquire(local, what="OUT")
     end_of_heartbeats()
     with pytest.raises(JobError, match="a bug"):
@@ -84,11 +106,11 @@ def test_a_heart_that_fails_otherwise_stops_the_job(local: Place, monkeypatch: p
     lock.release()
 
 
-def test_a_heart_stops_when_the_lock_was_taken_over(local: Place) -> None:
-    lock = Lock.acquire(local, what="OUT")
-    put(local, 2, elsewhere(silence=0.0))
+def test_a_heart_stops_when_the_lock_was_taken_over(place: Place) -> None:
+    lock = Lock.acquire(place, what="OUT")
+    name = put(place, 2, elsewhere())
     end_of_heartbeats()
     with pytest.raises(JobError, match="OUT was taken over by process 7 on far"):
         lock.check()
     lock.release()
-    assert local.names() == ["lock-000002"]
+    assert place.names() == [name]

@@ -8,12 +8,11 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
+import uuid
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -21,7 +20,7 @@ import llmbatch.lock
 from llmbatch.errors import DataError, JobError
 from llmbatch.lock import Lock, Owner
 from llmbatch.storage import Place
-from tests.owners import elsewhere, put
+from tests.owners import TOKEN, dead, elsewhere, put
 from tests.s3 import S3Server, s3_fixture  # noqa: F401
 
 # Takes the lock of a folder, says so, and waits until it is killed or told to go.
@@ -87,9 +86,34 @@ def answer(process: subprocess.Popen[str]) -> str:
     return process.stdout.readline().strip()
 
 
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """A clock that goes on when somebody sleeps."""
+    clock = Clock()
+    monkeypatch.setattr(llmbatch.lock, "time", clock)
+    return clock
+
+
+class Clock:
+    """Of one machine: nobody else's is looked at."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self.at: dict[float, Callable[[], object]] = {}  # what happens elsewhere when so many have passed
+
+    def monotonic(self) -> float:
+        return self.seconds
+
+    def sleep(self, seconds: float) -> None:
+        self.seconds += seconds
+        for when in [when for when in self.at if when <= self.seconds]:
+            self.at.pop(when)()
+
+
 def test_a_lock_is_one_file_while_it_is_held(place: Place) -> None:
     lock = Lock.acquire(place, what="OUT")
-    assert place.names() == ["lock-000001"]
+    (name,) = place.names()
+    assert name.startswith("lock-000001-")
     lock.check()
     lock.release()
     lock.release()
@@ -98,19 +122,17 @@ def test_a_lock_is_one_file_while_it_is_held(place: Place) -> None:
 
 def test_a_lock_says_who_holds_it(local: Place) -> None:
     lock = Lock.acquire(local, what="OUT")
-    owner = Owner.parse(local.read("lock-000001") or b"", "")
-    assert (owner.host, owner.pid) == (socket.gethostname(), os.getpid())
-    assert not owner.is_dead
+    owner = Owner.parse(local.read(*local.names()) or b"", "")
+    assert (owner.host, owner.pid, owner.is_here, owner.is_gone) == (socket.gethostname(), os.getpid(), True, False)
     lock.release()
 
 
-def test_a_lock_that_is_held_is_refused(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(llmbatch.lock, "time", SimpleNamespace(time=lambda: 1000.0))
+def test_a_lock_that_is_held_is_refused(place: Place) -> None:
     lock = Lock.acquire(place, what="OUT")
     with pytest.raises(DataError) as caught:
         Lock.acquire(place, what="OUT")
     assert str(caught.value) == (
-        f"OUT is being written by process {os.getpid()} on {socket.gethostname()}, last heard of 0 s ago; "
+        f"OUT is being written by process {os.getpid()} on {socket.gethostname()}; "
         "end that process or wait until it ends, or name another output"
     )
     lock.release()
@@ -125,34 +147,35 @@ def test_a_process_killed_on_this_machine_loses_its_lock_at_once(local: Place, r
         process.send_signal(signal.SIGKILL)
         os.waitid(os.P_PID, process.pid, os.WEXITED | (0 if reaped else os.WNOWAIT))
         lock = Lock.acquire(local, what="OUT")
-        assert local.names() == ["lock-000001", "lock-000002"]
+        assert [name[:11] for name in local.names()] == ["lock-000001", "lock-000002"]
         lock.check()
         lock.release()
     assert local.names() == []
 
 
-def test_a_process_stopped_on_this_machine_keeps_its_lock(local: Place) -> None:
-    put(local, 1, replace(Owner.here(), token="theirs", heartbeat=time.time() - 10_000))
-    with pytest.raises(DataError, match="last heard of 10000 s ago; end that process"):
-        Lock.acquire(local, what="OUT")
-
-
-def test_a_process_that_got_the_number_of_a_dead_one_is_not_its_owner(local: Place) -> None:
-    put(local, 1, replace(Owner.here(), started=1))
+def test_a_process_in_another_container_of_this_machine_loses_its_lock_when_it_ends(local: Place) -> None:
+    """Its number means nothing here, but the kernel knows that nobody holds the file."""
+    here = Owner.here()
+    put(local, 1, replace(here, machine=f"{here.machine.split()[0]} pid:[1]", pid=1, started=1))
     Lock.acquire(local, what="OUT").release()
+
+
+def test_a_process_that_got_the_number_of_a_dead_one_is_not_its_owner(place: Place) -> None:
+    put(place, 1, dead())
+    Lock.acquire(place, what="OUT").release()
 
 
 @pytest.mark.parametrize("before", [0, 1], ids=["a free lock", "a dead owner's lock"])
 def test_of_processes_that_race_one_wins(local: Place, before: int) -> None:
     for number in range(before):
-        put(local, number + 1, replace(Owner.here(), started=1))
+        put(local, number + 1, dead())
     with contextlib.ExitStack() as stack:
         processes = [stack.enter_context(holder(local)) for _ in range(4)]
         for process in processes:
             go(process)
         answers = [answer(process) for process in processes]
         winner = processes[answers.index("held")]
-        assert sorted(text.partition(",")[0] for text in answers) == sorted(
+        assert sorted(text.partition(";")[0] for text in answers) == sorted(
             ["held"] + 3 * [f"OUT is being written by process {winner.pid} on {socket.gethostname()}"]
         )
         go(winner)
@@ -160,42 +183,58 @@ def test_of_processes_that_race_one_wins(local: Place, before: int) -> None:
     assert local.names() == []
 
 
-def test_of_threads_that_race_one_wins(local: Place) -> None:
+@pytest.mark.parametrize("kind", ["disk", "store"])
+def test_of_threads_that_race_one_wins(tmp_path: Path, kind: str) -> None:
+    place = Place.at(str(tmp_path) if kind == "disk" else f"memory://{uuid.uuid4().hex}")
+
     def contend(_: int) -> Lock | None:
         try:
-            return Lock.acquire(local, what="OUT")
+            return Lock.acquire(place, what="OUT")
         except DataError:
             return None
 
     for _ in range(10):
-        put(local, 1, replace(Owner.here(), started=1))
+        put(place, 1, dead())
         with ThreadPoolExecutor(8) as pool:
             (lock,) = (lock for lock in pool.map(contend, range(8)) if lock is not None)
         lock.release()
+        assert place.names() == []
 
 
-def test_an_owner_elsewhere_is_believed_for_a_minute(place: Place) -> None:
-    put(place, 1, elsewhere(silence=20.0))
+def test_an_owner_elsewhere_that_gives_a_sign_of_life_is_not_robbed_whatever_its_clock_says(
+    place: Place, clock: Clock
+) -> None:
+    name = put(place, 1, elsewhere())
+    clock.at[50.0] = lambda: put(place, 1, elsewhere(beats=1))
     with pytest.raises(DataError) as caught:
         Lock.acquire(place, what="OUT")
-    assert str(caught.value) == (
-        "OUT is being written by process 7 on far, last heard of 20 s ago; "
-        "wait until it ends, or, if it was killed, 40 s; or name another output"
-    )
-    assert place.names() == ["lock-000001"]
+    assert str(caught.value) == ("OUT is being written by process 7 on far; wait until it ends, or name another output")
+    assert place.names() == [name]
+    assert clock.seconds == 50.0
 
 
-def test_an_owner_elsewhere_is_taken_for_dead_after_a_minute(place: Place) -> None:
-    put(place, 1, elsewhere(silence=61.0))
+def test_an_owner_elsewhere_is_taken_for_dead_after_a_minute_by_ones_own_clock(
+    place: Place, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    put(place, 1, elsewhere(beats=9))
     lock = Lock.acquire(place, what="OUT")
-    assert place.names() == ["lock-000001", "lock-000002"]
+    assert clock.seconds == 60.0
+    assert caplog.messages == ["OUT was written by process 7 on far, and it takes 60 s to see whether it still is"]
+    assert [name[:11] for name in place.names()] == ["lock-000001", "lock-000002"]
     lock.release()
     assert place.names() == []
 
 
+def test_an_owner_elsewhere_that_gives_its_lock_back_is_waited_for_no_longer(place: Place, clock: Clock) -> None:
+    name = put(place, 1, elsewhere())
+    clock.at[20.0] = lambda: place.remove(name)
+    Lock.acquire(place, what="OUT").release()
+    assert clock.seconds == 20.0
+
+
 def test_an_owner_whose_lock_was_taken_over_is_told_who_has_it(place: Place) -> None:
     lock = Lock.acquire(place, what="OUT")
-    put(place, 2, elsewhere(silence=0.0))
+    name = put(place, 2, elsewhere())
     with pytest.raises(JobError) as caught:
         lock.check()
     assert str(caught.value) == (
@@ -203,12 +242,13 @@ def test_an_owner_whose_lock_was_taken_over_is_told_who_has_it(place: Place) -> 
         "this job gave no sign of life for too long, and the other one goes on from what it finished"
     )
     lock.release()
-    assert place.names() == ["lock-000002"]
+    assert place.names() == [name]
 
 
 def test_an_owner_whose_lock_is_gone_is_told_so_and_leaves_the_next_one_alone(place: Place) -> None:
     lock = Lock.acquire(place, what="OUT")
-    put(place, 1, elsewhere(silence=0.0))
+    place.remove(*place.names())
+    name = put(place, 1, elsewhere())
     with pytest.raises(JobError) as caught:
         lock.check()
     assert str(caught.value) == (
@@ -216,44 +256,84 @@ def test_an_owner_whose_lock_is_gone_is_told_so_and_leaves_the_next_one_alone(pl
         "let one job at a time write an output, and run the command again"
     )
     lock.release()
-    assert place.names() == ["lock-000001"]
+    assert place.names() == [name]
 
 
-def test_a_contender_that_finds_another_by_another_number_steps_back(
+def test_a_contender_that_finds_another_steps_back(place: Place, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both saw that the lock was free, and both wrote one. The other was first to look, and has it."""
+    names = Place.names
+    looks = 0
+
+    def names_late(place: Place) -> list[str]:
+        nonlocal looks
+        looks += 1
+        if looks == 2:
+            put(place, 1, elsewhere())
+            clock.at[50.0] = lambda: put(place, 1, elsewhere(beats=1))
+        return names(place)
+
+    monkeypatch.setattr(Place, "names", names_late)
+    with pytest.raises(DataError, match="OUT is being written by process 7 on far"):
+        Lock.acquire(place, what="OUT")
+    assert names(place) == [f"lock-000001-{TOKEN}"]
+
+
+def test_a_folder_that_is_removed_while_its_lock_is_taken_is_made_again(
     local: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    put(local, 5, elsewhere(silence=61.0))
-    create = Place.create
+    make = Place.make
 
-    def create_late(place: Place, name: str, data: bytes) -> bool:
-        local.remove("lock-000005")
-        put(local, 1, elsewhere(silence=0.0))
-        return create(place, name, data)
-
-    monkeypatch.setattr(Place, "create", create_late)
-    with pytest.raises(DataError, match="OUT is being written by process 7 on far"):
-        Lock.acquire(local, what="OUT")
-    assert local.names() == ["lock-000001"]
-
-
-def test_a_lock_released_while_it_is_looked_at_is_free(local: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    put(local, 1, elsewhere(silence=0.0))
-    read = Place.read
-
-    def read_late(place: Place, name: str) -> bytes | None:
+    def make_and_lose(place: Place) -> None:
         monkeypatch.undo()
-        local.remove(name)
-        return read(place, name)
+        make(place)
+        place.leave()
 
-    monkeypatch.setattr(Place, "read", read_late)
+    monkeypatch.setattr(Place, "make", make_and_lose)
+    Lock.acquire(local.child("work"), what="OUT").release()
+
+
+def test_a_lock_needs_no_links(local: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refuse)
     Lock.acquire(local, what="OUT").release()
 
 
-@pytest.mark.parametrize("data", [b"", b"{", b"[]", b'{"host": "far"}'])
+def test_where_a_file_system_knows_no_flock_the_process_tells(local: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(*_: object) -> None:
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr("fcntl.flock", unknown)
+    lock = Lock.acquire(local, what="OUT")
+    with pytest.raises(DataError, match="end that process or wait until it ends"):
+        Lock.acquire(local, what="OUT")
+    lock.release()
+    put(local, 1, dead())
+    Lock.acquire(local, what="OUT").release()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"[" * 100_000,
+        b'{"host": "far"}',
+        elsewhere().dump().replace(b'"beats": 0', b'"beats": "now"'),
+    ],
+)
 def test_a_file_that_is_no_lock_is_refused(local: Place, data: bytes) -> None:
-    local.write("lock-000001", data)
+    local.write(f"lock-000001-{TOKEN}", data)
     with pytest.raises(DataError) as caught:
         Lock.acquire(local, what="OUT")
     assert str(caught.value) == (
-        f"{local.url}/lock-000001 is not a lock of this version of llmbatch; remove it if no job is running"
+        f"{local.url}/lock-000001-{TOKEN} is not a lock of this version of llmbatch; remove it if no job is running"
     )
+
+
+def test_a_lock_of_the_version_before_is_refused(local: Place) -> None:
+    local.write("lock-000001", b"{}")
+    with pytest.raises(DataError, match="lock-000001 is not a lock of this version of llmbatch; remove it if no job"):
+        Lock.acquire(local, what="OUT")

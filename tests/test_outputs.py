@@ -12,8 +12,8 @@ import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 import pytest
 
-from llmbatch.errors import DataError, StorageError
-from tests.outputs import TABLE, begun, finish, open_output, stage, tree
+from llmbatch.errors import DataError, JobError, StorageError
+from tests.outputs import TABLE, begun, commit, described, finish, open_output, stage, tree
 
 FILES = ("out.parquet", "out.jsonl", "out.jsonl.gz", "out.jsonl.zst")
 
@@ -131,13 +131,13 @@ def test_one_file_is_not_there_while_work_is_in_progress(file: Path) -> None:
 
 def test_work_stays_when_a_job_stops(out: Path) -> None:
     with begun(out) as output:
-        names, rows = stage(output, TABLE)
+        parts = stage(output, TABLE)
     output = open_output(out)
     assert output.has_work()
     assert output.manifest() is None
     with output.locked():
         output.begin()
-        output.commit(names, {}, rows)
+        commit(output, parts)
     assert not output.has_work()
     assert output.manifest() is not None
 
@@ -151,7 +151,7 @@ def test_a_staged_part_comes_back_as_it_was(out: Path) -> None:
         }
     )
     with begun(out) as output:
-        assert output.stage("part", [table.slice(0, 1), table.slice(1, 0), table.slice(1)]) == 3
+        assert output.stage("part", [table.slice(0, 1), table.slice(1, 0), table.slice(1)]).rows == 3
         assert pa.concat_tables(output.staged_tables("part")).equals(table)
         columns = ["kind", "time"]
         assert pa.concat_tables(output.staged_tables("part", columns)).equals(table.select(columns))
@@ -176,15 +176,28 @@ def test_a_staged_part_that_was_damaged_stops_the_job(tmp_path: Path, name: str,
 
 def test_staged_rows_that_are_gone_stop_the_job(tmp_path: Path) -> None:
     with begun(tmp_path / "out.jsonl") as output:
-        names, rows = stage(output, TABLE)
-        output.stage(names[1], [TABLE.slice(0, 0)])
+        parts = stage(output, TABLE)
+        output.stage(parts[1].name, [TABLE.slice(0, 0)])
         with pytest.raises(StorageError) as caught:
-            output.commit(names, {}, rows)
+            commit(output, parts)
     assert str(caught.value) == (
-        f"the staged parts of {tmp_path / 'out.jsonl'} must hold 3 rows, but hold 2: start over with restart=True "
-        "(--restart)"
+        f"{output.work.url}/part-00001-00.arrow.staged is not what was written to it, which no crash does: start over "
+        "with restart=True (--restart)"
     )
     assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_parts_that_do_not_add_up_are_not_committed(out: Path) -> None:
+    with begun(out) as output:
+        parts = stage(output, TABLE)
+        before = tree(out.parent)
+        with pytest.raises(JobError) as caught:
+            output.commit(parts[:1], described(3), rows=3)
+        assert tree(out.parent) == before
+    assert str(caught.value) == (
+        f"the parts of {out} must hold 3 rows together, but hold 2, which no crash of a job does: start over with "
+        "restart=True (--restart)"
+    )
 
 
 def test_a_place_that_refuses_rows_fails_the_job(tmp_path: Path) -> None:
@@ -214,15 +227,16 @@ def test_of_two_jobs_the_second_is_refused_and_changes_nothing(out: Path, tmp_pa
 def test_nothing_is_left_of_a_lock(tmp_path: Path) -> None:
     with open_output(tmp_path / "out").locked() as lock:
         lock.check()
-        assert tree(tmp_path) == ["out", "out/_llmbatch", "out/_llmbatch/lock-000001"]
+        (name,) = os.listdir(tmp_path / "out" / "_llmbatch")
+        assert name.startswith("lock-000001-")
     assert tree(tmp_path) == ["out"]
 
 
 def test_nothing_is_left_of_a_process_that_died_while_it_wrote(tmp_path: Path) -> None:
     with begun(tmp_path / "out") as output:
         (tmp_path / "out" / "_llmbatch" / ".llmbatch-0123").write_bytes(b"half")
-        names, rows = stage(output, TABLE)
-        output.commit(names, {}, rows)
+        parts = stage(output, TABLE)
+        commit(output, parts)
     assert "out/_llmbatch" not in tree(tmp_path)
 
 
@@ -232,12 +246,12 @@ def test_nothing_is_left_of_a_process_that_died_while_it_wrote(tmp_path: Path) -
 def test_a_published_part_has_its_name_at_once_and_keeps_it(tmp_path: Path) -> None:
     out = tmp_path / "out"
     with begun(out) as output:
-        names, rows = stage(output, TABLE)
+        parts = stage(output, TABLE)
         for _ in range(2):
-            output.publish(names[1], "part-00000.parquet")
+            output.publish(parts[1].name, "part-00000.parquet")
             assert pq.read_table(out).equals(TABLE.slice(2))
-        assert pa.concat_tables(output.staged_tables(names[1])).equals(TABLE.slice(2))
-        output.commit(names, {}, rows)
+        assert pa.concat_tables(output.staged_tables(parts[1].name)).equals(TABLE.slice(2))
+        commit(output, parts)
     manifest = output.manifest()
     assert manifest is not None
     assert manifest["parts"] == [
@@ -251,8 +265,8 @@ def test_a_published_part_that_is_not_committed_goes(tmp_path: Path) -> None:
     with begun(tmp_path / "out") as output:
         output.stage("stale", [TABLE])
         output.publish("stale", "part-00000.parquet")
-        names, rows = stage(output, TABLE)
-        output.commit(names, {}, rows)
+        parts = stage(output, TABLE)
+        commit(output, parts)
     assert pq.read_table(tmp_path / "out").equals(TABLE)
     assert output.manifest() is not None
 
@@ -260,8 +274,8 @@ def test_a_published_part_that_is_not_committed_goes(tmp_path: Path) -> None:
 def test_nothing_is_published_where_something_is_replaced(tmp_path: Path) -> None:
     finish(tmp_path / "out")
     with begun(tmp_path / "out") as output:
-        names, rows = stage(output, TABLE.slice(0, 1))
-        output.publish(names[0], "part-00000.parquet")
+        parts = stage(output, TABLE.slice(0, 1))
+        output.publish(parts[0].name, "part-00000.parquet")
         assert pq.read_table(tmp_path / "out").equals(TABLE)
-        output.commit(names, {}, rows)
+        commit(output, parts)
     assert pq.read_table(tmp_path / "out").equals(TABLE.slice(0, 1))

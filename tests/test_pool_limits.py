@@ -152,7 +152,9 @@ def accelerated_engine(model: str) -> StreamEngine:
 
 
 @pytest.mark.parametrize("make", [torch_engine, accelerated_engine])
-def test_an_engine_ends_rows_where_the_pool_is_full_over_several_windows(make: Callable[[str], StreamEngine], model: str) -> None:
+def test_an_engine_ends_rows_where_the_pool_is_full_over_several_windows(
+    make: Callable[[str], StreamEngine], model: str
+) -> None:
     rng = np.random.default_rng(3)
     prompts = [[rng.integers(0, 256, n).tolist() for n in lengths] for lengths in ((33, 5, 38), (35, 7))]
     windows = [window_of(rows, [30] * len(rows)) for rows in prompts]

@@ -14,7 +14,7 @@ import pytest
 
 from llmbatch.errors import DataError
 from tests.dying import killed
-from tests.outputs import TABLE, begun, finish, open_output, stage
+from tests.outputs import TABLE, begun, commit, finish, open_output, stage
 from tests.s3 import S3Server, Trouble, s3_fixture  # noqa: F401
 
 NAMES = ("out", "out.parquet", "out.jsonl", "out.jsonl.gz", "out.jsonl.zst")
@@ -51,12 +51,12 @@ def store(s3: S3Server, bucket: str, request: pytest.FixtureRequest) -> Store:
 def test_an_output_appears_when_it_is_whole_and_nothing_else_is_left(store: Store, name: str) -> None:
     url = f"{store.url}/{name}"
     with begun(url, **store.options) as output:
-        names, rows = stage(output, TABLE)
+        parts = stage(output, TABLE)
         work = "out/_llmbatch/" if name == "out" else f"{name}._llmbatch/"
         assert all(key.startswith(work) for key in store.names())
         if name == "out":
             assert store.rows("out") == 0
-        output.commit(names, {}, rows)
+        commit(output, parts)
     manifest = open_output(url, **store.options).manifest()
     assert manifest is not None
     if name == "out":
@@ -73,8 +73,8 @@ def test_a_commit_that_dies_between_a_copy_and_its_removal_is_gone_through_with(
     for step in count():
         finish(url, TABLE.slice(2), **store.options)
         with begun(url, **store.options) as output:
-            names, rows = stage(output, TABLE)
-            if not killed(step, partial(output.commit, names, {}, rows), changes=["move"]):
+            parts = stage(output, TABLE)
+            if not killed(step, partial(commit, output, parts), changes=["move"]):
                 break
         output = open_output(url, **store.options)
         assert output.has_work()
@@ -86,13 +86,18 @@ def test_a_commit_that_dies_between_a_copy_and_its_removal_is_gone_through_with(
     assert step == 3
 
 
-def test_an_output_is_discarded_with_all_that_belongs_to_it(store: Store) -> None:
+def test_a_job_that_starts_over_leaves_a_finished_output_alone(store: Store) -> None:
     url = f"{store.url}/out"
     finish(url, **store.options)
+    whole = store.names()
     with begun(url, **store.options) as output:
         stage(output, TABLE)
-        output.discard()
-    assert store.names() == []
+        output.start_over()
+        assert [key for key in store.names() if "lock" not in key] == [
+            *whole[:1],
+            "out/_llmbatch/names.json",
+            *whole[1:],
+        ]
 
 
 def test_foreign_parts_are_replaced_and_nothing_else(store: Store) -> None:

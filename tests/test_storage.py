@@ -7,7 +7,6 @@ import resource
 import subprocess
 import sys
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pyarrow as pa
@@ -86,10 +85,10 @@ def test_where_nothing_is_there_are_no_names(place: Place) -> None:
     assert place.child("nothing").names() == []
 
 
-def test_the_first_to_create_a_file_has_it(place: Place) -> None:
-    assert place.create("a", b"first")
-    assert not place.create("a", b"second")
-    assert place.read("a") == b"first"
+def test_the_first_to_create_an_object_has_it(remote: Place) -> None:
+    assert remote.create("a", b"first")
+    assert not remote.create("a", b"second")
+    assert remote.read("a") == b"first"
 
 
 def test_a_file_being_written_appears_when_it_is_whole(place: Place) -> None:
@@ -192,14 +191,6 @@ def test_what_another_client_writes_is_seen_at_once(remote: Place, s3: S3Server)
     assert remote.names() == []
 
 
-def test_one_of_many_who_create_a_file_at_once_has_it(local: Place) -> None:
-    with ThreadPoolExecutor(8) as pool:
-        won = list(pool.map(lambda i: local.create("a", str(i).encode()), range(64)))
-    assert sum(won) == 1
-    assert local.read("a") == str(won.index(True)).encode()
-    assert os.listdir(local.root) == ["a"]
-
-
 def test_the_same_bytes_on_an_object_store_pass_for_ones_own(remote: Place) -> None:
     assert remote.create("a", b"token 1")
     assert remote.create("a", b"token 1")
@@ -207,6 +198,20 @@ def test_the_same_bytes_on_an_object_store_pass_for_ones_own(remote: Place) -> N
 
 def test_a_file_left_half_written_is_not_among_the_names(local: Place) -> None:
     Path(local.path(".llmbatch-0123456789abcdef")).touch()
+    assert local.names() == []
+    local.sweep()
+    assert os.listdir(local.root) == []
+
+
+def test_a_folder_is_left_when_nothing_is_in_it(local: Place) -> None:
+    work = local.child("work")
+    work.make()
+    work.write("a", b"")
+    work.leave()
+    assert work.names() == ["a"]
+    work.remove("a")
+    work.leave()
+    work.leave()
     assert local.names() == []
 
 

@@ -13,9 +13,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
+from llmbatch.engines.digests import digest, digests
 from llmbatch.errors import ModelError
 
-_SAMPLE_BYTES: Final = 1 << 20
 _HUB_SECONDS: Final = 8.0
 _METADATA: Final = ["*.json", "*.txt", "*.jinja", "*.model", "*.py"]
 _WEIGHTS: Final = ("*.safetensors", "pytorch_model*.bin")
@@ -67,11 +67,11 @@ def has_weights(folder: Path) -> bool:
 
 
 def model_digest(folder: str) -> str:
-    """A name for what a model's folder holds: each file by its name, size, beginning and end."""
-    digest = hashlib.sha256()
-    for file in sorted({file for pattern in (*_METADATA, *_WEIGHTS) for file in Path(folder).glob(pattern)}):
-        digest.update(f"{file.name} {_identity(file)}\n".encode())
-    return digest.hexdigest()[:16]
+    """A name for what a model's folder holds: each file by its name and its whole content."""
+    files = sorted({file for pattern in (*_METADATA, *_WEIGHTS) for file in Path(folder).glob(pattern)})
+    named = zip(files, digests(files, cache_folder()), strict=True)
+    listed = "".join(f"{file.name} {content}\n" for file, content in named)
+    return hashlib.sha256(listed.encode()).hexdigest()[:16]
 
 
 @contextlib.contextmanager
@@ -89,14 +89,8 @@ def no_progress_bars() -> Iterator[None]:
 
 
 def _identity(file: Path) -> str:
-    """A name for a file's content: its size, beginning and end, hashed."""
-    size = file.stat().st_size
-    with file.open("rb") as stream:
-        digest = hashlib.sha256(str(size).encode())
-        digest.update(stream.read(_SAMPLE_BYTES))
-        stream.seek(max(0, size - _SAMPLE_BYTES))
-        digest.update(stream.read(_SAMPLE_BYTES))
-    return digest.hexdigest()[:16]
+    """A name for a file's whole content."""
+    return digest(file, cache_folder())[:16]
 
 
 def _converted(file: Path) -> Path:

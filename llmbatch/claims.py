@@ -1,0 +1,65 @@
+"""Which names in an output's folder are a job's to replace or to remove: its own, and no other's."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+
+from llmbatch.destination import Destination
+from llmbatch.endings import ENDING, Ending, Names
+from llmbatch.errors import DataError
+from llmbatch.finished import Finished
+from llmbatch.seal import damage
+
+_OVERWRITE = "choose another name, or replace it with overwrite=True (--overwrite)"
+
+
+@dataclass(frozen=True, slots=True)
+class Claims:
+    """What may be touched at a destination."""
+
+    destination: Destination
+
+    def check_free(self, *, replace_foreign: bool) -> None:
+        """Raise `DataError` when something lies there that is not llmbatch's and that may not be replaced."""
+        to = self.destination
+        ours = self._ours()
+        if to.file is not None:
+            if not replace_foreign and not ours and to.has_file():
+                raise DataError(f"the output {to.url} is already there: {_OVERWRITE}")
+            return
+        for name in to.folder.names():
+            if name in ours or name in ("_llmbatch", *to.manifests):
+                continue
+            if not replace_foreign:
+                raise DataError(f"the output {to.url} is not empty, it holds {name}: {_OVERWRITE}")
+            if not name.startswith(("_", ".")) and not to.is_part(name):
+                raise DataError(
+                    f"only Parquet files are overwritten, but {to.url} also holds {name}: choose another folder"
+                )
+
+    def there(self) -> list[str]:
+        """Names that go when a new output is complete."""
+        to = self.destination
+        if to.file is not None:
+            return [to.file] if to.has_file() else []
+        return [name for name in to.folder.names() if to.is_part(name) and name not in to.manifests]
+
+    def check(self, ending: Ending) -> None:
+        """Raise `DataError` where an ending would touch what cannot be the output's."""
+        to = self.destination
+        for name in [*ending.removed, *ending.files, *(ending.replaced or ())]:
+            if name not in to.manifests and not (name.endswith(".parquet") if to.file is None else name == to.file):
+                raise damage(to.work, ENDING)
+
+    def _ours(self) -> set[str]:
+        """Names that a job of ours gave, or was allowed to replace. What cannot be read proves nothing."""
+        to = self.destination
+        ours = set(Finished(to).parts())
+        with contextlib.suppress(DataError):
+            names = Names.read(to.work) or Names()
+            ours |= {*names.published.values(), *names.replaced}
+        with contextlib.suppress(DataError):
+            ending = Ending.read(to.work) or Ending()
+            ours |= {*ending.removed, *ending.files, *(ending.replaced or ())}
+        return ours
