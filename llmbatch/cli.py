@@ -18,10 +18,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from llmbatch.choices import (
+    ATTENTION,
+    COMPRESSIONS,
+    DTYPES,
+    ENGINES,
+    LOAD_FORMATS,
+    ON_ERROR,
+    OVERLAP,
+    POLICIES,
+)
 from llmbatch.errors import InputError, JobStopped, LLMBatchError, ParameterError
-from llmbatch.options import ATTENTION, DTYPES, ENGINES, LOAD_FORMATS, ON_ERROR, OVERLAP
-from llmbatch.order import POLICIES
-from llmbatch.staging import COMPRESSIONS
 
 _UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 

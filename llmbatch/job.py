@@ -91,7 +91,8 @@ def run(
         output, inputs=[*paths, *source.paths], storage_options=storage_options, compression=compression
     )
     kept = None if restart or overwrite else kept_dtype(target)
-    worker = Worker(built if kept is None or built.dtype != "auto" else replace(built, dtype=cast(DType, kept)))
+    decided = built if kept is None or built.dtype != "auto" else replace(built, dtype=cast(DType, kept))
+    worker = Worker(decided, progress)
     worker.check(source.schema)
     target.check(output_schema(source.schema))
     if id_column is not None:

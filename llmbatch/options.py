@@ -5,25 +5,28 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any
 
+from llmbatch.choices import (
+    ATTENTION,
+    DTYPES,
+    ENGINES,
+    LOAD_FORMATS,
+    ON_ERROR,
+    OVERLAP,
+    POLICIES,
+    AttentionName,
+    EngineName,
+    LoadFormat,
+    OnError,
+    OverlapName,
+    Policy,
+)
+from llmbatch.choices import DType as DType
 from llmbatch.errors import ParameterError
-from llmbatch.order import POLICIES, Policy
 from llmbatch.prompts import PromptSource
 from llmbatch.sampling import SamplingParams
 
-DType = Literal["auto", "float32", "bfloat16", "float16"]
-AttentionName = Literal["auto", "triton", "flash-attn", "varlen"]
-OverlapName = Literal["auto", "sequential", "interleaved", "partitioned"]
-LoadFormat = Literal["auto", "dummy"]
-EngineName = Literal["torch", "simulated"]
-OnError = Literal["column", "raise"]
-ATTENTION: tuple[AttentionName, ...] = get_args(AttentionName)
-OVERLAP: tuple[OverlapName, ...] = get_args(OverlapName)
-DTYPES: tuple[DType, ...] = get_args(DType)
-LOAD_FORMATS: tuple[LoadFormat, ...] = get_args(LoadFormat)
-ENGINES: tuple[EngineName, ...] = get_args(EngineName)
-ON_ERROR: tuple[OnError, ...] = get_args(OnError)
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 _PROMPTS = tuple(PromptSource.__dataclass_fields__)
 
