@@ -17,10 +17,18 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from llmbatch.choices import (
+    ATTENTION,
+    CHANGED_ROWS,
+    COMPRESSIONS,
+    DTYPES,
+    ENGINES,
+    LOAD_FORMATS,
+    ON_ERROR,
+    OVERLAP,
+    POLICIES,
+)
 from llmbatch.errors import InputError, JobStopped, LLMBatchError, ParameterError, StoppedEarly
-from llmbatch.options import ATTENTION, CHANGED_ROWS, DTYPES, ENGINES, LOAD_FORMATS, ON_ERROR, OVERLAP
-from llmbatch.order import POLICIES
-from llmbatch.staging import COMPRESSIONS
 
 _STATUSES = """exit status:
   0    done

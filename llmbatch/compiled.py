@@ -2,8 +2,9 @@
 
 Kept code. numba keeps compiled code beside a source file and does not see that a function called from another file
 has changed; nor can it write into an installation that is read-only. Here everything lies in one folder of the user's
-cache (or below `$NUMBA_CACHE_DIR`), named by the content of every file that has compiled functions and by the versions
-that compile them: whatever changes, all of it is made anew, and nothing is made anew for any other reason.
+cache (or below `$NUMBA_CACHE_DIR`), named by the content of every file that has compiled functions, by the versions
+that compile them and by the processor: whatever changes, all of it is made anew, and
+nothing is for any other reason.
 
 One specialisation. numba compiles a callee again for an int32, an int64 and a constant. A call from compiled code
 hands over every signed integer as int64 here, and constants as their type.
@@ -23,6 +24,7 @@ from typing import Any, Final, TypeVar
 import llvmlite
 import numba
 import numpy as np
+from llvmlite import binding
 from numba.core import config, types
 from numba.core.caching import CompileResultCacheImpl, FunctionCache, UserWideCacheLocator
 
@@ -42,7 +44,9 @@ def cache_folder() -> Path:
 @cache
 def code_folder() -> Path:
     """Where compiled code of these sources, and by these versions, is kept."""
-    digest = hashlib.sha256(f"{sys.version} {numba.__version__} {llvmlite.__version__} {np.__version__}".encode())
+    versions = (sys.version, numba.__version__, llvmlite.__version__, np.__version__)
+    machine = (binding.get_host_cpu_name(), binding.get_host_cpu_features().flatten())
+    digest = hashlib.sha256(repr((versions, machine)).encode())
     for file in sorted(file for pattern in _SOURCES for file in _PACKAGE.glob(pattern)):
         content = file.read_bytes()
         if b"njit" in content or b"by_reference" in content:
@@ -59,7 +63,7 @@ def njit(*, cache: bool = False, **options: Any) -> Callable[[F], F]:
         if isinstance(dispatcher, numba.core.dispatcher.Dispatcher):  # not where numba is switched off
             template = dispatcher.get_call_template
             dispatcher.get_call_template = lambda args, kws: template(tuple(map(_canonical, args)), kws)
-            if cache and _writable():
+            if cache and kept():
                 dispatcher._cache = _Cache(function)
         return dispatcher  # type: ignore[no-any-return]
 
@@ -73,7 +77,8 @@ def _canonical(kind: types.Type) -> types.Type:
 
 
 @cache
-def _writable() -> bool:
+def kept() -> bool:
+    """Whether compiled code can be kept."""
     try:
         code_folder().mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -14,6 +14,7 @@ from types import MappingProxyType
 import numpy as np
 
 from llmbatch.errors import ParameterError
+from llmbatch.measured import remembered
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +124,7 @@ def find_hardware(name: str) -> Hardware:
 
 @cache
 def measure_cpu(*, dtype_bytes: int = 4) -> Hardware:
-    """This CPU as measured, in under a second and once a process: a float32 matrix product, a copy in memory.
+    """This CPU as measured, in under a second and once: a float32 matrix product, a copy in memory.
 
     The efficiencies are 1, since what is measured is what is reached. With 2-byte weights the compute is
     scaled by what the instruction set adds: 8 with AMX tiles, 2 with AVX-512 bf16, 1 without either.
@@ -131,8 +132,8 @@ def measure_cpu(*, dtype_bytes: int = 4) -> Hardware:
     gain = _bf16_gain() if dtype_bytes == 2 else 1.0
     return Hardware(
         name="cpu",
-        compute=_matmul_flops() * gain,
-        bandwidth=_copy_bandwidth(),
+        compute=remembered("flops", _matmul_flops, np.__version__) * gain,
+        bandwidth=remembered("bandwidth", _copy_bandwidth, np.__version__),
         memory=float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")),
         compute_efficiency=1.0,
         bandwidth_efficiency=1.0,

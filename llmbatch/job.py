@@ -15,6 +15,7 @@ import pyarrow as pa
 from llmbatch.answers import Window, output_schema
 from llmbatch.arguments import Paths, check_storage_options, finite, flag, path, paths_of, text, whole
 from llmbatch.book import Book
+from llmbatch.choices import CHANGED_ROWS, ChangedRows, DType
 from llmbatch.command import describe_command
 from llmbatch.earlier import Earlier, JournalSource, keys_of
 from llmbatch.engines.checkpoints import model_digest
@@ -27,7 +28,7 @@ from llmbatch.inputs import Inputs, RowReader
 from llmbatch.journal import Journal
 from llmbatch.lock import Lock
 from llmbatch.opening import Done, Going, Layout, Wish, kept_dtype, open_job
-from llmbatch.options import CHANGED_ROWS, ChangedRows, DType, Options
+from llmbatch.options import Options
 from llmbatch.outputs import Output
 from llmbatch.progress import Progress, Silence
 from llmbatch.report import Report
@@ -106,7 +107,8 @@ def run(
         output, inputs=[*paths, *source.paths], storage_options=storage_options, compression=compression
     )
     kept = None if restart or overwrite else kept_dtype(target)
-    worker = Worker(built if kept is None or built.dtype != "auto" else replace(built, dtype=cast(DType, kept)))
+    decided = built if kept is None or built.dtype != "auto" else replace(built, dtype=cast(DType, kept))
+    worker = Worker(decided, progress)
     worker.check(source.schema)
     target.check(output_schema(source.schema))
     if id_column is not None:

@@ -6,28 +6,29 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any
 
 from llmbatch.arguments import INT32_MAX, INT64_MAX, finite, flag, one_of, path, text, whole
+from llmbatch.choices import (
+    ATTENTION,
+    DTYPES,
+    ENGINES,
+    LOAD_FORMATS,
+    ON_ERROR,
+    OVERLAP,
+    POLICIES,
+    AttentionName,
+    EngineName,
+    LoadFormat,
+    OnError,
+    OverlapName,
+    Policy,
+)
+from llmbatch.choices import DType as DType
 from llmbatch.errors import ParameterError
-from llmbatch.order import POLICIES, Policy
 from llmbatch.prompts import PromptSource
 from llmbatch.sampling import SamplingParams
 
-DType = Literal["auto", "float32", "bfloat16", "float16"]
-AttentionName = Literal["auto", "triton", "flash-attn", "varlen"]
-OverlapName = Literal["auto", "sequential", "interleaved", "partitioned"]
-LoadFormat = Literal["auto", "dummy"]
-EngineName = Literal["torch", "simulated"]
-OnError = Literal["column", "raise"]
-ChangedRows = Literal["refuse", "answer"]
-ATTENTION: tuple[AttentionName, ...] = get_args(AttentionName)
-OVERLAP: tuple[OverlapName, ...] = get_args(OverlapName)
-DTYPES: tuple[DType, ...] = get_args(DType)
-LOAD_FORMATS: tuple[LoadFormat, ...] = get_args(LoadFormat)
-ENGINES: tuple[EngineName, ...] = get_args(EngineName)
-ON_ERROR: tuple[OnError, ...] = get_args(OnError)
-CHANGED_ROWS: tuple[ChangedRows, ...] = get_args(ChangedRows)
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 # Tokens and sequences are counted in int32.
 _MOST = {"page_size": INT32_MAX, "max_running": INT32_MAX, "step_tokens": INT32_MAX}

@@ -9,17 +9,16 @@ parent, which computes its prefix once more: that is how `llmbatch.split` moves 
 
 from __future__ import annotations
 
-from typing import Any, Literal, get_args
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from llmbatch.choices import POLICIES as POLICIES
+from llmbatch.choices import Policy as Policy
 from llmbatch.compiled import njit
 from llmbatch.errors import ParameterError
 from llmbatch.tree import PrefixTree
-
-Policy = Literal["blend", "dual-scan", "dfs", "sort", "density", "random", "input"]
-POLICIES: tuple[Policy, ...] = get_args(Policy)
 
 
 def check_policy(name: str) -> Policy:

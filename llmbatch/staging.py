@@ -15,11 +15,11 @@ from typing import Any, BinaryIO, Protocol
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from llmbatch.choices import COMPRESSIONS as COMPRESSIONS
 from llmbatch.errors import ParameterError, StorageError
 from llmbatch.plain import lines
 from llmbatch.storage import Place
 
-COMPRESSIONS = ("zstd", "snappy", "gzip", "lz4", "none")  # of Parquet
 CODECS = {".jsonl": None, ".jsonl.gz": "gzip", ".jsonl.zst": "zstd"}
 
 

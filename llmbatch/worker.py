@@ -31,7 +31,7 @@ from llmbatch.gate import Gate
 from llmbatch.memory import out_of_memory
 from llmbatch.options import Options
 from llmbatch.progress import Progress, Silence
-from llmbatch.rehearsal import rehearse
+from llmbatch.rehearsal import Compilation
 from llmbatch.report import Report, Tally
 from llmbatch.requests import Requests, Shard
 from llmbatch.sampling import check_sampling_column
@@ -60,8 +60,12 @@ class Worker:
     Raises ModelError where the model cannot be found, read or supported.
     """
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: Options, progress: Progress | None = None) -> None:
         begun = time.perf_counter()
+        self._progress = progress or Silence()
+        self._compilation = Compilation()
+        if self._compilation.pending:
+            self._progress.say("compiling for this machine, once: the first job starts some 20 seconds later")
         from llmbatch.engines.checkpoints import resolve_model
         from llmbatch.engines.description import describe_model
         from llmbatch.engines.platforms import HOST, find_platform
@@ -121,7 +125,7 @@ class Worker:
             self._prepared = prepare(self.platform, self.model, self._loaded, options, self.scheduling, self.pool)
             self.pool, self.cost = self._prepared.pool, self._prepared.cost
             self._notes = (*self.platform.notes, *self._loaded.notes, *self._prepared.notes)
-        rehearse()
+        self._compilation.finish()
         self._ready = True
         self.load_seconds += time.perf_counter() - begun
 

@@ -13,19 +13,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
+from llmbatch.compiled import cache_folder as cache_folder
 from llmbatch.engines.digests import digest, digests
 from llmbatch.errors import ModelError
 
 _HUB_SECONDS: Final = 8.0
 _METADATA: Final = ["*.json", "*.txt", "*.jinja", "*.model", "*.py"]
 _WEIGHTS: Final = ("*.safetensors", "pytorch_model*.bin")
-
-
-def cache_folder() -> Path:
-    """Where converted models are kept: `$LLMBATCH_CACHE`, else `llmbatch` in the user's cache folder."""
-    if chosen := os.environ.get("LLMBATCH_CACHE"):
-        return Path(chosen)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "llmbatch"
 
 
 def resolve_model(model: str) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import time
 from dataclasses import dataclass
-from functools import cache
 from typing import Final, Literal
 
 import torch
@@ -19,6 +18,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from llmbatch.errors import ModelError
 from llmbatch.kernels.tile import LANES
+from llmbatch.measured import remembered
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 
@@ -98,12 +98,12 @@ def _element(folder: str, dtype: DType, device: torch.device) -> torch.dtype:
             raise unsupported(folder, "float16 on the processor", "there it is float32 or bfloat16")
         return torch.float16
     in_hardware = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    return torch.bfloat16 if in_hardware and _bfloat16_is_faster() else torch.float32
+    gains = in_hardware and remembered("bfloat16", _bfloat16_gain, torch.__version__) > 1
+    return torch.bfloat16 if gains else torch.float32
 
 
-@cache
-def _bfloat16_is_faster() -> bool:
-    """Whether a product of a layer's size takes less time in bfloat16; having its instructions is not enough."""
+def _bfloat16_gain() -> float:
+    """Seconds of a product of a layer's size over those in bfloat16; having its instructions is not enough."""
     seconds = []
     for dtype in (torch.float32, torch.bfloat16):
         x, weight = torch.ones(256, 1024, dtype=dtype), torch.ones(1024, 1024, dtype=dtype)
@@ -114,7 +114,7 @@ def _bfloat16_is_faster() -> bool:
             functional.linear(x, weight)
             times.append(time.perf_counter() - begin)
         seconds.append(min(times))
-    return seconds[1] < seconds[0]
+    return seconds[0] / seconds[1]
 
 
 def _check_config(folder: str, whole: PretrainedConfig, config: PretrainedConfig) -> None:
