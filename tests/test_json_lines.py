@@ -17,7 +17,7 @@ from llmbatch import jsonl as module
 from llmbatch.answers import SCHEMA
 from llmbatch.inputs import Inputs
 from tests.datasets import jsonl, refusal
-from tests.jobs import Job, begun
+from tests.jobs import Job, begun, rows
 
 LINES = [
     '{"id": "a", "text": "one", "x": NaN, "y": 1e400}',
@@ -174,3 +174,31 @@ def test_pyarrow_reads_what_json_reads_or_nothing(
     if table is not None:
         expected = pa.array([json.loads(json.dumps(row)) for row in rows])
         assert table.to_pylist() == pa.Table.from_struct_array(expected).to_pylist()
+
+
+class OfLines(Job):
+    """A job on JSONL."""
+
+    @property
+    def source(self) -> Path:
+        return self.folder / "in.jsonl"
+
+    def write_lines(self, *lines: str) -> None:
+        jsonl(self.source, *lines)
+
+
+@pytest.mark.parametrize("options", [{}, {"preserve_order": False}], ids=["in order", "as finished"])
+def test_a_job_on_lines_goes_on_with_lines_that_have_new_keys(job: Job, options: dict[str, Any]) -> None:
+    lined = OfLines(job.model, job.folder, "out.jsonl", {**job.options, "id_column": "id", **options})
+    lines = [json.dumps({**row, "x": 1}) for row in rows().to_pylist()]
+    lined.write_lines(*lines)
+    lined.run_until(25)
+    more = [json.dumps({**row, "x": 0.5, "new": {"a": [1]}}) for row in rows(70).to_pylist()[60:]]
+    if options:  # what is published as it finishes goes on with the same input only
+        lined.run()
+    lined.write_lines(*more, *lines)
+    report = lined.run()
+    assert report.rows_resumed >= 25
+    written = lined.out.read_text().splitlines()
+    own = sorted(line.partition(', "generated_text"')[0] + "}" for line in written)
+    assert own == sorted([*more, *lines])
