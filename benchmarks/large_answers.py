@@ -46,7 +46,7 @@ def job(length: int, arguments: list[str]) -> int:
     def texts(requests: Requests, index: NDArray[np.int32], answers: Sequence[NDArray[np.int32]]) -> list[str]:
         return [text_of(row, length) for row in requests.serial[index].tolist()]
 
-    llmbatch.worker.placeholder_texts = texts
+    vars(llmbatch.worker)["placeholder_texts"] = texts
     return command(arguments)
 
 

@@ -13,10 +13,11 @@ import pyarrow.parquet as pq
 
 from llmbatch.destination import Destination
 from llmbatch.errors import DataError
+from llmbatch.jsonblocks import TEXT
 from llmbatch.jsonl import JsonlFiles
 from llmbatch.listing import InputFile
 from llmbatch.manifest import decode, encode, encode_beside, schema_of
-from llmbatch.plain import json_holds
+from llmbatch.plain import LINE, json_holds
 from llmbatch.staging import CODECS, StagedFormat, read_tables
 
 
@@ -80,7 +81,9 @@ class Finished:
         manifest = self.manifest()
         assert manifest is not None, "a part is that of a finished output"
         schema = schema_of(manifest)
-        columns = [name for name in columns if name in schema.names]
+        columns = [name for name in columns if name in schema.names and name != LINE]
+        if LINE not in schema.names:  # then no column was JSON text in the input, but some may have been of its type
+            schema = pa.schema([(field.name, pa.string() if field.type == TEXT else field.type) for field in schema])
         for name in columns:
             if not json_holds(schema.field(name).type):
                 raise DataError(

@@ -69,6 +69,16 @@ class Inputs:
         schema = pa.schema([*content.schema, *partitions.schema], content.schema.metadata)
         return cls(schema, content, partitions)
 
+    def with_lines(self) -> Inputs:
+        """The same rows with their lines beside them (`llmbatch.plain.LINE`), where they are JSONL.
+
+        Columns that folders add come after that one: they are not in the lines.
+        """
+        if isinstance(self._content, ParquetFiles):
+            return self
+        content = self._content.with_lines()
+        return Inputs(pa.schema([*content.schema, *self._partitions.schema]), content, self._partitions)
+
     @property
     def files(self) -> tuple[InputFile, ...]:
         """The files, as they were when they were listed."""

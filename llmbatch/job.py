@@ -111,13 +111,15 @@ def run(
     worker = Worker(decided, progress)
     worker.check(source.schema)
     target.check(output_schema(source.schema))
+    columns = sorted(source.schema.names)
+    source = source.with_lines() if target.has_lines else source
     if id_column is not None:
         check_ids(source, id_column)
     fresh = Layout(
         command=describe_command(built, model_files=model_digest(worker.folder), id_column=id_column),
         files=source.identity,
         rows=source.num_rows,
-        columns=sorted(source.schema.names),
+        columns=columns,
         window_rows=window_rows_of(window_rows, source.num_rows, source.nbytes, built.sampling.max_tokens),
         preserve_order=preserve_order,
         dtype=worker.dtype,

@@ -1,7 +1,8 @@
 """JSONL files as rows to be read forwards: one JSON object a line, types inferred from all rows.
 
-Strings stay strings, also where they look like dates; numbers are int64, or double where one is not whole. Every
-file is read through once to find the columns, some thousand lines at a time, and once more for its rows.
+Strings stay strings, also where they look like dates; numbers are int64, or double where one is not whole. Objects
+with very many keys, and what is nested very deep, are kept as JSON text. Every file is read through once to find the
+columns, some thousand lines at a time, and once more for its rows.
 """
 
 from __future__ import annotations
@@ -9,30 +10,33 @@ from __future__ import annotations
 import json
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 
 import pyarrow as pa
 
 from llmbatch.errors import DataError
+from llmbatch.jsonblocks import (
+    TEXT,
+    Block,
+    Row,
+    has_large_integers,
+    infer,
+    is_wide,
+    is_wide_value,
+    kind_of,
+    parse_line,
+    read,
+)
 from llmbatch.listing import InputFile
+from llmbatch.plain import LINE
 
 _THREADS = 8  # files that are read through at the same time
-_BLOCK = 1 << 20  # bytes of lines that are Python objects at the same time
+_BLOCK = 1 << 19  # bytes of lines that are read at once
+_FIRST_BLOCK = 1 << 16  # of a file: pyarrow takes memory for all rows times all keys, until keys are found too many
 _BUFFER = 1 << 22  # bytes that are asked of a file at once
 _MISFITS = (pa.ArrowException, OverflowError, UnicodeEncodeError)  # what Arrow raises of values that fit no column
-
-_KINDS = {
-    bool: "a boolean",
-    int: "a number",
-    float: "a number",
-    str: "a string",
-    list: "a list",
-    dict: "an object",
-}
-
-_Row = dict[str, object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +47,7 @@ class JsonlFiles:
     schema: pa.Schema
     num_rows: tuple[int, ...]  # of each file; empty lines are none
     _nbytes: int
+    _text_bytes: int = 0  # of all lines
 
     @classmethod
     def check(cls, files: Sequence[InputFile]) -> JsonlFiles:
@@ -55,14 +60,20 @@ class JsonlFiles:
         names = dict.fromkeys(chain.from_iterable(scan.names for scan in scans))
         kinds = list(dict.fromkeys(chain.from_iterable(scan.kinds for scan in scans)))
         schema = pa.schema([(name, _common(files, kinds, name)) for name in names])
-        nbytes = sum(scan.nbytes for scan in scans)
-        found = cls(tuple(files), schema, tuple(scan.num_rows for scan in scans), nbytes)
-        if any(_widens(kind, pa.struct(list(schema))) for kind in kinds):
+        rows, nbytes = tuple(scan.num_rows for scan in scans), sum(scan.nbytes for scan in scans)
+        found = cls(tuple(files), schema, rows, nbytes, sum(scan.text_bytes for scan in scans))
+        large = any(scan.has_large_integers for scan in scans)
+        if large and any(_widens(kind, pa.struct(list(schema))) for kind in kinds):
             # Of the whole numbers in a column that became doubles later, some may be none.
             for index in range(len(files)):
                 for _ in found.batches(index, 0, schema.names):
                     pass
         return found
+
+    def with_lines(self) -> JsonlFiles:
+        """The same files with one more column (`llmbatch.plain.LINE`): each row as it is written."""
+        schema = pa.schema([*self.schema, pa.field(LINE, pa.string())])
+        return replace(self, schema=schema, _nbytes=self._nbytes + self._text_bytes)
 
     def nbytes(self) -> int:
         """About the bytes that all rows take in memory."""
@@ -70,9 +81,22 @@ class JsonlFiles:
 
     def batches(self, index: int, skip: int, names: Sequence[str]) -> Generator[pa.Table]:
         """The rows of file `index` but for the first `skip`, of the columns `names`."""
-        kind = pa.struct([self.schema.field(name) for name in names])
-        for rows in _blocks(self.files[index], skip):
-            yield pa.Table.from_struct_array(_array(self.files, rows, kind))
+        schema = pa.schema([self.schema.field(name) for name in names if name != LINE])
+        for block in _blocks(self.files[index]):
+            count = block.count() if skip else None
+            if count is not None and count <= skip:
+                skip -= count
+                continue
+            table = read(block, schema)
+            if table is None:
+                table = pa.Table.from_struct_array(_array(self.files, block.rows(), pa.struct(list(schema))))
+            if LINE in names:
+                lines = pa.array([line.strip() for _, line in block.lines()], pa.binary()).cast(pa.string())
+                table = table.append_column(LINE, lines)
+            dropped = min(skip, table.num_rows)
+            skip -= dropped
+            if dropped < table.num_rows:
+                yield table.slice(dropped).select(names)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,48 +107,80 @@ class _Scan:
     kinds: dict[pa.StructType, None]  # of its blocks of rows
     num_rows: int
     nbytes: int
+    text_bytes: int
+    has_large_integers: bool
 
 
 def _scan(files: Sequence[InputFile], file: InputFile) -> _Scan:
     names: dict[str, None] = {}
     kinds: dict[pa.StructType, None] = {}
-    num_rows = nbytes = 0
-    for rows in _blocks(file):
-        names |= dict.fromkeys(chain.from_iterable(rows))
-        array = _array(files, rows, None)
-        kinds[array.type] = None
-        num_rows += len(array)
-        nbytes += array.nbytes
-    return _Scan(names, kinds, num_rows, nbytes)
+    num_rows = nbytes = text_bytes = 0
+    large = wide = False
+    hint = pa.schema([])
+    for block in _blocks(file):
+        table = None if wide else infer(block, hint)
+        if table is None:
+            rows = block.rows()
+            names |= dict.fromkeys(chain.from_iterable(rows))
+            array = _array(files, rows, None)
+            table, kind = pa.Table.from_struct_array(array), array.type
+            wide = wide or TEXT in [field.type for field in kind]
+        else:
+            names |= dict.fromkeys(table.schema.names)
+            kind = pa.struct(list(table.schema))
+            hint = table.schema
+        kinds[kind] = None
+        num_rows += table.num_rows
+        nbytes += table.nbytes
+        text_bytes += len(block.data)
+        large = large or has_large_integers(table)
+    return _Scan(names, kinds, num_rows, nbytes, text_bytes, large)
 
 
 def _common(files: Sequence[InputFile], kinds: Sequence[pa.StructType], name: str) -> pa.DataType:
     """The type that holds all values of a column."""
-    columns = [pa.schema([kind.field(name)]) for kind in kinds if kind.get_field_index(name) >= 0]
+    found = [kind.field(name).type for kind in kinds if kind.get_field_index(name) >= 0]
+    if TEXT in found and all(kind == TEXT or pa.types.is_nested(kind) or pa.types.is_null(kind) for kind in found):
+        return TEXT
     try:
-        return pa.unify_schemas(columns, promote_options="permissive").types[0]
+        fields = [pa.schema([pa.field("", kind)]) for kind in found]
+        common = pa.unify_schemas(fields, promote_options="permissive").types[0]
     except pa.ArrowException as error:
         raise _blame(files, name, error) from None
+    return TEXT if is_wide(common) else common
 
 
 def _widens(narrow: pa.DataType, wide: pa.DataType) -> bool:
     """Whether integers of the one type are doubles in the other."""
-    if pa.types.is_struct(narrow):
+    if pa.types.is_struct(narrow) and pa.types.is_struct(wide):
         return any(_widens(field.type, wide.field(field.name).type) for field in narrow)
-    if pa.types.is_list(narrow):
+    if pa.types.is_list(narrow) and pa.types.is_list(wide):
         return _widens(narrow.value_type, wide.value_type)
     return bool(pa.types.is_integer(narrow) and pa.types.is_floating(wide))
 
 
-def _array(files: Sequence[InputFile], rows: Sequence[_Row], kind: pa.StructType | None) -> pa.StructArray:
+def _array(files: Sequence[InputFile], rows: Sequence[Row], kind: pa.StructType | None) -> pa.StructArray:
     """Rows as an array of structs, of the type that holds them where no other is wanted."""
+    names = dict.fromkeys(chain.from_iterable(rows)) if kind is None else [field.name for field in kind]
+    if kind is None:
+        text = [name for name in names if is_wide_value([row.get(name) for row in rows])]
+    else:
+        text = [field.name for field in kind if field.type == TEXT]
+    rows = [{**row, **{name: _as_text(row[name]) for name in text if name in row}} for row in rows] if text else rows
     try:
-        return pa.array(rows, kind)
+        array = pa.array(rows, kind)
     except _MISFITS as error:
         raise _blame(files, _misfit(rows, kind), error) from None
+    if kind is not None or not text:
+        return array
+    return array.cast(pa.struct([field.with_type(TEXT) if field.name in text else field for field in array.type]))
 
 
-def _misfit(rows: Sequence[_Row], kind: pa.StructType | None) -> str:
+def _as_text(value: object) -> object:
+    return None if value is None else json.dumps(value, ensure_ascii=False)
+
+
+def _misfit(rows: Sequence[Row], kind: pa.StructType | None) -> str:
     """The first column of these rows that no type holds, or not the one that it has."""
     name = ""
     for name in dict.fromkeys(chain.from_iterable(rows)) if kind is None else [field.name for field in kind]:
@@ -135,33 +191,25 @@ def _misfit(rows: Sequence[_Row], kind: pa.StructType | None) -> str:
     return name
 
 
-def _blocks(file: InputFile, skip: int = 0) -> Iterator[list[_Row]]:
-    """The objects of a file but for the first `skip`, those of some thousand lines at a time."""
-    for first, lines in _lines(file):
-        full = [(number, line) for number, line in enumerate(lines, first) if line.strip()]
-        dropped = min(skip, len(full))
-        skip -= dropped
-        if dropped < len(full):
-            yield [_object(file.path, number, line) for number, line in full[dropped:]]
-
-
-def _lines(file: InputFile) -> Iterator[tuple[int, list[bytes]]]:
-    """Lines that follow each other, with the number of the first, from 1."""
+def _blocks(file: InputFile) -> Iterator[Block]:
+    """The lines of a file, some thousand at a time."""
     number = 1
     begun: list[bytes] = []  # what is there of a line that does not end yet
     try:
         with _stream(file) as stream:
-            while chunk := stream.read(_BLOCK):
+            while chunk := stream.read(_BLOCK if number > 1 else min(_BLOCK, _FIRST_BLOCK)):
                 whole, newline, rest = chunk.rpartition(b"\n")
                 if newline:
-                    lines = b"".join([*begun, whole]).split(b"\n")
-                    yield number, lines
-                    number += len(lines)
+                    block = Block(file.path, number, b"".join([*begun, whole]))
+                    yield block
+                    number += block.data.count(b"\n") + 1
                     begun.clear()
                 begun.append(rest)
     except OSError as error:
         raise DataError(f"{file.path} cannot be read: {error}") from None
-    yield number, [b"".join(begun)]
+    rest = b"".join(begun)
+    if rest.strip():
+        yield Block(file.path, number, rest)
 
 
 def _stream(file: InputFile) -> pa.NativeFile:
@@ -169,33 +217,21 @@ def _stream(file: InputFile) -> pa.NativeFile:
     return stream if file.codec is None else pa.CompressedInputStream(stream, file.codec)
 
 
-def _object(path: str, number: int, line: bytes) -> _Row:
-    try:
-        value = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"JSONL holds one JSON object a line, but line {number} of {path} is none: {error}") from None
-    if not isinstance(value, dict):
-        kind = _KINDS.get(type(value), "null")
-        raise DataError(f"JSONL holds one JSON object a line, but line {number} of {path} is {kind}")
-    return value
-
-
 def _blame(files: Sequence[InputFile], name: str, error: Exception) -> DataError:
     """The error that names the first line whose value does not fit the column."""
     first = ""
     for file in files:
-        for begin, lines in _lines(file):
-            for number, line in enumerate(lines, begin):
-                value = _object(file.path, number, line).get(name) if line.strip() else None
-                if value is None:
-                    continue
-                place = f"line {number} of {file.path}"
-                try:
-                    pa.array([value])
-                except _MISFITS as own:
-                    return DataError(f"column {name!r} of {place} cannot be held by a table: {own}")
-                kind = _KINDS[type(value)]
-                first = first or f"{kind} in {place}"
-                if not first.startswith(kind):
-                    return DataError(f"a column must have one type, but {name!r} is {first} and {kind} in {place}")
+        for number, line in chain.from_iterable(block.lines() for block in _blocks(file)):
+            value = parse_line(file.path, number, line).get(name)
+            if value is None:
+                continue
+            place = f"line {number} of {file.path}"
+            try:
+                pa.array([value])
+            except _MISFITS as own:
+                return DataError(f"column {name!r} of {place} cannot be held by a table: {own}")
+            kind = kind_of(value)
+            first = first or f"{kind} in {place}"
+            if not first.startswith(kind):
+                return DataError(f"a column must have one type, but {name!r} is {first} and {kind} in {place}")
     return DataError(f"a column must have one type, but {name!r} has none that holds all of its values: {error}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from typing import Any
 
@@ -15,25 +15,29 @@ from fsspec.utils import glob_translate
 Infos = dict[str, dict[str, Any]]  # by path; of each at least "type" and "size"
 
 
-def find(filesystem: fsspec.AbstractFileSystem, root: str, local: bool) -> Infos:
-    """All files at any depth below a folder. One that several links lead to is there once."""
-    if not local:
-        found: Infos = filesystem.find(root, detail=True)
-        return found
-    return {path: info for path, info in _once(_walk(root, None)) if info["type"] == "file"}
+def find(filesystem: fsspec.AbstractFileSystem, root: str, local: bool, wanted: Callable[[str], bool]) -> Infos:
+    """The wanted files at any depth below a folder. One that several links lead to is there once."""
+    every = _walk(root, None) if local else filesystem.find(root, detail=True).items()
+    files = ((path, info) for path, info in every if info["type"] != "directory" and wanted(path))
+    return _once(files) if local else dict(files)
 
 
-def glob(filesystem: fsspec.AbstractFileSystem, pattern: str, fixed: str, local: bool) -> Infos:
-    """All files and folders that match a pattern, which begins with the folder `fixed`."""
+def glob(
+    filesystem: fsspec.AbstractFileSystem, pattern: str, fixed: str, local: bool, wanted: Callable[[str], bool]
+) -> Infos:
+    """The wanted files and folders that match a pattern, which begins with the folder `fixed`."""
     if not local:
-        found: Infos = filesystem.glob(pattern, detail=True)
-        return found
+        return {path: info for path, info in filesystem.glob(pattern, detail=True).items() if wanted(path)}
     depth = None if "**" in pattern else pattern[len(fixed) :].strip("/").count("/") + 1
     matches = re.compile(glob_translate(pattern)).match
     root = fixed or "/"
     every = chain([(root, local_info(root))], _walk(root, depth)) if os.path.isdir(root) else iter(())
     slash = "/" if pattern.endswith("**") else ""  # as fsspec has it: "x/**" stands for x too
-    return {path: info for path, info in _once(every) if matches(path + slash * (info["type"] == "directory"))}
+    return _once(
+        (path, info)
+        for path, info in every
+        if wanted(path) and matches(path + slash * (info["type"] == "directory"))
+    )
 
 
 def local_info(path: str) -> dict[str, Any]:
@@ -66,11 +70,11 @@ def _walk(
             yield from _walk(path, None if depth is None else depth - 1, (*above, here))
 
 
-def _once(entries: Iterator[tuple[str, dict[str, Any]]]) -> list[tuple[str, dict[str, Any]]]:
+def _once(entries: Iterable[tuple[str, dict[str, Any]]]) -> Infos:
     """The entries, but of files that several paths lead to only one: the one without links, or the first."""
     kept: dict[str, tuple[str, dict[str, Any]]] = {}
     for path, info in entries:
         key = os.path.realpath(path) if info["type"] == "file" else path
         if key not in kept or path == key:
             kept[key] = (path, info)
-    return list(kept.values())
+    return dict(kept.values())

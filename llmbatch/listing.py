@@ -117,11 +117,15 @@ def _expand(given: str, storage_options: Mapping[str, Any] | None) -> Iterable[I
 
 def _matches(place: Place, pattern: str) -> list[InputFile]:
     fixed = _fixed_part(place.root)
-    found = _ask(pattern, "listed", lambda: glob(place.filesystem, place.root, fixed, place.local))
+
+    def wanted(path: str) -> bool:
+        return not _is_hidden(path[len(fixed) :])
+
+    found = _ask(pattern, "listed", lambda: glob(place.filesystem, place.root, fixed, place.local, wanted))
     files: list[InputFile] = []
     listed: tuple[str, ...] = ()
     for path, info in sorted(found.items()):
-        if _is_hidden(path[len(fixed) :]) or path.startswith(listed):
+        if path.startswith(listed):
             continue
         if info["type"] == "directory":
             files += _below(place, path, fixed)
@@ -135,12 +139,12 @@ def _matches(place: Place, pattern: str) -> list[InputFile]:
 
 def _below(place: Place, root: str, fixed: str) -> list[InputFile]:
     """The files in a folder, whose columns are in the names of folders below `fixed`."""
-    found = _ask(_shown(place, root), "listed", lambda: find(place.filesystem, root, place.local))
-    return [
-        _file(place, path, info, folder_values(path[len(fixed) :]))
-        for path, info in sorted(found.items())
-        if path.lower().endswith(_IN_FOLDERS) and not _is_hidden(path[len(root) :])
-    ]
+
+    def wanted(path: str) -> bool:
+        return path.lower().endswith(_IN_FOLDERS) and not _is_hidden(path[len(root) :])
+
+    found = _ask(_shown(place, root), "listed", lambda: find(place.filesystem, root, place.local, wanted))
+    return [_file(place, path, info, folder_values(path[len(fixed) :])) for path, info in sorted(found.items())]
 
 
 def _file(place: Place, path: str, info: Mapping[str, Any], values: FolderValues) -> InputFile:

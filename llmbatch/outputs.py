@@ -126,6 +126,11 @@ class Output:
             if not self._is_parquet:
                 check_type(field)
 
+    @property
+    def has_lines(self) -> bool:
+        """Whether rows that were read as lines are written as these lines (`llmbatch.plain.LINE`)."""
+        return not self._is_parquet
+
     def refused(self, table: pa.Table) -> Mapping[int, RowError]:
         """Rows of the input that cannot be written, whatever their answer, and why; for whoever runs the others."""
         return {} if self._is_parquet else unwritable(table)

@@ -3,6 +3,9 @@
 What JSON has no form for is written as text: bytes in base64, times in ISO 8601, others as `str` writes them; durations
 in nanoseconds as their number, numbers that are not finite as null. What has no text either (a time beyond the year
 9999, bytes that are no UTF-8 in a text column) is found before a row is run, and is that row's error.
+
+Rows that were read as lines (`LINE`) are written as these lines, with what is new put in before the last brace:
+numbers, spaces and absent keys stay what they were.
 """
 
 from __future__ import annotations
@@ -10,12 +13,13 @@ from __future__ import annotations
 import base64
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import pyarrow as pa
 
 from llmbatch.errors import DataError, RowError
 
+LINE = "_llmbatch_line"  # a column with each row's line as it was read; it says what the columns before it do
 _BATCH_ROWS = 4096  # rows that are Python objects at one time
 
 
@@ -48,6 +52,7 @@ def check_type(field: pa.Field) -> None:
 def unwritable(table: pa.Table) -> Mapping[int, RowError]:
     """The rows of a table that hold a value which no line can, and why."""
     errors: dict[int, RowError] = {}
+    table = table.select(_beside(table.column_names))
     for name, column in zip(table.column_names, table.columns, strict=True):
         start = 0
         for chunk in column.chunks:
@@ -62,10 +67,25 @@ def unwritable(table: pa.Table) -> Mapping[int, RowError]:
 
 def lines(table: pa.Table) -> Iterator[str]:
     """A line for each row, in pieces of some thousand. What `unwritable` finds is null there."""
+    names = _beside(table.column_names)
     for batch in table.to_batches(max_chunksize=_BATCH_ROWS):
-        columns = [_values(column)[0] for column in batch.columns]
+        columns = [_values(batch[name])[0] for name in names]
         rows = zip(*columns, strict=True) if columns else iter([()] * batch.num_rows)
-        yield "".join(_line(dict(zip(batch.schema.names, row))) for row in rows)
+        made = (_line(dict(zip(names, row))) for row in rows)
+        if LINE in batch.schema.names:
+            made = (_joined(line, rest) for line, rest in zip(batch[LINE].to_pylist(), made, strict=True))
+        yield "\n".join([*made, ""])
+
+
+def _beside(names: Sequence[str]) -> Sequence[str]:
+    """The columns that are not in the rows' lines."""
+    return names[names.index(LINE) + 1 :] if LINE in names else names
+
+
+def _joined(line: str, rest: str) -> str:
+    """One object of two; the second has a key at least."""
+    begun = line.rstrip()[:-1].rstrip()
+    return f"{begun}{'' if begun.endswith('{') and not begun[:-1].strip() else ', '}{rest[1:]}"
 
 
 def _leaves(kind: pa.DataType) -> Iterator[pa.DataType]:
@@ -137,7 +157,7 @@ def _line(row: dict[str, object]) -> str:
         text = json.dumps(row, ensure_ascii=False, allow_nan=False, default=_plain)
     except ValueError:
         text = json.dumps(_finite(row), ensure_ascii=False, allow_nan=False, default=_plain)
-    return text + "\n"
+    return text
 
 
 def _plain(value: object) -> str:

@@ -3,7 +3,8 @@
 A resumed job asks whether a row is the one it has answered, so equal values must hash equal whatever way the file
 was written: string, large_string and string_view, plain and dictionary encoded, int32 and int64, 1 and 1.0, one
 chunk or many. What lies under a null does not count, nor does the order of columns or of a struct's fields. A null adds
-nothing to its row: a column that appended rows bring along leaves the rows before it what they were.
+nothing to its row: a column that appended rows bring along leaves the rows before it what they were. Nor do numbers
+that are not finite, which JSON writes as null, and the line that a row was read from: other columns say the same.
 
 Bytes are mixed eight at a time by the steps of xxHash64. The hash finds changes made by chance, not by malice.
 """
@@ -18,6 +19,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from llmbatch.compiled import njit
+from llmbatch.plain import LINE
 
 _A = np.uint64(0x9E3779B185EBCA87)
 _B = np.uint64(0xC2B2AE3D27D4EB4F)
@@ -31,6 +33,8 @@ def hash_rows(table: pa.Table) -> NDArray[np.uint64]:
     """The hash of each row, uint64 [rows]: of the names and values of its columns that are not null."""
     rows = np.zeros(table.num_rows, np.uint64)
     for name, column in zip(table.column_names, table.columns, strict=True):
+        if name == LINE:
+            continue
         start = 0
         for chunk in column.chunks:
             _add(rows[start : start + len(chunk)], _hashes(chunk), _seed(name))
@@ -68,6 +72,7 @@ def _hashes(array: Any) -> NDArray[np.uint64]:
         words = _numbers(array, np.float64)
         numbers = words.view(np.float64)
         whole = (np.abs(numbers) < _WHOLE) & (np.trunc(numbers) == numbers) & (words != _MINUS_ZERO)
+        valid &= np.isfinite(numbers)
         _hash_words(words, valid & ~whole, _seed("float"), out)
         _hash_words(np.where(whole, numbers, 0).astype(np.int64).view(np.uint64), valid & whole, _seed("int"), out)
     else:

@@ -249,7 +249,7 @@ class SharedEngine:
 
     def _window(self, number: int, part: _Part) -> Window:
         rows = part.rows
-        table = part.call.table.take(pa.array(rows))
+        table = pick(part.call.table.to_batches(), rows, part.call.table.schema)
         keys = part.call.keys[rows]
         shard = self._worker.shard(table, keys)
         if part.deaths == MOST_DEATHS:

@@ -79,6 +79,17 @@ def test_a_file_that_links_lead_to_as_well_is_there_once(tmp_path: Path) -> None
     assert found(tmp_path / "in", within=tmp_path) == ["in/v3/a.parquet"]
 
 
+def test_a_link_to_what_does_not_count_by_its_name_counts(tmp_path: Path) -> None:
+    """As the hub keeps its files: links with names to files without."""
+    files(tmp_path, "in/blobs/0123", "in/.hidden/b.parquet")
+    (tmp_path / "in" / "snapshots").mkdir()
+    (tmp_path / "in" / "snapshots" / "a.parquet").symlink_to(tmp_path / "in" / "blobs" / "0123")
+    (tmp_path / "in" / "shown").symlink_to(tmp_path / "in" / ".hidden")
+    names = ["in/shown/b.parquet", "in/snapshots/a.parquet"]
+    assert found(tmp_path / "in", within=tmp_path) == names
+    assert found(tmp_path / "in" / "**" / "*.parquet", within=tmp_path) == names
+
+
 def test_a_link_to_nothing_is_refused_by_name(tmp_path: Path) -> None:
     parquet(tmp_path / "a.parquet", a=[1])
     (tmp_path / "b.parquet").symlink_to(tmp_path / "gone.parquet")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import polars as pl
@@ -155,7 +156,8 @@ def test_types_of_several_writers_become_the_one_that_holds_both(
 def test_one_folder_of_pandas_polars_and_pyarrow_is_read_together(tmp_path: Path) -> None:
     when = datetime.datetime(2024, 1, 2)
     nested = [{"p": 1, "q": "z"}] * 2
-    columns = {"text": ["a", "b"], "n": [1, 2], "when": [when, when], "kind": ["u", "v"], "st": nested}
+    columns: dict[str, list[Any]] = {"text": ["a", "b"], "n": [1, 2], "when": [when, when]}
+    columns |= {"kind": ["u", "v"], "st": nested}
     frame = pd.DataFrame(columns, index=pd.Index([5, 6], name="ix"))
     frame.astype({"kind": "category"}).to_parquet(tmp_path / "1.parquet")
     polars = pl.DataFrame(columns, schema_overrides={"n": pl.Int32, "kind": pl.Categorical})
