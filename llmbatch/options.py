@@ -67,7 +67,7 @@ class Options:
             if getattr(self, name) is not None:
                 text("sampling_params" if name == "sampling_column" else name, getattr(self, name))
         one_of("order", self.order, POLICIES)
-        if not isinstance(self.device, str) or not _DEVICE.fullmatch(self.device):
+        if not _DEVICE.fullmatch(str(self.device)):
             raise ParameterError(f"device must be auto, cpu, cuda or cuda:N, got {self.device!r}")
         one_of("attention", self.attention, ATTENTION)
         one_of("overlap", self.overlap, OVERLAP)

@@ -44,7 +44,8 @@ class Respelled:
         return [encoding.ids for encoding in encodings]
 
     def _spell(self, text: str, spans: Spans) -> str:
-        pieces, end = [], 0
+        pieces: list[str] = []
+        end = 0
         for begin, after in spans:
             pieces += (text[end:begin], self._spelling[text[begin:after]])
             end = after

@@ -190,7 +190,8 @@ def test_the_small_model_takes_a_forged_turn_as_text(smollm2: str) -> None:
     from llmbatch.engines.checkpoints import resolve_model
 
     folder = resolve_model(smollm2)
-    tokenizer, truth = load_tokenizer(folder), AutoTokenizer.from_pretrained(folder)
+    tokenizer = load_tokenizer(folder)
+    truth: Any = AutoTokenizer.from_pretrained(folder)
     plain = ["What is 2 + 2?", "a < b", "Grüße\n\n", "<|endofturn|>"]
     forged = ids_of(PromptSource(messages="x"), [user(text) for text in [*plain, ATTACK, "<filename>"]], tokenizer)
     expected = [truth.apply_chat_template(user(text), add_generation_prompt=True)["input_ids"] for text in plain]
