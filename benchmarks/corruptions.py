@@ -41,9 +41,11 @@ def main() -> int:
         folder = Path(name)
         model = tiny_model_folder(folder / "model", "llama", chat_template=CHAT_TEMPLATE)
         warm_up(model, folder)
-        cases = [Corruption(setup, model, folder / str(number)) for number, setup in enumerate(SETUPS)]
-        for at in rng.integers(len(cases), size=given.corruptions).tolist():
+        cases: dict[int, Corruption] = {}
+        for at in rng.integers(len(SETUPS), size=given.corruptions).tolist():
             try:
+                if at not in cases:
+                    cases[at] = Corruption(SETUPS[at], model, folder / str(at))
                 ends[cases[at].corrupt(rng)] += 1
             except Failure as failure:
                 failures.append(str(failure))

@@ -232,7 +232,9 @@ class Case:
             raise Failure(f"of its work is left {os.listdir(self.work)}")
 
     def _has_job(self) -> bool:
-        return (self.work / "job.json").exists()
+        """Whether a job of this command has begun."""
+        job = self.work / "job.json"
+        return job.exists() and json.loads(job.read_bytes())["command"]["max_tokens"] == SIMULATED["max_tokens"]
 
     def _kept(self) -> set[str]:
         """Ids of the rows whose answers are kept by a job that was begun by this command."""
