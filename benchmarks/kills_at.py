@@ -1,12 +1,12 @@
-"""Jobs of every kind killed at sampled file operations: rows that are lost, rows that are there twice, ends that are none.
+"""Jobs of every kind killed at sampled file operations: rows lost, rows twice, jobs that do not go on.
 
     python benchmarks/kills_at.py [--operations 1000] [--seed 0]
 
-Each kill is a SIGKILL before, after or in the middle of one file operation (of all that a job makes, each is as likely)
-in one of the set-ups of `tests/setups.py`: folders, Parquet and JSONL; with ids and without order; changed inputs, rows
-that failed; `--restart` and `--overwrite` over what is finished, begun or foreign. Three in ten are killed a second time.
-The plain command, or the same one, then goes on, and its output is compared with that of a job nobody disturbed. Until
-a new output is complete, the one that it replaces must be there. Prints one line of JSON; exit status 1 where one fails.
+Each kill is a SIGKILL before, after or in the middle of a file operation, each of a job's being as likely, in one of the
+set-ups of `tests/setups.py`: folders, Parquet and JSONL; with ids and without order; changed inputs, rows that failed;
+`--restart` and `--overwrite` over what is finished, begun or foreign. Three in ten are killed twice. The plain command,
+or the same one, then goes on, and its output is compared with that of a job nobody disturbed. Until a new output is
+complete, the one that it replaces must be there. Prints a line of JSON; exit status 1 where one fails.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ def main() -> int:
         folder = Path(name)
         model = tiny_model_folder(folder / "model", "llama", chat_template=CHAT_TEMPLATE)
         warm_up(model, folder)
-        cases = [Case(setup, model, folder / str(number)) for number, setup in enumerate(SETUPS)]
-        print(f"{sum(case.operations for case in cases)} operations in {len(cases)} set-ups", file=sys.stderr)
-        each = np.array([case.operations for case in cases], float)
-        for number, at in enumerate(rng.choice(len(cases), given.operations, p=each / each.sum()).tolist()):
+        cases: dict[int, Case] = {}
+        for number, at in enumerate(rng.integers(len(SETUPS), size=given.operations).tolist()):
             try:
+                if at not in cases:
+                    cases[at] = Case(SETUPS[at], model, folder / str(at))
                 cases[at].run(rng)
             except Failure as failure:
                 failures.append(str(failure))
@@ -56,7 +56,7 @@ def main() -> int:
         json.dumps(
             {
                 "kills": given.operations,
-                "setups": len(SETUPS),
+                "setups": len(cases),
                 "seed": given.seed,
                 "failures": failures,
                 "seconds": round(time.perf_counter() - begun, 1),

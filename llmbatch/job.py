@@ -165,6 +165,7 @@ class _Job:
             before = output.state()
             decided = open_job(output, self._fresh, self._source, self._gate, self._wish)
             if isinstance(decided, Done):
+                output.work.leave()  # empty, of one that was killed when all was done
                 return replace(decided.report, finished_before=True)
             if decided.changed and not self._wish.answer_changed:
                 check_contents(self._source, Earlier(decided.sources, without_errors=False), self._id)

@@ -105,96 +105,108 @@ class Case:
         self.setup, self.model, self.folder = setup, model, folder
         self._start = folder / "start"
         self._start.mkdir(parents=True)
-        self._at: Path = self._start
+        self.at: Path = self._start
         self._prepare()
-        self.expected = _forked(self._undisturbed)
+        self.expected = forked(self._undisturbed)
         self.operations: int = self._count()
 
     def run(self, rng: np.random.Generator) -> None:
         """Kill the command, perhaps the next one too, and check what the one after that makes of it."""
-        number = int(rng.integers(1 << 30))
-        self._at = self.folder / f"{number}"
-        shutil.copytree(self._start, self._at)
+        self.begin_at(rng)
         flags = dict(self.setup.flags)
         kills: list[tuple[Kill, dict[str, Any]]] = []
         for given in [flags] if rng.random() < 0.7 else [flags, flags if rng.random() < 0.5 else {}]:
             kills.append((Kill(int(rng.integers(self.operations)), bool(rng.random() < 0.5)), given))
-            _forked(functools.partial(self._command, *kills[-1]))
+            forked(functools.partial(self.command, *kills[-1]))
         last = flags if rng.random() < 0.5 else {}
         try:
-            _forked(self._check_old)
-            _forked(functools.partial(self._go_on, last))
+            forked(self._check_old)
+            forked(functools.partial(self._go_on, last))
         except Failure as failure:
-            raise Failure(f"{self.setup}, {kills}, then {last}, in {self._at}: {failure}") from None
-        shutil.rmtree(self._at)
+            raise Failure(f"{self.setup}, {kills}, then {last}, in {self.at}: {failure}") from None
+        shutil.rmtree(self.at)
+
+    def begin_at(self, rng: np.random.Generator) -> None:
+        """Begin in a folder of its own."""
+        self.at = self.folder / f"{rng.integers(1 << 30)}"
+        shutil.copytree(self._start, self.at)
+
+    def expected_old(self) -> list[dict[str, Any]] | None:
+        """The rows of the output that was there before the command, if one was finished."""
+        old = self._start / self.setup.output
+        return read(old) if self.setup.before == "finished" else None
 
     @property
-    def _out(self) -> Path:
-        return self._at / self.setup.output
+    def out(self) -> Path:
+        """Where it writes."""
+        return self.at / self.setup.output
 
     @property
-    def _work(self) -> Path:
-        return self._out / "_llmbatch" if not self._out.suffix else self._at / f"{self.setup.output}._llmbatch"
+    def work(self) -> Path:
+        """Where it works."""
+        return self.out / "_llmbatch" if not self.out.suffix else self.at / f"{self.setup.output}._llmbatch"
 
-    def _run(self, **given: Any) -> None:
+    def execute(self, **given: Any) -> None:
+        """Run the command, in this process."""
         options = {**SIMULATED, **self.setup.options, **given}
-        llmbatch.run(str(self._at / "in.parquet"), options.pop("output", str(self._out)), model=self.model, **options)
+        llmbatch.run(str(self.at / "in.parquet"), options.pop("output", str(self.out)), model=self.model, **options)
 
     def _prepare(self) -> None:
         table, before = rows(ROWS), self.setup.before
-        pq.write_table(table, self._at / "in.parquet")
+        pq.write_table(table, self.at / "in.parquet")
         if before == "nothing":
             return
         if before == "foreign":
-            target = self._out / "data.parquet" if not self._out.suffix else self._out
+            target = self.out / "data.parquet" if not self.out.suffix else self.out
             target.parent.mkdir(exist_ok=True)
             pq.write_table(table.slice(0, 3), target)
             return
         if before == "changed rows":
-            _put(self._at, table.set_column(1, "text", pa.array([f"old {i}" for i in range(ROWS)])))
+            _put(self.at, table.set_column(1, "text", pa.array([f"old {i}" for i in range(ROWS)])))
         if before.startswith("other rows"):
-            _put(self._at, rows(ROWS + 3).slice(5))
+            _put(self.at, rows(ROWS + 3).slice(5))
         if before == "errors":
-            _put(self._at, table)
-            _forked(functools.partial(self._run, row_timeout=1e-9))
+            _put(self.at, table)
+            forked(functools.partial(self.execute, row_timeout=1e-9))
             return
         other = OTHER if self.setup.flags.keys() & {"restart", "overwrite"} else {}
         kill = Kill(30, False) if before.endswith("begun") else None
-        _forked(functools.partial(self._command, kill, other))
-        _put(self._at, table)
+        forked(functools.partial(self.command, kill, other))
+        _put(self.at, table)
 
     def _undisturbed(self) -> list[dict[str, Any]]:
-        self._run(output=str(self._at / "undisturbed"))
-        answers = _read(self._at / "undisturbed")
-        shutil.rmtree(self._at / "undisturbed")
+        self.execute(output=str(self.at / "undisturbed"))
+        answers = read(self.at / "undisturbed")
+        shutil.rmtree(self.at / "undisturbed")
         return answers
 
     def _count(self) -> int:
-        self._at = self.folder / "count"
-        shutil.copytree(self._start, self._at)
+        self.at = self.folder / "count"
+        shutil.copytree(self._start, self.at)
 
         def command() -> int:
             with _killed_at(None) as operations:
-                self._run(**self.setup.flags)
+                self.execute(**self.setup.flags)
             return next(operations)
 
-        number: int = _forked(command)
+        number: int = forked(command)
         return number
 
-    def _command(self, kill: Kill | None, given: Mapping[str, Any]) -> None:
+    def command(self, kill: Kill | None, given: Mapping[str, Any]) -> None:
+        """Run the command, and be killed."""
         with _killed_at(kill), contextlib.suppress(DataError):  # the command before, of another job
-            self._run(**given)
+            self.execute(**given)
 
     def _check_old(self) -> None:
         """Until the new output is complete all of an earlier one is there."""
-        ending = self._work / "ending.json"
-        manifest = self._out / "_llmbatch.json" if not self._out.suffix else Path(f"{self._out}._llmbatch.json")
+        ending = self.work / "ending.json"
+        manifest = self.out / "_llmbatch.json" if not self.out.suffix else Path(f"{self.out}._llmbatch.json")
         committing = ending.exists() and json.loads(ending.read_bytes())["manifest"] is not None
         if committing or (manifest.exists() and _is_new(manifest)):
             return
         old = self._start / self.setup.output
         visible = [old] if old.is_file() else list(old.glob("*.parquet"))
-        gone = [path.name for path in visible if not _same(path, self._at / path.relative_to(self._start))]
+        gone = [path.name for path in visible if not _same(path, self.at / path.relative_to(self._start))]
         if gone:
             raise Failure(f"{gone} went before the new output was there")
 
@@ -202,29 +214,31 @@ class Case:
         kept = self._kept() if not {"restart", "overwrite"} & set(given) else set()
         with begun() as answered:
             try:
-                self._run(**given)
+                self.execute(**given)
             except DataError as error:
                 asked = self.setup.flags or self.setup.before != "nothing"
                 if given or not asked or self._has_job():
                     raise Failure(f"it does not go on: {error}") from None
-                self._run(**self.setup.flags)  # it died before it had said anything
+                self.execute(**self.setup.flags)  # it died before it had said anything
                 kept = set()
         if again := kept & answered:
             raise Failure(f"{sorted(again)} were answered, and are answered again")
-        found = _read(self._out)
+        found = read(self.out)
         if sorted(found, key=_id) != sorted(self.expected, key=_id):
             raise Failure(f"of {len(self.expected)} rows there are {len(found)}: {[row['id'] for row in found]}")
         if self.setup.options.get("preserve_order", True) and found != self.expected:
             raise Failure("the rows are in another order")
-        if self._work.exists():
-            raise Failure(f"of its work is left {os.listdir(self._work)}")
+        if self.work.exists():
+            raise Failure(f"of its work is left {os.listdir(self.work)}")
 
     def _has_job(self) -> bool:
-        return (self._work / "job.json").exists()
+        """Whether a job of this command has begun."""
+        job = self.work / "job.json"
+        return job.exists() and json.loads(job.read_bytes())["command"]["max_tokens"] == SIMULATED["max_tokens"]
 
     def _kept(self) -> set[str]:
         """Ids of the rows whose answers are kept by a job that was begun by this command."""
-        place = Place.at(str(self._work))
+        place = Place.at(str(self.work))
         names = place.names()
         if "job.json" not in names or "ending.json" in names:
             return set()
@@ -289,7 +303,7 @@ def _killed_at(kill: Kill | None) -> Iterator[Iterator[int]]:
             setattr(owner, name, function)
 
 
-def _forked(act: Callable[[], Any]) -> Any:
+def forked(act: Callable[[], Any]) -> Any:
     """What a fork of this process returns; None where it was killed. Raises Failure where it raised."""
     reading, writing = os.pipe()
     pid = os.fork()
@@ -329,7 +343,7 @@ def _same(one: Path, other: Path) -> bool:
     return other.exists() and one.read_bytes() == other.read_bytes()
 
 
-def _read(out: Path) -> list[dict[str, Any]]:
+def read(out: Path) -> list[dict[str, Any]]:
     """The rows of an output, as JSON values."""
     if ".jsonl" in out.name:
         codec = "zstd" if out.suffix == ".zst" else None

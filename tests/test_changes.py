@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from llmbatch.cli import main
+from llmbatch.seal import seal
 from tests.jobs import Job, begun, check_goes_on, check_refused, contents, rows
 from tests.models import tiny_model_folder
 
@@ -142,8 +143,8 @@ def test_a_row_that_reads_otherwise_is_refused(
     row = min(int(name.removeprefix("row-")) for name in job.kept())
     job.write(changed(rows(), row))
     said = (
-        f"the input has changed since this job began: row {row} was answered when it read otherwise: "
-        f"restore it, {OTHER}"
+        f"the input has changed since this job began: row {row} was answered when it read otherwise: restore it, "
+        f"have such rows answered again with changed_rows='answer' (--changed-rows answer), {OTHER}"
     )
     check_refused(job, said, capfd)
 
@@ -156,8 +157,8 @@ def test_another_order_of_the_rows_is_refused_without_ids(
     row = min(int(name.removeprefix("row-")) for name in job.kept())
     job.write(rows().take(np.arange(60)[::-1]))
     said = (
-        f"the input has changed since this job began: row {row} was answered when it read otherwise: "
-        f"restore it, {OTHER}"
+        f"the input has changed since this job began: row {row} was answered when it read otherwise: restore it, "
+        f"have such rows answered again with changed_rows='answer' (--changed-rows answer), {OTHER}"
     )
     check_refused(job, said, capfd)
 
@@ -276,5 +277,6 @@ def test_a_job_goes_on_in_the_numbers_that_it_was_begun_in(job: Job) -> None:
     job.run_until(25)
     kept = json.loads((job.work / "job.json").read_text())
     other = "bfloat16" if kept["dtype"] == "float32" else "float32"
-    (job.work / "job.json").write_text(json.dumps({**kept, "dtype": other}))
+    del kept["checksum"]
+    (job.work / "job.json").write_bytes(seal("job.json", {**kept, "dtype": other}))
     assert job.run().dtype == other

@@ -1,0 +1,396 @@
+"""Whatever lies in a work folder: no other file is touched, and nothing is published that does not add up.
+
+The sentence names the file, and the way out.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from llmbatch.cli import main
+from llmbatch.errors import DataError, JobError, LLMBatchError, ModelError, StorageError
+from llmbatch.seal import seal
+from tests.dying import killed
+from tests.jobs import Job, begun, check_refused, contents, no_power_cuts, rows
+
+OVER = "start over with restart=True (--restart)"
+OTHER = f"choose another output, or {OVER}"
+
+
+@pytest.fixture(autouse=True)
+def fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    no_power_cuts(monkeypatch)
+
+
+@pytest.fixture
+def small(job: Job, monkeypatch: pytest.MonkeyPatch) -> Job:
+    """A short job of two windows and several parts."""
+    monkeypatch.setattr("llmbatch.shelf.PART_ROWS", 3)
+    monkeypatch.setattr("llmbatch.answers.ROWS_AT_RISK", 2)
+    job.write(rows(12))
+    return job.having(window_rows=7)
+
+
+@pytest.fixture
+def half(small: Job) -> Job:
+    """One whose first window is whole and whose second one has a journal."""
+    small.run_until(9, order="input", max_running=1)
+    assert (small.work / "000-window-00000.json").exists()
+    assert (small.work / "000-journal-00001").exists()
+    return small
+
+
+def edit(path: Path, **changes: Any) -> None:
+    """Change a sealed file, and seal it again."""
+    content = json.loads(path.read_bytes())
+    del content["checksum"]
+    path.write_bytes(seal(path.name, {**content, **changes}))
+
+
+def said(job: Job, **options: Any) -> str:
+    """What the refusal of a job says, which changes nothing on the disk but for its own lock and temporary files."""
+    before = contents(job.folder)
+    with pytest.raises(LLMBatchError) as caught:
+        job.run(**options)
+    assert contents(job.folder) == before
+    return str(caught.value)
+
+
+# No other file is touched
+
+
+ENDING: dict[str, Any] = {"removed": [], "files": {}, "manifest": None, "replaced": None}
+PART = {"rows": 1, "size": 1, "digest": "0"}
+
+
+@pytest.mark.parametrize("name", ["out", "out.parquet"])
+@pytest.mark.parametrize(
+    "ending",
+    [
+        {"removed": ["../victim.parquet"]},
+        {"removed": ["victim.txt"]},
+        {"removed": ["/victim.parquet"]},
+        {"removed": ["..\\victim.parquet"]},
+        {"removed": [".."]},
+        {"removed": [7]},
+        {"removed": None},
+        {"replaced": ["../victim.parquet"]},
+        {"files": {"../victim.parquet": []}},
+        {"files": {"part-00000.parquet": [{"name": "../../victim", **PART}]}},
+        {"files": {"part-00000.parquet": [{"name": "x"}]}},
+        {"files": []},
+        {"manifest": {"parts": [{"name": "../victim.parquet", "rows": 1}]}},
+        {"manifest": {"parts": []}, "files": {"part-00000.parquet": []}},
+        {"manifest": 7},
+    ],
+    ids=json.dumps,
+)
+def test_an_ending_speaks_of_the_output_alone(small: Job, name: str, ending: dict[str, Any]) -> None:
+    job = small.to(name)
+    for victim in ("victim.parquet", "victim.txt", "victim"):
+        (job.folder / victim).write_text("precious")
+    job.work.mkdir(parents=True)
+    (job.work / "ending.json").write_bytes(seal("ending.json", {**ENDING, **ending}))
+    assert said(job) == (
+        f"{job.work / 'ending.json'} is damaged, or another version's of llmbatch, which no crash of a job does: {OVER}"
+    )
+
+
+def test_a_part_of_one_file_may_not_remove_its_neighbours(small: Job) -> None:
+    job = small.to("out.parquet")
+    (job.folder / "other.parquet").write_text("precious")
+    job.work.mkdir()
+    (job.work / "ending.json").write_bytes(seal("ending.json", {**ENDING, "removed": ["other.parquet"]}))
+    assert "ending.json is damaged" in said(job)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [{"replaced": ["../victim.parquet"], "published": {}}, {"replaced": [], "published": {"x": "../victim"}}, {}],
+)
+def test_names_are_plain(half: Job, names: dict[str, Any]) -> None:
+    (half.folder / "victim.parquet").write_text("precious")
+    (half.work / "names.json").write_bytes(seal("names.json", names))
+    assert said(half).startswith(f"{half.work / 'names.json'} is damaged")
+
+
+def test_parts_of_a_window_have_the_names_of_its_parts(half: Job) -> None:
+    path = half.work / "000-window-00000.json"
+    parts = json.loads(path.read_bytes())["parts"]
+    edit(path, parts=[{**part, "name": "../../in"} for part in parts])
+    assert said(half) == (
+        f"{path} is damaged, or another version's of llmbatch, which no crash of a job does: remove {path}, and its "
+        f"rows are answered again; or {OVER}"
+    )
+
+
+# What was changed is seen
+
+
+@pytest.mark.parametrize("name", ["job.json", "names.json", "000-window-00000.json"])
+@pytest.mark.parametrize("content", [b"", b"{}", b"[]", b"7", b"\xff", b"[" * 100_000, b'{"checksum": "0"}'])
+def test_a_file_that_is_no_work_of_ours_is_refused(half: Job, name: str, content: bytes) -> None:
+    path = half.work / name
+    path.write_bytes(content)
+    assert said(half).startswith(f"{path} is damaged, or another version's of llmbatch, which no crash of a job does: ")
+
+
+@pytest.mark.parametrize("name", ["job.json", "names.json", "000-window-00000.json"])
+def test_a_file_that_was_edited_is_refused(half: Job, name: str) -> None:
+    path = half.work / name
+    text = re.sub(r'("window_rows": |"rows": |"replaced": \[)', r"\g<1>1", path.read_text(), count=1)
+    assert text != path.read_text()
+    path.write_text(text)
+    assert said(half).startswith(f"{path} is damaged")
+
+
+def test_a_file_in_the_place_of_another_is_refused(half: Job) -> None:
+    (half.work / "000-window-00001.json").write_bytes((half.work / "000-window-00000.json").read_bytes())
+    assert said(half).startswith(f"{half.work / '000-window-00001.json'} is damaged")
+
+
+def test_a_window_that_is_removed_is_answered_again(half: Job) -> None:
+    (half.work / "000-window-00000.json").unlink()
+    half.run()
+    assert half.answers().equals(half.undisturbed())
+
+
+def cut(job: Job) -> None:
+    path = job.work / "000-part-00000-00.parquet.staged"
+    path.write_bytes(path.read_bytes()[:100])
+
+
+def remove(job: Job) -> None:
+    (job.work / "000-part-00000-00.parquet.staged").unlink()
+
+
+@pytest.mark.parametrize(("harm", "what"), [(cut, "is not what was written to it, which no crash does:"), (remove, "")])
+def test_a_staged_part_that_is_not_as_it_was_is_refused_before_more_is_answered(
+    half: Job, harm: Callable[[Job], None], what: str
+) -> None:
+    harm(half)
+    with begun() as answered:
+        told = said(half)
+    assert not answered
+    assert told.startswith(f"{half.work / '000-part-00000-00.parquet.staged'} {what or 'is gone: put it back; or'}")
+    assert f"remove {half.work / '000-window-00000.json'}, and its rows are answered again" in told
+    assert main([*half.command(), "--restart"]) == 0
+
+
+def test_a_part_of_which_a_bit_changed_is_not_published(half: Job) -> None:
+    part = half.work / "000-part-00000-00.parquet.staged"
+    data = bytearray(part.read_bytes())
+    data[len(data) // 2] ^= 1
+    part.write_bytes(data)
+    with pytest.raises(StorageError, match=re.escape(f"{part} is not what was written to it, which no crash does: ")):
+        half.run()
+    assert not list(half.out.glob("*.parquet"))
+
+
+def test_a_part_that_changes_between_commit_and_its_name_is_not_published(small: Job) -> None:
+    step = 0
+    while not (small.work / "ending.json").exists():
+        step += 1
+        assert killed(step, small.run, ["move", "write"])
+    (part, *_) = sorted(small.work.glob("*.staged"))
+    part.write_bytes(bytes(part.stat().st_size))
+    assert said(small) == f"{part} is not what was written to it, which no crash does: {OVER}"
+    small.run(restart=True)
+    assert small.answers().equals(small.undisturbed())
+
+
+@pytest.mark.parametrize("of", ["keys", "parquet.staged"])
+def test_parts_in_the_order_in_which_rows_finish_are_sealed_too(small: Job, of: str) -> None:
+    job = small.having(preserve_order=False).to("out.parquet")
+    job.run_until(10)
+    path = job.work / f"spool-00000.{of}"
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    with pytest.raises((DataError, StorageError), match=re.escape(f"{path} is ")):
+        job.run()
+    assert not job.out.exists()
+
+
+# Other versions
+
+
+def test_a_job_of_the_format_before_is_refused(half: Job) -> None:
+    (half.work / "job.json").write_text('{"format": 2, "window_rows": 0}')
+    assert said(half) == (
+        f"the job at {half.out} was begun by another version of llmbatch, in format 2 and not 3: finish it with that "
+        f"one, {OTHER}"
+    )
+
+
+# Starting over
+
+
+def test_a_restart_without_weights_deletes_nothing(small: Job) -> None:
+    small.run()
+    before = contents(small.out)
+    with pytest.raises(ModelError):
+        small.having(model=None).run(restart=True, engine="torch", output_tokens=None, device="cuda:7")
+    assert contents(small.out) == before
+
+
+@pytest.mark.parametrize("name", ["out", "out.parquet", "out.jsonl"])
+@pytest.mark.parametrize("again", [{}, {"restart": True}])
+def test_a_restart_that_is_asked_to_end_is_gone_on_with_and_the_old_output_stays_until_then(
+    small: Job, name: str, again: dict[str, Any]
+) -> None:
+    job = small.to(name)
+    job.run(max_tokens=7)
+    old = {path: path.read_bytes() for path in (job.out.glob("*.parquet") if job.out.is_dir() else [job.out])}
+    job.run_until(10, restart=True)
+    assert old == {path: path.read_bytes() for path in old}
+    with begun() as answered:
+        report = job.run(**again)
+    assert (report.rows_resumed, len(answered)) == (
+        (0, 12) if again else (report.rows_resumed, 12 - report.rows_resumed)
+    )
+    assert bool(again) == (report.rows_resumed == 0)
+    if name != "out.jsonl":
+        assert job.answers().equals(small.undisturbed())
+
+
+def test_a_restart_takes_no_answer_of_the_output_that_it_replaces(small: Job) -> None:
+    job = small.having(id_column="id")
+    job.run()
+    job.run_until(5, restart=True)
+    job.write(rows(14))
+    with begun() as answered:
+        report = job.run()
+    assert report.rows_resumed + len(answered) == 14
+    assert len(answered) > 2
+
+
+def test_overwrite_goes_on_without_it(small: Job) -> None:
+    small.out.mkdir()
+    pq.write_table(rows(3), small.out / "theirs.parquet")
+    small.run_until(10, overwrite=True)
+    assert (small.out / "theirs.parquet").exists()
+    small.run()
+    assert small.answers().equals(small.undisturbed())
+
+
+# A finished output, and what is asked of it
+
+
+@pytest.fixture
+def failing(small: Job) -> Job:
+    """A finished output of which two rows have failed."""
+    table = rows(12)
+    texts = table["text"].to_pylist()
+    texts[3] = texts[8] = None
+    small.write(table.set_column(1, "text", pa.array(texts)))
+    assert small.run().errors == 2
+    return small
+
+
+def test_a_finished_output_with_too_many_errors_is_not_passed_over(failing: Job) -> None:
+    with pytest.raises(JobError) as caught:
+        failing.run(max_error_rate=0.0)
+    assert str(caught.value).startswith("max_error_rate is 0, and 2 of 12 rows have failed already: ")
+    assert failing.run(max_error_rate=0.2).finished_before
+
+
+def test_a_finished_output_with_errors_is_not_what_on_error_raise_asks_for(failing: Job) -> None:
+    with pytest.raises(JobError) as caught:
+        failing.run(on_error="raise")
+    assert str(caught.value) == (
+        "2 rows failed in an earlier run, and on_error='raise' (--on-error raise) ends a job at the first: answer them "
+        "again with retry_errors=True (--retry-errors), or keep them with on_error='column'"
+    )
+
+
+def test_errors_in_windows_that_are_whole_end_a_job_that_goes_on(failing: Job) -> None:
+    job = failing.to("other")
+    job.run_until(9, order="input", max_running=1)
+    assert (job.work / "000-window-00000.json").exists()
+    with begun() as answered, pytest.raises(JobError, match="failed in an earlier run, and on_error='raise'"):
+        job.run(on_error="raise")
+    assert not answered
+
+
+def test_a_finished_output_in_another_order_is_not_what_is_asked_for(
+    small: Job, capfd: pytest.CaptureFixture[str]
+) -> None:
+    small.run(preserve_order=False)
+    check_refused(
+        small,
+        f"the rows of {small.out} are in the order in which they finished, and the input's order is asked for "
+        f"(preserve_order=True): ask for preserve_order=False (--no-preserve-order), {OTHER}",
+        capfd,
+    )
+    assert small.run(preserve_order=False).finished_before
+
+
+def test_an_output_in_the_input_s_order_is_good_for_those_who_do_not_ask_for_it(small: Job) -> None:
+    small.run()
+    assert small.run(preserve_order=False).finished_before
+
+
+# Parts that their reader takes away
+
+
+@pytest.mark.parametrize("taken", [1, 2])
+def test_a_published_part_may_be_taken_away(small: Job, taken: int, capfd: pytest.CaptureFixture[str]) -> None:
+    job = small.having(preserve_order=False)
+    job.run_until(11)
+    parts = sorted(job.out.glob("*.parquet"))[:taken]
+    elsewhere = [pq.read_table(part) for part in parts]
+    for part in parts:
+        part.unlink()
+    with begun() as answered:
+        assert main([*job.having(preserve_order=None).command(), "--no-preserve-order"]) == 0
+    here = pq.read_table(job.out)
+    assert not answered & {name for table in elsewhere for name in table["id"].to_pylist()}
+    assert sorted(pa.concat_tables([here, *elsewhere])["id"].to_pylist()) == sorted(rows(12)["id"].to_pylist())
+    told = capfd.readouterr().err
+    assert all(f"{part.name} is in {job.out} no more: whoever reads it has taken it away" in told for part in parts)
+    assert job.run().finished_before
+
+
+# Rows that changed
+
+
+@pytest.mark.parametrize("id_column", [None, "id"])
+@pytest.mark.parametrize("finished", [True, False])
+@pytest.mark.parametrize("column", ["text", "more"])
+def test_answered_rows_that_changed_are_answered_again_where_that_is_asked_for(
+    small: Job, id_column: str | None, finished: bool, column: str
+) -> None:
+    job = small.having(id_column=id_column)
+    table = rows(12).append_column("more", pa.array([str(i) for i in range(12)]))
+    job.write(table)
+    job.run() if finished else job.run_until(10)
+    kept = job.kept()
+    changed = min(kept, key=lambda name: int(name.removeprefix("row-")))
+    values = [
+        f"{text}!" if name == changed else text
+        for name, text in zip(table["id"].to_pylist(), table[column].to_pylist())
+    ]
+    job.write(table.set_column(table.column_names.index(column), column, pa.array(values)))
+    with pytest.raises(
+        DataError, match=r"have such rows answered again with changed_rows='answer' \(--changed-rows answer\)"
+    ):
+        job.run()
+    with begun() as answered:
+        job.run(changed_rows="answer")
+    assert answered == {*rows(12)["id"].to_pylist()} - kept | {changed}
+    assert job.answers().equals(job.undisturbed())
+    assert job.run().finished_before
+
+
+def test_what_becomes_of_changed_rows_is_one_of_two_things(small: Job) -> None:
+    with pytest.raises(ValueError, match="changed_rows must be one of refuse, answer, got 'maybe'"):
+        small.run(changed_rows="maybe")
