@@ -8,28 +8,23 @@ BENCHMARKS := $(filter-out benchmarks/peer_%,$(wildcard benchmarks/*.py))
 
 .PHONY: demo test test-all lint bench clean
 
-demo: $(VENV)/.demo $(VENV)/.compiled
+demo: $(VENV)/.demo
 	@$(BIN)/python examples/demo/run.py --output demo-output
 
-test: $(VENV)/.dev $(VENV)/.compiled
+test: $(VENV)/.dev
 	@$(BIN)/python -m pytest
 
 # Also what takes minutes; the last line says how long it was. A real S3 server is used where $LLMBATCH_S3_SERVER names
 # the script that runs it (tests/test_s3_server.py).
-test-all: $(VENV)/.dev $(VENV)/.compiled
+test-all: $(VENV)/.dev
 	@$(BIN)/python -m pytest -m "" --durations=20
 
 lint: $(VENV)/.dev
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
 
-bench: $(VENV)/.dev $(VENV)/.compiled
+bench: $(VENV)/.dev
 	@set -e; for script in $(BENCHMARKS); do echo "== $$script"; $(BIN)/python $$script; done
-
-# numba keeps compiled code by the file it was written in, and does not see that a function called from it changed.
-$(VENV)/.compiled: $(wildcard llmbatch/*.py llmbatch/engines/*.py kernels/*.py)
-	@find llmbatch kernels -name '*.nb[ic]' -delete
-	@touch $@
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info demo-output .pytest_cache .mypy_cache .ruff_cache .hypothesis

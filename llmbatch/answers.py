@@ -39,6 +39,8 @@ COLUMNS = tuple(SCHEMA.names)
 ROWS_AT_RISK = 1000
 TEXT_AT_ONCE = 1 << 26  # bytes of text in a batch of answers, about: so much is in memory thrice while it is kept
 SECONDS_AT_RISK = 5.0
+_AT_FIRST = 0.25  # seconds, of a stream that has just begun: a job that is killed every few seconds gets on, too
+_SHARE = 0.2  # of a stream's seconds so far: the most that are at risk
 _REASONS = pa.array(["error", "stop", "length", "error", "error"])  # by `Finish`
 
 Texts = Callable[[Requests, NDArray[np.int32], Sequence[NDArray[np.int32]]], list[str]]
@@ -146,6 +148,7 @@ class Answering:
         self._held: list[Ended[Window]] = []
         self._count = 0
         self._since = 0.0
+        self._began = time.monotonic()
 
     def joined(self, window: Window) -> None:
         """Hand on the rows that have no request."""
@@ -184,8 +187,9 @@ class Answering:
 
     def tick(self) -> None:
         """Hand on what was gathered, if it is time."""
-        waited = time.monotonic() - self._since
-        if self._held and (self._count >= self._at_risk.rows or waited >= self._at_risk.seconds):
+        now = time.monotonic()
+        patience = min(self._at_risk.seconds, max(_AT_FIRST, _SHARE * (now - self._began)))
+        if self._held and (self._count >= self._at_risk.rows or now - self._since >= patience):
             self.flush()
         self._sink.tick()
 

@@ -14,6 +14,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,31 +38,24 @@ class Compilation:
 
     def __init__(self) -> None:
         self.pending = not (kept() and (code_folder() / _MARK).exists())
-        self._other: subprocess.Popen[bytes] | None = None
+        self._other: threading.Thread | None = None  # waits for the other process
         if self.pending and kept() and sys.executable:
             command = [sys.executable, "-c", _PROGRAM, json.dumps(sys.path)]
             quiet = subprocess.DEVNULL
-            self._other = subprocess.Popen(command, stdin=quiet, stdout=quiet, stderr=quiet, start_new_session=True)
+            process = subprocess.Popen(command, stdin=quiet, stdout=quiet, stderr=quiet, start_new_session=True)
+            self._other = threading.Thread(target=process.wait, daemon=True)
+            self._other.start()
 
     def finish(self) -> None:
         """Compile what is missing; does nothing the second time."""
         if not self.pending:
             return
         rehearse_plan()
-        if self._other is not None:
-            self._wait_for_mark(self._other)
+        while self._other is not None and self._other.is_alive() and not (code_folder() / _MARK).exists():
+            self._other.join(0.05)
         if not (kept() and (code_folder() / _MARK).exists()):
             rehearse()
         self.pending = False
-
-    def _wait_for_mark(self, other: subprocess.Popen[bytes]) -> None:
-        """Wait until the other process has left its mark, after which it may go on, or has ended."""
-        while not (code_folder() / _MARK).exists():
-            try:
-                other.wait(timeout=0.05)
-                return
-            except subprocess.TimeoutExpired:
-                continue
 
 
 def rehearse() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,6 +18,11 @@ from llmbatch.controls import Controls, Spans
 from llmbatch.errors import ModelError
 from llmbatch.respelling import Respelled
 
+_AS_IT_STANDS = ("PreTrainedTokenizerFast", "TokenizersBackend")  # classes that take tokenizer.json as it is
+_PLAIN = {
+    "backend", "bos_token", "chat_template", "clean_up_tokenization_spaces", "eos_token", "is_local",
+    "local_files_only", "model_max_length", "pad_token", "tokenizer_class", "unk_token",
+}  # fmt: skip
 _BATCH_TEXTS = 1000  # texts whose tokens are Python lists at one time
 _BATCH_LETTERS = 2_000_000  # of these, so that a batch takes less than a second
 _INT32_MAX = 2**31 - 1
@@ -233,6 +239,49 @@ def _batches(texts: Sequence[str]) -> Iterable[tuple[int, int]]:
         letters += len(text)
     if texts:
         yield start, len(texts)
+
+
+class PlainTokenizer(FastTokenizer):
+    """A tokenizer whose `tokenizer.json` says all, read without transformers; chats and decoding load that."""
+
+    def __init__(self, backend: Any, folder: str, name: str, *, has_chat_template: bool) -> None:
+        self._backend = backend
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        self._folder, self._name = folder, name
+        self._has_chat_template = has_chat_template
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        whole = load_tokenizer(self._folder, name=self._name)
+        assert isinstance(whole, SlowTokenizer)
+        return whole._tokenizer
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether the folder has one."""
+        return self._has_chat_template
+
+
+def plain_tokenizer(folder: str, *, name: str) -> PlainTokenizer | None:
+    """The tokenizer of a folder whose config adds nothing to `tokenizer.json`; None of any other."""
+    from tokenizers import Tokenizer as Backend
+
+    try:
+        config = json.loads((Path(folder) / "tokenizer_config.json").read_text())
+        backend: Any = Backend.from_file(str(Path(folder) / "tokenizer.json"))
+    except Exception:  # tokenizers raises Exception itself; transformers says what is wrong
+        return None
+    if not isinstance(config, dict) or not set(config) <= _PLAIN or config.get("tokenizer_class") not in _AS_IT_STANDS:
+        return None
+    if not isinstance(config.get("chat_template"), str | None):  # one of several
+        return None
+    special = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
+    named = {value for key, value in config.items() if key.endswith("_token")}
+    if not all(isinstance(token, str) for token in named) or not named <= special:
+        return None
+    has_template = bool(config.get("chat_template")) or (Path(folder) / "chat_template.jinja").is_file()
+    return PlainTokenizer(backend, folder, name, has_chat_template=has_template)
 
 
 def load_tokenizer(folder: str, *, name: str | None = None, trust_remote_code: bool = False) -> Tokenizer:

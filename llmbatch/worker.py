@@ -24,6 +24,7 @@ from llmbatch.answers import (
 )
 from llmbatch.columns import find_field
 from llmbatch.cost import CostModel
+from llmbatch.engines.outline import HOST_RUNNING, Described, outline, simulated_cost, simulated_pool
 from llmbatch.engines.placeholder import PlaceholderEngine, placeholder_texts
 from llmbatch.errors import DataError, JobError, RowError
 from llmbatch.feed import Feed, Stop, StreamEngine
@@ -38,11 +39,13 @@ from llmbatch.sampling import check_sampling_column
 from llmbatch.shard import build_shard
 from llmbatch.single import Gathered, OneWindow
 from llmbatch.stream import Stream, Totals
-from llmbatch.tokenize import load_tokenizer
+from llmbatch.tokenize import Tokenizer, load_tokenizer, plain_tokenizer
 from llmbatch.workload import Scheduling, early_ends
 
 if TYPE_CHECKING:
+    from llmbatch.engines.description import ModelDescription
     from llmbatch.engines.loading import LoadedModel
+    from llmbatch.engines.platforms import Platform
     from llmbatch.engines.preparation import Preparation
 
 
@@ -67,27 +70,40 @@ class Worker:
         if self._compilation.pending:
             self._progress.say("compiling for this machine, once: the first job starts some 20 seconds later")
         from llmbatch.engines.checkpoints import resolve_model
-        from llmbatch.engines.description import describe_model
-        from llmbatch.engines.platforms import HOST, find_platform
-        from llmbatch.engines.preparation import size_pool
 
         self.options = options
         self.folder = resolve_model(options.model)
-        self.tokenizer = load_tokenizer(self.folder, name=options.model, trust_remote_code=options.trust_remote_code)
-        self.platform = find_platform(options.device) if options.engine == "torch" else HOST
-        self.model = describe_model(
-            self.folder,
-            dtype=options.dtype,
-            trust_remote_code=options.trust_remote_code,
-            device=self.platform.device,
-        )
-        self.pool = size_pool(self.platform, self.model, options)
+        self.model: Described
+        self._platform: Platform | None = None  # of an engine that runs the model
+        if options.engine == "simulated":
+            self.tokenizer = plain_tokenizer(self.folder, name=options.model) or self._load_tokenizer()
+            self.model = outline(self.folder, options.dtype) or self._describe()
+            self.pool = simulated_pool(self.model, options)
+        else:
+            from llmbatch.engines.platforms import find_platform
+            from llmbatch.engines.preparation import size_pool
+
+            self.tokenizer = self._load_tokenizer()
+            self._platform = find_platform(options.device)
+            self._described = self.model = self._describe()
+            self.pool = size_pool(self._platform, self._described, options)
         self._loaded: LoadedModel | None = None
         self._prepared: Preparation | None = None
         self._engine: StreamEngine | None = None
         self._ready = False
         self._notes: tuple[str, ...] = ()
         self.load_seconds = time.perf_counter() - begun
+
+    def _load_tokenizer(self) -> Tokenizer:
+        options = self.options
+        return load_tokenizer(self.folder, name=options.model, trust_remote_code=options.trust_remote_code)
+
+    def _describe(self) -> ModelDescription:
+        from llmbatch.engines.description import describe_model
+
+        options, platform = self.options, self._platform
+        device = {} if platform is None else {"device": platform.device}
+        return describe_model(self.folder, dtype=options.dtype, trust_remote_code=options.trust_remote_code, **device)
 
     def check(self, schema: pa.Schema) -> None:
         """Raise InputError where tables of this schema cannot be answered."""
@@ -103,12 +119,13 @@ class Worker:
 
     def load(self) -> None:
         """Load the weights; does nothing the second time. Raises JobError where memory runs out."""
-        self.platform.enter()
+        if self._platform is not None:
+            self._platform.enter()
         if self._ready:
             return
         begun = time.perf_counter()
         options = self.options
-        if options.engine == "torch":
+        if self._platform is not None:
             from llmbatch.engines.loading import load_model
             from llmbatch.engines.preparation import prepare
 
@@ -118,13 +135,15 @@ class Worker:
                     dtype=options.dtype,
                     load_format=options.load_format,
                     trust_remote_code=options.trust_remote_code,
-                    platform=self.platform,
+                    platform=self._platform,
                 )
             except (MemoryError, RuntimeError) as error:
                 raise out_of_memory(error, f"the weights of {options.model}") from error
-            self._prepared = prepare(self.platform, self.model, self._loaded, options, self.scheduling, self.pool)
+            self._prepared = prepare(
+                self._platform, self._described, self._loaded, options, self.scheduling, self.pool
+            )
             self.pool, self.cost = self._prepared.pool, self._prepared.cost
-            self._notes = (*self.platform.notes, *self._loaded.notes, *self._prepared.notes)
+            self._notes = (*self._platform.notes, *self._loaded.notes, *self._prepared.notes)
         self._compilation.finish()
         self._ready = True
         self.load_seconds += time.perf_counter() - begun
@@ -153,9 +172,11 @@ class Worker:
     @cached_property
     def cost(self) -> CostModel:
         """What requests cost on this machine, measured once."""
+        if self._platform is None:
+            return simulated_cost(self.model)
         from llmbatch.engines.preparation import cost_model
 
-        return cost_model(self.platform, self.model, self.options)
+        return cost_model(self._platform, self._described, self.options)
 
     def shard(
         self,
@@ -250,7 +271,9 @@ class Worker:
         return Scheduling(
             order=options.order,
             step_tokens=options.step_tokens,
-            max_running=options.max_running or self.platform.max_running,
+            max_running=options.max_running or (
+                HOST_RUNNING if self._platform is None else self._platform.max_running
+            ),
             seed=options.sampling.seed or 0,
         )
 

@@ -9,18 +9,18 @@ from __future__ import annotations
 import copy
 import time
 from dataclasses import dataclass
-from typing import Final, Literal
+from importlib.metadata import version
+from typing import Final
 
 import torch
 from torch.nn import functional
 from transformers import AutoConfig, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
+from llmbatch.choices import DType as DType
+from llmbatch.engines.outline import BFLOAT16_GAIN, kv_bytes
 from llmbatch.errors import ModelError
-from llmbatch.kernels.tile import LANES
 from llmbatch.measured import remembered
-
-DType = Literal["auto", "float32", "bfloat16", "float16"]
 
 LAYER_TYPES: Final = ("full_attention", "sliding_attention")
 _ROPE_TYPES: Final = ("default", "linear", "llama3", "yarn", "proportional")
@@ -71,16 +71,8 @@ def describe_model(
         whole_config=whole,
         dtype=element,
         context_length=int(config.max_position_embeddings),
-        bytes_per_token=bytes_per_token(config, element, device),
+        bytes_per_token=kv_bytes(config, element, padded=device.type == "cpu"),
     )
-
-
-def bytes_per_token(config: PretrainedConfig, dtype: torch.dtype, device: torch.device = _PROCESSOR) -> int:
-    """KV bytes of one token in all layers, as pages hold them (a processor's round the width of a value up to 16)."""
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    padded = -(-width // LANES) * LANES if device.type == "cpu" else width
-    return int(config.num_hidden_layers * heads * (width + padded) * dtype.itemsize)
 
 
 def unsupported(folder: str, part: str, supported: str) -> ModelError:
@@ -97,13 +89,13 @@ def _element(folder: str, dtype: DType, device: torch.device) -> torch.dtype:
         if device.type == "cpu":
             raise unsupported(folder, "float16 on the processor", "there it is float32 or bfloat16")
         return torch.float16
-    in_hardware = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    gains = in_hardware and remembered("bfloat16", _bfloat16_gain, torch.__version__) > 1
-    return torch.bfloat16 if gains else torch.float32
+    return torch.bfloat16 if remembered(BFLOAT16_GAIN, _bfloat16_gain, version("torch")) > 1 else torch.float32
 
 
 def _bfloat16_gain() -> float:
     """Seconds of a product of a layer's size over those in bfloat16; having its instructions is not enough."""
+    if not (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()):
+        return 0.0
     seconds = []
     for dtype in (torch.float32, torch.bfloat16):
         x, weight = torch.ones(256, 1024, dtype=dtype), torch.ones(1024, 1024, dtype=dtype)

@@ -9,6 +9,7 @@ from typing import Final
 import torch
 
 from llmbatch.engines.context import HostPieces
+from llmbatch.engines.outline import HOST_PAGE_SIZE, HOST_RUNNING
 from llmbatch.engines.pieces import Pieces
 from llmbatch.errors import ModelError
 
@@ -37,8 +38,7 @@ class Platform:
         return isinstance(self.pieces, HostPieces)
 
 
-# A page of 16 costs prompts of a few dozen shared tokens half their sharing (docs/decisions/0005).
-HOST: Final = Platform(torch.device("cpu"), HostPieces(), page_size=8, max_running=512)
+HOST: Final = Platform(torch.device("cpu"), HostPieces(), page_size=HOST_PAGE_SIZE, max_running=HOST_RUNNING)
 
 
 def find_platform(device: str) -> Platform:

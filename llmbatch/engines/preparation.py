@@ -5,20 +5,22 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from llmbatch.budget import MOST_TOKENS, Rates
-from llmbatch.cost import SEQUENTIAL, CostModel, ModelShape
+from llmbatch.cost import SEQUENTIAL, CostModel
 from llmbatch.engines.backends import choose_attention
 from llmbatch.engines.checkpoints import cache_folder
 from llmbatch.engines.description import ModelDescription
+from llmbatch.engines.outline import POOL_SHARE as POOL_SHARE
+from llmbatch.engines.outline import pool_of, shape_of
 from llmbatch.engines.platforms import Platform
 from llmbatch.errors import ModelError, ParameterError
 from llmbatch.feed import StreamEngine
-from llmbatch.hardware import find_hardware, measure_cpu
+from llmbatch.hardware import measure_cpu
 from llmbatch.kernels.backends import PagedAttention
 from llmbatch.memory import available_memory
 from llmbatch.options import Options
@@ -29,9 +31,6 @@ if TYPE_CHECKING:  # what takes a second to import, and forecasts load nothing; 
     from llmbatch.engines.calibrations import DeviceCalibration, Kept
     from llmbatch.engines.loading import LoadedModel
     from llmbatch.engines.strategies import Strategy
-
-POOL_SHARE: Final = 0.5  # of the memory that is free once the weights are loaded
-_SIMULATED: Final = "a100-80gb"  # the hardware that plans are made for where nothing is computed
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,13 +85,7 @@ def size_pool(platform: Platform, model: ModelDescription, options: Options) -> 
     page_size = options.page_size or platform.page_size
     if not platform.is_host and page_size & (page_size - 1):
         raise ParameterError(f"page_size must be a power of two on a GPU, got {page_size}")
-    page_bytes = model.bytes_per_token * page_size
-    memory = options.kv_memory
-    if memory is None:
-        memory = int(POOL_SHARE * max(0.0, _free_memory(platform) - _shape(model).weight_bytes))
-    if memory < page_bytes:
-        raise ParameterError(f"kv_memory must hold at least one page of {page_bytes:,} bytes, got {memory:,}")
-    return Pool(memory // page_bytes, page_size)
+    return pool_of(model, options, free=_free_memory(platform), page_size=page_size)
 
 
 def prepare(
@@ -132,20 +125,20 @@ def prepare(
     uncalibrated = Preparation(whole, ceilings, attention, records=room.unrecorded is None)
     calibration, told = _calibration(uncalibrated, loaded, _kept(platform, model, options))
     strategy = _strategy(calibration, options)
-    cost = calibration.fitted[strategy].cost(_shape(model))
+    cost = calibration.fitted[strategy].cost(shape_of(model))
     chosen = whole if options.kv_memory is None else pool
     return replace(uncalibrated, pool=chosen, cost=cost, strategy=strategy, notes=(*notes, *told))
 
 
 def cost_model(platform: Platform, model: ModelDescription, options: Options) -> CostModel:
     """What requests cost on the platform: as it was calibrated, else by what its hardware does, measured now."""
-    if options.engine == "simulated":
-        return CostModel(_shape(model), find_hardware(_SIMULATED))
     if platform.device.type == "cpu":
         hardware = measure_cpu(dtype_bytes=model.dtype.itemsize)
-        return CostModel(_shape(model), hardware, law="bytes", overlap=SEQUENTIAL)
+        return CostModel(shape_of(model), hardware, law="bytes", overlap=SEQUENTIAL)
     found = _kept(platform, model, options).find()
-    return _ceilings(platform, model) if found is None else found.fitted[_strategy(found, options)].cost(_shape(model))
+    if found is None:
+        return _ceilings(platform, model)
+    return found.fitted[_strategy(found, options)].cost(shape_of(model))
 
 
 def _calibration(prepared: Preparation, loaded: LoadedModel, kept: Kept) -> tuple[DeviceCalibration, tuple[str, ...]]:
@@ -186,7 +179,7 @@ def _strategy(calibration: DeviceCalibration, options: Options) -> Strategy:
 def _kept(platform: Platform, model: ModelDescription, options: Options) -> Kept:
     from llmbatch.engines.calibrations import Kept
 
-    return Kept(cache_folder(), platform.device, _shape(model), options.attention)
+    return Kept(cache_folder(), platform.device, shape_of(model), options.attention)
 
 
 def _ceilings(platform: Platform, model: ModelDescription) -> CostModel:
@@ -194,11 +187,7 @@ def _ceilings(platform: Platform, model: ModelDescription) -> CostModel:
     from llmbatch.engines.ceilings import measure_device
 
     hardware = measure_device(platform.device, model.dtype)
-    return CostModel(_shape(model), hardware, law="paper", overlap=SEQUENTIAL)
-
-
-def _shape(model: ModelDescription) -> ModelShape:
-    return ModelShape.from_config(model.config, model.dtype.itemsize)
+    return CostModel(shape_of(model), hardware, law="paper", overlap=SEQUENTIAL)
 
 
 def _free_memory(platform: Platform) -> int:

@@ -1,0 +1,202 @@
+"""The start of a job: what is compiled and how often, what is kept, what is imported."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+import llmbatch.answers
+import llmbatch.compiled
+from llmbatch.answers import Answering, Risk
+from llmbatch.compiled import code_folder, njit
+from llmbatch.feed import Ended
+from llmbatch.measured import remembered
+from llmbatch.references import by_reference
+from llmbatch.rehearsal import Compilation
+
+
+@by_reference
+class Inner(NamedTuple):
+    """A part of `Outer`."""
+
+    flag: bool
+    column: NDArray[np.int32]
+
+
+@by_reference
+class Outer(NamedTuple):
+    """Every kind of field."""
+
+    count: int
+    grid: NDArray[np.float64]  # [rows, columns]
+    inner: Inner
+    rate: float
+    marks: NDArray[np.uint8]
+
+
+@njit()
+def _total(outer: Any) -> Any:
+    total = outer.count + outer.rate + outer.grid.sum()
+    for i in range(outer.grid.shape[0]):
+        total += outer.grid[i, 0]
+    if outer.inner.flag:
+        total += outer.inner.column[-1] + len(outer.marks)
+    return total
+
+
+@njit()
+def _first_to(outer: Any, value: int) -> None:
+    outer.inner.column[0] = value
+
+
+@njit()
+def _same(value: Any) -> Any:
+    return value
+
+
+@njit()
+def _of_many_types(column: Any) -> Any:
+    return _same(column[0]) + _same(1) + _same(len(column))
+
+
+def _outer(count: int = 3, rate: float = 0.5, flag: bool = True, rows: int = 2) -> Outer:
+    grid = np.arange(rows * 3, dtype=np.float64).reshape(rows, 3)
+    return Outer(count, grid, Inner(flag, np.arange(4, dtype=np.int32)), rate, np.zeros(5, np.uint8))
+
+
+@given(st.integers(-(2**62), 2**62), st.floats(-1e6, 1e6), st.booleans(), st.integers(1, 4))
+def test_compiled_code_reads_every_kind_of_field(count: int, rate: float, flag: bool, rows: int) -> None:
+    outer = _outer(count, rate, flag, rows)
+    assert _total(outer) == pytest.approx(_total.py_func(outer), rel=1e-12)
+
+
+def test_compiled_code_writes_the_instance_s_own_arrays() -> None:
+    outer = _outer()
+    _first_to(outer, 7)
+    assert outer.inner.column.tolist() == [7, 1, 2, 3]
+
+
+def test_a_replaced_field_is_seen() -> None:
+    outer = _outer()
+    before = _total(outer)
+    assert _total(outer._replace(count=outer.count + 1)) == before + 1
+
+
+def test_a_copy_has_an_address_of_its_own() -> None:
+    outer = _outer()
+    _total(outer)
+    copy = pickle.loads(pickle.dumps(outer))
+    _first_to(copy, 9)
+    assert (outer.inner.column[0], copy.inner.column[0]) == (0, 9)
+    assert type(copy) is Outer
+
+
+def test_a_callee_is_compiled_once_for_all_integers() -> None:
+    _of_many_types(np.array([5], np.int32))
+    assert len(_same.signatures) == 1
+
+
+def test_compiled_code_is_named_by_the_content_of_its_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llmbatch.compiled, "_PACKAGE", tmp_path)
+    names = []
+    for text in ("from llmbatch.compiled import njit\n", "njit  # changed\n", "njit  # changed\n"):
+        (tmp_path / "callee.py").write_text(text)
+        names.append(code_folder.__wrapped__())
+    assert names[0] != names[1]
+    assert names[1] == names[2]
+    (tmp_path / "other.py").write_text("nothing is compiled here\n")
+    assert code_folder.__wrapped__() == names[1]
+
+
+def test_where_the_scheduler_is_compiled_no_process_is_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("llmbatch.rehearsal.code_folder", lambda: tmp_path)
+    monkeypatch.setattr("llmbatch.rehearsal.subprocess.Popen", _refuse)
+    (tmp_path / "scheduler").touch()
+    compilation = Compilation()
+    assert not compilation.pending
+    compilation.finish()
+
+
+def test_another_process_compiles_and_leaves_its_mark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("llmbatch.rehearsal.code_folder", lambda: tmp_path)
+    monkeypatch.setattr("llmbatch.rehearsal._PROGRAM", f"open({str(tmp_path / 'scheduler')!r}, 'w')")
+    monkeypatch.setattr("llmbatch.rehearsal.rehearse", _refuse)
+    compilation = Compilation()
+    assert compilation.pending
+    compilation.finish()
+    assert not compilation.pending
+
+
+def test_where_the_other_process_fails_this_one_compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("llmbatch.rehearsal.code_folder", lambda: tmp_path)
+    monkeypatch.setattr("llmbatch.rehearsal._PROGRAM", "raise SystemExit(1)")
+    rehearsed: list[bool] = []
+    monkeypatch.setattr("llmbatch.rehearsal.rehearse", lambda: rehearsed.append(True))
+    Compilation().finish()
+    assert rehearsed == [True]
+
+
+def test_what_was_measured_is_kept_and_what_is_broken_is_measured_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LLMBATCH_CACHE", str(tmp_path))
+    figures = iter((1.5, 2.5, 3.5))
+    assert [remembered("flops", lambda: next(figures), "1.0") for _ in range(2)] == [1.5, 1.5]
+    assert remembered("flops", lambda: next(figures), "1.1") == 2.5
+    for file in (tmp_path / "processors").iterdir():
+        file.write_text("{")
+    assert remembered("flops", lambda: next(figures), "1.0") == 3.5
+
+
+class _Sink:
+    """Notes when it is handed answers."""
+
+    def __init__(self) -> None:
+        self.ticks = 0
+
+    def tick(self) -> None:
+        self.ticks += 1
+
+
+def test_a_stream_that_has_just_begun_holds_answers_for_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [100.0]
+    monkeypatch.setattr("llmbatch.answers.time.monotonic", lambda: clock[0])
+    sink: Any = _Sink()
+    answering = Answering(sink, lambda *_: [], 1.0, Risk(rows=1000, seconds=5.0))
+    handed: list[float] = []
+    monkeypatch.setattr(answering, "flush", lambda: handed.append(clock[0]))
+    for held_at, waits, hands_on in ((100.0, 0.24, 0.26), (110.0, 2.0, 3.0), (200.0, 4.9, 5.1)):
+        answering._since, answering._held = held_at, [_nothing()]
+        for waited in (waits, hands_on):
+            clock[0] = held_at + waited
+            answering.tick()
+    assert handed == [100.26, 113.0, 205.1]
+
+
+def _nothing() -> Any:
+    return object.__new__(Ended)
+
+
+def test_help_imports_nothing_that_computes() -> None:
+    program = (
+        "import sys; from llmbatch.cli import _parser; _parser().format_help(); "
+        "print([name for name in ('numba', 'numpy', 'pyarrow', 'torch', 'transformers') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True, env=os.environ)
+    assert done.stdout.strip() == "[]"
+
+
+def _refuse(*_: Any, **__: Any) -> None:
+    raise AssertionError("nothing is to be compiled")
