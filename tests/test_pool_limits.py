@@ -65,7 +65,7 @@ def test_a_job_and_a_simulation_run_a_row_as_far_and_refuse_the_same(rows: list[
         blocks=np.empty(0, np.int32), offsets=np.zeros(len(rows) + 1, np.int64), block_size=4,
     )  # fmt: skip
     for known in ("known", "sampled"):
-        done = simulate(trace, COST, POOL, BUDGET, lengths=known)  # type: ignore[arg-type]
+        done = simulate(trace, COST, POOL, BUDGET, lengths=known)
         refused = np.flatnonzero(done.requests["finished_step"] < 0).tolist()
         assert refused == sorted(window.errors) == np.flatnonzero(prompts >= POOL.tokens).tolist()
         answers = {i: int(n) + 1 for i, n in enumerate(done.requests["decoded_tokens"]) if i not in refused}
@@ -133,11 +133,11 @@ class Hosting:
         raise AssertionError("the engine died")
 
 
-def torch_engine(model: str) -> StreamEngine:
-    return TorchEngine(load_model(model, dtype="float32"), num_pages=POOL.num_pages, page_size=POOL.page_size)
+def torch_engine(model: str, num_pages: int = POOL.num_pages) -> StreamEngine:
+    return TorchEngine(load_model(model, dtype="float32"), num_pages=num_pages, page_size=POOL.page_size)
 
 
-def accelerated_engine(model: str) -> StreamEngine:
+def accelerated_engine(model: str, num_pages: int = POOL.num_pages) -> StreamEngine:
     pytest.importorskip("triton")
     from llmbatch.engines.device import PAGE_SIZE, DevicePieces
     from llmbatch.kernels.triton_backend import TritonAttention
@@ -146,13 +146,13 @@ def accelerated_engine(model: str) -> StreamEngine:
     loaded = load_model(
         model, dtype="float32", platform=Platform(device, DevicePieces(device), PAGE_SIZE, max_running=512)
     )
-    return AcceleratedEngine(
-        loaded, TritonAttention(device), num_pages=POOL.num_pages, page_size=POOL.page_size
-    )
+    return AcceleratedEngine(loaded, TritonAttention(device), num_pages=num_pages, page_size=POOL.page_size)
 
 
 @pytest.mark.parametrize("make", [torch_engine, accelerated_engine])
-def test_an_engine_ends_rows_where_the_pool_is_full_over_several_windows(make: Callable[[str], StreamEngine], model: str) -> None:
+def test_an_engine_ends_rows_where_the_pool_is_full_over_several_windows(
+    make: Callable[[str], StreamEngine], model: str
+) -> None:
     rng = np.random.default_rng(3)
     prompts = [[rng.integers(0, 256, n).tolist() for n in lengths] for lengths in ((33, 5, 38), (35, 7))]
     windows = [window_of(rows, [30] * len(rows)) for rows in prompts]
