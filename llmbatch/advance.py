@@ -12,7 +12,7 @@ import numpy as np
 from llmbatch.admission import BUDGET, CHUNKS, give_chunk, private_tokens
 from llmbatch.compiled import njit
 from llmbatch.ends import End
-from llmbatch.pages import EMPTY, UNUSED, extend_by_one, path_of, release, tokens_spared
+from llmbatch.pages import EMPTY, UNUSED, extend_by_one, give_up, release, tokens_spared
 from llmbatch.peak import expect, forget
 from llmbatch.reads import start_reading
 from llmbatch.slots import DECODING, PREEMPTED, PREEMPTIONS, PREFILLING, give_slot
@@ -56,7 +56,7 @@ def preempt(run: Any, pages: Any, peak: Any, slot: int) -> None:
     """Take a running sequence's pages; it waits at the head, with what it has generated."""
     if not _remove(run.decoding, run.counts, DECODING, slot):
         _remove(run.prefilling, run.counts, PREFILLING, slot)
-    release(pages, slot, True)
+    release(pages, slot, run.slots[slot].computed, True)
     forget(peak, slot)
     run.slots[slot].computed = 0
     run.slots[slot].preemptions += 1
@@ -142,7 +142,7 @@ def advance(
 def end_sequences(run: Any, pages: Any, peak: Any, slots: Any) -> None:
     """Free the pages and slots of sequences that ended."""
     for slot in slots:
-        release(pages, slot, False)
+        release(pages, slot, run.slots[slot].computed, False)
         forget(peak, slot)
         give_slot(run, slot)
 
@@ -151,12 +151,11 @@ def end_sequences(run: Any, pages: Any, peak: Any, slots: Any) -> None:
 def withdraw(run: Any, pages: Any, peak: Any, slot: int) -> None:
     """End a sequence between two steps, whether it runs or is preempted."""
     if _remove(run.preempted, run.counts, PREEMPTED, slot):
-        for node in path_of(pages, run.slots[slot].request):
-            pages.remaining[node] -= 1
+        give_up(pages, slot, run.slots[slot].request)
     else:
         if not _remove(run.decoding, run.counts, DECODING, slot):
             _remove(run.prefilling, run.counts, PREFILLING, slot)
-        release(pages, slot, False)
+        release(pages, slot, run.slots[slot].computed, False)
         forget(peak, slot)
     give_slot(run, slot)
 

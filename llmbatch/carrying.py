@@ -1,10 +1,13 @@
-"""Sequences that run, carried over from one shard to the next.
+"""Sequences that run, and pages that are kept, carried over from one shard to the next.
 
 The pages of a shard are numbered by its prefix tree (`llmbatch.trie`), so when other rows join, those that run are
 sorted among them and everything is numbered anew. A sequence keeps its slot, its pages and their KV; what changes is
-which of its pages others may share: those on its path in the new trie. A page that two sequences hold is on both
-paths, because both are rows of the new shard. Pages that nobody uses are given up. What is predicted of a sequence
-counts the pages that are its own (`llmbatch.peak`), so it changes with them; when it ends does not.
+which of its pages others may share: those on its path in the new trie. A page of the trie that two sequences hold is on
+both paths, because both are rows of the new shard. A page that nobody uses keeps its name (`llmbatch.contents`): those
+that new rows begin with are found before the new trie is made, get numbers in it, and with them the worth that the new
+plan gives them. What is predicted of a sequence counts the pages that are its own (`llmbatch.peak`), so it changes with
+them; when it ends does not. The work is a step for each page of the pool, each page of a path, and each token of what
+is looked up.
 """
 
 from __future__ import annotations
@@ -15,10 +18,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmbatch.compiled import njit
-from llmbatch.pages import EMPTY, FREE, PRIVATE, SHARED, UNUSED, Pages, path_of
+from llmbatch.contents import Prompts, find, found_pages, index, name_of, start, with_tokens
+from llmbatch.keeping import path_of, worth_in_plan
+from llmbatch.pages import LOOSE, SHARED, UNUSED, Pages, free_page, publish_as
 from llmbatch.peak import Peak
 from llmbatch.slots import Running
 from llmbatch.trie import PageTrie
+from llmbatch.worth import is_planned, remove, revalue
 
 
 def carry_running(run: Running, numbers: NDArray[np.int32]) -> Running:
@@ -38,7 +44,21 @@ def carry_peak(peak: Peak, run: Running, pages: Pages, numbers: NDArray[np.int32
     return peak._replace(bases=bases)
 
 
-def carry_pages(pages: Pages, numbers: NDArray[np.int32], trie: PageTrie, width: int) -> Pages:
+def find_pages(
+    pages: Pages, prompts: Prompts, rows: NDArray[np.int32], lcp: NDArray[np.int32], numbers: NDArray[np.int32]
+) -> NDArray[np.int32]:
+    """How many leading pages are there of each row that joins, int32 by its new number.
+
+    `rows` and `lcp` are those of the new shard's tree; rows that have `numbers` were in the shard before.
+    """
+    found = np.zeros(len(prompts.offsets) - 1, np.int32)
+    if len(prompts.tokens):
+        found_pages(pages.contents, prompts, pages.page_size, rows, lcp, found)
+        found[numbers[numbers >= 0]] = 0  # what runs holds its pages
+    return found
+
+
+def carry_pages(pages: Pages, numbers: NDArray[np.int32], trie: PageTrie, width: int, prompts: Prompts) -> Pages:
     """The same pages, whose arrays are taken over, published by another trie; tables at least `width` pages wide."""
     empty = Pages.empty(pages.num_pages, trie, slots=1, width=1)
     request = pages.request.copy()
@@ -47,6 +67,7 @@ def carry_pages(pages: Pages, numbers: NDArray[np.int32], trie: PageTrie, width:
     carried = pages._replace(
         tables=np.pad(pages.tables, ((0, 0), (0, more)), constant_values=-1),
         request=request,
+        prompts=prompts,
         resident=empty.resident,
         remaining=empty.remaining,
         path=empty.path,
@@ -56,21 +77,20 @@ def carry_pages(pages: Pages, numbers: NDArray[np.int32], trie: PageTrie, width:
         run_base=empty.run_base,
         run_parent=empty.run_parent,
     )
-    _publish_anew(carried)
+    _publish_anew(carried, pages.resident)
     return carried
 
 
 @njit(cache=True)
-def _publish_anew(pages: Any) -> None:
-    """Number the pages in use by the trie, and free the others."""
-    for page in range(pages.num_pages):
-        if pages.users[page] > 0:
-            pages.node[page] = PRIVATE
-        elif pages.node[page] != FREE:
-            pages.node[page] = FREE
-            pages.free[pages.counts[EMPTY]] = page
-            pages.counts[EMPTY] += 1
-    pages.counts[UNUSED] = 0
+def _publish_anew(pages: Any, before: Any) -> None:
+    """Number the pages by the trie, those of the trie `before` and those that are kept."""
+    for page in before:
+        if page >= 0:
+            pages.node[page] = LOOSE
+            if pages.users[page] == 0 and not index(pages.contents, page):
+                remove(pages.worth, page)
+                pages.counts[UNUSED] -= 1
+                free_page(pages, page)
     pages.counts[SHARED] = 0
     # Pages held twice first: of two copies of a page only one can be published, and this one must be.
     for copies in range(2):
@@ -81,11 +101,34 @@ def _publish_anew(pages: Any) -> None:
             path = path_of(pages, request)
             for i in range(min(len(path), pages.held[slot])):
                 page = pages.tables[slot, i]
-                wanted = pages.users[page] > 1 if copies == 0 else pages.node[page] == PRIVATE
+                wanted = pages.users[page] > 1 if copies == 0 else pages.node[page] == LOOSE
                 if wanted and pages.resident[path[i]] < 0:
-                    pages.node[page] = path[i]
-                    pages.resident[path[i]] = page
+                    publish_as(pages, page, path[i])
                     pages.counts[SHARED] += 1
             if copies == 0:
                 for node in path:
                     pages.remaining[node] -= 1
+    if len(pages.prompts.tokens) > 0:
+        for request in range(len(pages.depth)):
+            _publish_found(pages, request)
+    for page in pages.worth.heap[: pages.counts[UNUSED]].copy():
+        if pages.node[page] >= 0 or (pages.owner[page] < 0 and is_planned(pages.worth.value[page])):
+            revalue(pages.worth, page, worth_in_plan(pages, page))
+
+
+@njit(cache=True)
+def _publish_found(pages: Any, request: int) -> None:
+    """Publish the pages of a request's path that are kept, up to the first that is not."""
+    path = path_of(pages, request)
+    begin, size = pages.prompts.offsets[request], pages.page_size
+    name = start()
+    for i in range(len(path)):
+        page = pages.resident[path[i]]
+        if page < 0:
+            name = with_tokens(name, pages.prompts.tokens, begin + i * size, begin + (i + 1) * size)
+            page = find(pages.contents, name[0], name[1])
+            if page < 0 or pages.node[page] != LOOSE:
+                return
+            publish_as(pages, page, path[i])
+            pages.counts[SHARED] += pages.users[page] > 0
+        name = name_of(pages.contents, page)

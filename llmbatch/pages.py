@@ -1,11 +1,11 @@
 """The page pool and the run-time prefix trie: who holds which page, and what is worth keeping.
 
-KV lives in pages of `page_size` tokens. A page is either free, or private to one slot, or stands for a page of
-the shard's `PageTrie` and is shared. A shared page is published when it is allocated, before its KV is
-computed: engines write the KV of a whole step before any sequence attends, so sequences of one step may
-already read each other's pages. Users are counted; a page nobody uses stays as long as the plan still has rows
-below it and the room is not needed. Room is made by the plan, not by a clock: the pages with the fewest rows
-still to come go first, of a path its end first.
+KV lives in pages of `page_size` tokens. A page is either free, or stands for a page of the shard's `PageTrie` and is
+shared, or is loose. A shared page is published when it is allocated, before its KV is computed: engines write the KV
+of a whole step before any sequence attends, so sequences of one step may already read each other's pages. Users are
+counted. A page nobody uses stays until the room is needed, if it can be found again: by the trie, by the name of what
+it holds (`llmbatch.contents`), or by the preempted sequence whose page it was. Room is made by the plan, not by a
+clock: the pages with the fewest rows still to come go first, of a path its end first (`llmbatch.worth`).
 
 All state is in arrays, changed by compiled code; a slot's whole life costs one step a page. `check` verifies
 everything.
@@ -19,13 +19,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmbatch.compiled import njit
+from llmbatch.contents import Contents, Prompts, forget_contents, give_name
+from llmbatch.keeping import expect_requests, in_prompt, is_kept, path_of, prompt_name, recall, worth_when_released
 from llmbatch.reads import Reads, stop_reading
 from llmbatch.references import by_reference
-from llmbatch.trie import PageTrie, fill_path
+from llmbatch.trie import PageTrie
+from llmbatch.worth import Worth, insert, planned, remove
 
-FREE, PRIVATE = -2, -1  # what `node` says of a page that is not in the trie
-EMPTY, UNUSED, SHARED, WIDEST = range(4)  # in `Pages.counts`
-_BATCH = 256  # evict at least this part of the pool at once: finding the least worthy reads every page
+FREE, LOOSE = -2, -1  # what `node` says of a page that is not in the trie
+EMPTY, UNUSED, SHARED, WIDEST, SEQUENCES = range(5)  # in `Pages.counts`
+_NOBODY = -1  # in `Pages.owner` and `Pages.sequence`
 
 
 @by_reference
@@ -37,10 +40,15 @@ class Pages(NamedTuple):
     tables: NDArray[np.int32]  # [slots, width]
     held: NDArray[np.int32]  # [slots] pages
     request: NDArray[np.int32]  # [slots] -1 where nothing is held for any
-    node: NDArray[np.int32]  # page -> number in the trie, or FREE or PRIVATE
+    sequence: NDArray[np.int64]  # [slots] number of the sequence in it, kept while it is preempted; or -1
+    node: NDArray[np.int32]  # page -> number in the trie, or FREE or LOOSE
     users: NDArray[np.int32]  # page -> slots that hold it
+    owner: NDArray[np.int64]  # page -> the sequence that gave it up last, while it is loose; or -1
     free: NDArray[np.int32]  # a stack of pages
-    counts: NDArray[np.int64]  # free pages, unused trie pages, used trie pages; the most a slot ever held
+    counts: NDArray[np.int64]  # free pages, unused ones, used trie pages; the most a slot ever held; sequences
+    worth: Worth  # of unused pages
+    contents: Contents
+    prompts: Prompts  # by request; of nothing where pages are found by the trie alone
     resident: NDArray[np.int32]  # number in the trie -> page, or -1
     remaining: NDArray[np.int32]  # number in the trie -> requests below it that have not been admitted
     path: NDArray[np.int32]  # scratch
@@ -52,10 +60,20 @@ class Pages(NamedTuple):
     reads: Reads
 
     @classmethod
-    def empty(cls, num_pages: int, trie: PageTrie, *, slots: int, width: int, cascade: bool = False) -> Pages:
+    def empty(
+        cls,
+        num_pages: int,
+        trie: PageTrie,
+        *,
+        slots: int,
+        width: int,
+        cascade: bool = False,
+        prompts: Prompts | None = None,
+    ) -> Pages:
         """Free pages for `slots` slots, which hold `width` pages each before tables must be widened.
 
-        `cascade`: decodes read a prefix that many of them share once a step.
+        `cascade`: decodes read a prefix that many of them share once a step. Without `prompts` pages that the trie
+        does not need any more are not kept.
         """
         return cls(
             num_pages=num_pages,
@@ -63,10 +81,15 @@ class Pages(NamedTuple):
             tables=np.full((slots, width), -1, np.int32),
             held=np.zeros(slots, np.int32),
             request=np.full(slots, -1, np.int32),
+            sequence=np.full(slots, _NOBODY, np.int64),
             node=np.full(num_pages, FREE, np.int32),
             users=np.zeros(num_pages, np.int32),
+            owner=np.full(num_pages, _NOBODY, np.int64),
             free=np.arange(num_pages - 1, -1, -1, dtype=np.int32),
-            counts=np.array([num_pages, 0, 0, 0], np.int64),
+            counts=np.array([num_pages, 0, 0, 0, 0], np.int64),
+            worth=Worth.empty(num_pages),
+            contents=Contents.empty(num_pages),
+            prompts=prompts or Prompts.nothing(),
             resident=np.full(trie.num_pages, -1, np.int32),
             remaining=trie.rows_below(),
             path=np.empty(int(trie.depth.max(initial=0)), np.int32),
@@ -85,6 +108,7 @@ class Pages(NamedTuple):
             tables=np.pad(self.tables, ((0, more), (0, 0)), constant_values=-1),
             held=np.pad(self.held, (0, more)),
             request=np.pad(self.request, (0, more), constant_values=-1),
+            sequence=np.pad(self.sequence, (0, more), constant_values=_NOBODY),
             reads=self.reads.grown(),
         )
 
@@ -95,7 +119,7 @@ class Pages(NamedTuple):
 
     @property
     def available(self) -> int:
-        """Pages that can be allocated now: free ones, and trie pages nobody uses."""
+        """Pages that can be allocated now: free ones, and those nobody uses."""
         return int(self.counts[EMPTY] + self.counts[UNUSED])
 
     @property
@@ -121,13 +145,22 @@ class Pages(NamedTuple):
         assert (self.node[free] == FREE).all(), "a free page is in the trie"
         assert (users[free] == 0).all(), "a free page is in use"
         assert np.count_nonzero(self.node == FREE) == len(free), "a page is lost"
-        assert (users[self.node == PRIVATE] == 1).all(), "a private page has not one user"
+        unused = (users == 0) & (self.node != FREE)
+        loose = self.node == LOOSE
+        assert (users[loose & ~self.contents.indexed] <= 1).all(), "a page that cannot be found has several users"
         inside = np.flatnonzero(self.node >= 0)
         assert (self.resident[self.node[inside]] == inside).all(), "a trie page is not where the trie says"
         assert np.count_nonzero(self.resident >= 0) == len(inside), "the trie names a page that is gone"
-        assert self.counts[UNUSED] == np.count_nonzero(users[inside] == 0), "unused trie pages are miscounted"
+        assert self.counts[UNUSED] == np.count_nonzero(unused), "unused pages are miscounted"
         assert self.counts[SHARED] == np.count_nonzero(users[inside] > 0), "used trie pages are miscounted"
         assert (self.remaining >= 0).all(), "fewer than no rows are to come"
+        assert not self.contents.names[free].any(), "a free page has a name"
+        assert (self.owner[(self.node != LOOSE) | (users > 0)] == _NOBODY).all(), "a page in use has an owner"
+        for page in inside[unused[inside] & (self.remaining[self.node[inside]] > 0)]:
+            node = self.node[page]
+            assert self.worth.value[page] == planned(self.remaining[node], node), "a worth is not the plan's"
+        self.worth.check(unused)
+        self.contents.check()
         self.reads.check(self.tables, self.held)
 
 
@@ -144,34 +177,55 @@ def probe(pages: Any, request: int) -> int:
 
 @njit(cache=True)
 def admit_pages(pages: Any, slot: int, request: int, prompt: int) -> Any:
-    """Give a slot to a request, with the pages of its path that are there. Returns tokens found."""
+    """Give a slot to a request, with the pages of its prompt that are there. Returns tokens found.
+
+    A sequence that comes back to its slot finds its own pages too, as far as nobody else has needed them.
+    """
     assert pages.request[slot] < 0, "a slot is given twice"
     pages.request[slot] = request
-    for node in path_of(pages, request):
-        pages.remaining[node] -= 1
-    return adopt(pages, slot, prompt)
+    if pages.sequence[slot] == _NOBODY:
+        pages.sequence[slot] = pages.counts[SEQUENCES]
+        pages.counts[SEQUENCES] += 1
+    found = adopt(pages, slot, prompt)
+    expect_requests(pages, request, -1)
+    return found
 
 
 @njit(cache=True)
 def adopt(pages: Any, slot: int, prompt: int) -> Any:
-    """Take over pages of the slot's path that others have published since. Returns tokens now held in full.
+    """Take over pages of the slot's prompt that others have published since. Returns tokens now held in full.
 
     To be called when the slot's computed tokens end on a page boundary. The last of `prompt` tokens is never
     found: it must be computed.
     """
     path = path_of(pages, pages.request[slot])
-    depth = min(len(path), (prompt - 1) // pages.page_size)
+    depth = (prompt - 1) // pages.page_size
     while pages.held[slot] < depth:
-        page = pages.resident[path[pages.held[slot]]]
+        position = pages.held[slot]
+        page = pages.resident[path[position]] if position < len(path) else -1
         if page < 0:
-            break
+            page = recall(pages, slot, position)
+            if page < 0:
+                break
+            if position < len(path):
+                publish_as(pages, page, path[position])
         if pages.users[page] == 0:
+            remove(pages.worth, page)
             pages.counts[UNUSED] -= 1
-            pages.counts[SHARED] += 1
+            pages.counts[SHARED] += pages.node[page] >= 0
+            pages.owner[page] = _NOBODY
         pages.users[page] += 1
-        pages.tables[slot, pages.held[slot]] = page
+        pages.tables[slot, position] = page
         pages.held[slot] += 1
     return pages.held[slot] * pages.page_size
+
+
+@njit(cache=True)
+def publish_as(pages: Any, page: int, node: int) -> None:
+    """Let a loose page stand for one of the trie; the caller sees to its users and its worth."""
+    pages.node[page] = node
+    pages.owner[page] = _NOBODY
+    pages.resident[node] = page
 
 
 @njit(cache=True)
@@ -181,54 +235,68 @@ def extend(pages: Any, slot: int, tokens: int) -> None:
     The caller has made sure of room, and that tables are wide enough.
     """
     wanted = -(-tokens // pages.page_size)
-    missing = wanted - pages.held[slot]
-    if missing <= 0:
+    if wanted <= pages.held[slot]:
         return
-    if missing > pages.counts[EMPTY]:
-        _evict(pages, missing - pages.counts[EMPTY])
     path = path_of(pages, pages.request[slot])
     while pages.held[slot] < wanted:
         position = pages.held[slot]
         page = _take(pages, slot)
-        # A page of the path that another slot holds already cannot be published twice: this copy is private.
+        # A page of the path that another slot holds already cannot be published twice: this copy is loose.
         if position < len(path) and pages.resident[path[position]] < 0:
-            pages.node[page] = path[position]
-            pages.resident[path[position]] = page
+            publish_as(pages, page, path[position])
             pages.counts[SHARED] += 1
+        if in_prompt(pages, slot, position):
+            give_name(pages.contents, page, prompt_name(pages, slot, position))
     pages.counts[WIDEST] = max(pages.counts[WIDEST], wanted)
 
 
 @njit(cache=True)
 def extend_by_one(pages: Any, slot: int) -> None:
-    """Hold one page more, which is private."""
-    if pages.counts[EMPTY] == 0:
-        _evict(pages, 1)
+    """Hold one page more, which is loose."""
     _take(pages, slot)
     pages.counts[WIDEST] = max(pages.counts[WIDEST], pages.held[slot])
 
 
 @njit(cache=True)
-def release(pages: Any, slot: int, again: bool) -> None:
-    """Take a slot's pages back. `again`: its request was preempted and will be admitted again."""
+def release(pages: Any, slot: int, computed: int, again: bool) -> None:
+    """Take a slot's pages back. `again`: its request was preempted and will be admitted again.
+
+    Pages that can be found again stay, where their KV is in the `computed` tokens. The end of a sequence goes first.
+    """
     if again:
-        for node in path_of(pages, pages.request[slot]):
-            pages.remaining[node] += 1
+        expect_requests(pages, pages.request[slot], 1)
     stop_reading(pages.reads, pages.tables, slot)
-    for i in range(pages.held[slot]):
+    whole = computed // pages.page_size
+    for i in range(pages.held[slot] - 1, -1, -1):
         page = pages.tables[slot, i]
         pages.users[page] -= 1
         if pages.users[page] > 0:
             continue
         number = pages.node[page]
-        if number >= 0:
-            pages.counts[SHARED] -= 1
-            if pages.remaining[number] > 0:
-                pages.counts[UNUSED] += 1
-                continue
-            pages.resident[number] = -1
-        _free(pages, page)
+        pages.counts[SHARED] -= number >= 0
+        if i >= whole or not is_kept(pages, page, again):
+            free_page(pages, page)
+            continue
+        pages.counts[UNUSED] += 1
+        if number < 0:
+            pages.owner[page] = pages.sequence[slot]
+        insert(pages.worth, page, worth_when_released(pages, page, again))
     pages.held[slot] = 0
     pages.request[slot] = -1
+    if not again:
+        pages.sequence[slot] = _NOBODY
+
+
+@njit(cache=True)
+def give_up(pages: Any, slot: int, request: int) -> None:
+    """The request that was preempted from a slot does not come back."""
+    expect_requests(pages, request, -1)
+    for page in pages.tables[slot]:
+        if page >= 0 and pages.owner[page] == pages.sequence[slot]:
+            remove(pages.worth, page)
+            pages.counts[UNUSED] -= 1
+            free_page(pages, page)
+    pages.sequence[slot] = _NOBODY
 
 
 @njit(cache=True)
@@ -238,53 +306,30 @@ def tokens_spared(pages: Any) -> Any:
 
 
 @njit(cache=True)
-def path_of(pages: Any, request: int) -> Any:
-    """Numbers of the shareable pages of a request, first page first; valid until the next call."""
-    depth = pages.depth[request]
-    path = pages.path[:depth]
-    if depth > 0:
-        fill_path(path, depth, pages.run[request], pages.run_start, pages.run_base, pages.run_parent)
-    return path
-
-
-@njit(cache=True)
-def _take(pages: Any, slot: int) -> Any:
-    """Append a free page to a slot's table, as a private one."""
-    pages.counts[EMPTY] -= 1
-    page = pages.free[pages.counts[EMPTY]]
-    pages.node[page] = PRIVATE
-    pages.users[page] = 1
-    pages.tables[slot, pages.held[slot]] = page
-    pages.held[slot] += 1
-    return page
-
-
-@njit(cache=True)
-def _free(pages: Any, page: int) -> None:
+def free_page(pages: Any, page: int) -> None:
+    """Nobody holds a page, and nobody will find it."""
+    if pages.node[page] >= 0:
+        pages.resident[pages.node[page]] = -1
+    forget_contents(pages.contents, page)
+    pages.owner[page] = _NOBODY
     pages.node[page] = FREE
     pages.free[pages.counts[EMPTY]] = page
     pages.counts[EMPTY] += 1
 
 
 @njit(cache=True)
-def _evict(pages: Any, wanted: int) -> None:
-    """Free the least worthy unused trie pages: fewest rows to come first, then the deeper number."""
-    unused = pages.counts[UNUSED]
-    assert unused >= wanted, "room was promised that is not there"
-    count = min(unused, max(wanted, pages.num_pages // _BATCH))
-    worth = np.empty(unused, np.int64)
-    found = 0
-    # Within a path numbers grow with depth wherever rows to come are equal, so the number breaks ties.
-    for page in range(pages.num_pages):
-        if pages.users[page] == 0 and pages.node[page] >= 0:
-            node = pages.node[page]
-            worth[found] = pages.remaining[node] * (len(pages.resident) + 1) - node
-            found += 1
-    last = np.partition(worth, count - 1)[count - 1]
-    for page in range(pages.num_pages):
-        if pages.users[page] == 0 and pages.node[page] >= 0:
-            node = pages.node[page]
-            if pages.remaining[node] * (len(pages.resident) + 1) - node <= last:
-                pages.resident[node] = -1
-                _free(pages, page)
-    pages.counts[UNUSED] -= count
+def _take(pages: Any, slot: int) -> Any:
+    """Append a page to a slot's table, as a loose one; where none is free, the least worthy of those nobody uses."""
+    if pages.counts[EMPTY] == 0:
+        assert pages.counts[UNUSED] > 0, "room was promised that is not there"
+        page = pages.worth.heap[0]
+        remove(pages.worth, page)
+        pages.counts[UNUSED] -= 1
+        free_page(pages, page)
+    pages.counts[EMPTY] -= 1
+    page = pages.free[pages.counts[EMPTY]]
+    pages.node[page] = LOOSE
+    pages.users[page] = 1
+    pages.tables[slot, pages.held[slot]] = page
+    pages.held[slot] += 1
+    return page

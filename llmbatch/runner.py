@@ -113,8 +113,9 @@ class ShardRun:
         self._lengths = workload.length_model()
         self._rates = Rates.of(cost)
         self._together = tokens_together(tree, cost)
-        trie = PageTrie.build(tree.rows, tree.lcp, pool.page_size, len(workload))
-        most = scheduling.max_running
+        most, prompts = scheduling.max_running, workload.prompts
+        found = None if after is None or numbers is None else after.found(prompts, tree, numbers)
+        trie = PageTrie.build(tree.rows, tree.lcp, pool.page_size, len(workload), found)
         if after is None:
             self.scheduler = Scheduler(
                 tree.lengths,
@@ -123,11 +124,14 @@ class ShardRun:
                 lengths=self._lengths,
                 rates=self._rates,
                 max_running=most,
+                prompts=prompts,
             )
         else:
             assert numbers is not None
             self.scheduler = after
-            after.go_on(tree.lengths, trie=trie, lengths=self._lengths, numbers=numbers, max_running=most)
+            after.go_on(
+                tree.lengths, trie=trie, lengths=self._lengths, numbers=numbers, max_running=most, prompts=prompts
+            )
         self._first_step = self.scheduler.steps
         self._ended = np.ones(len(workload), np.bool_)
         self._ended[tree.rows] = False

@@ -26,14 +26,18 @@ from numpy.typing import NDArray
 from llmbatch.admission import BEGUN, CACHED, PREEMPTED_NOW, RECOMPUTED, Chunks, Limits
 from llmbatch.advance import advance, end_sequences, expect_anew, pack, withdraw
 from llmbatch.budget import Budget, BudgetRules, FixedBudget, Rates
-from llmbatch.carrying import carry_pages, carry_peak, carry_running
+from llmbatch.carrying import carry_pages, carry_peak, carry_running, find_pages
+from llmbatch.contents import Prompts
 from llmbatch.deciding import Core, charge, decide_step, is_done, needs_attention
 from llmbatch.ends import EndRules, Ends, InOrder, Queue
 from llmbatch.engines import Finish, Step, StepResult
 from llmbatch.lengths import Expected
 from llmbatch.pages import WIDEST, Pages, tokens_spared
 from llmbatch.peak import Peak
+from llmbatch.publishing import Ends as EndedPages
+from llmbatch.publishing import publish
 from llmbatch.slots import DECODING, PREEMPTED, PREEMPTIONS, PREFILLING, RECKONED, Running
+from llmbatch.tree import PrefixTree
 from llmbatch.trie import PageTrie
 
 _SLOTS = 64  # to begin with
@@ -72,6 +76,7 @@ class Finished:
     preemptions: NDArray[np.int32]
     admitted_step: NDArray[np.int32]
     end: NDArray[np.int32]  # an `End` each
+    pages: EndedPages  # of their answers
 
 
 class Scheduler:
@@ -86,13 +91,22 @@ class Scheduler:
         lengths: Lengths,
         rates: Rates,
         max_running: int,
+        prompts: Prompts | None = None,
     ) -> None:
+        """With `prompts` pages are found by what they hold too, also after other rows have joined."""
         self._taken = np.zeros(len(prompt_lengths), np.bool_)
         self._lengths = lengths
         self.steps = 0
         self.core = Core(
             run=Running.empty(_SLOTS),
-            pages=Pages.empty(num_pages, trie, slots=_SLOTS, width=_width(prompt_lengths, trie), cascade=rates.cascade),
+            pages=Pages.empty(
+                num_pages,
+                trie,
+                slots=_SLOTS,
+                width=_width(prompt_lengths, trie),
+                cascade=rates.cascade,
+                prompts=prompts,
+            ),
             peak=Peak.empty(_SLOTS),
             chunks=Chunks.empty(_SLOTS),
             queue=Queue.of(np.empty(0, np.int32), self._taken, np.empty(0)),
@@ -112,6 +126,7 @@ class Scheduler:
         lengths: Lengths,
         numbers: NDArray[np.int32],
         max_running: int,
+        prompts: Prompts | None = None,
     ) -> None:
         """Schedule another shard, with the sequences that run now among its rows; nothing waits until `enqueue`.
 
@@ -125,11 +140,15 @@ class Scheduler:
         self.core = core._replace(
             run=run,
             peak=carry_peak(core.peak, core.run, core.pages, numbers, trie),
-            pages=carry_pages(core.pages, numbers, trie, _width(prompt_lengths, trie)),
+            pages=carry_pages(core.pages, numbers, trie, _width(prompt_lengths, trie), prompts or Prompts.nothing()),
             queue=Queue.of(np.empty(0, np.int32), self._taken, np.empty(0)),
             prompts=prompt_lengths,
             limits=core.limits._replace(most_running=max_running),
         )
+
+    def found(self, prompts: Prompts, tree: PrefixTree, numbers: NDArray[np.int32]) -> NDArray[np.int32]:
+        """How many leading pages are there of each row of a shard that is to join, int32 by its new number."""
+        return find_pages(self.core.pages, prompts, tree.rows, tree.lcp, numbers)
 
     def enqueue(self, waiting: Waiting) -> None:
         """Replace what waits; running sequences go on."""
@@ -213,6 +232,10 @@ class Scheduler:
             end_sequences(core.run, core.pages, core.peak, gone)
         return finished
 
+    def publish(self, finished: Finished, answers: list[NDArray[np.int32]]) -> None:
+        """Let later prompts find the pages of these answers, in the order of `finished`."""
+        publish(self.core.pages, finished.pages, finished.requests, answers, finished.reasons < Finish.ERROR)
+
     def withdraw(self, requests: NDArray[np.int32], reason: Finish) -> Finished:
         """End those of the requests that run, between two steps; their slots are free again."""
         core = self.core
@@ -262,6 +285,7 @@ class Scheduler:
             preemptions=records["preemptions"],
             admitted_step=records["admitted_step"],
             end=records["end"],
+            pages=EndedPages.of(self.core.pages, slots),
         )
 
     def _remaining(self, slots: NDArray[np.int32]) -> NDArray[np.float64]:

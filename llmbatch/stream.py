@@ -2,7 +2,8 @@
 
 A dataset larger than memory is planned window by window. Run apart, each window would end in a tail of a few long
 answers, with most of the machine idle. So when no request of a window waits any more, the next one joins: its rows
-are planned together with the sequences that still run, which keep their slots and their KV (`llmbatch.carrying`).
+are planned together with the sequences that still run, which keep their slots and their KV (`llmbatch.carrying`). Pages
+that nobody uses stay as long as there is room, so rows of a later window find prefixes and answers of earlier ones.
 A few thousand answers of earlier windows come along as examples, so that lengths need not be sampled again.
 
 An engine may die. What it held is lost, and a step tells only which rows were in it, up to hundreds. One of them may be
@@ -139,6 +140,8 @@ class Stream(Generic[W]):
         tokens = [self._engine.retire(slot) for slot in finished.slots.tolist()]
         union.open[requests] = False
         union.answered[requests] = np.where(finished.reasons < Finish.ERROR, finished.generated, 0)
+        assert self._run is not None
+        self._run.scheduler.publish(finished, tokens)
         for window, at in union.by_window(requests):
             self._taker.ended(
                 Ended(
@@ -171,7 +174,7 @@ class Stream(Generic[W]):
         union.open[first:] = todo
         union.answered[first:] = np.where(todo, 0, window.answered)
         workload = union.workload()
-        if old is None or self._run is None or self._run.scheduler.done:
+        if old is None or self._run is None:
             self._admit_all(self._begin(workload))
         else:
             numbers = np.full(len(old.open), -1, np.int32)

@@ -3,7 +3,7 @@
 A run-time prefix cache usually finds shared pages by hashing tokens. Here the whole shard is sorted before it
 starts, so which rows share a page is arithmetic over the longest common prefixes of neighbours: row `i` of the
 sorted order shares its first `lcp[i] // page_size` pages with row `i - 1`. Only pages below which at least two
-rows stand get a number; a page of one row is that row's own business.
+rows stand get a number, and those that earlier rows have left; any other page of one row is that row's own business.
 
 The numbered pages form a trie, stored in runs. A run is a stretch of pages that first appears with one sorted
 row; its parent is the run that holds the page before its first. A row's path is read off from its deepest run
@@ -33,24 +33,33 @@ class PageTrie:
     run_parent: NDArray[np.int32]  # [runs] the run of the page before, -1 at the start of the prompt
 
     @classmethod
-    def build(cls, rows: NDArray[np.int32], lcp: NDArray[np.int32], page_size: int, requests: int) -> PageTrie:
+    def build(
+        cls,
+        rows: NDArray[np.int32],
+        lcp: NDArray[np.int32],
+        page_size: int,
+        requests: int,
+        found: NDArray[np.int32] | None = None,
+    ) -> PageTrie:
         """Number the shareable pages of a sorted shard.
 
         `rows` int32 [n] are the requests in lexicographic order of their tokens, `lcp` int32 [n] the longest
         common prefix, in tokens, of each with the one before it (0 for the first). Of `requests` in all, those
-        that are not among the rows share nothing.
+        that are not among the rows share nothing. The leading pages that are there already, `found` int32 by
+        request, get numbers even where one row alone has them.
         """
         if page_size < 1:
             raise ValueError(f"page_size must be at least 1, got {page_size}")
         shared = np.zeros(len(rows) + 1, np.int64)
         shared[:-1] = lcp // page_size
-        run_count = int(np.count_nonzero(shared[1:] > shared[:-1]))
+        there = np.zeros(len(rows), np.int64) if found is None else found[rows].astype(np.int64)
+        run_count = int(np.count_nonzero(np.maximum(shared[1:], there) > shared[:-1]))
         starts = np.empty(run_count, np.int32)
         bases = np.empty(run_count, np.int32)
         parents = np.empty(run_count, np.int32)
         depth = np.zeros(requests, np.int32)
         run = np.full(requests, -1, np.int32)
-        num_pages = _number(rows, shared, starts, bases, parents, depth, run)
+        num_pages = _number(rows, shared, there, starts, bases, parents, depth, run)
         return cls(page_size, num_pages, depth, run, starts, bases, parents)
 
     def path(self, request: int) -> NDArray[np.int32]:
@@ -88,7 +97,7 @@ def fill_path(out, depth, run, run_start, run_base, run_parent):  # type: ignore
 
 
 @njit(cache=True)
-def _number(rows, shared, starts, bases, parents, depth, run):  # type: ignore[no-untyped-def]
+def _number(rows, shared, there, starts, bases, parents, depth, run):  # type: ignore[no-untyped-def]
     n = len(rows)
     stack = np.empty(len(starts) + 1, np.int32)
     top = 0
@@ -96,7 +105,7 @@ def _number(rows, shared, starts, bases, parents, depth, run):  # type: ignore[n
     pages = 0
     for i in range(n):
         before = shared[i]
-        after = shared[i + 1]
+        after = max(shared[i + 1], there[i])
         while top > 0 and starts[stack[top - 1]] >= before:
             top -= 1
         if after > before:

@@ -1,13 +1,14 @@
-"""What is to be run, without its tokens: a prefix tree, what is known of lengths, and the pool and policy."""
+"""What is to be run: a prefix tree, what is known of lengths, and the pool and policy."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
+from llmbatch.contents import Prompts
 from llmbatch.errors import ParameterError, RowError
 from llmbatch.lengths import LengthModel
 from llmbatch.order import Policy
@@ -60,6 +61,7 @@ class Workload:
     keys: NDArray[np.int32]  # by row: rows of one key may share a length distribution
     known: NDArray[np.int32]  # by row: the exact length where known, else 0
     examples: Examples | None = None
+    prompts: Prompts = field(default_factory=Prompts.nothing)  # by row, where pages are to be found by their tokens
 
     @classmethod
     def of(cls, requests: Requests, answered: NDArray[np.int32] | None = None) -> Workload:
@@ -73,10 +75,11 @@ class Workload:
         kinds: dict[tuple[object, ...], int] = {}
         keys = np.array([kinds.setdefault(params.kind, len(kinds)) for params in requests.params], np.int32)
         keys = keys[requests.params_index]
+        prompts = Prompts(requests.tokens, requests.offsets)
         if answered is None or not answered.any():
-            return cls(tree, requests.max_tokens, keys, known)
+            return cls(tree, requests.max_tokens, keys, known, prompts=prompts)
         run = tree.select(answered == 0)
-        return cls(run, requests.max_tokens, keys, known, Examples(tree, answered))
+        return cls(run, requests.max_tokens, keys, known, Examples(tree, answered), prompts)
 
     def __len__(self) -> int:
         """Requests, those outside the tree counted."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from llmbatch.pages import EMPTY, Pages, admit_pages, extend, extend_by_one, path_of, release
+from llmbatch.keeping import path_of
+from llmbatch.pages import EMPTY, Pages, admit_pages, extend, extend_by_one, release
 from tests.workloads import Workload
 
 
@@ -32,7 +33,7 @@ def test_a_page_is_found_as_soon_as_it_is_allocated() -> None:
 def test_pages_with_rows_to_come_stay_when_nobody_uses_them() -> None:
     pages = pool([[1, 2, 3, 4, 5], [1, 2, 3, 4, 6]], 10)
     fill(pages, 0, 0, 5)
-    release(pages, 0, False)
+    release(pages, 0, 99, False)
     pages.check()
     assert pages.used == 0
     assert fill(pages, 0, 1, 5) == 4
@@ -43,7 +44,7 @@ def test_pages_without_rows_to_come_are_free_when_nobody_uses_them() -> None:
     for slot in (0, 1):
         fill(pages, slot, slot, 5)
     for slot in (0, 1):
-        release(pages, slot, False)
+        release(pages, slot, 99, False)
         pages.check()
     assert pages.counts[EMPTY] == 10
 
@@ -52,8 +53,8 @@ def test_a_preempted_request_keeps_its_shared_pages_worth_keeping() -> None:
     pages = pool([[1, 2, 3, 4, 5], [1, 2, 3, 4, 6]], 10)
     for slot in (0, 1):
         fill(pages, slot, slot, 5)
-    release(pages, 0, False)
-    release(pages, 1, True)
+    release(pages, 0, 99, False)
+    release(pages, 1, 99, True)
     pages.check()
     assert fill(pages, 3, 1, 5) == 4
 
@@ -63,9 +64,9 @@ def test_the_page_with_the_fewest_rows_to_come_is_evicted_first() -> None:
     many = [[2, 2, 2, 2, i] for i in range(5)]
     pages = pool([*few, *many, [3] * 12], 4)
     fill(pages, 0, 0, 5)
-    release(pages, 0, False)
+    release(pages, 0, 99, False)
     fill(pages, 0, 2, 5)
-    release(pages, 0, False)
+    release(pages, 0, 99, False)
     admit_pages(pages, 0, 7, 12)
     extend(pages, 0, 12)
     pages.check()
@@ -76,7 +77,7 @@ def test_the_page_with_the_fewest_rows_to_come_is_evicted_first() -> None:
 def test_of_a_path_the_end_is_evicted_first() -> None:
     pages = pool([[*range(12), 1], [*range(12), 2], [9] * 8], 5)
     fill(pages, 0, 0, 13)
-    release(pages, 0, False)
+    release(pages, 0, 99, False)
     admit_pages(pages, 0, 2, 8)
     extend(pages, 0, 8)
     extend_by_one(pages, 0)

@@ -65,7 +65,7 @@ def test_a_job_and_a_simulation_run_a_row_as_far_and_refuse_the_same(rows: list[
         blocks=np.empty(0, np.int32), offsets=np.zeros(len(rows) + 1, np.int64), block_size=4,
     )  # fmt: skip
     for known in ("known", "sampled"):
-        done = simulate(trace, COST, POOL, BUDGET, lengths=known)  # type: ignore[arg-type]
+        done = simulate(trace, COST, POOL, BUDGET, lengths=known)
         refused = np.flatnonzero(done.requests["finished_step"] < 0).tolist()
         assert refused == sorted(window.errors) == np.flatnonzero(prompts >= POOL.tokens).tolist()
         answers = {i: int(n) + 1 for i, n in enumerate(done.requests["decoded_tokens"]) if i not in refused}
@@ -133,11 +133,11 @@ class Hosting:
         raise AssertionError("the engine died")
 
 
-def torch_engine(model: str) -> StreamEngine:
-    return TorchEngine(load_model(model, dtype="float32"), num_pages=POOL.num_pages, page_size=POOL.page_size)
+def torch_engine(model: str, num_pages: int = POOL.num_pages) -> StreamEngine:
+    return TorchEngine(load_model(model, dtype="float32"), num_pages=num_pages, page_size=POOL.page_size)
 
 
-def accelerated_engine(model: str) -> StreamEngine:
+def accelerated_engine(model: str, num_pages: int = POOL.num_pages) -> StreamEngine:
     pytest.importorskip("triton")
     from llmbatch.engines.device import PAGE_SIZE, DevicePieces
     from llmbatch.kernels.triton_backend import TritonAttention
@@ -146,9 +146,7 @@ def accelerated_engine(model: str) -> StreamEngine:
     loaded = load_model(
         model, dtype="float32", platform=Platform(device, DevicePieces(device), PAGE_SIZE, max_running=512)
     )
-    return AcceleratedEngine(
-        loaded, TritonAttention(device), num_pages=POOL.num_pages, page_size=POOL.page_size
-    )
+    return AcceleratedEngine(loaded, TritonAttention(device), num_pages=num_pages, page_size=POOL.page_size)
 
 
 @pytest.mark.parametrize("make", [torch_engine, accelerated_engine])

@@ -1,0 +1,90 @@
+"""Pages of answers, named when their tokens are known, so that later prompts find them.
+
+A sequence that ends gives up its pages before its last token is known to the scheduler, which never sees tokens. Its
+full pages stay, unnamed; nobody finds them. When the engine hands over the answer they get their names. A prompt that
+begins with an earlier prompt and its answer, the next turn of a conversation, finds them then.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmbatch.compiled import njit
+from llmbatch.contents import give_name, name_of, start, with_token
+from llmbatch.pages import UNUSED, Pages, free_page
+from llmbatch.worth import remove
+
+
+class Ends(NamedTuple):
+    """The pages of sequences that end from the first with a generated token on."""
+
+    sequences: NDArray[np.int64]  # [n] their numbers
+    names: NDArray[np.uint64]  # [n, 2] of the prompt's pages before
+    pages: NDArray[np.int32]  # of the i-th: pages[offsets[i]:offsets[i + 1]]
+    offsets: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, pages: Pages, slots: NDArray[np.int32]) -> Ends:
+        """Those of sequences that still hold their pages; none where prompts are not known."""
+        if not len(pages.prompts.tokens):
+            return cls(np.zeros(0, np.int64), np.zeros((0, 2), np.uint64), np.zeros(0, np.int32), np.zeros(1, np.int64))
+        return cls(*_ends(pages, slots))
+
+
+def publish(
+    pages: Pages, ends: Ends, requests: NDArray[np.int32], answers: list[NDArray[np.int32]], whole: NDArray[np.bool_]
+) -> None:
+    """Name the pages of answers as far as they are still there; of those that are not `whole`, nothing is kept."""
+    if not len(ends.pages):
+        return
+    lengths = np.array([len(answer) if keep else 0 for answer, keep in zip(answers, whole.tolist(), strict=True)])
+    tokens = np.concatenate([np.empty(0, np.int32), *(answer[:n] for answer, n in zip(answers, lengths, strict=True))])
+    _publish(pages, ends, requests, tokens, np.concatenate(([0], np.cumsum(lengths))))
+
+
+@njit(cache=True)
+def _ends(pages: Any, slots: Any) -> Any:
+    sequences = np.empty(len(slots), np.int64)
+    names = np.empty((len(slots), 2), np.uint64)
+    offsets = np.zeros(len(slots) + 1, np.int64)
+    first = np.empty(len(slots), np.int64)
+    for i in range(len(slots)):
+        slot, request = slots[i], pages.request[slots[i]]
+        sequences[i] = pages.sequence[slot]
+        tokens = pages.prompts.offsets[request + 1] - pages.prompts.offsets[request] if request >= 0 else 0
+        first[i] = min(tokens // pages.page_size, pages.held[slot])
+        offsets[i + 1] = offsets[i] + pages.held[slot] - first[i]
+        name = start() if first[i] == 0 else name_of(pages.contents, pages.tables[slot, first[i] - 1])
+        names[i, 0], names[i, 1] = name
+    found = np.empty(offsets[-1], np.int32)
+    for i in range(len(slots)):
+        found[offsets[i] : offsets[i + 1]] = pages.tables[slots[i], first[i] : pages.held[slots[i]]]
+    return sequences, names, found, offsets
+
+
+@njit(cache=True)
+def _publish(pages: Any, ends: Any, requests: Any, tokens: Any, offsets: Any) -> None:
+    prompts, size = pages.prompts, pages.page_size
+    for i in range(len(requests)):
+        begin = prompts.offsets[requests[i]]
+        prompt = prompts.offsets[requests[i] + 1] - begin
+        known = prompt + offsets[i + 1] - offsets[i]
+        at = prompt // size * size
+        name = (ends.names[i, 0], ends.names[i, 1])
+        for page in ends.pages[ends.offsets[i] : ends.offsets[i + 1]]:
+            mine = pages.owner[page] == ends.sequences[i]
+            named = at + size <= known
+            if named:
+                for token in range(at, at + size):
+                    name = with_token(
+                        name,
+                        prompts.tokens[begin + token] if token < prompt else tokens[offsets[i] + token - prompt],
+                    )
+            at += size
+            if mine and not (named and give_name(pages.contents, page, name)):
+                remove(pages.worth, page)
+                pages.counts[UNUSED] -= 1
+                free_page(pages, page)
