@@ -150,8 +150,8 @@ def compare(
 
 def _optimal(tree: PrefixTree, lengths: NDArray[np.float64], pool: Pool, cost: CostModel) -> float:
     """T_opt if the answers had these lengths."""
-    compute = cost.request_compute(tree.lengths, lengths).sum() - cost.prompt_seconds(
-        tree.total_tokens - tree.unique_tokens
-    )
-    memory = cost.request_memory(tree.lengths, lengths, lengths**2, tokens_together(tree, cost)).sum()
+    rows = tree.rows
+    prompts, answers = tree.lengths[rows], lengths[rows]
+    compute = cost.request_compute(prompts, answers, tree.lcp).sum()
+    memory = cost.request_memory(prompts, answers, answers**2, tokens_together(tree, cost)[rows]).sum()
     return cost.optimal_seconds(float(compute), float(memory), pool.tokens * cost.shape.kv_bytes_per_token)
