@@ -19,6 +19,7 @@ from llmbatch.pages import EMPTY, SHARED, UNUSED, admit_pages, adopt, extend, pr
 from llmbatch.peak import expect, most
 from llmbatch.references import by_reference
 from llmbatch.slots import ADMISSIONS, DECODING, FREE, PREEMPTED, PREFILLING, take_slot
+from llmbatch.work import Reach, pairs_of
 
 # In `Chunks.totals`; BEGUN: the step is being decided, OPEN: all that prefills got a chunk.
 BUDGET, TOKENS, CHUNKS, CACHED, RECOMPUTED, LEFT, RIGHT, BEGUN, OPEN, PREEMPTED_NOW = range(10)
@@ -34,23 +35,27 @@ class Chunks(NamedTuple):
     counts: NDArray[np.int32]  # tokens
     samples: NDArray[np.bool_]
     totals: NDArray[np.int64]  # tokens allowed, given, chunks, tokens found, computed again, given to either end
+    reach: Reach
+    price: NDArray[np.float64]  # [2] tokens of the budget that a query-key pair takes, and one sampled
 
     @classmethod
-    def empty(cls, capacity: int) -> Chunks:
+    def empty(cls, capacity: int, reach: Reach) -> Chunks:
         """Room for `capacity` chunks."""
         return cls(
             np.empty(capacity, np.int32),
             np.empty(capacity, np.int32),
             np.empty(capacity, np.bool_),
             np.zeros(10, np.int64),
+            reach,
+            np.zeros(2),
         )
 
     def grown(self) -> Chunks:
         """The same with twice the room."""
         old = len(self.slots)
-        new = Chunks.empty(2 * old)
+        new = Chunks.empty(2 * old, self.reach)
         new.slots[:old], new.counts[:old], new.samples[:old] = self.slots, self.counts, self.samples
-        new.totals[:] = self.totals
+        new.totals[:], new.price[:] = self.totals, self.price
         return new
 
 
@@ -83,7 +88,7 @@ def give_chunk(run: Any, pages: Any, chunks: Any, slot: int) -> bool:
         _find(record, adopt(pages, slot, target), totals)
     start = record.computed
     room = (pages.held[slot] + pages.counts[EMPTY] + pages.counts[UNUSED]) * size - start
-    count = min(target - start, totals[BUDGET] - totals[TOKENS], room)
+    count = min(_affordable(chunks, start, target - start, size), room)
     if start + count < target:
         count = (start + count) // size * size - start
     if count <= 0:
@@ -95,11 +100,35 @@ def give_chunk(run: Any, pages: Any, chunks: Any, slot: int) -> bool:
     chunks.slots[at] = slot
     chunks.counts[at] = count
     chunks.samples[at] = start + count == record.known
+    takes = int(_price(chunks, start, count) + chunks.samples[at] * chunks.price[1])
     totals[CHUNKS] += 1
-    totals[TOKENS] += count
+    totals[TOKENS] += takes
     totals[RECOMPUTED] += again
-    totals[LEFT + record.end] += count
+    totals[LEFT + record.end] += takes
     return True
+
+
+@njit(cache=True)
+def _affordable(chunks: Any, start: int, most: int, page: int) -> Any:
+    """How many of `most` tokens after `start` what is left of the budget pays for; the first `page` of a step are."""
+    left = chunks.totals[BUDGET] - chunks.totals[TOKENS]
+    high = min(most, left)
+    low = min(high, page) if chunks.totals[TOKENS] == 0 else 0
+    if high > 0 and _price(chunks, start, high) < left + 1:
+        return high
+    while low < high:
+        middle = (low + high + 1) // 2
+        if _price(chunks, start, middle) < left + 1:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+@njit(cache=True)
+def _price(chunks: Any, start: int, count: int) -> Any:
+    """Tokens of the budget that a chunk takes: its own, and its attention as the tokens that take as long."""
+    return count + chunks.price[0] * pairs_of(chunks.reach, float(start), count)
 
 
 @njit(cache=True)

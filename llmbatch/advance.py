@@ -16,31 +16,32 @@ from llmbatch.pages import EMPTY, UNUSED, extend_by_one, give_up, release, token
 from llmbatch.peak import expect, forget
 from llmbatch.reads import start_reading
 from llmbatch.slots import DECODING, PREEMPTED, PREEMPTIONS, PREFILLING, give_slot
+from llmbatch.work import pairs_of, reads_of, spared_of
 
 _RIGHT = int(End.RIGHT)
 
 
 @njit(cache=True)
-def hold_decodes(run: Any, pages: Any, peak: Any) -> Any:
+def hold_decodes(run: Any, pages: Any, peak: Any, reach: Any) -> Any:
     """Give every decoding sequence the page of its next token, preempting the newest where there is no room.
 
     Returns the KV tokens that the decodes of the step read, those read together once.
     """
     need = np.empty(run.counts[DECODING], np.int32)
     while True:
-        full, tokens = 0, 0
+        full, tokens = 0, -spared_of(reach, tokens_spared(pages))
         for i in range(run.counts[DECODING]):
             slot = run.decoding[i]
             if pages.held[slot] * pages.page_size <= run.slots[slot].computed:
                 need[full] = slot
                 full += 1
-            tokens += run.slots[slot].known
+            tokens += reads_of(reach, run.slots[slot].known - 1.0, 1)
         if full <= pages.counts[EMPTY] + pages.counts[UNUSED]:
             break
         preempt(run, pages, peak, _newest(run))
     for i in range(full):
         extend_by_one(pages, need[i])
-    return tokens - tokens_spared(pages)
+    return tokens
 
 
 @njit(cache=True)
@@ -97,30 +98,33 @@ def expect_anew(run: Any, pages: Any, peak: Any, slots: Any, left: Any, now: flo
 
 @njit(cache=True)
 def advance(
-    run: Any, pages: Any, peak: Any, slots: Any, counts: Any, samples: Any, num_decodes: int, finished: Any, now: float
-) -> Any:
+    run: Any, pages: Any, peak: Any, reach: Any, slots: Any, counts: Any, samples: Any, num_decodes: int,
+    finished: Any, now: float,
+) -> Any:  # fmt: skip
     """Take note of a step: tokens computed and sampled, prefills that decode from now on, sequences that ended.
 
-    Returns the slots that ended, which still hold what they held, and the step's work: tokens computed for the
-    first time, their query-key pairs where they are prefill, KV tokens read by decodes, those read together once.
+    Returns the slots that ended, which still hold what they held, and what of the requests' work the step did
+    (`llmbatch.work`): tokens computed for the first time, tokens sampled, query-key pairs of prefill, KV tokens read.
     """
     gone = np.empty(len(finished), slots.dtype)
-    ended, sampled, tokens, pairs = 0, 0, 0, 0
-    read = -tokens_spared(pages)
+    ended, sampled, tokens, pairs = 0, 0, 0, 0.0
+    read = -spared_of(reach, tokens_spared(pages))
     for i in range(len(slots)):
         slot = slots[i]
         record = run.slots[slot]
         if i < num_decodes:
             tokens += 1
-            read += record.known
+            read += reads_of(reach, record.known - 1.0, 1)
         else:
             start = max(record.computed, min(record.reached, record.computed + counts[i]))
             fresh = record.computed + counts[i] - start
             tokens += fresh
-            pairs += fresh * start + fresh * (fresh + 1) // 2
+            pairs += pairs_of(reach, float(start), fresh)
         record.computed += counts[i]
         record.reached = max(record.reached, record.computed)
         if samples[i]:
+            if record.known == record.prompt:  # a prompt is charged in one piece, whatever chunks it was cut into
+                read += reads_of(reach, float(record.cached), record.prompt - record.cached)
             record.known += 1
             if finished[sampled] != 0:
                 record.ended = True
@@ -135,7 +139,7 @@ def advance(
     _start_decoding(run, pages)
     if ended > 0:
         _drop_ended(run)
-    return gone[:ended], (tokens, pairs, read)
+    return gone[:ended], (tokens, sampled, pairs, read)
 
 
 @njit(cache=True)

@@ -3,7 +3,8 @@
 Let `m` be the memory time of the step's decodes, `C` and `M` the compute and memory work still to do. If every
 step's compute is `C / M` times its memory time, both end together, which is the best any order can do when the
 two overlap. So a step is given the tokens whose compute takes `c* = (C / M) m`, never fewer than those that
-are free while the weights are read (design: "step budget"). BlendServe (section 5.3) fixes shares of memory
+are free while the weights are read (design: "step budget"); the attention of its prompts is paid for in tokens
+that take as long. BlendServe (section 5.3) fixes shares of memory
 and hopes that the mix follows; here the mix itself is the controlled quantity.
 """
 
@@ -13,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 from llmbatch.compiled import njit
-from llmbatch.cost import CostModel
 from llmbatch.references import by_reference
+from llmbatch.work import Rates as Rates
 
 TILE = 128  # tokens; matrix units work in tiles of this many rows
 
@@ -23,36 +24,9 @@ class Load(NamedTuple):
     """What a budget is decided from, at the start of a step."""
 
     decodes: int  # sequences that will compute one token
-    kv_tokens: int  # KV tokens they read, those read together once
+    kv_tokens: float  # KV tokens they read, those read together once
     compute_left: float  # seconds of compute of everything not yet done
     memory_left: float  # seconds of KV reads of everything not yet done
-
-
-@by_reference
-class Rates(NamedTuple):
-    """What the closed loop must know of model and hardware, in seconds."""
-
-    seconds_per_token: float  # compute of one token's matrices
-    seconds_per_sample: float  # compute of one token sampled, beside its matrices
-    seconds_per_pair: float  # compute of one query with one key, in all layers
-    seconds_per_kv_token: float  # reading one token's KV
-    weight_seconds: float  # reading the weights once
-    weights_share_memory: bool  # law `bytes`: the weights are read beside the KV, in every step
-    cascade: bool = False  # decodes read a prefix that many of them share once a step
-
-    @classmethod
-    def of(cls, cost: CostModel) -> Rates:
-        """The rates of a cost model."""
-        shape, hardware = cost.shape, cost.hardware
-        return cls(
-            seconds_per_token=2.0 * shape.params / hardware.flops,
-            seconds_per_sample=2.0 * shape.head_params / hardware.flops,
-            seconds_per_pair=4.0 * shape.attention_width * shape.layers / hardware.attention_flops,
-            seconds_per_kv_token=shape.kv_bytes_per_token / hardware.bytes_per_second,
-            weight_seconds=cost.weight_seconds,
-            weights_share_memory=cost.law == "bytes",
-            cascade=cost.cascade,
-        )
 
 
 MOST_TOKENS: Final = 8192  # of a step that is decided in closed loop
@@ -102,7 +76,7 @@ class BudgetRules(NamedTuple):
 
 @njit(cache=True)
 def step_tokens(rules: Any, load: Any) -> Any:
-    """Tokens of the step, prefill and decode together."""
+    """Tokens of the step, prefill and decode together; attention and sampling are paid for in tokens (`prices`)."""
     if rules.fixed > 0:
         return max(rules.fixed, load.decodes)
     if load.decodes == 0:
@@ -110,11 +84,21 @@ def step_tokens(rules: Any, load: Any) -> Any:
     rates = rules.rates
     memory = load.kv_tokens * rates.seconds_per_kv_token
     left = max(load.memory_left, memory)
+    work = max(load.compute_left, 0.0)
     if rates.weights_share_memory:
-        target = load.compute_left / (left * (1 + rules.weights_per_pool)) * (memory + rates.weight_seconds)
+        target = work / (left * (1 + rules.weights_per_pool)) * (memory + rates.weight_seconds)
     else:
-        target = max(load.compute_left / left * memory, rates.weight_seconds)
+        target = max(work / left * memory, rates.weight_seconds)
     tokens = min(max(int(target / rates.seconds_per_token), rules.floor), rules.ceiling)
     if tokens >= 2 * TILE:  # of fewer most are free while the weights are read, and rounding would lose some
         tokens = (tokens + TILE // 2) // TILE * TILE
     return max(tokens, load.decodes)
+
+
+@njit(cache=True)
+def prices(rules: Any) -> Any:
+    """Tokens of the budget that a query-key pair takes, and a token sampled; nothing where the budget is fixed."""
+    if rules.fixed > 0:
+        return 0.0, 0.0
+    rates = rules.rates
+    return rates.seconds_per_pair / rates.seconds_per_token, rates.seconds_per_sample / rates.seconds_per_token

@@ -31,9 +31,9 @@ STEP = np.dtype(
         ("step", np.int32),
         ("time_s", np.float64),
         ("prefill_tokens", np.int64),
-        ("prefill_pairs", np.int64),
+        ("prefill_pairs", np.float64),
         ("decode_tokens", np.int64),
-        ("kv_read_tokens", np.int64),
+        ("kv_read_tokens", np.float64),
         ("kv_used_tokens", np.int64),
         ("running", np.int32),
         ("preempted", np.int32),
@@ -119,8 +119,10 @@ def _run(core: Any, clock: Any, lengths: Any, generated: Any, log: Any, now: int
         totals = core.chunks.totals
         slots, requests, starts, counts, samples = pack(run, core.chunks)
         decodes = run.counts[DECODING]
-        finished, tokens, pairs, read = generate(slots, requests, starts, counts, samples, decodes, lengths, generated)
-        read -= tokens_spared(pages)
+        finished, tokens, pairs, read = generate(
+            clock.rates.reach, slots, requests, starts, counts, samples, decodes, tokens_spared(pages), lengths,
+            generated,
+        )  # fmt: skip
         record = log.steps[log.counts[0]]
         log.counts[0] += 1
         record.step = step
@@ -134,8 +136,9 @@ def _run(core: Any, clock: Any, lengths: Any, generated: Any, log: Any, now: int
         record.preempted = totals[PREEMPTED_NOW]
         record.cached_tokens = totals[CACHED]
         record.recomputed_tokens = totals[RECOMPUTED]
-        gone, work = advance(run, pages, peak, slots, counts, samples, decodes, finished, float(step + 1))
-        charge(core, work[0], work[1], work[2])
+        reach = core.rates.reach
+        gone, work = advance(run, pages, peak, reach, slots, counts, samples, decodes, finished, float(step + 1))
+        charge(core, work[0], work[1], work[2], work[3])
         _note(log, run, gone, step)
         generated[gone] = 0
         end_sequences(run, pages, peak, gone)

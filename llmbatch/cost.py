@@ -1,17 +1,17 @@
 """Seconds of compute and of memory for a request, a step and a whole set, from a model's shape and a device.
 
-The performance model of BlendServe 4.1, with three changes. Attention over a prompt is causal, so it counts
+The performance model of BlendServe 4.1, with four changes. Attention over a prompt is causal, so it counts
 half the square (2 p^2 H L, not 4). Output lengths are distributions, so memory takes their second moment.
-Sliding layers look back a window only. With p prompt and d output tokens:
+Sliding layers look back a window only. And what engines do is counted to the token (`llmbatch.work`): the last
+token of an answer is never computed, a prompt's KV is read once while it is computed. With p prompt and d output
+tokens, where all layers see everything:
 
-    compute = (2 (p + d) P + 2 d P_head) / F + 2 p sum_layers(min(p, window)) H / F_attention
-    memory  = sum_layers(min(p E[d] + E[d^2] / 2, window E[d])) * bytes per token and layer / B
+    compute = (2 (p + d - 1) P + 2 d P_head) / F + 2 p (p + 1) H L / F_attention
+    memory  = (p E[d] + (E[d^2] - E[d]) / 2) * bytes per token / B
 
-Where decodes read a long prefix of the prompt together (`cascade`), each is charged 1 / `GROUP_ROWS` of the reads of
-it in layers that look back without limit: a group has at least so many rows. A larger one reads less.
-
-For a fixed d the sliding term is an upper bound, tight where the prompt fills the window or all of p + d
-fits it.
+Prompt tokens found in pages are not computed, nor is their attention. Where decodes read a long prefix of the prompt
+together (`cascade`), each is charged 1 / `GROUP_ROWS` of the reads of it in layers that look back without limit: a
+group has at least so many rows. A larger one reads less.
 
 `P_head` is the LM head where the engine computes it for sampled tokens only (`ModelShape.from_config`); the
 named shapes count it into P, as the paper does.
@@ -25,6 +25,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from types import MappingProxyType
 from typing import Literal, NamedTuple, get_args
 
@@ -35,6 +36,7 @@ from llmbatch.configs import UNGATED, count_sparse_layers, read_field, read_wind
 from llmbatch.errors import ModelError, ParameterError
 from llmbatch.hardware import Hardware
 from llmbatch.kernels.groups import GROUP_ROWS
+from llmbatch.work import Rates, compute_seconds, pairs_of, reads_of, spared_of
 
 Law = Literal["paper", "bytes"]
 Floats = NDArray[np.float64]
@@ -200,7 +202,7 @@ class StepSeconds(NamedTuple):
     memory: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class CostModel:
     """A model on a device, under a law: arithmetic on arrays, no state."""
 
@@ -224,47 +226,67 @@ class CostModel:
         """Reading one token's KV."""
         return self.shape.kv_bytes_per_token / self.hardware.bytes_per_second
 
-    def prompt_seconds(self, tokens: ArrayLike) -> Floats:
-        """Compute of prompt tokens without their attention: what sharing them saves."""
-        return np.asarray(tokens, np.float64) * (2.0 * self.shape.params / self.hardware.flops)
+    @cached_property
+    def rates(self) -> Rates:
+        """Seconds of each kind of work."""
+        return Rates.of(self)
 
-    def request_compute(self, prompt: ArrayLike, output: ArrayLike) -> Floats:
-        """Compute seconds of requests by prompt tokens and (expected) output tokens."""
-        p, d = np.asarray(prompt, np.float64), np.asarray(output, np.float64)
-        seen = np.zeros_like(p)
-        for window, layers in self._layer_kinds():
-            seen += layers * np.minimum(p, window)
-        products = 2.0 * (p + d) * self.shape.params + 2.0 * d * self.shape.head_params
-        attention = 2.0 * p * seen * self.shape.attention_width
-        # Attention counts as the products that take as long.
-        slower = self.hardware.flops / self.hardware.attention_flops
-        seconds: Floats = (products + attention * slower) / self.hardware.flops
+    def prompt_seconds(self, tokens: ArrayLike) -> Floats:
+        """Compute of prompt tokens without their attention."""
+        return np.asarray(tokens, np.float64) * self.rates.seconds_per_token
+
+    def saved_seconds(self, found: ArrayLike) -> Floats:
+        """Compute that requests save of which each finds so many prompt tokens in pages."""
+        tokens = np.asarray(found, np.float64)
+        seconds: Floats = compute_seconds.py_func(
+            self.rates, tokens, 0.0, pairs_of.py_func(self.rates.reach, 0.0, tokens)
+        )
+        return seconds
+
+    def request_compute(self, prompt: ArrayLike, output: ArrayLike, found: ArrayLike = 0.0) -> Floats:
+        """Compute seconds of requests by prompt tokens and (expected) output tokens, some found in pages."""
+        p, d, f = (np.asarray(x, np.float64) for x in (prompt, output, found))
+        pairs = pairs_of.py_func(self.rates.reach, f, p - f)
+        seconds: Floats = compute_seconds.py_func(self.rates, p - f + d - 1.0, d, pairs)
         return seconds
 
     def request_memory(
-        self, prompt: ArrayLike, output: ArrayLike, second_moment: ArrayLike, together: ArrayLike = 0.0
+        self,
+        prompt: ArrayLike,
+        output: ArrayLike,
+        second_moment: ArrayLike,
+        together: ArrayLike = 0.0,
+        found: ArrayLike = 0.0,
     ) -> Floats:
         """Memory seconds of requests by prompt tokens, E[output tokens] and E[output tokens^2].
 
-        Of the prompts' tokens `together` are read in groups (`llmbatch.cascade`).
+        Of the prompts' tokens `together` are read in groups (`llmbatch.cascade`), and some are found in pages.
         """
-        p, d, dd, shared = (np.asarray(x, np.float64) for x in (prompt, output, second_moment, together))
-        read = p * d + dd / 2
-        spared = shared * d * (1.0 - 1.0 / GROUP_ROWS)
-        total = np.zeros_like(read)
-        for window, layers in self._layer_kinds():
-            total += layers * (read - spared if math.isinf(window) else np.minimum(read, d * window))
-        per_layer = self.shape.kv_bytes_per_token / self.shape.layers
-        seconds: Floats = total * (per_layer / self.hardware.bytes_per_second)
+        p, d, dd, f = (np.asarray(x, np.float64) for x in (prompt, output, second_moment, found))
+        read = reads_of.py_func(self.rates.reach, f, p - f) * self.kv_token_seconds
+        seconds: Floats = read + self.decode_memory(p, d - 1.0, dd - 2.0 * d + 1.0, together)
+        return seconds
+
+    def decode_memory(
+        self, context: ArrayLike, decodes: ArrayLike, second_moment: ArrayLike, together: ArrayLike = 0.0
+    ) -> Floats:
+        """Memory seconds of E[decodes] decodes and E[decodes^2], the first of which comes after `context` tokens."""
+        start, n, nn, shared = (np.asarray(x, np.float64) for x in (context, decodes, second_moment, together))
+        # Exact where the number is known or all layers see everything, else a bound from above: what a decode reads on
+        # average rises with their number, ever more slowly, and the mean of nn / n over all decodes is above that.
+        many = np.divide(nn, n, out=np.ones(np.broadcast(nn, n).shape), where=n > 0)
+        read = n * pairs_of.py_func(self.rates.reach, start, many) / many
+        spared = spared_of.py_func(self.rates.reach, shared * n * (1.0 - 1.0 / GROUP_ROWS))
+        seconds: Floats = (read - spared) * self.kv_token_seconds
         return seconds
 
     def step(self, tokens: int, pairs: float, kv_tokens: float, samples: int) -> StepSeconds:
-        """One step of `tokens` tokens: `pairs` query-key pairs of prefill, `kv_tokens` read by its decodes,
-        `samples` tokens sampled. Sliding windows are not looked at: give pairs and KV as they are read.
+        """One step of `tokens` tokens: `pairs` query-key pairs of prefill, `kv_tokens` of KV that it reads,
+        `samples` tokens sampled, as `llmbatch.work` counts them.
         """
-        gemm = 2.0 * (tokens * self.shape.params + samples * self.shape.head_params) / self.hardware.flops
-        attention = 4.0 * self.shape.attention_width * self.shape.layers * pairs / self.hardware.attention_flops
-        kv = kv_tokens * self.shape.kv_bytes_per_token / self.hardware.bytes_per_second
+        gemm: float = compute_seconds.py_func(self.rates, tokens, samples, 0.0)
+        attention: float = compute_seconds.py_func(self.rates, 0.0, 0.0, pairs)
+        kv = kv_tokens * self.kv_token_seconds
         if self.law == "paper":
             return StepSeconds(max(gemm, self.weight_seconds) + attention, kv)
         return StepSeconds(gemm + attention, self.weight_seconds + kv)
@@ -282,8 +304,3 @@ class CostModel:
         if self.law == "bytes":
             memory *= 1.0 + self.shape.weight_bytes / pool_bytes
         return float(self.overlap(compute, memory))
-
-    def _layer_kinds(self) -> tuple[tuple[float, int], ...]:
-        """Distinct windows (infinite: full attention) and how many layers have each."""
-        windows = self.shape.windows
-        return tuple((float(w) if w else math.inf, windows.count(w)) for w in sorted(set(windows)))

@@ -23,13 +23,14 @@ from llmbatch.admission import (
     prefill,
 )
 from llmbatch.advance import hold_decodes, newest_long, preempt, unblock
-from llmbatch.budget import BudgetRules, Load, Rates, step_tokens
+from llmbatch.budget import BudgetRules, Load, prices, step_tokens
 from llmbatch.compiled import njit
 from llmbatch.ends import BLEND, EndRules, Queue
 from llmbatch.pages import EMPTY, UNUSED, WIDEST, Pages
 from llmbatch.peak import Peak
 from llmbatch.references import by_reference
 from llmbatch.slots import DECODING, PREEMPTED, PREEMPTIONS, PREFILLING, RECKONED, Running
+from llmbatch.work import Rates, compute_seconds
 
 COMPUTE, MEMORY = 0, 1  # in `Core.left`
 _FULL = 0.07  # of the pool's pages: with fewer free it is full
@@ -50,7 +51,7 @@ class Core(NamedTuple):
     prompts: NDArray[np.int32]  # by request: tokens
     limits: Limits
     rates: Rates
-    left: NDArray[np.float64]  # [2] seconds of compute and of KV reads of everything not yet done
+    left: NDArray[np.float64]  # [2] seconds of compute and of KV reads of everything not yet done, as it was estimated
 
 
 @njit(cache=True)
@@ -78,13 +79,14 @@ def decide_step(core: Any, now: float) -> Any:
     totals = chunks.totals
     if not totals[BEGUN]:
         before = run.counts[PREEMPTIONS]
-        kv_tokens = hold_decodes(run, pages, peak)
+        kv_tokens = hold_decodes(run, pages, peak, core.rates.reach)
         totals[:] = 0
         totals[BEGUN] = 1
         totals[PREEMPTED_NOW] = run.counts[PREEMPTIONS] - before
         decodes = run.counts[DECODING]
         load = Load(decodes, kv_tokens, core.left[COMPUTE], core.left[MEMORY])
-        totals[BUDGET] = step_tokens(core.budget, load) - decodes
+        chunks.price[0], chunks.price[1] = prices(core.budget)
+        totals[BUDGET] = max(0, step_tokens(core.budget, load) - decodes - int(decodes * chunks.price[1]))
         totals[OPEN] = prefill(run, pages, chunks)
     if totals[OPEN] and not _admit(core, now):
         return False
@@ -103,11 +105,11 @@ def decide_step(core: Any, now: float) -> Any:
 
 
 @njit(cache=True)
-def charge(core: Any, tokens: int, pairs: int, read: int) -> None:
+def charge(core: Any, tokens: int, samples: int, pairs: float, read: float) -> None:
     """Take a step's work from what is left to do."""
     rates, left = core.rates, core.left
-    left[COMPUTE] = max(0.0, left[COMPUTE] - tokens * rates.seconds_per_token - pairs * rates.seconds_per_pair)
-    left[MEMORY] = max(0.0, left[MEMORY] - read * rates.seconds_per_kv_token)
+    left[COMPUTE] -= compute_seconds(rates, tokens, samples, pairs)
+    left[MEMORY] -= read * rates.seconds_per_kv_token
 
 
 @njit(cache=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from typing import Any, cast
 
@@ -21,7 +21,7 @@ from llmbatch.earlier import Earlier, JournalSource, keys_of
 from llmbatch.engines.checkpoints import model_digest
 from llmbatch.errors import DataError, JobStopped, ParameterError, StorageError
 from llmbatch.feed import Stop
-from llmbatch.forecast import Forecast, compare, forecast
+from llmbatch.forecast import MOST_SIMULATED, Forecast, compare, forecast
 from llmbatch.gate import Gate
 from llmbatch.identity import check_contents, check_ids
 from llmbatch.inputs import Inputs, RowReader
@@ -41,6 +41,7 @@ from llmbatch.windows import window_rows as window_rows_of
 from llmbatch.worker import Worker
 
 SIMULATED_AFTERWARDS = 2_000  # requests; of more a report does not say what their order bought
+_RUNS = 16  # of neighbouring rows, by which an input is forecast that is too large to be read
 
 
 def run(
@@ -288,6 +289,8 @@ def _order_gain(worker: Worker, window: Window, answers: list[pa.RecordBatch]) -
 def explain(inputs: Paths, *, storage_options: Mapping[str, Any] | None = None, **options: Any) -> Forecast:
     """What `run` would do with these inputs and options, without loading weights or running the model.
 
+    Of an input that is larger than a window, 20,000 rows are read at most, and the forecast says so.
+
     Raises `InputError` like `run`.
     """
     built = Options.build(**options)
@@ -296,4 +299,16 @@ def explain(inputs: Paths, *, storage_options: Mapping[str, Any] | None = None, 
     source = Inputs.resolve(paths, storage_options)
     worker = Worker(built)
     worker.check(source.schema)
-    return forecast(worker, source.read())
+    rows = source.num_rows
+    most = window_rows_of(None, rows, source.nbytes)
+    if rows <= most:
+        return forecast(worker, source.read())
+    return forecast(worker, _spread(source, min(most, MOST_SIMULATED))).scaled(rows)
+
+
+def _spread(source: Inputs, rows: int) -> pa.Table:
+    """About so many rows, in runs of neighbours spread evenly over the input."""
+    runs = min(_RUNS, rows)
+    each, starts = rows // runs, [source.num_rows * k // runs for k in range(runs)]
+    with closing(source.reader()) as reader:
+        return pa.concat_tables([reader.read(start, start + each) for start in starts])

@@ -104,6 +104,21 @@ class LengthModel:
         """Mean and second moment of the output lengths of waiting requests, float64 each."""
         return Expected(*expected_tokens(requests, self.known, self.max_tokens, self.table_of, self.edges, self._curve))
 
+    def draw(self, requests: NDArray[np.int32], rng: np.random.Generator) -> NDArray[np.int32]:
+        """A length for each request, at random from its distribution; int32, at least 1.
+
+        Stratified: of n requests of one distribution each has a length from another n-th of it.
+        """
+        drawn = self.known[requests].astype(np.int32)
+        tables = np.where(drawn > 0, -1, self.table_of[requests])
+        by_table = np.argsort(tables, kind="stable")
+        for at in np.split(by_table, np.flatnonzero(np.diff(tables[by_table])) + 1):
+            if len(at) and tables[at[0]] >= 0:
+                reached = (rng.permutation(len(at)) + rng.random(len(at))) / len(at)  # P(D > length)
+                length = np.ceil(np.interp(-reached, -self.survival[tables[at[0]]], self.edges))
+                drawn[at] = np.clip(length, 1, self.max_tokens[requests[at]])
+        return drawn
+
     def remaining(self, requests: NDArray[np.int32], generated: NDArray[np.int32]) -> Expected:
         """Moments of the further tokens of running requests: at least 1 below `max_tokens`, 0 from there on."""
         return Expected(

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from llmbatch.budget import Rates
 from llmbatch.engines import Step
+from llmbatch.work import Rates
 
 _WORTH: Final = 0.95  # of the time in turn: the bound must be lower for parts to be worth their while
 
@@ -26,7 +26,7 @@ class Work:
 
     products: float
     attention: float  # of prefills
-    reads: float  # of KV, by decodes
+    reads: float  # of KV
     weights: float  # read once
 
     @classmethod
@@ -35,8 +35,8 @@ class Work:
         samples = int(step.samples.sum())
         return cls(
             products=rates.seconds_per_token * step.num_tokens + rates.seconds_per_sample * samples,
-            attention=rates.seconds_per_pair * step.prefill_pairs,
-            reads=rates.seconds_per_kv_token * step.read_tokens,
+            attention=rates.seconds_per_pair * step.prefill_pairs(rates.reach),
+            reads=rates.seconds_per_kv_token * step.read_tokens(rates.reach),
             weights=rates.weight_seconds,
         )
 

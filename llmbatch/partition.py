@@ -27,7 +27,7 @@ def partition(tree: PrefixTree, plan: Plan, cost: CostModel, shards: int) -> lis
     if not 1 <= shards <= len(plan.order):
         raise ParameterError(f"A plan of {len(plan.order):,} rows can be cut into 1 to that many shards, got {shards}.")
     order = plan.order
-    compute = plan.compute[order] - cost.prompt_seconds(neighbour_lcp(tree, order))
+    compute = plan.compute[order] - cost.saved_seconds(neighbour_lcp(tree, order))
     memory = plan.memory[order]
     cut = _cut_both_ends if plan.two_ended else _cut_in_order
     return cut(order, np.maximum(compute, 0.0), memory, cost, shards)

@@ -107,7 +107,7 @@ def plan(
     together = tokens_together(tree, cost)[tree.rows]
     memory[tree.rows] = cost.request_memory(prompt, mean, expected.second_moment[tree.rows], together)
     shared = tree.total_tokens - tree.unique_tokens
-    compute_seconds = float(compute.sum() - cost.prompt_seconds(shared))
+    compute_seconds = float(compute.sum() - cost.saved_seconds(tree.lcp).sum())
     memory_seconds = float(memory.sum())
     costs = RowCosts(compute - cost.prompt_seconds(tree.lengths), memory, expected.mean, float(cost.prompt_seconds(1)))
     gains_nothing = _why_order_gains_nothing(

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from llmbatch.budget import Budget, ClosedLoopBudget, FixedBudget, Rates
+from llmbatch.budget import Budget, ClosedLoopBudget, FixedBudget
 from llmbatch.cascade import tokens_together
 from llmbatch.cost import CostModel
 from llmbatch.driver import Driver
@@ -111,11 +111,14 @@ class ShardRun:
         self._planning_seconds = 0.0
         begun = time.perf_counter()
         self._lengths = workload.length_model()
-        self._rates = Rates.of(cost)
+        self._rates = cost.rates
         self._together = tokens_together(tree, cost)
+        # Of each row of the tree, tokens found in pages if all that can be shared is. The last is always computed.
+        lengths, size = tree.lengths[tree.rows], pool.page_size
+        self._found = np.minimum(tree.lcp // size, (lengths - 1) // size) * size
         most, prompts = scheduling.max_running, workload.prompts
         found = None if after is None or numbers is None else after.found(prompts, tree, numbers)
-        trie = PageTrie.build(tree.rows, tree.lcp, pool.page_size, len(workload), found)
+        trie = PageTrie.build(tree.rows, tree.lcp, size, len(workload), found)
         if after is None:
             self.scheduler = Scheduler(
                 tree.lengths,
@@ -244,18 +247,24 @@ class ShardRun:
 
     def _admit(self, order: NDArray[np.int32], ends: Ends, budget: Budget, *, settled: bool = True) -> None:
         rows, prompts = self._tree.rows, self._tree.lengths
+        cost, together = self._cost, self._together
         expected = self._lengths.expected(np.arange(len(self._workload), dtype=np.int32))
-        mean = expected.mean[rows]
+        mean, second = expected.mean[rows], expected.second_moment[rows]
         compute, memory = np.zeros(len(self._workload)), np.zeros(len(self._workload))
-        compute[rows] = self._cost.request_compute(prompts[rows], mean) - self._cost.prompt_seconds(self._tree.lcp)
-        memory[rows] = self._cost.request_memory(
-            prompts[rows], mean, expected.second_moment[rows], self._together[rows]
-        )
-        # Of a running sequence only its decodes are left, from where it stands.
+        compute[rows] = cost.request_compute(prompts[rows], mean, self._found)
+        memory[rows] = cost.request_memory(prompts[rows], mean, second, together[rows], self._found)
+        # Of a running sequence what is left of its prompt, and its decodes from where it stands.
         running, generated = self.scheduler.unfinished()
-        left = self._lengths.remaining(running, generated)
-        compute[running] = left.mean * self._rates.seconds_per_token
-        memory[running] = self._cost.request_memory(prompts[running] + generated, *left, self._together[running])
+        left, known = self._lengths.remaining(running, generated), prompts[running] + generated
+        computed = np.minimum(self.scheduler.computed(), prompts[running])
+        decodes = generated > 0
+        compute[running] = cost.request_compute(prompts[running], left.mean + decodes, computed)
+        compute[running] -= decodes * self._rates.seconds_per_sample  # their first token is sampled
+        memory[running] = np.where(
+            decodes,
+            cost.decode_memory(known - 1, *left, together[running]),
+            cost.request_memory(known, *left, together[running]),
+        )
         compute[self._ended] = memory[self._ended] = 0.0
         waiting = order[~self._ended[order]]
         compute_left, memory_left = float(compute.sum()), float(memory.sum())

@@ -108,7 +108,7 @@ class Scheduler:
                 prompts=prompts,
             ),
             peak=Peak.empty(_SLOTS),
-            chunks=Chunks.empty(_SLOTS),
+            chunks=Chunks.empty(_SLOTS, rates.reach),
             queue=Queue.of(np.empty(0, np.int32), self._taken, np.empty(0)),
             rules=EndRules.of(InOrder()),
             budget=BudgetRules.of(FixedBudget()),
@@ -184,6 +184,11 @@ class Scheduler:
         records = self.core.run.slots[np.concatenate(self._lists())]
         return records["request"], (records["known"] - records["prompt"]).astype(np.int32)
 
+    def computed(self) -> NDArray[np.int32]:
+        """Of each of `unfinished`, the tokens that were ever computed or found in pages."""
+        records = self.core.run.slots[np.concatenate(self._lists())]
+        return np.asarray(np.maximum(records["computed"], records["reached"]))
+
     def decide(self) -> Step:
         """The next step. There must be something to do."""
         assert not self.done, "there is nothing left to decide"
@@ -221,8 +226,8 @@ class Scheduler:
         core = self.core
         self.steps += 1
         gone, work = advance(
-            core.run, core.pages, core.peak, step.slots, step.counts, step.samples, step.num_decodes,
-            result.finished, float(self.steps),
+            core.run, core.pages, core.peak, core.rates.reach, step.slots, step.counts, step.samples,
+            step.num_decodes, result.finished, float(self.steps),
         )  # fmt: skip
         charge(core, *work)
         ended = result.finished > 0

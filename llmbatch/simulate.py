@@ -221,8 +221,7 @@ def _report(
     rows = tree.rows
     prompts = tree.lengths[rows].astype(np.int64)
     answers = np.minimum(output, workload.max_tokens)[rows].astype(np.int64)
-    shared = tree.total_tokens - tree.unique_tokens
-    compute = float(cost.request_compute(prompts, answers).sum() - cost.prompt_seconds(shared))
+    compute = float(cost.request_compute(prompts, answers, tree.lcp).sum())
     memory = float(cost.request_memory(prompts, answers, answers**2, tokens_together(tree, cost)[rows]).sum())
     pool_bytes = pool.tokens * cost.shape.kv_bytes_per_token
     optimal = cost.optimal_seconds(compute / replicas, memory / replicas, pool_bytes)

@@ -98,20 +98,21 @@ def test_a_plan_counts_a_groups_prefix_as_a_32nd_of_a_read(seed: int) -> None:
     output = np.random.default_rng(seed).uniform(1, 500, len(rows))
     prompt = np.array([len(row) for row in rows], np.float64)
     shared = np.array(brute_force(rows, np.arange(len(rows))))
-    read = (prompt - shared + shared / 32) * output + output**2
+    more, squares = output - 1, 2 * output**2 - 2 * output + 1  # of the decodes
+    read = prompt + (prompt - shared + shared / 32) * more + (squares + more) / 2
     decided = planned(rows, CASCADE, output)
     assert decided.memory == pytest.approx(read * KV / B)
     assert decided.memory_seconds == pytest.approx((read * KV / B).sum())
     assert decided.compute.tolist() == planned(rows, COST, output).compute.tolist()
     alone = planned(rows, COST, output)
-    assert alone.memory == pytest.approx((prompt * output + output**2) * KV / B)
+    assert alone.memory == pytest.approx((prompt + prompt * more + (squares + more) / 2) * KV / B)
     assert decided.density >= alone.density
     assert decided.optimal_seconds <= alone.optimal_seconds
 
 
 def test_layers_with_a_window_read_alone() -> None:
     windows = replace(CASCADE, shape=replace(CASCADE.shape, windows=(300,) * 16 + (0,) * 16))
-    read = 16 * 50 * 300 + 16 * ((1000 - 640 + 640 / 32) * 50 + 1250)
+    read = 32 * 1000 + 16 * 49 * 300 + 16 * ((1000 - 640 + 640 / 32) * 49 + 49 * 50 / 2)
     assert windows.request_memory([1000.0], [50.0], [2500.0], [640])[0] == pytest.approx(read * KV / 32 / B)
 
 

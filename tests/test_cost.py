@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from llmbatch.cost import OVERLAPPED, SEQUENTIAL, CostModel, ModelShape, Overlap, find_shape
 from llmbatch.errors import ModelError, ParameterError
@@ -51,8 +52,8 @@ def read_trace(name: str) -> pa.Table:
 
 def test_request_costs_follow_the_formulas() -> None:
     p, d = 1000.0, 100.0
-    compute = (2 * (p + d) * 8.03e9 + 2 * p**2 * 4096 * 32) / 312e12
-    memory = (p * d + d**2 / 2) * 131072 / 2.039e12
+    compute = (2 * (p + d - 1) * 8.03e9 + 2 * p * (p + 1) * 4096 * 32) / 312e12
+    memory = (p * d + d * (d - 1) / 2) * 131072 / 2.039e12
     assert AT_PEAK.request_compute([p], [d])[0] == pytest.approx(compute)
     assert AT_PEAK.request_memory([p], [d], [d**2])[0] == pytest.approx(memory)
 
@@ -115,9 +116,9 @@ def test_under_the_law_bytes_weights_and_kv_share_one_memory() -> None:
 def test_sliding_layers_look_back_a_window() -> None:
     shape = replace(find_shape("llama-3-8b"), windows=(100,) * 16 + (0,) * 16)
     cost = replace(AT_PEAK, shape=shape)
-    compute = 2 * 1000 * 8.03e9 + 2 * 1000 * (16 * 100 + 16 * 1000) * 4096
-    assert cost.request_compute([1000.0], [0.0])[0] == pytest.approx(compute / 312e12)
-    read = 16 * 100 * 50 + 16 * (1000 * 50 + 50**2 / 2)
+    pairs = 16 * (100 * 101 / 2 + 900 * 100) + 16 * 1000 * 1001 / 2
+    assert cost.request_compute([1000.0], [1.0])[0] == pytest.approx((2 * 1000 * 8.03e9 + 4 * pairs * 4096) / 312e12)
+    read = 32 * 1000 + 16 * 100 * 49 + 16 * (1000 * 49 + 49 * 50 / 2)  # a prompt in one piece reads all of itself
     assert cost.request_memory([1000.0], [50.0], [2500.0])[0] == pytest.approx(read * 4096 / 2.039e12)
 
 
@@ -127,8 +128,8 @@ SLOW_ATTENTION = replace(
 
 
 def test_attention_over_prompts_has_a_rate_of_its_own() -> None:
-    products = 2 * (1000 + 100) * 8.03e9 / (0.8 * 312e12)
-    attention = 2 * 1000**2 * 4096 * 32 / (0.4 * 312e12)
+    products = 2 * (1000 + 99) * 8.03e9 / (0.8 * 312e12)
+    attention = 2 * 1000 * 1001 * 4096 * 32 / (0.4 * 312e12)
     assert SLOW_ATTENTION.request_compute([1000.0], [100.0])[0] == pytest.approx(products + attention)
     step = SLOW_ATTENTION.step(4096, 1e6, 0, 0)
     assert step.compute == pytest.approx(2 * 8.03e9 * 4096 / (0.8 * 312e12) + 4 * 4096 * 32 * 1e6 / (0.4 * 312e12))
@@ -271,3 +272,25 @@ def test_this_cpu_is_measured_once_a_process() -> None:
     assert 1e8 < measured.flops < 1e14
     assert 1e8 < measured.bytes_per_second < 1e13
     assert measure_cpu() is measured
+
+
+def test_prompt_tokens_found_in_pages_are_neither_computed_nor_attended_from() -> None:
+    pairs = sum(range(601, 1001))
+    compute = 2 * (400 + 9) * 8.03e9 + 4 * 4096 * 32 * pairs
+    assert AT_PEAK.request_compute([1000.0], [10.0], [600.0])[0] == pytest.approx(compute / 312e12)
+    saved = AT_PEAK.request_compute([1000.0], [10.0])[0] - compute / 312e12
+    assert AT_PEAK.saved_seconds([600.0])[0] == pytest.approx(saved)
+    read = AT_PEAK.request_memory([1000.0], [1.0], [1.0])[0]
+    assert AT_PEAK.request_memory([1000.0], [1.0], [1.0], 0.0, [600.0])[0] == read
+
+
+def test_reads_of_layers_with_a_window_are_exact_for_a_known_length_and_a_bound_else() -> None:
+    cost = replace(AT_PEAK, shape=replace(AT_PEAK.shape, windows=(100,) * 32))
+
+    def read(lengths: NDArray[np.float64]) -> float:
+        return sum(min(80 + k, 100) for d in lengths for k in range(1, int(d))) / len(lengths) + 80
+
+    for lengths in (np.array([50.0]), np.array([10.0, 10.0, 300.0])):
+        seconds = cost.request_memory([80.0], [lengths.mean()], [(lengths**2).mean()])[0]
+        exact = read(lengths) * 131072 / 2.039e12
+        assert seconds == pytest.approx(exact) if len(lengths) == 1 else exact < seconds < 1.1 * exact

@@ -23,6 +23,7 @@ from llmbatch.engines.stopwatch import StepKind, measured
 from llmbatch.engines.strategies import Strategy, make_execution
 from llmbatch.hardware import Hardware
 from llmbatch.kernels.triton_backend import TritonAttention
+from llmbatch.work import Reach
 from tests.test_pipeline import VOCABULARY, Rule
 
 DEVICE = torch.device("cpu")
@@ -85,10 +86,10 @@ def test_the_steps_that_are_timed_fit_the_pool() -> None:
 
 
 def test_work_of_steps_is_counted() -> None:
-    steps = measured([StepKind(3, 20), StepKind(2, 9, ((4, 8), (0, 2)))], [0.1, 0.2])
+    steps = measured([StepKind(3, 20), StepKind(2, 9, ((4, 8), (0, 2)))], [0.1, 0.2], Reach.of([0]))
     columns: Any = (steps.tokens, steps.pairs, steps.kv_tokens, steps.samples, steps.seconds)
     assert [column.tolist() for column in columns] == [
-        [3, 12], [0, 8 * 4 + 36 + 3], [60, 18], [3, 4], [0.1, 0.2],
+        [3, 12], [0, 8 * 4 + 36 + 3], [60, 18 + 12 + 2], [3, 4], [0.1, 0.2],
     ]  # fmt: skip
 
 

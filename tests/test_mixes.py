@@ -299,7 +299,7 @@ def test_a_density_out_of_reach_is_refused_with_the_range() -> None:
 
 def test_a_sharing_out_of_reach_is_refused_with_the_range() -> None:
     assert refused(even(), Mix(1.4, 0.9)) == (
-        "At a density of 1.4 the sharing of 1000 requests of these traces can be 0.033 to 0.229, and 0.9 was asked "
+        "At a density of 1.4 the sharing of 1000 requests of these traces can be 0.033 to 0.227, and 0.9 was asked "
         "for: choose one in between, other traces or more requests."
     )
 

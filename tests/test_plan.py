@@ -97,8 +97,9 @@ def test_totals_count_shared_prompts_once(mix: Mix) -> None:
     decided = mix.plan()
     tree = mix.tree
     lengths = tree.lengths.astype(np.float64)
-    compute = 2 * 8.03e9 * (tree.unique_tokens + mix.output.sum()) + 2 * 4096 * 32 * (lengths**2).sum()
-    memory = (lengths * mix.output + mix.output**2 / 2).sum() * 131072
+    pairs = (lengths * (lengths + 1)).sum() / 2 - (tree.lcp * (tree.lcp + 1.0)).sum() / 2
+    compute = 2 * 8.03e9 * (tree.unique_tokens + (mix.output - 1).sum()) + 4 * 4096 * 32 * pairs
+    memory = (lengths * mix.output + mix.output * (mix.output - 1) / 2).sum() * 131072
     assert decided.compute_seconds == pytest.approx(compute / 234e12)
     assert decided.memory_seconds == pytest.approx(memory / (0.85 * 2.039e12))
     assert decided.density == pytest.approx(decided.compute_seconds / decided.memory_seconds)

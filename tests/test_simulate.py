@@ -118,8 +118,9 @@ def test_the_optimum_is_the_overlap_of_all_work(trace: str) -> None:
     p, d = table["prompt_tokens"].to_numpy().astype(float), table["output_tokens"].to_numpy().astype(float)
     shared = report.prefix_sharing_optimal * p.sum()
     assert shared == pytest.approx(117 * 64)
-    compute = (2 * (p + d) * P + 2 * p**2 * HEADS * LAYERS).sum() / F - 2 * P * shared / F
-    memory = (p * d + d**2 / 2).sum() * KV / B
+    pairs = (p * (p + 1)).sum() / 2 - 117 * 64 * 65 / 2  # what is found was attended by another
+    compute = (2 * P * ((p + d - 1).sum() - shared) + 4 * HEADS * LAYERS * pairs) / F
+    memory = (p * d + d * (d - 1) / 2).sum() * KV / B
     assert report.optimal_seconds == pytest.approx((compute**4 + memory**4) ** 0.25)
     assert report.critical_path_seconds == pytest.approx(d.max() * 2 * P / B)
 

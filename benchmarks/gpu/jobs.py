@@ -37,6 +37,7 @@ from llmbatch.sampling import SamplingParams
 from llmbatch.schedule import Finished
 from llmbatch.simulate import run_workload
 from llmbatch.traces import Trace, read_traces
+from llmbatch.work import Reach
 from llmbatch.workload import Pool, Scheduling, Workload
 
 SOURCES = ("azure2023_code", "mmlu_5shot", "video_panda70m")
@@ -135,15 +136,17 @@ def _scattered(numbers: NDArray[np.uint64]) -> NDArray[np.int64]:
 class Noted:
     """Takes answers, and notes each step's work and when it was done."""
 
-    def __init__(self, engine: AcceleratedEngine) -> None:
+    def __init__(self, engine: AcceleratedEngine, reach: Reach) -> None:
         self._engine = engine
-        self._work: list[tuple[int, int, int, int]] = []
+        self._reach = reach
+        self._work: list[tuple[float, ...]] = []
         self._done = [time.perf_counter()]
         self.tokens = 0
 
     def before(self, step: Step) -> None:
         """Note the step."""
-        self._work.append((step.num_tokens, step.prefill_pairs, step.read_tokens, int(step.samples.sum())))
+        pairs, read = step.prefill_pairs(self._reach), step.read_tokens(self._reach)
+        self._work.append((step.num_tokens, pairs, read, int(step.samples.sum())))
 
     def after(self, finished: Finished) -> NDArray[np.int32]:
         """Free the slots."""
@@ -166,7 +169,7 @@ def job(stage: Stage, requests: Requests, strategy: Strategy, pool: Pool, order:
     forecast = run_workload(workload, requests.max_tokens, cost, pool, scheduling).report
     engine = stage.engine(strategy, Rates.of(cost), num_pages=pool.num_pages)
     engine.begin(requests)
-    noted = Noted(engine)
+    noted = Noted(engine, cost.rates.reach)
     begun = time.perf_counter()
     result = run_shard(workload, drive(engine, noted), pool, cost, scheduling)
     seconds = time.perf_counter() - begun
@@ -197,8 +200,7 @@ def optima(stage: Stage, workload: Workload, requests: Requests, pool: Pool) -> 
     cost = replace(cost, hardware=hardware)
     p, d = requests.prompt_lengths, requests.max_tokens.astype(np.float64)
     tree = workload.tree
-    shared = tree.total_tokens - tree.unique_tokens
-    compute = float(cost.request_compute(p, d).sum() - cost.prompt_seconds(shared))
+    compute = float(cost.request_compute(p, d).sum() - cost.saved_seconds(tree.lcp).sum())
     memory = float(cost.request_memory(p, d, d * d, tokens_together(tree, cost)).sum())
     pool_bytes = pool.tokens * cost.shape.kv_bytes_per_token
     laws = {"in_turn": replace(cost, overlap=SEQUENTIAL), "overlapped": replace(cost, law="bytes", overlap=OVERLAPPED)}

@@ -50,7 +50,8 @@ def measure(stage: Stage) -> dict[str, Any]:
     profiles: dict[str, Any] = {}
     missing: dict[str, str] = {}
     rows, keys, chunk = stage.sizes.rows, stage.sizes.step_keys, stage.sizes.chunk
-    rates = Rates.of(stage.ceiling_cost)
+    rates = stage.ceiling_cost.rates
+    reach = rates.reach
     for name in STRATEGIES:
         try:
             engine = stage.engine(name, rates, num_pages=most)
@@ -62,9 +63,9 @@ def measure(stage: Stage) -> dict[str, Any]:
         profiles[name] = overlapped(stage, engine, StepKind(rows, keys, ((0, chunk // 4),)))
         del engine
     in_turn = seconds["sequential"]
-    fitted = calibrate(replace(stage.ceiling_cost, overlap=SEQUENTIAL), measured(every[::2], in_turn[::2]))
-    judged = judge(fitted.cost, measured(every[1::2], in_turn[1::2]))
-    steps = measured(every, in_turn)
+    fitted = calibrate(replace(stage.ceiling_cost, overlap=SEQUENTIAL), measured(every[::2], in_turn[::2], reach))
+    judged = judge(fitted.cost, measured(every[1::2], in_turn[1::2], reach))
+    steps = measured(every, in_turn, reach)
     least, kernels = predict(any_engine(stage), steps), predict(stage.ceiling_cost, steps)
     predicted = predict(fitted.cost, steps)
     decode, prefill = every.index(StepKind(rows, keys)), every.index(StepKind(prefills=((0, chunk),)))
@@ -100,7 +101,7 @@ def efficiencies(stage: Stage) -> dict[str, float]:
     engine = stage.engine("sequential", Rates.of(stage.ceiling_cost), num_pages=kind.pages(stage.page_size))
     randomise(engine)
     took = time_step(engine, kind, runs=stage.sizes.runs)[1]
-    least = float(predict(any_engine(stage), measured([kind], [took]))[0])
+    least = float(predict(any_engine(stage), measured([kind], [took], stage.ceiling_cost.rates.reach))[0])
     decoded = decodes(stage, np.full(stage.sizes.rows, stage.sizes.keys), 0, together=ALONE)
     return {
         "compute_efficiency": min(1.0, least / took),

@@ -13,6 +13,8 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
+from llmbatch.work import Reach, pairs_of, reads_of, spared_of
+
 
 class Finish(IntEnum):
     """How a sequence stands after it was sampled."""
@@ -54,17 +56,15 @@ class Step:
         """Tokens computed by the step."""
         return int(self.counts.sum())
 
-    @property
-    def prefill_pairs(self) -> int:
-        """Query-key pairs of its prefills: of c tokens after k, c k + c (c + 1) / 2."""
-        starts, counts = (column[self.num_decodes :].astype(np.int64) for column in (self.starts, self.counts))
-        return int((counts * starts + counts * (counts + 1) // 2).sum())
+    def prefill_pairs(self, reach: Reach) -> float:
+        """Query-key pairs of its prefills, as `llmbatch.work` counts them."""
+        starts, counts = (column[self.num_decodes :].astype(np.float64) for column in (self.starts, self.counts))
+        return float(np.sum(pairs_of.py_func(reach, starts, counts)))
 
-    @property
-    def read_tokens(self) -> int:
-        """KV tokens that its decodes read, each its whole context, those read together once."""
-        read = int(self.starts[: self.num_decodes].sum(dtype=np.int64)) + self.num_decodes
-        return max(0, read - self.spared_tokens)
+    def read_tokens(self, reach: Reach) -> float:
+        """KV tokens that it reads, those that decodes read together once."""
+        read = reads_of.py_func(reach, self.starts.astype(np.float64), self.counts.astype(np.float64))
+        return max(0.0, float(np.sum(read) - spared_of.py_func(reach, self.spared_tokens)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,7 +58,7 @@ def calibrate_device(
         del engine  # its memory is needed for the next one
         sequential = sequential or seconds
         start = replace(ceilings, overlap=SEQUENTIAL if name == "sequential" else _START)
-        found = calibrate(start, measured(kinds, seconds))
+        found = calibrate(start, measured(kinds, seconds, ceilings.rates.reach))
         if name == "sequential":
             rates = Rates.of(found.cost)  # by which the others cut steps
         fitted[name] = Fitted(

@@ -1,10 +1,10 @@
 """An engine that is a clock: it generates each request's recorded number of tokens and adds up seconds.
 
 A step of n tokens has q query-key pairs (a chunk of c tokens after k: c k + c (c + 1) / 2) and reads R tokens of KV:
-each decoding sequence its whole context, the token it computes included. With cascade attention a prefix that many
-decodes of the step share is read once (`llmbatch.reads`). Under law `paper` the step's compute is max(tokens, reading
-the weights) and attention, its memory the KV; under law `bytes` the weights are read beside the KV. The two add up by
-the overlap law, and every step takes the device's fixed seconds on top.
+every chunk, decodes among them, its whole context once, the tokens it computes included (`llmbatch.work`). With cascade
+attention a prefix that many decodes of the step share is read once (`llmbatch.reads`). Under law `paper` the step's
+compute is max(tokens, reading the weights) and attention, its memory the KV; under law `bytes` the weights are read
+beside the KV. The two add up by the overlap law, and every step takes the device's fixed seconds on top.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from llmbatch.budget import Rates
 from llmbatch.compiled import njit
 from llmbatch.cost import CostModel
 from llmbatch.engines import Finish, Step, StepResult
 from llmbatch.references import by_reference
+from llmbatch.work import Rates, compute_seconds, pairs_of, reads_of, spared_of
 
 _ENDED = int(Finish.LENGTH)
 
@@ -35,7 +35,7 @@ class Clock(NamedTuple):
     @classmethod
     def of(cls, cost: CostModel) -> Clock:
         """The constants of a cost model."""
-        return cls(Rates.of(cost), float(cost.overlap.exponent), float(cost.hardware.step_seconds))
+        return cls(cost.rates, float(cost.overlap.exponent), float(cost.hardware.step_seconds))
 
 
 class SimulatedEngine:
@@ -53,10 +53,9 @@ class SimulatedEngine:
         if top >= len(self._generated):
             self._generated = np.pad(self._generated, (0, max(top + 1, len(self._generated))))
         finished, tokens, pairs, read = generate(
-            step.slots, step.requests, step.starts, step.counts, step.samples, step.num_decodes,
-            self._lengths, self._generated,
+            self._clock.rates.reach, step.slots, step.requests, step.starts, step.counts, step.samples,
+            step.num_decodes, step.spared_tokens, self._lengths, self._generated,
         )  # fmt: skip
-        read -= step.spared_tokens
         self.seconds += step_seconds(self._clock, tokens + step.num_decodes, pairs, read, len(finished))
         return StepResult(np.zeros(len(finished), np.int32), finished)
 
@@ -72,16 +71,16 @@ class SimulatedEngine:
 
 
 @njit(cache=True)
-def step_seconds(clock: Any, tokens: int, pairs: int, read: int, samples: int) -> Any:
+def step_seconds(clock: Any, tokens: int, pairs: float, read: float, samples: int) -> Any:
     """Seconds of a step of `tokens` tokens and `pairs` pairs of prefill, which reads `read` tokens of KV."""
     rates = clock.rates
-    compute = tokens * rates.seconds_per_token + samples * rates.seconds_per_sample
+    compute = compute_seconds(rates, tokens, samples, 0.0)
     memory = read * rates.seconds_per_kv_token
     if rates.weights_share_memory:
         memory += rates.weight_seconds
     else:
         compute = max(compute, rates.weight_seconds)
-    compute += pairs * rates.seconds_per_pair
+    compute += compute_seconds(rates, 0, 0, pairs)
     longer, shorter = max(compute, memory), min(compute, memory)
     if longer <= 0.0:
         return clock.fixed
@@ -90,18 +89,21 @@ def step_seconds(clock: Any, tokens: int, pairs: int, read: int, samples: int) -
 
 @njit(cache=True)
 def generate(
-    slots: Any, requests: Any, starts: Any, counts: Any, samples: Any, num_decodes: int, lengths: Any, generated: Any
-) -> Any:
-    """One token for each sequence that samples: which of them ended, prefill tokens and pairs, KV tokens read."""
+    reach: Any, slots: Any, requests: Any, starts: Any, counts: Any, samples: Any, num_decodes: int, spared: int,
+    lengths: Any, generated: Any,
+) -> Any:  # fmt: skip
+    """One token for each sequence that samples: which of them ended, prefill tokens and pairs, KV tokens read.
+
+    `spared` are the KV tokens that decodes need not read.
+    """
     finished = np.empty(len(slots), np.uint8)
-    sampled, tokens, pairs, read = 0, 0, 0, 0
+    sampled, tokens, pairs, read = 0, 0, 0.0, -spared_of(reach, spared)
     for i in range(len(slots)):
-        start, count = int(starts[i]), int(counts[i])
-        if i < num_decodes:
-            read += start + 1
-        else:
+        start, count = float(starts[i]), counts[i]
+        read += reads_of(reach, start, count)
+        if i >= num_decodes:
             tokens += count
-            pairs += count * start + count * (count + 1) // 2
+            pairs += pairs_of(reach, start, count)
         if samples[i]:
             generated[slots[i]] += 1
             finished[sampled] = _ENDED if generated[slots[i]] >= lengths[requests[i]] else 0

@@ -15,6 +15,7 @@ from llmbatch.engines import Step
 from llmbatch.engines.accelerated import AcceleratedEngine
 from llmbatch.requests import Requests
 from llmbatch.sampling import SamplingParams
+from llmbatch.work import Reach
 
 _ROUNDS = 3
 _PAGE = 16  # tokens; of no matter where work is counted
@@ -69,13 +70,13 @@ class StepKind:
         return -(-(self._starts + self._counts) // page_size)
 
 
-def measured(kinds: Sequence[StepKind], seconds: Sequence[float]) -> MeasuredSteps:
-    """Kinds of steps and what each took, as they are calibrated with."""
+def measured(kinds: Sequence[StepKind], seconds: Sequence[float], reach: Reach) -> MeasuredSteps:
+    """Kinds of steps and what each took, as they are calibrated with; layers look back by `reach`."""
     steps = [kind.step(_PAGE) for kind in kinds]
     return MeasuredSteps(
         tokens=np.array([step.num_tokens for step in steps]),
-        pairs=np.array([step.prefill_pairs for step in steps]),
-        kv_tokens=np.array([step.read_tokens for step in steps]),
+        pairs=np.array([step.prefill_pairs(reach) for step in steps]),
+        kv_tokens=np.array([step.read_tokens(reach) for step in steps]),
         samples=np.array([len(step.slots) for step in steps]),
         seconds=np.array(seconds),
     )

@@ -1,0 +1,106 @@
+"""What steps and requests take, counted in one way wherever it is counted: plan, accounts, budget and clock.
+
+A chunk is the tokens that a step computes of one sequence: `count` tokens after `start` others; a decode is a chunk of
+one. It computes its tokens' products, samples at most one token, multiplies each query with every key up to its own
+(*pairs*), and reads the KV of its sequence once, its own tokens' included (*reads*). A request of p prompt tokens, of
+which f are found in pages, and d output tokens is a chunk of p - f tokens after f, and d - 1 decodes; the last of its
+tokens is sampled and never computed. What depends on how a schedule goes is the clock's alone: that a prompt is cut
+into several chunks, each of which reads the KV of those before, and what is computed again after a preemption.
+
+Layers differ in how far they look back. Pairs and reads are means over the layers, so they may be fractions.
+
+The compiled functions take numbers; called as `function.py_func` the same lines take arrays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmbatch.compiled import njit
+from llmbatch.references import by_reference
+
+if TYPE_CHECKING:
+    from llmbatch.cost import CostModel
+
+_UNBOUNDED: Final = float(1 << 40)  # tokens; more than any sequence has, and exact in sums of squares of lengths
+
+
+@by_reference
+class Reach(NamedTuple):
+    """How far layers look back: distinct windows, ascending, and the share of the layers that have each."""
+
+    windows: NDArray[np.float64]  # tokens, a layer's own among them
+    shares: NDArray[np.float64]
+
+    @classmethod
+    def of(cls, windows: Sequence[int]) -> Reach:
+        """The windows of layers, in tokens; 0 looks back to the first."""
+        values, counts = np.unique([float(w) if w else _UNBOUNDED for w in windows], return_counts=True)
+        return cls(values, counts / len(windows))
+
+
+@by_reference
+class Rates(NamedTuple):
+    """What must be known of model and hardware to tell what work takes, in seconds."""
+
+    seconds_per_token: float  # compute of one token's matrices
+    seconds_per_sample: float  # compute of one token sampled, beside its matrices
+    seconds_per_pair: float  # compute of one query with one key, in all layers
+    seconds_per_kv_token: float  # reading one token's KV
+    weight_seconds: float  # reading the weights once
+    weights_share_memory: bool  # law `bytes`: the weights are read beside the KV, in every step
+    cascade: bool = False  # decodes read a prefix that many of them share once a step
+    reach: Reach = Reach.of([0])
+
+    @classmethod
+    def of(cls, cost: CostModel) -> Rates:
+        """The rates of a cost model."""
+        shape, hardware = cost.shape, cost.hardware
+        return cls(
+            seconds_per_token=2.0 * shape.params / hardware.flops,
+            seconds_per_sample=2.0 * shape.head_params / hardware.flops,
+            seconds_per_pair=4.0 * shape.attention_width * shape.layers / hardware.attention_flops,
+            seconds_per_kv_token=shape.kv_bytes_per_token / hardware.bytes_per_second,
+            weight_seconds=cost.weight_seconds,
+            weights_share_memory=cost.law == "bytes",
+            cascade=cost.cascade,
+            reach=Reach.of(shape.windows),
+        )
+
+
+@njit(cache=True)
+def pairs_of(reach: Any, start: Any, count: Any) -> Any:
+    """Query-key pairs of a chunk; also what as many decodes after `start` tokens read."""
+    total = 0.0
+    for i in range(len(reach.windows)):
+        window = reach.windows[i]
+        inside = np.minimum(np.maximum(window - start, 0.0), count)  # tokens before which the layer sees everything
+        seen = inside * start + inside * (inside + 1.0) / 2.0 + (count - inside) * window
+        total = total + reach.shares[i] * seen
+    return total
+
+
+@njit(cache=True)
+def reads_of(reach: Any, start: Any, count: Any) -> Any:
+    """KV tokens that a chunk reads."""
+    total = 0.0
+    for i in range(len(reach.windows)):
+        total = total + reach.shares[i] * (count + np.minimum(start, reach.windows[i] - 1.0))
+    return total
+
+
+@njit(cache=True)
+def spared_of(reach: Any, tokens: Any) -> Any:
+    """Of `tokens` that decodes need not read, since others read them for them: those of layers without a window."""
+    last = len(reach.windows) - 1
+    return tokens * reach.shares[last] if reach.windows[last] >= _UNBOUNDED else tokens * 0.0
+
+
+@njit(cache=True)
+def compute_seconds(rates: Any, tokens: Any, samples: Any, pairs: Any) -> Any:
+    """Seconds of compute, reading the weights left out."""
+    return tokens * rates.seconds_per_token + samples * rates.seconds_per_sample + pairs * rates.seconds_per_pair

@@ -1,0 +1,130 @@
+"""What is charged is what was planned: with lengths known, both accounts are empty when everything has ended."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llmbatch.advance import preempt
+from llmbatch.budget import BudgetRules, ClosedLoopBudget, FixedBudget, prices
+from llmbatch.clock import SimulatedDriver
+from llmbatch.cost import CostModel, find_shape
+from llmbatch.deciding import COMPUTE, MEMORY
+from llmbatch.driver import Ended
+from llmbatch.hardware import find_hardware
+from llmbatch.runner import ShardRun
+from llmbatch.schedule import Scheduler, Waiting
+from llmbatch.slots import DECODING
+from llmbatch.tree import PrefixTree
+from llmbatch.work import Reach, pairs_of, reads_of
+from llmbatch.workload import Pool, Scheduling, Workload
+
+PLAIN = CostModel(find_shape("llama-3-8b"), find_hardware("a100-80gb"))
+WINDOWS = replace(PLAIN, shape=replace(PLAIN.shape, windows=(64, 300, 300, 0) * 8))
+HEAD = replace(PLAIN, shape=replace(PLAIN.shape, params=2e9, head_params=1e9))
+BYTES = replace(HEAD, law="bytes")
+SHAPES = {"plain": PLAIN, "windows": WINDOWS, "head": HEAD, "bytes": BYTES}
+
+
+def shard(seed: int, rows: int = 300) -> tuple[Workload, int]:
+    """Groups with prefixes of their own, equal rows, long prompts and long answers, lengths known; and all tokens."""
+    rng = np.random.default_rng(seed)
+    stems = [rng.integers(0, 99, int(n)) for n in rng.integers(1, 400, 8)]
+    prompts = []
+    for i in range(rows):
+        own = rng.integers(0, 99, int(rng.integers(1, 60) if i % 5 else rng.integers(500, 2500)))
+        prompts.append(np.concatenate((stems[i % 8], own)) if i % 3 else own)
+    prompts += prompts[:20]
+    outputs = np.where(rng.random(len(prompts)) < 0.3, rng.integers(300, 1500, len(prompts)), rng.integers(1, 9))
+    outputs = outputs.astype(np.int32)
+    offsets = np.concatenate(([0], np.cumsum([len(p) for p in prompts]))).astype(np.int64)
+    tree = PrefixTree.build(np.concatenate(prompts).astype(np.int32), offsets)
+    return Workload(tree, outputs, np.zeros(len(prompts), np.int32), outputs), int(offsets[-1] + outputs.sum())
+
+
+class Preempting(SimulatedDriver):
+    """Takes the pages of a sequence that decodes away, again and again."""
+
+    def run(self, scheduler: Scheduler, steps: int) -> Ended:
+        ended = [super().run(scheduler, 0)]
+        while not scheduler.done:
+            ended.append(super().run(scheduler, 40))
+            core = scheduler.core
+            if core.run.counts[DECODING]:
+                preempt(core.run, core.pages, core.peak, int(core.run.decoding[0]))
+        return Ended(*(np.concatenate(column) for column in zip(*ended, strict=True)))
+
+
+def left_over(work: Workload, cost: CostModel, pool: Pool, driver: SimulatedDriver) -> tuple[float, float, int]:
+    """Of either account, the share of its beginning that is there in the end; and preemptions."""
+    run = ShardRun(work, driver, pool, cost, Scheduling(max_running=4096))
+    begun: list[float] = []
+    enqueue = run.scheduler.enqueue
+
+    def noted(waiting: Waiting) -> None:
+        begun[:] = [waiting.compute, waiting.memory]
+        enqueue(waiting)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run.scheduler, "enqueue", noted)
+        preemptions = run.run().preemptions
+    left = run.scheduler.core.left
+    return float(left[COMPUTE] / begun[0]), float(left[MEMORY] / begun[1]), preemptions
+
+
+@pytest.mark.parametrize("size", [1, 8, 16, 64])
+@pytest.mark.parametrize("name", SHAPES)
+def test_both_accounts_end_within_a_hundredth_of_zero(name: str, size: int) -> None:
+    work, tokens = shard(sorted(SHAPES).index(name))
+    cost = SHAPES[name]
+    compute, memory, preemptions = left_over(
+        work, cost, Pool(tokens // 2 // size, size), SimulatedDriver(work.known, cost)
+    )
+    assert preemptions == 0
+    assert abs(compute) < 0.01
+    assert abs(memory) < 0.01
+
+
+def test_work_that_is_done_again_after_a_preemption_is_not_charged_again() -> None:
+    work, tokens = shard(5)
+    compute, memory, preemptions = left_over(work, HEAD, Pool(tokens // 32, 16), Preempting(work.known, HEAD))
+    assert preemptions > 20
+    assert abs(compute) < 0.01
+    assert abs(memory) < 0.01
+
+
+# --- what is counted
+
+
+@given(
+    st.lists(st.integers(0, 40), min_size=1, max_size=6),
+    st.integers(0, 50),
+    st.lists(st.integers(1, 30), min_size=1, max_size=5),
+)
+@settings(max_examples=200, deadline=None)
+def test_pairs_and_reads_are_those_of_every_token_and_layer(windows: list[int], start: int, counts: list[int]) -> None:
+    reach = Reach.of(windows)
+    ends = np.cumsum([start, *counts])
+
+    def seen(position: int, window: int) -> int:
+        return min(position, window) if window else position
+
+    for begin, end in pairwise(ends.tolist()):
+        every = [[seen(i, w) for i in range(begin + 1, end + 1)] for w in windows]
+        first = [max(0, begin + 1 - w) if w else 0 for w in windows]  # key before which nothing is looked at
+        assert pairs_of(reach, float(begin), end - begin) == pytest.approx(np.sum(every) / len(windows))
+        assert reads_of(reach, float(begin), end - begin) == pytest.approx(np.mean([end - f for f in first]))
+    whole = sum(pairs_of(reach, float(a), b - a) for a, b in pairwise(ends.tolist()))
+    assert pairs_of.py_func(reach, np.array([float(start)]), np.array([ends[-1] - start]))[0] == pytest.approx(whole)
+
+
+def test_attention_and_samples_are_paid_for_in_tokens_that_take_as_long() -> None:
+    pair, sample = prices(BudgetRules.of(ClosedLoopBudget(HEAD.rates)))
+    assert pair == pytest.approx(4 * 4096 * 32 / (2 * 2e9))
+    assert sample == pytest.approx(0.5)
+    assert prices(BudgetRules.of(FixedBudget(512))) == (0.0, 0.0)

@@ -1,0 +1,119 @@
+"""A forecast takes as long as the job does whose lengths are drawn from what the forecast believes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from numpy.typing import NDArray
+
+import llmbatch
+from llmbatch import job
+from llmbatch.clock import SimulatedDriver
+from llmbatch.cost import CostModel, find_shape
+from llmbatch.forecast import compare_drawn
+from llmbatch.hardware import find_hardware
+from llmbatch.inputs import RowReader
+from llmbatch.lengths import LengthModel
+from llmbatch.requests import Requests
+from llmbatch.runner import run_shard
+from llmbatch.sampling import SamplingParams
+from llmbatch.workload import Pool, Scheduling, Workload
+
+COST = CostModel(find_shape("llama-3-8b"), find_hardware("a100-80gb"))
+SCHEDULING = Scheduling(max_running=4096)
+CASES = {  # prompt tokens of even and of odd rows, their max_tokens, rows, tokens in the pool
+    "short prompts": ((40, 40), (1024, 1024), 3000, 400_000),
+    "two kinds": ((3000, 30), (64, 2048), 2000, 300_000),
+    "one kind, long prompts": ((1500, 1500), (512, 512), 2000, 300_000),
+    "a small pool": ((200, 600), (1024, 512), 2000, 100_000),
+}
+
+
+def requests_of(prompts: tuple[int, int], most: tuple[int, int], rows: int) -> Requests:
+    lengths = np.resize(np.array(prompts, np.int32), rows)
+    return Requests(
+        tokens=np.random.default_rng(1).integers(0, 50_000, int(lengths.sum())).astype(np.int32),
+        offsets=np.concatenate(([0], np.cumsum(lengths))).astype(np.int64),
+        max_tokens=np.resize(np.array(most, np.int32), rows),
+        params_index=np.zeros(rows, np.int32),
+        params=(SamplingParams(max_tokens=max(most)),),
+        serial=np.arange(rows, dtype=np.uint64),
+        recorded=np.ones(rows, np.int32),
+    )
+
+
+def independent(model: LengthModel, rng: np.random.Generator) -> NDArray[np.int32]:
+    """Lengths drawn row by row, by the definition of survival."""
+    rows = len(model.max_tokens)
+    tables = model.survival[model.table_of]
+    reached = rng.random(rows)[:, None]
+    later = (tables > reached).sum(1)  # bins that the answer gets beyond
+    low, high = model.edges[np.maximum(later - 1, 0)], model.edges[np.minimum(later, len(model.edges) - 1)]
+    return np.clip(rng.integers(low + 1, np.maximum(high, low + 1) + 1), 1, model.max_tokens).astype(np.int32)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_forecast_is_within_five_hundredths_of_the_clock(name: str) -> None:
+    prompts, most, rows, tokens = CASES[name]
+    requests, pool = requests_of(prompts, most, rows), Pool(tokens // 16, 16)
+    workload = Workload.of(requests)
+    model = workload.length_model()
+    buys = compare_drawn(requests, model, pool, COST, SCHEDULING)
+    assert buys is not None
+    seconds = []
+    for seed in range(3):
+        driver = SimulatedDriver(independent(model, np.random.default_rng(seed)), COST)
+        run_shard(workload, driver, pool, COST, SCHEDULING)
+        seconds.append(driver.seconds)
+    assert np.mean(seconds) == pytest.approx(buys.seconds, rel=0.03)
+    assert seconds == pytest.approx([buys.seconds] * 3, rel=0.05)
+
+
+def test_drawn_lengths_have_the_moments_that_are_expected() -> None:
+    requests = requests_of((10, 700), (3, 4000), 4000)
+    known = np.zeros(4000, np.int32)
+    known[::10] = 2
+    model = LengthModel(Workload.of(requests).tree, requests.max_tokens, known=known)
+    rng = np.random.default_rng(5)
+    seen = rng.choice(4000, 300, replace=False).astype(np.int32)
+    model.observe(seen, rng.integers(1, 900, 300).astype(np.int32), np.ones(300, np.bool_))
+    model.refresh()
+    everything = np.arange(4000, dtype=np.int32)
+    drawn = model.draw(everything, np.random.default_rng(0))
+    expected = model.expected(everything)
+    assert (drawn[::10] == 2).all()
+    assert (drawn <= requests.max_tokens).all()
+    assert drawn.min() >= 1
+    assert drawn.mean() == pytest.approx(expected.mean.mean(), rel=0.01)
+    assert (drawn.astype(float) ** 2).mean() == pytest.approx(expected.second_moment.mean(), rel=0.01)
+    again = model.draw(everything, np.random.default_rng(0))
+    assert again.tolist() == drawn.tolist()
+
+
+def test_of_an_input_larger_than_a_window_runs_are_read_and_figures_scaled(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = str(tmp_path / "in.parquet")
+    pq.write_table(pa.table({"text": [f"what is {i % 7} and {i}" for i in range(3200)]}), path)
+    options: dict[str, Any] = {"model": model, "prompt": "text", "max_tokens": 40, "kv_memory": 10**7}
+    whole = llmbatch.explain(path, **options)
+    monkeypatch.setattr(job, "window_rows_of", lambda *_: 400)
+    read: list[int] = []
+    seen = RowReader.read
+    monkeypatch.setattr(RowReader, "read", lambda self, a, b: read.append(b - a) or seen(self, a, b))
+    sampled = llmbatch.explain(path, **options)
+    assert sum(read) == 400
+    assert len(read) == 16
+    assert sampled.notes[0] == (
+        "400 of 3,200 rows were read, in runs spread evenly; other figures are estimated by them"
+    )
+    assert sampled.rows == 3200
+    assert sampled.input_tokens == pytest.approx(whole.input_tokens, rel=0.02)
+    assert sampled.output_tokens == pytest.approx(whole.output_tokens)
+    assert sampled.output_tokens_most == whole.output_tokens_most
+    assert sampled.seconds == pytest.approx(whole.seconds, rel=0.3)
