@@ -122,7 +122,7 @@ def test_where_the_scheduler_is_compiled_no_process_is_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("llmbatch.rehearsal.code_folder", lambda: tmp_path)
-    monkeypatch.setattr("llmbatch.rehearsal.subprocess.Popen", _refuse)
+    monkeypatch.setattr("llmbatch.rehearsal.start_beside", _refuse)
     (tmp_path / "scheduler").touch()
     compilation = Compilation()
     assert not compilation.pending
@@ -131,7 +131,7 @@ def test_where_the_scheduler_is_compiled_no_process_is_started(
 
 def test_another_process_compiles_and_leaves_its_mark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("llmbatch.rehearsal.code_folder", lambda: tmp_path)
-    monkeypatch.setattr("llmbatch.rehearsal._PROGRAM", f"open({str(tmp_path / 'scheduler')!r}, 'w')")
+    monkeypatch.setattr("llmbatch.beside._PROGRAM", f"open({str(tmp_path / 'scheduler')!r}, 'w')")
     monkeypatch.setattr("llmbatch.rehearsal.rehearse", _refuse)
     compilation = Compilation()
     assert compilation.pending
@@ -141,7 +141,7 @@ def test_another_process_compiles_and_leaves_its_mark(tmp_path: Path, monkeypatc
 
 def test_where_the_other_process_fails_this_one_compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("llmbatch.rehearsal.code_folder", lambda: tmp_path)
-    monkeypatch.setattr("llmbatch.rehearsal._PROGRAM", "raise SystemExit(1)")
+    monkeypatch.setattr("llmbatch.beside._PROGRAM", "raise SystemExit(1)")
     rehearsed: list[bool] = []
     monkeypatch.setattr("llmbatch.rehearsal.rehearse", lambda: rehearsed.append(True))
     Compilation().finish()
