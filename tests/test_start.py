@@ -19,10 +19,13 @@ import llmbatch.answers
 import llmbatch.compiled
 from llmbatch.answers import Answering, Risk
 from llmbatch.compiled import code_folder, njit
+from llmbatch.engines.loading import load_model
 from llmbatch.feed import Ended
+from llmbatch.kernels import attention, fused
 from llmbatch.measured import remembered
 from llmbatch.references import by_reference
 from llmbatch.rehearsal import Compilation
+from tests.models import tiny_model_folder
 
 
 @by_reference
@@ -200,3 +203,14 @@ def test_help_imports_nothing_that_computes() -> None:
 
 def _refuse(*_: Any, **__: Any) -> None:
     raise AssertionError("nothing is to be compiled")
+
+
+def test_another_family_compiles_nothing(tmp_path: Path) -> None:
+    kernels: list[Any] = [attention._attend, attention._attend_block, attention.cut_blocks]
+    kernels += [fused.normalize, fused.gate, fused.rotate_and_store]
+    load_model(tiny_model_folder(tmp_path / "llama", "llama"), dtype="float32")
+    before = [len(kernel.signatures) for kernel in kernels]
+    assert min(before) >= 1
+    for family in ("gemma3", "qwen3"):
+        load_model(tiny_model_folder(tmp_path / family, family), dtype="float32")
+    assert [len(kernel.signatures) for kernel in kernels] == before
