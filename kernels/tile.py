@@ -194,7 +194,7 @@ def _strip(rows: int, *, accumulate: bool) -> Callable[..., None]:
             start = zero  # of the columns that are computed next
             for lanes in sorted({_wide(rows), LANES}, reverse=True):
                 ends = columns if lanes == LANES else builder.sub(columns, ir.Constant(_INT, lanes - 1))
-                at = cgutils.alloca_once_value(builder, start)
+                at = cgutils.alloca_once_value(builder, start)  # type: ignore[no-untyped-call]
                 with cgutils.for_range_slice(builder, start, ends, ir.Constant(_INT, lanes), _INT) as (j, _):
                     operands = (c, builder.add(c_at, j), c_stride), left, (b, builder.add(b_at, j), b_stride)
                     _emit_tile(

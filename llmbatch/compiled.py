@@ -27,6 +27,7 @@ import numpy as np
 from llvmlite import binding
 from numba.core import config, types
 from numba.core.caching import CompileResultCacheImpl, FunctionCache, UserWideCacheLocator
+from numba.core.dispatcher import Dispatcher
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -55,22 +56,22 @@ def code_folder() -> Path:
     return root / digest.hexdigest()[:16]
 
 
-def njit(*, cache: bool = False, **options: Any) -> Callable[[F], F]:
+def njit(*, cache: bool = False, **options: Any) -> Callable[[F], Dispatcher[F]]:
     """numba's decorator of this name; `cache` as the module says."""
 
-    def compile_later(function: F) -> F:
+    def compile_later(function: F) -> Dispatcher[F]:
         dispatcher: Any = numba.njit(**options)(function)
-        if isinstance(dispatcher, numba.core.dispatcher.Dispatcher):  # not where numba is switched off
+        if isinstance(dispatcher, Dispatcher):  # not where numba is switched off
             template = dispatcher.get_call_template
             dispatcher.get_call_template = lambda args, kws: template(tuple(map(_canonical, args)), kws)
             if cache and kept():
                 dispatcher._cache = _Cache(function)
-        return dispatcher  # type: ignore[no-any-return]
+        return dispatcher
 
     return compile_later
 
 
-def _canonical(kind: types.Type) -> types.Type:
+def _canonical(kind: Any) -> Any:
     """The type that an argument of a call is handed over as."""
     kind = types.unliteral(kind)
     return types.int64 if isinstance(kind, types.Integer) and kind.signed else kind
@@ -87,7 +88,7 @@ def kept() -> bool:
     return True
 
 
-class _Locator(UserWideCacheLocator):  # type: ignore[misc]
+class _Locator(UserWideCacheLocator):
     """Says to numba where the code of a function is kept."""
 
     def __init__(self, function: Any, file: str) -> None:
@@ -107,9 +108,9 @@ class _Locator(UserWideCacheLocator):  # type: ignore[misc]
         return f"{self._module}-{self._lineno}"
 
 
-class _Kept(CompileResultCacheImpl):  # type: ignore[misc]
+class _Kept(CompileResultCacheImpl):
     _locator_classes = [_Locator]  # noqa: RUF012 (numba's)
 
 
-class _Cache(FunctionCache):  # type: ignore[misc]
+class _Cache(FunctionCache):
     _impl_class = _Kept

@@ -90,8 +90,8 @@ class LengthModel:
 
         Takes effect at the next `refresh`. Requests of known length and with nothing generated teach nothing.
         """
-        observe(
-            requests, generated, finished, self.known, self.max_tokens, self.table_of, self.edges,
+        observe(  # of one layout, or it is compiled twice: the scheduler's are a field of records
+            np.ascontiguousarray(requests), generated, finished, self.known, self.max_tokens, self.table_of, self.edges,
             self._counts, self._kind, self._generated,
         )  # fmt: skip
 
@@ -122,7 +122,10 @@ class LengthModel:
     def remaining(self, requests: NDArray[np.int32], generated: NDArray[np.int32]) -> Expected:
         """Moments of the further tokens of running requests: at least 1 below `max_tokens`, 0 from there on."""
         return Expected(
-            *remaining_tokens(requests, generated, self.known, self.max_tokens, self.table_of, self.edges, self._curve)
+            *remaining_tokens(
+                np.ascontiguousarray(requests), generated, self.known, self.max_tokens, self.table_of, self.edges,
+                self._curve,
+            )
         )
 
 

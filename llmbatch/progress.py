@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol, TextIO
 
 LINE_SECONDS = 10.0  # between two plain lines
+_PATIENCE = 2.0  # seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +111,18 @@ class Lines:
     def say(self, sentence: str) -> None:
         """Write a line."""
         print(f"llmbatch: {sentence}", file=self._stream, flush=True)
+
+
+@contextlib.contextmanager
+def saying(progress: Progress, sentence: str) -> Iterator[None]:
+    """Say what is being done where it takes longer than people wait without a word."""
+    timer = threading.Timer(_PATIENCE, progress.say, [sentence])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def choose(*, quiet: bool, stream: TextIO | None = None) -> Progress:

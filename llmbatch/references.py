@@ -31,7 +31,7 @@ T = TypeVar("T", bound=type)
 _WORD = ir.IntType(64)
 
 
-class Reference(types.Type):  # type: ignore[misc]
+class Reference(types.Type):
     """The address of an instance's fields, in words of 8 bytes."""
 
     def __init__(self, cls: type, fields: tuple[tuple[str, types.Type], ...]) -> None:
@@ -99,13 +99,13 @@ def _lay_out(values: tuple[Any, ...]) -> list[int]:
 
 
 @register_model(Reference)
-class _Model(models.PrimitiveModel):  # type: ignore[misc]
+class _Model(models.PrimitiveModel):
     def __init__(self, manager: Any, kind: Reference) -> None:
         super().__init__(manager, kind, ir.PointerType(_WORD))
 
 
 @infer_getattr
-class _Fields(AttributeTemplate):  # type: ignore[misc]
+class _Fields(AttributeTemplate):
     key = Reference
 
     def generic_resolve(self, kind: Reference, name: str) -> types.Type | None:

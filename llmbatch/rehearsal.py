@@ -9,9 +9,7 @@ Later jobs find the mark that it left, and start neither.
 from __future__ import annotations
 
 import fcntl
-import json
 import os
-import subprocess
 import sys
 import tempfile
 import threading
@@ -19,6 +17,7 @@ import threading
 import numpy as np
 from numpy.typing import NDArray
 
+from llmbatch.beside import start_beside
 from llmbatch.clock import SimulatedDriver
 from llmbatch.compiled import code_folder, kept
 from llmbatch.cost import CostModel, find_shape
@@ -30,7 +29,6 @@ from llmbatch.tree import PrefixTree
 from llmbatch.workload import Pool, Scheduling, Workload
 
 _MARK = "scheduler"  # a file in the folder of compiled code: the other half is there
-_PROGRAM = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from llmbatch.rehearsal import main; main()"
 
 
 class Compilation:
@@ -40,10 +38,7 @@ class Compilation:
         self.pending = not (kept() and (code_folder() / _MARK).exists())
         self._other: threading.Thread | None = None  # waits for the other process
         if self.pending and kept() and sys.executable:
-            command = [sys.executable, "-c", _PROGRAM, json.dumps(sys.path)]
-            quiet = subprocess.DEVNULL
-            process = subprocess.Popen(command, stdin=quiet, stdout=quiet, stderr=quiet, start_new_session=True)
-            self._other = threading.Thread(target=process.wait, daemon=True)
+            self._other = threading.Thread(target=start_beside("llmbatch.rehearsal").wait, daemon=True)
             self._other.start()
 
     def finish(self) -> None:

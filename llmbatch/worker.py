@@ -31,7 +31,7 @@ from llmbatch.feed import Feed, Stop, StreamEngine
 from llmbatch.gate import Gate
 from llmbatch.memory import out_of_memory
 from llmbatch.options import Options
-from llmbatch.progress import Progress, Silence
+from llmbatch.progress import Progress, Silence, saying
 from llmbatch.rehearsal import Compilation
 from llmbatch.report import Report, Tally
 from llmbatch.requests import Requests, Shard
@@ -72,21 +72,22 @@ class Worker:
         from llmbatch.engines.checkpoints import resolve_model
 
         self.options = options
-        self.folder = resolve_model(options.model)
         self.model: Described
         self._platform: Platform | None = None  # of an engine that runs the model
-        if options.engine == "simulated":
-            self.tokenizer = plain_tokenizer(self.folder, name=options.model) or self._load_tokenizer()
-            self.model = outline(self.folder, options.dtype) or self._describe()
-            self.pool = simulated_pool(self.model, options)
-        else:
-            from llmbatch.engines.platforms import find_platform
-            from llmbatch.engines.preparation import size_pool
+        with saying(self._progress, f"preparing {options.model}; a GGUF file is converted once"):
+            self.folder = resolve_model(options.model)
+            if options.engine == "simulated":
+                self.tokenizer = plain_tokenizer(self.folder, name=options.model) or self._load_tokenizer()
+                self.model = outline(self.folder, options.dtype) or self._describe()
+                self.pool = simulated_pool(self.model, options)
+            else:
+                from llmbatch.engines.platforms import find_platform
+                from llmbatch.engines.preparation import size_pool
 
-            self.tokenizer = self._load_tokenizer()
-            self._platform = find_platform(options.device)
-            self._described = self.model = self._describe()
-            self.pool = size_pool(self._platform, self._described, options)
+                self.tokenizer = self._load_tokenizer()
+                self._platform = find_platform(options.device)
+                self._described = self.model = self._describe()
+                self.pool = size_pool(self._platform, self._described, options)
         self._loaded: LoadedModel | None = None
         self._prepared: Preparation | None = None
         self._engine: StreamEngine | None = None
@@ -130,13 +131,14 @@ class Worker:
             from llmbatch.engines.preparation import prepare
 
             try:
-                self._loaded = load_model(
-                    self.folder,
-                    dtype=options.dtype,
-                    load_format=options.load_format,
-                    trust_remote_code=options.trust_remote_code,
-                    platform=self._platform,
-                )
+                with saying(self._progress, f"loading the weights of {options.model}"):
+                    self._loaded = load_model(
+                        self.folder,
+                        dtype=options.dtype,
+                        load_format=options.load_format,
+                        trust_remote_code=options.trust_remote_code,
+                        platform=self._platform,
+                    )
             except (MemoryError, RuntimeError) as error:
                 raise out_of_memory(error, f"the weights of {options.model}") from error
             self._prepared = prepare(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -128,8 +130,23 @@ def test_a_gguf_file_is_converted_once(tmp_path: Path, monkeypatch: pytest.Monke
     assert Path(folder).parent == tmp_path / "cache" / "gguf"
     assert load_model(folder, dtype="float32").eos_token_ids == (2,)
     assert AutoConfig.from_pretrained(folder).dtype == torch.float32
-    monkeypatch.setattr(checkpoints, "_convert", None)
+    monkeypatch.setattr(checkpoints, "start_beside", None)
     assert resolve_model(str(tmp_path / "tiny.gguf")) == folder
+
+
+def test_a_conversion_goes_on_where_its_job_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gguf = pytest.importorskip("gguf")
+    pytest.importorskip("accelerate")
+    monkeypatch.setenv("LLMBATCH_CACHE", str(tmp_path / "cache"))
+    write_gguf(gguf, tmp_path / "tiny.gguf")
+    program = f"from llmbatch.engines.checkpoints import resolve_model; resolve_model({str(tmp_path)!r})"
+    with subprocess.Popen([sys.executable, "-c", program]) as job:
+        while not any((tmp_path / "cache").glob("gguf/.converting-*")):  # the other process works
+            assert job.poll() is None
+        job.kill()
+    folder = resolve_model(str(tmp_path))  # waits for the same conversion
+    names = [file.name for file in (tmp_path / "cache" / "gguf").iterdir()]
+    assert names == [Path(folder).name]
 
 
 def write_gguf(gguf: Any, path: Path) -> None:

@@ -19,10 +19,13 @@ import llmbatch.answers
 import llmbatch.compiled
 from llmbatch.answers import Answering, Risk
 from llmbatch.compiled import code_folder, njit
+from llmbatch.engines.loading import load_model
 from llmbatch.feed import Ended
+from llmbatch.kernels import attention, fused
 from llmbatch.measured import remembered
 from llmbatch.references import by_reference
 from llmbatch.rehearsal import Compilation
+from tests.models import tiny_model_folder
 
 
 @by_reference
@@ -122,7 +125,7 @@ def test_where_the_scheduler_is_compiled_no_process_is_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("llmbatch.rehearsal.code_folder", lambda: tmp_path)
-    monkeypatch.setattr("llmbatch.rehearsal.subprocess.Popen", _refuse)
+    monkeypatch.setattr("llmbatch.rehearsal.start_beside", _refuse)
     (tmp_path / "scheduler").touch()
     compilation = Compilation()
     assert not compilation.pending
@@ -131,7 +134,7 @@ def test_where_the_scheduler_is_compiled_no_process_is_started(
 
 def test_another_process_compiles_and_leaves_its_mark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("llmbatch.rehearsal.code_folder", lambda: tmp_path)
-    monkeypatch.setattr("llmbatch.rehearsal._PROGRAM", f"open({str(tmp_path / 'scheduler')!r}, 'w')")
+    monkeypatch.setattr("llmbatch.beside._PROGRAM", f"open({str(tmp_path / 'scheduler')!r}, 'w')")
     monkeypatch.setattr("llmbatch.rehearsal.rehearse", _refuse)
     compilation = Compilation()
     assert compilation.pending
@@ -141,7 +144,7 @@ def test_another_process_compiles_and_leaves_its_mark(tmp_path: Path, monkeypatc
 
 def test_where_the_other_process_fails_this_one_compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("llmbatch.rehearsal.code_folder", lambda: tmp_path)
-    monkeypatch.setattr("llmbatch.rehearsal._PROGRAM", "raise SystemExit(1)")
+    monkeypatch.setattr("llmbatch.beside._PROGRAM", "raise SystemExit(1)")
     rehearsed: list[bool] = []
     monkeypatch.setattr("llmbatch.rehearsal.rehearse", lambda: rehearsed.append(True))
     Compilation().finish()
@@ -200,3 +203,14 @@ def test_help_imports_nothing_that_computes() -> None:
 
 def _refuse(*_: Any, **__: Any) -> None:
     raise AssertionError("nothing is to be compiled")
+
+
+def test_another_family_compiles_nothing(tmp_path: Path) -> None:
+    kernels: list[Any] = [attention._attend, attention._attend_block, attention.cut_blocks]
+    kernels += [fused.normalize, fused.gate, fused.rotate_and_store]
+    load_model(tiny_model_folder(tmp_path / "llama", "llama"), dtype="float32")
+    before = [len(kernel.signatures) for kernel in kernels]
+    assert min(before) >= 1
+    for family in ("gemma3", "qwen3"):
+        load_model(tiny_model_folder(tmp_path / family, family), dtype="float32")
+    assert [len(kernel.signatures) for kernel in kernels] == before

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import io
 import os
+import sys
 import tempfile
 import threading
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from subprocess import PIPE
 from typing import Any, Final
 
+from llmbatch.beside import start_beside
 from llmbatch.compiled import cache_folder as cache_folder
 from llmbatch.engines.digests import digest, digests
 from llmbatch.errors import ModelError
@@ -98,17 +102,28 @@ def _converted(file: Path) -> Path:
             f"pip install {' '.join(missing)}."
         )
     target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".converting-") as work:
-        try:
-            _convert(file, Path(work) / "model")
-        except Exception as error:  # the readers of GGUF raise whatever a broken file leads them to
-            raise ModelError(f"GGUF file {str(file)!r} cannot be read: {error}") from error
-        try:
-            os.rename(Path(work) / "model", target)
-        except OSError:
-            if not target.is_dir():  # else another process has converted the same file meanwhile
-                raise
+    with start_beside("llmbatch.engines.checkpoints", str(file.resolve()), str(target), stdout=PIPE) as process:
+        told = process.communicate()[0].decode(errors="replace").strip()
+    if not target.is_dir():
+        raise ModelError(f"GGUF file {str(file)!r} cannot be read: {told or 'its conversion was ended'}")
     return target
+
+
+def main(source: str, target: str) -> None:
+    """Convert a GGUF file, or say why not. One process at a time; the others wait, and find it done."""
+    file, folder = Path(source), Path(target)
+    lock = folder.with_name(f".{folder.name}.lock")
+    with lock.open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".converting-") as work:
+            try:
+                if not folder.is_dir():
+                    _convert(file, Path(work) / "model")
+                    os.rename(Path(work) / "model", folder)
+            except Exception as error:  # the readers of GGUF raise whatever a broken file leads them to
+                sys.stdout.write(str(error))
+            finally:
+                lock.unlink(missing_ok=True)
 
 
 def _convert(file: Path, target: Path) -> None:

@@ -71,8 +71,13 @@ def describe_model(
         whole_config=whole,
         dtype=element,
         context_length=int(config.max_position_embeddings),
-        bytes_per_token=kv_bytes(config, element, padded=device.type == "cpu"),
+        bytes_per_token=bytes_per_token(config, element, device),
     )
+
+
+def bytes_per_token(config: PretrainedConfig, dtype: torch.dtype, device: torch.device = _PROCESSOR) -> int:
+    """KV bytes of one token in all layers, as pages hold them (a processor's round the width of a value up to 16)."""
+    return kv_bytes(config, dtype, padded=device.type == "cpu")
 
 
 def unsupported(folder: str, part: str, supported: str) -> ModelError:
