@@ -2,11 +2,11 @@
 
     python benchmarks/kills_at.py [--operations 1000] [--seed 0]
 
-Each kill is a SIGKILL before, after or in the middle of a file operation, each of a job's being as likely, in one of the
-set-ups of `tests/setups.py`: folders, Parquet and JSONL; with ids and without order; changed inputs, rows that failed;
-`--restart` and `--overwrite` over what is finished, begun or foreign. Three in ten are killed twice. The plain command,
-or the same one, then goes on, and its output is compared with that of a job nobody disturbed. Until a new output is
-complete, the one that it replaces must be there. Prints a line of JSON; exit status 1 where one fails.
+Each kill is a SIGKILL before, after or in the middle of a file operation, all of a job's being as likely, in one of
+the set-ups of `tests/setups.py`: folders, Parquet and JSONL; with ids and without order; changed inputs, rows that
+failed; `--restart` and `--overwrite` over what is finished, begun or foreign. Three in ten are killed twice. The plain
+command, or the same one, then goes on, and its output is compared with that of a job nobody disturbed. Until a new
+output is complete, the one that it replaces must be there. Prints a line of JSON; exit status 1 where one fails.
 """
 
 from __future__ import annotations

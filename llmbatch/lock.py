@@ -22,6 +22,7 @@ import secrets
 import socket
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Final
@@ -94,9 +95,13 @@ class Owner:
 class Lock:
     """An output that is this process's alone, until `release`."""
 
-    def __init__(self, place: Place, name: str, owner: Owner, held: HeldFile | None, what: str) -> None:
+    def __init__(
+        self, place: Place, name: str, owner: Owner, held: HeldFile | None, what: str, dead: Sequence[str]
+    ) -> None:
+        """`dead` are the locks of owners that are no more."""
         self._place = place
         self._name = name
+        self._dead = dead
         self._owner = owner
         self._held = held
         self._what = what
@@ -125,11 +130,14 @@ class Lock:
                     continue
             else:
                 place.write(name, owner.dump())
-            if set(_locks(place)) <= {name, *before}:
-                return cls(place, name, owner, held, what)
-            place.remove(name)
-            if held is not None:
-                held.close()
+            locks = set(_locks(place))
+            if name in locks and locks <= {name, *before}:
+                return cls(place, name, owner, held, what, before)
+            try:
+                place.remove(name)
+            finally:
+                if held is not None:
+                    held.close()
             time.sleep(random.uniform(0, _BACK_OFF))
 
     def check(self) -> None:
@@ -155,9 +163,9 @@ class Lock:
         self._released.set()
         self._thread.join()
         try:
-            locks = _locks(self._place)
-            if self._name in locks:  # those below are of the dead; of a lock that was taken over they are gone
-                for name in locks[: locks.index(self._name) + 1]:
+            # Of a lock that was taken over only one's own file is left, and the dead are the other's to bury.
+            if self._name in _locks(self._place):
+                for name in (*self._dead, self._name):
                     self._place.remove(name)
         finally:
             if self._held is not None:

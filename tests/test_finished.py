@@ -46,7 +46,8 @@ def test_a_manifest_that_is_damaged_or_of_another_version_proves_nothing(out: Pa
     without_summary = {key: value for key, value in manifest.items() if key != "summary"}
     traversing = {**manifest, "parts": [{"name": "../x", "rows": 3}]}
     cut = {**manifest, "parts": manifest["parts"][:-1]}
-    damaged = [json.dumps(one) for one in (without_summary, traversing, cut, {"format": 3}, [])]
+    others: list[object] = [without_summary, traversing, cut, {"format": 3}, []]
+    damaged = [json.dumps(one) for one in others]
     for content in (*damaged, "{", "[" * 100_000):
         manifest_of(out).write_text(content)
         with pytest.raises(DataError) as caught:

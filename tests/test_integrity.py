@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -234,11 +236,15 @@ def test_a_job_of_the_format_before_is_refused(half: Job) -> None:
 # Starting over
 
 
-def test_a_restart_without_weights_deletes_nothing(small: Job) -> None:
+def test_a_restart_without_weights_deletes_nothing(small: Job, tmp_path_factory: pytest.TempPathFactory) -> None:
     small.run()
     before = contents(small.out)
+    folder = tmp_path_factory.mktemp("weightless")
+    shutil.copytree(small.model, folder, dirs_exist_ok=True)
+    for weights in folder.glob("*.safetensors"):
+        weights.unlink()
     with pytest.raises(ModelError):
-        small.having(model=None).run(restart=True, engine="torch", output_tokens=None, device="cuda:7")
+        replace(small, model=str(folder)).run(restart=True, engine="torch", output_tokens=None, device="cpu")
     assert contents(small.out) == before
 
 

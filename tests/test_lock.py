@@ -259,6 +259,15 @@ def test_an_owner_whose_lock_is_gone_is_told_so_and_leaves_the_next_one_alone(pl
     assert place.names() == [name]
 
 
+@pytest.mark.parametrize("token", ["0" * 32, "f" * 32])
+def test_a_release_leaves_the_lock_of_one_that_has_just_come_alone(place: Place, token: str) -> None:
+    put(place, 1, dead())
+    lock = Lock.acquire(place, what="OUT")
+    name = put(place, 2, replace(elsewhere(), token=token))
+    lock.release()
+    assert place.names() == [name]
+
+
 def test_a_contender_that_finds_another_steps_back(place: Place, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both saw that the lock was free, and both wrote one. The other was first to look, and has it."""
     names = Place.names

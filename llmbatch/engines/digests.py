@@ -50,7 +50,7 @@ def _of_blob(file: Path) -> str | None:
     return target.name if target.parent.name == "blobs" and _BLOB.fullmatch(target.name) else None
 
 
-def _state(file: Path) -> list[object]:
+def _state(file: Path) -> list[int]:
     """What changes when a file does: also where its bytes keep their number, and its time is set back."""
     status = file.stat()
     return [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_dev, status.st_ino]
