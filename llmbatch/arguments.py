@@ -10,8 +10,6 @@ from collections.abc import Iterable, Mapping
 from numbers import Integral, Real
 from typing import Any, cast
 
-import numpy as np
-
 from llmbatch.errors import ParameterError
 
 Paths = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
@@ -46,7 +44,7 @@ def finite(name: str, value: Any) -> float:
 
 def flag(name: str, value: object) -> bool:
     """`value` as a bool. Raises ParameterError."""
-    if not isinstance(value, (bool, np.bool_)):
+    if not isinstance(value, bool) and type(value).__name__ not in ("bool", "bool_"):  # NumPy's, by either name
         raise ParameterError(f"{name} must be true or false, got {value!r}")
     return bool(value)
 

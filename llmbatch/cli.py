@@ -10,10 +10,8 @@ import contextlib
 import json
 import logging
 import os
-import signal
 import sys
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -29,6 +27,7 @@ from llmbatch.choices import (
     POLICIES,
 )
 from llmbatch.errors import InputError, JobStopped, LLMBatchError, ParameterError, StoppedEarly
+from llmbatch.words import json_object, number_of_bytes
 
 _STATUSES = """exit status:
   0    done
@@ -38,7 +37,6 @@ _STATUSES = """exit status:
   130  interrupted (Ctrl-C); what is answered is kept, and a second Ctrl-C does not wait for that
   143  ended by SIGTERM; rows in flight had --grace seconds to end
 """
-_UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -122,7 +120,7 @@ def _parser() -> argparse.ArgumentParser:
 def _add_inputs(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("inputs", nargs="+", metavar="IN", help="Parquet or JSONL files, folders, globs; paths or URLs")
-    add("--storage-options", type=_json_object, metavar="JSON", help="passed to fsspec for input and output")
+    add("--storage-options", type=json_object, metavar="JSON", help="passed to fsspec for input and output")
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
@@ -135,7 +133,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     add = group.add_argument
     add("--chat", action="store_true", help="wrap each prompt as a user message through the chat template")
     add("--system", metavar="TEXT", help="system message of each chat; implies --chat")
-    add("--chat-template-kwargs", type=_json_object, metavar="JSON", help="passed to the chat template")
+    add("--chat-template-kwargs", type=json_object, metavar="JSON", help="passed to the chat template")
     add = parser.add_argument_group("answers").add_argument
     add("--max-tokens", type=int, metavar="N", help="most tokens of an answer (512)")
     add("--temperature", type=float, metavar="T", help="0 takes the likeliest token; above it, tokens are drawn (0)")
@@ -170,7 +168,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--kv-memory",
-        type=_bytes,
+        type=number_of_bytes,
         metavar="BYTES",
         help="memory for KV pages, for example 2e9 or 4GiB (by free memory)",
     )
@@ -228,7 +226,12 @@ def _add_simulation(parser: argparse.ArgumentParser) -> None:
     add("--step-tokens", type=int, metavar="N", help="tokens of a step (2048; blend decides in closed loop)")
     add("--model-shape", default="llama-3-8b", metavar="M", help="a known shape, or a folder with a config.json")
     add("--hardware", default="a100-80gb", metavar="H", help="a known GPU (a100-80gb)")
-    add("--kv-memory", type=_bytes, metavar="BYTES", help="memory for KV pages (the card's, less weights and 4 GB)")
+    add(
+        "--kv-memory",
+        type=number_of_bytes,
+        metavar="BYTES",
+        help="memory for KV pages (the card's, less weights and 4 GB)",
+    )
     add("--page-size", type=int, metavar="N", help="tokens in a KV page (16)")
     add("--hash-block", type=int, metavar="N", help="tokens in a block of hash_ids (16)")
     add("--tensor-parallel", type=int, metavar="N", help="cards that act as one (1)")
@@ -247,12 +250,12 @@ def _add_simulation(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(arguments: dict[str, Any]) -> int:
-    from llmbatch.stopping import Stopping
+    from llmbatch.stopping import Stopping, heard
 
     as_json, quiet = arguments.pop("json"), arguments.pop("quiet")
     given = _given(arguments)
     stopping = Stopping(given.pop("grace"))
-    with _signals(stopping), _quiet_libraries():
+    with heard(stopping), _quiet_libraries():
         from llmbatch.job import run
         from llmbatch.progress import choose
 
@@ -275,26 +278,6 @@ def _run(arguments: dict[str, Any]) -> int:
         )
         return 3
     return 0
-
-
-@contextlib.contextmanager
-def _signals(stopping: Any) -> Iterator[None]:
-    """SIGTERM asks the job to end. Ctrl-C ends it, with what it has answered kept; a second one ends the process."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def interrupt(*_: object) -> None:
-        signal.signal(signal.SIGINT, lambda *_: os._exit(130))
-        raise KeyboardInterrupt
-
-    ours = {signal.SIGTERM: lambda *_: stopping.interrupt(), signal.SIGINT: interrupt}
-    before = {number: signal.signal(number, handler) for number, handler in ours.items()}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
 def _explain(arguments: dict[str, Any]) -> int:
@@ -351,27 +334,6 @@ def _quiet_libraries() -> Any:
             yield
     finally:
         ours.removeHandler(shown)
-
-
-def _json_object(text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except ValueError:
-        value = None
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"must be a JSON object, got {text!r}")
-    return value
-
-
-def _bytes(text: str) -> int:
-    """A number of bytes: 2e9, 2000000000, 2GB, 4GiB."""
-    lowered = text.strip().lower().removesuffix("b")
-    digits = lowered.rstrip("kmgti")
-    unit = lowered[len(digits) :]
-    try:
-        return int(float(digits) * _UNITS.get(unit, 1)) if unit in ("", *_UNITS) else int(unit)
-    except (ValueError, OverflowError):
-        raise argparse.ArgumentTypeError(f"must be a number of bytes such as 2e9 or 4GiB, got {text!r}") from None
 
 
 def _say(sentence: str) -> None:

@@ -93,7 +93,7 @@ class Controls:
 
     def _tail(self, text: str) -> int:
         """How many letters a text ends with that begin a control token, spaces after them left out."""
-        end = text.rstrip()[-self._longest :]
+        end = text.rstrip()[-self._longest :] if self._longest else ""
         sizes = [len(end) - i for i, letter in enumerate(end) if letter in self._firsts and end[i:] in self._tails]
         return max(sizes, default=0)
 

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
+import threading
 import time
+from collections.abc import Iterator
 
 from llmbatch.arguments import finite
 from llmbatch.errors import ParameterError, StoppedEarly
@@ -28,3 +33,23 @@ class Stopping:
         self.ask()
         if self.at_once:
             raise StoppedEarly
+
+
+@contextlib.contextmanager
+def heard(stopping: Stopping) -> Iterator[None]:
+    """SIGTERM asks the job to end. Ctrl-C ends it, with what it has answered kept; a second one ends the process."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(*_: object) -> None:
+        signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+        raise KeyboardInterrupt
+
+    ours = {signal.SIGTERM: lambda *_: stopping.interrupt(), signal.SIGINT: interrupt}
+    before = {number: signal.signal(number, handler) for number, handler in ours.items()}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)

@@ -22,7 +22,7 @@ from llmbatch.errors import DataError, JobStopped, StoppedEarly
 from llmbatch.feed import Stop
 from llmbatch.progress import Silence
 from llmbatch.prompts import PromptSource
-from llmbatch.stopping import Stopping
+from llmbatch.stopping import Stopping, heard
 from llmbatch.tokenize import load_tokenizer
 from llmbatch.windows import Windows
 from tests.jobs import Job, check_refused, rows
@@ -279,12 +279,10 @@ def test_one_signal_ends_a_job_whose_first_window_is_being_rendered(
 
 
 def test_a_second_interrupt_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    from llmbatch.cli import _signals
-
     ends: list[int] = []
-    monkeypatch.setattr("llmbatch.cli.os._exit", ends.append)
+    monkeypatch.setattr("llmbatch.stopping.os._exit", ends.append)
     handler = signal.getsignal(signal.SIGINT)
-    with _signals(Stopping()):
+    with heard(Stopping()):
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
         assert ends == []

@@ -1,0 +1,31 @@
+"""Words of a command line that stand for more than text. Whoever asks for help waits for no import here."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+_UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """A JSON object."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"must be a JSON object, got {text!r}")
+    return value
+
+
+def number_of_bytes(text: str) -> int:
+    """A number of bytes: 2e9, 2000000000, 2GB, 4GiB."""
+    lowered = text.strip().lower().removesuffix("b")
+    digits = lowered.rstrip("kmgti")
+    unit = lowered[len(digits) :]
+    try:
+        return int(float(digits) * _UNITS.get(unit, 1)) if unit in ("", *_UNITS) else int(unit)
+    except (ValueError, OverflowError):
+        raise argparse.ArgumentTypeError(f"must be a number of bytes such as 2e9 or 4GiB, got {text!r}") from None
