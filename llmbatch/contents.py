@@ -95,6 +95,15 @@ def with_tokens(name: Any, tokens: Any, begin: int, end: int) -> Any:
 
 
 @njit(cache=True)
+def prompt_pages(prompts: Any, request: int, page_size: int) -> Any:
+    """Where a request's prompt begins, and how many pages it fills; none where prompts are not known."""
+    if len(prompts.tokens) == 0:
+        return np.int64(0), np.int64(0)
+    begin = prompts.offsets[request]
+    return begin, (prompts.offsets[request + 1] - begin) // page_size
+
+
+@njit(cache=True)
 def name_of(contents: Any, page: int) -> Any:
     """A page's name."""
     return contents.names[page, 0], contents.names[page, 1]

@@ -1,11 +1,11 @@
-"""Whether a page that nobody uses is kept, what it is worth by the plan, and by what name it is found."""
+"""What an unused page is worth by the plan, and how a slot finds the pages that were kept for it."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from llmbatch.compiled import njit
-from llmbatch.contents import find, index, is_named, name_of, start, with_tokens
+from llmbatch.contents import find, name_of, prompt_pages, start, with_tokens
 from llmbatch.trie import fill_path
 from llmbatch.worth import given_up, planned, revalue
 
@@ -40,51 +40,16 @@ def worth_in_plan(pages: Any, page: int) -> Any:
 
 
 @njit(cache=True)
-def worth_when_released(pages: Any, page: int, again: bool) -> Any:
-    """The worth of a page that is given up; of one that is loose, `again` is the only one who is known to come."""
-    return given_up(pages.worth, 1) if again and pages.node[page] < 0 else worth_in_plan(pages, page)
-
-
-@njit(cache=True)
-def is_kept(pages: Any, page: int, again: bool) -> Any:
-    """Whether a page that nobody uses may be found: by the trie, by what it holds, or by its sequence."""
-    number = pages.node[page]
-    if number >= 0 and pages.remaining[number] > 0:
-        return True
-    if number < 0 and again:
-        return True
-    if len(pages.prompts.tokens) == 0:
-        return False
-    # What has no name has generated tokens, and is named when they are known (`llmbatch.publishing`).
-    return index(pages.contents, page) or not is_named(pages.contents, page)
-
-
-@njit(cache=True)
-def in_prompt(pages: Any, slot: int, position: int) -> Any:
-    """Whether a page of a slot is one of known prompt tokens alone."""
-    if len(pages.prompts.tokens) == 0:
-        return False
-    request = pages.request[slot]
-    tokens = pages.prompts.offsets[request + 1] - pages.prompts.offsets[request]
-    return (position + 1) * pages.page_size <= tokens
-
-
-@njit(cache=True)
-def prompt_name(pages: Any, slot: int, position: int) -> Any:
-    """The name of a page of prompt tokens; the slot holds those before."""
-    name = start() if position == 0 else name_of(pages.contents, pages.tables[slot, position - 1])
-    begin = pages.prompts.offsets[pages.request[slot]] + position * pages.page_size
-    return with_tokens(name, pages.prompts.tokens, begin, begin + pages.page_size)
-
-
-@njit(cache=True)
 def recall(pages: Any, slot: int, position: int) -> Any:
     """The next page of a slot, if it was its own before or is known by what it holds; else -1."""
     page = pages.tables[slot, position]
     if page >= 0 and pages.owner[page] == pages.sequence[slot]:
         return page
-    if not in_prompt(pages, slot, position):
+    begin, named = prompt_pages(pages.prompts, pages.request[slot], pages.page_size)
+    if position >= named:
         return -1
-    name = prompt_name(pages, slot, position)
+    name = start() if position == 0 else name_of(pages.contents, pages.tables[slot, position - 1])
+    begin += position * pages.page_size
+    name = with_tokens(name, pages.prompts.tokens, begin, begin + pages.page_size)
     page = find(pages.contents, name[0], name[1])
     return page if page >= 0 and pages.node[page] < 0 else -1

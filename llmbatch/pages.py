@@ -19,12 +19,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmbatch.compiled import njit
-from llmbatch.contents import Contents, Prompts, forget_contents, give_name
-from llmbatch.keeping import expect_requests, in_prompt, is_kept, path_of, prompt_name, recall, worth_when_released
+from llmbatch.contents import (
+    Contents,
+    Prompts,
+    forget_contents,
+    give_name,
+    index,
+    is_named,
+    name_of,
+    prompt_pages,
+    start,
+    with_tokens,
+)
+from llmbatch.keeping import expect_requests, path_of, recall
 from llmbatch.reads import Reads, stop_reading
 from llmbatch.references import by_reference
 from llmbatch.trie import PageTrie
-from llmbatch.worth import Worth, insert, planned, remove
+from llmbatch.worth import Worth, given_up, insert, planned, remove
 
 FREE, LOOSE = -2, -1  # what `node` says of a page that is not in the trie
 EMPTY, UNUSED, SHARED, WIDEST, SEQUENCES = range(5)  # in `Pages.counts`
@@ -235,24 +246,34 @@ def extend(pages: Any, slot: int, tokens: int) -> None:
     The caller has made sure of room, and that tables are wide enough.
     """
     wanted = -(-tokens // pages.page_size)
-    if wanted <= pages.held[slot]:
+    missing = wanted - pages.held[slot]
+    if missing <= 0:
         return
+    if missing > pages.counts[EMPTY]:
+        _evict(pages, missing - pages.counts[EMPTY])
     path = path_of(pages, pages.request[slot])
+    contents, prompts = pages.contents, pages.prompts
+    begin, named = prompt_pages(prompts, pages.request[slot], pages.page_size)
     while pages.held[slot] < wanted:
         position = pages.held[slot]
         page = _take(pages, slot)
         # A page of the path that another slot holds already cannot be published twice: this copy is loose.
         if position < len(path) and pages.resident[path[position]] < 0:
-            publish_as(pages, page, path[position])
+            pages.node[page] = path[position]
+            pages.resident[path[position]] = page
             pages.counts[SHARED] += 1
-        if in_prompt(pages, slot, position):
-            give_name(pages.contents, page, prompt_name(pages, slot, position))
+        if position < named:
+            name = start() if position == 0 else name_of(contents, pages.tables[slot, position - 1])
+            at = begin + position * pages.page_size
+            give_name(contents, page, with_tokens(name, prompts.tokens, at, at + pages.page_size))
     pages.counts[WIDEST] = max(pages.counts[WIDEST], wanted)
 
 
 @njit(cache=True)
 def extend_by_one(pages: Any, slot: int) -> None:
     """Hold one page more, which is loose."""
+    if pages.counts[EMPTY] == 0:
+        _evict(pages, 1)
     _take(pages, slot)
     pages.counts[WIDEST] = max(pages.counts[WIDEST], pages.held[slot])
 
@@ -267,6 +288,9 @@ def release(pages: Any, slot: int, computed: int, again: bool) -> None:
         expect_requests(pages, pages.request[slot], 1)
     stop_reading(pages.reads, pages.tables, slot)
     whole = computed // pages.page_size
+    contents, worth = pages.contents, pages.worth
+    by_name = len(pages.prompts.tokens) > 0
+    # Calls in this loop take no `pages`: a call's cost grows with the arrays that it is given.
     for i in range(pages.held[slot] - 1, -1, -1):
         page = pages.tables[slot, i]
         pages.users[page] -= 1
@@ -274,13 +298,23 @@ def release(pages: Any, slot: int, computed: int, again: bool) -> None:
             continue
         number = pages.node[page]
         pages.counts[SHARED] -= number >= 0
-        if i >= whole or not is_kept(pages, page, again):
-            free_page(pages, page)
+        to_come = pages.remaining[number] if number >= 0 else np.int32(again)
+        # What has no name has generated tokens, and is named when they are known (`llmbatch.publishing`).
+        found = by_name and i < whole and (index(contents, page) or not is_named(contents, page))
+        if i < whole and (to_come > 0 or found):
+            pages.counts[UNUSED] += 1
+            if number < 0:
+                pages.owner[page] = pages.sequence[slot]
+            value = planned(to_come, number) if number >= 0 and to_come > 0 else given_up(worth, to_come)
+            insert(worth, page, value)
             continue
-        pages.counts[UNUSED] += 1
-        if number < 0:
-            pages.owner[page] = pages.sequence[slot]
-        insert(pages.worth, page, worth_when_released(pages, page, again))
+        if number >= 0:
+            pages.resident[number] = -1
+        if by_name:
+            forget_contents(contents, page)
+        pages.node[page] = FREE
+        pages.free[pages.counts[EMPTY]] = page
+        pages.counts[EMPTY] += 1
     pages.held[slot] = 0
     pages.request[slot] = -1
     if not again:
@@ -319,13 +353,7 @@ def free_page(pages: Any, page: int) -> None:
 
 @njit(cache=True)
 def _take(pages: Any, slot: int) -> Any:
-    """Append a page to a slot's table, as a loose one; where none is free, the least worthy of those nobody uses."""
-    if pages.counts[EMPTY] == 0:
-        assert pages.counts[UNUSED] > 0, "room was promised that is not there"
-        page = pages.worth.heap[0]
-        remove(pages.worth, page)
-        pages.counts[UNUSED] -= 1
-        free_page(pages, page)
+    """Append a free page to a slot's table, as a loose one."""
     pages.counts[EMPTY] -= 1
     page = pages.free[pages.counts[EMPTY]]
     pages.node[page] = LOOSE
@@ -333,3 +361,14 @@ def _take(pages: Any, slot: int) -> Any:
     pages.tables[slot, pages.held[slot]] = page
     pages.held[slot] += 1
     return page
+
+
+@njit(cache=True)
+def _evict(pages: Any, wanted: int) -> None:
+    """Free the least worthy of the pages that nobody uses."""
+    assert pages.counts[UNUSED] >= wanted, "room was promised that is not there"
+    for _ in range(wanted):
+        page = pages.worth.heap[0]
+        remove(pages.worth, page)
+        pages.counts[UNUSED] -= 1
+        free_page(pages, page)
