@@ -4,27 +4,42 @@ Compiled, because it runs every step: chunks for what prefills already, in the o
 admissions from the ends of the plan while the step's budget has room and the predicted peak of KV stays within
 the pool. Chunks that do not end a prompt end on a page boundary, so a page that others may read is always
 written in the step that publishes it. No work here is proportional to the requests that wait.
+
+Those that wait longest. What was preempted comes back in the order of preemption. A request of the left end that does
+not fit is passed over (`llmbatch.passed`), so that what stands behind it goes on; memory is kept for it from then on,
+which the right end may not take, and the left end only up to its reserve. Neither may be passed for ever, and
+predictions may be wrong for ever. So the one that has waited longest is due after `PREEMPTED_WAITS` or `PASSED_WAITS`
+steps, or as many after the one before it entered, and then nobody else enters until it does: the preempted one as soon
+as there is room for what it has, whatever is predicted. Hence the bound: while one waits, others enter in at most
+(k + 1) such stretches of steps, where k waited already when it began to, and the one that is due enters at the latest
+when all that run have ended.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from llmbatch.compiled import njit
-from llmbatch.ends import BLEND, Account, take, turns
+from llmbatch.ends import BLEND, Account, End, take, turns
 from llmbatch.pages import EMPTY, SHARED, UNUSED, admit_pages, adopt, extend, probe
+from llmbatch.passed import put_aside, take_aside
 from llmbatch.peak import expect, most
 from llmbatch.references import by_reference
-from llmbatch.slots import ADMISSIONS, DECODING, FREE, PREEMPTED, PREFILLING, take_slot
+from llmbatch.slots import ADMISSIONS, DECODING, ENTERED, FREE, PASSED, PREEMPTED, PREFILLING, remove, take_slot
 from llmbatch.work import Reach, pairs_of
 
 # In `Chunks.totals`; BEGUN: the step is being decided, OPEN: all that prefills got a chunk.
 BUDGET, TOKENS, CHUNKS, CACHED, RECOMPUTED, LEFT, RIGHT, BEGUN, OPEN, PREEMPTED_NOW = range(10)
+PREEMPTED_WAITS: Final = 8192.0  # steps; fewer bring long answers back while prompts still want their memory
+PASSED_WAITS: Final = 2048.0  # steps; more leave large prompts for the end, with nothing beside them
 _MARGIN = 0.03  # of the pool that predictions leave alone
 _LEFT_ALONE = 0.10  # of the pool that sequences coming back leave to the left end: they may have made way for it
+_NOBODY_DUE, _PREEMPTED_DUE, _PASSED_DUE = range(3)
+_NEITHER, _PASSED_OVER = -1, -2  # in place of an end
+_LEFT = int(End.LEFT)
 
 
 @by_reference
@@ -65,6 +80,8 @@ class Limits(NamedTuple):
 
     pool: float  # tokens
     most_running: int  # sequences
+    preempted_waits: float = PREEMPTED_WAITS  # steps before nobody enters but the sequence that was preempted first
+    passed_waits: float = PASSED_WAITS  # and before nobody enters but the request that was passed over first
 
 
 @njit(cache=True)
@@ -133,45 +150,89 @@ def _price(chunks: Any, start: int, count: int) -> Any:
 
 @njit(cache=True)
 def admit(
-    run: Any, pages: Any, peak: Any, chunks: Any, queue: Any, rules: Any, prompts: Any, limits: Any, now: float
-) -> bool:
+    run: Any, pages: Any, peak: Any, chunks: Any, queue: Any, passed: Any, rules: Any, prompts: Any, limits: Any,
+    now: float,
+) -> bool:  # fmt: skip
     """Admit while the step's budget has room. False when it stopped only because no slot was free."""
-    right_full = False  # what did not fit once in a step does not fit later in it
+    back_full = right_full = False  # what did not fit once in a step does not fit later in it
+    tried = 0  # of those passed over
+    too_large = np.inf  # tokens of the smallest of them that does not fit
     keeps = rules.kind == BLEND and queue.at[0] <= queue.at[1]
     back = limits.pool * (1.0 - _LEFT_ALONE if keeps else 1.0)  # for what was preempted
     while chunks.totals[TOKENS] < chunks.totals[BUDGET]:
-        if run.counts[PREEMPTED] > 0:
-            slot = run.preempted[run.counts[PREEMPTED] - 1]
+        if run.counts[DECODING] + run.counts[PREFILLING] >= limits.most_running:
+            return True
+        due = _due(run, passed, limits, now)
+        if run.counts[PREEMPTED] > 0 and not back_full and due != _PASSED_DUE:
+            slot = run.preempted[0]
             record = run.slots[slot]
-            if not right_full:
-                if _fits(run, pages, peak, chunks, record.request, record.known, record.left, back, now):
-                    run.counts[PREEMPTED] -= 1
-                    if not _enter(run, pages, peak, chunks, slot, now):
-                        return True
-                    continue
-                right_full = True  # it comes before the right end's; what the left end admits is soon gone
-        if queue.at[0] > queue.at[1] or run.counts[DECODING] + run.counts[PREFILLING] >= limits.most_running:
+            if due == _PREEMPTED_DUE:
+                fits = _has_room(run, pages, record.request, record.known)
+            else:
+                fits = _fits(run, pages, peak, chunks, record.request, record.known, record.left, back, now)
+            if fits:
+                if passed.size[0] == 0 or record.preempted_step <= passed.since[0]:
+                    run.counts[ENTERED] = int(now)
+                remove(run.preempted, run.counts, PREEMPTED, slot)
+                if not _enter(run, pages, peak, chunks, slot, now):
+                    return True
+                continue
+            back_full = right_full = True  # it comes before the right end's; what the left end admits is soon gone
+        if due == _PREEMPTED_DUE or (due == _PASSED_DUE and tried > 0):
             return True
         if run.counts[FREE] == 0:
             return False
-        end, right_full = _choose(run, pages, peak, chunks, queue, rules, prompts, limits, now, right_full)
-        if end < 0:
+        if tried < passed.size[0]:
+            request = passed.requests[tried]
+            size = prompts[request] + queue.lengths[request]
+            pool = limits.pool
+            if tried > 0 and rules.kind == BLEND:
+                pool -= _wanted(run, passed, queue, prompts)
+            if size < too_large and _fits(
+                run, pages, peak, chunks, request, prompts[request], queue.lengths[request], pool, now
+            ):
+                if tried == 0 and (
+                    run.counts[PREEMPTED] == 0 or passed.since[0] < run.slots[run.preempted[0]].preempted_step
+                ):
+                    run.counts[ENTERED] = int(now)
+                take_aside(passed, tried)
+                if not _begin(run, pages, peak, chunks, queue, prompts, request, _LEFT, True, now):
+                    return True
+                continue
+            too_large = min(size, too_large)
+            tried += 1
+            continue
+        if queue.at[0] > queue.at[1]:
             return True
-        length, request = queue.lengths[queue.order[queue.at[end]]], take(queue, end)
-        prompt = prompts[request]
-        slot = take_slot(run, request, prompt, end, prompt + length / 2, length)
-        run.slots[slot].admitted_step = np.int32(now)
-        if not _enter(run, pages, peak, chunks, slot, now):
+        end, right_full = _choose(run, pages, peak, chunks, queue, passed, rules, prompts, limits, now, right_full)
+        if end == _PASSED_OVER:
+            tried += 1
+            continue
+        if end < 0 or not _begin(run, pages, peak, chunks, queue, prompts, take(queue, end), end, False, now):
             return True
     return True
 
 
 @njit(cache=True)
+def _due(run: Any, passed: Any, limits: Any, now: float) -> int:
+    """Which of those that wait longest, if any, nobody may enter before."""
+    last = float(run.counts[ENTERED])
+    preempted, aside = np.inf, np.inf  # the steps from which on they are due
+    if run.counts[PREEMPTED] > 0:
+        preempted = max(run.slots[run.preempted[0]].preempted_step, last) + limits.preempted_waits
+    if passed.size[0] > 0:
+        aside = max(passed.since[0], last) + limits.passed_waits
+    if min(preempted, aside) > now:
+        return _NOBODY_DUE
+    return _PREEMPTED_DUE if preempted <= aside else _PASSED_DUE
+
+
+@njit(cache=True)
 def _choose(
-    run: Any, pages: Any, peak: Any, chunks: Any, queue: Any, rules: Any, prompts: Any, limits: Any, now: float,
-    right_full: bool,
+    run: Any, pages: Any, peak: Any, chunks: Any, queue: Any, passed: Any, rules: Any, prompts: Any, limits: Any,
+    now: float, right_full: bool,
 ) -> Any:  # fmt: skip
-    """The end whose candidate is admitted next, -1 for none; and whether the right end's does not fit."""
+    """The end whose candidate is admitted next, or what else is done; and whether the right end's does not fit."""
     totals = chunks.totals
     account = Account(
         limits.pool,
@@ -183,16 +244,45 @@ def _choose(
         run.held[1],
     )
     turn = turns(rules, queue, prompts, account)
+    wanted = _wanted(run, passed, queue, prompts)
     for attempt in range(2):
         end = 1 if turn.right_first == (attempt == 0) else 0
         if not (turn.right if end == 1 else turn.left) or (end == 1 and right_full):
             continue
         request = queue.order[queue.at[end]]
-        pool = limits.pool - (turn.reserve if end == 1 else 0.0)
+        pool = limits.pool - wanted
+        if end == 1:
+            pool -= turn.reserve
+        elif rules.kind != BLEND or run.held[0] - run.held[PASSED] + prompts[request] <= turn.reserve:
+            pool = limits.pool
         if _fits(run, pages, peak, chunks, request, prompts[request], queue.lengths[request], pool, now):
             return end, right_full
         right_full = right_full or end == 1
-    return -1, right_full
+        if end == 0 and passed.size[0] < len(passed.requests):
+            put_aside(passed, take(queue, end), now)
+            return _PASSED_OVER, right_full
+    return _NEITHER, right_full
+
+
+@njit(cache=True)
+def _wanted(run: Any, passed: Any, queue: Any, prompts: Any) -> float:
+    """Compute the tokens kept for the request passed over first, less those that such requests hold already."""
+    if passed.size[0] == 0:
+        return 0.0
+    request = passed.requests[0]
+    return max(0.0, prompts[request] + queue.lengths[request] - run.held[PASSED])
+
+
+@njit(cache=True)
+def _begin(
+    run: Any, pages: Any, peak: Any, chunks: Any, queue: Any, prompts: Any, request: int, end: int, aside: bool,
+    now: float,
+) -> bool:  # fmt: skip
+    """Admit a request for the first time; there must be a slot. False when it got no chunk."""
+    prompt, length = prompts[request], queue.lengths[request]
+    slot = take_slot(run, request, prompt, end, aside, prompt + length / 2, length)
+    run.slots[slot].admitted_step = np.int32(now)
+    return _enter(run, pages, peak, chunks, slot, now)
 
 
 @njit(cache=True)
@@ -208,6 +298,14 @@ def _fits(
     top = most(peak, start + max(length, 1.0), private_tokens(pages, request, known) - start)
     shared = (pages.counts[SHARED] + pages.depth[request] - probe(pages, request)) * pages.page_size
     return top + shared <= pool - _MARGIN * pages.num_pages * pages.page_size
+
+
+@njit(cache=True)
+def _has_room(run: Any, pages: Any, request: int, known: int) -> bool:
+    """Whether there is room now for what a sequence has, and for all that run to go on a little."""
+    running = run.counts[DECODING] + run.counts[PREFILLING]
+    shared = probe(pages, request)
+    return running == 0 or known // pages.page_size + 2 + running - shared <= pages.counts[EMPTY] + pages.counts[UNUSED]
 
 
 @njit(cache=True)

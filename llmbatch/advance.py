@@ -15,73 +15,75 @@ from llmbatch.ends import End
 from llmbatch.pages import EMPTY, UNUSED, extend_by_one, give_up, release, tokens_spared
 from llmbatch.peak import expect, forget
 from llmbatch.reads import start_reading
-from llmbatch.slots import DECODING, PREEMPTED, PREEMPTIONS, PREFILLING, give_slot
+from llmbatch.slots import DECODING, PREEMPTED, PREEMPTIONS, PREFILLING, give_slot, remove
 from llmbatch.work import pairs_of, reads_of, spared_of
 
 _RIGHT = int(End.RIGHT)
 
 
 @njit(cache=True)
-def hold_decodes(run: Any, pages: Any, peak: Any, reach: Any) -> Any:
-    """Give every decoding sequence the page of its next token, preempting the newest where there is no room.
+def hold_decodes(run: Any, pages: Any, peak: Any, rates: Any, now: float) -> Any:
+    """Give every decoding sequence the page of its next token, preempting others where there is no room.
 
     Returns the KV tokens that the decodes of the step read, those read together once.
     """
     need = np.empty(run.counts[DECODING], np.int32)
     while True:
-        full, tokens = 0, -spared_of(reach, tokens_spared(pages))
+        full, tokens = 0, -spared_of(rates.reach, tokens_spared(pages))
         for i in range(run.counts[DECODING]):
             slot = run.decoding[i]
             if pages.held[slot] * pages.page_size <= run.slots[slot].computed:
                 need[full] = slot
                 full += 1
-            tokens += reads_of(reach, run.slots[slot].known - 1.0, 1)
+            tokens += reads_of(rates.reach, run.slots[slot].known - 1.0, 1)
         if full <= pages.counts[EMPTY] + pages.counts[UNUSED]:
             break
-        preempt(run, pages, peak, _newest(run))
+        preempt(run, pages, peak, _victim(run, pages, rates), now)
     for i in range(full):
         extend_by_one(pages, need[i])
     return tokens
 
 
 @njit(cache=True)
-def unblock(run: Any, pages: Any, peak: Any, chunks: Any) -> None:
+def unblock(run: Any, pages: Any, peak: Any, chunks: Any, now: float) -> None:
     """Preempt the newest until the oldest has a chunk. The budget is at least a page."""
     assert chunks.totals[BUDGET] >= pages.page_size
     while chunks.totals[CHUNKS] == 0 and not give_chunk(run, pages, chunks, run.prefilling[0]):
-        preempt(run, pages, peak, run.prefilling[run.counts[PREFILLING] - 1])
+        preempt(run, pages, peak, run.prefilling[run.counts[PREFILLING] - 1], now)
 
 
 @njit(cache=True)
-def preempt(run: Any, pages: Any, peak: Any, slot: int) -> None:
-    """Take a running sequence's pages; it waits at the head, with what it has generated."""
-    if not _remove(run.decoding, run.counts, DECODING, slot):
-        _remove(run.prefilling, run.counts, PREFILLING, slot)
+def preempt(run: Any, pages: Any, peak: Any, slot: int, now: float) -> None:
+    """Take a running sequence's pages; it waits, with what it has generated."""
+    if not remove(run.decoding, run.counts, DECODING, slot):
+        remove(run.prefilling, run.counts, PREFILLING, slot)
     release(pages, slot, run.slots[slot].computed, True)
     forget(peak, slot)
     run.slots[slot].computed = 0
     run.slots[slot].preemptions += 1
+    run.slots[slot].preempted_step = np.int32(now)
     run.preempted[run.counts[PREEMPTED]] = slot
     run.counts[PREEMPTED] += 1
     run.counts[PREEMPTIONS] += 1
 
 
 @njit(cache=True)
-def newest_long(run: Any, least: float) -> int:
-    """The newest of the right end's decodes that has outgrown what it was expected to generate, -1 for none.
+def long_victim(run: Any, pages: Any, rates: Any, least: float) -> int:
+    """The right end's decode that is cheapest to compute again of those that have outgrown what was expected of them.
 
-    It has `least` tokens, and was never preempted.
+    It has generated `least` tokens, and was never preempted. -1 for none.
     """
-    newest = -1
+    victim, lowest = -1, np.inf
     for i in range(run.counts[DECODING]):
         slot = run.decoding[i]
         record = run.slots[slot]
         generated = record.known - record.prompt
         expected = 2.0 * (record.weight - record.prompt)  # when it was admitted
-        long = record.end == _RIGHT and generated >= max(least, expected)
-        if long and record.preemptions == 0 and (newest < 0 or record.admission > run.slots[newest].admission):
-            newest = slot
-    return newest
+        if record.end == _RIGHT and generated >= max(least, expected) and record.preemptions == 0:
+            cost = _cost_again(run, pages, rates, slot)
+            if cost < lowest:
+                victim, lowest = slot, cost
+    return victim
 
 
 @njit(cache=True)
@@ -154,11 +156,11 @@ def end_sequences(run: Any, pages: Any, peak: Any, slots: Any) -> None:
 @njit(cache=True)
 def withdraw(run: Any, pages: Any, peak: Any, slot: int) -> None:
     """End a sequence between two steps, whether it runs or is preempted."""
-    if _remove(run.preempted, run.counts, PREEMPTED, slot):
+    if remove(run.preempted, run.counts, PREEMPTED, slot):
         give_up(pages, slot, run.slots[slot].request)
     else:
-        if not _remove(run.decoding, run.counts, DECODING, slot):
-            _remove(run.prefilling, run.counts, PREFILLING, slot)
+        if not remove(run.decoding, run.counts, DECODING, slot):
+            remove(run.prefilling, run.counts, PREFILLING, slot)
         release(pages, slot, run.slots[slot].computed, False)
         forget(peak, slot)
     give_slot(run, slot)
@@ -216,23 +218,36 @@ def _forecast(pages: Any, peak: Any, slot: int, record: Any, now: float) -> None
 
 
 @njit(cache=True)
-def _newest(run: Any) -> int:
-    newest = -1
+def _victim(run: Any, pages: Any, rates: Any) -> int:
+    """The running sequence that is cheapest to compute again; never the decode that was admitted first."""
+    first = run.decoding[0]
+    for slot in run.decoding[: run.counts[DECODING]]:
+        if run.slots[slot].admission < run.slots[first].admission:
+            first = slot
+    victim, lowest = -1, np.inf
     for i in range(run.counts[DECODING] + run.counts[PREFILLING]):
         slot = run.decoding[i] if i < run.counts[DECODING] else run.prefilling[i - run.counts[DECODING]]
-        if newest < 0 or run.slots[slot].admission > run.slots[newest].admission:
-            newest = slot
-    return newest
+        if slot != first:
+            cost = _cost_again(run, pages, rates, slot)
+            if victim < 0 or cost < lowest:
+                victim, lowest = slot, cost
+    return victim
 
 
 @njit(cache=True)
-def _remove(slots: Any, counts: Any, which: int, slot: int) -> Any:
-    """Take a slot out of a list, whose order is kept; whether it was there."""
-    kept = 0
-    for i in range(counts[which]):
-        if slots[i] != slot:
-            slots[kept] = slots[i]
-            kept += 1
-    found = kept < counts[which]
-    counts[which] = kept
-    return found
+def _cost_again(run: Any, pages: Any, rates: Any, slot: int) -> float:
+    """Seconds to compute a sequence again for each page that it frees, more where it was preempted before.
+
+    Pages that others hold too are neither freed nor computed again.
+    """
+    own = 0
+    for page in pages.tables[slot, : pages.held[slot]]:
+        if pages.users[page] == 1:
+            own += 1
+    if own == 0:
+        return np.inf
+    record = run.slots[slot]
+    kept = (pages.held[slot] - own) * pages.page_size
+    again = max(0, record.computed - kept)
+    seconds = again * (rates.seconds_per_token + (kept + 0.5 * again) * rates.seconds_per_pair)
+    return seconds * (1 + record.preemptions) / own

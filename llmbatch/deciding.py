@@ -22,11 +22,12 @@ from llmbatch.admission import (
     admit,
     prefill,
 )
-from llmbatch.advance import hold_decodes, newest_long, preempt, unblock
+from llmbatch.advance import hold_decodes, long_victim, preempt, unblock
 from llmbatch.budget import BudgetRules, Load, prices, step_tokens
 from llmbatch.compiled import njit
 from llmbatch.ends import BLEND, EndRules, Queue
 from llmbatch.pages import EMPTY, UNUSED, WIDEST, Pages
+from llmbatch.passed import Passed
 from llmbatch.peak import Peak
 from llmbatch.references import by_reference
 from llmbatch.slots import DECODING, PREEMPTED, PREEMPTIONS, PREFILLING, RECKONED, Running
@@ -46,6 +47,7 @@ class Core(NamedTuple):
     peak: Peak
     chunks: Chunks
     queue: Queue
+    passed: Passed
     rules: EndRules
     budget: BudgetRules
     prompts: NDArray[np.int32]  # by request: tokens
@@ -58,7 +60,8 @@ class Core(NamedTuple):
 def is_done(core: Any) -> Any:
     """Nothing runs and nothing waits."""
     counts = core.run.counts
-    return core.queue.at[0] > core.queue.at[1] and counts[DECODING] + counts[PREFILLING] + counts[PREEMPTED] == 0
+    waits = core.queue.at[0] <= core.queue.at[1] or core.passed.size[0] > 0
+    return not waits and counts[DECODING] + counts[PREFILLING] + counts[PREEMPTED] == 0
 
 
 @njit(cache=True)
@@ -79,7 +82,7 @@ def decide_step(core: Any, now: float) -> Any:
     totals = chunks.totals
     if not totals[BEGUN]:
         before = run.counts[PREEMPTIONS]
-        kv_tokens = hold_decodes(run, pages, peak, core.rates.reach)
+        kv_tokens = hold_decodes(run, pages, peak, core.rates, now)
         totals[:] = 0
         totals[BEGUN] = 1
         totals[PREEMPTED_NOW] = run.counts[PREEMPTIONS] - before
@@ -98,7 +101,7 @@ def decide_step(core: Any, now: float) -> Any:
         if run.counts[PREFILLING] == 0 and not _admit(core, now):
             return False
         before = run.counts[PREEMPTIONS]
-        unblock(run, pages, peak, chunks)
+        unblock(run, pages, peak, chunks, now)
         totals[PREEMPTED_NOW] += run.counts[PREEMPTIONS] - before
     totals[BEGUN] = 0
     return True
@@ -126,10 +129,10 @@ def _make_way(core: Any, now: float) -> bool:
         and core.queue.at[0] <= core.queue.at[1]
         and pages.counts[EMPTY] + pages.counts[UNUSED] < _FULL * pages.num_pages
     ):
-        slot = newest_long(run, _LONG * core.limits.pool)
+        slot = long_victim(run, pages, core.rates, _LONG * core.limits.pool)
         if slot < 0:
             break
-        preempt(run, pages, core.peak, slot)
+        preempt(run, pages, core.peak, slot, now)
         totals[PREEMPTED_NOW] += 1
         if not _admit(core, now):
             return False
@@ -138,4 +141,15 @@ def _make_way(core: Any, now: float) -> bool:
 
 @njit(cache=True)
 def _admit(core: Any, now: float) -> Any:
-    return admit(core.run, core.pages, core.peak, core.chunks, core.queue, core.rules, core.prompts, core.limits, now)
+    return admit(
+        core.run,
+        core.pages,
+        core.peak,
+        core.chunks,
+        core.queue,
+        core.passed,
+        core.rules,
+        core.prompts,
+        core.limits,
+        now,
+    )

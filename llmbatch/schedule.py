@@ -6,10 +6,14 @@ rest of the step's budget to prefills and admissions (`llmbatch.admission`). `co
 engine returned. Deciding imports no torch and reads no clock: a step depends on what came before it and on
 nothing else.
 
-When predictions fail, the newest sequences give their pages back and are computed again later, from the head
-of the queue (recompute); so do long answers that fill the pool while compute idles, each once. A request whose
-prompt and longest answer exceed the pool must not be enqueued; under that condition a sequence that is alone
-always ends, so every request does.
+When predictions fail, the sequences that are cheapest to compute again give their pages back and are computed again
+later (recompute); so do long answers that fill the pool while compute idles, each once. A request whose prompt and
+longest answer exceed the pool must not be enqueued; under that condition a sequence that is alone always ends.
+
+Why every job ends. Tokens that are sampled are never lost. A step that preempts for a decode's next page spares the
+decode that was admitted first, so it samples a token. While no token is sampled, what prefills first gets a chunk in
+every step, and only those behind it are preempted. Whoever waits, preempted or passed over, is due in the end
+(`llmbatch.admission`): nobody else enters until it does, at the latest when nothing runs any more.
 
 No work in a step is proportional to the requests that wait; what is proportional to those that run is compiled
 (`llmbatch.deciding`).
@@ -33,6 +37,7 @@ from llmbatch.ends import EndRules, Ends, InOrder, Queue
 from llmbatch.engines import Finish, Step, StepResult
 from llmbatch.lengths import Expected
 from llmbatch.pages import WIDEST, Pages, tokens_spared
+from llmbatch.passed import Passed
 from llmbatch.peak import Peak
 from llmbatch.publishing import Ends as EndedPages
 from llmbatch.publishing import publish
@@ -110,6 +115,7 @@ class Scheduler:
             peak=Peak.empty(_SLOTS),
             chunks=Chunks.empty(_SLOTS, rates.reach),
             queue=Queue.of(np.empty(0, np.int32), self._taken, np.empty(0)),
+            passed=Passed.empty(),
             rules=EndRules.of(InOrder()),
             budget=BudgetRules.of(FixedBudget()),
             prompts=prompt_lengths,
@@ -142,6 +148,7 @@ class Scheduler:
             peak=carry_peak(core.peak, core.run, core.pages, numbers, trie),
             pages=carry_pages(core.pages, numbers, trie, _width(prompt_lengths, trie), prompts or Prompts.nothing()),
             queue=Queue.of(np.empty(0, np.int32), self._taken, np.empty(0)),
+            passed=Passed.empty(),
             prompts=prompt_lengths,
             limits=core.limits._replace(most_running=max_running),
         )
@@ -151,9 +158,14 @@ class Scheduler:
         return find_pages(self.core.pages, prompts, tree.rows, tree.lcp, numbers)
 
     def enqueue(self, waiting: Waiting) -> None:
-        """Replace what waits; running sequences go on."""
+        """Replace what waits; running sequences go on, and what was passed over has waited as long as it has."""
+        before = self.core.passed
+        self._taken[before.requests[: before.size[0]]] = False
+        passed = before.among(waiting.order)
+        self._taken[passed.requests[: passed.size[0]]] = True
         self.core = self.core._replace(
             queue=Queue.of(waiting.order, self._taken, waiting.lengths),
+            passed=passed,
             rules=EndRules.of(waiting.ends),
             budget=BudgetRules.of(waiting.budget),
             left=np.array([waiting.compute, waiting.memory]),
@@ -162,7 +174,7 @@ class Scheduler:
     @property
     def waiting(self) -> bool:
         """Whether requests wait to be admitted."""
-        return bool(self.core.queue)
+        return bool(self.core.queue) or bool(self.core.passed)
 
     @property
     def running(self) -> int:

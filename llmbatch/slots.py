@@ -26,6 +26,8 @@ SLOT = np.dtype(
         ("recomputed", np.int32),  # tokens computed again after a preemption
         ("preemptions", np.int32),
         ("admitted_step", np.int32),  # of its first admission
+        ("preempted_step", np.int32),  # of its latest preemption
+        ("passed", np.bool_),  # over, before it was admitted
         ("end", np.int32),  # of the order, that it was admitted from
         ("ended", np.bool_),  # in the step being committed
         ("admission", np.int64),  # number of its latest admission
@@ -35,7 +37,9 @@ SLOT = np.dtype(
     align=True,
 )
 
-FREE, DECODING, PREFILLING, PREEMPTED, ADMISSIONS, PREEMPTIONS, RECKONED = range(7)  # in `Running.counts`
+# In `Running.counts`. ENTERED: the step in which one last entered that had waited, preempted or passed over.
+FREE, DECODING, PREFILLING, PREEMPTED, ADMISSIONS, PREEMPTIONS, RECKONED, ENTERED = range(8)
+PASSED = 2  # in `Running.held`, behind the ends
 
 
 @by_reference
@@ -46,9 +50,9 @@ class Running(NamedTuple):
     free: NDArray[np.int32]  # a stack
     decoding: NDArray[np.int32]
     prefilling: NDArray[np.int32]  # in order of admission
-    preempted: NDArray[np.int32]  # a stack: the newest preempted is the first to come back
+    preempted: NDArray[np.int32]  # in order of preemption: the first is the first to come back
     counts: NDArray[np.int64]  # of each list; admissions, preemptions, and how many of these were reckoned with
-    held: NDArray[np.float64]  # [2] expected KV tokens by end
+    held: NDArray[np.float64]  # [3] expected KV tokens by end; of those that had been passed over
 
     @classmethod
     def empty(cls, capacity: int) -> Running:
@@ -56,10 +60,10 @@ class Running(NamedTuple):
         slots = np.zeros(capacity, SLOT)
         slots["request"] = -1
         free = np.arange(capacity - 1, -1, -1, dtype=np.int32)
-        counts = np.zeros(7, np.int64)
+        counts = np.zeros(8, np.int64)
         counts[FREE] = capacity
         decoding, prefilling, preempted = (np.empty(capacity, np.int32) for _ in range(3))
-        return cls(slots, free, decoding, prefilling, preempted, counts, np.zeros(2))
+        return cls(slots, free, decoding, prefilling, preempted, counts, np.zeros(3))
 
     def grown(self) -> Running:
         """The same with twice the slots."""
@@ -78,7 +82,7 @@ class Running(NamedTuple):
 
 
 @njit(cache=True)
-def take_slot(run: Any, request: int, prompt: int, end: int, weight: float, left: float) -> Any:
+def take_slot(run: Any, request: int, prompt: int, end: int, passed: bool, weight: float, left: float) -> Any:
     """A free slot, there must be one, for a request of `prompt` tokens of which nothing is computed."""
     run.counts[FREE] -= 1
     slot = run.free[run.counts[FREE]]
@@ -92,11 +96,15 @@ def take_slot(run: Any, request: int, prompt: int, end: int, weight: float, left
     record.recomputed = 0
     record.preemptions = 0
     record.admitted_step = -1
+    record.preempted_step = -1
     record.end = end
+    record.passed = passed
     record.ended = False
     record.weight = weight
     record.left = left
     run.held[end] += weight
+    if passed:
+        run.held[PASSED] += weight
     return slot
 
 
@@ -105,6 +113,21 @@ def give_slot(run: Any, slot: int) -> None:
     """Free a slot."""
     record = run.slots[slot]
     run.held[record.end] -= record.weight
+    if record.passed:
+        run.held[PASSED] -= record.weight
     record.request = -1
     run.free[run.counts[FREE]] = slot
     run.counts[FREE] += 1
+
+
+@njit(cache=True)
+def remove(slots: Any, counts: Any, which: int, slot: int) -> Any:
+    """Take a slot out of a list, whose order is kept; whether it was there."""
+    kept = 0
+    for i in range(counts[which]):
+        if slots[i] != slot:
+            slots[kept] = slots[i]
+            kept += 1
+    found = kept < counts[which]
+    counts[which] = kept
+    return found

@@ -1,0 +1,24 @@
+"""A few very long prompts among thousands of rows hold up nothing: the mixes of benchmarks/long_prompts.py."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+
+import pytest
+
+from llmbatch.cost import SHAPES, CostModel
+from llmbatch.hardware import find_hardware
+from llmbatch.simulate import MAX_RUNNING, pool_of, simulate
+from llmbatch.workload import Scheduling
+
+MIX = runpy.run_path(str(Path(__file__).parent.parent / "benchmarks" / "long_prompts.py"))["mix"]
+
+
+@pytest.mark.parametrize(("count", "tokens", "least"), [(20, 120_000, 0.96), (12, 200_000, 0.95)])
+def test_long_prompts_among_many_rows_cost_little(count: int, tokens: int, least: float) -> None:
+    cost = CostModel(SHAPES["llama-3-8b"], find_hardware("a100-80gb"))
+    scheduling = Scheduling(max_running=MAX_RUNNING)
+    report = simulate(MIX(count, tokens, 0.2, 0), cost, pool_of(cost, None), scheduling, lengths="known").report
+    assert report.preemptions == 0
+    assert report.fraction_of_optimal >= least

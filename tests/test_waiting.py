@@ -1,0 +1,187 @@
+"""How long those wait that were preempted or passed over, who is preempted, and how many run."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from llmbatch.budget import Budget, ClosedLoopBudget, FixedBudget
+from llmbatch.ends import Blend, Ends, InOrder
+from llmbatch.engines import Step
+from llmbatch.engines.simulated import SimulatedEngine
+from llmbatch.schedule import Scheduler, Waiting
+from llmbatch.slots import PREEMPTED
+from tests.test_schedule import least_pages, run, scheduler_for
+from tests.workloads import COST, RATES, Believed, Workload, workloads
+
+BUDGETS: list[Budget] = [FixedBudget(7), FixedBudget(64), ClosedLoopBudget(RATES)]
+ENDS: list[Ends] = [InOrder(), Blend()]
+WAITS = 6  # steps, in place of thousands
+
+pools, sizes = st.integers(0, 20), st.sampled_from([1, 3, 16])
+
+
+def patient(scheduler: Scheduler) -> Scheduler:
+    """The scheduler with `WAITS` for its patience."""
+    limits = scheduler.core.limits._replace(preempted_waits=float(WAITS), passed_waits=float(WAITS))
+    scheduler.core = scheduler.core._replace(limits=limits)
+    return scheduler
+
+
+def preempted(scheduler: Scheduler) -> list[int]:
+    """Requests that are preempted, in the order in which they come back."""
+    core = scheduler.core
+    return list(core.run.slots["request"][core.run.preempted[: core.run.counts[PREEMPTED]]].tolist())
+
+
+def passed(scheduler: Scheduler) -> list[int]:
+    """Requests that are passed over, the first first."""
+    aside = scheduler.core.passed
+    return list(aside.requests[: aside.size[0]].tolist())
+
+
+def entries(load: Workload, scheduler: Scheduler) -> list[tuple[list[int], list[int], set[int]]]:
+    """Of each step: who was preempted before it and after, who passed over before, and who entered in it."""
+    engine = SimulatedEngine(load.lengths, COST)
+    log, inside = [], set[int]()
+    while not scheduler.done:
+        before = preempted(scheduler) + passed(scheduler)
+        step = scheduler.decide()
+        waiting = preempted(scheduler)
+        now = set(scheduler.unfinished()[0].tolist()) - set(waiting)
+        log.append((before, waiting + passed(scheduler), now - inside))
+        finished = scheduler.commit(step, engine.execute(step))
+        inside = now - set(finished.requests.tolist())
+        for slot in finished.slots.tolist():
+            engine.retire(slot)
+        assert len(log) < 100_000, "the job does not end"
+    return log
+
+
+@given(workloads(most=40), sizes, pools, st.sampled_from(ENDS), st.sampled_from(BUDGETS))
+@settings(max_examples=60)
+def test_while_one_waits_others_enter_for_a_bounded_number_of_steps(
+    load: Workload, size: int, extra: int, ends: Ends, budget: Budget
+) -> None:
+    """The bound: the patience and one step more, for it and for each that waited already when it began to."""
+    scheduler = patient(scheduler_for(load, size, least_pages(load, size) + extra, ends, budget))
+    ahead: dict[int, int] = {}
+    others: dict[int, int] = {}
+    for before, after, entered in entries(load, scheduler):
+        for request in set(others) - set(after):
+            others.pop(request)
+        for request in after:
+            if request not in others:
+                others[request], ahead[request] = 0, len(set(before) | set(after)) - 1
+            elif entered - {request}:
+                others[request] += 1
+            assert others[request] <= (WAITS + 1) * (1 + ahead[request])
+
+
+@given(workloads(most=40), sizes, pools, st.sampled_from(ENDS), st.sampled_from(BUDGETS), st.integers(1, 6))
+@settings(max_examples=60)
+def test_no_more_run_than_may_run_those_that_come_back_included(
+    load: Workload, size: int, extra: int, ends: Ends, budget: Budget, most: int
+) -> None:
+    scheduler = patient(scheduler_for(load, size, least_pages(load, size) + extra, ends, budget, max_running=most))
+    steps, _ = run(load, scheduler)
+    assert max(max(step.running, len(step.slots)) for step in steps) <= most
+
+
+@given(workloads(most=40), sizes, pools, st.sampled_from(ENDS), st.sampled_from(BUDGETS))
+@settings(max_examples=60)
+def test_each_step_samples_a_token_or_computes_a_chunk_that_is_kept(
+    load: Workload, size: int, extra: int, ends: Ends, budget: Budget
+) -> None:
+    """Why every job ends: sampled tokens are never lost, and while none is sampled nobody is preempted who computes."""
+    scheduler = patient(scheduler_for(load, size, least_pages(load, size) + extra, ends, budget))
+    engine = SimulatedEngine(load.lengths, COST)
+    first, reached = -1, 0
+    while not scheduler.done:
+        step = scheduler.decide()
+        if step.samples.any():
+            first = -1
+        else:
+            assert first in (-1, step.requests[0]), "another sequence computes than the one that did"
+            assert first < 0 or step.starts[0] >= reached, "a chunk is lost"
+            first, reached = int(step.requests[0]), int(step.starts[0] + step.counts[0])
+        finished = scheduler.commit(step, engine.execute(step))
+        for slot in finished.slots.tolist():
+            engine.retire(slot)
+
+
+def steps_of(load: Workload, scheduler: Scheduler) -> list[NDArray[np.int32]]:
+    return [step.requests for step in _steps(load, scheduler)]
+
+
+def _steps(load: Workload, scheduler: Scheduler) -> list[Step]:
+    return run(load, scheduler)[0]
+
+
+def test_a_prompt_that_does_not_fit_is_passed_over_until_there_is_room() -> None:
+    """The second prompt needs all but the first's memory; those behind it need little."""
+    prompts = [[1] * 20, [2] * 80, *[[3 + i] * 4 for i in range(6)]]
+    lengths = np.array([30, 2, *[3] * 6], np.int32)
+    load = Workload(prompts, lengths, lengths.astype(np.float64))
+    steps = steps_of(load, scheduler_for(load, 1, 100, InOrder(), FixedBudget(200)))
+    begun = {request: next(i for i, row in enumerate(steps) if request in row) for request in range(8)}
+    assert begun[0] == begun[2] == 0
+    assert begun[1] == 30
+
+
+def test_one_that_was_passed_over_long_enough_is_waited_for() -> None:
+    """Short prompts would fill the memory for ever; some have run when the long one's turn comes, and most have not."""
+    prompts = [[1] * 20, [2] * 70, *[[3 + i] * 10 for i in range(200)]]
+    lengths = np.array([8, 2, *[5] * 200], np.int32)
+    load = Workload(prompts, lengths, lengths.astype(np.float64))
+    scheduler = patient(scheduler_for(load, 1, 100, InOrder(), FixedBudget(200), max_running=300))
+    steps = steps_of(load, scheduler)
+    assert next(i for i, row in enumerate(steps) if 1 in row) <= 2 * WAITS
+
+
+def test_a_plan_that_is_replaced_keeps_how_long_a_request_was_passed_over() -> None:
+    prompts = [[1] * 20, [2] * 80, *[[3 + i] * 4 for i in range(6)]]
+    lengths = np.array([30, 2, *[3] * 6], np.int32)
+    load = Workload(prompts, lengths, lengths.astype(np.float64))
+    scheduler = scheduler_for(load, 1, 100, InOrder(), FixedBudget(24))
+    engine = SimulatedEngine(load.lengths, COST)
+    for _ in range(3):
+        step = scheduler.decide()
+        scheduler.commit(step, engine.execute(step))
+
+    def enqueue(*order: int) -> None:
+        requests = np.array(order, np.int32)
+        scheduler.enqueue(Waiting(requests, load.believed, InOrder(), FixedBudget(24), 1.0, 1.0))
+
+    enqueue(7, 1, 6)
+    assert (passed(scheduler), float(scheduler.core.passed.since[0])) == ([1], 0.0)
+    enqueue(7, 6)
+    assert passed(scheduler) == []
+    enqueue(7, 1, 6)
+    assert passed(scheduler) == []
+    assert not scheduler.done
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_the_victim_is_the_one_that_is_cheapest_to_compute_again(shared: bool) -> None:
+    """Of two long contexts and a short one: a page of a long one takes more pairs, whoever holds the others with it."""
+    prompts = [[1] * 160, [1 if shared else 2] * 160, [3] * 16]
+    load = Workload(prompts, np.full(3, 40, np.int32), np.full(3, 1.0))
+    scheduler = Scheduler(
+        load.prompt_lengths,
+        num_pages=52 if shared else 92,
+        trie=load.trie(4),
+        lengths=Believed(load.believed),
+        rates=RATES._replace(seconds_per_pair=1e-3),
+        max_running=8,
+    )
+    order = np.array([0, 2, 1], np.int32)  # the newest is a long one
+    scheduler.enqueue(Waiting(order, load.believed, InOrder(), FixedBudget(400), 1.0, 1.0))
+    engine = SimulatedEngine(load.lengths, COST)
+    while not preempted(scheduler):
+        step = scheduler.decide()
+        scheduler.commit(step, engine.execute(step))
+    assert preempted(scheduler) == [2]
