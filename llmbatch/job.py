@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 
 from llmbatch.answers import Window, output_schema
-from llmbatch.arguments import Paths, check_storage_options, finite, flag, path, paths_of, text, whole
+from llmbatch.arguments import Paths, check_storage_options, finite, flag, one_of, path, paths_of, text, whole
 from llmbatch.book import Book
 from llmbatch.choices import CHANGED_ROWS, ChangedRows, DType
 from llmbatch.command import describe_command
@@ -101,8 +101,7 @@ def run(
             raise ParameterError(f"max_error_rate must lie in [0, 1], got {max_error_rate:g}")
     if window_rows is not None:
         window_rows = whole("window_rows", window_rows, 1)
-    if changed_rows not in CHANGED_ROWS:
-        raise ParameterError(f"changed_rows must be one of {', '.join(CHANGED_ROWS)}, got {changed_rows!r}")
+    one_of("changed_rows", changed_rows, CHANGED_ROWS)
     source = Inputs.resolve(paths, storage_options)
     target = Output.open(
         output, inputs=[*paths, *source.paths], storage_options=storage_options, compression=compression
