@@ -19,7 +19,7 @@ import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeVar, cast
 
 import llvmlite
 import numba
@@ -61,12 +61,12 @@ def njit(*, cache: bool = False, **options: Any) -> Callable[[F], Dispatcher[F]]
 
     def compile_later(function: F) -> Dispatcher[F]:
         dispatcher: Any = numba.njit(**options)(function)
-        if isinstance(dispatcher, Dispatcher):  # not where numba is switched off
+        if hasattr(dispatcher, "overloads"):  # not where numba is switched off
             template = dispatcher.get_call_template
             dispatcher.get_call_template = lambda args, kws: template(tuple(map(_canonical, args)), kws)
             if cache and kept():
                 dispatcher._cache = _Cache(function)
-        return dispatcher
+        return cast("Dispatcher[F]", dispatcher)
 
     return compile_later
 
@@ -74,7 +74,7 @@ def njit(*, cache: bool = False, **options: Any) -> Callable[[F], Dispatcher[F]]
 def _canonical(kind: Any) -> Any:
     """The type that an argument of a call is handed over as."""
     kind = types.unliteral(kind)
-    return types.int64 if isinstance(kind, types.Integer) and kind.signed else kind
+    return types.int64 if isinstance(kind, types.Integer) and getattr(kind, "signed", False) else kind
 
 
 @cache
