@@ -17,8 +17,8 @@ from numba import njit
 from numpy.typing import NDArray
 
 from llmbatch.contents import Prompts, find, found_pages, index, name_of, start, with_tokens
-from llmbatch.keeping import path_of, worth_in_plan
-from llmbatch.pages import LOOSE, SHARED, UNUSED, Pages, free_page, publish_as
+from llmbatch.keeping import LOOSE, SHARED, UNUSED, free_page, path_of, publish_as, worth_in_plan
+from llmbatch.pages import Pages
 from llmbatch.slots import Running
 from llmbatch.trie import PageTrie
 from llmbatch.worth import is_planned, remove, revalue
