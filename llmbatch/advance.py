@@ -12,7 +12,8 @@ import numpy as np
 from llmbatch.admission import BUDGET, CHUNKS, give_chunk, private_tokens
 from llmbatch.compiled import njit
 from llmbatch.ends import End
-from llmbatch.pages import EMPTY, UNUSED, extend_by_one, give_up, release, tokens_spared
+from llmbatch.keeping import give_up
+from llmbatch.pages import EMPTY, UNUSED, extend_by_one, release, tokens_spared
 from llmbatch.peak import expect, forget
 from llmbatch.reads import start_reading
 from llmbatch.slots import DECODING, PREEMPTED, PREEMPTIONS, PREFILLING, give_slot, remove

@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 
 from llmbatch.compiled import njit
 from llmbatch.contents import Prompts, find, found_pages, index, name_of, start, with_tokens
-from llmbatch.keeping import path_of, worth_in_plan
-from llmbatch.pages import LOOSE, SHARED, UNUSED, Pages, free_page, publish_as
+from llmbatch.keeping import LOOSE, SHARED, UNUSED, free_page, path_of, publish_as, worth_in_plan
+from llmbatch.pages import Pages
 from llmbatch.peak import Peak
 from llmbatch.slots import Running
 from llmbatch.trie import PageTrie

@@ -1,13 +1,17 @@
-"""What an unused page is worth by the plan, and how a slot finds the pages that were kept for it."""
+"""What an unused page is worth by the plan, who finds it, and how it goes when its room is needed."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from llmbatch.compiled import njit
-from llmbatch.contents import find, name_of, prompt_pages, start, with_tokens
+from llmbatch.contents import find, forget_contents, name_of, prompt_pages, start, with_tokens
 from llmbatch.trie import fill_path
-from llmbatch.worth import given_up, planned, revalue
+from llmbatch.worth import given_up, planned, remove, revalue
+
+FREE, LOOSE = -2, -1  # what `node` says of a page that is not in the trie
+EMPTY, UNUSED, SHARED, WIDEST, SEQUENCES = range(5)  # in `Pages.counts`
+NOBODY = -1  # in `Pages.owner` and `Pages.sequence`
 
 
 @njit(cache=True)
@@ -53,3 +57,46 @@ def recall(pages: Any, slot: int, position: int) -> Any:
     name = with_tokens(name, pages.prompts.tokens, begin, begin + pages.page_size)
     page = find(pages.contents, name[0], name[1])
     return page if page >= 0 and pages.node[page] < 0 else -1
+
+
+@njit(cache=True)
+def publish_as(pages: Any, page: int, node: int) -> None:
+    """Let a loose page stand for one of the trie; the caller sees to its users and its worth."""
+    pages.node[page] = node
+    pages.owner[page] = NOBODY
+    pages.resident[node] = page
+
+
+@njit(cache=True)
+def give_up(pages: Any, slot: int, request: int) -> None:
+    """The request that was preempted from a slot does not come back."""
+    expect_requests(pages, request, -1)
+    for page in pages.tables[slot]:
+        if page >= 0 and pages.owner[page] == pages.sequence[slot]:
+            remove(pages.worth, page)
+            pages.counts[UNUSED] -= 1
+            free_page(pages, page)
+    pages.sequence[slot] = NOBODY
+
+
+@njit(cache=True)
+def free_page(pages: Any, page: int) -> None:
+    """Nobody holds a page, and nobody will find it."""
+    if pages.node[page] >= 0:
+        pages.resident[pages.node[page]] = -1
+    forget_contents(pages.contents, page)
+    pages.owner[page] = NOBODY
+    pages.node[page] = FREE
+    pages.free[pages.counts[EMPTY]] = page
+    pages.counts[EMPTY] += 1
+
+
+@njit(cache=True)
+def evict(pages: Any, wanted: int) -> None:
+    """Free the least worthy of the pages that nobody uses."""
+    assert pages.counts[UNUSED] >= wanted, "room was promised that is not there"
+    for _ in range(wanted):
+        page = pages.worth.heap[0]
+        remove(pages.worth, page)
+        pages.counts[UNUSED] -= 1
+        free_page(pages, page)

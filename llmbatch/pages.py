@@ -31,15 +31,15 @@ from llmbatch.contents import (
     start,
     with_tokens,
 )
-from llmbatch.keeping import expect_requests, path_of, recall
+from llmbatch.keeping import EMPTY as EMPTY
+from llmbatch.keeping import FREE, LOOSE, NOBODY, SEQUENCES, evict, expect_requests, path_of, publish_as, recall
+from llmbatch.keeping import SHARED as SHARED
+from llmbatch.keeping import UNUSED as UNUSED
+from llmbatch.keeping import WIDEST as WIDEST
 from llmbatch.reads import Reads, stop_reading
 from llmbatch.references import by_reference
 from llmbatch.trie import PageTrie
 from llmbatch.worth import Worth, given_up, insert, planned, remove
-
-FREE, LOOSE = -2, -1  # what `node` says of a page that is not in the trie
-EMPTY, UNUSED, SHARED, WIDEST, SEQUENCES = range(5)  # in `Pages.counts`
-_NOBODY = -1  # in `Pages.owner` and `Pages.sequence`
 
 
 @by_reference
@@ -92,10 +92,10 @@ class Pages(NamedTuple):
             tables=np.full((slots, width), -1, np.int32),
             held=np.zeros(slots, np.int32),
             request=np.full(slots, -1, np.int32),
-            sequence=np.full(slots, _NOBODY, np.int64),
+            sequence=np.full(slots, NOBODY, np.int64),
             node=np.full(num_pages, FREE, np.int32),
             users=np.zeros(num_pages, np.int32),
-            owner=np.full(num_pages, _NOBODY, np.int64),
+            owner=np.full(num_pages, NOBODY, np.int64),
             free=np.arange(num_pages - 1, -1, -1, dtype=np.int32),
             counts=np.array([num_pages, 0, 0, 0, 0], np.int64),
             worth=Worth.empty(num_pages),
@@ -119,7 +119,7 @@ class Pages(NamedTuple):
             tables=np.pad(self.tables, ((0, more), (0, 0)), constant_values=-1),
             held=np.pad(self.held, (0, more)),
             request=np.pad(self.request, (0, more), constant_values=-1),
-            sequence=np.pad(self.sequence, (0, more), constant_values=_NOBODY),
+            sequence=np.pad(self.sequence, (0, more), constant_values=NOBODY),
             reads=self.reads.grown(),
         )
 
@@ -166,7 +166,7 @@ class Pages(NamedTuple):
         assert self.counts[SHARED] == np.count_nonzero(users[inside] > 0), "used trie pages are miscounted"
         assert (self.remaining >= 0).all(), "fewer than no rows are to come"
         assert not self.contents.names[free].any(), "a free page has a name"
-        assert (self.owner[(self.node != LOOSE) | (users > 0)] == _NOBODY).all(), "a page in use has an owner"
+        assert (self.owner[(self.node != LOOSE) | (users > 0)] == NOBODY).all(), "a page in use has an owner"
         for page in inside[unused[inside] & (self.remaining[self.node[inside]] > 0)]:
             node = self.node[page]
             assert self.worth.value[page] == planned(self.remaining[node], node), "a worth is not the plan's"
@@ -194,7 +194,7 @@ def admit_pages(pages: Any, slot: int, request: int, prompt: int) -> Any:
     """
     assert pages.request[slot] < 0, "a slot is given twice"
     pages.request[slot] = request
-    if pages.sequence[slot] == _NOBODY:
+    if pages.sequence[slot] == NOBODY:
         pages.sequence[slot] = pages.counts[SEQUENCES]
         pages.counts[SEQUENCES] += 1
     found = adopt(pages, slot, prompt)
@@ -224,19 +224,11 @@ def adopt(pages: Any, slot: int, prompt: int) -> Any:
             remove(pages.worth, page)
             pages.counts[UNUSED] -= 1
             pages.counts[SHARED] += pages.node[page] >= 0
-            pages.owner[page] = _NOBODY
+            pages.owner[page] = NOBODY
         pages.users[page] += 1
         pages.tables[slot, position] = page
         pages.held[slot] += 1
     return pages.held[slot] * pages.page_size
-
-
-@njit(cache=True)
-def publish_as(pages: Any, page: int, node: int) -> None:
-    """Let a loose page stand for one of the trie; the caller sees to its users and its worth."""
-    pages.node[page] = node
-    pages.owner[page] = _NOBODY
-    pages.resident[node] = page
 
 
 @njit(cache=True)
@@ -250,7 +242,7 @@ def extend(pages: Any, slot: int, tokens: int) -> None:
     if missing <= 0:
         return
     if missing > pages.counts[EMPTY]:
-        _evict(pages, missing - pages.counts[EMPTY])
+        evict(pages, missing - pages.counts[EMPTY])
     path = path_of(pages, pages.request[slot])
     contents, prompts = pages.contents, pages.prompts
     begin, named = prompt_pages(prompts, pages.request[slot], pages.page_size)
@@ -273,7 +265,7 @@ def extend(pages: Any, slot: int, tokens: int) -> None:
 def extend_by_one(pages: Any, slot: int) -> None:
     """Hold one page more, which is loose."""
     if pages.counts[EMPTY] == 0:
-        _evict(pages, 1)
+        evict(pages, 1)
     _take(pages, slot)
     pages.counts[WIDEST] = max(pages.counts[WIDEST], pages.held[slot])
 
@@ -318,37 +310,13 @@ def release(pages: Any, slot: int, computed: int, again: bool) -> None:
     pages.held[slot] = 0
     pages.request[slot] = -1
     if not again:
-        pages.sequence[slot] = _NOBODY
-
-
-@njit(cache=True)
-def give_up(pages: Any, slot: int, request: int) -> None:
-    """The request that was preempted from a slot does not come back."""
-    expect_requests(pages, request, -1)
-    for page in pages.tables[slot]:
-        if page >= 0 and pages.owner[page] == pages.sequence[slot]:
-            remove(pages.worth, page)
-            pages.counts[UNUSED] -= 1
-            free_page(pages, page)
-    pages.sequence[slot] = _NOBODY
+        pages.sequence[slot] = NOBODY
 
 
 @njit(cache=True)
 def tokens_spared(pages: Any) -> Any:
     """KV tokens that decodes need not read, since others of the step read them for them."""
     return pages.reads.spared[0] * pages.page_size
-
-
-@njit(cache=True)
-def free_page(pages: Any, page: int) -> None:
-    """Nobody holds a page, and nobody will find it."""
-    if pages.node[page] >= 0:
-        pages.resident[pages.node[page]] = -1
-    forget_contents(pages.contents, page)
-    pages.owner[page] = _NOBODY
-    pages.node[page] = FREE
-    pages.free[pages.counts[EMPTY]] = page
-    pages.counts[EMPTY] += 1
 
 
 @njit(cache=True)
@@ -361,14 +329,3 @@ def _take(pages: Any, slot: int) -> Any:
     pages.tables[slot, pages.held[slot]] = page
     pages.held[slot] += 1
     return page
-
-
-@njit(cache=True)
-def _evict(pages: Any, wanted: int) -> None:
-    """Free the least worthy of the pages that nobody uses."""
-    assert pages.counts[UNUSED] >= wanted, "room was promised that is not there"
-    for _ in range(wanted):
-        page = pages.worth.heap[0]
-        remove(pages.worth, page)
-        pages.counts[UNUSED] -= 1
-        free_page(pages, page)

@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 
 from llmbatch.compiled import njit
 from llmbatch.contents import give_name, name_of, start, with_token
-from llmbatch.pages import UNUSED, Pages, free_page
+from llmbatch.keeping import UNUSED, free_page
+from llmbatch.pages import Pages
 from llmbatch.worth import remove
 
 
