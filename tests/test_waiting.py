@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from llmbatch.advance import preempt
 from llmbatch.budget import Budget, ClosedLoopBudget, FixedBudget
 from llmbatch.ends import Blend, Ends, InOrder
 from llmbatch.engines import Step
@@ -89,6 +90,31 @@ def test_no_more_run_than_may_run_those_that_come_back_included(
     scheduler = patient(scheduler_for(load, size, least_pages(load, size) + extra, ends, budget, max_running=most))
     steps, _ = run(load, scheduler)
     assert max(max(step.running, len(step.slots)) for step in steps) <= most
+
+
+def test_two_that_come_back_at_once_do_not_exceed_the_limit() -> None:
+    """One runs and two are preempted, by hand; then there is room for all."""
+    load = Workload([[1] * 4, [2] * 40, [3] * 4], np.full(3, 20, np.int32), np.ones(3))
+    scheduler = scheduler_for(load, 1, 200, InOrder(), FixedBudget(100), max_running=2)
+    engine = SimulatedEngine(load.lengths, COST)
+
+    def step(pool: float) -> list[int]:
+        scheduler.core = scheduler.core._replace(limits=scheduler.core.limits._replace(pool=pool))
+        decided = scheduler.decide()
+        scheduler.commit(decided, engine.execute(decided))
+        return sorted(decided.requests.tolist())
+
+    def preempt_request(request: int) -> None:
+        core = scheduler.core
+        slot = int(np.flatnonzero(core.run.slots["request"] == request)[0])
+        preempt(core.run, core.pages, core.peak, slot, float(scheduler.steps))
+
+    assert step(200.0) == [0, 1]
+    preempt_request(1)
+    assert step(50.0) == [0, 2]
+    preempt_request(2)
+    assert step(200.0) == [0, 1]
+    assert preempted(scheduler) == [2]
 
 
 @given(workloads(most=40), sizes, pools, st.sampled_from(ENDS), st.sampled_from(BUDGETS))
