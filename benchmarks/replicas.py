@@ -2,7 +2,7 @@
 
     python benchmarks/replicas.py [--requests 400000] [--jobs N]
 
-writes docs/results/replicas.json. Lengths are known; the slowest device decides.
+writes docs/results/replicas.json. Lengths are known, or with --lengths sampled are not; the slowest device decides.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import os
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import replace
 from typing import Any
 
 from simulations import TABLE2, Setting, kept, write
@@ -22,7 +21,8 @@ REPLICAS = (1, 2, 4, 8)
 
 def run(setting: Setting) -> dict[str, Any]:
     """A mix, drawn once, on each number of devices."""
-    experiment = setting.experiment(lengths="known")
+    (knowledge,) = setting.knowledge
+    experiment = setting.experiment(lengths=knowledge)
     runs = []
     for replicas in REPLICAS:
         report = simulate(
@@ -30,7 +30,7 @@ def run(setting: Setting) -> dict[str, Any]:
             experiment.cost,
             experiment.pool,
             experiment.scheduling,
-            lengths="known",
+            lengths=knowledge,
             replicas=replicas,
         ).report
         runs.append({"replicas": replicas, "replica_seconds": report.replica_seconds, **kept(report.to_dict())})
@@ -41,11 +41,12 @@ def main() -> None:
     """Run the mixes and print a line each."""
     parser = argparse.ArgumentParser(description="Measure data parallelism by simulation.")
     parser.add_argument("--requests", type=int, default=400_000)
+    parser.add_argument("--lengths", choices=("known", "sampled"), default="known")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     options = parser.parse_args()
     results = []
     with ProcessPoolExecutor(options.jobs) as pool:
-        settings = [replace(Setting(mix=mix), requests=options.requests) for mix in TABLE2]
+        settings = [Setting(mix=mix, requests=options.requests, knowledge=(options.lengths,)) for mix in TABLE2]
         for result in pool.map(run, settings):
             results.append(result)
             alone = result["runs"][0]["tokens_per_second"]
@@ -58,7 +59,7 @@ def main() -> None:
                     f"{one['replicas']}: {speed:,.0f} tokens/s (x {speed / alone:.2f}), slowest / mean {balance:.3f}"
                 )
             print(f"{result['mix']}: {'; '.join(parts)}", flush=True)
-    write("replicas", results)
+    write("replicas" if options.lengths == "known" else "replicas-sampled", results)
 
 
 if __name__ == "__main__":

@@ -52,11 +52,6 @@ class Experiment:
                 raise ParameterError(f"{name} must be at least 1, got {value}")
         if self.seed < 0:
             raise ParameterError(f"seed must be at least 0, got {self.seed}")
-        if self.data_parallel > 1 and self.lengths == "sampled":
-            raise ParameterError(
-                "data_parallel needs lengths='known': the plan is cut once, before anything has run; "
-                "give --lengths known, or --data-parallel 1"
-            )
 
     @cached_property
     def cost(self) -> CostModel:

@@ -21,6 +21,8 @@ from llmbatch.tree import PrefixTree
 
 Floats = NDArray[np.float64]
 
+_AGAIN = 0.01  # of the seconds of rows that share a prefix: what computing it again may take
+
 
 def partition(tree: PrefixTree, plan: Plan, cost: CostModel, shards: int) -> list[NDArray[np.int32]]:
     """Rows of each shard. Raises `ParameterError` where there are fewer rows than shards, or no shard."""
@@ -31,6 +33,55 @@ def partition(tree: PrefixTree, plan: Plan, cost: CostModel, shards: int) -> lis
     memory = plan.memory[order]
     cut = _cut_both_ends if plan.two_ended else _cut_in_order
     return cut(order, np.maximum(compute, 0.0), memory, cost, shards)
+
+
+def partition_alike(
+    tree: PrefixTree, plan: Plan, cost: CostModel, tables: NDArray[np.int32], shards: int, seed: int = 0
+) -> list[NDArray[np.int32]]:
+    """Rows of each shard where lengths are not known: an equal part of the rows of each of `tables` (by row).
+
+    What rows of one distribution will take is not known, but every shard has the same share of them. Neighbours that
+    share most of a prompt stay together; of what stays together it is drawn which shard it goes to. Raises
+    `ParameterError` where there are fewer rows than shards, or no shard.
+    """
+    if not 1 <= shards <= len(tree):
+        raise ParameterError(f"A plan of {len(tree):,} rows can be cut into 1 to that many shards, got {shards}.")
+    at = np.argsort(tables[tree.rows], kind="stable")
+    rows = tree.rows[at]
+    shared = tree.lcp[at]
+    seconds = cost.overlap(plan.compute[rows] - cost.saved_seconds(shared), plan.memory[rows])
+    apart = (np.diff(at, prepend=-2) != 1) | (2 * shared < tree.lengths[rows]) | _differs(tables[rows])
+    # What stays together is cut where computing its prefix once more takes hardly anything.
+    prefix = np.minimum.reduceat(np.where(apart, tree.lengths[rows], shared), np.flatnonzero(apart))
+    piece = np.maximum(cost.saved_seconds(prefix) / _AGAIN, seconds.min())[np.cumsum(apart) - 1]
+    apart |= _differs(np.floor(_since(seconds, apart) / piece))
+    unit = np.cumsum(apart) - 1
+    weight = np.bincount(unit, seconds)
+    table = tables[rows[apart]]
+    drawn = np.lexsort((np.random.default_rng(seed).random(len(weight)), table))
+    ends, total = np.cumsum(weight[drawn]), np.bincount(table, weight)
+    # A unit's place among those of its table. Each table begins with another shard, or the first would have the
+    # smallest tables for itself.
+    place = (ends - weight[drawn] / 2 - (np.cumsum(total) - total)[table[drawn]]) / total[table[drawn]]
+    turn = np.random.default_rng(seed).random(len(total))[table[drawn]]
+    shard = np.empty(len(weight), np.int64)
+    shard[drawn] = np.floor((place + turn) * shards).astype(np.int64) % shards
+    of_row = shard[unit]
+    if (np.bincount(of_row, minlength=shards) == 0).any():  # fewer units than shards
+        of_row = np.arange(len(rows)) * shards // len(rows)
+    return [rows[of_row == k] for k in range(shards)]
+
+
+def _differs(column: NDArray[np.generic]) -> NDArray[np.bool_]:
+    """Where a value is another than the one before."""
+    return np.concatenate(([True], column[1:] != column[:-1]))
+
+
+def _since(seconds: Floats, begins: NDArray[np.bool_]) -> Floats:
+    """Seconds of the rows before each since the last beginning."""
+    before = np.cumsum(seconds) - seconds
+    since: Floats = before - before[np.flatnonzero(begins)][np.cumsum(begins) - 1]
+    return since
 
 
 def _cut_in_order(

@@ -18,7 +18,7 @@ from llmbatch.cascade import tokens_together
 from llmbatch.clock import STEP, SimulatedDriver
 from llmbatch.cost import CostModel
 from llmbatch.errors import ParameterError
-from llmbatch.partition import partition
+from llmbatch.partition import partition, partition_alike
 from llmbatch.plan import Plan
 from llmbatch.runner import decide, run_shard
 from llmbatch.traces import Trace
@@ -131,14 +131,19 @@ def simulate(
 ) -> Simulation:
     """Run a trace through the scheduler; it knows the recorded lengths only where `lengths` says so.
 
-    With `replicas` the plan is cut into as many shards, each of which has the device and the pool to itself.
+    With `replicas` the plan is cut into as many shards, each of which has the device and the pool to itself: into equal
+    seconds where lengths are known, else into shards that are alike.
     """
     begun = time.perf_counter()
     workload = describe(trace, pool, lengths)
     seconds = time.perf_counter() - begun
     if replicas == 1:
         return run_workload(workload, trace.output_lengths, cost, pool, scheduling, planning=seconds)
-    shards = partition(workload.tree, decide(workload, pool, cost, scheduling), cost, replicas)
+    decided = decide(workload, pool, cost, scheduling)
+    if lengths == "known":
+        shards = partition(workload.tree, decided, cost, replicas)
+    else:
+        shards = partition_alike(workload.tree, decided, cost, workload.length_model().table_of, replicas)
     seconds = time.perf_counter() - begun
     parts = []
     for rows in shards:

@@ -54,7 +54,8 @@ def independent(model: LengthModel, rng: np.random.Generator) -> NDArray[np.int3
     reached = rng.random(rows)[:, None]
     later = (tables > reached).sum(1)  # bins that the answer gets beyond
     low, high = model.edges[np.maximum(later - 1, 0)], model.edges[np.minimum(later, len(model.edges) - 1)]
-    return np.clip(rng.integers(low + 1, np.maximum(high, low + 1) + 1), 1, model.max_tokens).astype(np.int32)
+    drawn = rng.integers(low + 1, np.maximum(high, low + 1) + 1)
+    return np.asarray(np.clip(drawn, 1, model.max_tokens), np.int32)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -105,7 +106,12 @@ def test_of_an_input_larger_than_a_window_runs_are_read_and_figures_scaled(
     monkeypatch.setattr(job, "window_rows_of", lambda *_: 400)
     read: list[int] = []
     seen = RowReader.read
-    monkeypatch.setattr(RowReader, "read", lambda self, a, b: read.append(b - a) or seen(self, a, b))
+
+    def noted(self: RowReader, start: int, stop: int) -> pa.Table:
+        read.append(stop - start)
+        return seen(self, start, stop)
+
+    monkeypatch.setattr(RowReader, "read", noted)
     sampled = llmbatch.explain(path, **options)
     assert sum(read) == 400
     assert len(read) == 16

@@ -18,7 +18,7 @@ from llmbatch.errors import ParameterError
 from llmbatch.experiment import Experiment, read_shape
 from llmbatch.hardware import find_hardware
 from llmbatch.order import POLICIES, Policy
-from llmbatch.simulate import Simulation, pool_of
+from llmbatch.simulate import Knowledge, Simulation, pool_of
 
 P, HEADS, LAYERS, KV = 8.03e9, 4096, 32, 131_072
 F, B = 312e12 * 0.75, 2.039e12 * 0.85
@@ -134,8 +134,9 @@ def test_a_prompt_that_can_never_fit_is_an_error_and_an_answer_ends_with_the_poo
     assert simulation.report.output_tokens == 5 + 7 + 960 - 100  # the pool has 60 pages
 
 
-def test_replicas_share_the_requests_and_the_slowest_decides(trace: str) -> None:
-    simulation = Experiment(traces=[trace], lengths="known", kv_memory=6000 * KV, data_parallel=3).run()
+@pytest.mark.parametrize("lengths", ["known", "sampled"])
+def test_replicas_share_the_requests_and_the_slowest_decides(trace: str, lengths: Knowledge) -> None:
+    simulation = Experiment(traces=[trace], lengths=lengths, kv_memory=6000 * KV, data_parallel=3).run()
     steps, requests = simulation.steps_table(), simulation.requests_table()
     shards = requests["shard"].to_numpy()
     assert set(shards.tolist()) == {0, 1, 2}
@@ -169,7 +170,6 @@ def test_json_is_all_that_standard_output_holds(trace: str, tmp_path: Path, capf
         (["--mix", "table2-1"], "three traces"),
         (["--requests", "1000"], "The traces have 120 requests, and 1000 were asked for"),
         (["--requests", "-1"], "requests must be at least 1, got -1"),
-        (["--data-parallel", "2"], "data_parallel needs lengths='known'"),
         (["--overlap-exponent", "0.5"], "The overlap exponent must be at least 1"),
         (["--sample-fraction", "0"], "sample_fraction must lie in (0, 1], got 0.0"),
         (["--kv-memory", "10"], "kv_memory must hold at least one page"),
