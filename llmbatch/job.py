@@ -165,6 +165,8 @@ class _Job:
             before = output.state()
             decided = open_job(output, self._fresh, self._source, self._gate, self._wish)
             if isinstance(decided, Done):
+                if lock is not None:
+                    output.tidy()
                 output.work.leave()  # empty, of one that was killed when all was done
                 return replace(decided.report, finished_before=True)
             if decided.changed and not self._wish.answer_changed:

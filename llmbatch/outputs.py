@@ -171,6 +171,11 @@ class Output:
         """Remove the work of a job. What is seen of it, and a finished output, go when the new one comes."""
         self._end(Ending(replaced=self._claims.there()))
 
+    def tidy(self) -> None:
+        """Remove what a command left that was killed before it had said which job it is."""
+        assert not self.has_work(), "a job's work is not to be tidied away"
+        self._clean()
+
     def stage(self, name: str, tables: Iterable[pa.Table]) -> Part:
         """Write a part where no reader sees it. Tables, at least one, have one schema."""
         with self.work.writing(self._file(name)) as stream:

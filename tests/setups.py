@@ -267,8 +267,8 @@ def warm_up(model: str, folder: Path) -> None:
     """Load, compile and patch what the forks use: files, parts and windows of few rows."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     llmbatch.answers.ROWS_AT_RISK = 2
-    llmbatch.shelf.PART_ROWS = 3
-    llmbatch.worker.rehearse = lambda: None
+    setattr(llmbatch.shelf, "PART_ROWS", 3)  # noqa: B010
+    setattr(llmbatch.worker, "rehearse", lambda: None)  # noqa: B010
     pq.write_table(rows(ROWS), folder / "warm.parquet")
     for name in ("warm", "warm.jsonl"):
         llmbatch.run(str(folder / "warm.parquet"), str(folder / name), model=model, **SIMULATED)

@@ -198,10 +198,13 @@ def test_a_part_of_which_a_bit_changed_is_not_published(half: Job) -> None:
 
 
 def test_a_part_that_changes_between_commit_and_its_name_is_not_published(small: Job) -> None:
+    def run() -> None:
+        small.run()
+
     step = 0
     while not (small.work / "ending.json").exists():
         step += 1
-        assert killed(step, small.run, ["move", "write"])
+        assert killed(step, run, ["move", "write"])
     (part, *_) = sorted(small.work.glob("*.staged"))
     part.write_bytes(bytes(part.stat().st_size))
     assert said(small) == f"{part} is not what was written to it, which no crash does: {OVER}"
@@ -277,6 +280,15 @@ def test_a_restart_takes_no_answer_of_the_output_that_it_replaces(small: Job) ->
         report = job.run()
     assert report.rows_resumed + len(answered) == 14
     assert len(answered) > 2
+
+
+def test_a_restart_that_died_before_it_said_so_leaves_nothing(small: Job) -> None:
+    small.run()
+    before = contents(small.folder)
+    small.work.mkdir()
+    (small.work / "names.json").write_bytes(seal("names.json", {"replaced": ["part-00000.parquet"], "published": {}}))
+    assert small.run().finished_before
+    assert contents(small.folder) == before
 
 
 def test_overwrite_goes_on_without_it(small: Job) -> None:
