@@ -290,7 +290,7 @@ def release(pages: Any, slot: int, computed: int, again: bool) -> None:
             continue
         number = pages.node[page]
         pages.counts[SHARED] -= number >= 0
-        to_come = pages.remaining[number] if number >= 0 else np.int32(again)
+        to_come = pages.remaining[number] if number >= 0 else (1 if again else 0)
         # What has no name has generated tokens, and is named when they are known (`llmbatch.publishing`).
         found = by_name and i < whole and (index(contents, page) or not is_named(contents, page))
         if i < whole and (to_come > 0 or found):
