@@ -126,14 +126,16 @@ def simulate(
     scheduling: Scheduling,
     *,
     lengths: Knowledge = "sampled",
+    max_tokens: int | None = None,
     replicas: int = 1,
 ) -> Simulation:
     """Run a trace through the scheduler; it knows the recorded lengths only where `lengths` says so.
 
+    Where it does not, it knows that no answer exceeds `max_tokens`, which holds for the trace.
     With `replicas` the plan is cut into as many shards, each of which has the device and the pool to itself.
     """
     begun = time.perf_counter()
-    workload = describe(trace, pool, lengths)
+    workload = describe(trace, pool, lengths, max_tokens)
     seconds = time.perf_counter() - begun
     if replicas == 1:
         return run_workload(workload, trace.output_lengths, cost, pool, scheduling, planning=seconds)
@@ -148,13 +150,16 @@ def simulate(
     return _merge(parts, shards, workload, trace.output_lengths, cost, pool, seconds)
 
 
-def describe(trace: Trace, pool: Pool, lengths: Knowledge) -> Workload:
-    """A trace as a workload: the rows that can ever fit the pool, their lengths known or not."""
+def describe(trace: Trace, pool: Pool, lengths: Knowledge, max_tokens: int | None = None) -> Workload:
+    """A trace as a workload: the rows that can ever fit the pool, their lengths known or not.
+
+    `max_tokens` is the cap that users give; without one, answers may be as long as pool and context allow.
+    """
     output, prompts = trace.output_lengths, trace.prompt_lengths
     known = lengths == "known"
     workload = Workload(
         tree=trace.tree(),
-        max_tokens=output if known else np.clip(pool.tokens - prompts, 1, _CONTEXT).astype(np.int32),
+        max_tokens=output if known else np.clip(pool.tokens - prompts, 1, max_tokens or _CONTEXT).astype(np.int32),
         keys=np.zeros(len(output), np.int32),
         known=output if known else np.zeros(len(output), np.int32),
     )
