@@ -51,6 +51,8 @@ CONSTANTS = (
     Constant("experiment.page_size", (1, 64)),
     Constant("experiment.sample_fraction", (0.002, 0.05, 0.2), "sampled"),
     Constant("runner._TRUST", (0.0, 0.25, 0.75, 1.0), "sampled"),
+    Constant("runner._LEAST_RATIO", (0.5, 0.7, 1.0), "sampled"),
+    Constant("runner._MOST_RATIO", (1.2, 2.0, 4.0), "sampled"),
     Constant("runner._WIDE_RESERVE", (0.1, 0.2, 0.4, 0.5), "sampled"),
     Constant("runner._LONGEST_WAIT", (128, 2048), "sampled"),
     Constant("runner._PATIENCE", (0.0, 0.05), "sampled"),

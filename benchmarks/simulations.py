@@ -15,11 +15,14 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from llmbatch.cost import Law
 from llmbatch.experiment import Experiment
 from llmbatch.order import Policy
 from llmbatch.runner import decide
 from llmbatch.simulate import Knowledge, describe, run_workload
+from llmbatch.traces import SYSTEM_PROMPT, Trace
 
 TRACES = Path(os.environ.get("LLMBATCH_TRACES", Path(__file__).parent.parent.parent / "shared" / "traces"))
 RESULTS = Path(__file__).parent.parent / "docs" / "results"
@@ -45,6 +48,7 @@ class Setting:
     overlap_exponent: float = 4.0
     model_shape: str = "llama-3-8b"
     tensor_parallel: int = 1
+    system_prompts: bool = True  # each source has one of its own, which tells its rows apart
     knowledge: tuple[Knowledge, ...] = ("known", "sampled")
     baselines: Mapping[Policy, tuple[int, ...]] = field(default_factory=lambda: BASELINES)  # and their step budgets
 
@@ -65,7 +69,8 @@ class Setting:
     def run(self) -> dict[str, Any]:
         """All its runs: {"setting": ..., "runs": [...]}, each run a policy and its figures."""
         experiment = self.experiment()
-        trace, cost, pool = experiment.trace, experiment.cost, experiment.pool
+        cost, pool = experiment.cost, experiment.pool
+        trace = experiment.trace if self.system_prompts else without_system_prompts(experiment.trace)
         runs = []
         for knowledge in self.knowledge:
             workload = describe(trace, pool, knowledge)
@@ -87,6 +92,16 @@ class Setting:
                     run = {"order": order, "step_tokens": step_tokens, "backwards": backwards}
                     runs.append({**run, **kept(simulation.report.to_dict())})
         return {"setting": asdict(self), "runs": runs}
+
+
+def without_system_prompts(trace: Trace) -> Trace:
+    """The requests of a mix, whose prompts all begin with the system prompt of their source, without it."""
+    lead = SYSTEM_PROMPT // trace.block_size
+    counts = np.diff(trace.offsets)
+    place = np.arange(trace.blocks.size) - np.repeat(trace.offsets[:-1], counts)
+    offsets = np.concatenate([[0], np.cumsum(counts - lead)])
+    lengths = trace.prompt_lengths - np.int32(SYSTEM_PROMPT)
+    return replace(trace, prompt_lengths=lengths, blocks=trace.blocks[place >= lead], offsets=offsets)
 
 
 def kept(report: dict[str, Any]) -> dict[str, Any]:
@@ -129,6 +144,8 @@ def line(result: dict[str, Any]) -> str:
         f"{knowledge} {blend(result, knowledge)['fraction_of_optimal']:.3f}" for knowledge in setting["knowledge"]
     ]
     name = f"{setting['model_shape']} {setting['mix']} seed {setting['seed']} {setting['law']}"
+    if not setting["system_prompts"]:
+        name += " without system prompts"
     parts = [f"{name}: blend {', '.join(fractions)}"]
     run = blend(result, setting["knowledge"][0])
     parts.append(f"sharing {run['prefix_sharing'] / run['prefix_sharing_optimal']:.3f} of possible")

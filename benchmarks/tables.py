@@ -2,7 +2,7 @@
 
     python benchmarks/tables.py
 
-Reads what policies.py, replicas.py and sensitivity.py wrote; a table whose file is missing is left out.
+Reads what policies.py, kinds.py, replicas.py and sensitivity.py wrote; a table whose file is missing is left out.
 """
 
 from __future__ import annotations
@@ -18,12 +18,15 @@ TITLES = {
     "table2": "Table 2's mixes (azure2023_code, mmlu_5shot, video_panda70m), Llama-3-8B on an A100-80GB",
     "bytes": "The same under law `bytes`",
     "draws": "Other draws of the same mixes, `blend`",
+    "heldout": "Draws of seeds that no constant was tuned on (21 to 25), `blend`, both laws",
+    "plain": "Table 2 without the system prompt of each source, `blend`",
     "wide": "`wide-1`",
     "sharegpt": "ShareGPT as the compute-heavy source",
     "azure": "Azure's conversations as the compute-heavy source",
     "models": "Other models, each mix drawn for the model",
     "exponents": "Other laws of overlap",
 }
+SPREAD = ("draws", "heldout", "plain", "sharegpt", "models")  # tables summed up before they are shown
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
@@ -57,6 +60,8 @@ def policies(results: list[dict[str, Any]]) -> str:
         name = setting["mix"] + (f", seed {setting['seed']}" if setting["seed"] else "")
         if setting["model_shape"] != "llama-3-8b":
             name = f"{setting['model_shape']} x {setting['tensor_parallel']}, {name}"
+        if first["law"] != results[-1]["setting"]["law"] and setting["overlap_exponent"] == 4.0:
+            name = f"{setting['law']}, {name}"
         if setting["overlap_exponent"] != 4.0:
             name = f"{setting['law']}, e = {setting['overlap_exponent']:g}, {name}"
         row = [name, *(f"{blend(result, knowledge)['fraction_of_optimal']:.3f}" for knowledge in setting["knowledge"])]
@@ -70,6 +75,39 @@ def policies(results: list[dict[str, Any]]) -> str:
             row += [f"{run['fraction_of_optimal']:.3f} ({place})", f"{gain(result, order):.2f}"]
         rows.append(row)
     return table(header, rows)
+
+
+def headline(paper: list[dict[str, Any]], bytes_: list[dict[str, Any]]) -> str:
+    """`blend` by mix under both laws, lengths known and sampled, side by side."""
+    rows = []
+    for under in zip(paper, bytes_, strict=True):
+        runs = [blend(result, knowledge) for result in under for knowledge in ("known", "sampled")]
+        rows.append([under[0]["setting"]["mix"], *(f"{run['fraction_of_optimal']:.3f}" for run in runs)])
+    return table(["mix", "paper, known", "paper, sampled", "bytes, known", "bytes, sampled"], rows)
+
+
+def spread(results: list[dict[str, Any]]) -> str:
+    """The mean and the least over mixes and seeds, by law and by what is known of lengths."""
+    rows = []
+    for law in dict.fromkeys(result["setting"]["law"] for result in results):
+        for knowledge in results[0]["setting"]["knowledge"]:
+            values = [
+                blend(result, knowledge)["fraction_of_optimal"] for result in results if result["setting"]["law"] == law
+            ]
+            rows.append([law, knowledge, len(values), f"{np.mean(values):.3f}", f"{min(values):.3f}"])
+    return table(["law", "lengths", "draws", "mean", "least"], rows)
+
+
+def kinds(results: list[dict[str, Any]]) -> str:
+    """A row a case: `blend` with lengths sampled, and the best fixed budget in the input's order."""
+    rows = [
+        [
+            result["case"], result["cap"] or "none", f"{result['density']:.2g}", f"{result['blend']:.3f}",
+            f"{result['best']:.3f} ({result['best_tokens']:,})", f"{result['blend'] / result['best']:.3f}",
+        ]
+        for result in results
+    ]  # fmt: skip
+    return table(["rows", "cap", "density", "sampled", "best fixed budget", "over it"], rows)
 
 
 def grid(results: list[dict[str, Any]]) -> str:
@@ -130,9 +168,14 @@ def sensitivity(results: list[dict[str, Any]]) -> str:
 def main() -> None:
     """Write all tables there are results for."""
     parts = ["# Simulations: tables\n\nWritten by `python benchmarks/tables.py`; what they mean is in simulated.md.\n"]
+    if (paper := read("table2")) and (bytes_ := read("bytes")):
+        parts.append(f"## Both laws, both kinds of lengths, of the optimum\n\n{headline(paper, bytes_)}")
     for name, title in TITLES.items():
         if results := read(name):
-            parts.append(f"## {title}\n\n{command(name, results)}\n\n{policies(results)}")
+            summary = f"{spread(results)}\n" if name in SPREAD else ""
+            parts.append(f"## {title}\n\n{command(name, results)}\n\n{summary}{policies(results)}")
+    if results := read("kinds"):
+        parts.append(f"## Caps, and rows of one kind\n\n`python benchmarks/kinds.py`\n\n{kinds(results)}")
     if results := read("grid"):
         parts.append(f"## Density and sharing\n\n{command('grid', results)}\n\n{grid(results)}")
     if results := read("replicas"):

@@ -222,6 +222,12 @@ def _add_simulation(parser: argparse.ArgumentParser) -> None:
     add("traces", nargs="+", metavar="TRACE", help="Parquet files of requests (docs/simulate.md)")
     add("--mix", metavar="MIX", help="table2-1 to table2-4, wide-1, or DENSITY,SHARING; needs three traces")
     add("--requests", type=int, metavar="N", help="draws of a mix (100,000), or the first rows of the traces (all)")
+    add(
+        "--max-tokens",
+        type=int,
+        metavar="N",
+        help="the cap that users give: longer answers are cut (as the pool allows)",
+    )
     add("--order", "--policy", choices=POLICIES, default="blend", help="the order in which requests are run (blend)")
     add("--step-tokens", type=int, metavar="N", help="tokens of a step (2048; blend decides in closed loop)")
     add("--model-shape", default="llama-3-8b", metavar="M", help="a known shape, or a folder with a config.json")

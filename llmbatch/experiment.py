@@ -29,6 +29,7 @@ class Experiment:
     traces: Sequence[str]
     mix: str | None = None
     requests: int | None = None
+    max_tokens: int | None = None  # that users give: longer answers are cut; None: as far as pool and context reach
     order: Policy = "blend"
     step_tokens: int | None = None
     model_shape: str = "llama-3-8b"
@@ -46,7 +47,15 @@ class Experiment:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("requests", "step_tokens", "page_size", "hash_block", "tensor_parallel", "data_parallel"):
+        for name in (
+            "requests",
+            "max_tokens",
+            "step_tokens",
+            "page_size",
+            "hash_block",
+            "tensor_parallel",
+            "data_parallel",
+        ):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ParameterError(f"{name} must be at least 1, got {value}")
@@ -80,6 +89,8 @@ class Experiment:
     def trace(self) -> Trace:
         """The requests, in input order."""
         files = read_traces(self.traces, hash_block=self.hash_block)
+        if self.max_tokens is not None:
+            files = [file.with_answers_cut(self.max_tokens) for file in files]
         if self.mix is not None:
             return draw_mix(files, parse_mix(self.mix), self.requests or _REQUESTS, self.cost, self.seed).trace
         together = put_together(files)
@@ -94,6 +105,7 @@ class Experiment:
             pool,
             self.scheduling,
             lengths=self.lengths,
+            max_tokens=self.max_tokens,
             replicas=self.data_parallel,
         )
 

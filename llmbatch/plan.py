@@ -16,7 +16,7 @@ input's.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,6 +41,7 @@ from llmbatch.tree import PrefixTree
 
 Floats = NDArray[np.float64]
 
+_WITHOUT_LENGTHS: Final[tuple[Policy, ...]] = ("dfs", "sort", "random", "input")
 _KEEP = 0.99  # of the prefix sharing
 _RIGHT = 0.5  # rows below this share of the whole's density, or of 1 if that is more, are the right end
 _ALIKE = 2.0  # densities of nearly all the work within this factor: one kind
@@ -65,6 +66,7 @@ class Plan:
     unique_tokens: int  # prompt tokens, shared ones once
     kv_tokens_needed: float  # to hold every row at once: unique prompt tokens and expected outputs
     relaxed: bool  # order gains nothing
+    settled: bool  # whatever the lengths of answers turn out to be, the order is this one
     scan: DualScan | None = None  # for `dual-scan`
 
     @property
@@ -110,9 +112,8 @@ def plan(
     compute_seconds = float(compute.sum() - cost.saved_seconds(tree.lcp).sum())
     memory_seconds = float(memory.sum())
     costs = RowCosts(compute - cost.prompt_seconds(tree.lengths), memory, expected.mean, float(cost.prompt_seconds(1)))
-    gains_nothing = _why_order_gains_nothing(
-        tree, costs, max_tokens=max_tokens, pool_tokens=pool_tokens, max_running=max_running
-    )
+    always = _why_order_never_gains(tree, max_tokens=max_tokens, pool_tokens=pool_tokens, max_running=max_running)
+    gains_nothing = always or _why_order_gains_nothing(tree, costs)
     scan, two_ended, rows = None, False, input_order(tree)
     if policy == "blend" and gains_nothing is None:
         steps = memory_seconds / (pool_tokens * cost.kv_token_seconds)
@@ -151,34 +152,47 @@ def plan(
         unique_tokens=tree.unique_tokens,
         kv_tokens_needed=tree.unique_tokens + float(mean.sum()),
         relaxed=gains_nothing is not None,
+        settled=policy in _WITHOUT_LENGTHS or (policy == "blend" and always is not None),
         scan=scan,
     )
 
 
-def _why_order_gains_nothing(
-    tree: PrefixTree, costs: RowCosts, *, max_tokens: NDArray[np.int32], pool_tokens: int, max_running: int
+def _why_order_never_gains(
+    tree: PrefixTree, *, max_tokens: NDArray[np.int32], pool_tokens: int, max_running: int
 ) -> str | None:
-    """A sentence where the input's order is as good as any, else None."""
-    n = len(tree)
+    """A sentence where the input's order is as good as any, however long answers are, else None."""
     most = tree.unique_tokens + int(max_tokens[tree.rows].sum(dtype=np.int64))
-    if most <= pool_tokens and n <= max_running:
+    if most <= pool_tokens and len(tree) <= max_running:
         return (
             f"Everything fits at once ({most:,} tokens of KV at most, {pool_tokens:,} in the pool), "
             "so order gains nothing and the input's is kept."
         )
-    if sharing_kept(tree, input_order(tree)) < _KEEP * tree.sharing:
+    if int(max_tokens[tree.rows].max()) == 1 and _keeps_prefixes(tree):
+        return f"Every answer is a single token and {_prefixes(tree)}, so order gains nothing and the input's is kept."
+    return None
+
+
+def _why_order_gains_nothing(tree: PrefixTree, costs: RowCosts) -> str | None:
+    """A sentence where the input's order is as good as any by the lengths expected, else None."""
+    if not _keeps_prefixes(tree):
         return None
-    prefixes = "hardly a prefix is shared" if tree.sharing < 0.01 else "the input keeps prefixes together"
-    if int(max_tokens[tree.rows].max()) == 1:
-        return f"Every answer is a single token and {prefixes}, so order gains nothing and the input's is kept."
     whole = costs.compute[tree.rows] + costs.token_seconds * tree.lengths[tree.rows]
     low, high = _bulk(whole, costs.memory[tree.rows])
     if high <= _ALIKE * low:
         return (
-            f"All rows are of one kind (densities {low:.3g} to {high:.3g}) and {prefixes}, "
+            f"All rows are of one kind (densities {low:.3g} to {high:.3g}) and {_prefixes(tree)}, "
             "so order gains nothing and the input's is kept."
         )
     return None
+
+
+def _keeps_prefixes(tree: PrefixTree) -> bool:
+    """Whether the input's order keeps the sharing."""
+    return sharing_kept(tree, input_order(tree)) >= _KEEP * tree.sharing
+
+
+def _prefixes(tree: PrefixTree) -> str:
+    return "hardly a prefix is shared" if tree.sharing < 0.01 else "the input keeps prefixes together"
 
 
 def _bulk(compute: Floats, memory: Floats) -> tuple[float, float]:

@@ -127,15 +127,17 @@ def simulate(
     scheduling: Scheduling,
     *,
     lengths: Knowledge = "sampled",
+    max_tokens: int | None = None,
     replicas: int = 1,
 ) -> Simulation:
     """Run a trace through the scheduler; it knows the recorded lengths only where `lengths` says so.
 
-    With `replicas` the plan is cut into as many shards, each of which has the device and the pool to itself: into equal
-    seconds where lengths are known, else into shards that are alike.
+    Where it does not, it knows that no answer exceeds `max_tokens`, which holds for the trace. With `replicas` the plan
+    is cut into as many shards, each of which has the device and the pool to itself: into equal seconds where lengths are
+    known, else into shards that are alike.
     """
     begun = time.perf_counter()
-    workload = describe(trace, pool, lengths)
+    workload = describe(trace, pool, lengths, max_tokens)
     seconds = time.perf_counter() - begun
     if replicas == 1:
         return run_workload(workload, trace.output_lengths, cost, pool, scheduling, planning=seconds)
@@ -154,11 +156,14 @@ def simulate(
     return _merge(parts, shards, workload, trace.output_lengths, cost, pool, seconds)
 
 
-def describe(trace: Trace, pool: Pool, lengths: Knowledge) -> Workload:
-    """A trace as a workload: the rows whose prompts fit the pool, their lengths known or not."""
+def describe(trace: Trace, pool: Pool, lengths: Knowledge, max_tokens: int | None = None) -> Workload:
+    """A trace as a workload: the rows whose prompts fit the pool, their lengths known or not.
+
+    `max_tokens` is the cap that users give; without one, answers may be as long as pool and context allow.
+    """
     output = trace.output_lengths
     known = lengths == "known"
-    fit = Fit.of(trace.prompt_lengths, output if known else np.full(len(output), _CONTEXT, np.int32), pool)
+    fit = Fit.of(trace.prompt_lengths, output if known else np.full(len(output), max_tokens or _CONTEXT, np.int32), pool)
     workload = Workload(
         tree=trace.tree(),
         max_tokens=fit.max_tokens,

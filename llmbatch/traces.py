@@ -99,6 +99,10 @@ class Trace:
         blocks = _gather(self.blocks, self.offsets[:-1], offsets, parts)
         return replace(self, blocks=blocks, offsets=offsets, block_size=size)
 
+    def with_answers_cut(self, most: int) -> Trace:
+        """The same requests, whose answers end at `most` tokens."""
+        return replace(self, output_lengths=np.minimum(self.output_lengths, np.int32(most)))
+
     def with_system_prompts(self, rows: NDArray[np.bool_]) -> Trace:
         """The same requests; those where `rows` [n] is true begin with 32 tokens more, equal within a source."""
         trace = self.split(math.gcd(self.block_size, SYSTEM_PROMPT))
