@@ -265,7 +265,7 @@ def _choose(
 
 
 @njit(cache=True)
-def _wanted(run: Any, passed: Any, queue: Any, prompts: Any) -> float:
+def _wanted(run: Any, passed: Any, queue: Any, prompts: Any) -> Any:
     """Compute the tokens kept for the request passed over first, less those that such requests hold already."""
     if passed.size[0] == 0:
         return 0.0
@@ -301,7 +301,7 @@ def _fits(
 
 
 @njit(cache=True)
-def _has_room(run: Any, pages: Any, request: int, known: int) -> bool:
+def _has_room(run: Any, pages: Any, request: int, known: int) -> Any:
     """Whether there is room now for what a sequence has, and for all that run to go on a little."""
     running = run.counts[DECODING] + run.counts[PREFILLING]
     shared = probe(pages, request)

@@ -236,7 +236,7 @@ def _victim(run: Any, pages: Any, rates: Any) -> int:
 
 
 @njit(cache=True)
-def _cost_again(run: Any, pages: Any, rates: Any, slot: int) -> float:
+def _cost_again(run: Any, pages: Any, rates: Any, slot: int) -> Any:
     """Seconds to compute a sequence again for each page that it frees, more where it was preempted before.
 
     Pages that others hold too are neither freed nor computed again.

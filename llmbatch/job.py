@@ -301,7 +301,7 @@ def explain(inputs: Paths, *, storage_options: Mapping[str, Any] | None = None, 
     worker = Worker(built)
     worker.check(source.schema)
     rows = source.num_rows
-    most = window_rows_of(None, rows, source.nbytes)
+    most = window_rows_of(None, rows, source.nbytes, built.sampling.max_tokens)
     if rows <= most:
         return forecast(worker, source.read())
     return forecast(worker, _spread(source, min(most, MOST_SIMULATED))).scaled(rows)

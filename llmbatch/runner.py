@@ -295,4 +295,4 @@ class ShardRun:
         # Under law `bytes` the weights are read once for each filling of the pool.
         weights = self._weights_per_pool() if self._rates.weights_share_memory else 0.0
         ratio = compute / (memory * (1.0 + weights))
-        return memory * ratio / min(max(ratio**trust, _LEAST_RATIO), _MOST_RATIO)
+        return float(memory * ratio / min(max(ratio**trust, _LEAST_RATIO), _MOST_RATIO))

@@ -133,8 +133,8 @@ def simulate(
     """Run a trace through the scheduler; it knows the recorded lengths only where `lengths` says so.
 
     Where it does not, it knows that no answer exceeds `max_tokens`, which holds for the trace. With `replicas` the plan
-    is cut into as many shards, each of which has the device and the pool to itself: into equal seconds where lengths are
-    known, else into shards that are alike.
+    is cut into as many shards, each of which has the device and the pool to itself: into equal seconds where lengths
+    are known, else into shards that are alike.
     """
     begun = time.perf_counter()
     workload = describe(trace, pool, lengths, max_tokens)
@@ -163,7 +163,8 @@ def describe(trace: Trace, pool: Pool, lengths: Knowledge, max_tokens: int | Non
     """
     output = trace.output_lengths
     known = lengths == "known"
-    fit = Fit.of(trace.prompt_lengths, output if known else np.full(len(output), max_tokens or _CONTEXT, np.int32), pool)
+    most = output if known else np.full(len(output), max_tokens or _CONTEXT, np.int32)
+    fit = Fit.of(trace.prompt_lengths, most, pool)
     workload = Workload(
         tree=trace.tree(),
         max_tokens=fit.max_tokens,

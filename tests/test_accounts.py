@@ -56,7 +56,7 @@ class Preempting(SimulatedDriver):
             ended.append(super().run(scheduler, 40))
             core = scheduler.core
             if core.run.counts[DECODING]:
-                preempt(core.run, core.pages, core.peak, int(core.run.decoding[0]))
+                preempt(core.run, core.pages, core.peak, int(core.run.decoding[0]), float(scheduler.steps))
         return Ended(*(np.concatenate(column) for column in zip(*ended, strict=True)))
 
 

@@ -40,7 +40,7 @@ class Inner(NamedTuple):
 class Outer(NamedTuple):
     """Every kind of field."""
 
-    count: int
+    number: int
     grid: NDArray[np.float64]  # [rows, columns]
     inner: Inner
     rate: float
@@ -49,7 +49,7 @@ class Outer(NamedTuple):
 
 @njit()
 def _total(outer: Any) -> Any:
-    total = outer.count + outer.rate + outer.grid.sum()
+    total = outer.number + outer.rate + outer.grid.sum()
     for i in range(outer.grid.shape[0]):
         total += outer.grid[i, 0]
     if outer.inner.flag:
@@ -92,7 +92,7 @@ def test_compiled_code_writes_the_instance_s_own_arrays() -> None:
 def test_a_replaced_field_is_seen() -> None:
     outer = _outer()
     before = _total(outer)
-    assert _total(outer._replace(count=outer.count + 1)) == before + 1
+    assert _total(outer._replace(number=outer.number + 1)) == before + 1
 
 
 def test_a_copy_has_an_address_of_its_own() -> None:
