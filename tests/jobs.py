@@ -140,7 +140,6 @@ class _Asking(Silence):
 def small_job(model: str, folder: Path, patch: pytest.MonkeyPatch) -> Job:
     """A job on sixty rows in three windows, simulated, of whose answers five at most are at risk."""
     patch.setattr(llmbatch.answers, "ROWS_AT_RISK", 5)
-    patch.setattr(llmbatch.worker, "rehearse", lambda: None)
     simulated = {"engine": "simulated", "output_tokens": "n", "max_tokens": 90}
     limits = {"kv_memory": 2**22, "window_rows": 20, "max_running": 16}
     job = Job(model, folder, options={"prompt": "text", "dtype": "float32", **simulated, **limits})

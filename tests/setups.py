@@ -268,7 +268,6 @@ def warm_up(model: str, folder: Path) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     llmbatch.answers.ROWS_AT_RISK = 2
     setattr(llmbatch.shelf, "PART_ROWS", 3)  # noqa: B010
-    setattr(llmbatch.worker, "rehearse", lambda: None)  # noqa: B010
     pq.write_table(rows(ROWS), folder / "warm.parquet")
     for name in ("warm", "warm.jsonl"):
         llmbatch.run(str(folder / "warm.parquet"), str(folder / name), model=model, **SIMULATED)
