@@ -123,12 +123,14 @@ def run(
         window_rows=window_rows_of(window_rows, source.num_rows, source.nbytes, built.sampling.max_tokens),
         preserve_order=preserve_order,
         dtype=worker.dtype,
+        earlier_window_rows=[],
     )
     wish = Wish(
         retry_errors=retry_errors,
         start_over=restart or overwrite,
         overwrite=overwrite,
         answer_changed=changed_rows == "answer",
+        window_rows=window_rows,
     )
     gate = Gate(rows=source.num_rows, max_error_rate=max_error_rate, raises=built.on_error == "raise")
     job = _Job(worker, source, target, fresh, wish, gate, progress or Silence(), stopping)

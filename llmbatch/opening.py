@@ -36,7 +36,7 @@ class Layout:
     window_rows: int
     preserve_order: bool
     dtype: str  # of the numbers it is computed in, which may have been chosen by measurement
-    generation: int = 0  # counts how often the rows were laid out anew
+    earlier_window_rows: list[int]  # `window_rows` of each time that the rows were laid out before
     without_errors: bool = False  # rows that failed in earlier generations are run again
     afresh: bool = False  # it was started over: a finished output is replaced, and no answer of it is taken
 
@@ -44,6 +44,11 @@ class Layout:
     def names(self) -> Names:
         """Names in the work folder."""
         return Names(self.generation)
+
+    @property
+    def generation(self) -> int:
+        """How often the rows were laid out anew."""
+        return len(self.earlier_window_rows)
 
     @property
     def windows(self) -> int:
@@ -106,6 +111,7 @@ class Wish:
     start_over: bool
     overwrite: bool
     answer_changed: bool  # rows that were answered when they read otherwise
+    window_rows: int | None  # None: as the job has them, or by memory
 
 
 def kept_dtype(output: Output) -> str | None:
@@ -178,24 +184,25 @@ def _go_on(
     changed = kept.files != fresh.files
     if changed:
         _check_change(fresh, kept.rows, kept.columns)
-    if not kept.preserve_order and (changed or (retry_errors and not kept.without_errors)):
-        what = "with a changed input" if changed else "with its errors"
+    resized = wish.window_rows not in (None, kept.window_rows)
+    if not kept.preserve_order and (changed or resized or (retry_errors and not kept.without_errors)):
+        what = "with a changed input" if changed else "with other window_rows" if resized else "with its errors"
         raise DataError(
             f"the job at {output.url} publishes rows as they finish (preserve_order=False), so it cannot go on {what} "
             f"before it is done: finish it first, {_WAY_OUT}"
         )
     finished = None if kept.afresh else manifest
     sources = [] if finished is None else _finished_sources(output, finished, source, fresh)
-    for generation in range(kept.generation):
-        sources += _kept_sources(output, Names(generation), kept, source)
-    if not changed and (not retry_errors or kept.without_errors):
+    for generation, window_rows in enumerate(kept.earlier_window_rows):
+        sources += _kept_sources(output, Names(generation), window_rows, kept, source)
+    if not changed and not resized and (not retry_errors or kept.without_errors):
         return Going(kept, sources, False)
-    sources += _kept_sources(output, kept.names, kept, source)
+    sources += _kept_sources(output, kept.names, kept.window_rows, kept, source)
     without_errors = retry_errors or kept.without_errors
     anew = replace(
         fresh,
-        window_rows=kept.window_rows,
-        generation=kept.generation + 1,
+        window_rows=wish.window_rows or kept.window_rows,
+        earlier_window_rows=[*kept.earlier_window_rows, kept.window_rows],
         without_errors=without_errors,
         afresh=kept.afresh,
     )
@@ -232,14 +239,14 @@ def _finished_sources(output: Output, manifest: dict[str, Any], source: Inputs, 
     return sources
 
 
-def _kept_sources(output: Output, names: Names, kept: Layout, source: Inputs) -> list[Source]:
-    """What a generation left: staged parts, and journals of windows that were not whole."""
+def _kept_sources(output: Output, names: Names, window_rows: int, kept: Layout, source: Inputs) -> list[Source]:
+    """What a generation with windows of so many rows left: staged parts, and journals of what was not whole."""
     begun, whole = names.windows(output.work.names())
     sources: list[Source] = [
         JournalSource(Journal.open(output.work, names.journal(window)).records()) for window in sorted(begun)
     ]
     for window in sorted(whole):
-        first = window * kept.window_rows
+        first = window * window_rows
         for part in Whole.read(output, names, window).parts:
             output.check_staged(part)
             read = partial(output.staged_tables, part.name)

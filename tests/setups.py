@@ -246,7 +246,7 @@ class Case:
         if "job.json" not in names or "ending.json" in names:
             return set()
         layout = json.loads(place.read("job.json") or b"")
-        generation = f"{layout['generation']:03d}"
+        generation = f"{len(layout['earlier_window_rows']):03d}"
         if layout["command"]["max_tokens"] != SIMULATED["max_tokens"] or layout["without_errors"]:
             return set()
         ids = rows(ROWS)["id"].to_pylist()

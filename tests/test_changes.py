@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import decimal
 import json
+import re
 import shutil
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from llmbatch.cli import main
+from llmbatch.errors import DataError
 from llmbatch.seal import seal
 from tests.jobs import Job, begun, check_goes_on, check_refused, contents, rows
 from tests.models import tiny_model_folder
@@ -63,6 +65,30 @@ def test_how_a_job_is_run_may_change(job: Job, until: Callable[[Job], None]) -> 
     until(job)
     report = job.run(order="input", window_rows=7, kv_memory=2**21, max_running=3, page_size=16)
     assert report.rows == 60
+
+
+@pytest.mark.parametrize("sizes", [[7], [50, 7], [50, 20]])
+def test_a_job_goes_on_in_windows_of_another_size(job: Job, sizes: list[int]) -> None:
+    begin(job)
+    for size in sizes[:-1]:
+        job.run_until(40, window_rows=size)
+    kept = job.kept()
+    with begun() as answered:
+        report = job.run(window_rows=sizes[-1])
+    assert not answered & kept
+    assert report.rows_resumed == len(kept)
+    assert job.answers().equals(job.undisturbed())
+
+
+def test_windows_that_are_published_keep_their_size(job: Job, capfd: pytest.CaptureFixture[str]) -> None:
+    job = job.having(preserve_order=False)
+    job.run_until(25)
+    said = (
+        f"the job at {job.out} publishes rows as they finish (preserve_order=False), so it cannot go on with other "
+        f"window_rows before it is done: finish it first, {OTHER}"
+    )
+    with pytest.raises(DataError, match=f"^{re.escape(said)}$"):
+        job.run(window_rows=7)
 
 
 # Another command
@@ -204,7 +230,10 @@ def test_lost_columns_and_values_in_new_ones_are_refused(
     job.write(rows())
     check_refused(job, said, capfd)
     job.write(rows().append_column("extra", rows()["n"]).append_column("more", rows()["n"]))
-    said = f"the input has changed since this job began: row 0 was answered when it read otherwise: restore it, {OTHER}"
+    said = (
+        "the input has changed since this job began: row 0 was answered when it read otherwise: restore it, have such "
+        f"rows answered again with changed_rows='answer' (--changed-rows answer), {OTHER}"
+    )
     check_refused(job, said, capfd)
 
 
