@@ -279,7 +279,7 @@ class _Job:
 def _order_gain(worker: Worker, window: Window, answers: list[pa.RecordBatch]) -> float | None:
     """What the order bought, simulated with the lengths as they came out; None where that would take long."""
     requests = window.requests
-    if len(requests) > SIMULATED_AFTERWARDS:
+    if not answers or len(requests) > SIMULATED_AFTERWARDS:
         return None
     answered = pa.Table.from_batches(answers)
     lengths = np.zeros(window.table.num_rows, np.int32)

@@ -247,7 +247,7 @@ class ShardRun:
             gains = self._cost.overlap.exponent > 1 or self._cost.law == "paper"
             if self._scheduling.step_tokens is None and gains:
                 budget = ClosedLoopBudget(self._rates, self._weights_per_pool(), floor=TILE + self._pool.page_size)
-        elif decided.relaxed and self._scheduling.step_tokens is None:
+        elif decided.relaxed and len(self._tree.rows) and self._scheduling.step_tokens is None:
             mean = self._lengths.expected(self._tree.rows).mean.mean()
             budget = steady_budget(decided, self._cost, self._pool.tokens, float(mean))
         self._admit(decided.order, ends, budget, settled=settled)

@@ -48,6 +48,7 @@ class Golden:
     rows: list[list[int]]
     max_tokens: int
     page_size: int
+    spare_pages: int = 1
 
     def __post_init__(self) -> None:
         rows = self.rows
@@ -61,7 +62,7 @@ class Golden:
             serial=np.arange(len(rows), dtype=np.uint64),
             recorded=np.full(len(rows), self.max_tokens, np.int32),
         )
-        self.num_pages = -(-(int(self.lengths.max()) + self.max_tokens) // self.page_size) + 1
+        self.num_pages = -(-(int(self.lengths.max()) + self.max_tokens) // self.page_size) + self.spare_pages
 
     def run(self, engine: StreamEngine, ends: Ends, step_tokens: int) -> list[list[int]]:
         """The answers; what the scheduler did is in `cached` and `preemptions`."""

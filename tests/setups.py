@@ -31,6 +31,7 @@ import llmbatch.worker
 from llmbatch.disk import NewFile
 from llmbatch.errors import DataError
 from llmbatch.journal import Journal
+from llmbatch.manifest import decode
 from llmbatch.storage import Place
 from tests.jobs import SAME, begun, rows
 
@@ -200,7 +201,7 @@ class Case:
     def _check_old(self) -> None:
         """Until the new output is complete all of an earlier one is there."""
         ending = self.work / "ending.json"
-        manifest = self.out / "_llmbatch.json" if not self.out.suffix else Path(f"{self.out}._llmbatch.json")
+        manifest = self.out / "_llmbatch.parquet" if not self.out.suffix else Path(f"{self.out}._llmbatch.json")
         committing = ending.exists() and json.loads(ending.read_bytes())["manifest"] is not None
         if committing or (manifest.exists() and _is_new(manifest)):
             return
@@ -338,7 +339,7 @@ def _put(folder: Path, table: pa.Table) -> None:
 
 
 def _is_new(manifest: Path) -> bool:
-    return bool(json.loads(manifest.read_bytes())["command"]["max_tokens"] == SIMULATED["max_tokens"])
+    return bool(decode(manifest.read_bytes(), "")["command"]["max_tokens"] == SIMULATED["max_tokens"])
 
 
 def _same(one: Path, other: Path) -> bool:

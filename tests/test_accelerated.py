@@ -53,7 +53,7 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 def test_answers_are_those_of_generate_though_rows_are_preempted(family: tuple[LoadedModel, Any]) -> None:
     loaded, expected = family
-    golden = Golden(prompts(), MAX_TOKENS, page_size=4)
+    golden = Golden(prompts(), MAX_TOKENS, page_size=4, spare_pages=2)
     engine = AcceleratedEngine(loaded, TritonAttention(DEVICE), num_pages=golden.num_pages, page_size=4)
     assert golden.run(engine, Blend(), 16) == expected
     assert golden.preemptions > 0

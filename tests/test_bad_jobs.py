@@ -16,25 +16,25 @@ from tests.jobs import Job, check_refused, contents, rows
 # Other versions
 
 
-@pytest.mark.parametrize("version", [1, 3])
+@pytest.mark.parametrize("version", [2, 4])
 def test_an_output_of_another_version_is_refused(job: Job, version: int, capfd: pytest.CaptureFixture[str]) -> None:
     job.run()
     manifest = decode(job.manifest.read_bytes(), "")
     job.manifest.write_text(json.dumps({**manifest, "format": version}))
     said = (
-        f"the output {job.out} was written by another version of llmbatch, in format {version} and not 2: "
+        f"the output {job.out} was written by another version of llmbatch, in format {version} and not 3: "
         "choose another name, or replace it with overwrite=True (--overwrite)"
     )
     check_refused(job, said, capfd)
 
 
-@pytest.mark.parametrize("version", [1, 3])
+@pytest.mark.parametrize("version", [2, 4])
 def test_a_job_of_another_version_is_refused(job: Job, version: int, capfd: pytest.CaptureFixture[str]) -> None:
     job.run_until(25)
     file = job.work / "job.json"
     file.write_text(json.dumps({**json.loads(file.read_bytes()), "format": version}))
     said = (
-        f"the job at {job.out} was begun by another version of llmbatch, in format {version} and not 2: "
+        f"the job at {job.out} was begun by another version of llmbatch, in format {version} and not 3: "
         "finish it with that one, choose another output, or start over with restart=True (--restart)"
     )
     check_refused(job, said, capfd)

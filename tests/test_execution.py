@@ -211,7 +211,7 @@ def test_rows_are_padded_by_an_eighth_at_most() -> None:
 
 
 def test_halves_pay_where_reads_are_long_and_tokens_hide_the_weights() -> None:
-    rates = Rates(1.0, 0.0, 0.0, 0.1, 200.0, False)
+    rates = Rates(1.0, 0.0, 0.0, 0.02, 200.0, False)
     short, long = [0] * 100, [100] * 100
     assert halves_pay(step_of(long, [(0, 900, True)]), rates)
     assert not halves_pay(step_of(short, [(0, 900, True)]), rates)  # hardly anything is read

@@ -42,7 +42,8 @@ def test_the_manifest_says_which_parts_are_whole_and_what_the_job_says_of_itself
 
 def test_a_manifest_that_is_damaged_or_of_another_version_proves_nothing(out: Path) -> None:
     finish(out)
-    manifest = json.loads(manifest_of(out).read_text())
+    manifest = open_output(out).manifest()
+    assert manifest is not None
     without_summary = {key: value for key, value in manifest.items() if key != "summary"}
     traversing = {**manifest, "parts": [{"name": "../x", "rows": 3}]}
     cut = {**manifest, "parts": manifest["parts"][:-1]}

@@ -120,7 +120,7 @@ def test_a_tilde_is_the_home_of_the_output_as_of_the_input(job: Job, monkeypatch
     command = [word.replace(str(job.folder), "~") for word in job.command("--quiet")]
     assert "~/out" in command
     assert main(command) == 0
-    assert (job.out / "_llmbatch.json").exists()
+    assert job.manifest.exists()
     assert not Path("~").exists()
 
 
