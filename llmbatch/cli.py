@@ -344,7 +344,3 @@ def _quiet_libraries() -> Any:
 
 def _say(sentence: str) -> None:
     print(f"llmbatch: {sentence}", file=sys.stderr)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

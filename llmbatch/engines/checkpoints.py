@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import hashlib
 import io
 import os
@@ -127,10 +128,17 @@ def main(source: str, target: str) -> None:
 
 
 def _convert(file: Path, target: Path) -> None:
-    """Write a GGUF file as a transformers folder, in bfloat16 where that loses nothing, else in float32."""
+    """Write a GGUF file as a transformers folder, in bfloat16 where that loses nothing, else in float32.
+
+    In a process of its own: transformers reads all metadata of the file for each of config, weights and tokenizer, and
+    makes the map of names again for each module, which takes ten of twelve seconds. Here each is made once.
+    """
+    import gguf
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
+    for name in ("GGUFReader", "get_tensor_name_map"):
+        setattr(gguf, name, functools.cache(getattr(gguf, name)))
     with no_progress_bars(), contextlib.redirect_stderr(io.StringIO()):  # one bar knows no switch
         source: dict[str, Any] = {"gguf_file": file.name, "local_files_only": True}
         model = AutoModelForCausalLM.from_pretrained(
