@@ -12,6 +12,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from subprocess import PIPE
@@ -104,6 +105,7 @@ def _converted(file: Path) -> Path:
         )
     target.parent.mkdir(parents=True, exist_ok=True)
     with start_beside("llmbatch.engines.checkpoints", str(file.resolve()), str(target), stdout=PIPE) as process:
+        import_module("llmbatch.engines.loading")  # takes seconds, and is needed next
         told = process.communicate()[0].decode(errors="replace").strip()
     if not target.is_dir():
         raise ModelError(f"GGUF file {str(file)!r} cannot be read: {told or 'its conversion was ended'}")
