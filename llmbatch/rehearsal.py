@@ -13,6 +13,7 @@ import os
 import sys
 import tempfile
 import threading
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,7 +29,8 @@ from llmbatch.runner import decide, run_shard
 from llmbatch.tree import PrefixTree
 from llmbatch.workload import Pool, Scheduling, Workload
 
-_MARK = "scheduler"  # a file in the folder of compiled code: the other half is there
+_NICE: Final = 10  # the job waits for its weights first, where two cores have three processes
+_MARK: Final = "scheduler"  # a file in the folder of compiled code: the other half is there
 
 
 class Compilation:
@@ -74,6 +76,7 @@ def rehearse_plan() -> None:
 
 def main() -> None:
     """Compile the scheduler, leave a mark, and go on with what is needed at a job's end. One process at a time."""
+    os.nice(_NICE)
     folder = code_folder()
     with (folder / f"{_MARK}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -94,5 +94,5 @@ def gather(
 @njit(cache=True)
 def _copy(tokens: Any, starts: Any, offsets: Any, out: Any) -> None:
     for i in range(len(starts)):
-        length = offsets[i + 1] - offsets[i]
-        out[offsets[i] : offsets[i] + length] = tokens[starts[i] : starts[i] + length]
+        for j in range(offsets[i + 1] - offsets[i]):  # slices would have numba compile what their shapes may fail with
+            out[offsets[i] + j] = tokens[starts[i] + j]

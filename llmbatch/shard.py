@@ -7,6 +7,7 @@ request: a hash table over the flat token buffer finds them, comparing tokens in
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -180,7 +181,7 @@ def _first_equal(tokens, offsets, rows, params_index, repeatable):  # type: igno
                 hashes[j] == value
                 and params_index[j] == params_index[i]
                 and offsets[rows[j] + 1] - other == length
-                and np.array_equal(tokens[other : other + length], tokens[begin : begin + length])
+                and _is_repeated(tokens, other, begin, length)
             ):
                 first[i] = j
                 break
@@ -188,3 +189,12 @@ def _first_equal(tokens, offsets, rows, params_index, repeatable):  # type: igno
         else:
             places[place] = i
     return first
+
+
+@njit(cache=True)
+def _is_repeated(tokens: Any, at: int, again: int, length: int) -> bool:
+    """Whether two stretches of a buffer are equal."""
+    for i in range(length):  # noqa: SIM110 (compiled code knows no all)
+        if tokens[at + i] != tokens[again + i]:
+            return False
+    return True
