@@ -17,7 +17,7 @@ from llmbatch.pages import EMPTY, UNUSED, extend_by_one, release, tokens_spared
 from llmbatch.peak import expect, forget
 from llmbatch.reads import start_reading
 from llmbatch.slots import DECODING, PREEMPTED, PREEMPTIONS, PREFILLING, give_slot, remove
-from llmbatch.work import pairs_of, reads_of, spared_of
+from llmbatch.work import pairs_of, reads_of, sees_all, spared_of
 
 _RIGHT = int(End.RIGHT)
 
@@ -29,14 +29,17 @@ def hold_decodes(run: Any, pages: Any, peak: Any, rates: Any, now: float) -> Any
     Returns the KV tokens that the decodes of the step read, those read together once.
     """
     need = np.empty(run.counts[DECODING], np.int32)
+    reach, whole = rates.reach, sees_all(rates.reach)
+    slots, decoding, held, size = run.slots, run.decoding, pages.held, pages.page_size
     while True:
-        full, tokens = 0, -spared_of(rates.reach, tokens_spared(pages))
+        full, tokens = 0, -spared_of(reach, tokens_spared(pages))
         for i in range(run.counts[DECODING]):
-            slot = run.decoding[i]
-            if pages.held[slot] * pages.page_size <= run.slots[slot].computed:
+            slot = decoding[i]
+            record = slots[slot]
+            if held[slot] * size <= record.computed:
                 need[full] = slot
                 full += 1
-            tokens += reads_of(rates.reach, run.slots[slot].known - 1.0, 1)
+            tokens += record.known if whole else reads_of(reach, record.known - 1.0, 1)
         if full <= pages.counts[EMPTY] + pages.counts[UNUSED]:
             break
         preempt(run, pages, peak, _victim(run, pages, rates), now)
@@ -112,12 +115,13 @@ def advance(
     gone = np.empty(len(finished), slots.dtype)
     ended, sampled, tokens, pairs = 0, 0, 0, 0.0
     read = -spared_of(reach, tokens_spared(pages))
+    records, whole = run.slots, sees_all(reach)
     for i in range(len(slots)):
         slot = slots[i]
-        record = run.slots[slot]
+        record = records[slot]
         if i < num_decodes:
             tokens += 1
-            read += reads_of(reach, record.known - 1.0, 1)
+            read += record.known if whole else reads_of(reach, record.known - 1.0, 1)
         else:
             start = max(record.computed, min(record.reached, record.computed + counts[i]))
             fresh = record.computed + counts[i] - start
@@ -178,9 +182,11 @@ def pack(run: Any, chunks: Any) -> Any:
     slots[:decodes], slots[decodes:] = run.decoding[:decodes], chunks.slots[: total - decodes]
     counts[:decodes], counts[decodes:] = 1, chunks.counts[: total - decodes]
     samples[:decodes], samples[decodes:] = True, chunks.samples[: total - decodes]
+    records = run.slots
     for i in range(total):
-        requests[i] = run.slots[slots[i]].request
-        starts[i] = run.slots[slots[i]].computed
+        record = records[slots[i]]
+        requests[i] = record.request
+        starts[i] = record.computed
     return slots, requests, starts, counts, samples
 
 
@@ -203,10 +209,10 @@ def _start_decoding(run: Any, pages: Any) -> None:
 
 @njit(cache=True)
 def _drop_ended(run: Any) -> None:
-    kept = 0
+    kept, slots, decoding = 0, run.slots, run.decoding
     for i in range(run.counts[DECODING]):
-        if not run.slots[run.decoding[i]].ended:
-            run.decoding[kept] = run.decoding[i]
+        if not slots[decoding[i]].ended:
+            decoding[kept] = decoding[i]
             kept += 1
     run.counts[DECODING] = kept
 

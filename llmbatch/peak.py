@@ -55,35 +55,37 @@ class Peak(NamedTuple):
 @njit(cache=True)
 def expect(peak: Any, slot: int, end: float, base: float) -> None:
     """Count a sequence that will hold `base + t` tokens at step `t`, up to step `end`."""
+    slots, ends, bases = peak.slots, peak.ends, peak.bases
     low, high = 0, peak.size[0]
     while low < high:
         middle = (low + high) // 2
-        if peak.ends[middle] < end:
+        if ends[middle] < end:
             high = middle
         else:
             low = middle + 1
     for i in range(peak.size[0], low, -1):
-        peak.slots[i] = peak.slots[i - 1]
-        peak.ends[i] = peak.ends[i - 1]
-        peak.bases[i] = peak.bases[i - 1]
-    peak.slots[low] = slot
-    peak.ends[low] = end
-    peak.bases[low] = base
+        slots[i] = slots[i - 1]
+        ends[i] = ends[i - 1]
+        bases[i] = bases[i - 1]
+    slots[low] = slot
+    ends[low] = end
+    bases[low] = base
     peak.size[0] += 1
 
 
 @njit(cache=True)
 def forget(peak: Any, slot: int) -> None:
     """Count a sequence no more."""
+    slots, ends, bases = peak.slots, peak.ends, peak.bases
     last = peak.size[0] - 1
     at = last
-    while at >= 0 and peak.slots[at] != slot:  # those that end soon stand last
+    while at >= 0 and slots[at] != slot:  # those that end soon stand last
         at -= 1
     assert at >= 0, "a sequence is not counted"
     for i in range(at, last):
-        peak.slots[i] = peak.slots[i + 1]
-        peak.ends[i] = peak.ends[i + 1]
-        peak.bases[i] = peak.bases[i + 1]
+        slots[i] = slots[i + 1]
+        ends[i] = ends[i + 1]
+        bases[i] = bases[i + 1]
     peak.size[0] = last
 
 
@@ -94,20 +96,21 @@ def most(peak: Any, end: float, base: float) -> float:
     What is held later does not depend on it: a short sequence may enter although long ones are expected to be too
     much in the end.
     """
+    ends, bases = peak.ends, peak.bases
     top = 0.0
     total = 0.0
     alive = 0
     pending = True
     for i in range(peak.size[0]):
-        if pending and end >= peak.ends[i]:
+        if pending and end >= ends[i]:
             total += base
             alive += 1
             top = max(top, total + alive * end)
             pending = False
-        total += peak.bases[i]
+        total += bases[i]
         alive += 1
         if not pending:
-            top = max(top, total + alive * peak.ends[i])
+            top = max(top, total + alive * ends[i])
     if pending:
         top = max(top, total + base + (alive + 1) * end)
     return top

@@ -4,6 +4,9 @@ numba takes a tuple apart: each of its arrays becomes seven or more arguments of
 and compiling that took most of the scheduler's compile time. A class marked `by_reference` is laid out in memory once,
 when compiled code first sees the instance, and handed on as one address; compiled code reads its fields as before.
 The instance keeps that memory, and its arrays, as long as it lives; like any tuple it never changes.
+
+Compiled code reads a field from memory each time, for all it knows a write to some array has changed it. So a loop over
+sequences takes the arrays that it needs into local names first: that made the scheduler's steps three times as fast.
 """
 
 from __future__ import annotations

@@ -94,6 +94,12 @@ def reads_of(reach: Any, start: Any, count: Any) -> Any:
 
 
 @njit(cache=True)
+def sees_all(reach: Any) -> Any:
+    """Whether no layer has a window: a decode then reads its sequence, and loops over sequences need no loop inside."""
+    return len(reach.windows) == 1 and reach.windows[0] >= _UNBOUNDED
+
+
+@njit(cache=True)
 def spared_of(reach: Any, tokens: Any) -> Any:
     """Of `tokens` that decodes need not read, since others read them for them: those of layers without a window."""
     last = len(reach.windows) - 1

@@ -19,7 +19,7 @@ from llmbatch.compiled import njit
 from llmbatch.cost import CostModel
 from llmbatch.engines import Finish, Step, StepResult
 from llmbatch.references import by_reference
-from llmbatch.work import Rates, compute_seconds, pairs_of, reads_of, spared_of
+from llmbatch.work import Rates, compute_seconds, pairs_of, reads_of, sees_all, spared_of
 
 _ENDED = int(Finish.LENGTH)
 
@@ -98,9 +98,10 @@ def generate(
     """
     finished = np.empty(len(slots), np.uint8)
     sampled, tokens, pairs, read = 0, 0, 0.0, -spared_of(reach, spared)
+    whole = sees_all(reach)
     for i in range(len(slots)):
         start, count = float(starts[i]), counts[i]
-        read += reads_of(reach, start, count)
+        read += start + count if whole else reads_of(reach, start, count)
         if i >= num_decodes:
             tokens += count
             pairs += pairs_of(reach, start, count)
