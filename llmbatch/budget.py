@@ -3,9 +3,10 @@
 Let `m` be the memory time of the step's decodes, `C` and `M` the compute and memory work still to do. If every
 step's compute is `C / M` times its memory time, both end together, which is the best any order can do when the
 two overlap. So a step is given the tokens whose compute takes `c* = (C / M) m`, never fewer than those that
-are free while the weights are read (design: "step budget"); the attention of its prompts is paid for in tokens
-that take as long. BlendServe (section 5.3) fixes shares of memory
-and hopes that the mix follows; here the mix itself is the controlled quantity.
+are free while the weights are read (design: "step budget"), nor than take as long as what every step takes beside its
+work, of which a step of few tokens would consist; the attention of its prompts is paid for in tokens that take as
+long. BlendServe (section 5.3) fixes shares of memory and hopes that the mix follows; here the mix itself is the
+controlled quantity.
 """
 
 from __future__ import annotations
@@ -86,9 +87,9 @@ def step_tokens(rules: Any, load: Any) -> Any:
     left = max(load.memory_left, memory)
     work = max(load.compute_left, 0.0)
     if rates.weights_share_memory:
-        target = work / (left * (1 + rules.weights_per_pool)) * (memory + rates.weight_seconds)
+        target = max(work / (left * (1 + rules.weights_per_pool)) * (memory + rates.weight_seconds), rates.step_seconds)
     else:
-        target = max(work / left * memory, rates.weight_seconds)
+        target = max(work / left * memory, rates.weight_seconds + rates.step_seconds)
     tokens = min(max(int(target / rates.seconds_per_token), rules.floor), rules.ceiling)
     if tokens >= 2 * TILE:  # of fewer most are free while the weights are read, and rounding would lose some
         tokens = (tokens + TILE // 2) // TILE * TILE

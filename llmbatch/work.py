@@ -55,6 +55,7 @@ class Rates(NamedTuple):
     weights_share_memory: bool  # law `bytes`: the weights are read beside the KV, in every step
     cascade: bool = False  # decodes read a prefix that many of them share once a step
     reach: Reach = Reach.of([0])
+    step_seconds: float = 0.0  # that every step takes beside its work
 
     @classmethod
     def of(cls, cost: CostModel) -> Rates:
@@ -69,6 +70,7 @@ class Rates(NamedTuple):
             weights_share_memory=cost.law == "bytes",
             cascade=cost.cascade,
             reach=Reach.of(shape.windows),
+            step_seconds=float(hardware.step_seconds),
         )
 
 

@@ -7,7 +7,7 @@ that is asked for; of any other, `llmbatch.engines.description` says what it is,
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,6 +30,7 @@ HOST_PAGE_SIZE: Final = 8  # tokens, where none is asked for, on a processor
 HOST_RUNNING: Final = 512  # sequences in flight, likewise
 BFLOAT16_GAIN: Final = "bfloat16"  # the name of what is measured to choose a type
 _SIMULATED: Final = "a100-80gb"  # the hardware that plans are made for where nothing is computed
+_HOST_SECONDS: Final = 5e-4  # that a job's own process takes for a step (benchmarks/rows.py)
 _FAMILIES: Final = ("gemma", "gemma2", "gemma3_text", "llama", "mistral", "qwen2", "qwen3")
 _FIELDS: Final = (
     "head_dim", "hidden_size", "intermediate_size", "max_position_embeddings", "num_attention_heads",
@@ -137,7 +138,7 @@ def simulated_pool(model: Described, options: Options) -> Pool:
 
 def simulated_cost(model: Described) -> CostModel:
     """What requests are taken to cost where nothing is computed."""
-    return CostModel(shape_of(model), find_hardware(_SIMULATED))
+    return CostModel(shape_of(model), replace(find_hardware(_SIMULATED), step_seconds=_HOST_SECONDS))
 
 
 def shape_of(model: Described) -> ModelShape:
