@@ -94,7 +94,7 @@ def test_the_version_is_the_same_everywhere(project: dict[str, dict[str, object]
 
 def test_the_command_is_installed() -> None:
     (script,) = metadata.entry_points(group="console_scripts", name="llmbatch")
-    assert script.value == "llmbatch.cli:main"
+    assert script.value == "llmbatch.__main__:command"
 
 
 def test_the_type_marker_is_shipped() -> None:
