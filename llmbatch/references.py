@@ -5,8 +5,9 @@ and compiling that took most of the scheduler's compile time. A class marked `by
 when compiled code first sees the instance, and handed on as one address; compiled code reads its fields as before.
 The instance keeps that memory, and its arrays, as long as it lives; like any tuple it never changes.
 
-Compiled code reads a field from memory each time, for all it knows a write to some array has changed it. So a loop over
-sequences takes the arrays that it needs into local names first: that made the scheduler's steps three times as fast.
+Compiled code reads a field from memory at each use, because it cannot know that no write to an array has changed it.
+A loop over sequences therefore takes the arrays that it needs into local names first. That made the scheduler's steps
+three times as fast.
 """
 
 from __future__ import annotations
