@@ -22,6 +22,7 @@ from llmbatch.tree import PrefixTree
 Floats = NDArray[np.float64]
 
 _AGAIN = 0.01  # of the seconds of rows that share a prefix: what computing it again may take
+_WHOLE = 0.1  # of a shard's seconds: what stays together is cut beyond, or shards could not be even
 
 
 def partition(tree: PrefixTree, plan: Plan, cost: CostModel, shards: int) -> list[NDArray[np.int32]]:
@@ -51,9 +52,10 @@ def partition_alike(
     shared = tree.lcp[at]
     seconds = cost.overlap(plan.compute[rows] - cost.saved_seconds(shared), plan.memory[rows])
     apart = (np.diff(at, prepend=-2) != 1) | (2 * shared < tree.lengths[rows]) | _differs(tables[rows])
-    # What stays together is cut where computing its prefix once more takes hardly anything.
+    # What stays together is cut where computing its prefix once more takes hardly anything, or it is much of a shard.
     prefix = np.minimum.reduceat(np.where(apart, tree.lengths[rows], shared), np.flatnonzero(apart))
-    piece = np.maximum(cost.saved_seconds(prefix) / _AGAIN, seconds.min())[np.cumsum(apart) - 1]
+    piece = np.minimum(cost.saved_seconds(prefix) / _AGAIN, _WHOLE * seconds.sum() / shards)
+    piece = np.maximum(piece, seconds.min())[np.cumsum(apart) - 1]
     apart |= _differs(np.floor(_since(seconds, apart) / piece))
     unit = np.cumsum(apart) - 1
     weight = np.bincount(unit, seconds)

@@ -1,11 +1,11 @@
-"""Rows to shards for several engines: shared prefixes together, the same predicted seconds in each.
+"""Rows to shards for several engines: shared prefixes together, the same seconds in each.
 
 Engines on other machines share no KV, so a prefix whose rows are spread over all of them is computed by each. Nobody
 holds all prompts, so a row is outlined where it is read: the hash of its prompt's columns, its length, and hashes of
 its prefixes at depths that grow by the square root of two. Two rows share what they share up to the deepest depth at
 which their hashes agree: at least 0.7 of it. From the outlines of all rows one tree is built, planned and cut as an
-engine does with its own (`llmbatch.plan`, `llmbatch.partition`), and a subtree that a cut goes through is kept whole
-where it is small.
+engine does with its own (`llmbatch.plan`, `llmbatch.partition`): into equal predicted seconds where the lengths of all
+answers are known, else into shards that are alike. A subtree that a cut goes through is kept whole where it is small.
 
 A row finds its shard by its hash. Rows of one hash that have one answer are in one shard. Those that are drawn anew,
 each with an answer of its own, may be too many for one: they are told apart by their other columns.
@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from llmbatch.cost import CostModel
 from llmbatch.lengths import LengthModel
-from llmbatch.partition import partition
+from llmbatch.partition import partition, partition_alike
 from llmbatch.plan import Plan, plan
 from llmbatch.requests import Shard
 from llmbatch.tree import PrefixTree
@@ -45,7 +45,7 @@ ROWS_PER_SHARD = 20_000  # at most: what a call has in memory, and what a checkp
 _TOKENS_PER_SHARD = 16e6  # of prompts, at most
 _SHARDS_PER_ACTOR = 16  # so that the last ones end together
 _FEWEST_ROWS = 512  # in a shard, on average: as many as run at once on a processor
-_WHOLE = 0.05  # of a shard's seconds: subtrees that are not cut
+_WHOLE = 0.1  # of a shard's seconds: subtrees that are not cut
 
 
 def outline(shard: Shard, rows: NDArray[np.uint64]) -> pa.Table:
@@ -114,12 +114,17 @@ def cut(
     outlines = outlines.take(pa.array(planned))
     tree = _tree(outlines)
     max_tokens, known = (outlines[name].to_numpy() for name in ("max_tokens", "known"))
-    decided = _plan(tree, max_tokens, known, cost, pool, scheduling)
-    parts = partition(tree, decided, cost, count)
+    lengths = LengthModel(tree, max_tokens, known=known)
+    decided = _plan(tree, lengths, cost, pool, scheduling)
+    if lengths.known.all():
+        parts, along = partition(tree, decided, cost, count), decided.order
+    else:
+        kinds = 2 * lengths.table_of + (lengths.known > 0)
+        parts, along = partition_alike(tree, decided, cost, kinds, count, scheduling.seed), tree.rows
     shard = np.empty(len(planned), np.int32)
     shard[np.concatenate(parts)] = np.repeat(np.arange(count), [len(part) for part in parts])
     seconds = cost.overlap(decided.compute, decided.memory)
-    _keep_whole(tree, decided.order, np.asarray(seconds), shard, _WHOLE * float(np.sum(seconds)) / count)
+    _keep_whole(tree, along, np.asarray(seconds), shard, _WHOLE * float(np.sum(seconds)) / count)
     by_hash = np.lexsort((shard, rows[planned]))
     return Shards(count, rows[planned][by_hash], shard[by_hash])
 
@@ -153,19 +158,12 @@ def _tree(outlines: pa.Table) -> PrefixTree:
     return PrefixTree.of_sorted(steps.rows, depths[steps.lcp], outlines["tokens"].to_numpy())
 
 
-def _plan(
-    tree: PrefixTree,
-    max_tokens: NDArray[np.int32],
-    known: NDArray[np.int32],
-    cost: CostModel,
-    pool: Pool,
-    scheduling: Scheduling,
-) -> Plan:
-    expected = LengthModel(tree, max_tokens, known=known).expected(np.arange(len(tree), dtype=np.int32))
+def _plan(tree: PrefixTree, lengths: LengthModel, cost: CostModel, pool: Pool, scheduling: Scheduling) -> Plan:
+    expected = lengths.expected(np.arange(len(tree), dtype=np.int32))
 
     def planned(order: str) -> Plan:
         return plan(
-            tree, expected, cost, max_tokens=max_tokens, pool_tokens=pool.tokens,
+            tree, expected, cost, max_tokens=lengths.max_tokens, pool_tokens=pool.tokens,
             max_running=scheduling.max_running, order=order, seed=scheduling.seed,
         )  # fmt: skip
 
