@@ -11,8 +11,9 @@ BENCHMARKS := $(filter-out benchmarks/peer_%,$(wildcard benchmarks/*.py))
 demo: $(VENV)/.demo
 	@$(BIN)/python examples/demo/run.py --output demo-output
 
+# Two processes, each with one thread: what a test computes is too small to be worth more.
 test: $(VENV)/.dev
-	@$(BIN)/python -m pytest
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
 # Also what takes minutes; the last line says how long it was. A real S3 server is used where $LLMBATCH_S3_SERVER names
 # the script that runs it (tests/test_s3_server.py).

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -46,20 +47,23 @@ def test_answers_are_those_of_generate_though_rows_are_preempted(
     assert golden.cached > 0 or page_size == 64
 
 
-@pytest.mark.parametrize(("order", "page_size", "pool_tokens"), [("blend", 8, 1500), ("random", 16, 900)])
-def test_smollm2_answers_the_demo_like_generate(
-    smollm2: str, monkeypatch: pytest.MonkeyPatch, order: str, page_size: int, pool_tokens: int
-) -> None:
-    """Rows of the demo dataset with their prefixes, in a pool that holds a few of them at a time."""
-    monkeypatch.setattr(sys, "path", [*sys.path, str(DEMO)])
-    from run import DATA, SYSTEM  # type: ignore[import-not-found, unused-ignore]
+@dataclass(frozen=True, slots=True)
+class Demo:
+    """Rows of the demo dataset, and what `generate` says of each."""
 
+    table: pa.Table
+    system: str
+    texts: list[str]
+    lengths: list[int]
+
+
+@pytest.fixture(scope="module")
+def demo(smollm2: str) -> Demo:
+    """Rows of the demo dataset with their prefixes, answered by transformers."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(DEMO))
+        from run import DATA, SYSTEM  # type: ignore[import-not-found, unused-ignore]
     table = pq.read_table(DATA).slice(0, 14)
-    operator = LLMOperator(
-        model=smollm2, prompt="prompt", chat=True, system=SYSTEM, max_tokens=12, dtype="float32",
-        order=order, page_size=page_size, kv_memory=pool_tokens * 46_080,
-    )  # fmt: skip
-    answered = operator(table)
     folder = resolve_model(smollm2)
     tokenizer = load_tokenizer(folder)
     texts = [
@@ -73,6 +77,20 @@ def test_smollm2_answers_the_demo_like_generate(
     rows = [column.tokens[a:b].tolist() for a, b in zip(column.offsets, column.offsets[1:], strict=False)]
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     expected = generate(model, rows, [12] * len(rows), [2], 2)
-    assert answered["generated_text"].to_pylist() == tokenizer.decode([np.array(a, np.int32) for a in expected])
-    assert answered["num_generated_tokens"].to_pylist() == [len(answer) for answer in expected]
-    assert answered["error"].null_count == len(rows)
+    said = tokenizer.decode([np.array(answer, np.int32) for answer in expected])
+    return Demo(table, SYSTEM, said, [len(answer) for answer in expected])
+
+
+@pytest.mark.parametrize(("order", "page_size", "pool_tokens"), [("blend", 8, 1500), ("random", 16, 900)])
+def test_smollm2_answers_the_demo_like_generate(
+    smollm2: str, demo: Demo, order: str, page_size: int, pool_tokens: int
+) -> None:
+    """In a pool that holds a few rows at a time."""
+    operator = LLMOperator(
+        model=smollm2, prompt="prompt", chat=True, system=demo.system, max_tokens=12, dtype="float32",
+        order=order, page_size=page_size, kv_memory=pool_tokens * 46_080,
+    )  # fmt: skip
+    answered = operator(demo.table)
+    assert answered["generated_text"].to_pylist() == demo.texts
+    assert answered["num_generated_tokens"].to_pylist() == demo.lengths
+    assert answered["error"].null_count == len(demo.texts)
