@@ -63,7 +63,7 @@ def demo(smollm2: str) -> Demo:
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(DEMO))
         from run import DATA, SYSTEM  # type: ignore[import-not-found, unused-ignore]
-    table = pq.read_table(DATA).slice(0, 14)
+    table = pq.read_table(DATA).take([3, 4, 24, 2, 25, 5, 28, 6, 8, 10, 13])  # two pairs share over 400 tokens
     folder = resolve_model(smollm2)
     tokenizer = load_tokenizer(folder)
     texts = [
