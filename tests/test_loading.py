@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -195,6 +196,30 @@ def test_a_folder_without_weights_is_refused_and_may_be_filled_with_noise(tmp_pa
         "complete it, or use load_format='dummy' for random ones."
     )
     assert load_model(str(tmp_path), load_format="dummy").context_length == 512
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (lambda whole: whole[: len(whole) // 2], "Error while deserializing header: incomplete metadata"),
+        (lambda whole: b"\xff" * len(whole), "Error while deserializing header: header too large"),
+        (lambda whole: b"", "Error while deserializing header: header too small"),
+    ],
+)
+def test_weights_that_are_not_whole_are_an_error_of_the_model(
+    tmp_path: Path, damage: Callable[[bytes], bytes], reason: str
+) -> None:
+    folder = tiny_model_folder(tmp_path, "llama")
+    (file,) = Path(folder).glob("*.safetensors")
+    file.write_bytes(damage(file.read_bytes()))
+    with pytest.raises(ModelError) as caught:
+        load_model(folder)
+    before, after = (
+        f"the weights in model folder {folder!r} must be whole, and a .safetensors file there cannot be read ({reason}",
+        "): copy or download it again.",
+    )
+    assert str(caught.value).startswith(before)
+    assert str(caught.value).endswith(after)
 
 
 @pytest.mark.parametrize("rope", ["longrope", "dynamic"])

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from transformers import AttentionInterface, AutoModelForCausalLM, GenerationConfig, PretrainedConfig
 
@@ -83,6 +84,11 @@ def load_model(
                 module = AutoModelForCausalLM.from_pretrained(
                     folder, config=described.whole_config, local_files_only=True, **arguments, **_placed(platform)
                 )
+        except SafetensorError as error:
+            raise ModelError(
+                f"the weights in model folder {folder!r} must be whole, and a .safetensors file there cannot be read "
+                f"({error}): copy or download it again."
+            ) from error
         except (OSError, ValueError, RuntimeError) as error:
             raise ModelError(f"model folder {folder!r} cannot be loaded: {error}") from error
     module.to(platform.device).eval().requires_grad_(False)
