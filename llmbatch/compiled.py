@@ -4,7 +4,7 @@ Kept code. numba keeps compiled code beside a source file and does not see that 
 has changed; nor can it write into an installation that is read-only. Here everything lies in one folder of the user's
 cache (or below `$NUMBA_CACHE_DIR`), named by the content of every file that has compiled functions, by the versions
 that compile them and by the processor: whatever changes, all of it is made anew, and
-nothing is for any other reason.
+nothing is for any other reason. Who makes a folder removes those that no process has begun with for 30 days.
 
 One specialisation. numba compiles a callee again for an int32, an int64 and a constant. A call from compiled code
 hands over every signed integer as int64 here, and constants as their type.
@@ -12,10 +12,14 @@ hands over every signed integer as int64 here, and constants as their type.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import os
+import re
+import shutil
 import sys
+import time
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -33,6 +37,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 _PACKAGE: Final = Path(__file__).parent
 _SOURCES: Final = ("*.py", "engines/*.py", "kernels/*.py")
+_FOLDER: Final = re.compile(r"\.?[0-9a-f]{16}(\.\d+)*")
+_UNUSED: Final = 30 * 86_400.0  # seconds
 
 
 def cache_folder() -> Path:
@@ -80,12 +86,30 @@ def _canonical(kind: Any) -> Any:
 @cache
 def kept() -> bool:
     """Whether compiled code can be kept."""
+    folder = code_folder()
     try:
-        code_folder().mkdir(parents=True, exist_ok=True)
+        new = not folder.is_dir()
+        folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         logging.getLogger("llmbatch").warning("compiled code cannot be kept, every job compiles it anew: %s", error)
         return False
+    with contextlib.suppress(OSError):  # of somebody else, perhaps
+        os.utime(folder)  # it is used
+    if new:
+        _remove_unused(folder.parent)
     return True
+
+
+def _remove_unused(root: Path) -> None:
+    """Remove compiled code that nobody has used for long; a process that needs it all the same compiles anew."""
+    with contextlib.suppress(OSError):
+        for folder in list(root.iterdir()):
+            if _FOLDER.fullmatch(folder.name) and time.time() - folder.stat().st_mtime > _UNUSED:
+                # Out of the way first: nobody shall find a part of it. What a kill leaves is removed another time.
+                away = root / f".{folder.name.lstrip('.')}.{os.getpid()}"
+                with contextlib.suppress(OSError):
+                    folder.rename(away)
+                    shutil.rmtree(away)
 
 
 class _Locator(UserWideCacheLocator):
@@ -97,7 +121,8 @@ class _Locator(UserWideCacheLocator):
         self._module = function.__module__
 
     def ensure_cache_path(self) -> None:
-        """It is there."""
+        """Make it again where another process has removed it."""
+        code_folder().mkdir(parents=True, exist_ok=True)
 
     def get_source_stamp(self) -> str:
         """The folder's name says it all."""
