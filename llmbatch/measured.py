@@ -1,4 +1,10 @@
-"""What was measured of this processor, kept beside the calibrations of cards."""
+"""What was measured of this processor, kept beside the calibrations of cards.
+
+While other processes run, figures are too low by as much as they take, and repeating them does not tell: they agree.
+The system tells what others took meanwhile. A figure beside which much else ran is used, but measured again by the
+next process, until nothing else runs. It is not replaced by another of its kind: a job that goes on should not choose
+other numbers than before.
+"""
 
 from __future__ import annotations
 
@@ -6,32 +12,61 @@ import contextlib
 import hashlib
 import json
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 from llmbatch.compiled import cache_folder
 
+_MOST = 0.2  # of the processors' time, that others may take beside a measurement
+
 
 def remembered(name: str, measure: Callable[[], float], *versions: str) -> float:
-    """What `measure` gave the first time, on this processor and with libraries of these `versions`."""
-    found = recalled(name, *versions)
-    if found is not None:
-        return found
-    found, file = measure(), _file(name, versions)
+    """What `measure` gave on this processor when nothing else ran, else at first; by libraries of these `versions`."""
+    file = _file(name, versions)
+    before = _read(file)
+    if before is not None and before[1]:
+        return before[0]
+    others, begun = _seconds_of_others(), time.perf_counter()
+    found = measure()
+    most = _MOST * (time.perf_counter() - begun) + 1 / os.sysconf("SC_CLK_TCK")  # which is counted in ticks
+    undisturbed = _seconds_of_others() - others <= most
+    if before is not None and not undisturbed:
+        return before[0]
     with contextlib.suppress(OSError):  # else every process measures, which takes a moment
         file.parent.mkdir(parents=True, exist_ok=True)
         temporary = file.with_name(f"{file.name}.{os.getpid()}")
-        temporary.write_text(json.dumps(found))
+        temporary.write_text(json.dumps({"figure": found, "undisturbed": undisturbed}))
         os.replace(temporary, file)
     return found
 
 
 def recalled(name: str, *versions: str) -> float | None:
     """What is kept of that name; None where nothing is."""
+    found = _read(_file(name, versions))
+    return None if found is None else found[0]
+
+
+def _read(file: Path) -> tuple[float, bool] | None:
+    """A figure, and whether nothing else ran when it was measured; None where there is none."""
     try:
-        return float(json.loads(_file(name, versions).read_text()))
-    except (OSError, ValueError, TypeError):
+        kept = json.loads(file.read_text())
+        return float(kept["figure"]), bool(kept["undisturbed"])
+    except (OSError, ValueError, TypeError, KeyError):
         return None
+
+
+def _seconds_of_others() -> float:
+    """Seconds that other processes have taken of the processors that this one may use, for each of these."""
+    usable = {f"cpu{number}" for number in os.sched_getaffinity(0)}
+    ticks = 0
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/stat").read_text().splitlines():
+            name, *fields = line.split()
+            if name in usable:
+                user, nice, system, _, _, *more = map(int, fields[:8])
+                ticks += user + nice + system + sum(more)
+    return (ticks / os.sysconf("SC_CLK_TCK") - time.process_time()) / len(usable)
 
 
 def _file(name: str, versions: tuple[str, ...]) -> Path:
