@@ -197,3 +197,11 @@ def check_refused(job: Job, said: str, capfd: pytest.CaptureFixture[str]) -> Non
     assert main(job.command()) == 2
     assert capfd.readouterr().err == f"llmbatch: {said}\n"
     assert contents(job.folder) == before
+
+
+def of_small_windows(job: Job, monkeypatch: pytest.MonkeyPatch) -> Job:
+    """A short job of two windows and several parts."""
+    monkeypatch.setattr("llmbatch.shelf.PART_ROWS", 3)
+    monkeypatch.setattr("llmbatch.answers.ROWS_AT_RISK", 2)
+    job.write(rows(12))
+    return job.having(window_rows=7)

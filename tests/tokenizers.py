@@ -5,6 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+
+from llmbatch.errors import RowError
+from llmbatch.prompts import PromptSource
+from llmbatch.tokenize import Tokenizer
+
 # Each message as "<role>content"; a chat of more than one system message is refused.
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -42,3 +48,11 @@ def save_slow(folder: Path) -> str:
 
     ByT5Tokenizer().save_pretrained(folder)
     return str(folder)
+
+
+def texts_of(source: PromptSource, table: pa.Table, tokenizer: Tokenizer) -> list[str | RowError]:
+    """The text of each row, or its error."""
+    rendered = source.render(table, tokenizer)
+    assert rendered.chat == source.renders_chat
+    assert sorted(rendered.errors) == [row for row, text in enumerate(rendered.texts) if text is None]
+    return [rendered.errors[row] if text is None else text for row, text in enumerate(rendered.texts)]
