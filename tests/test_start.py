@@ -121,9 +121,7 @@ def test_compiled_code_is_named_by_the_content_of_its_sources(tmp_path: Path, mo
     assert code_folder.__wrapped__() == names[1]
 
 
-def test_where_the_scheduler_is_compiled_no_process_is_started(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_the_scheduler_is_compiled_no_process_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("llmbatch.rehearsal.code_folder", lambda: tmp_path)
     monkeypatch.setattr("llmbatch.rehearsal.start_beside", _refuse)
     (tmp_path / "scheduler").touch()
