@@ -1,9 +1,9 @@
-"""Made requests through planner and scheduler, so that all of it is compiled before a job's first row.
+"""Made requests through planner and scheduler, so that all of it is compiled and kept on disk.
 
-numba compiles what is first called, and keeps it on disk. The first job of an installation has two halves compiled at
-once: another process runs a schedule (this module's `main`), while its own loads the weights, which compiles the
-kernels, and makes a plan. The other process goes on where the job is killed, so the next job finds more of it done.
-Later jobs find the mark that it left, and start neither.
+The first job of an installation starts another process, which runs a schedule (this module's `main`) and so compiles
+what plans and schedules. Meanwhile its own loads the weights, which compiles the kernels, and runs its rows with what
+is there (`llmbatch.interpreted`). The other process goes on where the job ends or is killed, so the next job finds more
+of it done. Later jobs find the mark that it left, and start none.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _MARK: Final = "scheduler"  # a file in the folder of compiled code: the other h
 
 
 class Compilation:
-    """The scheduler's compilation in another process. Until that is done few rows are planned and scheduled in Python."""
+    """The scheduler's compilation by another process, and how a job goes on until it is done."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
