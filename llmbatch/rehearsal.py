@@ -43,8 +43,9 @@ from llmbatch.shard import merge_equal
 from llmbatch.tokenize import TokenColumn
 from llmbatch.workload import Pool, Scheduling, Workload
 
-_NICE: Final = 19  # the job is never to wait for a core
-_MARK: Final = "scheduler"  # a file in the folder of compiled code: the other half is there
+_NICE: Final = 10  # a tenth of a core where the job wants it
+_MARK: Final = "scheduler"  # a file in the folder of compiled code: all that plans and schedules is there
+_LOCK: Final = "scheduler.lock"  # held by the process that compiles, whose number it has
 
 
 class Compilation:
@@ -79,6 +80,8 @@ class Compilation:
         self.pending = False
         if not self._is_over():
             self._progress.say("these rows wait until planning and scheduling are compiled")
+            with suppress(OSError):  # it may have just begun
+                _share((code_folder() / _LOCK).read_text(), 0)
             rehearse_plan()
             while not self._is_over():
                 time.sleep(0.05)
@@ -142,23 +145,26 @@ def rehearse_plan() -> None:
 
 def main() -> None:
     """Compile the scheduler, leave a mark, and go on with what is needed at a job's end. One process at a time."""
-    _give_way()
+    os.nice(_NICE)
+    _share("self", _NICE)
     folder = code_folder()
-    with (folder / f"{_MARK}.lock").open("w") as lock:
+    with (folder / _LOCK).open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if (folder / _MARK).exists():
             return
+        lock.truncate(0)
+        lock.write(str(os.getpid()))
+        lock.flush()
         rehearse()
         with tempfile.NamedTemporaryFile(dir=folder, delete=False) as mark:
             pass
         os.replace(mark.name, folder / _MARK)
 
 
-def _give_way() -> None:
-    """Run only where the job leaves a core idle; a process with a session of its own has a niceness of its group."""
-    os.nice(_NICE)
-    with suppress(OSError):  # not on every system
-        Path("/proc/self/autogroup").write_text(str(_NICE))
+def _share(process: str, nice: int) -> None:
+    """Have a process and its session get as much of the processor as that niceness allows, where Linux knows that."""
+    with suppress(OSError):
+        Path(f"/proc/{process}/autogroup").write_text(str(nice))
 
 
 _POOL = Pool(100, 4)
