@@ -4,8 +4,9 @@
     python benchmarks/start.py --kill-every 8 [--rows 600]
 
 Cold: no compiled code, no converted weights, nothing measured; each run has a cache of its own. What another process
-still compiles when such a job has ended is waited for, and not counted. The first job of another family follows with the same caches, and once more: of the two, the first has its weights to convert, and what
-is compiled for it. Warm runs share a cache.
+still compiles when such a job has ended is waited for, and not counted. The first job of another family follows with
+the same caches, and once more: of the two, the first has its weights to convert, and what is compiled for it. Warm runs
+share a cache.
 `parts_warm` and `parts_cold` say what the seconds of such a job went to, in its own process; what another process
 compiles meanwhile is not among them. With `--kill-every` a job of many rows is killed after so many seconds, from a
 cold start, until it ends. Prints one line of JSON; exit status 1 where a figure misses what it must be.
