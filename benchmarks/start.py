@@ -3,9 +3,10 @@
     python benchmarks/start.py [--runs 3] [--model FILE_OR_FOLDER] [--other FILE_OR_FOLDER] [--json FILE]
     python benchmarks/start.py --kill-every 8 [--rows 600]
 
-Cold: no compiled code, no converted weights, nothing measured; each run has a cache of its own. The first job of
-another family follows with the same caches, and once more: of the two, the first has its weights to convert, and what
-is compiled for it. Warm runs share a cache.
+Cold: no compiled code, no converted weights, nothing measured; each run has a cache of its own. What another process
+still compiles when such a job has ended is waited for, and not counted. The first job of another family follows with
+the same caches, and once more: of the two, the first has its weights to convert, and what is compiled for it. Warm runs
+share a cache.
 `parts_warm` and `parts_cold` say what the seconds of such a job went to, in its own process; what another process
 compiles meanwhile is not among them. With `--kill-every` a job of many rows is killed after so many seconds, from a
 cold start, until it ends. Prints one line of JSON; exit status 1 where a figure misses what it must be.
@@ -82,6 +83,7 @@ class Start:
 
     def __init__(self, work: Path, cache: Path) -> None:
         self._work = work
+        self._cache = cache
         self._jobs = 0
         self._environment = {**os.environ, "LLMBATCH_CACHE": str(cache), "NUMBA_CACHE_DIR": ""}
 
@@ -98,6 +100,11 @@ class Start:
         self._jobs += 1
         command = self.command(model, write_rows(self._work, len(QUESTIONS)), self._work / f"out-{self._jobs}")
         return self.seconds(*program, *command, *options)
+
+    def settle(self) -> None:
+        """Wait until the other process of a cold job has compiled what plans and schedules."""
+        while not next(self._cache.glob("compiled/*/scheduler"), None):
+            time.sleep(0.1)
 
     def command(self, model: str, rows: Path, output: Path) -> tuple[str, ...]:
         """What a job is asked."""
@@ -141,6 +148,7 @@ def measure(work: Path, model: str, other: str | None, runs: int) -> dict[str, A
     for run in range(runs):
         start = Start(work, work / f"cache-{run}")
         times["cold"].append(start.job(model)[0])
+        start.settle()
         if other is not None:
             first = start.job(other)[0]
             times["other_family"].append(first - start.job(other)[0])

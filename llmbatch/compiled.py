@@ -33,9 +33,12 @@ from numba.core import config, types
 from numba.core.caching import CompileResultCacheImpl, FunctionCache, UserWideCacheLocator
 from numba.core.dispatcher import Dispatcher
 
+from llmbatch.interpreted import register
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 _PACKAGE: Final = Path(__file__).parent
+_KERNELS: Final = "llmbatch.kernels."  # these and functions with options are never run as Python
 _SOURCES: Final = ("*.py", "engines/*.py", "kernels/*.py")
 _FOLDER: Final = re.compile(r"\.?[0-9a-f]{16}(\.\d+)*")
 _UNUSED: Final = 30 * 86_400.0  # seconds
@@ -72,6 +75,8 @@ def njit(*, cache: bool = False, **options: Any) -> Callable[[F], Dispatcher[F]]
             dispatcher.get_call_template = lambda args, kws: template(tuple(map(_canonical, args)), kws)
             if cache and kept():
                 dispatcher._cache = _Cache(function)
+            if not options and not function.__module__.startswith(_KERNELS):
+                register(dispatcher)
         return cast("Dispatcher[F]", dispatcher)
 
     return compile_later

@@ -16,9 +16,11 @@ from llmbatch.compiled import njit
 from llmbatch.contents import give_name, name_of, start, with_token
 from llmbatch.keeping import UNUSED, free_page
 from llmbatch.pages import Pages
+from llmbatch.references import by_reference
 from llmbatch.worth import remove
 
 
+@by_reference
 class Ends(NamedTuple):
     """The pages of sequences that end from the first with a generated token on."""
 
@@ -43,7 +45,8 @@ def publish(
         return
     lengths = np.array([len(answer) if keep else 0 for answer, keep in zip(answers, whole.tolist(), strict=True)])
     tokens = np.concatenate([np.empty(0, np.int32), *(answer[:n] for answer, n in zip(answers, lengths, strict=True))])
-    _publish(pages, ends, requests, tokens, np.concatenate(([0], np.cumsum(lengths))))
+    offsets = np.concatenate(([0], np.cumsum(lengths)))
+    _publish(pages, ends, np.ascontiguousarray(requests), tokens, offsets)
 
 
 @njit(cache=True)
@@ -62,7 +65,8 @@ def _ends(pages: Any, slots: Any) -> Any:
         names[i, 0], names[i, 1] = name
     found = np.empty(offsets[-1], np.int32)
     for i in range(len(slots)):
-        found[offsets[i] : offsets[i + 1]] = pages.tables[slots[i], first[i] : pages.held[slots[i]]]
+        for j in range(offsets[i + 1] - offsets[i]):  # slices would have numba compile what their shapes may fail with
+            found[offsets[i] + j] = pages.tables[slots[i], first[i] + j]
     return sequences, names, found, offsets
 
 

@@ -1,9 +1,9 @@
-"""Made requests through planner and scheduler, so that all of it is compiled before a job's first row.
+"""Made requests through planner and scheduler, so that all of it is compiled and kept on disk.
 
-numba compiles what is first called, and keeps it on disk. The first job of an installation has two halves compiled at
-once: another process runs a schedule (this module's `main`), while its own loads the weights, which compiles the
-kernels, and makes a plan. The other process goes on where the job is killed, so the next job finds more of it done.
-Later jobs find the mark that it left, and start neither.
+The first job of an installation starts another process, which runs a schedule (this module's `main`) and so compiles
+what plans and schedules. Meanwhile its own loads the weights, which compiles the kernels, and runs its rows with what
+is there (`llmbatch.interpreted`). The other process goes on where the job ends or is killed, so the next job finds more
+of it done. Later jobs find the mark that it left, and start none.
 """
 
 from __future__ import annotations
@@ -13,101 +13,176 @@ import os
 import sys
 import tempfile
 import threading
+import time
+from contextlib import suppress
+from pathlib import Path
 from typing import Final
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 
 from llmbatch.beside import start_beside
 from llmbatch.clock import SimulatedDriver
 from llmbatch.compiled import code_folder, kept
 from llmbatch.cost import CostModel, find_shape
-from llmbatch.driver import Driver, EngineDriver, Retire
+from llmbatch.driver import EngineDriver, Retire
+from llmbatch.engines import Engine, Step
+from llmbatch.engines.generation import Generation
+from llmbatch.engines.packing import pack_tokens
 from llmbatch.engines.simulated import SimulatedEngine
 from llmbatch.hardware import find_hardware
-from llmbatch.runner import decide, run_shard
-from llmbatch.tree import PrefixTree
+from llmbatch.interpreted import interpret
+from llmbatch.progress import Progress
+from llmbatch.requests import Requests
+from llmbatch.rowhash import hash_rows
+from llmbatch.runner import ShardRun, decide, run_shard
+from llmbatch.sampling import SamplingParams
+from llmbatch.schedule import Finished, Scheduler
+from llmbatch.shard import merge_equal
+from llmbatch.tokenize import TokenColumn
 from llmbatch.workload import Pool, Scheduling, Workload
 
-_NICE: Final = 10  # the job waits for its weights first, where two cores have three processes
-_MARK: Final = "scheduler"  # a file in the folder of compiled code: the other half is there
+_NICE: Final = 10  # a tenth of a core where the job wants it
+_MARK: Final = "scheduler"  # a file in the folder of compiled code: all that plans and schedules is there
+_LOCK: Final = "scheduler.lock"  # held by the process that compiles, whose number it has
 
 
 class Compilation:
-    """What must be compiled before the first row, begun as early as possible."""
+    """The scheduler's compilation by another process, and how a job goes on until it is done."""
 
-    def __init__(self) -> None:
-        self.pending = not (kept() and (code_folder() / _MARK).exists())
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
         self._other: threading.Thread | None = None  # waits for the other process
-        if self.pending and kept() and sys.executable:
-            self._other = threading.Thread(target=start_beside("llmbatch.rehearsal").wait, daemon=True)
-            self._other.start()
-
-    def finish(self) -> None:
-        """Compile what is missing; does nothing the second time."""
+        self.pending = not _is_compiled()
         if not self.pending:
             return
-        rehearse_plan()
-        while self._other is not None and self._other.is_alive() and not (code_folder() / _MARK).exists():
-            self._other.join(0.05)
-        if not (kept() and (code_folder() / _MARK).exists()):
-            rehearse()
+        if not (kept() and sys.executable):
+            progress.say("compiling for this machine: this job starts some 30 seconds later")
+            return
+        self._other = threading.Thread(target=start_beside("llmbatch.rehearsal").wait, daemon=True)
+        self._other.start()
+        progress.say(
+            "planning and scheduling are not compiled yet: few rows are run in slower Python until another process "
+            "has compiled them, once for this machine; many rows wait for it"
+        )
+        interpret(self._is_over, self.finish)
+
+    def load(self) -> None:
+        """Compile what is missing where there is no other process."""
+        if self._other is None:
+            self.finish()
+
+    def finish(self) -> None:
+        """Return when all is compiled; does nothing the second time."""
+        if not self.pending:
+            return
         self.pending = False
+        if not self._is_over():
+            self._progress.say("these rows wait until planning and scheduling are compiled")
+            with suppress(OSError):  # it may have just begun
+                _share((code_folder() / _LOCK).read_text(), 0)
+            rehearse_plan()
+            while not self._is_over():
+                time.sleep(0.05)
+        if not _is_compiled():
+            rehearse()
+
+    def _is_over(self) -> bool:
+        return self._other is None or not self._other.is_alive() or _is_compiled()
+
+
+def _is_compiled() -> bool:
+    return kept() and (code_folder() / _MARK).exists()
 
 
 def rehearse() -> None:
-    """Run two kinds of requests with prefixes in common, in a pool so small that some are preempted."""
-    workload, answers = _made()
+    """Run requests with prefixes in common, in a pool so small that some are preempted; as a job, and simulated."""
+    hash_rows(pa.table({"text": ["a", None], "whole": [1, 2], "real": [0.5, 1.0], "list": [[1], [2]]}))
+    requests, answers = _made()
+    column = TokenColumn(requests.tokens, requests.offsets)
+    merge_equal(column, np.arange(len(requests)), requests.params_index, requests.params)
+    requests = requests.take(np.arange(len(requests)))
     engine = SimulatedEngine(answers, _cost())
-    _run(workload, EngineDriver(engine, Retire(engine)))
+    watch = _Watch(engine, requests)
+    run = ShardRun(Workload.of(requests), EngineDriver(engine, watch), _POOL, _cost(), _SCHEDULING)
+    watch.scheduler = run.scheduler
+    run.run()
+    rehearse_plan()
+    run_shard(Workload.of(requests), SimulatedDriver(answers, _cost()), _POOL, _cost(), _SCHEDULING)
+
+
+class _Watch(Retire):
+    """Packs tokens and names the pages of answers, as an engine and a stream do."""
+
+    scheduler: Scheduler
+
+    def __init__(self, engine: Engine, requests: Requests) -> None:
+        super().__init__(engine)
+        self._generation = Generation((), None, 0)
+        self._generation.begin(requests)
+
+    def before(self, step: Step) -> None:
+        self._generation.make_room(step.slots)
+        pack_tokens(step, self._generation, _POOL.page_size)
+
+    def after(self, finished: Finished) -> NDArray[np.int32]:
+        self.scheduler.publish(finished, [np.zeros(n, np.int32) for n in finished.generated.tolist()])
+        return super().after(finished)
 
 
 def rehearse_plan() -> None:
     """Plan those requests, and learn lengths."""
-    workload, answers = _made()
-    cost, scheduling = _cost(), Scheduling(max_running=32)
+    requests, answers = _made()
+    workload = Workload.of(requests)
     lengths = workload.length_model()
     some = np.arange(0, len(workload), 2, dtype=np.int32)
     lengths.observe(some, answers[some], np.ones(len(some), np.bool_))
     lengths.refresh()
     lengths.remaining(some, answers[some])
-    decide(workload, _POOL, cost, scheduling, lengths)
+    decide(workload, _POOL, _cost(), _SCHEDULING, lengths)
 
 
 def main() -> None:
     """Compile the scheduler, leave a mark, and go on with what is needed at a job's end. One process at a time."""
     os.nice(_NICE)
+    _share("self", _NICE)
     folder = code_folder()
-    with (folder / f"{_MARK}.lock").open("w") as lock:
+    with (folder / _LOCK).open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if (folder / _MARK).exists():
             return
+        lock.truncate(0)
+        lock.write(str(os.getpid()))
+        lock.flush()
         rehearse()
         with tempfile.NamedTemporaryFile(dir=folder, delete=False) as mark:
             pass
         os.replace(mark.name, folder / _MARK)
-        workload, answers = _made()
-        _run(workload, SimulatedDriver(answers, _cost()))
+
+
+def _share(process: str, nice: int) -> None:
+    """Have a process and its session get as much of the processor as that niceness allows, where Linux knows that."""
+    with suppress(OSError):
+        Path(f"/proc/{process}/autogroup").write_text(str(nice))
 
 
 _POOL = Pool(100, 4)
-
-
-def _run(workload: Workload, driver: Driver) -> None:
-    run_shard(workload, driver, _POOL, _cost(), Scheduling(max_running=32))
+_SCHEDULING = Scheduling(max_running=32)
 
 
 def _cost() -> CostModel:
     return CostModel(find_shape("smollm2-135m"), find_hardware("l4"))
 
 
-def _made() -> tuple[Workload, NDArray[np.int32]]:
+def _made() -> tuple[Requests, NDArray[np.int32]]:
     """Requests, and the tokens that each generates."""
     rng = np.random.default_rng(0)
     count = 60
     prompts = np.where(np.arange(count) % 3 == 0, 8, 40)
     answers = np.where(prompts == 8, rng.integers(50, 100, count), 2).astype(np.int32)
     rows = [np.concatenate((np.arange(4) + p, rng.integers(0, 99, p - 4))) for p in prompts]
-    tree = PrefixTree.build(np.concatenate(rows).astype(np.int32), np.concatenate(([0], np.cumsum(prompts))))
-    zeros = np.zeros(count, np.int32)
-    return Workload(tree, np.full(count, 160, np.int32), zeros, zeros), answers
+    tokens, offsets = np.concatenate(rows).astype(np.int32), np.concatenate(([0], np.cumsum(prompts)))
+    most, none = np.full(count, 160, np.int32), np.zeros(count, np.int32)
+    serial = np.arange(count, dtype=np.uint64)
+    return Requests(tokens, offsets, most, none, (SamplingParams(max_tokens=160),), serial, answers), answers

@@ -76,7 +76,7 @@ def build_shard(
     rows = np.flatnonzero(good)
     keys = np.arange(table.num_rows, dtype=np.uint64) if keys is None else keys
     recorded = _recorded(None if recorded_column is None else table[recorded_column], table.num_rows)
-    first, request_of_good = _merge(tokens, token_row[rows], resolved.params_index[rows], resolved.params)
+    first, request_of_good = merge_equal(tokens, token_row[rows], resolved.params_index[rows], resolved.params)
     kept = rows[first]
     requests = _requests(tokens, token_row[kept], resolved, kept, context_length, keys[kept], recorded[kept])
     request_of = np.full(table.num_rows, -1, np.int32)
@@ -104,7 +104,7 @@ def _notes(source: PromptSource, tokenizer: Tokenizer, *, guarded: bool) -> tupl
     return notes
 
 
-def _merge(
+def merge_equal(
     column: TokenColumn, rows: NDArray[np.int64], params_index: NDArray[np.int32], params: Sequence[SamplingParams]
 ) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
     """Which of these rows of the token column are requests of their own, and the request of each, int32 [rows]."""

@@ -66,16 +66,14 @@ class Worker:
     def __init__(self, options: Options, progress: Progress | None = None) -> None:
         begun = time.perf_counter()
         self._progress = progress or Silence()
-        self._compilation = Compilation()
-        if self._compilation.pending:
-            self._progress.say("compiling for this machine, once: the first job starts some 20 seconds later")
+        self._compilation = Compilation(self._progress)
         from llmbatch.engines.checkpoints import resolve_model
 
         self.options = options
         self.model: Described
         self._platform: Platform | None = None  # of an engine that runs the model
         with saying(self._progress, f"preparing {options.model}; a GGUF file is converted once"):
-            self.folder = resolve_model(options.model)
+            self.folder = resolve_model(options.model, self._compile_kernels)
             if options.engine == "simulated":
                 self.tokenizer = plain_tokenizer(self.folder, name=options.model) or self._load_tokenizer()
                 self.model = outline(self.folder, options.dtype) or self._describe()
@@ -94,6 +92,17 @@ class Worker:
         self._ready = False
         self._notes: tuple[str, ...] = ()
         self.load_seconds = time.perf_counter() - begun
+
+    def _compile_kernels(self) -> None:
+        """Compile what a processor needs of them, or load it, while there is no model yet."""
+        if self.options.engine == "simulated":
+            return
+        from llmbatch.engines.platforms import find_platform
+
+        if find_platform(self.options.device).is_host:
+            from llmbatch.engines.warming import compile_kernels
+
+            compile_kernels(self.options.dtype)
 
     def _load_tokenizer(self) -> Tokenizer:
         options = self.options
@@ -146,7 +155,7 @@ class Worker:
             )
             self.pool, self.cost = self._prepared.pool, self._prepared.cost
             self._notes = (*self._platform.notes, *self._loaded.notes, *self._prepared.notes)
-        self._compilation.finish()
+        self._compilation.load()
         self._ready = True
         self.load_seconds += time.perf_counter() - begun
 

@@ -6,10 +6,12 @@ import os
 import pickle
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,13 +20,17 @@ from numpy.typing import NDArray
 import llmbatch.answers
 import llmbatch.compiled
 from llmbatch.answers import Answering, Risk
+from llmbatch.beside import start_beside
 from llmbatch.compiled import code_folder, njit
 from llmbatch.engines.loading import load_model
 from llmbatch.feed import Ended
+from llmbatch.interpreted import stop_interpreting
 from llmbatch.kernels import attention, fused
 from llmbatch.measured import remembered
+from llmbatch.progress import Silence
 from llmbatch.references import by_reference
 from llmbatch.rehearsal import Compilation
+from llmbatch.rowhash import hash_rows
 from tests.models import tiny_model_folder
 
 
@@ -121,34 +127,90 @@ def test_compiled_code_is_named_by_the_content_of_its_sources(tmp_path: Path, mo
     assert code_folder.__wrapped__() == names[1]
 
 
+class _Told(Silence):
+    """Notes what is said."""
+
+    def __init__(self) -> None:
+        self.sentences: list[str] = []
+
+    def say(self, sentence: str) -> None:
+        self.sentences.append(sentence)
+
+
+@pytest.fixture
+def told() -> Iterator[_Told]:
+    """What a compilation says; whatever it began is ended."""
+    yield _Told()
+    stop_interpreting()
+
+
 def test_where_the_scheduler_is_compiled_no_process_is_started(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: _Told
 ) -> None:
     monkeypatch.setattr("llmbatch.rehearsal.code_folder", lambda: tmp_path)
     monkeypatch.setattr("llmbatch.rehearsal.start_beside", _refuse)
     (tmp_path / "scheduler").touch()
-    compilation = Compilation()
+    compilation = Compilation(told)
     assert not compilation.pending
     compilation.finish()
+    assert told.sentences == []
 
 
-def test_another_process_compiles_and_leaves_its_mark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_process_compiles_and_leaves_its_mark(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: _Told
+) -> None:
     monkeypatch.setattr("llmbatch.rehearsal.code_folder", lambda: tmp_path)
     monkeypatch.setattr("llmbatch.beside._PROGRAM", f"open({str(tmp_path / 'scheduler')!r}, 'w')")
     monkeypatch.setattr("llmbatch.rehearsal.rehearse", _refuse)
-    compilation = Compilation()
-    assert compilation.pending
+    compilation = Compilation(told)
     compilation.finish()
     assert not compilation.pending
+    assert told.sentences[0] == (
+        "planning and scheduling are not compiled yet: few rows are run in slower Python until another process has "
+        "compiled them, once for this machine; many rows wait for it"
+    )
 
 
-def test_where_the_other_process_fails_this_one_compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_rows_do_not_wait_for_the_other_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: _Told
+) -> None:
+    monkeypatch.setattr("llmbatch.rehearsal.code_folder", lambda: tmp_path)
+    monkeypatch.setattr("llmbatch.beside._PROGRAM", "import time; time.sleep(60)")
+    other = start_beside("llmbatch.rehearsal")
+    monkeypatch.setattr("llmbatch.rehearsal.start_beside", lambda _: other)
+    monkeypatch.setattr("llmbatch.rehearsal.rehearse", _refuse)
+    compilation = Compilation(told)
+    try:
+        compilation.load()
+        hashes = hash_rows(pa.table({"text": ["a"]}))
+        assert compilation.pending
+        stop_interpreting()
+        assert hashes.tolist() == hash_rows(pa.table({"text": ["a"]})).tolist()
+    finally:
+        other.kill()
+
+
+def test_where_the_other_process_fails_this_one_compiles(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: _Told
+) -> None:
     monkeypatch.setattr("llmbatch.rehearsal.code_folder", lambda: tmp_path)
     monkeypatch.setattr("llmbatch.beside._PROGRAM", "raise SystemExit(1)")
     rehearsed: list[bool] = []
     monkeypatch.setattr("llmbatch.rehearsal.rehearse", lambda: rehearsed.append(True))
-    Compilation().finish()
+    Compilation(told).finish()
     assert rehearsed == [True]
+
+
+def test_where_nothing_can_be_kept_this_process_compiles_before_it_runs_rows(
+    monkeypatch: pytest.MonkeyPatch, told: _Told
+) -> None:
+    monkeypatch.setattr("llmbatch.rehearsal.kept", lambda: False)
+    monkeypatch.setattr("llmbatch.rehearsal.start_beside", _refuse)
+    rehearsed: list[bool] = []
+    monkeypatch.setattr("llmbatch.rehearsal.rehearse", lambda: rehearsed.append(True))
+    Compilation(told).load()
+    assert rehearsed == [True]
+    assert told.sentences == ["compiling for this machine: this job starts some 30 seconds later"]
 
 
 def test_what_was_measured_is_kept_and_what_is_broken_is_measured_again(

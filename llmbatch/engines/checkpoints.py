@@ -11,8 +11,7 @@ import os
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
-from importlib import import_module
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from subprocess import PIPE
@@ -28,8 +27,8 @@ _METADATA: Final = ["*.json", "*.txt", "*.jinja", "*.model", "*.py"]
 _WEIGHTS: Final = ("*.safetensors", "pytorch_model*.bin")
 
 
-def resolve_model(model: str) -> str:
-    """The local folder that holds `model`'s config, weights and tokenizer.
+def resolve_model(model: str, meanwhile: Callable[[], None] = lambda: None) -> str:
+    """The local folder that holds `model`'s config, weights and tokenizer. While it is made, `meanwhile` is called.
 
     `model` is a folder, a `.gguf` file or a folder with one (converted once, kept in `cache_folder()`), or the name
     of a model on the hub, taken from the local hub cache where it is complete.
@@ -44,13 +43,13 @@ def resolve_model(model: str) -> str:
             raise ModelError(
                 f"model must be a folder, a .gguf file or a hub name, got the file {model!r}: name its folder."
             )
-        return str(_converted(path))
+        return str(_converted(path, meanwhile))
     if path.is_dir():
         if (path / "config.json").is_file():
             return str(path)
         files = sorted(path.glob("*.gguf"))
         if len(files) == 1:
-            return str(_converted(files[0]))
+            return str(_converted(files[0], meanwhile))
         if files:
             names = ", ".join(file.name for file in files)
             raise ModelError(f"model folder {model!r} holds several GGUF files ({names}): name one of them.")
@@ -93,7 +92,7 @@ def _identity(file: Path) -> str:
     return digest(file, cache_folder())[:16]
 
 
-def _converted(file: Path) -> Path:
+def _converted(file: Path, meanwhile: Callable[[], None]) -> Path:
     target = cache_folder() / "gguf" / f"{file.stem}-{_identity(file)}"
     if target.is_dir():
         return target
@@ -105,7 +104,7 @@ def _converted(file: Path) -> Path:
         )
     target.parent.mkdir(parents=True, exist_ok=True)
     with start_beside("llmbatch.engines.checkpoints", str(file.resolve()), str(target), stdout=PIPE) as process:
-        import_module("llmbatch.engines.loading")  # takes seconds, and is needed next
+        meanwhile()
         told = process.communicate()[0].decode(errors="replace").strip()
     if not target.is_dir():
         raise ModelError(f"GGUF file {str(file)!r} cannot be read: {told or 'its conversion was ended'}")

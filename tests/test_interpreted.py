@@ -1,0 +1,213 @@
+"""Until it is compiled, what plans and schedules is run as Python, and does the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from llmbatch.choices import Policy
+from llmbatch.clock import SimulatedDriver
+from llmbatch.compiled import njit
+from llmbatch.cost import CostModel, find_shape
+from llmbatch.driver import EngineDriver, Retire
+from llmbatch.engines import Engine, Step
+from llmbatch.engines.simulated import SimulatedEngine
+from llmbatch.hardware import find_hardware
+from llmbatch.interpreted import MOST_ELEMENTS, interpret, stop_interpreting
+from llmbatch.references import by_reference
+from llmbatch.requests import Requests
+from llmbatch.runner import ShardRun, run_shard
+from llmbatch.sampling import SamplingParams
+from llmbatch.schedule import Finished, Scheduler
+from llmbatch.workload import Pool, Scheduling, Workload
+
+ROW = np.dtype([("number", np.int32), ("share", np.float64)])
+ORDERS: tuple[Policy, ...] = ("blend", "dual-scan", "dfs", "density", "input")
+
+
+@by_reference
+class Columns(NamedTuple):
+    """Arrays of several kinds."""
+
+    numbers: NDArray[np.int32]
+    rows: NDArray[Any]
+
+
+@njit()
+def _kind(column: Any) -> Any:
+    return column[0], column[0] * 1_000_000
+
+
+@njit()
+def _mixed(word: Any) -> Any:
+    return word * np.uint64(0x9E3779B97F4A7C15)
+
+
+@njit()
+def _of_words(words: Any) -> Any:
+    return _mixed(words[0])
+
+
+@njit()
+def _bump(columns: Any) -> Any:
+    row = columns.rows[1]
+    row.number += 5
+    columns.numbers[1:] += 1
+    return columns.numbers[1:], columns.rows[1].share
+
+
+@njit()
+def _length(column: Any) -> int:
+    return len(column)
+
+
+@njit()
+def _called(column: Any) -> int:
+    return _length(column) + _length(column)
+
+
+@pytest.fixture(autouse=True)
+def compiled_afterwards() -> Iterator[None]:
+    """Whatever a test begins is ended."""
+    yield
+    stop_interpreting()
+
+
+def in_python(ready: Callable[[], bool] = lambda: False) -> list[bool]:
+    """Run functions as Python from now on; what comes is noted when compiled code is waited for."""
+    waits: list[bool] = []
+    interpret(ready, lambda: waits.append(True))
+    return waits
+
+
+def test_numbers_are_exact_whatever_an_array_holds() -> None:
+    column = np.array([2_000_000_000], np.int32)
+    in_python()
+    assert _kind(column) == (2_000_000_000, 2_000_000_000_000_000)
+    assert [type(number) for number in _kind(column)] == [int, int]
+
+
+def test_hashes_wrap_without_a_warning() -> None:
+    words = np.array([1 << 63 | 12345], np.uint64)
+    compiled = _of_words(words)
+    in_python()
+    assert _of_words(words) == compiled
+
+
+def test_the_caller_s_own_arrays_are_changed_and_plain_ones_returned() -> None:
+    columns = Columns(np.arange(3, dtype=np.int32), np.zeros(2, ROW))
+    in_python()
+    tail, share = _bump(columns)
+    assert columns.rows["number"].tolist() == [0, 5]
+    assert columns.numbers.tolist() == [0, 2, 3]
+    assert (type(tail), tail.tolist(), share) == (np.ndarray, [2, 3], 0.0)
+
+
+def test_nothing_is_compiled_meanwhile() -> None:
+    before = len(_length.signatures)
+    in_python()
+    assert _called(np.zeros(3, np.int8)) == 6
+    assert len(_length.signatures) == before
+
+
+def test_a_call_over_a_large_array_waits_for_compiled_code() -> None:
+    waits = in_python()
+    assert _length(np.zeros(MOST_ELEMENTS, np.int8)) == MOST_ELEMENTS
+    assert waits == []
+    assert _length(np.zeros(MOST_ELEMENTS + 1, np.int8)) == MOST_ELEMENTS + 1
+    assert waits == [True]
+    assert _length.signatures
+
+
+def test_a_function_that_has_begun_in_python_ends_so() -> None:
+    asked: list[bool] = []
+
+    def ready() -> bool:
+        asked.append(True)
+        return len(asked) > 1
+
+    in_python(ready)
+    before = len(_called.signatures)
+    _called(np.zeros(3, np.int16))
+    assert (asked, len(_called.signatures)) == ([True], before)
+    _called(np.zeros(3, np.int16))
+    assert len(_called.signatures) == before + 1
+
+
+def test_functions_that_are_defined_meanwhile_run_as_python_too() -> None:
+    in_python()
+
+    @njit()
+    def doubled(number: Any) -> Any:
+        return 2 * number
+
+    assert doubled(4) == 8
+    assert not doubled.signatures
+
+
+class _Steps(Retire):
+    """Notes steps, and names the pages of answers as a stream does."""
+
+    scheduler: Scheduler
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__(engine)
+        self.seen: list[Any] = []
+
+    def before(self, step: Step) -> None:
+        columns = (step.slots, step.requests, step.starts, step.counts, step.samples, step.block_tables)
+        used = (step.cached_tokens, step.recomputed_tokens, step.preempted, step.running, step.kv_tokens)
+        self.seen.append((step.index, step.num_decodes, *used, *(column.tolist() for column in columns)))
+
+    def after(self, finished: Finished) -> NDArray[np.int32]:
+        self.scheduler.publish(finished, [np.zeros(n, np.int32) for n in finished.generated.tolist()])
+        return super().after(finished)
+
+
+def steps(seed: int) -> tuple[Any, ...]:
+    """What is decided for made requests, step by step, and what becomes of them where they are simulated."""
+    rng = np.random.default_rng(seed)
+    count = int(rng.integers(20, 60))
+    lengths, family = rng.integers(1, 60, count), rng.integers(0, 5, count)
+    rows = [np.concatenate((np.arange(9) + 50 * f, rng.integers(0, 99, 60)))[:n] for f, n in zip(family, lengths)]
+    answers = np.where(rng.random(count) < 0.3, rng.integers(20, 100, count), rng.integers(1, 8, count))
+    answers = answers.astype(np.int32)
+    requests = Requests(
+        np.concatenate(rows).astype(np.int32), np.concatenate(([0], np.cumsum(lengths))),
+        np.full(count, 100, np.int32), np.zeros(count, np.int32), (SamplingParams(max_tokens=100),),
+        np.arange(count, dtype=np.uint64), answers,
+    )  # fmt: skip
+    cost = CostModel(find_shape("smollm2-135m"), find_hardware("l4"), law="bytes" if seed % 2 else "paper")
+    pool = Pool(int(rng.integers(41, 50)), 4)
+    scheduling = Scheduling(max_running=int(rng.integers(16, 40)), order=ORDERS[seed % len(ORDERS)])
+    engine = SimulatedEngine(answers, cost)
+    watch = _Steps(engine)
+    run = ShardRun(Workload.of(requests), EngineDriver(engine, watch), pool, cost, scheduling)
+    watch.scheduler = run.scheduler
+    plan = run.run().plan
+    simulated = SimulatedDriver(answers, cost)
+    run_shard(Workload.of(requests), simulated, pool, cost, scheduling)
+    log = simulated.log.steps[: simulated.log.counts[0]].tolist()
+    assert sum(step[4] for step in watch.seen), "some are to be preempted"
+    return watch.seen, plan.order.tolist(), plan.reason, log, simulated.log.ended.tolist()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_steps_are_the_same_in_python_and_compiled(seed: int) -> None:
+    compiled = steps(seed)
+    waits = in_python()
+    assert steps(seed) == compiled
+    assert waits == []
+
+
+@pytest.mark.parametrize("calls", [1, 50, 400])
+def test_steps_are_the_same_where_compiled_code_comes_meanwhile(calls: int) -> None:
+    compiled = steps(0)
+    left = iter([False] * calls)
+    waits = in_python(lambda: next(left, True))
+    assert steps(0) == compiled
+    assert waits == [True]
