@@ -29,6 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmbatch.budget import TILE, Budget, ClosedLoopBudget, FixedBudget
+from llmbatch.carrying import pages_spared
 from llmbatch.cascade import tokens_together
 from llmbatch.cost import CostModel
 from llmbatch.driver import Driver
@@ -121,9 +122,7 @@ class ShardRun:
         self._lengths = workload.length_model()
         self._rates = cost.rates
         self._together = tokens_together(tree, cost)
-        # Of each row of the tree, tokens found in pages if all that can be shared is. The last is always computed.
-        lengths, size = tree.lengths[tree.rows], pool.page_size
-        self._found = np.minimum(tree.lcp // size, (lengths - 1) // size) * size
+        size = pool.page_size
         most, prompts = scheduling.max_running, workload.prompts
         found = None if after is None or numbers is None else after.found(prompts, tree, numbers)
         trie = PageTrie.build(tree.rows, tree.lcp, size, len(workload), found)
@@ -143,6 +142,9 @@ class ShardRun:
             after.go_on(
                 tree.lengths, trie=trie, lengths=self._lengths, numbers=numbers, max_running=most, prompts=prompts
             )
+        # Of each row of the tree, tokens found in pages if all stay that are to be. The last is always computed.
+        spared, lengths = pages_spared(self.scheduler.core.pages, tree.rows), tree.lengths[tree.rows]
+        self._found = np.minimum(spared[tree.rows], (lengths - 1) // size) * size
         self._first_step = self.scheduler.steps
         self._ended = np.ones(len(workload), np.bool_)
         self._ended[tree.rows] = False
