@@ -36,6 +36,7 @@ from llmbatch.driver import Driver
 from llmbatch.ends import Blend, DualScanEnds, Ends, InOrder
 from llmbatch.lengths import LengthModel
 from llmbatch.plan import Plan, plan
+from llmbatch.refit import Refit
 from llmbatch.sample import first_sample, second_sample
 from llmbatch.schedule import Scheduler, Waiting
 from llmbatch.steady import steady_budget
@@ -109,13 +110,18 @@ class ShardRun:
         *,
         after: Scheduler | None = None,
         numbers: NDArray[np.int32] | None = None,
+        refit: Refit | None = None,
     ) -> None:
-        """`numbers` are those that the requests of the shard before have in this one, see `Scheduler.go_on`."""
+        """`numbers` are those that the requests of the shard before have in this one, see `Scheduler.go_on`.
+
+        Where steps are measured, `refit` knows them, and `cost` is its.
+        """
         self._tree = tree = workload.tree
         self._workload = workload
         self._driver = driver
         self._pool = pool
         self._cost = cost
+        self._refit = refit
         self._scheduling = scheduling
         self._planning_seconds = 0.0
         begun = time.perf_counter()
@@ -164,12 +170,16 @@ class ShardRun:
             decided = self._learn_from_samples(decided)
         self._enqueue(decided)
         planned = self._age
+        changing = self._unknown or self._refit is not None
         while scheduler.waiting or (drain and not scheduler.done):
-            self._advance(max(_REFRESH, self._age // 16) if self._unknown else _ALWAYS)
+            before = self._cost
+            self._advance(max(_REFRESH, self._age // 16) if changing else _ALWAYS)
             if self._unknown:
                 self._learn()
-                if learning and self._age >= 2 * planned:
-                    decided, planned = self._plan(), self._age
+            repriced = self._cost is not before
+            if (repriced and not given) or (learning and self._age >= 2 * planned):
+                decided, planned = self._plan(), self._age
+            if self._unknown or repriced:
                 self._enqueue(decided)
         return ShardResult(decided, scheduler.steps, scheduler.preemptions, self._planning_seconds)
 
@@ -220,6 +230,10 @@ class ShardRun:
         ended = self._driver.run(self.scheduler, steps)
         self._ended[ended.requests] = True
         self._lengths.observe(ended.requests, ended.generated, ended.whole)
+        if self._refit is not None and self._refit.fit():
+            self._cost = self._refit.cost
+            self._rates = self._cost.rates
+            self.scheduler.reprice(self._rates)
 
     def _learn(self) -> None:
         """Note what still runs, as censored observations, and refresh the length model."""

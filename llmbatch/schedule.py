@@ -105,13 +105,8 @@ class Scheduler:
         self.core = Core(
             run=Running.empty(_SLOTS),
             pages=Pages.empty(
-                num_pages,
-                trie,
-                slots=_SLOTS,
-                width=_width(prompt_lengths, trie),
-                cascade=rates.cascade,
-                prompts=prompts,
-            ),
+                num_pages, trie, slots=_SLOTS, width=_width(prompt_lengths, trie), cascade=rates.cascade, prompts=prompts,
+            ),  # fmt: skip
             peak=Peak.empty(_SLOTS),
             chunks=Chunks.empty(_SLOTS, rates.reach),
             queue=Queue.of(np.empty(0, np.int32), self._taken, np.empty(0)),
@@ -170,6 +165,10 @@ class Scheduler:
             budget=BudgetRules.of(waiting.budget),
             left=np.array([waiting.compute, waiting.memory]),
         )
+
+    def reprice(self, rates: Rates) -> None:
+        """Charge steps by other `rates` from now on; what is left to do must be enqueued anew, counted by them."""
+        self.core = self.core._replace(rates=rates)
 
     @property
     def waiting(self) -> bool:
