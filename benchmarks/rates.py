@@ -1,9 +1,9 @@
 """What a calibration that is wrong costs, and what of it is won back by fitting it to the job's steps.
 
-    python benchmarks/rates.py [--requests 25000] [--noise 0.05] [--jobs N]
+    python benchmarks/rates.py [--requests 25000] [--noise 0.05] [--law L] [--mixes M ...] [--seeds S ...] [--jobs N]
 
-The clock runs by a device whose compute or bandwidth is believed to be `factor` times what it is. Shown are fractions of
-the optimum: by what is believed, and by what is fitted to the steps; `noise` is the deviation of a measured step's log.
+The clock runs by a device whose compute or bandwidth is believed to be `factor` times what it is. Shown are fractions
+of the optimum: by what is believed, and by what is fitted to the steps; `noise` is the deviation of a step's log.
 """
 
 from __future__ import annotations
@@ -80,7 +80,8 @@ class Trial:
         rows = []
         for which, value in (("compute", _COMPUTE), ("bandwidth", _BANDWIDTH)):
             for factor in FACTORS if which == "compute" else [f for f in FACTORS if f != 1.0]:
-                believed = replace(cost, hardware=replace(true, **{f"{which}_efficiency": factor * value}))
+                changed: dict[str, Any] = {f"{which}_efficiency": factor * value}
+                believed = replace(cost, hardware=replace(true, **changed))
                 fractions = []
                 for fitted in (False, True):
                     refit = Refit(believed)

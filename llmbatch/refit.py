@@ -1,21 +1,23 @@
 """Fits a job's cost model again to the job's own steps.
 
-A calibration measures a device for seconds, idle; a job has it for hours, beside others, with other prompts. What steers
-steps is the ratio of compute to memory time, so a calibration that is wrong by a factor of two in either costs up to a
-seventh of the job. The job sees thousands of steps whose work is known, and what each took.
+A calibration measures a device for seconds, idle; a job has it for hours, beside others, with other prompts. What
+steers steps is the ratio of compute to memory time, and a calibration that is wrong by a factor of two in either costs
+up to a seventh of the job. The job sees thousands of steps whose work is known, and what each took.
 
-What is kept of them. A scheduler that steers well gives steps that are all alike, of which one can tell what they take
-and never why: the steps of other kinds, early and late in a job, say which of the two rates is wrong. So steps are kept
+What is kept of them. A scheduler that steers well gives steps that are all alike, which tell how wrong the rates are
+together and not which of them is: that is told by the steps of other kinds, early and late in a job. So steps are kept
 by kind, the latest few of each: by the ratio of their compute to their memory time, and by whether their products take
-longer than reading the weights. That is a bounded number of steps, and of each kind none is older than it must be.
+longer than reading the weights. That is a bounded number of steps, however long the job.
 
-How it is fitted. Steps are not linear in what is sought: compute and memory overlap, and reading the weights is a floor.
-So the fit is that of a calibration, least squares of logs (`llmbatch.calibration`), and begins with the calibration's
-constants, to which it is tied: where steps do not say which rate is wrong, both stay. Steps that took twice or half of
-what others of their kind did (a first launch, a page swapped out) are left out.
+How it is fitted. Steps are not linear in what is sought: compute and memory overlap, and reading the weights is a
+floor. So the fit is that of a calibration, least squares of logs (`llmbatch.calibration`), and begins with the
+calibration's constants, to which it is tied: where steps do not say which rate is wrong, both move alike. Steps that
+took more than twice or less than half of what others of their kind did, beside what was predicted (a first launch, a
+page swapped out), are left out.
 
 When it counts. Every other step is not fitted to. The constants in use are replaced only where they miss those steps
-clearly, and others, the calibration's among them, miss them clearly less.
+by more than is worth steering by, and others, the calibration's among them, miss them clearly less. So steps that agree
+with the calibration change nothing, to the last bit.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from numpy.typing import NDArray
 
 from llmbatch.calibration import MeasuredSteps, calibrate, predict
 from llmbatch.cost import CostModel
+from llmbatch.engines import Step
 from llmbatch.work import compute_seconds
 
 Floats = NDArray[np.float64]
@@ -36,7 +39,7 @@ _KEPT: Final = 32  # steps of a kind
 _FEWEST: Final = 4  # of a kind, that it counts; and kept steps altogether, in kinds
 _RATIOS: Final = 4  # powers of two between compute and memory time, either way, that make kinds
 _PERIOD: Final = 256  # steps between two fits, at least
-_TIES: Final = 1e-3  # of the mean squared log, for a constant an e-fold from the calibration's
+_TIES: Final = 1e-4  # of the mean squared log, for a constant an e-fold from the calibration's
 _OUTLIER: Final = np.log(2.0)
 _CLEARLY: Final = 0.7  # of a mean miss: another one that is clearly less
 _SMALL: Final = 0.03  # a mean miss that steers as well as none
@@ -65,6 +68,14 @@ class Refit:
             self._steps[:, kind, at] = mine[:, -_KEPT:]
             self._counts[kind] += count
         self._seen += len(steps)
+
+    def note_step(self, step: Step, seconds: float) -> None:
+        """Keep one step, unless it was too short for the clock."""
+        if seconds <= 0:
+            return
+        reach = self._calibrated.rates.reach
+        columns = (step.num_tokens, step.prefill_pairs(reach), step.read_tokens(reach), step.samples.sum(), seconds)
+        self.note(MeasuredSteps(*(np.array([value], np.float64) for value in columns)))
 
     def fit(self) -> bool:
         """Fit anew where enough steps came since the last time; whether the cost model is another now."""

@@ -128,10 +128,9 @@ class ShardRun:
         self._lengths = workload.length_model()
         self._rates = cost.rates
         self._together = tokens_together(tree, cost)
-        size = pool.page_size
         most, prompts = scheduling.max_running, workload.prompts
         found = None if after is None or numbers is None else after.found(prompts, tree, numbers)
-        trie = PageTrie.build(tree.rows, tree.lcp, size, len(workload), found)
+        trie = PageTrie.build(tree.rows, tree.lcp, pool.page_size, len(workload), found)
         if after is None:
             self.scheduler = Scheduler(
                 tree.lengths,
@@ -148,12 +147,10 @@ class ShardRun:
             after.go_on(
                 tree.lengths, trie=trie, lengths=self._lengths, numbers=numbers, max_running=most, prompts=prompts
             )
-        # Of each row of the tree, tokens found in pages if all stay that are to be. The last is always computed.
-        spared, lengths = pages_spared(self.scheduler.core.pages, tree.rows), tree.lengths[tree.rows]
-        self._found = np.minimum(spared[tree.rows], (lengths - 1) // size) * size
         self._first_step = self.scheduler.steps
         self._ended = np.ones(len(workload), np.bool_)
         self._ended[tree.rows] = False
+        self._found = self._tokens_found()
         self._unknown = bool((self._lengths.known[tree.rows] == 0).any())  # some length is
         self._planning_seconds += time.perf_counter() - begun
 
@@ -172,11 +169,10 @@ class ShardRun:
         planned = self._age
         changing = self._unknown or self._refit is not None
         while scheduler.waiting or (drain and not scheduler.done):
-            before = self._cost
             self._advance(max(_REFRESH, self._age // 16) if changing else _ALWAYS)
+            repriced = self._reprice()
             if self._unknown:
                 self._learn()
-            repriced = self._cost is not before
             if (repriced and not given) or (learning and self._age >= 2 * planned):
                 decided, planned = self._plan(), self._age
             if self._unknown or repriced:
@@ -207,6 +203,7 @@ class ShardRun:
         while wait <= patience and not self.scheduler.done:
             self._enqueue(decided, settled=False)
             self._advance(wait)
+            self._reprice()
             self._learn()
             decided = self._plan()
             wait *= 2
@@ -230,10 +227,22 @@ class ShardRun:
         ended = self._driver.run(self.scheduler, steps)
         self._ended[ended.requests] = True
         self._lengths.observe(ended.requests, ended.generated, ended.whole)
-        if self._refit is not None and self._refit.fit():
-            self._cost = self._refit.cost
-            self._rates = self._cost.rates
-            self.scheduler.reprice(self._rates)
+
+    def _reprice(self) -> bool:
+        """Count by what steps took; whether that is something else now. What is left must be enqueued anew then."""
+        if self._refit is None or not self._refit.fit():
+            return False
+        self._cost = self._refit.cost
+        self._rates = self._cost.rates
+        self._found = self._tokens_found()
+        self.scheduler.reprice(self._rates)
+        return True
+
+    def _tokens_found(self) -> NDArray[np.int32]:
+        """Of each row of the tree, tokens found in pages if those stay that are to. The last is always computed."""
+        rows, size = self._tree.rows, self._pool.page_size
+        spared = pages_spared(self.scheduler.core.pages, rows[~self._ended[rows]])
+        return np.minimum(spared[rows], (self._tree.lengths[rows] - 1) // size) * np.int32(size)
 
     def _learn(self) -> None:
         """Note what still runs, as censored observations, and refresh the length model."""

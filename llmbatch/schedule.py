@@ -101,12 +101,11 @@ class Scheduler:
         """With `prompts` pages are found by what they hold too, also after other rows have joined."""
         self._taken = np.zeros(len(prompt_lengths), np.bool_)
         self._lengths = lengths
+        width = _width(prompt_lengths, trie)
         self.steps = 0
         self.core = Core(
             run=Running.empty(_SLOTS),
-            pages=Pages.empty(
-                num_pages, trie, slots=_SLOTS, width=_width(prompt_lengths, trie), cascade=rates.cascade, prompts=prompts,
-            ),  # fmt: skip
+            pages=Pages.empty(num_pages, trie, slots=_SLOTS, width=width, cascade=rates.cascade, prompts=prompts),
             peak=Peak.empty(_SLOTS),
             chunks=Chunks.empty(_SLOTS, rates.reach),
             queue=Queue.of(np.empty(0, np.int32), self._taken, np.empty(0)),

@@ -17,6 +17,7 @@ from llmbatch.clock import SimulatedDriver
 from llmbatch.cost import CostModel, find_shape
 from llmbatch.deciding import COMPUTE, MEMORY
 from llmbatch.driver import Ended
+from llmbatch.engines.placeholder import PlaceholderEngine
 from llmbatch.hardware import find_hardware
 from llmbatch.requests import Requests
 from llmbatch.runner import ShardRun
@@ -115,19 +116,20 @@ def test_what_is_found_at_a_join_is_subtracted(size: int, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(Scheduler, "enqueue", noted)
     windows = [grouped(seed) for seed in range(4)]
-    Stream(Engines(), Pool(60_000 // size, size), HEAD, Scheduling(max_running=64), Taken()).run(Listed(windows))
+    engines = Engines(lambda: PlaceholderEngine(HEAD))
+    Stream(engines, Pool(60_000 // size, size), HEAD, Scheduling(max_running=64), Taken()).run(Listed(windows))
     assert len(lefts) == 4
     waiting, left = lefts[-1]
     assert abs(left[COMPUTE] / waiting.compute) < 0.01
     assert abs(left[MEMORY] / waiting.memory) < 0.01
 
 
-def grouped(seed: int) -> Window:
+def grouped(seed: int, rows: int = 60) -> Window:
     """Rows of five groups, the same whatever the seed, which share long prefixes; and answers of known lengths."""
     stems = np.random.default_rng(99).integers(0, 1000, (5, 1500))
     rng = np.random.default_rng(seed)
-    prompts = [np.concatenate((stems[i % 5], rng.integers(0, 1000, rng.integers(2, 40)))) for i in range(60)]
-    answers = np.where(rng.random(60) < 0.2, rng.integers(200, 400, 60), rng.integers(1, 20)).astype(np.int32)
+    prompts = [np.concatenate((stems[i % 5], rng.integers(0, 1000, rng.integers(2, 40)))) for i in range(rows)]
+    answers = np.where(rng.random(rows) < 0.2, rng.integers(200, 400, rows), rng.integers(1, 20)).astype(np.int32)
     kinds, index = np.unique(answers, return_inverse=True)
     requests = Requests(
         tokens=np.concatenate(prompts).astype(np.int32),
@@ -135,10 +137,10 @@ def grouped(seed: int) -> Window:
         max_tokens=answers,
         params_index=index.astype(np.int32),
         params=tuple(SamplingParams(max_tokens=int(kind), ignore_eos=True) for kind in kinds),
-        serial=np.arange(60, dtype=np.uint64),
+        serial=np.arange(rows, dtype=np.uint64),
         recorded=answers,
     )
-    return Window(requests, np.zeros(60, np.int32))
+    return Window(requests, np.zeros(rows, np.int32))
 
 
 # --- what is counted
