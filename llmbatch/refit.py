@@ -56,6 +56,7 @@ class Refit:
         self._steps = np.zeros((len(_COLUMNS), 2 * (2 * _RATIOS + 1), _KEPT))
         self._counts = np.zeros(self._steps.shape[1], np.int64)  # by kind: steps ever seen
         self._seen, self._due = 0, _PERIOD
+        self._fresh: list[tuple[float, ...]] = []  # steps that are to be kept, together
 
     def note(self, steps: MeasuredSteps) -> None:
         """Keep steps, in the order in which they were taken, in place of the oldest of their kind."""
@@ -74,8 +75,11 @@ class Refit:
         if seconds <= 0:
             return
         reach = self._calibrated.rates.reach
-        columns = (step.num_tokens, step.prefill_pairs(reach), step.read_tokens(reach), step.samples.sum(), seconds)
-        self.note(MeasuredSteps(*(np.array([value], np.float64) for value in columns)))
+        work = step.num_tokens, step.prefill_pairs(reach), step.read_tokens(reach), int(step.samples.sum())
+        self._fresh.append((*work, seconds))
+        if len(self._fresh) == _KEPT:
+            self.note(MeasuredSteps(*np.array(self._fresh, np.float64).T))
+            self._fresh.clear()
 
     def fit(self) -> bool:
         """Fit anew where enough steps came since the last time; whether the cost model is another now."""
