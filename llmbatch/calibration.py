@@ -84,11 +84,12 @@ class Calibration:
     largest_miss: float  # of |predicted / measured - 1|
 
 
-def calibrate(cost: CostModel, steps: MeasuredSteps) -> Calibration:
+def calibrate(cost: CostModel, steps: MeasuredSteps, *, ties: float = _RIDGE) -> Calibration:
     """Fit a cost model to measured steps, beginning with its own constants.
 
     The exponent is fitted, between 1 and 16, where the model's is above 1. What no step says anything of stays as it
-    was. The same steps always give the same constants.
+    was. `ties` is the mean squared log that a constant an e-fold from where it began must gain. The same steps always
+    give the same constants.
     """
     begun = _Constants.of(cost, float(np.median(np.asarray(steps.seconds, np.float64))))
     moved = np.array([True, bool(np.any(steps.pairs)), True, True, cost.overlap.exponent > 1])
@@ -97,7 +98,7 @@ def calibrate(cost: CostModel, steps: MeasuredSteps) -> Calibration:
 
     def residuals(values: Floats) -> Floats:
         misses = np.log(predict(begun.at(values, moved), steps)) - measured
-        return np.concatenate((weight * misses, math.sqrt(_RIDGE) * (values - begun.values[moved])))
+        return np.concatenate((weight * misses, math.sqrt(ties) * (values - begun.values[moved])))
 
     low, high = begun.low[moved], begun.high[moved]
     fitted = begun.at(_descend(residuals, begun.values[moved], low, high), moved)

@@ -58,6 +58,16 @@ def find_pages(
     return found
 
 
+def pages_spared(pages: Pages, rows: NDArray[np.int32]) -> NDArray[np.int32]:
+    """How many leading pages of each row need not be computed for it, int32 by its number.
+
+    They are there, or a sequence that runs computes them, or a row that comes before it among the sorted `rows`.
+    """
+    spared = np.zeros(len(pages.depth), np.int32)
+    _count_spared(pages, rows, pages.resident >= 0, spared)
+    return spared
+
+
 def carry_pages(pages: Pages, numbers: NDArray[np.int32], trie: PageTrie, width: int, prompts: Prompts) -> Pages:
     """The same pages, whose arrays are taken over, published by another trie; tables at least `width` pages wide."""
     empty = Pages.empty(pages.num_pages, trie, slots=1, width=1)
@@ -114,6 +124,21 @@ def _publish_anew(pages: Any, before: Any) -> None:
     for page in pages.worth.heap[: pages.counts[UNUSED]].copy():
         if pages.node[page] >= 0 or (pages.owner[page] < 0 and is_planned(pages.worth.value[page])):
             revalue(pages.worth, page, worth_in_plan(pages, page))
+
+
+@njit(cache=True)
+def _count_spared(pages: Any, rows: Any, counted: Any, spared: Any) -> None:
+    """Write the leading pages of each row that are `counted`, bool by number in the trie, and count the others."""
+    for request in pages.request:
+        if request >= 0:
+            for node in path_of(pages, request):
+                counted[node] = True
+    for row in rows:
+        path = path_of(pages, row)
+        while spared[row] < len(path) and counted[path[spared[row]]]:
+            spared[row] += 1
+        for node in path[spared[row] :]:
+            counted[node] = True
 
 
 @njit(cache=True)

@@ -35,6 +35,10 @@ class Watch(Protocol):
         """The engine is about to execute this step."""
         ...
 
+    def took(self, step: Step, seconds: float) -> None:
+        """The engine measured a step; those that it does not measure are not told of."""
+        ...
+
     def after(self, finished: Finished) -> NDArray[np.int32]:
         """Sequences ended in the step, or were withdrawn after it; returns requests that are to be withdrawn."""
         ...
@@ -47,6 +51,9 @@ class Retire:
         self._engine = engine
 
     def before(self, step: Step) -> None:
+        """Nothing."""
+
+    def took(self, step: Step, seconds: float) -> None:
         """Nothing."""
 
     def after(self, finished: Finished) -> NDArray[np.int32]:
@@ -87,6 +94,8 @@ class EngineDriver:
                 result = self._engine.execute(step)
             except Exception as error:
                 raise EngineDied(step) from error
+            if result.seconds is not None:
+                self._watch.took(step, result.seconds)
             finished = scheduler.commit(step, result)
             late = self._watch.after(finished)
             ended.append(_lengths_of(finished))
@@ -152,6 +161,8 @@ class PipelinedDriver:
         """Hand on the sequences that were taken to end in a step, now that all of their tokens are known."""
         if queued is None or result is None:
             return []
+        if result.seconds is not None:
+            self._watch.took(queued.step, result.seconds)
         reasons = queued.finished.reasons.copy()
         own = result.finished[queued.ends] > 0  # others ended the step before, and are known
         reasons[own] = result.finished[queued.ends][own]

@@ -4,6 +4,12 @@ The shard is planned as it would be, with what is believed of lengths before any
 the same scheduler over an engine that is a clock, once in the plan's order and once in the input's. Each answer has a
 length of its own, drawn from what is believed: memory grows with the square of lengths, and rows of the mean length
 each would take half of the time.
+
+How near it comes. Where the pool holds many rows a job whose lengths are what is believed takes within 5 % of its
+forecast. Where it holds a few, steps are so small that seconds are as many as tokens are, and the tokens of one job
+are chance: they deviate by the root of the sum of the rows' variances over the sum of their means. That is .6 / sqrt(n)
+of n rows that end anywhere up to one max_tokens, 3 % of 400, and 9 % of 300 rows half of which may be 32 times as long
+as the others.
 """
 
 from __future__ import annotations

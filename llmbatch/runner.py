@@ -29,12 +29,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmbatch.budget import TILE, Budget, ClosedLoopBudget, FixedBudget
+from llmbatch.carrying import pages_spared
 from llmbatch.cascade import tokens_together
 from llmbatch.cost import CostModel
 from llmbatch.driver import Driver
 from llmbatch.ends import Blend, DualScanEnds, Ends, InOrder
 from llmbatch.lengths import LengthModel
 from llmbatch.plan import Plan, plan
+from llmbatch.refit import Refit
 from llmbatch.sample import first_sample, second_sample
 from llmbatch.schedule import Scheduler, Waiting
 from llmbatch.steady import steady_budget
@@ -108,25 +110,27 @@ class ShardRun:
         *,
         after: Scheduler | None = None,
         numbers: NDArray[np.int32] | None = None,
+        refit: Refit | None = None,
     ) -> None:
-        """`numbers` are those that the requests of the shard before have in this one, see `Scheduler.go_on`."""
+        """`numbers` are those that the requests of the shard before have in this one, see `Scheduler.go_on`.
+
+        Where steps are measured, `refit` knows them, and `cost` is its.
+        """
         self._tree = tree = workload.tree
         self._workload = workload
         self._driver = driver
         self._pool = pool
         self._cost = cost
+        self._refit = refit
         self._scheduling = scheduling
         self._planning_seconds = 0.0
         begun = time.perf_counter()
         self._lengths = workload.length_model()
         self._rates = cost.rates
         self._together = tokens_together(tree, cost)
-        # Of each row of the tree, tokens found in pages if all that can be shared is. The last is always computed.
-        lengths, size = tree.lengths[tree.rows], pool.page_size
-        self._found = np.minimum(tree.lcp // size, (lengths - 1) // size) * size
         most, prompts = scheduling.max_running, workload.prompts
         found = None if after is None or numbers is None else after.found(prompts, tree, numbers)
-        trie = PageTrie.build(tree.rows, tree.lcp, size, len(workload), found)
+        trie = PageTrie.build(tree.rows, tree.lcp, pool.page_size, len(workload), found)
         if after is None:
             self.scheduler = Scheduler(
                 tree.lengths,
@@ -146,6 +150,7 @@ class ShardRun:
         self._first_step = self.scheduler.steps
         self._ended = np.ones(len(workload), np.bool_)
         self._ended[tree.rows] = False
+        self._found = self._tokens_found()
         self._unknown = bool((self._lengths.known[tree.rows] == 0).any())  # some length is
         self._planning_seconds += time.perf_counter() - begun
 
@@ -162,12 +167,15 @@ class ShardRun:
             decided = self._learn_from_samples(decided)
         self._enqueue(decided)
         planned = self._age
+        changing = self._unknown or self._refit is not None
         while scheduler.waiting or (drain and not scheduler.done):
-            self._advance(max(_REFRESH, self._age // 16) if self._unknown else _ALWAYS)
+            self._advance(max(_REFRESH, self._age // 16) if changing else _ALWAYS)
+            repriced = self._reprice()
             if self._unknown:
                 self._learn()
-                if learning and self._age >= 2 * planned:
-                    decided, planned = self._plan(), self._age
+            if (repriced and not given) or (learning and self._age >= 2 * planned):
+                decided, planned = self._plan(), self._age
+            if self._unknown or repriced:
                 self._enqueue(decided)
         return ShardResult(decided, scheduler.steps, scheduler.preemptions, self._planning_seconds)
 
@@ -195,6 +203,7 @@ class ShardRun:
         while wait <= patience and not self.scheduler.done:
             self._enqueue(decided, settled=False)
             self._advance(wait)
+            self._reprice()
             self._learn()
             decided = self._plan()
             wait *= 2
@@ -218,6 +227,22 @@ class ShardRun:
         ended = self._driver.run(self.scheduler, steps)
         self._ended[ended.requests] = True
         self._lengths.observe(ended.requests, ended.generated, ended.whole)
+
+    def _reprice(self) -> bool:
+        """Count by what steps took; whether that is something else now. What is left must be enqueued anew then."""
+        if self._refit is None or not self._refit.fit():
+            return False
+        self._cost = self._refit.cost
+        self._rates = self._cost.rates
+        self._found = self._tokens_found()
+        self.scheduler.reprice(self._rates)
+        return True
+
+    def _tokens_found(self) -> NDArray[np.int32]:
+        """Of each row of the tree, tokens found in pages if those stay that are to. The last is always computed."""
+        rows, size = self._tree.rows, self._pool.page_size
+        spared = pages_spared(self.scheduler.core.pages, rows[~self._ended[rows]])
+        return np.minimum(spared[rows], (self._tree.lengths[rows] - 1) // size) * np.int32(size)
 
     def _learn(self) -> None:
         """Note what still runs, as censored observations, and refresh the length model."""

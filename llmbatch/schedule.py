@@ -101,17 +101,11 @@ class Scheduler:
         """With `prompts` pages are found by what they hold too, also after other rows have joined."""
         self._taken = np.zeros(len(prompt_lengths), np.bool_)
         self._lengths = lengths
+        width = _width(prompt_lengths, trie)
         self.steps = 0
         self.core = Core(
             run=Running.empty(_SLOTS),
-            pages=Pages.empty(
-                num_pages,
-                trie,
-                slots=_SLOTS,
-                width=_width(prompt_lengths, trie),
-                cascade=rates.cascade,
-                prompts=prompts,
-            ),
+            pages=Pages.empty(num_pages, trie, slots=_SLOTS, width=width, cascade=rates.cascade, prompts=prompts),
             peak=Peak.empty(_SLOTS),
             chunks=Chunks.empty(_SLOTS, rates.reach),
             queue=Queue.of(np.empty(0, np.int32), self._taken, np.empty(0)),
@@ -170,6 +164,10 @@ class Scheduler:
             budget=BudgetRules.of(waiting.budget),
             left=np.array([waiting.compute, waiting.memory]),
         )
+
+    def reprice(self, rates: Rates) -> None:
+        """Charge steps by other `rates` from now on; what is left to do must be enqueued anew, counted by them."""
+        self.core = self.core._replace(rates=rates)
 
     @property
     def waiting(self) -> bool:

@@ -28,6 +28,7 @@ from llmbatch.driver import EngineDied, Retire, drive
 from llmbatch.engines import Finish, Step
 from llmbatch.errors import JobError, RowError
 from llmbatch.feed import Ended, Feed, Host, Stop, Taker, W
+from llmbatch.refit import Refit
 from llmbatch.runner import ShardRun
 from llmbatch.schedule import Finished
 from llmbatch.union import Union
@@ -70,7 +71,7 @@ class Stream(Generic[W]):
         self.totals = Totals()
         self._host = host
         self._engine = host.engine()
-        self._pool, self._cost, self._scheduling = pool, cost, scheduling
+        self._pool, self._refit, self._scheduling = pool, Refit(cost), scheduling
         self._taker = taker
         self._timeout = row_timeout
         self._step = (_NOBODY, 0.0)  # the requests of the step in hand, and when it was begun
@@ -120,6 +121,10 @@ class Stream(Generic[W]):
             union.attempts[fresh] += 1
             for window, at in union.by_window(fresh):
                 self._taker.begun(window, union.index[fresh[at]])
+
+    def took(self, step: Step, seconds: float) -> None:
+        """Learn what steps take."""
+        self._refit.note_step(step, seconds)
 
     def after(self, finished: Finished) -> NDArray[np.int32]:
         """Hand on what ended, and find what takes too long."""
@@ -181,8 +186,8 @@ class Stream(Generic[W]):
             numbers[kept] = np.arange(first)
             self._engine.go_on(union.requests)
             self._run = ShardRun(
-                workload, self._driver, self._pool, self._cost, self._scheduling,
-                after=self._run.scheduler, numbers=numbers,
+                workload, self._driver, self._pool, self._refit.cost, self._scheduling,
+                after=self._run.scheduler, numbers=numbers, refit=self._refit,
             )  # fmt: skip
             self._admit_all(self._run)
 
@@ -200,7 +205,7 @@ class Stream(Generic[W]):
         """Start on a workload with nothing in slots."""
         assert self._union is not None
         self._engine.begin(self._union.requests)
-        self._run = ShardRun(workload, self._driver, self._pool, self._cost, self._scheduling)
+        self._run = ShardRun(workload, self._driver, self._pool, self._refit.cost, self._scheduling, refit=self._refit)
         self._counted = (0, 0)
         return self._run
 
@@ -304,7 +309,7 @@ class Stream(Generic[W]):
         request = union.requests.take(cheapest[None])
         self._engine.begin(request)
         driver = drive(self._engine, Retire(self._engine))
-        run = ShardRun(Workload.of(request), driver, self._pool, self._cost, self._scheduling)
+        run = ShardRun(Workload.of(request), driver, self._pool, self._refit.cost, self._scheduling)
         try:
             run.run()
         except EngineDied:

@@ -94,6 +94,9 @@ class _Taken:
     def before(self, step: Step) -> None:
         self.cached += step.cached_tokens
 
+    def took(self, step: Step, seconds: float) -> None:
+        pass
+
     def after(self, finished: Finished) -> NDArray[np.int32]:
         for request, slot in zip(finished.requests.tolist(), finished.slots.tolist(), strict=True):
             self.answers[request] = self._engine.retire(slot).tolist()

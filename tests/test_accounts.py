@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from llmbatch.advance import preempt
 from llmbatch.budget import BudgetRules, ClosedLoopBudget, FixedBudget, prices
@@ -16,13 +17,18 @@ from llmbatch.clock import SimulatedDriver
 from llmbatch.cost import CostModel, find_shape
 from llmbatch.deciding import COMPUTE, MEMORY
 from llmbatch.driver import Ended
+from llmbatch.engines.placeholder import PlaceholderEngine
 from llmbatch.hardware import find_hardware
+from llmbatch.requests import Requests
 from llmbatch.runner import ShardRun
+from llmbatch.sampling import SamplingParams
 from llmbatch.schedule import Scheduler, Waiting
 from llmbatch.slots import DECODING
+from llmbatch.stream import Stream
 from llmbatch.tree import PrefixTree
 from llmbatch.work import Reach, pairs_of, reads_of
 from llmbatch.workload import Pool, Scheduling, Workload
+from tests.test_stream import Engines, Listed, Taken, Window
 
 PLAIN = CostModel(find_shape("llama-3-8b"), find_hardware("a100-80gb"))
 WINDOWS = replace(PLAIN, shape=replace(PLAIN.shape, windows=(64, 300, 300, 0) * 8))
@@ -96,6 +102,45 @@ def test_work_that_is_done_again_after_a_preemption_is_not_charged_again() -> No
     assert preemptions > 20
     assert abs(compute) < 0.01
     assert abs(memory) < 0.01
+
+
+@pytest.mark.parametrize("size", [1, 8, 16])
+def test_what_is_found_at_a_join_is_subtracted(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four windows of the same groups: most tokens of the later prompts are there, or are being computed."""
+    lefts: list[tuple[Waiting, NDArray[np.float64]]] = []  # what was to do, and what of it is left
+    enqueue = Scheduler.enqueue
+
+    def noted(self: Scheduler, waiting: Waiting) -> None:
+        enqueue(self, waiting)
+        lefts.append((waiting, self.core.left))
+
+    monkeypatch.setattr(Scheduler, "enqueue", noted)
+    windows = [grouped(seed) for seed in range(4)]
+    engines = Engines(lambda: PlaceholderEngine(HEAD))
+    Stream(engines, Pool(60_000 // size, size), HEAD, Scheduling(max_running=64), Taken()).run(Listed(windows))
+    assert len(lefts) == 4
+    waiting, left = lefts[-1]
+    assert abs(left[COMPUTE] / waiting.compute) < 0.01
+    assert abs(left[MEMORY] / waiting.memory) < 0.01
+
+
+def grouped(seed: int, rows: int = 60) -> Window:
+    """Rows of five groups, the same whatever the seed, which share long prefixes; and answers of known lengths."""
+    stems = np.random.default_rng(99).integers(0, 1000, (5, 1500))
+    rng = np.random.default_rng(seed)
+    prompts = [np.concatenate((stems[i % 5], rng.integers(0, 1000, rng.integers(2, 40)))) for i in range(rows)]
+    answers = np.where(rng.random(rows) < 0.2, rng.integers(200, 400, rows), rng.integers(1, 20)).astype(np.int32)
+    kinds, index = np.unique(answers, return_inverse=True)
+    requests = Requests(
+        tokens=np.concatenate(prompts).astype(np.int32),
+        offsets=np.concatenate(([0], np.cumsum([len(prompt) for prompt in prompts]))).astype(np.int64),
+        max_tokens=answers,
+        params_index=index.astype(np.int32),
+        params=tuple(SamplingParams(max_tokens=int(kind), ignore_eos=True) for kind in kinds),
+        serial=np.arange(rows, dtype=np.uint64),
+        recorded=answers,
+    )
+    return Window(requests, np.zeros(rows, np.int32))
 
 
 # --- what is counted

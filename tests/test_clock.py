@@ -58,6 +58,9 @@ def test_many_steps_in_one_call_are_those_of_the_engine_seam(
         def before(self, step: Step) -> None:
             pass
 
+        def took(self, step: Step, seconds: float) -> None:
+            pass
+
         def after(self, finished: Finished) -> NDArray[np.int32]:
             ended.append(finished)
             for slot in finished.slots.tolist():

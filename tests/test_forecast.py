@@ -75,6 +75,25 @@ def test_a_forecast_is_within_five_hundredths_of_the_clock(name: str) -> None:
     assert seconds == pytest.approx([buys.seconds] * 3, rel=0.05)
 
 
+def test_in_a_very_small_pool_a_job_misses_its_forecast_by_as_much_as_its_tokens_miss_theirs() -> None:
+    requests, pool = requests_of((200, 600), (1024, 512), 400), Pool(300, 16)
+    workload = Workload.of(requests)
+    model = workload.length_model()
+    expected = model.expected(np.arange(400, dtype=np.int32))
+    tokens = expected.mean.sum()
+    deviation = np.sqrt((expected.second_moment - expected.mean**2).sum()) / tokens
+    buys = compare_drawn(requests, model, pool, COST, SCHEDULING)
+    assert buys is not None
+    misses = []
+    for seed in range(8):
+        lengths = independent(model, np.random.default_rng(seed))
+        driver = SimulatedDriver(lengths, COST)
+        run_shard(workload, driver, pool, COST, SCHEDULING)
+        assert driver.seconds / buys.seconds == pytest.approx(lengths.sum() / tokens, rel=0.03)
+        misses.append(driver.seconds / buys.seconds - 1)
+    assert np.std(misses) == pytest.approx(deviation, rel=0.5)
+
+
 def test_drawn_lengths_have_the_moments_that_are_expected() -> None:
     requests = requests_of((10, 700), (3, 4000), 4000)
     known = np.zeros(4000, np.int32)

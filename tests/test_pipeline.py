@@ -64,6 +64,9 @@ class Notes:
     def before(self, step: Step) -> None:
         self.steps += 1
 
+    def took(self, step: Step, seconds: float) -> None:
+        pass
+
     def after(self, finished: Finished) -> NDArray[np.int32]:
         columns = (finished.requests, finished.slots, finished.reasons, finished.generated)
         for request, slot, reason, generated in zip(*(column.tolist() for column in columns), strict=True):

@@ -132,6 +132,9 @@ def test_the_clock_and_the_engine_seam_count_the_same_reads(seed: int, size: int
         def before(self, step: Step) -> None:
             pass
 
+        def took(self, step: Step, seconds: float) -> None:
+            pass
+
         def after(self, finished: Finished) -> NDArray[np.int32]:
             for slot in finished.slots.tolist():
                 engine.retire(slot)

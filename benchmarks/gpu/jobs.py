@@ -148,6 +148,9 @@ class Noted:
         pairs, read = step.prefill_pairs(self._reach), step.read_tokens(self._reach)
         self._work.append((step.num_tokens, pairs, read, int(step.samples.sum())))
 
+    def took(self, step: Step, seconds: float) -> None:
+        """Nothing: the time between two ends is what counts."""
+
     def after(self, finished: Finished) -> NDArray[np.int32]:
         """Free the slots."""
         self._done.append(time.perf_counter())

@@ -74,6 +74,7 @@ class StepResult:
     tokens: NDArray[np.int32]
     finished: NDArray[np.uint8]  # a `Finish` each
     spare: NDArray[np.bool_] | None = None  # True where the sequence had ended in the step before; None: nowhere
+    seconds: float | None = None  # that the step took by itself; None where the engine does not measure it
 
 
 class Engine(Protocol):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -37,11 +37,15 @@ class _Queued:
     kept: NDArray[np.bool_]  # [samples] False where the sequence has ended or was withdrawn meanwhile
     tokens: torch.Tensor  # int32 [samples], on the host when `done`, part by part
     finite: torch.Tensor  # bool [samples], likewise
+    begun: torch.cuda.Event | None
     done: torch.cuda.Event | None  # None: at once
 
-    def wait(self) -> None:
-        if self.done is not None:
-            self.done.synchronize()
+    def wait(self) -> float | None:
+        """Wait until it is computed; the seconds that the device took."""
+        if self.begun is None or self.done is None:
+            return None
+        self.done.synchronize()
+        return float(self.begun.elapsed_time(self.done)) / 1e3
 
 
 class AcceleratedEngine:
@@ -106,6 +110,7 @@ class AcceleratedEngine:
     @torch.inference_mode()
     def submit(self, step: Step) -> StepResult:
         """Queue a step on the device; which of its sequences will have all the tokens they may have."""
+        begun = self._mark()
         self._make_room(step.slots)
         decided = self._execution.decide(step)
         chosen = []
@@ -113,7 +118,8 @@ class AcceleratedEngine:
             tokens, finite = choose(logits, self._draws(part))
             self._generated.view(-1)[targets] = tokens
             chosen.append((tokens, finite))
-        self._queue.append(self._queued(step, decided, *(torch.cat(column) for column in zip(*chosen, strict=True))))
+        sampled = (torch.cat(column) for column in zip(*chosen, strict=True))
+        self._queue.append(self._queued(step, decided, begun, *sampled))
         return self._generation.expect(step)
 
     def _forwards(self, decided: Decided) -> Iterator[tuple[Step, torch.Tensor, torch.Tensor]]:
@@ -139,7 +145,7 @@ class AcceleratedEngine:
     def collect(self) -> StepResult:
         """Wait for the older queued step; its sampled tokens, and which of its sequences have finished."""
         queued = self._queue.popleft()
-        queued.wait()
+        seconds = queued.wait()
         step, generation = queued.step, self._generation
         tokens, finite = (column.numpy()[queued.order] for column in (queued.tokens, queued.finite))
         result = generation.append(step, tokens, finite, queued.kept)
@@ -148,7 +154,7 @@ class AcceleratedEngine:
         early = ended & (generation.lengths[slots] < generation.requests.max_tokens[requests])
         if early.any():
             self.drop(slots[early], requests[early])
-        return result
+        return replace(result, seconds=seconds)
 
     def drop(self, slots: NDArray[np.int32], requests: NDArray[np.int32]) -> None:
         """These sequences have ended before the queued steps: what is sampled for them is not kept."""
@@ -181,13 +187,21 @@ class AcceleratedEngine:
             generation.seeds[requests], generation.queued[step.slots[step.samples]],
         )  # fmt: skip
 
-    def _queued(self, step: Step, decided: Decided, tokens: torch.Tensor, finite: torch.Tensor) -> _Queued:
+    def _mark(self) -> torch.cuda.Event | None:
+        """An event where the device stands in its work; None where there is no queue."""
+        if self._device.type != "cuda":
+            return None
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def _queued(
+        self, step: Step, decided: Decided, begun: torch.cuda.Event | None, tokens: torch.Tensor, finite: torch.Tensor
+    ) -> _Queued:
         order, kept = order_of(decided.parts), np.ones(len(tokens), np.bool_)
         if self._device.type != "cuda":
-            return _Queued(step, order, kept, tokens, finite, None)
+            return _Queued(step, order, kept, tokens, finite, None, None)
         here = [torch.empty(x.shape, dtype=x.dtype, pin_memory=True) for x in (tokens, finite)]
         for target, source in zip(here, (tokens, finite), strict=True):
             target.copy_(source, non_blocking=True)
-        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        done.record()
-        return _Queued(step, order, kept, here[0], here[1], done)
+        return _Queued(step, order, kept, here[0], here[1], begun, self._mark())

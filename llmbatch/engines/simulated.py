@@ -56,8 +56,9 @@ class SimulatedEngine:
             self._clock.rates.reach, step.slots, step.requests, step.starts, step.counts, step.samples,
             step.num_decodes, step.spared_tokens, self._lengths, self._generated,
         )  # fmt: skip
-        self.seconds += step_seconds(self._clock, tokens + step.num_decodes, pairs, read, len(finished))
-        return StepResult(np.zeros(len(finished), np.int32), finished)
+        seconds = step_seconds(self._clock, tokens + step.num_decodes, pairs, read, len(finished))
+        self.seconds += seconds
+        return StepResult(np.zeros(len(finished), np.int32), finished, seconds=seconds)
 
     def go_on(self, lengths: NDArray[np.int32]) -> None:
         """The sequences that run go on among other requests, of these `lengths`."""
