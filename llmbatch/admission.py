@@ -1,18 +1,23 @@
-"""Which chunks of which prompts a step computes, and who is admitted for it.
+"""Who is admitted for a step.
 
-Compiled, because it runs every step: chunks for what prefills already, in the order of admission, then
-admissions from the ends of the plan while the step's budget has room and the predicted peak of KV stays within
-the pool. Chunks that do not end a prompt end on a page boundary, so a page that others may read is always
-written in the step that publishes it. No work here is proportional to the requests that wait.
+Compiled, because it runs every step: admissions from the ends of the plan while the step's budget has room and the
+predicted peak of KV stays within the pool. No work here is proportional to the requests that wait.
+
+Memory that is empty. A long answer at the right end does not fit where its peak would not, though much of the pool may
+be empty for long before that. Where empty memory costs, one of those behind the candidate that does not fit is tried,
+another one each step, within `llmbatch.ends.Blend.behind` places. Those that end before that peak fit; the candidate
+keeps its place, and they have given their memory back before it is wanted.
 
 Those that wait longest. What was preempted comes back in the order of preemption. A request of the left end that does
 not fit is passed over (`llmbatch.passed`), so that what stands behind it goes on; memory is kept for it from then on,
 which the right end may not take, and the left end only up to its reserve. Neither may be passed for ever, and
 predictions may be wrong for ever. So the one that has waited longest is due after `PREEMPTED_WAITS` or `PASSED_WAITS`
-steps, or as many after the one before it entered, and then nobody else enters until it does: the preempted one as soon
-as there is room for what it has, whatever is predicted. Hence the bound: while one waits, others enter in at most
-(k + 1) such stretches of steps, where k waited already when it began to, and the one that is due enters at the latest
-when all that run have ended.
+steps, or as many after the one before it entered. For one that was passed over nobody else enters then until it does.
+One that was preempted enters as soon as there is room for what it has, whatever is predicted. Until then only the left
+end's rows enter, a tenth of the pool at most, for what it waits for may run long, and compute would idle; after
+`PREEMPTED_WAITS_ALONE` steps nobody. Hence the bound: while one waits, others enter in at most (k + 1) such stretches
+of steps, where k waited already when it began to, and the one that is due enters at the latest when all that run have
+ended.
 """
 
 from __future__ import annotations
@@ -20,58 +25,24 @@ from __future__ import annotations
 from typing import Any, Final, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from llmbatch.chunks import BUDGET, LEFT, RIGHT, TOKENS, give_chunk, note_found
 from llmbatch.compiled import njit
-from llmbatch.ends import BLEND, Account, End, take, turns
-from llmbatch.pages import EMPTY, SHARED, UNUSED, admit_pages, adopt, extend, probe
+from llmbatch.ends import BLEND, Account, End, look_behind, skip, take, turns
+from llmbatch.pages import EMPTY, SHARED, UNUSED, admit_pages, probe
 from llmbatch.passed import put_aside, take_aside
 from llmbatch.peak import expect, most
 from llmbatch.references import by_reference
 from llmbatch.slots import ADMISSIONS, DECODING, ENTERED, FREE, PASSED, PREEMPTED, PREFILLING, remove, take_slot
-from llmbatch.work import Reach, pairs_of
 
-# In `Chunks.totals`; BEGUN: the step is being decided, OPEN: all that prefills got a chunk.
-BUDGET, TOKENS, CHUNKS, CACHED, RECOMPUTED, LEFT, RIGHT, BEGUN, OPEN, PREEMPTED_NOW = range(10)
 PREEMPTED_WAITS: Final = 8192.0  # steps; fewer bring long answers back while prompts still want their memory
+PREEMPTED_WAITS_ALONE: Final = 32_768.0  # steps; while others wait with it, compute idles
 PASSED_WAITS: Final = 2048.0  # steps; more leave large prompts for the end, with nothing beside them
 _MARGIN = 0.03  # of the pool that predictions leave alone
 _LEFT_ALONE = 0.10  # of the pool that sequences coming back leave to the left end: they may have made way for it
-_NOBODY_DUE, _PREEMPTED_DUE, _PASSED_DUE = range(3)
+_NOBODY_DUE, _PREEMPTED_DUE, _PREEMPTED_OVERDUE, _PASSED_DUE = range(4)
 _NEITHER, _PASSED_OVER = -1, -2  # in place of an end
 _LEFT = int(End.LEFT)
-
-
-@by_reference
-class Chunks(NamedTuple):
-    """The prefill part of a step while it is being decided."""
-
-    slots: NDArray[np.int32]
-    counts: NDArray[np.int32]  # tokens
-    samples: NDArray[np.bool_]
-    totals: NDArray[np.int64]  # tokens allowed, given, chunks, tokens found, computed again, given to either end
-    reach: Reach
-    price: NDArray[np.float64]  # [2] tokens of the budget that a query-key pair takes, and one sampled
-
-    @classmethod
-    def empty(cls, capacity: int, reach: Reach) -> Chunks:
-        """Room for `capacity` chunks."""
-        return cls(
-            np.empty(capacity, np.int32),
-            np.empty(capacity, np.int32),
-            np.empty(capacity, np.bool_),
-            np.zeros(10, np.int64),
-            reach,
-            np.zeros(2),
-        )
-
-    def grown(self) -> Chunks:
-        """The same with twice the room."""
-        old = len(self.slots)
-        new = Chunks.empty(2 * old, self.reach)
-        new.slots[:old], new.counts[:old], new.samples[:old] = self.slots, self.counts, self.samples
-        new.totals[:], new.price[:] = self.totals, self.price
-        return new
 
 
 @by_reference
@@ -80,72 +51,9 @@ class Limits(NamedTuple):
 
     pool: float  # tokens
     most_running: int  # sequences
-    preempted_waits: float = PREEMPTED_WAITS  # steps before nobody enters but the sequence that was preempted first
+    preempted_waits: float = PREEMPTED_WAITS  # steps before the sequence that was preempted first is due
+    preempted_waits_alone: float = PREEMPTED_WAITS_ALONE  # and before nobody else enters
     passed_waits: float = PASSED_WAITS  # and before nobody enters but the request that was passed over first
-
-
-@njit(cache=True)
-def prefill(run: Any, pages: Any, chunks: Any) -> bool:
-    """Give each prefilling sequence its chunk; whether all of them got one."""
-    for i in range(run.counts[PREFILLING]):  # noqa: SIM110 (compiled code knows no all)
-        if not give_chunk(run, pages, chunks, run.prefilling[i]):
-            return False
-    return True
-
-
-@njit(cache=True)
-def give_chunk(run: Any, pages: Any, chunks: Any, slot: int) -> bool:
-    """Give a prefilling sequence the chunk that budget and pages allow; False when that is none.
-
-    A sequence that comes back after preemption computes all but its last token, which is then decoded as ever.
-    """
-    record, totals, size = run.slots[slot], chunks.totals, pages.page_size
-    target = record.known if record.known == record.prompt else record.known - 1
-    if record.computed % size == 0:
-        _find(record, adopt(pages, slot, target), totals)
-    start = record.computed
-    room = (pages.held[slot] + pages.counts[EMPTY] + pages.counts[UNUSED]) * size - start
-    count = min(_affordable(chunks, start, target - start, size), room)
-    if start + count < target:
-        count = (start + count) // size * size - start
-    if count <= 0:
-        return False
-    extend(pages, slot, start + count)
-    again = max(0, min(record.reached - start, count))
-    record.recomputed += again
-    at = totals[CHUNKS]
-    chunks.slots[at] = slot
-    chunks.counts[at] = count
-    chunks.samples[at] = start + count == record.known
-    takes = int(_price(chunks, start, count) + chunks.samples[at] * chunks.price[1])
-    totals[CHUNKS] += 1
-    totals[TOKENS] += takes
-    totals[RECOMPUTED] += again
-    totals[LEFT + record.end] += takes
-    return True
-
-
-@njit(cache=True)
-def _affordable(chunks: Any, start: int, most: int, page: int) -> Any:
-    """How many of `most` tokens after `start` what is left of the budget pays for; the first `page` of a step are."""
-    left = chunks.totals[BUDGET] - chunks.totals[TOKENS]
-    high = min(most, left)
-    low = min(high, page) if chunks.totals[TOKENS] == 0 else 0
-    if high > 0 and _price(chunks, start, high) < left + 1:
-        return high
-    while low < high:
-        middle = (low + high + 1) // 2
-        if _price(chunks, start, middle) < left + 1:
-            low = middle
-        else:
-            high = middle - 1
-    return low
-
-
-@njit(cache=True)
-def _price(chunks: Any, start: int, count: int) -> Any:
-    """Tokens of the budget that a chunk takes: its own, and its attention as the tokens that take as long."""
-    return count + chunks.price[0] * pairs_of(chunks.reach, float(start), count)
 
 
 @njit(cache=True)
@@ -163,10 +71,11 @@ def admit(
         if run.counts[DECODING] + run.counts[PREFILLING] >= limits.most_running:
             return True
         due = _due(run, passed, limits, now)
+        aside = _LEFT_ALONE * limits.pool if due == _PREEMPTED_DUE else np.inf  # that the left end may hold
         if run.counts[PREEMPTED] > 0 and not back_full and due != _PASSED_DUE:
             slot = run.preempted[0]
             record = run.slots[slot]
-            if due == _PREEMPTED_DUE:
+            if due == _PREEMPTED_DUE or due == _PREEMPTED_OVERDUE:
                 fits = _has_room(run, pages, record.request, record.known)
             else:
                 fits = _fits(run, pages, peak, chunks, record.request, record.known, record.left, back, now)
@@ -178,7 +87,7 @@ def admit(
                     return True
                 continue
             back_full = right_full = True  # it comes before the right end's; what the left end admits is soon gone
-        if due == _PREEMPTED_DUE or (due == _PASSED_DUE and tried > 0):
+        if due == _PREEMPTED_OVERDUE or (due == _PASSED_DUE and tried > 0):
             return True
         if run.counts[FREE] == 0:
             return False
@@ -188,7 +97,7 @@ def admit(
             pool = limits.pool
             if tried > 0 and rules.kind == BLEND:
                 pool -= _wanted(run, passed, queue, prompts)
-            if size < too_large and _fits(
+            if size < min(too_large, aside - run.held[0]) and _fits(
                 run, pages, peak, chunks, request, prompts[request], queue.lengths[request], pool, now
             ):
                 if tried == 0 and (
@@ -204,18 +113,20 @@ def admit(
             continue
         if queue.at[0] > queue.at[1]:
             return True
-        end, right_full = _choose(run, pages, peak, chunks, queue, passed, rules, prompts, limits, now, right_full)
+        request, end, right_full = _choose(
+            run, pages, peak, chunks, queue, passed, rules, prompts, limits, aside, now, right_full
+        )
         if end == _PASSED_OVER:
             tried += 1
             continue
-        if end < 0 or not _begin(run, pages, peak, chunks, queue, prompts, take(queue, end), end, False, now):
+        if end < 0 or not _begin(run, pages, peak, chunks, queue, prompts, request, end, False, now):
             return True
     return True
 
 
 @njit(cache=True)
 def _due(run: Any, passed: Any, limits: Any, now: float) -> int:
-    """Which of those that wait longest, if any, nobody may enter before."""
+    """Which of those that wait longest, if any, is due."""
     last = float(run.counts[ENTERED])
     preempted, aside = np.inf, np.inf  # the steps from which on they are due
     if run.counts[PREEMPTED] > 0:
@@ -224,15 +135,18 @@ def _due(run: Any, passed: Any, limits: Any, now: float) -> int:
         aside = max(passed.since[0], last) + limits.passed_waits
     if min(preempted, aside) > now:
         return _NOBODY_DUE
-    return _PREEMPTED_DUE if preempted <= aside else _PASSED_DUE
+    if aside < preempted:
+        return _PASSED_DUE
+    alone = preempted + limits.preempted_waits_alone - limits.preempted_waits
+    return _PREEMPTED_DUE if alone > now else _PREEMPTED_OVERDUE
 
 
 @njit(cache=True)
 def _choose(
     run: Any, pages: Any, peak: Any, chunks: Any, queue: Any, passed: Any, rules: Any, prompts: Any, limits: Any,
-    now: float, right_full: bool,
+    aside: float, now: float, right_full: bool,
 ) -> Any:  # fmt: skip
-    """The end whose candidate is admitted next, or what else is done; and whether the right end's does not fit."""
+    """The request that is admitted next, taken, and its end, or what else is done; whether the right end is full."""
     totals = chunks.totals
     account = Account(
         limits.pool,
@@ -244,6 +158,7 @@ def _choose(
         run.held[1],
     )
     turn = turns(rules, queue, prompts, account)
+    request = np.int32(0)
     wanted = _wanted(run, passed, queue, prompts)
     for attempt in range(2):
         end = 1 if turn.right_first == (attempt == 0) else 0
@@ -256,12 +171,20 @@ def _choose(
         elif rules.kind != BLEND or run.held[0] - run.held[PASSED] + prompts[request] <= turn.reserve:
             pool = limits.pool
         if _fits(run, pages, peak, chunks, request, prompts[request], queue.lengths[request], pool, now):
-            return end, right_full
+            return take(queue, end), end, right_full
+        if end == 1 and rules.behind > 0:
+            behind = look_behind(rules, queue)
+            if behind >= 0 and _fits(
+                run, pages, peak, chunks, behind, prompts[behind], queue.lengths[behind], pool, now
+            ):
+                queue.taken[behind] = True
+                skip(queue)
+                return behind, end, right_full
         right_full = right_full or end == 1
         if end == 0 and passed.size[0] < len(passed.requests):
             put_aside(passed, take(queue, end), now)
-            return _PASSED_OVER, right_full
-    return _NEITHER, right_full
+            return request, _PASSED_OVER, right_full
+    return request, _NEITHER, right_full
 
 
 @njit(cache=True)
@@ -313,7 +236,7 @@ def _enter(run: Any, pages: Any, peak: Any, chunks: Any, slot: int, now: float) 
     """Admit a sequence that has a slot, and give it a chunk; False when it got none."""
     record = run.slots[slot]
     target = record.known if record.known == record.prompt else record.known - 1
-    _find(record, admit_pages(pages, slot, record.request, target), chunks.totals)
+    note_found(record, admit_pages(pages, slot, record.request, target), chunks.totals)
     record.admission = run.counts[ADMISSIONS]
     run.counts[ADMISSIONS] += 1
     run.prefilling[run.counts[PREFILLING]] = slot
@@ -333,13 +256,3 @@ def private_tokens(pages: Any, request: int, tokens: int) -> Any:
 def _start(chunks: Any, known: int, now: float) -> Any:
     """The step before the first of its tokens, if the step's budget were all its own."""
     return now + 1.0 + known / max(chunks.totals[BUDGET], 1)
-
-
-@njit(cache=True)
-def _find(record: Any, tokens: int, totals: Any) -> None:
-    """Take tokens found in pages as computed; those found for the first time count as cached."""
-    fresh = max(0, min(tokens, record.prompt) - record.reached)
-    record.cached += fresh
-    record.reached += fresh
-    record.computed = tokens
-    totals[CACHED] += fresh

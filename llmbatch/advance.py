@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from llmbatch.admission import BUDGET, CHUNKS, give_chunk, private_tokens
+from llmbatch.admission import private_tokens
+from llmbatch.chunks import BUDGET, CHUNKS, give_chunk
 from llmbatch.compiled import njit
 from llmbatch.ends import End
 from llmbatch.keeping import give_up

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from llmbatch.admission import BEGUN, CACHED, PREEMPTED_NOW, RECOMPUTED
 from llmbatch.advance import advance, end_sequences, pack
+from llmbatch.chunks import BEGUN, CACHED, PREEMPTED_NOW, RECOMPUTED
 from llmbatch.compiled import njit
 from llmbatch.cost import CostModel
 from llmbatch.deciding import charge, decide_step, is_done, needs_attention

@@ -10,20 +10,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from llmbatch.admission import (
-    BEGUN,
-    BUDGET,
-    CHUNKS,
-    OPEN,
-    PREEMPTED_NOW,
-    TOKENS,
-    Chunks,
-    Limits,
-    admit,
-    prefill,
-)
+from llmbatch.admission import Limits, admit
 from llmbatch.advance import hold_decodes, long_victim, preempt, unblock
 from llmbatch.budget import BudgetRules, Load, prices, step_tokens
+from llmbatch.chunks import BEGUN, BUDGET, CHUNKS, OPEN, PREEMPTED_NOW, TOKENS, Chunks, prefill
 from llmbatch.compiled import njit
 from llmbatch.ends import BLEND, EndRules, Queue
 from llmbatch.pages import EMPTY, UNUSED, WIDEST, Pages

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +29,7 @@ class End(IntEnum):
     RIGHT = 1
 
 
+_LOOKS: Final = 8  # places at a time
 _IN_ORDER, BLEND, _DUAL_SCAN = range(3)
 _LEFT, _RIGHT = int(End.LEFT), int(End.RIGHT)
 _NO_SCAN = DualScan(np.empty(0, np.int32), np.empty(0), np.empty(0), np.empty(0), 0.0)
@@ -49,6 +50,7 @@ class Blend:
 
     least: float = 0.10  # of the pool
     most: float = 0.20
+    behind: int = 0  # places behind the right end's candidate in which one is looked for that fits where it does not
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,16 +77,17 @@ class EndRules(NamedTuple):
     kind: int
     least: float
     most: float
+    behind: int
     scan: DualScan
 
     @classmethod
     def of(cls, ends: Ends) -> EndRules:
         """The rules of an `Ends`."""
         if isinstance(ends, Blend):
-            return cls(BLEND, ends.least, ends.most, _NO_SCAN)
+            return cls(BLEND, ends.least, ends.most, ends.behind, _NO_SCAN)
         if isinstance(ends, DualScanEnds):
-            return cls(_DUAL_SCAN, 0.0, 0.0, ends.scan)
-        return cls(_IN_ORDER, 0.0, 0.0, _NO_SCAN)
+            return cls(_DUAL_SCAN, 0.0, 0.0, 0, ends.scan)
+        return cls(_IN_ORDER, 0.0, 0.0, 0, _NO_SCAN)
 
 
 @by_reference
@@ -94,12 +97,12 @@ class Queue(NamedTuple):
     order: NDArray[np.int32]
     taken: NDArray[np.bool_]  # by request; shared with the scheduler
     lengths: NDArray[np.float64]  # by request: expected tokens of the answer
-    at: NDArray[np.int64]  # [2] places in the order where the left and the right end stand
+    at: NDArray[np.int64]  # [3] places in the order: of the left end, of the right end, last looked at behind it
 
     @classmethod
     def of(cls, order: NDArray[np.int32], taken: NDArray[np.bool_], lengths: NDArray[np.float64]) -> Queue:
         """A queue over the requests of `order` that are not taken."""
-        queue = cls(order, taken, lengths, np.array([0, len(order) - 1], np.int64))
+        queue = cls(order, taken, lengths, np.array([0, len(order) - 1, len(order) - 1], np.int64))
         skip(queue)
         return queue
 
@@ -159,6 +162,25 @@ def take(queue: Any, end: int) -> Any:
     queue.taken[request] = True
     skip(queue)
     return request
+
+
+@njit(cache=True)
+def look_behind(rules: Any, queue: Any) -> Any:
+    """A request that waits behind the right end's candidate, another one each time; -1 where none is found."""
+    order, taken, at = queue.order, queue.taken, queue.at
+    first, last = at[1] - 1, max(at[0], at[1] - rules.behind)
+    place = at[2] - 1
+    if place < last or place > first:
+        place = first
+    for _ in range(_LOOKS):
+        if place < last:
+            break
+        if not taken[order[place]]:
+            at[2] = place
+            return order[place]
+        place -= 1
+    at[2] = place
+    return -1
 
 
 @njit(cache=True)

@@ -47,6 +47,7 @@ STEP_TOKENS = 2048
 _SHORTEST_WAIT, _LONGEST_WAIT = 64, 512  # steps between two plans while the first sample runs, doubling
 _PATIENCE = 0.01  # of the job's compute, in steps of the shortest kind: the most of such a wait in a small job
 _LEAN_RESERVE = 0.03  # least kept for the left end where weights are read beside KV, and empty memory costs
+_BEHIND = 512  # places in which rows are looked for there that fill it
 _WIDE_RESERVE = 0.30  # and where lengths are unknown but empty memory costs nothing: rows outlive their estimates
 _TRUST = 0.5  # in the estimated memory work; see the module's text
 _LEAST_RATIO, _MOST_RATIO = 0.85, 1.4  # of compute to memory time that steps are steered to by an estimate
@@ -279,7 +280,7 @@ class ShardRun:
 
     def _blend(self) -> Blend:
         if self._rates.weights_share_memory:
-            return Blend(least=_LEAN_RESERVE)
+            return Blend(least=_LEAN_RESERVE, behind=_BEHIND)
         return Blend(least=_WIDE_RESERVE, most=_WIDE_RESERVE + 0.1) if self._unknown else Blend()
 
     def _weights_per_pool(self) -> float:

@@ -27,10 +27,11 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from llmbatch.admission import BEGUN, CACHED, PREEMPTED_NOW, RECOMPUTED, Chunks, Limits
+from llmbatch.admission import Limits
 from llmbatch.advance import advance, end_sequences, expect_anew, pack, withdraw
 from llmbatch.budget import Budget, BudgetRules, FixedBudget, Rates
 from llmbatch.carrying import carry_pages, carry_peak, carry_running, find_pages
+from llmbatch.chunks import BEGUN, CACHED, PREEMPTED_NOW, RECOMPUTED, Chunks
 from llmbatch.contents import Prompts
 from llmbatch.deciding import Core, charge, decide_step, is_done, needs_attention
 from llmbatch.ends import EndRules, Ends, InOrder, Queue
