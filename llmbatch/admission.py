@@ -75,7 +75,7 @@ def admit(
         if run.counts[PREEMPTED] > 0 and not back_full and due != _PASSED_DUE:
             slot = run.preempted[0]
             record = run.slots[slot]
-            if due == _PREEMPTED_DUE or due == _PREEMPTED_OVERDUE:
+            if due in (_PREEMPTED_DUE, _PREEMPTED_OVERDUE):
                 fits = _has_room(run, pages, record.request, record.known)
             else:
                 fits = _fits(run, pages, peak, chunks, record.request, record.known, record.left, back, now)
@@ -165,6 +165,8 @@ def _choose(
         if not (turn.right if end == 1 else turn.left) or (end == 1 and right_full):
             continue
         request = queue.order[queue.at[end]]
+        if end == 0 and run.held[0] + prompts[request] > aside:
+            continue
         pool = limits.pool - wanted
         if end == 1:
             pool -= turn.reserve

@@ -45,6 +45,7 @@ _WITHOUT_LENGTHS: Final[tuple[Policy, ...]] = ("dfs", "sort", "random", "input")
 _KEEP = 0.99  # of the prefix sharing
 _RIGHT = 0.5  # rows below this share of the whole's density, or of 1 if that is more, are the right end
 _ALIKE = 2.0  # densities of nearly all the work within this factor: one kind
+_EARLIER = 0.5  # of its steps: where rows are taken from behind the right end, its long ones enter later than planned
 _LARGE = 0.05  # of the right end's memory work: ordered by density, not at random
 
 
@@ -117,6 +118,8 @@ def plan(
     scan, two_ended, rows = None, False, input_order(tree)
     if policy == "blend" and gains_nothing is None:
         steps = memory_seconds / (pool_tokens * cost.kv_token_seconds)
+        if cost.law == "bytes":
+            steps *= _EARLIER
         rows, two_ended = _blend(tree, costs, (1 - _KEEP) * shared, steps, seed), True
     elif policy == "dual-scan":
         items = hang(tree, costs, dissolve(tree, (1 - _KEEP) * shared))

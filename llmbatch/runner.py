@@ -46,11 +46,14 @@ from llmbatch.workload import Pool, Scheduling, Workload
 STEP_TOKENS = 2048
 _SHORTEST_WAIT, _LONGEST_WAIT = 64, 512  # steps between two plans while the first sample runs, doubling
 _PATIENCE = 0.01  # of the job's compute, in steps of the shortest kind: the most of such a wait in a small job
-_LEAN_RESERVE = 0.03  # least kept for the left end where weights are read beside KV, and empty memory costs
-_BEHIND = 512  # places in which rows are looked for there that fill it
+# Where weights are read beside KV, empty memory costs:
+_LEAN_RESERVE, _LEAN_RESERVE_UNKNOWN = 0.03, 0.08  # least kept for the left end, lengths known and unknown
+_BEHIND = 512  # places in which rows are looked for that fill it
+_FILLED = 0.85  # of the pool, on average
 _WIDE_RESERVE = 0.30  # and where lengths are unknown but empty memory costs nothing: rows outlive their estimates
 _TRUST = 0.5  # in the estimated memory work; see the module's text
 _LEAST_RATIO, _MOST_RATIO = 0.85, 1.4  # of compute to memory time that steps are steered to by an estimate
+_LEAST_RATIO_BYTES = 0.65  # under law `bytes`, where the reading of the weights makes estimates of the sum better
 _ALWAYS = 1 << 62
 _REFRESH = 256  # steps between two refreshes of what is known of lengths, at least
 
@@ -280,12 +283,13 @@ class ShardRun:
 
     def _blend(self) -> Blend:
         if self._rates.weights_share_memory:
-            return Blend(least=_LEAN_RESERVE, behind=_BEHIND)
+            return Blend(least=_LEAN_RESERVE_UNKNOWN if self._unknown else _LEAN_RESERVE, behind=_BEHIND)
         return Blend(least=_WIDE_RESERVE, most=_WIDE_RESERVE + 0.1) if self._unknown else Blend()
 
     def _weights_per_pool(self) -> float:
-        """Weight bytes over the pool's."""
-        return self._cost.shape.weight_bytes / (self._pool.tokens * self._cost.shape.kv_bytes_per_token)
+        """Weight bytes over the KV bytes that a full step reads beside them."""
+        kv_bytes = _FILLED * self._pool.tokens * self._cost.shape.kv_bytes_per_token
+        return self._cost.shape.weight_bytes / kv_bytes
 
     def _admit(self, order: NDArray[np.int32], ends: Ends, budget: Budget, *, settled: bool = True) -> None:
         rows, prompts = self._tree.rows, self._tree.lengths
@@ -312,13 +316,15 @@ class ShardRun:
         compute_left, memory_left = float(compute.sum()), float(memory.sum())
         if self._unknown and memory_left > 0:
             memory_left = self._hedged(compute_left, memory_left, _TRUST if settled else 0.0)
-        # A row that may become long is admitted as if it will: memory that stays empty costs less than preemption.
-        length = np.sqrt(expected.second_moment)
+        # A row that may become long is admitted as if it will: preemption costs more than memory that stays empty,
+        # unless the weights are read the more often for it.
+        length = expected.mean if self._rates.weights_share_memory else np.sqrt(expected.second_moment)
         self.scheduler.enqueue(Waiting(waiting, length, ends, budget, compute=compute_left, memory=memory_left))
 
     def _hedged(self, compute: float, memory: float, trust: float) -> float:
         """The memory work to steer by where its estimate is `memory`: see the module's text."""
         # Under law `bytes` the weights are read once for each filling of the pool.
-        weights = self._weights_per_pool() if self._rates.weights_share_memory else 0.0
-        ratio = compute / (memory * (1.0 + weights))
-        return float(memory * ratio / min(max(ratio**trust, _LEAST_RATIO), _MOST_RATIO))
+        shared = self._rates.weights_share_memory
+        ratio = compute / (memory * (1.0 + (self._weights_per_pool() if shared else 0.0)))
+        least = _LEAST_RATIO_BYTES if shared else _LEAST_RATIO
+        return float(memory * ratio / min(max(ratio**trust, least), _MOST_RATIO))

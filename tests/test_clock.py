@@ -35,7 +35,7 @@ def scheduler_for(load: Workload, size: int, extra: int, closed_loop: bool) -> S
     waiting = Waiting(
         np.arange(len(load.prompts), dtype=np.int32),
         load.believed,
-        Blend() if closed_loop else InOrder(),
+        Blend(behind=8) if closed_loop else InOrder(),
         ClosedLoopBudget(RATES) if closed_loop else FixedBudget(32),
         compute=1.0,
         memory=1.0,

@@ -20,7 +20,7 @@ from llmbatch.trie import PageTrie
 from tests.workloads import COST, RATES, Believed
 
 Tokens = list[int]
-ENDS: list[Ends] = [InOrder(), Blend()]
+ENDS: list[Ends] = [InOrder(), Blend(), Blend(behind=8)]
 
 
 def spoken(tokens: Tokens) -> int:

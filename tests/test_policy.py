@@ -87,8 +87,8 @@ def test_one_kind_is_an_estimate_and_fitting_at_once_is_not(two_kinds: str) -> N
 
 
 @pytest.mark.parametrize("scale", [1e-4, 1.0, 1e4])
-@pytest.mark.parametrize("law", ["paper", "bytes"])
-def test_an_estimate_steers_within_bounds(two_kinds: str, scale: float, law: Law) -> None:
+@pytest.mark.parametrize(("law", "least"), [("paper", 0.85), ("bytes", 0.65)])
+def test_an_estimate_steers_within_bounds(two_kinds: str, scale: float, law: Law, least: float) -> None:
     experiment = Experiment(traces=[two_kinds], law=law)
     cost = replace(experiment.cost, shape=replace(experiment.cost.shape, params=experiment.cost.shape.params * scale))
     pool, trace = experiment.pool, experiment.trace
@@ -97,8 +97,9 @@ def test_an_estimate_steers_within_bounds(two_kinds: str, scale: float, law: Law
     run.stop_admitting()
     compute, memory = run.scheduler.core.left
     if law == "bytes":
-        memory *= 1 + cost.shape.weight_bytes / (pool.tokens * cost.shape.kv_bytes_per_token)
-    assert 0.85 * (1 - 1e-9) <= compute / memory <= 1.4 * (1 + 1e-9)
+        filled = 0.85 * pool.tokens  # tokens that a step reads beside the weights
+        memory *= 1 + cost.shape.weight_bytes / (filled * cost.shape.kv_bytes_per_token)
+    assert least * (1 - 1e-9) <= compute / memory <= 1.4 * (1 + 1e-9)
 
 
 def steady(law: Law, step_seconds: float = 0.0, answers: int = 500) -> int:

@@ -8,14 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmbatch.budget import Budget, ClosedLoopBudget, FixedBudget
-from llmbatch.ends import Blend, Ends, InOrder
+from llmbatch.ends import Blend, EndRules, Ends, InOrder, Queue, look_behind
 from llmbatch.engines import Step
 from llmbatch.engines.simulated import SimulatedEngine
 from llmbatch.schedule import Finished, Scheduler, Waiting
 from tests.workloads import COST, RATES, Believed, Workload, workloads
 
 BUDGETS: list[Budget] = [FixedBudget(1), FixedBudget(7), FixedBudget(64), ClosedLoopBudget(RATES)]
-ENDS: list[Ends] = [InOrder(), Blend()]
+ENDS: list[Ends] = [InOrder(), Blend(), Blend(behind=8)]
 
 
 def least_pages(load: Workload, page_size: int) -> int:
@@ -200,3 +200,26 @@ def test_no_more_sequences_run_than_allowed(most: int) -> None:
     scheduler = scheduler_for(load, 4, 100, InOrder(), FixedBudget(1000), max_running=most)
     steps, _ = run(load, scheduler)
     assert max(len(step.slots) for step in steps) == most
+
+
+def test_behind_the_right_ends_candidate_each_that_waits_is_looked_at_in_turn() -> None:
+    queue = Queue.of(np.arange(10, dtype=np.int32)[::-1].copy(), np.zeros(10, np.bool_), np.ones(10))
+    queue.taken[2] = True
+    rules = EndRules.of(Blend(behind=4))
+    assert [int(look_behind(rules, queue)) for _ in range(5)] == [1, 3, 4, 1, 3]
+    queue.taken[:] = np.arange(10) > 0
+    assert look_behind(rules, queue) == -1
+
+
+def test_one_behind_the_right_ends_candidate_enters_where_that_does_not_fit() -> None:
+    """Beside the first long answer the second does not fit. A short one does, which the left end has not come to."""
+    lengths = np.array([*[1] * 50, 10, 70, 80], np.int32)
+    load = Workload([[1]] * 53, lengths, lengths.astype(np.float64))
+    begun = {}
+    for behind in (0, 1):
+        scheduler = scheduler_for(load, 1, 100, Blend(0.0, 0.0, behind), FixedBudget(3))
+        steps, _ = run(load, scheduler)
+        begun[behind] = [next(i for i, step in enumerate(steps) if row in step.requests) for row in (50, 51, 52)]
+    assert begun[0][0] > 10
+    assert begun[1][0] < 3
+    assert begun[1][1] <= begun[0][1]

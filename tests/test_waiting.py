@@ -19,15 +19,16 @@ from tests.test_schedule import least_pages, run, scheduler_for
 from tests.workloads import COST, RATES, Believed, Workload, workloads
 
 BUDGETS: list[Budget] = [FixedBudget(7), FixedBudget(64), ClosedLoopBudget(RATES)]
-ENDS: list[Ends] = [InOrder(), Blend()]
+ENDS: list[Ends] = [InOrder(), Blend(), Blend(behind=8)]
 WAITS = 6  # steps, in place of thousands
 
 pools, sizes = st.integers(0, 20), st.sampled_from([1, 3, 16])
 
 
 def patient(scheduler: Scheduler) -> Scheduler:
-    """The scheduler with `WAITS` for its patience."""
-    limits = scheduler.core.limits._replace(preempted_waits=float(WAITS), passed_waits=float(WAITS))
+    """The scheduler with `WAITS` for its patience, and twice as many until nobody else enters."""
+    waits = float(WAITS)
+    limits = scheduler.core.limits._replace(preempted_waits=waits, preempted_waits_alone=2 * waits, passed_waits=waits)
     scheduler.core = scheduler.core._replace(limits=limits)
     return scheduler
 
@@ -79,7 +80,7 @@ def test_while_one_waits_others_enter_for_a_bounded_number_of_steps(
                 others[request], ahead[request] = 0, len(set(before) | set(after)) - 1
             elif entered - {request}:
                 others[request] += 1
-            assert others[request] <= (WAITS + 1) * (1 + ahead[request])
+            assert others[request] <= (2 * WAITS + 1) * (1 + ahead[request])
 
 
 @given(workloads(most=40), sizes, pools, st.sampled_from(ENDS), st.sampled_from(BUDGETS), st.integers(1, 6))
@@ -189,6 +190,21 @@ def test_a_plan_that_is_replaced_keeps_how_long_a_request_was_passed_over() -> N
     enqueue(7, 1, 6)
     assert passed(scheduler) == []
     assert not scheduler.done
+
+
+@pytest.mark.parametrize("alone", [0, 1000])
+def test_while_one_that_was_preempted_is_due_the_left_end_goes_on_within_a_tenth_of_the_pool(alone: int) -> None:
+    """Two long answers outgrow the pool; the one that gives way is due at once, and waits until the other has ended."""
+    short = [[3 + i] * 20 for i in range(2000)]
+    lengths = np.array([*[5] * 2000, 300, 300], np.int32)
+    load = Workload([*short, [1] * 200, [2] * 200], lengths, np.array([*[5.0] * 2000, 1.0, 1.0]))
+    scheduler = scheduler_for(load, 1, 600, Blend(), FixedBudget(440), max_running=300)
+    limits = scheduler.core.limits._replace(preempted_waits=0.0, preempted_waits_alone=float(alone))
+    scheduler.core = scheduler.core._replace(limits=limits)
+    others = [len(entered) for before, after, entered in entries(load, scheduler) if set(before) & set(after) >= {2000}]
+    assert len(others) > 100
+    assert any(others) == (alone > 0)
+    assert max(others) <= 3
 
 
 @pytest.mark.parametrize("shared", [False, True])
