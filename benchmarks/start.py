@@ -84,7 +84,6 @@ class Start:
     def __init__(self, work: Path, cache: Path) -> None:
         self._work = work
         self._cache = cache
-        self._jobs = 0
         self._environment = {**os.environ, "LLMBATCH_CACHE": str(cache), "NUMBA_CACHE_DIR": ""}
 
     def seconds(self, *command: str) -> tuple[float, str]:
@@ -97,8 +96,8 @@ class Start:
 
     def job(self, model: str, *options: str, program: tuple[str, ...] = ("-m", "llmbatch")) -> tuple[float, str]:
         """Seconds of a job of three rows."""
-        self._jobs += 1
-        command = self.command(model, write_rows(self._work, len(QUESTIONS)), self._work / f"out-{self._jobs}")
+        output = Path(tempfile.mkdtemp(prefix="out-", dir=self._work))
+        command = self.command(model, write_rows(self._work, len(QUESTIONS)), output)
         return self.seconds(*program, *command, *options)
 
     def settle(self) -> None:
