@@ -38,7 +38,8 @@ from llmbatch.slots import ADMISSIONS, DECODING, ENTERED, FREE, PASSED, PREEMPTE
 PREEMPTED_WAITS: Final = 8192.0  # steps; fewer bring long answers back while prompts still want their memory
 PREEMPTED_WAITS_ALONE: Final = 32_768.0  # steps; while others wait with it, compute idles
 PASSED_WAITS: Final = 2048.0  # steps; more leave large prompts for the end, with nothing beside them
-_MARGIN = 0.03  # of the pool that predictions leave alone
+MARGIN: Final = 0.03  # of the pool that predictions leave alone
+LEAN_MARGIN: Final = 0.005  # and where weights are read beside KV: memory that is empty costs readings of them
 _LEFT_ALONE = 0.10  # of the pool that sequences coming back leave to the left end: they may have made way for it
 _NOBODY_DUE, _PREEMPTED_DUE, _PREEMPTED_OVERDUE, _PASSED_DUE = range(4)
 _NEITHER, _PASSED_OVER = -1, -2  # in place of an end
@@ -54,6 +55,7 @@ class Limits(NamedTuple):
     preempted_waits: float = PREEMPTED_WAITS  # steps before the sequence that was preempted first is due
     preempted_waits_alone: float = PREEMPTED_WAITS_ALONE  # and before nobody else enters
     passed_waits: float = PASSED_WAITS  # and before nobody enters but the request that was passed over first
+    margin: float = MARGIN  # of the pool that predictions leave alone
 
 
 @njit(cache=True)
@@ -66,7 +68,8 @@ def admit(
     tried = 0  # of those passed over
     too_large = np.inf  # tokens of the smallest of them that does not fit
     keeps = rules.kind == BLEND and queue.at[0] <= queue.at[1]
-    back = limits.pool * (1.0 - _LEFT_ALONE if keeps else 1.0)  # for what was preempted
+    margin = _margin(pages, limits)
+    back = limits.pool * (1.0 - _LEFT_ALONE if keeps else 1.0) - margin  # for what was preempted
     while chunks.totals[TOKENS] < chunks.totals[BUDGET]:
         if run.counts[DECODING] + run.counts[PREFILLING] >= limits.most_running:
             return True
@@ -94,7 +97,7 @@ def admit(
         if tried < passed.size[0]:
             request = passed.requests[tried]
             size = prompts[request] + queue.lengths[request]
-            pool = limits.pool
+            pool = limits.pool - margin
             if tried > 0 and rules.kind == BLEND:
                 pool -= _wanted(run, passed, queue, prompts)
             if size < min(too_large, aside - run.held[0]) and _fits(
@@ -159,7 +162,7 @@ def _choose(
     )
     turn = turns(rules, queue, prompts, account)
     request = np.int32(0)
-    wanted = _wanted(run, passed, queue, prompts)
+    wanted, margin = _wanted(run, passed, queue, prompts), _margin(pages, limits)
     for attempt in range(2):
         end = 1 if turn.right_first == (attempt == 0) else 0
         if not (turn.right if end == 1 else turn.left) or (end == 1 and right_full):
@@ -167,11 +170,11 @@ def _choose(
         request = queue.order[queue.at[end]]
         if end == 0 and run.held[0] + prompts[request] > aside:
             continue
-        pool = limits.pool - wanted
+        pool = limits.pool - margin - wanted
         if end == 1:
             pool -= turn.reserve
         elif rules.kind != BLEND or run.held[0] - run.held[PASSED] + prompts[request] <= turn.reserve:
-            pool = limits.pool
+            pool = limits.pool - margin
         if _fits(run, pages, peak, chunks, request, prompts[request], queue.lengths[request], pool, now):
             return take(queue, end), end, right_full
         if end == 1 and rules.behind > 0:
@@ -199,6 +202,12 @@ def _wanted(run: Any, passed: Any, queue: Any, prompts: Any) -> Any:
 
 
 @njit(cache=True)
+def _margin(pages: Any, limits: Any) -> Any:
+    """Compute the tokens of the pool that predictions leave alone."""
+    return limits.margin * pages.num_pages * pages.page_size
+
+
+@njit(cache=True)
 def _begin(
     run: Any, pages: Any, peak: Any, chunks: Any, queue: Any, prompts: Any, request: int, end: int, aside: bool,
     now: float,
@@ -222,7 +231,7 @@ def _fits(
     start = _start(chunks, known, now)
     top = most(peak, start + max(length, 1.0), private_tokens(pages, request, known) - start)
     shared = (pages.counts[SHARED] + pages.depth[request] - probe(pages, request)) * pages.page_size
-    return top + shared <= pool - _MARGIN * pages.num_pages * pages.page_size
+    return top + shared <= pool
 
 
 @njit(cache=True)

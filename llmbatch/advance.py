@@ -21,6 +21,7 @@ from llmbatch.slots import DECODING, PREEMPTED, PREEMPTIONS, PREFILLING, give_sl
 from llmbatch.work import pairs_of, reads_of, sees_all, spared_of
 
 _RIGHT = int(End.RIGHT)
+_AGAIN = 2.0  # times what a long answer holds may be computed again before it gives way no more
 
 
 @njit(cache=True)
@@ -76,7 +77,8 @@ def preempt(run: Any, pages: Any, peak: Any, slot: int, now: float) -> None:
 def long_victim(run: Any, pages: Any, rates: Any, least: float) -> int:
     """The right end's decode that is cheapest to compute again of those that have outgrown what was expected of them.
 
-    It has generated `least` tokens, and was never preempted. -1 for none.
+    It has generated `least` tokens, and no more than `_AGAIN` times what it holds was ever computed again: its length
+    bounds how often it gives way. -1 for none.
     """
     victim, lowest = -1, np.inf
     for i in range(run.counts[DECODING]):
@@ -84,7 +86,8 @@ def long_victim(run: Any, pages: Any, rates: Any, least: float) -> int:
         record = run.slots[slot]
         generated = record.known - record.prompt
         expected = 2.0 * (record.weight - record.prompt)  # when it was admitted
-        if record.end == _RIGHT and generated >= max(least, expected) and record.preemptions == 0:
+        spared = record.recomputed <= _AGAIN * record.known
+        if record.end == _RIGHT and generated >= max(least, expected) and spared:
             cost = _cost_again(run, pages, rates, slot)
             if cost < lowest:
                 victim, lowest = slot, cost

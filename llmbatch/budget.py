@@ -5,7 +5,8 @@ step's compute is `C / M` times its memory time, both end together, which is the
 two overlap. So a step is given the tokens whose compute takes `c* = (C / M) m`, never fewer than those that
 are free while the weights are read (design: "step budget"), nor than take as long as what every step takes beside its
 work, of which a step of few tokens would consist; the attention of its prompts is paid for in tokens that take as
-long. BlendServe (section 5.3) fixes shares of memory and hopes that the mix follows; here the mix itself is the
+long. Only the tokens whose products the reading of the weights hides are given whatever their attention takes: it hides
+no attention, so a step of fewer would leave products undone that cost nothing. BlendServe (section 5.3) fixes shares of memory and hopes that the mix follows; here the mix itself is the
 controlled quantity.
 """
 
@@ -98,8 +99,13 @@ def step_tokens(rules: Any, load: Any) -> Any:
 
 @njit(cache=True)
 def prices(rules: Any) -> Any:
-    """Tokens of the budget that a query-key pair takes, and a token sampled; nothing where the budget is fixed."""
+    """Tokens of the budget that a pair of query and key takes, and one sampled; tokens given whatever attention takes.
+
+    Nothing where the budget is fixed. Where the reading of the weights hides products it does not hide attention, so a
+    chunk whose attention takes long gets all the tokens whose products are hidden.
+    """
     if rules.fixed > 0:
-        return 0.0, 0.0
+        return 0.0, 0.0, 0.0
     rates = rules.rates
-    return rates.seconds_per_pair / rates.seconds_per_token, rates.seconds_per_sample / rates.seconds_per_token
+    free = 0.0 if rates.weights_share_memory else rates.weight_seconds / rates.seconds_per_token
+    return rates.seconds_per_pair / rates.seconds_per_token, rates.seconds_per_sample / rates.seconds_per_token, free

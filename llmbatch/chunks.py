@@ -30,7 +30,8 @@ class Chunks(NamedTuple):
     samples: NDArray[np.bool_]
     totals: NDArray[np.int64]  # tokens allowed, given, chunks, tokens found, computed again, given to either end
     reach: Reach
-    price: NDArray[np.float64]  # [2] tokens of the budget that a query-key pair takes, and one sampled
+    # [3] tokens of the budget that a query-key pair takes, and one sampled; tokens given whatever their attention takes
+    price: NDArray[np.float64]
 
     @classmethod
     def empty(cls, capacity: int, reach: Reach) -> Chunks:
@@ -41,7 +42,7 @@ class Chunks(NamedTuple):
             np.empty(capacity, np.bool_),
             np.zeros(10, np.int64),
             reach,
-            np.zeros(2),
+            np.zeros(3),
         )
 
     def grown(self) -> Chunks:
@@ -86,6 +87,7 @@ def give_chunk(run: Any, pages: Any, chunks: Any, slot: int) -> bool:
     chunks.slots[at] = slot
     chunks.counts[at] = count
     chunks.samples[at] = start + count == record.known
+    chunks.price[2] -= count
     takes = int(_price(chunks, start, count) + chunks.samples[at] * chunks.price[1])
     totals[CHUNKS] += 1
     totals[TOKENS] += takes
@@ -96,19 +98,24 @@ def give_chunk(run: Any, pages: Any, chunks: Any, slot: int) -> bool:
 
 @njit(cache=True)
 def _affordable(chunks: Any, start: int, most: int, page: int) -> Any:
-    """How many of `most` tokens after `start` what is left of the budget pays for; the first `page` of a step are."""
+    """How many of `most` tokens after `start` what is left of the budget pays for.
+
+    The first `page` of a step is always given, and so are tokens whose products the reading of the weights hides
+    (`llmbatch.budget.prices`).
+    """
     left = chunks.totals[BUDGET] - chunks.totals[TOKENS]
     high = min(most, left)
+    free = min(most, int(max(chunks.price[2], 0.0)))
     low = min(high, page) if chunks.totals[TOKENS] == 0 else 0
     if high > 0 and _price(chunks, start, high) < left + 1:
-        return high
+        return max(high, free)
     while low < high:
         middle = (low + high + 1) // 2
         if _price(chunks, start, middle) < left + 1:
             low = middle
         else:
             high = middle - 1
-    return low
+    return max(low, free)
 
 
 @njit(cache=True)

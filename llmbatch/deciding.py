@@ -78,7 +78,8 @@ def decide_step(core: Any, now: float) -> Any:
         totals[PREEMPTED_NOW] = run.counts[PREEMPTIONS] - before
         decodes = run.counts[DECODING]
         load = Load(decodes, kv_tokens, core.left[COMPUTE], core.left[MEMORY])
-        chunks.price[0], chunks.price[1] = prices(core.budget)
+        chunks.price[0], chunks.price[1], free = prices(core.budget)
+        chunks.price[2] = free - decodes
         totals[BUDGET] = max(0, step_tokens(core.budget, load) - decodes - int(decodes * chunks.price[1]))
         totals[OPEN] = prefill(run, pages, chunks)
     if totals[OPEN] and not _admit(core, now):
@@ -110,7 +111,8 @@ def _make_way(core: Any, now: float) -> bool:
     """Preempt long answers that leave compute idle: the pool is full of them, and nothing that waits can enter.
 
     Admitted for fewer tokens than they turn out to generate, they grow into the memory that is kept for the left end.
-    Computing one again takes less than the prompts that could not be computed meanwhile; each gives way once.
+    Computing one again takes less than the prompts that could not be computed meanwhile, also after it came back and
+    grew: `llmbatch.advance.long_victim` bounds what is computed again by its length.
     False when slots must be added first.
     """
     run, pages, totals = core.run, core.pages, core.chunks.totals

@@ -10,10 +10,10 @@ that have not ended are most of M, and until they have its estimate wanders by a
 not cost the same. Where M is a tenth of C, a job that steers by 1 reads its KV in the first tenth of its time and
 takes 2 % longer than the best; where M equals C, one that steers by 10 has spent its prompts before it knows, and
 takes 60 % longer. So while lengths are unknown the budget follows (C / M)^(1/2), half way to one in the logarithm:
-what the estimate says of the side, and half of what it says of how far. And it stays within .85 and 1.4: beyond,
-little more is hidden. A step whose compute is 1.4 times its memory time takes 6 % longer than the compute alone, and
-one whose compute is .85 of it 11 % longer than the memory: a job of density 4 that is steered by 1.4 loses 2 %, one of
-density 1.4 that is steered by 10 a half.
+what the estimate says of the side, and half of what it says of how far. And it stays within .85 and 1.4, under law
+`bytes` within .65 and 1.4: beyond, little more is hidden. A step whose compute is 1.4 times its memory time takes 6 %
+longer than the compute alone, and one whose compute is .85 of it 11 % longer than the memory: a job of density 4 that
+is steered by 1.4 loses 2 %, one of density 1.4 that is steered by 10 a half.
 
 Whether order gains anything is an estimate too. Before anything ran, rows with one cap and prompts of like lengths
 seem to be of one kind; so the sample is run all the same, and each plan asks again, either way. Only what no length
@@ -49,11 +49,11 @@ _PATIENCE = 0.01  # of the job's compute, in steps of the shortest kind: the mos
 # Where weights are read beside KV, empty memory costs:
 _LEAN_RESERVE, _LEAN_RESERVE_UNKNOWN = 0.03, 0.08  # least kept for the left end, lengths known and unknown
 _BEHIND = 512  # places in which rows are looked for that fill it
-_FILLED = 0.85  # of the pool, on average
+_FILLED = 0.8  # of the pool, on average
 _WIDE_RESERVE = 0.30  # and where lengths are unknown but empty memory costs nothing: rows outlive their estimates
 _TRUST = 0.5  # in the estimated memory work; see the module's text
 _LEAST_RATIO, _MOST_RATIO = 0.85, 1.4  # of compute to memory time that steps are steered to by an estimate
-_LEAST_RATIO_BYTES = 0.65  # under law `bytes`, where the reading of the weights makes estimates of the sum better
+_LEAST_RATIO_BYTES = 0.65  # under law `bytes`: see docs/decisions/0037
 _ALWAYS = 1 << 62
 _REFRESH = 256  # steps between two refreshes of what is known of lengths, at least
 
@@ -316,9 +316,12 @@ class ShardRun:
         compute_left, memory_left = float(compute.sum()), float(memory.sum())
         if self._unknown and memory_left > 0:
             memory_left = self._hedged(compute_left, memory_left, _TRUST if settled else 0.0)
-        # A row that may become long is admitted as if it will: preemption costs more than memory that stays empty,
-        # unless the weights are read the more often for it.
-        length = expected.mean if self._rates.weights_share_memory else np.sqrt(expected.second_moment)
+        # A row that may become long is admitted as half way, in the logarithm, between its mean and the root of its
+        # second moment: preemption costs more than memory that stays empty. Not so where that costs readings of the
+        # weights: there the mean counts.
+        length = expected.mean
+        if not self._rates.weights_share_memory:
+            length = np.sqrt(length * np.sqrt(expected.second_moment))
         self.scheduler.enqueue(Waiting(waiting, length, ends, budget, compute=compute_left, memory=memory_left))
 
     def _hedged(self, compute: float, memory: float, trust: float) -> float:

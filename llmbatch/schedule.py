@@ -7,13 +7,14 @@ engine returned. Deciding imports no torch and reads no clock: a step depends on
 nothing else.
 
 When predictions fail, the sequences that are cheapest to compute again give their pages back and are computed again
-later (recompute); so do long answers that fill the pool while compute idles, each once. A request whose prompt and
-longest answer exceed the pool must not be enqueued; under that condition a sequence that is alone always ends.
+later (recompute). So do long answers that fill the pool while compute idles, as often as their length allows
+(`llmbatch.advance.long_victim`). A request whose prompt and longest answer exceed the pool must not be enqueued; under
+that condition a sequence that is alone always ends.
 
 Why every job ends. Tokens that are sampled are never lost. A step that preempts for a decode's next page spares the
 decode that was admitted first, so it samples a token. While no token is sampled, what prefills first gets a chunk in
-every step, and only those behind it are preempted. Whoever waits, preempted or passed over, is due in the end
-(`llmbatch.admission`): nobody else enters until it does, at the latest when nothing runs any more.
+every step, and only those behind it are preempted. Whoever waits, preempted or passed over, is due in the end, and
+enters at the latest when nothing runs any more; who else may enter until then, `llmbatch.admission` says.
 
 No work in a step is proportional to the requests that wait; what is proportional to those that run is compiled
 (`llmbatch.deciding`).
@@ -27,7 +28,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from llmbatch.admission import Limits
+from llmbatch.admission import LEAN_MARGIN, MARGIN, Limits
 from llmbatch.advance import advance, end_sequences, expect_anew, pack, withdraw
 from llmbatch.budget import Budget, BudgetRules, FixedBudget, Rates
 from llmbatch.carrying import carry_pages, carry_peak, carry_running, find_pages
@@ -114,7 +115,11 @@ class Scheduler:
             rules=EndRules.of(InOrder()),
             budget=BudgetRules.of(FixedBudget()),
             prompts=prompt_lengths,
-            limits=Limits(float(num_pages * trie.page_size), max_running),
+            limits=Limits(
+                float(num_pages * trie.page_size),
+                max_running,
+                margin=LEAN_MARGIN if rates.weights_share_memory else MARGIN,
+            ),
             rates=rates,
             left=np.zeros(2),
         )

@@ -169,7 +169,16 @@ def test_pairs_and_reads_are_those_of_every_token_and_layer(windows: list[int], 
 
 
 def test_attention_and_samples_are_paid_for_in_tokens_that_take_as_long() -> None:
-    pair, sample = prices(BudgetRules.of(ClosedLoopBudget(HEAD.rates)))
+    pair, sample, _ = prices(BudgetRules.of(ClosedLoopBudget(HEAD.rates)))
     assert pair == pytest.approx(4 * 4096 * 32 / (2 * 2e9))
     assert sample == pytest.approx(0.5)
-    assert prices(BudgetRules.of(FixedBudget(512))) == (0.0, 0.0)
+    assert prices(BudgetRules.of(FixedBudget(512))) == (0.0, 0.0, 0.0)
+
+
+def test_tokens_whose_products_the_weights_hide_are_given_whatever_their_attention_takes() -> None:
+    """Under law `bytes` nothing is hidden: the weights are read beside KV."""
+    rates = HEAD.rates
+    assert not rates.weights_share_memory
+    _, _, free = prices(BudgetRules.of(ClosedLoopBudget(rates)))
+    assert free * rates.seconds_per_token == pytest.approx(rates.weight_seconds)
+    assert prices(BudgetRules.of(ClosedLoopBudget(rates._replace(weights_share_memory=True))))[2] == 0.0

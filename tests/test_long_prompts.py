@@ -15,10 +15,11 @@ from llmbatch.workload import Scheduling
 MIX = runpy.run_path(str(Path(__file__).parent.parent / "benchmarks" / "long_prompts.py"))["mix"]
 
 
+@pytest.mark.parametrize("seed", [0, 2])
 @pytest.mark.parametrize(("count", "tokens", "least"), [(20, 120_000, 0.96), (12, 200_000, 0.95)])
-def test_long_prompts_among_many_rows_cost_little(count: int, tokens: int, least: float) -> None:
+def test_long_prompts_among_many_rows_cost_little(count: int, tokens: int, least: float, seed: int) -> None:
     cost = CostModel(SHAPES["llama-3-8b"], find_hardware("a100-80gb"))
     scheduling = Scheduling(max_running=MAX_RUNNING)
-    report = simulate(MIX(count, tokens, 0.2, 0), cost, pool_of(cost, None), scheduling, lengths="known").report
+    report = simulate(MIX(count, tokens, 0.2, seed), cost, pool_of(cost, None), scheduling, lengths="known").report
     assert report.preemptions == 0
     assert report.fraction_of_optimal >= least

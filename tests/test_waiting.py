@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from llmbatch.advance import preempt
+from llmbatch.advance import long_victim, preempt
 from llmbatch.budget import Budget, ClosedLoopBudget, FixedBudget
 from llmbatch.ends import Blend, Ends, InOrder
 from llmbatch.engines import Step
@@ -227,3 +227,18 @@ def test_the_victim_is_the_one_that_is_cheapest_to_compute_again(shared: bool) -
         step = scheduler.decide()
         scheduler.commit(step, engine.execute(step))
     assert preempted(scheduler) == [2]
+
+
+@pytest.mark.parametrize(("again", "gives_way"), [(0, True), (2, True), (3, False)])
+def test_a_long_answer_gives_way_while_little_of_it_was_computed_again(again: int, gives_way: bool) -> None:
+    """One that was preempted before: what was computed again since, in times of what it holds."""
+    load = Workload([[1] * 4], np.full(1, 100, np.int32), np.ones(1))
+    scheduler = scheduler_for(load, 1, 200, Blend(), FixedBudget(100))
+    engine = SimulatedEngine(load.lengths, COST)
+    for _ in range(50):
+        step = scheduler.decide()
+        scheduler.commit(step, engine.execute(step))
+    run, pages = scheduler.core.run, scheduler.core.pages
+    record = run.slots[run.decoding[0]]
+    record["preemptions"], record["recomputed"] = 1, again * record["known"]
+    assert (long_victim(run, pages, RATES, 20.0) == run.decoding[0]) == gives_way
