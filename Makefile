@@ -22,6 +22,7 @@ test-all: $(VENV)/.dev
 
 lint: $(VENV)/.dev
 	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 
 bench: $(VENV)/.dev

@@ -197,9 +197,7 @@ def _strip(rows: int, *, accumulate: bool) -> Callable[..., None]:
                 at = cgutils.alloca_once_value(builder, start)  # type: ignore[no-untyped-call]
                 with cgutils.for_range_slice(builder, start, ends, ir.Constant(_INT, lanes), _INT) as (j, _):
                     operands = (c, builder.add(c_at, j), c_stride), left, (b, builder.add(b_at, j), b_stride)
-                    _emit_tile(
-                        context, builder, sig.args[0:9:3], operands, steps, rows, lanes, accumulate=accumulate
-                    )
+                    _emit_tile(context, builder, sig.args[0:9:3], operands, steps, rows, lanes, accumulate=accumulate)
                     builder.store(builder.add(j, ir.Constant(_INT, lanes)), at)
                 start = builder.load(at)
             return context.get_dummy_value()
@@ -215,9 +213,7 @@ def _operands(*arrays: Any) -> tuple[Any, ...]:
     return tuple(kind for array in arrays for kind in (array, types.int64, types.int64))
 
 
-_narrow_1, _narrow_2, _narrow_3, _narrow_4, _narrow_5, _narrow_6 = (
-    _tile(rows) for rows in range(1, ROWS + 1)
-)
+_narrow_1, _narrow_2, _narrow_3, _narrow_4, _narrow_5, _narrow_6 = (_tile(rows) for rows in range(1, ROWS + 1))
 _product_1, _product_2, _product_3, _product_4, _product_5, _product_6 = (
     _strip(rows, accumulate=False) for rows in range(1, ROWS + 1)
 )

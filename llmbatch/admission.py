@@ -74,7 +74,7 @@ def admit(
         if run.counts[DECODING] + run.counts[PREFILLING] >= limits.most_running:
             return True
         due = _due(run, passed, limits, now)
-        aside = _LEFT_ALONE * limits.pool if due == _PREEMPTED_DUE else np.inf  # that the left end may hold
+        left_most = _LEFT_ALONE * limits.pool if due == _PREEMPTED_DUE else np.inf  # that the left end may hold
         if run.counts[PREEMPTED] > 0 and not back_full and due != _PASSED_DUE:
             slot = run.preempted[0]
             record = run.slots[slot]
@@ -100,7 +100,7 @@ def admit(
             pool = limits.pool - margin
             if tried > 0 and rules.kind == BLEND:
                 pool -= _wanted(run, passed, queue, prompts)
-            if size < min(too_large, aside - run.held[0]) and _fits(
+            if size < min(too_large, left_most - run.held[0]) and _fits(
                 run, pages, peak, chunks, request, prompts[request], queue.lengths[request], pool, now
             ):
                 if tried == 0 and (
@@ -117,7 +117,7 @@ def admit(
         if queue.at[0] > queue.at[1]:
             return True
         request, end, right_full = _choose(
-            run, pages, peak, chunks, queue, passed, rules, prompts, limits, aside, now, right_full
+            run, pages, peak, chunks, queue, passed, rules, prompts, limits, left_most, now, right_full
         )
         if end == _PASSED_OVER:
             tried += 1
@@ -131,23 +131,23 @@ def admit(
 def _due(run: Any, passed: Any, limits: Any, now: float) -> int:
     """Which of those that wait longest, if any, is due."""
     last = float(run.counts[ENTERED])
-    preempted, aside = np.inf, np.inf  # the steps from which on they are due
+    preempted_due, passed_due = np.inf, np.inf  # the steps from which on they are due
     if run.counts[PREEMPTED] > 0:
-        preempted = max(run.slots[run.preempted[0]].preempted_step, last) + limits.preempted_waits
+        preempted_due = max(run.slots[run.preempted[0]].preempted_step, last) + limits.preempted_waits
     if passed.size[0] > 0:
-        aside = max(passed.since[0], last) + limits.passed_waits
-    if min(preempted, aside) > now:
+        passed_due = max(passed.since[0], last) + limits.passed_waits
+    if min(preempted_due, passed_due) > now:
         return _NOBODY_DUE
-    if aside < preempted:
+    if passed_due < preempted_due:
         return _PASSED_DUE
-    alone = preempted + limits.preempted_waits_alone - limits.preempted_waits
+    alone = preempted_due + limits.preempted_waits_alone - limits.preempted_waits
     return _PREEMPTED_DUE if alone > now else _PREEMPTED_OVERDUE
 
 
 @njit(cache=True)
 def _choose(
     run: Any, pages: Any, peak: Any, chunks: Any, queue: Any, passed: Any, rules: Any, prompts: Any, limits: Any,
-    aside: float, now: float, right_full: bool,
+    left_most: float, now: float, right_full: bool,
 ) -> Any:  # fmt: skip
     """The request that is admitted next, taken, and its end, or what else is done; whether the right end is full."""
     totals = chunks.totals
@@ -168,7 +168,7 @@ def _choose(
         if not (turn.right if end == 1 else turn.left) or (end == 1 and right_full):
             continue
         request = queue.order[queue.at[end]]
-        if end == 0 and run.held[0] + prompts[request] > aside:
+        if end == 0 and run.held[0] + prompts[request] > left_most:
             continue
         pool = limits.pool - margin - wanted
         if end == 1:

@@ -6,8 +6,8 @@ two overlap. So a step is given the tokens whose compute takes `c* = (C / M) m`,
 are free while the weights are read (design: "step budget"), nor than take as long as what every step takes beside its
 work, of which a step of few tokens would consist; the attention of its prompts is paid for in tokens that take as
 long. Only the tokens whose products the reading of the weights hides are given whatever their attention takes: it hides
-no attention, so a step of fewer would leave products undone that cost nothing. BlendServe (section 5.3) fixes shares of memory and hopes that the mix follows; here the mix itself is the
-controlled quantity.
+no attention, so a step of fewer would leave products undone that cost nothing. BlendServe (section 5.3) fixes shares of
+memory and hopes that the mix follows; here the mix itself is the controlled quantity.
 """
 
 from __future__ import annotations

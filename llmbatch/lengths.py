@@ -123,7 +123,12 @@ class LengthModel:
         """Moments of the further tokens of running requests: at least 1 below `max_tokens`, 0 from there on."""
         return Expected(
             *remaining_tokens(
-                np.ascontiguousarray(requests), generated, self.known, self.max_tokens, self.table_of, self.edges,
+                np.ascontiguousarray(requests),
+                generated,
+                self.known,
+                self.max_tokens,
+                self.table_of,
+                self.edges,
                 self._curve,
             )
         )

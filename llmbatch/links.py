@@ -34,9 +34,7 @@ def glob(
     every = chain([(root, local_info(root))], _walk(root, depth)) if os.path.isdir(root) else iter(())
     slash = "/" if pattern.endswith("**") else ""  # as fsspec has it: "x/**" stands for x too
     return _once(
-        (path, info)
-        for path, info in every
-        if wanted(path) and matches(path + slash * (info["type"] == "directory"))
+        (path, info) for path, info in every if wanted(path) and matches(path + slash * (info["type"] == "directory"))
     )
 
 

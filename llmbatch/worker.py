@@ -150,9 +150,7 @@ class Worker:
                     )
             except (MemoryError, RuntimeError) as error:
                 raise out_of_memory(error, f"the weights of {options.model}") from error
-            self._prepared = prepare(
-                self._platform, self._described, self._loaded, options, self.scheduling, self.pool
-            )
+            self._prepared = prepare(self._platform, self._described, self._loaded, options, self.scheduling, self.pool)
             self.pool, self.cost = self._prepared.pool, self._prepared.cost
             self._notes = (*self._platform.notes, *self._loaded.notes, *self._prepared.notes)
         self._compilation.load()
@@ -282,9 +280,7 @@ class Worker:
         return Scheduling(
             order=options.order,
             step_tokens=options.step_tokens,
-            max_running=options.max_running or (
-                HOST_RUNNING if self._platform is None else self._platform.max_running
-            ),
+            max_running=options.max_running or (HOST_RUNNING if self._platform is None else self._platform.max_running),
             seed=options.sampling.seed or 0,
         )
 
