@@ -12,6 +12,7 @@ import torch
 from hypothesis import settings
 
 if TYPE_CHECKING:
+    from llmbatch.tokenize import Tokenizer
     from tests.jobs import Job
 
 if not torch.cuda.is_available():  # Triton's kernels run in its interpreter then; it must be known before they are made
@@ -44,3 +45,30 @@ def job(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Job:
     from tests.jobs import small_job
 
     return small_job(model, tmp_path, monkeypatch)
+
+
+@pytest.fixture
+def small(job: Job, monkeypatch: pytest.MonkeyPatch) -> Job:
+    """The same in small windows, without waiting for its files to be safe from power cuts."""
+    from tests.jobs import no_power_cuts, of_small_windows
+
+    no_power_cuts(monkeypatch)
+    return of_small_windows(job, monkeypatch)
+
+
+@pytest.fixture(scope="session")
+def raw(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """A tokenizer without a chat template."""
+    from llmbatch.tokenize import load_tokenizer
+    from tests.tokenizers import save_fast
+
+    return load_tokenizer(save_fast(tmp_path_factory.mktemp("raw")), name="plain")
+
+
+@pytest.fixture(scope="session")
+def chatty(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """A tokenizer with a chat template."""
+    from llmbatch.tokenize import load_tokenizer
+    from tests.tokenizers import CHAT_TEMPLATE, save_fast
+
+    return load_tokenizer(save_fast(tmp_path_factory.mktemp("chat"), chat_template=CHAT_TEMPLATE), name="chatty")

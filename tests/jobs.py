@@ -30,6 +30,10 @@ from llmbatch.report import Report
 from llmbatch.stopping import Stopping
 from llmbatch.storage import Place
 
+# Ways out that messages name.
+OVER = "start over with restart=True (--restart)"
+OTHER = f"choose another output, or {OVER}"
+
 # Of an answer, what does not depend on the rows that were run beside it.
 SAME = ("num_input_tokens", "generated_text", "num_generated_tokens", "finish_reason", "error", "error_kind")
 

@@ -34,6 +34,12 @@ WINDOW = 12
 
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gemma3", "gpt_oss")
 
+# What `transformers` configs of every family take.
+TINY: dict[str, Any] = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2,
+}  # fmt: skip
+
 CHAT_TEMPLATE = (
     "{% for message in messages %}<sep>{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}<sep>assistant: {% endif %}"

@@ -17,10 +17,8 @@ import pytest
 from llmbatch.cli import main
 from llmbatch.errors import DataError
 from llmbatch.seal import seal
-from tests.jobs import Job, begun, check_goes_on, check_refused, contents, rows
+from tests.jobs import OTHER, Job, begun, check_goes_on, check_refused, contents, rows
 from tests.models import tiny_model_folder
-
-OTHER = "choose another output, or start over with restart=True (--restart)"
 
 
 def begin(job: Job) -> None:

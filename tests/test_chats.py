@@ -14,18 +14,6 @@ from llmbatch.tokenize import Tokenizer, load_tokenizer
 from tests.tokenizers import CHAT_TEMPLATE, save_fast, texts_of
 
 
-@pytest.fixture(scope="module")
-def raw(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    """A tokenizer without a chat template."""
-    return load_tokenizer(save_fast(tmp_path_factory.mktemp("raw")), name="plain")
-
-
-@pytest.fixture(scope="module")
-def chatty(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    """A tokenizer with a chat template."""
-    return load_tokenizer(save_fast(tmp_path_factory.mktemp("chat"), chat_template=CHAT_TEMPLATE), name="chatty")
-
-
 def test_chat_wraps_a_prompt_as_one_user_message(chatty: Tokenizer) -> None:
     table = pa.table({"p": ["hi", None]})
     assert texts_of(PromptSource(prompt="p", chat=True), table, chatty) == [

@@ -21,10 +21,6 @@ from llmbatch.errors import ModelError
 from tests.models import tiny_model_folder
 
 untyped: Any = AutoModelForCausalLM
-TINY: dict[str, Any] = {
-    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2,
-}  # fmt: skip
 
 
 def test_a_folder_with_a_config_is_itself(tmp_path: Path) -> None:

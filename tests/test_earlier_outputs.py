@@ -8,20 +8,12 @@ import pytest
 
 from llmbatch.cli import main
 from llmbatch.errors import DataError, JobError
-from tests.jobs import Job, begun, check_refused, no_power_cuts, of_small_windows, rows
-
-OVER = "start over with restart=True (--restart)"
-OTHER = f"choose another output, or {OVER}"
+from tests.jobs import OTHER, Job, begun, check_refused, no_power_cuts, rows
 
 
 @pytest.fixture(autouse=True)
 def fast(monkeypatch: pytest.MonkeyPatch) -> None:
     no_power_cuts(monkeypatch)
-
-
-@pytest.fixture
-def small(job: Job, monkeypatch: pytest.MonkeyPatch) -> Job:
-    return of_small_windows(job, monkeypatch)
 
 
 @pytest.fixture

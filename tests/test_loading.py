@@ -25,13 +25,9 @@ from llmbatch.engines.context import HostPieces
 from llmbatch.engines.fusion import FusedAttention, FusedMLP, FusedNorm, fuse
 from llmbatch.engines.loading import LoadedModel, load_model
 from llmbatch.errors import ModelError
-from tests.models import EOS, FAMILIES, tiny_config, tiny_model, tiny_model_folder
+from tests.models import EOS, FAMILIES, TINY, tiny_config, tiny_model, tiny_model_folder
 
 untyped: Any = AutoModelForCausalLM
-TINY: dict[str, Any] = {
-    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2,
-}  # fmt: skip
 
 
 def refusal(tmp_path: Path, config: PretrainedConfig) -> str:

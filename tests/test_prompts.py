@@ -14,21 +14,8 @@ from hypothesis import strategies as st
 from llmbatch.errors import DataError, ParameterError, RowError
 from llmbatch.prompts import PromptSource
 from llmbatch.template import Filled, Template
-from llmbatch.tokenize import Tokenizer, load_tokenizer
-from tests.tokenizers import CHAT_TEMPLATE, save_fast, texts_of
-
-
-@pytest.fixture(scope="module")
-def raw(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    """A tokenizer without a chat template."""
-    return load_tokenizer(save_fast(tmp_path_factory.mktemp("raw")), name="plain")
-
-
-@pytest.fixture(scope="module")
-def chatty(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    """A tokenizer with a chat template."""
-    return load_tokenizer(save_fast(tmp_path_factory.mktemp("chat"), chat_template=CHAT_TEMPLATE), name="chatty")
-
+from llmbatch.tokenize import Tokenizer
+from tests.tokenizers import texts_of
 
 # What a source may be
 

@@ -17,7 +17,7 @@ from llmbatch.requests import Shard
 from llmbatch.sampling import SamplingParams
 from llmbatch.shard import build_shard
 from llmbatch.tokenize import Tokenizer, load_tokenizer
-from tests.tokenizers import CHAT_TEMPLATE, save_fast
+from tests.tokenizers import save_fast
 
 BOS = 256
 
@@ -26,11 +26,6 @@ BOS = 256
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     """One token a byte, and one before each raw prompt."""
     return load_tokenizer(save_fast(tmp_path_factory.mktemp("raw")), name="plain")
-
-
-@pytest.fixture(scope="module")
-def chatty(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return load_tokenizer(save_fast(tmp_path_factory.mktemp("chat"), chat_template=CHAT_TEMPLATE), name="chatty")
 
 
 def shard_of(
