@@ -5,8 +5,8 @@
 
 Cold: no compiled code, no converted weights, nothing measured; each run has a cache of its own. What another process
 still compiles when such a job has ended is waited for, and not counted. The first job of another family follows with
-the same caches, and once more: of the two, the first has its weights to convert, and what is compiled for it. Warm runs
-share a cache.
+the same caches, and once more: `other_family` is what the first takes longer, without the conversion of its weights
+(`other_conversion`). Warm runs share a cache.
 `parts_warm` and `parts_cold` say what the seconds of such a job went to, in its own process; what another process
 compiles meanwhile is not among them. With `--kill-every` a job of many rows is killed after so many seconds, from a
 cold start, until it ends. Prints one line of JSON; exit status 1 where a figure misses what it must be.
@@ -85,6 +85,7 @@ class Start:
         self._work = work
         self._cache = cache
         self._environment = {**os.environ, "LLMBATCH_CACHE": str(cache), "NUMBA_CACHE_DIR": ""}
+        self._environment.pop("PYTHONDONTWRITEBYTECODE", None)  # users' Python keeps what it has compiled
 
     def seconds(self, *command: str) -> tuple[float, str]:
         """Seconds of a Python process, and what it wrote to standard error."""
@@ -144,13 +145,15 @@ def parts(told: str) -> dict[str, float]:
 def measure(work: Path, model: str, other: str | None, runs: int) -> dict[str, Any]:
     """Every figure: the median of so many processes, and all of them."""
     times: dict[str, list[float]] = {name: [] for name in MUST}
+    conversions: list[float] = []  # seconds, of the other family's weights
     for run in range(runs):
         start = Start(work, work / f"cache-{run}")
         times["cold"].append(start.job(model)[0])
         start.settle()
         if other is not None:
-            first = start.job(other)[0]
-            times["other_family"].append(first - start.job(other)[0])
+            first, told = start.job(other, program=("-c", PARTS))
+            conversions.append(parts(told)["conversion of weights"])
+            times["other_family"].append(first - conversions[-1] - start.job(other)[0])
     warm = Start(work, work / "cache-0")
     for _ in range(runs):
         times["warm"].append(warm.job(model)[0])
@@ -158,11 +161,15 @@ def measure(work: Path, model: str, other: str | None, runs: int) -> dict[str, A
         times["help"].append(warm.seconds("-m", "llmbatch", "--help")[0])
         times["import"].append(warm.seconds("-c", "import llmbatch")[0])
     program = ("-c", PARTS)
+    cold = Start(work, work / "cache-parts")
+    parts_cold = parts(cold.job(model, program=program)[1])
+    cold.settle()
     return {
         "seconds": {name: round(statistics.median(all_), 2) for name, all_ in times.items() if all_},
         "all": {name: [round(one, 2) for one in all_] for name, all_ in times.items() if all_},
+        "other_conversion": [round(one, 2) for one in conversions],
         "parts_warm": parts(warm.job(model, program=program)[1]),
-        "parts_cold": parts(Start(work, work / "cache-parts").job(model, program=program)[1]),
+        "parts_cold": parts_cold,
     }
 
 
@@ -177,7 +184,8 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="also write the figures there")
     arguments = parser.parse_args()
     model = arguments.model or str(smollm2())
-    with tempfile.TemporaryDirectory(prefix="llmbatch-start-") as folder:
+    # The process that compiles may still write into a cache when its folder goes.
+    with tempfile.TemporaryDirectory(prefix="llmbatch-start-", ignore_cleanup_errors=True) as folder:
         work = Path(folder)
         if arguments.kill_every is not None:
             figures = Start(work, work / "cache").killed(model, arguments.rows, arguments.kill_every)

@@ -18,7 +18,7 @@ TITLES = {
     "table2": "Table 2's mixes (azure2023_code, mmlu_5shot, video_panda70m), Llama-3-8B on an A100-80GB",
     "bytes": "The same under law `bytes`",
     "draws": "Other draws of the same mixes, `blend`",
-    "heldout": "Draws of seeds that no constant was tuned on (21 to 25), `blend`, both laws",
+    "heldout": "Draws of seeds that no constant was tuned on (41 to 45), `blend`, both laws",
     "plain": "Table 2 without the system prompt of each source, `blend`",
     "wide": "`wide-1`",
     "sharegpt": "ShareGPT as the compute-heavy source",

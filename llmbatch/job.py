@@ -160,7 +160,8 @@ class _Job:
         output, start_over = self._output, self._wish.start_over
         with ExitStack() as stack:
             lock = None
-            if output.work.names():  # if only the lock of one that was killed while it cleaned
+            goes_on = bool(output.work.names())
+            if goes_on:  # if only the lock of one that was killed while it cleaned
                 lock = stack.enter_context(output.locked())
                 with suppress(*((DataError, StorageError) if start_over else ())):
                     output.resume_ending()
@@ -180,9 +181,9 @@ class _Job:
                     raise DataError(f"another job has just written to {output.url}: run the command again")
             if start_over:
                 output.start_over()
-            return self._answer(decided, lock, begun)
+            return self._answer(decided, lock, begun, goes_on=goes_on)
 
-    def _answer(self, going: Going, lock: Lock, begun: float) -> Report:
+    def _answer(self, going: Going, lock: Lock, begun: float, *, goes_on: bool) -> Report:
         output, layout = self._output, going.layout
         output.begin()
         layout.write(output.work)
@@ -212,7 +213,7 @@ class _Job:
             todo, lambda number, pulse: self._window(number, layout, older, reader, pulse), self._stopping
         )
         try:
-            totals = self._worker.stream(windows, book)
+            totals = self._worker.stream(windows, book, goes_on=goes_on)
             book.finish()
         except Stop:
             book.close()

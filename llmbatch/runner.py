@@ -18,6 +18,11 @@ is steered by 1.4 loses 2 %, one of density 1.4 that is steered by 10 a half.
 Whether order gains anything is an estimate too. Before anything ran, rows with one cap and prompts of like lengths
 seem to be of one kind; so the sample is run all the same, and each plan asks again, either way. Only what no length
 could change is settled at once.
+
+After a kill. What a killed job keeps are its answers that have ended. Where hundreds of rows run at once on a
+processor, each of their tokens takes so long that none may end between a start and the next kill, however often the
+job starts. So a job that goes on begins with a few rows, then with twice as many, each lot for a few dozen steps: such
+steps are short, and short answers end soon.
 """
 
 from __future__ import annotations
@@ -54,6 +59,7 @@ _WIDE_RESERVE = 0.30  # and where lengths are unknown but empty memory costs not
 _TRUST = 0.5  # in the estimated memory work; see the module's text
 _LEAST_RATIO, _MOST_RATIO = 0.85, 1.4  # of compute to memory time that steps are steered to by an estimate
 _LEAST_RATIO_BYTES = 0.65  # under law `bytes`: see docs/decisions/0037
+_FEW, _LOTS, _ALONE = 8, 5, 32  # rows of the first lot after a kill, lots, and steps that a lot is alone
 _ALWAYS = 1 << 62
 _REFRESH = 256  # steps between two refreshes of what is known of lengths, at least
 
@@ -187,6 +193,20 @@ class ShardRun:
     def _age(self) -> int:
         """Steps since the shard joined."""
         return self.scheduler.steps - self._first_step
+
+    def run_few(self) -> None:
+        """Run the plan's first rows, few at a time, each lot until it has ended or for a few dozen steps.
+
+        The driver must drain. See the module's text.
+        """
+        order, first = self._plan().order, 0
+        for lot in range(_LOTS):
+            rows = order[first : first + (_FEW << lot)]
+            first += len(rows)
+            self._admit(rows, InOrder(), FixedBudget(self._scheduling.step_tokens or STEP_TOKENS))
+            self._advance(_ALONE)
+            if self._unknown:
+                self._learn()
 
     def stop_admitting(self) -> None:
         """Leave alone what waits."""

@@ -63,10 +63,12 @@ class Stream(Generic[W]):
         taker: Taker[W],
         *,
         row_timeout: float = math.inf,
+        goes_on: bool = False,
     ) -> None:
         """`row_timeout` are the most seconds that the steps of a row may take together.
 
         What a row waits does not count: before its first step, for its next chunk, or between preemption and return.
+        A job that `goes_on` after it was ended begins with few rows, so that another kill finds some answered.
         """
         self.totals = Totals()
         self._host = host
@@ -74,6 +76,7 @@ class Stream(Generic[W]):
         self._pool, self._refit, self._scheduling = pool, Refit(cost), scheduling
         self._taker = taker
         self._timeout = row_timeout
+        self._few_first = goes_on
         self._step = (_NOBODY, 0.0)  # the requests of the step in hand, and when it was begun
         self._union: Union[W] | None = None
         self._run: ShardRun | None = None
@@ -180,7 +183,12 @@ class Stream(Generic[W]):
         union.answered[first:] = np.where(todo, 0, window.answered)
         workload = union.workload()
         if old is None or self._run is None:
-            self._admit_all(self._begin(workload))
+            run = self._begin(workload)
+            if self._few_first:
+                self._few_first = False
+                self._driver.drain = True
+                run.run_few()
+            self._admit_all(run)
         else:
             numbers = np.full(len(old.open), -1, np.int32)
             numbers[kept] = np.arange(first)

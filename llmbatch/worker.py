@@ -233,15 +233,17 @@ class Worker:
         sink: Sink,
         *,
         at_risk: Risk | None = None,
+        goes_on: bool = False,
     ) -> Totals:
         """Answer every row of the feed's windows. Raises what the sink raises, `Stop` among it, and JobError.
 
-        Answers are handed to the sink when so many are `at_risk`, and where the stream ends, also by an error.
+        Answers are handed to the sink when so many are `at_risk`, and where the stream ends, also by an error. A job
+        that `goes_on` begins with few rows (`llmbatch.stream.Stream`).
         """
         self.load()
         timeout = math.inf if self.options.row_timeout is None else self.options.row_timeout
         answering = Answering(sink, self._texts, timeout, at_risk or Risk())
-        stream = Stream(self, self.pool, self.cost, self.scheduling, answering, row_timeout=timeout)
+        stream = Stream(self, self.pool, self.cost, self.scheduling, answering, row_timeout=timeout, goes_on=goes_on)
         try:
             totals = stream.run(feed)
         except (Stop, JobError, KeyboardInterrupt):

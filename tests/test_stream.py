@@ -143,6 +143,16 @@ def test_every_request_of_every_window_ends_once_unless_it_was_answered(
     assert host.made == 1
 
 
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_where_a_job_goes_on_a_few_rows_end_before_others_begin(goes_on: bool) -> None:
+    taker = Taken()
+    window = window_of(lengths(*[5] * 60))
+    Stream(Engines(), Pool(4000, 4), COST, Scheduling(max_running=100), taker, goes_on=goes_on).run(Listed([window]))
+    assert len(window.ended) == 60
+    kinds = [kind for kind, _ in taker.events]
+    assert ("begun" in kinds[kinds.index("ended") :]) == goes_on
+
+
 def lengths(*values: int) -> Workload:
     """Requests with prompts of their own that generate so many tokens."""
     prompts = [[2 + i, 3, 4 + i % 3] for i in range(len(values))]
