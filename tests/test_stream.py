@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -120,8 +121,8 @@ class Engines:
         return self._make()
 
 
-def stream(host: Engines, taker: Taken, **options: float) -> Stream[Window]:
-    return Stream(host, POOL, COST, Scheduling(max_running=8), taker, **options)
+def stream(host: Engines, taker: Taken, *, row_timeout: float = math.inf) -> Stream[Window]:
+    return Stream(host, POOL, COST, Scheduling(max_running=8), taker, row_timeout=row_timeout)
 
 
 @given(st.lists(workloads(), min_size=1, max_size=4), st.randoms(use_true_random=False))
