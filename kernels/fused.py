@@ -14,9 +14,7 @@ from numpy.typing import NDArray
 
 from llmbatch.compiled import njit
 from llmbatch.kernels.numerics import FASTMATH, exp32, narrow, widen
-
-SILU: Final = 0
-GELU_TANH: Final = 1
+from llmbatch.kernels.spec import SILU
 
 _GELU_SCALE: Final = np.float32(1.5957691216057308)  # 2 sqrt(2 / pi)
 _GELU_CUBIC: Final = np.float32(0.044715)

@@ -7,6 +7,10 @@ from typing import Final
 
 import torch
 
+# Activations of a gated MLP.
+SILU: Final = 0
+GELU_TANH: Final = 1
+
 WIDEST: Final = 256  # head that a device's kernels take
 
 

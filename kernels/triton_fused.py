@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from llmbatch.kernels.fused import GELU_TANH, SILU
+from llmbatch.kernels.spec import GELU_TANH, SILU
 
 _SILU, _GELU_TANH = tl.constexpr(SILU), tl.constexpr(GELU_TANH)
 _GATE_BLOCK: Final = 1024
@@ -103,7 +103,7 @@ def normalize(x: torch.Tensor, weight: torch.Tensor, epsilon: float, out: torch.
 
 def gate(x: torch.Tensor, activation: int, out: torch.Tensor) -> None:
     """out = activation(x[:, :width]) * x[:, width:], for `out` [rows, width]."""
-    assert activation in (SILU, GELU_TANH), "an activation of llmbatch.kernels.fused"
+    assert activation in (SILU, GELU_TANH), "an activation of llmbatch.kernels.spec"
     total = out.numel()
     _gate[(triton.cdiv(total, _GATE_BLOCK),)](x, out, out.shape[1], total, ACTIVATION=activation, BLOCK=_GATE_BLOCK)
 

@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING, Any
 # when torch is first imported.
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
+from llmbatch._version import __version__
+
 if TYPE_CHECKING:
     from llmbatch.errors import DataError, InputError, JobError, LLMBatchError, ModelError, ParameterError
     from llmbatch.job import explain, run
     from llmbatch.operators.llm import LLMOperator
     from llmbatch.report import Report
     from llmbatch.sampling import SamplingParams
-
-__version__ = "0.1.0"
 
 _HOME = {
     "DataError": "errors",

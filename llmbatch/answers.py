@@ -15,11 +15,11 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from llmbatch.engines import Finish
 from llmbatch.errors import DataError, RowError
 from llmbatch.feed import Ended
 from llmbatch.picking import pick, pieces
 from llmbatch.requests import Requests, Shard
+from llmbatch.step import Finish
 from llmbatch.tree import PrefixTree
 
 SCHEMA = pa.schema(

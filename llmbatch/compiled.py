@@ -33,6 +33,7 @@ from numba.core import config, types
 from numba.core.caching import CompileResultCacheImpl, FunctionCache, UserWideCacheLocator
 from numba.core.dispatcher import Dispatcher
 
+from llmbatch.cache import cache_folder
 from llmbatch.interpreted import register
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -42,13 +43,6 @@ _KERNELS: Final = "llmbatch.kernels."  # these and functions with options are ne
 _SOURCES: Final = ("*.py", "engines/*.py", "kernels/*.py")
 _FOLDER: Final = re.compile(r"\.?[0-9a-f]{16}(\.\d+)*")
 _UNUSED: Final = 30 * 86_400.0  # seconds
-
-
-def cache_folder() -> Path:
-    """Where what is made once is kept: `$LLMBATCH_CACHE`, else `llmbatch` in the user's cache folder."""
-    if chosen := os.environ.get("LLMBATCH_CACHE"):
-        return Path(chosen)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "llmbatch"
 
 
 @cache

@@ -8,8 +8,9 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from llmbatch.engines import Engine, Finish, PipelinedEngine, Step, StepResult
+from llmbatch.engines.base import Engine, PipelinedEngine
 from llmbatch.schedule import Finished, Scheduler
+from llmbatch.step import Finish, Step, StepResult
 
 
 class Ended(NamedTuple):

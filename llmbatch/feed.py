@@ -8,7 +8,7 @@ from typing import Generic, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from llmbatch.engines import Engine
+from llmbatch.engines.base import StreamEngine
 from llmbatch.errors import RowError
 from llmbatch.requests import Requests
 
@@ -85,18 +85,6 @@ class Stop(Exception):
     def __init__(self, deadline: float) -> None:
         super().__init__("the stream was asked to stop")
         self.deadline = deadline
-
-
-class StreamEngine(Engine, Protocol):
-    """An engine that takes requests."""
-
-    def begin(self, requests: Requests) -> None:
-        """Take the requests that the next steps are about, and forget what was in slots."""
-        ...
-
-    def go_on(self, requests: Requests) -> None:
-        """Take other requests, among which are those that are in slots."""
-        ...
 
 
 class Host(Protocol):

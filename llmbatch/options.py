@@ -3,40 +3,22 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from llmbatch.arguments import INT32_MAX, INT64_MAX, finite, flag, one_of, path, text, whole
-from llmbatch.choices import (
-    ATTENTION,
-    DTYPES,
-    ENGINES,
-    LOAD_FORMATS,
-    ON_ERROR,
-    OVERLAP,
-    POLICIES,
-    AttentionName,
-    EngineName,
-    LoadFormat,
-    OnError,
-    OverlapName,
-    Policy,
-)
-from llmbatch.choices import DType as DType
+from llmbatch.arguments import finite, one_of, path, text
+from llmbatch.choices import ENGINES, ON_ERROR, POLICIES, EngineName, OnError, Policy
+from llmbatch.engines.config import EngineConfig
 from llmbatch.errors import ParameterError
 from llmbatch.prompts import PromptSource
 from llmbatch.sampling import SamplingParams
 
-_DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
-# Tokens and sequences are counted in int32.
-_MOST = {"page_size": INT32_MAX, "max_running": INT32_MAX, "step_tokens": INT32_MAX}
 _PROMPTS = tuple(PromptSource.__dataclass_fields__)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class Options(EngineConfig):
     """Everything about a job but its input and output. Raises ParameterError."""
 
     model: str
@@ -48,43 +30,24 @@ class Options:
     on_error: OnError = "column"  # what a row that fails does: say so in its columns, or end the job
     row_timeout: float | None = None  # seconds that the steps a row is in may take together
     order: Policy = "blend"
-    device: str = "auto"  # "cpu", "cuda", "cuda:1"; auto: a GPU where there is one
-    attention: AttentionName = "auto"  # kernels, on a GPU
-    overlap: OverlapName = "auto"  # how parts of a step run at the same time on a GPU; auto: as measured there
-    dtype: DType = "auto"
-    load_format: LoadFormat = "auto"
-    trust_remote_code: bool = False
-    kv_memory: int | None = None  # bytes
-    page_size: int | None = None  # tokens; None: what the device takes
-    max_running: int | None = None  # sequences in flight; None: what the device takes
-    step_tokens: int | None = None  # tokens a step; decided in closed loop when None
     notes: tuple[str, ...] = ()  # what the user should be told, a sentence each
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         set_ = object.__setattr__
         set_(self, "model", path("model", self.model))
         for name in ("sampling_column", "output_tokens"):
             if getattr(self, name) is not None:
                 text("sampling_params" if name == "sampling_column" else name, getattr(self, name))
         one_of("order", self.order, POLICIES)
-        if not _DEVICE.fullmatch(str(self.device)):
-            raise ParameterError(f"device must be auto, cpu, cuda or cuda:N, got {self.device!r}")
-        one_of("attention", self.attention, ATTENTION)
-        one_of("overlap", self.overlap, OVERLAP)
-        one_of("dtype", self.dtype, DTYPES)
-        one_of("load_format", self.load_format, LOAD_FORMATS)
         one_of("engine", self.engine, ENGINES)
         one_of("on_error", self.on_error, ON_ERROR)
-        set_(self, "trust_remote_code", flag("trust_remote_code", self.trust_remote_code))
         if self.output_tokens is not None and self.engine != "simulated":
             raise ParameterError("output_tokens is for engine='simulated', which generates that many; leave it out")
         if self.row_timeout is not None:
             set_(self, "row_timeout", finite("row_timeout", self.row_timeout))
             if self.row_timeout <= 0:
                 raise ParameterError(f"row_timeout must be above 0 seconds, got {self.row_timeout:g}")
-        for name in ("kv_memory", "page_size", "max_running", "step_tokens"):
-            if getattr(self, name) is not None:
-                set_(self, name, whole(name, getattr(self, name), 1, _MOST.get(name, INT64_MAX)))
 
     @classmethod
     def build(

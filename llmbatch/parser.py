@@ -44,7 +44,7 @@ def make_parser() -> argparse.ArgumentParser:
         epilog=_STATUSES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    from llmbatch import __version__
+    from llmbatch._version import __version__
 
     parser.add_argument("--version", action="version", version=f"llmbatch {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)

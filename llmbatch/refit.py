@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from llmbatch.calibration import MeasuredSteps, calibrate, predict
 from llmbatch.cost import CostModel
-from llmbatch.engines import Step
+from llmbatch.step import Step
 from llmbatch.work import compute_seconds
 
 Floats = NDArray[np.float64]

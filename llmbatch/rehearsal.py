@@ -14,6 +14,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
@@ -27,19 +28,19 @@ from llmbatch.clock import SimulatedDriver
 from llmbatch.compiled import code_folder, kept
 from llmbatch.cost import CostModel, find_shape
 from llmbatch.driver import EngineDriver, Retire
-from llmbatch.engines import Engine, Step
+from llmbatch.engines.base import Engine
 from llmbatch.engines.generation import Generation
 from llmbatch.engines.packing import pack_tokens
 from llmbatch.engines.simulated import SimulatedEngine
 from llmbatch.hardware import find_hardware
 from llmbatch.interpreted import interpret
-from llmbatch.progress import Progress
 from llmbatch.requests import Requests
 from llmbatch.rowhash import hash_rows
 from llmbatch.runner import ShardRun, decide, run_shard
 from llmbatch.sampling import SamplingParams
 from llmbatch.schedule import Finished, Scheduler
 from llmbatch.shard import merge_equal
+from llmbatch.step import Step
 from llmbatch.tokenize import TokenColumn
 from llmbatch.workload import Pool, Scheduling, Workload
 
@@ -51,18 +52,18 @@ _LOCK: Final = "scheduler.lock"  # held by the process that compiles, whose numb
 class Compilation:
     """The scheduler's compilation by another process, and how a job goes on until it is done."""
 
-    def __init__(self, progress: Progress) -> None:
-        self._progress = progress
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
         self._other: threading.Thread | None = None  # waits for the other process
         self.pending = not _is_compiled()
         if not self.pending:
             return
         if not (kept() and sys.executable):
-            progress.say("compiling for this machine: this job starts some 30 seconds later")
+            say("compiling for this machine: this job starts some 30 seconds later")
             return
         self._other = threading.Thread(target=start_beside("llmbatch.rehearsal").wait, daemon=True)
         self._other.start()
-        progress.say(
+        say(
             "planning and scheduling are not compiled yet: few rows are run in slower Python until another process "
             "has compiled them, once for this machine; many rows wait for it"
         )
@@ -79,7 +80,7 @@ class Compilation:
             return
         self.pending = False
         if not self._is_over():
-            self._progress.say("these rows wait until planning and scheduling are compiled")
+            self._say("these rows wait until planning and scheduling are compiled")
             with suppress(OSError):  # it may have just begun
                 _share((code_folder() / _LOCK).read_text(), 0)
             rehearse_plan()

@@ -36,7 +36,6 @@ from llmbatch.chunks import BEGUN, CACHED, PREEMPTED_NOW, RECOMPUTED, Chunks
 from llmbatch.contents import Prompts
 from llmbatch.deciding import Core, charge, decide_step, is_done, needs_attention
 from llmbatch.ends import EndRules, Ends, InOrder, Queue
-from llmbatch.engines import Finish, Step, StepResult
 from llmbatch.lengths import Expected
 from llmbatch.pages import WIDEST, Pages, tokens_spared
 from llmbatch.passed import Passed
@@ -44,6 +43,7 @@ from llmbatch.peak import Peak
 from llmbatch.publishing import Ends as EndedPages
 from llmbatch.publishing import publish
 from llmbatch.slots import DECODING, PREEMPTED, PREEMPTIONS, PREFILLING, RECKONED, Running
+from llmbatch.step import Finish, Step, StepResult
 from llmbatch.tree import PrefixTree
 from llmbatch.trie import PageTrie
 

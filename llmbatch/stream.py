@@ -25,12 +25,12 @@ from numpy.typing import NDArray
 
 from llmbatch.cost import CostModel
 from llmbatch.driver import EngineDied, Retire, drive
-from llmbatch.engines import Finish, Step
 from llmbatch.errors import JobError, RowError
 from llmbatch.feed import Ended, Feed, Host, Stop, Taker, W
 from llmbatch.refit import Refit
 from llmbatch.runner import ShardRun
 from llmbatch.schedule import Finished
+from llmbatch.step import Finish, Step
 from llmbatch.union import Union
 from llmbatch.workload import Pool, Scheduling, Workload, fit_requests
 

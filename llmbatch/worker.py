@@ -24,10 +24,11 @@ from llmbatch.answers import (
 )
 from llmbatch.columns import find_field
 from llmbatch.cost import CostModel
+from llmbatch.engines.base import StreamEngine
 from llmbatch.engines.outline import HOST_RUNNING, Described, outline, simulated_cost, simulated_pool
 from llmbatch.engines.placeholder import PlaceholderEngine, placeholder_texts
 from llmbatch.errors import DataError, JobError, RowError
-from llmbatch.feed import Feed, Stop, StreamEngine
+from llmbatch.feed import Feed, Stop
 from llmbatch.gate import Gate
 from llmbatch.memory import out_of_memory
 from llmbatch.options import Options
@@ -45,7 +46,7 @@ from llmbatch.workload import Scheduling, early_ends
 if TYPE_CHECKING:
     from llmbatch.engines.description import ModelDescription
     from llmbatch.engines.loading import LoadedModel
-    from llmbatch.engines.platforms import Platform
+    from llmbatch.engines.platform import Platform
     from llmbatch.engines.preparation import Preparation
 
 
@@ -66,7 +67,7 @@ class Worker:
     def __init__(self, options: Options, progress: Progress | None = None) -> None:
         begun = time.perf_counter()
         self._progress = progress or Silence()
-        self._compilation = Compilation(self._progress)
+        self._compilation = Compilation(self._progress.say)
         from llmbatch.engines.checkpoints import resolve_model
 
         self.options = options

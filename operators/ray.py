@@ -33,13 +33,14 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from llmbatch.answers import output_schema
 from llmbatch.arguments import finite, flag, whole
+from llmbatch.choices import DType
 from llmbatch.errors import DataError, ParameterError
 from llmbatch.operators.actor import Call, SharedEngine
 from llmbatch.operators.flight import Flight, left_behind
 from llmbatch.operators.ledger import Home, Known, Ledger
 from llmbatch.operators.llm import worker_of
 from llmbatch.operators.sharding import OUTLINE, ROWS_PER_SHARD, Shards, cut, outline
-from llmbatch.options import DType, Options
+from llmbatch.options import Options
 from llmbatch.progress import Lines, Silence
 from llmbatch.rowhash import hash_rows
 from llmbatch.worker import Worker

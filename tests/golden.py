@@ -13,11 +13,11 @@ from transformers import GenerationConfig
 from llmbatch.budget import FixedBudget
 from llmbatch.driver import drive
 from llmbatch.ends import Ends
-from llmbatch.engines import Step
-from llmbatch.feed import StreamEngine
+from llmbatch.engines.base import StreamEngine
 from llmbatch.requests import Requests
 from llmbatch.sampling import SamplingParams
 from llmbatch.schedule import Finished, Scheduler, Waiting
+from llmbatch.step import Step
 from tests.workloads import RATES, Believed, Workload
 
 

@@ -22,7 +22,7 @@ from llmbatch.engines.description import bytes_per_token
 from llmbatch.engines.device import PAGE_SIZE, DevicePieces
 from llmbatch.engines.device_sampler import Draw, choose
 from llmbatch.engines.loading import LoadedModel, load_model
-from llmbatch.engines.platforms import Platform
+from llmbatch.engines.platform import Platform
 from llmbatch.engines.profiling import run_largest
 from llmbatch.engines.sampler import sample
 from llmbatch.errors import ModelError, ParameterError

@@ -9,9 +9,9 @@ from numpy.typing import NDArray
 
 from llmbatch.budget import FixedBudget
 from llmbatch.ends import Blend, Ends, InOrder
-from llmbatch.engines import Finish, Step
 from llmbatch.engines.simulated import SimulatedEngine
 from llmbatch.schedule import Scheduler, Waiting
+from llmbatch.step import Finish, Step
 from tests.workloads import COST, RATES, Believed, Workload, workloads
 
 ENDS: list[Ends] = [InOrder(), Blend()]

@@ -14,8 +14,10 @@ from transformers import (
     AutoModelForCausalLM,
 )
 
+from llmbatch.cache import cache_folder
 from llmbatch.engines import checkpoints
-from llmbatch.engines.checkpoints import cache_folder, resolve_model
+from llmbatch.engines.checkpoints import resolve_model
+from llmbatch.engines.host import HOST
 from llmbatch.engines.loading import load_model
 from llmbatch.errors import ModelError
 from tests.models import tiny_model_folder
@@ -106,7 +108,7 @@ def test_a_gguf_file_is_converted_once(tmp_path: Path, monkeypatch: pytest.Monke
     write_gguf(gguf, tmp_path / "tiny.gguf")
     folder = resolve_model(str(tmp_path))
     assert Path(folder).parent == tmp_path / "cache" / "gguf"
-    assert load_model(folder, dtype="float32").eos_token_ids == (2,)
+    assert load_model(folder, dtype="float32", platform=HOST).eos_token_ids == (2,)
     assert AutoConfig.from_pretrained(folder).dtype == torch.float32
     monkeypatch.setattr(checkpoints, "start_beside", None)
     assert resolve_model(str(tmp_path / "tiny.gguf")) == folder

@@ -15,10 +15,10 @@ from llmbatch.clock import SimulatedDriver
 from llmbatch.cost import CostModel, Law, Overlap, find_shape
 from llmbatch.driver import EngineDriver
 from llmbatch.ends import Blend, InOrder
-from llmbatch.engines import Step
 from llmbatch.engines.simulated import Clock, SimulatedEngine, step_seconds
 from llmbatch.hardware import find_hardware
 from llmbatch.schedule import Finished, Scheduler, Waiting
+from llmbatch.step import Step
 from tests.workloads import COST, RATES, Believed, Workload, workloads
 
 

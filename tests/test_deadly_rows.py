@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmbatch.engines import Step, StepResult
 from llmbatch.engines.placeholder import PlaceholderEngine
 from llmbatch.errors import JobError
+from llmbatch.step import Step, StepResult
 from tests.test_stream import Engines, Listed, Mortal, Taken, Window, lengths, stream, window_of
 from tests.workloads import COST
 

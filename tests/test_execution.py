@@ -14,7 +14,6 @@ pytest.importorskip("triton")
 
 from llmbatch.budget import Rates
 from llmbatch.ends import Blend
-from llmbatch.engines import Step
 from llmbatch.engines.accelerated import AcceleratedEngine
 from llmbatch.engines.execution import Decided, Execution, HostLane, Interleaved, Lane, Partitioned, StreamLane
 from llmbatch.engines.graphs import GraphRecorder, Recorder, rows_of
@@ -23,6 +22,7 @@ from llmbatch.engines.parts import halves, order_of, sides, whole
 from llmbatch.engines.turns import Turns
 from llmbatch.kernels.triton_backend import TritonAttention
 from llmbatch.overlap import best_share, halves_pay
+from llmbatch.step import Step
 from tests.golden import Golden, generate
 from tests.models import EOS, PAD, tiny_model, tiny_model_folder
 from tests.test_accelerated import DEVICE, MAX_TOKENS, PLATFORM, prompts

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from llmbatch import LLMOperator
 from llmbatch.ends import Blend, Ends, InOrder
 from llmbatch.engines.checkpoints import resolve_model
+from llmbatch.engines.host import HOST
 from llmbatch.engines.loading import LoadedModel, load_model
 from llmbatch.engines.torch import TorchEngine
 from llmbatch.tokenize import load_tokenizer
@@ -29,7 +30,9 @@ DEMO = Path(__file__).parent.parent / "examples" / "demo"
 @pytest.fixture(scope="module", params=FAMILIES)
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[LoadedModel, Any]:
     """A family's tiny model, loaded, and what `generate` says."""
-    loaded = load_model(tiny_model_folder(tmp_path_factory.mktemp(request.param), request.param), dtype="float32")
+    loaded = load_model(
+        tiny_model_folder(tmp_path_factory.mktemp(request.param), request.param), dtype="float32", platform=HOST
+    )
     rows = prompts()
     return loaded, generate(tiny_model(request.param), rows, [MAX_TOKENS] * len(rows), [EOS], PAD)
 

@@ -14,7 +14,7 @@ from llmbatch.clock import SimulatedDriver
 from llmbatch.compiled import njit
 from llmbatch.cost import CostModel, find_shape
 from llmbatch.driver import EngineDriver, Retire
-from llmbatch.engines import Engine, Step
+from llmbatch.engines.base import Engine
 from llmbatch.engines.simulated import SimulatedEngine
 from llmbatch.hardware import find_hardware
 from llmbatch.interpreted import MOST_ELEMENTS, interpret, stop_interpreting
@@ -23,6 +23,7 @@ from llmbatch.requests import Requests
 from llmbatch.runner import ShardRun, run_shard
 from llmbatch.sampling import SamplingParams
 from llmbatch.schedule import Finished, Scheduler
+from llmbatch.step import Step
 from llmbatch.workload import Pool, Scheduling, Workload
 
 ROW = np.dtype([("number", np.int32), ("share", np.float64)])

@@ -14,6 +14,7 @@ import pytest
 import llmbatch
 from llmbatch.engines.checkpoints import resolve_model
 from llmbatch.engines.description import describe_model
+from llmbatch.engines.host import HOST
 from llmbatch.engines.loading import load_model
 from llmbatch.order import POLICIES
 from llmbatch.tokenize import load_tokenizer
@@ -41,7 +42,7 @@ def expected(model: str) -> list[list[int]]:
 
     folder = resolve_model(model)
     reference: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    eos = load_model(folder, dtype="float32").eos_token_ids
+    eos = load_model(folder, dtype="float32", platform=HOST).eos_token_ids
     tokens = load_tokenizer(folder).encode(prompts(), True)
     answers = []
     for start, end in zip(tokens.offsets, tokens.offsets[1:], strict=False):

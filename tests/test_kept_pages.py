@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from llmbatch.budget import FixedBudget
 from llmbatch.contents import Prompts
 from llmbatch.ends import Blend, Ends, InOrder
-from llmbatch.engines import Finish, Step
 from llmbatch.engines.simulated import SimulatedEngine
 from llmbatch.pages import EMPTY
 from llmbatch.schedule import Finished, Scheduler, Waiting
+from llmbatch.step import Finish, Step
 from llmbatch.tree import PrefixTree
 from llmbatch.trie import PageTrie
 from tests.workloads import COST, RATES, Believed

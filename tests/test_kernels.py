@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 from torch.nn import functional
 
 from llmbatch.kernels.attention import BLOCK_ROWS, attend, cut_blocks
-from llmbatch.kernels.fused import GELU_TANH, SILU, gate, normalize, rotate_and_store
+from llmbatch.kernels.fused import gate, normalize, rotate_and_store
 from llmbatch.kernels.numerics import exp32, narrow, ordered, unordered, widen
+from llmbatch.kernels.spec import GELU_TANH, SILU
 from llmbatch.kernels.tile import LANES, multiply, multiply_add
 
 Array = NDArray[Any]

@@ -14,9 +14,10 @@ pytest.importorskip("triton")
 
 from llmbatch.engines.context import HostPieces
 from llmbatch.engines.device import PAGE_SIZE, DevicePieces
+from llmbatch.engines.host import HOST
 from llmbatch.engines.layers import FusedLayer, fuse_layers
 from llmbatch.engines.loading import LoadedModel, load_model
-from llmbatch.engines.platforms import Platform
+from llmbatch.engines.platform import Platform
 from tests.models import FAMILIES, tiny_model, tiny_model_folder
 
 DEVICE = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
@@ -82,12 +83,12 @@ def test_layers_whose_products_have_a_bias_stay(tmp_path: Path) -> None:
 
 
 def test_layers_on_the_processor_stay(tmp_path: Path) -> None:
-    assert not any(fused(load_model(tiny_model_folder(tmp_path, "llama"), dtype="bfloat16")))
+    assert not any(fused(load_model(tiny_model_folder(tmp_path, "llama"), dtype="bfloat16", platform=HOST)))
 
 
 def on_the_processor(folder: Path) -> LoadedModel:
     """A model whose other modules are fused."""
-    return load_model(tiny_model_folder(folder, "llama"), dtype="bfloat16")
+    return load_model(tiny_model_folder(folder, "llama"), dtype="bfloat16", platform=HOST)
 
 
 def test_an_output_takes_the_place_of_its_input(tmp_path: Path) -> None:

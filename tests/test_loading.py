@@ -23,6 +23,7 @@ from transformers import (
 
 from llmbatch.engines.context import HostPieces
 from llmbatch.engines.fusion import FusedAttention, FusedMLP, FusedNorm, fuse
+from llmbatch.engines.host import HOST
 from llmbatch.engines.loading import LoadedModel, load_model
 from llmbatch.errors import ModelError
 from tests.models import EOS, FAMILIES, TINY, tiny_config, tiny_model, tiny_model_folder
@@ -33,19 +34,19 @@ untyped: Any = AutoModelForCausalLM
 def refusal(tmp_path: Path, config: PretrainedConfig) -> str:
     config.save_pretrained(tmp_path)
     with pytest.raises(ModelError) as caught:
-        load_model(str(tmp_path), load_format="dummy", dtype="float32")
+        load_model(str(tmp_path), load_format="dummy", dtype="float32", platform=HOST)
     return str(caught.value).replace(repr(str(tmp_path)), "FOLDER")
 
 
 def test_a_folder_without_weights_is_refused_and_may_be_filled_with_noise(tmp_path: Path) -> None:
     tiny_config("llama").save_pretrained(tmp_path)
     with pytest.raises(ModelError) as caught:
-        load_model(str(tmp_path))
+        load_model(str(tmp_path), platform=HOST)
     assert str(caught.value) == (
         f"model folder {str(tmp_path)!r} holds no weights (*.safetensors or pytorch_model.bin): "
         "complete it, or use load_format='dummy' for random ones."
     )
-    assert load_model(str(tmp_path), load_format="dummy").context_length == 512
+    assert load_model(str(tmp_path), load_format="dummy", platform=HOST).context_length == 512
 
 
 @pytest.mark.parametrize(
@@ -63,7 +64,7 @@ def test_weights_that_are_not_whole_are_an_error_of_the_model(
     (file,) = Path(folder).glob("*.safetensors")
     file.write_bytes(damage(file.read_bytes()))
     with pytest.raises(ModelError) as caught:
-        load_model(folder)
+        load_model(folder, platform=HOST)
     before, after = (
         f"the weights in model folder {folder!r} must be whole, and a .safetensors file there cannot be read ({reason}",
         "): copy or download it again.",
@@ -122,15 +123,15 @@ def test_layers_that_are_not_softmax_attention_are_refused(tmp_path: Path) -> No
     config.layer_types = ["full_attention", "chunked_attention", "full_attention"]
     config.save_pretrained(tmp_path)
     with pytest.raises(ModelError, match="uses layers of type 'chunked_attention', which is not supported"):
-        load_model(str(tmp_path), load_format="dummy")
+        load_model(str(tmp_path), load_format="dummy", platform=HOST)
 
 
 def test_eos_ids_come_from_the_generation_config_and_its_other_fields_are_left(tmp_path: Path) -> None:
     folder = tiny_model_folder(tmp_path, "llama")
-    assert load_model(folder).eos_token_ids == (EOS,)
+    assert load_model(folder, platform=HOST).eos_token_ids == (EOS,)
     given = {"eos_token_id": [5, 6], "temperature": 0.6, "top_p": 0.9, "do_sample": True, "pad_token_id": 1}
     (tmp_path / "generation_config.json").write_text(json.dumps(given))
-    loaded = load_model(folder)
+    loaded = load_model(folder, platform=HOST)
     assert loaded.eos_token_ids == (5, 6)
     assert loaded.notes == (
         "generation_config.json sets temperature, top_p, which is not applied: only its EOS ids are; "
@@ -141,14 +142,14 @@ def test_eos_ids_come_from_the_generation_config_and_its_other_fields_are_left(t
 def test_a_model_without_a_generation_config_uses_its_config(tmp_path: Path) -> None:
     folder = tiny_model_folder(tmp_path, "llama")
     (tmp_path / "generation_config.json").unlink()
-    loaded = load_model(folder)
+    loaded = load_model(folder, platform=HOST)
     assert loaded.eos_token_ids == (EOS,)
     assert loaded.notes == ()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_is_fused(tmp_path: Path, family: str) -> None:
-    module = load_model(tiny_model_folder(tmp_path, family), dtype="float32").module
+    module = load_model(tiny_model_folder(tmp_path, family), dtype="float32", platform=HOST).module
     layers = list(module.get_submodule("model.layers").children())
     assert all(isinstance(layer.self_attn, FusedAttention) for layer in layers)
     assert all(isinstance(layer.mlp, FusedMLP) for layer in layers) or family == "gpt_oss"  # has experts
@@ -158,7 +159,7 @@ def test_every_family_is_fused(tmp_path: Path, family: str) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_fused_modules_equal_the_originals(tmp_path: Path, family: str, dtype: Any) -> None:
-    loaded = load_model(tiny_model_folder(tmp_path, family), dtype=dtype)
+    loaded = load_model(tiny_model_folder(tmp_path, family), dtype=dtype, platform=HOST)
     original = tiny_model(family, dtype=loaded.dtype)
     tokens = torch.tensor([[3, 1, 4]])
     with torch.inference_mode():
@@ -217,7 +218,7 @@ def test_models_that_are_not_fused_give_the_same_answers(tmp_path: Path) -> None
     config = Qwen3MoeConfig(**TINY, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, eos_token_id=1)
     model = untyped.from_config(config, dtype=torch.float32).eval()
     model.save_pretrained(tmp_path)
-    loaded = load_model(str(tmp_path), dtype="float32")
+    loaded = load_model(str(tmp_path), dtype="float32", platform=HOST)
     assert_same_logits(loaded, model)
 
 
@@ -226,6 +227,6 @@ def test_attention_with_one_projection_runs_through_the_attention_interface(tmp_
     config = GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=0, eos_token_id=1)
     model = untyped.from_config(config, dtype=torch.float32).eval()
     model.save_pretrained(tmp_path)
-    loaded = load_model(str(tmp_path), dtype="float32")
+    loaded = load_model(str(tmp_path), dtype="float32", platform=HOST)
     assert not any(isinstance(module, FusedAttention) for module in loaded.module.modules())
     assert_same_logits(loaded, model)

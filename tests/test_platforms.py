@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from llmbatch.engines import platforms
-from llmbatch.engines.platforms import HOST, find_platform
+from llmbatch.engines.host import HOST
+from llmbatch.engines.platforms import find_platform
 from llmbatch.errors import ModelError
 
 CPU = torch.device("cpu")

@@ -15,18 +15,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import llmbatch
-from llmbatch.engines import Finish
 from llmbatch.engines.accelerated import AcceleratedEngine
+from llmbatch.engines.base import StreamEngine
 from llmbatch.engines.checkpoints import resolve_model
 from llmbatch.engines.description import describe_model
+from llmbatch.engines.host import HOST
 from llmbatch.engines.loading import load_model
-from llmbatch.engines.platforms import Platform
+from llmbatch.engines.platform import Platform
 from llmbatch.engines.torch import TorchEngine
 from llmbatch.errors import RowError
-from llmbatch.feed import Ended, StreamEngine
+from llmbatch.feed import Ended
 from llmbatch.requests import Requests
 from llmbatch.sampling import SamplingParams
 from llmbatch.simulate import simulate
+from llmbatch.step import Finish
 from llmbatch.stream import Stream
 from llmbatch.traces import Trace
 from llmbatch.workload import Fit, Pool, Scheduling
@@ -134,7 +136,7 @@ class Hosting:
 
 
 def torch_engine(model: str, num_pages: int = POOL.num_pages) -> StreamEngine:
-    return TorchEngine(load_model(model, dtype="float32"), num_pages=num_pages, page_size=POOL.page_size)
+    return TorchEngine(load_model(model, dtype="float32", platform=HOST), num_pages=num_pages, page_size=POOL.page_size)
 
 
 def accelerated_engine(model: str, num_pages: int = POOL.num_pages) -> StreamEngine:

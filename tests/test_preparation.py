@@ -17,7 +17,7 @@ from llmbatch.engines import calibrating, ceilings, preparation, profiling
 from llmbatch.engines.calibrations import DeviceCalibration, Fitted
 from llmbatch.engines.description import ModelDescription, describe_model
 from llmbatch.engines.device import PAGE_SIZE, DevicePieces
-from llmbatch.engines.platforms import Platform
+from llmbatch.engines.platform import Platform
 from llmbatch.engines.preparation import Preparation, cost_model, prepare, size_pool
 from llmbatch.engines.profiling import Room
 from llmbatch.errors import ModelError

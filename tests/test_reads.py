@@ -16,10 +16,10 @@ from llmbatch.clock import SimulatedDriver
 from llmbatch.deciding import MEMORY
 from llmbatch.driver import EngineDriver
 from llmbatch.ends import Blend, InOrder
-from llmbatch.engines import Finish, Step
 from llmbatch.engines.simulated import SimulatedEngine
 from llmbatch.kernels.groups import GROUP_ROWS, GROUP_TOKENS
 from llmbatch.schedule import Finished, Scheduler, Waiting
+from llmbatch.step import Finish, Step
 from tests.workloads import COST, RATES, Believed, Workload
 
 CASCADE = replace(COST, cascade=True)

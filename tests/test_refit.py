@@ -10,11 +10,11 @@ import pytest
 from llmbatch.calibration import MeasuredSteps, predict
 from llmbatch.cost import CostModel, Law, find_shape
 from llmbatch.deciding import COMPUTE, MEMORY
-from llmbatch.engines import Step
 from llmbatch.engines.placeholder import PlaceholderEngine
 from llmbatch.hardware import Hardware, find_hardware
 from llmbatch.refit import Refit
 from llmbatch.schedule import Scheduler, Waiting
+from llmbatch.step import Step
 from llmbatch.stream import Stream
 from llmbatch.workload import Pool, Scheduling
 from tests.test_accounts import grouped

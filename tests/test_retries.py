@@ -12,9 +12,9 @@ import pyarrow.compute as pc
 import pytest
 
 from llmbatch.cli import main
-from llmbatch.engines import Step, StepResult
 from llmbatch.engines.placeholder import PlaceholderEngine
 from llmbatch.errors import DataError, JobError
+from llmbatch.step import Step, StepResult
 from tests.jobs import Job, begun, rows
 
 POISON = (13, 29)  # generated tokens of the rows that kill the engine

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from llmbatch.engines import Finish, Step, StepResult
 from llmbatch.engines.placeholder import PlaceholderEngine
+from llmbatch.step import Finish, Step, StepResult
 from llmbatch.stream import Stream
 from llmbatch.workload import Pool, Scheduling
 from tests.test_stream import Engines, Listed, Taken, Window, lengths, window_of

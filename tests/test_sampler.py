@@ -10,7 +10,8 @@ import pytest
 from numba import njit as _njit
 from numpy.typing import NDArray
 
-from llmbatch.engines.sampler import mix, sample
+from llmbatch.engines.sampler import sample
+from llmbatch.engines.seeds import mix
 
 Array = NDArray[Any]
 njit: Callable[[Callable[..., None]], Callable[..., None]] = _njit

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from llmbatch.budget import Budget, ClosedLoopBudget, FixedBudget
 from llmbatch.ends import Blend, EndRules, Ends, InOrder, Queue, look_behind
-from llmbatch.engines import Step
 from llmbatch.engines.simulated import SimulatedEngine
 from llmbatch.schedule import Finished, Scheduler, Waiting
+from llmbatch.step import Step
 from tests.workloads import COST, RATES, Believed, Workload, workloads
 
 BUDGETS: list[Budget] = [FixedBudget(1), FixedBudget(7), FixedBudget(64), ClosedLoopBudget(RATES)]

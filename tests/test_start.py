@@ -22,6 +22,7 @@ import llmbatch.compiled
 from llmbatch.answers import Answering, Risk
 from llmbatch.beside import start_beside
 from llmbatch.compiled import code_folder, njit
+from llmbatch.engines.host import HOST
 from llmbatch.engines.loading import load_model
 from llmbatch.feed import Ended
 from llmbatch.interpreted import stop_interpreting
@@ -150,7 +151,7 @@ def test_where_the_scheduler_is_compiled_no_process_is_started(
     monkeypatch.setattr("llmbatch.rehearsal.code_folder", lambda: tmp_path)
     monkeypatch.setattr("llmbatch.rehearsal.start_beside", _refuse)
     (tmp_path / "scheduler").touch()
-    compilation = Compilation(told)
+    compilation = Compilation(told.say)
     assert not compilation.pending
     compilation.finish()
     assert told.sentences == []
@@ -162,7 +163,7 @@ def test_another_process_compiles_and_leaves_its_mark(
     monkeypatch.setattr("llmbatch.rehearsal.code_folder", lambda: tmp_path)
     monkeypatch.setattr("llmbatch.beside._PROGRAM", f"open({str(tmp_path / 'scheduler')!r}, 'w')")
     monkeypatch.setattr("llmbatch.rehearsal.rehearse", _refuse)
-    compilation = Compilation(told)
+    compilation = Compilation(told.say)
     compilation.finish()
     assert not compilation.pending
     assert told.sentences[0] == (
@@ -179,7 +180,7 @@ def test_few_rows_do_not_wait_for_the_other_process(
     other = start_beside("llmbatch.rehearsal")
     monkeypatch.setattr("llmbatch.rehearsal.start_beside", lambda _: other)
     monkeypatch.setattr("llmbatch.rehearsal.rehearse", _refuse)
-    compilation = Compilation(told)
+    compilation = Compilation(told.say)
     try:
         compilation.load()
         hashes = hash_rows(pa.table({"text": ["a"]}))
@@ -197,7 +198,7 @@ def test_where_the_other_process_fails_this_one_compiles(
     monkeypatch.setattr("llmbatch.beside._PROGRAM", "raise SystemExit(1)")
     rehearsed: list[bool] = []
     monkeypatch.setattr("llmbatch.rehearsal.rehearse", lambda: rehearsed.append(True))
-    Compilation(told).finish()
+    Compilation(told.say).finish()
     assert rehearsed == [True]
 
 
@@ -208,7 +209,7 @@ def test_where_nothing_can_be_kept_this_process_compiles_before_it_runs_rows(
     monkeypatch.setattr("llmbatch.rehearsal.start_beside", _refuse)
     rehearsed: list[bool] = []
     monkeypatch.setattr("llmbatch.rehearsal.rehearse", lambda: rehearsed.append(True))
-    Compilation(told).load()
+    Compilation(told.say).load()
     assert rehearsed == [True]
     assert told.sentences == ["compiling for this machine: this job starts some 30 seconds later"]
 
@@ -270,9 +271,9 @@ def _refuse(*_: Any, **__: Any) -> None:
 def test_another_family_compiles_nothing(tmp_path: Path) -> None:
     kernels: list[Any] = [attention._attend, attention._attend_block, attention.cut_blocks]
     kernels += [fused.normalize, fused.gate, fused.rotate_and_store]
-    load_model(tiny_model_folder(tmp_path / "llama", "llama"), dtype="float32")
+    load_model(tiny_model_folder(tmp_path / "llama", "llama"), dtype="float32", platform=HOST)
     before = [len(kernel.signatures) for kernel in kernels]
     assert min(before) >= 1
     for family in ("gemma3", "qwen3"):
-        load_model(tiny_model_folder(tmp_path / family, family), dtype="float32")
+        load_model(tiny_model_folder(tmp_path / family, family), dtype="float32", platform=HOST)
     assert [len(kernel.signatures) for kernel in kernels] == before

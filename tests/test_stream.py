@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from llmbatch.engines import Finish, Step, StepResult
 from llmbatch.engines.placeholder import PlaceholderEngine
 from llmbatch.errors import JobError, RowError
 from llmbatch.feed import Ended, Stop
 from llmbatch.requests import Requests
 from llmbatch.sampling import SamplingParams
+from llmbatch.step import Finish, Step, StepResult
 from llmbatch.stream import Stream
 from llmbatch.workload import Pool, Scheduling
 from tests.workloads import COST, Workload, workloads

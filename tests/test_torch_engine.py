@@ -13,12 +13,13 @@ import torch
 from numpy.typing import NDArray
 from transformers import GenerationConfig
 
-from llmbatch.engines import Finish, Step
 from llmbatch.engines.description import bytes_per_token
+from llmbatch.engines.host import HOST
 from llmbatch.engines.loading import LoadedModel, load_model
 from llmbatch.engines.torch import TorchEngine
 from llmbatch.requests import Requests
 from llmbatch.sampling import SamplingParams
+from llmbatch.step import Finish, Step
 from tests.models import EOS, FAMILIES, PAD, tiny_model, tiny_model_folder
 
 Prompt = list[int]
@@ -149,7 +150,7 @@ def one_thread() -> Iterator[None]:
 def load(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], LoadedModel]:
     @cache
     def loaded(family: str) -> LoadedModel:
-        return load_model(tiny_model_folder(tmp_path_factory.mktemp(family), family), dtype="float32")
+        return load_model(tiny_model_folder(tmp_path_factory.mktemp(family), family), dtype="float32", platform=HOST)
 
     return loaded
 
@@ -272,7 +273,7 @@ def test_equal_seeds_give_equal_answers(load: Callable[[str], LoadedModel]) -> N
 
 
 def test_logits_that_are_not_finite_are_the_error_of_their_row_alone(tmp_path: Path) -> None:
-    loaded = load_model(tiny_model_folder(tmp_path, "llama"), dtype="float32")
+    loaded = load_model(tiny_model_folder(tmp_path, "llama"), dtype="float32", platform=HOST)
     poisoned, sound = 259, some_prompts()[1]
     assert poisoned not in sound
     with torch.no_grad():
@@ -296,7 +297,7 @@ def test_an_engine_takes_other_requests_once_all_are_retired(load: Callable[[str
 
 
 def test_bfloat16_agrees_with_transformers_in_bfloat16_on_most_first_tokens(tmp_path: Path) -> None:
-    loaded = load_model(tiny_model_folder(tmp_path, "llama"), dtype="bfloat16")
+    loaded = load_model(tiny_model_folder(tmp_path, "llama"), dtype="bfloat16", platform=HOST)
     model = tiny_model("llama", dtype=torch.bfloat16)
     got, _ = run_one(loaded, [SamplingParams(max_tokens=1)] * 12)
     with torch.inference_mode():

@@ -16,9 +16,8 @@ pytest.importorskip("triton")
 
 from llmbatch.kernels import reference, triton_fused
 from llmbatch.kernels.backends import Layout
-from llmbatch.kernels.fused import GELU_TANH, SILU
 from llmbatch.kernels.groups import GROUPS, Groups
-from llmbatch.kernels.spec import AttentionSpec
+from llmbatch.kernels.spec import GELU_TANH, SILU, AttentionSpec
 from llmbatch.kernels.triton_backend import TritonAttention
 from llmbatch.kernels.triton_sampling import best
 

@@ -7,8 +7,9 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from llmbatch.engines.base import StreamEngine
 from llmbatch.engines.placeholder import PlaceholderEngine
-from llmbatch.feed import Ended, StreamEngine
+from llmbatch.feed import Ended
 from llmbatch.stream import Stream
 from llmbatch.workload import Pool, Scheduling
 from tests.golden import generate

@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 from llmbatch.advance import long_victim, preempt
 from llmbatch.budget import Budget, ClosedLoopBudget, FixedBudget
 from llmbatch.ends import Blend, Ends, InOrder
-from llmbatch.engines import Step
 from llmbatch.engines.simulated import SimulatedEngine
 from llmbatch.schedule import Scheduler, Waiting
 from llmbatch.slots import PREEMPTED
+from llmbatch.step import Step
 from tests.test_schedule import least_pages, run, scheduler_for
 from tests.workloads import COST, RATES, Believed, Workload, workloads
 

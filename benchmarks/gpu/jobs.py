@@ -23,7 +23,6 @@ from llmbatch.calibration import MeasuredSteps, judge
 from llmbatch.cascade import tokens_together
 from llmbatch.cost import OVERLAPPED, SEQUENTIAL, CostModel
 from llmbatch.driver import drive
-from llmbatch.engines import Step
 from llmbatch.engines.accelerated import AcceleratedEngine
 from llmbatch.engines.profiling import measure_room
 from llmbatch.engines.strategies import Strategy
@@ -36,6 +35,7 @@ from llmbatch.runner import run_shard
 from llmbatch.sampling import SamplingParams
 from llmbatch.schedule import Finished
 from llmbatch.simulate import run_workload
+from llmbatch.step import Step
 from llmbatch.traces import Trace, read_traces
 from llmbatch.work import Reach
 from llmbatch.workload import Pool, Scheduling, Workload

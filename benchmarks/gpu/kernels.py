@@ -11,9 +11,8 @@ from numpy.typing import NDArray
 from gpu.stage import Stage
 from llmbatch.kernels import reference, triton_fused
 from llmbatch.kernels.backends import Layout
-from llmbatch.kernels.fused import SILU
 from llmbatch.kernels.groups import GROUPS, Groups
-from llmbatch.kernels.spec import AttentionSpec
+from llmbatch.kernels.spec import SILU, AttentionSpec
 from llmbatch.kernels.triton_backend import TritonAttention
 
 PAGE = 16

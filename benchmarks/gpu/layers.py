@@ -18,8 +18,7 @@ from gpu.stage import Stage
 from llmbatch.engines.fusion import FusedAttention, FusedMLP, FusedNorm
 from llmbatch.engines.layers import FusedLayer
 from llmbatch.kernels import triton_fused
-from llmbatch.kernels.fused import SILU
-from llmbatch.kernels.spec import AttentionSpec
+from llmbatch.kernels.spec import SILU, AttentionSpec
 
 _ATTENTION = "queries"
 

@@ -27,7 +27,8 @@ from llmbatch.engines.ceilings import measure_device, median_seconds
 from llmbatch.engines.device import PAGE_SIZE, DevicePieces
 from llmbatch.engines.graphs import GraphRecorder
 from llmbatch.engines.loading import LoadedModel, load_model
-from llmbatch.engines.platforms import Platform, find_platform
+from llmbatch.engines.platform import Platform
+from llmbatch.engines.platforms import find_platform
 from llmbatch.engines.stopwatch import StepKind
 from llmbatch.engines.strategies import Strategy, make_execution
 from llmbatch.hardware import Hardware

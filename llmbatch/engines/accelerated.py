@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from llmbatch.engines import Finish, Step, StepResult
 from llmbatch.engines.batch import Packed, upload
 from llmbatch.engines.device import DevicePages, plan_layers
 from llmbatch.engines.device_sampler import Draw, choose
@@ -28,6 +27,7 @@ from llmbatch.engines.loading import LoadedModel
 from llmbatch.engines.parts import order_of
 from llmbatch.kernels.backends import FixedAttention, Layout, PagedAttention
 from llmbatch.requests import Requests
+from llmbatch.step import Finish, Step, StepResult
 
 
 @dataclass(frozen=True, slots=True)

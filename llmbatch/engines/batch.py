@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from llmbatch.engines import Step
 from llmbatch.engines.generation import Generation
 from llmbatch.engines.packing import pack_tokens
 from llmbatch.kernels.backends import Plan
+from llmbatch.step import Step
 
 Kind = tuple[int, int, int]  # of layers, see `AttentionSpec.kind`
 

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import torch
 
-from llmbatch import __version__
+from llmbatch._version import __version__
 from llmbatch.cost import CostModel, ModelShape, Overlap
 from llmbatch.engines.strategies import Strategy
 from llmbatch.hardware import Hardware

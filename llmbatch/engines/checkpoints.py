@@ -18,7 +18,7 @@ from subprocess import PIPE
 from typing import Any, Final
 
 from llmbatch.beside import start_beside
-from llmbatch.compiled import cache_folder as cache_folder
+from llmbatch.cache import cache_folder
 from llmbatch.engines.digests import digest, digests
 from llmbatch.errors import ModelError
 

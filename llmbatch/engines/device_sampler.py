@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from llmbatch.compiled import njit
-from llmbatch.engines.sampler import mix
+from llmbatch.engines.seeds import mix
 from llmbatch.kernels.triton_sampling import best
 
 # Logits that are drawn from at once. What is made of them takes 134 MB in float64, several times over; made of all

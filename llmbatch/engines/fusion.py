@@ -18,8 +18,7 @@ from torch import nn
 from torch.nn import functional
 
 from llmbatch.engines.pieces import Pieces, StepAttention
-from llmbatch.kernels.fused import GELU_TANH, SILU
-from llmbatch.kernels.spec import AttentionSpec
+from llmbatch.kernels.spec import GELU_TANH, SILU, AttentionSpec
 
 _PROBE_TOKENS = 3
 

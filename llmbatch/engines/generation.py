@@ -8,9 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmbatch.compiled import njit
-from llmbatch.engines import Finish, Step, StepResult
-from llmbatch.engines.sampler import mix
+from llmbatch.engines.seeds import mix
 from llmbatch.requests import Requests
+from llmbatch.step import Finish, Step, StepResult
 
 
 @njit(cache=True)

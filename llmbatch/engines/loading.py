@@ -21,7 +21,7 @@ from llmbatch.engines.checkpoints import has_weights, no_progress_bars
 from llmbatch.engines.description import LAYER_TYPES, DType, describe_model, unsupported
 from llmbatch.engines.fusion import fuse, pack_linears
 from llmbatch.engines.layers import fuse_layers
-from llmbatch.engines.platforms import HOST, Platform
+from llmbatch.engines.platform import Platform
 from llmbatch.errors import ModelError
 from llmbatch.kernels.spec import WIDEST, AttentionSpec
 
@@ -54,7 +54,7 @@ def load_model(
     dtype: DType = "auto",
     load_format: LoadFormat = "auto",
     trust_remote_code: bool = False,
-    platform: Platform = HOST,
+    platform: Platform,
 ) -> LoadedModel:
     """Load the model in `folder` (see `resolve_model`) onto a device, straight from the files where they allow it.
 

@@ -16,12 +16,12 @@ from typing import Final, Protocol
 from llmbatch.choices import DType
 from llmbatch.configs import read_field
 from llmbatch.cost import CostModel, ModelShape
+from llmbatch.engines.config import EngineConfig
 from llmbatch.errors import ParameterError
 from llmbatch.hardware import find_hardware
 from llmbatch.kernels.tile import LANES
 from llmbatch.measured import recalled
 from llmbatch.memory import available_memory
-from llmbatch.options import Options
 from llmbatch.workload import Pool
 
 POOL_SHARE: Final = 0.5  # of the memory that is free once the weights are loaded
@@ -117,13 +117,13 @@ def kv_bytes(config: object, dtype: Element, *, padded: bool) -> int:
     return int(layers * (shared or heads) * (width + wide) * dtype.itemsize)
 
 
-def pool_of(model: Described, options: Options, *, free: float, page_size: int) -> Pool:
+def pool_of(model: Described, config: EngineConfig, *, free: float, page_size: int) -> Pool:
     """The pool in so much `free` memory, as far as it is known before the weights are loaded.
 
     Raises ParameterError where no page fits.
     """
     page_bytes = model.bytes_per_token * page_size
-    memory = options.kv_memory
+    memory = config.kv_memory
     if memory is None:
         memory = int(POOL_SHARE * max(0.0, free - shape_of(model).weight_bytes))
     if memory < page_bytes:
@@ -131,9 +131,9 @@ def pool_of(model: Described, options: Options, *, free: float, page_size: int) 
     return Pool(memory // page_bytes, page_size)
 
 
-def simulated_pool(model: Described, options: Options) -> Pool:
+def simulated_pool(model: Described, config: EngineConfig) -> Pool:
     """The pool of an engine that holds nothing in it."""
-    return pool_of(model, options, free=available_memory(), page_size=options.page_size or HOST_PAGE_SIZE)
+    return pool_of(model, config, free=available_memory(), page_size=config.page_size or HOST_PAGE_SIZE)
 
 
 def simulated_cost(model: Described) -> CostModel:

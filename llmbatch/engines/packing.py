@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmbatch.compiled import njit
-from llmbatch.engines import Step
 from llmbatch.engines.generation import Generation
+from llmbatch.step import Step
 
 
 class PackedTokens(NamedTuple):

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from llmbatch.engines import Step
+from llmbatch.step import Step
 
 
 class Part(NamedTuple):

@@ -8,9 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmbatch.cost import CostModel
-from llmbatch.engines import Finish, Step, StepResult
 from llmbatch.engines.simulated import SimulatedEngine
 from llmbatch.requests import Requests
+from llmbatch.step import Finish, Step, StepResult
 
 
 class PlaceholderEngine:

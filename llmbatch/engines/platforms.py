@@ -2,43 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import Final
 
 import torch
 
-from llmbatch.engines.context import HostPieces
-from llmbatch.engines.outline import HOST_PAGE_SIZE, HOST_RUNNING
-from llmbatch.engines.pieces import Pieces
+from llmbatch.engines.host import HOST
+from llmbatch.engines.platform import Platform
 from llmbatch.errors import ModelError
 
 _CUDA: Final[str | None] = getattr(torch.version, "cuda", None)  # that torch was built for
 _OLDEST: Final = (8, 0)  # compute capability: Ampere, the first with bfloat16
-
-
-@dataclass(frozen=True, slots=True)
-class Platform:
-    """A device, and the kernels for it."""
-
-    device: torch.device
-    pieces: Pieces
-    page_size: int  # tokens, where none is asked for
-    max_running: int  # sequences in flight, likewise
-    notes: tuple[str, ...] = ()  # what the user should be told, a sentence each
-
-    def enter(self) -> None:
-        """Make it the device of this thread: kernels are launched on that, wherever their tensors lie."""
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
-
-    @property
-    def is_host(self) -> bool:
-        """Whether it is the processor, with the kernels for it."""
-        return isinstance(self.pieces, HostPieces)
-
-
-HOST: Final = Platform(torch.device("cpu"), HostPieces(), page_size=HOST_PAGE_SIZE, max_running=HOST_RUNNING)
 
 
 def find_platform(device: str) -> Platform:

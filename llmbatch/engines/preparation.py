@@ -11,19 +11,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmbatch.budget import MOST_TOKENS, Rates
+from llmbatch.cache import cache_folder
 from llmbatch.cost import SEQUENTIAL, CostModel
 from llmbatch.engines.backends import choose_attention
-from llmbatch.engines.checkpoints import cache_folder
+from llmbatch.engines.base import StreamEngine
+from llmbatch.engines.config import EngineConfig
 from llmbatch.engines.description import ModelDescription
 from llmbatch.engines.outline import POOL_SHARE as POOL_SHARE
 from llmbatch.engines.outline import pool_of, shape_of
-from llmbatch.engines.platforms import Platform
+from llmbatch.engines.platform import Platform
 from llmbatch.errors import ModelError, ParameterError
-from llmbatch.feed import StreamEngine
 from llmbatch.hardware import measure_cpu
 from llmbatch.kernels.backends import PagedAttention
 from llmbatch.memory import available_memory
-from llmbatch.options import Options
 from llmbatch.workload import Pool, Scheduling
 
 if TYPE_CHECKING:  # what takes a second to import, and forecasts load nothing; and what needs Triton
@@ -77,22 +77,22 @@ class Preparation:
         )
 
 
-def size_pool(platform: Platform, model: ModelDescription, options: Options) -> Pool:
+def size_pool(platform: Platform, model: ModelDescription, config: EngineConfig) -> Pool:
     """The pool as far as it is known before the weights are loaded.
 
     Raises ParameterError where no page fits, or pages are of a size that the device cannot have.
     """
-    page_size = options.page_size or platform.page_size
+    page_size = config.page_size or platform.page_size
     if not platform.is_host and page_size & (page_size - 1):
         raise ParameterError(f"page_size must be a power of two on a GPU, got {page_size}")
-    return pool_of(model, options, free=_free_memory(platform), page_size=page_size)
+    return pool_of(model, config, free=_free_memory(platform), page_size=page_size)
 
 
 def prepare(
     platform: Platform,
     model: ModelDescription,
     loaded: LoadedModel,
-    options: Options,
+    config: EngineConfig,
     scheduling: Scheduling,
     pool: Pool,
 ) -> Preparation:
@@ -102,17 +102,17 @@ def prepare(
     and JobError where the step does not fit.
     """
     if platform.is_host:
-        return Preparation(pool, cost_model(platform, model, options))
+        return Preparation(pool, cost_model(platform, model, config))
     attention, notes = choose_attention(
-        options.attention,
+        config.attention,
         loaded.attention.values(),
         dtype=loaded.dtype,
         device=loaded.device,
         page_size=pool.page_size,
     )
     if loaded.device.type != "cuda":
-        strategy: Strategy = "sequential" if options.overlap == "auto" else options.overlap
-        return Preparation(pool, cost_model(platform, model, options), attention, strategy, notes=notes)
+        strategy: Strategy = "sequential" if config.overlap == "auto" else config.overlap
+        return Preparation(pool, cost_model(platform, model, config), attention, strategy, notes=notes)
     from llmbatch.engines.profiling import measure_room  # needs Triton
 
     rows, size = scheduling.max_running, pool.page_size
@@ -123,22 +123,22 @@ def prepare(
     ceilings = replace(_ceilings(platform, model), cascade=attention.cascade)
     whole = Pool(max(1, room.pool_bytes // (model.bytes_per_token * size)), size)
     uncalibrated = Preparation(whole, ceilings, attention, records=room.unrecorded is None)
-    calibration, told = _calibration(uncalibrated, loaded, _kept(platform, model, options))
-    strategy = _strategy(calibration, options)
+    calibration, told = _calibration(uncalibrated, loaded, _kept(platform, model, config))
+    strategy = _strategy(calibration, config)
     cost = calibration.fitted[strategy].cost(shape_of(model))
-    chosen = whole if options.kv_memory is None else pool
+    chosen = whole if config.kv_memory is None else pool
     return replace(uncalibrated, pool=chosen, cost=cost, strategy=strategy, notes=(*notes, *told))
 
 
-def cost_model(platform: Platform, model: ModelDescription, options: Options) -> CostModel:
+def cost_model(platform: Platform, model: ModelDescription, config: EngineConfig) -> CostModel:
     """What requests cost on the platform: as it was calibrated, else by what its hardware does, measured now."""
     if platform.device.type == "cpu":
         hardware = measure_cpu(dtype_bytes=model.dtype.itemsize)
         return CostModel(shape_of(model), hardware, law="bytes", overlap=SEQUENTIAL)
-    found = _kept(platform, model, options).find()
+    found = _kept(platform, model, config).find()
     if found is None:
         return _ceilings(platform, model)
-    return found.fitted[_strategy(found, options)].cost(shape_of(model))
+    return found.fitted[_strategy(found, config)].cost(shape_of(model))
 
 
 def _calibration(prepared: Preparation, loaded: LoadedModel, kept: Kept) -> tuple[DeviceCalibration, tuple[str, ...]]:
@@ -164,22 +164,22 @@ def _calibration(prepared: Preparation, loaded: LoadedModel, kept: Kept) -> tupl
     return found, (note,)
 
 
-def _strategy(calibration: DeviceCalibration, options: Options) -> Strategy:
+def _strategy(calibration: DeviceCalibration, config: EngineConfig) -> Strategy:
     """The one that was asked for, or the best. Raises ModelError where the device cannot run it."""
-    if options.overlap == "auto":
+    if config.overlap == "auto":
         return calibration.best
-    if options.overlap in calibration.missing:
+    if config.overlap in calibration.missing:
         raise ModelError(
-            f"overlap {options.overlap!r} cannot be used here: {calibration.missing[options.overlap]}; or take "
+            f"overlap {config.overlap!r} cannot be used here: {calibration.missing[config.overlap]}; or take "
             "overlap='auto' (--overlap auto)."
         )
-    return options.overlap
+    return config.overlap
 
 
-def _kept(platform: Platform, model: ModelDescription, options: Options) -> Kept:
+def _kept(platform: Platform, model: ModelDescription, config: EngineConfig) -> Kept:
     from llmbatch.engines.calibrations import Kept
 
-    return Kept(cache_folder(), platform.device, shape_of(model), options.attention)
+    return Kept(cache_folder(), platform.device, shape_of(model), config.attention)
 
 
 def _ceilings(platform: Platform, model: ModelDescription) -> CostModel:

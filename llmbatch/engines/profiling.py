@@ -7,7 +7,6 @@ from typing import Final, NamedTuple
 import numpy as np
 import torch
 
-from llmbatch.engines import Step
 from llmbatch.engines.accelerated import AcceleratedEngine
 from llmbatch.engines.graphs import MOST_ROWS, GraphRecorder
 from llmbatch.engines.loading import LoadedModel
@@ -16,6 +15,7 @@ from llmbatch.errors import JobError
 from llmbatch.kernels.backends import PagedAttention
 from llmbatch.requests import Requests
 from llmbatch.sampling import SamplingParams
+from llmbatch.step import Step
 
 _KEPT: Final = 0.03  # of what is free: for blocks that the allocator cannot use whole
 

@@ -15,19 +15,11 @@ from numba import prange
 from numpy.typing import NDArray
 
 from llmbatch.compiled import njit
+from llmbatch.engines.seeds import mix
 from llmbatch.kernels.numerics import exp32, ordered, unordered
 
 _CHUNK: Final = 1024
 _INFINITY_BITS: Final = np.int32(0x7F800000)
-
-
-@njit(cache=True)
-def mix(seed: np.uint64, index: np.uint64) -> np.uint64:
-    """64 bits that depend on `seed` and `index` and look random."""
-    z = np.uint64(seed) + np.uint64(0x9E3779B97F4A7C15) * (np.uint64(index) + np.uint64(1))
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return z ^ (z >> np.uint64(31))
 
 
 @njit(cache=True, nogil=True)

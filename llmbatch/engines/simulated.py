@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from llmbatch.compiled import njit
 from llmbatch.cost import CostModel
-from llmbatch.engines import Finish, Step, StepResult
 from llmbatch.references import by_reference
+from llmbatch.step import Finish, Step, StepResult
 from llmbatch.work import Rates, compute_seconds, pairs_of, reads_of, sees_all, spared_of
 
 _ENDED = int(Finish.LENGTH)

@@ -11,10 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmbatch.calibration import MeasuredSteps
-from llmbatch.engines import Step
 from llmbatch.engines.accelerated import AcceleratedEngine
 from llmbatch.requests import Requests
 from llmbatch.sampling import SamplingParams
+from llmbatch.step import Step
 from llmbatch.work import Reach
 
 _ROUNDS = 3

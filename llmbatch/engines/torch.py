@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from llmbatch.engines import Step, StepResult
 from llmbatch.engines.context import HostStep, Pages
 from llmbatch.engines.generation import Generation
 from llmbatch.engines.loading import LoadedModel
@@ -21,6 +20,7 @@ from llmbatch.engines.packing import pack_tokens
 from llmbatch.engines.sampler import sample
 from llmbatch.memory import keep_freed_memory
 from llmbatch.requests import Requests
+from llmbatch.step import Step, StepResult
 
 _WORTH_THREADS = 1 << 16  # elements a layer touches; below, waking threads costs more than they save
 

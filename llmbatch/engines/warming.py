@@ -7,12 +7,13 @@ import tempfile
 import numpy as np
 from transformers import LlamaConfig
 
-from llmbatch.engines import Step
 from llmbatch.engines.description import DType
+from llmbatch.engines.host import HOST
 from llmbatch.engines.loading import load_model
 from llmbatch.engines.torch import TorchEngine
 from llmbatch.requests import Requests
 from llmbatch.sampling import SamplingParams
+from llmbatch.step import Step
 
 
 def compile_kernels(dtype: DType) -> None:
@@ -23,7 +24,7 @@ def compile_kernels(dtype: DType) -> None:
     )  # fmt: skip
     with tempfile.TemporaryDirectory(prefix="llmbatch-") as folder:
         config.save_pretrained(folder)
-        loaded = load_model(folder, dtype=dtype, load_format="dummy")
+        loaded = load_model(folder, dtype=dtype, load_format="dummy", platform=HOST)
     one = np.ones(1, np.int32)
     nothing = np.zeros(1, np.int32)
     prompt = np.zeros(2, np.int32)

@@ -1,0 +1,52 @@
+"""What an engine is asked to be, checked at birth."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from llmbatch.arguments import INT32_MAX, INT64_MAX, flag, one_of, whole
+from llmbatch.choices import (
+    ATTENTION,
+    DTYPES,
+    LOAD_FORMATS,
+    OVERLAP,
+    AttentionName,
+    DType,
+    LoadFormat,
+    OverlapName,
+)
+from llmbatch.errors import ParameterError
+
+_DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
+# Tokens and sequences are counted in int32.
+_MOST = {"page_size": INT32_MAX, "max_running": INT32_MAX, "step_tokens": INT32_MAX}
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Where and how a model is run. Raises ParameterError."""
+
+    device: str = "auto"  # "cpu", "cuda", "cuda:1"; auto: a GPU where there is one
+    attention: AttentionName = "auto"  # kernels, on a GPU
+    overlap: OverlapName = "auto"  # how parts of a step run at the same time on a GPU; auto: as measured there
+    dtype: DType = "auto"
+    load_format: LoadFormat = "auto"
+    trust_remote_code: bool = False
+    kv_memory: int | None = None  # bytes
+    page_size: int | None = None  # tokens; None: what the device takes
+    max_running: int | None = None  # sequences in flight; None: what the device takes
+    step_tokens: int | None = None  # tokens a step; decided in closed loop when None
+
+    def __post_init__(self) -> None:
+        set_ = object.__setattr__
+        if not _DEVICE.fullmatch(str(self.device)):
+            raise ParameterError(f"device must be auto, cpu, cuda or cuda:N, got {self.device!r}")
+        one_of("attention", self.attention, ATTENTION)
+        one_of("overlap", self.overlap, OVERLAP)
+        one_of("dtype", self.dtype, DTYPES)
+        one_of("load_format", self.load_format, LOAD_FORMATS)
+        set_(self, "trust_remote_code", flag("trust_remote_code", self.trust_remote_code))
+        for name in ("kv_memory", "page_size", "max_running", "step_tokens"):
+            if getattr(self, name) is not None:
+                set_(self, name, whole(name, getattr(self, name), 1, _MOST.get(name, INT64_MAX)))

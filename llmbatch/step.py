@@ -1,0 +1,72 @@
+"""What a scheduler decides and what an engine answers: a `Step`, and its `StepResult`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmbatch.work import Reach, pairs_of, reads_of, spared_of
+
+
+class Finish(IntEnum):
+    """How a sequence stands after it was sampled."""
+
+    RUNNING = 0
+    STOP = 1
+    LENGTH = 2
+    ERROR = 3  # its logits were not finite; the sequence has no answer
+    TIMEOUT = 4  # it ran longer than a row may; the sequence has no answer
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One forward pass over the packed chunks of several sequences. Frozen once decided.
+
+    All arrays have one entry a sequence. The first `num_decodes` sequences compute one token each.
+    A sequence's tokens are its prompt followed by what it has generated; its chunk is the tokens
+    `[start, start + count)`. Sequences in one step may share pages: each layer of an engine must write
+    the KV of the whole step before any of its sequences attends.
+    """
+
+    index: int
+    num_decodes: int
+    slots: NDArray[np.int32]  # the engine's place of each sequence; kept while it is preempted
+    requests: NDArray[np.int32]  # index into `Requests`
+    starts: NDArray[np.int32]  # tokens whose KV is already in pages
+    counts: NDArray[np.int32]  # tokens computed now, >= 1
+    samples: NDArray[np.bool_]  # True where the chunk ends at the last known token: one token is sampled
+    block_tables: NDArray[np.int32]  # [slots, width] page of each page-sized block; valid during the step
+    cached_tokens: int = 0  # prompt tokens of rows admitted in this step found in pages
+    recomputed_tokens: int = 0  # tokens of this step that were computed once before a preemption
+    preempted: int = 0  # sequences that lost their pages in this step
+    running: int = 0  # sequences that hold pages, computing or waiting for the budget
+    kv_tokens: int = 0  # tokens that the pages in use hold during the step, shared pages once
+    spared_tokens: int = 0  # KV tokens that decodes need not read, where the engine reads shared prefixes together
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens computed by the step."""
+        return int(self.counts.sum())
+
+    def prefill_pairs(self, reach: Reach) -> float:
+        """Query-key pairs of its prefills, as `llmbatch.work` counts them."""
+        starts, counts = (column[self.num_decodes :].astype(np.float64) for column in (self.starts, self.counts))
+        return float(np.sum(pairs_of.py_func(reach, starts, counts)))
+
+    def read_tokens(self, reach: Reach) -> float:
+        """KV tokens that it reads, those that decodes read together once."""
+        read = reads_of.py_func(reach, self.starts.astype(np.float64), self.counts.astype(np.float64))
+        return max(0.0, float(np.sum(read) - spared_of.py_func(reach, self.spared_tokens)))
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step gave: one entry a sampled sequence, in the step's order."""
+
+    tokens: NDArray[np.int32]
+    finished: NDArray[np.uint8]  # a `Finish` each
+    spare: NDArray[np.bool_] | None = None  # True where the sequence had ended in the step before; None: nowhere
+    seconds: float | None = None  # that the step took by itself; None where the engine does not measure it
