@@ -2,7 +2,7 @@
 
     python benchmarks/corruptions.py [--corruptions 200] [--seed 0]
 
-A job of one of the set-ups of `tests/setups.py` is killed at a random file operation. A random file of its work folder
+A job of one of the set-ups of `tests.support.setups` is killed at a random file operation. A random file of its work folder
 is cut anywhere, swapped with another one, changed in one byte, or, where it is JSON, changed in one value. The plain
 command must then write all rows right, or say in a sentence of ours what is wrong; and starting over must be a way out.
 Prints one line of JSON; exit status 1 where one fails.
@@ -21,10 +21,10 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from tests.corruptions import Corruption
-from tests.models import tiny_model_folder
-from tests.setups import SETUPS, Failure, warm_up
-from tests.tokenizers import CHAT_TEMPLATE
+from tests.support.corruptions import Corruption
+from tests.support.models import tiny_model_folder
+from tests.support.setups import SETUPS, Failure, warm_up
+from tests.support.tokenizers import CHAT_TEMPLATE
 
 
 def main() -> int:

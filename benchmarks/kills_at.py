@@ -3,7 +3,7 @@
     python benchmarks/kills_at.py [--operations 1000] [--seed 0]
 
 Each kill is a SIGKILL before, after or in the middle of a file operation, all of a job's being as likely, in one of
-the set-ups of `tests/setups.py`: folders, Parquet and JSONL; with ids and without order; changed inputs, rows that
+the set-ups of `tests.support.setups`: folders, Parquet and JSONL; with ids and without order; changed inputs, rows that
 failed; `--restart` and `--overwrite` over what is finished, begun or foreign. Three in ten are killed twice. The plain
 command, or the same one, then goes on, and its output is compared with that of a job nobody disturbed. Until a new
 output is complete, the one that it replaces must be there. Prints a line of JSON; exit status 1 where one fails.
@@ -22,9 +22,9 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from tests.models import tiny_model_folder
-from tests.setups import SETUPS, Case, Failure, warm_up
-from tests.tokenizers import CHAT_TEMPLATE
+from tests.support.models import tiny_model_folder
+from tests.support.setups import SETUPS, Case, Failure, warm_up
+from tests.support.tokenizers import CHAT_TEMPLATE
 
 
 def main() -> int:

@@ -13,7 +13,7 @@ from hypothesis import settings
 
 if TYPE_CHECKING:
     from llmbatch.tokenize import Tokenizer
-    from tests.jobs import Job
+    from tests.support.jobs import Job
 
 if not torch.cuda.is_available():  # Triton's kernels run in its interpreter then; it must be known before they are made
     os.environ["TRITON_INTERPRET"] = "1"
@@ -34,7 +34,7 @@ def smollm2() -> str:
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Folder of a tiny Llama with random weights."""
-    from tests.models import tiny_model_folder
+    from tests.support.models import tiny_model_folder
 
     return tiny_model_folder(tmp_path_factory.mktemp("model"), "llama")
 
@@ -42,7 +42,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture
 def job(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Job:
     """A small job, to be disturbed."""
-    from tests.jobs import small_job
+    from tests.support.jobs import small_job
 
     return small_job(model, tmp_path, monkeypatch)
 
@@ -50,7 +50,7 @@ def job(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Job:
 @pytest.fixture
 def small(job: Job, monkeypatch: pytest.MonkeyPatch) -> Job:
     """The same in small windows, without waiting for its files to be safe from power cuts."""
-    from tests.jobs import no_power_cuts, of_small_windows
+    from tests.support.jobs import no_power_cuts, of_small_windows
 
     no_power_cuts(monkeypatch)
     return of_small_windows(job, monkeypatch)
@@ -60,7 +60,7 @@ def small(job: Job, monkeypatch: pytest.MonkeyPatch) -> Job:
 def raw(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     """A tokenizer without a chat template."""
     from llmbatch.tokenize import load_tokenizer
-    from tests.tokenizers import save_fast
+    from tests.support.tokenizers import save_fast
 
     return load_tokenizer(save_fast(tmp_path_factory.mktemp("raw")), name="plain")
 
@@ -69,6 +69,6 @@ def raw(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 def chatty(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     """A tokenizer with a chat template."""
     from llmbatch.tokenize import load_tokenizer
-    from tests.tokenizers import CHAT_TEMPLATE, save_fast
+    from tests.support.tokenizers import CHAT_TEMPLATE, save_fast
 
     return load_tokenizer(save_fast(tmp_path_factory.mktemp("chat"), chat_template=CHAT_TEMPLATE), name="chatty")

@@ -27,8 +27,8 @@ from llmbatch.engines.profiling import run_largest
 from llmbatch.engines.sampler import sample
 from llmbatch.errors import ModelError, ParameterError
 from llmbatch.kernels.triton_backend import TritonAttention
-from tests.golden import Golden, generate
-from tests.models import EOS, FAMILIES, PAD, tiny_model, tiny_model_folder
+from tests.support.golden import Golden, generate
+from tests.support.models import EOS, FAMILIES, PAD, tiny_model, tiny_model_folder
 
 DEVICE = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
 PLATFORM = Platform(DEVICE, DevicePieces(DEVICE), PAGE_SIZE, max_running=512)

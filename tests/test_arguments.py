@@ -19,7 +19,7 @@ from llmbatch.operators.llm import LLMOperator
 from llmbatch.options import Options
 from llmbatch.prompts import PromptSource
 from llmbatch.stopping import Stopping
-from tests.jobs import Job, contents
+from tests.support.jobs import Job, contents
 
 LOOP: dict[str, Any] = {}
 LOOP["again"] = LOOP

@@ -11,7 +11,7 @@ import pytest
 from llmbatch.cli import main
 from llmbatch.inputs import Inputs
 from llmbatch.manifest import decode
-from tests.jobs import Job, check_refused, contents, rows
+from tests.support.jobs import Job, check_refused, contents, rows
 
 # Other versions
 

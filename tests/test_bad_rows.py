@@ -9,9 +9,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
 
-from tests.jobs import Job
-from tests.models import tiny_model_folder
-from tests.tokenizers import CHAT_TEMPLATE
+from tests.support.jobs import Job
+from tests.support.models import tiny_model_folder
+from tests.support.tokenizers import CHAT_TEMPLATE
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from llmbatch.ends import Blend, Ends, InOrder
 from llmbatch.engines.simulated import SimulatedEngine
 from llmbatch.schedule import Scheduler, Waiting
 from llmbatch.step import Finish, Step
-from tests.workloads import COST, RATES, Believed, Workload, workloads
+from tests.support.workloads import COST, RATES, Believed, Workload, workloads
 
 ENDS: list[Ends] = [InOrder(), Blend()]
 

@@ -21,7 +21,7 @@ from llmbatch.plan import Plan, plan
 from llmbatch.runner import decide
 from llmbatch.simulate import describe
 from llmbatch.tree import PrefixTree
-from tests.workloads import common
+from tests.support.workloads import common
 
 COST = CostModel(find_shape("llama-3-8b"), find_hardware("a100-80gb"))
 CASCADE = replace(COST, cascade=True)

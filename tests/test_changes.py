@@ -17,8 +17,8 @@ import pytest
 from llmbatch.cli import main
 from llmbatch.errors import DataError
 from llmbatch.seal import seal
-from tests.jobs import OTHER, Job, begun, check_goes_on, check_refused, contents, rows
-from tests.models import tiny_model_folder
+from tests.support.jobs import OTHER, Job, begun, check_goes_on, check_refused, contents, rows
+from tests.support.models import tiny_model_folder
 
 
 def begin(job: Job) -> None:

@@ -11,7 +11,7 @@ import pytest
 from llmbatch.errors import ModelError, RowError
 from llmbatch.prompts import PromptSource
 from llmbatch.tokenize import Tokenizer, load_tokenizer
-from tests.tokenizers import CHAT_TEMPLATE, save_fast, texts_of
+from tests.support.tokenizers import CHAT_TEMPLATE, save_fast, texts_of
 
 
 def test_chat_wraps_a_prompt_as_one_user_message(chatty: Tokenizer) -> None:

@@ -20,7 +20,7 @@ from llmbatch.engines.checkpoints import resolve_model
 from llmbatch.engines.host import HOST
 from llmbatch.engines.loading import load_model
 from llmbatch.errors import ModelError
-from tests.models import tiny_model_folder
+from tests.support.models import tiny_model_folder
 
 untyped: Any = AutoModelForCausalLM
 

@@ -19,7 +19,7 @@ from llmbatch.engines.simulated import Clock, SimulatedEngine, step_seconds
 from llmbatch.hardware import find_hardware
 from llmbatch.schedule import Finished, Scheduler, Waiting
 from llmbatch.step import Step
-from tests.workloads import COST, RATES, Believed, Workload, workloads
+from tests.support.workloads import COST, RATES, Believed, Workload, workloads
 
 
 def scheduler_for(load: Workload, size: int, extra: int, closed_loop: bool) -> Scheduler:

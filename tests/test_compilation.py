@@ -21,7 +21,7 @@ TILE_BYTES = 64 * 128 * 2  # of keys, and of values
 def test_every_kernel_compiles_and_fits(capability: int, tmp_path: Path) -> None:
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "TRITON_DEFAULT_FP_FUSION": "1"}
     environment.pop("TRITON_INTERPRET", None)
-    command = [sys.executable, "-m", "tests.compilation", str(capability)]
+    command = [sys.executable, "-m", "tests.support.compilation", str(capability)]
     told = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True).stdout
     shared = json.loads(told)
     assert max(shared.values()) <= LIMITS[capability]

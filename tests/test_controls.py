@@ -19,7 +19,7 @@ from llmbatch.respelling import Respelled
 from llmbatch.sampling import SamplingParams
 from llmbatch.shard import build_shard
 from llmbatch.tokenize import Tokenizer, load_tokenizer
-from tests.tokenizers import save_slow
+from tests.support.tokenizers import save_slow
 
 SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>"]
 CHATML = (

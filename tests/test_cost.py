@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,8 +18,7 @@ from llmbatch.cost import OVERLAPPED, SEQUENTIAL, CostModel, ModelShape, Overlap
 from llmbatch.errors import ModelError, ParameterError
 from llmbatch.hardware import GPUS, Hardware, find_hardware, measure_cpu
 from llmbatch.tree import PrefixTree
-
-TRACES = Path(os.environ.get("LLMBATCH_TRACES", Path(__file__).parents[1] / ".." / "shared" / "traces"))
+from tests.support.paths import TRACES
 
 LLAMA_3_8B = {
     "model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from llmbatch.errors import DataError
-from tests.outputs import finish, open_output
-from tests.s3 import S3Server, s3_fixture  # noqa: F401
+from tests.support.outputs import finish, open_output
+from tests.support.s3 import S3Server, s3_fixture  # noqa: F401
 
 WAY_OUT = "choose another name, or replace it with overwrite=True (--overwrite)"
 

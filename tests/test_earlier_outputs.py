@@ -8,7 +8,7 @@ import pytest
 
 from llmbatch.cli import main
 from llmbatch.errors import DataError, JobError
-from tests.jobs import OTHER, Job, begun, check_refused, no_power_cuts, rows
+from tests.support.jobs import OTHER, Job, begun, check_refused, no_power_cuts, rows
 
 
 @pytest.fixture(autouse=True)

@@ -16,8 +16,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from llmbatch.outputs import JOB, Output
-from tests.dying import killed
-from tests.outputs import commit, open_output, stage
+from tests.support.dying import killed
+from tests.support.outputs import commit, open_output, stage
 
 OLD = pa.table({"id": [-1, -2, -3, -4, -5], "generated_text": ["old"] * 5})
 NEW = pa.table({"id": [1, 2, 3], "generated_text": ["a", "b", "c"]})

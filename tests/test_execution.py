@@ -23,8 +23,8 @@ from llmbatch.engines.turns import Turns
 from llmbatch.kernels.triton_backend import TritonAttention
 from llmbatch.overlap import best_share, halves_pay
 from llmbatch.step import Step
-from tests.golden import Golden, generate
-from tests.models import EOS, PAD, tiny_model, tiny_model_folder
+from tests.support.golden import Golden, generate
+from tests.support.models import EOS, PAD, tiny_model, tiny_model_folder
 from tests.test_accelerated import DEVICE, MAX_TOKENS, PLATFORM, prompts
 
 # A device that reads a token of KV in the time of a token's products, and weights in no time: parts pay always.

@@ -21,10 +21,10 @@ from llmbatch.cli import main
 from llmbatch.disk import NewFile
 from llmbatch.errors import DataError, StorageError
 from llmbatch.refusals import refusing
-from tests.jobs import Job, begun, check_goes_on, contents, no_power_cuts, rows
-from tests.killing import Process, run
-from tests.models import tiny_model_folder
-from tests.tokenizers import CHAT_TEMPLATE
+from tests.support.jobs import Job, begun, check_goes_on, contents, no_power_cuts, rows
+from tests.support.killing import Process, run
+from tests.support.models import tiny_model_folder
+from tests.support.tokenizers import CHAT_TEMPLATE
 
 RISK = {"llmbatch.answers:ROWS_AT_RISK": 5}
 

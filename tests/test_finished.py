@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from llmbatch.errors import DataError, StorageError
-from tests.outputs import TABLE, begun, described, finish, open_output, tree
+from tests.support.outputs import TABLE, begun, described, finish, open_output, tree
 
 WAY_OUT = "choose another name, or replace it with overwrite=True (--overwrite)"
 

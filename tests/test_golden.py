@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,11 +19,12 @@ from llmbatch.engines.host import HOST
 from llmbatch.engines.loading import LoadedModel, load_model
 from llmbatch.engines.torch import TorchEngine
 from llmbatch.tokenize import load_tokenizer
-from tests.golden import Golden, generate, prompts
-from tests.models import EOS, FAMILIES, PAD, tiny_model, tiny_model_folder
+from tests.support.golden import Golden, generate, prompts
+from tests.support.models import EOS, FAMILIES, PAD, tiny_model, tiny_model_folder
+from tests.support.paths import ROOT
 
 MAX_TOKENS = 20
-DEMO = Path(__file__).parent.parent / "examples" / "demo"
+DEMO = ROOT / "examples" / "demo"
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

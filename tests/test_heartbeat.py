@@ -16,7 +16,7 @@ from llmbatch.disk import HeldFile
 from llmbatch.errors import JobError, StorageError
 from llmbatch.lock import Lock, Owner
 from llmbatch.storage import Place
-from tests.owners import elsewhere, put
+from tests.support.owners import elsewhere, put
 
 
 @pytest.fixture

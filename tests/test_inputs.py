@@ -19,8 +19,8 @@ from llmbatch import listing, refusals
 from llmbatch import parquet as parquet_module
 from llmbatch.errors import DataError, StorageError
 from llmbatch.inputs import Inputs
-from tests.datasets import jsonl, parquet, refusal
-from tests.s3 import S3Server, Trouble, s3_fixture  # noqa: F401
+from tests.support.datasets import jsonl, parquet, refusal
+from tests.support.s3 import S3Server, Trouble, s3_fixture  # noqa: F401
 
 
 def write(folder: Path, suffix: str, sizes: Sequence[int], group: int = 3) -> str:

@@ -19,8 +19,8 @@ import pytest
 from llmbatch.cli import main
 from llmbatch.errors import DataError, LLMBatchError, ModelError, StorageError
 from llmbatch.seal import seal
-from tests.dying import killed
-from tests.jobs import OTHER, OVER, Job, begun, contents, no_power_cuts, rows
+from tests.support.dying import killed
+from tests.support.jobs import OTHER, OVER, Job, begun, contents, no_power_cuts, rows
 
 
 @pytest.fixture(autouse=True)

@@ -9,8 +9,8 @@ from llmbatch.requests import Requests
 from llmbatch.sampling import SamplingParams
 from llmbatch.stream import Stream
 from llmbatch.workload import Pool, Scheduling
+from tests.support.workloads import COST
 from tests.test_stream import Engines, Listed, Taken, Window
-from tests.workloads import COST
 
 POOL = Pool(1500, 4)
 

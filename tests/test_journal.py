@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from llmbatch.errors import StorageError
 from llmbatch.journal import Journal
 from llmbatch.storage import Place
-from tests.s3 import S3Server, s3_fixture  # noqa: F401
+from tests.support.s3 import S3Server, s3_fixture  # noqa: F401
 
 NAME = "journal-00000"
 

@@ -16,8 +16,8 @@ from llmbatch import jsonblocks
 from llmbatch import jsonl as module
 from llmbatch.answers import SCHEMA
 from llmbatch.inputs import Inputs
-from tests.datasets import jsonl, refusal
-from tests.jobs import Job, begun, rows
+from tests.support.datasets import jsonl, refusal
+from tests.support.jobs import Job, begun, rows
 
 LINES = [
     '{"id": "a", "text": "one", "x": NaN, "y": 1e400}',

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from llmbatch import jsonl as module
 from llmbatch.errors import DataError
 from llmbatch.inputs import Inputs
-from tests.datasets import jsonl, refusal
+from tests.support.datasets import jsonl, refusal
 
 
 @pytest.fixture

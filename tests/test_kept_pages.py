@@ -17,7 +17,7 @@ from llmbatch.schedule import Finished, Scheduler, Waiting
 from llmbatch.step import Finish, Step
 from llmbatch.tree import PrefixTree
 from llmbatch.trie import PageTrie
-from tests.workloads import COST, RATES, Believed
+from tests.support.workloads import COST, RATES, Believed
 
 Tokens = list[int]
 ENDS: list[Ends] = [InOrder(), Blend(), Blend(behind=8)]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+from tests.support.paths import ROOT
 
 
 @pytest.mark.parametrize(("program", "option"), [("kills_at", "--operations"), ("corruptions", "--corruptions")])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from llmbatch import answers, picking
-from tests.jobs import Job, check_goes_on
+from tests.support.jobs import Job, check_goes_on
 
 
 @pytest.mark.parametrize("options", [{}, {"preserve_order": False, "id_column": "id"}], ids=["in order", "as finished"])

@@ -18,7 +18,7 @@ from llmbatch.engines.host import HOST
 from llmbatch.engines.layers import FusedLayer, fuse_layers
 from llmbatch.engines.loading import LoadedModel, load_model
 from llmbatch.engines.platform import Platform
-from tests.models import FAMILIES, tiny_model, tiny_model_folder
+from tests.support.models import FAMILIES, tiny_model, tiny_model_folder
 
 DEVICE = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
 PLATFORM = Platform(DEVICE, DevicePieces(DEVICE), PAGE_SIZE, max_running=512)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
@@ -16,6 +13,7 @@ from llmbatch.errors import ParameterError
 from llmbatch.lengths import LengthModel
 from llmbatch.sample import first_sample
 from llmbatch.tree import PrefixTree
+from tests.support.paths import TRACES
 
 Ints = NDArray[np.int32]
 
@@ -259,7 +257,6 @@ def test_max_tokens_below_one_is_refused() -> None:
 # --- small samples of heavy-tailed answers
 
 CAP = 131_072
-TRACES = Path(os.environ.get("LLMBATCH_TRACES") or Path(__file__).parents[1] / ".." / "shared" / "traces")
 
 
 def population(name: str) -> Ints:

@@ -15,8 +15,8 @@ import pytest
 from llmbatch import refusals
 from llmbatch.inputs import Inputs
 from llmbatch.listing import find_files
-from tests.datasets import jsonl, parquet, refusal
-from tests.s3 import S3Server, Trouble, s3_fixture  # noqa: F401
+from tests.support.datasets import jsonl, parquet, refusal
+from tests.support.s3 import S3Server, Trouble, s3_fixture  # noqa: F401
 
 
 def files(root: Path, *names: str) -> None:

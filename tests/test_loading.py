@@ -26,7 +26,7 @@ from llmbatch.engines.fusion import FusedAttention, FusedMLP, FusedNorm, fuse
 from llmbatch.engines.host import HOST
 from llmbatch.engines.loading import LoadedModel, load_model
 from llmbatch.errors import ModelError
-from tests.models import EOS, FAMILIES, TINY, tiny_config, tiny_model, tiny_model_folder
+from tests.support.models import EOS, FAMILIES, TINY, tiny_config, tiny_model, tiny_model_folder
 
 untyped: Any = AutoModelForCausalLM
 

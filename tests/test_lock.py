@@ -20,8 +20,8 @@ import llmbatch.lock
 from llmbatch.errors import DataError, JobError
 from llmbatch.lock import Lock, Owner
 from llmbatch.storage import Place
-from tests.owners import TOKEN, dead, elsewhere, put
-from tests.s3 import S3Server, s3_fixture  # noqa: F401
+from tests.support.owners import TOKEN, dead, elsewhere, put
+from tests.support.s3 import S3Server, s3_fixture  # noqa: F401
 
 # Takes the lock of a folder, says so, and waits until it is killed or told to go.
 HOLDER = """

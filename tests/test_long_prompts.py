@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import runpy
-from pathlib import Path
 
 import pytest
 
@@ -11,8 +10,9 @@ from llmbatch.cost import SHAPES, CostModel
 from llmbatch.hardware import find_hardware
 from llmbatch.simulate import MAX_RUNNING, pool_of, simulate
 from llmbatch.workload import Scheduling
+from tests.support.paths import ROOT
 
-MIX = runpy.run_path(str(Path(__file__).parent.parent / "benchmarks" / "long_prompts.py"))["mix"]
+MIX = runpy.run_path(str(ROOT / "benchmarks" / "long_prompts.py"))["mix"]
 
 
 @pytest.mark.parametrize("seed", [0, 2])

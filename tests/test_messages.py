@@ -25,8 +25,8 @@ from llmbatch.prompts import PromptSource
 from llmbatch.stopping import Stopping, heard
 from llmbatch.tokenize import load_tokenizer
 from llmbatch.windows import Windows
-from tests.jobs import Job, check_refused, rows
-from tests.tokenizers import save_fast
+from tests.support.jobs import Job, check_refused, rows
+from tests.support.tokenizers import save_fast
 
 # Exit statuses
 

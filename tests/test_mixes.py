@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,8 +15,7 @@ from llmbatch.errors import ParameterError
 from llmbatch.hardware import find_hardware
 from llmbatch.mixes import MIXES, Drawn, Groups, Mix, Sources, draw_mix, parse_mix
 from llmbatch.traces import Trace, read_traces
-
-TRACES = Path(os.environ.get("LLMBATCH_TRACES", Path(__file__).parents[1] / ".." / "shared" / "traces"))
+from tests.support.paths import TRACES
 
 COST = CostModel(find_shape("llama-3-8b"), find_hardware("a100-80gb"))
 

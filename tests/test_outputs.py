@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from llmbatch.errors import DataError, JobError, StorageError
-from tests.outputs import TABLE, begun, commit, described, finish, open_output, stage, tree
+from tests.support.outputs import TABLE, begun, commit, described, finish, open_output, stage, tree
 
 FILES = ("out.parquet", "out.jsonl", "out.jsonl.gz", "out.jsonl.zst")
 

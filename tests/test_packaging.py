@@ -14,8 +14,8 @@ import pyarrow.parquet as pq
 import pytest
 
 import llmbatch
+from tests.support.paths import ROOT
 
-ROOT = Path(__file__).parent.parent
 DEMO = ROOT / "examples" / "demo"
 HEAVY = {"torch", "ray", "polars", "transformers"}
 PLANNING = ("tree", "lengths", "cost", "hardware", "pages", "schedule", "engines", "engines.simulated")

@@ -7,7 +7,7 @@ import pytest
 
 from llmbatch.keeping import path_of
 from llmbatch.pages import EMPTY, Pages, admit_pages, extend, extend_by_one, release
-from tests.workloads import Workload
+from tests.support.workloads import Workload
 
 
 def pool(prompts: list[list[int]], num_pages: int, page_size: int = 4) -> Pages:

@@ -12,8 +12,8 @@ from llmbatch.requests import Requests
 from llmbatch.sampling import SamplingParams
 from llmbatch.stream import Stream
 from llmbatch.workload import Scheduling, Workload
+from tests.support.workloads import COST
 from tests.test_stream import POOL, Engines, Listed, Taken, Window
-from tests.workloads import COST
 
 
 def requests_of(params: list[SamplingParams], index: list[int]) -> Requests:

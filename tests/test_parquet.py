@@ -14,7 +14,7 @@ import pytest
 
 from llmbatch.errors import DataError
 from llmbatch.inputs import Inputs
-from tests.datasets import parquet, refusal
+from tests.support.datasets import parquet, refusal
 
 
 def test_rows_of_all_files_are_read_in_order_and_columns_found_by_name(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from llmbatch.inputs import Inputs
 from llmbatch.partitions import folder_values
-from tests.datasets import jsonl, parquet, refusal
+from tests.support.datasets import jsonl, parquet, refusal
 
 
 @pytest.mark.parametrize(

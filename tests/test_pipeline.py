@@ -21,7 +21,7 @@ from llmbatch.requests import Requests
 from llmbatch.sampling import SamplingParams
 from llmbatch.schedule import Finished, Scheduler, Waiting
 from llmbatch.step import Finish, Step, StepResult
-from tests.workloads import RATES, Believed, Workload
+from tests.support.workloads import RATES, Believed, Workload
 
 VOCABULARY, EOS, BROKEN = 50, 7, 11  # a sequence ends at EOS; at BROKEN its next logits are no numbers
 PAGE = 4

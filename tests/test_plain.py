@@ -14,8 +14,8 @@ import pytest
 from llmbatch.errors import DataError
 from llmbatch.plain import unwritable
 from llmbatch.staging import Jsonl
-from tests.jobs import Job
-from tests.outputs import open_output
+from tests.support.jobs import Job
+from tests.support.outputs import open_output
 
 BAD_TEXT = pa.StringArray.from_buffers(
     3, pa.py_buffer(b"\x00\0\0\0\x01\0\0\0\x02\0\0\0\x03\0\0\0"), pa.py_buffer(b"a\xffc")

@@ -32,10 +32,10 @@ from llmbatch.step import Finish
 from llmbatch.stream import Stream
 from llmbatch.traces import Trace
 from llmbatch.workload import Fit, Pool, Scheduling
-from tests.golden import generate
-from tests.models import EOS, PAD, tiny_model
+from tests.support.golden import generate
+from tests.support.models import EOS, PAD, tiny_model
+from tests.support.workloads import COST
 from tests.test_stream import Engines, Listed, Taken, Window
-from tests.workloads import COST
 
 POOL = Pool(10, 4)
 BUDGET = Scheduling(max_running=8)

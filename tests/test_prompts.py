@@ -15,7 +15,7 @@ from llmbatch.errors import DataError, ParameterError, RowError
 from llmbatch.prompts import PromptSource
 from llmbatch.template import Filled, Template
 from llmbatch.tokenize import Tokenizer
-from tests.tokenizers import texts_of
+from tests.support.tokenizers import texts_of
 
 # What a source may be
 

@@ -14,7 +14,7 @@ pytest.importorskip("ray.data")
 from llmbatch import DataError, LLMOperator, ParameterError  # noqa: E402
 from llmbatch.answers import COLUMNS  # noqa: E402
 from llmbatch.operators.ray import map_dataset  # noqa: E402
-from tests.ray_jobs import Job, answered, kill, rows_of, start, when_running  # noqa: E402
+from tests.support.ray_jobs import Job, answered, kill, rows_of, start, when_running  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Ray's own, about its settings
 

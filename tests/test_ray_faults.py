@@ -20,8 +20,8 @@ pytest.importorskip("ray.data")
 from ray.cluster_utils import Cluster  # noqa: E402
 
 from llmbatch import LLMOperator  # noqa: E402
-from tests.models import tiny_tokenizer  # noqa: E402
-from tests.ray_jobs import Job, answered, rows_of, start, until, when_running  # noqa: E402
+from tests.support.models import tiny_tokenizer  # noqa: E402
+from tests.support.ray_jobs import Job, answered, rows_of, start, until, when_running  # noqa: E402
 
 pytestmark = [
     pytest.mark.slow,

@@ -20,7 +20,7 @@ from llmbatch.engines.simulated import SimulatedEngine
 from llmbatch.kernels.groups import GROUP_ROWS, GROUP_TOKENS
 from llmbatch.schedule import Finished, Scheduler, Waiting
 from llmbatch.step import Finish, Step
-from tests.workloads import COST, RATES, Believed, Workload
+from tests.support.workloads import COST, RATES, Believed, Workload
 
 CASCADE = replace(COST, cascade=True)
 TOGETHER = RATES._replace(cascade=True)

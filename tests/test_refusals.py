@@ -20,7 +20,7 @@ from llmbatch import refusals
 from llmbatch.errors import StorageError
 from llmbatch.refusals import is_passing, refusal
 from llmbatch.storage import Place
-from tests.s3 import S3Server, Trouble, s3_fixture  # noqa: F401
+from tests.support.s3 import S3Server, Trouble, s3_fixture  # noqa: F401
 
 BUSY = Trouble(503, "ServiceUnavailable")
 ANSWER_LOST = Trouble(500, "InternalError", done=True)

@@ -13,9 +13,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from llmbatch.errors import DataError
-from tests.dying import killed
-from tests.outputs import TABLE, begun, commit, finish, open_output, stage
-from tests.s3 import S3Server, Trouble, s3_fixture  # noqa: F401
+from tests.support.dying import killed
+from tests.support.outputs import TABLE, begun, commit, finish, open_output, stage
+from tests.support.s3 import S3Server, Trouble, s3_fixture  # noqa: F401
 
 NAMES = ("out", "out.parquet", "out.jsonl", "out.jsonl.gz", "out.jsonl.zst")
 

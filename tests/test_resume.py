@@ -21,9 +21,9 @@ import pytest
 from llmbatch.cli import main
 from llmbatch.lock import Owner
 from llmbatch.storage import Place
-from tests.dying import Killed
-from tests.jobs import SAME, Job, begun, check_goes_on, contents, no_power_cuts, rows
-from tests.killing import Moment, Process, run, running
+from tests.support.dying import Killed
+from tests.support.jobs import SAME, Job, begun, check_goes_on, contents, no_power_cuts, rows
+from tests.support.killing import Moment, Process, run, running
 
 RISK = {"llmbatch.answers:ROWS_AT_RISK": 5}
 STEP = "llmbatch.engines.placeholder:PlaceholderEngine.execute"

@@ -15,7 +15,7 @@ from llmbatch.cli import main
 from llmbatch.engines.placeholder import PlaceholderEngine
 from llmbatch.errors import DataError, JobError
 from llmbatch.step import Step, StepResult
-from tests.jobs import Job, begun, rows
+from tests.support.jobs import Job, begun, rows
 
 POISON = (13, 29)  # generated tokens of the rows that kill the engine
 ROWS = rows()

@@ -12,8 +12,8 @@ from llmbatch.engines.placeholder import PlaceholderEngine
 from llmbatch.step import Finish, Step, StepResult
 from llmbatch.stream import Stream
 from llmbatch.workload import Pool, Scheduling
+from tests.support.workloads import COST, Workload
 from tests.test_stream import Engines, Listed, Taken, Window, lengths, window_of
-from tests.workloads import COST, Workload
 
 
 class Clock:

@@ -19,7 +19,7 @@ import pytest
 
 import llmbatch
 from llmbatch.progress import Advance
-from tests.models import tiny_model_folder
+from tests.support.models import tiny_model_folder
 
 SERVER = os.environ.get("LLMBATCH_S3_SERVER")
 ROWS = 30_000

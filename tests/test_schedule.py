@@ -12,7 +12,7 @@ from llmbatch.ends import Blend, EndRules, Ends, InOrder, Queue, look_behind
 from llmbatch.engines.simulated import SimulatedEngine
 from llmbatch.schedule import Finished, Scheduler, Waiting
 from llmbatch.step import Step
-from tests.workloads import COST, RATES, Believed, Workload, workloads
+from tests.support.workloads import COST, RATES, Believed, Workload, workloads
 
 BUDGETS: list[Budget] = [FixedBudget(1), FixedBudget(7), FixedBudget(64), ClosedLoopBudget(RATES)]
 ENDS: list[Ends] = [InOrder(), Blend(), Blend(behind=8)]

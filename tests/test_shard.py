@@ -17,7 +17,7 @@ from llmbatch.requests import Shard
 from llmbatch.sampling import SamplingParams
 from llmbatch.shard import build_shard
 from llmbatch.tokenize import Tokenizer, load_tokenizer
-from tests.tokenizers import save_fast
+from tests.support.tokenizers import save_fast
 
 BOS = 256
 

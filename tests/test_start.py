@@ -32,7 +32,7 @@ from llmbatch.progress import Silence
 from llmbatch.references import by_reference
 from llmbatch.rehearsal import Compilation
 from llmbatch.rowhash import hash_rows
-from tests.models import tiny_model_folder
+from tests.support.models import tiny_model_folder
 
 
 @by_reference

@@ -15,7 +15,7 @@ import pytest
 
 from llmbatch.errors import DataError, StorageError
 from llmbatch.storage import Place
-from tests.s3 import S3Server, s3_fixture  # noqa: F401
+from tests.support.s3 import S3Server, s3_fixture  # noqa: F401
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ from llmbatch.sampling import SamplingParams
 from llmbatch.step import Finish, Step, StepResult
 from llmbatch.stream import Stream
 from llmbatch.workload import Pool, Scheduling
-from tests.workloads import COST, Workload, workloads
+from tests.support.workloads import COST, Workload, workloads
 
 POOL = Pool(400, 4)
 

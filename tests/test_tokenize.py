@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from llmbatch.errors import ModelError
 from llmbatch.tokenize import FastTokenizer, SlowTokenizer, TokenColumn, Tokenizer, load_tokenizer
-from tests.tokenizers import CHAT_TEMPLATE, save_fast, save_slow
+from tests.support.tokenizers import CHAT_TEMPLATE, save_fast, save_slow
 
 TEXTS = ["hello there", "", "é", "a </s> b"]
 

@@ -20,7 +20,7 @@ from llmbatch.engines.torch import TorchEngine
 from llmbatch.requests import Requests
 from llmbatch.sampling import SamplingParams
 from llmbatch.step import Finish, Step
-from tests.models import EOS, FAMILIES, PAD, tiny_model, tiny_model_folder
+from tests.support.models import EOS, FAMILIES, PAD, tiny_model, tiny_model_folder
 
 Prompt = list[int]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,7 @@ from hypothesis import strategies as st
 
 from llmbatch.errors import DataError, InputError, ParameterError
 from llmbatch.traces import Trace, put_together, read_traces
-
-TRACES = Path(os.environ.get("LLMBATCH_TRACES", Path(__file__).parents[1] / ".." / "shared" / "traces"))
+from tests.support.paths import TRACES
 
 Write = Callable[..., Path]
 

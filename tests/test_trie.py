@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmbatch.trie import PageTrie
-from tests.workloads import Workload, workloads
+from tests.support.workloads import Workload, workloads
 
 
 @given(workloads(), st.sampled_from([1, 2, 4, 16]))

@@ -12,11 +12,11 @@ from llmbatch.engines.placeholder import PlaceholderEngine
 from llmbatch.feed import Ended
 from llmbatch.stream import Stream
 from llmbatch.workload import Pool, Scheduling
-from tests.golden import generate
-from tests.models import EOS, PAD, tiny_model
+from tests.support.golden import generate
+from tests.support.models import EOS, PAD, tiny_model
+from tests.support.workloads import COST
 from tests.test_pool_limits import Answers, Hosting, accelerated_engine, torch_engine, window_of
 from tests.test_stream import Listed, Window
-from tests.workloads import COST
 
 MOST = 14
 

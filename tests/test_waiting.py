@@ -15,8 +15,8 @@ from llmbatch.engines.simulated import SimulatedEngine
 from llmbatch.schedule import Scheduler, Waiting
 from llmbatch.slots import PREEMPTED
 from llmbatch.step import Step
+from tests.support.workloads import COST, RATES, Believed, Workload, workloads
 from tests.test_schedule import least_pages, run, scheduler_for
-from tests.workloads import COST, RATES, Believed, Workload, workloads
 
 BUDGETS: list[Budget] = [FixedBudget(7), FixedBudget(64), ClosedLoopBudget(RATES)]
 ENDS: list[Ends] = [InOrder(), Blend(), Blend(behind=8)]

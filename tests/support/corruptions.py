@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from llmbatch.errors import LLMBatchError
-from tests.setups import Case, Failure, Kill, forked, read
+from tests.support.setups import Case, Failure, Kill, forked, read
 
 CUT, SWAPPED, EDITED, REPLACED = "cut", "swapped", "edited", "replaced"
 

@@ -1,4 +1,4 @@
-"""Compile every kernel for a card that need not be there: `python -m tests.compilation CAPABILITY`.
+"""Compile every kernel for a card that need not be there: `python -m tests.support.compilation CAPABILITY`.
 
 Prints the shared memory of each, in bytes, as JSON. In a process of its own, because what Triton's interpreter runs is
 not compiled.

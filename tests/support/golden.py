@@ -18,7 +18,7 @@ from llmbatch.requests import Requests
 from llmbatch.sampling import SamplingParams
 from llmbatch.schedule import Finished, Scheduler, Waiting
 from llmbatch.step import Step
-from tests.workloads import RATES, Believed, Workload
+from tests.support.workloads import RATES, Believed, Workload
 
 
 def prompts() -> list[list[int]]:

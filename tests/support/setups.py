@@ -33,7 +33,7 @@ from llmbatch.errors import DataError
 from llmbatch.journal import Journal
 from llmbatch.manifest import decode
 from llmbatch.storage import Place
-from tests.jobs import SAME, begun, rows
+from tests.support.jobs import SAME, begun, rows
 
 ROWS = 12
 OPERATIONS = (

@@ -24,6 +24,8 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from tests.support.paths import ROOT
+
 
 @dataclass(frozen=True, slots=True)
 class Moment:
@@ -99,7 +101,7 @@ def _template() -> subprocess.Popen[str]:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        cwd=Path(__file__).parents[1],
+        cwd=ROOT,
     )
 
     def end() -> None:
