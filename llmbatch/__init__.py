@@ -27,17 +27,17 @@ if TYPE_CHECKING:
     from llmbatch.sampling import SamplingParams
 
 _HOME = {
-    "DataError": "errors",
-    "InputError": "errors",
-    "JobError": "errors",
-    "LLMBatchError": "errors",
-    "LLMOperator": "operators.llm",
-    "ModelError": "errors",
-    "ParameterError": "errors",
-    "Report": "report",
-    "SamplingParams": "sampling",
-    "explain": "job",
-    "run": "job",
+    "DataError": "llmbatch.errors",
+    "InputError": "llmbatch.errors",
+    "JobError": "llmbatch.errors",
+    "LLMBatchError": "llmbatch.errors",
+    "LLMOperator": "llmbatch.operators.llm",
+    "ModelError": "llmbatch.errors",
+    "ParameterError": "llmbatch.errors",
+    "Report": "llmbatch.report",
+    "SamplingParams": "llmbatch.sampling",
+    "explain": "llmbatch.job",
+    "run": "llmbatch.job",
 }
 
 __all__ = [
@@ -59,7 +59,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'llmbatch' has no attribute {name!r}")
-    value = getattr(import_module(f"llmbatch.{_HOME[name]}"), name)
+    value = getattr(import_module(_HOME[name]), name)
     globals()[name] = value
     return value
 

@@ -40,7 +40,6 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 _PACKAGE: Final = Path(__file__).parent
 _KERNELS: Final = "llmbatch.kernels."  # these and functions with options are never run as Python
-_SOURCES: Final = ("*.py", "engines/*.py", "kernels/*.py")
 _FOLDER: Final = re.compile(r"\.?[0-9a-f]{16}(\.\d+)*")
 _UNUSED: Final = 30 * 86_400.0  # seconds
 
@@ -51,12 +50,18 @@ def code_folder() -> Path:
     versions = (sys.version, numba.__version__, llvmlite.__version__, np.__version__)
     machine = (binding.get_host_cpu_name(), binding.get_host_cpu_features().flatten())
     digest = hashlib.sha256(repr((versions, machine)).encode())
-    for file in sorted(file for pattern in _SOURCES for file in _PACKAGE.glob(pattern)):
+    for file in _sources():
         content = file.read_bytes()
         if b"njit" in content or b"by_reference" in content:
             digest.update(file.relative_to(_PACKAGE).as_posix().encode() + b"\0" + content + b"\0")
     root = Path(config.CACHE_DIR) if config.CACHE_DIR else cache_folder() / "compiled"  # type: ignore[attr-defined]
     return root / digest.hexdigest()[:16]
+
+
+def _sources() -> list[Path]:
+    """Every file of the package, in folders that are linked into it too."""
+    folders = (Path(folder) for folder, _, _ in os.walk(_PACKAGE, followlinks=True))
+    return sorted(file for folder in folders for file in folder.glob("*.py"))
 
 
 def njit(*, cache: bool = False, **options: Any) -> Callable[[F], Dispatcher[F]]:
