@@ -4,7 +4,8 @@
 
 A job of one of the set-ups of `tests.support.setups` is killed at a random file operation. A random file of its work
 folder is cut anywhere, swapped with another one, changed in one byte, or, where it is JSON, changed in one value. The
-plain command must then write all rows right, or say in a sentence of ours what is wrong; and starting over must be a way out.
+plain command must then write all rows right, or say in a sentence of ours what is wrong; and starting over must be a
+way out.
 Prints one line of JSON; exit status 1 where one fails.
 """
 

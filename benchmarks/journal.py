@@ -17,8 +17,8 @@ from typing import Any
 import pyarrow as pa
 
 import llmbatch
-from llmbatch.journal import Journal
-from llmbatch.storage import Place
+from llmbatch.storage.journal import Journal
+from llmbatch.storage.location import Place
 
 sys.path.append(str(Path(__file__).parent.parent / "examples" / "demo"))
 from run import DATA, SYSTEM, smollm2

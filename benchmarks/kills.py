@@ -33,7 +33,7 @@ import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 
 from llmbatch.answers import ROWS_AT_RISK, SECONDS_AT_RISK
-from llmbatch.storage import Place
+from llmbatch.storage.location import Place
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples" / "demo"))
 

@@ -23,13 +23,13 @@ from llmbatch.earlier import JOURNAL
 from llmbatch.errors import StorageError
 from llmbatch.feed import Stop
 from llmbatch.gate import Gate
-from llmbatch.journal import Journal
-from llmbatch.lock import Lock
 from llmbatch.outputs import Output
 from llmbatch.progress import Advance, Progress
 from llmbatch.report import Tally
 from llmbatch.shelf import Names, Shelf, Whole
 from llmbatch.stopping import Stopping
+from llmbatch.storage.journal import Journal
+from llmbatch.storage.lock import Lock
 
 _BEHIND = 64  # writes that may wait before the engine does
 _LOCK_SECONDS = 5.0  # between two looks whether the lock is still ours

@@ -33,8 +33,8 @@ from numba.core import config, types
 from numba.core.caching import CompileResultCacheImpl, FunctionCache, UserWideCacheLocator
 from numba.core.dispatcher import Dispatcher
 
-from llmbatch.cache import cache_folder
 from llmbatch.interpreted import register
+from llmbatch.system.cache import cache_folder
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -13,7 +13,7 @@ from fsspec.core import has_magic, split_protocol
 from fsspec.utils import glob_translate
 
 from llmbatch.errors import DataError
-from llmbatch.storage import Place
+from llmbatch.storage.location import Place
 
 _FIRST_PATIENCE = 5.0  # seconds
 FILE_SUFFIXES = (".parquet", ".jsonl", ".jsonl.gz", ".jsonl.zst")

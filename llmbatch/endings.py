@@ -13,7 +13,7 @@ from typing import Any
 
 from llmbatch.parts import Part
 from llmbatch.seal import damage, is_plain, seal, unseal
-from llmbatch.storage import Place
+from llmbatch.storage.location import Place
 
 ENDING = "ending.json"
 _NAMES = "names.json"

@@ -14,7 +14,7 @@ from types import MappingProxyType
 import numpy as np
 
 from llmbatch.errors import ParameterError
-from llmbatch.measured import remembered
+from llmbatch.system.measurements import remembered
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

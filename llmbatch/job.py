@@ -25,8 +25,6 @@ from llmbatch.forecast import MOST_SIMULATED, Forecast, compare, forecast
 from llmbatch.gate import Gate
 from llmbatch.identity import check_contents, check_ids
 from llmbatch.inputs import Inputs, RowReader
-from llmbatch.journal import Journal
-from llmbatch.lock import Lock
 from llmbatch.opening import Done, Going, Layout, Wish, kept_dtype, open_job
 from llmbatch.options import Options
 from llmbatch.outputs import Output
@@ -35,6 +33,8 @@ from llmbatch.report import Report
 from llmbatch.rowhash import hash_rows
 from llmbatch.shelf import AsFinished, InOrder, Shelf, Whole
 from llmbatch.stopping import Stopping
+from llmbatch.storage.journal import Journal
+from llmbatch.storage.lock import Lock
 from llmbatch.stream import Totals
 from llmbatch.windows import Windows
 from llmbatch.windows import window_rows as window_rows_of

@@ -19,8 +19,8 @@ from fsspec.core import has_magic
 from llmbatch.errors import DataError, StorageError
 from llmbatch.links import find, glob, local_info
 from llmbatch.partitions import FolderValues, folder_values
-from llmbatch.refusals import is_container_missing, persist
-from llmbatch.storage import Place
+from llmbatch.storage.location import Place
+from llmbatch.storage.retries import is_container_missing, persist
 
 _FORMATS = {".parquet": "Parquet", ".pq": "Parquet", ".jsonl": "JSONL", ".ndjson": "JSONL", ".json": "JSONL"}
 _CODECS = {".gz": "gzip", ".zst": "zstd"}

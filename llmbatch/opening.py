@@ -14,12 +14,12 @@ from llmbatch.earlier import JournalSource, PartSource, Source
 from llmbatch.errors import DataError
 from llmbatch.gate import Gate
 from llmbatch.inputs import Inputs
-from llmbatch.journal import Journal
 from llmbatch.outputs import JOB, Output
 from llmbatch.report import Report
 from llmbatch.seal import damage, seal, unseal
 from llmbatch.shelf import Names, Whole
-from llmbatch.storage import Place
+from llmbatch.storage.journal import Journal
+from llmbatch.storage.location import Place
 
 FORMAT: Final = 3  # of the work folder; from 3 on its files are sealed
 _WAY_OUT = "choose another output, or start over with restart=True (--restart)"

@@ -31,12 +31,12 @@ from llmbatch.destination import Destination
 from llmbatch.endings import ENDING, Ending, Names
 from llmbatch.errors import DataError, JobError, RowError, StorageError
 from llmbatch.finished import Finished
-from llmbatch.lock import Lock
 from llmbatch.manifest import compose
 from llmbatch.parts import Digesting, Part, rows_of
 from llmbatch.plain import check_type, unwritable
 from llmbatch.seal import START_OVER, damage
 from llmbatch.staging import CODECS, Arrow, Format, Jsonl, Parquet, StagedFormat, read_tables
+from llmbatch.storage.lock import Lock
 
 PART_ROWS = 100_000  # most rows of a part, so that readers can share an output out
 JOB = "job.json"  # in the work folder: says which job it is whose work lies there

@@ -10,7 +10,7 @@ from typing import Any, BinaryIO, Final
 
 from llmbatch.errors import StorageError
 from llmbatch.seal import is_plain
-from llmbatch.storage import Place
+from llmbatch.storage.location import Place
 
 _READ: Final = 1 << 20  # bytes at once
 _DIGEST: Final = 16  # bytes; as many as no two files share by accident

@@ -23,7 +23,6 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from llmbatch.beside import start_beside
 from llmbatch.clock import SimulatedDriver
 from llmbatch.compiled import code_folder, kept
 from llmbatch.cost import CostModel, find_shape
@@ -41,6 +40,7 @@ from llmbatch.sampling import SamplingParams
 from llmbatch.schedule import Finished, Scheduler
 from llmbatch.shard import merge_equal
 from llmbatch.step import Step
+from llmbatch.system.processes import start_beside
 from llmbatch.tokenize import TokenColumn
 from llmbatch.workload import Pool, Scheduling, Workload
 

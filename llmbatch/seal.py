@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from llmbatch.errors import DataError
-from llmbatch.storage import Place
+from llmbatch.storage.location import Place
 
 START_OVER: Final = "start over with restart=True (--restart)"
 _CHECKSUM: Final = "checksum"

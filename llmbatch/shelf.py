@@ -23,7 +23,7 @@ from llmbatch.parts import Part, rows_of
 from llmbatch.picking import pick, split
 from llmbatch.report import Tally
 from llmbatch.seal import START_OVER, damage, seal, unseal
-from llmbatch.storage import Place
+from llmbatch.storage.location import Place
 
 _NAME = re.compile(r"(\d+)-(journal|window)-(\d+)")
 _KEYS = re.compile(r"(spool-\d+)\.keys")

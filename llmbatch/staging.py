@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 from llmbatch.choices import COMPRESSIONS as COMPRESSIONS
 from llmbatch.errors import ParameterError, StorageError
 from llmbatch.plain import lines
-from llmbatch.storage import Place
+from llmbatch.storage.location import Place
 
 CODECS = {".jsonl": None, ".jsonl.gz": "gzip", ".jsonl.zst": "zstd"}
 

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable
 from llmbatch.answers import Window
 from llmbatch.errors import ParameterError
 from llmbatch.feed import Stop
-from llmbatch.memory import available_memory
 from llmbatch.stopping import Stopping
+from llmbatch.system.memory import available_memory
 
 MOST_ROWS = 100_000  # of a window that nobody asked for: plans of more rows gain no sharing worth their time
 _HELD = 4  # windows in memory: two in the engine, one that is ready, one in the making

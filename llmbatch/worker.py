@@ -30,7 +30,6 @@ from llmbatch.engines.placeholder import PlaceholderEngine, placeholder_texts
 from llmbatch.errors import DataError, JobError, RowError
 from llmbatch.feed import Feed, Stop
 from llmbatch.gate import Gate
-from llmbatch.memory import out_of_memory
 from llmbatch.options import Options
 from llmbatch.progress import Progress, Silence, saying
 from llmbatch.rehearsal import Compilation
@@ -40,6 +39,7 @@ from llmbatch.sampling import check_sampling_column
 from llmbatch.shard import build_shard
 from llmbatch.single import Gathered, OneWindow
 from llmbatch.stream import Stream, Totals
+from llmbatch.system.memory import out_of_memory
 from llmbatch.tokenize import Tokenizer, load_tokenizer, plain_tokenizer
 from llmbatch.workload import Scheduling, early_ends
 

@@ -2,7 +2,7 @@
 
 Ray Data runs a call again from its beginning when its actor dies, and when the node that held its output is lost. So
 actors report rows as they are answered, and ask for those of a shard before they run it. The answers lie on disk, a
-journal a shard (`llmbatch.journal`); memory holds counts.
+journal a shard (`llmbatch.storage.journal`); memory holds counts.
 
 A row may kill the process that runs it, and then the next one. Which row it was nobody knows, so all that ran are
 suspects, and the ledger counts in how many deaths each was involved: after each a row is to be run among fewer of
@@ -23,10 +23,10 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from llmbatch.answers import SCHEMA, tokens_of
-from llmbatch.journal import Journal
 from llmbatch.operators.flight import RUNNING
 from llmbatch.progress import Advance, Progress
-from llmbatch.storage import Place
+from llmbatch.storage.journal import Journal
+from llmbatch.storage.location import Place
 
 # A row of a shard is known by the hash of its prompt and how many equal ones come before it there.
 REPORT = pa.schema([pa.field("row", pa.uint64()), pa.field("occurrence", pa.int32()), *SCHEMA])

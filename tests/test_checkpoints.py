@@ -14,12 +14,12 @@ from transformers import (
     AutoModelForCausalLM,
 )
 
-from llmbatch.cache import cache_folder
 from llmbatch.engines import checkpoints
 from llmbatch.engines.checkpoints import resolve_model
 from llmbatch.engines.host import HOST
 from llmbatch.engines.loading import load_model
 from llmbatch.errors import ModelError
+from llmbatch.system.cache import cache_folder
 from tests.support.models import tiny_model_folder
 
 untyped: Any = AutoModelForCausalLM

@@ -18,9 +18,9 @@ import pytest
 import llmbatch.answers
 import llmbatch.worker
 from llmbatch.cli import main
-from llmbatch.disk import NewFile
 from llmbatch.errors import DataError, StorageError
-from llmbatch.refusals import refusing
+from llmbatch.storage.local import NewFile
+from llmbatch.storage.retries import refusing
 from tests.support.jobs import Job, begun, check_goes_on, contents, no_power_cuts, rows
 from tests.support.killing import Process, run
 from tests.support.models import tiny_model_folder

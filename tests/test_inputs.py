@@ -15,10 +15,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmbatch import listing, refusals
+from llmbatch import listing
 from llmbatch import parquet as parquet_module
 from llmbatch.errors import DataError, StorageError
 from llmbatch.inputs import Inputs
+from llmbatch.storage import retries
 from tests.support.datasets import jsonl, parquet, refusal
 from tests.support.s3 import S3Server, Trouble, s3_fixture  # noqa: F401
 
@@ -148,7 +149,7 @@ def test_thousands_of_small_files_are_one_input(tmp_path: Path) -> None:
 def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """How long was waited between tries. No time passes."""
     waits: list[float] = []
-    monkeypatch.setattr(refusals, "time", SimpleNamespace(sleep=waits.append, monotonic=lambda: sum(waits)))
+    monkeypatch.setattr(retries, "time", SimpleNamespace(sleep=waits.append, monotonic=lambda: sum(waits)))
     return waits
 
 

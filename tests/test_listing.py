@@ -12,9 +12,9 @@ from typing import Any
 import fsspec
 import pytest
 
-from llmbatch import refusals
 from llmbatch.inputs import Inputs
 from llmbatch.listing import find_files
+from llmbatch.storage import retries
 from tests.support.datasets import jsonl, parquet, refusal
 from tests.support.s3 import S3Server, Trouble, s3_fixture  # noqa: F401
 
@@ -307,7 +307,7 @@ def test_a_store_that_refuses_is_quoted(s3: S3Server, bucket: str) -> None:
 
 def test_a_store_that_does_not_answer_is_given_up_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[float] = []
-    monkeypatch.setattr(refusals, "time", SimpleNamespace(sleep=waits.append, monotonic=lambda: sum(waits)))
+    monkeypatch.setattr(retries, "time", SimpleNamespace(sleep=waits.append, monotonic=lambda: sum(waits)))
     options: dict[str, Any] = {"endpoint_url": "http://127.0.0.1:1", "key": "testkey", "secret": "testsecret"}
     assert refusal("s3://away/a.jsonl", storage_options=options) == (
         's3://away/a.jsonl cannot be read: Could not connect to the endpoint URL: "http://127.0.0.1:1/away/a.jsonl"; '

@@ -19,8 +19,8 @@ import pyarrow.dataset as ds
 import pytest
 
 from llmbatch.cli import main
-from llmbatch.lock import Owner
-from llmbatch.storage import Place
+from llmbatch.storage.location import Place
+from llmbatch.storage.lock import Owner
 from tests.support.dying import Killed
 from tests.support.jobs import SAME, Job, begun, check_goes_on, contents, no_power_cuts, rows
 from tests.support.killing import Moment, Process, run, running
@@ -28,9 +28,9 @@ from tests.support.killing import Moment, Process, run, running
 RISK = {"llmbatch.answers:ROWS_AT_RISK": 5}
 STEP = "llmbatch.engines.placeholder:PlaceholderEngine.execute"
 TORCH_STEP = "llmbatch.engines.torch:TorchEngine.execute"
-APPEND = "llmbatch.journal:_FileJournal.append"
+APPEND = "llmbatch.storage.journal:_FileJournal.append"
 STAGE = "llmbatch.outputs:Output.stage"
-MOVE = "llmbatch.storage:Place.move"
+MOVE = "llmbatch.storage.location:Place.move"
 TORCH = {"engine": "torch", "output_tokens": None, "max_tokens": 12}
 
 

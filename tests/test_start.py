@@ -20,18 +20,18 @@ from numpy.typing import NDArray
 import llmbatch.answers
 import llmbatch.compiled
 from llmbatch.answers import Answering, Risk
-from llmbatch.beside import start_beside
 from llmbatch.compiled import code_folder, njit
 from llmbatch.engines.host import HOST
 from llmbatch.engines.loading import load_model
 from llmbatch.feed import Ended
 from llmbatch.interpreted import stop_interpreting
 from llmbatch.kernels import attention, fused
-from llmbatch.measured import remembered
 from llmbatch.progress import Silence
 from llmbatch.references import by_reference
 from llmbatch.rehearsal import Compilation
 from llmbatch.rowhash import hash_rows
+from llmbatch.system.measurements import remembered
+from llmbatch.system.processes import start_beside
 from tests.support.models import tiny_model_folder
 
 
@@ -161,7 +161,7 @@ def test_another_process_compiles_and_leaves_its_mark(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: _Told
 ) -> None:
     monkeypatch.setattr("llmbatch.rehearsal.code_folder", lambda: tmp_path)
-    monkeypatch.setattr("llmbatch.beside._PROGRAM", f"open({str(tmp_path / 'scheduler')!r}, 'w')")
+    monkeypatch.setattr("llmbatch.system.processes._PROGRAM", f"open({str(tmp_path / 'scheduler')!r}, 'w')")
     monkeypatch.setattr("llmbatch.rehearsal.rehearse", _refuse)
     compilation = Compilation(told.say)
     compilation.finish()
@@ -176,7 +176,7 @@ def test_few_rows_do_not_wait_for_the_other_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: _Told
 ) -> None:
     monkeypatch.setattr("llmbatch.rehearsal.code_folder", lambda: tmp_path)
-    monkeypatch.setattr("llmbatch.beside._PROGRAM", "import time; time.sleep(60)")
+    monkeypatch.setattr("llmbatch.system.processes._PROGRAM", "import time; time.sleep(60)")
     other = start_beside("llmbatch.rehearsal")
     monkeypatch.setattr("llmbatch.rehearsal.start_beside", lambda _: other)
     monkeypatch.setattr("llmbatch.rehearsal.rehearse", _refuse)
@@ -195,7 +195,7 @@ def test_where_the_other_process_fails_this_one_compiles(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: _Told
 ) -> None:
     monkeypatch.setattr("llmbatch.rehearsal.code_folder", lambda: tmp_path)
-    monkeypatch.setattr("llmbatch.beside._PROGRAM", "raise SystemExit(1)")
+    monkeypatch.setattr("llmbatch.system.processes._PROGRAM", "raise SystemExit(1)")
     rehearsed: list[bool] = []
     monkeypatch.setattr("llmbatch.rehearsal.rehearse", lambda: rehearsed.append(True))
     Compilation(told.say).finish()

@@ -17,10 +17,10 @@ from pathlib import Path
 from subprocess import PIPE
 from typing import Any, Final
 
-from llmbatch.beside import start_beside
-from llmbatch.cache import cache_folder
 from llmbatch.engines.digests import digest, digests
 from llmbatch.errors import ModelError
+from llmbatch.system.cache import cache_folder
+from llmbatch.system.processes import start_beside
 
 _HUB_SECONDS: Final = 8.0
 _METADATA: Final = ["*.json", "*.txt", "*.jinja", "*.model", "*.py"]

@@ -20,7 +20,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from llmbatch.choices import DType as DType
 from llmbatch.engines.outline import BFLOAT16_GAIN, kv_bytes
 from llmbatch.errors import ModelError
-from llmbatch.measured import remembered
+from llmbatch.system.measurements import remembered
 
 LAYER_TYPES: Final = ("full_attention", "sliding_attention")
 _ROPE_TYPES: Final = ("default", "linear", "llama3", "yarn", "proportional")

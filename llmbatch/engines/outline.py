@@ -20,8 +20,8 @@ from llmbatch.engines.config import EngineConfig
 from llmbatch.errors import ParameterError
 from llmbatch.hardware import find_hardware
 from llmbatch.kernels.tile import LANES
-from llmbatch.measured import recalled
-from llmbatch.memory import available_memory
+from llmbatch.system.measurements import recalled
+from llmbatch.system.memory import available_memory
 from llmbatch.workload import Pool
 
 POOL_SHARE: Final = 0.5  # of the memory that is free once the weights are loaded

@@ -11,7 +11,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmbatch.budget import MOST_TOKENS, Rates
-from llmbatch.cache import cache_folder
 from llmbatch.cost import SEQUENTIAL, CostModel
 from llmbatch.engines.backends import choose_attention
 from llmbatch.engines.base import StreamEngine
@@ -23,7 +22,8 @@ from llmbatch.engines.platform import Platform
 from llmbatch.errors import ModelError, ParameterError
 from llmbatch.hardware import measure_cpu
 from llmbatch.kernels.backends import PagedAttention
-from llmbatch.memory import available_memory
+from llmbatch.system.cache import cache_folder
+from llmbatch.system.memory import available_memory
 from llmbatch.workload import Pool, Scheduling
 
 if TYPE_CHECKING:  # what takes a second to import, and forecasts load nothing; and what needs Triton

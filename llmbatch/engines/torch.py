@@ -18,9 +18,9 @@ from llmbatch.engines.generation import Generation
 from llmbatch.engines.loading import LoadedModel
 from llmbatch.engines.packing import pack_tokens
 from llmbatch.engines.sampler import sample
-from llmbatch.memory import keep_freed_memory
 from llmbatch.requests import Requests
 from llmbatch.step import Step, StepResult
+from llmbatch.system.memory import keep_freed_memory
 
 _WORTH_THREADS = 1 << 16  # elements a layer touches; below, waking threads costs more than they save
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from llmbatch.storage import Place
+from llmbatch.storage.location import Place
 
 CHANGES = ("write", "create", "writing", "move", "remove", "clear")
 

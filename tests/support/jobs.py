@@ -24,11 +24,11 @@ from llmbatch.book import Book
 from llmbatch.cli import main
 from llmbatch.earlier import keys_of
 from llmbatch.errors import JobStopped
-from llmbatch.journal import Journal
 from llmbatch.progress import Advance, Silence
 from llmbatch.report import Report
 from llmbatch.stopping import Stopping
-from llmbatch.storage import Place
+from llmbatch.storage.journal import Journal
+from llmbatch.storage.location import Place
 
 # Ways out that messages name.
 OVER = "start over with restart=True (--restart)"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from llmbatch.lock import Owner
-from llmbatch.storage import Place
+from llmbatch.storage.location import Place
+from llmbatch.storage.lock import Owner
 
 TOKEN = "0123456789abcdef" * 2
 

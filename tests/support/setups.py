@@ -28,11 +28,11 @@ import llmbatch
 import llmbatch.answers
 import llmbatch.shelf
 import llmbatch.worker
-from llmbatch.disk import NewFile
 from llmbatch.errors import DataError
-from llmbatch.journal import Journal
 from llmbatch.manifest import decode
-from llmbatch.storage import Place
+from llmbatch.storage.journal import Journal
+from llmbatch.storage.local import NewFile
+from llmbatch.storage.location import Place
 from tests.support.jobs import SAME, begun, rows
 
 ROWS = 12

@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmbatch.errors import StorageError
-from llmbatch.journal import Journal
-from llmbatch.storage import Place
+from llmbatch.storage.journal import Journal
+from llmbatch.storage.location import Place
 from tests.support.s3 import S3Server, s3_fixture  # noqa: F401
 
 NAME = "journal-00000"

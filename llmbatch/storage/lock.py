@@ -27,9 +27,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from llmbatch.disk import HeldFile, is_held
 from llmbatch.errors import DataError, JobError, StorageError
-from llmbatch.storage import Place
+from llmbatch.storage.local import HeldFile, is_held
+from llmbatch.storage.location import Place
 
 HEARTBEAT: Final = 10.0  # seconds between two signs of life
 PATIENCE: Final = 60.0  # seconds without one after which an owner elsewhere is taken for dead

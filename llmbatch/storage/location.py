@@ -25,9 +25,9 @@ import fsspec
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
-from llmbatch.disk import UNFINISHED, NewFile, make_folder, sync_folder
 from llmbatch.errors import DataError
-from llmbatch.refusals import is_container_missing, is_taken, persist, refusing
+from llmbatch.storage.local import UNFINISHED, NewFile, make_folder, sync_folder
+from llmbatch.storage.retries import is_container_missing, is_taken, persist, refusing
 
 _BUFFER = 1 << 20  # bytes that are read or written at once
 # Other writers' files are to be seen at once. On S3, botocore and s3fs would each try again as well, for longer than

@@ -20,10 +20,10 @@ from typing import BinaryIO
 
 import pyarrow as pa
 
-from llmbatch.disk import sync_folder
 from llmbatch.errors import StorageError
-from llmbatch.refusals import refusing
-from llmbatch.storage import Place
+from llmbatch.storage.local import sync_folder
+from llmbatch.storage.location import Place
+from llmbatch.storage.retries import refusing
 
 _HEADER = struct.Struct("<4sIQ")  # the mark, the CRC-32 of what follows it, the bytes of the payload
 _CHECKED = 8  # where in a record the checksum begins to count: at the length

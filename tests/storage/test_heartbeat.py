@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-import llmbatch.lock
-from llmbatch.disk import HeldFile
+import llmbatch.storage.lock
 from llmbatch.errors import JobError, StorageError
-from llmbatch.lock import Lock, Owner
-from llmbatch.storage import Place
+from llmbatch.storage.local import HeldFile
+from llmbatch.storage.location import Place
+from llmbatch.storage.lock import Lock, Owner
 from tests.support.owners import elsewhere, put
 
 
@@ -26,7 +26,7 @@ def local(tmp_path: Path) -> Place:
 
 @pytest.fixture(autouse=True)
 def fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(llmbatch.lock, "HEARTBEAT", 0.001)
+    monkeypatch.setattr(llmbatch.storage.lock, "HEARTBEAT", 0.001)
 
 
 @pytest.fixture(params=["disk", "store"])
@@ -50,7 +50,7 @@ def observe(patch: pytest.MonkeyPatch, seen: Callable[[], None]) -> None:
     def write(*_: object) -> None:
         seen()
 
-    patch.setattr("llmbatch.lock.HeldFile", Silent(write))
+    patch.setattr("llmbatch.storage.lock.HeldFile", Silent(write))
 
 
 class Silent:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from llmbatch.measured import recalled, remembered
+from llmbatch.system.measurements import recalled, remembered
 
 
 @pytest.fixture
@@ -17,7 +17,7 @@ def busy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[float], N
 
     def set_to(seconds: float) -> None:
         taken = _counting(seconds)
-        monkeypatch.setattr("llmbatch.measured._seconds_of_others", lambda: next(taken))
+        monkeypatch.setattr("llmbatch.system.measurements._seconds_of_others", lambda: next(taken))
 
     return set_to
 

@@ -16,10 +16,10 @@ from pathlib import Path
 
 import pytest
 
-import llmbatch.lock
+import llmbatch.storage.lock
 from llmbatch.errors import DataError, JobError
-from llmbatch.lock import Lock, Owner
-from llmbatch.storage import Place
+from llmbatch.storage.location import Place
+from llmbatch.storage.lock import Lock, Owner
 from tests.support.owners import TOKEN, dead, elsewhere, put
 from tests.support.s3 import S3Server, s3_fixture  # noqa: F401
 
@@ -27,8 +27,8 @@ from tests.support.s3 import S3Server, s3_fixture  # noqa: F401
 HOLDER = """
 import sys
 from llmbatch.errors import DataError
-from llmbatch.lock import Lock
-from llmbatch.storage import Place
+from llmbatch.storage.lock import Lock
+from llmbatch.storage.location import Place
 sys.stdin.readline()
 try:
     lock = Lock.acquire(Place.at(sys.argv[1]), what="OUT")
@@ -90,7 +90,7 @@ def answer(process: subprocess.Popen[str]) -> str:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """A clock that goes on when somebody sleeps."""
     clock = Clock()
-    monkeypatch.setattr(llmbatch.lock, "time", clock)
+    monkeypatch.setattr(llmbatch.storage.lock, "time", clock)
     return clock
 
 

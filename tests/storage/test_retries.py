@@ -16,10 +16,10 @@ from aiohttp import ClientResponseError
 from botocore.exceptions import ClientError, NoCredentialsError, ReadTimeoutError, SSLError
 from s3fs.errors import translate_boto_error
 
-from llmbatch import refusals
 from llmbatch.errors import StorageError
-from llmbatch.refusals import is_passing, refusal
-from llmbatch.storage import Place
+from llmbatch.storage import retries
+from llmbatch.storage.location import Place
+from llmbatch.storage.retries import is_passing, refusal
 from tests.support.s3 import S3Server, Trouble, s3_fixture  # noqa: F401
 
 BUSY = Trouble(503, "ServiceUnavailable")
@@ -43,7 +43,7 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """How long was waited between tries. No time passes."""
     waits: list[float] = []
     clock = SimpleNamespace(sleep=waits.append, monotonic=lambda: sum(waits))
-    monkeypatch.setattr(refusals, "time", clock)
+    monkeypatch.setattr(retries, "time", clock)
     return waits
 
 
@@ -121,7 +121,7 @@ def test_a_server_that_comes_back_is_found(place: Place, s3: S3Server, monkeypat
         if len(waits) == 3:
             s3.start()
 
-    monkeypatch.setattr(refusals, "time", SimpleNamespace(sleep=sleep, monotonic=lambda: sum(waits)))
+    monkeypatch.setattr(retries, "time", SimpleNamespace(sleep=sleep, monotonic=lambda: sum(waits)))
     s3.stop()
     assert place.create("a", b"one")
     assert len(waits) == 3
@@ -221,7 +221,7 @@ def test_only_what_may_pass_is_tried_again(error: Exception, passes: bool) -> No
     assert is_passing(error) is passes
 
 
-@pytest.mark.parametrize("classes", [refusals._UNREACHABLE, refusals._UNTRUSTED, refusals._NO_CREDENTIALS])
+@pytest.mark.parametrize("classes", [retries._UNREACHABLE, retries._UNTRUSTED, retries._NO_CREDENTIALS])
 def test_every_class_of_a_package_that_is_installed_is_there(classes: dict[str, tuple[str, ...]]) -> None:
     found = 0
     for module, kinds in classes.items():

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from llmbatch.cache import cache_folder
+from llmbatch.system.cache import cache_folder
 
 _MOST = 0.2  # of the processors' time, that others may take beside a measurement
 

@@ -10,7 +10,7 @@ import os
 import secrets
 from typing import Any, Final
 
-from llmbatch.refusals import refusing
+from llmbatch.storage.retries import refusing
 
 UNFINISHED: Final = ".llmbatch-"  # how the names of files begin that are not whole yet
 

@@ -1,0 +1,5 @@
+"""Knows this machine: its memory, its processes, where things are kept for it, what was measured of it.
+
+Must not import anything of llmbatch but `errors`.
+Start reading at `memory`.
+"""
