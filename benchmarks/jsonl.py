@@ -15,7 +15,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from llmbatch.inputs import Inputs
+from llmbatch.io.reading.dataset import Inputs
 
 _WINDOW = 50_000  # rows
 _SAMPLES = 2000  # distinct lines, written again and again

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from llmbatch.errors import DataError, RowError
 from llmbatch.feed import Ended
-from llmbatch.picking import pick, pieces
+from llmbatch.io.gather import pick, pieces
 from llmbatch.requests import Requests, Shard
 from llmbatch.step import Finish
 from llmbatch.tree import PrefixTree

@@ -23,7 +23,7 @@ from llmbatch.earlier import JOURNAL
 from llmbatch.errors import StorageError
 from llmbatch.feed import Stop
 from llmbatch.gate import Gate
-from llmbatch.outputs import Output
+from llmbatch.io.writing.output import Output
 from llmbatch.progress import Advance, Progress
 from llmbatch.report import Tally
 from llmbatch.shelf import Names, Shelf, Whole

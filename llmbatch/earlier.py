@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from llmbatch.answers import ROWS, SCHEMA
 from llmbatch.errors import DataError
-from llmbatch.picking import pick
-from llmbatch.rowhash import hash_rows
+from llmbatch.io.gather import pick
+from llmbatch.io.row_hash import hash_rows
 
 JOURNAL = pa.schema([pa.field("key", pa.uint64()), pa.field("content", pa.uint64()), *SCHEMA])
 Reader = Callable[[Sequence[str]], Iterable[pa.Table]]  # the given columns, little by little

@@ -8,8 +8,8 @@ import pyarrow as pa
 from llmbatch.columns import find_field
 from llmbatch.earlier import Earlier, keys_of
 from llmbatch.errors import DataError
-from llmbatch.inputs import Inputs
-from llmbatch.rowhash import hash_rows
+from llmbatch.io.reading.dataset import Inputs
+from llmbatch.io.row_hash import hash_rows
 
 _ROWS = 100_000  # read at once
 

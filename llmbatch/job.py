@@ -24,13 +24,13 @@ from llmbatch.feed import Stop
 from llmbatch.forecast import MOST_SIMULATED, Forecast, compare, forecast
 from llmbatch.gate import Gate
 from llmbatch.identity import check_contents, check_ids
-from llmbatch.inputs import Inputs, RowReader
+from llmbatch.io.reading.dataset import Inputs, RowReader
+from llmbatch.io.row_hash import hash_rows
+from llmbatch.io.writing.output import Output
 from llmbatch.opening import Done, Going, Layout, Wish, kept_dtype, open_job
 from llmbatch.options import Options
-from llmbatch.outputs import Output
 from llmbatch.progress import Progress, Silence
 from llmbatch.report import Report
-from llmbatch.rowhash import hash_rows
 from llmbatch.shelf import AsFinished, InOrder, Shelf, Whole
 from llmbatch.stopping import Stopping
 from llmbatch.storage.journal import Journal

@@ -33,8 +33,8 @@ from llmbatch.engines.packing import pack_tokens
 from llmbatch.engines.simulated import SimulatedEngine
 from llmbatch.hardware import find_hardware
 from llmbatch.interpreted import interpret
+from llmbatch.io.row_hash import hash_rows
 from llmbatch.requests import Requests
-from llmbatch.rowhash import hash_rows
 from llmbatch.runner import ShardRun, decide, run_shard
 from llmbatch.sampling import SamplingParams
 from llmbatch.schedule import Finished, Scheduler

@@ -18,11 +18,11 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from llmbatch.answers import ROWS, Window, add_answers, add_columns
-from llmbatch.outputs import PART_ROWS, Output
-from llmbatch.parts import Part, rows_of
-from llmbatch.picking import pick, split
+from llmbatch.io.gather import pick, split
+from llmbatch.io.sealed_json import START_OVER, damage, seal, unseal
+from llmbatch.io.writing.output import PART_ROWS, Output
+from llmbatch.io.writing.parts import Part, rows_of
 from llmbatch.report import Tally
-from llmbatch.seal import START_OVER, damage, seal, unseal
 from llmbatch.storage.location import Place
 
 _NAME = re.compile(r"(\d+)-(journal|window)-(\d+)")

@@ -23,10 +23,10 @@ from numpy.typing import NDArray
 from llmbatch.answers import ROWS, SCHEMA, Risk, Window, add_answers, no_rows
 from llmbatch.errors import JobError, RowError
 from llmbatch.feed import Stop
+from llmbatch.io.gather import pick
 from llmbatch.operators.flight import ROW, Flight
 from llmbatch.operators.ledger import MOST_DEATHS, REPORT, TOGETHER, Known
 from llmbatch.operators.sharding import occurrences
-from llmbatch.picking import pick
 from llmbatch.worker import Worker
 
 _ROWS_AT_RISK = 256

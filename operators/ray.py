@@ -35,6 +35,7 @@ from llmbatch.answers import output_schema
 from llmbatch.arguments import finite, flag, whole
 from llmbatch.choices import DType
 from llmbatch.errors import DataError, ParameterError
+from llmbatch.io.row_hash import hash_rows
 from llmbatch.operators.actor import Call, SharedEngine
 from llmbatch.operators.flight import Flight, left_behind
 from llmbatch.operators.ledger import Home, Known, Ledger
@@ -42,7 +43,6 @@ from llmbatch.operators.llm import worker_of
 from llmbatch.operators.sharding import OUTLINE, ROWS_PER_SHARD, Shards, cut, outline
 from llmbatch.options import Options
 from llmbatch.progress import Lines, Silence
-from llmbatch.rowhash import hash_rows
 from llmbatch.worker import Worker
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ import pyarrow as pa
 import pytest
 
 from llmbatch.cli import main
-from llmbatch.inputs import Inputs
-from llmbatch.manifest import decode
+from llmbatch.io.reading.dataset import Inputs
+from llmbatch.io.writing.manifest import decode
 from tests.support.jobs import Job, check_refused, contents, rows
 
 # Other versions

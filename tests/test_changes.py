@@ -16,7 +16,7 @@ import pytest
 
 from llmbatch.cli import main
 from llmbatch.errors import DataError
-from llmbatch.seal import seal
+from llmbatch.io.sealed_json import seal
 from tests.support.jobs import OTHER, Job, begun, check_goes_on, check_refused, contents, rows
 from tests.support.models import tiny_model_folder
 

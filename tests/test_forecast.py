@@ -17,7 +17,7 @@ from llmbatch.clock import SimulatedDriver
 from llmbatch.cost import CostModel, find_shape
 from llmbatch.forecast import compare_drawn
 from llmbatch.hardware import find_hardware
-from llmbatch.inputs import RowReader
+from llmbatch.io.reading.dataset import RowReader
 from llmbatch.lengths import LengthModel
 from llmbatch.requests import Requests
 from llmbatch.runner import run_shard

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from llmbatch import answers, picking
+from llmbatch import answers
+from llmbatch.io import gather
 from tests.support.jobs import Job, check_goes_on
 
 
@@ -15,6 +16,6 @@ def test_a_killed_job_whose_text_comes_in_pieces_goes_on(
     job = job.having(window_rows=60, **options)
     expected = job.undisturbed()
     monkeypatch.setattr(answers, "TEXT_AT_ONCE", 40)
-    monkeypatch.setattr(picking, "MOST_BYTES", 200)
+    monkeypatch.setattr(gather, "MOST_BYTES", 200)
     job.run_until(25)
     check_goes_on(job, expected)

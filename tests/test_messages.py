@@ -102,7 +102,7 @@ def test_input_that_is_nested_too_deeply_is_refused(
     def deep(*_: object) -> None:
         raise RecursionError
 
-    monkeypatch.setattr("llmbatch.inputs.Inputs.resolve", deep)
+    monkeypatch.setattr("llmbatch.io.reading.dataset.Inputs.resolve", deep)
     check_refused(job, "the input is nested too deeply to be read: flatten it", capfd)
 
 
@@ -308,5 +308,5 @@ def test_an_error_of_the_input_is_one_sentence(
     def broken(*_: object) -> None:
         raise DataError("a file is broken")
 
-    monkeypatch.setattr("llmbatch.inputs.Inputs.resolve", broken)
+    monkeypatch.setattr("llmbatch.io.reading.dataset.Inputs.resolve", broken)
     check_refused(job, "a file is broken", capfd)

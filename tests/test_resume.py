@@ -29,7 +29,7 @@ RISK = {"llmbatch.answers:ROWS_AT_RISK": 5}
 STEP = "llmbatch.engines.placeholder:PlaceholderEngine.execute"
 TORCH_STEP = "llmbatch.engines.torch:TorchEngine.execute"
 APPEND = "llmbatch.storage.journal:_FileJournal.append"
-STAGE = "llmbatch.outputs:Output.stage"
+STAGE = "llmbatch.io.writing.output:Output.stage"
 MOVE = "llmbatch.storage.location:Place.move"
 TORCH = {"engine": "torch", "output_tokens": None, "max_tokens": 12}
 

@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 
 from llmbatch.cost import CostModel, find_shape
 from llmbatch.hardware import find_hardware
+from llmbatch.io.row_hash import hash_rows
 from llmbatch.operators.sharding import DEPTHS, OUTLINE, Shards, cut, occurrences, outline
 from llmbatch.requests import Requests, Shard
-from llmbatch.rowhash import hash_rows
 from llmbatch.sampling import SamplingParams
 from llmbatch.workload import Pool, Scheduling
 

@@ -25,11 +25,11 @@ from llmbatch.engines.host import HOST
 from llmbatch.engines.loading import load_model
 from llmbatch.feed import Ended
 from llmbatch.interpreted import stop_interpreting
+from llmbatch.io.row_hash import hash_rows
 from llmbatch.kernels import attention, fused
 from llmbatch.progress import Silence
 from llmbatch.references import by_reference
 from llmbatch.rehearsal import Compilation
-from llmbatch.rowhash import hash_rows
 from llmbatch.system.measurements import remembered
 from llmbatch.system.processes import start_beside
 from tests.support.models import tiny_model_folder

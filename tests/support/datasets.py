@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from llmbatch.errors import DataError
-from llmbatch.inputs import Inputs
+from llmbatch.io.reading.dataset import Inputs
 
 
 def parquet(path: Path, **columns: Any) -> str:

@@ -9,8 +9,8 @@ from typing import Any
 
 import pyarrow as pa
 
-from llmbatch.outputs import JOB, Output
-from llmbatch.parts import Part, rows_of
+from llmbatch.io.writing.output import JOB, Output
+from llmbatch.io.writing.parts import Part, rows_of
 
 TABLE = pa.table({"id": [1, 2, 3], "generated_text": ["a", None, "c"]})
 

@@ -29,7 +29,7 @@ import llmbatch.answers
 import llmbatch.shelf
 import llmbatch.worker
 from llmbatch.errors import DataError
-from llmbatch.manifest import decode
+from llmbatch.io.writing.manifest import decode
 from llmbatch.storage.journal import Journal
 from llmbatch.storage.local import NewFile
 from llmbatch.storage.location import Place

@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 from dataclasses import dataclass
 
-from llmbatch.destination import Destination
-from llmbatch.endings import ENDING, Ending, Names
 from llmbatch.errors import DataError
-from llmbatch.finished import Finished
-from llmbatch.seal import damage
+from llmbatch.io.sealed_json import damage
+from llmbatch.io.writing.commit_log import ENDING, Ending, Names
+from llmbatch.io.writing.destination import Destination
+from llmbatch.io.writing.finished import Finished
 
 _OVERWRITE = "choose another name, or replace it with overwrite=True (--overwrite)"
 

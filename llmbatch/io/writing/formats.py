@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 
 from llmbatch.choices import COMPRESSIONS as COMPRESSIONS
 from llmbatch.errors import ParameterError, StorageError
-from llmbatch.plain import lines
+from llmbatch.io.json_values import lines
 from llmbatch.storage.location import Place
 
 CODECS = {".jsonl": None, ".jsonl.gz": "gzip", ".jsonl.zst": "zstd"}
@@ -98,7 +98,7 @@ class Arrow:
 
 @dataclass(frozen=True, slots=True)
 class Jsonl:
-    """JSONL (`llmbatch.plain`), or compressed as a whole.
+    """JSONL (`llmbatch.io.json_values`), or compressed as a whole.
 
     A compressed file is one stream, never several one after another:
     some readers of zstd end, silently, where the first one ends.

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from llmbatch.parts import Part
-from llmbatch.seal import damage, is_plain, seal, unseal
+from llmbatch.io.sealed_json import damage, is_plain, seal, unseal
+from llmbatch.io.writing.parts import Part
 from llmbatch.storage.location import Place
 
 ENDING = "ending.json"

@@ -19,7 +19,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from llmbatch.compiled import njit
-from llmbatch.plain import LINE
+from llmbatch.io.json_values import LINE
 
 _A = np.uint64(0x9E3779B185EBCA87)
 _B = np.uint64(0xC2B2AE3D27D4EB4F)

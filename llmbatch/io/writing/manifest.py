@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from llmbatch.errors import DataError
-from llmbatch.seal import is_plain
+from llmbatch.io.sealed_json import is_plain
 
 FORMAT_VERSION = 3  # the command names the model by its whole content
 KEY = b"llmbatch"  # in the footer of a Parquet file

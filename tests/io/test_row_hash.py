@@ -12,7 +12,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from llmbatch.rowhash import hash_rows
+from llmbatch.io.row_hash import hash_rows
 
 TEXT = st.text(st.characters(codec="utf-8"), max_size=20)
 VALUES: list[tuple[pa.DataType, st.SearchStrategy[Any]]] = [

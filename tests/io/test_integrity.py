@@ -18,7 +18,7 @@ import pytest
 
 from llmbatch.cli import main
 from llmbatch.errors import DataError, LLMBatchError, ModelError, StorageError
-from llmbatch.seal import seal
+from llmbatch.io.sealed_json import seal
 from tests.support.dying import killed
 from tests.support.jobs import OTHER, OVER, Job, begun, contents, no_power_cuts, rows
 

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import llmbatch
-from llmbatch import jsonblocks
-from llmbatch import jsonl as module
 from llmbatch.answers import SCHEMA
-from llmbatch.inputs import Inputs
+from llmbatch.io.reading import json_block
+from llmbatch.io.reading import jsonl as module
+from llmbatch.io.reading.dataset import Inputs
 from tests.support.datasets import jsonl, refusal
 from tests.support.jobs import Job, begun, rows
 
@@ -107,7 +107,7 @@ def test_what_is_nested_deeper_than_python_reads_is_refused_by_line(tmp_path: Pa
 
 
 def test_columns_are_text_where_any_block_needs_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jsonblocks, "MOST_FIELDS", 3)
+    monkeypatch.setattr(json_block, "MOST_FIELDS", 3)
     monkeypatch.setattr(module, "_BLOCK", 7)
     values = [json.dumps({f"k{n}": n}) for n in range(5)]
     path = jsonl(tmp_path / "in.jsonl", *(f'{{"m": {value}}}' for value in values), '{"m": null}')
@@ -170,7 +170,7 @@ def test_pyarrow_reads_what_json_reads_or_nothing(
     tmp_path_factory: pytest.TempPathFactory, rows: list[dict[str, Any]]
 ) -> None:
     data = "\n".join(map(json.dumps, rows)).encode()
-    table = jsonblocks.infer(jsonblocks.Block("x", 1, data), pa.schema([]))
+    table = json_block.infer(json_block.Block("x", 1, data), pa.schema([]))
     if table is not None:
         expected = pa.array([json.loads(json.dumps(row)) for row in rows])
         assert table.to_pylist() == pa.Table.from_struct_array(expected).to_pylist()

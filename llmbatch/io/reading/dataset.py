@@ -16,10 +16,10 @@ import numpy as np
 import pyarrow as pa
 
 from llmbatch.errors import DataError, StorageError
-from llmbatch.jsonl import JsonlFiles
-from llmbatch.listing import InputFile, find_files
-from llmbatch.parquet import ParquetFiles
-from llmbatch.partitions import Partitions
+from llmbatch.io.reading.discovery import InputFile, find_files
+from llmbatch.io.reading.hive import Partitions
+from llmbatch.io.reading.jsonl import JsonlFiles
+from llmbatch.io.reading.parquet import ParquetFiles
 
 _THREADS = 8  # files that are read at the same time where a range of rows covers several
 
@@ -70,7 +70,7 @@ class Inputs:
         return cls(schema, content, partitions)
 
     def with_lines(self) -> Inputs:
-        """The same rows with their lines beside them (`llmbatch.plain.LINE`), where they are JSONL.
+        """The same rows with their lines beside them (`llmbatch.io.json_values.LINE`), where they are JSONL.
 
         Columns that folders add come after that one: they are not in the lines.
         """

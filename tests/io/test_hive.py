@@ -7,8 +7,8 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from llmbatch.inputs import Inputs
-from llmbatch.partitions import folder_values
+from llmbatch.io.reading.dataset import Inputs
+from llmbatch.io.reading.hive import folder_values
 from tests.support.datasets import jsonl, parquet, refusal
 
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmbatch import picking
-from llmbatch.picking import pick, pieces, row_bytes, split
+from llmbatch.io import gather
+from llmbatch.io.gather import pick, pieces, row_bytes, split
 from llmbatch.windows import window_rows
 
 SCHEMA = pa.schema({"n": pa.int32(), "text": pa.string()})
@@ -29,7 +29,7 @@ def test_rows_come_in_the_order_asked_for(counts: list[int], data: st.DataObject
     total = sum(counts)
     index = data.draw(st.lists(st.integers(0, total - 1), max_size=12)) if total else []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(picking, "MOST_BYTES", most)
+        patch.setattr(gather, "MOST_BYTES", most)
         table = pick(batches(*counts), np.array(index, np.int64), SCHEMA)
     assert table.schema == SCHEMA
     assert table.to_pydict() == {"n": index, "text": ["x" * n for n in index]}
@@ -43,14 +43,14 @@ def test_pieces_cover_all_and_hold_no_more_than_their_last_row_adds(sizes: list[
 
 
 def test_no_chunk_holds_more_than_a_piece(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(picking, "MOST_BYTES", 500)
+    monkeypatch.setattr(gather, "MOST_BYTES", 500)
     table = pick(batches(30, 30), np.arange(60), SCHEMA)
     assert all(chunk.nbytes < 500 + 60 + 5 * len(chunk) for chunk in table["text"].chunks)
     assert table["text"].num_chunks >= 3
 
 
 def test_a_table_is_split_where_its_text_is_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(picking, "MOST_BYTES", 500)
+    monkeypatch.setattr(gather, "MOST_BYTES", 500)
     table = pa.Table.from_batches(batches(30, 30))
     parts = split(table)
     assert len(parts) > 3

@@ -15,7 +15,7 @@ import pyarrow.json
 import pyarrow.parquet as pq
 import pytest
 
-from llmbatch.outputs import JOB, Output
+from llmbatch.io.writing.output import JOB, Output
 from tests.support.dying import killed
 from tests.support.outputs import commit, open_output, stage
 

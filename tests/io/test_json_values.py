@@ -12,8 +12,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from llmbatch.errors import DataError
-from llmbatch.plain import unwritable
-from llmbatch.staging import Jsonl
+from llmbatch.io.json_values import unwritable
+from llmbatch.io.writing.formats import Jsonl
 from tests.support.jobs import Job
 from tests.support.outputs import open_output
 

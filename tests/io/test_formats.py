@@ -13,8 +13,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from llmbatch.errors import ParameterError
-from llmbatch.plain import json_holds
-from llmbatch.staging import COMPRESSIONS, Arrow, Format, Jsonl, Parquet, StagedFormat
+from llmbatch.io.json_values import json_holds
+from llmbatch.io.writing.formats import COMPRESSIONS, Arrow, Format, Jsonl, Parquet, StagedFormat
 
 TABLE = pa.table({"id": [1, 2, 3], "text": ["a", None, "c"]})
 STAGED = (Parquet("zstd"), Arrow())

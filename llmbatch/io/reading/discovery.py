@@ -17,8 +17,8 @@ import pyarrow as pa
 from fsspec.core import has_magic
 
 from llmbatch.errors import DataError, StorageError
-from llmbatch.links import find, glob, local_info
-from llmbatch.partitions import FolderValues, folder_values
+from llmbatch.io.reading.hive import FolderValues, folder_values
+from llmbatch.io.reading.links import find, glob, local_info
 from llmbatch.storage.location import Place
 from llmbatch.storage.retries import is_container_missing, persist
 

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmbatch import jsonl as module
 from llmbatch.errors import DataError
-from llmbatch.inputs import Inputs
+from llmbatch.io.reading import jsonl as module
+from llmbatch.io.reading.dataset import Inputs
 from tests.support.datasets import jsonl, refusal
 
 

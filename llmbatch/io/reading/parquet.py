@@ -14,8 +14,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from llmbatch.errors import DataError
-from llmbatch.listing import InputFile
-from llmbatch.schemas import common_schema, fit
+from llmbatch.io.reading.discovery import InputFile
+from llmbatch.io.reading.schemas import common_schema, fit
 
 _THREADS = 8  # footers that are read at the same time
 _BATCH_ROWS = 4096

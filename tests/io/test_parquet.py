@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from llmbatch.errors import DataError
-from llmbatch.inputs import Inputs
+from llmbatch.io.reading.dataset import Inputs
 from tests.support.datasets import parquet, refusal
 
 

@@ -11,14 +11,14 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from llmbatch.destination import Destination
 from llmbatch.errors import DataError
-from llmbatch.jsonblocks import TEXT
-from llmbatch.jsonl import JsonlFiles
-from llmbatch.listing import InputFile
-from llmbatch.manifest import decode, encode, encode_beside, schema_of
-from llmbatch.plain import LINE, json_holds
-from llmbatch.staging import CODECS, StagedFormat, read_tables
+from llmbatch.io.json_values import LINE, json_holds
+from llmbatch.io.reading.discovery import InputFile
+from llmbatch.io.reading.json_block import TEXT
+from llmbatch.io.reading.jsonl import JsonlFiles
+from llmbatch.io.writing.destination import Destination
+from llmbatch.io.writing.formats import CODECS, StagedFormat, read_tables
+from llmbatch.io.writing.manifest import decode, encode, encode_beside, schema_of
 
 
 @dataclass(frozen=True, slots=True)

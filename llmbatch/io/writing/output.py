@@ -9,11 +9,11 @@ that the output is complete and which command made it. Where things lie:
 A reader of a folder sees no rows before that: staged files do not end in .parquet, and most readers leave out
 names that begin with "_". Polars leaves out none and refuses a folder that holds anything but Parquet; it would
 take staged files for Parquet if nothing else were there, so `job.json` lies beside those. The manifest is a Parquet
-file without rows (`llmbatch.manifest`), so every reader takes a finished folder as it is.
+file without rows (`llmbatch.io.writing.manifest`), so every reader takes a finished folder as it is.
 
-`commit` and `start_over` write down what they are going to do before they do it (`llmbatch.endings`); one that was
-interrupted anywhere is gone through with by `resume_ending`. Staged parts have checksums, and nothing gets its name
-before all of them hold what was written to them. Whatever a work folder says, only the output's files are touched.
+`commit` and `start_over` write down what they are going to do before they do it (`llmbatch.io.writing.commit_log`); one
+that was interrupted anywhere is gone through with by `resume_ending`. Staged parts have checksums, and nothing gets its
+name before all of them hold what was written to them. Whatever a work folder says, only the output's files are touched.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from typing import Any, BinaryIO, cast
 
 import pyarrow as pa
 
-from llmbatch.claims import Claims
-from llmbatch.destination import Destination
-from llmbatch.endings import ENDING, Ending, Names
 from llmbatch.errors import DataError, JobError, RowError, StorageError
-from llmbatch.finished import Finished
-from llmbatch.manifest import compose
-from llmbatch.parts import Digesting, Part, rows_of
-from llmbatch.plain import check_type, unwritable
-from llmbatch.seal import START_OVER, damage
-from llmbatch.staging import CODECS, Arrow, Format, Jsonl, Parquet, StagedFormat, read_tables
+from llmbatch.io.json_values import check_type, unwritable
+from llmbatch.io.sealed_json import START_OVER, damage
+from llmbatch.io.writing.claims import Claims
+from llmbatch.io.writing.commit_log import ENDING, Ending, Names
+from llmbatch.io.writing.destination import Destination
+from llmbatch.io.writing.finished import Finished
+from llmbatch.io.writing.formats import CODECS, Arrow, Format, Jsonl, Parquet, StagedFormat, read_tables
+from llmbatch.io.writing.manifest import compose
+from llmbatch.io.writing.parts import Digesting, Part, rows_of
 from llmbatch.storage.lock import Lock
 
 PART_ROWS = 100_000  # most rows of a part, so that readers can share an output out
@@ -128,7 +128,7 @@ class Output:
 
     @property
     def has_lines(self) -> bool:
-        """Whether rows that were read as lines are written as these lines (`llmbatch.plain.LINE`)."""
+        """Whether rows that were read as lines are written as these lines (`llmbatch.io.json_values.LINE`)."""
         return not self._is_parquet
 
     def refused(self, table: pa.Table) -> Mapping[int, RowError]:

@@ -13,7 +13,7 @@ from typing import Any
 import pyarrow as pa
 
 from llmbatch.errors import DataError
-from llmbatch.listing import InputFile
+from llmbatch.io.reading.discovery import InputFile
 
 _PROMOTION = "permissive"
 

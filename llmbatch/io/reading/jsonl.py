@@ -17,7 +17,9 @@ from itertools import chain
 import pyarrow as pa
 
 from llmbatch.errors import DataError
-from llmbatch.jsonblocks import (
+from llmbatch.io.json_values import LINE
+from llmbatch.io.reading.discovery import InputFile
+from llmbatch.io.reading.json_block import (
     TEXT,
     Block,
     Row,
@@ -29,8 +31,6 @@ from llmbatch.jsonblocks import (
     parse_line,
     read,
 )
-from llmbatch.listing import InputFile
-from llmbatch.plain import LINE
 
 _THREADS = 8  # files that are read through at the same time
 _BLOCK = 1 << 19  # bytes of lines that are read at once
@@ -71,7 +71,7 @@ class JsonlFiles:
         return found
 
     def with_lines(self) -> JsonlFiles:
-        """The same files with one more column (`llmbatch.plain.LINE`): each row as it is written."""
+        """The same files with one more column (`llmbatch.io.json_values.LINE`): each row as it is written."""
         schema = pa.schema([*self.schema, pa.field(LINE, pa.string())])
         return replace(self, schema=schema, _nbytes=self._nbytes + self._text_bytes)
 

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, BinaryIO, Final
 
 from llmbatch.errors import StorageError
-from llmbatch.seal import is_plain
+from llmbatch.io.sealed_json import is_plain
 from llmbatch.storage.location import Place
 
 _READ: Final = 1 << 20  # bytes at once

@@ -12,8 +12,8 @@ from typing import Any
 import fsspec
 import pytest
 
-from llmbatch.inputs import Inputs
-from llmbatch.listing import find_files
+from llmbatch.io.reading.dataset import Inputs
+from llmbatch.io.reading.discovery import find_files
 from llmbatch.storage import retries
 from tests.support.datasets import jsonl, parquet, refusal
 from tests.support.s3 import S3Server, Trouble, s3_fixture  # noqa: F401

@@ -15,10 +15,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmbatch import listing
-from llmbatch import parquet as parquet_module
 from llmbatch.errors import DataError, StorageError
-from llmbatch.inputs import Inputs
+from llmbatch.io.reading import discovery
+from llmbatch.io.reading import parquet as parquet_module
+from llmbatch.io.reading.dataset import Inputs
 from llmbatch.storage import retries
 from tests.support.datasets import jsonl, parquet, refusal
 from tests.support.s3 import S3Server, Trouble, s3_fixture  # noqa: F401
@@ -167,7 +167,7 @@ def bucket(s3: S3Server, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(params=["parquet", "jsonl"])
 def stored(request: pytest.FixtureRequest, s3: S3Server, bucket: str, monkeypatch: pytest.MonkeyPatch) -> Inputs:
-    monkeypatch.setattr(listing, "_WHOLE", 1000)
+    monkeypatch.setattr(discovery, "_WHOLE", 1000)
     return Inputs.resolve([f"{bucket}/{request.param}"], s3.storage_options)
 
 
