@@ -20,12 +20,12 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from llmbatch.cost import ModelShape
 from llmbatch.engines.checkpoints import resolve_model
 from llmbatch.engines.description import bytes_per_token
 from llmbatch.engines.host import HOST
 from llmbatch.engines.loading import LoadedModel, load_model
 from llmbatch.engines.torch import TorchEngine
+from llmbatch.perf_model.cost import ModelShape
 from llmbatch.requests import Requests
 from llmbatch.sampling import SamplingParams
 from llmbatch.step import Step

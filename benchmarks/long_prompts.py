@@ -11,9 +11,9 @@ import argparse
 
 import numpy as np
 
-from llmbatch.cost import SHAPES, CostModel
-from llmbatch.hardware import find_hardware
 from llmbatch.order import Policy
+from llmbatch.perf_model.cost import SHAPES, CostModel
+from llmbatch.perf_model.hardware import find_hardware
 from llmbatch.simulate import MAX_RUNNING, pool_of, simulate
 from llmbatch.traces import Trace
 from llmbatch.workload import Scheduling

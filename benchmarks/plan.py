@@ -15,9 +15,9 @@ import time
 import numpy as np
 from numpy.typing import NDArray
 
-from llmbatch.cost import CostModel, find_shape
-from llmbatch.hardware import find_hardware
 from llmbatch.lengths import LengthModel
+from llmbatch.perf_model.cost import CostModel, find_shape
+from llmbatch.perf_model.hardware import find_hardware
 from llmbatch.plan import plan
 from llmbatch.sample import first_sample
 from llmbatch.tree import PrefixTree

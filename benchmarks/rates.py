@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 from simulations import Setting
 
-from llmbatch.calibration import MeasuredSteps
 from llmbatch.clock import SimulatedDriver
-from llmbatch.cost import CostModel
 from llmbatch.driver import Ended
+from llmbatch.perf_model.cost import CostModel
+from llmbatch.perf_model.fit import MeasuredSteps
 from llmbatch.refit import Refit
 from llmbatch.runner import ShardRun
 from llmbatch.schedule import Scheduler

@@ -58,7 +58,8 @@ def load():
 count("imports", load)()
 
 from numba.core.dispatcher import Dispatcher
-from llmbatch import worker, hardware
+from llmbatch.perf_model import hardware
+from llmbatch import worker
 from llmbatch.engines import checkpoints, description, loading, preparation, torch
 from llmbatch.rehearsal import Compilation
 Dispatcher.compile = count("compiling, and loading compiled code", Dispatcher.compile)

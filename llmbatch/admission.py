@@ -29,7 +29,7 @@ import numpy as np
 from llmbatch.chunks import BUDGET, LEFT, RIGHT, TOKENS, give_chunk, note_found
 from llmbatch.compiled import njit
 from llmbatch.ends import BLEND, Account, End, look_behind, skip, take, turns
-from llmbatch.pages import EMPTY, SHARED, UNUSED, admit_pages, probe
+from llmbatch.kvcache.page_pool import EMPTY, SHARED, UNUSED, admit_pages, probe
 from llmbatch.passed import put_aside, take_aside
 from llmbatch.peak import expect, most
 from llmbatch.references import by_reference

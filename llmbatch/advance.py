@@ -13,12 +13,12 @@ from llmbatch.admission import private_tokens
 from llmbatch.chunks import BUDGET, CHUNKS, give_chunk
 from llmbatch.compiled import njit
 from llmbatch.ends import End
-from llmbatch.keeping import give_up
-from llmbatch.pages import EMPTY, UNUSED, extend_by_one, release, tokens_spared
+from llmbatch.kvcache.eviction import give_up
+from llmbatch.kvcache.page_pool import EMPTY, UNUSED, extend_by_one, release, tokens_spared
+from llmbatch.kvcache.shared_reads import start_reading
 from llmbatch.peak import expect, forget
-from llmbatch.reads import start_reading
+from llmbatch.perf_model.work import pairs_of, reads_of, sees_all, spared_of
 from llmbatch.slots import DECODING, PREEMPTED, PREEMPTIONS, PREFILLING, give_slot, remove
-from llmbatch.work import pairs_of, reads_of, sees_all, spared_of
 
 _RIGHT = int(End.RIGHT)
 _AGAIN = 2.0  # times what a long answer holds may be computed again before it gives way no more
@@ -114,7 +114,8 @@ def advance(
     """Take note of a step: tokens computed and sampled, prefills that decode from now on, sequences that ended.
 
     Returns the slots that ended, which still hold what they held, and what of the requests' work the step did
-    (`llmbatch.work`): tokens computed for the first time, tokens sampled, query-key pairs of prefill, KV tokens read.
+    (`llmbatch.perf_model.work`): tokens computed for the first time, tokens sampled, query-key pairs of prefill, KV
+    tokens read.
     """
     gone = np.empty(len(finished), slots.dtype)
     ended, sampled, tokens, pairs = 0, 0, 0, 0.0

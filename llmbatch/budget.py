@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 from llmbatch.compiled import njit
+from llmbatch.perf_model.work import Rates as Rates
 from llmbatch.references import by_reference
-from llmbatch.work import Rates as Rates
 
 TILE = 128  # tokens; matrix units work in tiles of this many rows
 

@@ -1,13 +1,13 @@
 """Sequences that run, and pages that are kept, carried over from one shard to the next.
 
-The pages of a shard are numbered by its prefix tree (`llmbatch.trie`), so when other rows join, those that run are
-sorted among them and everything is numbered anew. A sequence keeps its slot, its pages and their KV; what changes is
-which of its pages others may share: those on its path in the new trie. A page of the trie that two sequences hold is on
-both paths, because both are rows of the new shard. A page that nobody uses keeps its name (`llmbatch.contents`): those
-that new rows begin with are found before the new trie is made, get numbers in it, and with them the worth that the new
-plan gives them. What is predicted of a sequence counts the pages that are its own (`llmbatch.peak`), so it changes with
-them; when it ends does not. The work is a step for each page of the pool, each page of a path, and each token of what
-is looked up.
+The pages of a shard are numbered by its prefix tree (`llmbatch.kvcache.page_trie`), so when other rows join, those that
+run are sorted among them and everything is numbered anew. A sequence keeps its slot, its pages and their KV; what
+changes is which of its pages others may share: those on its path in the new trie. A page of the trie that two sequences
+hold is on both paths, because both are rows of the new shard. A page that nobody uses keeps its name
+(`llmbatch.kvcache.contents`): those that new rows begin with are found before the new trie is made, get numbers in it,
+and with them the worth that the new plan gives them. What is predicted of a sequence counts the pages that are its own
+(`llmbatch.peak`), so it changes with them; when it ends does not. The work is a step for each page of the pool, each
+page of a path, and each token of what is looked up.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmbatch.compiled import njit
-from llmbatch.contents import Prompts, find, found_pages, index, name_of, start, with_tokens
-from llmbatch.keeping import LOOSE, SHARED, UNUSED, free_page, path_of, publish_as, worth_in_plan
-from llmbatch.pages import Pages
+from llmbatch.kvcache.contents import Prompts, find, found_pages, index, name_of, start, with_tokens
+from llmbatch.kvcache.eviction import LOOSE, SHARED, UNUSED, free_page, path_of, publish_as, worth_in_plan
+from llmbatch.kvcache.page_pool import Pages
+from llmbatch.kvcache.page_trie import PageTrie
+from llmbatch.kvcache.page_worth import is_planned, remove, revalue
 from llmbatch.peak import Peak
 from llmbatch.slots import Running
-from llmbatch.trie import PageTrie
-from llmbatch.worth import is_planned, remove, revalue
 
 
 def carry_running(run: Running, numbers: NDArray[np.int32]) -> Running:

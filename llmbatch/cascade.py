@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmbatch.compiled import njit
-from llmbatch.cost import CostModel
 from llmbatch.kernels.groups import GROUP_ROWS, GROUP_TOKENS
+from llmbatch.perf_model.cost import CostModel
 from llmbatch.tree import PrefixTree
 
 

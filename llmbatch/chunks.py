@@ -12,10 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmbatch.compiled import njit
-from llmbatch.pages import EMPTY, UNUSED, adopt, extend
+from llmbatch.kvcache.page_pool import EMPTY, UNUSED, adopt, extend
+from llmbatch.perf_model.work import Reach, pairs_of
 from llmbatch.references import by_reference
 from llmbatch.slots import PREFILLING
-from llmbatch.work import Reach, pairs_of
 
 # In `Chunks.totals`; BEGUN: the step is being decided, OPEN: all that prefills got a chunk.
 BUDGET, TOKENS, CHUNKS, CACHED, RECOMPUTED, LEFT, RIGHT, BEGUN, OPEN, PREEMPTED_NOW = range(10)

@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 from llmbatch.advance import advance, end_sequences, pack
 from llmbatch.chunks import BEGUN, CACHED, PREEMPTED_NOW, RECOMPUTED
 from llmbatch.compiled import njit
-from llmbatch.cost import CostModel
 from llmbatch.deciding import charge, decide_step, is_done, needs_attention
 from llmbatch.driver import Ended
 from llmbatch.engines.simulated import Clock, generate, step_seconds
-from llmbatch.pages import EMPTY, UNUSED, tokens_spared
+from llmbatch.kvcache.page_pool import EMPTY, UNUSED, tokens_spared
+from llmbatch.perf_model.cost import CostModel
 from llmbatch.references import by_reference
 from llmbatch.schedule import Scheduler
 from llmbatch.slots import DECODING, PREFILLING

@@ -16,12 +16,12 @@ from llmbatch.budget import BudgetRules, Load, prices, step_tokens
 from llmbatch.chunks import BEGUN, BUDGET, CHUNKS, OPEN, PREEMPTED_NOW, TOKENS, Chunks, prefill
 from llmbatch.compiled import njit
 from llmbatch.ends import BLEND, EndRules, Queue
-from llmbatch.pages import EMPTY, UNUSED, WIDEST, Pages
+from llmbatch.kvcache.page_pool import EMPTY, UNUSED, WIDEST, Pages
 from llmbatch.passed import Passed
 from llmbatch.peak import Peak
+from llmbatch.perf_model.work import Rates, compute_seconds
 from llmbatch.references import by_reference
 from llmbatch.slots import DECODING, PREEMPTED, PREEMPTIONS, PREFILLING, RECKONED, Running
-from llmbatch.work import Rates, compute_seconds
 
 COMPUTE, MEMORY = 0, 1  # in `Core.left`
 _FULL = 0.07  # of the pool's pages: with fewer free it is full

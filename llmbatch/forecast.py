@@ -23,9 +23,9 @@ from numpy.typing import NDArray
 
 from llmbatch.cascade import tokens_together
 from llmbatch.clock import SimulatedDriver
-from llmbatch.cost import CostModel
 from llmbatch.lengths import LengthModel
 from llmbatch.order import Policy
+from llmbatch.perf_model.cost import CostModel
 from llmbatch.requests import Requests
 from llmbatch.runner import decide, run_shard
 from llmbatch.tree import PrefixTree

@@ -33,8 +33,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmbatch.compiled import njit
-from llmbatch.cost import CostModel
 from llmbatch.errors import ParameterError
+from llmbatch.perf_model.cost import CostModel
 from llmbatch.traces import SYSTEM_PROMPT, Trace, join
 from llmbatch.tree import PrefixTree
 

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from llmbatch.perf_model.work import Rates
 from llmbatch.step import Step
-from llmbatch.work import Rates
 
 _WORTH: Final = 0.95  # of the time in turn: the bound must be lower for parts to be worth their while
 

@@ -13,9 +13,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from llmbatch.cost import CostModel
 from llmbatch.errors import ParameterError
 from llmbatch.order import neighbour_lcp
+from llmbatch.perf_model.cost import CostModel
 from llmbatch.plan import Plan
 from llmbatch.tree import PrefixTree
 

@@ -23,7 +23,6 @@ from numpy.typing import NDArray
 
 from llmbatch.cascade import tokens_together
 from llmbatch.compiled import njit
-from llmbatch.cost import CostModel
 from llmbatch.errors import ParameterError
 from llmbatch.lengths import Expected
 from llmbatch.order import (
@@ -36,6 +35,7 @@ from llmbatch.order import (
     random_order,
     sharing_kept,
 )
+from llmbatch.perf_model.cost import CostModel
 from llmbatch.split import DualScan, Items, RowCosts, dissolve, hang, merge_units, move_outliers
 from llmbatch.tree import PrefixTree
 

@@ -10,7 +10,7 @@ by kind, the latest few of each: by the ratio of their compute to their memory t
 longer than reading the weights. That is a bounded number of steps, however long the job.
 
 How it is fitted. Steps are not linear in what is sought: compute and memory overlap, and reading the weights is a
-floor. So the fit is that of a calibration, least squares of logs (`llmbatch.calibration`), and begins with the
+floor. So the fit is that of a calibration, least squares of logs (`llmbatch.perf_model.fit`), and begins with the
 calibration's constants, to which it is tied: where steps do not say which rate is wrong, both move alike. Steps that
 took more than twice or less than half of what others of their kind did, beside what was predicted (a first launch, a
 page swapped out), are left out.
@@ -28,10 +28,10 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from llmbatch.calibration import MeasuredSteps, calibrate, predict
-from llmbatch.cost import CostModel
+from llmbatch.perf_model.cost import CostModel
+from llmbatch.perf_model.fit import MeasuredSteps, calibrate, predict
+from llmbatch.perf_model.work import compute_seconds
 from llmbatch.step import Step
-from llmbatch.work import compute_seconds
 
 Floats = NDArray[np.float64]
 

@@ -25,15 +25,15 @@ from numpy.typing import NDArray
 
 from llmbatch.clock import SimulatedDriver
 from llmbatch.compiled import code_folder, kept
-from llmbatch.cost import CostModel, find_shape
 from llmbatch.driver import EngineDriver, Retire
 from llmbatch.engines.base import Engine
 from llmbatch.engines.generation import Generation
 from llmbatch.engines.packing import pack_tokens
 from llmbatch.engines.simulated import SimulatedEngine
-from llmbatch.hardware import find_hardware
 from llmbatch.interpreted import interpret
 from llmbatch.io.row_hash import hash_rows
+from llmbatch.perf_model.cost import CostModel, find_shape
+from llmbatch.perf_model.hardware import find_hardware
 from llmbatch.requests import Requests
 from llmbatch.runner import ShardRun, decide, run_shard
 from llmbatch.sampling import SamplingParams

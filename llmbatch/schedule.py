@@ -33,19 +33,19 @@ from llmbatch.advance import advance, end_sequences, expect_anew, pack, withdraw
 from llmbatch.budget import Budget, BudgetRules, FixedBudget, Rates
 from llmbatch.carrying import carry_pages, carry_peak, carry_running, find_pages
 from llmbatch.chunks import BEGUN, CACHED, PREEMPTED_NOW, RECOMPUTED, Chunks
-from llmbatch.contents import Prompts
 from llmbatch.deciding import Core, charge, decide_step, is_done, needs_attention
 from llmbatch.ends import EndRules, Ends, InOrder, Queue
+from llmbatch.kvcache.contents import Prompts
+from llmbatch.kvcache.page_pool import WIDEST, Pages, tokens_spared
+from llmbatch.kvcache.page_trie import PageTrie
+from llmbatch.kvcache.publish import Ends as EndedPages
+from llmbatch.kvcache.publish import publish
 from llmbatch.lengths import Expected
-from llmbatch.pages import WIDEST, Pages, tokens_spared
 from llmbatch.passed import Passed
 from llmbatch.peak import Peak
-from llmbatch.publishing import Ends as EndedPages
-from llmbatch.publishing import publish
 from llmbatch.slots import DECODING, PREEMPTED, PREEMPTIONS, PREFILLING, RECKONED, Running
 from llmbatch.step import Finish, Step, StepResult
 from llmbatch.tree import PrefixTree
-from llmbatch.trie import PageTrie
 
 _SLOTS = 64  # to begin with
 

@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 
 from llmbatch.cascade import tokens_together
 from llmbatch.clock import STEP, SimulatedDriver
-from llmbatch.cost import CostModel
 from llmbatch.errors import ParameterError
 from llmbatch.partition import partition, partition_alike
+from llmbatch.perf_model.cost import CostModel
 from llmbatch.plan import Plan
 from llmbatch.runner import decide, run_shard
 from llmbatch.traces import Trace

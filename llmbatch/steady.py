@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 
 from llmbatch.budget import MOST_TOKENS, TILE, FixedBudget
-from llmbatch.cost import CostModel
+from llmbatch.perf_model.cost import CostModel
 from llmbatch.plan import Plan
 
 

@@ -8,7 +8,7 @@ from enum import IntEnum
 import numpy as np
 from numpy.typing import NDArray
 
-from llmbatch.work import Reach, pairs_of, reads_of, spared_of
+from llmbatch.perf_model.work import Reach, pairs_of, reads_of, spared_of
 
 
 class Finish(IntEnum):
@@ -52,7 +52,7 @@ class Step:
         return int(self.counts.sum())
 
     def prefill_pairs(self, reach: Reach) -> float:
-        """Query-key pairs of its prefills, as `llmbatch.work` counts them."""
+        """Query-key pairs of its prefills, as `llmbatch.perf_model.work` counts them."""
         starts, counts = (column[self.num_decodes :].astype(np.float64) for column in (self.starts, self.counts))
         return float(np.sum(pairs_of.py_func(reach, starts, counts)))
 

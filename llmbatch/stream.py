@@ -23,10 +23,10 @@ from typing import Generic
 import numpy as np
 from numpy.typing import NDArray
 
-from llmbatch.cost import CostModel
 from llmbatch.driver import EngineDied, Retire, drive
 from llmbatch.errors import JobError, RowError
 from llmbatch.feed import Ended, Feed, Host, Stop, Taker, W
+from llmbatch.perf_model.cost import CostModel
 from llmbatch.refit import Refit
 from llmbatch.runner import ShardRun
 from llmbatch.schedule import Finished

@@ -23,7 +23,6 @@ from llmbatch.answers import (
     no_rows,
 )
 from llmbatch.columns import find_field
-from llmbatch.cost import CostModel
 from llmbatch.engines.base import StreamEngine
 from llmbatch.engines.outline import HOST_RUNNING, Described, outline, simulated_cost, simulated_pool
 from llmbatch.engines.placeholder import PlaceholderEngine, placeholder_texts
@@ -31,6 +30,7 @@ from llmbatch.errors import DataError, JobError, RowError
 from llmbatch.feed import Feed, Stop
 from llmbatch.gate import Gate
 from llmbatch.options import Options
+from llmbatch.perf_model.cost import CostModel
 from llmbatch.progress import Progress, Silence, saying
 from llmbatch.rehearsal import Compilation
 from llmbatch.report import Report, Tally

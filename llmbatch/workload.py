@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from llmbatch.contents import Prompts
 from llmbatch.errors import ParameterError, RowError
+from llmbatch.kvcache.contents import Prompts
 from llmbatch.lengths import LengthModel
 from llmbatch.order import Policy
 from llmbatch.requests import Requests

@@ -22,9 +22,9 @@ import pyarrow as pa
 from numba import njit
 from numpy.typing import NDArray
 
-from llmbatch.cost import CostModel
 from llmbatch.lengths import LengthModel
 from llmbatch.partition import partition, partition_alike
+from llmbatch.perf_model.cost import CostModel
 from llmbatch.plan import Plan, plan
 from llmbatch.requests import Shard
 from llmbatch.tree import PrefixTree

@@ -14,11 +14,12 @@ from numpy.typing import NDArray
 from llmbatch.advance import preempt
 from llmbatch.budget import BudgetRules, ClosedLoopBudget, FixedBudget, prices
 from llmbatch.clock import SimulatedDriver
-from llmbatch.cost import CostModel, find_shape
 from llmbatch.deciding import COMPUTE, MEMORY
 from llmbatch.driver import Ended
 from llmbatch.engines.placeholder import PlaceholderEngine
-from llmbatch.hardware import find_hardware
+from llmbatch.perf_model.cost import CostModel, find_shape
+from llmbatch.perf_model.hardware import find_hardware
+from llmbatch.perf_model.work import Reach, pairs_of, reads_of
 from llmbatch.requests import Requests
 from llmbatch.runner import ShardRun
 from llmbatch.sampling import SamplingParams
@@ -26,7 +27,6 @@ from llmbatch.schedule import Scheduler, Waiting
 from llmbatch.slots import DECODING
 from llmbatch.stream import Stream
 from llmbatch.tree import PrefixTree
-from llmbatch.work import Reach, pairs_of, reads_of
 from llmbatch.workload import Pool, Scheduling, Workload
 from tests.test_stream import Engines, Listed, Taken, Window
 

@@ -12,11 +12,11 @@ import pytest
 from numpy.typing import NDArray
 
 from llmbatch.cascade import tokens_together
-from llmbatch.cost import CostModel, find_shape
 from llmbatch.experiment import Experiment
-from llmbatch.hardware import find_hardware
 from llmbatch.kernels.groups import GROUP_ROWS, GROUP_TOKENS
 from llmbatch.lengths import Expected
+from llmbatch.perf_model.cost import CostModel, find_shape
+from llmbatch.perf_model.hardware import find_hardware
 from llmbatch.plan import Plan, plan
 from llmbatch.runner import decide
 from llmbatch.simulate import describe

@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 
 from llmbatch.budget import ClosedLoopBudget, FixedBudget, Rates
 from llmbatch.clock import SimulatedDriver
-from llmbatch.cost import CostModel, Law, Overlap, find_shape
 from llmbatch.driver import EngineDriver
 from llmbatch.ends import Blend, InOrder
 from llmbatch.engines.simulated import Clock, SimulatedEngine, step_seconds
-from llmbatch.hardware import find_hardware
+from llmbatch.perf_model.cost import CostModel, Law, Overlap, find_shape
+from llmbatch.perf_model.hardware import find_hardware
 from llmbatch.schedule import Finished, Scheduler, Waiting
 from llmbatch.step import Step
 from tests.support.workloads import COST, RATES, Believed, Workload, workloads

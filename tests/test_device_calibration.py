@@ -13,7 +13,6 @@ import torch
 pytest.importorskip("triton")
 
 from llmbatch.budget import Rates
-from llmbatch.cost import SEQUENTIAL, CostModel, ModelShape
 from llmbatch.engines.accelerated import AcceleratedEngine
 from llmbatch.engines.calibrating import calibrate_device, step_kinds
 from llmbatch.engines.calibrations import DeviceCalibration, Fitted, Kept
@@ -21,9 +20,10 @@ from llmbatch.engines.loading import LoadedModel
 from llmbatch.engines.multiprocessors import NoGreenContexts
 from llmbatch.engines.stopwatch import StepKind, measured
 from llmbatch.engines.strategies import Strategy, make_execution
-from llmbatch.hardware import Hardware
 from llmbatch.kernels.triton_backend import TritonAttention
-from llmbatch.work import Reach
+from llmbatch.perf_model.cost import SEQUENTIAL, CostModel, ModelShape
+from llmbatch.perf_model.hardware import Hardware
+from llmbatch.perf_model.work import Reach
 from tests.test_pipeline import VOCABULARY, Rule
 
 DEVICE = torch.device("cpu")

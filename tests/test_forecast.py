@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 import llmbatch
 from llmbatch import job
 from llmbatch.clock import SimulatedDriver
-from llmbatch.cost import CostModel, find_shape
 from llmbatch.forecast import compare_drawn
-from llmbatch.hardware import find_hardware
 from llmbatch.io.reading.dataset import RowReader
 from llmbatch.lengths import LengthModel
+from llmbatch.perf_model.cost import CostModel, find_shape
+from llmbatch.perf_model.hardware import find_hardware
 from llmbatch.requests import Requests
 from llmbatch.runner import run_shard
 from llmbatch.sampling import SamplingParams

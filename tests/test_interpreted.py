@@ -12,12 +12,12 @@ from numpy.typing import NDArray
 from llmbatch.choices import Policy
 from llmbatch.clock import SimulatedDriver
 from llmbatch.compiled import njit
-from llmbatch.cost import CostModel, find_shape
 from llmbatch.driver import EngineDriver, Retire
 from llmbatch.engines.base import Engine
 from llmbatch.engines.simulated import SimulatedEngine
-from llmbatch.hardware import find_hardware
 from llmbatch.interpreted import MOST_ELEMENTS, interpret, stop_interpreting
+from llmbatch.perf_model.cost import CostModel, find_shape
+from llmbatch.perf_model.hardware import find_hardware
 from llmbatch.references import by_reference
 from llmbatch.requests import Requests
 from llmbatch.runner import ShardRun, run_shard

@@ -6,8 +6,8 @@ import runpy
 
 import pytest
 
-from llmbatch.cost import SHAPES, CostModel
-from llmbatch.hardware import find_hardware
+from llmbatch.perf_model.cost import SHAPES, CostModel
+from llmbatch.perf_model.hardware import find_hardware
 from llmbatch.simulate import MAX_RUNNING, pool_of, simulate
 from llmbatch.workload import Scheduling
 from tests.support.paths import ROOT

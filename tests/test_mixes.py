@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmbatch.cost import CostModel, find_shape
 from llmbatch.errors import ParameterError
-from llmbatch.hardware import find_hardware
 from llmbatch.mixes import MIXES, Drawn, Groups, Mix, Sources, draw_mix, parse_mix
+from llmbatch.perf_model.cost import CostModel, find_shape
+from llmbatch.perf_model.hardware import find_hardware
 from llmbatch.traces import Trace, read_traces
 from tests.support.paths import TRACES
 

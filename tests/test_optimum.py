@@ -8,8 +8,8 @@ from itertools import permutations
 import numpy as np
 import pytest
 
-from llmbatch.cost import SHAPES, CostModel
-from llmbatch.hardware import find_hardware
+from llmbatch.perf_model.cost import SHAPES, CostModel
+from llmbatch.perf_model.hardware import find_hardware
 from llmbatch.runner import decide
 from llmbatch.simulate import describe, pool_of, run_workload
 from llmbatch.traces import Trace

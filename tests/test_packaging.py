@@ -21,9 +21,15 @@ from tests.support.paths import ROOT
 DEMO = ROOT / "examples" / "demo"
 HEAVY = {"torch", "ray", "polars", "transformers"}
 PLANNING = (
-    "llmbatch.tree", "llmbatch.lengths", "llmbatch.cost", "llmbatch.hardware", "llmbatch.pages", "llmbatch.schedule",
-    "llmbatch.engines.base", "llmbatch.engines.simulated",
-)  # fmt: skip
+    "llmbatch.tree",
+    "llmbatch.lengths",
+    "llmbatch.perf_model.cost",
+    "llmbatch.perf_model.hardware",
+    "llmbatch.kvcache.page_pool",
+    "llmbatch.schedule",
+    "llmbatch.engines.base",
+    "llmbatch.engines.simulated",
+)
 
 
 def loaded_by(program: str) -> set[str]:

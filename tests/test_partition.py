@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from llmbatch.cost import CostModel, find_shape
 from llmbatch.errors import ParameterError
-from llmbatch.hardware import find_hardware
 from llmbatch.lengths import Expected
 from llmbatch.order import POLICIES
 from llmbatch.partition import partition, partition_alike
+from llmbatch.perf_model.cost import CostModel, find_shape
+from llmbatch.perf_model.hardware import find_hardware
 from llmbatch.plan import Plan, plan
 from llmbatch.tree import PrefixTree
 

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from llmbatch.cost import CostModel, find_shape
 from llmbatch.errors import ParameterError
-from llmbatch.hardware import find_hardware
 from llmbatch.lengths import Expected
 from llmbatch.order import POLICIES
+from llmbatch.perf_model.cost import CostModel, find_shape
+from llmbatch.perf_model.hardware import find_hardware
 from llmbatch.plan import Plan, plan
 from llmbatch.split import scan_budget
 from llmbatch.tree import PrefixTree

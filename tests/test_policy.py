@@ -13,11 +13,11 @@ import pytest
 
 from llmbatch.cli import main
 from llmbatch.clock import SimulatedDriver
-from llmbatch.cost import CostModel, Law, find_shape
 from llmbatch.errors import ParameterError
 from llmbatch.experiment import Experiment
-from llmbatch.hardware import find_hardware
 from llmbatch.lengths import LengthModel
+from llmbatch.perf_model.cost import CostModel, Law, find_shape
+from llmbatch.perf_model.hardware import find_hardware
 from llmbatch.plan import plan
 from llmbatch.runner import ShardRun, decide
 from llmbatch.simulate import describe, pool_of

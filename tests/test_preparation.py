@@ -12,7 +12,6 @@ import torch
 
 pytest.importorskip("triton")
 
-from llmbatch.cost import CostModel
 from llmbatch.engines import calibrating, ceilings, preparation, profiling
 from llmbatch.engines.calibrations import DeviceCalibration, Fitted
 from llmbatch.engines.description import ModelDescription, describe_model
@@ -21,8 +20,9 @@ from llmbatch.engines.platform import Platform
 from llmbatch.engines.preparation import Preparation, cost_model, prepare, size_pool
 from llmbatch.engines.profiling import Room
 from llmbatch.errors import ModelError
-from llmbatch.hardware import Hardware
 from llmbatch.options import Options
+from llmbatch.perf_model.cost import CostModel
+from llmbatch.perf_model.hardware import Hardware
 from llmbatch.workload import Pool, Scheduling
 
 CARD = torch.device("cuda", 0)

@@ -7,11 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from llmbatch.calibration import MeasuredSteps, predict
-from llmbatch.cost import CostModel, Law, find_shape
 from llmbatch.deciding import COMPUTE, MEMORY
 from llmbatch.engines.placeholder import PlaceholderEngine
-from llmbatch.hardware import Hardware, find_hardware
+from llmbatch.perf_model.cost import CostModel, Law, find_shape
+from llmbatch.perf_model.fit import MeasuredSteps, predict
+from llmbatch.perf_model.hardware import Hardware, find_hardware
 from llmbatch.refit import Refit
 from llmbatch.schedule import Scheduler, Waiting
 from llmbatch.step import Step

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from llmbatch.cost import CostModel, find_shape
-from llmbatch.hardware import find_hardware
 from llmbatch.io.row_hash import hash_rows
 from llmbatch.operators.sharding import DEPTHS, OUTLINE, Shards, cut, occurrences, outline
+from llmbatch.perf_model.cost import CostModel, find_shape
+from llmbatch.perf_model.hardware import find_hardware
 from llmbatch.requests import Requests, Shard
 from llmbatch.sampling import SamplingParams
 from llmbatch.workload import Pool, Scheduling

@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmbatch.cli import main
-from llmbatch.cost import CostModel, Law, find_shape
 from llmbatch.errors import ParameterError
 from llmbatch.experiment import Experiment, read_shape
-from llmbatch.hardware import find_hardware
 from llmbatch.order import POLICIES, Policy
+from llmbatch.perf_model.cost import CostModel, Law, find_shape
+from llmbatch.perf_model.hardware import find_hardware
 from llmbatch.simulate import Knowledge, Simulation, pool_of
 
 P, HEADS, LAYERS, KV = 8.03e9, 4096, 32, 131_072

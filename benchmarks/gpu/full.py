@@ -8,11 +8,11 @@ from typing import Any
 
 from gpu.jobs import SOURCES
 from gpu.stage import Stage
-from llmbatch.cost import find_shape
 from llmbatch.engines.strategies import STRATEGIES
-from llmbatch.hardware import find_hardware
 from llmbatch.mixes import MIXES, draw_mix
 from llmbatch.order import Policy
+from llmbatch.perf_model.cost import find_shape
+from llmbatch.perf_model.hardware import find_hardware
 from llmbatch.simulate import MAX_RUNNING, pool_of, simulate
 from llmbatch.traces import read_traces
 from llmbatch.workload import Scheduling

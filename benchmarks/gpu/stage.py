@@ -19,7 +19,6 @@ import transformers
 import triton
 
 from llmbatch.budget import Rates
-from llmbatch.cost import SEQUENTIAL, CostModel, ModelShape
 from llmbatch.engines.accelerated import AcceleratedEngine
 from llmbatch.engines.calibrating import calibrate_device, step_kinds
 from llmbatch.engines.calibrations import DeviceCalibration
@@ -31,8 +30,9 @@ from llmbatch.engines.platform import Platform
 from llmbatch.engines.platforms import find_platform
 from llmbatch.engines.stopwatch import StepKind
 from llmbatch.engines.strategies import Strategy, make_execution
-from llmbatch.hardware import Hardware
 from llmbatch.kernels.triton_backend import TritonAttention
+from llmbatch.perf_model.cost import SEQUENTIAL, CostModel, ModelShape
+from llmbatch.perf_model.hardware import Hardware
 
 # Llama-3-8B, and one of the same kind that the interpreter can run.
 LLAMA_8B: dict[str, Any] = {

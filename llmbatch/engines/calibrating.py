@@ -1,7 +1,7 @@
 """Measures what a device does with a model under each strategy.
 
 Some fifteen steps of every kind are timed under each strategy, in seconds altogether, and the cost model is fitted to
-them (`llmbatch.calibration`). Blends of decodes and prefills say which strategy is the fastest.
+them (`llmbatch.perf_model.fit`). Blends of decodes and prefills say which strategy is the fastest.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from dataclasses import replace
 from typing import Final
 
 from llmbatch.budget import Rates
-from llmbatch.calibration import calibrate
-from llmbatch.cost import SEQUENTIAL, CostModel, Overlap
 from llmbatch.engines.accelerated import AcceleratedEngine
 from llmbatch.engines.calibrations import DeviceCalibration, Fitted
 from llmbatch.engines.multiprocessors import NoGreenContexts
 from llmbatch.engines.stopwatch import StepKind, measured, median_step, randomise
 from llmbatch.engines.strategies import STRATEGIES, Strategy
+from llmbatch.perf_model.cost import SEQUENTIAL, CostModel, Overlap
+from llmbatch.perf_model.fit import calibrate
 
 _ROWS: Final = 256
 _START: Final = Overlap(2.0)  # of strategies that overlap, from where their law is fitted

@@ -14,9 +14,9 @@ from typing import Any, Final
 import torch
 
 from llmbatch._version import __version__
-from llmbatch.cost import CostModel, ModelShape, Overlap
 from llmbatch.engines.strategies import Strategy
-from llmbatch.hardware import Hardware
+from llmbatch.perf_model.cost import CostModel, ModelShape, Overlap
+from llmbatch.perf_model.hardware import Hardware
 
 _NOISE: Final = 0.02  # what another strategy must gain over `sequential`
 _FORMAT: Final = 1

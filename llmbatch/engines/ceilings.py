@@ -8,7 +8,7 @@ from typing import Final
 
 import torch
 
-from llmbatch.hardware import Hardware
+from llmbatch.perf_model.hardware import Hardware
 
 _SIZE: Final = 8192  # of the matrices: 1.1 TFLOP a product
 _BYTES: Final = 1 << 30  # copied

@@ -14,12 +14,12 @@ from types import SimpleNamespace
 from typing import Final, Protocol
 
 from llmbatch.choices import DType
-from llmbatch.configs import read_field
-from llmbatch.cost import CostModel, ModelShape
 from llmbatch.engines.config import EngineConfig
 from llmbatch.errors import ParameterError
-from llmbatch.hardware import find_hardware
 from llmbatch.kernels.tile import LANES
+from llmbatch.perf_model.cost import CostModel, ModelShape
+from llmbatch.perf_model.hardware import find_hardware
+from llmbatch.perf_model.shape import read_field
 from llmbatch.system.measurements import recalled
 from llmbatch.system.memory import available_memory
 from llmbatch.workload import Pool

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from llmbatch.cost import CostModel
 from llmbatch.engines.simulated import SimulatedEngine
+from llmbatch.perf_model.cost import CostModel
 from llmbatch.requests import Requests
 from llmbatch.step import Finish, Step, StepResult
 

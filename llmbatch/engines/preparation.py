@@ -11,7 +11,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmbatch.budget import MOST_TOKENS, Rates
-from llmbatch.cost import SEQUENTIAL, CostModel
 from llmbatch.engines.backends import choose_attention
 from llmbatch.engines.base import StreamEngine
 from llmbatch.engines.config import EngineConfig
@@ -20,8 +19,9 @@ from llmbatch.engines.outline import POOL_SHARE as POOL_SHARE
 from llmbatch.engines.outline import pool_of, shape_of
 from llmbatch.engines.platform import Platform
 from llmbatch.errors import ModelError, ParameterError
-from llmbatch.hardware import measure_cpu
 from llmbatch.kernels.backends import PagedAttention
+from llmbatch.perf_model.cost import SEQUENTIAL, CostModel
+from llmbatch.perf_model.hardware import measure_cpu
 from llmbatch.system.cache import cache_folder
 from llmbatch.system.memory import available_memory
 from llmbatch.workload import Pool, Scheduling

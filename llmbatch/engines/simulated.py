@@ -1,10 +1,11 @@
 """An engine that is a clock: it generates each request's recorded number of tokens and adds up seconds.
 
 A step of n tokens has q query-key pairs (a chunk of c tokens after k: c k + c (c + 1) / 2) and reads R tokens of KV:
-every chunk, decodes among them, its whole context once, the tokens it computes included (`llmbatch.work`). With cascade
-attention a prefix that many decodes of the step share is read once (`llmbatch.reads`). Under law `paper` the step's
-compute is max(tokens, reading the weights) and attention, its memory the KV; under law `bytes` the weights are read
-beside the KV. The two add up by the overlap law, and every step takes the device's fixed seconds on top.
+every chunk, decodes among them, its whole context once, the tokens it computes included (`llmbatch.perf_model.work`).
+With cascade attention a prefix that many decodes of the step share is read once (`llmbatch.kvcache.shared_reads`).
+Under law `paper` the step's compute is max(tokens, reading the weights) and attention, its memory the KV; under law
+`bytes` the weights are read beside the KV. The two add up by the overlap law, and every step takes the device's fixed
+seconds on top.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmbatch.compiled import njit
-from llmbatch.cost import CostModel
+from llmbatch.perf_model.cost import CostModel
+from llmbatch.perf_model.work import Rates, compute_seconds, pairs_of, reads_of, sees_all, spared_of
 from llmbatch.references import by_reference
 from llmbatch.step import Finish, Step, StepResult
-from llmbatch.work import Rates, compute_seconds, pairs_of, reads_of, sees_all, spared_of
 
 _ENDED = int(Finish.LENGTH)
 

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from llmbatch.calibration import MeasuredSteps
 from llmbatch.engines.accelerated import AcceleratedEngine
+from llmbatch.perf_model.fit import MeasuredSteps
+from llmbatch.perf_model.work import Reach
 from llmbatch.requests import Requests
 from llmbatch.sampling import SamplingParams
 from llmbatch.step import Step
-from llmbatch.work import Reach
 
 _ROUNDS = 3
 _PAGE = 16  # tokens; of no matter where work is counted

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from llmbatch.budget import Rates
-from llmbatch.cost import CostModel, find_shape
-from llmbatch.hardware import find_hardware
+from llmbatch.kvcache.page_trie import PageTrie
 from llmbatch.lengths import Expected
-from llmbatch.trie import PageTrie
+from llmbatch.perf_model.cost import CostModel, find_shape
+from llmbatch.perf_model.hardware import find_hardware
 
 
 @dataclass(frozen=True)

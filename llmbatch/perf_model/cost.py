@@ -1,10 +1,10 @@
 """Seconds of compute and of memory for a request, a step and a whole set, from a model's shape and a device.
 
-The performance model of BlendServe 4.1, with four changes. Attention over a prompt is causal, so it counts
-half the square (2 p^2 H L, not 4). Output lengths are distributions, so memory takes their second moment.
-Sliding layers look back a window only. And what engines do is counted to the token (`llmbatch.work`): the last
-token of an answer is never computed, a prompt's KV is read once while it is computed. With p prompt and d output
-tokens, where all layers see everything:
+The performance model of BlendServe 4.1, with four changes. Attention over a prompt is causal, so it counts half the
+square (2 p^2 H L, not 4). Output lengths are distributions, so memory takes their second moment. Sliding layers look
+back a window only. And what engines do is counted to the token (`llmbatch.perf_model.work`): the last token of an
+answer is never computed, a prompt's KV is read once while it is computed. With p prompt and d output tokens, where all
+layers see everything:
 
     compute = (2 (p + d - 1) P + 2 d P_head) / F + 2 p (p + 1) H L / F_attention
     memory  = (p E[d] + (E[d^2] - E[d]) / 2) * bytes per token / B
@@ -32,11 +32,11 @@ from typing import Literal, NamedTuple, get_args
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from llmbatch.configs import UNGATED, count_sparse_layers, read_field, read_windows
 from llmbatch.errors import ModelError, ParameterError
-from llmbatch.hardware import Hardware
 from llmbatch.kernels.groups import GROUP_ROWS
-from llmbatch.work import Rates, compute_seconds, pairs_of, reads_of, spared_of
+from llmbatch.perf_model.hardware import Hardware
+from llmbatch.perf_model.shape import UNGATED, count_sparse_layers, read_field, read_windows
+from llmbatch.perf_model.work import Rates, compute_seconds, pairs_of, reads_of, spared_of
 
 Law = Literal["paper", "bytes"]
 Floats = NDArray[np.float64]
@@ -282,7 +282,7 @@ class CostModel:
 
     def step(self, tokens: int, pairs: float, kv_tokens: float, samples: int) -> StepSeconds:
         """One step of `tokens` tokens: `pairs` query-key pairs of prefill, `kv_tokens` of KV that it reads,
-        `samples` tokens sampled, as `llmbatch.work` counts them.
+        `samples` tokens sampled, as `llmbatch.perf_model.work` counts them.
         """
         gemm: float = compute_seconds.py_func(self.rates, tokens, samples, 0.0)
         attention: float = compute_seconds.py_func(self.rates, 0.0, 0.0, pairs)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmbatch.trie import PageTrie
+from llmbatch.kvcache.page_trie import PageTrie
 from tests.support.workloads import Workload, workloads
 
 

@@ -24,7 +24,7 @@ from llmbatch.compiled import njit
 from llmbatch.references import by_reference
 
 if TYPE_CHECKING:
-    from llmbatch.cost import CostModel
+    from llmbatch.perf_model.cost import CostModel
 
 _UNBOUNDED: Final = float(1 << 40)  # tokens; more than any sequence has, and exact in sums of squares of lengths
 

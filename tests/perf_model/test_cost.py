@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from llmbatch.cost import OVERLAPPED, SEQUENTIAL, CostModel, ModelShape, Overlap, find_shape
 from llmbatch.errors import ModelError, ParameterError
-from llmbatch.hardware import GPUS, Hardware, find_hardware, measure_cpu
+from llmbatch.perf_model.cost import OVERLAPPED, SEQUENTIAL, CostModel, ModelShape, Overlap, find_shape
+from llmbatch.perf_model.hardware import GPUS, Hardware, find_hardware, measure_cpu
 from llmbatch.tree import PrefixTree
 from tests.support.paths import TRACES
 

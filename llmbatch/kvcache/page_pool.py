@@ -1,11 +1,11 @@
 """The page pool and the run-time prefix trie: who holds which page, and what is worth keeping.
 
 KV lives in pages of `page_size` tokens. A page is either free, or stands for a page of the shard's `PageTrie` and is
-shared, or is loose. A shared page is published when it is allocated, before its KV is computed: engines write the KV
-of a whole step before any sequence attends, so sequences of one step may already read each other's pages. Users are
+shared, or is loose. A shared page is published when it is allocated, before its KV is computed: engines write the KV of
+a whole step before any sequence attends, so sequences of one step may already read each other's pages. Users are
 counted. A page nobody uses stays until the room is needed, if it can be found again: by the trie, by the name of what
-it holds (`llmbatch.contents`), or by the preempted sequence whose page it was. Room is made by the plan, not by a
-clock: the pages with the fewest rows still to come go first, of a path its end first (`llmbatch.worth`).
+it holds (`llmbatch.kvcache.contents`), or by the preempted sequence whose page it was. Room is made by the plan, not by
+a clock: the pages with the fewest rows still to come go first, of a path its end first (`llmbatch.kvcache.page_worth`).
 
 All state is in arrays, changed by compiled code; a slot's whole life costs one step a page. `check` verifies
 everything.
@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmbatch.compiled import njit
-from llmbatch.contents import (
+from llmbatch.kvcache.contents import (
     Contents,
     Prompts,
     forget_contents,
@@ -31,15 +31,25 @@ from llmbatch.contents import (
     start,
     with_tokens,
 )
-from llmbatch.keeping import EMPTY as EMPTY
-from llmbatch.keeping import FREE, LOOSE, NOBODY, SEQUENCES, evict, expect_requests, path_of, publish_as, recall
-from llmbatch.keeping import SHARED as SHARED
-from llmbatch.keeping import UNUSED as UNUSED
-from llmbatch.keeping import WIDEST as WIDEST
-from llmbatch.reads import Reads, stop_reading
+from llmbatch.kvcache.eviction import EMPTY as EMPTY
+from llmbatch.kvcache.eviction import (
+    FREE,
+    LOOSE,
+    NOBODY,
+    SEQUENCES,
+    evict,
+    expect_requests,
+    path_of,
+    publish_as,
+    recall,
+)
+from llmbatch.kvcache.eviction import SHARED as SHARED
+from llmbatch.kvcache.eviction import UNUSED as UNUSED
+from llmbatch.kvcache.eviction import WIDEST as WIDEST
+from llmbatch.kvcache.page_trie import PageTrie
+from llmbatch.kvcache.page_worth import Worth, given_up, insert, planned, remove
+from llmbatch.kvcache.shared_reads import Reads, stop_reading
 from llmbatch.references import by_reference
-from llmbatch.trie import PageTrie
-from llmbatch.worth import Worth, given_up, insert, planned, remove
 
 
 @by_reference
@@ -291,7 +301,7 @@ def release(pages: Any, slot: int, computed: int, again: bool) -> None:
         number = pages.node[page]
         pages.counts[SHARED] -= number >= 0
         to_come = pages.remaining[number] if number >= 0 else (1 if again else 0)
-        # What has no name has generated tokens, and is named when they are known (`llmbatch.publishing`).
+        # What has no name has generated tokens, and is named when they are known (`llmbatch.kvcache.publish`).
         found = by_name and i < whole and (index(contents, page) or not is_named(contents, page))
         if i < whole and (to_come > 0 or found):
             pages.counts[UNUSED] += 1

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from llmbatch.keeping import path_of
-from llmbatch.pages import EMPTY, Pages, admit_pages, extend, extend_by_one, release
+from llmbatch.kvcache.eviction import path_of
+from llmbatch.kvcache.page_pool import EMPTY, Pages, admit_pages, extend, extend_by_one, release
 from tests.support.workloads import Workload
 
 

@@ -26,8 +26,8 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from llmbatch.cost import CostModel, Overlap
 from llmbatch.errors import ParameterError
+from llmbatch.perf_model.cost import CostModel, Overlap
 
 Floats = NDArray[np.float64]
 

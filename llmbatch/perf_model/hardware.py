@@ -23,7 +23,7 @@ class Hardware:
 
     The default efficiencies are those of well-tuned kernels on large batches: 0.75 of peak compute, 0.85 of
     peak bandwidth. Attention over prompts is taken to reach what products do, unless measured
-    (`llmbatch.calibration`). Raises `ParameterError` where a figure is not positive or an efficiency exceeds 1.
+    (`llmbatch.perf_model.fit`). Raises `ParameterError` where a figure is not positive or an efficiency exceeds 1.
     """
 
     name: str

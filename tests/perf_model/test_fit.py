@@ -7,10 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from llmbatch.calibration import MeasuredSteps, calibrate, judge, predict
-from llmbatch.cost import OVERLAPPED, SEQUENTIAL, CostModel, Law, Overlap, find_shape
 from llmbatch.errors import ParameterError
-from llmbatch.hardware import find_hardware
+from llmbatch.perf_model.cost import OVERLAPPED, SEQUENTIAL, CostModel, Law, Overlap, find_shape
+from llmbatch.perf_model.fit import MeasuredSteps, calibrate, judge, predict
+from llmbatch.perf_model.hardware import find_hardware
 
 CEILINGS = replace(find_hardware("h200"), compute_efficiency=1.0, bandwidth_efficiency=1.0)
 TRUE = replace(

@@ -13,11 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmbatch.compiled import njit
-from llmbatch.contents import give_name, name_of, start, with_token
-from llmbatch.keeping import UNUSED, free_page
-from llmbatch.pages import Pages
+from llmbatch.kvcache.contents import give_name, name_of, start, with_token
+from llmbatch.kvcache.eviction import UNUSED, free_page
+from llmbatch.kvcache.page_pool import Pages
+from llmbatch.kvcache.page_worth import remove
 from llmbatch.references import by_reference
-from llmbatch.worth import remove
 
 
 @by_reference

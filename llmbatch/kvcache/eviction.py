@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from llmbatch.compiled import njit
-from llmbatch.contents import find, forget_contents, name_of, prompt_pages, start, with_tokens
-from llmbatch.trie import fill_path
-from llmbatch.worth import given_up, planned, remove, revalue
+from llmbatch.kvcache.contents import find, forget_contents, name_of, prompt_pages, start, with_tokens
+from llmbatch.kvcache.page_trie import fill_path
+from llmbatch.kvcache.page_worth import given_up, planned, remove, revalue
 
 FREE, LOOSE = -2, -1  # what `node` says of a page that is not in the trie
 EMPTY, UNUSED, SHARED, WIDEST, SEQUENCES = range(5)  # in `Pages.counts`

@@ -9,14 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmbatch.budget import FixedBudget
-from llmbatch.contents import Prompts
 from llmbatch.ends import Blend, Ends, InOrder
 from llmbatch.engines.simulated import SimulatedEngine
-from llmbatch.pages import EMPTY
+from llmbatch.kvcache.contents import Prompts
+from llmbatch.kvcache.page_pool import EMPTY
+from llmbatch.kvcache.page_trie import PageTrie
 from llmbatch.schedule import Finished, Scheduler, Waiting
 from llmbatch.step import Finish, Step
 from llmbatch.tree import PrefixTree
-from llmbatch.trie import PageTrie
 from tests.support.workloads import COST, RATES, Believed
 
 Tokens = list[int]

@@ -1,0 +1,5 @@
+"""Owns the pages of KV: which are free, which are shared, which stay when nobody uses them.
+
+Must not import torch, nor the scheduler that it serves.
+Start reading at `page_pool`.
+"""
