@@ -21,7 +21,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from llmbatch.options import Options
-from llmbatch.order import Policy
+from llmbatch.planning.order import Policy
 from llmbatch.report import Report
 from llmbatch.worker import Worker
 

@@ -17,7 +17,7 @@ import numpy as np
 from matplotlib import pyplot as plt
 from simulations import RESULTS, Setting, baseline, blend, gain
 
-from llmbatch.order import Policy
+from llmbatch.planning.order import Policy
 from llmbatch.simulate import simulate
 
 _WINDOW = 200  # points of a curve over time

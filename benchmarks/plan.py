@@ -15,12 +15,12 @@ import time
 import numpy as np
 from numpy.typing import NDArray
 
-from llmbatch.lengths import LengthModel
 from llmbatch.perf_model.cost import CostModel, find_shape
 from llmbatch.perf_model.hardware import find_hardware
-from llmbatch.plan import plan
-from llmbatch.sample import first_sample
-from llmbatch.tree import PrefixTree
+from llmbatch.planning.lengths import LengthModel
+from llmbatch.planning.pilot_sample import first_sample
+from llmbatch.planning.plan import plan
+from llmbatch.planning.prefix_tree import PrefixTree
 
 Prompts = tuple[NDArray[np.int32], NDArray[np.int64]]
 

@@ -18,8 +18,8 @@ from dataclasses import replace
 
 from simulations import TABLE2, Setting, run_settings, write
 
-from llmbatch.order import Policy
 from llmbatch.perf_model.cost import Law
+from llmbatch.planning.order import Policy
 
 CONVERSATIONS = ("azure2023_conv", "mmlu_5shot", "video_panda70m")
 SHAREGPT = ("sharegpt_lengths", "mmlu_5shot", "video_panda70m")

@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 from llmbatch.errors import DataError, RowError
 from llmbatch.feed import Ended
 from llmbatch.io.gather import pick, pieces
+from llmbatch.planning.prefix_tree import PrefixTree
 from llmbatch.requests import Requests, Shard
 from llmbatch.step import Finish
-from llmbatch.tree import PrefixTree
 
 SCHEMA = pa.schema(
     {

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 
 from llmbatch.budget import TILE
 from llmbatch.compiled import njit
+from llmbatch.planning.outliers import DualScan, scan_budget
 from llmbatch.references import by_reference
-from llmbatch.split import DualScan, scan_budget
 
 
 class End(IntEnum):

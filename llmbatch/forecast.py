@@ -21,15 +21,15 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from llmbatch.cascade import tokens_together
 from llmbatch.clock import SimulatedDriver
-from llmbatch.lengths import LengthModel
-from llmbatch.order import Policy
 from llmbatch.perf_model.cost import CostModel
+from llmbatch.planning.cascade import tokens_together
+from llmbatch.planning.lengths import LengthModel
+from llmbatch.planning.order import Policy
+from llmbatch.planning.prefix_tree import PrefixTree
+from llmbatch.planning.workload import Pool, Scheduling, Workload, early_ends, fit_requests
 from llmbatch.requests import Requests
 from llmbatch.runner import decide, run_shard
-from llmbatch.tree import PrefixTree
-from llmbatch.workload import Pool, Scheduling, Workload, early_ends, fit_requests
 
 if TYPE_CHECKING:
     from llmbatch.worker import Worker

@@ -35,8 +35,8 @@ from numpy.typing import NDArray
 from llmbatch.compiled import njit
 from llmbatch.errors import ParameterError
 from llmbatch.perf_model.cost import CostModel
+from llmbatch.planning.prefix_tree import PrefixTree
 from llmbatch.traces import SYSTEM_PROMPT, Trace, join
-from llmbatch.tree import PrefixTree
 
 Floats = NDArray[np.float64]
 

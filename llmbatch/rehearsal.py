@@ -34,6 +34,7 @@ from llmbatch.interpreted import interpret
 from llmbatch.io.row_hash import hash_rows
 from llmbatch.perf_model.cost import CostModel, find_shape
 from llmbatch.perf_model.hardware import find_hardware
+from llmbatch.planning.workload import Pool, Scheduling, Workload
 from llmbatch.requests import Requests
 from llmbatch.runner import ShardRun, decide, run_shard
 from llmbatch.sampling import SamplingParams
@@ -42,7 +43,6 @@ from llmbatch.shard import merge_equal
 from llmbatch.step import Step
 from llmbatch.system.processes import start_beside
 from llmbatch.tokenize import TokenColumn
-from llmbatch.workload import Pool, Scheduling, Workload
 
 _NICE: Final = 10  # a tenth of a core where the job wants it
 _MARK: Final = "scheduler"  # a file in the folder of compiled code: all that plans and schedules is there

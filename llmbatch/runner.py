@@ -35,18 +35,18 @@ from numpy.typing import NDArray
 
 from llmbatch.budget import TILE, Budget, ClosedLoopBudget, FixedBudget
 from llmbatch.carrying import pages_spared
-from llmbatch.cascade import tokens_together
 from llmbatch.driver import Driver
 from llmbatch.ends import Blend, DualScanEnds, Ends, InOrder
 from llmbatch.kvcache.page_trie import PageTrie
-from llmbatch.lengths import LengthModel
 from llmbatch.perf_model.cost import CostModel
-from llmbatch.plan import Plan, plan
+from llmbatch.planning.cascade import tokens_together
+from llmbatch.planning.lengths import LengthModel
+from llmbatch.planning.pilot_sample import first_sample, second_sample
+from llmbatch.planning.plan import Plan, plan
+from llmbatch.planning.workload import Pool, Scheduling, Workload
 from llmbatch.refit import Refit
-from llmbatch.sample import first_sample, second_sample
 from llmbatch.schedule import Scheduler, Waiting
 from llmbatch.steady import steady_budget
-from llmbatch.workload import Pool, Scheduling, Workload
 
 STEP_TOKENS = 2048
 _SHORTEST_WAIT, _LONGEST_WAIT = 64, 512  # steps between two plans while the first sample runs, doubling

@@ -40,18 +40,18 @@ from llmbatch.kvcache.page_pool import WIDEST, Pages, tokens_spared
 from llmbatch.kvcache.page_trie import PageTrie
 from llmbatch.kvcache.publish import Ends as EndedPages
 from llmbatch.kvcache.publish import publish
-from llmbatch.lengths import Expected
 from llmbatch.passed import Passed
 from llmbatch.peak import Peak
+from llmbatch.planning.lengths import Expected
+from llmbatch.planning.prefix_tree import PrefixTree
 from llmbatch.slots import DECODING, PREEMPTED, PREEMPTIONS, PREFILLING, RECKONED, Running
 from llmbatch.step import Finish, Step, StepResult
-from llmbatch.tree import PrefixTree
 
 _SLOTS = 64  # to begin with
 
 
 class Lengths(Protocol):
-    """Expected lengths of answers (`llmbatch.lengths.LengthModel` learns them)."""
+    """Expected lengths of answers (`llmbatch.planning.lengths.LengthModel` learns them)."""
 
     def remaining(self, requests: NDArray[np.int32], generated: NDArray[np.int32]) -> Expected:
         """Moments of the tokens each request has yet to generate, having generated some; float64 each."""

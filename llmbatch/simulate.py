@@ -14,15 +14,15 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from llmbatch.cascade import tokens_together
 from llmbatch.clock import STEP, SimulatedDriver
 from llmbatch.errors import ParameterError
-from llmbatch.partition import partition, partition_alike
 from llmbatch.perf_model.cost import CostModel
-from llmbatch.plan import Plan
+from llmbatch.planning.cascade import tokens_together
+from llmbatch.planning.partition import partition, partition_alike
+from llmbatch.planning.plan import Plan
+from llmbatch.planning.workload import Fit, Pool, Scheduling, Workload
 from llmbatch.runner import decide, run_shard
 from llmbatch.traces import Trace
-from llmbatch.workload import Fit, Pool, Scheduling, Workload
 
 Knowledge = Literal["known", "sampled"]
 PAGE_SIZE = 16

@@ -16,7 +16,7 @@ import math
 
 from llmbatch.budget import MOST_TOKENS, TILE, FixedBudget
 from llmbatch.perf_model.cost import CostModel
-from llmbatch.plan import Plan
+from llmbatch.planning.plan import Plan
 
 
 def steady_budget(decided: Plan, cost: CostModel, pool_tokens: int, answer: float) -> FixedBudget:

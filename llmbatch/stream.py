@@ -27,12 +27,12 @@ from llmbatch.driver import EngineDied, Retire, drive
 from llmbatch.errors import JobError, RowError
 from llmbatch.feed import Ended, Feed, Host, Stop, Taker, W
 from llmbatch.perf_model.cost import CostModel
+from llmbatch.planning.workload import Pool, Scheduling, Workload, fit_requests
 from llmbatch.refit import Refit
 from llmbatch.runner import ShardRun
 from llmbatch.schedule import Finished
 from llmbatch.step import Finish, Step
 from llmbatch.union import Union
-from llmbatch.workload import Pool, Scheduling, Workload, fit_requests
 
 _EXAMPLES = 4096  # answers that the next window learns lengths from
 _TAIL_STEPS = 16  # between two looks for the next window

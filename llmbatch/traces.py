@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from llmbatch.compiled import njit
 from llmbatch.errors import DataError, ParameterError
-from llmbatch.tree import PrefixTree
+from llmbatch.planning.prefix_tree import PrefixTree
 
 SYSTEM_PROMPT = 32  # tokens
 

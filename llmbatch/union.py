@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmbatch.feed import W
+from llmbatch.planning.workload import Workload
 from llmbatch.requests import Requests
-from llmbatch.workload import Workload
 
 
 class Union(Generic[W]):

@@ -31,6 +31,7 @@ from llmbatch.feed import Feed, Stop
 from llmbatch.gate import Gate
 from llmbatch.options import Options
 from llmbatch.perf_model.cost import CostModel
+from llmbatch.planning.workload import Scheduling, early_ends
 from llmbatch.progress import Progress, Silence, saying
 from llmbatch.rehearsal import Compilation
 from llmbatch.report import Report, Tally
@@ -41,7 +42,6 @@ from llmbatch.single import Gathered, OneWindow
 from llmbatch.stream import Stream, Totals
 from llmbatch.system.memory import out_of_memory
 from llmbatch.tokenize import Tokenizer, load_tokenizer, plain_tokenizer
-from llmbatch.workload import Scheduling, early_ends
 
 if TYPE_CHECKING:
     from llmbatch.engines.description import ModelDescription

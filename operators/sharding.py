@@ -4,8 +4,9 @@ Engines on other machines share no KV, so a prefix whose rows are spread over al
 holds all prompts, so a row is outlined where it is read: the hash of its prompt's columns, its length, and hashes of
 its prefixes at depths that grow by the square root of two. Two rows share what they share up to the deepest depth at
 which their hashes agree: at least 0.7 of it. From the outlines of all rows one tree is built, planned and cut as an
-engine does with its own (`llmbatch.plan`, `llmbatch.partition`): into equal predicted seconds where the lengths of all
-answers are known, else into shards that are alike. A subtree that a cut goes through is kept whole where it is small.
+engine does with its own (`llmbatch.planning.plan`, `llmbatch.planning.partition`): into equal predicted seconds where
+the lengths of all answers are known, else into shards that are alike. A subtree that a cut goes through is kept whole
+where it is small.
 
 A row finds its shard by its hash. Rows of one hash that have one answer are in one shard. Those that are drawn anew,
 each with an answer of its own, may be too many for one: they are told apart by their other columns.
@@ -22,13 +23,13 @@ import pyarrow as pa
 from numba import njit
 from numpy.typing import NDArray
 
-from llmbatch.lengths import LengthModel
-from llmbatch.partition import partition, partition_alike
 from llmbatch.perf_model.cost import CostModel
-from llmbatch.plan import Plan, plan
+from llmbatch.planning.lengths import LengthModel
+from llmbatch.planning.partition import partition, partition_alike
+from llmbatch.planning.plan import Plan, plan
+from llmbatch.planning.prefix_tree import PrefixTree
+from llmbatch.planning.workload import Pool, Scheduling
 from llmbatch.requests import Shard
-from llmbatch.tree import PrefixTree
-from llmbatch.workload import Pool, Scheduling
 
 OUTLINE = pa.schema(
     {

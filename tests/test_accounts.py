@@ -20,14 +20,14 @@ from llmbatch.engines.placeholder import PlaceholderEngine
 from llmbatch.perf_model.cost import CostModel, find_shape
 from llmbatch.perf_model.hardware import find_hardware
 from llmbatch.perf_model.work import Reach, pairs_of, reads_of
+from llmbatch.planning.prefix_tree import PrefixTree
+from llmbatch.planning.workload import Pool, Scheduling, Workload
 from llmbatch.requests import Requests
 from llmbatch.runner import ShardRun
 from llmbatch.sampling import SamplingParams
 from llmbatch.schedule import Scheduler, Waiting
 from llmbatch.slots import DECODING
 from llmbatch.stream import Stream
-from llmbatch.tree import PrefixTree
-from llmbatch.workload import Pool, Scheduling, Workload
 from tests.test_stream import Engines, Listed, Taken, Window
 
 PLAIN = CostModel(find_shape("llama-3-8b"), find_hardware("a100-80gb"))

@@ -16,13 +16,13 @@ from llmbatch import job
 from llmbatch.clock import SimulatedDriver
 from llmbatch.forecast import compare_drawn
 from llmbatch.io.reading.dataset import RowReader
-from llmbatch.lengths import LengthModel
 from llmbatch.perf_model.cost import CostModel, find_shape
 from llmbatch.perf_model.hardware import find_hardware
+from llmbatch.planning.lengths import LengthModel
+from llmbatch.planning.workload import Pool, Scheduling, Workload
 from llmbatch.requests import Requests
 from llmbatch.runner import run_shard
 from llmbatch.sampling import SamplingParams
-from llmbatch.workload import Pool, Scheduling, Workload
 
 COST = CostModel(find_shape("llama-3-8b"), find_hardware("a100-80gb"))
 SCHEDULING = Scheduling(max_running=4096)

@@ -18,13 +18,13 @@ from llmbatch.engines.simulated import SimulatedEngine
 from llmbatch.interpreted import MOST_ELEMENTS, interpret, stop_interpreting
 from llmbatch.perf_model.cost import CostModel, find_shape
 from llmbatch.perf_model.hardware import find_hardware
+from llmbatch.planning.workload import Pool, Scheduling, Workload
 from llmbatch.references import by_reference
 from llmbatch.requests import Requests
 from llmbatch.runner import ShardRun, run_shard
 from llmbatch.sampling import SamplingParams
 from llmbatch.schedule import Finished, Scheduler
 from llmbatch.step import Step
-from llmbatch.workload import Pool, Scheduling, Workload
 
 ROW = np.dtype([("number", np.int32), ("share", np.float64)])
 ORDERS: tuple[Policy, ...] = ("blend", "dual-scan", "dfs", "density", "input")

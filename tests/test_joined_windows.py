@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from llmbatch.planning.workload import Pool, Scheduling
 from llmbatch.requests import Requests
 from llmbatch.sampling import SamplingParams
 from llmbatch.stream import Stream
-from llmbatch.workload import Pool, Scheduling
 from tests.support.workloads import COST
 from tests.test_stream import Engines, Listed, Taken, Window
 

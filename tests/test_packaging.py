@@ -21,8 +21,8 @@ from tests.support.paths import ROOT
 DEMO = ROOT / "examples" / "demo"
 HEAVY = {"torch", "ray", "polars", "transformers"}
 PLANNING = (
-    "llmbatch.tree",
-    "llmbatch.lengths",
+    "llmbatch.planning.prefix_tree",
+    "llmbatch.planning.lengths",
     "llmbatch.perf_model.cost",
     "llmbatch.perf_model.hardware",
     "llmbatch.kvcache.page_pool",

@@ -7,11 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from llmbatch.lengths import LengthModel
+from llmbatch.planning.lengths import LengthModel
+from llmbatch.planning.workload import Scheduling, Workload
 from llmbatch.requests import Requests
 from llmbatch.sampling import SamplingParams
 from llmbatch.stream import Stream
-from llmbatch.workload import Scheduling, Workload
 from tests.support.workloads import COST
 from tests.test_stream import POOL, Engines, Listed, Taken, Window
 

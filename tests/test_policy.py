@@ -15,14 +15,14 @@ from llmbatch.cli import main
 from llmbatch.clock import SimulatedDriver
 from llmbatch.errors import ParameterError
 from llmbatch.experiment import Experiment
-from llmbatch.lengths import LengthModel
 from llmbatch.perf_model.cost import CostModel, Law, find_shape
 from llmbatch.perf_model.hardware import find_hardware
-from llmbatch.plan import plan
+from llmbatch.planning.lengths import LengthModel
+from llmbatch.planning.plan import plan
+from llmbatch.planning.prefix_tree import PrefixTree
 from llmbatch.runner import ShardRun, decide
 from llmbatch.simulate import describe, pool_of
 from llmbatch.steady import steady_budget
-from llmbatch.tree import PrefixTree
 
 
 def write(path: Path, prompts: np.ndarray[tuple[int], np.dtype[np.int64]], answers: object) -> str:

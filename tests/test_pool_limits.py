@@ -25,13 +25,13 @@ from llmbatch.engines.platform import Platform
 from llmbatch.engines.torch import TorchEngine
 from llmbatch.errors import RowError
 from llmbatch.feed import Ended
+from llmbatch.planning.workload import Fit, Pool, Scheduling
 from llmbatch.requests import Requests
 from llmbatch.sampling import SamplingParams
 from llmbatch.simulate import simulate
 from llmbatch.step import Finish
 from llmbatch.stream import Stream
 from llmbatch.traces import Trace
-from llmbatch.workload import Fit, Pool, Scheduling
 from tests.support.golden import generate
 from tests.support.models import EOS, PAD, tiny_model
 from tests.support.workloads import COST

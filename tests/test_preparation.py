@@ -23,7 +23,7 @@ from llmbatch.errors import ModelError
 from llmbatch.options import Options
 from llmbatch.perf_model.cost import CostModel
 from llmbatch.perf_model.hardware import Hardware
-from llmbatch.workload import Pool, Scheduling
+from llmbatch.planning.workload import Pool, Scheduling
 
 CARD = torch.device("cuda", 0)
 PLATFORM = Platform(CARD, DevicePieces(CARD), PAGE_SIZE, max_running=64)

@@ -12,11 +12,11 @@ from llmbatch.engines.placeholder import PlaceholderEngine
 from llmbatch.perf_model.cost import CostModel, Law, find_shape
 from llmbatch.perf_model.fit import MeasuredSteps, predict
 from llmbatch.perf_model.hardware import Hardware, find_hardware
+from llmbatch.planning.workload import Pool, Scheduling
 from llmbatch.refit import Refit
 from llmbatch.schedule import Scheduler, Waiting
 from llmbatch.step import Step
 from llmbatch.stream import Stream
-from llmbatch.workload import Pool, Scheduling
 from tests.test_accounts import grouped
 from tests.test_stream import Engines, Listed, Taken
 

@@ -14,9 +14,9 @@ from llmbatch.io.row_hash import hash_rows
 from llmbatch.operators.sharding import DEPTHS, OUTLINE, Shards, cut, occurrences, outline
 from llmbatch.perf_model.cost import CostModel, find_shape
 from llmbatch.perf_model.hardware import find_hardware
+from llmbatch.planning.workload import Pool, Scheduling
 from llmbatch.requests import Requests, Shard
 from llmbatch.sampling import SamplingParams
-from llmbatch.workload import Pool, Scheduling
 
 COST = CostModel(find_shape("llama-3-8b"), find_hardware("a100-80gb"))
 POOL = Pool(1_000, 16)

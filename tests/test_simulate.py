@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from llmbatch.cli import main
 from llmbatch.errors import ParameterError
 from llmbatch.experiment import Experiment, read_shape
-from llmbatch.order import POLICIES, Policy
 from llmbatch.perf_model.cost import CostModel, Law, find_shape
 from llmbatch.perf_model.hardware import find_hardware
+from llmbatch.planning.order import POLICIES, Policy
 from llmbatch.simulate import Knowledge, Simulation, pool_of
 
 P, HEADS, LAYERS, KV = 8.03e9, 4096, 32, 131_072

@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 from llmbatch.engines.placeholder import PlaceholderEngine
 from llmbatch.errors import JobError, RowError
 from llmbatch.feed import Ended, Stop
+from llmbatch.planning.workload import Pool, Scheduling
 from llmbatch.requests import Requests
 from llmbatch.sampling import SamplingParams
 from llmbatch.step import Finish, Step, StepResult
 from llmbatch.stream import Stream
-from llmbatch.workload import Pool, Scheduling
 from tests.support.workloads import COST, Workload, workloads
 
 POOL = Pool(400, 4)

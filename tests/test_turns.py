@@ -10,8 +10,8 @@ import pytest
 from llmbatch.engines.base import StreamEngine
 from llmbatch.engines.placeholder import PlaceholderEngine
 from llmbatch.feed import Ended
+from llmbatch.planning.workload import Pool, Scheduling
 from llmbatch.stream import Stream
-from llmbatch.workload import Pool, Scheduling
 from tests.support.golden import generate
 from tests.support.models import EOS, PAD, tiny_model
 from tests.support.workloads import COST

@@ -10,12 +10,12 @@ from gpu.jobs import SOURCES
 from gpu.stage import Stage
 from llmbatch.engines.strategies import STRATEGIES
 from llmbatch.mixes import MIXES, draw_mix
-from llmbatch.order import Policy
 from llmbatch.perf_model.cost import find_shape
 from llmbatch.perf_model.hardware import find_hardware
+from llmbatch.planning.order import Policy
+from llmbatch.planning.workload import Scheduling
 from llmbatch.simulate import MAX_RUNNING, pool_of, simulate
 from llmbatch.traces import read_traces
-from llmbatch.workload import Scheduling
 
 ORDERS: tuple[Policy, ...] = ("blend", "dual-scan", "dfs", "random")
 STEPS = (None, 512, 2048)  # tokens; None: what the order takes by itself

@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 from gpu.stage import Stage
 from gpu.steps import efficiencies
 from llmbatch.budget import Rates
-from llmbatch.cascade import tokens_together
 from llmbatch.driver import drive
 from llmbatch.engines.accelerated import AcceleratedEngine
 from llmbatch.engines.profiling import measure_room
@@ -27,10 +26,12 @@ from llmbatch.engines.strategies import Strategy
 from llmbatch.errors import ParameterError
 from llmbatch.kernels.triton_backend import TritonAttention
 from llmbatch.mixes import MIXES, Mix, draw_mix
-from llmbatch.order import Policy
 from llmbatch.perf_model.cost import OVERLAPPED, SEQUENTIAL, CostModel
 from llmbatch.perf_model.fit import MeasuredSteps, judge
 from llmbatch.perf_model.work import Reach
+from llmbatch.planning.cascade import tokens_together
+from llmbatch.planning.order import Policy
+from llmbatch.planning.workload import Pool, Scheduling, Workload
 from llmbatch.requests import Requests
 from llmbatch.runner import run_shard
 from llmbatch.sampling import SamplingParams
@@ -38,7 +39,6 @@ from llmbatch.schedule import Finished
 from llmbatch.simulate import run_workload
 from llmbatch.step import Step
 from llmbatch.traces import Trace, read_traces
-from llmbatch.workload import Pool, Scheduling, Workload
 
 SOURCES = ("azure2023_code", "mmlu_5shot", "video_panda70m")
 SHORTER = 16

@@ -20,9 +20,9 @@ from llmbatch.kernels.tile import LANES
 from llmbatch.perf_model.cost import CostModel, ModelShape
 from llmbatch.perf_model.hardware import find_hardware
 from llmbatch.perf_model.shape import read_field
+from llmbatch.planning.workload import Pool
 from llmbatch.system.measurements import recalled
 from llmbatch.system.memory import available_memory
-from llmbatch.workload import Pool
 
 POOL_SHARE: Final = 0.5  # of the memory that is free once the weights are loaded
 # A page of 16 costs prompts of a few dozen shared tokens half their sharing (docs/decisions/0005).

@@ -22,9 +22,9 @@ from llmbatch.errors import ModelError, ParameterError
 from llmbatch.kernels.backends import PagedAttention
 from llmbatch.perf_model.cost import SEQUENTIAL, CostModel
 from llmbatch.perf_model.hardware import measure_cpu
+from llmbatch.planning.workload import Pool, Scheduling
 from llmbatch.system.cache import cache_folder
 from llmbatch.system.memory import available_memory
-from llmbatch.workload import Pool, Scheduling
 
 if TYPE_CHECKING:  # what takes a second to import, and forecasts load nothing; and what needs Triton
     from llmbatch.engines.accelerated import AcceleratedEngine

@@ -260,7 +260,7 @@ class CostModel:
     ) -> Floats:
         """Memory seconds of requests by prompt tokens, E[output tokens] and E[output tokens^2].
 
-        Of the prompts' tokens `together` are read in groups (`llmbatch.cascade`), and some are found in pages.
+        Of the prompts' tokens `together` are read in groups (`llmbatch.planning.cascade`), and some are found in pages.
         """
         p, d, dd, f = (np.asarray(x, np.float64) for x in (prompt, output, second_moment, found))
         read = reads_of.py_func(self.rates.reach, f, p - f) * self.kv_token_seconds

@@ -14,9 +14,9 @@ from llmbatch.engines.simulated import SimulatedEngine
 from llmbatch.kvcache.contents import Prompts
 from llmbatch.kvcache.page_pool import EMPTY
 from llmbatch.kvcache.page_trie import PageTrie
+from llmbatch.planning.prefix_tree import PrefixTree
 from llmbatch.schedule import Finished, Scheduler, Waiting
 from llmbatch.step import Finish, Step
-from llmbatch.tree import PrefixTree
 from tests.support.workloads import COST, RATES, Believed
 
 Tokens = list[int]

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from llmbatch.errors import ModelError, ParameterError
 from llmbatch.perf_model.cost import OVERLAPPED, SEQUENTIAL, CostModel, ModelShape, Overlap, find_shape
 from llmbatch.perf_model.hardware import GPUS, Hardware, find_hardware, measure_cpu
-from llmbatch.tree import PrefixTree
+from llmbatch.planning.prefix_tree import PrefixTree
 from tests.support.paths import TRACES
 
 LLAMA_3_8B = {

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from llmbatch.lengths import LengthModel
-from llmbatch.sample import first_sample, second_sample
-from llmbatch.tree import PrefixTree
-from tests.test_lengths import caps, every, forest, learn
+from llmbatch.planning.lengths import LengthModel
+from llmbatch.planning.pilot_sample import first_sample, second_sample
+from llmbatch.planning.prefix_tree import PrefixTree
+from tests.planning.test_lengths import caps, every, forest, learn
 
 Ints = NDArray[np.int32]
 

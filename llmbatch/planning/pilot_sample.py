@@ -29,8 +29,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmbatch.compiled import njit
-from llmbatch.lengths import LengthModel
-from llmbatch.tree import PrefixTree
+from llmbatch.planning.lengths import LengthModel
+from llmbatch.planning.prefix_tree import PrefixTree
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from llmbatch.compiled import njit
 from llmbatch.kernels.groups import GROUP_ROWS, GROUP_TOKENS
 from llmbatch.perf_model.cost import CostModel
-from llmbatch.tree import PrefixTree
+from llmbatch.planning.prefix_tree import PrefixTree
 
 
 def tokens_together(tree: PrefixTree, cost: CostModel) -> NDArray[np.int32]:

@@ -1,13 +1,11 @@
 """The order of a shard, decided once, with the reasons.
 
-`blend` walks the prefix tree with children sorted by density, compute-heavy first, after the worst outliers
-have been moved out (`llmbatch.split`). Rows much more memory-heavy than the whole, or than balance, form the
-*right end*.
-There, longest first would put rows
-into memory in lockstep and leave half of it idle on average, so children come in random order: siblings can be
-permuted freely without losing any sharing. But a long answer that starts late ends after everything else, so the
-order is that of starting times drawn for each child among those at which it can still end with the rest. Large
-subtrees keep their place by density.
+`blend` walks the prefix tree with children sorted by density, compute-heavy first, after the worst outliers have been
+moved out (`llmbatch.planning.outliers`). Rows much more memory-heavy than the whole, or than balance, form the *right
+end*. There, longest first would put rows into memory in lockstep and leave half of it idle on average, so children come
+in random order: siblings can be permuted freely without losing any sharing. But a long answer that starts late ends
+after everything else, so the order is that of starting times drawn for each child among those at which it can still end
+with the rest. Large subtrees keep their place by density.
 
 The sequence is consumed from both ends. Where order gains nothing the plan says so, and `blend` keeps the
 input's.
@@ -21,11 +19,12 @@ from typing import Any, Final, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from llmbatch.cascade import tokens_together
 from llmbatch.compiled import njit
 from llmbatch.errors import ParameterError
-from llmbatch.lengths import Expected
-from llmbatch.order import (
+from llmbatch.perf_model.cost import CostModel
+from llmbatch.planning.cascade import tokens_together
+from llmbatch.planning.lengths import Expected
+from llmbatch.planning.order import (
     Policy,
     arrange,
     check_policy,
@@ -35,9 +34,8 @@ from llmbatch.order import (
     random_order,
     sharing_kept,
 )
-from llmbatch.perf_model.cost import CostModel
-from llmbatch.split import DualScan, Items, RowCosts, dissolve, hang, merge_units, move_outliers
-from llmbatch.tree import PrefixTree
+from llmbatch.planning.outliers import DualScan, Items, RowCosts, dissolve, hang, merge_units, move_outliers
+from llmbatch.planning.prefix_tree import PrefixTree
 
 Floats = NDArray[np.float64]
 
@@ -63,7 +61,7 @@ class Plan:
     memory_seconds: float
     optimal_seconds: float  # T_opt
     sharing_possible: float
-    sharing_kept: float  # see `llmbatch.order.sharing_kept`
+    sharing_kept: float  # see `llmbatch.planning.order.sharing_kept`
     unique_tokens: int  # prompt tokens, shared ones once
     kv_tokens_needed: float  # to hold every row at once: unique prompt tokens and expected outputs
     relaxed: bool  # order gains nothing

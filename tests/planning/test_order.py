@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from llmbatch.errors import ParameterError
-from llmbatch.order import (
+from llmbatch.planning.order import (
     POLICIES,
     arrange,
     check_policy,
@@ -22,7 +22,7 @@ from llmbatch.order import (
     random_order,
     sharing_kept,
 )
-from llmbatch.split import (
+from llmbatch.planning.outliers import (
     RowCosts,
     chunk_budget,
     dissolve,
@@ -32,7 +32,7 @@ from llmbatch.split import (
     move_outliers,
     scan_budget,
 )
-from llmbatch.tree import PrefixTree
+from llmbatch.planning.prefix_tree import PrefixTree
 
 Prompt = tuple[int, ...]
 

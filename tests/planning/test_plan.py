@@ -7,13 +7,13 @@ import pytest
 from numpy.typing import NDArray
 
 from llmbatch.errors import ParameterError
-from llmbatch.lengths import Expected
-from llmbatch.order import POLICIES
 from llmbatch.perf_model.cost import CostModel, find_shape
 from llmbatch.perf_model.hardware import find_hardware
-from llmbatch.plan import Plan, plan
-from llmbatch.split import scan_budget
-from llmbatch.tree import PrefixTree
+from llmbatch.planning.lengths import Expected
+from llmbatch.planning.order import POLICIES
+from llmbatch.planning.outliers import scan_budget
+from llmbatch.planning.plan import Plan, plan
+from llmbatch.planning.prefix_tree import PrefixTree
 
 COST = CostModel(find_shape("llama-3-8b"), find_hardware("a100-80gb"))
 POOL = 457_763  # tokens in 60 GB

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from llmbatch.errors import ParameterError
-from llmbatch.lengths import LengthModel
-from llmbatch.sample import first_sample
-from llmbatch.tree import PrefixTree
+from llmbatch.planning.lengths import LengthModel
+from llmbatch.planning.pilot_sample import first_sample
+from llmbatch.planning.prefix_tree import PrefixTree
 from tests.support.paths import TRACES
 
 Ints = NDArray[np.int32]

@@ -8,7 +8,7 @@ a row belongs to the deepest one around it. A table counts, per bin of lengths, 
 and those last seen running there. Finished answers are events, running ones and those cut by `max_tokens` are
 censored (Kaplan and Meier, 1958), so a half-run sample is not biased to the short. Observations count in the
 tables above as well, each for as many rows as its own table has per observation: a table that was sampled
-more than its neighbours does not outweigh them. `llmbatch.survival` turns counts into distributions.
+more than its neighbours does not outweigh them. `llmbatch.planning.survival` turns counts into distributions.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 
 from llmbatch.compiled import njit
 from llmbatch.errors import ParameterError
-from llmbatch.survival import bin_edges, expected_tokens, observe, pool, remaining_tokens, survive
-from llmbatch.tree import PrefixTree
+from llmbatch.planning.prefix_tree import PrefixTree
+from llmbatch.planning.survival import bin_edges, expected_tokens, observe, pool, remaining_tokens, survive
 
 Floats = NDArray[np.float64]
 

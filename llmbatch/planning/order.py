@@ -4,7 +4,7 @@ Every order here but `input` and `random` is a depth-first walk of the prefix tr
 neighbours; they differ in how children are ordered. The things ordered below a node are its *items*: its
 child nodes, and the rows that end at the node itself while others go on (its block). With N nodes, item v <
 N is the block of node v and item N + v is node v. An item can be hung below the root instead of its own
-parent, which computes its prefix once more: that is how `llmbatch.split` moves outliers.
+parent, which computes its prefix once more: that is how `llmbatch.planning.outliers` moves outliers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from llmbatch.choices import POLICIES as POLICIES
 from llmbatch.choices import Policy as Policy
 from llmbatch.compiled import njit
 from llmbatch.errors import ParameterError
-from llmbatch.tree import PrefixTree
+from llmbatch.planning.prefix_tree import PrefixTree
 
 
 def check_policy(name: str) -> Policy:

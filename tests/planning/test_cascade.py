@@ -11,16 +11,16 @@ import pyarrow.parquet as pq
 import pytest
 from numpy.typing import NDArray
 
-from llmbatch.cascade import tokens_together
 from llmbatch.experiment import Experiment
 from llmbatch.kernels.groups import GROUP_ROWS, GROUP_TOKENS
-from llmbatch.lengths import Expected
 from llmbatch.perf_model.cost import CostModel, find_shape
 from llmbatch.perf_model.hardware import find_hardware
-from llmbatch.plan import Plan, plan
+from llmbatch.planning.cascade import tokens_together
+from llmbatch.planning.lengths import Expected
+from llmbatch.planning.plan import Plan, plan
+from llmbatch.planning.prefix_tree import PrefixTree
 from llmbatch.runner import decide
 from llmbatch.simulate import describe
-from llmbatch.tree import PrefixTree
 from tests.support.workloads import common
 
 COST = CostModel(find_shape("llama-3-8b"), find_hardware("a100-80gb"))

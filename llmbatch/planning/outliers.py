@@ -25,9 +25,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmbatch.compiled import njit
-from llmbatch.order import item_parents
+from llmbatch.planning.order import item_parents
+from llmbatch.planning.prefix_tree import PrefixTree
 from llmbatch.references import by_reference
-from llmbatch.tree import PrefixTree
 
 Floats = NDArray[np.float64]
 
@@ -47,7 +47,7 @@ class RowCosts:
 
 @dataclass(frozen=True, slots=True)
 class Items:
-    """The items of a tree (see `llmbatch.order`), where each hangs, and the sums below it; arrays of 2 N."""
+    """The items of a tree (see `llmbatch.planning.order`), where each hangs, and the sums below it; arrays of 2 N."""
 
     above: NDArray[np.int32]
     compute: Floats  # prompts counted once below the node they hang at, whose own path is not counted

@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 
 from llmbatch.errors import ParameterError, RowError
 from llmbatch.kvcache.contents import Prompts
-from llmbatch.lengths import LengthModel
-from llmbatch.order import Policy
+from llmbatch.planning.lengths import LengthModel
+from llmbatch.planning.order import Policy
+from llmbatch.planning.prefix_tree import PrefixTree
 from llmbatch.requests import Requests
-from llmbatch.tree import PrefixTree
 
 
 @dataclass(frozen=True, slots=True)

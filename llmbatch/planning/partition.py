@@ -14,10 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmbatch.errors import ParameterError
-from llmbatch.order import neighbour_lcp
 from llmbatch.perf_model.cost import CostModel
-from llmbatch.plan import Plan
-from llmbatch.tree import PrefixTree
+from llmbatch.planning.order import neighbour_lcp
+from llmbatch.planning.plan import Plan
+from llmbatch.planning.prefix_tree import PrefixTree
 
 Floats = NDArray[np.float64]
 

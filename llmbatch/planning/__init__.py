@@ -1,0 +1,5 @@
+"""Decides the order of a shard once: prefix tree, output lengths, order, plan, partition.
+
+Must not import torch, nor the scheduler that follows the plan.
+Start reading at `plan`.
+"""
