@@ -28,7 +28,7 @@ from llmbatch.engines.torch import TorchEngine
 from llmbatch.perf_model.cost import ModelShape
 from llmbatch.requests import Requests
 from llmbatch.sampling import SamplingParams
-from llmbatch.step import Step
+from llmbatch.scheduler.output import Step
 
 PAGE_SIZE = 16
 

@@ -23,7 +23,7 @@ from llmbatch.perf_model.cost import CostModel
 from llmbatch.perf_model.fit import MeasuredSteps
 from llmbatch.refit import Refit
 from llmbatch.runner import ShardRun
-from llmbatch.schedule import Scheduler
+from llmbatch.scheduler.scheduler import Scheduler
 from llmbatch.simulate import Knowledge, describe, run_workload
 
 FACTORS = (0.5, 0.7, 1.0, 1.4, 2.0)

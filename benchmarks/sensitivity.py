@@ -25,8 +25,8 @@ from unittest import mock
 from simulations import TABLE2, Setting, write
 
 from llmbatch import runner
-from llmbatch.budget import ClosedLoopBudget
-from llmbatch.ends import Blend
+from llmbatch.scheduler.admission_order import Blend
+from llmbatch.scheduler.token_budget import ClosedLoopBudget
 from llmbatch.simulate import Knowledge, simulate
 
 

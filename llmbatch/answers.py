@@ -20,7 +20,7 @@ from llmbatch.feed import Ended
 from llmbatch.io.gather import pick, pieces
 from llmbatch.planning.prefix_tree import PrefixTree
 from llmbatch.requests import Requests, Shard
-from llmbatch.step import Finish
+from llmbatch.scheduler.output import Finish
 
 SCHEMA = pa.schema(
     {

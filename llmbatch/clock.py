@@ -13,17 +13,17 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from llmbatch.advance import advance, end_sequences, pack
-from llmbatch.chunks import BEGUN, CACHED, PREEMPTED_NOW, RECOMPUTED
 from llmbatch.compiled import njit
-from llmbatch.deciding import charge, decide_step, is_done, needs_attention
 from llmbatch.driver import Ended
 from llmbatch.engines.simulated import Clock, generate, step_seconds
 from llmbatch.kvcache.page_pool import EMPTY, UNUSED, tokens_spared
 from llmbatch.perf_model.cost import CostModel
 from llmbatch.references import by_reference
-from llmbatch.schedule import Scheduler
-from llmbatch.slots import DECODING, PREFILLING
+from llmbatch.scheduler.chunks import BEGUN, CACHED, PREEMPTED_NOW, RECOMPUTED
+from llmbatch.scheduler.commit import advance, end_sequences, pack
+from llmbatch.scheduler.decide import charge, decide_step, is_done, needs_attention
+from llmbatch.scheduler.scheduler import Scheduler
+from llmbatch.scheduler.sequences import DECODING, PREFILLING
 
 # A row a step.
 STEP = np.dtype(

@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmbatch.engines.base import Engine, PipelinedEngine
-from llmbatch.schedule import Finished, Scheduler
-from llmbatch.step import Finish, Step, StepResult
+from llmbatch.scheduler.output import Finish, Step, StepResult
+from llmbatch.scheduler.scheduler import Finished, Scheduler
 
 
 class Ended(NamedTuple):

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from llmbatch.perf_model.work import Rates
-from llmbatch.step import Step
+from llmbatch.scheduler.output import Step
 
 _WORTH: Final = 0.95  # of the time in turn: the bound must be lower for parts to be worth their while
 

@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from llmbatch.perf_model.cost import CostModel
 from llmbatch.perf_model.fit import MeasuredSteps, calibrate, predict
 from llmbatch.perf_model.work import compute_seconds
-from llmbatch.step import Step
+from llmbatch.scheduler.output import Step
 
 Floats = NDArray[np.float64]
 

@@ -38,9 +38,9 @@ from llmbatch.planning.workload import Pool, Scheduling, Workload
 from llmbatch.requests import Requests
 from llmbatch.runner import ShardRun, decide, run_shard
 from llmbatch.sampling import SamplingParams
-from llmbatch.schedule import Finished, Scheduler
+from llmbatch.scheduler.output import Step
+from llmbatch.scheduler.scheduler import Finished, Scheduler
 from llmbatch.shard import merge_equal
-from llmbatch.step import Step
 from llmbatch.system.processes import start_beside
 from llmbatch.tokenize import TokenColumn
 

@@ -33,10 +33,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from llmbatch.budget import TILE, Budget, ClosedLoopBudget, FixedBudget
-from llmbatch.carrying import pages_spared
 from llmbatch.driver import Driver
-from llmbatch.ends import Blend, DualScanEnds, Ends, InOrder
 from llmbatch.kvcache.page_trie import PageTrie
 from llmbatch.perf_model.cost import CostModel
 from llmbatch.planning.cascade import tokens_together
@@ -45,8 +42,11 @@ from llmbatch.planning.pilot_sample import first_sample, second_sample
 from llmbatch.planning.plan import Plan, plan
 from llmbatch.planning.workload import Pool, Scheduling, Workload
 from llmbatch.refit import Refit
-from llmbatch.schedule import Scheduler, Waiting
-from llmbatch.steady import steady_budget
+from llmbatch.scheduler.admission_order import Blend, DualScanEnds, Ends, InOrder
+from llmbatch.scheduler.renumber import pages_spared
+from llmbatch.scheduler.scheduler import Scheduler, Waiting
+from llmbatch.scheduler.steady_budget import steady_budget
+from llmbatch.scheduler.token_budget import TILE, Budget, ClosedLoopBudget, FixedBudget
 
 STEP_TOKENS = 2048
 _SHORTEST_WAIT, _LONGEST_WAIT = 64, 512  # steps between two plans while the first sample runs, doubling

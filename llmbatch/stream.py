@@ -1,10 +1,10 @@
 """Windows of a dataset through one engine, one after the other, without a drain between them.
 
 A dataset larger than memory is planned window by window. Run apart, each window would end in a tail of a few long
-answers, with most of the machine idle. So when no request of a window waits any more, the next one joins: its rows
-are planned together with the sequences that still run, which keep their slots and their KV (`llmbatch.carrying`). Pages
-that nobody uses stay as long as there is room, so rows of a later window find prefixes and answers of earlier ones.
-A few thousand answers of earlier windows come along as examples, so that lengths need not be sampled again.
+answers, with most of the machine idle. So when no request of a window waits any more, the next one joins: its rows are
+planned together with the sequences that still run, which keep their slots and their KV (`llmbatch.scheduler.renumber`).
+Pages that nobody uses stay as long as there is room, so rows of a later window find prefixes and answers of earlier
+ones. A few thousand answers of earlier windows come along as examples, so that lengths need not be sampled again.
 
 An engine may die. What it held is lost, and a step tells only which rows were in it, up to hundreds. One of them may be
 the cause, and would kill the next engine too. So the rows of the last step run again in about as many groups as each
@@ -30,8 +30,8 @@ from llmbatch.perf_model.cost import CostModel
 from llmbatch.planning.workload import Pool, Scheduling, Workload, fit_requests
 from llmbatch.refit import Refit
 from llmbatch.runner import ShardRun
-from llmbatch.schedule import Finished
-from llmbatch.step import Finish, Step
+from llmbatch.scheduler.output import Finish, Step
+from llmbatch.scheduler.scheduler import Finished
 from llmbatch.union import Union
 
 _EXAMPLES = 4096  # answers that the next window learns lengths from

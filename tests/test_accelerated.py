@@ -16,7 +16,6 @@ from transformers import LlamaConfig
 pytest.importorskip("triton")
 
 from llmbatch import LLMOperator
-from llmbatch.ends import Blend
 from llmbatch.engines.accelerated import AcceleratedEngine
 from llmbatch.engines.description import bytes_per_token
 from llmbatch.engines.device import PAGE_SIZE, DevicePieces
@@ -27,6 +26,7 @@ from llmbatch.engines.profiling import run_largest
 from llmbatch.engines.sampler import sample
 from llmbatch.errors import ModelError, ParameterError
 from llmbatch.kernels.triton_backend import TritonAttention
+from llmbatch.scheduler.admission_order import Blend
 from tests.support.golden import Golden, generate
 from tests.support.models import EOS, FAMILIES, PAD, tiny_model, tiny_model_folder
 

@@ -10,15 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from llmbatch.budget import ClosedLoopBudget, FixedBudget, Rates
 from llmbatch.clock import SimulatedDriver
 from llmbatch.driver import EngineDriver
-from llmbatch.ends import Blend, InOrder
 from llmbatch.engines.simulated import Clock, SimulatedEngine, step_seconds
 from llmbatch.perf_model.cost import CostModel, Law, Overlap, find_shape
 from llmbatch.perf_model.hardware import find_hardware
-from llmbatch.schedule import Finished, Scheduler, Waiting
-from llmbatch.step import Step
+from llmbatch.scheduler.admission_order import Blend, InOrder
+from llmbatch.scheduler.output import Step
+from llmbatch.scheduler.scheduler import Finished, Scheduler, Waiting
+from llmbatch.scheduler.token_budget import ClosedLoopBudget, FixedBudget, Rates
 from tests.support.workloads import COST, RATES, Believed, Workload, workloads
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from llmbatch.engines.placeholder import PlaceholderEngine
 from llmbatch.errors import JobError
-from llmbatch.step import Step, StepResult
+from llmbatch.scheduler.output import Step, StepResult
 from tests.support.workloads import COST
 from tests.test_stream import Engines, Listed, Mortal, Taken, Window, lengths, stream, window_of
 

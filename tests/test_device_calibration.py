@@ -12,7 +12,6 @@ import torch
 
 pytest.importorskip("triton")
 
-from llmbatch.budget import Rates
 from llmbatch.engines.accelerated import AcceleratedEngine
 from llmbatch.engines.calibrating import calibrate_device, step_kinds
 from llmbatch.engines.calibrations import DeviceCalibration, Fitted, Kept
@@ -24,6 +23,7 @@ from llmbatch.kernels.triton_backend import TritonAttention
 from llmbatch.perf_model.cost import SEQUENTIAL, CostModel, ModelShape
 from llmbatch.perf_model.hardware import Hardware
 from llmbatch.perf_model.work import Reach
+from llmbatch.scheduler.token_budget import Rates
 from tests.test_pipeline import VOCABULARY, Rule
 
 DEVICE = torch.device("cpu")

@@ -12,8 +12,6 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
-from llmbatch.budget import Rates
-from llmbatch.ends import Blend
 from llmbatch.engines.accelerated import AcceleratedEngine
 from llmbatch.engines.execution import Decided, Execution, HostLane, Interleaved, Lane, Partitioned, StreamLane
 from llmbatch.engines.graphs import GraphRecorder, Recorder, rows_of
@@ -22,7 +20,9 @@ from llmbatch.engines.parts import halves, order_of, sides, whole
 from llmbatch.engines.turns import Turns
 from llmbatch.kernels.triton_backend import TritonAttention
 from llmbatch.overlap import best_share, halves_pay
-from llmbatch.step import Step
+from llmbatch.scheduler.admission_order import Blend
+from llmbatch.scheduler.output import Step
+from llmbatch.scheduler.token_budget import Rates
 from tests.support.golden import Golden, generate
 from tests.support.models import EOS, PAD, tiny_model, tiny_model_folder
 from tests.test_accelerated import DEVICE, MAX_TOKENS, PLATFORM, prompts

@@ -23,8 +23,8 @@ from llmbatch.references import by_reference
 from llmbatch.requests import Requests
 from llmbatch.runner import ShardRun, run_shard
 from llmbatch.sampling import SamplingParams
-from llmbatch.schedule import Finished, Scheduler
-from llmbatch.step import Step
+from llmbatch.scheduler.output import Step
+from llmbatch.scheduler.scheduler import Finished, Scheduler
 
 ROW = np.dtype([("number", np.int32), ("share", np.float64)])
 ORDERS: tuple[Policy, ...] = ("blend", "dual-scan", "dfs", "density", "input")

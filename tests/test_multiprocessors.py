@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from llmbatch.budget import Rates
 from llmbatch.engines import strategies
 from llmbatch.engines.multiprocessors import NoGreenContexts, SplitDevice
+from llmbatch.scheduler.token_budget import Rates
 
 DEVICE = torch.device("cuda", 0)
 

@@ -26,7 +26,7 @@ PLANNING = (
     "llmbatch.perf_model.cost",
     "llmbatch.perf_model.hardware",
     "llmbatch.kvcache.page_pool",
-    "llmbatch.schedule",
+    "llmbatch.scheduler.scheduler",
     "llmbatch.engines.base",
     "llmbatch.engines.simulated",
 )

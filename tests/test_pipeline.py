@@ -12,15 +12,15 @@ from numpy.typing import NDArray
 
 pytest.importorskip("triton")
 
-from llmbatch.budget import FixedBudget
 from llmbatch.driver import Driver, EngineDied, EngineDriver, PipelinedDriver
-from llmbatch.ends import Blend
 from llmbatch.engines.accelerated import AcceleratedEngine
 from llmbatch.engines.loading import LoadedModel
 from llmbatch.requests import Requests
 from llmbatch.sampling import SamplingParams
-from llmbatch.schedule import Finished, Scheduler, Waiting
-from llmbatch.step import Finish, Step, StepResult
+from llmbatch.scheduler.admission_order import Blend
+from llmbatch.scheduler.output import Finish, Step, StepResult
+from llmbatch.scheduler.scheduler import Finished, Scheduler, Waiting
+from llmbatch.scheduler.token_budget import FixedBudget
 from tests.support.workloads import RATES, Believed, Workload
 
 VOCABULARY, EOS, BROKEN = 50, 7, 11  # a sequence ends at EOS; at BROKEN its next logits are no numbers

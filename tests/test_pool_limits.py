@@ -28,8 +28,8 @@ from llmbatch.feed import Ended
 from llmbatch.planning.workload import Fit, Pool, Scheduling
 from llmbatch.requests import Requests
 from llmbatch.sampling import SamplingParams
+from llmbatch.scheduler.output import Finish
 from llmbatch.simulate import simulate
-from llmbatch.step import Finish
 from llmbatch.stream import Stream
 from llmbatch.traces import Trace
 from tests.support.golden import generate

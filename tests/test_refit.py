@@ -7,17 +7,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from llmbatch.deciding import COMPUTE, MEMORY
 from llmbatch.engines.placeholder import PlaceholderEngine
 from llmbatch.perf_model.cost import CostModel, Law, find_shape
 from llmbatch.perf_model.fit import MeasuredSteps, predict
 from llmbatch.perf_model.hardware import Hardware, find_hardware
 from llmbatch.planning.workload import Pool, Scheduling
 from llmbatch.refit import Refit
-from llmbatch.schedule import Scheduler, Waiting
-from llmbatch.step import Step
+from llmbatch.scheduler.decide import COMPUTE, MEMORY
+from llmbatch.scheduler.output import Step
+from llmbatch.scheduler.scheduler import Scheduler, Waiting
 from llmbatch.stream import Stream
-from tests.test_accounts import grouped
+from tests.scheduler.test_accounts import grouped
 from tests.test_stream import Engines, Listed, Taken
 
 BELIEVED = replace(find_hardware("a100-80gb"), compute_efficiency=0.4, bandwidth_efficiency=0.4)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from llmbatch.advance import expect_anew
-from llmbatch.deciding import decide_step
 from llmbatch.rehearsal import rehearse
+from llmbatch.scheduler.commit import expect_anew
+from llmbatch.scheduler.decide import decide_step
 
 
 def test_a_second_rehearsal_compiles_nothing() -> None:

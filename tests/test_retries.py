@@ -14,7 +14,7 @@ import pytest
 from llmbatch.cli import main
 from llmbatch.engines.placeholder import PlaceholderEngine
 from llmbatch.errors import DataError, JobError
-from llmbatch.step import Step, StepResult
+from llmbatch.scheduler.output import Step, StepResult
 from tests.support.jobs import Job, begun, rows
 
 POISON = (13, 29)  # generated tokens of the rows that kill the engine

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from llmbatch.engines.placeholder import PlaceholderEngine
 from llmbatch.planning.workload import Pool, Scheduling
-from llmbatch.step import Finish, Step, StepResult
+from llmbatch.scheduler.output import Finish, Step, StepResult
 from llmbatch.stream import Stream
 from tests.support.workloads import COST, Workload
 from tests.test_stream import Engines, Listed, Taken, Window, lengths, window_of

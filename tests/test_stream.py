@@ -19,7 +19,7 @@ from llmbatch.feed import Ended, Stop
 from llmbatch.planning.workload import Pool, Scheduling
 from llmbatch.requests import Requests
 from llmbatch.sampling import SamplingParams
-from llmbatch.step import Finish, Step, StepResult
+from llmbatch.scheduler.output import Finish, Step, StepResult
 from llmbatch.stream import Stream
 from tests.support.workloads import COST, Workload, workloads
 

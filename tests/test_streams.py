@@ -11,10 +11,10 @@ import torch
 
 pytest.importorskip("triton")
 
-from llmbatch.budget import Rates
 from llmbatch.engines.execution import Decided, Partitioned, StreamLane
 from llmbatch.engines.graphs import GraphRecorder
 from llmbatch.engines.parts import sides
+from llmbatch.scheduler.token_budget import Rates
 from tests.test_execution import step_of
 
 CARD = torch.device("cuda", 0)

@@ -19,7 +19,7 @@ from llmbatch.engines.loading import LoadedModel, load_model
 from llmbatch.engines.torch import TorchEngine
 from llmbatch.requests import Requests
 from llmbatch.sampling import SamplingParams
-from llmbatch.step import Finish, Step
+from llmbatch.scheduler.output import Finish, Step
 from tests.support.models import EOS, FAMILIES, PAD, tiny_model, tiny_model_folder
 
 Prompt = list[int]

@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 
 from gpu.stage import Stage
 from gpu.steps import efficiencies
-from llmbatch.budget import Rates
 from llmbatch.driver import drive
 from llmbatch.engines.accelerated import AcceleratedEngine
 from llmbatch.engines.profiling import measure_room
@@ -35,9 +34,10 @@ from llmbatch.planning.workload import Pool, Scheduling, Workload
 from llmbatch.requests import Requests
 from llmbatch.runner import run_shard
 from llmbatch.sampling import SamplingParams
-from llmbatch.schedule import Finished
+from llmbatch.scheduler.output import Step
+from llmbatch.scheduler.scheduler import Finished
+from llmbatch.scheduler.token_budget import Rates
 from llmbatch.simulate import run_workload
-from llmbatch.step import Step
 from llmbatch.traces import Trace, read_traces
 
 SOURCES = ("azure2023_code", "mmlu_5shot", "video_panda70m")

@@ -18,7 +18,6 @@ import torch
 import transformers
 import triton
 
-from llmbatch.budget import Rates
 from llmbatch.engines.accelerated import AcceleratedEngine
 from llmbatch.engines.calibrating import calibrate_device, step_kinds
 from llmbatch.engines.calibrations import DeviceCalibration
@@ -33,6 +32,7 @@ from llmbatch.engines.strategies import Strategy, make_execution
 from llmbatch.kernels.triton_backend import TritonAttention
 from llmbatch.perf_model.cost import SEQUENTIAL, CostModel, ModelShape
 from llmbatch.perf_model.hardware import Hardware
+from llmbatch.scheduler.token_budget import Rates
 
 # Llama-3-8B, and one of the same kind that the interpreter can run.
 LLAMA_8B: dict[str, Any] = {

@@ -18,13 +18,13 @@ from torch.profiler import ProfilerActivity, profile
 
 from gpu.kernels import ALONE, decodes
 from gpu.stage import Stage
-from llmbatch.budget import Rates
 from llmbatch.engines.accelerated import AcceleratedEngine
 from llmbatch.engines.multiprocessors import NoGreenContexts
 from llmbatch.engines.stopwatch import StepKind, measured, randomise, time_step
 from llmbatch.engines.strategies import STRATEGIES
 from llmbatch.perf_model.cost import SEQUENTIAL, CostModel, Overlap
 from llmbatch.perf_model.fit import calibrate, judge, predict
+from llmbatch.scheduler.token_budget import Rates
 
 _SHARE = 0.65  # of the card's memory, for pages: the weights and a step's own memory need the rest
 

@@ -27,7 +27,7 @@ from llmbatch.engines.loading import LoadedModel
 from llmbatch.engines.parts import order_of
 from llmbatch.kernels.backends import FixedAttention, Layout, PagedAttention
 from llmbatch.requests import Requests
-from llmbatch.step import Finish, Step, StepResult
+from llmbatch.scheduler.output import Finish, Step, StepResult
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmbatch.requests import Requests
-from llmbatch.step import Step, StepResult
+from llmbatch.scheduler.output import Step, StepResult
 
 
 class Engine(Protocol):

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from llmbatch.engines.generation import Generation
 from llmbatch.engines.packing import pack_tokens
 from llmbatch.kernels.backends import Plan
-from llmbatch.step import Step
+from llmbatch.scheduler.output import Step
 
 Kind = tuple[int, int, int]  # of layers, see `AttentionSpec.kind`
 

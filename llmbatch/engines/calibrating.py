@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Final
 
-from llmbatch.budget import Rates
 from llmbatch.engines.accelerated import AcceleratedEngine
 from llmbatch.engines.calibrations import DeviceCalibration, Fitted
 from llmbatch.engines.multiprocessors import NoGreenContexts
@@ -19,6 +18,7 @@ from llmbatch.engines.stopwatch import StepKind, measured, median_step, randomis
 from llmbatch.engines.strategies import STRATEGIES, Strategy
 from llmbatch.perf_model.cost import SEQUENTIAL, CostModel, Overlap
 from llmbatch.perf_model.fit import calibrate
+from llmbatch.scheduler.token_budget import Rates
 
 _ROWS: Final = 256
 _START: Final = Overlap(2.0)  # of strategies that overlap, from where their law is fitted

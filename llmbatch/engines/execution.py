@@ -20,11 +20,11 @@ from typing import Final, Protocol
 
 import torch
 
-from llmbatch.budget import Rates
 from llmbatch.engines.parts import Part, halves, sides, whole
 from llmbatch.engines.turns import Turns
 from llmbatch.overlap import best_share, halves_pay
-from llmbatch.step import Step
+from llmbatch.scheduler.output import Step
+from llmbatch.scheduler.token_budget import Rates
 
 Forward = Callable[[], torch.Tensor]
 SHARES: Final = (0.25, 0.375, 0.5, 0.625, 0.75)  # of the multiprocessors, that prefills may be given

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from llmbatch.compiled import njit
 from llmbatch.engines.seeds import mix
 from llmbatch.requests import Requests
-from llmbatch.step import Finish, Step, StepResult
+from llmbatch.scheduler.output import Finish, Step, StepResult
 
 
 @njit(cache=True)

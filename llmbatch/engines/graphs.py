@@ -18,7 +18,7 @@ from llmbatch.engines.batch import Batch, Packed, split, stage
 from llmbatch.engines.device import DevicePages, plan_layers
 from llmbatch.engines.generation import Generation
 from llmbatch.kernels.backends import FixedAttention, Layout
-from llmbatch.step import Step
+from llmbatch.scheduler.output import Step
 
 MOST_ROWS: Final = 512  # of a step that is repeated; the device takes longer than the host for larger ones
 _LEAST_WIDTH: Final = 64  # pages of a table

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from llmbatch.compiled import njit
 from llmbatch.engines.generation import Generation
-from llmbatch.step import Step
+from llmbatch.scheduler.output import Step
 
 
 class PackedTokens(NamedTuple):

@@ -1,9 +1,9 @@
 """A step cut into steps that are computed at the same time.
 
-What a part reads and another one writes decides how a step may be cut. Decodes write pages of their own. A prefill
-may read pages that prefills before it in the step write, never such as come after it (`llmbatch.admission`). So parts
-whose layers write in their order may be cut anywhere in the order of the step (`halves`), and decodes and prefills
-never wait for one another (`sides`).
+What a part reads and another one writes decides how a step may be cut. Decodes write pages of their own. A prefill may
+read pages that prefills before it in the step write, never such as come after it (`llmbatch.scheduler.admission`). So
+parts whose layers write in their order may be cut anywhere in the order of the step (`halves`), and decodes and
+prefills never wait for one another (`sides`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from llmbatch.step import Step
+from llmbatch.scheduler.output import Step
 
 
 class Part(NamedTuple):

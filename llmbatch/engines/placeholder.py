@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from llmbatch.engines.simulated import SimulatedEngine
 from llmbatch.perf_model.cost import CostModel
 from llmbatch.requests import Requests
-from llmbatch.step import Finish, Step, StepResult
+from llmbatch.scheduler.output import Finish, Step, StepResult
 
 
 class PlaceholderEngine:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from llmbatch.budget import MOST_TOKENS, Rates
 from llmbatch.engines.backends import choose_attention
 from llmbatch.engines.base import StreamEngine
 from llmbatch.engines.config import EngineConfig
@@ -23,6 +22,7 @@ from llmbatch.kernels.backends import PagedAttention
 from llmbatch.perf_model.cost import SEQUENTIAL, CostModel
 from llmbatch.perf_model.hardware import measure_cpu
 from llmbatch.planning.workload import Pool, Scheduling
+from llmbatch.scheduler.token_budget import MOST_TOKENS, Rates
 from llmbatch.system.cache import cache_folder
 from llmbatch.system.memory import available_memory
 

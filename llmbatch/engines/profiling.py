@@ -15,7 +15,7 @@ from llmbatch.errors import JobError
 from llmbatch.kernels.backends import PagedAttention
 from llmbatch.requests import Requests
 from llmbatch.sampling import SamplingParams
-from llmbatch.step import Step
+from llmbatch.scheduler.output import Step
 
 _KEPT: Final = 0.03  # of what is free: for blocks that the allocator cannot use whole
 

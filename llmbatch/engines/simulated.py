@@ -20,7 +20,7 @@ from llmbatch.compiled import njit
 from llmbatch.perf_model.cost import CostModel
 from llmbatch.perf_model.work import Rates, compute_seconds, pairs_of, reads_of, sees_all, spared_of
 from llmbatch.references import by_reference
-from llmbatch.step import Finish, Step, StepResult
+from llmbatch.scheduler.output import Finish, Step, StepResult
 
 _ENDED = int(Finish.LENGTH)
 

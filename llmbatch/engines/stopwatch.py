@@ -15,7 +15,7 @@ from llmbatch.perf_model.fit import MeasuredSteps
 from llmbatch.perf_model.work import Reach
 from llmbatch.requests import Requests
 from llmbatch.sampling import SamplingParams
-from llmbatch.step import Step
+from llmbatch.scheduler.output import Step
 
 _ROUNDS = 3
 _PAGE = 16  # tokens; of no matter where work is counted

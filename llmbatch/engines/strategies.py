@@ -6,9 +6,9 @@ from typing import Literal
 
 import torch
 
-from llmbatch.budget import Rates
 from llmbatch.engines.execution import SHARES, Execution, HostLane, Interleaved, Partitioned, Sequential, StreamLane
 from llmbatch.engines.multiprocessors import SplitDevice
+from llmbatch.scheduler.token_budget import Rates
 
 Strategy = Literal["sequential", "interleaved", "partitioned"]
 STRATEGIES: tuple[Strategy, ...] = ("sequential", "interleaved", "partitioned")

@@ -19,7 +19,7 @@ from llmbatch.engines.loading import LoadedModel
 from llmbatch.engines.packing import pack_tokens
 from llmbatch.engines.sampler import sample
 from llmbatch.requests import Requests
-from llmbatch.step import Step, StepResult
+from llmbatch.scheduler.output import Step, StepResult
 from llmbatch.system.memory import keep_freed_memory
 
 _WORTH_THREADS = 1 << 16  # elements a layer touches; below, waking threads costs more than they save

@@ -13,7 +13,7 @@ from llmbatch.engines.loading import load_model
 from llmbatch.engines.torch import TorchEngine
 from llmbatch.requests import Requests
 from llmbatch.sampling import SamplingParams
-from llmbatch.step import Step
+from llmbatch.scheduler.output import Step
 
 
 def compile_kernels(dtype: DType) -> None:

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from llmbatch.ends import Blend, Ends, InOrder
 from llmbatch.kvcache.contents import Contents, find, forget_contents, give_name, start, with_tokens
 from llmbatch.kvcache.page_trie import PageTrie
 from llmbatch.kvcache.page_worth import Worth, insert, remove, revalue
+from llmbatch.scheduler.admission_order import Blend, Ends, InOrder
 
 Tokens = list[int]
 ENDS: list[Ends] = [InOrder(), Blend()]

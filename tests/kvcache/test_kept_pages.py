@@ -8,15 +8,15 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmbatch.budget import FixedBudget
-from llmbatch.ends import Blend, Ends, InOrder
 from llmbatch.engines.simulated import SimulatedEngine
 from llmbatch.kvcache.contents import Prompts
 from llmbatch.kvcache.page_pool import EMPTY
 from llmbatch.kvcache.page_trie import PageTrie
 from llmbatch.planning.prefix_tree import PrefixTree
-from llmbatch.schedule import Finished, Scheduler, Waiting
-from llmbatch.step import Finish, Step
+from llmbatch.scheduler.admission_order import Blend, Ends, InOrder
+from llmbatch.scheduler.output import Finish, Step
+from llmbatch.scheduler.scheduler import Finished, Scheduler, Waiting
+from llmbatch.scheduler.token_budget import FixedBudget
 from tests.support.workloads import COST, RATES, Believed
 
 Tokens = list[int]

@@ -11,15 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from llmbatch.budget import ClosedLoopBudget, FixedBudget
 from llmbatch.clock import SimulatedDriver
-from llmbatch.deciding import MEMORY
 from llmbatch.driver import EngineDriver
-from llmbatch.ends import Blend, InOrder
 from llmbatch.engines.simulated import SimulatedEngine
 from llmbatch.kernels.groups import GROUP_ROWS, GROUP_TOKENS
-from llmbatch.schedule import Finished, Scheduler, Waiting
-from llmbatch.step import Finish, Step
+from llmbatch.scheduler.admission_order import Blend, InOrder
+from llmbatch.scheduler.decide import MEMORY
+from llmbatch.scheduler.output import Finish, Step
+from llmbatch.scheduler.scheduler import Finished, Scheduler, Waiting
+from llmbatch.scheduler.token_budget import ClosedLoopBudget, FixedBudget
 from tests.support.workloads import COST, RATES, Believed, Workload
 
 CASCADE = replace(COST, cascade=True)

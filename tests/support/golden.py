@@ -10,14 +10,14 @@ import torch
 from numpy.typing import NDArray
 from transformers import GenerationConfig
 
-from llmbatch.budget import FixedBudget
 from llmbatch.driver import drive
-from llmbatch.ends import Ends
 from llmbatch.engines.base import StreamEngine
 from llmbatch.requests import Requests
 from llmbatch.sampling import SamplingParams
-from llmbatch.schedule import Finished, Scheduler, Waiting
-from llmbatch.step import Step
+from llmbatch.scheduler.admission_order import Ends
+from llmbatch.scheduler.output import Step
+from llmbatch.scheduler.scheduler import Finished, Scheduler, Waiting
+from llmbatch.scheduler.token_budget import FixedBudget
 from tests.support.workloads import RATES, Believed, Workload
 
 

@@ -9,11 +9,11 @@ import numpy as np
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from llmbatch.budget import Rates
 from llmbatch.kvcache.page_trie import PageTrie
 from llmbatch.perf_model.cost import CostModel, find_shape
 from llmbatch.perf_model.hardware import find_hardware
 from llmbatch.planning.lengths import Expected
+from llmbatch.scheduler.token_budget import Rates
 
 
 @dataclass(frozen=True)

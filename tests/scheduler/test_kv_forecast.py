@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmbatch.peak import Peak, expect, forget, most
+from llmbatch.scheduler.kv_forecast import Peak, expect, forget, most
 
 Sequence = st.tuples(st.integers(1, 50), st.integers(1, 40))  # tokens held now, steps to the end
 

@@ -7,11 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from llmbatch.budget import FixedBudget
-from llmbatch.ends import Blend, Ends, InOrder
 from llmbatch.engines.simulated import SimulatedEngine
-from llmbatch.schedule import Scheduler, Waiting
-from llmbatch.step import Finish, Step
+from llmbatch.scheduler.admission_order import Blend, Ends, InOrder
+from llmbatch.scheduler.output import Finish, Step
+from llmbatch.scheduler.scheduler import Scheduler, Waiting
+from llmbatch.scheduler.token_budget import FixedBudget
 from tests.support.workloads import COST, RATES, Believed, Workload, workloads
 
 ENDS: list[Ends] = [InOrder(), Blend()]

@@ -6,8 +6,8 @@ changes is which of its pages others may share: those on its path in the new tri
 hold is on both paths, because both are rows of the new shard. A page that nobody uses keeps its name
 (`llmbatch.kvcache.contents`): those that new rows begin with are found before the new trie is made, get numbers in it,
 and with them the worth that the new plan gives them. What is predicted of a sequence counts the pages that are its own
-(`llmbatch.peak`), so it changes with them; when it ends does not. The work is a step for each page of the pool, each
-page of a path, and each token of what is looked up.
+(`llmbatch.scheduler.kv_forecast`), so it changes with them; when it ends does not. The work is a step for each page of
+the pool, each page of a path, and each token of what is looked up.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from llmbatch.kvcache.eviction import LOOSE, SHARED, UNUSED, free_page, path_of,
 from llmbatch.kvcache.page_pool import Pages
 from llmbatch.kvcache.page_trie import PageTrie
 from llmbatch.kvcache.page_worth import is_planned, remove, revalue
-from llmbatch.peak import Peak
-from llmbatch.slots import Running
+from llmbatch.scheduler.kv_forecast import Peak
+from llmbatch.scheduler.sequences import Running
 
 
 def carry_running(run: Running, numbers: NDArray[np.int32]) -> Running:

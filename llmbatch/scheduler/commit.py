@@ -9,16 +9,16 @@ from typing import Any
 
 import numpy as np
 
-from llmbatch.admission import private_tokens
-from llmbatch.chunks import BUDGET, CHUNKS, give_chunk
 from llmbatch.compiled import njit
-from llmbatch.ends import End
 from llmbatch.kvcache.eviction import give_up
 from llmbatch.kvcache.page_pool import EMPTY, UNUSED, extend_by_one, release, tokens_spared
 from llmbatch.kvcache.shared_reads import start_reading
-from llmbatch.peak import expect, forget
 from llmbatch.perf_model.work import pairs_of, reads_of, sees_all, spared_of
-from llmbatch.slots import DECODING, PREEMPTED, PREEMPTIONS, PREFILLING, give_slot, remove
+from llmbatch.scheduler.admission import private_tokens
+from llmbatch.scheduler.admission_order import End
+from llmbatch.scheduler.chunks import BUDGET, CHUNKS, give_chunk
+from llmbatch.scheduler.kv_forecast import expect, forget
+from llmbatch.scheduler.sequences import DECODING, PREEMPTED, PREEMPTIONS, PREFILLING, give_slot, remove
 
 _RIGHT = int(End.RIGHT)
 _AGAIN = 2.0  # times what a long answer holds may be computed again before it gives way no more

@@ -11,10 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from llmbatch.advance import preempt
-from llmbatch.budget import BudgetRules, ClosedLoopBudget, FixedBudget, prices
 from llmbatch.clock import SimulatedDriver
-from llmbatch.deciding import COMPUTE, MEMORY
 from llmbatch.driver import Ended
 from llmbatch.engines.placeholder import PlaceholderEngine
 from llmbatch.perf_model.cost import CostModel, find_shape
@@ -25,8 +22,11 @@ from llmbatch.planning.workload import Pool, Scheduling, Workload
 from llmbatch.requests import Requests
 from llmbatch.runner import ShardRun
 from llmbatch.sampling import SamplingParams
-from llmbatch.schedule import Scheduler, Waiting
-from llmbatch.slots import DECODING
+from llmbatch.scheduler.commit import preempt
+from llmbatch.scheduler.decide import COMPUTE, MEMORY
+from llmbatch.scheduler.scheduler import Scheduler, Waiting
+from llmbatch.scheduler.sequences import DECODING
+from llmbatch.scheduler.token_budget import BudgetRules, ClosedLoopBudget, FixedBudget, prices
 from llmbatch.stream import Stream
 from tests.test_stream import Engines, Listed, Taken, Window
 

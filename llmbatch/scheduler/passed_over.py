@@ -1,7 +1,7 @@
 """Requests that were passed over: next at the left end, but too large for the room there was.
 
 What stands behind one must not wait with it, so it is put aside, a few at most, and tried before the end it came from
-in every step. Those behind may take the room each time, so waiting has an end: see `llmbatch.admission`.
+in every step. Those behind may take the room each time, so waiting has an end: see `llmbatch.scheduler.admission`.
 """
 
 from __future__ import annotations

@@ -21,8 +21,8 @@ from llmbatch.planning.lengths import LengthModel
 from llmbatch.planning.plan import plan
 from llmbatch.planning.prefix_tree import PrefixTree
 from llmbatch.runner import ShardRun, decide
+from llmbatch.scheduler.steady_budget import steady_budget
 from llmbatch.simulate import describe, pool_of
-from llmbatch.steady import steady_budget
 
 
 def write(path: Path, prompts: np.ndarray[tuple[int], np.dtype[np.int64]], answers: object) -> str:

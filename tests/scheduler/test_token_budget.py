@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from llmbatch.budget import TILE, BudgetRules, ClosedLoopBudget, FixedBudget, Load, Rates, step_tokens
+from llmbatch.scheduler.token_budget import TILE, BudgetRules, ClosedLoopBudget, FixedBudget, Load, Rates, step_tokens
 
 RATES = Rates(
     seconds_per_token=1e-4,

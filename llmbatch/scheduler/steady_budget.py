@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import math
 
-from llmbatch.budget import MOST_TOKENS, TILE, FixedBudget
 from llmbatch.perf_model.cost import CostModel
 from llmbatch.planning.plan import Plan
+from llmbatch.scheduler.token_budget import MOST_TOKENS, TILE, FixedBudget
 
 
 def steady_budget(decided: Plan, cost: CostModel, pool_tokens: int, answer: float) -> FixedBudget:

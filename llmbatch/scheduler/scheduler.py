@@ -2,22 +2,22 @@
 
 One loop serves prefill and decode: a sequence's tokens are its prompt and what it has generated, and it is
 behind by the tokens whose KV is not in pages. `decide` gives every decoding sequence its token and hands the
-rest of the step's budget to prefills and admissions (`llmbatch.admission`). `commit` takes note of what the
+rest of the step's budget to prefills and admissions (`llmbatch.scheduler.admission`). `commit` takes note of what the
 engine returned. Deciding imports no torch and reads no clock: a step depends on what came before it and on
 nothing else.
 
 When predictions fail, the sequences that are cheapest to compute again give their pages back and are computed again
 later (recompute). So do long answers that fill the pool while compute idles, as often as their length allows
-(`llmbatch.advance.long_victim`). A request whose prompt and longest answer exceed the pool must not be enqueued; under
-that condition a sequence that is alone always ends.
+(`llmbatch.scheduler.commit.long_victim`). A request whose prompt and longest answer exceed the pool must not be
+enqueued; under that condition a sequence that is alone always ends.
 
 Why every job ends. Tokens that are sampled are never lost. A step that preempts for a decode's next page spares the
 decode that was admitted first, so it samples a token. While no token is sampled, what prefills first gets a chunk in
 every step, and only those behind it are preempted. Whoever waits, preempted or passed over, is due in the end, and
-enters at the latest when nothing runs any more; who else may enter until then, `llmbatch.admission` says.
+enters at the latest when nothing runs any more; who else may enter until then, `llmbatch.scheduler.admission` says.
 
 No work in a step is proportional to the requests that wait; what is proportional to those that run is compiled
-(`llmbatch.deciding`).
+(`llmbatch.scheduler.decide`).
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from llmbatch.admission import LEAN_MARGIN, MARGIN, Limits
-from llmbatch.advance import advance, end_sequences, expect_anew, pack, withdraw
-from llmbatch.budget import Budget, BudgetRules, FixedBudget, Rates
-from llmbatch.carrying import carry_pages, carry_peak, carry_running, find_pages
-from llmbatch.chunks import BEGUN, CACHED, PREEMPTED_NOW, RECOMPUTED, Chunks
-from llmbatch.deciding import Core, charge, decide_step, is_done, needs_attention
-from llmbatch.ends import EndRules, Ends, InOrder, Queue
 from llmbatch.kvcache.contents import Prompts
 from llmbatch.kvcache.page_pool import WIDEST, Pages, tokens_spared
 from llmbatch.kvcache.page_trie import PageTrie
 from llmbatch.kvcache.publish import Ends as EndedPages
 from llmbatch.kvcache.publish import publish
-from llmbatch.passed import Passed
-from llmbatch.peak import Peak
 from llmbatch.planning.lengths import Expected
 from llmbatch.planning.prefix_tree import PrefixTree
-from llmbatch.slots import DECODING, PREEMPTED, PREEMPTIONS, PREFILLING, RECKONED, Running
-from llmbatch.step import Finish, Step, StepResult
+from llmbatch.scheduler.admission import LEAN_MARGIN, MARGIN, Limits
+from llmbatch.scheduler.admission_order import EndRules, Ends, InOrder, Queue
+from llmbatch.scheduler.chunks import BEGUN, CACHED, PREEMPTED_NOW, RECOMPUTED, Chunks
+from llmbatch.scheduler.commit import advance, end_sequences, expect_anew, pack, withdraw
+from llmbatch.scheduler.decide import Core, charge, decide_step, is_done, needs_attention
+from llmbatch.scheduler.kv_forecast import Peak
+from llmbatch.scheduler.output import Finish, Step, StepResult
+from llmbatch.scheduler.passed_over import Passed
+from llmbatch.scheduler.renumber import carry_pages, carry_peak, carry_running, find_pages
+from llmbatch.scheduler.sequences import DECODING, PREEMPTED, PREEMPTIONS, PREFILLING, RECKONED, Running
+from llmbatch.scheduler.token_budget import Budget, BudgetRules, FixedBudget, Rates
 
 _SLOTS = 64  # to begin with
 

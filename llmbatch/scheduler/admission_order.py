@@ -16,10 +16,10 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from llmbatch.budget import TILE
 from llmbatch.compiled import njit
 from llmbatch.planning.outliers import DualScan, scan_budget
 from llmbatch.references import by_reference
+from llmbatch.scheduler.token_budget import TILE
 
 
 class End(IntEnum):

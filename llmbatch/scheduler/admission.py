@@ -5,19 +5,19 @@ predicted peak of KV stays within the pool. No work here is proportional to the 
 
 Memory that is empty. A long answer at the right end does not fit where its peak would not, though much of the pool may
 be empty for long before that. Where empty memory costs, one of those behind the candidate that does not fit is tried,
-another one each step, within `llmbatch.ends.Blend.behind` places. Those that end before that peak fit; the candidate
-keeps its place, and they have given their memory back before it is wanted.
+another one each step, within `llmbatch.scheduler.admission_order.Blend.behind` places. Those that end before that peak
+fit; the candidate keeps its place, and they have given their memory back before it is wanted.
 
 Those that wait longest. What was preempted comes back in the order of preemption. A request of the left end that does
-not fit is passed over (`llmbatch.passed`), so that what stands behind it goes on; memory is kept for it from then on,
-which the right end may not take, and the left end only up to its reserve. Neither may be passed for ever, and
-predictions may be wrong for ever. So the one that has waited longest is due after `PREEMPTED_WAITS` or `PASSED_WAITS`
-steps, or as many after the one before it entered. For one that was passed over nobody else enters then until it does.
-One that was preempted enters as soon as there is room for what it has, whatever is predicted. Until then only the left
-end's rows enter, a tenth of the pool at most, for what it waits for may run long, and compute would idle; after
-`PREEMPTED_WAITS_ALONE` steps nobody. Hence the bound: while one waits, others enter in at most (k + 1) such stretches
-of steps, where k waited already when it began to, and the one that is due enters at the latest when all that run have
-ended.
+not fit is passed over (`llmbatch.scheduler.passed_over`), so that what stands behind it goes on; memory is kept for it
+from then on, which the right end may not take, and the left end only up to its reserve. Neither may be passed for ever,
+and predictions may be wrong for ever. So the one that has waited longest is due after `PREEMPTED_WAITS` or
+`PASSED_WAITS` steps, or as many after the one before it entered. For one that was passed over nobody else enters then
+until it does. One that was preempted enters as soon as there is room for what it has, whatever is predicted. Until then
+only the left end's rows enter, a tenth of the pool at most, for what it waits for may run long, and compute would idle;
+after `PREEMPTED_WAITS_ALONE` steps nobody. Hence the bound: while one waits, others enter in at most (k + 1) such
+stretches of steps, where k waited already when it began to, and the one that is due enters at the latest when all that
+run have ended.
 """
 
 from __future__ import annotations
@@ -26,14 +26,24 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from llmbatch.chunks import BUDGET, LEFT, RIGHT, TOKENS, give_chunk, note_found
 from llmbatch.compiled import njit
-from llmbatch.ends import BLEND, Account, End, look_behind, skip, take, turns
 from llmbatch.kvcache.page_pool import EMPTY, SHARED, UNUSED, admit_pages, probe
-from llmbatch.passed import put_aside, take_aside
-from llmbatch.peak import expect, most
 from llmbatch.references import by_reference
-from llmbatch.slots import ADMISSIONS, DECODING, ENTERED, FREE, PASSED, PREEMPTED, PREFILLING, remove, take_slot
+from llmbatch.scheduler.admission_order import BLEND, Account, End, look_behind, skip, take, turns
+from llmbatch.scheduler.chunks import BUDGET, LEFT, RIGHT, TOKENS, give_chunk, note_found
+from llmbatch.scheduler.kv_forecast import expect, most
+from llmbatch.scheduler.passed_over import put_aside, take_aside
+from llmbatch.scheduler.sequences import (
+    ADMISSIONS,
+    DECODING,
+    ENTERED,
+    FREE,
+    PASSED,
+    PREEMPTED,
+    PREFILLING,
+    remove,
+    take_slot,
+)
 
 PREEMPTED_WAITS: Final = 8192.0  # steps; fewer bring long answers back while prompts still want their memory
 PREEMPTED_WAITS_ALONE: Final = 32_768.0  # steps; while others wait with it, compute idles

@@ -15,7 +15,7 @@ from llmbatch.compiled import njit
 from llmbatch.kvcache.page_pool import EMPTY, UNUSED, adopt, extend
 from llmbatch.perf_model.work import Reach, pairs_of
 from llmbatch.references import by_reference
-from llmbatch.slots import PREFILLING
+from llmbatch.scheduler.sequences import PREFILLING
 
 # In `Chunks.totals`; BEGUN: the step is being decided, OPEN: all that prefills got a chunk.
 BUDGET, TOKENS, CHUNKS, CACHED, RECOMPUTED, LEFT, RIGHT, BEGUN, OPEN, PREEMPTED_NOW = range(10)
@@ -101,7 +101,7 @@ def _affordable(chunks: Any, start: int, most: int, page: int) -> Any:
     """How many of `most` tokens after `start` what is left of the budget pays for.
 
     The first `page` of a step is always given, and so are tokens whose products the reading of the weights hides
-    (`llmbatch.budget.prices`).
+    (`llmbatch.scheduler.token_budget.prices`).
     """
     left = chunks.totals[BUDGET] - chunks.totals[TOKENS]
     high = min(most, left)

@@ -1,6 +1,7 @@
 """One step decided and taken note of, as compiled code over the scheduler's columns.
 
-`llmbatch.schedule` calls these step by step for an engine; `llmbatch.clock` many times in one call for a simulated one.
+`llmbatch.scheduler.scheduler` calls these step by step for an engine; `llmbatch.clock` many times in one call for a
+simulated one.
 """
 
 from __future__ import annotations
@@ -10,18 +11,18 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from llmbatch.admission import Limits, admit
-from llmbatch.advance import hold_decodes, long_victim, preempt, unblock
-from llmbatch.budget import BudgetRules, Load, prices, step_tokens
-from llmbatch.chunks import BEGUN, BUDGET, CHUNKS, OPEN, PREEMPTED_NOW, TOKENS, Chunks, prefill
 from llmbatch.compiled import njit
-from llmbatch.ends import BLEND, EndRules, Queue
 from llmbatch.kvcache.page_pool import EMPTY, UNUSED, WIDEST, Pages
-from llmbatch.passed import Passed
-from llmbatch.peak import Peak
 from llmbatch.perf_model.work import Rates, compute_seconds
 from llmbatch.references import by_reference
-from llmbatch.slots import DECODING, PREEMPTED, PREEMPTIONS, PREFILLING, RECKONED, Running
+from llmbatch.scheduler.admission import Limits, admit
+from llmbatch.scheduler.admission_order import BLEND, EndRules, Queue
+from llmbatch.scheduler.chunks import BEGUN, BUDGET, CHUNKS, OPEN, PREEMPTED_NOW, TOKENS, Chunks, prefill
+from llmbatch.scheduler.commit import hold_decodes, long_victim, preempt, unblock
+from llmbatch.scheduler.kv_forecast import Peak
+from llmbatch.scheduler.passed_over import Passed
+from llmbatch.scheduler.sequences import DECODING, PREEMPTED, PREEMPTIONS, PREFILLING, RECKONED, Running
+from llmbatch.scheduler.token_budget import BudgetRules, Load, prices, step_tokens
 
 COMPUTE, MEMORY = 0, 1  # in `Core.left`
 _FULL = 0.07  # of the pool's pages: with fewer free it is full
@@ -112,7 +113,7 @@ def _make_way(core: Any, now: float) -> bool:
 
     Admitted for fewer tokens than they turn out to generate, they grow into the memory that is kept for the left end.
     Computing one again takes less than the prompts that could not be computed meanwhile, also after it came back and
-    grew: `llmbatch.advance.long_victim` bounds what is computed again by its length.
+    grew: `llmbatch.scheduler.commit.long_victim` bounds what is computed again by its length.
     False when slots must be added first.
     """
     run, pages, totals = core.run, core.pages, core.chunks.totals

@@ -8,15 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from llmbatch.advance import long_victim, preempt
-from llmbatch.budget import Budget, ClosedLoopBudget, FixedBudget
-from llmbatch.ends import Blend, Ends, InOrder
 from llmbatch.engines.simulated import SimulatedEngine
-from llmbatch.schedule import Scheduler, Waiting
-from llmbatch.slots import PREEMPTED
-from llmbatch.step import Step
+from llmbatch.scheduler.admission_order import Blend, Ends, InOrder
+from llmbatch.scheduler.commit import long_victim, preempt
+from llmbatch.scheduler.output import Step
+from llmbatch.scheduler.scheduler import Scheduler, Waiting
+from llmbatch.scheduler.sequences import PREEMPTED
+from llmbatch.scheduler.token_budget import Budget, ClosedLoopBudget, FixedBudget
+from tests.scheduler.test_scheduler import least_pages, run, scheduler_for
 from tests.support.workloads import COST, RATES, Believed, Workload, workloads
-from tests.test_schedule import least_pages, run, scheduler_for
 
 BUDGETS: list[Budget] = [FixedBudget(7), FixedBudget(64), ClosedLoopBudget(RATES)]
 ENDS: list[Ends] = [InOrder(), Blend(), Blend(behind=8)]

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmbatch.budget import Budget, ClosedLoopBudget, FixedBudget
-from llmbatch.ends import Blend, EndRules, Ends, InOrder, Queue, look_behind
 from llmbatch.engines.simulated import SimulatedEngine
-from llmbatch.schedule import Finished, Scheduler, Waiting
-from llmbatch.step import Step
+from llmbatch.scheduler.admission_order import Blend, EndRules, Ends, InOrder, Queue, look_behind
+from llmbatch.scheduler.output import Step
+from llmbatch.scheduler.scheduler import Finished, Scheduler, Waiting
+from llmbatch.scheduler.token_budget import Budget, ClosedLoopBudget, FixedBudget
 from tests.support.workloads import COST, RATES, Believed, Workload, workloads
 
 BUDGETS: list[Budget] = [FixedBudget(1), FixedBudget(7), FixedBudget(64), ClosedLoopBudget(RATES)]

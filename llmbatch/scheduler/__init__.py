@@ -1,0 +1,5 @@
+"""Decides which tokens of which sequences the next step computes.
+
+Must not import torch, nor any engine.
+Start reading at `decide`.
+"""
