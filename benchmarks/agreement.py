@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 
 from llmbatch import LLMOperator
 from llmbatch.engines.checkpoints import resolve_model
-from llmbatch.tokenize import load_tokenizer
+from llmbatch.preprocess.tokenizer import load_tokenizer
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples" / "demo"))
 

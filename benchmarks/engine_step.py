@@ -26,8 +26,8 @@ from llmbatch.engines.host import HOST
 from llmbatch.engines.loading import LoadedModel, load_model
 from llmbatch.engines.torch import TorchEngine
 from llmbatch.perf_model.cost import ModelShape
-from llmbatch.requests import Requests
-from llmbatch.sampling import SamplingParams
+from llmbatch.preprocess.request_batch import Requests
+from llmbatch.preprocess.sampling_params import SamplingParams
 from llmbatch.scheduler.output import Step
 
 PAGE_SIZE = 16

@@ -41,7 +41,7 @@ def job(length: int, arguments: list[str]) -> int:
     """Run a job whose simulated answers are long."""
     import llmbatch.worker
     from llmbatch.cli import main as command
-    from llmbatch.requests import Requests
+    from llmbatch.preprocess.request_batch import Requests
 
     def texts(requests: Requests, index: NDArray[np.int32], answers: Sequence[NDArray[np.int32]]) -> list[str]:
         return [text_of(row, length) for row in requests.serial[index].tolist()]

@@ -18,8 +18,8 @@ from simulations import TABLE2, Setting
 
 from llmbatch.experiment import Experiment
 from llmbatch.operators.sharding import ROWS_PER_SHARD, cut, outline
-from llmbatch.requests import Requests, Shard
-from llmbatch.sampling import SamplingParams
+from llmbatch.preprocess.request_batch import Requests, Shard
+from llmbatch.preprocess.sampling_params import SamplingParams
 from llmbatch.simulate import describe, run_workload
 from llmbatch.traces import Trace
 

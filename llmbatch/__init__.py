@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from llmbatch.errors import DataError, InputError, JobError, LLMBatchError, ModelError, ParameterError
     from llmbatch.job import explain, run
     from llmbatch.operators.llm import LLMOperator
+    from llmbatch.preprocess.sampling_params import SamplingParams
     from llmbatch.report import Report
-    from llmbatch.sampling import SamplingParams
 
 _HOME = {
     "DataError": "llmbatch.errors",
@@ -35,7 +35,7 @@ _HOME = {
     "ModelError": "llmbatch.errors",
     "ParameterError": "llmbatch.errors",
     "Report": "llmbatch.report",
-    "SamplingParams": "llmbatch.sampling",
+    "SamplingParams": "llmbatch.preprocess.sampling_params",
     "explain": "llmbatch.job",
     "run": "llmbatch.job",
 }

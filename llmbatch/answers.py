@@ -19,7 +19,7 @@ from llmbatch.errors import DataError, RowError
 from llmbatch.feed import Ended
 from llmbatch.io.gather import pick, pieces
 from llmbatch.planning.prefix_tree import PrefixTree
-from llmbatch.requests import Requests, Shard
+from llmbatch.preprocess.request_batch import Requests, Shard
 from llmbatch.scheduler.output import Finish
 
 SCHEMA = pa.schema(

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from llmbatch.engines.base import StreamEngine
 from llmbatch.errors import RowError
-from llmbatch.requests import Requests
+from llmbatch.preprocess.request_batch import Requests
 
 
 class Work(Protocol):

@@ -28,7 +28,7 @@ from llmbatch.planning.lengths import LengthModel
 from llmbatch.planning.order import Policy
 from llmbatch.planning.prefix_tree import PrefixTree
 from llmbatch.planning.workload import Pool, Scheduling, Workload, early_ends, fit_requests
-from llmbatch.requests import Requests
+from llmbatch.preprocess.request_batch import Requests
 from llmbatch.runner import decide, run_shard
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from llmbatch.arguments import finite, one_of, path, text
 from llmbatch.choices import ENGINES, ON_ERROR, POLICIES, EngineName, OnError, Policy
 from llmbatch.engines.config import EngineConfig
 from llmbatch.errors import ParameterError
-from llmbatch.prompts import PromptSource
-from llmbatch.sampling import SamplingParams
+from llmbatch.preprocess.prompts import PromptSource
+from llmbatch.preprocess.sampling_params import SamplingParams
 
 _PROMPTS = tuple(PromptSource.__dataclass_fields__)
 

@@ -35,14 +35,14 @@ from llmbatch.io.row_hash import hash_rows
 from llmbatch.perf_model.cost import CostModel, find_shape
 from llmbatch.perf_model.hardware import find_hardware
 from llmbatch.planning.workload import Pool, Scheduling, Workload
-from llmbatch.requests import Requests
+from llmbatch.preprocess.build_requests import merge_equal
+from llmbatch.preprocess.request_batch import Requests
+from llmbatch.preprocess.sampling_params import SamplingParams
+from llmbatch.preprocess.tokenizer import TokenColumn
 from llmbatch.runner import ShardRun, decide, run_shard
-from llmbatch.sampling import SamplingParams
 from llmbatch.scheduler.output import Step
 from llmbatch.scheduler.scheduler import Finished, Scheduler
-from llmbatch.shard import merge_equal
 from llmbatch.system.processes import start_beside
-from llmbatch.tokenize import TokenColumn
 
 _NICE: Final = 10  # a tenth of a core where the job wants it
 _MARK: Final = "scheduler"  # a file in the folder of compiled code: all that plans and schedules is there

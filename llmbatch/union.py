@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from llmbatch.feed import W
 from llmbatch.planning.workload import Workload
-from llmbatch.requests import Requests
+from llmbatch.preprocess.request_batch import Requests
 
 
 class Union(Generic[W]):

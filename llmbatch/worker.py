@@ -22,7 +22,6 @@ from llmbatch.answers import (
     check_columns,
     no_rows,
 )
-from llmbatch.columns import find_field
 from llmbatch.engines.base import StreamEngine
 from llmbatch.engines.outline import HOST_RUNNING, Described, outline, simulated_cost, simulated_pool
 from llmbatch.engines.placeholder import PlaceholderEngine, placeholder_texts
@@ -32,16 +31,17 @@ from llmbatch.gate import Gate
 from llmbatch.options import Options
 from llmbatch.perf_model.cost import CostModel
 from llmbatch.planning.workload import Scheduling, early_ends
+from llmbatch.preprocess.build_requests import build_shard
+from llmbatch.preprocess.columns import find_field
+from llmbatch.preprocess.request_batch import Requests, Shard
+from llmbatch.preprocess.sampling_params import check_sampling_column
+from llmbatch.preprocess.tokenizer import Tokenizer, load_tokenizer, plain_tokenizer
 from llmbatch.progress import Progress, Silence, saying
 from llmbatch.rehearsal import Compilation
 from llmbatch.report import Report, Tally
-from llmbatch.requests import Requests, Shard
-from llmbatch.sampling import check_sampling_column
-from llmbatch.shard import build_shard
 from llmbatch.single import Gathered, OneWindow
 from llmbatch.stream import Stream, Totals
 from llmbatch.system.memory import out_of_memory
-from llmbatch.tokenize import Tokenizer, load_tokenizer, plain_tokenizer
 
 if TYPE_CHECKING:
     from llmbatch.engines.description import ModelDescription

@@ -29,7 +29,7 @@ from llmbatch.planning.partition import partition, partition_alike
 from llmbatch.planning.plan import Plan, plan
 from llmbatch.planning.prefix_tree import PrefixTree
 from llmbatch.planning.workload import Pool, Scheduling
-from llmbatch.requests import Shard
+from llmbatch.preprocess.request_batch import Shard
 
 OUTLINE = pa.schema(
     {

@@ -12,7 +12,7 @@ import torch
 from hypothesis import settings
 
 if TYPE_CHECKING:
-    from llmbatch.tokenize import Tokenizer
+    from llmbatch.preprocess.tokenizer import Tokenizer
     from tests.support.jobs import Job
 
 if not torch.cuda.is_available():  # Triton's kernels run in its interpreter then; it must be known before they are made
@@ -59,7 +59,7 @@ def small(job: Job, monkeypatch: pytest.MonkeyPatch) -> Job:
 @pytest.fixture(scope="session")
 def raw(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     """A tokenizer without a chat template."""
-    from llmbatch.tokenize import load_tokenizer
+    from llmbatch.preprocess.tokenizer import load_tokenizer
     from tests.support.tokenizers import save_fast
 
     return load_tokenizer(save_fast(tmp_path_factory.mktemp("raw")), name="plain")
@@ -68,7 +68,7 @@ def raw(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 @pytest.fixture(scope="session")
 def chatty(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     """A tokenizer with a chat template."""
-    from llmbatch.tokenize import load_tokenizer
+    from llmbatch.preprocess.tokenizer import load_tokenizer
     from tests.support.tokenizers import CHAT_TEMPLATE, save_fast
 
     return load_tokenizer(save_fast(tmp_path_factory.mktemp("chat"), chat_template=CHAT_TEMPLATE), name="chatty")

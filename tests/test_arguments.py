@@ -17,7 +17,7 @@ import llmbatch
 from llmbatch.errors import InputError, ParameterError
 from llmbatch.operators.llm import LLMOperator
 from llmbatch.options import Options
-from llmbatch.prompts import PromptSource
+from llmbatch.preprocess.prompts import PromptSource
 from llmbatch.stopping import Stopping
 from tests.support.jobs import Job, contents
 

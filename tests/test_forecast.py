@@ -20,9 +20,9 @@ from llmbatch.perf_model.cost import CostModel, find_shape
 from llmbatch.perf_model.hardware import find_hardware
 from llmbatch.planning.lengths import LengthModel
 from llmbatch.planning.workload import Pool, Scheduling, Workload
-from llmbatch.requests import Requests
+from llmbatch.preprocess.request_batch import Requests
+from llmbatch.preprocess.sampling_params import SamplingParams
 from llmbatch.runner import run_shard
-from llmbatch.sampling import SamplingParams
 
 COST = CostModel(find_shape("llama-3-8b"), find_hardware("a100-80gb"))
 SCHEDULING = Scheduling(max_running=4096)

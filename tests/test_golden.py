@@ -17,8 +17,8 @@ from llmbatch.engines.checkpoints import resolve_model
 from llmbatch.engines.host import HOST
 from llmbatch.engines.loading import LoadedModel, load_model
 from llmbatch.engines.torch import TorchEngine
+from llmbatch.preprocess.tokenizer import load_tokenizer
 from llmbatch.scheduler.admission_order import Blend, Ends, InOrder
-from llmbatch.tokenize import load_tokenizer
 from tests.support.golden import Golden, generate, prompts
 from tests.support.models import EOS, FAMILIES, PAD, tiny_model, tiny_model_folder
 from tests.support.paths import ROOT

@@ -19,10 +19,10 @@ from llmbatch.interpreted import MOST_ELEMENTS, interpret, stop_interpreting
 from llmbatch.perf_model.cost import CostModel, find_shape
 from llmbatch.perf_model.hardware import find_hardware
 from llmbatch.planning.workload import Pool, Scheduling, Workload
+from llmbatch.preprocess.request_batch import Requests
+from llmbatch.preprocess.sampling_params import SamplingParams
 from llmbatch.references import by_reference
-from llmbatch.requests import Requests
 from llmbatch.runner import ShardRun, run_shard
-from llmbatch.sampling import SamplingParams
 from llmbatch.scheduler.output import Step
 from llmbatch.scheduler.scheduler import Finished, Scheduler
 

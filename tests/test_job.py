@@ -17,7 +17,7 @@ from llmbatch.engines.description import describe_model
 from llmbatch.engines.host import HOST
 from llmbatch.engines.loading import load_model
 from llmbatch.planning.order import POLICIES
-from llmbatch.tokenize import load_tokenizer
+from llmbatch.preprocess.tokenizer import load_tokenizer
 
 MAX_TOKENS = 6
 

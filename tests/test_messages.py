@@ -20,10 +20,10 @@ import pytest
 from llmbatch.cli import main
 from llmbatch.errors import DataError, JobStopped, StoppedEarly
 from llmbatch.feed import Stop
+from llmbatch.preprocess.prompts import PromptSource
+from llmbatch.preprocess.tokenizer import load_tokenizer
 from llmbatch.progress import Silence
-from llmbatch.prompts import PromptSource
 from llmbatch.stopping import Stopping, heard
-from llmbatch.tokenize import load_tokenizer
 from llmbatch.windows import Windows
 from tests.support.jobs import Job, check_refused, rows
 from tests.support.tokenizers import save_fast
@@ -241,7 +241,7 @@ def test_rendering_and_tokenising_look_up_again_and_again(tmp_path: Path, monkey
     PromptSource(prompt="x").render(pa.table({"x": ["a"] * 10}), tokenizer, lambda: looks.append(1))
     assert len(looks) == 10
     looks.clear()
-    monkeypatch.setattr("llmbatch.tokenize._BATCH_LETTERS", 10)
+    monkeypatch.setattr("llmbatch.preprocess.tokenizer._BATCH_LETTERS", 10)
     column = tokenizer.encode(["four"] * 9 + ["twelve letters", ""], False, pulse=lambda: looks.append(1))
     assert len(looks) == 7
     assert column.offsets.tolist() == [*range(0, 37, 4), 50, 50]

@@ -14,7 +14,7 @@ import pytest
 
 from llmbatch.engines.description import describe_model
 from llmbatch.engines.outline import outline, shape_of
-from llmbatch.tokenize import load_tokenizer, plain_tokenizer
+from llmbatch.preprocess.tokenizer import load_tokenizer, plain_tokenizer
 from tests.support.models import CHAT_TEMPLATE, FAMILIES, tiny_model_folder
 
 TEXTS = ["", "two words", "<bos>a<sep>b<eos>", "naïve\n\tünï 😀", " " * 9]

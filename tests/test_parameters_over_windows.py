@@ -9,8 +9,8 @@ import pytest
 
 from llmbatch.planning.lengths import LengthModel
 from llmbatch.planning.workload import Scheduling, Workload
-from llmbatch.requests import Requests
-from llmbatch.sampling import SamplingParams
+from llmbatch.preprocess.request_batch import Requests
+from llmbatch.preprocess.sampling_params import SamplingParams
 from llmbatch.stream import Stream
 from tests.support.workloads import COST
 from tests.test_stream import POOL, Engines, Listed, Taken, Window

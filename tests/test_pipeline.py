@@ -15,8 +15,8 @@ pytest.importorskip("triton")
 from llmbatch.driver import Driver, EngineDied, EngineDriver, PipelinedDriver
 from llmbatch.engines.accelerated import AcceleratedEngine
 from llmbatch.engines.loading import LoadedModel
-from llmbatch.requests import Requests
-from llmbatch.sampling import SamplingParams
+from llmbatch.preprocess.request_batch import Requests
+from llmbatch.preprocess.sampling_params import SamplingParams
 from llmbatch.scheduler.admission_order import Blend
 from llmbatch.scheduler.output import Finish, Step, StepResult
 from llmbatch.scheduler.scheduler import Finished, Scheduler, Waiting

@@ -26,8 +26,8 @@ from llmbatch.engines.torch import TorchEngine
 from llmbatch.errors import RowError
 from llmbatch.feed import Ended
 from llmbatch.planning.workload import Fit, Pool, Scheduling
-from llmbatch.requests import Requests
-from llmbatch.sampling import SamplingParams
+from llmbatch.preprocess.request_batch import Requests
+from llmbatch.preprocess.sampling_params import SamplingParams
 from llmbatch.scheduler.output import Finish
 from llmbatch.simulate import simulate
 from llmbatch.stream import Stream

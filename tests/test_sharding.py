@@ -15,8 +15,8 @@ from llmbatch.operators.sharding import DEPTHS, OUTLINE, Shards, cut, occurrence
 from llmbatch.perf_model.cost import CostModel, find_shape
 from llmbatch.perf_model.hardware import find_hardware
 from llmbatch.planning.workload import Pool, Scheduling
-from llmbatch.requests import Requests, Shard
-from llmbatch.sampling import SamplingParams
+from llmbatch.preprocess.request_batch import Requests, Shard
+from llmbatch.preprocess.sampling_params import SamplingParams
 
 COST = CostModel(find_shape("llama-3-8b"), find_hardware("a100-80gb"))
 POOL = Pool(1_000, 16)

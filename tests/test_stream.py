@@ -17,8 +17,8 @@ from llmbatch.engines.placeholder import PlaceholderEngine
 from llmbatch.errors import JobError, RowError
 from llmbatch.feed import Ended, Stop
 from llmbatch.planning.workload import Pool, Scheduling
-from llmbatch.requests import Requests
-from llmbatch.sampling import SamplingParams
+from llmbatch.preprocess.request_batch import Requests
+from llmbatch.preprocess.sampling_params import SamplingParams
 from llmbatch.scheduler.output import Finish, Step, StepResult
 from llmbatch.stream import Stream
 from tests.support.workloads import COST, Workload, workloads

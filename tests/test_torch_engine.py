@@ -17,8 +17,8 @@ from llmbatch.engines.description import bytes_per_token
 from llmbatch.engines.host import HOST
 from llmbatch.engines.loading import LoadedModel, load_model
 from llmbatch.engines.torch import TorchEngine
-from llmbatch.requests import Requests
-from llmbatch.sampling import SamplingParams
+from llmbatch.preprocess.request_batch import Requests
+from llmbatch.preprocess.sampling_params import SamplingParams
 from llmbatch.scheduler.output import Finish, Step
 from tests.support.models import EOS, FAMILIES, PAD, tiny_model, tiny_model_folder
 

@@ -31,9 +31,9 @@ from llmbatch.perf_model.work import Reach
 from llmbatch.planning.cascade import tokens_together
 from llmbatch.planning.order import Policy
 from llmbatch.planning.workload import Pool, Scheduling, Workload
-from llmbatch.requests import Requests
+from llmbatch.preprocess.request_batch import Requests
+from llmbatch.preprocess.sampling_params import SamplingParams
 from llmbatch.runner import run_shard
-from llmbatch.sampling import SamplingParams
 from llmbatch.scheduler.output import Step
 from llmbatch.scheduler.scheduler import Finished
 from llmbatch.scheduler.token_budget import Rates

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from gpu.jobs import drawn, job, pool_of, requests_of
 from gpu.stage import Stage
-from llmbatch.requests import Requests
+from llmbatch.preprocess.request_batch import Requests
 
 
 def measure(stage: Stage) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from llmbatch.engines.graphs import DecodeGraphs, Recorder, known_ids
 from llmbatch.engines.loading import LoadedModel
 from llmbatch.engines.parts import order_of
 from llmbatch.kernels.backends import FixedAttention, Layout, PagedAttention
-from llmbatch.requests import Requests
+from llmbatch.preprocess.request_batch import Requests
 from llmbatch.scheduler.output import Finish, Step, StepResult
 
 

@@ -7,7 +7,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from llmbatch.requests import Requests
+from llmbatch.preprocess.request_batch import Requests
 from llmbatch.scheduler.output import Step, StepResult
 
 

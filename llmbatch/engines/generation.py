@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from llmbatch.compiled import njit
 from llmbatch.engines.seeds import mix
-from llmbatch.requests import Requests
+from llmbatch.preprocess.request_batch import Requests
 from llmbatch.scheduler.output import Finish, Step, StepResult
 
 

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from llmbatch.engines.simulated import SimulatedEngine
 from llmbatch.perf_model.cost import CostModel
-from llmbatch.requests import Requests
+from llmbatch.preprocess.request_batch import Requests
 from llmbatch.scheduler.output import Finish, Step, StepResult
 
 

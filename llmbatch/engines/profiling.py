@@ -13,8 +13,8 @@ from llmbatch.engines.loading import LoadedModel
 from llmbatch.engines.stopwatch import StepKind
 from llmbatch.errors import JobError
 from llmbatch.kernels.backends import PagedAttention
-from llmbatch.requests import Requests
-from llmbatch.sampling import SamplingParams
+from llmbatch.preprocess.request_batch import Requests
+from llmbatch.preprocess.sampling_params import SamplingParams
 from llmbatch.scheduler.output import Step
 
 _KEPT: Final = 0.03  # of what is free: for blocks that the allocator cannot use whole

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from llmbatch.engines.accelerated import AcceleratedEngine
 from llmbatch.perf_model.fit import MeasuredSteps
 from llmbatch.perf_model.work import Reach
-from llmbatch.requests import Requests
-from llmbatch.sampling import SamplingParams
+from llmbatch.preprocess.request_batch import Requests
+from llmbatch.preprocess.sampling_params import SamplingParams
 from llmbatch.scheduler.output import Step
 
 _ROUNDS = 3

@@ -18,7 +18,7 @@ from llmbatch.engines.generation import Generation
 from llmbatch.engines.loading import LoadedModel
 from llmbatch.engines.packing import pack_tokens
 from llmbatch.engines.sampler import sample
-from llmbatch.requests import Requests
+from llmbatch.preprocess.request_batch import Requests
 from llmbatch.scheduler.output import Step, StepResult
 from llmbatch.system.memory import keep_freed_memory
 

@@ -11,8 +11,8 @@ from llmbatch.engines.description import DType
 from llmbatch.engines.host import HOST
 from llmbatch.engines.loading import load_model
 from llmbatch.engines.torch import TorchEngine
-from llmbatch.requests import Requests
-from llmbatch.sampling import SamplingParams
+from llmbatch.preprocess.request_batch import Requests
+from llmbatch.preprocess.sampling_params import SamplingParams
 from llmbatch.scheduler.output import Step
 
 

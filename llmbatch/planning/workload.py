@@ -13,7 +13,7 @@ from llmbatch.kvcache.contents import Prompts
 from llmbatch.planning.lengths import LengthModel
 from llmbatch.planning.order import Policy
 from llmbatch.planning.prefix_tree import PrefixTree
-from llmbatch.requests import Requests
+from llmbatch.preprocess.request_batch import Requests
 
 
 @dataclass(frozen=True, slots=True)

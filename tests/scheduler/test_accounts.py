@@ -19,9 +19,9 @@ from llmbatch.perf_model.hardware import find_hardware
 from llmbatch.perf_model.work import Reach, pairs_of, reads_of
 from llmbatch.planning.prefix_tree import PrefixTree
 from llmbatch.planning.workload import Pool, Scheduling, Workload
-from llmbatch.requests import Requests
+from llmbatch.preprocess.request_batch import Requests
+from llmbatch.preprocess.sampling_params import SamplingParams
 from llmbatch.runner import ShardRun
-from llmbatch.sampling import SamplingParams
 from llmbatch.scheduler.commit import preempt
 from llmbatch.scheduler.decide import COMPUTE, MEMORY
 from llmbatch.scheduler.scheduler import Scheduler, Waiting

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from llmbatch.planning.workload import Pool, Scheduling
-from llmbatch.requests import Requests
-from llmbatch.sampling import SamplingParams
+from llmbatch.preprocess.request_batch import Requests
+from llmbatch.preprocess.sampling_params import SamplingParams
 from llmbatch.stream import Stream
 from tests.support.workloads import COST
 from tests.test_stream import Engines, Listed, Taken, Window

@@ -12,8 +12,8 @@ from transformers import GenerationConfig
 
 from llmbatch.driver import drive
 from llmbatch.engines.base import StreamEngine
-from llmbatch.requests import Requests
-from llmbatch.sampling import SamplingParams
+from llmbatch.preprocess.request_batch import Requests
+from llmbatch.preprocess.sampling_params import SamplingParams
 from llmbatch.scheduler.admission_order import Ends
 from llmbatch.scheduler.output import Step
 from llmbatch.scheduler.scheduler import Finished, Scheduler, Waiting

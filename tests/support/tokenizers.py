@@ -8,8 +8,8 @@ from typing import Any
 import pyarrow as pa
 
 from llmbatch.errors import RowError
-from llmbatch.prompts import PromptSource
-from llmbatch.tokenize import Tokenizer
+from llmbatch.preprocess.prompts import PromptSource
+from llmbatch.preprocess.tokenizer import Tokenizer
 
 # Each message as "<role>content"; a chat of more than one system message is refused.
 CHAT_TEMPLATE = (

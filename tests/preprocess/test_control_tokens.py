@@ -12,13 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmbatch.controls import Controls, free_mark
 from llmbatch.errors import ModelError
-from llmbatch.prompts import PromptSource
-from llmbatch.respelling import Respelled
-from llmbatch.sampling import SamplingParams
-from llmbatch.shard import build_shard
-from llmbatch.tokenize import Tokenizer, load_tokenizer
+from llmbatch.preprocess.build_requests import build_shard
+from llmbatch.preprocess.control_tokens import Controls, free_mark
+from llmbatch.preprocess.prompts import PromptSource
+from llmbatch.preprocess.respelled import Respelled
+from llmbatch.preprocess.sampling_params import SamplingParams
+from llmbatch.preprocess.tokenizer import Tokenizer, load_tokenizer
 from tests.support.tokenizers import save_slow
 
 SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>"]

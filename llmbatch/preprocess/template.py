@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 import pyarrow as pa
 
-from llmbatch.columns import Unreadable, is_text, nested_values, text_values
-from llmbatch.controls import Controls, Spans
 from llmbatch.errors import ParameterError, RowError
+from llmbatch.preprocess.columns import Unreadable, is_text, nested_values, text_values
+from llmbatch.preprocess.control_tokens import Controls, Spans
 
 
 class Filled(NamedTuple):

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 import pyarrow as pa
 
 from llmbatch.arguments import flag, json_object, text
-from llmbatch.columns import Unreadable, find_field, is_text, nested_values, text_values
-from llmbatch.controls import Spans, free_mark
 from llmbatch.errors import DataError, ModelError, ParameterError, RowError
-from llmbatch.messages import Message, MessagesError, parse_messages
-from llmbatch.template import Filled, Template, is_scalar
-from llmbatch.tokenize import Tokenizer
+from llmbatch.preprocess.chat import Message, MessagesError, parse_messages
+from llmbatch.preprocess.columns import Unreadable, find_field, is_text, nested_values, text_values
+from llmbatch.preprocess.control_tokens import Spans, free_mark
+from llmbatch.preprocess.template import Filled, Template, is_scalar
+from llmbatch.preprocess.tokenizer import Tokenizer
 
 _RESERVED_KWARGS = frozenset(
     ("conversation", "tokenize", "return_dict", "return_tensors", "padding", "truncation", "max_length")

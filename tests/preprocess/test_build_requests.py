@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmbatch.errors import DataError, RowError
-from llmbatch.prompts import PromptSource
-from llmbatch.requests import Shard
-from llmbatch.sampling import SamplingParams
-from llmbatch.shard import build_shard
-from llmbatch.tokenize import Tokenizer, load_tokenizer
+from llmbatch.preprocess.build_requests import build_shard
+from llmbatch.preprocess.prompts import PromptSource
+from llmbatch.preprocess.request_batch import Shard
+from llmbatch.preprocess.sampling_params import SamplingParams
+from llmbatch.preprocess.tokenizer import Tokenizer, load_tokenizer
 from tests.support.tokenizers import save_fast
 
 BOS = 256

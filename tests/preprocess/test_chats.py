@@ -9,8 +9,8 @@ import pyarrow as pa
 import pytest
 
 from llmbatch.errors import ModelError, RowError
-from llmbatch.prompts import PromptSource
-from llmbatch.tokenize import Tokenizer, load_tokenizer
+from llmbatch.preprocess.prompts import PromptSource
+from llmbatch.preprocess.tokenizer import Tokenizer, load_tokenizer
 from tests.support.tokenizers import CHAT_TEMPLATE, save_fast, texts_of
 
 

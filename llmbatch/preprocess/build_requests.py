@@ -16,10 +16,15 @@ from numpy.typing import NDArray
 
 from llmbatch.compiled import njit
 from llmbatch.errors import RowError
-from llmbatch.prompts import PromptSource
-from llmbatch.requests import Requests, Shard, gather
-from llmbatch.sampling import ResolvedSampling, SamplingParams, check_sampling_column, resolve_sampling
-from llmbatch.tokenize import TokenColumn, Tokenizer
+from llmbatch.preprocess.prompts import PromptSource
+from llmbatch.preprocess.request_batch import Requests, Shard, gather
+from llmbatch.preprocess.sampling_params import (
+    ResolvedSampling,
+    SamplingParams,
+    check_sampling_column,
+    resolve_sampling,
+)
+from llmbatch.preprocess.tokenizer import TokenColumn, Tokenizer
 
 
 def build_shard(

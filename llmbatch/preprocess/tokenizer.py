@@ -14,9 +14,9 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from llmbatch.controls import Controls, Spans
 from llmbatch.errors import ModelError
-from llmbatch.respelling import Respelled
+from llmbatch.preprocess.control_tokens import Controls, Spans
+from llmbatch.preprocess.respelled import Respelled
 
 _AS_IT_STANDS = ("PreTrainedTokenizerFast", "TokenizersBackend")  # classes that take tokenizer.json as it is
 _PLAIN = {

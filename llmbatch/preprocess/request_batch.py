@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from llmbatch.compiled import njit
 from llmbatch.errors import RowError
-from llmbatch.sampling import SamplingParams
+from llmbatch.preprocess.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)

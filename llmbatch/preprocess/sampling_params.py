@@ -12,8 +12,8 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from llmbatch.arguments import INT32_MAX, finite, flag, whole
-from llmbatch.columns import Unreadable, find_field, is_text, nested_values, value_of
 from llmbatch.errors import DataError, ParameterError, RowError
+from llmbatch.preprocess.columns import Unreadable, find_field, is_text, nested_values, value_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmbatch.errors import DataError, ParameterError, RowError
-from llmbatch.prompts import PromptSource
-from llmbatch.template import Filled, Template
-from llmbatch.tokenize import Tokenizer
+from llmbatch.preprocess.prompts import PromptSource
+from llmbatch.preprocess.template import Filled, Template
+from llmbatch.preprocess.tokenizer import Tokenizer
 from tests.support.tokenizers import texts_of
 
 # What a source may be

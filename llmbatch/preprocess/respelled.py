@@ -10,8 +10,8 @@ import secrets
 from collections.abc import Collection, Iterable
 from typing import Any
 
-from llmbatch.controls import Spans
 from llmbatch.errors import ModelError
+from llmbatch.preprocess.control_tokens import Spans
 
 
 class Respelled:

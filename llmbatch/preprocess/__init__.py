@@ -1,0 +1,5 @@
+"""Turns rows into requests: prompts, chats, tokens, sampling parameters.
+
+Must not import anything that plans or runs requests.
+Start reading at `build_requests`.
+"""
