@@ -25,7 +25,7 @@ from llmbatch.engines.platform import Platform
 from llmbatch.engines.profiling import run_largest
 from llmbatch.engines.sampler import sample
 from llmbatch.errors import ModelError, ParameterError
-from llmbatch.kernels.triton_backend import TritonAttention
+from llmbatch.kernels.triton.backend import TritonAttention
 from llmbatch.scheduler.admission_order import Blend
 from tests.support.golden import Golden, generate
 from tests.support.models import EOS, FAMILIES, PAD, tiny_model, tiny_model_folder

@@ -19,7 +19,7 @@ from llmbatch.engines.loading import LoadedModel
 from llmbatch.engines.multiprocessors import NoGreenContexts
 from llmbatch.engines.stopwatch import StepKind, measured
 from llmbatch.engines.strategies import Strategy, make_execution
-from llmbatch.kernels.triton_backend import TritonAttention
+from llmbatch.kernels.triton.backend import TritonAttention
 from llmbatch.perf_model.cost import SEQUENTIAL, CostModel, ModelShape
 from llmbatch.perf_model.hardware import Hardware
 from llmbatch.perf_model.work import Reach

@@ -18,7 +18,7 @@ from llmbatch.engines.graphs import GraphRecorder, Recorder, rows_of
 from llmbatch.engines.loading import load_model
 from llmbatch.engines.parts import halves, order_of, sides, whole
 from llmbatch.engines.turns import Turns
-from llmbatch.kernels.triton_backend import TritonAttention
+from llmbatch.kernels.triton.backend import TritonAttention
 from llmbatch.overlap import best_share, halves_pay
 from llmbatch.scheduler.admission_order import Blend
 from llmbatch.scheduler.output import Step

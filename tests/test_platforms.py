@@ -110,7 +110,7 @@ def test_an_attention_that_does_not_work_makes_way_aloud_unless_it_was_asked_for
     pytest.importorskip("triton")
     from llmbatch.engines.backends import choose_attention
     from llmbatch.kernels.spec import AttentionSpec
-    from llmbatch.kernels.triton_backend import TritonAttention
+    from llmbatch.kernels.triton.backend import TritonAttention
 
     spec = AttentionSpec(layer=0, query_heads=4, heads=2, width=16, scale=0.25, window=0, softcap=0.0)
 

@@ -142,7 +142,7 @@ def torch_engine(model: str, num_pages: int = POOL.num_pages) -> StreamEngine:
 def accelerated_engine(model: str, num_pages: int = POOL.num_pages) -> StreamEngine:
     pytest.importorskip("triton")
     from llmbatch.engines.device import PAGE_SIZE, DevicePieces
-    from llmbatch.kernels.triton_backend import TritonAttention
+    from llmbatch.kernels.triton.backend import TritonAttention
 
     device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     loaded = load_model(

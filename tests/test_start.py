@@ -26,7 +26,7 @@ from llmbatch.engines.loading import load_model
 from llmbatch.feed import Ended
 from llmbatch.interpreted import stop_interpreting
 from llmbatch.io.row_hash import hash_rows
-from llmbatch.kernels import attention, fused
+from llmbatch.kernels.cpu import attention, fused
 from llmbatch.progress import Silence
 from llmbatch.references import by_reference
 from llmbatch.rehearsal import Compilation

@@ -23,7 +23,7 @@ from llmbatch.engines.accelerated import AcceleratedEngine
 from llmbatch.engines.profiling import measure_room
 from llmbatch.engines.strategies import Strategy
 from llmbatch.errors import ParameterError
-from llmbatch.kernels.triton_backend import TritonAttention
+from llmbatch.kernels.triton.backend import TritonAttention
 from llmbatch.mixes import MIXES, Mix, draw_mix
 from llmbatch.perf_model.cost import OVERLAPPED, SEQUENTIAL, CostModel
 from llmbatch.perf_model.fit import MeasuredSteps, judge

@@ -9,11 +9,12 @@ import torch
 from numpy.typing import NDArray
 
 from gpu.stage import Stage
-from llmbatch.kernels import reference, triton_fused
-from llmbatch.kernels.backends import Layout
-from llmbatch.kernels.groups import GROUPS, Groups
+from llmbatch.kernels import reference
+from llmbatch.kernels.cascade import GROUPS, Groups
+from llmbatch.kernels.interface import Layout
 from llmbatch.kernels.spec import SILU, AttentionSpec
-from llmbatch.kernels.triton_backend import TritonAttention
+from llmbatch.kernels.triton import fused as triton_fused
+from llmbatch.kernels.triton.backend import TritonAttention
 
 PAGE = 16
 ALONE = Groups(0)

@@ -17,8 +17,8 @@ from gpu.kernels import PAGE, spec_of
 from gpu.stage import Stage
 from llmbatch.engines.fusion import FusedAttention, FusedMLP, FusedNorm
 from llmbatch.engines.layers import FusedLayer
-from llmbatch.kernels import triton_fused
 from llmbatch.kernels.spec import SILU, AttentionSpec
+from llmbatch.kernels.triton import fused as triton_fused
 
 _ATTENTION = "queries"
 

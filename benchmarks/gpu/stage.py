@@ -29,7 +29,7 @@ from llmbatch.engines.platform import Platform
 from llmbatch.engines.platforms import find_platform
 from llmbatch.engines.stopwatch import StepKind
 from llmbatch.engines.strategies import Strategy, make_execution
-from llmbatch.kernels.triton_backend import TritonAttention
+from llmbatch.kernels.triton.backend import TritonAttention
 from llmbatch.perf_model.cost import SEQUENTIAL, CostModel, ModelShape
 from llmbatch.perf_model.hardware import Hardware
 from llmbatch.scheduler.token_budget import Rates

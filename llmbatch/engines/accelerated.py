@@ -25,7 +25,7 @@ from llmbatch.engines.generation import Generation
 from llmbatch.engines.graphs import DecodeGraphs, Recorder, known_ids
 from llmbatch.engines.loading import LoadedModel
 from llmbatch.engines.parts import order_of
-from llmbatch.kernels.backends import FixedAttention, Layout, PagedAttention
+from llmbatch.kernels.interface import FixedAttention, Layout, PagedAttention
 from llmbatch.preprocess.request_batch import Requests
 from llmbatch.scheduler.output import Finish, Step, StepResult
 

@@ -15,7 +15,7 @@ import torch
 
 from llmbatch.errors import ModelError
 from llmbatch.kernels import reference
-from llmbatch.kernels.backends import Layout, PagedAttention
+from llmbatch.kernels.interface import Layout, PagedAttention
 from llmbatch.kernels.spec import AttentionSpec
 
 AttentionName = Literal["auto", "triton", "flash-attn", "varlen"]
@@ -31,19 +31,19 @@ class Unavailable(Exception):
 
 
 def _triton(device: torch.device) -> PagedAttention:
-    from llmbatch.kernels.triton_backend import TritonAttention
+    from llmbatch.kernels.triton.backend import TritonAttention
 
     return TritonAttention(device)
 
 
 def _flash(device: torch.device) -> PagedAttention:
-    from llmbatch.kernels.flash import FlashAttention
+    from llmbatch.kernels.flash_attn import FlashAttention
 
     return FlashAttention()
 
 
 def _varlen(device: torch.device) -> PagedAttention:
-    from llmbatch.kernels.varlen import VarlenAttention
+    from llmbatch.kernels.torch_varlen import VarlenAttention
 
     return VarlenAttention()
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from llmbatch.engines.generation import Generation
 from llmbatch.engines.packing import pack_tokens
-from llmbatch.kernels.backends import Plan
+from llmbatch.kernels.interface import Plan
 from llmbatch.scheduler.output import Step
 
 Kind = tuple[int, int, int]  # of layers, see `AttentionSpec.kind`

@@ -11,10 +11,10 @@ import torch
 from numpy.typing import NDArray
 
 from llmbatch.engines.pieces import attend_unpacked
-from llmbatch.kernels import fused
-from llmbatch.kernels.attention import attend, cut_blocks
+from llmbatch.kernels.cpu import fused
+from llmbatch.kernels.cpu.attention import attend, cut_blocks
+from llmbatch.kernels.cpu.tile import LANES
 from llmbatch.kernels.spec import AttentionSpec
-from llmbatch.kernels.tile import LANES
 
 _NONE = np.empty(0, np.float32)
 

@@ -11,10 +11,10 @@ import torch
 from llmbatch.engines.batch import Kind
 from llmbatch.engines.execution import Sequential
 from llmbatch.engines.pieces import attend_unpacked
-from llmbatch.kernels import triton_fused
-from llmbatch.kernels.backends import Layout, PagedAttention, Plan
+from llmbatch.kernels.interface import Layout, PagedAttention, Plan
 from llmbatch.kernels.spec import AttentionSpec
-from llmbatch.kernels.triton_backend import TritonAttention
+from llmbatch.kernels.triton import fused as triton_fused
+from llmbatch.kernels.triton.backend import TritonAttention
 
 PAGE_SIZE: Final = 16
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from llmbatch.compiled import njit
 from llmbatch.engines.seeds import mix
-from llmbatch.kernels.triton_sampling import best
+from llmbatch.kernels.triton.argmax import best
 
 # Logits that are drawn from at once. What is made of them takes 134 MB in float64, several times over; made of all
 # logits of 2,048 rows of 128,256 tokens, it would take 2 GB each time, which pages could have.

@@ -8,7 +8,7 @@ from torch import nn
 from llmbatch.engines.batch import Batch
 from llmbatch.engines.device import DevicePages, DeviceStep
 from llmbatch.engines.execution import Execution
-from llmbatch.kernels.backends import PagedAttention
+from llmbatch.kernels.interface import PagedAttention
 
 
 class PagedForward:

@@ -17,7 +17,7 @@ import torch
 from llmbatch.engines.batch import Batch, Packed, split, stage
 from llmbatch.engines.device import DevicePages, plan_layers
 from llmbatch.engines.generation import Generation
-from llmbatch.kernels.backends import FixedAttention, Layout
+from llmbatch.kernels.interface import FixedAttention, Layout
 from llmbatch.scheduler.output import Step
 
 MOST_ROWS: Final = 512  # of a step that is repeated; the device takes longer than the host for larger ones

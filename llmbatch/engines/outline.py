@@ -16,7 +16,7 @@ from typing import Final, Protocol
 from llmbatch.choices import DType
 from llmbatch.engines.config import EngineConfig
 from llmbatch.errors import ParameterError
-from llmbatch.kernels.tile import LANES
+from llmbatch.kernels.cpu.tile import LANES
 from llmbatch.perf_model.cost import CostModel, ModelShape
 from llmbatch.perf_model.hardware import find_hardware
 from llmbatch.perf_model.shape import read_field

@@ -18,7 +18,7 @@ from llmbatch.engines.outline import POOL_SHARE as POOL_SHARE
 from llmbatch.engines.outline import pool_of, shape_of
 from llmbatch.engines.platform import Platform
 from llmbatch.errors import ModelError, ParameterError
-from llmbatch.kernels.backends import PagedAttention
+from llmbatch.kernels.interface import PagedAttention
 from llmbatch.perf_model.cost import SEQUENTIAL, CostModel
 from llmbatch.perf_model.hardware import measure_cpu
 from llmbatch.planning.workload import Pool, Scheduling

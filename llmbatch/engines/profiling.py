@@ -12,7 +12,7 @@ from llmbatch.engines.graphs import MOST_ROWS, GraphRecorder
 from llmbatch.engines.loading import LoadedModel
 from llmbatch.engines.stopwatch import StepKind
 from llmbatch.errors import JobError
-from llmbatch.kernels.backends import PagedAttention
+from llmbatch.kernels.interface import PagedAttention
 from llmbatch.preprocess.request_batch import Requests
 from llmbatch.preprocess.sampling_params import SamplingParams
 from llmbatch.scheduler.output import Step

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from llmbatch.compiled import njit
 from llmbatch.engines.seeds import mix
-from llmbatch.kernels.numerics import exp32, ordered, unordered
+from llmbatch.kernels.cpu.numerics import exp32, ordered, unordered
 
 _CHUNK: Final = 1024
 _INFINITY_BITS: Final = np.int32(0x7F800000)

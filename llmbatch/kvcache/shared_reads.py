@@ -1,11 +1,11 @@
 """How many reads of KV a step is spared because many decodes read a prefix together.
 
-Kernels with cascade attention read a prefix of at least `GROUP_TOKENS` tokens once a step where at least
-`GROUP_ROWS` decodes share it (`llmbatch.kernels.items`). Decodes that share a page share all pages before it. So the
-page that completes the shortest such prefix tells groups apart, and what is spared is a sum over single pages: with r
-readers, r - 1 reads of each page from there on, and as many of each page before. It changes only where a sequence
-starts to decode or loses its pages, and each of its pages costs one addition then; a step only looks it up. Kernels
-cut prefixes at multiples of their tiles, which is left out.
+Kernels with cascade attention read a prefix of at least `GROUP_TOKENS` tokens once a step where at least `GROUP_ROWS`
+decodes share it (`llmbatch.kernels.work_items`). Decodes that share a page share all pages before it. So the page that
+completes the shortest such prefix tells groups apart, and what is spared is a sum over single pages: with r readers, r
+- 1 reads of each page from there on, and as many of each page before. It changes only where a sequence starts to decode
+or loses its pages, and each of its pages costs one addition then; a step only looks it up. Kernels cut prefixes at
+multiples of their tiles, which is left out.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmbatch.compiled import njit
-from llmbatch.kernels.groups import GROUP_ROWS, GROUP_TOKENS
+from llmbatch.kernels.cascade import GROUP_ROWS, GROUP_TOKENS
 from llmbatch.references import by_reference
 
 _NEVER: Final = 1 << 30  # a position that no page has

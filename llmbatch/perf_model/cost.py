@@ -33,7 +33,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from llmbatch.errors import ModelError, ParameterError
-from llmbatch.kernels.groups import GROUP_ROWS
+from llmbatch.kernels.cascade import GROUP_ROWS
 from llmbatch.perf_model.hardware import Hardware
 from llmbatch.perf_model.shape import UNGATED, count_sparse_layers, read_field, read_windows
 from llmbatch.perf_model.work import Rates, compute_seconds, pairs_of, reads_of, spared_of

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from llmbatch.clock import SimulatedDriver
 from llmbatch.driver import EngineDriver
 from llmbatch.engines.simulated import SimulatedEngine
-from llmbatch.kernels.groups import GROUP_ROWS, GROUP_TOKENS
+from llmbatch.kernels.cascade import GROUP_ROWS, GROUP_TOKENS
 from llmbatch.scheduler.admission_order import Blend, InOrder
 from llmbatch.scheduler.decide import MEMORY
 from llmbatch.scheduler.output import Finish, Step

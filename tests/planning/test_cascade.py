@@ -12,7 +12,7 @@ import pytest
 from numpy.typing import NDArray
 
 from llmbatch.experiment import Experiment
-from llmbatch.kernels.groups import GROUP_ROWS, GROUP_TOKENS
+from llmbatch.kernels.cascade import GROUP_ROWS, GROUP_TOKENS
 from llmbatch.perf_model.cost import CostModel, find_shape
 from llmbatch.perf_model.hardware import find_hardware
 from llmbatch.planning.cascade import tokens_together

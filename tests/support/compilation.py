@@ -15,8 +15,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from llmbatch.kernels import triton_attention, triton_fused, triton_sampling
-from llmbatch.kernels.triton_attention import Launch
+from llmbatch.kernels.triton import argmax as triton_sampling
+from llmbatch.kernels.triton import attention as triton_attention
+from llmbatch.kernels.triton import fused as triton_fused
+from llmbatch.kernels.triton.attention import Launch
 
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 

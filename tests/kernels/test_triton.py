@@ -14,12 +14,13 @@ from torch.nn import functional
 
 pytest.importorskip("triton")
 
-from llmbatch.kernels import reference, triton_fused
-from llmbatch.kernels.backends import Layout
-from llmbatch.kernels.groups import GROUPS, Groups
+from llmbatch.kernels import reference
+from llmbatch.kernels.cascade import GROUPS, Groups
+from llmbatch.kernels.interface import Layout
 from llmbatch.kernels.spec import GELU_TANH, SILU, AttentionSpec
-from llmbatch.kernels.triton_backend import TritonAttention
-from llmbatch.kernels.triton_sampling import best
+from llmbatch.kernels.triton import fused as triton_fused
+from llmbatch.kernels.triton.argmax import best
+from llmbatch.kernels.triton.backend import TritonAttention
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 NAN = float("nan")

@@ -32,9 +32,9 @@ from numba.np.numpy_support import from_dtype
 from numpy.typing import NDArray
 
 from llmbatch.compiled import njit
-from llmbatch.kernels.numerics import FASTMATH, exp32, narrow, ordered, unordered, widen
-from llmbatch.kernels.pointers import address_of, caller
-from llmbatch.kernels.tile import LANES, NARROW, copy_rows, multiply, multiply_add, multiply_narrow, prefetch
+from llmbatch.kernels.cpu.numerics import FASTMATH, exp32, narrow, ordered, unordered, widen
+from llmbatch.kernels.cpu.pointers import address_of, caller
+from llmbatch.kernels.cpu.tile import LANES, NARROW, copy_rows, multiply, multiply_add, multiply_narrow, prefetch
 
 BLOCK_ROWS: Final = 128
 _TILE: Final = 64

@@ -13,7 +13,7 @@ from numba import prange
 from numpy.typing import NDArray
 
 from llmbatch.compiled import njit
-from llmbatch.kernels.numerics import FASTMATH, exp32, narrow, widen
+from llmbatch.kernels.cpu.numerics import FASTMATH, exp32, narrow, widen
 from llmbatch.kernels.spec import SILU
 
 _GELU_SCALE: Final = np.float32(1.5957691216057308)  # 2 sqrt(2 / pi)

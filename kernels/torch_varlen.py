@@ -6,8 +6,8 @@ import inspect
 
 import torch
 
-from llmbatch.kernels.backends import Layout, Plan
-from llmbatch.kernels.flash import plan_lengths
+from llmbatch.kernels.flash_attn import plan_lengths
+from llmbatch.kernels.interface import Layout, Plan
 from llmbatch.kernels.spec import AttentionSpec
 
 

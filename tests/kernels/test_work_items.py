@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from llmbatch.kernels.groups import GROUP_ROWS, GROUP_TOKENS, GROUPS, Groups
-from llmbatch.kernels.items import (
+from llmbatch.kernels.cascade import GROUP_ROWS, GROUP_TOKENS, GROUPS, Groups
+from llmbatch.kernels.work_items import (
     ALIGN,
     BEGIN,
     END,

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmbatch.compiled import njit
-from llmbatch.kernels.groups import Groups
+from llmbatch.kernels.cascade import Groups
 
 ALIGN: Final = 128
 LEAST_KEYS: Final = 512  # of a part, where a decode's keys are cut

@@ -14,11 +14,11 @@ from numba import njit as _njit
 from numpy.typing import NDArray
 from torch.nn import functional
 
-from llmbatch.kernels.attention import BLOCK_ROWS, attend, cut_blocks
-from llmbatch.kernels.fused import gate, normalize, rotate_and_store
-from llmbatch.kernels.numerics import exp32, narrow, ordered, unordered, widen
+from llmbatch.kernels.cpu.attention import BLOCK_ROWS, attend, cut_blocks
+from llmbatch.kernels.cpu.fused import gate, normalize, rotate_and_store
+from llmbatch.kernels.cpu.numerics import exp32, narrow, ordered, unordered, widen
+from llmbatch.kernels.cpu.tile import LANES, multiply, multiply_add
 from llmbatch.kernels.spec import GELU_TANH, SILU
-from llmbatch.kernels.tile import LANES, multiply, multiply_add
 
 Array = NDArray[Any]
 njit: Callable[[Callable[..., None]], Callable[..., None]] = _njit

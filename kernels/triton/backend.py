@@ -6,11 +6,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from llmbatch.kernels import triton_attention
-from llmbatch.kernels.backends import Layout, Plan
-from llmbatch.kernels.groups import GROUPS, Groups
-from llmbatch.kernels.items import Items, cut_items, most_items
+from llmbatch.kernels.cascade import GROUPS, Groups
+from llmbatch.kernels.interface import Layout, Plan
 from llmbatch.kernels.spec import AttentionSpec
+from llmbatch.kernels.triton import attention as triton_attention
+from llmbatch.kernels.work_items import Items, cut_items, most_items
 
 _PROGRAMS = 16  # a multiprocessor, of decodes: enough for the last wave of them to be short
 _INTERPRETED = 2  # multiprocessors, where there are none

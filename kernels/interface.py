@@ -34,7 +34,7 @@ class Plan:
 class PagedAttention(Protocol):
     """Attention over pages on a device."""
 
-    cascade: bool  # decodes that share a long prefix read it once (`llmbatch.kernels.groups`)
+    cascade: bool  # decodes that share a long prefix read it once (`llmbatch.kernels.cascade`)
 
     def plan(self, layout: Layout, spec: AttentionSpec, page_size: int) -> Plan:
         """What a step's layers like `spec` do; touches no device."""

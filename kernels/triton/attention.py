@@ -1,6 +1,6 @@
 """Attention over pages on a GPU: one kernel for decodes, prefills and shared prefixes.
 
-A program takes an item (`llmbatch.kernels.items`) and a KV head: the query heads of that KV head for each of the
+A program takes an item (`llmbatch.kernels.work_items`) and a KV head: the query heads of that KV head for each of the
 item's tokens, one below the other, so that a key is loaded once for all of them (GQA packing), and the item's range of
 keys in tiles with the online softmax of FlashAttention-2 (Dao 2023), in float32 and base 2. Tiles that all rows see
 whole are walked without masks. An item that is a part leaves its rows normalised in float32, with the log of their
@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from triton import knobs
 
-from llmbatch.kernels.items import BEGIN, COLUMNS, END, FIRST, PART, POSITION, SEQUENCE, TOKENS
+from llmbatch.kernels.work_items import BEGIN, COLUMNS, END, FIRST, PART, POSITION, SEQUENCE, TOKENS
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 _NOTHING = tl.constexpr(-1.0e30)  # below every score, and finite: it may be subtracted from itself

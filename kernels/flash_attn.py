@@ -9,7 +9,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from llmbatch.kernels.backends import Layout, Plan
+from llmbatch.kernels.interface import Layout, Plan
 from llmbatch.kernels.spec import AttentionSpec
 
 _PAGE_OF_2: Final = 256  # tokens: what pages of flash-attn 2 are multiples of

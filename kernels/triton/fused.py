@@ -1,7 +1,7 @@
 """The pieces between a layer's matrix products on a GPU, each in one pass over memory.
 
-What `llmbatch.kernels.fused` is for a processor. Arithmetic is float32 whatever the tensors hold (float32, float16 or
-bfloat16).
+What `llmbatch.kernels.cpu.fused` is for a processor. Arithmetic is float32 whatever the tensors hold (float32, float16
+or bfloat16).
 """
 
 from __future__ import annotations

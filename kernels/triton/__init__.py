@@ -1,0 +1,5 @@
+"""Kernels for a GPU, in Triton.
+
+Must not import `kernels.cpu`.
+Start reading at `backend`.
+"""
