@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from llmbatch import LLMOperator
-from llmbatch.engines.checkpoints import resolve_model
+from llmbatch.engine.model.checkpoints import resolve_model
 from llmbatch.preprocess.tokenizer import load_tokenizer
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples" / "demo"))

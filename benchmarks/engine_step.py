@@ -20,11 +20,11 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from llmbatch.engines.checkpoints import resolve_model
-from llmbatch.engines.description import bytes_per_token
-from llmbatch.engines.host import HOST
-from llmbatch.engines.loading import LoadedModel, load_model
-from llmbatch.engines.torch import TorchEngine
+from llmbatch.engine.cpu.engine import TorchEngine
+from llmbatch.engine.cpu.platform import HOST
+from llmbatch.engine.model.checkpoints import resolve_model
+from llmbatch.engine.model.config import bytes_per_token
+from llmbatch.engine.model.loader import LoadedModel, load_model
 from llmbatch.perf_model.cost import ModelShape
 from llmbatch.preprocess.request_batch import Requests
 from llmbatch.preprocess.sampling_params import SamplingParams

@@ -113,7 +113,7 @@ def prepare(options: argparse.Namespace) -> dict[str, Any]:
     import pyarrow.parquet as pq
     from transformers import AutoTokenizer
 
-    from llmbatch.engines.checkpoints import resolve_model
+    from llmbatch.engine.model.checkpoints import resolve_model
 
     folder = resolve_model(options.model or demo_model())
     tokenizer = AutoTokenizer.from_pretrained(folder)

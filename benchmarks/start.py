@@ -54,22 +54,26 @@ def count(name, function):
     return counted
 
 def load():
-    import llmbatch.job, llmbatch.engines.loading, llmbatch.engines.preparation, llmbatch.engines.torch
+    import llmbatch.job, llmbatch.engine.model.loader, llmbatch.engine.factory, llmbatch.engine.cpu.engine
 count("imports", load)()
 
 from numba.core.dispatcher import Dispatcher
 from llmbatch.perf_model import hardware
 from llmbatch import worker
-from llmbatch.engines import checkpoints, description, loading, preparation, torch
+from llmbatch.engine.model import checkpoints
+from llmbatch.engine.model import config
+from llmbatch.engine.model import loader
+from llmbatch.engine import factory
+from llmbatch.engine.cpu import engine
 from llmbatch.rehearsal import Compilation
 Dispatcher.compile = count("compiling, and loading compiled code", Dispatcher.compile)
 Compilation.finish = count("waiting for the other process that compiles", Compilation.finish)
 checkpoints.resolve_model = count("conversion of weights", checkpoints.resolve_model)
 worker.load_tokenizer = count("tokenizer", worker.load_tokenizer)
-description.describe_model = count("config, and which type is faster", description.describe_model)
-hardware.measure_cpu = preparation.measure_cpu = count("measuring the processor", hardware.measure_cpu)
-loading.load_model = count("weights and layers", loading.load_model)
-torch.TorchEngine.execute = count("steps, with the first touch of memory", torch.TorchEngine.execute)
+config.describe_model = count("config, and which type is faster", config.describe_model)
+hardware.measure_cpu = factory.measure_cpu = count("measuring the processor", hardware.measure_cpu)
+loader.load_model = count("weights and layers", loader.load_model)
+engine.TorchEngine.execute = count("steps, with the first touch of memory", engine.TorchEngine.execute)
 
 from llmbatch.cli import main
 status = main(sys.argv[1:])

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from llmbatch.compiled import njit
 from llmbatch.driver import Ended
-from llmbatch.engines.simulated import Clock, generate, step_seconds
+from llmbatch.engine.simulated import Clock, generate, step_seconds
 from llmbatch.kvcache.page_pool import EMPTY, UNUSED, tokens_spared
 from llmbatch.perf_model.cost import CostModel
 from llmbatch.references import by_reference

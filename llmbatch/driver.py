@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from llmbatch.engines.base import Engine, PipelinedEngine
+from llmbatch.engine.base import Engine, PipelinedEngine
 from llmbatch.scheduler.output import Finish, Step, StepResult
 from llmbatch.scheduler.scheduler import Finished, Scheduler
 

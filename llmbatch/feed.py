@@ -8,7 +8,7 @@ from typing import Generic, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from llmbatch.engines.base import StreamEngine
+from llmbatch.engine.base import StreamEngine
 from llmbatch.errors import RowError
 from llmbatch.preprocess.request_batch import Requests
 

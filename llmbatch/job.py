@@ -18,7 +18,7 @@ from llmbatch.book import Book
 from llmbatch.choices import CHANGED_ROWS, ChangedRows, DType
 from llmbatch.command import describe_command
 from llmbatch.earlier import Earlier, JournalSource, keys_of
-from llmbatch.engines.checkpoints import model_digest
+from llmbatch.engine.model.checkpoints import model_digest
 from llmbatch.errors import DataError, JobStopped, ParameterError, StorageError
 from llmbatch.feed import Stop
 from llmbatch.forecast import MOST_SIMULATED, Forecast, compare, forecast

@@ -9,7 +9,7 @@ from typing import Any
 
 from llmbatch.arguments import finite, one_of, path, text
 from llmbatch.choices import ENGINES, ON_ERROR, POLICIES, EngineName, OnError, Policy
-from llmbatch.engines.config import EngineConfig
+from llmbatch.engine.config import EngineConfig
 from llmbatch.errors import ParameterError
 from llmbatch.preprocess.prompts import PromptSource
 from llmbatch.preprocess.sampling_params import SamplingParams

@@ -26,10 +26,10 @@ from numpy.typing import NDArray
 from llmbatch.clock import SimulatedDriver
 from llmbatch.compiled import code_folder, kept
 from llmbatch.driver import EngineDriver, Retire
-from llmbatch.engines.base import Engine
-from llmbatch.engines.generation import Generation
-from llmbatch.engines.packing import pack_tokens
-from llmbatch.engines.simulated import SimulatedEngine
+from llmbatch.engine.base import Engine
+from llmbatch.engine.generation import Generation
+from llmbatch.engine.packing import pack_tokens
+from llmbatch.engine.simulated import SimulatedEngine
 from llmbatch.interpreted import interpret
 from llmbatch.io.row_hash import hash_rows
 from llmbatch.perf_model.cost import CostModel, find_shape

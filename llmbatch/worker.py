@@ -22,9 +22,9 @@ from llmbatch.answers import (
     check_columns,
     no_rows,
 )
-from llmbatch.engines.base import StreamEngine
-from llmbatch.engines.outline import HOST_RUNNING, Described, outline, simulated_cost, simulated_pool
-from llmbatch.engines.placeholder import PlaceholderEngine, placeholder_texts
+from llmbatch.engine.base import StreamEngine
+from llmbatch.engine.model.outline import HOST_RUNNING, Described, outline, simulated_cost, simulated_pool
+from llmbatch.engine.recorded import PlaceholderEngine, placeholder_texts
 from llmbatch.errors import DataError, JobError, RowError
 from llmbatch.feed import Feed, Stop
 from llmbatch.gate import Gate
@@ -44,10 +44,10 @@ from llmbatch.stream import Stream, Totals
 from llmbatch.system.memory import out_of_memory
 
 if TYPE_CHECKING:
-    from llmbatch.engines.description import ModelDescription
-    from llmbatch.engines.loading import LoadedModel
-    from llmbatch.engines.platform import Platform
-    from llmbatch.engines.preparation import Preparation
+    from llmbatch.engine.factory import Preparation
+    from llmbatch.engine.model.config import ModelDescription
+    from llmbatch.engine.model.loader import LoadedModel
+    from llmbatch.engine.model.platform import Platform
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class Worker:
         begun = time.perf_counter()
         self._progress = progress or Silence()
         self._compilation = Compilation(self._progress.say)
-        from llmbatch.engines.checkpoints import resolve_model
+        from llmbatch.engine.model.checkpoints import resolve_model
 
         self.options = options
         self.model: Described
@@ -80,8 +80,8 @@ class Worker:
                 self.model = outline(self.folder, options.dtype) or self._describe()
                 self.pool = simulated_pool(self.model, options)
             else:
-                from llmbatch.engines.platforms import find_platform
-                from llmbatch.engines.preparation import size_pool
+                from llmbatch.engine.devices import find_platform
+                from llmbatch.engine.factory import size_pool
 
                 self.tokenizer = self._load_tokenizer()
                 self._platform = find_platform(options.device)
@@ -98,10 +98,10 @@ class Worker:
         """Compile what a processor needs of them, or load it, while there is no model yet."""
         if self.options.engine == "simulated":
             return
-        from llmbatch.engines.platforms import find_platform
+        from llmbatch.engine.devices import find_platform
 
         if find_platform(self.options.device).is_host:
-            from llmbatch.engines.warming import compile_kernels
+            from llmbatch.engine.cpu.compilation import compile_kernels
 
             compile_kernels(self.options.dtype)
 
@@ -110,7 +110,7 @@ class Worker:
         return load_tokenizer(self.folder, name=options.model, trust_remote_code=options.trust_remote_code)
 
     def _describe(self) -> ModelDescription:
-        from llmbatch.engines.description import describe_model
+        from llmbatch.engine.model.config import describe_model
 
         options, platform = self.options, self._platform
         device = {} if platform is None else {"device": platform.device}
@@ -137,8 +137,8 @@ class Worker:
         begun = time.perf_counter()
         options = self.options
         if self._platform is not None:
-            from llmbatch.engines.loading import load_model
-            from llmbatch.engines.preparation import prepare
+            from llmbatch.engine.factory import prepare
+            from llmbatch.engine.model.loader import load_model
 
             try:
                 with saying(self._progress, f"loading the weights of {options.model}"):
@@ -184,7 +184,7 @@ class Worker:
         """What requests cost on this machine, measured once."""
         if self._platform is None:
             return simulated_cost(self.model)
-        from llmbatch.engines.preparation import cost_model
+        from llmbatch.engine.factory import cost_model
 
         return cost_model(self._platform, self._described, self.options)
 

@@ -252,7 +252,7 @@ class _Actor:
     def __init__(self, options: Options, ledger: Any, host_dtype: DType) -> None:
         """`host_dtype` are the numbers of actors that run on processors, each of which would measure them anew."""
         if options.engine == "torch" and options.dtype == "auto":
-            from llmbatch.engines.platforms import find_platform
+            from llmbatch.engine.devices import find_platform
 
             if find_platform(options.device).is_host:
                 options = replace(options, dtype=host_dtype)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from llmbatch.clock import SimulatedDriver
 from llmbatch.driver import EngineDriver
-from llmbatch.engines.simulated import Clock, SimulatedEngine, step_seconds
+from llmbatch.engine.simulated import Clock, SimulatedEngine, step_seconds
 from llmbatch.perf_model.cost import CostModel, Law, Overlap, find_shape
 from llmbatch.perf_model.hardware import find_hardware
 from llmbatch.scheduler.admission_order import Blend, InOrder

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmbatch.engines.placeholder import PlaceholderEngine
+from llmbatch.engine.recorded import PlaceholderEngine
 from llmbatch.errors import JobError
 from llmbatch.scheduler.output import Step, StepResult
 from tests.support.workloads import COST

@@ -13,8 +13,8 @@ from llmbatch.choices import Policy
 from llmbatch.clock import SimulatedDriver
 from llmbatch.compiled import njit
 from llmbatch.driver import EngineDriver, Retire
-from llmbatch.engines.base import Engine
-from llmbatch.engines.simulated import SimulatedEngine
+from llmbatch.engine.base import Engine
+from llmbatch.engine.simulated import SimulatedEngine
 from llmbatch.interpreted import MOST_ELEMENTS, interpret, stop_interpreting
 from llmbatch.perf_model.cost import CostModel, find_shape
 from llmbatch.perf_model.hardware import find_hardware

@@ -12,10 +12,10 @@ import pyarrow.parquet as pq
 import pytest
 
 import llmbatch
-from llmbatch.engines.checkpoints import resolve_model
-from llmbatch.engines.description import describe_model
-from llmbatch.engines.host import HOST
-from llmbatch.engines.loading import load_model
+from llmbatch.engine.cpu.platform import HOST
+from llmbatch.engine.model.checkpoints import resolve_model
+from llmbatch.engine.model.config import describe_model
+from llmbatch.engine.model.loader import load_model
 from llmbatch.planning.order import POLICIES
 from llmbatch.preprocess.tokenizer import load_tokenizer
 

@@ -11,7 +11,7 @@ import pytest
 
 from llmbatch import DataError, LLMOperator, ParameterError
 from llmbatch.answers import COLUMNS
-from llmbatch.engines.host import HOST
+from llmbatch.engine.cpu.platform import HOST
 from llmbatch.options import Options
 from llmbatch.worker import Worker
 

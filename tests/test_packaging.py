@@ -27,8 +27,8 @@ PLANNING = (
     "llmbatch.perf_model.hardware",
     "llmbatch.kvcache.page_pool",
     "llmbatch.scheduler.scheduler",
-    "llmbatch.engines.base",
-    "llmbatch.engines.simulated",
+    "llmbatch.engine.base",
+    "llmbatch.engine.simulated",
 )
 
 

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 pytest.importorskip("triton")
 
 from llmbatch.driver import Driver, EngineDied, EngineDriver, PipelinedDriver
-from llmbatch.engines.accelerated import AcceleratedEngine
-from llmbatch.engines.loading import LoadedModel
+from llmbatch.engine.gpu.engine import AcceleratedEngine
+from llmbatch.engine.model.loader import LoadedModel
 from llmbatch.preprocess.request_batch import Requests
 from llmbatch.preprocess.sampling_params import SamplingParams
 from llmbatch.scheduler.admission_order import Blend

@@ -15,14 +15,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import llmbatch
-from llmbatch.engines.accelerated import AcceleratedEngine
-from llmbatch.engines.base import StreamEngine
-from llmbatch.engines.checkpoints import resolve_model
-from llmbatch.engines.description import describe_model
-from llmbatch.engines.host import HOST
-from llmbatch.engines.loading import load_model
-from llmbatch.engines.platform import Platform
-from llmbatch.engines.torch import TorchEngine
+from llmbatch.engine.base import StreamEngine
+from llmbatch.engine.cpu.engine import TorchEngine
+from llmbatch.engine.cpu.platform import HOST
+from llmbatch.engine.gpu.engine import AcceleratedEngine
+from llmbatch.engine.model.checkpoints import resolve_model
+from llmbatch.engine.model.config import describe_model
+from llmbatch.engine.model.loader import load_model
+from llmbatch.engine.model.platform import Platform
 from llmbatch.errors import RowError
 from llmbatch.feed import Ended
 from llmbatch.planning.workload import Fit, Pool, Scheduling
@@ -141,7 +141,7 @@ def torch_engine(model: str, num_pages: int = POOL.num_pages) -> StreamEngine:
 
 def accelerated_engine(model: str, num_pages: int = POOL.num_pages) -> StreamEngine:
     pytest.importorskip("triton")
-    from llmbatch.engines.device import PAGE_SIZE, DevicePieces
+    from llmbatch.engine.gpu.attention import PAGE_SIZE, DevicePieces
     from llmbatch.kernels.triton.backend import TritonAttention
 
     device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")

@@ -48,7 +48,7 @@ def die_of(token: int) -> Callable[[], None]:
     """What each process of Ray is to do first. A function in a function is sent whole, not by its name."""
 
     def change_engine() -> None:
-        from llmbatch.engines.placeholder import PlaceholderEngine
+        from llmbatch.engine.recorded import PlaceholderEngine
 
         execute = PlaceholderEngine.execute
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from llmbatch.engines.placeholder import PlaceholderEngine
+from llmbatch.engine.recorded import PlaceholderEngine
 from llmbatch.perf_model.cost import CostModel, Law, find_shape
 from llmbatch.perf_model.fit import MeasuredSteps, predict
 from llmbatch.perf_model.hardware import Hardware, find_hardware

@@ -26,8 +26,8 @@ from tests.support.jobs import SAME, Job, begun, check_goes_on, contents, no_pow
 from tests.support.killing import Moment, Process, run, running
 
 RISK = {"llmbatch.answers:ROWS_AT_RISK": 5}
-STEP = "llmbatch.engines.placeholder:PlaceholderEngine.execute"
-TORCH_STEP = "llmbatch.engines.torch:TorchEngine.execute"
+STEP = "llmbatch.engine.recorded:PlaceholderEngine.execute"
+TORCH_STEP = "llmbatch.engine.cpu.engine:TorchEngine.execute"
 APPEND = "llmbatch.storage.journal:_FileJournal.append"
 STAGE = "llmbatch.io.writing.output:Output.stage"
 MOVE = "llmbatch.storage.location:Place.move"

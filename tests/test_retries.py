@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 import pytest
 
 from llmbatch.cli import main
-from llmbatch.engines.placeholder import PlaceholderEngine
+from llmbatch.engine.recorded import PlaceholderEngine
 from llmbatch.errors import DataError, JobError
 from llmbatch.scheduler.output import Step, StepResult
 from tests.support.jobs import Job, begun, rows

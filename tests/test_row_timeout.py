@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from llmbatch.engines.placeholder import PlaceholderEngine
+from llmbatch.engine.recorded import PlaceholderEngine
 from llmbatch.planning.workload import Pool, Scheduling
 from llmbatch.scheduler.output import Finish, Step, StepResult
 from llmbatch.stream import Stream

@@ -21,8 +21,8 @@ import llmbatch.answers
 import llmbatch.compiled
 from llmbatch.answers import Answering, Risk
 from llmbatch.compiled import code_folder, njit
-from llmbatch.engines.host import HOST
-from llmbatch.engines.loading import load_model
+from llmbatch.engine.cpu.platform import HOST
+from llmbatch.engine.model.loader import load_model
 from llmbatch.feed import Ended
 from llmbatch.interpreted import stop_interpreting
 from llmbatch.io.row_hash import hash_rows

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from llmbatch.engines.placeholder import PlaceholderEngine
+from llmbatch.engine.recorded import PlaceholderEngine
 from llmbatch.errors import JobError, RowError
 from llmbatch.feed import Ended, Stop
 from llmbatch.planning.workload import Pool, Scheduling

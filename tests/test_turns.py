@@ -7,8 +7,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from llmbatch.engines.base import StreamEngine
-from llmbatch.engines.placeholder import PlaceholderEngine
+from llmbatch.engine.base import StreamEngine
+from llmbatch.engine.recorded import PlaceholderEngine
 from llmbatch.feed import Ended
 from llmbatch.planning.workload import Pool, Scheduling
 from llmbatch.stream import Stream

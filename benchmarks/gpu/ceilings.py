@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from gpu.stage import Stage
-from llmbatch.engines.ceilings import copy_bandwidth, product_rate
+from llmbatch.engine.calibration.microbenchmarks import copy_bandwidth, product_rate
 
 
 def measure(stage: Stage) -> dict[str, Any]:

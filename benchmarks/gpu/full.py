@@ -8,7 +8,7 @@ from typing import Any
 
 from gpu.jobs import SOURCES
 from gpu.stage import Stage
-from llmbatch.engines.strategies import STRATEGIES
+from llmbatch.engine.gpu.strategies import STRATEGIES
 from llmbatch.mixes import MIXES, draw_mix
 from llmbatch.perf_model.cost import find_shape
 from llmbatch.perf_model.hardware import find_hardware

@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 from gpu.stage import Stage
 from gpu.steps import efficiencies
 from llmbatch.driver import drive
-from llmbatch.engines.accelerated import AcceleratedEngine
-from llmbatch.engines.profiling import measure_room
-from llmbatch.engines.strategies import Strategy
+from llmbatch.engine.calibration.memory_profile import measure_room
+from llmbatch.engine.gpu.engine import AcceleratedEngine
+from llmbatch.engine.gpu.strategies import Strategy
 from llmbatch.errors import ParameterError
 from llmbatch.kernels.triton.backend import TritonAttention
 from llmbatch.mixes import MIXES, Mix, draw_mix

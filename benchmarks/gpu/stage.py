@@ -18,17 +18,17 @@ import torch
 import transformers
 import triton
 
-from llmbatch.engines.accelerated import AcceleratedEngine
-from llmbatch.engines.calibrating import calibrate_device, step_kinds
-from llmbatch.engines.calibrations import DeviceCalibration
-from llmbatch.engines.ceilings import measure_device, median_seconds
-from llmbatch.engines.device import PAGE_SIZE, DevicePieces
-from llmbatch.engines.graphs import GraphRecorder
-from llmbatch.engines.loading import LoadedModel, load_model
-from llmbatch.engines.platform import Platform
-from llmbatch.engines.platforms import find_platform
-from llmbatch.engines.stopwatch import StepKind
-from llmbatch.engines.strategies import Strategy, make_execution
+from llmbatch.engine.calibration.calibrate import calibrate_device, step_kinds
+from llmbatch.engine.calibration.microbenchmarks import measure_device, median_seconds
+from llmbatch.engine.calibration.step_timer import StepKind
+from llmbatch.engine.calibration.store import DeviceCalibration
+from llmbatch.engine.devices import find_platform
+from llmbatch.engine.gpu.attention import PAGE_SIZE, DevicePieces
+from llmbatch.engine.gpu.cuda_graphs import GraphRecorder
+from llmbatch.engine.gpu.engine import AcceleratedEngine
+from llmbatch.engine.gpu.strategies import Strategy, make_execution
+from llmbatch.engine.model.loader import LoadedModel, load_model
+from llmbatch.engine.model.platform import Platform
 from llmbatch.kernels.triton.backend import TritonAttention
 from llmbatch.perf_model.cost import SEQUENTIAL, CostModel, ModelShape
 from llmbatch.perf_model.hardware import Hardware

@@ -18,10 +18,10 @@ from torch.profiler import ProfilerActivity, profile
 
 from gpu.kernels import ALONE, decodes
 from gpu.stage import Stage
-from llmbatch.engines.accelerated import AcceleratedEngine
-from llmbatch.engines.multiprocessors import NoGreenContexts
-from llmbatch.engines.stopwatch import StepKind, measured, randomise, time_step
-from llmbatch.engines.strategies import STRATEGIES
+from llmbatch.engine.calibration.step_timer import StepKind, measured, randomise, time_step
+from llmbatch.engine.gpu.engine import AcceleratedEngine
+from llmbatch.engine.gpu.sm_partition import NoGreenContexts
+from llmbatch.engine.gpu.strategies import STRATEGIES
 from llmbatch.perf_model.cost import SEQUENTIAL, CostModel, Overlap
 from llmbatch.perf_model.fit import calibrate, judge, predict
 from llmbatch.scheduler.token_budget import Rates

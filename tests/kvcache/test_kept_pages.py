@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmbatch.engines.simulated import SimulatedEngine
+from llmbatch.engine.simulated import SimulatedEngine
 from llmbatch.kvcache.contents import Prompts
 from llmbatch.kvcache.page_pool import EMPTY
 from llmbatch.kvcache.page_trie import PageTrie

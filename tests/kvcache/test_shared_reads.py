@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from llmbatch.clock import SimulatedDriver
 from llmbatch.driver import EngineDriver
-from llmbatch.engines.simulated import SimulatedEngine
+from llmbatch.engine.simulated import SimulatedEngine
 from llmbatch.kernels.cascade import GROUP_ROWS, GROUP_TOKENS
 from llmbatch.scheduler.admission_order import Blend, InOrder
 from llmbatch.scheduler.decide import MEMORY

@@ -187,7 +187,7 @@ def test_no_message_ever_brings_a_control_token(glued: Tokenizer, contents: list
 def test_the_small_model_takes_a_forged_turn_as_text(smollm2: str) -> None:
     from transformers import AutoTokenizer
 
-    from llmbatch.engines.checkpoints import resolve_model
+    from llmbatch.engine.model.checkpoints import resolve_model
 
     folder = resolve_model(smollm2)
     tokenizer = load_tokenizer(folder)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from llmbatch.clock import SimulatedDriver
 from llmbatch.driver import Ended
-from llmbatch.engines.placeholder import PlaceholderEngine
+from llmbatch.engine.recorded import PlaceholderEngine
 from llmbatch.perf_model.cost import CostModel, find_shape
 from llmbatch.perf_model.hardware import find_hardware
 from llmbatch.perf_model.work import Reach, pairs_of, reads_of

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from llmbatch.engines.simulated import SimulatedEngine
+from llmbatch.engine.simulated import SimulatedEngine
 from llmbatch.scheduler.admission_order import Blend, Ends, InOrder
 from llmbatch.scheduler.output import Finish, Step
 from llmbatch.scheduler.scheduler import Scheduler, Waiting

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmbatch.engines.simulated import SimulatedEngine
+from llmbatch.engine.simulated import SimulatedEngine
 from llmbatch.scheduler.admission_order import Blend, EndRules, Ends, InOrder, Queue, look_behind
 from llmbatch.scheduler.output import Step
 from llmbatch.scheduler.scheduler import Finished, Scheduler, Waiting

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from llmbatch.engines.simulated import SimulatedEngine
+from llmbatch.engine.simulated import SimulatedEngine
 from llmbatch.scheduler.admission_order import Blend, Ends, InOrder
 from llmbatch.scheduler.commit import long_victim, preempt
 from llmbatch.scheduler.output import Step

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from transformers import GenerationConfig
 
 from llmbatch.driver import drive
-from llmbatch.engines.base import StreamEngine
+from llmbatch.engine.base import StreamEngine
 from llmbatch.preprocess.request_batch import Requests
 from llmbatch.preprocess.sampling_params import SamplingParams
 from llmbatch.scheduler.admission_order import Ends

@@ -1,0 +1,5 @@
+"""Executes the steps that a scheduler decides.
+
+Must not import what plans, nor what drives it.
+Start reading at `base`.
+"""

@@ -1,0 +1,5 @@
+"""Measures a device: its ceilings, its memory, and the seconds of steps under each execution.
+
+Must not import what plans.
+Start reading at `calibrate`.
+"""

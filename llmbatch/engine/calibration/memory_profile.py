@@ -1,0 +1,115 @@
+"""What a loaded model takes of its device besides its weights, found by running a step as large as any will be."""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+import numpy as np
+import torch
+
+from llmbatch.engine.calibration.step_timer import StepKind
+from llmbatch.engine.gpu.cuda_graphs import MOST_ROWS, GraphRecorder
+from llmbatch.engine.gpu.engine import AcceleratedEngine
+from llmbatch.engine.model.loader import LoadedModel
+from llmbatch.errors import JobError
+from llmbatch.kernels.interface import PagedAttention
+from llmbatch.preprocess.request_batch import Requests
+from llmbatch.preprocess.sampling_params import SamplingParams
+from llmbatch.scheduler.output import Step
+
+_KEPT: Final = 0.03  # of what is free: for blocks that the allocator cannot use whole
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that this process may still take of a CUDA device."""
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
+class Room(NamedTuple):
+    """What a model leaves of its device."""
+
+    pool_bytes: int  # for pages
+    unrecorded: str | None  # why small steps of decodes cannot be recorded; None where they can
+
+
+def measure_room(loaded: LoadedModel, attention: PagedAttention, *, tokens: int, rows: int, page_size: int) -> Room:
+    """What is left once steps of so many tokens, of so many sampled rows, have what they need, and recorded ones too.
+
+    Raises JobError where not even such a step fits.
+    """
+    device = loaded.device
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    try:
+        pages = run_largest(loaded, attention, tokens=tokens, rows=rows, page_size=page_size)
+    except torch.OutOfMemoryError as error:
+        raise _too_small(device, tokens, f"more than the {free_memory(device):,} bytes that are free") from error
+    peak = torch.cuda.max_memory_allocated(device) - before - pages
+    torch.cuda.empty_cache()
+    free = free_memory(device)
+    taken, unrecorded = _record(loaded, attention, rows=min(rows, MOST_ROWS), page_size=page_size)
+    torch.cuda.empty_cache()
+    left = int((1.0 - _KEPT) * free) - peak - taken
+    if left <= 0:
+        raise _too_small(device, tokens, f"{peak + taken:,} bytes, and {free:,} are free")
+    return Room(left, unrecorded)
+
+
+def _too_small(device: torch.device, tokens: int, takes: str) -> JobError:
+    return JobError(
+        f"memory runs out on {device}: a step of {tokens:,} tokens takes {takes} beside the weights: lower step_tokens "
+        "(--step-tokens) or max_running (--max-running), or take a smaller model"
+    )
+
+
+def _record(loaded: LoadedModel, attention: PagedAttention, *, rows: int, page_size: int) -> tuple[int, str | None]:
+    """Bytes that recorded steps keep, of so many rows at most; and why there can be none."""
+    free, _ = torch.cuda.mem_get_info(loaded.device)
+    kind = StepKind(rows, 1)
+    engine = AcceleratedEngine(
+        loaded, attention, num_pages=kind.pages(page_size), page_size=page_size, recorder=GraphRecorder()
+    )
+    engine.begin(kind.requests(loaded.config.vocab_size))
+    try:
+        engine.execute(kind.step(page_size))
+    except RuntimeError as error:  # a model that waits for its device, or a device that is full
+        return 0, str(error).strip().split("\n")[0]
+    torch.cuda.empty_cache()
+    left, _ = torch.cuda.mem_get_info(loaded.device)
+    return free - left - engine.pages.nbytes, None
+
+
+def run_largest(loaded: LoadedModel, attention: PagedAttention, *, tokens: int, rows: int, page_size: int) -> int:
+    """Run a step of so many tokens, of as many sequences as are sampled at once; the bytes of its pages.
+
+    Its tokens are drawn with a top_p, which takes most.
+    """
+    rows = min(rows, tokens)
+    counts = np.full(rows, tokens // rows, np.int32)
+    each = -(-int(counts[0]) // page_size)
+    zeros = np.zeros(rows, np.int32)
+    requests = Requests(
+        tokens=np.zeros(int(counts.sum()), np.int32),
+        offsets=np.concatenate(([0], np.cumsum(counts))).astype(np.int64),
+        max_tokens=zeros + 2,
+        params_index=zeros,
+        params=(SamplingParams(max_tokens=2, temperature=1.0, top_p=0.5),),
+        serial=np.arange(rows, dtype=np.uint64),
+        recorded=zeros + 2,
+    )
+    engine = AcceleratedEngine(loaded, attention, num_pages=rows * each, page_size=page_size)
+    engine.begin(requests)
+    engine.execute(
+        Step(
+            index=0,
+            num_decodes=0,
+            slots=np.arange(rows, dtype=np.int32),
+            requests=np.arange(rows, dtype=np.int32),
+            starts=zeros,
+            counts=counts,
+            samples=np.ones(rows, np.bool_),
+            block_tables=np.arange(rows * each, dtype=np.int32).reshape(rows, each),
+        )
+    )
+    return engine.pages.nbytes

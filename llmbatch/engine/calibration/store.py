@@ -1,0 +1,100 @@
+"""What was measured of a device with a model: the constants of each strategy, kept in a file between jobs."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from llmbatch._version import __version__
+from llmbatch.engine.gpu.strategies import Strategy
+from llmbatch.perf_model.cost import CostModel, ModelShape, Overlap
+from llmbatch.perf_model.hardware import Hardware
+
+_NOISE: Final = 0.02  # what another strategy must gain over `sequential`
+_FORMAT: Final = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Fitted:
+    """A strategy as measured."""
+
+    hardware: Hardware  # with its ceilings, and the efficiencies under them
+    exponent: float  # of the overlap law
+    cascade: bool  # decodes read a prefix that many of them share once a step
+    share_near: float  # of the steps, that are predicted within 10 %
+    largest_miss: float
+    gain: float  # how many times as fast as `sequential` on blended steps
+
+    def cost(self, shape: ModelShape) -> CostModel:
+        """What requests cost. Kernels run one after the other but where parts overlap, which is law `paper`."""
+        return CostModel(shape, self.hardware, law="paper", overlap=Overlap(self.exponent), cascade=self.cascade)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceCalibration:
+    """Every strategy that a device can run, and why others cannot."""
+
+    fitted: Mapping[Strategy, Fitted]
+    missing: Mapping[Strategy, str]
+
+    @property
+    def best(self) -> Strategy:
+        """The strategy that runs blended steps fastest; `sequential` where none gains more than a clock's noise."""
+        fastest = max(self.fitted, key=lambda name: self.fitted[name].gain)
+        return fastest if self.fitted[fastest].gain > 1.0 + _NOISE else "sequential"
+
+    @property
+    def told(self) -> str:
+        """How the strategies compare, for a person."""
+        others = (name for name in self.fitted if name != "sequential")
+        gains = [f"{name} is {self.fitted[name].gain:.2f} x as fast as sequential" for name in others]
+        return ", ".join([*gains, *(f"{name} cannot run" for name in self.missing)])
+
+
+class Kept:
+    """The file of a calibration, in a folder of them.
+
+    It is that of a device, a model's shape, the `attention` asked for, and of what computes.
+    """
+
+    def __init__(self, folder: Path, device: torch.device, shape: ModelShape, attention: str) -> None:
+        properties = torch.cuda.get_device_properties(device)
+        self._identity: dict[str, Any] = {
+            "format": _FORMAT,
+            "device": properties.name,
+            "memory": properties.total_memory,
+            "shape": asdict(shape),
+            "attention": attention,
+            "versions": {"llmbatch": __version__, "torch": torch.__version__, "triton": version("triton")},
+        }
+        digest = hashlib.sha256(json.dumps(self._identity, sort_keys=True).encode()).hexdigest()[:16]
+        name = properties.name.lower().replace(" ", "-")
+        self.path = folder / "calibrations" / f"{name}-{digest}.json"
+
+    def find(self) -> DeviceCalibration | None:
+        """What is kept; None where there is nothing, or nothing that can be read."""
+        try:
+            kept = json.loads(self.path.read_text())
+            fitted = {
+                name: Fitted(**one | {"hardware": Hardware(**one["hardware"])}) for name, one in kept["fitted"].items()
+            }
+            return DeviceCalibration(fitted, kept["missing"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def keep(self, calibration: DeviceCalibration) -> None:
+        """Write a calibration, whole or not at all. Raises OSError."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        fitted = {name: asdict(one) for name, one in calibration.fitted.items()}
+        text = json.dumps({"of": self._identity, "fitted": fitted, "missing": dict(calibration.missing)}, indent=1)
+        temporary = self.path.with_name(f"{self.path.name}.{os.getpid()}")
+        temporary.write_text(text + "\n")
+        os.replace(temporary, self.path)

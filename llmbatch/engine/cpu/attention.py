@@ -1,0 +1,136 @@
+"""Attention of a step on the processor: what it needs to know, made once and read by every layer."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numba
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from llmbatch.engine.model.ops import attend_unpacked
+from llmbatch.kernels.cpu import fused
+from llmbatch.kernels.cpu.attention import attend, cut_blocks
+from llmbatch.kernels.cpu.tile import LANES
+from llmbatch.kernels.spec import AttentionSpec
+
+_NONE = np.empty(0, np.float32)
+
+
+def as_array(tensor: torch.Tensor) -> NDArray[Any]:
+    """The memory of a CPU tensor as kernels see it: float32, or uint16 for bfloat16."""
+    return tensor.view(torch.uint16).numpy() if tensor.dtype == torch.bfloat16 else tensor.numpy()
+
+
+class Pages:
+    """The KV memory of all layers: `num_pages` pages of `page_size` tokens.
+
+    Memory is claimed from the system when it is first written, not when it is made.
+    """
+
+    def __init__(self, specs: dict[int, AttentionSpec], *, num_pages: int, page_size: int, dtype: torch.dtype) -> None:
+        self.specs = specs
+        self.num_pages = num_pages
+        self.page_size = page_size
+        element = np.uint16 if dtype == torch.bfloat16 else np.float32
+        self.keys: dict[int, NDArray[Any]] = {}
+        self.values: dict[int, NDArray[Any]] = {}
+        for layer, spec in specs.items():
+            padded = -(-spec.width // LANES) * LANES
+            shape = (num_pages, spec.heads, spec.width, page_size)
+            # A vector to spare: lanes beyond the last page's end are read, and not used.
+            self.keys[layer] = np.empty(math.prod(shape) + LANES, element)[:-LANES].reshape(shape)
+            self.values[layer] = np.empty((num_pages, spec.heads, page_size, padded), element)
+
+
+class HostStep:
+    """Attention of a step (`llmbatch.engine.model.ops.StepAttention`)."""
+
+    def __init__(
+        self,
+        pages: Pages,
+        *,
+        tables: NDArray[np.int32],
+        slots: NDArray[np.int32],
+        starts: NDArray[np.int32],
+        counts: NDArray[np.int32],
+        token_pages: NDArray[np.int32],
+        token_offsets: NDArray[np.int32],
+    ) -> None:
+        self._pages = pages
+        self._tables, self._slots, self._starts, self._counts = tables, slots, starts, counts
+        self._token_pages, self._token_offsets = token_pages, token_offsets
+        self._rows = np.cumsum(counts, dtype=np.int64) - counts
+        self._blocks: dict[tuple[int, int, int], tuple[Any, Any, Any]] = {}
+
+    def run(
+        self,
+        spec: AttentionSpec,
+        packed: torch.Tensor,
+        *,
+        cosine: torch.Tensor | None = None,
+        sine: torch.Tensor | None = None,
+        query_norm: torch.Tensor | None = None,
+        key_norm: torch.Tensor | None = None,
+        epsilon: float = 0.0,
+    ) -> torch.Tensor:
+        """Attention output of a layer."""
+        keys, values = self._pages.keys[spec.layer], self._pages.values[spec.layer]
+        rows = as_array(packed)
+        unrotated = np.empty((len(rows), 0), rows.dtype)
+        fused.rotate_and_store(
+            rows,
+            unrotated if cosine is None else as_array(cosine),
+            unrotated if sine is None else as_array(sine),
+            _NONE if query_norm is None else query_norm.numpy(),
+            _NONE if key_norm is None else key_norm.numpy(),
+            epsilon,
+            self._token_pages,
+            self._token_offsets,
+            keys,
+            values,
+        )
+        key = (spec.group, spec.window, spec.heads)
+        if key not in self._blocks:
+            workers = numba.get_num_threads()
+            self._blocks[key] = cut_blocks(self._starts, self._counts, spec.group, spec.window, workers, spec.heads)
+        out = torch.empty(len(rows), spec.query_heads * spec.width, dtype=packed.dtype)
+        attend(
+            rows, as_array(out), keys, values, self._tables, self._slots, self._starts, self._counts, self._rows,
+            *self._blocks[key], spec.group, spec.scale, spec.window, spec.softcap,
+            _NONE if spec.sinks is None else spec.sinks.numpy(),
+        )  # fmt: skip
+        return out
+
+    def attend(
+        self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _: dict[str, Any]
+    ) -> torch.Tensor:
+        """Attention of a module that projects and rotates by itself: [1, heads, tokens, width] each."""
+        return attend_unpacked(self, self._pages.specs[module.layer_idx], query, key, value)
+
+
+class HostPieces:
+    """Kernels for the processor (`llmbatch.engine.model.ops.Pieces`)."""
+
+    def normalize(self, x: torch.Tensor, weight: torch.Tensor, epsilon: float, out: torch.Tensor) -> None:
+        """RMSNorm."""
+        fused.normalize(as_array(x), weight.numpy(), epsilon, as_array(out))
+
+    def gate(self, x: torch.Tensor, activation: int, out: torch.Tensor) -> None:
+        """A gated activation."""
+        fused.gate(as_array(x), activation, as_array(out))
+
+    def probe_step(self, specs: dict[int, AttentionSpec], dtype: torch.dtype, tokens: int) -> HostStep:
+        """A step of one sequence."""
+        zero = np.zeros(1, np.int32)
+        return HostStep(
+            Pages(specs, num_pages=1, page_size=16, dtype=dtype),
+            tables=zero[None],
+            slots=zero,
+            starts=zero,
+            counts=zero + tokens,
+            token_pages=np.zeros(tokens, np.int32),
+            token_offsets=np.arange(tokens, dtype=np.int32),
+        )

@@ -1,0 +1,34 @@
+"""Kernels compiled while a model is not there yet: they depend on the type of its numbers, not on its sizes."""
+
+from __future__ import annotations
+
+import tempfile
+
+import numpy as np
+from transformers import LlamaConfig
+
+from llmbatch.engine.cpu.engine import TorchEngine
+from llmbatch.engine.cpu.platform import HOST
+from llmbatch.engine.model.config import DType
+from llmbatch.engine.model.loader import load_model
+from llmbatch.preprocess.request_batch import Requests
+from llmbatch.preprocess.sampling_params import SamplingParams
+from llmbatch.scheduler.output import Step
+
+
+def compile_kernels(dtype: DType) -> None:
+    """Run one step of a tiny model on the processor."""
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1,
+    )  # fmt: skip
+    with tempfile.TemporaryDirectory(prefix="llmbatch-") as folder:
+        config.save_pretrained(folder)
+        loaded = load_model(folder, dtype=dtype, load_format="dummy", platform=HOST)
+    one = np.ones(1, np.int32)
+    nothing = np.zeros(1, np.int32)
+    prompt = np.zeros(2, np.int32)
+    engine = TorchEngine(loaded, num_pages=1, page_size=16)
+    params = (SamplingParams(max_tokens=1),)
+    engine.begin(Requests(prompt, np.array([0, 2]), one, nothing, params, np.zeros(1, np.uint64), one))
+    engine.execute(Step(0, 0, nothing, nothing, nothing, 2 * one, np.ones(1, np.bool_), nothing[None]))

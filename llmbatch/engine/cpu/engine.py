@@ -1,0 +1,104 @@
+"""The torch engine: transformers models over pages, on the processor.
+
+All sequences of a step are packed into one row of tokens. The model runs once over the row; its attention modules
+write the row's keys and values into pages and attend through the step's block tables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numba
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from llmbatch.engine.cpu.attention import HostStep, Pages
+from llmbatch.engine.cpu.sampler import sample
+from llmbatch.engine.generation import Generation
+from llmbatch.engine.model.loader import LoadedModel
+from llmbatch.engine.packing import pack_tokens
+from llmbatch.preprocess.request_batch import Requests
+from llmbatch.scheduler.output import Step, StepResult
+from llmbatch.system.memory import keep_freed_memory
+
+_WORTH_THREADS = 1 << 16  # elements a layer touches; below, waking threads costs more than they save
+
+
+class TorchEngine:
+    """Runs steps of a loaded model. It owns the KV pages, and the generated tokens of each slot until retired.
+
+    `decode` turns token ids into text; it is needed by requests that have stop strings. `seed` is the seed of
+    requests that have none of their own.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        *,
+        num_pages: int,
+        page_size: int,
+        decode: Callable[[NDArray[np.int32]], str] | None = None,
+        seed: int = 0,
+    ) -> None:
+        keep_freed_memory()
+        self._module = loaded.module
+        self._pages = Pages(loaded.attention, num_pages=num_pages, page_size=page_size, dtype=loaded.dtype)
+        self._generation = Generation(loaded.eos_token_ids, decode, seed)
+        most: int = numba.config.NUMBA_NUM_THREADS  # type: ignore[attr-defined]
+        self._threads = min(torch.get_num_threads(), most)
+        self._token_elements = loaded.config.hidden_size
+        self._key_elements = max(2 * spec.heads * spec.width for spec in loaded.attention.values())
+
+    def begin(self, requests: Requests) -> None:
+        """Take the requests that the next steps are about; what an interrupted job left in slots is forgotten."""
+        self._generation.begin(requests)
+
+    def go_on(self, requests: Requests) -> None:
+        """Take other requests, among which are those that are in slots."""
+        self._generation.go_on(requests)
+
+    def execute(self, step: Step) -> StepResult:
+        """Compute the step, keep the sampled tokens, and say which sequences have finished."""
+        generation = self._generation
+        generation.make_room(step.slots)
+        tokens = step.num_tokens
+        packed = pack_tokens(step, generation, self._pages.page_size)
+        ids = np.where(packed.ids < 0, generation.tokens.ravel()[-1 - np.minimum(packed.ids, -1)], packed.ids)
+        pages, places = np.divmod(packed.places, np.int32(self._pages.page_size))
+        attention = HostStep(
+            self._pages,
+            tables=step.block_tables,
+            slots=step.slots,
+            starts=step.starts,
+            counts=step.counts,
+            token_pages=pages,
+            token_offsets=places,
+        )
+        keys = int(step.starts.sum()) + tokens
+        elements = tokens * self._token_elements + keys * self._key_elements
+        numba.set_num_threads(self._threads if elements >= _WORTH_THREADS else 1)
+        last_rows = np.cumsum(step.counts, dtype=np.int64)[step.samples] - 1
+        with torch.inference_mode():
+            logits = self._module(
+                input_ids=torch.from_numpy(ids.astype(np.int64))[None],
+                position_ids=torch.from_numpy(packed.positions.astype(np.int64))[None],
+                use_cache=False,
+                logits_to_keep=torch.from_numpy(last_rows),
+                llmbatch=attention,
+            ).logits[0]
+            return self._sample(step, logits.float().contiguous().numpy())
+
+    def retire(self, slot: int) -> NDArray[np.int32]:
+        """Hand over the tokens generated in a slot and free it for another request."""
+        return self._generation.retire(slot)
+
+    def _sample(self, step: Step, logits: NDArray[np.float32]) -> StepResult:
+        generation = self._generation
+        slots, requests = step.slots[step.samples], step.requests[step.samples]
+        tokens, finite = np.empty(len(slots), np.int32), np.empty(len(slots), np.bool_)
+        sample(
+            logits, generation.temperature[requests], generation.top_k[requests], generation.top_p[requests],
+            generation.seeds[requests], generation.lengths[slots], tokens, finite,
+        )  # fmt: skip
+        return generation.append(step, tokens, finite)

@@ -1,0 +1,70 @@
+"""Where a model runs: a device, the kernels for it, and a clear reason where it cannot be used."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from importlib.util import find_spec
+from typing import Final
+
+import torch
+
+from llmbatch.engine.cpu.platform import HOST
+from llmbatch.engine.model.platform import Platform
+from llmbatch.errors import ModelError
+
+_CUDA: Final[str | None] = getattr(torch.version, "cuda", None)  # that torch was built for
+_OLDEST: Final = (8, 0)  # compute capability: Ampere, the first with bfloat16
+
+
+def find_platform(device: str) -> Platform:
+    """The platform of a `device`: "cpu", "cuda", "cuda:1", or "auto": a GPU where there is one that can be used.
+
+    Raises:
+        ModelError: the device is not there, or cannot be used.
+    """
+    if device == "cpu":
+        return HOST
+    if device != "auto":
+        reason = _unusable(device)
+        if reason is not None:
+            raise ModelError(f"device {device!r} cannot be used: {reason}; or take device='cpu' (--device cpu).")
+        return _accelerated(device)
+    if _CUDA is None or torch.cuda.device_count() == 0:
+        return HOST
+    reason = _unusable("cuda")
+    if reason is not None:
+        return replace(HOST, notes=(f"the model runs on the processor, since the GPU cannot be used: {reason}",))
+    return _accelerated("cuda")
+
+
+def _accelerated(name: str) -> Platform:
+    from llmbatch.engine.gpu.attention import PAGE_SIZE, DevicePieces
+
+    device = torch.device("cuda", torch.device(name).index or 0)
+    # Its memory holds thousands of short rows, and each that decodes shares the reading of the weights with the others.
+    return Platform(device, DevicePieces(device), PAGE_SIZE, max_running=2048)
+
+
+def _unusable(device: str) -> str | None:
+    """Why a CUDA device cannot be used, and what to do about it; None where it can."""
+    if _CUDA is None:
+        return f"torch {torch.__version__} is built for the processor alone: install one that is built for CUDA"
+    try:
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+        count = torch.cuda.device_count()
+    except (RuntimeError, AssertionError) as error:  # no driver, no card, or a driver that is too old for this CUDA
+        told = str(error).strip().split("\n")[0].rstrip(".")
+        return f"{told}: torch {torch.__version__} needs a driver for CUDA {_CUDA}"
+    index = torch.device(device).index or 0
+    if index >= count:
+        return f"there are {count} GPUs here, numbered from 0: name one of them"
+    capability = torch.cuda.get_device_capability(index)
+    if capability < _OLDEST:
+        name, (major, minor) = torch.cuda.get_device_name(index), capability
+        return (
+            f"{name} has compute capability {major}.{minor}, and the kernels need {_OLDEST[0]}.{_OLDEST[1]} (Ampere) "
+            "or later: take a newer card"
+        )
+    if find_spec("triton") is None:
+        return "its kernels are written in Triton, which is not installed: pip install triton"
+    return None

@@ -1,0 +1,198 @@
+"""What a model gets of its device: memory for pages, attention kernels, and what requests cost there."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmbatch.engine.attention_choice import choose_attention
+from llmbatch.engine.base import StreamEngine
+from llmbatch.engine.config import EngineConfig
+from llmbatch.engine.model.config import ModelDescription
+from llmbatch.engine.model.outline import POOL_SHARE as POOL_SHARE
+from llmbatch.engine.model.outline import pool_of, shape_of
+from llmbatch.engine.model.platform import Platform
+from llmbatch.errors import ModelError, ParameterError
+from llmbatch.kernels.interface import PagedAttention
+from llmbatch.perf_model.cost import SEQUENTIAL, CostModel
+from llmbatch.perf_model.hardware import measure_cpu
+from llmbatch.planning.workload import Pool, Scheduling
+from llmbatch.scheduler.token_budget import MOST_TOKENS, Rates
+from llmbatch.system.cache import cache_folder
+from llmbatch.system.memory import available_memory
+
+if TYPE_CHECKING:  # what takes a second to import, and forecasts load nothing; and what needs Triton
+    from llmbatch.engine.calibration.store import DeviceCalibration, Kept
+    from llmbatch.engine.gpu.engine import AcceleratedEngine
+    from llmbatch.engine.gpu.strategies import Strategy
+    from llmbatch.engine.model.loader import LoadedModel
+
+
+@dataclass(frozen=True, slots=True)
+class Preparation:
+    """What the engine of a loaded model is made with."""
+
+    pool: Pool
+    cost: CostModel
+    attention: PagedAttention | None = None  # None: on the processor
+    strategy: Strategy = "sequential"
+    records: bool = False  # small steps of decodes
+    notes: tuple[str, ...] = ()  # what the user should be told, a sentence each
+
+    def engine(self, loaded: LoadedModel, decode: Callable[[NDArray[np.int32]], str]) -> StreamEngine:
+        """A new engine, with the memory of the pool; `decode` turns tokens into text."""
+        if self.attention is not None:
+            return self.accelerated(loaded, strategy=self.strategy, rates=Rates.of(self.cost), decode=decode)
+        from llmbatch.engine.cpu.engine import TorchEngine
+
+        return TorchEngine(loaded, num_pages=self.pool.num_pages, page_size=self.pool.page_size, decode=decode)
+
+    def accelerated(
+        self,
+        loaded: LoadedModel,
+        *,
+        strategy: Strategy,
+        rates: Rates,
+        decode: Callable[[NDArray[np.int32]], str] | None = None,
+    ) -> AcceleratedEngine:
+        """An engine on a device. Raises `NoGreenContexts` where that cannot be partitioned, and is to be."""
+        from llmbatch.engine.gpu.cuda_graphs import GraphRecorder
+        from llmbatch.engine.gpu.engine import AcceleratedEngine
+        from llmbatch.engine.gpu.strategies import make_execution
+
+        assert self.attention is not None
+        return AcceleratedEngine(
+            loaded,
+            self.attention,
+            num_pages=self.pool.num_pages,
+            page_size=self.pool.page_size,
+            execution=make_execution(strategy, rates, loaded.device),
+            recorder=GraphRecorder() if self.records else None,
+            decode=decode,
+        )
+
+
+def size_pool(platform: Platform, model: ModelDescription, config: EngineConfig) -> Pool:
+    """The pool as far as it is known before the weights are loaded.
+
+    Raises ParameterError where no page fits, or pages are of a size that the device cannot have.
+    """
+    page_size = config.page_size or platform.page_size
+    if not platform.is_host and page_size & (page_size - 1):
+        raise ParameterError(f"page_size must be a power of two on a GPU, got {page_size}")
+    return pool_of(model, config, free=_free_memory(platform), page_size=page_size)
+
+
+def prepare(
+    platform: Platform,
+    model: ModelDescription,
+    loaded: LoadedModel,
+    config: EngineConfig,
+    scheduling: Scheduling,
+    pool: Pool,
+) -> Preparation:
+    """Choose the attention, give pages what the largest step leaves of the device's memory, and calibrate the device.
+
+    `pool` is that of `size_pool`. Raises ModelError where no attention works, or not the strategy that was asked for,
+    and JobError where the step does not fit.
+    """
+    if platform.is_host:
+        return Preparation(pool, cost_model(platform, model, config))
+    attention, notes = choose_attention(
+        config.attention,
+        loaded.attention.values(),
+        dtype=loaded.dtype,
+        device=loaded.device,
+        page_size=pool.page_size,
+    )
+    if loaded.device.type != "cuda":
+        strategy: Strategy = "sequential" if config.overlap == "auto" else config.overlap
+        return Preparation(pool, cost_model(platform, model, config), attention, strategy, notes=notes)
+    from llmbatch.engine.calibration.memory_profile import measure_room  # needs Triton
+
+    rows, size = scheduling.max_running, pool.page_size
+    tokens = max(scheduling.step_tokens or MOST_TOKENS, rows)
+    room = measure_room(loaded, attention, tokens=tokens, rows=rows, page_size=size)
+    if room.unrecorded is not None:
+        notes = (*notes, f"small steps are not recorded as CUDA graphs, and take longer: {room.unrecorded}")
+    ceilings = replace(_ceilings(platform, model), cascade=attention.cascade)
+    whole = Pool(max(1, room.pool_bytes // (model.bytes_per_token * size)), size)
+    uncalibrated = Preparation(whole, ceilings, attention, records=room.unrecorded is None)
+    calibration, told = _calibration(uncalibrated, loaded, _kept(platform, model, config))
+    strategy = _strategy(calibration, config)
+    cost = calibration.fitted[strategy].cost(shape_of(model))
+    chosen = whole if config.kv_memory is None else pool
+    return replace(uncalibrated, pool=chosen, cost=cost, strategy=strategy, notes=(*notes, *told))
+
+
+def cost_model(platform: Platform, model: ModelDescription, config: EngineConfig) -> CostModel:
+    """What requests cost on the platform: as it was calibrated, else by what its hardware does, measured now."""
+    if platform.device.type == "cpu":
+        hardware = measure_cpu(dtype_bytes=model.dtype.itemsize)
+        return CostModel(shape_of(model), hardware, law="bytes", overlap=SEQUENTIAL)
+    found = _kept(platform, model, config).find()
+    if found is None:
+        return _ceilings(platform, model)
+    return found.fitted[_strategy(found, config)].cost(shape_of(model))
+
+
+def _calibration(prepared: Preparation, loaded: LoadedModel, kept: Kept) -> tuple[DeviceCalibration, tuple[str, ...]]:
+    """What was measured of the device earlier, or is now; and what the user should be told."""
+    found = kept.find()
+    if found is not None:
+        return found, ()
+    from llmbatch.engine.calibration.calibrate import calibrate_device, step_kinds
+
+    kinds = step_kinds(prepared.pool.tokens)
+    size = prepared.pool.page_size
+    needed = replace(prepared, pool=Pool(max(kind.pages(size) for kind in kinds), size))
+    begun = time.perf_counter()
+    found = calibrate_device(
+        prepared.cost, kinds, lambda strategy, rates: needed.accelerated(loaded, strategy=strategy, rates=rates)
+    )
+    seconds = time.perf_counter() - begun
+    note = f"the GPU was calibrated for this model in {seconds:.0f} seconds: {found.told}; kept in {kept.path}"
+    try:
+        kept.keep(found)
+    except OSError as error:
+        note = f"the GPU is calibrated by every job, since what was measured cannot be kept: {error}"
+    return found, (note,)
+
+
+def _strategy(calibration: DeviceCalibration, config: EngineConfig) -> Strategy:
+    """The one that was asked for, or the best. Raises ModelError where the device cannot run it."""
+    if config.overlap == "auto":
+        return calibration.best
+    if config.overlap in calibration.missing:
+        raise ModelError(
+            f"overlap {config.overlap!r} cannot be used here: {calibration.missing[config.overlap]}; or take "
+            "overlap='auto' (--overlap auto)."
+        )
+    return config.overlap
+
+
+def _kept(platform: Platform, model: ModelDescription, config: EngineConfig) -> Kept:
+    from llmbatch.engine.calibration.store import Kept
+
+    return Kept(cache_folder(), platform.device, shape_of(model), config.attention)
+
+
+def _ceilings(platform: Platform, model: ModelDescription) -> CostModel:
+    """A device that was not calibrated, whose kernels are taken to be good ones."""
+    from llmbatch.engine.calibration.microbenchmarks import measure_device
+
+    hardware = measure_device(platform.device, model.dtype)
+    return CostModel(shape_of(model), hardware, law="paper", overlap=SEQUENTIAL)
+
+
+def _free_memory(platform: Platform) -> int:
+    if platform.device.type == "cpu":
+        return available_memory()
+    from llmbatch.engine.calibration.memory_profile import free_memory  # needs Triton
+
+    return free_memory(platform.device)

@@ -1,0 +1,121 @@
+"""What sequences have generated, by slot, and when they end: an engine's books, whatever device computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmbatch.compiled import njit
+from llmbatch.engine.seeds import mix
+from llmbatch.preprocess.request_batch import Requests
+from llmbatch.scheduler.output import Finish, Step, StepResult
+
+
+@njit(cache=True)
+def _seeds(given: NDArray[np.int64], base: int, serial: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """A seed for each request: its own where given (>= 0), else a hash of `base` and its serial number."""
+    seeds = np.empty(given.size, np.uint64)
+    for i in range(given.size):
+        seeds[i] = np.uint64(given[i]) if given[i] >= 0 else mix(np.uint64(base), serial[i])
+    return seeds
+
+
+class Generation:
+    """Generated tokens of each slot until they are retired, and the sampling parameters of the requests.
+
+    `eos` are the tokens that end a sequence. `decode` turns token ids into text; it is needed by requests that have
+    stop strings. `seed` is the seed of requests that have none of their own.
+    """
+
+    def __init__(
+        self, eos: Sequence[int], decode: Callable[[NDArray[np.int32]], str] | None = None, seed: int = 0
+    ) -> None:
+        self._eos = np.array(eos, np.int32)
+        self._decode = decode
+        self._seed = seed
+        self.tokens = np.zeros((16, 64), np.int32)
+        self.lengths = np.zeros(16, np.int32)
+        self.queued = np.zeros(16, np.int32)  # with the tokens that are sampled and not yet known
+
+    def begin(self, requests: Requests) -> None:
+        """Take the requests that the next steps are about; what an interrupted job left in slots is forgotten."""
+        self.lengths[:] = self.queued[:] = 0
+        self.go_on(requests)
+
+    def go_on(self, requests: Requests) -> None:
+        """Take other requests, among which are those that are in slots."""
+        self.requests = requests
+        params, index = requests.params, requests.params_index
+        self.temperature = np.array([p.temperature for p in params], np.float32)[index]
+        self.top_k = np.array([p.top_k for p in params], np.int32)[index]
+        self.top_p = np.array([p.top_p for p in params], np.float32)[index]
+        self._ignore_eos = np.array([p.ignore_eos for p in params], np.bool_)[index]
+        self._has_stop = np.array([bool(p.stop) for p in params], np.bool_)[index]
+        given = np.array([-1 if p.seed is None else p.seed for p in params], np.int64)[index]
+        self.seeds = _seeds(given, self._seed, requests.serial)
+        assert self._decode is not None or not self._has_stop.any(), "stop strings need a decoder"
+
+    def make_room(self, slots: NDArray[np.int32]) -> None:
+        """Grow to the highest slot, and to one more token in each of these slots."""
+        have, capacity = self.tokens.shape
+        rows, columns = have, capacity
+        while rows <= slots.max():
+            rows *= 2
+        known = slots[slots < have]
+        while len(known) and columns <= max(self.lengths[known].max(), self.queued[known].max()):
+            columns *= 2
+        if (rows, columns) != (have, capacity):
+            grown = np.zeros((rows, columns), np.int32)
+            grown[:have, :capacity] = self.tokens
+            self.tokens = grown
+            self.lengths = np.pad(self.lengths, (0, rows - have))
+            self.queued = np.pad(self.queued, (0, rows - have))
+
+    def expect(self, step: Step) -> StepResult:
+        """A step is about to be computed: which of its sequences will have all the tokens they may have."""
+        slots, requests = step.slots[step.samples], step.requests[step.samples]
+        self.queued[slots] += 1
+        whole = self.queued[slots] >= self.requests.max_tokens[requests]
+        self.queued[slots[whole]] = 0
+        finished = np.where(whole, Finish.LENGTH, Finish.RUNNING).astype(np.uint8)
+        return StepResult(tokens=np.zeros(len(slots), np.int32), finished=finished)
+
+    def append(
+        self, step: Step, tokens: NDArray[np.int32], finite: NDArray[np.bool_], kept: NDArray[np.bool_] | None = None
+    ) -> StepResult:
+        """Keep what a step has sampled, and say which sequences have ended; `finite`: whether the logits were.
+
+        Of samples that are not to be `kept` nothing is noted.
+        """
+        slots, requests = step.slots[step.samples], step.requests[step.samples]
+        if kept is None:
+            kept = np.ones(len(slots), np.bool_)
+        noted = slots[kept]
+        self.tokens[noted, self.lengths[noted]] = tokens[kept]
+        self.lengths[noted] += 1
+        finished = np.full(len(slots), Finish.RUNNING, np.uint8)
+        finished[self.lengths[slots] >= self.requests.max_tokens[requests]] = Finish.LENGTH
+        finished[np.isin(tokens, self._eos) & ~self._ignore_eos[requests]] = Finish.STOP
+        for i in np.flatnonzero(self._has_stop[requests] & kept):
+            if self._stopped(int(slots[i]), int(requests[i])):
+                finished[i] = Finish.STOP
+        finished[~finite] = Finish.ERROR
+        finished[~kept] = Finish.RUNNING
+        return StepResult(tokens=tokens, finished=finished)
+
+    def retire(self, slot: int) -> NDArray[np.int32]:
+        """Hand over the tokens generated in a slot and free it for another request."""
+        tokens = self.tokens[slot, : self.lengths[slot]].copy()
+        self.lengths[slot] = 0
+        return tokens
+
+    def _stopped(self, slot: int, request: int) -> bool:
+        """Whether the newest token completes one of the request's stop strings."""
+        assert self._decode is not None
+        stop = self.requests.params[self.requests.params_index[request]].stop
+        window = 8 + 4 * max(len(text) for text in stop)  # a character may take four tokens, of a byte each
+        length = int(self.lengths[slot])
+        tail = self._decode(self.tokens[slot, max(0, length - window) : length])
+        return any(text in tail for text in stop)

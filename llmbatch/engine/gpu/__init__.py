@@ -1,0 +1,5 @@
+"""Runs a model on a GPU, which is waited for only for its tokens.
+
+Must not import `engine.cpu`.
+Start reading at `engine`.
+"""

@@ -1,0 +1,131 @@
+"""Attention of a step on a device: its pages, and the layers' calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from llmbatch.engine.gpu.batch import Kind
+from llmbatch.engine.gpu.execution import Sequential
+from llmbatch.engine.model.ops import attend_unpacked
+from llmbatch.kernels.interface import Layout, PagedAttention, Plan
+from llmbatch.kernels.spec import AttentionSpec
+from llmbatch.kernels.triton import fused as triton_fused
+from llmbatch.kernels.triton.backend import TritonAttention
+
+PAGE_SIZE: Final = 16
+
+
+class DevicePages:
+    """The KV memory of all layers: `num_pages` pages of `page_size` tokens, a power of two.
+
+    Keys and values of a layer are [pages, heads, page size, width] each.
+    """
+
+    def __init__(
+        self,
+        specs: dict[int, AttentionSpec],
+        *,
+        num_pages: int,
+        page_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.specs = specs
+        self.num_pages = num_pages
+        self.page_size = page_size
+        shapes = {layer: (num_pages, spec.heads, page_size, spec.width) for layer, spec in specs.items()}
+        self.keys = {layer: torch.empty(shape, dtype=dtype, device=device) for layer, shape in shapes.items()}
+        self.values = {layer: torch.empty(shape, dtype=dtype, device=device) for layer, shape in shapes.items()}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all pages."""
+        return sum(tensor.nbytes for tensor in (*self.keys.values(), *self.values.values()))
+
+
+class DeviceStep:
+    """Attention of a step (`llmbatch.engine.model.ops.StepAttention`).
+
+    `plans` are those of the distinct layers (`AttentionSpec.kind`), on the device like `places` int32 [tokens], where
+    each token's keys and values go: page times page size plus its place in the page. Each layer's attention, which
+    begins with writing these, is handed to `queue`.
+    """
+
+    def __init__(
+        self,
+        pages: DevicePages,
+        backend: PagedAttention,
+        plans: dict[Kind, tuple[Plan, list[torch.Tensor]]],
+        places: torch.Tensor,
+        queue: Callable[[Callable[[], torch.Tensor]], torch.Tensor],
+    ) -> None:
+        self._pages, self._backend, self._plans, self._places = pages, backend, plans, places
+        self._queue = queue
+
+    def run(
+        self,
+        spec: AttentionSpec,
+        packed: torch.Tensor,
+        *,
+        cosine: torch.Tensor | None = None,
+        sine: torch.Tensor | None = None,
+        query_norm: torch.Tensor | None = None,
+        key_norm: torch.Tensor | None = None,
+        epsilon: float = 0.0,
+    ) -> torch.Tensor:
+        """Attention output of a layer."""
+        keys, values = self._pages.keys[spec.layer], self._pages.values[spec.layer]
+        plan, tensors = self._plans[spec.kind]
+
+        def attention() -> torch.Tensor:
+            query = packed.new_empty(len(packed), spec.query_heads * spec.width)
+            triton_fused.rotate_and_store(
+                packed, query, cosine, sine, query_norm, key_norm, epsilon, self._places, keys, values
+            )
+            return self._backend.attend(spec, query, keys, values, plan, tensors)
+
+        return self._queue(attention)
+
+    def attend(
+        self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _: dict[str, Any]
+    ) -> torch.Tensor:
+        """Attention of a module that projects and rotates by itself: [1, heads, tokens, width] each."""
+        return attend_unpacked(self, self._pages.specs[module.layer_idx], query, key, value)
+
+
+def plan_layers(specs: Iterable[AttentionSpec], plan: Callable[[AttentionSpec], Plan]) -> dict[Kind, Plan]:
+    """A step's plan for each kind of layer."""
+    return {kind: plan(spec) for kind, spec in {spec.kind: spec for spec in specs}.items()}
+
+
+class DevicePieces:
+    """Kernels for a device (`llmbatch.engine.model.ops.Pieces`)."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def normalize(self, x: torch.Tensor, weight: torch.Tensor, epsilon: float, out: torch.Tensor) -> None:
+        """RMSNorm."""
+        triton_fused.normalize(x, weight, epsilon, out)
+
+    def gate(self, x: torch.Tensor, activation: int, out: torch.Tensor) -> None:
+        """A gated activation."""
+        triton_fused.gate(x, activation, out)
+
+    def probe_step(self, specs: dict[int, AttentionSpec], dtype: torch.dtype, tokens: int) -> DeviceStep:
+        """A step of one sequence."""
+        zero = np.zeros(1, np.int32)
+        pages = DevicePages(specs, num_pages=1, page_size=PAGE_SIZE, dtype=dtype, device=self._device)
+        layout = Layout(tables=zero[None], slots=zero, starts=zero, counts=zero + tokens, decodes=0)
+        backend = TritonAttention(self._device)
+        plans = plan_layers(specs.values(), lambda spec: backend.plan(layout, spec, PAGE_SIZE))
+        there = {
+            kind: (plan, [torch.from_numpy(np.ascontiguousarray(array)).to(self._device) for array in plan.arrays])
+            for kind, plan in plans.items()
+        }
+        places = torch.arange(tokens, dtype=torch.int32, device=self._device)
+        return DeviceStep(pages, backend, there, places, Sequential().attend)

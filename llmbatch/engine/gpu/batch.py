@@ -1,0 +1,108 @@
+"""What a forward takes, packed on the host and uploaded in one copy.
+
+Tokens that were generated stay on the device: the host refers to them by slot and place, and does not need to know
+them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from llmbatch.engine.generation import Generation
+from llmbatch.engine.packing import pack_tokens
+from llmbatch.kernels.interface import Plan
+from llmbatch.scheduler.output import Step
+
+Kind = tuple[int, int, int]  # of layers, see `AttentionSpec.kind`
+
+
+class Batch(NamedTuple):
+    """What a forward takes, int32 on the device; `plans` are those of the distinct kinds of layers."""
+
+    ids: torch.Tensor  # [tokens] as in `PackedTokens`, like the next two
+    positions: torch.Tensor
+    places: torch.Tensor
+    last: torch.Tensor  # [samples] the token whose logits are wanted
+    targets: torch.Tensor  # [samples] the place that the sampled token gets
+    plans: dict[Kind, tuple[Plan, list[torch.Tensor]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A `Batch` on the host. The first `rows` samples are real, others are there for their number's sake."""
+
+    columns: tuple[NDArray[np.int32], ...]  # the first five of a `Batch`
+    plans: dict[Kind, Plan]
+    rows: int
+
+    @classmethod
+    def of(cls, step: Step, generation: Generation, page_size: int, plans: dict[Kind, Plan]) -> Packed:
+        """A step, of what was generated so far."""
+        tokens = pack_tokens(step, generation, page_size)
+        sampled = step.slots[step.samples]
+        last = (np.cumsum(step.counts)[step.samples] - 1).astype(np.int32)
+        targets = sampled * np.int32(generation.tokens.shape[1]) + generation.queued[sampled]
+        return cls((*tokens, last, targets), plans, len(sampled))
+
+    def padded(self, rows: int, place: int) -> Packed:
+        """Of decodes, with others up to so many: tokens 0 at position 0, whose keys and values go to `place`."""
+        ids, positions, places, _, targets = self.columns
+        more = rows - self.rows
+        columns = (
+            np.pad(ids, (0, more)), np.pad(positions, (0, more)), np.pad(places, (0, more), constant_values=place),
+            np.arange(rows, dtype=np.int32), np.pad(targets, (0, more)),
+        )  # fmt: skip
+        return Packed(columns, self.plans, self.rows)
+
+    @property
+    def arrays(self) -> list[NDArray[np.int32]]:
+        """Everything that is uploaded."""
+        return [*self.columns, *(array for plan in self.plans.values() for array in plan.arrays)]
+
+    def take(self, tensors: Sequence[torch.Tensor]) -> Batch:
+        """The batch, of its arrays as they were uploaded."""
+        plans, at = {}, len(self.columns)
+        for kind, plan in self.plans.items():
+            plans[kind] = plan, list(tensors[at : at + len(plan.arrays)])
+            at += len(plan.arrays)
+        ids, positions, places, last, targets = tensors[: len(self.columns)]
+        return Batch(ids, positions, places, last, targets, plans)
+
+
+def stage(arrays: Sequence[NDArray[np.int32]], device: torch.device) -> torch.Tensor:
+    """The arrays one behind the other on the host, each at a multiple of 16 bytes, from where a copy need not wait."""
+    sizes = [_size(array) for array in arrays]
+    staged = torch.empty(sum(sizes), dtype=torch.int32, pin_memory=device.type == "cuda")
+    target, at = staged.numpy(), 0
+    for array, size in zip(arrays, sizes, strict=True):
+        target[at : at + array.size] = array.reshape(-1)
+        at += size
+    return staged
+
+
+def split(there: torch.Tensor, arrays: Sequence[NDArray[np.int32]]) -> list[torch.Tensor]:
+    """What was staged, array by array."""
+    parts = torch.split(there, [_size(array) for array in arrays])
+    return [part[: array.size].view(array.shape) for part, array in zip(parts, arrays, strict=True)]
+
+
+def upload(packed: Sequence[Packed], device: torch.device) -> list[Batch]:
+    """The batches on the device, in one copy that the host does not wait for."""
+    arrays = [array for one in packed for array in one.arrays]
+    tensors = split(stage(arrays, device).to(device, non_blocking=True), arrays)
+    batches, at = [], 0
+    for one in packed:
+        count = len(one.arrays)
+        batches.append(one.take(tensors[at : at + count]))
+        at += count
+    return batches
+
+
+def _size(array: NDArray[np.int32]) -> int:
+    return -(-array.size // 4) * 4

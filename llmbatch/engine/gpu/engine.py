@@ -1,0 +1,207 @@
+"""The torch engine on a device: transformers models over pages, with no wait but for the tokens of a step.
+
+A step is decided on the host from lengths alone, packed there, and uploaded in one copy (`llmbatch.engine.gpu.batch`).
+How its forwards are run is the `Execution`'s to decide; small steps of decodes are recorded and repeated
+(`llmbatch.engine.gpu.cuda_graphs`). `submit` queues a step, `collect` waits for the oldest that is queued.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from llmbatch.engine.generation import Generation
+from llmbatch.engine.gpu.attention import DevicePages, plan_layers
+from llmbatch.engine.gpu.batch import Packed, upload
+from llmbatch.engine.gpu.cuda_graphs import DecodeGraphs, Recorder, known_ids
+from llmbatch.engine.gpu.execution import Decided, Execution, Sequential
+from llmbatch.engine.gpu.microbatch import order_of
+from llmbatch.engine.gpu.model_runner import PagedForward
+from llmbatch.engine.gpu.sampler import Draw, choose
+from llmbatch.engine.model.loader import LoadedModel
+from llmbatch.kernels.interface import FixedAttention, Layout, PagedAttention
+from llmbatch.preprocess.request_batch import Requests
+from llmbatch.scheduler.output import Finish, Step, StepResult
+
+
+@dataclass(frozen=True, slots=True)
+class _Queued:
+    step: Step
+    order: NDArray[np.intp]  # [samples] where each of the step's samples stands among those of its parts
+    kept: NDArray[np.bool_]  # [samples] False where the sequence has ended or was withdrawn meanwhile
+    tokens: torch.Tensor  # int32 [samples], on the host when `done`, part by part
+    finite: torch.Tensor  # bool [samples], likewise
+    begun: torch.cuda.Event | None
+    done: torch.cuda.Event | None  # None: at once
+
+    def wait(self) -> float | None:
+        """Wait until it is computed; the seconds that the device took."""
+        if self.begun is None or self.done is None:
+            return None
+        self.done.synchronize()
+        return float(self.begun.elapsed_time(self.done)) / 1e3
+
+
+class AcceleratedEngine:
+    """Runs steps of a loaded model on its device. It owns the KV pages, and the generated tokens until retired.
+
+    `execution` runs its forwards, one after the other where none is given. With a `recorder` small steps of decodes
+    are recorded, if the attention can be (`FixedAttention`). `decode` turns token ids into text; it is needed by
+    requests that have stop strings. `seed` is the seed of requests that have none of their own.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        attention: PagedAttention,
+        *,
+        num_pages: int,
+        page_size: int,
+        execution: Execution | None = None,
+        recorder: Recorder | None = None,
+        decode: Callable[[NDArray[np.int32]], str] | None = None,
+        seed: int = 0,
+    ) -> None:
+        self._loaded = loaded
+        self._device = loaded.device
+        self._attention = attention
+        self._execution = execution or Sequential()
+        fixed = attention if recorder is not None and isinstance(attention, FixedAttention) else None
+        spare = fixed is not None
+        self.pages = DevicePages(
+            loaded.attention, num_pages=num_pages + spare, page_size=page_size, dtype=loaded.dtype, device=self._device
+        )
+        self._forward = PagedForward(loaded.module, self.pages, attention, self._execution)
+        self._graphs: DecodeGraphs | None = None
+        if recorder is not None and fixed is not None:
+            self._graphs = DecodeGraphs(
+                self._forward, fixed, self.pages, recorder, vocabulary=loaded.config.vocab_size,
+                dtype=loaded.dtype, device=self._device,
+            )  # fmt: skip
+        self._generation = Generation(loaded.eos_token_ids, decode, seed)
+        self._generated = torch.zeros(self._generation.tokens.shape, dtype=torch.int32, device=self._device)
+        self._queue: deque[_Queued] = deque()
+
+    @property
+    def vocabulary(self) -> int:
+        """Tokens that there are."""
+        return int(self._loaded.config.vocab_size)
+
+    def begin(self, requests: Requests) -> None:
+        """Take the requests that the next steps are about; what an interrupted job left in slots is forgotten."""
+        self._queue.clear()
+        self._generation.begin(requests)
+
+    def go_on(self, requests: Requests) -> None:
+        """Take other requests, among which are those that are in slots."""
+        self._generation.go_on(requests)
+
+    def execute(self, step: Step) -> StepResult:
+        """Compute the step, keep the sampled tokens, and say which sequences have finished."""
+        self.submit(step)
+        return self.collect()
+
+    @torch.inference_mode()
+    def submit(self, step: Step) -> StepResult:
+        """Queue a step on the device; which of its sequences will have all the tokens they may have."""
+        begun = self._mark()
+        self._make_room(step.slots)
+        decided = self._execution.decide(step)
+        chosen = []
+        for part, targets, logits in self._forwards(decided):
+            tokens, finite = choose(logits, self._draws(part))
+            self._generated.view(-1)[targets] = tokens
+            chosen.append((tokens, finite))
+        sampled = (torch.cat(column) for column in zip(*chosen, strict=True))
+        self._queue.append(self._queued(step, decided, begun, *sampled))
+        return self._generation.expect(step)
+
+    def _forwards(self, decided: Decided) -> Iterator[tuple[Step, torch.Tensor, torch.Tensor]]:
+        """Each part of a step, the places that its sampled tokens get, and its logits."""
+        known = self._generated.view(-1)
+        if self._graphs is not None and len(decided.parts) == 1 and self._graphs.takes(decided.parts[0].step):
+            ((step, _),) = decided.parts
+            batch, logits = self._graphs.run(step, self._generation, known)
+            yield step, batch.targets[: len(logits)], logits
+            return
+        steps = [part.step for part in decided.parts]
+        batches = upload([self._packed(step) for step in steps], self._device)
+        batches = [batch._replace(ids=known_ids(batch.ids, known)) for batch in batches]
+        results = self._execution.run(decided, [partial(self._forward, batch) for batch in batches])
+        yield from zip(steps, (batch.targets for batch in batches), results, strict=True)
+
+    def _packed(self, step: Step) -> Packed:
+        layout = Layout(step.block_tables, step.slots, step.starts, step.counts, step.num_decodes)
+        size = self.pages.page_size
+        plans = plan_layers(self.pages.specs.values(), lambda spec: self._attention.plan(layout, spec, size))
+        return Packed.of(step, self._generation, size, plans)
+
+    def collect(self) -> StepResult:
+        """Wait for the older queued step; its sampled tokens, and which of its sequences have finished."""
+        queued = self._queue.popleft()
+        seconds = queued.wait()
+        step, generation = queued.step, self._generation
+        tokens, finite = (column.numpy()[queued.order] for column in (queued.tokens, queued.finite))
+        result = generation.append(step, tokens, finite, queued.kept)
+        slots, requests = step.slots[step.samples], step.requests[step.samples]
+        ended = result.finished > Finish.RUNNING
+        early = ended & (generation.lengths[slots] < generation.requests.max_tokens[requests])
+        if early.any():
+            self.drop(slots[early], requests[early])
+        return replace(result, seconds=seconds)
+
+    def drop(self, slots: NDArray[np.int32], requests: NDArray[np.int32]) -> None:
+        """These sequences have ended before the queued steps: what is sampled for them is not kept."""
+        self._generation.queued[slots] = 0
+        for queued in self._queue:
+            step = queued.step
+            queued.kept[np.isin(step.requests[step.samples], requests)] = False
+
+    def retire(self, slot: int) -> NDArray[np.int32]:
+        """Hand over the tokens generated in a slot and free it for another request."""
+        return self._generation.retire(slot)
+
+    def _make_room(self, slots: NDArray[np.int32]) -> None:
+        self._generation.make_room(slots)
+        rows, columns = self._generation.tokens.shape
+        have, capacity = self._generated.shape
+        if (rows, columns) != (have, capacity):
+            grown = self._generated.new_zeros(rows, columns)
+            grown[:have, :capacity] = self._generated
+            self._generated = grown
+
+    def _draws(self, step: Step) -> Draw | None:
+        """How the samples are drawn that are; None where all of them are the likeliest tokens."""
+        generation = self._generation
+        requests = step.requests[step.samples]
+        if not generation.temperature[requests].any():
+            return None
+        return Draw.of(
+            generation.temperature[requests], generation.top_k[requests], generation.top_p[requests],
+            generation.seeds[requests], generation.queued[step.slots[step.samples]],
+        )  # fmt: skip
+
+    def _mark(self) -> torch.cuda.Event | None:
+        """An event where the device stands in its work; None where there is no queue."""
+        if self._device.type != "cuda":
+            return None
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def _queued(
+        self, step: Step, decided: Decided, begun: torch.cuda.Event | None, tokens: torch.Tensor, finite: torch.Tensor
+    ) -> _Queued:
+        order, kept = order_of(decided.parts), np.ones(len(tokens), np.bool_)
+        if self._device.type != "cuda":
+            return _Queued(step, order, kept, tokens, finite, None, None)
+        here = [torch.empty(x.shape, dtype=x.dtype, pin_memory=True) for x in (tokens, finite)]
+        for target, source in zip(here, (tokens, finite), strict=True):
+            target.copy_(source, non_blocking=True)
+        return _Queued(step, order, kept, here[0], here[1], begun, self._mark())

@@ -1,0 +1,204 @@
+"""How the forwards of a step are run: one after the other, in halves, or side by side.
+
+`Sequential` runs one forward. `Interleaved` runs two halves of a step over two streams: products of matrices on one,
+attention on the other, so that while one half attends the other's products are computed (NanoFlow; Zhu et al., 2024,
+with two operations in place of its dozen). The halves are switched at the attention call: what has been queued of one
+ends with its attention, then the other's products are queued. `Partitioned` runs prefills and decodes as two forwards
+on disjoint sets of multiprocessors, switched at the same place so that both are fed.
+
+The streams of `Interleaved` hand memory to each other without `record_stream`. Each stream waits for the other by
+events, and the host frees what attention has read, or written, only after it has queued that wait; so whatever is
+given the memory next is queued behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+import torch
+
+from llmbatch.engine.gpu.handoff import Turns
+from llmbatch.engine.gpu.microbatch import Part, halves, sides, whole
+from llmbatch.engine.gpu.step_cost import best_share, halves_pay
+from llmbatch.scheduler.output import Step
+from llmbatch.scheduler.token_budget import Rates
+
+Forward = Callable[[], torch.Tensor]
+SHARES: Final = (0.25, 0.375, 0.5, 0.625, 0.75)  # of the multiprocessors, that prefills may be given
+
+
+@dataclass(frozen=True, slots=True)
+class Decided:
+    """How a step is run."""
+
+    parts: tuple[Part, ...]
+    share: float = 1.0  # of the multiprocessors, for the first part
+
+
+class Execution(Protocol):
+    """Runs the forwards of steps."""
+
+    def decide(self, step: Step) -> Decided:
+        """How a step is run; touches no device."""
+        ...
+
+    def run(self, decided: Decided, forwards: Sequence[Forward]) -> list[torch.Tensor]:
+        """What the forwards of the parts return, ready for the current stream."""
+        ...
+
+    def attend(self, attention: Forward) -> torch.Tensor:
+        """A layer's attention, in a forward that is run here."""
+        ...
+
+
+class Sequential:
+    """One forward (`Execution`)."""
+
+    def decide(self, step: Step) -> Decided:
+        """The whole."""
+        return Decided(whole(step))
+
+    def run(self, decided: Decided, forwards: Sequence[Forward]) -> list[torch.Tensor]:
+        """One after the other."""
+        return [forward() for forward in forwards]
+
+    def attend(self, attention: Forward) -> torch.Tensor:
+        """At once."""
+        return attention()
+
+
+class Lane(Protocol):
+    """A queue of a device beside the current stream."""
+
+    def current(self) -> torch.cuda.Stream | None:
+        """The current stream; None where a device has none."""
+        ...
+
+    def begin(self, work: Forward) -> tuple[torch.Tensor, Callable[[], None]]:
+        """Queue work behind what the current stream has queued so far; calling what is returned waits for it."""
+        ...
+
+
+class StreamLane:
+    """A CUDA stream (`Lane`), before others where multiprocessors are free."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+
+    def current(self) -> torch.cuda.Stream:
+        """The device's."""
+        return torch.cuda.current_stream(self._device)
+
+    def begin(self, work: Forward) -> tuple[torch.Tensor, Callable[[], None]]:
+        """Work on the stream."""
+        current = self.current()
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            result = work()
+        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        done.record(self._stream)
+        return result, lambda: current.wait_event(done)
+
+
+class HostLane:
+    """Where a device has no queues (`Lane`)."""
+
+    def current(self) -> None:
+        """None."""
+        return
+
+    def begin(self, work: Forward) -> tuple[torch.Tensor, Callable[[], None]]:
+        """Work at once."""
+        return work(), lambda: None
+
+
+class Interleaved:
+    """Two halves of a step in turns (`Execution`), where `rates` say that it can pay; `lane` is for attention."""
+
+    def __init__(self, rates: Rates, lane: Lane) -> None:
+        self._rates = rates
+        self._lane = lane
+        self._turns = Turns()
+
+    def decide(self, step: Step) -> Decided:
+        """Halves, or the whole."""
+        return Decided(halves(step) if halves_pay(step, self._rates) else whole(step))
+
+    def run(self, decided: Decided, forwards: Sequence[Forward]) -> list[torch.Tensor]:
+        """Both in turns, on the current stream."""
+        if len(forwards) == 1:
+            return [forwards[0]()]
+        stream = self._lane.current()
+        first, second = (on(stream, forward) for forward in forwards)
+        return list(self._turns.run(first, second))
+
+    def attend(self, attention: Forward) -> torch.Tensor:
+        """Beside the other half's products."""
+        if not self._turns.taken:
+            return attention()
+        result, join = self._lane.begin(attention)
+        self._turns.switch()
+        join()
+        return result
+
+
+Streams = Callable[[float], tuple[torch.cuda.Stream | None, torch.cuda.Stream | None]]
+
+
+class Partitioned:
+    """Prefills and decodes on two sets of multiprocessors (`Execution`), where `rates` say that it can pay.
+
+    `streams` are those of the sets whose first has such a share of the multiprocessors; None where a device has none.
+    """
+
+    def __init__(self, rates: Rates, streams: Streams) -> None:
+        self._rates = rates
+        self._streams = streams
+        self._turns = Turns()
+
+    def decide(self, step: Step) -> Decided:
+        """Both sides, or the whole."""
+        if 0 < step.num_decodes < len(step.slots):
+            parts = sides(step)
+            share = best_share(parts[0].step, parts[1].step, self._rates, SHARES)
+            if share is not None:
+                return Decided(parts, share)
+        return Decided(whole(step))
+
+    def run(self, decided: Decided, forwards: Sequence[Forward]) -> list[torch.Tensor]:
+        """Both at once, each on its stream."""
+        if len(forwards) == 1:
+            return [forwards[0]()]
+        streams = self._streams(decided.share)
+        for stream in streams:
+            if stream is not None:
+                stream.wait_stream(torch.cuda.current_stream())
+        first, second = (on(stream, forward) for stream, forward in zip(streams, forwards, strict=True))
+        results = self._turns.run(first, second)
+        for stream in streams:
+            if stream is not None:
+                torch.cuda.current_stream().wait_stream(stream)
+        return list(results)
+
+    def attend(self, attention: Forward) -> torch.Tensor:
+        """At once; then it is the other's turn."""
+        result = attention()
+        self._turns.switch()
+        return result
+
+
+def on(stream: torch.cuda.Stream | None, forward: Forward) -> Forward:
+    """A forward on a stream, whatever thread it is called in."""
+
+    def run() -> torch.Tensor:
+        with ExitStack() as stack:
+            stack.enter_context(torch.inference_mode())
+            if stream is not None:
+                stack.enter_context(torch.cuda.stream(stream))
+            return forward()
+
+    return run

@@ -1,0 +1,5 @@
+"""Finds, describes, loads and rewrites a transformers model so that it runs over pages.
+
+Must not import the engines that run it.
+Start reading at `loader`.
+"""

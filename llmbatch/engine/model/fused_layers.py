@@ -1,0 +1,104 @@
+"""Decoder layers that add what they compute to their input as products write it.
+
+A layer of the common kind is h = h + attention(norm(h)), then h = h + mlp(norm(h)). Both branches end in a product,
+and a product can add to what is there: so neither sum is a pass of its own, and the layer's output takes its input's
+place (docs/decisions/0014). It is for devices, since on a processor the weights of products are laid out otherwise.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from llmbatch.engine.model.fused_modules import FusedAttention, FusedMLP, FusedNorm, equal, replace_modules
+from llmbatch.engine.model.ops import Pieces, StepAttention
+from llmbatch.kernels.spec import AttentionSpec
+
+_PROBE_TOKENS: Final = 3
+_PARTS: Final = {
+    "input_layernorm": FusedNorm, "self_attn": FusedAttention,
+    "post_attention_layernorm": FusedNorm, "mlp": FusedMLP,
+}  # fmt: skip
+
+
+class FusedLayer(nn.Module):
+    """A decoder layer without sums of its own. It overwrites its input."""
+
+    def __init__(self, original: Any) -> None:
+        """`original` has fused parts, and products without bias; models may read its other attributes here too."""
+        super().__init__()
+        self.input_layernorm: FusedNorm = original.input_layernorm
+        self.self_attn: FusedAttention = original.self_attn
+        self.post_attention_layernorm: FusedNorm = original.post_attention_layernorm
+        self.mlp: FusedMLP = original.mlp
+        for name, value in vars(original).items():
+            if not name.startswith("_") and not hasattr(type(self), name):
+                setattr(self, name, value)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        *,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        llmbatch: StepAttention,
+        **_: Any,
+    ) -> torch.Tensor:
+        """The contract of transformers' decoder layers, as models call them; returns its [1, tokens, hidden]."""
+        residual = hidden_states[0]
+        attended = self.self_attn.inner(self.input_layernorm(hidden_states), position_embeddings, llmbatch)
+        residual.addmm_(attended, self.self_attn.o_proj.weight.T)
+        inner = self.mlp.inner(self.post_attention_layernorm(hidden_states))
+        residual.addmm_(inner[0], self.mlp.down_proj.weight.T)
+        return hidden_states
+
+
+def fuse_layers(model: nn.Module, specs: dict[int, AttentionSpec], dtype: torch.dtype, pieces: Pieces) -> None:
+    """Replace, in place, the decoder layers of a fused `model` that have the common parts and steps.
+
+    None is replaced where the model reads what a layer was given after that layer.
+    """
+    fused: dict[nn.Module, FusedLayer] = {}
+
+    def probe(layer: nn.Module, given: tuple[Any, ...], named: dict[str, Any], out: Any) -> None:
+        replacement = _fused_layer(layer, given, named, out, dtype)
+        if replacement is not None:
+            fused[layer] = replacement
+            given[0].fill_(torch.nan)  # so that whoever reads it shows
+
+    hooks = [layer.register_forward_hook(probe, with_kwargs=True) for layer in model.modules() if _has_parts(layer)]
+    ids = torch.arange(_PROBE_TOKENS, device=next(model.parameters()).device)[None]
+    try:
+        logits = model(
+            input_ids=ids, position_ids=ids, use_cache=False, llmbatch=pieces.probe_step(specs, dtype, _PROBE_TOKENS)
+        ).logits
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if not logits.isnan().any():
+        replace_modules(model, fused.get)
+
+
+def _has_parts(layer: nn.Module) -> bool:
+    return all(isinstance(getattr(layer, name, None), kind) for name, kind in _PARTS.items())
+
+
+def _fused_layer(
+    layer: Any, given: tuple[Any, ...], named: dict[str, Any], out: Any, dtype: torch.dtype
+) -> FusedLayer | None:
+    """The replacement of a layer that was called like this, and returned this."""
+    if layer.self_attn.o_proj.bias is not None or layer.mlp.down_proj.bias is not None or len(given) != 1:
+        return None
+    [hidden] = given
+    try:
+        attended, _ = layer.self_attn(layer.input_layernorm(hidden), **named)
+    except TypeError:
+        return None  # attention is given something else than the layer
+    between = hidden + attended
+    expected = between + layer.mlp(layer.post_attention_layernorm(between))
+    # To the bit: a factor at a sum may move it less than the order of sums does, beside a large input.
+    if not isinstance(out, torch.Tensor) or not torch.equal(out, expected):
+        return None
+    fused = FusedLayer(layer)
+    return fused if equal(fused(hidden.clone(), **named), expected, dtype) else None

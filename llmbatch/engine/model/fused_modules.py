@@ -1,0 +1,279 @@
+"""Modules of a transformers model replaced by equal ones that touch memory less often.
+
+Three shapes of module make up most decoder layers whatever the family is called: RMSNorm, a gated MLP
+(`gate_proj`, `up_proj`, `down_proj`), and attention with separate projections (`q_proj`, `k_proj`, `v_proj`,
+`o_proj`, perhaps norms of queries and keys). Each is recognised by its shape, and its replacement takes its place
+only after both gave the same answer to a probe. What is not recognised, or differs, stays as it is and works.
+On a processor the weights of linear layers are laid out as the products of MKL read them, or of oneDNN where there is
+no MKL (`pack_linears`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from llmbatch.engine.model.ops import Pieces, StepAttention
+from llmbatch.kernels.spec import GELU_TANH, SILU, AttentionSpec
+
+_PROBE_TOKENS = 3
+
+
+class FusedNorm(nn.Module):
+    """RMSNorm in one pass."""
+
+    def __init__(self, weight: torch.Tensor, epsilon: float, pieces: Pieces) -> None:
+        super().__init__()
+        self._weight = weight.detach().float().contiguous()
+        self._epsilon = epsilon
+        self._pieces = pieces
+
+    @property
+    def scale(self) -> torch.Tensor:
+        """The factor of each element, float32 [width]."""
+        return self._weight
+
+    @property
+    def epsilon(self) -> float:
+        """What is added to the mean square."""
+        return self._epsilon
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Each row over its root mean square, times the weight."""
+        hidden_states = hidden_states.contiguous()
+        out = torch.empty_like(hidden_states)
+        width = hidden_states.shape[-1]
+        self._pieces.normalize(hidden_states.view(-1, width), self._weight, self._epsilon, out.view(-1, width))
+        return out
+
+
+class FusedMLP(nn.Module):
+    """activation(gate_proj(x)) * up_proj(x), then down_proj, as two products and one pass between."""
+
+    def __init__(self, original: Any, activation: int, pieces: Pieces) -> None:
+        super().__init__()
+        self._pieces = pieces
+        self.gate_up = _stack(original.gate_proj, original.up_proj)
+        self.down_proj: nn.Linear = original.down_proj
+        self._activation = activation
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """[..., hidden] to [..., hidden]."""
+        out: torch.Tensor = self.down_proj(self.inner(hidden_states))
+        return out
+
+    def inner(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """What `down_proj` is given, [..., width]."""
+        both = self.gate_up(hidden_states)
+        width = both.shape[-1] // 2
+        inner: torch.Tensor = both.new_empty(*both.shape[:-1], width)
+        self._pieces.gate(both.view(-1, 2 * width), self._activation, inner.view(-1, width))
+        return inner
+
+
+class FusedAttention(nn.Module):
+    """Attention whose three projections are one product, and whose keys and values go straight into pages."""
+
+    def __init__(self, original: Any, spec: AttentionSpec, *, halves: bool) -> None:
+        """`halves`: angles come once for the two halves of a head that are rotated against each other."""
+        super().__init__()
+        self._halves = halves
+        self.qkv = _stack(original.q_proj, original.k_proj, original.v_proj)
+        self.o_proj: nn.Linear = original.o_proj
+        self._spec = spec
+        norms: dict[str, Any] = {}
+        for side in ("query_norm", "key_norm"):
+            norm = getattr(original, side[0] + "_norm", None)
+            if isinstance(norm, FusedNorm):
+                norms[side] = norm.scale
+                norms["epsilon"] = norm.epsilon
+        self._norms = norms
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        *_: Any,
+        llmbatch: StepAttention,
+        **__: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """The contract of transformers' attention modules: [1, tokens, hidden] to the same, and no weights."""
+        return self.o_proj(self.inner(hidden_states, position_embeddings, llmbatch)[None]), None
+
+    def inner(
+        self, hidden_states: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor], step: StepAttention
+    ) -> torch.Tensor:
+        """What `o_proj` is given, [tokens, query heads * width]."""
+        packed = self.qkv(hidden_states)[0]
+        cosine, sine = (torch.cat((x[0], x[0]), -1) if self._halves else x[0] for x in position_embeddings)
+        return step.run(self._spec, packed, cosine=cosine.contiguous(), sine=sine.contiguous(), **self._norms)
+
+
+class PackedLinear(nn.Module):
+    """A linear layer in float32 whose weight is laid out once, for MKL or for oneDNN; some dozens of rows gain most.
+
+    MKL's layout is made for a number of rows, but its product takes any; the operator asks for the number it is given.
+    """
+
+    _ROWS = 64  # that the layout is made for
+
+    def __init__(self, original: nn.Linear, library: Literal["mkl", "mkldnn"]) -> None:
+        super().__init__()
+        self.in_features, self.out_features = original.in_features, original.out_features
+        weight = original.weight.detach()
+        bias: torch.Tensor | None = original.bias
+        self._bias = None if bias is None else bias.detach()
+        self._shape = weight.new_zeros(()).expand(weight.shape)  # MKL's operator asks the unpacked weight for its shape
+        self._mkl = library == "mkl"
+        reorder = torch.ops.mkl._mkl_reorder_linear_weight if self._mkl else torch.ops.mkldnn._reorder_linear_weight
+        self._weight = reorder(weight, self._ROWS)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """[..., in_features] to [..., out_features]."""
+        out: torch.Tensor
+        if self._mkl:
+            rows = hidden_states.numel() // self.in_features
+            out = torch.ops.mkl._mkl_linear(hidden_states, self._weight, self._shape, self._bias, rows)
+        else:
+            out = torch.ops.mkldnn._linear_pointwise(hidden_states, self._weight, self._bias, "none", [], "")
+        return out
+
+
+def fuse(model: nn.Module, specs: dict[int, AttentionSpec], dtype: torch.dtype, pieces: Pieces) -> None:
+    """Replace, in place, every module of `model` that has an equal and faster one."""
+    replace_modules(model, lambda module: _fused_norm(module, dtype, pieces))
+    replace_modules(model, lambda module: _fused_mlp(module, dtype, pieces))
+    replace_modules(model, lambda module: _fused_attention(module, specs, dtype, pieces))
+
+
+def pack_linears(model: nn.Module) -> None:
+    """Lay out the weights of linear layers in float32 as products on the processor read them."""
+    replace_modules(model, _packed_linear)
+
+
+def replace_modules(model: nn.Module, build: Callable[[nn.Module], nn.Module | None]) -> None:
+    """Put what `build` makes of a module in its place, except None."""
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            replacement = build(child)
+            if replacement is not None:
+                setattr(parent, name, replacement)
+
+
+def _stack(*layers: nn.Linear) -> nn.Linear:
+    """One linear layer whose outputs are those of `layers`, one after another."""
+    weight = torch.cat([layer.weight.detach() for layer in layers])
+    biases: list[torch.Tensor | None] = [layer.bias for layer in layers]
+    has_bias = any(bias is not None for bias in biases)
+    stacked = nn.Linear(weight.shape[1], weight.shape[0], bias=has_bias, device="meta", dtype=weight.dtype)
+    stacked.weight = nn.Parameter(weight, requires_grad=False)
+    if has_bias:
+        parts = [
+            weight.new_zeros(layer.out_features) if bias is None else bias.detach()
+            for layer, bias in zip(layers, biases, strict=True)
+        ]
+        stacked.bias = nn.Parameter(torch.cat(parts), requires_grad=False)
+    return stacked
+
+
+def equal(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Equal up to the order of sums; bfloat16 also up to where each side rounds."""
+    tolerance = 1e-4 if dtype == torch.float32 else 4e-2
+    a, b = a.float(), b.float()
+    return bool((a - b).abs().max() <= tolerance * b.abs().max().clamp(min=1e-6))
+
+
+def _probe(*shape: int, like: torch.Tensor) -> torch.Tensor:
+    """Numbers of the type of `like`, and where it is."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0)).to(like)
+
+
+def _fused_norm(module: nn.Module, dtype: torch.dtype, pieces: Pieces) -> FusedNorm | None:
+    weight = getattr(module, "weight", None)
+    epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    if (
+        "RMSNorm" not in type(module).__name__
+        or not isinstance(weight, torch.Tensor)
+        or weight.ndim != 1
+        or not isinstance(epsilon, float)
+    ):
+        return None
+    probe = _probe(_PROBE_TOKENS, len(weight), like=weight).to(dtype)
+    expected = module(probe)
+    for scale in (weight.detach().float(), 1.0 + weight.detach().float()):
+        fused = FusedNorm(scale, epsilon, pieces)
+        if equal(fused(probe), expected, dtype):
+            return fused
+    return None
+
+
+def _packed_linear(module: nn.Module) -> PackedLinear | None:
+    if type(module) is not nn.Linear:
+        return None
+    probe = _probe(_PROBE_TOKENS, module.in_features, like=module.weight)
+    expected = module(probe)
+    libraries: list[Literal["mkl", "mkldnn"]] = []
+    if torch.backends.mkl.is_available():  # type: ignore[no-untyped-call]
+        libraries.append("mkl")
+    if torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        libraries.append("mkldnn")
+    for library in libraries:
+        packed = PackedLinear(module, library)
+        if equal(packed(probe), expected, torch.float32):
+            return packed
+    return None
+
+
+def _linears(module: nn.Module, *names: str) -> bool:
+    return all(type(getattr(module, name, None)) is nn.Linear for name in names)
+
+
+def _fused_mlp(module: nn.Module, dtype: torch.dtype, pieces: Pieces) -> FusedMLP | None:
+    activation = getattr(module, "act_fn", None)
+    if not _linears(module, "gate_proj", "up_proj", "down_proj") or activation is None:
+        return None
+    grid = torch.linspace(-6, 6, 101)
+    if torch.allclose(activation(grid), functional.silu(grid), atol=1e-6):
+        kind = SILU
+    elif torch.allclose(activation(grid), functional.gelu(grid, approximate="tanh"), atol=1e-6):
+        kind = GELU_TANH
+    else:
+        return None
+    fused = FusedMLP(module, kind, pieces)
+    assert isinstance(module.gate_proj, nn.Linear)
+    probe = _probe(1, _PROBE_TOKENS, module.gate_proj.in_features, like=module.gate_proj.weight)
+    return fused if equal(fused(probe), module(probe), dtype) else None
+
+
+def _fused_attention(
+    module: nn.Module, specs: dict[int, AttentionSpec], dtype: torch.dtype, pieces: Pieces
+) -> FusedAttention | None:
+    spec = specs.get(getattr(module, "layer_idx", -1))
+    if spec is None or not _linears(module, "q_proj", "k_proj", "v_proj", "o_proj"):
+        return None
+    assert isinstance(module.q_proj, nn.Linear)
+    probe = _probe(1, _PROBE_TOKENS, module.q_proj.in_features, like=module.q_proj.weight)
+    angles = torch.linspace(0.1, 3.0, _PROBE_TOKENS * spec.width // 2).view(1, _PROBE_TOKENS, -1)
+
+    def step() -> StepAttention:
+        return pieces.probe_step({spec.layer: spec}, dtype, _PROBE_TOKENS)
+
+    for halves in (False, True):
+        turns = angles if halves else torch.cat((angles, angles), -1)
+        arguments: dict[str, Any] = {
+            "hidden_states": probe,
+            "position_embeddings": (turns.cos().to(probe), turns.sin().to(probe)),
+            "attention_mask": None,
+        }
+        try:
+            expected = module(**arguments, llmbatch=step())[0]
+        except (TypeError, RuntimeError, IndexError):
+            continue  # it takes other arguments than the common ones, or rotates another width
+        fused = FusedAttention(module, spec, halves=halves)
+        if equal(fused(**arguments, llmbatch=step())[0], expected, dtype):
+            return fused
+    return None

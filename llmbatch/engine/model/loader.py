@@ -1,0 +1,231 @@
+"""A folder to a model that runs over pages, or a clear reason why not.
+
+The one place that knows how transformers builds models. What the config cannot tell is learnt by a survey, a
+forward of two tokens in which every attention layer says what it asks for; what is not supported is refused.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import torch
+from safetensors import SafetensorError
+from torch import nn
+from transformers import AttentionInterface, AutoModelForCausalLM, GenerationConfig, PretrainedConfig
+
+from llmbatch.engine.model.checkpoints import has_weights, no_progress_bars
+from llmbatch.engine.model.config import LAYER_TYPES, DType, describe_model, unsupported
+from llmbatch.engine.model.fused_layers import fuse_layers
+from llmbatch.engine.model.fused_modules import fuse, pack_linears
+from llmbatch.engine.model.platform import Platform
+from llmbatch.errors import ModelError
+from llmbatch.kernels.spec import WIDEST, AttentionSpec
+
+LoadFormat = Literal["auto", "dummy"]
+
+_ATTENTION: Final = "llmbatch"
+_HARMLESS: Final = {
+    "dropout", "scaling", "sliding_window", "softcap", "position_ids", "use_cache", "cache_position",
+    "past_key_values", "output_attentions", "output_hidden_states", "return_dict", "s_aux",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model ready to run, with what a job needs to know of it."""
+
+    module: nn.Module
+    config: PretrainedConfig  # of the text model
+    eos_token_ids: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    context_length: int  # most tokens of prompt and answer together
+    attention: dict[int, AttentionSpec]  # by layer
+    notes: tuple[str, ...]  # what the user should be told, a sentence each
+
+
+def load_model(
+    folder: str,
+    *,
+    dtype: DType = "auto",
+    load_format: LoadFormat = "auto",
+    trust_remote_code: bool = False,
+    platform: Platform,
+) -> LoadedModel:
+    """Load the model in `folder` (see `resolve_model`) onto a device, straight from the files where they allow it.
+
+    `dtype` as for `describe_model`; `load_format` dummy fills the weights with seeded noise, for benchmarks.
+
+    Raises:
+        ModelError: the folder has no weights, or the model has a part that is not supported.
+    """
+    described = describe_model(folder, dtype=dtype, trust_remote_code=trust_remote_code, device=platform.device)
+    AttentionInterface.register(_ATTENTION, _attention)
+    arguments: dict[str, Any] = {
+        "dtype": described.dtype, "attn_implementation": _ATTENTION, "trust_remote_code": trust_remote_code,
+    }  # fmt: skip
+    module: nn.Module
+    if load_format == "dummy":
+        torch.manual_seed(0)
+        with platform.device:
+            module = AutoModelForCausalLM.from_config(described.whole_config, **arguments)  # type: ignore[no-untyped-call]
+    else:
+        if not has_weights(Path(folder)):
+            raise ModelError(
+                f"model folder {folder!r} holds no weights (*.safetensors or pytorch_model.bin): "
+                "complete it, or use load_format='dummy' for random ones."
+            )
+        try:
+            with no_progress_bars():
+                module = AutoModelForCausalLM.from_pretrained(
+                    folder, config=described.whole_config, local_files_only=True, **arguments, **_placed(platform)
+                )
+        except SafetensorError as error:
+            raise ModelError(
+                f"the weights in model folder {folder!r} must be whole, and a .safetensors file there cannot be read "
+                f"({error}): copy or download it again."
+            ) from error
+        except (OSError, ValueError, RuntimeError) as error:
+            raise ModelError(f"model folder {folder!r} cannot be loaded: {error}") from error
+    module.to(platform.device).eval().requires_grad_(False)
+    with torch.inference_mode():
+        attention = _survey(folder, module, described.config, platform.device)
+        for spec in attention.values():
+            if not platform.is_host and spec.width > WIDEST:
+                raise unsupported(folder, f"heads of {spec.width} elements", f"on a GPU they have {WIDEST} at most")
+        fuse(module, attention, described.dtype, platform.pieces)
+        if not platform.is_host:
+            fuse_layers(module, attention, described.dtype, platform.pieces)
+        elif described.dtype == torch.float32:
+            pack_linears(module)
+    eos, notes = _read_generation_config(Path(folder), described.config)
+    if not platform.is_host and load_format != "dummy" and find_spec("accelerate") is None:
+        notes = (
+            *notes,
+            "weights pass through the processor's memory on their way: pip install accelerate to avoid that",
+        )
+    return LoadedModel(
+        module=module,
+        config=described.config,
+        eos_token_ids=eos,
+        dtype=described.dtype,
+        device=platform.device,
+        context_length=described.context_length,
+        attention=attention,
+        notes=notes,
+    )
+
+
+def _placed(platform: Platform) -> dict[str, Any]:
+    """What has weights read from their files straight to the device; without it they are moved there afterwards."""
+    if platform.is_host or find_spec("accelerate") is None:
+        return {}
+    return {"device_map": {"": str(platform.device)}}
+
+
+def _attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    llmbatch: Any,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """What transformers calls for attention: [1, heads, tokens, width] each, to [1, tokens, heads, width]."""
+    out: torch.Tensor = llmbatch.attend(module, query, key, value, options)
+    return out, None
+
+
+class _Survey:
+    """Stands where a step does, and notes what every attention layer asks for."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+        self.specs: dict[int, AttentionSpec] = {}
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        options: dict[str, Any],
+    ) -> torch.Tensor:
+        if value.shape[-1] != query.shape[-1]:
+            raise unsupported(self._folder, "values of another size than keys", "head sizes must be equal")
+        for name, given in options.items():
+            known = name in _HARMLESS or given is None or (name == "is_causal" and given)
+            if not known and not isinstance(given, torch.LongTensor | dict | bool):
+                raise unsupported(
+                    self._folder,
+                    f"the attention option {name!r}",
+                    "supported are softmax, sliding window, softcap and sinks",
+                )
+        if getattr(module, "is_causal", True) is False or options.get("is_causal") is False:
+            raise unsupported(self._folder, "attention that is not causal", "every layer must be causal")
+        layer = getattr(module, "layer_idx", None)
+        if layer is None or layer in self.specs:
+            raise unsupported(self._folder, "attention layers that share a cache", "each must have its own layer_idx")
+        width = query.shape[-1]
+        sinks: torch.Tensor | None = options.get("s_aux")
+        self.specs[layer] = AttentionSpec(
+            layer=layer,
+            query_heads=query.shape[1],
+            heads=key.shape[1],
+            width=width,
+            scale=float(options.get("scaling") or width**-0.5),
+            window=int(options.get("sliding_window") or 0),
+            softcap=float(options.get("softcap") or 0.0),
+            sinks=None if sinks is None else sinks.detach().float().contiguous(),
+        )
+        return torch.zeros_like(query).transpose(1, 2)
+
+
+def _survey(folder: str, module: nn.Module, text: PretrainedConfig, device: torch.device) -> dict[int, AttentionSpec]:
+    survey = _Survey(folder)
+    tokens = torch.zeros(1, 2, dtype=torch.long, device=device)
+    module(
+        input_ids=tokens,
+        position_ids=torch.arange(2, device=device)[None],
+        use_cache=False,
+        logits_to_keep=torch.zeros(1, dtype=torch.long, device=device),
+        llmbatch=survey,
+    )
+    if len(survey.specs) != text.num_hidden_layers:
+        raise unsupported(
+            folder,
+            f"{text.num_hidden_layers - len(survey.specs)} layers without softmax attention",
+            f"supported are {' and '.join(LAYER_TYPES)}",
+        )
+    return survey.specs
+
+
+def _read_generation_config(path: Path, text: PretrainedConfig) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """EOS ids, from generation_config.json where there is one, and which of its fields are left aside."""
+    given: dict[str, Any] = {}
+    if (path / "generation_config.json").is_file():
+        given = json.loads((path / "generation_config.json").read_text())
+    eos = given.get("eos_token_id", text.eos_token_id)
+    ids = () if eos is None else tuple(int(i) for i in (eos if isinstance(eos, list) else [eos]))
+    known = GenerationConfig().to_dict()  # type: ignore[no-untyped-call]
+    left = sorted(
+        name
+        for name, value in given.items()
+        if name in known
+        and not name.startswith("_")
+        and value not in (None, False)
+        and not name.endswith("_token_id")
+        and name not in ("do_sample", "use_cache", "transformers_version")
+    )
+    if not left:
+        return ids, ()
+    return ids, (
+        f"generation_config.json sets {', '.join(left)}, which is not applied: only its EOS ids are; "
+        "give sampling parameters to the job.",
+    )

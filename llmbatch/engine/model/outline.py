@@ -1,0 +1,158 @@
+"""A model that is described and not run, without torch and transformers: what the simulated engine needs of it.
+
+A config is read as it stands in `config.json`, where it is one of a family that is known to run and names every field
+that is asked for; of any other, `llmbatch.engine.model.config` says what it is, which takes seconds to import.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Final, Protocol
+
+from llmbatch.choices import DType
+from llmbatch.engine.config import EngineConfig
+from llmbatch.errors import ParameterError
+from llmbatch.kernels.cpu.tile import LANES
+from llmbatch.perf_model.cost import CostModel, ModelShape
+from llmbatch.perf_model.hardware import find_hardware
+from llmbatch.perf_model.shape import read_field
+from llmbatch.planning.workload import Pool
+from llmbatch.system.measurements import recalled
+from llmbatch.system.memory import available_memory
+
+POOL_SHARE: Final = 0.5  # of the memory that is free once the weights are loaded
+# A page of 16 costs prompts of a few dozen shared tokens half their sharing (docs/decisions/0005).
+HOST_PAGE_SIZE: Final = 8  # tokens, where none is asked for, on a processor
+HOST_RUNNING: Final = 512  # sequences in flight, likewise
+BFLOAT16_GAIN: Final = "bfloat16"  # the name of what is measured to choose a type
+_SIMULATED: Final = "a100-80gb"  # the hardware that plans are made for where nothing is computed
+_HOST_SECONDS: Final = 5e-4  # that a job's own process takes for a step (benchmarks/rows.py)
+_FAMILIES: Final = ("gemma", "gemma2", "gemma3_text", "llama", "mistral", "qwen2", "qwen3")
+_FIELDS: Final = (
+    "head_dim", "hidden_size", "intermediate_size", "max_position_embeddings", "num_attention_heads",
+    "num_hidden_layers", "num_key_value_heads", "vocab_size",
+)  # fmt: skip
+
+
+class Element(Protocol):
+    """A type of numbers."""
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one."""
+        ...
+
+
+class Described(Protocol):
+    """What is asked of a model that is not run."""
+
+    @property
+    def config(self) -> object:
+        """Of the text model."""
+        ...
+
+    @property
+    def dtype(self) -> Element:
+        """Of weights and KV."""
+        ...
+
+    @property
+    def context_length(self) -> int:
+        """Most tokens of prompt and answer together."""
+        ...
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Of KV, in all layers."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class NamedType:
+    """A type of numbers, by its name."""
+
+    name: str
+    itemsize: int
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """A model as its `config.json` has it."""
+
+    config: SimpleNamespace
+    dtype: NamedType
+    context_length: int
+    bytes_per_token: int
+
+
+def outline(folder: str, dtype: DType) -> Outline | None:
+    """The outline of a model on a processor; None where more must be asked to know it."""
+    try:
+        config = SimpleNamespace(**json.loads((Path(folder) / "config.json").read_text()))
+    except (OSError, ValueError, TypeError):
+        return None
+    given = (getattr(config, name, None) for name in _FIELDS)
+    plain = all(isinstance(value, int) and value > 0 for value in given)
+    if not plain or getattr(config, "model_type", None) not in _FAMILIES or hasattr(config, "quantization_config"):
+        return None
+    element = _element(dtype)
+    if element is None:
+        return None
+    return Outline(config, element, config.max_position_embeddings, kv_bytes(config, element, padded=True))
+
+
+def kv_bytes(config: object, dtype: Element, *, padded: bool) -> int:
+    """KV bytes of one token in all layers, as pages hold them; `padded` values are as wide as a multiple of 16."""
+    heads = int(read_field(config, "num_attention_heads"))
+    width = int(read_field(config, "head_dim") or read_field(config, "hidden_size") // heads)
+    wide = -(-width // LANES) * LANES if padded else width
+    layers, shared = read_field(config, "num_hidden_layers"), read_field(config, "num_key_value_heads")
+    return int(layers * (shared or heads) * (width + wide) * dtype.itemsize)
+
+
+def pool_of(model: Described, config: EngineConfig, *, free: float, page_size: int) -> Pool:
+    """The pool in so much `free` memory, as far as it is known before the weights are loaded.
+
+    Raises ParameterError where no page fits.
+    """
+    page_bytes = model.bytes_per_token * page_size
+    memory = config.kv_memory
+    if memory is None:
+        memory = int(POOL_SHARE * max(0.0, free - shape_of(model).weight_bytes))
+    if memory < page_bytes:
+        raise ParameterError(f"kv_memory must hold at least one page of {page_bytes:,} bytes, got {memory:,}")
+    return Pool(memory // page_bytes, page_size)
+
+
+def simulated_pool(model: Described, config: EngineConfig) -> Pool:
+    """The pool of an engine that holds nothing in it."""
+    return pool_of(model, config, free=available_memory(), page_size=config.page_size or HOST_PAGE_SIZE)
+
+
+def simulated_cost(model: Described) -> CostModel:
+    """What requests are taken to cost where nothing is computed."""
+    return CostModel(shape_of(model), replace(find_hardware(_SIMULATED), step_seconds=_HOST_SECONDS))
+
+
+def shape_of(model: Described) -> ModelShape:
+    """Its shape, with weights and KV of its type."""
+    return ModelShape.from_config(model.config, model.dtype.itemsize)
+
+
+def _element(dtype: DType) -> NamedType | None:
+    """The type on a processor; None where it is not known which one is faster, or there is no such type."""
+    if dtype == "auto":
+        gain = recalled(BFLOAT16_GAIN, version("torch"))
+        if gain is None:
+            return None
+        dtype = "bfloat16" if gain > 1 else "float32"
+    if dtype == "float16":
+        return None
+    return NamedType(dtype, 2 if dtype == "bfloat16" else 4)

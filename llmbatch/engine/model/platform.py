@@ -1,0 +1,26 @@
+"""A device that models run on, and what is particular to it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from llmbatch.engine.model.ops import Pieces
+
+
+@dataclass(frozen=True, slots=True)
+class Platform:
+    """A device, and the kernels for it."""
+
+    device: torch.device
+    pieces: Pieces
+    page_size: int  # tokens, where none is asked for
+    max_running: int  # sequences in flight, likewise
+    is_host: bool = False  # the processor, with the kernels for it
+    notes: tuple[str, ...] = ()  # what the user should be told, a sentence each
+
+    def enter(self) -> None:
+        """Make it the device of this thread: kernels are launched on that, wherever their tensors lie."""
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)

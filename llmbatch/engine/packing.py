@@ -1,0 +1,60 @@
+"""The tokens of a step, packed one sequence after the other, as far as the host knows them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmbatch.compiled import njit
+from llmbatch.engine.generation import Generation
+from llmbatch.scheduler.output import Step
+
+
+class PackedTokens(NamedTuple):
+    """Int32 [tokens] each."""
+
+    ids: NDArray[np.int32]  # negative where it was generated: -1 - its place in `Generation.tokens`, flat
+    positions: NDArray[np.int32]
+    places: NDArray[np.int32]  # where its key and value go: page times page size, and its place in the page
+
+
+def pack_tokens(step: Step, generation: Generation, page_size: int) -> PackedTokens:
+    """A step's tokens, of what was generated so far, or is queued to be."""
+    requests, packed = generation.requests, np.empty((3, step.num_tokens), np.int32)
+    _pack(
+        requests.tokens, requests.offsets, generation.tokens.shape[1], step.slots, step.requests, step.starts,
+        step.counts, step.block_tables, page_size, *packed,
+    )  # fmt: skip
+    return PackedTokens(*packed)
+
+
+@njit(cache=True)
+def _pack(
+    prompts: NDArray[np.int32],
+    offsets: NDArray[np.int64],
+    columns: int,
+    slots: NDArray[np.int32],
+    requests: NDArray[np.int32],
+    starts: NDArray[np.int32],
+    counts: NDArray[np.int32],
+    tables: NDArray[np.int32],
+    page_size: int,
+    ids: NDArray[np.int32],
+    positions: NDArray[np.int32],
+    places: NDArray[np.int32],
+) -> None:
+    t = 0
+    for i in range(slots.size):
+        begin = offsets[requests[i]]
+        prompt_length = offsets[requests[i] + 1] - begin
+        slot = slots[i]
+        for position in range(starts[i], starts[i] + counts[i]):
+            if position < prompt_length:
+                ids[t] = prompts[begin + position]
+            else:
+                ids[t] = -1 - (slot * columns + position - prompt_length)
+            positions[t] = position
+            places[t] = tables[slot, position // page_size] * page_size + position % page_size
+            t += 1

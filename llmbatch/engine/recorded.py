@@ -1,0 +1,48 @@
+"""A simulated engine in a job: as many tokens as were recorded, at once, and a text that says so."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmbatch.engine.simulated import SimulatedEngine
+from llmbatch.perf_model.cost import CostModel
+from llmbatch.preprocess.request_batch import Requests
+from llmbatch.scheduler.output import Finish, Step, StepResult
+
+
+class PlaceholderEngine:
+    """Generates each request's recorded number of tokens (`Requests.recorded`)."""
+
+    def __init__(self, cost: CostModel) -> None:
+        self._cost = cost
+
+    def begin(self, requests: Requests) -> None:
+        """Take the requests that the next steps are about, and forget what was in slots."""
+        self._requests = requests
+        self._engine = SimulatedEngine(requests.recorded, self._cost)
+
+    def go_on(self, requests: Requests) -> None:
+        """Take other requests, among which are those that are in slots."""
+        self._requests = requests
+        self._engine.go_on(requests.recorded)
+
+    def execute(self, step: Step) -> StepResult:
+        """Generate a token for each sequence that samples; one that ends before max_tokens stopped by itself."""
+        result = self._engine.execute(step)
+        ended = result.finished != Finish.RUNNING
+        requests = step.requests[step.samples][ended]
+        stopped = self._requests.recorded[requests] < self._requests.max_tokens[requests]
+        result.finished[ended] = np.where(stopped, Finish.STOP, Finish.LENGTH)
+        return result
+
+    def retire(self, slot: int) -> NDArray[np.int32]:
+        """As many zeros as were generated."""
+        return self._engine.retire(slot)
+
+
+def placeholder_texts(requests: Requests, index: NDArray[np.int32], answers: Sequence[NDArray[np.int32]]) -> list[str]:
+    """A text for each answer that says how long it is."""
+    return [f"{len(tokens)} simulated tokens" for tokens in answers]

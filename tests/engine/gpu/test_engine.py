@@ -1,0 +1,152 @@
+"""The engine for a device gives the answers of `generate`: on a GPU where there is one, else in the interpreter."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from numpy.typing import NDArray
+from transformers import LlamaConfig
+
+pytest.importorskip("triton")
+
+from llmbatch import LLMOperator
+from llmbatch.engine.calibration.memory_profile import run_largest
+from llmbatch.engine.cpu.sampler import sample
+from llmbatch.engine.gpu.attention import PAGE_SIZE, DevicePieces
+from llmbatch.engine.gpu.engine import AcceleratedEngine
+from llmbatch.engine.gpu.sampler import Draw, choose
+from llmbatch.engine.model.config import bytes_per_token
+from llmbatch.engine.model.loader import LoadedModel, load_model
+from llmbatch.engine.model.platform import Platform
+from llmbatch.errors import ModelError, ParameterError
+from llmbatch.kernels.triton.backend import TritonAttention
+from llmbatch.scheduler.admission_order import Blend
+from tests.support.golden import Golden, generate
+from tests.support.models import EOS, FAMILIES, PAD, tiny_model, tiny_model_folder
+
+DEVICE = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+PLATFORM = Platform(DEVICE, DevicePieces(DEVICE), PAGE_SIZE, max_running=512)
+MAX_TOKENS = 9
+
+
+def prompts() -> list[list[int]]:
+    """Two groups with prefixes of 9 and 5 tokens, and one of a single token."""
+    rng = np.random.default_rng(5)
+    prefixes = [rng.integers(0, 256, length).tolist() for length in (9, 5)]
+    return [*(prefixes[i % 2] + rng.integers(0, 256, 1 + i).tolist() for i in range(5)), [7]]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[LoadedModel, Any]:
+    """A family's tiny model, loaded, and what `generate` says."""
+    folder = tiny_model_folder(tmp_path_factory.mktemp(request.param), request.param)
+    rows = prompts()
+    expected = generate(tiny_model(request.param), rows, [MAX_TOKENS] * len(rows), [EOS], PAD)
+    return load_model(folder, dtype="float32", platform=PLATFORM), expected
+
+
+def test_answers_are_those_of_generate_though_rows_are_preempted(family: tuple[LoadedModel, Any]) -> None:
+    loaded, expected = family
+    golden = Golden(prompts(), MAX_TOKENS, page_size=4, spare_pages=2)
+    engine = AcceleratedEngine(loaded, TritonAttention(DEVICE), num_pages=golden.num_pages, page_size=4)
+    assert golden.run(engine, Blend(), 16) == expected
+    assert golden.preemptions > 0
+    assert golden.cached > 0
+
+
+def test_an_operator_runs_on_it(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its answers are those of the processor, drawn ones and one with a stop string among them."""
+    text = "abcdef" * 4
+    params = [
+        json.dumps(one)
+        for one in ({}, {"temperature": 1.0, "seed": 3}, {"temperature": 0.7, "top_k": 5, "seed": 4}, {"stop": "a"})
+    ]
+    rows = pa.table({"text": [text, text + "x", "y", text + "z"], "params": params})
+    given: dict[str, Any] = {"model": model, "prompt": "text", "max_tokens": 5, "dtype": "float32", "kv_memory": 2**20}
+    given["page_size"] = 8
+    expected = LLMOperator(**given, sampling_params="params")(rows)
+    monkeypatch.setattr("llmbatch.engine.devices.find_platform", lambda device: PLATFORM)
+    answered = LLMOperator(**given, sampling_params="params", device="cuda")(rows)
+    assert answered.equals(expected)
+    assert answered["error"].null_count == rows.num_rows
+
+
+def test_heads_that_are_too_wide_are_refused(tmp_path: Path) -> None:
+    config = LlamaConfig(
+        hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1,
+        head_dim=272, vocab_size=32, max_position_embeddings=64,
+    )  # fmt: skip
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ModelError) as caught:
+        load_model(str(tmp_path), dtype="float32", load_format="dummy", platform=PLATFORM)
+    assert str(caught.value) == (
+        f"model '{tmp_path}' uses heads of 272 elements, which is not supported: on a GPU they have 256 at most."
+    )
+
+
+def test_pages_of_a_device_are_of_a_power_of_two(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("llmbatch.engine.devices.find_platform", lambda device: PLATFORM)
+    with pytest.raises(ParameterError) as caught:
+        LLMOperator(model=model, prompt="text", page_size=24)(pa.table({"text": ["a"]}))
+    assert str(caught.value) == "page_size must be a power of two on a GPU, got 24"
+
+
+def test_the_largest_step_is_run_to_see_what_it_takes(model: str) -> None:
+    loaded = load_model(model, dtype="float32", platform=PLATFORM)
+    taken = run_largest(loaded, TritonAttention(DEVICE), tokens=10, rows=3, page_size=16)
+    assert taken == 3 * 16 * bytes_per_token(loaded.config, torch.float32, torch.device("cuda"))
+
+
+def test_the_tokens_of_the_largest_step_are_drawn_with_a_top_p(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[Draw | None] = []
+
+    def noted(logits: torch.Tensor, draw: Draw | None) -> tuple[torch.Tensor, torch.Tensor]:
+        drawn.append(draw)
+        return choose(logits, draw)
+
+    monkeypatch.setattr("llmbatch.engine.gpu.engine.choose", noted)
+    loaded = load_model(model, dtype="float32", platform=PLATFORM)
+    run_largest(loaded, TritonAttention(DEVICE), tokens=10, rows=3, page_size=16)
+    [draw] = drawn
+    assert draw is not None
+    assert draw.top.tolist() == [0, 1, 2]
+
+
+Sampling = tuple[NDArray[np.float32], NDArray[np.int32], NDArray[np.float32], NDArray[np.uint64], NDArray[np.int32]]
+
+
+def sixty_rows() -> tuple[NDArray[np.float32], Sampling]:
+    """Logits, one of which is NaN, and how rows are drawn: the arguments of `Draw.of`."""
+    rng = np.random.default_rng(0)
+    logits = (3 * rng.standard_normal((60, 300))).astype(np.float32)
+    logits[7, 5] = np.nan
+    temperature = rng.choice([0.0, 0.5, 1.0, 2.0], 60).astype(np.float32)
+    top_k = rng.choice([0, 1, 4, 50], 60).astype(np.int32)
+    top_p = rng.choice([1.0, 0.3, 0.9], 60).astype(np.float32)
+    seeds, positions = rng.integers(0, 2**63, 60).astype(np.uint64), rng.integers(0, 99, 60).astype(np.int32)
+    return logits, (temperature, top_k, top_p, seeds, positions)
+
+
+def test_draws_are_those_of_the_processor() -> None:
+    logits, given = sixty_rows()
+    expected, finite = np.empty(60, np.int32), np.empty(60, np.bool_)
+    sample(logits, *given, expected, finite)
+    tokens, fine = choose(torch.from_numpy(logits).to(DEVICE), Draw.of(*given))
+    assert fine.tolist() == finite.tolist()
+    assert tokens[fine].tolist() == expected[finite].tolist()
+
+
+@pytest.mark.parametrize("rows", [1, 7])
+def test_rows_drawn_in_blocks_get_the_tokens_of_rows_drawn_at_once(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    logits, given = sixty_rows()
+    there, draw = torch.from_numpy(logits).to(DEVICE), Draw.of(*given)
+    at_once, _ = choose(there, draw)
+    monkeypatch.setattr("llmbatch.engine.gpu.sampler._BLOCK", rows * logits.shape[1])
+    in_blocks, _ = choose(there, draw)
+    assert in_blocks.tolist() == at_once.tolist()

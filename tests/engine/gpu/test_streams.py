@@ -1,0 +1,123 @@
+"""What is queued on a device's streams, and in what order, as far as a card that is not there allows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from llmbatch.engine.gpu.cuda_graphs import GraphRecorder
+from llmbatch.engine.gpu.execution import Decided, Partitioned, StreamLane
+from llmbatch.engine.gpu.microbatch import sides
+from llmbatch.scheduler.token_budget import Rates
+from tests.engine.gpu.test_execution import step_of
+
+CARD = torch.device("cuda", 0)
+
+
+class Card:
+    """Notes what streams are asked to do."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.now = Stream(self, "products")
+
+    @contextmanager
+    def on(self, stream: Stream) -> Iterator[None]:
+        before, self.now = self.now, stream
+        yield
+        self.now = before
+
+    def queue(self, what: str) -> torch.Tensor:
+        self.log.append(f"{self.now.name}: {what}")
+        return torch.zeros(1)
+
+
+class Stream:
+    def __init__(self, card: Card, name: str) -> None:
+        self.card, self.name = card, name
+
+    def wait_stream(self, other: Stream) -> None:
+        self.card.log.append(f"{self.name} waits for {other.name}")
+
+    def wait_event(self, event: Event) -> None:
+        self.card.log.append(f"{self.name} waits for what {event.after} had")
+
+
+class Event:
+    after = ""
+
+    def record(self, stream: Stream) -> None:
+        self.after = stream.name
+
+
+class Graph:
+    """What `torch.cuda.CUDAGraph` is, as far as it is used."""
+
+    replays = 0
+
+    def pool(self) -> str:
+        return "pool"
+
+    def replay(self) -> None:
+        self.replays += 1
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> Card:
+    here = Card()
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device=None, priority=0: Stream(here, f"beside {priority}"))
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: here.now)
+    monkeypatch.setattr(torch.cuda, "stream", here.on)
+    return here
+
+
+def test_attention_is_queued_behind_products_and_products_behind_it(card: Card) -> None:
+    _, join = StreamLane(CARD).begin(lambda: card.queue("attention"))
+    card.queue("the other half's products")
+    join()
+    card.queue("products")
+    assert card.log == [
+        "beside -1 waits for products", "beside -1: attention", "products: the other half's products",
+        "products waits for what beside -1 had", "products: products",
+    ]  # fmt: skip
+
+
+def test_both_sides_begin_after_what_is_queued_and_end_before_what_follows(card: Card) -> None:
+    streams: Any = Stream(card, "left"), Stream(card, "right")
+    execution = Partitioned(Rates(1.0, 0.0, 0.0, 1.0, 0.0, False), lambda share: streams)
+    decided = Decided(sides(step_of([5], [(0, 4, True)])), 0.5)
+    execution.run(decided, [lambda: card.queue("prefills"), lambda: card.queue("decodes")])
+    assert card.log == [
+        "left waits for products", "right waits for products", "left: prefills", "right: decodes",
+        "products waits for left", "products waits for right",
+    ]  # fmt: skip
+
+
+def test_a_graph_is_recorded_after_a_first_run_and_shares_the_memory_of_others(
+    card: Card, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graphs: list[tuple[Graph, str | None]] = []
+
+    @contextmanager
+    def recording(graph: Graph, pool: str | None) -> Iterator[None]:
+        graphs.append((graph, pool))
+        with card.on(Stream(card, "recording")):
+            yield
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", recording)
+    recorder = GraphRecorder()
+    repeat = recorder.record(lambda: card.log.append(f"{card.now.name}: work"))
+    assert card.log == [
+        "beside 0 waits for products", "beside 0: work", "products waits for beside 0", "recording: work",
+    ]  # fmt: skip
+    repeat()
+    recorder.record(lambda: None)
+    assert [(graph.replays, pool) for graph, pool in graphs] == [(1, None), (0, "pool")]

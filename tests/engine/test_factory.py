@@ -1,0 +1,134 @@
+"""What is measured of a device before a job, what is kept of it, and what the user is told."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from llmbatch.engine import factory
+from llmbatch.engine.calibration import calibrate, memory_profile, microbenchmarks
+from llmbatch.engine.calibration.memory_profile import Room
+from llmbatch.engine.calibration.store import DeviceCalibration, Fitted
+from llmbatch.engine.factory import Preparation, cost_model, prepare, size_pool
+from llmbatch.engine.gpu.attention import PAGE_SIZE, DevicePieces
+from llmbatch.engine.model.config import ModelDescription, describe_model
+from llmbatch.engine.model.platform import Platform
+from llmbatch.errors import ModelError
+from llmbatch.options import Options
+from llmbatch.perf_model.cost import CostModel
+from llmbatch.perf_model.hardware import Hardware
+from llmbatch.planning.workload import Pool, Scheduling
+
+CARD = torch.device("cuda", 0)
+PLATFORM = Platform(CARD, DevicePieces(CARD), PAGE_SIZE, max_running=64)
+HARDWARE = Hardware(name="card", compute=1e12, bandwidth=1e11, memory=1e10)
+ROOM = 1 << 20
+
+
+def fitted(gain: float, exponent: float) -> Fitted:
+    return Fitted(HARDWARE, exponent, cascade=True, share_near=1.0, largest_miss=0.0, gain=gain)
+
+
+class Card:
+    """A card that is not there, with what was measured of it."""
+
+    def __init__(self) -> None:
+        self.room = Room(ROOM, None)
+        self.calibration = DeviceCalibration(
+            {"sequential": fitted(1.0, 1.0), "interleaved": fitted(1.3, 2.5)}, {"partitioned": "it is too old"}
+        )
+        self.calibrated = 0
+
+    def calibrate(self, cost: CostModel, *_: Any) -> DeviceCalibration:
+        assert cost.cascade
+        self.calibrated += 1
+        return self.calibration
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Card:
+    here = Card()
+    properties = SimpleNamespace(name="Card", total_memory=1 << 30)
+    monkeypatch.setenv("LLMBATCH_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 30, 1 << 30))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 0)
+    monkeypatch.setattr(factory, "choose_attention", lambda *_, **__: (SimpleNamespace(cascade=True), ("a note",)))
+    monkeypatch.setattr(memory_profile, "measure_room", lambda *_, **__: here.room)
+    monkeypatch.setattr(microbenchmarks, "measure_device", lambda *_: replace(HARDWARE, name="measured"))
+    monkeypatch.setattr(calibrate, "calibrate_device", here.calibrate)
+    return here
+
+
+@pytest.fixture
+def described(model: str) -> ModelDescription:
+    return describe_model(model, dtype="float32", device=CARD)
+
+
+def prepared(described: ModelDescription, **given: Any) -> Preparation:
+    options = Options.build(model="m", prompt="text", max_tokens=1, **given)
+    loaded: Any = SimpleNamespace(attention={}, dtype=torch.float32, device=CARD)
+    pool = size_pool(PLATFORM, described, options)
+    return prepare(PLATFORM, described, loaded, options, Scheduling(max_running=64), pool)
+
+
+def test_pages_get_what_the_largest_step_leaves(card: Card, described: ModelDescription) -> None:
+    pages = ROOM // (described.bytes_per_token * PAGE_SIZE)
+    assert prepared(described).pool == Pool(pages, PAGE_SIZE)
+    assert prepared(described, kv_memory=1 << 16).pool.num_pages < pages
+
+
+def test_a_card_is_calibrated_once(card: Card, described: ModelDescription, tmp_path: Path) -> None:
+    first, again = prepared(described), prepared(described)
+    assert card.calibrated == 1
+    [file] = (tmp_path / "cache" / "calibrations").iterdir()
+    told = (
+        "the GPU was calibrated for this model in 0 seconds: interleaved is 1.30 x as fast as sequential, partitioned "
+        f"cannot run; kept in {file}"
+    )
+    assert first.notes == ("a note", told)
+    assert again.notes == ("a note",)
+    assert again.cost == first.cost == card.calibration.fitted["interleaved"].cost(first.cost.shape)
+
+
+def test_the_fastest_strategy_runs_unless_one_is_asked_for(card: Card, described: ModelDescription) -> None:
+    assert prepared(described).strategy == "interleaved"
+    chosen = prepared(described, overlap="sequential")
+    assert (chosen.strategy, chosen.cost.overlap.exponent) == ("sequential", 1.0)
+    with pytest.raises(ModelError) as caught:
+        prepared(described, overlap="partitioned")
+    assert str(caught.value) == (
+        "overlap 'partitioned' cannot be used here: it is too old; or take overlap='auto' (--overlap auto)."
+    )
+
+
+def test_forecasts_go_by_what_was_calibrated_earlier(card: Card, described: ModelDescription) -> None:
+    options = Options.build(model="m", prompt="text", max_tokens=1)
+    assert cost_model(PLATFORM, described, options).hardware.name == "measured"
+    after = prepared(described).cost
+    assert cost_model(PLATFORM, described, options) == after
+
+
+def test_steps_that_cannot_be_recorded_are_named(card: Card, described: ModelDescription) -> None:
+    card.room = Room(ROOM, "it waits")
+    found = prepared(described)
+    assert not found.records
+    assert found.notes[1] == "small steps are not recorded as CUDA graphs, and take longer: it waits"
+
+
+def test_a_calibration_that_cannot_be_kept_is_used(card: Card, described: ModelDescription, tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("")
+    found = prepared(described)
+    assert found.strategy == "interleaved"
+    assert found.notes[1] == (
+        "the GPU is calibrated by every job, since what was measured cannot be kept: [Errno 20] Not a directory: "
+        f"'{tmp_path / 'cache' / 'calibrations'}'"
+    )
