@@ -17,12 +17,12 @@ from typing import Any
 import numpy as np
 from simulations import Setting
 
-from llmbatch.clock import SimulatedDriver
-from llmbatch.driver import Ended
 from llmbatch.perf_model.cost import CostModel
 from llmbatch.perf_model.fit import MeasuredSteps
-from llmbatch.refit import Refit
-from llmbatch.runner import ShardRun
+from llmbatch.runtime.refit import Refit
+from llmbatch.runtime.shard_run import ShardRun
+from llmbatch.runtime.simulated_loop import SimulatedDriver
+from llmbatch.runtime.step_loop import Ended
 from llmbatch.scheduler.scheduler import Scheduler
 from llmbatch.simulate import Knowledge, describe, run_workload
 

@@ -24,7 +24,7 @@ from unittest import mock
 
 from simulations import TABLE2, Setting, write
 
-from llmbatch import runner
+from llmbatch.runtime import shard_run
 from llmbatch.scheduler.admission_order import Blend
 from llmbatch.scheduler.token_budget import ClosedLoopBudget
 from llmbatch.simulate import Knowledge, simulate
@@ -41,21 +41,21 @@ class Constant:
 
 
 CONSTANTS = (
-    Constant("runner.Blend.least", (0.0, 0.05, 0.2)),
-    Constant("runner.Blend.most", (0.1, 0.4)),
-    Constant("runner.ClosedLoopBudget.floor", (0, 256, 512)),
-    Constant("runner.ClosedLoopBudget.ceiling", (2048, 4096)),
+    Constant("shard_run.Blend.least", (0.0, 0.05, 0.2)),
+    Constant("shard_run.Blend.most", (0.1, 0.4)),
+    Constant("shard_run.ClosedLoopBudget.floor", (0, 256, 512)),
+    Constant("shard_run.ClosedLoopBudget.ceiling", (2048, 4096)),
     Constant("plan._KEEP", (0.95, 1.0)),
     Constant("plan._RIGHT", (0.25, 1.0)),
     Constant("plan._LARGE", (0.0, 1.0)),
     Constant("experiment.page_size", (1, 64)),
     Constant("experiment.sample_fraction", (0.002, 0.05, 0.2), "sampled"),
-    Constant("runner._TRUST", (0.0, 0.25, 0.75, 1.0), "sampled"),
-    Constant("runner._LEAST_RATIO", (0.5, 0.7, 1.0), "sampled"),
-    Constant("runner._MOST_RATIO", (1.2, 2.0, 4.0), "sampled"),
-    Constant("runner._WIDE_RESERVE", (0.1, 0.2, 0.4, 0.5), "sampled"),
-    Constant("runner._LONGEST_WAIT", (128, 2048), "sampled"),
-    Constant("runner._PATIENCE", (0.0, 0.05), "sampled"),
+    Constant("shard_run._TRUST", (0.0, 0.25, 0.75, 1.0), "sampled"),
+    Constant("shard_run._LEAST_RATIO", (0.5, 0.7, 1.0), "sampled"),
+    Constant("shard_run._MOST_RATIO", (1.2, 2.0, 4.0), "sampled"),
+    Constant("shard_run._WIDE_RESERVE", (0.1, 0.2, 0.4, 0.5), "sampled"),
+    Constant("shard_run._LONGEST_WAIT", (128, 2048), "sampled"),
+    Constant("shard_run._PATIENCE", (0.0, 0.05), "sampled"),
     Constant("sample._ERROR", (0.02, 0.2), "sampled"),
     Constant("admission._MARGIN", (0.0, 0.06), "sampled", compiled=True),
     Constant("admission._LEFT_ALONE", (0.0, 0.2), "sampled", compiled=True),
@@ -90,7 +90,7 @@ def _patched(module: str, attribute: str, value: float) -> tuple[Any, str, Any]:
     kind, _, field = attribute.partition(".")
     original = _CLASSES[kind]
     assert field in {f.name for f in fields(original)}
-    return runner, kind, lambda *given, **named: replace(original(*given, **named), **{field: value})
+    return shard_run, kind, lambda *given, **named: replace(original(*given, **named), **{field: value})
 
 
 def compiled(lengths: Knowledge, name: str, value: float, requests: int) -> list[float]:

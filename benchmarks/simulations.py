@@ -20,7 +20,7 @@ import numpy as np
 from llmbatch.experiment import Experiment
 from llmbatch.perf_model.cost import Law
 from llmbatch.planning.order import Policy
-from llmbatch.runner import decide
+from llmbatch.runtime.shard_run import decide
 from llmbatch.simulate import Knowledge, describe, run_workload
 from llmbatch.traces import SYSTEM_PROMPT, Trace
 

@@ -65,7 +65,7 @@ from llmbatch.engine.model import config
 from llmbatch.engine.model import loader
 from llmbatch.engine import factory
 from llmbatch.engine.cpu import engine
-from llmbatch.rehearsal import Compilation
+from llmbatch.runtime.warmup import Compilation
 Dispatcher.compile = count("compiling, and loading compiled code", Dispatcher.compile)
 Compilation.finish = count("waiting for the other process that compiles", Compilation.finish)
 checkpoints.resolve_model = count("conversion of weights", checkpoints.resolve_model)

@@ -16,10 +16,10 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from llmbatch.errors import DataError, RowError
-from llmbatch.feed import Ended
 from llmbatch.io.gather import pick, pieces
 from llmbatch.planning.prefix_tree import PrefixTree
 from llmbatch.preprocess.request_batch import Requests, Shard
+from llmbatch.runtime.protocols import Ended
 from llmbatch.scheduler.output import Finish
 
 SCHEMA = pa.schema(
@@ -130,7 +130,7 @@ class Risk:
 
 
 class Answering:
-    """Turns requests that end into rows for a sink (`llmbatch.feed.Taker`)."""
+    """Turns requests that end into rows for a sink (`llmbatch.runtime.protocols.Taker`)."""
 
     def __init__(self, sink: Sink, texts: Texts, row_timeout: float, at_risk: Risk) -> None:
         self._sink = sink

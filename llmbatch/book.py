@@ -21,13 +21,13 @@ from numpy.typing import NDArray
 from llmbatch.answers import Window, tokens_of
 from llmbatch.earlier import JOURNAL
 from llmbatch.errors import StorageError
-from llmbatch.feed import Stop
 from llmbatch.gate import Gate
 from llmbatch.io.writing.output import Output
 from llmbatch.progress import Advance, Progress
 from llmbatch.report import Tally
+from llmbatch.runtime.cancellation import Stopping
+from llmbatch.runtime.protocols import Stop
 from llmbatch.shelf import Names, Shelf, Whole
-from llmbatch.stopping import Stopping
 from llmbatch.storage.journal import Journal
 from llmbatch.storage.lock import Lock
 

@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: dict[str, Any]) -> int:
-    from llmbatch.stopping import Stopping, heard
+    from llmbatch.runtime.cancellation import Stopping, heard
 
     as_json, quiet = arguments.pop("json"), arguments.pop("quiet")
     given = _given(arguments)

@@ -21,7 +21,6 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from llmbatch.clock import SimulatedDriver
 from llmbatch.perf_model.cost import CostModel
 from llmbatch.planning.cascade import tokens_together
 from llmbatch.planning.lengths import LengthModel
@@ -29,7 +28,8 @@ from llmbatch.planning.order import Policy
 from llmbatch.planning.prefix_tree import PrefixTree
 from llmbatch.planning.workload import Pool, Scheduling, Workload, early_ends, fit_requests
 from llmbatch.preprocess.request_batch import Requests
-from llmbatch.runner import decide, run_shard
+from llmbatch.runtime.shard_run import decide, run_shard
+from llmbatch.runtime.simulated_loop import SimulatedDriver
 
 if TYPE_CHECKING:
     from llmbatch.worker import Worker

@@ -20,7 +20,6 @@ from llmbatch.command import describe_command
 from llmbatch.earlier import Earlier, JournalSource, keys_of
 from llmbatch.engine.model.checkpoints import model_digest
 from llmbatch.errors import DataError, JobStopped, ParameterError, StorageError
-from llmbatch.feed import Stop
 from llmbatch.forecast import MOST_SIMULATED, Forecast, compare, forecast
 from llmbatch.gate import Gate
 from llmbatch.identity import check_contents, check_ids
@@ -31,11 +30,12 @@ from llmbatch.opening import Done, Going, Layout, Wish, kept_dtype, open_job
 from llmbatch.options import Options
 from llmbatch.progress import Progress, Silence
 from llmbatch.report import Report
+from llmbatch.runtime.cancellation import Stopping
+from llmbatch.runtime.protocols import Stop
+from llmbatch.runtime.stream import Totals
 from llmbatch.shelf import AsFinished, InOrder, Shelf, Whole
-from llmbatch.stopping import Stopping
 from llmbatch.storage.journal import Journal
 from llmbatch.storage.lock import Lock
-from llmbatch.stream import Totals
 from llmbatch.windows import Windows
 from llmbatch.windows import window_rows as window_rows_of
 from llmbatch.worker import Worker

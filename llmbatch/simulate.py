@@ -14,14 +14,14 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from llmbatch.clock import STEP, SimulatedDriver
 from llmbatch.errors import ParameterError
 from llmbatch.perf_model.cost import CostModel
 from llmbatch.planning.cascade import tokens_together
 from llmbatch.planning.partition import partition, partition_alike
 from llmbatch.planning.plan import Plan
 from llmbatch.planning.workload import Fit, Pool, Scheduling, Workload
-from llmbatch.runner import decide, run_shard
+from llmbatch.runtime.shard_run import decide, run_shard
+from llmbatch.runtime.simulated_loop import STEP, SimulatedDriver
 from llmbatch.traces import Trace
 
 Knowledge = Literal["known", "sampled"]

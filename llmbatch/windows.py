@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable
 
 from llmbatch.answers import Window
 from llmbatch.errors import ParameterError
-from llmbatch.feed import Stop
-from llmbatch.stopping import Stopping
+from llmbatch.runtime.cancellation import Stopping
+from llmbatch.runtime.protocols import Stop
 from llmbatch.system.memory import available_memory
 
 MOST_ROWS = 100_000  # of a window that nobody asked for: plans of more rows gain no sharing worth their time
@@ -40,7 +40,7 @@ def window_rows(asked: int | None, rows: int, nbytes: int, max_tokens: int) -> i
 
 
 class Windows:
-    """A feed of windows (`llmbatch.feed.Feed`), made one ahead by a thread of its own."""
+    """A feed of windows (`llmbatch.runtime.protocols.Feed`), made one ahead by a thread of its own."""
 
     def __init__(
         self,

@@ -26,7 +26,6 @@ from llmbatch.engine.base import StreamEngine
 from llmbatch.engine.model.outline import HOST_RUNNING, Described, outline, simulated_cost, simulated_pool
 from llmbatch.engine.recorded import PlaceholderEngine, placeholder_texts
 from llmbatch.errors import DataError, JobError, RowError
-from llmbatch.feed import Feed, Stop
 from llmbatch.gate import Gate
 from llmbatch.options import Options
 from llmbatch.perf_model.cost import CostModel
@@ -37,10 +36,11 @@ from llmbatch.preprocess.request_batch import Requests, Shard
 from llmbatch.preprocess.sampling_params import check_sampling_column
 from llmbatch.preprocess.tokenizer import Tokenizer, load_tokenizer, plain_tokenizer
 from llmbatch.progress import Progress, Silence, saying
-from llmbatch.rehearsal import Compilation
 from llmbatch.report import Report, Tally
+from llmbatch.runtime.protocols import Feed, Stop
+from llmbatch.runtime.stream import Stream, Totals
+from llmbatch.runtime.warmup import Compilation
 from llmbatch.single import Gathered, OneWindow
-from llmbatch.stream import Stream, Totals
 from llmbatch.system.memory import out_of_memory
 
 if TYPE_CHECKING:
@@ -239,7 +239,7 @@ class Worker:
         """Answer every row of the feed's windows. Raises what the sink raises, `Stop` among it, and JobError.
 
         Answers are handed to the sink when so many are `at_risk`, and where the stream ends, also by an error. A job
-        that `goes_on` begins with few rows (`llmbatch.stream.Stream`).
+        that `goes_on` begins with few rows (`llmbatch.runtime.stream.Stream`).
         """
         self.load()
         timeout = math.inf if self.options.row_timeout is None else self.options.row_timeout

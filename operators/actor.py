@@ -22,11 +22,11 @@ from numpy.typing import NDArray
 
 from llmbatch.answers import ROWS, SCHEMA, Risk, Window, add_answers, no_rows
 from llmbatch.errors import JobError, RowError
-from llmbatch.feed import Stop
 from llmbatch.io.gather import pick
 from llmbatch.operators.flight import ROW, Flight
 from llmbatch.operators.ledger import MOST_DEATHS, REPORT, TOGETHER, Known
 from llmbatch.operators.sharding import occurrences
+from llmbatch.runtime.protocols import Stop
 from llmbatch.worker import Worker
 
 _ROWS_AT_RISK = 256
@@ -48,7 +48,7 @@ class Reports(Protocol):
 
 
 class FeedOfShards:
-    """Windows of several shards (`llmbatch.feed.Feed`). Suspects wait for an empty engine, and run apart.
+    """Windows of several shards (`llmbatch.runtime.protocols.Feed`). Suspects wait for an empty engine, and run apart.
 
     A stream may keep its last answers until it ends. So it ends when there is nothing to run, and before and after
     suspects, who shall not be suspected of what the next ones do; and another one begins.

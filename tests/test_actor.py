@@ -14,13 +14,13 @@ from numpy.typing import NDArray
 
 from llmbatch import JobError, LLMOperator
 from llmbatch.answers import COLUMNS, Window, no_rows
-from llmbatch.feed import Stop
 from llmbatch.io.row_hash import hash_rows
 from llmbatch.operators.actor import Call, FeedOfShards, SharedEngine
 from llmbatch.operators.flight import ENDED, ROW, RUNNING, Flight, left_behind
 from llmbatch.operators.ledger import Known, Ledger
 from llmbatch.options import Options
 from llmbatch.progress import Silence
+from llmbatch.runtime.protocols import Stop
 from llmbatch.worker import Worker
 
 

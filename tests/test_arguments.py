@@ -18,7 +18,7 @@ from llmbatch.errors import InputError, ParameterError
 from llmbatch.operators.llm import LLMOperator
 from llmbatch.options import Options
 from llmbatch.preprocess.prompts import PromptSource
-from llmbatch.stopping import Stopping
+from llmbatch.runtime.cancellation import Stopping
 from tests.support.jobs import Job, contents
 
 LOOP: dict[str, Any] = {}

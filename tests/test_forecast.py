@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 
 import llmbatch
 from llmbatch import job
-from llmbatch.clock import SimulatedDriver
 from llmbatch.forecast import compare_drawn
 from llmbatch.io.reading.dataset import RowReader
 from llmbatch.perf_model.cost import CostModel, find_shape
@@ -22,7 +21,8 @@ from llmbatch.planning.lengths import LengthModel
 from llmbatch.planning.workload import Pool, Scheduling, Workload
 from llmbatch.preprocess.request_batch import Requests
 from llmbatch.preprocess.sampling_params import SamplingParams
-from llmbatch.runner import run_shard
+from llmbatch.runtime.shard_run import run_shard
+from llmbatch.runtime.simulated_loop import SimulatedDriver
 
 COST = CostModel(find_shape("llama-3-8b"), find_hardware("a100-80gb"))
 SCHEDULING = Scheduling(max_running=4096)

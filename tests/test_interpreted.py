@@ -10,9 +10,7 @@ import pytest
 from numpy.typing import NDArray
 
 from llmbatch.choices import Policy
-from llmbatch.clock import SimulatedDriver
 from llmbatch.compiled import njit
-from llmbatch.driver import EngineDriver, Retire
 from llmbatch.engine.base import Engine
 from llmbatch.engine.simulated import SimulatedEngine
 from llmbatch.interpreted import MOST_ELEMENTS, interpret, stop_interpreting
@@ -22,7 +20,9 @@ from llmbatch.planning.workload import Pool, Scheduling, Workload
 from llmbatch.preprocess.request_batch import Requests
 from llmbatch.preprocess.sampling_params import SamplingParams
 from llmbatch.references import by_reference
-from llmbatch.runner import ShardRun, run_shard
+from llmbatch.runtime.shard_run import ShardRun, run_shard
+from llmbatch.runtime.simulated_loop import SimulatedDriver
+from llmbatch.runtime.step_loop import EngineDriver, Retire
 from llmbatch.scheduler.output import Step
 from llmbatch.scheduler.scheduler import Finished, Scheduler
 

@@ -19,11 +19,11 @@ import pytest
 
 from llmbatch.cli import main
 from llmbatch.errors import DataError, JobStopped, StoppedEarly
-from llmbatch.feed import Stop
 from llmbatch.preprocess.prompts import PromptSource
 from llmbatch.preprocess.tokenizer import load_tokenizer
 from llmbatch.progress import Silence
-from llmbatch.stopping import Stopping, heard
+from llmbatch.runtime.cancellation import Stopping, heard
+from llmbatch.runtime.protocols import Stop
 from llmbatch.windows import Windows
 from tests.support.jobs import Job, check_refused, rows
 from tests.support.tokenizers import save_fast
@@ -280,7 +280,7 @@ def test_one_signal_ends_a_job_whose_first_window_is_being_rendered(
 
 def test_a_second_interrupt_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     ends: list[int] = []
-    monkeypatch.setattr("llmbatch.stopping.os._exit", ends.append)
+    monkeypatch.setattr("llmbatch.runtime.cancellation.os._exit", ends.append)
     handler = signal.getsignal(signal.SIGINT)
     with heard(Stopping()):
         with pytest.raises(KeyboardInterrupt):

@@ -23,13 +23,13 @@ from llmbatch.answers import Answering, Risk
 from llmbatch.compiled import code_folder, njit
 from llmbatch.engine.cpu.platform import HOST
 from llmbatch.engine.model.loader import load_model
-from llmbatch.feed import Ended
 from llmbatch.interpreted import stop_interpreting
 from llmbatch.io.row_hash import hash_rows
 from llmbatch.kernels.cpu import attention, fused
 from llmbatch.progress import Silence
 from llmbatch.references import by_reference
-from llmbatch.rehearsal import Compilation
+from llmbatch.runtime.protocols import Ended
+from llmbatch.runtime.warmup import Compilation
 from llmbatch.system.measurements import remembered
 from llmbatch.system.processes import start_beside
 from tests.support.models import tiny_model_folder
@@ -148,8 +148,8 @@ def told() -> Iterator[_Told]:
 def test_where_the_scheduler_is_compiled_no_process_is_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: _Told
 ) -> None:
-    monkeypatch.setattr("llmbatch.rehearsal.code_folder", lambda: tmp_path)
-    monkeypatch.setattr("llmbatch.rehearsal.start_beside", _refuse)
+    monkeypatch.setattr("llmbatch.runtime.warmup.code_folder", lambda: tmp_path)
+    monkeypatch.setattr("llmbatch.runtime.warmup.start_beside", _refuse)
     (tmp_path / "scheduler").touch()
     compilation = Compilation(told.say)
     assert not compilation.pending
@@ -160,9 +160,9 @@ def test_where_the_scheduler_is_compiled_no_process_is_started(
 def test_another_process_compiles_and_leaves_its_mark(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: _Told
 ) -> None:
-    monkeypatch.setattr("llmbatch.rehearsal.code_folder", lambda: tmp_path)
+    monkeypatch.setattr("llmbatch.runtime.warmup.code_folder", lambda: tmp_path)
     monkeypatch.setattr("llmbatch.system.processes._PROGRAM", f"open({str(tmp_path / 'scheduler')!r}, 'w')")
-    monkeypatch.setattr("llmbatch.rehearsal.rehearse", _refuse)
+    monkeypatch.setattr("llmbatch.runtime.warmup.rehearse", _refuse)
     compilation = Compilation(told.say)
     compilation.finish()
     assert not compilation.pending
@@ -175,11 +175,11 @@ def test_another_process_compiles_and_leaves_its_mark(
 def test_few_rows_do_not_wait_for_the_other_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: _Told
 ) -> None:
-    monkeypatch.setattr("llmbatch.rehearsal.code_folder", lambda: tmp_path)
+    monkeypatch.setattr("llmbatch.runtime.warmup.code_folder", lambda: tmp_path)
     monkeypatch.setattr("llmbatch.system.processes._PROGRAM", "import time; time.sleep(60)")
-    other = start_beside("llmbatch.rehearsal")
-    monkeypatch.setattr("llmbatch.rehearsal.start_beside", lambda _: other)
-    monkeypatch.setattr("llmbatch.rehearsal.rehearse", _refuse)
+    other = start_beside("llmbatch.runtime.warmup")
+    monkeypatch.setattr("llmbatch.runtime.warmup.start_beside", lambda _: other)
+    monkeypatch.setattr("llmbatch.runtime.warmup.rehearse", _refuse)
     compilation = Compilation(told.say)
     try:
         compilation.load()
@@ -194,10 +194,10 @@ def test_few_rows_do_not_wait_for_the_other_process(
 def test_where_the_other_process_fails_this_one_compiles(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: _Told
 ) -> None:
-    monkeypatch.setattr("llmbatch.rehearsal.code_folder", lambda: tmp_path)
+    monkeypatch.setattr("llmbatch.runtime.warmup.code_folder", lambda: tmp_path)
     monkeypatch.setattr("llmbatch.system.processes._PROGRAM", "raise SystemExit(1)")
     rehearsed: list[bool] = []
-    monkeypatch.setattr("llmbatch.rehearsal.rehearse", lambda: rehearsed.append(True))
+    monkeypatch.setattr("llmbatch.runtime.warmup.rehearse", lambda: rehearsed.append(True))
     Compilation(told.say).finish()
     assert rehearsed == [True]
 
@@ -205,10 +205,10 @@ def test_where_the_other_process_fails_this_one_compiles(
 def test_where_nothing_can_be_kept_this_process_compiles_before_it_runs_rows(
     monkeypatch: pytest.MonkeyPatch, told: _Told
 ) -> None:
-    monkeypatch.setattr("llmbatch.rehearsal.kept", lambda: False)
-    monkeypatch.setattr("llmbatch.rehearsal.start_beside", _refuse)
+    monkeypatch.setattr("llmbatch.runtime.warmup.kept", lambda: False)
+    monkeypatch.setattr("llmbatch.runtime.warmup.start_beside", _refuse)
     rehearsed: list[bool] = []
-    monkeypatch.setattr("llmbatch.rehearsal.rehearse", lambda: rehearsed.append(True))
+    monkeypatch.setattr("llmbatch.runtime.warmup.rehearse", lambda: rehearsed.append(True))
     Compilation(told.say).load()
     assert rehearsed == [True]
     assert told.sentences == ["compiling for this machine: this job starts some 30 seconds later"]

@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 
 from gpu.stage import Stage
 from gpu.steps import efficiencies
-from llmbatch.driver import drive
 from llmbatch.engine.calibration.memory_profile import measure_room
 from llmbatch.engine.gpu.engine import AcceleratedEngine
 from llmbatch.engine.gpu.strategies import Strategy
@@ -33,7 +32,8 @@ from llmbatch.planning.order import Policy
 from llmbatch.planning.workload import Pool, Scheduling, Workload
 from llmbatch.preprocess.request_batch import Requests
 from llmbatch.preprocess.sampling_params import SamplingParams
-from llmbatch.runner import run_shard
+from llmbatch.runtime.shard_run import run_shard
+from llmbatch.runtime.step_loop import drive
 from llmbatch.scheduler.output import Step
 from llmbatch.scheduler.scheduler import Finished
 from llmbatch.scheduler.token_budget import Rates

@@ -1,7 +1,7 @@
 """One step decided and taken note of, as compiled code over the scheduler's columns.
 
-`llmbatch.scheduler.scheduler` calls these step by step for an engine; `llmbatch.clock` many times in one call for a
-simulated one.
+`llmbatch.scheduler.scheduler` calls these step by step for an engine; `llmbatch.runtime.simulated_loop` many times in
+one call for a simulated one.
 """
 
 from __future__ import annotations

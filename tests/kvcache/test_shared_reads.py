@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from llmbatch.clock import SimulatedDriver
-from llmbatch.driver import EngineDriver
 from llmbatch.engine.simulated import SimulatedEngine
 from llmbatch.kernels.cascade import GROUP_ROWS, GROUP_TOKENS
+from llmbatch.runtime.simulated_loop import SimulatedDriver
+from llmbatch.runtime.step_loop import EngineDriver
 from llmbatch.scheduler.admission_order import Blend, InOrder
 from llmbatch.scheduler.decide import MEMORY
 from llmbatch.scheduler.output import Finish, Step

@@ -19,7 +19,7 @@ from llmbatch.planning.cascade import tokens_together
 from llmbatch.planning.lengths import Expected
 from llmbatch.planning.plan import Plan, plan
 from llmbatch.planning.prefix_tree import PrefixTree
-from llmbatch.runner import decide
+from llmbatch.runtime.shard_run import decide
 from llmbatch.simulate import describe
 from tests.support.workloads import common
 

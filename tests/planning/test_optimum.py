@@ -11,7 +11,7 @@ import pytest
 from llmbatch.perf_model.cost import SHAPES, CostModel
 from llmbatch.perf_model.hardware import find_hardware
 from llmbatch.planning.workload import Scheduling
-from llmbatch.runner import decide
+from llmbatch.runtime.shard_run import decide
 from llmbatch.simulate import describe, pool_of, run_workload
 from llmbatch.traces import Trace
 

@@ -11,8 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from llmbatch.clock import SimulatedDriver
-from llmbatch.driver import Ended
 from llmbatch.engine.recorded import PlaceholderEngine
 from llmbatch.perf_model.cost import CostModel, find_shape
 from llmbatch.perf_model.hardware import find_hardware
@@ -21,14 +19,16 @@ from llmbatch.planning.prefix_tree import PrefixTree
 from llmbatch.planning.workload import Pool, Scheduling, Workload
 from llmbatch.preprocess.request_batch import Requests
 from llmbatch.preprocess.sampling_params import SamplingParams
-from llmbatch.runner import ShardRun
+from llmbatch.runtime.shard_run import ShardRun
+from llmbatch.runtime.simulated_loop import SimulatedDriver
+from llmbatch.runtime.step_loop import Ended
+from llmbatch.runtime.stream import Stream
 from llmbatch.scheduler.commit import preempt
 from llmbatch.scheduler.decide import COMPUTE, MEMORY
 from llmbatch.scheduler.scheduler import Scheduler, Waiting
 from llmbatch.scheduler.sequences import DECODING
 from llmbatch.scheduler.token_budget import BudgetRules, ClosedLoopBudget, FixedBudget, prices
-from llmbatch.stream import Stream
-from tests.test_stream import Engines, Listed, Taken, Window
+from tests.runtime.test_stream import Engines, Listed, Taken, Window
 
 PLAIN = CostModel(find_shape("llama-3-8b"), find_hardware("a100-80gb"))
 WINDOWS = replace(PLAIN, shape=replace(PLAIN.shape, windows=(64, 300, 300, 0) * 8))

@@ -8,9 +8,9 @@ import pytest
 from llmbatch.planning.workload import Pool, Scheduling
 from llmbatch.preprocess.request_batch import Requests
 from llmbatch.preprocess.sampling_params import SamplingParams
-from llmbatch.stream import Stream
+from llmbatch.runtime.stream import Stream
+from tests.runtime.test_stream import Engines, Listed, Taken, Window
 from tests.support.workloads import COST
-from tests.test_stream import Engines, Listed, Taken, Window
 
 POOL = Pool(1500, 4)
 

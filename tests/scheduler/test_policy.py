@@ -12,7 +12,6 @@ import pyarrow.parquet as pq
 import pytest
 
 from llmbatch.cli import main
-from llmbatch.clock import SimulatedDriver
 from llmbatch.errors import ParameterError
 from llmbatch.experiment import Experiment
 from llmbatch.perf_model.cost import CostModel, Law, find_shape
@@ -20,7 +19,8 @@ from llmbatch.perf_model.hardware import find_hardware
 from llmbatch.planning.lengths import LengthModel
 from llmbatch.planning.plan import plan
 from llmbatch.planning.prefix_tree import PrefixTree
-from llmbatch.runner import ShardRun, decide
+from llmbatch.runtime.shard_run import ShardRun, decide
+from llmbatch.runtime.simulated_loop import SimulatedDriver
 from llmbatch.scheduler.steady_budget import steady_budget
 from llmbatch.simulate import describe, pool_of
 

@@ -10,10 +10,10 @@ import torch
 from numpy.typing import NDArray
 from transformers import GenerationConfig
 
-from llmbatch.driver import drive
 from llmbatch.engine.base import StreamEngine
 from llmbatch.preprocess.request_batch import Requests
 from llmbatch.preprocess.sampling_params import SamplingParams
+from llmbatch.runtime.step_loop import drive
 from llmbatch.scheduler.admission_order import Ends
 from llmbatch.scheduler.output import Step
 from llmbatch.scheduler.scheduler import Finished, Scheduler, Waiting

@@ -26,7 +26,7 @@ from llmbatch.earlier import keys_of
 from llmbatch.errors import JobStopped
 from llmbatch.progress import Advance, Silence
 from llmbatch.report import Report
-from llmbatch.stopping import Stopping
+from llmbatch.runtime.cancellation import Stopping
 from llmbatch.storage.journal import Journal
 from llmbatch.storage.location import Place
 

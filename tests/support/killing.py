@@ -180,7 +180,7 @@ if __name__ == "__main__":
     for name in ("job", "engine.model.loader", "engine.cpu.engine"):
         import_module(f"llmbatch.{name}")
     import_module("transformers.models.llama.modeling_llama")
-    from llmbatch.rehearsal import rehearse
+    from llmbatch.runtime.warmup import rehearse
 
     rehearse()
     _serve()

@@ -24,7 +24,7 @@ from llmbatch.perf_model.cost import SEQUENTIAL, CostModel, ModelShape
 from llmbatch.perf_model.hardware import Hardware
 from llmbatch.perf_model.work import Reach
 from llmbatch.scheduler.token_budget import Rates
-from tests.test_pipeline import VOCABULARY, Rule
+from tests.runtime.test_pipeline import VOCABULARY, Rule
 
 DEVICE = torch.device("cpu")
 

@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 
 pytest.importorskip("triton")
 
-from llmbatch.driver import Driver, EngineDied, EngineDriver, PipelinedDriver
 from llmbatch.engine.gpu.engine import AcceleratedEngine
 from llmbatch.engine.model.loader import LoadedModel
 from llmbatch.preprocess.request_batch import Requests
 from llmbatch.preprocess.sampling_params import SamplingParams
+from llmbatch.runtime.step_loop import Driver, EngineDied, EngineDriver, PipelinedDriver
 from llmbatch.scheduler.admission_order import Blend
 from llmbatch.scheduler.output import Finish, Step, StepResult
 from llmbatch.scheduler.scheduler import Finished, Scheduler, Waiting

@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from llmbatch.clock import SimulatedDriver
-from llmbatch.driver import EngineDriver
 from llmbatch.engine.simulated import Clock, SimulatedEngine, step_seconds
 from llmbatch.perf_model.cost import CostModel, Law, Overlap, find_shape
 from llmbatch.perf_model.hardware import find_hardware
+from llmbatch.runtime.simulated_loop import SimulatedDriver
+from llmbatch.runtime.step_loop import EngineDriver
 from llmbatch.scheduler.admission_order import Blend, InOrder
 from llmbatch.scheduler.output import Step
 from llmbatch.scheduler.scheduler import Finished, Scheduler, Waiting

@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 
 from llmbatch.engine.recorded import PlaceholderEngine
 from llmbatch.planning.workload import Pool, Scheduling
+from llmbatch.runtime.stream import Stream
 from llmbatch.scheduler.output import Finish, Step, StepResult
-from llmbatch.stream import Stream
+from tests.runtime.test_stream import Engines, Listed, Taken, Window, lengths, window_of
 from tests.support.workloads import COST, Workload
-from tests.test_stream import Engines, Listed, Taken, Window, lengths, window_of
 
 
 class Clock:
@@ -57,7 +57,7 @@ def ended(
             super().before(step)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("llmbatch.stream.time", clock)
+        patch.setattr("llmbatch.runtime.stream.time", clock)
         scheduling = Scheduling(max_running=max_running, step_tokens=8)
         Noting(Engines(lambda: Slow(clock)), pool, COST, scheduling, Taken(), row_timeout=row_timeout).run(
             Listed([window])

@@ -15,12 +15,12 @@ from numpy.typing import NDArray
 
 from llmbatch.engine.recorded import PlaceholderEngine
 from llmbatch.errors import JobError, RowError
-from llmbatch.feed import Ended, Stop
 from llmbatch.planning.workload import Pool, Scheduling
 from llmbatch.preprocess.request_batch import Requests
 from llmbatch.preprocess.sampling_params import SamplingParams
+from llmbatch.runtime.protocols import Ended, Stop
+from llmbatch.runtime.stream import Stream
 from llmbatch.scheduler.output import Finish, Step, StepResult
-from llmbatch.stream import Stream
 from tests.support.workloads import COST, Workload, workloads
 
 POOL = Pool(400, 4)

@@ -23,16 +23,16 @@ from typing import Generic
 import numpy as np
 from numpy.typing import NDArray
 
-from llmbatch.driver import EngineDied, Retire, drive
 from llmbatch.errors import JobError, RowError
-from llmbatch.feed import Ended, Feed, Host, Stop, Taker, W
 from llmbatch.perf_model.cost import CostModel
 from llmbatch.planning.workload import Pool, Scheduling, Workload, fit_requests
-from llmbatch.refit import Refit
-from llmbatch.runner import ShardRun
+from llmbatch.runtime.live_requests import Union
+from llmbatch.runtime.protocols import Ended, Feed, Host, Stop, Taker, W
+from llmbatch.runtime.refit import Refit
+from llmbatch.runtime.shard_run import ShardRun
+from llmbatch.runtime.step_loop import EngineDied, Retire, drive
 from llmbatch.scheduler.output import Finish, Step
 from llmbatch.scheduler.scheduler import Finished
-from llmbatch.union import Union
 
 _EXAMPLES = 4096  # answers that the next window learns lengths from
 _TAIL_STEPS = 16  # between two looks for the next window

@@ -12,13 +12,13 @@ from llmbatch.perf_model.cost import CostModel, Law, find_shape
 from llmbatch.perf_model.fit import MeasuredSteps, predict
 from llmbatch.perf_model.hardware import Hardware, find_hardware
 from llmbatch.planning.workload import Pool, Scheduling
-from llmbatch.refit import Refit
+from llmbatch.runtime.refit import Refit
+from llmbatch.runtime.stream import Stream
 from llmbatch.scheduler.decide import COMPUTE, MEMORY
 from llmbatch.scheduler.output import Step
 from llmbatch.scheduler.scheduler import Scheduler, Waiting
-from llmbatch.stream import Stream
+from tests.runtime.test_stream import Engines, Listed, Taken
 from tests.scheduler.test_accounts import grouped
-from tests.test_stream import Engines, Listed, Taken
 
 BELIEVED = replace(find_hardware("a100-80gb"), compute_efficiency=0.4, bandwidth_efficiency=0.4)
 SHAPE = replace(find_shape("llama-3-8b"), head_params=0.5e9)

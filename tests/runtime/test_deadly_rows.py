@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from llmbatch.engine.recorded import PlaceholderEngine
 from llmbatch.errors import JobError
 from llmbatch.scheduler.output import Step, StepResult
+from tests.runtime.test_stream import Engines, Listed, Mortal, Taken, Window, lengths, stream, window_of
 from tests.support.workloads import COST
-from tests.test_stream import Engines, Listed, Mortal, Taken, Window, lengths, stream, window_of
 
 DEADLY = 41
 

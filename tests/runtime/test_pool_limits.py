@@ -24,18 +24,18 @@ from llmbatch.engine.model.config import describe_model
 from llmbatch.engine.model.loader import load_model
 from llmbatch.engine.model.platform import Platform
 from llmbatch.errors import RowError
-from llmbatch.feed import Ended
 from llmbatch.planning.workload import Fit, Pool, Scheduling
 from llmbatch.preprocess.request_batch import Requests
 from llmbatch.preprocess.sampling_params import SamplingParams
+from llmbatch.runtime.protocols import Ended
+from llmbatch.runtime.stream import Stream
 from llmbatch.scheduler.output import Finish
 from llmbatch.simulate import simulate
-from llmbatch.stream import Stream
 from llmbatch.traces import Trace
+from tests.runtime.test_stream import Engines, Listed, Taken, Window
 from tests.support.golden import generate
 from tests.support.models import EOS, PAD, tiny_model
 from tests.support.workloads import COST
-from tests.test_stream import Engines, Listed, Taken, Window
 
 POOL = Pool(10, 4)
 BUDGET = Scheduling(max_running=8)

@@ -23,9 +23,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from llmbatch.clock import SimulatedDriver
 from llmbatch.compiled import code_folder, kept
-from llmbatch.driver import EngineDriver, Retire
 from llmbatch.engine.base import Engine
 from llmbatch.engine.generation import Generation
 from llmbatch.engine.packing import pack_tokens
@@ -39,7 +37,9 @@ from llmbatch.preprocess.build_requests import merge_equal
 from llmbatch.preprocess.request_batch import Requests
 from llmbatch.preprocess.sampling_params import SamplingParams
 from llmbatch.preprocess.tokenizer import TokenColumn
-from llmbatch.runner import ShardRun, decide, run_shard
+from llmbatch.runtime.shard_run import ShardRun, decide, run_shard
+from llmbatch.runtime.simulated_loop import SimulatedDriver
+from llmbatch.runtime.step_loop import EngineDriver, Retire
 from llmbatch.scheduler.output import Step
 from llmbatch.scheduler.scheduler import Finished, Scheduler
 from llmbatch.system.processes import start_beside
@@ -61,7 +61,7 @@ class Compilation:
         if not (kept() and sys.executable):
             say("compiling for this machine: this job starts some 30 seconds later")
             return
-        self._other = threading.Thread(target=start_beside("llmbatch.rehearsal").wait, daemon=True)
+        self._other = threading.Thread(target=start_beside("llmbatch.runtime.warmup").wait, daemon=True)
         self._other.start()
         say(
             "planning and scheduling are not compiled yet: few rows are run in slower Python until another process "

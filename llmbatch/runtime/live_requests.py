@@ -7,9 +7,9 @@ from typing import Generic
 import numpy as np
 from numpy.typing import NDArray
 
-from llmbatch.feed import W
 from llmbatch.planning.workload import Workload
 from llmbatch.preprocess.request_batch import Requests
+from llmbatch.runtime.protocols import W
 
 
 class Union(Generic[W]):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from llmbatch.rehearsal import rehearse
+from llmbatch.runtime.warmup import rehearse
 from llmbatch.scheduler.commit import expect_anew
 from llmbatch.scheduler.decide import decide_step
 

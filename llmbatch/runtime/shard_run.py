@@ -33,7 +33,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from llmbatch.driver import Driver
 from llmbatch.kvcache.page_trie import PageTrie
 from llmbatch.perf_model.cost import CostModel
 from llmbatch.planning.cascade import tokens_together
@@ -41,7 +40,8 @@ from llmbatch.planning.lengths import LengthModel
 from llmbatch.planning.pilot_sample import first_sample, second_sample
 from llmbatch.planning.plan import Plan, plan
 from llmbatch.planning.workload import Pool, Scheduling, Workload
-from llmbatch.refit import Refit
+from llmbatch.runtime.refit import Refit
+from llmbatch.runtime.step_loop import Driver
 from llmbatch.scheduler.admission_order import Blend, DualScanEnds, Ends, InOrder
 from llmbatch.scheduler.renumber import pages_spared
 from llmbatch.scheduler.scheduler import Scheduler, Waiting

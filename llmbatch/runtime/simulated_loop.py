@@ -14,11 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmbatch.compiled import njit
-from llmbatch.driver import Ended
 from llmbatch.engine.simulated import Clock, generate, step_seconds
 from llmbatch.kvcache.page_pool import EMPTY, UNUSED, tokens_spared
 from llmbatch.perf_model.cost import CostModel
 from llmbatch.references import by_reference
+from llmbatch.runtime.step_loop import Ended
 from llmbatch.scheduler.chunks import BEGUN, CACHED, PREEMPTED_NOW, RECOMPUTED
 from llmbatch.scheduler.commit import advance, end_sequences, pack
 from llmbatch.scheduler.decide import charge, decide_step, is_done, needs_attention

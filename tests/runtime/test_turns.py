@@ -9,14 +9,14 @@ import pytest
 
 from llmbatch.engine.base import StreamEngine
 from llmbatch.engine.recorded import PlaceholderEngine
-from llmbatch.feed import Ended
 from llmbatch.planning.workload import Pool, Scheduling
-from llmbatch.stream import Stream
+from llmbatch.runtime.protocols import Ended
+from llmbatch.runtime.stream import Stream
+from tests.runtime.test_pool_limits import Answers, Hosting, accelerated_engine, torch_engine, window_of
+from tests.runtime.test_stream import Listed, Window
 from tests.support.golden import generate
 from tests.support.models import EOS, PAD, tiny_model
 from tests.support.workloads import COST
-from tests.test_pool_limits import Answers, Hosting, accelerated_engine, torch_engine, window_of
-from tests.test_stream import Listed, Window
 
 MOST = 14
 
