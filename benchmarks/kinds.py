@@ -17,9 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 from simulations import TRACES, without_system_prompts, write
 
-from llmbatch.experiment import Experiment
-from llmbatch.simulate import describe, run_workload
-from llmbatch.traces import Trace, join, put_together, read_traces
+from llmbatch.simulation.experiment import Experiment
+from llmbatch.simulation.simulator import describe, run_workload
+from llmbatch.simulation.traces import Trace, join, put_together, read_traces
 
 BUDGETS = (128, 256, 384, 512, 1024, 2048, 4096, 8192)
 # Prompt and answer tokens in the mean, rows. Their logarithms have deviations of .3 and .4.

@@ -15,8 +15,8 @@ from llmbatch.perf_model.cost import SHAPES, CostModel
 from llmbatch.perf_model.hardware import find_hardware
 from llmbatch.planning.order import Policy
 from llmbatch.planning.workload import Scheduling
-from llmbatch.simulate import MAX_RUNNING, pool_of, simulate
-from llmbatch.traces import Trace
+from llmbatch.simulation.simulator import MAX_RUNNING, pool_of, simulate
+from llmbatch.simulation.traces import Trace
 
 ROWS = 6000
 MIXES = ((20, 120_000), (12, 200_000))  # prompts, tokens each; their answers are of 100 tokens

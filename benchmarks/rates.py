@@ -24,7 +24,7 @@ from llmbatch.runtime.shard_run import ShardRun
 from llmbatch.runtime.simulated_loop import SimulatedDriver
 from llmbatch.runtime.step_loop import Ended
 from llmbatch.scheduler.scheduler import Scheduler
-from llmbatch.simulate import Knowledge, describe, run_workload
+from llmbatch.simulation.simulator import Knowledge, describe, run_workload
 
 FACTORS = (0.5, 0.7, 1.0, 1.4, 2.0)
 _COMPUTE, _BANDWIDTH = 0.4, 0.425  # true efficiencies, that can be half and twice as large

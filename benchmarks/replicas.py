@@ -14,7 +14,7 @@ from typing import Any
 
 from simulations import TABLE2, Setting, kept, write
 
-from llmbatch.simulate import simulate
+from llmbatch.simulation.simulator import simulate
 
 REPLICAS = (1, 2, 4, 8)
 

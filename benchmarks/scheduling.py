@@ -13,9 +13,9 @@ import statistics
 
 import numpy as np
 
-from llmbatch.experiment import Experiment
-from llmbatch.simulate import SimulationReport, simulate
-from llmbatch.traces import Trace
+from llmbatch.simulation.experiment import Experiment
+from llmbatch.simulation.simulator import SimulationReport, simulate
+from llmbatch.simulation.traces import Trace
 
 COUNTS = (20_000, 80_000)
 

@@ -27,7 +27,7 @@ from simulations import TABLE2, Setting, write
 from llmbatch.runtime import shard_run
 from llmbatch.scheduler.admission_order import Blend
 from llmbatch.scheduler.token_budget import ClosedLoopBudget
-from llmbatch.simulate import Knowledge, simulate
+from llmbatch.simulation.simulator import Knowledge, simulate
 
 
 @dataclass(frozen=True, slots=True)

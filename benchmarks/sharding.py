@@ -16,12 +16,12 @@ import numpy as np
 from numpy.typing import NDArray
 from simulations import TABLE2, Setting
 
-from llmbatch.experiment import Experiment
 from llmbatch.operators.sharding import ROWS_PER_SHARD, cut, outline
 from llmbatch.preprocess.request_batch import Requests, Shard
 from llmbatch.preprocess.sampling_params import SamplingParams
-from llmbatch.simulate import describe, run_workload
-from llmbatch.traces import Trace
+from llmbatch.simulation.experiment import Experiment
+from llmbatch.simulation.simulator import describe, run_workload
+from llmbatch.simulation.traces import Trace
 
 MAX_TOKENS = 16_384
 

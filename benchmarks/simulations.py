@@ -17,12 +17,12 @@ from typing import Any
 
 import numpy as np
 
-from llmbatch.experiment import Experiment
 from llmbatch.perf_model.cost import Law
 from llmbatch.planning.order import Policy
 from llmbatch.runtime.shard_run import decide
-from llmbatch.simulate import Knowledge, describe, run_workload
-from llmbatch.traces import SYSTEM_PROMPT, Trace
+from llmbatch.simulation.experiment import Experiment
+from llmbatch.simulation.simulator import Knowledge, describe, run_workload
+from llmbatch.simulation.traces import SYSTEM_PROMPT, Trace
 
 TRACES = Path(os.environ.get("LLMBATCH_TRACES", Path(__file__).parent.parent.parent / "shared" / "traces"))
 RESULTS = Path(__file__).parent.parent / "docs" / "results"

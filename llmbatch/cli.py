@@ -90,7 +90,7 @@ def _explain(arguments: dict[str, Any]) -> int:
 
 
 def _simulate(arguments: dict[str, Any]) -> int:
-    from llmbatch.experiment import Experiment
+    from llmbatch.simulation.experiment import Experiment
 
     as_json = arguments.pop("json")
     outputs = {name: arguments.pop(f"{name}_out") for name in ("steps", "requests")}

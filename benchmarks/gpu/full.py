@@ -9,13 +9,13 @@ from typing import Any
 from gpu.jobs import SOURCES
 from gpu.stage import Stage
 from llmbatch.engine.gpu.strategies import STRATEGIES
-from llmbatch.mixes import MIXES, draw_mix
 from llmbatch.perf_model.cost import find_shape
 from llmbatch.perf_model.hardware import find_hardware
 from llmbatch.planning.order import Policy
 from llmbatch.planning.workload import Scheduling
-from llmbatch.simulate import MAX_RUNNING, pool_of, simulate
-from llmbatch.traces import read_traces
+from llmbatch.simulation.mixes import MIXES, draw_mix
+from llmbatch.simulation.simulator import MAX_RUNNING, pool_of, simulate
+from llmbatch.simulation.traces import read_traces
 
 ORDERS: tuple[Policy, ...] = ("blend", "dual-scan", "dfs", "random")
 STEPS = (None, 512, 2048)  # tokens; None: what the order takes by itself

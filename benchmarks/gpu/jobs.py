@@ -23,7 +23,6 @@ from llmbatch.engine.gpu.engine import AcceleratedEngine
 from llmbatch.engine.gpu.strategies import Strategy
 from llmbatch.errors import ParameterError
 from llmbatch.kernels.triton.backend import TritonAttention
-from llmbatch.mixes import MIXES, Mix, draw_mix
 from llmbatch.perf_model.cost import OVERLAPPED, SEQUENTIAL, CostModel
 from llmbatch.perf_model.fit import MeasuredSteps, judge
 from llmbatch.perf_model.work import Reach
@@ -37,8 +36,9 @@ from llmbatch.runtime.step_loop import drive
 from llmbatch.scheduler.output import Step
 from llmbatch.scheduler.scheduler import Finished
 from llmbatch.scheduler.token_budget import Rates
-from llmbatch.simulate import run_workload
-from llmbatch.traces import Trace, read_traces
+from llmbatch.simulation.mixes import MIXES, Mix, draw_mix
+from llmbatch.simulation.simulator import run_workload
+from llmbatch.simulation.traces import Trace, read_traces
 
 SOURCES = ("azure2023_code", "mmlu_5shot", "video_panda70m")
 SHORTER = 16

@@ -11,7 +11,6 @@ import pyarrow.parquet as pq
 import pytest
 from numpy.typing import NDArray
 
-from llmbatch.experiment import Experiment
 from llmbatch.kernels.cascade import GROUP_ROWS, GROUP_TOKENS
 from llmbatch.perf_model.cost import CostModel, find_shape
 from llmbatch.perf_model.hardware import find_hardware
@@ -20,7 +19,8 @@ from llmbatch.planning.lengths import Expected
 from llmbatch.planning.plan import Plan, plan
 from llmbatch.planning.prefix_tree import PrefixTree
 from llmbatch.runtime.shard_run import decide
-from llmbatch.simulate import describe
+from llmbatch.simulation.experiment import Experiment
+from llmbatch.simulation.simulator import describe
 from tests.support.workloads import common
 
 COST = CostModel(find_shape("llama-3-8b"), find_hardware("a100-80gb"))

@@ -12,8 +12,8 @@ from llmbatch.perf_model.cost import SHAPES, CostModel
 from llmbatch.perf_model.hardware import find_hardware
 from llmbatch.planning.workload import Scheduling
 from llmbatch.runtime.shard_run import decide
-from llmbatch.simulate import describe, pool_of, run_workload
-from llmbatch.traces import Trace
+from llmbatch.simulation.simulator import describe, pool_of, run_workload
+from llmbatch.simulation.traces import Trace
 
 COST = CostModel(SHAPES["llama-3-8b"], find_hardware("a100-80gb"))
 BUDGETS = (256, 512, 1024, 2048)

@@ -30,8 +30,8 @@ from llmbatch.preprocess.sampling_params import SamplingParams
 from llmbatch.runtime.protocols import Ended
 from llmbatch.runtime.stream import Stream
 from llmbatch.scheduler.output import Finish
-from llmbatch.simulate import simulate
-from llmbatch.traces import Trace
+from llmbatch.simulation.simulator import simulate
+from llmbatch.simulation.traces import Trace
 from tests.runtime.test_stream import Engines, Listed, Taken, Window
 from tests.support.golden import generate
 from tests.support.models import EOS, PAD, tiny_model

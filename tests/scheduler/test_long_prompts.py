@@ -9,7 +9,7 @@ import pytest
 from llmbatch.perf_model.cost import SHAPES, CostModel
 from llmbatch.perf_model.hardware import find_hardware
 from llmbatch.planning.workload import Scheduling
-from llmbatch.simulate import MAX_RUNNING, pool_of, simulate
+from llmbatch.simulation.simulator import MAX_RUNNING, pool_of, simulate
 from tests.support.paths import ROOT
 
 MIX = runpy.run_path(str(ROOT / "benchmarks" / "long_prompts.py"))["mix"]

@@ -13,7 +13,6 @@ import pytest
 
 from llmbatch.cli import main
 from llmbatch.errors import ParameterError
-from llmbatch.experiment import Experiment
 from llmbatch.perf_model.cost import CostModel, Law, find_shape
 from llmbatch.perf_model.hardware import find_hardware
 from llmbatch.planning.lengths import LengthModel
@@ -22,7 +21,8 @@ from llmbatch.planning.prefix_tree import PrefixTree
 from llmbatch.runtime.shard_run import ShardRun, decide
 from llmbatch.runtime.simulated_loop import SimulatedDriver
 from llmbatch.scheduler.steady_budget import steady_budget
-from llmbatch.simulate import describe, pool_of
+from llmbatch.simulation.experiment import Experiment
+from llmbatch.simulation.simulator import describe, pool_of
 
 
 def write(path: Path, prompts: np.ndarray[tuple[int], np.dtype[np.int64]], answers: object) -> str:

@@ -22,7 +22,7 @@ from llmbatch.planning.plan import Plan
 from llmbatch.planning.workload import Fit, Pool, Scheduling, Workload
 from llmbatch.runtime.shard_run import decide, run_shard
 from llmbatch.runtime.simulated_loop import STEP, SimulatedDriver
-from llmbatch.traces import Trace
+from llmbatch.simulation.traces import Trace
 
 Knowledge = Literal["known", "sampled"]
 PAGE_SIZE = 16

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmbatch.errors import DataError, InputError, ParameterError
-from llmbatch.traces import Trace, put_together, read_traces
+from llmbatch.simulation.traces import Trace, put_together, read_traces
 from tests.support.paths import TRACES
 
 Write = Callable[..., Path]

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmbatch.errors import ParameterError
-from llmbatch.mixes import MIXES, Drawn, Groups, Mix, Sources, draw_mix, parse_mix
 from llmbatch.perf_model.cost import CostModel, find_shape
 from llmbatch.perf_model.hardware import find_hardware
-from llmbatch.traces import Trace, read_traces
+from llmbatch.simulation.mixes import MIXES, Drawn, Groups, Mix, Sources, draw_mix, parse_mix
+from llmbatch.simulation.traces import Trace, read_traces
 from tests.support.paths import TRACES
 
 COST = CostModel(find_shape("llama-3-8b"), find_hardware("a100-80gb"))

@@ -8,13 +8,13 @@ from functools import cached_property
 from pathlib import Path
 
 from llmbatch.errors import ModelError, ParameterError
-from llmbatch.mixes import draw_mix, parse_mix
 from llmbatch.perf_model.cost import SHAPES, CostModel, Law, ModelShape, Overlap, find_shape
 from llmbatch.perf_model.hardware import find_hardware
 from llmbatch.planning.order import Policy
 from llmbatch.planning.workload import Pool, Scheduling
-from llmbatch.simulate import MAX_RUNNING, PAGE_SIZE, Knowledge, Simulation, pool_of, simulate
-from llmbatch.traces import Trace, put_together, read_traces
+from llmbatch.simulation.mixes import draw_mix, parse_mix
+from llmbatch.simulation.simulator import MAX_RUNNING, PAGE_SIZE, Knowledge, Simulation, pool_of, simulate
+from llmbatch.simulation.traces import Trace, put_together, read_traces
 
 _REQUESTS = 100_000  # of a mix
 

@@ -36,7 +36,7 @@ from llmbatch.compiled import njit
 from llmbatch.errors import ParameterError
 from llmbatch.perf_model.cost import CostModel
 from llmbatch.planning.prefix_tree import PrefixTree
-from llmbatch.traces import SYSTEM_PROMPT, Trace, join
+from llmbatch.simulation.traces import SYSTEM_PROMPT, Trace, join
 
 Floats = NDArray[np.float64]
 

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 from llmbatch.cli import main
 from llmbatch.errors import ParameterError
-from llmbatch.experiment import Experiment, read_shape
 from llmbatch.perf_model.cost import CostModel, Law, find_shape
 from llmbatch.perf_model.hardware import find_hardware
 from llmbatch.planning.order import POLICIES, Policy
-from llmbatch.simulate import Knowledge, Simulation, pool_of
+from llmbatch.simulation.experiment import Experiment, read_shape
+from llmbatch.simulation.simulator import Knowledge, Simulation, pool_of
 
 P, HEADS, LAYERS, KV = 8.03e9, 4096, 32, 131_072
 F, B = 312e12 * 0.75, 2.039e12 * 0.85

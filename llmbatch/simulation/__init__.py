@@ -1,0 +1,5 @@
+"""Runs request traces through planner and scheduler against a clock.
+
+Must not import torch, nor anything that answers tables.
+Start reading at `simulator`.
+"""
