@@ -32,7 +32,7 @@ import pyarrow as pa
 import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 
-from llmbatch.answers import ROWS_AT_RISK, SECONDS_AT_RISK
+from llmbatch.inference.answers import ROWS_AT_RISK, SECONDS_AT_RISK
 from llmbatch.storage.location import Place
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples" / "demo"))
@@ -47,7 +47,7 @@ COLUMNS = ("id", "generated_text", "num_input_tokens", "num_generated_tokens", "
 # The command, which notes in a file that outlives it: rows found answered, begun, and ended.
 COMMAND = """
 import os, sys
-from llmbatch.answers import Answering
+from llmbatch.inference.answers import Answering
 from llmbatch.book import Book
 from llmbatch.cli import main
 

@@ -39,14 +39,14 @@ def text_of(row: int, length: int) -> str:
 
 def job(length: int, arguments: list[str]) -> int:
     """Run a job whose simulated answers are long."""
-    import llmbatch.worker
+    import llmbatch.inference.worker
     from llmbatch.cli import main as command
     from llmbatch.preprocess.request_batch import Requests
 
     def texts(requests: Requests, index: NDArray[np.int32], answers: Sequence[NDArray[np.int32]]) -> list[str]:
         return [text_of(row, length) for row in requests.serial[index].tolist()]
 
-    vars(llmbatch.worker)["placeholder_texts"] = texts
+    vars(llmbatch.inference.worker)["placeholder_texts"] = texts
     return command(arguments)
 
 

@@ -20,10 +20,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from llmbatch.options import Options
+from llmbatch.inference.options import Options
+from llmbatch.inference.report import Report
+from llmbatch.inference.worker import Worker
 from llmbatch.planning.order import Policy
-from llmbatch.report import Report
-from llmbatch.worker import Worker
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples" / "demo"))
 

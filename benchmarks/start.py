@@ -59,7 +59,7 @@ count("imports", load)()
 
 from numba.core.dispatcher import Dispatcher
 from llmbatch.perf_model import hardware
-from llmbatch import worker
+from llmbatch.inference import worker
 from llmbatch.engine.model import checkpoints
 from llmbatch.engine.model import config
 from llmbatch.engine.model import loader

@@ -21,10 +21,10 @@ from llmbatch._version import __version__
 
 if TYPE_CHECKING:
     from llmbatch.errors import DataError, InputError, JobError, LLMBatchError, ModelError, ParameterError
+    from llmbatch.inference.report import Report
     from llmbatch.job import explain, run
     from llmbatch.operators.llm import LLMOperator
     from llmbatch.preprocess.sampling_params import SamplingParams
-    from llmbatch.report import Report
 
 _HOME = {
     "DataError": "llmbatch.errors",
@@ -34,7 +34,7 @@ _HOME = {
     "LLMOperator": "llmbatch.operators.llm",
     "ModelError": "llmbatch.errors",
     "ParameterError": "llmbatch.errors",
-    "Report": "llmbatch.report",
+    "Report": "llmbatch.inference.report",
     "SamplingParams": "llmbatch.preprocess.sampling_params",
     "explain": "llmbatch.job",
     "run": "llmbatch.job",

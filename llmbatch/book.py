@@ -18,13 +18,13 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from llmbatch.answers import Window, tokens_of
 from llmbatch.earlier import JOURNAL
 from llmbatch.errors import StorageError
-from llmbatch.gate import Gate
+from llmbatch.inference.answers import Window, tokens_of
+from llmbatch.inference.error_policy import Gate
+from llmbatch.inference.progress import Advance, Progress
+from llmbatch.inference.report import Tally
 from llmbatch.io.writing.output import Output
-from llmbatch.progress import Advance, Progress
-from llmbatch.report import Tally
 from llmbatch.runtime.cancellation import Stopping
 from llmbatch.runtime.protocols import Stop
 from llmbatch.shelf import Names, Shelf, Whole
@@ -45,7 +45,7 @@ class _Open:
 
 
 class Book:
-    """Keeps what a stream answers (`llmbatch.answers.Sink`)."""
+    """Keeps what a stream answers (`llmbatch.inference.answers.Sink`)."""
 
     def __init__(
         self,

@@ -54,8 +54,8 @@ def _run(arguments: dict[str, Any]) -> int:
     given = _given(arguments)
     stopping = Stopping(given.pop("grace"))
     with heard(stopping), _quiet_libraries():
+        from llmbatch.inference.progress import choose
         from llmbatch.job import run
-        from llmbatch.progress import choose
 
         report = run(given.pop("inputs"), given.pop("output"), progress=choose(quiet=quiet), stopping=stopping, **given)
     if report.finished_before:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from llmbatch.options import Options
+from llmbatch.inference.options import Options
 
 
 def describe_command(options: Options, *, model_files: str, id_column: str | None) -> dict[str, Any]:

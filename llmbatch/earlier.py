@@ -13,8 +13,8 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from llmbatch.answers import ROWS, SCHEMA
 from llmbatch.errors import DataError
+from llmbatch.inference.answers import ROWS, SCHEMA
 from llmbatch.io.gather import pick
 from llmbatch.io.row_hash import hash_rows
 
@@ -38,7 +38,7 @@ class Source(Protocol):
         ...
 
     def answers(self, rows: NDArray[np.int64]) -> pa.Table:
-        """The answers' columns (`llmbatch.answers.SCHEMA`) of some rows."""
+        """The answers' columns (`llmbatch.inference.answers.SCHEMA`) of some rows."""
         ...
 
 

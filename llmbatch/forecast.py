@@ -32,7 +32,7 @@ from llmbatch.runtime.shard_run import decide, run_shard
 from llmbatch.runtime.simulated_loop import SimulatedDriver
 
 if TYPE_CHECKING:
-    from llmbatch.worker import Worker
+    from llmbatch.inference.worker import Worker
 
 MOST_SIMULATED = 20_000  # requests; simulating more takes longer than a forecast may
 _DRAWS = 3  # of lengths, at most: in a small pool the seconds of one differ from another's by 5 %

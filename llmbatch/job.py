@@ -12,7 +12,6 @@ from typing import Any, cast
 import numpy as np
 import pyarrow as pa
 
-from llmbatch.answers import Window, output_schema
 from llmbatch.arguments import Paths, check_storage_options, finite, flag, one_of, path, paths_of, text, whole
 from llmbatch.book import Book
 from llmbatch.choices import CHANGED_ROWS, ChangedRows, DType
@@ -21,15 +20,17 @@ from llmbatch.earlier import Earlier, JournalSource, keys_of
 from llmbatch.engine.model.checkpoints import model_digest
 from llmbatch.errors import DataError, JobStopped, ParameterError, StorageError
 from llmbatch.forecast import MOST_SIMULATED, Forecast, compare, forecast
-from llmbatch.gate import Gate
 from llmbatch.identity import check_contents, check_ids
+from llmbatch.inference.answers import Window, output_schema
+from llmbatch.inference.error_policy import Gate
+from llmbatch.inference.options import Options
+from llmbatch.inference.progress import Progress, Silence
+from llmbatch.inference.report import Report
+from llmbatch.inference.worker import Worker
 from llmbatch.io.reading.dataset import Inputs, RowReader
 from llmbatch.io.row_hash import hash_rows
 from llmbatch.io.writing.output import Output
 from llmbatch.opening import Done, Going, Layout, Wish, kept_dtype, open_job
-from llmbatch.options import Options
-from llmbatch.progress import Progress, Silence
-from llmbatch.report import Report
 from llmbatch.runtime.cancellation import Stopping
 from llmbatch.runtime.protocols import Stop
 from llmbatch.runtime.stream import Totals
@@ -38,7 +39,6 @@ from llmbatch.storage.journal import Journal
 from llmbatch.storage.lock import Lock
 from llmbatch.windows import Windows
 from llmbatch.windows import window_rows as window_rows_of
-from llmbatch.worker import Worker
 
 SIMULATED_AFTERWARDS = 2_000  # requests; of more a report does not say what their order bought
 _RUNS = 16  # of neighbouring rows, by which an input is forecast that is too large to be read

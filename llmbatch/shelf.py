@@ -17,12 +17,12 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from llmbatch.answers import ROWS, Window, add_answers, add_columns
+from llmbatch.inference.answers import ROWS, Window, add_answers, add_columns
+from llmbatch.inference.report import Tally
 from llmbatch.io.gather import pick, split
 from llmbatch.io.sealed_json import START_OVER, damage, seal, unseal
 from llmbatch.io.writing.output import PART_ROWS, Output
 from llmbatch.io.writing.parts import Part, rows_of
-from llmbatch.report import Tally
 from llmbatch.storage.location import Place
 
 _NAME = re.compile(r"(\d+)-(journal|window)-(\d+)")

@@ -6,8 +6,8 @@ import queue
 import threading
 from collections.abc import Callable, Iterable
 
-from llmbatch.answers import Window
 from llmbatch.errors import ParameterError
+from llmbatch.inference.answers import Window
 from llmbatch.runtime.cancellation import Stopping
 from llmbatch.runtime.protocols import Stop
 from llmbatch.system.memory import available_memory

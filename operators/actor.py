@@ -20,14 +20,14 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from llmbatch.answers import ROWS, SCHEMA, Risk, Window, add_answers, no_rows
 from llmbatch.errors import JobError, RowError
+from llmbatch.inference.answers import ROWS, SCHEMA, Risk, Window, add_answers, no_rows
+from llmbatch.inference.worker import Worker
 from llmbatch.io.gather import pick
 from llmbatch.operators.flight import ROW, Flight
 from llmbatch.operators.ledger import MOST_DEATHS, REPORT, TOGETHER, Known
 from llmbatch.operators.sharding import occurrences
 from llmbatch.runtime.protocols import Stop
-from llmbatch.worker import Worker
 
 _ROWS_AT_RISK = 256
 _SECONDS_AT_RISK = 1.0

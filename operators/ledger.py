@@ -22,9 +22,9 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from llmbatch.answers import SCHEMA, tokens_of
+from llmbatch.inference.answers import SCHEMA, tokens_of
+from llmbatch.inference.progress import Advance, Progress
 from llmbatch.operators.flight import RUNNING
-from llmbatch.progress import Advance, Progress
 from llmbatch.storage.journal import Journal
 from llmbatch.storage.location import Place
 

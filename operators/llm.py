@@ -12,9 +12,9 @@ from __future__ import annotations
 import hashlib
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from llmbatch.inference.options import Options
+from llmbatch.inference.worker import Worker
 from llmbatch.operators.tables import to_arrow
-from llmbatch.options import Options
-from llmbatch.worker import Worker
 
 Batch = TypeVar("Batch")
 

@@ -31,19 +31,19 @@ import ray.data
 from numpy.typing import NDArray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from llmbatch.answers import output_schema
 from llmbatch.arguments import finite, flag, whole
 from llmbatch.choices import DType
 from llmbatch.errors import DataError, ParameterError
+from llmbatch.inference.answers import output_schema
+from llmbatch.inference.options import Options
+from llmbatch.inference.progress import Lines, Silence
+from llmbatch.inference.worker import Worker
 from llmbatch.io.row_hash import hash_rows
 from llmbatch.operators.actor import Call, SharedEngine
 from llmbatch.operators.flight import Flight, left_behind
 from llmbatch.operators.ledger import Home, Known, Ledger
 from llmbatch.operators.llm import worker_of
 from llmbatch.operators.sharding import OUTLINE, ROWS_PER_SHARD, Shards, cut, outline
-from llmbatch.options import Options
-from llmbatch.progress import Lines, Silence
-from llmbatch.worker import Worker
 
 if TYPE_CHECKING:
     from llmbatch.operators.llm import LLMOperator

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from llmbatch.answers import COLUMNS
 from llmbatch.errors import DataError
+from llmbatch.inference.answers import COLUMNS
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,15 +13,15 @@ import pytest
 from numpy.typing import NDArray
 
 from llmbatch import JobError, LLMOperator
-from llmbatch.answers import COLUMNS, Window, no_rows
+from llmbatch.inference.answers import COLUMNS, Window, no_rows
+from llmbatch.inference.options import Options
+from llmbatch.inference.progress import Silence
+from llmbatch.inference.worker import Worker
 from llmbatch.io.row_hash import hash_rows
 from llmbatch.operators.actor import Call, FeedOfShards, SharedEngine
 from llmbatch.operators.flight import ENDED, ROW, RUNNING, Flight, left_behind
 from llmbatch.operators.ledger import Known, Ledger
-from llmbatch.options import Options
-from llmbatch.progress import Silence
 from llmbatch.runtime.protocols import Stop
-from llmbatch.worker import Worker
 
 
 @pytest.fixture

@@ -15,8 +15,8 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-import llmbatch.answers
-import llmbatch.worker
+import llmbatch.inference.answers
+import llmbatch.inference.worker
 from llmbatch.cli import main
 from llmbatch.errors import DataError, StorageError
 from llmbatch.storage.local import NewFile
@@ -26,7 +26,7 @@ from tests.support.killing import Process, run
 from tests.support.models import tiny_model_folder
 from tests.support.tokenizers import CHAT_TEMPLATE
 
-RISK = {"llmbatch.answers:ROWS_AT_RISK": 5}
+RISK = {"llmbatch.inference.answers:ROWS_AT_RISK": 5}
 
 
 @pytest.fixture(scope="module")
@@ -203,7 +203,7 @@ def test_an_input_that_is_damaged_inside_ends_the_job_and_once_restored_it_goes_
 def short(job: Job, monkeypatch: pytest.MonkeyPatch) -> Job:
     """A short job of one window, on a disk that no power cut will be tried on."""
     no_power_cuts(monkeypatch)
-    monkeypatch.setattr(llmbatch.answers, "ROWS_AT_RISK", 2)
+    monkeypatch.setattr(llmbatch.inference.answers, "ROWS_AT_RISK", 2)
     job.write(rows(12))
     return job.having(window_rows=None, max_tokens=3, max_running=4)
 

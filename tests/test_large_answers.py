@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from llmbatch import answers
+from llmbatch.inference import answers
 from llmbatch.io import gather
 from tests.support.jobs import Job, check_goes_on
 

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from llmbatch.answers import SCHEMA
+from llmbatch.inference.answers import SCHEMA
+from llmbatch.inference.progress import Advance, Silence
 from llmbatch.operators.flight import ENDED, ROW, RUNNING, Flight, left_behind
 from llmbatch.operators.ledger import REPORT, Counts, Home, Ledger
-from llmbatch.progress import Advance, Silence
 
 
 class Recorder(Silence):

@@ -19,9 +19,9 @@ import pytest
 
 from llmbatch.cli import main
 from llmbatch.errors import DataError, JobStopped, StoppedEarly
+from llmbatch.inference.progress import Silence
 from llmbatch.preprocess.prompts import PromptSource
 from llmbatch.preprocess.tokenizer import load_tokenizer
-from llmbatch.progress import Silence
 from llmbatch.runtime.cancellation import Stopping, heard
 from llmbatch.runtime.protocols import Stop
 from llmbatch.windows import Windows
@@ -196,7 +196,7 @@ def test_answers_of_rows_that_are_gone_are_not_counted_as_the_inputs(job: Job) -
 
 def test_a_job_that_is_being_made_ready_ends_when_it_is_asked(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     stopping = Stopping()
-    monkeypatch.setattr("llmbatch.worker.Worker.load", lambda worker: stopping.interrupt())
+    monkeypatch.setattr("llmbatch.inference.worker.Worker.load", lambda worker: stopping.interrupt())
     with pytest.raises(StoppedEarly):
         job.run(stopping=stopping)
     assert not job.out.exists()
@@ -294,7 +294,7 @@ def test_a_second_interrupt_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_job_that_is_asked_to_end_early_has_status_143(
     job: Job, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("llmbatch.worker.Worker.load", lambda worker: signal.raise_signal(signal.SIGTERM))
+    monkeypatch.setattr("llmbatch.inference.worker.Worker.load", lambda worker: signal.raise_signal(signal.SIGTERM))
     assert main(job.command()) == 143
     assert capfd.readouterr().err.splitlines()[-1] == (
         "llmbatch: asked to end before a row was run; what earlier runs answered is kept, and the same command goes on "

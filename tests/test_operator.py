@@ -10,10 +10,10 @@ import pyarrow as pa
 import pytest
 
 from llmbatch import DataError, LLMOperator, ParameterError
-from llmbatch.answers import COLUMNS
 from llmbatch.engine.cpu.platform import HOST
-from llmbatch.options import Options
-from llmbatch.worker import Worker
+from llmbatch.inference.answers import COLUMNS
+from llmbatch.inference.options import Options
+from llmbatch.inference.worker import Worker
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ ray = pytest.importorskip("ray")
 pytest.importorskip("ray.data")
 
 from llmbatch import DataError, LLMOperator, ParameterError  # noqa: E402
-from llmbatch.answers import COLUMNS  # noqa: E402
+from llmbatch.inference.answers import COLUMNS  # noqa: E402
 from llmbatch.operators.ray import map_dataset  # noqa: E402
 from tests.support.ray_jobs import Job, answered, kill, rows_of, start, when_running  # noqa: E402
 

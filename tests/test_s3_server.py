@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import llmbatch
-from llmbatch.progress import Advance
+from llmbatch.inference.progress import Advance
 from tests.support.models import tiny_model_folder
 
 SERVER = os.environ.get("LLMBATCH_S3_SERVER")

@@ -17,16 +17,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-import llmbatch.answers
 import llmbatch.compiled
-from llmbatch.answers import Answering, Risk
+import llmbatch.inference.answers
 from llmbatch.compiled import code_folder, njit
 from llmbatch.engine.cpu.platform import HOST
 from llmbatch.engine.model.loader import load_model
+from llmbatch.inference.answers import Answering, Risk
+from llmbatch.inference.progress import Silence
 from llmbatch.interpreted import stop_interpreting
 from llmbatch.io.row_hash import hash_rows
 from llmbatch.kernels.cpu import attention, fused
-from llmbatch.progress import Silence
 from llmbatch.references import by_reference
 from llmbatch.runtime.protocols import Ended
 from llmbatch.runtime.warmup import Compilation
@@ -238,7 +238,7 @@ class _Sink:
 
 def test_a_stream_that_has_just_begun_holds_answers_for_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [100.0]
-    monkeypatch.setattr("llmbatch.answers.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("llmbatch.inference.answers.time.monotonic", lambda: clock[0])
     sink: Any = _Sink()
     answering = Answering(sink, lambda *_: [], 1.0, Risk(rows=1000, seconds=5.0))
     handed: list[float] = []

@@ -21,7 +21,7 @@ from llmbatch.engine.gpu.attention import PAGE_SIZE, DevicePieces
 from llmbatch.engine.model.config import ModelDescription, describe_model
 from llmbatch.engine.model.platform import Platform
 from llmbatch.errors import ModelError
-from llmbatch.options import Options
+from llmbatch.inference.options import Options
 from llmbatch.perf_model.cost import CostModel
 from llmbatch.perf_model.hardware import Hardware
 from llmbatch.planning.workload import Pool, Scheduling

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import llmbatch
-from llmbatch.answers import SCHEMA
+from llmbatch.inference.answers import SCHEMA
 from llmbatch.io.reading import json_block
 from llmbatch.io.reading import jsonl as module
 from llmbatch.io.reading.dataset import Inputs

@@ -25,9 +25,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 import llmbatch
-import llmbatch.answers
+import llmbatch.inference.answers
+import llmbatch.inference.worker
 import llmbatch.shelf
-import llmbatch.worker
 from llmbatch.errors import DataError
 from llmbatch.io.writing.manifest import decode
 from llmbatch.storage.journal import Journal
@@ -267,7 +267,7 @@ class Case:
 def warm_up(model: str, folder: Path) -> None:
     """Load, compile and patch what the forks use: files, parts and windows of few rows."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    llmbatch.answers.ROWS_AT_RISK = 2
+    llmbatch.inference.answers.ROWS_AT_RISK = 2
     setattr(llmbatch.shelf, "PART_ROWS", 3)  # noqa: B010
     pq.write_table(rows(ROWS), folder / "warm.parquet")
     for name in ("warm", "warm.jsonl"):

@@ -8,9 +8,9 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from llmbatch.answers import Window, tokens_of
-from llmbatch.gate import Gate
-from llmbatch.progress import Advance, Progress
+from llmbatch.inference.answers import Window, tokens_of
+from llmbatch.inference.error_policy import Gate
+from llmbatch.inference.progress import Advance, Progress
 
 
 @dataclass(slots=True)

@@ -13,7 +13,11 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from llmbatch.answers import (
+from llmbatch.engine.base import StreamEngine
+from llmbatch.engine.model.outline import HOST_RUNNING, Described, outline, simulated_cost, simulated_pool
+from llmbatch.engine.recorded import PlaceholderEngine, placeholder_texts
+from llmbatch.errors import DataError, JobError, RowError
+from llmbatch.inference.answers import (
     Answering,
     Risk,
     Sink,
@@ -22,12 +26,11 @@ from llmbatch.answers import (
     check_columns,
     no_rows,
 )
-from llmbatch.engine.base import StreamEngine
-from llmbatch.engine.model.outline import HOST_RUNNING, Described, outline, simulated_cost, simulated_pool
-from llmbatch.engine.recorded import PlaceholderEngine, placeholder_texts
-from llmbatch.errors import DataError, JobError, RowError
-from llmbatch.gate import Gate
-from llmbatch.options import Options
+from llmbatch.inference.error_policy import Gate
+from llmbatch.inference.in_memory import Gathered, OneWindow
+from llmbatch.inference.options import Options
+from llmbatch.inference.progress import Progress, Silence, saying
+from llmbatch.inference.report import Report, Tally
 from llmbatch.perf_model.cost import CostModel
 from llmbatch.planning.workload import Scheduling, early_ends
 from llmbatch.preprocess.build_requests import build_shard
@@ -35,12 +38,9 @@ from llmbatch.preprocess.columns import find_field
 from llmbatch.preprocess.request_batch import Requests, Shard
 from llmbatch.preprocess.sampling_params import check_sampling_column
 from llmbatch.preprocess.tokenizer import Tokenizer, load_tokenizer, plain_tokenizer
-from llmbatch.progress import Progress, Silence, saying
-from llmbatch.report import Report, Tally
 from llmbatch.runtime.protocols import Feed, Stop
 from llmbatch.runtime.stream import Stream, Totals
 from llmbatch.runtime.warmup import Compilation
-from llmbatch.single import Gathered, OneWindow
 from llmbatch.system.memory import out_of_memory
 
 if TYPE_CHECKING:
@@ -224,7 +224,7 @@ class Worker:
         refused: Mapping[int, RowError] | None = None,
         pulse: Callable[[], None] = lambda: None,
     ) -> Window:
-        """A window of a dataset, ready to be run; `earlier` are answers to keep (`llmbatch.answers.ROWS`)."""
+        """A window of a dataset, ready to be run; `earlier` are answers to keep (`llmbatch.inference.answers.ROWS`)."""
         shard = self.shard(table, keys, refused, pulse)
         return Window.of(table, shard, number=number, first=first, keys=keys, contents=contents, earlier=earlier)
 

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 import llmbatch
 from llmbatch.errors import InputError, ParameterError
+from llmbatch.inference.options import Options
 from llmbatch.operators.llm import LLMOperator
-from llmbatch.options import Options
 from llmbatch.preprocess.prompts import PromptSource
 from llmbatch.runtime.cancellation import Stopping
 from tests.support.jobs import Job, contents

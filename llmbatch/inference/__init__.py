@@ -1,0 +1,5 @@
+"""Answers tables with one model.
+
+Must not import anything that reads or writes files of a job.
+Start reading at `worker`.
+"""
