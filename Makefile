@@ -16,7 +16,7 @@ test: $(VENV)/.dev
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
 # Also what takes minutes; the last line says how long it was. A real S3 server is used where $LLMBATCH_S3_SERVER names
-# the script that runs it (tests/test_s3_server.py).
+# the script that runs it (tests/jobs/test_s3_server.py).
 test-all: $(VENV)/.dev
 	@$(BIN)/python -m pytest -m "" --durations=20
 

@@ -48,7 +48,7 @@ COLUMNS = ("id", "generated_text", "num_input_tokens", "num_generated_tokens", "
 COMMAND = """
 import os, sys
 from llmbatch.inference.answers import Answering
-from llmbatch.book import Book
+from llmbatch.jobs.answer_writer import Book
 from llmbatch.cli import main
 
 log = os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT | os.O_APPEND)

@@ -22,7 +22,7 @@ from llmbatch._version import __version__
 if TYPE_CHECKING:
     from llmbatch.errors import DataError, InputError, JobError, LLMBatchError, ModelError, ParameterError
     from llmbatch.inference.report import Report
-    from llmbatch.job import explain, run
+    from llmbatch.jobs.job import explain, run
     from llmbatch.operators.llm import LLMOperator
     from llmbatch.preprocess.sampling_params import SamplingParams
 
@@ -36,8 +36,8 @@ _HOME = {
     "ParameterError": "llmbatch.errors",
     "Report": "llmbatch.inference.report",
     "SamplingParams": "llmbatch.preprocess.sampling_params",
-    "explain": "llmbatch.job",
-    "run": "llmbatch.job",
+    "explain": "llmbatch.jobs.job",
+    "run": "llmbatch.jobs.job",
 }
 
 __all__ = [

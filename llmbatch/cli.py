@@ -55,7 +55,7 @@ def _run(arguments: dict[str, Any]) -> int:
     stopping = Stopping(given.pop("grace"))
     with heard(stopping), _quiet_libraries():
         from llmbatch.inference.progress import choose
-        from llmbatch.job import run
+        from llmbatch.jobs.job import run
 
         report = run(given.pop("inputs"), given.pop("output"), progress=choose(quiet=quiet), stopping=stopping, **given)
     if report.finished_before:
@@ -79,7 +79,7 @@ def _run(arguments: dict[str, Any]) -> int:
 
 
 def _explain(arguments: dict[str, Any]) -> int:
-    from llmbatch.job import explain
+    from llmbatch.jobs.job import explain
 
     as_json = arguments.pop("json")
     given = _given(arguments)

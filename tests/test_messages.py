@@ -20,11 +20,11 @@ import pytest
 from llmbatch.cli import main
 from llmbatch.errors import DataError, JobStopped, StoppedEarly
 from llmbatch.inference.progress import Silence
+from llmbatch.jobs.window_loader import Windows
 from llmbatch.preprocess.prompts import PromptSource
 from llmbatch.preprocess.tokenizer import load_tokenizer
 from llmbatch.runtime.cancellation import Stopping, heard
 from llmbatch.runtime.protocols import Stop
-from llmbatch.windows import Windows
 from tests.support.jobs import Job, check_refused, rows
 from tests.support.tokenizers import save_fast
 

@@ -19,13 +19,13 @@ from numpy.typing import NDArray
 import llmbatch
 import llmbatch.inference.answers
 import llmbatch.inference.worker
-from llmbatch.book import Book
 from llmbatch.cli import main
-from llmbatch.earlier import keys_of
 from llmbatch.errors import JobStopped
 from llmbatch.inference.answers import Window
 from llmbatch.inference.progress import Advance, Silence
 from llmbatch.inference.report import Report
+from llmbatch.jobs.answer_writer import Book
+from llmbatch.jobs.prior_answers import keys_of
 from llmbatch.runtime.cancellation import Stopping
 from llmbatch.storage.journal import Journal
 from llmbatch.storage.location import Place
@@ -205,7 +205,7 @@ def check_refused(job: Job, said: str, capfd: pytest.CaptureFixture[str]) -> Non
 
 def of_small_windows(job: Job, monkeypatch: pytest.MonkeyPatch) -> Job:
     """A short job of two windows and several parts."""
-    monkeypatch.setattr("llmbatch.shelf.PART_ROWS", 3)
+    monkeypatch.setattr("llmbatch.jobs.part_builder.PART_ROWS", 3)
     monkeypatch.setattr("llmbatch.inference.answers.ROWS_AT_RISK", 2)
     job.write(rows(12))
     return job.having(window_rows=7)

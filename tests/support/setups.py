@@ -27,7 +27,7 @@ import pyarrow.parquet as pq
 import llmbatch
 import llmbatch.inference.answers
 import llmbatch.inference.worker
-import llmbatch.shelf
+import llmbatch.jobs.part_builder
 from llmbatch.errors import DataError
 from llmbatch.io.writing.manifest import decode
 from llmbatch.storage.journal import Journal
@@ -268,7 +268,7 @@ def warm_up(model: str, folder: Path) -> None:
     """Load, compile and patch what the forks use: files, parts and windows of few rows."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     llmbatch.inference.answers.ROWS_AT_RISK = 2
-    setattr(llmbatch.shelf, "PART_ROWS", 3)  # noqa: B010
+    setattr(llmbatch.jobs.part_builder, "PART_ROWS", 3)  # noqa: B010
     pq.write_table(rows(ROWS), folder / "warm.parquet")
     for name in ("warm", "warm.jsonl"):
         llmbatch.run(str(folder / "warm.parquet"), str(folder / name), model=model, **SIMULATED)

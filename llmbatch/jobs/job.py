@@ -13,14 +13,9 @@ import numpy as np
 import pyarrow as pa
 
 from llmbatch.arguments import Paths, check_storage_options, finite, flag, one_of, path, paths_of, text, whole
-from llmbatch.book import Book
 from llmbatch.choices import CHANGED_ROWS, ChangedRows, DType
-from llmbatch.command import describe_command
-from llmbatch.earlier import Earlier, JournalSource, keys_of
 from llmbatch.engine.model.checkpoints import model_digest
 from llmbatch.errors import DataError, JobStopped, ParameterError, StorageError
-from llmbatch.forecast import MOST_SIMULATED, Forecast, compare, forecast
-from llmbatch.identity import check_contents, check_ids
 from llmbatch.inference.answers import Window, output_schema
 from llmbatch.inference.error_policy import Gate
 from llmbatch.inference.options import Options
@@ -30,15 +25,20 @@ from llmbatch.inference.worker import Worker
 from llmbatch.io.reading.dataset import Inputs, RowReader
 from llmbatch.io.row_hash import hash_rows
 from llmbatch.io.writing.output import Output
-from llmbatch.opening import Done, Going, Layout, Wish, kept_dtype, open_job
+from llmbatch.jobs.answer_writer import Book
+from llmbatch.jobs.fingerprint import describe_command
+from llmbatch.jobs.forecast import MOST_SIMULATED, Forecast, compare, forecast
+from llmbatch.jobs.part_builder import AsFinished, InOrder, Shelf, Whole
+from llmbatch.jobs.prior_answers import Earlier, JournalSource, keys_of
+from llmbatch.jobs.resume import Done, Going, Layout, Wish, kept_dtype, open_job
+from llmbatch.jobs.row_keys import check_contents, check_ids
+from llmbatch.jobs.window_loader import Windows
+from llmbatch.jobs.window_loader import window_rows as window_rows_of
 from llmbatch.runtime.cancellation import Stopping
 from llmbatch.runtime.protocols import Stop
 from llmbatch.runtime.stream import Totals
-from llmbatch.shelf import AsFinished, InOrder, Shelf, Whole
 from llmbatch.storage.journal import Journal
 from llmbatch.storage.lock import Lock
-from llmbatch.windows import Windows
-from llmbatch.windows import window_rows as window_rows_of
 
 SIMULATED_AFTERWARDS = 2_000  # requests; of more a report does not say what their order bought
 _RUNS = 16  # of neighbouring rows, by which an input is forecast that is too large to be read

@@ -18,16 +18,16 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from llmbatch.earlier import JOURNAL
 from llmbatch.errors import StorageError
 from llmbatch.inference.answers import Window, tokens_of
 from llmbatch.inference.error_policy import Gate
 from llmbatch.inference.progress import Advance, Progress
 from llmbatch.inference.report import Tally
 from llmbatch.io.writing.output import Output
+from llmbatch.jobs.part_builder import Names, Shelf, Whole
+from llmbatch.jobs.prior_answers import JOURNAL
 from llmbatch.runtime.cancellation import Stopping
 from llmbatch.runtime.protocols import Stop
-from llmbatch.shelf import Names, Shelf, Whole
 from llmbatch.storage.journal import Journal
 from llmbatch.storage.lock import Lock
 

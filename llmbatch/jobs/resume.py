@@ -9,15 +9,15 @@ from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from typing import Any, Final
 
-from llmbatch.command import difference
-from llmbatch.earlier import JournalSource, PartSource, Source
 from llmbatch.errors import DataError
 from llmbatch.inference.error_policy import Gate
 from llmbatch.inference.report import Report
 from llmbatch.io.reading.dataset import Inputs
 from llmbatch.io.sealed_json import damage, seal, unseal
 from llmbatch.io.writing.output import JOB, Output
-from llmbatch.shelf import Names, Whole
+from llmbatch.jobs.fingerprint import difference
+from llmbatch.jobs.part_builder import Names, Whole
+from llmbatch.jobs.prior_answers import JournalSource, PartSource, Source
 from llmbatch.storage.journal import Journal
 from llmbatch.storage.location import Place
 

@@ -12,9 +12,9 @@ import pytest
 from numpy.typing import NDArray
 
 import llmbatch
-from llmbatch import job
-from llmbatch.forecast import compare_drawn
 from llmbatch.io.reading.dataset import RowReader
+from llmbatch.jobs import job
+from llmbatch.jobs.forecast import compare_drawn
 from llmbatch.perf_model.cost import CostModel, find_shape
 from llmbatch.perf_model.hardware import find_hardware
 from llmbatch.planning.lengths import LengthModel

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pyarrow as pa
 
-from llmbatch.earlier import Earlier, keys_of
 from llmbatch.errors import DataError
 from llmbatch.io.reading.dataset import Inputs
 from llmbatch.io.row_hash import hash_rows
+from llmbatch.jobs.prior_answers import Earlier, keys_of
 from llmbatch.preprocess.columns import find_field
 
 _ROWS = 100_000  # read at once

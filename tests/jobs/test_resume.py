@@ -180,7 +180,7 @@ def read(url: str) -> pa.Table:
 def hasty(job: Job, monkeypatch: pytest.MonkeyPatch) -> Job:
     """A short job of two windows and several parts, on a disk that no power cut will be tried on."""
     no_power_cuts(monkeypatch)
-    monkeypatch.setattr("llmbatch.shelf.PART_ROWS", 3)
+    monkeypatch.setattr("llmbatch.jobs.part_builder.PART_ROWS", 3)
     job.write(rows(12))
     return job.having(window_rows=7)
 
