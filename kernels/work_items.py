@@ -17,7 +17,7 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from llmbatch.compiled import njit
+from llmbatch.compilation.decorators import njit
 from llmbatch.kernels.cascade import Groups
 
 ALIGN: Final = 128

@@ -17,17 +17,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-import llmbatch.compiled
+import llmbatch.compilation.decorators
 import llmbatch.inference.answers
-from llmbatch.compiled import code_folder, njit
+from llmbatch.compilation.decorators import code_folder, njit
+from llmbatch.compilation.interpreted import stop_interpreting
+from llmbatch.compilation.references import by_reference
 from llmbatch.engine.cpu.platform import HOST
 from llmbatch.engine.model.loader import load_model
 from llmbatch.inference.answers import Answering, Risk
 from llmbatch.inference.progress import Silence
-from llmbatch.interpreted import stop_interpreting
 from llmbatch.io.row_hash import hash_rows
 from llmbatch.kernels.cpu import attention, fused
-from llmbatch.references import by_reference
 from llmbatch.runtime.protocols import Ended
 from llmbatch.runtime.warmup import Compilation
 from llmbatch.system.measurements import remembered
@@ -117,9 +117,9 @@ def test_a_callee_is_compiled_once_for_all_integers() -> None:
 
 
 def test_compiled_code_is_named_by_the_content_of_its_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(llmbatch.compiled, "_PACKAGE", tmp_path)
+    monkeypatch.setattr(llmbatch.compilation.decorators, "_PACKAGE", tmp_path)
     names = []
-    for text in ("from llmbatch.compiled import njit\n", "njit  # changed\n", "njit  # changed\n"):
+    for text in ("from llmbatch.compilation.decorators import njit\n", "njit  # changed\n", "njit  # changed\n"):
         (tmp_path / "callee.py").write_text(text)
         names.append(code_folder.__wrapped__())
     assert names[0] != names[1]

@@ -31,7 +31,7 @@ from numba import prange, types
 from numba.np.numpy_support import from_dtype
 from numpy.typing import NDArray
 
-from llmbatch.compiled import njit
+from llmbatch.compilation.decorators import njit
 from llmbatch.kernels.cpu.numerics import FASTMATH, exp32, narrow, ordered, unordered, widen
 from llmbatch.kernels.cpu.pointers import address_of, caller
 from llmbatch.kernels.cpu.tile import LANES, NARROW, copy_rows, multiply, multiply_add, multiply_narrow, prefetch

@@ -21,7 +21,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from llmbatch.compiled import njit
+from llmbatch.compilation.decorators import njit
 
 LANES: Final = 16  # that memory is padded to
 NARROW: Final = 8

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from llmbatch.compiled import njit
+from llmbatch.compilation.decorators import njit
 from llmbatch.engine.seeds import mix
 from llmbatch.preprocess.request_batch import Requests
 from llmbatch.scheduler.output import Finish, Step, StepResult

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from llmbatch.compiled import njit
+from llmbatch.compilation.decorators import njit
 
 
 @njit(cache=True)

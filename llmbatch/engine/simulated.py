@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from llmbatch.compiled import njit
+from llmbatch.compilation.decorators import njit
+from llmbatch.compilation.references import by_reference
 from llmbatch.perf_model.cost import CostModel
 from llmbatch.perf_model.work import Rates, compute_seconds, pairs_of, reads_of, sees_all, spared_of
-from llmbatch.references import by_reference
 from llmbatch.scheduler.output import Finish, Step, StepResult
 
 _ENDED = int(Finish.LENGTH)

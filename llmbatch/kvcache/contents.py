@@ -15,8 +15,8 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from llmbatch.compiled import njit
-from llmbatch.references import by_reference
+from llmbatch.compilation.decorators import njit
+from llmbatch.compilation.references import by_reference
 
 _LAST, _OUTSIDE = -1, -2  # in `Contents.following`: the end of a chain; not in the index
 _SEEDS: Final = (np.uint64(0x243F6A8885A308D3), np.uint64(0x13198A2E03707344))  # digits of pi

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from llmbatch.compiled import njit
+from llmbatch.compilation.decorators import njit
 from llmbatch.kvcache.contents import find, forget_contents, name_of, prompt_pages, start, with_tokens
 from llmbatch.kvcache.page_trie import fill_path
 from llmbatch.kvcache.page_worth import given_up, planned, remove, revalue

@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from llmbatch.compiled import njit
+from llmbatch.compilation.decorators import njit
+from llmbatch.compilation.references import by_reference
 from llmbatch.kvcache.contents import (
     Contents,
     Prompts,
@@ -49,7 +50,6 @@ from llmbatch.kvcache.eviction import WIDEST as WIDEST
 from llmbatch.kvcache.page_trie import PageTrie
 from llmbatch.kvcache.page_worth import Worth, given_up, insert, planned, remove
 from llmbatch.kvcache.shared_reads import Reads, stop_reading
-from llmbatch.references import by_reference
 
 
 @by_reference

@@ -13,8 +13,8 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from llmbatch.compiled import njit
-from llmbatch.references import by_reference
+from llmbatch.compilation.decorators import njit
+from llmbatch.compilation.references import by_reference
 
 SIZE, CLOCK = range(2)  # in `Worth.counts`
 _USERS: Final = 40  # bits below the number of planned users: more pages than a job ever gives up

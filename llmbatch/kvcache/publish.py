@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from llmbatch.compiled import njit
+from llmbatch.compilation.decorators import njit
+from llmbatch.compilation.references import by_reference
 from llmbatch.kvcache.contents import give_name, name_of, start, with_token
 from llmbatch.kvcache.eviction import UNUSED, free_page
 from llmbatch.kvcache.page_pool import Pages
 from llmbatch.kvcache.page_worth import remove
-from llmbatch.references import by_reference
 
 
 @by_reference

@@ -15,9 +15,9 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from llmbatch.compiled import njit
+from llmbatch.compilation.decorators import njit
+from llmbatch.compilation.references import by_reference
 from llmbatch.kernels.cascade import GROUP_ROWS, GROUP_TOKENS
-from llmbatch.references import by_reference
 
 _NEVER: Final = 1 << 30  # a position that no page has
 

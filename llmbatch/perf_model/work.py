@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from llmbatch.compiled import njit
-from llmbatch.references import by_reference
+from llmbatch.compilation.decorators import njit
+from llmbatch.compilation.references import by_reference
 
 if TYPE_CHECKING:
     from llmbatch.perf_model.cost import CostModel

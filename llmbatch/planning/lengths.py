@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from llmbatch.compiled import njit
+from llmbatch.compilation.decorators import njit
 from llmbatch.errors import ParameterError
 from llmbatch.planning.prefix_tree import PrefixTree
 from llmbatch.planning.survival import bin_edges, expected_tokens, observe, pool, remaining_tokens, survive

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from llmbatch.choices import POLICIES as POLICIES
 from llmbatch.choices import Policy as Policy
-from llmbatch.compiled import njit
+from llmbatch.compilation.decorators import njit
 from llmbatch.errors import ParameterError
 from llmbatch.planning.prefix_tree import PrefixTree
 

@@ -24,10 +24,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from llmbatch.compiled import njit
+from llmbatch.compilation.decorators import njit
+from llmbatch.compilation.references import by_reference
 from llmbatch.planning.order import item_parents
 from llmbatch.planning.prefix_tree import PrefixTree
-from llmbatch.references import by_reference
 
 Floats = NDArray[np.float64]
 

@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llmbatch.compiled import njit
+from llmbatch.compilation.decorators import njit
 from llmbatch.planning.lengths import LengthModel
 from llmbatch.planning.prefix_tree import PrefixTree
 

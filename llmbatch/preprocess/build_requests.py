@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from llmbatch.compiled import njit
+from llmbatch.compilation.decorators import njit
 from llmbatch.errors import RowError
 from llmbatch.preprocess.prompts import PromptSource
 from llmbatch.preprocess.request_batch import Requests, Shard, gather

@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from llmbatch.compiled import njit
+from llmbatch.compilation.decorators import njit
+from llmbatch.compilation.references import by_reference
 from llmbatch.engine.simulated import Clock, generate, step_seconds
 from llmbatch.kvcache.page_pool import EMPTY, UNUSED, tokens_spared
 from llmbatch.perf_model.cost import CostModel
-from llmbatch.references import by_reference
 from llmbatch.runtime.step_loop import Ended
 from llmbatch.scheduler.chunks import BEGUN, CACHED, PREEMPTED_NOW, RECOMPUTED
 from llmbatch.scheduler.commit import advance, end_sequences, pack

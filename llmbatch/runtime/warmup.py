@@ -2,8 +2,8 @@
 
 The first job of an installation starts another process, which runs a schedule (this module's `main`) and so compiles
 what plans and schedules. Meanwhile its own loads the weights, which compiles the kernels, and runs its rows with what
-is there (`llmbatch.interpreted`). The other process goes on where the job ends or is killed, so the next job finds more
-of it done. Later jobs find the mark that it left, and start none.
+is there (`llmbatch.compilation.interpreted`). The other process goes on where the job ends or is killed, so the next
+job finds more of it done. Later jobs find the mark that it left, and start none.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from llmbatch.compiled import code_folder, kept
+from llmbatch.compilation.decorators import code_folder, kept
+from llmbatch.compilation.interpreted import interpret
 from llmbatch.engine.base import Engine
 from llmbatch.engine.generation import Generation
 from llmbatch.engine.packing import pack_tokens
 from llmbatch.engine.simulated import SimulatedEngine
-from llmbatch.interpreted import interpret
 from llmbatch.io.row_hash import hash_rows
 from llmbatch.perf_model.cost import CostModel, find_shape
 from llmbatch.perf_model.hardware import find_hardware

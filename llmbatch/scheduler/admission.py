@@ -26,9 +26,9 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from llmbatch.compiled import njit
+from llmbatch.compilation.decorators import njit
+from llmbatch.compilation.references import by_reference
 from llmbatch.kvcache.page_pool import EMPTY, SHARED, UNUSED, admit_pages, probe
-from llmbatch.references import by_reference
 from llmbatch.scheduler.admission_order import BLEND, Account, End, look_behind, skip, take, turns
 from llmbatch.scheduler.chunks import BUDGET, LEFT, RIGHT, TOKENS, give_chunk, note_found
 from llmbatch.scheduler.kv_forecast import expect, most

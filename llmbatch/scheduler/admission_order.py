@@ -16,9 +16,9 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from llmbatch.compiled import njit
+from llmbatch.compilation.decorators import njit
+from llmbatch.compilation.references import by_reference
 from llmbatch.planning.outliers import DualScan, scan_budget
-from llmbatch.references import by_reference
 from llmbatch.scheduler.token_budget import TILE
 
 

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from llmbatch.compiled import njit
+from llmbatch.compilation.decorators import njit
+from llmbatch.compilation.references import by_reference
 from llmbatch.kvcache.page_pool import EMPTY, UNUSED, adopt, extend
 from llmbatch.perf_model.work import Reach, pairs_of
-from llmbatch.references import by_reference
 from llmbatch.scheduler.sequences import PREFILLING
 
 # In `Chunks.totals`; BEGUN: the step is being decided, OPEN: all that prefills got a chunk.

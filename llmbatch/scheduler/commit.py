@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from llmbatch.compiled import njit
+from llmbatch.compilation.decorators import njit
 from llmbatch.kvcache.eviction import give_up
 from llmbatch.kvcache.page_pool import EMPTY, UNUSED, extend_by_one, release, tokens_spared
 from llmbatch.kvcache.shared_reads import start_reading

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from llmbatch.compiled import njit
+from llmbatch.compilation.decorators import njit
+from llmbatch.compilation.references import by_reference
 from llmbatch.kvcache.page_pool import EMPTY, UNUSED, WIDEST, Pages
 from llmbatch.perf_model.work import Rates, compute_seconds
-from llmbatch.references import by_reference
 from llmbatch.scheduler.admission import Limits, admit
 from llmbatch.scheduler.admission_order import BLEND, EndRules, Queue
 from llmbatch.scheduler.chunks import BEGUN, BUDGET, CHUNKS, OPEN, PREEMPTED_NOW, TOKENS, Chunks, prefill

@@ -11,8 +11,8 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from llmbatch.compiled import njit
-from llmbatch.references import by_reference
+from llmbatch.compilation.decorators import njit
+from llmbatch.compilation.references import by_reference
 
 MOST: Final = 64  # requests aside
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llmbatch.compiled import njit
+from llmbatch.compilation.decorators import njit
 from llmbatch.kvcache.contents import Prompts, find, found_pages, index, name_of, start, with_tokens
 from llmbatch.kvcache.eviction import LOOSE, SHARED, UNUSED, free_page, path_of, publish_as, worth_in_plan
 from llmbatch.kvcache.page_pool import Pages

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from llmbatch.compiled import njit
-from llmbatch.references import by_reference
+from llmbatch.compilation.decorators import njit
+from llmbatch.compilation.references import by_reference
 
 # One admitted sequence. `request` is -1 where the slot is free.
 SLOT = np.dtype(

@@ -15,9 +15,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
-from llmbatch.compiled import njit
+from llmbatch.compilation.decorators import njit
+from llmbatch.compilation.references import by_reference
 from llmbatch.perf_model.work import Rates as Rates
-from llmbatch.references import by_reference
 
 TILE = 128  # tokens; matrix units work in tiles of this many rows
 

@@ -10,16 +10,16 @@ import pytest
 from numpy.typing import NDArray
 
 from llmbatch.choices import Policy
-from llmbatch.compiled import njit
+from llmbatch.compilation.decorators import njit
+from llmbatch.compilation.interpreted import MOST_ELEMENTS, interpret, stop_interpreting
+from llmbatch.compilation.references import by_reference
 from llmbatch.engine.base import Engine
 from llmbatch.engine.simulated import SimulatedEngine
-from llmbatch.interpreted import MOST_ELEMENTS, interpret, stop_interpreting
 from llmbatch.perf_model.cost import CostModel, find_shape
 from llmbatch.perf_model.hardware import find_hardware
 from llmbatch.planning.workload import Pool, Scheduling, Workload
 from llmbatch.preprocess.request_batch import Requests
 from llmbatch.preprocess.sampling_params import SamplingParams
-from llmbatch.references import by_reference
 from llmbatch.runtime.shard_run import ShardRun, run_shard
 from llmbatch.runtime.simulated_loop import SimulatedDriver
 from llmbatch.runtime.step_loop import EngineDriver, Retire

@@ -33,12 +33,12 @@ from numba.core import config, types
 from numba.core.caching import CompileResultCacheImpl, FunctionCache, UserWideCacheLocator
 from numba.core.dispatcher import Dispatcher
 
-from llmbatch.interpreted import register
+from llmbatch.compilation.interpreted import register
 from llmbatch.system.cache import cache_folder
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_PACKAGE: Final = Path(__file__).parent
+_PACKAGE: Final = Path(__file__).parents[1]
 _KERNELS: Final = "llmbatch.kernels."  # these and functions with options are never run as Python
 _FOLDER: Final = re.compile(r"\.?[0-9a-f]{16}(\.\d+)*")
 _UNUSED: Final = 30 * 86_400.0  # seconds

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from llmbatch import compiled
-from llmbatch.compiled import kept
+from llmbatch.compilation import decorators
+from llmbatch.compilation.decorators import kept
 
 DAY = 86_400.0
 
@@ -27,7 +27,7 @@ def folder(root: Path, name: str, days: float) -> Path:
 @pytest.fixture
 def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where this version's code is to be."""
-    monkeypatch.setattr(compiled, "code_folder", lambda: tmp_path / "00000000deadbeef")
+    monkeypatch.setattr(decorators, "code_folder", lambda: tmp_path / "00000000deadbeef")
     return tmp_path / "00000000deadbeef"
 
 
@@ -49,6 +49,6 @@ def test_a_folder_that_is_used_stays(own: Path) -> None:
 
 
 def test_a_process_makes_its_folder_again_that_was_removed(own: Path) -> None:
-    locator = compiled._Locator(kept.__wrapped__, compiled.__file__)
+    locator = decorators._Locator(kept.__wrapped__, decorators.__file__)
     locator.ensure_cache_path()
     assert own.is_dir()

@@ -1,0 +1,5 @@
+"""Compiles Python by numba, keeps the code, and runs it as Python until it is compiled.
+
+Must not import anything of llmbatch but `system` and `errors`.
+Start reading at `decorators`.
+"""
