@@ -38,8 +38,8 @@ from ray.cluster_utils import Cluster
 
 from llmbatch import LLMOperator
 from llmbatch.inference.answers import ROWS_AT_RISK
-from llmbatch.operators.flight import ENDED, RUNNING, left_behind
 from llmbatch.operators.ray import map_dataset
+from llmbatch.operators.ray.in_flight import ENDED, RUNNING, left_behind
 
 sys.path.append(str(Path(__file__).parent.parent / "examples" / "demo"))
 from run import smollm2
@@ -164,7 +164,7 @@ def noting(log: str) -> Callable[[], None]:
     """What each process of Ray does first. A function in a function is sent whole, not by its name."""
 
     def note() -> None:
-        from llmbatch.operators.flight import Flight
+        from llmbatch.operators.ray.in_flight import Flight
 
         file = os.open(log, os.O_WRONLY | os.O_APPEND)
 

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from simulations import TABLE2, Setting
 
-from llmbatch.operators.sharding import ROWS_PER_SHARD, cut, outline
+from llmbatch.operators.ray.sharding import ROWS_PER_SHARD, cut, outline
 from llmbatch.preprocess.request_batch import Requests, Shard
 from llmbatch.preprocess.sampling_params import SamplingParams
 from llmbatch.simulation.experiment import Experiment

@@ -1,1 +1,5 @@
-"""Doors into llmbatch from dataframes and pipelines."""
+"""Puts the model into dataframe tools: `LLMOperator` for tables, `ray` for Ray Data.
+
+Must not import `jobs`.
+Start reading at `llm`.
+"""

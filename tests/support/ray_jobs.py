@@ -15,9 +15,9 @@ import pyarrow as pa
 import ray
 from numpy.typing import NDArray
 
-from llmbatch.operators import ray as operators_ray
-from llmbatch.operators.flight import RUNNING, left_behind
-from llmbatch.operators.ledger import Counts
+from llmbatch.operators.ray import dataset as operators_ray
+from llmbatch.operators.ray.in_flight import RUNNING, left_behind
+from llmbatch.operators.ray.ledger import Counts
 
 
 def start(**options: Any) -> None:

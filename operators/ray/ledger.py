@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from llmbatch.inference.answers import SCHEMA, tokens_of
 from llmbatch.inference.progress import Advance, Progress
-from llmbatch.operators.flight import RUNNING
+from llmbatch.operators.ray.in_flight import RUNNING
 from llmbatch.storage.journal import Journal
 from llmbatch.storage.location import Place
 
@@ -102,7 +102,7 @@ class Ledger:
         self._progress.advance(Advance(self._rows, self._tokens))
 
     def died(self, rows: NDArray[np.void]) -> None:
-        """A process ended with these rows in flight (`llmbatch.operators.flight.ROW`)."""
+        """A process ended with these rows in flight (`llmbatch.operators.ray.in_flight.ROW`)."""
         self._died += 1
         self._lost += len(rows)
         for shard, row, occurrence, state in rows.tolist():

@@ -1,10 +1,10 @@
 """`map_dataset`: a model over a Ray dataset, with shared prefixes in one place and nothing run twice but what was lost.
 
-`ds.map_batches(LLMOperator(...))` cuts a dataset wherever its blocks end. Here it is read twice. At once, tasks
-outline each row (`llmbatch.operators.sharding`), and the driver cuts shards of equal predicted seconds that keep
-prefixes together. Later, when the dataset that is returned is executed, a row is looked up, sorted to its shard, and
-each shard is one call of an actor; the calls of an actor overlap in its engine (`llmbatch.operators.actor`). That is
-an ordinary lazy pipeline, so Ray Data's autoscaling, retries and checkpoints do with it what they do with others.
+`ds.map_batches(LLMOperator(...))` cuts a dataset wherever its blocks end. Here it is read twice. At once, tasks outline
+each row (`llmbatch.operators.ray.sharding`), and the driver cuts shards of equal predicted seconds that keep prefixes
+together. Later, when the dataset that is returned is executed, a row is looked up, sorted to its shard, and each shard
+is one call of an actor; the calls of an actor overlap in its engine (`llmbatch.operators.ray.actor`). That is an
+ordinary lazy pipeline, so Ray Data's autoscaling, retries and checkpoints do with it what they do with others.
 
 A shard travels as one row, a table in Arrow's stream format: so that a batch of one row is a whole shard, however many
 blocks Ray Data cuts it into, and Ray Data wants a batch size where there are GPUs.
@@ -39,11 +39,11 @@ from llmbatch.inference.options import Options
 from llmbatch.inference.progress import Lines, Silence
 from llmbatch.inference.worker import Worker
 from llmbatch.io.row_hash import hash_rows
-from llmbatch.operators.actor import Call, SharedEngine
-from llmbatch.operators.flight import Flight, left_behind
-from llmbatch.operators.ledger import Home, Known, Ledger
 from llmbatch.operators.llm import worker_of
-from llmbatch.operators.sharding import OUTLINE, ROWS_PER_SHARD, Shards, cut, outline
+from llmbatch.operators.ray.actor import Call, SharedEngine
+from llmbatch.operators.ray.in_flight import Flight, left_behind
+from llmbatch.operators.ray.ledger import Home, Known, Ledger
+from llmbatch.operators.ray.sharding import OUTLINE, ROWS_PER_SHARD, Shards, cut, outline
 
 if TYPE_CHECKING:
     from llmbatch.operators.llm import LLMOperator
@@ -233,7 +233,7 @@ def _start_ledger(rows: int, quiet: bool) -> Any:
 
 
 class _Reports:
-    """The ledger's actor, called and waited for (`llmbatch.operators.actor.Reports`)."""
+    """The ledger's actor, called and waited for (`llmbatch.operators.ray.actor.Reports`)."""
 
     def __init__(self, ledger: Any) -> None:
         self._ledger = ledger

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from llmbatch.inference.answers import SCHEMA
 from llmbatch.inference.progress import Advance, Silence
-from llmbatch.operators.flight import ENDED, ROW, RUNNING, Flight, left_behind
-from llmbatch.operators.ledger import REPORT, Counts, Home, Ledger
+from llmbatch.operators.ray.in_flight import ENDED, ROW, RUNNING, Flight, left_behind
+from llmbatch.operators.ray.ledger import REPORT, Counts, Home, Ledger
 
 
 class Recorder(Silence):
@@ -144,7 +144,7 @@ def test_a_killed_process_leaves_its_rows_behind(tmp_path: Path) -> None:
     program = (
         "import os, signal, sys, numpy as np\n"
         "from pathlib import Path\n"
-        "from llmbatch.operators.flight import ROW, Flight\n"
+        "from llmbatch.operators.ray.in_flight import ROW, Flight\n"
         "flight = Flight(Path(sys.argv[1]))\n"
         "slots = flight.enter(np.array([(1, 2, 3, 0), (4, 5, 6, 0), (7, 8, 9, 0)], ROW))\n"
         "flight.end(slots[1:])\n"

@@ -24,9 +24,9 @@ from llmbatch.errors import JobError, RowError
 from llmbatch.inference.answers import ROWS, SCHEMA, Risk, Window, add_answers, no_rows
 from llmbatch.inference.worker import Worker
 from llmbatch.io.gather import pick
-from llmbatch.operators.flight import ROW, Flight
-from llmbatch.operators.ledger import MOST_DEATHS, REPORT, TOGETHER, Known
-from llmbatch.operators.sharding import occurrences
+from llmbatch.operators.ray.in_flight import ROW, Flight
+from llmbatch.operators.ray.ledger import MOST_DEATHS, REPORT, TOGETHER, Known
+from llmbatch.operators.ray.sharding import occurrences
 from llmbatch.runtime.protocols import Stop
 
 _ROWS_AT_RISK = 256

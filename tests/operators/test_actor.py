@@ -18,9 +18,9 @@ from llmbatch.inference.options import Options
 from llmbatch.inference.progress import Silence
 from llmbatch.inference.worker import Worker
 from llmbatch.io.row_hash import hash_rows
-from llmbatch.operators.actor import Call, FeedOfShards, SharedEngine
-from llmbatch.operators.flight import ENDED, ROW, RUNNING, Flight, left_behind
-from llmbatch.operators.ledger import Known, Ledger
+from llmbatch.operators.ray.actor import Call, FeedOfShards, SharedEngine
+from llmbatch.operators.ray.in_flight import ENDED, ROW, RUNNING, Flight, left_behind
+from llmbatch.operators.ray.ledger import Known, Ledger
 from llmbatch.runtime.protocols import Stop
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from llmbatch.io.row_hash import hash_rows
-from llmbatch.operators.sharding import DEPTHS, OUTLINE, Shards, cut, occurrences, outline
+from llmbatch.operators.ray.sharding import DEPTHS, OUTLINE, Shards, cut, occurrences, outline
 from llmbatch.perf_model.cost import CostModel, find_shape
 from llmbatch.perf_model.hardware import find_hardware
 from llmbatch.planning.workload import Pool, Scheduling
