@@ -49,7 +49,7 @@ COMMAND = """
 import os, sys
 from llmbatch.inference.answers import Answering
 from llmbatch.jobs.answer_writer import Book
-from llmbatch.cli import main
+from llmbatch.cli.main import main
 
 log = os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 

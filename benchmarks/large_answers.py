@@ -40,7 +40,7 @@ def text_of(row: int, length: int) -> str:
 def job(length: int, arguments: list[str]) -> int:
     """Run a job whose simulated answers are long."""
     import llmbatch.inference.worker
-    from llmbatch.cli import main as command
+    from llmbatch.cli.main import main as command
     from llmbatch.preprocess.request_batch import Requests
 
     def texts(requests: Requests, index: NDArray[np.int32], answers: Sequence[NDArray[np.int32]]) -> list[str]:

@@ -75,7 +75,7 @@ hardware.measure_cpu = factory.measure_cpu = count("measuring the processor", ha
 loader.load_model = count("weights and layers", loader.load_model)
 engine.TorchEngine.execute = count("steps, with the first touch of memory", engine.TorchEngine.execute)
 
-from llmbatch.cli import main
+from llmbatch.cli.main import main
 status = main(sys.argv[1:])
 spent["all else"] = time.perf_counter() - began - sum(spent.values())
 print("PARTS " + json.dumps({name: round(seconds, 2) for name, seconds in spent.items()}), file=sys.stderr)

@@ -19,7 +19,7 @@ _COLLECTED: Final = (50_000, 20, 100)  # new objects, and collections of a young
 def command() -> NoReturn:
     """Run the command line, and end the process with its exit status as soon as exit handlers have run."""
     gc.set_threshold(*_COLLECTED)
-    from llmbatch.cli import main
+    from llmbatch.cli.main import main
 
     status = main()
     atexit._run_exitfuncs()

@@ -257,7 +257,7 @@ def _nothing() -> Any:
 
 def test_help_imports_nothing_that_computes() -> None:
     program = (
-        "import sys; from llmbatch.parser import make_parser; make_parser().format_help(); "
+        "import sys; from llmbatch.cli.parser import make_parser; make_parser().format_help(); "
         "print([name for name in ('numba', 'numpy', 'pyarrow', 'torch', 'transformers') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True, env=os.environ)

@@ -21,7 +21,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from llmbatch.cli import main as llmbatch
+from llmbatch.cli.main import main as llmbatch
 
 DATA = Path(__file__).parent / "data" / "requests.parquet"
 SYSTEM = "You are a helpful assistant. Answer correctly, clearly and in plain English."

@@ -16,7 +16,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from llmbatch.cli import main
+from llmbatch.cli.main import main
 from llmbatch.errors import DataError, LLMBatchError, ModelError, StorageError
 from llmbatch.io.sealed_json import seal
 from tests.support.dying import killed

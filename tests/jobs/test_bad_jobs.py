@@ -8,7 +8,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from llmbatch.cli import main
+from llmbatch.cli.main import main
 from llmbatch.io.reading.dataset import Inputs
 from llmbatch.io.writing.manifest import decode
 from tests.support.jobs import Job, check_refused, contents, rows

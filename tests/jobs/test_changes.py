@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from llmbatch.cli import main
+from llmbatch.cli.main import main
 from llmbatch.errors import DataError
 from llmbatch.io.sealed_json import seal
 from tests.support.jobs import OTHER, Job, begun, check_goes_on, check_refused, contents, rows

@@ -6,7 +6,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from llmbatch.cli import main
+from llmbatch.cli.main import main
 from llmbatch.errors import DataError, JobError
 from tests.support.jobs import OTHER, Job, begun, check_refused, no_power_cuts, rows
 

@@ -17,7 +17,7 @@ import pytest
 
 import llmbatch.inference.answers
 import llmbatch.inference.worker
-from llmbatch.cli import main
+from llmbatch.cli.main import main
 from llmbatch.errors import DataError, StorageError
 from llmbatch.storage.local import NewFile
 from llmbatch.storage.retries import refusing

@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.dataset as ds
 import pytest
 
-from llmbatch.cli import main
+from llmbatch.cli.main import main
 from llmbatch.storage.location import Place
 from llmbatch.storage.lock import Owner
 from tests.support.dying import Killed

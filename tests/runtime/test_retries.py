@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
 
-from llmbatch.cli import main
+from llmbatch.cli.main import main
 from llmbatch.engine.recorded import PlaceholderEngine
 from llmbatch.errors import DataError, JobError
 from llmbatch.scheduler.output import Step, StepResult

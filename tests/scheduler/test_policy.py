@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from llmbatch.cli import main
+from llmbatch.cli.main import main
 from llmbatch.errors import ParameterError
 from llmbatch.perf_model.cost import CostModel, Law, find_shape
 from llmbatch.perf_model.hardware import find_hardware

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmbatch.cli import main
+from llmbatch.cli.main import main
 from llmbatch.errors import ParameterError
 from llmbatch.perf_model.cost import CostModel, Law, find_shape
 from llmbatch.perf_model.hardware import find_hardware

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 import llmbatch
 import llmbatch.inference.answers
 import llmbatch.inference.worker
-from llmbatch.cli import main
+from llmbatch.cli.main import main
 from llmbatch.errors import JobStopped
 from llmbatch.inference.answers import Window
 from llmbatch.inference.progress import Advance, Silence

@@ -136,7 +136,7 @@ def _become(
     folder: str, command: Sequence[str], at: dict[str, Any] | None, patches: Mapping[str, int], file_bytes: int | None
 ) -> int:
     """Be a process that runs a command; returns its exit status."""
-    from llmbatch.cli import main
+    from llmbatch.cli.main import main
 
     for name, descriptor in (("out", 1), ("err", 2)):
         os.dup2(os.open(Path(folder, name), os.O_WRONLY | os.O_CREAT), descriptor)

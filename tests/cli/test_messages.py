@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from llmbatch.cli import main
+from llmbatch.cli.main import main
 from llmbatch.errors import DataError, JobStopped, StoppedEarly
 from llmbatch.inference.progress import Silence
 from llmbatch.jobs.window_loader import Windows

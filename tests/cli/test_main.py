@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from llmbatch.cli import main
+from llmbatch.cli.main import main
 
 
 @pytest.fixture

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from llmbatch.cli.parser import make_parser
 from llmbatch.errors import InputError, JobStopped, LLMBatchError, ParameterError, StoppedEarly
-from llmbatch.parser import make_parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:

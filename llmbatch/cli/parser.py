@@ -16,8 +16,8 @@ from llmbatch.choices import (
     OVERLAP,
     POLICIES,
 )
+from llmbatch.cli.values import json_object, number_of_bytes
 from llmbatch.errors import ParameterError
-from llmbatch.words import json_object, number_of_bytes
 
 _STATUSES = """exit status:
   0    done
