@@ -24,6 +24,8 @@ lint: $(VENV)/.dev
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
+	@rm -rf build/lint && mkdir -p build/lint && cp -RL llmbatch build/lint
+	@cd build/lint && ../../$(BIN)/lint-imports --config ../../pyproject.toml --no-cache --no-logo
 
 bench: $(VENV)/.dev
 	@set -e; for script in $(BENCHMARKS); do echo "== $$script"; $(BIN)/python $$script; done

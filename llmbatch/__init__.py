@@ -8,14 +8,8 @@ Nothing heavy is imported before it is used.
 
 from __future__ import annotations
 
-import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
-
-# OpenMP threads that wait spin for milliseconds before they sleep: beside another busy process steps then take up to
-# ten times as long. Too short a spin wakes threads hundreds of times a step (docs/decisions/0004). Read by libgomp
-# when torch is first imported.
-os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 from llmbatch._version import __version__
 

@@ -13,12 +13,15 @@ import os
 import sys
 from typing import Final, NoReturn
 
+from llmbatch.system.tuning import tune_process
+
 _COLLECTED: Final = (50_000, 20, 100)  # new objects, and collections of a younger generation, between two collections
 
 
 def command() -> NoReturn:
     """Run the command line, and end the process with its exit status as soon as exit handlers have run."""
     gc.set_threshold(*_COLLECTED)
+    tune_process()
     from llmbatch.cli.main import main
 
     status = main()

@@ -3,3 +3,5 @@
 Must not import `jobs`.
 Start reading at `llm`.
 """
+
+__all__ = []

@@ -3,3 +3,5 @@
 Must not import torch.
 Start reading at `attention`.
 """
+
+__all__ = ["attention", "fused", "numerics", "tile"]

@@ -3,3 +3,5 @@
 Must not import anything before a command needs it.
 Start reading at `main`.
 """
+
+__all__ = ["main"]

@@ -3,3 +3,5 @@
 Must not import what plans, nor what drives it.
 Start reading at `base`.
 """
+
+__all__ = ["base", "config", "devices", "factory", "generation", "packing", "recorded", "simulated"]

@@ -42,6 +42,7 @@ from llmbatch.runtime.protocols import Feed, Stop
 from llmbatch.runtime.stream import Stream, Totals
 from llmbatch.runtime.warmup import Compilation
 from llmbatch.system.memory import out_of_memory
+from llmbatch.system.tuning import tune_process
 
 if TYPE_CHECKING:
     from llmbatch.engine.factory import Preparation
@@ -67,6 +68,7 @@ class Worker:
     def __init__(self, options: Options, progress: Progress | None = None) -> None:
         begun = time.perf_counter()
         self._progress = progress or Silence()
+        tune_process()
         self._compilation = Compilation(self._progress.say)
         from llmbatch.engine.model.checkpoints import resolve_model
 

@@ -3,3 +3,5 @@
 Must not import torch, nor anything that runs rows.
 Start reading at `reading.dataset` and `writing.output`.
 """
+
+__all__ = ["gather", "row_hash", "sealed_json"]

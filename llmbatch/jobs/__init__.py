@@ -3,3 +3,5 @@
 Must not import Ray, nor any operator.
 Start reading at `job`.
 """
+
+__all__ = ["job"]

@@ -3,3 +3,5 @@
 Must not import torch, nor the scheduler that it serves.
 Start reading at `page_pool`.
 """
+
+__all__ = ["contents", "eviction", "page_pool", "page_trie", "page_worth", "publish", "shared_reads"]

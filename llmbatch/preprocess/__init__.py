@@ -3,3 +3,5 @@
 Must not import anything that plans or runs requests.
 Start reading at `build_requests`.
 """
+
+__all__ = ["build_requests", "columns", "prompts", "request_batch", "sampling_params", "tokenizer"]

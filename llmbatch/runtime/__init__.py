@@ -3,3 +3,5 @@
 Must not import anything that knows of tables or files.
 Start reading at `shard_run`, then `stream`.
 """
+
+__all__ = ["cancellation", "protocols", "shard_run", "simulated_loop", "stream", "warmup"]

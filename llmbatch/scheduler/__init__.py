@@ -3,3 +3,16 @@
 Must not import torch, nor any engine.
 Start reading at `decide`.
 """
+
+__all__ = [
+    "admission_order",
+    "chunks",
+    "commit",
+    "decide",
+    "output",
+    "renumber",
+    "scheduler",
+    "sequences",
+    "steady_budget",
+    "token_budget",
+]

@@ -3,3 +3,5 @@
 Must not import torch, nor anything that answers tables.
 Start reading at `simulator`.
 """
+
+__all__ = ["experiment"]

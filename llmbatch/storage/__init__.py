@@ -3,3 +3,5 @@
 Must not import anything of llmbatch but `system` and `errors`.
 Start reading at `location`.
 """
+
+__all__ = ["journal", "location", "lock", "retries"]

@@ -3,3 +3,5 @@
 Must not import anything of llmbatch but `errors`.
 Start reading at `memory`.
 """
+
+__all__ = ["cache", "measurements", "memory", "processes", "tuning"]

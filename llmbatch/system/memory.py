@@ -1,16 +1,12 @@
-"""How much memory this process may take, what is said where it runs out, and how much of what it freed it keeps."""
+"""How much memory this process may take, and what is said where it runs out."""
 
 from __future__ import annotations
 
-import ctypes
 import math
 import os
-import platform
 from pathlib import Path
 
 from llmbatch.errors import JobError
-
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # parameters of glibc's mallopt
 
 
 def available_memory() -> int:
@@ -54,15 +50,3 @@ def _free_in_group(root: str, path: str, limit: str, usage: str, cache: str) -> 
         return int(most) - int(used) + kept
     except (OSError, ValueError, StopIteration):
         return math.inf  # no limit
-
-
-def keep_freed_memory() -> None:
-    """Have blocks of up to 32 MB reused rather than given back: a step's activations are as large as the last's.
-
-    Freed, they would go back to the system and come again page by page, cleared, in every layer of every step
-    (docs/decisions/0007). glibc only; up to 1 GB of freed memory stays with the process.
-    """
-    if platform.libc_ver()[0] == "glibc":
-        libc = ctypes.CDLL(None)
-        libc.mallopt(_MMAP_THRESHOLD, 32 << 20)
-        libc.mallopt(_TRIM_THRESHOLD, 1 << 30)

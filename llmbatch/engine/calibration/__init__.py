@@ -3,3 +3,5 @@
 Must not import what plans.
 Start reading at `calibrate`.
 """
+
+__all__ = ["calibrate", "memory_profile", "microbenchmarks", "store"]

@@ -3,3 +3,5 @@
 Must not import `engine.gpu`.
 Start reading at `engine`.
 """
+
+__all__ = ["compilation", "engine", "platform"]

@@ -20,7 +20,6 @@ from llmbatch.engine.model.loader import LoadedModel
 from llmbatch.engine.packing import pack_tokens
 from llmbatch.preprocess.request_batch import Requests
 from llmbatch.scheduler.output import Step, StepResult
-from llmbatch.system.memory import keep_freed_memory
 
 _WORTH_THREADS = 1 << 16  # elements a layer touches; below, waking threads costs more than they save
 
@@ -41,7 +40,6 @@ class TorchEngine:
         decode: Callable[[NDArray[np.int32]], str] | None = None,
         seed: int = 0,
     ) -> None:
-        keep_freed_memory()
         self._module = loaded.module
         self._pages = Pages(loaded.attention, num_pages=num_pages, page_size=page_size, dtype=loaded.dtype)
         self._generation = Generation(loaded.eos_token_ids, decode, seed)

@@ -3,3 +3,5 @@
 Must not import the engines that run it.
 Start reading at `loader`.
 """
+
+__all__ = ["checkpoints", "config", "loader", "ops", "outline", "platform"]

@@ -3,3 +3,5 @@
 Must not import `io.writing`.
 Start reading at `dataset`.
 """
+
+__all__ = ["dataset", "discovery", "json_block", "jsonl"]

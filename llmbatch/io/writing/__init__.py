@@ -1,5 +1,7 @@
 """Writes tables to files that appear whole or not at all.
 
-Must not import `io.reading`.
+Imports `io.reading` to read a finished output again, and nothing that runs rows.
 Start reading at `output`.
 """
+
+__all__ = ["output", "parts"]

@@ -1,0 +1,51 @@
+"""What llmbatch changes in its process, so that steps are fast. Importing it changes nothing.
+
+The command line calls `tune_process` first of all, and `LLMOperator` and the functions of `llmbatch` when they make
+a model ready. `LLMBATCH_TUNE=0` in the environment leaves the process as it is.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import sys
+from typing import Final
+
+_MMAP_THRESHOLD: Final = -3
+_TRIM_THRESHOLD: Final = -1
+# Microseconds, about. OpenMP threads that wait spin for milliseconds before they sleep: beside another busy process
+# steps then take up to ten times as long. Too short a spin wakes threads hundreds of times a step
+# (docs/decisions/0004).
+_SPINS: Final = "10000"
+_THREADING: Final = ("omp", "tbb", "workqueue")
+
+
+def tune_process() -> None:
+    """Set three things; the second time, nothing changes. All are read when a library is first imported or used.
+
+    - `GOMP_SPINCOUNT=10000`, unless it is set: idle threads of OpenMP sleep soon. Without effect once torch is there.
+    - numba runs on the threads of OpenMP, as torch does: the process has one pool of workers, and none of them spins
+      against another. Unless `NUMBA_THREADING_LAYER_PRIORITY` is set.
+    - The C library keeps up to 1 GB of freed memory (glibc; docs/decisions/0007).
+    """
+    if os.environ.get("LLMBATCH_TUNE") == "0":
+        return
+    os.environ.setdefault("GOMP_SPINCOUNT", _SPINS)
+    if "NUMBA_THREADING_LAYER_PRIORITY" not in os.environ:
+        os.environ["NUMBA_THREADING_LAYER_PRIORITY"] = " ".join(_THREADING)
+        if "numba" in sys.modules:
+            sys.modules["numba"].config.THREADING_LAYER_PRIORITY = list(_THREADING)
+    _keep_freed_memory()
+
+
+def _keep_freed_memory() -> None:
+    """Have blocks of up to 32 MB reused rather than given back: a step's activations are as large as the last's.
+
+    Freed, they would go back to the system and come again page by page, cleared, in every layer of every step
+    (docs/decisions/0007). glibc only; up to 1 GB of freed memory stays with the process.
+    """
+    if platform.libc_ver()[0] == "glibc":
+        libc = ctypes.CDLL(None)
+        libc.mallopt(_MMAP_THRESHOLD, 32 << 20)
+        libc.mallopt(_TRIM_THRESHOLD, 1 << 30)
