@@ -20,13 +20,13 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from llmbatch.engine.cpu.engine import TorchEngine
+from llmbatch.engine.cpu.engine import CpuEngine
 from llmbatch.engine.cpu.platform import HOST
 from llmbatch.engine.model.checkpoints import resolve_model
 from llmbatch.engine.model.config import bytes_per_token
 from llmbatch.engine.model.loader import LoadedModel, load_model
 from llmbatch.perf_model.cost import ModelShape
-from llmbatch.preprocess.request_batch import Requests
+from llmbatch.preprocess.request_batch import RequestBatch
 from llmbatch.preprocess.sampling_params import SamplingParams
 from llmbatch.scheduler.output import Step
 from llmbatch.system.tuning import tune_process
@@ -80,7 +80,7 @@ def machine(loaded: LoadedModel) -> tuple[float, float]:
     return 2 * 512 * weight.numel() / product, memory.numel() * 4 / reading
 
 
-def build(kind: Kind) -> tuple[Requests, Step, int]:
+def build(kind: Kind) -> tuple[RequestBatch, Step, int]:
     """The step of a kind, over pages in random order."""
     starts, counts = np.array(kind.starts, np.int32), np.array(kind.counts, np.int32)
     samples = np.array(kind.samples)
@@ -92,7 +92,7 @@ def build(kind: Kind) -> tuple[Requests, Step, int]:
     for i, begin in enumerate(np.cumsum(blocks) - blocks):
         tables[i, : blocks[i]] = order[begin : begin + blocks[i]]
     slots = np.arange(len(starts), dtype=np.int32)
-    requests = Requests(
+    requests = RequestBatch(
         tokens=rng.integers(5, 200, int(lengths.sum())).astype(np.int32),
         offsets=np.concatenate(([0], np.cumsum(lengths))).astype(np.int64),
         max_tokens=np.full(len(starts), 100_000, np.int32),
@@ -129,7 +129,7 @@ def main() -> None:
         if options.only not in kind.name:
             continue
         requests, step, pages = build(kind)
-        engine = TorchEngine(loaded, num_pages=pages, page_size=PAGE_SIZE)
+        engine = CpuEngine(loaded, num_pages=pages, page_size=PAGE_SIZE)
         engine.begin(requests)
         seconds = fastest(partial(engine.execute, step), options.repeats)
         if options.profile:

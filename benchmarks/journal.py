@@ -18,12 +18,12 @@ import pyarrow as pa
 
 import llmbatch
 from llmbatch.storage.journal import Journal
-from llmbatch.storage.location import Place
+from llmbatch.storage.location import Location
 
 sys.path.append(str(Path(__file__).parent.parent / "examples" / "demo"))
 from run import DATA, SYSTEM, smollm2
 
-LOCAL: Any = type(Journal.open(Place.at("."), "none"))  # a journal on a disk
+LOCAL: Any = type(Journal.open(Location.at("."), "none"))  # a journal on a disk
 
 
 def run(folder: str, append: Any) -> tuple[float, float, int]:

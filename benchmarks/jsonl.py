@@ -15,7 +15,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from llmbatch.io.reading.dataset import Inputs
+from llmbatch.io.reading.dataset import Dataset
 
 _WINDOW = 50_000  # rows
 _SAMPLES = 2000  # distinct lines, written again and again
@@ -40,7 +40,7 @@ def short() -> list[str]:
     ]
 
 
-def read(inputs: Inputs) -> float:
+def read(inputs: Dataset) -> float:
     """Seconds of reading all rows, a window at a time."""
     begun = time.perf_counter()
     reader = inputs.reader()
@@ -66,7 +66,7 @@ def main() -> None:
                     file.write(piece)
             written = path.stat().st_size
             begun = time.perf_counter()
-            inputs = Inputs.resolve([str(path)])
+            inputs = Dataset.resolve([str(path)])
             seconds = {"columns": time.perf_counter() - begun}
             seconds |= {"rows": read(inputs), "rows_and_lines": read(inputs.with_lines())}
             result[name] = {what: f"{written / 1e6 / each:.0f} MB/s" for what, each in seconds.items()}

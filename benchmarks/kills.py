@@ -33,7 +33,7 @@ import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 
 from llmbatch.inference.answers import ROWS_AT_RISK, SECONDS_AT_RISK
-from llmbatch.storage.location import Place
+from llmbatch.storage.location import Location
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples" / "demo"))
 
@@ -177,7 +177,7 @@ def place(storage: str | None) -> Iterator[str]:
     try:
         yield url
     finally:
-        Place.at(url).clear()
+        Location.at(url).clear()
 
 
 def main() -> int:

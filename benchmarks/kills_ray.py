@@ -164,19 +164,19 @@ def noting(log: str) -> Callable[[], None]:
     """What each process of Ray does first. A function in a function is sent whole, not by its name."""
 
     def note() -> None:
-        from llmbatch.operators.ray.in_flight import Flight
+        from llmbatch.operators.ray.in_flight import InFlightRows
 
         file = os.open(log, os.O_WRONLY | os.O_APPEND)
 
         def note_calls(name: str) -> None:
-            function = getattr(Flight, name)
+            function = getattr(InFlightRows, name)
 
             def noted(self: Any, rows: Any) -> Any:
                 result = function(self, rows)
                 os.write(file, f"{name} {len(rows)}\n".encode())
                 return result
 
-            setattr(Flight, name, noted)
+            setattr(InFlightRows, name, noted)
 
         note_calls("enter")
         note_calls("leave")

@@ -41,9 +41,9 @@ def job(length: int, arguments: list[str]) -> int:
     """Run a job whose simulated answers are long."""
     import llmbatch.inference.worker
     from llmbatch.cli.main import main as command
-    from llmbatch.preprocess.request_batch import Requests
+    from llmbatch.preprocess.request_batch import RequestBatch
 
-    def texts(requests: Requests, index: NDArray[np.int32], answers: Sequence[NDArray[np.int32]]) -> list[str]:
+    def texts(requests: RequestBatch, index: NDArray[np.int32], answers: Sequence[NDArray[np.int32]]) -> list[str]:
         return [text_of(row, length) for row in requests.serial[index].tolist()]
 
     vars(llmbatch.inference.worker)["placeholder_texts"] = texts

@@ -21,8 +21,8 @@ from llmbatch.perf_model.cost import CostModel
 from llmbatch.perf_model.fit import MeasuredSteps
 from llmbatch.runtime.refit import Refit
 from llmbatch.runtime.shard_run import ShardRun
-from llmbatch.runtime.simulated_loop import SimulatedDriver
-from llmbatch.runtime.step_loop import Ended
+from llmbatch.runtime.simulated_loop import SimulatedLoop
+from llmbatch.runtime.step_loop import LengthObservations
 from llmbatch.scheduler.scheduler import Scheduler
 from llmbatch.simulation.simulator import Knowledge, describe, run_workload
 
@@ -30,7 +30,7 @@ FACTORS = (0.5, 0.7, 1.0, 1.4, 2.0)
 _COMPUTE, _BANDWIDTH = 0.4, 0.425  # true efficiencies, that can be half and twice as large
 
 
-class MeasuredDriver(SimulatedDriver):
+class MeasuredDriver(SimulatedLoop):
     """A simulated engine whose steps are measured, by a clock with noise."""
 
     def __init__(self, lengths: Any, cost: CostModel, refit: Refit, noise: float) -> None:
@@ -38,7 +38,7 @@ class MeasuredDriver(SimulatedDriver):
         self._refit, self._noise = refit, noise
         self._rng = np.random.default_rng(0)
 
-    def run(self, scheduler: Scheduler, steps: int) -> Ended:
+    def run(self, scheduler: Scheduler, steps: int) -> LengthObservations:
         """Advance, and note what the steps took."""
         before = int(self.log.counts[0])
         ended = super().run(scheduler, steps)

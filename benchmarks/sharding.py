@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from simulations import TABLE2, Setting
 
 from llmbatch.operators.ray.sharding import ROWS_PER_SHARD, cut, outline
-from llmbatch.preprocess.request_batch import Requests, Shard
+from llmbatch.preprocess.request_batch import RequestBatch, RowRequests
 from llmbatch.preprocess.sampling_params import SamplingParams
 from llmbatch.simulation.experiment import Experiment
 from llmbatch.simulation.simulator import describe, run_workload
@@ -26,7 +26,7 @@ from llmbatch.simulation.traces import Trace
 MAX_TOKENS = 16_384
 
 
-def requests_of(trace: Trace) -> Requests:
+def requests_of(trace: Trace) -> RequestBatch:
     """The prompts of a trace as tokens: its ids where it has some, else numbers that no other row has."""
     rows, size = len(trace), trace.block_size
     offsets = np.concatenate(([0], np.cumsum(trace.prompt_lengths, dtype=np.int64)))
@@ -35,7 +35,7 @@ def requests_of(trace: Trace) -> Requests:
         ids = np.repeat(trace.blocks[trace.offsets[row] : trace.offsets[row + 1]], size)[: trace.prompt_lengths[row]]
         tokens[offsets[row] : offsets[row] + len(ids)] = ids
     zeros, most = np.zeros(rows, np.int32), np.full(rows, MAX_TOKENS, np.int32)
-    return Requests(
+    return RequestBatch(
         tokens, offsets, most, zeros, (SamplingParams(max_tokens=MAX_TOKENS),), np.arange(rows, dtype=np.uint64), zeros
     )
 
@@ -55,7 +55,7 @@ def measure(experiment: Experiment, actors: int) -> str:
     trace, cost, pool, scheduling = experiment.trace, experiment.cost, experiment.pool, experiment.scheduling
     rows = np.arange(len(trace), dtype=np.int32)
     requests = requests_of(trace)
-    outlines = outline(Shard(requests, rows, trace.prompt_lengths, {}), rows.astype(np.uint64))
+    outlines = outline(RowRequests(requests, rows, trace.prompt_lengths, {}), rows.astype(np.uint64))
     shards = cut(outlines, cost, pool, scheduling, actors=actors, rows_per_shard=ROWS_PER_SHARD)
     shard = shards.of(rows.astype(np.uint64))
     workload = describe(trace, pool, "sampled", MAX_TOKENS)

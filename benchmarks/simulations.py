@@ -19,7 +19,7 @@ import numpy as np
 
 from llmbatch.perf_model.cost import Law
 from llmbatch.planning.order import Policy
-from llmbatch.runtime.shard_run import decide
+from llmbatch.planning.plan_workload import plan_workload
 from llmbatch.simulation.experiment import Experiment
 from llmbatch.simulation.simulator import Knowledge, describe, run_workload
 from llmbatch.simulation.traces import SYSTEM_PROMPT, Trace
@@ -79,7 +79,7 @@ class Setting:
         workload = describe(trace, pool, "known")
         for order, budgets in self.baselines.items():
             scheduling = replace(experiment.scheduling, order=order)
-            forwards = decide(workload, pool, cost, scheduling)
+            forwards = plan_workload(workload, pool, cost, scheduling)
             plans = {False: forwards}
             if order == "dfs":
                 plans[True] = replace(forwards, order=forwards.order[::-1].copy())

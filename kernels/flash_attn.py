@@ -9,7 +9,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from llmbatch.kernels.interface import Layout, Plan
+from llmbatch.kernels.interface import AttentionPlan, BatchLayout
 from llmbatch.kernels.spec import AttentionSpec
 
 _PAGE_OF_2: Final = 256  # tokens: what pages of flash-attn 2 are multiples of
@@ -31,7 +31,7 @@ class FlashAttention:
             return
         raise ImportError("flash-attn is not installed: pip install flash-attn")
 
-    def plan(self, layout: Layout, spec: AttentionSpec, page_size: int) -> Plan:
+    def plan(self, layout: BatchLayout, spec: AttentionSpec, page_size: int) -> AttentionPlan:
         """Lengths of the step's sequences. Raises ValueError for what the package has no kernel for."""
         if self._call is _call_2 and page_size % _PAGE_OF_2:
             raise ValueError(
@@ -48,7 +48,7 @@ class FlashAttention:
         query: torch.Tensor,
         keys: torch.Tensor,
         values: torch.Tensor,
-        plan: Plan,
+        plan: AttentionPlan,
         tensors: list[torch.Tensor],
     ) -> torch.Tensor:
         """All rows over their pages."""
@@ -60,19 +60,19 @@ class FlashAttention:
         return out.reshape(query.shape)
 
 
-def plan_lengths(layout: Layout, page_size: int) -> Plan:
+def plan_lengths(layout: BatchLayout, page_size: int) -> AttentionPlan:
     """Block tables, first packed row of each sequence, tokens of each with those computed now, and their sums."""
     lengths = layout.starts + layout.counts
     longest = int(lengths.max())
     first = np.concatenate(([0], np.cumsum(layout.counts))).astype(np.int32)
     sums = np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
     tables = layout.tables[layout.slots, : -(-longest // page_size)]
-    return Plan((tables, first, lengths, sums), (int(layout.counts.max()), longest))
+    return AttentionPlan((tables, first, lengths, sums), (int(layout.counts.max()), longest))
 
 
 def _call_3(
     module: Any, spec: AttentionSpec, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor,
-    window: tuple[int, int], plan: Plan, tables: torch.Tensor, first: torch.Tensor, lengths: torch.Tensor,
+    window: tuple[int, int], plan: AttentionPlan, tables: torch.Tensor, first: torch.Tensor, lengths: torch.Tensor,
     _: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
     out: torch.Tensor = module.flash_attn_with_kvcache(
@@ -84,7 +84,7 @@ def _call_3(
 
 def _call_4(
     module: Any, spec: AttentionSpec, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor,
-    window: tuple[int, int], plan: Plan, tables: torch.Tensor, first: torch.Tensor, lengths: torch.Tensor,
+    window: tuple[int, int], plan: AttentionPlan, tables: torch.Tensor, first: torch.Tensor, lengths: torch.Tensor,
     _: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
     sides = tuple(None if side < 0 else side for side in window)
@@ -98,7 +98,7 @@ def _call_4(
 
 def _call_2(
     module: Any, spec: AttentionSpec, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor,
-    window: tuple[int, int], plan: Plan, tables: torch.Tensor, first: torch.Tensor, lengths: torch.Tensor,
+    window: tuple[int, int], plan: AttentionPlan, tables: torch.Tensor, first: torch.Tensor, lengths: torch.Tensor,
     sums: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
     out: torch.Tensor = module.flash_attn_varlen_func(

@@ -13,7 +13,7 @@ from llmbatch.kernels.spec import AttentionSpec
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class BatchLayout:
     """What attention must know of a step, on the host. Of its sequences the first `decodes` compute one token each."""
 
     tables: NDArray[np.int32]  # [slots, width] pages
@@ -24,7 +24,7 @@ class Layout:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class AttentionPlan:
     """What a backend has decided for a step's layers of one kind."""
 
     arrays: tuple[NDArray[np.int32], ...]  # to be uploaded
@@ -36,7 +36,7 @@ class PagedAttention(Protocol):
 
     cascade: bool  # decodes that share a long prefix read it once (`llmbatch.kernels.cascade`)
 
-    def plan(self, layout: Layout, spec: AttentionSpec, page_size: int) -> Plan:
+    def plan(self, layout: BatchLayout, spec: AttentionSpec, page_size: int) -> AttentionPlan:
         """What a step's layers like `spec` do; touches no device."""
         ...
 
@@ -46,7 +46,7 @@ class PagedAttention(Protocol):
         query: torch.Tensor,
         keys: torch.Tensor,
         values: torch.Tensor,
-        plan: Plan,
+        plan: AttentionPlan,
         tensors: list[torch.Tensor],
     ) -> torch.Tensor:
         """Attention [tokens, query heads * width] of `query`, of the same shape, over the step's pages.
@@ -58,10 +58,10 @@ class PagedAttention(Protocol):
 
 
 @runtime_checkable
-class FixedAttention(PagedAttention, Protocol):
+class GraphCapturable(PagedAttention, Protocol):
     """Attention whose launches depend on shapes alone, so that they can be recorded and repeated."""
 
-    def plan_fixed(self, layout: Layout, spec: AttentionSpec, page_size: int, width: int) -> Plan:
+    def plan_fixed(self, layout: BatchLayout, spec: AttentionSpec, page_size: int, width: int) -> AttentionPlan:
         """As `plan`, of a step of decodes, over tables of `width` pages.
 
         Numbers and shapes are the same for as many rows; there may be two sets of them, one for rows that share.

@@ -7,7 +7,7 @@ import inspect
 import torch
 
 from llmbatch.kernels.flash_attn import plan_lengths
-from llmbatch.kernels.interface import Layout, Plan
+from llmbatch.kernels.interface import AttentionPlan, BatchLayout
 from llmbatch.kernels.spec import AttentionSpec
 
 
@@ -23,7 +23,7 @@ class VarlenAttention:
             raise ImportError(f"the varlen_attn of torch {torch.__version__} reads no pages: install 2.12 or later")
         self._attend = varlen_attn
 
-    def plan(self, layout: Layout, spec: AttentionSpec, page_size: int) -> Plan:
+    def plan(self, layout: BatchLayout, spec: AttentionSpec, page_size: int) -> AttentionPlan:
         """Lengths of the step's sequences. Raises ValueError for what it has no kernel for."""
         if spec.sinks is not None or spec.softcap:
             raise ValueError("varlen_attn has neither sinks nor softcap: take attention='triton'")
@@ -35,7 +35,7 @@ class VarlenAttention:
         query: torch.Tensor,
         keys: torch.Tensor,
         values: torch.Tensor,
-        plan: Plan,
+        plan: AttentionPlan,
         tensors: list[torch.Tensor],
     ) -> torch.Tensor:
         """All rows over their pages."""

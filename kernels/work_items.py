@@ -29,7 +29,7 @@ EVERYTHING: Final = 1 << 30  # a position that sees every key
 SEQUENCE, FIRST, TOKENS, POSITION, BEGIN, END, PART, COLUMNS = range(8)
 
 
-class Items(NamedTuple):
+class WorkItems(NamedTuple):
     """Work of a step for layers of one window: int32 [n, `COLUMNS`] each.
 
     `SEQUENCE` is the row of the step whose pages are read; `FIRST` the packed row of the first token, of `shared`
@@ -124,7 +124,7 @@ def cut_items(
     heads: int,
     programs: int,
     groups: Groups,
-) -> Items:
+) -> WorkItems:
     """The items of a step whose first `decodes` sequences compute one token each.
 
     `tables` are block tables of pages of `size` tokens, by slot. A block of rows has at most `block_tokens` tokens;
@@ -208,7 +208,7 @@ def cut_items(
             keys[b] = -prefills[b, END]
             b += 1
         row += counts[i]
-    return Items(own, prefills[np.argsort(keys, kind="mergesort")], shared, order, parts)
+    return WorkItems(own, prefills[np.argsort(keys, kind="mergesort")], shared, order, parts)
 
 
 class MostItems(NamedTuple):

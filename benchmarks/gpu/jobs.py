@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from gpu.stage import Stage
 from gpu.steps import efficiencies
 from llmbatch.engine.calibration.memory_profile import measure_room
-from llmbatch.engine.gpu.engine import AcceleratedEngine
+from llmbatch.engine.gpu.engine import GpuEngine
 from llmbatch.engine.gpu.strategies import Strategy
 from llmbatch.errors import ParameterError
 from llmbatch.kernels.triton.backend import TritonAttention
@@ -29,12 +29,12 @@ from llmbatch.perf_model.work import Reach
 from llmbatch.planning.cascade import tokens_together
 from llmbatch.planning.order import Policy
 from llmbatch.planning.workload import Pool, Scheduling, Workload
-from llmbatch.preprocess.request_batch import Requests
+from llmbatch.preprocess.request_batch import RequestBatch
 from llmbatch.preprocess.sampling_params import SamplingParams
 from llmbatch.runtime.shard_run import run_shard
 from llmbatch.runtime.step_loop import drive
 from llmbatch.scheduler.output import Step
-from llmbatch.scheduler.scheduler import Finished
+from llmbatch.scheduler.scheduler import FinishedSequences
 from llmbatch.scheduler.token_budget import Rates
 from llmbatch.simulation.mixes import MIXES, Mix, draw_mix
 from llmbatch.simulation.simulator import run_workload
@@ -102,7 +102,7 @@ def drawn(stage: Stage, name: str, cost: CostModel) -> tuple[Trace, Mix]:
             mix = replace(mix, sharing=round(mix.sharing + 0.01, 2))
 
 
-def requests_of(trace: Trace, vocabulary: int) -> Requests:
+def requests_of(trace: Trace, vocabulary: int) -> RequestBatch:
     """Tokens that are equal where the trace says that prompts are, and random elsewhere."""
     rng = np.random.default_rng(0)
     offsets = np.concatenate(([0], np.cumsum(trace.prompt_lengths))).astype(np.int64)
@@ -115,7 +115,7 @@ def requests_of(trace: Trace, vocabulary: int) -> Requests:
         )
         tokens[first : first + len(known)] = _scattered(known) % vocabulary
     count = len(trace)
-    return Requests(
+    return RequestBatch(
         tokens=tokens,
         offsets=offsets,
         max_tokens=trace.output_lengths,
@@ -136,7 +136,7 @@ def _scattered(numbers: NDArray[np.uint64]) -> NDArray[np.int64]:
 class Noted:
     """Takes answers, and notes each step's work and when it was done."""
 
-    def __init__(self, engine: AcceleratedEngine, reach: Reach) -> None:
+    def __init__(self, engine: GpuEngine, reach: Reach) -> None:
         self._engine = engine
         self._reach = reach
         self._work: list[tuple[float, ...]] = []
@@ -151,10 +151,10 @@ class Noted:
     def took(self, step: Step, seconds: float) -> None:
         """Nothing: the time between two ends is what counts."""
 
-    def after(self, finished: Finished) -> NDArray[np.int32]:
+    def after(self, finished: FinishedSequences) -> NDArray[np.int32]:
         """Free the slots."""
         self._done.append(time.perf_counter())
-        self.tokens += sum(len(self._engine.retire(slot)) for slot in finished.slots.tolist())
+        self.tokens += sum(len(self._engine.pop_tokens(slot)) for slot in finished.slots.tolist())
         return np.empty(0, np.int32)
 
     @property
@@ -164,7 +164,7 @@ class Noted:
         return MeasuredSteps(tokens, pairs, read, samples, np.diff(self._done))
 
 
-def job(stage: Stage, requests: Requests, strategy: Strategy, pool: Pool, order: Policy) -> dict[str, Any]:
+def job(stage: Stage, requests: RequestBatch, strategy: Strategy, pool: Pool, order: Policy) -> dict[str, Any]:
     """One job, and the same by the simulator."""
     cost = stage.cost(strategy)
     scheduling = Scheduling(order=order, max_running=len(requests))
@@ -191,7 +191,7 @@ def job(stage: Stage, requests: Requests, strategy: Strategy, pool: Pool, order:
     }
 
 
-def optima(stage: Stage, workload: Workload, requests: Requests, pool: Pool) -> dict[str, float]:
+def optima(stage: Stage, workload: Workload, requests: RequestBatch, pool: Pool) -> dict[str, float]:
     """T_opt by the efficiencies of kernels alone: of an engine that runs them in turn, and of one that overlaps."""
     cost = stage.ceiling_cost
     reached = efficiencies(stage)

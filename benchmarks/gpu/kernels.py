@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from gpu.stage import Stage
 from llmbatch.kernels import reference
 from llmbatch.kernels.cascade import GROUPS, Groups
-from llmbatch.kernels.interface import Layout
+from llmbatch.kernels.interface import BatchLayout
 from llmbatch.kernels.spec import SILU, AttentionSpec
 from llmbatch.kernels.triton import fused as triton_fused
 from llmbatch.kernels.triton.backend import TritonAttention
@@ -83,7 +83,9 @@ class Step:
         self.query = stage.random(int(self.counts.sum()), self.spec.query_heads * self.spec.width)
         self.backend = TritonAttention(stage.device, together)
         slots = np.arange(len(starts), dtype=np.int32)
-        self.plan = self.backend.plan(Layout(self.tables, slots, self.starts, self.counts, decodes), self.spec, PAGE)
+        self.plan = self.backend.plan(
+            BatchLayout(self.tables, slots, self.starts, self.counts, decodes), self.spec, PAGE
+        )
         self.tensors = [stage.there(array) for array in self.plan.arrays]
 
     def run(self) -> torch.Tensor:

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from gpu.jobs import drawn, job, pool_of, requests_of
 from gpu.stage import Stage
-from llmbatch.preprocess.request_batch import Requests
+from llmbatch.preprocess.request_batch import RequestBatch
 
 
 def measure(stage: Stage) -> dict[str, Any]:
@@ -29,7 +29,7 @@ def measure(stage: Stage) -> dict[str, Any]:
     return {"rows": len(requests), "answer_tokens": length, "ours": ours, "theirs": theirs, "gain": theirs / ours}
 
 
-def peer(stage: Stage, requests: Requests, length: int) -> float:
+def peer(stage: Stage, requests: RequestBatch, length: int) -> float:
     """Seconds of transformers, its warm-up left out."""
     config = AutoConfig.from_pretrained(stage.folder)
     untyped: Any = AutoModelForCausalLM

@@ -23,9 +23,9 @@ from llmbatch.engine.calibration.microbenchmarks import measure_device, median_s
 from llmbatch.engine.calibration.step_timer import StepKind
 from llmbatch.engine.calibration.store import DeviceCalibration
 from llmbatch.engine.devices import find_platform
-from llmbatch.engine.gpu.attention import PAGE_SIZE, DevicePieces
+from llmbatch.engine.gpu.attention import PAGE_SIZE, GpuOps
 from llmbatch.engine.gpu.cuda_graphs import GraphRecorder
-from llmbatch.engine.gpu.engine import AcceleratedEngine
+from llmbatch.engine.gpu.engine import GpuEngine
 from llmbatch.engine.gpu.strategies import Strategy, make_execution
 from llmbatch.engine.model.loader import LoadedModel, load_model
 from llmbatch.engine.model.platform import Platform
@@ -74,7 +74,7 @@ class Stage:
         self.sizes = DRY if dry else FULL
         self.traces = traces
         cpu = torch.device("cpu")
-        self.platform = Platform(cpu, DevicePieces(cpu), PAGE_SIZE, max_running=512) if dry else find_platform(device)
+        self.platform = Platform(cpu, GpuOps(cpu), PAGE_SIZE, max_running=512) if dry else find_platform(device)
         self.device = self.platform.device
         self.page_size = PAGE_SIZE
 
@@ -135,9 +135,9 @@ class Stage:
         """What requests cost under a strategy, as calibrated."""
         return self.calibration.fitted[strategy].cost(self.shape)
 
-    def engine(self, strategy: Strategy, rates: Rates, *, num_pages: int) -> AcceleratedEngine:
+    def engine(self, strategy: Strategy, rates: Rates, *, num_pages: int) -> GpuEngine:
         """An engine for the model."""
-        return AcceleratedEngine(
+        return GpuEngine(
             self.loaded,
             TritonAttention(self.device),
             num_pages=num_pages,

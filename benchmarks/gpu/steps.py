@@ -19,7 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 from gpu.kernels import ALONE, decodes
 from gpu.stage import Stage
 from llmbatch.engine.calibration.step_timer import StepKind, measured, randomise, time_step
-from llmbatch.engine.gpu.engine import AcceleratedEngine
+from llmbatch.engine.gpu.engine import GpuEngine
 from llmbatch.engine.gpu.sm_partition import NoGreenContexts
 from llmbatch.engine.gpu.strategies import STRATEGIES
 from llmbatch.perf_model.cost import SEQUENTIAL, CostModel, Overlap
@@ -109,7 +109,7 @@ def efficiencies(stage: Stage) -> dict[str, float]:
     }
 
 
-def overlapped(stage: Stage, engine: AcceleratedEngine, kind: StepKind) -> dict[str, Any]:
+def overlapped(stage: Stage, engine: GpuEngine, kind: StepKind) -> dict[str, Any]:
     """Where the time of a blended step goes: kernels by name, and how much of it two of them ran at once."""
     if stage.dry:
         return {}

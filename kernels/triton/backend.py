@@ -7,10 +7,10 @@ import torch
 from numpy.typing import NDArray
 
 from llmbatch.kernels.cascade import GROUPS, Groups
-from llmbatch.kernels.interface import Layout, Plan
+from llmbatch.kernels.interface import AttentionPlan, BatchLayout
 from llmbatch.kernels.spec import AttentionSpec
 from llmbatch.kernels.triton import attention as triton_attention
-from llmbatch.kernels.work_items import Items, cut_items, most_items
+from llmbatch.kernels.work_items import WorkItems, cut_items, most_items
 
 _PROGRAMS = 16  # a multiprocessor, of decodes: enough for the last wave of them to be short
 _INTERPRETED = 2  # multiprocessors, where there are none
@@ -30,20 +30,20 @@ class TritonAttention:
         self.cascade = groups.rows > 0
         self._groups = groups
 
-    def plan(self, layout: Layout, spec: AttentionSpec, page_size: int) -> Plan:
+    def plan(self, layout: BatchLayout, spec: AttentionSpec, page_size: int) -> AttentionPlan:
         """Items of the step."""
         items = self._cut(layout, spec, page_size)
         longest = int((layout.starts + layout.counts).max(initial=1))
         tables = layout.tables[layout.slots, : -(-longest // page_size)]
-        return Plan((tables, *items), (int(items.parts[:, 0].sum()),))
+        return AttentionPlan((tables, *items), (int(items.parts[:, 0].sum()),))
 
-    def plan_fixed(self, layout: Layout, spec: AttentionSpec, page_size: int, width: int) -> Plan:
+    def plan_fixed(self, layout: BatchLayout, spec: AttentionSpec, page_size: int, width: int) -> AttentionPlan:
         """Items of a step of decodes, and others that do nothing, up to the most that so many decodes can have."""
         items = self._cut(layout, spec, page_size)
         rows, block = len(layout.slots), triton_attention.block_tokens(spec.group)
         most = most_items(rows, block, spec.heads, self._programs, self._groups)
         shares = len(items.shared) > 0
-        padded = Items(
+        padded = WorkItems(
             decodes=_padded(items.decodes, most.decodes),
             prefills=items.prefills,
             shared=_padded(items.shared, most.shared if shares else 0),
@@ -53,7 +53,7 @@ class TritonAttention:
         tables = np.zeros((rows, width), np.int32)
         given = layout.tables[layout.slots, :width]
         tables[:, : given.shape[1]] = given
-        return Plan((tables, *padded), (most.decodes + (block * most.shared if shares else 0),))
+        return AttentionPlan((tables, *padded), (most.decodes + (block * most.shared if shares else 0),))
 
     def attend(
         self,
@@ -61,7 +61,7 @@ class TritonAttention:
         query: torch.Tensor,
         keys: torch.Tensor,
         values: torch.Tensor,
-        plan: Plan,
+        plan: AttentionPlan,
         tensors: list[torch.Tensor],
     ) -> torch.Tensor:
         """Decodes, prefills and shared prefixes each in a launch, where there are any, and what was cut merged."""
@@ -79,7 +79,7 @@ class TritonAttention:
             triton_attention.merge(out, partial, sums, parts, spec.sinks)
         return out
 
-    def _cut(self, layout: Layout, spec: AttentionSpec, page_size: int) -> Items:
+    def _cut(self, layout: BatchLayout, spec: AttentionSpec, page_size: int) -> WorkItems:
         return cut_items(
             layout.tables, layout.slots, layout.starts, layout.counts, layout.decodes, page_size,
             triton_attention.block_tokens(spec.group), spec.window, spec.heads, self._programs, self._groups,

@@ -48,11 +48,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: dict[str, Any]) -> int:
-    from llmbatch.runtime.cancellation import Stopping, heard
+    from llmbatch.runtime.cancellation import StopRequest, heard
 
     as_json, quiet = arguments.pop("json"), arguments.pop("quiet")
     given = _given(arguments)
-    stopping = Stopping(given.pop("grace"))
+    stopping = StopRequest(given.pop("grace"))
     with heard(stopping), _quiet_libraries():
         from llmbatch.inference.progress import choose
         from llmbatch.jobs.job import run

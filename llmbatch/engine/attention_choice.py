@@ -15,7 +15,7 @@ import torch
 
 from llmbatch.errors import ModelError
 from llmbatch.kernels import reference
-from llmbatch.kernels.interface import Layout, PagedAttention
+from llmbatch.kernels.interface import BatchLayout, PagedAttention
 from llmbatch.kernels.spec import AttentionSpec
 
 AttentionName = Literal["auto", "triton", "flash-attn", "varlen"]
@@ -96,7 +96,7 @@ def _try(
     starts, counts = np.array(_STARTS, np.int32), np.array(_COUNTS, np.int32)
     each = -(-int((starts + counts).max()) // page_size)
     tables = np.arange(2 * each, dtype=np.int32).reshape(2, each)
-    layout = Layout(tables, np.arange(2, dtype=np.int32), starts, counts, decodes=1)
+    layout = BatchLayout(tables, np.arange(2, dtype=np.int32), starts, counts, decodes=1)
     keys, values = (random(2 * each, spec.heads, page_size, spec.width) for _ in range(2))
     query = random(int(counts.sum()), spec.query_heads * spec.width)
     plan = backend.plan(layout, spec, page_size)

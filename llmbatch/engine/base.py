@@ -7,7 +7,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from llmbatch.preprocess.request_batch import Requests
+from llmbatch.preprocess.request_batch import RequestBatch
 from llmbatch.scheduler.output import Step, StepResult
 
 
@@ -18,7 +18,7 @@ class Engine(Protocol):
         """Compute the step, keep the sampled tokens, and say which sequences have finished."""
         ...
 
-    def retire(self, slot: int) -> NDArray[np.int32]:
+    def pop_tokens(self, slot: int) -> NDArray[np.int32]:
         """Hand over the tokens generated in a slot and free it for another request."""
         ...
 
@@ -43,10 +43,10 @@ class PipelinedEngine(Engine, Protocol):
 class StreamEngine(Engine, Protocol):
     """An engine that takes requests."""
 
-    def begin(self, requests: Requests) -> None:
+    def begin(self, requests: RequestBatch) -> None:
         """Take the requests that the next steps are about, and forget what was in slots."""
         ...
 
-    def go_on(self, requests: Requests) -> None:
+    def rebind(self, requests: RequestBatch) -> None:
         """Take other requests, among which are those that are in slots."""
         ...

@@ -38,11 +38,11 @@ def find_platform(device: str) -> Platform:
 
 
 def _accelerated(name: str) -> Platform:
-    from llmbatch.engine.gpu.attention import PAGE_SIZE, DevicePieces
+    from llmbatch.engine.gpu.attention import PAGE_SIZE, GpuOps
 
     device = torch.device("cuda", torch.device(name).index or 0)
     # Its memory holds thousands of short rows, and each that decodes shares the reading of the weights with the others.
-    return Platform(device, DevicePieces(device), PAGE_SIZE, max_running=2048)
+    return Platform(device, GpuOps(device), PAGE_SIZE, max_running=2048)
 
 
 def _unusable(device: str) -> str | None:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from llmbatch.engine.attention_choice import choose_attention
 from llmbatch.engine.base import StreamEngine
 from llmbatch.engine.config import EngineConfig
-from llmbatch.engine.model.config import ModelDescription
+from llmbatch.engine.model.config import ModelConfig
 from llmbatch.engine.model.outline import POOL_SHARE as POOL_SHARE
 from llmbatch.engine.model.outline import pool_of, shape_of
 from llmbatch.engine.model.platform import Platform
@@ -27,14 +27,14 @@ from llmbatch.system.cache import cache_folder
 from llmbatch.system.memory import available_memory
 
 if TYPE_CHECKING:  # what takes a second to import, and forecasts load nothing; and what needs Triton
-    from llmbatch.engine.calibration.store import DeviceCalibration, Kept
-    from llmbatch.engine.gpu.engine import AcceleratedEngine
+    from llmbatch.engine.calibration.store import CalibrationStore, DeviceCalibration
+    from llmbatch.engine.gpu.engine import GpuEngine
     from llmbatch.engine.gpu.strategies import Strategy
     from llmbatch.engine.model.loader import LoadedModel
 
 
 @dataclass(frozen=True, slots=True)
-class Preparation:
+class EngineFactory:
     """What the engine of a loaded model is made with."""
 
     pool: Pool
@@ -48,9 +48,9 @@ class Preparation:
         """A new engine, with the memory of the pool; `decode` turns tokens into text."""
         if self.attention is not None:
             return self.accelerated(loaded, strategy=self.strategy, rates=Rates.of(self.cost), decode=decode)
-        from llmbatch.engine.cpu.engine import TorchEngine
+        from llmbatch.engine.cpu.engine import CpuEngine
 
-        return TorchEngine(loaded, num_pages=self.pool.num_pages, page_size=self.pool.page_size, decode=decode)
+        return CpuEngine(loaded, num_pages=self.pool.num_pages, page_size=self.pool.page_size, decode=decode)
 
     def accelerated(
         self,
@@ -59,14 +59,14 @@ class Preparation:
         strategy: Strategy,
         rates: Rates,
         decode: Callable[[NDArray[np.int32]], str] | None = None,
-    ) -> AcceleratedEngine:
+    ) -> GpuEngine:
         """An engine on a device. Raises `NoGreenContexts` where that cannot be partitioned, and is to be."""
         from llmbatch.engine.gpu.cuda_graphs import GraphRecorder
-        from llmbatch.engine.gpu.engine import AcceleratedEngine
+        from llmbatch.engine.gpu.engine import GpuEngine
         from llmbatch.engine.gpu.strategies import make_execution
 
         assert self.attention is not None
-        return AcceleratedEngine(
+        return GpuEngine(
             loaded,
             self.attention,
             num_pages=self.pool.num_pages,
@@ -77,7 +77,7 @@ class Preparation:
         )
 
 
-def size_pool(platform: Platform, model: ModelDescription, config: EngineConfig) -> Pool:
+def size_pool(platform: Platform, model: ModelConfig, config: EngineConfig) -> Pool:
     """The pool as far as it is known before the weights are loaded.
 
     Raises ParameterError where no page fits, or pages are of a size that the device cannot have.
@@ -90,19 +90,19 @@ def size_pool(platform: Platform, model: ModelDescription, config: EngineConfig)
 
 def prepare(
     platform: Platform,
-    model: ModelDescription,
+    model: ModelConfig,
     loaded: LoadedModel,
     config: EngineConfig,
     scheduling: Scheduling,
     pool: Pool,
-) -> Preparation:
+) -> EngineFactory:
     """Choose the attention, give pages what the largest step leaves of the device's memory, and calibrate the device.
 
     `pool` is that of `size_pool`. Raises ModelError where no attention works, or not the strategy that was asked for,
     and JobError where the step does not fit.
     """
     if platform.is_host:
-        return Preparation(pool, cost_model(platform, model, config))
+        return EngineFactory(pool, cost_model(platform, model, config))
     attention, notes = choose_attention(
         config.attention,
         loaded.attention.values(),
@@ -112,7 +112,7 @@ def prepare(
     )
     if loaded.device.type != "cuda":
         strategy: Strategy = "sequential" if config.overlap == "auto" else config.overlap
-        return Preparation(pool, cost_model(platform, model, config), attention, strategy, notes=notes)
+        return EngineFactory(pool, cost_model(platform, model, config), attention, strategy, notes=notes)
     from llmbatch.engine.calibration.memory_profile import measure_room  # needs Triton
 
     rows, size = scheduling.max_running, pool.page_size
@@ -122,7 +122,7 @@ def prepare(
         notes = (*notes, f"small steps are not recorded as CUDA graphs, and take longer: {room.unrecorded}")
     ceilings = replace(_ceilings(platform, model), cascade=attention.cascade)
     whole = Pool(max(1, room.pool_bytes // (model.bytes_per_token * size)), size)
-    uncalibrated = Preparation(whole, ceilings, attention, records=room.unrecorded is None)
+    uncalibrated = EngineFactory(whole, ceilings, attention, records=room.unrecorded is None)
     calibration, told = _calibration(uncalibrated, loaded, _kept(platform, model, config))
     strategy = _strategy(calibration, config)
     cost = calibration.fitted[strategy].cost(shape_of(model))
@@ -130,7 +130,7 @@ def prepare(
     return replace(uncalibrated, pool=chosen, cost=cost, strategy=strategy, notes=(*notes, *told))
 
 
-def cost_model(platform: Platform, model: ModelDescription, config: EngineConfig) -> CostModel:
+def cost_model(platform: Platform, model: ModelConfig, config: EngineConfig) -> CostModel:
     """What requests cost on the platform: as it was calibrated, else by what its hardware does, measured now."""
     if platform.device.type == "cpu":
         hardware = measure_cpu(dtype_bytes=model.dtype.itemsize)
@@ -141,7 +141,9 @@ def cost_model(platform: Platform, model: ModelDescription, config: EngineConfig
     return found.fitted[_strategy(found, config)].cost(shape_of(model))
 
 
-def _calibration(prepared: Preparation, loaded: LoadedModel, kept: Kept) -> tuple[DeviceCalibration, tuple[str, ...]]:
+def _calibration(
+    prepared: EngineFactory, loaded: LoadedModel, kept: CalibrationStore
+) -> tuple[DeviceCalibration, tuple[str, ...]]:
     """What was measured of the device earlier, or is now; and what the user should be told."""
     found = kept.find()
     if found is not None:
@@ -176,13 +178,13 @@ def _strategy(calibration: DeviceCalibration, config: EngineConfig) -> Strategy:
     return config.overlap
 
 
-def _kept(platform: Platform, model: ModelDescription, config: EngineConfig) -> Kept:
-    from llmbatch.engine.calibration.store import Kept
+def _kept(platform: Platform, model: ModelConfig, config: EngineConfig) -> CalibrationStore:
+    from llmbatch.engine.calibration.store import CalibrationStore
 
-    return Kept(cache_folder(), platform.device, shape_of(model), config.attention)
+    return CalibrationStore(cache_folder(), platform.device, shape_of(model), config.attention)
 
 
-def _ceilings(platform: Platform, model: ModelDescription) -> CostModel:
+def _ceilings(platform: Platform, model: ModelConfig) -> CostModel:
     """A device that was not calibrated, whose kernels are taken to be good ones."""
     from llmbatch.engine.calibration.microbenchmarks import measure_device
 

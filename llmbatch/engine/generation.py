@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 
 from llmbatch.compilation.decorators import njit
 from llmbatch.engine.seeds import mix
-from llmbatch.preprocess.request_batch import Requests
-from llmbatch.scheduler.output import Finish, Step, StepResult
+from llmbatch.preprocess.request_batch import RequestBatch
+from llmbatch.scheduler.output import FinishReason, Step, StepResult
 
 
 @njit(cache=True)
@@ -22,7 +22,7 @@ def _seeds(given: NDArray[np.int64], base: int, serial: NDArray[np.uint64]) -> N
     return seeds
 
 
-class Generation:
+class TokenBuffers:
     """Generated tokens of each slot until they are retired, and the sampling parameters of the requests.
 
     `eos` are the tokens that end a sequence. `decode` turns token ids into text; it is needed by requests that have
@@ -39,12 +39,12 @@ class Generation:
         self.lengths = np.zeros(16, np.int32)
         self.queued = np.zeros(16, np.int32)  # with the tokens that are sampled and not yet known
 
-    def begin(self, requests: Requests) -> None:
+    def begin(self, requests: RequestBatch) -> None:
         """Take the requests that the next steps are about; what an interrupted job left in slots is forgotten."""
         self.lengths[:] = self.queued[:] = 0
-        self.go_on(requests)
+        self.rebind(requests)
 
-    def go_on(self, requests: Requests) -> None:
+    def rebind(self, requests: RequestBatch) -> None:
         """Take other requests, among which are those that are in slots."""
         self.requests = requests
         params, index = requests.params, requests.params_index
@@ -79,7 +79,7 @@ class Generation:
         self.queued[slots] += 1
         whole = self.queued[slots] >= self.requests.max_tokens[requests]
         self.queued[slots[whole]] = 0
-        finished = np.where(whole, Finish.LENGTH, Finish.RUNNING).astype(np.uint8)
+        finished = np.where(whole, FinishReason.LENGTH, FinishReason.RUNNING).astype(np.uint8)
         return StepResult(tokens=np.zeros(len(slots), np.int32), finished=finished)
 
     def append(
@@ -95,17 +95,17 @@ class Generation:
         noted = slots[kept]
         self.tokens[noted, self.lengths[noted]] = tokens[kept]
         self.lengths[noted] += 1
-        finished = np.full(len(slots), Finish.RUNNING, np.uint8)
-        finished[self.lengths[slots] >= self.requests.max_tokens[requests]] = Finish.LENGTH
-        finished[np.isin(tokens, self._eos) & ~self._ignore_eos[requests]] = Finish.STOP
+        finished = np.full(len(slots), FinishReason.RUNNING, np.uint8)
+        finished[self.lengths[slots] >= self.requests.max_tokens[requests]] = FinishReason.LENGTH
+        finished[np.isin(tokens, self._eos) & ~self._ignore_eos[requests]] = FinishReason.STOP
         for i in np.flatnonzero(self._has_stop[requests] & kept):
             if self._stopped(int(slots[i]), int(requests[i])):
-                finished[i] = Finish.STOP
-        finished[~finite] = Finish.ERROR
-        finished[~kept] = Finish.RUNNING
+                finished[i] = FinishReason.STOP
+        finished[~finite] = FinishReason.ERROR
+        finished[~kept] = FinishReason.RUNNING
         return StepResult(tokens=tokens, finished=finished)
 
-    def retire(self, slot: int) -> NDArray[np.int32]:
+    def pop_tokens(self, slot: int) -> NDArray[np.int32]:
         """Hand over the tokens generated in a slot and free it for another request."""
         tokens = self.tokens[slot, : self.lengths[slot]].copy()
         self.lengths[slot] = 0

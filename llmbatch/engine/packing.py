@@ -8,19 +8,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmbatch.compilation.decorators import njit
-from llmbatch.engine.generation import Generation
+from llmbatch.engine.generation import TokenBuffers
 from llmbatch.scheduler.output import Step
 
 
 class PackedTokens(NamedTuple):
     """Int32 [tokens] each."""
 
-    ids: NDArray[np.int32]  # negative where it was generated: -1 - its place in `Generation.tokens`, flat
+    ids: NDArray[np.int32]  # negative where it was generated: -1 - its place in `TokenBuffers.tokens`, flat
     positions: NDArray[np.int32]
     places: NDArray[np.int32]  # where its key and value go: page times page size, and its place in the page
 
 
-def pack_tokens(step: Step, generation: Generation, page_size: int) -> PackedTokens:
+def pack_tokens(step: Step, generation: TokenBuffers, page_size: int) -> PackedTokens:
     """A step's tokens, of what was generated so far, or is queued to be."""
     requests, packed = generation.requests, np.empty((3, step.num_tokens), np.int32)
     _pack(

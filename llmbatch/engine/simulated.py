@@ -20,9 +20,9 @@ from llmbatch.compilation.decorators import njit
 from llmbatch.compilation.references import by_reference
 from llmbatch.perf_model.cost import CostModel
 from llmbatch.perf_model.work import Rates, compute_seconds, pairs_of, reads_of, sees_all, spared_of
-from llmbatch.scheduler.output import Finish, Step, StepResult
+from llmbatch.scheduler.output import FinishReason, Step, StepResult
 
-_ENDED = int(Finish.LENGTH)
+_ENDED = int(FinishReason.LENGTH)
 
 
 @by_reference
@@ -61,11 +61,11 @@ class SimulatedEngine:
         self.seconds += seconds
         return StepResult(np.zeros(len(finished), np.int32), finished, seconds=seconds)
 
-    def go_on(self, lengths: NDArray[np.int32]) -> None:
+    def rebind(self, lengths: NDArray[np.int32]) -> None:
         """The sequences that run go on among other requests, of these `lengths`."""
         self._lengths = lengths
 
-    def retire(self, slot: int) -> NDArray[np.int32]:
+    def pop_tokens(self, slot: int) -> NDArray[np.int32]:
         """As many zeros as were generated."""
         tokens = np.zeros(self._generated[slot], np.int32)
         self._generated[slot] = 0

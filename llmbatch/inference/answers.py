@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 from llmbatch.errors import DataError, RowError
 from llmbatch.io.gather import pick, pieces
 from llmbatch.planning.prefix_tree import PrefixTree
-from llmbatch.preprocess.request_batch import Requests, Shard
-from llmbatch.runtime.protocols import Ended
-from llmbatch.scheduler.output import Finish
+from llmbatch.preprocess.request_batch import RequestBatch, RowRequests
+from llmbatch.runtime.protocols import CompletedRequests
+from llmbatch.scheduler.output import FinishReason
 
 SCHEMA = pa.schema(
     {
@@ -34,16 +34,18 @@ SCHEMA = pa.schema(
         "attempts": pa.int32(),
     }
 )
-ROWS = pa.schema([pa.field("row", pa.int32()), *SCHEMA])  # of a batch: the row's number in its window, its answer
+ANSWER_ROWS = pa.schema(
+    [pa.field("row", pa.int32()), *SCHEMA]
+)  # of a batch: the row's number in its window, its answer
 COLUMNS = tuple(SCHEMA.names)
 ROWS_AT_RISK = 1000
 TEXT_AT_ONCE = 1 << 26  # bytes of text in a batch of answers, about: so much is in memory thrice while it is kept
 SECONDS_AT_RISK = 5.0
 _AT_FIRST = 0.25  # seconds, of a stream that has just begun: a job that is killed every few seconds gets on, too
 _SHARE = 0.2  # of a stream's seconds so far: the most that are at risk
-_REASONS = pa.array(["error", "stop", "length", "error", "error"])  # by `Finish`
+_REASONS = pa.array(["error", "stop", "length", "error", "error"])  # by `FinishReason`
 
-Texts = Callable[[Requests, NDArray[np.int32], Sequence[NDArray[np.int32]]], list[str]]
+Texts = Callable[[RequestBatch, NDArray[np.int32], Sequence[NDArray[np.int32]]], list[str]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,7 +57,7 @@ class Window:
     table: pa.Table
     keys: NDArray[np.uint64]  # [rows]
     contents: NDArray[np.uint64]  # [rows] hashes of their values
-    shard: Shard
+    shard: RowRequests
     earlier: pa.Table  # of ROWS: answers that an earlier run found
     answered: NDArray[np.int32]  # [requests] tokens of these, 0 for requests that are to be run
     unique_tokens: int  # prompt tokens if each distinct prefix token were computed once
@@ -67,7 +69,7 @@ class Window:
     def of(
         cls,
         table: pa.Table,
-        shard: Shard,
+        shard: RowRequests,
         *,
         number: int,
         first: int,
@@ -96,12 +98,12 @@ class Window:
         )
 
     @property
-    def requests(self) -> Requests:
+    def requests(self) -> RequestBatch:
         """What is asked."""
         return self.shard.requests
 
 
-class Sink(Protocol):
+class AnswerSink(Protocol):
     """Where answered rows go."""
 
     def joined(self, window: Window) -> None:
@@ -122,30 +124,32 @@ class Sink(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Risk:
+class FlushPolicy:
     """Answers that are gathered before they are handed on: so many rows, or what came in so many seconds."""
 
     rows: int = field(default_factory=lambda: ROWS_AT_RISK)
     seconds: float = field(default_factory=lambda: SECONDS_AT_RISK)
 
 
-class Answering:
-    """Turns requests that end into rows for a sink (`llmbatch.runtime.protocols.Taker`)."""
+class AnswerAssembler:
+    """Turns requests that end into rows for a sink (`llmbatch.runtime.protocols.RequestObserver`)."""
 
-    def __init__(self, sink: Sink, texts: Texts, row_timeout: float, at_risk: Risk) -> None:
+    def __init__(self, sink: AnswerSink, texts: Texts, row_timeout: float, at_risk: FlushPolicy) -> None:
         self._sink = sink
         self._at_risk = at_risk
         self._texts = texts
         self._broken = {
-            Finish.ERROR: RowError("engine", "the model's logits were not finite for this row: try dtype float32"),
-            Finish.TIMEOUT: RowError(
+            FinishReason.ERROR: RowError(
+                "engine", "the model's logits were not finite for this row: try dtype float32"
+            ),
+            FinishReason.TIMEOUT: RowError(
                 "timeout",
                 f"a row may run for row_timeout, {row_timeout:g} s, and this one was not done by then: "
                 "raise row_timeout (--row-timeout) or lower max_tokens",
             ),
         }
         self.rows_cut = 0  # that the pool may end early
-        self._held: list[Ended[Window]] = []
+        self._held: list[CompletedRequests[Window]] = []
         self._count = 0
         self._since = 0.0
         self._began = time.monotonic()
@@ -164,7 +168,7 @@ class Answering:
         """Say which rows these are."""
         self._sink.begun(window, _rows_of(window, requests)[0])
 
-    def ended(self, ended: Ended[Window]) -> None:
+    def ended(self, ended: CompletedRequests[Window]) -> None:
         """Gather what ended."""
         if not self._held:
             self._since = time.monotonic()
@@ -200,16 +204,16 @@ class Answering:
         for key, window in windows.items():
             self._hand_on(window, [ended for ended in held if id(ended.window) == key])
 
-    def _hand_on(self, window: Window, parts: list[Ended[Window]]) -> None:
+    def _hand_on(self, window: Window, parts: list[CompletedRequests[Window]]) -> None:
         requests = np.concatenate([part.requests for part in parts])
         finish = np.concatenate([part.finish for part in parts])
         cached = np.concatenate([part.cached for part in parts])
         attempts = np.concatenate([part.attempts for part in parts])
         tokens = [one for part in parts for one in part.tokens]
-        good = finish < Finish.ERROR
+        good = finish < FinishReason.ERROR
         for kind in np.unique(finish[~good]).tolist():
             rows, at = _rows_of(window, requests[finish == kind])
-            errors = [self._broken[Finish(kind)]] * len(rows)
+            errors = [self._broken[FinishReason(kind)]] * len(rows)
             self._sink.answered(window, _failed_rows(window, rows, errors, attempts[finish == kind][at]))
         if not good.any():
             return
@@ -237,7 +241,7 @@ class Answering:
                 pa.nulls(len(part), pa.string()),
                 pa.array(attempts[good][of]),
             ]
-            self._sink.answered(window, pa.RecordBatch.from_arrays(columns, schema=ROWS))
+            self._sink.answered(window, pa.RecordBatch.from_arrays(columns, schema=ANSWER_ROWS))
 
 
 def _rows_of(window: Window, requests: NDArray[np.int32]) -> tuple[NDArray[np.int32], NDArray[np.intp]]:
@@ -264,7 +268,7 @@ def _failed_rows(
         pa.array([error.kind for error in errors], pa.string()),
         pa.array(attempts),
     ]
-    batch = pa.RecordBatch.from_arrays(columns, schema=ROWS)
+    batch = pa.RecordBatch.from_arrays(columns, schema=ANSWER_ROWS)
     return batch.filter(pa.array(~window.done[rows]))
 
 
@@ -275,7 +279,7 @@ def tokens_of(rows: pa.RecordBatch | pa.Table) -> int:
 
 def no_rows() -> pa.Table:
     """A table of ROWS with none."""
-    return ROWS.empty_table()
+    return ANSWER_ROWS.empty_table()
 
 
 def check_columns(schema: pa.Schema) -> None:
@@ -296,7 +300,7 @@ def add_answers(table: pa.Table, batches: Sequence[pa.RecordBatch]) -> pa.Table:
     """The table with the columns of its answers: batches of ROWS which together hold every row once."""
     rows = np.concatenate([np.empty(0, np.int32), *(batch["row"].to_numpy() for batch in batches)])
     assert len(rows) == table.num_rows, "a row has no answer, or two"
-    return add_columns(table, pick(batches, np.argsort(rows, kind="stable"), ROWS))
+    return add_columns(table, pick(batches, np.argsort(rows, kind="stable"), ANSWER_ROWS))
 
 
 def add_columns(table: pa.Table, answers: pa.Table | pa.RecordBatch) -> pa.Table:

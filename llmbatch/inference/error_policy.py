@@ -10,7 +10,7 @@ import pyarrow as pa
 from llmbatch.errors import JobError
 
 
-class Gate:
+class ErrorBudget:
     """Ends a job at its first failed row, or when so many have failed that its rate of errors cannot be kept.
 
     The rate is that of all rows of the job: errors come in no even order, and a rate of those answered so far would

@@ -9,7 +9,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from llmbatch.inference.answers import Window, tokens_of
-from llmbatch.inference.error_policy import Gate
+from llmbatch.inference.error_policy import ErrorBudget
 from llmbatch.inference.progress import Advance, Progress
 
 
@@ -30,7 +30,7 @@ class Gathered:
     """Keeps the answers of a table, and counts them for a progress display."""
 
     progress: Progress
-    gate: Gate
+    gate: ErrorBudget
     batches: list[pa.RecordBatch] = field(default_factory=list)
     rows: int = 0
     tokens: int = 0

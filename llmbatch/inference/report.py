@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Tally:
+class RowCounts:
     """Sums over answered rows, which add up."""
 
     rows: int = 0
@@ -26,7 +26,7 @@ class Tally:
     unique_tokens: int = 0  # prompt tokens, if within a window each distinct prefix token were computed once
 
     @classmethod
-    def of(cls, answered: pa.Table, window: Window) -> Tally:
+    def of(cls, answered: pa.Table, window: Window) -> RowCounts:
         """The sums of a window's answered table."""
         return cls(
             rows=answered.num_rows,
@@ -38,9 +38,9 @@ class Tally:
             unique_tokens=window.unique_tokens,
         )
 
-    def __add__(self, other: Tally) -> Tally:
+    def __add__(self, other: RowCounts) -> RowCounts:
         """The sums over both."""
-        return Tally(*(getattr(self, field.name) + getattr(other, field.name) for field in fields(self)))
+        return RowCounts(*(getattr(self, field.name) + getattr(other, field.name) for field in fields(self)))
 
 
 def _sum(column: pa.ChunkedArray) -> int:
@@ -76,7 +76,7 @@ class Report:
     finished_before: bool = False  # the output was there already; the figures are that job's
 
     @classmethod
-    def of(cls, tally: Tally, **others: Any) -> Report:
+    def of(cls, tally: RowCounts, **others: Any) -> Report:
         """The report of what adds up to `tally`; `others` are the other fields."""
         sums = asdict(tally)
         unique, inputs = sums.pop("unique_tokens"), tally.input_tokens

@@ -15,44 +15,44 @@ from numpy.typing import NDArray
 
 from llmbatch.engine.base import StreamEngine
 from llmbatch.engine.model.outline import HOST_RUNNING, Described, outline, simulated_cost, simulated_pool
-from llmbatch.engine.recorded import PlaceholderEngine, placeholder_texts
+from llmbatch.engine.recorded import RecordedEngine, placeholder_texts
 from llmbatch.errors import DataError, JobError, RowError
 from llmbatch.inference.answers import (
-    Answering,
-    Risk,
-    Sink,
+    AnswerAssembler,
+    AnswerSink,
+    FlushPolicy,
     Window,
     add_answers,
     check_columns,
     no_rows,
 )
-from llmbatch.inference.error_policy import Gate
+from llmbatch.inference.error_policy import ErrorBudget
 from llmbatch.inference.in_memory import Gathered, OneWindow
 from llmbatch.inference.options import Options
 from llmbatch.inference.progress import Progress, Silence, saying
-from llmbatch.inference.report import Report, Tally
+from llmbatch.inference.report import Report, RowCounts
 from llmbatch.perf_model.cost import CostModel
 from llmbatch.planning.workload import Scheduling, early_ends
 from llmbatch.preprocess.build_requests import build_shard
 from llmbatch.preprocess.columns import find_field
-from llmbatch.preprocess.request_batch import Requests, Shard
+from llmbatch.preprocess.request_batch import RequestBatch, RowRequests
 from llmbatch.preprocess.sampling_params import check_sampling_column
 from llmbatch.preprocess.tokenizer import Tokenizer, load_tokenizer, plain_tokenizer
-from llmbatch.runtime.protocols import Feed, Stop
+from llmbatch.runtime.protocols import Stop, WindowSource
 from llmbatch.runtime.stream import Stream, Totals
 from llmbatch.runtime.warmup import Compilation
 from llmbatch.system.memory import out_of_memory
 from llmbatch.system.tuning import tune_process
 
 if TYPE_CHECKING:
-    from llmbatch.engine.factory import Preparation
-    from llmbatch.engine.model.config import ModelDescription
+    from llmbatch.engine.factory import EngineFactory
+    from llmbatch.engine.model.config import ModelConfig
     from llmbatch.engine.model.loader import LoadedModel
     from llmbatch.engine.model.platform import Platform
 
 
 @dataclass(frozen=True, slots=True)
-class Answered:
+class AnsweredTable:
     """A table with its answers, and what it took."""
 
     table: pa.Table
@@ -90,7 +90,7 @@ class Worker:
                 self._described = self.model = self._describe()
                 self.pool = size_pool(self._platform, self._described, options)
         self._loaded: LoadedModel | None = None
-        self._prepared: Preparation | None = None
+        self._prepared: EngineFactory | None = None
         self._engine: StreamEngine | None = None
         self._ready = False
         self._notes: tuple[str, ...] = ()
@@ -111,7 +111,7 @@ class Worker:
         options = self.options
         return load_tokenizer(self.folder, name=options.model, trust_remote_code=options.trust_remote_code)
 
-    def _describe(self) -> ModelDescription:
+    def _describe(self) -> ModelConfig:
         from llmbatch.engine.model.config import describe_model
 
         options, platform = self.options, self._platform
@@ -172,7 +172,7 @@ class Worker:
 
     def _make_engine(self) -> StreamEngine:
         if self.options.engine == "simulated":
-            return PlaceholderEngine(self.cost)
+            return RecordedEngine(self.cost)
         assert self._loaded is not None
         assert self._prepared is not None
         try:
@@ -196,7 +196,7 @@ class Worker:
         keys: NDArray[np.uint64] | None = None,
         refused: Mapping[int, RowError] | None = None,
         pulse: Callable[[], None] = lambda: None,
-    ) -> Shard:
+    ) -> RowRequests:
         """The requests of a table, but for rows that are `refused` for another reason; needs no weights.
 
         `pulse` is called about once a second, and may raise.
@@ -226,16 +226,16 @@ class Worker:
         refused: Mapping[int, RowError] | None = None,
         pulse: Callable[[], None] = lambda: None,
     ) -> Window:
-        """A window of a dataset, ready to be run; `earlier` are answers to keep (`llmbatch.inference.answers.ROWS`)."""
+        """A window of a dataset, ready to be run; `earlier` are answers to keep, as `ANSWER_ROWS` has them."""
         shard = self.shard(table, keys, refused, pulse)
         return Window.of(table, shard, number=number, first=first, keys=keys, contents=contents, earlier=earlier)
 
     def stream(
         self,
-        feed: Feed[Window],
-        sink: Sink,
+        feed: WindowSource[Window],
+        sink: AnswerSink,
         *,
-        at_risk: Risk | None = None,
+        at_risk: FlushPolicy | None = None,
         goes_on: bool = False,
     ) -> Totals:
         """Answer every row of the feed's windows. Raises what the sink raises, `Stop` among it, and JobError.
@@ -245,7 +245,7 @@ class Worker:
         """
         self.load()
         timeout = math.inf if self.options.row_timeout is None else self.options.row_timeout
-        answering = Answering(sink, self._texts, timeout, at_risk or Risk())
+        answering = AnswerAssembler(sink, self._texts, timeout, at_risk or FlushPolicy())
         stream = Stream(self, self.pool, self.cost, self.scheduling, answering, row_timeout=timeout, goes_on=goes_on)
         try:
             totals = stream.run(feed)
@@ -256,7 +256,7 @@ class Worker:
         totals.rows_cut = answering.rows_cut
         return totals
 
-    def answer(self, table: pa.Table, progress: Progress | None = None) -> Answered:
+    def answer(self, table: pa.Table, progress: Progress | None = None) -> AnsweredTable:
         """The table with its answers' columns, rows in their order."""
         self.check(table.schema)
         before = self.load_seconds
@@ -270,13 +270,13 @@ class Worker:
         for note in notes:
             progress.say(note)
         progress.start(table.num_rows)
-        gate = Gate(rows=table.num_rows, max_error_rate=None, raises=self.options.on_error == "raise")
+        gate = ErrorBudget(rows=table.num_rows, max_error_rate=None, raises=self.options.on_error == "raise")
         sink = Gathered(progress, gate)
         totals = self.stream(OneWindow(window), sink)
         answered = add_answers(table, sink.batches)
         seconds = time.perf_counter() - begun - loading
-        tally = Tally.of(answered, window)
-        return Answered(answered, self.report(tally, totals, notes=notes, seconds=seconds))
+        tally = RowCounts.of(answered, window)
+        return AnsweredTable(answered, self.report(tally, totals, notes=notes, seconds=seconds))
 
     @property
     def scheduling(self) -> Scheduling:
@@ -299,7 +299,7 @@ class Worker:
         """What the user should be told about options and model."""
         return (*self.options.notes, *self._notes)
 
-    def report(self, tally: Tally, totals: Totals, *, notes: tuple[str, ...], seconds: float) -> Report:
+    def report(self, tally: RowCounts, totals: Totals, *, notes: tuple[str, ...], seconds: float) -> Report:
         """The figures of what was done."""
         return Report.of(
             tally,
@@ -320,7 +320,9 @@ class Worker:
     def _decode_one(self, tokens: np.ndarray[tuple[int], np.dtype[np.int32]]) -> str:
         return self.tokenizer.decode([tokens])[0]
 
-    def _texts(self, requests: Requests, index: NDArray[np.int32], answers: Sequence[NDArray[np.int32]]) -> list[str]:
+    def _texts(
+        self, requests: RequestBatch, index: NDArray[np.int32], answers: Sequence[NDArray[np.int32]]
+    ) -> list[str]:
         """The text of each answer: without special tokens, cut before the first stop string."""
         if self.options.engine == "simulated":
             return placeholder_texts(requests, index, answers)

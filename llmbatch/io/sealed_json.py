@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from llmbatch.errors import DataError
-from llmbatch.storage.location import Place
+from llmbatch.storage.location import Location
 
 START_OVER: Final = "start over with restart=True (--restart)"
 _CHECKSUM: Final = "checksum"
@@ -22,7 +22,7 @@ def seal(name: str, content: Mapping[str, Any]) -> bytes:
     return json.dumps({**content, _CHECKSUM: _checksum(name, content)}, indent=1).encode()
 
 
-def unseal(place: Place, name: str, *, way_out: str = START_OVER) -> dict[str, Any] | None:
+def unseal(place: Location, name: str, *, way_out: str = START_OVER) -> dict[str, Any] | None:
     """The content of a file that was sealed; None where there is none.
 
     Raises `DataError` where it is not what was written to a file of this name.
@@ -40,7 +40,7 @@ def unseal(place: Place, name: str, *, way_out: str = START_OVER) -> dict[str, A
     return content
 
 
-def damage(place: Place, name: str, way_out: str = START_OVER) -> DataError:
+def damage(place: Location, name: str, way_out: str = START_OVER) -> DataError:
     """The error of a file in the work folder that holds something else than was written to it."""
     return DataError(
         f"{place.shown(name)} is damaged, or another version's of llmbatch, which no crash of a job does: {way_out}"

@@ -20,13 +20,13 @@ from numpy.typing import NDArray
 
 from llmbatch.errors import StorageError
 from llmbatch.inference.answers import Window, tokens_of
-from llmbatch.inference.error_policy import Gate
+from llmbatch.inference.error_policy import ErrorBudget
 from llmbatch.inference.progress import Advance, Progress
-from llmbatch.inference.report import Tally
+from llmbatch.inference.report import RowCounts
 from llmbatch.io.writing.output import Output
-from llmbatch.jobs.part_builder import Names, Shelf, Whole
+from llmbatch.jobs.part_builder import CompletedWindow, PartBuilder, WorkFiles
 from llmbatch.jobs.prior_answers import JOURNAL
-from llmbatch.runtime.cancellation import Stopping
+from llmbatch.runtime.cancellation import StopRequest
 from llmbatch.runtime.protocols import Stop
 from llmbatch.storage.journal import Journal
 from llmbatch.storage.lock import Lock
@@ -44,20 +44,20 @@ class _Open:
     left: int  # rows
 
 
-class Book:
-    """Keeps what a stream answers (`llmbatch.inference.answers.Sink`)."""
+class AnswerWriter:
+    """Keeps what a stream answers (`llmbatch.inference.answers.AnswerSink`)."""
 
     def __init__(
         self,
         output: Output,
-        names: Names,
-        shelf: Shelf,
+        names: WorkFiles,
+        shelf: PartBuilder,
         lock: Lock,
-        gate: Gate,
+        gate: ErrorBudget,
         progress: Progress,
-        stopping: Stopping,
+        stopping: StopRequest,
     ) -> None:
-        self.whole: dict[int, Whole] = {}
+        self.whole: dict[int, CompletedWindow] = {}
         self.rows = self.rows_resumed = 0
         self.notes: list[str] = []
         self.last: tuple[Window, list[pa.RecordBatch]] | None = None  # the window that was closed last, and its answers
@@ -70,16 +70,16 @@ class Book:
         self._failed = False
         self._looked = time.monotonic()
 
-    def resume(self, window: int, whole: Whole) -> None:
+    def resume(self, window: int, whole: CompletedWindow) -> None:
         """Take a window over that an earlier run completed."""
         self.whole[window] = whole
         self.rows_resumed += whole.tally.rows
         self._count(whole.tally.rows, whole.tally.input_tokens + whole.tally.output_tokens, whole.tally.errors)
 
     @property
-    def tally(self) -> Tally:
+    def tally(self) -> RowCounts:
         """The sums over all windows, when all are closed."""
-        return sum((whole.tally for whole in self.whole.values()), Tally())
+        return sum((whole.tally for whole in self.whole.values()), RowCounts())
 
     def joined(self, window: Window) -> None:
         """Open a window's journal, and take what an earlier run found."""
@@ -165,7 +165,7 @@ class Book:
 
         self._write(close)
 
-    def _keep_whole(self, windows: dict[int, Whole]) -> None:
+    def _keep_whole(self, windows: dict[int, CompletedWindow]) -> None:
         """Their rows are in parts, so their journals are needed no more."""
         for number, whole in windows.items():
             whole.write(self._output.work, self._names.whole(number))

@@ -12,7 +12,7 @@ from typing import Any
 from llmbatch.inference.options import Options
 
 
-def describe_command(options: Options, *, model_files: str, id_column: str | None) -> dict[str, Any]:
+def fingerprint(options: Options, *, model_files: str, id_column: str | None) -> dict[str, Any]:
     """What decides the answers, as JSON values; `model_files` is a digest of the model's files."""
     return {
         "model_files": model_files,

@@ -25,11 +25,12 @@ from llmbatch.perf_model.cost import CostModel
 from llmbatch.planning.cascade import tokens_together
 from llmbatch.planning.lengths import LengthModel
 from llmbatch.planning.order import Policy
+from llmbatch.planning.plan_workload import plan_workload
 from llmbatch.planning.prefix_tree import PrefixTree
 from llmbatch.planning.workload import Pool, Scheduling, Workload, early_ends, fit_requests
-from llmbatch.preprocess.request_batch import Requests
-from llmbatch.runtime.shard_run import decide, run_shard
-from llmbatch.runtime.simulated_loop import SimulatedDriver
+from llmbatch.preprocess.request_batch import RequestBatch
+from llmbatch.runtime.shard_run import run_shard
+from llmbatch.runtime.simulated_loop import SimulatedLoop
 
 if TYPE_CHECKING:
     from llmbatch.inference.worker import Worker
@@ -130,7 +131,7 @@ def forecast(worker: Worker, table: pa.Table) -> Forecast:
     everything = np.arange(len(requests), dtype=np.int32)
     lengths = workload.length_model()
     expected = lengths.expected(everything).mean
-    decided = decide(workload, pool, cost, scheduling)
+    decided = plan_workload(workload, pool, cost, scheduling)
     buys = compare_drawn(requests, lengths, pool, cost, scheduling)
     inputs = int(shard.num_input_tokens.sum())
     return Forecast(
@@ -169,7 +170,7 @@ class OrderGain:
 
 
 def compare(
-    requests: Requests, lengths: NDArray[np.int32], pool: Pool, cost: CostModel, scheduling: Scheduling
+    requests: RequestBatch, lengths: NDArray[np.int32], pool: Pool, cost: CostModel, scheduling: Scheduling
 ) -> OrderGain | None:
     """Simulate a shard whose answers have these `lengths`; None where it is too large for that."""
     if not 0 < len(requests) <= MOST_SIMULATED:
@@ -180,7 +181,7 @@ def compare(
     lengths = np.minimum(lengths, requests.max_tokens)
 
     def simulate(order: Policy) -> tuple[float, float]:
-        driver = SimulatedDriver(lengths, cost)
+        driver = SimulatedLoop(lengths, cost)
         run_shard(workload, driver, pool, cost, replace(scheduling, order=order))
         cached = int(driver.log.cached_tokens[workload.tree.rows].sum(dtype=np.int64))
         return driver.seconds, cached / max(1, len(requests.tokens))
@@ -190,7 +191,7 @@ def compare(
 
 
 def compare_drawn(
-    requests: Requests, lengths: LengthModel, pool: Pool, cost: CostModel, scheduling: Scheduling
+    requests: RequestBatch, lengths: LengthModel, pool: Pool, cost: CostModel, scheduling: Scheduling
 ) -> OrderGain | None:
     """Simulate a shard whose lengths are drawn from what is believed; of a small one the mean of several draws."""
     rng, everything = np.random.default_rng(scheduling.seed), np.arange(len(requests), dtype=np.int32)

@@ -17,24 +17,24 @@ from llmbatch.choices import CHANGED_ROWS, ChangedRows, DType
 from llmbatch.engine.model.checkpoints import model_digest
 from llmbatch.errors import DataError, JobStopped, ParameterError, StorageError
 from llmbatch.inference.answers import Window, output_schema
-from llmbatch.inference.error_policy import Gate
+from llmbatch.inference.error_policy import ErrorBudget
 from llmbatch.inference.options import Options
 from llmbatch.inference.progress import Progress, Silence
 from llmbatch.inference.report import Report
 from llmbatch.inference.worker import Worker
-from llmbatch.io.reading.dataset import Inputs, RowReader
+from llmbatch.io.reading.dataset import Dataset, RowReader
 from llmbatch.io.row_hash import hash_rows
 from llmbatch.io.writing.output import Output
-from llmbatch.jobs.answer_writer import Book
-from llmbatch.jobs.fingerprint import describe_command
+from llmbatch.jobs.answer_writer import AnswerWriter
+from llmbatch.jobs.fingerprint import fingerprint
 from llmbatch.jobs.forecast import MOST_SIMULATED, Forecast, compare, forecast
-from llmbatch.jobs.part_builder import AsFinished, InOrder, Shelf, Whole
-from llmbatch.jobs.prior_answers import Earlier, JournalSource, keys_of
-from llmbatch.jobs.resume import Done, Going, Layout, Wish, kept_dtype, open_job
+from llmbatch.jobs.part_builder import CompletedWindow, CompletionOrderParts, InputOrderParts, PartBuilder
+from llmbatch.jobs.prior_answers import JournalSource, PriorAnswers, keys_of
+from llmbatch.jobs.resume import AlreadyFinished, JobState, Resume, Wish, kept_dtype, plan_resume
 from llmbatch.jobs.row_keys import check_contents, check_ids
-from llmbatch.jobs.window_loader import Windows
+from llmbatch.jobs.window_loader import WindowLoader
 from llmbatch.jobs.window_loader import window_rows as window_rows_of
-from llmbatch.runtime.cancellation import Stopping
+from llmbatch.runtime.cancellation import StopRequest
 from llmbatch.runtime.protocols import Stop
 from llmbatch.runtime.stream import Totals
 from llmbatch.storage.journal import Journal
@@ -59,7 +59,7 @@ def run(
     compression: str = "zstd",
     storage_options: Mapping[str, Any] | None = None,
     progress: Progress | None = None,
-    stopping: Stopping | None = None,
+    stopping: StopRequest | None = None,
     **options: Any,
 ) -> Report:
     """Answer every row of a dataset and write the rows, in their order, with the answers' columns.
@@ -87,7 +87,7 @@ def run(
         report = run("questions.parquet", "answers", model="Qwen/Qwen3-8B", prompt="question", chat=True)
     """
     begun = time.perf_counter()
-    stopping = stopping or Stopping()
+    stopping = stopping or StopRequest()
     built = Options.build(**options)
     paths, output = paths_of(inputs), path("output", output)
     restart, overwrite = flag("restart", restart), flag("overwrite", overwrite)
@@ -102,7 +102,7 @@ def run(
     if window_rows is not None:
         window_rows = whole("window_rows", window_rows, 1)
     one_of("changed_rows", changed_rows, CHANGED_ROWS)
-    source = Inputs.resolve(paths, storage_options)
+    source = Dataset.resolve(paths, storage_options)
     target = Output.open(
         output, inputs=[*paths, *source.paths], storage_options=storage_options, compression=compression
     )
@@ -115,8 +115,8 @@ def run(
     source = source.with_lines() if target.has_lines else source
     if id_column is not None:
         check_ids(source, id_column)
-    fresh = Layout(
-        command=describe_command(built, model_files=model_digest(worker.folder), id_column=id_column),
+    fresh = JobState(
+        command=fingerprint(built, model_files=model_digest(worker.folder), id_column=id_column),
         files=source.identity,
         rows=source.num_rows,
         columns=columns,
@@ -132,7 +132,7 @@ def run(
         answer_changed=changed_rows == "answer",
         window_rows=window_rows,
     )
-    gate = Gate(rows=source.num_rows, max_error_rate=max_error_rate, raises=built.on_error == "raise")
+    gate = ErrorBudget(rows=source.num_rows, max_error_rate=max_error_rate, raises=built.on_error == "raise")
     job = _Job(worker, source, target, fresh, wish, gate, progress or Silence(), stopping)
     return job.run(begun)
 
@@ -143,13 +143,13 @@ class _Job:
     def __init__(
         self,
         worker: Worker,
-        source: Inputs,
+        source: Dataset,
         output: Output,
-        fresh: Layout,
+        fresh: JobState,
         wish: Wish,
-        gate: Gate,
+        gate: ErrorBudget,
         progress: Progress,
-        stopping: Stopping,
+        stopping: StopRequest,
     ) -> None:
         self._worker, self._source, self._output, self._fresh = worker, source, output, fresh
         self._wish, self._gate, self._progress, self._stopping = wish, gate, progress, stopping
@@ -166,14 +166,14 @@ class _Job:
                 with suppress(*((DataError, StorageError) if start_over else ())):
                     output.resume_ending()
             before = output.state()
-            decided = open_job(output, self._fresh, self._source, self._gate, self._wish)
-            if isinstance(decided, Done):
+            decided = plan_resume(output, self._fresh, self._source, self._gate, self._wish)
+            if isinstance(decided, AlreadyFinished):
                 if lock is not None:
                     output.tidy()
                 output.work.leave()  # empty, of one that was killed when all was done
                 return replace(decided.report, finished_before=True)
             if decided.changed and not self._wish.answer_changed:
-                check_contents(self._source, Earlier(decided.sources, without_errors=False), self._id)
+                check_contents(self._source, PriorAnswers(decided.sources, without_errors=False), self._id)
             self._worker.load()
             if lock is None:
                 lock = stack.enter_context(output.locked())
@@ -183,22 +183,24 @@ class _Job:
                 output.start_over()
             return self._answer(decided, lock, begun, goes_on=goes_on)
 
-    def _answer(self, going: Going, lock: Lock, begun: float, *, goes_on: bool) -> Report:
+    def _answer(self, going: Resume, lock: Lock, begun: float, *, goes_on: bool) -> Report:
         output, layout = self._output, going.layout
         output.begin()
         layout.write(output.work)
-        older = Earlier(going.sources, without_errors=layout.without_errors)
-        shelf: Shelf = (
-            InOrder(output, layout.names) if layout.preserve_order else AsFinished(output, layout.window_rows)
+        older = PriorAnswers(going.sources, without_errors=layout.without_errors)
+        shelf: PartBuilder = (
+            InputOrderParts(output, layout.names)
+            if layout.preserve_order
+            else CompletionOrderParts(output, layout.window_rows)
         )
-        book = Book(output, layout.names, shelf, lock, self._gate, self._progress, self._stopping)
+        book = AnswerWriter(output, layout.names, shelf, lock, self._gate, self._progress, self._stopping)
         self._stopping.at_once = False  # from here on the feed looks, and rows in flight may end
         self._progress.start(layout.rows)
         for note in self._worker.notes:
             self._progress.say(note)
         begun_windows, whole = layout.names.windows(output.work.names())
         for number in sorted(whole):
-            book.resume(number, Whole.read(output, layout.names, number, layout.rows_of(number)))
+            book.resume(number, CompletedWindow.read(output, layout.names, number, layout.rows_of(number)))
         journals = (Journal.open(output.work, layout.names.journal(number)) for number in begun_windows)
         found = book.rows + sum(batch.num_rows for journal in journals for batch in journal.records())
         if len(older):  # of rows that may be gone, or are to be run again; which ones shows window by window
@@ -209,7 +211,7 @@ class _Job:
             self._progress.say(f"going on with a job of which {found:,} of {layout.rows:,} rows are answered")
         reader = self._source.reader()
         todo = (number for number in range(layout.windows) if number not in whole)
-        windows = Windows(
+        windows = WindowLoader(
             todo, lambda number, pulse: self._window(number, layout, older, reader, pulse), self._stopping
         )
         try:
@@ -244,13 +246,13 @@ class _Job:
         return report
 
     def _window(
-        self, number: int, layout: Layout, older: Earlier, reader: RowReader, pulse: Callable[[], None]
+        self, number: int, layout: JobState, older: PriorAnswers, reader: RowReader, pulse: Callable[[], None]
     ) -> Window:
         first = number * layout.window_rows
         table = reader.read(first, min(first + layout.window_rows, layout.rows))
         keys, contents = keys_of(table, first, self._id), hash_rows(table)
         journal = Journal.open(self._output.work, layout.names.journal(number))
-        kept = Earlier([JournalSource(journal.records())], without_errors=False)
+        kept = PriorAnswers([JournalSource(journal.records())], without_errors=False)
         found = [older.take(keys, contents), kept.take(keys, contents)]
         # What this generation answered anew counts; what it took over from an older one is not in its journal.
         mine = np.isin(found[0]["row"].to_numpy(), found[1]["row"].to_numpy(), invert=True)
@@ -265,7 +267,7 @@ class _Job:
             pulse=pulse,
         )
 
-    def _report(self, layout: Layout, book: Book, totals: Totals, begun: float) -> Report:
+    def _report(self, layout: JobState, book: AnswerWriter, totals: Totals, begun: float) -> Report:
         seconds = time.perf_counter() - begun - self._worker.load_seconds
         notes = (*self._worker.notes, *book.notes)
         gain = None if layout.windows > 1 or book.last is None else _order_gain(self._worker, *book.last)
@@ -300,7 +302,7 @@ def explain(inputs: Paths, *, storage_options: Mapping[str, Any] | None = None, 
     built = Options.build(**options)
     paths = paths_of(inputs)
     check_storage_options(storage_options)
-    source = Inputs.resolve(paths, storage_options)
+    source = Dataset.resolve(paths, storage_options)
     worker = Worker(built)
     worker.check(source.schema)
     rows = source.num_rows
@@ -310,7 +312,7 @@ def explain(inputs: Paths, *, storage_options: Mapping[str, Any] | None = None, 
     return forecast(worker, _spread(source, min(most, MOST_SIMULATED))).scaled(rows)
 
 
-def _spread(source: Inputs, rows: int) -> pa.Table:
+def _spread(source: Dataset, rows: int) -> pa.Table:
     """About so many rows, in runs of neighbours spread evenly over the input."""
     runs = min(_RUNS, rows)
     each, starts = rows // runs, [source.num_rows * k // runs for k in range(runs)]

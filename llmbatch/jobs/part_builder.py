@@ -17,20 +17,20 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from llmbatch.inference.answers import ROWS, Window, add_answers, add_columns
-from llmbatch.inference.report import Tally
+from llmbatch.inference.answers import ANSWER_ROWS, Window, add_answers, add_columns
+from llmbatch.inference.report import RowCounts
 from llmbatch.io.gather import pick, split
 from llmbatch.io.sealed_json import START_OVER, damage, seal, unseal
 from llmbatch.io.writing.output import PART_ROWS, Output
 from llmbatch.io.writing.parts import Part, rows_of
-from llmbatch.storage.location import Place
+from llmbatch.storage.location import Location
 
 _NAME = re.compile(r"(\d+)-(journal|window)-(\d+)")
 _KEYS = re.compile(r"(spool-\d+)\.keys")
 
 
 @dataclass(frozen=True, slots=True)
-class Names:
+class WorkFiles:
     """Names of what a job keeps in its work folder. A new generation begins where the rows are laid out anew."""
 
     generation: int
@@ -55,18 +55,18 @@ class Names:
 
 
 @dataclass(frozen=True, slots=True)
-class Whole:
+class CompletedWindow:
     """A window whose rows are all in parts: those of its own, in order."""
 
     parts: list[Part]
-    tally: Tally
+    tally: RowCounts
 
-    def write(self, work: Place, name: str) -> None:
+    def write(self, work: Location, name: str) -> None:
         """Keep it in the work folder."""
         work.write(name, seal(name, {"parts": [part.encode() for part in self.parts], "tally": asdict(self.tally)}))
 
     @classmethod
-    def read(cls, output: Output, names: Names, window: int, rows: int | None = None) -> Whole:
+    def read(cls, output: Output, names: WorkFiles, window: int, rows: int | None = None) -> CompletedWindow:
         """What `write` kept of a window, which has so many rows. A look at the parts' sizes is taken.
 
         Raises `DataError` where it is damaged, `StorageError` where one of its parts is.
@@ -77,7 +77,7 @@ class Whole:
         try:
             if kept is None:
                 raise ValueError
-            whole = cls([Part.decode(part) for part in kept["parts"]], Tally(**kept["tally"]))
+            whole = cls([Part.decode(part) for part in kept["parts"]], RowCounts(**kept["tally"]))
             if [part.name for part in whole.parts] != [names.part(window, i) for i in range(len(whole.parts))]:
                 raise ValueError
             if rows is not None and {whole.tally.rows, rows_of(whole.parts) if whole.parts else rows} != {rows}:
@@ -89,55 +89,55 @@ class Whole:
         return whole
 
 
-class Shelf(Protocol):
+class PartBuilder(Protocol):
     """Rows of windows on their way into parts."""
 
     def take(self, window: Window, rows: pa.RecordBatch) -> None:
         """Some rows of a window have their answers: a batch of ROWS."""
         ...
 
-    def close(self, window: Window, answers: list[pa.RecordBatch]) -> dict[int, Whole]:
+    def close(self, window: Window, answers: list[pa.RecordBatch]) -> dict[int, CompletedWindow]:
         """All of them have; returns the windows that are whole now, by number."""
         ...
 
-    def end(self) -> dict[int, Whole]:
+    def end(self) -> dict[int, CompletedWindow]:
         """All windows are closed; returns those that are whole only now."""
         ...
 
-    def parts(self, whole: dict[int, Whole]) -> list[Part]:
+    def parts(self, whole: dict[int, CompletedWindow]) -> list[Part]:
         """After `end`: all parts, in the order of their rows."""
         ...
 
 
-class InOrder:
+class InputOrderParts:
     """Parts in the order of the input."""
 
-    def __init__(self, output: Output, names: Names) -> None:
+    def __init__(self, output: Output, names: WorkFiles) -> None:
         self._output = output
         self._names = names
 
     def take(self, window: Window, rows: pa.RecordBatch) -> None:
         """Nothing: they wait for the others."""
 
-    def close(self, window: Window, answers: list[pa.RecordBatch]) -> dict[int, Whole]:
+    def close(self, window: Window, answers: list[pa.RecordBatch]) -> dict[int, CompletedWindow]:
         """Stage the window's parts."""
         answered = add_answers(window.table, answers)
         parts = [
             self._output.stage(self._names.part(window.number, number), split(answered.slice(first, PART_ROWS)))
             for number, first in enumerate(range(0, max(1, answered.num_rows), PART_ROWS))
         ]
-        return {window.number: Whole(parts, Tally.of(answered, window))}
+        return {window.number: CompletedWindow(parts, RowCounts.of(answered, window))}
 
-    def end(self) -> dict[int, Whole]:
+    def end(self) -> dict[int, CompletedWindow]:
         """Nothing: windows are whole when they are closed."""
         return {}
 
-    def parts(self, whole: dict[int, Whole]) -> list[Part]:
+    def parts(self, whole: dict[int, CompletedWindow]) -> list[Part]:
         """The parts of all windows."""
         return [part for number in sorted(whole) for part in whole[number].parts]
 
 
-class AsFinished:
+class CompletionOrderParts:
     """Parts in the order in which rows finish, seen as soon as they are full."""
 
     def __init__(self, output: Output, part_rows: int) -> None:
@@ -147,7 +147,7 @@ class AsFinished:
         self._tables: list[pa.Table] = []
         self._keys: list[NDArray[np.uint64]] = []
         self._waiting = 0
-        self._closed: dict[int, Whole] = {}
+        self._closed: dict[int, CompletedWindow] = {}
         kept = [np.empty(0, np.uint64)]
         for match in filter(None, map(_KEYS.fullmatch, output.work.names())):
             part, keys = self._read(match[0], match[1])
@@ -167,22 +167,24 @@ class AsFinished:
         while self._waiting >= self._most:
             self._write(self._most)
 
-    def close(self, window: Window, answers: list[pa.RecordBatch]) -> dict[int, Whole]:
+    def close(self, window: Window, answers: list[pa.RecordBatch]) -> dict[int, CompletedWindow]:
         """Windows are whole when nothing of them waits."""
-        self._closed[window.number] = Whole([], Tally.of(pa.Table.from_batches(answers, schema=ROWS), window))
+        self._closed[window.number] = CompletedWindow(
+            [], RowCounts.of(pa.Table.from_batches(answers, schema=ANSWER_ROWS), window)
+        )
         return self._let_go()
 
-    def end(self) -> dict[int, Whole]:
+    def end(self) -> dict[int, CompletedWindow]:
         """Write the last part."""
         if self._waiting or not self._parts:
             self._write(self._waiting)
         return self._let_go()
 
-    def parts(self, whole: dict[int, Whole]) -> list[Part]:
+    def parts(self, whole: dict[int, CompletedWindow]) -> list[Part]:
         """The parts in the order in which they were written."""
         return self._parts
 
-    def _let_go(self) -> dict[int, Whole]:
+    def _let_go(self) -> dict[int, CompletedWindow]:
         if self._waiting:
             return {}
         closed, self._closed = self._closed, {}

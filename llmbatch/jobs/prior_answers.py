@@ -14,7 +14,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from llmbatch.errors import DataError
-from llmbatch.inference.answers import ROWS, SCHEMA
+from llmbatch.inference.answers import ANSWER_ROWS, SCHEMA
 from llmbatch.io.gather import pick
 from llmbatch.io.row_hash import hash_rows
 
@@ -91,7 +91,7 @@ class PartSource:
         return pick(batches, np.argsort(order), SCHEMA)
 
 
-class Earlier:
+class PriorAnswers:
     """An index over sources; of two answers of a row the later source's counts."""
 
     def __init__(self, sources: Sequence[Source], *, without_errors: bool) -> None:
@@ -130,11 +130,11 @@ class Earlier:
         at, there = self._places(keys)
         there[there] = self._contents[at[there]] == contents[there]
         rows, at = np.flatnonzero(there).astype(np.int32), at[there]
-        tables = [ROWS.empty_table()]
+        tables = [ANSWER_ROWS.empty_table()]
         for number in np.unique(self._source[at]).tolist():
             mine = self._source[at] == number
             answers = self._sources[number].answers(self._row[at[mine]])
-            tables.append(answers.add_column(0, ROWS.field("row"), pa.array(rows[mine])).cast(ROWS))
+            tables.append(answers.add_column(0, ANSWER_ROWS.field("row"), pa.array(rows[mine])).cast(ANSWER_ROWS))
         return pa.concat_tables(tables)
 
     def _places(self, keys: NDArray[np.uint64]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:

@@ -10,27 +10,27 @@ from functools import partial
 from typing import Any, Final
 
 from llmbatch.errors import DataError
-from llmbatch.inference.error_policy import Gate
+from llmbatch.inference.error_policy import ErrorBudget
 from llmbatch.inference.report import Report
-from llmbatch.io.reading.dataset import Inputs
+from llmbatch.io.reading.dataset import Dataset
 from llmbatch.io.sealed_json import damage, seal, unseal
 from llmbatch.io.writing.output import JOB, Output
 from llmbatch.jobs.fingerprint import difference
-from llmbatch.jobs.part_builder import Names, Whole
+from llmbatch.jobs.part_builder import CompletedWindow, WorkFiles
 from llmbatch.jobs.prior_answers import JournalSource, PartSource, Source
 from llmbatch.storage.journal import Journal
-from llmbatch.storage.location import Place
+from llmbatch.storage.location import Location
 
 FORMAT: Final = 3  # of the work folder; from 3 on its files are sealed
 _WAY_OUT = "choose another output, or start over with restart=True (--restart)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
+class JobState:
     """A job under way, as `job.json` has it: what it answers, and how its rows are laid out in windows."""
 
     command: dict[str, Any]
-    files: list[Any]  # `Inputs.identity`
+    files: list[Any]  # `Dataset.identity`
     rows: int
     columns: list[str]  # of the input, sorted
     window_rows: int
@@ -41,9 +41,9 @@ class Layout:
     afresh: bool = False  # it was started over: a finished output is replaced, and no answer of it is taken
 
     @property
-    def names(self) -> Names:
+    def names(self) -> WorkFiles:
         """Names in the work folder."""
-        return Names(self.generation)
+        return WorkFiles(self.generation)
 
     @property
     def generation(self) -> int:
@@ -59,12 +59,12 @@ class Layout:
         """How many rows a window has."""
         return max(0, min(self.window_rows, self.rows - window * self.window_rows))
 
-    def write(self, work: Place) -> None:
+    def write(self, work: Location) -> None:
         """Keep it."""
         work.write(JOB, seal(JOB, {"format": FORMAT, **asdict(self)}))
 
     @classmethod
-    def read(cls, output: Output) -> Layout | None:
+    def read(cls, output: Output) -> JobState | None:
         """What `write` kept; None where no job is under way.
 
         Raises `DataError` where it is damaged, or another version wrote it.
@@ -88,16 +88,16 @@ class Layout:
 
 
 @dataclass(frozen=True, slots=True)
-class Going:
+class Resume:
     """A job to be run."""
 
-    layout: Layout
+    layout: JobState
     sources: Sequence[Source]  # answers that earlier generations or a finished output hold
     changed: bool  # the input's files are not those that these are answers to: whether its rows are must be seen
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
+class AlreadyFinished:
     """A finished output of this very command."""
 
     report: Report
@@ -120,14 +120,16 @@ def kept_dtype(output: Output) -> str | None:
     Which type is fast is measured, and may come out otherwise in the next process: answers of one job are of one type.
     Raises DataError where the output is another version's.
     """
-    kept = Layout.read(output)
+    kept = JobState.read(output)
     if kept is not None:
         return kept.dtype
     manifest = output.manifest()
     return None if manifest is None else _report(output, manifest).dtype
 
 
-def open_job(output: Output, fresh: Layout, source: Inputs, gate: Gate, wish: Wish) -> Going | Done:
+def plan_resume(
+    output: Output, fresh: JobState, source: Dataset, gate: ErrorBudget, wish: Wish
+) -> Resume | AlreadyFinished:
     """What is to be done for the job that `fresh` describes as a new one. Reads, and changes nothing.
 
     Raises DataError where the output belongs to another job, JobError where it is finished and more of its rows failed
@@ -135,14 +137,14 @@ def open_job(output: Output, fresh: Layout, source: Inputs, gate: Gate, wish: Wi
     """
     if wish.start_over:
         output.check_free(replace_foreign=wish.overwrite)
-        return Going(replace(fresh, afresh=True), (), False)
-    kept = Layout.read(output)
+        return Resume(replace(fresh, afresh=True), (), False)
+    kept = JobState.read(output)
     manifest = output.manifest()
     if kept is not None:
         return _go_on(output, kept, fresh, source, manifest, wish)
     if manifest is None:
         output.check_free(replace_foreign=False)
-        return Going(fresh, (), False)
+        return Resume(fresh, (), False)
     report = _report(output, manifest)
     _compare(f"the output {output.url} was made", manifest["command"], fresh)
     if fresh.preserve_order and not manifest["preserve_order"]:
@@ -153,7 +155,7 @@ def open_job(output: Output, fresh: Layout, source: Inputs, gate: Gate, wish: Wi
     changed = manifest["files"] != fresh.files
     if not changed and not (wish.retry_errors and report.errors):
         gate.count(report.errors)
-        return Done(report)
+        return AlreadyFinished(report)
     if changed:
         _check_change(fresh, manifest["rows"], manifest["columns"])
     if not manifest["preserve_order"] and fresh.command["id_column"] is None:
@@ -162,7 +164,7 @@ def open_job(output: Output, fresh: Layout, source: Inputs, gate: Gate, wish: Wi
             f"only be told apart by an id_column (--id-column): {_WAY_OUT}"
         )
     again = replace(fresh, without_errors=wish.retry_errors)
-    return Going(again, _finished_sources(output, manifest, source, fresh), changed)
+    return Resume(again, _finished_sources(output, manifest, source, fresh), changed)
 
 
 def _report(output: Output, manifest: dict[str, Any]) -> Report:
@@ -173,8 +175,8 @@ def _report(output: Output, manifest: dict[str, Any]) -> Report:
 
 
 def _go_on(
-    output: Output, kept: Layout, fresh: Layout, source: Inputs, manifest: dict[str, Any] | None, wish: Wish
-) -> Going:
+    output: Output, kept: JobState, fresh: JobState, source: Dataset, manifest: dict[str, Any] | None, wish: Wish
+) -> Resume:
     retry_errors = wish.retry_errors
     _compare(f"the job at {output.url} was begun", kept.command, fresh)
     if kept.preserve_order != fresh.preserve_order:
@@ -194,9 +196,9 @@ def _go_on(
     finished = None if kept.afresh else manifest
     sources = [] if finished is None else _finished_sources(output, finished, source, fresh)
     for generation, window_rows in enumerate(kept.earlier_window_rows):
-        sources += _kept_sources(output, Names(generation), window_rows, kept, source)
+        sources += _kept_sources(output, WorkFiles(generation), window_rows, kept, source)
     if not changed and not resized and (not retry_errors or kept.without_errors):
-        return Going(kept, sources, False)
+        return Resume(kept, sources, False)
     sources += _kept_sources(output, kept.names, kept.window_rows, kept, source)
     without_errors = retry_errors or kept.without_errors
     anew = replace(
@@ -206,16 +208,16 @@ def _go_on(
         without_errors=without_errors,
         afresh=kept.afresh,
     )
-    return Going(anew, sources, changed)
+    return Resume(anew, sources, changed)
 
 
-def _compare(what: str, kept: dict[str, Any], fresh: Layout) -> None:
+def _compare(what: str, kept: dict[str, Any], fresh: JobState) -> None:
     told = difference(kept, fresh.command)
     if told is not None:
         raise DataError(f"{what} by another command, in which {told}: give the same command, {_WAY_OUT}")
 
 
-def _check_change(fresh: Layout, rows: int, columns: Sequence[str]) -> None:
+def _check_change(fresh: JobState, rows: int, columns: Sequence[str]) -> None:
     """Raise DataError where other files can only be another input. Equal rows in other files are the same input."""
     gone = sorted(set(columns) - set(fresh.columns))
     if gone:  # a new one makes no difference to rows that have nothing in it
@@ -229,7 +231,7 @@ def _check_change(fresh: Layout, rows: int, columns: Sequence[str]) -> None:
         )
 
 
-def _finished_sources(output: Output, manifest: dict[str, Any], source: Inputs, fresh: Layout) -> list[Source]:
+def _finished_sources(output: Output, manifest: dict[str, Any], source: Dataset, fresh: JobState) -> list[Source]:
     sources: list[Source] = []
     first = 0
     for part in manifest["parts"]:
@@ -239,7 +241,7 @@ def _finished_sources(output: Output, manifest: dict[str, Any], source: Inputs, 
     return sources
 
 
-def _kept_sources(output: Output, names: Names, window_rows: int, kept: Layout, source: Inputs) -> list[Source]:
+def _kept_sources(output: Output, names: WorkFiles, window_rows: int, kept: JobState, source: Dataset) -> list[Source]:
     """What a generation with windows of so many rows left: staged parts, and journals of what was not whole."""
     begun, whole = names.windows(output.work.names())
     sources: list[Source] = [
@@ -247,7 +249,7 @@ def _kept_sources(output: Output, names: Names, window_rows: int, kept: Layout, 
     ]
     for window in sorted(whole):
         first = window * window_rows
-        for part in Whole.read(output, names, window).parts:
+        for part in CompletedWindow.read(output, names, window).parts:
             output.check_staged(part)
             read = partial(output.staged_tables, part.name)
             sources.append(PartSource(read, source.schema.names, first, kept.command["id_column"]))

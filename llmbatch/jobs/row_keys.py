@@ -6,15 +6,15 @@ import numpy as np
 import pyarrow as pa
 
 from llmbatch.errors import DataError
-from llmbatch.io.reading.dataset import Inputs
+from llmbatch.io.reading.dataset import Dataset
 from llmbatch.io.row_hash import hash_rows
-from llmbatch.jobs.prior_answers import Earlier, keys_of
+from llmbatch.jobs.prior_answers import PriorAnswers, keys_of
 from llmbatch.preprocess.columns import find_field
 
 _ROWS = 100_000  # read at once
 
 
-def check_ids(source: Inputs, column: str) -> None:
+def check_ids(source: Dataset, column: str) -> None:
     """Raise DataError where the id column is not there, has nulls, or the same value twice."""
     find_field(source.schema, column, "id_column")
     reader = source.reader([column])
@@ -40,7 +40,7 @@ def check_ids(source: Inputs, column: str) -> None:
         )
 
 
-def check_contents(source: Inputs, earlier: Earlier, id_column: str | None) -> None:
+def check_contents(source: Dataset, earlier: PriorAnswers, id_column: str | None) -> None:
     """Raise DataError where a row that was answered reads otherwise than it did then."""
     reader = source.reader()
     try:
@@ -51,7 +51,7 @@ def check_contents(source: Inputs, earlier: Earlier, id_column: str | None) -> N
         reader.close()
 
 
-def _value(source: Inputs, column: str, row: int) -> object:
+def _value(source: Dataset, column: str, row: int) -> object:
     reader = source.reader([column])
     try:
         value: pa.Scalar = reader.read(row, row + 1)[column][0]

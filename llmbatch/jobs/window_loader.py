@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 
 from llmbatch.errors import ParameterError
 from llmbatch.inference.answers import Window
-from llmbatch.runtime.cancellation import Stopping
+from llmbatch.runtime.cancellation import StopRequest
 from llmbatch.runtime.protocols import Stop
 from llmbatch.system.memory import available_memory
 
@@ -39,19 +39,19 @@ def window_rows(asked: int | None, rows: int, nbytes: int, max_tokens: int) -> i
     return asked
 
 
-class Windows:
-    """A feed of windows (`llmbatch.runtime.protocols.Feed`), made one ahead by a thread of its own."""
+class WindowLoader:
+    """A feed of windows (`llmbatch.runtime.protocols.WindowSource`), made one ahead by a thread of its own."""
 
     def __init__(
         self,
         numbers: Iterable[int],
         make: Callable[[int, Callable[[], None]], Window],
-        stopping: Stopping | None = None,
+        stopping: StopRequest | None = None,
     ) -> None:
         """`make` makes a window of its number; it is given what it is to call again and again, which may raise."""
         self._ready: queue.Queue[Window | BaseException | None] = queue.Queue(maxsize=1)
         self._closed = threading.Event()
-        self._stopping = stopping or Stopping()
+        self._stopping = stopping or StopRequest()
         self._thread = threading.Thread(target=self._fill, args=(numbers, make), name="windows", daemon=True)
         self._thread.start()
         self._over = False

@@ -7,8 +7,7 @@ counted. A page nobody uses stays until the room is needed, if it can be found a
 it holds (`llmbatch.kvcache.contents`), or by the preempted sequence whose page it was. Room is made by the plan, not by
 a clock: the pages with the fewest rows still to come go first, of a path its end first (`llmbatch.kvcache.page_worth`).
 
-All state is in arrays, changed by compiled code; a slot's whole life costs one step a page. `check` verifies
-everything.
+All state is in arrays, changed by compiled code. `check` verifies everything.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ from llmbatch.kvcache.shared_reads import Reads, stop_reading
 
 
 @by_reference
-class Pages(NamedTuple):
+class PagePool(NamedTuple):
     """`num_pages` pages, lent to slots. Pages of a slot stand in `tables[slot, :held[slot]]`."""
 
     num_pages: int
@@ -90,7 +89,7 @@ class Pages(NamedTuple):
         width: int,
         cascade: bool = False,
         prompts: Prompts | None = None,
-    ) -> Pages:
+    ) -> PagePool:
         """Free pages for `slots` slots, which hold `width` pages each before tables must be widened.
 
         `cascade`: decodes read a prefix that many of them share once a step. Without `prompts` pages that the trie
@@ -122,7 +121,7 @@ class Pages(NamedTuple):
             reads=Reads.empty(num_pages, slots, trie.page_size, cascade=cascade),
         )
 
-    def grown(self) -> Pages:
+    def grown(self) -> PagePool:
         """The same with twice the slots."""
         more = len(self.held)
         return self._replace(
@@ -133,7 +132,7 @@ class Pages(NamedTuple):
             reads=self.reads.grown(),
         )
 
-    def widened(self) -> Pages:
+    def widened(self) -> PagePool:
         """The same with tables twice as wide."""
         more = self.tables.shape[1]
         return self._replace(tables=np.pad(self.tables, ((0, 0), (0, more)), constant_values=-1))

@@ -16,7 +16,7 @@ from llmbatch.compilation.decorators import njit
 from llmbatch.compilation.references import by_reference
 from llmbatch.kvcache.contents import give_name, name_of, start, with_token
 from llmbatch.kvcache.eviction import UNUSED, free_page
-from llmbatch.kvcache.page_pool import Pages
+from llmbatch.kvcache.page_pool import PagePool
 from llmbatch.kvcache.page_worth import remove
 
 
@@ -30,7 +30,7 @@ class Ends(NamedTuple):
     offsets: NDArray[np.int64]
 
     @classmethod
-    def of(cls, pages: Pages, slots: NDArray[np.int32]) -> Ends:
+    def of(cls, pages: PagePool, slots: NDArray[np.int32]) -> Ends:
         """Those of sequences that still hold their pages; none where prompts are not known."""
         if not len(pages.prompts.tokens):
             return cls(np.zeros(0, np.int64), np.zeros((0, 2), np.uint64), np.zeros(0, np.int32), np.zeros(1, np.int64))
@@ -38,7 +38,7 @@ class Ends(NamedTuple):
 
 
 def publish(
-    pages: Pages, ends: Ends, requests: NDArray[np.int32], answers: list[NDArray[np.int32]], whole: NDArray[np.bool_]
+    pages: PagePool, ends: Ends, requests: NDArray[np.int32], answers: list[NDArray[np.int32]], whole: NDArray[np.bool_]
 ) -> None:
     """Name the pages of answers as far as they are still there; of those that are not `whole`, nothing is kept."""
     if not len(ends.pages):

@@ -4,4 +4,15 @@ Must not import torch, nor the scheduler that follows the plan.
 Start reading at `plan`.
 """
 
-__all__ = ["cascade", "lengths", "order", "outliers", "partition", "pilot_sample", "plan", "prefix_tree", "workload"]
+__all__ = [
+    "cascade",
+    "lengths",
+    "order",
+    "outliers",
+    "partition",
+    "pilot_sample",
+    "plan",
+    "plan_workload",
+    "prefix_tree",
+    "workload",
+]

@@ -46,7 +46,7 @@ class RowCosts:
 
 
 @dataclass(frozen=True, slots=True)
-class Items:
+class HungItems:
     """The items of a tree (see `llmbatch.planning.order`), where each hangs, and the sums below it; arrays of 2 N."""
 
     above: NDArray[np.int32]
@@ -66,7 +66,7 @@ def _log(x: NDArray[Any]) -> Floats:
     return logs
 
 
-def hang(tree: PrefixTree, costs: RowCosts, above: NDArray[np.int32]) -> Items:
+def hang(tree: PrefixTree, costs: RowCosts, above: NDArray[np.int32]) -> HungItems:
     """Sum the costs of the rows below each item, as it hangs."""
     nodes = tree.num_nodes
     is_block = above[:nodes] >= 0
@@ -82,7 +82,7 @@ def hang(tree: PrefixTree, costs: RowCosts, above: NDArray[np.int32]) -> Items:
     values[0] += costs.token_seconds * np.where(above >= 0, end - tree.depth[np.maximum(above, 0)], 0)
     for value in values:
         _sum_up(above, value)
-    return Items(above, values[0], values[1], values[2], np.rint(values[3]).astype(np.int64))
+    return HungItems(above, values[0], values[1], values[2], np.rint(values[3]).astype(np.int64))
 
 
 def dissolve(tree: PrefixTree, budget: float) -> NDArray[np.int32]:
@@ -96,7 +96,7 @@ def dissolve(tree: PrefixTree, budget: float) -> NDArray[np.int32]:
     return above
 
 
-def move_outliers(tree: PrefixTree, costs: RowCosts, budget: float) -> Items:
+def move_outliers(tree: PrefixTree, costs: RowCosts, budget: float) -> HungItems:
     """Hang below the root the items most out of place, recomputing at most `budget` prompt tokens."""
     items = hang(tree, costs, item_parents(tree))
     for _ in range(_ROUNDS):
@@ -187,7 +187,7 @@ def scan_budget(scan: DualScan, left: int, right: int, pool_tokens: float) -> Sc
 
 
 def merge_units(
-    tree: PrefixTree, items: Items, order: NDArray[np.int32], output: Floats, root_density: float
+    tree: PrefixTree, items: HungItems, order: NDArray[np.int32], output: Floats, root_density: float
 ) -> DualScan:
     """Merge neighbours below the root, sorted by density, while they stay within a factor of two (A.2).
 

@@ -34,7 +34,7 @@ from llmbatch.planning.order import (
     random_order,
     sharing_kept,
 )
-from llmbatch.planning.outliers import DualScan, Items, RowCosts, dissolve, hang, merge_units, move_outliers
+from llmbatch.planning.outliers import DualScan, HungItems, RowCosts, dissolve, hang, merge_units, move_outliers
 from llmbatch.planning.prefix_tree import PrefixTree
 
 Floats = NDArray[np.float64]
@@ -212,7 +212,7 @@ def _blend(tree: PrefixTree, costs: RowCosts, budget: float, steps: float, seed:
     return arrange(tree, items.above, key)
 
 
-def _mix_right_end(items: Items, key: Floats, steps: float, rng: np.random.Generator) -> None:
+def _mix_right_end(items: HungItems, key: Floats, steps: float, rng: np.random.Generator) -> None:
     """Replace the keys of the right end's items by when they are to start; large ones stay in order of density.
 
     The memory work is `steps` readings of a full pool. An item whose answers take d steps may start in any of the

@@ -13,7 +13,7 @@ from llmbatch.kvcache.contents import Prompts
 from llmbatch.planning.lengths import LengthModel
 from llmbatch.planning.order import Policy
 from llmbatch.planning.prefix_tree import PrefixTree
-from llmbatch.preprocess.request_batch import Requests
+from llmbatch.preprocess.request_batch import RequestBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class Workload:
     prompts: Prompts = field(default_factory=Prompts.nothing)  # by row, where pages are to be found by their tokens
 
     @classmethod
-    def of(cls, requests: Requests, answered: NDArray[np.int32] | None = None) -> Workload:
+    def of(cls, requests: RequestBatch, answered: NDArray[np.int32] | None = None) -> Workload:
         """Tokenised requests. Where nothing but max_tokens can end an answer, its length is known.
 
         `answered` int32 [n] are the tokens of answers that are there already, 0 for requests that are to be run.
@@ -124,7 +124,7 @@ class Fit:
         return cls(np.clip(room, 1, max_tokens).astype(np.int32), refused, ~refused & (room < max_tokens))
 
 
-def fit_requests(requests: Requests, pool: Pool) -> tuple[Requests, dict[int, RowError], NDArray[np.intp]]:
+def fit_requests(requests: RequestBatch, pool: Pool) -> tuple[RequestBatch, dict[int, RowError], NDArray[np.intp]]:
     """Requests that run as far as the pool allows, the errors of those that cannot, and those that may end early."""
     prompts = requests.prompt_lengths
     fit = Fit.of(prompts, requests.max_tokens, pool)

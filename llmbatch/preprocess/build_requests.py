@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from llmbatch.compilation.decorators import njit
 from llmbatch.errors import RowError
 from llmbatch.preprocess.prompts import PromptSource
-from llmbatch.preprocess.request_batch import Requests, Shard, gather
+from llmbatch.preprocess.request_batch import RequestBatch, RowRequests, gather
 from llmbatch.preprocess.sampling_params import (
     ResolvedSampling,
     SamplingParams,
@@ -39,7 +39,7 @@ def build_shard(
     recorded_column: str | None = None,
     refused: Mapping[int, RowError] | None = None,
     pulse: Callable[[], None] = lambda: None,
-) -> Shard:
+) -> RowRequests:
     """The requests of a table and which of them answers which row.
 
     `sampling` holds for what `sampling_column`, if any, does not give. `keys` uint64 [rows] tell rows apart that are
@@ -86,7 +86,7 @@ def build_shard(
     requests = _requests(tokens, token_row[kept], resolved, kept, context_length, keys[kept], recorded[kept])
     request_of = np.full(table.num_rows, -1, np.int32)
     request_of[rows] = request_of_good
-    return Shard(
+    return RowRequests(
         requests,
         request_of,
         lengths.astype(np.int32),
@@ -127,14 +127,14 @@ def _requests(
     context_length: int,
     serial: NDArray[np.uint64],
     recorded: NDArray[np.int64],
-) -> Requests:
+) -> RequestBatch:
     starts = column.offsets[token_rows]
     lengths = column.offsets[token_rows + 1] - starts
     tokens, offsets = gather(column.tokens, starts, lengths)
     params_index = resolved.params_index[rows]
     asked = np.array([one.max_tokens for one in resolved.params], np.int64)
     max_tokens = np.minimum(asked[params_index], context_length - lengths).astype(np.int32)
-    return Requests(
+    return RequestBatch(
         tokens,
         offsets,
         max_tokens,

@@ -15,7 +15,7 @@ from llmbatch.preprocess.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
-class Requests:
+class RequestBatch:
     """`n` tokenised requests, each to be computed once. Token ids are one flat buffer and offsets."""
 
     tokens: NDArray[np.int32]  # [total tokens]
@@ -34,11 +34,11 @@ class Requests:
         """Prompt tokens of each request, int32 [n]."""
         return np.diff(self.offsets).astype(np.int32)
 
-    def take(self, index: NDArray[Any]) -> Requests:
+    def take(self, index: NDArray[Any]) -> RequestBatch:
         """Some of the requests, in the order of `index`."""
         starts = self.offsets[index]
         tokens, offsets = gather(self.tokens, starts, self.offsets[index + 1] - starts)
-        return Requests(
+        return RequestBatch(
             tokens,
             offsets,
             self.max_tokens[index],
@@ -49,7 +49,7 @@ class Requests:
         )
 
     @classmethod
-    def concatenate(cls, parts: Sequence[Requests]) -> Requests:
+    def concatenate(cls, parts: Sequence[RequestBatch]) -> RequestBatch:
         """All requests of all parts, in order. Equal parameters are merged, and those that nobody uses dropped."""
         params: dict[SamplingParams, int] = {}
         index = []
@@ -70,10 +70,10 @@ class Requests:
 
 
 @dataclass(frozen=True, slots=True)
-class Shard:
+class RowRequests:
     """The rows of a table and the requests that answer them: equal greedy rows share one request."""
 
-    requests: Requests
+    requests: RequestBatch
     request_of: NDArray[np.int32]  # [rows] index of the request, -1 where the row has an error
     num_input_tokens: NDArray[np.int32]  # [rows] prompt tokens; 0 where the prompt could not be made
     errors: Mapping[int, RowError]  # by row

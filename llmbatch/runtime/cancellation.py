@@ -13,7 +13,7 @@ from llmbatch.arguments import finite
 from llmbatch.errors import ParameterError, StoppedEarly
 
 
-class Stopping:
+class StopRequest:
     """Says whether a job was asked to end; rows in flight have `grace` seconds from then."""
 
     def __init__(self, grace: float = 0.0) -> None:
@@ -36,7 +36,7 @@ class Stopping:
 
 
 @contextlib.contextmanager
-def heard(stopping: Stopping) -> Iterator[None]:
+def heard(stopping: StopRequest) -> Iterator[None]:
     """SIGTERM asks the job to end. Ctrl-C ends it, with what it has answered kept; a second one ends the process."""
     if threading.current_thread() is not threading.main_thread():
         yield

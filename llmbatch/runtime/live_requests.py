@@ -8,15 +8,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmbatch.planning.workload import Workload
-from llmbatch.preprocess.request_batch import Requests
+from llmbatch.preprocess.request_batch import RequestBatch
 from llmbatch.runtime.protocols import W
 
 
-class Union(Generic[W]):
+class LiveRequests(Generic[W]):
     """The requests that are in the engine's hands, under the numbers that scheduler and engine know them by."""
 
     def __init__(
-        self, requests: Requests, windows: list[W], window: NDArray[np.int32], index: NDArray[np.int32]
+        self, requests: RequestBatch, windows: list[W], window: NDArray[np.int32], index: NDArray[np.int32]
     ) -> None:
         count = len(requests)
         self.requests = requests
@@ -39,7 +39,7 @@ class Union(Generic[W]):
         workload = Workload.of(self.requests, self.answered)
         return workload.without(np.flatnonzero(~self.open & (self.answered == 0)).tolist())
 
-    def joined(self, kept: NDArray[np.int32], window: W, requests: Requests) -> Union[W]:
+    def joined(self, kept: NDArray[np.int32], window: W, requests: RequestBatch) -> LiveRequests[W]:
         """The union of the `kept` of these requests, which come first, and those of a window, fitted to the pool.
 
         Those that have ended are examples: they belong to no window, whose table would stay in memory for them.
@@ -48,8 +48,8 @@ class Union(Generic[W]):
         used, number = np.unique(np.where(self.open[kept], self.window[kept], -1), return_inverse=True)
         windows = [self.windows[i] for i in used.tolist() if i >= 0] + [window]
         number = number.astype(np.int32) - np.int32(len(used) + 1 - len(windows))
-        union = Union(
-            Requests.concatenate([self.requests.take(kept), requests]),
+        union = LiveRequests(
+            RequestBatch.concatenate([self.requests.take(kept), requests]),
             windows,
             np.concatenate((number, np.full(count, len(windows) - 1, np.int32))),
             np.concatenate((self.index[kept], np.arange(count, dtype=np.int32))),
@@ -59,7 +59,7 @@ class Union(Generic[W]):
         return union
 
     @classmethod
-    def of(cls, window: W, requests: Requests) -> Union[W]:
+    def of(cls, window: W, requests: RequestBatch) -> LiveRequests[W]:
         """The requests of one window, fitted to the pool."""
         count = len(requests)
         return cls(requests, [window], np.zeros(count, np.int32), np.arange(count, dtype=np.int32))

@@ -10,14 +10,14 @@ from numpy.typing import NDArray
 
 from llmbatch.engine.base import StreamEngine
 from llmbatch.errors import RowError
-from llmbatch.preprocess.request_batch import Requests
+from llmbatch.preprocess.request_batch import RequestBatch
 
 
-class Work(Protocol):
+class RequestWindow(Protocol):
     """Requests of one window."""
 
     @property
-    def requests(self) -> Requests:
+    def requests(self) -> RequestBatch:
         """What is asked."""
         ...
 
@@ -27,11 +27,11 @@ class Work(Protocol):
         ...
 
 
-W = TypeVar("W", bound=Work)
-W_co = TypeVar("W_co", bound=Work, covariant=True)
+W = TypeVar("W", bound=RequestWindow)
+W_co = TypeVar("W_co", bound=RequestWindow, covariant=True)
 
 
-class Feed(Protocol[W_co]):
+class WindowSource(Protocol[W_co]):
     """Where windows come from."""
 
     def next(self, wait: bool) -> W_co | None:
@@ -40,7 +40,7 @@ class Feed(Protocol[W_co]):
 
 
 @dataclass(frozen=True, slots=True)
-class Ended(Generic[W]):
+class CompletedRequests(Generic[W]):
     """Requests of a window that ended, one entry each."""
 
     window: W
@@ -51,7 +51,7 @@ class Ended(Generic[W]):
     attempts: NDArray[np.int32]  # how often it was given to an engine
 
 
-class Taker(Protocol[W]):
+class RequestObserver(Protocol[W]):
     """Where answers go. Called between two steps."""
 
     def joined(self, window: W) -> None:
@@ -62,7 +62,7 @@ class Taker(Protocol[W]):
         """Requests are given to the engine in the next step."""
         ...
 
-    def ended(self, ended: Ended[W]) -> None:
+    def ended(self, ended: CompletedRequests[W]) -> None:
         """Requests have their answers."""
         ...
 
@@ -87,7 +87,7 @@ class Stop(Exception):
         self.deadline = deadline
 
 
-class Host(Protocol):
+class EngineProvider(Protocol):
     """Makes engines."""
 
     def engine(self) -> StreamEngine:

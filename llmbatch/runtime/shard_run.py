@@ -36,15 +36,15 @@ from numpy.typing import NDArray
 from llmbatch.kvcache.page_trie import PageTrie
 from llmbatch.perf_model.cost import CostModel
 from llmbatch.planning.cascade import tokens_together
-from llmbatch.planning.lengths import LengthModel
 from llmbatch.planning.pilot_sample import first_sample, second_sample
-from llmbatch.planning.plan import Plan, plan
+from llmbatch.planning.plan import Plan
+from llmbatch.planning.plan_workload import plan_workload
 from llmbatch.planning.workload import Pool, Scheduling, Workload
 from llmbatch.runtime.refit import Refit
-from llmbatch.runtime.step_loop import Driver
-from llmbatch.scheduler.admission_order import Blend, DualScanEnds, Ends, InOrder
+from llmbatch.runtime.step_loop import StepLoop
+from llmbatch.scheduler.admission_order import Blend, DualScanEnds, Ends, FromFront
 from llmbatch.scheduler.renumber import pages_spared
-from llmbatch.scheduler.scheduler import Scheduler, Waiting
+from llmbatch.scheduler.scheduler import QueueUpdate, Scheduler
 from llmbatch.scheduler.steady_budget import steady_budget
 from llmbatch.scheduler.token_budget import TILE, Budget, ClosedLoopBudget, FixedBudget
 
@@ -74,26 +74,9 @@ class ShardResult:
     planning_seconds: float  # ordering, all plans together
 
 
-def decide(
-    workload: Workload, pool: Pool, cost: CostModel, scheduling: Scheduling, lengths: LengthModel | None = None
-) -> Plan:
-    """The plan of a shard by what is known of `lengths`; without them, by what is known before anything ran."""
-    lengths = lengths or workload.length_model()
-    return plan(
-        workload.tree,
-        lengths.expected(np.arange(len(workload), dtype=np.int32)),
-        cost,
-        max_tokens=workload.max_tokens,
-        pool_tokens=pool.tokens,
-        max_running=scheduling.max_running,
-        order=scheduling.order,
-        seed=scheduling.seed,
-    )
-
-
 def run_shard(
     workload: Workload,
-    driver: Driver,
+    driver: StepLoop,
     pool: Pool,
     cost: CostModel,
     scheduling: Scheduling,
@@ -113,7 +96,7 @@ class ShardRun:
     def __init__(
         self,
         workload: Workload,
-        driver: Driver,
+        driver: StepLoop,
         pool: Pool,
         cost: CostModel,
         scheduling: Scheduling,
@@ -122,7 +105,7 @@ class ShardRun:
         numbers: NDArray[np.int32] | None = None,
         refit: Refit | None = None,
     ) -> None:
-        """`numbers` are those that the requests of the shard before have in this one, see `Scheduler.go_on`.
+        """`numbers` are those that the requests of the shard before have in this one, see `Scheduler.rebind`.
 
         Where steps are measured, `refit` knows them, and `cost` is its.
         """
@@ -154,7 +137,7 @@ class ShardRun:
         else:
             assert numbers is not None
             self.scheduler = after
-            after.go_on(
+            after.rebind(
                 tree.lengths, trie=trie, lengths=self._lengths, numbers=numbers, max_running=most, prompts=prompts
             )
         self._first_step = self.scheduler.steps
@@ -203,14 +186,14 @@ class ShardRun:
         for lot in range(_LOTS):
             rows = order[first : first + (_FEW << lot)]
             first += len(rows)
-            self._admit(rows, InOrder(), FixedBudget(self._scheduling.step_tokens or STEP_TOKENS))
+            self._admit(rows, FromFront(), FixedBudget(self._scheduling.step_tokens or STEP_TOKENS))
             self._advance(_ALONE)
             if self._unknown:
                 self._learn()
 
     def stop_admitting(self) -> None:
         """Leave alone what waits."""
-        self._admit(np.empty(0, np.int32), InOrder(), FixedBudget(self._scheduling.step_tokens or STEP_TOKENS))
+        self._admit(np.empty(0, np.int32), FromFront(), FixedBudget(self._scheduling.step_tokens or STEP_TOKENS))
 
     def advance(self, steps: int) -> None:
         """Take so many steps with what runs, when nothing waits."""
@@ -243,7 +226,7 @@ class ShardRun:
 
     def _run_first(self, sample: NDArray[np.int32]) -> None:
         """Admit a sample before anything else."""
-        self._admit(sample, InOrder(), FixedBudget(self._scheduling.step_tokens or STEP_TOKENS))
+        self._admit(sample, FromFront(), FixedBudget(self._scheduling.step_tokens or STEP_TOKENS))
         while self.scheduler.waiting:
             self._advance(1)
 
@@ -276,7 +259,7 @@ class ShardRun:
 
     def _plan(self) -> Plan:
         begun = time.perf_counter()
-        decided = decide(self._workload, self._pool, self._cost, self._scheduling, self._lengths)
+        decided = plan_workload(self._workload, self._pool, self._cost, self._scheduling, self._lengths)
         self._planning_seconds += time.perf_counter() - begun
         return decided
 
@@ -286,12 +269,12 @@ class ShardRun:
         Until that is `settled` nobody is admitted from the right end: where nothing has been seen of long answers
         they would seem short, and all of them would be let in at once.
         """
-        ends: Ends = InOrder()
+        ends: Ends = FromFront()
         budget: Budget = FixedBudget(self._scheduling.step_tokens or STEP_TOKENS)
         if decided.scan is not None:
             ends = DualScanEnds(decided.scan)
         elif decided.two_ended:
-            ends = self._blend() if settled else InOrder()
+            ends = self._blend() if settled else FromFront()
             # Tokens ride for free up to what hides the weights, or beside KV. In turn under law `bytes` none do.
             gains = self._cost.overlap.exponent > 1 or self._cost.law == "paper"
             if self._scheduling.step_tokens is None and gains:
@@ -342,7 +325,7 @@ class ShardRun:
         length = expected.mean
         if not self._rates.weights_share_memory:
             length = np.sqrt(length * np.sqrt(expected.second_moment))
-        self.scheduler.enqueue(Waiting(waiting, length, ends, budget, compute=compute_left, memory=memory_left))
+        self.scheduler.enqueue(QueueUpdate(waiting, length, ends, budget, compute=compute_left, memory=memory_left))
 
     def _hedged(self, compute: float, memory: float, trust: float) -> float:
         """The memory work to steer by where its estimate is `memory`: see the module's text."""

@@ -18,7 +18,7 @@ from llmbatch.compilation.references import by_reference
 from llmbatch.engine.simulated import Clock, generate, step_seconds
 from llmbatch.kvcache.page_pool import EMPTY, UNUSED, tokens_spared
 from llmbatch.perf_model.cost import CostModel
-from llmbatch.runtime.step_loop import Ended
+from llmbatch.runtime.step_loop import LengthObservations
 from llmbatch.scheduler.chunks import BEGUN, CACHED, PREEMPTED_NOW, RECOMPUTED
 from llmbatch.scheduler.commit import advance, end_sequences, pack
 from llmbatch.scheduler.decide import charge, decide_step, is_done, needs_attention
@@ -45,7 +45,7 @@ STEP = np.dtype(
 
 
 @by_reference
-class Log(NamedTuple):
+class SimulationLog(NamedTuple):
     """What happened, step by step and request by request; -1 for requests that have not ended."""
 
     steps: NDArray[Any]  # [capacity] of STEP
@@ -59,7 +59,7 @@ class Log(NamedTuple):
     counts: NDArray[np.int64]  # steps; requests that ended
 
     @classmethod
-    def empty(cls, requests: int) -> Log:
+    def empty(cls, requests: int) -> SimulationLog:
         """Nothing has happened to so many requests."""
         unset = np.full(requests, -1, np.int32)
         return cls(
@@ -67,16 +67,16 @@ class Log(NamedTuple):
             unset.copy(), np.zeros(2, np.int64),
         )  # fmt: skip
 
-    def grown(self) -> Log:
+    def grown(self) -> SimulationLog:
         """The same with room for twice the steps."""
         return self._replace(steps=np.resize(self.steps, 2 * len(self.steps)))
 
 
-class SimulatedDriver:
+class SimulatedLoop:
     """Runs a scheduler's steps on a simulated engine; `lengths` int32 [n] are the tokens each request generates."""
 
     def __init__(self, lengths: NDArray[np.int32], cost: CostModel) -> None:
-        self.log = Log.empty(len(lengths))
+        self.log = SimulationLog.empty(len(lengths))
         self._lengths = lengths
         self._clock = Clock.of(cost)
         self._generated: NDArray[np.int32] = np.zeros(1024, np.int32)
@@ -86,7 +86,7 @@ class SimulatedDriver:
         """What all steps took."""
         return float(self.log.steps["time_s"][: self.log.counts[0]].sum())
 
-    def run(self, scheduler: Scheduler, steps: int) -> Ended:
+    def run(self, scheduler: Scheduler, steps: int) -> LengthObservations:
         """Advance by at most `steps` steps, until nothing is left; the requests that ended."""
         until = scheduler.steps + steps
         before = int(self.log.counts[1])
@@ -103,7 +103,7 @@ class SimulatedDriver:
             if scheduler.core.chunks.totals[BEGUN]:
                 scheduler.grow()
         ended = self.log.ended[before : self.log.counts[1]]
-        return Ended(ended, self._lengths[ended], np.ones(len(ended), np.bool_))
+        return LengthObservations(ended, self._lengths[ended], np.ones(len(ended), np.bool_))
 
 
 @njit(cache=True)

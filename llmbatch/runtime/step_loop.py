@@ -9,11 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmbatch.engine.base import Engine, PipelinedEngine
-from llmbatch.scheduler.output import Finish, Step, StepResult
-from llmbatch.scheduler.scheduler import Finished, Scheduler
+from llmbatch.scheduler.output import FinishReason, Step, StepResult
+from llmbatch.scheduler.scheduler import FinishedSequences, Scheduler
 
 
-class Ended(NamedTuple):
+class LengthObservations(NamedTuple):
     """Requests that ended, and what that says about lengths."""
 
     requests: NDArray[np.int32]
@@ -21,15 +21,15 @@ class Ended(NamedTuple):
     whole: NDArray[np.bool_]  # False where a request broke off
 
 
-class Driver(Protocol):
+class StepLoop(Protocol):
     """Advances a scheduler."""
 
-    def run(self, scheduler: Scheduler, steps: int) -> Ended:
+    def run(self, scheduler: Scheduler, steps: int) -> LengthObservations:
         """Advance by at most `steps` steps, until nothing is left; the requests that ended."""
         ...
 
 
-class Watch(Protocol):
+class StepObserver(Protocol):
     """Sees the steps that a driver makes an engine take."""
 
     def before(self, step: Step) -> None:
@@ -40,12 +40,12 @@ class Watch(Protocol):
         """The engine measured a step; those that it does not measure are not told of."""
         ...
 
-    def after(self, finished: Finished) -> NDArray[np.int32]:
+    def after(self, finished: FinishedSequences) -> NDArray[np.int32]:
         """Sequences ended in the step, or were withdrawn after it; returns requests that are to be withdrawn."""
         ...
 
 
-class Retire:
+class TokenDropper:
     """Takes from an engine what ended, and drops it."""
 
     def __init__(self, engine: Engine) -> None:
@@ -57,10 +57,10 @@ class Retire:
     def took(self, step: Step, seconds: float) -> None:
         """Nothing."""
 
-    def after(self, finished: Finished) -> NDArray[np.int32]:
+    def after(self, finished: FinishedSequences) -> NDArray[np.int32]:
         """Free the slots."""
         for slot in finished.slots.tolist():
-            self._engine.retire(slot)
+            self._engine.pop_tokens(slot)
         return np.empty(0, np.int32)
 
 
@@ -72,20 +72,20 @@ class EngineDied(Exception):
         self.requests = step.requests
 
 
-class EngineDriver:
+class SerialLoop:
     """Runs a scheduler's steps on an engine, one by one.
 
     One that does not `drain` comes back when no request waits any more. Raises `EngineDied`.
     """
 
-    def __init__(self, engine: Engine, watch: Watch, *, drain: bool = True) -> None:
+    def __init__(self, engine: Engine, watch: StepObserver, *, drain: bool = True) -> None:
         self._engine = engine
         self._watch = watch
         self.drain = drain
 
-    def run(self, scheduler: Scheduler, steps: int) -> Ended:
+    def run(self, scheduler: Scheduler, steps: int) -> LengthObservations:
         """Advance by at most `steps` steps, until nothing is left; the requests that ended."""
-        ended = [Ended(np.empty(0, np.int32), np.empty(0, np.int32), np.empty(0, np.bool_))]
+        ended = [LengthObservations(np.empty(0, np.int32), np.empty(0, np.int32), np.empty(0, np.bool_))]
         for _ in range(steps):
             if scheduler.done or not (self.drain or scheduler.waiting):
                 break
@@ -101,13 +101,13 @@ class EngineDriver:
             late = self._watch.after(finished)
             ended.append(_lengths_of(finished))
             if len(late):
-                withdrawn = scheduler.withdraw(late, Finish.TIMEOUT)
+                withdrawn = scheduler.withdraw(late, FinishReason.TIMEOUT)
                 self._watch.after(withdrawn)
                 ended.append(_lengths_of(withdrawn))
-        return Ended(*(np.concatenate(column) for column in zip(*ended, strict=True)))
+        return LengthObservations(*(np.concatenate(column) for column in zip(*ended, strict=True)))
 
 
-class PipelinedDriver:
+class PipelinedLoop:
     """Runs a scheduler's steps on an engine, and decides each while the one before is computed.
 
     A step is taken note of as soon as it is queued, from what is known of it then: the sequences that reach their most
@@ -115,15 +115,15 @@ class PipelinedDriver:
     a run ends nothing is queued any more. Raises `EngineDied`.
     """
 
-    def __init__(self, engine: PipelinedEngine, watch: Watch, *, drain: bool = True) -> None:
+    def __init__(self, engine: PipelinedEngine, watch: StepObserver, *, drain: bool = True) -> None:
         self._engine = engine
         self._watch = watch
         self.drain = drain
-        self._queued: _Queued | None = None
+        self._queued: _QueuedStep | None = None
 
-    def run(self, scheduler: Scheduler, steps: int) -> Ended:
+    def run(self, scheduler: Scheduler, steps: int) -> LengthObservations:
         """Advance by at most `steps` steps, until nothing is left; the requests that ended."""
-        ended = [Ended(np.empty(0, np.int32), np.empty(0, np.int32), np.empty(0, np.bool_))]
+        ended = [LengthObservations(np.empty(0, np.int32), np.empty(0, np.int32), np.empty(0, np.bool_))]
         for _ in range(steps):
             if scheduler.done or not (self.drain or scheduler.waiting):
                 break
@@ -136,14 +136,17 @@ class PipelinedDriver:
                 raise EngineDied(step) from error
             late = _late(before, result)
             finished = scheduler.commit(step, _joined(step, expected, late))
-            self._queued = _Queued(step, finished)
+            self._queued = _QueuedStep(step, finished)
             ended += self._take(scheduler, before, result)
-            for reason in (Finish.STOP, Finish.ERROR):  # of sequences that are not in the step, being preempted
+            for reason in (
+                FinishReason.STOP,
+                FinishReason.ERROR,
+            ):  # of sequences that are not in the step, being preempted
                 ended += self._withdraw(scheduler, late.requests[late.reasons == reason], reason)
         ended += self._end(scheduler)
-        return Ended(*(np.concatenate(column) for column in zip(*ended, strict=True)))
+        return LengthObservations(*(np.concatenate(column) for column in zip(*ended, strict=True)))
 
-    def _end(self, scheduler: Scheduler) -> list[Ended]:
+    def _end(self, scheduler: Scheduler) -> list[LengthObservations]:
         """Wait for the step that is queued."""
         if self._queued is None:
             return []
@@ -154,11 +157,13 @@ class PipelinedDriver:
             raise EngineDied(before.step) from error
         late = _late(before, result)
         ended = self._take(scheduler, before, result)
-        for reason in (Finish.STOP, Finish.ERROR):
+        for reason in (FinishReason.STOP, FinishReason.ERROR):
             ended += self._withdraw(scheduler, late.requests[late.reasons == reason], reason)
         return ended
 
-    def _take(self, scheduler: Scheduler, queued: _Queued | None, result: StepResult | None) -> list[Ended]:
+    def _take(
+        self, scheduler: Scheduler, queued: _QueuedStep | None, result: StepResult | None
+    ) -> list[LengthObservations]:
         """Hand on the sequences that were taken to end in a step, now that all of their tokens are known."""
         if queued is None or result is None:
             return []
@@ -169,9 +174,11 @@ class PipelinedDriver:
         reasons[own] = result.finished[queued.ends][own]
         finished = replace(queued.finished, reasons=reasons)
         overdue = self._watch.after(finished)
-        return [_lengths_of(finished), *self._withdraw(scheduler, overdue, Finish.TIMEOUT)]
+        return [_lengths_of(finished), *self._withdraw(scheduler, overdue, FinishReason.TIMEOUT)]
 
-    def _withdraw(self, scheduler: Scheduler, requests: NDArray[np.int32], reason: Finish) -> list[Ended]:
+    def _withdraw(
+        self, scheduler: Scheduler, requests: NDArray[np.int32], reason: FinishReason
+    ) -> list[LengthObservations]:
         if not len(requests):
             return []
         withdrawn = scheduler.withdraw(requests, reason)
@@ -180,15 +187,15 @@ class PipelinedDriver:
         return [_lengths_of(withdrawn)]
 
 
-def drive(engine: Engine, watch: Watch) -> EngineDriver | PipelinedDriver:
+def drive(engine: Engine, watch: StepObserver) -> SerialLoop | PipelinedLoop:
     """The driver for an engine."""
-    return PipelinedDriver(engine, watch) if isinstance(engine, PipelinedEngine) else EngineDriver(engine, watch)
+    return PipelinedLoop(engine, watch) if isinstance(engine, PipelinedEngine) else SerialLoop(engine, watch)
 
 
 @dataclass(frozen=True, slots=True)
-class _Queued:
+class _QueuedStep:
     step: Step
-    finished: Finished  # what was taken to end in it
+    finished: FinishedSequences  # what was taken to end in it
 
     @property
     def ends(self) -> NDArray[np.bool_]:
@@ -204,7 +211,7 @@ class _Late(NamedTuple):
     reasons: NDArray[np.uint8]
 
 
-def _late(queued: _Queued | None, result: StepResult | None) -> _Late:
+def _late(queued: _QueuedStep | None, result: StepResult | None) -> _Late:
     if queued is None or result is None:
         return _Late(np.empty(0, np.int32), np.empty(0, np.uint8))
     late = (result.finished > 0) & ~queued.ends
@@ -222,5 +229,5 @@ def _joined(step: Step, expected: StepResult, late: _Late) -> StepResult:
     return StepResult(expected.tokens, finished, spare)
 
 
-def _lengths_of(finished: Finished) -> Ended:
-    return Ended(finished.requests, finished.generated, finished.reasons < Finish.ERROR)
+def _lengths_of(finished: FinishedSequences) -> LengthObservations:
+    return LengthObservations(finished.requests, finished.generated, finished.reasons < FinishReason.ERROR)

@@ -26,13 +26,13 @@ from numpy.typing import NDArray
 from llmbatch.errors import JobError, RowError
 from llmbatch.perf_model.cost import CostModel
 from llmbatch.planning.workload import Pool, Scheduling, Workload, fit_requests
-from llmbatch.runtime.live_requests import Union
-from llmbatch.runtime.protocols import Ended, Feed, Host, Stop, Taker, W
+from llmbatch.runtime.live_requests import LiveRequests
+from llmbatch.runtime.protocols import CompletedRequests, EngineProvider, RequestObserver, Stop, W, WindowSource
 from llmbatch.runtime.refit import Refit
 from llmbatch.runtime.shard_run import ShardRun
-from llmbatch.runtime.step_loop import EngineDied, Retire, drive
-from llmbatch.scheduler.output import Finish, Step
-from llmbatch.scheduler.scheduler import Finished
+from llmbatch.runtime.step_loop import EngineDied, TokenDropper, drive
+from llmbatch.scheduler.output import FinishReason, Step
+from llmbatch.scheduler.scheduler import FinishedSequences
 
 _EXAMPLES = 4096  # answers that the next window learns lengths from
 _TAIL_STEPS = 16  # between two looks for the next window
@@ -56,11 +56,11 @@ class Stream(Generic[W]):
 
     def __init__(
         self,
-        host: Host,
+        host: EngineProvider,
         pool: Pool,
         cost: CostModel,
         scheduling: Scheduling,
-        taker: Taker[W],
+        taker: RequestObserver[W],
         *,
         row_timeout: float = math.inf,
         goes_on: bool = False,
@@ -78,7 +78,7 @@ class Stream(Generic[W]):
         self._timeout = row_timeout
         self._few_first = goes_on
         self._step = (_NOBODY, 0.0)  # the requests of the step in hand, and when it was begun
-        self._union: Union[W] | None = None
+        self._union: LiveRequests[W] | None = None
         self._run: ShardRun | None = None
         self._driver = drive(self._engine, self)
         self._alone = 0  # rows in a row that killed the engine alone
@@ -86,7 +86,7 @@ class Stream(Generic[W]):
         self._counted = (0, 0)  # steps and preemptions of the scheduler in hand that are in the totals
         self._ending = False
 
-    def run(self, feed: Feed[W]) -> Totals:
+    def run(self, feed: WindowSource[W]) -> Totals:
         """Run every request of every window that is not answered already.
 
         Raises `Stop` when the taker did, once what ran has ended or its time was up; `JobError` where engines die
@@ -129,7 +129,7 @@ class Stream(Generic[W]):
         """Learn what steps take."""
         self._refit.note_step(step, seconds)
 
-    def after(self, finished: Finished) -> NDArray[np.int32]:
+    def after(self, finished: FinishedSequences) -> NDArray[np.int32]:
         """Hand on what ended, and find what takes too long."""
         union = self._union
         assert union is not None
@@ -143,16 +143,16 @@ class Stream(Generic[W]):
         late: NDArray[np.int32] = requests[union.open[requests] & (union.spent[requests] > self._timeout)]
         return late
 
-    def _hand_on(self, union: Union[W], finished: Finished) -> None:
+    def _hand_on(self, union: LiveRequests[W], finished: FinishedSequences) -> None:
         requests = finished.requests
-        tokens = [self._engine.retire(slot) for slot in finished.slots.tolist()]
+        tokens = [self._engine.pop_tokens(slot) for slot in finished.slots.tolist()]
         union.open[requests] = False
-        union.answered[requests] = np.where(finished.reasons < Finish.ERROR, finished.generated, 0)
+        union.answered[requests] = np.where(finished.reasons < FinishReason.ERROR, finished.generated, 0)
         assert self._run is not None
         self._run.scheduler.publish(finished, tokens)
         for window, at in union.by_window(requests):
             self._taker.ended(
-                Ended(
+                CompletedRequests(
                     window,
                     union.index[requests[at]],
                     [tokens[i] for i in at.tolist()],
@@ -176,7 +176,7 @@ class Stream(Generic[W]):
         if not todo.any():
             return
         kept, old = self._kept(), self._union
-        self._union = Union.of(window, requests) if old is None else old.joined(kept, window, requests)
+        self._union = LiveRequests.of(window, requests) if old is None else old.joined(kept, window, requests)
         union = self._union
         first = len(kept)
         union.open[first:] = todo
@@ -192,7 +192,7 @@ class Stream(Generic[W]):
         else:
             numbers = np.full(len(old.open), -1, np.int32)
             numbers[kept] = np.arange(first)
-            self._engine.go_on(union.requests)
+            self._engine.rebind(union.requests)
             self._run = ShardRun(
                 workload, self._driver, self._pool, self._refit.cost, self._scheduling,
                 after=self._run.scheduler, numbers=numbers, refit=self._refit,
@@ -316,7 +316,7 @@ class Stream(Generic[W]):
         cheapest = answered[np.argmin(union.requests.prompt_lengths[answered] + union.answered[answered])]
         request = union.requests.take(cheapest[None])
         self._engine.begin(request)
-        driver = drive(self._engine, Retire(self._engine))
+        driver = drive(self._engine, TokenDropper(self._engine))
         run = ShardRun(Workload.of(request), driver, self._pool, self._refit.cost, self._scheduling)
         try:
             run.run()

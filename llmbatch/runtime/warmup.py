@@ -26,22 +26,23 @@ from numpy.typing import NDArray
 from llmbatch.compilation.decorators import code_folder, kept
 from llmbatch.compilation.interpreted import interpret
 from llmbatch.engine.base import Engine
-from llmbatch.engine.generation import Generation
+from llmbatch.engine.generation import TokenBuffers
 from llmbatch.engine.packing import pack_tokens
 from llmbatch.engine.simulated import SimulatedEngine
 from llmbatch.io.row_hash import hash_rows
 from llmbatch.perf_model.cost import CostModel, find_shape
 from llmbatch.perf_model.hardware import find_hardware
+from llmbatch.planning.plan_workload import plan_workload
 from llmbatch.planning.workload import Pool, Scheduling, Workload
 from llmbatch.preprocess.build_requests import merge_equal
-from llmbatch.preprocess.request_batch import Requests
+from llmbatch.preprocess.request_batch import RequestBatch
 from llmbatch.preprocess.sampling_params import SamplingParams
 from llmbatch.preprocess.tokenizer import TokenColumn
-from llmbatch.runtime.shard_run import ShardRun, decide, run_shard
-from llmbatch.runtime.simulated_loop import SimulatedDriver
-from llmbatch.runtime.step_loop import EngineDriver, Retire
+from llmbatch.runtime.shard_run import ShardRun, run_shard
+from llmbatch.runtime.simulated_loop import SimulatedLoop
+from llmbatch.runtime.step_loop import SerialLoop, TokenDropper
 from llmbatch.scheduler.output import Step
-from llmbatch.scheduler.scheduler import Finished, Scheduler
+from llmbatch.scheduler.scheduler import FinishedSequences, Scheduler
 from llmbatch.system.processes import start_beside
 
 _NICE: Final = 10  # a tenth of a core where the job wants it
@@ -106,28 +107,28 @@ def rehearse() -> None:
     requests = requests.take(np.arange(len(requests)))
     engine = SimulatedEngine(answers, _cost())
     watch = _Watch(engine, requests)
-    run = ShardRun(Workload.of(requests), EngineDriver(engine, watch), _POOL, _cost(), _SCHEDULING)
+    run = ShardRun(Workload.of(requests), SerialLoop(engine, watch), _POOL, _cost(), _SCHEDULING)
     watch.scheduler = run.scheduler
     run.run()
     rehearse_plan()
-    run_shard(Workload.of(requests), SimulatedDriver(answers, _cost()), _POOL, _cost(), _SCHEDULING)
+    run_shard(Workload.of(requests), SimulatedLoop(answers, _cost()), _POOL, _cost(), _SCHEDULING)
 
 
-class _Watch(Retire):
+class _Watch(TokenDropper):
     """Packs tokens and names the pages of answers, as an engine and a stream do."""
 
     scheduler: Scheduler
 
-    def __init__(self, engine: Engine, requests: Requests) -> None:
+    def __init__(self, engine: Engine, requests: RequestBatch) -> None:
         super().__init__(engine)
-        self._generation = Generation((), None, 0)
+        self._generation = TokenBuffers((), None, 0)
         self._generation.begin(requests)
 
     def before(self, step: Step) -> None:
         self._generation.make_room(step.slots)
         pack_tokens(step, self._generation, _POOL.page_size)
 
-    def after(self, finished: Finished) -> NDArray[np.int32]:
+    def after(self, finished: FinishedSequences) -> NDArray[np.int32]:
         self.scheduler.publish(finished, [np.zeros(n, np.int32) for n in finished.generated.tolist()])
         return super().after(finished)
 
@@ -141,7 +142,7 @@ def rehearse_plan() -> None:
     lengths.observe(some, answers[some], np.ones(len(some), np.bool_))
     lengths.refresh()
     lengths.remaining(some, answers[some])
-    decide(workload, _POOL, _cost(), _SCHEDULING, lengths)
+    plan_workload(workload, _POOL, _cost(), _SCHEDULING, lengths)
 
 
 def main() -> None:
@@ -176,7 +177,7 @@ def _cost() -> CostModel:
     return CostModel(find_shape("smollm2-135m"), find_hardware("l4"))
 
 
-def _made() -> tuple[Requests, NDArray[np.int32]]:
+def _made() -> tuple[RequestBatch, NDArray[np.int32]]:
     """Requests, and the tokens that each generates."""
     rng = np.random.default_rng(0)
     count = 60
@@ -186,4 +187,4 @@ def _made() -> tuple[Requests, NDArray[np.int32]]:
     tokens, offsets = np.concatenate(rows).astype(np.int32), np.concatenate(([0], np.cumsum(prompts)))
     most, none = np.full(count, 160, np.int32), np.zeros(count, np.int32)
     serial = np.arange(count, dtype=np.uint64)
-    return Requests(tokens, offsets, most, none, (SamplingParams(max_tokens=160),), serial, answers), answers
+    return RequestBatch(tokens, offsets, most, none, (SamplingParams(max_tokens=160),), serial, answers), answers

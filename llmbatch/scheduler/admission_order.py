@@ -1,6 +1,6 @@
 """From which end of the planned order the next request is admitted.
 
-A plan is a sequence with compute-heavy requests at its left end and memory-heavy ones at its right. `InOrder`
+A plan is a sequence with compute-heavy requests at its left end and memory-heavy ones at its right. `FromFront`
 reads it from the left. `Blend` fills memory from the right end and feeds the step's budget from the left
 (design: "blending in closed loop"). `DualScanEnds` is BlendServe's Algorithm 3. Which it is, is data: the
 scheduler's compiled code asks `turns` for every admission.
@@ -36,7 +36,7 @@ _NO_SCAN = DualScan(np.empty(0, np.int32), np.empty(0), np.empty(0), np.empty(0)
 
 
 @dataclass(frozen=True, slots=True)
-class InOrder:
+class FromFront:
     """The plan's order from its left end, in the whole pool."""
 
 
@@ -67,7 +67,7 @@ class DualScanEnds:
     scan: DualScan
 
 
-Ends = InOrder | Blend | DualScanEnds
+Ends = FromFront | Blend | DualScanEnds
 
 
 @by_reference
@@ -91,7 +91,7 @@ class EndRules(NamedTuple):
 
 
 @by_reference
-class Queue(NamedTuple):
+class TwoEndedQueue(NamedTuple):
     """The requests that wait, read from both ends. Requests admitted by other ways are skipped."""
 
     order: NDArray[np.int32]
@@ -100,7 +100,7 @@ class Queue(NamedTuple):
     at: NDArray[np.int64]  # [3] places in the order: of the left end, of the right end, last looked at behind it
 
     @classmethod
-    def of(cls, order: NDArray[np.int32], taken: NDArray[np.bool_], lengths: NDArray[np.float64]) -> Queue:
+    def of(cls, order: NDArray[np.int32], taken: NDArray[np.bool_], lengths: NDArray[np.float64]) -> TwoEndedQueue:
         """A queue over the requests of `order` that are not taken."""
         queue = cls(order, taken, lengths, np.array([0, len(order) - 1, len(order) - 1], np.int64))
         skip(queue)
@@ -122,7 +122,7 @@ class Account(NamedTuple):
     held_right: float
 
 
-class Turns(NamedTuple):
+class EndChoice(NamedTuple):
     """Whether each end may be tried, and the tokens of the pool that the right end must leave alone."""
 
     left: bool
@@ -135,12 +135,12 @@ class Turns(NamedTuple):
 def turns(rules: Any, queue: Any, prompts: Any, account: Any) -> Any:
     """The ends to try for the next admission. Pure; the queue must not be empty."""
     if rules.kind == _IN_ORDER:
-        return Turns(True, False, False, 0.0)
+        return EndChoice(True, False, False, 0.0)
     left, right = queue.order[queue.at[_LEFT]], queue.order[queue.at[_RIGHT]]
     prompt, length = float(prompts[left]), queue.lengths[left]
     if rules.kind == BLEND:
         held = account.budget / prompt * length * (prompt + length / 2)
-        return Turns(True, True, True, min(max(held, rules.least * account.pool), rules.most * account.pool))
+        return EndChoice(True, True, True, min(max(held, rules.least * account.pool), rules.most * account.pool))
     share = scan_budget(rules.scan, queue.at[_LEFT], queue.at[_RIGHT], account.pool)
     left_open = (
         account.prefilled_left < math.ceil(share.left / TILE) * TILE
@@ -152,7 +152,7 @@ def turns(rules: Any, queue: Any, prompts: Any, account: Any) -> Any:
     )
     if not left_open and not right_open:
         left_open = account.idle
-    return Turns(left_open, right_open, False, 0.0)
+    return EndChoice(left_open, right_open, False, 0.0)
 
 
 @njit(cache=True)

@@ -17,12 +17,12 @@ from llmbatch.kvcache.page_pool import EMPTY, UNUSED, adopt, extend
 from llmbatch.perf_model.work import Reach, pairs_of
 from llmbatch.scheduler.sequences import PREFILLING
 
-# In `Chunks.totals`; BEGUN: the step is being decided, OPEN: all that prefills got a chunk.
+# In `StepBuilder.totals`; BEGUN: the step is being decided, OPEN: all that prefills got a chunk.
 BUDGET, TOKENS, CHUNKS, CACHED, RECOMPUTED, LEFT, RIGHT, BEGUN, OPEN, PREEMPTED_NOW = range(10)
 
 
 @by_reference
-class Chunks(NamedTuple):
+class StepBuilder(NamedTuple):
     """The prefill part of a step while it is being decided."""
 
     slots: NDArray[np.int32]
@@ -34,7 +34,7 @@ class Chunks(NamedTuple):
     price: NDArray[np.float64]
 
     @classmethod
-    def empty(cls, capacity: int, reach: Reach) -> Chunks:
+    def empty(cls, capacity: int, reach: Reach) -> StepBuilder:
         """Room for `capacity` chunks."""
         return cls(
             np.empty(capacity, np.int32),
@@ -45,10 +45,10 @@ class Chunks(NamedTuple):
             np.zeros(3),
         )
 
-    def grown(self) -> Chunks:
+    def grown(self) -> StepBuilder:
         """The same with twice the room."""
         old = len(self.slots)
-        new = Chunks.empty(2 * old, self.reach)
+        new = StepBuilder.empty(2 * old, self.reach)
         new.slots[:old], new.counts[:old], new.samples[:old] = self.slots, self.counts, self.samples
         new.totals[:], new.price[:] = self.totals, self.price
         return new

@@ -13,31 +13,31 @@ from numpy.typing import NDArray
 
 from llmbatch.compilation.decorators import njit
 from llmbatch.compilation.references import by_reference
-from llmbatch.kvcache.page_pool import EMPTY, UNUSED, WIDEST, Pages
+from llmbatch.kvcache.page_pool import EMPTY, UNUSED, WIDEST, PagePool
 from llmbatch.perf_model.work import Rates, compute_seconds
 from llmbatch.scheduler.admission import Limits, admit
-from llmbatch.scheduler.admission_order import BLEND, EndRules, Queue
-from llmbatch.scheduler.chunks import BEGUN, BUDGET, CHUNKS, OPEN, PREEMPTED_NOW, TOKENS, Chunks, prefill
+from llmbatch.scheduler.admission_order import BLEND, EndRules, TwoEndedQueue
+from llmbatch.scheduler.chunks import BEGUN, BUDGET, CHUNKS, OPEN, PREEMPTED_NOW, TOKENS, StepBuilder, prefill
 from llmbatch.scheduler.commit import hold_decodes, long_victim, preempt, unblock
-from llmbatch.scheduler.kv_forecast import Peak
+from llmbatch.scheduler.kv_forecast import KVForecast
 from llmbatch.scheduler.passed_over import Passed
-from llmbatch.scheduler.sequences import DECODING, PREEMPTED, PREEMPTIONS, PREFILLING, RECKONED, Running
+from llmbatch.scheduler.sequences import DECODING, PREEMPTED, PREEMPTIONS, PREFILLING, RECKONED, SequenceTable
 from llmbatch.scheduler.token_budget import BudgetRules, Load, prices, step_tokens
 
-COMPUTE, MEMORY = 0, 1  # in `Core.left`
+COMPUTE, MEMORY = 0, 1  # in `SchedulerState.left`
 _FULL = 0.07  # of the pool's pages: with fewer free it is full
 _LONG = 0.01  # of the pool: tokens generated from which an answer is long
 
 
 @by_reference
-class Core(NamedTuple):
+class SchedulerState(NamedTuple):
     """Everything a step is decided from."""
 
-    run: Running
-    pages: Pages
-    peak: Peak
-    chunks: Chunks
-    queue: Queue
+    run: SequenceTable
+    pages: PagePool
+    peak: KVForecast
+    chunks: StepBuilder
+    queue: TwoEndedQueue
     passed: Passed
     rules: EndRules
     budget: BudgetRules

@@ -22,7 +22,7 @@ from llmbatch.compilation.references import by_reference
 
 
 @by_reference
-class Peak(NamedTuple):
+class KVForecast(NamedTuple):
     """Expected ends and bases of admitted sequences, latest end first."""
 
     slots: NDArray[np.int32]
@@ -31,14 +31,14 @@ class Peak(NamedTuple):
     size: NDArray[np.int64]  # [1] how many
 
     @classmethod
-    def empty(cls, capacity: int) -> Peak:
+    def empty(cls, capacity: int) -> KVForecast:
         """Room for `capacity` sequences, none counted."""
         return cls(np.empty(capacity, np.int32), np.empty(capacity), np.empty(capacity), np.zeros(1, np.int64))
 
-    def grown(self) -> Peak:
+    def grown(self) -> KVForecast:
         """The same with twice the room."""
         old = len(self.slots)
-        new = Peak.empty(2 * old)
+        new = KVForecast.empty(2 * old)
         new.slots[:old], new.ends[:old], new.bases[:old] = self.slots, self.ends, self.bases
         new.size[:] = self.size
         return new

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from llmbatch.perf_model.work import Reach, pairs_of, reads_of, spared_of
 
 
-class Finish(IntEnum):
+class FinishReason(IntEnum):
     """How a sequence stands after it was sampled."""
 
     RUNNING = 0
@@ -67,6 +67,6 @@ class StepResult:
     """What a step gave: one entry a sampled sequence, in the step's order."""
 
     tokens: NDArray[np.int32]
-    finished: NDArray[np.uint8]  # a `Finish` each
+    finished: NDArray[np.uint8]  # a `FinishReason` each
     spare: NDArray[np.bool_] | None = None  # True where the sequence had ended in the step before; None: nowhere
     seconds: float | None = None  # that the step took by itself; None where the engine does not measure it

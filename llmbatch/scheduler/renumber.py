@@ -20,14 +20,14 @@ from numpy.typing import NDArray
 from llmbatch.compilation.decorators import njit
 from llmbatch.kvcache.contents import Prompts, find, found_pages, index, name_of, start, with_tokens
 from llmbatch.kvcache.eviction import LOOSE, SHARED, UNUSED, free_page, path_of, publish_as, worth_in_plan
-from llmbatch.kvcache.page_pool import Pages
+from llmbatch.kvcache.page_pool import PagePool
 from llmbatch.kvcache.page_trie import PageTrie
 from llmbatch.kvcache.page_worth import is_planned, remove, revalue
-from llmbatch.scheduler.kv_forecast import Peak
-from llmbatch.scheduler.sequences import Running
+from llmbatch.scheduler.kv_forecast import KVForecast
+from llmbatch.scheduler.sequences import SequenceTable
 
 
-def carry_running(run: Running, numbers: NDArray[np.int32]) -> Running:
+def carry_running(run: SequenceTable, numbers: NDArray[np.int32]) -> SequenceTable:
     """The same sequences under other `numbers`, int32 by their request's old one; of those that run, none is -1."""
     slots = run.slots.copy()
     used = slots["request"] >= 0
@@ -36,7 +36,9 @@ def carry_running(run: Running, numbers: NDArray[np.int32]) -> Running:
     return run._replace(slots=slots)
 
 
-def carry_peak(peak: Peak, run: Running, pages: Pages, numbers: NDArray[np.int32], trie: PageTrie) -> Peak:
+def carry_peak(
+    peak: KVForecast, run: SequenceTable, pages: PagePool, numbers: NDArray[np.int32], trie: PageTrie
+) -> KVForecast:
     """What is predicted of sequences `run` over `pages`, both as they were, once `trie` says which pages they share."""
     requests = run.slots["request"][peak.slots[: peak.size[0]]]
     bases = peak.bases.copy()
@@ -45,7 +47,7 @@ def carry_peak(peak: Peak, run: Running, pages: Pages, numbers: NDArray[np.int32
 
 
 def find_pages(
-    pages: Pages, prompts: Prompts, rows: NDArray[np.int32], lcp: NDArray[np.int32], numbers: NDArray[np.int32]
+    pages: PagePool, prompts: Prompts, rows: NDArray[np.int32], lcp: NDArray[np.int32], numbers: NDArray[np.int32]
 ) -> NDArray[np.int32]:
     """How many leading pages are there of each row that joins, int32 by its new number.
 
@@ -58,7 +60,7 @@ def find_pages(
     return found
 
 
-def pages_spared(pages: Pages, rows: NDArray[np.int32]) -> NDArray[np.int32]:
+def pages_spared(pages: PagePool, rows: NDArray[np.int32]) -> NDArray[np.int32]:
     """How many leading pages of each row need not be computed for it, int32 by its number.
 
     They are there, or a sequence that runs computes them, or a row that comes before it among the sorted `rows`.
@@ -68,9 +70,9 @@ def pages_spared(pages: Pages, rows: NDArray[np.int32]) -> NDArray[np.int32]:
     return spared
 
 
-def carry_pages(pages: Pages, numbers: NDArray[np.int32], trie: PageTrie, width: int, prompts: Prompts) -> Pages:
+def carry_pages(pages: PagePool, numbers: NDArray[np.int32], trie: PageTrie, width: int, prompts: Prompts) -> PagePool:
     """The same pages, whose arrays are taken over, published by another trie; tables at least `width` pages wide."""
-    empty = Pages.empty(pages.num_pages, trie, slots=1, width=1)
+    empty = PagePool.empty(pages.num_pages, trie, slots=1, width=1)
     request = pages.request.copy()
     request[request >= 0] = numbers[request[request >= 0]]
     more = max(0, width - pages.tables.shape[1])

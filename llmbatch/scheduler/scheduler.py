@@ -3,8 +3,7 @@
 One loop serves prefill and decode: a sequence's tokens are its prompt and what it has generated, and it is
 behind by the tokens whose KV is not in pages. `decide` gives every decoding sequence its token and hands the
 rest of the step's budget to prefills and admissions (`llmbatch.scheduler.admission`). `commit` takes note of what the
-engine returned. Deciding imports no torch and reads no clock: a step depends on what came before it and on
-nothing else.
+engine returned. Deciding reads no clock: a step depends on nothing but what came before it.
 
 When predictions fail, the sequences that are cheapest to compute again give their pages back and are computed again
 later (recompute). So do long answers that fill the pool while compute idles, as often as their length allows
@@ -29,22 +28,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmbatch.kvcache.contents import Prompts
-from llmbatch.kvcache.page_pool import WIDEST, Pages, tokens_spared
+from llmbatch.kvcache.page_pool import WIDEST, PagePool, tokens_spared
 from llmbatch.kvcache.page_trie import PageTrie
 from llmbatch.kvcache.publish import Ends as EndedPages
 from llmbatch.kvcache.publish import publish
 from llmbatch.planning.lengths import Expected
 from llmbatch.planning.prefix_tree import PrefixTree
 from llmbatch.scheduler.admission import LEAN_MARGIN, MARGIN, Limits
-from llmbatch.scheduler.admission_order import EndRules, Ends, InOrder, Queue
-from llmbatch.scheduler.chunks import BEGUN, CACHED, PREEMPTED_NOW, RECOMPUTED, Chunks
+from llmbatch.scheduler.admission_order import EndRules, Ends, FromFront, TwoEndedQueue
+from llmbatch.scheduler.chunks import BEGUN, CACHED, PREEMPTED_NOW, RECOMPUTED, StepBuilder
 from llmbatch.scheduler.commit import advance, end_sequences, expect_anew, pack, withdraw
-from llmbatch.scheduler.decide import Core, charge, decide_step, is_done, needs_attention
-from llmbatch.scheduler.kv_forecast import Peak
-from llmbatch.scheduler.output import Finish, Step, StepResult
+from llmbatch.scheduler.decide import SchedulerState, charge, decide_step, is_done, needs_attention
+from llmbatch.scheduler.kv_forecast import KVForecast
+from llmbatch.scheduler.output import FinishReason, Step, StepResult
 from llmbatch.scheduler.passed_over import Passed
 from llmbatch.scheduler.renumber import carry_pages, carry_peak, carry_running, find_pages
-from llmbatch.scheduler.sequences import DECODING, PREEMPTED, PREEMPTIONS, PREFILLING, RECKONED, Running
+from llmbatch.scheduler.sequences import DECODING, PREEMPTED, PREEMPTIONS, PREFILLING, RECKONED, SequenceTable
 from llmbatch.scheduler.token_budget import Budget, BudgetRules, FixedBudget, Rates
 
 _SLOTS = 64  # to begin with
@@ -59,7 +58,7 @@ class Lengths(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Waiting:
+class QueueUpdate:
     """What is to be admitted, and how. `compute` and `memory` are what is still to do, waiting or running."""
 
     order: NDArray[np.int32]  # requests; those already admitted are passed over
@@ -71,7 +70,7 @@ class Waiting:
 
 
 @dataclass(frozen=True, slots=True)
-class Finished:
+class FinishedSequences:
     """Sequences that ended in a step, one entry each."""
 
     requests: NDArray[np.int32]
@@ -105,14 +104,14 @@ class Scheduler:
         self._lengths = lengths
         width = _width(prompt_lengths, trie)
         self.steps = 0
-        self.core = Core(
-            run=Running.empty(_SLOTS),
-            pages=Pages.empty(num_pages, trie, slots=_SLOTS, width=width, cascade=rates.cascade, prompts=prompts),
-            peak=Peak.empty(_SLOTS),
-            chunks=Chunks.empty(_SLOTS, rates.reach),
-            queue=Queue.of(np.empty(0, np.int32), self._taken, np.empty(0)),
+        self.core = SchedulerState(
+            run=SequenceTable.empty(_SLOTS),
+            pages=PagePool.empty(num_pages, trie, slots=_SLOTS, width=width, cascade=rates.cascade, prompts=prompts),
+            peak=KVForecast.empty(_SLOTS),
+            chunks=StepBuilder.empty(_SLOTS, rates.reach),
+            queue=TwoEndedQueue.of(np.empty(0, np.int32), self._taken, np.empty(0)),
             passed=Passed.empty(),
-            rules=EndRules.of(InOrder()),
+            rules=EndRules.of(FromFront()),
             budget=BudgetRules.of(FixedBudget()),
             prompts=prompt_lengths,
             limits=Limits(
@@ -124,7 +123,7 @@ class Scheduler:
             left=np.zeros(2),
         )
 
-    def go_on(
+    def rebind(
         self,
         prompt_lengths: NDArray[np.int32],
         *,
@@ -147,7 +146,7 @@ class Scheduler:
             run=run,
             peak=carry_peak(core.peak, core.run, core.pages, numbers, trie),
             pages=carry_pages(core.pages, numbers, trie, _width(prompt_lengths, trie), prompts or Prompts.nothing()),
-            queue=Queue.of(np.empty(0, np.int32), self._taken, np.empty(0)),
+            queue=TwoEndedQueue.of(np.empty(0, np.int32), self._taken, np.empty(0)),
             passed=Passed.empty(),
             prompts=prompt_lengths,
             limits=core.limits._replace(most_running=max_running),
@@ -157,14 +156,14 @@ class Scheduler:
         """How many leading pages are there of each row of a shard that is to join, int32 by its new number."""
         return find_pages(self.core.pages, prompts, tree.rows, tree.lcp, numbers)
 
-    def enqueue(self, waiting: Waiting) -> None:
+    def enqueue(self, waiting: QueueUpdate) -> None:
         """Replace what waits; running sequences go on, and what was passed over has waited as long as it has."""
         before = self.core.passed
         self._taken[before.requests[: before.size[0]]] = False
         passed = before.among(waiting.order)
         self._taken[passed.requests[: passed.size[0]]] = True
         self.core = self.core._replace(
-            queue=Queue.of(waiting.order, self._taken, waiting.lengths),
+            queue=TwoEndedQueue.of(waiting.order, self._taken, waiting.lengths),
             passed=passed,
             rules=EndRules.of(waiting.ends),
             budget=BudgetRules.of(waiting.budget),
@@ -237,7 +236,7 @@ class Scheduler:
             run=core.run.grown(), pages=core.pages.grown(), peak=core.peak.grown(), chunks=core.chunks.grown()
         )
 
-    def commit(self, step: Step, result: StepResult) -> Finished:
+    def commit(self, step: Step, result: StepResult) -> FinishedSequences:
         """Take note of an executed step; returns the sequences that ended, whose slots are free again."""
         core = self.core
         self.steps += 1
@@ -253,11 +252,11 @@ class Scheduler:
             end_sequences(core.run, core.pages, core.peak, gone)
         return finished
 
-    def publish(self, finished: Finished, answers: list[NDArray[np.int32]]) -> None:
+    def publish(self, finished: FinishedSequences, answers: list[NDArray[np.int32]]) -> None:
         """Let later prompts find the pages of these answers, in the order of `finished`."""
-        publish(self.core.pages, finished.pages, finished.requests, answers, finished.reasons < Finish.ERROR)
+        publish(self.core.pages, finished.pages, finished.requests, answers, finished.reasons < FinishReason.ERROR)
 
-    def withdraw(self, requests: NDArray[np.int32], reason: Finish) -> Finished:
+    def withdraw(self, requests: NDArray[np.int32], reason: FinishReason) -> FinishedSequences:
         """End those of the requests that run, between two steps; their slots are free again."""
         core = self.core
         slots = np.flatnonzero(np.isin(core.run.slots["request"], requests)).astype(np.int32)
@@ -294,9 +293,9 @@ class Scheduler:
 
     def _finish(
         self, slots: NDArray[np.int32], reasons: NDArray[np.uint8], spare: NDArray[np.int32] | int = 0
-    ) -> Finished:
+    ) -> FinishedSequences:
         records = self.core.run.slots[slots]
-        return Finished(
+        return FinishedSequences(
             requests=records["request"],
             slots=slots,
             reasons=reasons,

@@ -37,13 +37,13 @@ SLOT = np.dtype(
     align=True,
 )
 
-# In `Running.counts`. ENTERED: the step in which one last entered that had waited, preempted or passed over.
+# In `SequenceTable.counts`. ENTERED: the step in which one last entered that had waited, preempted or passed over.
 FREE, DECODING, PREFILLING, PREEMPTED, ADMISSIONS, PREEMPTIONS, RECKONED, ENTERED = range(8)
-PASSED = 2  # in `Running.held`, behind the ends
+PASSED = 2  # in `SequenceTable.held`, behind the ends
 
 
 @by_reference
-class Running(NamedTuple):
+class SequenceTable(NamedTuple):
     """What is admitted and not ended. Lists hold slots; their lengths stand in `counts`."""
 
     slots: NDArray[Any]  # [capacity] of SLOT
@@ -55,7 +55,7 @@ class Running(NamedTuple):
     held: NDArray[np.float64]  # [3] expected KV tokens by end; of those that had been passed over
 
     @classmethod
-    def empty(cls, capacity: int) -> Running:
+    def empty(cls, capacity: int) -> SequenceTable:
         """Free slots."""
         slots = np.zeros(capacity, SLOT)
         slots["request"] = -1
@@ -65,10 +65,10 @@ class Running(NamedTuple):
         decoding, prefilling, preempted = (np.empty(capacity, np.int32) for _ in range(3))
         return cls(slots, free, decoding, prefilling, preempted, counts, np.zeros(3))
 
-    def grown(self) -> Running:
+    def grown(self) -> SequenceTable:
         """The same with twice the slots."""
         old = len(self.slots)
-        new = Running.empty(2 * old)
+        new = SequenceTable.empty(2 * old)
         new.slots[:old] = self.slots
         for name, target in (("decoding", new.decoding), ("prefilling", new.prefilling), ("preempted", new.preempted)):
             target[:old] = getattr(self, name)

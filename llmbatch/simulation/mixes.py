@@ -45,7 +45,7 @@ _SHARING_TOLERANCE = 0.005
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Groups:
+class PrefixGroups:
     """A made-up prefix-sharing source: the rows of a group share their first tokens. Lengths in tokens."""
 
     groups: int
@@ -74,7 +74,7 @@ class Mix:
 
     density: float
     sharing: float
-    groups: Groups | None = None
+    groups: PrefixGroups | None = None
 
     def __post_init__(self) -> None:
         if not (0 < self.density < np.inf and 0 <= self.sharing < 1):
@@ -92,7 +92,7 @@ MIXES: Mapping[str, Mix] = MappingProxyType(
         "table2-3": Mix(1.4, 0.05),
         "table2-4": Mix(0.9, 0.05),
         # The prefixes of all groups fill the pool of an A100-80GB ten times over.
-        "wide-1": Mix(1.4, 0.35, Groups(groups=5000, rows=20, shared=1000, own=100, output=2)),
+        "wide-1": Mix(1.4, 0.35, PrefixGroups(groups=5000, rows=20, shared=1000, own=100, output=2)),
     }
 )
 

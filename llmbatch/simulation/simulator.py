@@ -19,9 +19,10 @@ from llmbatch.perf_model.cost import CostModel
 from llmbatch.planning.cascade import tokens_together
 from llmbatch.planning.partition import partition, partition_alike
 from llmbatch.planning.plan import Plan
+from llmbatch.planning.plan_workload import plan_workload
 from llmbatch.planning.workload import Fit, Pool, Scheduling, Workload
-from llmbatch.runtime.shard_run import decide, run_shard
-from llmbatch.runtime.simulated_loop import STEP, SimulatedDriver
+from llmbatch.runtime.shard_run import run_shard
+from llmbatch.runtime.simulated_loop import STEP, SimulatedLoop
 from llmbatch.simulation.traces import Trace
 
 Knowledge = Literal["known", "sampled"]
@@ -141,7 +142,7 @@ def simulate(
     seconds = time.perf_counter() - begun
     if replicas == 1:
         return run_workload(workload, trace.output_lengths, cost, pool, scheduling, planning=seconds)
-    decided = decide(workload, pool, cost, scheduling)
+    decided = plan_workload(workload, pool, cost, scheduling)
     if lengths == "known":
         shards = partition(workload.tree, decided, cost, replicas)
     else:
@@ -190,7 +191,7 @@ def run_workload(
     """
     tree = workload.tree
     generated = np.minimum(output, workload.max_tokens)
-    driver = SimulatedDriver(generated, cost)
+    driver = SimulatedLoop(generated, cost)
     begun = time.perf_counter()
     result = run_shard(workload, driver, pool, cost, scheduling, decided=decided)
     scheduling_seconds = time.perf_counter() - begun - result.planning_seconds

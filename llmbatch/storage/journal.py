@@ -22,7 +22,7 @@ import pyarrow as pa
 
 from llmbatch.errors import StorageError
 from llmbatch.storage.local import sync_folder
-from llmbatch.storage.location import Place
+from llmbatch.storage.location import Location
 from llmbatch.storage.retries import refusing
 
 _HEADER = struct.Struct("<4sIQ")  # the mark, the CRC-32 of what follows it, the bytes of the payload
@@ -35,7 +35,7 @@ class Journal(ABC):
     """The records of one window of a job, in the order in which they were appended. One process writes it."""
 
     @classmethod
-    def open(cls, place: Place, name: str) -> Journal:
+    def open(cls, place: Location, name: str) -> Journal:
         """The journal `name`, with what it holds already; nothing is made.
 
         Raises `StorageError` where it is damaged.
@@ -63,7 +63,7 @@ class Journal(ABC):
 class _FileJournal(Journal):
     """One file, that grows."""
 
-    def __init__(self, place: Place, name: str) -> None:
+    def __init__(self, place: Location, name: str) -> None:
         self._place = place
         self._name = name
         self._path = place.path(name)
@@ -123,7 +123,7 @@ class _FileJournal(Journal):
 class _SegmentJournal(Journal):
     """One object a record."""
 
-    def __init__(self, place: Place, name: str) -> None:
+    def __init__(self, place: Location, name: str) -> None:
         self._place = place
         self._name = name
         pattern = re.compile(re.escape(name) + r"-\d{6,}")

@@ -40,7 +40,7 @@ _T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Location:
     """A folder on a file system, local or an object store. It need not be there yet."""
 
     url: str  # as users write it, without a slash at the end
@@ -50,7 +50,7 @@ class Place:
     patience: float  # seconds for which a request that fails is tried again
 
     @classmethod
-    def at(cls, url: str, storage_options: Mapping[str, Any] | None = None, *, patience: float = 60.0) -> Place:
+    def at(cls, url: str, storage_options: Mapping[str, Any] | None = None, *, patience: float = 60.0) -> Location:
         """The folder that a path or an fsspec URL names; nothing is read or made.
 
         Raises `DataError` where fsspec does not know the protocol, where the package for it is not installed,
@@ -66,9 +66,9 @@ class Place:
         local = isinstance(filesystem, LocalFileSystem)
         return cls(scheme + separator + (path.rstrip("/") or path[:1]), local, filesystem, root, patience)
 
-    def child(self, name: str) -> Place:
+    def child(self, name: str) -> Location:
         """The folder `name` in this one."""
-        return Place(self.shown(name), self.local, self.filesystem, self.path(name), self.patience)
+        return Location(self.shown(name), self.local, self.filesystem, self.path(name), self.patience)
 
     def path(self, name: str) -> str:
         """Path of the file `name` on the file system."""
@@ -162,7 +162,7 @@ class Place:
             file.flush()
             self._persist("written", name, lambda: self._publish(file, name))
 
-    def move(self, name: str, target: Place, new_name: str) -> None:
+    def move(self, name: str, target: Location, new_name: str) -> None:
         """Give a file another name on the same file system, in the stead of one that has it. A file that has
         been moved already is left so."""
 
@@ -264,7 +264,7 @@ class Place:
 class _Object(io.RawIOBase):
     """An object, read a range at a time."""
 
-    def __init__(self, place: Place, name: str, size: int) -> None:
+    def __init__(self, place: Location, name: str, size: int) -> None:
         self._place = place
         self._name = name
         self._size = size

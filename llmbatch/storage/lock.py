@@ -29,7 +29,7 @@ from typing import Final
 
 from llmbatch.errors import DataError, JobError, StorageError
 from llmbatch.storage.local import HeldFile, is_held
-from llmbatch.storage.location import Place
+from llmbatch.storage.location import Location
 
 HEARTBEAT: Final = 10.0  # seconds between two signs of life
 PATIENCE: Final = 60.0  # seconds without one after which an owner elsewhere is taken for dead
@@ -96,7 +96,7 @@ class Lock:
     """An output that is this process's alone, until `release`."""
 
     def __init__(
-        self, place: Place, name: str, owner: Owner, held: HeldFile | None, what: str, dead: Sequence[str]
+        self, place: Location, name: str, owner: Owner, held: HeldFile | None, what: str, dead: Sequence[str]
     ) -> None:
         """`dead` are the locks of owners that are no more."""
         self._place = place
@@ -111,7 +111,7 @@ class Lock:
         self._thread.start()
 
     @classmethod
-    def acquire(cls, place: Place, *, what: str) -> Lock:
+    def acquire(cls, place: Location, *, what: str) -> Lock:
         """Take the lock that lies in `place`, which is made; `what` is what the lock is of.
 
         Raises `DataError` when a job that lives has it.
@@ -189,7 +189,7 @@ class Lock:
                 return
 
 
-def _locks(place: Place) -> list[str]:
+def _locks(place: Location) -> list[str]:
     """Names of all locks, by number."""
     names = [name for name in place.names() if name.startswith("lock-")]
     for name in names:
@@ -206,12 +206,12 @@ def _number(name: str) -> int:
     return int(match[1])
 
 
-def _read(place: Place, name: str) -> Owner | None:
+def _read(place: Location, name: str) -> Owner | None:
     data = place.read(name)
     return None if data is None else Owner.parse(data, place.shown(name))
 
 
-def _is_free(place: Place, name: str, what: str) -> bool:
+def _is_free(place: Location, name: str, what: str) -> bool:
     """Whether the owner of a lock is dead; False where the lock is gone. Raises `DataError` where it lives."""
     owner = _read(place, name)
     if owner is None:
@@ -227,7 +227,7 @@ def _is_free(place: Place, name: str, what: str) -> bool:
     return _falls_silent(place, name, owner, what)
 
 
-def _falls_silent(place: Place, name: str, owner: Owner, what: str) -> bool:
+def _falls_silent(place: Location, name: str, owner: Owner, what: str) -> bool:
     """Watch an owner elsewhere, until it has given no sign of life for long; False where it gave its lock back.
 
     Raises `DataError` at the first sign.

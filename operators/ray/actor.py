@@ -21,24 +21,24 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from llmbatch.errors import JobError, RowError
-from llmbatch.inference.answers import ROWS, SCHEMA, Risk, Window, add_answers, no_rows
+from llmbatch.inference.answers import ANSWER_ROWS, SCHEMA, FlushPolicy, Window, add_answers, no_rows
 from llmbatch.inference.worker import Worker
 from llmbatch.io.gather import pick
-from llmbatch.operators.ray.in_flight import ROW, Flight
-from llmbatch.operators.ray.ledger import MOST_DEATHS, REPORT, TOGETHER, Known
+from llmbatch.operators.ray.in_flight import ROW, InFlightRows
+from llmbatch.operators.ray.ledger import MOST_DEATHS, REPORT, TOGETHER, ShardHistory
 from llmbatch.operators.ray.sharding import occurrences
 from llmbatch.runtime.protocols import Stop
 
 _ROWS_AT_RISK = 256
 _SECONDS_AT_RISK = 1.0
-_HELD = Risk(64, 0.25)  # by the stream: what it holds is in flight still
+_HELD = FlushPolicy(64, 0.25)  # by the stream: what it holds is in flight still
 _ODD = np.uint64(0x9E3779B97F4A7C15)
 
 
 class Reports(Protocol):
     """The ledger, as a call sees it."""
 
-    def begin(self, shard: int) -> Known:
+    def begin(self, shard: int) -> ShardHistory:
         """A call begins to work on a shard."""
         ...
 
@@ -47,8 +47,8 @@ class Reports(Protocol):
         ...
 
 
-class FeedOfShards:
-    """Windows of several shards (`llmbatch.runtime.protocols.Feed`). Suspects wait for an empty engine, and run apart.
+class ShardQueue:
+    """Windows of several shards, a `WindowSource`. Suspects wait for an empty engine, and run apart.
 
     A stream may keep its last answers until it ends. So it ends when there is nothing to run, and before and after
     suspects, who shall not be suspected of what the next ones do; and another one begins.
@@ -92,10 +92,12 @@ class FeedOfShards:
             return queue.popleft() if queue else None
 
 
-class Call:
+class ShardCall:
     """The rows of a shard on their way through an engine."""
 
-    def __init__(self, shard: int, table: pa.Table, hashes: NDArray[np.uint64], known: Known, flight: Flight) -> None:
+    def __init__(
+        self, shard: int, table: pa.Table, hashes: NDArray[np.uint64], known: ShardHistory, flight: InFlightRows
+    ) -> None:
         """`hashes` uint64 [rows] are those of the prompts."""
         self._shard, self._number, self._flight = shard, known.call, flight
         self.table = table
@@ -134,13 +136,13 @@ class Call:
         self._slots[fresh] = self._flight.enter(self._rows[fresh])
 
     def answered(self, rows: NDArray[np.int64], answers: pa.RecordBatch) -> None:
-        """Rows have their answers; `answers` are of `ROWS`."""
+        """Rows have their answers; `answers` are of `ANSWER_ROWS`."""
         self._flight.end(self._slots[rows[self._slots[rows] >= 0]])
         columns = answers.columns
         columns[0] = pa.array(rows.astype(np.int32))
         columns[-1] = pa.array(columns[-1].to_numpy() + self._deaths[rows])
         with self._changed:
-            self._fresh.append(pa.RecordBatch.from_arrays(columns, schema=ROWS))
+            self._fresh.append(pa.RecordBatch.from_arrays(columns, schema=ANSWER_ROWS))
             self._changed.notify()
 
     def fail(self, error: BaseException) -> None:
@@ -176,12 +178,12 @@ class Call:
             if self._error is not None:
                 raise self._error
             fresh, self._fresh = self._fresh, []
-        return pa.concat_batches(fresh) if fresh else pa.RecordBatch.from_pylist([], ROWS)
+        return pa.concat_batches(fresh) if fresh else pa.RecordBatch.from_pylist([], ANSWER_ROWS)
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    call: Call
+    call: ShardCall
     rows: NDArray[np.int64]  # of its table
     deaths: int  # that these rows were involved in
 
@@ -191,7 +193,7 @@ class SharedEngine:
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
-        self._feed = FeedOfShards()
+        self._feed = ShardQueue()
         self._numbers = itertools.count()
         self._parts: dict[int, _Part] = {}  # by number of the window
         self._error: BaseException | None = None
@@ -200,7 +202,7 @@ class SharedEngine:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
-    def answer(self, call: Call, reports: Reports) -> pa.Table:
+    def answer(self, call: ShardCall, reports: Reports) -> pa.Table:
         """The call's table with its answers. Raises what the engine fails of: JobError, ModelError."""
         parts = {next(self._numbers): _Part(call, rows, deaths) for rows, deaths in call.parts()}
         windows = [self._window(number, part) for number, part in parts.items()]
@@ -280,7 +282,7 @@ class SharedEngine:
 
 
 def _recall(answers: pa.Table, hashes: NDArray[np.uint64]) -> pa.Table:
-    """What the ledger knows (`REPORT`) as answers of these rows (`ROWS`)."""
+    """What the ledger knows (`REPORT`) as answers of these rows (`ANSWER_ROWS`)."""
     order = np.argsort(hashes, kind="stable")
     ordered = hashes[order]
     wanted = answers["row"].to_numpy()
@@ -289,4 +291,4 @@ def _recall(answers: pa.Table, hashes: NDArray[np.uint64]) -> pa.Table:
     there = there[ordered[place[there]] == wanted[there]]
     rows, first = np.unique(order[place[there]], return_index=True)
     answers = pick(answers.select(SCHEMA.names).to_batches(), there[first], SCHEMA)
-    return answers.add_column(0, ROWS.field("row"), pa.array(rows.astype(np.int32)))
+    return answers.add_column(0, ANSWER_ROWS.field("row"), pa.array(rows.astype(np.int32)))

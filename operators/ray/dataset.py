@@ -40,9 +40,9 @@ from llmbatch.inference.progress import Lines, Silence
 from llmbatch.inference.worker import Worker
 from llmbatch.io.row_hash import hash_rows
 from llmbatch.operators.llm import worker_of
-from llmbatch.operators.ray.actor import Call, SharedEngine
-from llmbatch.operators.ray.in_flight import Flight, left_behind
-from llmbatch.operators.ray.ledger import Home, Known, Ledger
+from llmbatch.operators.ray.actor import ShardCall, SharedEngine
+from llmbatch.operators.ray.in_flight import InFlightRows, left_behind
+from llmbatch.operators.ray.ledger import ActorHome, Ledger, ShardHistory
 from llmbatch.operators.ray.sharding import OUTLINE, ROWS_PER_SHARD, Shards, cut, outline
 
 if TYPE_CHECKING:
@@ -238,8 +238,8 @@ class _Reports:
     def __init__(self, ledger: Any) -> None:
         self._ledger = ledger
 
-    def begin(self, shard: int) -> Known:
-        known: Known = ray.get(self._ledger.begin.remote(shard))
+    def begin(self, shard: int) -> ShardHistory:
+        known: ShardHistory = ray.get(self._ledger.begin.remote(shard))
         return known
 
     def report(self, shard: int, call: int, answers: pa.RecordBatch, *, last: bool) -> None:
@@ -263,10 +263,10 @@ class _Actor:
         file = Path(tempfile.gettempdir()) / f"llmbatch-flight-{actor}-{os.getpid()}"
         self._engine = SharedEngine(Worker(options))
         weakref.finalize(self, self._engine.close)
-        self._flight = Flight(file)
+        self._flight = InFlightRows(file)
         # Called first, since closing waits for a step, and Ray may kill what waits: this process ends of itself.
         weakref.finalize(self, file.unlink, missing_ok=True)
-        before = ray.get(ledger.settle.remote(actor, Home(context.get_node_id(), str(file))))
+        before = ray.get(ledger.settle.remote(actor, ActorHome(context.get_node_id(), str(file))))
         lost = None if before is None else _lost(before)
         if lost is not None:
             ray.get(ledger.died.remote(lost))
@@ -278,11 +278,11 @@ class _Actor:
         # A shard may come in several parts; the part is known by the shard's number and what rows it has.
         content = np.concatenate((numbers[:1].astype(np.uint64), np.sort(hashes)))
         shard = int.from_bytes(hashlib.blake2b(content.tobytes(), digest_size=8).digest(), "little")
-        call = Call(shard, table, hashes, self._reports.begin(shard), self._flight)
+        call = ShardCall(shard, table, hashes, self._reports.begin(shard), self._flight)
         return self._engine.answer(call, self._reports)
 
 
-def _lost(home: Home) -> NDArray[np.void] | None:
+def _lost(home: ActorHome) -> NDArray[np.void] | None:
     """The rows that a process had in flight; None where it did not die of them: it ended itself, or with its node."""
     there = NodeAffinitySchedulingStrategy(home.node, soft=False)
     try:

@@ -19,7 +19,7 @@ RUNNING, ENDED = 1, 2  # 0: an empty slot
 _SLOTS = 4096  # at first
 
 
-class Flight:
+class InFlightRows:
     """Rows that have begun and are not in the ledger yet, each in a slot of a file. Threads may share it."""
 
     def __init__(self, path: Path) -> None:

@@ -26,7 +26,7 @@ from llmbatch.inference.answers import SCHEMA, tokens_of
 from llmbatch.inference.progress import Advance, Progress
 from llmbatch.operators.ray.in_flight import RUNNING
 from llmbatch.storage.journal import Journal
-from llmbatch.storage.location import Place
+from llmbatch.storage.location import Location
 
 # A row of a shard is known by the hash of its prompt and how many equal ones come before it there.
 REPORT = pa.schema([pa.field("row", pa.uint64()), pa.field("occurrence", pa.int32()), *SCHEMA])
@@ -35,7 +35,7 @@ MOST_DEATHS = len(TOGETHER) + 1
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class ShardHistory:
     """What the ledger says to a call about its shard."""
 
     call: int
@@ -44,7 +44,7 @@ class Known:
 
 
 @dataclass(frozen=True, slots=True)
-class Home:
+class ActorHome:
     """Where a process has the file of its rows in flight."""
 
     node: str
@@ -65,31 +65,31 @@ class Ledger:
 
     def __init__(self, folder: str, rows: int, progress: Progress) -> None:
         """Goes on with what is in `folder`."""
-        self._place = Place.at(folder)
+        self._place = Location.at(folder)
         self._place.make()
         self._progress = progress
         self._journals: dict[int, Journal] = {}
         self._calls: dict[int, int] = {}
         self._deaths: dict[int, dict[tuple[int, int], int]] = {}
         self._died = self._lost = 0
-        self._homes: dict[str, Home] = {}
+        self._homes: dict[str, ActorHome] = {}
         self._total, self._rows, self._tokens = rows, 0, 0
         for name in self._place.names():
             for record in self._journal(int(name, 16)).records():
                 self._count(record)
 
-    def settle(self, actor: str, home: Home) -> Home | None:
+    def settle(self, actor: str, home: ActorHome) -> ActorHome | None:
         """An actor's process begins. Returns where its last process, which must have died, had its home."""
         before, self._homes[actor] = self._homes.get(actor), home
         return before
 
-    def begin(self, shard: int) -> Known:
+    def begin(self, shard: int) -> ShardHistory:
         """A call begins to work on a shard; what earlier calls report from now on is not taken."""
         if not self._calls:
             self._progress.start(self._total)
         call = self._calls[shard] = self._calls.get(shard, 0) + 1
         records = list(self._journal(shard).records())
-        return Known(call, pa.Table.from_batches(records, schema=REPORT), self._deaths.get(shard, {}))
+        return ShardHistory(call, pa.Table.from_batches(records, schema=REPORT), self._deaths.get(shard, {}))
 
     def report(self, shard: int, call: int, answers: pa.RecordBatch, *, last: bool) -> None:
         """Rows (`REPORT`) of a shard were answered in a call; `last`: no row of it is left."""
@@ -114,7 +114,7 @@ class Ledger:
         """What happened so far."""
         return Counts(self._rows, self._died, self._lost)
 
-    def homes(self) -> list[Home]:
+    def homes(self) -> list[ActorHome]:
         """Where the last process of each actor has its home."""
         return list(self._homes.values())
 

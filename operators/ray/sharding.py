@@ -29,7 +29,7 @@ from llmbatch.planning.partition import partition, partition_alike
 from llmbatch.planning.plan import Plan, plan
 from llmbatch.planning.prefix_tree import PrefixTree
 from llmbatch.planning.workload import Pool, Scheduling
-from llmbatch.preprocess.request_batch import Shard
+from llmbatch.preprocess.request_batch import RowRequests
 
 OUTLINE = pa.schema(
     {
@@ -49,7 +49,7 @@ _FEWEST_ROWS = 512  # in a shard, on average: as many as run at once on a proces
 _WHOLE = 0.1  # of a shard's seconds: subtrees that are not cut
 
 
-def outline(shard: Shard, rows: NDArray[np.uint64]) -> pa.Table:
+def outline(shard: RowRequests, rows: NDArray[np.uint64]) -> pa.Table:
     """What `cut` is to know of a table's rows: `OUTLINE`. `rows` are the hashes of their prompts' columns."""
     requests = shard.requests
     lengths = requests.prompt_lengths

@@ -20,10 +20,10 @@ import pytest
 from llmbatch.cli.main import main
 from llmbatch.errors import DataError, JobStopped, StoppedEarly
 from llmbatch.inference.progress import Silence
-from llmbatch.jobs.window_loader import Windows
+from llmbatch.jobs.window_loader import WindowLoader
 from llmbatch.preprocess.prompts import PromptSource
 from llmbatch.preprocess.tokenizer import load_tokenizer
-from llmbatch.runtime.cancellation import Stopping, heard
+from llmbatch.runtime.cancellation import StopRequest, heard
 from llmbatch.runtime.protocols import Stop
 from tests.support.jobs import Job, check_refused, rows
 from tests.support.tokenizers import save_fast
@@ -102,7 +102,7 @@ def test_input_that_is_nested_too_deeply_is_refused(
     def deep(*_: object) -> None:
         raise RecursionError
 
-    monkeypatch.setattr("llmbatch.io.reading.dataset.Inputs.resolve", deep)
+    monkeypatch.setattr("llmbatch.io.reading.dataset.Dataset.resolve", deep)
     check_refused(job, "the input is nested too deeply to be read: flatten it", capfd)
 
 
@@ -195,7 +195,7 @@ def test_answers_of_rows_that_are_gone_are_not_counted_as_the_inputs(job: Job) -
 
 
 def test_a_job_that_is_being_made_ready_ends_when_it_is_asked(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    stopping = Stopping()
+    stopping = StopRequest()
     monkeypatch.setattr("llmbatch.inference.worker.Worker.load", lambda worker: stopping.interrupt())
     with pytest.raises(StoppedEarly):
         job.run(stopping=stopping)
@@ -203,7 +203,7 @@ def test_a_job_that_is_being_made_ready_ends_when_it_is_asked(job: Job, monkeypa
 
 
 def test_a_window_in_the_making_is_given_up_when_the_job_is_asked_to_end(job: Job) -> None:
-    stopping = Stopping()
+    stopping = StopRequest()
 
     class Asks(Silence):
         def start(self, rows: int) -> None:
@@ -225,8 +225,8 @@ def endless(pulse: Callable[[], None], begun: threading.Event) -> Any:
 
 
 def test_who_waits_for_a_window_hears_that_the_job_is_to_end() -> None:
-    stopping, begun = Stopping(7.0), threading.Event()
-    windows = Windows([0, 1], lambda number, pulse: endless(pulse, begun), stopping)
+    stopping, begun = StopRequest(7.0), threading.Event()
+    windows = WindowLoader([0, 1], lambda number, pulse: endless(pulse, begun), stopping)
     begun.wait()
     stopping.ask()
     with pytest.raises(Stop) as caught:
@@ -282,7 +282,7 @@ def test_a_second_interrupt_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> No
     ends: list[int] = []
     monkeypatch.setattr("llmbatch.runtime.cancellation.os._exit", ends.append)
     handler = signal.getsignal(signal.SIGINT)
-    with heard(Stopping()):
+    with heard(StopRequest()):
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
         assert ends == []
@@ -308,5 +308,5 @@ def test_an_error_of_the_input_is_one_sentence(
     def broken(*_: object) -> None:
         raise DataError("a file is broken")
 
-    monkeypatch.setattr("llmbatch.io.reading.dataset.Inputs.resolve", broken)
+    monkeypatch.setattr("llmbatch.io.reading.dataset.Dataset.resolve", broken)
     check_refused(job, "a file is broken", capfd)

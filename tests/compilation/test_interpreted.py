@@ -18,13 +18,13 @@ from llmbatch.engine.simulated import SimulatedEngine
 from llmbatch.perf_model.cost import CostModel, find_shape
 from llmbatch.perf_model.hardware import find_hardware
 from llmbatch.planning.workload import Pool, Scheduling, Workload
-from llmbatch.preprocess.request_batch import Requests
+from llmbatch.preprocess.request_batch import RequestBatch
 from llmbatch.preprocess.sampling_params import SamplingParams
 from llmbatch.runtime.shard_run import ShardRun, run_shard
-from llmbatch.runtime.simulated_loop import SimulatedDriver
-from llmbatch.runtime.step_loop import EngineDriver, Retire
+from llmbatch.runtime.simulated_loop import SimulatedLoop
+from llmbatch.runtime.step_loop import SerialLoop, TokenDropper
 from llmbatch.scheduler.output import Step
-from llmbatch.scheduler.scheduler import Finished, Scheduler
+from llmbatch.scheduler.scheduler import FinishedSequences, Scheduler
 
 ROW = np.dtype([("number", np.int32), ("share", np.float64)])
 ORDERS: tuple[Policy, ...] = ("blend", "dual-scan", "dfs", "density", "input")
@@ -150,7 +150,7 @@ def test_functions_that_are_defined_meanwhile_run_as_python_too() -> None:
     assert not doubled.signatures
 
 
-class _Steps(Retire):
+class _Steps(TokenDropper):
     """Notes steps, and names the pages of answers as a stream does."""
 
     scheduler: Scheduler
@@ -164,7 +164,7 @@ class _Steps(Retire):
         used = (step.cached_tokens, step.recomputed_tokens, step.preempted, step.running, step.kv_tokens)
         self.seen.append((step.index, step.num_decodes, *used, *(column.tolist() for column in columns)))
 
-    def after(self, finished: Finished) -> NDArray[np.int32]:
+    def after(self, finished: FinishedSequences) -> NDArray[np.int32]:
         self.scheduler.publish(finished, [np.zeros(n, np.int32) for n in finished.generated.tolist()])
         return super().after(finished)
 
@@ -177,7 +177,7 @@ def steps(seed: int) -> tuple[Any, ...]:
     rows = [np.concatenate((np.arange(9) + 50 * f, rng.integers(0, 99, 60)))[:n] for f, n in zip(family, lengths)]
     answers = np.where(rng.random(count) < 0.3, rng.integers(20, 100, count), rng.integers(1, 8, count))
     answers = answers.astype(np.int32)
-    requests = Requests(
+    requests = RequestBatch(
         np.concatenate(rows).astype(np.int32), np.concatenate(([0], np.cumsum(lengths))),
         np.full(count, 100, np.int32), np.zeros(count, np.int32), (SamplingParams(max_tokens=100),),
         np.arange(count, dtype=np.uint64), answers,
@@ -187,10 +187,10 @@ def steps(seed: int) -> tuple[Any, ...]:
     scheduling = Scheduling(max_running=int(rng.integers(16, 40)), order=ORDERS[seed % len(ORDERS)])
     engine = SimulatedEngine(answers, cost)
     watch = _Steps(engine)
-    run = ShardRun(Workload.of(requests), EngineDriver(engine, watch), pool, cost, scheduling)
+    run = ShardRun(Workload.of(requests), SerialLoop(engine, watch), pool, cost, scheduling)
     watch.scheduler = run.scheduler
     plan = run.run().plan
-    simulated = SimulatedDriver(answers, cost)
+    simulated = SimulatedLoop(answers, cost)
     run_shard(Workload.of(requests), simulated, pool, cost, scheduling)
     log = simulated.log.steps[: simulated.log.counts[0]].tolist()
     assert sum(step[4] for step in watch.seen), "some are to be preempted"

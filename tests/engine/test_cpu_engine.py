@@ -13,20 +13,20 @@ import torch
 from numpy.typing import NDArray
 from transformers import GenerationConfig
 
-from llmbatch.engine.cpu.engine import TorchEngine
+from llmbatch.engine.cpu.engine import CpuEngine
 from llmbatch.engine.cpu.platform import HOST
 from llmbatch.engine.model.config import bytes_per_token
 from llmbatch.engine.model.loader import LoadedModel, load_model
-from llmbatch.preprocess.request_batch import Requests
+from llmbatch.preprocess.request_batch import RequestBatch
 from llmbatch.preprocess.sampling_params import SamplingParams
-from llmbatch.scheduler.output import Finish, Step
+from llmbatch.scheduler.output import FinishReason, Step
 from tests.support.models import EOS, FAMILIES, PAD, tiny_model, tiny_model_folder
 
 Prompt = list[int]
 
 
-def make_requests(prompts: list[Prompt], params: list[SamplingParams]) -> Requests:
-    return Requests(
+def make_requests(prompts: list[Prompt], params: list[SamplingParams]) -> RequestBatch:
+    return RequestBatch(
         tokens=np.concatenate([np.array(p, np.int32) for p in prompts]),
         offsets=np.concatenate(([0], np.cumsum([len(p) for p in prompts]))).astype(np.int64),
         max_tokens=np.array([p.max_tokens for p in params], np.int32),
@@ -42,7 +42,7 @@ class Driver:
 
     def __init__(
         self,
-        engine: TorchEngine,
+        engine: CpuEngine,
         prompts: list[Prompt],
         params: list[SamplingParams],
         *,
@@ -65,10 +65,10 @@ class Driver:
         self.shared = 0
         engine.begin(make_requests(prompts, params))
 
-    def run(self) -> tuple[list[Prompt], list[Finish]]:
+    def run(self) -> tuple[list[Prompt], list[FinishReason]]:
         prompts = [len(k) for k in self.known]
         live = list(self.rng.permutation(len(self.known)))
-        finish = [Finish.RUNNING] * len(self.known)
+        finish = [FinishReason.RUNNING] * len(self.known)
         index = 0
         while live:
             step = self.decide(index, live)
@@ -79,11 +79,11 @@ class Driver:
                 if sample:
                     token, state = next(sampled)
                     self.known[row].append(int(token))
-                    finish[row] = Finish(int(state))
+                    finish[row] = FinishReason(int(state))
             for row in [row for row in live if finish[row]]:
                 live.remove(row)
                 self.release(row)
-                assert self.engine.retire(int(row)).tolist() == self.known[row][prompts[row] :]
+                assert self.engine.pop_tokens(int(row)).tolist() == self.known[row][prompts[row] :]
             index += 1
             if self.preempt_every and index % self.preempt_every == 0 and live:
                 self.release(self.rng.choice(live))
@@ -180,7 +180,7 @@ def truth(family: str, tokens: int = 14) -> list[Prompt]:
 
 
 def answers(loaded: LoadedModel, page_size: int, chunk: int, preempt_every: int = 0) -> tuple[list[Prompt], Driver]:
-    engine = TorchEngine(loaded, num_pages=1200 // page_size + 30, page_size=page_size)
+    engine = CpuEngine(loaded, num_pages=1200 // page_size + 30, page_size=page_size)
     params = [SamplingParams(max_tokens=14)] * len(some_prompts())
     driver = Driver(
         engine,
@@ -221,8 +221,8 @@ def run_one(
     decode: Callable[[NDArray[np.int32]], str] | None = None,
     seed: int = 0,
     chunk: int = 50,
-) -> tuple[list[Prompt], list[Finish]]:
-    engine = TorchEngine(loaded, num_pages=200, page_size=16, decode=decode)
+) -> tuple[list[Prompt], list[FinishReason]]:
+    engine = CpuEngine(loaded, num_pages=200, page_size=16, decode=decode)
     prompts = prompts or some_prompts()[: len(params)]
     return Driver(engine, prompts, params, page_size=16, num_pages=200, largest_chunk=chunk, seed=seed).run()
 
@@ -237,10 +237,10 @@ def test_an_eos_token_ends_the_answer_and_is_kept(load: Callable[[str], LoadedMo
     )  # fmt: skip
     got, finish = run_one(other, [SamplingParams(max_tokens=14)])
     assert got == [expected[: expected.index(eos) + 1]]
-    assert finish == [Finish.STOP]
+    assert finish == [FinishReason.STOP]
     got, finish = run_one(other, [SamplingParams(max_tokens=14, ignore_eos=True)])
     assert got == [expected]
-    assert finish == [Finish.LENGTH]
+    assert finish == [FinishReason.LENGTH]
 
 
 def test_a_stop_string_ends_the_answer_where_it_is_complete(load: Callable[[str], LoadedModel]) -> None:
@@ -252,7 +252,7 @@ def test_a_stop_string_ends_the_answer_where_it_is_complete(load: Callable[[str]
     stop = decode(np.array(expected[2:4]))
     got, finish = run_one(load("llama"), [SamplingParams(max_tokens=14, stop=("never", stop))], decode=decode)
     assert got == [expected[:4]]
-    assert finish == [Finish.STOP]
+    assert finish == [FinishReason.STOP]
 
 
 def test_sampled_answers_do_not_depend_on_the_steps(load: Callable[[str], LoadedModel]) -> None:
@@ -282,13 +282,13 @@ def test_logits_that_are_not_finite_are_the_error_of_their_row_alone(tmp_path: P
         module.lm_head.weight = torch.nn.Parameter(embedding.weight.clone(), requires_grad=False)
         embedding.weight[poisoned] = torch.nan
     got, finish = run_one(loaded, [SamplingParams(max_tokens=14)] * 2, [[poisoned, 1, 2], sound])
-    assert finish[0] == Finish.ERROR
-    assert finish[1] != Finish.ERROR
+    assert finish[0] == FinishReason.ERROR
+    assert finish[1] != FinishReason.ERROR
     assert got[1] == truth("llama")[1]
 
 
 def test_an_engine_takes_other_requests_once_all_are_retired(load: Callable[[str], LoadedModel]) -> None:
-    engine = TorchEngine(load("llama"), num_pages=100, page_size=16)
+    engine = CpuEngine(load("llama"), num_pages=100, page_size=16)
     params = [SamplingParams(max_tokens=14)]
     for row in (0, 2):
         prompts = [some_prompts()[row]]
@@ -308,6 +308,6 @@ def test_bfloat16_agrees_with_transformers_in_bfloat16_on_most_first_tokens(tmp_
 
 def test_bytes_per_token_is_what_the_pages_take(load: Callable[[str], LoadedModel]) -> None:
     loaded = load("qwen3")
-    engine = TorchEngine(loaded, num_pages=5, page_size=16)
+    engine = CpuEngine(loaded, num_pages=5, page_size=16)
     held = sum(a.nbytes for arrays in (engine._pages.keys, engine._pages.values) for a in arrays.values())
     assert bytes_per_token(loaded.config, loaded.dtype) * 5 * 16 == held

@@ -14,11 +14,11 @@ pytest.importorskip("triton")
 
 from llmbatch.engine import factory
 from llmbatch.engine.calibration import calibrate, memory_profile, microbenchmarks
-from llmbatch.engine.calibration.memory_profile import Room
-from llmbatch.engine.calibration.store import DeviceCalibration, Fitted
-from llmbatch.engine.factory import Preparation, cost_model, prepare, size_pool
-from llmbatch.engine.gpu.attention import PAGE_SIZE, DevicePieces
-from llmbatch.engine.model.config import ModelDescription, describe_model
+from llmbatch.engine.calibration.memory_profile import MemoryHeadroom
+from llmbatch.engine.calibration.store import DeviceCalibration, FittedStrategy
+from llmbatch.engine.factory import EngineFactory, cost_model, prepare, size_pool
+from llmbatch.engine.gpu.attention import PAGE_SIZE, GpuOps
+from llmbatch.engine.model.config import ModelConfig, describe_model
 from llmbatch.engine.model.platform import Platform
 from llmbatch.errors import ModelError
 from llmbatch.inference.options import Options
@@ -27,20 +27,20 @@ from llmbatch.perf_model.hardware import Hardware
 from llmbatch.planning.workload import Pool, Scheduling
 
 CARD = torch.device("cuda", 0)
-PLATFORM = Platform(CARD, DevicePieces(CARD), PAGE_SIZE, max_running=64)
+PLATFORM = Platform(CARD, GpuOps(CARD), PAGE_SIZE, max_running=64)
 HARDWARE = Hardware(name="card", compute=1e12, bandwidth=1e11, memory=1e10)
 ROOM = 1 << 20
 
 
-def fitted(gain: float, exponent: float) -> Fitted:
-    return Fitted(HARDWARE, exponent, cascade=True, share_near=1.0, largest_miss=0.0, gain=gain)
+def fitted(gain: float, exponent: float) -> FittedStrategy:
+    return FittedStrategy(HARDWARE, exponent, cascade=True, share_near=1.0, largest_miss=0.0, gain=gain)
 
 
 class Card:
     """A card that is not there, with what was measured of it."""
 
     def __init__(self) -> None:
-        self.room = Room(ROOM, None)
+        self.room = MemoryHeadroom(ROOM, None)
         self.calibration = DeviceCalibration(
             {"sequential": fitted(1.0, 1.0), "interleaved": fitted(1.3, 2.5)}, {"partitioned": "it is too old"}
         )
@@ -69,24 +69,24 @@ def card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Card:
 
 
 @pytest.fixture
-def described(model: str) -> ModelDescription:
+def described(model: str) -> ModelConfig:
     return describe_model(model, dtype="float32", device=CARD)
 
 
-def prepared(described: ModelDescription, **given: Any) -> Preparation:
+def prepared(described: ModelConfig, **given: Any) -> EngineFactory:
     options = Options.build(model="m", prompt="text", max_tokens=1, **given)
     loaded: Any = SimpleNamespace(attention={}, dtype=torch.float32, device=CARD)
     pool = size_pool(PLATFORM, described, options)
     return prepare(PLATFORM, described, loaded, options, Scheduling(max_running=64), pool)
 
 
-def test_pages_get_what_the_largest_step_leaves(card: Card, described: ModelDescription) -> None:
+def test_pages_get_what_the_largest_step_leaves(card: Card, described: ModelConfig) -> None:
     pages = ROOM // (described.bytes_per_token * PAGE_SIZE)
     assert prepared(described).pool == Pool(pages, PAGE_SIZE)
     assert prepared(described, kv_memory=1 << 16).pool.num_pages < pages
 
 
-def test_a_card_is_calibrated_once(card: Card, described: ModelDescription, tmp_path: Path) -> None:
+def test_a_card_is_calibrated_once(card: Card, described: ModelConfig, tmp_path: Path) -> None:
     first, again = prepared(described), prepared(described)
     assert card.calibrated == 1
     [file] = (tmp_path / "cache" / "calibrations").iterdir()
@@ -99,7 +99,7 @@ def test_a_card_is_calibrated_once(card: Card, described: ModelDescription, tmp_
     assert again.cost == first.cost == card.calibration.fitted["interleaved"].cost(first.cost.shape)
 
 
-def test_the_fastest_strategy_runs_unless_one_is_asked_for(card: Card, described: ModelDescription) -> None:
+def test_the_fastest_strategy_runs_unless_one_is_asked_for(card: Card, described: ModelConfig) -> None:
     assert prepared(described).strategy == "interleaved"
     chosen = prepared(described, overlap="sequential")
     assert (chosen.strategy, chosen.cost.overlap.exponent) == ("sequential", 1.0)
@@ -110,21 +110,21 @@ def test_the_fastest_strategy_runs_unless_one_is_asked_for(card: Card, described
     )
 
 
-def test_forecasts_go_by_what_was_calibrated_earlier(card: Card, described: ModelDescription) -> None:
+def test_forecasts_go_by_what_was_calibrated_earlier(card: Card, described: ModelConfig) -> None:
     options = Options.build(model="m", prompt="text", max_tokens=1)
     assert cost_model(PLATFORM, described, options).hardware.name == "measured"
     after = prepared(described).cost
     assert cost_model(PLATFORM, described, options) == after
 
 
-def test_steps_that_cannot_be_recorded_are_named(card: Card, described: ModelDescription) -> None:
-    card.room = Room(ROOM, "it waits")
+def test_steps_that_cannot_be_recorded_are_named(card: Card, described: ModelConfig) -> None:
+    card.room = MemoryHeadroom(ROOM, "it waits")
     found = prepared(described)
     assert not found.records
     assert found.notes[1] == "small steps are not recorded as CUDA graphs, and take longer: it waits"
 
 
-def test_a_calibration_that_cannot_be_kept_is_used(card: Card, described: ModelDescription, tmp_path: Path) -> None:
+def test_a_calibration_that_cannot_be_kept_is_used(card: Card, described: ModelConfig, tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("")
     found = prepared(described)
     assert found.strategy == "interleaved"

@@ -13,12 +13,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from llmbatch import LLMOperator
-from llmbatch.engine.cpu.engine import TorchEngine
+from llmbatch.engine.cpu.engine import CpuEngine
 from llmbatch.engine.cpu.platform import HOST
 from llmbatch.engine.model.checkpoints import resolve_model
 from llmbatch.engine.model.loader import LoadedModel, load_model
 from llmbatch.preprocess.tokenizer import load_tokenizer
-from llmbatch.scheduler.admission_order import Blend, Ends, InOrder
+from llmbatch.scheduler.admission_order import Blend, Ends, FromFront
 from tests.support.golden import Golden, generate, prompts
 from tests.support.models import EOS, FAMILIES, PAD, tiny_model, tiny_model_folder
 from tests.support.paths import ROOT
@@ -38,13 +38,13 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.mark.parametrize("page_size", [1, 16, 64])
-@pytest.mark.parametrize(("ends", "step_tokens"), [(InOrder(), 5), (Blend(), 64)])
+@pytest.mark.parametrize(("ends", "step_tokens"), [(FromFront(), 5), (Blend(), 64)])
 def test_answers_are_those_of_generate_though_rows_are_preempted(
     family: tuple[LoadedModel, Any], page_size: int, ends: Ends, step_tokens: int
 ) -> None:
     loaded, expected = family
     golden = Golden(prompts(), MAX_TOKENS, page_size)
-    engine = TorchEngine(loaded, num_pages=golden.num_pages, page_size=page_size)
+    engine = CpuEngine(loaded, num_pages=golden.num_pages, page_size=page_size)
     assert golden.run(engine, ends, step_tokens) == expected
     assert golden.preemptions > 0 or page_size > 1
     assert golden.cached > 0 or page_size == 64

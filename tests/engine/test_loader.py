@@ -21,7 +21,7 @@ from transformers import (
     T5Config,
 )
 
-from llmbatch.engine.cpu.attention import HostPieces
+from llmbatch.engine.cpu.attention import CpuOps
 from llmbatch.engine.cpu.platform import HOST
 from llmbatch.engine.model.fused_modules import FusedAttention, FusedMLP, FusedNorm, fuse
 from llmbatch.engine.model.loader import LoadedModel, load_model
@@ -169,7 +169,7 @@ def test_fused_modules_equal_the_originals(tmp_path: Path, family: str, dtype: A
                 input_ids=tokens,
                 position_ids=torch.arange(3)[None],
                 use_cache=False,
-                llmbatch=HostPieces().probe_step(loaded.attention, loaded.dtype, 3),
+                llmbatch=CpuOps().probe_step(loaded.attention, loaded.dtype, 3),
             )
             .logits[0]
             .float()
@@ -195,7 +195,7 @@ OddNorm.__name__ = "OddRMSNorm"
 
 def test_a_module_that_only_looks_like_a_known_one_stays() -> None:
     model = torch.nn.Sequential(OddNorm())
-    fuse(model, {}, torch.float32, HostPieces())
+    fuse(model, {}, torch.float32, CpuOps())
     assert isinstance(model[0], OddNorm)
 
 
@@ -208,7 +208,7 @@ def assert_same_logits(loaded: LoadedModel, model: torch.nn.Module) -> None:
             input_ids=tokens,
             position_ids=torch.arange(3)[None],
             use_cache=False,
-            llmbatch=HostPieces().probe_step(loaded.attention, loaded.dtype, 3),
+            llmbatch=CpuOps().probe_step(loaded.attention, loaded.dtype, 3),
         ).logits[0]
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
 

@@ -18,7 +18,7 @@ from llmbatch.errors import InputError, ParameterError
 from llmbatch.inference.options import Options
 from llmbatch.operators.llm import LLMOperator
 from llmbatch.preprocess.prompts import PromptSource
-from llmbatch.runtime.cancellation import Stopping
+from llmbatch.runtime.cancellation import StopRequest
 from tests.support.jobs import Job, contents
 
 LOOP: dict[str, Any] = {}
@@ -175,7 +175,7 @@ def test_inputs_of_a_wrong_type_are_refused_by_run_and_explain(inputs: Any, said
 )
 def test_a_grace_is_a_time(grace: Any, said: str) -> None:
     with pytest.raises(ParameterError) as caught:
-        Stopping(grace)
+        StopRequest(grace)
     assert str(caught.value) == said
 
 

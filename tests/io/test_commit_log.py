@@ -57,7 +57,7 @@ class Job:
     def commit(self) -> None:
         commit(self.open(), self.parts)
 
-    def go_on(self) -> None:
+    def rebind(self) -> None:
         """What the next process does."""
         output = self.open()
         output.resume_ending()
@@ -154,19 +154,19 @@ def places(request: pytest.FixtureRequest, tmp_path: Path) -> Places:
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("replaces", ["nothing", "ours"])
 def test_a_commit_that_dies_anywhere_is_gone_through_with(places: Places, name: str, replaces: str) -> None:
-    for job in deaths(places(name), Job.commit, Job.go_on, twice=False, replaces=replaces):
+    for job in deaths(places(name), Job.commit, Job.rebind, twice=False, replaces=replaces):
         job.check_finished()
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_so_is_one_that_dies_again(tmp_path: Path, name: str) -> None:
-    for job in deaths(in_memory(tmp_path)(name), Job.commit, Job.go_on, twice=True, replaces="ours"):
+    for job in deaths(in_memory(tmp_path)(name), Job.commit, Job.rebind, twice=True, replaces="ours"):
         job.check_finished()
 
 
 @pytest.mark.parametrize("options", [{"replaces": "foreign"}, {"replaces": "nothing", "published": True}])
 def test_so_is_one_that_replaces_foreign_parts_or_finds_some_published(places: Places, options: dict[str, Any]) -> None:
-    for job in deaths(places("out"), Job.commit, Job.go_on, twice=False, **options):
+    for job in deaths(places("out"), Job.commit, Job.rebind, twice=False, **options):
         job.check_finished()
 
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from llmbatch.errors import DataError, StorageError
 from llmbatch.io.reading import discovery
 from llmbatch.io.reading import parquet as parquet_module
-from llmbatch.io.reading.dataset import Inputs
+from llmbatch.io.reading.dataset import Dataset
 from llmbatch.storage import retries
 from tests.support.datasets import jsonl, parquet, refusal
 from tests.support.s3 import S3Server, Trouble, s3_fixture  # noqa: F401
@@ -53,7 +53,7 @@ def test_two_formats_at_once_are_refused(tmp_path: Path) -> None:
 
 def test_files_of_several_file_systems_are_one_input(tmp_path: Path) -> None:
     fsspec.filesystem("memory").pipe_file("/inputs/b.jsonl", b'{"a": 2}')
-    inputs = Inputs.resolve([jsonl(tmp_path / "a.jsonl", '{"a": 1}'), "memory://inputs/b.jsonl"])
+    inputs = Dataset.resolve([jsonl(tmp_path / "a.jsonl", '{"a": 1}'), "memory://inputs/b.jsonl"])
     assert inputs.paths == (str(tmp_path / "a.jsonl"), "memory:///inputs/b.jsonl")
     assert inputs.read().to_pydict() == {"a": [1, 2]}
 
@@ -64,7 +64,7 @@ def test_files_of_several_file_systems_are_one_input(tmp_path: Path) -> None:
 def test_windows_are_slices_of_all_rows(
     tmp_path_factory: pytest.TempPathFactory, suffix: str, sizes: list[int], data: st.DataObject
 ) -> None:
-    inputs = Inputs.resolve([write(tmp_path_factory.mktemp("inputs"), suffix, [*sizes, 1])])
+    inputs = Dataset.resolve([write(tmp_path_factory.mktemp("inputs"), suffix, [*sizes, 1])])
     whole = inputs.read()
     assert whole["id"].to_pylist() == list(range(sum(sizes) + 1)) == list(range(inputs.num_rows))
     assert whole["file"].to_pylist() == [number for number, size in enumerate([*sizes, 1]) for _ in range(size)]
@@ -84,7 +84,7 @@ def test_windows_are_slices_of_all_rows(
 
 @FORMATS
 def test_a_reader_does_not_go_back_nor_past_the_end(tmp_path: Path, suffix: str) -> None:
-    reader = Inputs.resolve([write(tmp_path, suffix, [4, 4])]).reader()
+    reader = Dataset.resolve([write(tmp_path, suffix, [4, 4])]).reader()
     reader.read(2, 6)
     for start, stop in ((5, 7), (7, 6), (6, 9)):
         with pytest.raises(ValueError) as caught:
@@ -96,7 +96,7 @@ def test_a_reader_does_not_go_back_nor_past_the_end(tmp_path: Path, suffix: str)
 
 @FORMATS
 def test_files_and_row_groups_before_a_window_are_not_read(tmp_path: Path, suffix: str) -> None:
-    inputs = Inputs.resolve([write(tmp_path, suffix, [2, 6, 2])])
+    inputs = Dataset.resolve([write(tmp_path, suffix, [2, 6, 2])])
     Path(inputs.paths[0]).unlink()
     if suffix == ".parquet":  # the first row group of the next file is damaged
         data = bytearray(Path(inputs.paths[1]).read_bytes())
@@ -116,7 +116,7 @@ def test_files_and_row_groups_before_a_window_are_not_read(tmp_path: Path, suffi
 def test_a_file_that_was_replaced_is_refused_before_its_rows_are_used(
     tmp_path: Path, suffix: str, rows: int, window: int
 ) -> None:
-    inputs = Inputs.resolve([write(tmp_path, suffix, [8])])
+    inputs = Dataset.resolve([write(tmp_path, suffix, [8])])
     path = Path(inputs.paths[0])
     reader = inputs.reader()
     reader.read(0, 1)
@@ -135,7 +135,7 @@ def test_a_file_that_was_replaced_is_refused_before_its_rows_are_used(
 def test_thousands_of_small_files_are_one_input(tmp_path: Path) -> None:
     for number in range(2000):
         pq.write_table(pa.table({"id": [2 * number, 2 * number + 1]}), tmp_path / f"{number:04}.parquet")
-    inputs = Inputs.resolve([str(tmp_path)])
+    inputs = Dataset.resolve([str(tmp_path)])
     reader = inputs.reader()
     ids = [row for start in range(0, 4000, 800) for row in reader.read(start, start + 800)["id"].to_pylist()]
     assert ids == list(range(4000))
@@ -166,12 +166,12 @@ def bucket(s3: S3Server, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(params=["parquet", "jsonl"])
-def stored(request: pytest.FixtureRequest, s3: S3Server, bucket: str, monkeypatch: pytest.MonkeyPatch) -> Inputs:
+def stored(request: pytest.FixtureRequest, s3: S3Server, bucket: str, monkeypatch: pytest.MonkeyPatch) -> Dataset:
     monkeypatch.setattr(discovery, "_WHOLE", 1000)
-    return Inputs.resolve([f"{bucket}/{request.param}"], s3.storage_options)
+    return Dataset.resolve([f"{bucket}/{request.param}"], s3.storage_options)
 
 
-def test_objects_are_read_like_files(stored: Inputs) -> None:
+def test_objects_are_read_like_files(stored: Dataset) -> None:
     assert stored.schema.names == ["id", "text", "file"]
     reader = stored.reader()
     windows = [reader.read(start, stop) for start, stop in ((10, 50), (50, 101), (104, 110))]
@@ -179,7 +179,7 @@ def test_objects_are_read_like_files(stored: Inputs) -> None:
     reader.close()
 
 
-def test_a_store_that_is_away_for_a_while_is_waited_for(stored: Inputs, s3: S3Server, waits: list[float]) -> None:
+def test_a_store_that_is_away_for_a_while_is_waited_for(stored: Dataset, s3: S3Server, waits: list[float]) -> None:
     reader = stored.reader()
     rows = []
     for start in range(0, 110, 10):
@@ -191,7 +191,7 @@ def test_a_store_that_is_away_for_a_while_is_waited_for(stored: Inputs, s3: S3Se
     reader.close()
 
 
-def test_a_store_that_stays_away_is_an_error(stored: Inputs, s3: S3Server, waits: list[float]) -> None:
+def test_a_store_that_stays_away_is_an_error(stored: Dataset, s3: S3Server, waits: list[float]) -> None:
     reader = stored.reader()
     s3.troubles[:] = [Trouble(503, "SlowDown")] * 100
     with pytest.raises(StorageError) as caught:

@@ -12,7 +12,7 @@ from typing import Any
 import fsspec
 import pytest
 
-from llmbatch.io.reading.dataset import Inputs
+from llmbatch.io.reading.dataset import Dataset
 from llmbatch.io.reading.discovery import find_files
 from llmbatch.storage import retries
 from tests.support.datasets import jsonl, parquet, refusal
@@ -99,9 +99,9 @@ def test_a_link_to_nothing_is_refused_by_name(tmp_path: Path) -> None:
 def test_an_edited_target_of_a_linked_file_is_noticed(tmp_path: Path) -> None:
     target = Path(parquet(tmp_path / "far" / "a.parquet", a=[1]))
     (tmp_path / "link.parquet").symlink_to(target)
-    before = Inputs.resolve([str(tmp_path / "link.parquet")]).identity
+    before = Dataset.resolve([str(tmp_path / "link.parquet")]).identity
     os.utime(target, (1, 1))
-    after = Inputs.resolve([str(tmp_path / "link.parquet")]).identity
+    after = Dataset.resolve([str(tmp_path / "link.parquet")]).identity
     assert before[0]["size"] == after[0]["size"]
     assert before != after
 
@@ -209,18 +209,18 @@ def test_an_unknown_protocol_is_refused() -> None:
 def test_a_local_file_is_known_by_its_size_and_time(tmp_path: Path) -> None:
     path = parquet(tmp_path / "a.parquet", a=[1, 2])
     status = Path(path).stat()
-    assert Inputs.resolve([path]).identity == [
+    assert Dataset.resolve([path]).identity == [
         {"path": path, "size": status.st_size, "modified": status.st_mtime, "rows": 2}
     ]
 
 
 def test_identity_changes_with_a_file_and_not_without(tmp_path: Path) -> None:
     path = parquet(tmp_path / "a.parquet", a=[1])
-    before = Inputs.resolve([path]).identity
-    assert Inputs.resolve([str(tmp_path)]).identity == before
+    before = Dataset.resolve([path]).identity
+    assert Dataset.resolve([str(tmp_path)]).identity == before
     assert json.loads(json.dumps(before)) == before
     parquet(tmp_path / "a.parquet", a=[1, 2])
-    assert Inputs.resolve([path]).identity != before
+    assert Dataset.resolve([path]).identity != before
 
 
 @pytest.mark.parametrize("way", ["memory://listing/a.jsonl", "memory://listing", "memory://listing/*.jsonl"])
@@ -230,7 +230,7 @@ def test_a_file_is_the_same_however_it_was_named(way: str) -> None:
         filesystem.pipe_file("/listing/a.jsonl", b"{}\n")
     created = filesystem.info("/listing/a.jsonl")["created"].timestamp()
     path = "memory:///listing/a.jsonl"
-    assert Inputs.resolve([way]).identity == [{"path": path, "size": 3, "modified": created, "rows": 1}]
+    assert Dataset.resolve([way]).identity == [{"path": path, "size": 3, "modified": created, "rows": 1}]
 
 
 # Object stores
@@ -264,7 +264,7 @@ def test_objects_are_listed_like_files(s3: S3Server, bucket: str, path: str, nam
 
 
 def test_an_object_is_known_by_its_etag(s3: S3Server, bucket: str) -> None:
-    [entry] = Inputs.resolve([f"{bucket}/a.jsonl"], s3.storage_options).identity
+    [entry] = Dataset.resolve([f"{bucket}/a.jsonl"], s3.storage_options).identity
     assert entry == {"path": f"{bucket}/a.jsonl", "size": 3, "etag": '"8a80554c91d9fca8acb82f023de02f11"', "rows": 1}
 
 
@@ -272,7 +272,7 @@ def test_an_object_that_was_put_after_a_listing_is_found(s3: S3Server, bucket: s
     store = fsspec.filesystem("s3", **s3.storage_options)
     for number in range(2):
         store.pipe_file(f"{bucket}/growing/{number}.jsonl", b"{}\n")
-        assert Inputs.resolve([f"{bucket}/growing"], s3.storage_options).num_rows == number + 1
+        assert Dataset.resolve([f"{bucket}/growing"], s3.storage_options).num_rows == number + 1
 
 
 @pytest.mark.parametrize(

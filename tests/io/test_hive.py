@@ -7,7 +7,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from llmbatch.io.reading.dataset import Inputs
+from llmbatch.io.reading.dataset import Dataset
 from llmbatch.io.reading.hive import folder_values
 from tests.support.datasets import jsonl, parquet, refusal
 
@@ -33,7 +33,7 @@ def test_folders_name_a_key_and_a_value(path: str, values: dict[str, str | None]
 def test_folders_are_columns_after_those_of_the_files(tmp_path: Path) -> None:
     parquet(tmp_path / "year=2023" / "lang=de" / "1.parquet", a=[1, 2])
     parquet(tmp_path / "year=2024" / "lang=fr" / "2.parquet", a=[3])
-    inputs = Inputs.resolve([str(tmp_path)])
+    inputs = Dataset.resolve([str(tmp_path)])
     assert inputs.schema == pa.schema({"a": pa.int64(), "year": pa.int64(), "lang": pa.string()})
     assert inputs.read().to_pydict() == {"a": [1, 2, 3], "year": [2023, 2023, 2024], "lang": ["de", "de", "fr"]}
     assert inputs.read().schema == inputs.schema
@@ -41,7 +41,7 @@ def test_folders_are_columns_after_those_of_the_files(tmp_path: Path) -> None:
 
 def test_folders_are_columns_of_jsonl_too(tmp_path: Path) -> None:
     jsonl(tmp_path / "x=1" / "a.jsonl", '{"a": "b"}')
-    assert Inputs.resolve([str(tmp_path)]).read().to_pylist() == [{"a": "b", "x": 1}]
+    assert Dataset.resolve([str(tmp_path)]).read().to_pylist() == [{"a": "b", "x": 1}]
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_folders_are_columns_of_jsonl_too(tmp_path: Path) -> None:
 )
 def test_a_column_is_whole_numbers_where_all_its_values_are(tmp_path: Path, names: list[str], column: pa.Array) -> None:
     paths = [parquet(tmp_path / str(number) / f"x={name}" / "a.parquet", a=[0]) for number, name in enumerate(names)]
-    table = Inputs.resolve([str(tmp_path)]).read()
+    table = Dataset.resolve([str(tmp_path)]).read()
     assert len(paths) == table.num_rows
     assert table["x"].combine_chunks() == column
     assert table.schema.field("x").type == column.type
@@ -75,13 +75,13 @@ def test_only_folders_below_what_was_named_are_columns(tmp_path: Path) -> None:
         str(tmp_path / "a=1" / "*"): ["x", "b", "c"],
         str(tmp_path / "**" / "*.parquet"): ["x", "a", "b", "c"],
     }
-    assert {name: Inputs.resolve([name]).schema.names for name in columns} == columns
+    assert {name: Dataset.resolve([name]).schema.names for name in columns} == columns
 
 
 def test_a_column_of_the_files_counts_more_than_a_folder_of_that_name(tmp_path: Path) -> None:
     parquet(tmp_path / "year=2024" / "1.parquet", year=["MMXXIV"])
     parquet(tmp_path / "2.parquet", year=["MMXXV"])
-    assert Inputs.resolve([str(tmp_path)]).read().to_pydict() == {"year": ["MMXXV", "MMXXIV"]}
+    assert Dataset.resolve([str(tmp_path)]).read().to_pydict() == {"year": ["MMXXV", "MMXXIV"]}
 
 
 def test_a_file_outside_of_the_folders_is_refused(tmp_path: Path) -> None:
@@ -95,7 +95,7 @@ def test_a_file_outside_of_the_folders_is_refused(tmp_path: Path) -> None:
 def test_columns_of_folders_alone_can_be_read(tmp_path: Path) -> None:
     parquet(tmp_path / "x=1" / "1.parquet", a=[1, 2, 3])
     jsonl(tmp_path / "json" / "y=b" / "1.jsonl", "{}", "{}")
-    reader = Inputs.resolve([str(tmp_path / "*" / "*.parquet")]).reader(["x"])
+    reader = Dataset.resolve([str(tmp_path / "*" / "*.parquet")]).reader(["x"])
     assert reader.read(1, 3).to_pydict() == {"x": [1, 1]}
     reader.close()
-    assert Inputs.resolve([str(tmp_path / "json")]).read().to_pydict() == {"y": ["b", "b"]}
+    assert Dataset.resolve([str(tmp_path / "json")]).read().to_pydict() == {"y": ["b", "b"]}

@@ -15,7 +15,7 @@ import llmbatch
 from llmbatch.inference.answers import SCHEMA
 from llmbatch.io.reading import json_block
 from llmbatch.io.reading import jsonl as module
-from llmbatch.io.reading.dataset import Inputs
+from llmbatch.io.reading.dataset import Dataset
 from tests.support.datasets import jsonl, refusal
 from tests.support.jobs import Job, begun, rows
 
@@ -77,7 +77,7 @@ def test_numbers_of_parquet_that_are_not_finite_are_null_and_the_same_row(job: J
 def test_objects_with_keys_of_their_own_are_kept_as_text(model: str, tmp_path: Path) -> None:
     lines = [json.dumps({"id": n, "text": "x", "scores": {f"key {n}": n}}) for n in range(700)]
     source = jsonl(tmp_path / "in.jsonl", *lines)
-    inputs = Inputs.resolve([source])
+    inputs = Dataset.resolve([source])
     assert inputs.read()["scores"].to_pylist() == [f'{{"key {n}": {n}}}' for n in range(700)]
     assert inputs.nbytes < 4 * Path(source).stat().st_size
     answer(model, source, tmp_path / "out.jsonl")
@@ -89,7 +89,7 @@ def test_what_is_nested_deep_is_kept_as_text(model: str, tmp_path: Path, bracket
     begin, end = ("[", "]") if brackets == "[]" else ('{"a": ', "}")
     deep = begin * 200 + "1" + end * 200
     source = jsonl(tmp_path / "in.jsonl", f'{{"text": "x", "deep": {deep}}}', '{"text": "y", "deep": null}')
-    assert Inputs.resolve([source]).read()["deep"].to_pylist() == [deep, None]
+    assert Dataset.resolve([source]).read()["deep"].to_pylist() == [deep, None]
     answer(model, source, tmp_path / "out.jsonl")
     assert [json.loads(line)["deep"] for line in (tmp_path / "out.jsonl").read_text().splitlines()] == [
         json.loads(deep),
@@ -111,7 +111,7 @@ def test_columns_are_text_where_any_block_needs_it(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(module, "_BLOCK", 7)
     values = [json.dumps({f"k{n}": n}) for n in range(5)]
     path = jsonl(tmp_path / "in.jsonl", *(f'{{"m": {value}}}' for value in values), '{"m": null}')
-    table = Inputs.resolve([path]).read()
+    table = Dataset.resolve([path]).read()
     assert table["m"].to_pylist() == [*values, None]
     other = jsonl(tmp_path / "other.jsonl", '{"m": "text"}')
     assert refusal(path, other) == (
@@ -142,7 +142,7 @@ def test_values_are_those_of_json(
 ) -> None:
     monkeypatch.setattr(module, "_BLOCK", block)
     expected = pa.array([json.loads(line) for line in lines if line.strip()])
-    table = Inputs.resolve([jsonl(tmp_path / "a.jsonl", *lines)]).read()
+    table = Dataset.resolve([jsonl(tmp_path / "a.jsonl", *lines)]).read()
     assert str(table.combine_chunks().to_struct_array().combine_chunks().to_pylist()) == str(expected.to_pylist())
     assert table.schema.names == [field.name for field in expected.type]
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from llmbatch.errors import DataError
 from llmbatch.io.reading import jsonl as module
-from llmbatch.io.reading.dataset import Inputs
+from llmbatch.io.reading.dataset import Dataset
 from tests.support.datasets import jsonl, refusal
 
 
@@ -28,7 +28,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_rows_may_lack_keys_and_files_count_as_one(tmp_path: Path) -> None:
     first = jsonl(tmp_path / "1.jsonl", '{"a": 1}', "", '{"b": "2024-01-01"}')
     second = jsonl(tmp_path / "2.jsonl", '{"a": 2.5, "c": null}')
-    inputs = Inputs.resolve([first, second])
+    inputs = Dataset.resolve([first, second])
     assert inputs.schema == pa.schema({"a": pa.float64(), "b": pa.string(), "c": pa.null()})
     assert inputs.num_rows == 3
     assert inputs.read().to_pydict() == {
@@ -43,7 +43,7 @@ def test_messages_become_lists_of_structs(tmp_path: Path) -> None:
         '{"m": [{"role": "user", "content": "a"}]}',
         '{"m": [{"role": "tool", "content": "b", "name": "f"}]}',
     ]
-    table = Inputs.resolve([jsonl(tmp_path / "1.json", *lines)]).read()
+    table = Dataset.resolve([jsonl(tmp_path / "1.json", *lines)]).read()
     text = pa.string()
     assert table.schema.field("m").type == pa.list_(pa.struct({"role": text, "content": text, "name": text}))
 
@@ -59,7 +59,7 @@ def test_messages_become_lists_of_structs(tmp_path: Path) -> None:
     ],
 )
 def test_types_come_together_from_all_blocks(tmp_path: Path, values: list[str], kind: pa.DataType | None) -> None:
-    inputs = Inputs.resolve([jsonl(tmp_path / "a.jsonl", *(f'{{"a": {value}}}' for value in values))])
+    inputs = Dataset.resolve([jsonl(tmp_path / "a.jsonl", *(f'{{"a": {value}}}' for value in values))])
     expected = pa.array([json.loads(value) for value in values])
     assert inputs.schema.field("a").type == expected.type == (kind or expected.type)
     assert inputs.read()["a"].combine_chunks() == expected
@@ -68,27 +68,27 @@ def test_types_come_together_from_all_blocks(tmp_path: Path, values: list[str], 
 @pytest.mark.usefixtures("small_blocks")
 def test_columns_stand_in_the_order_in_which_they_come_up(tmp_path: Path) -> None:
     path = jsonl(tmp_path / "a.jsonl", '{"z": 1, "b": 2}', '{"a": 1, "b": 2}', '{"y": 0}')
-    assert Inputs.resolve([path]).schema.names == ["z", "b", "a", "y"]
+    assert Dataset.resolve([path]).schema.names == ["z", "b", "a", "y"]
 
 
 def test_rows_without_keys_are_rows(tmp_path: Path) -> None:
-    inputs = Inputs.resolve([jsonl(tmp_path / "a.jsonl", "{}", "{}", "{}")])
+    inputs = Dataset.resolve([jsonl(tmp_path / "a.jsonl", "{}", "{}", "{}")])
     assert (inputs.num_rows, inputs.read().num_rows, inputs.read().column_names) == (3, 3, [])
 
 
 def test_a_byte_order_mark_and_crlf_are_taken(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'\xef\xbb\xbf{"a": 1}\r\n{"a": 2}')
-    assert Inputs.resolve([str(path)]).read().to_pydict() == {"a": [1, 2]}
+    assert Dataset.resolve([str(path)]).read().to_pydict() == {"a": [1, 2]}
 
 
 def test_an_empty_file_has_no_rows_and_no_columns(tmp_path: Path) -> None:
-    inputs = Inputs.resolve([jsonl(tmp_path / "a.jsonl")])
+    inputs = Dataset.resolve([jsonl(tmp_path / "a.jsonl")])
     assert (inputs.num_rows, inputs.schema.names, inputs.read().num_rows) == (0, [], 0)
 
 
 def test_bytes_in_memory_are_those_of_the_table(tmp_path: Path) -> None:
-    inputs = Inputs.resolve([jsonl(tmp_path / "a.jsonl", *('{"a": "some text"}' for _ in range(1000)))])
+    inputs = Dataset.resolve([jsonl(tmp_path / "a.jsonl", *('{"a": "some text"}' for _ in range(1000)))])
     assert inputs.nbytes == pytest.approx(inputs.read().nbytes, rel=0.1)
 
 
@@ -106,7 +106,7 @@ def test_compressed_files_are_read_to_their_end(
 ) -> None:
     path = tmp_path / f"a.jsonl{suffix}"
     path.write_bytes(compress(b'{"a": 1}\n{"a":') + compress(b' 2}\n\n{"a": 3}'))  # as `cat` joins them
-    assert Inputs.resolve([str(path)]).read().to_pydict() == {"a": [1, 2, 3]}
+    assert Dataset.resolve([str(path)]).read().to_pydict() == {"a": [1, 2, 3]}
 
 
 @pytest.mark.parametrize(("suffix", "compress"), [(".gz", gzip.compress), (".zst", zstd)])
@@ -183,7 +183,7 @@ def test_values_of_one_kind_that_share_no_type_are_refused(
 @pytest.mark.usefixtures("small_blocks")
 def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path: Path) -> None:
     path = jsonl(tmp_path / "1.jsonl", '{"a": 1}', '{"a": 2}')
-    inputs = Inputs.resolve([path])
+    inputs = Dataset.resolve([path])
     jsonl(tmp_path / "1.jsonl", '{"a": 1}', '{"a": "x"}')
     with pytest.raises(DataError) as caught:
         inputs.read()
@@ -209,7 +209,7 @@ def test_every_row_is_given_back(
     path = jsonl(tmp_path_factory.mktemp("rows") / "a.jsonl", *map(json.dumps, rows))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "_BLOCK", block)
-        table = Inputs.resolve([path]).read()
+        table = Dataset.resolve([path]).read()
     assert table.num_rows == len(rows)
     assert table.to_pylist() == [{name: row.get(name) for name in table.column_names} for row in rows]
 
@@ -223,7 +223,7 @@ def test_small_blocks_have_the_types_of_one(
 
     def outcome() -> str:
         try:
-            return str(Inputs.resolve([path]).read().combine_chunks())
+            return str(Dataset.resolve([path]).read().combine_chunks())
         except DataError as error:
             return str(error).split(": ")[0]
 

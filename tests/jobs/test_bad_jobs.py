@@ -9,7 +9,7 @@ import pyarrow as pa
 import pytest
 
 from llmbatch.cli.main import main
-from llmbatch.io.reading.dataset import Inputs
+from llmbatch.io.reading.dataset import Dataset
 from llmbatch.io.writing.manifest import decode
 from tests.support.jobs import Job, check_refused, contents, rows
 
@@ -85,7 +85,7 @@ def test_a_window_must_fit_in_memory(
     job: Job, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("llmbatch.jobs.window_loader.available_memory", lambda: 10_000)
-    each = Inputs.resolve([str(job.source)]).nbytes / 60 * 16
+    each = Dataset.resolve([str(job.source)]).nbytes / 60 * 16
     said = (
         f"window_rows must fit in memory, 4 windows at a time, but 20 rows of this input take about {int(20 * each):,} "
         f"bytes and 10,000 are free: at most {int(10_000 / each)} (--window-rows)"

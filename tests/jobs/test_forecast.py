@@ -19,10 +19,10 @@ from llmbatch.perf_model.cost import CostModel, find_shape
 from llmbatch.perf_model.hardware import find_hardware
 from llmbatch.planning.lengths import LengthModel
 from llmbatch.planning.workload import Pool, Scheduling, Workload
-from llmbatch.preprocess.request_batch import Requests
+from llmbatch.preprocess.request_batch import RequestBatch
 from llmbatch.preprocess.sampling_params import SamplingParams
 from llmbatch.runtime.shard_run import run_shard
-from llmbatch.runtime.simulated_loop import SimulatedDriver
+from llmbatch.runtime.simulated_loop import SimulatedLoop
 
 COST = CostModel(find_shape("llama-3-8b"), find_hardware("a100-80gb"))
 SCHEDULING = Scheduling(max_running=4096)
@@ -34,9 +34,9 @@ CASES = {  # prompt tokens of even and of odd rows, their max_tokens, rows, toke
 }
 
 
-def requests_of(prompts: tuple[int, int], most: tuple[int, int], rows: int) -> Requests:
+def requests_of(prompts: tuple[int, int], most: tuple[int, int], rows: int) -> RequestBatch:
     lengths = np.resize(np.array(prompts, np.int32), rows)
-    return Requests(
+    return RequestBatch(
         tokens=np.random.default_rng(1).integers(0, 50_000, int(lengths.sum())).astype(np.int32),
         offsets=np.concatenate(([0], np.cumsum(lengths))).astype(np.int64),
         max_tokens=np.resize(np.array(most, np.int32), rows),
@@ -68,7 +68,7 @@ def test_a_forecast_is_within_five_hundredths_of_the_clock(name: str) -> None:
     assert buys is not None
     seconds = []
     for seed in range(3):
-        driver = SimulatedDriver(independent(model, np.random.default_rng(seed)), COST)
+        driver = SimulatedLoop(independent(model, np.random.default_rng(seed)), COST)
         run_shard(workload, driver, pool, COST, SCHEDULING)
         seconds.append(driver.seconds)
     assert np.mean(seconds) == pytest.approx(buys.seconds, rel=0.03)
@@ -87,7 +87,7 @@ def test_in_a_very_small_pool_a_job_misses_its_forecast_by_as_much_as_its_tokens
     misses = []
     for seed in range(8):
         lengths = independent(model, np.random.default_rng(seed))
-        driver = SimulatedDriver(lengths, COST)
+        driver = SimulatedLoop(lengths, COST)
         run_shard(workload, driver, pool, COST, SCHEDULING)
         assert driver.seconds / buys.seconds == pytest.approx(lengths.sum() / tokens, rel=0.03)
         misses.append(driver.seconds / buys.seconds - 1)

@@ -19,18 +19,18 @@ import pyarrow.dataset as ds
 import pytest
 
 from llmbatch.cli.main import main
-from llmbatch.storage.location import Place
+from llmbatch.storage.location import Location
 from llmbatch.storage.lock import Owner
 from tests.support.dying import Killed
 from tests.support.jobs import SAME, Job, begun, check_goes_on, contents, no_power_cuts, rows
 from tests.support.killing import Moment, Process, run, running
 
 RISK = {"llmbatch.inference.answers:ROWS_AT_RISK": 5}
-STEP = "llmbatch.engine.recorded:PlaceholderEngine.execute"
-TORCH_STEP = "llmbatch.engine.cpu.engine:TorchEngine.execute"
+STEP = "llmbatch.engine.recorded:RecordedEngine.execute"
+TORCH_STEP = "llmbatch.engine.cpu.engine:CpuEngine.execute"
 APPEND = "llmbatch.storage.journal:_FileJournal.append"
 STAGE = "llmbatch.io.writing.output:Output.stage"
-MOVE = "llmbatch.storage.location:Place.move"
+MOVE = "llmbatch.storage.location:Location.move"
 TORCH = {"engine": "torch", "output_tokens": None, "max_tokens": 12}
 
 
@@ -160,7 +160,7 @@ class Deaths:
         return False
 
     def _work(self, url: str) -> list[str]:
-        return Place.at(f"{url}._llmbatch" if self.job.out.suffix else f"{url}/_llmbatch").names()
+        return Location.at(f"{url}._llmbatch" if self.job.out.suffix else f"{url}/_llmbatch").names()
 
     def _check_seen(self, url: str, expected: pa.Table) -> None:
         """A manifest says that all is there; without one a reader of one file sees nothing."""
@@ -190,7 +190,7 @@ def on_disk(job: Job) -> Deaths:
 
 
 def in_store(job: Job) -> Deaths:
-    return Deaths(job, f"memory://{uuid.uuid4().hex}", Place, IN_STORE)
+    return Deaths(job, f"memory://{uuid.uuid4().hex}", Location, IN_STORE)
 
 
 @pytest.mark.parametrize("place", [on_disk, in_store])

@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 
 from llmbatch.kernels import reference
 from llmbatch.kernels.cascade import GROUPS, Groups
-from llmbatch.kernels.interface import Layout
+from llmbatch.kernels.interface import BatchLayout
 from llmbatch.kernels.spec import GELU_TANH, SILU, AttentionSpec
 from llmbatch.kernels.triton import fused as triton_fused
 from llmbatch.kernels.triton.argmax import best
@@ -100,7 +100,7 @@ def check(case: Case, seed: int = 0) -> None:
     )  # fmt: skip
     columns = (np.array(starts, np.int32), np.array(counts, np.int32))
     backend = TritonAttention(DEVICE, case.groups)
-    layout = Layout(tables, slots, *columns, len(case.decodes))
+    layout = BatchLayout(tables, slots, *columns, len(case.decodes))
     width = tables.shape[1] + 3
     plan = backend.plan_fixed(layout, spec, case.size, width) if case.fixed else backend.plan(layout, spec, case.size)
     tensors = [torch.from_numpy(np.ascontiguousarray(array)).to(DEVICE) for array in plan.arrays]

@@ -22,7 +22,7 @@ from llmbatch.kernels.work_items import (
     POSITION,
     SEQUENCE,
     TOKENS,
-    Items,
+    WorkItems,
     cut_items,
     most_items,
 )
@@ -48,13 +48,13 @@ def tables_of(starts: list[int], counts: list[int], groups: list[int], shared: i
 def cut(
     tables: NDArray[np.int32], starts: list[int], counts: list[int], decodes: int,
     *, block: int = 32, window: int = 0, programs: int = 64, groups: Groups = GROUPS,
-) -> Items:  # fmt: skip
+) -> WorkItems:  # fmt: skip
     slots = np.arange(len(starts), dtype=np.int32)
     columns = (np.array(starts, np.int32), np.array(counts, np.int32))
     return cut_items(tables, slots, *columns, decodes, SIZE, block, window, 2, programs, groups)
 
 
-def keys_of(items: Items, decodes: int) -> list[list[tuple[int, int, int]]]:
+def keys_of(items: WorkItems, decodes: int) -> list[list[tuple[int, int, int]]]:
     """(part, begin, end) of each decode."""
     found: list[list[tuple[int, int, int]]] = [[] for _ in range(decodes)]
     for item in items.decodes.tolist():

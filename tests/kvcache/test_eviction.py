@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 from llmbatch.kvcache.contents import Contents, find, forget_contents, give_name, start, with_tokens
 from llmbatch.kvcache.page_trie import PageTrie
 from llmbatch.kvcache.page_worth import Worth, insert, remove, revalue
-from llmbatch.scheduler.admission_order import Blend, Ends, InOrder
+from llmbatch.scheduler.admission_order import Blend, Ends, FromFront
 
 Tokens = list[int]
-ENDS: list[Ends] = [InOrder(), Blend()]
+ENDS: list[Ends] = [FromFront(), Blend()]
 
 
 def test_pages_that_are_there_get_numbers_where_one_row_alone_has_them() -> None:

@@ -13,14 +13,14 @@ from llmbatch.kvcache.contents import Prompts
 from llmbatch.kvcache.page_pool import EMPTY
 from llmbatch.kvcache.page_trie import PageTrie
 from llmbatch.planning.prefix_tree import PrefixTree
-from llmbatch.scheduler.admission_order import Blend, Ends, InOrder
-from llmbatch.scheduler.output import Finish, Step
-from llmbatch.scheduler.scheduler import Finished, Scheduler, Waiting
+from llmbatch.scheduler.admission_order import Blend, Ends, FromFront
+from llmbatch.scheduler.output import FinishReason, Step
+from llmbatch.scheduler.scheduler import FinishedSequences, QueueUpdate, Scheduler
 from llmbatch.scheduler.token_budget import FixedBudget
 from tests.support.workloads import COST, RATES, Believed
 
 Tokens = list[int]
-ENDS: list[Ends] = [InOrder(), Blend(), Blend(behind=8)]
+ENDS: list[Ends] = [FromFront(), Blend(), Blend(behind=8)]
 
 
 def spoken(tokens: Tokens) -> int:
@@ -55,7 +55,7 @@ class Job:
     ) -> None:
         """`most` tokens of an answer are believed in."""
         self.size, self.num_pages, self.running, self.budget, self.most = size, num_pages, running, budget, most
-        self.ends = ends or InOrder()
+        self.ends = ends or FromFront()
         self.kv = np.zeros((num_pages, size), np.int64)
         self.rows: list[Row] = []
         self.scheduler: Scheduler | None = None
@@ -86,14 +86,16 @@ class Job:
         else:
             found = self.scheduler.found(prompts, tree, numbers)
             trie = PageTrie.build(tree.rows, tree.lcp, self.size, len(self.rows), found)
-            self.scheduler.go_on(
+            self.scheduler.rebind(
                 lengths, trie=trie, lengths=Believed(believed), numbers=numbers, max_running=self.running,
                 prompts=prompts,
             )  # fmt: skip
-            self.engine.go_on(answers)
+            self.engine.rebind(answers)
         self.scheduler.check()
         order = np.arange(len(self.rows), dtype=np.int32)
-        self.scheduler.enqueue(Waiting(order, believed, self.ends, FixedBudget(self.budget), compute=1.0, memory=1.0))
+        self.scheduler.enqueue(
+            QueueUpdate(order, believed, self.ends, FixedBudget(self.budget), compute=1.0, memory=1.0)
+        )
 
     def step(self) -> Step:
         """Decide a step, compute it, and publish what ended."""
@@ -115,14 +117,14 @@ class Job:
         self.take(finished)
         return step
 
-    def take(self, finished: Finished) -> None:
+    def take(self, finished: FinishedSequences) -> None:
         """Publish the answers of sequences that ended."""
         assert self.scheduler is not None
         answers = []
         columns = finished.requests.tolist(), finished.slots.tolist(), finished.cached.tolist()
         for request, slot, cached in zip(*columns, strict=True):
             row = self.rows[request]
-            generated = len(self.engine.retire(slot))
+            generated = len(self.engine.pop_tokens(slot))
             answers.append(np.array(row.tokens[len(row.prompt) :][:generated], np.int32))
             self.cached[id(row)] = cached
             self.ended.append(id(row))
@@ -231,9 +233,11 @@ def test_the_next_turn_finds_the_answer_in_the_same_window() -> None:
     job.join([first, turn])
     assert job.scheduler is not None
     order = np.zeros(1, np.int32)
-    job.scheduler.enqueue(Waiting(order, np.full(2, 12.0), InOrder(), FixedBudget(10), compute=1.0, memory=1.0))
+    job.scheduler.enqueue(QueueUpdate(order, np.full(2, 12.0), FromFront(), FixedBudget(10), compute=1.0, memory=1.0))
     job.run()
-    job.scheduler.enqueue(Waiting(order + 1, np.full(2, 12.0), InOrder(), FixedBudget(10), compute=1.0, memory=1.0))
+    job.scheduler.enqueue(
+        QueueUpdate(order + 1, np.full(2, 12.0), FromFront(), FixedBudget(10), compute=1.0, memory=1.0)
+    )
     job.run()
     assert job.cached[id(turn)] == 20
 
@@ -287,7 +291,7 @@ def test_the_answer_of_a_sequence_that_broke_off_is_not_found() -> None:
     assert job.scheduler is not None
     for _ in range(9):
         job.step()
-    job.take(job.scheduler.withdraw(np.zeros(1, np.int32), Finish.TIMEOUT))
+    job.take(job.scheduler.withdraw(np.zeros(1, np.int32), FinishReason.TIMEOUT))
     turn = Row([*first.tokens, 50], 4)
     job.join([turn])
     job.run()
@@ -304,7 +308,7 @@ def test_without_prompts_nothing_is_kept() -> None:
     scheduler = Scheduler(
         np.array([9], np.int32), num_pages=100, trie=trie, lengths=Believed(np.ones(1)), rates=RATES, max_running=6
     )
-    waiting = Waiting(np.zeros(1, np.int32), np.ones(1), InOrder(), FixedBudget(16), compute=1.0, memory=1.0)
+    waiting = QueueUpdate(np.zeros(1, np.int32), np.ones(1), FromFront(), FixedBudget(16), compute=1.0, memory=1.0)
     scheduler.enqueue(waiting)
     engine = SimulatedEngine(np.array([3], np.int32), COST)
     while not scheduler.done:

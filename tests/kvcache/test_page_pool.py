@@ -6,16 +6,16 @@ import numpy as np
 import pytest
 
 from llmbatch.kvcache.eviction import path_of
-from llmbatch.kvcache.page_pool import EMPTY, Pages, admit_pages, extend, extend_by_one, release
+from llmbatch.kvcache.page_pool import EMPTY, PagePool, admit_pages, extend, extend_by_one, release
 from tests.support.workloads import Workload
 
 
-def pool(prompts: list[list[int]], num_pages: int, page_size: int = 4) -> Pages:
+def pool(prompts: list[list[int]], num_pages: int, page_size: int = 4) -> PagePool:
     load = Workload(prompts, np.ones(len(prompts), np.int32), np.ones(len(prompts)))
-    return Pages.empty(num_pages, load.trie(page_size), slots=4, width=8)
+    return PagePool.empty(num_pages, load.trie(page_size), slots=4, width=8)
 
 
-def fill(pages: Pages, slot: int, request: int, prompt: int) -> int:
+def fill(pages: PagePool, slot: int, request: int, prompt: int) -> int:
     found = int(admit_pages(pages, slot, request, prompt))
     extend(pages, slot, prompt)
     pages.check()

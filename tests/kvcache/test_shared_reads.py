@@ -13,12 +13,12 @@ from numpy.typing import NDArray
 
 from llmbatch.engine.simulated import SimulatedEngine
 from llmbatch.kernels.cascade import GROUP_ROWS, GROUP_TOKENS
-from llmbatch.runtime.simulated_loop import SimulatedDriver
-from llmbatch.runtime.step_loop import EngineDriver
-from llmbatch.scheduler.admission_order import Blend, InOrder
+from llmbatch.runtime.simulated_loop import SimulatedLoop
+from llmbatch.runtime.step_loop import SerialLoop
+from llmbatch.scheduler.admission_order import Blend, FromFront
 from llmbatch.scheduler.decide import MEMORY
-from llmbatch.scheduler.output import Finish, Step
-from llmbatch.scheduler.scheduler import Finished, Scheduler, Waiting
+from llmbatch.scheduler.output import FinishReason, Step
+from llmbatch.scheduler.scheduler import FinishedSequences, QueueUpdate, Scheduler
 from llmbatch.scheduler.token_budget import ClosedLoopBudget, FixedBudget
 from tests.support.workloads import COST, RATES, Believed, Workload
 
@@ -51,8 +51,8 @@ def scheduler_for(load: Workload, size: int, extra: int, *, closed_loop: bool = 
         max_running=100,
     )
     everything = np.arange(len(load.prompts), dtype=np.int32)
-    ends, budget = (Blend(), ClosedLoopBudget(TOGETHER)) if closed_loop else (InOrder(), FixedBudget(2000))
-    scheduler.enqueue(Waiting(everything, load.believed, ends, budget, 1.0, 1.0))
+    ends, budget = (Blend(), ClosedLoopBudget(TOGETHER)) if closed_loop else (FromFront(), FixedBudget(2000))
+    scheduler.enqueue(QueueUpdate(everything, load.believed, ends, budget, 1.0, 1.0))
     return scheduler
 
 
@@ -80,7 +80,7 @@ def test_what_a_step_is_spared_is_counted_exactly(seed: int, size: int, extra: i
         finished = scheduler.commit(step, engine.execute(step))
         scheduler.check()
         for slot in finished.slots.tolist():
-            engine.retire(slot)
+            engine.pop_tokens(slot)
     assert scheduler.core.pages.reads.spared[0] == 0
     assert not scheduler.core.pages.reads.readers.any()
 
@@ -89,7 +89,7 @@ def test_some_of_these_workloads_spare_reads_and_preempt() -> None:
     spared, preempted = 0, 0
     for seed in range(4):
         load = families(seed)
-        scheduler, driver = scheduler_for(load, 16, 6000), SimulatedDriver(load.lengths, CASCADE)
+        scheduler, driver = scheduler_for(load, 16, 6000), SimulatedLoop(load.lengths, CASCADE)
         while not scheduler.done:
             driver.run(scheduler, 1)
             spared += int(scheduler.core.pages.reads.spared[0] > 0)
@@ -105,18 +105,18 @@ def test_it_stays_exact_where_sequences_go_on_in_another_shard_or_are_withdrawn(
 ) -> None:
     load = families(seed)
     scheduler = scheduler_for(load, size, extra)
-    driver = SimulatedDriver(load.lengths, CASCADE)
+    driver = SimulatedLoop(load.lengths, CASCADE)
     driver.run(scheduler, steps)
     order = np.random.default_rng(seed).permutation(len(load.prompts)).astype(np.int32)
     again = Workload([load.prompts[i] for i in order], load.lengths[order], load.believed[order])
     numbers = np.argsort(order).astype(np.int32)
-    scheduler.go_on(
+    scheduler.rebind(
         again.prompt_lengths, trie=again.trie(size), lengths=Believed(again.believed), numbers=numbers, max_running=100
     )
     scheduler.check()
-    scheduler.withdraw(scheduler.unfinished()[0][::3], Finish.TIMEOUT)
+    scheduler.withdraw(scheduler.unfinished()[0][::3], FinishReason.TIMEOUT)
     scheduler.check()
-    scheduler.withdraw(scheduler.unfinished()[0], Finish.TIMEOUT)
+    scheduler.withdraw(scheduler.unfinished()[0], FinishReason.TIMEOUT)
     scheduler.check()
     assert scheduler.core.pages.reads.spared[0] == 0
 
@@ -126,7 +126,7 @@ def test_it_stays_exact_where_sequences_go_on_in_another_shard_or_are_withdrawn(
 def test_the_clock_and_the_engine_seam_count_the_same_reads(seed: int, size: int, extra: int) -> None:
     load = families(seed)
     fast, slow = (scheduler_for(load, size, extra) for _ in range(2))
-    driver, engine = SimulatedDriver(load.lengths, CASCADE), SimulatedEngine(load.lengths, CASCADE)
+    driver, engine = SimulatedLoop(load.lengths, CASCADE), SimulatedEngine(load.lengths, CASCADE)
 
     class Watch:
         def before(self, step: Step) -> None:
@@ -135,14 +135,14 @@ def test_the_clock_and_the_engine_seam_count_the_same_reads(seed: int, size: int
         def took(self, step: Step, seconds: float) -> None:
             pass
 
-        def after(self, finished: Finished) -> NDArray[np.int32]:
+        def after(self, finished: FinishedSequences) -> NDArray[np.int32]:
             for slot in finished.slots.tolist():
-                engine.retire(slot)
+                engine.pop_tokens(slot)
             return np.empty(0, np.int32)
 
     while not fast.done:
         driver.run(fast, 1000)
-        EngineDriver(engine, Watch()).run(slow, 1000)
+        SerialLoop(engine, Watch()).run(slow, 1000)
     assert driver.seconds == pytest.approx(engine.seconds)
 
 
@@ -159,8 +159,8 @@ def read_by_step(rows: int, shared: int, *, cascade: bool) -> list[int]:
         max_running=200,
     )
     everything = np.arange(rows, dtype=np.int32)
-    scheduler.enqueue(Waiting(everything, load.believed, InOrder(), FixedBudget(5000), 1.0, 1e9))
-    driver = SimulatedDriver(load.lengths, CASCADE if cascade else COST)
+    scheduler.enqueue(QueueUpdate(everything, load.believed, FromFront(), FixedBudget(5000), 1.0, 1e9))
+    driver = SimulatedLoop(load.lengths, CASCADE if cascade else COST)
     driver.run(scheduler, 100)
     read = driver.log.steps["kv_read_tokens"][: driver.log.counts[0]]
     charged = (1e9 - scheduler.core.left[MEMORY]) / RATES.seconds_per_kv_token
@@ -201,10 +201,10 @@ def test_a_step_is_given_less_compute_where_its_reads_are_shared() -> None:
             max_running=200,
         )
         everything = np.arange(rows, dtype=np.int32)
-        scheduler.enqueue(Waiting(everything, load.believed, InOrder(), FixedBudget(50_000), 1.0, 1.0))
-        SimulatedDriver(load.lengths, COST).run(scheduler, 2)
+        scheduler.enqueue(QueueUpdate(everything, load.believed, FromFront(), FixedBudget(50_000), 1.0, 1.0))
+        SimulatedLoop(load.lengths, COST).run(scheduler, 2)
         rest = np.arange(rows, rows + 40, dtype=np.int32)
-        scheduler.enqueue(Waiting(rest, load.believed, InOrder(), ClosedLoopBudget(rates), 400.0, 100.0))
+        scheduler.enqueue(QueueUpdate(rest, load.believed, FromFront(), ClosedLoopBudget(rates), 400.0, 100.0))
         tokens.append(scheduler.decide().num_tokens)
     assert tokens[1] < tokens[0]
 

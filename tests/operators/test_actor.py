@@ -18,9 +18,9 @@ from llmbatch.inference.options import Options
 from llmbatch.inference.progress import Silence
 from llmbatch.inference.worker import Worker
 from llmbatch.io.row_hash import hash_rows
-from llmbatch.operators.ray.actor import Call, FeedOfShards, SharedEngine
-from llmbatch.operators.ray.in_flight import ENDED, ROW, RUNNING, Flight, left_behind
-from llmbatch.operators.ray.ledger import Known, Ledger
+from llmbatch.operators.ray.actor import ShardCall, ShardQueue, SharedEngine
+from llmbatch.operators.ray.in_flight import ENDED, ROW, RUNNING, InFlightRows, left_behind
+from llmbatch.operators.ray.ledger import Ledger, ShardHistory
 from llmbatch.runtime.protocols import Stop
 
 
@@ -30,8 +30,8 @@ def ledger(tmp_path: Path) -> Ledger:
 
 
 @pytest.fixture
-def flight(tmp_path: Path) -> Flight:
-    return Flight(tmp_path / "flight")
+def flight(tmp_path: Path) -> InFlightRows:
+    return InFlightRows(tmp_path / "flight")
 
 
 def simulated(model: str, **options: Any) -> Worker:
@@ -42,8 +42,8 @@ def table_of(texts: Iterable[str | None]) -> pa.Table:
     return pa.table({"text": pa.array(texts, pa.string())})
 
 
-def called(shard: int, table: pa.Table, ledger: Ledger, flight: Flight) -> Call:
-    return Call(shard, table, hash_rows(table.select(["text"])), ledger.begin(shard), flight)
+def called(shard: int, table: pa.Table, ledger: Ledger, flight: InFlightRows) -> ShardCall:
+    return ShardCall(shard, table, hash_rows(table.select(["text"])), ledger.begin(shard), flight)
 
 
 def died(ledger: Ledger, shard: int, table: pa.Table, *, times: int) -> None:
@@ -61,7 +61,7 @@ def in_threads(calls: Iterable[Any]) -> None:
         thread.join()
 
 
-def test_shards_are_answered_as_the_operator_answers_them(model: str, ledger: Ledger, flight: Flight) -> None:
+def test_shards_are_answered_as_the_operator_answers_them(model: str, ledger: Ledger, flight: InFlightRows) -> None:
     operator = cast(Any, LLMOperator(model=model, prompt="text", max_tokens=4, kv_memory=2**24))
     engine = SharedEngine(Worker(operator.options))
     tables = [table_of([f"a prefix, then {i * k % 11}" for i in range(30)] + [None]) for k in (1, 3, 7)]
@@ -104,7 +104,7 @@ def window_of(worker: Worker, number: int, table: pa.Table) -> Window:
 
 def test_the_next_shard_joins_before_the_last_one_has_drained(model: str) -> None:
     worker = simulated(model, max_tokens=400, output_tokens="tokens")
-    feed, joined = FeedOfShards(), Joined()
+    feed, joined = ShardQueue(), Joined()
     for number, lengths in enumerate([[400, 1], [1, 1]]):
         table = table_of(["x", "y"]).append_column("tokens", pa.array(lengths))
         feed.put(window_of(worker, number, table), apart=False)
@@ -116,7 +116,7 @@ def test_the_next_shard_joins_before_the_last_one_has_drained(model: str) -> Non
 
 def test_suspects_run_apart_and_each_group_in_a_stream_of_its_own(model: str) -> None:
     worker = simulated(model)
-    feed = FeedOfShards()
+    feed = ShardQueue()
     windows = [window_of(worker, number, table_of(["x"])) for number in range(4)]
     feed.put(windows[0], apart=False)
     feed.put(windows[1], apart=False)
@@ -139,7 +139,7 @@ def test_suspects_run_apart_and_each_group_in_a_stream_of_its_own(model: str) ->
     assert not feed.wait()
 
 
-def test_rows_that_the_ledger_knows_are_not_run_again(model: str, ledger: Ledger, flight: Flight) -> None:
+def test_rows_that_the_ledger_knows_are_not_run_again(model: str, ledger: Ledger, flight: InFlightRows) -> None:
     table = table_of(["a", "b", "a", "c", "a"])
     hashes = hash_rows(table)
     begun: list[int] = []
@@ -155,7 +155,7 @@ def test_rows_that_the_ledger_knows_are_not_run_again(model: str, ledger: Ledger
     assert engine.answer(called(1, table, ledger, flight), ledger).equals(first)
     assert sum(begun) == 5
     shuffled = table.take([4, 3, 0, 1, 2])
-    again = engine.answer(Call(1, shuffled, hashes[[4, 3, 0, 1, 2]], ledger.begin(1), flight), ledger)
+    again = engine.answer(ShardCall(1, shuffled, hashes[[4, 3, 0, 1, 2]], ledger.begin(1), flight), ledger)
     assert sum(begun) == 5
     assert again["text"].equals(shuffled["text"])
     longer = pa.concat_tables([table, table_of(["a", "d"])])
@@ -164,14 +164,14 @@ def test_rows_that_the_ledger_knows_are_not_run_again(model: str, ledger: Ledger
     engine.close()
 
 
-def test_equal_rows_are_drawn_with_keys_of_their_own(ledger: Ledger, flight: Flight) -> None:
+def test_equal_rows_are_drawn_with_keys_of_their_own(ledger: Ledger, flight: InFlightRows) -> None:
     table = table_of(["a", "b", "a", "a"])
     keys = [called(shard, table, ledger, flight).keys.tolist() for shard in (1, 2)]
     assert len({*keys[0], *keys[1]}) == 8
     assert called(1, table, ledger, flight).keys.tolist() == keys[0]
 
 
-def test_suspects_are_run_fewer_at_a_time_then_alone_then_not_at_all(ledger: Ledger, flight: Flight) -> None:
+def test_suspects_are_run_fewer_at_a_time_then_alone_then_not_at_all(ledger: Ledger, flight: InFlightRows) -> None:
     table = table_of([str(i) for i in range(100)])
     died(ledger, 1, table.slice(0, 70), times=1)
     died(ledger, 1, table.slice(0, 10), times=1)
@@ -191,7 +191,9 @@ def test_suspects_are_run_fewer_at_a_time_then_alone_then_not_at_all(ledger: Led
     ]
 
 
-def test_a_row_alone_in_three_deaths_of_the_process_gets_an_error(model: str, ledger: Ledger, flight: Flight) -> None:
+def test_a_row_alone_in_three_deaths_of_the_process_gets_an_error(
+    model: str, ledger: Ledger, flight: InFlightRows
+) -> None:
     table = table_of(["good", "deadly", "suspect"])
     died(ledger, 1, table.slice(1, 2), times=1)
     died(ledger, 1, table.slice(1, 1), times=6)
@@ -208,12 +210,12 @@ def test_a_row_alone_in_three_deaths_of_the_process_gets_an_error(model: str, le
 
 
 def test_rows_are_in_flight_from_their_first_step_until_the_ledger_has_them(
-    model: str, ledger: Ledger, flight: Flight, tmp_path: Path
+    model: str, ledger: Ledger, flight: InFlightRows, tmp_path: Path
 ) -> None:
     states: list[set[int]] = []
 
     class Spy:
-        def begin(self, shard: int) -> Known:
+        def begin(self, shard: int) -> ShardHistory:
             return ledger.begin(shard)
 
         def report(self, shard: int, call: int, answers: pa.RecordBatch, *, last: bool) -> None:
@@ -227,7 +229,9 @@ def test_rows_are_in_flight_from_their_first_step_until_the_ledger_has_them(
     assert len(left_behind(tmp_path / "flight")) == 0
 
 
-def test_a_row_that_fails_ends_the_job_where_that_was_asked_for(model: str, ledger: Ledger, flight: Flight) -> None:
+def test_a_row_that_fails_ends_the_job_where_that_was_asked_for(
+    model: str, ledger: Ledger, flight: InFlightRows
+) -> None:
     engine = SharedEngine(simulated(model, on_error="raise"))
     expected = (
         r"^a row failed \(null_prompt\): prompt is null; "
@@ -247,7 +251,7 @@ def test_a_closed_engine_leaves_no_thread(model: str) -> None:
         engine.tick()
 
 
-def test_an_empty_shard_gets_the_columns(model: str, ledger: Ledger, flight: Flight) -> None:
+def test_an_empty_shard_gets_the_columns(model: str, ledger: Ledger, flight: InFlightRows) -> None:
     engine = SharedEngine(simulated(model))
     assert engine.answer(called(1, table_of([]), ledger, flight), ledger).column_names == ["text", *COLUMNS]
     engine.close()

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from llmbatch.inference.answers import SCHEMA
 from llmbatch.inference.progress import Advance, Silence
-from llmbatch.operators.ray.in_flight import ENDED, ROW, RUNNING, Flight, left_behind
-from llmbatch.operators.ray.ledger import REPORT, Counts, Home, Ledger
+from llmbatch.operators.ray.in_flight import ENDED, ROW, RUNNING, InFlightRows, left_behind
+from llmbatch.operators.ray.ledger import REPORT, ActorHome, Counts, Ledger
 
 
 class Recorder(Silence):
@@ -92,9 +92,9 @@ def test_rows_are_suspects_as_often_as_they_ran_when_a_process_died(ledger: Ledg
 
 
 def test_a_new_process_of_an_actor_learns_where_the_last_one_was(ledger: Ledger) -> None:
-    assert ledger.settle("a", Home("here", "one")) is None
-    assert ledger.settle("b", Home("here", "two")) is None
-    assert ledger.settle("a", Home("there", "three")) == Home("here", "one")
+    assert ledger.settle("a", ActorHome("here", "one")) is None
+    assert ledger.settle("b", ActorHome("here", "two")) is None
+    assert ledger.settle("a", ActorHome("there", "three")) == ActorHome("here", "one")
 
 
 def test_a_ledger_that_died_goes_on_with_its_folder(ledger: Ledger, tmp_path: Path) -> None:
@@ -122,7 +122,7 @@ def test_what_is_in_flight_is_what_began_and_did_not_leave(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
     path = tmp_path_factory.mktemp("flight") / "rows"
-    flight = Flight(path)
+    flight = InFlightRows(path)
     expected: dict[int, tuple[int, int, int, int]] = {}
     for number in range(data.draw(st.integers(1, 12))):
         count = data.draw(st.integers(0, 3000))

@@ -48,9 +48,9 @@ def die_of(token: int) -> Callable[[], None]:
     """What each process of Ray is to do first. A function in a function is sent whole, not by its name."""
 
     def change_engine() -> None:
-        from llmbatch.engine.recorded import PlaceholderEngine
+        from llmbatch.engine.recorded import RecordedEngine
 
-        execute = PlaceholderEngine.execute
+        execute = RecordedEngine.execute
 
         def deadly(self: Any, step: Any) -> Any:
             requests = self._requests
@@ -59,7 +59,7 @@ def die_of(token: int) -> Callable[[], None]:
                     os.kill(os.getpid(), signal.SIGKILL)
             return execute(self, step)
 
-        PlaceholderEngine.execute = deadly  # type: ignore[method-assign]
+        RecordedEngine.execute = deadly  # type: ignore[method-assign]
 
     return change_engine
 

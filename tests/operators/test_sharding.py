@@ -15,7 +15,7 @@ from llmbatch.operators.ray.sharding import DEPTHS, OUTLINE, Shards, cut, occurr
 from llmbatch.perf_model.cost import CostModel, find_shape
 from llmbatch.perf_model.hardware import find_hardware
 from llmbatch.planning.workload import Pool, Scheduling
-from llmbatch.preprocess.request_batch import Requests, Shard
+from llmbatch.preprocess.request_batch import RequestBatch, RowRequests
 from llmbatch.preprocess.sampling_params import SamplingParams
 
 COST = CostModel(find_shape("llama-3-8b"), find_hardware("a100-80gb"))
@@ -33,7 +33,7 @@ def outlined(
     request_of[good] = np.arange(len(good))
     asked = [params.max_tokens] * len(prompts) if max_tokens is None else max_tokens
     zeros = np.zeros(len(good), np.int32)
-    requests = Requests(
+    requests = RequestBatch(
         np.concatenate([*kept, np.empty(0, np.int32)]),
         np.concatenate(([0], np.cumsum([len(prompt) for prompt in kept]))).astype(np.int64),
         np.array([asked[i] for i in good], np.int32),
@@ -43,7 +43,7 @@ def outlined(
         zeros,
     )
     lengths = np.array([len(prompt or []) for prompt in prompts], np.int32)
-    return outline(Shard(requests, request_of, lengths, {}), hashes(prompts))
+    return outline(RowRequests(requests, request_of, lengths, {}), hashes(prompts))
 
 
 def hashes(prompts: Sequence[Sequence[int] | None]) -> NDArray[np.uint64]:

@@ -17,8 +17,8 @@ from llmbatch.perf_model.hardware import find_hardware
 from llmbatch.planning.cascade import tokens_together
 from llmbatch.planning.lengths import Expected
 from llmbatch.planning.plan import Plan, plan
+from llmbatch.planning.plan_workload import plan_workload
 from llmbatch.planning.prefix_tree import PrefixTree
-from llmbatch.runtime.shard_run import decide
 from llmbatch.simulation.experiment import Experiment
 from llmbatch.simulation.simulator import describe
 from tests.support.workloads import common
@@ -134,7 +134,7 @@ def test_a_job_that_shares_a_long_prefix_is_faster_and_denser_with_cascade(tmp_p
     assert fast.report.optimal_seconds < slow.report.optimal_seconds
     assert fast.steps["kv_read_tokens"].sum() < 0.5 * slow.steps["kv_read_tokens"].sum()
     densities = [
-        decide(describe(each.trace, each.pool, "known"), each.pool, each.cost, each.scheduling).density
+        plan_workload(describe(each.trace, each.pool, "known"), each.pool, each.cost, each.scheduling).density
         for each in (alone, together)
     ]
     assert densities[1] > 2 * densities[0]

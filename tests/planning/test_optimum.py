@@ -10,8 +10,8 @@ import pytest
 
 from llmbatch.perf_model.cost import SHAPES, CostModel
 from llmbatch.perf_model.hardware import find_hardware
+from llmbatch.planning.plan_workload import plan_workload
 from llmbatch.planning.workload import Scheduling
-from llmbatch.runtime.shard_run import decide
 from llmbatch.simulation.simulator import describe, pool_of, run_workload
 from llmbatch.simulation.traces import Trace
 
@@ -45,7 +45,7 @@ def test_blend_is_within_a_tenth_of_the_best_of_all_orders(seed: int) -> None:
     assert len(workload.tree.rows) == COUNT
 
     def seconds(scheduling: Scheduling, order: tuple[int, ...] | None = None) -> float:
-        decided = decide(workload, pool, COST, scheduling)
+        decided = plan_workload(workload, pool, COST, scheduling)
         if order is not None:
             decided = replace(decided, order=np.array(order, np.int32))
         return run_workload(workload, trace.output_lengths, COST, pool, scheduling, decided=decided).report.seconds

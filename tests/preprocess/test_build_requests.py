@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from llmbatch.errors import DataError, RowError
 from llmbatch.preprocess.build_requests import build_shard
 from llmbatch.preprocess.prompts import PromptSource
-from llmbatch.preprocess.request_batch import Shard
+from llmbatch.preprocess.request_batch import RowRequests
 from llmbatch.preprocess.sampling_params import SamplingParams
 from llmbatch.preprocess.tokenizer import Tokenizer, load_tokenizer
 from tests.support.tokenizers import save_fast
@@ -35,7 +35,7 @@ def shard_of(
     params: list[dict[str, Any] | str | None] | None = None,
     context_length: int = 100,
     **options: Any,
-) -> Shard:
+) -> RowRequests:
     table = pa.table({"p": pa.array(prompts, pa.string())})
     if params is not None:
         texts = [json.dumps(one) if isinstance(one, dict) else one for one in params]
@@ -50,7 +50,7 @@ def shard_of(
     )
 
 
-def tokens_of(shard: Shard, request: int) -> list[int]:
+def tokens_of(shard: RowRequests, request: int) -> list[int]:
     begin, end = shard.requests.offsets[request : request + 2]
     tokens: list[int] = shard.requests.tokens[begin:end].tolist()
     return tokens

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmbatch.engine.recorded import PlaceholderEngine
+from llmbatch.engine.recorded import RecordedEngine
 from llmbatch.errors import JobError
 from llmbatch.scheduler.output import Step, StepResult
 from tests.runtime.test_stream import Engines, Listed, Mortal, Taken, Window, lengths, stream, window_of
@@ -31,7 +31,7 @@ def test_deadly_rows_fail_and_all_others_are_answered(deadly: int, good: int, ra
     assert len(window.ended) == len(rows) - deadly
 
 
-class Worn(PlaceholderEngine):
+class Worn(RecordedEngine):
     """Computes some steps, of all engines together, and dies of every one after."""
 
     steps = 0

@@ -9,16 +9,16 @@ import pytest
 
 from llmbatch.planning.lengths import LengthModel
 from llmbatch.planning.workload import Scheduling, Workload
-from llmbatch.preprocess.request_batch import Requests
+from llmbatch.preprocess.request_batch import RequestBatch
 from llmbatch.preprocess.sampling_params import SamplingParams
 from llmbatch.runtime.stream import Stream
 from tests.runtime.test_stream import POOL, Engines, Listed, Taken, Window
 from tests.support.workloads import COST
 
 
-def requests_of(params: list[SamplingParams], index: list[int]) -> Requests:
+def requests_of(params: list[SamplingParams], index: list[int]) -> RequestBatch:
     count = len(index)
-    return Requests(
+    return RequestBatch(
         tokens=np.arange(3 * count, dtype=np.int32) % 50,
         offsets=np.arange(0, 3 * count + 1, 3, dtype=np.int64),
         max_tokens=np.array([params[i].max_tokens for i in index], np.int32),
@@ -36,7 +36,7 @@ def seeded(seeds: range) -> list[SamplingParams]:
 def test_parameters_that_nobody_uses_are_dropped_and_equal_ones_merged() -> None:
     first = requests_of(seeded(range(5)), [4, 1, 4])
     second = requests_of(seeded(range(4, 8)), [0, 2])
-    joined = Requests.concatenate([first, second])
+    joined = RequestBatch.concatenate([first, second])
     assert [joined.params[i].seed for i in joined.params_index] == [4, 1, 4, 4, 6]
     assert sorted(one.seed or 0 for one in joined.params) == [1, 4, 6]
 

@@ -12,14 +12,14 @@ from numpy.typing import NDArray
 
 pytest.importorskip("triton")
 
-from llmbatch.engine.gpu.engine import AcceleratedEngine
+from llmbatch.engine.gpu.engine import GpuEngine
 from llmbatch.engine.model.loader import LoadedModel
-from llmbatch.preprocess.request_batch import Requests
+from llmbatch.preprocess.request_batch import RequestBatch
 from llmbatch.preprocess.sampling_params import SamplingParams
-from llmbatch.runtime.step_loop import Driver, EngineDied, EngineDriver, PipelinedDriver
+from llmbatch.runtime.step_loop import EngineDied, PipelinedLoop, SerialLoop, StepLoop
 from llmbatch.scheduler.admission_order import Blend
-from llmbatch.scheduler.output import Finish, Step, StepResult
-from llmbatch.scheduler.scheduler import Finished, Scheduler, Waiting
+from llmbatch.scheduler.output import FinishReason, Step, StepResult
+from llmbatch.scheduler.scheduler import FinishedSequences, QueueUpdate, Scheduler
 from llmbatch.scheduler.token_budget import FixedBudget
 from tests.support.workloads import RATES, Believed, Workload
 
@@ -39,7 +39,7 @@ class Rule:
         return SimpleNamespace(logits=logits[None])
 
 
-class Pipelined(AcceleratedEngine):
+class Pipelined(GpuEngine):
     """Notes how many steps are queued, and fails where it is told to."""
 
     deepest = 0
@@ -56,7 +56,7 @@ class Pipelined(AcceleratedEngine):
 class Notes:
     """Takes answers; asks for some requests to be withdrawn once they have run for a while."""
 
-    def __init__(self, engine: AcceleratedEngine, slow: set[int]) -> None:
+    def __init__(self, engine: GpuEngine, slow: set[int]) -> None:
         self.answers: dict[int, tuple[list[int], int, int]] = {}  # tokens, reason, tokens as counted
         self.engine, self.slow = engine, slow
         self.steps = 0
@@ -67,11 +67,11 @@ class Notes:
     def took(self, step: Step, seconds: float) -> None:
         pass
 
-    def after(self, finished: Finished) -> NDArray[np.int32]:
+    def after(self, finished: FinishedSequences) -> NDArray[np.int32]:
         columns = (finished.requests, finished.slots, finished.reasons, finished.generated)
         for request, slot, reason, generated in zip(*(column.tolist() for column in columns), strict=True):
             assert request not in self.answers
-            self.answers[request] = (self.engine.retire(slot).tolist(), reason, generated)
+            self.answers[request] = (self.engine.pop_tokens(slot).tolist(), reason, generated)
         late = [request for request in self.slow if self.steps > 12 and request not in self.answers]
         return np.array(late, np.int32)
 
@@ -81,7 +81,7 @@ def run(seed: int, pipelined: bool, slow: set[int], steps: int, fails_at: int = 
     lengths = rng.integers(1, 12, 40).astype(np.int32)
     rows = [rng.integers(0, VOCABULARY, length).tolist() for length in lengths]
     limits = rng.integers(1, 30, len(rows)).astype(np.int32)
-    requests = Requests(
+    requests = RequestBatch(
         tokens=np.concatenate([np.array(row, np.int32) for row in rows]),
         offsets=np.concatenate(([0], np.cumsum(lengths))).astype(np.int64),
         max_tokens=limits,
@@ -96,7 +96,7 @@ def run(seed: int, pipelined: bool, slow: set[int], steps: int, fails_at: int = 
         rates=RATES, max_running=9,
     )  # fmt: skip
     order = np.arange(len(rows), dtype=np.int32)
-    scheduler.enqueue(Waiting(order, believed, Blend(), FixedBudget(16), compute=1.0, memory=1.0))
+    scheduler.enqueue(QueueUpdate(order, believed, Blend(), FixedBudget(16), compute=1.0, memory=1.0))
     untyped: Any = Rule()
     loaded = LoadedModel(
         module=untyped, config=untyped, eos_token_ids=(EOS,), dtype=torch.float32, device=torch.device("cpu"),
@@ -107,7 +107,7 @@ def run(seed: int, pipelined: bool, slow: set[int], steps: int, fails_at: int = 
     engine.fails_at = fails_at
     engine.begin(requests)
     notes = Notes(engine, slow)
-    driver: Driver = PipelinedDriver(engine, notes) if pipelined else EngineDriver(engine, notes)
+    driver: StepLoop = PipelinedLoop(engine, notes) if pipelined else SerialLoop(engine, notes)
     ended = []
     while not scheduler.done:
         ended.append(driver.run(scheduler, steps))
@@ -124,7 +124,11 @@ def test_answers_are_those_of_one_step_at_a_time(seed: int, steps: int) -> None:
     ahead, _ = run(seed, True, set(), steps)
     assert ahead.answers == plain.answers
     assert len(plain.answers) == 40
-    assert {reason for _, reason, _ in plain.answers.values()} == {Finish.STOP, Finish.LENGTH, Finish.ERROR}
+    assert {reason for _, reason, _ in plain.answers.values()} == {
+        FinishReason.STOP,
+        FinishReason.LENGTH,
+        FinishReason.ERROR,
+    }
     assert all(len(tokens) == counted for tokens, _, counted in plain.answers.values())
     assert scheduler.preemptions > 0
 
@@ -132,7 +136,7 @@ def test_answers_are_those_of_one_step_at_a_time(seed: int, steps: int) -> None:
 def test_what_is_withdrawn_has_no_answer_and_the_others_have_theirs() -> None:
     plain, _ = run(0, False, set(), 1000)
     ahead, _ = run(0, True, {0, 1, 2, 3, 4, 5}, 1000)
-    withdrawn = {request for request, (_, reason, _) in ahead.answers.items() if reason == Finish.TIMEOUT}
+    withdrawn = {request for request, (_, reason, _) in ahead.answers.items() if reason == FinishReason.TIMEOUT}
     assert withdrawn
     assert withdrawn <= {0, 1, 2, 3, 4, 5}
     left = ahead.answers.keys() - withdrawn

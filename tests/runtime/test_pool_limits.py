@@ -16,20 +16,20 @@ from hypothesis import strategies as st
 
 import llmbatch
 from llmbatch.engine.base import StreamEngine
-from llmbatch.engine.cpu.engine import TorchEngine
+from llmbatch.engine.cpu.engine import CpuEngine
 from llmbatch.engine.cpu.platform import HOST
-from llmbatch.engine.gpu.engine import AcceleratedEngine
+from llmbatch.engine.gpu.engine import GpuEngine
 from llmbatch.engine.model.checkpoints import resolve_model
 from llmbatch.engine.model.config import describe_model
 from llmbatch.engine.model.loader import load_model
 from llmbatch.engine.model.platform import Platform
 from llmbatch.errors import RowError
 from llmbatch.planning.workload import Fit, Pool, Scheduling
-from llmbatch.preprocess.request_batch import Requests
+from llmbatch.preprocess.request_batch import RequestBatch
 from llmbatch.preprocess.sampling_params import SamplingParams
-from llmbatch.runtime.protocols import Ended
+from llmbatch.runtime.protocols import CompletedRequests
 from llmbatch.runtime.stream import Stream
-from llmbatch.scheduler.output import Finish
+from llmbatch.scheduler.output import FinishReason
 from llmbatch.simulation.simulator import simulate
 from llmbatch.simulation.traces import Trace
 from tests.runtime.test_stream import Engines, Listed, Taken, Window
@@ -44,7 +44,7 @@ BUDGET = Scheduling(max_running=8)
 def window_of(prompts: list[list[int]], max_tokens: list[int], recorded: list[int] | None = None) -> Window:
     lengths = [len(prompt) for prompt in prompts]
     params = tuple(SamplingParams(max_tokens=most) for most in max_tokens)
-    requests = Requests(
+    requests = RequestBatch(
         tokens=np.concatenate([np.array(prompt, np.int32) for prompt in prompts]),
         offsets=np.concatenate(([0], np.cumsum(lengths))).astype(np.int64),
         max_tokens=np.array(max_tokens, np.int32),
@@ -80,7 +80,7 @@ def test_a_row_ends_where_the_pool_is_full_of_it_alone() -> None:
     window = window_of([[1] * 30, [2] * 39, [3] * 5], [64, 64, 6])
     taken = Taken()
     Stream(Engines(), POOL, COST, BUDGET, taken).run(Listed([window]))
-    assert window.ended == {0: (10, Finish.LENGTH), 1: (1, Finish.LENGTH), 2: (6, Finish.LENGTH)}
+    assert window.ended == {0: (10, FinishReason.LENGTH), 1: (1, FinishReason.LENGTH), 2: (6, FinishReason.LENGTH)}
     assert taken.cuts == [0, 1]
 
 
@@ -100,7 +100,7 @@ def test_a_prompt_that_fills_the_pool_is_an_error_with_the_numbers() -> None:
 def test_a_row_that_stops_by_itself_before_the_pool_is_full_has_stopped() -> None:
     window = window_of([[1] * 30], [64], recorded=[7])
     Stream(Engines(), POOL, COST, BUDGET, Taken()).run(Listed([window]))
-    assert window.ended == {0: (7, Finish.STOP)}
+    assert window.ended == {0: (7, FinishReason.STOP)}
 
 
 def test_lengths_that_no_int32_holds_are_fitted_too() -> None:
@@ -118,7 +118,7 @@ class Answers(Taken):
         super().__init__()
         self.tokens: dict[tuple[int, int], list[int]] = {}
 
-    def ended(self, ended: Ended[Window]) -> None:
+    def ended(self, ended: CompletedRequests[Window]) -> None:
         super().ended(ended)
         for request, tokens in zip(ended.requests.tolist(), ended.tokens, strict=True):
             self.tokens[id(ended.window), request] = tokens.tolist()
@@ -136,19 +136,17 @@ class Hosting:
 
 
 def torch_engine(model: str, num_pages: int = POOL.num_pages) -> StreamEngine:
-    return TorchEngine(load_model(model, dtype="float32", platform=HOST), num_pages=num_pages, page_size=POOL.page_size)
+    return CpuEngine(load_model(model, dtype="float32", platform=HOST), num_pages=num_pages, page_size=POOL.page_size)
 
 
 def accelerated_engine(model: str, num_pages: int = POOL.num_pages) -> StreamEngine:
     pytest.importorskip("triton")
-    from llmbatch.engine.gpu.attention import PAGE_SIZE, DevicePieces
+    from llmbatch.engine.gpu.attention import PAGE_SIZE, GpuOps
     from llmbatch.kernels.triton.backend import TritonAttention
 
     device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
-    loaded = load_model(
-        model, dtype="float32", platform=Platform(device, DevicePieces(device), PAGE_SIZE, max_running=512)
-    )
-    return AcceleratedEngine(loaded, TritonAttention(device), num_pages=num_pages, page_size=POOL.page_size)
+    loaded = load_model(model, dtype="float32", platform=Platform(device, GpuOps(device), PAGE_SIZE, max_running=512))
+    return GpuEngine(loaded, TritonAttention(device), num_pages=num_pages, page_size=POOL.page_size)
 
 
 @pytest.mark.parametrize("make", [torch_engine, accelerated_engine])
@@ -165,7 +163,7 @@ def test_an_engine_ends_rows_where_the_pool_is_full_over_several_windows(
         expected = generate(tiny_model("llama"), rows, limits, [EOS], PAD)
         assert [taken.tokens[id(window), i] for i in range(len(rows))] == expected
         for i, answer in enumerate(expected):
-            reason = Finish.STOP if answer[-1] == EOS else Finish.LENGTH
+            reason = FinishReason.STOP if answer[-1] == EOS else FinishReason.LENGTH
             assert window.ended[i] == (len(answer), reason)
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from llmbatch.engine.recorded import PlaceholderEngine
+from llmbatch.engine.recorded import RecordedEngine
 from llmbatch.perf_model.cost import CostModel, Law, find_shape
 from llmbatch.perf_model.fit import MeasuredSteps, predict
 from llmbatch.perf_model.hardware import Hardware, find_hardware
@@ -16,7 +16,7 @@ from llmbatch.runtime.refit import Refit
 from llmbatch.runtime.stream import Stream
 from llmbatch.scheduler.decide import COMPUTE, MEMORY
 from llmbatch.scheduler.output import Step
-from llmbatch.scheduler.scheduler import Scheduler, Waiting
+from llmbatch.scheduler.scheduler import QueueUpdate, Scheduler
 from tests.runtime.test_stream import Engines, Listed, Taken
 from tests.scheduler.test_accounts import grouped
 
@@ -126,15 +126,15 @@ def test_a_job_steers_by_what_its_steps_took_and_counts_what_is_left_by_it(
 ) -> None:
     """Lengths are known: what is left is counted anew by the rates that were fitted, and ends near zero."""
     true = cost_of(WRONG[name])
-    counted: list[tuple[Scheduler, Waiting]] = []
+    counted: list[tuple[Scheduler, QueueUpdate]] = []
     enqueue = Scheduler.enqueue
 
-    def noted(self: Scheduler, waiting: Waiting) -> None:
+    def noted(self: Scheduler, waiting: QueueUpdate) -> None:
         enqueue(self, waiting)
         counted.append((self, waiting))
 
     monkeypatch.setattr(Scheduler, "enqueue", noted)
-    engines = Engines(lambda: PlaceholderEngine(true))
+    engines = Engines(lambda: RecordedEngine(true))
     windows = Listed([grouped(0, 600)])
     Stream(engines, Pool(8000, 8), cost_of(BELIEVED), Scheduling(max_running=64), Taken()).run(windows)
     assert len(counted) > 1

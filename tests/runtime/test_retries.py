@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 import pytest
 
 from llmbatch.cli.main import main
-from llmbatch.engine.recorded import PlaceholderEngine
+from llmbatch.engine.recorded import RecordedEngine
 from llmbatch.errors import DataError, JobError
 from llmbatch.scheduler.output import Step, StepResult
 from tests.support.jobs import Job, begun, rows
@@ -25,16 +25,16 @@ BAD = {ROWS["id"][i].as_py() for i, n in enumerate(ROWS["n"].to_pylist()) if n i
 @pytest.fixture
 def poison(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Two rows kill the engine, until this is called."""
-    execute = PlaceholderEngine.execute
+    execute = RecordedEngine.execute
     poisonous = set(POISON)
 
-    def dies(engine: PlaceholderEngine, step: Step) -> StepResult:
+    def dies(engine: RecordedEngine, step: Step) -> StepResult:
         killers = poisonous.intersection(engine._requests.recorded[step.requests].tolist())
         if killers:
             raise RuntimeError("poison")
         return execute(engine, step)
 
-    monkeypatch.setattr(PlaceholderEngine, "execute", dies)
+    monkeypatch.setattr(RecordedEngine, "execute", dies)
     return poisonous.clear
 
 

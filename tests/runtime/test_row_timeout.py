@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from llmbatch.engine.recorded import PlaceholderEngine
+from llmbatch.engine.recorded import RecordedEngine
 from llmbatch.planning.workload import Pool, Scheduling
 from llmbatch.runtime.stream import Stream
-from llmbatch.scheduler.output import Finish, Step, StepResult
+from llmbatch.scheduler.output import FinishReason, Step, StepResult
 from tests.runtime.test_stream import Engines, Listed, Taken, Window, lengths, window_of
 from tests.support.workloads import COST, Workload
 
@@ -26,7 +26,7 @@ class Clock:
         return self.now
 
 
-class Slow(PlaceholderEngine):
+class Slow(RecordedEngine):
     """Takes a second a step, and knows which slots it has been given."""
 
     def __init__(self, clock: Clock) -> None:
@@ -39,14 +39,14 @@ class Slow(PlaceholderEngine):
         self._given |= set(step.slots.tolist())
         return super().execute(step)
 
-    def retire(self, slot: int) -> NDArray[np.int32]:
+    def pop_tokens(self, slot: int) -> NDArray[np.int32]:
         assert slot in self._given, "a row ends that the engine was never given"
-        return super().retire(slot)
+        return super().pop_tokens(slot)
 
 
 def ended(
     load: Workload, *, begun: float, row_timeout: float, pool: Pool, max_running: int = 8
-) -> tuple[dict[int, Finish], list[NDArray[np.int32]]]:
+) -> tuple[dict[int, FinishReason], list[NDArray[np.int32]]]:
     """How each row ends, and the rows of each step."""
     clock, steps = Clock(begun), []
     window = window_of(load)
@@ -69,7 +69,7 @@ def ended(
 @settings(max_examples=20, deadline=None)
 def test_a_row_whose_steps_take_too_long_is_withdrawn_and_no_other(begun: float) -> None:
     finish, _ = ended(lengths(3, 3, 50, 3), begun=begun, row_timeout=10.5, pool=Pool(400, 4))
-    assert finish == {0: Finish.STOP, 1: Finish.STOP, 2: Finish.TIMEOUT, 3: Finish.STOP}
+    assert finish == {0: FinishReason.STOP, 1: FinishReason.STOP, 2: FinishReason.TIMEOUT, 3: FinishReason.STOP}
 
 
 @given(st.floats(-1e6, 1e6), st.integers(1, 6))
@@ -79,7 +79,7 @@ def test_rows_that_wait_for_their_first_step_do_not_time_out(begun: float, max_r
     load = Workload([[2 + i] * 13 for i in range(40)], np.full(40, 3, np.int32), np.ones(40))
     finish, steps = ended(load, begun=begun, row_timeout=30.5, pool=Pool(60, 4), max_running=max_running)
     assert len(steps) > 60
-    assert set(finish.values()) == {Finish.STOP}
+    assert set(finish.values()) == {FinishReason.STOP}
     assert len(finish) == 40
 
 
@@ -91,9 +91,9 @@ def test_what_a_preempted_row_waits_does_not_count(begun: float) -> None:
     finish, steps = ended(load, begun=begun, row_timeout=120.5, pool=Pool(40, 4))
     long = [[at for at, rows in enumerate(steps) if row in rows] for row in range(60, 80)]
     assert max(at[-1] - at[0] for at in long) > 121
-    assert set(finish.values()) == {Finish.STOP, Finish.LENGTH}
+    assert set(finish.values()) == {FinishReason.STOP, FinishReason.LENGTH}
 
 
 def test_a_row_that_is_done_in_time_is_not_withdrawn_in_the_step_it_ends() -> None:
     finish, _ = ended(lengths(12), begun=5.0, row_timeout=11.5, pool=Pool(400, 4))
-    assert finish == {0: Finish.STOP}
+    assert finish == {0: FinishReason.STOP}

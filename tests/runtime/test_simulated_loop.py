@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 from llmbatch.engine.simulated import Clock, SimulatedEngine, step_seconds
 from llmbatch.perf_model.cost import CostModel, Law, Overlap, find_shape
 from llmbatch.perf_model.hardware import find_hardware
-from llmbatch.runtime.simulated_loop import SimulatedDriver
-from llmbatch.runtime.step_loop import EngineDriver
-from llmbatch.scheduler.admission_order import Blend, InOrder
+from llmbatch.runtime.simulated_loop import SimulatedLoop
+from llmbatch.runtime.step_loop import SerialLoop
+from llmbatch.scheduler.admission_order import Blend, FromFront
 from llmbatch.scheduler.output import Step
-from llmbatch.scheduler.scheduler import Finished, Scheduler, Waiting
+from llmbatch.scheduler.scheduler import FinishedSequences, QueueUpdate, Scheduler
 from llmbatch.scheduler.token_budget import ClosedLoopBudget, FixedBudget, Rates
 from tests.support.workloads import COST, RATES, Believed, Workload, workloads
 
@@ -32,10 +32,10 @@ def scheduler_for(load: Workload, size: int, extra: int, closed_loop: bool) -> S
         rates=RATES,
         max_running=200,
     )
-    waiting = Waiting(
+    waiting = QueueUpdate(
         np.arange(len(load.prompts), dtype=np.int32),
         load.believed,
-        Blend(behind=8) if closed_loop else InOrder(),
+        Blend(behind=8) if closed_loop else FromFront(),
         ClosedLoopBudget(RATES) if closed_loop else FixedBudget(32),
         compute=1.0,
         memory=1.0,
@@ -50,9 +50,9 @@ def test_many_steps_in_one_call_are_those_of_the_engine_seam(
     load: Workload, size: int, extra: int, closed_loop: bool, at_once: int
 ) -> None:
     fast, slow = (scheduler_for(load, size, extra, closed_loop) for _ in range(2))
-    driver = SimulatedDriver(load.lengths, COST)
+    driver = SimulatedLoop(load.lengths, COST)
     engine = SimulatedEngine(load.lengths, COST)
-    ended: list[Finished] = []
+    ended: list[FinishedSequences] = []
 
     class Watch:
         def before(self, step: Step) -> None:
@@ -61,14 +61,14 @@ def test_many_steps_in_one_call_are_those_of_the_engine_seam(
         def took(self, step: Step, seconds: float) -> None:
             pass
 
-        def after(self, finished: Finished) -> NDArray[np.int32]:
+        def after(self, finished: FinishedSequences) -> NDArray[np.int32]:
             ended.append(finished)
             for slot in finished.slots.tolist():
-                engine.retire(slot)
+                engine.pop_tokens(slot)
             return np.empty(0, np.int32)
 
     while not fast.done:
-        first, second = driver.run(fast, at_once), EngineDriver(engine, Watch()).run(slow, at_once)
+        first, second = driver.run(fast, at_once), SerialLoop(engine, Watch()).run(slow, at_once)
         assert first.requests.tolist() == second.requests.tolist()
         assert first.generated.tolist() == second.generated.tolist()
     assert slow.done

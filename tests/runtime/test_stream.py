@@ -13,14 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from llmbatch.engine.recorded import PlaceholderEngine
+from llmbatch.engine.recorded import RecordedEngine
 from llmbatch.errors import JobError, RowError
 from llmbatch.planning.workload import Pool, Scheduling
-from llmbatch.preprocess.request_batch import Requests
+from llmbatch.preprocess.request_batch import RequestBatch
 from llmbatch.preprocess.sampling_params import SamplingParams
-from llmbatch.runtime.protocols import Ended, Stop
+from llmbatch.runtime.protocols import CompletedRequests, Stop
 from llmbatch.runtime.stream import Stream
-from llmbatch.scheduler.output import Finish, Step, StepResult
+from llmbatch.scheduler.output import FinishReason, Step, StepResult
 from tests.support.workloads import COST, Workload, workloads
 
 POOL = Pool(400, 4)
@@ -30,16 +30,16 @@ POOL = Pool(400, 4)
 class Window:
     """Requests, those that are answered already, and what comes of the others."""
 
-    requests: Requests
+    requests: RequestBatch
     answered: NDArray[np.int32]
-    ended: dict[int, tuple[int, Finish]] = field(default_factory=dict)
+    ended: dict[int, tuple[int, FinishReason]] = field(default_factory=dict)
     attempts: dict[int, int] = field(default_factory=dict)
     errors: dict[int, RowError] = field(default_factory=dict)
 
 
 def window_of(load: Workload, answered: NDArray[np.int32] | None = None) -> Window:
     prompts = load.prompt_lengths
-    requests = Requests(
+    requests = RequestBatch(
         tokens=np.concatenate([np.array(prompt, np.int32) for prompt in load.prompts]),
         offsets=np.concatenate(([0], np.cumsum(prompts))).astype(np.int64),
         max_tokens=np.full(len(prompts), 64, np.int32),
@@ -65,11 +65,11 @@ class Taken:
     def begun(self, window: Window, requests: NDArray[np.int32]) -> None:
         self.events.append(("begun", id(window)))
 
-    def ended(self, ended: Ended[Window]) -> None:
+    def ended(self, ended: CompletedRequests[Window]) -> None:
         self.events.append(("ended", id(ended.window)))
         for i, request in enumerate(ended.requests.tolist()):
             assert request not in ended.window.ended, "a request ended twice"
-            ended.window.ended[request] = (len(ended.tokens[i]), Finish(ended.finish[i]))
+            ended.window.ended[request] = (len(ended.tokens[i]), FinishReason(ended.finish[i]))
             ended.window.attempts[request] = int(ended.attempts[i])
 
     def failed(self, window: Window, errors: dict[int, RowError], attempts: int) -> None:
@@ -93,7 +93,7 @@ class Listed:
         return self._windows.pop() if self._windows else None
 
 
-class Mortal(PlaceholderEngine):
+class Mortal(RecordedEngine):
     """Dies of steps in which a request is that generates so many tokens."""
 
     def __init__(self, deadly: int) -> None:
@@ -109,14 +109,14 @@ class Mortal(PlaceholderEngine):
 class Engines:
     """Makes engines, and counts them."""
 
-    def __init__(self, make: Callable[[], PlaceholderEngine] = lambda: PlaceholderEngine(COST)) -> None:
+    def __init__(self, make: Callable[[], RecordedEngine] = lambda: RecordedEngine(COST)) -> None:
         self._make = make
         self.made = 0
 
-    def engine(self) -> PlaceholderEngine:
+    def engine(self) -> RecordedEngine:
         return self.new_engine()
 
-    def new_engine(self) -> PlaceholderEngine:
+    def new_engine(self) -> RecordedEngine:
         self.made += 1
         return self._make()
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from llmbatch.engine.base import StreamEngine
-from llmbatch.engine.recorded import PlaceholderEngine
+from llmbatch.engine.recorded import RecordedEngine
 from llmbatch.planning.workload import Pool, Scheduling
-from llmbatch.runtime.protocols import Ended
+from llmbatch.runtime.protocols import CompletedRequests
 from llmbatch.runtime.stream import Stream
 from tests.runtime.test_pool_limits import Answers, Hosting, accelerated_engine, torch_engine, window_of
 from tests.runtime.test_stream import Listed, Window
@@ -28,7 +28,7 @@ class Found(Answers):
         super().__init__()
         self.cached: dict[tuple[int, int], int] = {}
 
-    def ended(self, ended: Ended[Window]) -> None:
+    def ended(self, ended: CompletedRequests[Window]) -> None:
         super().ended(ended)
         for request, cached in zip(ended.requests.tolist(), ended.cached.tolist(), strict=True):
             self.cached[id(ended.window), request] = cached
@@ -77,6 +77,6 @@ def test_a_window_finds_the_prefix_of_one_that_has_ended() -> None:
     windows = [window_of([[*prefix, number, i] for i in range(3)], [5] * 3) for number in (1, 2)]
     windows.insert(1, window_of([[9, 9, 9]], [2]))
     taken = Found()
-    Stream(Hosting(PlaceholderEngine(COST)), Pool(100, 4), COST, Scheduling(max_running=8), taken).run(Listed(windows))
+    Stream(Hosting(RecordedEngine(COST)), Pool(100, 4), COST, Scheduling(max_running=8), taken).run(Listed(windows))
     assert sorted(taken.cached[id(windows[2]), i] for i in range(3)) == [40, 40, 40]
     assert sorted(taken.cached[id(windows[0]), i] for i in range(3)) == [0, 40, 40]

@@ -11,21 +11,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from llmbatch.engine.recorded import PlaceholderEngine
+from llmbatch.engine.recorded import RecordedEngine
 from llmbatch.perf_model.cost import CostModel, find_shape
 from llmbatch.perf_model.hardware import find_hardware
 from llmbatch.perf_model.work import Reach, pairs_of, reads_of
 from llmbatch.planning.prefix_tree import PrefixTree
 from llmbatch.planning.workload import Pool, Scheduling, Workload
-from llmbatch.preprocess.request_batch import Requests
+from llmbatch.preprocess.request_batch import RequestBatch
 from llmbatch.preprocess.sampling_params import SamplingParams
 from llmbatch.runtime.shard_run import ShardRun
-from llmbatch.runtime.simulated_loop import SimulatedDriver
-from llmbatch.runtime.step_loop import Ended
+from llmbatch.runtime.simulated_loop import SimulatedLoop
+from llmbatch.runtime.step_loop import LengthObservations
 from llmbatch.runtime.stream import Stream
 from llmbatch.scheduler.commit import preempt
 from llmbatch.scheduler.decide import COMPUTE, MEMORY
-from llmbatch.scheduler.scheduler import Scheduler, Waiting
+from llmbatch.scheduler.scheduler import QueueUpdate, Scheduler
 from llmbatch.scheduler.sequences import DECODING
 from llmbatch.scheduler.token_budget import BudgetRules, ClosedLoopBudget, FixedBudget, prices
 from tests.runtime.test_stream import Engines, Listed, Taken, Window
@@ -53,26 +53,26 @@ def shard(seed: int, rows: int = 300) -> tuple[Workload, int]:
     return Workload(tree, outputs, np.zeros(len(prompts), np.int32), outputs), int(offsets[-1] + outputs.sum())
 
 
-class Preempting(SimulatedDriver):
+class Preempting(SimulatedLoop):
     """Takes the pages of a sequence that decodes away, again and again."""
 
-    def run(self, scheduler: Scheduler, steps: int) -> Ended:
+    def run(self, scheduler: Scheduler, steps: int) -> LengthObservations:
         ended = [super().run(scheduler, 0)]
         while not scheduler.done:
             ended.append(super().run(scheduler, 40))
             core = scheduler.core
             if core.run.counts[DECODING]:
                 preempt(core.run, core.pages, core.peak, int(core.run.decoding[0]), float(scheduler.steps))
-        return Ended(*(np.concatenate(column) for column in zip(*ended, strict=True)))
+        return LengthObservations(*(np.concatenate(column) for column in zip(*ended, strict=True)))
 
 
-def left_over(work: Workload, cost: CostModel, pool: Pool, driver: SimulatedDriver) -> tuple[float, float, int]:
+def left_over(work: Workload, cost: CostModel, pool: Pool, driver: SimulatedLoop) -> tuple[float, float, int]:
     """Of either account, the share of its beginning that is there in the end; and preemptions."""
     run = ShardRun(work, driver, pool, cost, Scheduling(max_running=4096))
     begun: list[float] = []
     enqueue = run.scheduler.enqueue
 
-    def noted(waiting: Waiting) -> None:
+    def noted(waiting: QueueUpdate) -> None:
         begun[:] = [waiting.compute, waiting.memory]
         enqueue(waiting)
 
@@ -89,7 +89,7 @@ def test_both_accounts_end_within_a_hundredth_of_zero(name: str, size: int) -> N
     work, tokens = shard(sorted(SHAPES).index(name))
     cost = SHAPES[name]
     compute, memory, preemptions = left_over(
-        work, cost, Pool(tokens // 2 // size, size), SimulatedDriver(work.known, cost)
+        work, cost, Pool(tokens // 2 // size, size), SimulatedLoop(work.known, cost)
     )
     assert preemptions == 0
     assert abs(compute) < 0.01
@@ -107,16 +107,16 @@ def test_work_that_is_done_again_after_a_preemption_is_not_charged_again() -> No
 @pytest.mark.parametrize("size", [1, 8, 16])
 def test_what_is_found_at_a_join_is_subtracted(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Four windows of the same groups: most tokens of the later prompts are there, or are being computed."""
-    lefts: list[tuple[Waiting, NDArray[np.float64]]] = []  # what was to do, and what of it is left
+    lefts: list[tuple[QueueUpdate, NDArray[np.float64]]] = []  # what was to do, and what of it is left
     enqueue = Scheduler.enqueue
 
-    def noted(self: Scheduler, waiting: Waiting) -> None:
+    def noted(self: Scheduler, waiting: QueueUpdate) -> None:
         enqueue(self, waiting)
         lefts.append((waiting, self.core.left))
 
     monkeypatch.setattr(Scheduler, "enqueue", noted)
     windows = [grouped(seed) for seed in range(4)]
-    engines = Engines(lambda: PlaceholderEngine(HEAD))
+    engines = Engines(lambda: RecordedEngine(HEAD))
     Stream(engines, Pool(60_000 // size, size), HEAD, Scheduling(max_running=64), Taken()).run(Listed(windows))
     assert len(lefts) == 4
     waiting, left = lefts[-1]
@@ -131,7 +131,7 @@ def grouped(seed: int, rows: int = 60) -> Window:
     prompts = [np.concatenate((stems[i % 5], rng.integers(0, 1000, rng.integers(2, 40)))) for i in range(rows)]
     answers = np.where(rng.random(rows) < 0.2, rng.integers(200, 400, rows), rng.integers(1, 20)).astype(np.int32)
     kinds, index = np.unique(answers, return_inverse=True)
-    requests = Requests(
+    requests = RequestBatch(
         tokens=np.concatenate(prompts).astype(np.int32),
         offsets=np.concatenate(([0], np.cumsum([len(prompt) for prompt in prompts]))).astype(np.int64),
         max_tokens=answers,

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from llmbatch.planning.workload import Pool, Scheduling
-from llmbatch.preprocess.request_batch import Requests
+from llmbatch.preprocess.request_batch import RequestBatch
 from llmbatch.preprocess.sampling_params import SamplingParams
 from llmbatch.runtime.stream import Stream
 from tests.runtime.test_stream import Engines, Listed, Taken, Window
@@ -24,7 +24,7 @@ def window(seed: int, groups: int, rows: int, prefix: int) -> Window:
         prompts += [np.concatenate((shared, rng.integers(0, 1000, rng.integers(2, 9)))) for _ in range(rows)]
     answers = np.where(rng.random(len(prompts)) < 0.15, rng.integers(300, 500, len(prompts)), rng.integers(1, 20))
     kinds, index = np.unique(answers, return_inverse=True)
-    requests = Requests(
+    requests = RequestBatch(
         tokens=np.concatenate(prompts).astype(np.int32),
         offsets=np.concatenate(([0], np.cumsum([len(prompt) for prompt in prompts]))).astype(np.int64),
         max_tokens=answers.astype(np.int32),

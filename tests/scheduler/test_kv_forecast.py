@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmbatch.scheduler.kv_forecast import Peak, expect, forget, most
+from llmbatch.scheduler.kv_forecast import KVForecast, expect, forget, most
 
 Sequence = st.tuples(st.integers(1, 50), st.integers(1, 40))  # tokens held now, steps to the end
 
@@ -20,7 +20,7 @@ def simulated(sequences: list[tuple[int, int]], last: int) -> int:
 def test_the_peak_in_the_life_of_a_candidate_is_that_of_a_simulation(
     sequences: list[tuple[int, int]], now: int
 ) -> None:
-    peak = Peak.empty(20)
+    peak = KVForecast.empty(20)
     for slot, (held, steps) in enumerate(sequences[1:]):
         expect(peak, slot, float(now + steps), float(held - now))
     held, steps = sequences[0]
@@ -30,7 +30,7 @@ def test_the_peak_in_the_life_of_a_candidate_is_that_of_a_simulation(
 @given(st.lists(st.tuples(st.integers(1, 50), st.integers(1, 40), st.booleans()), min_size=1, max_size=20))
 @settings(max_examples=200, deadline=None)
 def test_a_forgotten_sequence_is_not_counted(sequences: list[tuple[int, int, bool]]) -> None:
-    peak, without = Peak.empty(20), Peak.empty(20)
+    peak, without = KVForecast.empty(20), KVForecast.empty(20)
     for slot, (held, steps, _) in enumerate(sequences):
         expect(peak, slot, float(steps), float(held))
     for slot, (held, steps, gone) in enumerate(sequences):
@@ -42,7 +42,7 @@ def test_a_forgotten_sequence_is_not_counted(sequences: list[tuple[int, int, boo
 
 
 def test_sequences_whose_end_has_passed_are_overdue() -> None:
-    peak = Peak.empty(4)
+    peak = KVForecast.empty(4)
     for slot, end in enumerate([30.0, 10.0, 20.0, 10.0]):
         expect(peak, slot, end, 0.0)
     assert peak.overdue(9.0).tolist() == []
@@ -51,7 +51,7 @@ def test_sequences_whose_end_has_passed_are_overdue() -> None:
 
 
 def test_room_that_has_grown_holds_what_was_counted() -> None:
-    peak = Peak.empty(1)
+    peak = KVForecast.empty(1)
     expect(peak, 0, 10.0, 5.0)
     grown = peak.grown()
     expect(grown, 1, 20.0, 7.0)

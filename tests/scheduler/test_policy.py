@@ -17,9 +17,10 @@ from llmbatch.perf_model.cost import CostModel, Law, find_shape
 from llmbatch.perf_model.hardware import find_hardware
 from llmbatch.planning.lengths import LengthModel
 from llmbatch.planning.plan import plan
+from llmbatch.planning.plan_workload import plan_workload
 from llmbatch.planning.prefix_tree import PrefixTree
-from llmbatch.runtime.shard_run import ShardRun, decide
-from llmbatch.runtime.simulated_loop import SimulatedDriver
+from llmbatch.runtime.shard_run import ShardRun
+from llmbatch.runtime.simulated_loop import SimulatedLoop
 from llmbatch.scheduler.steady_budget import steady_budget
 from llmbatch.simulation.experiment import Experiment
 from llmbatch.simulation.simulator import describe, pool_of
@@ -79,11 +80,11 @@ def test_one_kind_is_an_estimate_and_fitting_at_once_is_not(two_kinds: str) -> N
     experiment = Experiment(traces=[two_kinds])
     cost, pool, scheduling = experiment.cost, experiment.pool, experiment.scheduling
     for cap, settled in ((512, False), (1, True)):
-        decided = decide(describe(experiment.trace, pool, "sampled", cap), pool, cost, scheduling)
+        decided = plan_workload(describe(experiment.trace, pool, "sampled", cap), pool, cost, scheduling)
         assert decided.relaxed
         assert decided.settled == settled
     few = experiment.trace.first(20)
-    assert decide(describe(few, pool, "sampled", 512), pool, cost, scheduling).settled
+    assert plan_workload(describe(few, pool, "sampled", 512), pool, cost, scheduling).settled
 
 
 @pytest.mark.parametrize("scale", [1e-4, 1.0, 1e4])
@@ -93,7 +94,7 @@ def test_an_estimate_steers_within_bounds(two_kinds: str, scale: float, law: Law
     cost = replace(experiment.cost, shape=replace(experiment.cost.shape, params=experiment.cost.shape.params * scale))
     pool, trace = experiment.pool, experiment.trace
     workload = describe(trace, pool, "sampled")
-    run = ShardRun(workload, SimulatedDriver(trace.output_lengths, cost), pool, cost, experiment.scheduling)
+    run = ShardRun(workload, SimulatedLoop(trace.output_lengths, cost), pool, cost, experiment.scheduling)
     run.stop_admitting()
     compute, memory = run.scheduler.core.left
     if law == "bytes":

@@ -8,13 +8,13 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from llmbatch.engine.simulated import SimulatedEngine
-from llmbatch.scheduler.admission_order import Blend, Ends, InOrder
-from llmbatch.scheduler.output import Finish, Step
-from llmbatch.scheduler.scheduler import Scheduler, Waiting
+from llmbatch.scheduler.admission_order import Blend, Ends, FromFront
+from llmbatch.scheduler.output import FinishReason, Step
+from llmbatch.scheduler.scheduler import QueueUpdate, Scheduler
 from llmbatch.scheduler.token_budget import FixedBudget
 from tests.support.workloads import COST, RATES, Believed, Workload, workloads
 
-ENDS: list[Ends] = [InOrder(), Blend()]
+ENDS: list[Ends] = [FromFront(), Blend()]
 
 
 class Memory:
@@ -69,7 +69,7 @@ def test_sequences_that_run_go_on_among_other_rows(
         )
 
     def enqueue(scheduler: Scheduler, load: Workload, waiting: NDArray[np.int32]) -> None:
-        scheduler.enqueue(Waiting(waiting, load.believed, ends, FixedBudget(16), compute=1.0, memory=1.0))
+        scheduler.enqueue(QueueUpdate(waiting, load.believed, ends, FixedBudget(16), compute=1.0, memory=1.0))
 
     ended: list[int] = []
 
@@ -80,7 +80,7 @@ def test_sequences_that_run_go_on_among_other_rows(
         scheduler.check()
         assert (finished.generated == load.lengths[finished.requests]).all()
         for slot in finished.slots.tolist():
-            engine.retire(slot)
+            engine.pop_tokens(slot)
         return list(finished.requests.tolist())
 
     engine = SimulatedEngine(first.lengths, COST)
@@ -93,11 +93,11 @@ def test_sequences_that_run_go_on_among_other_rows(
     numbers = np.full(len(first.prompts), -1, np.int32)
     numbers[kept] = np.arange(len(kept))
     load = _joined(first, second, kept)
-    scheduler.go_on(
+    scheduler.rebind(
         load.prompt_lengths, trie=load.trie(size), lengths=Believed(load.believed), numbers=numbers, max_running=6
     )
     scheduler.check()
-    engine.go_on(load.lengths)
+    engine.rebind(load.lengths)
     enqueue(scheduler, load, np.arange(len(load.prompts), dtype=np.int32))
     late: list[int] = []
     while not scheduler.done:
@@ -119,7 +119,7 @@ def test_withdrawn_sequences_leave_nothing_behind(load: Workload, size: int, ext
         max_running=6,
     )
     everything = np.arange(len(load.prompts), dtype=np.int32)
-    scheduler.enqueue(Waiting(everything, load.believed, Blend(), FixedBudget(16), compute=1.0, memory=1.0))
+    scheduler.enqueue(QueueUpdate(everything, load.believed, Blend(), FixedBudget(16), compute=1.0, memory=1.0))
     engine = SimulatedEngine(load.lengths, COST)
     ended: list[int] = []
     withdrawn = False
@@ -131,12 +131,12 @@ def test_withdrawn_sequences_leave_nothing_behind(load: Workload, size: int, ext
         if scheduler.steps >= steps and not withdrawn:
             withdrawn = True
             running = scheduler.unfinished()[0]
-            gone = scheduler.withdraw(running[: (len(running) + 1) // 2], Finish.TIMEOUT)
-            assert (gone.reasons == Finish.TIMEOUT).all()
+            gone = scheduler.withdraw(running[: (len(running) + 1) // 2], FinishReason.TIMEOUT)
+            assert (gone.reasons == FinishReason.TIMEOUT).all()
             ended += gone.requests.tolist()
             slots += gone.slots.tolist()
         scheduler.check()
         for slot in slots:
-            engine.retire(slot)
+            engine.pop_tokens(slot)
     assert sorted(ended) == everything.tolist()
     assert scheduler.core.pages.used == 0

@@ -8,14 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmbatch.engine.simulated import SimulatedEngine
-from llmbatch.scheduler.admission_order import Blend, EndRules, Ends, InOrder, Queue, look_behind
+from llmbatch.scheduler.admission_order import Blend, EndRules, Ends, FromFront, TwoEndedQueue, look_behind
 from llmbatch.scheduler.output import Step
-from llmbatch.scheduler.scheduler import Finished, Scheduler, Waiting
+from llmbatch.scheduler.scheduler import FinishedSequences, QueueUpdate, Scheduler
 from llmbatch.scheduler.token_budget import Budget, ClosedLoopBudget, FixedBudget
 from tests.support.workloads import COST, RATES, Believed, Workload, workloads
 
 BUDGETS: list[Budget] = [FixedBudget(1), FixedBudget(7), FixedBudget(64), ClosedLoopBudget(RATES)]
-ENDS: list[Ends] = [InOrder(), Blend(), Blend(behind=8)]
+ENDS: list[Ends] = [FromFront(), Blend(), Blend(behind=8)]
 
 
 def least_pages(load: Workload, page_size: int) -> int:
@@ -35,11 +35,11 @@ def scheduler_for(
         max_running=max_running,
     )
     order = np.arange(len(load.prompts), dtype=np.int32)
-    scheduler.enqueue(Waiting(order, load.believed, ends, budget, compute=1.0, memory=1.0))
+    scheduler.enqueue(QueueUpdate(order, load.believed, ends, budget, compute=1.0, memory=1.0))
     return scheduler
 
 
-def run(load: Workload, scheduler: Scheduler) -> tuple[list[Step], list[Finished]]:
+def run(load: Workload, scheduler: Scheduler) -> tuple[list[Step], list[FinishedSequences]]:
     engine = SimulatedEngine(load.lengths, COST)
     steps, ended = [], []
     while not scheduler.done:
@@ -48,7 +48,7 @@ def run(load: Workload, scheduler: Scheduler) -> tuple[list[Step], list[Finished
         finished = scheduler.commit(step, engine.execute(step))
         scheduler.check()
         for slot in finished.slots.tolist():
-            engine.retire(slot)
+            engine.pop_tokens(slot)
         steps.append(step)
         ended.append(finished)
         assert len(steps) < 100_000, "the job does not end"
@@ -95,7 +95,7 @@ def test_a_token_is_computed_from_tokens_that_are_in_pages_or_in_the_step(
             assert read.tolist() == [token_at(load, request, position) for position in positions]
         finished = scheduler.commit(step, engine.execute(step))
         for slot in finished.slots.tolist():
-            engine.retire(slot)
+            engine.pop_tokens(slot)
 
 
 def token_at(load: Workload, request: int, position: int) -> int:
@@ -122,7 +122,7 @@ def test_every_token_is_computed_or_found_once_apart_from_recomputation(
 def test_a_step_keeps_to_its_budget_unless_decodes_alone_exceed_it(
     load: Workload, size: int, budget: FixedBudget
 ) -> None:
-    scheduler = scheduler_for(load, size, least_pages(load, size) + 50, InOrder(), budget)
+    scheduler = scheduler_for(load, size, least_pages(load, size) + 50, FromFront(), budget)
     steps, _ = run(load, scheduler)
     assert all(step.num_tokens <= max(budget.step_tokens, step.num_decodes) for step in steps)
 
@@ -130,28 +130,28 @@ def test_a_step_keeps_to_its_budget_unless_decodes_alone_exceed_it(
 def test_with_room_for_all_every_shareable_page_is_computed_once() -> None:
     prefix = list(range(64))
     load = Workload([[*prefix, 100 + i, 7, 8] for i in range(10)], np.full(10, 5, np.int32), np.full(10, 5.0))
-    _, ended = run(load, scheduler_for(load, 16, 200, InOrder(), FixedBudget(1000)))
+    _, ended = run(load, scheduler_for(load, 16, 200, FromFront(), FixedBudget(1000)))
     cached = np.concatenate([finished.cached for finished in ended])
     assert sorted(cached.tolist()) == [0] + [64] * 9
 
 
 def test_requests_admitted_in_one_step_share_what_that_step_computes() -> None:
     load = Workload([[1, 2, 3, 4, i] for i in range(4)], np.full(4, 1, np.int32), np.full(4, 1.0))
-    steps, _ = run(load, scheduler_for(load, 4, 20, InOrder(), FixedBudget(100)))
+    steps, _ = run(load, scheduler_for(load, 4, 20, FromFront(), FixedBudget(100)))
     assert len(steps) == 1
     assert steps[0].counts.tolist() == [5, 1, 1, 1]
 
 
 def test_a_prompt_that_is_wholly_cached_still_computes_its_last_token() -> None:
     load = Workload([[1, 2, 3, 4]] * 2, np.full(2, 1, np.int32), np.full(2, 1.0))
-    steps, _ = run(load, scheduler_for(load, 1, 20, InOrder(), FixedBudget(100)))
+    steps, _ = run(load, scheduler_for(load, 1, 20, FromFront(), FixedBudget(100)))
     assert steps[0].counts.tolist() == [4, 1]
     assert steps[0].cached_tokens == 3
 
 
 def test_underestimated_lengths_preempt_the_newest_and_keep_what_it_generated() -> None:
     load = Workload([[i] * 8 for i in range(4)], np.full(4, 30, np.int32), np.full(4, 2.0))
-    scheduler = scheduler_for(load, 4, 20, InOrder(), FixedBudget(100))
+    scheduler = scheduler_for(load, 4, 20, FromFront(), FixedBudget(100))
     steps, ended = run(load, scheduler)
     assert scheduler.preemptions > 0
     assert sum(step.preempted for step in steps) == scheduler.preemptions
@@ -177,14 +177,14 @@ def test_a_long_answer_that_fills_the_pool_makes_way_where_compute_and_memory_ov
 
 def test_a_plan_may_be_replaced_while_requests_run() -> None:
     load = Workload([[i] * 4 for i in range(6)], np.full(6, 9, np.int32), np.full(6, 9.0))
-    scheduler = scheduler_for(load, 4, 100, InOrder(), FixedBudget(100))
-    first = Waiting(np.array([5, 2], np.int32), load.believed, InOrder(), FixedBudget(100), 1.0, 1.0)
+    scheduler = scheduler_for(load, 4, 100, FromFront(), FixedBudget(100))
+    first = QueueUpdate(np.array([5, 2], np.int32), load.believed, FromFront(), FixedBudget(100), 1.0, 1.0)
     scheduler.enqueue(first)
     engine = SimulatedEngine(load.lengths, COST)
     step = scheduler.decide()
     scheduler.commit(step, engine.execute(step))
     assert scheduler.unfinished()[0].tolist() == [5, 2]
-    rest = Waiting(np.arange(6, dtype=np.int32), load.believed, InOrder(), FixedBudget(100), 1.0, 1.0)
+    rest = QueueUpdate(np.arange(6, dtype=np.int32), load.believed, FromFront(), FixedBudget(100), 1.0, 1.0)
     scheduler.enqueue(rest)
     step = scheduler.decide()
     assert step.requests.tolist() == [5, 2, 0, 1, 3, 4]
@@ -199,13 +199,13 @@ def test_blend_takes_from_both_ends_and_reads_the_right_one_first() -> None:
 @pytest.mark.parametrize("most", [1, 3])
 def test_no_more_sequences_run_than_allowed(most: int) -> None:
     load = Workload([[i] * 4 for i in range(9)], np.full(9, 3, np.int32), np.full(9, 3.0))
-    scheduler = scheduler_for(load, 4, 100, InOrder(), FixedBudget(1000), max_running=most)
+    scheduler = scheduler_for(load, 4, 100, FromFront(), FixedBudget(1000), max_running=most)
     steps, _ = run(load, scheduler)
     assert max(len(step.slots) for step in steps) == most
 
 
 def test_behind_the_right_ends_candidate_each_that_waits_is_looked_at_in_turn() -> None:
-    queue = Queue.of(np.arange(10, dtype=np.int32)[::-1].copy(), np.zeros(10, np.bool_), np.ones(10))
+    queue = TwoEndedQueue.of(np.arange(10, dtype=np.int32)[::-1].copy(), np.zeros(10, np.bool_), np.ones(10))
     queue.taken[2] = True
     rules = EndRules.of(Blend(behind=4))
     assert [int(look_behind(rules, queue)) for _ in range(5)] == [1, 3, 4, 1, 3]

@@ -9,17 +9,17 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from llmbatch.engine.simulated import SimulatedEngine
-from llmbatch.scheduler.admission_order import Blend, Ends, InOrder
+from llmbatch.scheduler.admission_order import Blend, Ends, FromFront
 from llmbatch.scheduler.commit import long_victim, preempt
 from llmbatch.scheduler.output import Step
-from llmbatch.scheduler.scheduler import Scheduler, Waiting
+from llmbatch.scheduler.scheduler import QueueUpdate, Scheduler
 from llmbatch.scheduler.sequences import PREEMPTED
 from llmbatch.scheduler.token_budget import Budget, ClosedLoopBudget, FixedBudget
 from tests.scheduler.test_scheduler import least_pages, run, scheduler_for
 from tests.support.workloads import COST, RATES, Believed, Workload, workloads
 
 BUDGETS: list[Budget] = [FixedBudget(7), FixedBudget(64), ClosedLoopBudget(RATES)]
-ENDS: list[Ends] = [InOrder(), Blend(), Blend(behind=8)]
+ENDS: list[Ends] = [FromFront(), Blend(), Blend(behind=8)]
 WAITS = 6  # steps, in place of thousands
 
 pools, sizes = st.integers(0, 20), st.sampled_from([1, 3, 16])
@@ -58,7 +58,7 @@ def entries(load: Workload, scheduler: Scheduler) -> list[tuple[list[int], list[
         finished = scheduler.commit(step, engine.execute(step))
         inside = now - set(finished.requests.tolist())
         for slot in finished.slots.tolist():
-            engine.retire(slot)
+            engine.pop_tokens(slot)
         assert len(log) < 100_000, "the job does not end"
     return log
 
@@ -96,7 +96,7 @@ def test_no_more_run_than_may_run_those_that_come_back_included(
 def test_two_that_come_back_at_once_do_not_exceed_the_limit() -> None:
     """One runs and two are preempted, by hand; then there is room for all."""
     load = Workload([[1] * 4, [2] * 40, [3] * 4], np.full(3, 20, np.int32), np.ones(3))
-    scheduler = scheduler_for(load, 1, 200, InOrder(), FixedBudget(100), max_running=2)
+    scheduler = scheduler_for(load, 1, 200, FromFront(), FixedBudget(100), max_running=2)
     engine = SimulatedEngine(load.lengths, COST)
 
     def step(pool: float) -> list[int]:
@@ -137,7 +137,7 @@ def test_each_step_samples_a_token_or_computes_a_chunk_that_is_kept(
             first, reached = int(step.requests[0]), int(step.starts[0] + step.counts[0])
         finished = scheduler.commit(step, engine.execute(step))
         for slot in finished.slots.tolist():
-            engine.retire(slot)
+            engine.pop_tokens(slot)
 
 
 def steps_of(load: Workload, scheduler: Scheduler) -> list[NDArray[np.int32]]:
@@ -153,7 +153,7 @@ def test_a_prompt_that_does_not_fit_is_passed_over_until_there_is_room() -> None
     prompts = [[1] * 20, [2] * 80, *[[3 + i] * 4 for i in range(6)]]
     lengths = np.array([30, 2, *[3] * 6], np.int32)
     load = Workload(prompts, lengths, lengths.astype(np.float64))
-    steps = steps_of(load, scheduler_for(load, 1, 100, InOrder(), FixedBudget(200)))
+    steps = steps_of(load, scheduler_for(load, 1, 100, FromFront(), FixedBudget(200)))
     begun = {request: next(i for i, row in enumerate(steps) if request in row) for request in range(8)}
     assert begun[0] == begun[2] == 0
     assert begun[1] == 30
@@ -164,7 +164,7 @@ def test_one_that_was_passed_over_long_enough_is_waited_for() -> None:
     prompts = [[1] * 20, [2] * 70, *[[3 + i] * 10 for i in range(200)]]
     lengths = np.array([8, 2, *[5] * 200], np.int32)
     load = Workload(prompts, lengths, lengths.astype(np.float64))
-    scheduler = patient(scheduler_for(load, 1, 100, InOrder(), FixedBudget(200), max_running=300))
+    scheduler = patient(scheduler_for(load, 1, 100, FromFront(), FixedBudget(200), max_running=300))
     steps = steps_of(load, scheduler)
     assert next(i for i, row in enumerate(steps) if 1 in row) <= 2 * WAITS
 
@@ -173,7 +173,7 @@ def test_a_plan_that_is_replaced_keeps_how_long_a_request_was_passed_over() -> N
     prompts = [[1] * 20, [2] * 80, *[[3 + i] * 4 for i in range(6)]]
     lengths = np.array([30, 2, *[3] * 6], np.int32)
     load = Workload(prompts, lengths, lengths.astype(np.float64))
-    scheduler = scheduler_for(load, 1, 100, InOrder(), FixedBudget(24))
+    scheduler = scheduler_for(load, 1, 100, FromFront(), FixedBudget(24))
     engine = SimulatedEngine(load.lengths, COST)
     for _ in range(3):
         step = scheduler.decide()
@@ -181,7 +181,7 @@ def test_a_plan_that_is_replaced_keeps_how_long_a_request_was_passed_over() -> N
 
     def enqueue(*order: int) -> None:
         requests = np.array(order, np.int32)
-        scheduler.enqueue(Waiting(requests, load.believed, InOrder(), FixedBudget(24), 1.0, 1.0))
+        scheduler.enqueue(QueueUpdate(requests, load.believed, FromFront(), FixedBudget(24), 1.0, 1.0))
 
     enqueue(7, 1, 6)
     assert (passed(scheduler), float(scheduler.core.passed.since[0])) == ([1], 0.0)
@@ -221,7 +221,7 @@ def test_the_victim_is_the_one_that_is_cheapest_to_compute_again(shared: bool) -
         max_running=8,
     )
     order = np.array([0, 2, 1], np.int32)  # the newest is a long one
-    scheduler.enqueue(Waiting(order, load.believed, InOrder(), FixedBudget(400), 1.0, 1.0))
+    scheduler.enqueue(QueueUpdate(order, load.believed, FromFront(), FixedBudget(400), 1.0, 1.0))
     engine = SimulatedEngine(load.lengths, COST)
     while not preempted(scheduler):
         step = scheduler.decide()

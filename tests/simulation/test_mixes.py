@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from llmbatch.errors import ParameterError
 from llmbatch.perf_model.cost import CostModel, find_shape
 from llmbatch.perf_model.hardware import find_hardware
-from llmbatch.simulation.mixes import MIXES, Drawn, Groups, Mix, Sources, draw_mix, parse_mix
+from llmbatch.simulation.mixes import MIXES, Drawn, Mix, PrefixGroups, Sources, draw_mix, parse_mix
 from llmbatch.simulation.traces import Trace, read_traces
 from tests.support.paths import TRACES
 
@@ -91,7 +91,7 @@ def test_the_named_mixes_are_the_papers_and_one_more() -> None:
         (1.4, 0.35), (0.9, 0.35), (1.4, 0.05), (0.9, 0.05), (1.4, 0.35),
     ]  # fmt: skip
     assert parse_mix("Table2-3") is MIXES["table2-3"]
-    assert parse_mix("wide-1").groups == Groups(groups=5000, rows=20, shared=1000, own=100, output=2)
+    assert parse_mix("wide-1").groups == PrefixGroups(groups=5000, rows=20, shared=1000, own=100, output=2)
 
 
 def test_a_mix_can_be_given_in_numbers() -> None:
@@ -142,7 +142,7 @@ def test_totals_of_any_counts_are_those_of_the_tree(data: st.DataObject) -> None
 
 def test_totals_are_those_of_the_tree_with_blocks_of_three_sizes() -> None:
     code, exam, _ = sources()
-    groups = Groups(groups=4, rows=5, shared=24, own=7, output=2).trace()
+    groups = PrefixGroups(groups=4, rows=5, shared=24, own=7, output=2).trace()
     drawn_from = Sources.of((code, groups, exam), COST)
     streams = drawn_from.streams(60, np.random.default_rng(0))
     density, sharing = density_and_sharing(drawn_from.trace.take(streams.first(10, 50, 60)))
@@ -228,14 +228,14 @@ def test_equal_rows_share_all_of_their_text() -> None:
 
 
 def test_rows_of_a_group_share_their_first_tokens() -> None:
-    trace = Groups(groups=3, rows=4, shared=10, own=5, output=2).trace()
+    trace = PrefixGroups(groups=3, rows=4, shared=10, own=5, output=2).trace()
     assert trace.prompt_lengths.tolist() == [15] * 12
     assert trace.output_lengths.tolist() == [2] * 12
     assert trace.tree().lcp.tolist() == [0, 10, 10, 10] * 3
 
 
 def test_groups_stand_in_for_the_second_trace() -> None:
-    mix = Mix(1.4, 0.35, Groups(groups=20, rows=5, shared=500, own=60, output=2))
+    mix = Mix(1.4, 0.35, PrefixGroups(groups=20, rows=5, shared=500, own=60, output=2))
     code, exam, video = sources()
     two, three = (draw_mix(traces, mix, 2000, COST, 0) for traces in ([code, video], [code, exam, video]))
     assert two.trace.names == three.trace.names == ("code", "groups", "video")

@@ -14,14 +14,14 @@ import pytest
 import llmbatch.storage.lock
 from llmbatch.errors import JobError, StorageError
 from llmbatch.storage.local import HeldFile
-from llmbatch.storage.location import Place
+from llmbatch.storage.location import Location
 from llmbatch.storage.lock import Lock, Owner
 from tests.support.owners import elsewhere, put
 
 
 @pytest.fixture
-def local(tmp_path: Path) -> Place:
-    return Place.at(str(tmp_path))
+def local(tmp_path: Path) -> Location:
+    return Location.at(str(tmp_path))
 
 
 @pytest.fixture(autouse=True)
@@ -30,11 +30,11 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(params=["disk", "store"])
-def place(request: pytest.FixtureRequest, local: Place) -> Place:
-    return local if request.param == "disk" else Place.at(f"memory://{uuid.uuid4().hex}")
+def place(request: pytest.FixtureRequest, local: Location) -> Location:
+    return local if request.param == "disk" else Location.at(f"memory://{uuid.uuid4().hex}")
 
 
-def beats(place: Place) -> int:
+def beats(place: Location) -> int:
     return Owner.parse(place.read(*place.names()) or b"", "").beats
 
 
@@ -66,7 +66,7 @@ class Silent:
         return held
 
 
-def test_the_heart_beats(place: Place) -> None:
+def test_the_heart_beats(place: Location) -> None:
     lock = Lock.acquire(place, what="OUT")
     deadline = time.monotonic() + 30
     while beats(place) < 2:
@@ -77,7 +77,7 @@ def test_the_heart_beats(place: Place) -> None:
 
 
 def test_a_heartbeat_that_storage_refuses_is_warned_of_and_the_next_one_tried(
-    local: Place, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    local: Location, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     tried = threading.Semaphore(0)
 
@@ -94,7 +94,7 @@ def test_a_heartbeat_that_storage_refuses_is_warned_of_and_the_next_one_tried(
     assert set(caplog.messages) == {"the heartbeat of the lock of OUT failed: no room"}
 
 
-def test_a_heart_that_fails_otherwise_stops_the_job(local: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_heart_that_fails_otherwise_stops_the_job(local: Location, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail() -> None:
         raise RuntimeError("a bug")
 
@@ -106,7 +106,7 @@ def test_a_heart_that_fails_otherwise_stops_the_job(local: Place, monkeypatch: p
     lock.release()
 
 
-def test_a_heart_stops_when_the_lock_was_taken_over(place: Place) -> None:
+def test_a_heart_stops_when_the_lock_was_taken_over(place: Location) -> None:
     lock = Lock.acquire(place, what="OUT")
     name = put(place, 2, elsewhere())
     end_of_heartbeats()

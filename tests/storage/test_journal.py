@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from llmbatch.errors import StorageError
 from llmbatch.storage.journal import Journal
-from llmbatch.storage.location import Place
+from llmbatch.storage.location import Location
 from tests.support.s3 import S3Server, s3_fixture  # noqa: F401
 
 NAME = "journal-00000"
@@ -36,52 +36,52 @@ def bucket(s3: S3Server) -> str:
 
 
 @pytest.fixture
-def local(tmp_path: Path) -> Place:
-    return Place.at(str(tmp_path))
+def local(tmp_path: Path) -> Location:
+    return Location.at(str(tmp_path))
 
 
 @pytest.fixture
-def remote(s3: S3Server, bucket: str) -> Iterator[Place]:
-    place = Place.at(f"{bucket}/out", s3.storage_options)
+def remote(s3: S3Server, bucket: str) -> Iterator[Location]:
+    place = Location.at(f"{bucket}/out", s3.storage_options)
     yield place
     place.clear()
 
 
 @pytest.fixture(params=["local", "remote"])
-def place(request: pytest.FixtureRequest) -> Place:
+def place(request: pytest.FixtureRequest) -> Location:
     """An empty folder, on a local disk and on S3."""
     return request.getfixturevalue(request.param)  # type: ignore[no-any-return]
 
 
-def append(place: Place, *batches: pa.RecordBatch) -> None:
+def append(place: Location, *batches: pa.RecordBatch) -> None:
     journal = Journal.open(place, NAME)
     for each in batches:
         journal.append(each)
     journal.close()
 
 
-def records(place: Place) -> list[pa.RecordBatch]:
+def records(place: Location) -> list[pa.RecordBatch]:
     return list(Journal.open(place, NAME).records())
 
 
-def test_a_journal_that_is_not_there_is_empty_and_is_not_made(place: Place) -> None:
+def test_a_journal_that_is_not_there_is_empty_and_is_not_made(place: Location) -> None:
     assert records(place) == []
     assert place.names() == []
 
 
-def test_records_are_read_in_the_order_in_which_they_were_appended(place: Place) -> None:
+def test_records_are_read_in_the_order_in_which_they_were_appended(place: Location) -> None:
     append(place, ONE, TWO, THREE)
     assert records(place) == [ONE, TWO, THREE]
 
 
-def test_a_journal_is_gone_on_with(place: Place) -> None:
+def test_a_journal_is_gone_on_with(place: Location) -> None:
     append(place, ONE)
     append(place, TWO)
     append(place, THREE)
     assert records(place) == [ONE, TWO, THREE]
 
 
-def test_a_record_is_there_when_append_returns(place: Place) -> None:
+def test_a_record_is_there_when_append_returns(place: Location) -> None:
     journal = Journal.open(place, NAME)
     journal.append(ONE)
     assert records(place) == [ONE]
@@ -91,20 +91,20 @@ def test_a_record_is_there_when_append_returns(place: Place) -> None:
     journal.close()
 
 
-def test_records_may_have_different_columns(place: Place) -> None:
+def test_records_may_have_different_columns(place: Location) -> None:
     other = pa.record_batch({"n": pa.array([1.5]), "kind": pa.array(["a"]).dictionary_encode()})
     append(place, ONE, other, ONE.slice(0, 0), ONE.slice(1, 1))
     assert records(place) == [ONE, other, ONE.slice(0, 0), ONE.slice(1, 1)]
 
 
-def test_two_journals_in_a_folder_are_apart(place: Place) -> None:
+def test_two_journals_in_a_folder_are_apart(place: Location) -> None:
     append(place, ONE)
     Journal.open(place, "journal-00001").append(TWO)
     assert records(place) == [ONE]
     assert list(Journal.open(place, "journal-00001").records()) == [TWO]
 
 
-def test_a_removed_journal_is_gone(place: Place) -> None:
+def test_a_removed_journal_is_gone(place: Location) -> None:
     journal = Journal.open(place, NAME)
     journal.append(ONE)
     journal.append(TWO)
@@ -118,7 +118,7 @@ def test_a_journal_cut_anywhere_has_the_records_before_the_cut(
 ) -> None:
     batches = [batch(*each) for each in texts]
     with tempfile.TemporaryDirectory() as folder:
-        place = Place.at(folder)
+        place = Location.at(folder)
         ends = [0]
         for each in batches:
             append(place, each)
@@ -132,7 +132,7 @@ def test_a_journal_cut_anywhere_has_the_records_before_the_cut(
         assert records(place) == [*batches[:whole], THREE]
 
 
-def test_a_last_record_cut_at_any_byte_is_forgotten_and_the_next_one_takes_its_place(local: Place) -> None:
+def test_a_last_record_cut_at_any_byte_is_forgotten_and_the_next_one_takes_its_place(local: Location) -> None:
     append(local, ONE, TWO)
     before = local.size(NAME) or 0
     append(local, THREE)
@@ -145,7 +145,7 @@ def test_a_last_record_cut_at_any_byte_is_forgotten_and_the_next_one_takes_its_p
         assert path.read_bytes() == whole
 
 
-def test_a_last_record_whose_bytes_never_reached_the_disk_is_forgotten(local: Place) -> None:
+def test_a_last_record_whose_bytes_never_reached_the_disk_is_forgotten(local: Location) -> None:
     append(local, ONE)
     before = local.size(NAME) or 0
     append(local, TWO)
@@ -158,7 +158,7 @@ def test_a_last_record_whose_bytes_never_reached_the_disk_is_forgotten(local: Pl
 @pytest.mark.parametrize(
     "place_in_record", [0, 5, 9, 40, -1], ids=["mark", "checksum", "length", "payload", "last byte"]
 )
-def test_a_record_damaged_before_a_whole_one_is_an_error(local: Place, place_in_record: int) -> None:
+def test_a_record_damaged_before_a_whole_one_is_an_error(local: Location, place_in_record: int) -> None:
     append(local, ONE)
     start = local.size(NAME) or 0
     append(local, TWO)
@@ -175,7 +175,7 @@ def test_a_record_damaged_before_a_whole_one_is_an_error(local: Place, place_in_
     )
 
 
-def test_a_journal_cut_while_it_is_open_is_an_error_to_read(local: Place) -> None:
+def test_a_journal_cut_while_it_is_open_is_an_error_to_read(local: Location) -> None:
     append(local, ONE, TWO)
     journal = Journal.open(local, NAME)
     os.truncate(local.path(NAME), 100)
@@ -183,7 +183,7 @@ def test_a_journal_cut_while_it_is_open_is_an_error_to_read(local: Place) -> Non
         list(journal.records())
 
 
-def test_a_full_disk_is_an_error_and_what_was_before_stays(local: Place) -> None:
+def test_a_full_disk_is_an_error_and_what_was_before_stays(local: Location) -> None:
     large = batch("x" * 100_000)
     journal = Journal.open(local, NAME)
     journal.append(ONE)
@@ -204,14 +204,14 @@ def test_a_full_disk_is_an_error_and_what_was_before_stays(local: Place) -> None
     assert records(local) == [ONE, TWO, large]
 
 
-def test_a_folder_that_is_not_there_is_an_error(local: Place) -> None:
+def test_a_folder_that_is_not_there_is_an_error(local: Location) -> None:
     place = local.child("gone")
     with pytest.raises(StorageError) as caught:
         append(place, ONE)
     assert str(caught.value) == f"{place.url}/{NAME} cannot be written: No such file or directory"
 
 
-def test_a_second_writer_is_found_out(place: Place) -> None:
+def test_a_second_writer_is_found_out(place: Location) -> None:
     journal, other = Journal.open(place, NAME), Journal.open(place, NAME)
     other.append(ONE)
     other.close()
@@ -225,7 +225,7 @@ def test_a_second_writer_is_found_out(place: Place) -> None:
     assert records(place) == [ONE]
 
 
-def test_a_journal_removed_under_its_writer_is_found_out(local: Place) -> None:
+def test_a_journal_removed_under_its_writer_is_found_out(local: Location) -> None:
     journal = Journal.open(local, NAME)
     journal.append(ONE)
     local.remove(NAME)
@@ -234,13 +234,13 @@ def test_a_journal_removed_under_its_writer_is_found_out(local: Place) -> None:
     journal.close()
 
 
-def test_each_record_on_an_object_store_is_a_numbered_object(remote: Place) -> None:
+def test_each_record_on_an_object_store_is_a_numbered_object(remote: Location) -> None:
     append(remote, ONE, TWO)
     append(remote, THREE)
     assert remote.names() == [f"{NAME}-000000", f"{NAME}-000001", f"{NAME}-000002"]
 
 
-def test_a_missing_segment_is_an_error(remote: Place) -> None:
+def test_a_missing_segment_is_an_error(remote: Location) -> None:
     append(remote, ONE, TWO)
     remote.remove(f"{NAME}-000000")
     with pytest.raises(StorageError) as caught:
@@ -252,7 +252,7 @@ def test_a_missing_segment_is_an_error(remote: Place) -> None:
 
 
 @pytest.mark.parametrize("data", [b"", b"\xffJ1\n", b"nonsense that is longer than a header is"])
-def test_a_damaged_segment_is_an_error(remote: Place, data: bytes) -> None:
+def test_a_damaged_segment_is_an_error(remote: Location, data: bytes) -> None:
     append(remote, ONE, TWO)
     remote.write(f"{NAME}-000001", data)
     found = Journal.open(remote, NAME).records()

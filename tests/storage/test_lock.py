@@ -18,7 +18,7 @@ import pytest
 
 import llmbatch.storage.lock
 from llmbatch.errors import DataError, JobError
-from llmbatch.storage.location import Place
+from llmbatch.storage.location import Location
 from llmbatch.storage.lock import Lock, Owner
 from tests.support.owners import TOKEN, dead, elsewhere, put
 from tests.support.s3 import S3Server, s3_fixture  # noqa: F401
@@ -47,24 +47,24 @@ def bucket(s3: S3Server) -> str:
 
 
 @pytest.fixture
-def local(tmp_path: Path) -> Place:
-    return Place.at(str(tmp_path))
+def local(tmp_path: Path) -> Location:
+    return Location.at(str(tmp_path))
 
 
 @pytest.fixture(params=["local", "remote"])
-def place(request: pytest.FixtureRequest, local: Place) -> Iterator[Place]:
+def place(request: pytest.FixtureRequest, local: Location) -> Iterator[Location]:
     """An empty folder, on a local disk and on S3."""
     if request.param == "local":
         yield local
         return
     server = request.getfixturevalue("s3")
-    place = Place.at(f"{request.getfixturevalue('bucket')}/out", server.storage_options)
+    place = Location.at(f"{request.getfixturevalue('bucket')}/out", server.storage_options)
     yield place
     place.clear()
 
 
 @contextlib.contextmanager
-def holder(place: Place) -> Iterator[subprocess.Popen[str]]:
+def holder(place: Location) -> Iterator[subprocess.Popen[str]]:
     """A process that tries for the lock at its first line of input and gives it back at the second."""
     with subprocess.Popen(
         [sys.executable, "-c", HOLDER, place.root], text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
@@ -110,7 +110,7 @@ class Clock:
             self.at.pop(when)()
 
 
-def test_a_lock_is_one_file_while_it_is_held(place: Place) -> None:
+def test_a_lock_is_one_file_while_it_is_held(place: Location) -> None:
     lock = Lock.acquire(place, what="OUT")
     (name,) = place.names()
     assert name.startswith("lock-000001-")
@@ -120,14 +120,14 @@ def test_a_lock_is_one_file_while_it_is_held(place: Place) -> None:
     assert place.names() == []
 
 
-def test_a_lock_says_who_holds_it(local: Place) -> None:
+def test_a_lock_says_who_holds_it(local: Location) -> None:
     lock = Lock.acquire(local, what="OUT")
     owner = Owner.parse(local.read(*local.names()) or b"", "")
     assert (owner.host, owner.pid, owner.is_here, owner.is_gone) == (socket.gethostname(), os.getpid(), True, False)
     lock.release()
 
 
-def test_a_lock_that_is_held_is_refused(place: Place) -> None:
+def test_a_lock_that_is_held_is_refused(place: Location) -> None:
     lock = Lock.acquire(place, what="OUT")
     with pytest.raises(DataError) as caught:
         Lock.acquire(place, what="OUT")
@@ -140,7 +140,7 @@ def test_a_lock_that_is_held_is_refused(place: Place) -> None:
 
 
 @pytest.mark.parametrize("reaped", [True, False], ids=["gone", "zombie"])
-def test_a_process_killed_on_this_machine_loses_its_lock_at_once(local: Place, reaped: bool) -> None:
+def test_a_process_killed_on_this_machine_loses_its_lock_at_once(local: Location, reaped: bool) -> None:
     with holder(local) as process:
         go(process)
         assert answer(process) == "held"
@@ -153,20 +153,20 @@ def test_a_process_killed_on_this_machine_loses_its_lock_at_once(local: Place, r
     assert local.names() == []
 
 
-def test_a_process_in_another_container_of_this_machine_loses_its_lock_when_it_ends(local: Place) -> None:
+def test_a_process_in_another_container_of_this_machine_loses_its_lock_when_it_ends(local: Location) -> None:
     """Its number means nothing here, but the kernel knows that nobody holds the file."""
     here = Owner.here()
     put(local, 1, replace(here, machine=f"{here.machine.split()[0]} pid:[1]", pid=1, started=1))
     Lock.acquire(local, what="OUT").release()
 
 
-def test_a_process_that_got_the_number_of_a_dead_one_is_not_its_owner(place: Place) -> None:
+def test_a_process_that_got_the_number_of_a_dead_one_is_not_its_owner(place: Location) -> None:
     put(place, 1, dead())
     Lock.acquire(place, what="OUT").release()
 
 
 @pytest.mark.parametrize("before", [0, 1], ids=["a free lock", "a dead owner's lock"])
-def test_of_processes_that_race_one_wins(local: Place, before: int) -> None:
+def test_of_processes_that_race_one_wins(local: Location, before: int) -> None:
     for number in range(before):
         put(local, number + 1, dead())
     with contextlib.ExitStack() as stack:
@@ -185,7 +185,7 @@ def test_of_processes_that_race_one_wins(local: Place, before: int) -> None:
 
 @pytest.mark.parametrize("kind", ["disk", "store"])
 def test_of_threads_that_race_one_wins(tmp_path: Path, kind: str) -> None:
-    place = Place.at(str(tmp_path) if kind == "disk" else f"memory://{uuid.uuid4().hex}")
+    place = Location.at(str(tmp_path) if kind == "disk" else f"memory://{uuid.uuid4().hex}")
 
     def contend(_: int) -> Lock | None:
         try:
@@ -202,7 +202,7 @@ def test_of_threads_that_race_one_wins(tmp_path: Path, kind: str) -> None:
 
 
 def test_an_owner_elsewhere_that_gives_a_sign_of_life_is_not_robbed_whatever_its_clock_says(
-    place: Place, clock: Clock
+    place: Location, clock: Clock
 ) -> None:
     name = put(place, 1, elsewhere())
     clock.at[50.0] = lambda: put(place, 1, elsewhere(beats=1))
@@ -214,7 +214,7 @@ def test_an_owner_elsewhere_that_gives_a_sign_of_life_is_not_robbed_whatever_its
 
 
 def test_an_owner_elsewhere_is_taken_for_dead_after_a_minute_by_ones_own_clock(
-    place: Place, clock: Clock, caplog: pytest.LogCaptureFixture
+    place: Location, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     put(place, 1, elsewhere(beats=9))
     lock = Lock.acquire(place, what="OUT")
@@ -225,14 +225,14 @@ def test_an_owner_elsewhere_is_taken_for_dead_after_a_minute_by_ones_own_clock(
     assert place.names() == []
 
 
-def test_an_owner_elsewhere_that_gives_its_lock_back_is_waited_for_no_longer(place: Place, clock: Clock) -> None:
+def test_an_owner_elsewhere_that_gives_its_lock_back_is_waited_for_no_longer(place: Location, clock: Clock) -> None:
     name = put(place, 1, elsewhere())
     clock.at[20.0] = lambda: place.remove(name)
     Lock.acquire(place, what="OUT").release()
     assert clock.seconds == 20.0
 
 
-def test_an_owner_whose_lock_was_taken_over_is_told_who_has_it(place: Place) -> None:
+def test_an_owner_whose_lock_was_taken_over_is_told_who_has_it(place: Location) -> None:
     lock = Lock.acquire(place, what="OUT")
     name = put(place, 2, elsewhere())
     with pytest.raises(JobError) as caught:
@@ -245,7 +245,7 @@ def test_an_owner_whose_lock_was_taken_over_is_told_who_has_it(place: Place) -> 
     assert place.names() == [name]
 
 
-def test_an_owner_whose_lock_is_gone_is_told_so_and_leaves_the_next_one_alone(place: Place) -> None:
+def test_an_owner_whose_lock_is_gone_is_told_so_and_leaves_the_next_one_alone(place: Location) -> None:
     lock = Lock.acquire(place, what="OUT")
     place.remove(*place.names())
     name = put(place, 1, elsewhere())
@@ -260,7 +260,7 @@ def test_an_owner_whose_lock_is_gone_is_told_so_and_leaves_the_next_one_alone(pl
 
 
 @pytest.mark.parametrize("token", ["0" * 32, "f" * 32])
-def test_a_release_leaves_the_lock_of_one_that_has_just_come_alone(place: Place, token: str) -> None:
+def test_a_release_leaves_the_lock_of_one_that_has_just_come_alone(place: Location, token: str) -> None:
     put(place, 1, dead())
     lock = Lock.acquire(place, what="OUT")
     name = put(place, 2, replace(elsewhere(), token=token))
@@ -268,12 +268,14 @@ def test_a_release_leaves_the_lock_of_one_that_has_just_come_alone(place: Place,
     assert place.names() == [name]
 
 
-def test_a_contender_that_finds_another_steps_back(place: Place, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_contender_that_finds_another_steps_back(
+    place: Location, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Both saw that the lock was free, and both wrote one. The other was first to look, and has it."""
-    names = Place.names
+    names = Location.names
     looks = 0
 
-    def names_late(place: Place) -> list[str]:
+    def names_late(place: Location) -> list[str]:
         nonlocal looks
         looks += 1
         if looks == 2:
@@ -281,27 +283,27 @@ def test_a_contender_that_finds_another_steps_back(place: Place, clock: Clock, m
             clock.at[50.0] = lambda: put(place, 1, elsewhere(beats=1))
         return names(place)
 
-    monkeypatch.setattr(Place, "names", names_late)
+    monkeypatch.setattr(Location, "names", names_late)
     with pytest.raises(DataError, match="OUT is being written by process 7 on far"):
         Lock.acquire(place, what="OUT")
     assert names(place) == [f"lock-000001-{TOKEN}"]
 
 
 def test_a_folder_that_is_removed_while_its_lock_is_taken_is_made_again(
-    local: Place, monkeypatch: pytest.MonkeyPatch
+    local: Location, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make = Place.make
+    make = Location.make
 
-    def make_and_lose(place: Place) -> None:
+    def make_and_lose(place: Location) -> None:
         monkeypatch.undo()
         make(place)
         place.leave()
 
-    monkeypatch.setattr(Place, "make", make_and_lose)
+    monkeypatch.setattr(Location, "make", make_and_lose)
     Lock.acquire(local.child("work"), what="OUT").release()
 
 
-def test_a_lock_needs_no_links(local: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lock_needs_no_links(local: Location, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise PermissionError(1, "Operation not permitted")
 
@@ -309,7 +311,7 @@ def test_a_lock_needs_no_links(local: Place, monkeypatch: pytest.MonkeyPatch) ->
     Lock.acquire(local, what="OUT").release()
 
 
-def test_where_a_file_system_knows_no_flock_the_process_tells(local: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_a_file_system_knows_no_flock_the_process_tells(local: Location, monkeypatch: pytest.MonkeyPatch) -> None:
     def unknown(*_: object) -> None:
         raise OSError(95, "Operation not supported")
 
@@ -333,7 +335,7 @@ def test_where_a_file_system_knows_no_flock_the_process_tells(local: Place, monk
         elsewhere().dump().replace(b'"beats": 0', b'"beats": "now"'),
     ],
 )
-def test_a_file_that_is_no_lock_is_refused(local: Place, data: bytes) -> None:
+def test_a_file_that_is_no_lock_is_refused(local: Location, data: bytes) -> None:
     local.write(f"lock-000001-{TOKEN}", data)
     with pytest.raises(DataError) as caught:
         Lock.acquire(local, what="OUT")
@@ -342,7 +344,7 @@ def test_a_file_that_is_no_lock_is_refused(local: Place, data: bytes) -> None:
     )
 
 
-def test_a_lock_of_the_version_before_is_refused(local: Place) -> None:
+def test_a_lock_of_the_version_before_is_refused(local: Location) -> None:
     local.write("lock-000001", b"{}")
     with pytest.raises(DataError, match="lock-000001 is not a lock of this version of llmbatch; remove it if no job"):
         Lock.acquire(local, what="OUT")

@@ -18,7 +18,7 @@ from s3fs.errors import translate_boto_error
 
 from llmbatch.errors import StorageError
 from llmbatch.storage import retries
-from llmbatch.storage.location import Place
+from llmbatch.storage.location import Location
 from llmbatch.storage.retries import is_passing, refusal
 from tests.support.s3 import S3Server, Trouble, s3_fixture  # noqa: F401
 
@@ -32,8 +32,8 @@ def bucket(s3: S3Server) -> str:
 
 
 @pytest.fixture
-def place(s3: S3Server, bucket: str) -> Iterator[Place]:
-    place = Place.at(f"{bucket}/out", s3.storage_options)
+def place(s3: S3Server, bucket: str) -> Iterator[Location]:
+    place = Location.at(f"{bucket}/out", s3.storage_options)
     yield place
     place.clear()
 
@@ -47,7 +47,7 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return waits
 
 
-REQUESTS: dict[str, Callable[[Place], object]] = {
+REQUESTS: dict[str, Callable[[Location], object]] = {
     "names": lambda place: place.names(),
     "size": lambda place: place.size("a"),
     "read": lambda place: place.read("a"),
@@ -64,14 +64,14 @@ def answered(status: int) -> ClientResponseError:
     return ClientResponseError(Mock(), (), status=status)
 
 
-def contents(place: Place) -> dict[str, bytes | None]:
+def contents(place: Location) -> dict[str, bytes | None]:
     return {name: place.read(name) for name in place.names()}
 
 
 @pytest.mark.parametrize("name", REQUESTS)
 @pytest.mark.parametrize("trouble", [BUSY, ANSWER_LOST], ids=["busy", "answer lost"])
 def test_trouble_with_any_request_changes_nothing(
-    place: Place, s3: S3Server, waits: list[float], name: str, trouble: Trouble
+    place: Location, s3: S3Server, waits: list[float], name: str, trouble: Trouble
 ) -> None:
     request = REQUESTS[name]
     place.write("a", b"one")
@@ -89,7 +89,7 @@ def test_trouble_with_any_request_changes_nothing(
     assert len(waits) == position >= 1
 
 
-def test_waits_grow_until_patience_is_out(place: Place, s3: S3Server, waits: list[float]) -> None:
+def test_waits_grow_until_patience_is_out(place: Location, s3: S3Server, waits: list[float]) -> None:
     s3.troubles[:] = [BUSY] * 100
     with pytest.raises(StorageError) as caught:
         place.read("a")
@@ -105,7 +105,7 @@ def test_waits_grow_until_patience_is_out(place: Place, s3: S3Server, waits: lis
 
 
 def test_a_wait_is_warned_of_once(
-    place: Place, s3: S3Server, waits: list[float], caplog: pytest.LogCaptureFixture
+    place: Location, s3: S3Server, waits: list[float], caplog: pytest.LogCaptureFixture
 ) -> None:
     s3.troubles[:] = [BUSY] * 3
     place.write("a", b"one")
@@ -113,7 +113,7 @@ def test_a_wait_is_warned_of_once(
     assert caplog.messages == [f"{place.url}/a cannot be written: in trouble; trying again for 60 s"]
 
 
-def test_a_server_that_comes_back_is_found(place: Place, s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_comes_back_is_found(place: Location, s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[float] = []
 
     def sleep(seconds: float) -> None:
@@ -128,7 +128,7 @@ def test_a_server_that_comes_back_is_found(place: Place, s3: S3Server, monkeypat
     assert place.read("a") == b"one"
 
 
-def test_a_server_that_stays_away_is_one_sentence(place: Place, s3: S3Server) -> None:
+def test_a_server_that_stays_away_is_one_sentence(place: Location, s3: S3Server) -> None:
     s3.stop()
     try:
         with pytest.raises(StorageError) as caught:
@@ -143,7 +143,7 @@ def test_a_server_that_stays_away_is_one_sentence(place: Place, s3: S3Server) ->
 
 @pytest.mark.parametrize("name", REQUESTS)
 def test_a_bucket_that_is_not_there_is_one_sentence(s3: S3Server, waits: list[float], name: str) -> None:
-    place = Place.at("s3://nowhere/out", s3.storage_options)
+    place = Location.at("s3://nowhere/out", s3.storage_options)
     with pytest.raises(StorageError) as caught:
         REQUESTS[name](place)
     assert str(caught.value).endswith("; create the bucket or name another one")
@@ -151,7 +151,7 @@ def test_a_bucket_that_is_not_there_is_one_sentence(s3: S3Server, waits: list[fl
 
 
 @pytest.mark.parametrize("code", ["AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch"])
-def test_refused_credentials_are_one_sentence(place: Place, s3: S3Server, waits: list[float], code: str) -> None:
+def test_refused_credentials_are_one_sentence(place: Location, s3: S3Server, waits: list[float], code: str) -> None:
     s3.troubles[:] = [Trouble(403, code)]
     with pytest.raises(StorageError) as caught:
         place.write("a", b"one")

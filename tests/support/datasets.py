@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from llmbatch.errors import DataError
-from llmbatch.io.reading.dataset import Inputs
+from llmbatch.io.reading.dataset import Dataset
 
 
 def parquet(path: Path, **columns: Any) -> str:
@@ -31,5 +31,5 @@ def jsonl(path: Path, *lines: str) -> str:
 def refusal(*paths: str, storage_options: Mapping[str, Any] | None = None) -> str:
     """What is said of inputs that are refused."""
     with pytest.raises(DataError) as caught:
-        Inputs.resolve(paths, storage_options)
+        Dataset.resolve(paths, storage_options)
     return str(caught.value)

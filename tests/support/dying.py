@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from llmbatch.storage.location import Place
+from llmbatch.storage.location import Location
 
 CHANGES = ("write", "create", "writing", "move", "remove", "clear")
 
@@ -24,9 +24,9 @@ def dying_at(step: int, changes: Sequence[str]) -> Iterator[None]:
     steps = count()
 
     def dying(name: str) -> Callable[..., Any]:
-        change = getattr(Place, name)
+        change = getattr(Location, name)
 
-        def die(place: Place, *args: Any) -> Any:
+        def die(place: Location, *args: Any) -> Any:
             if next(steps) != step:
                 return change(place, *args)
             if name == "move" and place.read(args[0]) is not None:
@@ -37,7 +37,7 @@ def dying_at(step: int, changes: Sequence[str]) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         for name in changes:
-            patch.setattr(Place, name, dying(name))
+            patch.setattr(Location, name, dying(name))
         yield
 
 

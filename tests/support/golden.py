@@ -11,12 +11,12 @@ from numpy.typing import NDArray
 from transformers import GenerationConfig
 
 from llmbatch.engine.base import StreamEngine
-from llmbatch.preprocess.request_batch import Requests
+from llmbatch.preprocess.request_batch import RequestBatch
 from llmbatch.preprocess.sampling_params import SamplingParams
 from llmbatch.runtime.step_loop import drive
 from llmbatch.scheduler.admission_order import Ends
 from llmbatch.scheduler.output import Step
-from llmbatch.scheduler.scheduler import Finished, Scheduler, Waiting
+from llmbatch.scheduler.scheduler import FinishedSequences, QueueUpdate, Scheduler
 from llmbatch.scheduler.token_budget import FixedBudget
 from tests.support.workloads import RATES, Believed, Workload
 
@@ -53,7 +53,7 @@ class Golden:
     def __post_init__(self) -> None:
         rows = self.rows
         self.lengths = np.array([len(row) for row in rows], np.int32)
-        self.requests = Requests(
+        self.requests = RequestBatch(
             tokens=np.concatenate([np.array(row, np.int32) for row in rows]),
             offsets=np.concatenate(([0], np.cumsum(self.lengths))).astype(np.int64),
             max_tokens=np.full(len(rows), self.max_tokens, np.int32),
@@ -72,7 +72,7 @@ class Golden:
             self.lengths, num_pages=self.num_pages, trie=trie, lengths=Believed(believed), rates=RATES, max_running=16
         )
         order = np.arange(len(self.rows), dtype=np.int32)
-        scheduler.enqueue(Waiting(order, believed, ends, FixedBudget(step_tokens), compute=1.0, memory=1.0))
+        scheduler.enqueue(QueueUpdate(order, believed, ends, FixedBudget(step_tokens), compute=1.0, memory=1.0))
         engine.begin(self.requests)
         taken = _Taken(engine)
         driver = drive(engine, taken)
@@ -97,7 +97,7 @@ class _Taken:
     def took(self, step: Step, seconds: float) -> None:
         pass
 
-    def after(self, finished: Finished) -> NDArray[np.int32]:
+    def after(self, finished: FinishedSequences) -> NDArray[np.int32]:
         for request, slot in zip(finished.requests.tolist(), finished.slots.tolist(), strict=True):
-            self.answers[request] = self._engine.retire(slot).tolist()
+            self.answers[request] = self._engine.pop_tokens(slot).tolist()
         return np.empty(0, np.int32)

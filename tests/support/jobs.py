@@ -24,11 +24,11 @@ from llmbatch.errors import JobStopped
 from llmbatch.inference.answers import Window
 from llmbatch.inference.progress import Advance, Silence
 from llmbatch.inference.report import Report
-from llmbatch.jobs.answer_writer import Book
+from llmbatch.jobs.answer_writer import AnswerWriter
 from llmbatch.jobs.prior_answers import keys_of
-from llmbatch.runtime.cancellation import Stopping
+from llmbatch.runtime.cancellation import StopRequest
 from llmbatch.storage.journal import Journal
-from llmbatch.storage.location import Place
+from llmbatch.storage.location import Location
 
 # Ways out that messages name.
 OVER = "start over with restart=True (--restart)"
@@ -94,7 +94,7 @@ class Job:
 
     def run_until(self, answered: int, **options: Any) -> None:
         """Run it until so many rows are answered at least, and ask it to end."""
-        stopping = Stopping()
+        stopping = StopRequest()
         with pytest.raises(JobStopped):
             self.run(progress=_Asking(answered, stopping), stopping=stopping, **options)
 
@@ -120,7 +120,7 @@ class Job:
         every = rows(1000)
         keys = (keys_of(every, 0, column) for column in (None, "id"))
         ids = {key: name for column in keys for key, name in zip(column.tolist(), every["id"].to_pylist())}
-        place = Place.at(str(self.work))
+        place = Location.at(str(self.work))
         journals = [name for name in place.names() if re.fullmatch(r"\d+-journal-\d+", name)]
         records = [record for name in journals for record in Journal.open(place, name).records()]
         final = [self.out] if self.out.is_file() else self.out.glob("*.parquet")
@@ -134,7 +134,7 @@ class _Asking(Silence):
     """Asks a job to end when so many rows are answered."""
 
     rows: int
-    stopping: Stopping
+    stopping: StopRequest
 
     def advance(self, done: Advance) -> None:
         if done.rows >= self.rows:
@@ -162,11 +162,11 @@ def begun() -> Iterator[set[str]]:
     """Ids of the rows that are given to an engine while the block runs."""
     ids: set[str] = set()
 
-    def note(book: Book, window: Window, given: NDArray[np.int32]) -> None:
+    def note(book: AnswerWriter, window: Window, given: NDArray[np.int32]) -> None:
         ids.update(window.table["id"].take(pa.array(given)).to_pylist())
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Book, "begun", note)
+        patch.setattr(AnswerWriter, "begun", note)
         yield ids
 
 

@@ -177,7 +177,7 @@ def _arm(moment: Moment) -> None:
 
 
 if __name__ == "__main__":
-    for name in ("job", "engine.model.loader", "engine.cpu.engine"):
+    for name in ("jobs.job", "engine.model.loader", "engine.cpu.engine"):
         import_module(f"llmbatch.{name}")
     import_module("transformers.models.llama.modeling_llama")
     from llmbatch.runtime.warmup import rehearse

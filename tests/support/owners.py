@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from llmbatch.storage.location import Place
+from llmbatch.storage.location import Location
 from llmbatch.storage.lock import Owner
 
 TOKEN = "0123456789abcdef" * 2
 
 
-def put(place: Place, number: int, owner: Owner) -> str:
+def put(place: Location, number: int, owner: Owner) -> str:
     """Write a lock of this number; its name."""
     name = f"lock-{number:06d}-{owner.token}"
     place.write(name, owner.dump())

@@ -32,7 +32,7 @@ from llmbatch.errors import DataError
 from llmbatch.io.writing.manifest import decode
 from llmbatch.storage.journal import Journal
 from llmbatch.storage.local import NewFile
-from llmbatch.storage.location import Place
+from llmbatch.storage.location import Location
 from tests.support.jobs import SAME, begun, rows
 
 ROWS = 12
@@ -242,7 +242,7 @@ class Case:
 
     def _kept(self) -> set[str]:
         """Ids of the rows whose answers are kept by a job that was begun by this command."""
-        place = Place.at(str(self.work))
+        place = Location.at(str(self.work))
         names = place.names()
         if "job.json" not in names or "ending.json" in names:
             return set()

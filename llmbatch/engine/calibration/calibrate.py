@@ -12,8 +12,8 @@ from dataclasses import replace
 from typing import Final
 
 from llmbatch.engine.calibration.step_timer import StepKind, measured, median_step, randomise
-from llmbatch.engine.calibration.store import DeviceCalibration, Fitted
-from llmbatch.engine.gpu.engine import AcceleratedEngine
+from llmbatch.engine.calibration.store import DeviceCalibration, FittedStrategy
+from llmbatch.engine.gpu.engine import GpuEngine
 from llmbatch.engine.gpu.sm_partition import NoGreenContexts
 from llmbatch.engine.gpu.strategies import STRATEGIES, Strategy
 from llmbatch.perf_model.cost import SEQUENTIAL, CostModel, Overlap
@@ -40,10 +40,10 @@ def step_kinds(tokens: int) -> list[StepKind]:
 
 
 def calibrate_device(
-    ceilings: CostModel, kinds: Sequence[StepKind], new_engine: Callable[[Strategy, Rates], AcceleratedEngine]
+    ceilings: CostModel, kinds: Sequence[StepKind], new_engine: Callable[[Strategy, Rates], GpuEngine]
 ) -> DeviceCalibration:
     """Time the steps under each strategy, and fit it. `ceilings` are the device's; some kinds are blends."""
-    fitted: dict[Strategy, Fitted] = {}
+    fitted: dict[Strategy, FittedStrategy] = {}
     missing: dict[Strategy, str] = {}
     rates, sequential = Rates.of(ceilings), list[float]()
     blends = [i for i, kind in enumerate(kinds) if kind.decodes and kind.prefills]
@@ -61,7 +61,7 @@ def calibrate_device(
         found = calibrate(start, measured(kinds, seconds, ceilings.rates.reach))
         if name == "sequential":
             rates = Rates.of(found.cost)  # by which the others cut steps
-        fitted[name] = Fitted(
+        fitted[name] = FittedStrategy(
             hardware=found.cost.hardware,
             exponent=found.cost.overlap.exponent,
             cascade=ceilings.cascade,

@@ -9,11 +9,11 @@ import torch
 
 from llmbatch.engine.calibration.step_timer import StepKind
 from llmbatch.engine.gpu.cuda_graphs import MOST_ROWS, GraphRecorder
-from llmbatch.engine.gpu.engine import AcceleratedEngine
+from llmbatch.engine.gpu.engine import GpuEngine
 from llmbatch.engine.model.loader import LoadedModel
 from llmbatch.errors import JobError
 from llmbatch.kernels.interface import PagedAttention
-from llmbatch.preprocess.request_batch import Requests
+from llmbatch.preprocess.request_batch import RequestBatch
 from llmbatch.preprocess.sampling_params import SamplingParams
 from llmbatch.scheduler.output import Step
 
@@ -26,14 +26,16 @@ def free_memory(device: torch.device) -> int:
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
-class Room(NamedTuple):
+class MemoryHeadroom(NamedTuple):
     """What a model leaves of its device."""
 
     pool_bytes: int  # for pages
     unrecorded: str | None  # why small steps of decodes cannot be recorded; None where they can
 
 
-def measure_room(loaded: LoadedModel, attention: PagedAttention, *, tokens: int, rows: int, page_size: int) -> Room:
+def measure_room(
+    loaded: LoadedModel, attention: PagedAttention, *, tokens: int, rows: int, page_size: int
+) -> MemoryHeadroom:
     """What is left once steps of so many tokens, of so many sampled rows, have what they need, and recorded ones too.
 
     Raises JobError where not even such a step fits.
@@ -53,7 +55,7 @@ def measure_room(loaded: LoadedModel, attention: PagedAttention, *, tokens: int,
     left = int((1.0 - _KEPT) * free) - peak - taken
     if left <= 0:
         raise _too_small(device, tokens, f"{peak + taken:,} bytes, and {free:,} are free")
-    return Room(left, unrecorded)
+    return MemoryHeadroom(left, unrecorded)
 
 
 def _too_small(device: torch.device, tokens: int, takes: str) -> JobError:
@@ -67,7 +69,7 @@ def _record(loaded: LoadedModel, attention: PagedAttention, *, rows: int, page_s
     """Bytes that recorded steps keep, of so many rows at most; and why there can be none."""
     free, _ = torch.cuda.mem_get_info(loaded.device)
     kind = StepKind(rows, 1)
-    engine = AcceleratedEngine(
+    engine = GpuEngine(
         loaded, attention, num_pages=kind.pages(page_size), page_size=page_size, recorder=GraphRecorder()
     )
     engine.begin(kind.requests(loaded.config.vocab_size))
@@ -89,7 +91,7 @@ def run_largest(loaded: LoadedModel, attention: PagedAttention, *, tokens: int, 
     counts = np.full(rows, tokens // rows, np.int32)
     each = -(-int(counts[0]) // page_size)
     zeros = np.zeros(rows, np.int32)
-    requests = Requests(
+    requests = RequestBatch(
         tokens=np.zeros(int(counts.sum()), np.int32),
         offsets=np.concatenate(([0], np.cumsum(counts))).astype(np.int64),
         max_tokens=zeros + 2,
@@ -98,7 +100,7 @@ def run_largest(loaded: LoadedModel, attention: PagedAttention, *, tokens: int, 
         serial=np.arange(rows, dtype=np.uint64),
         recorded=zeros + 2,
     )
-    engine = AcceleratedEngine(loaded, attention, num_pages=rows * each, page_size=page_size)
+    engine = GpuEngine(loaded, attention, num_pages=rows * each, page_size=page_size)
     engine.begin(requests)
     engine.execute(
         Step(

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from llmbatch.engine.gpu.engine import AcceleratedEngine
+from llmbatch.engine.gpu.engine import GpuEngine
 from llmbatch.perf_model.fit import MeasuredSteps
 from llmbatch.perf_model.work import Reach
-from llmbatch.preprocess.request_batch import Requests
+from llmbatch.preprocess.request_batch import RequestBatch
 from llmbatch.preprocess.sampling_params import SamplingParams
 from llmbatch.scheduler.output import Step
 
@@ -33,11 +33,11 @@ class StepKind:
         """Pages that its sequences hold."""
         return int(self._blocks(page_size).sum())
 
-    def requests(self, vocabulary: int) -> Requests:
+    def requests(self, vocabulary: int) -> RequestBatch:
         """The sequences, of random tokens."""
         lengths = self._starts + self._counts
         zeros = np.zeros(len(lengths), np.int32)
-        return Requests(
+        return RequestBatch(
             tokens=np.random.default_rng(0).integers(0, vocabulary, int(lengths.sum())).astype(np.int32),
             offsets=np.concatenate(([0], np.cumsum(lengths))).astype(np.int64),
             max_tokens=zeros + 10_000,
@@ -82,13 +82,13 @@ def measured(kinds: Sequence[StepKind], seconds: Sequence[float], reach: Reach) 
     )
 
 
-def randomise(engine: AcceleratedEngine) -> None:
+def randomise(engine: GpuEngine) -> None:
     """Fill the pages with random numbers: a device draws less power for zeros, and runs faster."""
     for tensor in (*engine.pages.keys.values(), *engine.pages.values.values()):
         tensor.normal_()
 
 
-def time_step(engine: AcceleratedEngine, kind: StepKind, *, runs: int) -> list[float]:
+def time_step(engine: GpuEngine, kind: StepKind, *, runs: int) -> list[float]:
     """Seconds of a step, the next one prepared while it is computed: of each round, least first."""
     engine.begin(kind.requests(engine.vocabulary))
     step = kind.step(engine.pages.page_size)
@@ -105,6 +105,6 @@ def time_step(engine: AcceleratedEngine, kind: StepKind, *, runs: int) -> list[f
     return sorted(rounds)
 
 
-def median_step(engine: AcceleratedEngine, kind: StepKind, *, runs: int) -> float:
+def median_step(engine: GpuEngine, kind: StepKind, *, runs: int) -> float:
     """The median of `time_step`."""
     return statistics.median(time_step(engine, kind, runs=runs))

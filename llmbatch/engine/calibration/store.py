@@ -23,7 +23,7 @@ _FORMAT: Final = 1
 
 
 @dataclass(frozen=True, slots=True)
-class Fitted:
+class FittedStrategy:
     """A strategy as measured."""
 
     hardware: Hardware  # with its ceilings, and the efficiencies under them
@@ -42,7 +42,7 @@ class Fitted:
 class DeviceCalibration:
     """Every strategy that a device can run, and why others cannot."""
 
-    fitted: Mapping[Strategy, Fitted]
+    fitted: Mapping[Strategy, FittedStrategy]
     missing: Mapping[Strategy, str]
 
     @property
@@ -59,7 +59,7 @@ class DeviceCalibration:
         return ", ".join([*gains, *(f"{name} cannot run" for name in self.missing)])
 
 
-class Kept:
+class CalibrationStore:
     """The file of a calibration, in a folder of them.
 
     It is that of a device, a model's shape, the `attention` asked for, and of what computes.
@@ -84,7 +84,8 @@ class Kept:
         try:
             kept = json.loads(self.path.read_text())
             fitted = {
-                name: Fitted(**one | {"hardware": Hardware(**one["hardware"])}) for name, one in kept["fitted"].items()
+                name: FittedStrategy(**one | {"hardware": Hardware(**one["hardware"])})
+                for name, one in kept["fitted"].items()
             }
             return DeviceCalibration(fitted, kept["missing"])
         except (OSError, ValueError, KeyError, TypeError):

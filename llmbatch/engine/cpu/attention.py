@@ -24,7 +24,7 @@ def as_array(tensor: torch.Tensor) -> NDArray[Any]:
     return tensor.view(torch.uint16).numpy() if tensor.dtype == torch.bfloat16 else tensor.numpy()
 
 
-class Pages:
+class CpuKVCache:
     """The KV memory of all layers: `num_pages` pages of `page_size` tokens.
 
     Memory is claimed from the system when it is first written, not when it is made.
@@ -45,12 +45,12 @@ class Pages:
             self.values[layer] = np.empty((num_pages, spec.heads, page_size, padded), element)
 
 
-class HostStep:
-    """Attention of a step (`llmbatch.engine.model.ops.StepAttention`)."""
+class CpuAttention:
+    """Attention of a step (`llmbatch.engine.model.ops.AttentionContext`)."""
 
     def __init__(
         self,
-        pages: Pages,
+        pages: CpuKVCache,
         *,
         tables: NDArray[np.int32],
         slots: NDArray[np.int32],
@@ -111,8 +111,8 @@ class HostStep:
         return attend_unpacked(self, self._pages.specs[module.layer_idx], query, key, value)
 
 
-class HostPieces:
-    """Kernels for the processor (`llmbatch.engine.model.ops.Pieces`)."""
+class CpuOps:
+    """Kernels for the processor (`llmbatch.engine.model.ops.ModelOps`)."""
 
     def normalize(self, x: torch.Tensor, weight: torch.Tensor, epsilon: float, out: torch.Tensor) -> None:
         """RMSNorm."""
@@ -122,11 +122,11 @@ class HostPieces:
         """A gated activation."""
         fused.gate(as_array(x), activation, as_array(out))
 
-    def probe_step(self, specs: dict[int, AttentionSpec], dtype: torch.dtype, tokens: int) -> HostStep:
+    def probe_step(self, specs: dict[int, AttentionSpec], dtype: torch.dtype, tokens: int) -> CpuAttention:
         """A step of one sequence."""
         zero = np.zeros(1, np.int32)
-        return HostStep(
-            Pages(specs, num_pages=1, page_size=16, dtype=dtype),
+        return CpuAttention(
+            CpuKVCache(specs, num_pages=1, page_size=16, dtype=dtype),
             tables=zero[None],
             slots=zero,
             starts=zero,

@@ -7,11 +7,11 @@ import tempfile
 import numpy as np
 from transformers import LlamaConfig
 
-from llmbatch.engine.cpu.engine import TorchEngine
+from llmbatch.engine.cpu.engine import CpuEngine
 from llmbatch.engine.cpu.platform import HOST
 from llmbatch.engine.model.config import DType
 from llmbatch.engine.model.loader import load_model
-from llmbatch.preprocess.request_batch import Requests
+from llmbatch.preprocess.request_batch import RequestBatch
 from llmbatch.preprocess.sampling_params import SamplingParams
 from llmbatch.scheduler.output import Step
 
@@ -28,7 +28,7 @@ def compile_kernels(dtype: DType) -> None:
     one = np.ones(1, np.int32)
     nothing = np.zeros(1, np.int32)
     prompt = np.zeros(2, np.int32)
-    engine = TorchEngine(loaded, num_pages=1, page_size=16)
+    engine = CpuEngine(loaded, num_pages=1, page_size=16)
     params = (SamplingParams(max_tokens=1),)
-    engine.begin(Requests(prompt, np.array([0, 2]), one, nothing, params, np.zeros(1, np.uint64), one))
+    engine.begin(RequestBatch(prompt, np.array([0, 2]), one, nothing, params, np.zeros(1, np.uint64), one))
     engine.execute(Step(0, 0, nothing, nothing, nothing, 2 * one, np.ones(1, np.bool_), nothing[None]))

@@ -13,18 +13,18 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from llmbatch.engine.cpu.attention import HostStep, Pages
+from llmbatch.engine.cpu.attention import CpuAttention, CpuKVCache
 from llmbatch.engine.cpu.sampler import sample
-from llmbatch.engine.generation import Generation
+from llmbatch.engine.generation import TokenBuffers
 from llmbatch.engine.model.loader import LoadedModel
 from llmbatch.engine.packing import pack_tokens
-from llmbatch.preprocess.request_batch import Requests
+from llmbatch.preprocess.request_batch import RequestBatch
 from llmbatch.scheduler.output import Step, StepResult
 
 _WORTH_THREADS = 1 << 16  # elements a layer touches; below, waking threads costs more than they save
 
 
-class TorchEngine:
+class CpuEngine:
     """Runs steps of a loaded model. It owns the KV pages, and the generated tokens of each slot until retired.
 
     `decode` turns token ids into text; it is needed by requests that have stop strings. `seed` is the seed of
@@ -41,20 +41,20 @@ class TorchEngine:
         seed: int = 0,
     ) -> None:
         self._module = loaded.module
-        self._pages = Pages(loaded.attention, num_pages=num_pages, page_size=page_size, dtype=loaded.dtype)
-        self._generation = Generation(loaded.eos_token_ids, decode, seed)
+        self._pages = CpuKVCache(loaded.attention, num_pages=num_pages, page_size=page_size, dtype=loaded.dtype)
+        self._generation = TokenBuffers(loaded.eos_token_ids, decode, seed)
         most: int = numba.config.NUMBA_NUM_THREADS  # type: ignore[attr-defined]
         self._threads = min(torch.get_num_threads(), most)
         self._token_elements = loaded.config.hidden_size
         self._key_elements = max(2 * spec.heads * spec.width for spec in loaded.attention.values())
 
-    def begin(self, requests: Requests) -> None:
+    def begin(self, requests: RequestBatch) -> None:
         """Take the requests that the next steps are about; what an interrupted job left in slots is forgotten."""
         self._generation.begin(requests)
 
-    def go_on(self, requests: Requests) -> None:
+    def rebind(self, requests: RequestBatch) -> None:
         """Take other requests, among which are those that are in slots."""
-        self._generation.go_on(requests)
+        self._generation.rebind(requests)
 
     def execute(self, step: Step) -> StepResult:
         """Compute the step, keep the sampled tokens, and say which sequences have finished."""
@@ -64,7 +64,7 @@ class TorchEngine:
         packed = pack_tokens(step, generation, self._pages.page_size)
         ids = np.where(packed.ids < 0, generation.tokens.ravel()[-1 - np.minimum(packed.ids, -1)], packed.ids)
         pages, places = np.divmod(packed.places, np.int32(self._pages.page_size))
-        attention = HostStep(
+        attention = CpuAttention(
             self._pages,
             tables=step.block_tables,
             slots=step.slots,
@@ -87,9 +87,9 @@ class TorchEngine:
             ).logits[0]
             return self._sample(step, logits.float().contiguous().numpy())
 
-    def retire(self, slot: int) -> NDArray[np.int32]:
+    def pop_tokens(self, slot: int) -> NDArray[np.int32]:
         """Hand over the tokens generated in a slot and free it for another request."""
-        return self._generation.retire(slot)
+        return self._generation.pop_tokens(slot)
 
     def _sample(self, step: Step, logits: NDArray[np.float32]) -> StepResult:
         generation = self._generation

@@ -6,10 +6,8 @@ from typing import Final
 
 import torch
 
-from llmbatch.engine.cpu.attention import HostPieces
+from llmbatch.engine.cpu.attention import CpuOps
 from llmbatch.engine.model.outline import HOST_PAGE_SIZE, HOST_RUNNING
 from llmbatch.engine.model.platform import Platform
 
-HOST: Final = Platform(
-    torch.device("cpu"), HostPieces(), page_size=HOST_PAGE_SIZE, max_running=HOST_RUNNING, is_host=True
-)
+HOST: Final = Platform(torch.device("cpu"), CpuOps(), page_size=HOST_PAGE_SIZE, max_running=HOST_RUNNING, is_host=True)

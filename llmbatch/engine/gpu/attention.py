@@ -11,7 +11,7 @@ import torch
 from llmbatch.engine.gpu.batch import Kind
 from llmbatch.engine.gpu.execution import Sequential
 from llmbatch.engine.model.ops import attend_unpacked
-from llmbatch.kernels.interface import Layout, PagedAttention, Plan
+from llmbatch.kernels.interface import AttentionPlan, BatchLayout, PagedAttention
 from llmbatch.kernels.spec import AttentionSpec
 from llmbatch.kernels.triton import fused as triton_fused
 from llmbatch.kernels.triton.backend import TritonAttention
@@ -19,7 +19,7 @@ from llmbatch.kernels.triton.backend import TritonAttention
 PAGE_SIZE: Final = 16
 
 
-class DevicePages:
+class GpuKVCache:
     """The KV memory of all layers: `num_pages` pages of `page_size` tokens, a power of two.
 
     Keys and values of a layer are [pages, heads, page size, width] each.
@@ -47,8 +47,8 @@ class DevicePages:
         return sum(tensor.nbytes for tensor in (*self.keys.values(), *self.values.values()))
 
 
-class DeviceStep:
-    """Attention of a step (`llmbatch.engine.model.ops.StepAttention`).
+class GpuAttention:
+    """Attention of a step (`llmbatch.engine.model.ops.AttentionContext`).
 
     `plans` are those of the distinct layers (`AttentionSpec.kind`), on the device like `places` int32 [tokens], where
     each token's keys and values go: page times page size plus its place in the page. Each layer's attention, which
@@ -57,9 +57,9 @@ class DeviceStep:
 
     def __init__(
         self,
-        pages: DevicePages,
+        pages: GpuKVCache,
         backend: PagedAttention,
-        plans: dict[Kind, tuple[Plan, list[torch.Tensor]]],
+        plans: dict[Kind, tuple[AttentionPlan, list[torch.Tensor]]],
         places: torch.Tensor,
         queue: Callable[[Callable[[], torch.Tensor]], torch.Tensor],
     ) -> None:
@@ -97,13 +97,15 @@ class DeviceStep:
         return attend_unpacked(self, self._pages.specs[module.layer_idx], query, key, value)
 
 
-def plan_layers(specs: Iterable[AttentionSpec], plan: Callable[[AttentionSpec], Plan]) -> dict[Kind, Plan]:
+def plan_layers(
+    specs: Iterable[AttentionSpec], plan: Callable[[AttentionSpec], AttentionPlan]
+) -> dict[Kind, AttentionPlan]:
     """A step's plan for each kind of layer."""
     return {kind: plan(spec) for kind, spec in {spec.kind: spec for spec in specs}.items()}
 
 
-class DevicePieces:
-    """Kernels for a device (`llmbatch.engine.model.ops.Pieces`)."""
+class GpuOps:
+    """Kernels for a device (`llmbatch.engine.model.ops.ModelOps`)."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -116,11 +118,11 @@ class DevicePieces:
         """A gated activation."""
         triton_fused.gate(x, activation, out)
 
-    def probe_step(self, specs: dict[int, AttentionSpec], dtype: torch.dtype, tokens: int) -> DeviceStep:
+    def probe_step(self, specs: dict[int, AttentionSpec], dtype: torch.dtype, tokens: int) -> GpuAttention:
         """A step of one sequence."""
         zero = np.zeros(1, np.int32)
-        pages = DevicePages(specs, num_pages=1, page_size=PAGE_SIZE, dtype=dtype, device=self._device)
-        layout = Layout(tables=zero[None], slots=zero, starts=zero, counts=zero + tokens, decodes=0)
+        pages = GpuKVCache(specs, num_pages=1, page_size=PAGE_SIZE, dtype=dtype, device=self._device)
+        layout = BatchLayout(tables=zero[None], slots=zero, starts=zero, counts=zero + tokens, decodes=0)
         backend = TritonAttention(self._device)
         plans = plan_layers(specs.values(), lambda spec: backend.plan(layout, spec, PAGE_SIZE))
         there = {
@@ -128,4 +130,4 @@ class DevicePieces:
             for kind, plan in plans.items()
         }
         places = torch.arange(tokens, dtype=torch.int32, device=self._device)
-        return DeviceStep(pages, backend, there, places, Sequential().attend)
+        return GpuAttention(pages, backend, there, places, Sequential().attend)

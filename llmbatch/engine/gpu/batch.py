@@ -14,15 +14,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from llmbatch.engine.generation import Generation
+from llmbatch.engine.generation import TokenBuffers
 from llmbatch.engine.packing import pack_tokens
-from llmbatch.kernels.interface import Plan
+from llmbatch.kernels.interface import AttentionPlan
 from llmbatch.scheduler.output import Step
 
 Kind = tuple[int, int, int]  # of layers, see `AttentionSpec.kind`
 
 
-class Batch(NamedTuple):
+class DeviceBatch(NamedTuple):
     """What a forward takes, int32 on the device; `plans` are those of the distinct kinds of layers."""
 
     ids: torch.Tensor  # [tokens] as in `PackedTokens`, like the next two
@@ -30,19 +30,19 @@ class Batch(NamedTuple):
     places: torch.Tensor
     last: torch.Tensor  # [samples] the token whose logits are wanted
     targets: torch.Tensor  # [samples] the place that the sampled token gets
-    plans: dict[Kind, tuple[Plan, list[torch.Tensor]]]
+    plans: dict[Kind, tuple[AttentionPlan, list[torch.Tensor]]]
 
 
 @dataclass(frozen=True, slots=True)
-class Packed:
-    """A `Batch` on the host. The first `rows` samples are real, others are there for their number's sake."""
+class HostBatch:
+    """A `DeviceBatch` on the host. The first `rows` samples are real, others are there for their number's sake."""
 
-    columns: tuple[NDArray[np.int32], ...]  # the first five of a `Batch`
-    plans: dict[Kind, Plan]
+    columns: tuple[NDArray[np.int32], ...]  # the first five of a `DeviceBatch`
+    plans: dict[Kind, AttentionPlan]
     rows: int
 
     @classmethod
-    def of(cls, step: Step, generation: Generation, page_size: int, plans: dict[Kind, Plan]) -> Packed:
+    def of(cls, step: Step, generation: TokenBuffers, page_size: int, plans: dict[Kind, AttentionPlan]) -> HostBatch:
         """A step, of what was generated so far."""
         tokens = pack_tokens(step, generation, page_size)
         sampled = step.slots[step.samples]
@@ -50,7 +50,7 @@ class Packed:
         targets = sampled * np.int32(generation.tokens.shape[1]) + generation.queued[sampled]
         return cls((*tokens, last, targets), plans, len(sampled))
 
-    def padded(self, rows: int, place: int) -> Packed:
+    def padded(self, rows: int, place: int) -> HostBatch:
         """Of decodes, with others up to so many: tokens 0 at position 0, whose keys and values go to `place`."""
         ids, positions, places, _, targets = self.columns
         more = rows - self.rows
@@ -58,21 +58,21 @@ class Packed:
             np.pad(ids, (0, more)), np.pad(positions, (0, more)), np.pad(places, (0, more), constant_values=place),
             np.arange(rows, dtype=np.int32), np.pad(targets, (0, more)),
         )  # fmt: skip
-        return Packed(columns, self.plans, self.rows)
+        return HostBatch(columns, self.plans, self.rows)
 
     @property
     def arrays(self) -> list[NDArray[np.int32]]:
         """Everything that is uploaded."""
         return [*self.columns, *(array for plan in self.plans.values() for array in plan.arrays)]
 
-    def take(self, tensors: Sequence[torch.Tensor]) -> Batch:
+    def take(self, tensors: Sequence[torch.Tensor]) -> DeviceBatch:
         """The batch, of its arrays as they were uploaded."""
         plans, at = {}, len(self.columns)
         for kind, plan in self.plans.items():
             plans[kind] = plan, list(tensors[at : at + len(plan.arrays)])
             at += len(plan.arrays)
         ids, positions, places, last, targets = tensors[: len(self.columns)]
-        return Batch(ids, positions, places, last, targets, plans)
+        return DeviceBatch(ids, positions, places, last, targets, plans)
 
 
 def stage(arrays: Sequence[NDArray[np.int32]], device: torch.device) -> torch.Tensor:
@@ -92,7 +92,7 @@ def split(there: torch.Tensor, arrays: Sequence[NDArray[np.int32]]) -> list[torc
     return [part[: array.size].view(array.shape) for part, array in zip(parts, arrays, strict=True)]
 
 
-def upload(packed: Sequence[Packed], device: torch.device) -> list[Batch]:
+def upload(packed: Sequence[HostBatch], device: torch.device) -> list[DeviceBatch]:
     """The batches on the device, in one copy that the host does not wait for."""
     arrays = [array for one in packed for array in one.arrays]
     tensors = split(stage(arrays, device).to(device, non_blocking=True), arrays)

@@ -14,16 +14,16 @@ from typing import Any, Final, Protocol
 import numpy as np
 import torch
 
-from llmbatch.engine.generation import Generation
-from llmbatch.engine.gpu.attention import DevicePages, plan_layers
-from llmbatch.engine.gpu.batch import Batch, Packed, split, stage
-from llmbatch.kernels.interface import FixedAttention, Layout
+from llmbatch.engine.generation import TokenBuffers
+from llmbatch.engine.gpu.attention import GpuKVCache, plan_layers
+from llmbatch.engine.gpu.batch import DeviceBatch, HostBatch, split, stage
+from llmbatch.kernels.interface import BatchLayout, GraphCapturable
 from llmbatch.scheduler.output import Step
 
 MOST_ROWS: Final = 512  # of a step that is repeated; the device takes longer than the host for larger ones
 _LEAST_WIDTH: Final = 64  # pages of a table
 
-Forward = Callable[[Batch], torch.Tensor]
+Forward = Callable[[DeviceBatch], torch.Tensor]
 
 
 class Recorder(Protocol):
@@ -58,7 +58,7 @@ class GraphRecorder:
 class _Recording:
     """A recorded forward and the memory it reads."""
 
-    def __init__(self, packed: Packed, device: torch.device) -> None:
+    def __init__(self, packed: HostBatch, device: torch.device) -> None:
         self._arrays = packed.arrays
         self._device = device
         self._uploaded = stage(self._arrays, device).to(device)
@@ -67,7 +67,7 @@ class _Recording:
         self.batch = batch._replace(ids=torch.zeros_like(batch.ids))
         self.repeat: Callable[[], None] = lambda: None
 
-    def fill(self, packed: Packed, known: torch.Tensor) -> None:
+    def fill(self, packed: HostBatch, known: torch.Tensor) -> None:
         """Copy a step of the same shape to where it is read."""
         self._uploaded.copy_(stage(packed.arrays, self._device), non_blocking=True)
         self.batch.ids.copy_(known_ids(self._given, known))
@@ -78,14 +78,14 @@ def known_ids(ids: torch.Tensor, known: torch.Tensor) -> torch.Tensor:
     return torch.where(ids < 0, known[(-1 - ids).clamp(min=0)], ids)
 
 
-class DecodeGraphs:
+class DecodeGraphRunner:
     """Runs steps of decodes by what was recorded of their shape. `pages` has a page to spare, its last."""
 
     def __init__(
         self,
         forward: Forward,
-        attention: FixedAttention,
-        pages: DevicePages,
+        attention: GraphCapturable,
+        pages: GpuKVCache,
         recorder: Recorder,
         *,
         vocabulary: int,
@@ -104,7 +104,7 @@ class DecodeGraphs:
         """Whether a step is one that is recorded and repeated."""
         return step.num_decodes == len(step.slots) <= MOST_ROWS
 
-    def run(self, step: Step, generation: Generation, known: torch.Tensor) -> tuple[Batch, torch.Tensor]:
+    def run(self, step: Step, generation: TokenBuffers, known: torch.Tensor) -> tuple[DeviceBatch, torch.Tensor]:
         """The batch that the step was, padded, and the logits [rows, vocabulary] of those that are not padding.
 
         They are valid until the next step. `known` are the generated tokens, flat.
@@ -115,7 +115,7 @@ class DecodeGraphs:
         recording.repeat()
         return recording.batch, self._logits[: packed.rows]
 
-    def _padded(self, step: Step, generation: Generation) -> Packed:
+    def _padded(self, step: Step, generation: TokenBuffers) -> HostBatch:
         pages, count = self._pages, len(step.slots)
         rows = rows_of(count)
         longest = int(step.starts.max()) + 1
@@ -124,13 +124,15 @@ class DecodeGraphs:
         more = rows - count
         slots = np.concatenate((step.slots, np.full(more, step.slots[0])))
         starts = np.pad(step.starts, (0, more))
-        layout = Layout(step.block_tables, slots, starts, np.ones(rows, np.int32), rows)
+        layout = BatchLayout(step.block_tables, slots, starts, np.ones(rows, np.int32), rows)
         plans = plan_layers(
             pages.specs.values(), lambda spec: self._attention.plan_fixed(layout, spec, pages.page_size, width)
         )
-        return Packed.of(step, generation, pages.page_size, plans).padded(rows, (pages.num_pages - 1) * pages.page_size)
+        return HostBatch.of(step, generation, pages.page_size, plans).padded(
+            rows, (pages.num_pages - 1) * pages.page_size
+        )
 
-    def _record(self, packed: Packed) -> _Recording:
+    def _record(self, packed: HostBatch) -> _Recording:
         recording = _Recording(packed, self._device)
         rows = len(packed.columns[0])
 
@@ -148,5 +150,5 @@ def rows_of(count: int) -> int:
     return min(MOST_ROWS, -(-count // step) * step)
 
 
-def _key(packed: Packed) -> tuple[Any, ...]:
+def _key(packed: HostBatch) -> tuple[Any, ...]:
     return (*(array.shape for array in packed.arrays), *(plan.numbers for plan in packed.plans.values()))

@@ -16,18 +16,18 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from llmbatch.engine.generation import Generation
-from llmbatch.engine.gpu.attention import DevicePages, plan_layers
-from llmbatch.engine.gpu.batch import Packed, upload
-from llmbatch.engine.gpu.cuda_graphs import DecodeGraphs, Recorder, known_ids
-from llmbatch.engine.gpu.execution import Decided, Execution, Sequential
+from llmbatch.engine.generation import TokenBuffers
+from llmbatch.engine.gpu.attention import GpuKVCache, plan_layers
+from llmbatch.engine.gpu.batch import HostBatch, upload
+from llmbatch.engine.gpu.cuda_graphs import DecodeGraphRunner, Recorder, known_ids
+from llmbatch.engine.gpu.execution import Execution, ExecutionPlan, Sequential
 from llmbatch.engine.gpu.microbatch import order_of
-from llmbatch.engine.gpu.model_runner import PagedForward
+from llmbatch.engine.gpu.model_runner import ModelRunner
 from llmbatch.engine.gpu.sampler import Draw, choose
 from llmbatch.engine.model.loader import LoadedModel
-from llmbatch.kernels.interface import FixedAttention, Layout, PagedAttention
-from llmbatch.preprocess.request_batch import Requests
-from llmbatch.scheduler.output import Finish, Step, StepResult
+from llmbatch.kernels.interface import BatchLayout, GraphCapturable, PagedAttention
+from llmbatch.preprocess.request_batch import RequestBatch
+from llmbatch.scheduler.output import FinishReason, Step, StepResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +48,11 @@ class _Queued:
         return float(self.begun.elapsed_time(self.done)) / 1e3
 
 
-class AcceleratedEngine:
+class GpuEngine:
     """Runs steps of a loaded model on its device. It owns the KV pages, and the generated tokens until retired.
 
     `execution` runs its forwards, one after the other where none is given. With a `recorder` small steps of decodes
-    are recorded, if the attention can be (`FixedAttention`). `decode` turns token ids into text; it is needed by
+    are recorded, if the attention can be (`GraphCapturable`). `decode` turns token ids into text; it is needed by
     requests that have stop strings. `seed` is the seed of requests that have none of their own.
     """
 
@@ -72,19 +72,19 @@ class AcceleratedEngine:
         self._device = loaded.device
         self._attention = attention
         self._execution = execution or Sequential()
-        fixed = attention if recorder is not None and isinstance(attention, FixedAttention) else None
+        fixed = attention if recorder is not None and isinstance(attention, GraphCapturable) else None
         spare = fixed is not None
-        self.pages = DevicePages(
+        self.pages = GpuKVCache(
             loaded.attention, num_pages=num_pages + spare, page_size=page_size, dtype=loaded.dtype, device=self._device
         )
-        self._forward = PagedForward(loaded.module, self.pages, attention, self._execution)
-        self._graphs: DecodeGraphs | None = None
+        self._forward = ModelRunner(loaded.module, self.pages, attention, self._execution)
+        self._graphs: DecodeGraphRunner | None = None
         if recorder is not None and fixed is not None:
-            self._graphs = DecodeGraphs(
+            self._graphs = DecodeGraphRunner(
                 self._forward, fixed, self.pages, recorder, vocabulary=loaded.config.vocab_size,
                 dtype=loaded.dtype, device=self._device,
             )  # fmt: skip
-        self._generation = Generation(loaded.eos_token_ids, decode, seed)
+        self._generation = TokenBuffers(loaded.eos_token_ids, decode, seed)
         self._generated = torch.zeros(self._generation.tokens.shape, dtype=torch.int32, device=self._device)
         self._queue: deque[_Queued] = deque()
 
@@ -93,14 +93,14 @@ class AcceleratedEngine:
         """Tokens that there are."""
         return int(self._loaded.config.vocab_size)
 
-    def begin(self, requests: Requests) -> None:
+    def begin(self, requests: RequestBatch) -> None:
         """Take the requests that the next steps are about; what an interrupted job left in slots is forgotten."""
         self._queue.clear()
         self._generation.begin(requests)
 
-    def go_on(self, requests: Requests) -> None:
+    def rebind(self, requests: RequestBatch) -> None:
         """Take other requests, among which are those that are in slots."""
-        self._generation.go_on(requests)
+        self._generation.rebind(requests)
 
     def execute(self, step: Step) -> StepResult:
         """Compute the step, keep the sampled tokens, and say which sequences have finished."""
@@ -122,7 +122,7 @@ class AcceleratedEngine:
         self._queue.append(self._queued(step, decided, begun, *sampled))
         return self._generation.expect(step)
 
-    def _forwards(self, decided: Decided) -> Iterator[tuple[Step, torch.Tensor, torch.Tensor]]:
+    def _forwards(self, decided: ExecutionPlan) -> Iterator[tuple[Step, torch.Tensor, torch.Tensor]]:
         """Each part of a step, the places that its sampled tokens get, and its logits."""
         known = self._generated.view(-1)
         if self._graphs is not None and len(decided.parts) == 1 and self._graphs.takes(decided.parts[0].step):
@@ -136,11 +136,11 @@ class AcceleratedEngine:
         results = self._execution.run(decided, [partial(self._forward, batch) for batch in batches])
         yield from zip(steps, (batch.targets for batch in batches), results, strict=True)
 
-    def _packed(self, step: Step) -> Packed:
-        layout = Layout(step.block_tables, step.slots, step.starts, step.counts, step.num_decodes)
+    def _packed(self, step: Step) -> HostBatch:
+        layout = BatchLayout(step.block_tables, step.slots, step.starts, step.counts, step.num_decodes)
         size = self.pages.page_size
         plans = plan_layers(self.pages.specs.values(), lambda spec: self._attention.plan(layout, spec, size))
-        return Packed.of(step, self._generation, size, plans)
+        return HostBatch.of(step, self._generation, size, plans)
 
     def collect(self) -> StepResult:
         """Wait for the older queued step; its sampled tokens, and which of its sequences have finished."""
@@ -150,7 +150,7 @@ class AcceleratedEngine:
         tokens, finite = (column.numpy()[queued.order] for column in (queued.tokens, queued.finite))
         result = generation.append(step, tokens, finite, queued.kept)
         slots, requests = step.slots[step.samples], step.requests[step.samples]
-        ended = result.finished > Finish.RUNNING
+        ended = result.finished > FinishReason.RUNNING
         early = ended & (generation.lengths[slots] < generation.requests.max_tokens[requests])
         if early.any():
             self.drop(slots[early], requests[early])
@@ -163,9 +163,9 @@ class AcceleratedEngine:
             step = queued.step
             queued.kept[np.isin(step.requests[step.samples], requests)] = False
 
-    def retire(self, slot: int) -> NDArray[np.int32]:
+    def pop_tokens(self, slot: int) -> NDArray[np.int32]:
         """Hand over the tokens generated in a slot and free it for another request."""
-        return self._generation.retire(slot)
+        return self._generation.pop_tokens(slot)
 
     def _make_room(self, slots: NDArray[np.int32]) -> None:
         self._generation.make_room(slots)
@@ -196,7 +196,12 @@ class AcceleratedEngine:
         return event
 
     def _queued(
-        self, step: Step, decided: Decided, begun: torch.cuda.Event | None, tokens: torch.Tensor, finite: torch.Tensor
+        self,
+        step: Step,
+        decided: ExecutionPlan,
+        begun: torch.cuda.Event | None,
+        tokens: torch.Tensor,
+        finite: torch.Tensor,
     ) -> _Queued:
         order, kept = order_of(decided.parts), np.ones(len(tokens), np.bool_)
         if self._device.type != "cuda":

@@ -20,8 +20,8 @@ from typing import Final, Protocol
 
 import torch
 
-from llmbatch.engine.gpu.handoff import Turns
-from llmbatch.engine.gpu.microbatch import Part, halves, sides, whole
+from llmbatch.engine.gpu.handoff import Handoff
+from llmbatch.engine.gpu.microbatch import MicroBatch, halves, sides, whole
 from llmbatch.engine.gpu.step_cost import best_share, halves_pay
 from llmbatch.scheduler.output import Step
 from llmbatch.scheduler.token_budget import Rates
@@ -31,21 +31,21 @@ SHARES: Final = (0.25, 0.375, 0.5, 0.625, 0.75)  # of the multiprocessors, that 
 
 
 @dataclass(frozen=True, slots=True)
-class Decided:
+class ExecutionPlan:
     """How a step is run."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[MicroBatch, ...]
     share: float = 1.0  # of the multiprocessors, for the first part
 
 
 class Execution(Protocol):
     """Runs the forwards of steps."""
 
-    def decide(self, step: Step) -> Decided:
+    def decide(self, step: Step) -> ExecutionPlan:
         """How a step is run; touches no device."""
         ...
 
-    def run(self, decided: Decided, forwards: Sequence[Forward]) -> list[torch.Tensor]:
+    def run(self, decided: ExecutionPlan, forwards: Sequence[Forward]) -> list[torch.Tensor]:
         """What the forwards of the parts return, ready for the current stream."""
         ...
 
@@ -57,11 +57,11 @@ class Execution(Protocol):
 class Sequential:
     """One forward (`Execution`)."""
 
-    def decide(self, step: Step) -> Decided:
+    def decide(self, step: Step) -> ExecutionPlan:
         """The whole."""
-        return Decided(whole(step))
+        return ExecutionPlan(whole(step))
 
-    def run(self, decided: Decided, forwards: Sequence[Forward]) -> list[torch.Tensor]:
+    def run(self, decided: ExecutionPlan, forwards: Sequence[Forward]) -> list[torch.Tensor]:
         """One after the other."""
         return [forward() for forward in forwards]
 
@@ -70,7 +70,7 @@ class Sequential:
         return attention()
 
 
-class Lane(Protocol):
+class AttentionStream(Protocol):
     """A queue of a device beside the current stream."""
 
     def current(self) -> torch.cuda.Stream | None:
@@ -83,7 +83,7 @@ class Lane(Protocol):
 
 
 class StreamLane:
-    """A CUDA stream (`Lane`), before others where multiprocessors are free."""
+    """A CUDA stream (`AttentionStream`), before others where multiprocessors are free."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -105,7 +105,7 @@ class StreamLane:
 
 
 class HostLane:
-    """Where a device has no queues (`Lane`)."""
+    """Where a device has no queues (`AttentionStream`)."""
 
     def current(self) -> None:
         """None."""
@@ -119,16 +119,16 @@ class HostLane:
 class Interleaved:
     """Two halves of a step in turns (`Execution`), where `rates` say that it can pay; `lane` is for attention."""
 
-    def __init__(self, rates: Rates, lane: Lane) -> None:
+    def __init__(self, rates: Rates, lane: AttentionStream) -> None:
         self._rates = rates
         self._lane = lane
-        self._turns = Turns()
+        self._turns = Handoff()
 
-    def decide(self, step: Step) -> Decided:
+    def decide(self, step: Step) -> ExecutionPlan:
         """Halves, or the whole."""
-        return Decided(halves(step) if halves_pay(step, self._rates) else whole(step))
+        return ExecutionPlan(halves(step) if halves_pay(step, self._rates) else whole(step))
 
-    def run(self, decided: Decided, forwards: Sequence[Forward]) -> list[torch.Tensor]:
+    def run(self, decided: ExecutionPlan, forwards: Sequence[Forward]) -> list[torch.Tensor]:
         """Both in turns, on the current stream."""
         if len(forwards) == 1:
             return [forwards[0]()]
@@ -158,18 +158,18 @@ class Partitioned:
     def __init__(self, rates: Rates, streams: Streams) -> None:
         self._rates = rates
         self._streams = streams
-        self._turns = Turns()
+        self._turns = Handoff()
 
-    def decide(self, step: Step) -> Decided:
+    def decide(self, step: Step) -> ExecutionPlan:
         """Both sides, or the whole."""
         if 0 < step.num_decodes < len(step.slots):
             parts = sides(step)
             share = best_share(parts[0].step, parts[1].step, self._rates, SHARES)
             if share is not None:
-                return Decided(parts, share)
-        return Decided(whole(step))
+                return ExecutionPlan(parts, share)
+        return ExecutionPlan(whole(step))
 
-    def run(self, decided: Decided, forwards: Sequence[Forward]) -> list[torch.Tensor]:
+    def run(self, decided: ExecutionPlan, forwards: Sequence[Forward]) -> list[torch.Tensor]:
         """Both at once, each on its stream."""
         if len(forwards) == 1:
             return [forwards[0]()]

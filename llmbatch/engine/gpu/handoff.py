@@ -18,7 +18,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-class Turns:
+class Handoff:
     """Runs two pieces of work in turns."""
 
     def __init__(self) -> None:

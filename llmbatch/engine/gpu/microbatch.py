@@ -17,25 +17,25 @@ from numpy.typing import NDArray
 from llmbatch.scheduler.output import Step
 
 
-class Part(NamedTuple):
+class MicroBatch(NamedTuple):
     """A step that is part of another."""
 
     step: Step
     rows: NDArray[np.intp]  # of the whole step, that its sequences are
 
 
-def whole(step: Step) -> tuple[Part]:
+def whole(step: Step) -> tuple[MicroBatch]:
     """One part."""
-    return (Part(step, np.arange(len(step.slots))),)
+    return (MicroBatch(step, np.arange(len(step.slots))),)
 
 
-def sides(step: Step) -> tuple[Part, Part]:
+def sides(step: Step) -> tuple[MicroBatch, MicroBatch]:
     """The prefills, and the decodes."""
     rows = np.arange(len(step.slots))
     return _part(step, rows[step.num_decodes :]), _part(step, rows[: step.num_decodes])
 
 
-def halves(step: Step) -> tuple[Part, Part]:
+def halves(step: Step) -> tuple[MicroBatch, MicroBatch]:
     """Two parts with half of the tokens each, and half of the keys that decodes read; a chunk may be in both.
 
     The step has two tokens at least, and each half one.
@@ -58,12 +58,12 @@ def halves(step: Step) -> tuple[Part, Part]:
     return one, other
 
 
-def order_of(parts: tuple[Part, ...]) -> NDArray[np.intp]:
+def order_of(parts: tuple[MicroBatch, ...]) -> NDArray[np.intp]:
     """What is sampled by the parts, one after the other, in the order of the whole step: an index."""
     return np.argsort(np.concatenate([part.rows[part.step.samples] for part in parts]))
 
 
-def _part(step: Step, rows: NDArray[np.intp]) -> Part:
+def _part(step: Step, rows: NDArray[np.intp]) -> MicroBatch:
     taken = replace(
         step,
         num_decodes=int(np.searchsorted(rows, step.num_decodes)),
@@ -73,4 +73,4 @@ def _part(step: Step, rows: NDArray[np.intp]) -> Part:
         counts=step.counts[rows],
         samples=step.samples[rows],
     )
-    return Part(taken, rows)
+    return MicroBatch(taken, rows)

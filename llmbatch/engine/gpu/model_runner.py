@@ -5,24 +5,24 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from llmbatch.engine.gpu.attention import DevicePages, DeviceStep
-from llmbatch.engine.gpu.batch import Batch
+from llmbatch.engine.gpu.attention import GpuAttention, GpuKVCache
+from llmbatch.engine.gpu.batch import DeviceBatch
 from llmbatch.engine.gpu.execution import Execution
 from llmbatch.kernels.interface import PagedAttention
 
 
-class PagedForward:
+class ModelRunner:
     """Queues a batch on the device: [samples, vocabulary] logits of its last tokens."""
 
-    def __init__(self, module: nn.Module, pages: DevicePages, attention: PagedAttention, execution: Execution) -> None:
+    def __init__(self, module: nn.Module, pages: GpuKVCache, attention: PagedAttention, execution: Execution) -> None:
         self._module = module
         self._pages = pages
         self._attention = attention
         self._execution = execution
 
-    def __call__(self, batch: Batch) -> torch.Tensor:
+    def __call__(self, batch: DeviceBatch) -> torch.Tensor:
         """The logits, in the model's type."""
-        step = DeviceStep(self._pages, self._attention, batch.plans, batch.places, self._execution.attend)
+        step = GpuAttention(self._pages, self._attention, batch.plans, batch.places, self._execution.attend)
         logits: torch.Tensor = self._module(
             input_ids=batch.ids[None],
             position_ids=batch.positions[None],

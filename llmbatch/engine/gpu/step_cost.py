@@ -21,7 +21,7 @@ _WORTH: Final = 0.95  # of the time in turn: the bound must be lower for parts t
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class StepCost:
     """What a step takes, in seconds, each by itself."""
 
     products: float
@@ -30,7 +30,7 @@ class Work:
     weights: float  # read once
 
     @classmethod
-    def of(cls, step: Step, rates: Rates) -> Work:
+    def of(cls, step: Step, rates: Rates) -> StepCost:
         """The work of a step on a device."""
         samples = int(step.samples.sum())
         return cls(
@@ -53,13 +53,13 @@ class Work:
 
 def halves_pay(step: Step, rates: Rates) -> bool:
     """Whether two halves can be faster than the whole; a single token has none."""
-    work = Work.of(step, rates)
+    work = StepCost.of(step, rates)
     return step.num_tokens > 1 and work.in_halves < _WORTH * work.in_turn
 
 
 def best_share(prefills: Step, decodes: Step, rates: Rates, shares: Sequence[float]) -> float | None:
     """The share of the multiprocessors that the prefills of a step are best given; None where the whole is as fast."""
-    left, right = Work.of(prefills, rates), Work.of(decodes, rates)
+    left, right = StepCost.of(prefills, rates), StepCost.of(decodes, rates)
     in_turn = max(left.products + right.products, left.weights) + left.attention + right.reads
 
     def seconds(share: float) -> float:

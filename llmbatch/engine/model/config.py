@@ -30,7 +30,7 @@ _PROCESSOR: Final = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
-class ModelDescription:
+class ModelConfig:
     """A supported model, as its config tells."""
 
     config: PretrainedConfig  # of the text model
@@ -46,7 +46,7 @@ def describe_model(
     dtype: DType = "auto",
     trust_remote_code: bool = False,
     device: torch.device = _PROCESSOR,
-) -> ModelDescription:
+) -> ModelConfig:
     """Read the config in `folder`.
 
     `dtype` auto is bfloat16 on a GPU, and on a processor that multiplies it faster than float32, as measured; else
@@ -66,7 +66,7 @@ def describe_model(
     if not (trust_remote_code and getattr(whole, "auto_map", None)):  # a class from there is not known before
         _check_class(folder, whole)
     element = _element(folder, dtype, device)
-    return ModelDescription(
+    return ModelConfig(
         config=config,
         whole_config=whole,
         dtype=element,

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from llmbatch.engine.model.fused_modules import FusedAttention, FusedMLP, FusedNorm, equal, replace_modules
-from llmbatch.engine.model.ops import Pieces, StepAttention
+from llmbatch.engine.model.ops import AttentionContext, ModelOps
 from llmbatch.kernels.spec import AttentionSpec
 
 _PROBE_TOKENS: Final = 3
@@ -42,7 +42,7 @@ class FusedLayer(nn.Module):
         hidden_states: torch.Tensor,
         *,
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
-        llmbatch: StepAttention,
+        llmbatch: AttentionContext,
         **_: Any,
     ) -> torch.Tensor:
         """The contract of transformers' decoder layers, as models call them; returns its [1, tokens, hidden]."""
@@ -54,7 +54,7 @@ class FusedLayer(nn.Module):
         return hidden_states
 
 
-def fuse_layers(model: nn.Module, specs: dict[int, AttentionSpec], dtype: torch.dtype, pieces: Pieces) -> None:
+def fuse_layers(model: nn.Module, specs: dict[int, AttentionSpec], dtype: torch.dtype, pieces: ModelOps) -> None:
     """Replace, in place, the decoder layers of a fused `model` that have the common parts and steps.
 
     None is replaced where the model reads what a layer was given after that layer.

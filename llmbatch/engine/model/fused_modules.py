@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from llmbatch.engine.model.ops import Pieces, StepAttention
+from llmbatch.engine.model.ops import AttentionContext, ModelOps
 from llmbatch.kernels.spec import GELU_TANH, SILU, AttentionSpec
 
 _PROBE_TOKENS = 3
@@ -26,7 +26,7 @@ _PROBE_TOKENS = 3
 class FusedNorm(nn.Module):
     """RMSNorm in one pass."""
 
-    def __init__(self, weight: torch.Tensor, epsilon: float, pieces: Pieces) -> None:
+    def __init__(self, weight: torch.Tensor, epsilon: float, pieces: ModelOps) -> None:
         super().__init__()
         self._weight = weight.detach().float().contiguous()
         self._epsilon = epsilon
@@ -54,7 +54,7 @@ class FusedNorm(nn.Module):
 class FusedMLP(nn.Module):
     """activation(gate_proj(x)) * up_proj(x), then down_proj, as two products and one pass between."""
 
-    def __init__(self, original: Any, activation: int, pieces: Pieces) -> None:
+    def __init__(self, original: Any, activation: int, pieces: ModelOps) -> None:
         super().__init__()
         self._pieces = pieces
         self.gate_up = _stack(original.gate_proj, original.up_proj)
@@ -98,14 +98,17 @@ class FusedAttention(nn.Module):
         hidden_states: torch.Tensor,
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
         *_: Any,
-        llmbatch: StepAttention,
+        llmbatch: AttentionContext,
         **__: Any,
     ) -> tuple[torch.Tensor, None]:
         """The contract of transformers' attention modules: [1, tokens, hidden] to the same, and no weights."""
         return self.o_proj(self.inner(hidden_states, position_embeddings, llmbatch)[None]), None
 
     def inner(
-        self, hidden_states: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor], step: StepAttention
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        step: AttentionContext,
     ) -> torch.Tensor:
         """What `o_proj` is given, [tokens, query heads * width]."""
         packed = self.qkv(hidden_states)[0]
@@ -143,7 +146,7 @@ class PackedLinear(nn.Module):
         return out
 
 
-def fuse(model: nn.Module, specs: dict[int, AttentionSpec], dtype: torch.dtype, pieces: Pieces) -> None:
+def fuse(model: nn.Module, specs: dict[int, AttentionSpec], dtype: torch.dtype, pieces: ModelOps) -> None:
     """Replace, in place, every module of `model` that has an equal and faster one."""
     replace_modules(model, lambda module: _fused_norm(module, dtype, pieces))
     replace_modules(model, lambda module: _fused_mlp(module, dtype, pieces))
@@ -192,7 +195,7 @@ def _probe(*shape: int, like: torch.Tensor) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(0)).to(like)
 
 
-def _fused_norm(module: nn.Module, dtype: torch.dtype, pieces: Pieces) -> FusedNorm | None:
+def _fused_norm(module: nn.Module, dtype: torch.dtype, pieces: ModelOps) -> FusedNorm | None:
     weight = getattr(module, "weight", None)
     epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if (
@@ -232,7 +235,7 @@ def _linears(module: nn.Module, *names: str) -> bool:
     return all(type(getattr(module, name, None)) is nn.Linear for name in names)
 
 
-def _fused_mlp(module: nn.Module, dtype: torch.dtype, pieces: Pieces) -> FusedMLP | None:
+def _fused_mlp(module: nn.Module, dtype: torch.dtype, pieces: ModelOps) -> FusedMLP | None:
     activation = getattr(module, "act_fn", None)
     if not _linears(module, "gate_proj", "up_proj", "down_proj") or activation is None:
         return None
@@ -250,7 +253,7 @@ def _fused_mlp(module: nn.Module, dtype: torch.dtype, pieces: Pieces) -> FusedML
 
 
 def _fused_attention(
-    module: nn.Module, specs: dict[int, AttentionSpec], dtype: torch.dtype, pieces: Pieces
+    module: nn.Module, specs: dict[int, AttentionSpec], dtype: torch.dtype, pieces: ModelOps
 ) -> FusedAttention | None:
     spec = specs.get(getattr(module, "layer_idx", -1))
     if spec is None or not _linears(module, "q_proj", "k_proj", "v_proj", "o_proj"):
@@ -259,7 +262,7 @@ def _fused_attention(
     probe = _probe(1, _PROBE_TOKENS, module.q_proj.in_features, like=module.q_proj.weight)
     angles = torch.linspace(0.1, 3.0, _PROBE_TOKENS * spec.width // 2).view(1, _PROBE_TOKENS, -1)
 
-    def step() -> StepAttention:
+    def step() -> AttentionContext:
         return pieces.probe_step({spec.layer: spec}, dtype, _PROBE_TOKENS)
 
     for halves in (False, True):

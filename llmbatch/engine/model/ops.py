@@ -9,7 +9,7 @@ import torch
 from llmbatch.kernels.spec import AttentionSpec
 
 
-class StepAttention(Protocol):
+class AttentionContext(Protocol):
     """Writes a step's keys and values into pages and attends over them, layer by layer."""
 
     def run(
@@ -38,7 +38,7 @@ class StepAttention(Protocol):
         ...
 
 
-class Pieces(Protocol):
+class ModelOps(Protocol):
     """What is computed between products."""
 
     def normalize(self, x: torch.Tensor, weight: torch.Tensor, epsilon: float, out: torch.Tensor) -> None:
@@ -49,14 +49,14 @@ class Pieces(Protocol):
         """out = activation(x[:, :width]) * x[:, width:], for `out` [rows, width]."""
         ...
 
-    def probe_step(self, specs: dict[int, AttentionSpec], dtype: torch.dtype, tokens: int) -> StepAttention:
+    def probe_step(self, specs: dict[int, AttentionSpec], dtype: torch.dtype, tokens: int) -> AttentionContext:
         """A step of one sequence of so many tokens, over a page of its own."""
         ...
 
 
 def attend_unpacked(
-    step: StepAttention, spec: AttentionSpec, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    step: AttentionContext, spec: AttentionSpec, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 ) -> torch.Tensor:
-    """`StepAttention.attend` by `run`."""
+    """`AttentionContext.attend` by `run`."""
     packed = torch.cat((query[0], key[0], value[0])).transpose(0, 1)  # [tokens, heads of all three, width]
     return step.run(spec, packed.reshape(len(packed), -1)).view(1, len(packed), -1, spec.width)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from llmbatch.engine.model.ops import Pieces
+from llmbatch.engine.model.ops import ModelOps
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,7 +14,7 @@ class Platform:
     """A device, and the kernels for it."""
 
     device: torch.device
-    pieces: Pieces
+    pieces: ModelOps
     page_size: int  # tokens, where none is asked for
     max_running: int  # sequences in flight, likewise
     is_host: bool = False  # the processor, with the kernels for it

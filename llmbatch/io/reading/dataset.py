@@ -27,7 +27,7 @@ Content = ParquetFiles | JsonlFiles
 
 
 @dataclass(frozen=True, slots=True)
-class Inputs:
+class Dataset:
     """Files of one format and one schema, in a stable order."""
 
     schema: pa.Schema
@@ -35,7 +35,7 @@ class Inputs:
     _partitions: Partitions
 
     @classmethod
-    def resolve(cls, paths: Sequence[str], storage_options: Mapping[str, Any] | None = None) -> Inputs:
+    def resolve(cls, paths: Sequence[str], storage_options: Mapping[str, Any] | None = None) -> Dataset:
         """The files that `paths` name, in the order given; those of a folder or a glob sorted by path.
 
         A path may be any URL that fsspec knows; `storage_options` are those of its file system. A folder stands
@@ -69,7 +69,7 @@ class Inputs:
         schema = pa.schema([*content.schema, *partitions.schema], content.schema.metadata)
         return cls(schema, content, partitions)
 
-    def with_lines(self) -> Inputs:
+    def with_lines(self) -> Dataset:
         """The same rows with their lines beside them (`llmbatch.io.json_values.LINE`), where they are JSONL.
 
         Columns that folders add come after that one: they are not in the lines.
@@ -77,7 +77,7 @@ class Inputs:
         if isinstance(self._content, ParquetFiles):
             return self
         content = self._content.with_lines()
-        return Inputs(pa.schema([*content.schema, *self._partitions.schema]), content, self._partitions)
+        return Dataset(pa.schema([*content.schema, *self._partitions.schema]), content, self._partitions)
 
     @property
     def files(self) -> tuple[InputFile, ...]:

@@ -19,7 +19,7 @@ from fsspec.core import has_magic
 from llmbatch.errors import DataError, StorageError
 from llmbatch.io.reading.hive import FolderValues, folder_values
 from llmbatch.io.reading.links import find, glob, local_info
-from llmbatch.storage.location import Place
+from llmbatch.storage.location import Location
 from llmbatch.storage.retries import is_container_missing, persist
 
 _FORMATS = {".parquet": "Parquet", ".pq": "Parquet", ".jsonl": "JSONL", ".ndjson": "JSONL", ".json": "JSONL"}
@@ -38,7 +38,7 @@ _T = TypeVar("_T")
 class InputFile:
     """One file: where it lies, what it was when it was listed, and what the folders above it say."""
 
-    folder: Place
+    folder: Location
     name: str
     format: str  # "Parquet" or "JSONL"
     codec: str | None  # how the whole file is compressed: "gzip" or "zstd"
@@ -98,7 +98,7 @@ def _expand(given: str, storage_options: Mapping[str, Any] | None) -> Iterable[I
     nothing = DataError(f"an input must be a file, a folder or a glob, but there is nothing at {given!r}")
     if not given:
         raise nothing
-    place = Place.at(given, storage_options)
+    place = Location.at(given, storage_options)
     info = _ask(given, "read", lambda: _info(place.filesystem, place.root, place.local))
     if info is None and has_magic(given):
         return _matches(place, given)
@@ -115,7 +115,7 @@ def _expand(given: str, storage_options: Mapping[str, Any] | None) -> Iterable[I
     return [_file(place, place.root, info, ())]
 
 
-def _matches(place: Place, pattern: str) -> list[InputFile]:
+def _matches(place: Location, pattern: str) -> list[InputFile]:
     fixed = _fixed_part(place.root)
 
     def wanted(path: str) -> bool:
@@ -137,7 +137,7 @@ def _matches(place: Place, pattern: str) -> list[InputFile]:
     return files
 
 
-def _below(place: Place, root: str, fixed: str) -> list[InputFile]:
+def _below(place: Location, root: str, fixed: str) -> list[InputFile]:
     """The files in a folder, whose columns are in the names of folders below `fixed`."""
 
     def wanted(path: str) -> bool:
@@ -147,9 +147,9 @@ def _below(place: Place, root: str, fixed: str) -> list[InputFile]:
     return [_file(place, path, info, folder_values(path[len(fixed) :])) for path, info in sorted(found.items())]
 
 
-def _file(place: Place, path: str, info: Mapping[str, Any], values: FolderValues) -> InputFile:
+def _file(place: Location, path: str, info: Mapping[str, Any], values: FolderValues) -> InputFile:
     root, _, name = path.rpartition("/")
-    folder = Place(_shown(place, root), place.local, place.filesystem, root, place.patience)
+    folder = Location(_shown(place, root), place.local, place.filesystem, root, place.patience)
     file_format, codec = _format(name, _shown(place, path))
     return InputFile(folder, name, file_format, codec, info["size"], _version(info), values)
 
@@ -168,7 +168,7 @@ def _format(name: str, path: str) -> tuple[str, str | None]:
     return _FORMATS[suffix], codec
 
 
-def _shown(place: Place, path: str) -> str:
+def _shown(place: Location, path: str) -> str:
     """A path of the file system as users write it."""
     return path if place.local else cast(str, place.filesystem.unstrip_protocol(path))
 

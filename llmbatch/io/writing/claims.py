@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from llmbatch.errors import DataError
 from llmbatch.io.sealed_json import damage
-from llmbatch.io.writing.commit_log import ENDING, Ending, Names
+from llmbatch.io.writing.commit_log import ENDING, CommitRecord, Names
 from llmbatch.io.writing.destination import Destination
 from llmbatch.io.writing.finished import Finished
 
@@ -45,7 +45,7 @@ class Claims:
             return [to.file] if to.has_file() else []
         return [name for name in to.folder.names() if to.is_part(name) and name not in to.manifests]
 
-    def check(self, ending: Ending) -> None:
+    def check(self, ending: CommitRecord) -> None:
         """Raise `DataError` where an ending would touch what cannot be the output's."""
         to = self.destination
         for name in [*ending.removed, *ending.files, *(ending.replaced or ())]:
@@ -60,6 +60,6 @@ class Claims:
             names = Names.read(to.work) or Names()
             ours |= {*names.published.values(), *names.replaced}
         with contextlib.suppress(DataError):
-            ending = Ending.read(to.work) or Ending()
+            ending = CommitRecord.read(to.work) or CommitRecord()
             ours |= {*ending.removed, *ending.files, *(ending.replaced or ())}
         return ours

@@ -13,7 +13,7 @@ from typing import Any
 
 from llmbatch.io.sealed_json import damage, is_plain, seal, unseal
 from llmbatch.io.writing.parts import Part
-from llmbatch.storage.location import Place
+from llmbatch.storage.location import Location
 
 ENDING = "ending.json"
 _NAMES = "names.json"
@@ -27,7 +27,7 @@ class Names:
     published: Mapping[str, str] = field(default_factory=dict)  # names given before it ends, by staged part
 
     @classmethod
-    def read(cls, work: Place) -> Names | None:
+    def read(cls, work: Location) -> Names | None:
         """Those that were written; None where none were. Raises `DataError` where they are damaged."""
         kept = unseal(work, _NAMES)
         if kept is None:
@@ -40,13 +40,13 @@ class Names:
             raise damage(work, _NAMES) from None
         return names
 
-    def write(self, work: Place) -> None:
+    def write(self, work: Location) -> None:
         """Keep them."""
         work.write(_NAMES, seal(_NAMES, {"replaced": list(self.replaced), "published": dict(self.published)}))
 
 
 @dataclass(frozen=True, slots=True)
-class Ending:
+class CommitRecord:
     """How a job ends, or how the work of one goes that is started over. Without anything all is in place already."""
 
     removed: Sequence[str] = ()  # names in the output's folder, unless a file has got that name since
@@ -55,7 +55,7 @@ class Ending:
     replaced: Sequence[str] | None = None  # the job starts over: `Names.replaced` of the new one
 
     @classmethod
-    def read(cls, work: Place) -> Ending | None:
+    def read(cls, work: Location) -> CommitRecord | None:
         """The one that was written; None where none was. Raises `DataError` where it is damaged."""
         kept = unseal(work, ENDING)
         if kept is None:
@@ -71,7 +71,7 @@ class Ending:
             raise damage(work, ENDING) from None
         return ending
 
-    def write(self, work: Place) -> None:
+    def write(self, work: Location) -> None:
         """Say so, before anything is done."""
         files = {final: [part.encode() for part in parts] for final, parts in self.files.items()}
         content = {"removed": list(self.removed), "files": files, "manifest": self.manifest, "replaced": self.replaced}

@@ -13,7 +13,7 @@ from fsspec.core import has_magic, split_protocol
 from fsspec.utils import glob_translate
 
 from llmbatch.errors import DataError
-from llmbatch.storage.location import Place
+from llmbatch.storage.location import Location
 
 _FIRST_PATIENCE = 5.0  # seconds
 FILE_SUFFIXES = (".parquet", ".jsonl", ".jsonl.gz", ".jsonl.zst")
@@ -30,8 +30,8 @@ class Destination:
     url: str  # an absolute path or a URL
     suffix: str  # of each part, or of the file
     file: str | None  # name of the one file; None for a folder
-    folder: Place  # that the parts lie in, or the file
-    work: Place  # what is not finished lies here
+    folder: Location  # that the parts lie in, or the file
+    work: Location  # what is not finished lies here
     manifest: str  # its name in `folder`
     old_manifest: str  # the name that earlier versions gave it
 
@@ -56,9 +56,9 @@ class Destination:
                 raise DataError(
                     f"an output must be a folder, or a file that ends in {', '.join(FILE_SUFFIXES)}, got {url!r}"
                 )
-            folder = Place.at(url, storage_options)
+            folder = Location.at(url, storage_options)
             return cls(url, ".parquet", None, folder, folder.child("_llmbatch"), "_llmbatch.parquet", "_llmbatch.json")
-        folder = Place.at(above + "/" if above in ("", f"{protocol}:/") else above, storage_options)
+        folder = Location.at(above + "/" if above in ("", f"{protocol}:/") else above, storage_options)
         manifest = f"{name}._llmbatch.json"
         return cls(url, suffix, name, folder, folder.child(f"{name}._llmbatch"), manifest, manifest)
 

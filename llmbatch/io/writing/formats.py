@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 from llmbatch.choices import COMPRESSIONS as COMPRESSIONS
 from llmbatch.errors import ParameterError, StorageError
 from llmbatch.io.json_values import lines
-from llmbatch.storage.location import Place
+from llmbatch.storage.location import Location
 
 CODECS = {".jsonl": None, ".jsonl.gz": "gzip", ".jsonl.zst": "zstd"}
 
@@ -115,7 +115,7 @@ class Jsonl:
 
 
 def read_tables(
-    kind: StagedFormat, place: Place, name: str, columns: Sequence[str] | None = None
+    kind: StagedFormat, place: Location, name: str, columns: Sequence[str] | None = None
 ) -> Iterator[pa.Table]:
     """The rows of a file, little by little. Raises `StorageError` where it is damaged."""
     try:

@@ -30,7 +30,7 @@ from llmbatch.errors import DataError, JobError, RowError, StorageError
 from llmbatch.io.json_values import check_type, unwritable
 from llmbatch.io.sealed_json import START_OVER, damage
 from llmbatch.io.writing.claims import Claims
-from llmbatch.io.writing.commit_log import ENDING, Ending, Names
+from llmbatch.io.writing.commit_log import ENDING, CommitRecord, Names
 from llmbatch.io.writing.destination import Destination
 from llmbatch.io.writing.finished import Finished
 from llmbatch.io.writing.formats import CODECS, Arrow, Format, Jsonl, Parquet, StagedFormat, read_tables
@@ -169,7 +169,7 @@ class Output:
 
     def start_over(self) -> None:
         """Remove the work of a job. What is seen of it, and a finished output, go when the new one comes."""
-        self._end(Ending(replaced=self._claims.there()))
+        self._end(CommitRecord(replaced=self._claims.there()))
 
     def tidy(self) -> None:
         """Remove what a command left that was killed before it had said which job it is."""
@@ -240,14 +240,14 @@ class Output:
         unused = [final for final in names.published.values() if final not in files]
         schema = None if self._is_parquet else next(self.staged_tables(parts[0].name)).schema
         whole = compose(list(files), [rows_of(each) for each in files.values()], schema, manifest)
-        self._end(Ending([*self._destination.manifests, *names.replaced, *unused], files, whole))
+        self._end(CommitRecord([*self._destination.manifests, *names.replaced, *unused], files, whole))
 
     def resume_ending(self) -> None:
         """Go through with a `commit` or `start_over` that was interrupted, if one was. No work is left then.
 
         Raises `StorageError` where a part that waits for its name is not as it was staged.
         """
-        ending = Ending.read(self.work)
+        ending = CommitRecord.read(self.work)
         if ending is None:
             return
         waiting = set(self.work.names())
@@ -297,11 +297,11 @@ class Output:
                 )
         self.work.move(whole, self._folder, final)
 
-    def _end(self, ending: Ending) -> None:
+    def _end(self, ending: CommitRecord) -> None:
         ending.write(self.work)
         self._go_through(ending)
 
-    def _go_through(self, ending: Ending) -> None:
+    def _go_through(self, ending: CommitRecord) -> None:
         self._claims.check(ending)
         if ending.replaced is not None:
             self._clean(but=ENDING)
@@ -325,7 +325,7 @@ class Output:
                     self._put(part["name"], parts, part["rows"])
             self.work.write("manifest.json", self._finished.encoded(ending.manifest))
             self.work.move("manifest.json", self._folder, self._destination.manifest)
-        Ending().write(self.work)  # all is in place: what is left is to clean
+        CommitRecord().write(self.work)  # all is in place: what is left is to clean
         self._clean()
 
     def _clean(self, *, but: str | None = None) -> None:

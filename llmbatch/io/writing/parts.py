@@ -10,7 +10,7 @@ from typing import Any, BinaryIO, Final
 
 from llmbatch.errors import StorageError
 from llmbatch.io.sealed_json import is_plain
-from llmbatch.storage.location import Place
+from llmbatch.storage.location import Location
 
 _READ: Final = 1 << 20  # bytes at once
 _DIGEST: Final = 16  # bytes; as many as no two files share by accident
@@ -41,7 +41,7 @@ class Part:
         """The part as JSON values."""
         return asdict(self)
 
-    def check(self, place: Place, file: str, way_out: str, *, content: bool = True) -> None:
+    def check(self, place: Location, file: str, way_out: str, *, content: bool = True) -> None:
         """Raise `StorageError` where the file is gone or not as it was staged; its size alone is a quick look."""
         size = place.size(file)
         if size is None:
@@ -49,7 +49,7 @@ class Part:
         if size != self.size or (content and self._digest_of(place, file) != self.digest):
             raise StorageError(f"{place.shown(file)} is not what was written to it, which no crash does: {way_out}")
 
-    def _digest_of(self, place: Place, file: str) -> str:
+    def _digest_of(self, place: Location, file: str) -> str:
         digest = hashlib.blake2b(digest_size=_DIGEST)
         with place.open(file) as stream:
             while data := stream.read(_READ):

@@ -14,8 +14,8 @@ pytest.importorskip("triton")
 
 from llmbatch.engine.calibration.calibrate import calibrate_device, step_kinds
 from llmbatch.engine.calibration.step_timer import StepKind, measured
-from llmbatch.engine.calibration.store import DeviceCalibration, Fitted, Kept
-from llmbatch.engine.gpu.engine import AcceleratedEngine
+from llmbatch.engine.calibration.store import CalibrationStore, DeviceCalibration, FittedStrategy
+from llmbatch.engine.gpu.engine import GpuEngine
 from llmbatch.engine.gpu.sm_partition import NoGreenContexts
 from llmbatch.engine.gpu.strategies import Strategy, make_execution
 from llmbatch.engine.model.loader import LoadedModel
@@ -35,18 +35,18 @@ SHAPE = ModelShape(
 )  # fmt: skip
 
 
-def fitted(gain: float) -> Fitted:
-    return Fitted(
+def fitted(gain: float) -> FittedStrategy:
+    return FittedStrategy(
         replace(HARDWARE, compute_efficiency=0.5), 1.5, cascade=True, share_near=0.9, largest_miss=0.2, gain=gain
     )
 
 
 @pytest.fixture
-def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Kept:
+def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CalibrationStore:
     """Of a card that is not there."""
     properties = SimpleNamespace(name="NVIDIA Card", total_memory=1 << 30)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    return Kept(tmp_path, torch.device("cuda", 0), SHAPE, "auto")
+    return CalibrationStore(tmp_path, torch.device("cuda", 0), SHAPE, "auto")
 
 
 def test_every_strategy_is_timed_and_fitted() -> None:
@@ -61,12 +61,12 @@ def test_every_strategy_is_timed_and_fitted() -> None:
     pages = max(kind.pages(16) for kind in kinds)
     made: list[str] = []
 
-    def new_engine(name: Strategy, rates: Rates) -> AcceleratedEngine:
+    def new_engine(name: Strategy, rates: Rates) -> GpuEngine:
         made.append(name)
         if name == "partitioned":
             raise NoGreenContexts("it is too old")
         execution = make_execution(name, rates, DEVICE)
-        return AcceleratedEngine(loaded, TritonAttention(DEVICE), num_pages=pages, page_size=16, execution=execution)
+        return GpuEngine(loaded, TritonAttention(DEVICE), num_pages=pages, page_size=16, execution=execution)
 
     ceilings = CostModel(SHAPE, HARDWARE, overlap=SEQUENTIAL)
     found = calibrate_device(ceilings, kinds, new_engine)
@@ -105,21 +105,21 @@ def test_a_strategy_is_taken_that_gains_more_than_noise(gains: dict[Strategy, fl
     assert DeviceCalibration({name: fitted(gain) for name, gain in gains.items()}, {}).best == best
 
 
-def test_what_was_measured_is_found_again(kept: Kept, tmp_path: Path) -> None:
+def test_what_was_measured_is_found_again(kept: CalibrationStore, tmp_path: Path) -> None:
     calibration = DeviceCalibration({"sequential": fitted(1.0)}, {"partitioned": "it is too old"})
     assert kept.find() is None
     kept.keep(calibration)
     assert kept.find() == calibration
     device = torch.device("cuda", 0)
-    assert Kept(tmp_path, device, SHAPE, "auto").find() == calibration
-    assert Kept(tmp_path, device, SHAPE, "triton").find() is None
-    assert Kept(tmp_path, device, replace(SHAPE, layers=2, windows=(0, 0)), "auto").find() is None
+    assert CalibrationStore(tmp_path, device, SHAPE, "auto").find() == calibration
+    assert CalibrationStore(tmp_path, device, SHAPE, "triton").find() is None
+    assert CalibrationStore(tmp_path, device, replace(SHAPE, layers=2, windows=(0, 0)), "auto").find() is None
 
 
 @pytest.mark.parametrize(
     "text", ["", "{}", '{"fitted": {"sequential": {"hardware": {"name": "x"}}}, "missing": {}}', "[]"]
 )
-def test_a_file_that_cannot_be_read_is_measured_again(kept: Kept, text: str) -> None:
+def test_a_file_that_cannot_be_read_is_measured_again(kept: CalibrationStore, text: str) -> None:
     kept.path.parent.mkdir()
     kept.path.write_text(text)
     assert kept.find() is None

@@ -18,8 +18,8 @@ pytest.importorskip("triton")
 from llmbatch import LLMOperator
 from llmbatch.engine.calibration.memory_profile import run_largest
 from llmbatch.engine.cpu.sampler import sample
-from llmbatch.engine.gpu.attention import PAGE_SIZE, DevicePieces
-from llmbatch.engine.gpu.engine import AcceleratedEngine
+from llmbatch.engine.gpu.attention import PAGE_SIZE, GpuOps
+from llmbatch.engine.gpu.engine import GpuEngine
 from llmbatch.engine.gpu.sampler import Draw, choose
 from llmbatch.engine.model.config import bytes_per_token
 from llmbatch.engine.model.loader import LoadedModel, load_model
@@ -31,7 +31,7 @@ from tests.support.golden import Golden, generate
 from tests.support.models import EOS, FAMILIES, PAD, tiny_model, tiny_model_folder
 
 DEVICE = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
-PLATFORM = Platform(DEVICE, DevicePieces(DEVICE), PAGE_SIZE, max_running=512)
+PLATFORM = Platform(DEVICE, GpuOps(DEVICE), PAGE_SIZE, max_running=512)
 MAX_TOKENS = 9
 
 
@@ -54,7 +54,7 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def test_answers_are_those_of_generate_though_rows_are_preempted(family: tuple[LoadedModel, Any]) -> None:
     loaded, expected = family
     golden = Golden(prompts(), MAX_TOKENS, page_size=4, spare_pages=2)
-    engine = AcceleratedEngine(loaded, TritonAttention(DEVICE), num_pages=golden.num_pages, page_size=4)
+    engine = GpuEngine(loaded, TritonAttention(DEVICE), num_pages=golden.num_pages, page_size=4)
     assert golden.run(engine, Blend(), 16) == expected
     assert golden.preemptions > 0
     assert golden.cached > 0

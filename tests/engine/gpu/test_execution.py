@@ -13,9 +13,17 @@ from hypothesis import strategies as st
 pytest.importorskip("triton")
 
 from llmbatch.engine.gpu.cuda_graphs import GraphRecorder, Recorder, rows_of
-from llmbatch.engine.gpu.engine import AcceleratedEngine
-from llmbatch.engine.gpu.execution import Decided, Execution, HostLane, Interleaved, Lane, Partitioned, StreamLane
-from llmbatch.engine.gpu.handoff import Turns
+from llmbatch.engine.gpu.engine import GpuEngine
+from llmbatch.engine.gpu.execution import (
+    AttentionStream,
+    Execution,
+    ExecutionPlan,
+    HostLane,
+    Interleaved,
+    Partitioned,
+    StreamLane,
+)
+from llmbatch.engine.gpu.handoff import Handoff
 from llmbatch.engine.gpu.microbatch import halves, order_of, sides, whole
 from llmbatch.engine.gpu.step_cost import best_share, halves_pay
 from llmbatch.engine.model.loader import load_model
@@ -97,7 +105,7 @@ def test_what_parts_sample_is_found_in_the_order_of_the_step(step: Step) -> None
 
 
 def test_turns_are_taken_until_one_ends() -> None:
-    turns, log = Turns(), list[str]()
+    turns, log = Handoff(), list[str]()
 
     def work(name: str, times: int) -> Callable[[], str]:
         def run() -> str:
@@ -115,7 +123,7 @@ def test_turns_are_taken_until_one_ends() -> None:
 
 @pytest.mark.parametrize("first", [True, False])
 def test_what_one_raises_is_raised_when_the_other_has_ended(first: bool) -> None:
-    turns, log = Turns(), list[int]()
+    turns, log = Handoff(), list[int]()
 
     def fail() -> None:
         turns.switch()
@@ -140,7 +148,7 @@ class Noted:
         self._execution = execution
         self.parts: list[int] = []
 
-    def decide(self, step: Step) -> Decided:
+    def decide(self, step: Step) -> ExecutionPlan:
         decided = self._execution.decide(step)
         self.parts.append(len(decided.parts))
         return decided
@@ -163,7 +171,7 @@ class Again:
         return repeat
 
 
-def lane() -> Lane:
+def lane() -> AttentionStream:
     return StreamLane(DEVICE) if DEVICE.type == "cuda" else HostLane()
 
 
@@ -179,9 +187,7 @@ def test_answers_of_parts_are_those_of_generate(execution: Execution, tmp_path_f
     loaded = load_model(folder, dtype="float32", platform=PLATFORM)
     golden = Golden(rows, MAX_TOKENS, page_size=4)
     noted = Noted(execution)
-    engine = AcceleratedEngine(
-        loaded, TritonAttention(DEVICE), num_pages=golden.num_pages, page_size=4, execution=noted
-    )
+    engine = GpuEngine(loaded, TritonAttention(DEVICE), num_pages=golden.num_pages, page_size=4, execution=noted)
     assert golden.run(engine, Blend(), 16) == expected
     assert golden.cached > 0
     assert 2 in noted.parts
@@ -195,9 +201,7 @@ def test_answers_of_recorded_steps_are_those_of_generate(tmp_path_factory: pytes
     golden = Golden(rows, MAX_TOKENS, page_size=4)
     golden.num_pages = 60
     recorder: Recorder | Any = GraphRecorder() if DEVICE.type == "cuda" else Again()
-    engine = AcceleratedEngine(
-        loaded, TritonAttention(DEVICE), num_pages=golden.num_pages, page_size=4, recorder=recorder
-    )
+    engine = GpuEngine(loaded, TritonAttention(DEVICE), num_pages=golden.num_pages, page_size=4, recorder=recorder)
     assert golden.run(engine, Blend(), 16) == expected
     if isinstance(recorder, Again):
         assert recorder.repeated > recorder.recorded > 1

@@ -12,16 +12,16 @@ from transformers import GraniteConfig, LlamaConfig, PretrainedConfig
 
 pytest.importorskip("triton")
 
-from llmbatch.engine.cpu.attention import HostPieces
+from llmbatch.engine.cpu.attention import CpuOps
 from llmbatch.engine.cpu.platform import HOST
-from llmbatch.engine.gpu.attention import PAGE_SIZE, DevicePieces
+from llmbatch.engine.gpu.attention import PAGE_SIZE, GpuOps
 from llmbatch.engine.model.fused_layers import FusedLayer, fuse_layers
 from llmbatch.engine.model.loader import LoadedModel, load_model
 from llmbatch.engine.model.platform import Platform
 from tests.support.models import FAMILIES, tiny_model, tiny_model_folder
 
 DEVICE = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
-PLATFORM = Platform(DEVICE, DevicePieces(DEVICE), PAGE_SIZE, max_running=512)
+PLATFORM = Platform(DEVICE, GpuOps(DEVICE), PAGE_SIZE, max_running=512)
 COMMON = ("llama", "qwen2", "qwen3", "mistral", "gemma")
 TINY: dict[str, Any] = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -93,10 +93,10 @@ def on_the_processor(folder: Path) -> LoadedModel:
 
 def test_an_output_takes_the_place_of_its_input(tmp_path: Path) -> None:
     loaded = on_the_processor(tmp_path)
-    fuse_layers(loaded.module, loaded.attention, loaded.dtype, HostPieces())
+    fuse_layers(loaded.module, loaded.attention, loaded.dtype, CpuOps())
     layer, hidden = layers_of(loaded)[0], torch.ones(1, 2, 48, dtype=torch.bfloat16)
     angles = (torch.ones(1, 2, 8, dtype=torch.bfloat16),) * 2
-    step = HostPieces().probe_step(loaded.attention, torch.bfloat16, 2)
+    step = CpuOps().probe_step(loaded.attention, torch.bfloat16, 2)
     assert layer(hidden, position_embeddings=angles, llmbatch=step) is hidden
 
 
@@ -104,7 +104,7 @@ def test_attributes_that_models_read_are_kept(tmp_path: Path) -> None:
     loaded = on_the_processor(tmp_path)
     for layer in layers_of(loaded):
         layer.attention_type = "full_attention"
-    fuse_layers(loaded.module, loaded.attention, loaded.dtype, HostPieces())
+    fuse_layers(loaded.module, loaded.attention, loaded.dtype, CpuOps())
     assert all(fused(loaded))
     assert [layer.attention_type for layer in layers_of(loaded)] == ["full_attention"] * 3
 
@@ -123,5 +123,5 @@ def test_layers_stay_where_what_they_are_given_is_read_later(tmp_path: Path, nam
 
     loaded.module.get_submodule(name).register_forward_hook(keep)
     loaded.module.get_submodule("model.norm").register_forward_pre_hook(add)
-    fuse_layers(loaded.module, loaded.attention, loaded.dtype, HostPieces())
+    fuse_layers(loaded.module, loaded.attention, loaded.dtype, CpuOps())
     assert not any(fused(loaded))

@@ -12,7 +12,7 @@ import torch
 pytest.importorskip("triton")
 
 from llmbatch.engine.gpu.cuda_graphs import GraphRecorder
-from llmbatch.engine.gpu.execution import Decided, Partitioned, StreamLane
+from llmbatch.engine.gpu.execution import ExecutionPlan, Partitioned, StreamLane
 from llmbatch.engine.gpu.microbatch import sides
 from llmbatch.scheduler.token_budget import Rates
 from tests.engine.gpu.test_execution import step_of
@@ -92,7 +92,7 @@ def test_attention_is_queued_behind_products_and_products_behind_it(card: Card) 
 def test_both_sides_begin_after_what_is_queued_and_end_before_what_follows(card: Card) -> None:
     streams: Any = Stream(card, "left"), Stream(card, "right")
     execution = Partitioned(Rates(1.0, 0.0, 0.0, 1.0, 0.0, False), lambda share: streams)
-    decided = Decided(sides(step_of([5], [(0, 4, True)])), 0.5)
+    decided = ExecutionPlan(sides(step_of([5], [(0, 4, True)])), 0.5)
     execution.run(decided, [lambda: card.queue("prefills"), lambda: card.queue("decodes")])
     assert card.log == [
         "left waits for products", "right waits for products", "left: prefills", "right: decodes",

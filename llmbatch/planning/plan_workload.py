@@ -1,0 +1,27 @@
+"""The plan of a workload by what is known of its lengths."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from llmbatch.perf_model.cost import CostModel
+from llmbatch.planning.lengths import LengthModel
+from llmbatch.planning.plan import Plan, plan
+from llmbatch.planning.workload import Pool, Scheduling, Workload
+
+
+def plan_workload(
+    workload: Workload, pool: Pool, cost: CostModel, scheduling: Scheduling, lengths: LengthModel | None = None
+) -> Plan:
+    """Plan a workload by what is known of `lengths`; without them, by what is known before anything ran."""
+    lengths = lengths or workload.length_model()
+    return plan(
+        workload.tree,
+        lengths.expected(np.arange(len(workload), dtype=np.int32)),
+        cost,
+        max_tokens=workload.max_tokens,
+        pool_tokens=pool.tokens,
+        max_running=scheduling.max_running,
+        order=scheduling.order,
+        seed=scheduling.seed,
+    )
