@@ -1,7 +1,7 @@
-"""Rows of record batches in any order, as chunks none of which holds more text than Arrow's 32-bit offsets reach.
+"""Rows of record batches in any order, in chunks that stay below Arrow's 32-bit text offsets.
 
-Arrow joins the chunks of a column before it takes rows of it, and a column of type string holds 2 GiB at most. So
-rows are picked a piece at a time, each from the batches that its rows lie in.
+Arrow concatenates the chunks of a column before it takes rows of it, and a column of type string holds at most 2 GiB.
+So rows are picked a piece at a time, each piece from the batches that its rows lie in.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ MOST_BYTES = 1 << 28  # of a piece: far from 2 GiB, and large enough that joinin
 
 
 def pick(batches: Sequence[pa.RecordBatch], index: NDArray[np.integer], schema: pa.Schema) -> pa.Table:
-    """Rows of batches of one schema, counted over all of them, in the order of `index`."""
+    """Take rows of batches of one schema, numbered across all batches, in the order of `index`."""
     if not len(index):
         return schema.empty_table()
     starts = np.cumsum([0, *(batch.num_rows for batch in batches)])
@@ -28,13 +28,13 @@ def pick(batches: Sequence[pa.RecordBatch], index: NDArray[np.integer], schema: 
 
 
 def split(table: pa.Table) -> list[pa.Table]:
-    """A table as tables that can each be held as one chunk; one at least."""
+    """Split a table into tables that can each be held as one chunk; returns at least one."""
     sizes = np.concatenate([np.empty(0, np.int64), *(row_bytes(batch) for batch in table.to_batches())])
     return [table.slice(first, last - first) for first, last in pieces(sizes, MOST_BYTES)] or [table]
 
 
 def pieces(sizes: NDArray[np.int64], most: int) -> list[tuple[int, int]]:
-    """Ranges that cover all of `sizes` in order, each of `most` bytes at most, but for what its last entry adds."""
+    """Cut `sizes` into consecutive ranges of at most `most` bytes each, not counting a range's last entry."""
     if not len(sizes):
         return []
     number = (np.cumsum(sizes) - sizes) // most
@@ -43,7 +43,7 @@ def pieces(sizes: NDArray[np.int64], most: int) -> list[tuple[int, int]]:
 
 
 def row_bytes(batch: pa.RecordBatch) -> NDArray[np.int64]:
-    """About the bytes of each row, int64 [rows]: exact for text, elsewhere the mean."""
+    """Estimate the bytes of each row, int64 [rows]: exact for text, the mean for other types."""
     sizes = np.zeros(batch.num_rows, np.int64)
     for column in batch.columns:
         kind = column.type

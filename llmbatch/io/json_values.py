@@ -1,11 +1,11 @@
-"""Columns as JSON: which types it holds, which values, and the lines.
+"""Columns as JSON: the types and values that JSON holds, and the lines that are written.
 
 What JSON has no form for is written as text: bytes in base64, times in ISO 8601, others as `str` writes them; durations
-in nanoseconds as their number, numbers that are not finite as null. What has no text either (a time beyond the year
-9999, bytes that are no UTF-8 in a text column) is found before a row is run, and is that row's error.
+in nanoseconds as their number, numbers that are not finite as null. Some values have no text either (a time beyond the
+year 9999, bytes in a text column that are not UTF-8). They are found before a row is run and are that row's error.
 
-Rows that were read as lines (`LINE`) are written as these lines, with what is new put in before the last brace:
-numbers, spaces and absent keys stay what they were.
+Rows that were read as lines (`LINE`) are written as these lines, with the new columns put in before the last brace:
+numbers, spaces and absent keys stay as they were.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _BATCH_ROWS = 4096  # rows that are Python objects at one time
 
 
 def json_holds(kind: pa.DataType) -> bool:
-    """Whether values of this type come back from JSON as they were, but for numbers that are not finite."""
+    """Tell whether values of this type survive a round trip through JSON, except numbers that are not finite."""
     if pa.types.is_dictionary(kind):
         return json_holds(kind.value_type)
     if pa.types.is_struct(kind):
@@ -37,7 +37,7 @@ def json_holds(kind: pa.DataType) -> bool:
 
 
 def check_type(field: pa.Field) -> None:
-    """Raise `DataError` where no value of a column's type can be written."""
+    """Raise `DataError` if no value of a column's type can be written."""
     try:
         for leaf in _leaves(field.type):
             if pa.types.is_timestamp(leaf):
@@ -50,7 +50,7 @@ def check_type(field: pa.Field) -> None:
 
 
 def unwritable(table: pa.Table) -> Mapping[int, RowError]:
-    """The rows of a table that hold a value which no line can, and why."""
+    """Find the rows of a table that hold a value JSON cannot write, with the reason for each."""
     errors: dict[int, RowError] = {}
     table = table.select(_beside(table.column_names))
     for name, column in zip(table.column_names, table.columns, strict=True):
@@ -66,7 +66,7 @@ def unwritable(table: pa.Table) -> Mapping[int, RowError]:
 
 
 def lines(table: pa.Table) -> Iterator[str]:
-    """A line for each row, in pieces of some thousand. What `unwritable` finds is null there."""
+    """Yield a line for each row, a few thousand rows at a time. Values that `unwritable` finds become null."""
     names = _beside(table.column_names)
     for batch in table.to_batches(max_chunksize=_BATCH_ROWS):
         columns = [_values(batch[name])[0] for name in names]
@@ -78,12 +78,12 @@ def lines(table: pa.Table) -> Iterator[str]:
 
 
 def _beside(names: Sequence[str]) -> Sequence[str]:
-    """The columns that are not in the rows' lines."""
+    """Return the columns that are not part of the rows' lines."""
     return names[names.index(LINE) + 1 :] if LINE in names else names
 
 
 def _joined(line: str, rest: str) -> str:
-    """One object of two; the second has a key at least."""
+    """Join the texts of two objects into one object; the second has at least one key."""
     begun = line.rstrip()[:-1].rstrip()
     return f"{begun}{'' if begun.endswith('{') and not begun[:-1].strip() else ', '}{rest[1:]}"
 
@@ -99,7 +99,7 @@ def _leaves(kind: pa.DataType) -> Iterator[pa.DataType]:
 
 
 def _is_safe(array: pa.Array) -> bool:
-    """Whether all values are such that they can be written, without a look at each."""
+    """Tell from the type alone whether all its values can be written."""
     if any(pa.types.is_temporal(leaf) or pa.types.is_interval(leaf) for leaf in _leaves(array.type)):
         return False
     try:
@@ -110,7 +110,7 @@ def _is_safe(array: pa.Array) -> bool:
 
 
 def _values(array: pa.Array) -> tuple[list[object], dict[int, str]]:
-    """The values of an array, None where it cannot be written, and why it cannot."""
+    """Convert an array to Python values: None where one cannot be written, and the reason."""
     array = _ready(array)
     try:
         return array.to_pylist(), {}
@@ -128,7 +128,7 @@ def _values(array: pa.Array) -> tuple[list[object], dict[int, str]]:
 
 
 def _ready(array: pa.Array) -> pa.Array:
-    """An array whose times in nanoseconds are text: Python's end at microseconds."""
+    """Turn times in nanoseconds into text, since Python's end at microseconds."""
     kind = _ready_type(array.type)
     return array if kind == array.type else array.cast(kind)
 

@@ -1,10 +1,11 @@
 """A 64-bit hash of each row's values, the same however the table is chunked, sliced or encoded.
 
-A resumed job asks whether a row is the one it has answered, so equal values must hash equal whatever way the file
-was written: string, large_string and string_view, plain and dictionary encoded, int32 and int64, 1 and 1.0, one
-chunk or many. What lies under a null does not count, nor does the order of columns or of a struct's fields. A null adds
-nothing to its row: a column that appended rows bring along leaves the rows before it what they were. Nor do numbers
-that are not finite, which JSON writes as null, and the line that a row was read from: other columns say the same.
+A resumed job asks whether a row is the one it has answered, so equal values must hash equal whatever way the file was
+written: string, large_string and string_view, plain and dictionary encoded, int32 and int64, 1 and 1.0, one chunk or
+many. Bytes under a null do not count, nor does the order of columns or of a struct's fields. A null adds nothing to the
+hash of its row, so a column that comes with appended rows leaves earlier rows' hashes unchanged. Numbers that are not
+finite, which JSON writes as null, add nothing either, nor does the line that a row was read from: other columns hold
+the same.
 
 Bytes are mixed eight at a time by the steps of xxHash64. The hash finds changes made by chance, not by malice.
 """
@@ -30,7 +31,7 @@ _WHOLE = 2.0**63  # doubles below it may be whole numbers of int64
 
 
 def hash_rows(table: pa.Table) -> NDArray[np.uint64]:
-    """The hash of each row, uint64 [rows]: of the names and values of its columns that are not null."""
+    """Hash each row, uint64 [rows], from the names and values of its columns that are not null."""
     rows = np.zeros(table.num_rows, np.uint64)
     for name, column in zip(table.column_names, table.columns, strict=True):
         if name == LINE:
@@ -43,7 +44,7 @@ def hash_rows(table: pa.Table) -> NDArray[np.uint64]:
 
 
 def _hashes(array: Any) -> NDArray[np.uint64]:
-    """The hash of each value of an Arrow array, 0 for a null."""
+    """Hash each value of an Arrow array; a null is 0."""
     kind = array.type
     out = np.zeros(len(array), np.uint64)
     if len(array) == 0 or pa.types.is_null(kind):
@@ -86,7 +87,7 @@ def _seed(name: str) -> np.uint64:
 
 
 def _numbers(array: Any, wide: type[np.int64 | np.float64]) -> NDArray[np.uint64]:
-    """The bits of integers as 64-bit ones, of floats as doubles: a number is the same in every width."""
+    """View integers as 64-bit ones and floats as doubles, so that a number hashes alike in every width."""
     kind = array.type
     letter = "f" if pa.types.is_floating(kind) else "i" if pa.types.is_signed_integer(kind) else "u"
     stored = np.frombuffer(array.buffers()[1], f"{letter}{kind.bit_width // 8}")
@@ -94,7 +95,7 @@ def _numbers(array: Any, wide: type[np.int64 | np.float64]) -> NDArray[np.uint64
 
 
 def _bytes(array: Any) -> tuple[NDArray[np.uint8], NDArray[np.int64], str]:
-    """The bytes of each value, where they begin and end, and what kind they are."""
+    """Return the bytes of all values, where each begins and ends, and their kind."""
     kind = array.type
     if pa.types.is_string_view(kind) or pa.types.is_binary_view(kind):
         return _bytes(array.cast(pa.large_string() if pa.types.is_string_view(kind) else pa.large_binary()))
@@ -112,7 +113,7 @@ def _bytes(array: Any) -> tuple[NDArray[np.uint8], NDArray[np.int64], str]:
 
 
 def _elements(array: Any) -> tuple[NDArray[np.int64], Any]:
-    """Where each list of an array begins and ends, and the elements of all of them."""
+    """Return where each list of an array begins and ends, and the elements of all lists."""
     kind = array.type
     if pa.types.is_fixed_size_list(kind):
         size = kind.list_size
@@ -145,7 +146,7 @@ def _finish(state):  # type: ignore[no-untyped-def]
 
 @njit(cache=True)
 def _add(rows, hashes, seed):  # type: ignore[no-untyped-def]
-    """Add to each row the hash it has in one column; sums do not depend on the order of columns."""
+    """Add to each row its hash in one column; sums do not depend on the order of columns."""
     for i in range(len(rows)):
         if hashes[i] != 0:
             rows[i] += _finish(_mix(seed, hashes[i]))

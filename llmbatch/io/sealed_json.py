@@ -1,6 +1,7 @@
-"""Small JSON files of a work folder, each sealed with its name: what was cut, edited or swapped is never believed.
+"""Small JSON files of a work folder, each sealed with its name, so that damage and swaps are found.
 
-A checksum finds accidents, not intent. So whoever uses a name that such a file holds asks whether it is a plain one.
+A checksum finds accidents, not intent. So the reader of a file name inside such a file checks with `is_plain` that it
+is no path.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ _CHECKSUM: Final = "checksum"
 
 
 def seal(name: str, content: Mapping[str, Any]) -> bytes:
-    """What is written to the file `name`, so that `unseal` believes it."""
+    """Encode the content of the file `name` so that `unseal` accepts it."""
     return json.dumps({**content, _CHECKSUM: _checksum(name, content)}, indent=1).encode()
 
 
 def unseal(place: Location, name: str, *, way_out: str = START_OVER) -> dict[str, Any] | None:
-    """The content of a file that was sealed; None where there is none.
+    """Decode the content of a sealed file, or return None if there is no file.
 
-    Raises `DataError` where it is not what was written to a file of this name.
+    Raises `DataError` if it is not what was written to a file of this name.
     """
     data = place.read(name)
     if data is None:
@@ -41,14 +42,14 @@ def unseal(place: Location, name: str, *, way_out: str = START_OVER) -> dict[str
 
 
 def damage(place: Location, name: str, way_out: str = START_OVER) -> DataError:
-    """The error of a file in the work folder that holds something else than was written to it."""
+    """Build the error for a file in the work folder whose content is not what was written to it."""
     return DataError(
         f"{place.shown(name)} is damaged, or another version's of llmbatch, which no crash of a job does: {way_out}"
     )
 
 
 def is_plain(name: object) -> bool:
-    """Whether this is the name of a file directly in a folder: no path, and no way out of it."""
+    """Tell whether this is the name of a file directly in a folder, and not a path out of it."""
     return isinstance(name, str) and name not in ("", ".", "..") and not set(name) & set("/\\\0")
 
 

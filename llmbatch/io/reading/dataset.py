@@ -1,6 +1,6 @@
-"""Files to Arrow tables: Parquet or JSONL, as files, folders, globs and URLs, checked before anything is run.
+"""Files to Arrow tables: Parquet or JSONL, as files, folders, globs and URLs, checked before anything runs.
 
-Rows are read forwards, a range at a time, so that an input may be larger than memory.
+Rows are read forwards, a range at a time, so an input may be larger than memory.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ class Dataset:
 
     @classmethod
     def resolve(cls, paths: Sequence[str], storage_options: Mapping[str, Any] | None = None) -> Dataset:
-        """The files that `paths` name, in the order given; those of a folder or a glob sorted by path.
+        """Find the files that `paths` name, in the order given; those of a folder or a glob sorted by path.
 
-        A path may be any URL that fsspec knows; `storage_options` are those of its file system. A folder stands
-        for the Parquet and JSONL files at any depth below it, links followed; a folder or a glob leaves out names
-        that begin with "_" or ".". A file named twice is read once. The names of folders `key=value` below the folder
-        or the glob are columns too, after those of the files. Footers of Parquet files are read here and their rows
-        later; JSONL, whose schema is that of all its rows, is read through here and again for its rows.
+        A path may be any URL that fsspec knows; `storage_options` are those of its file system. A folder stands for the
+        Parquet and JSONL files at any depth below it, links followed; a folder or a glob leaves out names that begin
+        with "_" or ".". A file named twice is read once. Folders named `key=value` below the folder or the glob add
+        columns, after those of the files. For Parquet only the footers are read here. JSONL has the schema of all its
+        rows, so it is read through here and again for its rows.
 
-        Raises `DataError` when nothing is there or cannot be reached, and for mixed formats, unreadable files,
-        columns that have no type in common, and lines that are no JSON object.
+        Raises `DataError` if nothing is there or cannot be reached, and for mixed formats, unreadable files, columns
+        that have no type in common, and lines that are not JSON objects.
         """
         if not paths:
             raise DataError("at least one input is needed, got none: name Parquet or JSONL files or folders")
@@ -70,9 +70,9 @@ class Dataset:
         return cls(schema, content, partitions)
 
     def with_lines(self) -> Dataset:
-        """The same rows with their lines beside them (`llmbatch.io.json_values.LINE`), where they are JSONL.
+        """Return the same rows with one more column, each row's line (`json_values.LINE`), if they are JSONL.
 
-        Columns that folders add come after that one: they are not in the lines.
+        Columns that folders add come after it: they are not in the lines.
         """
         if isinstance(self._content, ParquetFiles):
             return self
@@ -91,29 +91,29 @@ class Dataset:
 
     @property
     def num_rows(self) -> int:
-        """Rows of all files together."""
+        """The number of rows of all files."""
         return sum(self._content.num_rows)
 
     @property
     def nbytes(self) -> int:
-        """About the bytes that all rows take in memory. Of Parquet, some rows are read to tell."""
+        """Estimated bytes of all rows in memory. For Parquet, some rows are read to estimate it."""
         return self._content.nbytes()
 
     @property
     def identity(self) -> list[dict[str, Any]]:
-        """What JSON can hold of each file, a key that changes when the file does included: equal lists, equal rows."""
+        """Each file as JSON values, with a key that changes when the file does: equal lists, equal rows."""
         return [
             {"path": file.path, "size": file.size, **file.version, "rows": rows}
             for file, rows in zip(self.files, self._content.num_rows)
         ]
 
     def read(self) -> pa.Table:
-        """All rows of all files, in order. Raises `DataError` where the contents of a file are damaged."""
+        """Read all rows of all files, in order. Raises `DataError` if the contents of a file are damaged."""
         with contextlib.closing(self.reader()) as reader:
             return reader.read(0, self.num_rows)
 
     def reader(self, columns: Sequence[str] | None = None) -> RowReader:
-        """The rows of all files from the first one on, of all columns or of these."""
+        """Open a cursor over all rows from the first one on, with all columns or only these."""
         schema = self.schema
         if columns is not None:
             schema = pa.schema([schema.field(name) for name in columns])
@@ -134,10 +134,10 @@ class RowReader:
         self._pool = ThreadPoolExecutor(_THREADS)
 
     def read(self, start: int, stop: int) -> pa.Table:
-        """Rows `start` to `stop` - 1, counted over all files; `start` must be at or after the last `stop`.
+        """Read rows `start` to `stop` - 1, counted over all files; `start` must be at or after the last `stop`.
 
-        Raises `DataError` where a file is damaged or is not the one that was listed, `StorageError` where its
-        store stays away.
+        Raises `DataError` if a file is damaged or has changed since it was listed, `StorageError` if its store does not
+        answer.
         """
         if not self._position <= start <= stop <= self._starts[-1]:
             raise ValueError(
@@ -159,7 +159,7 @@ class RowReader:
         return pa.concat_tables(tables) if tables else self.schema.empty_table()
 
     def close(self) -> None:
-        """Close the file that is being read. Nothing is read afterwards."""
+        """Close the file that is being read. Nothing can be read afterwards."""
         self._pool.shutdown(cancel_futures=True)
         if self._cursor is not None:
             self._cursor.close()
@@ -169,7 +169,7 @@ class RowReader:
             return self._complete(cursor.take(rows), index)
 
     def _part(self, index: int, first: int, rows: int) -> pa.Table:
-        """Some rows of a file from row `first` of it on; the next call goes on where this one ends."""
+        """Read rows of a file from its row `first` on; the next call continues where this one ends."""
         cursor = self._cursor
         if cursor is None or (cursor.index, cursor.row) != (index, first):
             if cursor is not None:
@@ -193,7 +193,7 @@ class _Cursor:
         self._left: pa.Table | None = None  # what is read and not taken yet
 
     def take(self, rows: int) -> pa.Table:
-        """The next rows. Raises `DataError` where the file is not the one that was listed."""
+        """Return the next rows. Raises `DataError` if the file has changed since it was listed."""
         self.row += rows
         if self._batches is None:
             return _blank(rows)
@@ -225,5 +225,5 @@ class _Cursor:
 
 
 def _blank(rows: int) -> pa.Table:
-    """Rows without columns."""
+    """Make a table of rows without columns."""
     return pa.table({"": pa.nulls(rows)}).select([])

@@ -1,7 +1,7 @@
-"""Paths, folders, globs and URLs to the files that they name, in a stable order.
+"""The files that paths, folders, globs and URLs name, in a stable order.
 
-A file is listed with what its file system says of it, by which it is known again, and with what the folders between
-it and the one that was named say of its rows.
+A file is listed with what identifies its content to its file system, and with the columns that the names of its folders
+give its rows.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class InputFile:
-    """One file: where it lies, what it was when it was listed, and what the folders above it say."""
+    """One file: its place, its state when it was listed, and the values that its folders' names give."""
 
     folder: Location
     name: str
@@ -52,7 +52,7 @@ class InputFile:
         return f"{self.folder.url.rstrip('/')}/{self.name}"
 
     def check(self) -> None:
-        """Raise `DataError` where the file is not the one that was listed any more."""
+        """Raise `DataError` if the file has changed since it was listed."""
         if not self.version:
             return
         path = self.folder.path(self.name)
@@ -66,7 +66,7 @@ class InputFile:
             )
 
     def open(self) -> pa.NativeFile:
-        """The file to read, at any position. A store that is away for a while is waited for."""
+        """Open the file for reading at any position. Waits for a store that is away for a while."""
         path = self.folder.path(self.name)
         if self.folder.local:
             return pa.OSFile(path)
@@ -81,11 +81,11 @@ class InputFile:
 
 
 def find_files(paths: Sequence[str], storage_options: Mapping[str, Any] | None) -> tuple[InputFile, ...]:
-    """The files that `paths` name, in the order given; those of a folder or a glob sorted by path.
+    """Find the files that `paths` name, in the order given; those of a folder or a glob sorted by path.
 
-    A folder stands for the Parquet and JSONL files at any depth below it, by their names; a folder or a glob leaves
-    out names that begin with "_" or ".". Links are followed. A file that is named twice, or found twice by links, is
-    there once.
+    A folder stands for the Parquet and JSONL files at any depth below it, by their names; a folder or a glob leaves out
+    names that begin with "_" or ".". Links are followed. A file that is named twice, or found twice by links, is listed
+    once.
     """
     found: dict[str, InputFile] = {}
     for path in paths:
@@ -138,7 +138,7 @@ def _matches(place: Location, pattern: str) -> list[InputFile]:
 
 
 def _below(place: Location, root: str, fixed: str) -> list[InputFile]:
-    """The files in a folder, whose columns are in the names of folders below `fixed`."""
+    """List the files in a folder; the names of folders below `fixed` give their columns."""
 
     def wanted(path: str) -> bool:
         return path.lower().endswith(_IN_FOLDERS) and not _is_hidden(path[len(root) :])
@@ -155,7 +155,7 @@ def _file(place: Location, path: str, info: Mapping[str, Any], values: FolderVal
 
 
 def _format(name: str, path: str) -> tuple[str, str | None]:
-    """The format and the compression that a name stands for."""
+    """Tell the format and the compression from a name."""
     stem, suffix = os.path.splitext(name.lower())
     codec = _CODECS.get(suffix)
     if codec is not None:
@@ -169,12 +169,12 @@ def _format(name: str, path: str) -> tuple[str, str | None]:
 
 
 def _shown(place: Location, path: str) -> str:
-    """A path of the file system as users write it."""
+    """Write a path of the file system as users do."""
     return path if place.local else cast(str, place.filesystem.unstrip_protocol(path))
 
 
 def _version(info: Mapping[str, Any]) -> dict[str, str | float]:
-    """The key of a file's content, or the time of its last change in a form that JSON knows."""
+    """Return the key of a file's content, or the time of its last change in a form that JSON holds."""
     for key in _ETAGS:
         if info.get(key):
             return {"etag": str(info[key])}
@@ -203,7 +203,7 @@ def _ask(what: str, done: str, attempt: Callable[[], _T]) -> _T:
 
 
 def _fixed_part(pattern: str) -> str:
-    """The folder that a glob starts from: its leading parts without magic."""
+    """Return the folder that a glob starts from: its leading parts without wildcards."""
     parts = pattern.split("/")
     magic = next(index for index, part in enumerate(parts) if has_magic(part))
     return "/".join(parts[:magic])

@@ -1,9 +1,9 @@
 """Columns that are written in the names of folders, as Hive, Spark and others lay out their data.
 
-Below a folder that was named, and below the fixed part of a glob, each folder `key=value` gives all rows in it a
-value; other folders say nothing. A column is int64 where all its values are whole numbers, otherwise a string.
-Keys and values are URL-decoded, and `__HIVE_DEFAULT_PARTITION__` is null. Where the files have a column of the
-same name, theirs counts and the folders' is left out: it is what the folder's name was made from.
+Below a folder that was named, and below the fixed part of a glob, each folder `key=value` gives all rows in it a value;
+other folders give none. A column is int64 if all its values are whole numbers, otherwise a string. Keys and values are
+URL-decoded, and `__HIVE_DEFAULT_PARTITION__` is null. If the files have a column of the same name, the files' column
+counts and the folders' is left out: the folder's name was made from it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _INT64 = range(-(2**63), 2**63)
 
 
 def folder_values(below: str) -> FolderValues:
-    """What the folders of a path say of the file in it; of a key that is there twice, the inner one counts."""
+    """Read the keys and values from the folders of a path; of a key that occurs twice, the inner one counts."""
     values: dict[str, str | None] = {}
     for part in below.split("/")[:-1]:
         key, separator, value = part.partition("=")
@@ -43,9 +43,9 @@ class Partitions:
 
     @classmethod
     def of(cls, paths: Sequence[str], folders: Sequence[FolderValues], schema: pa.Schema) -> Partitions:
-        """What `folders` say of the files at `paths`, whose own columns are those of `schema`.
+        """Find the columns that `folders` give the files at `paths`, whose own columns are those of `schema`.
 
-        Raises `DataError` where a key is given to some files and not to others.
+        Raises `DataError` if a key is given to some files and not to others.
         """
         said = [{key: value for key, value in folder if key not in schema.names} for folder in folders]
         for path, values in zip(paths, said):
@@ -60,7 +60,7 @@ class Partitions:
         return cls(pa.schema([field for field, _ in columns]), tuple(zip(*(values for _, values in columns))))
 
     def add(self, table: pa.Table, index: int) -> pa.Table:
-        """`table`, which is rows of file `index`, with the columns of its folders after its own."""
+        """Append the columns of its folders to `table`, which holds rows of file `index`."""
         for position, field in enumerate(self.schema):
             value = pa.scalar(self._values[index][position], field.type)
             table = table.append_column(field, pa.repeat(value, table.num_rows))

@@ -1,8 +1,8 @@
-"""A block of JSON lines as rows: by pyarrow where its reader and Python's json would agree, line by line where not.
+"""A block of JSON lines as rows: by pyarrow where its reader agrees with Python's json, else line by line.
 
-pyarrow reads some 400 MB/s and checks little: it takes two objects on a line, bytes that are no UTF-8, whole numbers
-beyond 64 bits as doubles, and dates for times. What it cannot be trusted with is read by Python's json, which also
-finds the words for what is wrong with a line.
+pyarrow reads some 400 MB/s and checks little: it accepts two objects on a line and bytes that are not UTF-8, and reads
+whole numbers beyond 64 bits as doubles and dates as times. Whatever it cannot be trusted with is read by Python's json,
+which also words the error of a bad line.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ class Block:
     data: bytes
 
     def lines(self) -> Iterator[tuple[int, bytes]]:
-        """The lines that are not empty, with their numbers."""
+        """Yield the lines that are not empty, with their numbers."""
         for number, line in enumerate(self.data.split(b"\n"), self.number):
             line = line.removeprefix(_BOM) if number == 1 else line
             if line.strip():
                 yield number, line
 
     def rows(self) -> list[dict[str, object]]:
-        """The objects of all lines. Raises `DataError` naming the first line that holds none."""
+        """Parse the objects of all lines. Raises `DataError` naming the first line that is not an object."""
         return [parse_line(self.path, number, line) for number, line in self.lines()]
 
     def count(self) -> int | None:
-        """How many lines are not empty, where each of them begins and ends as an object does; else None."""
+        """Count the lines that are not empty, or return None if one does not begin and end as an object does."""
         data = np.frombuffer(self.data.removeprefix(_BOM) if self.number == 1 else self.data, np.uint8)
         ends = np.append(np.flatnonzero(data == ord("\n")), len(data))
         starts = np.append(0, ends[:-1] + 1)
@@ -61,7 +61,7 @@ class Block:
 
 
 def parse_line(path: str, number: int, line: bytes) -> dict[str, object]:
-    """The object of a line. Raises `DataError` where it holds none."""
+    """Parse the object of a line. Raises `DataError` if it is not an object."""
     try:
         value = json.loads(line.decode())
     except (ValueError, RecursionError) as error:
@@ -72,14 +72,14 @@ def parse_line(path: str, number: int, line: bytes) -> dict[str, object]:
 
 
 def kind_of(value: object) -> str:
-    """What a JSON value is, in words."""
+    """Name the kind of a JSON value."""
     return _KINDS.get(type(value), "null")
 
 
 def infer(block: Block, hint: pa.Schema) -> pa.Table | None:
-    """The rows of a block, types inferred, or None where pyarrow is not to be trusted with it.
+    """Read the rows of a block with inferred types, or return None if pyarrow cannot be trusted with it.
 
-    `hint` has types of columns that are known not to be what pyarrow would infer.
+    `hint` has types of columns that are known to differ from what pyarrow would infer.
     """
     for schema in (hint, None):
         table = _read(block, pj.ParseOptions(explicit_schema=schema))
@@ -94,7 +94,7 @@ def infer(block: Block, hint: pa.Schema) -> pa.Table | None:
 
 
 def read(block: Block, schema: pa.Schema) -> pa.Table | None:
-    """The columns of a schema in the rows of a block, or None where pyarrow is not to be trusted with them."""
+    """Read the columns of a schema from a block, or return None if pyarrow cannot be trusted with them."""
     if not schema.names or TEXT in schema.types:
         return None
     table = _read(block, pj.ParseOptions(explicit_schema=schema, unexpected_field_behavior="ignore"))
@@ -102,7 +102,7 @@ def read(block: Block, schema: pa.Schema) -> pa.Table | None:
 
 
 def as_strings(kind: pa.DataType) -> pa.DataType:
-    """A type with strings in the place of the times that pyarrow takes some strings for."""
+    """Replace the times in a type by strings: pyarrow takes some strings for times."""
     if pa.types.is_struct(kind):
         return pa.struct([field.with_type(as_strings(field.type)) for field in kind])
     if pa.types.is_list(kind):
@@ -111,7 +111,7 @@ def as_strings(kind: pa.DataType) -> pa.DataType:
 
 
 def is_wide(kind: pa.DataType) -> bool:
-    """Whether a nested type has so many fields or levels that its values are rather kept as JSON text."""
+    """Tell whether a nested type has so many fields or levels that its values are better kept as JSON text."""
     fields = 0
     level = [kind]
     for _ in range(MOST_LEVELS):
@@ -123,7 +123,7 @@ def is_wide(kind: pa.DataType) -> bool:
 
 
 def is_wide_value(values: Sequence[object]) -> bool:
-    """Whether these values together would have a type that `is_wide`."""
+    """Tell whether these values together would have a type that `is_wide`."""
     keys: set[tuple[object, ...]] = set()
     stack: list[tuple[tuple[object, ...], object]] = [((), value) for value in values]
     while stack:
@@ -154,17 +154,17 @@ def _read(block: Block, options: pj.ParseOptions) -> pa.Table | None:
 
 
 def _is_exact(table: pa.Table) -> bool:
-    """Whether no double may stand for a whole number that it does not hold."""
+    """Tell whether no double in the array can stand for a whole number that it does not hold exactly."""
     return all(_most(chunk, pa.types.is_floating) < _EXACT for column in table.columns for chunk in column.chunks)
 
 
 def has_large_integers(table: pa.Table) -> bool:
-    """Whether some whole number would not be itself as a double."""
+    """Tell whether some whole number would change as a double."""
     return any(_most(chunk, pa.types.is_integer) > _EXACT for column in table.columns for chunk in column.chunks)
 
 
 def _most(array: pa.Array, wanted: object) -> float:
-    """The largest value, without its sign, of all numbers of a kind at any depth of an array; 0 where there is none."""
+    """Return the largest magnitude among the numbers of a kind at any depth of an array, or 0 if there are none."""
     kind = array.type
     if pa.types.is_struct(kind):
         return max((_most(array.field(index), wanted) for index in range(kind.num_fields)), default=0.0)

@@ -1,8 +1,8 @@
-"""JSONL files as rows to be read forwards: one JSON object a line, types inferred from all rows.
+"""JSONL files as rows, read forwards: one JSON object a line, types inferred from all rows.
 
-Strings stay strings, also where they look like dates; numbers are int64, or double where one is not whole. Objects
-with very many keys, and what is nested very deep, are kept as JSON text. Every file is read through once to find the
-columns, some thousand lines at a time, and once more for its rows.
+Strings stay strings, also if they look like dates; numbers are int64, or double if one is not whole. Objects with very
+many keys and deeply nested values are kept as JSON text. Every file is read twice, a few thousand lines at a time: once
+to find the columns, once for the rows.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _MISFITS = (pa.ArrowException, OverflowError, UnicodeEncodeError)  # what Arrow 
 
 @dataclass(frozen=True, slots=True)
 class JsonlFiles:
-    """JSONL files, whose rows have the columns that any of them has; a key that a row does not have is null."""
+    """JSONL files, whose rows have the columns of all files; a key that a row does not have is null."""
 
     files: tuple[InputFile, ...]
     schema: pa.Schema
@@ -51,9 +51,9 @@ class JsonlFiles:
 
     @classmethod
     def check(cls, files: Sequence[InputFile]) -> JsonlFiles:
-        """Read all files through.
+        """Read all files through and find their columns.
 
-        Raises `DataError` naming file and line where a line is no JSON object or a value fits no column.
+        Raises `DataError` naming file and line if a line is not a JSON object or a value fits no column.
         """
         with ThreadPoolExecutor(_THREADS) as pool:
             scans = list(pool.map(partial(_scan, files), files))
@@ -71,16 +71,16 @@ class JsonlFiles:
         return found
 
     def with_lines(self) -> JsonlFiles:
-        """The same files with one more column (`llmbatch.io.json_values.LINE`): each row as it is written."""
+        """Return the same files with one more column (`json_values.LINE`): each row as it is written."""
         schema = pa.schema([*self.schema, pa.field(LINE, pa.string())])
         return replace(self, schema=schema, _nbytes=self._nbytes + self._text_bytes)
 
     def nbytes(self) -> int:
-        """About the bytes that all rows take in memory."""
+        """Estimate the bytes that all rows take in memory."""
         return self._nbytes
 
     def batches(self, index: int, skip: int, names: Sequence[str]) -> Generator[pa.Table]:
-        """The rows of file `index` but for the first `skip`, of the columns `names`."""
+        """Yield the rows of file `index` after the first `skip`, with the columns `names`."""
         schema = pa.schema([self.schema.field(name) for name in names if name != LINE])
         for block in _blocks(self.files[index]):
             count = block.count() if skip else None
@@ -101,7 +101,7 @@ class JsonlFiles:
 
 @dataclass(frozen=True, slots=True)
 class _Scan:
-    """What a file was found to hold."""
+    """The contents that a first pass found in a file."""
 
     names: dict[str, None]  # keys, in the order in which they came up
     kinds: dict[pa.StructType, None]  # of its blocks of rows
@@ -138,7 +138,7 @@ def _scan(files: Sequence[InputFile], file: InputFile) -> _Scan:
 
 
 def _common(files: Sequence[InputFile], kinds: Sequence[pa.StructType], name: str) -> pa.DataType:
-    """The type that holds all values of a column."""
+    """Find the type that holds all values of a column."""
     found = [kind.field(name).type for kind in kinds if kind.get_field_index(name) >= 0]
     if TEXT in found and all(kind == TEXT or pa.types.is_nested(kind) or pa.types.is_null(kind) for kind in found):
         return TEXT
@@ -151,7 +151,7 @@ def _common(files: Sequence[InputFile], kinds: Sequence[pa.StructType], name: st
 
 
 def _widens(narrow: pa.DataType, wide: pa.DataType) -> bool:
-    """Whether integers of the one type are doubles in the other."""
+    """Tell whether integers of the one type are doubles in the other."""
     if pa.types.is_struct(narrow) and pa.types.is_struct(wide):
         return any(_widens(field.type, wide.field(field.name).type) for field in narrow)
     if pa.types.is_list(narrow) and pa.types.is_list(wide):
@@ -160,7 +160,7 @@ def _widens(narrow: pa.DataType, wide: pa.DataType) -> bool:
 
 
 def _array(files: Sequence[InputFile], rows: Sequence[Row], kind: pa.StructType | None) -> pa.StructArray:
-    """Rows as an array of structs, of the type that holds them where no other is wanted."""
+    """Make an array of structs from rows, with the inferred type if no other is wanted."""
     names = dict.fromkeys(chain.from_iterable(rows)) if kind is None else [field.name for field in kind]
     if kind is None:
         text = [name for name in names if is_wide_value([row.get(name) for row in rows])]
@@ -181,7 +181,7 @@ def _as_text(value: object) -> object:
 
 
 def _misfit(rows: Sequence[Row], kind: pa.StructType | None) -> str:
-    """The first column of these rows that no type holds, or not the one that it has."""
+    """Find the first column of these rows that no type holds, or not the one it has."""
     name = ""
     for name in dict.fromkeys(chain.from_iterable(rows)) if kind is None else [field.name for field in kind]:
         try:
@@ -192,7 +192,7 @@ def _misfit(rows: Sequence[Row], kind: pa.StructType | None) -> str:
 
 
 def _blocks(file: InputFile) -> Iterator[Block]:
-    """The lines of a file, some thousand at a time."""
+    """Yield the lines of a file, a few thousand at a time."""
     number = 1
     begun: list[bytes] = []  # what is there of a line that does not end yet
     try:
@@ -218,7 +218,7 @@ def _stream(file: InputFile) -> pa.NativeFile:
 
 
 def _blame(files: Sequence[InputFile], name: str, error: Exception) -> DataError:
-    """The error that names the first line whose value does not fit the column."""
+    """Build the error that names the first line whose value does not fit the column."""
     first = ""
     for file in files:
         for number, line in chain.from_iterable(block.lines() for block in _blocks(file)):

@@ -1,4 +1,4 @@
-"""What lies below a folder, links followed: fsspec passes over linked folders of a local disk without a word."""
+"""The files below a folder, links followed: fsspec silently skips linked folders of a local disk."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Infos = dict[str, dict[str, Any]]  # by path; of each at least "type" and "size"
 
 
 def find(filesystem: fsspec.AbstractFileSystem, root: str, local: bool, wanted: Callable[[str], bool]) -> Infos:
-    """The wanted files at any depth below a folder. One that several links lead to is there once."""
+    """Find the wanted files at any depth below a folder. A file that several links lead to is found once."""
     every = _walk(root, None) if local else filesystem.find(root, detail=True).items()
     files = ((path, info) for path, info in every if info["type"] != "directory" and wanted(path))
     return _once(files) if local else dict(files)
@@ -25,7 +25,7 @@ def find(filesystem: fsspec.AbstractFileSystem, root: str, local: bool, wanted: 
 def glob(
     filesystem: fsspec.AbstractFileSystem, pattern: str, fixed: str, local: bool, wanted: Callable[[str], bool]
 ) -> Infos:
-    """The wanted files and folders that match a pattern, which begins with the folder `fixed`."""
+    """Find the wanted files and folders that match a pattern, which begins with the folder `fixed`."""
     if not local:
         return {path: info for path, info in filesystem.glob(pattern, detail=True).items() if wanted(path)}
     depth = None if "**" in pattern else pattern[len(fixed) :].strip("/").count("/") + 1
@@ -39,7 +39,7 @@ def glob(
 
 
 def local_info(path: str) -> dict[str, Any]:
-    """What the disk says of a file or folder, or of what a link to it leads to."""
+    """Return the metadata of a file or folder, or of the target of a link."""
     status = os.stat(path)
     kind = "directory" if stat.S_ISDIR(status.st_mode) else "file"
     return {"name": path, "type": kind, "size": status.st_size, "mtime": status.st_mtime}
@@ -48,7 +48,7 @@ def local_info(path: str) -> dict[str, Any]:
 def _walk(
     root: str, depth: int | None, above: tuple[tuple[int, int], ...] = ()
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Everything down to a depth, but for what lies in a folder that a link leads back to."""
+    """Yield everything down to a depth, except the contents of a folder that a link leads back to."""
     status = os.stat(root)
     here = (status.st_dev, status.st_ino)
     if here in above:
@@ -69,7 +69,7 @@ def _walk(
 
 
 def _once(entries: Iterable[tuple[str, dict[str, Any]]]) -> Infos:
-    """The entries, but of files that several paths lead to only one: the one without links, or the first."""
+    """Keep one of several paths to the same file: the one without links, or the first."""
     kept: dict[str, tuple[str, dict[str, Any]]] = {}
     for path, info in entries:
         key = os.path.realpath(path) if info["type"] == "file" else path

@@ -1,6 +1,6 @@
-"""Parquet files as rows to be read forwards: footers are checked first, row groups are read when they are wanted.
+"""Parquet files as rows, read forwards: footers are checked first, row groups are read on demand.
 
-Memory holds some thousand rows at a time, and a piece of each column, however large the row groups are.
+Memory holds a few thousand rows at a time, and a piece of each column, however large the row groups are.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _STORE_BUFFER = 1 << 22  # the same of an object store, where each read is a req
 
 @dataclass(frozen=True, slots=True)
 class ParquetFiles:
-    """Parquet files, whose rows have the columns that any of them has."""
+    """Parquet files, whose rows have the columns of all files."""
 
     files: tuple[InputFile, ...]
     schema: pa.Schema
@@ -37,17 +37,17 @@ class ParquetFiles:
     def check(cls, files: Sequence[InputFile]) -> ParquetFiles:
         """Read the footers of all files.
 
-        Raises `DataError` for files that are no Parquet, and columns whose types have none in common.
+        Raises `DataError` for files that are not Parquet, and for columns whose types have none in common.
         """
         with ThreadPoolExecutor(_THREADS) as pool:
             schemas, num_rows, stored_bytes = zip(*pool.map(_footer, files))
         return cls(tuple(files), common_schema(files, schemas), num_rows, sum(stored_bytes))
 
     def nbytes(self) -> int:
-        """About the bytes that all rows take in memory.
+        """Estimate the bytes that all rows take in memory.
 
-        Footers do not say how much text a dictionary page stands for, so the first rows of the longest file are
-        read as well.
+        Footers do not say how much text a dictionary page stands for, so the first rows of the longest file are read as
+        well.
         """
         longest = int(np.argmax(self.num_rows))
         file = self.files[longest]
@@ -61,7 +61,7 @@ class ParquetFiles:
         return max(self._stored_bytes, int(sample.nbytes) * sum(self.num_rows) // max(len(sample), 1))
 
     def batches(self, index: int, skip: int, names: Sequence[str]) -> Generator[pa.Table]:
-        """The rows of file `index` but for the first `skip`, of the columns `names`."""
+        """Yield the rows of file `index` after the first `skip`, with the columns `names`."""
         file = self.files[index]
         schema = pa.schema([self.schema.field(name) for name in names])
         try:
@@ -83,7 +83,7 @@ class ParquetFiles:
 
 
 def _footer(file: InputFile) -> tuple[pa.Schema, int, int]:
-    """The schema of a file, its rows, and the bytes of their values before compression."""
+    """Read the schema of a file, its number of rows, and the bytes of their values before compression."""
     try:
         with file.open() as source, pq.ParquetFile(source) as parquet:
             metadata = parquet.metadata
@@ -95,7 +95,7 @@ def _footer(file: InputFile) -> tuple[pa.Schema, int, int]:
 
 
 def _streamed(file: InputFile, source: pa.NativeFile) -> pq.ParquetFile:
-    """A file whose columns are read a piece at a time: a row group may be as large as the file."""
+    """Open a file whose columns are read a piece at a time: a row group may be as large as the file."""
     return pq.ParquetFile(source, buffer_size=_LOCAL_BUFFER if file.folder.local else _STORE_BUFFER, pre_buffer=False)
 
 

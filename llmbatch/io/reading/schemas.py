@@ -1,8 +1,9 @@
-"""One schema of files that several writers made, and their rows in it.
+"""One schema for files that several writers made, and their rows in it.
 
 Types that differ become the one that holds both, as `pyarrow.unify_schemas` promotes them: int32 and int64, string and
 large_string, times of several units, dictionaries, structs and lists of such. A column that a file does not have is
-null there. What writers keep beside the types (the index of pandas, categories of Polars) stays where all files agree.
+null there. Metadata that writers keep with the types (the index of pandas, categories of Polars) stays if all files
+agree.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _PROMOTION = "permissive"
 
 
 def common_schema(files: Sequence[InputFile], schemas: Sequence[pa.Schema]) -> pa.Schema:
-    """The schema that holds the rows of all files. Raises `DataError` naming column and files where there is none."""
+    """Find the schema that holds the rows of all files. Raises `DataError` naming column and files if there is none."""
     for file, schema in zip(files, schemas):
         if len(set(schema.names)) < len(schema.names):
             twice = next(name for name in schema.names if schema.names.count(name) > 1)
@@ -31,7 +32,7 @@ def common_schema(files: Sequence[InputFile], schemas: Sequence[pa.Schema]) -> p
 
 
 def fit(table: pa.Table, schema: pa.Schema, path: str) -> pa.Table:
-    """Rows of the file at `path` with the columns and types of a schema; columns that are not there are null."""
+    """Cast rows of the file at `path` to a schema; columns that the file does not have are null."""
     columns = []
     for field in schema:
         try:
@@ -71,7 +72,7 @@ def _column(name: str, files: Sequence[InputFile], schemas: Sequence[pa.Schema])
 
 
 def _promoted(one: pa.DataType, other: pa.DataType) -> pa.DataType:
-    """The type that holds the values of both. Raises what Arrow raises, TypeError among it, where there is none."""
+    """Find the type that holds the values of both. Raises Arrow's errors, among them TypeError, if there is none."""
     if one == other:
         return one
     one, other = _plain(one, other), _plain(other, one)
@@ -82,7 +83,7 @@ def _promoted(one: pa.DataType, other: pa.DataType) -> pa.DataType:
 
 
 def _plain(kind: pa.DataType, other: pa.DataType) -> pa.DataType:
-    """A type as Arrow can promote it: no view, and no dictionary where the other is none."""
+    """Make a type that Arrow can promote: no view, and no dictionary if the other is none."""
     if pa.types.is_dictionary(kind) and not pa.types.is_dictionary(other):
         kind = kind.value_type
     if pa.types.is_string_view(kind):
@@ -95,6 +96,6 @@ def _is_binary(kind: pa.DataType) -> bool:
 
 
 def _metadata(schemas: Sequence[pa.Schema]) -> dict[Any, Any]:
-    """What all writers say of their columns in the same words."""
+    """Keep the metadata that all writers wrote alike."""
     first = schemas[0].metadata or {}
     return {key: value for key, value in first.items() if all((s.metadata or {}).get(key) == value for s in schemas)}

@@ -1,4 +1,4 @@
-"""Which names in an output's folder are a job's to replace or to remove: its own, and no other's."""
+"""Which names in an output's folder a job may replace or remove: its own only."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _OVERWRITE = "choose another name, or replace it with overwrite=True (--overwrit
 
 @dataclass(frozen=True, slots=True)
 class Claims:
-    """What may be touched at a destination."""
+    """The names that may be touched at a destination."""
 
     destination: Destination
 
     def check_free(self, *, replace_foreign: bool) -> None:
-        """Raise `DataError` when something lies there that is not llmbatch's and that may not be replaced."""
+        """Raise `DataError` if the place holds something that llmbatch did not write and must not replace."""
         to = self.destination
         ours = self._ours()
         if to.file is not None:
@@ -39,21 +39,21 @@ class Claims:
                 )
 
     def there(self) -> list[str]:
-        """Names that go when a new output is complete."""
+        """List the names that are removed when a new output is complete."""
         to = self.destination
         if to.file is not None:
             return [to.file] if to.has_file() else []
         return [name for name in to.folder.names() if to.is_part(name) and name not in to.manifests]
 
     def check(self, ending: CommitRecord) -> None:
-        """Raise `DataError` where an ending would touch what cannot be the output's."""
+        """Raise `DataError` if a commit record would touch names that cannot be the output's."""
         to = self.destination
         for name in [*ending.removed, *ending.files, *(ending.replaced or ())]:
             if name not in to.manifests and not (name.endswith(".parquet") if to.file is None else name == to.file):
                 raise damage(to.work, ENDING)
 
     def _ours(self) -> set[str]:
-        """Names that a job of ours gave, or was allowed to replace. What cannot be read proves nothing."""
+        """List names that our jobs gave or were allowed to replace. An unreadable file proves nothing."""
         to = self.destination
         ours = set(Finished(to).parts())
         with contextlib.suppress(DataError):

@@ -1,8 +1,8 @@
-"""What an output's work folder says of names in the output: which are to go, and what is to get which.
+"""The write-ahead log of an output: which names a commit removes, and which file gets which name.
 
-No file system gives many files their names at once. So the end of a job is written down before anything is done, and
-whoever comes next can go through with it: each of its steps may be done twice. So is the beginning of a job that starts
-over: the work of the one before goes, and what that one showed to readers stays until the new output is there.
+No file system renames many files at once. So the end of a job is logged before anything is done, and the next process
+can complete it: each of its steps may be done twice. The beginning of a job that starts over is logged likewise: the
+earlier job's work is removed, and what it showed to readers stays until the new output is there.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Names:
 
     @classmethod
     def read(cls, work: Location) -> Names | None:
-        """Those that were written; None where none were. Raises `DataError` where they are damaged."""
+        """Read the names, or return None if none were written. Raises `DataError` if they are damaged."""
         kept = unseal(work, _NAMES)
         if kept is None:
             return None
@@ -41,13 +41,13 @@ class Names:
         return names
 
     def write(self, work: Location) -> None:
-        """Keep them."""
+        """Write the names."""
         work.write(_NAMES, seal(_NAMES, {"replaced": list(self.replaced), "published": dict(self.published)}))
 
 
 @dataclass(frozen=True, slots=True)
 class CommitRecord:
-    """How a job ends, or how the work of one goes that is started over. Without anything all is in place already."""
+    """How a job ends, or how the work of a job that starts over is removed. An empty record changes nothing."""
 
     removed: Sequence[str] = ()  # names in the output's folder, unless a file has got that name since
     files: Mapping[str, Sequence[Part]] = field(default_factory=dict)  # names, and the staged parts each is made of
@@ -56,7 +56,7 @@ class CommitRecord:
 
     @classmethod
     def read(cls, work: Location) -> CommitRecord | None:
-        """The one that was written; None where none was. Raises `DataError` where it is damaged."""
+        """Read the record, or return None if none was written. Raises `DataError` if it is damaged."""
         kept = unseal(work, ENDING)
         if kept is None:
             return None
@@ -72,7 +72,7 @@ class CommitRecord:
         return ending
 
     def write(self, work: Location) -> None:
-        """Say so, before anything is done."""
+        """Write the record, before anything is done."""
         files = {final: [part.encode() for part in parts] for final, parts in self.files.items()}
         content = {"removed": list(self.removed), "files": files, "manifest": self.manifest, "replaced": self.replaced}
         work.write(ENDING, seal(ENDING, content))

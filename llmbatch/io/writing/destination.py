@@ -1,4 +1,4 @@
-"""Where an output lies, and whether it may lie there: apart from the inputs, in a place that can be written."""
+"""The place of an output, and whether it may lie there: apart from the inputs, and writable."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ class Destination:
 
     @property
     def manifests(self) -> tuple[str, ...]:
-        """Names of a manifest, that of earlier versions among them."""
+        """The names of a manifest, including those of earlier versions."""
         return tuple(dict.fromkeys((self.manifest, self.old_manifest)))
 
     @classmethod
     def parse(cls, url: str, storage_options: Mapping[str, Any] | None) -> Destination:
-        """Raises `DataError` where the name is that of no output."""
+        """Parse an output's path or URL. Raises `DataError` if the name cannot be that of an output."""
         if not url:
             raise DataError("an output must be a path or a URL, got ''")
         protocol, path = split_protocol(url)
@@ -63,7 +63,7 @@ class Destination:
         return cls(url, suffix, name, folder, folder.child(f"{name}._llmbatch"), manifest, manifest)
 
     def check_apart(self, inputs: Sequence[str]) -> None:
-        """Raise `DataError` where the output is an input, or one lies in the other."""
+        """Raise `DataError` if the output is an input, or one lies in the other."""
         out = self._path_of(self.url)
         for name in inputs:
             given = self._path_of(name)
@@ -83,9 +83,9 @@ class Destination:
                 )
 
     def check_place(self) -> None:
-        """Raise `DataError` where something of another kind is there, or nothing can be written.
+        """Raise `DataError` if something of another kind is there, or nothing can be written.
 
-        Of an object store it can be found out only that it answers; whether it takes objects shows when a job begins.
+        Of an object store only its answering can be checked; whether it accepts objects shows when a job begins.
         """
         there = self._kind()
         wanted = "folder" if self.file is None else "file"
@@ -95,23 +95,23 @@ class Destination:
             self._check_local()
 
     def has_file(self) -> bool:
-        """Whether the one file is there."""
+        """Tell whether the one file is there."""
         assert self.file is not None, "a folder is no file"
         return self.folder.size(self.file) is not None
 
     def is_part(self, name: str) -> bool:
-        """Whether `name` in the folder is that of a Parquet file."""
+        """Tell whether `name` in the folder is that of a Parquet file."""
         return name.endswith(".parquet") and not (self.folder.local and os.path.isdir(self.folder.path(name)))
 
     def _matched_by(self, pattern: PurePosixPath) -> bool:
-        """Whether a glob names the output, or a part in it."""
+        """Tell whether a glob matches the output, or a part in it."""
         out = self._path_of(self.url)
         assert out is not None
         glob = re.compile(glob_translate(str(pattern)))
         return any(glob.match(str(path)) for path in (out, out / "part-00000.parquet"))
 
     def _kind(self) -> str | None:
-        """What is there, if anything."""
+        """Return the kind of what is there, if anything."""
         if self.folder.local:
             return None if not os.path.exists(self.url) else "folder" if os.path.isdir(self.url) else "file"
         # A store that does not answer at all is a wrong name rather than one that is away for a while.
@@ -133,7 +133,7 @@ class Destination:
             raise DataError(f"the output {self.url} must lie where it can be written, but {target} cannot")
 
     def _path_of(self, name: str) -> PurePosixPath | None:
-        """The true path of a file or folder on the output's file system; None where it lies on another."""
+        """Return the true path of a file or folder on the output's file system, or None if it lies on another."""
         name = name.rpartition("::")[2]
         protocol, path = split_protocol(name)
         known = self.folder.filesystem.protocol

@@ -1,4 +1,4 @@
-"""A finished output: what its manifest says, and its rows, for a job that goes on from there."""
+"""A finished output: its manifest and its rows, for a job that goes on from there."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from llmbatch.io.writing.manifest import decode, encode, encode_beside, schema_o
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """What lies at a destination, if it is an output that is finished."""
+    """The finished output at a destination, if there is one."""
 
     destination: Destination
 
     def manifest(self) -> dict[str, Any] | None:
-        """What the job wrote last; None where there is no such output.
+        """Read what the job wrote last, or return None if there is no such output.
 
-        Raises `DataError` where it is damaged, of another version, or names a part that is gone.
+        Raises `DataError` if it is damaged, of another version, or names a part that is gone.
         """
         to = self.destination
         data = self._read()
@@ -50,7 +50,7 @@ class Finished:
         return manifest
 
     def encoded(self, manifest: Mapping[str, Any]) -> bytes:
-        """The manifest as it is written there. The parts that it names have their names already."""
+        """Encode the manifest for this destination. The parts that it names already have their names."""
         to = self.destination
         if to.file is not None:
             return encode(manifest)
@@ -62,7 +62,7 @@ class Finished:
             return encode_beside(manifest, pq.read_schema(stream))
 
     def parts(self) -> list[str]:
-        """Names of its parts, also if some are gone; none where the manifest cannot be read."""
+        """List the names of its parts, missing ones included; none if the manifest cannot be read."""
         data = self._read()
         if data is not None:
             with contextlib.suppress(DataError):
@@ -70,9 +70,9 @@ class Finished:
         return []
 
     def tables(self, part: str, columns: Sequence[str], parquet: StagedFormat) -> Iterator[pa.Table]:
-        """The rows of a part, of those of these columns that it has, some at a time; one table at least.
+        """Yield the rows of a part, a few at a time and at least one table, with those of these columns it has.
 
-        Raises `DataError` where JSONL does not hold them as they were, `StorageError` where the part is damaged.
+        Raises `DataError` if JSONL does not hold them as they were, `StorageError` if the part is damaged.
         """
         to = self.destination
         if to.suffix == ".parquet":
@@ -100,7 +100,7 @@ class Finished:
         return chain([pa.schema([schema.field(name) for name in columns]).empty_table()], rows)
 
     def _read(self) -> bytes | None:
-        """The manifest, by the name that this version or an earlier one gave it."""
+        """Read the manifest, under the name that this version or an earlier one gave it."""
         to = self.destination
         data = to.folder.read(to.manifest)
         return to.folder.read(to.old_manifest) if data is None and to.old_manifest != to.manifest else data

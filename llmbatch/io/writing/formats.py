@@ -1,7 +1,7 @@
 """Formats of an output and of its staged parts: tables to a stream of bytes, and back.
 
-An output of JSONL is staged as Arrow: rows come back from it as they were, and the file, which is written at the end,
-can be compressed as a whole.
+An output of JSONL is staged as Arrow: rows come back from it unchanged, and the file is written at the end, so it can
+be compressed as a whole.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ class Format(Protocol):
     """How tables are written to a file."""
 
     def write(self, stream: BinaryIO, tables: Iterable[pa.Table]) -> int:
-        """Write all tables, one at least, of one schema; returns their rows. The stream stays open."""
+        """Write all tables, at least one, of one schema; returns their rows. The stream stays open."""
         ...
 
 
 class StagedFormat(Format, Protocol):
-    """How tables are written to a file from which they come back as they were."""
+    """How tables are written to a file from which they come back unchanged."""
 
     suffix: str
 
     def read(self, stream: BinaryIO, columns: Sequence[str] | None) -> Iterator[pa.Table]:
-        """The rows, little by little; one table at least. Columns that are not there are left out."""
+        """Yield the rows a few at a time, at least one table. Columns that are not there are left out."""
         ...
 
 
@@ -63,7 +63,7 @@ class Parquet:
         return rows
 
     def read(self, stream: BinaryIO, columns: Sequence[str] | None) -> Iterator[pa.Table]:
-        """A table a row group."""
+        """Yield a table for each row group."""
         with pq.ParquetFile(stream) as file:
             chosen = None if columns is None else [name for name in columns if name in file.schema_arrow.names]
             if not file.num_row_groups:
@@ -89,7 +89,7 @@ class Arrow:
         return rows
 
     def read(self, stream: BinaryIO, columns: Sequence[str] | None) -> Iterator[pa.Table]:
-        """A table a record batch."""
+        """Yield a table for each record batch."""
         with pa.ipc.open_stream(stream) as batches:
             yield _select(batches.schema.empty_table(), columns)
             for batch in batches:
@@ -117,7 +117,7 @@ class Jsonl:
 def read_tables(
     kind: StagedFormat, place: Location, name: str, columns: Sequence[str] | None = None
 ) -> Iterator[pa.Table]:
-    """The rows of a file, little by little. Raises `StorageError` where it is damaged."""
+    """Yield the rows of a file, a few at a time. Raises `StorageError` if it is damaged."""
     try:
         with place.open(name) as stream:
             yield from kind.read(stream, columns)
@@ -142,7 +142,7 @@ class _KeptOpen(io.RawIOBase):
 
 
 def _schema(tables: Iterable[pa.Table]) -> tuple[pa.Schema, Iterable[pa.Table]]:
-    """The schema of the tables, and the tables."""
+    """Return the schema of the tables, and the tables."""
     rest = iter(tables)
     first = next(rest)
     return first.schema, chain([first], rest)

@@ -1,7 +1,8 @@
-"""The manifest of a finished output: says which parts are whole, and which command made them.
+"""The manifest of a finished output: which parts are complete, and which command made them.
 
-Beside one file it is JSON. In a folder it is a Parquet file with the columns of the parts and no rows, which has the
-same JSON in its footer: whatever reads the folder, also what takes every file in it, finds rows of parts alone.
+For a single file it is a JSON file next to it. In a folder it is a Parquet file with the columns of the parts and no
+rows, with the same JSON in its footer: any reader of the folder, even one that takes every file in it, finds only the
+rows of parts.
 """
 
 from __future__ import annotations
@@ -31,24 +32,24 @@ _WAY_OUT = "choose another name, or replace it with overwrite=True (--overwrite)
 def compose(
     names: Sequence[str], rows: Sequence[int], schema: pa.Schema | None, content: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """What says of parts how many rows they have, and which columns if they do not tell, and of a job what it says."""
+    """Build the manifest: rows of each part, the schema if the format does not carry it, and the job's own fields."""
     parts = [{"name": name, "rows": count} for name, count in zip(names, rows, strict=True)]
     columns = {} if schema is None else {"schema": base64.b64encode(schema.serialize()).decode()}
     return {"format": FORMAT_VERSION, "parts": parts, **columns, **content}
 
 
 def schema_of(manifest: Mapping[str, Any]) -> pa.Schema:
-    """The columns that a manifest names."""
+    """Return the columns that a manifest names."""
     return pa.ipc.read_schema(pa.BufferReader(base64.b64decode(manifest["schema"])))
 
 
 def encode(manifest: Mapping[str, Any]) -> bytes:
-    """The manifest as it is written."""
+    """Encode the manifest as JSON bytes."""
     return json.dumps(manifest, indent=1).encode()
 
 
 def encode_beside(manifest: Mapping[str, Any], schema: pa.Schema) -> bytes:
-    """The manifest as it is written beside parts of this schema."""
+    """Encode the manifest for a folder of parts of this schema."""
     sink = pa.BufferOutputStream()
     with pq.ParquetWriter(sink, schema) as writer:
         writer.add_key_value_metadata({KEY.decode(): encode(manifest).decode()})
@@ -56,7 +57,7 @@ def encode_beside(manifest: Mapping[str, Any], schema: pa.Schema) -> bytes:
 
 
 def decode(data: bytes, url: str) -> dict[str, Any]:
-    """The manifest of the output at `url`. Raises `DataError` where it is damaged or of another version."""
+    """Decode the manifest of the output at `url`. Raises `DataError` if it is damaged or of another version."""
     damaged = DataError(f"the manifest of the output {url} is damaged: {_WAY_OUT}")
     try:
         if data[:4] == _PARQUET:

@@ -1,19 +1,19 @@
 """Arrow tables to files that appear whole or not at all, on a disk or an object store.
 
-Parts are staged in a folder of their own and get their names at the end; a small manifest, written last, says
-that the output is complete and which command made it. Where things lie:
+Parts are staged in a folder of their own and get their names at the end; a small manifest, written last, says that the
+output is complete and which command made it. The layout:
 
     a folder OUT    OUT/part-00000.parquet, ...       work in OUT/_llmbatch/   manifest OUT/_llmbatch.parquet
     one file OUT    OUT (.parquet, .jsonl[.gz|.zst])  work in OUT._llmbatch/   manifest OUT._llmbatch.json
 
-A reader of a folder sees no rows before that: staged files do not end in .parquet, and most readers leave out
-names that begin with "_". Polars leaves out none and refuses a folder that holds anything but Parquet; it would
-take staged files for Parquet if nothing else were there, so `job.json` lies beside those. The manifest is a Parquet
-file without rows (`llmbatch.io.writing.manifest`), so every reader takes a finished folder as it is.
+A reader of a folder sees no rows before that: staged files do not end in .parquet, and most readers leave out names
+that begin with "_". Polars leaves out none and refuses a folder that holds anything but Parquet; it would take staged
+files for Parquet if nothing else were there, so `job.json` lies in the same folder. The manifest is a Parquet file
+without rows (`llmbatch.io.writing.manifest`), so every reader takes a finished folder as it is.
 
-`commit` and `start_over` write down what they are going to do before they do it (`llmbatch.io.writing.commit_log`); one
-that was interrupted anywhere is gone through with by `resume_ending`. Staged parts have checksums, and nothing gets its
-name before all of them hold what was written to them. Whatever a work folder says, only the output's files are touched.
+`commit` and `start_over` log their intent first (`llmbatch.io.writing.commit_log`); `resume_ending` completes one that
+was interrupted. Staged parts have checksums, and no part gets its name before all of them hold what was written to
+them. Whatever a work folder says, only the output's files are touched.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ _WHOLE = "whole.staged"  # one file made of all parts
 class Output:
     """One job's output: a folder of Parquet parts, or one .parquet / .jsonl / .jsonl.gz / .jsonl.zst file.
 
-    `open`, then `locked`, and in it `begin`, `job.json`, `stage` at least once, and `commit`. Nothing outside
-    `locked` changes anything. Every method that reaches the file system raises `StorageError` where that refuses.
+    Call `open`, then `locked`, and in it `begin`, write `job.json`, `stage` at least once, and `commit`. Nothing
+    outside `locked` changes anything. Every method that reaches the file system raises `StorageError` if that refuses.
     """
 
     def __init__(self, destination: Destination, parquet: Parquet) -> None:
@@ -74,10 +74,10 @@ class Output:
         storage_options: Mapping[str, Any] | None = None,
         compression: str = "zstd",
     ) -> Output:
-        """Check everything that can be checked of the place alone, and create nothing.
+        """Check everything that the place alone can tell, and create nothing.
 
-        `inputs` are the paths and URLs read. `compression` is that of Parquet. Raises `DataError` when the output
-        is or touches an input, and when its place cannot be reached or written.
+        `inputs` are the paths and URLs read. `compression` is that of Parquet. Raises `DataError` if the output is or
+        touches an input, or if its place cannot be reached or written.
         """
         parquet = Parquet(compression)
         destination = Destination.parse(url, storage_options)
@@ -89,29 +89,29 @@ class Output:
         return cls(destination, parquet)
 
     def manifest(self) -> dict[str, Any] | None:
-        """That of the finished output here; None where there is none.
+        """Read the manifest of the finished output here, or return None if there is none.
 
-        Raises `DataError` where it is damaged, of another version, or names a part that is gone.
+        Raises `DataError` if it is damaged, of another version, or names a part that is gone.
         """
         return self._finished.manifest()
 
     def finished_tables(self, part: str, columns: Sequence[str]) -> Iterator[pa.Table]:
-        """The rows of a part that the manifest names, of these columns, some at a time; one table at least.
+        """Yield the rows of a part that the manifest names, with these columns, a few at a time; at least one table.
 
-        Raises `DataError` where JSONL does not hold them as they were, `StorageError` where the part is damaged.
+        Raises `DataError` if JSONL does not hold them as they were, `StorageError` if the part is damaged.
         """
         return self._finished.tables(part, columns, self._parquet)
 
     def has_work(self) -> bool:
-        """Whether a job that is not finished left work here; `resume_ending` comes first then."""
+        """Tell whether an unfinished job left work here; call `resume_ending` first."""
         return not {JOB, ENDING}.isdisjoint(self.work.names())
 
     def state(self) -> tuple[bool, bytes | None]:
-        """What is no longer equal when another job has written here."""
+        """Return a value that changes when another job has written here."""
         return self.has_work(), self._folder.read(self._destination.manifest)
 
     def check(self, schema: pa.Schema) -> None:
-        """Raise `DataError` when a column of this type cannot be written, before hours are spent on it."""
+        """Raise `DataError` if a column of this type cannot be written, before hours are spent on it."""
         for field in schema:
             probe = pa.schema([field]).empty_table()
             if not self._is_parquet:  # how deep a type is shows with the first row
@@ -128,22 +128,22 @@ class Output:
 
     @property
     def has_lines(self) -> bool:
-        """Whether rows that were read as lines are written as these lines (`llmbatch.io.json_values.LINE`)."""
+        """Whether rows that were read as lines are written as these lines (`json_values.LINE`)."""
         return not self._is_parquet
 
     def refused(self, table: pa.Table) -> Mapping[int, RowError]:
-        """Rows of the input that cannot be written, whatever their answer, and why; for whoever runs the others."""
+        """Find rows of the input that cannot be written, whatever their answer, with the reason for each."""
         return {} if self._is_parquet else unwritable(table)
 
     def check_free(self, *, replace_foreign: bool) -> None:
-        """Raise `DataError` where something lies that is not llmbatch's and that may not be replaced."""
+        """Raise `DataError` if the place holds something that llmbatch did not write and must not replace."""
         self._claims.check_free(replace_foreign=replace_foreign)
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[Lock]:
-        """Make the folders and keep other jobs out; afterwards the work folder is gone if nothing is left in it.
+        """Make the folders and keep other jobs out; remove the work folder afterwards if it is empty.
 
-        Raises `DataError` where nothing can be written, and where another job writes this output.
+        Raises `DataError` if nothing can be written, and if another job writes this output.
         """
         try:
             lock = Lock.acquire(self.work, what=f"the output {self.url}")
@@ -158,7 +158,7 @@ class Output:
             self.work.leave()
 
     def begin(self) -> None:
-        """Note which files are there: they go when the new ones come. `job.json` is written after this.
+        """Note which files are there: the new ones will replace them. `job.json` is written after this.
 
         The work of a job that goes on is left as it is.
         """
@@ -168,30 +168,30 @@ class Output:
             Names(replaced).write(self.work)
 
     def start_over(self) -> None:
-        """Remove the work of a job. What is seen of it, and a finished output, go when the new one comes."""
+        """Remove the work of a job. Its published parts and a finished output go when the new one comes."""
         self._end(CommitRecord(replaced=self._claims.there()))
 
     def tidy(self) -> None:
-        """Remove what a command left that was killed before it had said which job it is."""
+        """Remove what is left of a command that was killed before it had written which job it runs."""
         assert not self.has_work(), "a job's work is not to be tidied away"
         self._clean()
 
     def stage(self, name: str, tables: Iterable[pa.Table]) -> Part:
-        """Write a part where no reader sees it. Tables, at least one, have one schema."""
+        """Write a part where no reader sees it. The tables, at least one, have one schema."""
         with self.work.writing(self._file(name)) as stream:
             digesting = Digesting(stream)
             rows = self._staged.write(cast(BinaryIO, digesting), tables)
         return Part(name, rows, digesting.size, digesting.digest)
 
     def check_staged(self, part: Part, way_out: str = START_OVER, *, content: bool = True) -> None:
-        """Raise `StorageError` where a part that no reader sees is not as it was staged, by its content or its size."""
+        """Raise `StorageError` if an unpublished part differs from what was staged, in content or size."""
         if not self._is_published(part.name):
             part.check(self.work, self._file(part.name), way_out, content=content)
 
     def staged_tables(self, name: str, columns: Sequence[str] | None = None) -> Iterator[pa.Table]:
-        """The rows of a staged part, also of one that was published, some at a time; one table at least.
+        """Yield the rows of a staged part, also of a published one, a few at a time; at least one table.
 
-        Raises `StorageError` where it is damaged.
+        Raises `StorageError` if it is damaged.
         """
         if self._is_published(name):
             return read_tables(self._staged, self._folder, self._names().published[name], columns)
@@ -200,8 +200,8 @@ class Output:
     def publish(self, name: str, final: str) -> None:
         """Give a part of a folder its name before the job ends.
 
-        Where the job replaces an output nothing happens yet: what was there stays until all of it is replaced. Nor
-        does it where the output is one file.
+        If the job replaces an output, nothing happens yet: the old files stay until all of them are replaced. Nor does
+        anything happen if the output is one file.
         """
         names = self._names()
         if names.replaced or not self._is_folder:
@@ -213,17 +213,17 @@ class Output:
         self.work.move(self._file(name), self._folder, final)
 
     def taken(self, parts: Iterable[Part]) -> list[str]:
-        """Names of published parts that are in the output's folder no more: their reader has taken them away."""
+        """List the published parts that are no longer in the output's folder: a reader has taken them away."""
         there, published = set(self._folder.names()), self._names().published
         names = [published[part.name] for part in parts if self._is_published(part.name)]
         return [name for name in names if name not in there]
 
     def commit(self, parts: Sequence[Part], manifest: Mapping[str, Any], *, rows: int) -> None:
-        """Give all parts their names, remove what they replace, and say that the output is complete.
+        """Give all parts their names, remove what they replace, and mark the output as complete.
 
-        `parts` are all, also published ones, in the order of their rows, of which there must be `rows` together.
-        Raises JobError, before anything is done, where there are not, `StorageError` where a staged part is not as
-        it was. Where it fails half way, `resume_ending` goes through with it.
+        `parts` are all parts, published ones included, in the order of their rows; together they must have `rows` rows.
+        Raises JobError, before anything is done, if they have not, and `StorageError` if a staged part has changed. If
+        it fails half way, `resume_ending` completes it.
         """
         if rows_of(parts) != rows:
             raise JobError(
@@ -243,9 +243,9 @@ class Output:
         self._end(CommitRecord([*self._destination.manifests, *names.replaced, *unused], files, whole))
 
     def resume_ending(self) -> None:
-        """Go through with a `commit` or `start_over` that was interrupted, if one was. No work is left then.
+        """Complete a `commit` or `start_over` that was interrupted, if one was. No work is left then.
 
-        Raises `StorageError` where a part that waits for its name is not as it was staged.
+        Raises `StorageError` if a part that waits for its name has changed since it was staged.
         """
         ending = CommitRecord.read(self.work)
         if ending is None:
@@ -270,7 +270,7 @@ class Output:
         return names or Names()
 
     def _is_published(self, name: str) -> bool:
-        """Whether a part has its name. It has no other place then, also where its reader has taken it away."""
+        """Tell whether a part has its name. It then has no other place, even if its reader has taken it away."""
         return name in self._names().published and self.work.size(self._file(name)) is None
 
     def _final_names(self, parts: Sequence[Part]) -> list[str]:
@@ -282,7 +282,7 @@ class Output:
         return [published.get(part.name) or next(free) for part in parts]
 
     def _put(self, final: str, parts: Sequence[Part], rows: int) -> None:
-        """Give a name to a staged file, or to one made of all of them."""
+        """Give a name to a staged file, or to one file made of all of them."""
         files = [self._file(part.name) for part in parts]
         whole = files[0]
         if len(files) > 1 or not self._is_parquet:
@@ -329,7 +329,7 @@ class Output:
         self._clean()
 
     def _clean(self, *, but: str | None = None) -> None:
-        """Remove all work but the lock, and last what tells that it is to be removed."""
+        """Remove all work but the lock, and last the record that says that it is to be removed."""
         names = [name for name in self.work.names() if not name.startswith("lock-") and name != but]
         for name in sorted(names, key=lambda name: name == ENDING):
             self.work.remove(name)

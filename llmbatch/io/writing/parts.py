@@ -1,4 +1,4 @@
-"""Parts of an output that are staged: how many rows each has, and the checksum of its file."""
+"""Staged parts of an output: the rows of each, and the checksum of its file."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Part:
 
     @classmethod
     def decode(cls, kept: Any) -> Part:
-        """The part that `asdict` made JSON of. Raises ValueError where it is none."""
+        """Rebuild the part from its JSON. Raises ValueError if it is not one."""
         try:
             part = cls(**kept)
         except TypeError:
@@ -38,11 +38,11 @@ class Part:
         return part
 
     def encode(self) -> dict[str, Any]:
-        """The part as JSON values."""
+        """Return the part as JSON values."""
         return asdict(self)
 
     def check(self, place: Location, file: str, way_out: str, *, content: bool = True) -> None:
-        """Raise `StorageError` where the file is gone or not as it was staged; its size alone is a quick look."""
+        """Raise `StorageError` if the file is gone or has changed; checking its size alone is quick."""
         size = place.size(file)
         if size is None:
             raise StorageError(f"{place.shown(file)} is gone: put it back; or {way_out}")
@@ -58,7 +58,7 @@ class Part:
 
 
 class Digesting(io.RawIOBase):
-    """A stream that passes on what is written, and knows its size and digest."""
+    """A stream that passes on what is written and keeps its size and digest."""
 
     def __init__(self, stream: BinaryIO) -> None:
         self._stream = stream
@@ -67,7 +67,7 @@ class Digesting(io.RawIOBase):
 
     @property
     def digest(self) -> str:
-        """Of all that was written."""
+        """The digest of all that was written."""
         return self._digest.hexdigest()
 
     def writable(self) -> bool:
@@ -85,5 +85,5 @@ class Digesting(io.RawIOBase):
 
 
 def rows_of(parts: Iterable[Part]) -> int:
-    """Of all of them together."""
+    """Count the rows of all parts."""
     return sum(part.rows for part in parts)
