@@ -1,10 +1,10 @@
-"""Record batches that survive: each is on the disk when `append` returns, and a torn last one is forgotten.
+"""A journal of record batches: each is on the disk when `append` returns, and a torn last one is dropped.
 
-A record is a header (a mark, a checksum, a length) and the batch as an Arrow IPC stream, with its schema. On a
-local disk a journal is one file that grows: a crash can tear the last record, as every earlier one was on the
-disk before it. What is not whole at the end is therefore cut off, and what is not whole before a whole record
-is damage, which is never passed over. An object store cannot append: there each record is an object of its own,
-`NAME-000000` and so on, that appears whole.
+A record is a header (a mark, a checksum, a length) and the batch as an Arrow IPC stream, with its schema. On a local
+disk a journal is one file that grows: a crash can tear only the last record, as every earlier one was on the disk
+before it. So an incomplete record at the end is cut off, while an incomplete record before a complete one is damage and
+always raises. An object store cannot append: there each record is an object of its own, `NAME-000000` and so on, that
+appears whole.
 """
 
 from __future__ import annotations
@@ -36,32 +36,34 @@ class Journal(ABC):
 
     @classmethod
     def open(cls, place: Location, name: str) -> Journal:
-        """The journal `name`, with what it holds already; nothing is made.
+        """Open the journal `name` with the records it already holds; creates nothing.
 
-        Raises `StorageError` where it is damaged.
+        Raises `StorageError` if it is damaged.
         """
         return _FileJournal(place, name) if place.local else _SegmentJournal(place, name)
 
     @abstractmethod
     def records(self) -> Iterator[pa.RecordBatch]:
-        """Every record, one at a time in memory."""
+        """Yield every record, one at a time in memory."""
 
     @abstractmethod
     def append(self, batch: pa.RecordBatch) -> None:
-        """Put a record on the disk. Raises `StorageError` where that cannot be, or where another process
-        has written here; of a record refused, nothing is left to see."""
+        """Put a record on the disk.
+
+        Raises `StorageError` if that fails, or if another process has written here; a refused record leaves no trace.
+        """
 
     @abstractmethod
     def remove(self) -> None:
-        """Remove it from the disk, and close it."""
+        """Remove the journal from the disk, and close it."""
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
 
 
 class _FileJournal(Journal):
-    """One file, that grows."""
+    """A journal in one file that grows."""
 
     def __init__(self, place: Location, name: str) -> None:
         self._place = place
@@ -121,7 +123,7 @@ class _FileJournal(Journal):
 
 
 class _SegmentJournal(Journal):
-    """One object a record."""
+    """A journal with one object for each record."""
 
     def __init__(self, place: Location, name: str) -> None:
         self._place = place
@@ -178,7 +180,7 @@ def _decode(payload: bytes) -> pa.RecordBatch:
 
 
 def _read(file: BinaryIO, rest: int) -> Iterator[bytes]:
-    """The payloads of the whole records in the next `rest` bytes, up to the first that is not whole."""
+    """Yield the payloads of the complete records in the next `rest` bytes, up to the first incomplete one."""
     while rest >= _HEADER.size:
         header = file.read(_HEADER.size)
         mark, checksum, length = _HEADER.unpack(header)
@@ -192,7 +194,7 @@ def _read(file: BinaryIO, rest: int) -> Iterator[bytes]:
 
 
 def _holds_record(tail: bytes) -> bool:
-    """Whether a whole record is anywhere in these bytes."""
+    """Tell whether a complete record lies anywhere in these bytes."""
     file = io.BytesIO(tail)
     position = tail.find(_MARK)
     while position >= 0:

@@ -1,4 +1,4 @@
-"""What it takes on a local disk that bytes and names last, and that its refusals are sentences."""
+"""Files on a local disk: lasting bytes and names, locks, and errors worded as sentences."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ UNFINISHED: Final = ".llmbatch-"  # how the names of files begin that are not wh
 
 
 class NewFile(io.FileIO):
-    """A file that was not there before. Whoever writes to it, a refusal is an error of ours that names `what`."""
+    """A file that did not exist before. An error of the disk while writing becomes ours and names `what`."""
 
     def __init__(self, path: str, what: str) -> None:
         super().__init__(path, "xb")
         self._what = what
 
     def write(self, data: Any) -> int:
-        """Write what the disk takes of `data`; the bytes written."""
+        """Write as much of `data` as the disk takes; returns the bytes written."""
         with refusing(self._what, "written"):
             return super().write(data)
 
@@ -31,7 +31,7 @@ class NewFile(io.FileIO):
 class HeldFile:
     """A small file that a process holds (`flock`) from before it has its name until it is closed or the process ends.
 
-    Where a file system knows no `flock` nobody holds it.
+    On a file system without `flock` nobody holds it.
     """
 
     def __init__(self, descriptor: int, what: str) -> None:
@@ -40,7 +40,7 @@ class HeldFile:
 
     @classmethod
     def make(cls, folder: str, name: str, data: bytes, what: str) -> HeldFile | None:
-        """The file `name`, which is no other's name; None where the folder is gone."""
+        """Make the file `name`, which no other file has; returns None if the folder is gone."""
         path = os.path.join(folder, UNFINISHED + secrets.token_hex(8))
         with refusing(what, "written"):
             try:
@@ -65,19 +65,19 @@ class HeldFile:
         return held
 
     def write(self, data: bytes) -> None:
-        """Put this in the stead of what it holds, which must not be longer."""
+        """Replace the content by this, which must not be longer."""
         with refusing(self._what, "written"):
             if os.pwrite(self._descriptor, data, 0) < len(data):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             os.fsync(self._descriptor)
 
     def close(self) -> None:
-        """Hold it no more."""
+        """Release and close the file."""
         os.close(self._descriptor)
 
 
 def is_held(path: str) -> bool | None:
-    """Whether some process holds a file; None where that cannot be told, or where the file is gone."""
+    """Tell whether some process holds a file; None if that cannot be known, or if the file is gone."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:

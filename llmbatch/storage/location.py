@@ -1,12 +1,12 @@
-"""Places that files are read from and written to: a file appears whole and lasting, or not at all.
+"""Folders that files are read from and written to: a file appears whole and lasting, or not at all.
 
-A local file is written beside its name, put on the disk and renamed; an object is put in one request, or in
-parts that count when the last one is there. `create` gives a name on an object store to one of several contenders, by
-a conditional put (`If-None-Match: *`).
+A local file is written under a temporary name in the same folder, put on the disk and renamed. An object is put in one
+request, or in parts that count once the last one is there. `create` gives a name on an object store to one of several
+contenders, by a conditional put (`If-None-Match: *`).
 
-What passes (a lost connection, a timeout, a server's own fault) is tried again for a while; what stays is a
-`StorageError`. An answer can be lost when its request was not, so every request is one that finds the work of
-an earlier try and is content with it.
+Transient errors (a lost connection, a timeout, a server's own fault) are retried for a while; lasting ones become a
+`StorageError`. An answer can be lost although its request was carried out, so every request accepts what an earlier try
+has already done.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """A folder on a file system, local or an object store. It need not be there yet."""
+    """A folder on a file system, local or an object store. It need not exist yet."""
 
     url: str  # as users write it, without a slash at the end
     local: bool  # it renames, holds and appends
@@ -51,10 +51,10 @@ class Location:
 
     @classmethod
     def at(cls, url: str, storage_options: Mapping[str, Any] | None = None, *, patience: float = 60.0) -> Location:
-        """The folder that a path or an fsspec URL names; nothing is read or made.
+        """Parse a path or an fsspec URL of a folder; reads and makes nothing.
 
-        Raises `DataError` where fsspec does not know the protocol, where the package for it is not installed,
-        and where the storage options do not fit it.
+        Raises `DataError` if fsspec does not know the protocol, if the package for it is not installed, or if the
+        storage options do not fit it.
         """
         scheme, separator, path = url.rpartition("://")
         try:
@@ -67,15 +67,15 @@ class Location:
         return cls(scheme + separator + (path.rstrip("/") or path[:1]), local, filesystem, root, patience)
 
     def child(self, name: str) -> Location:
-        """The folder `name` in this one."""
+        """Return the folder `name` in this one."""
         return Location(self.shown(name), self.local, self.filesystem, self.path(name), self.patience)
 
     def path(self, name: str) -> str:
-        """Path of the file `name` on the file system."""
+        """Return the path of the file `name` on the file system."""
         return f"{self.root.rstrip('/')}/{name}"
 
     def shown(self, name: str) -> str:
-        """The file `name` as users know it."""
+        """Return the file `name` as users know it."""
         return self.url + name if self.url.endswith("/") else f"{self.url}/{name}"
 
     def make(self) -> None:
@@ -84,7 +84,7 @@ class Location:
             self._persist("made", None, lambda: make_folder(self.root))
 
     def names(self) -> list[str]:
-        """Names of the files and folders directly in here, sorted; none where there is no such folder."""
+        """List the names of files and folders directly in this folder, sorted; none if the folder is absent."""
 
         def attempt() -> list[str]:
             try:
@@ -97,7 +97,7 @@ class Location:
         return self._persist("listed", None, attempt)
 
     def size(self, name: str) -> int | None:
-        """Bytes of a file, or None where it is absent."""
+        """Return the bytes of a file, or None if it is absent."""
 
         def attempt() -> int | None:
             try:
@@ -108,7 +108,7 @@ class Location:
         return self._persist("read", name, attempt)
 
     def read(self, name: str) -> bytes | None:
-        """A file's bytes, or None where it is absent."""
+        """Return a file's content, or None if it is absent."""
 
         def attempt() -> bytes | None:
             try:
@@ -119,7 +119,7 @@ class Location:
         return self._persist("read", name, attempt)
 
     def write(self, name: str, data: bytes) -> None:
-        """Put a file, in the stead of one that is there."""
+        """Write a file, replacing one of that name."""
         if self.local:
             with self.writing(name) as file:
                 file.write(data)
@@ -127,10 +127,10 @@ class Location:
             self._persist("written", name, lambda: self.filesystem.pipe_file(self.path(name), data))
 
     def create(self, name: str, data: bytes) -> bool:
-        """Put an object where none is; of several that try at once, one gets True.
+        """Put an object if none has the name; of several contenders at once, one gets True.
 
-        Where the very same bytes are there already, the answer is True as well: they may be this call's own, from a
-        try whose answer was lost. So contenders write something that is theirs alone.
+        If the very same bytes are already there, the answer is True as well: they may come from an earlier try of this
+        call whose answer was lost. So each contender must write bytes that nobody else writes.
         """
 
         def attempt() -> bool:
@@ -145,7 +145,7 @@ class Location:
         return self._persist("written", name, attempt) or self.read(name) == data
 
     def open(self, name: str) -> BinaryIO:
-        """A file to read, at any position. What the store takes away for a while is waited for here too."""
+        """Open a file for reading at any position. Reads wait for a store that is away for a while."""
         if self.local:
             return self._persist("read", name, lambda: cast(BinaryIO, open(self.path(name), "rb")))
         size = self._persist("read", name, lambda: cast(int, self.filesystem.size(self.path(name))))
@@ -153,7 +153,7 @@ class Location:
 
     @contextlib.contextmanager
     def writing(self, name: str) -> Iterator[BinaryIO]:
-        """A file to write, in the stead of one that is there: it appears when the block ends, not when it raises.
+        """Open a file for writing: it replaces one of its name when the block ends, and not if the block raises.
 
         On its way to an object store it waits on the local disk, so that no work is lost while the store is away.
         """
@@ -163,8 +163,7 @@ class Location:
             self._persist("written", name, lambda: self._publish(file, name))
 
     def move(self, name: str, target: Location, new_name: str) -> None:
-        """Give a file another name on the same file system, in the stead of one that has it. A file that has
-        been moved already is left so."""
+        """Rename a file on the same file system, replacing one of that name. A move that was already done is fine."""
 
         def attempt() -> None:
             source, destination = self.path(name), target.path(new_name)
@@ -184,7 +183,7 @@ class Location:
         self._persist(f"moved to {target.shown(new_name)}", name, attempt)
 
     def remove(self, name: str) -> None:
-        """Remove a file; nothing to do where it is absent."""
+        """Remove a file, if it is there."""
 
         def attempt() -> None:
             try:
@@ -195,7 +194,7 @@ class Location:
         self._persist("removed", name, attempt)
 
     def sweep(self) -> None:
-        """Remove what is hidden because it never became whole, its writer having been killed."""
+        """Remove temporary files of writers that were killed."""
         if not self.local:
             return
         with refusing(self.url, "cleaned"), contextlib.suppress(FileNotFoundError):
@@ -204,13 +203,13 @@ class Location:
                     os.unlink(os.path.join(self.root, name))
 
     def leave(self) -> None:
-        """Remove the folder if nothing is in it. An object store has no folders."""
+        """Remove the folder if it is empty. An object store has no folders."""
         if self.local:
             with contextlib.suppress(OSError):  # somebody has come meanwhile
                 os.rmdir(self.root)
 
     def clear(self) -> None:
-        """Remove everything in here, and the folder itself."""
+        """Remove everything in the folder, and the folder itself."""
 
         def attempt() -> None:
             try:
@@ -239,7 +238,7 @@ class Location:
 
     @contextlib.contextmanager
     def _unfinished(self, name: str) -> Iterator[io.BufferedWriter]:
-        """A local file that is gone when the block ends: beside `name` where it can be renamed to it."""
+        """Open a local file that is gone when the block ends, next to `name` if that is on a local disk."""
         folder = self.root if self.local else tempfile.gettempdir()
         path = os.path.join(folder, f"{UNFINISHED}{secrets.token_hex(8)}")
         what = self.shown(name) if self.local else path

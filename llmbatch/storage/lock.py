@@ -1,14 +1,14 @@
-"""One job at a time writes an output, and the output of one that died is free again.
+"""A lock on an output: one job at a time writes it, and the lock of a dead job is free again.
 
-A lock is a file `lock-000001-NAME` of which no two have the same name. To hold one is to have written it and to find no
-other beside it but those that were seen before, whose owners are dead; who finds another removes its own and looks
-again. Of two contenders at least one finds the other, as each lists after it has written. So a lock asks of a store
-only that it lists what was written, and nobody ever removes a file that may be another's. The highest number counts.
+A lock is a file `lock-000001-NAME` with a unique name. A job holds the lock if it has written its file and then lists
+no other file but those it saw before, whose owners are dead. If it lists another, it removes its own and looks again.
+Of two contenders at least one sees the other, as each lists after it has written. So a lock needs of a store only that
+it lists what was written, and nobody ever removes a file that may be another's. The highest number counts.
 
 An owner on this machine is dead when its process is gone. On a disk the file system knows that: the owner holds an
-`flock` on its file from before it appears until the process ends, whatever ends it. Of an owner on another machine
-only signs of life are known: a count in its file, raised every ten seconds. Whoever finds such a lock watches it for a
-minute by its own clock, and takes it over if the count stays. Clocks of two machines are never compared.
+`flock` on its file from before it appears until the process ends, whatever ends it. An owner on another machine shows
+only a heartbeat: a count in its file, raised every ten seconds. A process that finds such a lock watches it for a
+minute by its own clock, and takes it over if the count does not change. Clocks of two machines are never compared.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Owner:
 
     @classmethod
     def here(cls) -> Owner:
-        """This process, now."""
+        """Describe this process, now."""
         pid = os.getpid()
         started = _started(pid)
         assert started is not None, "this process runs"
@@ -63,7 +63,7 @@ class Owner:
 
     @classmethod
     def parse(cls, data: bytes, what: str) -> Owner:
-        """What a lock file says."""
+        """Parse the content of a lock file."""
         try:
             owner = cls(**json.loads(data))
             known = asdict(owner)
@@ -84,7 +84,7 @@ class Owner:
         return self.is_here and _started(self.pid) != self.started
 
     def dump(self) -> bytes:
-        """What `parse` reads; as long for every count, so that it can be written over."""
+        """Encode for `parse`; equally long for every count, so that it can be overwritten."""
         least = len(json.dumps({**asdict(self), "beats": 0}))
         return json.dumps(asdict(self)).encode().ljust(least + _DIGITS)
 
@@ -93,12 +93,12 @@ class Owner:
 
 
 class Lock:
-    """An output that is this process's alone, until `release`."""
+    """The right of this process alone to write an output, until `release`."""
 
     def __init__(
         self, place: Location, name: str, owner: Owner, held: HeldFile | None, what: str, dead: Sequence[str]
     ) -> None:
-        """`dead` are the locks of owners that are no more."""
+        """Hold a lock; `dead` are the locks of dead owners."""
         self._place = place
         self._name = name
         self._dead = dead
@@ -112,9 +112,9 @@ class Lock:
 
     @classmethod
     def acquire(cls, place: Location, *, what: str) -> Lock:
-        """Take the lock that lies in `place`, which is made; `what` is what the lock is of.
+        """Take the lock in `place`, which is made; `what` names the locked thing in messages.
 
-        Raises `DataError` when a job that lives has it.
+        Raises `DataError` if a living job holds it.
         """
         while True:
             place.make()
@@ -141,7 +141,7 @@ class Lock:
             time.sleep(random.uniform(0, _BACK_OFF))
 
     def check(self) -> None:
-        """Raises `JobError` when the lock is another's by now, or gone, or can no longer be kept."""
+        """Raise `JobError` if another process has taken the lock, or it is gone, or can no longer be kept."""
         if self._failure is not None:
             raise JobError(str(self._failure)) from self._failure
         locks = _locks(self._place)
@@ -157,7 +157,7 @@ class Lock:
             )
 
     def release(self) -> None:
-        """Give the output back. Of a lock that was taken over only one's own file goes."""
+        """Give the output back. Removes only one's own file, also if the lock was taken over."""
         if self._released.is_set():
             return
         self._released.set()
@@ -190,7 +190,7 @@ class Lock:
 
 
 def _locks(place: Location) -> list[str]:
-    """Names of all locks, by number."""
+    """List the names of all locks, by number."""
     names = [name for name in place.names() if name.startswith("lock-")]
     for name in names:
         if _NAME.fullmatch(name) is None:
@@ -212,7 +212,7 @@ def _read(place: Location, name: str) -> Owner | None:
 
 
 def _is_free(place: Location, name: str, what: str) -> bool:
-    """Whether the owner of a lock is dead; False where the lock is gone. Raises `DataError` where it lives."""
+    """Tell whether the owner of a lock is dead; False if the lock is gone. Raises `DataError` if it lives."""
     owner = _read(place, name)
     if owner is None:
         return False
@@ -228,9 +228,9 @@ def _is_free(place: Location, name: str, what: str) -> bool:
 
 
 def _falls_silent(place: Location, name: str, owner: Owner, what: str) -> bool:
-    """Watch an owner elsewhere, until it has given no sign of life for long; False where it gave its lock back.
+    """Watch an owner elsewhere until its heartbeat has stopped for long; False if it released its lock.
 
-    Raises `DataError` at the first sign.
+    Raises `DataError` at the first beat.
     """
     _log.warning("%s was written by %s, and it takes %g s to see whether it still is", what, owner, PATIENCE)
     begun = time.monotonic()
@@ -250,7 +250,7 @@ def _machine() -> str:
 
 
 def _started(pid: int) -> int | None:
-    """When a process of this machine was started, or None where it is gone; a zombie is."""
+    """Return the start time of a process of this machine, or None if it is gone; a zombie is gone."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):

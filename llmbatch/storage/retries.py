@@ -1,4 +1,4 @@
-"""What a file system means by an error: whether to try again, and the sentence a user reads."""
+"""Errors of file systems: whether to try again, and the sentence a user reads."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ _log = logging.getLogger("llmbatch")
 
 @contextlib.contextmanager
 def refusing(what: str, done: str) -> Iterator[None]:
-    """What the operating system refuses in this block is a `refusal`."""
+    """Turn an error of the operating system in this block into a `refusal`."""
     try:
         yield
     except OSError as error:
@@ -74,9 +74,9 @@ def refusing(what: str, done: str) -> Iterator[None]:
 
 
 def persist(what: str, done: str, attempt: Callable[[], _T], patience: float) -> _T:
-    """Make a request to an object store, again and again for `patience` seconds while its error is a passing one.
+    """Send a request to an object store, and repeat it for `patience` seconds while its error is transient.
 
-    Raises the `refusal` that the last error is. Any error is one: a store's package raises what it likes.
+    Raises the `refusal` of the last error. Any exception counts: the packages of stores raise whatever they like.
     """
     end = time.monotonic() + patience
     wait = _FIRST_WAIT
@@ -93,7 +93,7 @@ def persist(what: str, done: str, attempt: Callable[[], _T], patience: float) ->
 
 
 def is_passing(error: BaseException) -> bool:
-    """Whether the same request may succeed a little later: a lost connection, a timeout, a server's own fault."""
+    """Tell whether the same request may succeed later: a lost connection, a timeout, a server's own fault."""
     for link in _chain(error):
         if isinstance(link, _loaded(_UNTRUSTED)):
             return False
@@ -110,17 +110,17 @@ def is_passing(error: BaseException) -> bool:
 
 
 def is_container_missing(error: BaseException) -> bool:
-    """Whether it is the bucket or container that is not there, and not only a file in it."""
+    """Tell whether the bucket or container itself is missing, and not only a file in it."""
     return any(_code(link) in ("NoSuchBucket", "ContainerNotFound") for link in _chain(error))
 
 
 def is_taken(error: BaseException) -> bool:
-    """Whether a file was not created because there is one already."""
+    """Tell whether a file was not created because it already exists."""
     return any(isinstance(link, FileExistsError) or _status(link) == 412 for link in _chain(error))
 
 
 def refusal(what: str, done: str, error: BaseException) -> StorageError:
-    """The error to raise: `what` cannot be `done` ("read", "written", ...) because of `error`, and the way out."""
+    """Build the error of `what` that cannot be `done` ("read", "written", ...) because of `error`, with the way out."""
     reason = _reason(error)
     way_out = _way_out(error)
     sentence = f"{what} cannot be {done}: {reason}"
@@ -162,13 +162,13 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def _loaded(classes: Mapping[str, Sequence[str]]) -> tuple[type[BaseException], ...]:
-    """Those of these classes whose modules are imported."""
+    """Return those of these classes whose modules are imported."""
     modules = [(sys.modules[name], kinds) for name, kinds in classes.items() if name in sys.modules]
     return tuple(getattr(module, kind) for module, kinds in modules for kind in kinds)
 
 
 def _code(error: BaseException) -> object:
-    """The service's own name of the error: S3's and Azure's."""
+    """Return the service's own name of the error: S3's and Azure's."""
     response = getattr(error, "response", None)
     if isinstance(response, dict):
         return response.get("Error", {}).get("Code")
@@ -176,7 +176,7 @@ def _code(error: BaseException) -> object:
 
 
 def _status(error: BaseException) -> int | None:
-    """The HTTP status, which every package keeps elsewhere."""
+    """Return the HTTP status, which every package keeps in another place."""
     response = getattr(error, "response", None)
     if isinstance(response, dict):  # botocore
         status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
