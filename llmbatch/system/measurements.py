@@ -1,9 +1,9 @@
-"""What was measured of this processor, kept beside the calibrations of cards.
+"""Measured figures of this processor, kept between processes.
 
-While other processes run, figures are too low by as much as they take, and repeating them does not tell: they agree.
-The system tells what others took meanwhile. A figure beside which much else ran is used, but measured again by the
-next process, until nothing else runs. It is not replaced by another of its kind: a job that goes on should not choose
-other numbers than before.
+While other processes run, figures come out too low by as much as those take, and repeating them does not show it: the
+repeats agree. The system reports what others took meanwhile. A figure that was measured on a busy machine is used, and
+the next process measures again, until the machine is quiet. It is not replaced by another figure of a busy machine: a
+job that goes on should not choose other numbers than before.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ _MOST = 0.2  # of the processors' time, that others may take beside a measuremen
 
 
 def remembered(name: str, measure: Callable[[], float], *versions: str) -> float:
-    """What `measure` gave on this processor when nothing else ran, else at first; by libraries of these `versions`."""
+    """Return the figure of `measure` on this processor, kept from a quiet machine or else from the first run.
+
+    It holds for libraries of these `versions`.
+    """
     file = _file(name, versions)
     before = _read(file)
     if before is not None and before[1]:
@@ -42,13 +45,13 @@ def remembered(name: str, measure: Callable[[], float], *versions: str) -> float
 
 
 def recalled(name: str, *versions: str) -> float | None:
-    """What is kept of that name; None where nothing is."""
+    """Return the kept figure of that name, or None."""
     found = _read(_file(name, versions))
     return None if found is None else found[0]
 
 
 def _read(file: Path) -> tuple[float, bool] | None:
-    """A figure, and whether nothing else ran when it was measured; None where there is none."""
+    """Read a figure, and whether the machine was quiet when it was measured; None if there is none."""
     try:
         kept = json.loads(file.read_text())
         return float(kept["figure"]), bool(kept["undisturbed"])
@@ -57,7 +60,7 @@ def _read(file: Path) -> tuple[float, bool] | None:
 
 
 def _seconds_of_others() -> float:
-    """Seconds that other processes have taken of the processors that this one may use, for each of these."""
+    """Return the seconds that other processes have taken of the processors of this one, for each of these."""
     usable = {f"cpu{number}" for number in os.sched_getaffinity(0)}
     ticks = 0
     with contextlib.suppress(OSError):
@@ -76,7 +79,7 @@ def _file(name: str, versions: tuple[str, ...]) -> Path:
 
 
 def _processor() -> str:
-    """The first processor's name, as the system has it."""
+    """Return the first processor's name, as the system has it."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().split("\n"):
             if line.startswith("model name"):

@@ -1,4 +1,4 @@
-"""How much memory this process may take, and what is said where it runs out."""
+"""How much memory this process may take, and the error to raise when it runs out."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from llmbatch.errors import JobError
 
 
 def available_memory() -> int:
-    """Bytes of memory this process may still take: of the machine, or of its control group if that is less."""
+    """Return the bytes this process may still take: of the machine, or of its control group if that is less."""
     free: float = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     try:
         with open("/proc/meminfo") as lines:
@@ -30,7 +30,7 @@ def available_memory() -> int:
 
 
 def out_of_memory(error: Exception, what: str) -> JobError:
-    """The error to raise where there was no room for `what`; an `error` that is of something else is raised."""
+    """Build the error of memory that was too small for `what`; any other `error` is raised as it is."""
     if isinstance(error, JobError):
         return error
     if isinstance(error, MemoryError) or "memory" in str(error).lower():
@@ -42,7 +42,7 @@ def out_of_memory(error: Exception, what: str) -> JobError:
 
 
 def _free_in_group(root: str, path: str, limit: str, usage: str, cache: str) -> float:
-    """Bytes that a control group may still take; files that the system has read ahead make way."""
+    """Return the bytes that a control group may still take; the system's file cache makes way."""
     folder = root + path if os.path.exists(f"{root}{path}/{limit}") else root  # in a container the root is its own
     try:
         most, used, stat = (Path(folder, name).read_text() for name in (limit, usage, "memory.stat"))

@@ -1,4 +1,4 @@
-"""A process beside this one, which goes on where this one is killed: what it makes is there the next time."""
+"""Processes that outlive this one, so that what they make is there the next time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _PROGRAM = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from {} imp
 
 
 def start_beside(module: str, *arguments: str, stdout: int = subprocess.DEVNULL) -> subprocess.Popen[bytes]:
-    """Start a process that calls the `main` of a module with these arguments."""
+    """Start a process that calls the `main` of a module with these arguments, and goes on if this one is killed."""
     command = [sys.executable, "-c", _PROGRAM.format(module), json.dumps(sys.path), *arguments]
     quiet = subprocess.DEVNULL
     return subprocess.Popen(command, stdin=quiet, stdout=stdout, stderr=quiet, start_new_session=True)

@@ -1,7 +1,7 @@
-"""What llmbatch changes in its process, so that steps are fast. Importing it changes nothing.
+"""Process settings that make steps fast. Importing the module changes nothing.
 
-The command line calls `tune_process` first of all, and `LLMOperator` and the functions of `llmbatch` when they make
-a model ready. `LLMBATCH_TUNE=0` in the environment leaves the process as it is.
+The command line calls `tune_process` first of all; `LLMOperator` and the functions of `llmbatch` call it when they load
+a model. `LLMBATCH_TUNE=0` in the environment leaves the process as it is.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _THREADING: Final = ("omp", "tbb", "workqueue")
 
 
 def tune_process() -> None:
-    """Set three things; the second time, nothing changes. All are read when a library is first imported or used.
+    """Set three things; a second call changes nothing. Each is read when a library is first imported or used.
 
-    - `GOMP_SPINCOUNT=10000`, unless it is set: idle threads of OpenMP sleep soon. Without effect once torch is there.
-    - numba runs on the threads of OpenMP, as torch does: the process has one pool of workers, and none of them spins
-      against another. Unless `NUMBA_THREADING_LAYER_PRIORITY` is set.
+    - `GOMP_SPINCOUNT=10000`, unless it is set: idle threads of OpenMP sleep soon. No effect once torch is imported.
+    - numba runs on the threads of OpenMP, as torch does, unless `NUMBA_THREADING_LAYER_PRIORITY` is set: the process
+      has one pool of workers, and none of them spins against another.
     - The C library keeps up to 1 GB of freed memory (glibc; docs/decisions/0007).
     """
     if os.environ.get("LLMBATCH_TUNE") == "0":
@@ -40,7 +40,7 @@ def tune_process() -> None:
 
 
 def _keep_freed_memory() -> None:
-    """Have blocks of up to 32 MB reused rather than given back: a step's activations are as large as the last's.
+    """Reuse blocks of up to 32 MB instead of returning them: a step's activations are as large as the last's.
 
     Freed, they would go back to the system and come again page by page, cleared, in every layer of every step
     (docs/decisions/0007). glibc only; up to 1 GB of freed memory stays with the process.
