@@ -1,7 +1,7 @@
-"""A table to the requests that answer it: rendered, tokenised, fitted to the context, equal rows merged.
+"""Requests of a table's rows: rendered, tokenised, fitted to the context, equal rows merged.
 
-Rows with equal tokens and equal parameters have one answer when it is greedy or seeded, so they share one
-request: a hash table over the flat token buffer finds them, comparing tokens in full where hashes agree.
+Rows with equal tokens and equal parameters have one answer when it is greedy or seeded, so they share one request: a
+hash table over the flat token buffer finds them, comparing tokens in full where hashes agree.
 """
 
 from __future__ import annotations
@@ -40,15 +40,14 @@ def build_shard(
     refused: Mapping[int, RowError] | None = None,
     pulse: Callable[[], None] = lambda: None,
 ) -> RowRequests:
-    """The requests of a table and which of them answers which row.
+    """Build the requests of a table, and the map from its rows to the requests that answer them.
 
-    `sampling` holds for what `sampling_column`, if any, does not give. `keys` uint64 [rows] tell rows apart that are
-    drawn without a seed (their positions if not given); `recorded_column` holds the tokens that a simulated engine
-    generates, null for max_tokens; `refused` rows have errors already; `pulse` is called again and again, and may
-    raise. Raw prompts get the tokenizer's
-    special tokens, rendered chats none. A prompt that leaves no room in a context of `context_length` tokens
-    is a row error ("too_long"); where there is less room than max_tokens, max_tokens is what there is. Raises
-    `InputError` for what is wrong with the command, not with a row.
+    `sampling` holds for what `sampling_column`, if any, does not give. `keys` uint64 [rows] identify rows that are
+    drawn without a seed (their positions if not given). `recorded_column` holds the tokens that a simulated engine
+    generates, null for max_tokens. `refused` rows already have errors. `pulse` is called again and again, and may
+    raise. Raw prompts get the tokenizer's special tokens, rendered chats none. A prompt that leaves no room in a
+    context of `context_length` tokens is a row error ("too_long"); if there is less room than max_tokens, max_tokens is
+    reduced to it. Raises `InputError` for errors of the command, not of a row.
     """
     if sampling_column is not None:
         check_sampling_column(table.schema, sampling_column)
@@ -112,7 +111,7 @@ def _notes(source: PromptSource, tokenizer: Tokenizer, *, guarded: bool) -> tupl
 def merge_equal(
     column: TokenColumn, rows: NDArray[np.int64], params_index: NDArray[np.int32], params: Sequence[SamplingParams]
 ) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
-    """Which of these rows of the token column are requests of their own, and the request of each, int32 [rows]."""
+    """Merge equal rows of the token column: the first of each, and the request of every row, int32 [rows]."""
     repeatable = np.array([one.greedy or one.seed is not None for one in params], np.bool_)
     first = _first_equal(column.tokens, column.offsets, rows, params_index, repeatable)
     is_first = first == np.arange(len(rows))
@@ -157,7 +156,7 @@ def _recorded(column: pa.ChunkedArray | None, rows: int) -> NDArray[np.int64]:
 
 @njit(cache=True)
 def _first_equal(tokens, offsets, rows, params_index, repeatable):  # type: ignore[no-untyped-def]
-    """For each position in `rows`, the first position that has the same answer: its own if there is none.
+    """Find, for each position in `rows`, the first position with the same answer: its own if there is none.
 
     Open addressing with at most half of the places taken; only repeatable rows enter the table.
     """
@@ -198,7 +197,7 @@ def _first_equal(tokens, offsets, rows, params_index, repeatable):  # type: igno
 
 @njit(cache=True)
 def _is_repeated(tokens: Any, at: int, again: int, length: int) -> bool:
-    """Whether two stretches of a buffer are equal."""
+    """Tell whether two stretches of a buffer are equal."""
     for i in range(length):  # noqa: SIM110 (compiled code knows no all)
         if tokens[at + i] != tokens[again + i]:
             return False

@@ -15,7 +15,7 @@ class MessagesError(ValueError):
 
 
 def parse_messages(value: object) -> list[Message]:
-    """The messages of one row: a list of mappings, or the JSON text of one.
+    """Parse the messages of one row: a list of mappings, or the JSON text of one.
 
     Null fields are left out. Content given as text parts becomes their concatenation. The arguments of tool
     calls, which OpenAI writes as JSON text and templates print themselves, become mappings. Raises

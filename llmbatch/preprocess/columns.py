@@ -1,4 +1,4 @@
-"""Columns of a table: found by name, read as Python values, refused in one sentence."""
+"""Columns of a table: found by name, read as Python values, errors in one sentence."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _UNREADABLE = (ValueError, OverflowError, pa.ArrowException)  # of bytes that ar
 
 
 def find_field(schema: pa.Schema, name: str, role: str) -> pa.Field:
-    """The field called `name`, which is wanted as the `role` ("prompt", "messages", ...) column.
+    """Find the field called `name`, which the command names as the `role` ("prompt", "messages", ...) column.
 
-    Raises `DataError` when it is not there, or is there twice.
+    Raises `DataError` if the table has no such column, or two.
     """
     indices = schema.get_all_field_indices(name)
     if len(indices) == 1:
@@ -36,7 +36,7 @@ def find_field(schema: pa.Schema, name: str, role: str) -> pa.Field:
 
 
 def is_text(kind: pa.DataType) -> bool:
-    """Whether a column of this type holds text: string, large_string, string_view, or a dictionary of one."""
+    """Tell whether a column of this type holds text: string, large_string, string_view, or a dictionary of one."""
     if pa.types.is_dictionary(kind):
         kind = kind.value_type
     return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind))
@@ -50,12 +50,12 @@ class Unreadable:
 
 
 def text_values(column: pa.ChunkedArray) -> Iterator[object]:
-    """The values of a text column: a text, None, or `Unreadable` where the bytes are not UTF-8."""
+    """Yield the values of a text column: a text, None, or `Unreadable` if the bytes are not UTF-8."""
     return nested_values(column.cast(pa.large_string()))
 
 
 def nested_values(column: pa.ChunkedArray) -> Iterator[object]:
-    """The values of any column, a few thousand Python objects at a time; `Unreadable` where Python cannot hold one."""
+    """Yield the values of any column, a few thousand at a time; `Unreadable` if Python cannot hold one."""
     for start in range(0, len(column), _SLICE_ROWS):
         piece = column.slice(start, _SLICE_ROWS)
         try:
@@ -65,7 +65,7 @@ def nested_values(column: pa.ChunkedArray) -> Iterator[object]:
 
 
 def value_of(scalar: pa.Scalar) -> object:
-    """What a scalar holds, or `Unreadable`."""
+    """Return the value of a scalar, or `Unreadable`."""
     try:
         return scalar.as_py()
     except UnicodeDecodeError as error:

@@ -1,7 +1,8 @@
-"""Control tokens in prompts: those that a template writes count, their texts in a row's values are only text.
+"""Control tokens in prompts: those that a template writes count, their texts in a row's values are plain text.
 
 A chat is rendered to text before it is tokenised, so a message that holds "<|im_end|>" would end its own turn. A row
-with such a text is rendered with its values marked, which tells afterwards which control tokens the template wrote.
+with such a text is rendered with its values marked, and the marks show afterwards which control tokens the template
+wrote.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ class Controls:
     """The texts of a model's control tokens."""
 
     def __init__(self, texts: Collection[str], normalize: Callable[[str], str] | None = None) -> None:
-        """`normalize`, if given, is what the tokenizer does to a text before it looks for some of them."""
+        """Compile the texts; `normalize`, if given, is what the tokenizer does to a text before it looks for some."""
         self.texts = tuple(sorted(filter(None, texts), key=lambda text: (-len(text), text)))
         self._normalize = normalize
         self._any = "|".join(map(re.escape, self.texts)) or "(?!)"  # the longest first, as tokenizers take them
@@ -32,18 +33,18 @@ class Controls:
         self._longest = max(map(len, self.texts), default=0)
 
     def spans(self, text: str) -> Spans:
-        """Where a tokenizer would find control tokens in a text."""
+        """Find where a tokenizer would see control tokens in a text."""
         return tuple(match.span() for match in self._found.finditer(text))
 
     def hidden(self, text: str) -> bool:
-        """Whether a tokenizer would find control tokens in a text that are not written in it letter by letter."""
+        """Tell whether a tokenizer would see control tokens that are not written letter by letter in a text."""
         if self._normalize is None:
             return False
         normal = self._normalize(text)
         return len(self._found.findall(normal)) > len(self._found.findall(text))
 
     def may_arise(self, value: Any) -> bool:
-        """Whether a text in a value holds a control token, or at an end a piece of one, which another may complete."""
+        """Tell whether a value holds a control token, or ends in a piece of one that a neighbour may complete."""
         if isinstance(value, str):
             whole = self._found.search(value) is not None
             return whole or self._tail(value) > 0 or self._head(value) > 0 or self.hidden(value)
@@ -52,7 +53,7 @@ class Controls:
         return isinstance(value, list) and any(map(self.may_arise, value))
 
     def shield(self, value: Any, mark: str) -> Any:
-        """A value, or one made of values, with a mark in each control token and in each piece of one at an end."""
+        """Mark, in a value or in the values it is made of, each control token and each piece of one at an end."""
         if isinstance(value, str):
             return self._shield(value, mark)
         if isinstance(value, dict):
@@ -63,7 +64,7 @@ class Controls:
         return value
 
     def unshield(self, text: str, mark: str) -> tuple[str, Spans]:
-        """A text made of shielded values without its marks, and the control tokens that were not in a value."""
+        """Remove the marks from a rendered text, and return the control tokens that were not in a value."""
         pieces: list[str] = []
         spans: list[tuple[int, int]] = []
         end = length = 0
@@ -86,20 +87,20 @@ class Controls:
         return "".join(letter + mark if i in places else letter for i, letter in enumerate(text))
 
     def _head(self, text: str) -> int:
-        """How many letters a text begins with that end a control token, spaces before them left out."""
+        """Count the letters at the start of a text that end a control token, ignoring spaces before them."""
         start = text.lstrip()[: self._longest]
         sizes = [size for size, letter in enumerate(start, 1) if letter in self._lasts and start[:size] in self._heads]
         return max(sizes, default=0)
 
     def _tail(self, text: str) -> int:
-        """How many letters a text ends with that begin a control token, spaces after them left out."""
+        """Count the letters at the end of a text that begin a control token, ignoring spaces after them."""
         end = text.rstrip()[-self._longest :] if self._longest else ""
         sizes = [len(end) - i for i, letter in enumerate(end) if letter in self._firsts and end[i:] in self._tails]
         return max(sizes, default=0)
 
 
 def strings(value: Any) -> Iterator[str]:
-    """Every text in a value, keys included."""
+    """Yield every text in a value, keys included."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):
@@ -112,6 +113,6 @@ def strings(value: Any) -> Iterator[str]:
 
 
 def free_mark(value: Any) -> str:
-    """A code point that no text in a value holds."""
+    """Find a code point that no text in a value holds."""
     used = set(map(ord, "".join(strings(value))))
     return chr(next(mark for mark in _MARKS if mark not in used))

@@ -1,4 +1,4 @@
-"""Rows to prompt texts: column, template or messages; a bad row becomes a row error."""
+"""Prompt texts of rows, from a column, a template or messages; a bad row becomes a row error."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _RESERVED_KWARGS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What a row asks."""
+    """The prompt of one row."""
 
     text: str
     made: Spans | None = None  # the control tokens in it, where some that read like them are a value's text
@@ -30,7 +30,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """A text for each row that has one, and the error of each that has none."""
+    """A text for each row that has one, and the error of each other row."""
 
     texts: list[str | None]
     errors: dict[int, RowError]  # by row
@@ -42,11 +42,11 @@ class Rendered:
 class PromptSource:
     """Where the prompts of a table come from: exactly one of `prompt`, `template` and `messages`.
 
-    `prompt` is a text column. `template` is text with column names in braces, `"Q: {question}"`; `{{` and
-    `}}` are braces, names may hold spaces and dots. `messages` is a column of message lists in OpenAI's
-    format, as structs or as JSON text, and is always rendered by the model's chat template. With `chat` the
-    prompt or the filled template becomes one user message, rendered likewise; a `system` text goes before
-    it, and implies `chat`. `chat_template_kwargs` are handed to the chat template. Raises `ParameterError`.
+    `prompt` is a text column. `template` is text with column names in braces, `"Q: {question}"`; `{{` and `}}` are
+    braces, names may hold spaces and dots. `messages` is a column of message lists in OpenAI's format, as structs or as
+    JSON text, and is always rendered by the model's chat template. With `chat` the prompt or the filled template
+    becomes one user message, rendered likewise; a `system` text goes before it, and implies `chat`.
+    `chat_template_kwargs` are passed to the chat template. Raises `ParameterError`.
     """
 
     prompt: str | None = None
@@ -90,13 +90,13 @@ class PromptSource:
         return self.chat or self.system is not None or self.messages is not None
 
     def columns(self) -> tuple[str, ...]:
-        """The input columns that prompts are made from, each once."""
+        """Return the input columns that prompts are made from, each once."""
         if self.template is not None:
             return Template.parse(self.template).columns
         return tuple(name for name in (self.prompt, self.messages) if name is not None)
 
     def check(self, schema: pa.Schema) -> None:
-        """Raise `DataError` when a column is missing or of a type that gives no prompt."""
+        """Raise `DataError` if a column is missing or its type cannot give a prompt."""
         if self.prompt is not None:
             kind = find_field(schema, self.prompt, "prompt").type
             if not is_text(kind) and not pa.types.is_null(kind):
@@ -115,11 +115,11 @@ class PromptSource:
                 raise DataError(f"a template column must hold text, numbers, booleans or times, but {name!r} is {kind}")
 
     def render(self, table: pa.Table, tokenizer: Tokenizer, pulse: Callable[[], None] = lambda: None) -> Rendered:
-        """The prompt text of each row; a row that has none gets a `RowError`.
+        """Render the prompt text of each row; a row that has none gets a `RowError`.
 
-        What a template or a chat template writes may be control tokens, what a row's values hold is plain text; a raw
+        What a template or a chat template writes may be control tokens, the values of a row are plain text; a raw
         prompt is taken as it is. `pulse` is called before each row, and may raise. Raises what `check` raises, and
-        `ModelError` when a chat template is needed and the model has none.
+        `ModelError` if a chat template is needed and the model has none.
         """
         self.check(table.schema)
         kwargs = {"add_generation_prompt": True, **(self.chat_template_kwargs or {})}
@@ -144,7 +144,7 @@ class PromptSource:
         return rendered
 
     def _drafts(self, table: pa.Table, tokenizer: Tokenizer) -> Iterator[Prompt | list[Message] | RowError]:
-        """What each row says, before any chat template."""
+        """Yield the prompt of each row, before any chat template."""
         if self.prompt is not None:
             yield from map(_prompt, text_values(table[self.prompt]))
         elif self.template is not None:

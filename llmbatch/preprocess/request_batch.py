@@ -1,4 +1,4 @@
-"""Requests as columns: what is computed, and the rows that asked for it."""
+"""Requests as columns, and the rows that each request answers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class RequestBatch:
         return np.diff(self.offsets).astype(np.int32)
 
     def take(self, index: NDArray[Any]) -> RequestBatch:
-        """Some of the requests, in the order of `index`."""
+        """Select requests, in the order of `index`."""
         starts = self.offsets[index]
         tokens, offsets = gather(self.tokens, starts, self.offsets[index + 1] - starts)
         return RequestBatch(
@@ -50,7 +50,7 @@ class RequestBatch:
 
     @classmethod
     def concatenate(cls, parts: Sequence[RequestBatch]) -> RequestBatch:
-        """All requests of all parts, in order. Equal parameters are merged, and those that nobody uses dropped."""
+        """Join the requests of all parts, in order. Equal parameters are merged, unused ones dropped."""
         params: dict[SamplingParams, int] = {}
         index = []
         for part in parts:
@@ -83,7 +83,7 @@ class RowRequests:
 def gather(
     tokens: NDArray[np.int32], starts: NDArray[np.int64], lengths: NDArray[np.int64]
 ) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-    """Pieces of a token buffer as one buffer, and the offsets of the pieces in it."""
+    """Copy pieces of a token buffer into one buffer, with the offsets of the pieces."""
     offsets = np.zeros(len(starts) + 1, np.int64)
     np.cumsum(lengths, out=offsets[1:])
     out = np.empty(offsets[-1], np.int32)

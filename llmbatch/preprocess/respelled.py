@@ -1,6 +1,6 @@
-"""A tokenizer in which control tokens are spelled otherwise, so that their usual texts are plain text to it.
+"""A tokenizer whose control tokens are respelled, so that their usual texts are plain text to it.
 
-It does all that the tokenizer does: only the control tokens that are asked for by their places become control tokens.
+It does all that the tokenizer does, but only the spans that the caller names become control tokens.
 """
 
 from __future__ import annotations
@@ -15,10 +15,13 @@ from llmbatch.preprocess.control_tokens import Spans
 
 
 class Respelled:
-    """A Rust tokenizer whose control tokens nobody can write."""
+    """A Rust tokenizer with control tokens that no text can spell."""
 
     def __init__(self, tokenizer: Any, controls: Collection[str], name: str) -> None:
-        """`name` is what messages call the model. Raises ModelError where its tokenizer is of an unknown kind."""
+        """Respell the control tokens of a tokenizer; `name` is what messages call the model.
+
+        Raises ModelError if its tokenizer is of an unknown kind.
+        """
         from tokenizers import Tokenizer
 
         secret = secrets.token_hex(8)
@@ -38,7 +41,7 @@ class Respelled:
             )
 
     def encode(self, texts: Iterable[str], made: Iterable[Spans], special_tokens: bool) -> list[list[int]]:
-        """The tokens of each text, with control tokens at its spans alone."""
+        """Encode each text, with control tokens at its spans only."""
         respelled = [self._spell(text, spans) for text, spans in zip(texts, made, strict=True)]
         encodings = self._tokenizer.encode_batch_fast(respelled, add_special_tokens=special_tokens)
         return [encoding.ids for encoding in encodings]
@@ -52,7 +55,7 @@ class Respelled:
         return "".join((*pieces, text[end:]))
 
     def _respell(self, model: dict[str, Any]) -> None:
-        """Rename the control tokens of a model's vocabulary too: some kinds find any text in it."""
+        """Rename the control tokens in the vocabulary too: some kinds of tokenizer find any text in it."""
         names = self._spelling
         vocabulary = model["vocab"]
         if isinstance(vocabulary, dict):

@@ -1,4 +1,4 @@
-"""`SamplingParams`: one request's sampling, validated at birth; and the column that gives them by row."""
+"""`SamplingParams`: one request's sampling, validated when it is built; and the column that gives them by row."""
 
 from __future__ import annotations
 
@@ -45,17 +45,17 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """Whether each token is the likeliest one, so that equal prompts have equal answers."""
+        """Whether each token is the most likely one, so that equal prompts have equal answers."""
         return self.temperature == 0
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """What of it may tell how long answers become: all but the seed."""
+        """The parameters that may affect how long answers become: all but the seed."""
         return (self.max_tokens, self.temperature, self.top_p, self.top_k, self.stop, self.ignore_eos)
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, object], base: SamplingParams | None = None) -> SamplingParams:
-        """What `mapping` gives, and `base` (the defaults) for the rest; None means not given.
+        """Build from `mapping`, with `base` (the defaults) for the rest; None means not given.
 
         Raises `ParameterError` for an unknown key or a value out of range.
         """
@@ -77,19 +77,19 @@ class ResolvedSampling(NamedTuple):
 
 
 def check_sampling_column(schema: pa.Schema, name: str) -> None:
-    """Refuse what no row could use.
+    """Reject a column that no row could use.
 
-    Raises `DataError` when the column is missing or is neither structs nor text, `ParameterError` when a
-    struct has a field that is no sampling parameter.
+    Raises `DataError` if the column is missing or is neither structs nor text, `ParameterError` if a struct has a field
+    that is not a sampling parameter.
     """
     _check_type(find_field(schema, name, "sampling-parameters").type)
 
 
 def resolve_sampling(column: pa.ChunkedArray | None, base: SamplingParams, *, rows: int) -> ResolvedSampling:
-    """The sampling of `rows` rows: what the column gives for a row, and `base` for the rest.
+    """Find the sampling of `rows` rows: what the column gives for a row, and `base` for the rest.
 
-    The column holds structs or JSON objects; a null row, field or key gives nothing. A bad value, and in
-    JSON an unknown key, is an error of its row ("parameters"). Distinct values are parsed once. Raises as
+    The column holds structs or JSON objects; a null row, field or key gives nothing. A bad value, and in JSON an
+    unknown key, is an error of its row ("parameters"). Distinct values are parsed once. Raises as
     `check_sampling_column` does.
     """
     if column is None:
@@ -126,7 +126,7 @@ def _check_type(kind: pa.DataType) -> None:
 
 
 def _distinct(column: pa.ChunkedArray) -> tuple[NDArray[np.int64], list[object]]:
-    """A code for each row, and the value of each code."""
+    """Assign a code to each row, and return the value of each code."""
     array = column.combine_chunks()
     if pa.types.is_struct(array.type):
         combined = np.zeros(len(array), np.int64)
@@ -141,7 +141,7 @@ def _distinct(column: pa.ChunkedArray) -> tuple[NDArray[np.int64], list[object]]
 
 
 def _codes(array: pa.Array) -> NDArray[np.int64]:
-    """A number for each value, -1 for null; equal values have equal numbers."""
+    """Assign a number to each value, -1 for null; equal values have equal numbers."""
     if pa.types.is_nested(array.type):
         seen = {"None": -1}
         values = (seen.setdefault(repr(value), len(seen)) for value in nested_values(pa.chunked_array([array])))
@@ -153,7 +153,7 @@ def _codes(array: pa.Array) -> NDArray[np.int64]:
 
 
 def _mapping(value: object) -> Mapping[str, object]:
-    """A row's value as a mapping; raises `ParameterError` when it is no JSON object."""
+    """Return a row's value as a mapping; raises `ParameterError` if it is not a JSON object."""
     if value is None:
         return {}
     if isinstance(value, Unreadable):

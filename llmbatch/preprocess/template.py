@@ -24,17 +24,17 @@ class Filled(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """Text taken apart: `literals[0]`, column `names[0]`, `literals[1]`, and so on to the last literal."""
+    """Text split at its columns: `literals[0]`, column `names[0]`, `literals[1]`, and so on to the last literal."""
 
     literals: tuple[str, ...]  # one more than `names`
     names: tuple[str, ...]  # at least one; a name may occur again
 
     @classmethod
     def parse(cls, text: str) -> Template:
-        """Take a template apart; `{{` and `}}` are braces, a name may hold spaces and dots.
+        """Split a template; `{{` and `}}` are braces, a name may hold spaces and dots.
 
-        Raises `ParameterError` for unbalanced braces, for conversions, format specifications and index
-        access, and when no column is named.
+        Raises `ParameterError` for unbalanced braces, for conversions, format specifications and index access, and if
+        no column is named.
         """
         try:
             parsed = list(string.Formatter().parse(text))
@@ -65,7 +65,7 @@ class Template:
         return tuple(dict.fromkeys(self.names))
 
     def fill(self, table: pa.Table) -> Iterator[Filled | RowError]:
-        """The text of each row; an error where a value is null or cannot be written.
+        """Fill in the text of each row; a null value, or one that cannot be written, is an error.
 
         Values are written as `str` writes them; times to the microsecond, which is what Python has.
         """
@@ -78,7 +78,7 @@ class Template:
                 yield next(_error(name, value) for name, value in zip(self.names, row) if not isinstance(value, str))
 
     def written(self, values: tuple[str, ...], controls: Controls) -> Spans:
-        """Where the text of a row has the control tokens that are in the template itself."""
+        """Find where the text of a row has the control tokens of the template itself."""
         sizes = (len(literal) + len(value) for literal, value in zip(self.literals, values))
         spans: list[tuple[int, int]] = []
         for literal, start in zip(self.literals, accumulate(sizes, initial=0), strict=True):
@@ -87,7 +87,7 @@ class Template:
 
 
 def is_scalar(kind: pa.DataType) -> bool:
-    """Whether a template can write values of this type: text, numbers, booleans and times."""
+    """Tell whether a template can write values of this type: text, numbers, booleans and times."""
     if pa.types.is_dictionary(kind):
         kind = kind.value_type
     tests = (

@@ -1,4 +1,4 @@
-"""Prompt texts to token columns and tokens back to text: the seam, and transformers behind it."""
+"""Prompt texts to token columns and tokens back to text: the `Tokenizer` protocol, implemented by transformers."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class TokenColumn:
         return len(self.offsets) - 1
 
     def to_arrow(self) -> pa.Array:
-        """The same buffer as `list<int32>`, or `large_list<int32>` beyond 2**31 - 1 tokens."""
+        """Return the same buffer as `list<int32>`, or `large_list<int32>` beyond 2**31 - 1 tokens."""
         values = pa.array(self.tokens)
         if self.offsets[-1] > _INT32_MAX:
             return pa.LargeListArray.from_arrays(pa.array(self.offsets), values)
@@ -47,11 +47,11 @@ class TokenColumn:
 
 
 class Tokenizer(Protocol):
-    """Turns texts into tokens and back as one model wants it."""
+    """Turns texts into tokens and back for one model."""
 
     @property
     def name(self) -> str:
-        """What people call the model."""
+        """The model's name for people."""
         ...
 
     @property
@@ -71,19 +71,19 @@ class Tokenizer(Protocol):
         made: Mapping[int, Spans] = {},
         pulse: Callable[[], None] = lambda: None,
     ) -> TokenColumn:
-        """The tokens of each text; with `special_tokens`, those that the model puts around a text too.
+        """Encode each text; with `special_tokens`, the model's special tokens are put around it too.
 
-        `made` says of some texts where their control tokens are: others in them are plain text. `pulse` is called
-        about once a second at least, and may raise.
+        `made` gives, for some texts, the spans of their control tokens: others in them are plain text. `pulse` is
+        called at least about once a second, and may raise.
         """
         ...
 
     def render_chat(self, messages: Sequence[Mapping[str, object]], kwargs: Mapping[str, object]) -> str:
-        """The text of one chat, special tokens included; raises whatever the template raises."""
+        """Render one chat to text, special tokens included; raises whatever the template raises."""
         ...
 
     def decode(self, answers: Sequence[NDArray[np.int32]]) -> list[str]:
-        """The exact text of each answer, without special tokens."""
+        """Decode each answer to its exact text, without special tokens."""
         ...
 
 
@@ -96,12 +96,12 @@ class SlowTokenizer:
 
     @property
     def name(self) -> str:
-        """What people call the model."""
+        """The model's name for people."""
         return self._name
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether the tokenizer brings a chat template, or several of which one is the default."""
+        """Whether the tokenizer has a chat template, or several with a default one."""
         template = self._tokenizer.chat_template
         return "default" in template if isinstance(template, dict) else bool(template)
 
@@ -121,7 +121,7 @@ class SlowTokenizer:
         made: Mapping[int, Spans] = {},
         pulse: Callable[[], None] = lambda: None,
     ) -> TokenColumn:
-        """The tokens of each text, encoded a batch at a time."""
+        """Encode each text, a batch at a time."""
         flat: list[NDArray[np.int32]] = []
         lengths = np.zeros(len(texts) + 1, np.int64)
         for start, end in _batches(texts):
@@ -140,11 +140,11 @@ class SlowTokenizer:
         return TokenColumn(np.concatenate(flat) if flat else np.empty(0, np.int32), np.cumsum(lengths))
 
     def render_chat(self, messages: Sequence[Mapping[str, object]], kwargs: Mapping[str, object]) -> str:
-        """The text of one chat; raises whatever the template raises."""
+        """Render one chat to text; raises whatever the template raises."""
         return str(self._tokenizer.apply_chat_template(messages, tokenize=False, **kwargs))
 
     def decode(self, answers: Sequence[NDArray[np.int32]]) -> list[str]:
-        """The text of each answer, spaces as the tokens have them."""
+        """Decode each answer, with spaces as the tokens have them."""
         how = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
         return [self._tokenizer.decode(answer.tolist(), **how) for answer in answers]
 
@@ -160,7 +160,7 @@ class SlowTokenizer:
         return ids
 
     def _ids_apart(self, texts: list[str], made: list[Spans], special_tokens: bool) -> list[list[int]]:
-        """Like `_ids`, but each text has control tokens at its spans alone."""
+        """Encode as `_ids` does, but with control tokens at the spans of each text only."""
         return [self._ids_of_pieces(text, spans, special_tokens) for text, spans in zip(texts, made, strict=True)]
 
     def _ids_of_pieces(self, text: str, spans: Spans, special_tokens: bool) -> list[int]:
@@ -176,7 +176,7 @@ class SlowTokenizer:
         return self._tokenizer.build_inputs_with_special_tokens(ids) if special_tokens else ids
 
     def _added(self) -> tuple[set[str], set[str]]:
-        """The texts of the special tokens, and of the others that were added to the vocabulary."""
+        """Return the texts of the special tokens, and of the other tokens that were added to the vocabulary."""
         added = self._tokenizer.added_tokens_decoder.values()
         special = {token.content for token in added if token.special} | set(self._tokenizer.all_special_tokens)
         return special, {token.content for token in added} - special
@@ -185,7 +185,7 @@ class SlowTokenizer:
         return None
 
     def _plain_chat(self) -> str:
-        """What the chat template makes of messages without anything special in them."""
+        """Render messages without anything special in them."""
         said = ("user", "assistant", "user")
         try:
             return self.render_chat([{"role": role, "content": "a"} for role in said], {})
@@ -220,7 +220,7 @@ class FastTokenizer(SlowTokenizer):
         return special, {token.content for token in added} - special
 
     def _normalizer(self, special: set[str]) -> Callable[[str], str] | None:
-        """What a text goes through before those of the tokens are looked for that ask for it."""
+        """Return what a text goes through before the tokenizer looks for tokens that want normalised text."""
         normalizer = self._backend.normalizer
         added = self._backend.get_added_tokens_decoder().values()
         if normalizer is None or not any(token.normalized for token in added if token.content in special):
@@ -230,7 +230,7 @@ class FastTokenizer(SlowTokenizer):
 
 
 def _batches(texts: Sequence[str]) -> Iterable[tuple[int, int]]:
-    """Bounds of batches of so many texts, or of so many letters."""
+    """Yield bounds of batches of so many texts, or of so many letters."""
     start = letters = 0
     for end, text in enumerate(texts):
         if end > start and (end - start == _BATCH_TEXTS or letters + len(text) > _BATCH_LETTERS):
@@ -242,7 +242,7 @@ def _batches(texts: Sequence[str]) -> Iterable[tuple[int, int]]:
 
 
 class PlainTokenizer(FastTokenizer):
-    """A tokenizer whose `tokenizer.json` says all, read without transformers; chats and decoding load that."""
+    """A tokenizer read from `tokenizer.json` without transformers; chats and decoding load that."""
 
     def __init__(self, backend: Any, folder: str, name: str, *, has_chat_template: bool) -> None:
         self._backend = backend
@@ -264,7 +264,7 @@ class PlainTokenizer(FastTokenizer):
 
 
 def plain_tokenizer(folder: str, *, name: str) -> PlainTokenizer | None:
-    """The tokenizer of a folder whose config adds nothing to `tokenizer.json`; None of any other."""
+    """Load a tokenizer whose config adds nothing to `tokenizer.json`; returns None for any other folder."""
     from tokenizers import Tokenizer as Backend
 
     try:
@@ -285,9 +285,9 @@ def plain_tokenizer(folder: str, *, name: str) -> PlainTokenizer | None:
 
 
 def load_tokenizer(folder: str, *, name: str | None = None, trust_remote_code: bool = False) -> Tokenizer:
-    """The tokenizer saved in a model's folder; `name` is what messages call the model.
+    """Load the tokenizer saved in a model's folder; `name` is what messages call the model.
 
-    Raises `ModelError` when the folder has none or it cannot be loaded.
+    Raises `ModelError` if the folder has none or it cannot be loaded.
     """
     name = name or folder
     if not any((Path(folder) / file).is_file() for file in ("tokenizer.json", "tokenizer_config.json")):
