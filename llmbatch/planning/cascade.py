@@ -1,4 +1,4 @@
-"""Which part of each prompt decodes will read together, known from the tree before anything runs."""
+"""The part of each prompt that decodes will read together, known from the tree before anything runs."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from llmbatch.planning.prefix_tree import PrefixTree
 
 
 def tokens_together(tree: PrefixTree, cost: CostModel) -> NDArray[np.int32]:
-    """Leading prompt tokens that the decodes of an engine read together, int32 by row; 0 for rows not in the tree.
+    """Count the leading prompt tokens that an engine's decodes read together, int32 by row; 0 outside the tree.
 
-    The longest prefix of at least `GROUP_TOKENS` tokens that at least `GROUP_ROWS` rows of the tree have in common;
-    nothing where the engine knows no cascade.
+    That is the longest prefix of at least `GROUP_TOKENS` tokens that at least `GROUP_ROWS` rows of the tree have in
+    common. It is 0 if the engine has no cascade attention.
     """
     together = np.zeros(tree.lengths.size, np.int32)
     if cost.cascade:
@@ -27,7 +27,7 @@ def tokens_together(tree: PrefixTree, cost: CostModel) -> NDArray[np.int32]:
 
 @njit(cache=True)
 def _common(parent: Any, depth: Any, count: Any) -> Any:
-    """By node: the depth of the deepest node on its path that is long enough, with enough rows below."""
+    """Find, by node, the depth of the deepest node on its path that is long enough and has enough rows below."""
     common = np.zeros(parent.size, np.int32)
     for node in range(1, parent.size):  # parents come first
         enough = count[node] >= GROUP_ROWS and depth[node] >= GROUP_TOKENS

@@ -1,14 +1,14 @@
-"""Output-length distributions over the tree: which requests share one, and what it says of each of them.
+"""Output-length distributions over the prefix tree: which requests share one, and what it predicts.
 
-Idea. BlendServe 5.1 gives each subtree the mean length of a sample. Decode memory grows with the square of
-the length, so a mean is wrong by a factor: what is needed is a distribution. Here a *table* is kept for the
-shard, for each key (what else tells rows apart, as sampling parameters do), for each subtree that is large
-enough, and where prefixes tell no further, for each range of prompt lengths. Tables form a tree of their own;
-a row belongs to the deepest one around it. A table counts, per bin of lengths, the answers that ended there
-and those last seen running there. Finished answers are events, running ones and those cut by `max_tokens` are
-censored (Kaplan and Meier, 1958), so a half-run sample is not biased to the short. Observations count in the
-tables above as well, each for as many rows as its own table has per observation: a table that was sampled
-more than its neighbours does not outweigh them. `llmbatch.planning.survival` turns counts into distributions.
+Idea. BlendServe 5.1 gives each subtree the mean length of a sample. Decode memory grows with the square of the length,
+so a mean is wrong by a factor: a distribution is needed. This module keeps a *table* for the shard, one for each key
+(other properties of rows, such as sampling parameters), one for each subtree that is large enough, and one for each
+range of prompt lengths where prefixes do not separate rows further. Tables form a tree of their own; a row belongs to
+the deepest one around it. A table counts, per bin of lengths, the answers that ended there and those last seen running
+there. Finished answers are events; running answers and answers cut by `max_tokens` are censored (Kaplan and Meier,
+1958), so a half-run sample is not biased to the short. Observations count in the tables above as well. Each counts for
+as many rows as its own table has per observation, so a table that was sampled more than its neighbours does not
+outweigh them. `llmbatch.planning.survival` turns counts into distributions.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ _MOST_KEYS = 64
 
 
 class Expected(NamedTuple):
-    """Moments of the output lengths of some requests, or of what is left of them, each capped by its `max_tokens`."""
+    """Moments of the output lengths of requests, or of their remaining lengths, each capped by its `max_tokens`."""
 
     mean: Floats
     second_moment: Floats  # E[length^2]
 
 
 class LengthModel:
-    """What is known of the output lengths of a shard's requests; requests are numbered as the tree's rows.
+    """The knowledge of output lengths of a shard's requests; requests are numbered as the tree's rows.
 
-    `max_tokens` int32 by row, `keys` int32 by row (equal keys may share a distribution), `known` int32 by
-    row: the exact length where known beforehand, 0 elsewhere. Rows with `max_tokens` 1 are always known.
+    `max_tokens` int32 by row, `keys` int32 by row (equal keys may share a distribution), `known` int32 by row: the
+    exact length if known beforehand, 0 elsewhere. Rows with `max_tokens` 1 are always known.
     """
 
     def __init__(
@@ -72,23 +72,23 @@ class LengthModel:
 
     @property
     def num_tables(self) -> int:
-        """How many distributions are told apart."""
+        """The number of distributions."""
         return self.parent.size
 
     @property
     def observed(self) -> NDArray[np.bool_]:
-        """By row: whether its length, or that it is running still, has been observed."""
+        """Whether each row has been observed, finished or still running: by row."""
         return self._kind >= 0
 
     @property
     def survival(self) -> Floats:
-        """P(D > e) of each table's rows at each of `edges`, caps aside: [tables, edges]."""
+        """Return P(D > e) of each table's rows at each of `edges`, caps aside: [tables, edges]."""
         return self._curve[:, :, 0]
 
     def observe(self, requests: NDArray[np.int32], generated: NDArray[np.int32], finished: NDArray[np.bool_]) -> None:
-        """Note how many tokens each request has generated and whether it has finished; replaces what was noted before.
+        """Note how many tokens each request has generated and whether it has finished, replacing earlier notes.
 
-        Takes effect at the next `refresh`. Requests of known length and with nothing generated teach nothing.
+        Takes effect at the next `refresh`. Requests of known length and requests with no generated token are ignored.
         """
         observe(  # of one layout, or it is compiled twice: the scheduler's are a field of records
             np.ascontiguousarray(requests), generated, finished, self.known, self.max_tokens, self.table_of, self.edges,
@@ -96,16 +96,16 @@ class LengthModel:
         )  # fmt: skip
 
     def refresh(self) -> None:
-        """Recompute the tables from what was observed: one pass up, one down, linear in tables x bins."""
+        """Recompute the tables from the observations: one pass up, one down, linear in tables x bins."""
         pooled, answered = pool(self.parent, self._rows, self._counts)
         survive(self.parent, self.edges, pooled, answered, self._curve)
 
     def expected(self, requests: NDArray[np.int32]) -> Expected:
-        """Mean and second moment of the output lengths of waiting requests, float64 each."""
+        """Return mean and second moment of the output lengths of waiting requests, float64 each."""
         return Expected(*expected_tokens(requests, self.known, self.max_tokens, self.table_of, self.edges, self._curve))
 
     def draw(self, requests: NDArray[np.int32], rng: np.random.Generator) -> NDArray[np.int32]:
-        """A length for each request, at random from its distribution; int32, at least 1.
+        """Draw a length for each request from its distribution; int32, at least 1.
 
         Stratified: of n requests of one distribution each has a length from another n-th of it.
         """
@@ -120,7 +120,7 @@ class LengthModel:
         return drawn
 
     def remaining(self, requests: NDArray[np.int32], generated: NDArray[np.int32]) -> Expected:
-        """Moments of the further tokens of running requests: at least 1 below `max_tokens`, 0 from there on."""
+        """Return moments of the further tokens of running requests: at least 1 below `max_tokens`, 0 from there on."""
         return Expected(
             *remaining_tokens(
                 np.ascontiguousarray(requests),
@@ -135,11 +135,11 @@ class LengthModel:
 
 
 def _tables(tree: PrefixTree, keys: NDArray[np.int32]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """The table of each row, and the parent of each table (always before it; the root's is -1).
+    """Assign a table to each row, and a parent to each table (always before it; the root's is -1).
 
-    A subtree gets a table where it holds 1 / 2,048 of the rows, 32 at least, and an eighth of that lies
-    outside it but inside the table above: a bounded number, however the tree nests. Under the same condition
-    so do the rows of one range of prompt lengths that no deeper subtree's table holds.
+    A subtree gets a table if it holds 1 / 2,048 of the rows, at least 32, and an eighth of that lies outside it but
+    inside the table above: a bounded number, however the tree nests. Under the same condition the rows of one range of
+    prompt lengths that no deeper subtree's table holds get a table.
     """
     kinds, kind_of, counts = np.unique(keys, return_inverse=True, return_counts=True)
     if kinds.size > _MOST_KEYS:  # the rare ones share one kind
@@ -168,7 +168,7 @@ def _tables(tree: PrefixTree, keys: NDArray[np.int32]) -> tuple[NDArray[np.int32
 def _split_by_prompt(
     prompts: NDArray[np.int32], table_of: NDArray[np.int32], parent: NDArray[np.int32], size: NDArray[Any], least: int
 ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """`table_of` and `parent` with the tables of prompt-length ranges added: 1 to 3 tokens, 4 to 15, 16 to 63, ...
+    """Add tables of prompt-length ranges to `table_of` and `parent`: 1 to 3 tokens, 4 to 15, 16 to 63, ...
 
     Finer ranges would cut one kind of rows into several tables of few answers each.
     """
@@ -187,7 +187,7 @@ def _subtrees(
     rows: Any, leaf: Any, node_parent: Any, first: Any, last: Any, kind_of: Any, kind: int, above: int, least: int,
     made: int, reserved: int, table_of: Any, parent: Any, size: Any,
 ) -> int:  # fmt: skip
-    """Make the tables of one kind below table `above`, and say which of them each of its rows is in."""
+    """Make the tables of one kind below table `above`, and assign each of its rows to one of them."""
     before = np.zeros(rows.size + 1, np.int64)
     for i in range(rows.size):
         before[i + 1] = before[i] + (kind_of[rows[i]] == kind)

@@ -1,18 +1,18 @@
-"""What to move out of the tree so that rows can be ordered by density, and how the paper scans the result.
+"""Items to move out of the tree so that rows can be ordered by density, and the paper's two-ended scan.
 
-A depth-first walk whose children are sorted by density (layer-wise sort, BlendServe Algorithm 1) is monotone
-among siblings only: a short answer below a prefix whose other rows are essays stands among essays. An item
-moved below the root stands where its density belongs, and its prefix is computed once more. All functions
-here spend at most a given number of recomputed prompt tokens, in practice 1 % of the shared ones (5.2).
+A depth-first walk whose children are sorted by density (layer-wise sort, BlendServe Algorithm 1) is monotone among
+siblings only: a short answer below a prefix whose other rows are essays stands among essays. An item moved below the
+root stands where its density belongs, and its prefix is computed once more. All functions here spend at most a given
+number of recomputed prompt tokens, in practice 1 % of the shared ones (5.2).
 
-`dissolve` is the paper's Algorithm 2 as it stands: from the root down, a node's prefix times its children
-must fit the budget, which is divided evenly among the children. It looks at no density, and an even division
-leaves most of the budget with children that cannot use it.
+`dissolve` is the paper's Algorithm 2 as it stands: from the root down, a node's prefix times its children must fit the
+budget, which is divided evenly among the children. It ignores density, and an even division leaves most of the budget
+with children that cannot use it.
 
-`move_outliers` is ours. It looks for the items whose density, with the prefix recomputed, differs from that
-of what they would be scanned with by a factor of two or more, and moves those first that place most seconds
-of work right per token recomputed, until the budget is spent. Densities are then taken anew, and it is done
-again until nothing more moves (5.4: every item moves once at most, so this ends).
+`move_outliers` is ours. It looks for items whose density, with the prefix recomputed, differs by a factor of two or
+more from that of the items they would be scanned with. It moves first those that put the most seconds of work in place
+per token recomputed, until the budget is spent. Then densities are computed again, and it repeats until nothing more
+moves (5.4: every item moves at most once, so this ends).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class RowCosts:
 
 @dataclass(frozen=True, slots=True)
 class HungItems:
-    """The items of a tree (see `llmbatch.planning.order`), where each hangs, and the sums below it; arrays of 2 N."""
+    """The items of a tree (`llmbatch.planning.order`), where each hangs, and the sums below it; arrays of 2 N."""
 
     above: NDArray[np.int32]
     compute: Floats  # prompts counted once below the node they hang at, whose own path is not counted
@@ -57,7 +57,7 @@ class HungItems:
 
     @property
     def log_density(self) -> Floats:
-        """log(compute / memory)."""
+        """The logarithm of compute / memory."""
         return _log(self.compute) - _log(self.memory)
 
 
@@ -86,10 +86,10 @@ def hang(tree: PrefixTree, costs: RowCosts, above: NDArray[np.int32]) -> HungIte
 
 
 def dissolve(tree: PrefixTree, budget: float) -> NDArray[np.int32]:
-    """Algorithm 2: break up every node whose prefix is cheap; what is left hangs below the root. int32 [2 N].
+    """Break up every node whose prefix is cheap (Algorithm 2); what is left hangs below the root. int32 [2 N].
 
-    Read so: a leaf that is reached is a unit (the paper's listing appends only nodes too dear to split), and
-    rows that end at a node that is broken up are units of their own. At most `budget` tokens are recomputed.
+    A leaf that is reached is a unit (the paper's listing appends only nodes too dear to split), and rows that end at a
+    node that is broken up are units of their own. At most `budget` tokens are recomputed.
     """
     above = item_parents(tree)
     _dissolve(tree.parent, tree.depth, above, float(budget))
@@ -127,7 +127,7 @@ def move_outliers(tree: PrefixTree, costs: RowCosts, budget: float) -> HungItems
 
 
 class MemoryShares(NamedTuple):
-    """How the dual scan divides memory, in the unit it was given in."""
+    """How the dual scan divides memory, in the unit of its total."""
 
     left: float
     right: float
@@ -135,10 +135,10 @@ class MemoryShares(NamedTuple):
 
 @njit(cache=True)
 def divide_memory(memory: float, root: float, left: float, right: float) -> MemoryShares:
-    """M_L and M_R with M_L + M_R = M and M_L rho_L + M_R rho_R = M rho_root (BlendServe 5.3).
+    """Find M_L and M_R with M_L + M_R = M and M_L rho_L + M_R rho_R = M rho_root (BlendServe 5.3).
 
-    Where the root's density does not lie between those of the ends, all memory goes to the nearer end; where
-    the ends are equal, half to each.
+    If the root's density does not lie between those of the ends, all memory goes to the nearer end; if the ends are
+    equal, half goes to each.
     """
     if left <= right:
         return MemoryShares(memory / 2, memory / 2)
@@ -148,7 +148,7 @@ def divide_memory(memory: float, root: float, left: float, right: float) -> Memo
 
 @njit(cache=True)
 def chunk_budget(memory_tokens: float, prompt: float, output: float) -> float:
-    """Prefill tokens a step that keep `memory_tokens` of KV in steady state (Algorithm 3, steps 2 and 3).
+    """Compute the prefill tokens a step that keep `memory_tokens` of KV in steady state (Algorithm 3, steps 2 and 3).
 
     N = M / (p + d / 2) requests decode, and as many prompts must enter as answers end: C = N p / d.
     """
@@ -176,7 +176,7 @@ class DualScan(NamedTuple):
 
 @njit(cache=True)
 def scan_budget(scan: DualScan, left: int, right: int, pool_tokens: float) -> ScanBudget:
-    """Algorithm 3 with the scans at places `left` and `right` of the order and `pool_tokens` of KV memory."""
+    """Run Algorithm 3 with the scans at places `left` and `right` of the order and `pool_tokens` of KV memory."""
     a, b = scan.node[left], scan.node[right]
     memory = divide_memory(pool_tokens, scan.root_density, scan.density[a], scan.density[b])
     return ScanBudget(
@@ -256,7 +256,10 @@ def _find_outliers(
     place: Any,
     gain: Any,
 ) -> None:
-    """`place`: log density an item is scanned at; `gain`: its seconds of work times how far it is out of place."""
+    """Compute how far each item is out of place.
+
+    `place` is the log density an item is scanned at; `gain` is its seconds of work times its distance from there.
+    """
     nodes = depth.size
     for step in range(1, 2 * nodes):
         item = nodes + step if step < nodes else step - nodes  # nodes from the root down, then blocks
@@ -277,7 +280,7 @@ def _find_outliers(
 
 @njit(cache=True)
 def _group(log_density: Any, width: float) -> Any:
-    """Number runs of a falling sequence whose values stay within `width` of the run's first."""
+    """Assign a number to each run of a falling sequence whose values stay within `width` of the run's first."""
     group = np.zeros(log_density.size, np.int64)
     start = 0
     for i in range(1, log_density.size):

@@ -1,11 +1,11 @@
-"""A plan cut into shards for data parallelism: equal predicted seconds, like density.
+"""Shards of a plan for data parallelism: equal predicted seconds, similar density.
 
-Every replica should finish at the same time and be as well blended as the whole. A two-ended order has
-compute-heavy rows at its left end and memory-heavy ones at its right, so each shard takes a piece of either end, such
-that it has its share of the compute and of the memory work still to give out (BlendServe 5.5 splits the tree in its
-order). Pieces are contiguous, so a cut costs one path of prefix. For shares of both there are two unknowns, the two
-lengths: a longer left piece brings compute, needs a shorter right piece for it, and so has less memory work; that is
-monotone, and bisected. What rows are too large to divide evenly is evened out by the shards that follow.
+Every replica should finish at the same time and be as well blended as the whole. A two-ended order has compute-heavy
+rows at its left end and memory-heavy ones at its right. So each shard takes a piece of either end, such that it has its
+share of the remaining compute and memory work (BlendServe 5.5 splits the tree in its order). Pieces are contiguous, so
+a cut costs one path of prefix. Two shares determine two unknowns, the lengths of the two pieces. A longer left piece
+brings compute, needs a shorter right piece for it, and so has less memory work; that is monotone, and bisected. When
+rows are too large to divide evenly, the shards that follow even it out.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _WHOLE = 0.1  # of a shard's seconds: what stays together is cut beyond, or shar
 
 
 def partition(tree: PrefixTree, plan: Plan, cost: CostModel, shards: int) -> list[NDArray[np.int32]]:
-    """Rows of each shard. Raises `ParameterError` where there are fewer rows than shards, or no shard."""
+    """Assign rows to each shard. Raises `ParameterError` if there are fewer rows than shards, or no shard."""
     if not 1 <= shards <= len(plan.order):
         raise ParameterError(f"A plan of {len(plan.order):,} rows can be cut into 1 to that many shards, got {shards}.")
     order = plan.order
@@ -39,11 +39,11 @@ def partition(tree: PrefixTree, plan: Plan, cost: CostModel, shards: int) -> lis
 def partition_alike(
     tree: PrefixTree, plan: Plan, cost: CostModel, tables: NDArray[np.int32], shards: int, seed: int = 0
 ) -> list[NDArray[np.int32]]:
-    """Rows of each shard where lengths are not known: an equal part of the rows of each of `tables` (by row).
+    """Assign rows to each shard when lengths are unknown: an equal part of the rows of each of `tables` (by row).
 
-    What rows of one distribution will take is not known, but every shard has the same share of them. Neighbours that
-    share most of a prompt stay together; of what stays together it is drawn which shard it goes to. Raises
-    `ParameterError` where there are fewer rows than shards, or no shard.
+    The cost of rows of one distribution is unknown, but every shard gets the same share of them. Neighbours that share
+    most of a prompt stay together, and each such group is assigned to a shard at random. Raises `ParameterError` if
+    there are fewer rows than shards, or no shard.
     """
     if not 1 <= shards <= len(tree):
         raise ParameterError(f"A plan of {len(tree):,} rows can be cut into 1 to that many shards, got {shards}.")
@@ -75,12 +75,12 @@ def partition_alike(
 
 
 def _differs(column: NDArray[np.generic]) -> NDArray[np.bool_]:
-    """Where a value is another than the one before."""
+    """Mark where a value differs from the one before."""
     return np.concatenate(([True], column[1:] != column[:-1]))
 
 
 def _since(seconds: Floats, begins: NDArray[np.bool_]) -> Floats:
-    """Seconds of the rows before each since the last beginning."""
+    """Sum the seconds of the rows before each since the last beginning."""
     before = np.cumsum(seconds) - seconds
     since: Floats = before - before[np.flatnonzero(begins)][np.cumsum(begins) - 1]
     return since
@@ -125,7 +125,7 @@ def _cut_both_ends(
 
 
 def _right_start(c: Floats, left: int, taken: int, right: int, wanted: float, most: int) -> int:
-    """The start of the right piece that completes the compute of `taken` rows from the left; `most` rows in all."""
+    """Find the start of the right piece that completes the compute of `taken` rows from the left; at most `most`."""
     rest = max(0.0, wanted - (c[left + taken] - c[left]))
     start = int(np.searchsorted(c, c[right] - rest))
     return min(right, max(start, right - (most - taken)))

@@ -1,23 +1,22 @@
-"""Which rows run first, so that their answers tell how long the others' will be.
+"""The pilot sample: which rows run first, so that their answers predict how long the others' will be.
 
-Idea. A sample of the shard runs first, for real: its rows are part of the job. By rows it would be spent on
-the many: 1 % of a shard of multiple-choice questions and a few hundred videos is a thousand two-token answers
-and a handful of the rows that make up nearly all of the memory work. It must go by work instead, and by how
-uncertain that work is.
+Idea. A sample of the shard runs first, for real: its rows are part of the job. A sample drawn by rows would be spent on
+the numerous: 1 % of a shard of multiple-choice questions and a few hundred videos is a thousand two-token answers and a
+handful of the rows that make up nearly all of the memory work. So the sample is drawn by work, and by how uncertain
+that work is.
 
-Two rounds. In the first each large subtree gives 20 rows and each small table a few, for how uncertain a table
-is must be measured too (Sukhatme, 1935). When most of these have ended, those that still run being observations
-as well, the second gives what is left of the budget where it lowers the error of the total most (Neyman, 1934).
-With w = N sd, for N rows not observed whose memory work p d + d^2 / 2 has the deviation sd under the table's
-survival, and n rows observed or chosen, the total's variance is the sum of w^2 / n over the tables; for a given
-sum of n it is least where n is proportional to w. Tables that have more than their share keep it, the others
-are filled up to one level, and that level is found by bisection. Rows that all exhaust `max_tokens` have no
-deviation, and get none.
+Two rounds. In the first each large subtree gives 20 rows and each small table a few, since the uncertainty of a table
+must be measured too (Sukhatme, 1935). When most of these have ended (those still running are observations as well), the
+second spends the rest of the budget where it lowers the error of the total most (Neyman, 1934). Let a table have N rows
+not observed, whose memory work p d + d^2 / 2 has the deviation sd under the table's survival, let w = N sd, and let n
+be its rows observed or chosen. The total's variance is the sum of w^2 / n over the tables; for a given sum of n it is
+least if n is proportional to w. Tables that have more than their share keep it, the others are filled up to one level,
+and that level is found by bisection. Rows that all exhaust `max_tokens` have no deviation, and get none.
 
-Runs. Rows are spread over a table by a golden-ratio sequence, but taken as runs of neighbours: when a small
-group shares most of its prompt, running one row of each group would compute every such prefix now and, under
-a small pool, again later. Whole groups pay for their prefix once. Never is more than a quarter of a table
-chosen: the rest needs company too.
+Runs. Rows are spread over a table by a golden-ratio sequence, but taken as runs of neighbours: when a small group
+shares most of its prompt, running one row of each group would compute every such prefix now and, under a small pool,
+again later. Whole groups pay for their prefix once. Never more than a quarter of a table is chosen: the rest of it
+should still find rows to share with.
 """
 
 from __future__ import annotations
@@ -43,10 +42,11 @@ _ERROR = 0.05  # relative standard error of the shard's memory work below which 
 def first_sample(
     lengths: LengthModel, tree: PrefixTree, *, fraction: float = 0.01, floor: int = 20, seed: int = 0
 ) -> NDArray[np.int32]:
-    """Rows to run before anything is known, in tree order, int32: `floor` of every large subtree, a few of a small one.
+    """Choose rows to run before anything is known, in tree order, int32.
 
-    `fraction` of the rows is what both samples should come to. Rows observed before count towards the floor.
-    Rows of known length or of a few tokens at most are never chosen.
+    Every large subtree gives `floor` rows, a small one a few. `fraction` of the rows is the target of both samples
+    together. Rows observed before count towards the floor. Rows of known length or of a few tokens at most are never
+    chosen.
     """
     strata = _strata(lengths, tree)
     return _spread(tree, strata, _floors(strata, lengths.parent, fraction, floor) - strata.seen, seed)
@@ -55,12 +55,12 @@ def first_sample(
 def second_sample(
     lengths: LengthModel, tree: PrefixTree, *, fraction: float = 0.01, floor: int = 20, seed: int = 0
 ) -> NDArray[np.int32]:
-    """Rows to run when most of the first sample has ended, in tree order, int32: where memory work is uncertain.
+    """Choose rows to run after most of the first sample, in tree order, int32: where memory work is uncertain.
 
-    `lengths` has observed the first sample, whose `fraction` and `floor` are given, and is refreshed. Both
-    samples together are `fraction` of the rows at most, or the first alone where that is more; fewer where
-    fewer bring the relative standard error of the shard's memory work below 5 %. Before the first sample's rows
-    have outlived what is short, a few hundred tokens, there is nothing to tell the long ones by.
+    `lengths` has observed the first sample, whose `fraction` and `floor` are given, and is refreshed. Both samples
+    together are at most `fraction` of the rows, or the first alone if that is more; fewer if fewer bring the relative
+    standard error of the shard's memory work below 5 %. Until the first sample's rows have outlived the short answers,
+    a few hundred tokens, nothing distinguishes the long ones.
     """
     strata = _strata(lengths, tree)
     spare = fraction * float(strata.size.sum()) - float(_floors(strata, lengths.parent, fraction, floor).sum())
@@ -84,7 +84,7 @@ class _Strata:
 
     @property
     def left(self) -> Ints:
-        """Rows not observed."""
+        """The number of rows not observed."""
         return np.diff(self.bounds)
 
 
@@ -113,11 +113,11 @@ def _strata(lengths: LengthModel, tree: PrefixTree) -> _Strata:
 
 
 def _floors(strata: _Strata, parent: NDArray[np.int32], fraction: float, floor: int) -> Ints:
-    """Rows that each table gives at least.
+    """Compute the least number of rows that each table gives.
 
-    A large table gives `floor`; so does a small one just below the whole, as far as half of the budget, `fraction`
-    of the rows, goes round: tasks have prefixes of their own, and a few rows of one may be most of the work. Any
-    other gives its share of those of the smallest such subtree around it, and up to a quarter of `floor` as far
+    A large table gives `floor`. A small one just below the whole gives `floor` too, as far as half of the budget,
+    `fraction` of the rows, goes round: tasks have prefixes of their own, and a few rows of one may be most of the work.
+    Any other gives its share of the rows of the smallest such subtree around it, and up to a quarter of `floor` as far
     as the other half goes round.
     """
     size, half = strata.size, fraction / 2 * strata.size.sum()
@@ -147,10 +147,10 @@ def _quarter(size: Ints) -> Ints:
 
 
 def _work_deviation(lengths: LengthModel, prompt: Floats, cap: Floats) -> Floats:
-    """Standard deviation of the memory work p d + d^2 / 2 of a row of each table, in tokens squared.
+    """Compute the standard deviation of a row's memory work p d + d^2 / 2, by table, in tokens squared.
 
-    A sum over the bins, each answer taken at its bin's middle: within 3 % of the length, which is less than
-    what a table knows.
+    A sum over the bins, each answer taken at its bin's middle: within 3 % of the length, which is better than a table
+    knows it.
     """
     edges = lengths.edges
     ends = np.append((edges[:-1] + edges[1:] + 1) / 2, edges[-1])  # who gets beyond the last bin ends at the cap
@@ -163,7 +163,7 @@ def _work_deviation(lengths: LengthModel, prompt: Floats, cap: Floats) -> Floats
 
 
 def _neyman(weight: Floats, seen: Ints, room: Ints, spare: float, error: float) -> Ints:
-    """Rows to add to `seen`, `room` at most and `spare` in all, until the total's standard error is `error`."""
+    """Allocate rows beyond `seen`, at most `room` and `spare` in all, until the total's standard error is `error`."""
     low, high = 0.0, float(np.max((seen + room) / np.where(weight > 0, weight, np.inf), initial=0.0))
     quota = np.zeros(weight.size)
     for _ in range(100):
@@ -179,7 +179,7 @@ def _neyman(weight: Floats, seen: Ints, room: Ints, spare: float, error: float) 
 
 
 def _spread(tree: PrefixTree, strata: _Strata, quota: Ints, seed: int) -> NDArray[np.int32]:
-    """`quota` rows of each table, as far as it has them, in tree order."""
+    """Choose `quota` rows of each table, as far as it has them, in tree order."""
     quota = np.clip(quota, 0, strata.left)
     start = np.random.default_rng(seed).random(quota.size)
     ends = tree.lengths[tree.rows]
@@ -189,7 +189,7 @@ def _spread(tree: PrefixTree, strata: _Strata, quota: Ints, seed: int) -> NDArra
 
 @njit(cache=True)
 def _choose(position: Any, bounds: Any, quota: Any, start: Any, lcp: Any, ends: Any) -> Any:
-    """Sorted positions chosen: `quota` of each table's positions, as runs of rows that share half a prompt."""
+    """Choose positions, sorted: `quota` of each table's positions, as runs of rows that share half a prompt."""
     taken = np.zeros(lcp.size, np.bool_)
     for t in range(quota.size):
         low, high = bounds[t], bounds[t + 1]
@@ -223,5 +223,5 @@ def _choose(position: Any, bounds: Any, quota: Any, start: Any, lcp: Any, ends: 
 
 @njit(cache=True)
 def _follows(position: Any, lcp: Any, k: int, half: int) -> bool:
-    """Whether the k-th free position and the one before are neighbours that share at least `half` tokens."""
+    """Tell whether the k-th free position and the one before are neighbours that share at least `half` tokens."""
     return half > 0 and position[k] == position[k - 1] + 1 and lcp[position[k]] >= half

@@ -2,13 +2,13 @@
 
 `blend` walks the prefix tree with children sorted by density, compute-heavy first, after the worst outliers have been
 moved out (`llmbatch.planning.outliers`). Rows much more memory-heavy than the whole, or than balance, form the *right
-end*. There, longest first would put rows into memory in lockstep and leave half of it idle on average, so children come
-in random order: siblings can be permuted freely without losing any sharing. But a long answer that starts late ends
-after everything else, so the order is that of starting times drawn for each child among those at which it can still end
-with the rest. Large subtrees keep their place by density.
+end*. There, longest first would put rows into memory in lockstep and leave half of it idle on average. So children come
+in random order there: siblings can be permuted freely without losing any sharing. But a long answer that starts late
+ends after everything else, so the order is that of starting times drawn for each child among those at which it can
+still end with the rest. Large subtrees keep their place by density.
 
-The sequence is consumed from both ends. Where order gains nothing the plan says so, and `blend` keeps the
-input's.
+The sequence is consumed from both ends. If order gains nothing, the plan gives the reason, and `blend` keeps the
+input's order.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Plan:
 
     @property
     def density(self) -> float:
-        """Compute over memory seconds of the whole; infinite where nothing is read."""
+        """Compute over memory seconds of the whole; infinite if nothing is read."""
         return self.compute_seconds / self.memory_seconds if self.memory_seconds else float("inf")
 
     @property
@@ -92,9 +92,9 @@ def plan(
 ) -> Plan:
     """Order the rows of `tree`.
 
-    `expected` (float64 columns) and `max_tokens` (int32) are by row; rows outside the tree (`tree.select`)
-    are not looked at. The pool holds `pool_tokens` tokens of KV; at most `max_running` rows run at once.
-    Raises `ParameterError` for an unknown order and for a pool or a running limit below 1.
+    `expected` (float64 columns) and `max_tokens` (int32) are by row; rows outside the tree (`tree.select`) are ignored.
+    The pool holds `pool_tokens` tokens of KV; at most `max_running` rows run at once. Raises `ParameterError` for an
+    unknown order and for a pool or a running limit below 1.
     """
     policy = check_policy(order)
     if pool_tokens < 1 or max_running < 1:
@@ -161,7 +161,7 @@ def plan(
 def _why_order_never_gains(
     tree: PrefixTree, *, max_tokens: NDArray[np.int32], pool_tokens: int, max_running: int
 ) -> str | None:
-    """A sentence where the input's order is as good as any, however long answers are, else None."""
+    """Explain why the input's order is as good as any, however long answers are; None if it is not."""
     most = tree.unique_tokens + int(max_tokens[tree.rows].sum(dtype=np.int64))
     if most <= pool_tokens and len(tree) <= max_running:
         return (
@@ -174,7 +174,7 @@ def _why_order_never_gains(
 
 
 def _why_order_gains_nothing(tree: PrefixTree, costs: RowCosts) -> str | None:
-    """A sentence where the input's order is as good as any by the lengths expected, else None."""
+    """Explain why the input's order is as good as any by the expected lengths; None if it is not."""
     if not _keeps_prefixes(tree):
         return None
     whole = costs.compute[tree.rows] + costs.token_seconds * tree.lengths[tree.rows]
@@ -188,7 +188,7 @@ def _why_order_gains_nothing(tree: PrefixTree, costs: RowCosts) -> str | None:
 
 
 def _keeps_prefixes(tree: PrefixTree) -> bool:
-    """Whether the input's order keeps the sharing."""
+    """Tell whether the input's order keeps the sharing."""
     return sharing_kept(tree, input_order(tree)) >= _KEEP * tree.sharing
 
 
@@ -197,7 +197,7 @@ def _prefixes(tree: PrefixTree) -> str:
 
 
 def _bulk(compute: Floats, memory: Floats) -> tuple[float, float]:
-    """The densities between which nine tenths of the work are; by rows, a few long answers would not be seen."""
+    """Find the densities that enclose nine tenths of the work; by rows, a few long answers would not be seen."""
     density = compute / memory
     by_density = np.argsort(density)
     work = np.cumsum((compute / compute.sum() + memory / memory.sum())[by_density]) / 2
@@ -213,10 +213,10 @@ def _blend(tree: PrefixTree, costs: RowCosts, budget: float, steps: float, seed:
 
 
 def _mix_right_end(items: HungItems, key: Floats, steps: float, rng: np.random.Generator) -> None:
-    """Replace the keys of the right end's items by when they are to start; large ones stay in order of density.
+    """Replace the keys of the right end's items by their starting times; large ones stay in order of density.
 
-    The memory work is `steps` readings of a full pool. An item whose answers take d steps may start in any of the
-    first `steps` - d and still end with the rest.
+    The memory work is `steps` readings of a full pool. An item whose answers take d steps may start in any of the first
+    `steps` - d and still end with the rest.
     """
     nodes = key.size // 2
     log_density = items.log_density

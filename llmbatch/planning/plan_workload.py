@@ -1,4 +1,4 @@
-"""The plan of a workload by what is known of its lengths."""
+"""The plan of a workload from the current knowledge of its lengths."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from llmbatch.planning.workload import Pool, Scheduling, Workload
 def plan_workload(
     workload: Workload, pool: Pool, cost: CostModel, scheduling: Scheduling, lengths: LengthModel | None = None
 ) -> Plan:
-    """Plan a workload by what is known of `lengths`; without them, by what is known before anything ran."""
+    """Plan a workload from `lengths`; without them, from what is known before anything has run."""
     lengths = lengths or workload.length_model()
     return plan(
         workload.tree,

@@ -82,12 +82,12 @@ class PrefixTree:
 
     @classmethod
     def of_sorted(cls, rows: NDArray[np.int32], lcp: NDArray[np.int32], lengths: NDArray[np.int32]) -> PrefixTree:
-        """The tree of rows that are sorted already, see the columns of those names."""
+        """Build the tree of rows that are already sorted; the columns are those of the same names."""
         parent, depth, first, last, leaf = _nodes(lcp, lengths[rows])
         return cls(rows, lcp, lengths, parent, depth, first, last, leaf)
 
     def __len__(self) -> int:
-        """The number of rows."""
+        """Return the number of rows."""
         return self.rows.size
 
     @property
@@ -96,7 +96,7 @@ class PrefixTree:
         return self.parent.size
 
     def select(self, keep: NDArray[np.bool_]) -> PrefixTree:
-        """The tree of the rows for which `keep` (bool, by row) is true, in one linear pass. Rows keep their numbers."""
+        """Keep the rows for which `keep` (bool, by row) is true, in one linear pass. Rows keep their numbers."""
         rows, lcp = _select(self.rows, self.lcp, keep)
         return PrefixTree.of_sorted(rows, lcp, self.lengths)
 
@@ -107,7 +107,7 @@ class PrefixTree:
         return total[self.last] - total[self.first]
 
     def tree_tokens(self) -> NDArray[np.int64]:
-        """Edge tokens of each node's subtree, its own edge included: int64 [nodes]."""
+        """Count the edge tokens of each node's subtree, its own edge included: int64 [nodes]."""
         ends = self.lengths[self.rows].astype(np.int64)
         fresh = np.zeros(self.rows.size + 1, np.int64)
         np.cumsum(ends - self.lcp, out=fresh[1:])
@@ -117,7 +117,7 @@ class PrefixTree:
         return fresh[self.last] - fresh[self.first + 1] + ends[self.first] - above
 
     def shared_tokens(self) -> NDArray[np.int64]:
-        """Prompt tokens of each node's rows that another of its rows has computed: int64 [nodes].
+        """Count the prompt tokens of each node's rows that another of its rows has computed: int64 [nodes].
 
         The path from the root counts once for the node's whole range.
         """
@@ -137,7 +137,7 @@ class PrefixTree:
 
     @property
     def sharing(self) -> float:
-        """The share of the prompt tokens that need not be computed, in [0, 1)."""
+        """The fraction of the prompt tokens that need not be computed, in [0, 1)."""
         total = self.total_tokens
         return 1.0 - self.unique_tokens / total if total else 0.0
 
@@ -299,7 +299,7 @@ def _nodes(lcp: Any, ends: Any) -> Any:
 
 @njit(cache=True)
 def _select(rows: Any, lcp: Any, keep: Any) -> Any:
-    """The kept sorted rows with the LCPs of those that are now neighbours."""
+    """Return the kept sorted rows with the LCPs of rows that are now neighbours."""
     size = 0
     for row in rows:
         size += keep[row]

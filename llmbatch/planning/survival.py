@@ -1,39 +1,39 @@
-"""Survival tables: counts of answers by length, censored ones too, as distributions.
+"""Survival tables: counts of answers by length, censored ones included, as distributions.
 
-Survival. In bin b the hazard is h = (ended + k (A(b) - A(b + 1))) / (at risk + k A(b)). At risk are those that
-ended in b or got beyond it, and of each row seen running in b the share of b that it has behind it: where all
-run at one place, the few that ended beside them would otherwise be all there were. Where fewer than 20 answers
-are complete, k = 4 (1 - complete / 20) rows are taken to follow the distribution A above (a Dirichlet prior:
-Susarla and Van Ryzin, 1976): few answers lean on the parent, enough stand alone, and an MMLU group is not given
-its neighbours' essays. But a few rows that are still running where all neighbours have long ended are of a kind
-not seen before, and the neighbours' tail is no forecast for them. So A is a mixture of the parent's
-distribution and the table's own extrapolation, by how likely the parent's and the prior make what the table
-has seen, with a thousand to one for the parent at first. With 20 or more, A is the table's own extrapolation,
-used only where nobody seen got beyond the bin and then with a quarter row. The prior is P(D > o) =
-256 / (256 + o): half of the answers within 256 tokens and a tail that `max_tokens` cuts; nothing observed, that
-is what every row gets.
+Survival. In bin b the hazard is h = (ended + k (A(b) - A(b + 1))) / (at risk + k A(b)). The risk set of bin b is every
+row that ended in or beyond b, plus, for each row still running in b, the fraction of b it has completed. Without that
+fraction a bin full of running rows would look as if only its few ended rows existed. If fewer than 20 answers are
+complete, k = 4 (1 - complete / 20) rows are taken to follow a distribution A (a Dirichlet prior: Susarla and Van Ryzin,
+1976): few answers lean on the parent, twenty stand alone, and an MMLU group is not given its neighbours' essays. A few
+rows that still run when all neighbours have long ended are of a new kind, and the neighbours' tail does not predict
+them. So A is a mixture of the parent's distribution and the table's own extrapolation, weighted by how likely each
+makes the table's observations, with prior odds of a thousand to one for the parent. With 20 or more answers, A is the
+table's own extrapolation. It is used only in bins that no observation got beyond, with the weight of a quarter row. The
+prior is P(D > o) = 256 / (256 + o): half of the answers within 256 tokens and a tail that `max_tokens` cuts. Without
+observations every row gets the prior.
 
-Beyond what was seen. Up to x, where the last of its rows was seen, a table's own extrapolation is the prior;
-from there on -d log S / d log o = a (o / x)^(2/3), at most 4: the exponents of real answers rise along their
-tails, as a Weibull distribution's do, in proportion to o if it is exponential, more slowly if it is heavier.
-a is the censored maximum-likelihood estimate of that tail, started from 2 and kept within 2/3 and 4, by local
-likelihood (Loader, 1996): what is seen at length o counts (o / x)^f times. Were answers spread evenly up to x, a
-share 1 / (f + 1) of them would count, and f makes these 5, or the root of their number, or three for every two
-rows that are running still, counted by the same o / x: the more of the tail is hidden, the wider must the window
-be. Hill (1975) counts the k longest answers and no other; as rows end or pass into another bin, such an estimate of
-E[d^2] from a few dozen answers jumps by a factor of four.
-The estimate is not the truth, and what is wanted is the mean over what a may be: with n answers a has a Gamma
-distribution of shape n + 2, so with H the hazard that the estimate gives the tail up to o, S falls as
-(1 + H / (n + 2))^-(n + 2) and not as e^-H. Of a kind of which no row has ended yet, most of the memory work is in what
-the likeliest tail would rule out; after a hundred answers the two are one.
+Beyond the observations. Up to x, where the last of its rows was seen, a table's own extrapolation is the prior; from
+there on -d log S / d log o = a (o / x)^(2/3), at most 4. The exponents of real answers rise along their tails, as a
+Weibull distribution's do: in proportion to o if it is exponential, more slowly if it is heavier. a is the censored
+maximum-likelihood estimate of that tail, started from 2 and kept within 2/3 and 4, by local likelihood (Loader, 1996):
+an observation at length o has the weight (o / x)^f. If answers were spread evenly up to x, a fraction 1 / (f + 1) of
+them would count. f is chosen so that this makes 5, or the root of their number, or three for every two rows that are
+still running, weighted by the same o / x: the more of the tail is hidden, the wider the window must be. Hill (1975)
+counts exactly the k longest answers; as rows end or pass into another bin, such an estimate of E[d^2] from a few dozen
+answers jumps by a factor of four.
 
-From survival S follow E[min(D, cap)] = sum S(o) and E[min(D, cap)^2] = sum (2 o + 1) S(o) over o < cap, and
-what a running row has left, E[min(D, cap) - o | D > o], with its square's mean. Partial sums at the bins' edges
-make each of them one lookup.
+The estimate is uncertain, so the survival is averaged over the values a may have. With n answers a has a Gamma
+distribution of shape n + 2. With H the hazard that the estimate gives the tail up to o, S therefore falls as (1 + H /
+(n + 2))^-(n + 2) and not as e^-H. If no row of a kind has ended yet, most of its memory work lies where the likeliest
+tail would rule it out; after a hundred answers the two agree.
 
-Bins. One width cannot serve answers of 2 and of 70,000 tokens. Bins are one token wide up to 16, then a
-sixteenth of their octave: 64 tokens at 1,024. Errors within a bin stay near 6 % of the length and a table
-near 200 bins. Where at most 16 caps occur they are edges too: rows that exhaust `max_tokens` are then exact.
+Moments. From survival S follow E[min(D, cap)] = sum S(o) and E[min(D, cap)^2] = sum (2 o + 1) S(o) over o < cap, and
+the remainder of a running row, E[min(D, cap) - o | D > o], with its square's mean. Partial sums at the bins' edges make
+each of them one lookup.
+
+Bins. One width cannot serve answers of 2 and of 70,000 tokens. Bins are one token wide up to 16, then a sixteenth of
+their octave: 64 tokens at 1,024. Errors within a bin stay near 6 % of the length and a table near 200 bins. If at most
+16 caps occur, they are edges too: rows that exhaust `max_tokens` are then exact.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ _NEW_KIND = 1e-3  # odds that a table's rows are of a kind not seen above
 _PRIOR_MEDIAN = 256.0
 _LEAST_EXPONENT, _MOST_EXPONENT = 2 / 3, 4.0  # of a tail
 _STEEPER = 2 / 3  # power of the length with which a tail's exponent rises
-_AS_RUN = 1.5  # answers that a tail is told by, for each row running still
-_MOST_HAZARD = 1.0 - 1e-9  # of a bin: whoever runs beyond all that was expected still has something left
+_AS_RUN = 1.5  # answers that a tail is estimated from, for each row still running
+_MOST_HAZARD = 1.0 - 1e-9  # of a bin: a row that outruns every expectation still has something left
 _ENDED, _RUNNING, _EXHAUSTED, _TOKENS = range(4)
 
 
@@ -92,7 +92,7 @@ def observe(
 
 @njit(cache=True)
 def _count(counts: Any, edges: Any, kind: int, tokens: int, rows: int) -> None:
-    """Count a row in its bin, or take it back; a censored one is in the bin of the first token not known of."""
+    """Count a row in its bin, or uncount it; a censored row is in the bin of its first unknown token."""
     b = _bin(edges, tokens if kind == _ENDED else tokens + 1)
     counts[kind, b] += rows
     if kind != _ENDED:
@@ -101,7 +101,7 @@ def _count(counts: Any, edges: Any, kind: int, tokens: int, rows: int) -> None:
 
 @njit(cache=True)
 def _bin(edges: Any, tokens: int) -> int:
-    """The bin b with edges[b] < tokens <= edges[b + 1]; the number of bins beyond the last."""
+    """Find the bin b with edges[b] < tokens <= edges[b + 1]; the number of bins if it lies beyond the last."""
     low, high = 0, edges.size
     while low < high:
         middle = (low + high) // 2
@@ -113,7 +113,7 @@ def _bin(edges: Any, tokens: int) -> int:
 
 
 def pool(parent: NDArray[np.int32], rows: NDArray[Any], counts: NDArray[np.int64]) -> tuple[Floats, NDArray[Any]]:
-    """Per table, the counts of what was seen in it and below it, and the number of answers among them.
+    """Count, per table, the observations in it and below it, and the number of answers among them.
 
     Each part of a table is weighted by its rows, and the whole scaled to the number of observations.
     """
@@ -128,7 +128,7 @@ def pool(parent: NDArray[np.int32], rows: NDArray[Any], counts: NDArray[np.int64
 
 @njit(cache=True)
 def _add_up(parent: Any, within: Any, pooled: Any, seen: Any, answered: Any, stood_for: Any) -> None:
-    """Add each table to those above it, as many times as the rows `within` it are those that it stands for."""
+    """Add each table to those above it, as many times as the rows `within` it that it represents."""
     kinds, tables, edges = pooled.shape
     for t in range(tables - 1, 0, -1):
         above = parent[t]
@@ -178,7 +178,7 @@ def survive(parent: Any, edges: Any, pooled: Any, answered: Any, curve: Any) -> 
 
 @njit(cache=True)
 def _extrapolated(edges: Any, prior: Any, ended: Any, censored: Any, risk: Any) -> Any:
-    """The prior's survival up to the last bin in which a row was seen, and from there the tail that is likely."""
+    """Extrapolate: the prior's survival up to the last bin in which a row was seen, then the likely tail."""
     survival = prior.copy()
     last = risk.size - 1
     while last >= 0 and ended[last] + censored[last] == 0.0:
@@ -196,19 +196,19 @@ def _extrapolated(edges: Any, prior: Any, ended: Any, censored: Any, risk: Any) 
         weight = min((low + high) / 2, 1.0) ** fading
         events += weight * ended[b]
         exposure += weight * (risk[b] - ended[b] / 2) * (high**_STEEPER - low**_STEEPER) / _STEEPER
-    told = 2.0 + answers
+    shape = 2.0 + answers
     exponent = min(max((2.0 + events) / (1.0 + exposure), _LEAST_EXPONENT), _MOST_EXPONENT)
     hazard, begun = 0.0, survival[last]
     for b in range(last, risk.size):
         local = min(exponent * ((edges[b] + 1) / x) ** _STEEPER, _MOST_EXPONENT)
         hazard += local * math.log((edges[b + 1] + 1) / (edges[b] + 1))
-        survival[b + 1] = begun * (1.0 + hazard / told) ** -told
+        survival[b + 1] = begun * (1.0 + hazard / shape) ** -shape
     return survival
 
 
 @njit(cache=True)
 def _mixed(parent: Any, own: Any, prior: Any, ended: Any, censored: Any) -> Any:
-    """The survival that a table with few answers leans on: its parent's, or its own if what was seen says so."""
+    """Mix the survival that a table with few answers leans on: its parent's, or its own if observations favour it."""
     log_odds = math.log(_NEW_KIND)
     for b in range(parent.size):
         if ended[b] > 0:
@@ -221,7 +221,7 @@ def _mixed(parent: Any, own: Any, prior: Any, ended: Any, censored: Any) -> Any:
 
 @njit(cache=True)
 def _upto(edges: Any, curve: Any, table: int, x: int) -> Any:
-    """S(x), and the sums of S(o) and (2 o + 1) S(o) over o < x; S falls linearly within a bin."""
+    """Return S(x), and the sums of S(o) and (2 o + 1) S(o) over o < x; S falls linearly within a bin."""
     b = min(_bin(edges, x + 1), edges.size - 2)
     low, j = edges[b], float(x - edges[b])
     s, sum1, sum2 = curve[table, b]

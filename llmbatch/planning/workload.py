@@ -1,4 +1,4 @@
-"""What is to be run: a prefix tree, what is known of lengths, and the pool and policy."""
+"""The input of a plan and a run: a prefix tree, the knowledge of lengths, and the pool and policy."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Pool:
 
     @property
     def tokens(self) -> int:
-        """Tokens it holds."""
+        """The tokens it holds."""
         return self.num_pages * self.page_size
 
 
@@ -46,7 +46,7 @@ class Scheduling:
 
 @dataclass(frozen=True, slots=True)
 class Examples:
-    """Rows that have been answered before: they are not run, and tell how long answers become."""
+    """Rows that have been answered before: they are not run, and inform the length model."""
 
     tree: PrefixTree  # of them and of the rows that are to be run
     generated: NDArray[np.int32]  # by row: tokens of the answer, 0 for rows that are to be run
@@ -54,7 +54,7 @@ class Examples:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Requests as the tree's rows, and what is known of their lengths beforehand."""
+    """Requests as the tree's rows, and the knowledge of their lengths beforehand."""
 
     tree: PrefixTree  # of the rows that are to be run
     max_tokens: NDArray[np.int32]  # by row
@@ -65,9 +65,9 @@ class Workload:
 
     @classmethod
     def of(cls, requests: RequestBatch, answered: NDArray[np.int32] | None = None) -> Workload:
-        """Tokenised requests. Where nothing but max_tokens can end an answer, its length is known.
+        """Build a workload from tokenised requests. If only max_tokens can end an answer, its length is known.
 
-        `answered` int32 [n] are the tokens of answers that are there already, 0 for requests that are to be run.
+        `answered` int32 [n] are the tokens of earlier answers, 0 for requests that are to be run.
         """
         always = np.array([params.ignore_eos and not params.stop for params in requests.params], np.bool_)
         tree = PrefixTree.build(requests.tokens, requests.offsets)
@@ -82,11 +82,11 @@ class Workload:
         return cls(run, requests.max_tokens, keys, known, Examples(tree, answered), prompts)
 
     def __len__(self) -> int:
-        """Requests, those outside the tree counted."""
+        """Count the requests, including those outside the tree."""
         return len(self.max_tokens)
 
     def without(self, rows: Collection[int]) -> Workload:
-        """The same without running some rows; the others keep their numbers."""
+        """Exclude some rows from running; the others keep their numbers."""
         if not rows:
             return self
         keep = np.ones(len(self), np.bool_)
@@ -99,7 +99,7 @@ class Workload:
         return self.tree if self.examples is None else self.examples.tree
 
     def length_model(self) -> LengthModel:
-        """What is known of lengths before anything runs."""
+        """Build the length model as it is before anything runs."""
         lengths = LengthModel(self.whole, self.max_tokens, keys=self.keys, known=self.known)
         if self.examples is not None:
             seen = np.flatnonzero(self.examples.generated).astype(np.int32)
@@ -110,7 +110,7 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """Which requests a pool has room for, and for how long an answer each: the one rule of jobs and simulations."""
+    """The requests that a pool has room for, and the longest answer of each: one rule for jobs and simulations."""
 
     max_tokens: NDArray[np.int32]  # [n] most tokens to generate; 1 where the request is refused
     refused: NDArray[np.bool_]  # [n] its prompt leaves no room for an answer
@@ -118,14 +118,17 @@ class Fit:
 
     @classmethod
     def of(cls, prompts: NDArray[np.int32], max_tokens: NDArray[np.int32], pool: Pool) -> Fit:
-        """Fit prompts of so many tokens, and answers of so many at most: a request that runs alone always ends."""
+        """Fit prompts and answers of at most so many tokens: a request that runs alone always ends."""
         room = pool.tokens - prompts.astype(np.int64)
         refused = room < 1
         return cls(np.clip(room, 1, max_tokens).astype(np.int32), refused, ~refused & (room < max_tokens))
 
 
 def fit_requests(requests: RequestBatch, pool: Pool) -> tuple[RequestBatch, dict[int, RowError], NDArray[np.intp]]:
-    """Requests that run as far as the pool allows, the errors of those that cannot, and those that may end early."""
+    """Fit requests into the pool.
+
+    Returns the requests as the pool allows them, the errors of those that cannot run, and those that may end early.
+    """
     prompts = requests.prompt_lengths
     fit = Fit.of(prompts, requests.max_tokens, pool)
     errors = {
@@ -141,7 +144,7 @@ def fit_requests(requests: RequestBatch, pool: Pool) -> tuple[RequestBatch, dict
 
 
 def early_ends(rows: int, pool: Pool) -> tuple[str, ...]:
-    """What the user should be told where so many rows may end early."""
+    """Word the warning that so many rows may end early."""
     if not rows:
         return ()
     which = "1 row may end" if rows == 1 else f"{rows:,} rows may end"
