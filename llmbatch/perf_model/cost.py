@@ -1,23 +1,23 @@
-"""Seconds of compute and of memory for a request, a step and a whole set, from a model's shape and a device.
+"""Compute and memory seconds of a request, a step and a whole set, from a model's shape and a device.
 
 The performance model of BlendServe 4.1, with four changes. Attention over a prompt is causal, so it counts half the
-square (2 p^2 H L, not 4). Output lengths are distributions, so memory takes their second moment. Sliding layers look
-back a window only. And what engines do is counted to the token (`llmbatch.perf_model.work`): the last token of an
-answer is never computed, a prompt's KV is read once while it is computed. With p prompt and d output tokens, where all
-layers see everything:
+square (2 p^2 H L, not 4). Output lengths are distributions, so memory takes their second moment. Sliding layers read a
+window only. And the work of engines is counted to the token (`llmbatch.perf_model.work`): the last token of an answer
+is never computed, a prompt's KV is read once while it is computed. With p prompt and d output tokens, if all layers
+attend to everything:
 
     compute = (2 (p + d - 1) P + 2 d P_head) / F + 2 p (p + 1) H L / F_attention
     memory  = (p E[d] + (E[d^2] - E[d]) / 2) * bytes per token / B
 
-Prompt tokens found in pages are not computed, nor is their attention. Where decodes read a long prefix of the prompt
-together (`cascade`), each is charged 1 / `GROUP_ROWS` of the reads of it in layers that look back without limit: a
-group has at least so many rows. A larger one reads less.
+Prompt tokens found in pages are not computed, nor is their attention. If decodes read a long prefix of the prompt
+together (`cascade`), each is charged 1 / `GROUP_ROWS` of its reads in layers without a window: a group has at least so
+many rows. A larger group reads less.
 
-`P_head` is the LM head where the engine computes it for sampled tokens only (`ModelShape.from_config`); the
-named shapes count it into P, as the paper does.
+`P_head` is the LM head if the engine computes it for sampled tokens only (`ModelShape.from_config`); the named shapes
+count it into P, as the paper does.
 
-A step's floor is reading the weights. Law `paper` puts it under the compute: c >= W / B. Law `bytes` says
-what is true of one memory: weights and KV share it, m = (W + KV) / B, and c has no floor.
+A step's floor is reading the weights. Law `paper` puts it under the compute: c >= W / B. Law `bytes` follows the
+physical memory: weights and KV share it, m = (W + KV) / B, and c has no floor.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """What a model costs: parameters, attention width and KV bytes."""
+    """The cost of a model: parameters, attention width and KV bytes."""
 
     params: float  # active per computed token
     head_params: float = 0.0  # further ones per sampled token
@@ -64,11 +64,11 @@ class ModelShape:
 
     @classmethod
     def from_config(cls, config: object, dtype_bytes: float) -> ModelShape:
-        """Read the shape off a transformers config (its `text_config` where it has one), duck-typed.
+        """Read the shape off a transformers config (its `text_config` if it has one), duck-typed.
 
-        `params` are the matrices that every token passes: projections, feed-forward, and with experts the
-        router, the shared and the chosen ones. `dtype_bytes` is the size of weights and KV. Raises
-        `ModelError` where a needed field is missing.
+        `params` are the matrices that every token passes: projections, feed-forward, and with experts the router, the
+        shared and the chosen ones. `dtype_bytes` is the size of weights and KV. Raises `ModelError` if a needed field
+        is missing.
         """
         text = getattr(config, "text_config", None) or config
         name = read_field(text, "model_type", default="the model")
@@ -158,7 +158,7 @@ SHAPES: Mapping[str, ModelShape] = MappingProxyType(
 
 
 def find_shape(name: str) -> ModelShape:
-    """The shape of that name (see `SHAPES`), in any case. Raises `ParameterError` for an unknown one."""
+    """Find the shape of that name (see `SHAPES`), in any case. Raises `ParameterError` for an unknown one."""
     found = SHAPES.get(name.lower())
     if found is None:
         raise ParameterError(f"Unknown model shape {name!r}; known are {', '.join(SHAPES)}.")
@@ -176,7 +176,7 @@ class Overlap:
             raise ParameterError(f"The overlap exponent must be at least 1, and it is {self.exponent}.")
 
     def __call__(self, compute: ArrayLike, memory: ArrayLike) -> Floats:
-        """Seconds that both take together, elementwise."""
+        """Return the seconds that both take together, elementwise."""
         c, m = np.asarray(compute, np.float64), np.asarray(memory, np.float64)
         longer, shorter = np.maximum(c, m), np.minimum(c, m)
         ratio = np.divide(shorter, longer, out=np.zeros(np.broadcast(c, m).shape), where=longer > 0)
@@ -184,7 +184,7 @@ class Overlap:
         return seconds
 
     def seconds(self, compute: float, memory: float) -> float:
-        """The same of two numbers."""
+        """Return the seconds that both take together, for two numbers."""
         longer, shorter = max(compute, memory), min(compute, memory)
         if longer <= 0:
             return 0.0
@@ -196,7 +196,7 @@ OVERLAPPED = Overlap(4.0)
 
 
 class StepSeconds(NamedTuple):
-    """What one step takes of either resource."""
+    """The seconds that one step takes of either resource."""
 
     compute: float
     memory: float
@@ -218,25 +218,25 @@ class CostModel:
 
     @property
     def weight_seconds(self) -> float:
-        """Reading all weights once."""
+        """The seconds of reading all weights once."""
         return self.shape.weight_bytes / self.hardware.bytes_per_second
 
     @property
     def kv_token_seconds(self) -> float:
-        """Reading one token's KV."""
+        """The seconds of reading one token's KV."""
         return self.shape.kv_bytes_per_token / self.hardware.bytes_per_second
 
     @cached_property
     def rates(self) -> Rates:
-        """Seconds of each kind of work."""
+        """The seconds of each kind of work."""
         return Rates.of(self)
 
     def prompt_seconds(self, tokens: ArrayLike) -> Floats:
-        """Compute of prompt tokens without their attention."""
+        """Return the compute seconds of prompt tokens without their attention."""
         return np.asarray(tokens, np.float64) * self.rates.seconds_per_token
 
     def saved_seconds(self, found: ArrayLike) -> Floats:
-        """Compute that requests save of which each finds so many prompt tokens in pages."""
+        """Return the compute seconds that requests save if each finds so many prompt tokens in pages."""
         tokens = np.asarray(found, np.float64)
         seconds: Floats = compute_seconds.py_func(
             self.rates, tokens, 0.0, pairs_of.py_func(self.rates.reach, 0.0, tokens)
@@ -244,7 +244,7 @@ class CostModel:
         return seconds
 
     def request_compute(self, prompt: ArrayLike, output: ArrayLike, found: ArrayLike = 0.0) -> Floats:
-        """Compute seconds of requests by prompt tokens and (expected) output tokens, some found in pages."""
+        """Return compute seconds of requests by prompt tokens and (expected) output tokens, some found in pages."""
         p, d, f = (np.asarray(x, np.float64) for x in (prompt, output, found))
         pairs = pairs_of.py_func(self.rates.reach, f, p - f)
         seconds: Floats = compute_seconds.py_func(self.rates, p - f + d - 1.0, d, pairs)
@@ -258,9 +258,9 @@ class CostModel:
         together: ArrayLike = 0.0,
         found: ArrayLike = 0.0,
     ) -> Floats:
-        """Memory seconds of requests by prompt tokens, E[output tokens] and E[output tokens^2].
+        """Return memory seconds of requests by prompt tokens, E[output tokens] and E[output tokens^2].
 
-        Of the prompts' tokens `together` are read in groups (`llmbatch.planning.cascade`), and some are found in pages.
+        `together` of the prompts' tokens are read in groups (`llmbatch.planning.cascade`), and some are found in pages.
         """
         p, d, dd, f = (np.asarray(x, np.float64) for x in (prompt, output, second_moment, found))
         read = reads_of.py_func(self.rates.reach, f, p - f) * self.kv_token_seconds
@@ -270,7 +270,10 @@ class CostModel:
     def decode_memory(
         self, context: ArrayLike, decodes: ArrayLike, second_moment: ArrayLike, together: ArrayLike = 0.0
     ) -> Floats:
-        """Memory seconds of E[decodes] decodes and E[decodes^2], the first of which comes after `context` tokens."""
+        """Return memory seconds of decodes, from E[decodes] and E[decodes^2].
+
+        The first decode of each request comes after `context` tokens.
+        """
         start, n, nn, shared = (np.asarray(x, np.float64) for x in (context, decodes, second_moment, together))
         # Exact where the number is known or all layers see everything, else a bound from above: what a decode reads on
         # average rises with their number, ever more slowly, and the mean of nn / n over all decodes is above that.
@@ -281,8 +284,10 @@ class CostModel:
         return seconds
 
     def step(self, tokens: int, pairs: float, kv_tokens: float, samples: int) -> StepSeconds:
-        """One step of `tokens` tokens: `pairs` query-key pairs of prefill, `kv_tokens` of KV that it reads,
-        `samples` tokens sampled, as `llmbatch.perf_model.work` counts them.
+        """Cost one step of `tokens` tokens.
+
+        It has `pairs` query-key pairs of prefill, reads `kv_tokens` of KV and samples `samples` tokens, as
+        `llmbatch.perf_model.work` counts them.
         """
         gemm: float = compute_seconds.py_func(self.rates, tokens, samples, 0.0)
         attention: float = compute_seconds.py_func(self.rates, 0.0, 0.0, pairs)
@@ -292,14 +297,14 @@ class CostModel:
         return StepSeconds(gemm + attention, self.weight_seconds + kv)
 
     def step_time(self, tokens: int, pairs: float, kv_tokens: float, samples: int) -> float:
-        """Seconds from the beginning of such a step to its end: its work, overlapped, and what every step takes."""
+        """Return the seconds of such a step from start to end: its work, overlapped, and the fixed cost of any step."""
         return self.overlap.seconds(*self.step(tokens, pairs, kv_tokens, samples)) + self.hardware.step_seconds
 
     def optimal_seconds(self, compute: float, memory: float, pool_bytes: float) -> float:
-        """T_opt: total compute (shared prompts taken out) and KV memory seconds, perfectly blended.
+        """Return T_opt: total compute (shared prompts taken out) and KV memory seconds, perfectly blended.
 
-        What every step takes beside its work is not in it. Under law `bytes` each filling of the pool is read
-        together with the weights.
+        The fixed cost of each step is not in it. Under law `bytes` each filling of the pool is read together with the
+        weights.
         """
         if self.law == "bytes":
             memory *= 1.0 + self.shape.weight_bytes / pool_bytes

@@ -1,20 +1,20 @@
-"""Fits a device's efficiencies and the overlap law to measured steps.
+"""A fit of a device's efficiencies and the overlap law to measured steps.
 
-What is fitted. Three shares of a device's ceilings: of its compute in products, of its compute in attention over
-prompts, of its bandwidth. The seconds that every step takes beside its work. And, for an engine that overlaps, the
-exponent of the overlap law; one that runs kernel after kernel has the exponent 1, and keeps it.
+Parameters. Three fractions of a device's ceilings are fitted: of its compute in products, of its compute in attention
+over prompts, of its bandwidth. So are the seconds that every step takes in addition to its work. For an engine that
+overlaps, the exponent of the overlap law is fitted; one that runs kernel after kernel has the exponent 1, and keeps it.
 
-Why attention has a rate of its own. Between its two products stands a softmax, which matrix units do not compute, so
-it reaches about half of what plain products do. One rate for both would be wrong for every step that is not of the
-mean length of prompts.
+Why attention has a rate of its own. Between its two products stands a softmax, which matrix units do not compute, so it
+reaches about half the rate of plain products. One rate for both would be wrong for every step whose prompts are not of
+mean length.
 
-Which law. An engine that runs kernel after kernel does what law `paper` says with exponent 1: each product takes the
-longer of its arithmetic and reading its weights, each attention what its KV takes, and all of them add up.
+Which law. An engine that runs kernel after kernel follows law `paper` with exponent 1: each product takes the longer of
+its arithmetic and reading its weights, each attention the time of reading its KV, and all of them add up.
 
-Why logs. Steps differ in length by a factor of a hundred, and a miss of 10 % is as bad in each of them: what is
-minimised is the mean of log(predicted / measured)^2, by Gauss-Newton steps that are damped (Levenberg, 1944; Marquardt,
-1963) and kept within bounds. Efficiencies and the exponent are moved in the logarithm. A ridge far below the noise of
-any clock holds parameters where they began that no step says anything of.
+Why logs. Steps differ in length by a factor of a hundred, and a miss of 10 % is as bad in each of them. So the fit
+minimises the mean of log(predicted / measured)^2, by damped Gauss-Newton steps (Levenberg, 1944; Marquardt, 1963) kept
+within bounds. Efficiencies and the exponent are moved in the logarithm. A ridge far below the noise of any clock holds
+parameters that no step depends on at their initial values.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ _NEAR = 0.1  # a prediction that misses by this share is a good one
 
 @dataclass(frozen=True, slots=True)
 class MeasuredSteps:
-    """Steps and what each of them took; float or int [n] each, see `CostModel.step`.
+    """Steps and their measured seconds; float or int [n] each, see `CostModel.step`.
 
-    Raises `ParameterError` where there are no steps, columns differ in length, a step took no time, or a figure is
+    Raises `ParameterError` if there are no steps, columns differ in length, a step took no time, or a figure is
     negative.
     """
 
@@ -71,13 +71,13 @@ class MeasuredSteps:
                 )
 
     def __len__(self) -> int:
-        """The number of steps."""
+        """Return the number of steps."""
         return int(np.asarray(self.seconds).size)
 
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """A cost model as fitted, and how well it predicts the steps it was fitted to."""
+    """A fitted cost model, and how well it predicts the steps it was fitted to."""
 
     cost: CostModel
     share_near: float  # of the steps, that are predicted within 10 %
@@ -87,8 +87,8 @@ class Calibration:
 def calibrate(cost: CostModel, steps: MeasuredSteps, *, ties: float = _RIDGE) -> Calibration:
     """Fit a cost model to measured steps, beginning with its own constants.
 
-    The exponent is fitted, between 1 and 16, where the model's is above 1. What no step says anything of stays as it
-    was. `ties` is the mean squared log that a constant an e-fold from where it began must gain. The same steps always
+    The exponent is fitted, between 1 and 16, if the model's is above 1. Constants that no step depends on keep their
+    values. `ties` is the mean squared log that a constant an e-fold from its start must gain. The same steps always
     give the same constants.
     """
     begun = _Constants.of(cost, float(np.median(np.asarray(steps.seconds, np.float64))))
@@ -106,13 +106,13 @@ def calibrate(cost: CostModel, steps: MeasuredSteps, *, ties: float = _RIDGE) ->
 
 
 def judge(cost: CostModel, steps: MeasuredSteps) -> Calibration:
-    """A cost model as it is, and how well it predicts these steps."""
+    """Score a cost model, without fitting it, by how well it predicts these steps."""
     misses = np.abs(predict(cost, steps) / np.asarray(steps.seconds, np.float64) - 1)
     return Calibration(cost, float(np.mean(misses <= _NEAR)), float(misses.max()))
 
 
 def predict(cost: CostModel, steps: MeasuredSteps) -> Floats:
-    """Seconds of each step by a cost model, float64 [n]: `CostModel.step_time` of columns."""
+    """Predict the seconds of each step by a cost model, float64 [n]: `CostModel.step_time` of columns."""
     shape, hardware = cost.shape, cost.hardware
     tokens, pairs, kv_tokens, samples = (
         np.asarray(column, np.float64) for column in (steps.tokens, steps.pairs, steps.kv_tokens, steps.samples)
@@ -129,7 +129,7 @@ def predict(cost: CostModel, steps: MeasuredSteps) -> Floats:
 
 @dataclass(frozen=True, slots=True)
 class _Constants:
-    """What can be fitted, in numbers of about one: log efficiencies, fixed seconds in `unit`, the log exponent."""
+    """The constants to fit, scaled to about one: log efficiencies, fixed seconds in `unit`, the log exponent."""
 
     cost: CostModel
     unit: float
@@ -148,7 +148,7 @@ class _Constants:
         return cls(cost, unit, np.clip(values, low, high), low, high)
 
     def at(self, values: Floats, moved: NDArray[np.bool_]) -> CostModel:
-        """The cost model with these values for the constants that are `moved`."""
+        """Build the cost model with these values for the constants that are `moved`."""
         every = self.values.copy()
         every[moved] = values
         compute, attention, bandwidth, exponent = np.exp(every[[0, 1, 2, 4]]).tolist()
@@ -164,7 +164,7 @@ class _Constants:
 
 
 def _descend(residuals: Callable[[Floats], Floats], start: Floats, low: Floats, high: Floats) -> Floats:
-    """Where between the bounds the sum of squared residuals is smallest, downhill from a start."""
+    """Find the bounded minimum of the sum of squared residuals, downhill from a start."""
     at, damping = start, 1e-3
     missing = residuals(at)
     for _ in range(_ROUNDS):
@@ -191,7 +191,7 @@ def _descend(residuals: Callable[[Floats], Floats], start: Floats, low: Floats, 
 
 
 def _slopes(residuals: Callable[[Floats], Floats], at: Floats, missing: Floats, high: Floats) -> Floats:
-    """The derivative of each residual by each value, [residuals, values], by differences within the bounds."""
+    """Return the derivative of each residual by each value, [residuals, values], by differences within the bounds."""
     slopes = np.empty((missing.size, at.size))
     for i in range(at.size):
         nudge = -_NUDGE if at[i] + _NUDGE > high[i] else _NUDGE

@@ -1,4 +1,4 @@
-"""What a device can do: compute, bandwidth, memory, and how much of each is reached in practice."""
+"""Compute, bandwidth and memory of a device, and the fraction of each that is reached in practice."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from llmbatch.system.measurements import remembered
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hardware:
-    """One device (or a group that acts as one), with the share of its peaks that real kernels reach.
+    """One device (or a group that acts as one), with the fraction of its peaks that real kernels reach.
 
-    The default efficiencies are those of well-tuned kernels on large batches: 0.75 of peak compute, 0.85 of
-    peak bandwidth. Attention over prompts is taken to reach what products do, unless measured
-    (`llmbatch.perf_model.fit`). Raises `ParameterError` where a figure is not positive or an efficiency exceeds 1.
+    The default efficiencies are those of well-tuned kernels on large batches: 0.75 of peak compute, 0.85 of peak
+    bandwidth. Attention over prompts is assumed to reach the rate of products, unless measured
+    (`llmbatch.perf_model.fit`). Raises `ParameterError` if a figure is not positive or an efficiency exceeds 1.
     """
 
     name: str
@@ -52,7 +52,7 @@ class Hardware:
             )
 
     def group(self, cards: int) -> Hardware:
-        """So many devices that act as one (tensor parallelism); their collectives are taken as hidden."""
+        """Combine so many devices into one (tensor parallelism); their collectives are assumed hidden."""
         if cards < 1:
             raise ParameterError(f"A group needs at least 1 device, got {cards}.")
         return replace(
@@ -66,19 +66,19 @@ class Hardware:
 
     @property
     def flops(self) -> float:
-        """FLOP/s that products reach."""
+        """The FLOP/s that products reach."""
         return self.compute * self.compute_efficiency
 
     @property
     def attention_flops(self) -> float:
-        """FLOP/s that attention over prompts reaches."""
+        """The FLOP/s that attention over prompts reaches."""
         if self.attention_efficiency is None:
             return self.flops
         return self.compute * self.attention_efficiency
 
     @property
     def bytes_per_second(self) -> float:
-        """Bytes/s that are reached."""
+        """The bytes/s that reads reach."""
         return self.bandwidth * self.bandwidth_efficiency
 
 
@@ -115,7 +115,7 @@ GPUS: Mapping[str, Hardware] = _table(
 
 
 def find_hardware(name: str) -> Hardware:
-    """The GPU of that name (see `GPUS`), in any case. Raises `ParameterError` for an unknown one."""
+    """Find the GPU of that name (see `GPUS`), in any case. Raises `ParameterError` for an unknown one."""
     found = GPUS.get(name.lower())
     if found is None:
         raise ParameterError(f"Unknown hardware {name!r}; known are {', '.join(GPUS)}.")
@@ -124,10 +124,10 @@ def find_hardware(name: str) -> Hardware:
 
 @cache
 def measure_cpu(*, dtype_bytes: int = 4) -> Hardware:
-    """This CPU as measured, in under a second and once: a float32 matrix product, a copy in memory.
+    """Measure this CPU, in under a second and once: a float32 matrix product, a copy in memory.
 
-    The efficiencies are 1, since what is measured is what is reached. With 2-byte weights the compute is
-    scaled by what the instruction set adds: 8 with AMX tiles, 2 with AVX-512 bf16, 1 without either.
+    The efficiencies are 1, since the measured rates are the reached ones. With 2-byte weights the compute is scaled by
+    the gain of the instruction set: 8 with AMX tiles, 2 with AVX-512 bf16, 1 without either.
     """
     gain = _bf16_gain() if dtype_bytes == 2 else 1.0
     return Hardware(
@@ -141,7 +141,7 @@ def measure_cpu(*, dtype_bytes: int = 4) -> Hardware:
 
 
 def _best_seconds(work: object, budget: float) -> float:
-    """The shortest of the runs that fit in `budget` seconds, after one that warms up."""
+    """Time the shortest of the runs that fit in `budget` seconds, after one that warms up."""
     assert callable(work)
     work()
     best, end = float("inf"), time.perf_counter() + budget

@@ -1,4 +1,4 @@
-"""Fields of a transformers config, duck-typed: families name and leave out what they like."""
+"""Fields of a transformers config, duck-typed, since model families name and omit fields as they like."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ UNGATED: Final = frozenset(
 
 
 def read_field(config: object, *names: str, default: Any = None) -> Any:
-    """The first of the named fields that the config has and that is not None."""
+    """Return the first of the named fields that the config has and that is not None."""
     for name in names:
         value = getattr(config, name, None)
         if value is not None:
@@ -28,7 +28,7 @@ def count_sparse_layers(config: object, layers: int) -> int:
 
 
 def read_windows(config: object, layers: int) -> tuple[int, ...]:
-    """[layers] tokens that a layer looks back; 0: all."""
+    """Return the tokens that each layer looks back, [layers]; 0: all."""
     window = read_field(config, "sliding_window", default=0)
     if not read_field(config, "use_sliding_window", default=True):
         window = 0
