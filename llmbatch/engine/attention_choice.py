@@ -1,7 +1,7 @@
-"""Which attention kernels a device runs: what was asked for by name, or the first that works here.
+"""The attention kernels that a device runs: the named backend, or the first that works here.
 
-A backend works when a small step of every kind of layer that the model has comes out as the reference says. Kernels
-are compiled then, so one that does not compile is known by its name before the job begins.
+A backend works when a small step of every kind of layer of the model agrees with the reference. Kernels are compiled
+then, so one that does not compile is known by its name before the job begins.
 """
 
 from __future__ import annotations
@@ -62,10 +62,9 @@ def choose_attention(
     page_size: int,
     makers: Mapping[str, Callable[[torch.device], PagedAttention]] = MAKERS,
 ) -> tuple[PagedAttention, tuple[str, ...]]:
-    """The backend of that name, or with "auto" the first that works, and what the user should be told of others.
+    """Choose the backend of that name, or with "auto" the first that works; returns notes on others for the user.
 
-    Raises:
-        ModelError: it does not work, or none does.
+    Raises ModelError if it does not work, or none does.
     """
     kinds = {(spec.kind, spec.width, spec.softcap, spec.sinks is None): spec for spec in specs}
     notes: list[str] = []

@@ -1,4 +1,4 @@
-"""The seam between deciding and acting: a scheduler decides a `Step`, an engine executes it."""
+"""The protocols between deciding and acting: a scheduler decides a `Step`, an engine executes it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Engine(Protocol):
     """Executes steps. It owns the generated tokens of each slot until they are retired."""
 
     def execute(self, step: Step) -> StepResult:
-        """Compute the step, keep the sampled tokens, and say which sequences have finished."""
+        """Compute the step, keep the sampled tokens, and return which sequences have finished."""
         ...
 
     def pop_tokens(self, slot: int) -> NDArray[np.int32]:
@@ -25,10 +25,10 @@ class Engine(Protocol):
 
 @runtime_checkable
 class PipelinedEngine(Engine, Protocol):
-    """Executes a step while the next one is decided. Two steps are queued at most."""
+    """Executes a step while the next one is decided. At most two steps are queued."""
 
     def submit(self, step: Step) -> StepResult:
-        """Queue a step; what is known of its result now: which sequences have all the tokens they may have."""
+        """Queue a step; returns what is known already: which sequences now have all the tokens they may have."""
         ...
 
     def collect(self) -> StepResult:
@@ -36,17 +36,17 @@ class PipelinedEngine(Engine, Protocol):
         ...
 
     def drop(self, slots: NDArray[np.int32], requests: NDArray[np.int32]) -> None:
-        """Sequences were withdrawn: what queued steps sample for them is not kept."""
+        """Discard what queued steps sample for these sequences, which were withdrawn."""
         ...
 
 
 class StreamEngine(Engine, Protocol):
-    """An engine that takes requests."""
+    """An engine that accepts requests."""
 
     def begin(self, requests: RequestBatch) -> None:
-        """Take the requests that the next steps are about, and forget what was in slots."""
+        """Take the requests of the next steps, and forget the contents of slots."""
         ...
 
     def rebind(self, requests: RequestBatch) -> None:
-        """Take other requests, among which are those that are in slots."""
+        """Replace the requests; the new ones include those that are in slots."""
         ...

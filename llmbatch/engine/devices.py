@@ -1,4 +1,4 @@
-"""Where a model runs: a device, the kernels for it, and a clear reason where it cannot be used."""
+"""The device that a model runs on and the kernels for it, or the reason why it cannot be used."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ _OLDEST: Final = (8, 0)  # compute capability: Ampere, the first with bfloat16
 
 
 def find_platform(device: str) -> Platform:
-    """The platform of a `device`: "cpu", "cuda", "cuda:1", or "auto": a GPU where there is one that can be used.
+    """Find the platform of a `device`: "cpu", "cuda", "cuda:1", or "auto": a usable GPU if there is one.
 
-    Raises:
-        ModelError: the device is not there, or cannot be used.
+    Raises ModelError if the device is missing, or cannot be used.
     """
     if device == "cpu":
         return HOST
@@ -46,7 +45,7 @@ def _accelerated(name: str) -> Platform:
 
 
 def _unusable(device: str) -> str | None:
-    """Why a CUDA device cannot be used, and what to do about it; None where it can."""
+    """Explain why a CUDA device cannot be used, and what to do about it; None if it can."""
     if _CUDA is None:
         return f"torch {torch.__version__} is built for the processor alone: install one that is built for CUDA"
     try:

@@ -1,4 +1,4 @@
-"""What a model gets of its device: memory for pages, attention kernels, and what requests cost there."""
+"""The engine of a model on its device: memory for pages, attention kernels, and the cost of requests."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:  # what takes a second to import, and forecasts load nothing; 
 
 @dataclass(frozen=True, slots=True)
 class EngineFactory:
-    """What the engine of a loaded model is made with."""
+    """The parts that the engine of a loaded model is built from."""
 
     pool: Pool
     cost: CostModel
@@ -45,7 +45,7 @@ class EngineFactory:
     notes: tuple[str, ...] = ()  # what the user should be told, a sentence each
 
     def engine(self, loaded: LoadedModel, decode: Callable[[NDArray[np.int32]], str]) -> StreamEngine:
-        """A new engine, with the memory of the pool; `decode` turns tokens into text."""
+        """Build a new engine, with the memory of the pool; `decode` turns tokens into text."""
         if self.attention is not None:
             return self.accelerated(loaded, strategy=self.strategy, rates=Rates.of(self.cost), decode=decode)
         from llmbatch.engine.cpu.engine import CpuEngine
@@ -60,7 +60,7 @@ class EngineFactory:
         rates: Rates,
         decode: Callable[[NDArray[np.int32]], str] | None = None,
     ) -> GpuEngine:
-        """An engine on a device. Raises `NoGreenContexts` where that cannot be partitioned, and is to be."""
+        """Build an engine on a device. Raises `NoGreenContexts` if it should be partitioned and cannot be."""
         from llmbatch.engine.gpu.cuda_graphs import GraphRecorder
         from llmbatch.engine.gpu.engine import GpuEngine
         from llmbatch.engine.gpu.strategies import make_execution
@@ -78,9 +78,9 @@ class EngineFactory:
 
 
 def size_pool(platform: Platform, model: ModelConfig, config: EngineConfig) -> Pool:
-    """The pool as far as it is known before the weights are loaded.
+    """Size the pool as far as it is known before the weights are loaded.
 
-    Raises ParameterError where no page fits, or pages are of a size that the device cannot have.
+    Raises ParameterError if no page fits, or if the device cannot have pages of that size.
     """
     page_size = config.page_size or platform.page_size
     if not platform.is_host and page_size & (page_size - 1):
@@ -98,8 +98,8 @@ def prepare(
 ) -> EngineFactory:
     """Choose the attention, give pages what the largest step leaves of the device's memory, and calibrate the device.
 
-    `pool` is that of `size_pool`. Raises ModelError where no attention works, or not the strategy that was asked for,
-    and JobError where the step does not fit.
+    `pool` is that of `size_pool`. Raises ModelError if no attention works or the requested strategy does not, and
+    JobError if the step does not fit.
     """
     if platform.is_host:
         return EngineFactory(pool, cost_model(platform, model, config))
@@ -131,7 +131,7 @@ def prepare(
 
 
 def cost_model(platform: Platform, model: ModelConfig, config: EngineConfig) -> CostModel:
-    """What requests cost on the platform: as it was calibrated, else by what its hardware does, measured now."""
+    """Cost requests on the platform: by its calibration, else by its hardware, measured now."""
     if platform.device.type == "cpu":
         hardware = measure_cpu(dtype_bytes=model.dtype.itemsize)
         return CostModel(shape_of(model), hardware, law="bytes", overlap=SEQUENTIAL)
@@ -144,7 +144,7 @@ def cost_model(platform: Platform, model: ModelConfig, config: EngineConfig) -> 
 def _calibration(
     prepared: EngineFactory, loaded: LoadedModel, kept: CalibrationStore
 ) -> tuple[DeviceCalibration, tuple[str, ...]]:
-    """What was measured of the device earlier, or is now; and what the user should be told."""
+    """Read or make the calibration of the device; returns notes for the user too."""
     found = kept.find()
     if found is not None:
         return found, ()
@@ -167,7 +167,7 @@ def _calibration(
 
 
 def _strategy(calibration: DeviceCalibration, config: EngineConfig) -> Strategy:
-    """The one that was asked for, or the best. Raises ModelError where the device cannot run it."""
+    """Choose the requested strategy, or the best. Raises ModelError if the device cannot run it."""
     if config.overlap == "auto":
         return calibration.best
     if config.overlap in calibration.missing:
@@ -185,7 +185,7 @@ def _kept(platform: Platform, model: ModelConfig, config: EngineConfig) -> Calib
 
 
 def _ceilings(platform: Platform, model: ModelConfig) -> CostModel:
-    """A device that was not calibrated, whose kernels are taken to be good ones."""
+    """Describe a device that was not calibrated, assuming good kernels."""
     from llmbatch.engine.calibration.microbenchmarks import measure_device
 
     hardware = measure_device(platform.device, model.dtype)

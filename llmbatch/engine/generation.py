@@ -1,4 +1,4 @@
-"""What sequences have generated, by slot, and when they end: an engine's books, whatever device computes."""
+"""The generated tokens of each slot, and when sequences end, on any device."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from llmbatch.scheduler.output import FinishReason, Step, StepResult
 
 @njit(cache=True)
 def _seeds(given: NDArray[np.int64], base: int, serial: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """A seed for each request: its own where given (>= 0), else a hash of `base` and its serial number."""
+    """Choose a seed for each request: its own if given (>= 0), else a hash of `base` and its serial number."""
     seeds = np.empty(given.size, np.uint64)
     for i in range(given.size):
         seeds[i] = np.uint64(given[i]) if given[i] >= 0 else mix(np.uint64(base), serial[i])
@@ -25,8 +25,8 @@ def _seeds(given: NDArray[np.int64], base: int, serial: NDArray[np.uint64]) -> N
 class TokenBuffers:
     """Generated tokens of each slot until they are retired, and the sampling parameters of the requests.
 
-    `eos` are the tokens that end a sequence. `decode` turns token ids into text; it is needed by requests that have
-    stop strings. `seed` is the seed of requests that have none of their own.
+    `eos` are the tokens that end a sequence. `decode` turns token ids into text; requests with stop strings need it.
+    `seed` is the seed of requests without one.
     """
 
     def __init__(
@@ -40,12 +40,12 @@ class TokenBuffers:
         self.queued = np.zeros(16, np.int32)  # with the tokens that are sampled and not yet known
 
     def begin(self, requests: RequestBatch) -> None:
-        """Take the requests that the next steps are about; what an interrupted job left in slots is forgotten."""
+        """Take the requests of the next steps; forget what an interrupted job left in slots."""
         self.lengths[:] = self.queued[:] = 0
         self.rebind(requests)
 
     def rebind(self, requests: RequestBatch) -> None:
-        """Take other requests, among which are those that are in slots."""
+        """Replace the requests; the new ones include those that are in slots."""
         self.requests = requests
         params, index = requests.params, requests.params_index
         self.temperature = np.array([p.temperature for p in params], np.float32)[index]
@@ -74,7 +74,7 @@ class TokenBuffers:
             self.queued = np.pad(self.queued, (0, rows - have))
 
     def expect(self, step: Step) -> StepResult:
-        """A step is about to be computed: which of its sequences will have all the tokens they may have."""
+        """Register a step that is about to be computed; returns which sequences will then have all their tokens."""
         slots, requests = step.slots[step.samples], step.requests[step.samples]
         self.queued[slots] += 1
         whole = self.queued[slots] >= self.requests.max_tokens[requests]
@@ -85,9 +85,9 @@ class TokenBuffers:
     def append(
         self, step: Step, tokens: NDArray[np.int32], finite: NDArray[np.bool_], kept: NDArray[np.bool_] | None = None
     ) -> StepResult:
-        """Keep what a step has sampled, and say which sequences have ended; `finite`: whether the logits were.
+        """Keep the samples of a step, and return which sequences have ended; `finite`: whether the logits were.
 
-        Of samples that are not to be `kept` nothing is noted.
+        Samples that are not to be `kept` are ignored.
         """
         slots, requests = step.slots[step.samples], step.requests[step.samples]
         if kept is None:
@@ -112,7 +112,7 @@ class TokenBuffers:
         return tokens
 
     def _stopped(self, slot: int, request: int) -> bool:
-        """Whether the newest token completes one of the request's stop strings."""
+        """Tell whether the newest token completes one of the request's stop strings."""
         assert self._decode is not None
         stop = self.requests.params[self.requests.params_index[request]].stop
         window = 8 + 4 * max(len(text) for text in stop)  # a character may take four tokens, of a byte each

@@ -13,7 +13,7 @@ from llmbatch.scheduler.output import Step
 
 
 class PackedTokens(NamedTuple):
-    """Int32 [tokens] each."""
+    """The tokens of a step in columns, int32 [tokens] each."""
 
     ids: NDArray[np.int32]  # negative where it was generated: -1 - its place in `TokenBuffers.tokens`, flat
     positions: NDArray[np.int32]
@@ -21,7 +21,7 @@ class PackedTokens(NamedTuple):
 
 
 def pack_tokens(step: Step, generation: TokenBuffers, page_size: int) -> PackedTokens:
-    """A step's tokens, of what was generated so far, or is queued to be."""
+    """Pack a step's tokens, given the counts of tokens generated or queued so far."""
     requests, packed = generation.requests, np.empty((3, step.num_tokens), np.int32)
     _pack(
         requests.tokens, requests.offsets, generation.tokens.shape[1], step.slots, step.requests, step.starts,

@@ -1,4 +1,4 @@
-"""A simulated engine in a job: as many tokens as were recorded, at once, and a text that says so."""
+"""A simulated engine for jobs: generates recorded numbers of tokens at once, and placeholder texts."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class RecordedEngine:
         self._cost = cost
 
     def begin(self, requests: RequestBatch) -> None:
-        """Take the requests that the next steps are about, and forget what was in slots."""
+        """Take the requests of the next steps, and forget the contents of slots."""
         self._requests = requests
         self._engine = SimulatedEngine(requests.recorded, self._cost)
 
     def rebind(self, requests: RequestBatch) -> None:
-        """Take other requests, among which are those that are in slots."""
+        """Replace the requests; the new ones include those that are in slots."""
         self._requests = requests
         self._engine.rebind(requests.recorded)
 
@@ -39,12 +39,12 @@ class RecordedEngine:
         return result
 
     def pop_tokens(self, slot: int) -> NDArray[np.int32]:
-        """As many zeros as were generated."""
+        """Return as many zeros as tokens were generated."""
         return self._engine.pop_tokens(slot)
 
 
 def placeholder_texts(
     requests: RequestBatch, index: NDArray[np.int32], answers: Sequence[NDArray[np.int32]]
 ) -> list[str]:
-    """A text for each answer that says how long it is."""
+    """Make a text for each answer that gives its length."""
     return [f"{len(tokens)} simulated tokens" for tokens in answers]

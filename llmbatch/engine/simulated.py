@@ -1,11 +1,11 @@
 """An engine that is a clock: it generates each request's recorded number of tokens and adds up seconds.
 
 A step of n tokens has q query-key pairs (a chunk of c tokens after k: c k + c (c + 1) / 2) and reads R tokens of KV:
-every chunk, decodes among them, its whole context once, the tokens it computes included (`llmbatch.perf_model.work`).
+every chunk, decodes among them, its whole context once, including the tokens it computes (`llmbatch.perf_model.work`).
 With cascade attention a prefix that many decodes of the step share is read once (`llmbatch.kvcache.shared_reads`).
 Under law `paper` the step's compute is max(tokens, reading the weights) and attention, its memory the KV; under law
-`bytes` the weights are read beside the KV. The two add up by the overlap law, and every step takes the device's fixed
-seconds on top.
+`bytes` the weights are read together with the KV. The two add up by the overlap law, and every step takes the device's
+fixed seconds in addition.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _ENDED = int(FinishReason.LENGTH)
 
 @by_reference
 class Clock(NamedTuple):
-    """A cost model as compiled code sees it."""
+    """A cost model in the form that compiled code reads."""
 
     rates: Rates
     exponent: float
@@ -35,7 +35,7 @@ class Clock(NamedTuple):
 
     @classmethod
     def of(cls, cost: CostModel) -> Clock:
-        """The constants of a cost model."""
+        """Copy the constants of a cost model."""
         return cls(cost.rates, float(cost.overlap.exponent), float(cost.hardware.step_seconds))
 
 
@@ -62,11 +62,11 @@ class SimulatedEngine:
         return StepResult(np.zeros(len(finished), np.int32), finished, seconds=seconds)
 
     def rebind(self, lengths: NDArray[np.int32]) -> None:
-        """The sequences that run go on among other requests, of these `lengths`."""
+        """Go on with the running sequences among other requests, of these `lengths`."""
         self._lengths = lengths
 
     def pop_tokens(self, slot: int) -> NDArray[np.int32]:
-        """As many zeros as were generated."""
+        """Return as many zeros as tokens were generated."""
         tokens = np.zeros(self._generated[slot], np.int32)
         self._generated[slot] = 0
         return tokens
@@ -74,7 +74,7 @@ class SimulatedEngine:
 
 @njit(cache=True)
 def step_seconds(clock: Any, tokens: int, pairs: float, read: float, samples: int) -> Any:
-    """Seconds of a step of `tokens` tokens and `pairs` pairs of prefill, which reads `read` tokens of KV."""
+    """Compute seconds of a step of `tokens` tokens and `pairs` pairs of prefill that reads `read` tokens of KV."""
     rates = clock.rates
     compute = compute_seconds(rates, tokens, samples, 0.0)
     memory = read * rates.seconds_per_kv_token
@@ -94,9 +94,10 @@ def generate(
     reach: Any, slots: Any, requests: Any, starts: Any, counts: Any, samples: Any, num_decodes: int, spared: int,
     lengths: Any, generated: Any,
 ) -> Any:  # fmt: skip
-    """One token for each sequence that samples: which of them ended, prefill tokens and pairs, KV tokens read.
+    """Generate a token for each sequence that samples.
 
-    `spared` are the KV tokens that decodes need not read.
+    Returns which of them ended, prefill tokens and pairs, and KV tokens read. `spared` are the KV tokens that decodes
+    need not read.
     """
     finished = np.empty(len(slots), np.uint8)
     sampled, tokens, pairs, read = 0, 0, 0.0, -spared_of(reach, spared)

@@ -1,7 +1,7 @@
-"""Measures what a device does with a model under each strategy.
+"""The measured cost of a model on a device under each execution strategy.
 
 Some fifteen steps of every kind are timed under each strategy, in seconds altogether, and the cost model is fitted to
-them (`llmbatch.perf_model.fit`). Blends of decodes and prefills say which strategy is the fastest.
+them (`llmbatch.perf_model.fit`). Blends of decodes and prefills show which strategy is the fastest.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _RUNS: Final = 4
 
 
 def step_kinds(tokens: int) -> list[StepKind]:
-    """Decodes, prefills, and blends of both, whose pages hold `tokens` tokens at most, of which there are many."""
+    """Choose decodes, prefills, and blends of both, whose pages hold at most `tokens` tokens."""
     keys = max(1, min(1024, tokens // (2 * _ROWS)))
     chunk = max(8, min(4096, tokens // 4))
     decodes = [StepKind(rows, keys) for rows in (_ROWS // 8, _ROWS // 2, _ROWS)] + [StepKind(_ROWS, -(-keys // 4))]

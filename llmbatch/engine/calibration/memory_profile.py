@@ -1,4 +1,4 @@
-"""What a loaded model takes of its device besides its weights, found by running a step as large as any will be."""
+"""Device memory that a loaded model takes in addition to its weights, found by running the largest step."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _KEPT: Final = 0.03  # of what is free: for blocks that the allocator cannot use
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that this process may still take of a CUDA device."""
+    """Return the bytes that this process may still take of a CUDA device."""
     free, _ = torch.cuda.mem_get_info(device)
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
 class MemoryHeadroom(NamedTuple):
-    """What a model leaves of its device."""
+    """The memory that a model leaves of its device."""
 
     pool_bytes: int  # for pages
     unrecorded: str | None  # why small steps of decodes cannot be recorded; None where they can
@@ -36,9 +36,9 @@ class MemoryHeadroom(NamedTuple):
 def measure_room(
     loaded: LoadedModel, attention: PagedAttention, *, tokens: int, rows: int, page_size: int
 ) -> MemoryHeadroom:
-    """What is left once steps of so many tokens, of so many sampled rows, have what they need, and recorded ones too.
+    """Measure what is left after the largest steps and recorded ones, for so many tokens and sampled rows.
 
-    Raises JobError where not even such a step fits.
+    Raises JobError if not even such a step fits.
     """
     device = loaded.device
     torch.cuda.reset_peak_memory_stats(device)
@@ -66,7 +66,7 @@ def _too_small(device: torch.device, tokens: int, takes: str) -> JobError:
 
 
 def _record(loaded: LoadedModel, attention: PagedAttention, *, rows: int, page_size: int) -> tuple[int, str | None]:
-    """Bytes that recorded steps keep, of so many rows at most; and why there can be none."""
+    """Return the bytes of recorded steps of at most so many rows, and the reason if none can be recorded."""
     free, _ = torch.cuda.mem_get_info(loaded.device)
     kind = StepKind(rows, 1)
     engine = GpuEngine(
@@ -83,7 +83,7 @@ def _record(loaded: LoadedModel, attention: PagedAttention, *, rows: int, page_s
 
 
 def run_largest(loaded: LoadedModel, attention: PagedAttention, *, tokens: int, rows: int, page_size: int) -> int:
-    """Run a step of so many tokens, of as many sequences as are sampled at once; the bytes of its pages.
+    """Run a step of so many tokens, of as many sequences as are sampled at once; returns the bytes of its pages.
 
     Its tokens are drawn with a top_p, which takes most.
     """

@@ -1,4 +1,4 @@
-"""What a device can do at most, measured: the rate of a large matrix product, and of a copy within its memory."""
+"""The measured ceilings of a device: the rate of a large matrix product, and of a copy within its memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _RUNS: Final = 10
 
 @cache
 def measure_device(device: torch.device, dtype: torch.dtype) -> Hardware:
-    """A CUDA device as measured, in about a second and once a process.
+    """Measure a CUDA device, in about a second and once a process.
 
     The efficiencies are those of good kernels under these ceilings, not measured.
     """
@@ -30,21 +30,21 @@ def measure_device(device: torch.device, dtype: torch.dtype) -> Hardware:
 
 
 def product_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOP/s of a square matrix product, of random numbers: others draw less power, and run faster."""
+    """Measure the FLOP/s of a square matrix product of random numbers: constants draw less power, and run faster."""
     a, b = (torch.randn(_SIZE, _SIZE, device=device).to(dtype) for _ in range(2))
     out = torch.empty_like(a)
     return 2.0 * _SIZE**3 / median_seconds(device, lambda: torch.mm(a, b, out=out))
 
 
 def copy_bandwidth(device: torch.device) -> float:
-    """Bytes/s, read and written."""
+    """Measure the bytes/s of a copy, read and written."""
     source = torch.ones(_BYTES, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2.0 * _BYTES / median_seconds(device, lambda: target.copy_(source))
 
 
 def median_seconds(device: torch.device, work: Callable[[], object], *, runs: int = _RUNS) -> float:
-    """Seconds of a piece of work on the device, the median of runs between events, after three that warm up."""
+    """Time work on the device: the median of runs between events, after three that warm up."""
     for _ in range(3):
         work()
     pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(runs)]  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""How long steps of made-up sequences take on a device."""
+"""The seconds that steps of made-up sequences take on a device."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ _PAGE = 16  # tokens; of no matter where work is counted
 
 @dataclass(frozen=True, slots=True)
 class StepKind:
-    """So many decodes over so many keys each, and prefills of so many tokens after as many others."""
+    """So many decodes over so many keys each, and prefills of so many tokens after so many others."""
 
     decodes: int = 0
     keys: int = 0
     prefills: tuple[tuple[int, int], ...] = ()  # tokens before, tokens
 
     def pages(self, page_size: int) -> int:
-        """Pages that its sequences hold."""
+        """Count the pages that its sequences hold."""
         return int(self._blocks(page_size).sum())
 
     def requests(self, vocabulary: int) -> RequestBatch:
-        """The sequences, of random tokens."""
+        """Make the sequences, of random tokens."""
         lengths = self._starts + self._counts
         zeros = np.zeros(len(lengths), np.int32)
         return RequestBatch(
@@ -48,7 +48,7 @@ class StepKind:
         )
 
     def step(self, page_size: int) -> Step:
-        """The step, of which every sequence is sampled."""
+        """Make the step; every sequence is sampled."""
         blocks = self._blocks(page_size)
         ends = np.cumsum(blocks)
         tables = np.zeros((len(blocks), int(blocks.max())), np.int32)
@@ -71,7 +71,7 @@ class StepKind:
 
 
 def measured(kinds: Sequence[StepKind], seconds: Sequence[float], reach: Reach) -> MeasuredSteps:
-    """Kinds of steps and what each took, as they are calibrated with; layers look back by `reach`."""
+    """Collect kinds of steps and their seconds for a calibration; layers look back by `reach`."""
     steps = [kind.step(_PAGE) for kind in kinds]
     return MeasuredSteps(
         tokens=np.array([step.num_tokens for step in steps]),
@@ -89,7 +89,7 @@ def randomise(engine: GpuEngine) -> None:
 
 
 def time_step(engine: GpuEngine, kind: StepKind, *, runs: int) -> list[float]:
-    """Seconds of a step, the next one prepared while it is computed: of each round, least first."""
+    """Time a step, preparing the next one while it is computed: the seconds of each round, sorted."""
     engine.begin(kind.requests(engine.vocabulary))
     step = kind.step(engine.pages.page_size)
     rounds = []
@@ -106,5 +106,5 @@ def time_step(engine: GpuEngine, kind: StepKind, *, runs: int) -> list[float]:
 
 
 def median_step(engine: GpuEngine, kind: StepKind, *, runs: int) -> float:
-    """The median of `time_step`."""
+    """Return the median of `time_step`."""
     return statistics.median(time_step(engine, kind, runs=runs))

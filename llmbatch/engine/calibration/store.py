@@ -1,4 +1,4 @@
-"""What was measured of a device with a model: the constants of each strategy, kept in a file between jobs."""
+"""Calibrations of a model on a device, the constants of each strategy, kept in files between jobs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _FORMAT: Final = 1
 
 @dataclass(frozen=True, slots=True)
 class FittedStrategy:
-    """A strategy as measured."""
+    """A measured strategy."""
 
     hardware: Hardware  # with its ceilings, and the efficiencies under them
     exponent: float  # of the overlap law
@@ -34,13 +34,13 @@ class FittedStrategy:
     gain: float  # how many times as fast as `sequential` on blended steps
 
     def cost(self, shape: ModelShape) -> CostModel:
-        """What requests cost. Kernels run one after the other but where parts overlap, which is law `paper`."""
+        """Build the cost model. Kernels run one after the other except where parts overlap, which is law `paper`."""
         return CostModel(shape, self.hardware, law="paper", overlap=Overlap(self.exponent), cascade=self.cascade)
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceCalibration:
-    """Every strategy that a device can run, and why others cannot."""
+    """Every strategy that a device can run, and why it cannot run others."""
 
     fitted: Mapping[Strategy, FittedStrategy]
     missing: Mapping[Strategy, str]
@@ -53,7 +53,7 @@ class DeviceCalibration:
 
     @property
     def told(self) -> str:
-        """How the strategies compare, for a person."""
+        """A comparison of the strategies, for a person."""
         others = (name for name in self.fitted if name != "sequential")
         gains = [f"{name} is {self.fitted[name].gain:.2f} x as fast as sequential" for name in others]
         return ", ".join([*gains, *(f"{name} cannot run" for name in self.missing)])
@@ -62,7 +62,7 @@ class DeviceCalibration:
 class CalibrationStore:
     """The file of a calibration, in a folder of them.
 
-    It is that of a device, a model's shape, the `attention` asked for, and of what computes.
+    It is identified by device, model shape, requested `attention` and the libraries that compute.
     """
 
     def __init__(self, folder: Path, device: torch.device, shape: ModelShape, attention: str) -> None:
@@ -80,7 +80,7 @@ class CalibrationStore:
         self.path = folder / "calibrations" / f"{name}-{digest}.json"
 
     def find(self) -> DeviceCalibration | None:
-        """What is kept; None where there is nothing, or nothing that can be read."""
+        """Read the calibration, or return None if there is none that can be read."""
         try:
             kept = json.loads(self.path.read_text())
             fitted = {

@@ -1,4 +1,4 @@
-"""Attention of a step on the processor: what it needs to know, made once and read by every layer."""
+"""Attention of a step on the processor: prepared once a step, used by every layer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NONE = np.empty(0, np.float32)
 
 
 def as_array(tensor: torch.Tensor) -> NDArray[Any]:
-    """The memory of a CPU tensor as kernels see it: float32, or uint16 for bfloat16."""
+    """View the memory of a CPU tensor as kernels see it: float32, or uint16 for bfloat16."""
     return tensor.view(torch.uint16).numpy() if tensor.dtype == torch.bfloat16 else tensor.numpy()
 
 
@@ -76,7 +76,7 @@ class CpuAttention:
         key_norm: torch.Tensor | None = None,
         epsilon: float = 0.0,
     ) -> torch.Tensor:
-        """Attention output of a layer."""
+        """Attend in one layer, after writing its keys and values."""
         keys, values = self._pages.keys[spec.layer], self._pages.values[spec.layer]
         rows = as_array(packed)
         unrotated = np.empty((len(rows), 0), rows.dtype)
@@ -107,7 +107,7 @@ class CpuAttention:
     def attend(
         self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _: dict[str, Any]
     ) -> torch.Tensor:
-        """Attention of a module that projects and rotates by itself: [1, heads, tokens, width] each."""
+        """Attend for a module that projects and rotates by itself: [1, heads, tokens, width] each."""
         return attend_unpacked(self, self._pages.specs[module.layer_idx], query, key, value)
 
 
@@ -115,15 +115,15 @@ class CpuOps:
     """Kernels for the processor (`llmbatch.engine.model.ops.ModelOps`)."""
 
     def normalize(self, x: torch.Tensor, weight: torch.Tensor, epsilon: float, out: torch.Tensor) -> None:
-        """RMSNorm."""
+        """Apply RMSNorm."""
         fused.normalize(as_array(x), weight.numpy(), epsilon, as_array(out))
 
     def gate(self, x: torch.Tensor, activation: int, out: torch.Tensor) -> None:
-        """A gated activation."""
+        """Apply a gated activation."""
         fused.gate(as_array(x), activation, as_array(out))
 
     def probe_step(self, specs: dict[int, AttentionSpec], dtype: torch.dtype, tokens: int) -> CpuAttention:
-        """A step of one sequence."""
+        """Make a step of one sequence."""
         zero = np.zeros(1, np.int32)
         return CpuAttention(
             CpuKVCache(specs, num_pages=1, page_size=16, dtype=dtype),

@@ -1,4 +1,4 @@
-"""Kernels compiled while a model is not there yet: they depend on the type of its numbers, not on its sizes."""
+"""Compilation of kernels while a model is still loading: they depend on its number type, not on its sizes."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The torch engine: transformers models over pages, on the processor.
+"""The engine of the processor: transformers models over pages.
 
-All sequences of a step are packed into one row of tokens. The model runs once over the row; its attention modules
-write the row's keys and values into pages and attend through the step's block tables.
+All sequences of a step are packed into one row of tokens. The model runs once over the row; its attention modules write
+the row's keys and values into pages and attend through the step's block tables.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ _WORTH_THREADS = 1 << 16  # elements a layer touches; below, waking threads cost
 class CpuEngine:
     """Runs steps of a loaded model. It owns the KV pages, and the generated tokens of each slot until retired.
 
-    `decode` turns token ids into text; it is needed by requests that have stop strings. `seed` is the seed of
-    requests that have none of their own.
+    `decode` turns token ids into text; requests with stop strings need it. `seed` is the seed of requests without one.
     """
 
     def __init__(
@@ -49,15 +48,15 @@ class CpuEngine:
         self._key_elements = max(2 * spec.heads * spec.width for spec in loaded.attention.values())
 
     def begin(self, requests: RequestBatch) -> None:
-        """Take the requests that the next steps are about; what an interrupted job left in slots is forgotten."""
+        """Take the requests of the next steps; forget what an interrupted job left in slots."""
         self._generation.begin(requests)
 
     def rebind(self, requests: RequestBatch) -> None:
-        """Take other requests, among which are those that are in slots."""
+        """Replace the requests; the new ones include those that are in slots."""
         self._generation.rebind(requests)
 
     def execute(self, step: Step) -> StepResult:
-        """Compute the step, keep the sampled tokens, and say which sequences have finished."""
+        """Compute the step, keep the sampled tokens, and return which sequences have finished."""
         generation = self._generation
         generation.make_room(step.slots)
         tokens = step.num_tokens

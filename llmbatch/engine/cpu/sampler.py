@@ -1,9 +1,9 @@
-"""Logits to tokens, the same whatever else is in the batch.
+"""Logits to tokens on the processor, the same whatever else is in the batch.
 
-A draw uses no generator with a state: its random number is a hash of the request's seed and the position of the
-token (splitmix64; Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014), and the token is
-the one where the cumulative distribution passes it. So a row's answer does not depend on its neighbours, on the
-order of rows or on preemption.
+A draw uses no stateful generator: its random number is a hash of the request's seed and the position of the token
+(splitmix64; Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014), and the token is the one
+where the cumulative distribution passes it. So a row's answer does not depend on its neighbours, on the order of rows
+or on preemption.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _INFINITY_BITS: Final = np.int32(0x7F800000)
 
 @njit(cache=True, nogil=True)
 def _best(row: Any) -> Any:
-    """First index of the highest logit, the logit, and whether it is finite and none is NaN: (int, float32, bool)."""
+    """Find the first index of the highest logit, that logit, and whether it is finite and none is NaN."""
     best, best_at = np.int32(-0x80000000), 0
     largest = np.int32(0)
     for start in range(0, row.size, _CHUNK):
@@ -63,7 +63,7 @@ def _draw_any(row: Any, highest: np.float32, inverse: np.float32, uniform: float
 
 @njit(cache=True, nogil=True)
 def _draw_top(row: Any, highest: np.float32, inverse: np.float32, top_k: int, top_p: float, uniform: float) -> int:
-    """A draw from the `top_k` likeliest, of those from the fewest whose share is `top_p`; ties to the first."""
+    """Draw from the `top_k` likeliest, of those from the fewest that reach `top_p`; ties go to the first."""
     weights = np.empty(row.size, np.float32)
     total = 0.0
     for j in range(row.size):
@@ -109,10 +109,10 @@ def sample(
     tokens: NDArray[np.int32],
     finite: NDArray[np.bool_],
 ) -> None:
-    """Choose a token for each row of `logits` [rows, vocabulary], into `tokens`, and say whether it could be.
+    """Choose a token for each row of `logits` [rows, vocabulary], into `tokens`, and mark rows where that failed.
 
-    A temperature of 0 takes the first of the highest. Else logits are divided by it, the `top_k` likeliest kept
-    (0: all), of these the fewest whose share is at least `top_p`, and one is drawn by (seed, position).
+    A temperature of 0 takes the first of the highest. Otherwise logits are divided by it and the `top_k` likeliest kept
+    (0: all), of these the fewest that together reach `top_p`, and one is drawn by (seed, position).
     """
     highest = np.empty(len(logits), np.float32)
     _take_best(logits, tokens, highest, finite)
@@ -122,7 +122,7 @@ def sample(
 
 @njit(parallel=True, cache=True, nogil=True)
 def _take_best(logits: Any, tokens: Any, highest: Any, finite: Any) -> None:
-    """The likeliest token of each row, its logit, and whether the row is finite."""
+    """Find the likeliest token of each row, its logit, and whether the row is finite."""
     for i in prange(logits.shape[0]):
         tokens[i], highest[i], finite[i] = _best(logits[i])
 
@@ -132,7 +132,7 @@ def _draw(
     logits: Any, temperature: Any, top_k: Any, top_p: Any, seeds: Any, positions: Any, tokens: Any, highest: Any,
     finite: Any,
 ) -> None:  # fmt: skip
-    """A draw in the place of the likeliest token, for each finite row with a temperature."""
+    """Replace the likeliest token by a draw, for each finite row with a temperature."""
     for i in prange(logits.shape[0]):
         if finite[i] and temperature[i] > 0:
             inverse = min(np.float32(1.0) / temperature[i], np.float32(1e30))

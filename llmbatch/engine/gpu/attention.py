@@ -50,9 +50,9 @@ class GpuKVCache:
 class GpuAttention:
     """Attention of a step (`llmbatch.engine.model.ops.AttentionContext`).
 
-    `plans` are those of the distinct layers (`AttentionSpec.kind`), on the device like `places` int32 [tokens], where
-    each token's keys and values go: page times page size plus its place in the page. Each layer's attention, which
-    begins with writing these, is handed to `queue`.
+    `plans` are those of the distinct layers (`AttentionSpec.kind`), on the device like `places` int32 [tokens]: the
+    place of each token's keys and values, page times page size plus its place in the page. Each layer's attention,
+    which begins with writing these, is passed to `queue`.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class GpuAttention:
         key_norm: torch.Tensor | None = None,
         epsilon: float = 0.0,
     ) -> torch.Tensor:
-        """Attention output of a layer."""
+        """Attend in one layer, after writing its keys and values."""
         keys, values = self._pages.keys[spec.layer], self._pages.values[spec.layer]
         plan, tensors = self._plans[spec.kind]
 
@@ -93,14 +93,14 @@ class GpuAttention:
     def attend(
         self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _: dict[str, Any]
     ) -> torch.Tensor:
-        """Attention of a module that projects and rotates by itself: [1, heads, tokens, width] each."""
+        """Attend for a module that projects and rotates by itself: [1, heads, tokens, width] each."""
         return attend_unpacked(self, self._pages.specs[module.layer_idx], query, key, value)
 
 
 def plan_layers(
     specs: Iterable[AttentionSpec], plan: Callable[[AttentionSpec], AttentionPlan]
 ) -> dict[Kind, AttentionPlan]:
-    """A step's plan for each kind of layer."""
+    """Plan a step for each kind of layer."""
     return {kind: plan(spec) for kind, spec in {spec.kind: spec for spec in specs}.items()}
 
 
@@ -111,15 +111,15 @@ class GpuOps:
         self._device = device
 
     def normalize(self, x: torch.Tensor, weight: torch.Tensor, epsilon: float, out: torch.Tensor) -> None:
-        """RMSNorm."""
+        """Apply RMSNorm."""
         triton_fused.normalize(x, weight, epsilon, out)
 
     def gate(self, x: torch.Tensor, activation: int, out: torch.Tensor) -> None:
-        """A gated activation."""
+        """Apply a gated activation."""
         triton_fused.gate(x, activation, out)
 
     def probe_step(self, specs: dict[int, AttentionSpec], dtype: torch.dtype, tokens: int) -> GpuAttention:
-        """A step of one sequence."""
+        """Make a step of one sequence."""
         zero = np.zeros(1, np.int32)
         pages = GpuKVCache(specs, num_pages=1, page_size=PAGE_SIZE, dtype=dtype, device=self._device)
         layout = BatchLayout(tables=zero[None], slots=zero, starts=zero, counts=zero + tokens, decodes=0)

@@ -1,7 +1,6 @@
-"""What a forward takes, packed on the host and uploaded in one copy.
+"""The inputs of a forward, packed on the host and uploaded in one copy.
 
-Tokens that were generated stay on the device: the host refers to them by slot and place, and does not need to know
-them.
+Generated tokens stay on the device: the host refers to them by slot and place, and does not need to know them.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ Kind = tuple[int, int, int]  # of layers, see `AttentionSpec.kind`
 
 
 class DeviceBatch(NamedTuple):
-    """What a forward takes, int32 on the device; `plans` are those of the distinct kinds of layers."""
+    """The inputs of a forward, int32 on the device; `plans` are those of the distinct kinds of layers."""
 
     ids: torch.Tensor  # [tokens] as in `PackedTokens`, like the next two
     positions: torch.Tensor
@@ -35,7 +34,7 @@ class DeviceBatch(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class HostBatch:
-    """A `DeviceBatch` on the host. The first `rows` samples are real, others are there for their number's sake."""
+    """A `DeviceBatch` on the host. The first `rows` samples are real, the rest is padding."""
 
     columns: tuple[NDArray[np.int32], ...]  # the first five of a `DeviceBatch`
     plans: dict[Kind, AttentionPlan]
@@ -43,7 +42,7 @@ class HostBatch:
 
     @classmethod
     def of(cls, step: Step, generation: TokenBuffers, page_size: int, plans: dict[Kind, AttentionPlan]) -> HostBatch:
-        """A step, of what was generated so far."""
+        """Pack a step, given the counts of generated tokens."""
         tokens = pack_tokens(step, generation, page_size)
         sampled = step.slots[step.samples]
         last = (np.cumsum(step.counts)[step.samples] - 1).astype(np.int32)
@@ -51,7 +50,10 @@ class HostBatch:
         return cls((*tokens, last, targets), plans, len(sampled))
 
     def padded(self, rows: int, place: int) -> HostBatch:
-        """Of decodes, with others up to so many: tokens 0 at position 0, whose keys and values go to `place`."""
+        """Pad a decode-only batch to so many rows.
+
+        Padding rows decode token 0 at position 0 and write their keys and values to `place`.
+        """
         ids, positions, places, _, targets = self.columns
         more = rows - self.rows
         columns = (
@@ -62,11 +64,11 @@ class HostBatch:
 
     @property
     def arrays(self) -> list[NDArray[np.int32]]:
-        """Everything that is uploaded."""
+        """All arrays that are uploaded."""
         return [*self.columns, *(array for plan in self.plans.values() for array in plan.arrays)]
 
     def take(self, tensors: Sequence[torch.Tensor]) -> DeviceBatch:
-        """The batch, of its arrays as they were uploaded."""
+        """Build the device's batch from the uploaded arrays."""
         plans, at = {}, len(self.columns)
         for kind, plan in self.plans.items():
             plans[kind] = plan, list(tensors[at : at + len(plan.arrays)])
@@ -76,7 +78,7 @@ class HostBatch:
 
 
 def stage(arrays: Sequence[NDArray[np.int32]], device: torch.device) -> torch.Tensor:
-    """The arrays one behind the other on the host, each at a multiple of 16 bytes, from where a copy need not wait."""
+    """Copy the arrays one behind the other into pinned memory, each at a multiple of 16 bytes."""
     sizes = [_size(array) for array in arrays]
     staged = torch.empty(sum(sizes), dtype=torch.int32, pin_memory=device.type == "cuda")
     target, at = staged.numpy(), 0
@@ -87,13 +89,13 @@ def stage(arrays: Sequence[NDArray[np.int32]], device: torch.device) -> torch.Te
 
 
 def split(there: torch.Tensor, arrays: Sequence[NDArray[np.int32]]) -> list[torch.Tensor]:
-    """What was staged, array by array."""
+    """Split a staged buffer into its arrays."""
     parts = torch.split(there, [_size(array) for array in arrays])
     return [part[: array.size].view(array.shape) for part, array in zip(parts, arrays, strict=True)]
 
 
 def upload(packed: Sequence[HostBatch], device: torch.device) -> list[DeviceBatch]:
-    """The batches on the device, in one copy that the host does not wait for."""
+    """Upload the batches to the device, in one copy that the host does not wait for."""
     arrays = [array for one in packed for array in one.arrays]
     tensors = split(stage(arrays, device).to(device, non_blocking=True), arrays)
     batches, at = [], 0

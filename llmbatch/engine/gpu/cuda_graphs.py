@@ -1,9 +1,9 @@
-"""Forwards of pure decodes, recorded once for each shape and repeated.
+"""Forwards of pure decodes, recorded once for each shape and replayed.
 
 A small step takes a device less time than the host needs to launch its hundreds of kernels. A recorded forward is one
-launch. What is recorded reads and writes fixed memory, and its launches are those of its shape: so a step is padded to
-the next number of rows that is recorded, with rows that decode a token at a page of their own, and what it takes is
-copied to where the recorded forward reads it. Logits of all recordings go to one buffer.
+launch. It reads and writes fixed memory, and its launches are those of its shape. So a step is padded to the next
+recorded number of rows, with rows that decode a token at a page of their own, and its inputs are copied to where the
+recorded forward reads them. Logits of all recordings go to one buffer.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Recorder(Protocol):
     """Makes work on a device repeatable."""
 
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
-        """What repeats the work, over the same memory. The work is run before, and is not run by recording it."""
+        """Return a function that repeats the work over the same memory. Runs it once, before recording."""
         ...
 
 
@@ -41,12 +41,12 @@ class GraphRecorder:
         self._pool: Any = None
 
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
-        """A graph."""
-        beside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        beside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(beside):
+        """Record a graph."""
+        warmup = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        warmup.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(warmup):
             work()  # compiles kernels, and gives libraries their memory
-        torch.cuda.current_stream().wait_stream(beside)
+        torch.cuda.current_stream().wait_stream(warmup)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
             work()
@@ -74,12 +74,12 @@ class _Recording:
 
 
 def known_ids(ids: torch.Tensor, known: torch.Tensor) -> torch.Tensor:
-    """Tokens, those that were generated taken from where they are `known`."""
+    """Look up tokens, taking generated ones from where they are `known`."""
     return torch.where(ids < 0, known[(-1 - ids).clamp(min=0)], ids)
 
 
 class DecodeGraphRunner:
-    """Runs steps of decodes by what was recorded of their shape. `pages` has a page to spare, its last."""
+    """Runs steps of decodes by the recording of their shape. `pages` has a page to spare, its last."""
 
     def __init__(
         self,
@@ -101,11 +101,11 @@ class DecodeGraphRunner:
         self._recordings: dict[tuple[Any, ...], _Recording] = {}
 
     def takes(self, step: Step) -> bool:
-        """Whether a step is one that is recorded and repeated."""
+        """Tell whether a step is one that is recorded and replayed."""
         return step.num_decodes == len(step.slots) <= MOST_ROWS
 
     def run(self, step: Step, generation: TokenBuffers, known: torch.Tensor) -> tuple[DeviceBatch, torch.Tensor]:
-        """The batch that the step was, padded, and the logits [rows, vocabulary] of those that are not padding.
+        """Run a step; returns the padded batch, and the logits [rows, vocabulary] of the rows that are not padding.
 
         They are valid until the next step. `known` are the generated tokens, flat.
         """
@@ -145,7 +145,7 @@ class DecodeGraphRunner:
 
 
 def rows_of(count: int) -> int:
-    """The number of rows that so many are padded to: an eighth more at most."""
+    """Round the number of rows up to a recorded one: at most an eighth more."""
     step = max(1, 1 << (count.bit_length() - 4)) if count > 8 else 1
     return min(MOST_ROWS, -(-count // step) * step)
 

@@ -1,8 +1,8 @@
-"""The torch engine on a device: transformers models over pages, with no wait but for the tokens of a step.
+"""The engine of a GPU: transformers models over pages; the host waits only for the tokens of a step.
 
 A step is decided on the host from lengths alone, packed there, and uploaded in one copy (`llmbatch.engine.gpu.batch`).
-How its forwards are run is the `Execution`'s to decide; small steps of decodes are recorded and repeated
-(`llmbatch.engine.gpu.cuda_graphs`). `submit` queues a step, `collect` waits for the oldest that is queued.
+The `Execution` decides how its forwards are run; small steps of decodes are recorded and replayed
+(`llmbatch.engine.gpu.cuda_graphs`). `submit` queues a step, `collect` waits for the oldest queued one.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class _Queued:
     done: torch.cuda.Event | None  # None: at once
 
     def wait(self) -> float | None:
-        """Wait until it is computed; the seconds that the device took."""
+        """Wait until it is computed; returns the seconds that the device took."""
         if self.begun is None or self.done is None:
             return None
         self.done.synchronize()
@@ -51,9 +51,9 @@ class _Queued:
 class GpuEngine:
     """Runs steps of a loaded model on its device. It owns the KV pages, and the generated tokens until retired.
 
-    `execution` runs its forwards, one after the other where none is given. With a `recorder` small steps of decodes
-    are recorded, if the attention can be (`GraphCapturable`). `decode` turns token ids into text; it is needed by
-    requests that have stop strings. `seed` is the seed of requests that have none of their own.
+    `execution` runs its forwards, one after the other if none is given. With a `recorder` small steps of decodes are
+    recorded, if the attention can be (`GraphCapturable`). `decode` turns token ids into text; requests with stop
+    strings need it. `seed` is the seed of requests without one.
     """
 
     def __init__(
@@ -90,26 +90,26 @@ class GpuEngine:
 
     @property
     def vocabulary(self) -> int:
-        """Tokens that there are."""
+        """The number of tokens in the vocabulary."""
         return int(self._loaded.config.vocab_size)
 
     def begin(self, requests: RequestBatch) -> None:
-        """Take the requests that the next steps are about; what an interrupted job left in slots is forgotten."""
+        """Take the requests of the next steps; forget what an interrupted job left in slots."""
         self._queue.clear()
         self._generation.begin(requests)
 
     def rebind(self, requests: RequestBatch) -> None:
-        """Take other requests, among which are those that are in slots."""
+        """Replace the requests; the new ones include those that are in slots."""
         self._generation.rebind(requests)
 
     def execute(self, step: Step) -> StepResult:
-        """Compute the step, keep the sampled tokens, and say which sequences have finished."""
+        """Compute the step, keep the sampled tokens, and return which sequences have finished."""
         self.submit(step)
         return self.collect()
 
     @torch.inference_mode()
     def submit(self, step: Step) -> StepResult:
-        """Queue a step on the device; which of its sequences will have all the tokens they may have."""
+        """Queue a step on the device; returns which sequences will then have all the tokens they may have."""
         begun = self._mark()
         self._make_room(step.slots)
         decided = self._execution.decide(step)
@@ -123,7 +123,7 @@ class GpuEngine:
         return self._generation.expect(step)
 
     def _forwards(self, decided: ExecutionPlan) -> Iterator[tuple[Step, torch.Tensor, torch.Tensor]]:
-        """Each part of a step, the places that its sampled tokens get, and its logits."""
+        """Run each part of a step; returns the places of its sampled tokens, and its logits."""
         known = self._generated.view(-1)
         if self._graphs is not None and len(decided.parts) == 1 and self._graphs.takes(decided.parts[0].step):
             ((step, _),) = decided.parts
@@ -143,7 +143,7 @@ class GpuEngine:
         return HostBatch.of(step, self._generation, size, plans)
 
     def collect(self) -> StepResult:
-        """Wait for the older queued step; its sampled tokens, and which of its sequences have finished."""
+        """Wait for the older queued step; returns its sampled tokens, and which sequences have finished."""
         queued = self._queue.popleft()
         seconds = queued.wait()
         step, generation = queued.step, self._generation
@@ -157,7 +157,7 @@ class GpuEngine:
         return replace(result, seconds=seconds)
 
     def drop(self, slots: NDArray[np.int32], requests: NDArray[np.int32]) -> None:
-        """These sequences have ended before the queued steps: what is sampled for them is not kept."""
+        """Discard what queued steps sample for these sequences, which have ended before."""
         self._generation.queued[slots] = 0
         for queued in self._queue:
             step = queued.step
@@ -177,7 +177,7 @@ class GpuEngine:
             self._generated = grown
 
     def _draws(self, step: Step) -> Draw | None:
-        """How the samples are drawn that are; None where all of them are the likeliest tokens."""
+        """Return the sampling parameters of the non-greedy rows, or None if every row is greedy."""
         generation = self._generation
         requests = step.requests[step.samples]
         if not generation.temperature[requests].any():
@@ -188,7 +188,7 @@ class GpuEngine:
         )  # fmt: skip
 
     def _mark(self) -> torch.cuda.Event | None:
-        """An event where the device stands in its work; None where there is no queue."""
+        """Record an event at the device's place in its work, or return None if there is no queue."""
         if self._device.type != "cuda":
             return None
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

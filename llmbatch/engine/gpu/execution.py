@@ -1,14 +1,14 @@
-"""How the forwards of a step are run: one after the other, in halves, or side by side.
+"""Execution of a step's forwards: one after the other, in halves, or side by side.
 
 `Sequential` runs one forward. `Interleaved` runs two halves of a step over two streams: products of matrices on one,
 attention on the other, so that while one half attends the other's products are computed (NanoFlow; Zhu et al., 2024,
-with two operations in place of its dozen). The halves are switched at the attention call: what has been queued of one
+with two operations in place of its dozen). The halves are switched at the attention call: the queued work of one half
 ends with its attention, then the other's products are queued. `Partitioned` runs prefills and decodes as two forwards
 on disjoint sets of multiprocessors, switched at the same place so that both are fed.
 
-The streams of `Interleaved` hand memory to each other without `record_stream`. Each stream waits for the other by
-events, and the host frees what attention has read, or written, only after it has queued that wait; so whatever is
-given the memory next is queued behind it.
+The streams of `Interleaved` pass memory to each other without `record_stream`. Each stream waits for the other by
+events, and the host frees memory that attention has read or written only after it has queued that wait. So the next
+user of that memory is queued behind it.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ class Execution(Protocol):
     """Runs the forwards of steps."""
 
     def decide(self, step: Step) -> ExecutionPlan:
-        """How a step is run; touches no device."""
+        """Decide how a step is run; touches no device."""
         ...
 
     def run(self, decided: ExecutionPlan, forwards: Sequence[Forward]) -> list[torch.Tensor]:
-        """What the forwards of the parts return, ready for the current stream."""
+        """Run the forwards of the parts; their results are ready for the current stream."""
         ...
 
     def attend(self, attention: Forward) -> torch.Tensor:
-        """A layer's attention, in a forward that is run here."""
+        """Queue a layer's attention, in a forward that is run here."""
         ...
 
 
@@ -58,43 +58,43 @@ class Sequential:
     """One forward (`Execution`)."""
 
     def decide(self, step: Step) -> ExecutionPlan:
-        """The whole."""
+        """Keep the step whole."""
         return ExecutionPlan(whole(step))
 
     def run(self, decided: ExecutionPlan, forwards: Sequence[Forward]) -> list[torch.Tensor]:
-        """One after the other."""
+        """Run the parts one after the other."""
         return [forward() for forward in forwards]
 
     def attend(self, attention: Forward) -> torch.Tensor:
-        """At once."""
+        """Attend at once."""
         return attention()
 
 
 class AttentionStream(Protocol):
-    """A queue of a device beside the current stream."""
+    """A second queue of a device."""
 
     def current(self) -> torch.cuda.Stream | None:
-        """The current stream; None where a device has none."""
+        """Return the current stream, or None if a device has none."""
         ...
 
     def begin(self, work: Forward) -> tuple[torch.Tensor, Callable[[], None]]:
-        """Queue work behind what the current stream has queued so far; calling what is returned waits for it."""
+        """Queue work behind what the current stream has queued so far; the returned function waits for it."""
         ...
 
 
 class StreamLane:
-    """A CUDA stream (`AttentionStream`), before others where multiprocessors are free."""
+    """A CUDA stream (`AttentionStream`), of higher priority on free multiprocessors."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
 
     def current(self) -> torch.cuda.Stream:
-        """The device's."""
+        """Return the device's current stream."""
         return torch.cuda.current_stream(self._device)
 
     def begin(self, work: Forward) -> tuple[torch.Tensor, Callable[[], None]]:
-        """Work on the stream."""
+        """Queue work on the stream."""
         current = self.current()
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
@@ -105,19 +105,19 @@ class StreamLane:
 
 
 class HostLane:
-    """Where a device has no queues (`AttentionStream`)."""
+    """The queue of a device without queues (`AttentionStream`)."""
 
     def current(self) -> None:
-        """None."""
+        """Return None."""
         return
 
     def begin(self, work: Forward) -> tuple[torch.Tensor, Callable[[], None]]:
-        """Work at once."""
+        """Do the work at once."""
         return work(), lambda: None
 
 
 class Interleaved:
-    """Two halves of a step in turns (`Execution`), where `rates` say that it can pay; `lane` is for attention."""
+    """Two halves of a step in turns (`Execution`), if by `rates` it can pay; `lane` is for attention."""
 
     def __init__(self, rates: Rates, lane: AttentionStream) -> None:
         self._rates = rates
@@ -125,11 +125,11 @@ class Interleaved:
         self._turns = Handoff()
 
     def decide(self, step: Step) -> ExecutionPlan:
-        """Halves, or the whole."""
+        """Choose halves, or the whole."""
         return ExecutionPlan(halves(step) if halves_pay(step, self._rates) else whole(step))
 
     def run(self, decided: ExecutionPlan, forwards: Sequence[Forward]) -> list[torch.Tensor]:
-        """Both in turns, on the current stream."""
+        """Run both halves in turns, on the current stream."""
         if len(forwards) == 1:
             return [forwards[0]()]
         stream = self._lane.current()
@@ -137,7 +137,7 @@ class Interleaved:
         return list(self._turns.run(first, second))
 
     def attend(self, attention: Forward) -> torch.Tensor:
-        """Beside the other half's products."""
+        """Queue the attention, and switch to the other half's products."""
         if not self._turns.taken:
             return attention()
         result, join = self._lane.begin(attention)
@@ -150,9 +150,10 @@ Streams = Callable[[float], tuple[torch.cuda.Stream | None, torch.cuda.Stream | 
 
 
 class Partitioned:
-    """Prefills and decodes on two sets of multiprocessors (`Execution`), where `rates` say that it can pay.
+    """Prefills and decodes on two sets of multiprocessors (`Execution`), if by `rates` it can pay.
 
-    `streams` are those of the sets whose first has such a share of the multiprocessors; None where a device has none.
+    `streams` makes streams on two sets, the first with a given fraction of the multiprocessors; None if a device has
+    none.
     """
 
     def __init__(self, rates: Rates, streams: Streams) -> None:
@@ -161,7 +162,7 @@ class Partitioned:
         self._turns = Handoff()
 
     def decide(self, step: Step) -> ExecutionPlan:
-        """Both sides, or the whole."""
+        """Choose both sides, or the whole."""
         if 0 < step.num_decodes < len(step.slots):
             parts = sides(step)
             share = best_share(parts[0].step, parts[1].step, self._rates, SHARES)
@@ -170,7 +171,7 @@ class Partitioned:
         return ExecutionPlan(whole(step))
 
     def run(self, decided: ExecutionPlan, forwards: Sequence[Forward]) -> list[torch.Tensor]:
-        """Both at once, each on its stream."""
+        """Run both at once, each on its stream."""
         if len(forwards) == 1:
             return [forwards[0]()]
         streams = self._streams(decided.share)
@@ -185,14 +186,14 @@ class Partitioned:
         return list(results)
 
     def attend(self, attention: Forward) -> torch.Tensor:
-        """At once; then it is the other's turn."""
+        """Attend at once; then it is the other's turn."""
         result = attention()
         self._turns.switch()
         return result
 
 
 def on(stream: torch.cuda.Stream | None, forward: Forward) -> Forward:
-    """A forward on a stream, whatever thread it is called in."""
+    """Bind a forward to a stream, whatever thread it is called in."""
 
     def run() -> torch.Tensor:
         with ExitStack() as stack:

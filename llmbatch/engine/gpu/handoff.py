@@ -1,11 +1,11 @@
-"""Two pieces of work that take turns, switched where they say so.
+"""Two pieces of work that take turns, switched where they ask for it.
 
 A forward is a deep stack of calls into a model that is not ours, and must stop in the middle of every layer while
-another one goes on. Coroutines that have a stack of their own do that: greenlets, or threads of which one runs at a
-time. These are threads. torch keeps the current stream, the current device and the inference mode by thread, so each
-piece of work keeps its own across a switch, where greenlets share them and must set them again after each. A switch
-takes some 3 microseconds, against 0.2 with greenlets: at two a layer, 0.2 milliseconds of a step of 32 layers, spent
-while the device computes what is queued.
+another one goes on. Coroutines with a stack of their own can do that: greenlets, or threads that run one at a time.
+These are threads. torch keeps the current stream, the current device and the inference mode by thread, so each piece of
+work keeps its own across a switch, while greenlets share them and must set them again after each. A switch takes some 3
+microseconds, against 0.2 with greenlets: at two a layer, 0.2 milliseconds of a step of 32 layers, spent while the
+device computes the queued work.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ class Handoff:
         self.taken = False  # two pieces of work are under way
 
     def run(self, first: Callable[[], T], second: Callable[[], T]) -> tuple[T, T]:
-        """What both return. The first begins, in this thread; where it raises, the second still runs to its end."""
+        """Run both and return both results.
+
+        The first begins, in this thread; if it raises, the second still runs to its end.
+        """
         for baton in self._batons:
             baton.acquire(blocking=False)
         self._turn, self.taken = 0, True
@@ -42,7 +45,7 @@ class Handoff:
         return one, other.result()
 
     def switch(self) -> None:
-        """Let the other one go on until it switches or ends. Does nothing where it has ended."""
+        """Let the other one go on until it switches or ends. Does nothing if it has ended."""
         if not self.taken:
             return
         mine = self._turn

@@ -1,9 +1,9 @@
 """A step cut into steps that are computed at the same time.
 
-What a part reads and another one writes decides how a step may be cut. Decodes write pages of their own. A prefill may
-read pages that prefills before it in the step write, never such as come after it (`llmbatch.scheduler.admission`). So
-parts whose layers write in their order may be cut anywhere in the order of the step (`halves`), and decodes and
-prefills never wait for one another (`sides`).
+A part must not read what another part has not written yet. Decodes write pages of their own. A prefill may read pages
+of prefills before it in the step, never of later ones (`llmbatch.scheduler.admission`). So parts whose layers write in
+their order may be cut anywhere in the order of the step (`halves`), and decodes and prefills never wait for one another
+(`sides`).
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from llmbatch.scheduler.output import Step
 
 
 class MicroBatch(NamedTuple):
-    """A step that is part of another."""
+    """A step that is part of another step."""
 
     step: Step
     rows: NDArray[np.intp]  # of the whole step, that its sequences are
 
 
 def whole(step: Step) -> tuple[MicroBatch]:
-    """One part."""
+    """Keep the step as one part."""
     return (MicroBatch(step, np.arange(len(step.slots))),)
 
 
 def sides(step: Step) -> tuple[MicroBatch, MicroBatch]:
-    """The prefills, and the decodes."""
+    """Split into the prefills, and the decodes."""
     rows = np.arange(len(step.slots))
     return _part(step, rows[step.num_decodes :]), _part(step, rows[: step.num_decodes])
 
 
 def halves(step: Step) -> tuple[MicroBatch, MicroBatch]:
-    """Two parts with half of the tokens each, and half of the keys that decodes read; a chunk may be in both.
+    """Split into two parts with half of the tokens each, and half of the keys that decodes read; a chunk may be cut.
 
-    The step has two tokens at least, and each half one.
+    The step has at least two tokens, and each half one.
     """
     decodes, tokens = step.num_decodes, step.num_tokens
     read = np.cumsum(step.starts[:decodes] + 1, dtype=np.int64)
@@ -59,7 +59,7 @@ def halves(step: Step) -> tuple[MicroBatch, MicroBatch]:
 
 
 def order_of(parts: tuple[MicroBatch, ...]) -> NDArray[np.intp]:
-    """What is sampled by the parts, one after the other, in the order of the whole step: an index."""
+    """Index the parts' samples, one part after the other, by the order of the whole step."""
     return np.argsort(np.concatenate([part.rows[part.step.samples] for part in parts]))
 
 

@@ -1,4 +1,4 @@
-"""A batch through a model that runs over pages."""
+"""One batch through a model that runs over pages."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class ModelRunner:
         self._execution = execution
 
     def __call__(self, batch: DeviceBatch) -> torch.Tensor:
-        """The logits, in the model's type."""
+        """Queue the batch and return the logits, in the model's type."""
         step = GpuAttention(self._pages, self._attention, batch.plans, batch.places, self._execution.attend)
         logits: torch.Tensor = self._module(
             input_ids=batch.ids[None],

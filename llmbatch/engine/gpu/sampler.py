@@ -1,8 +1,8 @@
-"""Logits to tokens on a device, without waiting for it; what `llmbatch.engine.cpu.sampler` is for the processor.
+"""Logits to tokens on a device, without waiting for it; the counterpart of `llmbatch.engine.cpu.sampler`.
 
-The likeliest token is found by a kernel. Rows that are drawn use the same random numbers as on the processor, and
-the same rule: the token is the one where the cumulative distribution passes the number. Which rows are drawn how is
-known on the host, so that no shape depends on what the device has computed.
+The likeliest token is found by a kernel. Sampled rows use the same random numbers as on the processor, and the same
+rule: the token is the one where the cumulative distribution passes the number. The host knows how each row is sampled,
+so no shape depends on what the device has computed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _uniforms(seeds: NDArray[np.uint64], positions: NDArray[np.int32]) -> NDArra
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """Rows that are drawn, float64 [rows, 3] each: 1 / temperature, top_p, random number; of `top` also top_k."""
+    """Sampled rows, float64 [rows, 3] each: 1 / temperature, top_p, random number; of `top` also top_k."""
 
     plain: NDArray[np.int64]  # rows
     plain_given: NDArray[np.float64]
@@ -50,7 +50,7 @@ class Draw:
         seeds: NDArray[np.uint64],
         positions: NDArray[np.int32],
     ) -> Draw:
-        """Of rows with these parameters; rows with a temperature of 0 are not drawn."""
+        """Collect the rows to sample from their parameters; rows with a temperature of 0 are not sampled."""
         inverse = np.minimum(1.0 / np.maximum(temperature.astype(np.float64), 1e-300), 1e30)
         given = np.stack((inverse, top_p.astype(np.float64), _uniforms(seeds, positions)), axis=1)
         limited = (top_k > 0) | (top_p < 1)
@@ -59,9 +59,9 @@ class Draw:
 
 
 def choose(logits: torch.Tensor, draw: Draw | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """A token for each row of `logits` [rows, vocabulary], int32 [rows], and whether it could be chosen, bool [rows].
+    """Choose a token for each row of `logits` [rows, vocabulary], int32 [rows], and mark the rows that have one.
 
-    That is so where no logit is NaN and the highest is finite. The likeliest is the first of the highest.
+    The mark is bool [rows]: no logit is NaN and the highest is finite. The likeliest is the first of the highest.
     """
     logits = logits.contiguous()
     tokens, finite = best(logits)
@@ -95,7 +95,7 @@ def _draw(logits: torch.Tensor, given: torch.Tensor, top_k: NDArray[np.int64] | 
 
 
 def _pass(sums: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    """Index of the first sum of each row that passes what is wanted; the last that adds anything at most."""
+    """Find the first sum of each row that passes its target; at most the last one that adds anything."""
     index = torch.searchsorted(sums, wanted, right=True)[:, 0]
     last = torch.searchsorted(sums, sums[:, -1:].contiguous())[:, 0]
     return torch.minimum(index, last).clamp(max=sums.shape[1] - 1)  # of sums that are no numbers it would be beyond

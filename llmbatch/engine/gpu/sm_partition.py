@@ -1,8 +1,8 @@
 """A device's multiprocessors in two disjoint sets, with a stream for each: CUDA's green contexts.
 
-torch makes such contexts one by one and each from the whole device, so that two of them may be given the same
-multiprocessors. The driver itself splits a device into a set and its rest; that is called here. What was split stays
-so for the life of the process.
+torch makes such contexts one by one and each from the whole device, so that two of them may get the same
+multiprocessors. The driver itself splits a device into a set and its rest; that is called here. A split lasts for the
+life of the process.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _RESOURCE_BYTES: Final = 512  # a resource has 144; later drivers may write more
 
 
 class NoGreenContexts(Exception):
-    """A device cannot be split; the message says why."""
+    """A device cannot be split; the message gives the reason."""
 
 
 class SplitDevice:
@@ -41,7 +41,7 @@ class SplitDevice:
         self.streams = cache(self._streams)
 
     def _streams(self, share: float) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
-        """A stream on about such a share of the multiprocessors, and one on the others."""
+        """Make a stream on about such a fraction of the multiprocessors, and one on the others."""
         wanted = round(share * torch.cuda.get_device_properties(self._device).multi_processor_count)
         first, rest = (ctypes.create_string_buffer(_RESOURCE_BYTES) for _ in range(2))
         groups = ctypes.c_uint(1)

@@ -1,11 +1,11 @@
-"""When it can pay to compute parts of a step at the same time: what the roofline says.
+"""The roofline's bound on whether parts of a step should be computed at the same time.
 
-An engine that runs kernel after kernel takes max(products, weights) + attention + reads: products of matrices take
-the longer of their arithmetic and of reading the weights, attention of prefills its arithmetic, decodes the reading of
-their KV. While a product is computed memory idles, and while KV is read the matrix units do. Parts that run at the
-same time use both, and pay for it: each reads the weights for itself. So a part must have tokens enough to hide that
-(some 200 on current cards), and there must be reads worth hiding. What is compared here are bounds; whether a card
-comes near them is measured (`llmbatch.engine.calibration.calibrate`).
+An engine that runs kernel after kernel takes max(products, weights) + attention + reads: products of matrices take the
+longer of their arithmetic and of reading the weights, attention of prefills its arithmetic, decodes the reading of
+their KV. While a product is computed memory idles, and while KV is read the matrix units do. Parts that run at the same
+time use both, at a price: each reads the weights for itself. So a part must have enough tokens to hide that (some 200
+on current cards), and there must be reads worth hiding. These are bounds; calibration measures whether a card comes
+near them (`llmbatch.engine.calibration.calibrate`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _WORTH: Final = 0.95  # of the time in turn: the bound must be lower for parts t
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """What a step takes, in seconds, each by itself."""
+    """The seconds of each kind of work in a step."""
 
     products: float
     attention: float  # of prefills
@@ -31,7 +31,7 @@ class StepCost:
 
     @classmethod
     def of(cls, step: Step, rates: Rates) -> StepCost:
-        """The work of a step on a device."""
+        """Compute the work of a step on a device."""
         samples = int(step.samples.sum())
         return cls(
             products=rates.seconds_per_token * step.num_tokens + rates.seconds_per_sample * samples,
@@ -42,23 +42,23 @@ class StepCost:
 
     @property
     def in_turn(self) -> float:
-        """Kernel after kernel."""
+        """The seconds of kernel after kernel."""
         return max(self.products, self.weights) + self.attention + self.reads
 
     @property
     def in_halves(self) -> float:
-        """Two equal halves, the products of one beside the attention of the other, at best."""
+        """The least seconds of two equal halves, the products of one during the attention of the other."""
         return max(max(self.products, 2 * self.weights) + self.attention, self.reads)
 
 
 def halves_pay(step: Step, rates: Rates) -> bool:
-    """Whether two halves can be faster than the whole; a single token has none."""
+    """Tell whether two halves can be faster than the whole; a single token has none."""
     work = StepCost.of(step, rates)
     return step.num_tokens > 1 and work.in_halves < _WORTH * work.in_turn
 
 
 def best_share(prefills: Step, decodes: Step, rates: Rates, shares: Sequence[float]) -> float | None:
-    """The share of the multiprocessors that the prefills of a step are best given; None where the whole is as fast."""
+    """Find the best fraction of the multiprocessors for a step's prefills; None if the whole is as fast."""
     left, right = StepCost.of(prefills, rates), StepCost.of(decodes, rates)
     in_turn = max(left.products + right.products, left.weights) + left.attention + right.reads
 

@@ -15,10 +15,10 @@ STRATEGIES: tuple[Strategy, ...] = ("sequential", "interleaved", "partitioned")
 
 
 def make_execution(name: Strategy, rates: Rates, device: torch.device) -> Execution:
-    """The execution of that name, which cuts steps where the roofline of `rates` says that it can pay.
+    """Build the execution of that name, which cuts steps if the roofline of `rates` finds that it can pay.
 
-    Raises `NoGreenContexts` where the device cannot be partitioned. On a processor, which has no streams, parts are
-    computed in turns all the same.
+    Raises `NoGreenContexts` if the device cannot be partitioned. On a processor, which has no streams, parts are still
+    computed in turns.
     """
     cuda = device.type == "cuda"
     if name == "interleaved":

@@ -1,4 +1,4 @@
-"""Where a model's files are: a local folder, a GGUF file converted once, or a name on the Hugging Face hub."""
+"""The files of a model: a local folder, a GGUF file converted once, or a name on the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -28,14 +28,11 @@ _WEIGHTS: Final = ("*.safetensors", "pytorch_model*.bin")
 
 
 def resolve_model(model: str, meanwhile: Callable[[], None] = lambda: None) -> str:
-    """The local folder that holds `model`'s config, weights and tokenizer. While it is made, `meanwhile` is called.
+    """Find the local folder with `model`'s config, weights and tokenizer. Calls `meanwhile` while it is made.
 
-    `model` is a folder, a `.gguf` file or a folder with one (converted once, kept in `cache_folder()`), or the name
-    of a model on the hub, taken from the local hub cache where it is complete.
-
-    Raises:
-        ModelError: it is none of these, or cannot be fetched (said within ten seconds), or a GGUF file cannot be
-            converted.
+    `model` is a folder, a `.gguf` file or a folder with one (converted once, kept in `cache_folder()`), or the name of
+    a model on the hub, taken from the local hub cache if it is complete. Raises ModelError if it is none of these, or
+    cannot be fetched (raised within ten seconds), or a GGUF file cannot be converted.
     """
     path = Path(model).expanduser()
     if path.is_file():
@@ -61,12 +58,12 @@ def resolve_model(model: str, meanwhile: Callable[[], None] = lambda: None) -> s
 
 
 def has_weights(folder: Path) -> bool:
-    """Whether a folder holds weights that transformers reads."""
+    """Tell whether a folder holds weights that transformers reads."""
     return any(next(folder.glob(pattern), None) is not None for pattern in _WEIGHTS)
 
 
 def model_digest(folder: str) -> str:
-    """A name for what a model's folder holds: each file by its name and its whole content."""
+    """Digest the contents of a model's folder: each file by its name and its whole content."""
     files = sorted({file for pattern in (*_METADATA, *_WEIGHTS) for file in Path(folder).glob(pattern)})
     named = zip(files, digests(files, cache_folder()), strict=True)
     listed = "".join(f"{file.name} {content}\n" for file, content in named)
@@ -88,7 +85,7 @@ def no_progress_bars() -> Iterator[None]:
 
 
 def _identity(file: Path) -> str:
-    """A name for a file's whole content."""
+    """Identify a file's whole content."""
     return digest(file, cache_folder())[:16]
 
 
@@ -112,7 +109,7 @@ def _converted(file: Path, meanwhile: Callable[[], None]) -> Path:
 
 
 def main(source: str, target: str) -> None:
-    """Convert a GGUF file, or say why not. One process at a time; the others wait, and find it done."""
+    """Convert a GGUF file, or print why not. One process converts at a time; the others wait, and find it done."""
     file, folder = Path(source), Path(target)
     lock = folder.with_name(f".{folder.name}.lock")
     with lock.open("w") as held:
@@ -129,10 +126,10 @@ def main(source: str, target: str) -> None:
 
 
 def _convert(file: Path, target: Path) -> None:
-    """Write a GGUF file as a transformers folder, in bfloat16 where that loses nothing, else in float32.
+    """Write a GGUF file as a transformers folder, in bfloat16 if that loses nothing, else in float32.
 
-    In a process of its own: transformers reads all metadata of the file for each of config, weights and tokenizer, and
-    makes the map of names again for each module, which takes ten of twelve seconds. Here each is made once.
+    Runs in a process of its own. transformers reads all metadata of the file for each of config, weights and tokenizer,
+    and makes the map of names again for each module, which takes ten of twelve seconds. Here each is made once.
     """
     import gguf
     import torch
@@ -181,7 +178,7 @@ def _fetched(model: str) -> str:
 
 
 def _hub_files(model: str) -> list[str]:
-    """Names of a hub model's files; TimeoutError where the hub does not answer in time, retries included."""
+    """List a hub model's files; TimeoutError if the hub does not answer in time, retries included."""
     from huggingface_hub import HfApi
 
     answer: list[list[str]] = []

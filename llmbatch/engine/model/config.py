@@ -1,7 +1,7 @@
-"""What a job must know of a model before its weights are loaded: what it is, and that it is supported.
+"""What a job must know of a model before its weights are loaded: its config, and that it is supported.
 
-What would silently change answers when sequences are packed into one row (rotary embeddings that depend on the
-longest sequence, attention that is not causal softmax) is refused here as far as the config tells.
+Some parts would silently change answers when sequences are packed into one row (rotary embeddings that depend on the
+longest sequence, attention that is not causal softmax). They are refused here as far as the config shows them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _PROCESSOR: Final = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """A supported model, as its config tells."""
+    """A supported model, described by its config."""
 
     config: PretrainedConfig  # of the text model
     whole_config: PretrainedConfig  # of all its parts, what the model is built from
@@ -50,10 +50,7 @@ def describe_model(
     """Read the config in `folder`.
 
     `dtype` auto is bfloat16 on a GPU, and on a processor that multiplies it faster than float32, as measured; else
-    float32.
-
-    Raises:
-        ModelError: the config cannot be read, or the model has a part that is not supported.
+    float32. Raises ModelError if the config cannot be read, or the model has a part that is not supported.
     """
     try:
         shared = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
@@ -76,12 +73,12 @@ def describe_model(
 
 
 def bytes_per_token(config: PretrainedConfig, dtype: torch.dtype, device: torch.device = _PROCESSOR) -> int:
-    """KV bytes of one token in all layers, as pages hold them (a processor's round the width of a value up to 16)."""
+    """Return KV bytes of one token in all layers, as pages hold them (on a processor, widths rounded up to 16)."""
     return kv_bytes(config, dtype, padded=device.type == "cpu")
 
 
 def unsupported(folder: str, part: str, supported: str) -> ModelError:
-    """The error of a model with a part that llmbatch does not run."""
+    """Build the error of a model with a part that llmbatch does not run."""
     return ModelError(f"model {folder!r} uses {part}, which is not supported: {supported}.")
 
 
@@ -98,7 +95,7 @@ def _element(folder: str, dtype: DType, device: torch.device) -> torch.dtype:
 
 
 def _bfloat16_gain() -> float:
-    """Seconds of a product of a layer's size over those in bfloat16; having its instructions is not enough."""
+    """Measure the seconds of a layer-sized product in float32 over bfloat16; having its instructions is not enough."""
     if not (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()):
         return 0.0
     seconds = []

@@ -1,7 +1,7 @@
-"""Names for whole files: two files of equal name hold equal bytes.
+"""Digests of whole files: two files of equal digest hold equal bytes.
 
-The hub's cache names a file by the hash of its content already. Any other file is hashed in full once; the digest is
-kept with what the file system says of the file, which differs as soon as the file is written to.
+The hub's cache already names a file by the hash of its content. Any other file is hashed in full once; the digest is
+kept with the file's metadata, which changes as soon as the file is written to.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _log = logging.getLogger("llmbatch")
 
 
 def digests(files: Sequence[Path], cache: Path) -> list[str]:
-    """A name for the content of each file; those of large files are kept in the folder `cache`."""
+    """Digest the content of each file; digests of large files are kept in the folder `cache`."""
     known = [_of_blob(file) or _kept(file, cache) for file in files]
     unknown = [file for file, name in zip(files, known, strict=True) if name is None]
     nbytes = sum(file.stat().st_size for file in unknown)
@@ -40,24 +40,24 @@ def digests(files: Sequence[Path], cache: Path) -> list[str]:
 
 
 def digest(file: Path, cache: Path) -> str:
-    """A name for the content of one file."""
+    """Digest the content of one file."""
     return digests([file], cache)[0]
 
 
 def _of_blob(file: Path) -> str | None:
-    """What the hub's cache calls the content of a file; None where the file lies elsewhere."""
+    """Return the name that the hub's cache gives the content of a file; None if the file lies elsewhere."""
     target = file.resolve()
     return target.name if target.parent.name == "blobs" and _BLOB.fullmatch(target.name) else None
 
 
 def _state(file: Path) -> list[int]:
-    """What changes when a file does: also where its bytes keep their number, and its time is set back."""
+    """Return metadata that changes with a file, even if its size stays and its time is set back."""
     status = file.stat()
     return [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_dev, status.st_ino]
 
 
 def _note(file: Path, cache: Path) -> Path:
-    """Where the digest of a file is kept."""
+    """Return the place where the digest of a file is kept."""
     return cache / "digests" / f"{hashlib.blake2b(os.fsencode(file.resolve()), digest_size=16).hexdigest()}.json"
 
 

@@ -1,8 +1,8 @@
-"""Decoder layers that add what they compute to their input as products write it.
+"""Decoder layers that add their outputs to their input inside the matrix products.
 
-A layer of the common kind is h = h + attention(norm(h)), then h = h + mlp(norm(h)). Both branches end in a product,
-and a product can add to what is there: so neither sum is a pass of its own, and the layer's output takes its input's
-place (docs/decisions/0014). It is for devices, since on a processor the weights of products are laid out otherwise.
+A layer of the common kind is h = h + attention(norm(h)), then h = h + mlp(norm(h)). Both branches end in a product, and
+a product can add to its output buffer: so neither sum is a pass of its own, and the layer's output replaces its input
+in memory (docs/decisions/0014). It is for devices, since on a processor the weights of products are laid out otherwise.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _PARTS: Final = {
 
 
 class FusedLayer(nn.Module):
-    """A decoder layer without sums of its own. It overwrites its input."""
+    """A decoder layer without separate additions. It overwrites its input."""
 
     def __init__(self, original: Any) -> None:
-        """`original` has fused parts, and products without bias; models may read its other attributes here too."""
+        """Wrap `original`, which has fused parts and unbiased products; models may read its attributes here."""
         super().__init__()
         self.input_layernorm: FusedNorm = original.input_layernorm
         self.self_attn: FusedAttention = original.self_attn
@@ -45,7 +45,7 @@ class FusedLayer(nn.Module):
         llmbatch: AttentionContext,
         **_: Any,
     ) -> torch.Tensor:
-        """The contract of transformers' decoder layers, as models call them; returns its [1, tokens, hidden]."""
+        """Follow the contract of transformers' decoder layers, as models call them; returns [1, tokens, hidden]."""
         residual = hidden_states[0]
         attended = self.self_attn.inner(self.input_layernorm(hidden_states), position_embeddings, llmbatch)
         residual.addmm_(attended, self.self_attn.o_proj.weight.T)
@@ -57,7 +57,7 @@ class FusedLayer(nn.Module):
 def fuse_layers(model: nn.Module, specs: dict[int, AttentionSpec], dtype: torch.dtype, pieces: ModelOps) -> None:
     """Replace, in place, the decoder layers of a fused `model` that have the common parts and steps.
 
-    None is replaced where the model reads what a layer was given after that layer.
+    Replaces none if the model reads a layer's input after that layer.
     """
     fused: dict[nn.Module, FusedLayer] = {}
 
@@ -87,7 +87,7 @@ def _has_parts(layer: nn.Module) -> bool:
 def _fused_layer(
     layer: Any, given: tuple[Any, ...], named: dict[str, Any], out: Any, dtype: torch.dtype
 ) -> FusedLayer | None:
-    """The replacement of a layer that was called like this, and returned this."""
+    """Build the replacement of a layer from its call and its result."""
     if layer.self_attn.o_proj.bias is not None or layer.mlp.down_proj.bias is not None or len(given) != 1:
         return None
     [hidden] = given

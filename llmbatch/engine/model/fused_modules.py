@@ -1,11 +1,10 @@
-"""Modules of a transformers model replaced by equal ones that touch memory less often.
+"""Replacements for modules of a transformers model: equal results with fewer passes over memory.
 
-Three shapes of module make up most decoder layers whatever the family is called: RMSNorm, a gated MLP
-(`gate_proj`, `up_proj`, `down_proj`), and attention with separate projections (`q_proj`, `k_proj`, `v_proj`,
-`o_proj`, perhaps norms of queries and keys). Each is recognised by its shape, and its replacement takes its place
-only after both gave the same answer to a probe. What is not recognised, or differs, stays as it is and works.
-On a processor the weights of linear layers are laid out as the products of MKL read them, or of oneDNN where there is
-no MKL (`pack_linears`).
+Three shapes of module make up most decoder layers whatever the family is called: RMSNorm, a gated MLP (`gate_proj`,
+`up_proj`, `down_proj`), and attention with separate projections (`q_proj`, `k_proj`, `v_proj`, `o_proj`, perhaps norms
+of queries and keys). Each is recognised by its shape, and replaced only after both gave the same answer to a probe.
+Modules that are not recognised, or differ, stay as they are and work. On a processor the weights of linear layers are
+laid out as the products of MKL read them, or of oneDNN if there is no MKL (`pack_linears`).
 """
 
 from __future__ import annotations
@@ -39,11 +38,11 @@ class FusedNorm(nn.Module):
 
     @property
     def epsilon(self) -> float:
-        """What is added to the mean square."""
+        """The term that is added to the mean square."""
         return self._epsilon
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Each row over its root mean square, times the weight."""
+        """Divide each row by its root mean square, times the weight."""
         hidden_states = hidden_states.contiguous()
         out = torch.empty_like(hidden_states)
         width = hidden_states.shape[-1]
@@ -62,12 +61,12 @@ class FusedMLP(nn.Module):
         self._activation = activation
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """[..., hidden] to [..., hidden]."""
+        """Map [..., hidden] to [..., hidden]."""
         out: torch.Tensor = self.down_proj(self.inner(hidden_states))
         return out
 
     def inner(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """What `down_proj` is given, [..., width]."""
+        """Compute the input of `down_proj`, [..., width]."""
         both = self.gate_up(hidden_states)
         width = both.shape[-1] // 2
         inner: torch.Tensor = both.new_empty(*both.shape[:-1], width)
@@ -79,7 +78,7 @@ class FusedAttention(nn.Module):
     """Attention whose three projections are one product, and whose keys and values go straight into pages."""
 
     def __init__(self, original: Any, spec: AttentionSpec, *, halves: bool) -> None:
-        """`halves`: angles come once for the two halves of a head that are rotated against each other."""
+        """Stack the projections; `halves`: one set of angles serves both halves of a head."""
         super().__init__()
         self._halves = halves
         self.qkv = _stack(original.q_proj, original.k_proj, original.v_proj)
@@ -101,7 +100,7 @@ class FusedAttention(nn.Module):
         llmbatch: AttentionContext,
         **__: Any,
     ) -> tuple[torch.Tensor, None]:
-        """The contract of transformers' attention modules: [1, tokens, hidden] to the same, and no weights."""
+        """Follow the contract of transformers' attention modules: [1, tokens, hidden] to the same, and no weights."""
         return self.o_proj(self.inner(hidden_states, position_embeddings, llmbatch)[None]), None
 
     def inner(
@@ -110,14 +109,14 @@ class FusedAttention(nn.Module):
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
         step: AttentionContext,
     ) -> torch.Tensor:
-        """What `o_proj` is given, [tokens, query heads * width]."""
+        """Compute the input of `o_proj`, [tokens, query heads * width]."""
         packed = self.qkv(hidden_states)[0]
         cosine, sine = (torch.cat((x[0], x[0]), -1) if self._halves else x[0] for x in position_embeddings)
         return step.run(self._spec, packed, cosine=cosine.contiguous(), sine=sine.contiguous(), **self._norms)
 
 
 class PackedLinear(nn.Module):
-    """A linear layer in float32 whose weight is laid out once, for MKL or for oneDNN; some dozens of rows gain most.
+    """A linear layer in float32 with its weight packed once, for MKL or for oneDNN; some dozens of rows gain most.
 
     MKL's layout is made for a number of rows, but its product takes any; the operator asks for the number it is given.
     """
@@ -136,7 +135,7 @@ class PackedLinear(nn.Module):
         self._weight = reorder(weight, self._ROWS)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """[..., in_features] to [..., out_features]."""
+        """Map [..., in_features] to [..., out_features]."""
         out: torch.Tensor
         if self._mkl:
             rows = hidden_states.numel() // self.in_features
@@ -154,12 +153,12 @@ def fuse(model: nn.Module, specs: dict[int, AttentionSpec], dtype: torch.dtype, 
 
 
 def pack_linears(model: nn.Module) -> None:
-    """Lay out the weights of linear layers in float32 as products on the processor read them."""
+    """Pack the weights of linear layers in float32 as products on the processor read them."""
     replace_modules(model, _packed_linear)
 
 
 def replace_modules(model: nn.Module, build: Callable[[nn.Module], nn.Module | None]) -> None:
-    """Put what `build` makes of a module in its place, except None."""
+    """Replace each module by what `build` makes of it, unless that is None."""
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             replacement = build(child)
@@ -168,7 +167,7 @@ def replace_modules(model: nn.Module, build: Callable[[nn.Module], nn.Module | N
 
 
 def _stack(*layers: nn.Linear) -> nn.Linear:
-    """One linear layer whose outputs are those of `layers`, one after another."""
+    """Stack linear layers into one whose outputs are those of `layers`, one after another."""
     weight = torch.cat([layer.weight.detach() for layer in layers])
     biases: list[torch.Tensor | None] = [layer.bias for layer in layers]
     has_bias = any(bias is not None for bias in biases)
@@ -184,14 +183,14 @@ def _stack(*layers: nn.Linear) -> nn.Linear:
 
 
 def equal(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Equal up to the order of sums; bfloat16 also up to where each side rounds."""
+    """Tell whether two results are equal up to the order of sums; for bfloat16 also up to rounding."""
     tolerance = 1e-4 if dtype == torch.float32 else 4e-2
     a, b = a.float(), b.float()
     return bool((a - b).abs().max() <= tolerance * b.abs().max().clamp(min=1e-6))
 
 
 def _probe(*shape: int, like: torch.Tensor) -> torch.Tensor:
-    """Numbers of the type of `like`, and where it is."""
+    """Make numbers of the type of `like`, on its device."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(0)).to(like)
 
 

@@ -1,7 +1,7 @@
 """A folder to a model that runs over pages, or a clear reason why not.
 
-The one place that knows how transformers builds models. What the config cannot tell is learnt by a survey, a
-forward of two tokens in which every attention layer says what it asks for; what is not supported is refused.
+The one place that knows how transformers builds models. A survey learns what the config does not show: a forward of two
+tokens in which every attention layer states what it needs. Unsupported parts are refused.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _HARMLESS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model ready to run, with what a job needs to know of it."""
+    """A model ready to run, with its facts that a job needs."""
 
     module: nn.Module
     config: PretrainedConfig  # of the text model
@@ -56,12 +56,10 @@ def load_model(
     trust_remote_code: bool = False,
     platform: Platform,
 ) -> LoadedModel:
-    """Load the model in `folder` (see `resolve_model`) onto a device, straight from the files where they allow it.
+    """Load the model in `folder` (see `resolve_model`) onto a device, straight from the files if they allow it.
 
-    `dtype` as for `describe_model`; `load_format` dummy fills the weights with seeded noise, for benchmarks.
-
-    Raises:
-        ModelError: the folder has no weights, or the model has a part that is not supported.
+    `dtype` as for `describe_model`; `load_format` dummy fills the weights with seeded noise, for benchmarks. Raises
+    ModelError if the folder has no weights, or the model has a part that is not supported.
     """
     described = describe_model(folder, dtype=dtype, trust_remote_code=trust_remote_code, device=platform.device)
     AttentionInterface.register(_ATTENTION, _attention)
@@ -121,7 +119,7 @@ def load_model(
 
 
 def _placed(platform: Platform) -> dict[str, Any]:
-    """What has weights read from their files straight to the device; without it they are moved there afterwards."""
+    """Return options that read weights from files straight to the device; otherwise they are moved afterwards."""
     if platform.is_host or find_spec("accelerate") is None:
         return {}
     return {"device_map": {"": str(platform.device)}}
@@ -137,13 +135,13 @@ def _attention(
     llmbatch: Any,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """What transformers calls for attention: [1, heads, tokens, width] each, to [1, tokens, heads, width]."""
+    """Attend as transformers calls it: [1, heads, tokens, width] each, to [1, tokens, heads, width]."""
     out: torch.Tensor = llmbatch.attend(module, query, key, value, options)
     return out, None
 
 
 class _Survey:
-    """Stands where a step does, and notes what every attention layer asks for."""
+    """A stand-in for a step that notes what every attention layer asks for."""
 
     def __init__(self, folder: str) -> None:
         self._folder = folder
@@ -207,7 +205,7 @@ def _survey(folder: str, module: nn.Module, text: PretrainedConfig, device: torc
 
 
 def _read_generation_config(path: Path, text: PretrainedConfig) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """EOS ids, from generation_config.json where there is one, and which of its fields are left aside."""
+    """Read EOS ids from generation_config.json, if there is one, and which of its fields are ignored."""
     given: dict[str, Any] = {}
     if (path / "generation_config.json").is_file():
         given = json.loads((path / "generation_config.json").read_text())

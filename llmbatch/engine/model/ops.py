@@ -1,4 +1,4 @@
-"""The seam between the modules that run a model and the kernels of the device that it runs on."""
+"""The protocols between a model's modules and the kernels of the device it runs on."""
 
 from __future__ import annotations
 
@@ -23,40 +23,40 @@ class AttentionContext(Protocol):
         key_norm: torch.Tensor | None = None,
         epsilon: float = 0.0,
     ) -> torch.Tensor:
-        """Attention output [tokens, query heads * width] of a layer.
+        """Attend in one layer: [tokens, query heads * width].
 
         `packed` is [tokens, (query heads + 2 * KV heads) * width]: queries, keys, values of each token; it may be
-        written over. Where a norm's weight is given, float32 [width], RMSNorm per head comes first; then rotary
-        embedding by `cosine` and `sine` [tokens, rotated elements of a head], halves against each other.
+        overwritten. If a norm's weight is given, float32 [width], RMSNorm per head comes first; then rotary embedding
+        by `cosine` and `sine` [tokens, rotated elements of a head], halves against each other.
         """
         ...
 
     def attend(
         self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: dict[str, Any]
     ) -> torch.Tensor:
-        """The same for a module that projects and rotates by itself: [1, heads, tokens, width] each."""
+        """Attend for a module that projects and rotates by itself: [1, heads, tokens, width] each."""
         ...
 
 
 class ModelOps(Protocol):
-    """What is computed between products."""
+    """The operations between products."""
 
     def normalize(self, x: torch.Tensor, weight: torch.Tensor, epsilon: float, out: torch.Tensor) -> None:
-        """RMSNorm of each row: out = x / sqrt(mean(x**2) + epsilon) * weight; [rows, width], `weight` float32."""
+        """Apply RMSNorm to each row: out = x / sqrt(mean(x**2) + epsilon) * weight; [rows, width], `weight` float32."""
         ...
 
     def gate(self, x: torch.Tensor, activation: int, out: torch.Tensor) -> None:
-        """out = activation(x[:, :width]) * x[:, width:], for `out` [rows, width]."""
+        """Compute out = activation(x[:, :width]) * x[:, width:], for `out` [rows, width]."""
         ...
 
     def probe_step(self, specs: dict[int, AttentionSpec], dtype: torch.dtype, tokens: int) -> AttentionContext:
-        """A step of one sequence of so many tokens, over a page of its own."""
+        """Make a step of one sequence of so many tokens, over a page of its own."""
         ...
 
 
 def attend_unpacked(
     step: AttentionContext, spec: AttentionSpec, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 ) -> torch.Tensor:
-    """`AttentionContext.attend` by `run`."""
+    """Implement `AttentionContext.attend` by `run`."""
     packed = torch.cat((query[0], key[0], value[0])).transpose(0, 1)  # [tokens, heads of all three, width]
     return step.run(spec, packed.reshape(len(packed), -1)).view(1, len(packed), -1, spec.width)

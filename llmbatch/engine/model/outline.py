@@ -1,7 +1,7 @@
-"""A model that is described and not run, without torch and transformers: what the simulated engine needs of it.
+"""A model that is described and not run, without torch and transformers: what the simulated engine needs.
 
-A config is read as it stands in `config.json`, where it is one of a family that is known to run and names every field
-that is asked for; of any other, `llmbatch.engine.model.config` says what it is, which takes seconds to import.
+A config is read as it stands in `config.json`, if it is one of a family that is known to run and has every field that
+is needed. Any other config is read by `llmbatch.engine.model.config`, which takes seconds to import.
 """
 
 from __future__ import annotations
@@ -39,41 +39,41 @@ _FIELDS: Final = (
 
 
 class Element(Protocol):
-    """A type of numbers."""
+    """A number type."""
 
     @property
     def itemsize(self) -> int:
-        """Bytes of one."""
+        """The bytes of one number."""
         ...
 
 
 class Described(Protocol):
-    """What is asked of a model that is not run."""
+    """The facts of a model that is not run."""
 
     @property
     def config(self) -> object:
-        """Of the text model."""
+        """The config of the text model."""
         ...
 
     @property
     def dtype(self) -> Element:
-        """Of weights and KV."""
+        """The type of weights and KV."""
         ...
 
     @property
     def context_length(self) -> int:
-        """Most tokens of prompt and answer together."""
+        """The most tokens of prompt and answer together."""
         ...
 
     @property
     def bytes_per_token(self) -> int:
-        """Of KV, in all layers."""
+        """The KV bytes of a token, in all layers."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class NamedType:
-    """A type of numbers, by its name."""
+    """A number type, by its name."""
 
     name: str
     itemsize: int
@@ -84,7 +84,7 @@ class NamedType:
 
 @dataclass(frozen=True, slots=True)
 class Outline:
-    """A model as its `config.json` has it."""
+    """A model, read from its `config.json`."""
 
     config: SimpleNamespace
     dtype: NamedType
@@ -93,7 +93,7 @@ class Outline:
 
 
 def outline(folder: str, dtype: DType) -> Outline | None:
-    """The outline of a model on a processor; None where more must be asked to know it."""
+    """Outline a model on a processor, or return None if the config alone does not suffice."""
     try:
         config = SimpleNamespace(**json.loads((Path(folder) / "config.json").read_text()))
     except (OSError, ValueError, TypeError):
@@ -109,7 +109,7 @@ def outline(folder: str, dtype: DType) -> Outline | None:
 
 
 def kv_bytes(config: object, dtype: Element, *, padded: bool) -> int:
-    """KV bytes of one token in all layers, as pages hold them; `padded` values are as wide as a multiple of 16."""
+    """Return KV bytes of one token in all layers, as pages hold them; `padded`: widths are rounded up to 16."""
     heads = int(read_field(config, "num_attention_heads"))
     width = int(read_field(config, "head_dim") or read_field(config, "hidden_size") // heads)
     wide = -(-width // LANES) * LANES if padded else width
@@ -118,9 +118,9 @@ def kv_bytes(config: object, dtype: Element, *, padded: bool) -> int:
 
 
 def pool_of(model: Described, config: EngineConfig, *, free: float, page_size: int) -> Pool:
-    """The pool in so much `free` memory, as far as it is known before the weights are loaded.
+    """Size the pool in so much `free` memory, as far as it is known before the weights are loaded.
 
-    Raises ParameterError where no page fits.
+    Raises ParameterError if no page fits.
     """
     page_bytes = model.bytes_per_token * page_size
     memory = config.kv_memory
@@ -132,22 +132,22 @@ def pool_of(model: Described, config: EngineConfig, *, free: float, page_size: i
 
 
 def simulated_pool(model: Described, config: EngineConfig) -> Pool:
-    """The pool of an engine that holds nothing in it."""
+    """Size the pool of an engine that holds nothing in it."""
     return pool_of(model, config, free=available_memory(), page_size=config.page_size or HOST_PAGE_SIZE)
 
 
 def simulated_cost(model: Described) -> CostModel:
-    """What requests are taken to cost where nothing is computed."""
+    """Return the assumed cost of requests when nothing is computed."""
     return CostModel(shape_of(model), replace(find_hardware(_SIMULATED), step_seconds=_HOST_SECONDS))
 
 
 def shape_of(model: Described) -> ModelShape:
-    """Its shape, with weights and KV of its type."""
+    """Return its shape, with weights and KV of its type."""
     return ModelShape.from_config(model.config, model.dtype.itemsize)
 
 
 def _element(dtype: DType) -> NamedType | None:
-    """The type on a processor; None where it is not known which one is faster, or there is no such type."""
+    """Return the type on a processor; None if it is unknown which one is faster, or there is no such type."""
     if dtype == "auto":
         gain = recalled(BFLOAT16_GAIN, version("torch"))
         if gain is None:

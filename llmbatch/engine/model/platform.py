@@ -1,4 +1,4 @@
-"""A device that models run on, and what is particular to it."""
+"""A device that models run on, with its kernels."""
 
 from __future__ import annotations
 
