@@ -1,23 +1,23 @@
-"""Mixes of three traces that have a wanted compute density and prefix sharing, exactly as drawn.
+"""Mixes of three traces with a wanted compute density and prefix sharing, exact on the rows drawn.
 
-The three are a compute-heavy, a prefix-sharing and a memory-heavy source (BlendServe, appendix A.3). Density is
-compute seconds, without those of shared prompt tokens, over memory seconds; sharing is shared prompt tokens over
-prompt tokens. Means of the sources would not do to solve for them: what rows share depends on how many are drawn,
-and a source of long answers is so heavy-tailed that a few hundred draws of it miss its mean by far. So the rows
-come first and the counts after: each source is a stream of draws, the mix is the first so many of each, and the
-best counts are taken by totals that are exact.
+The three are a compute-heavy, a prefix-sharing and a memory-heavy source (BlendServe, appendix A.3). Density is compute
+seconds, without those of shared prompt tokens, over memory seconds; sharing is shared prompt tokens over prompt tokens.
+The counts cannot be solved from the sources' means: how much rows share depends on how many are drawn, and a source of
+long answers is so heavy-tailed that a few hundred draws of it miss its mean by far. So the rows come first and the
+counts after: each source is a stream of draws, the mix is the first so many of each, and the best counts are found from
+exact totals.
 
 Totals of the first k draws, for all k, are prefix sums once it is known which tokens of a draw an earlier one has
-computed. A row that joins a prefix tree adds its length less the longest prefix it has in common with a row there
-already, and among sorted rows that is one of its neighbours. So take all rows away again, the last drawn first:
-the neighbours it then has were drawn before it. A linked list does that in one pass; where a row leaves, what its
-neighbours share is the lesser of what it shared with either. (`_known`) Drawing a row again adds only its text
-after the last block that another row of the trace shares: that text is new for each draw.
+computed. A row that joins a prefix tree adds its length less the longest prefix it has in common with a row already
+there, and among sorted rows that is one of its neighbours. So all rows are taken away again, the last drawn first: the
+neighbours a row then has were drawn before it. A linked list does that in one pass; when a row leaves, its neighbours
+share the lesser of what it shared with either (`_known`). Drawing a row again adds only its text after the last block
+that another row of the trace shares: that text is new for each draw.
 
 Density and sharing of any three counts are then a few look-ups. For each count of the prefix-sharing source the
-memory-heavy count that meets the density is found by bisection, for all at once, and the best pair is taken.
-The same pass tells which sharings a density allows, for the caller who asks for another. Where the best misses the
-tolerance (few requests, one of which may hold most memory seconds) other streams are drawn.
+memory-heavy count that meets the density is found by bisection, for all at once, and the best pair is taken. The same
+pass finds the sharings that a density allows, for the error message. If the best misses the tolerance (few requests,
+one of which may hold most memory seconds), other streams are drawn.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class PrefixGroups:
     output: int
 
     def trace(self) -> Trace:
-        """All rows, group after group."""
+        """Make all rows, group after group."""
         count = self.groups * self.rows
         return Trace(
             ("groups",),
@@ -70,7 +70,7 @@ class PrefixGroups:
 
 @dataclass(frozen=True, slots=True)
 class Mix:
-    """What a mix is to have; `groups`, where given, stand in for the prefix-sharing trace."""
+    """The targets of a mix; `groups`, if given, replace the prefix-sharing trace."""
 
     density: float
     sharing: float
@@ -98,7 +98,7 @@ MIXES: Mapping[str, Mix] = MappingProxyType(
 
 
 def parse_mix(text: str) -> Mix:
-    """The mix of that name (see `MIXES`), or of "DENSITY,SHARING". Raises `ParameterError` for anything else."""
+    """Parse the name of a mix (see `MIXES`), or "DENSITY,SHARING". Raises `ParameterError` for anything else."""
     if (found := MIXES.get(text.lower())) is not None:
         return found
     try:
@@ -113,7 +113,7 @@ def parse_mix(text: str) -> Mix:
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """The requests of a mix in the order of a job, and what they have together."""
+    """The requests of a mix in the order of a job, with their density and sharing."""
 
     trace: Trace
     counts: tuple[int, int, int]  # draws of the compute-heavy, the prefix-sharing and the memory-heavy source
@@ -124,9 +124,9 @@ class Drawn:
 def draw_mix(traces: Sequence[Trace], mix: Mix, requests: int, cost: CostModel, seed: int) -> Drawn:
     """Draw so many requests from the compute-heavy, the prefix-sharing and the memory-heavy trace, shuffled.
 
-    Each source gets a system prompt of its own. A source is drawn through in random order, again and again in
-    a new one. Density is met within 1 %, sharing within .005, on the rows drawn. The same arguments give
-    the same rows. Raises `ParameterError` where no counts of draws reach that, saying what can be reached.
+    Each source gets a system prompt of its own. A source is drawn through in random order, again and again in a new
+    one. Density is met within 1 %, sharing within .005, on the rows drawn. The same arguments give the same rows.
+    Raises `ParameterError` if no counts of draws reach that, with the reachable values.
     """
     if requests < 1:
         raise ParameterError(f"A mix must have at least 1 request, and {requests} were asked for.")
@@ -148,7 +148,7 @@ def draw_mix(traces: Sequence[Trace], mix: Mix, requests: int, cost: CostModel, 
 
 
 def _three(traces: Sequence[Trace], mix: Mix) -> tuple[Trace, Trace, Trace]:
-    """The sources of a mix. Raises `ParameterError` for another number, or where one source is in two of them."""
+    """Find the sources of a mix. Raises `ParameterError` unless there are three, none of them twice."""
     if mix.groups is not None and len(traces) in (2, 3):
         three = traces[0], mix.groups.trace(), traces[-1]
     elif mix.groups is None and len(traces) == 3:
@@ -202,7 +202,7 @@ class Sources:
         )
 
     def streams(self, length: int, rng: np.random.Generator) -> Streams:
-        """So many draws from each source."""
+        """Draw so many rows from each source."""
         each = [np.arange(first, last, dtype=np.int32) for first, last in pairwise(self.starts)]
         # [times a source is drawn through, its rows]
         orders = [rng.permuted(np.broadcast_to(rows, (-(-length // rows.size), rows.size)), axis=1) for rows in each]
@@ -243,19 +243,19 @@ class Streams:
     shared: Floats  # [3, length + 1] prompt tokens that an earlier draw has computed
 
     def density(self, a: Any, b: Any, c: Any) -> Any:
-        """Compute over memory seconds of the first draws, so many of each source; elementwise."""
+        """Return compute over memory seconds of the first draws, so many of each source; elementwise."""
         return _sum(self.compute, a, b, c) / _sum(self.memory, a, b, c)
 
     def sharing(self, a: Any, b: Any, c: Any) -> Any:
-        """Shared prompt tokens over prompt tokens of the first draws; elementwise."""
+        """Return shared prompt tokens over prompt tokens of the first draws; elementwise."""
         return _sum(self.shared, a, b, c) / _sum(self.prompt, a, b, c)
 
     def first(self, a: int, b: int, c: int) -> NDArray[np.int32]:
-        """The rows of the first draws, source after source."""
+        """Return the rows of the first draws, source after source."""
         return np.concatenate([rows[:count] for rows, count in zip(self.rows, (a, b, c))])
 
     def nearest(self, mix: Mix) -> Nearest:
-        """The counts, `length` together, that come nearest to the mix."""
+        """Find the counts, `length` together, that come nearest to the mix."""
         length = self.rows.shape[1]
         b = np.arange(length + 1)
         # The least c at which the density is not above the wanted one lies in [low, high].
@@ -274,7 +274,7 @@ class Streams:
 
 
 def _unreachable(mix: Mix, streams: Streams, tries: Sequence[Nearest]) -> ParameterError:
-    """Why no draw met the mix, and what would be met."""
+    """Explain why no draw met the mix, and what would be met."""
     length = streams.rows.shape[1]
     alone = [streams.density(*counts) for counts in ((length, 0, 0), (0, length, 0), (0, 0, length))]
     sharings = np.concatenate([nearest.sharings for nearest in tries])
@@ -302,7 +302,7 @@ def _unreachable(mix: Mix, streams: Streams, tries: Sequence[Nearest]) -> Parame
 
 
 def _totals(values: NDArray[Any]) -> Floats:
-    """Sums of the first k columns, for all k: float64 [3, n + 1], exact for token counts."""
+    """Sum the first k columns, for all k: float64 [3, n + 1], exact for token counts."""
     totals = np.zeros((values.shape[0], values.shape[1] + 1))
     np.cumsum(values, axis=1, dtype=np.float64, out=totals[:, 1:])
     return totals
@@ -314,7 +314,7 @@ def _sum(totals: Floats, a: Any, b: Any, c: Any) -> Any:
 
 @njit(cache=True)
 def _known(rows: Any, lcp: Any, order: Any) -> Any:
-    """Tokens that each row shares with some row before it in `order`: int32, by row.
+    """Count the tokens that each row shares with some row before it in `order`: int32, by row.
 
     `rows` and `lcp` are those of a prefix tree, `order` has each of its rows once.
     """

@@ -1,15 +1,14 @@
-"""Request traces as columns: whose a request is, how long prompt and answer are, and which prompts begin alike.
+"""Request traces as columns: source, prompt and answer length of each request, and shared prefixes.
 
-What prompts share is written as ids of blocks, in one rule for all that a file may know. A row lists ids of
-the leading blocks of its prompt, and two rows share the blocks before the first place where their lists differ
-or one of them ends. So an id has its meaning at its place only; what a prompt has beyond its ids is the row's
-own, equal to nothing; and a row without ids shares nothing. Three things follow from the rule, and all that is
-done to traces here rests on them:
+Shared prefixes are written as ids of blocks, by one rule for every kind of file. A row lists ids of the leading blocks
+of its prompt, and two rows share the blocks before the first place where their lists differ or one of them ends. So an
+id has its meaning at its place only. The part of a prompt beyond its ids is the row's own, equal to nothing, and a row
+without ids shares nothing. Three consequences of the rule carry all operations on traces here:
 
 - A block may be split into smaller ones that all keep its id. So traces of different block sizes are put
   together at the greatest common divisor.
 - A system prompt is ids of its own put before those of a row, and rows after different ones share nothing.
-- A list may be cut short to say that the rest of a prompt is new each time the row is taken.
+- A list may be cut short to make the rest of a prompt new each time the row is taken.
 """
 
 from __future__ import annotations
@@ -55,15 +54,15 @@ class Trace:
     block_size: int  # tokens; the last block of a prompt may be shorter
 
     def __len__(self) -> int:
-        """The number of requests."""
+        """Return the number of requests."""
         return self.prompt_lengths.size
 
     def tree(self) -> PrefixTree:
-        """The prefix tree of the prompts."""
+        """Build the prefix tree of the prompts."""
         return PrefixTree.from_blocks(self.blocks, self.offsets, self.prompt_lengths, self.block_size)
 
     def take(self, rows: NDArray[np.integer[Any]]) -> Trace:
-        """The requests at `rows`, in that order; a row taken twice shares with itself what its ids tell."""
+        """Select the requests at `rows`, in that order; a row taken twice shares its listed ids with itself."""
         offsets = _offsets(np.diff(self.offsets)[rows])
         return Trace(
             self.names,
@@ -76,7 +75,7 @@ class Trace:
         )
 
     def first(self, requests: int) -> Trace:
-        """The first requests. Raises `ParameterError` where there are not as many, or less than 1 is asked for."""
+        """Return the first requests. Raises `ParameterError` if there are fewer, or less than 1 is asked for."""
         if not 1 <= requests <= len(self):
             raise ParameterError(
                 f"The traces have {len(self)} requests, and {requests} were asked for: "
@@ -85,12 +84,12 @@ class Trace:
         return self.take(np.arange(requests))
 
     def cut(self, keep: NDArray[np.integer[Any]]) -> Trace:
-        """The same requests, of whose ids the first `keep` [n] are listed: what follows is the row's own."""
+        """Keep only the first `keep` [n] ids of each request: the rest of its prompt becomes its own."""
         offsets = _offsets(keep)
         return replace(self, blocks=_gather(self.blocks, self.offsets[:-1], offsets, 1), offsets=offsets)
 
     def split(self, size: int) -> Trace:
-        """The same requests in blocks of `size` tokens, which must divide the present size."""
+        """Split the blocks into blocks of `size` tokens, which must divide the present size."""
         parts = self.block_size // size
         if parts == 1:
             return self
@@ -100,11 +99,11 @@ class Trace:
         return replace(self, blocks=blocks, offsets=offsets, block_size=size)
 
     def with_answers_cut(self, most: int) -> Trace:
-        """The same requests, whose answers end at `most` tokens."""
+        """Cut answers to at most `most` tokens."""
         return replace(self, output_lengths=np.minimum(self.output_lengths, np.int32(most)))
 
     def with_system_prompts(self, rows: NDArray[np.bool_]) -> Trace:
-        """The same requests; those where `rows` [n] is true begin with 32 tokens more, equal within a source."""
+        """Put 32 tokens, equal within a source, before the requests where `rows` [n] is true."""
         trace = self.split(math.gcd(self.block_size, SYSTEM_PROMPT))
         lead = SYSTEM_PROMPT // trace.block_size  # blocks of a system prompt, all of one id
         offsets = _offsets(np.diff(trace.offsets) + lead * rows)
@@ -119,7 +118,7 @@ class Trace:
 
 
 def join(traces: Sequence[Trace]) -> Trace:
-    """The requests of traces that were read together, one trace after another. Sources of one name are one."""
+    """Join traces that were read together, one after another. Sources of one name become one."""
     size = math.gcd(*(trace.block_size for trace in traces))
     parts = [trace.split(size) for trace in traces]
     names = dict.fromkeys(name for trace in traces for name in trace.names)
@@ -136,7 +135,7 @@ def join(traces: Sequence[Trace]) -> Trace:
 
 
 def put_together(traces: Sequence[Trace]) -> Trace:
-    """The requests of traces that were read together, as a job runs them.
+    """Combine traces that were read together, as a job runs them.
 
     Rows with ids are taken exactly as they are; the others get the system prompt of their source.
     """
@@ -146,11 +145,11 @@ def put_together(traces: Sequence[Trace]) -> Trace:
 
 
 def read_traces(paths: Sequence[str | Path], *, hash_block: int = 16) -> list[Trace]:
-    """The trace of each Parquet file.
+    """Read the trace of each Parquet file.
 
-    Columns: `output_tokens`; `prompt_tokens`, or `prompt_ids` (exact tokens, compared between files too);
-    `hash_ids` (ids of blocks of `hash_block` tokens, equal only within a file), `source` (else the file's
-    name). Raises `DataError`, naming the file and the first row, where a column is missing or breaks its rule.
+    Columns: `output_tokens`; `prompt_tokens`, or `prompt_ids` (exact tokens, compared between files too); `hash_ids`
+    (ids of blocks of `hash_block` tokens, equal only within a file), `source` (else the file's name). Raises
+    `DataError`, naming the file and the first row, if a column is missing or breaks its rule.
     """
     if not paths:
         raise ParameterError("At least one trace is needed, and none is named: name Parquet files.")
@@ -168,7 +167,7 @@ def read_traces(paths: Sequence[str | Path], *, hash_block: int = 16) -> list[Tr
 
 
 def _read(path: Path, hash_block: int, next_id: int) -> Trace:
-    """One file; the ids of its hashed blocks count from `next_id`."""
+    """Read one file; the ids of its hashed blocks count from `next_id`."""
     columns = _columns(path)
     output = _lengths(columns, "output_tokens", path)
     names, source = _sources(columns, path)
@@ -190,7 +189,7 @@ def _read(path: Path, hash_block: int, next_id: int) -> Trace:
 
 
 def _columns(path: Path) -> dict[str, Any]:
-    """The columns of `_TYPES` that the file has values of, cast; none but `source` has nulls."""
+    """Read the columns of `_TYPES` that have values in the file, cast; none but `source` has nulls."""
     if not path.is_file():
         raise DataError(f"A trace must be a Parquet file, and there is none at {path}: check the path.")
     try:
@@ -234,17 +233,17 @@ def _check_nulls(column: Any, name: str, path: Path) -> None:
 
 
 def _first(wrong: NDArray[np.bool_]) -> int | None:
-    """The first place where `wrong` is true."""
+    """Find the first place where `wrong` is true."""
     return int(np.argmax(wrong)) if wrong.any() else None
 
 
 def _row_of(place: int, offsets: NDArray[np.int64]) -> int:
-    """The row whose list has the value at `place`."""
+    """Find the row whose list has the value at `place`."""
     return int(np.searchsorted(offsets, place, side="right")) - 1
 
 
 def _sources(columns: dict[str, Any], path: Path) -> tuple[tuple[str, ...], NDArray[np.int32]]:
-    """The sources in order of appearance, and that of each row; where none is given, the file's name without ending."""
+    """List the sources in order of appearance, and that of each row; the default is the file's name without ending."""
     if "source" not in columns:
         return (path.stem,), np.zeros(len(columns["output_tokens"]), np.int32)
     encoded = columns["source"].fill_null(path.stem).dictionary_encode()
@@ -262,7 +261,7 @@ def _lengths(columns: dict[str, Any], name: str, path: Path) -> NDArray[np.int32
 
 
 def _exact(columns: dict[str, Any], path: Path) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-    """The tokens of exact prompts, and their offsets."""
+    """Return the tokens of exact prompts, and their offsets."""
     tokens, offsets = _lists(columns["prompt_ids"])
     counts = np.diff(offsets)
     if (place := _first((tokens < 0) | (tokens >= _LIMIT))) is not None:
@@ -283,13 +282,13 @@ def _exact(columns: dict[str, Any], path: Path) -> tuple[NDArray[np.int32], NDAr
 
 
 def _lists(column: Any) -> tuple[NDArray[Any], NDArray[np.int64]]:
-    """Values and offsets of an Arrow list column, from 0."""
+    """Return values and offsets of an Arrow list column, from 0."""
     offsets = column.offsets.to_numpy()
     return column.flatten().to_numpy(zero_copy_only=False), offsets - offsets[0]
 
 
 def _offsets(counts: NDArray[np.integer[Any]]) -> NDArray[np.int64]:
-    """Where rows of so many ids begin, and where the last ends: int64 [n + 1]."""
+    """Compute where rows of so many ids begin, and where the last ends: int64 [n + 1]."""
     offsets = np.zeros(counts.size + 1, np.int64)
     np.cumsum(counts, dtype=np.int64, out=offsets[1:])
     return offsets
@@ -297,7 +296,10 @@ def _offsets(counts: NDArray[np.integer[Any]]) -> NDArray[np.int64]:
 
 @njit(cache=True)
 def _gather(blocks: Any, starts: Any, offsets: Any, parts: int) -> Any:
-    """Rows of ids, laid out by `offsets`: row i reads `blocks` from `starts[i]` on, each id `parts` times."""
+    """Gather rows of ids, laid out by `offsets`.
+
+    Row i reads `blocks` from `starts[i]` on, each id `parts` times.
+    """
     gathered = np.empty(offsets[-1], np.int32)
     for i in range(starts.size):
         for k in range(offsets[i + 1] - offsets[i]):
