@@ -1,4 +1,4 @@
-"""Which decodes attend a prefix together: what kernels do, and planning reckons with. Needs no torch."""
+"""The smallest group of decodes and the shortest prefix that are attended together. Needs no torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ GROUP_TOKENS: Final = 256  # shortest prefix they do it for
 
 
 class Groups(NamedTuple):
-    """Which decodes attend together; the benchmark measures where that begins to pay."""
+    """Which decodes attend together; a benchmark measures from where on it pays."""
 
     rows: int = GROUP_ROWS
     tokens: int = GROUP_TOKENS

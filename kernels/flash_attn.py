@@ -17,7 +17,7 @@ _MODULES: Final = ("flash_attn_interface", "flash_attn.cute", "flash_attn")  # o
 
 
 class FlashAttention:
-    """Decodes and prefills in one launch (`PagedAttention`). Raises ImportError where the package is not installed."""
+    """Decodes and prefills in one launch (`PagedAttention`). Raises ImportError if the package is not installed."""
 
     cascade = False
 
@@ -32,7 +32,7 @@ class FlashAttention:
         raise ImportError("flash-attn is not installed: pip install flash-attn")
 
     def plan(self, layout: BatchLayout, spec: AttentionSpec, page_size: int) -> AttentionPlan:
-        """Lengths of the step's sequences. Raises ValueError for what the package has no kernel for."""
+        """Plan the lengths of the step's sequences. Raises ValueError if the package has no kernel for `spec`."""
         if self._call is _call_2 and page_size % _PAGE_OF_2:
             raise ValueError(
                 f"flash-attn 2 takes pages of a multiple of {_PAGE_OF_2} tokens, and these have {page_size}: "
@@ -51,7 +51,7 @@ class FlashAttention:
         plan: AttentionPlan,
         tensors: list[torch.Tensor],
     ) -> torch.Tensor:
-        """All rows over their pages."""
+        """Attend all rows over their pages."""
         packed = query.view(len(query), spec.query_heads, spec.width)
         window = (spec.window - 1 if spec.window else -1, 0 if spec.window else -1)
         out = self._call(
@@ -61,7 +61,11 @@ class FlashAttention:
 
 
 def plan_lengths(layout: BatchLayout, page_size: int) -> AttentionPlan:
-    """Block tables, first packed row of each sequence, tokens of each with those computed now, and their sums."""
+    """Compute the block tables and lengths of a step.
+
+    Returns the tables, the first packed row of each sequence, the tokens of each including those computed now, and
+    their sums.
+    """
     lengths = layout.starts + layout.counts
     longest = int(lengths.max())
     first = np.concatenate(([0], np.cumsum(layout.counts))).astype(np.int32)

@@ -1,4 +1,4 @@
-"""The seam between a step and the attention kernels that a device has: a plan once a step, a call once a layer."""
+"""The protocol between a step and a device's attention kernels: a plan once a step, a call once a layer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from llmbatch.kernels.spec import AttentionSpec
 
 @dataclass(frozen=True, slots=True)
 class BatchLayout:
-    """What attention must know of a step, on the host. Of its sequences the first `decodes` compute one token each."""
+    """The facts of a step that attention needs, on the host. The first `decodes` sequences compute one token each."""
 
     tables: NDArray[np.int32]  # [slots, width] pages
     slots: NDArray[np.int32]  # [sequences]
@@ -25,7 +25,7 @@ class BatchLayout:
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """What a backend has decided for a step's layers of one kind."""
+    """A backend's decisions for a step's layers of one kind."""
 
     arrays: tuple[NDArray[np.int32], ...]  # to be uploaded
     numbers: tuple[int, ...]  # for the host
@@ -37,7 +37,7 @@ class PagedAttention(Protocol):
     cascade: bool  # decodes that share a long prefix read it once (`llmbatch.kernels.cascade`)
 
     def plan(self, layout: BatchLayout, spec: AttentionSpec, page_size: int) -> AttentionPlan:
-        """What a step's layers like `spec` do; touches no device."""
+        """Plan a step for layers like `spec`; touches no device."""
         ...
 
     def attend(
@@ -49,10 +49,10 @@ class PagedAttention(Protocol):
         plan: AttentionPlan,
         tensors: list[torch.Tensor],
     ) -> torch.Tensor:
-        """Attention [tokens, query heads * width] of `query`, of the same shape, over the step's pages.
+        """Attend `query` over the step's pages: [tokens, query heads * width], of the same shape as `query`.
 
         `keys` and `values` are [pages, heads, page size, width]; `tensors` are the plan's arrays on the device. The
-        step's own keys and values are in pages already.
+        step's own keys and values are already in pages.
         """
         ...
 
@@ -62,8 +62,9 @@ class GraphCapturable(PagedAttention, Protocol):
     """Attention whose launches depend on shapes alone, so that they can be recorded and repeated."""
 
     def plan_fixed(self, layout: BatchLayout, spec: AttentionSpec, page_size: int, width: int) -> AttentionPlan:
-        """As `plan`, of a step of decodes, over tables of `width` pages.
+        """Plan a step of decodes as `plan` does, over tables of `width` pages.
 
-        Numbers and shapes are the same for as many rows; there may be two sets of them, one for rows that share.
+        Numbers and shapes are the same for the same number of rows; there may be two sets of them, one for rows that
+        share.
         """
         ...

@@ -1,4 +1,4 @@
-"""What attention over pages promises, computed plainly in float64: what every backend is compared with."""
+"""The reference of attention over pages, computed plainly in float64: every backend is compared with it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def attend(
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention [tokens, query heads, width] in float64 of `query`, of the same shape.
+    """Attend `query` over pages in float64: [tokens, query heads, width], of the same shape as `query`.
 
     Sequence i computes tokens [starts[i], starts[i] + counts[i]) and reads pages `tables[i]` of `keys` and `values`
     [pages, heads, page size, width]. A `window` or `softcap` of 0 means none.

@@ -1,4 +1,4 @@
-"""What a layer's attention is, whoever computes it."""
+"""The parameters of a layer's attention, the same for every backend."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class AttentionSpec:
 
     @property
     def group(self) -> int:
-        """Query heads that share a KV head."""
+        """The query heads that share a KV head."""
         return self.query_heads // self.heads
 
     @property
     def kind(self) -> tuple[int, int, int]:
-        """What work is cut by: layers that agree in it share a step's plan."""
+        """The parameters that work is cut by: layers that agree in it share a step's plan."""
         return self.heads, self.query_heads, self.window

@@ -1,4 +1,4 @@
-"""Attention over pages by torch's own `varlen_attn`, where torch can read pages (2.12 and later, with flash-attn 3)."""
+"""Attention over pages by torch's own `varlen_attn`, if torch can read pages (2.12 and later, with flash-attn 3)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from llmbatch.kernels.spec import AttentionSpec
 
 
 class VarlenAttention:
-    """Decodes and prefills in one launch (`PagedAttention`). Raises ImportError where torch cannot read pages."""
+    """Decodes and prefills in one launch (`PagedAttention`). Raises ImportError if torch cannot read pages."""
 
     cascade = False
 
@@ -24,7 +24,7 @@ class VarlenAttention:
         self._attend = varlen_attn
 
     def plan(self, layout: BatchLayout, spec: AttentionSpec, page_size: int) -> AttentionPlan:
-        """Lengths of the step's sequences. Raises ValueError for what it has no kernel for."""
+        """Plan the lengths of the step's sequences. Raises ValueError if it has no kernel for `spec`."""
         if spec.sinks is not None or spec.softcap:
             raise ValueError("varlen_attn has neither sinks nor softcap: take attention='triton'")
         return plan_lengths(layout, page_size)
@@ -38,7 +38,7 @@ class VarlenAttention:
         plan: AttentionPlan,
         tensors: list[torch.Tensor],
     ) -> torch.Tensor:
-        """All rows over their pages."""
+        """Attend all rows over their pages."""
         tables, first, lengths, _ = tensors
         out = self._attend(
             query.view(len(query), spec.query_heads, spec.width), keys.transpose(1, 2), values.transpose(1, 2), first,

@@ -1,11 +1,11 @@
 """A step's attention as a list of equal kinds of work, cut from lengths alone.
 
-Idea. An item is a block of query rows of one sequence over a range of its keys; on a device each pair of an item and
-a KV head is one program. A prefill's chunk is cut into blocks of tokens, each over all keys it sees. A decode is one
-token over all its keys, and its keys are cut into parts where there would be too few programs to fill the device
+Idea. An item is a block of query rows of one sequence over a range of its keys; on a device each pair of an item and a
+KV head is one program. A prefill's chunk is cut into blocks of tokens, each over all keys it sees. A decode is one
+token over all its keys, and its keys are cut into parts if there would be too few programs to fill the device
 (split-KV; Dao et al., "Flash-Decoding", 2023). A group of decodes that share a long prefix attends the shared keys as
-one block of many rows, and each of its rows the rest (Juravsky et al., "Hydragen", 2024). Whatever was attended in
-parts is merged by the log of its sums. So every kind of step is rows of one table, and one kernel reads it.
+one block of many rows, and each of its rows the rest (Juravsky et al., "Hydragen", 2024). Results of parts are merged
+by the log of their sums. So every kind of step is rows of one table, and one kernel reads it.
 
 Ranges of keys begin at multiples of `ALIGN`, so that tiles of keys never straddle two items.
 """
@@ -30,10 +30,10 @@ SEQUENCE, FIRST, TOKENS, POSITION, BEGIN, END, PART, COLUMNS = range(8)
 
 
 class WorkItems(NamedTuple):
-    """Work of a step for layers of one window: int32 [n, `COLUMNS`] each.
+    """The work of a step for layers of one window: int32 [n, `COLUMNS`] each.
 
-    `SEQUENCE` is the row of the step whose pages are read; `FIRST` the packed row of the first token, of `shared`
-    items its place in `order`; `PART` which part of its rows' results it is, -1 where it is the whole.
+    `SEQUENCE` is the row of the step whose pages are read; `FIRST` the packed row of the first token, of `shared` items
+    its place in `order`; `PART` is the number of the item among the parts of its rows' results, -1 if it is the whole.
     """
 
     decodes: NDArray[np.int32]
@@ -52,10 +52,10 @@ def _groups(
     size: int,
     least: Groups,
 ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """Each decode's group, -1 for none, and the tokens that each group shares.
+    """Find each decode's group, -1 for none, and the tokens that each group shares.
 
-    Rows that share a prefix share its pages, so the page at a depth tells groups apart. Depths double; a row stays
-    in the deepest group that is large enough.
+    Rows that share a prefix share its pages, so the page at a depth identifies a group. Depths double; a row stays in
+    the deepest group that is large enough.
     """
     group = np.full(decodes, -1, np.int32)
     lengths = np.empty(decodes + 1, np.int32)
@@ -125,11 +125,11 @@ def cut_items(
     programs: int,
     groups: Groups,
 ) -> WorkItems:
-    """The items of a step whose first `decodes` sequences compute one token each.
+    """Cut a step whose first `decodes` sequences compute one token each into items.
 
     `tables` are block tables of pages of `size` tokens, by slot. A block of rows has at most `block_tokens` tokens;
-    decodes are cut so that they make about `programs` programs of `heads` KV heads each. Prefixes are shared
-    by `groups` where there is no `window`; with `Groups(0)` none is.
+    decodes are cut so that they make about `programs` programs of `heads` KV heads each. Prefixes are shared by
+    `groups` if there is no `window`; with `Groups(0)` none is.
     """
     group = np.full(decodes, -1, np.int32)
     shared_tokens = np.zeros(1, np.int32)
@@ -212,17 +212,17 @@ def cut_items(
 
 
 class MostItems(NamedTuple):
-    """How many items a step of decodes can have, whatever their lengths."""
+    """The most items that a step of decodes can have, whatever their lengths."""
 
     decodes: int
     shared: int
 
 
 def most_items(decodes: int, block_tokens: int, heads: int, programs: int, groups: Groups) -> MostItems:
-    """The most items that `cut_items` makes of so many decodes.
+    """Bound the items that `cut_items` makes of so many decodes.
 
-    Keys are cut into parts of 1 / `programs` of all, so that beside one item a decode there are as many as fill the
-    device; the same of blocks of shared prefixes, of which a group has one for `block_tokens` of its rows.
+    Keys are cut into parts of 1 / `programs` of all, so that in addition to one item a decode there are as many as fill
+    the device; the same of blocks of shared prefixes, one for each `block_tokens` rows of a group.
     """
     blocks = (decodes // block_tokens + decodes // groups.rows) if groups.rows else 0
     return MostItems(decodes + -(-programs // heads), blocks + -(-programs // (_SHARE * heads)))
@@ -232,7 +232,7 @@ def most_items(decodes: int, block_tokens: int, heads: int, programs: int, group
 def _low(
     i: int, group: NDArray[np.int32], shared_tokens: NDArray[np.int32], starts: NDArray[np.int32], window: int
 ) -> int:
-    """The first key that a decode attends by itself."""
+    """Return the first key that a decode attends by itself."""
     if group[i] >= 0:
         return int(shared_tokens[group[i]])
     return max(0, starts[i] + 1 - window) // ALIGN * ALIGN if window > 0 else 0
@@ -240,7 +240,7 @@ def _low(
 
 @njit(cache=True)
 def _cut(begin: int, end: int, cuts: int, cut: int) -> tuple[int, int]:
-    """The range of one of so many parts of the keys [begin, end); the last may be shorter, or empty."""
+    """Compute the range of one of so many parts of the keys [begin, end); the last may be shorter, or empty."""
     each = -(-(end - begin) // (cuts * ALIGN)) * ALIGN
     return min(end, begin + cut * each), min(end, begin + (cut + 1) * each)
 

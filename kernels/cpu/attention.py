@@ -1,24 +1,24 @@
 """Attention of a packed step over the pages of its sequences.
 
-Idea. One launch serves a whole step. Its work is cut into blocks: up to `BLOCK_ROWS` query rows (tokens x query
-heads of one KV head) of one sequence, which walk over their keys in tiles with the online softmax of
-FlashAttention (Dao et al. 2022, section 3.1; Milakov and Gimelshein 2018), in float32. A decode is a block of one
-token; its query heads share each key they read.
+Idea. One launch serves a whole step. Its work is cut into blocks: up to `BLOCK_ROWS` query rows (tokens x query heads
+of one KV head) of one sequence, which walk over their keys in tiles with the online softmax of FlashAttention (Dao et
+al. 2022, section 3.1; Milakov and Gimelshein 2018), in float32. A decode is a block of one token; its query heads share
+each key they read.
 
-Keys are stored transposed within their page, [width, page size], values as they are, [page size, width]. Both
-products of attention are then the same loop, a row of scalars times rows of 16 neighbours (`tile.multiply`), and
-it reads pages in place: along the keys of a page for Q K^T, along the width for P V. Where a page ends before a vector
-does, the lanes beyond it score what lies there and are written over by the next page's. A decode does little with each
-key, so memory bounds it: while one tile is scored its values are on their way, and while they are summed the next
-tile's keys. A block of many rows uses each key often, and short products cost more than memory: its tiles are copied
-out of their pages first. So are pages of fewer than 8 tokens, where most lanes would be in vain.
+Keys are stored transposed within their page, [width, page size], values as they are, [page size, width]. Both products
+of attention are then the same loop, a row of scalars times rows of 16 neighbours (`tile.multiply`), and it reads pages
+in place: along the keys of a page for Q K^T, along the width for P V. If a page ends before a vector does, the lanes
+beyond it score whatever lies there, and the next page's keys overwrite the scores. A decode does little with each key,
+so memory bounds it: while one tile is scored its values are prefetched, and while they are summed the next tile's keys.
+A block of many rows uses each key often, and short products cost more than memory: its tiles are copied out of their
+pages first. So are pages of fewer than 8 tokens, which would waste most lanes.
 
-A chunk's own keys were written into pages before anyone attends, so that own chunk and context are one case, and
-sequences may share pages that are written in this very step. Masking is a range of keys per row: causal, and no
-older than `window`. Lanes beyond a row's range hold whatever was in memory; they get weight 0 and their values
-are never read.
+A chunk's own keys are written into pages before any row attends, so that own chunk and context are one case, and
+sequences may share pages that are written in this very step. Masking is a range of keys per row: causal, and no older
+than `window`. Lanes beyond a row's range hold whatever was in memory; they get weight 0 and their values are never
+read.
 
-Blocks are dealt to workers in contiguous runs of equal cost, known from lengths alone, once a step for all layers.
+Blocks are assigned to workers in contiguous runs of equal cost, known from lengths alone, once a step for all layers.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _NOTHING: Final = np.float32(-3.0e38)  # below every score, and finite: it may b
 def cut_blocks(
     starts: NDArray[np.int32], counts: NDArray[np.int32], group: int, window: int, workers: int, heads: int
 ) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int64]]:
-    """Blocks of a step as (sequence, first token of the chunk), and each worker's run of (block, KV head) pairs.
+    """Cut a step into blocks (sequence, first token of the chunk), and assign (block, KV head) pairs to workers.
 
     The pairs of block b are b * heads to (b + 1) * heads; `bounds[w]:bounds[w + 1]` are worker w's.
     """
@@ -86,7 +86,7 @@ def cut_blocks(
 
 @njit(nogil=True)
 def _fetch(array: Any, at: int, count: int) -> None:
-    """Have memory on its way that is read a tile later."""
+    """Prefetch memory that is read a tile later."""
     for j in range(0, count, 64 // array.itemsize):
         prefetch(array, at + j)
 
@@ -95,7 +95,7 @@ def _fetch(array: Any, at: int, count: int) -> None:
 def _score_pages(
     q: Any, rows: int, keys: Any, values: Any, table: Any, head: int, low: int, high: int, scores: Any
 ) -> None:
-    """scores[:rows, :high - low] = Q K^T for the keys [low, high), read in place; `low` is a multiple of 16."""
+    """Compute scores[:rows, :high - low] = Q K^T for the keys [low, high) in place; `low` is a multiple of 16."""
     heads, width, size = keys.shape[1], keys.shape[2], keys.shape[3]
     key = low
     while key < high:
@@ -115,7 +115,7 @@ def _score_pages(
 def _add_pages(
     weights: Any, rows: int, keys: Any, values: Any, table: Any, head: int, low: int, high: int, end: int, acc: Any
 ) -> None:
-    """acc[:rows] += P V for the keys [low, high), read in place."""
+    """Compute acc[:rows] += P V for the keys [low, high), read in place."""
     heads, size, width = values.shape[1], values.shape[2], values.shape[3]
     key = low
     while key < high:
@@ -134,7 +134,7 @@ def _add_pages(
 def _gather(
     keys: Any, values: Any, table: Any, head: int, low: int, high: int, tile_keys: Any, tile_values: Any
 ) -> None:
-    """The keys [low, high) side by side, [width, keys], and their values one below the other, in float32."""
+    """Copy the keys [low, high) side by side, [width, keys], and their values as rows, in float32."""
     heads, width, size, padded = keys.shape[1], keys.shape[2], keys.shape[3], values.shape[3]
     stride = tile_keys.shape[1]
     key = low
@@ -151,7 +151,7 @@ def _gather(
 
 @njit(cache=True, fastmath=FASTMATH, nogil=True)
 def _soften(scores: Any, softcap: np.float32, highest: np.float32) -> tuple[np.float32, np.float32]:
-    """One row's visible scores to weights, in place; the highest score so far, and the sum of the weights."""
+    """Turn one row's visible scores into weights, in place; returns the highest score so far and the sum of weights."""
     if softcap > 0.0:
         for j in range(scores.size):
             e = exp32(np.float32(2.0) * scores[j] / softcap)
@@ -227,7 +227,7 @@ def _attend_block(
 
 
 def _block_types(element: Any) -> tuple[Any, ...]:
-    """The types that `_attend_block` takes, by that of its query."""
+    """Return the types that `_attend_block` takes, by that of its query."""
     memory = {n: types.Array(element.dtype, n, "C") for n in (2, 4)}
     floats = {n: types.Array(types.float32, n, "C") for n in (1, 2)}
     whole, single = types.int64, types.float32
@@ -265,14 +265,14 @@ def attend(
     softcap: float,
     sinks: NDArray[np.float32],
 ) -> None:
-    """Attention of every query row over the pages of its sequence, written into `out`.
+    """Attend every query row over the pages of its sequence, into `out`.
 
     `query` is [tokens, >= heads * group * width], its first columns the rotated queries, head by head; `out` is
-    [tokens, heads * group * width]; `keys` are [pages, heads, width, page size], with 16 elements of memory behind
-    them, `values` [pages, heads, page size, padded width], the width rounded up to 16. Float32, or uint16 holding
-    bfloat16. Sequence i computes tokens [starts[i], starts[i] + counts[i]), in packed rows from rows[i], and reads
-    the pages tables[slots[i]]. A `window` or `softcap` of 0 means none, and so do `sinks` [heads * group] of size 0.
-    The blocks are `cut_blocks`'s.
+    [tokens, heads * group * width]; `keys` are [pages, heads, width, page size], followed by 16 more elements of
+    memory, `values` [pages, heads, page size, padded width], the width rounded up to 16. Float32, or uint16 holding
+    bfloat16. Sequence i computes tokens [starts[i], starts[i] + counts[i]), in packed rows from rows[i], and reads the
+    pages tables[slots[i]]. A `window` or `softcap` of 0 means none, and so do `sinks` [heads * group] of size 0. The
+    blocks are those of `cut_blocks`.
     """
     _attend(
         query, out, keys, values, tables, slots, starts, counts, rows, block_sequence, block_first, bounds,

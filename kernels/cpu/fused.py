@@ -22,7 +22,7 @@ _GELU_CUBIC: Final = np.float32(0.044715)
 
 @njit(parallel=True, cache=True, fastmath=FASTMATH, nogil=True)
 def normalize(x: NDArray[Any], weight: NDArray[np.float32], epsilon: float, out: NDArray[Any]) -> None:
-    """RMSNorm of each row: out = x / sqrt(mean(x**2) + epsilon) * weight; [rows, width] both."""
+    """Apply RMSNorm to each row: out = x / sqrt(mean(x**2) + epsilon) * weight; [rows, width] both."""
     for i in prange(x.shape[0]):
         row, target = x[i], out[i]
         total = np.float32(0.0)
@@ -36,7 +36,7 @@ def normalize(x: NDArray[Any], weight: NDArray[np.float32], epsilon: float, out:
 
 @njit(parallel=True, cache=True, fastmath=FASTMATH, nogil=True)
 def gate(x: NDArray[Any], activation: int, out: NDArray[Any]) -> None:
-    """out = activation(x[:, :width]) * x[:, width:], for `out` [rows, width]."""
+    """Compute out = activation(x[:, :width]) * x[:, width:], for `out` [rows, width]."""
     width = out.shape[1]
     for i in prange(x.shape[0]):
         left, right, target = x[i, :width], x[i, width:], out[i]

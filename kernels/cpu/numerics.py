@@ -29,12 +29,12 @@ _HIGHEST: Final = np.float32(88.0)
 
 
 def widen(x: Any) -> Any:
-    """The float32 value of an element of float32 or bfloat16 (uint16) memory."""
+    """Convert an element of float32 or bfloat16 (uint16) memory to float32."""
     raise NotImplementedError("for compiled code only")
 
 
 def narrow(x: Any, like: Any) -> Any:
-    """A float32 as an element of memory like `like`: itself, or bfloat16 bits rounded to nearest even."""
+    """Convert a float32 to an element of memory like `like`: itself, or bfloat16 bits rounded to nearest even."""
     raise NotImplementedError("for compiled code only")
 
 
@@ -62,10 +62,10 @@ def _narrow(x: types.Type, like: types.Type) -> Any:
 
 @njit(fastmath=FASTMATH, inline="always")
 def exp32(x: Any) -> Any:
-    """e**x in float32 to 2 units in the last place, 0 below -87, saturated above 88; NaN stays NaN.
+    """Compute e**x in float32 to 2 units in the last place, 0 below -87, saturated above 88; NaN stays NaN.
 
-    Range reduction and polynomial of Cephes' `expf`, in operations that all have vector forms: numba would call
-    the C library once an element.
+    Range reduction and polynomial of Cephes' `expf`, in operations that all have vector forms: numba would call the C
+    library once an element.
     """
     y = min(max(x, _LOWEST), _HIGHEST)
     n = np.floor(y * _LOG2E + np.float32(0.5))
@@ -78,12 +78,12 @@ def exp32(x: Any) -> Any:
 
 @njit(inline="always")
 def ordered(x: Any) -> Any:
-    """The int32 that sorts as a float32 does (NaN at either end): integer maxima vectorise, float ones do not."""
+    """Map a float32 to an int32 of the same order (NaN at either end): integer maxima vectorise, float ones do not."""
     bits = np.float32(x).view(np.int32)
     return np.int32(bits ^ np.int32(np.int32(bits >> np.int32(31)) & np.int32(0x7FFFFFFF)))
 
 
 @njit(inline="always")
 def unordered(key: Any) -> Any:
-    """The float32 of an `ordered` key."""
+    """Map an `ordered` key back to its float32."""
     return np.int32(key ^ np.int32(np.int32(key >> np.int32(31)) & np.int32(0x7FFFFFFF))).view(np.float32)

@@ -1,7 +1,8 @@
 """Compiled functions that are called by their address.
 
-numba hands a function's code to whoever calls it, and LLVM optimises it there once more; a loop over workers does so
-three times. A large function that is called seldom is compiled once, and its address is an argument of its callers.
+numba inlines a function's code into each caller, and LLVM optimises it there once more; a loop over workers does so
+three times. A large function that is called seldom is compiled once instead, and its address is an argument of its
+callers.
 """
 
 from __future__ import annotations
@@ -16,16 +17,16 @@ from numba.extending import intrinsic
 
 
 def address_of(function: Any, signature: tuple[types.Type, ...]) -> int:
-    """Where the code of a compiled function that returns nothing is, for these arguments."""
+    """Return the address of the code of a compiled function that returns nothing, for these arguments."""
     function.compile(signature)
     made = function.overloads[signature]
     return int(made.library.get_pointer_to_function(made.fndesc.llvm_func_name))
 
 
 def caller(signature: Callable[[Any], tuple[Any, ...]]) -> Callable[..., None]:
-    """A function of compiled code: `call(address, arguments)`, the arguments a tuple.
+    """Make a function for compiled code: `call(address, arguments)`, the arguments a tuple.
 
-    `signature` are the types that a function compiled by `address_of` takes, by the type of its first argument.
+    `signature` returns the types that a function compiled by `address_of` takes, given the type of its first argument.
     """
 
     @intrinsic

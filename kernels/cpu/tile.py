@@ -1,13 +1,13 @@
-"""The one loop that attention's arithmetic goes through: a small matrix product kept in registers.
+"""The inner loop of attention on the processor: a small matrix product kept in registers.
 
-numba's loops keep their sums in memory, which costs a load and a store a multiply-add. So the inner product is
-written for LLVM directly, as a tile of rows x lanes summed over k in registers. This is the micro-kernel of Goto and
-van de Geijn ("Anatomy of High-Performance Matrix Multiplication", 2008).
+numba's loops keep their sums in memory, which costs a load and a store a multiply-add. So the inner product is written
+for LLVM directly, as a tile of rows x lanes summed over k in registers. This is the micro-kernel of Goto and van de
+Geijn ("Anatomy of High-Performance Matrix Multiplication", 2008).
 
-A core starts two multiply-adds a cycle and finishes each four cycles later, so a tile wants at least eight sums under
-way, and twelve leave registers for operands with AVX2 (16 of 8 lanes) and AVX-512 (32 of 16). Up to 6 rows take 2
-vectors each, up to 3 take 4. Where fewer columns are wanted (a page of 8 keys or of 16), several steps of k are
-summed side by side instead.
+A core starts two multiply-adds a cycle and finishes each four cycles later, so a tile needs at least eight sums in
+progress, and twelve leave registers for operands with AVX2 (16 of 8 lanes) and AVX-512 (32 of 16). Up to 6 rows take 2
+vectors each, up to 3 take 4. For fewer columns (a page of 8 keys or of 16), several steps of k are summed side by side
+instead.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _FLOAT = ir.FloatType()
 
 
 def _load_vector(builder: Any, pointer: Any, lanes: int, bfloat16: bool) -> Any:
-    """Neighbours from memory as float32; bfloat16 is the upper half of a float32."""
+    """Load neighbours from memory as float32; bfloat16 is the upper half of a float32."""
     if not bfloat16:
         vector = builder.load(builder.bitcast(pointer, ir.VectorType(_FLOAT, lanes).as_pointer()))
         vector.align = 4
@@ -47,7 +47,7 @@ def _load_vector(builder: Any, pointer: Any, lanes: int, bfloat16: bool) -> Any:
 
 @intrinsic
 def _prefetch(_typing: Any, array: Any, at: Any) -> Any:
-    """Ask for the cache line of an array's element; `at` counts elements from its first."""
+    """Prefetch the cache line of an array's element; `at` counts elements from its first."""
 
     def build(context: Any, builder: Any, sig: Any, values: Any) -> Any:
         place = builder.gep(context.make_array(sig.args[0])(context, builder, values[0]).data, [values[1]])
@@ -64,7 +64,7 @@ def _prefetch(_typing: Any, array: Any, at: Any) -> Any:
 
 @intrinsic
 def _copy_rows(_typing: Any, c: Any, c_at: Any, c_stride: Any, b: Any, b_at: Any, b_stride: Any, rows: Any) -> Any:
-    """c[rows, 8] = b[rows, 8] as float32, each at an offset of its memory; `c` float32, `b` as for `multiply`."""
+    """Copy c[rows, 8] = b[rows, 8] as float32, each at an offset of its memory; `c` float32, `b` as for `multiply`."""
     signature = types.void(c, types.int64, types.int64, b, types.int64, types.int64, types.int64)
 
     def build(context: Any, builder: Any, sig: Any, values: Any) -> Any:
@@ -89,12 +89,12 @@ copy_rows: Callable[..., None] = _copy_rows
 
 
 def _vector() -> int:
-    """Floats in a register of this machine."""
+    """Return the floats in a register of this machine."""
     return 16 if get_host_cpu_features().get("avx512f", False) else 8
 
 
 def _wide(rows: int) -> int:
-    """Columns of a tile of so many rows."""
+    """Return the columns of a tile of so many rows."""
     return max(LANES, _vector() * (2 if rows > ROWS // 2 else 4))
 
 
@@ -157,7 +157,7 @@ def _emit_tile(
 
 
 def _tile(rows: int) -> Callable[..., None]:
-    """A compiled C[rows, 8] = A[rows, k] B[k, 8]; each operand is an array, an offset and a stride."""
+    """Compile C[rows, 8] = A[rows, k] B[k, 8]; each operand is an array, an offset and a stride."""
 
     @intrinsic
     def tile(
@@ -178,7 +178,7 @@ def _tile(rows: int) -> Callable[..., None]:
 
 
 def _strip(rows: int, *, accumulate: bool) -> Callable[..., None]:
-    """A compiled product of so many rows with any number of columns, 16 at least."""
+    """Compile a product of so many rows with any number of columns, at least 16."""
 
     @intrinsic
     def strip(
@@ -209,7 +209,7 @@ def _strip(rows: int, *, accumulate: bool) -> Callable[..., None]:
 
 
 def _operands(*arrays: Any) -> tuple[Any, ...]:
-    """Types of operands: each an array, an offset and a stride."""
+    """Return the types of operands: each an array, an offset and a stride."""
     return tuple(kind for array in arrays for kind in (array, types.int64, types.int64))
 
 
@@ -222,7 +222,7 @@ _sum_1, _sum_2, _sum_3, _sum_4, _sum_5, _sum_6 = (_strip(rows, accumulate=True) 
 
 @njit(cache=True, nogil=True)
 def multiply_narrow(c: Any, c_at: int, a: Any, rows: int, b: Any, b_at: int, b_stride: int, k: int) -> None:
-    """c[0:rows, c_at:c_at + 8] = a[0:rows, 0:k] b, as `multiply` otherwise."""
+    """Compute c[0:rows, c_at:c_at + 8] = a[0:rows, 0:k] b, as `multiply` otherwise."""
     c_stride, a_stride = c.shape[1], a.shape[1]
     for r in range(0, rows, ROWS):
         left, at, start = rows - r, r * c_stride + c_at, r * a_stride
@@ -242,10 +242,10 @@ def multiply_narrow(c: Any, c_at: int, a: Any, rows: int, b: Any, b_at: int, b_s
 
 @njit(cache=True, nogil=True)
 def multiply(c: Any, c_at: int, a: Any, rows: int, b: Any, b_at: int, b_stride: int, columns: int, k: int) -> None:
-    """c[0:rows, c_at:c_at + columns] = a[0:rows, 0:k] b, where b is [k, columns] at an offset of its memory.
+    """Compute c[0:rows, c_at:c_at + columns] = a[0:rows, 0:k] b; b is [k, columns] at an offset of its memory.
 
-    `c` and `a` are C-contiguous float32 matrices; `b` any C-contiguous array of float32, or uint16 holding
-    bfloat16. Columns are computed 16 at a time: memory up to the next multiple of 16 is read and written.
+    `c` and `a` are C-contiguous float32 matrices; `b` any C-contiguous array of float32, or uint16 holding bfloat16.
+    Columns are computed 16 at a time: memory up to the next multiple of 16 is read and written.
     """
     c_stride, a_stride = c.shape[1], a.shape[1]
     for r in range(0, rows, ROWS):
@@ -266,7 +266,7 @@ def multiply(c: Any, c_at: int, a: Any, rows: int, b: Any, b_at: int, b_stride: 
 
 @njit(cache=True, nogil=True)
 def multiply_add(c: Any, a: Any, a_at: int, rows: int, b: Any, b_at: int, b_stride: int, columns: int, k: int) -> None:
-    """c[0:rows, 0:columns] += a[0:rows, a_at:a_at + k] b, as `multiply` otherwise."""
+    """Compute c[0:rows, 0:columns] += a[0:rows, a_at:a_at + k] b, as `multiply` otherwise."""
     c_stride, a_stride = c.shape[1], a.shape[1]
     for r in range(0, rows, ROWS):
         left, at, start = rows - r, r * c_stride, r * a_stride + a_at

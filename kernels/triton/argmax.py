@@ -29,9 +29,9 @@ def _best(logits, tokens, finite, vocabulary, BLOCK: tl.constexpr):
 
 
 def best(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """First index of the highest of each row, int32 [rows], and whether it is finite and none is NaN, bool [rows].
+    """Find the first index of the highest of each row, int32 [rows], and whether its logits are valid, bool [rows].
 
-    `logits` are [rows, vocabulary], contiguous.
+    Valid means that the highest is finite and none is NaN. `logits` are [rows, vocabulary], contiguous.
     """
     tokens = torch.empty(len(logits), dtype=torch.int32, device=logits.device)
     finite = torch.empty(len(logits), dtype=torch.bool, device=logits.device)

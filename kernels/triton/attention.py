@@ -1,13 +1,13 @@
 """Attention over pages on a GPU: one kernel for decodes, prefills and shared prefixes.
 
 A program takes an item (`llmbatch.kernels.work_items`) and a KV head: the query heads of that KV head for each of the
-item's tokens, one below the other, so that a key is loaded once for all of them (GQA packing), and the item's range of
-keys in tiles with the online softmax of FlashAttention-2 (Dao 2023), in float32 and base 2. Tiles that all rows see
-whole are walked without masks. An item that is a part leaves its rows normalised in float32, with the log of their
-sums; `merge` weighs parts by these.
+item's tokens, one below the other, so that a key is loaded once for all of them (GQA packing). It walks over the item's
+range of keys in tiles with the online softmax of FlashAttention-2 (Dao 2023), in float32 and base 2. Tiles that all
+rows see whole are walked without masks. An item that is a part leaves its rows normalised in float32, with the log of
+their sums; `merge` weighs parts by these.
 
 Keys and values are [pages, heads, page size, width]: a head's part of a page is contiguous, so a tile is a few runs of
-kilobytes wherever its pages lie. What lies behind a range's end may be anything; it is loaded as zero.
+kilobytes wherever its pages lie. Memory beyond a range's end may hold anything; it is loaded as zero.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ def _walk(
     CAPPED: tl.constexpr, MASKED: tl.constexpr, WINDOWED: tl.constexpr, PRECISION: tl.constexpr,
     WIDENED: tl.constexpr,
 ):  # fmt: skip
-    """The tiles from `low` to `high`; keys before `begin` and from `end` on are not the item's.
+    """Walk over the tiles from `low` to `high`; keys before `begin` and from `end` on are not the item's.
 
-    A tile's pages are looked up while the one before is attended: what is loaded from an address that was itself just
-    loaded cannot be on its way early, and without this one tile at a time was.
+    A tile's pages are looked up while the one before is attended: a load from an address that was itself just loaded
+    cannot be issued early, and without this only one tile at a time was.
     """
     acc, highest, total = state
     d = tl.arange(0, PADDED)
@@ -179,7 +179,7 @@ _WIDE_BLOCK: Final = 32  # in float32: a program has registers for so many
 
 
 def block_tokens(group: int) -> int:
-    """Tokens of a block of many rows, with `group` query heads a KV head."""
+    """Return the tokens of a block of many rows, with `group` query heads a KV head."""
     return max(1, _BLOCK // group)
 
 
@@ -194,7 +194,7 @@ class Launch(NamedTuple):
 
     @classmethod
     def of(cls, dtype: torch.dtype, width: int, group: int, *, many: bool) -> Launch:
-        """For heads of `width` elements, `group` query heads a KV head, and items of `many` rows or of one token."""
+        """Choose by `width` of a head, `group` query heads a KV head, and items of `many` rows or of one token."""
         least = max(_DECODE_BLOCK, triton.next_power_of_2(group))
         rows = _BLOCK if many else least
         if dtype == torch.float32:
@@ -222,14 +222,14 @@ def attend(
     window: int,
     softcap: float,
 ) -> None:
-    """Attention of every row of the items over their keys, into `out` or, where an item is a part, into `partial`.
+    """Attend every row of the items over their keys, into `out` or, if an item is a part, into `partial`.
 
     `query` is [tokens, >= heads * group * width], its first columns the rotated queries, head by head; `out` is
-    [tokens, heads * group * width]; `keys` and `values` are [pages, heads, page size, width], the page size a power
-    of two. bfloat16, float16 or float32, all the same. `tables` int32 [sequences, pages]; `items` int32 [n, 7], blocks
-    of `many` rows or of one token each, whose rows are found by `order` where it is given; `partial` float32
-    [all parts, heads * group, width] and `sums` [all parts, heads * group], in which those of a row begin where `parts`
-    int32 [rows, 2] says; `sinks` [heads * group] or None. A `window` or `softcap` of 0 means none.
+    [tokens, heads * group * width]; `keys` and `values` are [pages, heads, page size, width], the page size a power of
+    two. bfloat16, float16 or float32, all the same. `tables` int32 [sequences, pages]; `items` int32 [n, 7], blocks of
+    `many` rows or of one token each, whose rows are found by `order` if it is given; `partial` float32 [all parts,
+    heads * group, width] and `sums` [all parts, heads * group], in which those of a row begin at `parts` int32 [rows,
+    2]; `sinks` [heads * group] or None. A `window` or `softcap` of 0 means none.
     """
     if len(items) == 0:
         return
@@ -252,9 +252,9 @@ def attend(
 def merge(
     out: torch.Tensor, partial: torch.Tensor, sums: torch.Tensor, parts: torch.Tensor, sinks: torch.Tensor | None
 ) -> None:
-    """Weigh the parts of each row by their sums, into `out`; `parts` int32 [rows, 2]: how many, and the first's place.
+    """Merge the parts of each row, weighted by their sums, into `out`.
 
-    Rows that have none are left alone.
+    `parts` int32 [rows, 2]: how many parts a row has, and the first's place. Rows without parts are left alone.
     """
     query_heads, width = partial.shape[1:]
     _merge[(len(parts), query_heads)](

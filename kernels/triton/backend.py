@@ -17,9 +17,9 @@ _INTERPRETED = 2  # multiprocessors, where there are none
 
 
 class TritonAttention:
-    """Everything that `AttentionSpec` can say, in float32, float16 and bfloat16 (`FixedAttention`).
+    """Everything that `AttentionSpec` can express, in float32, float16 and bfloat16 (`GraphCapturable`).
 
-    Decodes that share a long prefix attend it together, where they make `groups`; with `Groups(0)` none do.
+    Decodes that share a long prefix attend it together, if they make `groups`; with `Groups(0)` none do.
     """
 
     def __init__(self, device: torch.device, groups: Groups = GROUPS) -> None:
@@ -31,14 +31,14 @@ class TritonAttention:
         self._groups = groups
 
     def plan(self, layout: BatchLayout, spec: AttentionSpec, page_size: int) -> AttentionPlan:
-        """Items of the step."""
+        """Cut the step into items."""
         items = self._cut(layout, spec, page_size)
         longest = int((layout.starts + layout.counts).max(initial=1))
         tables = layout.tables[layout.slots, : -(-longest // page_size)]
         return AttentionPlan((tables, *items), (int(items.parts[:, 0].sum()),))
 
     def plan_fixed(self, layout: BatchLayout, spec: AttentionSpec, page_size: int, width: int) -> AttentionPlan:
-        """Items of a step of decodes, and others that do nothing, up to the most that so many decodes can have."""
+        """Cut a step of decodes into items, padded with empty ones to the most that so many decodes can have."""
         items = self._cut(layout, spec, page_size)
         rows, block = len(layout.slots), triton_attention.block_tokens(spec.group)
         most = most_items(rows, block, spec.heads, self._programs, self._groups)
@@ -64,7 +64,7 @@ class TritonAttention:
         plan: AttentionPlan,
         tensors: list[torch.Tensor],
     ) -> torch.Tensor:
-        """Decodes, prefills and shared prefixes each in a launch, where there are any, and what was cut merged."""
+        """Attend decodes, prefills and shared prefixes in a launch each, if there are any, and merge what was cut."""
         tables, decodes, prefills, shared, order, parts = tensors
         (waiting,) = plan.numbers
         out = torch.empty_like(query)
@@ -87,7 +87,7 @@ class TritonAttention:
 
 
 def _padded(array: NDArray[np.int32], rows: int) -> NDArray[np.int32]:
-    """With rows of zeros, up to so many: an item of no tokens does nothing."""
+    """Append rows of zeros, up to so many: an item of no tokens does nothing."""
     assert len(array) <= rows, "there are more items than there can be"
     out = np.zeros((rows, *array.shape[1:]), np.int32)
     out[: len(array)] = array

@@ -1,7 +1,7 @@
 """The pieces between a layer's matrix products on a GPU, each in one pass over memory.
 
-What `llmbatch.kernels.cpu.fused` is for a processor. Arithmetic is float32 whatever the tensors hold (float32, float16
-or bfloat16).
+The counterpart of `llmbatch.kernels.cpu.fused`. Arithmetic is float32 whatever the tensors hold (float32, float16 or
+bfloat16).
 """
 
 from __future__ import annotations
@@ -95,14 +95,14 @@ def _rotate_and_store(
 
 
 def normalize(x: torch.Tensor, weight: torch.Tensor, epsilon: float, out: torch.Tensor) -> None:
-    """RMSNorm of each row: out = x / sqrt(mean(x**2) + epsilon) * weight; [rows, width] both, `weight` float32."""
+    """Apply RMSNorm to each row: out = x / sqrt(mean(x**2) + epsilon) * weight; [rows, width], `weight` float32."""
     rows, width = x.shape
     padded = triton.next_power_of_2(width)
     _normalize[(rows,)](x, weight, out, width, epsilon, PADDED=padded, num_warps=min(16, max(1, padded // 512)))
 
 
 def gate(x: torch.Tensor, activation: int, out: torch.Tensor) -> None:
-    """out = activation(x[:, :width]) * x[:, width:], for `out` [rows, width]."""
+    """Compute out = activation(x[:, :width]) * x[:, width:], for `out` [rows, width]."""
     assert activation in (SILU, GELU_TANH), "an activation of llmbatch.kernels.spec"
     total = out.numel()
     _gate[(triton.cdiv(total, _GATE_BLOCK),)](x, out, out.shape[1], total, ACTIVATION=activation, BLOCK=_GATE_BLOCK)
