@@ -1,8 +1,8 @@
-"""The rows that an engine has in hand, in a file that outlives its process.
+"""The rows that an engine has in flight, in a file that outlives its process.
 
-A process that is killed takes along what it knew, but not the pages of a file that it had mapped: the kernel keeps
-them. So whoever comes next learns which rows are to be run again, and which of them may have killed it, and nothing
-is sent anywhere while an engine runs.
+A process that is killed loses its memory, but not the pages of a file that it had mapped: the kernel keeps them. So the
+next process learns which rows must run again, and which of them may have killed the last one, and nothing is sent
+anywhere while an engine runs.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class InFlightRows:
         self._top = _SLOTS  # of the stack of free slots
 
     def enter(self, rows: NDArray[np.void]) -> NDArray[np.int64]:
-        """Rows (`ROW`, the state aside) begin; returns their slots."""
+        """Note that rows (`ROW`, the state aside) begin; returns their slots."""
         with self._lock:
             while self._top < len(rows):
                 size = len(self._slots)
@@ -45,11 +45,11 @@ class InFlightRows:
             return slots
 
     def end(self, slots: NDArray[np.int64]) -> None:
-        """The rows in these slots have their answers."""
+        """Note that the rows in these slots have their answers."""
         self._slots["state"][slots] = ENDED
 
     def leave(self, slots: NDArray[np.int64]) -> None:
-        """The answers of the rows in these slots are safe."""
+        """Free these slots: the answers of their rows are safe."""
         with self._lock:
             self._slots["state"][slots] = 0
             if self._top + len(slots) > len(self._free):
@@ -65,6 +65,6 @@ class InFlightRows:
 
 
 def left_behind(path: Path) -> NDArray[np.void]:
-    """The rows that were in flight when the process that wrote this file ended."""
+    """Read the rows that were in flight when the process that wrote this file ended."""
     slots = np.fromfile(path, ROW)
     return slots[slots["state"] > 0]

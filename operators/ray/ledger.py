@@ -1,16 +1,16 @@
-"""What the actors of a job have answered, kept where its driver runs, so that a death costs only what was in flight.
+"""The answers of a job's actors, kept with its driver, so that a death costs only the rows in flight.
 
 Ray Data runs a call again from its beginning when its actor dies, and when the node that held its output is lost. So
 actors report rows as they are answered, and ask for those of a shard before they run it. The answers lie on disk, a
 journal a shard (`llmbatch.storage.journal`); memory holds counts.
 
-A row may kill the process that runs it, and then the next one. Which row it was nobody knows, so all that ran are
-suspects, and the ledger counts in how many deaths each was involved: after each a row is to be run among fewer of
-them, at last with no other beside it. Processes die of other things too, and some of them while an innocent row is
-alone, so it gets an error when it was alone three times.
+A row may kill the process that runs it, and then the next one. Nobody knows which row it was, so all rows in flight are
+suspects, and the ledger counts in how many deaths each was involved: after each death a suspect is run among fewer
+rows, at last alone. Processes die of other things too, and some of them while an innocent row is alone, so a row gets
+an error after three deaths alone.
 
-Each call has a number, and reports of a shard's earlier calls are not taken: an actor that was cut off with its node
-may still be at work.
+Each call has a number, and reports of a shard's earlier calls are rejected: an actor that was cut off with its node may
+still be at work.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MOST_DEATHS = len(TOGETHER) + 1
 
 @dataclass(frozen=True, slots=True)
 class ShardHistory:
-    """What the ledger says to a call about its shard."""
+    """The ledger's answer to a call about its shard."""
 
     call: int
     answers: pa.Table  # of REPORT
@@ -45,7 +45,7 @@ class ShardHistory:
 
 @dataclass(frozen=True, slots=True)
 class ActorHome:
-    """Where a process has the file of its rows in flight."""
+    """The place of a process's file of rows in flight."""
 
     node: str
     file: str
@@ -53,7 +53,7 @@ class ActorHome:
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """What happened so far."""
+    """Counts of a job's events so far."""
 
     answered: int  # rows
     deaths: int  # of processes that ran rows
@@ -64,7 +64,7 @@ class Ledger:
     """Takes the answers of all actors of one job of `rows` rows. Lives in a process of its own, as a Ray actor."""
 
     def __init__(self, folder: str, rows: int, progress: Progress) -> None:
-        """Goes on with what is in `folder`."""
+        """Continue with the contents of `folder`."""
         self._place = Location.at(folder)
         self._place.make()
         self._progress = progress
@@ -79,12 +79,12 @@ class Ledger:
                 self._count(record)
 
     def settle(self, actor: str, home: ActorHome) -> ActorHome | None:
-        """An actor's process begins. Returns where its last process, which must have died, had its home."""
+        """Register the process of an actor. Returns the home of its last process, which must have died."""
         before, self._homes[actor] = self._homes.get(actor), home
         return before
 
     def begin(self, shard: int) -> ShardHistory:
-        """A call begins to work on a shard; what earlier calls report from now on is not taken."""
+        """Register a call that works on a shard; reports of earlier calls are rejected from now on."""
         if not self._calls:
             self._progress.start(self._total)
         call = self._calls[shard] = self._calls.get(shard, 0) + 1
@@ -92,7 +92,7 @@ class Ledger:
         return ShardHistory(call, pa.Table.from_batches(records, schema=REPORT), self._deaths.get(shard, {}))
 
     def report(self, shard: int, call: int, answers: pa.RecordBatch, *, last: bool) -> None:
-        """Rows (`REPORT`) of a shard were answered in a call; `last`: no row of it is left."""
+        """Record answered rows (`REPORT`) of a shard in a call; `last`: no row of it is left."""
         if self._calls.setdefault(shard, call) != call:
             return
         self._journal(shard).append(answers)
@@ -102,7 +102,7 @@ class Ledger:
         self._progress.advance(Advance(self._rows, self._tokens))
 
     def died(self, rows: NDArray[np.void]) -> None:
-        """A process ended with these rows in flight (`llmbatch.operators.ray.in_flight.ROW`)."""
+        """Record that a process ended with these rows in flight (`llmbatch.operators.ray.in_flight.ROW`)."""
         self._died += 1
         self._lost += len(rows)
         for shard, row, occurrence, state in rows.tolist():
@@ -111,11 +111,11 @@ class Ledger:
                 deaths[row, occurrence] = deaths.get((row, occurrence), 0) + 1
 
     def counts(self) -> Counts:
-        """What happened so far."""
+        """Return what happened so far."""
         return Counts(self._rows, self._died, self._lost)
 
     def homes(self) -> list[ActorHome]:
-        """Where the last process of each actor has its home."""
+        """Return the home of the last process of each actor."""
         return list(self._homes.values())
 
     def _journal(self, shard: int) -> Journal:

@@ -1,15 +1,15 @@
-"""Rows to shards for several engines: shared prefixes together, the same seconds in each.
+"""Shards of a dataset's rows for several engines: shared prefixes together, equal predicted seconds.
 
-Engines on other machines share no KV, so a prefix whose rows are spread over all of them is computed by each. Nobody
-holds all prompts, so a row is outlined where it is read: the hash of its prompt's columns, its length, and hashes of
-its prefixes at depths that grow by the square root of two. Two rows share what they share up to the deepest depth at
-which their hashes agree: at least 0.7 of it. From the outlines of all rows one tree is built, planned and cut as an
-engine does with its own (`llmbatch.planning.plan`, `llmbatch.planning.partition`): into equal predicted seconds where
-the lengths of all answers are known, else into shards that are alike. A subtree that a cut goes through is kept whole
-where it is small.
+Engines on other machines share no KV, so a prefix whose rows are spread over all of them is computed by each. No
+process holds all prompts, so a row is outlined where it is read: the hash of its prompt's columns, its length, and
+hashes of its prefixes at depths that grow by the square root of two. Two rows count as sharing up to the deepest depth
+at which their hashes agree: at least 0.7 of the true length. From the outlines of all rows one tree is built, planned
+and cut as an engine does with its own (`llmbatch.planning.plan`, `llmbatch.planning.partition`): into equal predicted
+seconds if the lengths of all answers are known, else into shards that are alike. A small subtree that a cut goes
+through is kept whole.
 
-A row finds its shard by its hash. Rows of one hash that have one answer are in one shard. Those that are drawn anew,
-each with an answer of its own, may be too many for one: they are told apart by their other columns.
+A row finds its shard by its hash. Rows of one hash that have one answer are in one shard. Rows that are sampled, each
+with an answer of its own, may be too many for one shard: they are distinguished by their other columns.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _WHOLE = 0.1  # of a shard's seconds: subtrees that are not cut
 
 
 def outline(shard: RowRequests, rows: NDArray[np.uint64]) -> pa.Table:
-    """What `cut` is to know of a table's rows: `OUTLINE`. `rows` are the hashes of their prompts' columns."""
+    """Outline a table's rows for `cut`: `OUTLINE`. `rows` are the hashes of their prompts' columns."""
     requests = shard.requests
     lengths = requests.prompt_lengths
     counts = np.searchsorted(DEPTHS, lengths, side="right").astype(np.int32)
@@ -76,7 +76,7 @@ def outline(shard: RowRequests, rows: NDArray[np.uint64]) -> pa.Table:
 
 @dataclass(frozen=True, slots=True)
 class Shards:
-    """Which shard a row is of."""
+    """The shard of each row."""
 
     count: int
     rows: NDArray[np.uint64]  # hashes, ascending; one of several rows that are drawn anew is there once for each
@@ -88,9 +88,9 @@ class Shards:
         return bool((self.rows[1:] == self.rows[:-1]).any())
 
     def of(self, rows: NDArray[np.uint64], contents: NDArray[np.uint64] | None = None) -> NDArray[np.int32]:
-        """The shard of each row, by its hash; where they `spread`, by the hash of its `contents` too.
+        """Find the shard of each row, by its hash; if they `spread`, by the hash of its `contents` too.
 
-        A row that was not outlined has one as well.
+        A row that was not outlined gets a shard as well.
         """
         first = np.searchsorted(self.rows, rows, side="left")
         many = (np.searchsorted(self.rows, rows, side="right") - first).astype(np.uint64)
@@ -104,7 +104,7 @@ class Shards:
 def cut(
     outlines: pa.Table, cost: CostModel, pool: Pool, scheduling: Scheduling, *, actors: int, rows_per_shard: int
 ) -> Shards:
-    """Shards for so many actors, of so many rows on average at most. `outlines` are those of all rows."""
+    """Cut rows into shards for so many actors, of at most so many rows on average. `outlines` are those of all rows."""
     rows, tokens = outlines["row"].to_numpy(), outlines["tokens"].to_numpy()
     planned = _to_plan(rows, tokens, outlines["repeatable"].to_numpy())
     large = max(len(rows) / rows_per_shard, tokens.sum(dtype=np.int64) / _TOKENS_PER_SHARD)
@@ -131,7 +131,7 @@ def cut(
 
 
 def occurrences(rows: NDArray[np.uint64]) -> NDArray[np.int64]:
-    """How many equal ones come before each, int64 [n]."""
+    """Count how many equal ones come before each, int64 [n]."""
     order = np.argsort(rows, kind="stable")
     ordered = rows[order]
     number = np.arange(len(rows))
@@ -142,7 +142,7 @@ def occurrences(rows: NDArray[np.uint64]) -> NDArray[np.int64]:
 
 
 def _to_plan(rows: NDArray[np.uint64], tokens: NDArray[np.int32], repeatable: NDArray[np.bool_]) -> NDArray[np.intp]:
-    """The rows that an engine computes, shorter ones first: a prefix comes before what continues it."""
+    """Select the rows that an engine computes, shorter ones first: a prefix comes before its continuation."""
     first = np.zeros(len(rows), np.bool_)
     first[np.unique(rows, return_index=True)[1]] = True
     computed = np.flatnonzero((tokens > 0) & (first | ~repeatable))
@@ -176,7 +176,7 @@ def _plan(tree: PrefixTree, lengths: LengthModel, cost: CostModel, pool: Pool, s
 def _keep_whole(
     tree: PrefixTree, order: NDArray[np.int32], seconds: NDArray[np.float64], shard: NDArray[np.int32], most: float
 ) -> None:
-    """Put neighbours of one subtree, of `most` seconds or less, into the shard of those in their middle."""
+    """Move neighbours of one subtree, of at most `most` seconds, into the shard of the row in their middle."""
     small = tree.aggregate(seconds) <= most
     tops = np.flatnonzero(small & ~small[np.maximum(tree.parent, 0)])
     unit = np.full(len(tree), -1, np.int64)
