@@ -1,6 +1,7 @@
-"""What decides the answers of a job, in a form that is kept beside them and compared with a later command.
+"""The options that determine the answers of a job, kept with them and compared with a later command.
 
-How a job is run (order, memory, pages, windows, limits of errors) is not part of it: that may change on the way.
+Options of how a job is run (order, memory, pages, windows, limits of errors) are not part of it: they may change on the
+way.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from llmbatch.inference.options import Options
 
 
 def fingerprint(options: Options, *, model_files: str, id_column: str | None) -> dict[str, Any]:
-    """What decides the answers, as JSON values; `model_files` is a digest of the model's files."""
+    """Collect the options that determine the answers, as JSON values; `model_files` digests the model's files."""
     return {
         "model_files": model_files,
         **asdict(options.source),
@@ -29,12 +30,12 @@ def fingerprint(options: Options, *, model_files: str, id_column: str | None) ->
 
 
 def difference(kept: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
-    """What is not the same in two commands, in words; None where all is."""
+    """Describe the differences of two commands, in words; None if there are none."""
     changed = [name for name in now if kept.get(name) != now[name]]
     if not changed:
         return None
     if changed == ["model_files"]:
         return "the files of the model were others"
     names = [name for name in changed if name != "model_files"]
-    told = " and ".join(f"{name} was {kept.get(name)!r} and is {now[name]!r}" for name in names)
-    return told + (", and the files of the model were others" if len(names) < len(changed) else "")
+    text = " and ".join(f"{name} was {kept.get(name)!r} and is {now[name]!r}" for name in names)
+    return text + (", and the files of the model were others" if len(names) < len(changed) else "")

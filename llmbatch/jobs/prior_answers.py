@@ -1,4 +1,4 @@
-"""Answers that earlier runs left, found by the key of their row.
+"""Answers of earlier runs, found by the key of their row.
 
 They lie in journals and in parts, staged or finished. Only keys and hashes of all of them are in memory, sorted; the
 answers of a window are read when it is its turn.
@@ -23,7 +23,7 @@ Reader = Callable[[Sequence[str]], Iterable[pa.Table]]  # the given columns, lit
 
 
 class Found(NamedTuple):
-    """What a source holds, one entry a row."""
+    """The contents of a source, one entry a row."""
 
     keys: NDArray[np.uint64]
     contents: NDArray[np.uint64]
@@ -34,11 +34,11 @@ class Source(Protocol):
     """Rows with their answers, left by an earlier run."""
 
     def found(self) -> Found:
-        """Whose answers these are."""
+        """Return the rows of these answers."""
         ...
 
     def answers(self, rows: NDArray[np.int64]) -> pa.Table:
-        """The answers' columns (`llmbatch.inference.answers.SCHEMA`) of some rows."""
+        """Read the answers' columns (`llmbatch.inference.answers.SCHEMA`) of some rows."""
         ...
 
 
@@ -49,20 +49,20 @@ class JournalSource:
         self._table = pa.Table.from_batches(records, schema=JOURNAL)
 
     def found(self) -> Found:
-        """Whose answers these are."""
+        """Return the rows of these answers."""
         table = self._table
         return Found(table["key"].to_numpy(), table["content"].to_numpy(), _failed(table))
 
     def answers(self, rows: NDArray[np.int64]) -> pa.Table:
-        """The answers' columns of some rows."""
+        """Read the answers' columns of some rows."""
         return pick(self._table.select(SCHEMA.names).to_batches(), rows, SCHEMA)
 
 
 class PartSource:
-    """A part of an output, whose rows hold the input's columns as well."""
+    """A part of an output, whose rows also hold the input's columns."""
 
     def __init__(self, read: Reader, columns: Sequence[str], first: int, id_column: str | None) -> None:
-        """`columns` are the input's; a part may lack some that came later.
+        """Open a part; `columns` are the input's, and a part may lack some that came later.
 
         Without `id_column`, rows have their positions for keys, from `first` on.
         """
@@ -72,7 +72,7 @@ class PartSource:
         self._id = id_column
 
     def found(self) -> Found:
-        """Whose answers these are."""
+        """Return the rows of these answers."""
         first, pieces = self._first, []
         for table in self._read([*self._columns, "error"]):
             rows = table.select([name for name in self._columns if name in table.column_names])
@@ -81,7 +81,7 @@ class PartSource:
         return Found(*(np.concatenate(column) for column in zip(*pieces, strict=True)))
 
     def answers(self, rows: NDArray[np.int64]) -> pa.Table:
-        """The answers' columns of some rows."""
+        """Read the answers' columns of some rows."""
         order = np.argsort(rows, kind="stable")
         wanted, first, batches = rows[order], 0, []
         for table in self._read(SCHEMA.names):
@@ -114,7 +114,7 @@ class PriorAnswers:
         return len(self._keys)
 
     def check(self, keys: NDArray[np.uint64], contents: NDArray[np.uint64], first: int) -> None:
-        """Raise DataError where a row that was answered reads otherwise now. `first` is the number of the first."""
+        """Raise DataError if an answered row has changed since. `first` is the number of the first."""
         at, there = self._places(keys)
         changed = np.flatnonzero(self._contents[at[there]] != contents[there])
         if len(changed):
@@ -126,7 +126,7 @@ class PriorAnswers:
             )
 
     def take(self, keys: NDArray[np.uint64], contents: NDArray[np.uint64]) -> pa.Table:
-        """The answers to those of a window's rows that have one, and read as they did then: a table of ROWS."""
+        """Read the answers to those of a window's rows that have one and have not changed: a table of ROWS."""
         at, there = self._places(keys)
         there[there] = self._contents[at[there]] == contents[there]
         rows, at = np.flatnonzero(there).astype(np.int32), at[there]
@@ -145,7 +145,7 @@ class PriorAnswers:
 
 
 def keys_of(table: pa.Table, first: int, id_column: str | None) -> NDArray[np.uint64]:
-    """What tells the rows of a job apart: a hash of `id_column`, or their positions, from `first` on."""
+    """Compute the keys of a job's rows: a hash of `id_column`, or their positions, from `first` on."""
     if id_column is None:
         return np.arange(first, first + table.num_rows, dtype=np.uint64)
     return hash_rows(table.select([id_column]))

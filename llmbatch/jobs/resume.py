@@ -1,4 +1,4 @@
-"""What an output already holds of a job, and whether a command may go on with it."""
+"""The state of an output: what it already holds of a job, and whether a command may continue it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _WAY_OUT = "choose another output, or start over with restart=True (--restart)"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobState:
-    """A job under way, as `job.json` has it: what it answers, and how its rows are laid out in windows."""
+    """A job under way, as `job.json` holds it: what it answers, and the layout of its rows in windows."""
 
     command: dict[str, Any]
     files: list[Any]  # `Dataset.identity`
@@ -42,32 +42,32 @@ class JobState:
 
     @property
     def names(self) -> WorkFiles:
-        """Names in the work folder."""
+        """The names in the work folder."""
         return WorkFiles(self.generation)
 
     @property
     def generation(self) -> int:
-        """How often the rows were laid out anew."""
+        """The number of times the rows were laid out again."""
         return len(self.earlier_window_rows)
 
     @property
     def windows(self) -> int:
-        """How many there are."""
+        """The number of windows."""
         return max(1, -(-self.rows // self.window_rows))
 
     def rows_of(self, window: int) -> int:
-        """How many rows a window has."""
+        """Count the rows of a window."""
         return max(0, min(self.window_rows, self.rows - window * self.window_rows))
 
     def write(self, work: Location) -> None:
-        """Keep it."""
+        """Write `job.json`."""
         work.write(JOB, seal(JOB, {"format": FORMAT, **asdict(self)}))
 
     @classmethod
     def read(cls, output: Output) -> JobState | None:
-        """What `write` kept; None where no job is under way.
+        """Read `job.json`, or return None if no job is under way.
 
-        Raises `DataError` where it is damaged, or another version wrote it.
+        Raises `DataError` if it is damaged, or another version wrote it.
         """
         data = output.work.read(JOB)
         if data is None:
@@ -105,7 +105,7 @@ class AlreadyFinished:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wish:
-    """What a command asks of a job beyond its answers."""
+    """The wishes of a command beyond its answers."""
 
     retry_errors: bool
     start_over: bool
@@ -115,10 +115,10 @@ class Wish:
 
 
 def kept_dtype(output: Output) -> str | None:
-    """The type of numbers that the answers here were computed in, for a job that goes on; None where none are.
+    """Return the number type of the answers here, for a job that goes on; None if there are none.
 
-    Which type is fast is measured, and may come out otherwise in the next process: answers of one job are of one type.
-    Raises DataError where the output is another version's.
+    Which type is fast is measured, and may differ in the next process: answers of one job are of one type. Raises
+    DataError if the output is another version's.
     """
     kept = JobState.read(output)
     if kept is not None:
@@ -130,10 +130,10 @@ def kept_dtype(output: Output) -> str | None:
 def plan_resume(
     output: Output, fresh: JobState, source: Dataset, gate: ErrorBudget, wish: Wish
 ) -> Resume | AlreadyFinished:
-    """What is to be done for the job that `fresh` describes as a new one. Reads, and changes nothing.
+    """Decide what to do for the job that `fresh` describes as a new one. Reads, and changes nothing.
 
-    Raises DataError where the output belongs to another job, JobError where it is finished and more of its rows failed
-    than may.
+    Raises DataError if the output belongs to another job, JobError if it is finished and more of its rows failed than
+    may.
     """
     if wish.start_over:
         output.check_free(replace_foreign=wish.overwrite)
@@ -218,7 +218,7 @@ def _compare(what: str, kept: dict[str, Any], fresh: JobState) -> None:
 
 
 def _check_change(fresh: JobState, rows: int, columns: Sequence[str]) -> None:
-    """Raise DataError where other files can only be another input. Equal rows in other files are the same input."""
+    """Raise DataError if the other files must be another input. Equal rows in other files are the same input."""
     gone = sorted(set(columns) - set(fresh.columns))
     if gone:  # a new one makes no difference to rows that have nothing in it
         raise DataError(
@@ -242,7 +242,10 @@ def _finished_sources(output: Output, manifest: dict[str, Any], source: Dataset,
 
 
 def _kept_sources(output: Output, names: WorkFiles, window_rows: int, kept: JobState, source: Dataset) -> list[Source]:
-    """What a generation with windows of so many rows left: staged parts, and journals of what was not whole."""
+    """Find the sources of a generation with windows of so many rows.
+
+    They are staged parts, and journals of what was not in a finished part.
+    """
     begun, whole = names.windows(output.work.names())
     sources: list[Source] = [
         JournalSource(Journal.open(output.work, names.journal(window)).records()) for window in sorted(begun)

@@ -1,4 +1,4 @@
-"""What tells the rows of an input apart, checked before a job begins."""
+"""The keys of an input's rows, checked before a job begins."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ROWS = 100_000  # read at once
 
 
 def check_ids(source: Dataset, column: str) -> None:
-    """Raise DataError where the id column is not there, has nulls, or the same value twice."""
+    """Raise DataError if the id column is missing, has nulls, or the same value twice."""
     find_field(source.schema, column, "id_column")
     reader = source.reader([column])
     hashes = []
@@ -41,7 +41,7 @@ def check_ids(source: Dataset, column: str) -> None:
 
 
 def check_contents(source: Dataset, earlier: PriorAnswers, id_column: str | None) -> None:
-    """Raise DataError where a row that was answered reads otherwise than it did then."""
+    """Raise DataError if an answered row has changed since."""
     reader = source.reader()
     try:
         for start in range(0, source.num_rows, _ROWS):

@@ -1,4 +1,4 @@
-"""Windows of an input, the next one made ready while the engine runs the last."""
+"""Windows of an input, the next one loaded while the engine runs the last."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _LOOK = 0.2  # seconds between two looks whether the job was asked to end, while
 
 
 def window_rows(asked: int | None, rows: int, nbytes: int, max_tokens: int) -> int:
-    """Rows of a window of an input of `rows` rows and `nbytes` bytes, whose answers have at most `max_tokens`.
+    """Choose the rows of a window for an input of `rows` rows and `nbytes` bytes, and answers of `max_tokens`.
 
-    Raises ParameterError where as many as were asked for would not fit in memory.
+    Raises ParameterError if as many as were asked for would not fit in memory.
     """
     each = max(1.0, nbytes / max(rows, 1)) * _GROWTH * _HELD
     free = available_memory()
@@ -40,7 +40,7 @@ def window_rows(asked: int | None, rows: int, nbytes: int, max_tokens: int) -> i
 
 
 class WindowLoader:
-    """A feed of windows (`llmbatch.runtime.protocols.WindowSource`), made one ahead by a thread of its own."""
+    """A source of windows (`llmbatch.runtime.protocols.WindowSource`), made one ahead by a thread of its own."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class WindowLoader:
         make: Callable[[int, Callable[[], None]], Window],
         stopping: StopRequest | None = None,
     ) -> None:
-        """`make` makes a window of its number; it is given what it is to call again and again, which may raise."""
+        """Load windows by `make`, given a window's number and a function to call again and again, which may raise."""
         self._ready: queue.Queue[Window | BaseException | None] = queue.Queue(maxsize=1)
         self._closed = threading.Event()
         self._stopping = stopping or StopRequest()
@@ -57,9 +57,9 @@ class WindowLoader:
         self._over = False
 
     def next(self, wait: bool) -> Window | None:
-        """The next window. None: none is ready, or, where it was to `wait` for one, there are no more.
+        """Return the next window. None: none is ready, or, if it was to `wait` for one, there are no more.
 
-        Raises what making it raised, and `Stop` where the job is asked to end while it waits.
+        Raises the error of making it, and `Stop` if the job is asked to end while it waits.
         """
         if self._over:
             return None
@@ -104,4 +104,4 @@ class WindowLoader:
 
 
 class _Closed(Exception):
-    """Nobody takes a window any more."""
+    """Raised when nobody takes a window any more."""
