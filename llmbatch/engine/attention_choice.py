@@ -78,10 +78,10 @@ def choose_attention(
             reason = str(error).strip().split("\n")[0] or type(error).__name__
             if name != "auto":
                 raise ModelError(
-                    f"attention {name!r} cannot be used here: {reason}; or take attention='auto' (--attention auto)."
+                    f"attention {name!r} cannot be used here: {reason}; or take attention='auto' (--attention auto)"
                 ) from error
             notes.append(f"attention {candidate!r} is not used: {reason}")
-    raise ModelError("no attention works here: " + "; ".join(notes) + ".")
+    raise ModelError("no attention works here: " + "; ".join(notes))
 
 
 def _try(
@@ -102,9 +102,17 @@ def _try(
     tensors = [torch.from_numpy(np.ascontiguousarray(array)).to(device) for array in plan.arrays]
     got = backend.attend(spec, query, keys, values, plan, tensors)
     expected = reference.attend(
-        query.view(len(query), spec.query_heads, spec.width), keys, values, torch.from_numpy(tables).to(device),
-        list(_STARTS), list(_COUNTS), scale=spec.scale, window=spec.window, softcap=spec.softcap, sinks=spec.sinks,
-    )  # fmt: skip
+        query.view(len(query), spec.query_heads, spec.width),
+        keys,
+        values,
+        torch.from_numpy(tables).to(device),
+        list(_STARTS),
+        list(_COUNTS),
+        scale=spec.scale,
+        window=spec.window,
+        softcap=spec.softcap,
+        sinks=spec.sinks,
+    )
     error = float((got.view(expected.shape).double() - expected).norm() / expected.norm())
     if not error < _TOLERANCE[dtype]:
         raise Unavailable(

@@ -26,7 +26,7 @@ def find_platform(device: str) -> Platform:
     if device != "auto":
         reason = _unusable(device)
         if reason is not None:
-            raise ModelError(f"device {device!r} cannot be used: {reason}; or take device='cpu' (--device cpu).")
+            raise ModelError(f"device {device!r} cannot be used: {reason}; or take device='cpu' (--device cpu)")
         return _accelerated(device)
     if _CUDA is None or torch.cuda.device_count() == 0:
         return HOST
@@ -52,8 +52,8 @@ def _unusable(device: str) -> str | None:
         torch.cuda.init()  # type: ignore[no-untyped-call]
         count = torch.cuda.device_count()
     except (RuntimeError, AssertionError) as error:  # no driver, no card, or a driver that is too old for this CUDA
-        told = str(error).strip().split("\n")[0].rstrip(".")
-        return f"{told}: torch {torch.__version__} needs a driver for CUDA {_CUDA}"
+        reason = str(error).strip().split("\n")[0].rstrip(".")
+        return f"{reason}: torch {torch.__version__} needs a driver for CUDA {_CUDA}"
     index = torch.device(device).index or 0
     if index >= count:
         return f"there are {count} GPUs here, numbered from 0: name one of them"

@@ -42,7 +42,7 @@ class EngineFactory:
     attention: PagedAttention | None = None  # None: on the processor
     strategy: Strategy = "sequential"
     records: bool = False  # small steps of decodes
-    notes: tuple[str, ...] = ()  # what the user should be told, a sentence each
+    notes: tuple[str, ...] = ()  # for the user, a sentence each
 
     def engine(self, loaded: LoadedModel, decode: Callable[[NDArray[np.int32]], str]) -> StreamEngine:
         """Build a new engine, with the memory of the pool; `decode` turns tokens into text."""
@@ -123,11 +123,11 @@ def prepare(
     ceilings = replace(_ceilings(platform, model), cascade=attention.cascade)
     whole = Pool(max(1, room.pool_bytes // (model.bytes_per_token * size)), size)
     uncalibrated = EngineFactory(whole, ceilings, attention, records=room.unrecorded is None)
-    calibration, told = _calibration(uncalibrated, loaded, _kept(platform, model, config))
+    calibration, found_notes = _calibration(uncalibrated, loaded, _kept(platform, model, config))
     strategy = _strategy(calibration, config)
     cost = calibration.fitted[strategy].cost(shape_of(model))
     chosen = whole if config.kv_memory is None else pool
-    return replace(uncalibrated, pool=chosen, cost=cost, strategy=strategy, notes=(*notes, *told))
+    return replace(uncalibrated, pool=chosen, cost=cost, strategy=strategy, notes=(*notes, *found_notes))
 
 
 def cost_model(platform: Platform, model: ModelConfig, config: EngineConfig) -> CostModel:
@@ -158,7 +158,7 @@ def _calibration(
         prepared.cost, kinds, lambda strategy, rates: needed.accelerated(loaded, strategy=strategy, rates=rates)
     )
     seconds = time.perf_counter() - begun
-    note = f"the GPU was calibrated for this model in {seconds:.0f} seconds: {found.told}; kept in {kept.path}"
+    note = f"the GPU was calibrated for this model in {seconds:.0f} seconds: {found.summary}; kept in {kept.path}"
     try:
         kept.keep(found)
     except OSError as error:
@@ -173,7 +173,7 @@ def _strategy(calibration: DeviceCalibration, config: EngineConfig) -> Strategy:
     if config.overlap in calibration.missing:
         raise ModelError(
             f"overlap {config.overlap!r} cannot be used here: {calibration.missing[config.overlap]}; or take "
-            "overlap='auto' (--overlap auto)."
+            "overlap='auto' (--overlap auto)"
         )
     return config.overlap
 

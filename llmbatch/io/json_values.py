@@ -59,7 +59,9 @@ def unwritable(table: pa.Table) -> Mapping[int, RowError]:
             for row, reason in {} if _is_safe(chunk) else _values(chunk)[1].items():
                 errors.setdefault(
                     start + row,
-                    RowError("output", f"JSONL cannot hold the value of column {name!r}: {reason}; mend it or drop it"),
+                    RowError(
+                        "output", f"JSONL cannot hold the value of column {name!r}: {reason}: correct it or drop it"
+                    ),
                 )
             start += len(chunk)
     return errors

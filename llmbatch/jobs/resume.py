@@ -161,7 +161,7 @@ def plan_resume(
     if not manifest["preserve_order"] and fresh.command["id_column"] is None:
         raise DataError(
             f"the rows of {output.url} are in the order in which they finished (preserve_order=False), so they can "
-            f"only be told apart by an id_column (--id-column): {_WAY_OUT}"
+            f"only be identified by an id_column (--id-column): {_WAY_OUT}"
         )
     again = replace(fresh, without_errors=wish.retry_errors)
     return Resume(again, _finished_sources(output, manifest, source, fresh), changed)
@@ -201,20 +201,20 @@ def _go_on(
         return Resume(kept, sources, False)
     sources += _kept_sources(output, kept.names, kept.window_rows, kept, source)
     without_errors = retry_errors or kept.without_errors
-    anew = replace(
+    fresh_layout = replace(
         fresh,
         window_rows=wish.window_rows or kept.window_rows,
         earlier_window_rows=[*kept.earlier_window_rows, kept.window_rows],
         without_errors=without_errors,
         afresh=kept.afresh,
     )
-    return Resume(anew, sources, changed)
+    return Resume(fresh_layout, sources, changed)
 
 
 def _compare(what: str, kept: dict[str, Any], fresh: JobState) -> None:
-    told = difference(kept, fresh.command)
-    if told is not None:
-        raise DataError(f"{what} by another command, in which {told}: give the same command, {_WAY_OUT}")
+    changes = difference(kept, fresh.command)
+    if changes is not None:
+        raise DataError(f"{what} by another command, in which {changes}: give the same command, {_WAY_OUT}")
 
 
 def _check_change(fresh: JobState, rows: int, columns: Sequence[str]) -> None:

@@ -58,9 +58,7 @@ class ModelShape:
 
     def __post_init__(self) -> None:
         if len(self.windows) != self.layers:
-            raise ParameterError(
-                f"A shape needs one window a layer: {self.layers} layers, {len(self.windows)} windows."
-            )
+            raise ParameterError(f"windows must be one for each of {self.layers} layers, got {len(self.windows)}")
 
     @classmethod
     def from_config(cls, config: object, dtype_bytes: float) -> ModelShape:
@@ -76,7 +74,7 @@ class ModelShape:
         def need(*names: str) -> int:
             value = read_field(text, *names)
             if value is None:
-                raise ModelError(f"A model's config must give {names[0]}, and that of {name} does not.")
+                raise ModelError(f"a model's config must give {names[0]}, but that of {name} does not")
             return int(value)
 
         hidden, layers = need("hidden_size", "n_embd"), need("num_hidden_layers", "n_layer")
@@ -161,7 +159,7 @@ def find_shape(name: str) -> ModelShape:
     """Find the shape of that name (see `SHAPES`), in any case. Raises `ParameterError` for an unknown one."""
     found = SHAPES.get(name.lower())
     if found is None:
-        raise ParameterError(f"Unknown model shape {name!r}; known are {', '.join(SHAPES)}.")
+        raise ParameterError(f"model shape must be one of {', '.join(SHAPES)}, got {name!r}")
     return found
 
 
@@ -173,7 +171,7 @@ class Overlap:
 
     def __post_init__(self) -> None:
         if not self.exponent >= 1:
-            raise ParameterError(f"The overlap exponent must be at least 1, and it is {self.exponent}.")
+            raise ParameterError(f"overlap exponent must be at least 1, got {self.exponent}")
 
     def __call__(self, compute: ArrayLike, memory: ArrayLike) -> Floats:
         """Return the seconds that both take together, elementwise."""
@@ -214,7 +212,7 @@ class CostModel:
 
     def __post_init__(self) -> None:
         if self.law not in get_args(Law):
-            raise ParameterError(f"The law must be one of {', '.join(get_args(Law))}, and it is {self.law!r}.")
+            raise ParameterError(f"law must be one of {', '.join(get_args(Law))}, got {self.law!r}")
 
     @property
     def weight_seconds(self) -> float:

@@ -57,17 +57,17 @@ class MeasuredSteps:
         columns = {field.name: np.asarray(getattr(self, field.name), np.float64) for field in fields(self)}
         sizes = {name: column.size for name, column in columns.items()}
         if len(set(sizes.values())) > 1:
-            told = ", ".join(f"{name} has {size}" for name, size in sizes.items())
-            raise ParameterError(f"Columns of measured steps must be equally long; {told}.")
+            found = ", ".join(f"{name} has {size}" for name, size in sizes.items())
+            raise ParameterError(f"columns of measured steps must be equally long, got {found}")
         if not len(self):
-            raise ParameterError("A calibration needs at least one measured step, and there is none; measure some.")
+            raise ParameterError("a calibration must have at least one measured step, got none: measure some")
         for name, column in columns.items():
             positive = name in ("tokens", "seconds")
             bad = ~np.isfinite(column) | (column <= 0 if positive else column < 0)
             if bad.any():
                 at, rule = int(np.argmax(bad)), "positive" if positive else "at least 0"
                 raise ParameterError(
-                    f"The {name} of a measured step must be {rule}; step {at} has {column[at]}, leave it out."
+                    f"{name} of a measured step must be {rule}, got {column[at]} at step {at}: leave it out"
                 )
 
     def __len__(self) -> int:

@@ -33,28 +33,28 @@ class Hardware:
     compute_efficiency: float = 0.75
     bandwidth_efficiency: float = 0.85
     attention_efficiency: float | None = None  # of `compute`, for attention over prompts; None: as products
-    step_seconds: float = 0.0  # that every step takes beside its work: launches, the host
+    step_seconds: float = 0.0  # that every step takes in addition to its work: launches, the host
     cards: int = 1
 
     def __post_init__(self) -> None:
         for field in ("compute", "bandwidth", "memory"):
             if not getattr(self, field) > 0:
                 raise ParameterError(
-                    f"The {field} of a device must be positive; {self.name} has {getattr(self, field)}."
+                    f"{field} of a device must be positive, got {getattr(self, field)} for {self.name}"
                 )
         for field in ("compute_efficiency", "bandwidth_efficiency", "attention_efficiency"):
             value = getattr(self, field)
             if value is not None and not 0 < value <= 1:
-                raise ParameterError(f"The {field} must lie in (0, 1]; {self.name} has {value}.")
+                raise ParameterError(f"{field} must lie in (0, 1], got {value} for {self.name}")
         if not 0 <= self.step_seconds < math.inf:
             raise ParameterError(
-                f"The step_seconds of a device must be at least 0; {self.name} has {self.step_seconds}."
+                f"step_seconds of a device must be at least 0, got {self.step_seconds} for {self.name}"
             )
 
     def group(self, cards: int) -> Hardware:
         """Combine so many devices into one (tensor parallelism); their collectives are assumed hidden."""
         if cards < 1:
-            raise ParameterError(f"A group needs at least 1 device, got {cards}.")
+            raise ParameterError(f"a group must have at least 1 device, got {cards}")
         return replace(
             self,
             name=self.name if cards == 1 else f"{cards} x {self.name}",
@@ -118,7 +118,7 @@ def find_hardware(name: str) -> Hardware:
     """Find the GPU of that name (see `GPUS`), in any case. Raises `ParameterError` for an unknown one."""
     found = GPUS.get(name.lower())
     if found is None:
-        raise ParameterError(f"Unknown hardware {name!r}; known are {', '.join(GPUS)}.")
+        raise ParameterError(f"hardware must be one of {', '.join(GPUS)}, got {name!r}")
     return found
 
 

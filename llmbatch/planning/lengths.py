@@ -52,7 +52,7 @@ class LengthModel:
         known: NDArray[np.int32] | None = None,
     ) -> None:
         if len(tree) and int(max_tokens.min()) < 1:
-            raise ParameterError(f"max_tokens must be at least 1, and the least given is {int(max_tokens.min())}.")
+            raise ParameterError(f"max_tokens must be at least 1, got {int(max_tokens.min())}")
         self.max_tokens = max_tokens
         self.known = np.where(
             max_tokens == 1, np.int32(1), np.int32(0) if known is None else np.minimum(known, max_tokens)
@@ -91,9 +91,17 @@ class LengthModel:
         Takes effect at the next `refresh`. Requests of known length and requests with no generated token are ignored.
         """
         observe(  # of one layout, or it is compiled twice: the scheduler's are a field of records
-            np.ascontiguousarray(requests), generated, finished, self.known, self.max_tokens, self.table_of, self.edges,
-            self._counts, self._kind, self._generated,
-        )  # fmt: skip
+            np.ascontiguousarray(requests),
+            generated,
+            finished,
+            self.known,
+            self.max_tokens,
+            self.table_of,
+            self.edges,
+            self._counts,
+            self._kind,
+            self._generated,
+        )
 
     def refresh(self) -> None:
         """Recompute the tables from the observations: one pass up, one down, linear in tables x bins."""
@@ -161,7 +169,7 @@ def _tables(tree: PrefixTree, keys: NDArray[np.int32]) -> tuple[NDArray[np.int32
         made = _subtrees(
             tree.rows, tree.leaf, tree.parent, tree.first, tree.last, kind_of, kind, above, least,
             made, count - kind - 1, table_of, parent, size,
-        )  # fmt: skip
+        )  # fmt: skip  # arguments in groups
     return _split_by_prompt(tree.lengths, table_of, parent[:made], size[:made], least)
 
 
@@ -186,7 +194,7 @@ def _split_by_prompt(
 def _subtrees(
     rows: Any, leaf: Any, node_parent: Any, first: Any, last: Any, kind_of: Any, kind: int, above: int, least: int,
     made: int, reserved: int, table_of: Any, parent: Any, size: Any,
-) -> int:  # fmt: skip
+) -> int:  # fmt: skip  # arguments in groups
     """Make the tables of one kind below table `above`, and assign each of its rows to one of them."""
     before = np.zeros(rows.size + 1, np.int64)
     for i in range(rows.size):

@@ -26,7 +26,7 @@ def check_policy(name: str) -> Policy:
     for policy in POLICIES:
         if name == policy:
             return policy
-    raise ParameterError(f"The order must be one of {', '.join(POLICIES)}, and it is {name!r}.")
+    raise ParameterError(f"order must be one of {', '.join(POLICIES)}, got {name!r}")
 
 
 def input_order(tree: PrefixTree) -> NDArray[np.int32]:

@@ -28,7 +28,7 @@ _WHOLE = 0.1  # of a shard's seconds: what stays together is cut beyond, or shar
 def partition(tree: PrefixTree, plan: Plan, cost: CostModel, shards: int) -> list[NDArray[np.int32]]:
     """Assign rows to each shard. Raises `ParameterError` if there are fewer rows than shards, or no shard."""
     if not 1 <= shards <= len(plan.order):
-        raise ParameterError(f"A plan of {len(plan.order):,} rows can be cut into 1 to that many shards, got {shards}.")
+        raise ParameterError(f"shards of a plan must be 1 to its {len(plan.order):,} rows, got {shards}")
     order = plan.order
     compute = plan.compute[order] - cost.saved_seconds(neighbour_lcp(tree, order))
     memory = plan.memory[order]
@@ -46,7 +46,7 @@ def partition_alike(
     there are fewer rows than shards, or no shard.
     """
     if not 1 <= shards <= len(tree):
-        raise ParameterError(f"A plan of {len(tree):,} rows can be cut into 1 to that many shards, got {shards}.")
+        raise ParameterError(f"shards of a plan must be 1 to its {len(tree):,} rows, got {shards}")
     at = np.argsort(tables[tree.rows], kind="stable")
     rows = tree.rows[at]
     shared = tree.lcp[at]

@@ -98,9 +98,7 @@ def plan(
     """
     policy = check_policy(order)
     if pool_tokens < 1 or max_running < 1:
-        raise ParameterError(
-            f"pool_tokens and max_running must be at least 1, and they are {pool_tokens} and {max_running}."
-        )
+        raise ParameterError(f"pool_tokens and max_running must be at least 1, got {pool_tokens} and {max_running}")
     compute = np.zeros(tree.lengths.size)
     memory = np.zeros(tree.lengths.size)
     prompt, mean = tree.lengths[tree.rows], expected.mean[tree.rows]

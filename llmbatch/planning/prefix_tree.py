@@ -67,7 +67,7 @@ class PrefixTree:
         """
         if blocks.size and (int(blocks.min()) < 0 or int(blocks.max()) >= 2**31 - 1):
             raise ParameterError(
-                f"Token ids must lie in [0, {2**31 - 2}], and they span [{int(blocks.min())}, {int(blocks.max())}]."
+                f"token ids must lie in [0, {2**31 - 2}], got {int(blocks.min())} to {int(blocks.max())}"
             )
         rows = np.arange(len(offsets) - 1, dtype=np.int32)
         if size > 1:  # of rows with the same blocks, one that ends within the last of them is a prefix of the others

@@ -79,8 +79,8 @@ class Mix:
     def __post_init__(self) -> None:
         if not (0 < self.density < np.inf and 0 <= self.sharing < 1):
             raise ParameterError(
-                "The density of a mix must be positive and its sharing in [0, 1), and they are "
-                f"{self.density:g} and {self.sharing:g}."
+                "density of a mix must be positive and its sharing in [0, 1), got "
+                f"{self.density:g} and {self.sharing:g}"
             )
 
 
@@ -105,8 +105,7 @@ def parse_mix(text: str) -> Mix:
         density, sharing = (float(number) for number in text.split(","))
     except ValueError:
         raise ParameterError(
-            f"A mix must be one of {', '.join(MIXES)} or two numbers DENSITY,SHARING (such as 1.4,0.35), "
-            f"and it is {text!r}."
+            f"a mix must be one of {', '.join(MIXES)} or two numbers DENSITY,SHARING (such as 1.4,0.35), got {text!r}"
         ) from None
     return Mix(density, sharing)
 
@@ -129,9 +128,9 @@ def draw_mix(traces: Sequence[Trace], mix: Mix, requests: int, cost: CostModel, 
     Raises `ParameterError` if no counts of draws reach that, with the reachable values.
     """
     if requests < 1:
-        raise ParameterError(f"A mix must have at least 1 request, and {requests} were asked for.")
+        raise ParameterError(f"requests of a mix must be at least 1, got {requests}")
     if seed < 0:
-        raise ParameterError(f"The seed of a mix must be at least 0, and it is {seed}.")
+        raise ParameterError(f"seed of a mix must be at least 0, got {seed}")
     sources = Sources.of(_three(traces, mix), cost)
     rng = np.random.default_rng(seed)
     tries = []
@@ -154,16 +153,16 @@ def _three(traces: Sequence[Trace], mix: Mix) -> tuple[Trace, Trace, Trace]:
     elif mix.groups is None and len(traces) == 3:
         three = traces[0], traces[1], traces[2]
     else:
-        needed = "three traces" if mix.groups is None else "two traces, or three of which the second is replaced"
+        needed = "three traces" if mix.groups is None else "two traces, or three, the second being replaced"
         raise ParameterError(
-            f"This mix needs {needed}, and {len(traces)} are given: name the compute-heavy, the prefix-sharing and "
-            "the memory-heavy one, in this order."
+            f"this mix must have {needed}, got {len(traces)}: name the compute-heavy, the prefix-sharing and "
+            "the memory-heavy one, in this order"
         )
     name, most = Counter(name for trace in three for name in trace.names).most_common(1)[0]
     if most > 1:
         raise ParameterError(
-            f"The traces of a mix must be of different sources, and {name!r} is in two of them: give it "
-            "another name in the column source."
+            f"the traces of a mix must be of different sources, but {name!r} is in two of them: give it "
+            "another name in the column source"
         )
     return three
 
@@ -281,23 +280,23 @@ def _unreachable(mix: Mix, streams: Streams, tries: Sequence[Nearest]) -> Parame
     what = f"{length} requests of these traces"
     if alone[0] <= alone[2]:
         return ParameterError(
-            "The first trace of a mix must have a higher compute density than the third, and theirs are "
-            f"{alone[0]:.3g} and {alone[2]:.3g}: name the compute-heavy trace first and the memory-heavy one last."
+            "the first trace of a mix must have a higher compute density than the third, got "
+            f"{alone[0]:.3g} and {alone[2]:.3g}: name the compute-heavy trace first and the memory-heavy one last"
         )
     if not min(alone) <= mix.density <= max(alone):
         return ParameterError(
-            f"The density of {what} can be {min(alone):.3g} to {max(alone):.3g}, and {mix.density:g} was asked for: "
-            "choose one in between, or other traces."
+            f"the density of {what} must be {min(alone):.3g} to {max(alone):.3g}, got {mix.density:g}: "
+            "choose one in between, or other traces"
         )
     if sharings.size and not sharings.min() <= mix.sharing <= sharings.max():
         return ParameterError(
-            f"At a density of {mix.density:g} the sharing of {what} can be {sharings.min():.3f} to "
-            f"{sharings.max():.3f}, and {mix.sharing:g} was asked for: choose one in between, other traces or more "
-            "requests."
+            f"at a density of {mix.density:g} the sharing of {what} must be {sharings.min():.3f} to "
+            f"{sharings.max():.3f}, got {mix.sharing:g}: choose one in between, other traces or more "
+            "requests"
         )
     return ParameterError(
-        f"No counts of {what} came within 1 % of a density of {mix.density:g} and .005 of a sharing of "
-        f"{mix.sharing:g} in {len(tries)} draws: ask for more requests."
+        f"no counts of {what} came within 1 % of a density of {mix.density:g} and .005 of a sharing of "
+        f"{mix.sharing:g} in {len(tries)} draws: ask for more requests"
     )
 
 

@@ -113,10 +113,10 @@ def pool_of(cost: CostModel, kv_memory: float | None, page_size: int = PAGE_SIZE
     pages = int(memory / shape.kv_bytes_per_token) // page_size
     if pages < 1:
         raise ParameterError(
-            f"The model must fit the device: weights of {shape.weight_bytes / 1e9:.1f} GB leave no room for KV in "
-            f"{hardware.memory / 1e9:.0f} GB of {hardware.name}; use more cards (--tensor-parallel) or a larger one."
+            f"the model must fit the device: weights of {shape.weight_bytes / 1e9:.1f} GB leave no room for KV in "
+            f"{hardware.memory / 1e9:.0f} GB of {hardware.name}; use more cards (--tensor-parallel) or a larger one"
             if kv_memory is None
-            else f"kv_memory must hold at least one page of {page_size} tokens, got {kv_memory:g} bytes."
+            else f"kv_memory must hold at least one page of {page_size} tokens, got {kv_memory:g} bytes"
         )
     return Pool(pages, page_size)
 

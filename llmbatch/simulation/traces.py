@@ -77,10 +77,7 @@ class Trace:
     def first(self, requests: int) -> Trace:
         """Return the first requests. Raises `ParameterError` if there are fewer, or less than 1 is asked for."""
         if not 1 <= requests <= len(self):
-            raise ParameterError(
-                f"The traces have {len(self)} requests, and {requests} were asked for: "
-                "ask for at least 1 and at most that many."
-            )
+            raise ParameterError(f"requests must be 1 to the {len(self)} of the traces, got {requests}")
         return self.take(np.arange(requests))
 
     def cut(self, keep: NDArray[np.integer[Any]]) -> Trace:
@@ -152,11 +149,9 @@ def read_traces(paths: Sequence[str | Path], *, hash_block: int = 16) -> list[Tr
     `DataError`, naming the file and the first row, if a column is missing or breaks its rule.
     """
     if not paths:
-        raise ParameterError("At least one trace is needed, and none is named: name Parquet files.")
+        raise ParameterError("traces must be at least one, got none: name Parquet files")
     if not 1 <= hash_block < _LIMIT:
-        raise ParameterError(
-            f"A block of hash_ids (--hash-block) must have 1 to {_LIMIT - 1} tokens, not {hash_block}."
-        )
+        raise ParameterError(f"hash_block (--hash-block) must be 1 to {_LIMIT - 1} tokens, got {hash_block}")
     traces = []
     next_id = _LIMIT
     for path in paths:
@@ -181,8 +176,8 @@ def _read(path: Path, hash_block: int, next_id: int) -> Trace:
     counts, fitting = np.diff(offsets), -(-prompt // hash_block)
     if (row := _first(counts != fitting)) is not None:
         raise DataError(
-            f"A prompt has one of hash_ids a block of {hash_block} tokens, and row {row} of {path} has {counts[row]} "
-            f"for {prompt[row]} tokens, not {fitting[row]}: give the block size they were made with (--hash-block)."
+            f"hash_ids must be one for each block of {hash_block} tokens, but row {row} of {path} has {counts[row]} "
+            f"for {prompt[row]} tokens, not {fitting[row]}: give the block size they were made with (--hash-block)"
         )
     blocks = (np.unique(ids, return_inverse=True)[1] + next_id).astype(np.int32)
     return Trace(names, source, prompt, output, blocks, offsets, hash_block)
@@ -191,23 +186,23 @@ def _read(path: Path, hash_block: int, next_id: int) -> Trace:
 def _columns(path: Path) -> dict[str, Any]:
     """Read the columns of `_TYPES` that have values in the file, cast; none but `source` has nulls."""
     if not path.is_file():
-        raise DataError(f"A trace must be a Parquet file, and there is none at {path}: check the path.")
+        raise DataError(f"a trace must be a Parquet file, but there is none at {path}: check the path")
     try:
         with pq.ParquetFile(path) as parquet:
             table = parquet.read(columns=[name for name in parquet.schema_arrow.names if name in _TYPES])
             rows = parquet.metadata.num_rows
     except (pa.ArrowException, OSError) as error:
         reason = str(error).splitlines()[0].rstrip(".")
-        raise DataError(f"A trace must be a Parquet file, and {path} cannot be read as one ({reason}).") from None
+        raise DataError(f"a trace must be a Parquet file, but {path} cannot be read as one ({reason})") from None
     if not rows:
-        raise DataError(f"A trace must have at least one request, and {path} has no rows: leave it out.")
+        raise DataError(f"a trace must have at least one request, but {path} has no rows: leave it out")
     columns = {name: table[name] for name in table.column_names if table[name].null_count < rows}
     if "output_tokens" not in columns:
-        raise DataError(f"A trace needs output_tokens (the lengths of its answers), and {path} has none: add them.")
+        raise DataError(f"a trace must have output_tokens (the lengths of its answers), but {path} has none: add them")
     if "prompt_tokens" not in columns and "prompt_ids" not in columns:
         raise DataError(
-            "A trace needs prompt_tokens (the lengths of its prompts) or prompt_ids (the prompts), "
-            f"and {path} has neither: add one of them."
+            "a trace must have prompt_tokens (the lengths of its prompts) or prompt_ids (the prompts), "
+            f"but {path} has neither: add one of them"
         )
     for name, column in columns.items():
         kind, words = _TYPES[name]
@@ -215,7 +210,7 @@ def _columns(path: Path) -> dict[str, Any]:
             columns[name] = column.cast(kind).combine_chunks()
         except pa.ArrowException:
             raise DataError(
-                f"The column {name} of a trace must hold {words}, and that of {path} holds {column.type}: convert it."
+                f"the column {name} of a trace must hold {words}, but that of {path} holds {column.type}: convert it"
             ) from None
         if name != "source":
             _check_nulls(columns[name], name, path)
@@ -229,7 +224,7 @@ def _check_nulls(column: Any, name: str, path: Path) -> None:
         if (place := _first(values.is_null().to_numpy(zero_copy_only=False))) is not None:
             row = _row_of(place, offsets)
     if row is not None:
-        raise DataError(f"The column {name} of a trace must have no nulls, and row {row} of {path} has one.")
+        raise DataError(f"the column {name} of a trace must have no nulls, but row {row} of {path} has one")
 
 
 def _first(wrong: NDArray[np.bool_]) -> int | None:
@@ -254,8 +249,8 @@ def _lengths(columns: dict[str, Any], name: str, path: Path) -> NDArray[np.int32
     lengths: NDArray[np.int64] = columns[name].to_numpy()
     if (row := _first((lengths < 1) | (lengths >= _LIMIT))) is not None:
         raise DataError(
-            f"{name} must lie in [1, {_LIMIT - 1}], and row {row} of {path} has {lengths[row]}: "
-            "correct it or leave the row out."
+            f"{name} must lie in [1, {_LIMIT - 1}], but row {row} of {path} has {lengths[row]}: "
+            "correct it or leave the row out"
         )
     return lengths.astype(np.int32)
 
@@ -266,17 +261,17 @@ def _exact(columns: dict[str, Any], path: Path) -> tuple[NDArray[np.int32], NDAr
     counts = np.diff(offsets)
     if (place := _first((tokens < 0) | (tokens >= _LIMIT))) is not None:
         raise DataError(
-            f"Token ids must lie in [0, {_LIMIT - 1}], and row {_row_of(place, offsets)} of {path} has "
-            f"{tokens[place]} in prompt_ids."
+            f"token ids must lie in [0, {_LIMIT - 1}], but row {_row_of(place, offsets)} of {path} has "
+            f"{tokens[place]} in prompt_ids"
         )
     if (row := _first(counts == 0)) is not None:
-        raise DataError(f"A prompt must have at least one token, and row {row} of {path} has no prompt_ids.")
+        raise DataError(f"a prompt must have at least one token, but row {row} of {path} has no prompt_ids")
     if "prompt_tokens" in columns:
         lengths = columns["prompt_tokens"].to_numpy()
         if (row := _first(lengths != counts)) is not None:
             raise DataError(
-                f"prompt_tokens must be the number of prompt_ids, and row {row} of {path} has {lengths[row]} "
-                f"and {counts[row]}: correct the column or leave it out."
+                f"prompt_tokens must be the number of prompt_ids, but row {row} of {path} has {lengths[row]} "
+                f"and {counts[row]}: correct the column or leave it out"
             )
     return tokens, offsets
 

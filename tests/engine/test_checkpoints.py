@@ -45,14 +45,14 @@ def test_a_file_that_is_no_gguf_says_so(tmp_path: Path) -> None:
         resolve_model(str(tmp_path / "model.bin"))
     assert str(caught.value) == (
         f"model must be a folder, a .gguf file or a hub name, got the file {str(tmp_path / 'model.bin')!r}: "
-        "name its folder."
+        "name its folder"
     )
 
 
 def test_a_path_that_is_not_there_is_not_looked_for_on_the_hub() -> None:
     with pytest.raises(ModelError) as caught:
         resolve_model("./models/of/nobody")
-    assert str(caught.value) == "model './models/of/nobody' is no folder here, and no name of a model on the hub."
+    assert str(caught.value) == "model './models/of/nobody' is no folder here, and no name of a model on the hub"
 
 
 def test_a_hub_name_without_a_network_is_an_error_with_the_reason(
@@ -65,8 +65,8 @@ def test_a_hub_name_without_a_network_is_an_error_with_the_reason(
     with pytest.raises(ModelError) as caught:
         resolve_model("nobody/nothing-at-all")
     assert str(caught.value) == (
-        "model 'nobody/nothing-at-all' is no folder here and cannot be fetched: Name or service not known. "
-        "Name a local folder, or try again with a network."
+        "model 'nobody/nothing-at-all' is no folder here and cannot be fetched: Name or service not known: "
+        "name a local folder, or try again with a network"
     )
 
 
@@ -89,7 +89,7 @@ def test_a_gguf_file_without_its_readers_says_what_to_install(tmp_path: Path, mo
     (tmp_path / "m.gguf").write_bytes(b"GGUF")
     with pytest.raises(ModelError) as caught:
         resolve_model(str(tmp_path))
-    assert str(caught.value) == ("reading m.gguf needs the packages gguf and accelerate: pip install gguf accelerate.")
+    assert str(caught.value) == ("reading m.gguf needs the packages gguf and accelerate: pip install gguf accelerate")
 
 
 def test_a_broken_gguf_file_is_an_error_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,12 +152,19 @@ def write_gguf(gguf: Any, path: Path) -> None:
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     shapes = {
-        "token_embd": (vocabulary, hidden), "output": (vocabulary, hidden), "output_norm": (hidden,),
-        "blk.0.attn_norm": (hidden,), "blk.0.ffn_norm": (hidden,), "blk.0.attn_q": (hidden, hidden),
-        "blk.0.attn_k": (hidden // 2, hidden), "blk.0.attn_v": (hidden // 2, hidden),
-        "blk.0.attn_output": (hidden, hidden), "blk.0.ffn_gate": (inner, hidden),
-        "blk.0.ffn_up": (inner, hidden), "blk.0.ffn_down": (hidden, inner),
-    }  # fmt: skip
+        "token_embd": (vocabulary, hidden),
+        "output": (vocabulary, hidden),
+        "output_norm": (hidden,),
+        "blk.0.attn_norm": (hidden,),
+        "blk.0.ffn_norm": (hidden,),
+        "blk.0.attn_q": (hidden, hidden),
+        "blk.0.attn_k": (hidden // 2, hidden),
+        "blk.0.attn_v": (hidden // 2, hidden),
+        "blk.0.attn_output": (hidden, hidden),
+        "blk.0.ffn_gate": (inner, hidden),
+        "blk.0.ffn_up": (inner, hidden),
+        "blk.0.ffn_down": (hidden, inner),
+    }
     for name, shape in shapes.items():
         writer.add_tensor(f"{name}.weight", torch.randn(shape, generator=generator).numpy())
     writer.write_header_to_file()

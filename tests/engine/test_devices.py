@@ -67,7 +67,7 @@ def test_a_torch_for_the_processor_is_said_to_be_one(monkeypatch: pytest.MonkeyP
     assert find_platform("auto") is HOST
     assert refusal("cuda") == (
         "device 'cuda' cannot be used: torch 2.13.0+cpu is built for the processor alone: install one that is built "
-        "for CUDA; or take device='cpu' (--device cpu)."
+        "for CUDA; or take device='cpu' (--device cpu)"
     )
 
 
@@ -75,21 +75,21 @@ def test_a_driver_that_does_not_match_is_said_to(card: dict[str, Any]) -> None:
     card["error"] = "The NVIDIA driver on your system is too old (found version 11040).\nPlease update"
     assert refusal("cuda") == (
         "device 'cuda' cannot be used: The NVIDIA driver on your system is too old (found version 11040): torch 2.13.0 "
-        "needs a driver for CUDA 13.0; or take device='cpu' (--device cpu)."
+        "needs a driver for CUDA 13.0; or take device='cpu' (--device cpu)"
     )
 
 
 def test_a_card_that_is_not_there_is_said_not_to_be(card: dict[str, Any]) -> None:
     assert refusal("cuda:1") == (
         "device 'cuda:1' cannot be used: there are 1 GPUs here, numbered from 0: name one of them; or take "
-        "device='cpu' (--device cpu)."
+        "device='cpu' (--device cpu)"
     )
 
 
 def test_a_card_that_is_too_old_is_not_used_and_auto_says_so(card: dict[str, Any]) -> None:
     card["capability"] = (7, 5)
     reason = "NVIDIA X has compute capability 7.5, and the kernels need 8.0 (Ampere) or later: take a newer card"
-    assert refusal("cuda") == f"device 'cuda' cannot be used: {reason}; or take device='cpu' (--device cpu)."
+    assert refusal("cuda") == f"device 'cuda' cannot be used: {reason}; or take device='cpu' (--device cpu)"
     found = find_platform("auto")
     assert found.is_host
     assert found.notes == (f"the model runs on the processor, since the GPU cannot be used: {reason}",)
@@ -99,7 +99,7 @@ def test_triton_that_is_missing_is_asked_for(card: dict[str, Any], monkeypatch: 
     monkeypatch.setattr(devices, "find_spec", lambda name: None)
     assert refusal("cuda") == (
         "device 'cuda' cannot be used: its kernels are written in Triton, which is not installed: pip install triton; "
-        "or take device='cpu' (--device cpu)."
+        "or take device='cpu' (--device cpu)"
     )
 
 
@@ -135,7 +135,7 @@ def test_an_attention_that_does_not_work_makes_way_aloud_unless_it_was_asked_for
     with pytest.raises(ModelError) as caught:
         choose_attention("triton", [spec], **given)
     assert str(caught.value) == (
-        "attention 'triton' cannot be used here: ptxas failed; or take attention='auto' (--attention auto)."
+        "attention 'triton' cannot be used here: ptxas failed; or take attention='auto' (--attention auto)"
     )
 
 
@@ -147,5 +147,5 @@ def test_a_library_that_is_missing_is_asked_for() -> None:
         choose_attention("flash-attn", [], dtype=torch.float32, device=CPU, page_size=16)
     assert str(caught.value) == (
         "attention 'flash-attn' cannot be used here: flash-attn is not installed: pip install flash-attn; or take "
-        "attention='auto' (--attention auto)."
+        "attention='auto' (--attention auto)"
     )

@@ -106,7 +106,7 @@ def test_the_fastest_strategy_runs_unless_one_is_asked_for(card: Card, described
     with pytest.raises(ModelError) as caught:
         prepared(described, overlap="partitioned")
     assert str(caught.value) == (
-        "overlap 'partitioned' cannot be used here: it is too old; or take overlap='auto' (--overlap auto)."
+        "overlap 'partitioned' cannot be used here: it is too old; or take overlap='auto' (--overlap auto)"
     )
 
 

@@ -44,7 +44,7 @@ def test_a_folder_without_weights_is_refused_and_may_be_filled_with_noise(tmp_pa
         load_model(str(tmp_path), platform=HOST)
     assert str(caught.value) == (
         f"model folder {str(tmp_path)!r} holds no weights (*.safetensors or pytorch_model.bin): "
-        "complete it, or use load_format='dummy' for random ones."
+        "complete it, or use load_format='dummy' for random ones"
     )
     assert load_model(str(tmp_path), load_format="dummy", platform=HOST).context_length == 512
 
@@ -67,7 +67,7 @@ def test_weights_that_are_not_whole_are_an_error_of_the_model(
         load_model(folder, platform=HOST)
     before, after = (
         f"the weights in model folder {folder!r} must be whole, and a .safetensors file there cannot be read ({reason}",
-        "): copy or download it again.",
+        "): copy or download it again",
     )
     assert str(caught.value).startswith(before)
     assert str(caught.value).endswith(after)
@@ -78,25 +78,27 @@ def test_rotary_embeddings_that_depend_on_the_batch_are_refused(tmp_path: Path, 
     parameters: dict[str, Any] = {"rope_type": rope, "rope_theta": 1e4, "factor": 2.0}
     if rope == "longrope":
         parameters |= {
-            "short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max_position_embeddings": 64,
-        }  # fmt: skip
+            "short_factor": [1.0] * 4,
+            "long_factor": [2.0] * 4,
+            "original_max_position_embeddings": 64,
+        }
     kind = Phi3Config if rope == "longrope" else LlamaConfig
     config = kind(**TINY, rope_parameters=parameters, max_position_embeddings=128, pad_token_id=0)
     assert refusal(tmp_path, config) == (
         f"model FOLDER uses rotary embeddings of type {rope!r}, which is not supported: "
-        "supported are default, linear, llama3, yarn, proportional."
+        "supported are default, linear, llama3, yarn, proportional"
     )
 
 
 def test_latent_attention_is_refused(tmp_path: Path) -> None:
     assert refusal(tmp_path, DeepseekV3Config(num_hidden_layers=1)) == (
-        "model FOLDER uses latent attention (MLA), which is not supported: keys and values must be of one head size."
+        "model FOLDER uses latent attention (MLA), which is not supported: keys and values must be of one head size"
     )
 
 
 def test_encoder_decoders_are_refused(tmp_path: Path) -> None:
     assert refusal(tmp_path, T5Config(num_layers=1)) == (
-        "model FOLDER uses an encoder and a decoder, which is not supported: only decoder models are."
+        "model FOLDER uses an encoder and a decoder, which is not supported: only decoder models are"
     )
 
 
@@ -105,7 +107,7 @@ def test_architectures_without_pluggable_attention_are_refused(tmp_path: Path) -
     config.max_position_embeddings = 64
     assert refusal(tmp_path, config) == (
         "model FOLDER uses the architecture 'bloom', which is not supported: it must be a causal language "
-        "model of transformers with pluggable attention."
+        "model of transformers with pluggable attention"
     )
 
 
@@ -114,7 +116,7 @@ def test_quantised_weights_are_refused(tmp_path: Path) -> None:
     config.quantization_config = {"quant_method": "fp8"}
     assert refusal(tmp_path, config) == (
         "model FOLDER uses quantised weights, which is not supported: only GGUF files are read quantised, else "
-        "float weights."
+        "float weights"
     )
 
 

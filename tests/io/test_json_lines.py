@@ -157,11 +157,15 @@ def test_what_is_no_object_is_refused_where_pyarrow_would_take_it(tmp_path: Path
 
 
 VALUE: st.SearchStrategy[Any] = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False) | st.text(max_size=4)
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**63 - 1)
+    | st.floats(allow_nan=False)
+    | st.text(max_size=4)
     | st.sampled_from(["2024-01-01", "12:00:00", "2024-01-01T00:00:00Z"]),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from("xyz"), inner, max_size=3),
     max_leaves=6,
-)  # fmt: skip
+)
 
 
 @given(st.lists(st.dictionaries(st.sampled_from("abc"), VALUE, max_size=3), min_size=1, max_size=4))

@@ -107,6 +107,6 @@ def test_a_job_answers_the_other_rows_and_says_which_cannot_be_written(job: Job)
     assert [row["id"] for row in written] == table["id"].to_pylist()
     assert [row["error_kind"] for row in written] == ["output" if row == 7 else None for row in range(60)]
     assert written[7]["error"] == (
-        "JSONL cannot hold the value of column 'when': date value out of range; mend it or drop it"
+        "JSONL cannot hold the value of column 'when': date value out of range: correct it or drop it"
     )
     assert written[7]["when"] is None

@@ -62,7 +62,7 @@ def test_a_truncated_file_is_refused_by_name(tmp_path: Path, keep: int) -> None:
     path.write_bytes(path.read_bytes()[:keep])
     text = refusal(str(path))
     assert text.startswith(f"{path} cannot be read as Parquet (")
-    assert text.endswith("): write it anew or leave it out")
+    assert text.endswith("): write it again or leave it out")
     assert "\n" not in text
 
 
@@ -118,7 +118,7 @@ def test_types_that_do_not_go_together_are_refused_with_both_files(
     first, second = parquet(tmp_path / "1.parquet", a=one), parquet(tmp_path / "2.parquet", a=other)
     assert refusal(nothing, first, second) == (
         f"a column must have types that go together in all inputs, but 'a' is {one.type} in {first} "
-        f"and {other.type} in {second}: write one of them anew"
+        f"and {other.type} in {second}: write one of them again"
     )
 
 

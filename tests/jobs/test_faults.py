@@ -175,7 +175,7 @@ def test_a_truncated_input_is_refused(job: Job, left: int, capfd: pytest.Capture
     assert main(job.command("--quiet")) == 2
     said = capfd.readouterr().err
     assert said.startswith(f"llmbatch: {job.source} cannot be read as Parquet (")
-    assert said.endswith("): write it anew or leave it out\n")
+    assert said.endswith("): write it again or leave it out\n")
     assert len(said.splitlines()) == 1
     assert not job.out.exists()
 

@@ -21,9 +21,15 @@ from llmbatch.planning.prefix_tree import PrefixTree
 from tests.support.paths import TRACES
 
 LLAMA_3_8B = {
-    "model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
-    "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256, "tie_word_embeddings": False,
-}  # fmt: skip
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 14336,
+    "vocab_size": 128256,
+    "tie_word_embeddings": False,
+}
 
 
 def peak(name: str) -> Hardware:
@@ -163,7 +169,7 @@ def test_overlap_is_the_power_law(c: float, m: float) -> None:
 def test_an_exponent_below_one_is_refused() -> None:
     with pytest.raises(ParameterError) as error:
         Overlap(0.5)
-    assert str(error.value) == "The overlap exponent must be at least 1, and it is 0.5."
+    assert str(error.value) == "overlap exponent must be at least 1, got 0.5"
 
 
 # --- shapes
@@ -222,11 +228,11 @@ def test_latent_attention_keeps_one_latent_vector_a_token() -> None:
 def test_a_config_without_a_needed_field_is_refused() -> None:
     with pytest.raises(ModelError) as error:
         ModelShape.from_config(SimpleNamespace(model_type="mamba"), 2)
-    assert str(error.value) == "A model's config must give hidden_size, and that of mamba does not."
+    assert str(error.value) == "a model's config must give hidden_size, but that of mamba does not"
 
 
 def test_an_unknown_shape_is_refused() -> None:
-    with pytest.raises(ParameterError, match=r"^Unknown model shape 'llama-9'; known are llama-3-8b, "):
+    with pytest.raises(ParameterError, match=r"^model shape must be one of llama-3-8b, .*, got 'llama-9'$"):
         find_shape("llama-9")
 
 
@@ -240,22 +246,22 @@ def test_hardware_is_found_in_any_case() -> None:
 
 
 def test_unknown_hardware_is_refused() -> None:
-    with pytest.raises(ParameterError, match=r"^Unknown hardware 'abacus'; known are a10, "):
+    with pytest.raises(ParameterError, match=r"^hardware must be one of a10, .*, got 'abacus'$"):
         find_hardware("abacus")
 
 
 def test_a_device_without_bandwidth_is_refused() -> None:
     with pytest.raises(ParameterError) as error:
         Hardware(name="toy", compute=1.0, bandwidth=0.0, memory=1.0)
-    assert str(error.value) == "The bandwidth of a device must be positive; toy has 0.0."
+    assert str(error.value) == "bandwidth of a device must be positive, got 0.0 for toy"
 
 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"attention_efficiency": 1.5}, "The attention_efficiency must lie in (0, 1]; toy has 1.5."),
-        ({"attention_efficiency": 0.0}, "The attention_efficiency must lie in (0, 1]; toy has 0.0."),
-        ({"step_seconds": -1e-3}, "The step_seconds of a device must be at least 0; toy has -0.001."),
+        ({"attention_efficiency": 1.5}, "attention_efficiency must lie in (0, 1], got 1.5 for toy"),
+        ({"attention_efficiency": 0.0}, "attention_efficiency must lie in (0, 1], got 0.0 for toy"),
+        ({"step_seconds": -1e-3}, "step_seconds of a device must be at least 0, got -0.001 for toy"),
     ],
 )
 def test_a_rate_or_a_time_that_cannot_be_is_refused(fields: dict[str, float], message: str) -> None:

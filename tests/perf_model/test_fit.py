@@ -118,15 +118,15 @@ def test_a_calibration_says_how_good_it_is() -> None:
 @pytest.mark.parametrize(
     ("column", "values", "message"),
     [
-        ("seconds", [1.0, 0.0], "The seconds of a measured step must be positive; step 1 has 0.0, leave it out."),
-        ("seconds", [np.nan, 1.0], "The seconds of a measured step must be positive; step 0 has nan, leave it out."),
-        ("tokens", [0, 1], "The tokens of a measured step must be positive; step 0 has 0.0, leave it out."),
-        ("pairs", [0, -3], "The pairs of a measured step must be at least 0; step 1 has -3.0, leave it out."),
+        ("seconds", [1.0, 0.0], "seconds of a measured step must be positive, got 0.0 at step 1: leave it out"),
+        ("seconds", [np.nan, 1.0], "seconds of a measured step must be positive, got nan at step 0: leave it out"),
+        ("tokens", [0, 1], "tokens of a measured step must be positive, got 0.0 at step 0: leave it out"),
+        ("pairs", [0, -3], "pairs of a measured step must be at least 0, got -3.0 at step 1: leave it out"),
         (
             "samples",
             [1],
-            "Columns of measured steps must be equally long; tokens has 2, pairs has 2, kv_tokens has 2, "
-            "samples has 1, seconds has 2.",
+            "columns of measured steps must be equally long, got tokens has 2, pairs has 2, kv_tokens has 2, "
+            "samples has 1, seconds has 2",
         ),
     ],
 )
@@ -141,4 +141,4 @@ def test_no_steps_are_refused() -> None:
     none = np.empty(0)
     with pytest.raises(ParameterError) as error:
         MeasuredSteps(none, none, none, none, none)
-    assert str(error.value) == "A calibration needs at least one measured step, and there is none; measure some."
+    assert str(error.value) == "a calibration must have at least one measured step, got none: measure some"

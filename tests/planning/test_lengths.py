@@ -251,7 +251,7 @@ def test_tables_stay_few_however_many_rows_and_prefixes_there_are() -> None:
 def test_max_tokens_below_one_is_refused() -> None:
     with pytest.raises(ParameterError) as error:
         LengthModel(forest(1, 2), np.array([4, 0], np.int32))
-    assert str(error.value) == "max_tokens must be at least 1, and the least given is 0."
+    assert str(error.value) == "max_tokens must be at least 1, got 0"
 
 
 # --- small samples of heavy-tailed answers

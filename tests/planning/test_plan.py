@@ -39,9 +39,15 @@ class Mix:
 
     def plan(self, order: str = "blend", *, pool_tokens: int = POOL, max_running: int = 4096, seed: int = 0) -> Plan:
         return plan(
-            self.tree, self.expected, COST, max_tokens=self.max_tokens, pool_tokens=pool_tokens,
-            max_running=max_running, order=order, seed=seed,
-        )  # fmt: skip
+            self.tree,
+            self.expected,
+            COST,
+            max_tokens=self.max_tokens,
+            pool_tokens=pool_tokens,
+            max_running=max_running,
+            order=order,
+            seed=seed,
+        )
 
 
 @pytest.fixture(scope="module")
@@ -196,4 +202,4 @@ def test_a_shard_without_rows_has_an_empty_plan() -> None:
 def test_a_pool_below_one_token_is_refused(mix: Mix) -> None:
     with pytest.raises(ParameterError) as error:
         mix.plan(pool_tokens=0)
-    assert str(error.value) == "pool_tokens and max_running must be at least 1, and they are 0 and 4096."
+    assert str(error.value) == "pool_tokens and max_running must be at least 1, got 0 and 4096"

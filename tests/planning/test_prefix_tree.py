@@ -168,4 +168,4 @@ def test_the_largest_token_id_sorts_last() -> None:
 def test_a_negative_token_id_is_refused() -> None:
     with pytest.raises(ParameterError) as error:
         tree_of([(1, -1)])
-    assert str(error.value) == "Token ids must lie in [0, 2147483646], and they span [-1, 1]."
+    assert str(error.value) == "token ids must lie in [0, 2147483646], got -1 to 1"

@@ -88,8 +88,12 @@ def prompts_of(trace: Trace) -> list[tuple[tuple[int, ...], int, int]]:
 
 def test_the_named_mixes_are_the_papers_and_one_more() -> None:
     assert [(mix.density, mix.sharing) for mix in MIXES.values()] == [
-        (1.4, 0.35), (0.9, 0.35), (1.4, 0.05), (0.9, 0.05), (1.4, 0.35),
-    ]  # fmt: skip
+        (1.4, 0.35),
+        (0.9, 0.35),
+        (1.4, 0.05),
+        (0.9, 0.05),
+        (1.4, 0.35),
+    ]
     assert parse_mix("Table2-3") is MIXES["table2-3"]
     assert parse_mix("wide-1").groups == PrefixGroups(groups=5000, rows=20, shared=1000, own=100, output=2)
 
@@ -103,8 +107,8 @@ def test_an_unknown_mix_is_refused(text: str) -> None:
     with pytest.raises(ParameterError) as error:
         parse_mix(text)
     assert str(error.value) == (
-        "A mix must be one of table2-1, table2-2, table2-3, table2-4, wide-1 or two numbers DENSITY,SHARING (such as "
-        f"1.4,0.35), and it is {text!r}."
+        "a mix must be one of table2-1, table2-2, table2-3, table2-4, wide-1 or two numbers DENSITY,SHARING (such as "
+        f"1.4,0.35), got {text!r}"
     )
 
 
@@ -114,9 +118,7 @@ def test_an_unknown_mix_is_refused(text: str) -> None:
 def test_a_mix_that_cannot_be_is_refused(text: str, numbers: str) -> None:
     with pytest.raises(ParameterError) as error:
         parse_mix(text)
-    assert str(error.value) == (
-        f"The density of a mix must be positive and its sharing in [0, 1), and they are {numbers}."
-    )
+    assert str(error.value) == (f"density of a mix must be positive and its sharing in [0, 1), got {numbers}")
 
 
 # --- exact totals
@@ -260,57 +262,57 @@ def even() -> list[Trace]:
 @pytest.mark.parametrize("count", [0, 2, 4])
 def test_another_number_of_traces_is_refused(count: int) -> None:
     assert refused((sources() + sources())[:count], Mix(1.4, 0.35)) == (
-        f"This mix needs three traces, and {count} are given: name the compute-heavy, the prefix-sharing and the "
-        "memory-heavy one, in this order."
+        f"this mix must have three traces, got {count}: name the compute-heavy, the prefix-sharing and the "
+        "memory-heavy one, in this order"
     )
 
 
 def test_another_number_of_traces_beside_groups_is_refused() -> None:
     assert refused(sources()[:1], MIXES["wide-1"]) == (
-        "This mix needs two traces, or three of which the second is replaced, and 1 are given: name the "
-        "compute-heavy, the prefix-sharing and the memory-heavy one, in this order."
+        "this mix must have two traces, or three, the second being replaced, got 1: name the "
+        "compute-heavy, the prefix-sharing and the memory-heavy one, in this order"
     )
 
 
 def test_a_source_in_two_traces_is_refused() -> None:
     code, exam, _ = sources()
     assert refused([code, exam, code], Mix(1.4, 0.35)) == (
-        "The traces of a mix must be of different sources, and 'code' is in two of them: give it another name in "
-        "the column source."
+        "the traces of a mix must be of different sources, but 'code' is in two of them: give it another name in "
+        "the column source"
     )
 
 
 def test_traces_in_another_order_are_refused() -> None:
     assert refused(even()[::-1], Mix(1.4, 0.1)) == (
-        "The first trace of a mix must have a higher compute density than the third, and theirs are 0.358 and 89.9: "
-        "name the compute-heavy trace first and the memory-heavy one last."
+        "the first trace of a mix must have a higher compute density than the third, got 0.358 and 89.9: "
+        "name the compute-heavy trace first and the memory-heavy one last"
     )
 
 
 def test_a_density_out_of_reach_is_refused_with_the_range() -> None:
     assert refused(even(), Mix(500, 0.1)) == (
-        "The density of 1000 requests of these traces can be 0.358 to 89.9, and 500 was asked for: choose one in "
-        "between, or other traces."
+        "the density of 1000 requests of these traces must be 0.358 to 89.9, got 500: choose one in "
+        "between, or other traces"
     )
 
 
 def test_a_sharing_out_of_reach_is_refused_with_the_range() -> None:
     assert refused(even(), Mix(1.4, 0.9)) == (
-        "At a density of 1.4 the sharing of 1000 requests of these traces can be 0.033 to 0.227, and 0.9 was asked "
-        "for: choose one in between, other traces or more requests."
+        "at a density of 1.4 the sharing of 1000 requests of these traces must be 0.033 to 0.227, got 0.9"
+        ": choose one in between, other traces or more requests"
     )
 
 
 def test_too_few_requests_for_a_mix_are_refused() -> None:
     assert refused(even(), Mix(1.4, 0.1), requests=3) == (
-        "No counts of 3 requests of these traces came within 1 % of a density of 1.4 and .005 of a sharing of 0.1 in "
-        "300 draws: ask for more requests."
+        "no counts of 3 requests of these traces came within 1 % of a density of 1.4 and .005 of a sharing of 0.1 in "
+        "300 draws: ask for more requests"
     )
 
 
 def test_no_requests_are_refused() -> None:
-    assert refused(even(), Mix(1.4, 0.1), requests=0) == "A mix must have at least 1 request, and 0 were asked for."
+    assert refused(even(), Mix(1.4, 0.1), requests=0) == "requests of a mix must be at least 1, got 0"
 
 
 def test_a_negative_seed_is_refused() -> None:
-    assert refused(even(), Mix(1.4, 0.1), seed=-1) == "The seed of a mix must be at least 0, and it is -1."
+    assert refused(even(), Mix(1.4, 0.1), seed=-1) == "seed of a mix must be at least 0, got -1"

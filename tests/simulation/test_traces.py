@@ -224,9 +224,7 @@ def test_a_row_taken_twice_shares_what_its_ids_tell() -> None:
 def test_more_requests_than_there_are_are_refused(requests: int) -> None:
     with pytest.raises(ParameterError) as error:
         trace_of([[0], [1], [1]], 1).first(requests)
-    assert str(error.value) == (
-        f"The traces have 3 requests, and {requests} were asked for: ask for at least 1 and at most that many."
-    )
+    assert str(error.value) == (f"requests must be 1 to the 3 of the traces, got {requests}")
 
 
 @pytest.mark.parametrize(
@@ -234,76 +232,76 @@ def test_more_requests_than_there_are_are_refused(requests: int) -> None:
     [
         (
             {"prompt_tokens": [5]},
-            "A trace needs output_tokens (the lengths of its answers), and PATH has none: add them.",
+            "a trace must have output_tokens (the lengths of its answers), but PATH has none: add them",
         ),
         (
             {"prompt_tokens": [5], "output_tokens": pa.nulls(1)},
-            "A trace needs output_tokens (the lengths of its answers), and PATH has none: add them.",
+            "a trace must have output_tokens (the lengths of its answers), but PATH has none: add them",
         ),
         (
             {"output_tokens": [5], "hash_ids": [[1]]},
-            "A trace needs prompt_tokens (the lengths of its prompts) or prompt_ids (the prompts), and PATH has "
-            "neither: add one of them.",
+            "a trace must have prompt_tokens (the lengths of its prompts) or prompt_ids (the prompts), but PATH has "
+            "neither: add one of them",
         ),
         (
             {"prompt_tokens": pa.array([], pa.int32()), "output_tokens": pa.array([], pa.int32())},
-            "A trace must have at least one request, and PATH has no rows: leave it out.",
+            "a trace must have at least one request, but PATH has no rows: leave it out",
         ),
         (
             {"prompt_tokens": [5, 6], "output_tokens": [1, -4]},
-            "output_tokens must lie in [1, 1073741823], and row 1 of PATH has -4: correct it or leave the row out.",
+            "output_tokens must lie in [1, 1073741823], but row 1 of PATH has -4: correct it or leave the row out",
         ),
         (
             {"prompt_tokens": [5, 0, -1], "output_tokens": [1, 1, 1]},
-            "prompt_tokens must lie in [1, 1073741823], and row 1 of PATH has 0: correct it or leave the row out.",
+            "prompt_tokens must lie in [1, 1073741823], but row 1 of PATH has 0: correct it or leave the row out",
         ),
         (
             {"prompt_tokens": [5, 1 << 40], "output_tokens": [1, 1]},
-            "prompt_tokens must lie in [1, 1073741823], and row 1 of PATH has 1099511627776: correct it or leave "
-            "the row out.",
+            "prompt_tokens must lie in [1, 1073741823], but row 1 of PATH has 1099511627776: correct it or leave "
+            "the row out",
         ),
         (
             {"prompt_tokens": [5, None], "output_tokens": [1, 1]},
-            "The column prompt_tokens of a trace must have no nulls, and row 1 of PATH has one.",
+            "the column prompt_tokens of a trace must have no nulls, but row 1 of PATH has one",
         ),
         (
             {"prompt_tokens": [5, 5], "output_tokens": [1, 1], "hash_ids": [[1], None]},
-            "The column hash_ids of a trace must have no nulls, and row 1 of PATH has one.",
+            "the column hash_ids of a trace must have no nulls, but row 1 of PATH has one",
         ),
         (
             {"prompt_ids": [[1, 2], [], [3, None]], "output_tokens": [1, 1, 1]},
-            "The column prompt_ids of a trace must have no nulls, and row 2 of PATH has one.",
+            "the column prompt_ids of a trace must have no nulls, but row 2 of PATH has one",
         ),
         (
             {"prompt_tokens": [2.5], "output_tokens": [1]},
-            "The column prompt_tokens of a trace must hold integers, and that of PATH holds double: convert it.",
+            "the column prompt_tokens of a trace must hold integers, but that of PATH holds double: convert it",
         ),
         (
             {"prompt_tokens": [5], "output_tokens": [1], "hash_ids": [7]},
-            "The column hash_ids of a trace must hold lists of integers, and that of PATH holds int64: convert it.",
+            "the column hash_ids of a trace must hold lists of integers, but that of PATH holds int64: convert it",
         ),
         (
             {"prompt_ids": [[1 << 31]], "output_tokens": [1]},
-            "The column prompt_ids of a trace must hold lists of token ids (int32), and that of PATH holds "
-            "list<element: int64>: convert it.",
+            "the column prompt_ids of a trace must hold lists of token ids (int32), but that of PATH holds "
+            "list<element: int64>: convert it",
         ),
         (
             {"prompt_ids": [[1], [2, -3]], "output_tokens": [1, 1]},
-            "Token ids must lie in [0, 1073741823], and row 1 of PATH has -3 in prompt_ids.",
+            "token ids must lie in [0, 1073741823], but row 1 of PATH has -3 in prompt_ids",
         ),
         (
             {"prompt_ids": [[1], []], "output_tokens": [1, 1]},
-            "A prompt must have at least one token, and row 1 of PATH has no prompt_ids.",
+            "a prompt must have at least one token, but row 1 of PATH has no prompt_ids",
         ),
         (
             {"prompt_ids": [[1], [2]], "prompt_tokens": [1, 9], "output_tokens": [1, 1]},
-            "prompt_tokens must be the number of prompt_ids, and row 1 of PATH has 9 and 1: correct the column or "
-            "leave it out.",
+            "prompt_tokens must be the number of prompt_ids, but row 1 of PATH has 9 and 1: correct the column or "
+            "leave it out",
         ),
         (
             {"prompt_tokens": [16, 100], "hash_ids": [[1], [1, 2, 3]], "output_tokens": [1, 1]},
-            "A prompt has one of hash_ids a block of 16 tokens, and row 1 of PATH has 3 for 100 tokens, not 7: give "
-            "the block size they were made with (--hash-block).",
+            "hash_ids must be one for each block of 16 tokens, but row 1 of PATH has 3 for 100 tokens, not 7: give "
+            "the block size they were made with (--hash-block)",
         ),
     ],
 )
@@ -318,7 +316,7 @@ def test_a_trace_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError) as error:
         read_traces([tmp_path / "none.parquet"])
     assert str(error.value) == (
-        f"A trace must be a Parquet file, and there is none at {tmp_path / 'none.parquet'}: check the path."
+        f"a trace must be a Parquet file, but there is none at {tmp_path / 'none.parquet'}: check the path"
     )
 
 
@@ -327,14 +325,14 @@ def test_a_trace_in_another_format_is_refused(tmp_path: Path) -> None:
     path.write_text("prompt_tokens,output_tokens\n1,1\n")
     with pytest.raises(DataError) as error:
         read_traces([path])
-    assert str(error.value).startswith(f"A trace must be a Parquet file, and {path} cannot be read as one (")
+    assert str(error.value).startswith(f"a trace must be a Parquet file, but {path} cannot be read as one (")
 
 
 @pytest.mark.parametrize(
     ("paths", "hash_block", "message"),
     [
-        ([], 16, "At least one trace is needed, and none is named: name Parquet files."),
-        (["x"], 0, "A block of hash_ids (--hash-block) must have 1 to 1073741823 tokens, not 0."),
+        ([], 16, "traces must be at least one, got none: name Parquet files"),
+        (["x"], 0, "hash_block (--hash-block) must be 1 to 1073741823 tokens, got 0"),
     ],
 )
 def test_a_parameter_that_breaks_a_rule_is_refused(paths: list[str], hash_block: int, message: str) -> None:

@@ -32,9 +32,15 @@ def step_kinds(tokens: int) -> list[StepKind]:
     decodes = [StepKind(rows, keys) for rows in (_ROWS // 8, _ROWS // 2, _ROWS)] + [StepKind(_ROWS, -(-keys // 4))]
     prefills = [StepKind(prefills=((before, chunk // part),)) for part, before in ((8, 0), (2, 0), (1, 0), (2, chunk))]
     sizes = (
-        (_ROWS, 16, 0), (_ROWS, 8, 0), (_ROWS, 4, 0), (_ROWS, 2, 0), (_ROWS, 1, 0), (_ROWS // 2, 4, chunk),
-        (_ROWS // 2, 2, 0), (_ROWS // 4, 2, 0),
-    )  # fmt: skip
+        (_ROWS, 16, 0),
+        (_ROWS, 8, 0),
+        (_ROWS, 4, 0),
+        (_ROWS, 2, 0),
+        (_ROWS, 1, 0),
+        (_ROWS // 2, 4, chunk),
+        (_ROWS // 2, 2, 0),
+        (_ROWS // 4, 2, 0),
+    )
     blends = [StepKind(rows, keys, ((before, max(1, chunk // part)),)) for rows, part, before in sizes]
     return [*decodes, *prefills, *blends]
 

@@ -60,8 +60,8 @@ def measure_room(
 
 def _too_small(device: torch.device, tokens: int, takes: str) -> JobError:
     return JobError(
-        f"memory runs out on {device}: a step of {tokens:,} tokens takes {takes} beside the weights: lower step_tokens "
-        "(--step-tokens) or max_running (--max-running), or take a smaller model"
+        f"memory runs out on {device}: a step of {tokens:,} tokens takes {takes} in addition to the weights: "
+        "lower step_tokens (--step-tokens) or max_running (--max-running), or take a smaller model"
     )
 
 

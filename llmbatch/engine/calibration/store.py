@@ -52,7 +52,7 @@ class DeviceCalibration:
         return fastest if self.fitted[fastest].gain > 1.0 + _NOISE else "sequential"
 
     @property
-    def told(self) -> str:
+    def summary(self) -> str:
         """A comparison of the strategies, for a person."""
         others = (name for name in self.fitted if name != "sequential")
         gains = [f"{name} is {self.fitted[name].gain:.2f} x as fast as sequential" for name in others]

@@ -46,9 +46,14 @@ class SplitDevice:
         first, rest = (ctypes.create_string_buffer(_RESOURCE_BYTES) for _ in range(2))
         groups = ctypes.c_uint(1)
         self._call(
-            "cuDevSmResourceSplitByCount", first, ctypes.byref(groups), self._all, rest, ctypes.c_uint(0),
+            "cuDevSmResourceSplitByCount",
+            first,
+            ctypes.byref(groups),
+            self._all,
+            rest,
+            ctypes.c_uint(0),
             ctypes.c_uint(wanted),
-        )  # fmt: skip
+        )
         return self._stream(first), self._stream(rest)
 
     def _stream(self, resource: Any) -> torch.cuda.Stream:

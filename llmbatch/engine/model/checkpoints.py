@@ -38,7 +38,7 @@ def resolve_model(model: str, meanwhile: Callable[[], None] = lambda: None) -> s
     if path.is_file():
         if path.suffix != ".gguf":
             raise ModelError(
-                f"model must be a folder, a .gguf file or a hub name, got the file {model!r}: name its folder."
+                f"model must be a folder, a .gguf file or a hub name, got the file {model!r}: name its folder"
             )
         return str(_converted(path, meanwhile))
     if path.is_dir():
@@ -49,10 +49,10 @@ def resolve_model(model: str, meanwhile: Callable[[], None] = lambda: None) -> s
             return str(_converted(files[0], meanwhile))
         if files:
             names = ", ".join(file.name for file in files)
-            raise ModelError(f"model folder {model!r} holds several GGUF files ({names}): name one of them.")
+            raise ModelError(f"model folder {model!r} holds several GGUF files ({names}): name one of them")
         raise ModelError(
             f"model folder {model!r} holds neither config.json nor a .gguf file: name a folder that "
-            "save_pretrained wrote."
+            "save_pretrained wrote"
         )
     return _fetched(model)
 
@@ -97,14 +97,14 @@ def _converted(file: Path, meanwhile: Callable[[], None]) -> Path:
     if missing:
         raise ModelError(
             f"reading {file.name} needs the package{'s' * (len(missing) > 1)} {' and '.join(missing)}: "
-            f"pip install {' '.join(missing)}."
+            f"pip install {' '.join(missing)}"
         )
     target.parent.mkdir(parents=True, exist_ok=True)
     with start_beside("llmbatch.engine.model.checkpoints", str(file.resolve()), str(target), stdout=PIPE) as process:
         meanwhile()
-        told = process.communicate()[0].decode(errors="replace").strip()
+        output = process.communicate()[0].decode(errors="replace").strip()
     if not target.is_dir():
-        raise ModelError(f"GGUF file {str(file)!r} cannot be read: {told or 'its conversion was ended'}")
+        raise ModelError(f"GGUF file {str(file)!r} cannot be read: {output or 'its conversion was ended'}")
     return target
 
 
@@ -164,7 +164,7 @@ def _fetched(model: str) -> str:
     except LocalEntryNotFoundError:
         pass
     except HFValidationError as error:
-        raise ModelError(f"model {model!r} is no folder here, and no name of a model on the hub.") from error
+        raise ModelError(f"model {model!r} is no folder here, and no name of a model on the hub") from error
     try:
         files = _hub_files(model)
         weights = _WEIGHTS[0] if any(name.endswith(".safetensors") for name in files) else _WEIGHTS[1]
@@ -172,8 +172,8 @@ def _fetched(model: str) -> str:
     except Exception as error:  # the hub's client lets errors of several HTTP libraries through
         reason = str(error).strip().split("\n")[0] or type(error).__name__
         raise ModelError(
-            f"model {model!r} is no folder here and cannot be fetched: {reason.rstrip('.')}. "
-            "Name a local folder, or try again with a network."
+            f"model {model!r} is no folder here and cannot be fetched: {reason.rstrip('.')}: "
+            "name a local folder, or try again with a network"
         ) from error
 
 

@@ -79,7 +79,7 @@ def bytes_per_token(config: PretrainedConfig, dtype: torch.dtype, device: torch.
 
 def unsupported(folder: str, part: str, supported: str) -> ModelError:
     """Build the error of a model with a part that llmbatch does not run."""
-    return ModelError(f"model {folder!r} uses {part}, which is not supported: {supported}.")
+    return ModelError(f"model {folder!r} uses {part}, which is not supported: {supported}")
 
 
 def _element(folder: str, dtype: DType, device: torch.device) -> torch.dtype:

@@ -31,7 +31,7 @@ _ATTENTION: Final = "llmbatch"
 _HARMLESS: Final = {
     "dropout", "scaling", "sliding_window", "softcap", "position_ids", "use_cache", "cache_position",
     "past_key_values", "output_attentions", "output_hidden_states", "return_dict", "s_aux",
-}  # fmt: skip
+}  # fmt: skip  # a table
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class LoadedModel:
     device: torch.device
     context_length: int  # most tokens of prompt and answer together
     attention: dict[int, AttentionSpec]  # by layer
-    notes: tuple[str, ...]  # what the user should be told, a sentence each
+    notes: tuple[str, ...]  # for the user, a sentence each
 
 
 def load_model(
@@ -64,8 +64,10 @@ def load_model(
     described = describe_model(folder, dtype=dtype, trust_remote_code=trust_remote_code, device=platform.device)
     AttentionInterface.register(_ATTENTION, _attention)
     arguments: dict[str, Any] = {
-        "dtype": described.dtype, "attn_implementation": _ATTENTION, "trust_remote_code": trust_remote_code,
-    }  # fmt: skip
+        "dtype": described.dtype,
+        "attn_implementation": _ATTENTION,
+        "trust_remote_code": trust_remote_code,
+    }
     module: nn.Module
     if load_format == "dummy":
         torch.manual_seed(0)
@@ -75,7 +77,7 @@ def load_model(
         if not has_weights(Path(folder)):
             raise ModelError(
                 f"model folder {folder!r} holds no weights (*.safetensors or pytorch_model.bin): "
-                "complete it, or use load_format='dummy' for random ones."
+                "complete it, or use load_format='dummy' for random ones"
             )
         try:
             with no_progress_bars():
@@ -85,7 +87,7 @@ def load_model(
         except SafetensorError as error:
             raise ModelError(
                 f"the weights in model folder {folder!r} must be whole, and a .safetensors file there cannot be read "
-                f"({error}): copy or download it again."
+                f"({error}): copy or download it again"
             ) from error
         except (OSError, ValueError, RuntimeError) as error:
             raise ModelError(f"model folder {folder!r} cannot be loaded: {error}") from error

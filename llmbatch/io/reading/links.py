@@ -62,7 +62,7 @@ def _walk(
         except OSError:
             if not os.path.islink(path):
                 continue  # it has just gone
-            info = {"name": path, "type": "file", "size": 0}  # a link to nothing: whoever reads it will say so
+            info = {"name": path, "type": "file", "size": 0}  # a link to nothing: reading it raises
         yield path, info
         if info["type"] == "directory" and depth != 1:
             yield from _walk(path, None if depth is None else depth - 1, (*above, here))

@@ -106,4 +106,4 @@ def _batch_rows(group: pq.RowGroupMetaData) -> int:
 
 def _unreadable(file: InputFile, error: Exception) -> DataError:
     reason = str(error).splitlines()[0].rstrip(".") if str(error) else type(error).__name__
-    return DataError(f"{file.path} cannot be read as Parquet ({reason}): write it anew or leave it out")
+    return DataError(f"{file.path} cannot be read as Parquet ({reason}): write it again or leave it out")

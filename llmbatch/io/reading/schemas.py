@@ -57,7 +57,7 @@ def _column(name: str, files: Sequence[InputFile], schemas: Sequence[pa.Schema])
         except (pa.ArrowException, TypeError):
             raise DataError(
                 f"a column must have types that go together in all inputs, but {name!r} is {kind} in {first.path} "
-                f"and {other.type} in {file.path}: write one of them anew"
+                f"and {other.type} in {file.path}: write one of them again"
             ) from None
     for file, schema in zip(files, schemas):
         if name not in schema.names and name in dict(file.folder_values):

@@ -22,8 +22,13 @@ FORMAT_VERSION = 3  # the command names the model by its whole content
 KEY = b"llmbatch"  # in the footer of a Parquet file
 
 _CONTENT: Final = {
-    "command": dict, "files": list, "rows": int, "columns": list, "preserve_order": bool, "summary": dict,
-}  # fmt: skip
+    "command": dict,
+    "files": list,
+    "rows": int,
+    "columns": list,
+    "preserve_order": bool,
+    "summary": dict,
+}
 
 _PARQUET = b"PAR1"  # how such files begin
 _WAY_OUT = "choose another name, or replace it with overwrite=True (--overwrite)"

@@ -79,14 +79,20 @@ def test_an_operator_runs_on_it(model: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_heads_that_are_too_wide_are_refused(tmp_path: Path) -> None:
     config = LlamaConfig(
-        hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1,
-        head_dim=272, vocab_size=32, max_position_embeddings=64,
-    )  # fmt: skip
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        head_dim=272,
+        vocab_size=32,
+        max_position_embeddings=64,
+    )
     config.save_pretrained(tmp_path)
     with pytest.raises(ModelError) as caught:
         load_model(str(tmp_path), dtype="float32", load_format="dummy", platform=PLATFORM)
     assert str(caught.value) == (
-        f"model '{tmp_path}' uses heads of 272 elements, which is not supported: on a GPU they have 256 at most."
+        f"model '{tmp_path}' uses heads of 272 elements, which is not supported: on a GPU they have 256 at most"
     )
 
 
