@@ -31,9 +31,14 @@ from run import DATA, KINDS, SYSTEM, smollm2
 def ours(table: pa.Table, dtype: str, max_tokens: int) -> list[str]:
     """The answers of the operator, in one type of weights and KV."""
     operator = LLMOperator(
-        model=str(smollm2()), prompt="prompt", chat=True, system=SYSTEM, max_tokens=max_tokens, dtype=dtype,
+        model=str(smollm2()),
+        prompt="prompt",
+        chat=True,
+        system=SYSTEM,
+        max_tokens=max_tokens,
+        dtype=dtype,
         kv_memory=2**31,
-    )  # fmt: skip
+    )
     answers: list[str] = operator(table)["generated_text"].to_pylist()
     return answers
 

@@ -202,9 +202,13 @@ def disturb(stage: Stage, moments: list[tuple[int, bool]], seed: int, result: Re
 def answer(table: pa.Table, given: argparse.Namespace, moments: list[tuple[int, bool]], result: Result) -> pa.Table:
     """The table with its answers, by id, and what happened at these moments."""
     op: Any = LLMOperator(
-        model=str(smollm2()), prompt="prompt", chat=True, max_tokens=given.max_tokens,
-        dtype="float32", kv_memory=KV_MEMORY,
-    )  # fmt: skip
+        model=str(smollm2()),
+        prompt="prompt",
+        chat=True,
+        max_tokens=given.max_tokens,
+        dtype="float32",
+        kv_memory=KV_MEMORY,
+    )
     with tempfile.TemporaryDirectory() as folder:
         stage = Stage(Path(folder), given.actors)
         done = threading.Event()
@@ -212,9 +216,14 @@ def answer(table: pa.Table, given: argparse.Namespace, moments: list[tuple[int, 
         disturber.start()
         try:
             answered = map_dataset(
-                ray.data.from_arrow(table), op, concurrency=given.actors, num_cpus=0, resources={"place": 1},
-                rows_per_shard=given.rows_per_shard, quiet=True,
-            )  # fmt: skip
+                ray.data.from_arrow(table),
+                op,
+                concurrency=given.actors,
+                num_cpus=0,
+                resources={"place": 1},
+                rows_per_shard=given.rows_per_shard,
+                quiet=True,
+            )
             found = pa.concat_tables(ray.get(answered.to_arrow_refs())).sort_by("id")
         finally:
             done.set()

@@ -27,7 +27,7 @@ KINDS = (
     (20, 8000, 1500), (50, 4000, 3000), (100, 2000, 5000), (150, 1500, 6000), (200, 1000, 10_000), (300, 800, 10_000),
     (500, 600, 12_000), (700, 500, 12_000), (1000, 400, 12_000), (1500, 300, 12_000), (2000, 200, 10_000),
     (1000, 100, 12_000), (2000, 100, 10_000), (3000, 50, 8000),
-)  # fmt: skip
+)  # fmt: skip  # a table
 
 
 def made(prompts: NDArray[Any], answers: NDArray[Any]) -> Trace:
@@ -96,17 +96,25 @@ def main() -> None:
             report = run_workload(workload, trace.output_lengths, cost, pool, scheduling).report
             fixed = {
                 tokens: run_workload(
-                    describe(trace, pool, "known"), trace.output_lengths, cost, pool,
+                    describe(trace, pool, "known"),
+                    trace.output_lengths,
+                    cost,
+                    pool,
                     replace(scheduling, order="input", step_tokens=tokens),
                 ).report.fraction_of_optimal
                 for tokens in BUDGETS
-            }  # fmt: skip
+            }
             best = max(fixed, key=fixed.__getitem__)
             compute, memory = sums(trace, np.arange(len(trace)), experiment)
             result = {
-                "case": case, "cap": cap, "density": compute[-1] / memory[-1], "blend": report.fraction_of_optimal,
-                "best": fixed[best], "best_tokens": best, "fixed": fixed,
-            }  # fmt: skip
+                "case": case,
+                "cap": cap,
+                "density": compute[-1] / memory[-1],
+                "blend": report.fraction_of_optimal,
+                "best": fixed[best],
+                "best_tokens": best,
+                "fixed": fixed,
+            }
             print(f"{case} at {cap}: {result['blend']:.3f}, best fixed {fixed[best]:.3f} at {best}", flush=True)
             yield result
 

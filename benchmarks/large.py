@@ -97,7 +97,7 @@ def main() -> int:
             sys.executable, "-m", "llmbatch", "run", str(source), "--output", str(out), "--model", str(smollm2()),
             "--prompt", "text", "--engine", "simulated", "--output-tokens", "tokens", "--max-tokens", "64",
             "--kv-memory", "200MB", "--quiet",
-        ]  # fmt: skip
+        ]  # fmt: skip  # options with their values
         with limited() as group:
             seconds, peak = run(command, group)
         parts = [pq.read_metadata(part) for part in sorted(out.glob("*.parquet"))]

@@ -100,7 +100,7 @@ def main() -> int:
             sys.executable, str(Path(__file__).resolve()), "job", str(length), "run", str(source), "--output", str(out),
             "--model", str(smollm2()), "--prompt", "text", "--engine", "simulated", "--output-tokens", "tokens",
             "--max-tokens", "64", "--window-rows", str(ROWS),
-        ]  # fmt: skip
+        ]  # fmt: skip  # options with their values
         runs = [watched(command, kill_at) for kill_at in (ROWS // 2, ROWS * 95 // 100, None)]
         result = {
             "text_bytes": length * ROWS,

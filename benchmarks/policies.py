@@ -104,9 +104,18 @@ def grid() -> list[Setting]:
 
 
 TABLES: dict[str, Callable[[], list[Setting]]] = {
-    "table2": table2, "bytes": bytes_law, "draws": draws, "heldout": heldout, "plain": plain, "wide": wide,
-    "sharegpt": sharegpt, "azure": azure, "models": models, "exponents": exponents, "grid": grid,
-}  # fmt: skip
+    "table2": table2,
+    "bytes": bytes_law,
+    "draws": draws,
+    "heldout": heldout,
+    "plain": plain,
+    "wide": wide,
+    "sharegpt": sharegpt,
+    "azure": azure,
+    "models": models,
+    "exponents": exponents,
+    "grid": grid,
+}
 
 
 def main() -> None:

@@ -70,9 +70,11 @@ class Trial:
         pool, trace, hardware = experiment.pool, experiment.trace, experiment.cost.hardware
         true = replace(
             hardware,
-            compute=hardware.flops / _COMPUTE, compute_efficiency=_COMPUTE,
-            bandwidth=hardware.bytes_per_second / _BANDWIDTH, bandwidth_efficiency=_BANDWIDTH,
-        )  # fmt: skip
+            compute=hardware.flops / _COMPUTE,
+            compute_efficiency=_COMPUTE,
+            bandwidth=hardware.bytes_per_second / _BANDWIDTH,
+            bandwidth_efficiency=_BANDWIDTH,
+        )
         cost = replace(experiment.cost, hardware=true)
         workload = describe(trace, pool, self.lengths)
         generated = np.minimum(trace.output_lengths, workload.max_tokens)

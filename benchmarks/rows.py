@@ -90,7 +90,7 @@ def main() -> None:
         command = [
             sys.executable, "-m", "llmbatch", "run", str(source), "--output", str(out), "--model", str(smollm2()),
             "--prompt", "text", "--engine", "simulated", "--output-tokens", "tokens", "--max-tokens", "64", "--json",
-        ]  # fmt: skip
+        ]  # fmt: skip  # options with their values
         whole = Run(command, None)
         report = json.loads(whole.report)
         expected = pq.read_table(out)

@@ -31,9 +31,18 @@ TABLE2 = ("table2-1", "table2-2", "table2-3", "table2-4")
 BUDGETS = (256, 384, 512, 1024, 2048, 4096)
 BASELINES: Mapping[Policy, tuple[int, ...]] = dict.fromkeys(("dfs", "random", "dual-scan"), BUDGETS)
 _KEPT = (
-    "seconds", "optimal_seconds", "fraction_of_optimal", "tokens_per_second", "prefix_sharing",
-    "prefix_sharing_optimal", "steps", "preemptions", "peak_kv_fraction", "planning_seconds", "scheduling_seconds",
-)  # fmt: skip
+    "seconds",
+    "optimal_seconds",
+    "fraction_of_optimal",
+    "tokens_per_second",
+    "prefix_sharing",
+    "prefix_sharing_optimal",
+    "steps",
+    "preemptions",
+    "peak_kv_fraction",
+    "planning_seconds",
+    "scheduling_seconds",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,9 +95,13 @@ class Setting:
             for backwards, decided in plans.items():
                 for step_tokens in budgets:
                     simulation = run_workload(
-                        workload, trace.output_lengths, cost, pool,
-                        replace(scheduling, step_tokens=step_tokens), decided=decided,
-                    )  # fmt: skip
+                        workload,
+                        trace.output_lengths,
+                        cost,
+                        pool,
+                        replace(scheduling, step_tokens=step_tokens),
+                        decided=decided,
+                    )
                     run = {"order": order, "step_tokens": step_tokens, "backwards": backwards}
                     runs.append({**run, **kept(simulation.report.to_dict())})
         return {"setting": asdict(self), "runs": runs}

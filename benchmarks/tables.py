@@ -102,11 +102,15 @@ def kinds(results: list[dict[str, Any]]) -> str:
     """A row a case: `blend` with lengths sampled, and the best fixed budget in the input's order."""
     rows = [
         [
-            result["case"], result["cap"] or "none", f"{result['density']:.2g}", f"{result['blend']:.3f}",
-            f"{result['best']:.3f} ({result['best_tokens']:,})", f"{result['blend'] / result['best']:.3f}",
+            result["case"],
+            result["cap"] or "none",
+            f"{result['density']:.2g}",
+            f"{result['blend']:.3f}",
+            f"{result['best']:.3f} ({result['best_tokens']:,})",
+            f"{result['blend'] / result['best']:.3f}",
         ]
         for result in results
-    ]  # fmt: skip
+    ]
     return table(["rows", "cap", "density", "sampled", "best fixed budget", "over it"], rows)
 
 
@@ -141,11 +145,14 @@ def replicas(results: list[dict[str, Any]]) -> str:
             seconds = run["replica_seconds"] or [run["seconds"]]
             rows.append(
                 [
-                    result["mix"], run["replicas"], f"{run['tokens_per_second']:,.0f}",
-                    f"{run['tokens_per_second'] / alone:.2f}", f"{max(seconds) * len(seconds) / sum(seconds):.3f}",
+                    result["mix"],
+                    run["replicas"],
+                    f"{run['tokens_per_second']:,.0f}",
+                    f"{run['tokens_per_second'] / alone:.2f}",
+                    f"{max(seconds) * len(seconds) / sum(seconds):.3f}",
                     f"{run['planning_seconds']:.1f}",
                 ]
-            )  # fmt: skip
+            )
     return table(["mix", "devices", "tokens/s", "over one", "slowest / mean", "planning, s"], rows)
 
 

@@ -75,38 +75,88 @@ def plan_lengths(layout: BatchLayout, page_size: int) -> AttentionPlan:
 
 
 def _call_3(
-    module: Any, spec: AttentionSpec, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor,
-    window: tuple[int, int], plan: AttentionPlan, tables: torch.Tensor, first: torch.Tensor, lengths: torch.Tensor,
+    module: Any,
+    spec: AttentionSpec,
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    window: tuple[int, int],
+    plan: AttentionPlan,
+    tables: torch.Tensor,
+    first: torch.Tensor,
+    lengths: torch.Tensor,
     _: torch.Tensor,
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     out: torch.Tensor = module.flash_attn_with_kvcache(
-        query, keys, values, cache_seqlens=lengths, page_table=tables, cu_seqlens_q=first,
-        max_seqlen_q=plan.numbers[0], softmax_scale=spec.scale, causal=True, window_size=window, softcap=spec.softcap,
-    )  # fmt: skip
+        query,
+        keys,
+        values,
+        cache_seqlens=lengths,
+        page_table=tables,
+        cu_seqlens_q=first,
+        max_seqlen_q=plan.numbers[0],
+        softmax_scale=spec.scale,
+        causal=True,
+        window_size=window,
+        softcap=spec.softcap,
+    )
     return out
 
 
 def _call_4(
-    module: Any, spec: AttentionSpec, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor,
-    window: tuple[int, int], plan: AttentionPlan, tables: torch.Tensor, first: torch.Tensor, lengths: torch.Tensor,
+    module: Any,
+    spec: AttentionSpec,
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    window: tuple[int, int],
+    plan: AttentionPlan,
+    tables: torch.Tensor,
+    first: torch.Tensor,
+    lengths: torch.Tensor,
     _: torch.Tensor,
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     sides = tuple(None if side < 0 else side for side in window)
     out = module.flash_attn_varlen_func(
-        query, keys, values, cu_seqlens_q=first, seqused_k=lengths, page_table=tables, softmax_scale=spec.scale,
-        causal=True, window_size=sides, softcap=spec.softcap,
-    )  # fmt: skip
+        query,
+        keys,
+        values,
+        cu_seqlens_q=first,
+        seqused_k=lengths,
+        page_table=tables,
+        softmax_scale=spec.scale,
+        causal=True,
+        window_size=sides,
+        softcap=spec.softcap,
+    )
     taken: torch.Tensor = out[0] if isinstance(out, tuple) else out
     return taken
 
 
 def _call_2(
-    module: Any, spec: AttentionSpec, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor,
-    window: tuple[int, int], plan: AttentionPlan, tables: torch.Tensor, first: torch.Tensor, lengths: torch.Tensor,
+    module: Any,
+    spec: AttentionSpec,
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    window: tuple[int, int],
+    plan: AttentionPlan,
+    tables: torch.Tensor,
+    first: torch.Tensor,
+    lengths: torch.Tensor,
     sums: torch.Tensor,
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     out: torch.Tensor = module.flash_attn_varlen_func(
-        query, keys, values, first, sums, *plan.numbers, softmax_scale=spec.scale, causal=True, window_size=window,
-        softcap=spec.softcap, block_table=tables,
-    )  # fmt: skip
+        query,
+        keys,
+        values,
+        first,
+        sums,
+        *plan.numbers,
+        softmax_scale=spec.scale,
+        causal=True,
+        window_size=window,
+        softcap=spec.softcap,
+        block_table=tables,
+    )
     return out

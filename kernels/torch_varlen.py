@@ -41,9 +41,17 @@ class VarlenAttention:
         """Attend all rows over their pages."""
         tables, first, lengths, _ = tensors
         out = self._attend(
-            query.view(len(query), spec.query_heads, spec.width), keys.transpose(1, 2), values.transpose(1, 2), first,
-            None, *plan.numbers, scale=spec.scale, window_size=(spec.window - 1 if spec.window else -1, 0),
-            enable_gqa=spec.group > 1, seqused_k=lengths, block_table=tables,
-        )  # fmt: skip
+            query.view(len(query), spec.query_heads, spec.width),
+            keys.transpose(1, 2),
+            values.transpose(1, 2),
+            first,
+            None,
+            *plan.numbers,
+            scale=spec.scale,
+            window_size=(spec.window - 1 if spec.window else -1, 0),
+            enable_gqa=spec.group > 1,
+            seqused_k=lengths,
+            block_table=tables,
+        )
         assert isinstance(out, torch.Tensor)
         return out.reshape(query.shape)

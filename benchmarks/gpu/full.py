@@ -44,8 +44,10 @@ def measure(stage: Stage) -> dict[str, Any]:
                 best = min(tries, key=lambda step: tries[step].seconds)
                 report = tries[best]
                 orders[order] = {
-                    "step_tokens": best, "seconds": report.seconds, "fraction_of_optimal": report.fraction_of_optimal,
+                    "step_tokens": best,
+                    "seconds": report.seconds,
+                    "fraction_of_optimal": report.fraction_of_optimal,
                     "sharing": report.prefix_sharing,
-                }  # fmt: skip
+                }
             found[f"{strategy} {name}"] = orders
     return found

@@ -103,9 +103,14 @@ class Step:
             count = rows.stop - rows.start
             query = self.query[rows].view(count, self.spec.query_heads, self.spec.width)
             expected = reference.attend(
-                query, self.keys, self.values, stage.there(self.tables[i : i + 1]), [int(self.starts[i])], [count],
+                query,
+                self.keys,
+                self.values,
+                stage.there(self.tables[i : i + 1]),
+                [int(self.starts[i])],
+                [count],
                 scale=self.spec.scale,
-            ).flatten(1)  # fmt: skip
+            ).flatten(1)
             errors.append(float((got[rows].double() - expected).norm() / expected.norm()))
         return max(errors)
 

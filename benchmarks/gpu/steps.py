@@ -72,9 +72,13 @@ def measure(stage: Stage) -> dict[str, Any]:
     return {
         "steps": [
             {
-                "decodes": kind.decodes, "keys": kind.keys, "prefills": kind.prefills,
+                "decodes": kind.decodes,
+                "keys": kind.keys,
+                "prefills": kind.prefills,
                 "seconds": {name: times[i] for name, times in seconds.items()},
-                "roofline": least[i], "roofline_of_kernels": kernels[i], "predicted": predicted[i],
+                "roofline": least[i],
+                "roofline_of_kernels": kernels[i],
+                "predicted": predicted[i],
             }
             for i, kind in enumerate(every)
         ],
@@ -86,7 +90,7 @@ def measure(stage: Stage) -> dict[str, Any]:
         "decode_over_roofline_of_kernels": in_turn[decode] / kernels[decode],
         "prefill_share_of_rate": least[prefill] / in_turn[prefill],
         "profiles": profiles,
-    }  # fmt: skip
+    }
 
 
 def any_engine(stage: Stage) -> CostModel:
@@ -133,7 +137,10 @@ def overlapped(stage: Stage, engine: GpuEngine, kind: StepKind) -> dict[str, Any
     total = sum(by_name.values())
     longest = sorted(by_name.items(), key=lambda item: -item[1])[:12]
     return {
-        "span_us": end - spans[0][0], "busy_us": busy, "kernels_us": total, "at_once_us": total - busy,
+        "span_us": end - spans[0][0],
+        "busy_us": busy,
+        "kernels_us": total,
+        "at_once_us": total - busy,
         "longest_us": {name[:80]: took for name, took in longest},
         "spans": [(begun - spans[0][0], ended - spans[0][0], name[:40]) for begun, ended, name in spans[:200]],
-    }  # fmt: skip
+    }

@@ -173,7 +173,7 @@ def _attend_block(
     query: Any, out: Any, keys: Any, values: Any, table: Any, head: int, group: int, start: int, first_row: int,
     tokens: int, scale: np.float32, window: int, softcap: np.float32, sinks: Any,
     q: Any, acc: Any, scores: Any, tile_keys: Any, tile_values: Any, highest: Any, total: Any,
-) -> None:  # fmt: skip
+) -> None:  # fmt: skip  # arguments in groups
     width = keys.shape[2]
     rows = tokens * group
     gathered = rows >= _GATHER or keys.shape[3] < _SMALLEST
@@ -235,7 +235,7 @@ def _block_types(element: Any) -> tuple[Any, ...]:
         memory[2], memory[2], memory[4], memory[4], types.Array(types.int32, 1, "C"), whole, whole, whole, whole,
         whole, single, whole, single, floats[1],
         floats[2], floats[2], floats[2], floats[2], floats[2], floats[1], floats[1],
-    )  # fmt: skip
+    )  # fmt: skip  # arguments in groups
 
 
 @cache
@@ -277,7 +277,7 @@ def attend(
     _attend(
         query, out, keys, values, tables, slots, starts, counts, rows, block_sequence, block_first, bounds,
         group, np.float32(scale), window, np.float32(softcap), sinks, _block_address(query.dtype),
-    )  # fmt: skip
+    )  # fmt: skip  # arguments in groups
 
 
 @njit(parallel=True, cache=True, fastmath=FASTMATH, nogil=True)
@@ -285,7 +285,7 @@ def _attend(
     query: Any, out: Any, keys: Any, values: Any, tables: Any, slots: Any, starts: Any, counts: Any, rows: Any,
     block_sequence: Any, block_first: Any, bounds: Any,
     group: int, scale: np.float32, window: int, softcap: np.float32, sinks: Any, block_address: int,
-) -> None:  # fmt: skip
+) -> None:  # fmt: skip  # arguments in groups
     heads, width = keys.shape[1], keys.shape[2]
     size = max(1, BLOCK_ROWS // group)
     capacity = size * group
@@ -305,5 +305,5 @@ def _attend(
                 query, out, keys, values, tables[slots[i]], np.int64(item % heads), group, np.int64(starts[i] + first),
                 np.int64(rows[i] + first), np.int64(min(size, counts[i] - first)), scale, window, softcap, sinks,
                 q, acc, scores, tile_keys, tile_values, highest, total,
-            )  # fmt: skip
+            )  # fmt: skip  # arguments in groups
             _call_block(block_address, arguments)

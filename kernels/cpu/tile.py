@@ -161,9 +161,18 @@ def _tile(rows: int) -> Callable[..., None]:
 
     @intrinsic
     def tile(
-        _typing: Any, c: Any, c_at: Any, c_stride: Any, a: Any, a_at: Any, a_stride: Any,
-        b: Any, b_at: Any, b_stride: Any, k: Any,
-    ) -> Any:  # fmt: skip
+        _typing: Any,
+        c: Any,
+        c_at: Any,
+        c_stride: Any,
+        a: Any,
+        a_at: Any,
+        a_stride: Any,
+        b: Any,
+        b_at: Any,
+        b_stride: Any,
+        k: Any,
+    ) -> Any:
         signature = types.void(*_operands(c, a, b), types.int64)
 
         def build(context: Any, builder: Any, sig: Any, values: Any) -> Any:
@@ -184,7 +193,7 @@ def _strip(rows: int, *, accumulate: bool) -> Callable[..., None]:
     def strip(
         _typing: Any, c: Any, c_at: Any, c_stride: Any, a: Any, a_at: Any, a_stride: Any,
         b: Any, b_at: Any, b_stride: Any, columns: Any, k: Any,
-    ) -> Any:  # fmt: skip
+    ) -> Any:  # fmt: skip  # arguments in groups
         signature = types.void(*_operands(c, a, b), types.int64, types.int64)
 
         def build(context: Any, builder: Any, sig: Any, values: Any) -> Any:

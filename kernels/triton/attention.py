@@ -34,7 +34,7 @@ def _walk(
     WIDTH: tl.constexpr, PADDED: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr,
     CAPPED: tl.constexpr, MASKED: tl.constexpr, WINDOWED: tl.constexpr, PRECISION: tl.constexpr,
     WIDENED: tl.constexpr,
-):  # fmt: skip
+):  # fmt: skip  # arguments in groups
     """Walk over the tiles from `low` to `high`; keys before `begin` and from `end` on are not the item's.
 
     A tile's pages are looked up while the one before is attended: a load from an address that was itself just loaded
@@ -89,7 +89,7 @@ def _attend(
     GROUP: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
     TILE: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr, SINKS: tl.constexpr, GATHERED: tl.constexpr,
     PRECISION: tl.constexpr, WIDENED: tl.constexpr,
-):  # fmt: skip
+):  # fmt: skip  # arguments in groups
     item = items + tl.program_id(0).to(tl.int64) * _ITEM
     head = tl.program_id(1)
     first, tokens = tl.load(item + _FIRST), tl.load(item + _TOKENS)
@@ -117,21 +117,23 @@ def _attend(
         whole_from = tl.maximum(low, (tl.maximum(0, position + tokens - window) + TILE - 1) // TILE * TILE)
     whole_to = tl.minimum(position + 1, end) // TILE * TILE  # tiles before it are seen by every row
     state = (
-        tl.zeros([BLOCK, PADDED], tl.float32), tl.full([BLOCK], _NOTHING, tl.float32), tl.zeros([BLOCK], tl.float32),
-    )  # fmt: skip
+        tl.zeros([BLOCK, PADDED], tl.float32),
+        tl.full([BLOCK], _NOTHING, tl.float32),
+        tl.zeros([BLOCK], tl.float32),
+    )
     if WINDOWED:
         state = _walk(
             state, q, keys, values, table, head, heads, positions, begin, low, tl.minimum(whole_from, last), last,
             scale, softcap, window, WIDTH, PADDED, SIZE, TILE, CAPPED, True, True, PRECISION, WIDENED,
-        )  # fmt: skip
+        )  # fmt: skip  # arguments in groups
     state = _walk(
         state, q, keys, values, table, head, heads, positions, begin, whole_from, whole_to, last,
         scale, softcap, window, WIDTH, PADDED, SIZE, TILE, CAPPED, False, WINDOWED, PRECISION, WIDENED,
-    )  # fmt: skip
+    )  # fmt: skip  # arguments in groups
     acc, highest, total = _walk(
         state, q, keys, values, table, head, heads, positions, begin, tl.maximum(whole_from, whole_to), last, last,
         scale, softcap, window, WIDTH, PADDED, SIZE, TILE, CAPPED, True, WINDOWED, PRECISION, WIDENED,
-    )  # fmt: skip
+    )  # fmt: skip  # arguments in groups
 
     if part < 0:
         if SINKS:
@@ -149,9 +151,16 @@ def _attend(
 
 @triton.jit
 def _merge(
-    out, partial, sums, parts, sinks, query_heads,
-    WIDTH: tl.constexpr, PADDED: tl.constexpr, SINKS: tl.constexpr,
-):  # fmt: skip
+    out,
+    partial,
+    sums,
+    parts,
+    sinks,
+    query_heads,
+    WIDTH: tl.constexpr,
+    PADDED: tl.constexpr,
+    SINKS: tl.constexpr,
+):
     row, head = tl.program_id(0), tl.program_id(1)
     count, first_part = tl.load(parts + row * 2), tl.load(parts + row * 2 + 1)
     d = tl.arange(0, PADDED)
@@ -246,7 +255,7 @@ def attend(
         # The interpreter's products take no bfloat16; those of a device are exact in float32, as these are.
         WIDENED=knobs.runtime.interpret and keys.dtype == torch.bfloat16,
         num_warps=launch.warps, num_stages=launch.stages,
-    )  # fmt: skip
+    )  # fmt: skip  # arguments in groups
 
 
 def merge(
@@ -258,6 +267,14 @@ def merge(
     """
     query_heads, width = partial.shape[1:]
     _merge[(len(parts), query_heads)](
-        out, partial, sums, parts, parts if sinks is None else sinks, query_heads,
-        WIDTH=width, PADDED=triton.next_power_of_2(width), SINKS=sinks is not None, num_warps=1,
-    )  # fmt: skip
+        out,
+        partial,
+        sums,
+        parts,
+        parts if sinks is None else sinks,
+        query_heads,
+        WIDTH=width,
+        PADDED=triton.next_power_of_2(width),
+        SINKS=sinks is not None,
+        num_warps=1,
+    )

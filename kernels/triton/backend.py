@@ -74,16 +74,25 @@ class TritonAttention:
             triton_attention.attend(
                 query, out, partial, sums, keys, values, tables, items, parts, many=many, order=rows, sinks=spec.sinks,
                 group=spec.group, scale=spec.scale, window=spec.window, softcap=spec.softcap,
-            )  # fmt: skip
+            )  # fmt: skip  # arguments in groups
         if waiting:
             triton_attention.merge(out, partial, sums, parts, spec.sinks)
         return out
 
     def _cut(self, layout: BatchLayout, spec: AttentionSpec, page_size: int) -> WorkItems:
         return cut_items(
-            layout.tables, layout.slots, layout.starts, layout.counts, layout.decodes, page_size,
-            triton_attention.block_tokens(spec.group), spec.window, spec.heads, self._programs, self._groups,
-        )  # fmt: skip
+            layout.tables,
+            layout.slots,
+            layout.starts,
+            layout.counts,
+            layout.decodes,
+            page_size,
+            triton_attention.block_tokens(spec.group),
+            spec.window,
+            spec.heads,
+            self._programs,
+            self._groups,
+        )
 
 
 def _padded(array: NDArray[np.int32], rows: int) -> NDArray[np.int32]:

@@ -49,7 +49,7 @@ def _rotate_and_store(
     packed, query, cosine, sine, query_norm, key_norm, places, keys, values, query_heads, heads, epsilon,
     WIDTH: tl.constexpr, PADDED: tl.constexpr, ROTARY: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
     QUERY_NORM: tl.constexpr, KEY_NORM: tl.constexpr,
-):  # fmt: skip
+):  # fmt: skip  # arguments in groups
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     d = tl.arange(0, PADDED)
@@ -137,4 +137,4 @@ def rotate_and_store(
         places, keys, values, query_heads, heads, epsilon,
         WIDTH=width, PADDED=max(16, triton.next_power_of_2(width)), ROTARY=rotary, SIZE=size, BLOCK=_HEADS_BLOCK,
         QUERY_NORM=query_norm is not None, KEY_NORM=key_norm is not None,
-    )  # fmt: skip
+    )  # fmt: skip  # arguments in groups

@@ -24,9 +24,17 @@ def pack_tokens(step: Step, generation: TokenBuffers, page_size: int) -> PackedT
     """Pack a step's tokens, given the counts of tokens generated or queued so far."""
     requests, packed = generation.requests, np.empty((3, step.num_tokens), np.int32)
     _pack(
-        requests.tokens, requests.offsets, generation.tokens.shape[1], step.slots, step.requests, step.starts,
-        step.counts, step.block_tables, page_size, *packed,
-    )  # fmt: skip
+        requests.tokens,
+        requests.offsets,
+        generation.tokens.shape[1],
+        step.slots,
+        step.requests,
+        step.starts,
+        step.counts,
+        step.block_tables,
+        page_size,
+        *packed,
+    )
     return PackedTokens(*packed)
 
 

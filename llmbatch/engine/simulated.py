@@ -31,7 +31,7 @@ class Clock(NamedTuple):
 
     rates: Rates
     exponent: float
-    fixed: float  # seconds of every step beside its work
+    fixed: float  # seconds of every step in addition to its work
 
     @classmethod
     def of(cls, cost: CostModel) -> Clock:
@@ -54,9 +54,17 @@ class SimulatedEngine:
         if top >= len(self._generated):
             self._generated = np.pad(self._generated, (0, max(top + 1, len(self._generated))))
         finished, tokens, pairs, read = generate(
-            self._clock.rates.reach, step.slots, step.requests, step.starts, step.counts, step.samples,
-            step.num_decodes, step.spared_tokens, self._lengths, self._generated,
-        )  # fmt: skip
+            self._clock.rates.reach,
+            step.slots,
+            step.requests,
+            step.starts,
+            step.counts,
+            step.samples,
+            step.num_decodes,
+            step.spared_tokens,
+            self._lengths,
+            self._generated,
+        )
         seconds = step_seconds(self._clock, tokens + step.num_decodes, pairs, read, len(finished))
         self.seconds += seconds
         return StepResult(np.zeros(len(finished), np.int32), finished, seconds=seconds)
@@ -91,9 +99,17 @@ def step_seconds(clock: Any, tokens: int, pairs: float, read: float, samples: in
 
 @njit(cache=True)
 def generate(
-    reach: Any, slots: Any, requests: Any, starts: Any, counts: Any, samples: Any, num_decodes: int, spared: int,
-    lengths: Any, generated: Any,
-) -> Any:  # fmt: skip
+    reach: Any,
+    slots: Any,
+    requests: Any,
+    starts: Any,
+    counts: Any,
+    samples: Any,
+    num_decodes: int,
+    spared: int,
+    lengths: Any,
+    generated: Any,
+) -> Any:
     """Generate a token for each sequence that samples.
 
     Returns which of them ended, prefill tokens and pairs, and KV tokens read. `spared` are the KV tokens that decodes

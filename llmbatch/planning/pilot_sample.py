@@ -153,7 +153,7 @@ def _work_deviation(lengths: LengthModel, prompt: Floats, cap: Floats) -> Floats
     knows it.
     """
     edges = lengths.edges
-    ends = np.append((edges[:-1] + edges[1:] + 1) / 2, edges[-1])  # who gets beyond the last bin ends at the cap
+    ends = np.append((edges[:-1] + edges[1:] + 1) / 2, edges[-1])  # a row beyond the last bin ends at the cap
     length = np.minimum(ends, cap[:, None])
     work = length * (prompt[:, None] + length / 2)
     share = -np.diff(lengths.survival, axis=1, append=0.0)

@@ -74,9 +74,17 @@ def bin_edges(max_tokens: NDArray[np.int32]) -> NDArray[np.int64]:
 
 @njit(cache=True)
 def observe(
-    requests: Any, generated: Any, finished: Any, known: Any, cap: Any, table_of: Any, edges: Any,
-    counts: Any, kind: Any, noted: Any,
-) -> None:  # fmt: skip
+    requests: Any,
+    generated: Any,
+    finished: Any,
+    known: Any,
+    cap: Any,
+    table_of: Any,
+    edges: Any,
+    counts: Any,
+    kind: Any,
+    noted: Any,
+) -> None:
     for i in range(requests.size):
         r = requests[i]
         if known[r] > 0:
@@ -119,7 +127,7 @@ def pool(parent: NDArray[np.int32], rows: NDArray[Any], counts: NDArray[np.int64
     """
     seen = counts[:_TOKENS].sum((0, 2))
     answered = seen - counts[_RUNNING].sum(1)
-    stood_for = np.where(seen > 0, rows, 0.0)  # rows of the parts of which something was seen
+    stood_for = np.where(seen > 0, rows, 0.0)  # rows of the parts with observations
     pooled = counts * (rows / np.maximum(seen, 1))[:, None]
     _add_up(parent, rows.astype(np.float64), pooled, seen, answered, stood_for)
     pooled *= (seen / np.maximum(stood_for, 1.0))[:, None]

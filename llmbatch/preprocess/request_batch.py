@@ -77,7 +77,7 @@ class RowRequests:
     request_of: NDArray[np.int32]  # [rows] index of the request, -1 where the row has an error
     num_input_tokens: NDArray[np.int32]  # [rows] prompt tokens; 0 where the prompt could not be made
     errors: Mapping[int, RowError]  # by row
-    notes: tuple[str, ...] = ()  # what the user should be told, a sentence each
+    notes: tuple[str, ...] = ()  # for the user, a sentence each
 
 
 def gather(

@@ -20,9 +20,18 @@ from llmbatch.preprocess.respelled import Respelled
 
 _AS_IT_STANDS = ("PreTrainedTokenizerFast", "TokenizersBackend")  # classes that take tokenizer.json as it is
 _PLAIN = {
-    "backend", "bos_token", "chat_template", "clean_up_tokenization_spaces", "eos_token", "is_local",
-    "local_files_only", "model_max_length", "pad_token", "tokenizer_class", "unk_token",
-}  # fmt: skip
+    "backend",
+    "bos_token",
+    "chat_template",
+    "clean_up_tokenization_spaces",
+    "eos_token",
+    "is_local",
+    "local_files_only",
+    "model_max_length",
+    "pad_token",
+    "tokenizer_class",
+    "unk_token",
+}
 _BATCH_TEXTS = 1000  # texts whose tokens are Python lists at one time
 _BATCH_LETTERS = 2_000_000  # of these, so that a batch takes less than a second
 _INT32_MAX = 2**31 - 1

@@ -83,7 +83,7 @@ def is_held(path: str) -> bool | None:
     except OSError:
         return None
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: two who look do not meet each other
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: two that look do not block each other
         return False
     except BlockingIOError:
         return True

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from llmbatch.system.cache import cache_folder
 
-_MOST = 0.2  # of the processors' time, that others may take beside a measurement
+_MOST = 0.2  # of the processors' time, that others may take during a measurement
 
 
 def remembered(name: str, measure: Callable[[], float], *versions: str) -> float:

@@ -14,7 +14,7 @@ from typing import Final
 
 _MMAP_THRESHOLD: Final = -3
 _TRIM_THRESHOLD: Final = -1
-# Microseconds, about. OpenMP threads that wait spin for milliseconds before they sleep: beside another busy process
+# Microseconds, about. OpenMP threads that wait spin for milliseconds before they sleep: next to another busy process
 # steps then take up to ten times as long. Too short a spin wakes threads hundreds of times a step
 # (docs/decisions/0004).
 _SPINS: Final = "10000"

@@ -30,7 +30,7 @@ from llmbatch.storage.location import Location
 
 # A row of a shard is known by the hash of its prompt and how many equal ones come before it there.
 REPORT = pa.schema([pa.field("row", pa.uint64()), pa.field("occurrence", pa.int32()), *SCHEMA])
-TOGETHER = (32, 8, 2, 1, 1, 1)  # suspects beside each other, after each death of one
+TOGETHER = (32, 8, 2, 1, 1, 1)  # suspects in flight together, after each death of one
 MOST_DEATHS = len(TOGETHER) + 1
 
 

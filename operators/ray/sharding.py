@@ -79,7 +79,7 @@ class Shards:
     """The shard of each row."""
 
     count: int
-    rows: NDArray[np.uint64]  # hashes, ascending; one of several rows that are drawn anew is there once for each
+    rows: NDArray[np.uint64]  # hashes, ascending; a hash occurs once for each row that is sampled
     shard: NDArray[np.int32]  # of each
 
     @property
@@ -164,9 +164,15 @@ def _plan(tree: PrefixTree, lengths: LengthModel, cost: CostModel, pool: Pool, s
 
     def planned(order: str) -> Plan:
         return plan(
-            tree, expected, cost, max_tokens=lengths.max_tokens, pool_tokens=pool.tokens,
-            max_running=scheduling.max_running, order=order, seed=scheduling.seed,
-        )  # fmt: skip
+            tree,
+            expected,
+            cost,
+            max_tokens=lengths.max_tokens,
+            pool_tokens=pool.tokens,
+            max_running=scheduling.max_running,
+            order=order,
+            seed=scheduling.seed,
+        )
 
     decided = planned(scheduling.order)
     # One engine may keep the input's order where everything fits its memory at once; several share none.

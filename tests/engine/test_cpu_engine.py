@@ -232,9 +232,15 @@ def test_an_eos_token_ends_the_answer_and_is_kept(load: Callable[[str], LoadedMo
     expected = truth("llama")[0]
     eos = expected[3]
     other = LoadedModel(
-        module=loaded.module, config=loaded.config, eos_token_ids=(eos,), dtype=loaded.dtype,
-        device=loaded.device, context_length=512, attention=loaded.attention, notes=(),
-    )  # fmt: skip
+        module=loaded.module,
+        config=loaded.config,
+        eos_token_ids=(eos,),
+        dtype=loaded.dtype,
+        device=loaded.device,
+        context_length=512,
+        attention=loaded.attention,
+        notes=(),
+    )
     got, finish = run_one(other, [SamplingParams(max_tokens=14)])
     assert got == [expected[: expected.index(eos) + 1]]
     assert finish == [FinishReason.STOP]

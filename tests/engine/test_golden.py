@@ -90,9 +90,16 @@ def test_smollm2_answers_the_demo_like_generate(
 ) -> None:
     """In a pool that holds a few rows at a time."""
     operator = LLMOperator(
-        model=smollm2, prompt="prompt", chat=True, system=demo.system, max_tokens=12, dtype="float32",
-        order=order, page_size=page_size, kv_memory=pool_tokens * 46_080,
-    )  # fmt: skip
+        model=smollm2,
+        prompt="prompt",
+        chat=True,
+        system=demo.system,
+        max_tokens=12,
+        dtype="float32",
+        order=order,
+        page_size=page_size,
+        kv_memory=pool_tokens * 46_080,
+    )
     answered = operator(demo.table)
     assert answered["generated_text"].to_pylist() == demo.texts
     assert answered["num_generated_tokens"].to_pylist() == demo.lengths

@@ -23,10 +23,15 @@ def draw(
     n = len(logits)
     tokens, finite = np.full(n, -1, np.int32), np.zeros(n, np.bool_)
     sample(
-        logits.astype(np.float32), np.full(n, temperature, np.float32), np.full(n, top_k, np.int32),
-        np.full(n, top_p, np.float32), np.arange(n, dtype=np.uint64) if seeds is None else seeds,
-        np.zeros(n, np.int32), tokens, finite,
-    )  # fmt: skip
+        logits.astype(np.float32),
+        np.full(n, temperature, np.float32),
+        np.full(n, top_k, np.int32),
+        np.full(n, top_p, np.float32),
+        np.arange(n, dtype=np.uint64) if seeds is None else seeds,
+        np.zeros(n, np.int32),
+        tokens,
+        finite,
+    )
     return tokens, finite
 
 
@@ -85,5 +90,7 @@ def test_wide_distributions_are_cut_exactly() -> None:
 
 def test_hashes_are_as_published_for_splitmix64() -> None:
     assert [int(mix(np.uint64(1234567), np.uint64(i))) for i in range(3)] == [
-        6457827717110365317, 3203168211198807973, 9817491932198370423,
-    ]  # fmt: skip
+        6457827717110365317,
+        3203168211198807973,
+        9817491932198370423,
+    ]

@@ -181,9 +181,7 @@ def check_attention(
     scale = width**-0.5
     sinks = rng.standard_normal(heads * group if with_sinks else 0).astype(np.float32)
     keys = with_memory_behind(keys)
-    attend(
-        query, out, keys, values, tables, slots, starts, counts, rows, *cut, group, scale, window, softcap, sinks
-    )  # fmt: skip
+    attend(query, out, keys, values, tables, slots, starts, counts, rows, *cut, group, scale, window, softcap, sinks)
     got = to_float64(out).reshape(len(query), heads, group, width)
     asked = to_float64(query)[:, : heads * group * width].reshape(got.shape)
     for i, (start, count) in enumerate(sequences):

@@ -95,9 +95,15 @@ def check(case: Case, seed: int = 0) -> None:
     query_heads = case.heads * case.group
     query = torch.randn(sum(counts), query_heads * case.width, device=DEVICE).to(case.dtype)
     spec = AttentionSpec(
-        layer=0, query_heads=query_heads, heads=case.heads, width=case.width, scale=case.width**-0.5,
-        window=case.window, softcap=case.softcap, sinks=torch.randn(query_heads, device=DEVICE) if case.sinks else None,
-    )  # fmt: skip
+        layer=0,
+        query_heads=query_heads,
+        heads=case.heads,
+        width=case.width,
+        scale=case.width**-0.5,
+        window=case.window,
+        softcap=case.softcap,
+        sinks=torch.randn(query_heads, device=DEVICE) if case.sinks else None,
+    )
     columns = (np.array(starts, np.int32), np.array(counts, np.int32))
     backend = TritonAttention(DEVICE, case.groups)
     layout = BatchLayout(tables, slots, *columns, len(case.decodes))
@@ -107,9 +113,17 @@ def check(case: Case, seed: int = 0) -> None:
     with poisoned_memory():
         got = backend.attend(spec, query, keys, values, plan, tensors)
     expected = reference.attend(
-        query.view(-1, query_heads, case.width), keys, values, torch.from_numpy(tables[slots]).to(DEVICE), starts,
-        counts, scale=spec.scale, window=spec.window, softcap=spec.softcap, sinks=spec.sinks,
-    )  # fmt: skip
+        query.view(-1, query_heads, case.width),
+        keys,
+        values,
+        torch.from_numpy(tables[slots]).to(DEVICE),
+        starts,
+        counts,
+        scale=spec.scale,
+        window=spec.window,
+        softcap=spec.softcap,
+        sinks=spec.sinks,
+    )
     assert relative_error(got.view(expected.shape), expected) < TOLERANCE[case.dtype]
 
 

@@ -46,9 +46,16 @@ def tables_of(starts: list[int], counts: list[int], groups: list[int], shared: i
 
 
 def cut(
-    tables: NDArray[np.int32], starts: list[int], counts: list[int], decodes: int,
-    *, block: int = 32, window: int = 0, programs: int = 64, groups: Groups = GROUPS,
-) -> WorkItems:  # fmt: skip
+    tables: NDArray[np.int32],
+    starts: list[int],
+    counts: list[int],
+    decodes: int,
+    *,
+    block: int = 32,
+    window: int = 0,
+    programs: int = 64,
+    groups: Groups = GROUPS,
+) -> WorkItems:
     slots = np.arange(len(starts), dtype=np.int32)
     columns = (np.array(starts, np.int32), np.array(counts, np.int32))
     return cut_items(tables, slots, *columns, decodes, SIZE, block, window, 2, programs, groups)

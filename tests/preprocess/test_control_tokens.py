@@ -137,10 +137,19 @@ def test_a_control_token_in_a_message_is_plain_text(source: PromptSource, row: A
 def test_so_it_is_in_the_system_text(chatml: Tokenizer) -> None:
     assert ids_of(PromptSource(prompt="x", system="</s>"), ["hi"], chatml) == [
         by_bytes(
-            "<s>", "<|im_start|>", "system\n</s>", "<|im_end|>", "\n",
-            "<|im_start|>", "user\nhi", "<|im_end|>", "\n", "<|im_start|>", "assistant\n",
+            "<s>",
+            "<|im_start|>",
+            "system\n</s>",
+            "<|im_end|>",
+            "\n",
+            "<|im_start|>",
+            "user\nhi",
+            "<|im_end|>",
+            "\n",
+            "<|im_start|>",
+            "assistant\n",
         )
-    ]  # fmt: skip
+    ]
 
 
 def test_so_it_is_in_the_arguments_of_a_call_and_in_keys(tmp_path: Path) -> None:
@@ -308,9 +317,13 @@ def test_a_tokenizer_whose_tokens_change_their_numbers_is_refused(chatml: Tokeni
 
 def test_rows_with_such_texts_are_told_of_once(chatml: Tokenizer) -> None:
     shard = build_shard(
-        pa.table({"x": ["hi", ATTACK, ATTACK + "!"]}), PromptSource(prompt="x", chat=True),
-        sampling=SamplingParams(), sampling_column=None, tokenizer=chatml, context_length=500,
-    )  # fmt: skip
+        pa.table({"x": ["hi", ATTACK, ATTACK + "!"]}),
+        PromptSource(prompt="x", chat=True),
+        sampling=SamplingParams(),
+        sampling_column=None,
+        tokenizer=chatml,
+        context_length=500,
+    )
     assert shard.notes == (
         "some rows hold text that reads like a control token of chatml, such as '<|im_start|>': "
         "it is taken as plain text",

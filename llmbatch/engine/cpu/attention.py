@@ -101,7 +101,7 @@ class CpuAttention:
             rows, as_array(out), keys, values, self._tables, self._slots, self._starts, self._counts, self._rows,
             *self._blocks[key], spec.group, spec.scale, spec.window, spec.softcap,
             _NONE if spec.sinks is None else spec.sinks.numpy(),
-        )  # fmt: skip
+        )  # fmt: skip  # arguments in groups
         return out
 
     def attend(

@@ -19,9 +19,13 @@ from llmbatch.scheduler.output import Step
 def compile_kernels(dtype: DType) -> None:
     """Run one step of a tiny model on the processor."""
     config = LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
         num_key_value_heads=1,
-    )  # fmt: skip
+    )
     with tempfile.TemporaryDirectory(prefix="llmbatch-") as folder:
         config.save_pretrained(folder)
         loaded = load_model(folder, dtype=dtype, load_format="dummy", platform=HOST)

@@ -95,7 +95,13 @@ class CpuEngine:
         slots, requests = step.slots[step.samples], step.requests[step.samples]
         tokens, finite = np.empty(len(slots), np.int32), np.empty(len(slots), np.bool_)
         sample(
-            logits, generation.temperature[requests], generation.top_k[requests], generation.top_p[requests],
-            generation.seeds[requests], generation.lengths[slots], tokens, finite,
-        )  # fmt: skip
+            logits,
+            generation.temperature[requests],
+            generation.top_k[requests],
+            generation.top_p[requests],
+            generation.seeds[requests],
+            generation.lengths[slots],
+            tokens,
+            finite,
+        )
         return generation.append(step, tokens, finite)

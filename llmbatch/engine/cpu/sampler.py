@@ -129,9 +129,16 @@ def _take_best(logits: Any, tokens: Any, highest: Any, finite: Any) -> None:
 
 @njit(parallel=True, cache=True, nogil=True)
 def _draw(
-    logits: Any, temperature: Any, top_k: Any, top_p: Any, seeds: Any, positions: Any, tokens: Any, highest: Any,
+    logits: Any,
+    temperature: Any,
+    top_k: Any,
+    top_p: Any,
+    seeds: Any,
+    positions: Any,
+    tokens: Any,
+    highest: Any,
     finite: Any,
-) -> None:  # fmt: skip
+) -> None:
     """Replace the likeliest token by a draw, for each finite row with a temperature."""
     for i in prange(logits.shape[0]):
         if finite[i] and temperature[i] > 0:

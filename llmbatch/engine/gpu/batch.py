@@ -57,9 +57,12 @@ class HostBatch:
         ids, positions, places, _, targets = self.columns
         more = rows - self.rows
         columns = (
-            np.pad(ids, (0, more)), np.pad(positions, (0, more)), np.pad(places, (0, more), constant_values=place),
-            np.arange(rows, dtype=np.int32), np.pad(targets, (0, more)),
-        )  # fmt: skip
+            np.pad(ids, (0, more)),
+            np.pad(positions, (0, more)),
+            np.pad(places, (0, more), constant_values=place),
+            np.arange(rows, dtype=np.int32),
+            np.pad(targets, (0, more)),
+        )
         return HostBatch(columns, self.plans, self.rows)
 
     @property

@@ -81,9 +81,14 @@ class GpuEngine:
         self._graphs: DecodeGraphRunner | None = None
         if recorder is not None and fixed is not None:
             self._graphs = DecodeGraphRunner(
-                self._forward, fixed, self.pages, recorder, vocabulary=loaded.config.vocab_size,
-                dtype=loaded.dtype, device=self._device,
-            )  # fmt: skip
+                self._forward,
+                fixed,
+                self.pages,
+                recorder,
+                vocabulary=loaded.config.vocab_size,
+                dtype=loaded.dtype,
+                device=self._device,
+            )
         self._generation = TokenBuffers(loaded.eos_token_ids, decode, seed)
         self._generated = torch.zeros(self._generation.tokens.shape, dtype=torch.int32, device=self._device)
         self._queue: deque[_Queued] = deque()
@@ -183,9 +188,12 @@ class GpuEngine:
         if not generation.temperature[requests].any():
             return None
         return Draw.of(
-            generation.temperature[requests], generation.top_k[requests], generation.top_p[requests],
-            generation.seeds[requests], generation.queued[step.slots[step.samples]],
-        )  # fmt: skip
+            generation.temperature[requests],
+            generation.top_k[requests],
+            generation.top_p[requests],
+            generation.seeds[requests],
+            generation.queued[step.slots[step.samples]],
+        )
 
     def _mark(self) -> torch.cuda.Event | None:
         """Record an event at the device's place in its work, or return None if there is no queue."""

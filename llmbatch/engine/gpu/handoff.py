@@ -23,7 +23,7 @@ class Handoff:
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, "llmbatch-turn")
-        self._batons = (Lock(), Lock())  # whoever waits for its turn waits to acquire its own
+        self._batons = (Lock(), Lock())  # each waits for its turn by acquiring its own
         self._turn = 0
         self.taken = False  # two pieces of work are under way
 

@@ -18,9 +18,11 @@ from llmbatch.kernels.spec import AttentionSpec
 
 _PROBE_TOKENS: Final = 3
 _PARTS: Final = {
-    "input_layernorm": FusedNorm, "self_attn": FusedAttention,
-    "post_attention_layernorm": FusedNorm, "mlp": FusedMLP,
-}  # fmt: skip
+    "input_layernorm": FusedNorm,
+    "self_attn": FusedAttention,
+    "post_attention_layernorm": FusedNorm,
+    "mlp": FusedMLP,
+}
 
 
 class FusedLayer(nn.Module):
@@ -65,7 +67,7 @@ def fuse_layers(model: nn.Module, specs: dict[int, AttentionSpec], dtype: torch.
         replacement = _fused_layer(layer, given, named, out, dtype)
         if replacement is not None:
             fused[layer] = replacement
-            given[0].fill_(torch.nan)  # so that whoever reads it shows
+            given[0].fill_(torch.nan)  # so that a read of it shows
 
     hooks = [layer.register_forward_hook(probe, with_kwargs=True) for layer in model.modules() if _has_parts(layer)]
     ids = torch.arange(_PROBE_TOKENS, device=next(model.parameters()).device)[None]
@@ -97,7 +99,7 @@ def _fused_layer(
         return None  # attention is given something else than the layer
     between = hidden + attended
     expected = between + layer.mlp(layer.post_attention_layernorm(between))
-    # To the bit: a factor at a sum may move it less than the order of sums does, beside a large input.
+    # To the bit: a factor at a sum may move it less than the order of sums does, next to a large input.
     if not isinstance(out, torch.Tensor) or not torch.equal(out, expected):
         return None
     fused = FusedLayer(layer)

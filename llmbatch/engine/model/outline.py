@@ -33,9 +33,15 @@ _SIMULATED: Final = "a100-80gb"  # the hardware that plans are made for where no
 _HOST_SECONDS: Final = 5e-4  # that a job's own process takes for a step (benchmarks/rows.py)
 _FAMILIES: Final = ("gemma", "gemma2", "gemma3_text", "llama", "mistral", "qwen2", "qwen3")
 _FIELDS: Final = (
-    "head_dim", "hidden_size", "intermediate_size", "max_position_embeddings", "num_attention_heads",
-    "num_hidden_layers", "num_key_value_heads", "vocab_size",
-)  # fmt: skip
+    "head_dim",
+    "hidden_size",
+    "intermediate_size",
+    "max_position_embeddings",
+    "num_attention_heads",
+    "num_hidden_layers",
+    "num_key_value_heads",
+    "vocab_size",
+)
 
 
 class Element(Protocol):

@@ -18,7 +18,7 @@ class Platform:
     page_size: int  # tokens, where none is asked for
     max_running: int  # sequences in flight, likewise
     is_host: bool = False  # the processor, with the kernels for it
-    notes: tuple[str, ...] = ()  # what the user should be told, a sentence each
+    notes: tuple[str, ...] = ()  # for the user, a sentence each
 
     def enter(self) -> None:
         """Make it the device of this thread: kernels are launched on that, wherever their tensors lie."""

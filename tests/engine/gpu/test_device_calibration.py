@@ -30,9 +30,15 @@ DEVICE = torch.device("cpu")
 
 HARDWARE = Hardware(name="card", compute=1e12, bandwidth=1e11, memory=1e10)
 SHAPE = ModelShape(
-    params=1e6, params_total=1e6, weight_bytes=2e6, layers=1, attention_width=64.0, kv_bytes_per_token=128.0,
-    windows=(0,), vocabulary=260,
-)  # fmt: skip
+    params=1e6,
+    params_total=1e6,
+    weight_bytes=2e6,
+    layers=1,
+    attention_width=64.0,
+    kv_bytes_per_token=128.0,
+    windows=(0,),
+    vocabulary=260,
+)
 
 
 def fitted(gain: float) -> FittedStrategy:
@@ -54,9 +60,15 @@ def test_every_strategy_is_timed_and_fitted() -> None:
     untyped: Any = Rule()
     config: Any = SimpleNamespace(vocab_size=VOCABULARY)
     loaded = LoadedModel(
-        module=untyped, config=config, eos_token_ids=(), dtype=torch.float32, device=DEVICE, context_length=64,
-        attention={}, notes=(),
-    )  # fmt: skip
+        module=untyped,
+        config=config,
+        eos_token_ids=(),
+        dtype=torch.float32,
+        device=DEVICE,
+        context_length=64,
+        attention={},
+        notes=(),
+    )
     kinds = [StepKind(3, 20), StepKind(prefills=((0, 12),)), StepKind(3, 20, ((0, 9),)), StepKind(2, 9, ((4, 8),))]
     pages = max(kind.pages(16) for kind in kinds)
     made: list[str] = []
@@ -89,8 +101,12 @@ def test_work_of_steps_is_counted() -> None:
     steps = measured([StepKind(3, 20), StepKind(2, 9, ((4, 8), (0, 2)))], [0.1, 0.2], Reach.of([0]))
     columns: Any = (steps.tokens, steps.pairs, steps.kv_tokens, steps.samples, steps.seconds)
     assert [column.tolist() for column in columns] == [
-        [3, 12], [0, 8 * 4 + 36 + 3], [60, 18 + 12 + 2], [3, 4], [0.1, 0.2],
-    ]  # fmt: skip
+        [3, 12],
+        [0, 8 * 4 + 36 + 3],
+        [60, 18 + 12 + 2],
+        [3, 4],
+        [0.1, 0.2],
+    ]
 
 
 @pytest.mark.parametrize(

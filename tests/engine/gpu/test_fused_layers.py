@@ -24,9 +24,14 @@ DEVICE = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
 PLATFORM = Platform(DEVICE, GpuOps(DEVICE), PAGE_SIZE, max_running=512)
 COMMON = ("llama", "qwen2", "qwen3", "mistral", "gemma")
 TINY: dict[str, Any] = {
-    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "initializer_range": 0.3,
-}  # fmt: skip
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.3,
+}
 
 
 def layers_of(loaded: LoadedModel) -> list[Any]:

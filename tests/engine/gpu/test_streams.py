@@ -84,9 +84,12 @@ def test_attention_is_queued_behind_products_and_products_behind_it(card: Card) 
     join()
     card.queue("products")
     assert card.log == [
-        "beside -1 waits for products", "beside -1: attention", "products: the other half's products",
-        "products waits for what beside -1 had", "products: products",
-    ]  # fmt: skip
+        "beside -1 waits for products",
+        "beside -1: attention",
+        "products: the other half's products",
+        "products waits for what beside -1 had",
+        "products: products",
+    ]
 
 
 def test_both_sides_begin_after_what_is_queued_and_end_before_what_follows(card: Card) -> None:
@@ -95,9 +98,13 @@ def test_both_sides_begin_after_what_is_queued_and_end_before_what_follows(card:
     decided = ExecutionPlan(sides(step_of([5], [(0, 4, True)])), 0.5)
     execution.run(decided, [lambda: card.queue("prefills"), lambda: card.queue("decodes")])
     assert card.log == [
-        "left waits for products", "right waits for products", "left: prefills", "right: decodes",
-        "products waits for left", "products waits for right",
-    ]  # fmt: skip
+        "left waits for products",
+        "right waits for products",
+        "left: prefills",
+        "right: decodes",
+        "products waits for left",
+        "products waits for right",
+    ]
 
 
 def test_a_graph_is_recorded_after_a_first_run_and_shares_the_memory_of_others(
@@ -116,8 +123,11 @@ def test_a_graph_is_recorded_after_a_first_run_and_shares_the_memory_of_others(
     recorder = GraphRecorder()
     repeat = recorder.record(lambda: card.log.append(f"{card.now.name}: work"))
     assert card.log == [
-        "beside 0 waits for products", "beside 0: work", "products waits for beside 0", "recording: work",
-    ]  # fmt: skip
+        "beside 0 waits for products",
+        "beside 0: work",
+        "products waits for beside 0",
+        "recording: work",
+    ]
     repeat()
     recorder.record(lambda: None)
     assert [(graph.replays, pool) for graph, pool in graphs] == [(1, None), (0, "pool")]
