@@ -150,7 +150,7 @@ def _gather(
 
 
 @njit(cache=True, fastmath=FASTMATH, nogil=True)
-def _soften(scores: Any, softcap: np.float32, highest: np.float32) -> tuple[np.float32, np.float32]:
+def _softmax_row(scores: Any, softcap: np.float32, highest: np.float32) -> tuple[np.float32, np.float32]:
     """Turn one row's visible scores into weights, in place; returns the highest score so far and the sum of weights."""
     if softcap > 0.0:
         for j in range(scores.size):
@@ -202,7 +202,7 @@ def _attend_block(
             from_key = min(max(0, position - window + 1 - low), to_key) if window > 0 else 0
             scores[r, :from_key] = np.float32(0.0)
             scores[r, to_key:n] = np.float32(0.0)
-            new_highest, weight = _soften(scores[r, from_key:to_key], softcap, highest[r])
+            new_highest, weight = _softmax_row(scores[r, from_key:to_key], softcap, highest[r])
             alpha = exp32(highest[r] - new_highest)
             highest[r] = new_highest
             total[r] = total[r] * alpha + weight

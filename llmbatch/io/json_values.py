@@ -52,7 +52,7 @@ def check_type(field: pa.Field) -> None:
 def unwritable(table: pa.Table) -> Mapping[int, RowError]:
     """Find the rows of a table that hold a value JSON cannot write, with the reason for each."""
     errors: dict[int, RowError] = {}
-    table = table.select(_beside(table.column_names))
+    table = table.select(_new_columns(table.column_names))
     for name, column in zip(table.column_names, table.columns, strict=True):
         start = 0
         for chunk in column.chunks:
@@ -69,7 +69,7 @@ def unwritable(table: pa.Table) -> Mapping[int, RowError]:
 
 def lines(table: pa.Table) -> Iterator[str]:
     """Yield a line for each row, a few thousand rows at a time. Values that `unwritable` finds become null."""
-    names = _beside(table.column_names)
+    names = _new_columns(table.column_names)
     for batch in table.to_batches(max_chunksize=_BATCH_ROWS):
         columns = [_values(batch[name])[0] for name in names]
         rows = zip(*columns, strict=True) if columns else iter([()] * batch.num_rows)
@@ -79,7 +79,7 @@ def lines(table: pa.Table) -> Iterator[str]:
         yield "\n".join([*made, ""])
 
 
-def _beside(names: Sequence[str]) -> Sequence[str]:
+def _new_columns(names: Sequence[str]) -> Sequence[str]:
     """Return the columns that are not part of the rows' lines."""
     return names[names.index(LINE) + 1 :] if LINE in names else names
 

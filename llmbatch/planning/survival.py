@@ -228,7 +228,7 @@ def _mixed(parent: Any, own: Any, prior: Any, ended: Any, censored: Any) -> Any:
 
 
 @njit(cache=True)
-def _upto(edges: Any, curve: Any, table: int, x: int) -> Any:
+def _partial_sums(edges: Any, curve: Any, table: int, x: int) -> Any:
     """Return S(x), and the sums of S(o) and (2 o + 1) S(o) over o < x; S falls linearly within a bin."""
     b = min(_bin(edges, x + 1), edges.size - 2)
     low, j = edges[b], float(x - edges[b])
@@ -248,7 +248,7 @@ def expected_tokens(requests: Any, known: Any, cap: Any, table_of: Any, edges: A
         r = requests[i]
         mean[i], second[i] = known[r], float(known[r]) ** 2
         if known[r] == 0:
-            _, mean[i], second[i] = _upto(edges, curve, table_of[r], cap[r])
+            _, mean[i], second[i] = _partial_sums(edges, curve, table_of[r], cap[r])
     return mean, second
 
 
@@ -262,8 +262,8 @@ def remaining_tokens(requests: Any, generated: Any, known: Any, cap: Any, table_
         mean[i] = max(float(known[r] - done), 1.0)
         second[i] = mean[i] ** 2
         if known[r] == 0:
-            survival, before, before2 = _upto(edges, curve, table_of[r], done)
-            _, after, after2 = _upto(edges, curve, table_of[r], cap[r])
+            survival, before, before2 = _partial_sums(edges, curve, table_of[r], done)
+            _, after, after2 = _partial_sums(edges, curve, table_of[r], cap[r])
             # E[(D - o)^2] is the sum of (2 (x - o) + 1) S(x) / S(o) over x >= o. Where hardly a row gets that far,
             # digits cancel, and the bounds of both moments hold them.
             most = float(cap[r] - done)

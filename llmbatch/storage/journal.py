@@ -134,7 +134,7 @@ class _SegmentJournal(Journal):
         for number in range(self._count):
             if self._segment(number) not in found:
                 raise StorageError(
-                    f"{place.shown(self._segment(number))} is missing, and later segments of its journal are there; "
+                    f"{place.shown(self._segment(number))} is missing, and later segments of its journal are there: "
                     f"put it back, or {_START_OVER}"
                 )
 
@@ -144,7 +144,7 @@ class _SegmentJournal(Journal):
             data = self._place.read(self._segment(number))
             payload = next(_read(io.BytesIO(data), len(data)), None) if data else None
             if payload is None:
-                raise StorageError(f"{what} is damaged, which no crash of a job does; {_START_OVER}")
+                raise StorageError(f"{what} is damaged, which no crash of a job does: {_START_OVER}")
             yield _decode(payload)
 
     def append(self, batch: pa.RecordBatch) -> None:
@@ -207,10 +207,10 @@ def _holds_record(tail: bytes) -> bool:
 
 def _damage(what: str, position: int) -> StorageError:
     return StorageError(
-        f"{what} is damaged at byte {position:,}, which no crash of a job does; "
+        f"{what} is damaged at byte {position:,}, which no crash of a job does: "
         "remove it, and the rows it answers are run again"
     )
 
 
 def _intrusion(what: str) -> StorageError:
-    return StorageError(f"{what} has been written or removed by another process; let one job at a time write an output")
+    return StorageError(f"{what} has been written or removed by another process: let one job at a time write an output")

@@ -71,7 +71,7 @@ class Owner:
                 return owner
         except (ValueError, RecursionError, TypeError):
             pass
-        raise DataError(f"{what} is not a lock of this version of llmbatch; remove it if no job is running")
+        raise DataError(f"{what} is not a lock of this version of llmbatch: remove it if no job is running")
 
     @property
     def is_here(self) -> bool:
@@ -147,7 +147,7 @@ class Lock:
         locks = _locks(self._place)
         if self._name not in locks:
             raise JobError(
-                f"the lock of {self._what} was removed while this job was writing; "
+                f"the lock of {self._what} was removed while this job was writing: "
                 "let one job at a time write an output, and run the command again"
             )
         if _number(locks[-1]) > _number(self._name):
@@ -195,7 +195,7 @@ def _locks(place: Location) -> list[str]:
     for name in names:
         if _NAME.fullmatch(name) is None:
             raise DataError(
-                f"{place.shown(name)} is not a lock of this version of llmbatch; remove it if no job is running"
+                f"{place.shown(name)} is not a lock of this version of llmbatch: remove it if no job is running"
             )
     return sorted(names, key=lambda name: (_number(name), name))
 
@@ -223,11 +223,11 @@ def _is_free(place: Location, name: str, what: str) -> bool:
         return True
     if held or owner.is_here:
         end = "end that process or " if owner.is_here else ""
-        raise DataError(f"{what} is being written by {owner}; {end}wait until it ends, or name another output")
-    return _falls_silent(place, name, owner, what)
+        raise DataError(f"{what} is being written by {owner}: {end}wait until it ends, or name another output")
+    return _heartbeat_stops(place, name, owner, what)
 
 
-def _falls_silent(place: Location, name: str, owner: Owner, what: str) -> bool:
+def _heartbeat_stops(place: Location, name: str, owner: Owner, what: str) -> bool:
     """Watch an owner elsewhere until its heartbeat has stopped for long; False if it released its lock.
 
     Raises `DataError` at the first beat.
@@ -240,7 +240,7 @@ def _falls_silent(place: Location, name: str, owner: Owner, what: str) -> bool:
         if now is None:
             return False
         if now != owner:
-            raise DataError(f"{what} is being written by {owner}; wait until it ends, or name another output")
+            raise DataError(f"{what} is being written by {owner}: wait until it ends, or name another output")
     return True
 
 

@@ -124,7 +124,7 @@ def refusal(what: str, done: str, error: BaseException) -> StorageError:
     reason = _reason(error)
     way_out = _way_out(error)
     sentence = f"{what} cannot be {done}: {reason}"
-    return StorageError(f"{sentence}; {way_out}" if way_out else sentence)
+    return StorageError(f"{sentence}: {way_out}" if way_out else sentence)
 
 
 def _reason(error: BaseException) -> str:

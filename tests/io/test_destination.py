@@ -163,7 +163,7 @@ def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path, monkeypatch: 
 def test_a_bucket_that_is_not_there_is_refused(s3: S3Server, name: str) -> None:
     url = f"s3://no-such-bucket/a/{name}"
     assert refusal(url, storage_options=s3.storage_options) == (
-        f"{url} cannot be listed: The specified bucket does not exist; create the bucket or name another one"
+        f"{url} cannot be listed: The specified bucket does not exist: create the bucket or name another one"
     )
 
 

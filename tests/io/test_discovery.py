@@ -295,14 +295,14 @@ def test_what_is_not_on_a_store_is_refused(s3: S3Server, bucket: str, path: str,
 def test_a_missing_bucket_is_refused(s3: S3Server, path: str) -> None:
     text = refusal(path, storage_options=s3.storage_options)
     assert text == (
-        f"{path} cannot be read: The specified bucket does not exist; create the bucket or name another one"
+        f"{path} cannot be read: The specified bucket does not exist: create the bucket or name another one"
     )
 
 
 def test_a_store_that_refuses_is_quoted(s3: S3Server, bucket: str) -> None:
     s3.troubles[:] = [Trouble(403, "AccessDenied")]
     text = refusal(f"{bucket}/a.jsonl", storage_options=s3.storage_options)
-    assert text == f"{bucket}/a.jsonl cannot be read: Forbidden; check the credentials and what they allow"
+    assert text == f"{bucket}/a.jsonl cannot be read: Forbidden: check the credentials and what they allow"
 
 
 def test_a_store_that_does_not_answer_is_given_up_soon(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -319,4 +319,4 @@ def test_a_store_that_does_not_answer_is_given_up_soon(monkeypatch: pytest.Monke
 def test_a_footer_that_cannot_be_read_is_refused_before_anything_is_started(s3: S3Server, bucket: str) -> None:
     s3.troubles[:] = [None, Trouble(403, "AccessDenied")]
     text = refusal(f"{bucket}/a.jsonl", storage_options=s3.storage_options)
-    assert text == f"{bucket}/a.jsonl cannot be read: in trouble; check the credentials and what they allow"
+    assert text == f"{bucket}/a.jsonl cannot be read: in trouble: check the credentials and what they allow"

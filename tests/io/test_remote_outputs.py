@@ -115,10 +115,10 @@ def test_foreign_parts_are_replaced_and_nothing_else(store: Store) -> None:
 def test_credentials_that_are_refused_are_found_before_the_job(store: Store, s3: S3Server) -> None:
     url = f"{store.url}/out"
     s3.troubles += [Trouble(403, "AccessDenied")]
-    with pytest.raises(DataError, match=rf"^{url} cannot be listed: .*; check the credentials and what they allow$"):
+    with pytest.raises(DataError, match=rf"^{url} cannot be listed: .*: check the credentials and what they allow$"):
         open_output(url, **store.options)
     output = open_output(url, **store.options)
     s3.troubles += [Trouble(403, "AccessDenied")]
-    with pytest.raises(DataError, match=r"; check the credentials and what they allow$"), output.locked():
+    with pytest.raises(DataError, match=r": check the credentials and what they allow$"), output.locked():
         pass
     assert store.names() == []

@@ -47,7 +47,7 @@ def test_what_a_disk_has_no_room_for_is_written_by_the_next_run(
     ended = run(Process(job.command("--quiet"), patches=patches, file_bytes=file_bytes))
     assert ended.status == 1
     assert ended.said == (
-        f"llmbatch: {job.work / name} cannot be written: File too large; make room and run the same command again\n"
+        f"llmbatch: {job.work / name} cannot be written: File too large: make room and run the same command again\n"
     )
     assert not list(job.out.glob("*.parquet"))
     check_goes_on(job, job.undisturbed())
@@ -79,8 +79,8 @@ def refusing_from(step: int, number: int) -> Iterator[None]:
 
 
 WAYS_OUT = {
-    errno.ENOSPC: "No space left on device; make room and run the same command again",
-    errno.EROFS: "Read-only file system; name a place that can be written",
+    errno.ENOSPC: "No space left on device: make room and run the same command again",
+    errno.EROFS: "Read-only file system: name a place that can be written",
     errno.EIO: "Input/output error",
 }
 
@@ -137,7 +137,7 @@ def test_a_small_disk_that_is_full_and_then_grows(job: Job, tmp_path: Path) -> N
         assert ended.status == 1
         assert ended.said.startswith(f"llmbatch: {mine.work}/")
         assert ended.said.endswith(
-            " cannot be written: No space left on device; make room and run the same command again\n"
+            " cannot be written: No space left on device: make room and run the same command again\n"
         )
         subprocess.run(["mount", "-o", "remount,size=1m", str(disk)], check=True)
         check_goes_on(mine, job.undisturbed())
@@ -249,7 +249,7 @@ def test_a_journal_that_is_damaged_inside_is_never_passed_over(short: Job, capfd
     before = contents(short.folder)
     assert main(short.command("--quiet")) == 1
     assert capfd.readouterr().err == (
-        f"llmbatch: {journal} is damaged at byte {first:,}, which no crash of a job does; "
+        f"llmbatch: {journal} is damaged at byte {first:,}, which no crash of a job does: "
         "remove it, and the rows it answers are run again\n"
     )
     assert contents(short.folder) == before

@@ -170,7 +170,7 @@ def test_a_record_damaged_before_a_whole_one_is_an_error(local: Location, place_
     with pytest.raises(StorageError) as caught:
         Journal.open(local, NAME)
     assert str(caught.value) == (
-        f"{local.url}/{NAME} is damaged at byte {start:,}, which no crash of a job does; "
+        f"{local.url}/{NAME} is damaged at byte {start:,}, which no crash of a job does: "
         "remove it, and the rows it answers are run again"
     )
 
@@ -199,7 +199,7 @@ def test_a_full_disk_is_an_error_and_what_was_before_stays(local: Location) -> N
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
     journal.append(large)
     journal.close()
-    message = f"{local.url}/{NAME} cannot be written: File too large; make room and run the same command again"
+    message = f"{local.url}/{NAME} cannot be written: File too large: make room and run the same command again"
     assert str(caught.value) == message
     assert records(local) == [ONE, TWO, large]
 
@@ -220,7 +220,7 @@ def test_a_second_writer_is_found_out(place: Location) -> None:
     journal.close()
     written = NAME if place.local else f"{NAME}-000000"
     assert str(caught.value) == (
-        f"{place.url}/{written} has been written or removed by another process; let one job at a time write an output"
+        f"{place.url}/{written} has been written or removed by another process: let one job at a time write an output"
     )
     assert records(place) == [ONE]
 
@@ -246,7 +246,7 @@ def test_a_missing_segment_is_an_error(remote: Location) -> None:
     with pytest.raises(StorageError) as caught:
         Journal.open(remote, NAME)
     assert str(caught.value) == (
-        f"{remote.url}/{NAME}-000000 is missing, and later segments of its journal are there; "
+        f"{remote.url}/{NAME}-000000 is missing, and later segments of its journal are there: "
         "put it back, or start over with --restart"
     )
 
@@ -260,5 +260,5 @@ def test_a_damaged_segment_is_an_error(remote: Location, data: bytes) -> None:
     with pytest.raises(StorageError) as caught:
         next(found)
     assert str(caught.value) == (
-        f"{remote.url}/{NAME}-000001 is damaged, which no crash of a job does; start over with --restart"
+        f"{remote.url}/{NAME}-000001 is damaged, which no crash of a job does: start over with --restart"
     )

@@ -229,7 +229,7 @@ def test_a_full_disk_is_one_sentence_and_leaves_nothing(local: Location) -> None
             pq.write_table(pa.table({"bytes": [os.urandom(1000) for _ in range(2000)]}), file)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
-    message = f"{local.url}/a.parquet cannot be written: File too large; make room and run the same command again"
+    message = f"{local.url}/a.parquet cannot be written: File too large: make room and run the same command again"
     assert str(caught.value) == message
     assert os.listdir(local.root) == []
 

@@ -208,7 +208,7 @@ def test_an_owner_elsewhere_that_gives_a_sign_of_life_is_not_robbed_whatever_its
     clock.at[50.0] = lambda: put(place, 1, elsewhere(beats=1))
     with pytest.raises(DataError) as caught:
         Lock.acquire(place, what="OUT")
-    assert str(caught.value) == ("OUT is being written by process 7 on far; wait until it ends, or name another output")
+    assert str(caught.value) == ("OUT is being written by process 7 on far: wait until it ends, or name another output")
     assert place.names() == [name]
     assert clock.seconds == 50.0
 
@@ -252,7 +252,7 @@ def test_an_owner_whose_lock_is_gone_is_told_so_and_leaves_the_next_one_alone(pl
     with pytest.raises(JobError) as caught:
         lock.check()
     assert str(caught.value) == (
-        "the lock of OUT was removed while this job was writing; "
+        "the lock of OUT was removed while this job was writing: "
         "let one job at a time write an output, and run the command again"
     )
     lock.release()
@@ -340,11 +340,11 @@ def test_a_file_that_is_no_lock_is_refused(local: Location, data: bytes) -> None
     with pytest.raises(DataError) as caught:
         Lock.acquire(local, what="OUT")
     assert str(caught.value) == (
-        f"{local.url}/lock-000001-{TOKEN} is not a lock of this version of llmbatch; remove it if no job is running"
+        f"{local.url}/lock-000001-{TOKEN} is not a lock of this version of llmbatch: remove it if no job is running"
     )
 
 
 def test_a_lock_of_the_version_before_is_refused(local: Location) -> None:
     local.write("lock-000001", b"{}")
-    with pytest.raises(DataError, match="lock-000001 is not a lock of this version of llmbatch; remove it if no job"):
+    with pytest.raises(DataError, match="lock-000001 is not a lock of this version of llmbatch: remove it if no job"):
         Lock.acquire(local, what="OUT")

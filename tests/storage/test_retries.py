@@ -100,7 +100,7 @@ def test_waits_grow_until_patience_is_out(place: Location, s3: S3Server, waits: 
     assert 56 < sum(waits) <= 60
     assert sum(waits) <= place.patience
     assert str(caught.value) == (
-        f"{place.url}/a cannot be read: in trouble; check the endpoint and the network, and run the same command again"
+        f"{place.url}/a cannot be read: in trouble: check the endpoint and the network, and run the same command again"
     )
 
 
@@ -146,7 +146,7 @@ def test_a_bucket_that_is_not_there_is_one_sentence(s3: S3Server, waits: list[fl
     place = Location.at("s3://nowhere/out", s3.storage_options)
     with pytest.raises(StorageError) as caught:
         REQUESTS[name](place)
-    assert str(caught.value).endswith("; create the bucket or name another one")
+    assert str(caught.value).endswith(": create the bucket or name another one")
     assert waits == []
 
 
@@ -156,7 +156,7 @@ def test_refused_credentials_are_one_sentence(place: Location, s3: S3Server, wai
     with pytest.raises(StorageError) as caught:
         place.write("a", b"one")
     assert str(caught.value) == (
-        f"{place.url}/a cannot be written: in trouble; check the credentials and what they allow"
+        f"{place.url}/a cannot be written: in trouble: check the credentials and what they allow"
     )
     assert waits == []
 
@@ -166,29 +166,29 @@ def test_refused_credentials_are_one_sentence(place: Location, s3: S3Server, wai
     [
         (
             OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "a"),
-            "OUT cannot be written: No space left on device; make room and run the same command again",
+            "OUT cannot be written: No space left on device: make room and run the same command again",
         ),
         (
             OSError(errno.EDQUOT, os.strerror(errno.EDQUOT), "a"),
-            "OUT cannot be written: Disk quota exceeded; make room and run the same command again",
+            "OUT cannot be written: Disk quota exceeded: make room and run the same command again",
         ),
         (
             OSError(errno.EROFS, os.strerror(errno.EROFS), "a"),
-            "OUT cannot be written: Read-only file system; name a place that can be written",
+            "OUT cannot be written: Read-only file system: name a place that can be written",
         ),
         (
             PermissionError(errno.EACCES, os.strerror(errno.EACCES), "a"),
-            "OUT cannot be written: Permission denied; change its permissions or name another place",
+            "OUT cannot be written: Permission denied: change its permissions or name another place",
         ),
         (OSError(errno.EIO, os.strerror(errno.EIO), "a"), "OUT cannot be written: Input/output error"),
         (ValueError(), "OUT cannot be written: ValueError"),
         (
             translate_boto_error(ClientError({"Error": {"Code": "NoSuchBucket", "Message": None}}, "PutObject")),
-            "OUT cannot be written: NoSuchBucket; create the bucket or name another one",
+            "OUT cannot be written: NoSuchBucket: create the bucket or name another one",
         ),
         (
             NoCredentialsError(),
-            "OUT cannot be written: Unable to locate credentials; check the credentials and what they allow",
+            "OUT cannot be written: Unable to locate credentials: check the credentials and what they allow",
         ),
     ],
     ids=lambda value: type(value).__name__,
@@ -234,5 +234,5 @@ def test_every_class_of_a_package_that_is_installed_is_there(classes: dict[str, 
 def test_what_this_machine_does_not_permit_is_no_matter_of_credentials() -> None:
     error = PermissionError(errno.EPERM, os.strerror(errno.EPERM))
     assert str(refusal("OUT", "written", error)) == (
-        "OUT cannot be written: Operation not permitted; change its permissions or name another place"
+        "OUT cannot be written: Operation not permitted: change its permissions or name another place"
     )

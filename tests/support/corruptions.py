@@ -58,7 +58,7 @@ class Corruption(Case):
             try:
                 self.execute(**{flag: True})
             except LLMBatchError as error:
-                lock = re.match(r"(.*) is not a lock of this version of llmbatch; remove it", str(error))
+                lock = re.match(r"(.*) is not a lock of this version of llmbatch: remove it", str(error))
                 if lock is not None:
                     Path(lock[1]).unlink()
                     self.execute(overwrite=True)

@@ -38,7 +38,7 @@ class Claims:
                     f"only Parquet files are overwritten, but {to.url} also holds {name}: choose another folder"
                 )
 
-    def there(self) -> list[str]:
+    def replaced(self) -> list[str]:
         """List the names that are removed when a new output is complete."""
         to = self.destination
         if to.file is not None:

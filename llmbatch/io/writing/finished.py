@@ -18,7 +18,7 @@ from llmbatch.io.reading.json_block import TEXT
 from llmbatch.io.reading.jsonl import JsonlFiles
 from llmbatch.io.writing.destination import Destination
 from llmbatch.io.writing.formats import CODECS, StagedFormat, read_tables
-from llmbatch.io.writing.manifest import decode, encode, encode_beside, schema_of
+from llmbatch.io.writing.manifest import decode, encode, encode_as_parquet, schema_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +57,9 @@ class Finished:
         there = set(to.folder.names())
         part = next((part["name"] for part in manifest["parts"] if part["name"] in there), None)
         if part is None:  # their reader has taken all of them away
-            return encode_beside(manifest, pa.schema([]))
+            return encode_as_parquet(manifest, pa.schema([]))
         with to.folder.open(part) as stream:
-            return encode_beside(manifest, pq.read_schema(stream))
+            return encode_as_parquet(manifest, pq.read_schema(stream))
 
     def parts(self) -> list[str]:
         """List the names of its parts, missing ones included; none if the manifest cannot be read."""

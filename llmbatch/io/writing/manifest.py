@@ -53,7 +53,7 @@ def encode(manifest: Mapping[str, Any]) -> bytes:
     return json.dumps(manifest, indent=1).encode()
 
 
-def encode_beside(manifest: Mapping[str, Any], schema: pa.Schema) -> bytes:
+def encode_as_parquet(manifest: Mapping[str, Any], schema: pa.Schema) -> bytes:
     """Encode the manifest for a folder of parts of this schema."""
     sink = pa.BufferOutputStream()
     with pq.ParquetWriter(sink, schema) as writer:

@@ -163,13 +163,13 @@ class Output:
         The work of a job that goes on is left as it is.
         """
         if not self.has_work():
-            replaced = self._claims.there()
+            replaced = self._claims.replaced()
             self._clean()
             Names(replaced).write(self.work)
 
     def start_over(self) -> None:
         """Remove the work of a job. Its published parts and a finished output go when the new one comes."""
-        self._end(CommitRecord(replaced=self._claims.there()))
+        self._end(CommitRecord(replaced=self._claims.replaced()))
 
     def tidy(self) -> None:
         """Remove what is left of a command that was killed before it had written which job it runs."""
