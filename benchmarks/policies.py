@@ -1,12 +1,12 @@
 """Every policy on mixes of real traces, by the clock: the tables behind docs/results/simulated.md.
 
-    python benchmarks/policies.py TABLE [--requests N] [--jobs N]
+    python benchmarks/policies.py TABLE [--requests N] [--baseline ORDER] [--jobs N]
 
 writes docs/results/TABLE.json, TABLE being one of table2, bytes, draws, heldout, plain, wide, sharegpt, azure, models,
 exponents and grid. All policies share engine, admission test, eviction and preemption. `blend` runs with
 lengths known and with lengths sampled; each baseline knows the lengths and runs at step budgets of 256, 384, 512,
 1,024, 2,048 and 4,096 tokens (tables of many mixes: at one or two of these), `dfs` with its sources in both directions;
-a line shows its run at 2,048 and its best.
+a line shows its run at 2,048 and its best. `--baseline ORDER` compares that order alone and writes TABLE-ORDER.json.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from simulations import TABLE2, Setting, run_settings, write
+from simulations import BUDGETS, TABLE2, Setting, run_settings, write
 
 from llmbatch.perf_model.cost import Law
-from llmbatch.planning.order import Policy
+from llmbatch.policies import POLICIES, Policy
 
 CONVERSATIONS = ("azure2023_conv", "mmlu_5shot", "video_panda70m")
 SHAREGPT = ("sharegpt_lengths", "mmlu_5shot", "video_panda70m")
@@ -123,12 +123,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Compare policies by simulation.")
     parser.add_argument("table", choices=TABLES)
     parser.add_argument("--requests", type=int, help="a mix, in place of the table's own")
+    parser.add_argument("--baseline", choices=POLICIES, help="compare this order alone, and keep the table apart")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     options = parser.parse_args()
     settings = TABLES[options.table]()
     if options.requests:
         settings = [replace(setting, requests=options.requests) for setting in settings]
-    write(options.table, run_settings(settings, options.jobs))
+    name = options.table
+    if options.baseline:
+        settings = [replace(setting, baselines={options.baseline: BUDGETS}) for setting in settings]
+        name += f"-{options.baseline}"
+    write(name, run_settings(settings, options.jobs))
 
 
 if __name__ == "__main__":

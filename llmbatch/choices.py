@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Literal, get_args
 
-Policy = Literal["blend", "dual-scan", "dfs", "sort", "density", "random", "input"]
+from llmbatch.policies import POLICIES as POLICIES
+from llmbatch.policies import Policy as Policy
+
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 AttentionName = Literal["auto", "triton", "flash-attn", "varlen"]
 OverlapName = Literal["auto", "sequential", "interleaved", "partitioned"]
@@ -13,7 +15,6 @@ EngineName = Literal["torch", "simulated"]
 OnError = Literal["column", "raise"]
 ChangedRows = Literal["refuse", "answer"]
 
-POLICIES: tuple[Policy, ...] = get_args(Policy)
 ATTENTION: tuple[AttentionName, ...] = get_args(AttentionName)
 OVERLAP: tuple[OverlapName, ...] = get_args(OverlapName)
 DTYPES: tuple[DType, ...] = get_args(DType)

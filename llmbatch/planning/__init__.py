@@ -14,5 +14,6 @@ __all__ = [
     "plan",
     "plan_workload",
     "prefix_tree",
+    "shard_rows",
     "workload",
 ]

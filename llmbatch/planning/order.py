@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llmbatch.choices import POLICIES as POLICIES
-from llmbatch.choices import Policy as Policy
 from llmbatch.compilation.decorators import njit
 from llmbatch.errors import ParameterError
 from llmbatch.planning.prefix_tree import PrefixTree
+from llmbatch.policies import POLICIES as POLICIES
+from llmbatch.policies import Policy as Policy
 
 
 def check_policy(name: str) -> Policy:
@@ -39,11 +39,11 @@ def random_order(tree: PrefixTree, seed: int) -> NDArray[np.int32]:
     return np.random.default_rng(seed).permutation(input_order(tree))
 
 
-def first_appearance_order(tree: PrefixTree) -> NDArray[np.int32]:
-    """Depth-first, children in the order in which the input first shows them: int32 [n]."""
-    earliest = np.full(2 * tree.num_nodes, np.iinfo(np.int32).max, np.int32)
-    _earliest(tree.rows, tree.leaf, tree.parent, earliest)
-    return arrange(tree, item_parents(tree), earliest.astype(np.float64))
+def depth_first_order(tree: PrefixTree, key: NDArray[Any]) -> NDArray[np.int32]:
+    """Walk depth first, children by the smallest `key` (by row) of the rows below them, ascending: int32 [n]."""
+    smallest = np.full(2 * tree.num_nodes, np.inf)
+    _smallest_below(tree.rows, key.astype(np.float64), tree.leaf, tree.parent, smallest)
+    return arrange(tree, item_parents(tree), smallest)
 
 
 def item_parents(tree: PrefixTree) -> NDArray[np.int32]:
@@ -98,16 +98,16 @@ def sharing_kept(tree: PrefixTree, order: NDArray[np.int32], *, scans: int = 1) 
 
 
 @njit(cache=True)
-def _earliest(rows: Any, leaf: Any, parent: Any, earliest: Any) -> None:
-    """The smallest row of each item."""
+def _smallest_below(rows: Any, key: Any, leaf: Any, parent: Any, smallest: Any) -> None:
+    """Find the smallest key of the rows of each item."""
     nodes = parent.size
     for i in range(rows.size):
         v = leaf[i]
-        earliest[v] = min(earliest[v], rows[i])
+        smallest[v] = min(smallest[v], key[rows[i]])
     for v in range(nodes - 1, -1, -1):
-        earliest[nodes + v] = min(earliest[nodes + v], earliest[v])
+        smallest[nodes + v] = min(smallest[nodes + v], smallest[v])
         if v:
-            earliest[nodes + parent[v]] = min(earliest[nodes + parent[v]], earliest[nodes + v])
+            smallest[nodes + parent[v]] = min(smallest[nodes + parent[v]], smallest[nodes + v])
 
 
 @njit(cache=True)

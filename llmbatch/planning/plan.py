@@ -14,7 +14,7 @@ input's order.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,18 +28,16 @@ from llmbatch.planning.order import (
     Policy,
     arrange,
     check_policy,
-    first_appearance_order,
     input_order,
-    item_parents,
-    random_order,
     sharing_kept,
 )
 from llmbatch.planning.outliers import DualScan, HungItems, RowCosts, dissolve, hang, merge_units, move_outliers
 from llmbatch.planning.prefix_tree import PrefixTree
+from llmbatch.planning.shard_rows import ShardRows
+from llmbatch.policies import ONE_ENDED
 
 Floats = NDArray[np.float64]
 
-_WITHOUT_LENGTHS: Final[tuple[Policy, ...]] = ("dfs", "sort", "random", "input")
 _KEEP = 0.99  # of the prefix sharing
 _RIGHT = 0.5  # rows below this share of the whole's density, or of 1 if that is more, are the right end
 _ALIKE = 2.0  # densities of nearly all the work within this factor: one kind
@@ -122,15 +120,8 @@ def plan(
         rows, two_ended = arrange(tree, items.above, -items.log_density), True
         density = compute_seconds / memory_seconds if memory_seconds else float("inf")
         scan = merge_units(tree, items, rows, expected.mean, density)
-    elif policy == "density":
-        items = hang(tree, costs, item_parents(tree))
-        rows = arrange(tree, items.above, -items.log_density)
-    elif policy == "dfs":
-        rows = first_appearance_order(tree)
-    elif policy == "sort":
-        rows = tree.rows
-    elif policy == "random":
-        rows = random_order(tree, seed)
+    elif policy in ONE_ENDED:
+        rows = ONE_ENDED[policy].order(ShardRows(tree, costs, seed))
     reason = f"The order {policy} was asked for."
     if policy == "blend":
         reason = gains_nothing or "Compute-heavy rows come from one end, memory-heavy rows from the other."
@@ -151,7 +142,9 @@ def plan(
         unique_tokens=tree.unique_tokens,
         kv_tokens_needed=tree.unique_tokens + float(mean.sum()),
         relaxed=gains_nothing is not None,
-        settled=policy in _WITHOUT_LENGTHS or (policy == "blend" and always is not None),
+        settled=not ONE_ENDED[policy].needs_lengths
+        if policy in ONE_ENDED
+        else policy == "blend" and always is not None,
         scan=scan,
     )
 

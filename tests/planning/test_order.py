@@ -15,7 +15,7 @@ from llmbatch.planning.order import (
     POLICIES,
     arrange,
     check_policy,
-    first_appearance_order,
+    depth_first_order,
     input_order,
     item_parents,
     neighbour_lcp,
@@ -49,6 +49,10 @@ def costs_of(prompts: list[Prompt], outputs: list[float], *, token: float = 1.0)
     return RowCosts(token * d, (p + d / 2) * d, d, token)
 
 
+def by_first_appearance(tree: PrefixTree) -> NDArray[np.int32]:
+    return depth_first_order(tree, np.arange(tree.lengths.size))
+
+
 def shared(a: Prompt, b: Prompt) -> int:
     return next((k for k, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
@@ -69,7 +73,7 @@ prompt_lists = st.lists(
 
 def test_dfs_takes_children_in_the_order_of_the_input() -> None:
     prompts: list[Prompt] = [(2, 1), (1, 5), (2, 0), (1,), (3,), (1, 4), (2, 1)]
-    assert first_appearance_order(tree_of(prompts)).tolist() == [0, 6, 2, 1, 3, 5, 4]
+    assert by_first_appearance(tree_of(prompts)).tolist() == [0, 6, 2, 1, 3, 5, 4]
 
 
 def test_random_orders_differ_by_seed_alone() -> None:
@@ -86,7 +90,7 @@ def test_any_order_of_children_keeps_all_sharing(prompts: list[Prompt], seed: in
     order = arrange(tree, item_parents(tree), np.random.default_rng(seed).random(2 * tree.num_nodes))
     assert sorted(order.tolist()) == list(range(len(prompts)))
     assert sharing_kept(tree, order) == pytest.approx(tree.sharing)
-    assert sharing_kept(tree, first_appearance_order(tree)) == pytest.approx(tree.sharing)
+    assert sharing_kept(tree, by_first_appearance(tree)) == pytest.approx(tree.sharing)
 
 
 @settings(max_examples=60)
