@@ -156,7 +156,11 @@ SHAPES: Mapping[str, ModelShape] = MappingProxyType(
 
 
 def find_shape(name: str) -> ModelShape:
-    """Find the shape of that name (see `SHAPES`), in any case. Raises `ParameterError` for an unknown one."""
+    """Find the shape of that name (see `SHAPES`), in any case. Raises `ParameterError` for an unknown one.
+
+    >>> find_shape("Llama-3-8B").kv_bytes_per_token
+    131072.0
+    """
     found = SHAPES.get(name.lower())
     if found is None:
         raise ParameterError(f"model shape must be one of {', '.join(SHAPES)}, got {name!r}")

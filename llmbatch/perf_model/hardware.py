@@ -115,7 +115,11 @@ GPUS: Mapping[str, Hardware] = _table(
 
 
 def find_hardware(name: str) -> Hardware:
-    """Find the GPU of that name (see `GPUS`), in any case. Raises `ParameterError` for an unknown one."""
+    """Find the GPU of that name (see `GPUS`), in any case. Raises `ParameterError` for an unknown one.
+
+    >>> find_hardware("a100-80gb").group(2).memory
+    160000000000.0
+    """
     found = GPUS.get(name.lower())
     if found is None:
         raise ParameterError(f"hardware must be one of {', '.join(GPUS)}, got {name!r}")

@@ -18,7 +18,11 @@ from llmbatch.preprocess.columns import Unreadable, find_field, is_text, nested_
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How the answer to one request is sampled. Raises `ParameterError` for a value out of range."""
+    """How the answer to one request is sampled. Raises `ParameterError` for a value out of range.
+
+    >>> SamplingParams(max_tokens=16, stop="###").stop
+    ('###',)
+    """
 
     max_tokens: int = 512  # most tokens to generate
     temperature: float = 0.0  # 0 takes the likeliest token

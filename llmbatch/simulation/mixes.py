@@ -98,7 +98,11 @@ MIXES: Mapping[str, Mix] = MappingProxyType(
 
 
 def parse_mix(text: str) -> Mix:
-    """Parse the name of a mix (see `MIXES`), or "DENSITY,SHARING". Raises `ParameterError` for anything else."""
+    """Parse the name of a mix (see `MIXES`), or "DENSITY,SHARING". Raises `ParameterError` for anything else.
+
+    >>> parse_mix("1.4,.35") == parse_mix("table2-1")
+    True
+    """
     if (found := MIXES.get(text.lower())) is not None:
         return found
     try:
