@@ -47,8 +47,8 @@ COLUMNS = ("id", "generated_text", "num_input_tokens", "num_generated_tokens", "
 # The command, which notes in a file that outlives it: rows found answered, begun, and ended.
 COMMAND = """
 import os, sys
-from llmbatch.inference.answers import Answering
-from llmbatch.jobs.answer_writer import Book
+from llmbatch.inference.answers import AnswerAssembler
+from llmbatch.jobs.answer_writer import AnswerWriter
 from llmbatch.cli.main import main
 
 log = os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -60,9 +60,9 @@ def noting(owner, name, count):
         os.write(log, f"{name} {count(*args)}\\n".encode())
     setattr(owner, name, noted)
 
-noting(Book, "joined", lambda window: window.earlier.num_rows)
-noting(Answering, "begun", lambda window, requests: len(requests))
-noting(Answering, "ended", lambda ended: len(ended.requests))
+noting(AnswerWriter, "joined", lambda window: window.earlier.num_rows)
+noting(AnswerAssembler, "begun", lambda window, requests: len(requests))
+noting(AnswerAssembler, "ended", lambda ended: len(ended.requests))
 raise SystemExit(main(sys.argv[2:]))
 """
 

@@ -144,8 +144,8 @@ def test_a_killed_process_leaves_its_rows_behind(tmp_path: Path) -> None:
     program = (
         "import os, signal, sys, numpy as np\n"
         "from pathlib import Path\n"
-        "from llmbatch.operators.ray.in_flight import ROW, Flight\n"
-        "flight = Flight(Path(sys.argv[1]))\n"
+        "from llmbatch.operators.ray.in_flight import ROW, InFlightRows\n"
+        "flight = InFlightRows(Path(sys.argv[1]))\n"
         "slots = flight.enter(np.array([(1, 2, 3, 0), (4, 5, 6, 0), (7, 8, 9, 0)], ROW))\n"
         "flight.end(slots[1:])\n"
         "flight.leave(slots[2:])\n"

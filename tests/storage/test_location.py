@@ -270,6 +270,6 @@ def test_a_protocol_whose_package_is_missing_names_it(monkeypatch: pytest.Monkey
 
 
 def test_the_environment_says_where_the_object_store_is(remote: Location, s3: S3Server) -> None:
-    code = f"from llmbatch.storage.location import Place; Place.at({remote.url!r}).write('a', b'from afar')"
+    code = f"from llmbatch.storage.location import Location; Location.at({remote.url!r}).write('a', b'from afar')"
     subprocess.run([sys.executable, "-c", code], env={**os.environ, **s3.environment}, check=True)
     assert remote.read("a") == b"from afar"

@@ -28,10 +28,10 @@ HOLDER = """
 import sys
 from llmbatch.errors import DataError
 from llmbatch.storage.lock import Lock
-from llmbatch.storage.location import Place
+from llmbatch.storage.location import Location
 sys.stdin.readline()
 try:
-    lock = Lock.acquire(Place.at(sys.argv[1]), what="OUT")
+    lock = Lock.acquire(Location.at(sys.argv[1]), what="OUT")
 except DataError as error:
     print(error, flush=True)
 else:
