@@ -16,7 +16,6 @@ import pyarrow.parquet as pq
 import pytest
 
 from llmbatch.cli.main import main
-from llmbatch.policies import POLICIES
 from tests.support.models import CHAT_TEMPLATE, tiny_model_folder
 from tests.support.paths import ROOT
 
@@ -120,10 +119,6 @@ def test_examples_of_docstrings_hold(name: str) -> None:
     result = doctest.testmod(import_module(name))
     assert result.attempted > 0
     assert result.failed == 0
-
-
-def test_every_order_is_in_the_readme() -> None:
-    assert [order for order in POLICIES if f"`{order}`" not in README] == []
 
 
 def test_links_lead_to_files_and_headings() -> None:
