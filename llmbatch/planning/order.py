@@ -22,7 +22,7 @@ from llmbatch.policies import Policy as Policy
 
 
 def check_policy(name: str) -> Policy:
-    """The policy of that name. Raises `ParameterError` for an unknown one."""
+    """Find the policy of that name. Raises `ParameterError` for an unknown one."""
     for policy in POLICIES:
         if name == policy:
             return policy
@@ -30,12 +30,12 @@ def check_policy(name: str) -> Policy:
 
 
 def input_order(tree: PrefixTree) -> NDArray[np.int32]:
-    """The tree's rows in the order of the input: int32 [n]."""
+    """Keep the tree's rows in the order of the input: int32 [n]."""
     return np.sort(tree.rows)
 
 
 def random_order(tree: PrefixTree, seed: int) -> NDArray[np.int32]:
-    """The tree's rows in random order, the same for the same rows and seed: int32 [n]."""
+    """Shuffle the tree's rows, the same way for the same rows and seed: int32 [n]."""
     return np.random.default_rng(seed).permutation(input_order(tree))
 
 
@@ -47,7 +47,7 @@ def depth_first_order(tree: PrefixTree, key: NDArray[Any]) -> NDArray[np.int32]:
 
 
 def item_parents(tree: PrefixTree) -> NDArray[np.int32]:
-    """The node each item hangs below, -1 for the root and for blocks that are no item: int32 [2 N].
+    """Find the node each item hangs below, -1 for the root and for blocks that are no item: int32 [2 N].
 
     Only nodes at which rows end while others go on have a block.
     """
@@ -76,7 +76,7 @@ def arrange(tree: PrefixTree, above: NDArray[np.int32], key: NDArray[np.float64]
 
 
 def neighbour_lcp(tree: PrefixTree, order: NDArray[np.int32]) -> NDArray[np.int32]:
-    """Tokens that each row of `order` (rows of the tree) shares with the one before it: int32, 0 for the first."""
+    """Count the tokens that each row of `order` (rows of the tree) shares with the one before it: int32, 0 for the first."""
     position = np.full(tree.lengths.size, -1, np.int32)
     position[tree.rows] = np.arange(len(tree), dtype=np.int32)
     shared = np.zeros(order.size, np.int32)
@@ -86,7 +86,7 @@ def neighbour_lcp(tree: PrefixTree, order: NDArray[np.int32]) -> NDArray[np.int3
 
 
 def sharing_kept(tree: PrefixTree, order: NDArray[np.int32], *, scans: int = 1) -> float:
-    """The share of the prompt tokens found in a cache that holds only the path of the row before, in [0, 1).
+    """Take the share of the prompt tokens found in a cache that holds only the path of the row before, in [0, 1).
 
     With two `scans` each end walks towards the other with a cache of its own, and the path is lost once
     where they meet, taken here as the middle. A lower bound for a larger cache; at most the tree's `sharing`.
@@ -137,7 +137,7 @@ def _walk(items: Any, bounds: Any, above: Any, ends: Any, first: Any, rows: Any)
 
 @njit(cache=True)
 def _neighbour_lcp(lcp: Any, lengths: Any, order: Any, position: Any, shared: Any) -> None:
-    """Range minima of `lcp` between the positions of neighbours in `order`, by a sparse table over blocks of 32."""
+    """Take the minima of `lcp` between the positions of neighbours in `order`, by a sparse table over blocks of 32."""
     blocks = (lcp.size + 31) // 32
     levels = 1
     while 1 << levels <= blocks:
