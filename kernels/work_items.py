@@ -17,7 +17,7 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from llmbatch.compilation.decorators import njit
+from llmbatch.compilation.decorators import compiled
 from llmbatch.kernels.cascade import Groups
 
 ALIGN: Final = 128
@@ -43,7 +43,7 @@ class WorkItems(NamedTuple):
     parts: NDArray[np.int32]  # [decodes, 2] parts to be merged into each, 0 for none, and the place of the first
 
 
-@njit(cache=True)
+@compiled
 def _groups(
     tables: NDArray[np.int32],
     slots: NDArray[np.int32],
@@ -111,7 +111,7 @@ def _groups(
     return group, lengths
 
 
-@njit(cache=True)
+@compiled
 def cut_items(
     tables: NDArray[np.int32],
     slots: NDArray[np.int32],
@@ -228,7 +228,7 @@ def most_items(decodes: int, block_tokens: int, heads: int, programs: int, group
     return MostItems(decodes + -(-programs // heads), blocks + -(-programs // (_SHARE * heads)))
 
 
-@njit(cache=True)
+@compiled
 def _low(
     i: int, group: NDArray[np.int32], shared_tokens: NDArray[np.int32], starts: NDArray[np.int32], window: int
 ) -> int:
@@ -238,13 +238,13 @@ def _low(
     return max(0, starts[i] + 1 - window) // ALIGN * ALIGN if window > 0 else 0
 
 
-@njit(cache=True)
+@compiled
 def _cut(begin: int, end: int, cuts: int, cut: int) -> tuple[int, int]:
     """Compute the range of one of so many parts of the keys [begin, end); the last may be shorter, or empty."""
     each = -(-(end - begin) // (cuts * ALIGN)) * ALIGN
     return min(end, begin + cut * each), min(end, begin + (cut + 1) * each)
 
 
-@njit(cache=True)
+@compiled
 def _cuts(keys: int, most: int) -> int:
     return max(1, -(-keys // most))

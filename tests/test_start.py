@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 import llmbatch.compilation.decorators
 import llmbatch.inference.answers
-from llmbatch.compilation.decorators import code_folder, njit
+from llmbatch.compilation.decorators import as_python, code_folder, compiled
 from llmbatch.compilation.interpreted import stop_interpreting
 from llmbatch.compilation.references import by_reference
 from llmbatch.engine.cpu.platform import HOST
@@ -32,6 +32,7 @@ from llmbatch.runtime.protocols import CompletedRequests
 from llmbatch.runtime.warmup import Compilation
 from llmbatch.system.measurements import remembered
 from llmbatch.system.processes import start_beside
+from tests.support.compiled import specialisations
 from tests.support.models import tiny_model_folder
 
 
@@ -54,7 +55,7 @@ class Outer(NamedTuple):
     marks: NDArray[np.uint8]
 
 
-@njit()
+@compiled(cache=False)
 def _total(outer: Any) -> Any:
     total = outer.number + outer.rate + outer.grid.sum()
     for i in range(outer.grid.shape[0]):
@@ -64,17 +65,17 @@ def _total(outer: Any) -> Any:
     return total
 
 
-@njit()
+@compiled(cache=False)
 def _first_to(outer: Any, value: int) -> None:
     outer.inner.column[0] = value
 
 
-@njit()
+@compiled(cache=False)
 def _same(value: Any) -> Any:
     return value
 
 
-@njit()
+@compiled(cache=False)
 def _of_many_types(column: Any) -> Any:
     return _same(column[0]) + _same(1) + _same(len(column))
 
@@ -87,7 +88,7 @@ def _outer(count: int = 3, rate: float = 0.5, flag: bool = True, rows: int = 2) 
 @given(st.integers(-(2**62), 2**62), st.floats(-1e6, 1e6), st.booleans(), st.integers(1, 4))
 def test_compiled_code_reads_every_kind_of_field(count: int, rate: float, flag: bool, rows: int) -> None:
     outer = _outer(count, rate, flag, rows)
-    assert _total(outer) == pytest.approx(_total.py_func(outer), rel=1e-12)
+    assert _total(outer) == pytest.approx(as_python(_total)(outer), rel=1e-12)
 
 
 def test_compiled_code_writes_the_instance_s_own_arrays() -> None:
@@ -113,13 +114,13 @@ def test_a_copy_has_an_address_of_its_own() -> None:
 
 def test_a_callee_is_compiled_once_for_all_integers() -> None:
     _of_many_types(np.array([5], np.int32))
-    assert len(_same.signatures) == 1
+    assert specialisations(_same) == 1
 
 
 def test_compiled_code_is_named_by_the_content_of_its_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(llmbatch.compilation.decorators, "_PACKAGE", tmp_path)
     names = []
-    for text in ("from llmbatch.compilation.decorators import njit\n", "njit  # changed\n", "njit  # changed\n"):
+    for text in ("@compiled\n", "@compiled  # changed\n", "@compiled  # changed\n"):
         (tmp_path / "callee.py").write_text(text)
         names.append(code_folder.__wrapped__())
     assert names[0] != names[1]

@@ -31,7 +31,7 @@ from numba import prange, types
 from numba.np.numpy_support import from_dtype
 from numpy.typing import NDArray
 
-from llmbatch.compilation.decorators import njit
+from llmbatch.compilation.decorators import compiled
 from llmbatch.kernels.cpu.numerics import FASTMATH, exp32, narrow, ordered, unordered, widen
 from llmbatch.kernels.cpu.pointers import address_of, caller
 from llmbatch.kernels.cpu.tile import LANES, NARROW, copy_rows, multiply, multiply_add, multiply_narrow, prefetch
@@ -43,7 +43,7 @@ _GATHER: Final = 24  # query rows from which on copying a tile of keys and value
 _NOTHING: Final = np.float32(-3.0e38)  # below every score, and finite: it may be subtracted from itself
 
 
-@njit(cache=True)
+@compiled
 def cut_blocks(
     starts: NDArray[np.int32], counts: NDArray[np.int32], group: int, window: int, workers: int, heads: int
 ) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int64]]:
@@ -84,14 +84,14 @@ def cut_blocks(
     return sequence, first, bounds
 
 
-@njit(nogil=True)
+@compiled(cache=False, nogil=True)
 def _fetch(array: Any, at: int, count: int) -> None:
     """Prefetch memory that is read a tile later."""
     for j in range(0, count, 64 // array.itemsize):
         prefetch(array, at + j)
 
 
-@njit(cache=True, fastmath=FASTMATH, nogil=True)
+@compiled(fastmath=FASTMATH, nogil=True)
 def _score_pages(
     q: Any, rows: int, keys: Any, values: Any, table: Any, head: int, low: int, high: int, scores: Any
 ) -> None:
@@ -111,7 +111,7 @@ def _score_pages(
         key += run
 
 
-@njit(cache=True, fastmath=FASTMATH, nogil=True)
+@compiled(fastmath=FASTMATH, nogil=True)
 def _add_pages(
     weights: Any, rows: int, keys: Any, values: Any, table: Any, head: int, low: int, high: int, end: int, acc: Any
 ) -> None:
@@ -130,7 +130,7 @@ def _add_pages(
         key += run
 
 
-@njit(cache=True, fastmath=FASTMATH, nogil=True)
+@compiled(fastmath=FASTMATH, nogil=True)
 def _gather(
     keys: Any, values: Any, table: Any, head: int, low: int, high: int, tile_keys: Any, tile_values: Any
 ) -> None:
@@ -149,7 +149,7 @@ def _gather(
         key += run
 
 
-@njit(cache=True, fastmath=FASTMATH, nogil=True)
+@compiled(fastmath=FASTMATH, nogil=True)
 def _softmax_row(scores: Any, softcap: np.float32, highest: np.float32) -> tuple[np.float32, np.float32]:
     """Turn one row's visible scores into weights, in place; returns the highest score so far and the sum of weights."""
     if softcap > 0.0:
@@ -168,7 +168,7 @@ def _softmax_row(scores: Any, softcap: np.float32, highest: np.float32) -> tuple
     return highest, total
 
 
-@njit(cache=True, fastmath=FASTMATH, nogil=True)
+@compiled(fastmath=FASTMATH, nogil=True)
 def _attend_block(
     query: Any, out: Any, keys: Any, values: Any, table: Any, head: int, group: int, start: int, first_row: int,
     tokens: int, scale: np.float32, window: int, softcap: np.float32, sinks: Any,
@@ -280,7 +280,7 @@ def attend(
     )  # fmt: skip  # arguments in groups
 
 
-@njit(parallel=True, cache=True, fastmath=FASTMATH, nogil=True)
+@compiled(parallel=True, fastmath=FASTMATH, nogil=True)
 def _attend(
     query: Any, out: Any, keys: Any, values: Any, tables: Any, slots: Any, starts: Any, counts: Any, rows: Any,
     block_sequence: Any, block_first: Any, bounds: Any,

@@ -12,7 +12,7 @@ import numpy as np
 from numba import prange
 from numpy.typing import NDArray
 
-from llmbatch.compilation.decorators import njit
+from llmbatch.compilation.decorators import compiled
 from llmbatch.kernels.cpu.numerics import FASTMATH, exp32, narrow, widen
 from llmbatch.kernels.spec import SILU
 
@@ -20,7 +20,7 @@ _GELU_SCALE: Final = np.float32(1.5957691216057308)  # 2 sqrt(2 / pi)
 _GELU_CUBIC: Final = np.float32(0.044715)
 
 
-@njit(parallel=True, cache=True, fastmath=FASTMATH, nogil=True)
+@compiled(parallel=True, fastmath=FASTMATH, nogil=True)
 def normalize(x: NDArray[Any], weight: NDArray[np.float32], epsilon: float, out: NDArray[Any]) -> None:
     """Apply RMSNorm to each row: out = x / sqrt(mean(x**2) + epsilon) * weight; [rows, width] both."""
     for i in prange(x.shape[0]):
@@ -34,7 +34,7 @@ def normalize(x: NDArray[Any], weight: NDArray[np.float32], epsilon: float, out:
             target[d] = narrow(widen(row[d]) * inverse * weight[d], target[d])
 
 
-@njit(parallel=True, cache=True, fastmath=FASTMATH, nogil=True)
+@compiled(parallel=True, fastmath=FASTMATH, nogil=True)
 def gate(x: NDArray[Any], activation: int, out: NDArray[Any]) -> None:
     """Compute out = activation(x[:, :width]) * x[:, width:], for `out` [rows, width]."""
     width = out.shape[1]
@@ -53,7 +53,7 @@ def gate(x: NDArray[Any], activation: int, out: NDArray[Any]) -> None:
                 target[d] = narrow(value * widen(right[d]), target[d])
 
 
-@njit(cache=True, fastmath=FASTMATH, nogil=True)
+@compiled(fastmath=FASTMATH, nogil=True)
 def _normalize_head(x: Any, weight: Any, epsilon: np.float32, out: Any) -> None:
     inverse = np.float32(1.0)
     if weight.size:
@@ -69,7 +69,7 @@ def _normalize_head(x: Any, weight: Any, epsilon: np.float32, out: Any) -> None:
             out[d] = widen(x[d])
 
 
-@njit(cache=True, fastmath=FASTMATH, nogil=True)
+@compiled(fastmath=FASTMATH, nogil=True)
 def _rotate(head: Any, cosine: Any, sine: Any) -> None:
     half = cosine.size // 2
     left, right = head[:half], head[half : 2 * half]
@@ -79,7 +79,7 @@ def _rotate(head: Any, cosine: Any, sine: Any) -> None:
         right[d] = b * widen(cosine[d + half]) + a * widen(sine[d + half])
 
 
-@njit(parallel=True, cache=True, fastmath=FASTMATH, nogil=True)
+@compiled(parallel=True, fastmath=FASTMATH, nogil=True)
 def rotate_and_store(
     packed: NDArray[Any],
     cosine: NDArray[Any],

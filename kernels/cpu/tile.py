@@ -21,7 +21,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from llmbatch.compilation.decorators import njit
+from llmbatch.compilation.decorators import compiled
 
 LANES: Final = 16  # that memory is padded to
 NARROW: Final = 8
@@ -229,7 +229,7 @@ _product_1, _product_2, _product_3, _product_4, _product_5, _product_6 = (
 _sum_1, _sum_2, _sum_3, _sum_4, _sum_5, _sum_6 = (_strip(rows, accumulate=True) for rows in range(1, ROWS + 1))
 
 
-@njit(cache=True, nogil=True)
+@compiled(nogil=True)
 def multiply_narrow(c: Any, c_at: int, a: Any, rows: int, b: Any, b_at: int, b_stride: int, k: int) -> None:
     """Compute c[0:rows, c_at:c_at + 8] = a[0:rows, 0:k] b, as `multiply` otherwise."""
     c_stride, a_stride = c.shape[1], a.shape[1]
@@ -249,7 +249,7 @@ def multiply_narrow(c: Any, c_at: int, a: Any, rows: int, b: Any, b_at: int, b_s
             _narrow_5(c, at, c_stride, a, start, a_stride, b, b_at, b_stride, k)
 
 
-@njit(cache=True, nogil=True)
+@compiled(nogil=True)
 def multiply(c: Any, c_at: int, a: Any, rows: int, b: Any, b_at: int, b_stride: int, columns: int, k: int) -> None:
     """Compute c[0:rows, c_at:c_at + columns] = a[0:rows, 0:k] b; b is [k, columns] at an offset of its memory.
 
@@ -273,7 +273,7 @@ def multiply(c: Any, c_at: int, a: Any, rows: int, b: Any, b_at: int, b_stride: 
             _product_5(c, at, c_stride, a, start, a_stride, b, b_at, b_stride, columns, k)
 
 
-@njit(cache=True, nogil=True)
+@compiled(nogil=True)
 def multiply_add(c: Any, a: Any, a_at: int, rows: int, b: Any, b_at: int, b_stride: int, columns: int, k: int) -> None:
     """Compute c[0:rows, 0:columns] += a[0:rows, a_at:a_at + k] b, as `multiply` otherwise."""
     c_stride, a_stride = c.shape[1], a.shape[1]

@@ -1,4 +1,4 @@
-"""numba's `njit`, whose compiled code is kept by what it was made of, and made once for each function.
+"""The decorator of compiled functions: numba's, with code kept by what it was made of, made once for each function.
 
 Kept code. numba keeps compiled code beside a source file and does not see that a function called from another file
 has changed; nor can it write into an installation that is read-only. Here everything lies in one folder of the user's
@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any, Final, TypeVar, cast
+from typing import Any, Final, TypeVar, cast, overload
 
 import llvmlite
 import numba
@@ -31,7 +31,6 @@ import numpy as np
 from llvmlite import binding
 from numba.core import config, types
 from numba.core.caching import CompileResultCacheImpl, FunctionCache, UserWideCacheLocator
-from numba.core.dispatcher import Dispatcher
 
 from llmbatch.compilation.interpreted import register
 from llmbatch.system.cache import cache_folder
@@ -41,6 +40,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 _PACKAGE: Final = Path(__file__).parents[1]
 _KERNELS: Final = "llmbatch.kernels."  # these and functions with options are never run as Python
 _FOLDER: Final = re.compile(r"\.?[0-9a-f]{16}(\.\d+)*")
+_MARKS: Final = (b"@compiled", b"@by_reference", b"@njit")  # of files that have compiled functions
 _UNUSED: Final = 30 * 86_400.0  # seconds
 
 
@@ -52,7 +52,7 @@ def code_folder() -> Path:
     digest = hashlib.sha256(repr((versions, machine)).encode())
     for file in _sources():
         content = file.read_bytes()
-        if b"njit" in content or b"by_reference" in content:
+        if any(mark in content for mark in _MARKS):
             digest.update(file.relative_to(_PACKAGE).as_posix().encode() + b"\0" + content + b"\0")
     root = Path(config.CACHE_DIR) if config.CACHE_DIR else cache_folder() / "compiled"  # type: ignore[attr-defined]
     return root / digest.hexdigest()[:16]
@@ -64,10 +64,24 @@ def _sources() -> list[Path]:
     return sorted(file for folder in folders for file in folder.glob("*.py"))
 
 
-def njit(*, cache: bool = False, **options: Any) -> Callable[[F], Dispatcher[F]]:
-    """numba's decorator of this name; `cache` as the module says."""
+@overload
+def compiled(function: F, /) -> F: ...
 
-    def compile_later(function: F) -> Dispatcher[F]:
+
+@overload
+def compiled(
+    *, cache: bool = True, nogil: bool = False, parallel: bool = False, fastmath: bool | set[str] = False
+) -> Callable[[F], F]: ...
+
+
+def compiled(function: F | None = None, /, *, cache: bool = True, **options: Any) -> F | Callable[[F], F]:
+    """Compile a function by numba when it is first called; `cache` keeps its code as the module says.
+
+    To type checkers the function stays what it is written as, so its body and its calls are checked like any other's.
+    numba does not read annotations: it compiles for the types that a call hands over.
+    """
+
+    def compile_later(function: F) -> F:
         dispatcher: Any = numba.njit(**options)(function)
         if hasattr(dispatcher, "overloads"):  # not where numba is switched off
             template = dispatcher.get_call_template
@@ -76,9 +90,14 @@ def njit(*, cache: bool = False, **options: Any) -> Callable[[F], Dispatcher[F]]
                 dispatcher._cache = _Cache(function)
             if not options and not function.__module__.startswith(_KERNELS):
                 register(dispatcher)
-        return cast("Dispatcher[F]", dispatcher)
+        return cast(F, dispatcher)
 
-    return compile_later
+    return compile_later if function is None else compile_later(function)
+
+
+def as_python(function: F) -> F:
+    """Return the function that a compiled one was written as, which takes whole arrays where it does arithmetic."""
+    return cast(F, getattr(function, "py_func", function))
 
 
 def _canonical(kind: Any) -> Any:

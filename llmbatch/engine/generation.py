@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from llmbatch.compilation.decorators import njit
+from llmbatch.compilation.decorators import compiled
 from llmbatch.engine.seeds import mix
 from llmbatch.preprocess.request_batch import RequestBatch
 from llmbatch.scheduler.output import FinishReason, Step, StepResult
 
 
-@njit(cache=True)
+@compiled
 def _seeds(given: NDArray[np.int64], base: int, serial: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """Choose a seed for each request: its own if given (>= 0), else a hash of `base` and its serial number."""
     seeds = np.empty(given.size, np.uint64)

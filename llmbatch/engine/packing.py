@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from llmbatch.compilation.decorators import njit
+from llmbatch.compilation.decorators import compiled
 from llmbatch.engine.generation import TokenBuffers
 from llmbatch.scheduler.output import Step
 
@@ -38,7 +38,7 @@ def pack_tokens(step: Step, generation: TokenBuffers, page_size: int) -> PackedT
     return PackedTokens(*packed)
 
 
-@njit(cache=True)
+@compiled
 def _pack(
     prompts: NDArray[np.int32],
     offsets: NDArray[np.int64],

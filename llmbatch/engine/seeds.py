@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from llmbatch.compilation.decorators import njit
+from llmbatch.compilation.decorators import compiled
 
 
-@njit(cache=True)
+@compiled
 def mix(seed: np.uint64, index: np.uint64) -> np.uint64:
     """Hash `seed` and `index` to 64 bits that look random."""
     z = np.uint64(seed) + np.uint64(0x9E3779B97F4A7C15) * (np.uint64(index) + np.uint64(1))

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from llmbatch.compilation.decorators import njit
+from llmbatch.compilation.decorators import compiled
 from llmbatch.compilation.references import by_reference
 from llmbatch.perf_model.cost import CostModel
 from llmbatch.perf_model.work import Rates, compute_seconds, pairs_of, reads_of, sees_all, spared_of
@@ -80,7 +80,7 @@ class SimulatedEngine:
         return tokens
 
 
-@njit(cache=True)
+@compiled
 def step_seconds(clock: Any, tokens: int, pairs: float, read: float, samples: int) -> Any:
     """Compute seconds of a step of `tokens` tokens and `pairs` pairs of prefill that reads `read` tokens of KV."""
     rates = clock.rates
@@ -97,7 +97,7 @@ def step_seconds(clock: Any, tokens: int, pairs: float, read: float, samples: in
     return clock.fixed + longer * math.exp(math.log1p((shorter / longer) ** clock.exponent) / clock.exponent)
 
 
-@njit(cache=True)
+@compiled
 def generate(
     reach: Any,
     slots: Any,

@@ -19,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from llmbatch.compilation.decorators import njit
+from llmbatch.compilation.decorators import compiled
 from llmbatch.io.json_values import LINE
 
 _A = np.uint64(0x9E3779B185EBCA87)
@@ -129,38 +129,44 @@ def _elements(array: Any) -> tuple[NDArray[np.int64], Any]:
     return offsets, array.flatten()
 
 
-@njit(cache=True)
-def _mix(state, word):  # type: ignore[no-untyped-def]
+@compiled
+def _mix(state: np.uint64, word: np.uint64) -> np.uint64:
     word *= _B
     word = (word << np.uint64(31)) | (word >> np.uint64(33))
     state ^= word * _A
     return ((state << np.uint64(27)) | (state >> np.uint64(37))) * _A + _D
 
 
-@njit(cache=True)
-def _finish(state):  # type: ignore[no-untyped-def]
+@compiled
+def _finish(state: np.uint64) -> np.uint64:
     state = (state ^ (state >> np.uint64(33))) * _B
     state = (state ^ (state >> np.uint64(29))) * _C
     return state ^ (state >> np.uint64(32))
 
 
-@njit(cache=True)
-def _add(rows, hashes, seed):  # type: ignore[no-untyped-def]
+@compiled
+def _add(rows: NDArray[np.uint64], hashes: NDArray[np.uint64], seed: np.uint64) -> None:
     """Add to each row its hash in one column; sums do not depend on the order of columns."""
     for i in range(len(rows)):
         if hashes[i] != 0:
             rows[i] += _finish(_mix(seed, hashes[i]))
 
 
-@njit(cache=True)
-def _hash_words(words, valid, seed, out):  # type: ignore[no-untyped-def]
+@compiled
+def _hash_words(words: NDArray[np.uint64], valid: NDArray[np.bool_], seed: np.uint64, out: NDArray[np.uint64]) -> None:
     for i in range(len(out)):
         if valid[i]:
             out[i] = _finish(_mix(seed, words[i]))
 
 
-@njit(cache=True)
-def _hash_lists(elements, offsets, valid, seed, out):  # type: ignore[no-untyped-def]
+@compiled
+def _hash_lists(
+    elements: NDArray[np.uint64],
+    offsets: NDArray[np.int64],
+    valid: NDArray[np.bool_],
+    seed: np.uint64,
+    out: NDArray[np.uint64],
+) -> None:
     for i in range(len(out)):
         if valid[i]:
             state = _mix(seed, np.uint64(offsets[i + 1] - offsets[i]))
@@ -169,8 +175,14 @@ def _hash_lists(elements, offsets, valid, seed, out):  # type: ignore[no-untyped
             out[i] = _finish(state)
 
 
-@njit(cache=True)
-def _hash_bytes(data, offsets, valid, seed, out):  # type: ignore[no-untyped-def]
+@compiled
+def _hash_bytes(
+    data: NDArray[np.uint8],
+    offsets: NDArray[np.int64],
+    valid: NDArray[np.bool_],
+    seed: np.uint64,
+    out: NDArray[np.uint64],
+) -> None:
     for i in range(len(out)):
         if not valid[i]:
             continue

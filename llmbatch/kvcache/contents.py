@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from llmbatch.compilation.decorators import njit
+from llmbatch.compilation.decorators import compiled
 from llmbatch.compilation.references import by_reference
 
 _LAST, _OUTSIDE = -1, -2  # in `Contents.following`: the end of a chain; not in the index
@@ -71,13 +71,13 @@ class Contents(NamedTuple):
         assert (np.sort(np.concatenate((heads, nexts))) == indexed).all(), "a chain of the index is broken"
 
 
-@njit(cache=True)
+@compiled
 def start() -> Any:
     """The name of no tokens."""
     return _SEEDS
 
 
-@njit(cache=True)
+@compiled
 def with_token(name: Any, token: int) -> Any:
     """The name of some tokens and one more."""
     added = np.uint64(token) + _ONE
@@ -86,7 +86,7 @@ def with_token(name: Any, token: int) -> Any:
     return first ^ (first >> _SHIFTS[0]), second ^ (second >> _SHIFTS[1])
 
 
-@njit(cache=True)
+@compiled
 def with_tokens(name: Any, tokens: Any, begin: int, end: int) -> Any:
     """The name of some tokens and `tokens[begin:end]`."""
     for at in range(begin, end):
@@ -94,7 +94,7 @@ def with_tokens(name: Any, tokens: Any, begin: int, end: int) -> Any:
     return name
 
 
-@njit(cache=True)
+@compiled
 def prompt_pages(prompts: Any, request: int, page_size: int) -> Any:
     """Where a request's prompt begins, and how many pages it fills; none where prompts are not known."""
     if len(prompts.tokens) == 0:
@@ -103,19 +103,19 @@ def prompt_pages(prompts: Any, request: int, page_size: int) -> Any:
     return begin, (prompts.offsets[request + 1] - begin) // page_size
 
 
-@njit(cache=True)
+@compiled
 def name_of(contents: Any, page: int) -> Any:
     """A page's name."""
     return contents.names[page, 0], contents.names[page, 1]
 
 
-@njit(cache=True)
+@compiled
 def is_named(contents: Any, page: int) -> Any:
     """Whether it is known what a page holds."""
     return contents.names[page, 0] | contents.names[page, 1] != 0
 
 
-@njit(cache=True)
+@compiled
 def find(contents: Any, first: Any, second: Any) -> Any:
     """The page of a name, -1 for none."""
     page = contents.buckets[_bucket(contents, first)]
@@ -124,7 +124,7 @@ def find(contents: Any, first: Any, second: Any) -> Any:
     return page
 
 
-@njit(cache=True)
+@compiled
 def give_name(contents: Any, page: int, name: Any) -> Any:
     """Name a page; whether it can be found by the name: not where another page has it."""
     contents.names[page, 0] = name[0]
@@ -132,7 +132,7 @@ def give_name(contents: Any, page: int, name: Any) -> Any:
     return index(contents, page)
 
 
-@njit(cache=True)
+@compiled
 def index(contents: Any, page: int) -> Any:
     """Let a page be found by its name, if it has one and no other page is; whether it is found."""
     if contents.following[page] != _OUTSIDE:
@@ -146,7 +146,7 @@ def index(contents: Any, page: int) -> Any:
     return True
 
 
-@njit(cache=True)
+@compiled
 def forget_contents(contents: Any, page: int) -> None:
     """A page holds nothing any more."""
     if contents.following[page] != _OUTSIDE:
@@ -162,7 +162,7 @@ def forget_contents(contents: Any, page: int) -> None:
     contents.names[page, 0] = contents.names[page, 1] = np.uint64(0)
 
 
-@njit(cache=True)
+@compiled
 def found_pages(contents: Any, prompts: Any, page_size: int, rows: Any, lcp: Any, found: Any) -> None:
     """Write how many leading pages of each row's prompt are there; `rows` are sorted, `lcp` of neighbours in tokens.
 
@@ -190,6 +190,6 @@ def found_pages(contents: Any, prompts: Any, page_size: int, rows: Any, lcp: Any
         found[rows[i]] = have
 
 
-@njit(cache=True)
+@compiled
 def _bucket(contents: Any, first: Any) -> Any:
     return np.int64((first >> _SHIFTS[1]) & np.uint64(len(contents.buckets) - 1))

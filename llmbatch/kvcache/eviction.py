@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from llmbatch.compilation.decorators import njit
+from llmbatch.compilation.decorators import compiled
 from llmbatch.kvcache.contents import find, forget_contents, name_of, prompt_pages, start, with_tokens
 from llmbatch.kvcache.page_trie import fill_path
 from llmbatch.kvcache.page_worth import given_up, planned, remove, revalue
@@ -14,7 +14,7 @@ EMPTY, UNUSED, SHARED, WIDEST, SEQUENCES = range(5)  # in `Pages.counts`
 NOBODY = -1  # in `Pages.owner` and `Pages.sequence`
 
 
-@njit(cache=True)
+@compiled
 def path_of(pages: Any, request: int) -> Any:
     """Numbers of the shareable pages of a request, first page first; valid until the next call."""
     depth = pages.depth[request]
@@ -24,7 +24,7 @@ def path_of(pages: Any, request: int) -> Any:
     return path
 
 
-@njit(cache=True)
+@compiled
 def expect_requests(pages: Any, request: int, more: int) -> None:
     """So many more requests are to come for each page of a request's path."""
     for node in path_of(pages, request):
@@ -34,7 +34,7 @@ def expect_requests(pages: Any, request: int, more: int) -> None:
             revalue(pages.worth, page, worth_in_plan(pages, page))
 
 
-@njit(cache=True)
+@compiled
 def worth_in_plan(pages: Any, page: int) -> Any:
     """The worth of an unused page by the requests to come: of one of the trie that has any, else as given up now."""
     number = pages.node[page]
@@ -43,7 +43,7 @@ def worth_in_plan(pages: Any, page: int) -> Any:
     return given_up(pages.worth, 0)
 
 
-@njit(cache=True)
+@compiled
 def recall(pages: Any, slot: int, position: int) -> Any:
     """The next page of a slot, if it was its own before or is known by what it holds; else -1."""
     page = pages.tables[slot, position]
@@ -59,7 +59,7 @@ def recall(pages: Any, slot: int, position: int) -> Any:
     return page if page >= 0 and pages.node[page] < 0 else -1
 
 
-@njit(cache=True)
+@compiled
 def publish_as(pages: Any, page: int, node: int) -> None:
     """Let a loose page stand for one of the trie; the caller sees to its users and its worth."""
     pages.node[page] = node
@@ -67,7 +67,7 @@ def publish_as(pages: Any, page: int, node: int) -> None:
     pages.resident[node] = page
 
 
-@njit(cache=True)
+@compiled
 def give_up(pages: Any, slot: int, request: int) -> None:
     """The request that was preempted from a slot does not come back."""
     expect_requests(pages, request, -1)
@@ -79,7 +79,7 @@ def give_up(pages: Any, slot: int, request: int) -> None:
     pages.sequence[slot] = NOBODY
 
 
-@njit(cache=True)
+@compiled
 def free_page(pages: Any, page: int) -> None:
     """Nobody holds a page, and nobody will find it."""
     if pages.node[page] >= 0:
@@ -91,7 +91,7 @@ def free_page(pages: Any, page: int) -> None:
     pages.counts[EMPTY] += 1
 
 
-@njit(cache=True)
+@compiled
 def evict(pages: Any, wanted: int) -> None:
     """Free the least worthy of the pages that nobody uses."""
     assert pages.counts[UNUSED] >= wanted, "room was promised that is not there"

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from llmbatch.compilation.decorators import njit
+from llmbatch.compilation.decorators import compiled
 from llmbatch.compilation.references import by_reference
 from llmbatch.kvcache.contents import (
     Contents,
@@ -184,7 +184,7 @@ class PagePool(NamedTuple):
         self.reads.check(self.tables, self.held)
 
 
-@njit(cache=True)
+@compiled
 def probe(pages: Any, request: int) -> int:
     """How many of a request's shareable pages others use now; changes nothing."""
     used = 0
@@ -195,7 +195,7 @@ def probe(pages: Any, request: int) -> int:
     return used
 
 
-@njit(cache=True)
+@compiled
 def admit_pages(pages: Any, slot: int, request: int, prompt: int) -> Any:
     """Give a slot to a request, with the pages of its prompt that are there. Returns tokens found.
 
@@ -211,7 +211,7 @@ def admit_pages(pages: Any, slot: int, request: int, prompt: int) -> Any:
     return found
 
 
-@njit(cache=True)
+@compiled
 def adopt(pages: Any, slot: int, prompt: int) -> Any:
     """Take over pages of the slot's prompt that others have published since. Returns tokens now held in full.
 
@@ -240,7 +240,7 @@ def adopt(pages: Any, slot: int, prompt: int) -> Any:
     return pages.held[slot] * pages.page_size
 
 
-@njit(cache=True)
+@compiled
 def extend(pages: Any, slot: int, tokens: int) -> None:
     """Hold pages for the first `tokens` tokens of a slot; pages on its path are published.
 
@@ -270,7 +270,7 @@ def extend(pages: Any, slot: int, tokens: int) -> None:
     pages.counts[WIDEST] = max(pages.counts[WIDEST], wanted)
 
 
-@njit(cache=True)
+@compiled
 def extend_by_one(pages: Any, slot: int) -> None:
     """Hold one page more, which is loose."""
     if pages.counts[EMPTY] == 0:
@@ -279,7 +279,7 @@ def extend_by_one(pages: Any, slot: int) -> None:
     pages.counts[WIDEST] = max(pages.counts[WIDEST], pages.held[slot])
 
 
-@njit(cache=True)
+@compiled
 def release(pages: Any, slot: int, computed: int, again: bool) -> None:
     """Take a slot's pages back. `again`: its request was preempted and will be admitted again.
 
@@ -322,13 +322,13 @@ def release(pages: Any, slot: int, computed: int, again: bool) -> None:
         pages.sequence[slot] = NOBODY
 
 
-@njit(cache=True)
+@compiled
 def tokens_spared(pages: Any) -> Any:
     """KV tokens that decodes need not read, since others of the step read them for them."""
     return pages.reads.spared[0] * pages.page_size
 
 
-@njit(cache=True)
+@compiled
 def _take(pages: Any, slot: int) -> Any:
     """Append a free page to a slot's table, as a loose one."""
     pages.counts[EMPTY] -= 1

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from llmbatch.compilation.decorators import njit
+from llmbatch.compilation.decorators import compiled
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +84,15 @@ class PageTrie:
         return below
 
 
-@njit(cache=True)
-def fill_path(out, depth, run, run_start, run_base, run_parent):  # type: ignore[no-untyped-def]
+@compiled
+def fill_path(
+    out: NDArray[np.int32],
+    depth: int,
+    run: int,
+    run_start: NDArray[np.int32],
+    run_base: NDArray[np.int32],
+    run_parent: NDArray[np.int32],
+) -> None:
     """Write the page numbers of a path of `depth` pages that ends in `run`."""
     end = depth
     while end > 0:
@@ -96,8 +103,17 @@ def fill_path(out, depth, run, run_start, run_base, run_parent):  # type: ignore
         run = run_parent[run]
 
 
-@njit(cache=True)
-def _number(rows, shared, there, starts, bases, parents, depth, run):  # type: ignore[no-untyped-def]
+@compiled
+def _number(
+    rows: NDArray[np.int32],
+    shared: NDArray[np.int64],
+    there: NDArray[np.int64],
+    starts: NDArray[np.int32],
+    bases: NDArray[np.int32],
+    parents: NDArray[np.int32],
+    depth: NDArray[np.int32],
+    run: NDArray[np.int32],
+) -> int:
     n = len(rows)
     stack = np.empty(len(starts) + 1, np.int32)
     top = 0
@@ -121,8 +137,16 @@ def _number(rows, shared, there, starts, bases, parents, depth, run):  # type: i
     return pages
 
 
-@njit(cache=True)
-def _count(depth, run, run_start, run_base, run_parent, path, below):  # type: ignore[no-untyped-def]
+@compiled
+def _count(
+    depth: NDArray[np.int32],
+    run: NDArray[np.int32],
+    run_start: NDArray[np.int32],
+    run_base: NDArray[np.int32],
+    run_parent: NDArray[np.int32],
+    path: NDArray[np.int32],
+    below: NDArray[np.int32],
+) -> None:
     for request in range(len(depth)):
         fill_path(path, depth[request], run[request], run_start, run_base, run_parent)
         for page in path[: depth[request]]:

@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from llmbatch.compilation.decorators import njit
+from llmbatch.compilation.decorators import compiled
 from llmbatch.compilation.references import by_reference
 
 SIZE, CLOCK = range(2)  # in `Worth.counts`
@@ -50,26 +50,26 @@ class Worth(NamedTuple):
         assert (self.value[heap[above]] <= self.value[heap[1:]]).all(), "a page is less worthy than the one above it"
 
 
-@njit(cache=True)
+@compiled
 def planned(users: int, number: int) -> Any:
     """The worth of a page of the trie that so many requests are planned to use."""
     return (np.int64(users) << _USERS) + (_NUMBERS - number)
 
 
-@njit(cache=True)
+@compiled
 def given_up(worth: Any, users: int) -> Any:
     """The worth of a page that is given up now, and that `users` requests are planned to use."""
     worth.counts[CLOCK] += 1
     return (np.int64(users) << _USERS) + worth.counts[CLOCK]
 
 
-@njit(cache=True)
+@compiled
 def is_planned(value: int) -> Any:
     """Whether this is the worth of a page that some request is planned to use."""
     return value >> _USERS > 0
 
 
-@njit(cache=True)
+@compiled
 def insert(worth: Any, page: int, value: int) -> None:
     """Nobody uses a page any more."""
     at = worth.counts[SIZE]
@@ -78,7 +78,7 @@ def insert(worth: Any, page: int, value: int) -> None:
     _up(worth, page, at)
 
 
-@njit(cache=True)
+@compiled
 def remove(worth: Any, page: int) -> None:
     """A page is used again, or free."""
     at = worth.place[page]
@@ -91,14 +91,14 @@ def remove(worth: Any, page: int) -> None:
         _settle(worth, last)
 
 
-@njit(cache=True)
+@compiled
 def revalue(worth: Any, page: int, value: int) -> None:
     """The worth of a page that nobody uses has changed."""
     worth.value[page] = value
     _settle(worth, page)
 
 
-@njit(cache=True)
+@compiled
 def _settle(worth: Any, page: int) -> None:
     at = worth.place[page]
     if at > 0 and worth.value[worth.heap[(at - 1) // 2]] > worth.value[page]:
@@ -107,7 +107,7 @@ def _settle(worth: Any, page: int) -> None:
         _down(worth, page, at)
 
 
-@njit(cache=True)
+@compiled
 def _up(worth: Any, page: int, at: int) -> None:
     """Put a page into the heap at `at` or above."""
     while at > 0:
@@ -121,7 +121,7 @@ def _up(worth: Any, page: int, at: int) -> None:
     worth.place[page] = at
 
 
-@njit(cache=True)
+@compiled
 def _down(worth: Any, page: int, at: int) -> None:
     """Put a page into the heap at `at` or below."""
     size = worth.counts[SIZE]

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from llmbatch.compilation.decorators import njit
+from llmbatch.compilation.decorators import compiled
 from llmbatch.compilation.references import by_reference
 from llmbatch.kvcache.contents import give_name, name_of, start, with_token
 from llmbatch.kvcache.eviction import UNUSED, free_page
@@ -49,7 +49,7 @@ def publish(
     _publish(pages, ends, np.ascontiguousarray(requests), tokens, offsets)
 
 
-@njit(cache=True)
+@compiled
 def _ends(pages: Any, slots: Any) -> Any:
     sequences = np.empty(len(slots), np.int64)
     names = np.empty((len(slots), 2), np.uint64)
@@ -70,7 +70,7 @@ def _ends(pages: Any, slots: Any) -> Any:
     return sequences, names, found, offsets
 
 
-@njit(cache=True)
+@compiled
 def _publish(pages: Any, ends: Any, requests: Any, tokens: Any, offsets: Any) -> None:
     prompts, size = pages.prompts, pages.page_size
     for i in range(len(requests)):

@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from llmbatch.compilation.decorators import njit
+from llmbatch.compilation.decorators import compiled
 from llmbatch.compilation.references import by_reference
 from llmbatch.kernels.cascade import GROUP_ROWS, GROUP_TOKENS
 
@@ -60,7 +60,7 @@ class Reads(NamedTuple):
         assert self.spared[0] == ((readers - 1) * worth)[many].sum(), "spared reads are miscounted"
 
 
-@njit(cache=True)
+@compiled
 def start_reading(reads: Any, tables: Any, slot: int, held: int) -> None:
     """A sequence decodes from now on; its `held` pages hold its prompt."""
     if held <= reads.first:
@@ -72,7 +72,7 @@ def start_reading(reads: Any, tables: Any, slot: int, held: int) -> None:
         reads.spared[0] += _spared_by_one(reads, page, i)
 
 
-@njit(cache=True)
+@compiled
 def stop_reading(reads: Any, tables: Any, slot: int) -> None:
     """A sequence loses its pages; nothing happens where it does not decode."""
     for i in range(reads.first, reads.counted[slot]):
@@ -82,7 +82,7 @@ def stop_reading(reads: Any, tables: Any, slot: int) -> None:
     reads.counted[slot] = 0
 
 
-@njit(cache=True)
+@compiled
 def _spared_by_one(reads: Any, page: int, position: int) -> Any:
     """Reads that the last of a page's readers spares, of the page and of those before that it stands for."""
     readers = reads.readers[page]

@@ -32,6 +32,7 @@ from typing import Literal, NamedTuple, get_args
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from llmbatch.compilation.decorators import as_python
 from llmbatch.errors import ModelError, ParameterError
 from llmbatch.kernels.cascade import GROUP_ROWS
 from llmbatch.perf_model.hardware import Hardware
@@ -240,16 +241,16 @@ class CostModel:
     def saved_seconds(self, found: ArrayLike) -> Floats:
         """Return the compute seconds that requests save if each finds so many prompt tokens in pages."""
         tokens = np.asarray(found, np.float64)
-        seconds: Floats = compute_seconds.py_func(
-            self.rates, tokens, 0.0, pairs_of.py_func(self.rates.reach, 0.0, tokens)
+        seconds: Floats = as_python(compute_seconds)(
+            self.rates, tokens, 0.0, as_python(pairs_of)(self.rates.reach, 0.0, tokens)
         )
         return seconds
 
     def request_compute(self, prompt: ArrayLike, output: ArrayLike, found: ArrayLike = 0.0) -> Floats:
         """Return compute seconds of requests by prompt tokens and (expected) output tokens, some found in pages."""
         p, d, f = (np.asarray(x, np.float64) for x in (prompt, output, found))
-        pairs = pairs_of.py_func(self.rates.reach, f, p - f)
-        seconds: Floats = compute_seconds.py_func(self.rates, p - f + d - 1.0, d, pairs)
+        pairs = as_python(pairs_of)(self.rates.reach, f, p - f)
+        seconds: Floats = as_python(compute_seconds)(self.rates, p - f + d - 1.0, d, pairs)
         return seconds
 
     def request_memory(
@@ -265,7 +266,7 @@ class CostModel:
         `together` of the prompts' tokens are read in groups (`llmbatch.planning.cascade`), and some are found in pages.
         """
         p, d, dd, f = (np.asarray(x, np.float64) for x in (prompt, output, second_moment, found))
-        read = reads_of.py_func(self.rates.reach, f, p - f) * self.kv_token_seconds
+        read = as_python(reads_of)(self.rates.reach, f, p - f) * self.kv_token_seconds
         seconds: Floats = read + self.decode_memory(p, d - 1.0, dd - 2.0 * d + 1.0, together)
         return seconds
 
@@ -280,8 +281,8 @@ class CostModel:
         # Exact where the number is known or all layers see everything, else a bound from above: what a decode reads on
         # average rises with their number, ever more slowly, and the mean of nn / n over all decodes is above that.
         many = np.divide(nn, n, out=np.ones(np.broadcast(nn, n).shape), where=n > 0)
-        read = n * pairs_of.py_func(self.rates.reach, start, many) / many
-        spared = spared_of.py_func(self.rates.reach, shared * n * (1.0 - 1.0 / GROUP_ROWS))
+        read = n * as_python(pairs_of)(self.rates.reach, start, many) / many
+        spared = as_python(spared_of)(self.rates.reach, shared * n * (1.0 - 1.0 / GROUP_ROWS))
         seconds: Floats = (read - spared) * self.kv_token_seconds
         return seconds
 
@@ -291,8 +292,8 @@ class CostModel:
         It has `pairs` query-key pairs of prefill, reads `kv_tokens` of KV and samples `samples` tokens, as
         `llmbatch.perf_model.work` counts them.
         """
-        gemm: float = compute_seconds.py_func(self.rates, tokens, samples, 0.0)
-        attention: float = compute_seconds.py_func(self.rates, 0.0, 0.0, pairs)
+        gemm: float = as_python(compute_seconds)(self.rates, tokens, samples, 0.0)
+        attention: float = as_python(compute_seconds)(self.rates, 0.0, 0.0, pairs)
         kv = kv_tokens * self.kv_token_seconds
         if self.law == "paper":
             return StepSeconds(max(gemm, self.weight_seconds) + attention, kv)

@@ -9,7 +9,7 @@ into several chunks, each of which reads the KV of those before, and what is com
 
 Layers differ in how far they look back. Pairs and reads are means over the layers, so they may be fractions.
 
-The compiled functions take numbers; called as `function.py_func` the same lines take arrays.
+The compiled functions take numbers; `as_python(function)` takes arrays.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from llmbatch.compilation.decorators import njit
+from llmbatch.compilation.decorators import compiled
 from llmbatch.compilation.references import by_reference
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class Rates(NamedTuple):
         )
 
 
-@njit(cache=True)
+@compiled
 def pairs_of(reach: Any, start: Any, count: Any) -> Any:
     """Query-key pairs of a chunk; also what as many decodes after `start` tokens read."""
     total = 0.0
@@ -86,7 +86,7 @@ def pairs_of(reach: Any, start: Any, count: Any) -> Any:
     return total
 
 
-@njit(cache=True)
+@compiled
 def reads_of(reach: Any, start: Any, count: Any) -> Any:
     """KV tokens that a chunk reads."""
     total = 0.0
@@ -95,20 +95,20 @@ def reads_of(reach: Any, start: Any, count: Any) -> Any:
     return total
 
 
-@njit(cache=True)
+@compiled
 def sees_all(reach: Any) -> Any:
     """Whether no layer has a window: a decode then reads its sequence, and loops over sequences need no loop inside."""
     return len(reach.windows) == 1 and reach.windows[0] >= _UNBOUNDED
 
 
-@njit(cache=True)
+@compiled
 def spared_of(reach: Any, tokens: Any) -> Any:
     """Of `tokens` that decodes need not read, since others read them for them: those of layers without a window."""
     last = len(reach.windows) - 1
     return tokens * reach.shares[last] if reach.windows[last] >= _UNBOUNDED else tokens * 0.0
 
 
-@njit(cache=True)
+@compiled
 def compute_seconds(rates: Any, tokens: Any, samples: Any, pairs: Any) -> Any:
     """Seconds of compute, reading the weights left out."""
     return tokens * rates.seconds_per_token + samples * rates.seconds_per_sample + pairs * rates.seconds_per_pair

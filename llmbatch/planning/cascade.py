@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llmbatch.compilation.decorators import njit
+from llmbatch.compilation.decorators import compiled
 from llmbatch.kernels.cascade import GROUP_ROWS, GROUP_TOKENS
 from llmbatch.perf_model.cost import CostModel
 from llmbatch.planning.prefix_tree import PrefixTree
@@ -25,7 +25,7 @@ def tokens_together(tree: PrefixTree, cost: CostModel) -> NDArray[np.int32]:
     return together
 
 
-@njit(cache=True)
+@compiled
 def _common(parent: Any, depth: Any, count: Any) -> Any:
     """Find, by node, the depth of the deepest node on its path that is long enough and has enough rows below."""
     common = np.zeros(parent.size, np.int32)

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from llmbatch.compilation.decorators import njit
+from llmbatch.compilation.decorators import compiled
 from llmbatch.errors import ParameterError
 from llmbatch.planning.prefix_tree import PrefixTree
 from llmbatch.planning.survival import bin_edges, expected_tokens, observe, pool, remaining_tokens, survive
@@ -190,7 +190,7 @@ def _split_by_prompt(
     return table[own], np.concatenate((parent, above[fits]))
 
 
-@njit(cache=True)
+@compiled
 def _subtrees(
     rows: Any, leaf: Any, node_parent: Any, first: Any, last: Any, kind_of: Any, kind: int, above: int, least: int,
     made: int, reserved: int, table_of: Any, parent: Any, size: Any,

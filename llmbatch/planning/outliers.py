@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from llmbatch.compilation.decorators import njit
+from llmbatch.compilation.decorators import compiled
 from llmbatch.compilation.references import by_reference
 from llmbatch.planning.order import item_parents
 from llmbatch.planning.prefix_tree import PrefixTree
@@ -133,7 +133,7 @@ class MemoryShares(NamedTuple):
     right: float
 
 
-@njit(cache=True)
+@compiled
 def divide_memory(memory: float, root: float, left: float, right: float) -> MemoryShares:
     """Find M_L and M_R with M_L + M_R = M and M_L rho_L + M_R rho_R = M rho_root (BlendServe 5.3).
 
@@ -146,7 +146,7 @@ def divide_memory(memory: float, root: float, left: float, right: float) -> Memo
     return MemoryShares(memory * share, memory * (1.0 - share))
 
 
-@njit(cache=True)
+@compiled
 def chunk_budget(memory_tokens: float, prompt: float, output: float) -> float:
     """Compute the prefill tokens a step that keep `memory_tokens` of KV in steady state (Algorithm 3, steps 2 and 3).
 
@@ -174,7 +174,7 @@ class DualScan(NamedTuple):
     root_density: float
 
 
-@njit(cache=True)
+@compiled
 def scan_budget(scan: DualScan, left: int, right: int, pool_tokens: float) -> ScanBudget:
     """Run Algorithm 3 with the scans at places `left` and `right` of the order and `pool_tokens` of KV memory."""
     a, b = scan.node[left], scan.node[right]
@@ -212,7 +212,7 @@ def merge_units(
     )
 
 
-@njit(cache=True)
+@compiled
 def _sum_up(above: Any, value: Any) -> None:
     """Add each item's value to the node it hangs below."""
     nodes = above.size // 2
@@ -224,7 +224,7 @@ def _sum_up(above: Any, value: Any) -> None:
             value[nodes + above[nodes + v]] += value[nodes + v]
 
 
-@njit(cache=True)
+@compiled
 def _dissolve(parent: Any, depth: Any, above: Any, budget: float) -> None:
     nodes = parent.size
     children = np.zeros(nodes, np.int64)
@@ -245,7 +245,7 @@ def _dissolve(parent: Any, depth: Any, above: Any, budget: float) -> None:
             above[v] = 0
 
 
-@njit(cache=True)
+@compiled
 def _find_outliers(
     depth: Any,
     above: Any,
@@ -278,7 +278,7 @@ def _find_outliers(
             place[item] = own
 
 
-@njit(cache=True)
+@compiled
 def _group(log_density: Any, width: float) -> Any:
     """Assign a number to each run of a falling sequence whose values stay within `width` of the run's first."""
     group = np.zeros(log_density.size, np.int64)

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llmbatch.compilation.decorators import njit
+from llmbatch.compilation.decorators import compiled
 from llmbatch.planning.lengths import LengthModel
 from llmbatch.planning.prefix_tree import PrefixTree
 
@@ -187,7 +187,7 @@ def _spread(tree: PrefixTree, strata: _Strata, quota: Ints, seed: int) -> NDArra
     return chosen
 
 
-@njit(cache=True)
+@compiled
 def _choose(position: Any, bounds: Any, quota: Any, start: Any, lcp: Any, ends: Any) -> Any:
     """Choose positions, sorted: `quota` of each table's positions, as runs of rows that share half a prompt."""
     taken = np.zeros(lcp.size, np.bool_)
@@ -221,7 +221,7 @@ def _choose(position: Any, bounds: Any, quota: Any, start: Any, lcp: Any, ends: 
     return np.flatnonzero(taken)
 
 
-@njit(cache=True)
+@compiled
 def _follows(position: Any, lcp: Any, k: int, half: int) -> bool:
     """Tell whether the k-th free position and the one before are neighbours that share at least `half` tokens."""
     return half > 0 and position[k] == position[k - 1] + 1 and lcp[position[k]] >= half

@@ -19,7 +19,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from llmbatch.compilation.decorators import njit
+from llmbatch.compilation.decorators import compiled
 from llmbatch.errors import ParameterError
 from llmbatch.perf_model.cost import CostModel
 from llmbatch.planning.cascade import tokens_together
@@ -228,7 +228,7 @@ def _mix_right_end(items: HungItems, key: Floats, steps: float, rng: np.random.G
     key[chosen] = 1e6 - start  # the right end is read from its last row
 
 
-@njit(cache=True)
+@compiled
 def _spread_down(above: Any, marked: Any) -> None:
     """Mark what hangs below marked items; items at the root keep their marks."""
     nodes = above.size // 2

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llmbatch.compilation.decorators import njit
+from llmbatch.compilation.decorators import compiled
 from llmbatch.errors import ParameterError
 
 _STRIDE = 8  # first stride of the skip, in tokens: half a cache line
@@ -142,7 +142,7 @@ class PrefixTree:
         return 1.0 - self.unique_tokens / total if total else 0.0
 
 
-@njit(cache=True)
+@compiled
 def _sort(tokens: Any, offsets: Any, rows: Any, lcp: Any) -> None:
     """Sort `rows` (0 .. n - 1 on entry) by their tokens and fill `lcp`."""
     n = rows.size
@@ -201,7 +201,7 @@ def _sort(tokens: Any, offsets: Any, rows: Any, lcp: Any) -> None:
             run = i
 
 
-@njit(cache=True)
+@compiled
 def _merge_sort(keys: Any, rows: Any, spare_keys: Any, spare_rows: Any, low: int, high: int) -> None:
     """Sort `keys[low:high]` stably, carrying `rows` along."""
     for start in range(low, high, _RUN):
@@ -235,7 +235,7 @@ def _merge_sort(keys: Any, rows: Any, spare_keys: Any, spare_rows: Any, low: int
         width *= 2
 
 
-@njit(cache=True)
+@compiled
 def _nodes(lcp: Any, ends: Any) -> Any:
     """Read the trie off sorted rows: (parent, depth, first, last) of the nodes in preorder, and leaf by position."""
     n = lcp.size
@@ -297,7 +297,7 @@ def _nodes(lcp: Any, ends: Any) -> Any:
     return new_parent, new_depth, new_first, new_last, leaf
 
 
-@njit(cache=True)
+@compiled
 def _select(rows: Any, lcp: Any, keep: Any) -> Any:
     """Return the kept sorted rows with the LCPs of rows that are now neighbours."""
     size = 0

@@ -44,7 +44,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llmbatch.compilation.decorators import njit
+from llmbatch.compilation.decorators import compiled
 
 Floats = NDArray[np.float64]
 
@@ -72,7 +72,7 @@ def bin_edges(max_tokens: NDArray[np.int32]) -> NDArray[np.int64]:
     return grid[: int(np.searchsorted(grid, most)) + 1]
 
 
-@njit(cache=True)
+@compiled
 def observe(
     requests: Any,
     generated: Any,
@@ -98,7 +98,7 @@ def observe(
             _count(counts[:, table_of[r]], edges, kind[r], noted[r], 1)
 
 
-@njit(cache=True)
+@compiled
 def _count(counts: Any, edges: Any, kind: int, tokens: int, rows: int) -> None:
     """Count a row in its bin, or uncount it; a censored row is in the bin of its first unknown token."""
     b = _bin(edges, tokens if kind == _ENDED else tokens + 1)
@@ -107,7 +107,7 @@ def _count(counts: Any, edges: Any, kind: int, tokens: int, rows: int) -> None:
         counts[_TOKENS, b] += rows * (tokens - edges[b])
 
 
-@njit(cache=True)
+@compiled
 def _bin(edges: Any, tokens: int) -> int:
     """Find the bin b with edges[b] < tokens <= edges[b + 1]; the number of bins if it lies beyond the last."""
     low, high = 0, edges.size
@@ -134,7 +134,7 @@ def pool(parent: NDArray[np.int32], rows: NDArray[Any], counts: NDArray[np.int64
     return pooled, answered
 
 
-@njit(cache=True)
+@compiled
 def _add_up(parent: Any, within: Any, pooled: Any, seen: Any, answered: Any, stood_for: Any) -> None:
     """Add each table to those above it, as many times as the rows `within` it that it represents."""
     kinds, tables, edges = pooled.shape
@@ -151,7 +151,7 @@ def _add_up(parent: Any, within: Any, pooled: Any, seen: Any, answered: Any, sto
         stood_for[above] += within[t]
 
 
-@njit(cache=True)
+@compiled
 def survive(parent: Any, edges: Any, pooled: Any, answered: Any, curve: Any) -> None:
     """Fill each table's curve, parents first."""
     bins = edges.size - 1
@@ -184,7 +184,7 @@ def survive(parent: Any, edges: Any, pooled: Any, answered: Any, curve: Any) -> 
         curve[t, bins] = s, sum1, sum2
 
 
-@njit(cache=True)
+@compiled
 def _extrapolated(edges: Any, prior: Any, ended: Any, censored: Any, risk: Any) -> Any:
     """Extrapolate: the prior's survival up to the last bin in which a row was seen, then the likely tail."""
     survival = prior.copy()
@@ -214,7 +214,7 @@ def _extrapolated(edges: Any, prior: Any, ended: Any, censored: Any, risk: Any) 
     return survival
 
 
-@njit(cache=True)
+@compiled
 def _mixed(parent: Any, own: Any, prior: Any, ended: Any, censored: Any) -> Any:
     """Mix the survival that a table with few answers leans on: its parent's, or its own if observations favour it."""
     log_odds = math.log(_NEW_KIND)
@@ -227,7 +227,7 @@ def _mixed(parent: Any, own: Any, prior: Any, ended: Any, censored: Any) -> Any:
     return share * own + (1.0 - share) * parent
 
 
-@njit(cache=True)
+@compiled
 def _partial_sums(edges: Any, curve: Any, table: int, x: int) -> Any:
     """Return S(x), and the sums of S(o) and (2 o + 1) S(o) over o < x; S falls linearly within a bin."""
     b = min(_bin(edges, x + 1), edges.size - 2)
@@ -241,7 +241,7 @@ def _partial_sums(edges: Any, curve: Any, table: int, x: int) -> Any:
     return s - slope * j, sum1, sum2
 
 
-@njit(cache=True)
+@compiled
 def expected_tokens(requests: Any, known: Any, cap: Any, table_of: Any, edges: Any, curve: Any) -> Any:
     mean, second = np.empty(requests.size), np.empty(requests.size)
     for i in range(requests.size):
@@ -252,7 +252,7 @@ def expected_tokens(requests: Any, known: Any, cap: Any, table_of: Any, edges: A
     return mean, second
 
 
-@njit(cache=True)
+@compiled
 def remaining_tokens(requests: Any, generated: Any, known: Any, cap: Any, table_of: Any, edges: Any, curve: Any) -> Any:
     mean, second = np.zeros(requests.size), np.zeros(requests.size)
     for i in range(requests.size):

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from llmbatch.compilation.decorators import njit
+from llmbatch.compilation.decorators import compiled
 from llmbatch.errors import RowError
 from llmbatch.preprocess.prompts import PromptSource
 from llmbatch.preprocess.request_batch import RequestBatch, RowRequests, gather
@@ -154,8 +154,14 @@ def _recorded(column: pa.ChunkedArray | None, rows: int) -> NDArray[np.int64]:
     return values
 
 
-@njit(cache=True)
-def _first_equal(tokens, offsets, rows, params_index, repeatable):  # type: ignore[no-untyped-def]
+@compiled
+def _first_equal(
+    tokens: NDArray[np.int32],
+    offsets: NDArray[np.int64],
+    rows: NDArray[np.int64],
+    params_index: NDArray[np.int32],
+    repeatable: NDArray[np.bool_],
+) -> NDArray[np.int64]:
     """Find, for each position in `rows`, the first position with the same answer: its own if there is none.
 
     Open addressing with at most half of the places taken; only repeatable rows enter the table.
@@ -195,7 +201,7 @@ def _first_equal(tokens, offsets, rows, params_index, repeatable):  # type: igno
     return first
 
 
-@njit(cache=True)
+@compiled
 def _is_repeated(tokens: Any, at: int, again: int, length: int) -> bool:
     """Tell whether two stretches of a buffer are equal."""
     for i in range(length):  # noqa: SIM110 (compiled code knows no all)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llmbatch.compilation.decorators import njit
+from llmbatch.compilation.decorators import compiled
 from llmbatch.errors import RowError
 from llmbatch.preprocess.sampling_params import SamplingParams
 
@@ -91,7 +91,7 @@ def gather(
     return out, offsets
 
 
-@njit(cache=True)
+@compiled
 def _copy(tokens: Any, starts: Any, offsets: Any, out: Any) -> None:
     for i in range(len(starts)):
         for j in range(offsets[i + 1] - offsets[i]):  # slices would have numba compile what their shapes may fail with

@@ -28,6 +28,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from llmbatch.compilation.decorators import as_python
 from llmbatch.perf_model.cost import CostModel
 from llmbatch.perf_model.fit import MeasuredSteps, calibrate, predict
 from llmbatch.perf_model.work import compute_seconds
@@ -103,7 +104,7 @@ class Refit:
     def _kinds(self, columns: Floats) -> NDArray[np.int64]:
         tokens, pairs, kv_tokens, samples, _ = columns
         rates = self._calibrated.rates
-        products = compute_seconds.py_func(rates, tokens, samples, 0.0)
+        products = as_python(compute_seconds)(rates, tokens, samples, 0.0)
         compute = products + pairs * rates.seconds_per_pair
         memory = np.maximum(kv_tokens * rates.seconds_per_kv_token, 1e-12)
         ratio = np.clip(np.rint(np.log2(compute / memory)), -_RATIOS, _RATIOS) + _RATIOS

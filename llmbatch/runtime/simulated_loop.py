@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from llmbatch.compilation.decorators import njit
+from llmbatch.compilation.decorators import compiled
 from llmbatch.compilation.references import by_reference
 from llmbatch.engine.simulated import Clock, generate, step_seconds
 from llmbatch.kvcache.page_pool import EMPTY, UNUSED, tokens_spared
@@ -106,7 +106,7 @@ class SimulatedLoop:
         return LengthObservations(ended, self._lengths[ended], np.ones(len(ended), np.bool_))
 
 
-@njit(cache=True)
+@compiled
 def _run(core: Any, clock: Any, lengths: Any, generated: Any, log: Any, now: int, steps: int) -> Any:
     """Up to `steps` steps from step `now`; how many were run. It stops where Python must do something first."""
     run, pages, peak = core.run, core.pages, core.peak
@@ -145,7 +145,7 @@ def _run(core: Any, clock: Any, lengths: Any, generated: Any, log: Any, now: int
     return steps
 
 
-@njit(cache=True)
+@compiled
 def _note(log: Any, run: Any, gone: Any, step: int) -> None:
     for slot in gone:
         slot_record = run.slots[slot]

@@ -26,7 +26,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from llmbatch.compilation.decorators import njit
+from llmbatch.compilation.decorators import compiled
 from llmbatch.compilation.references import by_reference
 from llmbatch.kvcache.page_pool import EMPTY, SHARED, UNUSED, admit_pages, probe
 from llmbatch.scheduler.admission_order import BLEND, Account, End, look_behind, skip, take, turns
@@ -68,7 +68,7 @@ class Limits(NamedTuple):
     margin: float = MARGIN  # of the pool that predictions leave alone
 
 
-@njit(cache=True)
+@compiled
 def admit(
     run: Any, pages: Any, peak: Any, chunks: Any, queue: Any, passed: Any, rules: Any, prompts: Any, limits: Any,
     now: float,
@@ -137,7 +137,7 @@ def admit(
     return True
 
 
-@njit(cache=True)
+@compiled
 def _due(run: Any, passed: Any, limits: Any, now: float) -> int:
     """Which of those that wait longest, if any, is due."""
     last = float(run.counts[ENTERED])
@@ -154,7 +154,7 @@ def _due(run: Any, passed: Any, limits: Any, now: float) -> int:
     return _PREEMPTED_DUE if alone > now else _PREEMPTED_OVERDUE
 
 
-@njit(cache=True)
+@compiled
 def _choose(
     run: Any, pages: Any, peak: Any, chunks: Any, queue: Any, passed: Any, rules: Any, prompts: Any, limits: Any,
     left_most: float, now: float, right_full: bool,
@@ -202,7 +202,7 @@ def _choose(
     return request, _NEITHER, right_full
 
 
-@njit(cache=True)
+@compiled
 def _wanted(run: Any, passed: Any, queue: Any, prompts: Any) -> Any:
     """Compute the tokens kept for the request passed over first, less those that such requests hold already."""
     if passed.size[0] == 0:
@@ -211,13 +211,13 @@ def _wanted(run: Any, passed: Any, queue: Any, prompts: Any) -> Any:
     return max(0.0, prompts[request] + queue.lengths[request] - run.held[PASSED])
 
 
-@njit(cache=True)
+@compiled
 def _margin(pages: Any, limits: Any) -> Any:
     """Compute the tokens of the pool that predictions leave alone."""
     return limits.margin * pages.num_pages * pages.page_size
 
 
-@njit(cache=True)
+@compiled
 def _begin(
     run: Any, pages: Any, peak: Any, chunks: Any, queue: Any, prompts: Any, request: int, end: int, aside: bool,
     now: float,
@@ -229,7 +229,7 @@ def _begin(
     return _enter(run, pages, peak, chunks, slot, now)
 
 
-@njit(cache=True)
+@compiled
 def _fits(
     run: Any, pages: Any, peak: Any, chunks: Any, request: int, known: int, length: float, pool: float, now: float
 ) -> Any:
@@ -244,7 +244,7 @@ def _fits(
     return top + shared <= pool
 
 
-@njit(cache=True)
+@compiled
 def _has_room(run: Any, pages: Any, request: int, known: int) -> Any:
     """Whether there is room now for what a sequence has, and for all that run to go on a little."""
     running = run.counts[DECODING] + run.counts[PREFILLING]
@@ -252,7 +252,7 @@ def _has_room(run: Any, pages: Any, request: int, known: int) -> Any:
     return running == 0 or known // pages.page_size + 2 + running - shared <= pages.counts[EMPTY] + pages.counts[UNUSED]
 
 
-@njit(cache=True)
+@compiled
 def _enter(run: Any, pages: Any, peak: Any, chunks: Any, slot: int, now: float) -> bool:
     """Admit a sequence that has a slot, and give it a chunk; False when it got none."""
     record = run.slots[slot]
@@ -267,13 +267,13 @@ def _enter(run: Any, pages: Any, peak: Any, chunks: Any, slot: int, now: float) 
     return give_chunk(run, pages, chunks, slot)
 
 
-@njit(cache=True)
+@compiled
 def private_tokens(pages: Any, request: int, tokens: int) -> Any:
     """KV tokens of a sequence beside the shareable pages of its prompt, a page more for rounding."""
     return tokens + (1 - pages.depth[request]) * pages.page_size
 
 
-@njit(cache=True)
+@compiled
 def _start(chunks: Any, known: int, now: float) -> Any:
     """The step before the first of its tokens, if the step's budget were all its own."""
     return now + 1.0 + known / max(chunks.totals[BUDGET], 1)

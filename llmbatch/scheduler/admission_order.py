@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from llmbatch.compilation.decorators import njit
+from llmbatch.compilation.decorators import compiled
 from llmbatch.compilation.references import by_reference
 from llmbatch.planning.outliers import DualScan, scan_budget
 from llmbatch.scheduler.token_budget import TILE
@@ -131,7 +131,7 @@ class EndChoice(NamedTuple):
     reserve: float
 
 
-@njit(cache=True)
+@compiled
 def turns(rules: Any, queue: Any, prompts: Any, account: Any) -> Any:
     """The ends to try for the next admission. Pure; the queue must not be empty."""
     if rules.kind == _IN_ORDER:
@@ -155,7 +155,7 @@ def turns(rules: Any, queue: Any, prompts: Any, account: Any) -> Any:
     return EndChoice(left_open, right_open, False, 0.0)
 
 
-@njit(cache=True)
+@compiled
 def take(queue: Any, end: int) -> Any:
     """The request at an end; the end moves on."""
     request = queue.order[queue.at[end]]
@@ -164,7 +164,7 @@ def take(queue: Any, end: int) -> Any:
     return request
 
 
-@njit(cache=True)
+@compiled
 def look_behind(rules: Any, queue: Any) -> Any:
     """A request that waits behind the right end's candidate, another one each time; -1 where none is found."""
     order, taken, at = queue.order, queue.taken, queue.at
@@ -183,7 +183,7 @@ def look_behind(rules: Any, queue: Any) -> Any:
     return -1
 
 
-@njit(cache=True)
+@compiled
 def skip(queue: Any) -> None:
     """Move both ends to requests that wait."""
     order, taken, at = queue.order, queue.taken, queue.at

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from llmbatch.compilation.decorators import njit
+from llmbatch.compilation.decorators import compiled
 from llmbatch.compilation.references import by_reference
 from llmbatch.kvcache.page_pool import EMPTY, UNUSED, adopt, extend
 from llmbatch.perf_model.work import Reach, pairs_of
@@ -54,7 +54,7 @@ class StepBuilder(NamedTuple):
         return new
 
 
-@njit(cache=True)
+@compiled
 def prefill(run: Any, pages: Any, chunks: Any) -> bool:
     """Give each prefilling sequence its chunk; whether all of them got one."""
     for i in range(run.counts[PREFILLING]):  # noqa: SIM110 (compiled code knows no all)
@@ -63,7 +63,7 @@ def prefill(run: Any, pages: Any, chunks: Any) -> bool:
     return True
 
 
-@njit(cache=True)
+@compiled
 def give_chunk(run: Any, pages: Any, chunks: Any, slot: int) -> bool:
     """Give a prefilling sequence the chunk that budget and pages allow; False when that is none.
 
@@ -96,7 +96,7 @@ def give_chunk(run: Any, pages: Any, chunks: Any, slot: int) -> bool:
     return True
 
 
-@njit(cache=True)
+@compiled
 def _affordable(chunks: Any, start: int, most: int, page: int) -> Any:
     """How many of `most` tokens after `start` what is left of the budget pays for.
 
@@ -118,13 +118,13 @@ def _affordable(chunks: Any, start: int, most: int, page: int) -> Any:
     return max(low, free)
 
 
-@njit(cache=True)
+@compiled
 def _price(chunks: Any, start: int, count: int) -> Any:
     """Tokens of the budget that a chunk takes: its own, and its attention as the tokens that take as long."""
     return count + chunks.price[0] * pairs_of(chunks.reach, float(start), count)
 
 
-@njit(cache=True)
+@compiled
 def note_found(record: Any, tokens: int, totals: Any) -> None:
     """Take tokens found in pages as computed; those found for the first time count as cached."""
     fresh = max(0, min(tokens, record.prompt) - record.reached)

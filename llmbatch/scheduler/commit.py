@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from llmbatch.compilation.decorators import njit
+from llmbatch.compilation.decorators import compiled
 from llmbatch.kvcache.eviction import give_up
 from llmbatch.kvcache.page_pool import EMPTY, UNUSED, extend_by_one, release, tokens_spared
 from llmbatch.kvcache.shared_reads import start_reading
@@ -24,7 +24,7 @@ _RIGHT = int(End.RIGHT)
 _AGAIN = 2.0  # times what a long answer holds may be computed again before it gives way no more
 
 
-@njit(cache=True)
+@compiled
 def hold_decodes(run: Any, pages: Any, peak: Any, rates: Any, now: float) -> Any:
     """Give every decoding sequence the page of its next token, preempting others where there is no room.
 
@@ -50,7 +50,7 @@ def hold_decodes(run: Any, pages: Any, peak: Any, rates: Any, now: float) -> Any
     return tokens
 
 
-@njit(cache=True)
+@compiled
 def unblock(run: Any, pages: Any, peak: Any, chunks: Any, now: float) -> None:
     """Preempt the newest until the oldest has a chunk. The budget is at least a page."""
     assert chunks.totals[BUDGET] >= pages.page_size
@@ -58,7 +58,7 @@ def unblock(run: Any, pages: Any, peak: Any, chunks: Any, now: float) -> None:
         preempt(run, pages, peak, run.prefilling[run.counts[PREFILLING] - 1], now)
 
 
-@njit(cache=True)
+@compiled
 def preempt(run: Any, pages: Any, peak: Any, slot: int, now: float) -> None:
     """Take a running sequence's pages; it waits, with what it has generated."""
     if not remove(run.decoding, run.counts, DECODING, slot):
@@ -73,7 +73,7 @@ def preempt(run: Any, pages: Any, peak: Any, slot: int, now: float) -> None:
     run.counts[PREEMPTIONS] += 1
 
 
-@njit(cache=True)
+@compiled
 def long_victim(run: Any, pages: Any, rates: Any, least: float) -> int:
     """The right end's decode that is cheapest to compute again of those that have outgrown what was expected of them.
 
@@ -94,7 +94,7 @@ def long_victim(run: Any, pages: Any, rates: Any, least: float) -> int:
     return victim
 
 
-@njit(cache=True)
+@compiled
 def expect_anew(run: Any, pages: Any, peak: Any, slots: Any, left: Any, now: float) -> None:
     """Forecast running sequences by what they are still expected to generate, on the right end's account."""
     for i in range(len(slots)):
@@ -106,7 +106,7 @@ def expect_anew(run: Any, pages: Any, peak: Any, slots: Any, left: Any, now: flo
         _forecast(pages, peak, slots[i], record, now)
 
 
-@njit(cache=True)
+@compiled
 def advance(
     run: Any, pages: Any, peak: Any, reach: Any, slots: Any, counts: Any, samples: Any, num_decodes: int,
     finished: Any, now: float,
@@ -154,7 +154,7 @@ def advance(
     return gone[:ended], (tokens, sampled, pairs, read)
 
 
-@njit(cache=True)
+@compiled
 def end_sequences(run: Any, pages: Any, peak: Any, slots: Any) -> None:
     """Free the pages and slots of sequences that ended."""
     for slot in slots:
@@ -163,7 +163,7 @@ def end_sequences(run: Any, pages: Any, peak: Any, slots: Any) -> None:
         give_slot(run, slot)
 
 
-@njit(cache=True)
+@compiled
 def withdraw(run: Any, pages: Any, peak: Any, slot: int) -> None:
     """End a sequence between two steps, whether it runs or is preempted."""
     if remove(run.preempted, run.counts, PREEMPTED, slot):
@@ -176,7 +176,7 @@ def withdraw(run: Any, pages: Any, peak: Any, slot: int) -> None:
     give_slot(run, slot)
 
 
-@njit(cache=True)
+@compiled
 def pack(run: Any, chunks: Any) -> Any:
     """A step's columns: slots, requests, starts, counts, samples; decodes first."""
     decodes = run.counts[DECODING]
@@ -195,7 +195,7 @@ def pack(run: Any, chunks: Any) -> Any:
     return slots, requests, starts, counts, samples
 
 
-@njit(cache=True)
+@compiled
 def _start_decoding(run: Any, pages: Any) -> None:
     """Move to the decodes the prefills that have only their newest token to compute."""
     kept = 0
@@ -212,7 +212,7 @@ def _start_decoding(run: Any, pages: Any) -> None:
     run.counts[PREFILLING] = kept
 
 
-@njit(cache=True)
+@compiled
 def _drop_ended(run: Any) -> None:
     kept, slots, decoding = 0, run.slots, run.decoding
     for i in range(run.counts[DECODING]):
@@ -222,14 +222,14 @@ def _drop_ended(run: Any) -> None:
     run.counts[DECODING] = kept
 
 
-@njit(cache=True)
+@compiled
 def _forecast(pages: Any, peak: Any, slot: int, record: Any, now: float) -> None:
     forget(peak, slot)
     base = private_tokens(pages, record.request, record.known) - now
     expect(peak, slot, now + max(record.left, 1.0), base)
 
 
-@njit(cache=True)
+@compiled
 def _victim(run: Any, pages: Any, rates: Any) -> int:
     """The running sequence that is cheapest to compute again; never the decode that was admitted first."""
     first = run.decoding[0]
@@ -246,7 +246,7 @@ def _victim(run: Any, pages: Any, rates: Any) -> int:
     return victim
 
 
-@njit(cache=True)
+@compiled
 def _cost_again(run: Any, pages: Any, rates: Any, slot: int) -> Any:
     """Seconds to compute a sequence again for each page that it frees, more where it was preempted before.
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from llmbatch.compilation.decorators import njit
+from llmbatch.compilation.decorators import compiled
 from llmbatch.compilation.references import by_reference
 from llmbatch.kvcache.page_pool import EMPTY, UNUSED, WIDEST, PagePool
 from llmbatch.perf_model.work import Rates, compute_seconds
@@ -47,7 +47,7 @@ class SchedulerState(NamedTuple):
     left: NDArray[np.float64]  # [2] seconds of compute and of KV reads of everything not yet done, as it was estimated
 
 
-@njit(cache=True)
+@compiled
 def is_done(core: Any) -> Any:
     """Nothing runs and nothing waits."""
     counts = core.run.counts
@@ -55,7 +55,7 @@ def is_done(core: Any) -> Any:
     return not waits and counts[DECODING] + counts[PREFILLING] + counts[PREEMPTED] == 0
 
 
-@njit(cache=True)
+@compiled
 def needs_attention(core: Any, now: float) -> Any:
     """Whether something must be done before the next step that compiled code cannot do.
 
@@ -66,7 +66,7 @@ def needs_attention(core: Any, now: float) -> Any:
     return overdue or run.counts[PREEMPTIONS] > run.counts[RECKONED] or pages.counts[WIDEST] + 1 > pages.tables.shape[1]
 
 
-@njit(cache=True)
+@compiled
 def decide_step(core: Any, now: float) -> Any:
     """Decide the next step, into the core's chunks and pages. False when slots must be added first: call again."""
     run, pages, peak, chunks = core.run, core.pages, core.peak, core.chunks
@@ -99,7 +99,7 @@ def decide_step(core: Any, now: float) -> Any:
     return True
 
 
-@njit(cache=True)
+@compiled
 def charge(core: Any, tokens: int, samples: int, pairs: float, read: float) -> None:
     """Take a step's work from what is left to do."""
     rates, left = core.rates, core.left
@@ -107,7 +107,7 @@ def charge(core: Any, tokens: int, samples: int, pairs: float, read: float) -> N
     left[MEMORY] -= read * rates.seconds_per_kv_token
 
 
-@njit(cache=True)
+@compiled
 def _make_way(core: Any, now: float) -> bool:
     """Preempt long answers that leave compute idle: the pool is full of them, and nothing that waits can enter.
 
@@ -132,7 +132,7 @@ def _make_way(core: Any, now: float) -> bool:
     return True
 
 
-@njit(cache=True)
+@compiled
 def _admit(core: Any, now: float) -> Any:
     return admit(
         core.run,

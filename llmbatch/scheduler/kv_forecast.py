@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from llmbatch.compilation.decorators import njit
+from llmbatch.compilation.decorators import compiled
 from llmbatch.compilation.references import by_reference
 
 
@@ -52,7 +52,7 @@ class KVForecast(NamedTuple):
         return self.slots[first:count].copy()
 
 
-@njit(cache=True)
+@compiled
 def expect(peak: Any, slot: int, end: float, base: float) -> None:
     """Count a sequence that will hold `base + t` tokens at step `t`, up to step `end`."""
     slots, ends, bases = peak.slots, peak.ends, peak.bases
@@ -73,7 +73,7 @@ def expect(peak: Any, slot: int, end: float, base: float) -> None:
     peak.size[0] += 1
 
 
-@njit(cache=True)
+@compiled
 def forget(peak: Any, slot: int) -> None:
     """Count a sequence no more."""
     slots, ends, bases = peak.slots, peak.ends, peak.bases
@@ -89,7 +89,7 @@ def forget(peak: Any, slot: int) -> None:
     peak.size[0] = last
 
 
-@njit(cache=True)
+@compiled
 def most(peak: Any, end: float, base: float) -> float:
     """The most tokens held up to the end of a sequence with this end and base, if it were counted too.
 

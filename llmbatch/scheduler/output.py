@@ -8,6 +8,7 @@ from enum import IntEnum
 import numpy as np
 from numpy.typing import NDArray
 
+from llmbatch.compilation.decorators import as_python
 from llmbatch.perf_model.work import Reach, pairs_of, reads_of, spared_of
 
 
@@ -54,12 +55,12 @@ class Step:
     def prefill_pairs(self, reach: Reach) -> float:
         """Query-key pairs of its prefills, as `llmbatch.perf_model.work` counts them."""
         starts, counts = (column[self.num_decodes :].astype(np.float64) for column in (self.starts, self.counts))
-        return float(np.sum(pairs_of.py_func(reach, starts, counts)))
+        return float(np.sum(as_python(pairs_of)(reach, starts, counts)))
 
     def read_tokens(self, reach: Reach) -> float:
         """KV tokens that it reads, those that decodes read together once."""
-        read = reads_of.py_func(reach, self.starts.astype(np.float64), self.counts.astype(np.float64))
-        return max(0.0, float(np.sum(read) - spared_of.py_func(reach, self.spared_tokens)))
+        read = as_python(reads_of)(reach, self.starts.astype(np.float64), self.counts.astype(np.float64))
+        return max(0.0, float(np.sum(read) - as_python(spared_of)(reach, self.spared_tokens)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from llmbatch.compilation.decorators import njit
+from llmbatch.compilation.decorators import compiled
 from llmbatch.compilation.references import by_reference
 
 MOST: Final = 64  # requests aside
@@ -43,7 +43,7 @@ class Passed(NamedTuple):
         return passed
 
 
-@njit(cache=True)
+@compiled
 def put_aside(passed: Any, request: int, now: float) -> None:
     """Put a request aside; there must be room."""
     passed.requests[passed.size[0]] = request
@@ -51,7 +51,7 @@ def put_aside(passed: Any, request: int, now: float) -> None:
     passed.size[0] += 1
 
 
-@njit(cache=True)
+@compiled
 def take_aside(passed: Any, at: int) -> Any:
     """The request at a place, which is aside no more."""
     request = passed.requests[at]

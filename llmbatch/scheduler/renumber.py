@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llmbatch.compilation.decorators import njit
+from llmbatch.compilation.decorators import compiled
 from llmbatch.kvcache.contents import Prompts, find, found_pages, index, name_of, start, with_tokens
 from llmbatch.kvcache.eviction import LOOSE, SHARED, UNUSED, free_page, path_of, publish_as, worth_in_plan
 from llmbatch.kvcache.page_pool import PagePool
@@ -93,7 +93,7 @@ def carry_pages(pages: PagePool, numbers: NDArray[np.int32], trie: PageTrie, wid
     return carried
 
 
-@njit(cache=True)
+@compiled
 def _publish_anew(pages: Any, before: Any) -> None:
     """Number the pages by the trie, those of the trie `before` and those that are kept."""
     for page in before:
@@ -128,7 +128,7 @@ def _publish_anew(pages: Any, before: Any) -> None:
             revalue(pages.worth, page, worth_in_plan(pages, page))
 
 
-@njit(cache=True)
+@compiled
 def _count_spared(pages: Any, rows: Any, counted: Any, spared: Any) -> None:
     """Write the leading pages of each row that are `counted`, bool by number in the trie, and count the others."""
     for request in pages.request:
@@ -143,7 +143,7 @@ def _count_spared(pages: Any, rows: Any, counted: Any, spared: Any) -> None:
             counted[node] = True
 
 
-@njit(cache=True)
+@compiled
 def _publish_found(pages: Any, request: int) -> None:
     """Publish the pages of a request's path that are kept, up to the first that is not."""
     path = path_of(pages, request)

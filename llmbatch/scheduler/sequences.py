@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from llmbatch.compilation.decorators import njit
+from llmbatch.compilation.decorators import compiled
 from llmbatch.compilation.references import by_reference
 
 # One admitted sequence. `request` is -1 where the slot is free.
@@ -81,7 +81,7 @@ class SequenceTable(NamedTuple):
         return new
 
 
-@njit(cache=True)
+@compiled
 def take_slot(run: Any, request: int, prompt: int, end: int, passed: bool, weight: float, left: float) -> Any:
     """A free slot, there must be one, for a request of `prompt` tokens of which nothing is computed."""
     run.counts[FREE] -= 1
@@ -108,7 +108,7 @@ def take_slot(run: Any, request: int, prompt: int, end: int, passed: bool, weigh
     return slot
 
 
-@njit(cache=True)
+@compiled
 def give_slot(run: Any, slot: int) -> None:
     """Free a slot."""
     record = run.slots[slot]
@@ -120,7 +120,7 @@ def give_slot(run: Any, slot: int) -> None:
     run.counts[FREE] += 1
 
 
-@njit(cache=True)
+@compiled
 def remove(slots: Any, counts: Any, which: int, slot: int) -> Any:
     """Take a slot out of a list, whose order is kept; whether it was there."""
     kept = 0

@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
-from llmbatch.compilation.decorators import njit
+from llmbatch.compilation.decorators import compiled
 from llmbatch.compilation.references import by_reference
 from llmbatch.perf_model.work import Rates as Rates
 
@@ -76,7 +76,7 @@ class BudgetRules(NamedTuple):
         return cls(0, budget.rates, budget.weights_per_pool, budget.floor, budget.ceiling)
 
 
-@njit(cache=True)
+@compiled
 def step_tokens(rules: Any, load: Any) -> Any:
     """Tokens of the step, prefill and decode together; attention and sampling are paid for in tokens (`prices`)."""
     if rules.fixed > 0:
@@ -97,7 +97,7 @@ def step_tokens(rules: Any, load: Any) -> Any:
     return max(tokens, load.decodes)
 
 
-@njit(cache=True)
+@compiled
 def prices(rules: Any) -> Any:
     """Tokens of the budget that a pair of query and key takes, and one sampled; tokens given whatever attention takes.
 

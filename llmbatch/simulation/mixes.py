@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llmbatch.compilation.decorators import njit
+from llmbatch.compilation.decorators import compiled
 from llmbatch.errors import ParameterError
 from llmbatch.perf_model.cost import CostModel
 from llmbatch.planning.prefix_tree import PrefixTree
@@ -315,7 +315,7 @@ def _sum(totals: Floats, a: Any, b: Any, c: Any) -> Any:
     return totals[0][a] + totals[1][b] + totals[2][c]
 
 
-@njit(cache=True)
+@compiled
 def _known(rows: Any, lcp: Any, order: Any) -> Any:
     """Count the tokens that each row shares with some row before it in `order`: int32, by row.
 

@@ -24,7 +24,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from llmbatch.compilation.decorators import njit
+from llmbatch.compilation.decorators import compiled
 from llmbatch.errors import DataError, ParameterError
 from llmbatch.planning.prefix_tree import PrefixTree
 
@@ -289,7 +289,7 @@ def _offsets(counts: NDArray[np.integer[Any]]) -> NDArray[np.int64]:
     return offsets
 
 
-@njit(cache=True)
+@compiled
 def _gather(blocks: Any, starts: Any, offsets: Any, parts: int) -> Any:
     """Gather rows of ids, laid out by `offsets`.
 

@@ -10,7 +10,7 @@ import pytest
 from numpy.typing import NDArray
 
 from llmbatch.choices import Policy
-from llmbatch.compilation.decorators import njit
+from llmbatch.compilation.decorators import compiled
 from llmbatch.compilation.interpreted import MOST_ELEMENTS, interpret, stop_interpreting
 from llmbatch.compilation.references import by_reference
 from llmbatch.engine.base import Engine
@@ -25,6 +25,7 @@ from llmbatch.runtime.simulated_loop import SimulatedLoop
 from llmbatch.runtime.step_loop import SerialLoop, TokenDropper
 from llmbatch.scheduler.output import Step
 from llmbatch.scheduler.scheduler import FinishedSequences, Scheduler
+from tests.support.compiled import specialisations
 
 ROW = np.dtype([("number", np.int32), ("share", np.float64)])
 ORDERS: tuple[Policy, ...] = ("blend", "dual-scan", "dfs", "density", "input")
@@ -38,22 +39,22 @@ class Columns(NamedTuple):
     rows: NDArray[Any]
 
 
-@njit()
+@compiled(cache=False)
 def _kind(column: Any) -> Any:
     return column[0], column[0] * 1_000_000
 
 
-@njit()
+@compiled(cache=False)
 def _mixed(word: Any) -> Any:
     return word * np.uint64(0x9E3779B97F4A7C15)
 
 
-@njit()
+@compiled(cache=False)
 def _of_words(words: Any) -> Any:
     return _mixed(words[0])
 
 
-@njit()
+@compiled(cache=False)
 def _bump(columns: Any) -> Any:
     row = columns.rows[1]
     row.number += 5
@@ -61,12 +62,12 @@ def _bump(columns: Any) -> Any:
     return columns.numbers[1:], columns.rows[1].share
 
 
-@njit()
+@compiled(cache=False)
 def _length(column: Any) -> int:
     return len(column)
 
 
-@njit()
+@compiled(cache=False)
 def _called(column: Any) -> int:
     return _length(column) + _length(column)
 
@@ -109,10 +110,10 @@ def test_the_caller_s_own_arrays_are_changed_and_plain_ones_returned() -> None:
 
 
 def test_nothing_is_compiled_meanwhile() -> None:
-    before = len(_length.signatures)
+    before = specialisations(_length)
     in_python()
     assert _called(np.zeros(3, np.int8)) == 6
-    assert len(_length.signatures) == before
+    assert specialisations(_length) == before
 
 
 def test_a_call_over_a_large_array_waits_for_compiled_code() -> None:
@@ -121,7 +122,7 @@ def test_a_call_over_a_large_array_waits_for_compiled_code() -> None:
     assert waits == []
     assert _length(np.zeros(MOST_ELEMENTS + 1, np.int8)) == MOST_ELEMENTS + 1
     assert waits == [True]
-    assert _length.signatures
+    assert specialisations(_length)
 
 
 def test_a_function_that_has_begun_in_python_ends_so() -> None:
@@ -132,22 +133,22 @@ def test_a_function_that_has_begun_in_python_ends_so() -> None:
         return len(asked) > 1
 
     in_python(ready)
-    before = len(_called.signatures)
+    before = specialisations(_called)
     _called(np.zeros(3, np.int16))
-    assert (asked, len(_called.signatures)) == ([True], before)
+    assert (asked, specialisations(_called)) == ([True], before)
     _called(np.zeros(3, np.int16))
-    assert len(_called.signatures) == before + 1
+    assert specialisations(_called) == before + 1
 
 
 def test_functions_that_are_defined_meanwhile_run_as_python_too() -> None:
     in_python()
 
-    @njit()
+    @compiled(cache=False)
     def doubled(number: Any) -> Any:
         return 2 * number
 
     assert doubled(4) == 8
-    assert not doubled.signatures
+    assert not specialisations(doubled)
 
 
 class _Steps(TokenDropper):

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from llmbatch.compilation.decorators import as_python
 from llmbatch.engine.recorded import RecordedEngine
 from llmbatch.perf_model.cost import CostModel, find_shape
 from llmbatch.perf_model.hardware import find_hardware
@@ -165,7 +166,7 @@ def test_pairs_and_reads_are_those_of_every_token_and_layer(windows: list[int], 
         assert pairs_of(reach, float(begin), end - begin) == pytest.approx(np.sum(every) / len(windows))
         assert reads_of(reach, float(begin), end - begin) == pytest.approx(np.mean([end - f for f in first]))
     whole = sum(pairs_of(reach, float(a), b - a) for a, b in pairwise(ends.tolist()))
-    assert pairs_of.py_func(reach, np.array([float(start)]), np.array([ends[-1] - start]))[0] == pytest.approx(whole)
+    assert as_python(pairs_of)(reach, np.array([float(start)]), np.array([ends[-1] - start]))[0] == pytest.approx(whole)
 
 
 def test_attention_and_samples_are_paid_for_in_tokens_that_take_as_long() -> None:

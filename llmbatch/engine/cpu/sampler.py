@@ -14,7 +14,7 @@ import numpy as np
 from numba import prange
 from numpy.typing import NDArray
 
-from llmbatch.compilation.decorators import njit
+from llmbatch.compilation.decorators import compiled
 from llmbatch.engine.seeds import mix
 from llmbatch.kernels.cpu.numerics import exp32, ordered, unordered
 
@@ -22,7 +22,7 @@ _CHUNK: Final = 1024
 _INFINITY_BITS: Final = np.int32(0x7F800000)
 
 
-@njit(cache=True, nogil=True)
+@compiled(nogil=True)
 def _best(row: Any) -> Any:
     """Find the first index of the highest logit, that logit, and whether it is finite and none is NaN."""
     best, best_at = np.int32(-0x80000000), 0
@@ -42,7 +42,7 @@ def _best(row: Any) -> Any:
     return index, highest, largest <= _INFINITY_BITS and abs(highest) < np.inf
 
 
-@njit(cache=True, nogil=True)
+@compiled(nogil=True)
 def _draw_any(row: Any, highest: np.float32, inverse: np.float32, uniform: float) -> int:
     total = 0.0
     for start in range(0, row.size, _CHUNK):
@@ -61,7 +61,7 @@ def _draw_any(row: Any, highest: np.float32, inverse: np.float32, uniform: float
     return last
 
 
-@njit(cache=True, nogil=True)
+@compiled(nogil=True)
 def _draw_top(row: Any, highest: np.float32, inverse: np.float32, top_k: int, top_p: float, uniform: float) -> int:
     """Draw from the `top_k` likeliest, of those from the fewest that reach `top_p`; ties go to the first."""
     weights = np.empty(row.size, np.float32)
@@ -120,14 +120,14 @@ def sample(
         _draw(logits, temperature, top_k, top_p, seeds, positions, tokens, highest, finite)
 
 
-@njit(parallel=True, cache=True, nogil=True)
+@compiled(parallel=True, nogil=True)
 def _take_best(logits: Any, tokens: Any, highest: Any, finite: Any) -> None:
     """Find the likeliest token of each row, its logit, and whether the row is finite."""
     for i in prange(logits.shape[0]):
         tokens[i], highest[i], finite[i] = _best(logits[i])
 
 
-@njit(parallel=True, cache=True, nogil=True)
+@compiled(parallel=True, nogil=True)
 def _draw(
     logits: Any,
     temperature: Any,

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from llmbatch.compilation.decorators import njit
+from llmbatch.compilation.decorators import compiled
 from llmbatch.engine.seeds import mix
 from llmbatch.kernels.triton.argmax import best
 
@@ -23,7 +23,7 @@ from llmbatch.kernels.triton.argmax import best
 _BLOCK: Final = 1 << 24
 
 
-@njit(cache=True)
+@compiled
 def _uniforms(seeds: NDArray[np.uint64], positions: NDArray[np.int32]) -> NDArray[np.float64]:
     out = np.empty(seeds.size)
     for i in range(seeds.size):
