@@ -40,9 +40,9 @@ class MeasuredDriver(SimulatedLoop):
 
     def run(self, scheduler: Scheduler, steps: int) -> LengthObservations:
         """Advance, and note what the steps took."""
-        before = int(self.log.counts[0])
+        before = int(self.log.counts[0].steps)
         ended = super().run(scheduler, steps)
-        log = self.log.steps[before : self.log.counts[0]]
+        log = self.log.steps[before : self.log.counts[0].steps]
         if len(log):
             self._refit.note(
                 MeasuredSteps(

@@ -10,7 +10,7 @@ The index is a hash table with a chain of pages in each bucket. Where two pages 
 
 from __future__ import annotations
 
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +23,8 @@ _SEEDS: Final = (np.uint64(0x243F6A8885A308D3), np.uint64(0x13198A2E03707344))  
 _FACTORS: Final = (np.uint64(0x9E3779B97F4A7C15), np.uint64(0xC2B2AE3D27D4EB4F))  # odd, of well mixed bits
 _SHIFTS: Final = (np.uint64(29), np.uint64(32))
 _ONE: Final = np.uint64(1)
+
+Name = tuple[np.uint64, np.uint64]
 
 
 @by_reference
@@ -72,13 +74,13 @@ class Contents(NamedTuple):
 
 
 @compiled
-def start() -> Any:
+def start() -> Name:
     """The name of no tokens."""
     return _SEEDS
 
 
 @compiled
-def with_token(name: Any, token: int) -> Any:
+def with_token(name: Name, token: int) -> Name:
     """The name of some tokens and one more."""
     added = np.uint64(token) + _ONE
     first = (name[0] ^ added) * _FACTORS[0]
@@ -87,7 +89,7 @@ def with_token(name: Any, token: int) -> Any:
 
 
 @compiled
-def with_tokens(name: Any, tokens: Any, begin: int, end: int) -> Any:
+def with_tokens(name: Name, tokens: NDArray[np.int32], begin: int, end: int) -> Name:
     """The name of some tokens and `tokens[begin:end]`."""
     for at in range(begin, end):
         name = with_token(name, tokens[at])
@@ -95,37 +97,38 @@ def with_tokens(name: Any, tokens: Any, begin: int, end: int) -> Any:
 
 
 @compiled
-def prompt_pages(prompts: Any, request: int, page_size: int) -> Any:
+def prompt_pages(prompts: Prompts, request: int, page_size: int) -> tuple[int, int]:
     """Where a request's prompt begins, and how many pages it fills; none where prompts are not known."""
     if len(prompts.tokens) == 0:
-        return np.int64(0), np.int64(0)
+        return 0, 0
     begin = prompts.offsets[request]
     return begin, (prompts.offsets[request + 1] - begin) // page_size
 
 
 @compiled
-def name_of(contents: Any, page: int) -> Any:
+def name_of(contents: Contents, page: int) -> Name:
     """A page's name."""
     return contents.names[page, 0], contents.names[page, 1]
 
 
 @compiled
-def is_named(contents: Any, page: int) -> Any:
+def is_named(contents: Contents, page: int) -> bool:
     """Whether it is known what a page holds."""
-    return contents.names[page, 0] | contents.names[page, 1] != 0
+    named: bool = contents.names[page, 0] | contents.names[page, 1] != 0
+    return named
 
 
 @compiled
-def find(contents: Any, first: Any, second: Any) -> Any:
+def find(contents: Contents, first: np.uint64, second: np.uint64) -> int:
     """The page of a name, -1 for none."""
-    page = contents.buckets[_bucket(contents, first)]
+    page: int = contents.buckets[_bucket(contents, first)]
     while page >= 0 and (contents.names[page, 0] != first or contents.names[page, 1] != second):
         page = contents.following[page]
     return page
 
 
 @compiled
-def give_name(contents: Any, page: int, name: Any) -> Any:
+def give_name(contents: Contents, page: int, name: Name) -> bool:
     """Name a page; whether it can be found by the name: not where another page has it."""
     contents.names[page, 0] = name[0]
     contents.names[page, 1] = name[1]
@@ -133,7 +136,7 @@ def give_name(contents: Any, page: int, name: Any) -> Any:
 
 
 @compiled
-def index(contents: Any, page: int) -> Any:
+def index(contents: Contents, page: int) -> bool:
     """Let a page be found by its name, if it has one and no other page is; whether it is found."""
     if contents.following[page] != _OUTSIDE:
         return True
@@ -147,7 +150,7 @@ def index(contents: Any, page: int) -> Any:
 
 
 @compiled
-def forget_contents(contents: Any, page: int) -> None:
+def forget_contents(contents: Contents, page: int) -> None:
     """A page holds nothing any more."""
     if contents.following[page] != _OUTSIDE:
         bucket = _bucket(contents, contents.names[page, 0])
@@ -163,7 +166,14 @@ def forget_contents(contents: Any, page: int) -> None:
 
 
 @compiled
-def found_pages(contents: Any, prompts: Any, page_size: int, rows: Any, lcp: Any, found: Any) -> None:
+def found_pages(
+    contents: Contents,
+    prompts: Prompts,
+    page_size: int,
+    rows: NDArray[np.int32],
+    lcp: NDArray[np.int32],
+    found: NDArray[np.int32],
+) -> None:
     """Write how many leading pages of each row's prompt are there; `rows` are sorted, `lcp` of neighbours in tokens.
 
     What a row shares with the one before is looked up once, so this takes a step a row and one a page found.
@@ -191,5 +201,5 @@ def found_pages(contents: Any, prompts: Any, page_size: int, rows: Any, lcp: Any
 
 
 @compiled
-def _bucket(contents: Any, first: Any) -> Any:
+def _bucket(contents: Contents, first: np.uint64) -> np.int64:
     return np.int64((first >> _SHIFTS[1]) & np.uint64(len(contents.buckets) - 1))

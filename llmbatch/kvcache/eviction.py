@@ -2,30 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from llmbatch.compilation.decorators import compiled
 from llmbatch.kvcache.contents import find, forget_contents, name_of, prompt_pages, start, with_tokens
-from llmbatch.kvcache.page_trie import fill_path
+from llmbatch.kvcache.page_pool import FREE, NOBODY, PagePool, path_of
 from llmbatch.kvcache.page_worth import given_up, planned, remove, revalue
 
-FREE, LOOSE = -2, -1  # what `node` says of a page that is not in the trie
-EMPTY, UNUSED, SHARED, WIDEST, SEQUENCES = range(5)  # in `Pages.counts`
-NOBODY = -1  # in `Pages.owner` and `Pages.sequence`
-
 
 @compiled
-def path_of(pages: Any, request: int) -> Any:
-    """Numbers of the shareable pages of a request, first page first; valid until the next call."""
-    depth = pages.depth[request]
-    path = pages.path[:depth]
-    if depth > 0:
-        fill_path(path, depth, pages.run[request], pages.run_start, pages.run_base, pages.run_parent)
-    return path
-
-
-@compiled
-def expect_requests(pages: Any, request: int, more: int) -> None:
+def expect_requests(pages: PagePool, request: int, more: int) -> None:
     """So many more requests are to come for each page of a request's path."""
     for node in path_of(pages, request):
         pages.remaining[node] += more
@@ -35,7 +19,7 @@ def expect_requests(pages: Any, request: int, more: int) -> None:
 
 
 @compiled
-def worth_in_plan(pages: Any, page: int) -> Any:
+def worth_in_plan(pages: PagePool, page: int) -> int:
     """The worth of an unused page by the requests to come: of one of the trie that has any, else as given up now."""
     number = pages.node[page]
     if number >= 0 and pages.remaining[number] > 0:
@@ -44,9 +28,9 @@ def worth_in_plan(pages: Any, page: int) -> Any:
 
 
 @compiled
-def recall(pages: Any, slot: int, position: int) -> Any:
+def recall(pages: PagePool, slot: int, position: int) -> int:
     """The next page of a slot, if it was its own before or is known by what it holds; else -1."""
-    page = pages.tables[slot, position]
+    page: int = pages.tables[slot, position]
     if page >= 0 and pages.owner[page] == pages.sequence[slot]:
         return page
     begin, named = prompt_pages(pages.prompts, pages.request[slot], pages.page_size)
@@ -60,7 +44,7 @@ def recall(pages: Any, slot: int, position: int) -> Any:
 
 
 @compiled
-def publish_as(pages: Any, page: int, node: int) -> None:
+def publish_as(pages: PagePool, page: int, node: int) -> None:
     """Let a loose page stand for one of the trie; the caller sees to its users and its worth."""
     pages.node[page] = node
     pages.owner[page] = NOBODY
@@ -68,35 +52,35 @@ def publish_as(pages: Any, page: int, node: int) -> None:
 
 
 @compiled
-def give_up(pages: Any, slot: int, request: int) -> None:
+def give_up(pages: PagePool, slot: int, request: int) -> None:
     """The request that was preempted from a slot does not come back."""
     expect_requests(pages, request, -1)
     for page in pages.tables[slot]:
         if page >= 0 and pages.owner[page] == pages.sequence[slot]:
             remove(pages.worth, page)
-            pages.counts[UNUSED] -= 1
+            pages.counts[0].unused -= 1
             free_page(pages, page)
     pages.sequence[slot] = NOBODY
 
 
 @compiled
-def free_page(pages: Any, page: int) -> None:
+def free_page(pages: PagePool, page: int) -> None:
     """Nobody holds a page, and nobody will find it."""
     if pages.node[page] >= 0:
         pages.resident[pages.node[page]] = -1
     forget_contents(pages.contents, page)
     pages.owner[page] = NOBODY
     pages.node[page] = FREE
-    pages.free[pages.counts[EMPTY]] = page
-    pages.counts[EMPTY] += 1
+    pages.free[pages.counts[0].free] = page
+    pages.counts[0].free += 1
 
 
 @compiled
-def evict(pages: Any, wanted: int) -> None:
+def evict(pages: PagePool, wanted: int) -> None:
     """Free the least worthy of the pages that nobody uses."""
-    assert pages.counts[UNUSED] >= wanted, "room was promised that is not there"
+    assert pages.counts[0].unused >= wanted, "room was promised that is not there"
     for _ in range(wanted):
         page = pages.worth.heap[0]
         remove(pages.worth, page)
-        pages.counts[UNUSED] -= 1
+        pages.counts[0].unused -= 1
         free_page(pages, page)

@@ -12,43 +12,31 @@ All state is in arrays, changed by compiled code. `check` verifies everything.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from llmbatch.compilation.decorators import compiled
+from llmbatch.compilation.records import Int64, Records, records
 from llmbatch.compilation.references import by_reference
-from llmbatch.kvcache.contents import (
-    Contents,
-    Prompts,
-    forget_contents,
-    give_name,
-    index,
-    is_named,
-    name_of,
-    prompt_pages,
-    start,
-    with_tokens,
-)
-from llmbatch.kvcache.eviction import EMPTY as EMPTY
-from llmbatch.kvcache.eviction import (
-    FREE,
-    LOOSE,
-    NOBODY,
-    SEQUENCES,
-    evict,
-    expect_requests,
-    path_of,
-    publish_as,
-    recall,
-)
-from llmbatch.kvcache.eviction import SHARED as SHARED
-from llmbatch.kvcache.eviction import UNUSED as UNUSED
-from llmbatch.kvcache.eviction import WIDEST as WIDEST
-from llmbatch.kvcache.page_trie import PageTrie
-from llmbatch.kvcache.page_worth import Worth, given_up, insert, planned, remove
-from llmbatch.kvcache.shared_reads import Reads, stop_reading
+from llmbatch.kvcache.contents import Contents, Prompts
+from llmbatch.kvcache.page_trie import PageTrie, fill_path
+from llmbatch.kvcache.page_worth import Worth, planned
+from llmbatch.kvcache.shared_reads import Reads
+
+FREE, LOOSE = -2, -1  # in `PagePool.node`, of a page that is not in the trie
+NOBODY: Final = -1  # in `PagePool.owner` and `PagePool.sequence`
+
+
+class PageCounts:
+    """How many pages are in which state, and two counts that only grow."""
+
+    free: Int64
+    unused: Int64  # held by no slot, and kept
+    shared: Int64  # of the trie, held by slots
+    widest: Int64  # pages, the most that a slot ever held
+    sequences: Int64  # that ever were admitted
 
 
 @by_reference
@@ -65,7 +53,7 @@ class PagePool(NamedTuple):
     users: NDArray[np.int32]  # page -> slots that hold it
     owner: NDArray[np.int64]  # page -> the sequence that gave it up last, while it is loose; or -1
     free: NDArray[np.int32]  # a stack of pages
-    counts: NDArray[np.int64]  # free pages, unused ones, used trie pages; the most a slot ever held; sequences
+    counts: Records[PageCounts]  # [1]
     worth: Worth  # of unused pages
     contents: Contents
     prompts: Prompts  # by request; of nothing where pages are found by the trie alone
@@ -95,6 +83,8 @@ class PagePool(NamedTuple):
         `cascade`: decodes read a prefix that many of them share once a step. Without `prompts` pages that the trie
         does not need any more are not kept.
         """
+        counts = records(PageCounts)
+        counts[0].free = num_pages
         return cls(
             num_pages=num_pages,
             page_size=trie.page_size,
@@ -106,7 +96,7 @@ class PagePool(NamedTuple):
             users=np.zeros(num_pages, np.int32),
             owner=np.full(num_pages, NOBODY, np.int64),
             free=np.arange(num_pages - 1, -1, -1, dtype=np.int32),
-            counts=np.array([num_pages, 0, 0, 0, 0], np.int64),
+            counts=counts,
             worth=Worth.empty(num_pages),
             contents=Contents.empty(num_pages),
             prompts=prompts or Prompts.nothing(),
@@ -140,7 +130,7 @@ class PagePool(NamedTuple):
     @property
     def available(self) -> int:
         """Pages that can be allocated now: free ones, and those nobody uses."""
-        return int(self.counts[EMPTY] + self.counts[UNUSED])
+        return int(self.counts[0].free + self.counts[0].unused)
 
     @property
     def used(self) -> int:
@@ -160,7 +150,7 @@ class PagePool(NamedTuple):
             assert (nodes[shared] == path[: len(pages)][shared[: len(path)]]).all(), "a shared page is off the path"
             users[pages] += 1
         assert (users == self.users).all(), "users are miscounted"
-        free = self.free[: self.counts[EMPTY]]
+        free = self.free[: self.counts[0].free]
         assert len(np.unique(free)) == len(free), "a page is free twice"
         assert (self.node[free] == FREE).all(), "a free page is in the trie"
         assert (users[free] == 0).all(), "a free page is in use"
@@ -171,8 +161,8 @@ class PagePool(NamedTuple):
         inside = np.flatnonzero(self.node >= 0)
         assert (self.resident[self.node[inside]] == inside).all(), "a trie page is not where the trie says"
         assert np.count_nonzero(self.resident >= 0) == len(inside), "the trie names a page that is gone"
-        assert self.counts[UNUSED] == np.count_nonzero(unused), "unused pages are miscounted"
-        assert self.counts[SHARED] == np.count_nonzero(users[inside] > 0), "used trie pages are miscounted"
+        assert self.counts[0].unused == np.count_nonzero(unused), "unused pages are miscounted"
+        assert self.counts[0].shared == np.count_nonzero(users[inside] > 0), "used trie pages are miscounted"
         assert (self.remaining >= 0).all(), "fewer than no rows are to come"
         assert not self.contents.names[free].any(), "a free page has a name"
         assert (self.owner[(self.node != LOOSE) | (users > 0)] == NOBODY).all(), "a page in use has an owner"
@@ -185,156 +175,17 @@ class PagePool(NamedTuple):
 
 
 @compiled
-def probe(pages: Any, request: int) -> int:
-    """How many of a request's shareable pages others use now; changes nothing."""
-    used = 0
-    for node in path_of(pages, request):
-        page = pages.resident[node]
-        if page >= 0 and pages.users[page] > 0:
-            used += 1
-    return used
+def path_of(pages: PagePool, request: int) -> NDArray[np.int32]:
+    """Numbers of the shareable pages of a request, first page first; valid until the next call."""
+    depth = pages.depth[request]
+    path = pages.path[:depth]
+    if depth > 0:
+        fill_path(path, depth, pages.run[request], pages.run_start, pages.run_base, pages.run_parent)
+    return path
 
 
 @compiled
-def admit_pages(pages: Any, slot: int, request: int, prompt: int) -> Any:
-    """Give a slot to a request, with the pages of its prompt that are there. Returns tokens found.
-
-    A sequence that comes back to its slot finds its own pages too, as far as nobody else has needed them.
-    """
-    assert pages.request[slot] < 0, "a slot is given twice"
-    pages.request[slot] = request
-    if pages.sequence[slot] == NOBODY:
-        pages.sequence[slot] = pages.counts[SEQUENCES]
-        pages.counts[SEQUENCES] += 1
-    found = adopt(pages, slot, prompt)
-    expect_requests(pages, request, -1)
-    return found
-
-
-@compiled
-def adopt(pages: Any, slot: int, prompt: int) -> Any:
-    """Take over pages of the slot's prompt that others have published since. Returns tokens now held in full.
-
-    To be called when the slot's computed tokens end on a page boundary. The last of `prompt` tokens is never
-    found: it must be computed.
-    """
-    path = path_of(pages, pages.request[slot])
-    depth = (prompt - 1) // pages.page_size
-    while pages.held[slot] < depth:
-        position = pages.held[slot]
-        page = pages.resident[path[position]] if position < len(path) else -1
-        if page < 0:
-            page = recall(pages, slot, position)
-            if page < 0:
-                break
-            if position < len(path):
-                publish_as(pages, page, path[position])
-        if pages.users[page] == 0:
-            remove(pages.worth, page)
-            pages.counts[UNUSED] -= 1
-            pages.counts[SHARED] += pages.node[page] >= 0
-            pages.owner[page] = NOBODY
-        pages.users[page] += 1
-        pages.tables[slot, position] = page
-        pages.held[slot] += 1
-    return pages.held[slot] * pages.page_size
-
-
-@compiled
-def extend(pages: Any, slot: int, tokens: int) -> None:
-    """Hold pages for the first `tokens` tokens of a slot; pages on its path are published.
-
-    The caller has made sure of room, and that tables are wide enough.
-    """
-    wanted = -(-tokens // pages.page_size)
-    missing = wanted - pages.held[slot]
-    if missing <= 0:
-        return
-    if missing > pages.counts[EMPTY]:
-        evict(pages, missing - pages.counts[EMPTY])
-    path = path_of(pages, pages.request[slot])
-    contents, prompts = pages.contents, pages.prompts
-    begin, named = prompt_pages(prompts, pages.request[slot], pages.page_size)
-    while pages.held[slot] < wanted:
-        position = pages.held[slot]
-        page = _take(pages, slot)
-        # A page of the path that another slot holds already cannot be published twice: this copy is loose.
-        if position < len(path) and pages.resident[path[position]] < 0:
-            pages.node[page] = path[position]
-            pages.resident[path[position]] = page
-            pages.counts[SHARED] += 1
-        if position < named:
-            name = start() if position == 0 else name_of(contents, pages.tables[slot, position - 1])
-            at = begin + position * pages.page_size
-            give_name(contents, page, with_tokens(name, prompts.tokens, at, at + pages.page_size))
-    pages.counts[WIDEST] = max(pages.counts[WIDEST], wanted)
-
-
-@compiled
-def extend_by_one(pages: Any, slot: int) -> None:
-    """Hold one page more, which is loose."""
-    if pages.counts[EMPTY] == 0:
-        evict(pages, 1)
-    _take(pages, slot)
-    pages.counts[WIDEST] = max(pages.counts[WIDEST], pages.held[slot])
-
-
-@compiled
-def release(pages: Any, slot: int, computed: int, again: bool) -> None:
-    """Take a slot's pages back. `again`: its request was preempted and will be admitted again.
-
-    Pages that can be found again stay, where their KV is in the `computed` tokens. The end of a sequence goes first.
-    """
-    if again:
-        expect_requests(pages, pages.request[slot], 1)
-    stop_reading(pages.reads, pages.tables, slot)
-    whole = computed // pages.page_size
-    contents, worth = pages.contents, pages.worth
-    by_name = len(pages.prompts.tokens) > 0
-    # Calls in this loop take no `pages`: a call's cost grows with the arrays that it is given.
-    for i in range(pages.held[slot] - 1, -1, -1):
-        page = pages.tables[slot, i]
-        pages.users[page] -= 1
-        if pages.users[page] > 0:
-            continue
-        number = pages.node[page]
-        pages.counts[SHARED] -= number >= 0
-        to_come = pages.remaining[number] if number >= 0 else (1 if again else 0)
-        # What has no name has generated tokens, and is named when they are known (`llmbatch.kvcache.publish`).
-        found = by_name and i < whole and (index(contents, page) or not is_named(contents, page))
-        if i < whole and (to_come > 0 or found):
-            pages.counts[UNUSED] += 1
-            if number < 0:
-                pages.owner[page] = pages.sequence[slot]
-            value = planned(to_come, number) if number >= 0 and to_come > 0 else given_up(worth, to_come)
-            insert(worth, page, value)
-            continue
-        if number >= 0:
-            pages.resident[number] = -1
-        if by_name:
-            forget_contents(contents, page)
-        pages.node[page] = FREE
-        pages.free[pages.counts[EMPTY]] = page
-        pages.counts[EMPTY] += 1
-    pages.held[slot] = 0
-    pages.request[slot] = -1
-    if not again:
-        pages.sequence[slot] = NOBODY
-
-
-@compiled
-def tokens_spared(pages: Any) -> Any:
+def tokens_spared(pages: PagePool) -> int:
     """KV tokens that decodes need not read, since others of the step read them for them."""
-    return pages.reads.spared[0] * pages.page_size
-
-
-@compiled
-def _take(pages: Any, slot: int) -> Any:
-    """Append a free page to a slot's table, as a loose one."""
-    pages.counts[EMPTY] -= 1
-    page = pages.free[pages.counts[EMPTY]]
-    pages.node[page] = LOOSE
-    pages.users[page] = 1
-    pages.tables[slot, pages.held[slot]] = page
-    pages.held[slot] += 1
-    return page
+    tokens: int = pages.reads.spared[0] * pages.page_size
+    return tokens

@@ -8,17 +8,24 @@ number, which within a path grows with depth, deeper ones first; others in the o
 
 from __future__ import annotations
 
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from llmbatch.compilation.decorators import compiled
+from llmbatch.compilation.records import Int64, Records, records
 from llmbatch.compilation.references import by_reference
 
-SIZE, CLOCK = range(2)  # in `Worth.counts`
 _USERS: Final = 40  # bits below the number of planned users: more pages than a job ever gives up
 _NUMBERS: Final = 1 << 32  # more than a trie has
+
+
+class WorthCounts:
+    """How many pages are in the heap, and how many ever were given up."""
+
+    pages: Int64
+    given_up: Int64
 
 
 @by_reference
@@ -28,7 +35,7 @@ class Worth(NamedTuple):
     heap: NDArray[np.int32]  # [pages]
     place: NDArray[np.int32]  # page -> where it stands in the heap, or -1
     value: NDArray[np.int64]  # page -> its worth, while it stands there
-    counts: NDArray[np.int64]  # pages in the heap; pages that ever were given up
+    counts: Records[WorthCounts]  # [1]
 
     @classmethod
     def empty(cls, num_pages: int) -> Worth:
@@ -37,12 +44,12 @@ class Worth(NamedTuple):
             np.empty(num_pages, np.int32),
             np.full(num_pages, -1, np.int32),
             np.zeros(num_pages, np.int64),
-            np.zeros(2, np.int64),
+            records(WorthCounts),
         )
 
     def check(self, unused: NDArray[np.bool_]) -> None:
         """Verify that the heap holds the `unused` pages, each in its place; raises AssertionError."""
-        heap = self.heap[: self.counts[SIZE]]
+        heap = self.heap[: self.counts[0].pages]
         assert (np.sort(heap) == np.flatnonzero(unused)).all(), "pages that nobody uses are not those in the heap"
         assert (self.place[heap] == np.arange(len(heap))).all(), "a page is not where the heap says"
         assert np.count_nonzero(self.place >= 0) == len(heap), "a page is thought to be in the heap"
@@ -51,40 +58,40 @@ class Worth(NamedTuple):
 
 
 @compiled
-def planned(users: int, number: int) -> Any:
+def planned(users: int, number: int) -> int:
     """The worth of a page of the trie that so many requests are planned to use."""
-    return (np.int64(users) << _USERS) + (_NUMBERS - number)
+    return (users << _USERS) + (_NUMBERS - number)
 
 
 @compiled
-def given_up(worth: Any, users: int) -> Any:
+def given_up(worth: Worth, users: int) -> int:
     """The worth of a page that is given up now, and that `users` requests are planned to use."""
-    worth.counts[CLOCK] += 1
-    return (np.int64(users) << _USERS) + worth.counts[CLOCK]
+    worth.counts[0].given_up += 1
+    return (users << _USERS) + worth.counts[0].given_up
 
 
 @compiled
-def is_planned(value: int) -> Any:
+def is_planned(value: int) -> bool:
     """Whether this is the worth of a page that some request is planned to use."""
     return value >> _USERS > 0
 
 
 @compiled
-def insert(worth: Any, page: int, value: int) -> None:
+def insert(worth: Worth, page: int, value: int) -> None:
     """Nobody uses a page any more."""
-    at = worth.counts[SIZE]
-    worth.counts[SIZE] += 1
+    at = worth.counts[0].pages
+    worth.counts[0].pages += 1
     worth.value[page] = value
     _up(worth, page, at)
 
 
 @compiled
-def remove(worth: Any, page: int) -> None:
+def remove(worth: Worth, page: int) -> None:
     """A page is used again, or free."""
     at = worth.place[page]
     worth.place[page] = -1
-    worth.counts[SIZE] -= 1
-    last = worth.heap[worth.counts[SIZE]]
+    worth.counts[0].pages -= 1
+    last = worth.heap[worth.counts[0].pages]
     if last != page:
         worth.place[last] = at
         worth.heap[at] = last
@@ -92,14 +99,14 @@ def remove(worth: Any, page: int) -> None:
 
 
 @compiled
-def revalue(worth: Any, page: int, value: int) -> None:
+def revalue(worth: Worth, page: int, value: int) -> None:
     """The worth of a page that nobody uses has changed."""
     worth.value[page] = value
     _settle(worth, page)
 
 
 @compiled
-def _settle(worth: Any, page: int) -> None:
+def _settle(worth: Worth, page: int) -> None:
     at = worth.place[page]
     if at > 0 and worth.value[worth.heap[(at - 1) // 2]] > worth.value[page]:
         _up(worth, page, at)
@@ -108,7 +115,7 @@ def _settle(worth: Any, page: int) -> None:
 
 
 @compiled
-def _up(worth: Any, page: int, at: int) -> None:
+def _up(worth: Worth, page: int, at: int) -> None:
     """Put a page into the heap at `at` or above."""
     while at > 0:
         above = worth.heap[(at - 1) // 2]
@@ -122,9 +129,9 @@ def _up(worth: Any, page: int, at: int) -> None:
 
 
 @compiled
-def _down(worth: Any, page: int, at: int) -> None:
+def _down(worth: Worth, page: int, at: int) -> None:
     """Put a page into the heap at `at` or below."""
-    size = worth.counts[SIZE]
+    size = worth.counts[0].pages
     while True:
         below = 2 * at + 1
         if below >= size:

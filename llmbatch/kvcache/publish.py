@@ -7,7 +7,7 @@ begins with an earlier prompt and its answer, the next turn of a conversation, f
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,13 +15,13 @@ from numpy.typing import NDArray
 from llmbatch.compilation.decorators import compiled
 from llmbatch.compilation.references import by_reference
 from llmbatch.kvcache.contents import give_name, name_of, start, with_token
-from llmbatch.kvcache.eviction import UNUSED, free_page
+from llmbatch.kvcache.eviction import free_page
 from llmbatch.kvcache.page_pool import PagePool
 from llmbatch.kvcache.page_worth import remove
 
 
 @by_reference
-class Ends(NamedTuple):
+class EndedPages(NamedTuple):
     """The pages of sequences that end from the first with a generated token on."""
 
     sequences: NDArray[np.int64]  # [n] their numbers
@@ -30,7 +30,7 @@ class Ends(NamedTuple):
     offsets: NDArray[np.int64]
 
     @classmethod
-    def of(cls, pages: PagePool, slots: NDArray[np.int32]) -> Ends:
+    def of(cls, pages: PagePool, slots: NDArray[np.int32]) -> EndedPages:
         """Those of sequences that still hold their pages; none where prompts are not known."""
         if not len(pages.prompts.tokens):
             return cls(np.zeros(0, np.int64), np.zeros((0, 2), np.uint64), np.zeros(0, np.int32), np.zeros(1, np.int64))
@@ -38,7 +38,11 @@ class Ends(NamedTuple):
 
 
 def publish(
-    pages: PagePool, ends: Ends, requests: NDArray[np.int32], answers: list[NDArray[np.int32]], whole: NDArray[np.bool_]
+    pages: PagePool,
+    ends: EndedPages,
+    requests: NDArray[np.int32],
+    answers: list[NDArray[np.int32]],
+    whole: NDArray[np.bool_],
 ) -> None:
     """Name the pages of answers as far as they are still there; of those that are not `whole`, nothing is kept."""
     if not len(ends.pages):
@@ -50,7 +54,9 @@ def publish(
 
 
 @compiled
-def _ends(pages: Any, slots: Any) -> Any:
+def _ends(
+    pages: PagePool, slots: NDArray[np.int32]
+) -> tuple[NDArray[np.int64], NDArray[np.uint64], NDArray[np.int32], NDArray[np.int64]]:
     sequences = np.empty(len(slots), np.int64)
     names = np.empty((len(slots), 2), np.uint64)
     offsets = np.zeros(len(slots) + 1, np.int64)
@@ -71,7 +77,13 @@ def _ends(pages: Any, slots: Any) -> Any:
 
 
 @compiled
-def _publish(pages: Any, ends: Any, requests: Any, tokens: Any, offsets: Any) -> None:
+def _publish(
+    pages: PagePool,
+    ends: EndedPages,
+    requests: NDArray[np.int32],
+    tokens: NDArray[np.int32],
+    offsets: NDArray[np.int64],
+) -> None:
     prompts, size = pages.prompts, pages.page_size
     for i in range(len(requests)):
         begin = prompts.offsets[requests[i]]
@@ -91,5 +103,5 @@ def _publish(pages: Any, ends: Any, requests: Any, tokens: Any, offsets: Any) ->
             at += size
             if mine and not (named and give_name(pages.contents, page, name)):
                 remove(pages.worth, page)
-                pages.counts[UNUSED] -= 1
+                pages.counts[0].unused -= 1
                 free_page(pages, page)

@@ -10,7 +10,7 @@ multiples of their tiles, which is left out.
 
 from __future__ import annotations
 
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -61,7 +61,7 @@ class Reads(NamedTuple):
 
 
 @compiled
-def start_reading(reads: Any, tables: Any, slot: int, held: int) -> None:
+def start_reading(reads: Reads, tables: NDArray[np.int32], slot: int, held: int) -> None:
     """A sequence decodes from now on; its `held` pages hold its prompt."""
     if held <= reads.first:
         return
@@ -73,7 +73,7 @@ def start_reading(reads: Any, tables: Any, slot: int, held: int) -> None:
 
 
 @compiled
-def stop_reading(reads: Any, tables: Any, slot: int) -> None:
+def stop_reading(reads: Reads, tables: NDArray[np.int32], slot: int) -> None:
     """A sequence loses its pages; nothing happens where it does not decode."""
     for i in range(reads.first, reads.counted[slot]):
         page = tables[slot, i]
@@ -83,7 +83,7 @@ def stop_reading(reads: Any, tables: Any, slot: int) -> None:
 
 
 @compiled
-def _spared_by_one(reads: Any, page: int, position: int) -> Any:
+def _spared_by_one(reads: Reads, page: int, position: int) -> int:
     """Reads that the last of a page's readers spares, of the page and of those before that it stands for."""
     readers = reads.readers[page]
     if readers < GROUP_ROWS:

@@ -15,7 +15,7 @@ The compiled functions take numbers; `as_python(function)` takes arrays.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +25,9 @@ from llmbatch.compilation.references import by_reference
 
 if TYPE_CHECKING:
     from llmbatch.perf_model.cost import CostModel
+
+Floats = NDArray[np.float64]
+Numbers = float | Floats
 
 _UNBOUNDED: Final = float(1 << 40)  # tokens; more than any sequence has, and exact in sums of squares of lengths
 
@@ -74,8 +77,14 @@ class Rates(NamedTuple):
         )
 
 
+@overload
+def pairs_of(reach: Reach, start: float, count: float) -> float: ...
+@overload
+def pairs_of(reach: Reach, start: Floats, count: Numbers) -> Floats: ...
+@overload
+def pairs_of(reach: Reach, start: float, count: Floats) -> Floats: ...
 @compiled
-def pairs_of(reach: Any, start: Any, count: Any) -> Any:
+def pairs_of(reach: Reach, start: Any, count: Any) -> Any:
     """Query-key pairs of a chunk; also what as many decodes after `start` tokens read."""
     total = 0.0
     for i in range(len(reach.windows)):
@@ -86,8 +95,14 @@ def pairs_of(reach: Any, start: Any, count: Any) -> Any:
     return total
 
 
+@overload
+def reads_of(reach: Reach, start: float, count: float) -> float: ...
+@overload
+def reads_of(reach: Reach, start: Floats, count: Numbers) -> Floats: ...
+@overload
+def reads_of(reach: Reach, start: float, count: Floats) -> Floats: ...
 @compiled
-def reads_of(reach: Any, start: Any, count: Any) -> Any:
+def reads_of(reach: Reach, start: Any, count: Any) -> Any:
     """KV tokens that a chunk reads."""
     total = 0.0
     for i in range(len(reach.windows)):
@@ -96,19 +111,27 @@ def reads_of(reach: Any, start: Any, count: Any) -> Any:
 
 
 @compiled
-def sees_all(reach: Any) -> Any:
+def sees_all(reach: Reach) -> bool:
     """Whether no layer has a window: a decode then reads its sequence, and loops over sequences need no loop inside."""
-    return len(reach.windows) == 1 and reach.windows[0] >= _UNBOUNDED
+    return len(reach.windows) == 1 and bool(reach.windows[0] >= _UNBOUNDED)
 
 
+@overload
+def spared_of(reach: Reach, tokens: float) -> float: ...
+@overload
+def spared_of(reach: Reach, tokens: Floats) -> Floats: ...
 @compiled
-def spared_of(reach: Any, tokens: Any) -> Any:
+def spared_of(reach: Reach, tokens: Any) -> Any:
     """Of `tokens` that decodes need not read, since others read them for them: those of layers without a window."""
     last = len(reach.windows) - 1
     return tokens * reach.shares[last] if reach.windows[last] >= _UNBOUNDED else tokens * 0.0
 
 
+@overload
+def compute_seconds(rates: Rates, tokens: float, samples: float, pairs: float) -> float: ...
+@overload
+def compute_seconds(rates: Rates, tokens: Floats, samples: Numbers, pairs: Numbers) -> Floats: ...
 @compiled
-def compute_seconds(rates: Any, tokens: Any, samples: Any, pairs: Any) -> Any:
+def compute_seconds(rates: Rates, tokens: Any, samples: Any, pairs: Any) -> Any:
     """Seconds of compute, reading the weights left out."""
     return tokens * rates.seconds_per_token + samples * rates.seconds_per_sample + pairs * rates.seconds_per_pair

@@ -45,8 +45,7 @@ from llmbatch.runtime.step_loop import StepLoop
 from llmbatch.scheduler.admission_order import Blend, DualScanEnds, Ends, FromFront
 from llmbatch.scheduler.renumber import pages_spared
 from llmbatch.scheduler.scheduler import QueueUpdate, Scheduler
-from llmbatch.scheduler.steady_budget import steady_budget
-from llmbatch.scheduler.token_budget import TILE, Budget, ClosedLoopBudget, FixedBudget
+from llmbatch.scheduler.token_budget import TILE, Budget, ClosedLoopBudget, FixedBudget, steady_budget
 
 STEP_TOKENS = 2048
 _SHORTEST_WAIT, _LONGEST_WAIT = 64, 512  # steps between two plans while the first sample runs, doubling

@@ -14,16 +14,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmbatch.compilation.decorators import compiled
+from llmbatch.compilation.records import Int64, Records, records
 from llmbatch.compilation.references import by_reference
 from llmbatch.engine.simulated import Clock, generate, step_seconds
-from llmbatch.kvcache.page_pool import EMPTY, UNUSED, tokens_spared
+from llmbatch.kvcache.page_pool import tokens_spared
 from llmbatch.perf_model.cost import CostModel
 from llmbatch.runtime.step_loop import LengthObservations
-from llmbatch.scheduler.chunks import BEGUN, CACHED, PREEMPTED_NOW, RECOMPUTED
 from llmbatch.scheduler.commit import advance, end_sequences, pack
-from llmbatch.scheduler.decide import charge, decide_step, is_done, needs_attention
+from llmbatch.scheduler.decide import charge, decide_step, needs_attention
 from llmbatch.scheduler.scheduler import Scheduler
-from llmbatch.scheduler.sequences import DECODING, PREFILLING
+from llmbatch.scheduler.state import SchedulerState, SequenceTable, is_done
 
 # A row a step.
 STEP = np.dtype(
@@ -44,6 +44,13 @@ STEP = np.dtype(
 )
 
 
+class LogCounts:
+    """How many steps the log has, and how many requests have ended."""
+
+    steps: Int64
+    ended: Int64
+
+
 @by_reference
 class SimulationLog(NamedTuple):
     """What happened, step by step and request by request; -1 for requests that have not ended."""
@@ -56,7 +63,7 @@ class SimulationLog(NamedTuple):
     preemptions: NDArray[np.int32]
     side: NDArray[np.int32]  # the end of the order that a request was last counted to
     ended: NDArray[np.int32]  # requests in the order in which they ended
-    counts: NDArray[np.int64]  # steps; requests that ended
+    counts: Records[LogCounts]  # [1]
 
     @classmethod
     def empty(cls, requests: int) -> SimulationLog:
@@ -64,7 +71,7 @@ class SimulationLog(NamedTuple):
         unset = np.full(requests, -1, np.int32)
         return cls(
             np.empty(1024, STEP), unset, unset.copy(), unset.copy(), unset.copy(), unset.copy(), unset.copy(),
-            unset.copy(), np.zeros(2, np.int64),
+            unset.copy(), records(LogCounts),
         )  # fmt: skip
 
     def grown(self) -> SimulationLog:
@@ -84,69 +91,82 @@ class SimulatedLoop:
     @property
     def seconds(self) -> float:
         """What all steps took."""
-        return float(self.log.steps["time_s"][: self.log.counts[0]].sum())
+        return float(self.log.steps["time_s"][: self.log.counts[0].steps].sum())
 
     def run(self, scheduler: Scheduler, steps: int) -> LengthObservations:
         """Advance by at most `steps` steps, until nothing is left; the requests that ended."""
         until = scheduler.steps + steps
-        before = int(self.log.counts[1])
+        before = int(self.log.counts[0].ended)
         while scheduler.steps < until and not scheduler.done:
             scheduler.attend()
-            if self.log.counts[0] == len(self.log.steps):
+            if self.log.counts[0].steps == len(self.log.steps):
                 self.log = self.log.grown()
-            room = len(self.log.steps) - int(self.log.counts[0])
+            room = len(self.log.steps) - int(self.log.counts[0].steps)
             while len(scheduler.core.run.slots) > len(self._generated):
                 self._generated = np.concatenate([self._generated, np.zeros_like(self._generated)])
             more = min(until - scheduler.steps, room)
             done = _run(scheduler.core, self._clock, self._lengths, self._generated, self.log, scheduler.steps, more)
             scheduler.steps += done
-            if scheduler.core.chunks.totals[BEGUN]:
+            if scheduler.core.chunks.totals[0].begun:
                 scheduler.grow()
-        ended = self.log.ended[before : self.log.counts[1]]
+        ended = self.log.ended[before : self.log.counts[0].ended]
         return LengthObservations(ended, self._lengths[ended], np.ones(len(ended), np.bool_))
 
 
 @compiled
-def _run(core: Any, clock: Any, lengths: Any, generated: Any, log: Any, now: int, steps: int) -> Any:
-    """Up to `steps` steps from step `now`; how many were run. It stops where Python must do something first."""
-    run, pages, peak = core.run, core.pages, core.peak
+def _run(
+    state: SchedulerState,
+    clock: Clock,
+    lengths: NDArray[np.int32],
+    generated: NDArray[np.int32],
+    log: SimulationLog,
+    now: int,
+    steps: int,
+) -> int:
+    """Run up to `steps` steps from step `now`; how many were run. It stops where Python must do something first."""
+    counts, pages, totals = state.run.counts[0], state.pages, state.chunks.totals[0]
     for done in range(steps):
         step = now + done
-        if is_done(core) or (not core.chunks.totals[BEGUN] and needs_attention(core, float(step))):
+        if is_done(state) or (not totals.begun and needs_attention(state, float(step))):
             return done
-        if not decide_step(core, float(step)):
+        if not decide_step(state, float(step)):
             return done  # slots are needed
-        totals = core.chunks.totals
-        slots, requests, starts, counts, samples = pack(run, core.chunks)
-        decodes = run.counts[DECODING]
+        columns, decodes = pack(state), counts.decoding
         finished, tokens, pairs, read = generate(
-            clock.rates.reach, slots, requests, starts, counts, samples, decodes, tokens_spared(pages), lengths,
+            clock.rates.reach,
+            columns.slots,
+            columns.requests,
+            columns.starts,
+            columns.counts,
+            columns.samples,
+            decodes,
+            tokens_spared(pages),
+            lengths,
             generated,
-        )  # fmt: skip
-        record = log.steps[log.counts[0]]
-        log.counts[0] += 1
+        )
+        record = log.steps[log.counts[0].steps]
+        log.counts[0].steps += 1
         record.step = step
         record.time_s = step_seconds(clock, tokens + decodes, pairs, read, len(finished))
         record.prefill_tokens = tokens
         record.prefill_pairs = pairs
         record.decode_tokens = decodes
         record.kv_read_tokens = read
-        record.kv_used_tokens = (pages.num_pages - pages.counts[EMPTY] - pages.counts[UNUSED]) * pages.page_size
-        record.running = decodes + run.counts[PREFILLING]
-        record.preempted = totals[PREEMPTED_NOW]
-        record.cached_tokens = totals[CACHED]
-        record.recomputed_tokens = totals[RECOMPUTED]
-        reach = core.rates.reach
-        gone, work = advance(run, pages, peak, reach, slots, counts, samples, decodes, finished, float(step + 1))
-        charge(core, work[0], work[1], work[2], work[3])
-        _note(log, run, gone, step)
+        record.kv_used_tokens = (pages.num_pages - pages.counts[0].free - pages.counts[0].unused) * pages.page_size
+        record.running = decodes + counts.prefilling
+        record.preempted = totals.preempted
+        record.cached_tokens = totals.cached
+        record.recomputed_tokens = totals.recomputed
+        gone, work = advance(state, columns.slots, columns.counts, columns.samples, decodes, finished, float(step + 1))
+        charge(state, work)
+        _note(log, state.run, gone, step)
         generated[gone] = 0
-        end_sequences(run, pages, peak, gone)
+        end_sequences(state, gone)
     return steps
 
 
 @compiled
-def _note(log: Any, run: Any, gone: Any, step: int) -> None:
+def _note(log: SimulationLog, run: SequenceTable, gone: NDArray[np.int32], step: int) -> None:
     for slot in gone:
         slot_record = run.slots[slot]
         request = slot_record.request
@@ -156,5 +176,5 @@ def _note(log: Any, run: Any, gone: Any, step: int) -> None:
         log.recomputed_tokens[request] = slot_record.recomputed
         log.preemptions[request] = slot_record.preemptions
         log.side[request] = slot_record.end
-        log.ended[log.counts[1]] = request
-        log.counts[1] += 1
+        log.ended[log.counts[0].ended] = request
+        log.counts[0].ended += 1

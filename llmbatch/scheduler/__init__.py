@@ -12,7 +12,7 @@ __all__ = [
     "output",
     "renumber",
     "scheduler",
-    "sequences",
-    "steady_budget",
+    "state",
+    "steering",
     "token_budget",
 ]

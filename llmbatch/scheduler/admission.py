@@ -3,122 +3,99 @@
 Compiled, because it runs every step: admissions from the ends of the plan while the step's budget has room and the
 predicted peak of KV stays within the pool. No work here is proportional to the requests that wait.
 
-Memory that is empty. A long answer at the right end does not fit where its peak would not, though much of the pool may
+Memory that is empty. A long answer at the memory end does not fit where its peak would not, though much of the pool may
 be empty for long before that. Where empty memory costs, one of those behind the candidate that does not fit is tried,
 another one each step, within `llmbatch.scheduler.admission_order.Blend.behind` places. Those that end before that peak
 fit; the candidate keeps its place, and they have given their memory back before it is wanted.
 
-Those that wait longest. What was preempted comes back in the order of preemption. A request of the left end that does
-not fit is passed over (`llmbatch.scheduler.passed_over`), so that what stands behind it goes on; memory is kept for it
-from then on, which the right end may not take, and the left end only up to its reserve. Neither may be passed for ever,
-and predictions may be wrong for ever. So the one that has waited longest is due after `PREEMPTED_WAITS` or
-`PASSED_WAITS` steps, or as many after the one before it entered. For one that was passed over nobody else enters then
-until it does. One that was preempted enters as soon as there is room for what it has, whatever is predicted. Until then
-only the left end's rows enter, a tenth of the pool at most, for what it waits for may run long, and compute would idle;
-after `PREEMPTED_WAITS_ALONE` steps nobody. Hence the bound: while one waits, others enter in at most (k + 1) such
-stretches of steps, where k waited already when it began to, and the one that is due enters at the latest when all that
-run have ended.
+Those that wait longest. What was preempted comes back in the order of preemption. A request of the compute end that
+does not fit is passed over (`llmbatch.scheduler.passed_over`), so that what stands behind it goes on; memory is kept
+for it from then on, which the memory end may not take, and the compute end only up to its reserve. Neither may be
+passed for ever, and predictions may be wrong for ever. So the one that has waited longest is due after
+`Steering.preempted_waits` or `passed_waits` steps, or as many after the one before it entered. For one that was passed
+over nobody else enters then until it does. One that was preempted enters as soon as there is room for what it has,
+whatever is predicted. Until then only the compute end's rows enter, a tenth of the pool at most, for what it waits for
+may run long, and compute would idle; after `preempted_waits_alone` steps nobody. Hence the bound: while one waits,
+others enter in at most (k + 1) such stretches of steps, where k waited already when it began to, and the one that is
+due enters at the latest when all that run have ended.
 """
 
 from __future__ import annotations
 
-from typing import Any, Final, NamedTuple
-
 import numpy as np
 
 from llmbatch.compilation.decorators import compiled
-from llmbatch.compilation.references import by_reference
-from llmbatch.kvcache.page_pool import EMPTY, SHARED, UNUSED, admit_pages, probe
-from llmbatch.scheduler.admission_order import BLEND, Account, End, look_behind, skip, take, turns
-from llmbatch.scheduler.chunks import BUDGET, LEFT, RIGHT, TOKENS, give_chunk, note_found
+from llmbatch.kvcache.allocation import admit_pages, probe
+from llmbatch.kvcache.page_pool import PagePool
+from llmbatch.scheduler.admission_order import (
+    BLEND,
+    COMPUTE_END,
+    MEMORY_END,
+    Account,
+    look_behind,
+    skip,
+    take,
+    turns,
+)
+from llmbatch.scheduler.chunks import give_chunk, note_found
 from llmbatch.scheduler.kv_forecast import expect, most
 from llmbatch.scheduler.passed_over import put_aside, take_aside
-from llmbatch.scheduler.sequences import (
-    ADMISSIONS,
-    DECODING,
-    ENTERED,
-    FREE,
-    PASSED,
-    PREEMPTED,
-    PREFILLING,
-    remove,
-    take_slot,
-)
+from llmbatch.scheduler.state import SchedulerState, stop_waiting, take_slot
 
-PREEMPTED_WAITS: Final = 8192.0  # steps; fewer bring long answers back while prompts still want their memory
-PREEMPTED_WAITS_ALONE: Final = 32_768.0  # steps; while others wait with it, compute idles
-PASSED_WAITS: Final = 2048.0  # steps; more leave large prompts for the end, with nothing beside them
-MARGIN: Final = 0.03  # of the pool that predictions leave alone
-LEAN_MARGIN: Final = 0.005  # and where weights are read beside KV: memory that is empty costs readings of them
-_LEFT_ALONE = 0.10  # of the pool that sequences coming back leave to the left end: they may have made way for it
 _NOBODY_DUE, _PREEMPTED_DUE, _PREEMPTED_OVERDUE, _PASSED_DUE = range(4)
 _NEITHER, _PASSED_OVER = -1, -2  # in place of an end
-_LEFT = int(End.LEFT)
-
-
-@by_reference
-class Limits(NamedTuple):
-    """What admission keeps to."""
-
-    pool: float  # tokens
-    most_running: int  # sequences
-    preempted_waits: float = PREEMPTED_WAITS  # steps before the sequence that was preempted first is due
-    preempted_waits_alone: float = PREEMPTED_WAITS_ALONE  # and before nobody else enters
-    passed_waits: float = PASSED_WAITS  # and before nobody enters but the request that was passed over first
-    margin: float = MARGIN  # of the pool that predictions leave alone
 
 
 @compiled
-def admit(
-    run: Any, pages: Any, peak: Any, chunks: Any, queue: Any, passed: Any, rules: Any, prompts: Any, limits: Any,
-    now: float,
-) -> bool:  # fmt: skip
+def admit(state: SchedulerState, now: float) -> bool:
     """Admit while the step's budget has room. False when it stopped only because no slot was free."""
-    back_full = right_full = False  # what did not fit once in a step does not fit later in it
+    run, queue, passed, limits, prompts = state.run, state.queue, state.passed, state.limits, state.prompts
+    counts, totals, alone = run.counts[0], state.chunks.totals[0], state.steering.compute_end_alone
+    back_full = memory_full = False  # what did not fit once in a step does not fit later in it
     tried = 0  # of those passed over
     too_large = np.inf  # tokens of the smallest of them that does not fit
-    keeps = rules.kind == BLEND and queue.at[0] <= queue.at[1]
-    margin = _margin(pages, limits)
-    back = limits.pool * (1.0 - _LEFT_ALONE if keeps else 1.0) - margin  # for what was preempted
-    while chunks.totals[TOKENS] < chunks.totals[BUDGET]:
-        if run.counts[DECODING] + run.counts[PREFILLING] >= limits.most_running:
+    keeps = state.rules.kind == BLEND and queue.at[0] <= queue.at[1]
+    margin = _margin(state)
+    back = limits.pool * (1.0 - alone if keeps else 1.0) - margin  # for what was preempted
+    while totals.tokens < totals.budget:
+        if counts.decoding + counts.prefilling >= limits.most_running:
             return True
-        due = _due(run, passed, limits, now)
-        left_most = _LEFT_ALONE * limits.pool if due == _PREEMPTED_DUE else np.inf  # that the left end may hold
-        if run.counts[PREEMPTED] > 0 and not back_full and due != _PASSED_DUE:
+        due = _due(state, now)
+        compute_most = alone * limits.pool if due == _PREEMPTED_DUE else np.inf  # that the compute end may hold
+        if counts.preempted > 0 and not back_full and due != _PASSED_DUE:
             slot = run.preempted[0]
             record = run.slots[slot]
             if due in (_PREEMPTED_DUE, _PREEMPTED_OVERDUE):
-                fits = _has_room(run, pages, record.request, record.known)
+                fits = _has_room(state, record.request, record.known)
             else:
-                fits = _fits(run, pages, peak, chunks, record.request, record.known, record.left, back, now)
+                fits = _fits(state, record.request, record.known, record.remaining_tokens, back, now)
             if fits:
                 if passed.size[0] == 0 or record.preempted_step <= passed.since[0]:
-                    run.counts[ENTERED] = int(now)
-                remove(run.preempted, run.counts, PREEMPTED, slot)
-                if not _enter(run, pages, peak, chunks, slot, now):
+                    counts.entered = int(now)
+                stop_waiting(run, slot)
+                if not _enter(state, slot, now):
                     return True
                 continue
-            back_full = right_full = True  # it comes before the right end's; what the left end admits is soon gone
+            back_full = memory_full = True  # it comes before the memory end's; what the compute end admits is soon gone
         if due == _PREEMPTED_OVERDUE or (due == _PASSED_DUE and tried > 0):
             return True
-        if run.counts[FREE] == 0:
+        if counts.free == 0:
             return False
         if tried < passed.size[0]:
             request = passed.requests[tried]
             size = prompts[request] + queue.lengths[request]
             pool = limits.pool - margin
-            if tried > 0 and rules.kind == BLEND:
-                pool -= _wanted(run, passed, queue, prompts)
-            if size < min(too_large, left_most - run.held[0]) and _fits(
-                run, pages, peak, chunks, request, prompts[request], queue.lengths[request], pool, now
+            if tried > 0 and state.rules.kind == BLEND:
+                pool -= _wanted(state)
+            if size < min(too_large, compute_most - run.held[COMPUTE_END]) and _fits(
+                state, request, prompts[request], queue.lengths[request], pool, now
             ):
                 if tried == 0 and (
-                    run.counts[PREEMPTED] == 0 or passed.since[0] < run.slots[run.preempted[0]].preempted_step
+                    counts.preempted == 0 or passed.since[0] < run.slots[run.preempted[0]].preempted_step
                 ):
-                    run.counts[ENTERED] = int(now)
+                    counts.entered = int(now)
                 take_aside(passed, tried)
-                if not _begin(run, pages, peak, chunks, queue, prompts, request, _LEFT, True, now):
+                if not _begin(state, request, COMPUTE_END, True, now):
                     return True
                 continue
             too_large = min(size, too_large)
@@ -126,154 +103,163 @@ def admit(
             continue
         if queue.at[0] > queue.at[1]:
             return True
-        request, end, right_full = _choose(
-            run, pages, peak, chunks, queue, passed, rules, prompts, limits, left_most, now, right_full
-        )
+        request, end, memory_full = _choose(state, compute_most, now, memory_full)
         if end == _PASSED_OVER:
             tried += 1
             continue
-        if end < 0 or not _begin(run, pages, peak, chunks, queue, prompts, request, end, False, now):
+        if end < 0 or not _begin(state, request, end, False, now):
             return True
     return True
 
 
 @compiled
-def _due(run: Any, passed: Any, limits: Any, now: float) -> int:
+def _due(state: SchedulerState, now: float) -> int:
     """Which of those that wait longest, if any, is due."""
-    last = float(run.counts[ENTERED])
+    run, passed, steering = state.run, state.passed, state.steering
+    counts = run.counts[0]
+    last = float(counts.entered)
     preempted_due, passed_due = np.inf, np.inf  # the steps from which on they are due
-    if run.counts[PREEMPTED] > 0:
-        preempted_due = max(run.slots[run.preempted[0]].preempted_step, last) + limits.preempted_waits
+    if counts.preempted > 0:
+        preempted_due = max(run.slots[run.preempted[0]].preempted_step, last) + steering.preempted_waits
     if passed.size[0] > 0:
-        passed_due = max(passed.since[0], last) + limits.passed_waits
+        passed_due = max(passed.since[0], last) + steering.passed_waits
     if min(preempted_due, passed_due) > now:
         return _NOBODY_DUE
     if passed_due < preempted_due:
         return _PASSED_DUE
-    alone = preempted_due + limits.preempted_waits_alone - limits.preempted_waits
+    alone = preempted_due + steering.preempted_waits_alone - steering.preempted_waits
     return _PREEMPTED_DUE if alone > now else _PREEMPTED_OVERDUE
 
 
 @compiled
-def _choose(
-    run: Any, pages: Any, peak: Any, chunks: Any, queue: Any, passed: Any, rules: Any, prompts: Any, limits: Any,
-    left_most: float, now: float, right_full: bool,
-) -> Any:  # fmt: skip
-    """The request that is admitted next, taken, and its end, or what else is done; whether the right end is full."""
-    totals = chunks.totals
-    account = Account(
-        limits.pool,
-        float(totals[BUDGET]),
-        float(totals[LEFT]),
-        float(totals[RIGHT]),
-        run.counts[DECODING] + run.counts[PREFILLING] + run.counts[PREEMPTED] == 0,
-        run.held[0],
-        run.held[1],
-    )
-    turn = turns(rules, queue, prompts, account)
-    request = np.int32(0)
-    wanted, margin = _wanted(run, passed, queue, prompts), _margin(pages, limits)
+def _choose(state: SchedulerState, compute_most: float, now: float, memory_full: bool) -> tuple[int, int, bool]:
+    """Take the request that is admitted next from its end, or pass one over.
+
+    Returns the request; its end, or what else was done; whether what stands at the memory end does not fit.
+    """
+    run, queue, passed, prompts, limits = state.run, state.queue, state.passed, state.prompts, state.limits
+    turn = turns(state.rules, queue, prompts, _account(state))
+    request = 0
+    wanted, margin = _wanted(state), _margin(state)
     for attempt in range(2):
-        end = 1 if turn.right_first == (attempt == 0) else 0
-        if not (turn.right if end == 1 else turn.left) or (end == 1 and right_full):
+        end = MEMORY_END if turn.memory_first == (attempt == 0) else COMPUTE_END
+        if not (turn.memory if end == MEMORY_END else turn.compute) or (end == MEMORY_END and memory_full):
             continue
         request = queue.order[queue.at[end]]
-        if end == 0 and run.held[0] + prompts[request] > left_most:
+        if end == COMPUTE_END and run.held[COMPUTE_END] + prompts[request] > compute_most:
             continue
         pool = limits.pool - margin - wanted
-        if end == 1:
+        if end == MEMORY_END:
             pool -= turn.reserve
-        elif rules.kind != BLEND or run.held[0] - run.held[PASSED] + prompts[request] <= turn.reserve:
+        elif (
+            state.rules.kind != BLEND
+            or run.held[COMPUTE_END] - run.counts[0].passed_tokens + prompts[request] <= turn.reserve
+        ):
             pool = limits.pool - margin
-        if _fits(run, pages, peak, chunks, request, prompts[request], queue.lengths[request], pool, now):
-            return take(queue, end), end, right_full
-        if end == 1 and rules.behind > 0:
-            behind = look_behind(rules, queue)
-            if behind >= 0 and _fits(
-                run, pages, peak, chunks, behind, prompts[behind], queue.lengths[behind], pool, now
-            ):
+        if _fits(state, request, prompts[request], queue.lengths[request], pool, now):
+            return take(queue, end), end, memory_full
+        if end == MEMORY_END and state.rules.behind > 0:
+            behind = look_behind(state.rules, queue)
+            if behind >= 0 and _fits(state, behind, prompts[behind], queue.lengths[behind], pool, now):
                 queue.taken[behind] = True
                 skip(queue)
-                return behind, end, right_full
-        right_full = right_full or end == 1
-        if end == 0 and passed.size[0] < len(passed.requests):
+                return behind, end, memory_full
+        memory_full = memory_full or end == MEMORY_END
+        if end == COMPUTE_END and passed.size[0] < len(passed.requests):
             put_aside(passed, take(queue, end), now)
-            return request, _PASSED_OVER, right_full
-    return request, _NEITHER, right_full
+            return request, _PASSED_OVER, memory_full
+    return request, _NEITHER, memory_full
 
 
 @compiled
-def _wanted(run: Any, passed: Any, queue: Any, prompts: Any) -> Any:
+def _account(state: SchedulerState) -> Account:
+    counts, totals, held = state.run.counts[0], state.chunks.totals[0], state.run.held
+    return Account(
+        state.limits.pool,
+        float(totals.budget),
+        float(totals.compute_end),
+        float(totals.memory_end),
+        counts.decoding + counts.prefilling + counts.preempted == 0,
+        held[COMPUTE_END],
+        held[MEMORY_END],
+    )
+
+
+@compiled
+def _wanted(state: SchedulerState) -> float:
     """Compute the tokens kept for the request passed over first, less those that such requests hold already."""
-    if passed.size[0] == 0:
+    if state.passed.size[0] == 0:
         return 0.0
-    request = passed.requests[0]
-    return max(0.0, prompts[request] + queue.lengths[request] - run.held[PASSED])
+    request = state.passed.requests[0]
+    wanted: float = state.prompts[request] + state.queue.lengths[request] - state.run.counts[0].passed_tokens
+    return max(0.0, wanted)
 
 
 @compiled
-def _margin(pages: Any, limits: Any) -> Any:
+def _margin(state: SchedulerState) -> float:
     """Compute the tokens of the pool that predictions leave alone."""
-    return limits.margin * pages.num_pages * pages.page_size
+    return state.limits.margin * state.pages.num_pages * state.pages.page_size
 
 
 @compiled
-def _begin(
-    run: Any, pages: Any, peak: Any, chunks: Any, queue: Any, prompts: Any, request: int, end: int, aside: bool,
-    now: float,
-) -> bool:  # fmt: skip
+def _begin(state: SchedulerState, request: int, end: int, aside: bool, now: float) -> bool:
     """Admit a request for the first time; there must be a slot. False when it got no chunk."""
-    prompt, length = prompts[request], queue.lengths[request]
-    slot = take_slot(run, request, prompt, end, aside, prompt + length / 2, length)
-    run.slots[slot].admitted_step = np.int32(now)
-    return _enter(run, pages, peak, chunks, slot, now)
+    prompt, length = state.prompts[request], state.queue.lengths[request]
+    slot = take_slot(state.run, request, prompt, end, aside, prompt + length / 2, length)
+    state.run.slots[slot].admitted_step = int(now)
+    return _enter(state, slot, now)
 
 
 @compiled
-def _fits(
-    run: Any, pages: Any, peak: Any, chunks: Any, request: int, known: int, length: float, pool: float, now: float
-) -> Any:
+def _fits(state: SchedulerState, request: int, known: int, length: float, pool: float, now: float) -> bool:
     """Whether the predicted peak stays within `pool` tokens if a sequence enters now."""
-    if run.counts[DECODING] + run.counts[PREFILLING] == 0:
+    counts, pages = state.run.counts[0], state.pages
+    if counts.decoding + counts.prefilling == 0:
         return True
-    if pages.counts[EMPTY] + pages.counts[UNUSED] == 0:
+    if pages.counts[0].free + pages.counts[0].unused == 0:
         return False
-    start = _start(chunks, known, now)
-    top = most(peak, start + max(length, 1.0), private_tokens(pages, request, known) - start)
-    shared = (pages.counts[SHARED] + pages.depth[request] - probe(pages, request)) * pages.page_size
-    return top + shared <= pool
+    start = _start(state, known, now)
+    top = most(state.peak, start + max(length, 1.0), private_tokens(pages, request, known) - start)
+    shared = (pages.counts[0].shared + pages.depth[request] - probe(pages, request)) * pages.page_size
+    return bool(top + shared <= pool)
 
 
 @compiled
-def _has_room(run: Any, pages: Any, request: int, known: int) -> Any:
+def _has_room(state: SchedulerState, request: int, known: int) -> bool:
     """Whether there is room now for what a sequence has, and for all that run to go on a little."""
-    running = run.counts[DECODING] + run.counts[PREFILLING]
+    counts, pages = state.run.counts[0], state.pages
+    running = counts.decoding + counts.prefilling
     shared = probe(pages, request)
-    return running == 0 or known // pages.page_size + 2 + running - shared <= pages.counts[EMPTY] + pages.counts[UNUSED]
+    return (
+        running == 0 or known // pages.page_size + 2 + running - shared <= pages.counts[0].free + pages.counts[0].unused
+    )
 
 
 @compiled
-def _enter(run: Any, pages: Any, peak: Any, chunks: Any, slot: int, now: float) -> bool:
+def _enter(state: SchedulerState, slot: int, now: float) -> bool:
     """Admit a sequence that has a slot, and give it a chunk; False when it got none."""
-    record = run.slots[slot]
+    run, pages = state.run, state.pages
+    counts, record = run.counts[0], run.slots[slot]
     target = record.known if record.known == record.prompt else record.known - 1
-    note_found(record, admit_pages(pages, slot, record.request, target), chunks.totals)
-    record.admission = run.counts[ADMISSIONS]
-    run.counts[ADMISSIONS] += 1
-    run.prefilling[run.counts[PREFILLING]] = slot
-    run.counts[PREFILLING] += 1
-    start = _start(chunks, record.known, now)
-    expect(peak, slot, start + max(record.left, 1.0), private_tokens(pages, record.request, record.known) - start)
-    return give_chunk(run, pages, chunks, slot)
+    note_found(record, admit_pages(pages, slot, record.request, target), state.chunks.totals[0])
+    record.admission = counts.admissions
+    counts.admissions += 1
+    run.prefilling[counts.prefilling] = slot
+    counts.prefilling += 1
+    start = _start(state, record.known, now)
+    base = private_tokens(pages, record.request, record.known) - start
+    expect(state.peak, slot, start + max(record.remaining_tokens, 1.0), base)
+    return give_chunk(state, slot)
 
 
 @compiled
-def private_tokens(pages: Any, request: int, tokens: int) -> Any:
-    """KV tokens of a sequence beside the shareable pages of its prompt, a page more for rounding."""
-    return tokens + (1 - pages.depth[request]) * pages.page_size
+def private_tokens(pages: PagePool, request: int, tokens: int) -> int:
+    """Count the KV tokens of a sequence beside the shareable pages of its prompt, a page more for rounding."""
+    private: int = tokens + (1 - pages.depth[request]) * pages.page_size
+    return private
 
 
 @compiled
-def _start(chunks: Any, known: int, now: float) -> Any:
+def _start(state: SchedulerState, known: int, now: float) -> float:
     """The step before the first of its tokens, if the step's budget were all its own."""
-    return now + 1.0 + known / max(chunks.totals[BUDGET], 1)
+    return now + 1.0 + known / max(state.chunks.totals[0].budget, 1)

@@ -1,9 +1,9 @@
 """From which end of the planned order the next request is admitted.
 
-A plan is a sequence with compute-heavy requests at its left end and memory-heavy ones at its right. `FromFront`
-reads it from the left. `Blend` fills memory from the right end and feeds the step's budget from the left
-(design: "blending in closed loop"). `DualScanEnds` is BlendServe's Algorithm 3. Which it is, is data: the
-scheduler's compiled code asks `turns` for every admission.
+A plan is a sequence that begins with compute-heavy requests, its compute end, and closes with memory-heavy ones, its
+memory end. `FromFront` reads it from the first to the last. `Blend` fills memory from the memory end and feeds the
+step's budget from the compute end (design: "blending in closed loop"). `DualScanEnds` is BlendServe's Algorithm 3.
+Which it is, is data: the scheduler's compiled code asks `turns` for every admission.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,38 +19,40 @@ from numpy.typing import NDArray
 from llmbatch.compilation.decorators import compiled
 from llmbatch.compilation.references import by_reference
 from llmbatch.planning.outliers import DualScan, scan_budget
+from llmbatch.scheduler.steering import STEERING
 from llmbatch.scheduler.token_budget import TILE
 
 
 class End(IntEnum):
-    """An end of the order."""
+    """An end of the planned order: compute-heavy requests stand at one, memory-heavy ones at the other."""
 
-    LEFT = 0
-    RIGHT = 1
+    COMPUTE = 0
+    MEMORY = 1
 
 
 _LOOKS: Final = 8  # places at a time
 _IN_ORDER, BLEND, _DUAL_SCAN = range(3)
-_LEFT, _RIGHT = int(End.LEFT), int(End.RIGHT)
+COMPUTE_END: Final = int(End.COMPUTE)
+MEMORY_END: Final = int(End.MEMORY)
 _NO_SCAN = DualScan(np.empty(0, np.int32), np.empty(0), np.empty(0), np.empty(0), 0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class FromFront:
-    """The plan's order from its left end, in the whole pool."""
+    """The plan's order from its first request on, in the whole pool."""
 
 
 @dataclass(frozen=True, slots=True)
 class Blend:
-    """Memory is filled from the right end, up to a reserve; the left end takes what prefill is wanted beside it.
+    """Memory is filled from the memory end, up to a reserve; the compute end takes what prefill is wanted beside it.
 
-    The reserve is Little's law for the left end: the rate at which the budget admits its requests, times the
+    The reserve is Little's law for the compute end: the rate at which the budget admits its requests, times the
     steps one lives, times the KV it holds on average.
     """
 
-    least: float = 0.10  # of the pool
-    most: float = 0.20
-    behind: int = 0  # places behind the right end's candidate in which one is looked for that fits where it does not
+    least: float = STEERING.least_reserve  # of the pool
+    most: float = STEERING.most_reserve
+    behind: int = 0  # places behind the memory end's candidate in which one is looked for that fits where it does not
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +99,7 @@ class TwoEndedQueue(NamedTuple):
     order: NDArray[np.int32]
     taken: NDArray[np.bool_]  # by request; shared with the scheduler
     lengths: NDArray[np.float64]  # by request: expected tokens of the answer
-    at: NDArray[np.int64]  # [3] places in the order: of the left end, of the right end, last looked at behind it
+    at: NDArray[np.int64]  # [3] places in the order: of either `End`, last looked at behind the memory end
 
     @classmethod
     def of(cls, order: NDArray[np.int32], taken: NDArray[np.bool_], lengths: NDArray[np.float64]) -> TwoEndedQueue:
@@ -115,58 +117,58 @@ class Account(NamedTuple):
 
     pool: float  # tokens the pool holds
     budget: float  # tokens of this step for prefill
-    prefilled_left: float  # of these, already given to requests of either end
-    prefilled_right: float
+    prefilled_compute: float  # of these, already given to requests of either end
+    prefilled_memory: float
     idle: bool  # nothing runs
-    held_left: float  # KV tokens of admitted requests by end, as p + d / 2 each
-    held_right: float
+    held_compute: float  # KV tokens of admitted requests by end, as p + d / 2 each
+    held_memory: float
 
 
 class EndChoice(NamedTuple):
-    """Whether each end may be tried, and the tokens of the pool that the right end must leave alone."""
+    """Whether each end may be tried, and the tokens of the pool that the memory end must leave alone."""
 
-    left: bool
-    right: bool
-    right_first: bool
+    compute: bool
+    memory: bool
+    memory_first: bool
     reserve: float
 
 
 @compiled
-def turns(rules: Any, queue: Any, prompts: Any, account: Any) -> Any:
-    """The ends to try for the next admission. Pure; the queue must not be empty."""
+def turns(rules: EndRules, queue: TwoEndedQueue, prompts: NDArray[np.int32], account: Account) -> EndChoice:
+    """Choose the ends to try for the next admission. Changes nothing; the queue must not be empty."""
     if rules.kind == _IN_ORDER:
         return EndChoice(True, False, False, 0.0)
-    left, right = queue.order[queue.at[_LEFT]], queue.order[queue.at[_RIGHT]]
-    prompt, length = float(prompts[left]), queue.lengths[left]
+    first, last = queue.order[queue.at[COMPUTE_END]], queue.order[queue.at[MEMORY_END]]
+    prompt, length = float(prompts[first]), queue.lengths[first]
     if rules.kind == BLEND:
         held = account.budget / prompt * length * (prompt + length / 2)
         return EndChoice(True, True, True, min(max(held, rules.least * account.pool), rules.most * account.pool))
-    share = scan_budget(rules.scan, queue.at[_LEFT], queue.at[_RIGHT], account.pool)
-    left_open = (
-        account.prefilled_left < math.ceil(share.left / TILE) * TILE
-        and account.held_left + prompt + length / 2 <= share.memory.left
+    share = scan_budget(rules.scan, queue.at[COMPUTE_END], queue.at[MEMORY_END], account.pool)
+    compute_open = (
+        account.prefilled_compute < math.ceil(share.left / TILE) * TILE
+        and account.held_compute + prompt + length / 2 <= share.memory.left
     )
-    right_open = (
-        account.prefilled_right < math.ceil(share.right / TILE) * TILE
-        and account.held_right + prompts[right] + queue.lengths[right] / 2 <= share.memory.right
+    memory_open = (
+        account.prefilled_memory < math.ceil(share.right / TILE) * TILE
+        and account.held_memory + prompts[last] + queue.lengths[last] / 2 <= share.memory.right
     )
-    if not left_open and not right_open:
-        left_open = account.idle
-    return EndChoice(left_open, right_open, False, 0.0)
+    if not compute_open and not memory_open:
+        compute_open = account.idle
+    return EndChoice(compute_open, memory_open, False, 0.0)
 
 
 @compiled
-def take(queue: Any, end: int) -> Any:
-    """The request at an end; the end moves on."""
-    request = queue.order[queue.at[end]]
+def take(queue: TwoEndedQueue, end: int) -> int:
+    """Take the request at an end; the end moves on."""
+    request: int = queue.order[queue.at[end]]
     queue.taken[request] = True
     skip(queue)
     return request
 
 
 @compiled
-def look_behind(rules: Any, queue: Any) -> Any:
-    """A request that waits behind the right end's candidate, another one each time; -1 where none is found."""
+def look_behind(rules: EndRules, queue: TwoEndedQueue) -> int:
+    """Find a request that waits behind the memory end's candidate, another one each time; -1 for none."""
     order, taken, at = queue.order, queue.taken, queue.at
     first, last = at[1] - 1, max(at[0], at[1] - rules.behind)
     place = at[2] - 1
@@ -177,14 +179,15 @@ def look_behind(rules: Any, queue: Any) -> Any:
             break
         if not taken[order[place]]:
             at[2] = place
-            return order[place]
+            request: int = order[place]
+            return request
         place -= 1
     at[2] = place
     return -1
 
 
 @compiled
-def skip(queue: Any) -> None:
+def skip(queue: TwoEndedQueue) -> None:
     """Move both ends to requests that wait."""
     order, taken, at = queue.order, queue.taken, queue.at
     while at[0] <= at[1] and taken[order[at[0]]]:

@@ -1,148 +1,146 @@
-"""One step decided and taken note of, as compiled code over the scheduler's columns.
+"""How one step is decided, as compiled code over a `SchedulerState`.
 
-`llmbatch.scheduler.scheduler` calls these step by step for an engine; `llmbatch.runtime.simulated_loop` many times in
-one call for a simulated one.
+`llmbatch.scheduler.scheduler` calls `decide_step` once a step, for an engine. `llmbatch.runtime.simulated_loop` calls
+it many times inside one compiled loop. Both commit the step before they decide the next one.
+
+Phases. `decide_step` runs these in order; each reads what the ones before it left:
+
+1. Decodes (`commit.hold_decodes`). Each decoding sequence gets the page of its next token. Where pages run out, the
+   sequence that is cheapest to compute again is preempted, and the decodes are counted again.
+2. Budget (`token_budget.step_tokens`). From the KV that these decodes read, and from the work that remains, follow the
+   tokens that prefills may take.
+3. Prefills (`chunks.prefill`). Each prefilling sequence gets its chunk, in the order of admission. The first that gets
+   none closes the step: nobody is admitted past it.
+4. Admissions (`admission.admit`). While budget remains, preempted sequences, those passed over and those at the two
+   ends of the plan enter, and get their first chunk at once.
+5. Room for prompts (`_make_way`). Where the pool is full of long answers and half the budget is unused, one long answer
+   is preempted at a time, and 4 runs again.
+6. A way on (`commit.unblock`). Where the step is still empty, something is admitted whatever the budget says, or the
+   newest prefill gives its pages back until the oldest has a chunk.
+
+Re-entry. A step may need more slots than there are, and compiled code cannot make arrays larger. `decide_step` then
+returns False between two admissions, `totals.begun` stays True, and the caller doubles the slots (`Scheduler.grow`) and
+calls again. 1 to 3 are not repeated; 4 to 6 go on where they stood, as all that they did stands in the state. Between
+two steps `begun` is False, and only then may the caller attend to forecasts, rebind or withdraw.
+
+Invariants, when `decide_step` returns True. `Scheduler.check` and the property tests verify them.
+
+- The step is not empty, and every decoding sequence is in it.
+- A slot is in exactly one of the lists free, decoding, prefilling, preempted.
+- Each sequence that runs holds pages for all of its computed tokens and for its chunk; a preempted one holds none.
+- A chunk that does not end its prompt ends on a page boundary, so a shared page is written in one step.
+- The forecast counts exactly the sequences that run.
+- The same state and the same step number give the same step: no clock and no random number is read.
+
+Deciding is not pure: it admits, preempts and allocates while it decides. What it may change, and who else may:
+
+| of the state      | changed while deciding, by                      | changed between two steps, by                  |
+|-------------------|-------------------------------------------------|------------------------------------------------|
+| `run`             | `admission`, `chunks.give_chunk`,               | `commit.advance`, `end_sequences`, `withdraw`, |
+|                   | `commit.preempt`                                | `expect_anew`; `Scheduler.attend`              |
+| `run.held`        | `state.take_slot`                               | `state.give_slot`, `commit.expect_anew`        |
+| `pages`           | `kvcache.allocation`, called by `admission`,    | `kvcache.allocation`, called by `commit`;      |
+|                   | `chunks` and `commit`                           | `kvcache.eviction.give_up`, `kvcache.publish`  |
+| `peak`            | `kv_forecast`, called by `admission`, `commit`  | `kv_forecast`, called by `commit`              |
+| `chunks`          | `chunks.give_chunk`; the totals by this module  | nobody                                         |
+| `queue`, `passed` | `admission`                                     | nobody; replaced by `Scheduler.enqueue`        |
+| `remaining`       | nobody                                          | `charge`; replaced by `Scheduler.enqueue`      |
+| all else          | nobody                                          | nobody; replaced by `Scheduler`                |
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
-import numpy as np
-from numpy.typing import NDArray
-
 from llmbatch.compilation.decorators import compiled
-from llmbatch.compilation.references import by_reference
-from llmbatch.kvcache.page_pool import EMPTY, UNUSED, WIDEST, PagePool
-from llmbatch.perf_model.work import Rates, compute_seconds
-from llmbatch.scheduler.admission import Limits, admit
-from llmbatch.scheduler.admission_order import BLEND, EndRules, TwoEndedQueue
-from llmbatch.scheduler.chunks import BEGUN, BUDGET, CHUNKS, OPEN, PREEMPTED_NOW, TOKENS, StepBuilder, prefill
-from llmbatch.scheduler.commit import hold_decodes, long_victim, preempt, unblock
-from llmbatch.scheduler.kv_forecast import KVForecast
-from llmbatch.scheduler.passed_over import Passed
-from llmbatch.scheduler.sequences import DECODING, PREEMPTED, PREEMPTIONS, PREFILLING, RECKONED, SequenceTable
-from llmbatch.scheduler.token_budget import BudgetRules, Load, prices, step_tokens
-
-COMPUTE, MEMORY = 0, 1  # in `SchedulerState.left`
-_FULL = 0.07  # of the pool's pages: with fewer free it is full
-_LONG = 0.01  # of the pool: tokens generated from which an answer is long
-
-
-@by_reference
-class SchedulerState(NamedTuple):
-    """Everything a step is decided from."""
-
-    run: SequenceTable
-    pages: PagePool
-    peak: KVForecast
-    chunks: StepBuilder
-    queue: TwoEndedQueue
-    passed: Passed
-    rules: EndRules
-    budget: BudgetRules
-    prompts: NDArray[np.int32]  # by request: tokens
-    limits: Limits
-    rates: Rates
-    left: NDArray[np.float64]  # [2] seconds of compute and of KV reads of everything not yet done, as it was estimated
+from llmbatch.perf_model.work import compute_seconds
+from llmbatch.scheduler.admission import admit
+from llmbatch.scheduler.admission_order import BLEND
+from llmbatch.scheduler.chunks import prefill
+from llmbatch.scheduler.commit import Work, hold_decodes, long_victim, preempt, unblock
+from llmbatch.scheduler.state import SchedulerState
+from llmbatch.scheduler.token_budget import Load, prices, step_tokens
 
 
 @compiled
-def is_done(core: Any) -> Any:
-    """Nothing runs and nothing waits."""
-    counts = core.run.counts
-    waits = core.queue.at[0] <= core.queue.at[1] or core.passed.size[0] > 0
-    return not waits and counts[DECODING] + counts[PREFILLING] + counts[PREEMPTED] == 0
-
-
-@compiled
-def needs_attention(core: Any, now: float) -> Any:
+def needs_attention(state: SchedulerState, now: float) -> bool:
     """Whether something must be done before the next step that compiled code cannot do.
 
     A sequence outlived its estimate or was preempted since, or tables are too narrow for a decode's next page.
     """
-    run, peak, pages = core.run, core.peak, core.pages
+    counts, peak, pages = state.run.counts[0], state.peak, state.pages
     overdue = peak.size[0] > 0 and peak.ends[peak.size[0] - 1] <= now
-    return overdue or run.counts[PREEMPTIONS] > run.counts[RECKONED] or pages.counts[WIDEST] + 1 > pages.tables.shape[1]
+    too_narrow = pages.counts[0].widest + 1 > pages.tables.shape[1]
+    return bool(overdue or counts.preemptions > counts.reckoned or too_narrow)
 
 
 @compiled
-def decide_step(core: Any, now: float) -> Any:
-    """Decide the next step, into the core's chunks and pages. False when slots must be added first: call again."""
-    run, pages, peak, chunks = core.run, core.pages, core.peak, core.chunks
-    totals = chunks.totals
-    if not totals[BEGUN]:
-        before = run.counts[PREEMPTIONS]
-        kv_tokens = hold_decodes(run, pages, peak, core.rates, now)
-        totals[:] = 0
-        totals[BEGUN] = 1
-        totals[PREEMPTED_NOW] = run.counts[PREEMPTIONS] - before
-        decodes = run.counts[DECODING]
-        load = Load(decodes, kv_tokens, core.left[COMPUTE], core.left[MEMORY])
-        chunks.price[0], chunks.price[1], free = prices(core.budget)
-        chunks.price[2] = free - decodes
-        totals[BUDGET] = max(0, step_tokens(core.budget, load) - decodes - int(decodes * chunks.price[1]))
-        totals[OPEN] = prefill(run, pages, chunks)
-    if totals[OPEN] and not _admit(core, now):
+def decide_step(state: SchedulerState, now: float) -> bool:
+    """Decide the next step, into the state's chunks and pages. False when slots must be added first: call again."""
+    counts, totals = state.run.counts[0], state.chunks.totals[0]
+    if not totals.begun:
+        _begin(state, now)
+    if totals.open and not admit(state, now):
         return False
-    if totals[OPEN] and core.budget.fixed == 0 and core.rules.kind == BLEND and not _make_way(core, now):
+    blends = state.budget.fixed == 0 and state.rules.kind == BLEND
+    if totals.open and blends and not _make_way(state, now):
         return False
-    if totals[CHUNKS] == 0 and run.counts[DECODING] == 0:
+    if totals.chunks == 0 and counts.decoding == 0:
         # Nothing could go on: admit something, or let the newest give way until the oldest has a page.
-        totals[BUDGET] = max(totals[BUDGET], pages.page_size)
-        if run.counts[PREFILLING] == 0 and not _admit(core, now):
+        totals.budget = max(totals.budget, state.pages.page_size)
+        if counts.prefilling == 0 and not admit(state, now):
             return False
-        before = run.counts[PREEMPTIONS]
-        unblock(run, pages, peak, chunks, now)
-        totals[PREEMPTED_NOW] += run.counts[PREEMPTIONS] - before
-    totals[BEGUN] = 0
+        before = counts.preemptions
+        unblock(state, now)
+        totals.preempted += counts.preemptions - before
+    totals.begun = False
     return True
 
 
 @compiled
-def charge(core: Any, tokens: int, samples: int, pairs: float, read: float) -> None:
-    """Take a step's work from what is left to do."""
-    rates, left = core.rates, core.left
-    left[COMPUTE] -= compute_seconds(rates, tokens, samples, pairs)
-    left[MEMORY] -= read * rates.seconds_per_kv_token
+def _begin(state: SchedulerState, now: float) -> None:
+    """Give decodes their pages and prefills their chunks, as far as the step's budget goes."""
+    counts, totals = state.run.counts[0], state.chunks.totals[0]
+    before = counts.preemptions
+    kv_tokens = hold_decodes(state, now)
+    decodes, work = counts.decoding, state.remaining[0]
+    totals.begun = True
+    totals.tokens = totals.chunks = totals.cached = totals.recomputed = 0
+    totals.compute_end = totals.memory_end = 0
+    totals.preempted = counts.preemptions - before
+    load = Load(decodes, kv_tokens, work.compute_seconds, work.memory_seconds)
+    totals.pair_price, totals.sample_price, free_tokens = prices(state.budget)
+    totals.free_tokens = free_tokens - decodes
+    totals.budget = max(0, step_tokens(state.budget, load) - decodes - int(decodes * totals.sample_price))
+    totals.open = prefill(state)
 
 
 @compiled
-def _make_way(core: Any, now: float) -> bool:
+def charge(state: SchedulerState, work: Work) -> None:
+    """Take a step's work from what remains to be done."""
+    rates, remaining = state.rates, state.remaining[0]
+    remaining.compute_seconds -= compute_seconds(rates, work.tokens, work.samples, work.pairs)
+    remaining.memory_seconds -= work.read * rates.seconds_per_kv_token
+
+
+@compiled
+def _make_way(state: SchedulerState, now: float) -> bool:
     """Preempt long answers that leave compute idle: the pool is full of them, and nothing that waits can enter.
 
-    Admitted for fewer tokens than they turn out to generate, they grow into the memory that is kept for the left end.
+    Admitted for fewer tokens than they turn out to generate, they grow into the memory kept for the compute end.
     Computing one again takes less than the prompts that could not be computed meanwhile, also after it came back and
     grew: `llmbatch.scheduler.commit.long_victim` bounds what is computed again by its length.
     False when slots must be added first.
     """
-    run, pages, totals = core.run, core.pages, core.chunks.totals
+    pages, queue, totals = state.pages, state.queue, state.chunks.totals[0]
     while (
-        2 * totals[TOKENS] < totals[BUDGET]
-        and core.queue.at[0] <= core.queue.at[1]
-        and pages.counts[EMPTY] + pages.counts[UNUSED] < _FULL * pages.num_pages
+        2 * totals.tokens < totals.budget
+        and queue.at[0] <= queue.at[1]
+        and pages.counts[0].free + pages.counts[0].unused < state.steering.full_pool * pages.num_pages
     ):
-        slot = long_victim(run, pages, core.rates, _LONG * core.limits.pool)
+        slot = long_victim(state, state.steering.long_answer * state.limits.pool)
         if slot < 0:
             break
-        preempt(run, pages, core.peak, slot, now)
-        totals[PREEMPTED_NOW] += 1
-        if not _admit(core, now):
+        preempt(state, slot, now)
+        totals.preempted += 1
+        if not admit(state, now):
             return False
     return True
-
-
-@compiled
-def _admit(core: Any, now: float) -> Any:
-    return admit(
-        core.run,
-        core.pages,
-        core.peak,
-        core.chunks,
-        core.queue,
-        core.passed,
-        core.rules,
-        core.prompts,
-        core.limits,
-        now,
-    )

@@ -4,7 +4,7 @@ A sequence that decodes grows by one token a step until it ends, so what it hold
 with a base that never changes. Sorted by the step of their end, the use just before the end of the k-th
 longest-lived sequence is the sum of the k bases of those still there plus k times that step. The peak is the
 largest of these: use only falls where a sequence ends. It is exact when lengths are known and nobody waits for
-prefill (design: "the right end fills memory").
+prefill (design: "the memory end fills memory").
 
 The order of ends does not change as time passes, so it is kept sorted and never sorted anew: adding, removing
 or asking costs one pass over the running sequences.
@@ -12,7 +12,7 @@ or asking costs one pass over the running sequences.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,7 +53,7 @@ class KVForecast(NamedTuple):
 
 
 @compiled
-def expect(peak: Any, slot: int, end: float, base: float) -> None:
+def expect(peak: KVForecast, slot: int, end: float, base: float) -> None:
     """Count a sequence that will hold `base + t` tokens at step `t`, up to step `end`."""
     slots, ends, bases = peak.slots, peak.ends, peak.bases
     low, high = 0, peak.size[0]
@@ -74,7 +74,7 @@ def expect(peak: Any, slot: int, end: float, base: float) -> None:
 
 
 @compiled
-def forget(peak: Any, slot: int) -> None:
+def forget(peak: KVForecast, slot: int) -> None:
     """Count a sequence no more."""
     slots, ends, bases = peak.slots, peak.ends, peak.bases
     last = peak.size[0] - 1
@@ -90,7 +90,7 @@ def forget(peak: Any, slot: int) -> None:
 
 
 @compiled
-def most(peak: Any, end: float, base: float) -> float:
+def most(peak: KVForecast, end: float, base: float) -> float:
     """The most tokens held up to the end of a sequence with this end and base, if it were counted too.
 
     What is held later does not depend on it: a short sequence may enter although long ones are expected to be too

@@ -1,4 +1,4 @@
-"""Requests that were passed over: next at the left end, but too large for the room there was.
+"""Requests that were passed over: next at the compute end, but too large for the room there was.
 
 What stands behind one must not wait with it, so it is put aside, a few at most, and tried before the end it came from
 in every step. Those behind may take the room each time, so waiting has an end: see `llmbatch.scheduler.admission`.
@@ -6,7 +6,7 @@ in every step. Those behind may take the room each time, so waiting has an end: 
 
 from __future__ import annotations
 
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,7 +44,7 @@ class Passed(NamedTuple):
 
 
 @compiled
-def put_aside(passed: Any, request: int, now: float) -> None:
+def put_aside(passed: Passed, request: int, now: float) -> None:
     """Put a request aside; there must be room."""
     passed.requests[passed.size[0]] = request
     passed.since[passed.size[0]] = now
@@ -52,9 +52,9 @@ def put_aside(passed: Any, request: int, now: float) -> None:
 
 
 @compiled
-def take_aside(passed: Any, at: int) -> Any:
-    """The request at a place, which is aside no more."""
-    request = passed.requests[at]
+def take_aside(passed: Passed, at: int) -> int:
+    """Take the request at a place: it is aside no more."""
+    request: int = passed.requests[at]
     passed.size[0] -= 1
     for i in range(at, passed.size[0]):
         passed.requests[i] = passed.requests[i + 1]

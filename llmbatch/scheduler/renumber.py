@@ -12,19 +12,17 @@ the pool, each page of a path, and each token of what is looked up.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from numpy.typing import NDArray
 
 from llmbatch.compilation.decorators import compiled
 from llmbatch.kvcache.contents import Prompts, find, found_pages, index, name_of, start, with_tokens
-from llmbatch.kvcache.eviction import LOOSE, SHARED, UNUSED, free_page, path_of, publish_as, worth_in_plan
-from llmbatch.kvcache.page_pool import PagePool
+from llmbatch.kvcache.eviction import free_page, publish_as, worth_in_plan
+from llmbatch.kvcache.page_pool import LOOSE, PagePool, path_of
 from llmbatch.kvcache.page_trie import PageTrie
 from llmbatch.kvcache.page_worth import is_planned, remove, revalue
 from llmbatch.scheduler.kv_forecast import KVForecast
-from llmbatch.scheduler.sequences import SequenceTable
+from llmbatch.scheduler.state import SequenceTable
 
 
 def carry_running(run: SequenceTable, numbers: NDArray[np.int32]) -> SequenceTable:
@@ -94,16 +92,16 @@ def carry_pages(pages: PagePool, numbers: NDArray[np.int32], trie: PageTrie, wid
 
 
 @compiled
-def _publish_anew(pages: Any, before: Any) -> None:
+def _publish_anew(pages: PagePool, before: NDArray[np.int32]) -> None:
     """Number the pages by the trie, those of the trie `before` and those that are kept."""
     for page in before:
         if page >= 0:
             pages.node[page] = LOOSE
             if pages.users[page] == 0 and not index(pages.contents, page):
                 remove(pages.worth, page)
-                pages.counts[UNUSED] -= 1
+                pages.counts[0].unused -= 1
                 free_page(pages, page)
-    pages.counts[SHARED] = 0
+    pages.counts[0].shared = 0
     # Pages held twice first: of two copies of a page only one can be published, and this one must be.
     for copies in range(2):
         for slot in range(len(pages.held)):
@@ -116,20 +114,22 @@ def _publish_anew(pages: Any, before: Any) -> None:
                 wanted = pages.users[page] > 1 if copies == 0 else pages.node[page] == LOOSE
                 if wanted and pages.resident[path[i]] < 0:
                     publish_as(pages, page, path[i])
-                    pages.counts[SHARED] += 1
+                    pages.counts[0].shared += 1
             if copies == 0:
                 for node in path:
                     pages.remaining[node] -= 1
     if len(pages.prompts.tokens) > 0:
         for request in range(len(pages.depth)):
             _publish_found(pages, request)
-    for page in pages.worth.heap[: pages.counts[UNUSED]].copy():
+    for page in pages.worth.heap[: pages.counts[0].unused].copy():
         if pages.node[page] >= 0 or (pages.owner[page] < 0 and is_planned(pages.worth.value[page])):
             revalue(pages.worth, page, worth_in_plan(pages, page))
 
 
 @compiled
-def _count_spared(pages: Any, rows: Any, counted: Any, spared: Any) -> None:
+def _count_spared(
+    pages: PagePool, rows: NDArray[np.int32], counted: NDArray[np.bool_], spared: NDArray[np.int32]
+) -> None:
     """Write the leading pages of each row that are `counted`, bool by number in the trie, and count the others."""
     for request in pages.request:
         if request >= 0:
@@ -144,7 +144,7 @@ def _count_spared(pages: Any, rows: Any, counted: Any, spared: Any) -> None:
 
 
 @compiled
-def _publish_found(pages: Any, request: int) -> None:
+def _publish_found(pages: PagePool, request: int) -> None:
     """Publish the pages of a request's path that are kept, up to the first that is not."""
     path = path_of(pages, request)
     begin, size = pages.prompts.offsets[request], pages.page_size
@@ -157,5 +157,5 @@ def _publish_found(pages: Any, request: int) -> None:
             if page < 0 or pages.node[page] != LOOSE:
                 return
             publish_as(pages, page, path[i])
-            pages.counts[SHARED] += pages.users[page] > 0
+            pages.counts[0].shared += pages.users[page] > 0
         name = name_of(pages.contents, page)

@@ -3,7 +3,8 @@
 One loop serves prefill and decode: a sequence's tokens are its prompt and what it has generated, and it is
 behind by the tokens whose KV is not in pages. `decide` gives every decoding sequence its token and hands the
 rest of the step's budget to prefills and admissions (`llmbatch.scheduler.admission`). `commit` takes note of what the
-engine returned. Deciding reads no clock: a step depends on nothing but what came before it.
+engine returned. Deciding reads no clock: a step depends on nothing but what came before it. Its phases, its invariants
+and what it may change: `llmbatch.scheduler.decide`.
 
 When predictions fail, the sequences that are cheapest to compute again give their pages back and are computed again
 later (recompute). So do long answers that fill the pool while compute idles, as often as their length allows
@@ -28,22 +29,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmbatch.kvcache.contents import Prompts
-from llmbatch.kvcache.page_pool import WIDEST, PagePool, tokens_spared
+from llmbatch.kvcache.page_pool import PagePool, tokens_spared
 from llmbatch.kvcache.page_trie import PageTrie
-from llmbatch.kvcache.publish import Ends as EndedPages
-from llmbatch.kvcache.publish import publish
+from llmbatch.kvcache.publish import EndedPages, publish
 from llmbatch.planning.lengths import Expected
 from llmbatch.planning.prefix_tree import PrefixTree
-from llmbatch.scheduler.admission import LEAN_MARGIN, MARGIN, Limits
 from llmbatch.scheduler.admission_order import EndRules, Ends, FromFront, TwoEndedQueue
-from llmbatch.scheduler.chunks import BEGUN, CACHED, PREEMPTED_NOW, RECOMPUTED, StepBuilder
 from llmbatch.scheduler.commit import advance, end_sequences, expect_anew, pack, withdraw
-from llmbatch.scheduler.decide import SchedulerState, charge, decide_step, is_done, needs_attention
+from llmbatch.scheduler.decide import charge, decide_step, needs_attention
 from llmbatch.scheduler.kv_forecast import KVForecast
 from llmbatch.scheduler.output import FinishReason, Step, StepResult
 from llmbatch.scheduler.passed_over import Passed
 from llmbatch.scheduler.renumber import carry_pages, carry_peak, carry_running, find_pages
-from llmbatch.scheduler.sequences import DECODING, PREEMPTED, PREEMPTIONS, PREFILLING, RECKONED, SequenceTable
+from llmbatch.scheduler.state import Limits, SchedulerState, SequenceTable, StepBuilder, is_done, remaining_work
+from llmbatch.scheduler.steering import STEERING, Steering
 from llmbatch.scheduler.token_budget import Budget, BudgetRules, FixedBudget, Rates
 
 _SLOTS = 64  # to begin with
@@ -98,6 +97,7 @@ class Scheduler:
         rates: Rates,
         max_running: int,
         prompts: Prompts | None = None,
+        steering: Steering = STEERING,
     ) -> None:
         """With `prompts` pages are found by what they hold too, also after other rows have joined."""
         self._taken = np.zeros(len(prompt_lengths), np.bool_)
@@ -117,10 +117,11 @@ class Scheduler:
             limits=Limits(
                 float(num_pages * trie.page_size),
                 max_running,
-                margin=LEAN_MARGIN if rates.weights_share_memory else MARGIN,
+                margin=steering.lean_margin if rates.weights_share_memory else steering.margin,
             ),
             rates=rates,
-            left=np.zeros(2),
+            remaining=remaining_work(0.0, 0.0),
+            steering=steering,
         )
 
     def rebind(
@@ -167,7 +168,7 @@ class Scheduler:
             passed=passed,
             rules=EndRules.of(waiting.ends),
             budget=BudgetRules.of(waiting.budget),
-            left=np.array([waiting.compute, waiting.memory]),
+            remaining=remaining_work(waiting.compute, waiting.memory),
         )
 
     def reprice(self, rates: Rates) -> None:
@@ -182,12 +183,13 @@ class Scheduler:
     @property
     def running(self) -> int:
         """Sequences admitted and not ended."""
-        return int(self.core.run.counts[[DECODING, PREFILLING, PREEMPTED]].sum())
+        counts = self.core.run.counts[0]
+        return int(counts.decoding + counts.prefilling + counts.preempted)
 
     @property
     def preemptions(self) -> int:
         """How often a sequence lost its pages."""
-        return int(self.core.run.counts[PREEMPTIONS])
+        return int(self.core.run.counts[0].preemptions)
 
     @property
     def done(self) -> bool:
@@ -196,12 +198,12 @@ class Scheduler:
 
     def unfinished(self) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         """Requests admitted and not ended, and the tokens each has generated."""
-        records = self.core.run.slots[np.concatenate(self._lists())]
+        records = self.core.run.slots[self._admitted()]
         return records["request"], (records["known"] - records["prompt"]).astype(np.int32)
 
     def computed(self) -> NDArray[np.int32]:
         """Of each of `unfinished`, the tokens that were ever computed or found in pages."""
-        records = self.core.run.slots[np.concatenate(self._lists())]
+        records = self.core.run.slots[self._admitted()]
         return np.asarray(np.maximum(records["computed"], records["reached"]))
 
     def decide(self) -> Step:
@@ -215,18 +217,17 @@ class Scheduler:
     def attend(self) -> None:
         """Between steps: expect anew of sequences that outlived their estimate or were preempted; widen tables."""
         core = self.core
-        if not needs_attention(core, float(self.steps)) or core.chunks.totals[BEGUN]:
+        if not needs_attention(core, float(self.steps)) or core.chunks.totals[0].begun:
             return
         overdue = core.peak.overdue(self.steps)
         if len(overdue):
-            left = self._remaining(overdue)
-            expect_anew(core.run, core.pages, core.peak, overdue, left, float(self.steps))
-        counts = core.run.counts
-        if counts[PREEMPTIONS] > counts[RECKONED]:
-            slots = core.run.preempted[: counts[PREEMPTED]]
-            core.run.slots["left"][slots] = self._remaining(slots)
-            counts[RECKONED] = counts[PREEMPTIONS]
-        if core.pages.counts[WIDEST] + 1 > core.pages.tables.shape[1]:
+            expect_anew(core, overdue, self._remaining(overdue), float(self.steps))
+        counts = core.run.counts[0]
+        if counts.preemptions > counts.reckoned:
+            slots = core.run.waiting
+            core.run.slots["remaining_tokens"][slots] = self._remaining(slots)
+            counts.reckoned = counts.preemptions
+        if core.pages.counts[0].widest + 1 > core.pages.tables.shape[1]:
             self.core = core._replace(pages=core.pages.widened())
 
     def grow(self) -> None:
@@ -240,16 +241,14 @@ class Scheduler:
         """Take note of an executed step; returns the sequences that ended, whose slots are free again."""
         core = self.core
         self.steps += 1
-        gone, work = advance(
-            core.run, core.pages, core.peak, core.rates.reach, step.slots, step.counts, step.samples,
-            step.num_decodes, result.finished, float(self.steps),
-        )  # fmt: skip
-        charge(core, *work)
+        columns = step.slots, step.counts, step.samples
+        gone, work = advance(core, *columns, step.num_decodes, result.finished, float(self.steps))
+        charge(core, work)
         ended = result.finished > 0
         spare = 0 if result.spare is None else result.spare[ended].astype(np.int32)
         finished = self._finish(gone, result.finished[ended], spare)
         if len(gone):
-            end_sequences(core.run, core.pages, core.peak, gone)
+            end_sequences(core, gone)
         return finished
 
     def publish(self, finished: FinishedSequences, answers: list[NDArray[np.int32]]) -> None:
@@ -262,34 +261,29 @@ class Scheduler:
         slots = np.flatnonzero(np.isin(core.run.slots["request"], requests)).astype(np.int32)
         finished = self._finish(slots, np.full(len(slots), reason, np.uint8))
         for slot in slots.tolist():
-            withdraw(core.run, core.pages, core.peak, slot)
+            withdraw(core, slot)
         return finished
 
     def check(self) -> None:
         """Verify that the books agree with the pages; raises AssertionError."""
         run, pages = self.core.run, self.core.pages
         pages.check()
-        decoding, prefilling, preempted = self._lists()
-        running = [*decoding.tolist(), *prefilling.tolist()]
-        assert len({*running, *preempted.tolist()}) == self.running, "a slot stands in two places"
+        running, preempted = run.running, run.waiting
+        assert len(np.unique(self._admitted())) == self.running, "a slot stands in two places"
         assert int(self.core.peak.size[0]) == len(running), "the forecast counts other sequences than those that run"
-        for slot in running:
+        for slot in running.tolist():
             record, held = run.slots[slot], int(pages.held[slot]) * pages.page_size
-            assert pages.request[slot] == record["request"], "pages belong to another request"
-            assert held >= record["computed"], "tokens are computed that have no page"
-            assert record["computed"] < record["known"], "a sequence has nothing to compute"
+            assert pages.request[slot] == record.request, "pages belong to another request"
+            assert held >= record.computed, "tokens are computed that have no page"
+            assert record.computed < record.known, "a sequence has nothing to compute"
         for slot in preempted:
             assert pages.request[slot] < 0, "a preempted slot holds pages"
         free = run.slots["request"] < 0
         assert np.count_nonzero(free) + self.running == len(run.slots), "a slot is lost"
 
-    def _lists(self) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]:
+    def _admitted(self) -> NDArray[np.int32]:
         run = self.core.run
-        return (
-            run.decoding[: run.counts[DECODING]],
-            run.prefilling[: run.counts[PREFILLING]],
-            run.preempted[: run.counts[PREEMPTED]],
-        )
+        return np.concatenate((run.running, run.waiting))
 
     def _finish(
         self, slots: NDArray[np.int32], reasons: NDArray[np.uint8], spare: NDArray[np.int32] | int = 0
@@ -315,21 +309,20 @@ class Scheduler:
 
     def _freeze(self) -> Step:
         core = self.core
-        slots, requests, starts, counts, samples = pack(core.run, core.chunks)
-        totals = core.chunks.totals
+        columns, counts, totals = pack(core), core.run.counts[0], core.chunks.totals[0]
         return Step(
             index=self.steps,
-            num_decodes=int(core.run.counts[DECODING]),
-            slots=slots,
-            requests=requests,
-            starts=starts,
-            counts=counts,
-            samples=samples,
+            num_decodes=int(counts.decoding),
+            slots=columns.slots,
+            requests=columns.requests,
+            starts=columns.starts,
+            counts=columns.counts,
+            samples=columns.samples,
             block_tables=core.pages.tables,
-            cached_tokens=int(totals[CACHED]),
-            recomputed_tokens=int(totals[RECOMPUTED]),
-            preempted=int(totals[PREEMPTED_NOW]),
-            running=int(core.run.counts[DECODING] + core.run.counts[PREFILLING]),
+            cached_tokens=int(totals.cached),
+            recomputed_tokens=int(totals.recomputed),
+            preempted=int(totals.preempted),
+            running=int(counts.decoding + counts.prefilling),
             kv_tokens=core.pages.used * core.pages.page_size,
             spared_tokens=int(tokens_spared(core.pages)),
         )

@@ -1,4 +1,4 @@
-"""How many tokens the next step computes: the mix is steered each step from what is left to do.
+"""How many tokens the next step computes: the mix is steered each step from the work that remains.
 
 Let `m` be the memory time of the step's decodes, `C` and `M` the compute and memory work still to do. If every
 step's compute is `C / M` times its memory time, both end together, which is the best any order can do when the
@@ -8,16 +8,28 @@ work, of which a step of few tokens would consist; the attention of its prompts 
 long. Only the tokens whose products the reading of the weights hides are given whatever their attention takes: it hides
 no attention, so a step of fewer would leave products undone that cost nothing. BlendServe (section 5.3) fixes shares of
 memory and hopes that the mix follows; here the mix itself is the controlled quantity.
+
+Rows of one kind (`steady_budget`). A fixed budget starts them at a steady rate, and soon each step holds rows of every
+age: its compute over its memory time is that of the kind. That is so at any budget, so the ramp at both ends decides.
+While the first rows generate, little memory is read, and while the last ones do, little is computed: as many steps each
+as an answer has tokens, and each as long as its budget takes. So few tokens are best, but for three bounds. Below twice
+the tokens that are free while the weights are read, what is lost by ending chunks on whole pages counts. Where every
+step takes `s` seconds beside its work, a job of T seconds spends s T / t on that and d t / 2 on its ramps with steps of
+t seconds: least at t = (2 s T / d)^(1/2). And where weights and KV come from the same memory (law `bytes`), a pool that
+is not full reads the weights more often: there the budget is what the memory time of a full pool hides.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from llmbatch.compilation.decorators import compiled
 from llmbatch.compilation.references import by_reference
+from llmbatch.perf_model.cost import CostModel
 from llmbatch.perf_model.work import Rates as Rates
+from llmbatch.planning.plan import Plan
 
 TILE = 128  # tokens; matrix units work in tiles of this many rows
 
@@ -27,8 +39,8 @@ class Load(NamedTuple):
 
     decodes: int  # sequences that will compute one token
     kv_tokens: float  # KV tokens they read, those read together once
-    compute_left: float  # seconds of compute of everything not yet done
-    memory_left: float  # seconds of KV reads of everything not yet done
+    remaining_compute: float  # seconds of compute of everything not yet done
+    remaining_memory: float  # seconds of KV reads of everything not yet done
 
 
 MOST_TOKENS: Final = 8192  # of a step that is decided in closed loop
@@ -76,8 +88,20 @@ class BudgetRules(NamedTuple):
         return cls(0, budget.rates, budget.weights_per_pool, budget.floor, budget.ceiling)
 
 
+def steady_budget(decided: Plan, cost: CostModel, pool_tokens: int, answer: float) -> FixedBudget:
+    """The budget for a plan whose rows are of one kind and generate `answer` tokens in the mean."""
+    token = float(cost.prompt_seconds(1))
+    wanted = 2 * cost.weight_seconds / token
+    if cost.hardware.step_seconds > 0:
+        total = decided.optimal_seconds
+        wanted = max(wanted, math.sqrt(2 * cost.hardware.step_seconds * total / max(answer, 1.0)) / token)
+    if cost.law == "bytes":
+        wanted = max(wanted, decided.density * pool_tokens * cost.kv_token_seconds / token)
+    return FixedBudget(int(min(max(round(wanted / TILE), 2) * TILE, MOST_TOKENS)))
+
+
 @compiled
-def step_tokens(rules: Any, load: Any) -> Any:
+def step_tokens(rules: BudgetRules, load: Load) -> int:
     """Tokens of the step, prefill and decode together; attention and sampling are paid for in tokens (`prices`)."""
     if rules.fixed > 0:
         return max(rules.fixed, load.decodes)
@@ -85,12 +109,13 @@ def step_tokens(rules: Any, load: Any) -> Any:
         return rules.ceiling
     rates = rules.rates
     memory = load.kv_tokens * rates.seconds_per_kv_token
-    left = max(load.memory_left, memory)
-    work = max(load.compute_left, 0.0)
+    remaining_memory = max(load.remaining_memory, memory)
+    remaining_compute = max(load.remaining_compute, 0.0)
     if rates.weights_share_memory:
-        target = max(work / (left * (1 + rules.weights_per_pool)) * (memory + rates.weight_seconds), rates.step_seconds)
+        ratio = remaining_compute / (remaining_memory * (1 + rules.weights_per_pool))
+        target = max(ratio * (memory + rates.weight_seconds), rates.step_seconds)
     else:
-        target = max(work / left * memory, rates.weight_seconds + rates.step_seconds)
+        target = max(remaining_compute / remaining_memory * memory, rates.weight_seconds + rates.step_seconds)
     tokens = min(max(int(target / rates.seconds_per_token), rules.floor), rules.ceiling)
     if tokens >= 2 * TILE:  # of fewer most are free while the weights are read, and rounding would lose some
         tokens = (tokens + TILE // 2) // TILE * TILE
@@ -98,7 +123,7 @@ def step_tokens(rules: Any, load: Any) -> Any:
 
 
 @compiled
-def prices(rules: Any) -> Any:
+def prices(rules: BudgetRules) -> tuple[float, float, float]:
     """Tokens of the budget that a pair of query and key takes, and one sampled; tokens given whatever attention takes.
 
     Nothing where the budget is fixed. Where the reading of the weights hides products it does not hide attention, so a

@@ -196,7 +196,7 @@ def run_workload(
     result = run_shard(workload, driver, pool, cost, scheduling, decided=decided)
     scheduling_seconds = time.perf_counter() - begun - result.planning_seconds
     log = driver.log
-    steps = log.steps[: log.counts[0]]
+    steps = log.steps[: log.counts[0].steps]
     requests = {
         "admitted_step": log.admitted_step,
         "finished_step": log.finished_step,

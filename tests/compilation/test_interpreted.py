@@ -193,7 +193,7 @@ def steps(seed: int) -> tuple[Any, ...]:
     plan = run.run().plan
     simulated = SimulatedLoop(answers, cost)
     run_shard(Workload.of(requests), simulated, pool, cost, scheduling)
-    log = simulated.log.steps[: simulated.log.counts[0]].tolist()
+    log = simulated.log.steps[: simulated.log.counts[0].steps].tolist()
     assert sum(step[4] for step in watch.seen), "some are to be preempted"
     return watch.seen, plan.order.tolist(), plan.reason, log, simulated.log.ended.tolist()
 

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from llmbatch.engine.simulated import SimulatedEngine
 from llmbatch.kvcache.contents import Prompts
-from llmbatch.kvcache.page_pool import EMPTY
 from llmbatch.kvcache.page_trie import PageTrie
 from llmbatch.planning.prefix_tree import PrefixTree
 from llmbatch.scheduler.admission_order import Blend, Ends, FromFront
@@ -303,7 +302,7 @@ def test_without_prompts_nothing_is_kept() -> None:
     job.join([Row([1] * 9, 3)])
     job.run()
     assert job.scheduler is not None
-    assert job.scheduler.core.pages.counts[EMPTY] == 98
+    assert job.scheduler.core.pages.counts[0].free == 98
     trie = PageTrie.build(np.arange(1, dtype=np.int32), np.zeros(1, np.int32), 4, 1)
     scheduler = Scheduler(
         np.array([9], np.int32), num_pages=100, trie=trie, lengths=Believed(np.ones(1)), rates=RATES, max_running=6
@@ -314,4 +313,4 @@ def test_without_prompts_nothing_is_kept() -> None:
     while not scheduler.done:
         step = scheduler.decide()
         scheduler.commit(step, engine.execute(step))
-    assert scheduler.core.pages.counts[EMPTY] == 100
+    assert scheduler.core.pages.counts[0].free == 100

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from llmbatch.kvcache.eviction import path_of
-from llmbatch.kvcache.page_pool import EMPTY, PagePool, admit_pages, extend, extend_by_one, release
+from llmbatch.kvcache.allocation import admit_pages, extend, extend_by_one, release
+from llmbatch.kvcache.page_pool import PagePool, path_of
 from tests.support.workloads import Workload
 
 
@@ -46,7 +46,7 @@ def test_pages_without_rows_to_come_are_free_when_nobody_uses_them() -> None:
     for slot in (0, 1):
         release(pages, slot, 99, False)
         pages.check()
-    assert pages.counts[EMPTY] == 10
+    assert pages.counts[0].free == 10
 
 
 def test_a_preempted_request_keeps_its_shared_pages_worth_keeping() -> None:
@@ -122,6 +122,6 @@ def test_check_finds_a_page_that_two_slots_hold() -> None:
 
 def test_check_finds_a_lost_page() -> None:
     pages = pool([[1] * 4], 10)
-    pages.counts[EMPTY] -= 1
+    pages.counts[0].free -= 1
     with pytest.raises(AssertionError, match=r"^a page is lost"):
         pages.check()

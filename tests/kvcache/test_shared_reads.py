@@ -16,7 +16,6 @@ from llmbatch.kernels.cascade import GROUP_ROWS, GROUP_TOKENS
 from llmbatch.runtime.simulated_loop import SimulatedLoop
 from llmbatch.runtime.step_loop import SerialLoop
 from llmbatch.scheduler.admission_order import Blend, FromFront
-from llmbatch.scheduler.decide import MEMORY
 from llmbatch.scheduler.output import FinishReason, Step
 from llmbatch.scheduler.scheduler import FinishedSequences, QueueUpdate, Scheduler
 from llmbatch.scheduler.token_budget import ClosedLoopBudget, FixedBudget
@@ -162,8 +161,8 @@ def read_by_step(rows: int, shared: int, *, cascade: bool) -> list[int]:
     scheduler.enqueue(QueueUpdate(everything, load.believed, FromFront(), FixedBudget(5000), 1.0, 1e9))
     driver = SimulatedLoop(load.lengths, CASCADE if cascade else COST)
     driver.run(scheduler, 100)
-    read = driver.log.steps["kv_read_tokens"][: driver.log.counts[0]]
-    charged = (1e9 - scheduler.core.left[MEMORY]) / RATES.seconds_per_kv_token
+    read = driver.log.steps["kv_read_tokens"][: driver.log.counts[0].steps]
+    charged = (1e9 - scheduler.core.remaining[0].memory_seconds) / RATES.seconds_per_kv_token
     assert charged == pytest.approx(int(read.sum()), abs=1)
     return [int(tokens) for tokens in read]
 

@@ -14,7 +14,6 @@ from llmbatch.perf_model.hardware import Hardware, find_hardware
 from llmbatch.planning.workload import Pool, Scheduling
 from llmbatch.runtime.refit import Refit
 from llmbatch.runtime.stream import Stream
-from llmbatch.scheduler.decide import COMPUTE, MEMORY
 from llmbatch.scheduler.output import Step
 from llmbatch.scheduler.scheduler import QueueUpdate, Scheduler
 from tests.runtime.test_stream import Engines, Listed, Taken
@@ -142,6 +141,6 @@ def test_a_job_steers_by_what_its_steps_took_and_counts_what_is_left_by_it(
     rates = scheduler.core.rates
     ratio = rates.seconds_per_kv_token / rates.seconds_per_token
     assert ratio == pytest.approx(true.rates.seconds_per_kv_token / true.rates.seconds_per_token, rel=0.25)
-    left = scheduler.core.left
-    assert abs(left[COMPUTE] / waiting.compute) < 0.02
-    assert abs(left[MEMORY] / waiting.memory) < 0.02
+    remaining = scheduler.core.remaining[0]
+    assert abs(remaining.compute_seconds / waiting.compute) < 0.02
+    assert abs(remaining.memory_seconds / waiting.memory) < 0.02

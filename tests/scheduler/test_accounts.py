@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 
 from llmbatch.compilation.decorators import as_python
+from llmbatch.compilation.records import Records
 from llmbatch.engine.recorded import RecordedEngine
 from llmbatch.perf_model.cost import CostModel, find_shape
 from llmbatch.perf_model.hardware import find_hardware
@@ -25,9 +25,8 @@ from llmbatch.runtime.simulated_loop import SimulatedLoop
 from llmbatch.runtime.step_loop import LengthObservations
 from llmbatch.runtime.stream import Stream
 from llmbatch.scheduler.commit import preempt
-from llmbatch.scheduler.decide import COMPUTE, MEMORY
 from llmbatch.scheduler.scheduler import QueueUpdate, Scheduler
-from llmbatch.scheduler.sequences import DECODING
+from llmbatch.scheduler.state import RemainingWork
 from llmbatch.scheduler.token_budget import BudgetRules, ClosedLoopBudget, FixedBudget, prices
 from tests.runtime.test_stream import Engines, Listed, Taken, Window
 
@@ -62,8 +61,8 @@ class Preempting(SimulatedLoop):
         while not scheduler.done:
             ended.append(super().run(scheduler, 40))
             core = scheduler.core
-            if core.run.counts[DECODING]:
-                preempt(core.run, core.pages, core.peak, int(core.run.decoding[0]), float(scheduler.steps))
+            if core.run.counts[0].decoding:
+                preempt(core, int(core.run.decoding[0]), float(scheduler.steps))
         return LengthObservations(*(np.concatenate(column) for column in zip(*ended, strict=True)))
 
 
@@ -80,8 +79,8 @@ def left_over(work: Workload, cost: CostModel, pool: Pool, driver: SimulatedLoop
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run.scheduler, "enqueue", noted)
         preemptions = run.run().preemptions
-    left = run.scheduler.core.left
-    return float(left[COMPUTE] / begun[0]), float(left[MEMORY] / begun[1]), preemptions
+    remaining = run.scheduler.core.remaining[0]
+    return float(remaining.compute_seconds / begun[0]), float(remaining.memory_seconds / begun[1]), preemptions
 
 
 @pytest.mark.parametrize("size", [1, 8, 16, 64])
@@ -108,21 +107,21 @@ def test_work_that_is_done_again_after_a_preemption_is_not_charged_again() -> No
 @pytest.mark.parametrize("size", [1, 8, 16])
 def test_what_is_found_at_a_join_is_subtracted(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Four windows of the same groups: most tokens of the later prompts are there, or are being computed."""
-    lefts: list[tuple[QueueUpdate, NDArray[np.float64]]] = []  # what was to do, and what of it is left
+    enqueued: list[tuple[QueueUpdate, Records[RemainingWork]]] = []  # what was to do, and what of it remains
     enqueue = Scheduler.enqueue
 
     def noted(self: Scheduler, waiting: QueueUpdate) -> None:
         enqueue(self, waiting)
-        lefts.append((waiting, self.core.left))
+        enqueued.append((waiting, self.core.remaining))
 
     monkeypatch.setattr(Scheduler, "enqueue", noted)
     windows = [grouped(seed) for seed in range(4)]
     engines = Engines(lambda: RecordedEngine(HEAD))
     Stream(engines, Pool(60_000 // size, size), HEAD, Scheduling(max_running=64), Taken()).run(Listed(windows))
-    assert len(lefts) == 4
-    waiting, left = lefts[-1]
-    assert abs(left[COMPUTE] / waiting.compute) < 0.01
-    assert abs(left[MEMORY] / waiting.memory) < 0.01
+    assert len(enqueued) == 4
+    waiting, remaining = enqueued[-1]
+    assert abs(remaining[0].compute_seconds / waiting.compute) < 0.01
+    assert abs(remaining[0].memory_seconds / waiting.memory) < 0.01
 
 
 def grouped(seed: int, rows: int = 60) -> Window:

@@ -21,7 +21,7 @@ from llmbatch.planning.plan_workload import plan_workload
 from llmbatch.planning.prefix_tree import PrefixTree
 from llmbatch.runtime.shard_run import ShardRun
 from llmbatch.runtime.simulated_loop import SimulatedLoop
-from llmbatch.scheduler.steady_budget import steady_budget
+from llmbatch.scheduler.token_budget import steady_budget
 from llmbatch.simulation.experiment import Experiment
 from llmbatch.simulation.simulator import describe, pool_of
 
@@ -96,7 +96,8 @@ def test_an_estimate_steers_within_bounds(two_kinds: str, scale: float, law: Law
     workload = describe(trace, pool, "sampled")
     run = ShardRun(workload, SimulatedLoop(trace.output_lengths, cost), pool, cost, experiment.scheduling)
     run.stop_admitting()
-    compute, memory = run.scheduler.core.left
+    remaining = run.scheduler.core.remaining[0]
+    compute, memory = remaining.compute_seconds, remaining.memory_seconds
     if law == "bytes":
         filled = 0.8 * pool.tokens  # tokens that a step reads beside the weights
         memory *= 1 + cost.shape.weight_bytes / (filled * cost.shape.kv_bytes_per_token)

@@ -13,7 +13,6 @@ from llmbatch.scheduler.admission_order import Blend, Ends, FromFront
 from llmbatch.scheduler.commit import long_victim, preempt
 from llmbatch.scheduler.output import Step
 from llmbatch.scheduler.scheduler import QueueUpdate, Scheduler
-from llmbatch.scheduler.sequences import PREEMPTED
 from llmbatch.scheduler.token_budget import Budget, ClosedLoopBudget, FixedBudget
 from tests.scheduler.test_scheduler import least_pages, run, scheduler_for
 from tests.support.workloads import COST, RATES, Believed, Workload, workloads
@@ -28,15 +27,17 @@ pools, sizes = st.integers(0, 20), st.sampled_from([1, 3, 16])
 def patient(scheduler: Scheduler) -> Scheduler:
     """The scheduler with `WAITS` for its patience, and twice as many until nobody else enters."""
     waits = float(WAITS)
-    limits = scheduler.core.limits._replace(preempted_waits=waits, preempted_waits_alone=2 * waits, passed_waits=waits)
-    scheduler.core = scheduler.core._replace(limits=limits)
+    steering = scheduler.core.steering._replace(
+        preempted_waits=waits, preempted_waits_alone=2 * waits, passed_waits=waits
+    )
+    scheduler.core = scheduler.core._replace(steering=steering)
     return scheduler
 
 
 def preempted(scheduler: Scheduler) -> list[int]:
     """Requests that are preempted, in the order in which they come back."""
     core = scheduler.core
-    return list(core.run.slots["request"][core.run.preempted[: core.run.counts[PREEMPTED]]].tolist())
+    return list(core.run.slots["request"][core.run.waiting].tolist())
 
 
 def passed(scheduler: Scheduler) -> list[int]:
@@ -108,7 +109,7 @@ def test_two_that_come_back_at_once_do_not_exceed_the_limit() -> None:
     def preempt_request(request: int) -> None:
         core = scheduler.core
         slot = int(np.flatnonzero(core.run.slots["request"] == request)[0])
-        preempt(core.run, core.pages, core.peak, slot, float(scheduler.steps))
+        preempt(core, slot, float(scheduler.steps))
 
     assert step(200.0) == [0, 1]
     preempt_request(1)
@@ -199,8 +200,8 @@ def test_while_one_that_was_preempted_is_due_the_left_end_goes_on_within_a_tenth
     lengths = np.array([*[5] * 2000, 300, 300], np.int32)
     load = Workload([*short, [1] * 200, [2] * 200], lengths, np.array([*[5.0] * 2000, 1.0, 1.0]))
     scheduler = scheduler_for(load, 1, 600, Blend(), FixedBudget(440), max_running=300)
-    limits = scheduler.core.limits._replace(preempted_waits=0.0, preempted_waits_alone=float(alone))
-    scheduler.core = scheduler.core._replace(limits=limits)
+    steering = scheduler.core.steering._replace(preempted_waits=0.0, preempted_waits_alone=float(alone))
+    scheduler.core = scheduler.core._replace(steering=steering)
     others = [len(entered) for before, after, entered in entries(load, scheduler) if set(before) & set(after) >= {2000}]
     assert len(others) > 100
     assert any(others) == (alone > 0)
@@ -238,7 +239,7 @@ def test_a_long_answer_gives_way_while_little_of_it_was_computed_again(again: in
     for _ in range(50):
         step = scheduler.decide()
         scheduler.commit(step, engine.execute(step))
-    run, pages = scheduler.core.run, scheduler.core.pages
+    run = scheduler.core.run
     record = run.slots[run.decoding[0]]
-    record["preemptions"], record["recomputed"] = 1, again * record["known"]
-    assert (long_victim(run, pages, RATES, 20.0) == run.decoding[0]) == gives_way
+    record.preemptions, record.recomputed = 1, again * record.known
+    assert (long_victim(scheduler.core, 20.0) == run.decoding[0]) == gives_way

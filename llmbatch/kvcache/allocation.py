@@ -1,0 +1,173 @@
+"""How slots get pages, and give them back: admission, growth, release.
+
+The caller makes sure of room first: pages that are free, and unused ones, which are evicted for it.
+"""
+
+from __future__ import annotations
+
+from llmbatch.compilation.decorators import compiled
+from llmbatch.kvcache.contents import (
+    forget_contents,
+    give_name,
+    index,
+    is_named,
+    name_of,
+    prompt_pages,
+    start,
+    with_tokens,
+)
+from llmbatch.kvcache.eviction import evict, expect_requests, publish_as, recall
+from llmbatch.kvcache.page_pool import FREE, LOOSE, NOBODY, PagePool, path_of
+from llmbatch.kvcache.page_worth import given_up, insert, planned, remove
+from llmbatch.kvcache.shared_reads import stop_reading
+
+
+@compiled
+def probe(pages: PagePool, request: int) -> int:
+    """How many of a request's shareable pages others use now; changes nothing."""
+    used = 0
+    for node in path_of(pages, request):
+        page = pages.resident[node]
+        if page >= 0 and pages.users[page] > 0:
+            used += 1
+    return used
+
+
+@compiled
+def admit_pages(pages: PagePool, slot: int, request: int, prompt: int) -> int:
+    """Give a slot to a request, with the pages of its prompt that are there. Returns tokens found.
+
+    A sequence that comes back to its slot finds its own pages too, as far as nobody else has needed them.
+    """
+    assert pages.request[slot] < 0, "a slot is given twice"
+    pages.request[slot] = request
+    if pages.sequence[slot] == NOBODY:
+        pages.sequence[slot] = pages.counts[0].sequences
+        pages.counts[0].sequences += 1
+    found = adopt(pages, slot, prompt)
+    expect_requests(pages, request, -1)
+    return found
+
+
+@compiled
+def adopt(pages: PagePool, slot: int, prompt: int) -> int:
+    """Take over pages of the slot's prompt that others have published since. Returns tokens now held in full.
+
+    To be called when the slot's computed tokens end on a page boundary. The last of `prompt` tokens is never
+    found: it must be computed.
+    """
+    path = path_of(pages, pages.request[slot])
+    depth = (prompt - 1) // pages.page_size
+    while pages.held[slot] < depth:
+        position = pages.held[slot]
+        page = pages.resident[path[position]] if position < len(path) else -1
+        if page < 0:
+            page = recall(pages, slot, position)
+            if page < 0:
+                break
+            if position < len(path):
+                publish_as(pages, page, path[position])
+        if pages.users[page] == 0:
+            remove(pages.worth, page)
+            pages.counts[0].unused -= 1
+            pages.counts[0].shared += pages.node[page] >= 0
+            pages.owner[page] = NOBODY
+        pages.users[page] += 1
+        pages.tables[slot, position] = page
+        pages.held[slot] += 1
+    tokens: int = pages.held[slot] * pages.page_size
+    return tokens
+
+
+@compiled
+def extend(pages: PagePool, slot: int, tokens: int) -> None:
+    """Hold pages for the first `tokens` tokens of a slot; pages on its path are published.
+
+    The caller has made sure of room, and that tables are wide enough.
+    """
+    wanted = -(-tokens // pages.page_size)
+    missing = wanted - pages.held[slot]
+    if missing <= 0:
+        return
+    if missing > pages.counts[0].free:
+        evict(pages, missing - pages.counts[0].free)
+    path = path_of(pages, pages.request[slot])
+    contents, prompts = pages.contents, pages.prompts
+    begin, named = prompt_pages(prompts, pages.request[slot], pages.page_size)
+    while pages.held[slot] < wanted:
+        position = pages.held[slot]
+        page = _take(pages, slot)
+        # A page of the path that another slot holds already cannot be published twice: this copy is loose.
+        if position < len(path) and pages.resident[path[position]] < 0:
+            pages.node[page] = path[position]
+            pages.resident[path[position]] = page
+            pages.counts[0].shared += 1
+        if position < named:
+            name = start() if position == 0 else name_of(contents, pages.tables[slot, position - 1])
+            at = begin + position * pages.page_size
+            give_name(contents, page, with_tokens(name, prompts.tokens, at, at + pages.page_size))
+    pages.counts[0].widest = max(pages.counts[0].widest, wanted)
+
+
+@compiled
+def extend_by_one(pages: PagePool, slot: int) -> None:
+    """Hold one page more, which is loose."""
+    if pages.counts[0].free == 0:
+        evict(pages, 1)
+    _take(pages, slot)
+    pages.counts[0].widest = max(pages.counts[0].widest, pages.held[slot])
+
+
+@compiled
+def release(pages: PagePool, slot: int, computed: int, again: bool) -> None:
+    """Take a slot's pages back. `again`: its request was preempted and will be admitted again.
+
+    Pages that can be found again stay, where their KV is in the `computed` tokens. The end of a sequence goes first.
+    """
+    if again:
+        expect_requests(pages, pages.request[slot], 1)
+    stop_reading(pages.reads, pages.tables, slot)
+    whole = computed // pages.page_size
+    contents, worth = pages.contents, pages.worth
+    by_name = len(pages.prompts.tokens) > 0
+    # Calls in this loop take no `pages`: a call's cost grows with the arrays that it is given.
+    for i in range(pages.held[slot] - 1, -1, -1):
+        page = pages.tables[slot, i]
+        pages.users[page] -= 1
+        if pages.users[page] > 0:
+            continue
+        number = pages.node[page]
+        pages.counts[0].shared -= number >= 0
+        to_come = pages.remaining[number] if number >= 0 else (1 if again else 0)
+        # What has no name has generated tokens, and is named when they are known (`llmbatch.kvcache.publish`).
+        found = by_name and i < whole and (index(contents, page) or not is_named(contents, page))
+        if i < whole and (to_come > 0 or found):
+            pages.counts[0].unused += 1
+            if number < 0:
+                pages.owner[page] = pages.sequence[slot]
+            value = planned(to_come, number) if number >= 0 and to_come > 0 else given_up(worth, to_come)
+            insert(worth, page, value)
+            continue
+        if number >= 0:
+            pages.resident[number] = -1
+        if by_name:
+            forget_contents(contents, page)
+        pages.node[page] = FREE
+        pages.free[pages.counts[0].free] = page
+        pages.counts[0].free += 1
+    pages.held[slot] = 0
+    pages.request[slot] = -1
+    if not again:
+        pages.sequence[slot] = NOBODY
+
+
+@compiled
+def _take(pages: PagePool, slot: int) -> int:
+    """Append a free page to a slot's table, as a loose one."""
+    pages.counts[0].free -= 1
+    page: int = pages.free[pages.counts[0].free]
+    pages.node[page] = LOOSE
+    pages.users[page] = 1
+    pages.tables[slot, pages.held[slot]] = page
+    pages.held[slot] += 1
+    return page

@@ -1,0 +1,274 @@
+"""All that steps are decided from and that they change: one `SchedulerState`, of arrays.
+
+A sequence has one record, its slot, from its admission to its end, through preemptions. A slot is free, prefilling,
+decoding or preempted; the slots in each state are a list, an array with a count. So compiled code reads and changes
+everything without a Python object for each sequence. Who may change what: see `llmbatch.scheduler.decide`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmbatch.compilation.decorators import compiled
+from llmbatch.compilation.records import Bool, Float64, Int32, Int64, Records, records
+from llmbatch.compilation.references import by_reference
+from llmbatch.kvcache.page_pool import PagePool
+from llmbatch.perf_model.work import Rates, Reach
+from llmbatch.scheduler.admission_order import EndRules, TwoEndedQueue
+from llmbatch.scheduler.kv_forecast import KVForecast
+from llmbatch.scheduler.passed_over import Passed
+from llmbatch.scheduler.steering import Steering
+from llmbatch.scheduler.token_budget import BudgetRules
+
+
+class SequenceRecord:
+    """One admitted sequence. `request` is -1 where the slot is free."""
+
+    request: Int32
+    prompt: Int32  # tokens
+    known: Int32  # prompt and generated tokens
+    computed: Int32  # tokens whose KV is in pages
+    reached: Int32  # the most that `computed` ever was
+    cached: Int32  # prompt tokens found in pages when first needed
+    recomputed: Int32  # tokens computed again after a preemption
+    preemptions: Int32
+    admitted_step: Int32  # of its first admission
+    preempted_step: Int32  # of its latest preemption
+    passed: Bool  # over, before it was admitted
+    end: Int32  # of the order, that it was admitted from: an `End`
+    ended: Bool  # in the step being committed
+    admission: Int64  # number of its latest admission
+    weight: Float64  # KV tokens it holds on average, as p + d / 2
+    remaining_tokens: Float64  # that it was expected to generate when last asked
+
+
+class SequenceCounts:
+    """The lengths of the lists of slots, and what is counted over all sequences."""
+
+    free: Int64
+    decoding: Int64
+    prefilling: Int64
+    preempted: Int64
+    admissions: Int64
+    preemptions: Int64
+    reckoned: Int64  # preemptions, after which the preempted were expected anew
+    entered: Int64  # the step in which one last entered that had waited, preempted or passed over
+    passed_tokens: Float64  # expected KV tokens of those that had been passed over
+
+
+@by_reference
+class SequenceTable(NamedTuple):
+    """What is admitted and not ended. Lists hold slots; their lengths stand in `counts`."""
+
+    slots: Records[SequenceRecord]  # [capacity]
+    free: NDArray[np.int32]  # a stack
+    decoding: NDArray[np.int32]
+    prefilling: NDArray[np.int32]  # in order of admission
+    preempted: NDArray[np.int32]  # in order of preemption: the first is the first to come back
+    counts: Records[SequenceCounts]  # [1]
+    held: NDArray[np.float64]  # [2] by end: expected KV tokens
+
+    @classmethod
+    def empty(cls, capacity: int) -> SequenceTable:
+        """Free slots."""
+        slots = records(SequenceRecord, capacity)
+        slots["request"][:] = -1
+        free = np.arange(capacity - 1, -1, -1, dtype=np.int32)
+        counts = records(SequenceCounts)
+        counts[0].free = capacity
+        decoding, prefilling, preempted = (np.empty(capacity, np.int32) for _ in range(3))
+        return cls(slots, free, decoding, prefilling, preempted, counts, np.zeros(2))
+
+    def grown(self) -> SequenceTable:
+        """The same with twice the slots."""
+        old = len(self.slots)
+        new = SequenceTable.empty(2 * old)
+        new.slots[:old] = self.slots
+        for name, target in (("decoding", new.decoding), ("prefilling", new.prefilling), ("preempted", new.preempted)):
+            target[:old] = getattr(self, name)
+        kept = self.counts[0].free
+        new.free[:kept] = self.free[:kept]
+        new.free[kept : kept + old] = np.arange(2 * old - 1, old - 1, -1)
+        new.counts[:] = self.counts
+        new.counts[0].free += old
+        new.held[:] = self.held
+        return new
+
+    @property
+    def running(self) -> NDArray[np.int32]:
+        """Slots that hold pages: those that decode, then those that prefill."""
+        counts = self.counts[0]
+        return np.concatenate((self.decoding[: counts.decoding], self.prefilling[: counts.prefilling]))
+
+    @property
+    def waiting(self) -> NDArray[np.int32]:
+        """Slots that were preempted and wait to come back."""
+        return self.preempted[: self.counts[0].preempted]
+
+
+class StepTotals:
+    """What the step has given so far. Zero between two steps, but for what the last one gave."""
+
+    budget: Int64  # tokens that prefills may take
+    tokens: Int64  # of these, taken
+    chunks: Int64
+    cached: Int64  # prompt tokens of sequences admitted in this step found in pages
+    recomputed: Int64  # tokens computed again
+    compute_end: Int64  # tokens of the budget taken by sequences of this end
+    memory_end: Int64
+    preempted: Int64  # sequences
+    begun: Bool  # the step is being decided
+    open: Bool  # all that prefill got a chunk
+    pair_price: Float64  # tokens of the budget that a query-key pair takes
+    sample_price: Float64  # and one token sampled
+    free_tokens: Float64  # given whatever their attention takes
+
+
+@by_reference
+class StepBuilder(NamedTuple):
+    """The prefill part of a step while it is being decided."""
+
+    slots: NDArray[np.int32]
+    counts: NDArray[np.int32]  # tokens
+    samples: NDArray[np.bool_]
+    totals: Records[StepTotals]  # [1]
+    reach: Reach
+
+    @classmethod
+    def empty(cls, capacity: int, reach: Reach) -> StepBuilder:
+        """Room for `capacity` chunks."""
+        slots, counts = np.empty(capacity, np.int32), np.empty(capacity, np.int32)
+        return cls(slots, counts, np.empty(capacity, np.bool_), records(StepTotals), reach)
+
+    def grown(self) -> StepBuilder:
+        """The same with twice the room."""
+        old = len(self.slots)
+        new = StepBuilder.empty(2 * old, self.reach)
+        new.slots[:old], new.counts[:old], new.samples[:old] = self.slots, self.counts, self.samples
+        new.totals[:] = self.totals
+        return new
+
+
+class RemainingWork:
+    """What everything not yet done takes, as it was estimated when it was enqueued."""
+
+    compute_seconds: Float64
+    memory_seconds: Float64  # of KV reads
+
+
+def remaining_work(compute_seconds: float, memory_seconds: float) -> Records[RemainingWork]:
+    """One record of remaining work."""
+    work = records(RemainingWork)
+    work[0].compute_seconds, work[0].memory_seconds = compute_seconds, memory_seconds
+    return work
+
+
+@by_reference
+class Limits(NamedTuple):
+    """What admission keeps to."""
+
+    pool: float  # tokens
+    most_running: int  # sequences
+    margin: float  # of the pool that predictions leave alone
+
+
+@by_reference
+class SchedulerState(NamedTuple):
+    """Everything a step is decided from."""
+
+    run: SequenceTable
+    pages: PagePool
+    peak: KVForecast
+    chunks: StepBuilder
+    queue: TwoEndedQueue
+    passed: Passed
+    rules: EndRules
+    budget: BudgetRules
+    prompts: NDArray[np.int32]  # by request: tokens
+    limits: Limits
+    rates: Rates
+    remaining: Records[RemainingWork]  # [1]
+    steering: Steering
+
+
+@compiled
+def is_done(state: SchedulerState) -> bool:
+    """Nothing runs and nothing waits."""
+    counts = state.run.counts[0]
+    waits = state.queue.at[0] <= state.queue.at[1] or state.passed.size[0] > 0
+    return not waits and counts.decoding + counts.prefilling + counts.preempted == 0
+
+
+@compiled
+def take_slot(
+    run: SequenceTable, request: int, prompt: int, end: int, passed: bool, weight: float, remaining: float
+) -> int:
+    """Take a free slot, there must be one, for a request of `prompt` tokens of which nothing is computed."""
+    counts = run.counts[0]
+    counts.free -= 1
+    slot: int = run.free[counts.free]
+    record = run.slots[slot]
+    record.request = request
+    record.prompt = prompt
+    record.known = prompt
+    record.computed = 0
+    record.reached = 0
+    record.cached = 0
+    record.recomputed = 0
+    record.preemptions = 0
+    record.admitted_step = -1
+    record.preempted_step = -1
+    record.end = end
+    record.passed = passed
+    record.ended = False
+    record.weight = weight
+    record.remaining_tokens = remaining
+    run.held[end] += weight
+    if passed:
+        counts.passed_tokens += weight
+    return slot
+
+
+@compiled
+def give_slot(run: SequenceTable, slot: int) -> None:
+    """Free a slot."""
+    counts, record = run.counts[0], run.slots[slot]
+    run.held[record.end] -= record.weight
+    if record.passed:
+        counts.passed_tokens -= record.weight
+    record.request = -1
+    run.free[counts.free] = slot
+    counts.free += 1
+
+
+@compiled
+def stop_running(run: SequenceTable, slot: int) -> None:
+    """Take a slot out of those that decode or prefill."""
+    counts = run.counts[0]
+    before = counts.decoding
+    counts.decoding = _remove(run.decoding, before, slot)
+    if counts.decoding == before:
+        counts.prefilling = _remove(run.prefilling, counts.prefilling, slot)
+
+
+@compiled
+def stop_waiting(run: SequenceTable, slot: int) -> bool:
+    """Take a slot out of the preempted; whether it was there."""
+    counts = run.counts[0]
+    before = counts.preempted
+    counts.preempted = _remove(run.preempted, before, slot)
+    return counts.preempted < before
+
+
+@compiled
+def _remove(slots: NDArray[np.int32], count: int, slot: int) -> int:
+    """Take a slot out of the first `count` of a list, whose order is kept; how many stay."""
+    kept = 0
+    for i in range(count):
+        if slots[i] != slot:
+            slots[kept] = slots[i]
+            kept += 1
+    return kept
