@@ -18,21 +18,25 @@ import sys
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from tempfile import TemporaryDirectory
 from typing import Any
 from unittest import mock
 
 from simulations import TABLE2, Setting, write
 
-from llmbatch.runtime import shard_run
-from llmbatch.scheduler.admission_order import Blend
+from llmbatch.runtime import queue_planner, shard_run
+from llmbatch.scheduler.steering import STEERING
 from llmbatch.scheduler.token_budget import ClosedLoopBudget
 from llmbatch.simulation.simulator import Knowledge, simulate
 
 
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """A constant, where it stands, and values to try beside its own."""
+    """A constant, where it stands, and values to try beside its own.
+
+    `steering.` begins a field of `llmbatch.scheduler.steering.Steering`, `experiment.` an option of the simulation.
+    """
 
     name: str
     values: tuple[float, ...]
@@ -41,56 +45,62 @@ class Constant:
 
 
 CONSTANTS = (
-    Constant("shard_run.Blend.least", (0.0, 0.05, 0.2)),
-    Constant("shard_run.Blend.most", (0.1, 0.4)),
-    Constant("shard_run.ClosedLoopBudget.floor", (0, 256, 512)),
-    Constant("shard_run.ClosedLoopBudget.ceiling", (2048, 4096)),
-    Constant("plan._KEEP", (0.95, 1.0)),
-    Constant("plan._RIGHT", (0.25, 1.0)),
-    Constant("plan._LARGE", (0.0, 1.0)),
+    Constant("steering.least_reserve", (0.0, 0.05, 0.2)),
+    Constant("steering.most_reserve", (0.1, 0.4)),
+    Constant("queue_planner.ClosedLoopBudget.floor", (0, 256, 512)),
+    Constant("queue_planner.ClosedLoopBudget.ceiling", (2048, 4096)),
+    Constant("planning.plan._KEEP", (0.95, 1.0)),
+    Constant("planning.plan._RIGHT", (0.25, 1.0)),
+    Constant("planning.plan._LARGE", (0.0, 1.0)),
     Constant("experiment.page_size", (1, 64)),
     Constant("experiment.sample_fraction", (0.002, 0.05, 0.2), "sampled"),
-    Constant("shard_run._TRUST", (0.0, 0.25, 0.75, 1.0), "sampled"),
-    Constant("shard_run._LEAST_RATIO", (0.5, 0.7, 1.0), "sampled"),
-    Constant("shard_run._MOST_RATIO", (1.2, 2.0, 4.0), "sampled"),
-    Constant("shard_run._WIDE_RESERVE", (0.1, 0.2, 0.4, 0.5), "sampled"),
-    Constant("shard_run._LONGEST_WAIT", (128, 2048), "sampled"),
-    Constant("shard_run._PATIENCE", (0.0, 0.05), "sampled"),
-    Constant("sample._ERROR", (0.02, 0.2), "sampled"),
-    Constant("admission._MARGIN", (0.0, 0.06), "sampled", compiled=True),
-    Constant("admission._LEFT_ALONE", (0.0, 0.2), "sampled", compiled=True),
-    Constant("deciding._FULL", (0.0, 0.14), "sampled", compiled=True),
-    Constant("deciding._LONG", (0.002, 0.05), "sampled", compiled=True),
-    Constant("survival._LEAN", (1.0, 16.0), "sampled", compiled=True),
-    Constant("survival._STEEPER", (0.5, 1.0), "sampled", compiled=True),
-    Constant("survival._AS_RUN", (1.0, 2.0), "sampled", compiled=True),
+    Constant("steering.trust", (0.0, 0.25, 0.75, 1.0), "sampled"),
+    Constant("steering.least_ratio", (0.5, 0.7, 1.0), "sampled"),
+    Constant("steering.most_ratio", (1.2, 2.0, 4.0), "sampled"),
+    Constant("steering.wide_reserve", (0.1, 0.2, 0.4, 0.5), "sampled"),
+    Constant("steering.longest_wait", (128, 2048), "sampled"),
+    Constant("steering.patience", (0.0, 0.05), "sampled"),
+    Constant("planning.pilot_sample._ERROR", (0.02, 0.2), "sampled"),
+    Constant("steering.margin", (0.0, 0.06), "sampled"),
+    Constant("steering.compute_end_alone", (0.0, 0.2), "sampled"),
+    Constant("steering.full_pool", (0.0, 0.14), "sampled"),
+    Constant("steering.long_answer", (0.002, 0.05), "sampled"),
+    Constant("planning.survival._LEAN", (1.0, 16.0), "sampled", compiled=True),
+    Constant("planning.survival._STEEPER", (0.5, 1.0), "sampled", compiled=True),
+    Constant("planning.survival._AS_RUN", (1.0, 2.0), "sampled", compiled=True),
 )
-_CLASSES: dict[str, type[Any]] = {"Blend": Blend, "ClosedLoopBudget": ClosedLoopBudget}
 
 
 def fraction(setting: Setting, lengths: Knowledge, name: str | None, value: float) -> float:
     """The fraction of the optimum that `blend` reaches with a constant set to a value."""
     options: dict[str, Any] = {"lengths": lengths}
-    module, _, attribute = (name or "").partition(".")
-    if module == "experiment":
-        options[attribute] = value
+    place, _, constant = (name or "").rpartition(".")
+    if place == "experiment":
+        options[constant] = value
     experiment = setting.experiment(**options)
-    changed = module not in ("", "experiment")
-    with mock.patch.object(*_patched(module, attribute, value)) if changed else nullcontext():
+    changed = place not in ("", "experiment")
+    with mock.patch.object(*_patched(place, constant, value)) if changed else nullcontext():
         report = simulate(
             experiment.trace, experiment.cost, experiment.pool, experiment.scheduling, lengths=lengths
         ).report
     return report.fraction_of_optimal
 
 
-def _patched(module: str, attribute: str, value: float) -> tuple[Any, str, Any]:
+def _patched(place: str, constant: str, value: float) -> tuple[Any, str, Any]:
     """The object, the name in it, and what stands there instead."""
-    if "." not in attribute:
-        return importlib.import_module(f"llmbatch.{module}"), attribute, value
-    kind, _, field = attribute.partition(".")
-    original = _CLASSES[kind]
-    assert field in {f.name for f in fields(original)}
-    return shard_run, kind, lambda *given, **named: replace(original(*given, **named), **{field: value})
+    if place == "steering":
+        kind = type(getattr(STEERING, constant))
+        return shard_run, "STEERING", STEERING._replace(**{constant: kind(value)})
+    if place == "queue_planner.ClosedLoopBudget":
+        assert constant in {field.name for field in fields(ClosedLoopBudget)}
+        return queue_planner, "ClosedLoopBudget", partial(_changed, {constant: int(value)})
+    module = importlib.import_module(f"llmbatch.{place}")
+    assert hasattr(module, constant)
+    return module, constant, value
+
+
+def _changed(change: dict[str, Any], *args: Any, **named: Any) -> ClosedLoopBudget:
+    return replace(ClosedLoopBudget(*args, **named), **change)
 
 
 def compiled(lengths: Knowledge, name: str, value: float, requests: int) -> list[float]:

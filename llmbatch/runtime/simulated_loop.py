@@ -102,12 +102,12 @@ class SimulatedLoop:
             if self.log.counts[0].steps == len(self.log.steps):
                 self.log = self.log.grown()
             room = len(self.log.steps) - int(self.log.counts[0].steps)
-            while len(scheduler.core.run.slots) > len(self._generated):
+            while len(scheduler.state.run.slots) > len(self._generated):
                 self._generated = np.concatenate([self._generated, np.zeros_like(self._generated)])
             more = min(until - scheduler.steps, room)
-            done = _run(scheduler.core, self._clock, self._lengths, self._generated, self.log, scheduler.steps, more)
+            done = _run(scheduler.state, self._clock, self._lengths, self._generated, self.log, scheduler.steps, more)
             scheduler.steps += done
-            if scheduler.core.chunks.totals[0].begun:
+            if scheduler.state.chunks.totals[0].begun:
                 scheduler.grow()
         ended = self.log.ended[before : self.log.counts[0].ended]
         return LengthObservations(ended, self._lengths[ended], np.ones(len(ended), np.bool_))

@@ -9,7 +9,7 @@ another one each step, within `llmbatch.scheduler.admission_order.Blend.behind` 
 fit; the candidate keeps its place, and they have given their memory back before it is wanted.
 
 Those that wait longest. What was preempted comes back in the order of preemption. A request of the compute end that
-does not fit is passed over (`llmbatch.scheduler.passed_over`), so that what stands behind it goes on; memory is kept
+does not fit is passed over (`admission_order.put_aside`), so that what stands behind it goes on; memory is kept
 for it from then on, which the memory end may not take, and the compute end only up to its reserve. Neither may be
 passed for ever, and predictions may be wrong for ever. So the one that has waited longest is due after
 `Steering.preempted_waits` or `passed_waits` steps, or as many after the one before it entered. For one that was passed
@@ -33,13 +33,14 @@ from llmbatch.scheduler.admission_order import (
     MEMORY_END,
     Account,
     look_behind,
+    put_aside,
     skip,
     take,
+    take_aside,
     turns,
 )
 from llmbatch.scheduler.chunks import give_chunk, note_found
 from llmbatch.scheduler.kv_forecast import expect, most
-from llmbatch.scheduler.passed_over import put_aside, take_aside
 from llmbatch.scheduler.state import SchedulerState, stop_waiting, take_slot
 
 _NOBODY_DUE, _PREEMPTED_DUE, _PREEMPTED_OVERDUE, _PASSED_DUE = range(4)

@@ -1,9 +1,13 @@
-"""From which end of the planned order the next request is admitted.
+"""What waits: from which end of the planned order the next request is admitted, and which were passed over.
 
 A plan is a sequence that begins with compute-heavy requests, its compute end, and closes with memory-heavy ones, its
 memory end. `FromFront` reads it from the first to the last. `Blend` fills memory from the memory end and feeds the
 step's budget from the compute end (design: "blending in closed loop"). `DualScanEnds` is BlendServe's Algorithm 3.
 Which it is, is data: the scheduler's compiled code asks `turns` for every admission.
+
+Requests that were passed over. A request that is next at the compute end may be too large for the room there is. What
+stands behind it must not wait with it, so it is put aside, a few at most, and tried before the end it came from in
+every step. Those behind may take the room each time, so waiting has an end: see `llmbatch.scheduler.admission`.
 """
 
 from __future__ import annotations
@@ -30,6 +34,7 @@ class End(IntEnum):
     MEMORY = 1
 
 
+MOST_PASSED: Final = 64  # requests aside
 _LOOKS: Final = 8  # places at a time
 _IN_ORDER, BLEND, _DUAL_SCAN = range(3)
 COMPUTE_END: Final = int(End.COMPUTE)
@@ -110,6 +115,32 @@ class TwoEndedQueue(NamedTuple):
 
     def __bool__(self) -> bool:
         return bool(self.at[0] <= self.at[1])
+
+
+@by_reference
+class Passed(NamedTuple):
+    """What is aside, the one that waits longest first."""
+
+    requests: NDArray[np.int32]  # [MOST_PASSED]
+    since: NDArray[np.float64]  # [MOST_PASSED] the step it was passed over in
+    size: NDArray[np.int64]  # [1] how many
+
+    @classmethod
+    def empty(cls) -> Passed:
+        """None."""
+        return cls(np.empty(MOST_PASSED, np.int32), np.empty(MOST_PASSED), np.zeros(1, np.int64))
+
+    def __bool__(self) -> bool:
+        return bool(self.size[0] > 0)
+
+    def among(self, requests: NDArray[np.int32]) -> Passed:
+        """Those of them that are among `requests`."""
+        count = int(self.size[0])
+        kept = np.flatnonzero(np.isin(self.requests[:count], requests))
+        passed = Passed.empty()
+        passed.requests[: len(kept)], passed.since[: len(kept)] = self.requests[kept], self.since[kept]
+        passed.size[0] = len(kept)
+        return passed
 
 
 class Account(NamedTuple):
@@ -194,3 +225,22 @@ def skip(queue: TwoEndedQueue) -> None:
         at[0] += 1
     while at[0] <= at[1] and taken[order[at[1]]]:
         at[1] -= 1
+
+
+@compiled
+def put_aside(passed: Passed, request: int, now: float) -> None:
+    """Put a request aside; there must be room."""
+    passed.requests[passed.size[0]] = request
+    passed.since[passed.size[0]] = now
+    passed.size[0] += 1
+
+
+@compiled
+def take_aside(passed: Passed, at: int) -> int:
+    """Take the request at a place: it is aside no more."""
+    request: int = passed.requests[at]
+    passed.size[0] -= 1
+    for i in range(at, passed.size[0]):
+        passed.requests[i] = passed.requests[i + 1]
+        passed.since[i] = passed.since[i + 1]
+    return request

@@ -34,12 +34,11 @@ from llmbatch.kvcache.page_trie import PageTrie
 from llmbatch.kvcache.publish import EndedPages, publish
 from llmbatch.planning.lengths import Expected
 from llmbatch.planning.prefix_tree import PrefixTree
-from llmbatch.scheduler.admission_order import EndRules, Ends, FromFront, TwoEndedQueue
+from llmbatch.scheduler.admission_order import EndRules, Ends, FromFront, Passed, TwoEndedQueue
 from llmbatch.scheduler.commit import advance, end_sequences, expect_anew, pack, withdraw
 from llmbatch.scheduler.decide import charge, decide_step, needs_attention
 from llmbatch.scheduler.kv_forecast import KVForecast
 from llmbatch.scheduler.output import FinishReason, Step, StepResult
-from llmbatch.scheduler.passed_over import Passed
 from llmbatch.scheduler.renumber import carry_pages, carry_peak, carry_running, find_pages
 from llmbatch.scheduler.state import Limits, SchedulerState, SequenceTable, StepBuilder, is_done, remaining_work
 from llmbatch.scheduler.steering import STEERING, Steering
@@ -104,7 +103,7 @@ class Scheduler:
         self._lengths = lengths
         width = _width(prompt_lengths, trie)
         self.steps = 0
-        self.core = SchedulerState(
+        self.state = SchedulerState(
             run=SequenceTable.empty(_SLOTS),
             pages=PagePool.empty(num_pages, trie, slots=_SLOTS, width=width, cascade=rates.cascade, prompts=prompts),
             peak=KVForecast.empty(_SLOTS),
@@ -138,32 +137,32 @@ class Scheduler:
 
         `numbers` int32 [n] are the new numbers of the requests, -1 for those that are not in the new shard.
         """
-        core = self.core
-        run = carry_running(core.run, numbers)
+        state = self.state
+        run = carry_running(state.run, numbers)
         self._taken = np.zeros(len(prompt_lengths), np.bool_)
         self._taken[run.slots["request"][run.slots["request"] >= 0]] = True
         self._lengths = lengths
-        self.core = core._replace(
+        self.state = state._replace(
             run=run,
-            peak=carry_peak(core.peak, core.run, core.pages, numbers, trie),
-            pages=carry_pages(core.pages, numbers, trie, _width(prompt_lengths, trie), prompts or Prompts.nothing()),
+            peak=carry_peak(state.peak, state.run, state.pages, numbers, trie),
+            pages=carry_pages(state.pages, numbers, trie, _width(prompt_lengths, trie), prompts or Prompts.nothing()),
             queue=TwoEndedQueue.of(np.empty(0, np.int32), self._taken, np.empty(0)),
             passed=Passed.empty(),
             prompts=prompt_lengths,
-            limits=core.limits._replace(most_running=max_running),
+            limits=state.limits._replace(most_running=max_running),
         )
 
     def found(self, prompts: Prompts, tree: PrefixTree, numbers: NDArray[np.int32]) -> NDArray[np.int32]:
         """How many leading pages are there of each row of a shard that is to join, int32 by its new number."""
-        return find_pages(self.core.pages, prompts, tree.rows, tree.lcp, numbers)
+        return find_pages(self.state.pages, prompts, tree.rows, tree.lcp, numbers)
 
     def enqueue(self, waiting: QueueUpdate) -> None:
         """Replace what waits; running sequences go on, and what was passed over has waited as long as it has."""
-        before = self.core.passed
+        before = self.state.passed
         self._taken[before.requests[: before.size[0]]] = False
         passed = before.among(waiting.order)
         self._taken[passed.requests[: passed.size[0]]] = True
-        self.core = self.core._replace(
+        self.state = self.state._replace(
             queue=TwoEndedQueue.of(waiting.order, self._taken, waiting.lengths),
             passed=passed,
             rules=EndRules.of(waiting.ends),
@@ -173,104 +172,104 @@ class Scheduler:
 
     def reprice(self, rates: Rates) -> None:
         """Charge steps by other `rates` from now on; what is left to do must be enqueued anew, counted by them."""
-        self.core = self.core._replace(rates=rates)
+        self.state = self.state._replace(rates=rates)
 
     @property
     def waiting(self) -> bool:
         """Whether requests wait to be admitted."""
-        return bool(self.core.queue) or bool(self.core.passed)
+        return bool(self.state.queue) or bool(self.state.passed)
 
     @property
     def running(self) -> int:
         """Sequences admitted and not ended."""
-        counts = self.core.run.counts[0]
+        counts = self.state.run.counts[0]
         return int(counts.decoding + counts.prefilling + counts.preempted)
 
     @property
     def preemptions(self) -> int:
         """How often a sequence lost its pages."""
-        return int(self.core.run.counts[0].preemptions)
+        return int(self.state.run.counts[0].preemptions)
 
     @property
     def done(self) -> bool:
         """Nothing runs and nothing waits."""
-        return bool(is_done(self.core))
+        return bool(is_done(self.state))
 
     def unfinished(self) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         """Requests admitted and not ended, and the tokens each has generated."""
-        records = self.core.run.slots[self._admitted()]
+        records = self.state.run.slots[self._admitted()]
         return records["request"], (records["known"] - records["prompt"]).astype(np.int32)
 
     def computed(self) -> NDArray[np.int32]:
         """Of each of `unfinished`, the tokens that were ever computed or found in pages."""
-        records = self.core.run.slots[self._admitted()]
+        records = self.state.run.slots[self._admitted()]
         return np.asarray(np.maximum(records["computed"], records["reached"]))
 
     def decide(self) -> Step:
         """The next step. There must be something to do."""
         assert not self.done, "there is nothing left to decide"
         self.attend()
-        while not decide_step(self.core, float(self.steps)):
+        while not decide_step(self.state, float(self.steps)):
             self.grow()
         return self._freeze()
 
     def attend(self) -> None:
         """Between steps: expect anew of sequences that outlived their estimate or were preempted; widen tables."""
-        core = self.core
-        if not needs_attention(core, float(self.steps)) or core.chunks.totals[0].begun:
+        state = self.state
+        if not needs_attention(state, float(self.steps)) or state.chunks.totals[0].begun:
             return
-        overdue = core.peak.overdue(self.steps)
+        overdue = state.peak.overdue(self.steps)
         if len(overdue):
-            expect_anew(core, overdue, self._remaining(overdue), float(self.steps))
-        counts = core.run.counts[0]
+            expect_anew(state, overdue, self._remaining(overdue), float(self.steps))
+        counts = state.run.counts[0]
         if counts.preemptions > counts.reckoned:
-            slots = core.run.waiting
-            core.run.slots["remaining_tokens"][slots] = self._remaining(slots)
+            slots = state.run.waiting
+            state.run.slots["remaining_tokens"][slots] = self._remaining(slots)
             counts.reckoned = counts.preemptions
-        if core.pages.counts[0].widest + 1 > core.pages.tables.shape[1]:
-            self.core = core._replace(pages=core.pages.widened())
+        if state.pages.counts[0].widest + 1 > state.pages.tables.shape[1]:
+            self.state = state._replace(pages=state.pages.widened())
 
     def grow(self) -> None:
         """Twice the slots: the step in hand needs more than there are."""
-        core = self.core
-        self.core = core._replace(
-            run=core.run.grown(), pages=core.pages.grown(), peak=core.peak.grown(), chunks=core.chunks.grown()
+        state = self.state
+        self.state = state._replace(
+            run=state.run.grown(), pages=state.pages.grown(), peak=state.peak.grown(), chunks=state.chunks.grown()
         )
 
     def commit(self, step: Step, result: StepResult) -> FinishedSequences:
         """Take note of an executed step; returns the sequences that ended, whose slots are free again."""
-        core = self.core
+        state = self.state
         self.steps += 1
         columns = step.slots, step.counts, step.samples
-        gone, work = advance(core, *columns, step.num_decodes, result.finished, float(self.steps))
-        charge(core, work)
+        gone, work = advance(state, *columns, step.num_decodes, result.finished, float(self.steps))
+        charge(state, work)
         ended = result.finished > 0
         spare = 0 if result.spare is None else result.spare[ended].astype(np.int32)
         finished = self._finish(gone, result.finished[ended], spare)
         if len(gone):
-            end_sequences(core, gone)
+            end_sequences(state, gone)
         return finished
 
     def publish(self, finished: FinishedSequences, answers: list[NDArray[np.int32]]) -> None:
         """Let later prompts find the pages of these answers, in the order of `finished`."""
-        publish(self.core.pages, finished.pages, finished.requests, answers, finished.reasons < FinishReason.ERROR)
+        publish(self.state.pages, finished.pages, finished.requests, answers, finished.reasons < FinishReason.ERROR)
 
     def withdraw(self, requests: NDArray[np.int32], reason: FinishReason) -> FinishedSequences:
         """End those of the requests that run, between two steps; their slots are free again."""
-        core = self.core
-        slots = np.flatnonzero(np.isin(core.run.slots["request"], requests)).astype(np.int32)
+        state = self.state
+        slots = np.flatnonzero(np.isin(state.run.slots["request"], requests)).astype(np.int32)
         finished = self._finish(slots, np.full(len(slots), reason, np.uint8))
         for slot in slots.tolist():
-            withdraw(core, slot)
+            withdraw(state, slot)
         return finished
 
     def check(self) -> None:
         """Verify that the books agree with the pages; raises AssertionError."""
-        run, pages = self.core.run, self.core.pages
+        run, pages = self.state.run, self.state.pages
         pages.check()
         running, preempted = run.running, run.waiting
         assert len(np.unique(self._admitted())) == self.running, "a slot stands in two places"
-        assert int(self.core.peak.size[0]) == len(running), "the forecast counts other sequences than those that run"
+        assert int(self.state.peak.size[0]) == len(running), "the forecast counts other sequences than those that run"
         for slot in running.tolist():
             record, held = run.slots[slot], int(pages.held[slot]) * pages.page_size
             assert pages.request[slot] == record.request, "pages belong to another request"
@@ -282,13 +281,13 @@ class Scheduler:
         assert np.count_nonzero(free) + self.running == len(run.slots), "a slot is lost"
 
     def _admitted(self) -> NDArray[np.int32]:
-        run = self.core.run
+        run = self.state.run
         return np.concatenate((run.running, run.waiting))
 
     def _finish(
         self, slots: NDArray[np.int32], reasons: NDArray[np.uint8], spare: NDArray[np.int32] | int = 0
     ) -> FinishedSequences:
-        records = self.core.run.slots[slots]
+        records = self.state.run.slots[slots]
         return FinishedSequences(
             requests=records["request"],
             slots=slots,
@@ -299,17 +298,17 @@ class Scheduler:
             preemptions=records["preemptions"],
             admitted_step=records["admitted_step"],
             end=records["end"],
-            pages=EndedPages.of(self.core.pages, slots),
+            pages=EndedPages.of(self.state.pages, slots),
         )
 
     def _remaining(self, slots: NDArray[np.int32]) -> NDArray[np.float64]:
-        records = self.core.run.slots[slots]
+        records = self.state.run.slots[slots]
         generated = (records["known"] - records["prompt"]).astype(np.int32)
         return self._lengths.remaining(records["request"], generated).mean
 
     def _freeze(self) -> Step:
-        core = self.core
-        columns, counts, totals = pack(core), core.run.counts[0], core.chunks.totals[0]
+        state = self.state
+        columns, counts, totals = pack(state), state.run.counts[0], state.chunks.totals[0]
         return Step(
             index=self.steps,
             num_decodes=int(counts.decoding),
@@ -318,13 +317,13 @@ class Scheduler:
             starts=columns.starts,
             counts=columns.counts,
             samples=columns.samples,
-            block_tables=core.pages.tables,
+            block_tables=state.pages.tables,
             cached_tokens=int(totals.cached),
             recomputed_tokens=int(totals.recomputed),
             preempted=int(totals.preempted),
             running=int(counts.decoding + counts.prefilling),
-            kv_tokens=core.pages.used * core.pages.page_size,
-            spared_tokens=int(tokens_spared(core.pages)),
+            kv_tokens=state.pages.used * state.pages.page_size,
+            spared_tokens=int(tokens_spared(state.pages)),
         )
 
 

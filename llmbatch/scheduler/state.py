@@ -17,9 +17,8 @@ from llmbatch.compilation.records import Bool, Float64, Int32, Int64, Records, r
 from llmbatch.compilation.references import by_reference
 from llmbatch.kvcache.page_pool import PagePool
 from llmbatch.perf_model.work import Rates, Reach
-from llmbatch.scheduler.admission_order import EndRules, TwoEndedQueue
+from llmbatch.scheduler.admission_order import EndRules, Passed, TwoEndedQueue
 from llmbatch.scheduler.kv_forecast import KVForecast
-from llmbatch.scheduler.passed_over import Passed
 from llmbatch.scheduler.steering import Steering
 from llmbatch.scheduler.token_budget import BudgetRules
 

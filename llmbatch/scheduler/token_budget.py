@@ -31,6 +31,7 @@ from llmbatch.perf_model.cost import CostModel
 from llmbatch.perf_model.work import Rates as Rates
 from llmbatch.planning.plan import Plan
 
+STEP_TOKENS: Final = 2048  # of a fixed budget, unless another one is asked for
 TILE = 128  # tokens; matrix units work in tiles of this many rows
 
 
@@ -50,7 +51,7 @@ MOST_TOKENS: Final = 8192  # of a step that is decided in closed loop
 class FixedBudget:
     """The same number of tokens each step, as today's engines do; decodes beyond it are computed all the same."""
 
-    step_tokens: int = 2048
+    step_tokens: int = STEP_TOKENS
 
 
 @dataclass(frozen=True, slots=True)

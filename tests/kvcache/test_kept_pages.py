@@ -187,7 +187,7 @@ def test_whatever_is_found_is_what_the_row_would_have_computed(
     total = sum(len(row.prompt) + row.length - 1 for row in everything)
     assert job.computed + sum(job.cached.values()) == total
     assert job.scheduler is not None
-    assert job.scheduler.core.pages.used == 0
+    assert job.scheduler.state.pages.used == 0
 
 
 def test_a_prefix_that_nobody_runs_any_more_is_found_by_the_next_window() -> None:
@@ -302,7 +302,7 @@ def test_without_prompts_nothing_is_kept() -> None:
     job.join([Row([1] * 9, 3)])
     job.run()
     assert job.scheduler is not None
-    assert job.scheduler.core.pages.counts[0].free == 98
+    assert job.scheduler.state.pages.counts[0].free == 98
     trie = PageTrie.build(np.arange(1, dtype=np.int32), np.zeros(1, np.int32), 4, 1)
     scheduler = Scheduler(
         np.array([9], np.int32), num_pages=100, trie=trie, lengths=Believed(np.ones(1)), rates=RATES, max_running=6
@@ -313,4 +313,4 @@ def test_without_prompts_nothing_is_kept() -> None:
     while not scheduler.done:
         step = scheduler.decide()
         scheduler.commit(step, engine.execute(step))
-    assert scheduler.core.pages.counts[0].free == 100
+    assert scheduler.state.pages.counts[0].free == 100

@@ -80,8 +80,8 @@ def test_what_a_step_is_spared_is_counted_exactly(seed: int, size: int, extra: i
         scheduler.check()
         for slot in finished.slots.tolist():
             engine.pop_tokens(slot)
-    assert scheduler.core.pages.reads.spared[0] == 0
-    assert not scheduler.core.pages.reads.readers.any()
+    assert scheduler.state.pages.reads.spared[0] == 0
+    assert not scheduler.state.pages.reads.readers.any()
 
 
 def test_some_of_these_workloads_spare_reads_and_preempt() -> None:
@@ -91,7 +91,7 @@ def test_some_of_these_workloads_spare_reads_and_preempt() -> None:
         scheduler, driver = scheduler_for(load, 16, 6000), SimulatedLoop(load.lengths, CASCADE)
         while not scheduler.done:
             driver.run(scheduler, 1)
-            spared += int(scheduler.core.pages.reads.spared[0] > 0)
+            spared += int(scheduler.state.pages.reads.spared[0] > 0)
         preempted += scheduler.preemptions
     assert spared > 20
     assert preempted > 0
@@ -117,7 +117,7 @@ def test_it_stays_exact_where_sequences_go_on_in_another_shard_or_are_withdrawn(
     scheduler.check()
     scheduler.withdraw(scheduler.unfinished()[0], FinishReason.TIMEOUT)
     scheduler.check()
-    assert scheduler.core.pages.reads.spared[0] == 0
+    assert scheduler.state.pages.reads.spared[0] == 0
 
 
 @given(st.integers(0, 2**32 - 1), st.sampled_from(SIZES), st.integers(500, 30_000))
@@ -162,7 +162,7 @@ def read_by_step(rows: int, shared: int, *, cascade: bool) -> list[int]:
     driver = SimulatedLoop(load.lengths, CASCADE if cascade else COST)
     driver.run(scheduler, 100)
     read = driver.log.steps["kv_read_tokens"][: driver.log.counts[0].steps]
-    charged = (1e9 - scheduler.core.remaining[0].memory_seconds) / RATES.seconds_per_kv_token
+    charged = (1e9 - scheduler.state.remaining[0].memory_seconds) / RATES.seconds_per_kv_token
     assert charged == pytest.approx(int(read.sum()), abs=1)
     return [int(tokens) for tokens in read]
 
@@ -211,6 +211,6 @@ def test_a_step_is_given_less_compute_where_its_reads_are_shared() -> None:
 def test_check_finds_reads_that_are_miscounted() -> None:
     load = families(0)
     scheduler = scheduler_for(load, 16, 30_000)
-    scheduler.core.pages.reads.spared[0] += 1
+    scheduler.state.pages.reads.spared[0] += 1
     with pytest.raises(AssertionError, match=r"^spared reads are miscounted"):
-        scheduler.core.pages.check()
+        scheduler.state.pages.check()

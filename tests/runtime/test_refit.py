@@ -138,9 +138,9 @@ def test_a_job_steers_by_what_its_steps_took_and_counts_what_is_left_by_it(
     Stream(engines, Pool(8000, 8), cost_of(BELIEVED), Scheduling(max_running=64), Taken()).run(windows)
     assert len(counted) > 1
     scheduler, waiting = counted[-1]
-    rates = scheduler.core.rates
+    rates = scheduler.state.rates
     ratio = rates.seconds_per_kv_token / rates.seconds_per_token
     assert ratio == pytest.approx(true.rates.seconds_per_kv_token / true.rates.seconds_per_token, rel=0.25)
-    remaining = scheduler.core.remaining[0]
+    remaining = scheduler.state.remaining[0]
     assert abs(remaining.compute_seconds / waiting.compute) < 0.02
     assert abs(remaining.memory_seconds / waiting.memory) < 0.02

@@ -60,9 +60,9 @@ class Preempting(SimulatedLoop):
         ended = [super().run(scheduler, 0)]
         while not scheduler.done:
             ended.append(super().run(scheduler, 40))
-            core = scheduler.core
-            if core.run.counts[0].decoding:
-                preempt(core, int(core.run.decoding[0]), float(scheduler.steps))
+            state = scheduler.state
+            if state.run.counts[0].decoding:
+                preempt(state, int(state.run.decoding[0]), float(scheduler.steps))
         return LengthObservations(*(np.concatenate(column) for column in zip(*ended, strict=True)))
 
 
@@ -79,7 +79,7 @@ def left_over(work: Workload, cost: CostModel, pool: Pool, driver: SimulatedLoop
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run.scheduler, "enqueue", noted)
         preemptions = run.run().preemptions
-    remaining = run.scheduler.core.remaining[0]
+    remaining = run.scheduler.state.remaining[0]
     return float(remaining.compute_seconds / begun[0]), float(remaining.memory_seconds / begun[1]), preemptions
 
 
@@ -112,7 +112,7 @@ def test_what_is_found_at_a_join_is_subtracted(size: int, monkeypatch: pytest.Mo
 
     def noted(self: Scheduler, waiting: QueueUpdate) -> None:
         enqueue(self, waiting)
-        enqueued.append((waiting, self.core.remaining))
+        enqueued.append((waiting, self.state.remaining))
 
     monkeypatch.setattr(Scheduler, "enqueue", noted)
     windows = [grouped(seed) for seed in range(4)]

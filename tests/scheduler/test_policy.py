@@ -96,7 +96,7 @@ def test_an_estimate_steers_within_bounds(two_kinds: str, scale: float, law: Law
     workload = describe(trace, pool, "sampled")
     run = ShardRun(workload, SimulatedLoop(trace.output_lengths, cost), pool, cost, experiment.scheduling)
     run.stop_admitting()
-    remaining = run.scheduler.core.remaining[0]
+    remaining = run.scheduler.state.remaining[0]
     compute, memory = remaining.compute_seconds, remaining.memory_seconds
     if law == "bytes":
         filled = 0.8 * pool.tokens  # tokens that a step reads beside the weights

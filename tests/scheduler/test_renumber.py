@@ -139,4 +139,4 @@ def test_withdrawn_sequences_leave_nothing_behind(load: Workload, size: int, ext
         for slot in slots:
             engine.pop_tokens(slot)
     assert sorted(ended) == everything.tolist()
-    assert scheduler.core.pages.used == 0
+    assert scheduler.state.pages.used == 0

@@ -44,7 +44,7 @@ def run(load: Workload, scheduler: Scheduler) -> tuple[list[Step], list[Finished
     steps, ended = [], []
     while not scheduler.done:
         step = scheduler.decide()
-        scheduler.core.pages.check()
+        scheduler.state.pages.check()
         finished = scheduler.commit(step, engine.execute(step))
         scheduler.check()
         for slot in finished.slots.tolist():

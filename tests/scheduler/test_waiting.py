@@ -27,22 +27,22 @@ pools, sizes = st.integers(0, 20), st.sampled_from([1, 3, 16])
 def patient(scheduler: Scheduler) -> Scheduler:
     """The scheduler with `WAITS` for its patience, and twice as many until nobody else enters."""
     waits = float(WAITS)
-    steering = scheduler.core.steering._replace(
+    steering = scheduler.state.steering._replace(
         preempted_waits=waits, preempted_waits_alone=2 * waits, passed_waits=waits
     )
-    scheduler.core = scheduler.core._replace(steering=steering)
+    scheduler.state = scheduler.state._replace(steering=steering)
     return scheduler
 
 
 def preempted(scheduler: Scheduler) -> list[int]:
     """Requests that are preempted, in the order in which they come back."""
-    core = scheduler.core
-    return list(core.run.slots["request"][core.run.waiting].tolist())
+    state = scheduler.state
+    return list(state.run.slots["request"][state.run.waiting].tolist())
 
 
 def passed(scheduler: Scheduler) -> list[int]:
     """Requests that are passed over, the first first."""
-    aside = scheduler.core.passed
+    aside = scheduler.state.passed
     return list(aside.requests[: aside.size[0]].tolist())
 
 
@@ -101,15 +101,15 @@ def test_two_that_come_back_at_once_do_not_exceed_the_limit() -> None:
     engine = SimulatedEngine(load.lengths, COST)
 
     def step(pool: float) -> list[int]:
-        scheduler.core = scheduler.core._replace(limits=scheduler.core.limits._replace(pool=pool))
+        scheduler.state = scheduler.state._replace(limits=scheduler.state.limits._replace(pool=pool))
         decided = scheduler.decide()
         scheduler.commit(decided, engine.execute(decided))
         return sorted(decided.requests.tolist())
 
     def preempt_request(request: int) -> None:
-        core = scheduler.core
-        slot = int(np.flatnonzero(core.run.slots["request"] == request)[0])
-        preempt(core, slot, float(scheduler.steps))
+        state = scheduler.state
+        slot = int(np.flatnonzero(state.run.slots["request"] == request)[0])
+        preempt(state, slot, float(scheduler.steps))
 
     assert step(200.0) == [0, 1]
     preempt_request(1)
@@ -185,7 +185,7 @@ def test_a_plan_that_is_replaced_keeps_how_long_a_request_was_passed_over() -> N
         scheduler.enqueue(QueueUpdate(requests, load.believed, FromFront(), FixedBudget(24), 1.0, 1.0))
 
     enqueue(7, 1, 6)
-    assert (passed(scheduler), float(scheduler.core.passed.since[0])) == ([1], 0.0)
+    assert (passed(scheduler), float(scheduler.state.passed.since[0])) == ([1], 0.0)
     enqueue(7, 6)
     assert passed(scheduler) == []
     enqueue(7, 1, 6)
@@ -200,8 +200,8 @@ def test_while_one_that_was_preempted_is_due_the_left_end_goes_on_within_a_tenth
     lengths = np.array([*[5] * 2000, 300, 300], np.int32)
     load = Workload([*short, [1] * 200, [2] * 200], lengths, np.array([*[5.0] * 2000, 1.0, 1.0]))
     scheduler = scheduler_for(load, 1, 600, Blend(), FixedBudget(440), max_running=300)
-    steering = scheduler.core.steering._replace(preempted_waits=0.0, preempted_waits_alone=float(alone))
-    scheduler.core = scheduler.core._replace(steering=steering)
+    steering = scheduler.state.steering._replace(preempted_waits=0.0, preempted_waits_alone=float(alone))
+    scheduler.state = scheduler.state._replace(steering=steering)
     others = [len(entered) for before, after, entered in entries(load, scheduler) if set(before) & set(after) >= {2000}]
     assert len(others) > 100
     assert any(others) == (alone > 0)
@@ -239,7 +239,7 @@ def test_a_long_answer_gives_way_while_little_of_it_was_computed_again(again: in
     for _ in range(50):
         step = scheduler.decide()
         scheduler.commit(step, engine.execute(step))
-    run = scheduler.core.run
+    run = scheduler.state.run
     record = run.slots[run.decoding[0]]
     record.preemptions, record.recomputed = 1, again * record.known
-    assert (long_victim(scheduler.core, 20.0) == run.decoding[0]) == gives_way
+    assert (long_victim(scheduler.state, 20.0) == run.decoding[0]) == gives_way
