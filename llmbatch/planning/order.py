@@ -76,7 +76,7 @@ def arrange(tree: PrefixTree, above: NDArray[np.int32], key: NDArray[np.float64]
 
 
 def neighbour_lcp(tree: PrefixTree, order: NDArray[np.int32]) -> NDArray[np.int32]:
-    """Count the tokens that each row of `order` (rows of the tree) shares with the one before it: int32, 0 for the first."""
+    """Count the tokens that each row of `order` (rows of the tree) shares with the one before: int32, first 0."""
     position = np.full(tree.lengths.size, -1, np.int32)
     position[tree.rows] = np.arange(len(tree), dtype=np.int32)
     shared = np.zeros(order.size, np.int32)
