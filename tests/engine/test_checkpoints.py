@@ -35,7 +35,7 @@ def test_a_folder_without_a_model_says_what_is_missing(tmp_path: Path) -> None:
         resolve_model(str(tmp_path))
     assert str(caught.value) == (
         f"model folder {str(tmp_path)!r} holds neither config.json nor a .gguf file: name a folder that "
-        "save_pretrained wrote."
+        "save_pretrained wrote"
     )
 
 

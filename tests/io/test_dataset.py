@@ -198,7 +198,7 @@ def test_a_store_that_stays_away_is_an_error(stored: Dataset, s3: S3Server, wait
         reader.read(0, 50)
     s3.troubles.clear()
     assert str(caught.value) == (
-        f"{stored.paths[0]} cannot be read: Service Unavailable; "
+        f"{stored.paths[0]} cannot be read: Service Unavailable: "
         "check the endpoint and the network, and run the same command again"
     )
     assert 50 < sum(waits) <= 60

@@ -310,7 +310,7 @@ def test_a_store_that_does_not_answer_is_given_up_soon(monkeypatch: pytest.Monke
     monkeypatch.setattr(retries, "time", SimpleNamespace(sleep=waits.append, monotonic=lambda: sum(waits)))
     options: dict[str, Any] = {"endpoint_url": "http://127.0.0.1:1", "key": "testkey", "secret": "testsecret"}
     assert refusal("s3://away/a.jsonl", storage_options=options) == (
-        's3://away/a.jsonl cannot be read: Could not connect to the endpoint URL: "http://127.0.0.1:1/away/a.jsonl"; '
+        's3://away/a.jsonl cannot be read: Could not connect to the endpoint URL: "http://127.0.0.1:1/away/a.jsonl": '
         "check the endpoint and the network, and run the same command again"
     )
     assert sum(waits) < 5

@@ -227,7 +227,7 @@ def test_a_second_run_is_refused_while_the_first_one_writes(job: Job, capfd: pyt
         told = capfd.readouterr().err
         assert contents(job.folder) == before
         assert wait().status == 0
-    pid = re.escape(f"the output {job.out} is being written by process ") + r"\d+ on \S+; "
+    pid = re.escape(f"the output {job.out} is being written by process ") + r"\d+ on \S+: "
     assert re.fullmatch(f"llmbatch: {pid}end that process or wait until it ends, or name another output\n", told), told
     assert job.answers().equals(job.undisturbed())
 

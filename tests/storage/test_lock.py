@@ -132,7 +132,7 @@ def test_a_lock_that_is_held_is_refused(place: Location) -> None:
     with pytest.raises(DataError) as caught:
         Lock.acquire(place, what="OUT")
     assert str(caught.value) == (
-        f"OUT is being written by process {os.getpid()} on {socket.gethostname()}; "
+        f"OUT is being written by process {os.getpid()} on {socket.gethostname()}: "
         "end that process or wait until it ends, or name another output"
     )
     lock.release()
@@ -175,7 +175,7 @@ def test_of_processes_that_race_one_wins(local: Location, before: int) -> None:
             go(process)
         answers = [answer(process) for process in processes]
         winner = processes[answers.index("held")]
-        assert sorted(text.partition(";")[0] for text in answers) == sorted(
+        assert sorted(text.partition(": ")[0] for text in answers) == sorted(
             ["held"] + 3 * [f"OUT is being written by process {winner.pid} on {socket.gethostname()}"]
         )
         go(winner)

@@ -136,7 +136,7 @@ def test_a_server_that_stays_away_is_one_sentence(place: Location, s3: S3Server)
     finally:
         s3.start()
     assert str(caught.value) == (
-        f'{place.url}/a cannot be read: Could not connect to the endpoint URL: "{s3.url}/refusals/out/a"; '
+        f'{place.url}/a cannot be read: Could not connect to the endpoint URL: "{s3.url}/refusals/out/a": '
         "check the endpoint and the network, and run the same command again"
     )
 
