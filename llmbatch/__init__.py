@@ -11,48 +11,85 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from llmbatch._moved import MOVED, watch_old_paths
 from llmbatch._version import __version__
 
 if TYPE_CHECKING:
-    from llmbatch.errors import DataError, InputError, JobError, LLMBatchError, ModelError, ParameterError
+    from llmbatch.errors import (
+        DataError,
+        InputError,
+        JobError,
+        JobStopped,
+        LLMBatchError,
+        ModelError,
+        ParameterError,
+        StoppedEarly,
+        StorageError,
+    )
+    from llmbatch.inference.progress import Advance, Progress
     from llmbatch.inference.report import Report
+    from llmbatch.jobs.forecast import Forecast
     from llmbatch.jobs.job import explain, run
     from llmbatch.operators.llm import LLMOperator
+    from llmbatch.operators.ray.dataset import map_dataset
     from llmbatch.preprocess.sampling_params import SamplingParams
+    from llmbatch.runtime.cancellation import StopRequest
+    from llmbatch.simulation.simulator import SimulationReport
 
 _HOME = {
+    "Advance": "llmbatch.inference.progress",
     "DataError": "llmbatch.errors",
+    "Forecast": "llmbatch.jobs.forecast",
     "InputError": "llmbatch.errors",
     "JobError": "llmbatch.errors",
+    "JobStopped": "llmbatch.errors",
     "LLMBatchError": "llmbatch.errors",
     "LLMOperator": "llmbatch.operators.llm",
     "ModelError": "llmbatch.errors",
     "ParameterError": "llmbatch.errors",
+    "Progress": "llmbatch.inference.progress",
     "Report": "llmbatch.inference.report",
     "SamplingParams": "llmbatch.preprocess.sampling_params",
+    "SimulationReport": "llmbatch.simulation.simulator",
+    "StopRequest": "llmbatch.runtime.cancellation",
+    "StoppedEarly": "llmbatch.errors",
+    "StorageError": "llmbatch.errors",
     "explain": "llmbatch.jobs.job",
+    "map_dataset": "llmbatch.operators.ray.dataset",  # the only name that needs Ray
     "run": "llmbatch.jobs.job",
 }
 
 __all__ = [
+    "Advance",
     "DataError",
+    "Forecast",
     "InputError",
     "JobError",
+    "JobStopped",
     "LLMBatchError",
     "LLMOperator",
     "ModelError",
     "ParameterError",
+    "Progress",
     "Report",
     "SamplingParams",
+    "SimulationReport",
+    "StopRequest",
+    "StoppedEarly",
+    "StorageError",
     "__version__",
     "explain",
+    "map_dataset",
     "run",
 ]
+
+watch_old_paths()
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
-        raise AttributeError(f"module 'llmbatch' has no attribute {name!r}")
+        moved = f"llmbatch.{name} is now llmbatch.{MOVED[name]}" if name in MOVED else None
+        raise AttributeError(moved or f"module 'llmbatch' has no attribute {name!r}")
     value = getattr(import_module(_HOME[name]), name)
     globals()[name] = value
     return value
