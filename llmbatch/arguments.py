@@ -17,6 +17,11 @@ INT32_MAX = 2**31 - 1
 INT64_MAX = 2**63 - 1
 
 
+def refusal(name: str, rule: str, value: object) -> ParameterError:
+    """Make the error of an argument that breaks a rule, such as "be at least 1"."""
+    return ParameterError(f"{name} must {rule}, got {value!r}", option=name, value=value)
+
+
 def whole(name: str, value: object, least: int, most: int = INT64_MAX, *, rule: str | None = None) -> int:
     """`value` as an int; a float that is whole is taken, since a null turns a column of ints into floats.
 
@@ -24,12 +29,12 @@ def whole(name: str, value: object, least: int, most: int = INT64_MAX, *, rule: 
     """
     is_whole = isinstance(value, Integral) or (isinstance(value, Real) and float(value).is_integer())
     if not is_whole or isinstance(value, bool):
-        raise ParameterError(f"{name} must be a whole number, got {value!r}")
+        raise refusal(name, "be a whole number", value)
     number = int(cast("Any", value))
     if number < least:
-        raise ParameterError(f"{name} must be {rule or f'at least {least}'}, got {number}")
+        raise refusal(name, f"be {rule or f'at least {least}'}", number)
     if number > most:
-        raise ParameterError(f"{name} must be at most {most}, got {number}")
+        raise refusal(name, f"be at most {most}", number)
     return number
 
 
@@ -39,24 +44,26 @@ def finite(name: str, value: Any) -> float:
         with contextlib.suppress(OverflowError):  # an int beyond what a float holds
             if math.isfinite(number := float(value)):
                 return number
-    raise ParameterError(f"{name} must be a finite number, got {value!r}")
+    raise refusal(name, "be a finite number", value)
 
 
 def flag(name: str, value: object) -> bool:
     """`value` as a bool. Raises ParameterError."""
     if not isinstance(value, bool) and type(value).__name__ not in ("bool", "bool_"):  # NumPy's, by either name
-        raise ParameterError(f"{name} must be true or false, got {value!r}")
+        raise refusal(name, "be true or false", value)
     return bool(value)
 
 
 def text(name: str, value: object) -> str:
     """`value`, which is text that UTF-8 can hold. Raises ParameterError."""
     if not isinstance(value, str):
-        raise ParameterError(f"{name} must be text, got {value!r}")
+        raise refusal(name, "be text", value)
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise ParameterError(f"{name} must be valid UTF-8, got {value!r} ({error.reason})") from None
+        raise ParameterError(
+            f"{name} must be valid UTF-8, got {value!r} ({error.reason})", option=name, value=value
+        ) from None
     return str(value)
 
 
@@ -64,30 +71,43 @@ def path(name: str, value: object) -> str:
     """`value` as a path or a URL in text. Raises ParameterError."""
     given = os.fspath(value) if isinstance(value, os.PathLike) else value
     if not isinstance(given, str):
-        raise ParameterError(f"{name} must be text or a Path, got {value!r}")
+        raise refusal(name, "be text or a Path", value)
     if "\0" in given:
-        raise ParameterError(f"{name} must hold no NUL, which no path can, got {given!r}")
+        raise refusal(name, "hold no NUL, which no path can", given)
     return str(given)
 
 
-def paths_of(inputs: Any) -> list[str]:
-    """The paths and URLs of a job's inputs. Raises ParameterError."""
+def paths_of(inputs: Any, *, name: str = "inputs") -> list[str]:
+    """Bring one path or URL, or several, to a list of texts. Raises ParameterError."""
     if hasattr(inputs, "__arrow_c_stream__"):
-        raise ParameterError(f"inputs must be files, got a {type(inputs).__name__}: LLMOperator answers tables")
+        raise ParameterError(
+            f"{name} must be files, got a {type(inputs).__name__}: LLMOperator answers tables",
+            option=name,
+            value=inputs,
+        )
     several = isinstance(inputs, Iterable) and not isinstance(inputs, (str, bytes, os.PathLike, Mapping))
-    return [path("inputs", one) for one in (inputs if several else [inputs])]
+    return [path(name, one) for one in (inputs if several else [inputs])]
+
+
+def check_names(given: Iterable[str], known: Iterable[str]) -> None:
+    """Raise ParameterError where a name that was given is none of the known ones."""
+    unknown = sorted(set(given) - set(known))
+    if unknown:
+        raise ParameterError(
+            f"{unknown[0]!r} is no option; the options are {', '.join(sorted(known))}", option=unknown[0]
+        )
 
 
 def check_storage_options(value: Any) -> None:
     """Raise ParameterError where `value` is nothing that fsspec takes."""
     if value is not None and not (isinstance(value, Mapping) and all(isinstance(name, str) for name in value)):
-        raise ParameterError(f"storage_options must be a mapping with texts as its keys, got {value!r}")
+        raise refusal("storage_options", "be a mapping with texts as its keys", value)
 
 
 def one_of(name: str, value: object, known: tuple[str, ...]) -> None:
     """Raise ParameterError where `value` is none of `known`."""
     if not isinstance(value, str) or value not in known:
-        raise ParameterError(f"{name} must be one of {', '.join(known)}, got {value!r}")
+        raise refusal(name, f"be one of {', '.join(known)}", value)
 
 
 def json_object(name: str, value: object) -> dict[str, Any]:
@@ -96,7 +116,7 @@ def json_object(name: str, value: object) -> dict[str, Any]:
     Raises ParameterError.
     """
     if not isinstance(value, Mapping):
-        raise ParameterError(f"{name} must be a mapping, got {value!r}")
+        raise refusal(name, "be a mapping", value)
     try:
         _check_json(name, value)
         back: dict[str, Any] = json.loads(json.dumps(value, default=dict))
@@ -109,7 +129,7 @@ def _check_json(place: str, value: object) -> None:
     if isinstance(value, Mapping):
         for key, each in value.items():
             if not isinstance(key, str):
-                raise ParameterError(f"{place} must have texts as its keys, got {key!r}")
+                raise refusal(place, "have texts as its keys", key)
             text(place, key)
             _check_json(f"{place}[{key!r}]", each)
     elif isinstance(value, (list, tuple)):

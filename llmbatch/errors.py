@@ -32,7 +32,15 @@ class InputError(LLMBatchError, ValueError):
 
 
 class ParameterError(InputError):
-    """A parameter is unknown or out of range."""
+    """A parameter is unknown or out of range.
+
+    `option` is its name and `value` what was given for it, where the error is of one parameter alone.
+    """
+
+    def __init__(self, message: str, *, option: str | None = None, value: object = None) -> None:
+        super().__init__(message)
+        self.option = option
+        self.value = value
 
 
 class DataError(InputError):
@@ -65,3 +73,17 @@ class RowError:
 
     kind: ErrorKind
     message: str
+
+
+for _error in (
+    LLMBatchError,
+    InputError,
+    ParameterError,
+    DataError,
+    ModelError,
+    JobError,
+    StorageError,
+    JobStopped,
+    StoppedEarly,
+):
+    _error.__module__ = "llmbatch"  # which they are imported from, and which tracebacks name

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from llmbatch.arguments import INT32_MAX, INT64_MAX, flag, one_of, whole
+from llmbatch.arguments import INT32_MAX, INT64_MAX, flag, one_of, refusal, whole
 from llmbatch.choices import (
     ATTENTION,
     DTYPES,
@@ -16,7 +16,6 @@ from llmbatch.choices import (
     LoadFormat,
     OverlapName,
 )
-from llmbatch.errors import ParameterError
 
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 # Tokens and sequences are counted in int32.
@@ -41,7 +40,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         set_ = object.__setattr__
         if not _DEVICE.fullmatch(str(self.device)):
-            raise ParameterError(f"device must be auto, cpu, cuda or cuda:N, got {self.device!r}")
+            raise refusal("device", "be auto, cpu, cuda or cuda:N", self.device)
         one_of("attention", self.attention, ATTENTION)
         one_of("overlap", self.overlap, OVERLAP)
         one_of("dtype", self.dtype, DTYPES)
