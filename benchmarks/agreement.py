@@ -20,6 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from llmbatch import LLMOperator
+from llmbatch.choices import DType
 from llmbatch.engine.model.checkpoints import resolve_model
 from llmbatch.preprocess.tokenizer import load_tokenizer
 
@@ -28,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "examples" / "demo"))
 from run import DATA, KINDS, SYSTEM, smollm2
 
 
-def ours(table: pa.Table, dtype: str, max_tokens: int) -> list[str]:
+def ours(table: pa.Table, dtype: DType, max_tokens: int) -> list[str]:
     """The answers of the operator, in one type of weights and KV."""
     operator = LLMOperator(
         model=str(smollm2()),

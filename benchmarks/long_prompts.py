@@ -15,7 +15,7 @@ from llmbatch.perf_model.cost import SHAPES, CostModel
 from llmbatch.perf_model.hardware import find_hardware
 from llmbatch.planning.order import Policy
 from llmbatch.planning.workload import Scheduling
-from llmbatch.simulation.simulator import MAX_RUNNING, pool_of, simulate
+from llmbatch.simulation.simulator import MAX_RUNNING, pool_of, simulate_trace
 from llmbatch.simulation.traces import Trace
 
 ROWS = 6000
@@ -56,7 +56,7 @@ def main() -> None:
                 fractions = []
                 for order, step_tokens in POLICIES:
                     scheduling = Scheduling(order=order, step_tokens=step_tokens, max_running=MAX_RUNNING)
-                    report = simulate(trace, cost, pool, scheduling, lengths="known").report
+                    report = simulate_trace(trace, cost, pool, scheduling, lengths="known").report
                     fractions.append(f"{order} {report.fraction_of_optimal:.3f} ({report.preemptions} preemptions)")
                 print(
                     f"{count} of {tokens:,}, {share:.0%} memory-heavy, seed {seed}: {', '.join(fractions)}", flush=True

@@ -18,7 +18,7 @@ from matplotlib import pyplot as plt
 from simulations import RESULTS, Setting, baseline, blend, gain
 
 from llmbatch.planning.order import Policy
-from llmbatch.simulation.simulator import simulate
+from llmbatch.simulation.simulator import simulate_trace
 
 _WINDOW = 200  # points of a curve over time
 
@@ -81,7 +81,7 @@ def steps() -> None:
     for axis, order in zip(axes, orders, strict=True):
         experiment = setting.experiment(order=order, lengths="known")
         cost = experiment.cost
-        log = simulate(experiment.trace, cost, experiment.pool, experiment.scheduling, lengths="known").steps
+        log = simulate_trace(experiment.trace, cost, experiment.pool, experiment.scheduling, lengths="known").steps
         tokens = log["prefill_tokens"] + log["decode_tokens"]
         shape, hardware = cost.shape, cost.hardware
         compute = np.maximum(2.0 * shape.params * tokens / hardware.flops, cost.weight_seconds)

@@ -14,7 +14,7 @@ from typing import Any
 
 from simulations import TABLE2, Setting, kept, write
 
-from llmbatch.simulation.simulator import simulate
+from llmbatch.simulation.simulator import simulate_trace
 
 REPLICAS = (1, 2, 4, 8)
 
@@ -25,7 +25,7 @@ def run(setting: Setting) -> dict[str, Any]:
     experiment = setting.experiment(lengths=knowledge)
     runs = []
     for replicas in REPLICAS:
-        report = simulate(
+        report = simulate_trace(
             experiment.trace,
             experiment.cost,
             experiment.pool,

@@ -14,7 +14,7 @@ import statistics
 import numpy as np
 
 from llmbatch.simulation.experiment import Experiment
-from llmbatch.simulation.simulator import SimulationReport, simulate
+from llmbatch.simulation.simulator import SimulationReport, simulate_trace
 from llmbatch.simulation.traces import Trace
 
 COUNTS = (20_000, 80_000)
@@ -37,7 +37,9 @@ def requests(count: int) -> Trace:
 def measure(count: int) -> tuple[SimulationReport, float]:
     """The report, and the mean number of sequences that run."""
     experiment = Experiment(traces=[], lengths="known", step_tokens=1152)
-    simulation = simulate(requests(count), experiment.cost, experiment.pool, experiment.scheduling, lengths="known")
+    simulation = simulate_trace(
+        requests(count), experiment.cost, experiment.pool, experiment.scheduling, lengths="known"
+    )
     return simulation.report, float(simulation.steps["running"].mean())
 
 

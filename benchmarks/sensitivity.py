@@ -28,7 +28,7 @@ from simulations import TABLE2, Setting, write
 from llmbatch.runtime import queue_planner, shard_run
 from llmbatch.scheduler.steering import STEERING
 from llmbatch.scheduler.token_budget import ClosedLoopBudget
-from llmbatch.simulation.simulator import Knowledge, simulate
+from llmbatch.simulation.simulator import Knowledge, simulate_trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ def fraction(setting: Setting, lengths: Knowledge, name: str | None, value: floa
     experiment = setting.experiment(**options)
     changed = place not in ("", "experiment")
     with mock.patch.object(*_patched(place, constant, value)) if changed else nullcontext():
-        report = simulate(
+        report = simulate_trace(
             experiment.trace, experiment.cost, experiment.pool, experiment.scheduling, lengths=lengths
         ).report
     return report.fraction_of_optimal

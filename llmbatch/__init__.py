@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from llmbatch.operators.ray.dataset import map_dataset
     from llmbatch.preprocess.sampling_params import SamplingParams
     from llmbatch.runtime.cancellation import StopRequest
+    from llmbatch.simulation.experiment import simulate
     from llmbatch.simulation.simulator import SimulationReport
 
 _HOME = {
@@ -57,6 +58,7 @@ _HOME = {
     "explain": "llmbatch.jobs.job",
     "map_dataset": "llmbatch.operators.ray.dataset",  # the only name that needs Ray
     "run": "llmbatch.jobs.job",
+    "simulate": "llmbatch.simulation.experiment",
 }
 
 __all__ = [
@@ -81,6 +83,7 @@ __all__ = [
     "explain",
     "map_dataset",
     "run",
+    "simulate",
 ]
 
 watch_old_paths()

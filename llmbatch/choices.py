@@ -1,8 +1,13 @@
-"""Options that are one of a few names; the command line offers them without importing what acts on them."""
+"""What keywords of the public functions may be, and how each is described.
+
+A function lists its keywords in a `TypedDict`, each `Annotated` with a `Keyword`. Type checkers read the types; the
+command line makes its flags of the same lines, without importing what acts on them.
+"""
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from dataclasses import dataclass
+from typing import Any, Literal, Required, get_args, get_origin
 
 from llmbatch.policies import POLICIES as POLICIES
 from llmbatch.policies import Policy as Policy
@@ -14,6 +19,8 @@ LoadFormat = Literal["auto", "dummy"]
 EngineName = Literal["torch", "simulated"]
 OnError = Literal["column", "raise"]
 ChangedRows = Literal["refuse", "answer"]
+Law = Literal["paper", "bytes"]  # how the floor of a step is charged
+Compression = Literal["zstd", "snappy", "gzip", "lz4", "none"]  # of Parquet
 
 ATTENTION: tuple[AttentionName, ...] = get_args(AttentionName)
 OVERLAP: tuple[OverlapName, ...] = get_args(OverlapName)
@@ -22,4 +29,35 @@ LOAD_FORMATS: tuple[LoadFormat, ...] = get_args(LoadFormat)
 ENGINES: tuple[EngineName, ...] = get_args(EngineName)
 CHANGED_ROWS: tuple[ChangedRows, ...] = get_args(ChangedRows)
 ON_ERROR: tuple[OnError, ...] = get_args(OnError)
-COMPRESSIONS = ("zstd", "snappy", "gzip", "lz4", "none")  # of Parquet
+COMPRESSIONS: tuple[Compression, ...] = get_args(Compression)
+
+
+@dataclass(frozen=True, slots=True)
+class Keyword:
+    """What a keyword does, and what holds where it is not given."""
+
+    help: str
+    default: object = None
+    means: str = ""  # of the default, in words
+    metavar: str | None = None  # what stands for the value in a usage line
+    aliases: tuple[str, ...] = ()  # further flags
+
+    def text(self) -> str:
+        """The help, with the default in brackets where that says something."""
+        shown = "" if self.default is None or isinstance(self.default, bool) else _shown(self.default)
+        default = ": ".join(part for part in (shown, self.means) if part)
+        return f"{self.help} ({default})" if default else self.help
+
+
+def _shown(default: object) -> str:
+    return f"{default:g}" if isinstance(default, float) else str(default)
+
+
+def keywords_of(arguments: type) -> dict[str, tuple[Any, Keyword]]:
+    """List the keywords of a TypedDict: type and description of each, by name."""
+    found: dict[str, tuple[Any, Keyword]] = {}
+    for name, hint in arguments.__annotations__.items():
+        origin: object = get_origin(hint)
+        kind, keyword = get_args(get_args(hint)[0] if origin is Required else hint)
+        found[name] = (kind, keyword)
+    return found

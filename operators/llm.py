@@ -3,20 +3,21 @@
 Ray Data constructs a class once per actor, but unpickles an instance for every task, and would load the model
 for every batch. So `LLMOperator(model=..., ...)` evaluates to a class of its own, configured by those options:
 called with a table it answers it, called without arguments it constructs, which is what Ray does in each
-actor. Type checkers see an ordinary class whose instances are called with tables. The loaded model is kept per
+actor. To a type checker that class is an instance, which is called with tables likewise. The loaded model is kept per
 process and configuration, never on the class, because Ray pickles the class by value.
 """
 
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, ClassVar, TypeVar, Unpack, cast
 
-from llmbatch.inference.options import Options
+from llmbatch.inference.options import OptionArgs, Options
 from llmbatch.inference.worker import Worker
 from llmbatch.operators.tables import to_arrow
 
-Batch = TypeVar("Batch")
+Table = TypeVar("Table")
+Operator = TypeVar("Operator")
 
 _workers: dict[str, Worker] = {}  # by configuration
 
@@ -35,62 +36,65 @@ def answer(options: Options, batch: Any) -> Any:
     return asked.back(worker_of(options).answer(asked.table).table)
 
 
-if TYPE_CHECKING:
+class _Configured(type):
+    """The metaclass: calling `LLMOperator` configures, calling what comes out answers or constructs."""
 
-    class LLMOperator:
-        """See below."""
+    def __call__(cls: type[Operator], *batches: Any, **options: Any) -> Operator:
+        configured = cast("type[LLMOperator]", cls)
+        if configured.options is None:
+            made: Any = _configure(configured, batches, options)
+        elif batches:
+            made = answer(configured.options, *batches, **options)
+        else:
+            made = type.__call__(configured)
+        return cast("Operator", made)
 
-        def __init__(self, **options: Any) -> None: ...
-        def __call__(self, batch: Batch) -> Batch: ...
+    def __repr__(cls) -> str:
+        options = cast("type[LLMOperator]", cls).options
+        return "LLMOperator" if options is None else f"LLMOperator(model={options.model!r})"
 
-else:
 
-    class _Configured(type):
-        """The metaclass: calling `LLMOperator` configures, calling what comes out answers or constructs."""
+def _configure(cls: type[LLMOperator], batches: tuple[Any, ...], options: dict[str, Any]) -> type[LLMOperator]:
+    """Make the subclass that carries options."""
+    if batches:
+        raise TypeError("LLMOperator takes keyword options only, for example model='Qwen/Qwen3-8B'")
+    built = Options.build(**options)
+    name = f"LLMOperator_{hashlib.sha256(repr(built).encode()).hexdigest()[:12]}"
+    body = {"options": built, "__module__": __name__, "__qualname__": name, "__doc__": cls.__doc__}
+    return cast("type[LLMOperator]", _Configured(name, (cls,), body))
 
-        def __call__(cls, *batches: Any, **options: Any) -> Any:
-            if cls.options is None:
-                if batches:
-                    raise TypeError("LLMOperator takes keyword options only, for example model='Qwen/Qwen3-8B'")
-                built = Options.build(**options)
-                name = f"LLMOperator_{hashlib.sha256(repr(built).encode()).hexdigest()[:12]}"
-                body = {
-                    "options": built,
-                    "__module__": __name__,
-                    "__qualname__": name,
-                    "__doc__": cls.__doc__,
-                }
-                return _Configured(name, (cls,), body)
-            if batches:
-                return answer(cls.options, *batches, **options)
-            return super().__call__()
 
-        def __repr__(cls) -> str:
-            return "LLMOperator" if cls.options is None else f"LLMOperator(model={cls.options.model!r})"
+class LLMOperator(metaclass=_Configured):
+    """Answers every row of a table with a language model.
 
-    class LLMOperator(metaclass=_Configured):
-        """Answers every row of a table with a language model.
+    Options are keywords (all are listed in `llmbatch.inference.options`): `model`, one of `prompt=` (a text column),
+    `template=` (`"Q: {question}"`) or `messages=` (a column of OpenAI messages), `chat`, `system`,
+    `chat_template_kwargs`, `sampling_params` (one for all, or the name of a column), sampling parameters by name
+    (`max_tokens=256`), and where and how the model is run: `order`, `device`, `kv_memory` (bytes), ...
+    Wrong ones raise `ParameterError` at once.
 
-        Options are keywords: `model`, one of `prompt=` (a text column), `template=` (`"Q: {question}"`) or
-        `messages=` (a column of OpenAI messages), `chat`, `system`, `chat_template_kwargs`, `sampling_params`
-        (one for all, or the name of a column), sampling parameters by name (`max_tokens=256`), `order`,
-        `device` ("auto", "cpu", "cuda", "cuda:1"), `attention`, `dtype`, `kv_memory` (bytes), `page_size` (tokens),
-        `max_running` (rows in flight), `row_timeout` (seconds), `on_error` ("column" or "raise").
-        Wrong ones raise `ParameterError` at once.
+    Called on a pyarrow Table (or RecordBatch, RecordBatchReader, pandas DataFrame, Polars DataFrame or LazyFrame,
+    dict of arrays) it returns the same rows in the same order and the same kind, and a Table for anything else
+    that has `__arrow_c_stream__`, such as a DuckDB relation. New columns are `generated_text`,
+    `num_input_tokens`, `num_generated_tokens`, `num_cached_tokens` (int32), `finish_reason` ("stop", "length" or
+    "error"), `error` and `error_kind` (null when fine), and `attempts` (int32). Raises `InputError` where the table
+    or model will not do, `JobError` where no engine can be had, or a row failed and `on_error` is "raise".
 
-        Called on a pyarrow Table (or RecordBatch, RecordBatchReader, pandas DataFrame, Polars DataFrame or LazyFrame,
-        dict of arrays) it returns the same rows in the same order and the same kind, and a Table for anything else
-        that has `__arrow_c_stream__`, such as a DuckDB relation. New columns are `generated_text`,
-        `num_input_tokens`, `num_generated_tokens`, `num_cached_tokens` (int32), `finish_reason` ("stop", "length" or
-        "error"), `error` and `error_kind` (null when fine), and `attempts` (int32). Raises `InputError` where the table
-        or model will not do, `JobError` where no engine can be had, or a row failed and `on_error` is "raise".
+        answer = LLMOperator(model="Qwen/Qwen3-8B", prompt="question", chat=True, max_tokens=256)
+        table = answer(table)
+        ds = ds.map_batches(answer, concurrency=1, batch_size=50_000, batch_format="pyarrow")
+    """
 
-            answer = LLMOperator(model="Qwen/Qwen3-8B", prompt="question", chat=True, max_tokens=256)
-            table = answer(table)
-            ds = ds.map_batches(answer, concurrency=1, batch_size=50_000, batch_format="pyarrow")
-        """
+    options: ClassVar[Options | None] = None
 
-        options: Options | None = None
+    def __init__(self, **options: Unpack[OptionArgs]) -> None:
+        """Take the options of `LLMOperator(...)`; the class that comes out of it carries them and takes none."""
 
-        def __call__(self, batch: Any) -> Any:
-            return answer(type(self).options, batch)
+    def __call__(self, batch: Table) -> Table:
+        """Answer a table."""
+        options = type(self).options
+        assert options is not None
+        return cast("Table", answer(options, batch))
+
+
+LLMOperator.__module__ = "llmbatch"  # which it is imported from

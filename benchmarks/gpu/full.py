@@ -14,7 +14,7 @@ from llmbatch.perf_model.hardware import find_hardware
 from llmbatch.planning.order import Policy
 from llmbatch.planning.workload import Scheduling
 from llmbatch.simulation.mixes import MIXES, draw_mix
-from llmbatch.simulation.simulator import MAX_RUNNING, pool_of, simulate
+from llmbatch.simulation.simulator import MAX_RUNNING, pool_of, simulate_trace
 from llmbatch.simulation.traces import read_traces
 
 ORDERS: tuple[Policy, ...] = ("blend", "dual-scan", "dfs", "random")
@@ -40,7 +40,7 @@ def measure(stage: Stage) -> dict[str, Any]:
                 tries = {}
                 for step in STEPS if order != "blend" else (None, 2048):
                     scheduling = Scheduling(order=order, step_tokens=step, max_running=MAX_RUNNING)
-                    tries[str(step)] = simulate(trace, cost, pool, scheduling, lengths="known").report
+                    tries[str(step)] = simulate_trace(trace, cost, pool, scheduling, lengths="known").report
                 best = min(tries, key=lambda step: tries[step].seconds)
                 report = tries[best]
                 orders[order] = {

@@ -11,11 +11,10 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from llmbatch.cli.parser import make_parser
-from llmbatch.errors import InputError, JobStopped, LLMBatchError, ParameterError, StoppedEarly
+from llmbatch.errors import InputError, JobStopped, LLMBatchError, StoppedEarly
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -90,21 +89,12 @@ def _explain(arguments: dict[str, Any]) -> int:
 
 
 def _simulate(arguments: dict[str, Any]) -> int:
-    from llmbatch.simulation.experiment import Experiment
+    from llmbatch.simulation.experiment import simulate
 
     as_json = arguments.pop("json")
-    outputs = {name: arguments.pop(f"{name}_out") for name in ("steps", "requests")}
-    for path in filter(None, outputs.values()):
-        if not Path(path).expanduser().absolute().parent.is_dir():
-            raise ParameterError(f"the folder of {path!r} must exist: create it first")
+    given = _given(arguments)
     with _quiet_libraries():
-        simulation = Experiment(**_given(arguments)).run()
-    for table, path in ((simulation.steps_table, outputs["steps"]), (simulation.requests_table, outputs["requests"])):
-        if path is not None:
-            import pyarrow.parquet as pq
-
-            pq.write_table(table(), os.path.expanduser(path))
-    report = simulation.report
+        report = simulate(given.pop("traces"), **given)
     print(json.dumps(report.to_dict()) if as_json else report.to_text())
     return 0
 

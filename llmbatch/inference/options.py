@@ -1,20 +1,34 @@
-"""What a job is asked to do, checked before anything starts: one record behind CLI, `run` and `LLMOperator`."""
+"""What a job is asked to do, checked before anything starts: one record behind CLI, `run` and `LLMOperator`.
 
-from __future__ import annotations
+The keywords are listed once, in `OptionArgs`, with their types, defaults and help. This module imports nothing heavy.
+Annotations are evaluated here, unlike elsewhere, since the command line reads those of `OptionArgs`.
+"""
 
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Required, TypedDict, Unpack
 
-from llmbatch.arguments import finite, one_of, path, text
-from llmbatch.choices import ENGINES, ON_ERROR, POLICIES, EngineName, OnError, Policy
+from llmbatch.arguments import check_names, finite, one_of, path, refusal, text
+from llmbatch.choices import (
+    ENGINES,
+    ON_ERROR,
+    POLICIES,
+    AttentionName,
+    DType,
+    EngineName,
+    Keyword,
+    LoadFormat,
+    OnError,
+    OverlapName,
+    Policy,
+)
 from llmbatch.engine.config import EngineConfig
 from llmbatch.errors import ParameterError
-from llmbatch.preprocess.prompts import PromptSource
-from llmbatch.preprocess.sampling_params import SamplingParams
 
-_PROMPTS = tuple(PromptSource.__dataclass_fields__)
+if TYPE_CHECKING:
+    from llmbatch.preprocess.prompts import PromptSource
+    from llmbatch.preprocess.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,8 +36,8 @@ class Options(EngineConfig):
     """Everything about a job but its input and output. Raises ParameterError."""
 
     model: str
-    source: PromptSource
-    sampling: SamplingParams = field(default_factory=SamplingParams)
+    source: "PromptSource"
+    sampling: "SamplingParams"
     sampling_column: str | None = None
     engine: EngineName = "torch"
     output_tokens: str | None = None  # column of the tokens that the simulated engine generates; null: max_tokens
@@ -43,62 +57,121 @@ class Options(EngineConfig):
         one_of("engine", self.engine, ENGINES)
         one_of("on_error", self.on_error, ON_ERROR)
         if self.output_tokens is not None and self.engine != "simulated":
-            raise ParameterError("output_tokens is for engine='simulated', which generates that many; leave it out")
+            raise ParameterError(
+                "output_tokens is for engine='simulated', which generates that many; leave it out",
+                option="output_tokens",
+                value=self.output_tokens,
+            )
         if self.row_timeout is not None:
             set_(self, "row_timeout", finite("row_timeout", self.row_timeout))
             if self.row_timeout <= 0:
-                raise ParameterError(f"row_timeout must be above 0 seconds, got {self.row_timeout:g}")
+                raise ParameterError(
+                    f"row_timeout must be above 0 seconds, got {self.row_timeout:g}",
+                    option="row_timeout",
+                    value=self.row_timeout,
+                )
 
     @classmethod
-    def build(
-        cls,
-        *,
-        model: str | os.PathLike[str],
-        prompt: str | None = None,
-        template: str | None = None,
-        messages: str | None = None,
-        chat: bool = False,
-        system: str | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        sampling_params: SamplingParams | Mapping[str, Any] | str | None = None,
-        **rest: Any,
-    ) -> Options:
-        """Options from the keywords of the public functions.
+    def build(cls, **options: Unpack["OptionArgs"]) -> "Options":
+        """Make options of the keywords of the public functions.
 
-        `sampling_params` is one `SamplingParams` or mapping for all rows, or the name of a column of them.
-        Further keywords are sampling parameters (`max_tokens=256`), which a column's entries override, and the
-        other fields of this class.
+        `sampling_params` is one `SamplingParams` or mapping for all rows, or the name of a column of them. Sampling
+        parameters that are keywords (`max_tokens=256`) override those for all rows, and a column's entries override
+        both.
         """
-        given = {key: rest.pop(key) for key in list(rest) if key in SamplingParams.__dataclass_fields__}
-        fields = set(cls.__dataclass_fields__) - {"source", "sampling", "sampling_column", "notes"}
-        unknown = sorted(set(rest) - fields)
-        if unknown:
-            raise ParameterError(
-                f"{unknown[0]!r} is no option; the options are "
-                f"{', '.join(sorted({*fields, *SamplingParams.__dataclass_fields__, *_PROMPTS, 'sampling_params'}))}"
-            )
-        source = PromptSource(
-            prompt=prompt,
-            template=template,
-            messages=messages,
-            chat=chat,
-            system=system,
-            chat_template_kwargs=chat_template_kwargs,
-        )
-        base = SamplingParams()
-        if isinstance(sampling_params, SamplingParams):
-            base = sampling_params
-        elif isinstance(sampling_params, Mapping):
-            given = {**sampling_params, **given}
-        elif sampling_params is not None and not isinstance(sampling_params, str):
-            raise ParameterError(
-                f"sampling_params must be a mapping, SamplingParams or the name of a column, got {sampling_params!r}"
-            )
+        from llmbatch.preprocess.prompts import PromptSource
+        from llmbatch.preprocess.sampling_params import SamplingParams
+
+        check_names(options, OptionArgs.__annotations__)
+        rest: dict[str, Any] = {**options}
+        if "model" not in rest:
+            raise ParameterError("model must be given: a folder, a .gguf file or a hub name", option="model")
+        given = _taken(rest, SamplingParams.__dataclass_fields__)
+        source = PromptSource(**_taken(rest, PromptArgs.__annotations__))
+        asked = rest.pop("sampling_params", None)
+        base = asked if isinstance(asked, SamplingParams) else SamplingParams()
+        column = asked if isinstance(asked, str) else None
+        if isinstance(asked, Mapping):
+            given = {**asked, **given}
+        elif asked is not None and column is None and asked is not base:
+            raise refusal("sampling_params", "be a mapping, SamplingParams or the name of a column", asked)
         base = SamplingParams.from_mapping(given, base)
         notes: tuple[str, ...] = ()
-        if given.get("max_tokens") is None and not isinstance(sampling_params, (str, SamplingParams)):
+        if given.get("max_tokens") is None and not isinstance(asked, (str, SamplingParams)):
             notes = (f"max_tokens is not given: answers end after at most {base.max_tokens} tokens",)
-        column = sampling_params if isinstance(sampling_params, str) else None
-        return cls(
-            model=path("model", model), source=source, sampling=base, sampling_column=column, notes=notes, **rest
-        )
+        return cls(source=source, sampling=base, sampling_column=column, notes=notes, **rest)
+
+
+def _taken(given: dict[str, Any], names: Mapping[str, object]) -> dict[str, Any]:
+    return {name: given.pop(name) for name in list(given) if name in names}
+
+
+class PromptArgs(TypedDict, total=False):
+    """Where prompts come from: by one of the first three."""
+
+    prompt: Annotated[str | None, Keyword("the text column that holds the prompts", metavar="COL")]
+    template: Annotated[str | None, Keyword("a prompt made of columns: 'Q: {question}'", metavar="T")]
+    messages: Annotated[str | None, Keyword("a column of OpenAI messages", metavar="COL")]
+    chat: Annotated[bool, Keyword("wrap each prompt as a user message through the chat template", False)]
+    system: Annotated[str | None, Keyword("system message of each chat; implies --chat", metavar="TEXT")]
+    chat_template_kwargs: Annotated[Mapping[str, Any] | None, Keyword("passed to the chat template", metavar="JSON")]
+
+
+class AnswerArgs(TypedDict, total=False):
+    """How answers are drawn and when they end."""
+
+    max_tokens: Annotated[int | None, Keyword("most tokens of an answer", 512, metavar="N")]
+    temperature: Annotated[
+        float | None, Keyword("0 takes the likeliest token; above it, tokens are drawn", 0.0, metavar="T")
+    ]
+    top_p: Annotated[
+        float | None, Keyword("draw from the likeliest tokens that have this probability together", 1.0, metavar="P")
+    ]
+    top_k: Annotated[int | None, Keyword("draw from so many likeliest tokens, 0: from all", 0, metavar="K")]
+    seed: Annotated[int | None, Keyword("draw the same answers each time", metavar="S")]
+    stop: Annotated[str | Sequence[str] | None, Keyword("text that ends an answer; may be repeated", metavar="TEXT")]
+    ignore_eos: Annotated[bool | None, Keyword("go on to --max-tokens in every answer", False)]
+    sampling_params: Annotated[
+        "SamplingParams | Mapping[str, Any] | str | None",
+        Keyword("a column of structs or JSON that overrides the above for its row", metavar="COL"),
+    ]
+    on_error: Annotated[
+        OnError, Keyword("what a failed row does: fill its column error, or end the job", Options.on_error)
+    ]
+    row_timeout: Annotated[
+        float | None,
+        Keyword("most seconds that a row's steps may take together", means="no limit", metavar="S"),
+    ]
+
+
+class EngineArgs(TypedDict, total=False):
+    """Where and how the model is run."""
+
+    order: Annotated[Policy, Keyword("the order in which rows are run", Options.order)]
+    device: Annotated[
+        str, Keyword("cpu, cuda, cuda:N; auto: a GPU where there is one", EngineConfig.device, metavar="D")
+    ]
+    attention: Annotated[AttentionName, Keyword("kernels on a GPU", EngineConfig.attention, "the first that works")]
+    overlap: Annotated[OverlapName, Keyword("how a GPU runs a step", EngineConfig.overlap, "as measured there")]
+    dtype: Annotated[DType, Keyword("type of weights and KV", EngineConfig.dtype, "bfloat16 where it is fast")]
+    kv_memory: Annotated[
+        int | None,
+        Keyword("memory for KV pages, for example 2e9 or 4GiB", means="by free memory", metavar="BYTES"),
+    ]
+    page_size: Annotated[int | None, Keyword("tokens in a KV page", means="8 on a processor, 16 on a GPU", metavar="N")]
+    max_running: Annotated[
+        int | None, Keyword("most rows in flight", means="512 on a processor, 2048 on a GPU", metavar="N")
+    ]
+    step_tokens: Annotated[int | None, Keyword("tokens of a step", means="decided step by step", metavar="N")]
+    load_format: Annotated[LoadFormat, Keyword("dummy: random weights, for benchmarks", EngineConfig.load_format)]
+    engine: Annotated[EngineName, Keyword("simulated: no model runs, answers are placeholders", Options.engine)]
+    output_tokens: Annotated[
+        str | None, Keyword("a column of the tokens that the simulated engine generates", metavar="COL")
+    ]
+    trust_remote_code: Annotated[bool, Keyword("run code that comes with the model", EngineConfig.trust_remote_code)]
+
+
+class OptionArgs(PromptArgs, AnswerArgs, EngineArgs, total=False):
+    """The keywords of `LLMOperator`, which `run` and `explain` take too."""
+
+    model: Required[Annotated[str | os.PathLike[str], Keyword("a folder, a .gguf file or a hub name", metavar="M")]]

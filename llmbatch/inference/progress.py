@@ -22,6 +22,9 @@ class Advance:
     tokens: int  # input and output tokens of the rows answered
 
 
+Advance.__module__ = "llmbatch"  # which it is imported from
+
+
 class Progress(Protocol):
     """Shows how a job advances. Messages and figures go to standard error."""
 
@@ -36,6 +39,9 @@ class Progress(Protocol):
     def say(self, sentence: str) -> None:
         """Tell the user something."""
         ...
+
+
+Progress.__module__ = "llmbatch"  # which it is imported from
 
 
 class Silence:

@@ -101,3 +101,6 @@ class Report:
     def to_dict(self) -> dict[str, Any]:
         """The figures as JSON values."""
         return {**asdict(self), "notes": list(self.notes), "tokens_per_second": self.tokens_per_second}
+
+
+Report.__module__ = "llmbatch"  # which it is imported from

@@ -121,6 +121,9 @@ class Forecast:
         return "\n".join([*lines, *(f"note             {note}" for note in self.notes)])
 
 
+Forecast.__module__ = "llmbatch"  # which it is imported from
+
+
 def forecast(worker: Worker, table: pa.Table) -> Forecast:
     """Forecast answering a table; loads no weights."""
     options, pool, cost, scheduling = worker.options, worker.pool, worker.cost, worker.scheduling

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, Unpack, cast
 
 import numpy as np
 import pyarrow as pa
 
-from llmbatch.arguments import Paths, check_storage_options, finite, flag, one_of, path, paths_of, text, whole
-from llmbatch.choices import CHANGED_ROWS, ChangedRows, DType
+from llmbatch.arguments import Paths, check_storage_options, path, paths_of
+from llmbatch.choices import DType
 from llmbatch.engine.model.checkpoints import model_digest
-from llmbatch.errors import DataError, JobStopped, ParameterError, StorageError
+from llmbatch.errors import DataError, JobStopped, StorageError
 from llmbatch.inference.answers import Window, output_schema
 from llmbatch.inference.error_policy import ErrorBudget
 from llmbatch.inference.options import Options
@@ -28,6 +28,7 @@ from llmbatch.io.writing.output import Output
 from llmbatch.jobs.answer_writer import AnswerWriter
 from llmbatch.jobs.fingerprint import fingerprint
 from llmbatch.jobs.forecast import MOST_SIMULATED, Forecast, compare, forecast
+from llmbatch.jobs.options import ExplainArgs, JobArgs, JobOptions, RunArgs
 from llmbatch.jobs.part_builder import CompletedWindow, CompletionOrderParts, InputOrderParts, PartBuilder
 from llmbatch.jobs.prior_answers import JournalSource, PriorAnswers, keys_of
 from llmbatch.jobs.resume import AlreadyFinished, JobState, Resume, Wish, kept_dtype, plan_resume
@@ -48,19 +49,9 @@ def run(
     inputs: Paths,
     output: str | os.PathLike[str],
     *,
-    id_column: str | None = None,
-    restart: bool = False,
-    overwrite: bool = False,
-    retry_errors: bool = False,
-    changed_rows: ChangedRows = "refuse",
-    preserve_order: bool = True,
-    max_error_rate: float | None = None,
-    window_rows: int | None = None,
-    compression: str = "zstd",
-    storage_options: Mapping[str, Any] | None = None,
     progress: Progress | None = None,
     stopping: StopRequest | None = None,
-    **options: Any,
+    **options: Unpack[RunArgs],
 ) -> Report:
     """Answer every row of a dataset and write the rows, in their order, with the answers' columns.
 
@@ -88,53 +79,48 @@ def run(
     """
     begun = time.perf_counter()
     stopping = stopping or StopRequest()
-    built = Options.build(**options)
+    rest: dict[str, Any] = {**options}
+    asked = JobOptions(**{name: rest.pop(name) for name in JobArgs.__annotations__ if name in rest})
+    storage_options = rest.pop("storage_options", None)
+    built = Options.build(**rest)
     paths, output = paths_of(inputs), path("output", output)
-    restart, overwrite = flag("restart", restart), flag("overwrite", overwrite)
-    retry_errors, preserve_order = flag("retry_errors", retry_errors), flag("preserve_order", preserve_order)
     check_storage_options(storage_options)
-    if id_column is not None:
-        text("id_column", id_column)
-    if max_error_rate is not None:
-        max_error_rate = finite("max_error_rate", max_error_rate)
-        if not 0 <= max_error_rate <= 1:
-            raise ParameterError(f"max_error_rate must lie in [0, 1], got {max_error_rate:g}")
-    if window_rows is not None:
-        window_rows = whole("window_rows", window_rows, 1)
-    one_of("changed_rows", changed_rows, CHANGED_ROWS)
     source = Dataset.resolve(paths, storage_options)
     target = Output.open(
-        output, inputs=[*paths, *source.paths], storage_options=storage_options, compression=compression
+        output, inputs=[*paths, *source.paths], storage_options=storage_options, compression=asked.compression
     )
-    kept = None if restart or overwrite else kept_dtype(target)
+    kept = None if asked.starts_over else kept_dtype(target)
     decided = built if kept is None or built.dtype != "auto" else replace(built, dtype=cast(DType, kept))
     worker = Worker(decided, progress)
     worker.check(source.schema)
     target.check(output_schema(source.schema))
     columns = sorted(source.schema.names)
     source = source.with_lines() if target.has_lines else source
-    if id_column is not None:
-        check_ids(source, id_column)
+    if asked.id_column is not None:
+        check_ids(source, asked.id_column)
     fresh = JobState(
-        command=fingerprint(built, model_files=model_digest(worker.folder), id_column=id_column),
+        command=fingerprint(built, model_files=model_digest(worker.folder), id_column=asked.id_column),
         files=source.identity,
         rows=source.num_rows,
         columns=columns,
-        window_rows=window_rows_of(window_rows, source.num_rows, source.nbytes, built.sampling.max_tokens),
-        preserve_order=preserve_order,
+        window_rows=window_rows_of(asked.window_rows, source.num_rows, source.nbytes, built.sampling.max_tokens),
+        preserve_order=asked.preserve_order,
         dtype=worker.dtype,
         earlier_window_rows=[],
     )
     wish = Wish(
-        retry_errors=retry_errors,
-        start_over=restart or overwrite,
-        overwrite=overwrite,
-        answer_changed=changed_rows == "answer",
-        window_rows=window_rows,
+        retry_errors=asked.retry_errors,
+        start_over=asked.starts_over,
+        overwrite=asked.overwrite,
+        answer_changed=asked.changed_rows == "answer",
+        window_rows=asked.window_rows,
     )
-    gate = ErrorBudget(rows=source.num_rows, max_error_rate=max_error_rate, raises=built.on_error == "raise")
+    gate = ErrorBudget(rows=source.num_rows, max_error_rate=asked.max_error_rate, raises=built.on_error == "raise")
     job = _Job(worker, source, target, fresh, wish, gate, progress or Silence(), stopping)
     return job.run(begun)
+
+
+run.__module__ = "llmbatch"  # which it is imported from
 
 
 class _Job:
@@ -292,14 +278,16 @@ def _order_gain(worker: Worker, window: Window, answers: list[pa.RecordBatch]) -
     return None if buys is None else buys.input_order_seconds / buys.seconds
 
 
-def explain(inputs: Paths, *, storage_options: Mapping[str, Any] | None = None, **options: Any) -> Forecast:
+def explain(inputs: Paths, **options: Unpack[ExplainArgs]) -> Forecast:
     """What `run` would do with these inputs and options, without loading weights or running the model.
 
     Of an input that is larger than a window, 20,000 rows are read at most, and the forecast says so.
 
     Raises `InputError` like `run`.
     """
-    built = Options.build(**options)
+    rest: dict[str, Any] = {**options}
+    storage_options = rest.pop("storage_options", None)
+    built = Options.build(**rest)
     paths = paths_of(inputs)
     check_storage_options(storage_options)
     source = Dataset.resolve(paths, storage_options)
@@ -310,6 +298,9 @@ def explain(inputs: Paths, *, storage_options: Mapping[str, Any] | None = None, 
     if rows <= most:
         return forecast(worker, source.read())
     return forecast(worker, _spread(source, min(most, MOST_SIMULATED))).scaled(rows)
+
+
+explain.__module__ = "llmbatch"  # which it is imported from
 
 
 def _spread(source: Dataset, rows: int) -> pa.Table:

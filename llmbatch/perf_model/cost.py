@@ -27,11 +27,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
-from typing import Literal, NamedTuple, get_args
+from typing import NamedTuple, get_args
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from llmbatch.choices import Law as Law
 from llmbatch.compilation.decorators import as_python
 from llmbatch.errors import ModelError, ParameterError
 from llmbatch.kernels.cascade import GROUP_ROWS
@@ -39,7 +40,6 @@ from llmbatch.perf_model.hardware import Hardware
 from llmbatch.perf_model.shape import UNGATED, count_sparse_layers, read_field, read_windows
 from llmbatch.perf_model.work import Rates, compute_seconds, pairs_of, reads_of, spared_of
 
-Law = Literal["paper", "bytes"]
 Floats = NDArray[np.float64]
 
 

@@ -69,6 +69,9 @@ class SamplingParams:
         return replace(base or cls(), **cast("dict[str, Any]", given))
 
 
+SamplingParams.__module__ = "llmbatch"  # which it is imported from
+
+
 _NAMES = tuple(field.name for field in fields(SamplingParams))
 
 

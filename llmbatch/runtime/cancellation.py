@@ -35,6 +35,9 @@ class StopRequest:
             raise StoppedEarly
 
 
+StopRequest.__module__ = "llmbatch"  # which it is imported from
+
+
 @contextlib.contextmanager
 def heard(stopping: StopRequest) -> Iterator[None]:
     """SIGTERM asks the job to end. Ctrl-C ends it, with what it has answered kept; a second one ends the process."""

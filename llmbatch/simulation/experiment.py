@@ -6,61 +6,31 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any, Unpack
 
+import pyarrow.parquet as pq
+
+from llmbatch.arguments import Paths, check_names, path, paths_of
 from llmbatch.errors import ModelError, ParameterError
-from llmbatch.perf_model.cost import SHAPES, CostModel, Law, ModelShape, Overlap, find_shape
+from llmbatch.perf_model.cost import SHAPES, CostModel, ModelShape, Overlap, find_shape
 from llmbatch.perf_model.hardware import find_hardware
-from llmbatch.planning.order import Policy
 from llmbatch.planning.workload import Pool, Scheduling
 from llmbatch.simulation.mixes import draw_mix, parse_mix
-from llmbatch.simulation.simulator import MAX_RUNNING, PAGE_SIZE, Knowledge, Simulation, pool_of, simulate
+from llmbatch.simulation.options import SimulationArgs, SimulationOptions
+from llmbatch.simulation.simulator import MAX_RUNNING, Simulation, SimulationReport, pool_of, simulate_trace
 from llmbatch.simulation.traces import Trace, put_together, read_traces
 
 _REQUESTS = 100_000  # of a mix
 
 
 @dataclass(frozen=True, kw_only=True)
-class Experiment:
+class Experiment(SimulationOptions):
     """A simulation before it runs. Raises InputError where the traces or an option are wrong.
 
     Experiment(traces=["code.parquet", "exam.parquet", "video.parquet"], mix="table2-1", requests=20_000).run()
     """
 
     traces: Sequence[str]
-    mix: str | None = None
-    requests: int | None = None
-    max_tokens: int | None = None  # that users give: longer answers are cut; None: as far as pool and context reach
-    order: Policy = "blend"
-    step_tokens: int | None = None
-    model_shape: str = "llama-3-8b"
-    hardware: str = "a100-80gb"
-    kv_memory: float | None = None  # bytes
-    page_size: int = PAGE_SIZE
-    hash_block: int = 16
-    tensor_parallel: int = 1
-    data_parallel: int = 1
-    lengths: Knowledge = "sampled"
-    sample_fraction: float = 0.01
-    law: Law = "paper"
-    overlap_exponent: float = 4.0
-    cascade: bool = False
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        for name in (
-            "requests",
-            "max_tokens",
-            "step_tokens",
-            "page_size",
-            "hash_block",
-            "tensor_parallel",
-            "data_parallel",
-        ):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ParameterError(f"{name} must be at least 1, got {value}")
-        if self.seed < 0:
-            raise ParameterError(f"seed must be at least 0, got {self.seed}")
 
     @cached_property
     def cost(self) -> CostModel:
@@ -99,7 +69,7 @@ class Experiment:
     def run(self) -> Simulation:
         """Simulate."""
         _, pool = self.cost, self.pool  # what is wrong with these is said before traces are read
-        return simulate(
+        return simulate_trace(
             self.trace,
             self.cost,
             pool,
@@ -108,6 +78,37 @@ class Experiment:
             max_tokens=self.max_tokens,
             replicas=self.data_parallel,
         )
+
+
+def simulate(traces: Paths, **options: Unpack[SimulationArgs]) -> SimulationReport:
+    """Run request traces through planner and scheduler against a clock, on a model and a GPU of your choice.
+
+    `traces` are Parquet files of requests (docs/simulate.md). With `mix`, `requests` are drawn of three of them, by
+    default 100,000. `steps_out` and `requests_out` name Parquet files that get a row a step and a row a request.
+
+    Raises `InputError` where a trace or an option is wrong.
+
+        report = simulate(["code.parquet", "exam.parquet", "video.parquet"], mix="table2-1", requests=20_000)
+    """
+    check_names(options, SimulationArgs.__annotations__)
+    rest: dict[str, Any] = {**options}
+    outputs = {name: rest.pop(name, None) for name in ("steps_out", "requests_out")}
+    files = {name: _file(name, value) for name, value in outputs.items() if value is not None}
+    simulation = Experiment(traces=paths_of(traces, name="traces"), **rest).run()
+    tables = {"steps_out": simulation.steps_table, "requests_out": simulation.requests_table}
+    for name, file in files.items():
+        pq.write_table(tables[name](), file)
+    return simulation.report
+
+
+simulate.__module__ = "llmbatch"  # which it is imported from
+
+
+def _file(name: str, value: object) -> Path:
+    file = Path(path(name, value)).expanduser()
+    if not file.absolute().parent.is_dir():
+        raise ParameterError(f"the folder of {str(value)!r} must exist: create it first", option=name, value=value)
+    return file
 
 
 def read_shape(name: str) -> ModelShape:

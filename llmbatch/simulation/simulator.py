@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -23,10 +23,10 @@ from llmbatch.planning.plan_workload import plan_workload
 from llmbatch.planning.workload import Fit, Pool, Scheduling, Workload
 from llmbatch.runtime.shard_run import run_shard
 from llmbatch.runtime.simulated_loop import STEP, SimulatedLoop
+from llmbatch.simulation.options import PAGE_SIZE
+from llmbatch.simulation.options import Knowledge as Knowledge
 from llmbatch.simulation.traces import Trace
 
-Knowledge = Literal["known", "sampled"]
-PAGE_SIZE = 16
 MAX_RUNNING = 8192
 _CONTEXT = 131_072  # tokens: the longest answer that the scheduler must reckon with where lengths are not known
 _RESERVED = 4e9  # bytes of each card that are no KV, beside the weights
@@ -80,6 +80,9 @@ class SimulationReport:
         return "\n".join(lines)
 
 
+SimulationReport.__module__ = "llmbatch"  # which it is imported from
+
+
 @dataclass(frozen=True, slots=True)
 class Simulation:
     """A report, a row a step (of `STEP`), and columns with a value a request."""
@@ -121,7 +124,7 @@ def pool_of(cost: CostModel, kv_memory: float | None, page_size: int = PAGE_SIZE
     return Pool(pages, page_size)
 
 
-def simulate(
+def simulate_trace(
     trace: Trace,
     cost: CostModel,
     pool: Pool,

@@ -108,6 +108,9 @@ def map_dataset(
     )
 
 
+map_dataset.__module__ = "llmbatch"  # which it is imported from
+
+
 def _map(ds: Any, function: Any, *, batch_size: int | None = None, **options: Any) -> ray.data.Dataset:
     mapped: ray.data.Dataset = ds.map_batches(
         function, batch_size=batch_size, batch_format="pyarrow", zero_copy_batch=True, **options

@@ -13,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from llmbatch import LLMOperator
+from llmbatch.choices import Policy
 from llmbatch.engine.cpu.engine import CpuEngine
 from llmbatch.engine.cpu.platform import HOST
 from llmbatch.engine.model.checkpoints import resolve_model
@@ -86,7 +87,7 @@ def demo(smollm2: str) -> Demo:
 
 @pytest.mark.parametrize(("order", "page_size", "pool_tokens"), [("blend", 8, 1500), ("random", 16, 900)])
 def test_smollm2_answers_the_demo_like_generate(
-    smollm2: str, demo: Demo, order: str, page_size: int, pool_tokens: int
+    smollm2: str, demo: Demo, order: Policy, page_size: int, pool_tokens: int
 ) -> None:
     """In a pool that holds a few rows at a time."""
     operator = LLMOperator(

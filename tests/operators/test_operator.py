@@ -67,7 +67,7 @@ def test_a_dict_of_arrays_stays_one(operator: Any) -> None:
 
 def test_an_unknown_option_is_refused_at_once() -> None:
     with pytest.raises(ParameterError, match=r"^'promt' is no option; the options are attention, chat, "):
-        LLMOperator(model="m", promt="text")
+        LLMOperator(model="m", promt="text")  # type: ignore[call-arg]
 
 
 def test_a_column_of_an_output_name_is_refused(operator: Any) -> None:

@@ -40,7 +40,12 @@ def cluster() -> Iterator[Any]:
 
 
 def operator(model: str, **options: Any) -> Any:
-    given = {"model": model, "prompt": "text", "kv_memory": 2**24, "dtype": "float32"}  # bfloat16 rounds by batch
+    given: dict[str, Any] = {
+        "model": model,
+        "prompt": "text",
+        "kv_memory": 2**24,
+        "dtype": "float32",
+    }  # bfloat16 rounds by batch
     return cast(Any, LLMOperator(**given | options))
 
 

@@ -30,7 +30,7 @@ from llmbatch.preprocess.sampling_params import SamplingParams
 from llmbatch.runtime.protocols import CompletedRequests
 from llmbatch.runtime.stream import Stream
 from llmbatch.scheduler.output import FinishReason
-from llmbatch.simulation.simulator import simulate
+from llmbatch.simulation.simulator import simulate_trace
 from llmbatch.simulation.traces import Trace
 from tests.runtime.test_stream import Engines, Listed, Taken, Window
 from tests.support.golden import generate
@@ -67,7 +67,7 @@ def test_a_job_and_a_simulation_run_a_row_as_far_and_refuse_the_same(rows: list[
         blocks=np.empty(0, np.int32), offsets=np.zeros(len(rows) + 1, np.int64), block_size=4,
     )  # fmt: skip
     for known in ("known", "sampled"):
-        done = simulate(trace, COST, POOL, BUDGET, lengths=known)
+        done = simulate_trace(trace, COST, POOL, BUDGET, lengths=known)
         refused = np.flatnonzero(done.requests["finished_step"] < 0).tolist()
         assert refused == sorted(window.errors) == np.flatnonzero(prompts >= POOL.tokens).tolist()
         answers = {i: int(n) + 1 for i, n in enumerate(done.requests["decoded_tokens"]) if i not in refused}

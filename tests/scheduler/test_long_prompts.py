@@ -9,7 +9,7 @@ import pytest
 from llmbatch.perf_model.cost import SHAPES, CostModel
 from llmbatch.perf_model.hardware import find_hardware
 from llmbatch.planning.workload import Scheduling
-from llmbatch.simulation.simulator import MAX_RUNNING, pool_of, simulate
+from llmbatch.simulation.simulator import MAX_RUNNING, pool_of, simulate_trace
 from tests.support.paths import ROOT
 
 MIX = runpy.run_path(str(ROOT / "benchmarks" / "long_prompts.py"))["mix"]
@@ -20,6 +20,8 @@ MIX = runpy.run_path(str(ROOT / "benchmarks" / "long_prompts.py"))["mix"]
 def test_long_prompts_among_many_rows_cost_little(count: int, tokens: int, least: float, seed: int) -> None:
     cost = CostModel(SHAPES["llama-3-8b"], find_hardware("a100-80gb"))
     scheduling = Scheduling(max_running=MAX_RUNNING)
-    report = simulate(MIX(count, tokens, 0.2, seed), cost, pool_of(cost, None), scheduling, lengths="known").report
+    report = simulate_trace(
+        MIX(count, tokens, 0.2, seed), cost, pool_of(cost, None), scheduling, lengths="known"
+    ).report
     assert report.preemptions == 0
     assert report.fraction_of_optimal >= least

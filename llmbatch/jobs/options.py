@@ -1,0 +1,102 @@
+"""What `run` is asked beside the options of `LLMOperator`: how a job is resumed, read and written.
+
+This module imports nothing heavy. Annotations are evaluated here, unlike elsewhere, since the command line reads them.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, TypedDict
+
+from llmbatch.arguments import finite, flag, one_of, refusal, text, whole
+from llmbatch.choices import CHANGED_ROWS, ChangedRows, Compression, Keyword
+from llmbatch.inference.options import OptionArgs
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobOptions:
+    """How a job is resumed, read and written. Raises ParameterError."""
+
+    id_column: str | None = None
+    restart: bool = False
+    overwrite: bool = False
+    retry_errors: bool = False
+    changed_rows: ChangedRows = "refuse"
+    preserve_order: bool = True
+    max_error_rate: float | None = None
+    window_rows: int | None = None
+    compression: Compression = "zstd"
+
+    def __post_init__(self) -> None:
+        set_ = object.__setattr__
+        for name in ("restart", "overwrite", "retry_errors", "preserve_order"):
+            set_(self, name, flag(name, getattr(self, name)))
+        if self.id_column is not None:
+            text("id_column", self.id_column)
+        if self.max_error_rate is not None:
+            set_(self, "max_error_rate", finite("max_error_rate", self.max_error_rate))
+            if not 0 <= self.max_error_rate <= 1:
+                raise refusal("max_error_rate", "lie in [0, 1]", self.max_error_rate)
+        if self.window_rows is not None:
+            set_(self, "window_rows", whole("window_rows", self.window_rows, 1))
+        one_of("changed_rows", self.changed_rows, CHANGED_ROWS)
+
+    @property
+    def starts_over(self) -> bool:
+        """Whether nothing of an earlier run is gone on with."""
+        return self.restart or self.overwrite
+
+
+class InputArgs(TypedDict, total=False):
+    """How files are opened."""
+
+    storage_options: Annotated[
+        Mapping[str, Any] | None, Keyword("passed to fsspec for input and output", metavar="JSON")
+    ]
+
+
+class JobArgs(TypedDict, total=False):
+    """The fields of `JobOptions`."""
+
+    id_column: Annotated[
+        str | None,
+        Keyword(
+            "a column of unique values: rows are known by them, also when the input has changed",
+            means="by position",
+            metavar="COL",
+        ),
+    ]
+    restart: Annotated[bool, Keyword("start over, whatever an earlier run left", JobOptions.restart)]
+    overwrite: Annotated[
+        bool, Keyword("start over, and replace Parquet files of others at OUT too", JobOptions.overwrite)
+    ]
+    retry_errors: Annotated[bool, Keyword("answer the rows again that failed", JobOptions.retry_errors)]
+    changed_rows: Annotated[
+        ChangedRows,
+        Keyword(
+            "what becomes of answered rows that read otherwise now: refuse the job, or answer them again",
+            JobOptions.changed_rows,
+        ),
+    ]
+    preserve_order: Annotated[
+        bool,
+        Keyword(
+            "publish each part as soon as it is full, its rows in the order in which they finish",
+            JobOptions.preserve_order,
+        ),
+    ]
+    max_error_rate: Annotated[
+        float | None,
+        Keyword("end the job when a larger share of its rows has failed, 0 to 1", means="1", metavar="R"),
+    ]
+    window_rows: Annotated[
+        int | None, Keyword("rows that are read and planned together", means="by memory", metavar="N")
+    ]
+    compression: Annotated[Compression, Keyword("of Parquet", JobOptions.compression)]
+
+
+class ExplainArgs(OptionArgs, InputArgs, total=False):
+    """The keywords of `explain`."""
+
+
+class RunArgs(OptionArgs, InputArgs, JobArgs, total=False):
+    """The keywords of `run` that are options."""
