@@ -27,7 +27,7 @@ class TritonAttention:
             torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else _INTERPRETED
         )
         self._programs = _PROGRAMS * units
-        self.cascade = groups.rows > 0
+        self.cascade: bool = groups.rows > 0
         self._groups = groups
 
     def plan(self, layout: BatchLayout, spec: AttentionSpec, page_size: int) -> AttentionPlan:

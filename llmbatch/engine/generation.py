@@ -35,9 +35,9 @@ class TokenBuffers:
         self._eos = np.array(eos, np.int32)
         self._decode = decode
         self._seed = seed
-        self.tokens = np.zeros((16, 64), np.int32)
-        self.lengths = np.zeros(16, np.int32)
-        self.queued = np.zeros(16, np.int32)  # with the tokens that are sampled and not yet known
+        self.tokens: NDArray[np.int32] = np.zeros((16, 64), np.int32)
+        self.lengths: NDArray[np.int32] = np.zeros(16, np.int32)
+        self.queued: NDArray[np.int32] = np.zeros(16, np.int32)  # with the tokens that are sampled and not yet known
 
     def begin(self, requests: RequestBatch) -> None:
         """Take the requests of the next steps; forget what an interrupted job left in slots."""
@@ -48,13 +48,13 @@ class TokenBuffers:
         """Replace the requests; the new ones include those that are in slots."""
         self.requests = requests
         params, index = requests.params, requests.params_index
-        self.temperature = np.array([p.temperature for p in params], np.float32)[index]
-        self.top_k = np.array([p.top_k for p in params], np.int32)[index]
-        self.top_p = np.array([p.top_p for p in params], np.float32)[index]
+        self.temperature: NDArray[np.float32] = np.array([p.temperature for p in params], np.float32)[index]
+        self.top_k: NDArray[np.int32] = np.array([p.top_k for p in params], np.int32)[index]
+        self.top_p: NDArray[np.float32] = np.array([p.top_p for p in params], np.float32)[index]
         self._ignore_eos = np.array([p.ignore_eos for p in params], np.bool_)[index]
         self._has_stop = np.array([bool(p.stop) for p in params], np.bool_)[index]
         given = np.array([-1 if p.seed is None else p.seed for p in params], np.int64)[index]
-        self.seeds = _seeds(given, self._seed, requests.serial)
+        self.seeds: NDArray[np.uint64] = _seeds(given, self._seed, requests.serial)
         assert self._decode is not None or not self._has_stop.any(), "stop strings need a decoder"
 
     def make_room(self, slots: NDArray[np.int32]) -> None:

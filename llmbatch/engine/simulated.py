@@ -43,7 +43,7 @@ class SimulatedEngine:
     """Executes steps in no time. `lengths` int32 [n] are the tokens each request generates, at least 1."""
 
     def __init__(self, lengths: NDArray[np.int32], cost: CostModel) -> None:
-        self.seconds = 0.0
+        self.seconds: float = 0.0
         self._lengths = lengths
         self._clock = Clock.of(cost)
         self._generated: NDArray[np.int32] = np.zeros(16, np.int32)  # by slot

@@ -22,7 +22,7 @@ class Controls:
 
     def __init__(self, texts: Collection[str], normalize: Callable[[str], str] | None = None) -> None:
         """Compile the texts; `normalize`, if given, is what the tokenizer does to a text before it looks for some."""
-        self.texts = tuple(sorted(filter(None, texts), key=lambda text: (-len(text), text)))
+        self.texts: tuple[str, ...] = tuple(sorted(filter(None, texts), key=lambda text: (-len(text), text)))
         self._normalize = normalize
         self._any = "|".join(map(re.escape, self.texts)) or "(?!)"  # the longest first, as tokenizers take them
         self._found = re.compile(self._any)

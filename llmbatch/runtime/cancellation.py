@@ -17,7 +17,7 @@ class StopRequest:
     """Says whether a job was asked to end; rows in flight have `grace` seconds from then."""
 
     def __init__(self, grace: float = 0.0) -> None:
-        self.grace = finite("grace", grace)
+        self.grace: float = finite("grace", grace)
         if self.grace < 0:
             raise ParameterError(f"grace must be at least 0 seconds, got {self.grace:g}")
         self.deadline: float | None = None  # by `time.monotonic`

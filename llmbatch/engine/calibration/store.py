@@ -77,7 +77,7 @@ class CalibrationStore:
         }
         digest = hashlib.sha256(json.dumps(self._identity, sort_keys=True).encode()).hexdigest()[:16]
         name = properties.name.lower().replace(" ", "-")
-        self.path = folder / "calibrations" / f"{name}-{digest}.json"
+        self.path: Path = folder / "calibrations" / f"{name}-{digest}.json"
 
     def find(self) -> DeviceCalibration | None:
         """Read the calibration, or return None if there is none that can be read."""

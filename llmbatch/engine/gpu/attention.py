@@ -38,8 +38,12 @@ class GpuKVCache:
         self.num_pages = num_pages
         self.page_size = page_size
         shapes = {layer: (num_pages, spec.heads, page_size, spec.width) for layer, spec in specs.items()}
-        self.keys = {layer: torch.empty(shape, dtype=dtype, device=device) for layer, shape in shapes.items()}
-        self.values = {layer: torch.empty(shape, dtype=dtype, device=device) for layer, shape in shapes.items()}
+        self.keys: dict[int, torch.Tensor] = {
+            layer: torch.empty(shape, dtype=dtype, device=device) for layer, shape in shapes.items()
+        }
+        self.values: dict[int, torch.Tensor] = {
+            layer: torch.empty(shape, dtype=dtype, device=device) for layer, shape in shapes.items()
+        }
 
     @property
     def nbytes(self) -> int:

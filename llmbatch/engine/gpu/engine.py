@@ -74,7 +74,7 @@ class GpuEngine:
         self._execution = execution or Sequential()
         fixed = attention if recorder is not None and isinstance(attention, GraphCapturable) else None
         spare = fixed is not None
-        self.pages = GpuKVCache(
+        self.pages: GpuKVCache = GpuKVCache(
             loaded.attention, num_pages=num_pages + spare, page_size=page_size, dtype=loaded.dtype, device=self._device
         )
         self._forward = ModelRunner(loaded.module, self.pages, attention, self._execution)

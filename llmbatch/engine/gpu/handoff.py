@@ -25,7 +25,7 @@ class Handoff:
         self._thread = ThreadPoolExecutor(1, "llmbatch-turn")
         self._batons = (Lock(), Lock())  # each waits for its turn by acquiring its own
         self._turn = 0
-        self.taken = False  # two pieces of work are under way
+        self.taken: bool = False  # two pieces of work are under way
 
     def run(self, first: Callable[[], T], second: Callable[[], T]) -> tuple[T, T]:
         """Run both and return both results.

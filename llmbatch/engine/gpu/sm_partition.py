@@ -8,6 +8,7 @@ life of the process.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from functools import cache
 from typing import Any, Final
 
@@ -38,7 +39,7 @@ class SplitDevice:
         self._all = ctypes.create_string_buffer(_RESOURCE_BYTES)
         self._call("cuDeviceGet", ctypes.byref(self._handle), ctypes.c_int(device.index or 0))
         self._call("cuDeviceGetDevResource", self._handle, self._all, ctypes.c_int(_MULTIPROCESSORS))
-        self.streams = cache(self._streams)
+        self.streams: Callable[[float], tuple[torch.cuda.Stream, torch.cuda.Stream]] = cache(self._streams)
 
     def _streams(self, share: float) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
         """Make a stream on about such a fraction of the multiprocessors, and one on the others."""

@@ -56,7 +56,7 @@ class FusedMLP(nn.Module):
     def __init__(self, original: Any, activation: int, pieces: ModelOps) -> None:
         super().__init__()
         self._pieces = pieces
-        self.gate_up = _stack(original.gate_proj, original.up_proj)
+        self.gate_up: nn.Linear = _stack(original.gate_proj, original.up_proj)
         self.down_proj: nn.Linear = original.down_proj
         self._activation = activation
 
@@ -81,7 +81,7 @@ class FusedAttention(nn.Module):
         """Stack the projections; `halves`: one set of angles serves both halves of a head."""
         super().__init__()
         self._halves = halves
-        self.qkv = _stack(original.q_proj, original.k_proj, original.v_proj)
+        self.qkv: nn.Linear = _stack(original.q_proj, original.k_proj, original.v_proj)
         self.o_proj: nn.Linear = original.o_proj
         self._spec = spec
         norms: dict[str, Any] = {}
@@ -125,7 +125,8 @@ class PackedLinear(nn.Module):
 
     def __init__(self, original: nn.Linear, library: Literal["mkl", "mkldnn"]) -> None:
         super().__init__()
-        self.in_features, self.out_features = original.in_features, original.out_features
+        self.in_features: int = original.in_features
+        self.out_features: int = original.out_features
         weight = original.weight.detach()
         bias: torch.Tensor | None = original.bias
         self._bias = None if bias is None else bias.detach()

@@ -20,7 +20,7 @@ from llmbatch.errors import ParameterError, StorageError
 from llmbatch.io.json_values import lines
 from llmbatch.storage.location import Location
 
-CODECS = {".jsonl": None, ".jsonl.gz": "gzip", ".jsonl.zst": "zstd"}
+CODECS: dict[str, str | None] = {".jsonl": None, ".jsonl.gz": "gzip", ".jsonl.zst": "zstd"}
 
 
 class Format(Protocol):

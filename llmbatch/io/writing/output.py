@@ -36,6 +36,7 @@ from llmbatch.io.writing.finished import Finished
 from llmbatch.io.writing.formats import CODECS, Arrow, Format, Jsonl, Parquet, StagedFormat, read_tables
 from llmbatch.io.writing.manifest import compose
 from llmbatch.io.writing.parts import Digesting, Part, rows_of
+from llmbatch.storage.location import Location
 from llmbatch.storage.lock import Lock
 
 PART_ROWS = 100_000  # most rows of a part, so that readers can share an output out
@@ -62,8 +63,8 @@ class Output:
         self._staged: StagedFormat = parquet
         if destination.suffix in CODECS:
             self._format, self._staged = Jsonl(CODECS[destination.suffix]), Arrow()
-        self.url = destination.url
-        self.work = destination.work
+        self.url: str = destination.url
+        self.work: Location = destination.work
 
     @classmethod
     def open(

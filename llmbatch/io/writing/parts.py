@@ -63,7 +63,7 @@ class Digesting(io.RawIOBase):
     def __init__(self, stream: BinaryIO) -> None:
         self._stream = stream
         self._digest = hashlib.blake2b(digest_size=_DIGEST)
-        self.size = 0
+        self.size: int = 0
 
     @property
     def digest(self) -> str:
