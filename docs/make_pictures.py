@@ -22,7 +22,7 @@ from llmbatch.perf_model.hardware import find_hardware
 from llmbatch.planning.lengths import LengthModel
 from llmbatch.policies import Policy
 from llmbatch.simulation.experiment import Experiment
-from llmbatch.simulation.simulator import simulate
+from llmbatch.simulation.simulator import simulate_trace
 from llmbatch.simulation.traces import Trace, read_traces
 
 PICTURES = Path(__file__).parent / "pictures"
@@ -118,7 +118,7 @@ def blending() -> None:
     for axis, order in zip(axes, orders, strict=True):
         experiment = draw(20_000, order)
         cost = experiment.cost
-        log = simulate(experiment.trace, cost, experiment.pool, experiment.scheduling, lengths="known").steps
+        log = simulate_trace(experiment.trace, cost, experiment.pool, experiment.scheduling, lengths="known").steps
         tokens = log["prefill_tokens"] + log["decode_tokens"]
         compute = np.maximum(cost.prompt_seconds(tokens), cost.weight_seconds)
         memory = log["kv_read_tokens"] * cost.kv_token_seconds

@@ -43,7 +43,7 @@ class Keyword:
     aliases: tuple[str, ...] = ()  # further flags
 
     def text(self) -> str:
-        """The help, with the default in brackets where that says something."""
+        """Show the help, with the default in brackets where that says something."""
         shown = "" if self.default is None or isinstance(self.default, bool) else _shown(self.default)
         default = ": ".join(part for part in (shown, self.means) if part)
         return f"{self.help} ({default})" if default else self.help
