@@ -78,7 +78,7 @@ def main() -> None:
     arguments = parser.parse_args()
     table = pq.read_table(DATA)
     options = Options.build(model=str(smollm2()), prompt="prompt", chat=True, system=SYSTEM, sampling_params="sampling")
-    worker = Worker(options)
+    worker = Worker.open(options)
     worker.load()
     print(f"default pool: {worker.pool.tokens:,} tokens")
     roomy = summarise(alternate(worker, table, arguments.default_rounds))
@@ -87,7 +87,7 @@ def main() -> None:
     tight_bytes = need // 5 * worker.model.bytes_per_token
     print(f"KV needed: {need:,} tokens, {need * worker.model.bytes_per_token:,} bytes; a fifth: {tight_bytes:,} bytes")
     del worker
-    tight_worker = Worker(replace(options, kv_memory=tight_bytes))
+    tight_worker = Worker.open(replace(options, kv_memory=tight_bytes))
     tight = summarise(alternate(tight_worker, table, arguments.rounds))
     for name, result in (("default pool", roomy), ("a fifth", tight)):
         print(

@@ -73,7 +73,7 @@ worker.load_tokenizer = count("tokenizer", worker.load_tokenizer)
 config.describe_model = count("config, and which type is faster", config.describe_model)
 hardware.measure_cpu = factory.measure_cpu = count("measuring the processor", hardware.measure_cpu)
 loader.load_model = count("weights and layers", loader.load_model)
-engine.TorchEngine.execute = count("steps, with the first touch of memory", engine.TorchEngine.execute)
+engine.CpuEngine.execute = count("steps, with the first touch of memory", engine.CpuEngine.execute)
 
 from llmbatch.cli.main import main
 status = main(sys.argv[1:])

@@ -26,7 +26,7 @@ def worker_of(options: Options) -> Worker:
     """The worker of a configuration: one process loads a model once."""
     key = repr(options)
     if key not in _workers:
-        _workers[key] = Worker(options)
+        _workers[key] = Worker.open(options)
     return _workers[key]
 
 

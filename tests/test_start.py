@@ -233,7 +233,7 @@ class _Sink:
     def __init__(self) -> None:
         self.ticks = 0
 
-    def tick(self) -> None:
+    def after_step(self) -> None:
         self.ticks += 1
 
 
@@ -248,7 +248,7 @@ def test_a_stream_that_has_just_begun_holds_answers_for_a_moment(monkeypatch: py
         answering._since, answering._held = held_at, [_nothing()]
         for waited in (waits, hands_on):
             clock[0] = held_at + waited
-            answering.tick()
+            answering.after_step(_nothing())
     assert handed == [100.26, 113.0, 205.1]
 
 

@@ -31,6 +31,7 @@ from llmbatch.planning.order import Policy
 from llmbatch.planning.workload import Pool, Scheduling, Workload
 from llmbatch.preprocess.request_batch import RequestBatch
 from llmbatch.preprocess.sampling_params import SamplingParams
+from llmbatch.runtime.protocols import EngineObserver
 from llmbatch.runtime.shard_run import run_shard
 from llmbatch.runtime.step_loop import drive
 from llmbatch.scheduler.output import Step
@@ -133,7 +134,7 @@ def _scattered(numbers: NDArray[np.uint64]) -> NDArray[np.int64]:
     return (scattered >> np.uint64(33)).astype(np.int64)
 
 
-class Noted:
+class Noted(EngineObserver[Any]):
     """Takes answers, and notes each step's work and when it was done."""
 
     def __init__(self, engine: GpuEngine, reach: Reach) -> None:
@@ -143,15 +144,12 @@ class Noted:
         self._done = [time.perf_counter()]
         self.tokens = 0
 
-    def before(self, step: Step) -> None:
+    def before_step(self, step: Step) -> None:
         """Note the step."""
         pairs, read = step.prefill_pairs(self._reach), step.read_tokens(self._reach)
         self._work.append((step.num_tokens, pairs, read, int(step.samples.sum())))
 
-    def took(self, step: Step, seconds: float) -> None:
-        """Nothing: the time between two ends is what counts."""
-
-    def after(self, finished: FinishedSequences) -> NDArray[np.int32]:
+    def after_step(self, finished: FinishedSequences) -> NDArray[np.int32]:
         """Free the slots."""
         self._done.append(time.perf_counter())
         self.tokens += sum(len(self._engine.pop_tokens(slot)) for slot in finished.slots.tolist())

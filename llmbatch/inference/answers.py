@@ -7,6 +7,7 @@ first has waited long enough, and handed on as a record batch: the rows of the w
 from __future__ import annotations
 
 import time
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -16,11 +17,12 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from llmbatch.errors import DataError, RowError
+from llmbatch.inference.window import Window
 from llmbatch.io.gather import pick, pieces
-from llmbatch.planning.prefix_tree import PrefixTree
-from llmbatch.preprocess.request_batch import RequestBatch, RowRequests
-from llmbatch.runtime.protocols import CompletedRequests
+from llmbatch.preprocess.request_batch import RequestBatch
+from llmbatch.runtime.protocols import CompletedRequests, EngineObserver
 from llmbatch.scheduler.output import FinishReason
+from llmbatch.scheduler.scheduler import FinishedSequences
 
 SCHEMA = pa.schema(
     {
@@ -48,79 +50,21 @@ _REASONS = pa.array(["error", "stop", "length", "error", "error"])  # by `Finish
 Texts = Callable[[RequestBatch, NDArray[np.int32], Sequence[NDArray[np.int32]]], list[str]]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Window:
-    """Consecutive rows of a dataset, rendered and tokenised."""
-
-    number: int
-    first: int  # row of the dataset
-    table: pa.Table
-    keys: NDArray[np.uint64]  # [rows]
-    contents: NDArray[np.uint64]  # [rows] hashes of their values
-    shard: RowRequests
-    earlier: pa.Table  # of ROWS: answers that an earlier run found
-    answered: NDArray[np.int32]  # [requests] tokens of these, 0 for requests that are to be run
-    unique_tokens: int  # prompt tokens if each distinct prefix token were computed once
-    rows: NDArray[np.int32]  # [answerable rows] grouped by request, each group in order
-    bounds: NDArray[np.int64]  # [requests + 1] of the groups
-    done: NDArray[np.bool_]  # [rows] in `earlier`
-
-    @classmethod
-    def of(
-        cls,
-        table: pa.Table,
-        shard: RowRequests,
-        *,
-        number: int,
-        first: int,
-        keys: NDArray[np.uint64],
-        contents: NDArray[np.uint64],
-        earlier: pa.Table,
-    ) -> Window:
-        """A window of which the rows in `earlier` are not answered again."""
-        count = len(shard.requests)
-        done = np.zeros(table.num_rows, np.bool_)
-        done[earlier["row"].to_numpy()] = True
-        rows = np.argsort(shard.request_of, kind="stable").astype(np.int32)
-        rows = rows[np.count_nonzero(shard.request_of < 0) :]
-        bounds = np.searchsorted(shard.request_of[rows], np.arange(count + 1)).astype(np.int64)
-        generated = np.zeros(table.num_rows, np.int32)
-        generated[earlier["row"].to_numpy()] = np.maximum(earlier["num_generated_tokens"].to_numpy(), 1)
-        left = np.zeros(count, np.bool_)
-        left[shard.request_of[~done & (shard.request_of >= 0)]] = True
-        answered = np.zeros(count, np.int32)
-        seen = rows[done[rows]]
-        answered[shard.request_of[seen]] = generated[seen]
-        answered[left] = 0
-        tree = PrefixTree.build(shard.requests.tokens, shard.requests.offsets)
-        return cls(
-            number, first, table, keys, contents, shard, earlier, answered, tree.unique_tokens, rows, bounds, done
-        )
-
-    @property
-    def requests(self) -> RequestBatch:
-        """What is asked."""
-        return self.shard.requests
-
-
 class AnswerSink(Protocol):
-    """Where answered rows go."""
+    """Takes answered rows. Called between two steps, and where a stream ends."""
 
     def joined(self, window: Window) -> None:
-        """A window is about to be run."""
-        ...
+        """See a window whose rows are about to be run."""
 
     def begun(self, window: Window, rows: NDArray[np.int32]) -> None:
-        """Rows are given to the engine."""
-        ...
+        """See rows that are given to the engine."""
 
-    def answered(self, window: Window, rows: pa.RecordBatch) -> None:
-        """Rows have their answers: a batch of ROWS."""
-        ...
+    @abstractmethod
+    def write(self, window: Window, rows: pa.RecordBatch) -> None:
+        """Take rows that have their answers: a batch of ANSWER_ROWS."""
 
-    def tick(self) -> None:
-        """A step was taken. May raise `Stop`."""
-        ...
+    def after_step(self) -> None:
+        """Look after what does not wait for answers. May raise `Stop`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,8 +75,8 @@ class FlushPolicy:
     seconds: float = field(default_factory=lambda: SECONDS_AT_RISK)
 
 
-class AnswerAssembler:
-    """Turns requests that end into rows for a sink (`llmbatch.runtime.protocols.RequestObserver`)."""
+class AnswerAssembler(EngineObserver[Window]):
+    """Turns requests that end into rows for a sink."""
 
     def __init__(self, sink: AnswerSink, texts: Texts, row_timeout: float, at_risk: FlushPolicy) -> None:
         self._sink = sink
@@ -160,13 +104,11 @@ class AnswerAssembler:
         errors = {row: error for row, error in window.shard.errors.items() if not window.done[row]}
         if errors:
             rows = np.fromiter(errors, np.int32, len(errors))
-            self._sink.answered(
-                window, _failed_rows(window, rows, list(errors.values()), np.zeros(len(rows), np.int32))
-            )
+            self._sink.write(window, _failed_rows(window, rows, list(errors.values()), np.zeros(len(rows), np.int32)))
 
     def begun(self, window: Window, requests: NDArray[np.int32]) -> None:
         """Say which rows these are."""
-        self._sink.begun(window, _rows_of(window, requests)[0])
+        self._sink.begun(window, window.rows_of(requests)[0])
 
     def ended(self, ended: CompletedRequests[Window]) -> None:
         """Gather what ended."""
@@ -179,23 +121,24 @@ class AnswerAssembler:
     def failed(self, window: Window, errors: dict[int, RowError], attempts: int) -> None:
         """Hand on rows whose request cannot be answered."""
         requests = np.fromiter(errors, np.int32, len(errors))
-        rows, at = _rows_of(window, requests)
+        rows, at = window.rows_of(requests)
         reasons = list(errors.values())
         each = np.full(len(rows), attempts, np.int32)
-        self._sink.answered(window, _failed_rows(window, rows, [reasons[i] for i in at.tolist()], each))
+        self._sink.write(window, _failed_rows(window, rows, [reasons[i] for i in at.tolist()], each))
 
     def cut(self, window: Window, requests: NDArray[np.int32]) -> None:
         """Count the rows of requests that the pool may end early."""
-        rows, _ = _rows_of(window, requests)
+        rows, _ = window.rows_of(requests)
         self.rows_cut += int(np.count_nonzero(~window.done[rows]))
 
-    def tick(self) -> None:
+    def after_step(self, finished: FinishedSequences) -> NDArray[np.int32]:
         """Hand on what was gathered, if it is time."""
         now = time.monotonic()
         patience = min(self._at_risk.seconds, max(_AT_FIRST, _SHARE * (now - self._began)))
         if self._held and (self._count >= self._at_risk.rows or now - self._since >= patience):
             self.flush()
-        self._sink.tick()
+        self._sink.after_step()
+        return super().after_step(finished)
 
     def flush(self) -> None:
         """Hand on what was gathered."""
@@ -212,16 +155,16 @@ class AnswerAssembler:
         tokens = [one for part in parts for one in part.tokens]
         good = finish < FinishReason.ERROR
         for kind in np.unique(finish[~good]).tolist():
-            rows, at = _rows_of(window, requests[finish == kind])
+            rows, at = window.rows_of(requests[finish == kind])
             errors = [self._broken[FinishReason(kind)]] * len(rows)
-            self._sink.answered(window, _failed_rows(window, rows, errors, attempts[finish == kind][at]))
+            self._sink.write(window, _failed_rows(window, rows, errors, attempts[finish == kind][at]))
         if not good.any():
             return
         index = requests[good]
         kept = [tokens[i] for i in np.flatnonzero(good).tolist()]
         texts = self._texts(window.requests, index, kept)
         lengths = np.fromiter(map(len, kept), np.int32, len(kept))
-        rows, at = _rows_of(window, index)
+        rows, at = window.rows_of(index)
         inputs = window.shard.num_input_tokens[rows]
         first = rows == window.rows[window.bounds[index[at]]]  # a row whose equal was computed found its whole prompt
         cached = np.where(first, cached[good][at], inputs).astype(np.int32)
@@ -241,16 +184,7 @@ class AnswerAssembler:
                 pa.nulls(len(part), pa.string()),
                 pa.array(attempts[good][of]),
             ]
-            self._sink.answered(window, pa.RecordBatch.from_arrays(columns, schema=ANSWER_ROWS))
-
-
-def _rows_of(window: Window, requests: NDArray[np.int32]) -> tuple[NDArray[np.int32], NDArray[np.intp]]:
-    """The rows that some requests answer, and for each which of the requests answers it."""
-    counts = window.bounds[requests + 1] - window.bounds[requests]
-    at = np.repeat(np.arange(len(requests)), counts)
-    before = np.cumsum(counts) - counts
-    places = window.bounds[requests][at] + np.arange(len(at)) - before[at]
-    return window.rows[places], at
+            self._sink.write(window, pa.RecordBatch.from_arrays(columns, schema=ANSWER_ROWS))
 
 
 def _failed_rows(

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 
-from llmbatch.inference.answers import Window, tokens_of
+from llmbatch.inference.answers import AnswerSink, tokens_of
 from llmbatch.inference.error_policy import ErrorBudget
 from llmbatch.inference.progress import Advance, Progress
+from llmbatch.inference.window import Window
 
 
 @dataclass(slots=True)
@@ -26,7 +25,7 @@ class OneWindow:
 
 
 @dataclass(slots=True)
-class Gathered:
+class Gathered(AnswerSink):
     """Keeps the answers of a table, and counts them for a progress display."""
 
     progress: Progress
@@ -35,19 +34,10 @@ class Gathered:
     rows: int = 0
     tokens: int = 0
 
-    def joined(self, window: Window) -> None:
-        """Nothing."""
-
-    def begun(self, window: Window, rows: NDArray[np.int32]) -> None:
-        """Nothing."""
-
-    def answered(self, window: Window, rows: pa.RecordBatch) -> None:
+    def write(self, window: Window, rows: pa.RecordBatch) -> None:
         """Keep a batch."""
         self.gate.answered(0, rows)
         self.batches.append(rows)
         self.rows += rows.num_rows
         self.tokens += tokens_of(rows)
         self.progress.advance(Advance(self.rows, self.tokens))
-
-    def tick(self) -> None:
-        """Nothing."""

@@ -45,16 +45,16 @@ Progress.__module__ = "llmbatch"  # which it is imported from
 
 
 class Silence:
-    """Shows nothing."""
+    """Shows nothing. A base for progress that shows less than all of it."""
 
     def start(self, rows: int) -> None:
-        """Nothing."""
+        """Pass over how many rows there are."""
 
     def advance(self, done: Advance) -> None:
-        """Nothing."""
+        """Pass over what is done."""
 
     def say(self, sentence: str) -> None:
-        """Nothing."""
+        """Pass over what there is to tell."""
 
 
 class Bar:

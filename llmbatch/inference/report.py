@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 
 if TYPE_CHECKING:
-    from llmbatch.inference.answers import Window
+    from llmbatch.inference.window import Window
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,49 +6,34 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import TYPE_CHECKING
+from functools import partial
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from llmbatch.engine.base import StreamEngine
-from llmbatch.engine.model.outline import HOST_RUNNING, Described, outline, simulated_cost, simulated_pool
-from llmbatch.engine.recorded import RecordedEngine, placeholder_texts
+from llmbatch.engine.model.outline import Described
+from llmbatch.engine.recorded import placeholder_texts
 from llmbatch.errors import DataError, JobError, RowError
-from llmbatch.inference.answers import (
-    AnswerAssembler,
-    AnswerSink,
-    FlushPolicy,
-    Window,
-    add_answers,
-    check_columns,
-    no_rows,
-)
+from llmbatch.inference.answers import AnswerAssembler, AnswerSink, FlushPolicy, add_answers, check_columns, no_rows
+from llmbatch.inference.engines import Engines, LoadedEngines, SimulatedEngines, UnloadedEngines
 from llmbatch.inference.error_policy import ErrorBudget
 from llmbatch.inference.in_memory import Gathered, OneWindow
 from llmbatch.inference.options import Options
 from llmbatch.inference.progress import Progress, Silence, saying
 from llmbatch.inference.report import Report, RowCounts
+from llmbatch.inference.window import Window
 from llmbatch.perf_model.cost import CostModel
-from llmbatch.planning.workload import Scheduling, early_ends
+from llmbatch.planning.workload import Pool, Scheduling, early_ends
 from llmbatch.preprocess.build_requests import build_shard
 from llmbatch.preprocess.columns import find_field
 from llmbatch.preprocess.request_batch import RequestBatch, RowRequests
 from llmbatch.preprocess.sampling_params import check_sampling_column
 from llmbatch.preprocess.tokenizer import Tokenizer, load_tokenizer, plain_tokenizer
-from llmbatch.runtime.protocols import Stop, WindowSource
-from llmbatch.runtime.stream import Stream, Totals
+from llmbatch.runtime.protocols import Stop, Totals, WindowSource
+from llmbatch.runtime.stream import Stream
 from llmbatch.runtime.warmup import Compilation
-from llmbatch.system.memory import out_of_memory
 from llmbatch.system.tuning import tune_process
-
-if TYPE_CHECKING:
-    from llmbatch.engine.factory import EngineFactory
-    from llmbatch.engine.model.config import ModelConfig
-    from llmbatch.engine.model.loader import LoadedModel
-    from llmbatch.engine.model.platform import Platform
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,63 +45,63 @@ class AnsweredTable:
 
 
 class Worker:
-    """Answers tables with one model. The tokenizer is loaded at birth, the weights when first needed.
+    """Answers tables with one model. The weights are loaded when first needed."""
 
-    Raises ModelError where the model cannot be found, read or supported.
-    """
+    def __init__(
+        self,
+        options: Options,
+        folder: str,
+        tokenizer: Tokenizer,
+        engines: Engines,
+        compilation: Compilation,
+        progress: Progress,
+        load_seconds: float,
+    ) -> None:
+        self.options = options
+        self.folder = folder  # of the model's files
+        self.tokenizer = tokenizer
+        self.load_seconds = load_seconds
+        self._engines = engines
+        self._compilation = compilation
+        self._progress = progress
 
-    def __init__(self, options: Options, progress: Progress | None = None) -> None:
+    @classmethod
+    def open(cls, options: Options, progress: Progress | None = None) -> Worker:
+        """Find the model, fetch it if it is not here, and load its tokenizer, but not its weights.
+
+        Raises ModelError where the model cannot be found, read or supported.
+        """
         begun = time.perf_counter()
-        self._progress = progress or Silence()
+        progress = progress or Silence()
         tune_process()
-        self._compilation = Compilation(self._progress.say)
+        compilation = Compilation(progress.say)
         from llmbatch.engine.model.checkpoints import resolve_model
 
-        self.options = options
-        self.model: Described
-        self._platform: Platform | None = None  # of an engine that runs the model
-        with saying(self._progress, f"preparing {options.model}; a GGUF file is converted once"):
-            self.folder = resolve_model(options.model, self._compile_kernels)
+        with saying(progress, f"preparing {options.model}; a GGUF file is converted once"):
+            folder = resolve_model(options.model, partial(_compile_kernels, options))
+            engines: Engines
             if options.engine == "simulated":
-                self.tokenizer = plain_tokenizer(self.folder, name=options.model) or self._load_tokenizer()
-                self.model = outline(self.folder, options.dtype) or self._describe()
-                self.pool = simulated_pool(self.model, options)
+                tokenizer = plain_tokenizer(folder, name=options.model) or _load_tokenizer(folder, options)
+                engines = SimulatedEngines.open(folder, options)
             else:
-                from llmbatch.engine.devices import find_platform
-                from llmbatch.engine.factory import size_pool
+                tokenizer = _load_tokenizer(folder, options)
+                engines = UnloadedEngines.open(folder, options, tokenizer)
+        return cls(options, folder, tokenizer, engines, compilation, progress, time.perf_counter() - begun)
 
-                self.tokenizer = self._load_tokenizer()
-                self._platform = find_platform(options.device)
-                self._described = self.model = self._describe()
-                self.pool = size_pool(self._platform, self._described, options)
-        self._loaded: LoadedModel | None = None
-        self._prepared: EngineFactory | None = None
-        self._engine: StreamEngine | None = None
-        self._ready = False
-        self._notes: tuple[str, ...] = ()
-        self.load_seconds = time.perf_counter() - begun
+    @property
+    def model(self) -> Described:
+        """What is known of the model."""
+        return self._engines.model
 
-    def _compile_kernels(self) -> None:
-        """Compile what a processor needs of them, or load it, while there is no model yet."""
-        if self.options.engine == "simulated":
-            return
-        from llmbatch.engine.devices import find_platform
+    @property
+    def pool(self) -> Pool:
+        """The KV memory; before the weights are loaded, as far as it is known then."""
+        return self._engines.pool
 
-        if find_platform(self.options.device).is_host:
-            from llmbatch.engine.cpu.compilation import compile_kernels
-
-            compile_kernels(self.options.dtype)
-
-    def _load_tokenizer(self) -> Tokenizer:
-        options = self.options
-        return load_tokenizer(self.folder, name=options.model, trust_remote_code=options.trust_remote_code)
-
-    def _describe(self) -> ModelConfig:
-        from llmbatch.engine.model.config import describe_model
-
-        options, platform = self.options, self._platform
-        device = {} if platform is None else {"device": platform.device}
-        return describe_model(self.folder, dtype=options.dtype, trust_remote_code=options.trust_remote_code, **device)
+    @property
+    def cost(self) -> CostModel:
+        """What requests cost on this machine, measured once."""
+        return self._engines.cost
 
     def check(self, schema: pa.Schema) -> None:
         """Raise InputError where tables of this schema cannot be answered."""
@@ -130,65 +115,14 @@ class Worker:
                 raise DataError(f"the output_tokens column {options.output_tokens!r} must hold integers, got {kind}")
         check_columns(schema)
 
-    def load(self) -> None:
-        """Load the weights; does nothing the second time. Raises JobError where memory runs out."""
-        if self._platform is not None:
-            self._platform.enter()
-        if self._ready:
-            return
+    def load(self) -> LoadedEngines:
+        """Load the weights, the first time, and return what makes engines. Raises JobError where memory runs out."""
         begun = time.perf_counter()
-        options = self.options
-        if self._platform is not None:
-            from llmbatch.engine.factory import prepare
-            from llmbatch.engine.model.loader import load_model
-
-            try:
-                with saying(self._progress, f"loading the weights of {options.model}"):
-                    self._loaded = load_model(
-                        self.folder,
-                        dtype=options.dtype,
-                        load_format=options.load_format,
-                        trust_remote_code=options.trust_remote_code,
-                        platform=self._platform,
-                    )
-            except (MemoryError, RuntimeError) as error:
-                raise out_of_memory(error, f"the weights of {options.model}") from error
-            self._prepared = prepare(self._platform, self._described, self._loaded, options, self.scheduling, self.pool)
-            self.pool, self.cost = self._prepared.pool, self._prepared.cost
-            self._notes = (*self._platform.notes, *self._loaded.notes, *self._prepared.notes)
+        engines = self._engines.load(self.scheduling, self._progress)
+        self._engines = engines
         self._compilation.load()
-        self._ready = True
         self.load_seconds += time.perf_counter() - begun
-
-    def engine(self) -> StreamEngine:
-        """The engine, with the memory of the pool. Raises JobError where memory runs out."""
-        return self._engine or self.new_engine()
-
-    def new_engine(self) -> StreamEngine:
-        """Another engine in the place of the one before."""
-        self._engine = None  # its memory is needed for the new one
-        self._engine = self._make_engine()
-        return self._engine
-
-    def _make_engine(self) -> StreamEngine:
-        if self.options.engine == "simulated":
-            return RecordedEngine(self.cost)
-        assert self._loaded is not None
-        assert self._prepared is not None
-        try:
-            return self._prepared.engine(self._loaded, self._decode_one)
-        except (MemoryError, RuntimeError) as error:
-            size = self.pool.tokens * self.model.bytes_per_token
-            raise out_of_memory(error, f"a KV pool of {size:,} bytes") from error
-
-    @cached_property
-    def cost(self) -> CostModel:
-        """What requests cost on this machine, measured once."""
-        if self._platform is None:
-            return simulated_cost(self.model)
-        from llmbatch.engine.factory import cost_model
-
-        return cost_model(self._platform, self._described, self.options)
+        return engines
 
     def shard(
         self,
@@ -243,10 +177,12 @@ class Worker:
         Answers are handed to the sink when so many are `at_risk`, and where the stream ends, also by an error. A job
         that `goes_on` begins with few rows (`llmbatch.runtime.stream.Stream`).
         """
-        self.load()
+        engines = self.load()
         timeout = math.inf if self.options.row_timeout is None else self.options.row_timeout
         answering = AnswerAssembler(sink, self._texts, timeout, at_risk or FlushPolicy())
-        stream = Stream(self, self.pool, self.cost, self.scheduling, answering, row_timeout=timeout, goes_on=goes_on)
+        stream = Stream.open(
+            engines, self.pool, self.cost, self.scheduling, answering, row_timeout=timeout, goes_on=goes_on
+        )
         try:
             totals = stream.run(feed)
         except (Stop, JobError, KeyboardInterrupt):
@@ -285,7 +221,7 @@ class Worker:
         return Scheduling(
             order=options.order,
             step_tokens=options.step_tokens,
-            max_running=options.max_running or (HOST_RUNNING if self._platform is None else self._platform.max_running),
+            max_running=options.max_running or self._engines.max_running,
             seed=options.sampling.seed or 0,
         )
 
@@ -297,7 +233,7 @@ class Worker:
     @property
     def notes(self) -> tuple[str, ...]:
         """What the user should be told about options and model."""
-        return (*self.options.notes, *self._notes)
+        return (*self.options.notes, *self._engines.notes)
 
     def report(self, tally: RowCounts, totals: Totals, *, notes: tuple[str, ...], seconds: float) -> Report:
         """The figures of what was done."""
@@ -317,9 +253,6 @@ class Worker:
             notes=(*notes, *early_ends(totals.rows_cut, self.pool)),
         )
 
-    def _decode_one(self, tokens: np.ndarray[tuple[int], np.dtype[np.int32]]) -> str:
-        return self.tokenizer.decode([tokens])[0]
-
     def _texts(
         self, requests: RequestBatch, index: NDArray[np.int32], answers: Sequence[NDArray[np.int32]]
     ) -> list[str]:
@@ -333,3 +266,19 @@ class Worker:
                 found = [at for at in map(texts[i].find, stop) if at >= 0]
                 texts[i] = texts[i][: min(found, default=len(texts[i]))]
         return texts
+
+
+def _load_tokenizer(folder: str, options: Options) -> Tokenizer:
+    return load_tokenizer(folder, name=options.model, trust_remote_code=options.trust_remote_code)
+
+
+def _compile_kernels(options: Options) -> None:
+    """Compile what a processor needs of them, or load it, while there is no model yet."""
+    if options.engine == "simulated":
+        return
+    from llmbatch.engine.devices import find_platform
+
+    if find_platform(options.device).is_host:
+        from llmbatch.engine.cpu.compilation import compile_kernels
+
+        compile_kernels(options.dtype)

@@ -14,15 +14,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 
-import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 
 from llmbatch.errors import StorageError
-from llmbatch.inference.answers import Window, tokens_of
+from llmbatch.inference.answers import AnswerSink, tokens_of
 from llmbatch.inference.error_policy import ErrorBudget
 from llmbatch.inference.progress import Advance, Progress
 from llmbatch.inference.report import RowCounts
+from llmbatch.inference.window import Window
 from llmbatch.io.writing.output import Output
 from llmbatch.jobs.part_builder import CompletedWindow, PartBuilder, WorkFiles
 from llmbatch.jobs.prior_answers import JOURNAL
@@ -44,14 +43,14 @@ class _Open:
     left: int  # rows
 
 
-class AnswerWriter:
-    """Keeps what a stream answers (`llmbatch.inference.answers.AnswerSink`)."""
+class AnswerWriter(AnswerSink):
+    """Keeps what a stream answers."""
 
     def __init__(
         self,
         output: Output,
         names: WorkFiles,
-        shelf: PartBuilder,
+        builder: PartBuilder,
         lock: Lock,
         gate: ErrorBudget,
         progress: Progress,
@@ -61,7 +60,7 @@ class AnswerWriter:
         self.rows = self.rows_resumed = 0
         self.notes: list[str] = []
         self.last: tuple[Window, list[pa.RecordBatch]] | None = None  # the window that was closed last, and its answers
-        self._output, self._names, self._shelf, self._lock = output, names, shelf, lock
+        self._output, self._names, self._builder, self._lock = output, names, builder, lock
         self._gate, self._progress, self._stopping = gate, progress, stopping
         self._open: dict[int, _Open] = {}
         self._tokens = 0
@@ -94,14 +93,11 @@ class AnswerWriter:
         self._open[window.number] = _Open(journal, batches, window.table.num_rows - earlier.num_rows)
         self._count(earlier.num_rows, tokens_of(earlier), 0)
         for batch in batches:
-            self._write(partial(self._shelf.take, window, batch))
+            self._queue(partial(self._builder.write, window, batch))
             self._gate.answered(window.first, batch)
         self._close_if_whole(window)
 
-    def begun(self, window: Window, rows: NDArray[np.int32]) -> None:
-        """Nothing: rows in flight are run again."""
-
-    def answered(self, window: Window, rows: pa.RecordBatch) -> None:
+    def write(self, window: Window, rows: pa.RecordBatch) -> None:
         """Keep rows, and stage the window if they were its last. Raises JobError where too many rows failed."""
         state = self._open[window.number]
         state.batches.append(rows)
@@ -112,14 +108,14 @@ class AnswerWriter:
 
         def keep() -> None:
             state.journal.append(record)
-            self._shelf.take(window, rows)
+            self._builder.write(window, rows)
 
-        self._write(keep)
+        self._queue(keep)
         self._count(rows.num_rows, tokens_of(rows), 0)
         self._gate.answered(window.first, rows)
         self._close_if_whole(window)
 
-    def tick(self) -> None:
+    def after_step(self) -> None:
         """Raise what could not be written, and `Stop` where the job was asked to end."""
         while self._writing and (self._writing[0].done() or len(self._writing) > _BEHIND):
             self._writing.popleft().result()
@@ -127,11 +123,11 @@ class AnswerWriter:
             raise Stop(self._stopping.deadline)
         if time.monotonic() - self._looked >= _LOCK_SECONDS:
             self._looked = time.monotonic()
-            self._write(self._lock.check)
+            self._queue(self._lock.check)
 
     def finish(self) -> None:
         """All windows are answered: complete the parts, and wait until all is written; raises what could not be."""
-        self._write(lambda: self._keep_whole(self._shelf.end()))
+        self._queue(lambda: self._keep_whole(self._builder.finish()))
         self.close()
 
     def close(self) -> None:
@@ -160,10 +156,10 @@ class AnswerWriter:
 
         def close() -> None:
             state.journal.close()
-            self._keep_whole(self._shelf.close(window, state.batches))
+            self._keep_whole(self._builder.close(window, state.batches))
             self.last = (window, state.batches) if len(self.whole) == 1 else None
 
-        self._write(close)
+        self._queue(close)
 
     def _keep_whole(self, windows: dict[int, CompletedWindow]) -> None:
         """Their rows are in parts, so their journals are needed no more."""
@@ -172,7 +168,7 @@ class AnswerWriter:
             Journal.open(self._output.work, self._names.journal(number)).remove()
             self.whole[number] = whole
 
-    def _write(self, what: Callable[[], None]) -> None:
+    def _queue(self, what: Callable[[], None]) -> None:
         """Have something written after all that was asked for before, unless any of that failed."""
 
         def attempt() -> None:

@@ -16,11 +16,12 @@ from llmbatch.arguments import Paths, check_storage_options, path, paths_of
 from llmbatch.choices import DType
 from llmbatch.engine.model.checkpoints import model_digest
 from llmbatch.errors import DataError, JobStopped, StorageError
-from llmbatch.inference.answers import Window, output_schema
+from llmbatch.inference.answers import output_schema
 from llmbatch.inference.error_policy import ErrorBudget
 from llmbatch.inference.options import Options
 from llmbatch.inference.progress import Progress, Silence
 from llmbatch.inference.report import Report
+from llmbatch.inference.window import Window
 from llmbatch.inference.worker import Worker
 from llmbatch.io.reading.dataset import Dataset, RowReader
 from llmbatch.io.row_hash import hash_rows
@@ -36,8 +37,7 @@ from llmbatch.jobs.row_keys import check_contents, check_ids
 from llmbatch.jobs.window_loader import WindowLoader
 from llmbatch.jobs.window_loader import window_rows as window_rows_of
 from llmbatch.runtime.cancellation import StopRequest
-from llmbatch.runtime.protocols import Stop
-from llmbatch.runtime.stream import Totals
+from llmbatch.runtime.protocols import Stop, Totals
 from llmbatch.storage.journal import Journal
 from llmbatch.storage.lock import Lock
 
@@ -91,7 +91,7 @@ def run(
     )
     kept = None if asked.starts_over else kept_dtype(target)
     decided = built if kept is None or built.dtype != "auto" else replace(built, dtype=cast(DType, kept))
-    worker = Worker(decided, progress)
+    worker = Worker.open(decided, progress)
     worker.check(source.schema)
     target.check(output_schema(source.schema))
     columns = sorted(source.schema.names)
@@ -291,7 +291,7 @@ def explain(inputs: Paths, **options: Unpack[ExplainArgs]) -> Forecast:
     paths = paths_of(inputs)
     check_storage_options(storage_options)
     source = Dataset.resolve(paths, storage_options)
-    worker = Worker(built)
+    worker = Worker.open(built)
     worker.check(source.schema)
     rows = source.num_rows
     most = window_rows_of(None, rows, source.nbytes, built.sampling.max_tokens)

@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import base64
 import re
+from abc import abstractmethod
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from typing import Protocol
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from llmbatch.inference.answers import ANSWER_ROWS, Window, add_answers, add_columns
+from llmbatch.inference.answers import ANSWER_ROWS, AnswerSink, add_answers, add_columns
 from llmbatch.inference.report import RowCounts
+from llmbatch.inference.window import Window
 from llmbatch.io.gather import pick, split
 from llmbatch.io.sealed_json import START_OVER, damage, seal, unseal
 from llmbatch.io.writing.output import PART_ROWS, Output
@@ -89,35 +90,31 @@ class CompletedWindow:
         return whole
 
 
-class PartBuilder(Protocol):
-    """Rows of windows on their way into parts."""
+class PartBuilder(AnswerSink):
+    """Puts answered rows into parts."""
 
-    def take(self, window: Window, rows: pa.RecordBatch) -> None:
-        """Some rows of a window have their answers: a batch of ROWS."""
-        ...
+    def write(self, window: Window, rows: pa.RecordBatch) -> None:
+        """Take rows that may go into a part before the others of their window; the rest comes with `close`."""
 
+    @abstractmethod
     def close(self, window: Window, answers: list[pa.RecordBatch]) -> dict[int, CompletedWindow]:
-        """All of them have; returns the windows that are whole now, by number."""
-        ...
+        """Take all answers of a window; return the windows that are whole now, by number."""
 
-    def end(self) -> dict[int, CompletedWindow]:
-        """All windows are closed; returns those that are whole only now."""
-        ...
+    def finish(self) -> dict[int, CompletedWindow]:
+        """Write what is left when all windows are closed; return those that are whole only now."""
+        return {}
 
+    @abstractmethod
     def parts(self, whole: dict[int, CompletedWindow]) -> list[Part]:
-        """After `end`: all parts, in the order of their rows."""
-        ...
+        """List all parts after `finish`, in the order of their rows."""
 
 
-class InputOrderParts:
+class InputOrderParts(PartBuilder):
     """Parts in the order of the input."""
 
     def __init__(self, output: Output, names: WorkFiles) -> None:
         self._output = output
         self._names = names
-
-    def take(self, window: Window, rows: pa.RecordBatch) -> None:
-        """Nothing: they wait for the others."""
 
     def close(self, window: Window, answers: list[pa.RecordBatch]) -> dict[int, CompletedWindow]:
         """Stage the window's parts."""
@@ -128,16 +125,12 @@ class InputOrderParts:
         ]
         return {window.number: CompletedWindow(parts, RowCounts.of(answered, window))}
 
-    def end(self) -> dict[int, CompletedWindow]:
-        """Nothing: windows are whole when they are closed."""
-        return {}
-
     def parts(self, whole: dict[int, CompletedWindow]) -> list[Part]:
         """The parts of all windows."""
         return [part for number in sorted(whole) for part in whole[number].parts]
 
 
-class CompletionOrderParts:
+class CompletionOrderParts(PartBuilder):
     """Parts in the order in which rows finish, seen as soon as they are full."""
 
     def __init__(self, output: Output, part_rows: int) -> None:
@@ -155,7 +148,7 @@ class CompletionOrderParts:
             self._note(part)
         self._published = np.sort(np.concatenate(kept))
 
-    def take(self, window: Window, rows: pa.RecordBatch) -> None:
+    def write(self, window: Window, rows: pa.RecordBatch) -> None:
         """Write a part if there are enough rows for one."""
         number = rows["row"].to_numpy()
         fresh = ~np.isin(window.keys[number], self._published)
@@ -174,7 +167,7 @@ class CompletionOrderParts:
         )
         return self._let_go()
 
-    def end(self) -> dict[int, CompletedWindow]:
+    def finish(self) -> dict[int, CompletedWindow]:
         """Write the last part."""
         if self._waiting or not self._parts:
             self._write(self._waiting)

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterable
 
 from llmbatch.errors import ParameterError
-from llmbatch.inference.answers import Window
+from llmbatch.inference.window import Window
 from llmbatch.runtime.cancellation import StopRequest
 from llmbatch.runtime.protocols import Stop
 from llmbatch.system.memory import available_memory

@@ -64,13 +64,16 @@ class Workload:
     prompts: Prompts = field(default_factory=Prompts.nothing)  # by row, where pages are to be found by their tokens
 
     @classmethod
-    def of(cls, requests: RequestBatch, answered: NDArray[np.int32] | None = None) -> Workload:
+    def of(
+        cls, requests: RequestBatch, answered: NDArray[np.int32] | None = None, *, tree: PrefixTree | None = None
+    ) -> Workload:
         """Build a workload from tokenised requests. If only max_tokens can end an answer, its length is known.
 
         `answered` int32 [n] are the tokens of earlier answers, 0 for requests that are to be run.
+        `tree` is that of the prompts, if it is built already.
         """
         always = np.array([params.ignore_eos and not params.stop for params in requests.params], np.bool_)
-        tree = PrefixTree.build(requests.tokens, requests.offsets)
+        tree = PrefixTree.build(requests.tokens, requests.offsets) if tree is None else tree
         known = np.where(always[requests.params_index], requests.max_tokens, 0).astype(np.int32)
         kinds: dict[tuple[object, ...], int] = {}
         keys = np.array([kinds.setdefault(params.kind, len(kinds)) for params in requests.params], np.int32)

@@ -7,6 +7,7 @@ from typing import Generic
 import numpy as np
 from numpy.typing import NDArray
 
+from llmbatch.planning.prefix_tree import PrefixTree
 from llmbatch.planning.workload import Workload
 from llmbatch.preprocess.request_batch import RequestBatch
 from llmbatch.runtime.protocols import W
@@ -16,10 +17,16 @@ class LiveRequests(Generic[W]):
     """The requests that are in the engine's hands, under the numbers that scheduler and engine know them by."""
 
     def __init__(
-        self, requests: RequestBatch, windows: list[W], window: NDArray[np.int32], index: NDArray[np.int32]
+        self,
+        requests: RequestBatch,
+        tree: PrefixTree,
+        windows: list[W],
+        window: NDArray[np.int32],
+        index: NDArray[np.int32],
     ) -> None:
         count = len(requests)
         self.requests = requests
+        self.tree = tree  # of their prompts
         self.windows = windows
         self.window = window  # [n] into `windows`
         self.index = index  # [n] number of the request in its window
@@ -36,7 +43,7 @@ class LiveRequests(Generic[W]):
 
     def workload(self) -> Workload:
         """What is to be run; what has ended is an example."""
-        workload = Workload.of(self.requests, self.answered)
+        workload = Workload.of(self.requests, self.answered, tree=self.tree)
         return workload.without(np.flatnonzero(~self.open & (self.answered == 0)).tolist())
 
     def joined(self, kept: NDArray[np.int32], window: W, requests: RequestBatch) -> LiveRequests[W]:
@@ -44,12 +51,16 @@ class LiveRequests(Generic[W]):
 
         Those that have ended are examples: they belong to no window, whose table would stay in memory for them.
         """
+        if not len(self.requests):
+            return LiveRequests.of(window, requests)
         count = len(requests)
         used, number = np.unique(np.where(self.open[kept], self.window[kept], -1), return_inverse=True)
         windows = [self.windows[i] for i in used.tolist() if i >= 0] + [window]
         number = number.astype(np.int32) - np.int32(len(used) + 1 - len(windows))
+        both = RequestBatch.concatenate([self.requests.take(kept), requests])
         union = LiveRequests(
-            RequestBatch.concatenate([self.requests.take(kept), requests]),
+            both,
+            PrefixTree.build(both.tokens, both.offsets) if len(kept) else window.tree,
             windows,
             np.concatenate((number, np.full(count, len(windows) - 1, np.int32))),
             np.concatenate((self.index[kept], np.arange(count, dtype=np.int32))),
@@ -62,4 +73,12 @@ class LiveRequests(Generic[W]):
     def of(cls, window: W, requests: RequestBatch) -> LiveRequests[W]:
         """The requests of one window, fitted to the pool."""
         count = len(requests)
-        return cls(requests, [window], np.zeros(count, np.int32), np.arange(count, dtype=np.int32))
+        return cls(requests, window.tree, [window], np.zeros(count, np.int32), np.arange(count, dtype=np.int32))
+
+    @classmethod
+    def none(cls) -> LiveRequests[W]:
+        """No requests, of no window."""
+        nothing = np.empty(0, np.int32)
+        offsets = np.zeros(1, np.int64)
+        requests = RequestBatch(nothing, offsets, nothing, nothing, (), np.empty(0, np.uint64), nothing)
+        return cls(requests, PrefixTree.build(nothing, offsets), [], nothing, nothing)

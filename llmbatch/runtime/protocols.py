@@ -1,4 +1,4 @@
-"""What a stream takes windows from, runs them on, and gives their answers to."""
+"""What a stream takes windows from and runs them on, and who sees what becomes of them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,12 @@ from numpy.typing import NDArray
 
 from llmbatch.engine.base import StreamEngine
 from llmbatch.errors import RowError
+from llmbatch.planning.prefix_tree import PrefixTree
 from llmbatch.preprocess.request_batch import RequestBatch
+from llmbatch.scheduler.output import Step
+from llmbatch.scheduler.scheduler import FinishedSequences
+
+NO_REQUESTS = np.empty(0, np.int32)
 
 
 class RequestWindow(Protocol):
@@ -19,6 +24,11 @@ class RequestWindow(Protocol):
     @property
     def requests(self) -> RequestBatch:
         """What is asked."""
+        ...
+
+    @property
+    def tree(self) -> PrefixTree:
+        """The prefix tree of their prompts."""
         ...
 
     @property
@@ -51,40 +61,57 @@ class CompletedRequests(Generic[W]):
     attempts: NDArray[np.int32]  # how often it was given to an engine
 
 
-class RequestObserver(Protocol[W]):
-    """Where answers go. Called between two steps."""
+class EngineObserver(Generic[W]):
+    """Sees what an engine is given and what it answers: steps, and, where a stream runs it, the requests of windows.
+
+    A `StepLoop` tells of steps, by the numbers that its scheduler has for requests. A `Stream` tells of these too, and
+    of requests by their numbers in their window, always between two steps. Methods do nothing unless overridden.
+    """
+
+    def before_step(self, step: Step) -> None:
+        """See a step that the engine is about to execute."""
+
+    def step_took(self, step: Step, seconds: float) -> None:
+        """See what the engine measured of a step; not called for steps that it does not measure."""
+
+    def after_step(self, finished: FinishedSequences) -> NDArray[np.int32]:
+        """See what ended in a step, or was withdrawn after it; return requests to withdraw. May raise `Stop`."""
+        return NO_REQUESTS
 
     def joined(self, window: W) -> None:
-        """A window's requests are about to be run."""
-        ...
+        """See a window whose requests are about to be run."""
 
     def begun(self, window: W, requests: NDArray[np.int32]) -> None:
-        """Requests are given to the engine in the next step."""
-        ...
+        """See requests that are given to the engine in the next step."""
 
     def ended(self, ended: CompletedRequests[W]) -> None:
-        """Requests have their answers."""
-        ...
+        """Take the answers of requests."""
 
     def failed(self, window: W, errors: dict[int, RowError], attempts: int) -> None:
-        """Requests will have none."""
-        ...
+        """See requests that will have no answer, and why, after so many attempts each."""
 
     def cut(self, window: W, requests: NDArray[np.int32]) -> None:
-        """The pool may end the answers of these requests before their max_tokens."""
-        ...
-
-    def tick(self) -> None:
-        """A step was taken. May raise `Stop`."""
-        ...
+        """See requests whose answers the pool may end before their max_tokens."""
 
 
 class Stop(Exception):
-    """Raised by a taker to end a stream; sequences that run have until `deadline` (`time.monotonic`) to end."""
+    """Raised by an observer to end a stream; sequences that run have until `deadline` (`time.monotonic`) to end."""
 
     def __init__(self, deadline: float) -> None:
         super().__init__("the stream was asked to stop")
         self.deadline = deadline
+
+
+@dataclass(slots=True)
+class Totals:
+    """What a stream did."""
+
+    steps: int = 0
+    preemptions: int = 0
+    engine_deaths: int = 0
+    ended: int = 0  # requests that the engine answered, or that were withdrawn from it
+    rows_cut: int = 0  # that the pool may end early
+    reason: str = ""  # of the first plan: why this order
 
 
 class EngineProvider(Protocol):

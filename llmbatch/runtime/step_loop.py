@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from llmbatch.engine.base import Engine, PipelinedEngine
+from llmbatch.runtime.protocols import NO_REQUESTS, EngineObserver
 from llmbatch.scheduler.output import FinishReason, Step, StepResult
 from llmbatch.scheduler.scheduler import FinishedSequences, Scheduler
 
@@ -29,39 +30,17 @@ class StepLoop(Protocol):
         ...
 
 
-class StepObserver(Protocol):
-    """Sees the steps that a driver makes an engine take."""
-
-    def before(self, step: Step) -> None:
-        """The engine is about to execute this step."""
-        ...
-
-    def took(self, step: Step, seconds: float) -> None:
-        """The engine measured a step; those that it does not measure are not told of."""
-        ...
-
-    def after(self, finished: FinishedSequences) -> NDArray[np.int32]:
-        """Sequences ended in the step, or were withdrawn after it; returns requests that are to be withdrawn."""
-        ...
-
-
-class TokenDropper:
+class TokenDropper(EngineObserver[Any]):
     """Takes from an engine what ended, and drops it."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
-    def before(self, step: Step) -> None:
-        """Nothing."""
-
-    def took(self, step: Step, seconds: float) -> None:
-        """Nothing."""
-
-    def after(self, finished: FinishedSequences) -> NDArray[np.int32]:
+    def after_step(self, finished: FinishedSequences) -> NDArray[np.int32]:
         """Free the slots."""
         for slot in finished.slots.tolist():
             self._engine.pop_tokens(slot)
-        return np.empty(0, np.int32)
+        return NO_REQUESTS
 
 
 class EngineDied(Exception):
@@ -78,9 +57,9 @@ class SerialLoop:
     One that does not `drain` comes back when no request waits any more. Raises `EngineDied`.
     """
 
-    def __init__(self, engine: Engine, watch: StepObserver, *, drain: bool = True) -> None:
+    def __init__(self, engine: Engine, observer: EngineObserver[Any], *, drain: bool = True) -> None:
         self._engine = engine
-        self._watch = watch
+        self._observer = observer
         self.drain = drain
 
     def run(self, scheduler: Scheduler, steps: int) -> LengthObservations:
@@ -90,19 +69,19 @@ class SerialLoop:
             if scheduler.done or not (self.drain or scheduler.waiting):
                 break
             step = scheduler.decide()
-            self._watch.before(step)
+            self._observer.before_step(step)
             try:
                 result = self._engine.execute(step)
             except Exception as error:
                 raise EngineDied(step) from error
             if result.seconds is not None:
-                self._watch.took(step, result.seconds)
+                self._observer.step_took(step, result.seconds)
             finished = scheduler.commit(step, result)
-            late = self._watch.after(finished)
+            late = self._observer.after_step(finished)
             ended.append(_lengths_of(finished))
             if len(late):
                 withdrawn = scheduler.withdraw(late, FinishReason.TIMEOUT)
-                self._watch.after(withdrawn)
+                self._observer.after_step(withdrawn)
                 ended.append(_lengths_of(withdrawn))
         return LengthObservations(*(np.concatenate(column) for column in zip(*ended, strict=True)))
 
@@ -115,9 +94,9 @@ class PipelinedLoop:
     a run ends nothing is queued any more. Raises `EngineDied`.
     """
 
-    def __init__(self, engine: PipelinedEngine, watch: StepObserver, *, drain: bool = True) -> None:
+    def __init__(self, engine: PipelinedEngine, observer: EngineObserver[Any], *, drain: bool = True) -> None:
         self._engine = engine
-        self._watch = watch
+        self._observer = observer
         self.drain = drain
         self._queued: _QueuedStep | None = None
 
@@ -128,7 +107,7 @@ class PipelinedLoop:
             if scheduler.done or not (self.drain or scheduler.waiting):
                 break
             step = scheduler.decide()
-            self._watch.before(step)
+            self._observer.before_step(step)
             try:
                 expected = self._engine.submit(step)
                 before, result = self._queued, None if self._queued is None else self._engine.collect()
@@ -168,12 +147,12 @@ class PipelinedLoop:
         if queued is None or result is None:
             return []
         if result.seconds is not None:
-            self._watch.took(queued.step, result.seconds)
+            self._observer.step_took(queued.step, result.seconds)
         reasons = queued.finished.reasons.copy()
         own = result.finished[queued.ends] > 0  # others ended the step before, and are known
         reasons[own] = result.finished[queued.ends][own]
         finished = replace(queued.finished, reasons=reasons)
-        overdue = self._watch.after(finished)
+        overdue = self._observer.after_step(finished)
         return [_lengths_of(finished), *self._withdraw(scheduler, overdue, FinishReason.TIMEOUT)]
 
     def _withdraw(
@@ -183,13 +162,13 @@ class PipelinedLoop:
             return []
         withdrawn = scheduler.withdraw(requests, reason)
         self._engine.drop(withdrawn.slots, withdrawn.requests)
-        self._watch.after(withdrawn)
+        self._observer.after_step(withdrawn)
         return [_lengths_of(withdrawn)]
 
 
-def drive(engine: Engine, watch: StepObserver) -> SerialLoop | PipelinedLoop:
+def drive(engine: Engine, observer: EngineObserver[Any]) -> SerialLoop | PipelinedLoop:
     """The driver for an engine."""
-    return PipelinedLoop(engine, watch) if isinstance(engine, PipelinedEngine) else SerialLoop(engine, watch)
+    return PipelinedLoop(engine, observer) if isinstance(engine, PipelinedEngine) else SerialLoop(engine, observer)
 
 
 @dataclass(frozen=True, slots=True)

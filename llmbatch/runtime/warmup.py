@@ -124,13 +124,13 @@ class _Watch(TokenDropper):
         self._generation = TokenBuffers((), None, 0)
         self._generation.begin(requests)
 
-    def before(self, step: Step) -> None:
+    def before_step(self, step: Step) -> None:
         self._generation.make_room(step.slots)
         pack_tokens(step, self._generation, _POOL.page_size)
 
-    def after(self, finished: FinishedSequences) -> NDArray[np.int32]:
+    def after_step(self, finished: FinishedSequences) -> NDArray[np.int32]:
         self.scheduler.publish(finished, [np.zeros(n, np.int32) for n in finished.generated.tolist()])
-        return super().after(finished)
+        return super().after_step(finished)
 
 
 def rehearse_plan() -> None:

@@ -21,7 +21,8 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from llmbatch.errors import JobError, RowError
-from llmbatch.inference.answers import ANSWER_ROWS, SCHEMA, FlushPolicy, Window, add_answers, no_rows
+from llmbatch.inference.answers import ANSWER_ROWS, SCHEMA, AnswerSink, FlushPolicy, add_answers, no_rows
+from llmbatch.inference.window import Window
 from llmbatch.inference.worker import Worker
 from llmbatch.io.gather import pick
 from llmbatch.operators.ray.in_flight import ROW, InFlightRows
@@ -188,7 +189,7 @@ class _Part:
     deaths: int  # that these rows were involved in
 
 
-class SharedEngine:
+class SharedEngine(AnswerSink):
     """An engine in a thread of its own, which several calls use at once. The weights are loaded there, at once."""
 
     def __init__(self, worker: Worker) -> None:
@@ -225,15 +226,12 @@ class SharedEngine:
         self._feed.close()
         self._thread.join()
 
-    def joined(self, window: Window) -> None:
-        """Nothing."""
-
     def begun(self, window: Window, rows: NDArray[np.int32]) -> None:
         """Rows are given to the engine."""
         part = self._parts[window.number]
         part.call.begun(part.rows[rows])
 
-    def answered(self, window: Window, rows: pa.RecordBatch) -> None:
+    def write(self, window: Window, rows: pa.RecordBatch) -> None:
         """Hand answers to the call they are of."""
         if self._worker.options.on_error == "raise" and rows["error"].null_count < rows.num_rows:
             first = rows.filter(rows["error"].is_valid()).slice(0, 1)
@@ -244,7 +242,7 @@ class SharedEngine:
         part = self._parts[window.number]
         part.call.answered(part.rows[rows["row"].to_numpy()], rows)
 
-    def tick(self) -> None:
+    def after_step(self) -> None:
         """End the stream where the engine was closed."""
         if self._closed:
             raise Stop(time.monotonic())

@@ -264,7 +264,7 @@ class _Actor:
         context = ray.get_runtime_context()
         actor = context.get_actor_id()
         file = Path(tempfile.gettempdir()) / f"llmbatch-flight-{actor}-{os.getpid()}"
-        self._engine = SharedEngine(Worker(options))
+        self._engine = SharedEngine(Worker.open(options))
         weakref.finalize(self, self._engine.close)
         self._flight = InFlightRows(file)
         # Called first, since closing waits for a step, and Ray may kill what waits: this process ends of itself.

@@ -160,14 +160,14 @@ class _Steps(TokenDropper):
         super().__init__(engine)
         self.seen: list[Any] = []
 
-    def before(self, step: Step) -> None:
+    def before_step(self, step: Step) -> None:
         columns = (step.slots, step.requests, step.starts, step.counts, step.samples, step.block_tables)
         used = (step.cached_tokens, step.recomputed_tokens, step.preempted, step.running, step.kv_tokens)
         self.seen.append((step.index, step.num_decodes, *used, *(column.tolist() for column in columns)))
 
-    def after(self, finished: FinishedSequences) -> NDArray[np.int32]:
+    def after_step(self, finished: FinishedSequences) -> NDArray[np.int32]:
         self.scheduler.publish(finished, [np.zeros(n, np.int32) for n in finished.generated.tolist()])
-        return super().after(finished)
+        return super().after_step(finished)
 
 
 def steps(seed: int) -> tuple[Any, ...]:

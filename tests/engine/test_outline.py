@@ -80,7 +80,7 @@ def test_a_tokenizer_that_its_config_changes_is_not_plain(llama: Path, changes: 
 def test_a_simulated_job_imports_neither_torch_nor_transformers(llama: Path) -> None:
     program = (
         "import sys; from llmbatch.inference.options import Options; from llmbatch.inference.worker import Worker; "
-        f"Worker(Options.build(model={str(llama)!r}, prompt='text', engine='simulated', dtype='float32')).cost; "
+        f"Worker.open(Options.build(model={str(llama)!r}, prompt='text', engine='simulated', dtype='float32')).cost; "
         "print([name for name in ('torch', 'transformers') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True, env=os.environ)

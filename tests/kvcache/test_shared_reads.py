@@ -9,15 +9,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 
 from llmbatch.engine.simulated import SimulatedEngine
 from llmbatch.kernels.cascade import GROUP_ROWS, GROUP_TOKENS
 from llmbatch.runtime.simulated_loop import SimulatedLoop
-from llmbatch.runtime.step_loop import SerialLoop
+from llmbatch.runtime.step_loop import SerialLoop, TokenDropper
 from llmbatch.scheduler.admission_order import Blend, FromFront
 from llmbatch.scheduler.output import FinishReason, Step
-from llmbatch.scheduler.scheduler import FinishedSequences, QueueUpdate, Scheduler
+from llmbatch.scheduler.scheduler import QueueUpdate, Scheduler
 from llmbatch.scheduler.token_budget import ClosedLoopBudget, FixedBudget
 from tests.support.workloads import COST, RATES, Believed, Workload
 
@@ -127,21 +126,9 @@ def test_the_clock_and_the_engine_seam_count_the_same_reads(seed: int, size: int
     fast, slow = (scheduler_for(load, size, extra) for _ in range(2))
     driver, engine = SimulatedLoop(load.lengths, CASCADE), SimulatedEngine(load.lengths, CASCADE)
 
-    class Watch:
-        def before(self, step: Step) -> None:
-            pass
-
-        def took(self, step: Step, seconds: float) -> None:
-            pass
-
-        def after(self, finished: FinishedSequences) -> NDArray[np.int32]:
-            for slot in finished.slots.tolist():
-                engine.pop_tokens(slot)
-            return np.empty(0, np.int32)
-
     while not fast.done:
         driver.run(fast, 1000)
-        SerialLoop(engine, Watch()).run(slow, 1000)
+        SerialLoop(engine, TokenDropper(engine)).run(slow, 1000)
     assert driver.seconds == pytest.approx(engine.seconds)
 
 

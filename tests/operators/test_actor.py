@@ -13,9 +13,10 @@ import pytest
 from numpy.typing import NDArray
 
 from llmbatch import JobError, LLMOperator
-from llmbatch.inference.answers import COLUMNS, Window, no_rows
+from llmbatch.inference.answers import COLUMNS, AnswerSink, no_rows
 from llmbatch.inference.options import Options
 from llmbatch.inference.progress import Silence
+from llmbatch.inference.window import Window
 from llmbatch.inference.worker import Worker
 from llmbatch.io.row_hash import hash_rows
 from llmbatch.operators.ray.actor import ShardCall, ShardQueue, SharedEngine
@@ -35,7 +36,7 @@ def flight(tmp_path: Path) -> InFlightRows:
 
 
 def simulated(model: str, **options: Any) -> Worker:
-    return Worker(Options.build(model=model, prompt="text", engine="simulated", kv_memory=2**26, **options))
+    return Worker.open(Options.build(model=model, prompt="text", engine="simulated", kv_memory=2**26, **options))
 
 
 def table_of(texts: Iterable[str | None]) -> pa.Table:
@@ -63,7 +64,7 @@ def in_threads(calls: Iterable[Any]) -> None:
 
 def test_shards_are_answered_as_the_operator_answers_them(model: str, ledger: Ledger, flight: InFlightRows) -> None:
     operator = cast(Any, LLMOperator(model=model, prompt="text", max_tokens=4, kv_memory=2**24))
-    engine = SharedEngine(Worker(operator.options))
+    engine = SharedEngine(Worker.open(operator.options))
     tables = [table_of([f"a prefix, then {i * k % 11}" for i in range(30)] + [None]) for k in (1, 3, 7)]
     answered: dict[int, pa.Table] = {}
 
@@ -79,7 +80,7 @@ def test_shards_are_answered_as_the_operator_answers_them(model: str, ledger: Le
     assert ledger.counts().answered == 93
 
 
-class Joined:
+class Joined(AnswerSink):
     """A sink that notes after how many steps windows joined."""
 
     def __init__(self) -> None:
@@ -89,11 +90,9 @@ class Joined:
     def joined(self, window: Window) -> None:
         self.at.append(self.steps)
 
-    def begun(self, window: Window, rows: NDArray[np.int32]) -> None: ...
+    def write(self, window: Window, rows: pa.RecordBatch) -> None: ...
 
-    def answered(self, window: Window, rows: pa.RecordBatch) -> None: ...
-
-    def tick(self) -> None:
+    def after_step(self) -> None:
         self.steps += 1
 
 
@@ -248,7 +247,7 @@ def test_a_closed_engine_leaves_no_thread(model: str) -> None:
     engine.close()
     assert threading.active_count() == before
     with pytest.raises(Stop):
-        engine.tick()
+        engine.after_step()
 
 
 def test_an_empty_shard_gets_the_columns(model: str, ledger: Ledger, flight: InFlightRows) -> None:

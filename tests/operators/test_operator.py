@@ -77,9 +77,9 @@ def test_a_column_of_an_output_name_is_refused(operator: Any) -> None:
 
 def test_as_many_rows_run_at_once_as_the_device_takes_or_as_are_asked_for(model: str) -> None:
     options = Options.build(model=model, prompt="text", device="cpu")
-    assert Worker(options).scheduling.max_running == HOST.max_running
-    assert Worker(replace(options, max_running=7)).scheduling.max_running == 7
-    assert Worker(replace(options, engine="simulated", device="cuda")).scheduling.max_running == HOST.max_running
+    assert Worker.open(options).scheduling.max_running == HOST.max_running
+    assert Worker.open(replace(options, max_running=7)).scheduling.max_running == 7
+    assert Worker.open(replace(options, engine="simulated", device="cuda")).scheduling.max_running == HOST.max_running
 
 
 def test_an_operator_evaluates_to_a_class_of_its_own(model: str) -> None:
@@ -102,7 +102,7 @@ def test_ray_loads_the_model_once_per_actor(model: str) -> None:
             from llmbatch.operators.llm import _workers
 
             answered = super().__call__(batch)
-            where = f"{os.getpid()} {[id(worker._engine) for worker in _workers.values()]}"
+            where = f"{os.getpid()} {[id(worker.load().engine()) for worker in _workers.values()]}"
             return answered.append_column("where", pa.array([where] * answered.num_rows))
 
     ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False)
@@ -122,7 +122,7 @@ def test_an_interrupted_call_does_not_spoil_the_next(operator: Any, monkeypatch:
     from llmbatch.operators.llm import _workers
 
     expected = operator(TABLE)
-    engine: Any = next(worker._engine for worker in _workers.values() if worker.options == operator.options)
+    engine: Any = next(worker.load().engine() for worker in _workers.values() if worker.options == operator.options)
     execute = engine.execute
 
     def interrupted(step: Any) -> Any:

@@ -48,10 +48,10 @@ def test_parameters_of_windows_that_are_done_do_not_pile_up(monkeypatch: pytest.
     for number in range(8):
         params = seeded(range(1000 * number, 1000 * number + 300))
         windows.append(Window(requests_of(params, list(range(30))), np.zeros(30, np.int32)))
-    run = Stream(Engines(), POOL, COST, Scheduling(max_running=8), Taken())
+    run = Stream.open(Engines(), POOL, COST, Scheduling(max_running=8), Taken())
     run.run(Listed(windows))
-    assert run._union is not None
-    assert len(run._union.requests.params) <= len(run._union.requests) <= 30 + 20 + 8
+    requests = run._now.requests.requests
+    assert len(requests.params) <= len(requests) <= 30 + 20 + 8
 
 
 def test_seeds_do_not_tell_lengths_apart() -> None:

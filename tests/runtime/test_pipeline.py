@@ -16,6 +16,7 @@ from llmbatch.engine.gpu.engine import GpuEngine
 from llmbatch.engine.model.loader import LoadedModel
 from llmbatch.preprocess.request_batch import RequestBatch
 from llmbatch.preprocess.sampling_params import SamplingParams
+from llmbatch.runtime.protocols import EngineObserver
 from llmbatch.runtime.step_loop import EngineDied, PipelinedLoop, SerialLoop, StepLoop
 from llmbatch.scheduler.admission_order import Blend
 from llmbatch.scheduler.output import FinishReason, Step, StepResult
@@ -53,7 +54,7 @@ class Pipelined(GpuEngine):
         return result
 
 
-class Notes:
+class Notes(EngineObserver[Any]):
     """Takes answers; asks for some requests to be withdrawn once they have run for a while."""
 
     def __init__(self, engine: GpuEngine, slow: set[int]) -> None:
@@ -61,13 +62,10 @@ class Notes:
         self.engine, self.slow = engine, slow
         self.steps = 0
 
-    def before(self, step: Step) -> None:
+    def before_step(self, step: Step) -> None:
         self.steps += 1
 
-    def took(self, step: Step, seconds: float) -> None:
-        pass
-
-    def after(self, finished: FinishedSequences) -> NDArray[np.int32]:
+    def after_step(self, finished: FinishedSequences) -> NDArray[np.int32]:
         columns = (finished.requests, finished.slots, finished.reasons, finished.generated)
         for request, slot, reason, generated in zip(*(column.tolist() for column in columns), strict=True):
             assert request not in self.answers

@@ -61,7 +61,7 @@ def window_of(prompts: list[list[int]], max_tokens: list[int], recorded: list[in
 def test_a_job_and_a_simulation_run_a_row_as_far_and_refuse_the_same(rows: list[tuple[int, int]]) -> None:
     prompts, output = (np.array(column, np.int32) for column in zip(*rows, strict=True))
     window = window_of([[2 + i] * n for i, n in enumerate(prompts.tolist())], output.tolist())
-    Stream(Engines(), POOL, COST, BUDGET, Taken()).run(Listed([window]))
+    Stream.open(Engines(), POOL, COST, BUDGET, Taken()).run(Listed([window]))
     trace = Trace(
         names=("made",), source=np.zeros(len(rows), np.int32), prompt_lengths=prompts, output_lengths=output,
         blocks=np.empty(0, np.int32), offsets=np.zeros(len(rows) + 1, np.int64), block_size=4,
@@ -79,14 +79,14 @@ def test_a_job_and_a_simulation_run_a_row_as_far_and_refuse_the_same(rows: list[
 def test_a_row_ends_where_the_pool_is_full_of_it_alone() -> None:
     window = window_of([[1] * 30, [2] * 39, [3] * 5], [64, 64, 6])
     taken = Taken()
-    Stream(Engines(), POOL, COST, BUDGET, taken).run(Listed([window]))
+    Stream.open(Engines(), POOL, COST, BUDGET, taken).run(Listed([window]))
     assert window.ended == {0: (10, FinishReason.LENGTH), 1: (1, FinishReason.LENGTH), 2: (6, FinishReason.LENGTH)}
     assert taken.cuts == [0, 1]
 
 
 def test_a_prompt_that_fills_the_pool_is_an_error_with_the_numbers() -> None:
     window = window_of([[1] * 40, [2]], [1, 2])
-    Stream(Engines(), POOL, COST, BUDGET, Taken()).run(Listed([window]))
+    Stream.open(Engines(), POOL, COST, BUDGET, Taken()).run(Listed([window]))
     assert window.errors == {
         0: RowError(
             "too_long",
@@ -99,7 +99,7 @@ def test_a_prompt_that_fills_the_pool_is_an_error_with_the_numbers() -> None:
 
 def test_a_row_that_stops_by_itself_before_the_pool_is_full_has_stopped() -> None:
     window = window_of([[1] * 30], [64], recorded=[7])
-    Stream(Engines(), POOL, COST, BUDGET, Taken()).run(Listed([window]))
+    Stream.open(Engines(), POOL, COST, BUDGET, Taken()).run(Listed([window]))
     assert window.ended == {0: (7, FinishReason.STOP)}
 
 
@@ -157,7 +157,7 @@ def test_an_engine_ends_rows_where_the_pool_is_full_over_several_windows(
     prompts = [[rng.integers(0, 256, n).tolist() for n in lengths] for lengths in ((33, 5, 38), (35, 7))]
     windows = [window_of(rows, [30] * len(rows)) for rows in prompts]
     taken = Answers()
-    Stream(Hosting(make(model)), POOL, COST, BUDGET, taken).run(Listed(windows))
+    Stream.open(Hosting(make(model)), POOL, COST, BUDGET, taken).run(Listed(windows))
     for window, rows in zip(windows, prompts, strict=True):
         limits = [min(30, POOL.tokens - len(row)) for row in rows]
         expected = generate(tiny_model("llama"), rows, limits, [EOS], PAD)

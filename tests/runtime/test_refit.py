@@ -135,7 +135,7 @@ def test_a_job_steers_by_what_its_steps_took_and_counts_what_is_left_by_it(
     monkeypatch.setattr(Scheduler, "enqueue", noted)
     engines = Engines(lambda: RecordedEngine(true))
     windows = Listed([grouped(0, 600)])
-    Stream(engines, Pool(8000, 8), cost_of(BELIEVED), Scheduling(max_running=64), Taken()).run(windows)
+    Stream.open(engines, Pool(8000, 8), cost_of(BELIEVED), Scheduling(max_running=64), Taken()).run(windows)
     assert len(counted) > 1
     scheduler, waiting = counted[-1]
     rates = scheduler.state.rates

@@ -193,7 +193,7 @@ def test_one_failed_row_ends_a_job_that_is_to_raise(job: Job, capfd: pytest.Capt
 def test_a_row_that_takes_too_long_fails_and_may_be_run_again(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     ticks = count()
     with monkeypatch.context() as patch:
-        patch.setattr("llmbatch.runtime.stream.time", SimpleNamespace(monotonic=lambda: float(next(ticks))))
+        patch.setattr("llmbatch.runtime.active_run.time", SimpleNamespace(monotonic=lambda: float(next(ticks))))
         report = job.run(row_timeout=30)
     answers = job.answers()
     late = failed(answers)

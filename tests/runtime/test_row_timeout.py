@@ -12,7 +12,7 @@ from llmbatch.engine.recorded import RecordedEngine
 from llmbatch.planning.workload import Pool, Scheduling
 from llmbatch.runtime.stream import Stream
 from llmbatch.scheduler.output import FinishReason, Step, StepResult
-from tests.runtime.test_stream import Engines, Listed, Taken, Window, lengths, window_of
+from tests.runtime.test_stream import Engines, Listed, Taken, lengths, window_of
 from tests.support.workloads import COST, Workload
 
 
@@ -51,15 +51,14 @@ def ended(
     clock, steps = Clock(begun), []
     window = window_of(load)
 
-    class Noting(Stream[Window]):
-        def before(self, step: Step) -> None:
+    class Noting(Taken):
+        def before_step(self, step: Step) -> None:
             steps.append(step.requests)
-            super().before(step)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("llmbatch.runtime.stream.time", clock)
+        patch.setattr("llmbatch.runtime.active_run.time", clock)
         scheduling = Scheduling(max_running=max_running, step_tokens=8)
-        Noting(Engines(lambda: Slow(clock)), pool, COST, scheduling, Taken(), row_timeout=row_timeout).run(
+        Stream.open(Engines(lambda: Slow(clock)), pool, COST, scheduling, Noting(), row_timeout=row_timeout).run(
             Listed([window])
         )
     return {i: finish for i, (_, finish) in window.ended.items()}, steps

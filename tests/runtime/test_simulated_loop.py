@@ -14,9 +14,8 @@ from llmbatch.engine.simulated import Clock, SimulatedEngine, step_seconds
 from llmbatch.perf_model.cost import CostModel, Law, Overlap, find_shape
 from llmbatch.perf_model.hardware import find_hardware
 from llmbatch.runtime.simulated_loop import SimulatedLoop
-from llmbatch.runtime.step_loop import SerialLoop
+from llmbatch.runtime.step_loop import SerialLoop, TokenDropper
 from llmbatch.scheduler.admission_order import Blend, FromFront
-from llmbatch.scheduler.output import Step
 from llmbatch.scheduler.scheduler import FinishedSequences, QueueUpdate, Scheduler
 from llmbatch.scheduler.token_budget import ClosedLoopBudget, FixedBudget, Rates
 from tests.support.workloads import COST, RATES, Believed, Workload, workloads
@@ -54,21 +53,13 @@ def test_many_steps_in_one_call_are_those_of_the_engine_seam(
     engine = SimulatedEngine(load.lengths, COST)
     ended: list[FinishedSequences] = []
 
-    class Watch:
-        def before(self, step: Step) -> None:
-            pass
-
-        def took(self, step: Step, seconds: float) -> None:
-            pass
-
-        def after(self, finished: FinishedSequences) -> NDArray[np.int32]:
+    class Kept(TokenDropper):
+        def after_step(self, finished: FinishedSequences) -> NDArray[np.int32]:
             ended.append(finished)
-            for slot in finished.slots.tolist():
-                engine.pop_tokens(slot)
-            return np.empty(0, np.int32)
+            return super().after_step(finished)
 
     while not fast.done:
-        first, second = driver.run(fast, at_once), SerialLoop(engine, Watch()).run(slow, at_once)
+        first, second = driver.run(fast, at_once), SerialLoop(engine, Kept(engine)).run(slow, at_once)
         assert first.requests.tolist() == second.requests.tolist()
         assert first.generated.tolist() == second.generated.tolist()
     assert slow.done

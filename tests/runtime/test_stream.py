@@ -15,12 +15,14 @@ from numpy.typing import NDArray
 
 from llmbatch.engine.recorded import RecordedEngine
 from llmbatch.errors import JobError, RowError
+from llmbatch.planning.prefix_tree import PrefixTree
 from llmbatch.planning.workload import Pool, Scheduling
 from llmbatch.preprocess.request_batch import RequestBatch
 from llmbatch.preprocess.sampling_params import SamplingParams
-from llmbatch.runtime.protocols import CompletedRequests, Stop
+from llmbatch.runtime.protocols import CompletedRequests, EngineObserver, Stop
 from llmbatch.runtime.stream import Stream
 from llmbatch.scheduler.output import FinishReason, Step, StepResult
+from llmbatch.scheduler.scheduler import FinishedSequences
 from tests.support.workloads import COST, Workload, workloads
 
 POOL = Pool(400, 4)
@@ -35,6 +37,10 @@ class Window:
     ended: dict[int, tuple[int, FinishReason]] = field(default_factory=dict)
     attempts: dict[int, int] = field(default_factory=dict)
     errors: dict[int, RowError] = field(default_factory=dict)
+
+    @property
+    def tree(self) -> PrefixTree:
+        return PrefixTree.build(self.requests.tokens, self.requests.offsets)
 
 
 def window_of(load: Workload, answered: NDArray[np.int32] | None = None) -> Window:
@@ -51,11 +57,11 @@ def window_of(load: Workload, answered: NDArray[np.int32] | None = None) -> Wind
     return Window(requests, np.zeros(len(prompts), np.int32) if answered is None else answered)
 
 
-class Taken:
-    """A taker that notes what it is told; `at_tick` is called after every step."""
+class Taken(EngineObserver[Window]):
+    """Notes what it is told; `after_each` is called after every step."""
 
-    def __init__(self, at_tick: Callable[[], None] = lambda: None) -> None:
-        self._at_tick = at_tick
+    def __init__(self, after_each: Callable[[], None] = lambda: None) -> None:
+        self._after_each = after_each
         self.events: list[tuple[str, int]] = []
         self.cuts: list[int] = []
 
@@ -79,8 +85,9 @@ class Taken:
     def cut(self, window: Window, requests: NDArray[np.int32]) -> None:
         self.cuts += requests.tolist()
 
-    def tick(self) -> None:
-        self._at_tick()
+    def after_step(self, finished: FinishedSequences) -> NDArray[np.int32]:
+        self._after_each()
+        return super().after_step(finished)
 
 
 class Listed:
@@ -122,7 +129,7 @@ class Engines:
 
 
 def stream(host: Engines, taker: Taken, *, row_timeout: float = math.inf) -> Stream[Window]:
-    return Stream(host, POOL, COST, Scheduling(max_running=8), taker, row_timeout=row_timeout)
+    return Stream.open(host, POOL, COST, Scheduling(max_running=8), taker, row_timeout=row_timeout)
 
 
 @given(st.lists(workloads(), min_size=1, max_size=4), st.randoms(use_true_random=False))
@@ -148,7 +155,9 @@ def test_every_request_of_every_window_ends_once_unless_it_was_answered(
 def test_where_a_job_goes_on_a_few_rows_end_before_others_begin(goes_on: bool) -> None:
     taker = Taken()
     window = window_of(lengths(*[5] * 60))
-    Stream(Engines(), Pool(4000, 4), COST, Scheduling(max_running=100), taker, goes_on=goes_on).run(Listed([window]))
+    Stream.open(Engines(), Pool(4000, 4), COST, Scheduling(max_running=100), taker, goes_on=goes_on).run(
+        Listed([window])
+    )
     assert len(window.ended) == 60
     kinds = [kind for kind, _ in taker.events]
     assert ("begun" in kinds[kinds.index("ended") :]) == goes_on

@@ -63,7 +63,7 @@ def test_next_turns_are_answered_as_by_generate_and_find_what_was_answered(
     first = [rng.integers(0, 256, n).tolist() for n in (6, 3, 9)]
     taken = Found()
     feed = Turns(first, taken)
-    Stream(Hosting(make(model, 40)), Pool(40, 4), COST, Scheduling(max_running=8), taken).run(feed)
+    Stream.open(Hosting(make(model, 40)), Pool(40, 4), COST, Scheduling(max_running=8), taken).run(feed)
     expected = generate(tiny_model("llama"), feed.second, [MOST] * 3, [EOS], PAD)
     second = id(feed.windows[1])
     assert [taken.tokens[second, i] for i in range(3)] == expected
@@ -77,6 +77,8 @@ def test_a_window_finds_the_prefix_of_one_that_has_ended() -> None:
     windows = [window_of([[*prefix, number, i] for i in range(3)], [5] * 3) for number in (1, 2)]
     windows.insert(1, window_of([[9, 9, 9]], [2]))
     taken = Found()
-    Stream(Hosting(RecordedEngine(COST)), Pool(100, 4), COST, Scheduling(max_running=8), taken).run(Listed(windows))
+    Stream.open(Hosting(RecordedEngine(COST)), Pool(100, 4), COST, Scheduling(max_running=8), taken).run(
+        Listed(windows)
+    )
     assert sorted(taken.cached[id(windows[2]), i] for i in range(3)) == [40, 40, 40]
     assert sorted(taken.cached[id(windows[0]), i] for i in range(3)) == [0, 40, 40]

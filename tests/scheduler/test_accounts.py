@@ -117,7 +117,7 @@ def test_what_is_found_at_a_join_is_subtracted(size: int, monkeypatch: pytest.Mo
     monkeypatch.setattr(Scheduler, "enqueue", noted)
     windows = [grouped(seed) for seed in range(4)]
     engines = Engines(lambda: RecordedEngine(HEAD))
-    Stream(engines, Pool(60_000 // size, size), HEAD, Scheduling(max_running=64), Taken()).run(Listed(windows))
+    Stream.open(engines, Pool(60_000 // size, size), HEAD, Scheduling(max_running=64), Taken()).run(Listed(windows))
     assert len(enqueued) == 4
     waiting, remaining = enqueued[-1]
     assert abs(remaining[0].compute_seconds / waiting.compute) < 0.01

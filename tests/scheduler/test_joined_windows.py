@@ -38,7 +38,7 @@ def window(seed: int, groups: int, rows: int, prefix: int) -> Window:
 
 def preemptions(windows: list[Window]) -> int:
     scheduling = Scheduling(max_running=64)
-    return Stream(Engines(), POOL, COST, scheduling, Taken()).run(Listed(windows)).preemptions
+    return Stream.open(Engines(), POOL, COST, scheduling, Taken()).run(Listed(windows)).preemptions
 
 
 @pytest.mark.parametrize(("seed", "groups", "rows", "prefix"), [(0, 6, 12, 120), (5, 3, 24, 400), (5, 2, 30, 800)])

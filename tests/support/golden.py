@@ -13,6 +13,7 @@ from transformers import GenerationConfig
 from llmbatch.engine.base import StreamEngine
 from llmbatch.preprocess.request_batch import RequestBatch
 from llmbatch.preprocess.sampling_params import SamplingParams
+from llmbatch.runtime.protocols import EngineObserver
 from llmbatch.runtime.step_loop import drive
 from llmbatch.scheduler.admission_order import Ends
 from llmbatch.scheduler.output import Step
@@ -83,7 +84,7 @@ class Golden:
         return [taken.answers[request] for request in range(len(self.rows))]
 
 
-class _Taken:
+class _Taken(EngineObserver[Any]):
     """Takes answers."""
 
     def __init__(self, engine: StreamEngine) -> None:
@@ -91,13 +92,10 @@ class _Taken:
         self.answers: dict[int, list[int]] = {}
         self.cached = 0
 
-    def before(self, step: Step) -> None:
+    def before_step(self, step: Step) -> None:
         self.cached += step.cached_tokens
 
-    def took(self, step: Step, seconds: float) -> None:
-        pass
-
-    def after(self, finished: FinishedSequences) -> NDArray[np.int32]:
+    def after_step(self, finished: FinishedSequences) -> NDArray[np.int32]:
         for request, slot in zip(finished.requests.tolist(), finished.slots.tolist(), strict=True):
             self.answers[request] = self._engine.pop_tokens(slot).tolist()
         return np.empty(0, np.int32)

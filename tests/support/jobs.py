@@ -21,9 +21,9 @@ import llmbatch.inference.answers
 import llmbatch.inference.worker
 from llmbatch.cli.main import main
 from llmbatch.errors import JobStopped
-from llmbatch.inference.answers import Window
 from llmbatch.inference.progress import Advance, Silence
 from llmbatch.inference.report import Report
+from llmbatch.inference.window import Window
 from llmbatch.jobs.answer_writer import AnswerWriter
 from llmbatch.jobs.prior_answers import keys_of
 from llmbatch.runtime.cancellation import StopRequest

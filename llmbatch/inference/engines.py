@@ -1,0 +1,178 @@
+"""What makes the engines of a model: its weights, once they are loaded, or a clock in their place."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmbatch.engine.base import StreamEngine
+from llmbatch.engine.model.outline import HOST_RUNNING, Described, outline, simulated_cost, simulated_pool
+from llmbatch.engine.recorded import RecordedEngine
+from llmbatch.inference.options import Options
+from llmbatch.inference.progress import Progress, saying
+from llmbatch.perf_model.cost import CostModel
+from llmbatch.planning.workload import Pool, Scheduling
+from llmbatch.preprocess.tokenizer import Tokenizer
+from llmbatch.system.memory import out_of_memory
+
+if TYPE_CHECKING:  # what imports torch
+    from llmbatch.engine.factory import EngineFactory
+    from llmbatch.engine.model.config import ModelConfig
+    from llmbatch.engine.model.loader import LoadedModel
+    from llmbatch.engine.model.platform import Platform
+
+
+class Engines(ABC):
+    """What is known of a model and of the engines that it will have, before its weights are loaded and after."""
+
+    def __init__(self, model: Described, pool: Pool, max_running: int, notes: tuple[str, ...] = ()) -> None:
+        self.model = model
+        self.pool = pool  # before the weights are loaded: as far as it is known then
+        self.max_running = max_running  # sequences in flight, where the user does not say how many
+        self.notes = notes  # what the user should be told, a sentence each
+
+    @property
+    @abstractmethod
+    def cost(self) -> CostModel:
+        """What requests cost on this machine, measured once."""
+
+    @abstractmethod
+    def load(self, scheduling: Scheduling, progress: Progress) -> LoadedEngines:
+        """Make this thread ready, and load the weights if they are not. Raises JobError where memory runs out."""
+
+
+class LoadedEngines(Engines):
+    """Makes the engines of a model, one at a time (`llmbatch.runtime.protocols.EngineProvider`)."""
+
+    _in_use: StreamEngine | None = None
+
+    def engine(self) -> StreamEngine:
+        """The engine, with the memory of the pool. Raises JobError where memory runs out."""
+        return self._in_use or self.new_engine()
+
+    def new_engine(self) -> StreamEngine:
+        """Another engine in the place of the one before."""
+        self._in_use = None  # its memory is needed for the new one
+        self._in_use = self._make()
+        return self._in_use
+
+    @abstractmethod
+    def _make(self) -> StreamEngine: ...
+
+
+class SimulatedEngines(LoadedEngines):
+    """Engines that compute nothing, for which no weights are needed."""
+
+    @classmethod
+    def open(cls, folder: str, options: Options) -> SimulatedEngines:
+        """Read what is to be known of the model in a folder."""
+        model = outline(folder, options.dtype) or _describe(folder, options)
+        return cls(model, simulated_pool(model, options), HOST_RUNNING)
+
+    @cached_property
+    def cost(self) -> CostModel:
+        """What requests are taken to cost."""
+        return simulated_cost(self.model)
+
+    def load(self, scheduling: Scheduling, progress: Progress) -> LoadedEngines:
+        """Return these engines: they need no weights."""
+        return self
+
+    def _make(self) -> StreamEngine:
+        return RecordedEngine(self.cost)
+
+
+class UnloadedEngines(Engines):
+    """The engines of a model whose weights are on the disk."""
+
+    def __init__(
+        self, folder: str, options: Options, tokenizer: Tokenizer, platform: Platform, config: ModelConfig, pool: Pool
+    ) -> None:
+        super().__init__(config, pool, platform.max_running)
+        self._folder, self._options, self._tokenizer = folder, options, tokenizer
+        self._platform, self._config = platform, config
+
+    @classmethod
+    def open(cls, folder: str, options: Options, tokenizer: Tokenizer) -> UnloadedEngines:
+        """Find the device, and read what is to be known of the model in a folder."""
+        from llmbatch.engine.devices import find_platform
+        from llmbatch.engine.factory import size_pool
+
+        platform = find_platform(options.device)
+        config = _describe(folder, options, platform)
+        return cls(folder, options, tokenizer, platform, config, size_pool(platform, config, options))
+
+    @cached_property
+    def cost(self) -> CostModel:
+        """What requests cost on this machine, as it was calibrated or by what its hardware does."""
+        from llmbatch.engine.factory import cost_model
+
+        return cost_model(self._platform, self._config, self._options)
+
+    def load(self, scheduling: Scheduling, progress: Progress) -> LoadedEngines:
+        """Load the weights, and calibrate the device. Raises JobError where memory runs out."""
+        from llmbatch.engine.factory import prepare
+        from llmbatch.engine.model.loader import load_model
+
+        options, platform = self._options, self._platform
+        platform.enter()
+        try:
+            with saying(progress, f"loading the weights of {options.model}"):
+                weights = load_model(
+                    self._folder,
+                    dtype=options.dtype,
+                    load_format=options.load_format,
+                    trust_remote_code=options.trust_remote_code,
+                    platform=platform,
+                )
+        except (MemoryError, RuntimeError) as error:
+            raise out_of_memory(error, f"the weights of {options.model}") from error
+        factory = prepare(platform, self._config, weights, options, scheduling, self.pool)
+        return ModelEngines(platform, self._config, weights, factory, self._tokenizer)
+
+
+class ModelEngines(LoadedEngines):
+    """Engines that run a model."""
+
+    def __init__(
+        self,
+        platform: Platform,
+        config: ModelConfig,
+        weights: LoadedModel,
+        factory: EngineFactory,
+        tokenizer: Tokenizer,
+    ) -> None:
+        notes = (*platform.notes, *weights.notes, *factory.notes)
+        super().__init__(config, factory.pool, platform.max_running, notes)
+        self._platform, self._weights, self._factory, self._tokenizer = platform, weights, factory, tokenizer
+
+    @property
+    def cost(self) -> CostModel:
+        """What requests cost on this machine, as it was calibrated."""
+        return self._factory.cost
+
+    def load(self, scheduling: Scheduling, progress: Progress) -> LoadedEngines:
+        """Make this thread ready to use the device."""
+        self._platform.enter()
+        return self
+
+    def _make(self) -> StreamEngine:
+        try:
+            return self._factory.engine(self._weights, self._decode_one)
+        except (MemoryError, RuntimeError) as error:
+            size = self.pool.tokens * self.model.bytes_per_token
+            raise out_of_memory(error, f"a KV pool of {size:,} bytes") from error
+
+    def _decode_one(self, tokens: NDArray[np.int32]) -> str:
+        return self._tokenizer.decode([tokens])[0]
+
+
+def _describe(folder: str, options: Options, platform: Platform | None = None) -> ModelConfig:
+    from llmbatch.engine.model.config import describe_model
+
+    device = {} if platform is None else {"device": platform.device}
+    return describe_model(folder, dtype=options.dtype, trust_remote_code=options.trust_remote_code, **device)

@@ -1,0 +1,183 @@
+"""Requests of some windows on one engine: made whole when a window joins, and replaced whole with the next one."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Generic
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmbatch.engine.base import StreamEngine
+from llmbatch.planning.workload import Pool, Scheduling, Workload
+from llmbatch.runtime.live_requests import LiveRequests
+from llmbatch.runtime.protocols import NO_REQUESTS, CompletedRequests, EngineObserver, Totals, W
+from llmbatch.runtime.refit import Refit
+from llmbatch.runtime.shard_run import ShardRun
+from llmbatch.runtime.step_loop import EngineDied, drive
+from llmbatch.scheduler.output import FinishReason, Step
+from llmbatch.scheduler.scheduler import FinishedSequences
+
+
+@dataclass(frozen=True, slots=True)
+class StreamContext(Generic[W]):
+    """What stays the same while windows and engines come and go."""
+
+    pool: Pool
+    scheduling: Scheduling
+    refit: Refit
+    observer: EngineObserver[W]
+    row_timeout: float  # seconds
+    totals: Totals
+
+
+@dataclass(frozen=True, slots=True)
+class Idle(Generic[W]):
+    """An engine with nothing in its slots, and the requests that were run before: examples for the next ones."""
+
+    engine: StreamEngine
+    requests: LiveRequests[W]
+
+
+class ActiveRun(EngineObserver[W]):
+    """An engine, the loop that makes it take steps, the requests in its hands and their run through the scheduler."""
+
+    def __init__(
+        self,
+        context: StreamContext[W],
+        engine: StreamEngine,
+        requests: LiveRequests[W],
+        workload: Workload,
+        *,
+        after: ActiveRun[W] | None = None,
+        numbers: NDArray[np.int32] | None = None,
+    ) -> None:
+        """`engine` has these requests already; `numbers` are those that the requests of the run before have here."""
+        self.engine = engine
+        self.requests = requests
+        self._context = context
+        self._loop = drive(engine, self)
+        self._run: ShardRun = ShardRun(
+            workload, self._loop, context.pool, context.refit.cost, context.scheduling,
+            after=None if after is None else after._run.scheduler, numbers=numbers, refit=context.refit,
+        )  # fmt: skip
+        # Steps and preemptions that are in the totals.
+        self._counted: tuple[int, int] = (0, 0) if after is None else after._counted
+        self._step = (NO_REQUESTS, 0.0)  # the requests of the step in hand, and when it was begun
+        self._ending = False
+
+    @classmethod
+    def begin(
+        cls, context: StreamContext[W], engine: StreamEngine, requests: LiveRequests[W], workload: Workload
+    ) -> ActiveRun[W]:
+        """Start on a workload with nothing in slots."""
+        engine.begin(requests.requests)
+        return cls(context, engine, requests, workload)
+
+    def joined_by(self, requests: LiveRequests[W], workload: Workload, numbers: NDArray[np.int32]) -> ActiveRun[W]:
+        """Return the run that goes on with other requests; those that run keep their slots, under these `numbers`."""
+        self.engine.rebind(requests.requests)
+        return ActiveRun(self._context, self.engine, requests, workload, after=self, numbers=numbers)
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing runs and nothing waits."""
+        return self._run.scheduler.done
+
+    def run_few(self) -> None:
+        """Run the first rows of the plan, few at a time."""
+        self._loop.drain = True
+        self._run.run_few()
+
+    def admit_all(self) -> None:
+        """Go on until no request waits."""
+        self._loop.drain = False
+        result = self._run.run(drain=False)
+        self.count()
+        totals = self._context.totals
+        totals.reason = totals.reason or result.plan.reason
+
+    def run_to_end(self) -> None:
+        """Go on until every request has ended."""
+        self._loop.drain = True
+        self._run.run()
+        self.count()
+
+    def advance(self, steps: int) -> None:
+        """Take so many steps with what runs, when nothing waits."""
+        self._loop.drain = True
+        self._run.advance(steps)
+        self.count()
+
+    def let_end(self, deadline: float) -> None:
+        """Take nothing new, and let what runs end until a time of `time.monotonic`."""
+        self._ending = True
+        self._run.stop_admitting()
+        self._loop.drain = True
+        while not self.done and time.monotonic() < deadline:
+            try:
+                self._loop.run(self._run.scheduler, 1)
+            except EngineDied:
+                return
+
+    def count(self) -> None:
+        """Add to the totals what the scheduler has done since this was last called."""
+        scheduler, totals = self._run.scheduler, self._context.totals
+        now = (scheduler.steps, scheduler.preemptions)
+        totals.steps += now[0] - self._counted[0]
+        totals.preemptions += now[1] - self._counted[1]
+        self._counted = now
+
+    def release(self) -> None:
+        """Let go of the engine: run, loop and observer refer to each other, and would keep its memory."""
+        vars(self).clear()
+
+    def before_step(self, step: Step) -> None:
+        """Note what the engine is given for the first time."""
+        requests, observer = self.requests, self._context.observer
+        self._step = (step.requests, time.monotonic())
+        observer.before_step(step)
+        fresh = step.requests[~requests.begun[step.requests]]
+        if len(fresh):
+            requests.begun[fresh] = True
+            requests.attempts[fresh] += 1
+            for window, at in requests.by_window(fresh):
+                observer.begun(window, requests.index[fresh[at]])
+
+    def step_took(self, step: Step, seconds: float) -> None:
+        """Learn what steps take."""
+        self._context.refit.note_step(step, seconds)
+        self._context.observer.step_took(step, seconds)
+
+    def after_step(self, finished: FinishedSequences) -> NDArray[np.int32]:
+        """Hand on what ended, and find what takes too long."""
+        open_, spent = self.requests.open, self.requests.spent
+        (requests, begun), self._step = self._step, (NO_REQUESTS, 0.0)
+        spent[requests] += time.monotonic() - begun
+        if len(finished.requests):
+            self._context.totals.ended += len(finished.requests)
+            self._hand_on(finished)
+        unwanted = NO_REQUESTS
+        if not self._ending:
+            unwanted = self._context.observer.after_step(finished)
+        late: NDArray[np.int32] = requests[open_[requests] & (spent[requests] > self._context.row_timeout)]
+        return np.union1d(late, unwanted) if len(unwanted) else late
+
+    def _hand_on(self, finished: FinishedSequences) -> None:
+        live, requests = self.requests, finished.requests
+        tokens = [self.engine.pop_tokens(slot) for slot in finished.slots.tolist()]
+        live.open[requests] = False
+        live.answered[requests] = np.where(finished.reasons < FinishReason.ERROR, finished.generated, 0)
+        self._run.scheduler.publish(finished, tokens)
+        for window, at in live.by_window(requests):
+            self._context.observer.ended(
+                CompletedRequests(
+                    window,
+                    live.index[requests[at]],
+                    [tokens[i] for i in at.tolist()],
+                    finished.reasons[at],
+                    finished.cached[at],
+                    live.attempts[requests[at]],
+                )
+            )
