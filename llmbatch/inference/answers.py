@@ -7,10 +7,9 @@ first has waited long enough, and handed on as a record batch: the rows of the w
 from __future__ import annotations
 
 import time
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -50,7 +49,7 @@ _REASONS = pa.array(["error", "stop", "length", "error", "error"])  # by `Finish
 Texts = Callable[[RequestBatch, NDArray[np.int32], Sequence[NDArray[np.int32]]], list[str]]
 
 
-class AnswerSink(Protocol):
+class AnswerSink(ABC):
     """Takes answered rows. Called between two steps, and where a stream ends."""
 
     def joined(self, window: Window) -> None:
