@@ -80,9 +80,11 @@ class LLMOperator(metaclass=_Configured):
     "error"), `error` and `error_kind` (null when fine), and `attempts` (int32). Raises `InputError` where the table
     or model will not do, `JobError` where no engine can be had, or a row failed and `on_error` is "raise".
 
-        answer = LLMOperator(model="Qwen/Qwen3-8B", prompt="question", chat=True, max_tokens=256)
-        table = answer(table)
-        ds = ds.map_batches(answer, concurrency=1, batch_size=50_000, batch_format="pyarrow")
+    >>> answer = llmbatch.LLMOperator(model="Qwen/Qwen3-0.6B", prompt="question", chat=True, max_tokens=256)
+    >>> list(answer({"question": ["Why is the sky blue?", "Why is grass green?"]}))[:2]
+    ['question', 'generated_text']
+
+    On Ray Data, `ds.map_batches(answer, concurrency=1, batch_size=50_000, batch_format="pyarrow")`.
     """
 
     options: ClassVar[Options | None] = None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import doctest
+import inspect
 import re
 import runpy
 import shlex
@@ -15,6 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+import llmbatch
 from llmbatch.cli.main import main
 from tests.support.models import CHAT_TEMPLATE, tiny_model_folder
 from tests.support.paths import ROOT
@@ -116,9 +119,25 @@ def test_the_readmes_commands_run(command: str, chat_model: str, questions: Path
 
 @pytest.mark.parametrize("name", WITH_EXAMPLES)
 def test_examples_of_docstrings_hold(name: str) -> None:
-    result = doctest.testmod(import_module(name))
-    assert result.attempted > 0
-    assert result.failed == 0
+    module = import_module(name)
+    assert module.__file__ is not None
+    texts = [
+        ast.get_docstring(node) or ""
+        for node in ast.walk(ast.parse(Path(module.__file__).read_text(encoding="utf-8")))
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef))
+    ]
+    examples = doctest.DocTestParser().get_doctest("\n\n".join(texts), vars(module).copy(), name, module.__file__, 0)
+    assert examples.examples
+    assert doctest.DocTestRunner().run(examples).failed == 0
+
+
+@pytest.mark.parametrize("name", ["LLMOperator", "explain", "run"])
+def test_examples_of_public_functions_hold(name: str, chat_model: str, questions: Path) -> None:
+    text = inspect.getdoc(getattr(llmbatch, name)) or ""
+    assert HUB in text
+    text = text.replace(f'"{HUB}"', f'"{chat_model}", engine="simulated"')
+    examples = doctest.DocTestParser().get_doctest(text, {"llmbatch": llmbatch}, name, None, 0)
+    assert doctest.DocTestRunner().run(examples).failed == 0
 
 
 def test_links_lead_to_files_and_headings() -> None:

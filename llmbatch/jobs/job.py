@@ -75,7 +75,9 @@ def run(
     Raises `InputError` where the command or its input is wrong, `JobError` where the job cannot be finished; it can be
     gone on with then.
 
-        report = run("questions.parquet", "answers", model="Qwen/Qwen3-8B", prompt="question", chat=True)
+    >>> report = llmbatch.run("questions.parquet", "answers", model="Qwen/Qwen3-0.6B", prompt="question", chat=True)
+    >>> report.rows, report.errors
+    (2, 0)
     """
     begun = time.perf_counter()
     stopping = stopping or StopRequest()
@@ -284,6 +286,10 @@ def explain(inputs: Paths, **options: Unpack[ExplainArgs]) -> Forecast:
     Of an input that is larger than a window, 20,000 rows are read at most, and the forecast says so.
 
     Raises `InputError` like `run`.
+
+    >>> forecast = llmbatch.explain("questions.parquet", model="Qwen/Qwen3-0.6B", prompt="question", chat=True)
+    >>> forecast.rows, forecast.binding
+    (2, 'memory')
     """
     rest: dict[str, Any] = {**options}
     storage_options = rest.pop("storage_options", None)
