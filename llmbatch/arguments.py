@@ -23,7 +23,7 @@ def refusal(name: str, rule: str, value: object) -> ParameterError:
 
 
 def whole(name: str, value: object, least: int, most: int = INT64_MAX, *, rule: str | None = None) -> int:
-    """`value` as an int; a float that is whole is taken, since a null turns a column of ints into floats.
+    """Return `value` as an int; a float that is whole is taken, since a null turns a column of ints into floats.
 
     Raises ParameterError. `rule` says in words what the least is.
     """
@@ -39,7 +39,7 @@ def whole(name: str, value: object, least: int, most: int = INT64_MAX, *, rule: 
 
 
 def finite(name: str, value: Any) -> float:
-    """`value` as a float. Raises ParameterError."""
+    """Return `value` as a float. Raises ParameterError."""
     if not isinstance(value, bool) and isinstance(value, Real):
         with contextlib.suppress(OverflowError):  # an int beyond what a float holds
             if math.isfinite(number := float(value)):
@@ -48,14 +48,14 @@ def finite(name: str, value: Any) -> float:
 
 
 def flag(name: str, value: object) -> bool:
-    """`value` as a bool. Raises ParameterError."""
+    """Return `value` as a bool. Raises ParameterError."""
     if not isinstance(value, bool) and type(value).__name__ not in ("bool", "bool_"):  # NumPy's, by either name
         raise refusal(name, "be true or false", value)
     return bool(value)
 
 
 def text(name: str, value: object) -> str:
-    """`value`, which is text that UTF-8 can hold. Raises ParameterError."""
+    """Return `value`, which is text that UTF-8 can hold. Raises ParameterError."""
     if not isinstance(value, str):
         raise refusal(name, "be text", value)
     try:
@@ -68,7 +68,7 @@ def text(name: str, value: object) -> str:
 
 
 def path(name: str, value: object) -> str:
-    """`value` as a path or a URL in text. Raises ParameterError."""
+    """Return `value` as a path or a URL in text. Raises ParameterError."""
     given = os.fspath(value) if isinstance(value, os.PathLike) else value
     if not isinstance(given, str):
         raise refusal(name, "be text or a Path", value)
@@ -111,7 +111,7 @@ def one_of(name: str, value: object, known: tuple[str, ...]) -> None:
 
 
 def json_object(name: str, value: object) -> dict[str, Any]:
-    """`value` as JSON gives it back: a dict of null, booleans, finite numbers, texts, lists and dicts.
+    """Return `value` as JSON gives it back: a dict of null, booleans, finite numbers, texts, lists and dicts.
 
     Raises ParameterError.
     """

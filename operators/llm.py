@@ -23,7 +23,7 @@ _workers: dict[str, Worker] = {}  # by configuration
 
 
 def worker_of(options: Options) -> Worker:
-    """The worker of a configuration: one process loads a model once."""
+    """Return the worker of a configuration: one process loads a model once."""
     key = repr(options)
     if key not in _workers:
         _workers[key] = Worker.open(options)
@@ -31,7 +31,7 @@ def worker_of(options: Options) -> Worker:
 
 
 def answer(options: Options, batch: Any) -> Any:
-    """The batch with its answers, in the kind it came (`llmbatch.operators.tables`)."""
+    """Return the batch with its answers, in the kind it came (`llmbatch.operators.tables`)."""
     asked = to_arrow(batch)
     return asked.back(worker_of(options).answer(asked.table).table)
 

@@ -26,7 +26,7 @@ class Batch:
 
 
 def to_arrow(batch: Any) -> Batch:
-    """Raises DataError where a batch is no table, or none that Arrow can hold."""
+    """Bring a batch to Arrow. Raises `DataError` if it is no table, or none that Arrow can hold."""
     if isinstance(batch, pa.Table):
         return Batch(batch, lambda answered: answered)
     try:
@@ -71,7 +71,7 @@ def _one_batch(table: pa.Table) -> pa.RecordBatch:
 
 
 def _beside_pandas(frame: Any, answered: pa.Table) -> Any:
-    """The frame with its index, its types and the names of its columns, and the answers."""
+    """Return the frame with its index, its types and the names of its columns, and the answers."""
     answers = answered.select(COLUMNS).to_pandas()
     answers.index = frame.index
     return sys.modules["pandas"].concat([frame, answers], axis=1)
@@ -82,7 +82,7 @@ def _beside_polars(frame: Any, answered: pa.Table) -> Any:
 
 
 def _beside_arrays(batch: dict[str, Any], answered: pa.Table) -> dict[str, Any]:
-    """The arrays that were given as they are, and the other columns as arrays."""
+    """Return the arrays that were given as they are, and the other columns as arrays."""
     given = {name: values for name, values in batch.items() if isinstance(values, np.ndarray)}
     others = (name for name in answered.column_names if name not in given)
     return {**batch, **{name: answered[name].to_numpy() for name in others}}

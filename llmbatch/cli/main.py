@@ -103,7 +103,7 @@ _COMMANDS = {"run": _run, "explain": _explain, "simulate": _simulate}
 
 
 def _given(arguments: dict[str, Any]) -> dict[str, Any]:
-    """The options that were given, so that defaults stand in one place."""
+    """Collect the options that were given, so that defaults stand in one place."""
     return {name: value for name, value in arguments.items() if value is not None}
 
 

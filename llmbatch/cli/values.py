@@ -10,7 +10,7 @@ _UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2*
 
 
 def json_object(text: str) -> dict[str, Any]:
-    """A JSON object."""
+    """Parse a JSON object."""
     try:
         value = json.loads(text)
     except ValueError:
@@ -21,7 +21,7 @@ def json_object(text: str) -> dict[str, Any]:
 
 
 def number_of_bytes(text: str) -> int:
-    """A number of bytes: 2e9, 2000000000, 2GB, 4GiB."""
+    """Parse a number of bytes: 2e9, 2000000000, 2GB, 4GiB."""
     lowered = text.strip().lower().removesuffix("b")
     digits = lowered.rstrip("kmgti")
     unit = lowered[len(digits) :]

@@ -46,7 +46,7 @@ _UNUSED: Final = 30 * 86_400.0  # seconds
 
 @cache
 def code_folder() -> Path:
-    """Where compiled code of these sources, and by these versions, is kept."""
+    """Find where compiled code of these sources, and by these versions, is kept."""
     versions = (sys.version, numba.__version__, llvmlite.__version__, np.__version__)
     machine = (binding.get_host_cpu_name(), binding.get_host_cpu_features().flatten())
     digest = hashlib.sha256(repr((versions, machine)).encode())
@@ -59,7 +59,7 @@ def code_folder() -> Path:
 
 
 def _sources() -> list[Path]:
-    """Every file of the package, in folders that are linked into it too."""
+    """List every file of the package, in folders that are linked into it too."""
     folders = (Path(folder) for folder, _, _ in os.walk(_PACKAGE, followlinks=True))
     return sorted(file for folder in folders for file in folder.glob("*.py"))
 
@@ -101,14 +101,14 @@ def as_python(function: F) -> F:
 
 
 def _canonical(kind: Any) -> Any:
-    """The type that an argument of a call is handed over as."""
+    """Name the type that an argument of a call is handed over as."""
     kind = types.unliteral(kind)
     return types.int64 if isinstance(kind, types.Integer) and getattr(kind, "signed", False) else kind
 
 
 @cache
 def kept() -> bool:
-    """Whether compiled code can be kept."""
+    """Tell whether compiled code can be kept."""
     folder = code_folder()
     try:
         new = not folder.is_dir()
@@ -148,7 +148,7 @@ class _Locator(UserWideCacheLocator):
         code_folder().mkdir(parents=True, exist_ok=True)
 
     def get_source_stamp(self) -> str:
-        """The folder's name says it all."""
+        """Return nothing that changes: the folder's name says it all."""
         return ""
 
     def get_disambiguator(self) -> str:

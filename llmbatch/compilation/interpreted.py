@@ -114,7 +114,7 @@ class _Record:
 
 
 def opened(value: Any) -> Any:
-    """A value as functions that are run as Python get it: arrays that hand over Python's numbers."""
+    """Return a value as functions that are run as Python get it: arrays that hand over Python's numbers."""
     if isinstance(value, np.ndarray):
         return value if value.dtype == np.uint64 else value.view(_Column)
     if isinstance(value, tuple):
@@ -134,7 +134,7 @@ def _opened_tuple(value: tuple[Any, ...]) -> Any:
 
 
 def _closed(value: Any) -> Any:
-    """What a function returned, as plain arrays."""
+    """Return what a function returned, as plain arrays."""
     if isinstance(value, _Column):
         return value.view(np.ndarray)
     return _tuple_like(value, map(_closed, value)) if isinstance(value, tuple) else value

@@ -43,7 +43,7 @@ class Reference(types.Type):
         super().__init__(name=f"{cls.__module__}.{cls.__qualname__}({', '.join(f'{n}={t}' for n, t in fields)})")
 
     def place(self, name: str) -> tuple[int, types.Type]:
-        """The word at which a field begins, and its type."""
+        """Find the word at which a field begins, and its type."""
         at = 0
         for field, kind in self.fields:
             if field == name:
@@ -87,7 +87,7 @@ def _words(kind: types.Type) -> int:
 
 
 def _lay_out(values: tuple[Any, ...]) -> list[int]:
-    """The words of a tuple's fields: of arrays as numba has them, which own nothing."""
+    """Lay out the words of a tuple's fields: of arrays as numba has them, which own nothing."""
     words: list[int] = []
     for value in values:
         if isinstance(value, _ByReference):

@@ -211,7 +211,7 @@ def tokens_of(rows: pa.RecordBatch | pa.Table) -> int:
 
 
 def no_rows() -> pa.Table:
-    """A table of ROWS with none."""
+    """Make a table of ROWS with none."""
     return ANSWER_ROWS.empty_table()
 
 
@@ -225,19 +225,19 @@ def check_columns(schema: pa.Schema) -> None:
 
 
 def output_schema(schema: pa.Schema) -> pa.Schema:
-    """The schema of an answered table."""
+    """Return the schema of an answered table."""
     return pa.unify_schemas([schema, SCHEMA])
 
 
 def add_answers(table: pa.Table, batches: Sequence[pa.RecordBatch]) -> pa.Table:
-    """The table with the columns of its answers: batches of ROWS which together hold every row once."""
+    """Return the table with the columns of its answers: batches of ROWS which together hold every row once."""
     rows = np.concatenate([np.empty(0, np.int32), *(batch["row"].to_numpy() for batch in batches)])
     assert len(rows) == table.num_rows, "a row has no answer, or two"
     return add_columns(table, pick(batches, np.argsort(rows, kind="stable"), ANSWER_ROWS))
 
 
 def add_columns(table: pa.Table, answers: pa.Table | pa.RecordBatch) -> pa.Table:
-    """The table with the answers' columns of the same rows beside its own."""
+    """Return the table with the answers' columns of the same rows beside its own."""
     for column in SCHEMA:
         table = table.append_column(column, answers[column.name])
     return table

@@ -51,7 +51,7 @@ class LoadedEngines(Engines):
     _in_use: StreamEngine | None = None
 
     def engine(self) -> StreamEngine:
-        """The engine, with the memory of the pool. Raises JobError where memory runs out."""
+        """Return the engine, with the memory of the pool. Raises JobError where memory runs out."""
         return self._in_use or self.new_engine()
 
     def new_engine(self) -> StreamEngine:

@@ -25,7 +25,7 @@ class ErrorBudget:
         self._errors = 0
 
     def answered(self, first: int, rows: pa.RecordBatch) -> None:
-        """Rows of a window that begins with row `first` have their answers. Raises JobError."""
+        """Count the answered rows of a window that begins with row `first`. Raises `JobError`."""
         failed = rows.num_rows - rows["error"].null_count
         if failed and self._raises:
             at = int(np.flatnonzero(rows["error"].is_valid().to_numpy(zero_copy_only=False))[0])

@@ -19,7 +19,7 @@ class OneWindow:
     window: Window | None
 
     def next(self, wait: bool) -> Window | None:
-        """The window, once."""
+        """Return the window, once."""
         window, self.window = self.window, None
         return window
 

@@ -29,7 +29,7 @@ class Progress(Protocol):
     """Shows how a job advances. Messages and figures go to standard error."""
 
     def start(self, rows: int) -> None:
-        """The job has this many rows to answer."""
+        """Take note that the job has this many rows to answer."""
         ...
 
     def advance(self, done: Advance) -> None:
@@ -132,7 +132,7 @@ def saying(progress: Progress, sentence: str) -> Iterator[None]:
 
 
 def choose(*, quiet: bool, stream: TextIO | None = None) -> Progress:
-    """The progress that fits where the job runs."""
+    """Choose the progress that fits where the job runs."""
     stream = sys.stderr if stream is None else stream
     if quiet:
         return Silence()

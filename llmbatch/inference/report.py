@@ -27,7 +27,7 @@ class RowCounts:
 
     @classmethod
     def of(cls, answered: pa.Table, window: Window) -> RowCounts:
-        """The sums of a window's answered table."""
+        """Return the sums of a window's answered table."""
         return cls(
             rows=answered.num_rows,
             errors=answered.num_rows - answered["error"].null_count,
@@ -39,7 +39,7 @@ class RowCounts:
         )
 
     def __add__(self, other: RowCounts) -> RowCounts:
-        """The sums over both."""
+        """Return the sums over both."""
         return RowCounts(*(getattr(self, field.name) + getattr(other, field.name) for field in fields(self)))
 
 
@@ -77,7 +77,7 @@ class Report:
 
     @classmethod
     def of(cls, tally: RowCounts, **others: Any) -> Report:
-        """The report of what adds up to `tally`; `others` are the other fields."""
+        """Return the report of what adds up to `tally`; `others` are the other fields."""
         sums = asdict(tally)
         unique, inputs = sums.pop("unique_tokens"), tally.input_tokens
         return cls(
@@ -94,12 +94,12 @@ class Report:
 
     @classmethod
     def from_dict(cls, figures: Mapping[str, Any]) -> Report:
-        """The report of which these are the figures; others are passed over."""
+        """Return the report of which these are the figures; others are passed over."""
         known = {field.name: figures[field.name] for field in fields(cls) if field.name in figures}
         return cls(**{**known, "notes": tuple(figures["notes"])})
 
     def to_dict(self) -> dict[str, Any]:
-        """The figures as JSON values."""
+        """Return the figures as JSON values."""
         return {**asdict(self), "notes": list(self.notes), "tokens_per_second": self.tokens_per_second}
 
 

@@ -41,7 +41,7 @@ class Window:
         contents: NDArray[np.uint64],
         earlier: pa.Table,
     ) -> Window:
-        """A window of which the rows in `earlier` are not answered again."""
+        """Build a window of which the rows in `earlier` are not answered again."""
         count = len(shard.requests)
         done = np.zeros(table.num_rows, np.bool_)
         done[earlier["row"].to_numpy()] = True
@@ -70,7 +70,7 @@ class Window:
         return self.tree.unique_tokens
 
     def rows_of(self, requests: NDArray[np.int32]) -> tuple[NDArray[np.int32], NDArray[np.intp]]:
-        """The rows that some requests answer, and for each which of the requests answers it."""
+        """Find the rows that some requests answer, and for each which of the requests answers it."""
         counts = self.bounds[requests + 1] - self.bounds[requests]
         at = np.repeat(np.arange(len(requests)), counts)
         before = np.cumsum(counts) - counts

@@ -131,7 +131,7 @@ class Worker:
         refused: Mapping[int, RowError] | None = None,
         pulse: Callable[[], None] = lambda: None,
     ) -> RowRequests:
-        """The requests of a table, but for rows that are `refused` for another reason; needs no weights.
+        """Build the requests of a table, but for rows that are `refused` for another reason; needs no weights.
 
         `pulse` is called about once a second, and may raise.
         """
@@ -160,7 +160,7 @@ class Worker:
         refused: Mapping[int, RowError] | None = None,
         pulse: Callable[[], None] = lambda: None,
     ) -> Window:
-        """A window of a dataset, ready to be run; `earlier` are answers to keep, as `ANSWER_ROWS` has them."""
+        """Build a window of a dataset, ready to be run; `earlier` are answers to keep, as `ANSWER_ROWS` has them."""
         shard = self.shard(table, keys, refused, pulse)
         return Window.of(table, shard, number=number, first=first, keys=keys, contents=contents, earlier=earlier)
 
@@ -193,7 +193,7 @@ class Worker:
         return totals
 
     def answer(self, table: pa.Table, progress: Progress | None = None) -> AnsweredTable:
-        """The table with its answers' columns, rows in their order."""
+        """Return the table with its answers' columns, rows in their order."""
         self.check(table.schema)
         before = self.load_seconds
         begun = time.perf_counter()
@@ -236,7 +236,7 @@ class Worker:
         return (*self.options.notes, *self._engines.notes)
 
     def report(self, tally: RowCounts, totals: Totals, *, notes: tuple[str, ...], seconds: float) -> Report:
-        """The figures of what was done."""
+        """Return the figures of what was done."""
         return Report.of(
             tally,
             load_seconds=self.load_seconds,
@@ -256,7 +256,7 @@ class Worker:
     def _texts(
         self, requests: RequestBatch, index: NDArray[np.int32], answers: Sequence[NDArray[np.int32]]
     ) -> list[str]:
-        """The text of each answer: without special tokens, cut before the first stop string."""
+        """Decode the text of each answer: without special tokens, cut before the first stop string."""
         if self.options.engine == "simulated":
             return placeholder_texts(requests, index, answers)
         texts = self.tokenizer.decode(answers)

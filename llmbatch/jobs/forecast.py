@@ -66,7 +66,7 @@ class Forecast:
     notes: tuple[str, ...]
 
     def scaled(self, rows: int) -> Forecast:
-        """The forecast of so many rows of which it has seen runs, spread evenly."""
+        """Return the forecast of so many rows of which it has seen runs, spread evenly."""
         times = rows / max(1, self.rows)
 
         def whole(count: int) -> int:
@@ -93,11 +93,11 @@ class Forecast:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """The figures as JSON values."""
+        """Return the figures as JSON values."""
         return {**asdict(self), "notes": list(self.notes)}
 
     def to_text(self) -> str:
-        """The figures for a person."""
+        """Return the figures for a person."""
         lines = [
             f"rows             {self.rows:,} ({self.errors:,} errors, {self.duplicates:,} duplicates)",
             f"prompt tokens    {self.input_tokens:,}, of which {self.prefix_sharing_optimal:.1%} can be shared",

@@ -268,7 +268,7 @@ class _Job:
 
 
 def _order_gain(worker: Worker, window: Window, answers: list[pa.RecordBatch]) -> float | None:
-    """What the order bought, simulated with the lengths as they came out; None where that would take long."""
+    """Simulate what the order bought, with the lengths as they came out; None if that would take long."""
     requests = window.requests
     if not answers or len(requests) > SIMULATED_AFTERWARDS:
         return None
@@ -281,7 +281,7 @@ def _order_gain(worker: Worker, window: Window, answers: list[pa.RecordBatch]) -
 
 
 def explain(inputs: Paths, **options: Unpack[ExplainArgs]) -> Forecast:
-    """What `run` would do with these inputs and options, without loading weights or running the model.
+    """Forecast what `run` would do with these inputs and options, without loading weights or running the model.
 
     Of an input that is larger than a window, 20,000 rows are read at most, and the forecast says so.
 

@@ -37,15 +37,15 @@ class WorkFiles:
     generation: int
 
     def journal(self, window: int) -> str:
-        """The journal of a window."""
+        """Name the journal of a window."""
         return f"{self.generation:03d}-journal-{window:05d}"
 
     def part(self, window: int, part: int) -> str:
-        """A staged part of a window."""
+        """Name a staged part of a window."""
         return f"{self.generation:03d}-part-{window:05d}-{part:02d}"
 
     def whole(self, window: int) -> str:
-        """What says that a window is whole."""
+        """Name what says that a window is whole."""
         return f"{self.generation:03d}-window-{window:05d}.json"
 
     def windows(self, names: Iterable[str]) -> tuple[set[int], set[int]]:
@@ -68,7 +68,7 @@ class CompletedWindow:
 
     @classmethod
     def read(cls, output: Output, names: WorkFiles, window: int, rows: int | None = None) -> CompletedWindow:
-        """What `write` kept of a window, which has so many rows. A look at the parts' sizes is taken.
+        """Read what `write` kept of a window, which has so many rows. A look at the parts' sizes is taken.
 
         Raises `DataError` where it is damaged, `StorageError` where one of its parts is.
         """
@@ -126,7 +126,7 @@ class InputOrderParts(PartBuilder):
         return {window.number: CompletedWindow(parts, RowCounts.of(answered, window))}
 
     def parts(self, whole: dict[int, CompletedWindow]) -> list[Part]:
-        """The parts of all windows."""
+        """List the parts of all windows."""
         return [part for number in sorted(whole) for part in whole[number].parts]
 
 
@@ -174,7 +174,7 @@ class CompletionOrderParts(PartBuilder):
         return self._let_go()
 
     def parts(self, whole: dict[int, CompletedWindow]) -> list[Part]:
-        """The parts in the order in which they were written."""
+        """List the parts in the order in which they were written."""
         return self._parts
 
     def _let_go(self) -> dict[int, CompletedWindow]:
@@ -194,7 +194,7 @@ class CompletionOrderParts(PartBuilder):
         self._waiting -= count
 
     def _read(self, file: str, name: str) -> tuple[Part, NDArray[np.uint64]]:
-        """A part that an earlier run wrote, and the keys of its rows."""
+        """Read a part that an earlier run wrote, and the keys of its rows."""
         work = self._output.work
         kept = unseal(work, file)
         try:

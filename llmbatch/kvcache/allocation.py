@@ -24,7 +24,7 @@ from llmbatch.kvcache.shared_reads import stop_reading
 
 @compiled
 def probe(pages: PagePool, request: int) -> int:
-    """How many of a request's shareable pages others use now; changes nothing."""
+    """Count how many of a request's shareable pages others use now; changes nothing."""
     used = 0
     for node in path_of(pages, request):
         page = pages.resident[node]

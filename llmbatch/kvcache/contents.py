@@ -36,7 +36,7 @@ class Prompts(NamedTuple):
 
     @classmethod
     def nothing(cls) -> Prompts:
-        """No tokens are known, of no request."""
+        """Make the prompts of no request."""
         return cls(np.empty(0, np.int32), np.zeros(1, np.int64))
 
 
@@ -50,7 +50,7 @@ class Contents(NamedTuple):
 
     @classmethod
     def empty(cls, num_pages: int) -> Contents:
-        """No page has a name."""
+        """Make the contents of pages of which none has a name."""
         return cls(
             np.zeros((num_pages, 2), np.uint64),
             np.full(1 << max(4, num_pages.bit_length()), _LAST, np.int32),
@@ -75,13 +75,13 @@ class Contents(NamedTuple):
 
 @compiled
 def start() -> Name:
-    """The name of no tokens."""
+    """Return the name of no tokens."""
     return _SEEDS
 
 
 @compiled
 def with_token(name: Name, token: int) -> Name:
-    """The name of some tokens and one more."""
+    """Compute the name of some tokens and one more."""
     added = np.uint64(token) + _ONE
     first = (name[0] ^ added) * _FACTORS[0]
     second = (name[1] + added) * _FACTORS[1]
@@ -90,7 +90,7 @@ def with_token(name: Name, token: int) -> Name:
 
 @compiled
 def with_tokens(name: Name, tokens: NDArray[np.int32], begin: int, end: int) -> Name:
-    """The name of some tokens and `tokens[begin:end]`."""
+    """Compute the name of some tokens and `tokens[begin:end]`."""
     for at in range(begin, end):
         name = with_token(name, tokens[at])
     return name
@@ -98,7 +98,7 @@ def with_tokens(name: Name, tokens: NDArray[np.int32], begin: int, end: int) -> 
 
 @compiled
 def prompt_pages(prompts: Prompts, request: int, page_size: int) -> tuple[int, int]:
-    """Where a request's prompt begins, and how many pages it fills; none where prompts are not known."""
+    """Find where a request's prompt begins, and how many pages it fills; none where prompts are not known."""
     if len(prompts.tokens) == 0:
         return 0, 0
     begin = prompts.offsets[request]
@@ -107,20 +107,20 @@ def prompt_pages(prompts: Prompts, request: int, page_size: int) -> tuple[int, i
 
 @compiled
 def name_of(contents: Contents, page: int) -> Name:
-    """A page's name."""
+    """Return a page's name."""
     return contents.names[page, 0], contents.names[page, 1]
 
 
 @compiled
 def is_named(contents: Contents, page: int) -> bool:
-    """Whether it is known what a page holds."""
+    """Tell whether it is known what a page holds."""
     named: bool = contents.names[page, 0] | contents.names[page, 1] != 0
     return named
 
 
 @compiled
 def find(contents: Contents, first: np.uint64, second: np.uint64) -> int:
-    """The page of a name, -1 for none."""
+    """Find the page of a name, -1 for none."""
     page: int = contents.buckets[_bucket(contents, first)]
     while page >= 0 and (contents.names[page, 0] != first or contents.names[page, 1] != second):
         page = contents.following[page]
@@ -151,7 +151,7 @@ def index(contents: Contents, page: int) -> bool:
 
 @compiled
 def forget_contents(contents: Contents, page: int) -> None:
-    """A page holds nothing any more."""
+    """Forget what a page held."""
     if contents.following[page] != _OUTSIDE:
         bucket = _bucket(contents, contents.names[page, 0])
         if contents.buckets[bucket] == page:

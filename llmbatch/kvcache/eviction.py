@@ -20,7 +20,7 @@ def expect_requests(pages: PagePool, request: int, more: int) -> None:
 
 @compiled
 def worth_in_plan(pages: PagePool, page: int) -> int:
-    """The worth of an unused page by the requests to come: of one of the trie that has any, else as given up now."""
+    """Value an unused page by the requests to come; one that none of them finds by its trie, as given up now."""
     number = pages.node[page]
     if number >= 0 and pages.remaining[number] > 0:
         return planned(pages.remaining[number], number)
@@ -29,7 +29,7 @@ def worth_in_plan(pages: PagePool, page: int) -> int:
 
 @compiled
 def recall(pages: PagePool, slot: int, position: int) -> int:
-    """The next page of a slot, if it was its own before or is known by what it holds; else -1."""
+    """Find the next page of a slot, if it was its own before or is known by what it holds; else -1."""
     page: int = pages.tables[slot, position]
     if page >= 0 and pages.owner[page] == pages.sequence[slot]:
         return page
@@ -53,7 +53,7 @@ def publish_as(pages: PagePool, page: int, node: int) -> None:
 
 @compiled
 def give_up(pages: PagePool, slot: int, request: int) -> None:
-    """The request that was preempted from a slot does not come back."""
+    """Give up what was kept for a slot's preempted request, which does not come back."""
     expect_requests(pages, request, -1)
     for page in pages.tables[slot]:
         if page >= 0 and pages.owner[page] == pages.sequence[slot]:

@@ -112,7 +112,7 @@ class PagePool(NamedTuple):
         )
 
     def grown(self) -> PagePool:
-        """The same with twice the slots."""
+        """Return the same with twice the slots."""
         more = len(self.held)
         return self._replace(
             tables=np.pad(self.tables, ((0, more), (0, 0)), constant_values=-1),
@@ -123,7 +123,7 @@ class PagePool(NamedTuple):
         )
 
     def widened(self) -> PagePool:
-        """The same with tables twice as wide."""
+        """Return the same with tables twice as wide."""
         more = self.tables.shape[1]
         return self._replace(tables=np.pad(self.tables, ((0, 0), (0, more)), constant_values=-1))
 

@@ -41,7 +41,7 @@ class PageTrie:
         requests: int,
         found: NDArray[np.int32] | None = None,
     ) -> PageTrie:
-        """Number the shareable pages of a sorted shard.
+        """Give numbers to the shareable pages of a sorted shard.
 
         `rows` int32 [n] are the requests in lexicographic order of their tokens, `lcp` int32 [n] the longest
         common prefix, in tokens, of each with the one before it (0 for the first). Of `requests` in all, those
@@ -69,7 +69,7 @@ class PageTrie:
         return out
 
     def rows_below(self) -> NDArray[np.int32]:
-        """How many requests pass through each page, int32 [num_pages]."""
+        """Count how many requests pass through each page, int32 [num_pages]."""
         below = np.zeros(self.num_pages, np.int32)
         longest = int(self.depth.max(initial=0))
         _count(

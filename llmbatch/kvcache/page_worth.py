@@ -59,20 +59,20 @@ class Worth(NamedTuple):
 
 @compiled
 def planned(users: int, number: int) -> int:
-    """The worth of a page of the trie that so many requests are planned to use."""
+    """Return the worth of a page of the trie that so many requests are planned to use."""
     return (users << _USERS) + (_NUMBERS - number)
 
 
 @compiled
 def given_up(worth: Worth, users: int) -> int:
-    """The worth of a page that is given up now, and that `users` requests are planned to use."""
+    """Return the worth of a page that is given up now, and that `users` requests are planned to use."""
     worth.counts[0].given_up += 1
     return (users << _USERS) + worth.counts[0].given_up
 
 
 @compiled
 def is_planned(value: int) -> bool:
-    """Whether this is the worth of a page that some request is planned to use."""
+    """Tell whether this is the worth of a page that some request is planned to use."""
     return value >> _USERS > 0
 
 
@@ -87,7 +87,7 @@ def insert(worth: Worth, page: int, value: int) -> None:
 
 @compiled
 def remove(worth: Worth, page: int) -> None:
-    """A page is used again, or free."""
+    """Take out a page that is used again, or free."""
     at = worth.place[page]
     worth.place[page] = -1
     worth.counts[0].pages -= 1
@@ -100,7 +100,7 @@ def remove(worth: Worth, page: int) -> None:
 
 @compiled
 def revalue(worth: Worth, page: int, value: int) -> None:
-    """The worth of a page that nobody uses has changed."""
+    """Change the worth of a page that nobody uses."""
     worth.value[page] = value
     _settle(worth, page)
 

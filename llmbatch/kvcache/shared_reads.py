@@ -42,7 +42,7 @@ class Reads(NamedTuple):
         )
 
     def grown(self) -> Reads:
-        """The same with twice the slots."""
+        """Return the same with twice the slots."""
         return self._replace(counted=np.pad(self.counted, (0, len(self.counted))))
 
     def check(self, tables: NDArray[np.int32], held: NDArray[np.int32]) -> None:
@@ -62,7 +62,7 @@ class Reads(NamedTuple):
 
 @compiled
 def start_reading(reads: Reads, tables: NDArray[np.int32], slot: int, held: int) -> None:
-    """A sequence decodes from now on; its `held` pages hold its prompt."""
+    """Count a sequence that decodes from now on; its `held` pages hold its prompt."""
     if held <= reads.first:
         return
     reads.counted[slot] = held
@@ -74,7 +74,7 @@ def start_reading(reads: Reads, tables: NDArray[np.int32], slot: int, held: int)
 
 @compiled
 def stop_reading(reads: Reads, tables: NDArray[np.int32], slot: int) -> None:
-    """A sequence loses its pages; nothing happens where it does not decode."""
+    """Stop counting a sequence that loses its pages; nothing happens if it does not decode."""
     for i in range(reads.first, reads.counted[slot]):
         page = tables[slot, i]
         reads.spared[0] -= _spared_by_one(reads, page, i)
@@ -84,7 +84,7 @@ def stop_reading(reads: Reads, tables: NDArray[np.int32], slot: int) -> None:
 
 @compiled
 def _spared_by_one(reads: Reads, page: int, position: int) -> int:
-    """Reads that the last of a page's readers spares, of the page and of those before that it stands for."""
+    """Count reads that the last of a page's readers spares, of the page and of those before that it stands for."""
     readers = reads.readers[page]
     if readers < GROUP_ROWS:
         return 0

@@ -20,7 +20,7 @@ def read_field(config: object, *names: str, default: Any = None) -> Any:
 
 
 def count_sparse_layers(config: object, layers: int) -> int:
-    """How many layers route to experts."""
+    """Count how many layers route to experts."""
     dense = set(read_field(config, "mlp_only_layers", default=()))
     dense.update(range(int(read_field(config, "first_k_dense_replace", default=0))))
     every = int(read_field(config, "decoder_sparse_step", default=1))

@@ -41,7 +41,7 @@ class Reach(NamedTuple):
 
     @classmethod
     def of(cls, windows: Sequence[int]) -> Reach:
-        """The windows of layers, in tokens; 0 looks back to the first."""
+        """Return the windows of layers, in tokens; 0 looks back to the first."""
         values, counts = np.unique([float(w) if w else _UNBOUNDED for w in windows], return_counts=True)
         return cls(values, counts / len(windows))
 
@@ -62,7 +62,7 @@ class Rates(NamedTuple):
 
     @classmethod
     def of(cls, cost: CostModel) -> Rates:
-        """The rates of a cost model."""
+        """Return the rates of a cost model."""
         shape, hardware = cost.shape, cost.hardware
         return cls(
             seconds_per_token=2.0 * shape.params / hardware.flops,
@@ -112,7 +112,7 @@ def reads_of(reach: Reach, start: Any, count: Any) -> Any:
 
 @compiled
 def sees_all(reach: Reach) -> bool:
-    """Whether no layer has a window: a decode then reads its sequence, and loops over sequences need no loop inside."""
+    """Tell whether no layer has a window: then a decode reads its sequence, and no loop over layers is needed."""
     return len(reach.windows) == 1 and bool(reach.windows[0] >= _UNBOUNDED)
 
 
@@ -133,5 +133,5 @@ def compute_seconds(rates: Rates, tokens: float, samples: float, pairs: float) -
 def compute_seconds(rates: Rates, tokens: Floats, samples: Numbers, pairs: Numbers) -> Floats: ...
 @compiled
 def compute_seconds(rates: Rates, tokens: Any, samples: Any, pairs: Any) -> Any:
-    """Seconds of compute, reading the weights left out."""
+    """Predict seconds of compute, reading the weights left out."""
     return tokens * rates.seconds_per_token + samples * rates.seconds_per_sample + pairs * rates.seconds_per_pair

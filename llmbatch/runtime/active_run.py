@@ -53,7 +53,7 @@ class ActiveRun(EngineObserver[W]):
         after: ActiveRun[W] | None = None,
         numbers: NDArray[np.int32] | None = None,
     ) -> None:
-        """`engine` has these requests already; `numbers` are those that the requests of the run before have here."""
+        """Take an engine that has these requests; `numbers` are those that requests of the run before have here."""
         self.engine = engine
         self.requests = requests
         self._context = context

@@ -37,17 +37,17 @@ class LiveRequests(Generic[W]):
         self.attempts = np.zeros(count, np.int32)
 
     def by_window(self, requests: NDArray[np.int32]) -> list[tuple[W, NDArray[np.intp]]]:
-        """The windows that requests are of, and where in `requests` each window's are."""
+        """Find the windows that requests are of, and where in `requests` each window's are."""
         numbers = self.window[requests]
         return [(self.windows[number], np.flatnonzero(numbers == number)) for number in np.unique(numbers).tolist()]
 
     def workload(self) -> Workload:
-        """What is to be run; what has ended is an example."""
+        """Build the workload of what is to be run; what has ended is an example."""
         workload = Workload.of(self.requests, self.answered, tree=self.tree)
         return workload.without(np.flatnonzero(~self.open & (self.answered == 0)).tolist())
 
     def joined(self, kept: NDArray[np.int32], window: W, requests: RequestBatch) -> LiveRequests[W]:
-        """The union of the `kept` of these requests, which come first, and those of a window, fitted to the pool.
+        """Build the union of the `kept` of these requests, which come first, and those of a window, fitted to the pool.
 
         Those that have ended are examples: they belong to no window, whose table would stay in memory for them.
         """
@@ -71,13 +71,13 @@ class LiveRequests(Generic[W]):
 
     @classmethod
     def of(cls, window: W, requests: RequestBatch) -> LiveRequests[W]:
-        """The requests of one window, fitted to the pool."""
+        """Build the requests of one window, fitted to the pool."""
         count = len(requests)
         return cls(requests, window.tree, [window], np.zeros(count, np.int32), np.arange(count, dtype=np.int32))
 
     @classmethod
     def none(cls) -> LiveRequests[W]:
-        """No requests, of no window."""
+        """Make the requests of no window."""
         nothing = np.empty(0, np.int32)
         offsets = np.zeros(1, np.int64)
         requests = RequestBatch(nothing, offsets, nothing, nothing, (), np.empty(0, np.uint64), nothing)

@@ -45,7 +45,7 @@ class WindowSource(Protocol[W_co]):
     """Where windows come from."""
 
     def next(self, wait: bool) -> W_co | None:
-        """The next window. None: none is ready, or, of a feed that was to `wait` for one, there are no more."""
+        """Return the next window. None: none is ready, or, if the source was to `wait` for one, there are no more."""
         ...
 
 
@@ -118,7 +118,7 @@ class EngineProvider(Protocol):
     """Makes engines."""
 
     def engine(self) -> StreamEngine:
-        """An engine that nobody uses."""
+        """Return an engine that nobody uses."""
         ...
 
     def new_engine(self) -> StreamEngine:

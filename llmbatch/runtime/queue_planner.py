@@ -119,7 +119,7 @@ class QueuePlanner:
         return QueueUpdate(waiting, length, ends, budget, compute=compute, memory=memory)
 
     def _remaining_work(self, expected: Expected) -> tuple[float, float]:
-        """Seconds of compute and of KV reads of everything not yet done, as they are expected now."""
+        """Predict seconds of compute and of KV reads of everything not yet done, as they are expected now."""
         rows, prompts = self._tree.rows, self._tree.lengths
         cost, together = self._cost, self._together
         mean, second = expected.mean[rows], expected.second_moment[rows]
@@ -142,7 +142,7 @@ class QueuePlanner:
         return float(compute.sum()), float(memory.sum())
 
     def _hedged(self, compute: float, memory: float, trust: float) -> float:
-        """The memory work to steer by where its estimate is `memory`: see the module's text."""
+        """Return the memory work to steer by where its estimate is `memory`: see the module's text."""
         # Under law `bytes` the weights are read once for each filling of the pool.
         shared, steering = self._rates.weights_share_memory, self._steering
         ratio = compute / (memory * (1.0 + (self._weights_per_pool() if shared else 0.0)))

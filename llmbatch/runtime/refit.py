@@ -51,7 +51,7 @@ class Refit:
     """The cost model of a job, by what its steps took."""
 
     def __init__(self, cost: CostModel) -> None:
-        """`cost` is the calibration's."""
+        """Begin with `cost`, which is the calibration's."""
         self.cost = cost
         self._calibrated = cost
         self._steps = np.zeros((len(_COLUMNS), 2 * (2 * _RATIOS + 1), _KEPT))
@@ -112,7 +112,7 @@ class Refit:
         return kinds
 
     def _sound(self) -> tuple[Floats, Floats]:
-        """The steps to fit to and those to judge by, [columns, steps] each, without those that took unlike others."""
+        """Return the steps to fit to and those to judge by, [columns, steps] each, without outliers in seconds."""
         parts: tuple[list[Floats], list[Floats]] = ([], [])
         for kind in np.flatnonzero(self._counts >= _FEWEST).tolist():
             steps = self._steps[:, kind, : min(int(self._counts[kind]), _KEPT)]
@@ -126,5 +126,5 @@ class Refit:
 
 
 def _miss(cost: CostModel, steps: MeasuredSteps) -> float:
-    """The mean of |log(predicted / measured)|."""
+    """Return the mean of |log(predicted / measured)|."""
     return float(np.mean(np.abs(np.log(predict(cost, steps) / np.asarray(steps.seconds, np.float64)))))

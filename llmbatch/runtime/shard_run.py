@@ -85,7 +85,7 @@ class ShardRun:
         numbers: NDArray[np.int32] | None = None,
         refit: Refit | None = None,
     ) -> None:
-        """`numbers` are those that the requests of the shard before have in this one, see `Scheduler.rebind`.
+        """Prepare a shard; `numbers` are those that requests of the shard before have here, see `Scheduler.rebind`.
 
         Where steps are measured, `refit` knows them, and `cost` is its.
         """
@@ -104,7 +104,7 @@ class ShardRun:
         self._planning_seconds = time.perf_counter() - begun
 
     def _scheduler(self, after: Scheduler | None, numbers: NDArray[np.int32] | None) -> Scheduler:
-        """A new scheduler, or the one of the shard before, bound to this shard."""
+        """Return a new scheduler, or the one of the shard before, bound to this shard."""
         workload, tree, lengths = self._workload, self._workload.tree, self._lengths
         most, prompts = self._scheduling.max_running, workload.prompts
         found = None if after is None or numbers is None else after.found(prompts, tree, numbers)

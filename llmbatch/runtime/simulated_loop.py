@@ -75,7 +75,7 @@ class SimulationLog(NamedTuple):
         )  # fmt: skip
 
     def grown(self) -> SimulationLog:
-        """The same with room for twice the steps."""
+        """Return the same with room for twice the steps."""
         return self._replace(steps=np.resize(self.steps, 2 * len(self.steps)))
 
 

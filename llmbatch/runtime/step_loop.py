@@ -167,7 +167,7 @@ class PipelinedLoop:
 
 
 def drive(engine: Engine, observer: EngineObserver[Any]) -> SerialLoop | PipelinedLoop:
-    """The driver for an engine."""
+    """Choose the driver for an engine."""
     return PipelinedLoop(engine, observer) if isinstance(engine, PipelinedEngine) else SerialLoop(engine, observer)
 
 
@@ -198,7 +198,7 @@ def _late(queued: _QueuedStep | None, result: StepResult | None) -> _Late:
 
 
 def _joined(step: Step, expected: StepResult, late: _Late) -> StepResult:
-    """What is known of a step: what was expected, and that some sequences had ended before it."""
+    """Join what is known of a step: what was expected, and that some sequences had ended before it."""
     requests = step.requests[step.samples]
     spare = np.isin(requests, late.requests)
     finished = expected.finished.copy()

@@ -129,7 +129,7 @@ class Stream(Generic[W]):
         active.admit_all()
 
     def _kept(self) -> NDArray[np.int32]:
-        """The requests that go on with the next window: those that have not ended, and some that have, as examples."""
+        """Find the requests that go on with the next window: those that have not ended, and some others as examples."""
         requests = self._now.requests
         ended = np.flatnonzero(~requests.open & (requests.answered > 0))
         if len(ended) > _EXAMPLES:
@@ -201,7 +201,7 @@ class Stream(Generic[W]):
         self._context.observer.failed(window, {int(requests.index[request]): RowError("engine", message)}, attempts)
 
     def _works(self, killer: int) -> bool:
-        """Whether the engine answers a row again that was answered before; where none was, one of some others."""
+        """Tell whether the engine answers a row again that was answered before; where none was, one of some others."""
         requests, context = self._now.requests, self._context
         answered = np.flatnonzero(requests.answered)
         if len(answered) == 0:

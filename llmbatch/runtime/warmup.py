@@ -178,7 +178,7 @@ def _cost() -> CostModel:
 
 
 def _made() -> tuple[RequestBatch, NDArray[np.int32]]:
-    """Requests, and the tokens that each generates."""
+    """Make requests, and the tokens that each generates."""
     rng = np.random.default_rng(0)
     count = 60
     prompts = np.where(np.arange(count) % 3 == 0, 8, 40)

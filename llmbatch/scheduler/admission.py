@@ -115,7 +115,7 @@ def admit(state: SchedulerState, now: float) -> bool:
 
 @compiled
 def _due(state: SchedulerState, now: float) -> int:
-    """Which of those that wait longest, if any, is due."""
+    """Find which of those that wait longest, if any, is due."""
     run, passed, steering = state.run, state.passed, state.steering
     counts = run.counts[0]
     last = float(counts.entered)
@@ -213,7 +213,7 @@ def _begin(state: SchedulerState, request: int, end: int, aside: bool, now: floa
 
 @compiled
 def _fits(state: SchedulerState, request: int, known: int, length: float, pool: float, now: float) -> bool:
-    """Whether the predicted peak stays within `pool` tokens if a sequence enters now."""
+    """Tell whether the predicted peak stays within `pool` tokens if a sequence enters now."""
     counts, pages = state.run.counts[0], state.pages
     if counts.decoding + counts.prefilling == 0:
         return True
@@ -227,7 +227,7 @@ def _fits(state: SchedulerState, request: int, known: int, length: float, pool: 
 
 @compiled
 def _has_room(state: SchedulerState, request: int, known: int) -> bool:
-    """Whether there is room now for what a sequence has, and for all that run to go on a little."""
+    """Tell whether there is room now for what a sequence has, and for all that run to go on a little."""
     counts, pages = state.run.counts[0], state.pages
     running = counts.decoding + counts.prefilling
     shared = probe(pages, request)
@@ -262,5 +262,5 @@ def private_tokens(pages: PagePool, request: int, tokens: int) -> int:
 
 @compiled
 def _start(state: SchedulerState, known: int, now: float) -> float:
-    """The step before the first of its tokens, if the step's budget were all its own."""
+    """Find the step before the first of its tokens, if the step's budget were all its own."""
     return now + 1.0 + known / max(state.chunks.totals[0].budget, 1)

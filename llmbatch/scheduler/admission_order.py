@@ -89,7 +89,7 @@ class EndRules(NamedTuple):
 
     @classmethod
     def of(cls, ends: Ends) -> EndRules:
-        """The rules of an `Ends`."""
+        """Return the rules of an `Ends`."""
         if isinstance(ends, Blend):
             return cls(BLEND, ends.least, ends.most, ends.behind, _NO_SCAN)
         if isinstance(ends, DualScanEnds):
@@ -108,7 +108,7 @@ class TwoEndedQueue(NamedTuple):
 
     @classmethod
     def of(cls, order: NDArray[np.int32], taken: NDArray[np.bool_], lengths: NDArray[np.float64]) -> TwoEndedQueue:
-        """A queue over the requests of `order` that are not taken."""
+        """Return a queue over the requests of `order` that are not taken."""
         queue = cls(order, taken, lengths, np.array([0, len(order) - 1, len(order) - 1], np.int64))
         skip(queue)
         return queue
@@ -127,7 +127,7 @@ class Passed(NamedTuple):
 
     @classmethod
     def empty(cls) -> Passed:
-        """None."""
+        """Return the record of none."""
         return cls(np.empty(MOST_PASSED, np.int32), np.empty(MOST_PASSED), np.zeros(1, np.int64))
 
     def __bool__(self) -> bool:

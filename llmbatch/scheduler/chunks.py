@@ -61,7 +61,7 @@ def give_chunk(state: SchedulerState, slot: int) -> bool:
 
 @compiled
 def _affordable(chunks: StepBuilder, start: int, most: int, page: int) -> int:
-    """How many of `most` tokens after `start` the rest of the budget pays for.
+    """Count how many of `most` tokens after `start` the rest of the budget pays for.
 
     The first `page` of a step is always given, and so are tokens whose products the reading of the weights hides
     (`llmbatch.scheduler.token_budget.prices`).
@@ -84,7 +84,7 @@ def _affordable(chunks: StepBuilder, start: int, most: int, page: int) -> int:
 
 @compiled
 def _price(chunks: StepBuilder, start: int, count: int) -> float:
-    """Tokens of the budget that a chunk takes: its own, and its attention as the tokens that take as long."""
+    """Count tokens of the budget that a chunk takes: its own, and its attention as the tokens that take as long."""
     return count + chunks.totals[0].pair_price * pairs_of(chunks.reach, float(start), count)
 
 

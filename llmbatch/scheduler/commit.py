@@ -281,7 +281,7 @@ def _victim(state: SchedulerState) -> int:
 
 @compiled
 def _cost_again(state: SchedulerState, slot: int) -> float:
-    """Seconds to compute a sequence again for each page that it frees, more where it was preempted before.
+    """Predict seconds to compute a sequence again for each page that it frees, more where it was preempted before.
 
     Pages that others hold too are neither freed nor computed again.
     """

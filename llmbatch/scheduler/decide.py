@@ -62,7 +62,7 @@ from llmbatch.scheduler.token_budget import Load, prices, step_tokens
 
 @compiled
 def needs_attention(state: SchedulerState, now: float) -> bool:
-    """Whether something must be done before the next step that compiled code cannot do.
+    """Tell whether something must be done before the next step that compiled code cannot do.
 
     A sequence outlived its estimate or was preempted since, or tables are too narrow for a decode's next page.
     """

@@ -36,7 +36,7 @@ class KVForecast(NamedTuple):
         return cls(np.empty(capacity, np.int32), np.empty(capacity), np.empty(capacity), np.zeros(1, np.int64))
 
     def grown(self) -> KVForecast:
-        """The same with twice the room."""
+        """Return the same with twice the room."""
         old = len(self.slots)
         new = KVForecast.empty(2 * old)
         new.slots[:old], new.ends[:old], new.bases[:old] = self.slots, self.ends, self.bases
@@ -91,7 +91,7 @@ def forget(peak: KVForecast, slot: int) -> None:
 
 @compiled
 def most(peak: KVForecast, end: float, base: float) -> float:
-    """The most tokens held up to the end of a sequence with this end and base, if it were counted too.
+    """Find the most tokens held up to the end of a sequence with this end and base, if it were counted too.
 
     What is held later does not depend on it: a short sequence may enter although long ones are expected to be too
     much in the end.

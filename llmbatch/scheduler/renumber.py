@@ -26,7 +26,7 @@ from llmbatch.scheduler.state import SequenceTable
 
 
 def carry_running(run: SequenceTable, numbers: NDArray[np.int32]) -> SequenceTable:
-    """The same sequences under other `numbers`, int32 by their request's old one; of those that run, none is -1."""
+    """Return the sequences under other `numbers`, int32 by their old request; of those that run, none is -1."""
     slots = run.slots.copy()
     used = slots["request"] >= 0
     slots["request"][used] = numbers[slots["request"][used]]
@@ -37,7 +37,7 @@ def carry_running(run: SequenceTable, numbers: NDArray[np.int32]) -> SequenceTab
 def carry_peak(
     peak: KVForecast, run: SequenceTable, pages: PagePool, numbers: NDArray[np.int32], trie: PageTrie
 ) -> KVForecast:
-    """What is predicted of sequences `run` over `pages`, both as they were, once `trie` says which pages they share."""
+    """Predict the peak of sequences `run` over `pages`, both as they were, once `trie` tells what they share."""
     requests = run.slots["request"][peak.slots[: peak.size[0]]]
     bases = peak.bases.copy()
     bases[: len(requests)] += (pages.depth[requests] - trie.depth[numbers[requests]]) * pages.page_size
@@ -47,7 +47,7 @@ def carry_peak(
 def find_pages(
     pages: PagePool, prompts: Prompts, rows: NDArray[np.int32], lcp: NDArray[np.int32], numbers: NDArray[np.int32]
 ) -> NDArray[np.int32]:
-    """How many leading pages are there of each row that joins, int32 by its new number.
+    """Count how many leading pages are there of each row that joins, int32 by its new number.
 
     `rows` and `lcp` are those of the new shard's tree; rows that have `numbers` were in the shard before.
     """
@@ -59,7 +59,7 @@ def find_pages(
 
 
 def pages_spared(pages: PagePool, rows: NDArray[np.int32]) -> NDArray[np.int32]:
-    """How many leading pages of each row need not be computed for it, int32 by its number.
+    """Count how many leading pages of each row need not be computed for it, int32 by its number.
 
     They are there, or a sequence that runs computes them, or a row that comes before it among the sorted `rows`.
     """
@@ -69,7 +69,7 @@ def pages_spared(pages: PagePool, rows: NDArray[np.int32]) -> NDArray[np.int32]:
 
 
 def carry_pages(pages: PagePool, numbers: NDArray[np.int32], trie: PageTrie, width: int, prompts: Prompts) -> PagePool:
-    """The same pages, whose arrays are taken over, published by another trie; tables at least `width` pages wide."""
+    """Return the pages, whose arrays are taken over, published by another trie; tables are `width` wide or wider."""
     empty = PagePool.empty(pages.num_pages, trie, slots=1, width=1)
     request = pages.request.copy()
     request[request >= 0] = numbers[request[request >= 0]]
@@ -93,7 +93,7 @@ def carry_pages(pages: PagePool, numbers: NDArray[np.int32], trie: PageTrie, wid
 
 @compiled
 def _publish_anew(pages: PagePool, before: NDArray[np.int32]) -> None:
-    """Number the pages by the trie, those of the trie `before` and those that are kept."""
+    """Give numbers to the pages by the trie, those of the trie `before` and those that are kept."""
     for page in before:
         if page >= 0:
             pages.node[page] = LOOSE

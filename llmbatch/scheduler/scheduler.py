@@ -153,7 +153,7 @@ class Scheduler:
         )
 
     def found(self, prompts: Prompts, tree: PrefixTree, numbers: NDArray[np.int32]) -> NDArray[np.int32]:
-        """How many leading pages are there of each row of a shard that is to join, int32 by its new number."""
+        """Count how many leading pages are there of each row of a shard that is to join, int32 by its new number."""
         return find_pages(self.state.pages, prompts, tree.rows, tree.lcp, numbers)
 
     def enqueue(self, waiting: QueueUpdate) -> None:
@@ -196,7 +196,7 @@ class Scheduler:
         return bool(is_done(self.state))
 
     def unfinished(self) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        """Requests admitted and not ended, and the tokens each has generated."""
+        """Return requests admitted and not ended, and the tokens each has generated."""
         records = self.state.run.slots[self._admitted()]
         return records["request"], (records["known"] - records["prompt"]).astype(np.int32)
 
@@ -206,7 +206,7 @@ class Scheduler:
         return np.asarray(np.maximum(records["computed"], records["reached"]))
 
     def decide(self) -> Step:
-        """The next step. There must be something to do."""
+        """Decide the next step. There must be something to do."""
         assert not self.done, "there is nothing left to decide"
         self.attend()
         while not decide_step(self.state, float(self.steps)):

@@ -82,7 +82,7 @@ class SequenceTable(NamedTuple):
         return cls(slots, free, decoding, prefilling, preempted, counts, np.zeros(2))
 
     def grown(self) -> SequenceTable:
-        """The same with twice the slots."""
+        """Return the same with twice the slots."""
         old = len(self.slots)
         new = SequenceTable.empty(2 * old)
         new.slots[:old] = self.slots
@@ -143,7 +143,7 @@ class StepBuilder(NamedTuple):
         return cls(slots, counts, np.empty(capacity, np.bool_), records(StepTotals), reach)
 
     def grown(self) -> StepBuilder:
-        """The same with twice the room."""
+        """Return the same with twice the room."""
         old = len(self.slots)
         new = StepBuilder.empty(2 * old, self.reach)
         new.slots[:old], new.counts[:old], new.samples[:old] = self.slots, self.counts, self.samples
@@ -159,7 +159,7 @@ class RemainingWork:
 
 
 def remaining_work(compute_seconds: float, memory_seconds: float) -> Records[RemainingWork]:
-    """One record of remaining work."""
+    """Return one record of remaining work."""
     work = records(RemainingWork)
     work[0].compute_seconds, work[0].memory_seconds = compute_seconds, memory_seconds
     return work

@@ -83,14 +83,14 @@ class BudgetRules(NamedTuple):
 
     @classmethod
     def of(cls, budget: Budget) -> BudgetRules:
-        """The rules of a `Budget`."""
+        """Return the rules of a `Budget`."""
         if isinstance(budget, FixedBudget):
             return cls(budget.step_tokens, Rates(0.0, 0.0, 0.0, 0.0, 0.0, False), 0.0, 0, 0)
         return cls(0, budget.rates, budget.weights_per_pool, budget.floor, budget.ceiling)
 
 
 def steady_budget(decided: Plan, cost: CostModel, pool_tokens: int, answer: float) -> FixedBudget:
-    """The budget for a plan whose rows are of one kind and generate `answer` tokens in the mean."""
+    """Build the budget for a plan whose rows are of one kind and generate `answer` tokens in the mean."""
     token = float(cost.prompt_seconds(1))
     wanted = 2 * cost.weight_seconds / token
     if cost.hardware.step_seconds > 0:
@@ -103,7 +103,7 @@ def steady_budget(decided: Plan, cost: CostModel, pool_tokens: int, answer: floa
 
 @compiled
 def step_tokens(rules: BudgetRules, load: Load) -> int:
-    """Tokens of the step, prefill and decode together; attention and sampling are paid for in tokens (`prices`)."""
+    """Count the tokens of a step, prefill and decode; attention and sampling are paid for in tokens (`prices`)."""
     if rules.fixed > 0:
         return max(rules.fixed, load.decodes)
     if load.decodes == 0:
@@ -125,7 +125,7 @@ def step_tokens(rules: BudgetRules, load: Load) -> int:
 
 @compiled
 def prices(rules: BudgetRules) -> tuple[float, float, float]:
-    """Tokens of the budget that a pair of query and key takes, and one sampled; tokens given whatever attention takes.
+    """Return what a pair of query and key, and a sampled token, take of the budget; and what attention gets anyway.
 
     Nothing where the budget is fixed. Where the reading of the weights hides products it does not hide attention, so a
     chunk whose attention takes long gets all the tokens whose products are hidden.

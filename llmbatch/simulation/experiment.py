@@ -112,7 +112,7 @@ def _file(name: str, value: object) -> Path:
 
 
 def read_shape(name: str) -> ModelShape:
-    """The shape of that name, or of the transformers config in a folder, in 2-byte weights and KV.
+    """Return the shape of that name, or of the transformers config in a folder, in 2-byte weights and KV.
 
     As in the named shapes, every token passes embedding and LM head. Raises InputError.
     """

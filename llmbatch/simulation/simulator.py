@@ -59,11 +59,11 @@ class SimulationReport:
     replica_seconds: tuple[float, ...] = ()  # of each replica, where there are several
 
     def to_dict(self) -> dict[str, Any]:
-        """The figures as JSON values."""
+        """Return the figures as JSON values."""
         return {**asdict(self), "replica_seconds": list(self.replica_seconds)}
 
     def to_text(self) -> str:
-        """The figures for a person."""
+        """Return the figures for a person."""
         lines = [
             f"requests         {self.requests:,} ({self.errors:,} can never fit, {self.cut:,} end early), "
             f"{self.prompt_tokens:,} prompt and {self.output_tokens:,} output tokens",
@@ -93,12 +93,12 @@ class Simulation:
     step_shards: NDArray[np.int32] | None = None  # the replica of each step, where there are several
 
     def steps_table(self) -> pa.Table:
-        """The steps as a table."""
+        """Return the steps as a table."""
         shards = {} if self.step_shards is None else {"shard": self.step_shards}
         return pa.table({name: self.steps[name] for name in STEP.names or ()} | shards)
 
     def requests_table(self) -> pa.Table:
-        """The requests as a table, in input order; null where a request can never fit."""
+        """Return the requests as a table, in input order; null where a request can never fit."""
         missing = self.requests["finished_step"] < 0
         columns: dict[str, Any] = {"row": np.arange(len(missing), dtype=np.int32)}
         columns |= {name: pa.array(values, mask=missing) for name, values in self.requests.items()}
@@ -107,7 +107,7 @@ class Simulation:
 
 
 def pool_of(cost: CostModel, kv_memory: float | None, page_size: int = PAGE_SIZE) -> Pool:
-    """The pages of `kv_memory` bytes; by default what a device has beside the weights and 4 GB a card.
+    """Return the pages of `kv_memory` bytes; by default what a device has beside the weights and 4 GB a card.
 
     Raises ParameterError where the model does not fit.
     """
@@ -161,7 +161,7 @@ def simulate_trace(
 
 
 def describe(trace: Trace, pool: Pool, lengths: Knowledge, max_tokens: int | None = None) -> Workload:
-    """A trace as a workload: the rows whose prompts fit the pool, their lengths known or not.
+    """Return a trace as a workload: the rows whose prompts fit the pool, their lengths known or not.
 
     `max_tokens` is the cap that users give; without one, answers may be as long as pool and context allow.
     """

@@ -40,11 +40,11 @@ class Reports(Protocol):
     """The ledger, as a call sees it."""
 
     def begin(self, shard: int) -> ShardHistory:
-        """A call begins to work on a shard."""
+        """Take note that a call begins to work on a shard."""
         ...
 
     def report(self, shard: int, call: int, answers: pa.RecordBatch, *, last: bool) -> None:
-        """Rows of a shard were answered in a call."""
+        """Keep rows of a shard that were answered in a call."""
         ...
 
 
@@ -83,7 +83,7 @@ class ShardQueue:
             return bool(self._windows or self._suspects)
 
     def next(self, wait: bool) -> Window | None:
-        """The next window, if one is ready that may join. An engine that would `wait` for one is empty."""
+        """Return the next window, if one is ready that may join. An engine that would `wait` for one is empty."""
         with self._changed:
             if self._apart or (self._suspects and self._used):
                 return None
@@ -99,7 +99,7 @@ class ShardCall:
     def __init__(
         self, shard: int, table: pa.Table, hashes: NDArray[np.uint64], known: ShardHistory, flight: InFlightRows
     ) -> None:
-        """`hashes` uint64 [rows] are those of the prompts."""
+        """Take a call's table; `hashes` uint64 [rows] are those of its prompts."""
         self._shard, self._number, self._flight = shard, known.call, flight
         self.table = table
         self._rows = np.zeros(table.num_rows, ROW)
@@ -124,7 +124,7 @@ class ShardCall:
         return keys
 
     def parts(self) -> Iterator[tuple[NDArray[np.int64], int]]:
-        """Rows that are to be run beside each other, and in how many deaths they were involved."""
+        """Return parts of rows that are to run beside each other, and in how many deaths each was involved."""
         for deaths in range(MOST_DEATHS + 1):
             rows = np.flatnonzero(self._todo & (np.minimum(self._deaths, MOST_DEATHS) == deaths))
             most = TOGETHER[deaths - 1] if 0 < deaths < MOST_DEATHS else max(1, len(rows))
@@ -132,12 +132,12 @@ class ShardCall:
                 yield rows[start : start + most], deaths
 
     def begun(self, rows: NDArray[np.int64]) -> None:
-        """Rows are given to the engine, some of them perhaps once more."""
+        """Take note of rows that are given to the engine, some of them perhaps once more."""
         fresh = rows[self._slots[rows] < 0]
         self._slots[fresh] = self._flight.enter(self._rows[fresh])
 
     def answered(self, rows: NDArray[np.int64], answers: pa.RecordBatch) -> None:
-        """Rows have their answers; `answers` are of `ANSWER_ROWS`."""
+        """Take the answers of rows; `answers` are of `ANSWER_ROWS`."""
         self._flight.end(self._slots[rows[self._slots[rows] >= 0]])
         columns = answers.columns
         columns[0] = pa.array(rows.astype(np.int32))
@@ -147,7 +147,7 @@ class ShardCall:
             self._changed.notify()
 
     def fail(self, error: BaseException) -> None:
-        """The engine is no more."""
+        """Tell the call that the engine is no more."""
         with self._changed:
             self._error = error
             self._changed.notify()
@@ -169,7 +169,7 @@ class ShardCall:
         return add_answers(self.table, self._batches)
 
     def _take(self, left: int) -> pa.RecordBatch:
-        """The fresh answers, when there are some to report or a second has passed."""
+        """Take the fresh answers, when there are some to report or a second has passed."""
         enough = min(left, _ROWS_AT_RISK)
         with self._changed:
             self._changed.wait_for(
@@ -204,7 +204,7 @@ class SharedEngine(AnswerSink):
         self._thread.start()
 
     def answer(self, call: ShardCall, reports: Reports) -> pa.Table:
-        """The call's table with its answers. Raises what the engine fails of: JobError, ModelError."""
+        """Return the call's table with its answers. Raises what the engine fails of: JobError, ModelError."""
         parts = {next(self._numbers): _Part(call, rows, deaths) for rows, deaths in call.parts()}
         windows = [self._window(number, part) for number, part in parts.items()]
         with self._lock:
@@ -227,7 +227,7 @@ class SharedEngine(AnswerSink):
         self._thread.join()
 
     def begun(self, window: Window, rows: NDArray[np.int32]) -> None:
-        """Rows are given to the engine."""
+        """Take note of rows that are given to the engine."""
         part = self._parts[window.number]
         part.call.begun(part.rows[rows])
 
@@ -280,7 +280,7 @@ class SharedEngine(AnswerSink):
 
 
 def _recall(answers: pa.Table, hashes: NDArray[np.uint64]) -> pa.Table:
-    """What the ledger knows (`REPORT`) as answers of these rows (`ANSWER_ROWS`)."""
+    """Return what the ledger knows (`REPORT`) as answers of these rows (`ANSWER_ROWS`)."""
     order = np.argsort(hashes, kind="stable")
     ordered = hashes[order]
     wanted = answers["row"].to_numpy()

@@ -65,7 +65,7 @@ def map_dataset(
     rows_per_shard: int = ROWS_PER_SHARD,
     quiet: bool = False,
 ) -> ray.data.Dataset:
-    """Every row of a Ray dataset with the columns of its answer, on several actors.
+    """Answer every row of a Ray dataset, on several actors; rows keep their columns and get those of the answers.
 
     `op` is `LLMOperator(...)`. `concurrency` is the number of actors, or the fewest and the most of a pool that
     grows and shrinks; the four after it are what each takes of its node. The dataset's prompts are read at once, and
@@ -151,7 +151,7 @@ def _warn_of_too_few_cpus(actors: int, each: float) -> None:
 
 
 def _checked(ds: ray.data.Dataset, worker: Worker) -> pa.Schema:
-    """The dataset's schema. Raises DataError where its rows cannot be answered."""
+    """Return the dataset's schema. Raises DataError where its rows cannot be answered."""
     schema = ds.schema()
     if schema is not None and isinstance(schema.base_schema, pa.Schema):
         known = schema.base_schema
@@ -165,7 +165,7 @@ def _checked(ds: ray.data.Dataset, worker: Worker) -> pa.Schema:
 
 
 def _outlines(ds: ray.data.Dataset, options: Options) -> pa.Table:
-    """The outlines of all rows, read now."""
+    """Compute the outlines of all rows, read now."""
     columns = _columns(options)
     needed = ds.select_columns(columns) if columns else ds
     outlined = _map(needed, _outline, fn_kwargs={"options": options}, batch_size=_OUTLINED)
@@ -179,14 +179,14 @@ def _outline(table: pa.Table, *, options: Options) -> pa.Table:
 
 
 def _planning(options: Options) -> Options:
-    """The same for processes that compute nothing, and may have no GPU or should leave it to others."""
+    """Return the same options for processes that compute nothing, and may have no GPU or should leave it to others."""
     if options.device == "cpu":
         return options
     return replace(options, device="cpu", dtype="bfloat16" if options.dtype == "float16" else options.dtype)
 
 
 def _prompt_hashes(table: pa.Table, options: Options) -> NDArray[np.uint64]:
-    """The hash of what decides each row's answer."""
+    """Compute the hash of what decides each row's answer."""
     return hash_rows(table.select(_columns(options)))
 
 
@@ -196,14 +196,14 @@ def _columns(options: Options) -> list[str]:
 
 
 def _assign(table: pa.Table, *, options: Options, shards: Any) -> pa.Table:
-    """The table with the number of each row's shard."""
+    """Return the table with the number of each row's shard."""
     found: Shards = ray.get(shards)
     contents = hash_rows(table) if found.spread else None
     return table.append_column(_SHARD, pa.array(found.of(_prompt_hashes(table, options), contents)))
 
 
 def _pack(table: pa.Table) -> pa.Table:
-    """The table as one row."""
+    """Return the table as one row."""
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, table.schema) as writer:
         writer.write_table(table)
@@ -221,12 +221,12 @@ class _LedgerActor(Ledger):
         return "llmbatch"
 
     def __ray_shutdown__(self) -> None:
-        """Called by Ray when nobody knows this actor any more."""
+        """End; Ray calls this when nobody knows this actor any more."""
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
 def _start_ledger(rows: int, quiet: bool) -> Any:
-    """A ledger on the driver's node. It ends with the last dataset that knows it."""
+    """Start a ledger on the driver's node. It ends with the last dataset that knows it."""
     folder = tempfile.mkdtemp(prefix="llmbatch-ledger-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
@@ -253,7 +253,7 @@ class _Actor:
     """What Ray Data constructs in each actor, and calls with one shard at a time in each of a few threads."""
 
     def __init__(self, options: Options, ledger: Any, host_dtype: DType) -> None:
-        """`host_dtype` are the numbers of actors that run on processors, each of which would measure them anew."""
+        """Take an operator's options; `host_dtype` is the dtype of actors on processors, measured once for all."""
         if options.engine == "torch" and options.dtype == "auto":
             from llmbatch.engine.devices import find_platform
 
@@ -286,7 +286,7 @@ class _Actor:
 
 
 def _lost(home: ActorHome) -> NDArray[np.void] | None:
-    """The rows that a process had in flight; None where it did not die of them: it ended itself, or with its node."""
+    """Find the rows that a process had in flight; None if it did not die of them: it ended, or its node did."""
     there = NodeAffinitySchedulingStrategy(home.node, soft=False)
     try:
         rows: NDArray[np.void] | None = ray.get(_read_flight.options(scheduling_strategy=there).remote(home.file))
