@@ -135,22 +135,39 @@ def cut_items(
     shared_tokens = np.zeros(1, np.int32)
     if groups.rows > 0 and window == 0 and decodes >= groups.rows:
         group, shared_tokens = _groups(tables, slots, starts, decodes, size, groups)
+    order, bounds = _rows_of_groups(group, len(shared_tokens))
+    shared, shared_parts = _shared_items(shared_tokens, order, bounds, block_tokens, heads, programs)
+    own, parts = _decode_items(starts, group, shared_tokens, shared_parts, window, heads, programs)
+    return WorkItems(own, _prefill_items(starts, counts, decodes, block_tokens), shared, order, parts)
 
-    bounds = np.zeros(len(shared_tokens) + 1, np.int32)  # of each group's rows in `order`
-    total = 0
-    for i in range(decodes):
+
+@compiled
+def _rows_of_groups(group: NDArray[np.int32], groups: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """Sort the decodes that have a group by it; return them, and the bounds of each group among them."""
+    bounds = np.zeros(groups + 1, np.int32)
+    for i in range(len(group)):
         if group[i] >= 0:
             bounds[group[i] + 1] += 1
-        total += starts[i] + 1 - _low(i, group, shared_tokens, starts, window)
     bounds = np.cumsum(bounds).astype(np.int32)
     order = np.empty(bounds[-1], np.int32)
     filled = bounds[:-1].copy()
-    for i in range(decodes):
+    for i in range(len(group)):
         if group[i] >= 0:
             order[filled[group[i]]] = i
             filled[group[i]] += 1
+    return order, bounds
 
-    # Shared prefixes: blocks of their rows, and their keys in parts where blocks are few.
+
+@compiled
+def _shared_items(
+    shared_tokens: NDArray[np.int32],
+    order: NDArray[np.int32],
+    bounds: NDArray[np.int32],
+    block_tokens: int,
+    heads: int,
+    programs: int,
+) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """Cut shared prefixes: blocks of their rows, and their keys in parts if blocks are few; also each group's parts."""
     shared_parts = np.zeros(len(shared_tokens), np.int32)
     blocks = np.zeros(len(shared_tokens), np.int32)
     for g in range(len(shared_tokens)):
@@ -169,8 +186,24 @@ def cut_items(
                 shared[b, TOKENS], shared[b, POSITION] = min(block_tokens, bounds[g + 1] - first), EVERYTHING
                 shared[b, BEGIN], shared[b, END], shared[b, PART] = begin, end, part
                 b += 1
+    return shared, shared_parts
 
-    # Decodes: what is left of each one's keys, in parts of like size.
+
+@compiled
+def _decode_items(
+    starts: NDArray[np.int32],
+    group: NDArray[np.int32],
+    shared_tokens: NDArray[np.int32],
+    shared_parts: NDArray[np.int32],
+    window: int,
+    heads: int,
+    programs: int,
+) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """Cut what is left of each decode's keys into parts of like size; also which parts are merged into each decode."""
+    decodes = len(group)
+    total = 0
+    for i in range(decodes):
+        total += starts[i] + 1 - _low(i, group, shared_tokens, starts, window)
     most = max(LEAST_KEYS, -(-total * heads // programs))
     parts = np.zeros((decodes, 2), np.int32)
     count, waiting = 0, 0
@@ -190,15 +223,21 @@ def cut_items(
             own[b, BEGIN], own[b, END] = _cut(begin, end, cuts, cut)
             own[b, PART] = before + cut if parts[i, 0] > 0 else -1
             b += 1
+    return own, parts
 
-    # Prefills: the longest first, so that none of them is alone at the end.
+
+@compiled
+def _prefill_items(
+    starts: NDArray[np.int32], counts: NDArray[np.int32], decodes: int, block_tokens: int
+) -> NDArray[np.int32]:
+    """Cut prefills into blocks of tokens, the longest first, so that none of them is alone at the end."""
     count = 0
-    for i in range(decodes, len(slots)):
+    for i in range(decodes, len(counts)):
         count += -(-counts[i] // block_tokens)
     prefills = np.zeros((count, COLUMNS), np.int32)
     keys = np.empty(count, np.int64)
     b, row = 0, decodes
-    for i in range(decodes, len(slots)):
+    for i in range(decodes, len(counts)):
         for first in range(0, counts[i], block_tokens):
             tokens = min(block_tokens, counts[i] - first)
             prefills[b, SEQUENCE], prefills[b, FIRST], prefills[b, TOKENS] = i, row + first, tokens
@@ -208,7 +247,7 @@ def cut_items(
             keys[b] = -prefills[b, END]
             b += 1
         row += counts[i]
-    return WorkItems(own, prefills[np.argsort(keys, kind="mergesort")], shared, order, parts)
+    return prefills[np.argsort(keys, kind="mergesort")]
 
 
 class MostItems(NamedTuple):

@@ -36,7 +36,6 @@ from llmbatch.runtime.shard_run import run_shard
 from llmbatch.runtime.step_loop import drive
 from llmbatch.scheduler.output import Step
 from llmbatch.scheduler.scheduler import FinishedSequences
-from llmbatch.scheduler.token_budget import Rates
 from llmbatch.simulation.mixes import MIXES, Mix, draw_mix
 from llmbatch.simulation.simulator import run_workload
 from llmbatch.simulation.traces import Trace, read_traces
@@ -168,7 +167,7 @@ def job(stage: Stage, requests: RequestBatch, strategy: Strategy, pool: Pool, or
     scheduling = Scheduling(order=order, max_running=len(requests))
     workload = Workload.of(requests)
     forecast = run_workload(workload, requests.max_tokens, cost, pool, scheduling).report
-    engine = stage.engine(strategy, Rates.of(cost), num_pages=pool.num_pages)
+    engine = stage.engine(strategy, cost.rates, num_pages=pool.num_pages)
     engine.begin(requests)
     noted = Noted(engine, cost.rates.reach)
     begun = time.perf_counter()

@@ -24,7 +24,6 @@ from llmbatch.engine.gpu.sm_partition import NoGreenContexts
 from llmbatch.engine.gpu.strategies import STRATEGIES
 from llmbatch.perf_model.cost import SEQUENTIAL, CostModel, Overlap
 from llmbatch.perf_model.fit import calibrate, judge, predict
-from llmbatch.scheduler.token_budget import Rates
 
 _SHARE = 0.65  # of the card's memory, for pages: the weights and a step's own memory need the rest
 
@@ -102,7 +101,7 @@ def any_engine(stage: Stage) -> CostModel:
 def efficiencies(stage: Stage) -> dict[str, float]:
     """What kernels alone reach of the ceilings: a chunk's products and attention, and decodes' attention."""
     kind = StepKind(prefills=((0, stage.sizes.chunk),))
-    engine = stage.engine("sequential", Rates.of(stage.ceiling_cost), num_pages=kind.pages(stage.page_size))
+    engine = stage.engine("sequential", stage.ceiling_cost.rates, num_pages=kind.pages(stage.page_size))
     randomise(engine)
     took = time_step(engine, kind, runs=stage.sizes.runs)[1]
     least = float(predict(any_engine(stage), measured([kind], [took], stage.ceiling_cost.rates.reach))[0])

@@ -47,7 +47,7 @@ class EngineFactory:
     def engine(self, loaded: LoadedModel, decode: Callable[[NDArray[np.int32]], str]) -> StreamEngine:
         """Build a new engine, with the memory of the pool; `decode` turns tokens into text."""
         if self.attention is not None:
-            return self.accelerated(loaded, strategy=self.strategy, rates=Rates.of(self.cost), decode=decode)
+            return self.accelerated(loaded, strategy=self.strategy, rates=self.cost.rates, decode=decode)
         from llmbatch.engine.cpu.engine import CpuEngine
 
         return CpuEngine(loaded, num_pages=self.pool.num_pages, page_size=self.pool.page_size, decode=decode)

@@ -1,4 +1,4 @@
-"""One table through a stream: a feed of one window, and a sink that keeps its answers in memory."""
+"""One table through a stream: a source of one window, and a sink that keeps its answers in memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from llmbatch.inference.window import Window
 
 @dataclass(slots=True)
 class OneWindow:
-    """A feed of one window."""
+    """A source of one window."""
 
     window: Window | None
 
@@ -29,14 +29,14 @@ class Gathered(AnswerSink):
     """Keeps the answers of a table, and counts them for a progress display."""
 
     progress: Progress
-    gate: ErrorBudget
+    error_budget: ErrorBudget
     batches: list[pa.RecordBatch] = field(default_factory=list)
     rows: int = 0
     tokens: int = 0
 
     def write(self, window: Window, rows: pa.RecordBatch) -> None:
         """Keep a batch."""
-        self.gate.answered(0, rows)
+        self.error_budget.answered(0, rows)
         self.batches.append(rows)
         self.rows += rows.num_rows
         self.tokens += tokens_of(rows)

@@ -166,13 +166,13 @@ class Worker:
 
     def stream(
         self,
-        feed: WindowSource[Window],
+        windows: WindowSource[Window],
         sink: AnswerSink,
         *,
         at_risk: FlushPolicy | None = None,
         goes_on: bool = False,
     ) -> Totals:
-        """Answer every row of the feed's windows. Raises what the sink raises, `Stop` among it, and JobError.
+        """Answer every row of the windows. Raises what the sink raises, `Stop` among it, and JobError.
 
         Answers are handed to the sink when so many are `at_risk`, and where the stream ends, also by an error. A job
         that `goes_on` begins with few rows (`llmbatch.runtime.stream.Stream`).
@@ -184,7 +184,7 @@ class Worker:
             engines, self.pool, self.cost, self.scheduling, answering, row_timeout=timeout, goes_on=goes_on
         )
         try:
-            totals = stream.run(feed)
+            totals = stream.run(windows)
         except (Stop, JobError, KeyboardInterrupt):
             answering.flush()
             raise
@@ -206,8 +206,8 @@ class Worker:
         for note in notes:
             progress.say(note)
         progress.start(table.num_rows)
-        gate = ErrorBudget(rows=table.num_rows, max_error_rate=None, raises=self.options.on_error == "raise")
-        sink = Gathered(progress, gate)
+        error_budget = ErrorBudget(rows=table.num_rows, max_error_rate=None, raises=self.options.on_error == "raise")
+        sink = Gathered(progress, error_budget)
         totals = self.stream(OneWindow(window), sink)
         answered = add_answers(table, sink.batches)
         seconds = time.perf_counter() - begun - loading

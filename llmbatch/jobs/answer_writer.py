@@ -52,7 +52,7 @@ class AnswerWriter(AnswerSink):
         names: WorkFiles,
         builder: PartBuilder,
         lock: Lock,
-        gate: ErrorBudget,
+        error_budget: ErrorBudget,
         progress: Progress,
         stopping: StopRequest,
     ) -> None:
@@ -61,7 +61,7 @@ class AnswerWriter(AnswerSink):
         self.notes: list[str] = []
         self.last: tuple[Window, list[pa.RecordBatch]] | None = None  # the window that was closed last, and its answers
         self._output, self._names, self._builder, self._lock = output, names, builder, lock
-        self._gate, self._progress, self._stopping = gate, progress, stopping
+        self._error_budget, self._progress, self._stopping = error_budget, progress, stopping
         self._open: dict[int, _Open] = {}
         self._tokens = 0
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="writer")
@@ -94,7 +94,7 @@ class AnswerWriter(AnswerSink):
         self._count(earlier.num_rows, tokens_of(earlier), 0)
         for batch in batches:
             self._queue(partial(self._builder.write, window, batch))
-            self._gate.answered(window.first, batch)
+            self._error_budget.answered(window.first, batch)
         self._close_if_whole(window)
 
     def write(self, window: Window, rows: pa.RecordBatch) -> None:
@@ -112,7 +112,7 @@ class AnswerWriter(AnswerSink):
 
         self._queue(keep)
         self._count(rows.num_rows, tokens_of(rows), 0)
-        self._gate.answered(window.first, rows)
+        self._error_budget.answered(window.first, rows)
         self._close_if_whole(window)
 
     def after_step(self) -> None:
@@ -146,7 +146,7 @@ class AnswerWriter(AnswerSink):
     def _count(self, rows: int, tokens: int, errors: int) -> None:
         self.rows += rows
         self._tokens += tokens
-        self._gate.count(errors)
+        self._error_budget.count(errors)
         self._progress.advance(Advance(self.rows, self._tokens))
 
     def _close_if_whole(self, window: Window) -> None:

@@ -32,7 +32,7 @@ from llmbatch.jobs.forecast import MOST_SIMULATED, Forecast, compare, forecast
 from llmbatch.jobs.options import ExplainArgs, JobArgs, JobOptions, RunArgs
 from llmbatch.jobs.part_builder import CompletedWindow, CompletionOrderParts, InputOrderParts, PartBuilder
 from llmbatch.jobs.prior_answers import JournalSource, PriorAnswers, keys_of
-from llmbatch.jobs.resume import AlreadyFinished, JobState, Resume, Wish, kept_dtype, plan_resume
+from llmbatch.jobs.resume import AlreadyFinished, JobState, Resume, kept_dtype, plan_resume
 from llmbatch.jobs.row_keys import check_contents, check_ids
 from llmbatch.jobs.window_loader import WindowLoader
 from llmbatch.jobs.window_loader import window_rows as window_rows_of
@@ -110,15 +110,10 @@ def run(
         dtype=worker.dtype,
         earlier_window_rows=[],
     )
-    wish = Wish(
-        retry_errors=asked.retry_errors,
-        start_over=asked.starts_over,
-        overwrite=asked.overwrite,
-        answer_changed=asked.changed_rows == "answer",
-        window_rows=asked.window_rows,
+    error_budget = ErrorBudget(
+        rows=source.num_rows, max_error_rate=asked.max_error_rate, raises=built.on_error == "raise"
     )
-    gate = ErrorBudget(rows=source.num_rows, max_error_rate=asked.max_error_rate, raises=built.on_error == "raise")
-    job = _Job(worker, source, target, fresh, wish, gate, progress or Silence(), stopping)
+    job = _Job(worker, source, target, fresh, asked, error_budget, progress or Silence(), stopping)
     return job.run(begun)
 
 
@@ -134,18 +129,18 @@ class _Job:
         source: Dataset,
         output: Output,
         fresh: JobState,
-        wish: Wish,
-        gate: ErrorBudget,
+        options: JobOptions,
+        error_budget: ErrorBudget,
         progress: Progress,
         stopping: StopRequest,
     ) -> None:
         self._worker, self._source, self._output, self._fresh = worker, source, output, fresh
-        self._wish, self._gate, self._progress, self._stopping = wish, gate, progress, stopping
+        self._options, self._error_budget, self._progress, self._stopping = options, error_budget, progress, stopping
         self._id: str | None = fresh.command["id_column"]
 
     def run(self, begun: float) -> Report:
         """Begin the job or go on with it, and finish it. Nothing goes before the engine is there."""
-        output, start_over = self._output, self._wish.start_over
+        output, start_over = self._output, self._options.starts_over
         with ExitStack() as stack:
             lock = None
             goes_on = bool(output.work.names())
@@ -154,13 +149,13 @@ class _Job:
                 with suppress(*((DataError, StorageError) if start_over else ())):
                     output.resume_ending()
             before = output.state()
-            decided = plan_resume(output, self._fresh, self._source, self._gate, self._wish)
+            decided = plan_resume(output, self._fresh, self._source, self._error_budget, self._options)
             if isinstance(decided, AlreadyFinished):
                 if lock is not None:
                     output.tidy()
                 output.work.leave()  # empty, of one that was killed when all was done
                 return replace(decided.report, finished_before=True)
-            if decided.changed and not self._wish.answer_changed:
+            if decided.changed and self._options.changed_rows == "refuse":
                 check_contents(self._source, PriorAnswers(decided.sources, without_errors=False), self._id)
             self._worker.load()
             if lock is None:
@@ -171,57 +166,47 @@ class _Job:
                 output.start_over()
             return self._answer(decided, lock, begun, goes_on=goes_on)
 
-    def _answer(self, going: Resume, lock: Lock, begun: float, *, goes_on: bool) -> Report:
-        output, layout = self._output, going.layout
+    def _answer(self, resume: Resume, lock: Lock, begun: float, *, goes_on: bool) -> Report:
+        output, layout = self._output, resume.layout
         output.begin()
         layout.write(output.work)
-        older = PriorAnswers(going.sources, without_errors=layout.without_errors)
-        shelf: PartBuilder = (
+        older = PriorAnswers(resume.sources, without_errors=layout.without_errors)
+        builder: PartBuilder = (
             InputOrderParts(output, layout.names)
             if layout.preserve_order
             else CompletionOrderParts(output, layout.window_rows)
         )
-        book = AnswerWriter(output, layout.names, shelf, lock, self._gate, self._progress, self._stopping)
-        self._stopping.at_once = False  # from here on the feed looks, and rows in flight may end
+        writer = AnswerWriter(output, layout.names, builder, lock, self._error_budget, self._progress, self._stopping)
+        self._stopping.at_once = False  # from here on the window loader looks, and rows in flight may end
         self._progress.start(layout.rows)
         for note in self._worker.notes:
             self._progress.say(note)
-        begun_windows, whole = layout.names.windows(output.work.names())
-        for number in sorted(whole):
-            book.resume(number, CompletedWindow.read(output, layout.names, number, layout.rows_of(number)))
-        journals = (Journal.open(output.work, layout.names.journal(number)) for number in begun_windows)
-        found = book.rows + sum(batch.num_rows for journal in journals for batch in journal.records())
-        if len(older):  # of rows that may be gone, or are to be run again; which ones shows window by window
-            self._progress.say(
-                "going on with answers that are there already: those of rows that are as they were are kept"
-            )
-        elif found:
-            self._progress.say(f"going on with a job of which {found:,} of {layout.rows:,} rows are answered")
+        whole = self._resume_windows(writer, layout, older)
         reader = self._source.reader()
         todo = (number for number in range(layout.windows) if number not in whole)
         windows = WindowLoader(
             todo, lambda number, pulse: self._window(number, layout, older, reader, pulse), self._stopping
         )
         try:
-            totals = self._worker.stream(windows, book, goes_on=goes_on)
-            book.finish()
+            totals = self._worker.stream(windows, writer, goes_on=goes_on)
+            writer.finish()
         except Stop:
-            book.close()
+            writer.close()
             raise JobStopped(
-                f"the job was asked to end: {book.rows:,} of {layout.rows:,} rows are answered and kept in "
+                f"the job was asked to end: {writer.rows:,} of {layout.rows:,} rows are answered and kept in "
                 f"{output.work.url}, and the same command goes on"
             ) from None
         except BaseException:
-            book.abandon()
+            writer.abandon()
             raise
         finally:
             windows.close()
             reader.close()
         lock.check()
-        parts = shelf.parts(book.whole)
+        parts = builder.parts(writer.whole)
         for name in output.taken(parts):
             self._progress.say(f"{name} is in {output.url} no more: whoever reads it has taken it away")
-        report = self._report(layout, book, totals, begun)
+        report = self._report(layout, writer, totals, begun)
         manifest = {
             "command": layout.command,
             "files": layout.files,
@@ -233,6 +218,22 @@ class _Job:
         output.commit(parts, manifest, rows=layout.rows)
         return report
 
+    def _resume_windows(self, writer: AnswerWriter, layout: JobState, older: PriorAnswers) -> set[int]:
+        """Give the writer the windows that are whole; return their numbers, and say how much is answered."""
+        work = self._output.work
+        begun_windows, whole = layout.names.windows(work.names())
+        for number in sorted(whole):
+            writer.resume(number, CompletedWindow.read(self._output, layout.names, number, layout.rows_of(number)))
+        journals = (Journal.open(work, layout.names.journal(number)) for number in begun_windows)
+        found = writer.rows + sum(batch.num_rows for journal in journals for batch in journal.records())
+        if len(older):  # of rows that may be gone, or are to be run again; which ones shows window by window
+            self._progress.say(
+                "going on with answers that are there already: those of rows that are as they were are kept"
+            )
+        elif found:
+            self._progress.say(f"going on with a job of which {found:,} of {layout.rows:,} rows are answered")
+        return whole
+
     def _window(
         self, number: int, layout: JobState, older: PriorAnswers, reader: RowReader, pulse: Callable[[], None]
     ) -> Window:
@@ -241,7 +242,7 @@ class _Job:
         keys, contents = keys_of(table, first, self._id), hash_rows(table)
         journal = Journal.open(self._output.work, layout.names.journal(number))
         kept = PriorAnswers([JournalSource(journal.records())], without_errors=False)
-        found = [older.take(keys, contents), kept.take(keys, contents)]
+        found = [older.lookup(keys, contents), kept.lookup(keys, contents)]
         # What this generation answered anew counts; what it took over from an older one is not in its journal.
         mine = np.isin(found[0]["row"].to_numpy(), found[1]["row"].to_numpy(), invert=True)
         return self._worker.window(
@@ -255,14 +256,14 @@ class _Job:
             pulse=pulse,
         )
 
-    def _report(self, layout: JobState, book: AnswerWriter, totals: Totals, begun: float) -> Report:
+    def _report(self, layout: JobState, writer: AnswerWriter, totals: Totals, begun: float) -> Report:
         seconds = time.perf_counter() - begun - self._worker.load_seconds
-        notes = (*self._worker.notes, *book.notes)
-        gain = None if layout.windows > 1 or book.last is None else _order_gain(self._worker, *book.last)
+        notes = (*self._worker.notes, *writer.notes)
+        gain = None if layout.windows > 1 or writer.last is None else _order_gain(self._worker, *writer.last)
         return replace(
-            self._worker.report(book.tally, totals, notes=notes, seconds=seconds),
+            self._worker.report(writer.tally, totals, notes=notes, seconds=seconds),
             output=self._output.url,
-            rows_resumed=book.rows_resumed,
+            rows_resumed=writer.rows_resumed,
             order_gain=gain,
         )
 

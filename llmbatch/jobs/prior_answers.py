@@ -125,7 +125,7 @@ class PriorAnswers:
                 "choose another output, or start over with restart=True (--restart)"
             )
 
-    def take(self, keys: NDArray[np.uint64], contents: NDArray[np.uint64]) -> pa.Table:
+    def lookup(self, keys: NDArray[np.uint64], contents: NDArray[np.uint64]) -> pa.Table:
         """Read the answers to those of a window's rows that have one and have not changed: a table of ROWS."""
         at, there = self._places(keys)
         there[there] = self._contents[at[there]] == contents[there]

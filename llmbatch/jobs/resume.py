@@ -16,6 +16,7 @@ from llmbatch.io.reading.dataset import Dataset
 from llmbatch.io.sealed_json import damage, seal, unseal
 from llmbatch.io.writing.output import JOB, Output
 from llmbatch.jobs.fingerprint import difference
+from llmbatch.jobs.options import JobOptions
 from llmbatch.jobs.part_builder import CompletedWindow, WorkFiles
 from llmbatch.jobs.prior_answers import JournalSource, PartSource, Source
 from llmbatch.storage.journal import Journal
@@ -103,17 +104,6 @@ class AlreadyFinished:
     report: Report
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wish:
-    """The wishes of a command beyond its answers."""
-
-    retry_errors: bool
-    start_over: bool
-    overwrite: bool
-    answer_changed: bool  # rows that were answered when they read otherwise
-    window_rows: int | None  # None: as the job has them, or by memory
-
-
 def kept_dtype(output: Output) -> str | None:
     """Return the number type of the answers here, for a job that goes on; None if there are none.
 
@@ -128,20 +118,20 @@ def kept_dtype(output: Output) -> str | None:
 
 
 def plan_resume(
-    output: Output, fresh: JobState, source: Dataset, gate: ErrorBudget, wish: Wish
+    output: Output, fresh: JobState, source: Dataset, error_budget: ErrorBudget, options: JobOptions
 ) -> Resume | AlreadyFinished:
     """Decide what to do for the job that `fresh` describes as a new one. Reads, and changes nothing.
 
     Raises DataError if the output belongs to another job, JobError if it is finished and more of its rows failed than
     may.
     """
-    if wish.start_over:
-        output.check_free(replace_foreign=wish.overwrite)
+    if options.starts_over:
+        output.check_free(replace_foreign=options.overwrite)
         return Resume(replace(fresh, afresh=True), (), False)
     kept = JobState.read(output)
     manifest = output.manifest()
     if kept is not None:
-        return _go_on(output, kept, fresh, source, manifest, wish)
+        return _go_on(output, kept, fresh, source, manifest, options)
     if manifest is None:
         output.check_free(replace_foreign=False)
         return Resume(fresh, (), False)
@@ -153,8 +143,8 @@ def plan_resume(
             f"(preserve_order=True): ask for preserve_order=False (--no-preserve-order), {_WAY_OUT}"
         )
     changed = manifest["files"] != fresh.files
-    if not changed and not (wish.retry_errors and report.errors):
-        gate.count(report.errors)
+    if not changed and not (options.retry_errors and report.errors):
+        error_budget.count(report.errors)
         return AlreadyFinished(report)
     if changed:
         _check_change(fresh, manifest["rows"], manifest["columns"])
@@ -163,7 +153,7 @@ def plan_resume(
             f"the rows of {output.url} are in the order in which they finished (preserve_order=False), so they can "
             f"only be identified by an id_column (--id-column): {_WAY_OUT}"
         )
-    again = replace(fresh, without_errors=wish.retry_errors)
+    again = replace(fresh, without_errors=options.retry_errors)
     return Resume(again, _finished_sources(output, manifest, source, fresh), changed)
 
 
@@ -175,9 +165,14 @@ def _report(output: Output, manifest: dict[str, Any]) -> Report:
 
 
 def _go_on(
-    output: Output, kept: JobState, fresh: JobState, source: Dataset, manifest: dict[str, Any] | None, wish: Wish
+    output: Output,
+    kept: JobState,
+    fresh: JobState,
+    source: Dataset,
+    manifest: dict[str, Any] | None,
+    options: JobOptions,
 ) -> Resume:
-    retry_errors = wish.retry_errors
+    retry_errors = options.retry_errors
     _compare(f"the job at {output.url} was begun", kept.command, fresh)
     if kept.preserve_order != fresh.preserve_order:
         raise DataError(
@@ -186,7 +181,7 @@ def _go_on(
     changed = kept.files != fresh.files
     if changed:
         _check_change(fresh, kept.rows, kept.columns)
-    resized = wish.window_rows not in (None, kept.window_rows)
+    resized = options.window_rows not in (None, kept.window_rows)
     if not kept.preserve_order and (changed or resized or (retry_errors and not kept.without_errors)):
         what = "with a changed input" if changed else "with other window_rows" if resized else "with its errors"
         raise DataError(
@@ -203,7 +198,7 @@ def _go_on(
     without_errors = retry_errors or kept.without_errors
     fresh_layout = replace(
         fresh,
-        window_rows=wish.window_rows or kept.window_rows,
+        window_rows=options.window_rows or kept.window_rows,
         earlier_window_rows=[*kept.earlier_window_rows, kept.window_rows],
         without_errors=without_errors,
         afresh=kept.afresh,

@@ -38,7 +38,7 @@ from llmbatch.errors import ModelError, ParameterError
 from llmbatch.kernels.cascade import GROUP_ROWS
 from llmbatch.perf_model.hardware import Hardware
 from llmbatch.perf_model.shape import UNGATED, count_sparse_layers, read_field, read_windows
-from llmbatch.perf_model.work import Rates, compute_seconds, pairs_of, reads_of, spared_of
+from llmbatch.perf_model.work import Rates, Reach, compute_seconds, pairs_of, reads_of, spared_of
 
 Floats = NDArray[np.float64]
 
@@ -232,7 +232,18 @@ class CostModel:
     @cached_property
     def rates(self) -> Rates:
         """The seconds of each kind of work."""
-        return Rates.of(self)
+        shape, hardware = self.shape, self.hardware
+        return Rates(
+            seconds_per_token=2.0 * shape.params / hardware.flops,
+            seconds_per_sample=2.0 * shape.head_params / hardware.flops,
+            seconds_per_pair=4.0 * shape.attention_width * shape.layers / hardware.attention_flops,
+            seconds_per_kv_token=shape.kv_bytes_per_token / hardware.bytes_per_second,
+            weight_seconds=self.weight_seconds,
+            weights_share_memory=self.law == "bytes",
+            cascade=self.cascade,
+            reach=Reach.of(shape.windows),
+            step_seconds=float(hardware.step_seconds),
+        )
 
     def prompt_seconds(self, tokens: ArrayLike) -> Floats:
         """Return the compute seconds of prompt tokens without their attention."""

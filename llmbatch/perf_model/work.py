@@ -15,16 +15,13 @@ The compiled functions take numbers; `as_python(function)` takes arrays.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, overload
+from typing import Any, Final, NamedTuple, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
 from llmbatch.compilation.decorators import compiled
 from llmbatch.compilation.references import by_reference
-
-if TYPE_CHECKING:
-    from llmbatch.perf_model.cost import CostModel
 
 Floats = NDArray[np.float64]
 Numbers = float | Floats
@@ -59,22 +56,6 @@ class Rates(NamedTuple):
     cascade: bool = False  # decodes read a prefix that many of them share once a step
     reach: Reach = Reach.of([0])
     step_seconds: float = 0.0  # that every step takes beside its work
-
-    @classmethod
-    def of(cls, cost: CostModel) -> Rates:
-        """Return the rates of a cost model."""
-        shape, hardware = cost.shape, cost.hardware
-        return cls(
-            seconds_per_token=2.0 * shape.params / hardware.flops,
-            seconds_per_sample=2.0 * shape.head_params / hardware.flops,
-            seconds_per_pair=4.0 * shape.attention_width * shape.layers / hardware.attention_flops,
-            seconds_per_kv_token=shape.kv_bytes_per_token / hardware.bytes_per_second,
-            weight_seconds=cost.weight_seconds,
-            weights_share_memory=cost.law == "bytes",
-            cascade=cost.cascade,
-            reach=Reach.of(shape.windows),
-            step_seconds=float(hardware.step_seconds),
-        )
 
 
 @overload

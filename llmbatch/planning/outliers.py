@@ -159,7 +159,7 @@ class ScanBudget(NamedTuple):
     """One step of the dual scan, in tokens."""
 
     memory: MemoryShares
-    left: float  # prefill tokens from the left end
+    left: float  # prefill tokens from the compute end
     right: float
 
 

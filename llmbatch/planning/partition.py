@@ -1,11 +1,11 @@
 """Shards of a plan for data parallelism: equal predicted seconds, similar density.
 
-Every replica should finish at the same time and be as well blended as the whole. A two-ended order has compute-heavy
-rows at its left end and memory-heavy ones at its right. So each shard takes a piece of either end, such that it has its
+Every replica should finish at the same time and be as well blended as the whole. A two-ended order begins with
+compute-heavy rows and closes with memory-heavy ones. So each shard takes a piece of either end, such that it has its
 share of the remaining compute and memory work (BlendServe 5.5 splits the tree in its order). Pieces are contiguous, so
-a cut costs one path of prefix. Two shares determine two unknowns, the lengths of the two pieces. A longer left piece
-brings compute, needs a shorter right piece for it, and so has less memory work; that is monotone, and bisected. When
-rows are too large to divide evenly, the shards that follow even it out.
+a cut costs one path of prefix. Two shares determine two unknowns, the lengths of the two pieces. A longer piece of the
+compute end brings compute, needs a shorter piece of the memory end for it, and so has less memory work. That is
+monotone, so bisection finds it. When rows are too large to divide evenly, the shards that follow even it out.
 """
 
 from __future__ import annotations
@@ -125,7 +125,10 @@ def _cut_both_ends(
 
 
 def _right_start(c: Floats, left: int, taken: int, right: int, wanted: float, most: int) -> int:
-    """Find the start of the right piece that completes the compute of `taken` rows from the left; at most `most`."""
+    """Find the start of the piece of the memory end that completes the compute of `taken` rows.
+
+    `taken` rows are of the compute end; the shard has at most `most` rows.
+    """
     rest = max(0.0, wanted - (c[left + taken] - c[left]))
     start = int(np.searchsorted(c, c[right] - rest))
     return min(right, max(start, right - (most - taken)))

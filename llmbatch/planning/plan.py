@@ -39,10 +39,10 @@ from llmbatch.policies import ONE_ENDED
 Floats = NDArray[np.float64]
 
 _KEEP = 0.99  # of the prefix sharing
-_RIGHT = 0.5  # rows below this share of the whole's density, or of 1 if that is more, are the right end
+_MEMORY_END = 0.5  # rows below this share of the whole's density, or of 1 if that is more, are the memory end
 _ALIKE = 2.0  # densities of nearly all the work within this factor: one kind
-_EARLIER = 0.5  # of its steps: where rows are taken from behind the right end, its long ones enter later than planned
-_LARGE = 0.05  # of the right end's memory work: ordered by density, not at random
+_EARLIER = 0.5  # of its steps: where rows are taken from behind the memory end, its long ones enter later than planned
+_LARGE = 0.05  # of the memory end's work: ordered by density, not at random
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Plan:
     """A shard's order and what it is expected to cost. Requests are numbered as the tree's rows."""
 
     policy: Policy
-    order: NDArray[np.int32]  # [n] requests in sequence; compute-heavy at the left where `two_ended`
+    order: NDArray[np.int32]  # [n] requests in sequence; the compute end first where `two_ended`
     two_ended: bool  # consumed from both ends
     reason: str  # why this order, in one sentence
     compute: Floats  # by row: expected seconds, the whole prompt counted; 0 for rows not planned
@@ -97,12 +97,7 @@ def plan(
     policy = check_policy(order)
     if pool_tokens < 1 or max_running < 1:
         raise ParameterError(f"pool_tokens and max_running must be at least 1, got {pool_tokens} and {max_running}")
-    compute = np.zeros(tree.lengths.size)
-    memory = np.zeros(tree.lengths.size)
-    prompt, mean = tree.lengths[tree.rows], expected.mean[tree.rows]
-    compute[tree.rows] = cost.request_compute(prompt, mean)
-    together = tokens_together(tree, cost)[tree.rows]
-    memory[tree.rows] = cost.request_memory(prompt, mean, expected.second_moment[tree.rows], together)
+    compute, memory = _weigh(tree, expected, cost)
     shared = tree.total_tokens - tree.unique_tokens
     compute_seconds = float(compute.sum() - cost.saved_seconds(tree.lcp).sum())
     memory_seconds = float(memory.sum())
@@ -140,13 +135,23 @@ def plan(
         sharing_possible=tree.sharing,
         sharing_kept=sharing_kept(tree, rows, scans=2 if two_ended else 1),
         unique_tokens=tree.unique_tokens,
-        kv_tokens_needed=tree.unique_tokens + float(mean.sum()),
+        kv_tokens_needed=tree.unique_tokens + float(expected.mean[tree.rows].sum()),
         relaxed=gains_nothing is not None,
         settled=not ONE_ENDED[policy].needs_lengths
         if policy in ONE_ENDED
         else policy == "blend" and always is not None,
         scan=scan,
     )
+
+
+def _weigh(tree: PrefixTree, expected: Expected, cost: CostModel) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Predict the seconds of compute, nothing shared, and of memory of each row; 0 for rows outside the tree."""
+    compute, memory = np.zeros((2, tree.lengths.size))
+    prompt, mean = tree.lengths[tree.rows], expected.mean[tree.rows]
+    compute[tree.rows] = cost.request_compute(prompt, mean)
+    together = tokens_together(tree, cost)[tree.rows]
+    memory[tree.rows] = cost.request_memory(prompt, mean, expected.second_moment[tree.rows], together)
+    return compute, memory
 
 
 def _why_order_never_gains(
@@ -204,14 +209,14 @@ def _blend(tree: PrefixTree, costs: RowCosts, budget: float, steps: float, seed:
 
 
 def _mix_right_end(items: HungItems, key: Floats, steps: float, rng: np.random.Generator) -> None:
-    """Replace the keys of the right end's items by their starting times; large ones stay in order of density.
+    """Replace the keys of the memory end's items by their starting times; large ones stay in order of density.
 
     The memory work is `steps` readings of a full pool. An item whose answers take d steps may start in any of the first
     `steps` - d and still end with the rest.
     """
     nodes = key.size // 2
     log_density = items.log_density
-    limit = max(log_density[nodes], 0.0) + np.log(_RIGHT)
+    limit = max(log_density[nodes], 0.0) + np.log(_MEMORY_END)
     right = np.zeros(2 * nodes, np.bool_)
     at_root = items.above == 0
     right[at_root] = log_density[at_root] < limit
@@ -225,7 +230,7 @@ def _mix_right_end(items: HungItems, key: Floats, steps: float, rng: np.random.G
     large = (items.memory[chosen] > _LARGE * total) & (items.count[chosen] > 1)
     centre = float(np.median(log_density[chosen]))
     start[large] = np.clip(0.5 + (log_density[chosen[large]] - centre) / 8, 0.0, 1.0)
-    key[chosen] = 1e6 - start  # the right end is read from its last row
+    key[chosen] = 1e6 - start  # the memory end is read from its last row
 
 
 @compiled

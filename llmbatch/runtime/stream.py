@@ -39,7 +39,7 @@ _MOST_ALONE = 3  # rows in a row that may kill the engine alone before it is tri
 
 
 class Stream(Generic[W]):
-    """Runs the windows of a feed. See the module's text."""
+    """Runs the windows of a source. See the module's text."""
 
     def __init__(
         self, host: EngineProvider, engine: StreamEngine, context: StreamContext[W], *, few_first: bool
@@ -73,7 +73,7 @@ class Stream(Generic[W]):
         context = StreamContext(pool, scheduling, Refit(cost), observer, row_timeout, Totals())
         return cls(host, host.engine(), context, few_first=goes_on)
 
-    def run(self, feed: WindowSource[W]) -> Totals:
+    def run(self, source: WindowSource[W]) -> Totals:
         """Run every request of every window that is not answered already.
 
         Raises `Stop` when the observer did, once what ran has ended or its time was up; `JobError` where engines die
@@ -83,7 +83,7 @@ class Stream(Generic[W]):
             while True:
                 now = self._now
                 idle = isinstance(now, Idle) or now.done
-                window = feed.next(idle)
+                window = source.next(idle)
                 if window is None and idle:
                     return self.totals
                 try:

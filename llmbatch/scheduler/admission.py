@@ -41,7 +41,7 @@ from llmbatch.scheduler.admission_order import (
 )
 from llmbatch.scheduler.chunks import give_chunk, note_found
 from llmbatch.scheduler.kv_forecast import expect, most
-from llmbatch.scheduler.state import SchedulerState, stop_waiting, take_slot
+from llmbatch.scheduler.state import SchedulerState, SequenceRecord, stop_waiting, take_slot
 
 _NOBODY_DUE, _PREEMPTED_DUE, _PREEMPTED_OVERDUE, _PASSED_DUE = range(4)
 _NEITHER, _PASSED_OVER = -1, -2  # in place of an end
@@ -66,11 +66,7 @@ def admit(state: SchedulerState, now: float) -> bool:
         if counts.preempted > 0 and not back_full and due != _PASSED_DUE:
             slot = run.preempted[0]
             record = run.slots[slot]
-            if due in (_PREEMPTED_DUE, _PREEMPTED_OVERDUE):
-                fits = _has_room(state, record.request, record.known)
-            else:
-                fits = _fits(state, record.request, record.known, record.remaining_tokens, back, now)
-            if fits:
+            if _fits_again(state, record, due, back, now):
                 if passed.size[0] == 0 or record.preempted_step <= passed.since[0]:
                     counts.entered = int(now)
                 stop_waiting(run, slot)
@@ -209,6 +205,14 @@ def _begin(state: SchedulerState, request: int, end: int, aside: bool, now: floa
     slot = take_slot(state.run, request, prompt, end, aside, prompt + length / 2, length)
     state.run.slots[slot].admitted_step = int(now)
     return _enter(state, slot, now)
+
+
+@compiled
+def _fits_again(state: SchedulerState, record: SequenceRecord, due: int, pool: float, now: float) -> bool:
+    """Tell whether a preempted sequence may return now: one that is due needs room only for what it has."""
+    if due in (_PREEMPTED_DUE, _PREEMPTED_OVERDUE):
+        return _has_room(state, record.request, record.known)
+    return _fits(state, record.request, record.known, record.remaining_tokens, pool, now)
 
 
 @compiled

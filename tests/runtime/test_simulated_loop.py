@@ -17,7 +17,7 @@ from llmbatch.runtime.simulated_loop import SimulatedLoop
 from llmbatch.runtime.step_loop import SerialLoop, TokenDropper
 from llmbatch.scheduler.admission_order import Blend, FromFront
 from llmbatch.scheduler.scheduler import FinishedSequences, QueueUpdate, Scheduler
-from llmbatch.scheduler.token_budget import ClosedLoopBudget, FixedBudget, Rates
+from llmbatch.scheduler.token_budget import ClosedLoopBudget, FixedBudget
 from tests.support.workloads import COST, RATES, Believed, Workload, workloads
 
 
@@ -85,7 +85,7 @@ def test_the_clock_charges_what_the_cost_model_says(law: Law, exponent: float) -
 
 
 def test_rates_are_those_of_the_cost_model() -> None:
-    rates = Rates.of(COST)
+    rates = COST.rates
     assert rates.seconds_per_token == pytest.approx(2 * 8.03e9 / (312e12 * 0.75))
     assert rates.seconds_per_kv_token == pytest.approx(131_072 / (2.039e12 * 0.85))
     assert rates.weight_seconds == pytest.approx(16.06e9 / (2.039e12 * 0.85))

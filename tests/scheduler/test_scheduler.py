@@ -163,7 +163,7 @@ def test_underestimated_lengths_preempt_the_newest_and_keep_what_it_generated() 
 def test_a_long_answer_that_fills_the_pool_makes_way_where_compute_and_memory_overlap(
     budget: Budget, makes_way: bool
 ) -> None:
-    """It was expected to end after 3 tokens; 500 prompts wait at the left end, and none fits beside it any more."""
+    """It was expected to end after 3 tokens; 500 prompts wait at the compute end, and none fits beside it any more."""
     prompts = [[1000 + row] * 20 for row in range(500)] + [[7] * 4]
     lengths = np.append(np.full(500, 2, np.int32), np.int32(95))
     load = Workload(prompts, lengths, np.minimum(lengths, 3).astype(np.float64))
@@ -214,7 +214,7 @@ def test_behind_the_right_ends_candidate_each_that_waits_is_looked_at_in_turn() 
 
 
 def test_one_behind_the_right_ends_candidate_enters_where_that_does_not_fit() -> None:
-    """Beside the first long answer the second does not fit. A short one does, which the left end has not come to."""
+    """Beside the first long answer the second does not fit. A short one does, which the compute end has not come to."""
     lengths = np.array([*[1] * 50, 10, 70, 80], np.int32)
     load = Workload([[1]] * 53, lengths, lengths.astype(np.float64))
     begun = {}

@@ -51,7 +51,7 @@ def calibrate_device(
     """Time the steps under each strategy, and fit it. `ceilings` are the device's; some kinds are blends."""
     fitted: dict[Strategy, FittedStrategy] = {}
     missing: dict[Strategy, str] = {}
-    rates, sequential = Rates.of(ceilings), list[float]()
+    rates, sequential = ceilings.rates, list[float]()
     blends = [i for i, kind in enumerate(kinds) if kind.decodes and kind.prefills]
     for name in STRATEGIES:
         try:
@@ -66,7 +66,7 @@ def calibrate_device(
         start = replace(ceilings, overlap=SEQUENTIAL if name == "sequential" else _START)
         found = calibrate(start, measured(kinds, seconds, ceilings.rates.reach))
         if name == "sequential":
-            rates = Rates.of(found.cost)  # by which the others cut steps
+            rates = found.cost.rates  # by which the others cut steps
         fitted[name] = FittedStrategy(
             hardware=found.cost.hardware,
             exponent=found.cost.overlap.exponent,

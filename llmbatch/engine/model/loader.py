@@ -18,7 +18,7 @@ from torch import nn
 from transformers import AttentionInterface, AutoModelForCausalLM, GenerationConfig, PretrainedConfig
 
 from llmbatch.engine.model.checkpoints import has_weights, no_progress_bars
-from llmbatch.engine.model.config import LAYER_TYPES, DType, describe_model, unsupported
+from llmbatch.engine.model.config import LAYER_TYPES, DType, ModelConfig, describe_model, unsupported
 from llmbatch.engine.model.fused_layers import fuse_layers
 from llmbatch.engine.model.fused_modules import fuse, pack_linears
 from llmbatch.engine.model.platform import Platform
@@ -63,34 +63,7 @@ def load_model(
     """
     described = describe_model(folder, dtype=dtype, trust_remote_code=trust_remote_code, device=platform.device)
     AttentionInterface.register(_ATTENTION, _attention)
-    arguments: dict[str, Any] = {
-        "dtype": described.dtype,
-        "attn_implementation": _ATTENTION,
-        "trust_remote_code": trust_remote_code,
-    }
-    module: nn.Module
-    if load_format == "dummy":
-        torch.manual_seed(0)
-        with platform.device:
-            module = AutoModelForCausalLM.from_config(described.whole_config, **arguments)  # type: ignore[no-untyped-call]
-    else:
-        if not has_weights(Path(folder)):
-            raise ModelError(
-                f"model folder {folder!r} holds no weights (*.safetensors or pytorch_model.bin): "
-                "complete it, or use load_format='dummy' for random ones"
-            )
-        try:
-            with no_progress_bars():
-                module = AutoModelForCausalLM.from_pretrained(
-                    folder, config=described.whole_config, local_files_only=True, **arguments, **_placed(platform)
-                )
-        except SafetensorError as error:
-            raise ModelError(
-                f"the weights in model folder {folder!r} must be whole, and a .safetensors file there cannot be read "
-                f"({error}): copy or download it again"
-            ) from error
-        except (OSError, ValueError, RuntimeError) as error:
-            raise ModelError(f"model folder {folder!r} cannot be loaded: {error}") from error
+    module = _read_module(folder, described, load_format, platform, trust_remote_code=trust_remote_code)
     module.to(platform.device).eval().requires_grad_(False)
     with torch.inference_mode():
         attention = _survey(folder, module, described.config, platform.device)
@@ -118,6 +91,39 @@ def load_model(
         attention=attention,
         notes=notes,
     )
+
+
+def _read_module(
+    folder: str, described: ModelConfig, load_format: LoadFormat, platform: Platform, *, trust_remote_code: bool
+) -> nn.Module:
+    """Make the model's modules, with weights from the files or seeded noise."""
+    arguments: dict[str, Any] = {
+        "dtype": described.dtype,
+        "attn_implementation": _ATTENTION,
+        "trust_remote_code": trust_remote_code,
+    }
+    if load_format == "dummy":
+        torch.manual_seed(0)
+        with platform.device:
+            module: nn.Module = AutoModelForCausalLM.from_config(described.whole_config, **arguments)  # type: ignore[no-untyped-call]
+            return module
+    if not has_weights(Path(folder)):
+        raise ModelError(
+            f"model folder {folder!r} holds no weights (*.safetensors or pytorch_model.bin): "
+            "complete it, or use load_format='dummy' for random ones"
+        )
+    try:
+        with no_progress_bars():
+            return AutoModelForCausalLM.from_pretrained(
+                folder, config=described.whole_config, local_files_only=True, **arguments, **_placed(platform)
+            )
+    except SafetensorError as error:
+        raise ModelError(
+            f"the weights in model folder {folder!r} must be whole, and a .safetensors file there cannot be read "
+            f"({error}): copy or download it again"
+        ) from error
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ModelError(f"model folder {folder!r} cannot be loaded: {error}") from error
 
 
 def _placed(platform: Platform) -> dict[str, Any]:
