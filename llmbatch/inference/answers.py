@@ -91,7 +91,7 @@ class AnswerAssembler(EngineObserver[Window]):
                 "raise row_timeout (--row-timeout) or lower max_tokens",
             ),
         }
-        self.rows_cut = 0  # that the pool may end early
+        self.rows_cut: int = 0  # that the pool may end early
         self._held: list[CompletedRequests[Window]] = []
         self._count = 0
         self._since = 0.0

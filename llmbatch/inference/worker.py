@@ -60,7 +60,7 @@ class Worker:
         self.options = options
         self.folder = folder  # of the model's files
         self.tokenizer = tokenizer
-        self.load_seconds = load_seconds
+        self.load_seconds: float = load_seconds
         self._engines = engines
         self._compilation = compilation
         self._progress = progress

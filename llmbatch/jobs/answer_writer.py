@@ -57,7 +57,8 @@ class AnswerWriter(AnswerSink):
         stopping: StopRequest,
     ) -> None:
         self.whole: dict[int, CompletedWindow] = {}
-        self.rows = self.rows_resumed = 0
+        self.rows: int = 0
+        self.rows_resumed: int = 0
         self.notes: list[str] = []
         self.last: tuple[Window, list[pa.RecordBatch]] | None = None  # the window that was closed last, and its answers
         self._output, self._names, self._builder, self._lock = output, names, builder, lock

@@ -54,10 +54,12 @@ class LengthModel:
         if len(tree) and int(max_tokens.min()) < 1:
             raise ParameterError(f"max_tokens must be at least 1, got {int(max_tokens.min())}")
         self.max_tokens = max_tokens
-        self.known = np.where(
+        self.known: NDArray[np.int32] = np.where(
             max_tokens == 1, np.int32(1), np.int32(0) if known is None else np.minimum(known, max_tokens)
         )
-        self.edges = bin_edges(max_tokens)  # of the bins: e[b] < D <= e[b + 1]
+        self.edges: NDArray[np.int64] = bin_edges(max_tokens)  # of the bins: e[b] < D <= e[b + 1]
+        self.table_of: NDArray[np.int32]
+        self.parent: NDArray[np.int32]
         self.table_of, self.parent = _tables(tree, np.zeros(max_tokens.size, np.int32) if keys is None else keys)
         tables, edges = self.parent.size, self.edges.size
         self._rows = np.bincount(self.table_of[self.known == 0], minlength=tables)

@@ -30,11 +30,11 @@ class LiveRequests(Generic[W]):
         self.windows = windows
         self.window = window  # [n] into `windows`
         self.index = index  # [n] number of the request in its window
-        self.answered = np.zeros(count, np.int32)  # tokens of those that have ended
-        self.open = np.zeros(count, np.bool_)  # to be run, and not ended
-        self.begun = np.zeros(count, np.bool_)  # given to the engine in use
-        self.spent = np.zeros(count, np.float64)  # seconds of the steps of this engine that it was in
-        self.attempts = np.zeros(count, np.int32)
+        self.answered: NDArray[np.int32] = np.zeros(count, np.int32)  # tokens of those that have ended
+        self.open: NDArray[np.bool_] = np.zeros(count, np.bool_)  # to be run, and not ended
+        self.begun: NDArray[np.bool_] = np.zeros(count, np.bool_)  # given to the engine in use
+        self.spent: NDArray[np.float64] = np.zeros(count)  # seconds of the steps of this engine that it was in
+        self.attempts: NDArray[np.int32] = np.zeros(count, np.int32)
 
     def by_window(self, requests: NDArray[np.int32]) -> list[tuple[W, NDArray[np.intp]]]:
         """Find the windows that requests are of, and where in `requests` each window's are."""

@@ -51,7 +51,7 @@ class QueuePlanner:
         self._together = tokens_together(tree, cost)
         self._ended = np.ones(self._size, np.bool_)
         self._ended[tree.rows] = False
-        self.unknown = bool((lengths.known[tree.rows] == 0).any())  # some length is
+        self.unknown: bool = bool((lengths.known[tree.rows] == 0).any())  # some length is
         self.reprice(cost)
 
     def reprice(self, cost: CostModel) -> None:

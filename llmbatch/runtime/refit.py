@@ -52,7 +52,7 @@ class Refit:
 
     def __init__(self, cost: CostModel) -> None:
         """Begin with `cost`, which is the calibration's."""
-        self.cost = cost
+        self.cost: CostModel = cost
         self._calibrated = cost
         self._steps = np.zeros((len(_COLUMNS), 2 * (2 * _RATIOS + 1), _KEPT))
         self._counts = np.zeros(self._steps.shape[1], np.int64)  # by kind: steps ever seen

@@ -98,7 +98,7 @@ class ShardRun:
         self._scheduling = scheduling
         self._steering = STEERING
         self._lengths = workload.length_model()
-        self.scheduler = self._scheduler(after, numbers)
+        self.scheduler: Scheduler = self._scheduler(after, numbers)
         self._first_step = self.scheduler.steps
         self._queue = QueuePlanner(workload, self.scheduler, self._lengths, pool, cost, scheduling, self._steering)
         self._planning_seconds = time.perf_counter() - begun

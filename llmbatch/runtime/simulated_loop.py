@@ -83,7 +83,7 @@ class SimulatedLoop:
     """Runs a scheduler's steps on a simulated engine; `lengths` int32 [n] are the tokens each request generates."""
 
     def __init__(self, lengths: NDArray[np.int32], cost: CostModel) -> None:
-        self.log = SimulationLog.empty(len(lengths))
+        self.log: SimulationLog = SimulationLog.empty(len(lengths))
         self._lengths = lengths
         self._clock = Clock.of(cost)
         self._generated: NDArray[np.int32] = np.zeros(1024, np.int32)

@@ -48,7 +48,7 @@ class EngineDied(Exception):
 
     def __init__(self, step: Step) -> None:
         super().__init__("the engine died")
-        self.requests = step.requests
+        self.requests: NDArray[np.int32] = step.requests
 
 
 class SerialLoop:

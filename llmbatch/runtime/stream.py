@@ -44,7 +44,7 @@ class Stream(Generic[W]):
     def __init__(
         self, host: EngineProvider, engine: StreamEngine, context: StreamContext[W], *, few_first: bool
     ) -> None:
-        self.totals = context.totals
+        self.totals: Totals = context.totals
         self._host = host
         self._context = context
         self._few_first = few_first

@@ -56,7 +56,7 @@ class Compilation:
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
         self._other: threading.Thread | None = None  # waits for the other process
-        self.pending = not _is_compiled()
+        self.pending: bool = not _is_compiled()
         if not self.pending:
             return
         if not (kept() and sys.executable):

@@ -102,8 +102,8 @@ class Scheduler:
         self._taken = np.zeros(len(prompt_lengths), np.bool_)
         self._lengths = lengths
         width = _width(prompt_lengths, trie)
-        self.steps = 0
-        self.state = SchedulerState(
+        self.steps: int = 0
+        self.state: SchedulerState = SchedulerState(
             run=SequenceTable.empty(_SLOTS),
             pages=PagePool.empty(num_pages, trie, slots=_SLOTS, width=width, cascade=rates.cascade, prompts=prompts),
             peak=KVForecast.empty(_SLOTS),
