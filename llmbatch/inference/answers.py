@@ -19,6 +19,7 @@ from llmbatch.errors import DataError, RowError
 from llmbatch.inference.window import Window
 from llmbatch.io.gather import pick, pieces
 from llmbatch.preprocess.request_batch import RequestBatch
+from llmbatch.preprocess.tokenizer import Tokenizer
 from llmbatch.runtime.protocols import CompletedRequests, EngineObserver
 from llmbatch.scheduler.output import FinishReason
 from llmbatch.scheduler.scheduler import FinishedSequences
@@ -47,6 +48,25 @@ _SHARE = 0.2  # of a stream's seconds so far: the most that are at risk
 _REASONS = pa.array(["error", "stop", "length", "error", "error"])  # by `FinishReason`
 
 Texts = Callable[[RequestBatch, NDArray[np.int32], Sequence[NDArray[np.int32]]], list[str]]
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerTexts:
+    """The texts of generated tokens: without special tokens, each cut before the first of its stop strings."""
+
+    tokenizer: Tokenizer
+
+    def __call__(
+        self, requests: RequestBatch, index: NDArray[np.int32], answers: Sequence[NDArray[np.int32]]
+    ) -> list[str]:
+        """Decode the answers to the requests `index` of a batch."""
+        texts = self.tokenizer.decode(answers)
+        stops = [requests.params[i].stop for i in requests.params_index[index].tolist()]
+        for i, stop in enumerate(stops):
+            if stop:
+                found = [at for at in map(texts[i].find, stop) if at >= 0]
+                texts[i] = texts[i][: min(found, default=len(texts[i]))]
+        return texts
 
 
 class AnswerSink(ABC):

@@ -4,13 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
-import pyarrow as pa
-
-if TYPE_CHECKING:
-    from llmbatch.inference.window import Window
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,26 +19,9 @@ class RowCounts:
     output_tokens: int = 0
     unique_tokens: int = 0  # prompt tokens, if within a window each distinct prefix token were computed once
 
-    @classmethod
-    def of(cls, answered: pa.Table, window: Window) -> RowCounts:
-        """Return the sums of a window's answered table."""
-        return cls(
-            rows=answered.num_rows,
-            errors=answered.num_rows - answered["error"].null_count,
-            duplicates=len(window.rows) - len(window.requests),
-            input_tokens=_sum(answered["num_input_tokens"]),
-            cached_tokens=_sum(answered["num_cached_tokens"]),
-            output_tokens=_sum(answered["num_generated_tokens"]),
-            unique_tokens=window.unique_tokens,
-        )
-
     def __add__(self, other: RowCounts) -> RowCounts:
         """Return the sums over both."""
         return RowCounts(*(getattr(self, field.name) + getattr(other, field.name) for field in fields(self)))
-
-
-def _sum(column: pa.ChunkedArray) -> int:
-    return int(np.sum(column.to_numpy(), dtype=np.int64))
 
 
 @dataclass(frozen=True, kw_only=True)

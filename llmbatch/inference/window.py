@@ -8,6 +8,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from llmbatch.inference.report import RowCounts
 from llmbatch.planning.prefix_tree import PrefixTree
 from llmbatch.preprocess.request_batch import RequestBatch, RowRequests
 
@@ -64,10 +65,17 @@ class Window:
         """What is asked."""
         return self.shard.requests
 
-    @property
-    def unique_tokens(self) -> int:
-        """Prompt tokens if each distinct prefix token were computed once."""
-        return self.tree.unique_tokens
+    def counts(self, answered: pa.Table) -> RowCounts:
+        """Sum up the table of this window's answers."""
+        return RowCounts(
+            rows=answered.num_rows,
+            errors=answered.num_rows - answered["error"].null_count,
+            duplicates=len(self.rows) - len(self.requests),
+            input_tokens=_sum(answered["num_input_tokens"]),
+            cached_tokens=_sum(answered["num_cached_tokens"]),
+            output_tokens=_sum(answered["num_generated_tokens"]),
+            unique_tokens=self.tree.unique_tokens,
+        )
 
     def rows_of(self, requests: NDArray[np.int32]) -> tuple[NDArray[np.int32], NDArray[np.intp]]:
         """Find the rows that some requests answer, and for each which of the requests answers it."""
@@ -76,3 +84,7 @@ class Window:
         before = np.cumsum(counts) - counts
         places = self.bounds[requests][at] + np.arange(len(at)) - before[at]
         return self.rows[places], at
+
+
+def _sum(column: pa.ChunkedArray) -> int:
+    return int(np.sum(column.to_numpy(), dtype=np.int64))

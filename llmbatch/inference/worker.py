@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -15,7 +15,15 @@ from numpy.typing import NDArray
 from llmbatch.engine.model.outline import Described
 from llmbatch.engine.recorded import placeholder_texts
 from llmbatch.errors import DataError, JobError, RowError
-from llmbatch.inference.answers import AnswerAssembler, AnswerSink, FlushPolicy, add_answers, check_columns, no_rows
+from llmbatch.inference.answers import (
+    AnswerAssembler,
+    AnswerSink,
+    AnswerTexts,
+    FlushPolicy,
+    add_answers,
+    check_columns,
+    no_rows,
+)
 from llmbatch.inference.engines import Engines, LoadedEngines, SimulatedEngines, UnloadedEngines
 from llmbatch.inference.error_policy import ErrorBudget
 from llmbatch.inference.in_memory import Gathered, OneWindow
@@ -26,8 +34,9 @@ from llmbatch.inference.window import Window
 from llmbatch.perf_model.cost import CostModel
 from llmbatch.planning.workload import Pool, Scheduling, early_ends
 from llmbatch.preprocess.build_requests import build_shard
+from llmbatch.preprocess.cancel_signal import NEVER, CancelSignal
 from llmbatch.preprocess.columns import find_field
-from llmbatch.preprocess.request_batch import RequestBatch, RowRequests
+from llmbatch.preprocess.request_batch import RowRequests
 from llmbatch.preprocess.sampling_params import check_sampling_column
 from llmbatch.preprocess.tokenizer import Tokenizer, load_tokenizer, plain_tokenizer
 from llmbatch.runtime.protocols import Stop, Totals, WindowSource
@@ -129,11 +138,11 @@ class Worker:
         table: pa.Table,
         keys: NDArray[np.uint64] | None = None,
         refused: Mapping[int, RowError] | None = None,
-        pulse: Callable[[], None] = lambda: None,
+        cancelled: CancelSignal = NEVER,
     ) -> RowRequests:
         """Build the requests of a table, but for rows that are `refused` for another reason; needs no weights.
 
-        `pulse` is called about once a second, and may raise.
+        `cancelled` is checked about once a second.
         """
         return build_shard(
             table,
@@ -145,7 +154,7 @@ class Worker:
             keys=keys,
             recorded_column=self.options.output_tokens,
             refused=refused,
-            pulse=pulse,
+            cancelled=cancelled,
         )
 
     def window(
@@ -158,10 +167,10 @@ class Worker:
         number: int = 0,
         first: int = 0,
         refused: Mapping[int, RowError] | None = None,
-        pulse: Callable[[], None] = lambda: None,
+        cancelled: CancelSignal = NEVER,
     ) -> Window:
         """Build a window of a dataset, ready to be run; `earlier` are answers to keep, as `ANSWER_ROWS` has them."""
-        shard = self.shard(table, keys, refused, pulse)
+        shard = self.shard(table, keys, refused, cancelled)
         return Window.of(table, shard, number=number, first=first, keys=keys, contents=contents, earlier=earlier)
 
     def stream(
@@ -179,7 +188,8 @@ class Worker:
         """
         engines = self.load()
         timeout = math.inf if self.options.row_timeout is None else self.options.row_timeout
-        answering = AnswerAssembler(sink, self._texts, timeout, at_risk or FlushPolicy())
+        texts = placeholder_texts if self.options.engine == "simulated" else AnswerTexts(self.tokenizer)
+        answering = AnswerAssembler(sink, texts, timeout, at_risk or FlushPolicy())
         stream = Stream.open(
             engines, self.pool, self.cost, self.scheduling, answering, row_timeout=timeout, goes_on=goes_on
         )
@@ -211,7 +221,7 @@ class Worker:
         totals = self.stream(OneWindow(window), sink)
         answered = add_answers(table, sink.batches)
         seconds = time.perf_counter() - begun - loading
-        tally = RowCounts.of(answered, window)
+        tally = window.counts(answered)
         return AnsweredTable(answered, self.report(tally, totals, notes=notes, seconds=seconds))
 
     @property
@@ -252,20 +262,6 @@ class Worker:
             kv_memory=self.pool.tokens * self.model.bytes_per_token,
             notes=(*notes, *early_ends(totals.rows_cut, self.pool)),
         )
-
-    def _texts(
-        self, requests: RequestBatch, index: NDArray[np.int32], answers: Sequence[NDArray[np.int32]]
-    ) -> list[str]:
-        """Decode the text of each answer: without special tokens, cut before the first stop string."""
-        if self.options.engine == "simulated":
-            return placeholder_texts(requests, index, answers)
-        texts = self.tokenizer.decode(answers)
-        stops = [requests.params[i].stop for i in requests.params_index[index].tolist()]
-        for i, stop in enumerate(stops):
-            if stop:
-                found = [at for at in map(texts[i].find, stop) if at >= 0]
-                texts[i] = texts[i][: min(found, default=len(texts[i]))]
-        return texts
 
 
 def _load_tokenizer(folder: str, options: Options) -> Tokenizer:

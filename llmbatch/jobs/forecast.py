@@ -15,12 +15,12 @@ as the others.
 from __future__ import annotations
 
 from dataclasses import asdict, astuple, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
-import pyarrow as pa
 from numpy.typing import NDArray
 
+from llmbatch.inference.options import Options
 from llmbatch.perf_model.cost import CostModel
 from llmbatch.planning.cascade import tokens_together
 from llmbatch.planning.lengths import LengthModel
@@ -28,12 +28,9 @@ from llmbatch.planning.order import Policy
 from llmbatch.planning.plan_workload import plan_workload
 from llmbatch.planning.prefix_tree import PrefixTree
 from llmbatch.planning.workload import Pool, Scheduling, Workload, early_ends, fit_requests
-from llmbatch.preprocess.request_batch import RequestBatch
+from llmbatch.preprocess.request_batch import RequestBatch, RowRequests
 from llmbatch.runtime.shard_run import run_shard
 from llmbatch.runtime.simulated_loop import SimulatedLoop
-
-if TYPE_CHECKING:
-    from llmbatch.inference.worker import Worker
 
 MOST_SIMULATED = 20_000  # requests; simulating more takes longer than a forecast may
 _DRAWS = 3  # of lengths, at most: in a small pool the seconds of one differ from another's by 5 %
@@ -124,10 +121,8 @@ class Forecast:
 Forecast.__module__ = "llmbatch"  # which it is imported from
 
 
-def forecast(worker: Worker, table: pa.Table) -> Forecast:
-    """Forecast answering a table; loads no weights."""
-    options, pool, cost, scheduling = worker.options, worker.pool, worker.cost, worker.scheduling
-    shard = worker.shard(table)
+def forecast(options: Options, shard: RowRequests, pool: Pool, cost: CostModel, scheduling: Scheduling) -> Forecast:
+    """Forecast answering the rows of a table, of which `shard` holds the requests."""
     requests, refused, cut = fit_requests(shard.requests, pool)
     workload = Workload.of(requests).without(refused)
     tree = workload.tree
@@ -138,7 +133,7 @@ def forecast(worker: Worker, table: pa.Table) -> Forecast:
     buys = compare_drawn(requests, lengths, pool, cost, scheduling)
     inputs = int(shard.num_input_tokens.sum())
     return Forecast(
-        rows=table.num_rows,
+        rows=len(shard.request_of),
         errors=len(shard.errors) + int(np.isin(shard.request_of, list(refused)).sum()),
         duplicates=int(np.count_nonzero(shard.request_of >= 0)) - len(requests),
         input_tokens=inputs,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
 from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from typing import Any, Unpack, cast
@@ -36,6 +35,7 @@ from llmbatch.jobs.resume import AlreadyFinished, JobState, Resume, kept_dtype, 
 from llmbatch.jobs.row_keys import check_contents, check_ids
 from llmbatch.jobs.window_loader import WindowLoader
 from llmbatch.jobs.window_loader import window_rows as window_rows_of
+from llmbatch.preprocess.cancel_signal import CancelSignal
 from llmbatch.runtime.cancellation import StopRequest
 from llmbatch.runtime.protocols import Stop, Totals
 from llmbatch.storage.journal import Journal
@@ -183,9 +183,9 @@ class _Job:
             self._progress.say(note)
         whole = self._resume_windows(writer, layout, older)
         reader = self._source.reader()
-        todo = (number for number in range(layout.windows) if number not in whole)
+        todo = [number for number in range(layout.windows) if number not in whole]
         windows = WindowLoader(
-            todo, lambda number, pulse: self._window(number, layout, older, reader, pulse), self._stopping
+            todo, lambda number, cancelled: self._window(number, layout, older, reader, cancelled), self._stopping
         )
         try:
             totals = self._worker.stream(windows, writer, goes_on=goes_on)
@@ -235,7 +235,7 @@ class _Job:
         return whole
 
     def _window(
-        self, number: int, layout: JobState, older: PriorAnswers, reader: RowReader, pulse: Callable[[], None]
+        self, number: int, layout: JobState, older: PriorAnswers, reader: RowReader, cancelled: CancelSignal
     ) -> Window:
         first = number * layout.window_rows
         table = reader.read(first, min(first + layout.window_rows, layout.rows))
@@ -253,7 +253,7 @@ class _Job:
             contents=contents,
             earlier=pa.concat_tables([found[0].filter(pa.array(mine)), found[1]]),
             refused=self._output.refused(table),
-            pulse=pulse,
+            cancelled=cancelled,
         )
 
     def _report(self, layout: JobState, writer: AnswerWriter, totals: Totals, begun: float) -> Report:
@@ -303,11 +303,15 @@ def explain(inputs: Paths, **options: Unpack[ExplainArgs]) -> Forecast:
     rows = source.num_rows
     most = window_rows_of(None, rows, source.nbytes, built.sampling.max_tokens)
     if rows <= most:
-        return forecast(worker, source.read())
-    return forecast(worker, _spread(source, min(most, MOST_SIMULATED))).scaled(rows)
+        return _forecast(worker, source.read())
+    return _forecast(worker, _spread(source, min(most, MOST_SIMULATED))).scaled(rows)
 
 
 explain.__module__ = "llmbatch"  # which it is imported from
+
+
+def _forecast(worker: Worker, table: pa.Table) -> Forecast:
+    return forecast(worker.options, worker.shard(table), worker.pool, worker.cost, worker.scheduling)
 
 
 def _spread(source: Dataset, rows: int) -> pa.Table:

@@ -123,7 +123,7 @@ class InputOrderParts(PartBuilder):
             self._output.stage(self._names.part(window.number, number), split(answered.slice(first, PART_ROWS)))
             for number, first in enumerate(range(0, max(1, answered.num_rows), PART_ROWS))
         ]
-        return {window.number: CompletedWindow(parts, RowCounts.of(answered, window))}
+        return {window.number: CompletedWindow(parts, window.counts(answered))}
 
     def parts(self, whole: dict[int, CompletedWindow]) -> list[Part]:
         """List the parts of all windows."""
@@ -163,7 +163,7 @@ class CompletionOrderParts(PartBuilder):
     def close(self, window: Window, answers: list[pa.RecordBatch]) -> dict[int, CompletedWindow]:
         """Windows are whole when nothing of them waits."""
         self._closed[window.number] = CompletedWindow(
-            [], RowCounts.of(pa.Table.from_batches(answers, schema=ANSWER_ROWS), window)
+            [], window.counts(pa.Table.from_batches(answers, schema=ANSWER_ROWS))
         )
         return self._let_go()
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 
 from llmbatch.errors import ParameterError
 from llmbatch.inference.window import Window
+from llmbatch.preprocess.cancel_signal import Cancelled, CancelSignal
 from llmbatch.runtime.cancellation import StopRequest
 from llmbatch.runtime.protocols import Stop
 from llmbatch.system.memory import available_memory
@@ -21,15 +22,15 @@ _SHARE = 0.25  # of free memory, for all windows together
 _LOOK = 0.2  # seconds between two looks whether the job was asked to end, while a window is waited for
 
 
-def window_rows(asked: int | None, rows: int, nbytes: int, max_tokens: int) -> int:
-    """Choose the rows of a window for an input of `rows` rows and `nbytes` bytes, and answers of `max_tokens`.
+def window_rows(asked: int | None, rows: int, nbytes: int, max_cancelleds: int) -> int:
+    """Choose the rows of a window for an input of `rows` rows and `nbytes` bytes, and answers of `max_cancelleds`.
 
     Raises ParameterError if as many as were asked for would not fit in memory.
     """
     each = max(1.0, nbytes / max(rows, 1)) * _GROWTH * _HELD
     free = available_memory()
     if asked is None:
-        return max(1, min(MOST_ROWS, int(_SHARE * free / (each + max_tokens * _TOKEN_BYTES * _ANSWERS))))
+        return max(1, min(MOST_ROWS, int(_SHARE * free / (each + max_cancelleds * _TOKEN_BYTES * _ANSWERS))))
     if min(asked, rows) * each > free:
         raise ParameterError(
             f"window_rows must fit in memory, {_HELD} windows at a time, but {min(asked, rows):,} rows of this input "
@@ -45,12 +46,12 @@ class WindowLoader:
     def __init__(
         self,
         numbers: Iterable[int],
-        make: Callable[[int, Callable[[], None]], Window],
+        make: Callable[[int, CancelSignal], Window],
         stopping: StopRequest | None = None,
     ) -> None:
-        """Load windows by `make`, given a window's number and a function to call again and again, which may raise."""
+        """Load windows by `make`, given a window's number and a signal to check again and again."""
         self._ready: queue.Queue[Window | BaseException | None] = queue.Queue(maxsize=1)
-        self._closed = threading.Event()
+        self._cancelled = CancelSignal()
         self._stopping = stopping or StopRequest()
         self._thread = threading.Thread(target=self._fill, args=(numbers, make), name="windows", daemon=True)
         self._thread.start()
@@ -80,28 +81,20 @@ class WindowLoader:
 
     def close(self) -> None:
         """Make no more windows."""
-        self._closed.set()
+        self._cancelled.cancel()
         while self._thread.is_alive():
             try:
                 self._ready.get(timeout=0.05)
             except queue.Empty:
                 continue
 
-    def _fill(self, numbers: Iterable[int], make: Callable[[int, Callable[[], None]], Window]) -> None:
+    def _fill(self, numbers: Iterable[int], make: Callable[[int, CancelSignal], Window]) -> None:
         try:
             for number in numbers:
-                self._pulse()
-                self._ready.put(make(number, self._pulse))
+                self._cancelled.check()
+                self._ready.put(make(number, self._cancelled))
             self._ready.put(None)
-        except _Closed:
+        except Cancelled:
             return
         except BaseException as error:  # raised in the thread that asks for the window
             self._ready.put(error)
-
-    def _pulse(self) -> None:
-        if self._closed.is_set():
-            raise _Closed
-
-
-class _Closed(Exception):
-    """Raised when nobody takes a window any more."""

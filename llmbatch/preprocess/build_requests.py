@@ -6,7 +6,7 @@ hash table over the flat token buffer finds them, comparing tokens in full where
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from llmbatch.compilation.decorators import compiled
 from llmbatch.errors import RowError
+from llmbatch.preprocess.cancel_signal import NEVER, CancelSignal
 from llmbatch.preprocess.prompts import PromptSource
 from llmbatch.preprocess.request_batch import RequestBatch, RowRequests, gather
 from llmbatch.preprocess.sampling_params import (
@@ -38,20 +39,20 @@ def build_shard(
     keys: NDArray[np.uint64] | None = None,
     recorded_column: str | None = None,
     refused: Mapping[int, RowError] | None = None,
-    pulse: Callable[[], None] = lambda: None,
+    cancelled: CancelSignal = NEVER,
 ) -> RowRequests:
     """Build the requests of a table, and the map from its rows to the requests that answer them.
 
     `sampling` holds for what `sampling_column`, if any, does not give. `keys` uint64 [rows] identify rows that are
     drawn without a seed (their positions if not given). `recorded_column` holds the tokens that a simulated engine
-    generates, null for max_tokens. `refused` rows already have errors. `pulse` is called again and again, and may
-    raise. Raw prompts get the tokenizer's special tokens, rendered chats none. A prompt that leaves no room in a
+    generates, null for max_tokens. `refused` rows already have errors. `cancelled` is checked again and
+    again. Raw prompts get the tokenizer's special tokens, rendered chats none. A prompt that leaves no room in a
     context of `context_length` tokens is a row error ("too_long"); if there is less room than max_tokens, max_tokens is
     reduced to it. Raises `InputError` for errors of the command, not of a row.
     """
     if sampling_column is not None:
         check_sampling_column(table.schema, sampling_column)
-    rendered = source.render(table, tokenizer, pulse)
+    rendered = source.render(table, tokenizer, cancelled)
     column = None if sampling_column is None else table[sampling_column]
     resolved = resolve_sampling(column, sampling, rows=table.num_rows)
     errors = {**(refused or {}), **resolved.errors, **rendered.errors}
@@ -60,7 +61,7 @@ def build_shard(
     token_row = np.cumsum(has_text) - 1  # row of `tokens` that holds a table row
     texts = [text for text in rendered.texts if text is not None]
     made = {int(token_row[row]): spans for row, spans in rendered.made.items()}
-    tokens = tokenizer.encode(texts, not rendered.chat, made, pulse)
+    tokens = tokenizer.encode(texts, not rendered.chat, made, cancelled)
     lengths = np.zeros(table.num_rows, np.int64)
     lengths[has_text] = np.diff(tokens.offsets)
     for row in np.flatnonzero(has_text & (lengths == 0)).tolist():

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import pyarrow as pa
 
 from llmbatch.arguments import flag, json_object, text
 from llmbatch.errors import DataError, ModelError, ParameterError, RowError
+from llmbatch.preprocess.cancel_signal import NEVER, CancelSignal
 from llmbatch.preprocess.chat import Message, MessagesError, parse_messages
 from llmbatch.preprocess.columns import Unreadable, find_field, is_text, nested_values, text_values
 from llmbatch.preprocess.control_tokens import Spans, free_mark
@@ -114,11 +115,11 @@ class PromptSource:
             if not is_scalar(kind) and not pa.types.is_null(kind):
                 raise DataError(f"a template column must hold text, numbers, booleans or times, but {name!r} is {kind}")
 
-    def render(self, table: pa.Table, tokenizer: Tokenizer, pulse: Callable[[], None] = lambda: None) -> Rendered:
+    def render(self, table: pa.Table, tokenizer: Tokenizer, cancelled: CancelSignal = NEVER) -> Rendered:
         """Render the prompt text of each row; a row that has none gets a `RowError`.
 
         What a template or a chat template writes may be control tokens, the values of a row are plain text; a raw
-        prompt is taken as it is. `pulse` is called before each row, and may raise. Raises what `check` raises, and
+        prompt is taken as it is. `cancelled` is checked before each row. Raises what `check` raises, and
         `ModelError` if a chat template is needed and the model has none.
         """
         self.check(table.schema)
@@ -130,7 +131,7 @@ class PromptSource:
             )
         rendered = Rendered([], {}, self.renders_chat)
         for row, draft in enumerate(self._drafts(table, tokenizer)):
-            pulse()
+            cancelled.check()
             if self.renders_chat and not isinstance(draft, RowError):
                 draft = _render_chat(self._conversation(draft), kwargs, tokenizer)
             if isinstance(draft, Prompt):

@@ -15,6 +15,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from llmbatch.errors import ModelError
+from llmbatch.preprocess.cancel_signal import NEVER, CancelSignal
 from llmbatch.preprocess.control_tokens import Controls, Spans
 from llmbatch.preprocess.respelled import Respelled
 
@@ -78,12 +79,12 @@ class Tokenizer(Protocol):
         texts: Sequence[str],
         special_tokens: bool,
         made: Mapping[int, Spans] = {},
-        pulse: Callable[[], None] = lambda: None,
+        cancelled: CancelSignal = NEVER,
     ) -> TokenColumn:
         """Encode each text; with `special_tokens`, the model's special tokens are put around it too.
 
-        `made` gives, for some texts, the spans of their control tokens: others in them are plain text. `pulse` is
-        called at least about once a second, and may raise.
+        `made` gives, for some texts, the spans of their control tokens: others in them are plain text. `cancelled`
+        is checked at least about once a second.
         """
         ...
 
@@ -128,13 +129,13 @@ class SlowTokenizer:
         texts: Sequence[str],
         special_tokens: bool,
         made: Mapping[int, Spans] = {},
-        pulse: Callable[[], None] = lambda: None,
+        cancelled: CancelSignal = NEVER,
     ) -> TokenColumn:
         """Encode each text, a batch at a time."""
         flat: list[NDArray[np.int32]] = []
         lengths = np.zeros(len(texts) + 1, np.int64)
         for start, end in _batches(texts):
-            pulse()
+            cancelled.check()
             marked = [i for i in range(start, end) if i in made] if made else []
             batch = list(texts[start:end])
             for i in marked:

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from llmbatch.cli.main import main
 from llmbatch.errors import DataError, JobStopped, StoppedEarly
 from llmbatch.inference.progress import Silence
 from llmbatch.jobs.window_loader import WindowLoader
+from llmbatch.preprocess.cancel_signal import CancelSignal
 from llmbatch.preprocess.prompts import PromptSource
 from llmbatch.preprocess.tokenizer import load_tokenizer
 from llmbatch.runtime.cancellation import StopRequest, heard
@@ -217,16 +217,16 @@ def test_a_window_in_the_making_is_given_up_when_the_job_is_asked_to_end(job: Jo
     assert job.run().rows == 60
 
 
-def endless(pulse: Callable[[], None], begun: threading.Event) -> Any:
+def endless(cancelled: CancelSignal, begun: threading.Event) -> Any:
     """Make a window that takes for ever."""
     while True:
         begun.set()
-        pulse()
+        cancelled.check()
 
 
 def test_who_waits_for_a_window_hears_that_the_job_is_to_end() -> None:
     stopping, begun = StopRequest(7.0), threading.Event()
-    windows = WindowLoader([0, 1], lambda number, pulse: endless(pulse, begun), stopping)
+    windows = WindowLoader([0, 1], lambda number, cancelled: endless(cancelled, begun), stopping)
     begun.wait()
     stopping.ask()
     with pytest.raises(Stop) as caught:
@@ -235,15 +235,24 @@ def test_who_waits_for_a_window_hears_that_the_job_is_to_end() -> None:
     windows.close()  # comes back although the window is not made
 
 
+class CountedSignal(CancelSignal):
+    """Counts how often it is checked."""
+
+    checks = 0
+
+    def check(self) -> None:
+        self.checks += 1
+
+
 def test_rendering_and_tokenising_look_up_again_and_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = load_tokenizer(save_fast(tmp_path))
-    looks: list[int] = []
-    PromptSource(prompt="x").render(pa.table({"x": ["a"] * 10}), tokenizer, lambda: looks.append(1))
-    assert len(looks) == 10
-    looks.clear()
+    signal = CountedSignal()
+    PromptSource(prompt="x").render(pa.table({"x": ["a"] * 10}), tokenizer, signal)
+    assert signal.checks == 10
+    signal.checks = 0
     monkeypatch.setattr("llmbatch.preprocess.tokenizer._BATCH_LETTERS", 10)
-    column = tokenizer.encode(["four"] * 9 + ["twelve letters", ""], False, pulse=lambda: looks.append(1))
-    assert len(looks) == 7
+    column = tokenizer.encode(["four"] * 9 + ["twelve letters", ""], False, cancelled=signal)
+    assert signal.checks == 7
     assert column.offsets.tolist() == [*range(0, 37, 4), 50, 50]
 
 

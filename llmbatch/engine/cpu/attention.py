@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from llmbatch.engine.model.ops import attend_unpacked
+from llmbatch.engine.model.ops import pack_heads
 from llmbatch.kernels.cpu import fused
 from llmbatch.kernels.cpu.attention import attend, cut_blocks
 from llmbatch.kernels.cpu.tile import LANES
@@ -108,7 +108,9 @@ class CpuAttention:
         self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _: dict[str, Any]
     ) -> torch.Tensor:
         """Attend for a module that projects and rotates by itself: [1, heads, tokens, width] each."""
-        return attend_unpacked(self, self._pages.specs[module.layer_idx], query, key, value)
+        spec = self._pages.specs[module.layer_idx]
+        packed = pack_heads(query, key, value)
+        return self.run(spec, packed).view(1, len(packed), -1, spec.width)
 
 
 class CpuOps:

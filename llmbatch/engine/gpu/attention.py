@@ -10,7 +10,7 @@ import torch
 
 from llmbatch.engine.gpu.batch import Kind
 from llmbatch.engine.gpu.execution import Sequential
-from llmbatch.engine.model.ops import attend_unpacked
+from llmbatch.engine.model.ops import pack_heads
 from llmbatch.kernels.interface import AttentionPlan, BatchLayout, PagedAttention
 from llmbatch.kernels.spec import AttentionSpec
 from llmbatch.kernels.triton import fused as triton_fused
@@ -98,7 +98,9 @@ class GpuAttention:
         self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _: dict[str, Any]
     ) -> torch.Tensor:
         """Attend for a module that projects and rotates by itself: [1, heads, tokens, width] each."""
-        return attend_unpacked(self, self._pages.specs[module.layer_idx], query, key, value)
+        spec = self._pages.specs[module.layer_idx]
+        packed = pack_heads(query, key, value)
+        return self.run(spec, packed).view(1, len(packed), -1, spec.width)
 
 
 def plan_layers(

@@ -10,15 +10,16 @@ import json
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError
 from torch import nn
-from transformers import AttentionInterface, AutoModelForCausalLM, GenerationConfig, PretrainedConfig
+from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig
 
+from llmbatch.engine.model.attention_interface import NAME, register, survey
 from llmbatch.engine.model.checkpoints import has_weights, no_progress_bars
-from llmbatch.engine.model.config import LAYER_TYPES, DType, ModelConfig, describe_model, unsupported
+from llmbatch.engine.model.config import DType, ModelConfig, describe_model, unsupported
 from llmbatch.engine.model.fused_layers import fuse_layers
 from llmbatch.engine.model.fused_modules import fuse, pack_linears
 from llmbatch.engine.model.platform import Platform
@@ -26,12 +27,6 @@ from llmbatch.errors import ModelError
 from llmbatch.kernels.spec import WIDEST, AttentionSpec
 
 LoadFormat = Literal["auto", "dummy"]
-
-_ATTENTION: Final = "llmbatch"
-_HARMLESS: Final = {
-    "dropout", "scaling", "sliding_window", "softcap", "position_ids", "use_cache", "cache_position",
-    "past_key_values", "output_attentions", "output_hidden_states", "return_dict", "s_aux",
-}  # fmt: skip  # a table
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +57,11 @@ def load_model(
     ModelError if the folder has no weights, or the model has a part that is not supported.
     """
     described = describe_model(folder, dtype=dtype, trust_remote_code=trust_remote_code, device=platform.device)
-    AttentionInterface.register(_ATTENTION, _attention)
+    register()
     module = _read_module(folder, described, load_format, platform, trust_remote_code=trust_remote_code)
     module.to(platform.device).eval().requires_grad_(False)
     with torch.inference_mode():
-        attention = _survey(folder, module, described.config, platform.device)
+        attention = survey(folder, module, described.config, platform.device)
         for spec in attention.values():
             if not platform.is_host and spec.width > WIDEST:
                 raise unsupported(folder, f"heads of {spec.width} elements", f"on a GPU they have {WIDEST} at most")
@@ -99,7 +94,7 @@ def _read_module(
     """Make the model's modules, with weights from the files or seeded noise."""
     arguments: dict[str, Any] = {
         "dtype": described.dtype,
-        "attn_implementation": _ATTENTION,
+        "attn_implementation": NAME,
         "trust_remote_code": trust_remote_code,
     }
     if load_format == "dummy":
@@ -131,85 +126,6 @@ def _placed(platform: Platform) -> dict[str, Any]:
     if platform.is_host or find_spec("accelerate") is None:
         return {}
     return {"device_map": {"": str(platform.device)}}
-
-
-def _attention(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    *,
-    llmbatch: Any,
-    **options: Any,
-) -> tuple[torch.Tensor, None]:
-    """Attend as transformers calls it: [1, heads, tokens, width] each, to [1, tokens, heads, width]."""
-    out: torch.Tensor = llmbatch.attend(module, query, key, value, options)
-    return out, None
-
-
-class _Survey:
-    """A stand-in for a step that notes what every attention layer asks for."""
-
-    def __init__(self, folder: str) -> None:
-        self._folder = folder
-        self.specs: dict[int, AttentionSpec] = {}
-
-    def attend(
-        self,
-        module: nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        options: dict[str, Any],
-    ) -> torch.Tensor:
-        if value.shape[-1] != query.shape[-1]:
-            raise unsupported(self._folder, "values of another size than keys", "head sizes must be equal")
-        for name, given in options.items():
-            known = name in _HARMLESS or given is None or (name == "is_causal" and given)
-            if not known and not isinstance(given, torch.LongTensor | dict | bool):
-                raise unsupported(
-                    self._folder,
-                    f"the attention option {name!r}",
-                    "supported are softmax, sliding window, softcap and sinks",
-                )
-        if getattr(module, "is_causal", True) is False or options.get("is_causal") is False:
-            raise unsupported(self._folder, "attention that is not causal", "every layer must be causal")
-        layer = getattr(module, "layer_idx", None)
-        if layer is None or layer in self.specs:
-            raise unsupported(self._folder, "attention layers that share a cache", "each must have its own layer_idx")
-        width = query.shape[-1]
-        sinks: torch.Tensor | None = options.get("s_aux")
-        self.specs[layer] = AttentionSpec(
-            layer=layer,
-            query_heads=query.shape[1],
-            heads=key.shape[1],
-            width=width,
-            scale=float(options.get("scaling") or width**-0.5),
-            window=int(options.get("sliding_window") or 0),
-            softcap=float(options.get("softcap") or 0.0),
-            sinks=None if sinks is None else sinks.detach().float().contiguous(),
-        )
-        return torch.zeros_like(query).transpose(1, 2)
-
-
-def _survey(folder: str, module: nn.Module, text: PretrainedConfig, device: torch.device) -> dict[int, AttentionSpec]:
-    survey = _Survey(folder)
-    tokens = torch.zeros(1, 2, dtype=torch.long, device=device)
-    module(
-        input_ids=tokens,
-        position_ids=torch.arange(2, device=device)[None],
-        use_cache=False,
-        logits_to_keep=torch.zeros(1, dtype=torch.long, device=device),
-        llmbatch=survey,
-    )
-    if len(survey.specs) != text.num_hidden_layers:
-        raise unsupported(
-            folder,
-            f"{text.num_hidden_layers - len(survey.specs)} layers without softmax attention",
-            f"supported are {' and '.join(LAYER_TYPES)}",
-        )
-    return survey.specs
 
 
 def _read_generation_config(path: Path, text: PretrainedConfig) -> tuple[tuple[int, ...], tuple[str, ...]]:

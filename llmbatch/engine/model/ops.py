@@ -54,9 +54,7 @@ class ModelOps(Protocol):
         ...
 
 
-def attend_unpacked(
-    step: AttentionContext, spec: AttentionSpec, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-) -> torch.Tensor:
-    """Implement `AttentionContext.attend` by `run`."""
+def pack_heads(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Pack [1, heads, tokens, width] each as `AttentionContext.run` takes them."""
     packed = torch.cat((query[0], key[0], value[0])).transpose(0, 1)  # [tokens, heads of all three, width]
-    return step.run(spec, packed.reshape(len(packed), -1)).view(1, len(packed), -1, spec.width)
+    return packed.reshape(len(packed), -1)

@@ -32,10 +32,11 @@ from llmbatch.io.sealed_json import START_OVER, damage
 from llmbatch.io.writing.claims import Claims
 from llmbatch.io.writing.commit_log import ENDING, CommitRecord, Names
 from llmbatch.io.writing.destination import Destination
+from llmbatch.io.writing.digest_stream import DigestStream
 from llmbatch.io.writing.finished import Finished
 from llmbatch.io.writing.formats import CODECS, Arrow, Format, Jsonl, Parquet, StagedFormat, read_tables
 from llmbatch.io.writing.manifest import compose
-from llmbatch.io.writing.parts import Digesting, Part, rows_of
+from llmbatch.io.writing.parts import Part, rows_of
 from llmbatch.storage.location import Location
 from llmbatch.storage.lock import Lock
 
@@ -180,7 +181,7 @@ class Output:
     def stage(self, name: str, tables: Iterable[pa.Table]) -> Part:
         """Write a part where no reader sees it. The tables, at least one, have one schema."""
         with self.work.writing(self._file(name)) as stream:
-            digesting = Digesting(stream)
+            digesting = DigestStream(stream)
             rows = self._staged.write(cast(BinaryIO, digesting), tables)
         return Part(name, rows, digesting.size, digesting.digest)
 

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-import io
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from typing import Any, BinaryIO, Final
+from typing import Any, Final
 
 from llmbatch.errors import StorageError
 from llmbatch.io.sealed_json import is_plain
+from llmbatch.io.writing.digest_stream import DIGEST_BYTES
 from llmbatch.storage.location import Location
 
 _READ: Final = 1 << 20  # bytes at once
-_DIGEST: Final = 16  # bytes; as many as no two files share by accident
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,38 +49,11 @@ class Part:
             raise StorageError(f"{place.shown(file)} is not what was written to it, which no crash does: {way_out}")
 
     def _digest_of(self, place: Location, file: str) -> str:
-        digest = hashlib.blake2b(digest_size=_DIGEST)
+        digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
         with place.open(file) as stream:
             while data := stream.read(_READ):
                 digest.update(data)
         return digest.hexdigest()
-
-
-class Digesting(io.RawIOBase):
-    """A stream that passes on what is written and keeps its size and digest."""
-
-    def __init__(self, stream: BinaryIO) -> None:
-        self._stream = stream
-        self._digest = hashlib.blake2b(digest_size=_DIGEST)
-        self.size: int = 0
-
-    @property
-    def digest(self) -> str:
-        """The digest of all that was written."""
-        return self._digest.hexdigest()
-
-    def writable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self.size
-
-    def write(self, data: Any) -> int:
-        view = memoryview(data).cast("B")
-        self._stream.write(view)
-        self._digest.update(view)
-        self.size += view.nbytes
-        return view.nbytes
 
 
 def rows_of(parts: Iterable[Part]) -> int:
