@@ -194,7 +194,7 @@ def overlap() -> None:
 
 ALL: dict[str, Callable[[], None]] = {
     "tree": tree, "lengths": lengths, "blending": blending, "pages": pages, "overlap": overlap,
-}  # fmt: skip
+}  # fmt: skip  # a table
 
 if __name__ == "__main__":
     mpl.rcParams["svg.hashsalt"] = "llmbatch"  # equal traces give equal files

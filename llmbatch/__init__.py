@@ -3,7 +3,8 @@
     import llmbatch
     report = llmbatch.run("questions.parquet", "answers", model="Qwen/Qwen3-8B", prompt="question", chat=True)
 
-Nothing heavy is imported before it is used.
+Nothing heavy is imported before it is used. Importing llmbatch changes one thing: a finder at the end of
+`sys.meta_path` says where modules of earlier versions are now. What a job changes: `llmbatch.system.tuning`.
 """
 
 from __future__ import annotations

@@ -6,7 +6,8 @@ import contextlib
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from difflib import get_close_matches
 from numbers import Integral, Real
 from typing import Any, cast
 
@@ -89,12 +90,14 @@ def paths_of(inputs: Any, *, name: str = "inputs") -> list[str]:
     return [path(name, one) for one in (inputs if several else [inputs])]
 
 
-def check_names(given: Iterable[str], known: Iterable[str]) -> None:
+def check_names(given: Iterable[str], known: Collection[str]) -> None:
     """Raise ParameterError where a name that was given is none of the known ones."""
     unknown = sorted(set(given) - set(known))
     if unknown:
+        near = get_close_matches(unknown[0], known, n=1)
+        meant = f": did you mean {near[0]}?" if near else ""
         raise ParameterError(
-            f"{unknown[0]!r} is no option; the options are {', '.join(sorted(known))}", option=unknown[0]
+            f"an option must be one of {', '.join(sorted(known))}, got {unknown[0]!r}{meant}", option=unknown[0]
         )
 
 

@@ -41,6 +41,7 @@ class Keyword:
     means: str = ""  # of the default, in words
     metavar: str | None = None  # what stands for the value in a usage line
     aliases: tuple[str, ...] = ()  # further flags
+    off: str = ""  # what the flag does that turns it off, of a keyword that is on by default
 
     def text(self) -> str:
         """Show the help, with the default in brackets where that says something."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import shutil
 import subprocess
 import sys
@@ -117,6 +118,11 @@ def test_no_function_is_long() -> None:
                 if (node.end_lineno or 0) - node.lineno + 1 - said > MOST_LINES_OF_A_FUNCTION:
                     long.add(node.name)
     assert long == LONGER
+
+
+def test_what_is_not_formatted_says_why() -> None:
+    lines = [line for file in MODULES for line in file.read_text().splitlines() if "# fmt: skip" in line]
+    assert [line for line in lines if not re.search(r"# fmt: skip  # \w", line)] == []
 
 
 @pytest.mark.parametrize("name", PACKAGES)

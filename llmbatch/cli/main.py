@@ -14,14 +14,17 @@ from collections.abc import Sequence
 from typing import Any
 
 from llmbatch.cli.parser import make_parser
-from llmbatch.errors import InputError, JobStopped, LLMBatchError, StoppedEarly
+from llmbatch.errors import InputError, JobStopped, LLMBatchError, ParameterError, StoppedEarly
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     try:
-        arguments = vars(make_parser().parse_args(argv))
+        given, unknown = make_parser().parse_known_args(argv)
+        arguments = vars(given)
         command = arguments.pop("command")
+        if unknown:
+            raise ParameterError(f"unrecognized arguments: {' '.join(unknown)} (see llmbatch {command} --help)")
         return int(_COMMANDS[command](arguments))
     except InputError as error:
         _say(str(error))
@@ -36,10 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _say(str(error))
         return 1
     except StoppedEarly:
-        _say(
-            "asked to end before a row was run; what earlier runs answered is kept, "
-            "and the same command goes on with it"
-        )
+        _say("stopped before any row was run: answers of earlier runs are kept, and the same command goes on with them")
         return 143
     except KeyboardInterrupt:
         _say("interrupted; what a job has answered is kept, and the same command goes on with it")
@@ -70,8 +70,8 @@ def _run(arguments: dict[str, Any]) -> int:
         )
     if report.rows and report.errors == report.rows:
         _say(
-            f"every row failed, all {report.rows:,} of them: the column error in {report.output} says why; "
-            "when that is mended, the same command with --retry-errors answers them again"
+            f"every row failed ({report.rows:,}): see the column error in {report.output}, mend the cause, "
+            "and run the same command with --retry-errors"
         )
         return 3
     return 0

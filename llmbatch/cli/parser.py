@@ -7,13 +7,15 @@ from collections.abc import Sequence
 from typing import Any, Final, Literal, NoReturn, Protocol, get_args, get_origin
 
 from llmbatch.choices import Keyword, keywords_of
-from llmbatch.cli.values import json_object, number_of_bytes
+from llmbatch.cli.values import json_object, number, number_of_bytes, whole_number
 from llmbatch.errors import ParameterError
 from llmbatch.inference.options import AnswerArgs, EngineArgs, OptionArgs, PromptArgs
 from llmbatch.jobs.options import InputArgs, JobArgs
 from llmbatch.simulation.options import SimulationArgs
 
 _FORMS: Final = {"BYTES": number_of_bytes, "JSON": json_object}  # by what stands for the value in a usage line
+_NUMBERS: Final = {int: whole_number, float: number}
+_GRACE: Final = 20.0  # seconds
 _STATUSES = """exit status:
   0    done
   1    the job failed; what it answered is kept
@@ -21,6 +23,13 @@ _STATUSES = """exit status:
   3    done, but every row failed
   130  interrupted (Ctrl-C); what is answered is kept, and a second Ctrl-C does not wait for that
   143  ended by SIGTERM; rows in flight had --grace seconds to end
+"""
+
+
+_EPILOG = """exit status:
+  0    done
+  1    failed
+  2    the command or its input is wrong
 """
 
 
@@ -33,7 +42,15 @@ class FlagGroup(Protocol):
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one sentence."""
+    """Takes flags by their whole names, and says what is wrong in one sentence."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            known = ", ".join(map(str, action.choices))
+            raise argparse.ArgumentError(action, f"must be one of {known}, got {value!r}")
 
     def error(self, message: str) -> NoReturn:
         raise ParameterError(f"{message} (see {self.prog} --help)")
@@ -45,7 +62,6 @@ def make_parser() -> argparse.ArgumentParser:
         prog="llmbatch",
         description="Run a large language model over a dataset.",
         epilog=_STATUSES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     from llmbatch._version import __version__
 
@@ -57,7 +73,6 @@ def make_parser() -> argparse.ArgumentParser:
         usage="%(prog)s IN [IN ...] --output OUT --model M (--prompt COL | --template T | --messages COL) [options]",
         description="Answer every row of a dataset, and write the rows with their answers. Defaults are in brackets.",
         epilog=_STATUSES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     _add_inputs(run)
     run.add_argument(
@@ -74,10 +89,17 @@ def make_parser() -> argparse.ArgumentParser:
         help="say what run would do, without loading weights",
         usage="%(prog)s IN [IN ...] --model M (--prompt COL | --template T | --messages COL) [options]",
         description="Say what run would do, without loading weights. Defaults are in brackets.",
+        epilog=_EPILOG,
     )
     _add_inputs(explain)
     _add_options(explain)
-    simulate = commands.add_parser("simulate", help="run request traces through planner and scheduler, by a clock")
+    simulate = commands.add_parser(
+        "simulate",
+        help="run request traces through planner and scheduler, by a clock",
+        usage="%(prog)s TRACE [TRACE ...] [options]",
+        description="Run request traces through planner and scheduler, by a clock. Defaults are in brackets.",
+        epilog=_EPILOG,
+    )
     _add_simulation(simulate)
     return parser
 
@@ -96,6 +118,10 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         _add_flag(prompts if name in ("prompt", "template", "messages") else group, name, kind, keyword)
     _add(parser.add_argument_group("answers"), AnswerArgs)
     _add(parser.add_argument_group("engine"), EngineArgs)
+    _add_json(parser)
+
+
+def _add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--json", action="store_true", help="print one JSON object, and nothing else, to standard output"
     )
@@ -105,7 +131,11 @@ def _add_job(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("job")
     _add(group, JobArgs)
     group.add_argument(
-        "--grace", type=float, default=20.0, metavar="S", help="seconds that rows in flight have after SIGTERM (20)"
+        "--grace",
+        type=number,
+        default=_GRACE,
+        metavar="S",
+        help=f"seconds that rows in flight have after SIGTERM ({_GRACE:g})",
     )
 
 
@@ -118,7 +148,7 @@ def _add_simulation(parser: argparse.ArgumentParser) -> None:
             laws.add_argument("--sequential", action="store_const", const=1.0, dest=name, help="no overlap")
         else:
             _add_flag(parser, name, kind, keyword)
-    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else to standard output")
+    _add_json(parser)
 
 
 def _add(group: FlagGroup, arguments: type) -> None:
@@ -135,7 +165,13 @@ def _add_flag(group: FlagGroup, name: str, kind: Any, keyword: Keyword, **settin
         if is_on:
             flag = f"--no-{name.replace('_', '-')}"
         group.add_argument(
-            flag, dest=name, action="store_const", const=not is_on, default=None, help=keyword.text(), **settings
+            flag,
+            dest=name,
+            action="store_const",
+            const=not is_on,
+            default=None,
+            help=keyword.off or keyword.text(),
+            **settings,
         )
         return
     if get_origin(kind) is Literal:
@@ -144,5 +180,7 @@ def _add_flag(group: FlagGroup, name: str, kind: Any, keyword: Keyword, **settin
         settings["metavar"] = keyword.metavar
     if Sequence[str] in taken:
         settings["action"] = "append"
-    settings["type"] = _FORMS.get(keyword.metavar or "") or next((each for each in (int, float) if each in taken), str)
+    settings["type"] = _FORMS.get(keyword.metavar or "") or next(
+        (form for each, form in _NUMBERS.items() if each in taken), str
+    )
     group.add_argument(flag, *keyword.aliases, dest=name, help=keyword.text(), **settings)

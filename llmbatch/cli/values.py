@@ -20,6 +20,22 @@ def json_object(text: str) -> dict[str, Any]:
     return value
 
 
+def whole_number(text: str) -> int:
+    """Parse a whole number."""
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a whole number, got {text!r}") from None
+
+
+def number(text: str) -> float:
+    """Parse a number."""
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a number, got {text!r}") from None
+
+
 def number_of_bytes(text: str) -> int:
     """Parse a number of bytes: 2e9, 2000000000, 2GB, 4GiB."""
     lowered = text.strip().lower().removesuffix("b")

@@ -58,7 +58,8 @@ class Options(EngineConfig):
         one_of("on_error", self.on_error, ON_ERROR)
         if self.output_tokens is not None and self.engine != "simulated":
             raise ParameterError(
-                "output_tokens is for engine='simulated', which generates that many; leave it out",
+                f"output_tokens must be left out for engine={self.engine!r}, got {self.output_tokens!r}: only "
+                "engine='simulated' (--engine simulated) generates that many",
                 option="output_tokens",
                 value=self.output_tokens,
             )

@@ -64,16 +64,20 @@ def run(
     same call goes on where an earlier one ended, however it ended. On its finished output it returns that job's report
     with `finished_before` set. Rows are told apart by position, and must be the same again; with `id_column`, the name
     of a column of unique values, rows may have come or changed places since. `retry_errors` answers the rows again
-    that failed; `changed_rows="answer"` those that read otherwise now than when they were answered, for which a job is
-    refused else. `restart` starts over; `overwrite` replaces Parquet files of others too. What was there stays until
-    the new output is complete.
+    that failed; `changed_rows="answer"` those that read otherwise now than when they were answered (by default the job
+    is refused instead). `restart` starts over; `overwrite` replaces Parquet files of others too. What was there stays
+    until the new output is complete.
 
     Rows appear in the input's order once all are answered; with `preserve_order=False` parts appear as they are full,
-    in the order in which rows finish. `max_error_rate` (0 to 1) ends a job of whose rows more have failed.
-    `window_rows` are planned together (by memory if not given). `compression` is Parquet's.
+    in the order in which rows finish. `max_error_rate` (0 to 1) ends the job when a larger share of its rows has
+    failed. `window_rows` are planned together (by memory if not given). `compression` is Parquet's.
 
-    Raises `InputError` where the command or its input is wrong, `JobError` where the job cannot be finished; it can be
-    gone on with then.
+    `progress` shows how the job advances (a `Progress`; nothing by default). `stopping` lets another thread end it:
+    after `stop = StopRequest(grace=20)` and `stop.ask()`, rows in flight have 20 seconds to end, and `run` raises
+    `JobStopped`.
+
+    Raises `InputError` if the command or its input is wrong, and `JobError` if the job cannot be finished; the same
+    call resumes it then.
 
     >>> report = llmbatch.run("questions.parquet", "answers", model="Qwen/Qwen3-0.6B", prompt="question", chat=True)
     >>> report.rows, report.errors

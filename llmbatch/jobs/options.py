@@ -80,8 +80,9 @@ class JobArgs(TypedDict, total=False):
     preserve_order: Annotated[
         bool,
         Keyword(
-            "publish each part as soon as it is full, its rows in the order in which they finish",
+            "keep the input's order; parts appear when all rows are answered",
             JobOptions.preserve_order,
+            off="publish each part as soon as it is full, its rows in the order in which they finish",
         ),
     ]
     max_error_rate: Annotated[
@@ -91,7 +92,7 @@ class JobArgs(TypedDict, total=False):
     window_rows: Annotated[
         int | None, Keyword("rows that are read and planned together", means="by memory", metavar="N")
     ]
-    compression: Annotated[Compression, Keyword("of Parquet", JobOptions.compression)]
+    compression: Annotated[Compression, Keyword("the compression of Parquet output", JobOptions.compression)]
 
 
 class ExplainArgs(OptionArgs, InputArgs, total=False):

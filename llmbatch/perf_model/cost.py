@@ -164,7 +164,7 @@ def find_shape(name: str) -> ModelShape:
     """
     found = SHAPES.get(name.lower())
     if found is None:
-        raise ParameterError(f"model shape must be one of {', '.join(SHAPES)}, got {name!r}")
+        raise ParameterError(f"model_shape must be one of {', '.join(SHAPES)}, got {name!r}")
     return found
 
 
@@ -176,7 +176,7 @@ class Overlap:
 
     def __post_init__(self) -> None:
         if not self.exponent >= 1:
-            raise ParameterError(f"overlap exponent must be at least 1, got {self.exponent}")
+            raise ParameterError(f"overlap_exponent must be at least 1, got {self.exponent}")
 
     def __call__(self, compute: ArrayLike, memory: ArrayLike) -> Floats:
         """Return the seconds that both take together, elementwise."""

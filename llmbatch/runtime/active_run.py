@@ -61,7 +61,7 @@ class ActiveRun(EngineObserver[W]):
         self._run: ShardRun = ShardRun(
             workload, self._loop, context.pool, context.refit.cost, context.scheduling,
             after=None if after is None else after._run.scheduler, numbers=numbers, refit=context.refit,
-        )  # fmt: skip
+        )  # fmt: skip  # arguments in groups
         # Steps and preemptions that are in the totals.
         self._counted: tuple[int, int] = (0, 0) if after is None else after._counted
         self._step = (NO_REQUESTS, 0.0)  # the requests of the step in hand, and when it was begun

@@ -72,7 +72,7 @@ class SimulationLog(NamedTuple):
         return cls(
             np.empty(1024, STEP), unset, unset.copy(), unset.copy(), unset.copy(), unset.copy(), unset.copy(),
             unset.copy(), records(LogCounts),
-        )  # fmt: skip
+        )  # fmt: skip  # arguments in groups
 
     def grown(self) -> SimulationLog:
         """Return the same with room for twice the steps."""

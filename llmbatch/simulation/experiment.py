@@ -16,11 +16,9 @@ from llmbatch.perf_model.cost import SHAPES, CostModel, ModelShape, Overlap, fin
 from llmbatch.perf_model.hardware import find_hardware
 from llmbatch.planning.workload import Pool, Scheduling
 from llmbatch.simulation.mixes import draw_mix, parse_mix
-from llmbatch.simulation.options import SimulationArgs, SimulationOptions
+from llmbatch.simulation.options import MIX_REQUESTS, SimulationArgs, SimulationOptions
 from llmbatch.simulation.simulator import MAX_RUNNING, Simulation, SimulationReport, pool_of, simulate_trace
 from llmbatch.simulation.traces import Trace, put_together, read_traces
-
-_REQUESTS = 100_000  # of a mix
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,18 +60,20 @@ class Experiment(SimulationOptions):
         if self.max_tokens is not None:
             files = [file.with_answers_cut(self.max_tokens) for file in files]
         if self.mix is not None:
-            return draw_mix(files, parse_mix(self.mix), self.requests or _REQUESTS, self.cost, self.seed).trace
+            return draw_mix(files, parse_mix(self.mix), self.requests or MIX_REQUESTS, self.cost, self.seed).trace
         together = put_together(files)
         return together if self.requests is None else together.first(self.requests)
 
     def run(self) -> Simulation:
         """Simulate."""
-        _, pool = self.cost, self.pool  # what is wrong with these is said before traces are read
+        cost, pool, scheduling = self.cost, self.pool, self.scheduling  # what is wrong is said before traces are read
+        if self.mix is not None:
+            parse_mix(self.mix)
         return simulate_trace(
             self.trace,
-            self.cost,
+            cost,
             pool,
-            self.scheduling,
+            scheduling,
             lengths=self.lengths,
             max_tokens=self.max_tokens,
             replicas=self.data_parallel,

@@ -5,14 +5,16 @@ This module imports nothing heavy. Annotations are evaluated here, unlike elsewh
 
 import os
 from dataclasses import dataclass
-from typing import Annotated, Literal, TypedDict
+from typing import Annotated, Literal, TypedDict, get_args
 
-from llmbatch.arguments import refusal
-from llmbatch.choices import Keyword, Law, Policy
+from llmbatch.arguments import finite, flag, one_of, refusal, text, whole
+from llmbatch.choices import POLICIES, Keyword, Law, Policy
 
 Knowledge = Literal["known", "sampled"]
 PAGE_SIZE = 16  # tokens
 _COUNTS = ("requests", "max_tokens", "step_tokens", "page_size", "hash_block", "tensor_parallel", "data_parallel")
+_MAY_BE_LEFT = ("requests", "max_tokens", "step_tokens")
+MIX_REQUESTS = 100_000  # drawn of a mix, where nothing else is asked
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,12 +41,25 @@ class SimulationOptions:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        set_ = object.__setattr__
         for name in _COUNTS:
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise refusal(name, "be at least 1", value)
-        if self.seed < 0:
-            raise refusal("seed", "be at least 0", self.seed)
+            if value is not None or name not in _MAY_BE_LEFT:
+                set_(self, name, whole(name, value, 1))
+        set_(self, "seed", whole("seed", self.seed, 0))
+        set_(self, "cascade", flag("cascade", self.cascade))
+        for name, known in (("order", POLICIES), ("lengths", get_args(Knowledge)), ("law", get_args(Law))):
+            one_of(name, getattr(self, name), known)
+        for name in ("mix", "model_shape", "hardware"):
+            if getattr(self, name) is not None:
+                text(name, getattr(self, name))
+        for name in ("kv_memory", "sample_fraction", "overlap_exponent"):
+            if getattr(self, name) is not None:
+                set_(self, name, finite(name, getattr(self, name)))
+        if not 0 < self.sample_fraction <= 1:
+            raise refusal("sample_fraction", "lie in (0, 1]", self.sample_fraction)
+        if self.overlap_exponent < 1:
+            raise refusal("overlap_exponent", "be at least 1", self.overlap_exponent)
 
 
 _DEFAULT = SimulationOptions()
@@ -58,7 +73,10 @@ class SimulationArgs(TypedDict, total=False):
         Keyword("table2-1 to table2-4, wide-1, or DENSITY,SHARING; needs three traces", metavar="MIX"),
     ]
     requests: Annotated[
-        int | None, Keyword("draws of a mix (100,000), or the first rows of the traces (all)", metavar="N")
+        int | None,
+        Keyword(
+            "draws of a mix, or the first rows of the traces", means=f"{MIX_REQUESTS:,} of a mix, else all", metavar="N"
+        ),
     ]
     max_tokens: Annotated[
         int | None,
@@ -66,7 +84,7 @@ class SimulationArgs(TypedDict, total=False):
     ]
     order: Annotated[Policy, Keyword("the order in which requests are run", _DEFAULT.order, aliases=("--policy",))]
     step_tokens: Annotated[
-        int | None, Keyword("tokens of a step", means="2048; blend decides in closed loop", metavar="N")
+        int | None, Keyword("the most tokens of a step", means="2048; blend decides in closed loop", metavar="N")
     ]
     model_shape: Annotated[
         str, Keyword("a known shape, or a folder with a config.json", _DEFAULT.model_shape, metavar="M")
@@ -84,12 +102,15 @@ class SimulationArgs(TypedDict, total=False):
     sample_fraction: Annotated[
         float, Keyword("requests that run first to learn lengths", _DEFAULT.sample_fraction, metavar="F")
     ]
-    law: Annotated[Law, Keyword("how a step's floor is charged", _DEFAULT.law)]
+    law: Annotated[
+        Law, Keyword("paper: the reading of weights is a least time of compute; bytes: it is memory time", _DEFAULT.law)
+    ]
     overlap_exponent: Annotated[
-        float, Keyword("of the overlap of compute and memory", _DEFAULT.overlap_exponent, metavar="E")
+        float,
+        Keyword("how well compute and memory overlap, from 1", _DEFAULT.overlap_exponent, metavar="E"),
     ]
     cascade: Annotated[bool, Keyword("decodes read a long prefix that many share once a step", _DEFAULT.cascade)]
-    seed: Annotated[int, Keyword("of draws, samples and random orders", _DEFAULT.seed, metavar="S")]
+    seed: Annotated[int, Keyword("the seed of draws, samples and random orders", _DEFAULT.seed, metavar="S")]
     steps_out: Annotated[str | os.PathLike[str] | None, Keyword("write a Parquet file with a row a step", metavar="F")]
     requests_out: Annotated[
         str | os.PathLike[str] | None, Keyword("write a Parquet file with a row a request", metavar="F")

@@ -216,7 +216,7 @@ def run_workload(
         seconds=driver.seconds,
         planning_seconds=planning + result.planning_seconds,
         scheduling_seconds=scheduling_seconds,
-    )  # fmt: skip
+    )  # fmt: skip  # arguments in groups
     return Simulation(report, steps, requests)
 
 
@@ -286,6 +286,6 @@ def _merge(
         replica_seconds=tuple(part.report.seconds for part in parts),
         planning_seconds=planning + sum(part.report.planning_seconds for part in parts),
         scheduling_seconds=sum(part.report.scheduling_seconds for part in parts),
-    )  # fmt: skip
+    )  # fmt: skip  # arguments in groups
     step_shards = np.repeat(np.arange(len(parts), dtype=np.int32), [len(part.steps) for part in parts])
     return Simulation(report, steps, {**requests, "shard": shard_of}, step_shards)

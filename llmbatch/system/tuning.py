@@ -1,6 +1,6 @@
 """Process settings that make steps fast. Importing the module changes nothing.
 
-The command line calls `tune_process` first of all; `LLMOperator` and the functions of `llmbatch` call it when they load
+The command line calls `tune_process` first of all; `LLMOperator` and the functions of `llmbatch` call it when they open
 a model. `LLMBATCH_TUNE=0` in the environment leaves the process as it is.
 """
 

@@ -68,8 +68,9 @@ def map_dataset(
     """Answer every row of a Ray dataset, on several actors; rows keep their columns and get those of the answers.
 
     `op` is `LLMOperator(...)`. `concurrency` is the number of actors, or the fewest and the most of a pool that
-    grows and shrinks; the four after it are what each takes of its node. The dataset's prompts are read at once, and
-    the whole of it when the returned dataset is executed. Its rows come in no particular order, each of them once.
+    grows and shrinks. `num_cpus`, `num_gpus`, `memory` and `resources` are what each actor reserves on its node. The
+    dataset's prompts are read at once, and the whole of it when the returned dataset is executed. Its rows come in no
+    particular order, each of them once.
     A shard has about `rows_per_shard` rows at most: what Ray Data's checkpoints take at once. Progress is written by
     an actor beside the driver, whose output Ray shows there, unless `quiet`. Raises `InputError`.
 

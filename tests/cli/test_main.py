@@ -34,7 +34,7 @@ def test_json_is_all_that_standard_output_holds(
     status = run(
         source, "--output", str(tmp_path / "out"), "--model", model, "--prompt", "text",
         "--max-tokens", "3", "--kv-memory", "16MiB", "--json",
-    )  # fmt: skip
+    )  # fmt: skip  # arguments in groups
     printed = capfd.readouterr()
     report = json.loads(printed.out)
     assert status == 0
@@ -42,7 +42,7 @@ def test_json_is_all_that_standard_output_holds(
     for key in (
         "input_tokens", "cached_tokens", "output_tokens", "load_seconds", "seconds", "tokens_per_second",
         "prefix_sharing", "prefix_sharing_optimal", "preemptions", "steps",
-    ):  # fmt: skip
+    ):  # fmt: skip  # arguments in groups
         assert isinstance(report[key], (int, float)), key
     assert "3 of 3 rows" in printed.err
 
@@ -51,7 +51,7 @@ def test_quiet_prints_nothing(model: str, source: str, tmp_path: Path, capfd: py
     status = run(
         source, "--output", str(tmp_path / "out"), "--model", model, "--prompt", "text",
         "--max-tokens", "3", "--kv-memory", "16MiB", "--quiet",
-    )  # fmt: skip
+    )  # fmt: skip  # arguments in groups
     assert status == 0
     assert capfd.readouterr() == ("", "")
 
@@ -74,10 +74,13 @@ def test_the_same_command_on_its_finished_output_says_so(
         (["--prompt", "txt"], "'txt'"),
         (["--prompt", "number"], "'number'"),
         (["--template", "Q: {question}"], "'question'"),
-        (["--prompt", "text", "--frobnicate"], "unrecognized arguments: --frobnicate"),
+        (["--prompt", "text", "--frobnicate"], "unrecognized arguments: --frobnicate (see llmbatch run --help)"),
+        (["--prompt", "text", "--max", "3"], "unrecognized arguments: --max 3"),
+        (["--prompt", "text", "--max-tokens", "abc"], "argument --max-tokens: must be a whole number, got 'abc'"),
+        (["--prompt", "text", "--temperature", "hot"], "argument --temperature: must be a number, got 'hot'"),
         (["--prompt", "text", "--kv-memory", "lots"], "must be a number of bytes such as 2e9 or 4GiB, got 'lots'"),
         (["--prompt", "text", "--kv-memory", "10"], "kv_memory must hold at least one page of"),
-        (["--prompt", "text", "--order", "best"], "--order"),
+        (["--prompt", "text", "--order", "best"], "argument --order: must be one of "),
         ([], "one of the arguments --prompt --template --messages is required"),
         (["--prompt", "text", "--temperature", "-1"], "temperature must be"),
         (["--prompt", "text", "--sampling-params", "text2"], "'text2'"),
@@ -161,7 +164,7 @@ def test_an_interrupted_job_keeps_what_it_has(
     command = [
         sys.executable, "-m", "llmbatch", "run", str(source), "--output", str(out), "--model", model,
         "--prompt", "text", "--max-tokens", "400", "--ignore-eos", "--kv-memory", "64MiB", "--grace", "0",
-    ]  # fmt: skip
+    ]  # fmt: skip  # a table
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ})
     try:
         assert process.stderr is not None

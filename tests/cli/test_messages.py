@@ -33,8 +33,8 @@ from tests.support.tokenizers import save_fast
 
 def failed(job: Job) -> str:
     return (
-        f"llmbatch: every row failed, all 2 of them: the column error in {job.out} says why; when that is mended, "
-        "the same command with --retry-errors answers them again\n"
+        f"llmbatch: every row failed (2): see the column error in {job.out}, mend the cause, "
+        "and run the same command with --retry-errors\n"
     )
 
 
@@ -306,8 +306,8 @@ def test_a_job_that_is_asked_to_end_early_has_status_143(
     monkeypatch.setattr("llmbatch.inference.worker.Worker.load", lambda worker: signal.raise_signal(signal.SIGTERM))
     assert main(job.command()) == 143
     assert capfd.readouterr().err.splitlines()[-1] == (
-        "llmbatch: asked to end before a row was run; what earlier runs answered is kept, and the same command goes on "
-        "with it"
+        "llmbatch: stopped before any row was run: answers of earlier runs are kept, and the same command goes on with "
+        "them"
     )
 
 

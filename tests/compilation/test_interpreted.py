@@ -182,7 +182,7 @@ def steps(seed: int) -> tuple[Any, ...]:
         np.concatenate(rows).astype(np.int32), np.concatenate(([0], np.cumsum(lengths))),
         np.full(count, 100, np.int32), np.zeros(count, np.int32), (SamplingParams(max_tokens=100),),
         np.arange(count, dtype=np.uint64), answers,
-    )  # fmt: skip
+    )  # fmt: skip  # arguments in groups
     cost = CostModel(find_shape("smollm2-135m"), find_hardware("l4"), law="bytes" if seed % 2 else "paper")
     pool = Pool(int(rng.integers(41, 50)), 4)
     scheduling = Scheduling(max_running=int(rng.integers(16, 40)), order=ORDERS[seed % len(ORDERS)])

@@ -52,7 +52,9 @@ def test_a_file_that_is_no_gguf_says_so(tmp_path: Path) -> None:
 def test_a_path_that_is_not_there_is_not_looked_for_on_the_hub() -> None:
     with pytest.raises(ModelError) as caught:
         resolve_model("./models/of/nobody")
-    assert str(caught.value) == "model './models/of/nobody' is no folder here, and no name of a model on the hub"
+    assert str(caught.value) == (
+        "model must be a folder, a .gguf file or a name on the hub, got './models/of/nobody': check its spelling"
+    )
 
 
 def test_a_hub_name_without_a_network_is_an_error_with_the_reason(

@@ -55,7 +55,7 @@ LOOP["again"] = LOOP
         ({"row_timeout": 0}, "row_timeout must be above 0 seconds, got 0"),
         ({"on_error": None}, "on_error must be one of column, raise, got None"),
     ],
-)  # fmt: skip
+)  # fmt: skip  # arguments in groups
 def test_an_option_of_a_wrong_type_is_refused_at_birth(options: dict[str, Any], said: str) -> None:
     with pytest.raises(ParameterError) as caught:
         Options.build(**{"model": "m", "prompt": "text", **options})
@@ -79,7 +79,7 @@ def test_an_option_of_a_wrong_type_is_refused_at_birth(options: dict[str, Any], 
         ([1], "chat_template_kwargs must be a mapping, got [1]"),
         (LOOP, "chat_template_kwargs must not be nested so deeply: chat_template_kwargs goes into itself, or nearly"),
     ],
-)  # fmt: skip
+)  # fmt: skip  # arguments in groups
 def test_keywords_of_a_chat_template_are_what_json_holds(kwargs: Any, said: str) -> None:
     with pytest.raises(ParameterError) as caught:
         Options.build(model="m", messages="m", chat_template_kwargs=kwargs)
@@ -95,7 +95,7 @@ ANYTHING = st.one_of(
     st.none(), st.booleans(), st.integers(-(2**70), 2**70), st.floats(), st.text(max_size=3), st.binary(max_size=2),
     st.lists(st.integers(), max_size=2), st.dictionaries(st.text(max_size=2), st.integers(), max_size=1),
     st.sampled_from([np.int64(3), np.float32("nan"), np.True_, 3.5, "\ud800", "a\0", Path("m"), object(), len]),
-)  # fmt: skip
+)  # fmt: skip  # arguments in groups
 FIELDS = sorted({*Options.__dataclass_fields__, *PromptSource.__dataclass_fields__} - {"source", "sampling", "notes"})
 
 
@@ -116,7 +116,7 @@ def test_whatever_an_option_is_it_is_taken_or_refused_in_a_sentence(name: str, v
         "window_rows", "compression", "storage_options",
     ]),
     ANYTHING.filter(lambda value: value is not None),
-)  # fmt: skip
+)  # fmt: skip  # arguments in groups
 @settings(max_examples=300)
 def test_whatever_a_keyword_of_run_is_it_is_refused_before_anything_is_looked_for(name: str, value: Any) -> None:
     given = {"inputs": "/nowhere/in.parquet", "output": "/nowhere/out", "model": "m", "prompt": "text", name: value}
@@ -159,7 +159,7 @@ def test_a_keyword_of_run_of_a_wrong_type_leaves_nothing_behind(job: Job, option
 )
 def test_inputs_of_a_wrong_type_are_refused_by_run_and_explain(inputs: Any, said: str) -> None:
     for call in (lambda: llmbatch.run(inputs, "out", model="m", prompt="p"),
-                 lambda: llmbatch.explain(inputs, model="m", prompt="p")):  # fmt: skip
+                 lambda: llmbatch.explain(inputs, model="m", prompt="p")):  # fmt: skip  # arguments in groups
         with pytest.raises(ParameterError) as caught:
             call()
         assert str(caught.value) == said

@@ -122,7 +122,7 @@ def test_a_row_that_cannot_be_run_carries_its_error_and_the_others_are_answered(
     table = operator(BAD)
     assert table["error_kind"].to_pylist() == [
         None, "null_prompt", "null_prompt", "too_long", "parameters", "parameters",
-    ]  # fmt: skip
+    ]  # fmt: skip  # a table
     assert table["finish_reason"].to_pylist()[1:] == ["error"] * 5
     assert table["generated_text"].to_pylist()[1:] == [None] * 5
     assert table["num_generated_tokens"].to_pylist()[1:] == [0] * 5

@@ -80,7 +80,7 @@ class Job:
             self.scheduler = Scheduler(
                 lengths, num_pages=self.num_pages, trie=trie, lengths=Believed(believed), rates=RATES,
                 max_running=self.running, prompts=prompts,
-            )  # fmt: skip
+            )  # fmt: skip  # arguments in groups
             self.engine = SimulatedEngine(answers, COST)
         else:
             found = self.scheduler.found(prompts, tree, numbers)
@@ -88,7 +88,7 @@ class Job:
             self.scheduler.rebind(
                 lengths, trie=trie, lengths=Believed(believed), numbers=numbers, max_running=self.running,
                 prompts=prompts,
-            )  # fmt: skip
+            )  # fmt: skip  # arguments in groups
             self.engine.rebind(answers)
         self.scheduler.check()
         order = np.arange(len(self.rows), dtype=np.int32)

@@ -104,7 +104,7 @@ def test_a_relation_of_duckdb_is_answered(operator: Any) -> None:
         (pd.DataFrame([["a", "b"]], columns=["text", "text"]), "a DataFrame must be a table that Arrow can hold: "
          "Duplicate column names found: ['text', 'text']"),
     ],
-)  # fmt: skip
+)  # fmt: skip  # arguments in groups
 def test_what_is_no_table_is_refused(operator: Any, batch: Any, said: str) -> None:
     with pytest.raises(DataError) as caught:
         operator(batch)

@@ -169,7 +169,7 @@ def test_overlap_is_the_power_law(c: float, m: float) -> None:
 def test_an_exponent_below_one_is_refused() -> None:
     with pytest.raises(ParameterError) as error:
         Overlap(0.5)
-    assert str(error.value) == "overlap exponent must be at least 1, got 0.5"
+    assert str(error.value) == "overlap_exponent must be at least 1, got 0.5"
 
 
 # --- shapes
@@ -232,7 +232,7 @@ def test_a_config_without_a_needed_field_is_refused() -> None:
 
 
 def test_an_unknown_shape_is_refused() -> None:
-    with pytest.raises(ParameterError, match=r"^model shape must be one of llama-3-8b, .*, got 'llama-9'$"):
+    with pytest.raises(ParameterError, match=r"^model_shape must be one of llama-3-8b, .*, got 'llama-9'$"):
         find_shape("llama-9")
 
 

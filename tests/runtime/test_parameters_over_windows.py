@@ -74,6 +74,6 @@ def test_parameters_that_differ_in_more_than_the_seed_are_kinds_of_their_own() -
     others = [
         replace(base, temperature=0.5), replace(base, top_p=0.5), replace(base, top_k=3), replace(base, stop=("x",)),
         replace(base, max_tokens=9), replace(base, ignore_eos=True),
-    ]  # fmt: skip
+    ]  # fmt: skip  # a table
     workload = Workload.of(requests_of([base, *others], list(range(7))))
     assert len(np.unique(workload.keys)) == 7

@@ -92,14 +92,14 @@ def run(seed: int, pipelined: bool, slow: set[int], steps: int, fails_at: int = 
     scheduler = Scheduler(
         lengths, num_pages=22, trie=Workload(rows, limits, believed).trie(PAGE), lengths=Believed(believed),
         rates=RATES, max_running=9,
-    )  # fmt: skip
+    )  # fmt: skip  # arguments in groups
     order = np.arange(len(rows), dtype=np.int32)
     scheduler.enqueue(QueueUpdate(order, believed, Blend(), FixedBudget(16), compute=1.0, memory=1.0))
     untyped: Any = Rule()
     loaded = LoadedModel(
         module=untyped, config=untyped, eos_token_ids=(EOS,), dtype=torch.float32, device=torch.device("cpu"),
         context_length=64, attention={}, notes=(),
-    )  # fmt: skip
+    )  # fmt: skip  # arguments in groups
     nothing: Any = None
     engine = Pipelined(loaded, nothing, num_pages=22, page_size=PAGE)
     engine.fails_at = fails_at

@@ -65,7 +65,7 @@ def test_a_job_and_a_simulation_run_a_row_as_far_and_refuse_the_same(rows: list[
     trace = Trace(
         names=("made",), source=np.zeros(len(rows), np.int32), prompt_lengths=prompts, output_lengths=output,
         blocks=np.empty(0, np.int32), offsets=np.zeros(len(rows) + 1, np.int64), block_size=4,
-    )  # fmt: skip
+    )  # fmt: skip  # arguments in groups
     for known in ("known", "sampled"):
         done = simulate_trace(trace, COST, POOL, BUDGET, lengths=known)
         refused = np.flatnonzero(done.requests["finished_step"] < 0).tolist()
@@ -178,7 +178,7 @@ def test_a_report_says_how_many_rows_may_end_early(model: str, tmp_path: Path) -
     given: dict[str, Any] = {
         "model": model, "prompt": "text", "dtype": "float32", "max_tokens": 20, "page_size": 4,
         "kv_memory": pool_bytes(model, 40),
-    }  # fmt: skip
+    }  # fmt: skip  # a table
     report = llmbatch.run(source, out, **given)
     note = (
         "3 rows may end early, with finish_reason 'length': prompt and max_tokens need more KV than the 40 tokens "

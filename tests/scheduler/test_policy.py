@@ -114,7 +114,7 @@ def steady(law: Law, step_seconds: float = 0.0, answers: int = 500) -> int:
     decided = plan(
         tree, lengths.expected(np.arange(1000, dtype=np.int32)), cost,
         max_tokens=lengths.max_tokens, pool_tokens=pool.tokens, max_running=experiment.scheduling.max_running,
-    )  # fmt: skip
+    )  # fmt: skip  # arguments in groups
     return steady_budget(decided, cost, pool.tokens, float(answers)).step_tokens
 
 

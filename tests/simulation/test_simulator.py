@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -17,7 +18,7 @@ from llmbatch.errors import ParameterError
 from llmbatch.perf_model.cost import CostModel, Law, find_shape
 from llmbatch.perf_model.hardware import find_hardware
 from llmbatch.planning.order import POLICIES, Policy
-from llmbatch.simulation.experiment import Experiment, read_shape
+from llmbatch.simulation.experiment import Experiment, read_shape, simulate
 from llmbatch.simulation.simulator import Knowledge, Simulation, pool_of
 
 P, HEADS, LAYERS, KV = 8.03e9, 4096, 32, 131_072
@@ -183,7 +184,7 @@ def test_json_is_all_that_standard_output_holds(trace: str, tmp_path: Path, capf
         (["--mix", "table2-1"], "three traces"),
         (["--requests", "1000"], "requests must be 1 to the 120 of the traces, got 1000"),
         (["--requests", "-1"], "requests must be at least 1, got -1"),
-        (["--overlap-exponent", "0.5"], "overlap exponent must be at least 1"),
+        (["--overlap-exponent", "0.5"], "overlap_exponent must be at least 1"),
         (["--sample-fraction", "0"], "sample_fraction must lie in (0, 1], got 0.0"),
         (["--kv-memory", "10"], "kv_memory must hold at least one page"),
         (["--steps-out", "nowhere/steps.parquet"], "the folder of 'nowhere/steps.parquet' must exist"),
@@ -197,6 +198,26 @@ def test_a_wrong_command_gets_one_sentence_and_status_2(
     assert printed.out == ""
     assert said in printed.err
     assert len(printed.err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "rule"),
+    [
+        ("lengths", "x", "be one of known, sampled"),
+        ("law", "x", "be one of paper, bytes"),
+        ("cascade", "yes", "be true or false"),
+        ("requests", 2.5, "be a whole number"),
+        ("seed", None, "be a whole number"),
+        ("page_size", None, "be a whole number"),
+        ("kv_memory", "4GiB", "be a finite number"),
+        ("hardware", 7, "be text"),
+    ],
+)
+def test_an_option_of_the_wrong_kind_is_refused_before_traces_are_read(option: str, value: object, rule: str) -> None:
+    options: dict[str, Any] = {option: value}
+    with pytest.raises(ParameterError) as caught:
+        simulate("nowhere.parquet", **options)
+    assert str(caught.value).startswith(f"{option} must {rule}")
 
 
 def test_the_default_pool_is_the_card_less_weights_and_4_gb() -> None:
@@ -223,5 +244,5 @@ def test_a_shape_is_read_from_a_config(tmp_path: Path) -> None:
     assert shape.params == pytest.approx(named.params, rel=1e-3)
     assert shape.kv_bytes_per_token == named.kv_bytes_per_token
     assert shape.weight_bytes == pytest.approx(named.weight_bytes, rel=1e-3)
-    with pytest.raises(ParameterError, match=r"model shape must be one of .*, got 'nowhere'"):
+    with pytest.raises(ParameterError, match=r"model_shape must be one of .*, got 'nowhere'"):
         read_shape("nowhere")

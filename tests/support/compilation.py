@@ -51,7 +51,7 @@ def attention(dtype: torch.dtype, width: int, capability: int, *, many: bool, ev
         "GROUP": group, "WIDTH": width, "PADDED": triton.next_power_of_2(width), "SIZE": 16, "BLOCK": launch.block,
         "TILE": launch.tile, "CAPPED": every, "WINDOWED": every, "SINKS": every, "GATHERED": every and many,
         "PRECISION": "ieee" if dtype == torch.float32 else "tf32", "WIDENED": False,
-    }  # fmt: skip
+    }  # fmt: skip  # a table
     options = {"num_warps": launch.warps, "num_stages": launch.stages}
     return compiled(triton_attention._attend, types, constants, capability, **options)
 
@@ -81,7 +81,7 @@ def main(capability: int) -> dict[str, int]:
     found["merge"] = compiled(
         triton_attention._merge, out | {"query_heads": "i32"},
         {"WIDTH": 128, "PADDED": 128, "SINKS": True}, capability, num_warps=1,
-    )  # fmt: skip
+    )  # fmt: skip  # arguments in groups
     norm = {"x": "*bf16", "out": "*bf16", "weight": "*fp32", "width": "i32", "epsilon": "fp32"}
     found["norm"] = compiled(triton_fused._normalize, norm, {"PADDED": 4096}, capability, num_warps=8)
     gate = {"x": "*bf16", "out": "*bf16", "width": "i32", "total": "i32"}

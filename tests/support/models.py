@@ -38,7 +38,7 @@ FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gemma3", "
 TINY: dict[str, Any] = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2,
-}  # fmt: skip
+}  # fmt: skip  # a table
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<sep>{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
@@ -77,7 +77,7 @@ def tiny_config(family: str) -> PretrainedConfig:
         return Gemma2Config(
             **_COMMON, head_dim=16, sliding_window=WINDOW, layer_types=_LAYERS, query_pre_attn_scalar=16,
             attn_logit_softcapping=5.0, final_logit_softcapping=20.0,
-        )  # fmt: skip
+        )  # fmt: skip  # arguments in groups
     if family == "gemma3":
         return Gemma3TextConfig(
             **_COMMON, head_dim=16, sliding_window=WINDOW, layer_types=_LAYERS, query_pre_attn_scalar=16
@@ -86,7 +86,7 @@ def tiny_config(family: str) -> PretrainedConfig:
         return GptOssConfig(
             **_COMMON, head_dim=16, sliding_window=WINDOW, layer_types=_LAYERS, num_local_experts=4,
             num_experts_per_tok=2, rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-        )  # fmt: skip
+        )  # fmt: skip  # arguments in groups
     raise ValueError(f"family must be one of {', '.join(FAMILIES)}, got {family!r}")
 
 

@@ -44,7 +44,7 @@ OPERATIONS = (
 SIMULATED: dict[str, Any] = {
     "prompt": "text", "dtype": "float32", "engine": "simulated", "output_tokens": "n", "max_tokens": 90,
     "kv_memory": 2**22, "window_rows": 7, "max_running": 4,
-}  # fmt: skip
+}  # fmt: skip  # a table
 OTHER = {"max_tokens": 7}  # of the command that an earlier output was made by
 
 
@@ -84,7 +84,7 @@ SETUPS = (
     *(Setup(name, flags={"overwrite": True}, before="foreign") for name in ("out", "out.parquet")),
     Setup(flags={"overwrite": True}, before="finished"),
     Setup(options=UNORDERED, flags={"overwrite": True}, before="foreign"),
-)  # fmt: skip
+)  # fmt: skip  # arguments in groups
 
 
 class Failure(Exception):

@@ -164,7 +164,9 @@ def _fetched(model: str) -> str:
     except LocalEntryNotFoundError:
         pass
     except HFValidationError as error:
-        raise ModelError(f"model {model!r} is no folder here, and no name of a model on the hub") from error
+        raise ModelError(
+            f"model must be a folder, a .gguf file or a name on the hub, got {model!r}: check its spelling"
+        ) from error
     try:
         files = _hub_files(model)
         weights = _WEIGHTS[0] if any(name.endswith(".safetensors") for name in files) else _WEIGHTS[1]
