@@ -25,6 +25,7 @@ from unittest import mock
 
 from simulations import TABLE2, Setting, write
 
+from llmbatch.perf_model.cost import Law
 from llmbatch.runtime import queue_planner, shard_run
 from llmbatch.scheduler.steering import STEERING
 from llmbatch.scheduler.token_budget import ClosedLoopBudget
@@ -41,6 +42,7 @@ class Constant:
     name: str
     values: tuple[float, ...]
     lengths: Knowledge = "known"
+    law: Law = "paper"
     compiled: bool = False
 
 
@@ -50,29 +52,43 @@ CONSTANTS = (
     Constant("queue_planner.ClosedLoopBudget.floor", (0, 256, 512)),
     Constant("queue_planner.ClosedLoopBudget.ceiling", (2048, 4096)),
     Constant("planning.plan._KEEP", (0.95, 1.0)),
-    Constant("planning.plan._RIGHT", (0.25, 1.0)),
+    Constant("planning.plan._MEMORY_END", (0.25, 1.0)),
     Constant("planning.plan._LARGE", (0.0, 1.0)),
     Constant("experiment.page_size", (1, 64)),
     Constant("experiment.sample_fraction", (0.002, 0.05, 0.2), "sampled"),
     Constant("steering.trust", (0.0, 0.25, 0.75, 1.0), "sampled"),
     Constant("steering.least_ratio", (0.5, 0.7, 1.0), "sampled"),
+    Constant("steering.least_ratio_bytes", (0.4, 0.85), "sampled", "bytes"),
     Constant("steering.most_ratio", (1.2, 2.0, 4.0), "sampled"),
     Constant("steering.wide_reserve", (0.1, 0.2, 0.4, 0.5), "sampled"),
+    Constant("steering.wide_reserve_room", (0.0, 0.2), "sampled"),
+    Constant("steering.lean_reserve", (0.0, 0.1), "known", "bytes"),
+    Constant("steering.lean_reserve_unknown", (0.0, 0.2), "sampled", "bytes"),
+    Constant("steering.filled", (0.6, 1.0), "known", "bytes"),
+    Constant("steering.places_behind", (64, 4096)),
+    Constant("steering.preempted_waits", (2048, 32_768), "sampled"),
+    Constant("steering.preempted_waits_alone", (8192, 131_072), "sampled"),
+    Constant("steering.passed_waits", (512, 8192), "sampled"),
+    Constant("steering.shortest_wait", (16, 256), "sampled"),
     Constant("steering.longest_wait", (128, 2048), "sampled"),
+    Constant("steering.refresh", (64, 1024), "sampled"),
     Constant("steering.patience", (0.0, 0.05), "sampled"),
     Constant("planning.pilot_sample._ERROR", (0.02, 0.2), "sampled"),
     Constant("steering.margin", (0.0, 0.06), "sampled"),
+    Constant("steering.lean_margin", (0.0, 0.03), "sampled", "bytes"),
     Constant("steering.compute_end_alone", (0.0, 0.2), "sampled"),
     Constant("steering.full_pool", (0.0, 0.14), "sampled"),
     Constant("steering.long_answer", (0.002, 0.05), "sampled"),
+    Constant("steering.computed_again", (0.5, 8.0), "sampled"),
     Constant("planning.survival._LEAN", (1.0, 16.0), "sampled", compiled=True),
     Constant("planning.survival._STEEPER", (0.5, 1.0), "sampled", compiled=True),
     Constant("planning.survival._AS_RUN", (1.0, 2.0), "sampled", compiled=True),
 )
 
 
-def fraction(setting: Setting, lengths: Knowledge, name: str | None, value: float) -> float:
+def fraction(setting: Setting, lengths: Knowledge, law: Law, name: str | None, value: float) -> float:
     """The fraction of the optimum that `blend` reaches with a constant set to a value."""
+    setting = replace(setting, law=law)
     options: dict[str, Any] = {"lengths": lengths}
     place, _, constant = (name or "").rpartition(".")
     if place == "experiment":
@@ -123,18 +139,23 @@ def main() -> None:
     settings = [replace(Setting(mix=mix), requests=options.requests) for mix in TABLE2]
     if options.trial:
         lengths, name, value = options.trial
-        print(json.dumps([fraction(setting, lengths, name, float(value)) for setting in settings]))
+        print(json.dumps([fraction(setting, lengths, "paper", name, float(value)) for setting in settings]))
         return
-    trials: list[tuple[Knowledge, str | None, float]] = [("known", None, 0.0), ("sampled", None, 0.0)]
+    laws: tuple[Law, ...] = ("paper", "bytes")
+    knowledge: tuple[Knowledge, ...] = ("known", "sampled")
+    trials: list[tuple[Knowledge, Law, str | None, float]]
+    trials = [(lengths, law, None, 0.0) for law in laws for lengths in knowledge]
     plain = [constant for constant in CONSTANTS if not constant.compiled]
-    trials += [(constant.lengths, constant.name, value) for constant in plain for value in constant.values]
+    trials += [
+        (constant.lengths, constant.law, constant.name, value) for constant in plain for value in constant.values
+    ]
     results = []
 
-    def note(lengths: Knowledge, name: str | None, value: float, fractions: list[float]) -> None:
-        result = {"constant": name, "value": value, "lengths": lengths, "requests": options.requests}
+    def note(lengths: Knowledge, law: Law, name: str | None, value: float, fractions: list[float]) -> None:
+        result = {"constant": name, "value": value, "lengths": lengths, "law": law, "requests": options.requests}
         results.append({**result, "fractions": fractions})
         label = "as it is" if name is None else f"{name} = {value:g}"
-        print(f"{lengths:8} {label:42} {' '.join(f'{f:.3f}' for f in fractions)}", flush=True)
+        print(f"{lengths:8} {law:5} {label:42} {' '.join(f'{f:.3f}' for f in fractions)}", flush=True)
 
     with ProcessPoolExecutor(options.jobs) as pool:
         futures = [[pool.submit(fraction, setting, *trial) for setting in settings] for trial in trials]
@@ -143,7 +164,8 @@ def main() -> None:
         late = [(c.lengths, c.name, value) for c in CONSTANTS if c.compiled for value in c.values]
         runs = [pool.submit(compiled, *trial, options.requests) for trial in late]
         for given, run in zip(late, runs, strict=True):
-            note(*given, run.result())
+            lengths, name, value = given
+            note(lengths, "paper", name, value, run.result())
     write("sensitivity", results)
 
 
