@@ -78,7 +78,9 @@ class ActiveRun(EngineObserver[W]):
     def joined_by(self, requests: LiveRequests[W], workload: Workload, numbers: NDArray[np.int32]) -> ActiveRun[W]:
         """Return the run that goes on with other requests; those that run keep their slots, under these `numbers`."""
         self.engine.rebind(requests.requests)
-        return ActiveRun(self._context, self.engine, requests, workload, after=self, numbers=numbers)
+        run = ActiveRun(self._context, self.engine, requests, workload, after=self, numbers=numbers)
+        self.release()
+        return run
 
     @property
     def done(self) -> bool:
@@ -131,7 +133,7 @@ class ActiveRun(EngineObserver[W]):
 
     def release(self) -> None:
         """Let go of the engine: run, loop and observer refer to each other, and would keep its memory."""
-        vars(self).clear()
+        del self.engine, self._loop, self._run
 
     def before_step(self, step: Step) -> None:
         """Note what the engine is given for the first time."""
@@ -158,11 +160,10 @@ class ActiveRun(EngineObserver[W]):
         if len(finished.requests):
             self._context.totals.ended += len(finished.requests)
             self._hand_on(finished)
-        unwanted = NO_REQUESTS
         if not self._ending:
-            unwanted = self._context.observer.after_step(finished)
+            self._context.observer.after_step(finished)
         late: NDArray[np.int32] = requests[open_[requests] & (spent[requests] > self._context.row_timeout)]
-        return np.union1d(late, unwanted) if len(unwanted) else late
+        return late
 
     def _hand_on(self, finished: FinishedSequences) -> None:
         live, requests = self.requests, finished.requests

@@ -75,7 +75,11 @@ class EngineObserver(Generic[W]):
         """See what the engine measured of a step; not called for steps that it does not measure."""
 
     def after_step(self, finished: FinishedSequences) -> NDArray[np.int32]:
-        """See what ended in a step, or was withdrawn after it; return requests to withdraw. May raise `Stop`."""
+        """See what ended in a step, or was withdrawn after it. May raise `Stop`.
+
+        A `StepLoop` withdraws the requests that are returned with `FinishReason.TIMEOUT`; what is returned for
+        withdrawn ones, or to a `Stream`, is ignored.
+        """
         return NO_REQUESTS
 
     def joined(self, window: W) -> None:

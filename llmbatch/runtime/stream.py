@@ -81,16 +81,16 @@ class Stream(Generic[W]):
         """
         try:
             while True:
-                now = self._now
-                idle = isinstance(now, Idle) or now.done
+                # No local holds the run: while another engine is made, the memory of a dead one must be free.
+                idle = isinstance(self._now, Idle) or self._now.done
                 window = source.next(idle)
                 if window is None and idle:
                     return self.totals
                 try:
                     if window is not None:
                         self._join(window)
-                    elif isinstance(now, ActiveRun):
-                        now.advance(_TAIL_STEPS)
+                    elif isinstance(self._now, ActiveRun):
+                        self._now.advance(_TAIL_STEPS)
                 except EngineDied as died:
                     self._recover(died)
         except Stop as stop:
@@ -138,7 +138,10 @@ class Stream(Generic[W]):
 
     def _begin(self, requests: LiveRequests[W], workload: Workload) -> ActiveRun[W]:
         """Start on a workload with nothing in slots."""
-        self._now = active = ActiveRun.begin(self._context, self._now.engine, requests, workload)
+        engine = self._now.engine
+        if isinstance(self._now, ActiveRun):
+            self._now.release()
+        self._now = active = ActiveRun.begin(self._context, engine, requests, workload)
         return active
 
     def _recover(self, died: EngineDied) -> None:
@@ -222,13 +225,13 @@ class Stream(Generic[W]):
     def _replace_engine(self, died: EngineDied) -> None:
         """Put another engine in the place of one that died, whose memory it needs."""
         now = self._now
+        assert isinstance(now, ActiveRun), "an engine dies of a step"
         self.totals.engine_deaths += 1
         requests = now.requests
         requests.begun[requests.open] = False
         requests.spent[requests.open] = 0.0
-        if isinstance(now, ActiveRun):
-            now.count()
-            now.release()
+        now.count()
+        now.release()
         for error in (died, died.__cause__):  # their tracebacks hold the engine
             if error is not None:
                 traceback.clear_frames(error.__traceback__)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from random import Random
 
 import numpy as np
@@ -65,3 +66,26 @@ def test_the_row_that_is_tried_may_be_one_that_an_earlier_run_answered() -> None
     window: Window = window_of(lengths(*[3] * 5, *[DEADLY] * 6), answered)
     stream(Engines(lambda: Mortal(DEADLY)), Taken()).run(Listed([window]))
     assert sorted(window.errors) == list(range(5, 11))
+
+
+class Counted(Engines):
+    """Notes how many of its engines live when it is to make another."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda: Mortal(DEADLY))
+        self._engines: list[weakref.ref[RecordedEngine]] = []
+        self.alive: list[int] = []
+
+    def new_engine(self) -> RecordedEngine:
+        self.alive.append(sum(engine() is not None for engine in self._engines))
+        engine = super().new_engine()
+        self._engines.append(weakref.ref(engine))
+        return engine
+
+
+def test_the_memory_of_a_dead_engine_is_free_before_another_is_made() -> None:
+    engines = Counted()
+    windows = [window_of(lengths(*[3] * 30, DEADLY, 64)), window_of(lengths(*[3] * 30, DEADLY))]
+    stream(engines, Taken()).run(Listed(windows))
+    assert len(engines.alive) > 2
+    assert set(engines.alive) == {0}
