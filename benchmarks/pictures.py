@@ -84,7 +84,7 @@ def steps() -> None:
         log = simulate_trace(experiment.trace, cost, experiment.pool, experiment.scheduling, lengths="known").steps
         tokens = log["prefill_tokens"] + log["decode_tokens"]
         shape, hardware = cost.shape, cost.hardware
-        compute = np.maximum(2.0 * shape.params * tokens / hardware.flops, cost.weight_seconds)
+        compute = np.maximum(2.0 * shape.params * tokens / hardware.flops, cost.rates.weight_seconds)
         compute += 4.0 * shape.attention_width * shape.layers * log["prefill_pairs"] / hardware.flops
         memory = log["kv_read_tokens"] * (shape.kv_bytes_per_token / hardware.bytes_per_second)
         clock = np.cumsum(log["time_s"])

@@ -120,8 +120,8 @@ def blending() -> None:
         cost = experiment.cost
         log = simulate_trace(experiment.trace, cost, experiment.pool, experiment.scheduling, lengths="known").steps
         tokens = log["prefill_tokens"] + log["decode_tokens"]
-        compute = np.maximum(cost.prompt_seconds(tokens), cost.weight_seconds)
-        memory = log["kv_read_tokens"] * cost.kv_token_seconds
+        compute = np.maximum(cost.prompt_seconds(tokens), cost.rates.weight_seconds)
+        memory = log["kv_read_tokens"] * cost.rates.seconds_per_kv_token
         clock = np.cumsum(log["time_s"])
         window = np.minimum((clock / clock[-1] * WINDOWS).astype(np.int64), WINDOWS - 1)
         length = np.bincount(window, log["time_s"], WINDOWS)

@@ -10,8 +10,7 @@ fixed seconds in addition.
 
 from __future__ import annotations
 
-import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +18,16 @@ from numpy.typing import NDArray
 from llmbatch.compilation.decorators import compiled
 from llmbatch.compilation.references import by_reference
 from llmbatch.perf_model.cost import CostModel
-from llmbatch.perf_model.work import Rates, compute_seconds, pairs_of, reads_of, sees_all, spared_of
+from llmbatch.perf_model.work import (
+    Rates,
+    Reach,
+    chunk_reads,
+    overlapped,
+    pairs_of,
+    sees_all,
+    spared_of,
+    step_parts,
+)
 from llmbatch.scheduler.output import FinishReason, Step, StepResult
 
 _ENDED = int(FinishReason.LENGTH)
@@ -37,6 +45,15 @@ class Clock(NamedTuple):
     def of(cls, cost: CostModel) -> Clock:
         """Copy the constants of a cost model."""
         return cls(cost.rates, float(cost.overlap.exponent), float(cost.hardware.step_seconds))
+
+
+class GeneratedStep(NamedTuple):
+    """What a simulated step did."""
+
+    finished: NDArray[np.uint8]  # of each sequence that sampled: 0, or why it ended
+    tokens: int  # of prefills
+    pairs: float  # of prefills
+    read: float  # KV tokens
 
 
 class SimulatedEngine:
@@ -81,46 +98,35 @@ class SimulatedEngine:
 
 
 @compiled
-def step_seconds(clock: Any, tokens: int, pairs: float, read: float, samples: int) -> Any:
+def step_seconds(clock: Clock, tokens: int, pairs: float, read: float, samples: int) -> float:
     """Compute seconds of a step of `tokens` tokens and `pairs` pairs of prefill that reads `read` tokens of KV."""
-    rates = clock.rates
-    compute = compute_seconds(rates, tokens, samples, 0.0)
-    memory = read * rates.seconds_per_kv_token
-    if rates.weights_share_memory:
-        memory += rates.weight_seconds
-    else:
-        compute = max(compute, rates.weight_seconds)
-    compute += compute_seconds(rates, 0, 0, pairs)
-    longer, shorter = max(compute, memory), min(compute, memory)
-    if longer <= 0.0:
-        return clock.fixed
-    return clock.fixed + longer * math.exp(math.log1p((shorter / longer) ** clock.exponent) / clock.exponent)
+    compute, memory = step_parts(clock.rates, tokens, samples, pairs, read)
+    return clock.fixed + overlapped(compute, memory, clock.exponent)
 
 
 @compiled
 def generate(
-    reach: Any,
-    slots: Any,
-    requests: Any,
-    starts: Any,
-    counts: Any,
-    samples: Any,
+    reach: Reach,
+    slots: NDArray[np.int32],
+    requests: NDArray[np.int32],
+    starts: NDArray[np.int32],
+    counts: NDArray[np.int32],
+    samples: NDArray[np.bool_],
     num_decodes: int,
     spared: int,
-    lengths: Any,
-    generated: Any,
-) -> Any:
+    lengths: NDArray[np.int32],
+    generated: NDArray[np.int32],
+) -> GeneratedStep:
     """Generate a token for each sequence that samples.
 
-    Returns which of them ended, prefill tokens and pairs, and KV tokens read. `spared` are the KV tokens that decodes
-    need not read.
+    `spared` are the KV tokens that decodes need not read.
     """
     finished = np.empty(len(slots), np.uint8)
     sampled, tokens, pairs, read = 0, 0, 0.0, -spared_of(reach, spared)
-    whole = sees_all(reach)
+    unbounded = sees_all(reach)
     for i in range(len(slots)):
         start, count = float(starts[i]), counts[i]
-        read += start + count if whole else reads_of(reach, start, count)
+        read += chunk_reads(reach, unbounded, start, count)
         if i >= num_decodes:
             tokens += count
             pairs += pairs_of(reach, start, count)
@@ -128,4 +134,4 @@ def generate(
             generated[slots[i]] += 1
             finished[sampled] = _ENDED if generated[slots[i]] >= lengths[requests[i]] else 0
             sampled += 1
-    return finished[:sampled], tokens, pairs, read
+    return GeneratedStep(finished[:sampled], tokens, pairs, read)

@@ -22,7 +22,6 @@ physical memory: weights and KV share it, m = (W + KV) / B, and c has no floor.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -38,7 +37,17 @@ from llmbatch.errors import ModelError, ParameterError
 from llmbatch.kernels.cascade import GROUP_ROWS
 from llmbatch.perf_model.hardware import Hardware
 from llmbatch.perf_model.shape import UNGATED, count_sparse_layers, read_field, read_windows
-from llmbatch.perf_model.work import Rates, Reach, compute_seconds, pairs_of, reads_of, spared_of
+from llmbatch.perf_model.work import (
+    Rates,
+    Reach,
+    compute_seconds,
+    memory_seconds,
+    overlapped,
+    pairs_of,
+    reads_of,
+    spared_of,
+    step_parts,
+)
 
 Floats = NDArray[np.float64]
 
@@ -180,18 +189,7 @@ class Overlap:
 
     def __call__(self, compute: ArrayLike, memory: ArrayLike) -> Floats:
         """Return the seconds that both take together, elementwise."""
-        c, m = np.asarray(compute, np.float64), np.asarray(memory, np.float64)
-        longer, shorter = np.maximum(c, m), np.minimum(c, m)
-        ratio = np.divide(shorter, longer, out=np.zeros(np.broadcast(c, m).shape), where=longer > 0)
-        seconds: Floats = longer * np.exp(np.log1p(ratio**self.exponent) / self.exponent)
-        return seconds
-
-    def seconds(self, compute: float, memory: float) -> float:
-        """Return the seconds that both take together, for two numbers."""
-        longer, shorter = max(compute, memory), min(compute, memory)
-        if longer <= 0:
-            return 0.0
-        return float(longer * math.exp(math.log1p((shorter / longer) ** self.exponent) / self.exponent))
+        return as_python(overlapped)(np.asarray(compute, np.float64), np.asarray(memory, np.float64), self.exponent)
 
 
 SEQUENTIAL = Overlap(1.0)
@@ -219,16 +217,6 @@ class CostModel:
         if self.law not in get_args(Law):
             raise ParameterError(f"law must be one of {', '.join(get_args(Law))}, got {self.law!r}")
 
-    @property
-    def weight_seconds(self) -> float:
-        """The seconds of reading all weights once."""
-        return self.shape.weight_bytes / self.hardware.bytes_per_second
-
-    @property
-    def kv_token_seconds(self) -> float:
-        """The seconds of reading one token's KV."""
-        return self.shape.kv_bytes_per_token / self.hardware.bytes_per_second
-
     @cached_property
     def rates(self) -> Rates:
         """The seconds of each kind of work."""
@@ -238,7 +226,7 @@ class CostModel:
             seconds_per_sample=2.0 * shape.head_params / hardware.flops,
             seconds_per_pair=4.0 * shape.attention_width * shape.layers / hardware.attention_flops,
             seconds_per_kv_token=shape.kv_bytes_per_token / hardware.bytes_per_second,
-            weight_seconds=self.weight_seconds,
+            weight_seconds=shape.weight_bytes / hardware.bytes_per_second,
             weights_share_memory=self.law == "bytes",
             cascade=self.cascade,
             reach=Reach.of(shape.windows),
@@ -277,8 +265,8 @@ class CostModel:
         `together` of the prompts' tokens are read in groups (`llmbatch.planning.cascade`), and some are found in pages.
         """
         p, d, dd, f = (np.asarray(x, np.float64) for x in (prompt, output, second_moment, found))
-        read = as_python(reads_of)(self.rates.reach, f, p - f) * self.kv_token_seconds
-        seconds: Floats = read + self.decode_memory(p, d - 1.0, dd - 2.0 * d + 1.0, together)
+        prefill = as_python(memory_seconds)(self.rates, as_python(reads_of)(self.rates.reach, f, p - f))
+        seconds: Floats = prefill + self.decode_memory(p, d - 1.0, dd - 2.0 * d + 1.0, together)
         return seconds
 
     def decode_memory(
@@ -294,8 +282,7 @@ class CostModel:
         many = np.divide(nn, n, out=np.ones(np.broadcast(nn, n).shape), where=n > 0)
         read = n * as_python(pairs_of)(self.rates.reach, start, many) / many
         spared = as_python(spared_of)(self.rates.reach, shared * n * (1.0 - 1.0 / GROUP_ROWS))
-        seconds: Floats = (read - spared) * self.kv_token_seconds
-        return seconds
+        return as_python(memory_seconds)(self.rates, read - spared)
 
     def step(self, tokens: int, pairs: float, kv_tokens: float, samples: int) -> StepSeconds:
         """Cost one step of `tokens` tokens.
@@ -303,16 +290,11 @@ class CostModel:
         It has `pairs` query-key pairs of prefill, reads `kv_tokens` of KV and samples `samples` tokens, as
         `llmbatch.perf_model.work` counts them.
         """
-        gemm: float = as_python(compute_seconds)(self.rates, tokens, samples, 0.0)
-        attention: float = as_python(compute_seconds)(self.rates, 0.0, 0.0, pairs)
-        kv = kv_tokens * self.kv_token_seconds
-        if self.law == "paper":
-            return StepSeconds(max(gemm, self.weight_seconds) + attention, kv)
-        return StepSeconds(gemm + attention, self.weight_seconds + kv)
+        return StepSeconds(*as_python(step_parts)(self.rates, tokens, samples, pairs, kv_tokens))
 
     def step_time(self, tokens: int, pairs: float, kv_tokens: float, samples: int) -> float:
         """Return the seconds of such a step from start to end: its work, overlapped, and the fixed cost of any step."""
-        return self.overlap.seconds(*self.step(tokens, pairs, kv_tokens, samples)) + self.hardware.step_seconds
+        return float(self.overlap(*self.step(tokens, pairs, kv_tokens, samples))) + self.hardware.step_seconds
 
     def optimal_seconds(self, compute: float, memory: float, pool_bytes: float) -> float:
         """Return T_opt: total compute (shared prompts taken out) and KV memory seconds, perfectly blended.

@@ -26,8 +26,10 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from llmbatch.compilation.decorators import as_python
 from llmbatch.errors import ParameterError
 from llmbatch.perf_model.cost import CostModel, Overlap
+from llmbatch.perf_model.work import step_parts
 
 Floats = NDArray[np.float64]
 
@@ -113,18 +115,11 @@ def judge(cost: CostModel, steps: MeasuredSteps) -> Calibration:
 
 def predict(cost: CostModel, steps: MeasuredSteps) -> Floats:
     """Predict the seconds of each step by a cost model, float64 [n]: `CostModel.step_time` of columns."""
-    shape, hardware = cost.shape, cost.hardware
     tokens, pairs, kv_tokens, samples = (
         np.asarray(column, np.float64) for column in (steps.tokens, steps.pairs, steps.kv_tokens, steps.samples)
     )
-    compute = 2.0 * (tokens * shape.params + samples * shape.head_params) / hardware.flops
-    memory = kv_tokens * cost.kv_token_seconds
-    if cost.law == "paper":
-        compute = np.maximum(compute, cost.weight_seconds)
-    else:
-        memory = memory + cost.weight_seconds
-    compute = compute + 4.0 * shape.attention_width * shape.layers * pairs / hardware.attention_flops
-    return cost.overlap(compute, memory) + hardware.step_seconds
+    parts = as_python(step_parts)(cost.rates, tokens, samples, pairs, kv_tokens)
+    return cost.overlap(*parts) + cost.hardware.step_seconds
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,7 @@ from llmbatch.compilation.references import by_reference
 Floats = NDArray[np.float64]
 Numbers = float | Floats
 
+_LEAST: Final = 1e-300  # seconds; keeps a step of no work from a division by zero
 _UNBOUNDED: Final = float(1 << 40)  # tokens; more than any sequence has, and exact in sums of squares of lengths
 
 
@@ -66,7 +67,7 @@ def pairs_of(reach: Reach, start: Floats, count: Numbers) -> Floats: ...
 def pairs_of(reach: Reach, start: float, count: Floats) -> Floats: ...
 @compiled
 def pairs_of(reach: Reach, start: Any, count: Any) -> Any:
-    """Query-key pairs of a chunk; also what as many decodes after `start` tokens read."""
+    """Count the query-key pairs of a chunk; also what as many decodes after `start` tokens read."""
     total = 0.0
     for i in range(len(reach.windows)):
         window = reach.windows[i]
@@ -84,7 +85,7 @@ def reads_of(reach: Reach, start: Floats, count: Numbers) -> Floats: ...
 def reads_of(reach: Reach, start: float, count: Floats) -> Floats: ...
 @compiled
 def reads_of(reach: Reach, start: Any, count: Any) -> Any:
-    """KV tokens that a chunk reads."""
+    """Count the KV tokens that a chunk reads."""
     total = 0.0
     for i in range(len(reach.windows)):
         total = total + reach.shares[i] * (count + np.minimum(start, reach.windows[i] - 1.0))
@@ -97,13 +98,19 @@ def sees_all(reach: Reach) -> bool:
     return len(reach.windows) == 1 and bool(reach.windows[0] >= _UNBOUNDED)
 
 
+@compiled
+def chunk_reads(reach: Reach, unbounded: bool, start: float, count: float) -> float:
+    """Count the KV tokens that one chunk reads; `unbounded` is `sees_all`, asked once for many chunks."""
+    return start + count if unbounded else reads_of(reach, start, count)
+
+
 @overload
 def spared_of(reach: Reach, tokens: float) -> float: ...
 @overload
 def spared_of(reach: Reach, tokens: Floats) -> Floats: ...
 @compiled
 def spared_of(reach: Reach, tokens: Any) -> Any:
-    """Of `tokens` that decodes need not read, since others read them for them: those of layers without a window."""
+    """Count what decodes are spared of `tokens` that others read for them: those of layers without a window."""
     last = len(reach.windows) - 1
     return tokens * reach.shares[last] if reach.windows[last] >= _UNBOUNDED else tokens * 0.0
 
@@ -116,3 +123,45 @@ def compute_seconds(rates: Rates, tokens: Floats, samples: Numbers, pairs: Numbe
 def compute_seconds(rates: Rates, tokens: Any, samples: Any, pairs: Any) -> Any:
     """Predict seconds of compute, reading the weights left out."""
     return tokens * rates.seconds_per_token + samples * rates.seconds_per_sample + pairs * rates.seconds_per_pair
+
+
+@overload
+def memory_seconds(rates: Rates, read: float) -> float: ...
+@overload
+def memory_seconds(rates: Rates, read: Floats) -> Floats: ...
+@compiled
+def memory_seconds(rates: Rates, read: Any) -> Any:
+    """Predict seconds of reading KV tokens."""
+    return read * rates.seconds_per_kv_token
+
+
+@overload
+def step_parts(rates: Rates, tokens: float, samples: float, pairs: float, read: float) -> tuple[float, float]: ...
+@overload
+def step_parts(rates: Rates, tokens: Floats, samples: Floats, pairs: Floats, read: Floats) -> tuple[Floats, Floats]: ...
+@compiled
+def step_parts(rates: Rates, tokens: Any, samples: Any, pairs: Any, read: Any) -> Any:
+    """Predict a step's seconds of compute and of memory, under the law of `rates`.
+
+    The weights are read once a step. Law `paper` makes that the least that products take, and it hides no attention;
+    law `bytes` adds it to the reading of KV.
+    """
+    products = tokens * rates.seconds_per_token + samples * rates.seconds_per_sample
+    memory = read * rates.seconds_per_kv_token
+    if rates.weights_share_memory:
+        memory = memory + rates.weight_seconds
+    else:
+        products = np.maximum(products, rates.weight_seconds)
+    return products + pairs * rates.seconds_per_pair, memory
+
+
+@overload
+def overlapped(compute: float, memory: float, exponent: float) -> float: ...
+@overload
+def overlapped(compute: Floats, memory: Floats, exponent: float) -> Floats: ...
+@compiled
+def overlapped(compute: Any, memory: Any, exponent: float) -> Any:
+    """Return the seconds that compute and memory take together: (c^e + m^e)^(1/e)."""
+    longer, shorter = np.maximum(compute, memory), np.minimum(compute, memory)
+    ratio = shorter / np.maximum(longer, _LEAST)
+    return longer * np.exp(np.log1p(ratio**exponent) / exponent)

@@ -106,7 +106,7 @@ def plan(
     gains_nothing = always or _why_order_gains_nothing(tree, costs)
     scan, two_ended, rows = None, False, input_order(tree)
     if policy == "blend" and gains_nothing is None:
-        steps = memory_seconds / (pool_tokens * cost.kv_token_seconds)
+        steps = memory_seconds / (pool_tokens * cost.rates.seconds_per_kv_token)
         if cost.law == "bytes":
             steps *= _EARLIER
         rows, two_ended = _blend(tree, costs, (1 - _KEEP) * shared, steps, seed), True

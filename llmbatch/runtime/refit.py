@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from llmbatch.compilation.decorators import as_python
 from llmbatch.perf_model.cost import CostModel
 from llmbatch.perf_model.fit import MeasuredSteps, calibrate, predict
-from llmbatch.perf_model.work import compute_seconds
+from llmbatch.perf_model.work import compute_seconds, memory_seconds
 from llmbatch.scheduler.output import Step
 
 Floats = NDArray[np.float64]
@@ -105,8 +105,8 @@ class Refit:
         tokens, pairs, kv_tokens, samples, _ = columns
         rates = self._calibrated.rates
         products = as_python(compute_seconds)(rates, tokens, samples, 0.0)
-        compute = products + pairs * rates.seconds_per_pair
-        memory = np.maximum(kv_tokens * rates.seconds_per_kv_token, 1e-12)
+        compute = as_python(compute_seconds)(rates, tokens, samples, pairs)
+        memory = np.maximum(as_python(memory_seconds)(rates, kv_tokens), 1e-12)
         ratio = np.clip(np.rint(np.log2(compute / memory)), -_RATIOS, _RATIOS) + _RATIOS
         kinds: NDArray[np.int64] = 2 * ratio.astype(np.int64) + (products > rates.weight_seconds)
         return kinds

@@ -15,7 +15,7 @@ from llmbatch.kvcache.allocation import extend_by_one, release
 from llmbatch.kvcache.eviction import give_up
 from llmbatch.kvcache.page_pool import tokens_spared
 from llmbatch.kvcache.shared_reads import start_reading
-from llmbatch.perf_model.work import pairs_of, reads_of, sees_all, spared_of
+from llmbatch.perf_model.work import chunk_reads, pairs_of, reads_of, sees_all, spared_of
 from llmbatch.scheduler.admission import private_tokens
 from llmbatch.scheduler.admission_order import MEMORY_END
 from llmbatch.scheduler.chunks import give_chunk
@@ -50,7 +50,7 @@ def hold_decodes(state: SchedulerState, now: float) -> float:
     """
     run, pages, counts = state.run, state.pages, state.run.counts[0]
     need = np.empty(counts.decoding, np.int32)
-    reach, whole = state.rates.reach, sees_all(state.rates.reach)
+    reach, unbounded = state.rates.reach, sees_all(state.rates.reach)
     slots, decoding, held, size = run.slots, run.decoding, pages.held, pages.page_size
     while True:
         full, tokens = 0, -spared_of(reach, tokens_spared(pages))
@@ -60,7 +60,7 @@ def hold_decodes(state: SchedulerState, now: float) -> float:
             if held[slot] * size <= record.computed:
                 need[full] = slot
                 full += 1
-            tokens += record.known if whole else reads_of(reach, record.known - 1.0, 1)
+            tokens += chunk_reads(reach, unbounded, record.known - 1.0, 1.0)
         if full <= pages.counts[0].free + pages.counts[0].unused:
             break
         preempt(state, _victim(state), now)
@@ -149,13 +149,13 @@ def advance(
     gone = np.empty(len(finished), slots.dtype)
     ended, sampled, tokens, pairs = 0, 0, 0, 0.0
     read = -spared_of(reach, tokens_spared(state.pages))
-    records, whole = state.run.slots, sees_all(reach)
+    records, unbounded = state.run.slots, sees_all(reach)
     for i in range(len(slots)):
         slot = slots[i]
         record = records[slot]
         if i < num_decodes:
             tokens += 1
-            read += record.known if whole else reads_of(reach, record.known - 1.0, 1)
+            read += chunk_reads(reach, unbounded, record.known - 1.0, 1.0)
         else:
             start = max(record.computed, min(record.reached, record.computed + counts[i]))
             fresh = record.computed + counts[i] - start
@@ -283,7 +283,8 @@ def _victim(state: SchedulerState) -> int:
 def _cost_again(state: SchedulerState, slot: int) -> float:
     """Predict seconds to compute a sequence again for each page that it frees, more where it was preempted before.
 
-    Pages that others hold too are neither freed nor computed again.
+    Pages that others hold too are neither freed nor computed again. It is an estimate, which only compares sequences:
+    every layer is taken to see everything.
     """
     pages, rates = state.pages, state.rates
     own = 0

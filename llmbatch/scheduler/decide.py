@@ -51,7 +51,7 @@ Deciding is not pure: it admits, preempts and allocates while it decides. What i
 from __future__ import annotations
 
 from llmbatch.compilation.decorators import compiled
-from llmbatch.perf_model.work import compute_seconds
+from llmbatch.perf_model.work import compute_seconds, memory_seconds
 from llmbatch.scheduler.admission import admit
 from llmbatch.scheduler.admission_order import BLEND
 from llmbatch.scheduler.chunks import prefill
@@ -118,7 +118,7 @@ def charge(state: SchedulerState, work: Work) -> None:
     """Take a step's work from what remains to be done."""
     rates, remaining = state.rates, state.remaining[0]
     remaining.compute_seconds -= compute_seconds(rates, work.tokens, work.samples, work.pairs)
-    remaining.memory_seconds -= work.read * rates.seconds_per_kv_token
+    remaining.memory_seconds -= memory_seconds(rates, work.read)
 
 
 @compiled

@@ -29,6 +29,7 @@ from llmbatch.compilation.decorators import compiled
 from llmbatch.compilation.references import by_reference
 from llmbatch.perf_model.cost import CostModel
 from llmbatch.perf_model.work import Rates as Rates
+from llmbatch.perf_model.work import memory_seconds
 from llmbatch.planning.plan import Plan
 
 STEP_TOKENS: Final = 2048  # of a fixed budget, unless another one is asked for
@@ -92,12 +93,12 @@ class BudgetRules(NamedTuple):
 def steady_budget(decided: Plan, cost: CostModel, pool_tokens: int, answer: float) -> FixedBudget:
     """Build the budget for a plan whose rows are of one kind and generate `answer` tokens in the mean."""
     token = float(cost.prompt_seconds(1))
-    wanted = 2 * cost.weight_seconds / token
+    wanted = 2 * cost.rates.weight_seconds / token
     if cost.hardware.step_seconds > 0:
         total = decided.optimal_seconds
         wanted = max(wanted, math.sqrt(2 * cost.hardware.step_seconds * total / max(answer, 1.0)) / token)
     if cost.law == "bytes":
-        wanted = max(wanted, decided.density * pool_tokens * cost.kv_token_seconds / token)
+        wanted = max(wanted, decided.density * pool_tokens * cost.rates.seconds_per_kv_token / token)
     return FixedBudget(int(min(max(round(wanted / TILE), 2) * TILE, MOST_TOKENS)))
 
 
@@ -109,7 +110,7 @@ def step_tokens(rules: BudgetRules, load: Load) -> int:
     if load.decodes == 0:
         return rules.ceiling
     rates = rules.rates
-    memory = load.kv_tokens * rates.seconds_per_kv_token
+    memory = memory_seconds(rates, load.kv_tokens)
     remaining_memory = max(load.remaining_memory, memory)
     remaining_compute = max(load.remaining_compute, 0.0)
     if rates.weights_share_memory:

@@ -256,7 +256,7 @@ def _report(
         steps=len(steps),
         preemptions=int(steps["preempted"].sum()),
         peak_kv_fraction=int(steps["kv_used_tokens"].max(initial=0)) / pool.tokens,
-        critical_path_seconds=int(answers.max(initial=0)) * cost.weight_seconds,
+        critical_path_seconds=int(answers.max(initial=0)) * cost.rates.weight_seconds,
         **given,
     )
 
