@@ -30,7 +30,7 @@ FACTORS = (0.5, 0.7, 1.0, 1.4, 2.0)
 _COMPUTE, _BANDWIDTH = 0.4, 0.425  # true efficiencies, that can be half and twice as large
 
 
-class MeasuredDriver(SimulatedLoop):
+class MeasuredLoop(SimulatedLoop):
     """A simulated engine whose steps are measured, by a clock with noise."""
 
     def __init__(self, lengths: Any, cost: CostModel, refit: Refit, noise: float) -> None:
@@ -87,11 +87,11 @@ class Trial:
                 fractions = []
                 for fitted in (False, True):
                     refit = Refit(believed)
-                    driver = MeasuredDriver(generated, cost, refit, self.noise)
+                    loop = MeasuredLoop(generated, cost, refit, self.noise)
                     ShardRun(
-                        workload, driver, pool, believed, experiment.scheduling, refit=refit if fitted else None
+                        workload, loop, pool, believed, experiment.scheduling, refit=refit if fitted else None
                     ).run()
-                    fractions.append(best / driver.seconds)
+                    fractions.append(best / loop.seconds)
                 rows.append((which, factor, fractions[0], fractions[1]))
         return rows
 

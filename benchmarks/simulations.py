@@ -92,7 +92,7 @@ class Setting:
             plans = {False: forwards}
             if order == "dfs":
                 plans[True] = replace(forwards, order=forwards.order[::-1].copy())
-            for backwards, decided in plans.items():
+            for backwards, plan in plans.items():
                 for step_tokens in budgets:
                     simulation = run_workload(
                         workload,
@@ -100,7 +100,7 @@ class Setting:
                         cost,
                         pool,
                         replace(scheduling, step_tokens=step_tokens),
-                        decided=decided,
+                        plan=plan,
                     )
                     run = {"order": order, "step_tokens": step_tokens, "backwards": backwards}
                     runs.append({**run, **kept(simulation.report.to_dict())})

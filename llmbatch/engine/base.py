@@ -12,7 +12,7 @@ from llmbatch.scheduler.output import Step, StepResult
 
 
 class Engine(Protocol):
-    """Executes steps. It owns the generated tokens of each slot until they are retired."""
+    """Executes steps. It owns the generated tokens of each slot until `pop_tokens` takes them."""
 
     def execute(self, step: Step) -> StepResult:
         """Compute the step, keep the sampled tokens, and return which sequences have finished."""

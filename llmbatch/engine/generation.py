@@ -23,7 +23,7 @@ def _seeds(given: NDArray[np.int64], base: int, serial: NDArray[np.uint64]) -> N
 
 
 class TokenBuffers:
-    """Generated tokens of each slot until they are retired, and the sampling parameters of the requests.
+    """Generated tokens of each slot until `pop_tokens` takes them, and the sampling parameters of the requests.
 
     `eos` are the tokens that end a sequence. `decode` turns token ids into text; requests with stop strings need it.
     `seed` is the seed of requests without one.

@@ -80,7 +80,7 @@ class AnswerSink(ABC):
 
     @abstractmethod
     def write(self, window: Window, rows: pa.RecordBatch) -> None:
-        """Take rows that have their answers: a batch of ANSWER_ROWS."""
+        """Take rows that have their answers: a batch of `ANSWER_ROWS`."""
 
     def after_step(self) -> None:
         """Look after what does not wait for answers. May raise `Stop`."""
@@ -231,7 +231,7 @@ def tokens_of(rows: pa.RecordBatch | pa.Table) -> int:
 
 
 def no_rows() -> pa.Table:
-    """Make a table of ROWS with none."""
+    """Make a table of `ANSWER_ROWS` with none."""
     return ANSWER_ROWS.empty_table()
 
 
@@ -250,7 +250,7 @@ def output_schema(schema: pa.Schema) -> pa.Schema:
 
 
 def add_answers(table: pa.Table, batches: Sequence[pa.RecordBatch]) -> pa.Table:
-    """Return the table with the columns of its answers: batches of ROWS which together hold every row once."""
+    """Return the table with the columns of its answers: batches of `ANSWER_ROWS` which together hold every row once."""
     rows = np.concatenate([np.empty(0, np.int32), *(batch["row"].to_numpy() for batch in batches)])
     assert len(rows) == table.num_rows, "a row has no answer, or two"
     return add_columns(table, pick(batches, np.argsort(rows, kind="stable"), ANSWER_ROWS))

@@ -23,7 +23,7 @@ class Window:
     keys: NDArray[np.uint64]  # [rows]
     contents: NDArray[np.uint64]  # [rows] hashes of their values
     shard: RowRequests
-    earlier: pa.Table  # of ANSWER_ROWS: answers that an earlier run found
+    earlier: pa.Table  # of `ANSWER_ROWS`: answers that an earlier run found
     answered: NDArray[np.int32]  # [requests] tokens of these, 0 for requests that are to be run
     tree: PrefixTree  # of the requests
     rows: NDArray[np.int32]  # [answerable rows] grouped by request, each group in order
@@ -51,12 +51,12 @@ class Window:
         bounds = np.searchsorted(shard.request_of[rows], np.arange(count + 1)).astype(np.int64)
         generated = np.zeros(table.num_rows, np.int32)
         generated[earlier["row"].to_numpy()] = np.maximum(earlier["num_generated_tokens"].to_numpy(), 1)
-        left = np.zeros(count, np.bool_)
-        left[shard.request_of[~done & (shard.request_of >= 0)]] = True
+        unanswered = np.zeros(count, np.bool_)
+        unanswered[shard.request_of[~done & (shard.request_of >= 0)]] = True
         answered = np.zeros(count, np.int32)
         seen = rows[done[rows]]
         answered[shard.request_of[seen]] = generated[seen]
-        answered[left] = 0
+        answered[unanswered] = 0
         tree = PrefixTree.build(shard.requests.tokens, shard.requests.offsets)
         return cls(number, first, table, keys, contents, shard, earlier, answered, tree, rows, bounds, done)
 

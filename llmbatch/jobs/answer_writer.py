@@ -40,7 +40,7 @@ class _Open:
 
     journal: Journal
     batches: list[pa.RecordBatch]
-    left: int  # rows
+    rows_missing: int
 
 
 class AnswerWriter(AnswerSink):
@@ -102,7 +102,7 @@ class AnswerWriter(AnswerSink):
         """Keep rows, and stage the window if they were its last. Raises JobError where too many rows failed."""
         state = self._open[window.number]
         state.batches.append(rows)
-        state.left -= rows.num_rows
+        state.rows_missing -= rows.num_rows
         number = rows["row"].to_numpy()
         keys, contents = pa.array(window.keys[number]), pa.array(window.contents[number])
         record = pa.RecordBatch.from_arrays([keys, contents, *rows.columns[1:]], schema=JOURNAL)
@@ -151,7 +151,7 @@ class AnswerWriter(AnswerSink):
         self._progress.advance(Advance(self.rows, self._tokens))
 
     def _close_if_whole(self, window: Window) -> None:
-        if self._open[window.number].left:
+        if self._open[window.number].rows_missing:
             return
         state = self._open.pop(window.number)
 

@@ -129,7 +129,7 @@ def forecast(options: Options, shard: RowRequests, pool: Pool, cost: CostModel, 
     everything = np.arange(len(requests), dtype=np.int32)
     lengths = workload.length_model()
     expected = lengths.expected(everything).mean
-    decided = plan_workload(workload, pool, cost, scheduling)
+    plan = plan_workload(workload, pool, cost, scheduling)
     buys = compare_drawn(requests, lengths, pool, cost, scheduling)
     inputs = int(shard.num_input_tokens.sum())
     return Forecast(
@@ -140,17 +140,17 @@ def forecast(options: Options, shard: RowRequests, pool: Pool, cost: CostModel, 
         output_tokens=float(expected.sum()),
         output_tokens_most=int(requests.max_tokens.sum(dtype=np.int64)),
         prefix_sharing_optimal=1 - tree.unique_tokens / inputs if inputs else 0.0,
-        density=decided.density,
-        binding=decided.binding,
+        density=plan.density,
+        binding=plan.binding,
         seconds=buys.seconds if buys else None,
         seconds_least=_optimal(tree, np.ones_like(expected), pool, cost),
         seconds_most=_optimal(tree, requests.max_tokens.astype(np.float64), pool, cost),
         input_order_seconds=buys.input_order_seconds if buys else None,
         prefix_sharing=buys.prefix_sharing if buys else None,
-        kv_tokens_needed=decided.kv_tokens_needed,
+        kv_tokens_needed=plan.kv_tokens_needed,
         kv_tokens=pool.tokens,
         order=options.order,
-        reason=decided.reason,
+        reason=plan.reason,
         model=options.model,
         hardware=cost.hardware.name,
         notes=(*options.notes, *shard.notes, *early_ends(int(np.isin(shard.request_of, cut).sum()), pool)),
@@ -179,10 +179,10 @@ def compare(
     lengths = np.minimum(lengths, requests.max_tokens)
 
     def simulate(order: Policy) -> tuple[float, float]:
-        driver = SimulatedLoop(lengths, cost)
-        run_shard(workload, driver, pool, cost, replace(scheduling, order=order))
-        cached = int(driver.log.cached_tokens[workload.tree.rows].sum(dtype=np.int64))
-        return driver.seconds, cached / max(1, len(requests.tokens))
+        loop = SimulatedLoop(lengths, cost)
+        run_shard(workload, loop, pool, cost, replace(scheduling, order=order))
+        cached = int(loop.log.cached_tokens[workload.tree.rows].sum(dtype=np.int64))
+        return loop.seconds, cached / max(1, len(requests.tokens))
 
     (seconds, sharing), (input_seconds, input_sharing) = simulate(scheduling.order), simulate("input")
     return OrderGain(seconds, input_seconds, sharing, input_sharing)

@@ -96,8 +96,8 @@ def run(
         output, inputs=[*paths, *source.paths], storage_options=storage_options, compression=asked.compression
     )
     kept = None if asked.starts_over else kept_dtype(target)
-    decided = built if kept is None or built.dtype != "auto" else replace(built, dtype=cast(DType, kept))
-    worker = Worker.open(decided, progress)
+    chosen = built if kept is None or built.dtype != "auto" else replace(built, dtype=cast(DType, kept))
+    worker = Worker.open(chosen, progress)
     worker.check(source.schema)
     target.check(output_schema(source.schema))
     columns = sorted(source.schema.names)
@@ -153,14 +153,14 @@ class _Job:
                 with suppress(*((DataError, StorageError) if start_over else ())):
                     output.resume_ending()
             before = output.state()
-            decided = plan_resume(output, self._fresh, self._source, self._error_budget, self._options)
-            if isinstance(decided, AlreadyFinished):
+            outcome = plan_resume(output, self._fresh, self._source, self._error_budget, self._options)
+            if isinstance(outcome, AlreadyFinished):
                 if lock is not None:
                     output.tidy()
                 output.work.leave()  # empty, of one that was killed when all was done
-                return replace(decided.report, finished_before=True)
-            if decided.changed and self._options.changed_rows == "refuse":
-                check_contents(self._source, PriorAnswers(decided.sources, without_errors=False), self._id)
+                return replace(outcome.report, finished_before=True)
+            if outcome.changed and self._options.changed_rows == "refuse":
+                check_contents(self._source, PriorAnswers(outcome.sources, without_errors=False), self._id)
             self._worker.load()
             if lock is None:
                 lock = stack.enter_context(output.locked())
@@ -168,28 +168,28 @@ class _Job:
                     raise DataError(f"another job has just written to {output.url}: run the command again")
             if start_over:
                 output.start_over()
-            return self._answer(decided, lock, begun, goes_on=goes_on)
+            return self._answer(outcome, lock, begun, goes_on=goes_on)
 
     def _answer(self, resume: Resume, lock: Lock, begun: float, *, goes_on: bool) -> Report:
-        output, layout = self._output, resume.layout
+        output, state = self._output, resume.state
         output.begin()
-        layout.write(output.work)
-        older = PriorAnswers(resume.sources, without_errors=layout.without_errors)
+        state.write(output.work)
+        older = PriorAnswers(resume.sources, without_errors=state.without_errors)
         builder: PartBuilder = (
-            InputOrderParts(output, layout.names)
-            if layout.preserve_order
-            else CompletionOrderParts(output, layout.window_rows)
+            InputOrderParts(output, state.names)
+            if state.preserve_order
+            else CompletionOrderParts(output, state.window_rows)
         )
-        writer = AnswerWriter(output, layout.names, builder, lock, self._error_budget, self._progress, self._stopping)
+        writer = AnswerWriter(output, state.names, builder, lock, self._error_budget, self._progress, self._stopping)
         self._stopping.at_once = False  # from here on the window loader looks, and rows in flight may end
-        self._progress.start(layout.rows)
+        self._progress.start(state.rows)
         for note in self._worker.notes:
             self._progress.say(note)
-        whole = self._resume_windows(writer, layout, older)
+        whole = self._resume_windows(writer, state, older)
         reader = self._source.reader()
-        todo = [number for number in range(layout.windows) if number not in whole]
+        todo = [number for number in range(state.windows) if number not in whole]
         windows = WindowLoader(
-            todo, lambda number, cancelled: self._window(number, layout, older, reader, cancelled), self._stopping
+            todo, lambda number, cancelled: self._window(number, state, older, reader, cancelled), self._stopping
         )
         try:
             totals = self._worker.stream(windows, writer, goes_on=goes_on)
@@ -197,7 +197,7 @@ class _Job:
         except Stop:
             writer.close()
             raise JobStopped(
-                f"the job was asked to end: {writer.rows:,} of {layout.rows:,} rows are answered and kept in "
+                f"the job was asked to end: {writer.rows:,} of {state.rows:,} rows are answered and kept in "
                 f"{output.work.url}, and the same command goes on"
             ) from None
         except BaseException:
@@ -210,41 +210,41 @@ class _Job:
         parts = builder.parts(writer.whole)
         for name in output.taken(parts):
             self._progress.say(f"{name} is in {output.url} no more: whoever reads it has taken it away")
-        report = self._report(layout, writer, totals, begun)
+        report = self._report(state, writer, totals, begun)
         manifest = {
-            "command": layout.command,
-            "files": layout.files,
-            "rows": layout.rows,
-            "columns": layout.columns,
-            "preserve_order": layout.preserve_order,
+            "command": state.command,
+            "files": state.files,
+            "rows": state.rows,
+            "columns": state.columns,
+            "preserve_order": state.preserve_order,
             "summary": report.to_dict(),
         }
-        output.commit(parts, manifest, rows=layout.rows)
+        output.commit(parts, manifest, rows=state.rows)
         return report
 
-    def _resume_windows(self, writer: AnswerWriter, layout: JobState, older: PriorAnswers) -> set[int]:
+    def _resume_windows(self, writer: AnswerWriter, state: JobState, older: PriorAnswers) -> set[int]:
         """Give the writer the windows that are whole; return their numbers, and say how much is answered."""
         work = self._output.work
-        begun_windows, whole = layout.names.windows(work.names())
+        begun_windows, whole = state.names.windows(work.names())
         for number in sorted(whole):
-            writer.resume(number, CompletedWindow.read(self._output, layout.names, number, layout.rows_of(number)))
-        journals = (Journal.open(work, layout.names.journal(number)) for number in begun_windows)
+            writer.resume(number, CompletedWindow.read(self._output, state.names, number, state.rows_of(number)))
+        journals = (Journal.open(work, state.names.journal(number)) for number in begun_windows)
         found = writer.rows + sum(batch.num_rows for journal in journals for batch in journal.records())
         if len(older):  # of rows that may be gone, or are to be run again; which ones shows window by window
             self._progress.say(
                 "going on with answers that are there already: those of rows that are as they were are kept"
             )
         elif found:
-            self._progress.say(f"going on with a job of which {found:,} of {layout.rows:,} rows are answered")
+            self._progress.say(f"going on with a job of which {found:,} of {state.rows:,} rows are answered")
         return whole
 
     def _window(
-        self, number: int, layout: JobState, older: PriorAnswers, reader: RowReader, cancelled: CancelSignal
+        self, number: int, state: JobState, older: PriorAnswers, reader: RowReader, cancelled: CancelSignal
     ) -> Window:
-        first = number * layout.window_rows
-        table = reader.read(first, min(first + layout.window_rows, layout.rows))
+        first = number * state.window_rows
+        table = reader.read(first, min(first + state.window_rows, state.rows))
         keys, contents = keys_of(table, first, self._id), hash_rows(table)
-        journal = Journal.open(self._output.work, layout.names.journal(number))
+        journal = Journal.open(self._output.work, state.names.journal(number))
         kept = PriorAnswers([JournalSource(journal.records())], without_errors=False)
         found = [older.lookup(keys, contents), kept.lookup(keys, contents)]
         # What this generation answered anew counts; what it took over from an older one is not in its journal.
@@ -260,10 +260,10 @@ class _Job:
             cancelled=cancelled,
         )
 
-    def _report(self, layout: JobState, writer: AnswerWriter, totals: Totals, begun: float) -> Report:
+    def _report(self, state: JobState, writer: AnswerWriter, totals: Totals, begun: float) -> Report:
         seconds = time.perf_counter() - begun - self._worker.load_seconds
         notes = (*self._worker.notes, *writer.notes)
-        gain = None if layout.windows > 1 or writer.last is None else _order_gain(self._worker, *writer.last)
+        gain = None if state.windows > 1 or writer.last is None else _order_gain(self._worker, *writer.last)
         return replace(
             self._worker.report(writer.tally, totals, notes=notes, seconds=seconds),
             output=self._output.url,

@@ -126,7 +126,7 @@ class PriorAnswers:
             )
 
     def lookup(self, keys: NDArray[np.uint64], contents: NDArray[np.uint64]) -> pa.Table:
-        """Read the answers to those of a window's rows that have one and have not changed: a table of ROWS."""
+        """Read the answers to those of a window's rows that have one and have not changed: as `ANSWER_ROWS`."""
         at, there = self._places(keys)
         there[there] = self._contents[at[there]] == contents[there]
         rows, at = np.flatnonzero(there).astype(np.int32), at[there]

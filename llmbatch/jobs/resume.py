@@ -92,7 +92,7 @@ class JobState:
 class Resume:
     """A job to be run."""
 
-    layout: JobState
+    state: JobState
     sources: Sequence[Source]  # answers that earlier generations or a finished output hold
     changed: bool  # the input's files are not those that these are answers to: whether its rows are must be seen
 
@@ -196,14 +196,14 @@ def _go_on(
         return Resume(kept, sources, False)
     sources += _kept_sources(output, kept.names, kept.window_rows, kept, source)
     without_errors = retry_errors or kept.without_errors
-    fresh_layout = replace(
+    new_state = replace(
         fresh,
         window_rows=options.window_rows or kept.window_rows,
         earlier_window_rows=[*kept.earlier_window_rows, kept.window_rows],
         without_errors=without_errors,
         afresh=kept.afresh,
     )
-    return Resume(fresh_layout, sources, changed)
+    return Resume(new_state, sources, changed)
 
 
 def _compare(what: str, kept: dict[str, Any], fresh: JobState) -> None:

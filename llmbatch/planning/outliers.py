@@ -129,20 +129,20 @@ def move_outliers(tree: PrefixTree, costs: RowCosts, budget: float) -> HungItems
 class MemoryShares(NamedTuple):
     """How the dual scan divides memory, in the unit of its total."""
 
-    left: float
-    right: float
+    compute_end: float
+    memory_end: float
 
 
 @compiled
-def divide_memory(memory: float, root: float, left: float, right: float) -> MemoryShares:
+def divide_memory(memory: float, root: float, compute_end: float, memory_end: float) -> MemoryShares:
     """Find M_L and M_R with M_L + M_R = M and M_L rho_L + M_R rho_R = M rho_root (BlendServe 5.3).
 
-    If the root's density does not lie between those of the ends, all memory goes to the nearer end; if the ends are
-    equal, half goes to each.
+    L is the compute end and R the memory end; `root`, `compute_end` and `memory_end` are densities. If the root's does
+    not lie between those of the ends, all memory goes to the nearer end; if the ends are equal, half goes to each.
     """
-    if left <= right:
+    if compute_end <= memory_end:
         return MemoryShares(memory / 2, memory / 2)
-    share = min(1.0, max(0.0, (root - right) / (left - right)))
+    share = min(1.0, max(0.0, (root - memory_end) / (compute_end - memory_end)))
     return MemoryShares(memory * share, memory * (1.0 - share))
 
 
@@ -159,8 +159,8 @@ class ScanBudget(NamedTuple):
     """One step of the dual scan, in tokens."""
 
     memory: MemoryShares
-    left: float  # prefill tokens from the compute end
-    right: float
+    compute_end: float  # prefill tokens from there
+    memory_end: float
 
 
 @by_reference
@@ -175,14 +175,14 @@ class DualScan(NamedTuple):
 
 
 @compiled
-def scan_budget(scan: DualScan, left: int, right: int, pool_tokens: float) -> ScanBudget:
-    """Run Algorithm 3 with the scans at places `left` and `right` of the order and `pool_tokens` of KV memory."""
-    a, b = scan.node[left], scan.node[right]
+def scan_budget(scan: DualScan, first: int, last: int, pool_tokens: float) -> ScanBudget:
+    """Run Algorithm 3 with the scans at places `first` and `last` of the order and `pool_tokens` of KV memory."""
+    a, b = scan.node[first], scan.node[last]
     memory = divide_memory(pool_tokens, scan.root_density, scan.density[a], scan.density[b])
     return ScanBudget(
         memory,
-        chunk_budget(memory.left, scan.prompt[a], scan.output[a]),
-        chunk_budget(memory.right, scan.prompt[b], scan.output[b]),
+        chunk_budget(memory.compute_end, scan.prompt[a], scan.output[a]),
+        chunk_budget(memory.memory_end, scan.prompt[b], scan.output[b]),
     )
 
 

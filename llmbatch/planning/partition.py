@@ -101,34 +101,34 @@ def _cut_both_ends(
 ) -> list[NDArray[np.int32]]:
     # Sums over the first i rows; those of any piece are differences.
     c, m = (np.concatenate(([0.0], np.cumsum(column))) for column in (compute, memory))
-    left, right = 0, len(order)
+    first, stop = 0, len(order)
     pieces = []
     for shard in range(shards - 1):
         remaining = shards - shard
-        wanted_c, wanted_m = (c[right] - c[left]) / remaining, (m[right] - m[left]) / remaining
-        most = right - left - (remaining - 1)  # a row for each shard that follows
+        wanted_c, wanted_m = (c[stop] - c[first]) / remaining, (m[stop] - m[first]) / remaining
+        most = stop - first - (remaining - 1)  # a row for each shard that follows
 
-        low, high = 0, min(most, int(np.searchsorted(c, c[left] + wanted_c)) - left)
+        low, high = 0, min(most, int(np.searchsorted(c, c[first] + wanted_c)) - first)
         while low < high:
             middle = (low + high) // 2
-            start = _right_start(c, left, middle, right, wanted_c, most)
-            if m[left + middle] - m[left] + m[right] - m[start] > wanted_m:
+            start = _memory_end_start(c, first, middle, stop, wanted_c, most)
+            if m[first + middle] - m[first] + m[stop] - m[start] > wanted_m:
                 low = middle + 1
             else:
                 high = middle
-        start = _right_start(c, left, low, right, wanted_c, most)
-        if low == 0 and start == right:
+        start = _memory_end_start(c, first, low, stop, wanted_c, most)
+        if low == 0 and start == stop:
             low = 1
-        pieces.append(np.concatenate([order[left : left + low], order[start:right]]))
-        left, right = left + low, start
-    return [*pieces, order[left:right]]
+        pieces.append(np.concatenate([order[first : first + low], order[start:stop]]))
+        first, stop = first + low, start
+    return [*pieces, order[first:stop]]
 
 
-def _right_start(c: Floats, left: int, taken: int, right: int, wanted: float, most: int) -> int:
+def _memory_end_start(c: Floats, first: int, taken: int, stop: int, wanted: float, most: int) -> int:
     """Find the start of the piece of the memory end that completes the compute of `taken` rows.
 
     `taken` rows are of the compute end; the shard has at most `most` rows.
     """
-    rest = max(0.0, wanted - (c[left + taken] - c[left]))
-    start = int(np.searchsorted(c, c[right] - rest))
-    return min(right, max(start, right - (most - taken)))
+    rest = max(0.0, wanted - (c[first + taken] - c[first]))
+    start = int(np.searchsorted(c, c[stop] - rest))
+    return min(stop, max(start, stop - (most - taken)))

@@ -66,8 +66,8 @@ def second_sample(
     spare = fraction * float(strata.size.sum()) - float(_floors(strata, lengths.parent, fraction, floor).sum())
     expected = lengths.expected(tree.rows)
     total = float((tree.lengths[tree.rows] * expected.mean + expected.second_moment / 2).sum())
-    weight = strata.left * _work_deviation(lengths, strata.prompt, strata.cap)
-    room = np.clip(_quarter(strata.size) - strata.seen, 0, strata.left)
+    weight = strata.remaining * _work_deviation(lengths, strata.prompt, strata.cap)
+    room = np.clip(_quarter(strata.size) - strata.seen, 0, strata.remaining)
     return _spread(tree, strata, _neyman(weight, strata.seen, room, spare, _ERROR * total), seed + 1)
 
 
@@ -83,7 +83,7 @@ class _Strata:
     cap: Floats  # and their mean `max_tokens`
 
     @property
-    def left(self) -> Ints:
+    def remaining(self) -> Ints:
         """The number of rows not observed."""
         return np.diff(self.bounds)
 
@@ -180,7 +180,7 @@ def _neyman(weight: Floats, seen: Ints, room: Ints, spare: float, error: float) 
 
 def _spread(tree: PrefixTree, strata: _Strata, quota: Ints, seed: int) -> NDArray[np.int32]:
     """Choose `quota` rows of each table, as far as it has them, in tree order."""
-    quota = np.clip(quota, 0, strata.left)
+    quota = np.clip(quota, 0, strata.remaining)
     start = np.random.default_rng(seed).random(quota.size)
     ends = tree.lengths[tree.rows]
     chosen: NDArray[np.int32] = tree.rows[_choose(strata.position, strata.bounds, quota, start, tree.lcp, ends)]
@@ -194,9 +194,9 @@ def _choose(position: Any, bounds: Any, quota: Any, start: Any, lcp: Any, ends: 
     for t in range(quota.size):
         low, high = bounds[t], bounds[t + 1]
         most = min(32, max(1, quota[t] // 4))
-        left = quota[t]
+        remaining = quota[t]
         u = start[t]
-        while left > 0:
+        while remaining > 0:
             u = (u + 0.6180339887498949) % 1.0
             k = low + min(np.int64(u * (high - low)), high - low - 1)
             while taken[position[k]]:
@@ -211,12 +211,12 @@ def _choose(position: Any, bounds: Any, quota: Any, start: Any, lcp: Any, ends: 
             ):
                 head -= 1
             size = 0
-            while left > 0 and size < most and head < high and not taken[position[head]]:
+            while remaining > 0 and size < most and head < high and not taken[position[head]]:
                 if size and not _follows(position, lcp, head, half):
                     break
                 taken[position[head]] = True
                 size += 1
-                left -= 1
+                remaining -= 1
                 head += 1
     return np.flatnonzero(taken)
 

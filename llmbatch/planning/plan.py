@@ -1,7 +1,7 @@
 """The order of a shard, decided once, with the reasons.
 
 `blend` walks the prefix tree with children sorted by density, compute-heavy first, after the worst outliers have been
-moved out (`llmbatch.planning.outliers`). Rows much more memory-heavy than the whole, or than balance, form the *right
+moved out (`llmbatch.planning.outliers`). Rows much more memory-heavy than the whole, or than balance, form the *memory
 end*. There, longest first would put rows into memory in lockstep and leave half of it idle on average. So children come
 in random order there: siblings can be permuted freely without losing any sharing. But a long answer that starts late
 ends after everything else, so the order is that of starting times drawn for each child among those at which it can
@@ -204,11 +204,11 @@ def _bulk(compute: Floats, memory: Floats) -> tuple[float, float]:
 def _blend(tree: PrefixTree, costs: RowCosts, budget: float, steps: float, seed: int) -> NDArray[np.int32]:
     items = move_outliers(tree, costs, budget)
     key = -items.log_density
-    _mix_right_end(items, key, steps, np.random.default_rng(seed))
+    _mix_memory_end(items, key, steps, np.random.default_rng(seed))
     return arrange(tree, items.above, key)
 
 
-def _mix_right_end(items: HungItems, key: Floats, steps: float, rng: np.random.Generator) -> None:
+def _mix_memory_end(items: HungItems, key: Floats, steps: float, rng: np.random.Generator) -> None:
     """Replace the keys of the memory end's items by their starting times; large ones stay in order of density.
 
     The memory work is `steps` readings of a full pool. An item whose answers take d steps may start in any of the first
@@ -217,14 +217,14 @@ def _mix_right_end(items: HungItems, key: Floats, steps: float, rng: np.random.G
     nodes = key.size // 2
     log_density = items.log_density
     limit = max(log_density[nodes], 0.0) + np.log(_MEMORY_END)
-    right = np.zeros(2 * nodes, np.bool_)
+    at_memory_end = np.zeros(2 * nodes, np.bool_)
     at_root = items.above == 0
-    right[at_root] = log_density[at_root] < limit
-    _spread_down(items.above, right)
-    chosen = np.flatnonzero(right)
+    at_memory_end[at_root] = log_density[at_root] < limit
+    _spread_down(items.above, at_memory_end)
+    chosen = np.flatnonzero(at_memory_end)
     if not chosen.size:
         return
-    total = float(items.memory[right & at_root].sum())
+    total = float(items.memory[at_memory_end & at_root].sum())
     length = items.output[chosen] / np.maximum(items.count[chosen], 1)
     start = rng.random(chosen.size) * np.maximum(0.0, 1.0 - length / max(steps, 1.0))
     large = (items.memory[chosen] > _LARGE * total) & (items.count[chosen] > 1)

@@ -97,13 +97,13 @@ class Workload:
         return replace(self, tree=self.tree.select(keep))
 
     @property
-    def whole(self) -> PrefixTree:
+    def tree_with_examples(self) -> PrefixTree:
         """The tree of the rows and the examples."""
         return self.tree if self.examples is None else self.examples.tree
 
     def length_model(self) -> LengthModel:
         """Build the length model as it is before anything runs."""
-        lengths = LengthModel(self.whole, self.max_tokens, keys=self.keys, known=self.known)
+        lengths = LengthModel(self.tree_with_examples, self.max_tokens, keys=self.keys, known=self.known)
         if self.examples is not None:
             seen = np.flatnonzero(self.examples.generated).astype(np.int32)
             lengths.observe(seen, self.examples.generated[seen], np.ones(len(seen), np.bool_))

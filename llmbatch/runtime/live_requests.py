@@ -46,8 +46,8 @@ class LiveRequests(Generic[W]):
         workload = Workload.of(self.requests, self.answered, tree=self.tree)
         return workload.without(np.flatnonzero(~self.open & (self.answered == 0)).tolist())
 
-    def joined(self, kept: NDArray[np.int32], window: W, requests: RequestBatch) -> LiveRequests[W]:
-        """Join the `kept` of these requests, which come first, to those of a window, fitted to the pool.
+    def merge(self, kept: NDArray[np.int32], window: W, requests: RequestBatch) -> LiveRequests[W]:
+        """Merge the `kept` of these requests, which come first, with those of a window, fitted to the pool.
 
         Those that have ended are examples: they belong to no window, whose table would stay in memory for them.
         """
@@ -58,7 +58,7 @@ class LiveRequests(Generic[W]):
         windows = [self.windows[i] for i in used.tolist() if i >= 0] + [window]
         number = number.astype(np.int32) - np.int32(len(used) + 1 - len(windows))
         both = RequestBatch.concatenate([self.requests.take(kept), requests])
-        joined = LiveRequests(
+        merged = LiveRequests(
             both,
             PrefixTree.build(both.tokens, both.offsets) if len(kept) else window.tree,
             windows,
@@ -66,8 +66,8 @@ class LiveRequests(Generic[W]):
             np.concatenate((self.index[kept], np.arange(count, dtype=np.int32))),
         )
         for name in ("answered", "open", "begun", "spent", "attempts"):
-            getattr(joined, name)[: len(kept)] = getattr(self, name)[kept]
-        return joined
+            getattr(merged, name)[: len(kept)] = getattr(self, name)[kept]
+        return merged
 
     @classmethod
     def of(cls, window: W, requests: RequestBatch) -> LiveRequests[W]:

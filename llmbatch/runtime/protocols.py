@@ -56,7 +56,7 @@ class CompletedRequests(Generic[W]):
     window: W
     requests: NDArray[np.int32]
     tokens: list[NDArray[np.int32]]  # generated
-    finish: NDArray[np.uint8]  # a `Finish`
+    finish: NDArray[np.uint8]  # a `FinishReason`
     cached: NDArray[np.int32]  # prompt tokens that were not computed
     attempts: NDArray[np.int32]  # how often it was given to an engine
 

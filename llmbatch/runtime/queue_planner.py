@@ -71,7 +71,7 @@ class QueuePlanner:
         """Admit these requests one after the other, at a fixed budget."""
         return self._update(order, FromFront(), self._fixed())
 
-    def of_plan(self, decided: Plan, *, settled: bool = True) -> QueueUpdate:
+    def of_plan(self, plan: Plan, *, settled: bool = True) -> QueueUpdate:
         """Admit in the plan's order, with what is known of lengths now.
 
         Until that is `settled` nobody is admitted from the memory end: where nothing has been seen of long answers
@@ -79,18 +79,18 @@ class QueuePlanner:
         """
         ends: Ends = FromFront()
         budget: Budget = self._fixed()
-        if decided.scan is not None:
-            ends = DualScanEnds(decided.scan)
-        elif decided.two_ended:
+        if plan.scan is not None:
+            ends = DualScanEnds(plan.scan)
+        elif plan.two_ended:
             ends = self._blend() if settled else FromFront()
             # Tokens ride for free up to what hides the weights, or beside KV. In turn under law `bytes` none do.
             gains = self._cost.overlap.exponent > 1 or self._cost.law == "paper"
             if self._scheduling.step_tokens is None and gains:
                 budget = ClosedLoopBudget(self._rates, self._weights_per_pool(), floor=TILE + self._pool.page_size)
-        elif decided.relaxed and len(self._tree.rows) and self._scheduling.step_tokens is None:
+        elif plan.relaxed and len(self._tree.rows) and self._scheduling.step_tokens is None:
             mean = self._lengths.expected(self._tree.rows).mean.mean()
-            budget = steady_budget(decided, self._cost, self._pool.tokens, float(mean))
-        return self._update(decided.order, ends, budget, settled=settled)
+            budget = steady_budget(plan, self._cost, self._pool.tokens, float(mean))
+        return self._update(plan.order, ends, budget, settled=settled)
 
     def _fixed(self) -> FixedBudget:
         return FixedBudget(self._scheduling.step_tokens or STEP_TOKENS)

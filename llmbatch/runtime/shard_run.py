@@ -56,18 +56,18 @@ class ShardResult:
 
 def run_shard(
     workload: Workload,
-    driver: StepLoop,
+    loop: StepLoop,
     pool: Pool,
     cost: CostModel,
     scheduling: Scheduling,
     *,
-    decided: Plan | None = None,
+    plan: Plan | None = None,
 ) -> ShardResult:
     """Run every request of the workload's tree, each of which must fit the pool alone.
 
-    A plan that was `decided` elsewhere is kept as it is.
+    A `plan` that was made elsewhere is kept as it is.
     """
-    return ShardRun(workload, driver, pool, cost, scheduling).run(decided)
+    return ShardRun(workload, loop, pool, cost, scheduling).run(plan)
 
 
 class ShardRun:
@@ -76,7 +76,7 @@ class ShardRun:
     def __init__(
         self,
         workload: Workload,
-        driver: StepLoop,
+        loop: StepLoop,
         pool: Pool,
         cost: CostModel,
         scheduling: Scheduling,
@@ -91,7 +91,7 @@ class ShardRun:
         """
         begun = time.perf_counter()
         self._workload = workload
-        self._driver = driver
+        self._loop = loop
         self._pool = pool
         self._cost = cost
         self._refit = refit
@@ -124,22 +124,23 @@ class ShardRun:
         after.rebind(tree.lengths, trie=trie, lengths=lengths, numbers=numbers, max_running=most, prompts=prompts)
         return after
 
-    def run(self, decided: Plan | None = None, *, drain: bool = True) -> ShardResult:
+    def run(self, plan: Plan | None = None, *, drain: bool = True) -> ShardResult:
         """Run the shard to its end, or, where it is not to `drain`, until none of its requests waits.
 
-        A plan that was `decided` elsewhere is kept as it is.
+        A `plan` that was made elsewhere is kept as it is.
         """
-        plan = decided or self._plan()
-        learns = self._queue.unknown and decided is None and not plan.settled
+        given = plan is not None
+        plan = plan or self._plan()
+        learns = self._queue.unknown and not given and not plan.settled
         if learns:
             plan = self._run_sampling(plan)
-        plan = self._run_settled(plan, given=decided is not None, learns=learns, drain=drain)
+        plan = self._run_settled(plan, given=given, learns=learns, drain=drain)
         return ShardResult(plan, self.scheduler.steps, self.scheduler.preemptions, self._planning_seconds)
 
     def run_few(self) -> None:
         """Run the plan's first rows, few at a time, each lot until it has ended or for a few dozen steps.
 
-        The driver must drain. See the module's text.
+        The loop must drain. See the module's text.
         """
         order, first = self._plan().order, 0
         for lot in range(self._steering.lots):
@@ -158,37 +159,37 @@ class ShardRun:
         if self._queue.unknown:
             self._learn()
 
-    def _run_sampling(self, decided: Plan) -> Plan:
+    def _run_sampling(self, plan: Plan) -> Plan:
         """Run a sample first, the rest behind it; a second one heads the plan when long rows are told."""
         scheduling, steering = self._scheduling, self._steering
         seed, fraction = scheduling.seed, scheduling.sample_fraction
-        self._run_first(first_sample(self._lengths, self._workload.whole, fraction=fraction, seed=seed))
-        patience = steering.patience * decided.compute_seconds / self._cost.rates.weight_seconds
+        self._run_first(first_sample(self._lengths, self._workload.tree_with_examples, fraction=fraction, seed=seed))
+        patience = steering.patience * plan.compute_seconds / self._cost.rates.weight_seconds
         patience = min(patience, steering.longest_wait)
         wait = steering.shortest_wait
         while wait <= patience and not self.scheduler.done:
-            self.scheduler.enqueue(self._queue.of_plan(decided, settled=False))
+            self.scheduler.enqueue(self._queue.of_plan(plan, settled=False))
             self._advance(wait)
             self._reprice()
             self._learn()
-            decided = self._plan()
+            plan = self._plan()
             wait *= 2
         if wait > steering.longest_wait:
-            sample = second_sample(self._lengths, self._workload.whole, fraction=fraction, seed=seed)
-            decided = self._plan()
+            sample = second_sample(self._lengths, self._workload.tree_with_examples, fraction=fraction, seed=seed)
+            plan = self._plan()
             # Its rows are long, so they run beside the others: they come next at the end that fills memory.
-            others = decided.order[~np.isin(decided.order, sample)]
-            parts = [others, sample] if decided.two_ended else [sample, others]
-            decided = replace(decided, order=np.concatenate(parts))
-        return decided
+            others = plan.order[~np.isin(plan.order, sample)]
+            parts = [others, sample] if plan.two_ended else [sample, others]
+            plan = replace(plan, order=np.concatenate(parts))
+        return plan
 
-    def _run_settled(self, decided: Plan, *, given: bool, learns: bool, drain: bool) -> Plan:
+    def _run_settled(self, plan: Plan, *, given: bool, learns: bool, drain: bool) -> Plan:
         """Run the plan, and plan anew as lengths and costs become known; the latest plan.
 
         One that was `given` is kept, whatever becomes known; only who `learns` plans anew for its age alone.
         """
         scheduler, unknown = self.scheduler, self._queue.unknown
-        scheduler.enqueue(self._queue.of_plan(decided))
+        scheduler.enqueue(self._queue.of_plan(plan))
         planned = self._age
         changing = unknown or self._refit is not None
         while scheduler.waiting or (drain and not scheduler.done):
@@ -197,10 +198,10 @@ class ShardRun:
             if unknown:
                 self._learn()
             if (repriced and not given) or (learns and self._age >= 2 * planned):
-                decided, planned = self._plan(), self._age
+                plan, planned = self._plan(), self._age
             if unknown or repriced:
-                scheduler.enqueue(self._queue.of_plan(decided))
-        return decided
+                scheduler.enqueue(self._queue.of_plan(plan))
+        return plan
 
     @property
     def _age(self) -> int:
@@ -214,9 +215,9 @@ class ShardRun:
             self._advance(1)
 
     def _advance(self, steps: int) -> None:
-        ended = self._driver.run(self.scheduler, steps)
+        ended = self._loop.run(self.scheduler, steps)
         self._queue.note_ended(ended.requests)
-        self._lengths.observe(ended.requests, ended.generated, ended.whole)
+        self._lengths.observe(ended.requests, ended.generated, ended.finished)
 
     def _reprice(self) -> bool:
         """Count by what steps took; whether that is something else now. What is left must be enqueued anew then."""
@@ -235,6 +236,6 @@ class ShardRun:
 
     def _plan(self) -> Plan:
         begun = time.perf_counter()
-        decided = plan_workload(self._workload, self._pool, self._cost, self._scheduling, self._lengths)
+        plan = plan_workload(self._workload, self._pool, self._cost, self._scheduling, self._lengths)
         self._planning_seconds += time.perf_counter() - begun
-        return decided
+        return plan

@@ -19,7 +19,7 @@ class LengthObservations(NamedTuple):
 
     requests: NDArray[np.int32]
     generated: NDArray[np.int32]  # tokens
-    whole: NDArray[np.bool_]  # False where a request broke off
+    finished: NDArray[np.bool_]  # False where a request broke off
 
 
 class StepLoop(Protocol):
@@ -167,7 +167,7 @@ class PipelinedLoop:
 
 
 def drive(engine: Engine, observer: EngineObserver[Any]) -> SerialLoop | PipelinedLoop:
-    """Choose the driver for an engine."""
+    """Return the loop that suits an engine."""
     return PipelinedLoop(engine, observer) if isinstance(engine, PipelinedEngine) else SerialLoop(engine, observer)
 
 

@@ -42,10 +42,10 @@ class Stream(Generic[W]):
     """Runs the windows of a source. See the module's text."""
 
     def __init__(
-        self, host: EngineProvider, engine: StreamEngine, context: StreamContext[W], *, few_first: bool
+        self, engines: EngineProvider, engine: StreamEngine, context: StreamContext[W], *, few_first: bool
     ) -> None:
         self.totals: Totals = context.totals
-        self._host = host
+        self._engines = engines
         self._context = context
         self._few_first = few_first
         self._now: Idle[W] | ActiveRun[W] = Idle(engine, LiveRequests.none())
@@ -56,7 +56,7 @@ class Stream(Generic[W]):
     @classmethod
     def open(
         cls,
-        host: EngineProvider,
+        engines: EngineProvider,
         pool: Pool,
         cost: CostModel,
         scheduling: Scheduling,
@@ -65,13 +65,13 @@ class Stream(Generic[W]):
         row_timeout: float = math.inf,
         goes_on: bool = False,
     ) -> Stream[W]:
-        """Take the host's engine. `row_timeout` are the most seconds that the steps of a row may take together.
+        """Take an engine of `engines`. `row_timeout` are the most seconds that the steps of a row may take together.
 
         What a row waits does not count: before its first step, for its next chunk, or between preemption and return.
         A job that `goes_on` after it was ended begins with few rows, so that another kill finds some answered.
         """
         context = StreamContext(pool, scheduling, Refit(cost), observer, row_timeout, Totals())
-        return cls(host, host.engine(), context, few_first=goes_on)
+        return cls(engines, engines.engine(), context, few_first=goes_on)
 
     def run(self, source: WindowSource[W]) -> Totals:
         """Run every request of every window that is not answered already.
@@ -114,7 +114,7 @@ class Stream(Generic[W]):
             return
         now, kept = self._now, self._kept()
         first = len(kept)
-        requests = now.requests.joined(kept, window, fitted)
+        requests = now.requests.merge(kept, window, fitted)
         requests.open[first:] = todo
         requests.answered[first:] = np.where(todo, 0, window.answered)
         if isinstance(now, ActiveRun):
@@ -164,11 +164,11 @@ class Stream(Generic[W]):
         """Run some requests to their end; alone, each, where they kill the engine."""
         requests = self._now.requests
         death = self._death_of(group)
-        left = group[requests.open[group]]
-        if death is not None and len(left) == 1:
-            self._give_up(int(left[0]), death)
+        still_open = group[requests.open[group]]
+        if death is not None and len(still_open) == 1:
+            self._give_up(int(still_open[0]), death)
         elif death is not None:
-            for request in left:
+            for request in still_open:
                 if requests.open[request]:
                     self._try(request[None])
 
@@ -235,4 +235,4 @@ class Stream(Generic[W]):
         for error in (died, died.__cause__):  # their tracebacks hold the engine
             if error is not None:
                 traceback.clear_frames(error.__traceback__)
-        self._now = Idle(self._host.new_engine(), requests)
+        self._now = Idle(self._engines.new_engine(), requests)

@@ -106,15 +106,15 @@ def rehearse() -> None:
     merge_equal(column, np.arange(len(requests)), requests.params_index, requests.params)
     requests = requests.take(np.arange(len(requests)))
     engine = SimulatedEngine(answers, _cost())
-    watch = _Watch(engine, requests)
-    run = ShardRun(Workload.of(requests), SerialLoop(engine, watch), _POOL, _cost(), _SCHEDULING)
-    watch.scheduler = run.scheduler
+    observer = _WarmupObserver(engine, requests)
+    run = ShardRun(Workload.of(requests), SerialLoop(engine, observer), _POOL, _cost(), _SCHEDULING)
+    observer.scheduler = run.scheduler
     run.run()
     rehearse_plan()
     run_shard(Workload.of(requests), SimulatedLoop(answers, _cost()), _POOL, _cost(), _SCHEDULING)
 
 
-class _Watch(TokenDropper):
+class _WarmupObserver(TokenDropper):
     """Packs tokens and names the pages of answers, as an engine and a stream do."""
 
     scheduler: Scheduler

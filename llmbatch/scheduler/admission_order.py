@@ -176,12 +176,12 @@ def turns(rules: EndRules, queue: TwoEndedQueue, prompts: NDArray[np.int32], acc
         return EndChoice(True, True, True, min(max(held, rules.least * account.pool), rules.most * account.pool))
     share = scan_budget(rules.scan, queue.at[COMPUTE_END], queue.at[MEMORY_END], account.pool)
     compute_open = (
-        account.prefilled_compute < math.ceil(share.left / TILE) * TILE
-        and account.held_compute + prompt + length / 2 <= share.memory.left
+        account.prefilled_compute < math.ceil(share.compute_end / TILE) * TILE
+        and account.held_compute + prompt + length / 2 <= share.memory.compute_end
     )
     memory_open = (
-        account.prefilled_memory < math.ceil(share.right / TILE) * TILE
-        and account.held_memory + prompts[last] + queue.lengths[last] / 2 <= share.memory.right
+        account.prefilled_memory < math.ceil(share.memory_end / TILE) * TILE
+        and account.held_memory + prompts[last] + queue.lengths[last] / 2 <= share.memory.memory_end
     )
     if not compute_open and not memory_open:
         compute_open = account.idle

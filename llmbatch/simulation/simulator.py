@@ -145,11 +145,11 @@ def simulate_trace(
     seconds = time.perf_counter() - begun
     if replicas == 1:
         return run_workload(workload, trace.output_lengths, cost, pool, scheduling, planning=seconds)
-    decided = plan_workload(workload, pool, cost, scheduling)
+    plan = plan_workload(workload, pool, cost, scheduling)
     if lengths == "known":
-        shards = partition(workload.tree, decided, cost, replicas)
+        shards = partition(workload.tree, plan, cost, replicas)
     else:
-        shards = partition_alike(workload.tree, decided, cost, workload.length_model().table_of, replicas)
+        shards = partition_alike(workload.tree, plan, cost, workload.length_model().table_of, replicas)
     seconds = time.perf_counter() - begun
     parts = []
     for rows in shards:
@@ -186,19 +186,19 @@ def run_workload(
     scheduling: Scheduling,
     *,
     planning: float = 0.0,
-    decided: Plan | None = None,
+    plan: Plan | None = None,
 ) -> Simulation:
     """Run the rows of a workload's tree, which generate `output` int32 tokens each, or max_tokens if that is less.
 
-    A plan `decided` is kept; `planning` seconds were spent before.
+    A `plan` that is given is kept; `planning` seconds were spent before.
     """
     tree = workload.tree
     generated = np.minimum(output, workload.max_tokens)
-    driver = SimulatedLoop(generated, cost)
+    loop = SimulatedLoop(generated, cost)
     begun = time.perf_counter()
-    result = run_shard(workload, driver, pool, cost, scheduling, decided=decided)
+    result = run_shard(workload, loop, pool, cost, scheduling, plan=plan)
     scheduling_seconds = time.perf_counter() - begun - result.planning_seconds
-    log = driver.log
+    log = loop.log
     steps = log.steps[: log.counts[0].steps]
     requests = {
         "admitted_step": log.admitted_step,
@@ -213,7 +213,7 @@ def run_workload(
     report = _report(
         workload, output, cost, pool, steps, requests,
         order=scheduling.order,
-        seconds=driver.seconds,
+        seconds=loop.seconds,
         planning_seconds=planning + result.planning_seconds,
         scheduling_seconds=scheduling_seconds,
     )  # fmt: skip  # arguments in groups

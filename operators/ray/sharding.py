@@ -24,9 +24,9 @@ from numba import njit
 from numpy.typing import NDArray
 
 from llmbatch.perf_model.cost import CostModel
+from llmbatch.planning import plan as planning
 from llmbatch.planning.lengths import LengthModel
 from llmbatch.planning.partition import partition, partition_alike
-from llmbatch.planning.plan import Plan, plan
 from llmbatch.planning.prefix_tree import PrefixTree
 from llmbatch.planning.workload import Pool, Scheduling
 from llmbatch.preprocess.request_batch import RowRequests
@@ -116,15 +116,15 @@ def cut(
     tree = _tree(outlines)
     max_tokens, known = (outlines[name].to_numpy() for name in ("max_tokens", "known"))
     lengths = LengthModel(tree, max_tokens, known=known)
-    decided = _plan(tree, lengths, cost, pool, scheduling)
+    plan = _plan(tree, lengths, cost, pool, scheduling)
     if lengths.known.all():
-        parts, along = partition(tree, decided, cost, count), decided.order
+        parts, along = partition(tree, plan, cost, count), plan.order
     else:
         kinds = 2 * lengths.table_of + (lengths.known > 0)
-        parts, along = partition_alike(tree, decided, cost, kinds, count, scheduling.seed), tree.rows
+        parts, along = partition_alike(tree, plan, cost, kinds, count, scheduling.seed), tree.rows
     shard = np.empty(len(planned), np.int32)
     shard[np.concatenate(parts)] = np.repeat(np.arange(count), [len(part) for part in parts])
-    seconds = cost.overlap(decided.compute, decided.memory)
+    seconds = cost.overlap(plan.compute, plan.memory)
     _keep_whole(tree, along, np.asarray(seconds), shard, _WHOLE * float(np.sum(seconds)) / count)
     by_hash = np.lexsort((shard, rows[planned]))
     return Shards(count, rows[planned][by_hash], shard[by_hash])
@@ -159,11 +159,11 @@ def _tree(outlines: pa.Table) -> PrefixTree:
     return PrefixTree.of_sorted(steps.rows, depths[steps.lcp], outlines["tokens"].to_numpy())
 
 
-def _plan(tree: PrefixTree, lengths: LengthModel, cost: CostModel, pool: Pool, scheduling: Scheduling) -> Plan:
+def _plan(tree: PrefixTree, lengths: LengthModel, cost: CostModel, pool: Pool, scheduling: Scheduling) -> planning.Plan:
     expected = lengths.expected(np.arange(len(tree), dtype=np.int32))
 
-    def planned(order: str) -> Plan:
-        return plan(
+    def planned(order: str) -> planning.Plan:
+        return planning.plan(
             tree,
             expected,
             cost,
@@ -174,9 +174,9 @@ def _plan(tree: PrefixTree, lengths: LengthModel, cost: CostModel, pool: Pool, s
             seed=scheduling.seed,
         )
 
-    decided = planned(scheduling.order)
+    plan = planned(scheduling.order)
     # One engine may keep the input's order where everything fits its memory at once; several share none.
-    return planned("dfs") if decided.relaxed else decided
+    return planned("dfs") if plan.relaxed else plan
 
 
 def _keep_whole(

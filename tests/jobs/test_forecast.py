@@ -68,9 +68,9 @@ def test_a_forecast_is_within_five_hundredths_of_the_clock(name: str) -> None:
     assert buys is not None
     seconds = []
     for seed in range(3):
-        driver = SimulatedLoop(independent(model, np.random.default_rng(seed)), COST)
-        run_shard(workload, driver, pool, COST, SCHEDULING)
-        seconds.append(driver.seconds)
+        loop = SimulatedLoop(independent(model, np.random.default_rng(seed)), COST)
+        run_shard(workload, loop, pool, COST, SCHEDULING)
+        seconds.append(loop.seconds)
     assert np.mean(seconds) == pytest.approx(buys.seconds, rel=0.03)
     assert seconds == pytest.approx([buys.seconds] * 3, rel=0.05)
 
@@ -87,10 +87,10 @@ def test_in_a_very_small_pool_a_job_misses_its_forecast_by_as_much_as_its_tokens
     misses = []
     for seed in range(8):
         lengths = independent(model, np.random.default_rng(seed))
-        driver = SimulatedLoop(lengths, COST)
-        run_shard(workload, driver, pool, COST, SCHEDULING)
-        assert driver.seconds / buys.seconds == pytest.approx(lengths.sum() / tokens, rel=0.03)
-        misses.append(driver.seconds / buys.seconds - 1)
+        loop = SimulatedLoop(lengths, COST)
+        run_shard(workload, loop, pool, COST, SCHEDULING)
+        assert loop.seconds / buys.seconds == pytest.approx(lengths.sum() / tokens, rel=0.03)
+        misses.append(loop.seconds / buys.seconds - 1)
     assert np.std(misses) == pytest.approx(deviation, rel=0.5)
 
 

@@ -45,10 +45,10 @@ def test_blend_is_within_a_tenth_of_the_best_of_all_orders(seed: int) -> None:
     assert len(workload.tree.rows) == COUNT
 
     def seconds(scheduling: Scheduling, order: tuple[int, ...] | None = None) -> float:
-        decided = plan_workload(workload, pool, COST, scheduling)
+        plan = plan_workload(workload, pool, COST, scheduling)
         if order is not None:
-            decided = replace(decided, order=np.array(order, np.int32))
-        return run_workload(workload, trace.output_lengths, COST, pool, scheduling, decided=decided).report.seconds
+            plan = replace(plan, order=np.array(order, np.int32))
+        return run_workload(workload, trace.output_lengths, COST, pool, scheduling, plan=plan).report.seconds
 
     best = min(
         seconds(Scheduling(order="input", step_tokens=budget, max_running=512), order)

@@ -221,5 +221,5 @@ def test_merged_nodes_hold_neighbours_of_like_density() -> None:
     assert scan.prompt.tolist() == [10.0, 10.0]
     assert scan.output == pytest.approx([1.095, 109.5])
     budget = scan_budget(scan, 0, 39, 1000.0)
-    assert budget.left == pytest.approx(chunk_budget(budget.memory.left, 10.0, 1.095))
-    assert budget.right == pytest.approx(chunk_budget(budget.memory.right, 10.0, 109.5))
+    assert budget.compute_end == pytest.approx(chunk_budget(budget.memory.compute_end, 10.0, 1.095))
+    assert budget.memory_end == pytest.approx(chunk_budget(budget.memory.memory_end, 10.0, 109.5))

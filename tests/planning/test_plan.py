@@ -186,8 +186,8 @@ def test_the_dual_scan_brings_what_algorithm_3_needs(mix: Mix) -> None:
     assert (np.diff(scan.density) < 0).all()
     assert scan.node.size == 760
     budget = scan_budget(scan, 0, 759, POOL)
-    assert budget.memory.left + budget.memory.right == pytest.approx(POOL)
-    assert budget.left > budget.right > 0
+    assert budget.memory.compute_end + budget.memory.memory_end == pytest.approx(POOL)
+    assert budget.compute_end > budget.memory_end > 0
 
 
 def test_a_shard_without_rows_has_an_empty_plan() -> None:

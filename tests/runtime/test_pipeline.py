@@ -105,10 +105,10 @@ def run(seed: int, pipelined: bool, slow: set[int], steps: int, fails_at: int = 
     engine.fails_at = fails_at
     engine.begin(requests)
     notes = Notes(engine, slow)
-    driver: StepLoop = PipelinedLoop(engine, notes) if pipelined else SerialLoop(engine, notes)
+    loop: StepLoop = PipelinedLoop(engine, notes) if pipelined else SerialLoop(engine, notes)
     ended = []
     while not scheduler.done:
-        ended.append(driver.run(scheduler, steps))
+        ended.append(loop.run(scheduler, steps))
         scheduler.check()
     counted = {r: g for one in ended for r, g in zip(one.requests.tolist(), one.generated.tolist(), strict=True)}
     assert counted == {request: generated for request, (_, _, generated) in notes.answers.items()}

@@ -49,7 +49,7 @@ def test_many_steps_in_one_call_are_those_of_the_engine_seam(
     load: Workload, size: int, extra: int, closed_loop: bool, at_once: int
 ) -> None:
     fast, slow = (scheduler_for(load, size, extra, closed_loop) for _ in range(2))
-    driver = SimulatedLoop(load.lengths, COST)
+    loop = SimulatedLoop(load.lengths, COST)
     engine = SimulatedEngine(load.lengths, COST)
     ended: list[FinishedSequences] = []
 
@@ -59,18 +59,18 @@ def test_many_steps_in_one_call_are_those_of_the_engine_seam(
             return super().after_step(finished)
 
     while not fast.done:
-        first, second = driver.run(fast, at_once), SerialLoop(engine, Kept(engine)).run(slow, at_once)
+        first, second = loop.run(fast, at_once), SerialLoop(engine, Kept(engine)).run(slow, at_once)
         assert first.requests.tolist() == second.requests.tolist()
         assert first.generated.tolist() == second.generated.tolist()
     assert slow.done
     assert fast.steps == slow.steps
-    assert driver.seconds == pytest.approx(engine.seconds)
+    assert loop.seconds == pytest.approx(engine.seconds)
     for finished in ended:
         rows = finished.requests
-        assert driver.log.cached_tokens[rows].tolist() == finished.cached.tolist()
-        assert driver.log.recomputed_tokens[rows].tolist() == finished.recomputed.tolist()
-        assert driver.log.preemptions[rows].tolist() == finished.preemptions.tolist()
-        assert driver.log.admitted_step[rows].tolist() == finished.admitted_step.tolist()
+        assert loop.log.cached_tokens[rows].tolist() == finished.cached.tolist()
+        assert loop.log.recomputed_tokens[rows].tolist() == finished.recomputed.tolist()
+        assert loop.log.preemptions[rows].tolist() == finished.preemptions.tolist()
+        assert loop.log.admitted_step[rows].tolist() == finished.admitted_step.tolist()
     fast.check()
 
 

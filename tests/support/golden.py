@@ -76,9 +76,9 @@ class Golden:
         scheduler.enqueue(QueueUpdate(order, believed, ends, FixedBudget(step_tokens), compute=1.0, memory=1.0))
         engine.begin(self.requests)
         taken = _Taken(engine)
-        driver = drive(engine, taken)
+        loop = drive(engine, taken)
         while not scheduler.done:
-            driver.run(scheduler, 4)
+            loop.run(scheduler, 4)
             scheduler.check()
         self.cached, self.preemptions = taken.cached, scheduler.preemptions
         return [taken.answers[request] for request in range(len(self.rows))]

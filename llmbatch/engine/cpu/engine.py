@@ -25,7 +25,7 @@ _WORTH_THREADS = 1 << 16  # elements a layer touches; below, waking threads cost
 
 
 class CpuEngine:
-    """Runs steps of a loaded model. It owns the KV pages, and the generated tokens of each slot until retired.
+    """Runs steps of a loaded model. It owns the KV pages, and generated tokens until `pop_tokens` takes them.
 
     `decode` turns token ids into text; requests with stop strings need it. `seed` is the seed of requests without one.
     """

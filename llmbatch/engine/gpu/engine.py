@@ -49,7 +49,9 @@ class _Queued:
 
 
 class GpuEngine:
-    """Runs steps of a loaded model on its device. It owns the KV pages, and the generated tokens until retired.
+    """Runs steps of a loaded model on its device.
+
+    It owns the KV pages, and the generated tokens of each slot until `pop_tokens` takes them.
 
     `execution` runs its forwards, one after the other if none is given. With a `recorder` small steps of decodes are
     recorded, if the attention can be (`GraphCapturable`). `decode` turns token ids into text; requests with stop
