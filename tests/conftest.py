@@ -27,7 +27,7 @@ def compiled() -> None:
     """Planner and scheduler, compiled: what a job says and how long it takes does not depend on the tests before it."""
     from llmbatch.runtime.warmup import Compilation
 
-    Compilation(lambda sentence: None).finish()
+    Compilation.start(lambda sentence: None).finish()
 
 
 @pytest.fixture(scope="session")

@@ -152,7 +152,7 @@ def test_where_the_scheduler_is_compiled_no_process_is_started(
     monkeypatch.setattr("llmbatch.runtime.warmup.code_folder", lambda: tmp_path)
     monkeypatch.setattr("llmbatch.runtime.warmup.start_beside", _refuse)
     (tmp_path / "scheduler").touch()
-    compilation = Compilation(told.say)
+    compilation = Compilation.start(told.say)
     assert not compilation.pending
     compilation.finish()
     assert told.sentences == []
@@ -164,7 +164,7 @@ def test_another_process_compiles_and_leaves_its_mark(
     monkeypatch.setattr("llmbatch.runtime.warmup.code_folder", lambda: tmp_path)
     monkeypatch.setattr("llmbatch.system.processes._PROGRAM", f"open({str(tmp_path / 'scheduler')!r}, 'w')")
     monkeypatch.setattr("llmbatch.runtime.warmup.rehearse", _refuse)
-    compilation = Compilation(told.say)
+    compilation = Compilation.start(told.say)
     compilation.finish()
     assert not compilation.pending
     assert told.sentences[0] == (
@@ -181,7 +181,7 @@ def test_few_rows_do_not_wait_for_the_other_process(
     other = start_beside("llmbatch.runtime.warmup")
     monkeypatch.setattr("llmbatch.runtime.warmup.start_beside", lambda _: other)
     monkeypatch.setattr("llmbatch.runtime.warmup.rehearse", _refuse)
-    compilation = Compilation(told.say)
+    compilation = Compilation.start(told.say)
     try:
         compilation.load()
         hashes = hash_rows(pa.table({"text": ["a"]}))
@@ -199,7 +199,7 @@ def test_where_the_other_process_fails_this_one_compiles(
     monkeypatch.setattr("llmbatch.system.processes._PROGRAM", "raise SystemExit(1)")
     rehearsed: list[bool] = []
     monkeypatch.setattr("llmbatch.runtime.warmup.rehearse", lambda: rehearsed.append(True))
-    Compilation(told.say).finish()
+    Compilation.start(told.say).finish()
     assert rehearsed == [True]
 
 
@@ -210,7 +210,7 @@ def test_where_nothing_can_be_kept_this_process_compiles_before_it_runs_rows(
     monkeypatch.setattr("llmbatch.runtime.warmup.start_beside", _refuse)
     rehearsed: list[bool] = []
     monkeypatch.setattr("llmbatch.runtime.warmup.rehearse", lambda: rehearsed.append(True))
-    Compilation(told.say).load()
+    Compilation.start(told.say).load()
     assert rehearsed == [True]
     assert told.sentences == ["compiling for this machine: this job starts some 30 seconds later"]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -45,20 +46,33 @@ class Engines(ABC):
         """Make this thread ready, and load the weights if they are not. Raises JobError where memory runs out."""
 
 
+@dataclass(frozen=True, slots=True)
+class _InUse:
+    """An engine, which has the memory of the pool."""
+
+    engine: StreamEngine
+
+
+class _MemoryFree:
+    """No engine: one that is asked for must be made first."""
+
+
 class LoadedEngines(Engines):
     """Makes the engines of a model, one at a time (`llmbatch.runtime.protocols.EngineProvider`)."""
 
-    _in_use: StreamEngine | None = None
+    def __init__(self, model: Described, pool: Pool, max_running: int, notes: tuple[str, ...] = ()) -> None:
+        super().__init__(model, pool, max_running, notes)
+        self._state: _MemoryFree | _InUse = _MemoryFree()
 
     def engine(self) -> StreamEngine:
         """Return the engine, with the memory of the pool. Raises JobError where memory runs out."""
-        return self._in_use or self.new_engine()
+        return self._state.engine if isinstance(self._state, _InUse) else self.new_engine()
 
     def new_engine(self) -> StreamEngine:
-        """Another engine in the place of the one before."""
-        self._in_use = None  # its memory is needed for the new one
-        self._in_use = self._make()
-        return self._in_use
+        """Make another engine in the place of the one before."""
+        self._state = _MemoryFree()  # the new one needs the memory of the one before
+        self._state = made = _InUse(self._make())
+        return made.engine
 
     @abstractmethod
     def _make(self) -> StreamEngine: ...

@@ -83,7 +83,7 @@ class Worker:
         begun = time.perf_counter()
         progress = progress or Silence()
         tune_process()
-        compilation = Compilation(progress.say)
+        compilation = Compilation.start(progress.say)
         from llmbatch.engine.model.checkpoints import resolve_model
 
         with saying(progress, f"preparing {options.model}; a GGUF file is converted once"):

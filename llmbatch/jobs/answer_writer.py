@@ -94,7 +94,7 @@ class AnswerWriter(AnswerSink):
         self._open[window.number] = _Open(journal, batches, window.table.num_rows - earlier.num_rows)
         self._count(earlier.num_rows, tokens_of(earlier), 0)
         for batch in batches:
-            self._queue(partial(self._builder.write, window, batch))
+            self._queue(partial(self._builder.add, window, batch))
             self._error_budget.answered(window.first, batch)
         self._close_if_whole(window)
 
@@ -109,7 +109,7 @@ class AnswerWriter(AnswerSink):
 
         def keep() -> None:
             state.journal.append(record)
-            self._builder.write(window, rows)
+            self._builder.add(window, rows)
 
         self._queue(keep)
         self._count(rows.num_rows, tokens_of(rows), 0)
@@ -127,7 +127,7 @@ class AnswerWriter(AnswerSink):
             self._queue(self._lock.check)
 
     def finish(self) -> None:
-        """All windows are answered: complete the parts, and wait until all is written; raises what could not be."""
+        """Complete the parts when all windows are answered, and wait until all is written; raises what could not be."""
         self._queue(lambda: self._keep_whole(self._builder.finish()))
         self.close()
 
@@ -163,20 +163,20 @@ class AnswerWriter(AnswerSink):
         self._queue(close)
 
     def _keep_whole(self, windows: dict[int, CompletedWindow]) -> None:
-        """Their rows are in parts, so their journals are needed no more."""
+        """Keep windows whose rows are all in parts, and remove their journals, which are needed no more."""
         for number, whole in windows.items():
             whole.write(self._output.work, self._names.whole(number))
             Journal.open(self._output.work, self._names.journal(number)).remove()
             self.whole[number] = whole
 
-    def _queue(self, what: Callable[[], None]) -> None:
-        """Have something written after all that was asked for before, unless any of that failed."""
+    def _queue(self, write: Callable[[], None]) -> None:
+        """Queue `write` behind all earlier writes; skip it if one of them failed."""
 
         def attempt() -> None:
             if self._failed:
                 return
             try:
-                what()
+                write()
             except BaseException:
                 self._failed = True
                 raise

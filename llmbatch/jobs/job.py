@@ -160,7 +160,7 @@ class _Job:
                 output.work.leave()  # empty, of one that was killed when all was done
                 return replace(outcome.report, finished_before=True)
             if outcome.changed and self._options.changed_rows == "refuse":
-                check_contents(self._source, PriorAnswers(outcome.sources, without_errors=False), self._id)
+                check_contents(self._source, PriorAnswers.index(outcome.sources, without_errors=False), self._id)
             self._worker.load()
             if lock is None:
                 lock = stack.enter_context(output.locked())
@@ -174,11 +174,11 @@ class _Job:
         output, state = self._output, resume.state
         output.begin()
         state.write(output.work)
-        older = PriorAnswers(resume.sources, without_errors=state.without_errors)
+        older = PriorAnswers.index(resume.sources, without_errors=state.without_errors)
         builder: PartBuilder = (
             InputOrderParts(output, state.names)
             if state.preserve_order
-            else CompletionOrderParts(output, state.window_rows)
+            else CompletionOrderParts.open(output, state.window_rows)
         )
         writer = AnswerWriter(output, state.names, builder, lock, self._error_budget, self._progress, self._stopping)
         self._stopping.at_once = False  # from here on the window loader looks, and rows in flight may end
@@ -188,7 +188,7 @@ class _Job:
         whole = self._resume_windows(writer, state, older)
         reader = self._source.reader()
         todo = [number for number in range(state.windows) if number not in whole]
-        windows = WindowLoader(
+        windows = WindowLoader.start(
             todo, lambda number, cancelled: self._window(number, state, older, reader, cancelled), self._stopping
         )
         try:
@@ -245,7 +245,7 @@ class _Job:
         table = reader.read(first, min(first + state.window_rows, state.rows))
         keys, contents = keys_of(table, first, self._id), hash_rows(table)
         journal = Journal.open(self._output.work, state.names.journal(number))
-        kept = PriorAnswers([JournalSource(journal.records())], without_errors=False)
+        kept = PriorAnswers.index([JournalSource.read(journal.records())], without_errors=False)
         found = [older.lookup(keys, contents), kept.lookup(keys, contents)]
         # What this generation answered anew counts; what it took over from an older one is not in its journal.
         mine = np.isin(found[0]["row"].to_numpy(), found[1]["row"].to_numpy(), invert=True)
@@ -319,7 +319,7 @@ def _forecast(worker: Worker, table: pa.Table) -> Forecast:
 
 
 def _spread(source: Dataset, rows: int) -> pa.Table:
-    """About so many rows, in runs of neighbours spread evenly over the input."""
+    """Read about so many rows, in runs of neighbours spread evenly over the input."""
     runs = min(_RUNS, rows)
     each, starts = rows // runs, [source.num_rows * k // runs for k in range(runs)]
     with closing(source.reader()) as reader:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import base64
 import re
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from llmbatch.inference.answers import ANSWER_ROWS, AnswerSink, add_answers, add_columns
+from llmbatch.inference.answers import ANSWER_ROWS, add_answers, add_columns
 from llmbatch.inference.report import RowCounts
 from llmbatch.inference.window import Window
 from llmbatch.io.gather import pick, split
@@ -49,7 +49,7 @@ class WorkFiles:
         return f"{self.generation:03d}-window-{window:05d}.json"
 
     def windows(self, names: Iterable[str]) -> tuple[set[int], set[int]]:
-        """Of the windows that these names are of, those with a journal and those that are whole."""
+        """Find the windows that these names are of: those with only a journal, and those that are whole."""
         found = [match for match in map(_NAME.match, names) if match and int(match[1]) == self.generation]
         begun, whole = ({int(match[3]) for match in found if match[2] == kind} for kind in ("journal", "window"))
         return begun - whole, whole
@@ -90,19 +90,20 @@ class CompletedWindow:
         return whole
 
 
-class PartBuilder(AnswerSink):
+class PartBuilder(ABC):
     """Puts answered rows into parts."""
 
-    def write(self, window: Window, rows: pa.RecordBatch) -> None:
-        """Take rows that may go into a part before the others of their window; the rest comes with `close`."""
+    @abstractmethod
+    def add(self, window: Window, rows: pa.RecordBatch) -> None:
+        """Take answered rows: a batch of `ANSWER_ROWS`. All of a window are given once more to `close`."""
 
     @abstractmethod
     def close(self, window: Window, answers: list[pa.RecordBatch]) -> dict[int, CompletedWindow]:
         """Take all answers of a window; return the windows that are whole now, by number."""
 
+    @abstractmethod
     def finish(self) -> dict[int, CompletedWindow]:
         """Write what is left when all windows are closed; return those that are whole only now."""
-        return {}
 
     @abstractmethod
     def parts(self, whole: dict[int, CompletedWindow]) -> list[Part]:
@@ -116,6 +117,9 @@ class InputOrderParts(PartBuilder):
         self._output = output
         self._names = names
 
+    def add(self, window: Window, rows: pa.RecordBatch) -> None:
+        """Leave the rows to `close`: a window is staged when all of it is answered."""
+
     def close(self, window: Window, answers: list[pa.RecordBatch]) -> dict[int, CompletedWindow]:
         """Stage the window's parts."""
         answered = add_answers(window.table, answers)
@@ -125,6 +129,10 @@ class InputOrderParts(PartBuilder):
         ]
         return {window.number: CompletedWindow(parts, window.counts(answered))}
 
+    def finish(self) -> dict[int, CompletedWindow]:
+        """Return none: every window was whole when it was closed."""
+        return {}
+
     def parts(self, whole: dict[int, CompletedWindow]) -> list[Part]:
         """List the parts of all windows."""
         return [part for number in sorted(whole) for part in whole[number].parts]
@@ -133,22 +141,31 @@ class InputOrderParts(PartBuilder):
 class CompletionOrderParts(PartBuilder):
     """Parts in the order in which rows finish, seen as soon as they are full."""
 
-    def __init__(self, output: Output, part_rows: int) -> None:
+    def __init__(self, output: Output, part_rows: int, parts: list[Part], published: NDArray[np.uint64]) -> None:
         self._output = output
         self._most = min(part_rows, PART_ROWS)
-        self._parts: list[Part] = []
+        self._parts = parts
+        self._published = published  # keys of the rows of these parts, sorted
         self._tables: list[pa.Table] = []
         self._keys: list[NDArray[np.uint64]] = []
         self._waiting = 0
         self._closed: dict[int, CompletedWindow] = {}
-        kept = [np.empty(0, np.uint64)]
-        for match in filter(None, map(_KEYS.fullmatch, output.work.names())):
-            part, keys = self._read(match[0], match[1])
-            kept.append(keys)
-            self._note(part)
-        self._published = np.sort(np.concatenate(kept))
 
-    def write(self, window: Window, rows: pa.RecordBatch) -> None:
+    @classmethod
+    def open(cls, output: Output, part_rows: int) -> CompletionOrderParts:
+        """Read the parts that earlier runs wrote, and publish those that are not yet. `part_rows` is a part's most.
+
+        Raises `DataError` where the keys of a part's rows are damaged, `StorageError` where the part is.
+        """
+        parts: list[Part] = []
+        published = [np.empty(0, np.uint64)]
+        for match in filter(None, map(_KEYS.fullmatch, output.work.names())):
+            part, keys = _read_part(output, match[0], match[1], number=len(parts))
+            published.append(keys)
+            _publish(output, parts, part)
+        return cls(output, part_rows, parts, np.sort(np.concatenate(published)))
+
+    def add(self, window: Window, rows: pa.RecordBatch) -> None:
         """Write a part if there are enough rows for one."""
         number = rows["row"].to_numpy()
         fresh = ~np.isin(window.keys[number], self._published)
@@ -161,7 +178,7 @@ class CompletionOrderParts(PartBuilder):
             self._write(self._most)
 
     def close(self, window: Window, answers: list[pa.RecordBatch]) -> dict[int, CompletedWindow]:
-        """Windows are whole when nothing of them waits."""
+        """Note the window; return the closed ones if no row waits for its part any more."""
         self._closed[window.number] = CompletedWindow(
             [], window.counts(pa.Table.from_batches(answers, schema=ANSWER_ROWS))
         )
@@ -189,25 +206,27 @@ class CompletionOrderParts(PartBuilder):
         part = self._output.stage(name, split(table.slice(0, count)))
         kept = {"part": part.encode(), "keys": base64.b64encode(keys[:count].tobytes()).decode()}
         self._output.work.write(f"{name}.keys", seal(f"{name}.keys", kept))  # from now on these rows are in the part
-        self._note(part)
+        _publish(self._output, self._parts, part)
         self._tables, self._keys = [table.slice(count)], [keys[count:]]
         self._waiting -= count
 
-    def _read(self, file: str, name: str) -> tuple[Part, NDArray[np.uint64]]:
-        """Read a part that an earlier run wrote, and the keys of its rows."""
-        work = self._output.work
-        kept = unseal(work, file)
-        try:
-            if kept is None or name != f"spool-{len(self._parts):05d}":
-                raise ValueError
-            part, keys = Part.decode(kept["part"]), np.frombuffer(base64.b64decode(kept["keys"]), np.uint64)
-            if part.name != name or part.rows != len(keys):
-                raise ValueError
-        except (KeyError, TypeError, ValueError):
-            raise damage(work, file) from None
-        self._output.check_staged(part, content=False)
-        return part, keys
 
-    def _note(self, part: Part) -> None:
-        self._output.publish(part.name, f"part-{len(self._parts):05d}.parquet")
-        self._parts.append(part)
+def _read_part(output: Output, file: str, name: str, *, number: int) -> tuple[Part, NDArray[np.uint64]]:
+    """Read part `number`, which an earlier run wrote, and the keys of its rows from a `file` of the work folder."""
+    kept = unseal(output.work, file)
+    try:
+        if kept is None or name != f"spool-{number:05d}":
+            raise ValueError
+        part, keys = Part.decode(kept["part"]), np.frombuffer(base64.b64decode(kept["keys"]), np.uint64)
+        if part.name != name or part.rows != len(keys):
+            raise ValueError
+    except (KeyError, TypeError, ValueError):
+        raise damage(output.work, file) from None
+    output.check_staged(part, content=False)
+    return part, keys
+
+
+def _publish(output: Output, parts: list[Part], part: Part) -> None:
+    """Let readers see a part behind the others, and add it to them."""
+    output.publish(part.name, f"part-{len(parts):05d}.parquet")
+    parts.append(part)

@@ -45,8 +45,13 @@ class Source(Protocol):
 class JournalSource:
     """The records of a journal."""
 
-    def __init__(self, records: Iterable[pa.RecordBatch]) -> None:
-        self._table = pa.Table.from_batches(records, schema=JOURNAL)
+    def __init__(self, table: pa.Table) -> None:
+        self._table = table  # of `JOURNAL`
+
+    @classmethod
+    def read(cls, records: Iterable[pa.RecordBatch]) -> JournalSource:
+        """Read all records."""
+        return cls(pa.Table.from_batches(records, schema=JOURNAL))
 
     def found(self) -> Found:
         """Return the rows of these answers."""
@@ -94,8 +99,22 @@ class PartSource:
 class PriorAnswers:
     """An index over sources; of two answers of a row the later source's counts."""
 
-    def __init__(self, sources: Sequence[Source], *, without_errors: bool) -> None:
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        keys: NDArray[np.uint64],
+        contents: NDArray[np.uint64],
+        source: NDArray[np.int32],
+        row: NDArray[np.int64],
+    ) -> None:
+        """Take the answered rows, one entry each: `keys`, sorted, and the `row` of a `source` with the answer."""
         self._sources = sources
+        self._keys, self._contents = keys, contents
+        self._source, self._row = source, row
+
+    @classmethod
+    def index(cls, sources: Sequence[Source], *, without_errors: bool) -> PriorAnswers:
+        """Read which rows the sources answer; `without_errors` those that failed count as not answered."""
         all_found = [source.found() for source in sources]
         keys = np.concatenate([found.keys for found in all_found] or [np.empty(0, np.uint64)])
         contents = np.concatenate([found.contents for found in all_found] or [np.empty(0, np.uint64)])
@@ -107,8 +126,7 @@ class PriorAnswers:
             keys, contents, source, row = (column[~failed] for column in (keys, contents, source, row))
         order = np.argsort(keys, kind="stable")
         order = order[np.append(keys[order][1:] != keys[order][:-1], True)[: len(order)]]  # the last of equal keys
-        self._keys, self._contents = keys[order], contents[order]
-        self._source, self._row = source[order], row[order]
+        return cls(sources, keys[order], contents[order], source[order], row[order])
 
     def __len__(self) -> int:
         return len(self._keys)

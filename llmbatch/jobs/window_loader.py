@@ -47,15 +47,26 @@ class WindowLoader:
         self,
         numbers: Iterable[int],
         make: Callable[[int, CancelSignal], Window],
-        stopping: StopRequest | None = None,
+        stopping: StopRequest | None,
     ) -> None:
-        """Load windows by `make`, given a window's number and a signal to check again and again."""
+        """Make a loader whose thread has not started; see `start`."""
         self._ready: queue.Queue[Window | BaseException | None] = queue.Queue(maxsize=1)
         self._cancelled = CancelSignal()
         self._stopping = stopping or StopRequest()
-        self._thread = threading.Thread(target=self._fill, args=(numbers, make), name="windows", daemon=True)
-        self._thread.start()
         self._over = False
+        self._thread = threading.Thread(target=self._fill, args=(numbers, make), name="windows", daemon=True)
+
+    @classmethod
+    def start(
+        cls,
+        numbers: Iterable[int],
+        make: Callable[[int, CancelSignal], Window],
+        stopping: StopRequest | None = None,
+    ) -> WindowLoader:
+        """Load windows by `make`, given a window's number and a signal to check again and again."""
+        loader = cls(numbers, make, stopping)
+        loader._thread.start()
+        return loader
 
     def next(self, wait: bool) -> Window | None:
         """Return the next window. None: none is ready, or, if it was to `wait` for one, there are no more.

@@ -53,22 +53,28 @@ _LOCK: Final = "scheduler.lock"  # held by the process that compiles, whose numb
 class Compilation:
     """The scheduler's compilation by another process, and how a job goes on until it is done."""
 
-    def __init__(self, say: Callable[[str], None]) -> None:
+    def __init__(self, say: Callable[[str], None], other: threading.Thread | None, *, pending: bool) -> None:
+        self.pending = pending  # something is not compiled yet
         self._say = say
-        self._other: threading.Thread | None = None  # waits for the other process
-        self.pending: bool = not _is_compiled()
-        if not self.pending:
-            return
+        self._other = other  # waits for the other process
+
+    @classmethod
+    def start(cls, say: Callable[[str], None]) -> Compilation:
+        """Start the other process if something is to be compiled, and say what that means for this job."""
+        if _is_compiled():
+            return cls(say, None, pending=False)
         if not (kept() and sys.executable):
             say("compiling for this machine: this job starts some 30 seconds later")
-            return
-        self._other = threading.Thread(target=start_beside("llmbatch.runtime.warmup").wait, daemon=True)
-        self._other.start()
+            return cls(say, None, pending=True)
+        other = threading.Thread(target=start_beside("llmbatch.runtime.warmup").wait, daemon=True)
+        other.start()
         say(
             "planning and scheduling are not compiled yet: few rows are run in slower Python until another process "
             "has compiled them, once for this machine; many rows wait for it"
         )
-        interpret(self._is_over, self.finish)
+        compilation = cls(say, other, pending=True)
+        interpret(compilation._is_over, compilation.finish)
+        return compilation
 
     def load(self) -> None:
         """Compile what is missing where there is no other process."""

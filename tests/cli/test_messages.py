@@ -226,7 +226,7 @@ def endless(cancelled: CancelSignal, begun: threading.Event) -> Any:
 
 def test_who_waits_for_a_window_hears_that_the_job_is_to_end() -> None:
     stopping, begun = StopRequest(7.0), threading.Event()
-    windows = WindowLoader([0, 1], lambda number, cancelled: endless(cancelled, begun), stopping)
+    windows = WindowLoader.start([0, 1], lambda number, cancelled: endless(cancelled, begun), stopping)
     begun.wait()
     stopping.ask()
     with pytest.raises(Stop) as caught:
