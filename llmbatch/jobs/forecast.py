@@ -164,7 +164,6 @@ class OrderGain:
     seconds: float
     input_order_seconds: float
     prefix_sharing: float  # of the planned order
-    input_order_sharing: float
 
 
 def compare(
@@ -184,8 +183,8 @@ def compare(
         cached = int(loop.log.cached_tokens[workload.tree.rows].sum(dtype=np.int64))
         return loop.seconds, cached / max(1, len(requests.tokens))
 
-    (seconds, sharing), (input_seconds, input_sharing) = simulate(scheduling.order), simulate("input")
-    return OrderGain(seconds, input_seconds, sharing, input_sharing)
+    (seconds, sharing), (input_order_seconds, _) = simulate(scheduling.order), simulate("input")
+    return OrderGain(seconds, input_order_seconds, sharing)
 
 
 def compare_drawn(

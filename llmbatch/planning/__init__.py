@@ -14,6 +14,5 @@ __all__ = [
     "plan",
     "plan_workload",
     "prefix_tree",
-    "shard_rows",
     "workload",
 ]

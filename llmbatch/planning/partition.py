@@ -30,10 +30,11 @@ def partition(tree: PrefixTree, plan: Plan, cost: CostModel, shards: int) -> lis
     if not 1 <= shards <= len(plan.order):
         raise ParameterError(f"shards of a plan must be 1 to its {len(plan.order):,} rows, got {shards}")
     order = plan.order
-    compute = plan.compute[order] - cost.saved_seconds(neighbour_lcp(tree, order))
+    compute = np.maximum(plan.compute[order] - cost.saved_seconds(neighbour_lcp(tree, order)), 0.0)
     memory = plan.memory[order]
-    cut = _cut_both_ends if plan.two_ended else _cut_in_order
-    return cut(order, np.maximum(compute, 0.0), memory, cost, shards)
+    if plan.two_ended:
+        return _cut_both_ends(order, compute, memory, shards)
+    return _cut_in_order(order, cost.overlap(compute, memory), shards)
 
 
 def partition_alike(
@@ -86,19 +87,15 @@ def _since(seconds: Floats, begins: NDArray[np.bool_]) -> Floats:
     return since
 
 
-def _cut_in_order(
-    order: NDArray[np.int32], compute: Floats, memory: Floats, cost: CostModel, shards: int
-) -> list[NDArray[np.int32]]:
-    seconds = np.cumsum(cost.overlap(compute, memory))
-    bounds = np.searchsorted(seconds, seconds[-1] * np.arange(1, shards) / shards)
+def _cut_in_order(order: NDArray[np.int32], seconds: Floats, shards: int) -> list[NDArray[np.int32]]:
+    until = np.cumsum(seconds)
+    bounds = np.searchsorted(until, until[-1] * np.arange(1, shards) / shards)
     number = np.arange(1, shards)
     bounds = number + np.maximum.accumulate(np.maximum(bounds - number, 0))  # a row at least for each shard
     return np.split(order, np.minimum(bounds, len(order) - shards + number))
 
 
-def _cut_both_ends(
-    order: NDArray[np.int32], compute: Floats, memory: Floats, cost: CostModel, shards: int
-) -> list[NDArray[np.int32]]:
+def _cut_both_ends(order: NDArray[np.int32], compute: Floats, memory: Floats, shards: int) -> list[NDArray[np.int32]]:
     # Sums over the first i rows; those of any piece are differences.
     c, m = (np.concatenate(([0.0], np.cumsum(column))) for column in (compute, memory))
     first, stop = 0, len(order)
