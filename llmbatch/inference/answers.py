@@ -226,7 +226,7 @@ def _failed_rows(
 
 
 def tokens_of(rows: pa.RecordBatch | pa.Table) -> int:
-    """Input and output tokens of answered rows."""
+    """Count the input and output tokens of answered rows."""
     return int(rows["num_input_tokens"].to_numpy().sum()) + int(rows["num_generated_tokens"].to_numpy().sum())
 
 

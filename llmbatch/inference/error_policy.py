@@ -36,7 +36,7 @@ class ErrorBudget:
         self.count(failed)
 
     def count(self, errors: int) -> None:
-        """So many more rows have failed, in this run or an earlier one. Raises JobError."""
+        """Count rows that failed, in this run or an earlier one. Raises `JobError`."""
         if errors and self._raises:
             raise JobError(
                 f"{errors:,} rows failed in an earlier run, and on_error='raise' (--on-error raise) ends a job at the "

@@ -33,7 +33,7 @@ class Progress(Protocol):
         ...
 
     def advance(self, done: Advance) -> None:
-        """So much is done since the start."""
+        """Show how much is done since the start."""
         ...
 
     def say(self, sentence: str) -> None:

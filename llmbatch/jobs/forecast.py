@@ -199,7 +199,7 @@ def compare_drawn(
 
 
 def _optimal(tree: PrefixTree, lengths: NDArray[np.float64], pool: Pool, cost: CostModel) -> float:
-    """T_opt if the answers had these lengths."""
+    """Compute T_opt as it is if the answers have these lengths."""
     rows = tree.rows
     prompts, answers = tree.lengths[rows], lengths[rows]
     compute = cost.request_compute(prompts, answers, tree.lcp).sum()

@@ -40,7 +40,7 @@ StopRequest.__module__ = "llmbatch"  # which it is imported from
 
 @contextlib.contextmanager
 def heard(stopping: StopRequest) -> Iterator[None]:
-    """SIGTERM asks the job to end. Ctrl-C ends it, with what it has answered kept; a second one ends the process."""
+    """Let SIGTERM ask the job to end, and Ctrl-C end it with its answers kept; a second Ctrl-C ends the process."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

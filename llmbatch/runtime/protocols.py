@@ -126,5 +126,5 @@ class EngineProvider(Protocol):
         ...
 
     def new_engine(self) -> StreamEngine:
-        """Another one, in the place of one that died."""
+        """Make another engine in the place of one that died."""
         ...

@@ -150,6 +150,6 @@ class QueuePlanner:
         return float(memory * ratio / min(max(ratio**trust, least), steering.most_ratio))
 
     def _weights_per_pool(self) -> float:
-        """Weight bytes over the KV bytes that a full step reads beside them."""
+        """Compute weight bytes over the KV bytes that a full step reads beside them."""
         kv_bytes = self._steering.filled * self._pool.tokens * self._cost.shape.kv_bytes_per_token
         return self._cost.shape.weight_bytes / kv_bytes

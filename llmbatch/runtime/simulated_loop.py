@@ -67,7 +67,7 @@ class SimulationLog(NamedTuple):
 
     @classmethod
     def empty(cls, requests: int) -> SimulationLog:
-        """Nothing has happened to so many requests."""
+        """Make the log of so many requests, to which nothing has happened yet."""
         unset = np.full(requests, -1, np.int32)
         return cls(
             np.empty(1024, STEP), unset, unset.copy(), unset.copy(), unset.copy(), unset.copy(), unset.copy(),
