@@ -71,7 +71,7 @@ class Report:
 
     @classmethod
     def from_dict(cls, figures: Mapping[str, Any]) -> Report:
-        """Return the report of which these are the figures; others are passed over."""
+        """Rebuild a report from `to_dict()`; ignore unknown keys."""
         known = {field.name: figures[field.name] for field in fields(cls) if field.name in figures}
         return cls(**{**known, "notes": tuple(figures["notes"])})
 

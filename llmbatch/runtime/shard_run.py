@@ -87,7 +87,7 @@ class ShardRun:
     ) -> None:
         """Prepare a shard; `numbers` are those that requests of the shard before have here, see `Scheduler.rebind`.
 
-        Where steps are measured, `refit` knows them, and `cost` is its.
+        If steps are measured, `refit` holds them, and `cost` is `refit.cost`.
         """
         begun = time.perf_counter()
         self._workload = workload

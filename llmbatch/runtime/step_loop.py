@@ -1,4 +1,4 @@
-"""Who makes a scheduler's steps happen."""
+"""Loops that advance a scheduler on an engine: step by step, or one step ahead of what is computed."""
 
 from __future__ import annotations
 
@@ -89,9 +89,9 @@ class SerialLoop:
 class PipelinedLoop:
     """Runs a scheduler's steps on an engine, and decides each while the one before is computed.
 
-    A step is taken note of as soon as it is queued, from what is known of it then: the sequences that reach their most
-    tokens. One that ends before is noticed a step late, when the next step has a token of it, which is `spare`. Where
-    a run ends nothing is queued any more. Raises `EngineDied`.
+    A step is committed when it is queued, as if only sequences that reach their most tokens ended in it. A sequence
+    that ends earlier is noticed one step late. The next step then has a token of it, which is marked `spare` and
+    dropped. Nothing is queued any more when `run` returns. Raises `EngineDied`.
     """
 
     def __init__(self, engine: PipelinedEngine, observer: EngineObserver[Any], *, drain: bool = True) -> None:

@@ -7,10 +7,11 @@ Pages that nobody uses stay as long as there is room, so rows of a later window 
 ones. A few thousand answers of earlier windows come along as examples, so that lengths need not be sampled again.
 
 An engine may die. What it held is lost, and a step tells only which rows were in it, up to hundreds. One of them may be
-the cause, and would kill the next engine too. So the rows of the last step run again in about as many groups as each
-has rows, and the rows of a group that kills the engine alone; a row that kills it alone gets an error, and the rest go
-on. Where three in a row do, either they are bad or the engine is: it is given a row that was answered before (where
-none was, three others, alone). An engine that dies of that too ends the job.
+the cause, and would kill the next engine too. So the n rows of the last step are run again in about sqrt(n) groups. If
+a group kills the engine, its rows are run one by one. A row that kills the engine on its own gets an error, and the
+others go on. If three rows do so and none is answered in between, the cause may be the engine. So it is given a row
+that was answered before or, if there is none, up to three other rows, one by one. If it dies of these too, the job
+fails.
 """
 
 from __future__ import annotations

@@ -2,12 +2,11 @@
 
 Let `m` be the memory time of the step's decodes, `C` and `M` the compute and memory work still to do. If every
 step's compute is `C / M` times its memory time, both end together, which is the best any order can do when the
-two overlap. So a step is given the tokens whose compute takes `c* = (C / M) m`, never fewer than those that
-are free while the weights are read (design: "step budget"), nor than take as long as what every step takes beside its
-work, of which a step of few tokens would consist; the attention of its prompts is paid for in tokens that take as
-long. Only the tokens whose products the reading of the weights hides are given whatever their attention takes: it hides
-no attention, so a step of fewer would leave products undone that cost nothing. BlendServe (section 5.3) fixes shares of
-memory and hopes that the mix follows; here the mix itself is the controlled quantity.
+two overlap. So a step is given the tokens whose compute takes `c* = (C / M) m`. It is never given fewer than are
+free while the weights are read. Nor is it so short that the fixed time of a step would be most of it. Attention of
+prompts is paid for in tokens that take as long, except for the tokens hidden behind the weights: reading weights hides
+products, not attention. BlendServe (section 5.3) fixes shares of memory and hopes that the mix follows; here the mix
+itself is the controlled quantity.
 
 Rows of one kind (`steady_budget`). A fixed budget starts them at a steady rate, and soon each step holds rows of every
 age: its compute over its memory time is that of the kind. That is so at any budget, so the ramp at both ends decides.
