@@ -4,4 +4,4 @@ Must not import anything that plans or runs requests.
 Start reading at `build_requests`.
 """
 
-__all__ = ["build_requests", "columns", "prompts", "request_batch", "sampling_params", "tokenizer"]
+__all__ = ["build_requests", "cancel_signal", "columns", "prompts", "request_batch", "sampling_params", "tokenizer"]
