@@ -45,7 +45,7 @@ coverage: $(VENV)/.dev ## measure which lines and branches tests reach
 	@OMP_NUM_THREADS=1 $(BIN)/coverage run -m pytest tests/io tests/perf_model tests/planning tests/preprocess tests/storage
 	@$(BIN)/coverage report
 
-docs: $(VENV)/.dev ## write the lists of docs/architecture.md anew
+docs: $(VENV)/.dev ## write the lists in docs anew
 	@$(BIN)/python docs/make_tables.py
 
 pictures: $(VENV)/.dev ## draw the pictures of docs/design.md anew, from the traces in LLMBATCH_TRACES

@@ -1,8 +1,9 @@
-"""Write what docs/architecture.md lists from the code itself: layers, folders and modules.
+"""Write the lists of docs/architecture.md and of docs/options.md from the code itself.
 
     python docs/make_tables.py
 
-The layers are those of the import contract in pyproject.toml; the sentences are the first ones of docstrings.
+The layers are those of the import contract in pyproject.toml, and packages are listed in their order. The sentences
+are the first ones of docstrings. The options are those of which the command line makes its flags.
 """
 
 from __future__ import annotations
@@ -11,10 +12,16 @@ import ast
 import re
 import tomllib
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+from llmbatch.choices import Keyword, keywords_of
+from llmbatch.inference.options import AnswerArgs, EngineArgs, OptionArgs, PromptArgs
+from llmbatch.jobs.options import InputArgs, JobArgs
 
 ROOT = Path(__file__).parent.parent
-PAGE = ROOT / "docs" / "architecture.md"
+DOCS = ROOT / "docs"
 
 
 def first_sentence(file: Path) -> str:
@@ -38,17 +45,34 @@ def sources() -> list[Path]:
     return sorted(kept, key=lambda file: (package_of(file), file.name != "__init__.py", file.name))
 
 
+def contracts() -> dict[str, list[str]]:
+    """Read the layers of each package that has a contract for them, upper ones first."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    found = project["tool"]["importlinter"]["contracts"]
+    return {contract["containers"][0]: contract["layers"] for contract in found if contract["type"] == "layers"}
+
+
 def layers() -> str:
     """Draw the layers of the import contracts, upper ones first."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    contracts = project["tool"]["importlinter"]["contracts"]
-    drawn = [f"# {c['containers'][0]}\n" + "\n".join(c["layers"]) for c in contracts if c["type"] == "layers"]
+    drawn = [f"# {package}\n" + "\n".join(lines) for package, lines in contracts().items()]
     return "```\n" + "\n\n".join(drawn) + "\n```"
 
 
+def height(package: str) -> list[tuple[int, str]]:
+    """Give what packages are sorted by: the line of the package in its contract, and of each that it lies in."""
+    found = []
+    parts = package.split(".")
+    for depth in range(1, len(parts)):
+        lines = contracts().get(".".join(parts[:depth]), [])
+        on = [line for line, names in enumerate(lines) if parts[depth] in names.split(" | ")]
+        found.append((on[0] if on else 0, parts[depth]))
+    return found
+
+
 def folders() -> str:
-    """List the packages, each with what it does."""
+    """List the packages by layer, each with what it does."""
     packages = [file for file in sources() if file.name == "__init__.py" and package_of(file) != "llmbatch"]
+    packages.sort(key=lambda file: height(package_of(file)))
     rows = [f"| `{package_of(file).removeprefix('llmbatch.')}` | {first_sentence(file)} |" for file in packages]
     return "\n".join(["| package | what it does |", "|---|---|", *rows])
 
@@ -63,17 +87,47 @@ def modules() -> str:
     return "\n".join(rows)
 
 
-PARTS: dict[str, Callable[[], str]] = {"layers": layers, "folders": folders, "modules": modules}
+def options(**keywords: tuple[Any, Keyword]) -> str:
+    """List keywords, each with its flag, its default and what it does."""
+    rows = ["| Python | command line | default | what it does |", "|---|---|---|---|"]
+    for name, (kind, keyword) in keywords.items():
+        taken = get_args(kind) or (kind,)
+        switches_off = bool in taken and keyword.default is True
+        flag = f"--{'no-' * switches_off}{name.replace('_', '-')} {keyword.metavar or ''}".strip()
+        text = f"`False`: {keyword.help}" if switches_off else keyword.help
+        if get_origin(kind) is Literal:
+            text += ": " + ", ".join(f"`{value}`" for value in taken)
+        rows.append(f"| `{name}` | `{flag}` | {default_of(keyword)} | {text} |")
+    return "\n".join(rows)
 
 
-def fill(page: str) -> str:
-    """Put each list between its two markers."""
-    for name, make in PARTS.items():
-        start, end = f"<!-- {name}: written by docs/make_tables.py -->\n", f"\n<!-- end of {name} -->"
+def default_of(keyword: Keyword) -> str:
+    """Write a default as Python spells it, with what it means."""
+    shown = "" if keyword.default is None else f"`{keyword.default!r}`".replace("'", '"')
+    return ": ".join(part for part in (shown, keyword.means) if part)
+
+
+PARTS: dict[str, dict[str, Callable[[], str]]] = {
+    "architecture.md": {"layers": layers, "folders": folders, "modules": modules},
+    "options.md": {
+        "model": partial(options, model=keywords_of(OptionArgs)["model"]),
+        "prompts": partial(options, **keywords_of(PromptArgs)),
+        "answers": partial(options, **keywords_of(AnswerArgs)),
+        "engine": partial(options, **keywords_of(EngineArgs)),
+        "job": partial(options, **keywords_of(InputArgs), **keywords_of(JobArgs)),
+    },
+}
+
+
+def fill(name: str, page: str) -> str:
+    """Put each list of a page between its two markers."""
+    for part, make in PARTS[name].items():
+        start, end = f"<!-- {part}: written by docs/make_tables.py -->\n", f"\n<!-- end of {part} -->"
         before, rest = page.split(start)
         page = before + start + make() + end + rest.split(end, 1)[1]
     return page
 
 
 if __name__ == "__main__":
-    PAGE.write_text(fill(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    for file in (DOCS / name for name in PARTS):
+        file.write_text(fill(file.name, file.read_text(encoding="utf-8")), encoding="utf-8")

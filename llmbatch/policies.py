@@ -1,4 +1,4 @@
-"""The orders in which rows may be run, by name, and how each but the two-ended ones walks the rows.
+"""The orders by name, and the rule of each order that is consumed from one end.
 
 A new order is a name in `Policy` and a rule in `ONE_ENDED`, both here: the options, the command line, the planner and
 the simulator read them from this module. It imports no NumPy, so that `llmbatch --help` may list the names at once.

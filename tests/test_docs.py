@@ -77,10 +77,11 @@ def run_example(example: str, model: str) -> dict[str, Any]:
     return scope
 
 
-def test_the_lists_of_the_architecture_are_those_of_the_code() -> None:
+@pytest.mark.parametrize("name", ["architecture.md", "options.md"])
+def test_lists_are_those_of_the_code(name: str) -> None:
     tables = runpy.run_path(str(ROOT / "docs" / "make_tables.py"))
-    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-    assert tables["fill"](page) == page, "run `make docs`"
+    page = (ROOT / "docs" / name).read_text(encoding="utf-8")
+    assert tables["fill"](name, page) == page, "run `make docs`"
 
 
 def test_the_readme_runs_a_dataset(chat_model: str, questions: Path, capsys: pytest.CaptureFixture[str]) -> None:

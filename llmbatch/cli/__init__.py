@@ -1,6 +1,6 @@
 """Runs the command line: arguments in, exit status out.
 
-Must not import anything before a command needs it.
+Must not import NumPy, pyarrow or torch before a command needs them.
 Start reading at `main`.
 """
 

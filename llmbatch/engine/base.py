@@ -32,7 +32,7 @@ class PipelinedEngine(Engine, Protocol):
         ...
 
     def collect(self) -> StepResult:
-        """Wait for the older queued step. A sequence that ended in the step before is `Finish.RUNNING` in it."""
+        """Wait for the older queued step. A sequence that ended in the step before is `FinishReason.RUNNING` in it."""
         ...
 
     def drop(self, slots: NDArray[np.int32], requests: NDArray[np.int32]) -> None:

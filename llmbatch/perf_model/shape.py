@@ -1,4 +1,7 @@
-"""Fields of a transformers config, duck-typed, since model families name and omit fields as they like."""
+"""What a transformers config says of a model's shape: layers that route to experts, windows of attention.
+
+Configs are read duck-typed, since model families name and omit fields as they like.
+"""
 
 from __future__ import annotations
 

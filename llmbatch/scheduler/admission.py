@@ -1,4 +1,4 @@
-"""Who is admitted for a step.
+"""Admission: which waiting requests a step lets in.
 
 Compiled, because it runs every step: admissions from the ends of the plan while the step's budget has room and the
 predicted peak of KV stays within the pool. No work here is proportional to the requests that wait.

@@ -1,4 +1,4 @@
-"""Runs a model over a Ray dataset, and nothing twice but what was lost.
+"""Runs a model over a Ray dataset; after a death only lost rows run again.
 
 Must not import `jobs`.
 Start reading at `dataset`.
