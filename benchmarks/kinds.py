@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from simulations import TRACES, without_system_prompts, write
+from simulations import path_of, without_system_prompts, write
 
 from llmbatch.simulation.experiment import Experiment
 from llmbatch.simulation.simulator import describe, run_workload
@@ -50,7 +50,7 @@ def code_and_videos(rows: int, cap: int, experiment: Experiment, rng: np.random.
     """Azure's code and videos, answers cut at `cap`, as many of each as have a density of 1 together."""
     code, video = (
         trace.with_answers_cut(cap)
-        for trace in read_traces([TRACES / f"{name}.parquet" for name in ("azure2023_code", "video_panda70m")])
+        for trace in read_traces([path_of(name) for name in ("azure2023_code", "video_panda70m")])
     )
     draws = [np.resize(rng.permutation(len(trace)), rows) for trace in (code, video)]
     k = np.arange(rows + 1)

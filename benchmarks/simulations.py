@@ -1,6 +1,6 @@
 """Simulations of one mix under many policies, and what `blend` gains over each; shared by the scripts beside it.
 
-Traces are read from $LLMBATCH_TRACES or ../shared/traces. A mix is drawn once for all its runs, and a plan is made
+Traces are read from the folder that $LLMBATCH_TRACES names. A mix is drawn once for all its runs, and a plan is made
 once for all its step budgets.
 """
 
@@ -24,7 +24,6 @@ from llmbatch.simulation.experiment import Experiment
 from llmbatch.simulation.simulator import Knowledge, describe, run_workload
 from llmbatch.simulation.traces import SYSTEM_PROMPT, Trace
 
-TRACES = Path(os.environ.get("LLMBATCH_TRACES", Path(__file__).parent.parent.parent / "shared" / "traces"))
 RESULTS = Path(__file__).parent.parent / "docs" / "results"
 SOURCES = ("azure2023_code", "mmlu_5shot", "video_panda70m")
 TABLE2 = ("table2-1", "table2-2", "table2-3", "table2-4")
@@ -43,6 +42,14 @@ _KEPT = (
     "planning_seconds",
     "scheduling_seconds",
 )
+
+
+def path_of(source: str) -> str:
+    """The file of a trace."""
+    folder = os.environ.get("LLMBATCH_TRACES")
+    if not folder:
+        raise SystemExit("traces are needed: set LLMBATCH_TRACES to the folder of the traces")
+    return str(Path(folder) / f"{source}.parquet")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +71,7 @@ class Setting:
     def experiment(self, **options: Any) -> Experiment:
         """The experiment of this setting."""
         return Experiment(
-            traces=[str(TRACES / f"{source}.parquet") for source in self.sources],
+            traces=[path_of(source) for source in self.sources],
             mix=self.mix,
             requests=self.requests,
             seed=self.seed,

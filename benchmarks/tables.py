@@ -2,7 +2,8 @@
 
     python benchmarks/tables.py
 
-Reads what policies.py, kinds.py, replicas.py and sensitivity.py wrote; a table whose file is missing is left out.
+Reads what policies.py, kinds.py, replicas.py and sensitivity.py wrote; a table whose file is missing is left out. An
+order that was compared alone (`policies.py TABLE --baseline ORDER`) gets a table after that of its mixes.
 """
 
 from __future__ import annotations
@@ -41,9 +42,17 @@ def read(name: str) -> list[dict[str, Any]] | None:
     return json.loads(path.read_text()) if path.exists() else None
 
 
-def command(name: str, results: list[dict[str, Any]]) -> str:
+def command(name: str, results: list[dict[str, Any]], option: str = "") -> str:
     """What wrote a table of policies."""
-    return f"`python benchmarks/policies.py {name} --requests {results[0]['setting']['requests']}`"
+    return f"`python benchmarks/policies.py {name} --requests {results[0]['setting']['requests']}{option}`"
+
+
+def alone(name: str, title: str) -> Iterable[str]:
+    """The orders that were compared alone on the mixes of a table."""
+    for order in sorted(path.stem.removeprefix(f"{name}-") for path in RESULTS.glob(f"{name}-*.json")):
+        results = read(f"{name}-{order}") or []
+        written_by = command(name, results, f" --baseline {order}")
+        yield f"## {title}: `{order}`\n\n{written_by}\n\n{policies(results)}"
 
 
 def policies(results: list[dict[str, Any]]) -> str:
@@ -181,6 +190,7 @@ def main() -> None:
         if results := read(name):
             summary = f"{spread(results)}\n" if name in SPREAD else ""
             parts.append(f"## {title}\n\n{command(name, results)}\n\n{summary}{policies(results)}")
+        parts += alone(name, title)
     if results := read("kinds"):
         parts.append(f"## Caps, and rows of one kind\n\n`python benchmarks/kinds.py`\n\n{kinds(results)}")
     if results := read("grid"):

@@ -26,7 +26,6 @@ from llmbatch.simulation.simulator import simulate_trace
 from llmbatch.simulation.traces import Trace, read_traces
 
 PICTURES = Path(__file__).parent / "pictures"
-TRACES = Path(os.environ.get("LLMBATCH_TRACES", "traces"))
 SOURCES = ("azure2023_code", "mmlu_5shot", "video_panda70m")
 COLOURS = ("tab:orange", "tab:blue", "tab:green")
 WINDOWS = 150  # points of a curve over time
@@ -34,7 +33,10 @@ WINDOWS = 150  # points of a curve over time
 
 def path_of(source: str) -> str:
     """Name the file of a trace."""
-    return str(TRACES / f"{source}.parquet")
+    folder = os.environ.get("LLMBATCH_TRACES")
+    if not folder:
+        raise SystemExit("traces are needed: set LLMBATCH_TRACES to the folder of the traces")
+    return str(Path(folder) / f"{source}.parquet")
 
 
 def read(source: str) -> Trace:
