@@ -12,8 +12,7 @@ import sys
 
 import ray
 
-from llmbatch import LLMOperator
-from llmbatch.operators.ray import map_dataset
+from llmbatch import LLMOperator, map_dataset
 
 
 def main(model: str) -> None:
