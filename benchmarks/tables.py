@@ -168,10 +168,11 @@ def replicas(results: list[dict[str, Any]]) -> str:
 def sensitivity(results: list[dict[str, Any]]) -> str:
     """A row a value of a constant."""
     return table(
-        ["lengths", "constant", "value", *TABLE2],
+        ["lengths", "law", "constant", "value", *TABLE2],
         (
             [
                 result["lengths"],
+                result["law"],
                 "as it is" if result["constant"] is None else f"`{result['constant']}`",
                 "" if result["constant"] is None else f"{result['value']:g}",
                 *(f"{fraction:.3f}" for fraction in result["fractions"]),
