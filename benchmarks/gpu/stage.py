@@ -32,7 +32,7 @@ from llmbatch.engine.model.platform import Platform
 from llmbatch.kernels.triton.backend import TritonAttention
 from llmbatch.perf_model.cost import SEQUENTIAL, CostModel, ModelShape
 from llmbatch.perf_model.hardware import Hardware
-from llmbatch.scheduler.token_budget import Rates
+from llmbatch.perf_model.work import Rates
 
 # Llama-3-8B, and one of the same kind that the interpreter can run.
 LLAMA_8B: dict[str, Any] = {

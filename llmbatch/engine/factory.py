@@ -21,8 +21,9 @@ from llmbatch.errors import ModelError, ParameterError
 from llmbatch.kernels.interface import PagedAttention
 from llmbatch.perf_model.cost import SEQUENTIAL, CostModel
 from llmbatch.perf_model.hardware import measure_cpu
+from llmbatch.perf_model.work import Rates
 from llmbatch.planning.workload import Pool, Scheduling
-from llmbatch.scheduler.token_budget import MOST_TOKENS, Rates
+from llmbatch.scheduler.token_budget import MOST_TOKENS
 from llmbatch.system.cache import cache_folder
 from llmbatch.system.memory import available_memory
 

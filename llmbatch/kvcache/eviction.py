@@ -10,7 +10,7 @@ from llmbatch.kvcache.page_worth import given_up, planned, remove, revalue
 
 @compiled
 def expect_requests(pages: PagePool, request: int, more: int) -> None:
-    """So many more requests are to come for each page of a request's path."""
+    """Change by `more` how many requests are to come for each page of a request's path."""
     for node in path_of(pages, request):
         pages.remaining[node] += more
         page = pages.resident[node]
@@ -65,7 +65,7 @@ def give_up(pages: PagePool, slot: int, request: int) -> None:
 
 @compiled
 def free_page(pages: PagePool, page: int) -> None:
-    """Nobody holds a page, and nobody will find it."""
+    """Free a page that nobody holds and nobody will find."""
     if pages.node[page] >= 0:
         pages.resident[pages.node[page]] = -1
     forget_contents(pages.contents, page)

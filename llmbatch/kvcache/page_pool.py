@@ -78,7 +78,7 @@ class PagePool(NamedTuple):
         cascade: bool = False,
         prompts: Prompts | None = None,
     ) -> PagePool:
-        """Free pages for `slots` slots, which hold `width` pages each before tables must be widened.
+        """Make free pages for `slots` slots, which hold `width` pages each before tables must be widened.
 
         `cascade`: decodes read a prefix that many of them share once a step. Without `prompts` pages that the trie
         does not need any more are not kept.
@@ -138,7 +138,7 @@ class PagePool(NamedTuple):
         return self.num_pages - self.available
 
     def check(self) -> None:
-        """Verify that every page is where the books say; raises AssertionError."""
+        """Verify that every page is where the counts and tables say; raises AssertionError."""
         users = np.zeros(self.num_pages, np.int64)
         for slot in np.flatnonzero(self.held):
             pages = self.tables[slot, : self.held[slot]]
@@ -176,7 +176,7 @@ class PagePool(NamedTuple):
 
 @compiled
 def path_of(pages: PagePool, request: int) -> NDArray[np.int32]:
-    """Numbers of the shareable pages of a request, first page first; valid until the next call."""
+    """List the shareable pages of a request by number, first page first; valid until the next call."""
     depth = pages.depth[request]
     path = pages.path[:depth]
     if depth > 0:
@@ -186,6 +186,6 @@ def path_of(pages: PagePool, request: int) -> NDArray[np.int32]:
 
 @compiled
 def tokens_spared(pages: PagePool) -> int:
-    """KV tokens that decodes need not read, since others of the step read them for them."""
+    """Count KV tokens that decodes need not read, since others of the step read them for them."""
     tokens: int = pages.reads.spared[0] * pages.page_size
     return tokens

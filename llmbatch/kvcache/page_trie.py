@@ -63,7 +63,7 @@ class PageTrie:
         return cls(page_size, num_pages, depth, run, starts, bases, parents)
 
     def path(self, request: int) -> NDArray[np.int32]:
-        """Numbers of the shareable pages of a request, first page first, int32 [depth]."""
+        """List the shareable pages of a request by number, first page first, int32 [depth]."""
         out = np.empty(self.depth[request], np.int32)
         fill_path(out, self.depth[request], self.run[request], self.run_start, self.run_base, self.run_parent)
         return out

@@ -39,7 +39,7 @@ class Worth(NamedTuple):
 
     @classmethod
     def empty(cls, num_pages: int) -> Worth:
-        """All pages are in use."""
+        """Make a heap of no pages: all are in use."""
         return cls(
             np.empty(num_pages, np.int32),
             np.full(num_pages, -1, np.int32),
@@ -78,7 +78,7 @@ def is_planned(value: int) -> bool:
 
 @compiled
 def insert(worth: Worth, page: int, value: int) -> None:
-    """Nobody uses a page any more."""
+    """Insert a page that nobody uses any more."""
     at = worth.counts[0].pages
     worth.counts[0].pages += 1
     worth.value[page] = value

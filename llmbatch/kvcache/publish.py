@@ -31,7 +31,7 @@ class EndedPages(NamedTuple):
 
     @classmethod
     def of(cls, pages: PagePool, slots: NDArray[np.int32]) -> EndedPages:
-        """Those of sequences that still hold their pages; none where prompts are not known."""
+        """Find those of sequences that still hold their pages; none where prompts are not known."""
         if not len(pages.prompts.tokens):
             return cls(np.zeros(0, np.int64), np.zeros((0, 2), np.uint64), np.zeros(0, np.int32), np.zeros(1, np.int64))
         return cls(*_ends(pages, slots))

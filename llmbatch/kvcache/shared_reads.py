@@ -33,7 +33,7 @@ class Reads(NamedTuple):
 
     @classmethod
     def empty(cls, num_pages: int, slots: int, page_size: int, *, cascade: bool) -> Reads:
-        """Nobody reads; without `cascade` nothing is ever spared."""
+        """Make the counts of no reads; without `cascade` nothing is ever spared."""
         return cls(
             first=-(-GROUP_TOKENS // page_size) - 1 if cascade else _NEVER,
             readers=np.zeros(num_pages, np.int32),

@@ -193,11 +193,13 @@ class ShardRun:
         planned = self._age
         changing = unknown or self._refit is not None
         while scheduler.waiting or (drain and not scheduler.done):
-            self._advance(max(self._steering.refresh, self._age // 16) if changing else _ALWAYS)
+            self._advance(
+                max(self._steering.refresh, self._age // self._steering.refresh_share) if changing else _ALWAYS
+            )
             repriced = self._reprice()
             if unknown:
                 self._learn()
-            if (repriced and not given) or (learns and self._age >= 2 * planned):
+            if (repriced and not given) or (learns and self._age >= self._steering.replan_age * planned):
                 plan, planned = self._plan(), self._age
             if unknown or repriced:
                 scheduler.enqueue(self._queue.of_plan(plan))

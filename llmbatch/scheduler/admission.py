@@ -32,12 +32,14 @@ from llmbatch.scheduler.admission_order import (
     COMPUTE_END,
     MEMORY_END,
     Account,
+    choose_end,
+    is_empty,
     look_behind,
+    next_at,
     put_aside,
     skip,
     take,
     take_aside,
-    turns,
 )
 from llmbatch.scheduler.chunks import give_chunk, note_found
 from llmbatch.scheduler.kv_forecast import expect, most
@@ -55,7 +57,7 @@ def admit(state: SchedulerState, now: float) -> bool:
     back_full = memory_full = False  # what did not fit once in a step does not fit later in it
     tried = 0  # of those passed over
     too_large = np.inf  # tokens of the smallest of them that does not fit
-    keeps = state.rules.kind == BLEND and queue.at[0] <= queue.at[1]
+    keeps = state.rules.kind == BLEND and not is_empty(queue)
     margin = _margin(state)
     back = limits.pool * (1.0 - alone if keeps else 1.0) - margin  # for what was preempted
     while totals.tokens < totals.budget:
@@ -68,7 +70,7 @@ def admit(state: SchedulerState, now: float) -> bool:
             record = run.slots[slot]
             if _fits_again(state, record, due, back, now):
                 if passed.size[0] == 0 or record.preempted_step <= passed.since[0]:
-                    counts.entered = int(now)
+                    counts.last_entered_step = int(now)
                 stop_waiting(run, slot)
                 if not _enter(state, slot, now):
                     return True
@@ -90,7 +92,7 @@ def admit(state: SchedulerState, now: float) -> bool:
                 if tried == 0 and (
                     counts.preempted == 0 or passed.since[0] < run.slots[run.preempted[0]].preempted_step
                 ):
-                    counts.entered = int(now)
+                    counts.last_entered_step = int(now)
                 take_aside(passed, tried)
                 if not _begin(state, request, COMPUTE_END, True, now):
                     return True
@@ -98,7 +100,7 @@ def admit(state: SchedulerState, now: float) -> bool:
             too_large = min(size, too_large)
             tried += 1
             continue
-        if queue.at[0] > queue.at[1]:
+        if is_empty(queue):
             return True
         request, end, memory_full = _choose(state, compute_most, now, memory_full)
         if end == _PASSED_OVER:
@@ -114,7 +116,7 @@ def _due(state: SchedulerState, now: float) -> int:
     """Find which of those that wait longest, if any, is due."""
     run, passed, steering = state.run, state.passed, state.steering
     counts = run.counts[0]
-    last = float(counts.entered)
+    last = float(counts.last_entered_step)
     preempted_due, passed_due = np.inf, np.inf  # the steps from which on they are due
     if counts.preempted > 0:
         preempted_due = max(run.slots[run.preempted[0]].preempted_step, last) + steering.preempted_waits
@@ -135,22 +137,22 @@ def _choose(state: SchedulerState, compute_most: float, now: float, memory_full:
     Returns the request; its end, or what else was done; whether what stands at the memory end does not fit.
     """
     run, queue, passed, prompts, limits = state.run, state.queue, state.passed, state.prompts, state.limits
-    turn = turns(state.rules, queue, prompts, _account(state))
+    choice = choose_end(state.rules, queue, prompts, _account(state))
     request = 0
     wanted, margin = _wanted(state), _margin(state)
     for attempt in range(2):
-        end = MEMORY_END if turn.memory_first == (attempt == 0) else COMPUTE_END
-        if not (turn.memory if end == MEMORY_END else turn.compute) or (end == MEMORY_END and memory_full):
+        end = MEMORY_END if choice.memory_first == (attempt == 0) else COMPUTE_END
+        if not (choice.memory if end == MEMORY_END else choice.compute) or (end == MEMORY_END and memory_full):
             continue
-        request = queue.order[queue.at[end]]
+        request = next_at(queue, end)
         if end == COMPUTE_END and run.held[COMPUTE_END] + prompts[request] > compute_most:
             continue
         pool = limits.pool - margin - wanted
         if end == MEMORY_END:
-            pool -= turn.reserve
+            pool -= choice.reserve
         elif (
             state.rules.kind != BLEND
-            or run.held[COMPUTE_END] - run.counts[0].passed_tokens + prompts[request] <= turn.reserve
+            or run.held[COMPUTE_END] - run.counts[0].passed_tokens + prompts[request] <= choice.reserve
         ):
             pool = limits.pool - margin
         if _fits(state, request, prompts[request], queue.lengths[request], pool, now):
@@ -174,8 +176,8 @@ def _account(state: SchedulerState) -> Account:
     return Account(
         state.limits.pool,
         float(totals.budget),
-        float(totals.compute_end),
-        float(totals.memory_end),
+        float(totals.compute_end_tokens),
+        float(totals.memory_end_tokens),
         counts.decoding + counts.prefilling + counts.preempted == 0,
         held[COMPUTE_END],
         held[MEMORY_END],

@@ -3,7 +3,7 @@
 A plan is a sequence that begins with compute-heavy requests, its compute end, and closes with memory-heavy ones, its
 memory end. `FromFront` reads it from the first to the last. `Blend` fills memory from the memory end and feeds the
 step's budget from the compute end (design: "blending in closed loop"). `DualScanEnds` is BlendServe's Algorithm 3.
-Which it is, is data: the scheduler's compiled code asks `turns` for every admission.
+Which it is, is data: the scheduler's compiled code asks `choose_end` for every admission.
 
 Requests that were passed over. A request that is next at the compute end may be too large for the room there is. What
 stands behind it must not wait with it, so it is put aside, a few at most, and tried before the end it came from in
@@ -21,9 +21,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmbatch.compilation.decorators import compiled
+from llmbatch.compilation.records import Int64, Records, records
 from llmbatch.compilation.references import by_reference
 from llmbatch.planning.outliers import DualScan, scan_budget
-from llmbatch.scheduler.steering import STEERING
 from llmbatch.scheduler.token_budget import TILE
 
 
@@ -35,8 +35,8 @@ class End(IntEnum):
 
 
 MOST_PASSED: Final = 64  # requests aside
-_LOOKS: Final = 8  # places at a time
-_IN_ORDER, BLEND, _DUAL_SCAN = range(3)
+_LOOKS: Final = 8  # places at a time: it bounds the work of a step, and decides nothing
+_FROM_FRONT, BLEND, _DUAL_SCAN = range(3)
 COMPUTE_END: Final = int(End.COMPUTE)
 MEMORY_END: Final = int(End.MEMORY)
 _NO_SCAN = DualScan(np.empty(0, np.int32), np.empty(0), np.empty(0), np.empty(0), 0.0)
@@ -55,8 +55,8 @@ class Blend:
     steps one lives, times the KV it holds on average.
     """
 
-    least: float = STEERING.least_reserve  # of the pool
-    most: float = STEERING.most_reserve
+    least: float  # of the pool
+    most: float
     behind: int = 0  # places behind the memory end's candidate in which one is looked for that fits where it does not
 
 
@@ -94,7 +94,15 @@ class EndRules(NamedTuple):
             return cls(BLEND, ends.least, ends.most, ends.behind, _NO_SCAN)
         if isinstance(ends, DualScanEnds):
             return cls(_DUAL_SCAN, 0.0, 0.0, 0, ends.scan)
-        return cls(_IN_ORDER, 0.0, 0.0, 0, _NO_SCAN)
+        return cls(_FROM_FRONT, 0.0, 0.0, 0, _NO_SCAN)
+
+
+class QueuePlaces:
+    """Places in the order of a queue."""
+
+    compute_end: Int64  # of the next request at this end
+    memory_end: Int64
+    looked_at: Int64  # last, behind the memory end
 
 
 @by_reference
@@ -104,17 +112,19 @@ class TwoEndedQueue(NamedTuple):
     order: NDArray[np.int32]
     taken: NDArray[np.bool_]  # by request; shared with the scheduler
     lengths: NDArray[np.float64]  # by request: expected tokens of the answer
-    at: NDArray[np.int64]  # [3] places in the order: of either `End`, last looked at behind the memory end
+    places: Records[QueuePlaces]  # [1]
 
     @classmethod
     def of(cls, order: NDArray[np.int32], taken: NDArray[np.bool_], lengths: NDArray[np.float64]) -> TwoEndedQueue:
         """Return a queue over the requests of `order` that are not taken."""
-        queue = cls(order, taken, lengths, np.array([0, len(order) - 1, len(order) - 1], np.int64))
+        queue = cls(order, taken, lengths, records(QueuePlaces))
+        places = queue.places[0]
+        places.memory_end = places.looked_at = len(order) - 1
         skip(queue)
         return queue
 
     def __bool__(self) -> bool:
-        return bool(self.at[0] <= self.at[1])
+        return not is_empty(self)
 
 
 @by_reference
@@ -127,14 +137,14 @@ class Passed(NamedTuple):
 
     @classmethod
     def empty(cls) -> Passed:
-        """Return the record of none."""
+        """Make a list of none."""
         return cls(np.empty(MOST_PASSED, np.int32), np.empty(MOST_PASSED), np.zeros(1, np.int64))
 
     def __bool__(self) -> bool:
         return bool(self.size[0] > 0)
 
     def among(self, requests: NDArray[np.int32]) -> Passed:
-        """Those of them that are among `requests`."""
+        """Keep those that are among `requests`."""
         count = int(self.size[0])
         kept = np.flatnonzero(np.isin(self.requests[:count], requests))
         passed = Passed.empty()
@@ -165,16 +175,17 @@ class EndChoice(NamedTuple):
 
 
 @compiled
-def turns(rules: EndRules, queue: TwoEndedQueue, prompts: NDArray[np.int32], account: Account) -> EndChoice:
+def choose_end(rules: EndRules, queue: TwoEndedQueue, prompts: NDArray[np.int32], account: Account) -> EndChoice:
     """Choose the ends to try for the next admission. Changes nothing; the queue must not be empty."""
-    if rules.kind == _IN_ORDER:
+    if rules.kind == _FROM_FRONT:
         return EndChoice(True, False, False, 0.0)
-    first, last = queue.order[queue.at[COMPUTE_END]], queue.order[queue.at[MEMORY_END]]
+    places = queue.places[0]
+    first, last = queue.order[places.compute_end], queue.order[places.memory_end]
     prompt, length = float(prompts[first]), queue.lengths[first]
     if rules.kind == BLEND:
         held = account.budget / prompt * length * (prompt + length / 2)
         return EndChoice(True, True, True, min(max(held, rules.least * account.pool), rules.most * account.pool))
-    share = scan_budget(rules.scan, queue.at[COMPUTE_END], queue.at[MEMORY_END], account.pool)
+    share = scan_budget(rules.scan, places.compute_end, places.memory_end, account.pool)
     compute_open = (
         account.prefilled_compute < math.ceil(share.compute_end / TILE) * TILE
         and account.held_compute + prompt + length / 2 <= share.memory.compute_end
@@ -189,9 +200,24 @@ def turns(rules: EndRules, queue: TwoEndedQueue, prompts: NDArray[np.int32], acc
 
 
 @compiled
+def is_empty(queue: TwoEndedQueue) -> bool:
+    """Tell whether no request waits."""
+    places = queue.places[0]
+    return bool(places.compute_end > places.memory_end)
+
+
+@compiled
+def next_at(queue: TwoEndedQueue, end: int) -> int:
+    """Return the next request at an end."""
+    places = queue.places[0]
+    request: int = queue.order[places.compute_end if end == COMPUTE_END else places.memory_end]
+    return request
+
+
+@compiled
 def take(queue: TwoEndedQueue, end: int) -> int:
     """Take the request at an end; the end moves on."""
-    request: int = queue.order[queue.at[end]]
+    request = next_at(queue, end)
     queue.taken[request] = True
     skip(queue)
     return request
@@ -200,31 +226,33 @@ def take(queue: TwoEndedQueue, end: int) -> int:
 @compiled
 def look_behind(rules: EndRules, queue: TwoEndedQueue) -> int:
     """Find a request that waits behind the memory end's candidate, another one each time; -1 for none."""
-    order, taken, at = queue.order, queue.taken, queue.at
-    first, last = at[1] - 1, max(at[0], at[1] - rules.behind)
-    place = at[2] - 1
+    order, taken, places = queue.order, queue.taken, queue.places[0]
+    first, last = places.memory_end - 1, max(places.compute_end, places.memory_end - rules.behind)
+    place = places.looked_at - 1
     if place < last or place > first:
         place = first
     for _ in range(_LOOKS):
         if place < last:
             break
         if not taken[order[place]]:
-            at[2] = place
+            places.looked_at = place
             request: int = order[place]
             return request
         place -= 1
-    at[2] = place
+    places.looked_at = place
     return -1
 
 
 @compiled
 def skip(queue: TwoEndedQueue) -> None:
     """Move both ends to requests that wait."""
-    order, taken, at = queue.order, queue.taken, queue.at
-    while at[0] <= at[1] and taken[order[at[0]]]:
-        at[0] += 1
-    while at[0] <= at[1] and taken[order[at[1]]]:
-        at[1] -= 1
+    order, taken, places = queue.order, queue.taken, queue.places[0]
+    first, last = places.compute_end, places.memory_end
+    while first <= last and taken[order[first]]:
+        first += 1
+    while first <= last and taken[order[last]]:
+        last -= 1
+    places.compute_end, places.memory_end = first, last
 
 
 @compiled

@@ -53,9 +53,9 @@ def give_chunk(state: SchedulerState, slot: int) -> bool:
     totals.tokens += takes
     totals.recomputed += again
     if record.end == COMPUTE_END:
-        totals.compute_end += takes
+        totals.compute_end_tokens += takes
     else:
-        totals.memory_end += takes
+        totals.memory_end_tokens += takes
     return True
 
 

@@ -13,8 +13,9 @@ Phases. `decide_step` runs these in order; each reads what the ones before it le
    none closes the step: nobody is admitted past it.
 4. Admissions (`admission.admit`). While budget remains, preempted sequences, those passed over and those at the two
    ends of the plan enter, and get their first chunk at once.
-5. Room for prompts (`_make_way`). Where the pool is full of long answers and half the budget is unused, one long answer
-   is preempted at a time, and 4 runs again.
+5. Room for prompts (`_make_way`). Only under `Blend` with a closed-loop budget, and only if 3 did not close the step:
+   where the pool is full of long answers and half the budget is unused, one long answer is preempted at a time, and 4
+   runs again.
 6. A way on (`commit.unblock`). Where the step is still empty, something is admitted whatever the budget says, or the
    newest prefill gives its pages back until the oldest has a chunk.
 
@@ -23,7 +24,8 @@ returns False between two admissions, `totals.begun` stays True, and the caller 
 calls again. 1 to 3 are not repeated; 4 to 6 go on where they stood, as all that they did stands in the state. Between
 two steps `begun` is False, and only then may the caller attend to forecasts, rebind or withdraw.
 
-Invariants, when `decide_step` returns True. `Scheduler.check` and the property tests verify them.
+Invariants, when `decide_step` returns True. `Scheduler.check` verifies the lists, the pages and the forecast, and the
+property tests of tests/scheduler/test_scheduler.py the rest.
 
 - The step is not empty, and every decoding sequence is in it.
 - A slot is in exactly one of the lists free, decoding, prefilling, preempted.
@@ -37,13 +39,19 @@ Deciding is not pure: it admits, preempts and allocates while it decides. What i
 | of the state      | changed while deciding, by                      | changed between two steps, by                  |
 |-------------------|-------------------------------------------------|------------------------------------------------|
 | `run`             | `admission`, `chunks.give_chunk`,               | `commit.advance`, `end_sequences`, `withdraw`, |
-|                   | `commit.preempt`                                | `expect_anew`; `Scheduler.attend`              |
+|                   | `commit.preempt`                                | `expect_anew`; `Scheduler.attend`; replaced by |
+|                   |                                                 | `rebind` and `grow`                            |
 | `run.held`        | `state.take_slot`                               | `state.give_slot`, `commit.expect_anew`        |
 | `pages`           | `kvcache.allocation`, called by `admission`,    | `kvcache.allocation`, called by `commit`;      |
-|                   | `chunks` and `commit`                           | `kvcache.eviction.give_up`, `kvcache.publish`  |
-| `peak`            | `kv_forecast`, called by `admission`, `commit`  | `kv_forecast`, called by `commit`              |
-| `chunks`          | `chunks.give_chunk`; the totals by this module  | nobody                                         |
-| `queue`, `passed` | `admission`                                     | nobody; replaced by `Scheduler.enqueue`        |
+|                   | `chunks` and `commit`                           | `kvcache.eviction.give_up`, `kvcache.publish`, |
+|                   |                                                 | `shared_reads.start_reading`, called by        |
+|                   |                                                 | `commit.advance`; `renumber.carry_pages`       |
+| `peak`            | `kv_forecast`, called by `admission`, `commit`  | `kv_forecast`, called by `commit`; replaced by |
+|                   |                                                 | `rebind` and `grow`                            |
+| `chunks`          | `chunks.give_chunk`, `chunks.note_found`; the   | nobody                                         |
+|                   | totals by this module                           |                                                |
+| `queue`, `passed` | `admission`                                     | nobody; replaced by `Scheduler.enqueue` and    |
+|                   |                                                 | `rebind`, which also set `queue.taken`         |
 | `remaining`       | nobody                                          | `charge`; replaced by `Scheduler.enqueue`      |
 | all else          | nobody                                          | nobody; replaced by `Scheduler`                |
 """
@@ -53,7 +61,7 @@ from __future__ import annotations
 from llmbatch.compilation.decorators import compiled
 from llmbatch.perf_model.work import compute_seconds, memory_seconds
 from llmbatch.scheduler.admission import admit
-from llmbatch.scheduler.admission_order import BLEND
+from llmbatch.scheduler.admission_order import BLEND, is_empty
 from llmbatch.scheduler.chunks import prefill
 from llmbatch.scheduler.commit import Work, hold_decodes, long_victim, preempt, unblock
 from llmbatch.scheduler.state import SchedulerState
@@ -69,7 +77,7 @@ def needs_attention(state: SchedulerState, now: float) -> bool:
     counts, peak, pages = state.run.counts[0], state.peak, state.pages
     overdue = peak.size[0] > 0 and peak.ends[peak.size[0] - 1] <= now
     too_narrow = pages.counts[0].widest + 1 > pages.tables.shape[1]
-    return bool(overdue or counts.preemptions > counts.reckoned or too_narrow)
+    return bool(overdue or counts.preemptions > counts.reestimated_preemptions or too_narrow)
 
 
 @compiled
@@ -104,7 +112,7 @@ def _begin(state: SchedulerState, now: float) -> None:
     decodes, work = counts.decoding, state.remaining[0]
     totals.begun = True
     totals.tokens = totals.chunks = totals.cached = totals.recomputed = 0
-    totals.compute_end = totals.memory_end = 0
+    totals.compute_end_tokens = totals.memory_end_tokens = 0
     totals.preempted = counts.preemptions - before
     load = Load(decodes, kv_tokens, work.compute_seconds, work.memory_seconds)
     totals.pair_price, totals.sample_price, free_tokens = prices(state.budget)
@@ -132,8 +140,8 @@ def _make_way(state: SchedulerState, now: float) -> bool:
     """
     pages, queue, totals = state.pages, state.queue, state.chunks.totals[0]
     while (
-        2 * totals.tokens < totals.budget
-        and queue.at[0] <= queue.at[1]
+        totals.tokens < state.steering.unused_budget * totals.budget
+        and not is_empty(queue)
         and pages.counts[0].free + pages.counts[0].unused < state.steering.full_pool * pages.num_pages
     ):
         slot = long_victim(state, state.steering.long_answer * state.limits.pool)

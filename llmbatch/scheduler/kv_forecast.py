@@ -32,7 +32,7 @@ class KVForecast(NamedTuple):
 
     @classmethod
     def empty(cls, capacity: int) -> KVForecast:
-        """Room for `capacity` sequences, none counted."""
+        """Make room for `capacity` sequences, none counted."""
         return cls(np.empty(capacity, np.int32), np.empty(capacity), np.empty(capacity), np.zeros(1, np.int64))
 
     def grown(self) -> KVForecast:

@@ -35,7 +35,7 @@ class Step:
     index: int
     num_decodes: int
     slots: NDArray[np.int32]  # the engine's place of each sequence; kept while it is preempted
-    requests: NDArray[np.int32]  # index into `Requests`
+    requests: NDArray[np.int32]  # index into the `RequestBatch`
     starts: NDArray[np.int32]  # tokens whose KV is already in pages
     counts: NDArray[np.int32]  # tokens computed now, >= 1
     samples: NDArray[np.bool_]  # True where the chunk ends at the last known token: one token is sampled
@@ -53,12 +53,12 @@ class Step:
         return int(self.counts.sum())
 
     def prefill_pairs(self, reach: Reach) -> float:
-        """Query-key pairs of its prefills, as `llmbatch.perf_model.work` counts them."""
+        """Count the query-key pairs of its prefills, as `llmbatch.perf_model.work` counts them."""
         starts, counts = (column[self.num_decodes :].astype(np.float64) for column in (self.starts, self.counts))
         return float(np.sum(as_python(pairs_of)(reach, starts, counts)))
 
     def read_tokens(self, reach: Reach) -> float:
-        """KV tokens that it reads, those that decodes read together once."""
+        """Count the KV tokens that it reads, those that decodes read together once."""
         read = as_python(reads_of)(reach, self.starts.astype(np.float64), self.counts.astype(np.float64))
         return max(0.0, float(np.sum(read) - as_python(spared_of)(reach, self.spared_tokens)))
 

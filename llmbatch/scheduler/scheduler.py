@@ -32,6 +32,7 @@ from llmbatch.kvcache.contents import Prompts
 from llmbatch.kvcache.page_pool import PagePool, tokens_spared
 from llmbatch.kvcache.page_trie import PageTrie
 from llmbatch.kvcache.publish import EndedPages, publish
+from llmbatch.perf_model.work import Rates
 from llmbatch.planning.lengths import Expected
 from llmbatch.planning.prefix_tree import PrefixTree
 from llmbatch.scheduler.admission_order import EndRules, Ends, FromFront, Passed, TwoEndedQueue
@@ -42,7 +43,7 @@ from llmbatch.scheduler.output import FinishReason, Step, StepResult
 from llmbatch.scheduler.renumber import carry_pages, carry_peak, carry_running, find_pages
 from llmbatch.scheduler.state import Limits, SchedulerState, SequenceTable, StepBuilder, is_done, remaining_work
 from llmbatch.scheduler.steering import STEERING, Steering
-from llmbatch.scheduler.token_budget import Budget, BudgetRules, FixedBudget, Rates
+from llmbatch.scheduler.token_budget import Budget, BudgetRules, FixedBudget
 
 _SLOTS = 64  # to begin with
 
@@ -51,7 +52,7 @@ class Lengths(Protocol):
     """Expected lengths of answers (`llmbatch.planning.lengths.LengthModel` learns them)."""
 
     def remaining(self, requests: NDArray[np.int32], generated: NDArray[np.int32]) -> Expected:
-        """Moments of the tokens each request has yet to generate, having generated some; float64 each."""
+        """Predict the tokens that each request has yet to generate, having generated some: moments, float64 each."""
         ...
 
 
@@ -156,18 +157,18 @@ class Scheduler:
         """Count how many leading pages are there of each row of a shard that is to join, int32 by its new number."""
         return find_pages(self.state.pages, prompts, tree.rows, tree.lcp, numbers)
 
-    def enqueue(self, waiting: QueueUpdate) -> None:
+    def enqueue(self, update: QueueUpdate) -> None:
         """Replace what waits; running sequences go on, and what was passed over has waited as long as it has."""
         before = self.state.passed
         self._taken[before.requests[: before.size[0]]] = False
-        passed = before.among(waiting.order)
+        passed = before.among(update.order)
         self._taken[passed.requests[: passed.size[0]]] = True
         self.state = self.state._replace(
-            queue=TwoEndedQueue.of(waiting.order, self._taken, waiting.lengths),
+            queue=TwoEndedQueue.of(update.order, self._taken, update.lengths),
             passed=passed,
-            rules=EndRules.of(waiting.ends),
-            budget=BudgetRules.of(waiting.budget),
-            remaining=remaining_work(waiting.compute, waiting.memory),
+            rules=EndRules.of(update.ends),
+            budget=BudgetRules.of(update.budget),
+            remaining=remaining_work(update.compute, update.memory),
         )
 
     def reprice(self, rates: Rates) -> None:
@@ -180,7 +181,7 @@ class Scheduler:
         return bool(self.state.queue) or bool(self.state.passed)
 
     @property
-    def running(self) -> int:
+    def _num_admitted(self) -> int:
         """Sequences admitted and not ended."""
         counts = self.state.run.counts[0]
         return int(counts.decoding + counts.prefilling + counts.preempted)
@@ -201,7 +202,7 @@ class Scheduler:
         return records["request"], (records["known"] - records["prompt"]).astype(np.int32)
 
     def computed(self) -> NDArray[np.int32]:
-        """Of each of `unfinished`, the tokens that were ever computed or found in pages."""
+        """Count, for each of `unfinished`, the tokens that were ever computed or found in pages."""
         records = self.state.run.slots[self._admitted()]
         return np.asarray(np.maximum(records["computed"], records["reached"]))
 
@@ -214,7 +215,7 @@ class Scheduler:
         return self._freeze()
 
     def attend(self) -> None:
-        """Between steps: expect anew of sequences that outlived their estimate or were preempted; widen tables."""
+        """Estimate anew what outlived its estimate or was preempted, and widen tables; only between steps."""
         state = self.state
         if not needs_attention(state, float(self.steps)) or state.chunks.totals[0].begun:
             return
@@ -222,15 +223,15 @@ class Scheduler:
         if len(overdue):
             expect_anew(state, overdue, self._remaining(overdue), float(self.steps))
         counts = state.run.counts[0]
-        if counts.preemptions > counts.reckoned:
+        if counts.preemptions > counts.reestimated_preemptions:
             slots = state.run.waiting
             state.run.slots["remaining_tokens"][slots] = self._remaining(slots)
-            counts.reckoned = counts.preemptions
+            counts.reestimated_preemptions = counts.preemptions
         if state.pages.counts[0].widest + 1 > state.pages.tables.shape[1]:
             self.state = state._replace(pages=state.pages.widened())
 
     def grow(self) -> None:
-        """Twice the slots: the step in hand needs more than there are."""
+        """Double the slots: the step being decided needs more than there are."""
         state = self.state
         self.state = state._replace(
             run=state.run.grown(), pages=state.pages.grown(), peak=state.peak.grown(), chunks=state.chunks.grown()
@@ -264,11 +265,11 @@ class Scheduler:
         return finished
 
     def check(self) -> None:
-        """Verify that the books agree with the pages; raises AssertionError."""
+        """Verify that sequences, forecast and pages agree; raises AssertionError."""
         run, pages = self.state.run, self.state.pages
         pages.check()
         running, preempted = run.running, run.waiting
-        assert len(np.unique(self._admitted())) == self.running, "a slot stands in two places"
+        assert len(np.unique(self._admitted())) == self._num_admitted, "a slot stands in two places"
         assert int(self.state.peak.size[0]) == len(running), "the forecast counts other sequences than those that run"
         for slot in running.tolist():
             record, held = run.slots[slot], int(pages.held[slot]) * pages.page_size
@@ -278,7 +279,7 @@ class Scheduler:
         for slot in preempted:
             assert pages.request[slot] < 0, "a preempted slot holds pages"
         free = run.slots["request"] < 0
-        assert np.count_nonzero(free) + self.running == len(run.slots), "a slot is lost"
+        assert np.count_nonzero(free) + self._num_admitted == len(run.slots), "a slot is lost"
 
     def _admitted(self) -> NDArray[np.int32]:
         run = self.state.run
@@ -328,5 +329,5 @@ class Scheduler:
 
 
 def _width(prompt_lengths: NDArray[np.int32], trie: PageTrie) -> int:
-    """Pages of the longest prompt, and one to decode into."""
+    """Count the pages of the longest prompt, and one to decode into."""
     return 2 + int(prompt_lengths.max(initial=1)) // trie.page_size

@@ -17,7 +17,7 @@ from llmbatch.compilation.records import Bool, Float64, Int32, Int64, Records, r
 from llmbatch.compilation.references import by_reference
 from llmbatch.kvcache.page_pool import PagePool
 from llmbatch.perf_model.work import Rates, Reach
-from llmbatch.scheduler.admission_order import EndRules, Passed, TwoEndedQueue
+from llmbatch.scheduler.admission_order import EndRules, Passed, TwoEndedQueue, is_empty
 from llmbatch.scheduler.kv_forecast import KVForecast
 from llmbatch.scheduler.steering import Steering
 from llmbatch.scheduler.token_budget import BudgetRules
@@ -53,8 +53,8 @@ class SequenceCounts:
     preempted: Int64
     admissions: Int64
     preemptions: Int64
-    reckoned: Int64  # preemptions, after which the preempted were expected anew
-    entered: Int64  # the step in which one last entered that had waited, preempted or passed over
+    reestimated_preemptions: Int64  # preemptions, after which the preempted were expected anew
+    last_entered_step: Int64  # the step in which one last entered that had waited, preempted or passed over
     passed_tokens: Float64  # expected KV tokens of those that had been passed over
 
 
@@ -72,7 +72,7 @@ class SequenceTable(NamedTuple):
 
     @classmethod
     def empty(cls, capacity: int) -> SequenceTable:
-        """Free slots."""
+        """Make a table of free slots."""
         slots = records(SequenceRecord, capacity)
         slots["request"][:] = -1
         free = np.arange(capacity - 1, -1, -1, dtype=np.int32)
@@ -86,8 +86,7 @@ class SequenceTable(NamedTuple):
         old = len(self.slots)
         new = SequenceTable.empty(2 * old)
         new.slots[:old] = self.slots
-        for name, target in (("decoding", new.decoding), ("prefilling", new.prefilling), ("preempted", new.preempted)):
-            target[:old] = getattr(self, name)
+        new.decoding[:old], new.prefilling[:old], new.preempted[:old] = self.decoding, self.prefilling, self.preempted
         kept = self.counts[0].free
         new.free[:kept] = self.free[:kept]
         new.free[kept : kept + old] = np.arange(2 * old - 1, old - 1, -1)
@@ -109,15 +108,15 @@ class SequenceTable(NamedTuple):
 
 
 class StepTotals:
-    """What the step has given so far. Zero between two steps, but for what the last one gave."""
+    """What the step has given so far; between two steps, what the last one gave."""
 
     budget: Int64  # tokens that prefills may take
     tokens: Int64  # of these, taken
     chunks: Int64
     cached: Int64  # prompt tokens of sequences admitted in this step found in pages
     recomputed: Int64  # tokens computed again
-    compute_end: Int64  # tokens of the budget taken by sequences of this end
-    memory_end: Int64
+    compute_end_tokens: Int64  # of the budget, taken by sequences of this end
+    memory_end_tokens: Int64
     preempted: Int64  # sequences
     begun: Bool  # the step is being decided
     open: Bool  # all that prefill got a chunk
@@ -138,7 +137,7 @@ class StepBuilder(NamedTuple):
 
     @classmethod
     def empty(cls, capacity: int, reach: Reach) -> StepBuilder:
-        """Room for `capacity` chunks."""
+        """Make room for `capacity` chunks."""
         slots, counts = np.empty(capacity, np.int32), np.empty(capacity, np.int32)
         return cls(slots, counts, np.empty(capacity, np.bool_), records(StepTotals), reach)
 
@@ -195,9 +194,9 @@ class SchedulerState(NamedTuple):
 
 @compiled
 def is_done(state: SchedulerState) -> bool:
-    """Nothing runs and nothing waits."""
+    """Tell whether nothing runs and nothing waits."""
     counts = state.run.counts[0]
-    waits = state.queue.at[0] <= state.queue.at[1] or state.passed.size[0] > 0
+    waits = not is_empty(state.queue) or state.passed.size[0] > 0
     return not waits and counts.decoding + counts.prefilling + counts.preempted == 0
 
 

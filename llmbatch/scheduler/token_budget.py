@@ -27,8 +27,7 @@ from typing import Final, NamedTuple
 from llmbatch.compilation.decorators import compiled
 from llmbatch.compilation.references import by_reference
 from llmbatch.perf_model.cost import CostModel
-from llmbatch.perf_model.work import Rates as Rates
-from llmbatch.perf_model.work import memory_seconds
+from llmbatch.perf_model.work import Rates, memory_seconds
 from llmbatch.planning.plan import Plan
 
 STEP_TOKENS: Final = 2048  # of a fixed budget, unless another one is asked for
@@ -127,7 +126,7 @@ def step_tokens(rules: BudgetRules, load: Load) -> int:
 def prices(rules: BudgetRules) -> tuple[float, float, float]:
     """Return what a pair of query and key, and a sampled token, take of the budget; and what attention gets anyway.
 
-    Nothing where the budget is fixed. Where the reading of the weights hides products it does not hide attention, so a
+    All are 0 if the budget is fixed. Where the reading of the weights hides products it does not hide attention, so a
     chunk whose attention takes long gets all the tokens whose products are hidden.
     """
     if rules.fixed > 0:

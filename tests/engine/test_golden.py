@@ -39,7 +39,7 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.mark.parametrize("page_size", [1, 16, 64])
-@pytest.mark.parametrize(("ends", "step_tokens"), [(FromFront(), 5), (Blend(), 64)])
+@pytest.mark.parametrize(("ends", "step_tokens"), [(FromFront(), 5), (Blend(0.1, 0.2), 64)])
 def test_answers_are_those_of_generate_though_rows_are_preempted(
     family: tuple[LoadedModel, Any], page_size: int, ends: Ends, step_tokens: int
 ) -> None:

@@ -14,7 +14,7 @@ from llmbatch.kvcache.page_worth import Worth, insert, remove, revalue
 from llmbatch.scheduler.admission_order import Blend, Ends, FromFront
 
 Tokens = list[int]
-ENDS: list[Ends] = [FromFront(), Blend()]
+ENDS: list[Ends] = [FromFront(), Blend(0.1, 0.2)]
 
 
 def test_pages_that_are_there_get_numbers_where_one_row_alone_has_them() -> None:

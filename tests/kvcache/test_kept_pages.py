@@ -19,7 +19,7 @@ from llmbatch.scheduler.token_budget import FixedBudget
 from tests.support.workloads import COST, RATES, Believed
 
 Tokens = list[int]
-ENDS: list[Ends] = [FromFront(), Blend(), Blend(behind=8)]
+ENDS: list[Ends] = [FromFront(), Blend(0.1, 0.2), Blend(0.1, 0.2, 8)]
 
 
 def spoken(tokens: Tokens) -> int:

@@ -49,7 +49,7 @@ def scheduler_for(load: Workload, size: int, extra: int, *, closed_loop: bool = 
         max_running=100,
     )
     everything = np.arange(len(load.prompts), dtype=np.int32)
-    ends, budget = (Blend(), ClosedLoopBudget(TOGETHER)) if closed_loop else (FromFront(), FixedBudget(2000))
+    ends, budget = (Blend(0.1, 0.2), ClosedLoopBudget(TOGETHER)) if closed_loop else (FromFront(), FixedBudget(2000))
     scheduler.enqueue(QueueUpdate(everything, load.believed, ends, budget, 1.0, 1.0))
     return scheduler
 

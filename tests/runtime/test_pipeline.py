@@ -94,7 +94,7 @@ def run(seed: int, pipelined: bool, slow: set[int], steps: int, fails_at: int = 
         rates=RATES, max_running=9,
     )  # fmt: skip  # arguments in groups
     order = np.arange(len(rows), dtype=np.int32)
-    scheduler.enqueue(QueueUpdate(order, believed, Blend(), FixedBudget(16), compute=1.0, memory=1.0))
+    scheduler.enqueue(QueueUpdate(order, believed, Blend(0.1, 0.2), FixedBudget(16), compute=1.0, memory=1.0))
     untyped: Any = Rule()
     loaded = LoadedModel(
         module=untyped, config=untyped, eos_token_ids=(EOS,), dtype=torch.float32, device=torch.device("cpu"),

@@ -34,7 +34,7 @@ def scheduler_for(load: Workload, size: int, extra: int, closed_loop: bool) -> S
     waiting = QueueUpdate(
         np.arange(len(load.prompts), dtype=np.int32),
         load.believed,
-        Blend(behind=8) if closed_loop else FromFront(),
+        Blend(0.1, 0.2, 8) if closed_loop else FromFront(),
         ClosedLoopBudget(RATES) if closed_loop else FixedBudget(32),
         compute=1.0,
         memory=1.0,

@@ -14,7 +14,7 @@ from llmbatch.scheduler.scheduler import QueueUpdate, Scheduler
 from llmbatch.scheduler.token_budget import FixedBudget
 from tests.support.workloads import COST, RATES, Believed, Workload, workloads
 
-ENDS: list[Ends] = [FromFront(), Blend()]
+ENDS: list[Ends] = [FromFront(), Blend(0.1, 0.2)]
 
 
 class Memory:
@@ -119,7 +119,7 @@ def test_withdrawn_sequences_leave_nothing_behind(load: Workload, size: int, ext
         max_running=6,
     )
     everything = np.arange(len(load.prompts), dtype=np.int32)
-    scheduler.enqueue(QueueUpdate(everything, load.believed, Blend(), FixedBudget(16), compute=1.0, memory=1.0))
+    scheduler.enqueue(QueueUpdate(everything, load.believed, Blend(0.1, 0.2), FixedBudget(16), compute=1.0, memory=1.0))
     engine = SimulatedEngine(load.lengths, COST)
     ended: list[int] = []
     withdrawn = False

@@ -15,7 +15,7 @@ from llmbatch.scheduler.token_budget import Budget, ClosedLoopBudget, FixedBudge
 from tests.support.workloads import COST, RATES, Believed, Workload, workloads
 
 BUDGETS: list[Budget] = [FixedBudget(1), FixedBudget(7), FixedBudget(64), ClosedLoopBudget(RATES)]
-ENDS: list[Ends] = [FromFront(), Blend(), Blend(behind=8)]
+ENDS: list[Ends] = [FromFront(), Blend(0.1, 0.2), Blend(0.1, 0.2, 8)]
 
 
 def least_pages(load: Workload, page_size: int) -> int:
@@ -127,6 +127,35 @@ def test_a_step_keeps_to_its_budget_unless_decodes_alone_exceed_it(
     assert all(step.num_tokens <= max(budget.step_tokens, step.num_decodes) for step in steps)
 
 
+@given(workloads(), sizes, pools, st.sampled_from(ENDS), st.sampled_from(BUDGETS))
+@settings(max_examples=100, deadline=None)
+def test_a_step_has_every_decode_and_ends_on_a_page_or_with_its_sequence(
+    load: Workload, size: int, extra: int, ends: Ends, budget: Budget
+) -> None:
+    scheduler = scheduler_for(load, size, least_pages(load, size) + extra, ends, budget)
+    engine = SimulatedEngine(load.lengths, COST)
+    while not scheduler.done:
+        step = scheduler.decide()
+        table = scheduler.state.run
+        decoding = table.decoding[: table.counts[0].decoding]
+        assert len(step.slots) > 0
+        assert sorted(step.slots[: step.num_decodes].tolist()) == sorted(decoding.tolist())
+        stops = (step.starts + step.counts)[step.num_decodes :]
+        assert ((stops % size == 0) | step.samples[step.num_decodes :]).all()
+        for slot in scheduler.commit(step, engine.execute(step)).slots.tolist():
+            engine.pop_tokens(slot)
+
+
+@given(workloads(), sizes, pools, st.sampled_from(ENDS), st.sampled_from(BUDGETS))
+@settings(max_examples=50, deadline=None)
+def test_the_same_requests_give_the_same_steps(
+    load: Workload, size: int, extra: int, ends: Ends, budget: Budget
+) -> None:
+    runs = [run(load, scheduler_for(load, size, least_pages(load, size) + extra, ends, budget))[0] for _ in range(2)]
+    each = [[(step.requests.tolist(), step.starts.tolist(), step.counts.tolist()) for step in steps] for steps in runs]
+    assert each[0] == each[1]
+
+
 def test_with_room_for_all_every_shareable_page_is_computed_once() -> None:
     prefix = list(range(64))
     load = Workload([[*prefix, 100 + i, 7, 8] for i in range(10)], np.full(10, 5, np.int32), np.full(10, 5.0))
@@ -167,7 +196,7 @@ def test_a_long_answer_that_fills_the_pool_makes_way_where_compute_and_memory_ov
     prompts = [[1000 + row] * 20 for row in range(500)] + [[7] * 4]
     lengths = np.append(np.full(500, 2, np.int32), np.int32(95))
     load = Workload(prompts, lengths, np.minimum(lengths, 3).astype(np.float64))
-    scheduler = scheduler_for(load, 1, 100, Blend(), budget)
+    scheduler = scheduler_for(load, 1, 100, Blend(0.1, 0.2), budget)
     _, ended = run(load, scheduler)
     long = next(finished for finished in ended if 500 in finished.requests)
     of_it = long.requests == 500
@@ -190,9 +219,9 @@ def test_a_plan_may_be_replaced_while_requests_run() -> None:
     assert step.requests.tolist() == [5, 2, 0, 1, 3, 4]
 
 
-def test_blend_takes_from_both_ends_and_reads_the_right_one_first() -> None:
+def test_blend_takes_from_both_ends_and_reads_the_memory_end_first() -> None:
     load = Workload([[i] * 8 for i in range(8)], np.full(8, 4, np.int32), np.full(8, 4.0))
-    scheduler = scheduler_for(load, 4, 14, Blend(), FixedBudget(1000))
+    scheduler = scheduler_for(load, 4, 14, Blend(0.1, 0.2), FixedBudget(1000))
     assert scheduler.decide().requests.tolist() == [7, 6, 0]
 
 
@@ -204,16 +233,16 @@ def test_no_more_sequences_run_than_allowed(most: int) -> None:
     assert max(len(step.slots) for step in steps) == most
 
 
-def test_behind_the_right_ends_candidate_each_that_waits_is_looked_at_in_turn() -> None:
+def test_behind_the_memory_ends_candidate_each_that_waits_is_looked_at_in_turn() -> None:
     queue = TwoEndedQueue.of(np.arange(10, dtype=np.int32)[::-1].copy(), np.zeros(10, np.bool_), np.ones(10))
     queue.taken[2] = True
-    rules = EndRules.of(Blend(behind=4))
+    rules = EndRules.of(Blend(0.1, 0.2, 4))
     assert [int(look_behind(rules, queue)) for _ in range(5)] == [1, 3, 4, 1, 3]
     queue.taken[:] = np.arange(10) > 0
     assert look_behind(rules, queue) == -1
 
 
-def test_one_behind_the_right_ends_candidate_enters_where_that_does_not_fit() -> None:
+def test_one_behind_the_memory_ends_candidate_enters_where_that_does_not_fit() -> None:
     """Beside the first long answer the second does not fit. A short one does, which the compute end has not come to."""
     lengths = np.array([*[1] * 50, 10, 70, 80], np.int32)
     load = Workload([[1]] * 53, lengths, lengths.astype(np.float64))

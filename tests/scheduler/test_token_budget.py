@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from llmbatch.scheduler.token_budget import TILE, BudgetRules, ClosedLoopBudget, FixedBudget, Load, Rates, step_tokens
+from llmbatch.perf_model.work import Rates
+from llmbatch.scheduler.token_budget import TILE, BudgetRules, ClosedLoopBudget, FixedBudget, Load, step_tokens
 
 RATES = Rates(
     seconds_per_token=1e-4,

@@ -18,7 +18,7 @@ from tests.scheduler.test_scheduler import least_pages, run, scheduler_for
 from tests.support.workloads import COST, RATES, Believed, Workload, workloads
 
 BUDGETS: list[Budget] = [FixedBudget(7), FixedBudget(64), ClosedLoopBudget(RATES)]
-ENDS: list[Ends] = [FromFront(), Blend(), Blend(behind=8)]
+ENDS: list[Ends] = [FromFront(), Blend(0.1, 0.2), Blend(0.1, 0.2, 8)]
 WAITS = 6  # steps, in place of thousands
 
 pools, sizes = st.integers(0, 20), st.sampled_from([1, 3, 16])
@@ -199,7 +199,7 @@ def test_while_one_that_was_preempted_is_due_the_left_end_goes_on_within_a_tenth
     short = [[3 + i] * 20 for i in range(2000)]
     lengths = np.array([*[5] * 2000, 300, 300], np.int32)
     load = Workload([*short, [1] * 200, [2] * 200], lengths, np.array([*[5.0] * 2000, 1.0, 1.0]))
-    scheduler = scheduler_for(load, 1, 600, Blend(), FixedBudget(440), max_running=300)
+    scheduler = scheduler_for(load, 1, 600, Blend(0.1, 0.2), FixedBudget(440), max_running=300)
     steering = scheduler.state.steering._replace(preempted_waits=0.0, preempted_waits_alone=float(alone))
     scheduler.state = scheduler.state._replace(steering=steering)
     others = [len(entered) for before, after, entered in entries(load, scheduler) if set(before) & set(after) >= {2000}]
@@ -234,7 +234,7 @@ def test_the_victim_is_the_one_that_is_cheapest_to_compute_again(shared: bool) -
 def test_a_long_answer_gives_way_while_little_of_it_was_computed_again(again: int, gives_way: bool) -> None:
     """One that was preempted before: what was computed again since, in times of what it holds."""
     load = Workload([[1] * 4], np.full(1, 100, np.int32), np.ones(1))
-    scheduler = scheduler_for(load, 1, 200, Blend(), FixedBudget(100))
+    scheduler = scheduler_for(load, 1, 200, Blend(0.1, 0.2), FixedBudget(100))
     engine = SimulatedEngine(load.lengths, COST)
     for _ in range(50):
         step = scheduler.decide()

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from llmbatch.kvcache.page_trie import PageTrie
 from llmbatch.perf_model.cost import CostModel, find_shape
 from llmbatch.perf_model.hardware import find_hardware
+from llmbatch.perf_model.work import Rates
 from llmbatch.planning.lengths import Expected
-from llmbatch.scheduler.token_budget import Rates
 
 
 @dataclass(frozen=True)

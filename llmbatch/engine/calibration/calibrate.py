@@ -18,7 +18,7 @@ from llmbatch.engine.gpu.sm_partition import NoGreenContexts
 from llmbatch.engine.gpu.strategies import STRATEGIES, Strategy
 from llmbatch.perf_model.cost import SEQUENTIAL, CostModel, Overlap
 from llmbatch.perf_model.fit import calibrate
-from llmbatch.scheduler.token_budget import Rates
+from llmbatch.perf_model.work import Rates
 
 _ROWS: Final = 256
 _START: Final = Overlap(2.0)  # of strategies that overlap, from where their law is fitted

@@ -23,8 +23,8 @@ import torch
 from llmbatch.engine.gpu.handoff import Handoff
 from llmbatch.engine.gpu.microbatch import MicroBatch, halves, sides, whole
 from llmbatch.engine.gpu.step_cost import best_share, halves_pay
+from llmbatch.perf_model.work import Rates
 from llmbatch.scheduler.output import Step
-from llmbatch.scheduler.token_budget import Rates
 
 Forward = Callable[[], torch.Tensor]
 SHARES: Final = (0.25, 0.375, 0.5, 0.625, 0.75)  # of the multiprocessors, that prefills may be given

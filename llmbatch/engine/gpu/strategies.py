@@ -8,7 +8,7 @@ import torch
 
 from llmbatch.engine.gpu.execution import SHARES, Execution, HostLane, Interleaved, Partitioned, Sequential, StreamLane
 from llmbatch.engine.gpu.sm_partition import SplitDevice
-from llmbatch.scheduler.token_budget import Rates
+from llmbatch.perf_model.work import Rates
 
 Strategy = Literal["sequential", "interleaved", "partitioned"]
 STRATEGIES: tuple[Strategy, ...] = ("sequential", "interleaved", "partitioned")

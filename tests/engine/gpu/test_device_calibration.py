@@ -22,8 +22,7 @@ from llmbatch.engine.model.loader import LoadedModel
 from llmbatch.kernels.triton.backend import TritonAttention
 from llmbatch.perf_model.cost import SEQUENTIAL, CostModel, ModelShape
 from llmbatch.perf_model.hardware import Hardware
-from llmbatch.perf_model.work import Reach
-from llmbatch.scheduler.token_budget import Rates
+from llmbatch.perf_model.work import Rates, Reach
 from tests.runtime.test_pipeline import VOCABULARY, Rule
 
 DEVICE = torch.device("cpu")

@@ -55,7 +55,7 @@ def test_answers_are_those_of_generate_though_rows_are_preempted(family: tuple[L
     loaded, expected = family
     golden = Golden(prompts(), MAX_TOKENS, page_size=4, spare_pages=2)
     engine = GpuEngine(loaded, TritonAttention(DEVICE), num_pages=golden.num_pages, page_size=4)
-    assert golden.run(engine, Blend(), 16) == expected
+    assert golden.run(engine, Blend(0.1, 0.2), 16) == expected
     assert golden.preemptions > 0
     assert golden.cached > 0
 

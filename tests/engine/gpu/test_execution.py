@@ -28,9 +28,9 @@ from llmbatch.engine.gpu.microbatch import halves, order_of, sides, whole
 from llmbatch.engine.gpu.step_cost import best_share, halves_pay
 from llmbatch.engine.model.loader import load_model
 from llmbatch.kernels.triton.backend import TritonAttention
+from llmbatch.perf_model.work import Rates
 from llmbatch.scheduler.admission_order import Blend
 from llmbatch.scheduler.output import Step
-from llmbatch.scheduler.token_budget import Rates
 from tests.engine.gpu.test_engine import DEVICE, MAX_TOKENS, PLATFORM, prompts
 from tests.support.golden import Golden, generate
 from tests.support.models import EOS, PAD, tiny_model, tiny_model_folder
@@ -188,7 +188,7 @@ def test_answers_of_parts_are_those_of_generate(execution: Execution, tmp_path_f
     golden = Golden(rows, MAX_TOKENS, page_size=4)
     noted = Noted(execution)
     engine = GpuEngine(loaded, TritonAttention(DEVICE), num_pages=golden.num_pages, page_size=4, execution=noted)
-    assert golden.run(engine, Blend(), 16) == expected
+    assert golden.run(engine, Blend(0.1, 0.2), 16) == expected
     assert golden.cached > 0
     assert 2 in noted.parts
 
@@ -202,7 +202,7 @@ def test_answers_of_recorded_steps_are_those_of_generate(tmp_path_factory: pytes
     golden.num_pages = 60
     recorder: Recorder | Any = GraphRecorder() if DEVICE.type == "cuda" else Again()
     engine = GpuEngine(loaded, TritonAttention(DEVICE), num_pages=golden.num_pages, page_size=4, recorder=recorder)
-    assert golden.run(engine, Blend(), 16) == expected
+    assert golden.run(engine, Blend(0.1, 0.2), 16) == expected
     if isinstance(recorder, Again):
         assert recorder.repeated > recorder.recorded > 1
 

@@ -9,7 +9,7 @@ import torch
 
 from llmbatch.engine.gpu import strategies
 from llmbatch.engine.gpu.sm_partition import NoGreenContexts, SplitDevice
-from llmbatch.scheduler.token_budget import Rates
+from llmbatch.perf_model.work import Rates
 
 DEVICE = torch.device("cuda", 0)
 

@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 from llmbatch.engine.gpu.cuda_graphs import GraphRecorder
 from llmbatch.engine.gpu.execution import ExecutionPlan, Partitioned, StreamLane
 from llmbatch.engine.gpu.microbatch import sides
-from llmbatch.scheduler.token_budget import Rates
+from llmbatch.perf_model.work import Rates
 from tests.engine.gpu.test_execution import step_of
 
 CARD = torch.device("cuda", 0)
