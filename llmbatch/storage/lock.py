@@ -119,7 +119,7 @@ class Lock:
         while True:
             place.make()
             before = _locks(place)
-            if before and not _is_free(place, before[-1], what):
+            if not _are_free(place, before, what):
                 continue
             owner = Owner.here()
             name = f"lock-{_number(before[-1]) + 1 if before else 1:06d}-{owner.token}"
@@ -211,37 +211,47 @@ def _read(place: Location, name: str) -> Owner | None:
     return None if data is None else Owner.parse(data, place.shown(name))
 
 
-def _is_free(place: Location, name: str, what: str) -> bool:
-    """Tell whether the owner of a lock is dead; False if the lock is gone. Raises `DataError` if it lives."""
-    owner = _read(place, name)
-    if owner is None:
-        return False
-    held = is_held(place.path(name)) if place.local else None
-    if held is False and owner.machine.split()[0] == _machine().split()[0]:  # one kernel, which would know
-        return True
-    if owner.is_gone:
-        return True
-    if held or owner.is_here:
-        end = "end that process or " if owner.is_here else ""
-        raise DataError(f"{what} is being written by {owner}: {end}wait until it ends, or name another output")
-    return _heartbeat_stops(place, name, owner, what)
+def _are_free(place: Location, names: Sequence[str], what: str) -> bool:
+    """Tell whether the owners of all locks are dead; False if a lock is gone. Raises `DataError` if one lives.
+
+    All are looked at: one that lives may stand below the lock of a contender that has just given up.
+    """
+    silent: dict[str, Owner] = {}
+    for name in names:
+        owner = _read(place, name)
+        if owner is None:
+            return False
+        held = is_held(place.path(name)) if place.local else None
+        if owner.is_gone or (held is False and owner.machine.split()[0] == _machine().split()[0]):  # one kernel knows
+            continue
+        if held or owner.is_here:
+            raise _refusal(owner, what)
+        silent[name] = owner
+    return not silent or _heartbeats_stop(place, silent, what)
 
 
-def _heartbeat_stops(place: Location, name: str, owner: Owner, what: str) -> bool:
-    """Watch an owner elsewhere until its heartbeat has stopped for long; False if it released its lock.
+def _heartbeats_stop(place: Location, owners: dict[str, Owner], what: str) -> bool:
+    """Watch owners elsewhere until their heartbeats have stopped for long; False if one released its lock.
 
     Raises `DataError` at the first beat.
     """
-    _log.warning("%s was written by %s, and it takes %g s to see whether it still is", what, owner, PATIENCE)
+    for owner in owners.values():
+        _log.warning("%s was written by %s, and it takes %g s to see whether it still is", what, owner, PATIENCE)
     begun = time.monotonic()
     while time.monotonic() - begun < PATIENCE:
         time.sleep(_LOOK)
-        now = _read(place, name)
-        if now is None:
-            return False
-        if now != owner:
-            raise DataError(f"{what} is being written by {owner}: wait until it ends, or name another output")
+        for name, owner in owners.items():
+            now = _read(place, name)
+            if now is None:
+                return False
+            if now != owner:
+                raise _refusal(owner, what)
     return True
+
+
+def _refusal(owner: Owner, what: str) -> DataError:
+    end = "end that process or " if owner.is_here else ""
+    return DataError(f"{what} is being written by {owner}: {end}wait until it ends, or name another output")
 
 
 def _machine() -> str:

@@ -201,6 +201,22 @@ def test_of_threads_that_race_one_wins(tmp_path: Path, kind: str) -> None:
         assert place.names() == []
 
 
+def test_an_owner_that_lives_is_seen_below_the_lock_of_a_dead_one(place: Location) -> None:
+    lock = Lock.acquire(place, what="OUT")
+    put(place, 2, dead())
+    with pytest.raises(DataError, match=f"^OUT is being written by process {os.getpid()} "):
+        Lock.acquire(place, what="OUT")
+    lock.release()
+
+
+def test_locks_of_several_dead_owners_elsewhere_are_watched_together(place: Location, clock: Clock) -> None:
+    for number in range(1, 4):
+        put(place, number, elsewhere())
+    Lock.acquire(place, what="OUT").release()
+    assert clock.seconds == 60.0
+    assert place.names() == []
+
+
 def test_an_owner_elsewhere_that_gives_a_sign_of_life_is_not_robbed_whatever_its_clock_says(
     place: Location, clock: Clock
 ) -> None:
