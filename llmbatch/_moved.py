@@ -66,7 +66,6 @@ MOVED: Final = {
     "engines.host": "engine.cpu.platform",
     "engines.layers": "engine.model.fused_layers",
     "engines.loading": "engine.model.loader",
-    "engines.multiprocessors": "engine.gpu.sm_partition",
     "engines.outline": "engine.model.outline",
     "engines.packing": "engine.packing",
     "engines.parts": "engine.gpu.microbatch",

@@ -14,7 +14,7 @@ from llmbatch.policies import Policy as Policy
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 AttentionName = Literal["auto", "triton", "flash-attn", "varlen"]
-OverlapName = Literal["auto", "sequential", "interleaved", "partitioned"]
+OverlapName = Literal["auto", "sequential", "interleaved"]
 LoadFormat = Literal["auto", "dummy"]
 EngineName = Literal["torch", "simulated"]
 OnError = Literal["column", "raise"]

@@ -21,7 +21,7 @@ MODULES = sorted(
 # Errors of llmbatch, and those of Python that its users read. The message is the last argument.
 ERRORS = {
     "InputError", "ParameterError", "DataError", "ModelError", "JobError", "StorageError", "JobStopped", "RowError",
-    "MessagesError", "NoGreenContexts", "Unavailable", "ValueError", "TypeError", "ImportError",
+    "MessagesError", "Unavailable", "ValueError", "TypeError", "ImportError",
 }  # fmt: skip  # a list of words
 NAMES = {"JSONL", "GGUF", "Parquet", "LLMOperator"}  # words that begin a message as they are written everywhere
 VALUE = "\0"  # stands for what is known only when the error is raised

@@ -58,7 +58,6 @@ def measure(stage: Stage, name: str) -> dict[str, Any]:
             name: stage.constants(stage.cost(name)) | {"gain": fitted.gain}
             for name, fitted in stage.calibration.fitted.items()
         },
-        "missing": dict(stage.calibration.missing),
         "isolated_efficiencies": efficiencies(stage),
         "best_strategy": best,
         "pool_tokens": pool.tokens,

@@ -20,7 +20,6 @@ from gpu.kernels import ALONE, decodes
 from gpu.stage import Stage
 from llmbatch.engine.calibration.step_timer import StepKind, measured, randomise, time_step
 from llmbatch.engine.gpu.engine import GpuEngine
-from llmbatch.engine.gpu.sm_partition import NoGreenContexts
 from llmbatch.engine.gpu.strategies import STRATEGIES
 from llmbatch.perf_model.cost import SEQUENTIAL, CostModel, Overlap
 from llmbatch.perf_model.fit import calibrate, judge, predict
@@ -47,16 +46,11 @@ def measure(stage: Stage) -> dict[str, Any]:
     most = max(kind.pages(stage.page_size) for kind in every)
     seconds: dict[str, list[float]] = {}
     profiles: dict[str, Any] = {}
-    missing: dict[str, str] = {}
     rows, keys, chunk = stage.sizes.rows, stage.sizes.step_keys, stage.sizes.chunk
     rates = stage.ceiling_cost.rates
     reach = rates.reach
     for name in STRATEGIES:
-        try:
-            engine = stage.engine(name, rates, num_pages=most)
-        except NoGreenContexts as error:
-            missing[name] = str(error)
-            continue
+        engine = stage.engine(name, rates, num_pages=most)
         randomise(engine)
         seconds[name] = [time_step(engine, kind, runs=stage.sizes.runs)[1] for kind in every]
         profiles[name] = overlapped(stage, engine, StepKind(rows, keys, ((0, chunk // 4),)))
@@ -81,7 +75,6 @@ def measure(stage: Stage) -> dict[str, Any]:
             }
             for i, kind in enumerate(every)
         ],
-        "missing": missing,
         "fitted": stage.constants(fitted.cost),
         "predicted_within_10_percent": judged.share_near,
         "largest_miss": judged.largest_miss,

@@ -17,7 +17,7 @@ from llmbatch.engine.model.config import ModelConfig
 from llmbatch.engine.model.outline import POOL_SHARE as POOL_SHARE
 from llmbatch.engine.model.outline import pool_of, shape_of
 from llmbatch.engine.model.platform import Platform
-from llmbatch.errors import ModelError, ParameterError
+from llmbatch.errors import ParameterError
 from llmbatch.kernels.interface import PagedAttention
 from llmbatch.perf_model.cost import SEQUENTIAL, CostModel
 from llmbatch.perf_model.hardware import measure_cpu
@@ -61,7 +61,7 @@ class EngineFactory:
         rates: Rates,
         decode: Callable[[NDArray[np.int32]], str] | None = None,
     ) -> GpuEngine:
-        """Build an engine on a device. Raises `NoGreenContexts` if it should be partitioned and cannot be."""
+        """Build an engine on a device."""
         from llmbatch.engine.gpu.cuda_graphs import GraphRecorder
         from llmbatch.engine.gpu.engine import GpuEngine
         from llmbatch.engine.gpu.strategies import make_execution
@@ -99,8 +99,7 @@ def prepare(
 ) -> EngineFactory:
     """Choose the attention, give pages what the largest step leaves of the device's memory, and calibrate the device.
 
-    `pool` is that of `size_pool`. Raises ModelError if no attention works or the requested strategy does not, and
-    JobError if the step does not fit.
+    `pool` is that of `size_pool`. Raises ModelError if no attention works, and JobError if the step does not fit.
     """
     if platform.is_host:
         return EngineFactory(pool, cost_model(platform, model, config))
@@ -168,15 +167,8 @@ def _calibration(
 
 
 def _strategy(calibration: DeviceCalibration, config: EngineConfig) -> Strategy:
-    """Choose the requested strategy, or the best. Raises ModelError if the device cannot run it."""
-    if config.overlap == "auto":
-        return calibration.best
-    if config.overlap in calibration.missing:
-        raise ModelError(
-            f"overlap {config.overlap!r} cannot be used here: {calibration.missing[config.overlap]}; or take "
-            "overlap='auto' (--overlap auto)"
-        )
-    return config.overlap
+    """Choose the requested strategy, or the best."""
+    return calibration.best if config.overlap == "auto" else config.overlap
 
 
 def _kept(platform: Platform, model: ModelConfig, config: EngineConfig) -> CalibrationStore:

@@ -20,7 +20,6 @@ from llmbatch.engine.factory import EngineFactory, cost_model, prepare, size_poo
 from llmbatch.engine.gpu.attention import PAGE_SIZE, GpuOps
 from llmbatch.engine.model.config import ModelConfig, describe_model
 from llmbatch.engine.model.platform import Platform
-from llmbatch.errors import ModelError
 from llmbatch.inference.options import Options
 from llmbatch.perf_model.cost import CostModel
 from llmbatch.perf_model.hardware import Hardware
@@ -41,9 +40,7 @@ class Card:
 
     def __init__(self) -> None:
         self.room = MemoryHeadroom(ROOM, None)
-        self.calibration = DeviceCalibration(
-            {"sequential": fitted(1.0, 1.0), "interleaved": fitted(1.3, 2.5)}, {"partitioned": "it is too old"}
-        )
+        self.calibration = DeviceCalibration({"sequential": fitted(1.0, 1.0), "interleaved": fitted(1.3, 2.5)})
         self.calibrated = 0
 
     def calibrate(self, cost: CostModel, *_: Any) -> DeviceCalibration:
@@ -90,10 +87,7 @@ def test_a_card_is_calibrated_once(card: Card, described: ModelConfig, tmp_path:
     first, again = prepared(described), prepared(described)
     assert card.calibrated == 1
     [file] = (tmp_path / "cache" / "calibrations").iterdir()
-    told = (
-        "the GPU was calibrated for this model in 0 seconds: interleaved is 1.30 x as fast as sequential, partitioned "
-        f"cannot run; kept in {file}"
-    )
+    told = f"the GPU was calibrated for this model in 0 seconds: interleaved is 1.30 x as fast as sequential; kept in {file}"
     assert first.notes == ("a note", told)
     assert again.notes == ("a note",)
     assert again.cost == first.cost == card.calibration.fitted["interleaved"].cost(first.cost.shape)
@@ -103,11 +97,6 @@ def test_the_fastest_strategy_runs_unless_one_is_asked_for(card: Card, described
     assert prepared(described).strategy == "interleaved"
     chosen = prepared(described, overlap="sequential")
     assert (chosen.strategy, chosen.cost.overlap.exponent) == ("sequential", 1.0)
-    with pytest.raises(ModelError) as caught:
-        prepared(described, overlap="partitioned")
-    assert str(caught.value) == (
-        "overlap 'partitioned' cannot be used here: it is too old; or take overlap='auto' (--overlap auto)"
-    )
 
 
 def test_forecasts_go_by_what_was_calibrated_earlier(card: Card, described: ModelConfig) -> None:

@@ -14,7 +14,6 @@ from typing import Final
 from llmbatch.engine.calibration.step_timer import StepKind, measured, median_step, randomise
 from llmbatch.engine.calibration.store import DeviceCalibration, FittedStrategy
 from llmbatch.engine.gpu.engine import GpuEngine
-from llmbatch.engine.gpu.sm_partition import NoGreenContexts
 from llmbatch.engine.gpu.strategies import STRATEGIES, Strategy
 from llmbatch.perf_model.cost import SEQUENTIAL, CostModel, Overlap
 from llmbatch.perf_model.fit import calibrate
@@ -50,15 +49,10 @@ def calibrate_device(
 ) -> DeviceCalibration:
     """Time the steps under each strategy, and fit it. `ceilings` are the device's; some kinds are blends."""
     fitted: dict[Strategy, FittedStrategy] = {}
-    missing: dict[Strategy, str] = {}
     rates, sequential = ceilings.rates, list[float]()
     blends = [i for i, kind in enumerate(kinds) if kind.decodes and kind.prefills]
     for name in STRATEGIES:
-        try:
-            engine = new_engine(name, rates)
-        except NoGreenContexts as error:
-            missing[name] = str(error)
-            continue
+        engine = new_engine(name, rates)
         randomise(engine)
         seconds = [median_step(engine, kind, runs=_RUNS) for kind in kinds]
         del engine  # its memory is needed for the next one
@@ -75,4 +69,4 @@ def calibrate_device(
             largest_miss=found.largest_miss,
             gain=math.exp(sum(math.log(sequential[i] / seconds[i]) for i in blends) / len(blends)),
         )
-    return DeviceCalibration(fitted, missing)
+    return DeviceCalibration(fitted)

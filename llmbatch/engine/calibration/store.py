@@ -14,12 +14,12 @@ from typing import Any, Final
 import torch
 
 from llmbatch._version import __version__
-from llmbatch.engine.gpu.strategies import Strategy
+from llmbatch.engine.gpu.strategies import STRATEGIES, Strategy
 from llmbatch.perf_model.cost import CostModel, ModelShape, Overlap
 from llmbatch.perf_model.hardware import Hardware
 
 _NOISE: Final = 0.02  # what another strategy must gain over `sequential`
-_FORMAT: Final = 1
+_FORMAT: Final = 2  # 1 had a third strategy, which was dropped
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +40,9 @@ class FittedStrategy:
 
 @dataclass(frozen=True, slots=True)
 class DeviceCalibration:
-    """Every strategy that a device can run, and why it cannot run others."""
+    """Every strategy, as measured."""
 
     fitted: Mapping[Strategy, FittedStrategy]
-    missing: Mapping[Strategy, str]
 
     @property
     def best(self) -> Strategy:
@@ -55,8 +54,7 @@ class DeviceCalibration:
     def summary(self) -> str:
         """A comparison of the strategies, for a person."""
         others = (name for name in self.fitted if name != "sequential")
-        gains = [f"{name} is {self.fitted[name].gain:.2f} x as fast as sequential" for name in others]
-        return ", ".join([*gains, *(f"{name} cannot run" for name in self.missing)])
+        return ", ".join(f"{name} is {self.fitted[name].gain:.2f} x as fast as sequential" for name in others)
 
 
 class CalibrationStore:
@@ -83,11 +81,12 @@ class CalibrationStore:
         """Read the calibration, or return None if there is none that can be read."""
         try:
             kept = json.loads(self.path.read_text())
-            fitted = {
-                name: FittedStrategy(**one | {"hardware": Hardware(**one["hardware"])})
-                for name, one in kept["fitted"].items()
-            }
-            return DeviceCalibration(fitted, kept["missing"])
+            return DeviceCalibration(
+                {
+                    name: FittedStrategy(**one | {"hardware": Hardware(**one["hardware"])})
+                    for name, one in ((name, kept["fitted"][name]) for name in STRATEGIES)
+                }
+            )
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
@@ -95,7 +94,7 @@ class CalibrationStore:
         """Write a calibration, whole or not at all. Raises OSError."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         fitted = {name: asdict(one) for name, one in calibration.fitted.items()}
-        text = json.dumps({"of": self._identity, "fitted": fitted, "missing": dict(calibration.missing)}, indent=1)
+        text = json.dumps({"of": self._identity, "fitted": fitted}, indent=1)
         temporary = self.path.with_name(f"{self.path.name}.{os.getpid()}")
         temporary.write_text(text + "\n")
         os.replace(temporary, self.path)

@@ -20,8 +20,8 @@ from llmbatch.engine.generation import TokenBuffers
 from llmbatch.engine.gpu.attention import GpuKVCache, plan_layers
 from llmbatch.engine.gpu.batch import HostBatch, upload
 from llmbatch.engine.gpu.cuda_graphs import DecodeGraphRunner, Recorder, known_ids
-from llmbatch.engine.gpu.execution import Execution, ExecutionPlan, Sequential
-from llmbatch.engine.gpu.microbatch import order_of
+from llmbatch.engine.gpu.execution import Execution, Sequential
+from llmbatch.engine.gpu.microbatch import MicroBatch, order_of
 from llmbatch.engine.gpu.model_runner import ModelRunner
 from llmbatch.engine.gpu.sampler import Draw, choose
 from llmbatch.engine.model.loader import LoadedModel
@@ -119,28 +119,28 @@ class GpuEngine:
         """Queue a step on the device; returns which sequences will then have all the tokens they may have."""
         begun = self._mark()
         self._make_room(step.slots)
-        decided = self._execution.decide(step)
+        parts = self._execution.cut(step)
         chosen = []
-        for part, targets, logits in self._forwards(decided):
+        for part, targets, logits in self._forwards(parts):
             tokens, finite = choose(logits, self._draws(part))
             self._generated.view(-1)[targets] = tokens
             chosen.append((tokens, finite))
         sampled = (torch.cat(column) for column in zip(*chosen, strict=True))
-        self._queue.append(self._queued(step, decided, begun, *sampled))
+        self._queue.append(self._queued(step, parts, begun, *sampled))
         return self._generation.expect(step)
 
-    def _forwards(self, decided: ExecutionPlan) -> Iterator[tuple[Step, torch.Tensor, torch.Tensor]]:
+    def _forwards(self, parts: tuple[MicroBatch, ...]) -> Iterator[tuple[Step, torch.Tensor, torch.Tensor]]:
         """Run each part of a step; returns the places of its sampled tokens, and its logits."""
         known = self._generated.view(-1)
-        if self._graphs is not None and len(decided.parts) == 1 and self._graphs.takes(decided.parts[0].step):
-            ((step, _),) = decided.parts
+        if self._graphs is not None and len(parts) == 1 and self._graphs.takes(parts[0].step):
+            ((step, _),) = parts
             batch, logits = self._graphs.run(step, self._generation, known)
             yield step, batch.targets[: len(logits)], logits
             return
-        steps = [part.step for part in decided.parts]
+        steps = [part.step for part in parts]
         batches = upload([self._packed(step) for step in steps], self._device)
         batches = [batch._replace(ids=known_ids(batch.ids, known)) for batch in batches]
-        results = self._execution.run(decided, [partial(self._forward, batch) for batch in batches])
+        results = self._execution.run([partial(self._forward, batch) for batch in batches])
         yield from zip(steps, (batch.targets for batch in batches), results, strict=True)
 
     def _packed(self, step: Step) -> HostBatch:
@@ -208,12 +208,12 @@ class GpuEngine:
     def _queued(
         self,
         step: Step,
-        decided: ExecutionPlan,
+        parts: tuple[MicroBatch, ...],
         begun: torch.cuda.Event | None,
         tokens: torch.Tensor,
         finite: torch.Tensor,
     ) -> _Queued:
-        order, kept = order_of(decided.parts), np.ones(len(tokens), np.bool_)
+        order, kept = order_of(parts), np.ones(len(tokens), np.bool_)
         if self._device.type != "cuda":
             return _Queued(step, order, kept, tokens, finite, None, None)
         here = [torch.empty(x.shape, dtype=x.dtype, pin_memory=True) for x in (tokens, finite)]

@@ -1,10 +1,9 @@
-"""Execution of a step's forwards: one after the other, in halves, or side by side.
+"""Execution of a step's forwards: one after the other, or in two halves over two streams.
 
 `Sequential` runs one forward. `Interleaved` runs two halves of a step over two streams: products of matrices on one,
 attention on the other, so that while one half attends the other's products are computed (NanoFlow; Zhu et al., 2024,
 with two operations in place of its dozen). The halves are switched at the attention call: the queued work of one half
-ends with its attention, then the other's products are queued. `Partitioned` runs prefills and decodes as two forwards
-on disjoint sets of multiprocessors, switched at the same place so that both are fed.
+ends with its attention, then the other's products are queued.
 
 The streams of `Interleaved` pass memory to each other without `record_stream`. Each stream waits for the other by
 events, and the host frees memory that attention has read or written only after it has queued that wait. So the next
@@ -15,38 +14,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Protocol
 
 import torch
 
 from llmbatch.engine.gpu.handoff import Handoff
-from llmbatch.engine.gpu.microbatch import MicroBatch, halves, sides, whole
-from llmbatch.engine.gpu.step_cost import best_share, halves_pay
+from llmbatch.engine.gpu.microbatch import MicroBatch, halves, whole
+from llmbatch.engine.gpu.step_cost import halves_pay
 from llmbatch.perf_model.work import Rates
 from llmbatch.scheduler.output import Step
 
 Forward = Callable[[], torch.Tensor]
-SHARES: Final = (0.25, 0.375, 0.5, 0.625, 0.75)  # of the multiprocessors, that prefills may be given
-
-
-@dataclass(frozen=True, slots=True)
-class ExecutionPlan:
-    """How a step is run."""
-
-    parts: tuple[MicroBatch, ...]
-    share: float = 1.0  # of the multiprocessors, for the first part
 
 
 class Execution(Protocol):
     """Runs the forwards of steps."""
 
-    def decide(self, step: Step) -> ExecutionPlan:
-        """Decide how a step is run; touches no device."""
+    def cut(self, step: Step) -> tuple[MicroBatch, ...]:
+        """Cut a step into what is run at the same time; touches no device."""
         ...
 
-    def run(self, decided: ExecutionPlan, forwards: Sequence[Forward]) -> list[torch.Tensor]:
-        """Run the forwards of the parts; their results are ready for the current stream."""
+    def run(self, forwards: Sequence[Forward]) -> list[torch.Tensor]:
+        """Run the forwards of what a step was cut into; their results are ready for the current stream."""
         ...
 
     def attend(self, attention: Forward) -> torch.Tensor:
@@ -57,12 +46,12 @@ class Execution(Protocol):
 class Sequential:
     """One forward (`Execution`)."""
 
-    def decide(self, step: Step) -> ExecutionPlan:
+    def cut(self, step: Step) -> tuple[MicroBatch, ...]:
         """Keep the step whole."""
-        return ExecutionPlan(whole(step))
+        return whole(step)
 
-    def run(self, decided: ExecutionPlan, forwards: Sequence[Forward]) -> list[torch.Tensor]:
-        """Run the parts one after the other."""
+    def run(self, forwards: Sequence[Forward]) -> list[torch.Tensor]:
+        """Run them one after the other."""
         return [forward() for forward in forwards]
 
     def attend(self, attention: Forward) -> torch.Tensor:
@@ -124,11 +113,11 @@ class Interleaved:
         self._lane = lane
         self._turns = Handoff()
 
-    def decide(self, step: Step) -> ExecutionPlan:
-        """Choose halves, or the whole."""
-        return ExecutionPlan(halves(step) if halves_pay(step, self._rates) else whole(step))
+    def cut(self, step: Step) -> tuple[MicroBatch, ...]:
+        """Cut into halves, or keep the whole."""
+        return halves(step) if halves_pay(step, self._rates) else whole(step)
 
-    def run(self, decided: ExecutionPlan, forwards: Sequence[Forward]) -> list[torch.Tensor]:
+    def run(self, forwards: Sequence[Forward]) -> list[torch.Tensor]:
         """Run both halves in turns, on the current stream."""
         if len(forwards) == 1:
             return [forwards[0]()]
@@ -143,52 +132,6 @@ class Interleaved:
         result, join = self._lane.begin(attention)
         self._turns.switch()
         join()
-        return result
-
-
-Streams = Callable[[float], tuple[torch.cuda.Stream | None, torch.cuda.Stream | None]]
-
-
-class Partitioned:
-    """Prefills and decodes on two sets of multiprocessors (`Execution`), if by `rates` it can pay.
-
-    `streams` makes streams on two sets, the first with a given fraction of the multiprocessors; None if a device has
-    none.
-    """
-
-    def __init__(self, rates: Rates, streams: Streams) -> None:
-        self._rates = rates
-        self._streams = streams
-        self._turns = Handoff()
-
-    def decide(self, step: Step) -> ExecutionPlan:
-        """Choose both sides, or the whole."""
-        if 0 < step.num_decodes < len(step.slots):
-            parts = sides(step)
-            share = best_share(parts[0].step, parts[1].step, self._rates, SHARES)
-            if share is not None:
-                return ExecutionPlan(parts, share)
-        return ExecutionPlan(whole(step))
-
-    def run(self, decided: ExecutionPlan, forwards: Sequence[Forward]) -> list[torch.Tensor]:
-        """Run both at once, each on its stream."""
-        if len(forwards) == 1:
-            return [forwards[0]()]
-        streams = self._streams(decided.share)
-        for stream in streams:
-            if stream is not None:
-                stream.wait_stream(torch.cuda.current_stream())
-        first, second = (on(stream, forward) for stream, forward in zip(streams, forwards, strict=True))
-        results = self._turns.run(first, second)
-        for stream in streams:
-            if stream is not None:
-                torch.cuda.current_stream().wait_stream(stream)
-        return list(results)
-
-    def attend(self, attention: Forward) -> torch.Tensor:
-        """Attend at once; then it is the other's turn."""
-        result = attention()
-        self._turns.switch()
         return result
 
 

@@ -2,8 +2,7 @@
 
 A part must not read what another part has not written yet. Decodes write pages of their own. A prefill may read pages
 of prefills before it in the step, never of later ones (`llmbatch.scheduler.admission`). So parts whose layers write in
-their order may be cut anywhere in the order of the step (`halves`), and decodes and prefills never wait for one another
-(`sides`).
+their order may be cut anywhere in the order of the step (`halves`).
 """
 
 from __future__ import annotations
@@ -27,12 +26,6 @@ class MicroBatch(NamedTuple):
 def whole(step: Step) -> tuple[MicroBatch]:
     """Keep the step as one part."""
     return (MicroBatch(step, np.arange(len(step.slots))),)
-
-
-def sides(step: Step) -> tuple[MicroBatch, MicroBatch]:
-    """Split into the prefills, and the decodes."""
-    rows = np.arange(len(step.slots))
-    return _part(step, rows[step.num_decodes :]), _part(step, rows[: step.num_decodes])
 
 
 def halves(step: Step) -> tuple[MicroBatch, MicroBatch]:

@@ -10,7 +10,6 @@ near them (`llmbatch.engine.calibration.calibrate`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -55,16 +54,3 @@ def halves_pay(step: Step, rates: Rates) -> bool:
     """Tell whether two halves can be faster than the whole; a single token has none."""
     work = StepCost.of(step, rates)
     return step.num_tokens > 1 and work.in_halves < _WORTH * work.in_turn
-
-
-def best_share(prefills: Step, decodes: Step, rates: Rates, shares: Sequence[float]) -> float | None:
-    """Find the best fraction of the multiprocessors for a step's prefills; None if the whole is as fast."""
-    left, right = StepCost.of(prefills, rates), StepCost.of(decodes, rates)
-    in_turn = max(left.products + right.products, left.weights) + left.attention + right.reads
-
-    def seconds(share: float) -> float:
-        prefilled = max(left.products / share, left.weights) + left.attention / share
-        return max(prefilled, max(right.products / (1.0 - share), right.weights) + right.reads)
-
-    best = min(shares, key=seconds)
-    return best if seconds(best) < _WORTH * in_turn else None

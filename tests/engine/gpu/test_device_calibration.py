@@ -16,7 +16,6 @@ from llmbatch.engine.calibration.calibrate import calibrate_device, step_kinds
 from llmbatch.engine.calibration.step_timer import StepKind, measured
 from llmbatch.engine.calibration.store import CalibrationStore, DeviceCalibration, FittedStrategy
 from llmbatch.engine.gpu.engine import GpuEngine
-from llmbatch.engine.gpu.sm_partition import NoGreenContexts
 from llmbatch.engine.gpu.strategies import Strategy, make_execution
 from llmbatch.engine.model.loader import LoadedModel
 from llmbatch.kernels.triton.backend import TritonAttention
@@ -55,7 +54,6 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CalibrationStore:
 
 
 def test_every_strategy_is_timed_and_fitted() -> None:
-    """One that the device cannot run is named."""
     untyped: Any = Rule()
     config: Any = SimpleNamespace(vocab_size=VOCABULARY)
     loaded = LoadedModel(
@@ -74,15 +72,12 @@ def test_every_strategy_is_timed_and_fitted() -> None:
 
     def new_engine(name: Strategy, rates: Rates) -> GpuEngine:
         made.append(name)
-        if name == "partitioned":
-            raise NoGreenContexts("it is too old")
         execution = make_execution(name, rates, DEVICE)
         return GpuEngine(loaded, TritonAttention(DEVICE), num_pages=pages, page_size=16, execution=execution)
 
     ceilings = CostModel(SHAPE, HARDWARE, overlap=SEQUENTIAL)
     found = calibrate_device(ceilings, kinds, new_engine)
-    assert made == ["sequential", "interleaved", "partitioned"]
-    assert found.missing == {"partitioned": "it is too old"}
+    assert made == ["sequential", "interleaved"]
     assert found.fitted["sequential"].gain == 1.0
     assert found.fitted["sequential"].exponent == 1.0
     assert found.fitted["interleaved"].gain > 0
@@ -111,17 +106,17 @@ def test_work_of_steps_is_counted() -> None:
 @pytest.mark.parametrize(
     ("gains", "best"),
     [
-        ({"sequential": 1.0, "interleaved": 1.2, "partitioned": 1.1}, "interleaved"),
-        ({"sequential": 1.0, "interleaved": 0.8, "partitioned": 1.1}, "partitioned"),
+        ({"sequential": 1.0, "interleaved": 1.2}, "interleaved"),
+        ({"sequential": 1.0, "interleaved": 0.8}, "sequential"),
         ({"sequential": 1.0, "interleaved": 1.01}, "sequential"),
     ],
 )
 def test_a_strategy_is_taken_that_gains_more_than_noise(gains: dict[Strategy, float], best: str) -> None:
-    assert DeviceCalibration({name: fitted(gain) for name, gain in gains.items()}, {}).best == best
+    assert DeviceCalibration({name: fitted(gain) for name, gain in gains.items()}).best == best
 
 
 def test_what_was_measured_is_found_again(kept: CalibrationStore, tmp_path: Path) -> None:
-    calibration = DeviceCalibration({"sequential": fitted(1.0)}, {"partitioned": "it is too old"})
+    calibration = DeviceCalibration({"sequential": fitted(1.0), "interleaved": fitted(1.1)})
     assert kept.find() is None
     kept.keep(calibration)
     assert kept.find() == calibration
@@ -132,7 +127,8 @@ def test_what_was_measured_is_found_again(kept: CalibrationStore, tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{}", '{"fitted": {"sequential": {"hardware": {"name": "x"}}}, "missing": {}}', "[]"]
+    "text",
+    ["", "{}", '{"fitted": {"sequential": {"hardware": {"name": "x"}}}}', '{"fitted": {"partitioned": {}}}', "[]"],
 )
 def test_a_file_that_cannot_be_read_is_measured_again(kept: CalibrationStore, text: str) -> None:
     kept.path.parent.mkdir()

@@ -17,15 +17,13 @@ from llmbatch.engine.gpu.engine import GpuEngine
 from llmbatch.engine.gpu.execution import (
     AttentionStream,
     Execution,
-    ExecutionPlan,
     HostLane,
     Interleaved,
-    Partitioned,
     StreamLane,
 )
 from llmbatch.engine.gpu.handoff import Handoff
-from llmbatch.engine.gpu.microbatch import halves, order_of, sides, whole
-from llmbatch.engine.gpu.step_cost import best_share, halves_pay
+from llmbatch.engine.gpu.microbatch import MicroBatch, halves, order_of, whole
+from llmbatch.engine.gpu.step_cost import halves_pay
 from llmbatch.engine.model.loader import load_model
 from llmbatch.kernels.triton.backend import TritonAttention
 from llmbatch.perf_model.work import Rates
@@ -99,7 +97,7 @@ def test_halves_are_alike(step: Step) -> None:
 
 @given(STEPS)
 def test_what_parts_sample_is_found_in_the_order_of_the_step(step: Step) -> None:
-    for parts in (whole(step), sides(step), halves(step)):
+    for parts in (whole(step), halves(step)):
         sampled = np.concatenate([part.step.requests[part.step.samples] for part in parts])
         assert sampled[order_of(parts)].tolist() == step.requests[step.samples].tolist()
 
@@ -148,10 +146,10 @@ class Noted:
         self._execution = execution
         self.parts: list[int] = []
 
-    def decide(self, step: Step) -> ExecutionPlan:
-        decided = self._execution.decide(step)
-        self.parts.append(len(decided.parts))
-        return decided
+    def cut(self, step: Step) -> tuple[MicroBatch, ...]:
+        parts = self._execution.cut(step)
+        self.parts.append(len(parts))
+        return parts
 
 
 class Again:
@@ -175,18 +173,13 @@ def lane() -> AttentionStream:
     return StreamLane(DEVICE) if DEVICE.type == "cuda" else HostLane()
 
 
-@pytest.mark.parametrize(
-    "execution",
-    [Interleaved(EAGER, lane()), Partitioned(EAGER, lambda share: (None, None))],
-    ids=lambda e: type(e).__name__,
-)
-def test_answers_of_parts_are_those_of_generate(execution: Execution, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_answers_of_halves_are_those_of_generate(tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tiny_model_folder(tmp_path_factory.mktemp("llama"), "llama")
     rows = prompts()
     expected = generate(tiny_model("llama"), rows, [MAX_TOKENS] * len(rows), [EOS], PAD)
     loaded = load_model(folder, dtype="float32", platform=PLATFORM)
     golden = Golden(rows, MAX_TOKENS, page_size=4)
-    noted = Noted(execution)
+    noted = Noted(Interleaved(EAGER, lane()))
     engine = GpuEngine(loaded, TritonAttention(DEVICE), num_pages=golden.num_pages, page_size=4, execution=noted)
     assert golden.run(engine, Blend(0.1, 0.2), 16) == expected
     assert golden.cached > 0
@@ -221,12 +214,3 @@ def test_halves_pay_where_reads_are_long_and_tokens_hide_the_weights() -> None:
     assert not halves_pay(step_of(short, [(0, 900, True)]), rates)  # hardly anything is read
     assert not halves_pay(step_of([10_000], []), rates)  # there is one token
     assert not halves_pay(step_of([10] * 150, []), rates)  # the weights would be read twice, and bind
-
-
-def test_prefills_get_the_share_that_both_sides_end_with() -> None:
-    rates = Rates(1.0, 0.0, 0.0, 1.0, 0.0, False)
-    shares = (0.25, 0.5, 0.75)
-    prefills, decodes = (part.step for part in sides(step_of([999] * 2, [(0, 1000, True)])))
-    assert best_share(prefills, decodes, rates, shares) == 0.5
-    prefills, decodes = (part.step for part in sides(step_of([0], [(0, 1000, True)])))
-    assert best_share(prefills, decodes, rates, shares) is None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import pytest
 import torch
@@ -12,10 +11,7 @@ import torch
 pytest.importorskip("triton")
 
 from llmbatch.engine.gpu.cuda_graphs import GraphRecorder
-from llmbatch.engine.gpu.execution import ExecutionPlan, Partitioned, StreamLane
-from llmbatch.engine.gpu.microbatch import sides
-from llmbatch.perf_model.work import Rates
-from tests.engine.gpu.test_execution import step_of
+from llmbatch.engine.gpu.execution import StreamLane
 
 CARD = torch.device("cuda", 0)
 
@@ -89,21 +85,6 @@ def test_attention_is_queued_behind_products_and_products_behind_it(card: Card) 
         "products: the other half's products",
         "products waits for what beside -1 had",
         "products: products",
-    ]
-
-
-def test_both_sides_begin_after_what_is_queued_and_end_before_what_follows(card: Card) -> None:
-    streams: Any = Stream(card, "left"), Stream(card, "right")
-    execution = Partitioned(Rates(1.0, 0.0, 0.0, 1.0, 0.0, False), lambda share: streams)
-    decided = ExecutionPlan(sides(step_of([5], [(0, 4, True)])), 0.5)
-    execution.run(decided, [lambda: card.queue("prefills"), lambda: card.queue("decodes")])
-    assert card.log == [
-        "left waits for products",
-        "right waits for products",
-        "left: prefills",
-        "right: decodes",
-        "products waits for left",
-        "products waits for right",
     ]
 
 
