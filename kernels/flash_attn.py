@@ -55,23 +55,30 @@ class FlashAttention:
         packed = query.view(len(query), spec.query_heads, spec.width)
         window = (spec.window - 1 if spec.window else -1, 0 if spec.window else -1)
         out = self._call(
-            self._module, spec, packed, keys.transpose(1, 2), values.transpose(1, 2), window, plan, *tensors
-        )
+            self._module, spec, packed, keys.transpose(1, 2), values.transpose(1, 2), window, plan,
+            *tables_first(tensors),
+        )  # fmt: skip  # arguments in groups
         return out.reshape(query.shape)
 
 
 def plan_lengths(layout: BatchLayout, page_size: int) -> AttentionPlan:
     """Compute the block tables and lengths of a step.
 
-    Returns the tables, the first packed row of each sequence, the tokens of each including those computed now, and
-    their sums.
+    Its pages are the tables, flat: as wide as the longest sequence, since these kernels read no others. Its arrays are
+    the first packed row of each sequence, the tokens of each including those computed now, and their sums.
     """
     lengths = layout.starts + layout.counts
     longest = int(lengths.max())
     first = np.concatenate(([0], np.cumsum(layout.counts))).astype(np.int32)
     sums = np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
     tables = layout.tables[layout.slots, : -(-longest // page_size)]
-    return AttentionPlan((tables, first, lengths, sums), (int(layout.counts.max()), longest))
+    return AttentionPlan(tables.reshape(-1), (first, lengths, sums), (int(layout.counts.max()), longest))
+
+
+def tables_first(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Give the pages of `plan_lengths` back their shape [sequences, pages]."""
+    pages, first, lengths, sums = tensors
+    return [pages.view(len(lengths), -1), first, lengths, sums]
 
 
 def _call_3(

@@ -27,8 +27,14 @@ class BatchLayout:
 class AttentionPlan:
     """A backend's decisions for a step's layers of one kind."""
 
-    arrays: tuple[NDArray[np.int32], ...]  # to be uploaded
+    pages: NDArray[np.int32]  # that are read, to be uploaded
+    arrays: tuple[NDArray[np.int32], ...]  # likewise
     numbers: tuple[int, ...]  # for the host
+
+    @property
+    def uploaded(self) -> tuple[NDArray[np.int32], ...]:
+        """The pages, and the arrays."""
+        return self.pages, *self.arrays
 
 
 class PagedAttention(Protocol):
@@ -51,8 +57,8 @@ class PagedAttention(Protocol):
     ) -> torch.Tensor:
         """Attend `query` over the step's pages: [tokens, query heads * width], of the same shape as `query`.
 
-        `keys` and `values` are [pages, heads, page size, width]; `tensors` are the plan's arrays on the device. The
-        step's own keys and values are already in pages.
+        `keys` and `values` are [pages, heads, page size, width]; `tensors` are the plan's pages and arrays on the
+        device. The step's own keys and values are already in pages.
         """
         ...
 
@@ -61,10 +67,10 @@ class PagedAttention(Protocol):
 class GraphCapturable(PagedAttention, Protocol):
     """Attention whose launches depend on shapes alone, so that they can be recorded and repeated."""
 
-    def plan_fixed(self, layout: BatchLayout, spec: AttentionSpec, page_size: int, width: int) -> AttentionPlan:
-        """Plan a step of decodes as `plan` does, over tables of `width` pages.
+    def plan_fixed(self, layout: BatchLayout, spec: AttentionSpec, page_size: int) -> AttentionPlan:
+        """Plan a step of decodes as `plan` does.
 
-        Numbers and shapes are the same for the same number of rows; there may be two sets of them, one for rows that
-        share.
+        Numbers and shapes, but that of its pages, are the same for the same number of rows; there may be two sets of
+        them, one for rows that share.
         """
         ...

@@ -6,7 +6,7 @@ import inspect
 
 import torch
 
-from llmbatch.kernels.flash_attn import plan_lengths
+from llmbatch.kernels.flash_attn import plan_lengths, tables_first
 from llmbatch.kernels.interface import AttentionPlan, BatchLayout
 from llmbatch.kernels.spec import AttentionSpec
 
@@ -39,7 +39,7 @@ class VarlenAttention:
         tensors: list[torch.Tensor],
     ) -> torch.Tensor:
         """Attend all rows over their pages."""
-        tables, first, lengths, _ = tensors
+        tables, first, lengths, _ = tables_first(tensors)
         out = self._attend(
             query.view(len(query), spec.query_heads, spec.width),
             keys.transpose(1, 2),

@@ -167,6 +167,7 @@ def job(stage: Stage, requests: RequestBatch, strategy: Strategy, pool: Pool, or
     workload = Workload.of(requests)
     forecast = run_workload(workload, requests.max_tokens, cost, pool, scheduling).report
     engine = stage.engine(strategy, cost.rates, num_pages=pool.num_pages)
+    engine.record(range(1, len(requests) + 1))
     engine.begin(requests)
     noted = Noted(engine, cost.rates.reach)
     begun = time.perf_counter()

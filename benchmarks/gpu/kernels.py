@@ -86,7 +86,7 @@ class Step:
         self.plan = self.backend.plan(
             BatchLayout(self.tables, slots, self.starts, self.counts, decodes), self.spec, PAGE
         )
-        self.tensors = [stage.there(array) for array in self.plan.arrays]
+        self.tensors = [stage.there(array) for array in self.plan.uploaded]
 
     def run(self) -> torch.Tensor:
         """Attend."""

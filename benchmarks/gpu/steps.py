@@ -52,6 +52,7 @@ def measure(stage: Stage) -> dict[str, Any]:
     for name in STRATEGIES:
         engine = stage.engine(name, rates, num_pages=most)
         randomise(engine)
+        engine.record(kind.decodes for kind in every if not kind.prefills)
         seconds[name] = [time_step(engine, kind, runs=stage.sizes.runs)[1] for kind in every]
         profiles[name] = overlapped(stage, engine, StepKind(rows, keys, ((0, chunk // 4),)))
         del engine

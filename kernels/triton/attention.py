@@ -19,35 +19,43 @@ import triton
 import triton.language as tl
 from triton import knobs
 
-from llmbatch.kernels.work_items import BEGIN, COLUMNS, END, FIRST, PART, POSITION, SEQUENCE, TOKENS
+from llmbatch.kernels.work_items import BEGIN, COLUMNS, END, FIRST, PART, POSITION, TABLE, TOKENS
 
-_LOG2E = tl.constexpr(1.4426950408889634)
+LOG2E: Final = 1.4426950408889634
+_LOG2E = tl.constexpr(LOG2E)
 _NOTHING = tl.constexpr(-1.0e30)  # below every score, and finite: it may be subtracted from itself
 _ITEM = tl.constexpr(COLUMNS)
-_SEQUENCE, _FIRST, _TOKENS = tl.constexpr(SEQUENCE), tl.constexpr(FIRST), tl.constexpr(TOKENS)
+_TABLE, _FIRST, _TOKENS = tl.constexpr(TABLE), tl.constexpr(FIRST), tl.constexpr(TOKENS)
 _POSITION, _BEGIN, _END, _PART = tl.constexpr(POSITION), tl.constexpr(BEGIN), tl.constexpr(END), tl.constexpr(PART)
 
 
 @triton.jit
 def _walk(
-    state, q, keys, values, table, head, heads, positions, begin, low, high, end, scale, softcap, window,
+    state, q, pool, rows, span, scaling,
     WIDTH: tl.constexpr, PADDED: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr,
     CAPPED: tl.constexpr, MASKED: tl.constexpr, WINDOWED: tl.constexpr, PRECISION: tl.constexpr,
     WIDENED: tl.constexpr,
 ):  # fmt: skip  # arguments in groups
-    """Walk over the tiles from `low` to `high`; keys before `begin` and from `end` on are not the item's.
+    """Walk over the tiles of a `span` of keys.
 
-    A tile's pages are looked up while the one before is attended: a load from an address that was itself just loaded
-    cannot be issued early, and without this only one tile at a time was.
+    `span` is (first tile, end of tiles, the item's first key, its end): keys outside of the item are not seen.
+    `pool` is (keys, values, the sequence's pages, KV head, KV heads), `rows` (positions, window), `scaling` (factor,
+    inner): a product is multiplied by the factor, after it was capped if it is. A tile's pages are looked up while the
+    one before is attended: a load from an address that was itself just loaded cannot be issued early, and without this
+    only one tile at a time was.
     """
     acc, highest, total = state
+    keys, values, pages, head, heads = pool
+    positions, window = rows
+    low, high, begin, end = span
+    factor, inner = scaling
     d = tl.arange(0, PADDED)
     n = tl.arange(0, TILE)
-    page = tl.load(table + (low + n) // SIZE, mask=low + n < end, other=0)
+    page = tl.load(pages + (low + n) // SIZE, mask=low + n < end, other=0)
     for start in range(low, high, TILE):
         key = start + n
         there = key < end
-        following = tl.load(table + (key + TILE) // SIZE, mask=key + TILE < end, other=0)
+        following = tl.load(pages + (key + TILE) // SIZE, mask=key + TILE < end, other=0)
         at = ((page.to(tl.int64) * heads + head) * SIZE + key % SIZE)[:, None] * WIDTH + d[None, :]
         if MASKED:
             load = there[:, None] & (d < WIDTH)[None, :]
@@ -61,17 +69,16 @@ def _walk(
             v = tl.load(values + at)
         if WIDENED:
             k, v = k.to(tl.float32), v.to(tl.float32)
-        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         if CAPPED:
-            scores = softcap * (1.0 - 2.0 / (tl.exp2(scores * (2.0 * _LOG2E / softcap)) + 1.0))
-        scores = scores * _LOG2E
+            scores = 1.0 - 2.0 / (tl.exp2(scores * inner) + 1.0)
         if MASKED:
             seen = (key[None, :] <= positions[:, None]) & there[None, :] & (key >= begin)[None, :]
             if WINDOWED:
                 seen = seen & (key[None, :] > positions[:, None] - window)
             scores = tl.where(seen, scores, float("-inf"))
-        new = tl.maximum(highest, tl.max(scores, 1))
-        weights = tl.exp2(scores - new[:, None])
+        new = tl.maximum(highest, tl.max(scores, 1) * factor)
+        weights = tl.exp2(scores * factor - new[:, None])  # one multiply-add an element
         alpha = tl.exp2(highest - new)
         total = total * alpha + tl.sum(weights, 1)
         acc = acc * alpha[:, None]
@@ -84,8 +91,8 @@ def _walk(
 
 @triton.jit
 def _attend(
-    query, out, partial, sums, keys, values, tables, items, order, parts, sinks, table_width, heads, query_stride,
-    scale, softcap, window,
+    query, out, partial, sums, keys, values, pages, items, order, parts, sinks, heads, query_stride, window,
+    factor, inner,
     GROUP: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
     TILE: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr, SINKS: tl.constexpr, GATHERED: tl.constexpr,
     PRECISION: tl.constexpr, WIDENED: tl.constexpr,
@@ -95,7 +102,6 @@ def _attend(
     first, tokens = tl.load(item + _FIRST), tl.load(item + _TOKENS)
     position, begin, end = tl.load(item + _POSITION), tl.load(item + _BEGIN), tl.load(item + _END)
     part = tl.load(item + _PART)
-    table = tables + tl.load(item + _SEQUENCE).to(tl.int64) * table_width
 
     row = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     token = row // GROUP
@@ -109,13 +115,15 @@ def _attend(
     if WIDENED:
         q = q.to(tl.float32)
 
-    positions = position + token
     last = tl.minimum(position + tokens, end)  # one past the last key that any row sees
     whole_from, low = begin, begin
     if WINDOWED:
         low = tl.maximum(begin, tl.maximum(0, position - window + 1) // TILE * TILE)
         whole_from = tl.maximum(low, (tl.maximum(0, position + tokens - window) + TILE - 1) // TILE * TILE)
     whole_to = tl.minimum(position + 1, end) // TILE * TILE  # tiles before it are seen by every row
+    pool = (keys, values, pages + tl.load(item + _TABLE).to(tl.int64), head, heads)
+    rows = (position + token, window)
+    scaling = (factor, inner)
     state = (
         tl.zeros([BLOCK, PADDED], tl.float32),
         tl.full([BLOCK], _NOTHING, tl.float32),
@@ -123,16 +131,16 @@ def _attend(
     )
     if WINDOWED:
         state = _walk(
-            state, q, keys, values, table, head, heads, positions, begin, low, tl.minimum(whole_from, last), last,
-            scale, softcap, window, WIDTH, PADDED, SIZE, TILE, CAPPED, True, True, PRECISION, WIDENED,
+            state, q, pool, rows, (low, tl.minimum(whole_from, last), begin, last), scaling,
+            WIDTH, PADDED, SIZE, TILE, CAPPED, True, True, PRECISION, WIDENED,
         )  # fmt: skip  # arguments in groups
     state = _walk(
-        state, q, keys, values, table, head, heads, positions, begin, whole_from, whole_to, last,
-        scale, softcap, window, WIDTH, PADDED, SIZE, TILE, CAPPED, False, WINDOWED, PRECISION, WIDENED,
+        state, q, pool, rows, (whole_from, whole_to, begin, last), scaling,
+        WIDTH, PADDED, SIZE, TILE, CAPPED, False, WINDOWED, PRECISION, WIDENED,
     )  # fmt: skip  # arguments in groups
     acc, highest, total = _walk(
-        state, q, keys, values, table, head, heads, positions, begin, tl.maximum(whole_from, whole_to), last, last,
-        scale, softcap, window, WIDTH, PADDED, SIZE, TILE, CAPPED, True, WINDOWED, PRECISION, WIDENED,
+        state, q, pool, rows, (tl.maximum(whole_from, whole_to), last, begin, last), scaling,
+        WIDTH, PADDED, SIZE, TILE, CAPPED, True, WINDOWED, PRECISION, WIDENED,
     )  # fmt: skip  # arguments in groups
 
     if part < 0:
@@ -155,13 +163,14 @@ def _merge(
     partial,
     sums,
     parts,
+    merged,
     sinks,
     query_heads,
     WIDTH: tl.constexpr,
     PADDED: tl.constexpr,
     SINKS: tl.constexpr,
 ):
-    row, head = tl.program_id(0), tl.program_id(1)
+    row, head = tl.load(merged + tl.program_id(0)), tl.program_id(1)
     count, first_part = tl.load(parts + row * 2), tl.load(parts + row * 2 + 1)
     d = tl.arange(0, PADDED)
     used = d < WIDTH
@@ -185,6 +194,7 @@ def _merge(
 _DECODE_BLOCK: Final = 16  # rows; the least that a matrix product takes
 _BLOCK: Final = 128
 _WIDE_BLOCK: Final = 32  # in float32: a program has registers for so many
+_BESIDE_REGISTERS: Final = 176
 
 
 def block_tokens(group: int) -> int:
@@ -195,21 +205,26 @@ def block_tokens(group: int) -> int:
 class Launch(NamedTuple):
     """How an item is given to programs, and what each holds."""
 
-    blocks: int  # programs an item and KV head
+    programs: int  # of an item and KV head
     block: int  # rows of a program
     tile: int  # keys at once
     warps: int
     stages: int  # tiles on their way at once, and one
+    registers: int | None = None  # of a thread, at most
 
     @classmethod
-    def of(cls, dtype: torch.dtype, width: int, group: int, *, many: bool) -> Launch:
-        """Choose by `width` of a head, `group` query heads a KV head, and items of `many` rows or of one token."""
+    def of(cls, dtype: torch.dtype, width: int, group: int, *, blocks: bool, hopper: bool = False) -> Launch:
+        """Choose by `width` of a head, `group` query heads a KV head, and items of `blocks` of rows or one token.
+
+        On Hopper blocks leave registers for a program of decodes beside them, which takes no spills there.
+        """
         least = max(_DECODE_BLOCK, triton.next_power_of_2(group))
-        rows = _BLOCK if many else least
+        rows = _BLOCK if blocks else least
         if dtype == torch.float32:
             block = min(rows, max(least, _WIDE_BLOCK))
             return cls(rows // block, block, 32 if width <= 128 else 16, 4, 2)
-        return cls(1, rows, 64 if width <= 128 else 32, 8 if many else 4, 3)
+        registers = _BESIDE_REGISTERS if blocks and hopper and width <= 128 else None
+        return cls(1, rows, 64 if width <= 128 else 32, 8 if blocks else 4, 3, registers)
 
 
 def attend(
@@ -219,11 +234,11 @@ def attend(
     sums: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    tables: torch.Tensor,
+    pages: torch.Tensor,
     items: torch.Tensor,
     parts: torch.Tensor,
     *,
-    many: bool,
+    blocks: bool,
     order: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
     group: int,
@@ -235,46 +250,55 @@ def attend(
 
     `query` is [tokens, >= heads * group * width], its first columns the rotated queries, head by head; `out` is
     [tokens, heads * group * width]; `keys` and `values` are [pages, heads, page size, width], the page size a power of
-    two. bfloat16, float16 or float32, all the same. `tables` int32 [sequences, pages]; `items` int32 [n, 7], blocks of
-    `many` rows or of one token each, whose rows are found by `order` if it is given; `partial` float32 [all parts,
+    two. bfloat16, float16 or float32, all the same. `pages` int32, one sequence behind the other; `items` int32 [n, 7],
+    `blocks` of rows or one token each, whose rows are found by `order` if it is given; `partial` float32 [all parts,
     heads * group, width] and `sums` [all parts, heads * group], in which those of a row begin at `parts` int32 [rows,
-    2]; `sinks` [heads * group] or None. A `window` or `softcap` of 0 means none.
+    2]; `sinks` [heads * group] or None. A `window` or `softcap` of 0 means none; `scale` is positive.
     """
     if len(items) == 0:
         return
     heads, size, width = keys.shape[1:]
-    launch = Launch.of(keys.dtype, width, group, many=many)
-    _attend[(len(items), heads, launch.blocks)](
-        query, out, partial, sums, keys, values, tables, items, items if order is None else order, parts,
-        items if sinks is None else sinks, tables.stride(0), heads, query.stride(0),
-        scale, softcap, window,
+    hopper = keys.is_cuda and torch.cuda.get_device_capability(keys.device)[0] == 9
+    launch = Launch.of(keys.dtype, width, group, blocks=blocks, hopper=hopper)
+    _attend[(len(items), heads, launch.programs)](
+        query, out, partial, sums, keys, values, pages, items, items if order is None else order, parts,
+        items if sinks is None else sinks, heads, query.stride(0), window,
+        (softcap or scale) * LOG2E, 2.0 * LOG2E * scale / softcap if softcap else 0.0,
         GROUP=group, WIDTH=width, PADDED=max(16, triton.next_power_of_2(width)), SIZE=size,
         BLOCK=launch.block, TILE=launch.tile,
         CAPPED=softcap > 0, WINDOWED=window > 0, SINKS=sinks is not None, GATHERED=order is not None,
         PRECISION="ieee" if keys.dtype == torch.float32 else "tf32",
         # The interpreter's products take no bfloat16; those of a device are exact in float32, as these are.
         WIDENED=knobs.runtime.interpret and keys.dtype == torch.bfloat16,
-        num_warps=launch.warps, num_stages=launch.stages,
+        num_warps=launch.warps, num_stages=launch.stages, maxnreg=launch.registers,
+        enable_fp_fusion=True,
     )  # fmt: skip  # arguments in groups
 
 
 def merge(
-    out: torch.Tensor, partial: torch.Tensor, sums: torch.Tensor, parts: torch.Tensor, sinks: torch.Tensor | None
+    out: torch.Tensor,
+    partial: torch.Tensor,
+    sums: torch.Tensor,
+    parts: torch.Tensor,
+    merged: torch.Tensor,
+    sinks: torch.Tensor | None,
 ) -> None:
-    """Merge the parts of each row, weighted by their sums, into `out`.
+    """Merge the parts of the rows `merged` int32 [n], weighted by their sums, into `out`.
 
     `parts` int32 [rows, 2]: how many parts a row has, and the first's place. Rows without parts are left alone.
     """
     query_heads, width = partial.shape[1:]
-    _merge[(len(parts), query_heads)](
+    _merge[(len(merged), query_heads)](
         out,
         partial,
         sums,
         parts,
+        merged,
         parts if sinks is None else sinks,
         query_heads,
         WIDTH=width,
         PADDED=triton.next_power_of_2(width),
         SINKS=sinks is not None,
         num_warps=1,
+        enable_fp_fusion=True,
     )

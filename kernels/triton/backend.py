@@ -10,10 +10,12 @@ from llmbatch.kernels.cascade import GROUPS, Groups
 from llmbatch.kernels.interface import AttentionPlan, BatchLayout
 from llmbatch.kernels.spec import AttentionSpec
 from llmbatch.kernels.triton import attention as triton_attention
+from llmbatch.kernels.triton.side_stream import SideStream
 from llmbatch.kernels.work_items import WorkItems, cut_items, most_items
 
 _PROGRAMS = 16  # a multiprocessor, of decodes: enough for the last wave of them to be short
 _INTERPRETED = 2  # multiprocessors, where there are none
+_PARTS = 4  # among the arrays of a plan
 
 
 class TritonAttention:
@@ -29,31 +31,28 @@ class TritonAttention:
         self._programs = _PROGRAMS * units
         self.cascade: bool = groups.rows > 0
         self._groups = groups
+        self._beside = SideStream(device)
 
     def plan(self, layout: BatchLayout, spec: AttentionSpec, page_size: int) -> AttentionPlan:
         """Cut the step into items."""
-        items = self._cut(layout, spec, page_size)
-        longest = int((layout.starts + layout.counts).max(initial=1))
-        tables = layout.tables[layout.slots, : -(-longest // page_size)]
-        return AttentionPlan((tables, *items), (int(items.parts[:, 0].sum()),))
+        pages, *items = self._cut(layout, spec, page_size)
+        return AttentionPlan(pages, tuple(items), (int(items[_PARTS][:, 0].sum()),))
 
-    def plan_fixed(self, layout: BatchLayout, spec: AttentionSpec, page_size: int, width: int) -> AttentionPlan:
+    def plan_fixed(self, layout: BatchLayout, spec: AttentionSpec, page_size: int) -> AttentionPlan:
         """Cut a step of decodes into items, padded with empty ones to the most that so many decodes can have."""
         items = self._cut(layout, spec, page_size)
         rows, block = len(layout.slots), triton_attention.block_tokens(spec.group)
         most = most_items(rows, block, spec.heads, self._programs, self._groups)
         shares = len(items.shared) > 0
-        padded = WorkItems(
-            decodes=_padded(items.decodes, most.decodes),
-            prefills=items.prefills,
-            shared=_padded(items.shared, most.shared if shares else 0),
-            order=_padded(items.order, rows if shares else 0),
-            parts=items.parts,
+        fixed = (
+            _padded(items.decodes, most.decodes),
+            items.prefills,
+            _padded(items.shared, most.shared if shares else 0),
+            _padded(items.order, rows if shares else 0),
+            items.parts,
+            np.arange(rows, dtype=np.int32),
         )
-        tables = np.zeros((rows, width), np.int32)
-        given = layout.tables[layout.slots, :width]
-        tables[:, : given.shape[1]] = given
-        return AttentionPlan((tables, *padded), (most.decodes + (block * most.shared if shares else 0),))
+        return AttentionPlan(items.pages, fixed, (most.decodes + (block * most.shared if shares else 0),))
 
     def attend(
         self,
@@ -64,19 +63,33 @@ class TritonAttention:
         plan: AttentionPlan,
         tensors: list[torch.Tensor],
     ) -> torch.Tensor:
-        """Attend decodes, prefills and shared prefixes in a launch each, if there are any, and merge what was cut."""
-        tables, decodes, prefills, shared, order, parts = tensors
-        (waiting,) = plan.numbers
+        """Attend blocks of rows and decodes at the same time, and merge what was cut.
+
+        Decodes wait for memory and blocks for the matrix units; a program of each fits a multiprocessor.
+        """
+        pages, decodes, prefills, shared, order, parts, merged = tensors
+        (num_partials,) = plan.numbers
         out = torch.empty_like(query)
-        sums = query.new_empty((waiting, spec.query_heads), dtype=torch.float32)
-        partial = query.new_empty((waiting, spec.query_heads, spec.width), dtype=torch.float32)
-        for items, many, rows in ((shared, True, order), (decodes, False, None), (prefills, True, None)):
+        sums = query.new_empty((num_partials, spec.query_heads), dtype=torch.float32)
+        partial = query.new_empty((num_partials, spec.query_heads, spec.width), dtype=torch.float32)
+
+        def launch(items: torch.Tensor, *, blocks: bool, rows: torch.Tensor | None = None) -> None:
             triton_attention.attend(
-                query, out, partial, sums, keys, values, tables, items, parts, many=many, order=rows, sinks=spec.sinks,
-                group=spec.group, scale=spec.scale, window=spec.window, softcap=spec.softcap,
+                query, out, partial, sums, keys, values, pages, items, parts, blocks=blocks, order=rows,
+                sinks=spec.sinks, group=spec.group, scale=spec.scale, window=spec.window, softcap=spec.softcap,
             )  # fmt: skip  # arguments in groups
-        if waiting:
-            triton_attention.merge(out, partial, sums, parts, spec.sinks)
+
+        def attend_blocks() -> None:
+            launch(prefills, blocks=True)
+            launch(shared, blocks=True, rows=order)
+
+        if len(decodes) and len(prefills) + len(shared):
+            self._beside.run(attend_blocks, lambda: launch(decodes, blocks=False))
+        else:
+            attend_blocks()
+            launch(decodes, blocks=False)
+        if num_partials:
+            triton_attention.merge(out, partial, sums, parts, merged, spec.sinks)
         return out
 
     def _cut(self, layout: BatchLayout, spec: AttentionSpec, page_size: int) -> WorkItems:

@@ -98,14 +98,17 @@ def normalize(x: torch.Tensor, weight: torch.Tensor, epsilon: float, out: torch.
     """Apply RMSNorm to each row: out = x / sqrt(mean(x**2) + epsilon) * weight; [rows, width], `weight` float32."""
     rows, width = x.shape
     padded = triton.next_power_of_2(width)
-    _normalize[(rows,)](x, weight, out, width, epsilon, PADDED=padded, num_warps=min(16, max(1, padded // 512)))
+    warps = min(16, max(1, padded // 512))
+    _normalize[(rows,)](x, weight, out, width, epsilon, PADDED=padded, num_warps=warps, enable_fp_fusion=True)
 
 
 def gate(x: torch.Tensor, activation: int, out: torch.Tensor) -> None:
     """Compute out = activation(x[:, :width]) * x[:, width:], for `out` [rows, width]."""
     assert activation in (SILU, GELU_TANH), "an activation of llmbatch.kernels.spec"
     total = out.numel()
-    _gate[(triton.cdiv(total, _GATE_BLOCK),)](x, out, out.shape[1], total, ACTIVATION=activation, BLOCK=_GATE_BLOCK)
+    _gate[(triton.cdiv(total, _GATE_BLOCK),)](
+        x, out, out.shape[1], total, ACTIVATION=activation, BLOCK=_GATE_BLOCK, enable_fp_fusion=True
+    )
 
 
 def rotate_and_store(
@@ -136,5 +139,5 @@ def rotate_and_store(
         packed if query_norm is None else query_norm, packed if key_norm is None else key_norm,
         places, keys, values, query_heads, heads, epsilon,
         WIDTH=width, PADDED=max(16, triton.next_power_of_2(width)), ROTARY=rotary, SIZE=size, BLOCK=_HEADS_BLOCK,
-        QUERY_NORM=query_norm is not None, KEY_NORM=key_norm is not None,
+        QUERY_NORM=query_norm is not None, KEY_NORM=key_norm is not None, enable_fp_fusion=True,
     )  # fmt: skip  # arguments in groups

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -43,12 +44,16 @@ class EngineFactory:
     attention: PagedAttention | None = None  # None: on the processor
     strategy: Strategy = "sequential"
     records: bool = False  # small steps of decodes
+    max_running: int = 1
     notes: tuple[str, ...] = ()  # for the user, a sentence each
 
     def engine(self, loaded: LoadedModel, decode: Callable[[NDArray[np.int32]], str]) -> StreamEngine:
         """Build a new engine, with the memory of the pool; `decode` turns tokens into text."""
         if self.attention is not None:
-            return self.accelerated(loaded, strategy=self.strategy, rates=self.cost.rates, decode=decode)
+            engine = self.accelerated(loaded, strategy=self.strategy, rates=self.cost.rates, decode=decode)
+            with suppress(RuntimeError):  # one was recorded before; without a recording steps are launched as others
+                engine.record(range(1, self.max_running + 1))
+            return engine
         from llmbatch.engine.cpu.engine import CpuEngine
 
         return CpuEngine(loaded, num_pages=self.pool.num_pages, page_size=self.pool.page_size, decode=decode)
@@ -122,7 +127,7 @@ def prepare(
         notes = (*notes, f"small steps are not recorded as CUDA graphs, and take longer: {room.unrecorded}")
     ceilings = replace(_ceilings(platform, model), cascade=attention.cascade)
     whole = Pool(max(1, room.pool_bytes // (model.bytes_per_token * size)), size)
-    uncalibrated = EngineFactory(whole, ceilings, attention, records=room.unrecorded is None)
+    uncalibrated = EngineFactory(whole, ceilings, attention, records=room.unrecorded is None, max_running=rows)
     calibration, found_notes = _calibration(uncalibrated, loaded, _kept(platform, model, config))
     strategy = _strategy(calibration, config)
     cost = calibration.fitted[strategy].cost(shape_of(model))

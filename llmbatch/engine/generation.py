@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from llmbatch.compilation.decorators import compiled
 from llmbatch.engine.seeds import mix
+from llmbatch.engine.stop_strings import StopTokens, last_characters
 from llmbatch.preprocess.request_batch import RequestBatch
 from llmbatch.scheduler.output import FinishReason, Step, StepResult
 
@@ -34,6 +35,7 @@ class TokenBuffers:
     ) -> None:
         self._eos = np.array(eos, np.int32)
         self._decode = decode
+        self._stop_tokens = None if decode is None else StopTokens(decode)
         self._seed = seed
         self.tokens: NDArray[np.int32] = np.zeros((16, 64), np.int32)
         self.lengths: NDArray[np.int32] = np.zeros(16, np.int32)
@@ -52,6 +54,10 @@ class TokenBuffers:
         self.top_k: NDArray[np.int32] = np.array([p.top_k for p in params], np.int32)[index]
         self.top_p: NDArray[np.float32] = np.array([p.top_p for p in params], np.float32)[index]
         self._ignore_eos = np.array([p.ignore_eos for p in params], np.bool_)[index]
+        ends = [last_characters(p.stop) for p in params]
+        places = {one: i for i, one in enumerate(dict.fromkeys(ends))}
+        self._ends = list(places)
+        self._ends_index = np.array([places[one] for one in ends], np.int32)[index]
         self._has_stop = np.array([bool(p.stop) for p in params], np.bool_)[index]
         given = np.array([-1 if p.seed is None else p.seed for p in params], np.int64)[index]
         self.seeds: NDArray[np.uint64] = _seeds(given, self._seed, requests.serial)
@@ -98,7 +104,7 @@ class TokenBuffers:
         finished = np.full(len(slots), FinishReason.RUNNING, np.uint8)
         finished[self.lengths[slots] >= self.requests.max_tokens[requests]] = FinishReason.LENGTH
         finished[np.isin(tokens, self._eos) & ~self._ignore_eos[requests]] = FinishReason.STOP
-        for i in np.flatnonzero(self._has_stop[requests] & kept):
+        for i in self._may_stop(requests, tokens, kept):
             if self._stopped(int(slots[i]), int(requests[i])):
                 finished[i] = FinishReason.STOP
         finished[~finite] = FinishReason.ERROR
@@ -110,6 +116,17 @@ class TokenBuffers:
         tokens = self.tokens[slot, : self.lengths[slot]].copy()
         self.lengths[slot] = 0
         return tokens
+
+    def _may_stop(
+        self, requests: NDArray[np.int32], tokens: NDArray[np.int32], kept: NDArray[np.bool_]
+    ) -> NDArray[np.intp]:
+        """List the samples whose token can complete one of their request's stop strings."""
+        may = self._has_stop[requests] & kept
+        if self._stop_tokens is not None and may.any():
+            for ends in np.unique(self._ends_index[requests[may]]):
+                these = np.flatnonzero(may & (self._ends_index[requests] == ends))
+                may[these] = self._stop_tokens.can_complete(self._ends[ends], tokens[these])
+        return np.flatnonzero(may)
 
     def _stopped(self, slot: int, request: int) -> bool:
         """Tell whether the newest token completes one of the request's stop strings."""

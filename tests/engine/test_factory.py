@@ -87,7 +87,8 @@ def test_a_card_is_calibrated_once(card: Card, described: ModelConfig, tmp_path:
     first, again = prepared(described), prepared(described)
     assert card.calibrated == 1
     [file] = (tmp_path / "cache" / "calibrations").iterdir()
-    told = f"the GPU was calibrated for this model in 0 seconds: interleaved is 1.30 x as fast as sequential; kept in {file}"
+    told = "the GPU was calibrated for this model in 0 seconds: interleaved is 1.30 x as fast as sequential; "
+    told += f"kept in {file}"
     assert first.notes == ("a note", told)
     assert again.notes == ("a note",)
     assert again.cost == first.cost == card.calibration.fitted["interleaved"].cost(first.cost.shape)

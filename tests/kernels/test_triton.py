@@ -107,9 +107,8 @@ def check(case: Case, seed: int = 0) -> None:
     columns = (np.array(starts, np.int32), np.array(counts, np.int32))
     backend = TritonAttention(DEVICE, case.groups)
     layout = BatchLayout(tables, slots, *columns, len(case.decodes))
-    width = tables.shape[1] + 3
-    plan = backend.plan_fixed(layout, spec, case.size, width) if case.fixed else backend.plan(layout, spec, case.size)
-    tensors = [torch.from_numpy(np.ascontiguousarray(array)).to(DEVICE) for array in plan.arrays]
+    plan = backend.plan_fixed(layout, spec, case.size) if case.fixed else backend.plan(layout, spec, case.size)
+    tensors = [torch.from_numpy(np.ascontiguousarray(array)).to(DEVICE) for array in plan.uploaded]
     with poisoned_memory():
         got = backend.attend(spec, query, keys, values, plan, tensors)
     expected = reference.attend(
@@ -155,6 +154,11 @@ def test_attention_caps_its_scores_and_knows_sinks(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("shared", [0, 512])
 def test_attention_is_the_same_where_launches_are_fixed(shared: int) -> None:
     check(Case(heads=1, decodes=tuple(range(0, 340, 10)), prefills=(), shared=shared, fixed=True))
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+def test_a_short_chunk_behind_many_keys_is_cut(sinks: bool) -> None:
+    check(Case(decodes=(600,), prefills=((1500, 40), (3, 5)), heads=1, sinks=sinks))
 
 
 def test_a_decode_is_cut_where_there_are_few() -> None:

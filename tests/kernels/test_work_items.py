@@ -20,7 +20,7 @@ from llmbatch.kernels.work_items import (
     LEAST_KEYS,
     PART,
     POSITION,
-    SEQUENCE,
+    TABLE,
     TOKENS,
     WorkItems,
     cut_items,
@@ -65,7 +65,7 @@ def keys_of(items: WorkItems, decodes: int) -> list[list[tuple[int, int, int]]]:
     """(part, begin, end) of each decode."""
     found: list[list[tuple[int, int, int]]] = [[] for _ in range(decodes)]
     for item in items.decodes.tolist():
-        assert (item[TOKENS], item[FIRST]) == (1, item[SEQUENCE])
+        assert item[TOKENS] == 1
         found[item[FIRST]].append((item[PART], item[BEGIN], item[END]))
     for item in items.shared.tolist():
         assert item[POSITION] == EVERYTHING
@@ -126,15 +126,54 @@ def test_every_prefilled_token_is_in_one_block_and_sees_what_came_before(
     tables = tables_of(starts, counts, [-1] * len(starts), 0)
     items = cut(tables, starts, counts, decodes, block=block)
     first = np.cumsum([0, *counts])
-    seen: list[int] = []
+    ranges: dict[int, list[tuple[int, int, int]]] = {row: [] for row in range(decodes, sum(counts))}
     for item in items.prefills.tolist():
-        i = item[SEQUENCE]
+        i = int(np.searchsorted(first, item[FIRST], side="right")) - 1
         assert 1 <= item[TOKENS] <= block
         assert item[POSITION] - starts[i] == item[FIRST] - first[i]
-        assert (item[BEGIN], item[END], item[PART]) == (0, item[POSITION] + item[TOKENS], -1)
-        seen += range(item[FIRST], item[FIRST] + item[TOKENS])
-    assert sorted(seen) == list(range(decodes, sum(counts)))
-    assert items.prefills[:, END].tolist() == sorted(items.prefills[:, END].tolist(), reverse=True)
+        for row in range(item[FIRST], item[FIRST] + item[TOKENS]):
+            ranges[row].append((item[PART], item[BEGIN], min(item[END], item[POSITION] + item[TOKENS])))
+    numbers = dict(zip(items.merged.tolist(), items.parts[items.merged].tolist(), strict=True))
+    for row, found in ranges.items():
+        begin, end = min(found)[1], max(found)[2]
+        i = int(np.searchsorted(first, row, side="right")) - 1
+        assert begin == 0
+        assert end > starts[i] + row - first[i]
+        assert all(a[2] == b[1] for a, b in pairwise(sorted(found)))
+        assert [part for part, _, _ in sorted(found)] == (list(range(len(found))) if len(found) > 1 else [-1])
+        assert numbers.get(row, [0])[0] == (len(found) if len(found) > 1 else 0)
+    places = [place for count, first_part in numbers.values() for place in range(first_part, first_part + count)]
+    assert sorted(places) == list(range(len(places)))
+    keys = (items.prefills[:, END] - items.prefills[:, BEGIN]).tolist()
+    assert keys == sorted(keys, reverse=True)
+
+
+def test_a_short_chunk_behind_many_keys_is_cut_so_that_it_fills_the_device() -> None:
+    starts, counts = [8 * LEAST_KEYS], [20]
+    items = cut(tables_of(starts, counts, [-1], 0), starts, counts, 0, programs=64)
+    assert len(items.prefills) == 8
+    assert items.merged.tolist() == list(range(20))
+    assert items.parts[:, 0].tolist() == [8] * 20
+    assert len(cut(tables_of(starts, counts, [-1], 0), starts, counts, 0, window=99).prefills) == 1
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 700), st.integers(1, 300)), min_size=1, max_size=12),
+    st.sampled_from([0, 100, 300]),
+)
+def test_pages_that_are_read_are_listed_and_no_others(sequences: list[tuple[int, int]], window: int) -> None:
+    starts, counts = [start for start, _ in sequences], [count for _, count in sequences]
+    tables = tables_of(starts, counts, [-1] * len(starts), 0)
+    items = cut(tables, starts, counts, 0, window=window)
+    first = np.cumsum([0, *counts])
+    for item in items.prefills.tolist():
+        i = int(np.searchsorted(first, item[FIRST], side="right")) - 1
+        low = max(item[BEGIN], max(0, item[POSITION] + 1 - window) // ALIGN * ALIGN if window else 0)
+        for key in range(low, item[END]):
+            assert items.pages[item[TABLE] + key // SIZE] == tables[i, key // SIZE]
+    low_pages = [max(0, start + 1 - window) // ALIGN * ALIGN // SIZE if window else 0 for start in starts]
+    needed = [-(-(start + count) // SIZE) - low for start, count, low in zip(starts, counts, low_pages, strict=True)]
+    assert len(items.pages) == sum(needed)
 
 
 def test_a_long_decode_alone_is_cut_so_that_it_fills_the_device() -> None:

@@ -1,30 +1,57 @@
 """Compile every kernel for a card that need not be there: `python -m tests.support.compilation CAPABILITY`.
 
-Prints the shared memory of each, in bytes, as JSON. In a process of its own, because what Triton's interpreter runs is
+Prints what each takes of a multiprocessor, as JSON. In a process of its own, because what Triton's interpreter runs is
 not compiled.
 """
 
 from __future__ import annotations
 
 import json
+import re
+import subprocess
 import sys
-from typing import Any
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 import triton
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from llmbatch.kernels.triton import argmax as triton_sampling
 from llmbatch.kernels.triton import attention as triton_attention
+from llmbatch.kernels.triton import draw as triton_draw
 from llmbatch.kernels.triton import fused as triton_fused
 from llmbatch.kernels.triton.attention import Launch
 
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
-def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any], capability: int, **options: int) -> int:
-    """Shared memory of a kernel whose other arguments are of these types."""
+class Resources(NamedTuple):
+    """What a program of a kernel takes."""
+
+    registers: int  # of a thread
+    shared: int  # bytes
+    spilled: int  # bytes of a thread: registers in memory, and arrays that are indexed
+
+
+def resources(made: Any) -> Resources:
+    """What a compiled kernel takes, by NVIDIA's own tool."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "kernel.cubin")
+        file.write_bytes(made.asm["cubin"])
+        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", str(file)]
+        told = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+    found = {name: int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", told)}
+    return Resources(found["REG"], int(made.metadata.shared), found["STACK"] + found["LOCAL"])
+
+
+def compiled(
+    kernel: Any, types: dict[str, str], constants: dict[str, Any], capability: int, **options: int | None
+) -> Resources:
+    """What a kernel takes whose other arguments are of these types."""
     names = kernel.arg_names
     source = ASTSource(
         fn=kernel,
@@ -32,31 +59,32 @@ def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any], capa
         constexprs={(names.index(name),): value for name, value in constants.items()},
         attrs={(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if types.get(name, "").startswith("*")},
     )
+    options["enable_fp_fusion"] = True
     made: Any = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    return int(made.metadata.shared)
+    return resources(made)
 
 
-def attention(dtype: torch.dtype, width: int, capability: int, *, many: bool, every: bool = False) -> int:
+def attention(dtype: torch.dtype, width: int, capability: int, *, many: bool, every: bool = False) -> Resources:
     """The attention kernel, with `every` feature or none."""
     group = 4
-    launch = Launch.of(dtype, width, group, many=many)
+    launch = Launch.of(dtype, width, group, blocks=many, hopper=capability == 90)
     pointer = f"*{NAMES[dtype]}"
     types = dict.fromkeys(("query", "out", "keys", "values"), pointer)
     types |= dict.fromkeys(("partial", "sums", "sinks"), "*fp32") | dict.fromkeys(
-        ("tables", "items", "order", "parts"), "*i32"
+        ("pages", "items", "order", "parts"), "*i32"
     )
-    types |= dict.fromkeys(("table_width", "heads", "query_stride", "window"), "i32")
-    types |= dict.fromkeys(("scale", "softcap"), "fp32")
+    types |= dict.fromkeys(("heads", "query_stride", "window"), "i32")
+    types |= dict.fromkeys(("factor", "inner"), "fp32")
     constants = {
         "GROUP": group, "WIDTH": width, "PADDED": triton.next_power_of_2(width), "SIZE": 16, "BLOCK": launch.block,
         "TILE": launch.tile, "CAPPED": every, "WINDOWED": every, "SINKS": every, "GATHERED": every and many,
         "PRECISION": "ieee" if dtype == torch.float32 else "tf32", "WIDENED": False,
     }  # fmt: skip  # a table
-    options = {"num_warps": launch.warps, "num_stages": launch.stages}
+    options = {"num_warps": launch.warps, "num_stages": launch.stages, "maxnreg": launch.registers}
     return compiled(triton_attention._attend, types, constants, capability, **options)
 
 
-def rotation(capability: int, rotary: int, norms: bool) -> int:
+def rotation(capability: int, rotary: int, norms: bool) -> Resources:
     """Rotary embedding with the KV write."""
     types = dict.fromkeys(("packed", "query", "cosine", "sine", "keys", "values"), "*bf16")
     types |= {"query_norm": "*fp32", "key_norm": "*fp32", "places": "*i32", "epsilon": "fp32"}
@@ -66,8 +94,8 @@ def rotation(capability: int, rotary: int, norms: bool) -> int:
     return compiled(triton_fused._rotate_and_store, types, constants, capability)
 
 
-def main(capability: int) -> dict[str, int]:
-    """Shared memory of every kernel."""
+def main(capability: int) -> dict[str, Resources]:
+    """What every kernel takes."""
     found = {
         f"attend {NAMES[dtype]} {width} {'many' if many else 'one'}": attention(dtype, width, capability, many=many)
         for dtype in NAMES
@@ -77,7 +105,7 @@ def main(capability: int) -> dict[str, int]:
     }
     found["attend with every feature"] = attention(torch.bfloat16, 80, capability, many=True, every=True)
     found["attend one with every feature"] = attention(torch.bfloat16, 80, capability, many=False, every=True)
-    out = {"out": "*bf16", "partial": "*fp32", "sums": "*fp32", "parts": "*i32", "sinks": "*fp32"}
+    out = {"out": "*bf16", "partial": "*fp32", "sums": "*fp32", "parts": "*i32", "merged": "*i32", "sinks": "*fp32"}
     found["merge"] = compiled(
         triton_attention._merge, out | {"query_heads": "i32"},
         {"WIDTH": 128, "PADDED": 128, "SINKS": True}, capability, num_warps=1,
@@ -90,6 +118,10 @@ def main(capability: int) -> dict[str, int]:
     found["rotate with norms"] = rotation(capability, 64, norms=True)
     best = {"logits": "*bf16", "tokens": "*i32", "finite": "*i1", "vocabulary": "i32"}
     found["best"] = compiled(triton_sampling._best, best, {"BLOCK": 4096}, capability, num_warps=8)
+    types = {"logits": "*bf16", "rows": "*i32", "given": "*fp32", "finite": "*i1", "tokens": "*i32"}
+    found["draw"] = compiled(
+        triton_draw._draw, types | {"vocabulary": "i32"}, {"BLOCK": triton_draw._BLOCK}, capability, num_warps=8
+    )
     return found
 
 

@@ -54,6 +54,7 @@ def calibrate_device(
     for name in STRATEGIES:
         engine = new_engine(name, rates)
         randomise(engine)
+        engine.record(kind.decodes for kind in kinds if not kind.prefills)
         seconds = [median_step(engine, kind, runs=_RUNS) for kind in kinds]
         del engine  # its memory is needed for the next one
         sequential = sequential or seconds

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Final, NamedTuple
 
 import numpy as np
 import torch
 
-from llmbatch.engine.calibration.step_timer import StepKind
-from llmbatch.engine.gpu.cuda_graphs import MOST_ROWS, GraphRecorder
+from llmbatch.engine.gpu.cuda_graphs import MOST_ROWS, GraphRecorder, rows_of
 from llmbatch.engine.gpu.engine import GpuEngine
 from llmbatch.engine.model.loader import LoadedModel
 from llmbatch.errors import JobError
@@ -48,10 +49,10 @@ def measure_room(
     except torch.OutOfMemoryError as error:
         raise _too_small(device, tokens, f"more than the {free_memory(device):,} bytes that are free") from error
     peak = torch.cuda.max_memory_allocated(device) - before - pages
-    torch.cuda.empty_cache()
+    release_cached()
     free = free_memory(device)
     taken, unrecorded = _record(loaded, attention, rows=min(rows, MOST_ROWS), page_size=page_size)
-    torch.cuda.empty_cache()
+    release_cached()
     left = int((1.0 - _KEPT) * free) - peak - taken
     if left <= 0:
         raise _too_small(device, tokens, f"{peak + taken:,} bytes, and {free:,} are free")
@@ -66,27 +67,38 @@ def _too_small(device: torch.device, tokens: int, takes: str) -> JobError:
 
 
 def _record(loaded: LoadedModel, attention: PagedAttention, *, rows: int, page_size: int) -> tuple[int, str | None]:
-    """Return the bytes of recorded steps of at most so many rows, and the reason if none can be recorded."""
-    free, _ = torch.cuda.mem_get_info(loaded.device)
-    kind = StepKind(rows, 1)
-    engine = GpuEngine(
-        loaded, attention, num_pages=kind.pages(page_size), page_size=page_size, recorder=GraphRecorder()
-    )
-    engine.begin(kind.requests(loaded.config.vocab_size))
+    """Return the bytes of recorded steps of at most so many rows, and the reason if none can be recorded.
+
+    The first recording takes the memory that all of them use, each other one what the driver keeps of it.
+    """
+    engine = GpuEngine(loaded, attention, num_pages=1, page_size=page_size, recorder=GraphRecorder())
+    others = {rows_of(count) for count in range(1, rows)} - {rows}
     try:
-        engine.execute(kind.step(page_size))
+        first = _taken(loaded.device, lambda: engine.record((rows,)))
+        each = _taken(loaded.device, lambda: engine.record((max(others),))) if others else 0
     except RuntimeError as error:  # a model that waits for its device, or a device that is full
         return 0, str(error).strip().split("\n")[0]
-    torch.cuda.empty_cache()
-    left, _ = torch.cuda.mem_get_info(loaded.device)
-    return free - left - engine.pages.nbytes, None
+    return first + engine.graph_bytes + each * len(others), None
+
+
+def _taken(device: torch.device, work: Callable[[], None]) -> int:
+    """Return the bytes of the device that work keeps."""
+    release_cached()
+    free, _ = torch.cuda.mem_get_info(device)
+    work()
+    release_cached()
+    left, _ = torch.cuda.mem_get_info(device)
+    return max(0, free - left)
+
+
+def release_cached() -> None:
+    """Give memory that nothing uses back to the device, unless the allocator cannot after a recording that failed."""
+    with suppress(RuntimeError):
+        torch.cuda.empty_cache()
 
 
 def run_largest(loaded: LoadedModel, attention: PagedAttention, *, tokens: int, rows: int, page_size: int) -> int:
-    """Run a step of so many tokens, of as many sequences as are sampled at once; returns the bytes of its pages.
-
-    Its tokens are drawn with a top_p, which takes most.
-    """
+    """Run a step of so many tokens, of as many sequences as are sampled at once; returns the bytes of its pages."""
     rows = min(rows, tokens)
     counts = np.full(rows, tokens // rows, np.int32)
     each = -(-int(counts[0]) // page_size)
@@ -96,7 +108,7 @@ def run_largest(loaded: LoadedModel, attention: PagedAttention, *, tokens: int, 
         offsets=np.concatenate(([0], np.cumsum(counts))).astype(np.int64),
         max_tokens=zeros + 2,
         params_index=zeros,
-        params=(SamplingParams(max_tokens=2, temperature=1.0, top_p=0.5),),
+        params=(SamplingParams(max_tokens=2),),
         serial=np.arange(rows, dtype=np.uint64),
         recorded=zeros + 2,
     )

@@ -132,7 +132,7 @@ class GpuOps:
         backend = TritonAttention(self._device)
         plans = plan_layers(specs.values(), lambda spec: backend.plan(layout, spec, PAGE_SIZE))
         there = {
-            kind: (plan, [torch.from_numpy(np.ascontiguousarray(array)).to(self._device) for array in plan.arrays])
+            kind: (plan, [torch.from_numpy(np.ascontiguousarray(array)).to(self._device) for array in plan.uploaded])
             for kind, plan in plans.items()
         }
         places = torch.arange(tokens, dtype=torch.int32, device=self._device)

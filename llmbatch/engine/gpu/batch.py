@@ -68,14 +68,14 @@ class HostBatch:
     @property
     def arrays(self) -> list[NDArray[np.int32]]:
         """All arrays that are uploaded."""
-        return [*self.columns, *(array for plan in self.plans.values() for array in plan.arrays)]
+        return [*self.columns, *(array for plan in self.plans.values() for array in plan.uploaded)]
 
     def take(self, tensors: Sequence[torch.Tensor]) -> DeviceBatch:
         """Build the device's batch from the uploaded arrays."""
         plans, at = {}, len(self.columns)
         for kind, plan in self.plans.items():
-            plans[kind] = plan, list(tensors[at : at + len(plan.arrays)])
-            at += len(plan.arrays)
+            plans[kind] = plan, list(tensors[at : at + len(plan.uploaded)])
+            at += len(plan.uploaded)
         ids, positions, places, last, targets = tensors[: len(self.columns)]
         return DeviceBatch(ids, positions, places, last, targets, plans)
 

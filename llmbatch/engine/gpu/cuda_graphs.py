@@ -1,14 +1,19 @@
-"""Forwards of pure decodes, recorded once for each shape and replayed.
+"""Forwards of pure decodes, recorded once for each shape before a job, and replayed.
 
 A small step takes a device less time than the host needs to launch its hundreds of kernels. A recorded forward is one
 launch. It reads and writes fixed memory, and its launches are those of its shape. So a step is padded to the next
 recorded number of rows, with rows that decode a token at a page of their own, and its inputs are copied to where the
-recorded forward reads them. Logits of all recordings go to one buffer.
+recorded forward reads them. The pages of all its rows are of any number; they go to one table, which all recordings
+read. Logits of all recordings go to one buffer.
+
+Recordings share one pool of memory, of which each takes blocks that an earlier one has left: so the largest is recorded
+first, and the others take nothing more (docs/decisions/0044).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Any, Final, Protocol
 
 import numpy as np
@@ -16,12 +21,14 @@ import torch
 
 from llmbatch.engine.generation import TokenBuffers
 from llmbatch.engine.gpu.attention import GpuKVCache, plan_layers
-from llmbatch.engine.gpu.batch import DeviceBatch, HostBatch, split, stage
+from llmbatch.engine.gpu.batch import DeviceBatch, HostBatch, Kind, split, stage
+from llmbatch.engine.packing import PackedTokens
+from llmbatch.kernels.cascade import GROUP_ROWS, GROUP_TOKENS
 from llmbatch.kernels.interface import BatchLayout, GraphCapturable
 from llmbatch.scheduler.output import Step
 
 MOST_ROWS: Final = 512  # of a step that is repeated; the device takes longer than the host for larger ones
-_LEAST_WIDTH: Final = 64  # pages of a table
+_TABLE: Final = 1 << 20  # pages that the rows of a step may list, one that several rows share for each of them
 
 Forward = Callable[[DeviceBatch], torch.Tensor]
 
@@ -38,44 +45,65 @@ class GraphRecorder:
     """CUDA graphs, which share their memory (`Recorder`): one is run at a time."""
 
     def __init__(self) -> None:
-        self._pool: Any = None
+        self._pool: Any = torch.cuda.graph_pool_handle()
+        self._warmup: torch.cuda.Stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
-        """Record a graph."""
-        warmup = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        warmup.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(warmup):
+        """Record a graph. Raises RuntimeError if the work cannot be recorded."""
+        self._warmup.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._warmup):
             work()  # compiles kernels, and gives libraries their memory
-        torch.cuda.current_stream().wait_stream(warmup)
+        torch.cuda.current_stream().wait_stream(self._warmup)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            work()
-        self._pool = self._pool or graph.pool()
+        try:
+            with torch.cuda.graph(graph, pool=self._pool):
+                work()
+        except RuntimeError:
+            end_recording(self._pool)
+            raise
         repeat: Callable[[], None] = graph.replay
         return repeat
+
+
+def end_recording(pool: Any) -> None:
+    """Let the allocator know that a recording has failed.
+
+    torch 2.11 does not tell it, and asserts in the next `empty_cache` that nothing is being recorded; later ones do,
+    and refuse to be told again.
+    """
+    with suppress(RuntimeError, AttributeError):
+        torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
 
 
 class _Recording:
     """A recorded forward and the memory it reads."""
 
-    def __init__(self, packed: HostBatch, device: torch.device) -> None:
-        self._arrays = packed.arrays
+    def __init__(self, packed: HostBatch, tables: dict[Kind, torch.Tensor], device: torch.device) -> None:
+        self._tables = tables
         self._device = device
-        self._uploaded = stage(self._arrays, device).to(device)
-        batch = packed.take(split(self._uploaded, self._arrays))
-        self._given = batch.ids
-        self.batch = batch._replace(ids=torch.zeros_like(batch.ids))
+        arrays = _fixed(packed)
+        self._uploaded = stage(arrays, device).to(device)
+        tensors = iter(split(self._uploaded, arrays))
+        columns = [next(tensors) for _ in packed.columns]
+        plans = {
+            kind: (plan, [tables[kind], *(next(tensors) for _ in plan.arrays)]) for kind, plan in packed.plans.items()
+        }
+        self._given = columns[0]
+        self.batch = DeviceBatch(torch.zeros_like(columns[0]), columns[1], columns[2], columns[3], columns[4], plans)
         self.repeat: Callable[[], None] = lambda: None
 
     def fill(self, packed: HostBatch, known: torch.Tensor) -> None:
-        """Copy a step of the same shape to where it is read."""
-        self._uploaded.copy_(stage(packed.arrays, self._device), non_blocking=True)
-        self.batch.ids.copy_(known_ids(self._given, known))
+        """Copy a step of the same shape to where it is read; `known` as for `look_up`."""
+        self._uploaded.copy_(stage(_fixed(packed), self._device), non_blocking=True)
+        for kind, plan in packed.plans.items():
+            pages = stage([plan.pages], self._device)
+            self._tables[kind][: len(pages)].copy_(pages, non_blocking=True)
+        self.batch.ids.copy_(look_up(self._given, known))
 
 
-def known_ids(ids: torch.Tensor, known: torch.Tensor) -> torch.Tensor:
-    """Look up tokens, taking generated ones from where they are `known`."""
-    return torch.where(ids < 0, known[(-1 - ids).clamp(min=0)], ids)
+def look_up(ids: torch.Tensor, generated: torch.Tensor) -> torch.Tensor:
+    """Put tokens of `generated`, flat, where `ids` refer to it."""
+    return torch.where(ids < 0, generated[(-1 - ids).clamp(min=0)], ids)
 
 
 class DecodeGraphRunner:
@@ -98,42 +126,75 @@ class DecodeGraphRunner:
         self._recorder = recorder
         self._device = device
         self._logits = torch.empty(MOST_ROWS, vocabulary, dtype=dtype, device=device)
+        self._tables: dict[Kind, torch.Tensor] = {
+            kind: torch.zeros(_TABLE, dtype=torch.int32, device=device)
+            for kind in {spec.kind for spec in pages.specs.values()}
+        }
         self._recordings: dict[tuple[Any, ...], _Recording] = {}
 
-    def takes(self, step: Step) -> bool:
-        """Tell whether a step is one that is recorded and replayed."""
-        return step.num_decodes == len(step.slots) <= MOST_ROWS
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tables and the logits."""
+        return self._logits.nbytes + sum(table.nbytes for table in self._tables.values())
 
-    def run(self, step: Step, generation: TokenBuffers, known: torch.Tensor) -> tuple[DeviceBatch, torch.Tensor]:
+    def record(self, counts: Iterable[int]) -> None:
+        """Record steps of so many rows each, padded as they will be, the largest first."""
+        for rows in sorted({rows_of(count) for count in counts if count <= MOST_ROWS}, reverse=True):
+            shares = self._attention.cascade and rows >= GROUP_ROWS
+            for tokens in (GROUP_TOKENS, 0) if shares else (0,):
+                self._record(self._stand_in(rows, tokens))
+
+    def find(self, step: Step, generation: TokenBuffers) -> tuple[HostBatch, _Recording] | None:
+        """Pack a step of decodes and find its recording, or return None if there is none."""
+        if not step.num_decodes == len(step.slots) <= MOST_ROWS or not self._recordings:
+            return None
+        if int((step.starts // self._pages.page_size + 1).sum()) + MOST_ROWS > _TABLE:
+            return None
+        packed = self._padded(step, generation)
+        recording = self._recordings.get(_key(packed))
+        return None if recording is None else (packed, recording)
+
+    def run(self, packed: HostBatch, recording: _Recording, known: torch.Tensor) -> tuple[DeviceBatch, torch.Tensor]:
         """Run a step; returns the padded batch, and the logits [rows, vocabulary] of the rows that are not padding.
 
         They are valid until the next step. `known` are the generated tokens, flat.
         """
-        packed = self._padded(step, generation)
-        recording = self._recordings.get(_key(packed)) or self._record(packed)
         recording.fill(packed, known)
         recording.repeat()
         return recording.batch, self._logits[: packed.rows]
 
     def _padded(self, step: Step, generation: TokenBuffers) -> HostBatch:
-        pages, count = self._pages, len(step.slots)
+        count = len(step.slots)
         rows = rows_of(count)
-        longest = int(step.starts.max()) + 1
-        width = max(_LEAST_WIDTH, 1 << (-(-longest // pages.page_size) - 1).bit_length())
         # What is there for the number's sake reads one key: the first of the first row, which is there.
-        more = rows - count
-        slots = np.concatenate((step.slots, np.full(more, step.slots[0])))
-        starts = np.pad(step.starts, (0, more))
-        layout = BatchLayout(step.block_tables, slots, starts, np.ones(rows, np.int32), rows)
-        plans = plan_layers(
-            pages.specs.values(), lambda spec: self._attention.plan_fixed(layout, spec, pages.page_size, width)
+        slots = np.concatenate((step.slots, np.full(rows - count, step.slots[0])))
+        layout = BatchLayout(
+            step.block_tables, slots, np.pad(step.starts, (0, rows - count)), np.ones(rows, np.int32), rows
         )
-        return HostBatch.of(step, generation, pages.page_size, plans).padded(
-            rows, (pages.num_pages - 1) * pages.page_size
-        )
+        packed = HostBatch.of(step, generation, self._pages.page_size, self._plan(layout))
+        return packed.padded(rows, self._spare)
 
-    def _record(self, packed: HostBatch) -> _Recording:
-        recording = _Recording(packed, self._device)
+    def _stand_in(self, rows: int, shared: int) -> HostBatch:
+        """Make a step of so many rows, with the same `shared` tokens before them, at the page to spare."""
+        size = self._pages.page_size
+        zeros = np.zeros(rows, np.int32)
+        tables = np.full((1, shared // size + 1), self._spare // size, np.int32)
+        plans = self._plan(BatchLayout(tables, zeros, zeros + shared, zeros + 1, rows))
+        tokens = PackedTokens(zeros, zeros + shared, zeros + self._spare)
+        return HostBatch((*tokens, np.arange(rows, dtype=np.int32), zeros), plans, rows)
+
+    @property
+    def _spare(self) -> int:
+        """The first place of the page to spare."""
+        return (self._pages.num_pages - 1) * self._pages.page_size
+
+    def _plan(self, layout: BatchLayout) -> dict[Kind, Any]:
+        size = self._pages.page_size
+        return plan_layers(self._pages.specs.values(), lambda spec: self._attention.plan_fixed(layout, spec, size))
+
+    def _record(self, packed: HostBatch) -> None:
+        recording = _Recording(packed, self._tables, self._device)
+        recording.fill(packed, torch.zeros(1, dtype=torch.int32, device=self._device))
         rows = len(packed.columns[0])
 
         def work() -> None:
@@ -141,7 +202,6 @@ class DecodeGraphRunner:
 
         recording.repeat = self._recorder.record(work)
         self._recordings[_key(packed)] = recording
-        return recording
 
 
 def rows_of(count: int) -> int:
@@ -150,5 +210,10 @@ def rows_of(count: int) -> int:
     return min(MOST_ROWS, -(-count // step) * step)
 
 
+def _fixed(packed: HostBatch) -> list[Any]:
+    """List the arrays whose shapes are those of the recording."""
+    return [*packed.columns, *(array for plan in packed.plans.values() for array in plan.arrays)]
+
+
 def _key(packed: HostBatch) -> tuple[Any, ...]:
-    return (*(array.shape for array in packed.arrays), *(plan.numbers for plan in packed.plans.values()))
+    return (*(array.shape for array in _fixed(packed)), *(plan.numbers for plan in packed.plans.values()))

@@ -8,7 +8,7 @@ The `Execution` decides how its forwards are run; small steps of decodes are rec
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from llmbatch.engine.generation import TokenBuffers
 from llmbatch.engine.gpu.attention import GpuKVCache, plan_layers
 from llmbatch.engine.gpu.batch import HostBatch, upload
-from llmbatch.engine.gpu.cuda_graphs import DecodeGraphRunner, Recorder, known_ids
+from llmbatch.engine.gpu.cuda_graphs import DecodeGraphRunner, Recorder, look_up
 from llmbatch.engine.gpu.execution import Execution, Sequential
 from llmbatch.engine.gpu.microbatch import MicroBatch, order_of
 from llmbatch.engine.gpu.model_runner import ModelRunner
@@ -53,9 +53,9 @@ class GpuEngine:
 
     It owns the KV pages, and the generated tokens of each slot until `pop_tokens` takes them.
 
-    `execution` runs its forwards, one after the other if none is given. With a `recorder` small steps of decodes are
-    recorded, if the attention can be (`GraphCapturable`). `decode` turns token ids into text; requests with stop
-    strings need it. `seed` is the seed of requests without one.
+    `execution` runs its forwards, one after the other if none is given. With a `recorder` small steps of decodes can be
+    recorded (`record`), if the attention can be (`GraphCapturable`). `decode` turns token ids into text; requests with
+    stop strings need it. `seed` is the seed of requests without one.
     """
 
     def __init__(
@@ -95,6 +95,20 @@ class GpuEngine:
         self._generated = torch.zeros(self._generation.tokens.shape, dtype=torch.int32, device=self._device)
         self._queue: deque[_Queued] = deque()
 
+    @torch.inference_mode()
+    def record(self, counts: Iterable[int]) -> None:
+        """Record steps of so many decodes each, before a job: it stops the device. Raises RuntimeError if that fails.
+
+        Steps of other numbers of rows are launched kernel by kernel.
+        """
+        if self._graphs is not None:
+            self._graphs.record(counts)
+
+    @property
+    def graph_bytes(self) -> int:
+        """Bytes of what recorded steps read and write, in addition to what a recording takes."""
+        return 0 if self._graphs is None else self._graphs.nbytes
+
     @property
     def vocabulary(self) -> int:
         """The number of tokens in the vocabulary."""
@@ -132,14 +146,14 @@ class GpuEngine:
     def _forwards(self, parts: tuple[MicroBatch, ...]) -> Iterator[tuple[Step, torch.Tensor, torch.Tensor]]:
         """Run each part of a step; returns the places of its sampled tokens, and its logits."""
         known = self._generated.view(-1)
-        if self._graphs is not None and len(parts) == 1 and self._graphs.takes(parts[0].step):
-            ((step, _),) = parts
-            batch, logits = self._graphs.run(step, self._generation, known)
-            yield step, batch.targets[: len(logits)], logits
+        found = self._graphs.find(parts[0].step, self._generation) if self._graphs and len(parts) == 1 else None
+        if self._graphs is not None and found is not None:
+            batch, logits = self._graphs.run(*found, known)
+            yield parts[0].step, batch.targets[: len(logits)], logits
             return
         steps = [part.step for part in parts]
         batches = upload([self._packed(step) for step in steps], self._device)
-        batches = [batch._replace(ids=known_ids(batch.ids, known)) for batch in batches]
+        batches = [batch._replace(ids=look_up(batch.ids, known)) for batch in batches]
         results = self._execution.run([partial(self._forward, batch) for batch in batches])
         yield from zip(steps, (batch.targets for batch in batches), results, strict=True)
 

@@ -17,10 +17,9 @@ from numpy.typing import NDArray
 from llmbatch.compilation.decorators import compiled
 from llmbatch.engine.seeds import mix
 from llmbatch.kernels.triton.argmax import best
+from llmbatch.kernels.triton.draw import draw as draw_tokens
 
-# Logits that are drawn from at once. What is made of them takes 134 MB in float64, several times over; made of all
-# logits of 2,048 rows of 128,256 tokens, it would take 2 GB each time, which pages could have.
-_BLOCK: Final = 1 << 24
+_BELOW_ONE: Final = np.float32(1.0 - 2.0**-24)  # the largest random number in float32
 
 
 @compiled
@@ -33,13 +32,10 @@ def _uniforms(seeds: NDArray[np.uint64], positions: NDArray[np.int32]) -> NDArra
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """Sampled rows, float64 [rows, 3] each: 1 / temperature, top_p, random number; of `top` also top_k."""
+    """Rows to sample."""
 
-    plain: NDArray[np.int64]  # rows
-    plain_given: NDArray[np.float64]
-    top: NDArray[np.int64]  # rows with a top_k or top_p
-    top_given: NDArray[np.float64]
-    top_k: NDArray[np.int64]
+    rows: NDArray[np.int32]
+    given: NDArray[np.float32]  # [rows, 4] 1 / temperature, top_k, top_p, random number
 
     @classmethod
     def of(
@@ -51,11 +47,10 @@ class Draw:
         positions: NDArray[np.int32],
     ) -> Draw:
         """Collect the rows to sample from their parameters; rows with a temperature of 0 are not sampled."""
-        inverse = np.minimum(1.0 / np.maximum(temperature.astype(np.float64), 1e-300), 1e30)
-        given = np.stack((inverse, top_p.astype(np.float64), _uniforms(seeds, positions)), axis=1)
-        limited = (top_k > 0) | (top_p < 1)
-        plain, top = np.flatnonzero((temperature > 0) & ~limited), np.flatnonzero((temperature > 0) & limited)
-        return cls(plain, given[plain], top, given[top], top_k[top].astype(np.int64))
+        rows = np.flatnonzero(temperature > 0).astype(np.int32)
+        inverse = np.minimum(1.0 / np.maximum(temperature[rows].astype(np.float64), 1e-300), 1e30)
+        uniforms = np.minimum(_uniforms(seeds[rows], positions[rows]).astype(np.float32), _BELOW_ONE)
+        return cls(rows, np.stack((inverse, top_k[rows], top_p[rows], uniforms), axis=1).astype(np.float32))
 
 
 def choose(logits: torch.Tensor, draw: Draw | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -66,39 +61,9 @@ def choose(logits: torch.Tensor, draw: Draw | None) -> tuple[torch.Tensor, torch
     logits = logits.contiguous()
     tokens, finite = best(logits)
     if draw is not None:
-        size = max(1, _BLOCK // logits.shape[1])
-        for rows, given, top_k in ((draw.plain, draw.plain_given, None), (draw.top, draw.top_given, draw.top_k)):
-            for start in range(0, len(rows), size):
-                block = slice(start, start + size)
-                at = _there(rows[block], logits.device)
-                limit = None if top_k is None else top_k[block]
-                drawn = _draw(logits[at], _there(given[block], logits.device), limit)
-                tokens[at] = torch.where(finite[at], drawn, tokens[at])
+        there = (_there(array, logits.device) for array in (draw.rows, draw.given))
+        draw_tokens(logits, *there, finite, tokens)
     return tokens, finite
-
-
-def _draw(logits: torch.Tensor, given: torch.Tensor, top_k: NDArray[np.int64] | None) -> torch.Tensor:
-    inverse, top_p, uniform = given.T[:, :, None]
-    logits = logits.float()
-    weights = torch.exp((logits - logits.amax(1, keepdim=True)) * inverse.float()).double()
-    if top_k is None:
-        sums = weights.cumsum(1)
-        return _pass(sums, uniform * sums[:, -1:]).int()
-    weights, order = weights.sort(dim=1, descending=True, stable=True)
-    place = torch.arange(weights.shape[1], device=weights.device)[None]
-    most = _there(np.where(top_k > 0, top_k, weights.shape[1]), weights.device)[:, None]
-    weights = torch.where(place < most, weights, 0.0)
-    sums = weights.cumsum(1)
-    kept = (sums - weights) < top_p * sums[:, -1:]  # those before it have less than the share that is wanted
-    sums = torch.where(kept | (place == 0), weights, 0.0).cumsum(1)
-    return order.gather(1, _pass(sums, uniform * sums[:, -1:])[:, None])[:, 0].int()
-
-
-def _pass(sums: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    """Find the first sum of each row that passes its target; at most the last one that adds anything."""
-    index = torch.searchsorted(sums, wanted, right=True)[:, 0]
-    last = torch.searchsorted(sums, sums[:, -1:].contiguous())[:, 0]
-    return torch.minimum(index, last).clamp(max=sums.shape[1] - 1)  # of sums that are no numbers it would be beyond
 
 
 def _there(array: NDArray[np.generic], device: torch.device) -> torch.Tensor:

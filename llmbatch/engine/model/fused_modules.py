@@ -159,12 +159,16 @@ def pack_linears(model: nn.Module) -> None:
 
 
 def replace_modules(model: nn.Module, build: Callable[[nn.Module], nn.Module | None]) -> None:
-    """Replace each module by what `build` makes of it, unless that is None."""
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            replacement = build(child)
-            if replacement is not None:
-                setattr(parent, name, replacement)
+    """Replace each module by what `build` makes of it, unless that is None.
+
+    Each is let go of before the next one is replaced: while a model is fused the weights of one are there twice.
+    """
+    for name, child in list(model.named_children()):
+        replacement = build(child)
+        if replacement is None:
+            replace_modules(child, build)
+        else:
+            setattr(model, name, replacement)
 
 
 def _stack(*layers: nn.Linear) -> nn.Linear:

@@ -109,21 +109,6 @@ def test_the_largest_step_is_run_to_see_what_it_takes(model: str) -> None:
     assert taken == 3 * 16 * bytes_per_token(loaded.config, torch.float32, torch.device("cuda"))
 
 
-def test_the_tokens_of_the_largest_step_are_drawn_with_a_top_p(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn: list[Draw | None] = []
-
-    def noted(logits: torch.Tensor, draw: Draw | None) -> tuple[torch.Tensor, torch.Tensor]:
-        drawn.append(draw)
-        return choose(logits, draw)
-
-    monkeypatch.setattr("llmbatch.engine.gpu.engine.choose", noted)
-    loaded = load_model(model, dtype="float32", platform=PLATFORM)
-    run_largest(loaded, TritonAttention(DEVICE), tokens=10, rows=3, page_size=16)
-    [draw] = drawn
-    assert draw is not None
-    assert draw.top.tolist() == [0, 1, 2]
-
-
 Sampling = tuple[NDArray[np.float32], NDArray[np.int32], NDArray[np.float32], NDArray[np.uint64], NDArray[np.int32]]
 
 
@@ -148,11 +133,20 @@ def test_draws_are_those_of_the_processor() -> None:
     assert tokens[fine].tolist() == expected[finite].tolist()
 
 
-@pytest.mark.parametrize("rows", [1, 7])
-def test_rows_drawn_in_blocks_get_the_tokens_of_rows_drawn_at_once(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equal_logits_are_drawn_as_on_the_processor() -> None:
+    _, given = sixty_rows()
+    rng = np.random.default_rng(1)
+    logits = rng.integers(0, 4, (60, 300)).astype(np.float32)
+    expected, finite = np.empty(60, np.int32), np.empty(60, np.bool_)
+    sample(logits, *given, expected, finite)
+    tokens, _ = choose(torch.from_numpy(logits).to(DEVICE, torch.bfloat16), Draw.of(*given))
+    assert tokens.tolist() == expected.tolist()
+
+
+def test_rows_are_drawn_from_more_logits_than_are_read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     logits, given = sixty_rows()
     there, draw = torch.from_numpy(logits).to(DEVICE), Draw.of(*given)
     at_once, _ = choose(there, draw)
-    monkeypatch.setattr("llmbatch.engine.gpu.sampler._BLOCK", rows * logits.shape[1])
+    monkeypatch.setattr("llmbatch.kernels.triton.draw._BLOCK", 128)
     in_blocks, _ = choose(there, draw)
     assert in_blocks.tolist() == at_once.tolist()

@@ -12,6 +12,7 @@ pytest.importorskip("triton")
 
 from llmbatch.engine.gpu.cuda_graphs import GraphRecorder
 from llmbatch.engine.gpu.execution import StreamLane
+from llmbatch.kernels.triton.side_stream import SideStream
 
 CARD = torch.device("cuda", 0)
 
@@ -57,9 +58,6 @@ class Graph:
 
     replays = 0
 
-    def pool(self) -> str:
-        return "pool"
-
     def replay(self) -> None:
         self.replays += 1
 
@@ -100,6 +98,7 @@ def test_a_graph_is_recorded_after_a_first_run_and_shares_the_memory_of_others(
             yield
 
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "pool")
     monkeypatch.setattr(torch.cuda, "graph", recording)
     recorder = GraphRecorder()
     repeat = recorder.record(lambda: card.log.append(f"{card.now.name}: work"))
@@ -111,4 +110,38 @@ def test_a_graph_is_recorded_after_a_first_run_and_shares_the_memory_of_others(
     ]
     repeat()
     recorder.record(lambda: None)
-    assert [(graph.replays, pool) for graph, pool in graphs] == [(1, None), (0, "pool")]
+    assert [(graph.replays, pool) for graph, pool in graphs] == [(1, "pool"), (0, "pool")]
+
+
+def test_the_allocator_is_told_of_a_recording_that_failed(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[tuple[int, str]] = []
+
+    @contextmanager
+    def recording(graph: Graph, pool: str) -> Iterator[None]:
+        yield
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "pool")
+    monkeypatch.setattr(torch.cuda, "graph", recording)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", lambda *given: told.append(given), raising=False)
+    calls = iter([None, RuntimeError("operation not permitted when stream is capturing")])
+
+    def work() -> None:
+        error = next(calls)
+        if error is not None:
+            raise error
+
+    with pytest.raises(RuntimeError, match="not permitted"):
+        GraphRecorder().record(work)
+    assert told == [(1, "pool")]
+
+
+def test_what_runs_beside_begins_after_what_is_queued_and_ends_before_what_follows(card: Card) -> None:
+    SideStream(CARD).run(lambda: card.log.append("here"), lambda: card.log.append(f"{card.now.name}: there"))
+    assert card.log == [
+        "beside 0 waits for products",
+        "here",
+        "beside 0: there",
+        "products waits for beside 0",
+    ]

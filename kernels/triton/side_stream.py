@@ -1,0 +1,30 @@
+"""Two independent pieces of work on a device at the same time: one on a stream of its own beside the current one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+
+class SideStream:
+    """A stream beside whichever is current. On a processor, which has no streams, work is done in its order."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream: torch.cuda.Stream | None = None
+
+    def run(self, here: Callable[[], None], beside: Callable[[], None]) -> None:
+        """Queue both behind what the current stream has queued; what it queues next waits for both."""
+        if self._device.type != "cuda":
+            here()
+            beside()
+            return
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        current = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
+        here()
+        with torch.cuda.stream(self._stream):
+            beside()
+        current.wait_stream(self._stream)
