@@ -2,21 +2,19 @@
 
 Idea. One launch serves a whole step. Its work is cut into blocks: up to `BLOCK_ROWS` query rows (tokens x query heads
 of one KV head) of one sequence, which walk over their keys in tiles with the online softmax of FlashAttention (Dao et
-al. 2022, section 3.1; Milakov and Gimelshein 2018), in float32. A decode is a block of one token; its query heads share
-each key they read.
+al. 2022, section 3.1; Milakov and Gimelshein 2018), with sums in float32. A decode is a block of one token; its query
+heads share each key they read.
 
-Keys are stored transposed within their page, [width, page size], values as they are, [page size, width]. Both products
-of attention are then the same loop, a row of scalars times rows of 16 neighbours (`tile.multiply`), and it reads pages
-in place: along the keys of a page for Q K^T, along the width for P V. If a page ends before a vector does, the lanes
-beyond it score whatever lies there, and the next page's keys overwrite the scores. A decode does little with each key,
-so memory bounds it: while one tile is scored its values are prefetched, and while they are summed the next tile's keys.
-A block of many rows uses each key often, and short products cost more than memory: its tiles are copied out of their
-pages first. So are pages of fewer than 8 tokens, which would waste most lanes.
+Both products of attention are tiles of `dot_tiles`, so keys and values are laid out in words of 32 bits as those take
+them. A page holds its keys transposed, [words of a key, keys]: a word has two neighbouring bfloat16 elements of a key. It
+holds its values as [pairs of keys, width]: a word has the same element of two neighbouring keys. With float32 a word is
+one element. Pages are copied into a tile of `TILE` keys first, which costs a tenth of what a decode reads, and the next
+tile's pages are prefetched meanwhile: a decode does little with each key, so memory bounds it.
 
 A chunk's own keys are written into pages before any row attends, so that own chunk and context are one case, and
 sequences may share pages that are written in this very step. Masking is a range of keys per row: causal, and no older
-than `window`. Lanes beyond a row's range hold whatever was in memory; they get weight 0 and their values are never
-read.
+than `window`. Lanes beyond a row's range hold whatever was in memory; their scores are not used, and their weights are 0.
+A value that is in a word beside the last one and was not written is cleared in the tile, since 0 times NaN is NaN.
 
 Blocks are assigned to workers in contiguous runs of equal cost, known from lengths alone, once a step for all layers.
 """
@@ -24,7 +22,7 @@ Blocks are assigned to workers in contiguous runs of equal cost, known from leng
 from __future__ import annotations
 
 from functools import cache
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numba import prange, types
@@ -32,15 +30,33 @@ from numba.np.numpy_support import from_dtype
 from numpy.typing import NDArray
 
 from llmbatch.compilation.decorators import compiled
-from llmbatch.kernels.cpu.numerics import FASTMATH, exp32, narrow, ordered, unordered, widen
+from llmbatch.kernels.cpu.copies import copy_rows, fetch
+from llmbatch.kernels.cpu.dot_tiles import (
+    COLUMNS,
+    ROWS,
+    UNIT,
+    paged_score_tile,
+    paged_sum_tile,
+    score_tile,
+    sum_tile,
+)
+from llmbatch.kernels.cpu.layout import WIDTH_MULTIPLE
+from llmbatch.kernels.cpu.numerics import FASTMATH, exp32, narrow
 from llmbatch.kernels.cpu.pointers import address_of, caller
-from llmbatch.kernels.cpu.tile import LANES, NARROW, copy_rows, multiply, multiply_add, multiply_narrow, prefetch
+from llmbatch.kernels.cpu.softmax import NOTHING, TILE, softmax
 
 BLOCK_ROWS: Final = 128
-_TILE: Final = 64
-_SMALLEST: Final = 8  # page read in place
-_GATHER: Final = 24  # query rows from which on copying a tile of keys and values costs less than short products
-_NOTHING: Final = np.float32(-3.0e38)  # below every score, and finite: it may be subtracted from itself
+_IN_PLACE: Final = ROWS  # query rows up to which pages are read where they lie
+_FETCHED: Final = 256  # bytes
+_LOG2E: Final = np.float32(1.4426950408889634)
+
+
+class Pages(NamedTuple):
+    """The pages of a layer, for compiled code."""
+
+    memory: NDArray[Any]  # as `layout.page_shape` says, with 8 more words behind it
+    width: int  # of a head
+    size: int  # tokens of a page
 
 
 @compiled
@@ -84,143 +100,187 @@ def cut_blocks(
     return sequence, first, bounds
 
 
-@compiled(cache=False, nogil=True)
-def _fetch(array: Any, at: int, count: int) -> None:
-    """Prefetch memory that is read a tile later."""
-    for j in range(0, count, 64 // array.itemsize):
-        prefetch(array, at + j)
+@compiled(nogil=True)
+def _page_at(pages: Any, page: int, head: int) -> int:
+    """Return the address of a page of a head."""
+    memory = pages.memory
+    return int(memory.ctypes.data + ((page * memory.shape[1] + head) * memory.shape[2]) * 4)
 
 
-@compiled(fastmath=FASTMATH, nogil=True)
-def _score_pages(
-    q: Any, rows: int, keys: Any, values: Any, table: Any, head: int, low: int, high: int, scores: Any
-) -> None:
-    """Compute scores[:rows, :high - low] = Q K^T for the keys [low, high) in place; `low` is a multiple of 16."""
-    heads, width, size = keys.shape[1], keys.shape[2], keys.shape[3]
+@compiled(nogil=True)
+def _values_begin(pages: Any) -> int:
+    """Return the words of a page before its values."""
+    return int(pages.width // pages.memory.shape[3] * pages.size)
+
+
+@compiled(nogil=True)
+def _values_width(pages: Any) -> int:
+    """Return the words of a row of values."""
+    return int((pages.width + WIDTH_MULTIPLE - 1) // WIDTH_MULTIPLE * WIDTH_MULTIPLE)
+
+
+@compiled(nogil=True)
+def _gather_keys(pages: Any, table: Any, head: int, low: int, high: int, tile: int, stride: int) -> None:
+    """Copy the words of the keys [low, high) side by side: [words of a key, keys]."""
+    size, words = pages.size, pages.width // pages.memory.shape[3]
     key = low
     while key < high:
         offset = key % size
         run = min(size - offset, high - key)
-        page = np.int64(table[key // size])
-        at = (page * heads + head) * width * size + offset
-        _fetch(values, ((page * heads + head) * size + offset) * values.shape[3], run * values.shape[3])
-        if run <= NARROW:
-            multiply_narrow(scores, key - low, q, rows, keys, at, size, width)
+        source = _page_at(pages, table[key // size], head) + 4 * offset
+        for j in range(0, run, UNIT):  # the last may be of fewer than 8 keys: the next page's overwrite the rest
+            copy_rows(tile + 4 * (key - low + j), stride, source + 4 * j, 4 * size, words)
+        key += run
+
+
+@compiled(nogil=True)
+def _gather_values(pages: Any, table: Any, head: int, low: int, high: int, tile: Any) -> None:
+    """Copy the values [low, high) as rows of words, each of as many tokens as a word has elements."""
+    size, pack = pages.size, pages.memory.shape[3]
+    begin, width, stride = _values_begin(pages), _values_width(pages), tile.shape[1]
+    target = tile.ctypes.data
+    key = low
+    while key < high:
+        offset = key % size
+        run = min(size - offset, high - key)
+        source = _page_at(pages, table[key // size], head) + 4 * (begin + offset // pack * width)
+        first, rows = (key - low) // pack, (run + pack - 1) // pack
+        if size % pack != 0:
+            _gather_halves(pages, table[key // size], head, offset, run, key - low, tile)
+        elif width == stride:
+            copy_rows(target + 4 * first * stride, 32, source, 32, rows * width // UNIT)
         else:
-            multiply(scores, key - low, q, rows, keys, at, size, run, width)
+            for row in range(rows):
+                copy_rows(target + 4 * (first + row) * stride, 32, source + 4 * row * width, 32, width // UNIT)
         key += run
 
 
-@compiled(fastmath=FASTMATH, nogil=True)
-def _add_pages(
-    weights: Any, rows: int, keys: Any, values: Any, table: Any, head: int, low: int, high: int, end: int, acc: Any
-) -> None:
-    """Compute acc[:rows] += P V for the keys [low, high), read in place."""
-    heads, size, width = values.shape[1], values.shape[2], values.shape[3]
-    key = low
-    while key < high:
-        offset = key % size
-        run = min(size - offset, high - key)
-        page = np.int64(table[key // size])
-        at = ((page * heads + head) * size + offset) * width
-        if key + _TILE < end:
-            ahead = np.int64(table[(key + _TILE) // size])
-            _fetch(keys, (ahead * heads + head) * keys.shape[2] * size, keys.shape[2] * size)
-        multiply_add(acc, weights, key - low, rows, values, at, width, width, run)
-        key += run
-
-
-@compiled(fastmath=FASTMATH, nogil=True)
-def _gather(
-    keys: Any, values: Any, table: Any, head: int, low: int, high: int, tile_keys: Any, tile_values: Any
-) -> None:
-    """Copy the keys [low, high) side by side, [width, keys], and their values as rows, in float32."""
-    heads, width, size, padded = keys.shape[1], keys.shape[2], keys.shape[3], values.shape[3]
-    stride = tile_keys.shape[1]
-    key = low
-    while key < high:
-        offset = key % size
-        run = min(size - offset, high - key)
-        page, place = np.int64(table[key // size]) * heads + head, key - low
-        for j in range(0, run, NARROW):  # the last may be of fewer than 8 keys: the next page's overwrite the rest
-            copy_rows(tile_keys, place + j, stride, keys, page * width * size + offset + j, size, width)
-        for j in range(0, run * padded, NARROW):
-            copy_rows(tile_values, place * padded + j, 0, values, (page * size + offset) * padded + j, 0, 1)
-        key += run
-
-
-@compiled(fastmath=FASTMATH, nogil=True)
-def _softmax_row(scores: Any, softcap: np.float32, highest: np.float32) -> tuple[np.float32, np.float32]:
-    """Turn one row's visible scores into weights, in place; returns the highest score so far and the sum of weights."""
-    if softcap > 0.0:
-        for j in range(scores.size):
-            e = exp32(np.float32(2.0) * scores[j] / softcap)
-            scores[j] = softcap * (np.float32(1.0) - np.float32(2.0) / (e + np.float32(1.0)))
-    top = ordered(highest)
-    for j in range(scores.size):
-        top = max(top, ordered(scores[j]))
-    highest = unordered(top)
-    total = np.float32(0.0)
-    for j in range(scores.size):
-        e = exp32(scores[j] - highest)
-        scores[j] = e
-        total += e
-    return highest, total
-
-
-@compiled(fastmath=FASTMATH, nogil=True)
-def _attend_block(
-    query: Any, out: Any, keys: Any, values: Any, table: Any, head: int, group: int, start: int, first_row: int,
-    tokens: int, scale: np.float32, window: int, softcap: np.float32, sinks: Any,
-    q: Any, acc: Any, scores: Any, tile_keys: Any, tile_values: Any, highest: Any, total: Any,
-) -> None:  # fmt: skip  # arguments in groups
-    width = keys.shape[2]
-    rows = tokens * group
-    gathered = rows >= _GATHER or keys.shape[3] < _SMALLEST
-    for r in range(rows):
-        source = query[first_row + r // group]
-        column = (head * group + r % group) * width
+@compiled(nogil=True)
+def _gather_halves(pages: Any, page: int, head: int, offset: int, run: int, place: int, tile: Any) -> None:
+    """Copy values of a page of an odd number of tokens, whose words are not words of the tile."""
+    begin, width, pack = _values_begin(pages), _values_width(pages), pages.memory.shape[3]
+    source = pages.memory[page, head]
+    for t in range(run):
+        target, half = tile[(place + t) // pack], np.uint32(16 * ((place + t) % pack))
+        row = begin + (offset + t) // pack * width
         for d in range(width):
-            q[r, d] = widen(source[column + d]) * scale
-        acc[r] = np.float32(0.0)
-        highest[r] = _NOTHING
-        total[r] = np.float32(0.0)
+            element = np.uint32(source[row + d, (offset + t) % pack])
+            target[d] = element << half if half == 0 else target[d] | element << half
 
-    end = start + tokens
-    low = max(0, start - window + 1) // LANES * LANES if window > 0 else 0
+
+@compiled(nogil=True)
+def _clear_last(tile: Any, keys: int) -> None:
+    """Clear the values beside the last of an odd number, which were not written: 0 times NaN is NaN."""
+    last = tile[keys // 2]
+    for d in range(last.size):
+        last[d] &= np.uint32(0xFFFF)
+
+
+@compiled(nogil=True)
+def _find_units(pages: Any, table: Any, head: int, low: int, high: int, units: Any) -> None:
+    """Write the addresses of the keys [low, high) and of their values, in units of 8; the last stands for the rest."""
+    size, pack = pages.size, pages.memory.shape[3]
+    begin, width = _values_begin(pages), _values_width(pages)
+    for unit in range(units.shape[1]):
+        key = min(low + unit * UNIT, (high - 1) // UNIT * UNIT)
+        start, offset = _page_at(pages, table[key // size], head), key % size
+        units[0, unit] = start + 4 * offset
+        units[1, unit] = start + 4 * (begin + offset // pack * width)
+
+
+@compiled(nogil=True)
+def _fetch_pages(pages: Any, table: Any, head: int, low: int, high: int) -> None:
+    """Prefetch the beginnings of pages; the processor goes on from there by itself."""
+    for key in range(low, high, pages.size):
+        fetch(_page_at(pages, table[key // pages.size], head), _FETCHED)
+
+
+@compiled(fastmath=FASTMATH, nogil=True)
+def _cap(scores: Any, scale: np.float32, softcap: np.float32) -> None:
+    for j in range(scores.size):
+        e = exp32(np.float32(2.0) * scale * scores[j] / softcap)
+        scores[j] = softcap * (np.float32(1.0) - np.float32(2.0) / (e + np.float32(1.0)))
+
+
+@compiled(nogil=True)
+def _attend_block(
+    query: Any, out: Any, pages: Any, table: Any, head: int, group: int, start: int, first_row: int,
+    tokens: int, scale: np.float32, window: int, softcap: np.float32, sinks: Any,
+    q: Any, weights: Any, acc: Any, scores: Any, tile_keys: Any, tile_values: Any, state: Any, units: Any,
+) -> None:  # fmt: skip  # arguments in groups
+    width, size, pack = pages.width, pages.size, pages.memory.shape[3]
+    words, padded = width // pack, acc.shape[1]
+    rows, end = tokens * group, start + tokens
+    for r in range(rows):
+        column = (head * group + r % group) * width
+        q[r, :] = query[first_row + r // group, column : column + width]
+        acc[r] = np.float32(0.0)
+        state[0, r] = np.float32(NOTHING)
+        state[1, r] = np.float32(0.0)
+    to_exponent = _LOG2E * (np.float32(1.0) if softcap > 0.0 else scale)
+    in_place = rows <= _IN_PLACE and size % UNIT == 0 and width % COLUMNS == 0
+    value_stride, weight_stride, q_stride, acc_stride = 4 * _values_width(pages), TILE * q.itemsize, 4 * words, 4 * padded
+    q_at, weights_at, acc_at, scores_at = q.ctypes.data, weights.ctypes.data, acc.ctypes.data, scores.ctypes.data
+    keys_at, values_at, units_at = tile_keys.ctypes.data, tile_values.ctypes.data, units.ctypes.data
+    keys_stride, state_at, state_stride = 4 * tile_keys.shape[1], state.ctypes.data, 4 * state.shape[1]
+
+    low = max(0, start - window + 1) // WIDTH_MULTIPLE * WIDTH_MULTIPLE if window > 0 else 0
     while low < end:
-        high = min(low + _TILE, end)
+        high = min(low + TILE, end)
         n = high - low
-        if gathered:
-            _gather(keys, values, table, head, low, high, tile_keys, tile_values)
-            multiply(scores, 0, q, rows, tile_keys, 0, tile_keys.shape[1], n, width)
+        steps = (n + pack - 1) // pack
+        if in_place:
+            _fetch_pages(pages, table, head, high, min(high + TILE, end))
+            _find_units(pages, table, head, low, high, units)
+            if pack == 2 and n % 2 == 1:
+                whole = n // UNIT * UNIT
+                _gather_values(pages, table, head, low + whole, high, tile_values)
+                _clear_last(tile_values, n - whole)
+                units[1, n // UNIT] = values_at
         else:
-            _score_pages(q, rows, keys, values, table, head, low, high, scores)
-        for r in range(rows):
-            position = start + r // group
-            to_key = max(0, min(n, position + 1 - low))
-            from_key = min(max(0, position - window + 1 - low), to_key) if window > 0 else 0
-            scores[r, :from_key] = np.float32(0.0)
-            scores[r, to_key:n] = np.float32(0.0)
-            new_highest, weight = _softmax_row(scores[r, from_key:to_key], softcap, highest[r])
-            alpha = exp32(highest[r] - new_highest)
-            highest[r] = new_highest
-            total[r] = total[r] * alpha + weight
-            if alpha != np.float32(1.0):
-                for d in range(width):
-                    acc[r, d] *= alpha
-        if gathered:
-            multiply_add(acc, scores, 0, rows, tile_values, 0, acc.shape[1], acc.shape[1], n)
-        else:
-            _add_pages(scores, rows, keys, values, table, head, low, high, end, acc)
+            _gather_keys(pages, table, head, low, high, keys_at, keys_stride)
+            _gather_values(pages, table, head, low, high, tile_values)
+            if pack == 2 and n % 2 == 1:
+                _clear_last(tile_values, n)
+        for r in range(0, rows, ROWS):
+            some = min(ROWS, rows - r)
+            q_row, acc_row, alpha = q_at + r * q_stride, acc_at + r * acc_stride, state_at + 2 * state_stride + 4 * r
+            for column in range(0, n, COLUMNS):
+                at = scores_at + 4 * column
+                if in_place:
+                    unit = units_at + 8 * (column // UNIT)
+                    paged_score_tile(q, some, at, 4 * TILE, q_row, q_stride, unit, 4 * size, words, 0, 0)
+                else:
+                    first = keys_at + 4 * column
+                    score_tile(q, some, at, 4 * TILE, q_row, q_stride, first, keys_stride, words, 0, 0)
+            for i in range(r, r + some):
+                position = start + i // group
+                to_key = max(0, min(n, position + 1 - low))
+                from_key = min(max(0, position - window + 1 - low), to_key) if window > 0 else 0
+                if softcap > 0.0:
+                    _cap(scores[i - r, from_key:to_key], scale, softcap)
+                softmax(
+                    q, scores_at + 4 * TILE * (i - r), weights_at + weight_stride * (i - r), from_key, to_key,
+                    to_exponent, state_at + 4 * i, state_at + state_stride + 4 * i, state_at + 2 * state_stride + 4 * i,
+                )  # fmt: skip  # arguments in groups
+            for column in range(0, 4 * padded, 4 * COLUMNS):
+                at = acc_row + column
+                if in_place:
+                    values = units_at + 8 * units.shape[1]
+                    paged_sum_tile(
+                        q, some, at, acc_stride, weights_at, weight_stride, values, value_stride, steps, column, alpha
+                    )
+                else:
+                    values = values_at + column
+                    sum_tile(q, some, at, acc_stride, weights_at, weight_stride, values, acc_stride, steps, 0, alpha)
         low = high
 
     for r in range(rows):
         target = out[first_row + r // group]
         column = (head * group + r % group) * width
-        weight = total[r]
+        weight = state[1, r]
         if sinks.size:
-            weight += exp32(sinks[head * group + r % group] - highest[r])
+            weight += exp32(sinks[head * group + r % group] - state[0, r] * (np.float32(1.0) if softcap > 0.0 else scale))
         inverse = np.float32(1.0) / weight
         for d in range(width):
             target[column + d] = narrow(acc[r, d] * inverse, target[column + d])
@@ -230,11 +290,13 @@ def _block_types(element: Any) -> tuple[Any, ...]:
     """Return the types that `_attend_block` takes, by that of its query."""
     memory = {n: types.Array(element.dtype, n, "C") for n in (2, 4)}
     floats = {n: types.Array(types.float32, n, "C") for n in (1, 2)}
+    words = types.Array(types.uint32, 2, "C")
     whole, single = types.int64, types.float32
+    pages = types.NamedTuple((memory[4], whole, whole), Pages)
     return (
-        memory[2], memory[2], memory[4], memory[4], types.Array(types.int32, 1, "C"), whole, whole, whole, whole,
+        memory[2], memory[2], pages, types.Array(types.int32, 1, "C"), whole, whole, whole, whole,
         whole, single, whole, single, floats[1],
-        floats[2], floats[2], floats[2], floats[2], floats[2], floats[1], floats[1],
+        memory[2], memory[2], floats[2], floats[2], words, words, floats[2], types.Array(whole, 2, "C"),
     )  # fmt: skip  # arguments in groups
 
 
@@ -249,8 +311,7 @@ _call_block = caller(_block_types)
 def attend(
     query: NDArray[Any],
     out: NDArray[Any],
-    keys: NDArray[Any],
-    values: NDArray[Any],
+    pages: Pages,
     tables: NDArray[np.int32],
     slots: NDArray[np.int32],
     starts: NDArray[np.int32],
@@ -268,42 +329,42 @@ def attend(
     """Attend every query row over the pages of its sequence, into `out`.
 
     `query` is [tokens, >= heads * group * width], its first columns the rotated queries, head by head; `out` is
-    [tokens, heads * group * width]; `keys` are [pages, heads, width, page size], followed by 16 more elements of
-    memory, `values` [pages, heads, page size, padded width], the width rounded up to 16. Float32, or uint16 holding
-    bfloat16. Sequence i computes tokens [starts[i], starts[i] + counts[i]), in packed rows from rows[i], and reads the
-    pages tables[slots[i]]. A `window` or `softcap` of 0 means none, and so do `sinks` [heads * group] of size 0. The
-    blocks are those of `cut_blocks`.
+    [tokens, heads * group * width]. Float32, or uint16 holding bfloat16. Sequence i computes tokens [starts[i],
+    starts[i] + counts[i]), in packed rows from rows[i], and reads the pages tables[slots[i]]. A `window` or `softcap` of
+    0 means none, and so do `sinks` [heads * group] of size 0. The blocks are those of `cut_blocks`.
     """
     _attend(
-        query, out, keys, values, tables, slots, starts, counts, rows, block_sequence, block_first, bounds,
+        query, out, pages, tables, slots, starts, counts, rows, block_sequence, block_first, bounds,
         group, np.float32(scale), window, np.float32(softcap), sinks, _block_address(query.dtype),
     )  # fmt: skip  # arguments in groups
 
 
-@compiled(parallel=True, fastmath=FASTMATH, nogil=True)
+@compiled(parallel=True, nogil=True)
 def _attend(
-    query: Any, out: Any, keys: Any, values: Any, tables: Any, slots: Any, starts: Any, counts: Any, rows: Any,
+    query: Any, out: Any, pages: Any, tables: Any, slots: Any, starts: Any, counts: Any, rows: Any,
     block_sequence: Any, block_first: Any, bounds: Any,
     group: int, scale: np.float32, window: int, softcap: np.float32, sinks: Any, block_address: int,
 ) -> None:  # fmt: skip  # arguments in groups
-    heads, width = keys.shape[1], keys.shape[2]
+    heads, pack = pages.memory.shape[1], pages.memory.shape[3]
     size = max(1, BLOCK_ROWS // group)
     capacity = size * group
+    padded = (pages.width + COLUMNS - 1) // COLUMNS * COLUMNS
     for worker in prange(bounds.size - 1):
-        q = np.empty((capacity, width), np.float32)
-        acc = np.empty((capacity, values.shape[3]), np.float32)
-        scores = np.empty((capacity, _TILE + LANES), np.float32)
-        tile_keys = np.empty((width, _TILE + NARROW), np.float32)
-        tile_values = np.empty((_TILE, values.shape[3]), np.float32)
-        highest = np.empty(capacity, np.float32)
-        total = np.empty(capacity, np.float32)
+        q = np.empty((capacity, pages.width), query.dtype)
+        weights = np.empty((ROWS, TILE), query.dtype)
+        acc = np.empty((capacity, padded), np.float32)
+        scores = np.empty((ROWS, TILE), np.float32)
+        tile_keys = np.empty((pages.width // pack, TILE + UNIT), np.uint32)
+        tile_values = np.empty((TILE // pack, padded), np.uint32)
+        state = np.empty((3, capacity), np.float32)
+        units = np.empty((2, TILE // UNIT), np.int64)
         for item in range(bounds[worker], bounds[worker + 1]):
             block = item // heads
             i = block_sequence[block]
             first = block_first[block]
             arguments = (
-                query, out, keys, values, tables[slots[i]], np.int64(item % heads), group, np.int64(starts[i] + first),
+                query, out, pages, tables[slots[i]], np.int64(item % heads), group, np.int64(starts[i] + first),
                 np.int64(rows[i] + first), np.int64(min(size, counts[i] - first)), scale, window, softcap, sinks,
-                q, acc, scores, tile_keys, tile_values, highest, total,
+                q, weights, acc, scores, tile_keys, tile_values, state, units,
             )  # fmt: skip  # arguments in groups
             _call_block(block_address, arguments)

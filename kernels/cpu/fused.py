@@ -13,6 +13,7 @@ from numba import prange
 from numpy.typing import NDArray
 
 from llmbatch.compilation.decorators import compiled
+from llmbatch.kernels.cpu.layout import WIDTH_MULTIPLE
 from llmbatch.kernels.cpu.numerics import FASTMATH, exp32, narrow, widen
 from llmbatch.kernels.spec import SILU
 
@@ -89,17 +90,19 @@ def rotate_and_store(
     epsilon: float,
     pages: NDArray[np.int32],
     offsets: NDArray[np.int32],
-    keys: NDArray[Any],
-    values: NDArray[Any],
+    memory: NDArray[Any],
+    width: int,
+    page_size: int,
 ) -> None:
     """Finish the queries in place, and write keys and values into pages.
 
     `packed` is [tokens, (query heads + 2 * KV heads) * width]: queries, keys, values of each token. Where a norm
     weight is given (not of size 0), RMSNorm per head comes first; then rotary embedding of the first
     `cosine.shape[1]` elements of each head, halves rotated against each other. Token t goes to place offsets[t] of
-    page pages[t]; `keys` and `values` are laid out as for `attention.attend`.
+    page pages[t] of `memory`, which is as `layout.page_shape` says for heads of so much `width`.
     """
-    heads, width = keys.shape[1], keys.shape[2]
+    heads, pack = memory.shape[1], memory.shape[3]
+    begin, padded = width // pack * page_size, (width + WIDTH_MULTIPLE - 1) // WIDTH_MULTIPLE * WIDTH_MULTIPLE
     query_heads = packed.shape[1] // width - 2 * heads
     for t in prange(packed.shape[0]):
         row = packed[t]
@@ -116,9 +119,10 @@ def rotate_and_store(
             head = row[(query_heads + h) * width : (query_heads + h + 1) * width]
             _normalize_head(head, key_norm, np.float32(epsilon), scratch)
             _rotate(scratch, cosine[t], sine[t])
+            target = memory[page, h]
             for d in range(width):
-                keys[page, h, d, offset] = narrow(scratch[d], keys[page, h, d, offset])
+                target[d // pack * page_size + offset, d % pack] = narrow(scratch[d], row[0])
             head = row[(query_heads + heads + h) * width : (query_heads + heads + h + 1) * width]
-            target = values[page, h, offset]
+            target = memory[page, h, begin + offset // pack * padded :]
             for d in range(width):
-                target[d] = head[d]
+                target[d, offset % pack] = head[d]

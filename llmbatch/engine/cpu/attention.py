@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Final
 
 import numba
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from llmbatch.engine.cpu.memory import huge_pages
 from llmbatch.engine.model.ops import pack_heads
 from llmbatch.kernels.cpu import fused
-from llmbatch.kernels.cpu.attention import attend, cut_blocks
-from llmbatch.kernels.cpu.tile import LANES
+from llmbatch.kernels.cpu.attention import Pages, attend, cut_blocks
+from llmbatch.kernels.cpu.layout import page_shape
 from llmbatch.kernels.spec import AttentionSpec
 
 _NONE = np.empty(0, np.float32)
+_SPARE: Final = 8  # words behind the last page, which are read and not used
 
 
 def as_array(tensor: torch.Tensor) -> NDArray[Any]:
@@ -35,14 +37,12 @@ class CpuKVCache:
         self.num_pages = num_pages
         self.page_size = page_size
         element = np.uint16 if dtype == torch.bfloat16 else np.float32
-        self.keys: dict[int, NDArray[Any]] = {}
-        self.values: dict[int, NDArray[Any]] = {}
+        self.layers: dict[int, Pages] = {}
         for layer, spec in specs.items():
-            padded = -(-spec.width // LANES) * LANES
-            shape = (num_pages, spec.heads, spec.width, page_size)
-            # A vector to spare: lanes beyond the last page's end are read, and not used.
-            self.keys[layer] = np.empty(math.prod(shape) + LANES, element)[:-LANES].reshape(shape)
-            self.values[layer] = np.empty((num_pages, spec.heads, page_size, padded), element)
+            pack = 4 // element().itemsize
+            shape = page_shape(num_pages, spec.heads, spec.width, page_size, pack)
+            flat = huge_pages((math.prod(shape) + _SPARE * pack,), element)
+            self.layers[layer] = Pages(flat[: -_SPARE * pack].reshape(shape), spec.width, page_size)
 
 
 class CpuAttention:
@@ -77,7 +77,7 @@ class CpuAttention:
         epsilon: float = 0.0,
     ) -> torch.Tensor:
         """Attend in one layer, after writing its keys and values."""
-        keys, values = self._pages.keys[spec.layer], self._pages.values[spec.layer]
+        pages = self._pages.layers[spec.layer]
         rows = as_array(packed)
         unrotated = np.empty((len(rows), 0), rows.dtype)
         fused.rotate_and_store(
@@ -89,8 +89,7 @@ class CpuAttention:
             epsilon,
             self._token_pages,
             self._token_offsets,
-            keys,
-            values,
+            *pages,
         )
         key = (spec.group, spec.window, spec.heads)
         if key not in self._blocks:
@@ -98,7 +97,7 @@ class CpuAttention:
             self._blocks[key] = cut_blocks(self._starts, self._counts, spec.group, spec.window, workers, spec.heads)
         out = torch.empty(len(rows), spec.query_heads * spec.width, dtype=packed.dtype)
         attend(
-            rows, as_array(out), keys, values, self._tables, self._slots, self._starts, self._counts, self._rows,
+            rows, as_array(out), pages, self._tables, self._slots, self._starts, self._counts, self._rows,
             *self._blocks[key], spec.group, spec.scale, spec.window, spec.softcap,
             _NONE if spec.sinks is None else spec.sinks.numpy(),
         )  # fmt: skip  # arguments in groups

@@ -3,14 +3,13 @@
 Three shapes of module make up most decoder layers whatever the family is called: RMSNorm, a gated MLP (`gate_proj`,
 `up_proj`, `down_proj`), and attention with separate projections (`q_proj`, `k_proj`, `v_proj`, `o_proj`, perhaps norms
 of queries and keys). Each is recognised by its shape, and replaced only after both gave the same answer to a probe.
-Modules that are not recognised, or differ, stay as they are and work. On a processor the weights of linear layers are
-laid out as the products of MKL read them, or of oneDNN if there is no MKL (`pack_linears`).
+Modules that are not recognised, or differ, stay as they are and work.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -115,47 +114,11 @@ class FusedAttention(nn.Module):
         return step.run(self._spec, packed, cosine=cosine.contiguous(), sine=sine.contiguous(), **self._norms)
 
 
-class PackedLinear(nn.Module):
-    """A linear layer in float32 with its weight packed once, for MKL or for oneDNN; some dozens of rows gain most.
-
-    MKL's layout is made for a number of rows, but its product takes any; the operator asks for the number it is given.
-    """
-
-    _ROWS = 64  # that the layout is made for
-
-    def __init__(self, original: nn.Linear, library: Literal["mkl", "mkldnn"]) -> None:
-        super().__init__()
-        self.in_features: int = original.in_features
-        self.out_features: int = original.out_features
-        weight = original.weight.detach()
-        bias: torch.Tensor | None = original.bias
-        self._bias = None if bias is None else bias.detach()
-        self._shape = weight.new_zeros(()).expand(weight.shape)  # MKL's operator asks the unpacked weight for its shape
-        self._mkl = library == "mkl"
-        reorder = torch.ops.mkl._mkl_reorder_linear_weight if self._mkl else torch.ops.mkldnn._reorder_linear_weight
-        self._weight = reorder(weight, self._ROWS)
-
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Map [..., in_features] to [..., out_features]."""
-        out: torch.Tensor
-        if self._mkl:
-            rows = hidden_states.numel() // self.in_features
-            out = torch.ops.mkl._mkl_linear(hidden_states, self._weight, self._shape, self._bias, rows)
-        else:
-            out = torch.ops.mkldnn._linear_pointwise(hidden_states, self._weight, self._bias, "none", [], "")
-        return out
-
-
 def fuse(model: nn.Module, specs: dict[int, AttentionSpec], dtype: torch.dtype, pieces: ModelOps) -> None:
     """Replace, in place, every module of `model` that has an equal and faster one."""
     replace_modules(model, lambda module: _fused_norm(module, dtype, pieces))
     replace_modules(model, lambda module: _fused_mlp(module, dtype, pieces))
     replace_modules(model, lambda module: _fused_attention(module, specs, dtype, pieces))
-
-
-def pack_linears(model: nn.Module) -> None:
-    """Pack the weights of linear layers in float32 as products on the processor read them."""
-    replace_modules(model, _packed_linear)
 
 
 def replace_modules(model: nn.Module, build: Callable[[nn.Module], nn.Module | None]) -> None:
@@ -211,23 +174,6 @@ def _fused_norm(module: nn.Module, dtype: torch.dtype, pieces: ModelOps) -> Fuse
         fused = FusedNorm(scale, epsilon, pieces)
         if equal(fused(probe), expected, dtype):
             return fused
-    return None
-
-
-def _packed_linear(module: nn.Module) -> PackedLinear | None:
-    if type(module) is not nn.Linear:
-        return None
-    probe = _probe(_PROBE_TOKENS, module.in_features, like=module.weight)
-    expected = module(probe)
-    libraries: list[Literal["mkl", "mkldnn"]] = []
-    if torch.backends.mkl.is_available():  # type: ignore[no-untyped-call]
-        libraries.append("mkl")
-    if torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
-        libraries.append("mkldnn")
-    for library in libraries:
-        packed = PackedLinear(module, library)
-        if equal(packed(probe), expected, torch.float32):
-            return packed
     return None
 
 

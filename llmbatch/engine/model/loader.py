@@ -21,7 +21,7 @@ from llmbatch.engine.model.attention_interface import NAME, register, survey
 from llmbatch.engine.model.checkpoints import has_weights, no_progress_bars
 from llmbatch.engine.model.config import DType, ModelConfig, describe_model, unsupported
 from llmbatch.engine.model.fused_layers import fuse_layers
-from llmbatch.engine.model.fused_modules import fuse, pack_linears
+from llmbatch.engine.model.fused_modules import fuse
 from llmbatch.engine.model.platform import Platform
 from llmbatch.errors import ModelError
 from llmbatch.kernels.spec import WIDEST, AttentionSpec
@@ -68,8 +68,8 @@ def load_model(
         fuse(module, attention, described.dtype, platform.pieces)
         if not platform.is_host:
             fuse_layers(module, attention, described.dtype, platform.pieces)
-        elif described.dtype == torch.float32:
-            pack_linears(module)
+        if platform.pack is not None:
+            platform.pack(module, described.dtype)
     eos, notes = _read_generation_config(Path(folder), described.config)
     if not platform.is_host and load_format != "dummy" and find_spec("accelerate") is None:
         notes = (

@@ -16,7 +16,7 @@ from typing import Final, Protocol
 from llmbatch.choices import DType
 from llmbatch.engine.config import EngineConfig
 from llmbatch.errors import ParameterError
-from llmbatch.kernels.cpu.tile import LANES
+from llmbatch.kernels.cpu.layout import padded_width
 from llmbatch.perf_model.cost import CostModel, ModelShape
 from llmbatch.perf_model.hardware import find_hardware
 from llmbatch.perf_model.shape import read_field
@@ -118,7 +118,7 @@ def kv_bytes(config: object, dtype: Element, *, padded: bool) -> int:
     """Return KV bytes of one token in all layers, as pages hold them; `padded`: widths are rounded up to 16."""
     heads = int(read_field(config, "num_attention_heads"))
     width = int(read_field(config, "head_dim") or read_field(config, "hidden_size") // heads)
-    wide = -(-width // LANES) * LANES if padded else width
+    wide = padded_width(width) if padded else width
     layers, shared = read_field(config, "num_hidden_layers"), read_field(config, "num_key_value_heads")
     return int(layers * (shared or heads) * (width + wide) * dtype.itemsize)
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from llmbatch.engine.model.ops import ModelOps
 
@@ -18,6 +20,7 @@ class Platform:
     page_size: int  # tokens, where none is asked for
     max_running: int  # sequences in flight, likewise
     is_host: bool = False  # the processor, with the kernels for it
+    pack: Callable[[nn.Module, torch.dtype], None] | None = None  # lays the weights of a loaded model out for it
     notes: tuple[str, ...] = ()  # for the user, a sentence each
 
     def enter(self) -> None:

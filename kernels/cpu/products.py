@@ -1,0 +1,116 @@
+"""Products of activations with packed weights on the processor, with what follows them in the same pass.
+
+A weight [columns, width] is packed once into panels of `COLUMNS` columns: word by word of its width, the words of all
+columns of the panel side by side, so that a tile reads memory in order (`dot_tiles`). A product is cut into tasks of a
+panel and up to `_BLOCK` rows, and each worker gets a run of them: within a block of rows it goes from panel to panel,
+so its rows stay in the second cache and each panel is read once for all rows of the block.
+
+The gated product has its own order of columns: each panel holds a register of the gate's and the same of the other
+side's, which meet in the tile's ending.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, Final
+
+import numpy as np
+from numba import prange, types
+from numba.np.numpy_support import from_dtype
+from numpy.typing import NDArray
+
+from llmbatch.compilation.decorators import compiled
+from llmbatch.kernels.cpu.dot_tiles import (
+    COLUMNS,
+    ROWS,
+    add_tile,
+    float_tile,
+    gelu_tile,
+    silu_tile,
+    store_tile,
+)
+from llmbatch.kernels.cpu.pointers import address_of, caller
+from llmbatch.kernels.spec import GELU_TANH, SILU
+
+_BLOCK: Final = 240  # rows that a worker takes from panel to panel
+STORE, STORE_FLOAT, ADD = "store", "store float32", "add"
+
+
+@compiled(nogil=True)
+def _store(like: Any, rows: int, c: int, c_stride: int, a: int, a_stride: int, b: int, words: int, column: int) -> None:
+    store_tile(like, rows, c, c_stride, a, a_stride, b, 4 * COLUMNS, words, column, 0)
+
+
+@compiled(nogil=True)
+def _float(like: Any, rows: int, c: int, c_stride: int, a: int, a_stride: int, b: int, words: int, column: int) -> None:
+    float_tile(like, rows, c, c_stride, a, a_stride, b, 4 * COLUMNS, words, column, 0)
+
+
+@compiled(nogil=True)
+def _add(like: Any, rows: int, c: int, c_stride: int, a: int, a_stride: int, b: int, words: int, column: int) -> None:
+    add_tile(like, rows, c, c_stride, a, a_stride, b, 4 * COLUMNS, words, column, 0)
+
+
+@compiled(nogil=True)
+def _silu(like: Any, rows: int, c: int, c_stride: int, a: int, a_stride: int, b: int, words: int, column: int) -> None:
+    silu_tile(like, rows, c, c_stride, a, a_stride, b, 4 * COLUMNS, words, column, 0)
+
+
+@compiled(nogil=True)
+def _gelu(like: Any, rows: int, c: int, c_stride: int, a: int, a_stride: int, b: int, words: int, column: int) -> None:
+    gelu_tile(like, rows, c, c_stride, a, a_stride, b, 4 * COLUMNS, words, column, 0)
+
+
+_ENDINGS: Final = {STORE: _store, STORE_FLOAT: _float, ADD: _add, SILU: _silu, GELU_TANH: _gelu}
+
+
+def _tile_types(like: Any) -> tuple[Any, ...]:
+    return (like, *[types.int64] * 8)
+
+
+_call_tile = caller(_tile_types)
+
+
+@cache
+def tile_code(ending: str | int, element: np.dtype[Any]) -> int:
+    """Return the address of a product's tiles: `STORE`, `STORE_FLOAT`, `ADD`, or an activation for a gated product."""
+    return address_of(_ENDINGS[ending], _tile_types(types.Array(from_dtype(element), 1, "C")))
+
+
+@compiled(parallel=True, nogil=True)
+def multiply(
+    code: int, like: Any, a: int, a_stride: int, rows: int, panels: int, count: int, words: int,
+    c: int, c_stride: int, c_step: int, columns: int, workers: int,
+) -> None:  # fmt: skip  # arguments in groups
+    """Multiply `rows` rows of A with `count` panels of packed weights, and end as the tiles of `code` do.
+
+    a, panels, c and columns are addresses: of rows `a_stride` bytes apart, of panels of so many words a column, of the
+    first panel's place in a result whose rows are `c_stride` and whose panels are `c_step` bytes apart, and of a
+    float32 of each column. `like` is any array of A's numbers.
+    """
+    blocks = (rows + _BLOCK - 1) // _BLOCK
+    blocks = max(blocks, min((rows + 2 * ROWS - 1) // (2 * ROWS), (4 * workers + count - 1) // count))
+    tasks = blocks * count
+    for worker in prange(workers):
+        for task in range(tasks * worker // workers, tasks * (worker + 1) // workers):
+            panel, block = task % count, task // count
+            low, high = rows * block // blocks, rows * (block + 1) // blocks
+            tiles = (high - low + ROWS - 1) // ROWS
+            for i in range(tiles):
+                first = low + (high - low) * i // tiles
+                last = low + (high - low) * (i + 1) // tiles
+                arguments = (
+                    like, last - first, c + first * c_stride + panel * c_step, c_stride, a + first * a_stride, a_stride,
+                    panels + panel * words * 4 * COLUMNS, words, columns + panel * 4 * COLUMNS,
+                )  # fmt: skip  # arguments in groups
+                _call_tile(code, arguments)
+
+
+@compiled(parallel=True, nogil=True)
+def pack(weight: NDArray[np.uint32], order: NDArray[np.int64], panels: NDArray[np.uint32]) -> None:
+    """Pack words: panels[p, :, j] = weight[order[p * COLUMNS + j]], or 0 where the order is negative."""
+    for p in prange(panels.shape[0]):
+        for j in range(COLUMNS):
+            source = order[p * COLUMNS + j]
+            for k in range(panels.shape[1]):
+                panels[p, k, j] = weight[source, k] if source >= 0 else np.uint32(0)
