@@ -22,7 +22,7 @@ Blocks are assigned to workers in contiguous runs of equal cost, known from leng
 from __future__ import annotations
 
 from functools import cache
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 from numba import prange, types
@@ -40,23 +40,14 @@ from llmbatch.kernels.cpu.dot_tiles import (
     score_tile,
     sum_tile,
 )
-from llmbatch.kernels.cpu.layout import WIDTH_MULTIPLE
+from llmbatch.kernels.cpu.layout import WIDTH_MULTIPLE, Pages
 from llmbatch.kernels.cpu.numerics import FASTMATH, exp32, narrow
 from llmbatch.kernels.cpu.pointers import address_of, caller
 from llmbatch.kernels.cpu.softmax import NOTHING, TILE, softmax
 
 BLOCK_ROWS: Final = 128
-_IN_PLACE: Final = ROWS  # query rows up to which pages are read where they lie
 _FETCHED: Final = 256  # bytes
 _LOG2E: Final = np.float32(1.4426950408889634)
-
-
-class Pages(NamedTuple):
-    """The pages of a layer, for compiled code."""
-
-    memory: NDArray[Any]  # as `layout.page_shape` says, with 8 more words behind it
-    width: int  # of a head
-    size: int  # tokens of a page
 
 
 @compiled
@@ -218,7 +209,7 @@ def _attend_block(
         state[0, r] = np.float32(NOTHING)
         state[1, r] = np.float32(0.0)
     to_exponent = _LOG2E * (np.float32(1.0) if softcap > 0.0 else scale)
-    in_place = rows <= _IN_PLACE and size % UNIT == 0 and width % COLUMNS == 0
+    in_place = size % UNIT == 0 and width % COLUMNS == 0
     value_stride, weight_stride, q_stride, acc_stride = 4 * _values_width(pages), TILE * q.itemsize, 4 * words, 4 * padded
     q_at, weights_at, acc_at, scores_at = q.ctypes.data, weights.ctypes.data, acc.ctypes.data, scores.ctypes.data
     keys_at, values_at, units_at = tile_keys.ctypes.data, tile_values.ctypes.data, units.ctypes.data
@@ -301,7 +292,8 @@ def _block_types(element: Any) -> tuple[Any, ...]:
 
 
 @cache
-def _block_address(dtype: np.dtype[Any]) -> int:
+def block_code(dtype: np.dtype[Any]) -> int:
+    """Return the address of the code of a block, for `attend_blocks`."""
     return address_of(_attend_block, _block_types(types.Array(from_dtype(dtype), 2, "C")))
 
 
@@ -333,18 +325,19 @@ def attend(
     starts[i] + counts[i]), in packed rows from rows[i], and reads the pages tables[slots[i]]. A `window` or `softcap` of
     0 means none, and so do `sinks` [heads * group] of size 0. The blocks are those of `cut_blocks`.
     """
-    _attend(
+    attend_blocks(
         query, out, pages, tables, slots, starts, counts, rows, block_sequence, block_first, bounds,
-        group, np.float32(scale), window, np.float32(softcap), sinks, _block_address(query.dtype),
+        group, np.float32(scale), window, np.float32(softcap), sinks, block_code(query.dtype),
     )  # fmt: skip  # arguments in groups
 
 
 @compiled(parallel=True, nogil=True)
-def _attend(
+def attend_blocks(
     query: Any, out: Any, pages: Any, tables: Any, slots: Any, starts: Any, counts: Any, rows: Any,
     block_sequence: Any, block_first: Any, bounds: Any,
-    group: int, scale: np.float32, window: int, softcap: np.float32, sinks: Any, block_address: int,
+    group: int, scale: np.float32, window: int, softcap: np.float32, sinks: Any, code: int,
 ) -> None:  # fmt: skip  # arguments in groups
+    """Attend as `attend` says; `code` is that of `block_code`."""
     heads, pack = pages.memory.shape[1], pages.memory.shape[3]
     size = max(1, BLOCK_ROWS // group)
     capacity = size * group
@@ -367,4 +360,4 @@ def _attend(
                 np.int64(rows[i] + first), np.int64(min(size, counts[i] - first)), scale, window, softcap, sinks,
                 q, weights, acc, scores, tile_keys, tile_values, state, units,
             )  # fmt: skip  # arguments in groups
-            _call_block(block_address, arguments)
+            _call_block(code, arguments)

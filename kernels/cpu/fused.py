@@ -13,7 +13,7 @@ from numba import prange
 from numpy.typing import NDArray
 
 from llmbatch.compilation.decorators import compiled
-from llmbatch.kernels.cpu.layout import WIDTH_MULTIPLE
+from llmbatch.kernels.cpu.layout import WIDTH_MULTIPLE, Pages
 from llmbatch.kernels.cpu.numerics import FASTMATH, exp32, narrow, widen
 from llmbatch.kernels.spec import SILU
 
@@ -83,6 +83,7 @@ def _rotate(head: Any, cosine: Any, sine: Any) -> None:
 @compiled(parallel=True, fastmath=FASTMATH, nogil=True)
 def rotate_and_store(
     packed: NDArray[Any],
+    query_heads: int,
     cosine: NDArray[Any],
     sine: NDArray[Any],
     query_norm: NDArray[np.float32],
@@ -90,20 +91,18 @@ def rotate_and_store(
     epsilon: float,
     pages: NDArray[np.int32],
     offsets: NDArray[np.int32],
-    memory: NDArray[Any],
-    width: int,
-    page_size: int,
+    kept: Pages,
 ) -> None:
     """Finish the queries in place, and write keys and values into pages.
 
-    `packed` is [tokens, (query heads + 2 * KV heads) * width]: queries, keys, values of each token. Where a norm
+    `packed` is [tokens, at least (query heads + 2 * KV heads) * width]: queries, keys, values of each token. Where a norm
     weight is given (not of size 0), RMSNorm per head comes first; then rotary embedding of the first
     `cosine.shape[1]` elements of each head, halves rotated against each other. Token t goes to place offsets[t] of
-    page pages[t] of `memory`, which is as `layout.page_shape` says for heads of so much `width`.
+    page pages[t] of those that are `kept`.
     """
+    memory, width, page_size = kept
     heads, pack = memory.shape[1], memory.shape[3]
     begin, padded = width // pack * page_size, (width + WIDTH_MULTIPLE - 1) // WIDTH_MULTIPLE * WIDTH_MULTIPLE
-    query_heads = packed.shape[1] // width - 2 * heads
     for t in prange(packed.shape[0]):
         row = packed[t]
         page, offset = pages[t], offsets[t]

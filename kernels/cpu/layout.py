@@ -7,9 +7,19 @@ values, [words of a page, padded width], where a word has the same element of ne
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final, NamedTuple
+
+from numpy.typing import NDArray
 
 WIDTH_MULTIPLE: Final = 16  # that the width of values is rounded up to
+
+
+class Pages(NamedTuple):
+    """The pages of a layer, for compiled code."""
+
+    memory: NDArray[Any]  # as `page_shape` says, with 8 more words behind it
+    width: int  # of a head
+    size: int  # tokens of a page
 
 
 def page_shape(pages: int, heads: int, width: int, page_size: int, pack: int) -> tuple[int, int, int, int]:

@@ -14,9 +14,9 @@ from numba import njit as _njit
 from numpy.typing import NDArray
 from torch.nn import functional
 
-from llmbatch.kernels.cpu.attention import BLOCK_ROWS, Pages, attend, cut_blocks
+from llmbatch.kernels.cpu.attention import BLOCK_ROWS, attend, cut_blocks
 from llmbatch.kernels.cpu.fused import gate, normalize, rotate_and_store
-from llmbatch.kernels.cpu.layout import key_words, padded_width, page_shape
+from llmbatch.kernels.cpu.layout import Pages, key_words, padded_width, page_shape
 from llmbatch.kernels.cpu.numerics import exp32, narrow, ordered, unordered, widen
 from llmbatch.kernels.spec import GELU_TANH, SILU
 
@@ -296,7 +296,9 @@ def test_queries_are_finished_in_place_and_keys_and_values_reach_their_pages(
     pack = 2 if bfloat16 else 1
     memory = np.zeros(page_shape(5, heads, width, page_size, pack), packed.dtype)
     page, offset = place // page_size, place % page_size
-    rotate_and_store(packed, cosine, sine, query_norm, key_norm, 1e-6, page, offset, memory, width, page_size)
+    rotate_and_store(
+        packed, query_heads, cosine, sine, query_norm, key_norm, 1e-6, page, offset, Pages(memory, width, page_size)
+    )
     keys, values = in_page(memory, width, page_size)
 
     def finished(x: Array, norm: Array) -> Array:

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from llmbatch.engine.cpu.memory import huge_pages
 from llmbatch.engine.model.ops import pack_heads
 from llmbatch.kernels.cpu import fused
-from llmbatch.kernels.cpu.attention import Pages, attend, cut_blocks
-from llmbatch.kernels.cpu.layout import page_shape
+from llmbatch.kernels.cpu.attention import attend, cut_blocks
+from llmbatch.kernels.cpu.layout import Pages, page_shape
 from llmbatch.kernels.spec import AttentionSpec
 
 _NONE = np.empty(0, np.float32)
@@ -29,7 +29,8 @@ def as_array(tensor: torch.Tensor) -> NDArray[Any]:
 class CpuKVCache:
     """The KV memory of all layers: `num_pages` pages of `page_size` tokens.
 
-    Memory is claimed from the system when it is first written, not when it is made.
+    Memory is claimed from the system when it is first written, not when it is made. Layers whose heads are alike lie in
+    one array, [layers, *page_shape].
     """
 
     def __init__(self, specs: dict[int, AttentionSpec], *, num_pages: int, page_size: int, dtype: torch.dtype) -> None:
@@ -37,12 +38,16 @@ class CpuKVCache:
         self.num_pages = num_pages
         self.page_size = page_size
         element = np.uint16 if dtype == torch.bfloat16 else np.float32
+        pack = 4 // element().itemsize
+        self.memory: dict[tuple[int, int], NDArray[Any]] = {}  # by heads and their width
         self.layers: dict[int, Pages] = {}
-        for layer, spec in specs.items():
-            pack = 4 // element().itemsize
-            shape = page_shape(num_pages, spec.heads, spec.width, page_size, pack)
-            flat = huge_pages((math.prod(shape) + _SPARE * pack,), element)
-            self.layers[layer] = Pages(flat[: -_SPARE * pack].reshape(shape), spec.width, page_size)
+        for heads, width in {(spec.heads, spec.width) for spec in specs.values()}:
+            alike = [layer for layer, spec in specs.items() if (spec.heads, spec.width) == (heads, width)]
+            shape = (len(alike), *page_shape(num_pages, heads, width, page_size, pack))
+            # Words to spare: those beyond the last page's end are read, and not used.
+            memory = huge_pages((math.prod(shape) + _SPARE * pack,), element)[: -_SPARE * pack].reshape(shape)
+            self.memory[heads, width] = memory
+            self.layers |= {layer: Pages(memory[i], width, page_size) for i, layer in enumerate(alike)}
 
 
 class CpuAttention:
@@ -59,11 +64,19 @@ class CpuAttention:
         token_pages: NDArray[np.int32],
         token_offsets: NDArray[np.int32],
     ) -> None:
-        self._pages = pages
-        self._tables, self._slots, self._starts, self._counts = tables, slots, starts, counts
-        self._token_pages, self._token_offsets = token_pages, token_offsets
-        self._rows = np.cumsum(counts, dtype=np.int64) - counts
+        self.pages = pages
+        self.tables, self.slots, self.starts, self.counts = tables, slots, starts, counts
+        self.token_pages, self.token_offsets = token_pages, token_offsets
+        self.rows = np.cumsum(counts, dtype=np.int64) - counts
         self._blocks: dict[tuple[int, int, int], tuple[Any, Any, Any]] = {}
+
+    def blocks(self, group: int, window: int, heads: int) -> tuple[Any, Any, Any]:
+        """Cut the step into blocks, once for all layers whose heads and window are these."""
+        key = (group, window, heads)
+        if key not in self._blocks:
+            workers = numba.get_num_threads()
+            self._blocks[key] = cut_blocks(self.starts, self.counts, group, window, workers, heads)
+        return self._blocks[key]
 
     def run(
         self,
@@ -77,28 +90,25 @@ class CpuAttention:
         epsilon: float = 0.0,
     ) -> torch.Tensor:
         """Attend in one layer, after writing its keys and values."""
-        pages = self._pages.layers[spec.layer]
+        pages = self.pages.layers[spec.layer]
         rows = as_array(packed)
         unrotated = np.empty((len(rows), 0), rows.dtype)
         fused.rotate_and_store(
             rows,
+            spec.query_heads,
             unrotated if cosine is None else as_array(cosine),
             unrotated if sine is None else as_array(sine),
             _NONE if query_norm is None else query_norm.numpy(),
             _NONE if key_norm is None else key_norm.numpy(),
             epsilon,
-            self._token_pages,
-            self._token_offsets,
-            *pages,
+            self.token_pages,
+            self.token_offsets,
+            pages,
         )
-        key = (spec.group, spec.window, spec.heads)
-        if key not in self._blocks:
-            workers = numba.get_num_threads()
-            self._blocks[key] = cut_blocks(self._starts, self._counts, spec.group, spec.window, workers, spec.heads)
         out = torch.empty(len(rows), spec.query_heads * spec.width, dtype=packed.dtype)
         attend(
-            rows, as_array(out), pages, self._tables, self._slots, self._starts, self._counts, self._rows,
-            *self._blocks[key], spec.group, spec.scale, spec.window, spec.softcap,
+            rows, as_array(out), pages, self.tables, self.slots, self.starts, self.counts, self.rows,
+            *self.blocks(spec.group, spec.window, spec.heads), spec.group, spec.scale, spec.window, spec.softcap,
             _NONE if spec.sinks is None else spec.sinks.numpy(),
         )  # fmt: skip  # arguments in groups
         return out
@@ -107,7 +117,7 @@ class CpuAttention:
         self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _: dict[str, Any]
     ) -> torch.Tensor:
         """Attend for a module that projects and rotates by itself: [1, heads, tokens, width] each."""
-        spec = self._pages.specs[module.layer_idx]
+        spec = self.pages.specs[module.layer_idx]
         packed = pack_heads(query, key, value)
         return self.run(spec, packed).view(1, len(packed), -1, spec.width)
 

@@ -45,6 +45,7 @@ class CpuEngine:
         most: int = numba.config.NUMBA_NUM_THREADS  # type: ignore[attr-defined]
         self._threads = min(torch.get_num_threads(), most)
         self._token_elements = loaded.config.hidden_size
+        self._weight_elements = loaded.config.hidden_size**2
         self._key_elements = max(2 * spec.heads * spec.width for spec in loaded.attention.values())
 
     def begin(self, requests: RequestBatch) -> None:
@@ -73,7 +74,7 @@ class CpuEngine:
             token_offsets=places,
         )
         keys = int(step.starts.sum()) + tokens
-        elements = tokens * self._token_elements + keys * self._key_elements
+        elements = self._weight_elements + tokens * self._token_elements + keys * self._key_elements
         numba.set_num_threads(self._threads if elements >= _WORTH_THREADS else 1)
         last_rows = np.cumsum(step.counts, dtype=np.int64)[step.samples] - 1
         with torch.inference_mode():

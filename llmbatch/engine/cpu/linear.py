@@ -21,9 +21,21 @@ _LIKE: Final = {torch.float32: np.empty(1, np.float32), torch.bfloat16: np.empty
 class PackedWeight:
     """The weight of a linear layer in panels, with its bias, or zeros, in float32."""
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, order: NDArray[np.int64] | None = None) -> None:
-        """Pack `weight` [columns, width]; `order` says which column comes where, -1 for none."""
+    def __init__(
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        order: NDArray[np.int64] | None = None,
+        *,
+        padded: int | None = None,
+    ) -> None:
+        """Pack `weight` [columns, width]; `order` says which column comes where, -1 for none.
+
+        `padded`: rows that are multiplied have so many elements, zeros after the first `width`.
+        """
         columns, width = weight.shape
+        if padded is not None and padded > width:
+            weight = nn.functional.pad(weight, (0, padded - width))
         if order is None:
             order = np.arange(columns)
         count = -(-len(order) // COLUMNS)
@@ -67,7 +79,7 @@ class PackedLinear(nn.Module):
             out.data_ptr(), out.shape[1] * out.element_size(), COLUMNS * out.element_size(), weight.bias.ctypes.data,
             numba.get_num_threads(),
         )  # fmt: skip  # arguments in groups
-        return out[:, : self.out_features].view(*x.shape[:-1], self.out_features)
+        return out[:, : self.out_features].contiguous().view(*x.shape[:-1], self.out_features)
 
 
 def pack_linears(model: nn.Module, dtype: torch.dtype) -> None:

@@ -57,7 +57,7 @@ class FusedMLP(nn.Module):
         self._pieces = pieces
         self.gate_up: nn.Linear = _stack(original.gate_proj, original.up_proj)
         self.down_proj: nn.Linear = original.down_proj
-        self._activation = activation
+        self.activation = activation
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Map [..., hidden] to [..., hidden]."""
@@ -69,7 +69,7 @@ class FusedMLP(nn.Module):
         both = self.gate_up(hidden_states)
         width = both.shape[-1] // 2
         inner: torch.Tensor = both.new_empty(*both.shape[:-1], width)
-        self._pieces.gate(both.view(-1, 2 * width), self._activation, inner.view(-1, width))
+        self._pieces.gate(both.view(-1, 2 * width), self.activation, inner.view(-1, width))
         return inner
 
 
@@ -79,17 +79,14 @@ class FusedAttention(nn.Module):
     def __init__(self, original: Any, spec: AttentionSpec, *, halves: bool) -> None:
         """Stack the projections; `halves`: one set of angles serves both halves of a head."""
         super().__init__()
-        self._halves = halves
+        self.halves = halves
         self.qkv: nn.Linear = _stack(original.q_proj, original.k_proj, original.v_proj)
         self.o_proj: nn.Linear = original.o_proj
         self._spec = spec
-        norms: dict[str, Any] = {}
-        for side in ("query_norm", "key_norm"):
-            norm = getattr(original, side[0] + "_norm", None)
-            if isinstance(norm, FusedNorm):
-                norms[side] = norm.scale
-                norms["epsilon"] = norm.epsilon
-        self._norms = norms
+        found = {side: getattr(original, side[0] + "_norm", None) for side in ("query_norm", "key_norm")}
+        norms = {side: norm for side, norm in found.items() if isinstance(norm, FusedNorm)}
+        self.norms = {side: norm.scale for side, norm in norms.items()}
+        self.epsilons = tuple(norm.epsilon for norm in norms.values())
 
     def forward(
         self,
@@ -110,8 +107,11 @@ class FusedAttention(nn.Module):
     ) -> torch.Tensor:
         """Compute the input of `o_proj`, [tokens, query heads * width]."""
         packed = self.qkv(hidden_states)[0]
-        cosine, sine = (torch.cat((x[0], x[0]), -1) if self._halves else x[0] for x in position_embeddings)
-        return step.run(self._spec, packed, cosine=cosine.contiguous(), sine=sine.contiguous(), **self._norms)
+        cosine, sine = (torch.cat((x[0], x[0]), -1) if self.halves else x[0] for x in position_embeddings)
+        epsilon = self.epsilons[0] if self.epsilons else 0.0
+        return step.run(
+            self._spec, packed, cosine=cosine.contiguous(), sine=sine.contiguous(), epsilon=epsilon, **self.norms
+        )
 
 
 def fuse(model: nn.Module, specs: dict[int, AttentionSpec], dtype: torch.dtype, pieces: ModelOps) -> None:

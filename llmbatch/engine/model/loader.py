@@ -69,7 +69,7 @@ def load_model(
         if not platform.is_host:
             fuse_layers(module, attention, described.dtype, platform.pieces)
         if platform.pack is not None:
-            platform.pack(module, described.dtype)
+            platform.pack(module, attention, described.dtype)
     eos, notes = _read_generation_config(Path(folder), described.config)
     if not platform.is_host and load_format != "dummy" and find_spec("accelerate") is None:
         notes = (

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from llmbatch.engine.model.ops import ModelOps
+from llmbatch.kernels.spec import AttentionSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +21,8 @@ class Platform:
     page_size: int  # tokens, where none is asked for
     max_running: int  # sequences in flight, likewise
     is_host: bool = False  # the processor, with the kernels for it
-    pack: Callable[[nn.Module, torch.dtype], None] | None = None  # lays the weights of a loaded model out for it
+    # Lays the weights of a fused model out for it, by the attention of its layers.
+    pack: Callable[[nn.Module, dict[int, AttentionSpec], torch.dtype], None] | None = None
     notes: tuple[str, ...] = ()  # for the user, a sentence each
 
     def enter(self) -> None:
