@@ -4,4 +4,4 @@ Must not import torch.
 Start reading at `attention`.
 """
 
-__all__ = ["attention", "fused", "numerics", "tile"]
+__all__ = ["attention", "decoder", "dot_tiles", "fused", "layout", "numerics", "products"]

@@ -6,15 +6,17 @@ al. 2022, section 3.1; Milakov and Gimelshein 2018), with sums in float32. A dec
 heads share each key they read.
 
 Both products of attention are tiles of `dot_tiles`, so keys and values are laid out in words of 32 bits as those take
-them. A page holds its keys transposed, [words of a key, keys]: a word has two neighbouring bfloat16 elements of a key. It
-holds its values as [pairs of keys, width]: a word has the same element of two neighbouring keys. With float32 a word is
-one element. Pages are copied into a tile of `TILE` keys first, which costs a tenth of what a decode reads, and the next
-tile's pages are prefetched meanwhile: a decode does little with each key, so memory bounds it.
+them. A page holds its keys transposed, [words of a key, keys]: a word has two neighbouring bfloat16 elements of a key.
+It holds its values as [pairs of keys, width]: a word has the same element of two neighbouring keys. With float32 a word
+is one element. Pages are read where they are if units of 8 tokens fit them and panels of columns a head; if not, they
+are copied into a tile of `TILE` keys first. The next tile's pages are prefetched meanwhile: a decode does little with
+each key, so memory bounds it.
 
 A chunk's own keys are written into pages before any row attends, so that own chunk and context are one case, and
 sequences may share pages that are written in this very step. Masking is a range of keys per row: causal, and no older
-than `window`. Lanes beyond a row's range hold whatever was in memory; their scores are not used, and their weights are 0.
-A value that is in a word beside the last one and was not written is cleared in the tile, since 0 times NaN is NaN.
+than `window`. Lanes beyond a row's range hold whatever was in memory; their scores are not used, and their weights
+are 0. A value that is in a word beside the last one and was not written is cleared in the tile, since 0 times NaN is
+NaN.
 
 Blocks are assigned to workers in contiguous runs of equal cost, known from lengths alone, once a step for all layers.
 """
@@ -22,7 +24,7 @@ Blocks are assigned to workers in contiguous runs of equal cost, known from leng
 from __future__ import annotations
 
 from functools import cache
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numba import prange, types
@@ -30,7 +32,6 @@ from numba.np.numpy_support import from_dtype
 from numpy.typing import NDArray
 
 from llmbatch.compilation.decorators import compiled
-from llmbatch.kernels.cpu.copies import copy_rows, fetch
 from llmbatch.kernels.cpu.dot_tiles import (
     COLUMNS,
     ROWS,
@@ -42,11 +43,11 @@ from llmbatch.kernels.cpu.dot_tiles import (
 )
 from llmbatch.kernels.cpu.layout import WIDTH_MULTIPLE, Pages
 from llmbatch.kernels.cpu.numerics import FASTMATH, exp32, narrow
+from llmbatch.kernels.cpu.pages import clear_last, fetch_pages, find_units, gather_keys, gather_values, values_width
 from llmbatch.kernels.cpu.pointers import address_of, caller
 from llmbatch.kernels.cpu.softmax import NOTHING, TILE, softmax
 
 BLOCK_ROWS: Final = 128
-_FETCHED: Final = 256  # bytes
 _LOG2E: Final = np.float32(1.4426950408889634)
 
 
@@ -91,101 +92,6 @@ def cut_blocks(
     return sequence, first, bounds
 
 
-@compiled(nogil=True)
-def _page_at(pages: Any, page: int, head: int) -> int:
-    """Return the address of a page of a head."""
-    memory = pages.memory
-    return int(memory.ctypes.data + ((page * memory.shape[1] + head) * memory.shape[2]) * 4)
-
-
-@compiled(nogil=True)
-def _values_begin(pages: Any) -> int:
-    """Return the words of a page before its values."""
-    return int(pages.width // pages.memory.shape[3] * pages.size)
-
-
-@compiled(nogil=True)
-def _values_width(pages: Any) -> int:
-    """Return the words of a row of values."""
-    return int((pages.width + WIDTH_MULTIPLE - 1) // WIDTH_MULTIPLE * WIDTH_MULTIPLE)
-
-
-@compiled(nogil=True)
-def _gather_keys(pages: Any, table: Any, head: int, low: int, high: int, tile: int, stride: int) -> None:
-    """Copy the words of the keys [low, high) side by side: [words of a key, keys]."""
-    size, words = pages.size, pages.width // pages.memory.shape[3]
-    key = low
-    while key < high:
-        offset = key % size
-        run = min(size - offset, high - key)
-        source = _page_at(pages, table[key // size], head) + 4 * offset
-        for j in range(0, run, UNIT):  # the last may be of fewer than 8 keys: the next page's overwrite the rest
-            copy_rows(tile + 4 * (key - low + j), stride, source + 4 * j, 4 * size, words)
-        key += run
-
-
-@compiled(nogil=True)
-def _gather_values(pages: Any, table: Any, head: int, low: int, high: int, tile: Any) -> None:
-    """Copy the values [low, high) as rows of words, each of as many tokens as a word has elements."""
-    size, pack = pages.size, pages.memory.shape[3]
-    begin, width, stride = _values_begin(pages), _values_width(pages), tile.shape[1]
-    target = tile.ctypes.data
-    key = low
-    while key < high:
-        offset = key % size
-        run = min(size - offset, high - key)
-        source = _page_at(pages, table[key // size], head) + 4 * (begin + offset // pack * width)
-        first, rows = (key - low) // pack, (run + pack - 1) // pack
-        if size % pack != 0:
-            _gather_halves(pages, table[key // size], head, offset, run, key - low, tile)
-        elif width == stride:
-            copy_rows(target + 4 * first * stride, 32, source, 32, rows * width // UNIT)
-        else:
-            for row in range(rows):
-                copy_rows(target + 4 * (first + row) * stride, 32, source + 4 * row * width, 32, width // UNIT)
-        key += run
-
-
-@compiled(nogil=True)
-def _gather_halves(pages: Any, page: int, head: int, offset: int, run: int, place: int, tile: Any) -> None:
-    """Copy values of a page of an odd number of tokens, whose words are not words of the tile."""
-    begin, width, pack = _values_begin(pages), _values_width(pages), pages.memory.shape[3]
-    source = pages.memory[page, head]
-    for t in range(run):
-        target, half = tile[(place + t) // pack], np.uint32(16 * ((place + t) % pack))
-        row = begin + (offset + t) // pack * width
-        for d in range(width):
-            element = np.uint32(source[row + d, (offset + t) % pack])
-            target[d] = element << half if half == 0 else target[d] | element << half
-
-
-@compiled(nogil=True)
-def _clear_last(tile: Any, keys: int) -> None:
-    """Clear the values beside the last of an odd number, which were not written: 0 times NaN is NaN."""
-    last = tile[keys // 2]
-    for d in range(last.size):
-        last[d] &= np.uint32(0xFFFF)
-
-
-@compiled(nogil=True)
-def _find_units(pages: Any, table: Any, head: int, low: int, high: int, units: Any) -> None:
-    """Write the addresses of the keys [low, high) and of their values, in units of 8; the last stands for the rest."""
-    size, pack = pages.size, pages.memory.shape[3]
-    begin, width = _values_begin(pages), _values_width(pages)
-    for unit in range(units.shape[1]):
-        key = min(low + unit * UNIT, (high - 1) // UNIT * UNIT)
-        start, offset = _page_at(pages, table[key // size], head), key % size
-        units[0, unit] = start + 4 * offset
-        units[1, unit] = start + 4 * (begin + offset // pack * width)
-
-
-@compiled(nogil=True)
-def _fetch_pages(pages: Any, table: Any, head: int, low: int, high: int) -> None:
-    """Prefetch the beginnings of pages; the processor goes on from there by itself."""
-    for key in range(low, high, pages.size):
-        fetch(_page_at(pages, table[key // pages.size], head), _FETCHED)
-
-
 @compiled(fastmath=FASTMATH, nogil=True)
 def _cap(scores: Any, scale: np.float32, softcap: np.float32) -> None:
     for j in range(scores.size):
@@ -193,88 +99,162 @@ def _cap(scores: Any, scale: np.float32, softcap: np.float32) -> None:
         scores[j] = softcap * (np.float32(1.0) - np.float32(2.0) / (e + np.float32(1.0)))
 
 
+class _Scratch(NamedTuple):
+    """What a worker computes with, for a block after the other."""
+
+    q: Any  # [rows, width]
+    weights: Any  # [ROWS, TILE] of a tile of keys
+    scores: Any  # [ROWS, TILE] likewise, float32
+    acc: Any  # [rows, padded width] sums of values so far, float32
+    highest: Any  # [rows] score so far
+    total: Any  # [rows] of weights so far
+    alpha: Any  # [rows] what earlier sums are worth now
+    keys: Any  # [words of a key, TILE + UNIT] where they are not read in place
+    values: Any  # [words of TILE tokens, padded width] likewise
+    units: Any  # [2, TILE / UNIT] addresses of keys, and of values
+
+
+@compiled(nogil=True)
+def _begin_block(query: Any, column: int, width: int, group: int, first_row: int, rows: int, s: Any) -> None:
+    """Take the queries of a block, of which nothing is summed yet."""
+    for r in range(rows):
+        begin = column + r % group * width
+        s.q[r, :] = query[first_row + r // group, begin : begin + width]
+        s.acc[r] = np.float32(0.0)
+        s.highest[r] = np.float32(NOTHING)
+        s.total[r] = np.float32(0.0)
+
+
+class _Places(NamedTuple):
+    """Addresses of `_Scratch`, and bytes between rows: an array's own would be counted at each use."""
+
+    q: int
+    q_stride: int
+    weights: int
+    weight_stride: int
+    scores: int
+    acc: int
+    acc_stride: int
+    highest: int
+    total: int
+    alpha: int
+    keys: int
+    key_stride: int
+    values: int
+    key_units: int
+    value_units: int
+
+
+@compiled(nogil=True)
+def _places(s: Any) -> _Places:
+    return _Places(
+        s.q.ctypes.data, s.q.shape[1] * s.q.itemsize, s.weights.ctypes.data, TILE * s.weights.itemsize,
+        s.scores.ctypes.data, s.acc.ctypes.data, 4 * s.acc.shape[1],
+        s.highest.ctypes.data, s.total.ctypes.data, s.alpha.ctypes.data,
+        s.keys.ctypes.data, 4 * s.keys.shape[1], s.values.ctypes.data,
+        s.units.ctypes.data, s.units.ctypes.data + 8 * s.units.shape[1],
+    )  # fmt: skip  # a line for each kind
+
+
+@compiled(nogil=True)
+def _bring_keys(pages: Any, table: Any, head: int, low: int, high: int, end: int, in_place: bool, s: Any) -> None:
+    """Find the keys [low, high) and their values, or copy them; the next ones are prefetched."""
+    n, pack = high - low, pages.memory.shape[3]
+    odd = pack == 2 and n % 2 == 1
+    if in_place:
+        fetch_pages(pages, table, head, high, min(high + TILE, end))
+        find_units(pages, table, head, low, high, s.units)
+        if odd:
+            whole = n // UNIT * UNIT
+            gather_values(pages, table, head, low + whole, high, s.values)
+            clear_last(s.values, n - whole)
+            s.units[1, n // UNIT] = s.values.ctypes.data
+    else:
+        gather_keys(pages, table, head, low, high, s.keys.ctypes.data, 4 * s.keys.shape[1])
+        gather_values(pages, table, head, low, high, s.values)
+        if odd:
+            clear_last(s.values, n)
+
+
+@compiled(nogil=True)
+def _score(like: Any, at: _Places, r: int, some: int, n: int, key_stride: int) -> None:
+    """Multiply some rows of queries from r on with n keys; `key_stride` is a page's, or 0 for copied ones."""
+    q, words = at.q + r * at.q_stride, at.q_stride // 4
+    for column in range(0, n, COLUMNS):
+        out = at.scores + 4 * column
+        if key_stride > 0:
+            unit = at.key_units + 8 * (column // UNIT)
+            paged_score_tile(like, some, out, 4 * TILE, q, at.q_stride, unit, key_stride, words, 0, 0)
+        else:
+            score_tile(like, some, out, 4 * TILE, q, at.q_stride, at.keys + 4 * column, at.key_stride, words, 0, 0)
+
+
+@compiled(nogil=True)
+def _sum(like: Any, at: _Places, r: int, some: int, steps: int, value_stride: int) -> None:
+    """Add values by their weights to the sums of some rows from r on; `value_stride` as in `_score`."""
+    acc, alpha = at.acc + r * at.acc_stride, at.alpha + 4 * r
+    for column in range(0, at.acc_stride, 4 * COLUMNS):
+        out = acc + column
+        if value_stride > 0:
+            paged_sum_tile(
+                like, some, out, at.acc_stride, at.weights, at.weight_stride, at.value_units, value_stride, steps,
+                column, alpha,
+            )  # fmt: skip  # arguments in groups
+        else:
+            sum_tile(
+                like, some, out, at.acc_stride, at.weights, at.weight_stride, at.values + column, at.acc_stride, steps,
+                0, alpha,
+            )  # fmt: skip  # arguments in groups
+
+
+@compiled(nogil=True)
+def _end_block(out: Any, column: int, width: int, group: int, first_row: int, rows: int, sinks: Any, s: Any) -> None:
+    """Divide the sums by their weights; `sinks` are those of the head's queries, in units of `highest`."""
+    for r in range(rows):
+        total = s.total[r]
+        if sinks.size:
+            total += exp32(sinks[r % group] - s.highest[r])
+        inverse = np.float32(1.0) / total
+        target, begin = out[first_row + r // group], column + r % group * width
+        for d in range(width):
+            target[begin + d] = narrow(s.acc[r, d] * inverse, target[begin + d])
+
+
 @compiled(nogil=True)
 def _attend_block(
     query: Any, out: Any, pages: Any, table: Any, head: int, group: int, start: int, first_row: int,
-    tokens: int, scale: np.float32, window: int, softcap: np.float32, sinks: Any,
-    q: Any, weights: Any, acc: Any, scores: Any, tile_keys: Any, tile_values: Any, state: Any, units: Any,
+    tokens: int, scale: np.float32, window: int, softcap: np.float32, sinks: Any, s: Any,
 ) -> None:  # fmt: skip  # arguments in groups
-    width, size, pack = pages.width, pages.size, pages.memory.shape[3]
-    words, padded = width // pack, acc.shape[1]
-    rows, end = tokens * group, start + tokens
-    for r in range(rows):
-        column = (head * group + r % group) * width
-        q[r, :] = query[first_row + r // group, column : column + width]
-        acc[r] = np.float32(0.0)
-        state[0, r] = np.float32(NOTHING)
-        state[1, r] = np.float32(0.0)
-    to_exponent = _LOG2E * (np.float32(1.0) if softcap > 0.0 else scale)
-    in_place = size % UNIT == 0 and width % COLUMNS == 0
-    value_stride, weight_stride, q_stride, acc_stride = 4 * _values_width(pages), TILE * q.itemsize, 4 * words, 4 * padded
-    q_at, weights_at, acc_at, scores_at = q.ctypes.data, weights.ctypes.data, acc.ctypes.data, scores.ctypes.data
-    keys_at, values_at, units_at = tile_keys.ctypes.data, tile_values.ctypes.data, units.ctypes.data
-    keys_stride, state_at, state_stride = 4 * tile_keys.shape[1], state.ctypes.data, 4 * state.shape[1]
-
+    width, rows, end, column = pages.width, tokens * group, start + tokens, head * group * pages.width
+    pack, q, at = pages.memory.shape[3], s.q, _places(s)
+    in_place = pages.size % UNIT == 0 and width % COLUMNS == 0
+    key_stride, value_stride = (4 * pages.size, 4 * values_width(pages)) if in_place else (0, 0)
+    unit = np.float32(1.0) if softcap > 0.0 else scale  # of scores
+    to_exponent = _LOG2E * unit
+    _begin_block(query, column, width, group, first_row, rows, s)
     low = max(0, start - window + 1) // WIDTH_MULTIPLE * WIDTH_MULTIPLE if window > 0 else 0
     while low < end:
         high = min(low + TILE, end)
         n = high - low
-        steps = (n + pack - 1) // pack
-        if in_place:
-            _fetch_pages(pages, table, head, high, min(high + TILE, end))
-            _find_units(pages, table, head, low, high, units)
-            if pack == 2 and n % 2 == 1:
-                whole = n // UNIT * UNIT
-                _gather_values(pages, table, head, low + whole, high, tile_values)
-                _clear_last(tile_values, n - whole)
-                units[1, n // UNIT] = values_at
-        else:
-            _gather_keys(pages, table, head, low, high, keys_at, keys_stride)
-            _gather_values(pages, table, head, low, high, tile_values)
-            if pack == 2 and n % 2 == 1:
-                _clear_last(tile_values, n)
+        _bring_keys(pages, table, head, low, high, end, in_place, s)
         for r in range(0, rows, ROWS):
             some = min(ROWS, rows - r)
-            q_row, acc_row, alpha = q_at + r * q_stride, acc_at + r * acc_stride, state_at + 2 * state_stride + 4 * r
-            for column in range(0, n, COLUMNS):
-                at = scores_at + 4 * column
-                if in_place:
-                    unit = units_at + 8 * (column // UNIT)
-                    paged_score_tile(q, some, at, 4 * TILE, q_row, q_stride, unit, 4 * size, words, 0, 0)
-                else:
-                    first = keys_at + 4 * column
-                    score_tile(q, some, at, 4 * TILE, q_row, q_stride, first, keys_stride, words, 0, 0)
+            _score(q, at, r, some, n, key_stride)
             for i in range(r, r + some):
                 position = start + i // group
                 to_key = max(0, min(n, position + 1 - low))
                 from_key = min(max(0, position - window + 1 - low), to_key) if window > 0 else 0
                 if softcap > 0.0:
-                    _cap(scores[i - r, from_key:to_key], scale, softcap)
+                    _cap(s.scores[i - r, from_key:to_key], scale, softcap)
                 softmax(
-                    q, scores_at + 4 * TILE * (i - r), weights_at + weight_stride * (i - r), from_key, to_key,
-                    to_exponent, state_at + 4 * i, state_at + state_stride + 4 * i, state_at + 2 * state_stride + 4 * i,
+                    q, at.scores + 4 * TILE * (i - r), at.weights + at.weight_stride * (i - r), from_key, to_key,
+                    to_exponent, at.highest + 4 * i, at.total + 4 * i, at.alpha + 4 * i,
                 )  # fmt: skip  # arguments in groups
-            for column in range(0, 4 * padded, 4 * COLUMNS):
-                at = acc_row + column
-                if in_place:
-                    values = units_at + 8 * units.shape[1]
-                    paged_sum_tile(
-                        q, some, at, acc_stride, weights_at, weight_stride, values, value_stride, steps, column, alpha
-                    )
-                else:
-                    values = values_at + column
-                    sum_tile(q, some, at, acc_stride, weights_at, weight_stride, values, acc_stride, steps, 0, alpha)
+            _sum(q, at, r, some, (n + pack - 1) // pack, value_stride)
         low = high
-
     for r in range(rows):
-        target = out[first_row + r // group]
-        column = (head * group + r % group) * width
-        weight = state[1, r]
-        if sinks.size:
-            weight += exp32(sinks[head * group + r % group] - state[0, r] * (np.float32(1.0) if softcap > 0.0 else scale))
-        inverse = np.float32(1.0) / weight
-        for d in range(width):
-            target[column + d] = narrow(acc[r, d] * inverse, target[column + d])
+        s.highest[r] *= unit
+    _end_block(out, column, width, group, first_row, rows, sinks[head * group :], s)
 
 
 def _block_types(element: Any) -> tuple[Any, ...]:
@@ -282,12 +262,12 @@ def _block_types(element: Any) -> tuple[Any, ...]:
     memory = {n: types.Array(element.dtype, n, "C") for n in (2, 4)}
     floats = {n: types.Array(types.float32, n, "C") for n in (1, 2)}
     words = types.Array(types.uint32, 2, "C")
-    whole, single = types.int64, types.float32
-    pages = types.NamedTuple((memory[4], whole, whole), Pages)
+    whole, single, line = types.int64, types.float32, floats[1]
+    pages = types.NamedTuple((memory[4], whole, whole), Pages)  # type: ignore[no-untyped-call]
+    parts = (memory[2], memory[2], floats[2], floats[2], line, line, line, words, words, types.Array(whole, 2, "C"))
     return (
         memory[2], memory[2], pages, types.Array(types.int32, 1, "C"), whole, whole, whole, whole,
-        whole, single, whole, single, floats[1],
-        memory[2], memory[2], floats[2], floats[2], words, words, floats[2], types.Array(whole, 2, "C"),
+        whole, single, whole, single, floats[1], types.NamedTuple(parts, _Scratch),  # type: ignore[no-untyped-call]
     )  # fmt: skip  # arguments in groups
 
 
@@ -322,8 +302,8 @@ def attend(
 
     `query` is [tokens, >= heads * group * width], its first columns the rotated queries, head by head; `out` is
     [tokens, heads * group * width]. Float32, or uint16 holding bfloat16. Sequence i computes tokens [starts[i],
-    starts[i] + counts[i]), in packed rows from rows[i], and reads the pages tables[slots[i]]. A `window` or `softcap` of
-    0 means none, and so do `sinks` [heads * group] of size 0. The blocks are those of `cut_blocks`.
+    starts[i] + counts[i]), in packed rows from rows[i], and reads the pages tables[slots[i]]. A `window` or `softcap`
+    of 0 means none, and so do `sinks` [heads * group] of size 0. The blocks are those of `cut_blocks`.
     """
     attend_blocks(
         query, out, pages, tables, slots, starts, counts, rows, block_sequence, block_first, bounds,
@@ -343,14 +323,13 @@ def attend_blocks(
     capacity = size * group
     padded = (pages.width + COLUMNS - 1) // COLUMNS * COLUMNS
     for worker in prange(bounds.size - 1):
-        q = np.empty((capacity, pages.width), query.dtype)
-        weights = np.empty((ROWS, TILE), query.dtype)
-        acc = np.empty((capacity, padded), np.float32)
-        scores = np.empty((ROWS, TILE), np.float32)
-        tile_keys = np.empty((pages.width // pack, TILE + UNIT), np.uint32)
-        tile_values = np.empty((TILE // pack, padded), np.uint32)
-        state = np.empty((3, capacity), np.float32)
-        units = np.empty((2, TILE // UNIT), np.int64)
+        scratch = _Scratch(
+            np.empty((capacity, pages.width), query.dtype), np.empty((ROWS, TILE), query.dtype),
+            np.empty((ROWS, TILE), np.float32), np.empty((capacity, padded), np.float32),
+            np.empty(capacity, np.float32), np.empty(capacity, np.float32), np.empty(capacity, np.float32),
+            np.empty((pages.width // pack, TILE + UNIT), np.uint32), np.empty((TILE // pack, padded), np.uint32),
+            np.empty((2, TILE // UNIT), np.int64),
+        )  # fmt: skip  # a line for each kind
         for item in range(bounds[worker], bounds[worker + 1]):
             block = item // heads
             i = block_sequence[block]
@@ -358,6 +337,6 @@ def attend_blocks(
             arguments = (
                 query, out, pages, tables[slots[i]], np.int64(item % heads), group, np.int64(starts[i] + first),
                 np.int64(rows[i] + first), np.int64(min(size, counts[i] - first)), scale, window, softcap, sinks,
-                q, weights, acc, scores, tile_keys, tile_values, state, units,
+                scratch,
             )  # fmt: skip  # arguments in groups
             _call_block(code, arguments)

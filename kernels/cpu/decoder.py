@@ -68,8 +68,8 @@ class LayerStep(NamedTuple):
 class Buffers(NamedTuple):
     """Activations of a step, of the type of the weights unless said otherwise."""
 
-    residual: NDArray[np.float32]  # [tokens, hidden], a multiple of `COLUMNS`
-    branch: NDArray[np.float32]  # [tokens, hidden] what a norm takes before it is added
+    residual: NDArray[np.float32]  # [tokens, hidden rounded up to panels]
+    branch: NDArray[np.float32]  # likewise, what a norm takes before it is added
     normed: NDArray[Any]  # [tokens, hidden]
     packed: NDArray[Any]  # [tokens, columns of QKV]
     attended: NDArray[Any]  # [tokens, query heads * width]
@@ -82,10 +82,10 @@ def _add_normalized(x: NDArray[np.float32], weight: NDArray[np.float32], epsilon
     for i in prange(out.shape[0]):
         row, target = x[i], out[i]
         total = np.float32(0.0)
-        for d in range(target.size):
+        for d in range(weight.size):
             total += row[d] * row[d]
-        inverse = np.float32(1.0) / np.sqrt(total / np.float32(target.size) + np.float32(epsilon))
-        for d in range(target.size):
+        inverse = np.float32(1.0) / np.sqrt(total / np.float32(weight.size) + np.float32(epsilon))
+        for d in range(weight.size):
             target[d] += row[d] * inverse * weight[d]
 
 

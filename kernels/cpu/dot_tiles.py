@@ -118,7 +118,7 @@ class Gate(Ending):
         v.store(builder, v.narrow(builder, builder.fmul(value, up), self.element), place)
 
 
-class Source:
+class Operand:
     """Where a tile reads B: two registers of words a step. `address` and `stride` (bytes) are the tile's arguments."""
 
     def begin(self, builder: Any, address: Any, stride: Any, column: Any) -> None:
@@ -131,7 +131,7 @@ class Source:
         return [v.load(builder, builder.add(at, v.constant(4 * v.LANES * j)), v.WORDS) for j in range(2)]
 
 
-class Stream(Source):
+class PrefetchedOperand(Operand):
     """B as it lies in memory, of which the next steps are prefetched."""
 
     def load(self, builder: Any, index: Any) -> list[Any]:
@@ -142,7 +142,7 @@ class Stream(Source):
         return super().load(builder, index)
 
 
-class KeyUnits(Source):
+class KeyUnits(Operand):
     """B in units of `UNIT` columns, each somewhere else: `address` is that of a list of their addresses."""
 
     def begin(self, builder: Any, address: Any, stride: Any, column: Any) -> None:
@@ -161,7 +161,7 @@ class KeyUnits(Source):
         return [builder.shuffle_vector(units[j], units[j + 1], whole) for j in (0, 2)]
 
 
-class ValueUnits(Source):
+class ValueUnits(Operand):
     """B in units of so many rows that hold `UNIT` tokens: `address` is that of a list of their addresses.
 
     The tile's argument `column` is what its columns are from the first, in bytes.
@@ -180,7 +180,7 @@ class ValueUnits(Source):
 
 
 def _emit_rows(
-    builder: Any, element: str, rows: int, source: Source, ending: Ending, place: tuple[Any, Any], a: tuple[Any, Any],
+    builder: Any, element: str, rows: int, source: Operand, ending: Ending, place: tuple[Any, Any], a: tuple[Any, Any],
     steps: Any, column: Any, row: Any,
 ) -> None:  # fmt: skip  # arguments in groups
     """Write a tile of so many rows; `place` and `a` are an address and the bytes between rows."""
@@ -205,7 +205,7 @@ def _emit_rows(
         ending.emit(builder, done, v.offset(builder, *place, r), column, builder.add(row, v.constant(4 * r)))
 
 
-def make_tile(make_source: Callable[[str], Source], make_ending: Callable[[str], Ending]) -> Callable[..., None]:
+def make_tile(make_operand: Callable[[str], Operand], make_ending: Callable[[str], Ending]) -> Callable[..., None]:
     """Make a tile for compiled code, of 1 to `ROWS` rows.
 
     tile(a_like, rows, c, c_stride, a, a_stride, b, b_stride, words, column, row): `a_like` is any array of A's numbers;
@@ -218,7 +218,7 @@ def make_tile(make_source: Callable[[str], Source], make_ending: Callable[[str],
         steps: Any, column: Any, row: Any,
     ) -> Any:  # fmt: skip  # arguments in groups
         element = v.element_of(a_like)
-        source, ending = make_source(element), make_ending(element)
+        source, ending = make_operand(element), make_ending(element)
 
         def build(_context: Any, builder: Any, _sig: Any, values: Any) -> Any:
             _, count, c, c_stride, a, a_stride, b, b_stride, steps, column, row = values
@@ -229,9 +229,7 @@ def make_tile(make_source: Callable[[str], Source], make_ending: Callable[[str],
                 block = builder.append_basic_block(f"rows{rows}")
                 cases.add_case(v.constant(rows), block)
                 builder.position_at_end(block)
-                _emit_rows(
-                    builder, element, rows, source, ending, (c, c_stride), (a, a_stride), steps, column, row
-                )
+                _emit_rows(builder, element, rows, source, ending, (c, c_stride), (a, a_stride), steps, column, row)
                 builder.branch(after)
             builder.position_at_end(after)
             return ir.Constant(ir.IntType(8).as_pointer(), None)
@@ -242,12 +240,12 @@ def make_tile(make_source: Callable[[str], Source], make_ending: Callable[[str],
     return made
 
 
-score_tile: Final = make_tile(lambda _: Source(), lambda _: Plain())
+score_tile: Final = make_tile(lambda _: Operand(), lambda _: Plain())
 paged_score_tile: Final = make_tile(lambda _: KeyUnits(), lambda _: Plain())
-sum_tile: Final = make_tile(lambda _: Source(), lambda _: Rescale())
+sum_tile: Final = make_tile(lambda _: Operand(), lambda _: Rescale())
 paged_sum_tile: Final = make_tile(ValueUnits, lambda _: Rescale())
-store_tile: Final = make_tile(lambda _: Stream(), Store)
-float_tile: Final = make_tile(lambda _: Stream(), lambda _: Store(v.FLOAT32))
-add_tile: Final = make_tile(lambda _: Stream(), lambda _: Add())
-silu_tile: Final = make_tile(lambda _: Stream(), lambda element: Gate(element, SILU))
-gelu_tile: Final = make_tile(lambda _: Stream(), lambda element: Gate(element, GELU_TANH))
+store_tile: Final = make_tile(lambda _: PrefetchedOperand(), Store)
+float_tile: Final = make_tile(lambda _: PrefetchedOperand(), lambda _: Store(v.FLOAT32))
+add_tile: Final = make_tile(lambda _: PrefetchedOperand(), lambda _: Add())
+silu_tile: Final = make_tile(lambda _: PrefetchedOperand(), lambda element: Gate(element, SILU))
+gelu_tile: Final = make_tile(lambda _: PrefetchedOperand(), lambda element: Gate(element, GELU_TANH))

@@ -23,15 +23,15 @@ _GELU_CUBIC: Final = np.float32(0.044715)
 
 @compiled(parallel=True, fastmath=FASTMATH, nogil=True)
 def normalize(x: NDArray[Any], weight: NDArray[np.float32], epsilon: float, out: NDArray[Any]) -> None:
-    """Apply RMSNorm to each row: out = x / sqrt(mean(x**2) + epsilon) * weight; [rows, width] both."""
+    """Apply RMSNorm to each row: out = x / sqrt(mean(x**2) + epsilon) * weight, of the first elements of x."""
     for i in prange(x.shape[0]):
         row, target = x[i], out[i]
         total = np.float32(0.0)
-        for d in range(row.size):
+        for d in range(weight.size):
             value = widen(row[d])
             total += value * value
-        inverse = np.float32(1.0) / np.sqrt(total / np.float32(row.size) + np.float32(epsilon))
-        for d in range(row.size):
+        inverse = np.float32(1.0) / np.sqrt(total / np.float32(weight.size) + np.float32(epsilon))
+        for d in range(weight.size):
             target[d] = narrow(widen(row[d]) * inverse * weight[d], target[d])
 
 
@@ -95,8 +95,8 @@ def rotate_and_store(
 ) -> None:
     """Finish the queries in place, and write keys and values into pages.
 
-    `packed` is [tokens, at least (query heads + 2 * KV heads) * width]: queries, keys, values of each token. Where a norm
-    weight is given (not of size 0), RMSNorm per head comes first; then rotary embedding of the first
+    `packed` is [tokens, at least (query heads + 2 * KV heads) * width]: queries, keys, values of each token. Where a
+    norm weight is given (not of size 0), RMSNorm per head comes first; then rotary embedding of the first
     `cosine.shape[1]` elements of each head, halves rotated against each other. Token t goes to place offsets[t] of
     page pages[t] of those that are `kept`.
     """

@@ -1,8 +1,8 @@
 """How the processor's pages lie in memory: in words of 32 bits, which `dot_tiles` multiplies.
 
 A word is one float32 or two bfloat16 (`pack` elements). A page of a head is one stretch of memory, so that a decode
-reads long runs: first its keys, [words of a key, page size], where a word has neighbouring elements of one key; then its
-values, [words of a page, padded width], where a word has the same element of neighbouring tokens.
+reads long runs: first its keys, [words of a key, page size], where a word has neighbouring elements of one key; then
+its values, [words of a page, padded width], where a word has the same element of neighbouring tokens.
 """
 
 from __future__ import annotations

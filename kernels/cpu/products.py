@@ -61,7 +61,7 @@ def _gelu(like: Any, rows: int, c: int, c_stride: int, a: int, a_stride: int, b:
     gelu_tile(like, rows, c, c_stride, a, a_stride, b, 4 * COLUMNS, words, column, 0)
 
 
-_ENDINGS: Final = {STORE: _store, STORE_FLOAT: _float, ADD: _add, SILU: _silu, GELU_TANH: _gelu}
+_ENDINGS: Final[dict[str | int, Any]] = {STORE: _store, STORE_FLOAT: _float, ADD: _add, SILU: _silu, GELU_TANH: _gelu}
 
 
 def _tile_types(like: Any) -> tuple[Any, ...]:
@@ -72,9 +72,15 @@ _call_tile = caller(_tile_types)
 
 
 @cache
+def _tile_codes(element: np.dtype[Any]) -> dict[str | int, int]:
+    """Compile all, so that no later model has to: it takes half a second each."""
+    signature = _tile_types(types.Array(from_dtype(element), 1, "C"))
+    return {ending: address_of(function, signature) for ending, function in _ENDINGS.items()}
+
+
 def tile_code(ending: str | int, element: np.dtype[Any]) -> int:
     """Return the address of a product's tiles: `STORE`, `STORE_FLOAT`, `ADD`, or an activation for a gated product."""
-    return address_of(_ENDINGS[ending], _tile_types(types.Array(from_dtype(element), 1, "C")))
+    return _tile_codes(element)[ending]
 
 
 @compiled(parallel=True, nogil=True)

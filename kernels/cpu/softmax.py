@@ -53,8 +53,7 @@ def _softmax(
                 at = builder.add(scores, v.constant(4 * v.LANES * j))
                 v.store(builder, builder.select(seen, v.load(builder, at, v.FLOATS), v.floats(float("-inf"))), at)
         row = [
-            v.load(builder, builder.add(scores, v.constant(4 * v.LANES * j)), v.FLOATS)
-            for j in range(TILE // v.LANES)
+            v.load(builder, builder.add(scores, v.constant(4 * v.LANES * j)), v.FLOATS) for j in range(TILE // v.LANES)
         ]
         top = v.floats(NOTHING)
         for vector in row:
@@ -80,7 +79,7 @@ def _softmax(
 
 
 # softmax(like, scores, weights, begin, end, scale, highest, total, alpha): weights = 2**((scores - highest) * scale) of
-# the scores from `begin` to `end`, 0 of others, as numbers of `like`; `highest`, `total` and `alpha` are addresses of the
-# row's highest score and sum of weights so far, which are brought up to date, and of the factor of what was summed
+# the scores from `begin` to `end`, 0 of others, as numbers of `like`; `highest`, `total` and `alpha` are addresses of
+# the row's highest score and sum of weights so far, which are brought up to date, and of the factor of what was summed
 # before.
 softmax: Final[Callable[..., None]] = _softmax

@@ -56,7 +56,7 @@ def element_of(array: types.Array) -> str:
     """Return which numbers an array holds: float32, bfloat16 (uint16) or int8."""
     if isinstance(array.dtype, types.Float):
         return FLOAT32
-    return BFLOAT16 if array.dtype.bitwidth == 16 else INT8
+    return BFLOAT16 if array.dtype == types.uint16 else INT8
 
 
 def constant(value: int) -> Any:

@@ -1,9 +1,9 @@
 """The layers of a model on the processor, replaced by one module that runs them all in one compiled call.
 
 A layer is taken if its parts are fused ones (`fused_modules`) and its sums are of one of three forms, with norms before
-the branches (Llama, Qwen), after them (OLMo 2) or on both sides (Gemma 2 and 3). The form is known by trying: in one run
-over three tokens each layer must give, to the bit, what the form makes of its parts. If any layer does not, none is
-replaced: layers run as modules then, one by one.
+the branches (Llama, Qwen), after them (OLMo 2) or on both sides (Gemma 2 and 3). The form is known by trying: in one
+run over three tokens each layer must give, to the bit, what the form makes of its parts. If any layer does not, none
+is replaced: layers run as modules then, one by one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from llmbatch.engine.cpu.linear import PackedWeight
 from llmbatch.engine.model.fused_modules import FusedAttention, FusedMLP, FusedNorm, replace_modules
 from llmbatch.engine.model.ops import ModelOps
 from llmbatch.kernels.cpu.attention import block_code
-from llmbatch.kernels.cpu.decoder import DOWN, GATE_UP, OUT, QKV, Buffers, Layers, LayerStep, run_layers
+from llmbatch.kernels.cpu.decoder import GATE_UP, OUT, QKV, Buffers, Layers, LayerStep, run_layers
 from llmbatch.kernels.cpu.dot_tiles import COLUMNS
 from llmbatch.kernels.cpu.products import ADD, STORE, STORE_FLOAT, tile_code
 from llmbatch.kernels.spec import AttentionSpec
@@ -98,7 +98,7 @@ class Decoder:
         if len(self._activations.residual) < tokens:
             self._activations = self._make_buffers(tokens)
         buffers = Buffers(*(buffer[:tokens] for buffer in self._activations))
-        residual = torch.from_numpy(buffers.residual)
+        residual = torch.from_numpy(buffers.residual)[:, : self._hidden]
         residual.copy_(hidden_states[0])
         memory = step.pages.memory[self._spec.heads, self._spec.width]
         run_layers(
@@ -143,8 +143,8 @@ class Decoder:
         first, element = self._packed[0], self._packed[0][QKV].like.dtype
         columns = [len(weight.panels) * COLUMNS for weight in first]
         return Buffers(
-            residual=np.empty((tokens, self._hidden), np.float32),
-            branch=np.empty((tokens, self._hidden), np.float32),
+            residual=np.zeros((tokens, columns[OUT]), np.float32),
+            branch=np.empty((tokens, columns[OUT]), np.float32),
             normed=np.empty((tokens, self._hidden), element),
             packed=np.empty((tokens, columns[QKV]), element),
             attended=np.empty((tokens, self._spec.query_heads * self._spec.width), element),
@@ -184,27 +184,38 @@ class _Place(nn.Module):
 
 def join_layers(model: nn.Module, specs: dict[int, AttentionSpec], dtype: torch.dtype, pieces: ModelOps) -> bool:
     """Replace, in place, the layers of a fused `model` by a `Decoder`, if all are of one form; tells whether."""
+    layers = [module for module in model.modules() if isinstance(getattr(module, "self_attn", None), FusedAttention)]
+    if len(layers) != len(specs):
+        return False
     found: dict[nn.Module, _Parts] = {}
+    outputs: list[torch.Tensor] = []
 
     def probe(layer: nn.Module, given: tuple[Any, ...], named: dict[str, Any], out: Any) -> None:
         parts = _parts(layer, given, named, out)
         if parts is not None:
             found[layer] = parts
+        outputs.append(out)
 
-    layers = [module for module in model.modules() if isinstance(getattr(module, "self_attn", None), FusedAttention)]
-    if len(layers) != len(specs):
-        return False
-    hooks = [layer.register_forward_hook(probe, with_kwargs=True) for layer in layers]
-    ids = torch.arange(_PROBE_TOKENS)[None]
-    step = pieces.probe_step(specs, dtype, _PROBE_TOKENS)
-    try:
-        model(input_ids=ids, position_ids=ids, use_cache=False, llmbatch=step)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    def pass_by(layer: nn.Module, given: tuple[Any, ...], named: dict[str, Any], out: Any) -> Any:
+        return outputs[-1] if layer is layers[-1] else given[0]
+
+    def run(hook: Any) -> torch.Tensor:
+        hooks = [layer.register_forward_hook(hook, with_kwargs=True) for layer in layers]
+        ids = torch.arange(_PROBE_TOKENS)[None]
+        step = pieces.probe_step(specs, dtype, _PROBE_TOKENS)
+        try:
+            logits: torch.Tensor = model(input_ids=ids, position_ids=ids, use_cache=False, llmbatch=step).logits
+        finally:
+            for handle in hooks:
+                handle.remove()
+        return logits
+
+    expected = run(probe)
     parts = [found[layer] for layer in layers if layer in found]
     ordered = [specs[layer] for layer in sorted(specs)]
     if len(parts) != len(layers) or not _alike(parts, ordered):
+        return False
+    if not torch.equal(run(pass_by), expected):  # something else reads what a layer returns
         return False
     decoder = Decoder(parts, ordered)
     calls: list[Any] = []
@@ -243,8 +254,7 @@ def _scaled(x: torch.Tensor, factor: float) -> torch.Tensor:
 def _alike(parts: list[_Parts], specs: list[AttentionSpec]) -> bool:
     """Tell whether one compiled loop can run all layers."""
     first, spec = parts[0], specs[0]
-    hidden = first.attention.qkv.in_features
-    return hidden % COLUMNS == 0 and all(
+    return all(
         _shape(part) == _shape(first)
         and (spec.heads, spec.query_heads, spec.width) == (other.heads, other.query_heads, other.width)
         and (spec.sinks is None) == (other.sinks is None)
@@ -291,14 +301,15 @@ def _pack(part: _Parts) -> list[PackedWeight]:
 
 
 def _times(layer: nn.Linear, factor: float) -> tuple[torch.Tensor, torch.Tensor | None]:
+    bias: torch.Tensor | None = layer.bias
     if factor == 1.0:
-        return layer.weight, layer.bias
-    return layer.weight * factor, None if layer.bias is None else layer.bias * factor
+        return layer.weight, bias
+    return layer.weight * factor, None if bias is None else bias * factor
 
 
 def _head_norms(parts: list[_Parts], side: str) -> NDArray[np.float32]:
-    norms = [part.attention.norms.get(side) for part in parts]
-    return np.stack([np.empty(0, np.float32) if norm is None else norm.numpy() for norm in norms])
+    nothing = torch.empty(0)
+    return np.stack([part.attention.norms.get(side, nothing).numpy() for part in parts])
 
 
 def _sinks(spec: AttentionSpec) -> NDArray[np.float32]:

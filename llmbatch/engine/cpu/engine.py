@@ -7,6 +7,7 @@ the row's keys and values into pages and attend through the step's block tables.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numba
 import numpy as np
@@ -47,6 +48,11 @@ class CpuEngine:
         self._token_elements = loaded.config.hidden_size
         self._weight_elements = loaded.config.hidden_size**2
         self._key_elements = max(2 * spec.heads * spec.width for spec in loaded.attention.values())
+
+    @property
+    def memory(self) -> tuple[NDArray[Any], ...]:
+        """The memory of pages."""
+        return tuple(self._pages.memory.values())
 
     def begin(self, requests: RequestBatch) -> None:
         """Take the requests of the next steps; forget what an interrupted job left in slots."""

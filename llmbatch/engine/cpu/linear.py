@@ -15,7 +15,10 @@ from llmbatch.engine.model.fused_modules import replace_modules
 from llmbatch.kernels.cpu.dot_tiles import COLUMNS
 from llmbatch.kernels.cpu.products import STORE, STORE_FLOAT, multiply, pack, tile_code
 
-_LIKE: Final = {torch.float32: np.empty(1, np.float32), torch.bfloat16: np.empty(1, np.uint16)}
+_LIKE: Final[dict[torch.dtype, NDArray[Any]]] = {
+    torch.float32: np.empty(1, np.float32),
+    torch.bfloat16: np.empty(1, np.uint16),
+}
 
 
 class PackedWeight:
