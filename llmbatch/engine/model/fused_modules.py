@@ -95,7 +95,7 @@ class FusedAttention(nn.Module):
     def forward(
         self,
         hidden_states: torch.Tensor,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None,
         *_: Any,
         llmbatch: AttentionContext,
         **__: Any,
@@ -106,11 +106,13 @@ class FusedAttention(nn.Module):
     def inner(
         self,
         hidden_states: torch.Tensor,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None,
         step: AttentionContext,
     ) -> torch.Tensor:
-        """Compute the input of `o_proj`, [tokens, query heads * width]."""
+        """Compute the input of `o_proj`, [tokens, query heads * width]; without embeddings nothing is rotated."""
         packed = self.qkv(hidden_states)[0]
+        if position_embeddings is None:
+            return step.run(self._spec, packed, **self._norms)
         cosine, sine = (torch.cat((x[0], x[0]), -1) if self._halves else x[0] for x in position_embeddings)
         return step.run(self._spec, packed, cosine=cosine.contiguous(), sine=sine.contiguous(), **self._norms)
 
@@ -154,8 +156,12 @@ def fuse(model: nn.Module, specs: dict[int, AttentionSpec], dtype: torch.dtype, 
 
 
 def pack_linears(model: nn.Module) -> None:
-    """Pack the weights of linear layers in float32 as products on the processor read them."""
-    replace_modules(model, _packed_linear)
+    """Pack the weights of linear layers in float32 as products on the processor read them, but not those of gates.
+
+    Gates choose experts. They are small, and some read their weight themselves.
+    """
+    kept = {part for gate in model.modules() if type(gate).__name__.endswith("Gate") for part in gate.modules()}
+    replace_modules(model, lambda module: None if module in kept else _packed_linear(module))
 
 
 def replace_modules(model: nn.Module, build: Callable[[nn.Module], nn.Module | None]) -> None:
@@ -274,7 +280,7 @@ def _fused_attention(
         }
         try:
             expected = module(**arguments, llmbatch=step())[0]
-        except (TypeError, RuntimeError, IndexError):
+        except (TypeError, AttributeError, RuntimeError, IndexError):
             continue  # it takes other arguments than the common ones, or rotates another width
         fused = FusedAttention(module, spec, halves=halves)
         if equal(fused(**arguments, llmbatch=step())[0], expected, dtype):
