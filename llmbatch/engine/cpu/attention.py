@@ -11,12 +11,16 @@ import torch
 from numpy.typing import NDArray
 
 from llmbatch.engine.model.ops import pack_heads
+from llmbatch.kernels.chunks import Pieces, cut_at_chunks
 from llmbatch.kernels.cpu import fused
 from llmbatch.kernels.cpu.attention import attend, cut_blocks
 from llmbatch.kernels.cpu.tile import LANES
 from llmbatch.kernels.spec import AttentionSpec
 
 _NONE = np.empty(0, np.float32)
+
+# What `attend` takes of a step: tables, slots, starts, counts, first rows, and blocks.
+_Plan = tuple[Any, Any, Any, Any, Any, Any, Any, Any]
 
 
 def as_array(tensor: torch.Tensor) -> NDArray[Any]:
@@ -60,10 +64,9 @@ class CpuAttention:
         token_offsets: NDArray[np.int32],
     ) -> None:
         self._pages = pages
-        self._tables, self._slots, self._starts, self._counts = tables, slots, starts, counts
+        self._step = Pieces(tables, slots, starts, counts)
         self._token_pages, self._token_offsets = token_pages, token_offsets
-        self._rows = np.cumsum(counts, dtype=np.int64) - counts
-        self._blocks: dict[tuple[int, int, int], tuple[Any, Any, Any]] = {}
+        self._plans: dict[tuple[int, ...], _Plan] = {}
 
     def run(
         self,
@@ -92,17 +95,21 @@ class CpuAttention:
             keys,
             values,
         )
-        key = (spec.group, spec.window, spec.heads)
-        if key not in self._blocks:
-            workers = numba.get_num_threads()
-            self._blocks[key] = cut_blocks(self._starts, self._counts, spec.group, spec.window, workers, spec.heads)
+        key = (*spec.kind, spec.chunk)
+        plan = self._plans.get(key) or self._plans.setdefault(key, self._plan(spec))
         out = torch.empty(len(rows), spec.query_heads * spec.width, dtype=packed.dtype)
         attend(
-            rows, as_array(out), keys, values, self._tables, self._slots, self._starts, self._counts, self._rows,
-            *self._blocks[key], spec.group, spec.scale, spec.window, spec.softcap,
+            rows, as_array(out), keys, values, *plan, spec.group, spec.scale, spec.window, spec.softcap,
             _NONE if spec.sinks is None else spec.sinks.numpy(),
         )  # fmt: skip  # arguments in groups
         return out
+
+    def _plan(self, spec: AttentionSpec) -> _Plan:
+        """Find the sequences that layers like `spec` attend in, and cut them into blocks."""
+        step = cut_at_chunks(self._step, spec.chunk, self._pages.page_size) if spec.chunk else self._step
+        rows = np.cumsum(step.counts, dtype=np.int64) - step.counts
+        workers = numba.get_num_threads()
+        return *step, rows, *cut_blocks(step.starts, step.counts, spec.group, spec.window, workers, spec.heads)
 
     def attend(
         self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _: dict[str, Any]
@@ -110,7 +117,7 @@ class CpuAttention:
         """Attend for a module that projects and rotates by itself: [1, heads, tokens, width] each."""
         spec = self._pages.specs[module.layer_idx]
         packed = pack_heads(query, key, value)
-        return self.run(spec, packed).view(1, len(packed), -1, spec.width)
+        return self.run(spec, packed).view(1, len(packed), -1, spec.width)[..., : value.shape[-1]]
 
 
 class CpuOps:
