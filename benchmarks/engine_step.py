@@ -140,7 +140,7 @@ def main() -> None:
         work = 2 * weights * step.num_tokens + 2 * head * sum(kind.samples)
         work += sum(4 * pairs * spec.query_heads * spec.width for spec in loaded.attention.values())
         keys = sum(s + 1 for s, c in zip(kind.starts, kind.counts, strict=True) if c == 1)
-        bound = work / flops + keys * bytes_per_token(loaded.config, loaded.dtype) / bandwidth
+        bound = work / flops + keys * bytes_per_token(loaded.attention.values(), loaded.dtype) / bandwidth
         print(
             f"{kind.name:28}{seconds * 1e3:9.1f}{bound * 1e3:9.1f}{bound / seconds:7.2f}"
             f"{step.num_tokens / seconds:10.0f}{work / seconds / 1e9:9.0f}",

@@ -106,7 +106,7 @@ def test_pages_of_a_device_are_of_a_power_of_two(model: str, monkeypatch: pytest
 def test_the_largest_step_is_run_to_see_what_it_takes(model: str) -> None:
     loaded = load_model(model, dtype="float32", platform=PLATFORM)
     taken = run_largest(loaded, TritonAttention(DEVICE), tokens=10, rows=3, page_size=16)
-    assert taken == 3 * 16 * bytes_per_token(loaded.config, torch.float32, torch.device("cuda"))
+    assert taken == 3 * 16 * bytes_per_token(loaded.attention.values(), torch.float32, torch.device("cuda"))
 
 
 def test_the_tokens_of_the_largest_step_are_drawn_with_a_top_p(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
