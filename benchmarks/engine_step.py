@@ -170,7 +170,7 @@ class Machine:
         work = 2 * shape.params * kind.tokens + 2 * shape.head_params * sampled
         work += sum(4 * kind.pairs * spec.query_heads * spec.width for spec in loaded.attention.values())
         weights = (shape.params + shape.head_params * (sampled > 0)) * loaded.dtype.itemsize
-        read = weights + kind.keys * bytes_per_token(loaded.config, loaded.dtype)
+        read = weights + kind.keys * bytes_per_token(loaded.attention.values(), loaded.dtype)
         return max(work / self.flops, read / self.bandwidth)
 
 
@@ -201,7 +201,7 @@ def main() -> None:
     tune_process()
     loaded = load_model(resolve_model(options.model), dtype=options.dtype, platform=HOST)
     machine = Machine(best_rate(loaded.dtype), read_bandwidth())
-    per_token = bytes_per_token(loaded.config, loaded.dtype)
+    per_token = bytes_per_token(loaded.attention.values(), loaded.dtype)
     print(
         f"{loaded.dtype}, {torch.get_num_threads()} threads, {machine.flops / 1e9:.0f} GFLOP/s, "
         f"{machine.bandwidth / 1e9:.1f} GB/s"

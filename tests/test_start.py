@@ -29,7 +29,7 @@ from llmbatch.engine.model.loader import LoadedModel, load_model
 from llmbatch.inference.answers import AnswerAssembler, FlushPolicy
 from llmbatch.inference.progress import Silence
 from llmbatch.io.row_hash import hash_rows
-from llmbatch.kernels.cpu import attention, decoder, fused, products
+from llmbatch.kernels.cpu import attention, blocks, decoder, fused, products
 from llmbatch.runtime.protocols import CompletedRequests
 from llmbatch.runtime.warmup import Compilation
 from llmbatch.system.measurements import remembered
@@ -278,7 +278,7 @@ def _run_step(loaded: LoadedModel) -> None:
 
 
 def test_another_family_compiles_nothing(tmp_path: Path) -> None:
-    kernels: list[Any] = [attention.attend_blocks, attention._attend_block, attention.cut_blocks]
+    kernels: list[Any] = [attention.attend_blocks, attention._attend_block, blocks.cut_blocks]
     kernels += [fused.normalize, fused.gate, fused.rotate_and_store, decoder.run_layers]
     kernels += [*products._ENDINGS.values(), products.multiply, products.pack]
     _run_step(load_model(tiny_model_folder(tmp_path / "llama", "llama"), dtype="float32", platform=HOST))

@@ -81,11 +81,15 @@ class EngineFactory:
 def size_pool(platform: Platform, model: ModelConfig, config: EngineConfig) -> Pool:
     """Size the pool as far as it is known before the weights are loaded.
 
-    Raises ParameterError if no page fits, or if the device cannot have pages of that size.
+    Raises ParameterError if no page fits, or if the device or the model cannot have pages of that size.
     """
     page_size = config.page_size or platform.page_size
     if not platform.is_host and page_size & (page_size - 1):
         raise ParameterError(f"page_size must be a power of two on a GPU, got {page_size}")
+    if model.chunk % page_size:
+        raise ParameterError(
+            f"page_size must divide {model.chunk}, the tokens of a chunk of attention, got {page_size}"
+        )
     return pool_of(model, config, free=_free_memory(platform), page_size=page_size)
 
 

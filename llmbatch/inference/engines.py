@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -84,7 +84,7 @@ class SimulatedEngines(LoadedEngines):
     @classmethod
     def open(cls, folder: str, options: Options) -> SimulatedEngines:
         """Read what is to be known of the model in a folder."""
-        model = outline(folder, options.dtype) or _describe(folder, options)
+        model = outline(folder, options.dtype, options.context_length) or _describe(folder, options)
         return cls(model, simulated_pool(model, options), HOST_RUNNING)
 
     @cached_property
@@ -141,6 +141,7 @@ class UnloadedEngines(Engines):
                     dtype=options.dtype,
                     load_format=options.load_format,
                     trust_remote_code=options.trust_remote_code,
+                    context_length=options.context_length,
                     platform=platform,
                 )
         except (MemoryError, RuntimeError) as error:
@@ -188,5 +189,11 @@ class ModelEngines(LoadedEngines):
 def _describe(folder: str, options: Options, platform: Platform | None = None) -> ModelConfig:
     from llmbatch.engine.model.config import describe_model
 
-    device = {} if platform is None else {"device": platform.device}
-    return describe_model(folder, dtype=options.dtype, trust_remote_code=options.trust_remote_code, **device)
+    given: dict[str, Any] = {} if platform is None else {"device": platform.device}
+    return describe_model(
+        folder,
+        dtype=options.dtype,
+        trust_remote_code=options.trust_remote_code,
+        context_length=options.context_length,
+        **given,
+    )

@@ -316,4 +316,4 @@ def test_bytes_per_token_is_what_the_pages_take(load: Callable[[str], LoadedMode
     loaded = load("qwen3")
     engine = CpuEngine(loaded, num_pages=5, page_size=16)
     held = sum(memory.nbytes for memory in engine._pages.memory.values())
-    assert bytes_per_token(loaded.config, loaded.dtype) * 5 * 16 == held
+    assert bytes_per_token(loaded.attention.values(), loaded.dtype) * 5 * 16 == held

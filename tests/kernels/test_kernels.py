@@ -14,7 +14,8 @@ from numba import njit as _njit
 from numpy.typing import NDArray
 from torch.nn import functional
 
-from llmbatch.kernels.cpu.attention import BLOCK_ROWS, attend, cut_blocks
+from llmbatch.kernels.cpu.attention import attend
+from llmbatch.kernels.cpu.blocks import BLOCK_ROWS, cut_blocks
 from llmbatch.kernels.cpu.fused import gate, normalize, rotate_and_store
 from llmbatch.kernels.cpu.layout import Pages, key_words, padded_width, page_shape
 from llmbatch.kernels.cpu.numerics import exp32, narrow, ordered, unordered, widen

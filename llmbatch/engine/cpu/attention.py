@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numba
 import numpy as np
@@ -12,8 +12,10 @@ from numpy.typing import NDArray
 
 from llmbatch.engine.cpu.memory import huge_pages
 from llmbatch.engine.model.ops import pack_heads
+from llmbatch.kernels.chunks import Pieces, cut_at_chunks
 from llmbatch.kernels.cpu import fused
-from llmbatch.kernels.cpu.attention import attend, cut_blocks
+from llmbatch.kernels.cpu.attention import attend
+from llmbatch.kernels.cpu.blocks import cut_blocks
 from llmbatch.kernels.cpu.layout import Pages, page_shape
 from llmbatch.kernels.spec import AttentionSpec
 
@@ -50,6 +52,19 @@ class CpuKVCache:
             self.layers |= {layer: Pages(memory[i], width, page_size) for i, layer in enumerate(alike)}
 
 
+class AttentionBlocks(NamedTuple):
+    """What `attend` takes of a step."""
+
+    tables: NDArray[np.int32]
+    slots: NDArray[np.int32]
+    starts: NDArray[np.int32]
+    counts: NDArray[np.int32]
+    rows: NDArray[np.int64]
+    block_sequence: NDArray[np.int32]
+    block_first: NDArray[np.int32]
+    bounds: NDArray[np.int64]
+
+
 class CpuAttention:
     """Attention of a step (`llmbatch.engine.model.ops.AttentionContext`)."""
 
@@ -65,18 +80,14 @@ class CpuAttention:
         token_offsets: NDArray[np.int32],
     ) -> None:
         self.pages = pages
-        self.tables, self.slots, self.starts, self.counts = tables, slots, starts, counts
         self.token_pages, self.token_offsets = token_pages, token_offsets
-        self.rows = np.cumsum(counts, dtype=np.int64) - counts
-        self._blocks: dict[tuple[int, int, int], tuple[Any, Any, Any]] = {}
+        self._step = Pieces(tables, slots, starts, counts)
+        self._plans: dict[tuple[int, ...], AttentionBlocks] = {}
 
-    def blocks(self, group: int, window: int, heads: int) -> tuple[Any, Any, Any]:
-        """Cut the step into blocks, once for all layers whose heads and window are these."""
-        key = (group, window, heads)
-        if key not in self._blocks:
-            workers = numba.get_num_threads()
-            self._blocks[key] = cut_blocks(self.starts, self.counts, group, window, workers, heads)
-        return self._blocks[key]
+    def plan(self, spec: AttentionSpec) -> AttentionBlocks:
+        """Find the sequences that layers like `spec` attend in, and cut them into blocks, once for all such layers."""
+        key = (spec.group, spec.heads, spec.window, spec.chunk)
+        return self._plans.get(key) or self._plans.setdefault(key, self._make_plan(spec))
 
     def run(
         self,
@@ -107,11 +118,17 @@ class CpuAttention:
         )
         out = torch.empty(len(rows), spec.query_heads * spec.width, dtype=packed.dtype)
         attend(
-            rows, as_array(out), pages, self.tables, self.slots, self.starts, self.counts, self.rows,
-            *self.blocks(spec.group, spec.window, spec.heads), spec.group, spec.scale, spec.window, spec.softcap,
+            rows, as_array(out), pages, *self.plan(spec), spec.group, spec.scale, spec.window, spec.softcap,
             _NONE if spec.sinks is None else spec.sinks.numpy(),
         )  # fmt: skip  # arguments in groups
         return out
+
+    def _make_plan(self, spec: AttentionSpec) -> AttentionBlocks:
+        step = cut_at_chunks(self._step, spec.chunk, self.pages.page_size) if spec.chunk else self._step
+        rows = np.cumsum(step.counts, dtype=np.int64) - step.counts
+        workers = numba.get_num_threads()
+        blocks = cut_blocks(step.starts, step.counts, spec.group, spec.window, workers, spec.heads)
+        return AttentionBlocks(*step, rows, *blocks)
 
     def attend(
         self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _: dict[str, Any]
@@ -119,7 +136,7 @@ class CpuAttention:
         """Attend for a module that projects and rotates by itself: [1, heads, tokens, width] each."""
         spec = self.pages.specs[module.layer_idx]
         packed = pack_heads(query, key, value)
-        return self.run(spec, packed).view(1, len(packed), -1, spec.width)
+        return self.run(spec, packed).view(1, len(packed), -1, spec.width)[..., : value.shape[-1]]
 
 
 class CpuOps:

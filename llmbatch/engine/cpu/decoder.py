@@ -27,6 +27,8 @@ from llmbatch.kernels.cpu.dot_tiles import COLUMNS
 from llmbatch.kernels.cpu.products import ADD, STORE, STORE_FLOAT, tile_code
 from llmbatch.kernels.spec import AttentionSpec
 
+_Angles = tuple[torch.Tensor, torch.Tensor] | None  # cosine and sine of a layer's rotation; None: none
+
 _PROBE_TOKENS: Final = 3
 # Names of norms: before attention, after it, before the MLP, after it.
 _FORMS: Final = (
@@ -90,7 +92,7 @@ class Decoder:
     def run(
         self,
         hidden_states: torch.Tensor,
-        position_embeddings: list[tuple[torch.Tensor, torch.Tensor]],
+        position_embeddings: list[_Angles],
         step: CpuAttention,
     ) -> torch.Tensor:
         """Run all layers: [1, tokens, hidden] to the same; `position_embeddings` are those of each layer."""
@@ -111,31 +113,37 @@ class Decoder:
         )
         return residual.to(self._dtype)[None]
 
-    def _layer_step(
-        self, position_embeddings: list[tuple[torch.Tensor, torch.Tensor]], step: CpuAttention
-    ) -> LayerStep:
-        kinds: dict[int, tuple[torch.Tensor, torch.Tensor]] = {id(pair[0]): pair for pair in position_embeddings}
+    def _layer_step(self, position_embeddings: list[_Angles], step: CpuAttention) -> LayerStep:
+        kinds = {id(pair): pair for pair in position_embeddings}
         places = {key: place for place, key in enumerate(kinds)}
-        cosine, sine = (
-            torch.stack([torch.cat((pair[side][0],) * (1 + self._halves), -1) for pair in kinds.values()])
-            for side in range(2)
-        )
-        windows = sorted({spec.window for spec in self._specs})
-        cuts = [step.blocks(self._spec.group, window, self._spec.heads) for window in windows]
+        rotating = next((pair for pair in kinds.values() if pair is not None), None)
+        if rotating is None:
+            cosine = sine = torch.empty(1, len(step.token_pages), 0, dtype=self._dtype)
+        else:
+            unrotated = torch.ones_like(rotating[0]), torch.zeros_like(rotating[1])
+            cosine, sine = (
+                torch.stack(
+                    [torch.cat(((pair or unrotated)[side][0],) * (1 + self._halves), -1) for pair in kinds.values()]
+                )
+                for side in range(2)
+            )
+        by_window = {spec.window: step.plan(spec) for spec in self._specs}
+        plans = list(by_window.values())
+        windows = list(by_window)
         return LayerStep(
             cosine=as_array(cosine),
             sine=as_array(sine),
-            angles=np.array([places[id(pair[0])] for pair in position_embeddings], np.int64),
+            angles=np.array([places[id(pair)] for pair in position_embeddings], np.int64),
             token_pages=step.token_pages,
             token_offsets=step.token_offsets,
-            tables=step.tables,
-            slots=step.slots,
-            starts=step.starts,
-            counts=step.counts,
-            rows=step.rows,
-            block_sequence=cuts[0][0],
-            block_first=cuts[0][1],
-            bounds=np.stack([cut[2] for cut in cuts]),
+            tables=plans[0].tables,
+            slots=plans[0].slots,
+            starts=plans[0].starts,
+            counts=plans[0].counts,
+            rows=plans[0].rows,
+            block_sequence=plans[0].block_sequence,
+            block_first=plans[0].block_first,
+            bounds=np.stack([plan.bounds for plan in plans]),
             cuts=np.array([windows.index(spec.window) for spec in self._specs], np.int64),
         )
 
@@ -169,7 +177,7 @@ class _Place(nn.Module):
         self,
         hidden_states: torch.Tensor,
         *,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        position_embeddings: _Angles,
         llmbatch: CpuAttention,
         **_: Any,
     ) -> torch.Tensor:
@@ -258,6 +266,7 @@ def _alike(parts: list[_Parts], specs: list[AttentionSpec]) -> bool:
         _shape(part) == _shape(first)
         and (spec.heads, spec.query_heads, spec.width) == (other.heads, other.query_heads, other.width)
         and (spec.sinks is None) == (other.sinks is None)
+        and other.chunk == 0
         and (part.factor == 1.0 or part.norms[1] is None)
         for part, other in zip(parts, specs, strict=True)
     )

@@ -86,11 +86,20 @@ class PackedLinear(nn.Module):
 
 
 def pack_linears(model: nn.Module, dtype: torch.dtype) -> None:
-    """Replace, in place, the linear layers of a model by packed ones; its head gives float32."""
+    """Replace, in place, the linear layers of a model by packed ones; its head gives float32.
+
+    Gates, which choose experts, stay: they are small, and some read their weight themselves.
+    """
     head = getattr(model, "lm_head", None)
+    kept = {part for gate in model.modules() if type(gate).__name__.endswith("Gate") for part in gate.modules()}
 
     def packed(module: nn.Module) -> PackedLinear | None:
-        if type(module) is not nn.Linear or module.weight.dtype != dtype or module.in_features * dtype.itemsize % 4:
+        if (
+            module in kept
+            or type(module) is not nn.Linear
+            or module.weight.dtype != dtype
+            or module.in_features * dtype.itemsize % 4
+        ):
             return None
         return PackedLinear(module, to_float=module is head)
 

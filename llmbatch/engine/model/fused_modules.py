@@ -91,7 +91,7 @@ class FusedAttention(nn.Module):
     def forward(
         self,
         hidden_states: torch.Tensor,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None,
         *_: Any,
         llmbatch: AttentionContext,
         **__: Any,
@@ -102,13 +102,15 @@ class FusedAttention(nn.Module):
     def inner(
         self,
         hidden_states: torch.Tensor,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None,
         step: AttentionContext,
     ) -> torch.Tensor:
-        """Compute the input of `o_proj`, [tokens, query heads * width]."""
+        """Compute the input of `o_proj`, [tokens, query heads * width]; without embeddings nothing is rotated."""
         packed = self.qkv(hidden_states)[0]
-        cosine, sine = (torch.cat((x[0], x[0]), -1) if self.halves else x[0] for x in position_embeddings)
         epsilon = self.epsilons[0] if self.epsilons else 0.0
+        if position_embeddings is None:
+            return step.run(self._spec, packed, epsilon=epsilon, **self.norms)
+        cosine, sine = (torch.cat((x[0], x[0]), -1) if self.halves else x[0] for x in position_embeddings)
         return step.run(
             self._spec, packed, cosine=cosine.contiguous(), sine=sine.contiguous(), epsilon=epsilon, **self.norms
         )
@@ -220,7 +222,7 @@ def _fused_attention(
         }
         try:
             expected = module(**arguments, llmbatch=step())[0]
-        except (TypeError, RuntimeError, IndexError):
+        except (TypeError, AttributeError, RuntimeError, IndexError):
             continue  # it takes other arguments than the common ones, or rotates another width
         fused = FusedAttention(module, spec, halves=halves)
         if equal(fused(**arguments, llmbatch=step())[0], expected, dtype):

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 from llmbatch.choices import DType
 from llmbatch.engine.config import EngineConfig
@@ -98,8 +98,11 @@ class Outline:
     bytes_per_token: int
 
 
-def outline(folder: str, dtype: DType) -> Outline | None:
-    """Outline a model on a processor, or return None if the config alone does not suffice."""
+def outline(folder: str, dtype: DType, context_length: int | None = None) -> Outline | None:
+    """Outline a model on a processor, or return None if the config alone does not suffice.
+
+    Raises ParameterError if its context is shorter than that asked for.
+    """
     try:
         config = SimpleNamespace(**json.loads((Path(folder) / "config.json").read_text()))
     except (OSError, ValueError, TypeError):
@@ -111,16 +114,36 @@ def outline(folder: str, dtype: DType) -> Outline | None:
     element = _element(dtype)
     if element is None:
         return None
-    return Outline(config, element, config.max_position_embeddings, kv_bytes(config, element, padded=True))
+    context = shorter_context(config.max_position_embeddings, context_length)
+    return Outline(config, element, context, kv_bytes(config, element, padded=True))
+
+
+def shorter_context(most: int, asked: int | None) -> int:
+    """Return the context that is asked for, by default the most. Raises ParameterError if more is asked for."""
+    if asked is not None and asked > most:
+        raise ParameterError(f"context_length must be at most {most:,}, the model's, got {asked:,}")
+    return asked or most
 
 
 def kv_bytes(config: object, dtype: Element, *, padded: bool) -> int:
     """Return KV bytes of one token in all layers, as pages hold them; `padded`: widths are rounded up to 16."""
     heads = int(read_field(config, "num_attention_heads"))
     width = int(read_field(config, "head_dim") or read_field(config, "hidden_size") // heads)
-    wide = padded_width(width) if padded else width
     layers, shared = read_field(config, "num_hidden_layers"), read_field(config, "num_key_value_heads")
-    return int(layers * (shared or heads) * (width + wide) * dtype.itemsize)
+    return int(layers) * pair_bytes(int(shared or heads), width, dtype, padded=padded)
+
+
+def pair_bytes(heads: int, width: int, dtype: Element, *, padded: bool) -> int:
+    """Return the bytes of one token's keys and values in one layer."""
+    wide = padded_width(width) if padded else width
+    return heads * (width + wide) * dtype.itemsize
+
+
+def read_rope(config: object) -> list[dict[str, Any]]:
+    """Read the parameters of rotary embeddings, one set a kind of layer, or one for all."""
+    given = read_field(config, "rope_parameters", default={})
+    kinds = [value for value in given.values() if isinstance(value, dict)]
+    return kinds or [given]
 
 
 def pool_of(model: Described, config: EngineConfig, *, free: float, page_size: int) -> Pool:
