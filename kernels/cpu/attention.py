@@ -141,9 +141,11 @@ def _score(like: Any, at: _Places, r: int, some: int, n: int, key_stride: int) -
         out = at.scores + 4 * column
         if key_stride > 0:
             unit = at.key_units + 8 * (column // UNIT)
-            paged_score_tile(like, some, out, 4 * TILE, q, at.q_stride, unit, key_stride, words, 0, 0)
+            paged_score_tile(like, some, out, 4 * TILE, q, at.q_stride, unit, key_stride, words, 0, 0, 0, 0)
         else:
-            score_tile(like, some, out, 4 * TILE, q, at.q_stride, at.keys + 4 * column, at.key_stride, words, 0, 0)
+            score_tile(
+                like, some, out, 4 * TILE, q, at.q_stride, at.keys + 4 * column, at.key_stride, words, 0, 0, 0, 0
+            )
 
 
 @compiled(nogil=True)
@@ -155,12 +157,12 @@ def _sum(like: Any, at: _Places, r: int, some: int, steps: int, value_stride: in
         if value_stride > 0:
             paged_sum_tile(
                 like, some, out, at.acc_stride, at.weights, at.weight_stride, at.value_units, value_stride, steps,
-                column, alpha,
+                column, alpha, 0, 0,
             )  # fmt: skip  # arguments in groups
         else:
             sum_tile(
                 like, some, out, at.acc_stride, at.weights, at.weight_stride, at.values + column, at.acc_stride, steps,
-                0, alpha,
+                0, alpha, 0, 0,
             )  # fmt: skip  # arguments in groups
 
 

@@ -17,7 +17,7 @@ rescaled sums. Endings are emitted with the tile, so sums go from registers to t
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from llvmlite import ir
 from numba import types
@@ -31,7 +31,6 @@ ROWS: Final = 12 if v.LANES == 16 else 6  # of the largest tile
 COLUMNS: Final = 2 * v.LANES
 UNIT: Final = 8  # words of a row that lie side by side in a page of keys
 _UNIT: Final = ir.VectorType(v.INT32, UNIT)
-_AHEAD: Final = 2048  # bytes of B that are prefetched before they are read
 
 _LOG2E: Final = 1.4426950408889634
 _GELU_SCALE: Final = 1.5957691216057308  # 2 sqrt(2 / pi)
@@ -118,42 +117,57 @@ class Gate(Ending):
         v.store(builder, v.narrow(builder, builder.fmul(value, up), self.element), place)
 
 
-class Operand:
-    """Where a tile reads B: two registers of words a step. `address` and `stride` (bytes) are the tile's arguments."""
+class Arguments(NamedTuple):
+    """What a tile is called with, as code; all are int64, addresses and bytes unless said otherwise."""
 
-    def begin(self, builder: Any, address: Any, stride: Any, column: Any) -> None:
-        """Write what comes before the loop over steps; `column` is the tile's argument."""
-        self._address, self._stride, self._column = address, stride, column
+    rows: Any  # how many
+    c: Any
+    c_stride: Any  # between rows
+    a: Any
+    a_stride: Any  # between rows
+    b: Any
+    b_stride: Any  # between steps
+    steps: Any  # how many words a row of A has
+    column: Any  # what endings read of each column
+    row: Any  # what endings read of each row
+    ahead: Any  # what is prefetched with the first step
+    ahead_stride: Any  # between steps
+
+
+class Operand:
+    """Where a tile reads B: two registers of words a step."""
+
+    def begin(self, builder: Any, tile: Arguments) -> None:
+        """Write what comes before the loop over steps."""
+        self._tile = tile
 
     def load(self, builder: Any, index: Any) -> list[Any]:
         """Write the code that loads the two registers of a step."""
-        at = builder.add(self._address, builder.mul(index, self._stride))
+        at = builder.add(self._tile.b, builder.mul(index, self._tile.b_stride))
         return [v.load(builder, builder.add(at, v.constant(4 * v.LANES * j)), v.WORDS) for j in range(2)]
 
 
 class PrefetchedOperand(Operand):
-    """B as it lies in memory, of which the next steps are prefetched."""
+    """B as it lies in memory; each step prefetches a line of what is read later."""
 
     def load(self, builder: Any, index: Any) -> list[Any]:
         """Write the code that loads the two registers of a step."""
-        at = builder.add(self._address, builder.mul(index, self._stride))
-        for j in range(0, 8 * v.LANES, 64):
-            v.prefetch(builder, builder.add(at, v.constant(_AHEAD + j)))
+        v.prefetch(builder, builder.add(self._tile.ahead, builder.mul(index, self._tile.ahead_stride)))
         return super().load(builder, index)
 
 
 class KeyUnits(Operand):
-    """B in units of `UNIT` columns, each somewhere else: `address` is that of a list of their addresses."""
+    """B in units of `UNIT` columns, each somewhere else: the tile's `b` is that of a list of their addresses."""
 
-    def begin(self, builder: Any, address: Any, stride: Any, column: Any) -> None:
-        """Write what comes before the loop over steps; `column` is the tile's argument."""
-        self._stride = stride
-        places = (builder.add(address, v.constant(8 * unit)) for unit in range(COLUMNS // UNIT))
+    def begin(self, builder: Any, tile: Arguments) -> None:
+        """Write what comes before the loop over steps."""
+        super().begin(builder, tile)
+        places = (builder.add(tile.b, v.constant(8 * unit)) for unit in range(COLUMNS // UNIT))
         self._starts = [v.load(builder, place, v.INT64) for place in places]
 
     def load(self, builder: Any, index: Any) -> list[Any]:
         """Write the code that loads the two registers of a step."""
-        shift = builder.mul(index, self._stride)
+        shift = builder.mul(index, self._tile.b_stride)
         units = [v.load(builder, builder.add(start, shift), _UNIT) for start in self._starts]
         if v.LANES == UNIT:
             return units
@@ -162,9 +176,9 @@ class KeyUnits(Operand):
 
 
 class ValueUnits(Operand):
-    """B in units of so many rows that hold `UNIT` tokens: `address` is that of a list of their addresses.
+    """B in units of so many rows that hold `UNIT` tokens: the tile's `b` is that of a list of their addresses.
 
-    The tile's argument `column` is what its columns are from the first, in bytes.
+    The tile's `column` is what its columns are from the first, in bytes.
     """
 
     def __init__(self, element: str) -> None:
@@ -172,69 +186,64 @@ class ValueUnits(Operand):
 
     def load(self, builder: Any, index: Any) -> list[Any]:
         """Write the code that loads the two registers of a step."""
+        tile = self._tile
         unit = builder.lshr(index, v.constant(self._shift))
         row = builder.and_(index, v.constant((1 << self._shift) - 1))
-        start = v.load(builder, builder.add(self._address, builder.shl(unit, v.constant(3))), v.INT64)
-        at = builder.add(builder.add(start, self._column), builder.mul(row, self._stride))
+        start = v.load(builder, builder.add(tile.b, builder.shl(unit, v.constant(3))), v.INT64)
+        at = builder.add(builder.add(start, tile.column), builder.mul(row, tile.b_stride))
         return [v.load(builder, builder.add(at, v.constant(4 * v.LANES * j)), v.WORDS) for j in range(2)]
 
 
-def _emit_rows(
-    builder: Any, element: str, rows: int, source: Operand, ending: Ending, place: tuple[Any, Any], a: tuple[Any, Any],
-    steps: Any, column: Any, row: Any,
-) -> None:  # fmt: skip  # arguments in groups
-    """Write a tile of so many rows; `place` and `a` are an address and the bytes between rows."""
+def _emit_rows(builder: Any, element: str, rows: int, operand: Operand, ending: Ending, tile: Arguments) -> None:
+    """Write a tile of so many rows."""
     zero = v.zero_sums(element)
     sums = [[cgutils.alloca_once(builder, zero.type) for _ in range(2)] for _ in range(rows)]  # type: ignore[no-untyped-call]
     for pair in sums:
         for cell in pair:
             builder.store(zero, cell)
-    starts = [v.offset(builder, a[0], a[1], r) for r in range(rows)]
+    starts = [v.offset(builder, tile.a, tile.a_stride, r) for r in range(rows)]
 
     def step(index: Any) -> None:
-        vectors = source.load(builder, index)
+        vectors = operand.load(builder, index)
         for start, pair in zip(starts, sums):
             at = builder.add(start, builder.mul(index, v.constant(4)))
             word = v.spread(builder, v.load(builder, at, v.INT32))
             for vector, cell in zip(vectors, pair):
                 builder.store(v.add_products(builder, element, builder.load(cell), word, vector), cell)
 
-    v.loop_over(builder, steps, step)
+    v.loop_over(builder, tile.steps, step)
     for r, pair in enumerate(sums):
         done = builder.load(pair[0]), builder.load(pair[1])
-        ending.emit(builder, done, v.offset(builder, *place, r), column, builder.add(row, v.constant(4 * r)))
+        place, row = v.offset(builder, tile.c, tile.c_stride, r), builder.add(tile.row, v.constant(4 * r))
+        ending.emit(builder, done, place, tile.column, row)
 
 
 def make_tile(make_operand: Callable[[str], Operand], make_ending: Callable[[str], Ending]) -> Callable[..., None]:
-    """Make a tile for compiled code, of 1 to `ROWS` rows.
-
-    tile(a_like, rows, c, c_stride, a, a_stride, b, b_stride, words, column, row): `a_like` is any array of A's numbers;
-    c, a, b, column and row are addresses; strides are in bytes.
-    """
+    """Make a tile of 1 to `ROWS` rows for compiled code, called with any array of A's numbers and `Arguments`."""
 
     @intrinsic
     def tile(
         _typing: Any, a_like: Any, rows: Any, c: Any, c_stride: Any, a: Any, a_stride: Any, b: Any, b_stride: Any,
-        steps: Any, column: Any, row: Any,
+        steps: Any, column: Any, row: Any, ahead: Any, ahead_stride: Any,
     ) -> Any:  # fmt: skip  # arguments in groups
         element = v.element_of(a_like)
-        source, ending = make_operand(element), make_ending(element)
+        operand, ending = make_operand(element), make_ending(element)
 
         def build(_context: Any, builder: Any, _sig: Any, values: Any) -> Any:
-            _, count, c, c_stride, a, a_stride, b, b_stride, steps, column, row = values
-            source.begin(builder, b, b_stride, column)
+            given = Arguments(*values[1:])
+            operand.begin(builder, given)
             after = builder.append_basic_block("after")
-            cases = builder.switch(count, after)
+            cases = builder.switch(given.rows, after)
             for rows in range(1, ROWS + 1):
                 block = builder.append_basic_block(f"rows{rows}")
                 cases.add_case(v.constant(rows), block)
                 builder.position_at_end(block)
-                _emit_rows(builder, element, rows, source, ending, (c, c_stride), (a, a_stride), steps, column, row)
+                _emit_rows(builder, element, rows, operand, ending, given)
                 builder.branch(after)
             builder.position_at_end(after)
             return ir.Constant(ir.IntType(8).as_pointer(), None)
 
-        return types.void(a_like, *[types.int64] * 10), build
+        return types.void(a_like, *[types.int64] * len(Arguments._fields)), build
 
     made: Callable[..., None] = tile
     return made

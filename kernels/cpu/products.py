@@ -3,7 +3,8 @@
 A weight [columns, width] is packed once into panels of `COLUMNS` columns: word by word of its width, the words of all
 columns of the panel side by side, so that a tile reads memory in order (`dot_tiles`). A product is cut into tasks of a
 panel and up to `_BLOCK` rows, and each worker gets a run of them: within a block of rows it goes from panel to panel,
-so its rows stay in the second cache and each panel is read once for all rows of the block.
+so its rows stay in the second cache and each panel is read once for all rows of the block. While the tiles of a panel
+are computed the next panel is prefetched, an equal part with each, so that memory and arithmetic work side by side.
 
 The gated product has its own order of columns: each panel holds a register of the gate's and the same of the other
 side's, which meet in the tile's ending.
@@ -33,39 +34,55 @@ from llmbatch.kernels.cpu.pointers import address_of, caller
 from llmbatch.kernels.spec import GELU_TANH, SILU
 
 _BLOCK: Final = 240  # rows that a worker takes from panel to panel
+_AHEAD: Final = 2048  # bytes of a panel that are prefetched before they are read, where it is read once
 STORE, STORE_FLOAT, ADD = "store", "store float32", "add"
 
 
 @compiled(nogil=True)
-def _store(like: Any, rows: int, c: int, c_stride: int, a: int, a_stride: int, b: int, words: int, column: int) -> None:
-    store_tile(like, rows, c, c_stride, a, a_stride, b, 4 * COLUMNS, words, column, 0)
+def _store(
+    like: Any, rows: int, c: int, c_stride: int, a: int, a_stride: int, b: int, words: int, column: int, ahead: int,
+    ahead_stride: int,
+) -> None:  # fmt: skip  # arguments in groups
+    store_tile(like, rows, c, c_stride, a, a_stride, b, 4 * COLUMNS, words, column, 0, ahead, ahead_stride)
 
 
 @compiled(nogil=True)
-def _float(like: Any, rows: int, c: int, c_stride: int, a: int, a_stride: int, b: int, words: int, column: int) -> None:
-    float_tile(like, rows, c, c_stride, a, a_stride, b, 4 * COLUMNS, words, column, 0)
+def _float(
+    like: Any, rows: int, c: int, c_stride: int, a: int, a_stride: int, b: int, words: int, column: int, ahead: int,
+    ahead_stride: int,
+) -> None:  # fmt: skip  # arguments in groups
+    float_tile(like, rows, c, c_stride, a, a_stride, b, 4 * COLUMNS, words, column, 0, ahead, ahead_stride)
 
 
 @compiled(nogil=True)
-def _add(like: Any, rows: int, c: int, c_stride: int, a: int, a_stride: int, b: int, words: int, column: int) -> None:
-    add_tile(like, rows, c, c_stride, a, a_stride, b, 4 * COLUMNS, words, column, 0)
+def _add(
+    like: Any, rows: int, c: int, c_stride: int, a: int, a_stride: int, b: int, words: int, column: int, ahead: int,
+    ahead_stride: int,
+) -> None:  # fmt: skip  # arguments in groups
+    add_tile(like, rows, c, c_stride, a, a_stride, b, 4 * COLUMNS, words, column, 0, ahead, ahead_stride)
 
 
 @compiled(nogil=True)
-def _silu(like: Any, rows: int, c: int, c_stride: int, a: int, a_stride: int, b: int, words: int, column: int) -> None:
-    silu_tile(like, rows, c, c_stride, a, a_stride, b, 4 * COLUMNS, words, column, 0)
+def _silu(
+    like: Any, rows: int, c: int, c_stride: int, a: int, a_stride: int, b: int, words: int, column: int, ahead: int,
+    ahead_stride: int,
+) -> None:  # fmt: skip  # arguments in groups
+    silu_tile(like, rows, c, c_stride, a, a_stride, b, 4 * COLUMNS, words, column, 0, ahead, ahead_stride)
 
 
 @compiled(nogil=True)
-def _gelu(like: Any, rows: int, c: int, c_stride: int, a: int, a_stride: int, b: int, words: int, column: int) -> None:
-    gelu_tile(like, rows, c, c_stride, a, a_stride, b, 4 * COLUMNS, words, column, 0)
+def _gelu(
+    like: Any, rows: int, c: int, c_stride: int, a: int, a_stride: int, b: int, words: int, column: int, ahead: int,
+    ahead_stride: int,
+) -> None:  # fmt: skip  # arguments in groups
+    gelu_tile(like, rows, c, c_stride, a, a_stride, b, 4 * COLUMNS, words, column, 0, ahead, ahead_stride)
 
 
 _ENDINGS: Final[dict[str | int, Any]] = {STORE: _store, STORE_FLOAT: _float, ADD: _add, SILU: _silu, GELU_TANH: _gelu}
 
 
 def _tile_types(like: Any) -> tuple[Any, ...]:
-    return (like, *[types.int64] * 8)
+    return (like, *[types.int64] * 10)
 
 
 _call_tile = caller(_tile_types)
@@ -96,18 +113,20 @@ def multiply(
     """
     blocks = (rows + _BLOCK - 1) // _BLOCK
     blocks = max(blocks, min((rows + 2 * ROWS - 1) // (2 * ROWS), (4 * workers + count - 1) // count))
-    tasks = blocks * count
+    tasks, size = blocks * count, words * 4 * COLUMNS
     for worker in prange(workers):
         for task in range(tasks * worker // workers, tasks * (worker + 1) // workers):
             panel, block = task % count, task // count
             low, high = rows * block // blocks, rows * (block + 1) // blocks
             tiles = (high - low + ROWS - 1) // ROWS
+            b = panels + panel * size
             for i in range(tiles):
                 first = low + (high - low) * i // tiles
                 last = low + (high - low) * (i + 1) // tiles
+                ahead = b + _AHEAD if tiles == 1 else panels + (task + 1) % count * size + size * i // tiles
                 arguments = (
                     like, last - first, c + first * c_stride + panel * c_step, c_stride, a + first * a_stride, a_stride,
-                    panels + panel * words * 4 * COLUMNS, words, columns + panel * 4 * COLUMNS,
+                    b, words, columns + panel * 4 * COLUMNS, ahead, 4 * COLUMNS // tiles,
                 )  # fmt: skip  # arguments in groups
                 _call_tile(code, arguments)
 
