@@ -19,7 +19,7 @@ from llmbatch.kernels.cpu.dot_tiles import COLUMNS
 from llmbatch.kernels.cpu.fused import normalize, rotate_and_store
 from llmbatch.kernels.cpu.layout import Pages
 from llmbatch.kernels.cpu.numerics import FASTMATH, narrow
-from llmbatch.kernels.cpu.products import multiply
+from llmbatch.kernels.cpu.products import multiply, quantise
 
 QKV, OUT, GATE_UP, DOWN = range(4)  # the products of a layer
 STORED, ADDED, GATED, WHOLE, ATTENTION = range(5)  # places in `Layers.codes`
@@ -29,7 +29,8 @@ class Layers(NamedTuple):
     """The weights and parameters of all layers, for compiled code."""
 
     panels: NDArray[np.int64]  # [layers, 4] addresses of packed weights
-    biases: NDArray[np.int64]  # [layers, 4] addresses of a float32 of each column
+    columns: NDArray[np.int64]  # [layers, 4] addresses of what tiles read of columns
+    columns_step: int  # bytes of that for a panel
     words: NDArray[np.int64]  # [4] of a column
     counts: NDArray[np.int64]  # [4] of panels
     norms: NDArray[np.float32]  # [4, layers, hidden] before attention, after it, before the MLP, after it
@@ -74,6 +75,8 @@ class Buffers(NamedTuple):
     packed: NDArray[Any]  # [tokens, columns of QKV]
     attended: NDArray[Any]  # [tokens, query heads * width]
     inner: NDArray[Any]  # [tokens, columns of the MLP]
+    quantised: NDArray[np.uint8]  # [tokens, widest input of a product, or 0] where weights are int8
+    scales: NDArray[np.float32]  # [tokens, or 0] of its rows
 
 
 @compiled(parallel=True, fastmath=FASTMATH, nogil=True)
@@ -99,12 +102,19 @@ def _round(x: NDArray[np.float32], out: NDArray[Any]) -> None:
 
 
 @compiled(nogil=True)
-def _multiply(layers: Any, layer: int, product: int, code: int, x: Any, out: Any, step: int, workers: int) -> None:
+def _multiply(
+    layers: Any, layer: int, product: int, code: int, x: Any, out: Any, step: int, buffers: Any, workers: int
+) -> None:
     """Multiply x with the weight of a product; `step` is the columns of `out` that a panel makes."""
+    a, size = x.ctypes.data, x.shape[1] * x.itemsize
+    if buffers.scales.size > 0:
+        quantise(x, buffers.quantised, buffers.scales)
+        a, size = buffers.quantised.ctypes.data, buffers.quantised.shape[1]
     multiply(
-        layers.codes[code], x.ravel(), x.ctypes.data, x.shape[1] * x.itemsize, x.shape[0],
+        layers.codes[code], a, size, buffers.scales.ctypes.data, x.shape[0],
         layers.panels[layer, product], layers.counts[product], layers.words[product],
-        out.ctypes.data, out.shape[1] * out.itemsize, step * out.itemsize, layers.biases[layer, product], workers,
+        out.ctypes.data, out.shape[1] * out.itemsize, step * out.itemsize,
+        layers.columns[layer, product], layers.columns_step, workers,
     )  # fmt: skip  # arguments in groups
 
 
@@ -121,10 +131,10 @@ def _enter_branch(layers: Any, layer: int, norm: int, buffers: Any) -> None:
 def _leave_branch(layers: Any, layer: int, product: int, norm: int, x: Any, buffers: Any, workers: int) -> None:
     """Add the product of x to the residual, through a norm if the layer has one there."""
     if layers.has_norm[norm]:
-        _multiply(layers, layer, product, WHOLE, x, buffers.branch, COLUMNS, workers)
+        _multiply(layers, layer, product, WHOLE, x, buffers.branch, COLUMNS, buffers, workers)
         _add_normalized(buffers.branch, layers.norms[norm, layer], layers.epsilon, buffers.residual)
     else:
-        _multiply(layers, layer, product, ADDED, x, buffers.residual, COLUMNS, workers)
+        _multiply(layers, layer, product, ADDED, x, buffers.residual, COLUMNS, buffers, workers)
 
 
 @compiled(nogil=True)
@@ -132,7 +142,7 @@ def run_layers(layers: Any, step: Any, memory: NDArray[Any], page_size: int, buf
     """Take the residual through all layers, in place; `memory` is that of pages, [layers, ...] of `page_shape`."""
     for layer in range(layers.panels.shape[0]):
         _enter_branch(layers, layer, 0, buffers)
-        _multiply(layers, layer, QKV, STORED, buffers.normed, buffers.packed, COLUMNS, workers)
+        _multiply(layers, layer, QKV, STORED, buffers.normed, buffers.packed, COLUMNS, buffers, workers)
         angles, cut = step.angles[layer], step.cuts[layer]
         pages = Pages(memory[layer], layers.width, page_size)
         rotate_and_store(
@@ -147,5 +157,5 @@ def run_layers(layers: Any, step: Any, memory: NDArray[Any], page_size: int, buf
         )  # fmt: skip  # arguments in groups
         _leave_branch(layers, layer, OUT, 1, buffers.attended, buffers, workers)
         _enter_branch(layers, layer, 2, buffers)
-        _multiply(layers, layer, GATE_UP, GATED, buffers.normed, buffers.inner, COLUMNS // 2, workers)
+        _multiply(layers, layer, GATE_UP, GATED, buffers.normed, buffers.inner, COLUMNS // 2, buffers, workers)
         _leave_branch(layers, layer, DOWN, 3, buffers.inner, buffers, workers)

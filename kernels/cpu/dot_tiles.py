@@ -32,6 +32,7 @@ COLUMNS: Final = 2 * v.LANES
 UNIT: Final = 8  # words of a row that lie side by side in a page of keys
 _UNIT: Final = ir.VectorType(v.INT32, UNIT)
 
+_SCALES, _STARTS = 1, 2  # parts of what int8 products read of columns; the first is the bias
 _LOG2E: Final = 1.4426950408889634
 _GELU_SCALE: Final = 1.5957691216057308  # 2 sqrt(2 / pi)
 _GELU_CUBIC: Final = 0.044715
@@ -198,9 +199,10 @@ def _emit_rows(builder: Any, element: str, rows: int, operand: Operand, ending: 
     """Write a tile of so many rows."""
     zero = v.zero_sums(element)
     sums = [[cgutils.alloca_once(builder, zero.type) for _ in range(2)] for _ in range(rows)]  # type: ignore[no-untyped-call]
+    begin = [_of_columns(builder, tile, _STARTS, j, v.WORDS) if element == v.INT8 else zero for j in range(2)]
     for pair in sums:
-        for cell in pair:
-            builder.store(zero, cell)
+        for start, cell in zip(begin, pair):
+            builder.store(start, cell)
     starts = [v.offset(builder, tile.a, tile.a_stride, r) for r in range(rows)]
 
     def step(index: Any) -> None:
@@ -215,11 +217,33 @@ def _emit_rows(builder: Any, element: str, rows: int, operand: Operand, ending: 
     for r, pair in enumerate(sums):
         done = builder.load(pair[0]), builder.load(pair[1])
         place, row = v.offset(builder, tile.c, tile.c_stride, r), builder.add(tile.row, v.constant(4 * r))
+        if element == v.INT8:
+            done = _rescaled(builder, tile, done, row)
         ending.emit(builder, done, place, tile.column, row)
 
 
+def _of_columns(builder: Any, tile: Arguments, part: int, register: int, kind: Any) -> Any:
+    """Load what a part of the tile's `column` holds for the columns of a register."""
+    return v.load(builder, builder.add(tile.column, v.constant(4 * (part * COLUMNS + register * v.LANES))), kind)
+
+
+def _rescaled(builder: Any, tile: Arguments, sums: tuple[Any, Any], row: Any) -> tuple[Any, Any]:
+    """Convert sums of int8 to float32, times the scales of the row and of the columns."""
+    scale = v.spread(builder, v.load(builder, row, v.FLOAT))
+    first, second = (
+        builder.fmul(builder.fmul(v.to_floats(builder, value), scale), _of_columns(builder, tile, _SCALES, j, v.FLOATS))
+        for j, value in enumerate(sums)
+    )
+    return first, second
+
+
 def make_tile(make_operand: Callable[[str], Operand], make_ending: Callable[[str], Ending]) -> Callable[..., None]:
-    """Make a tile of 1 to `ROWS` rows for compiled code, called with any array of A's numbers and `Arguments`."""
+    """Make a tile of 1 to `ROWS` rows for compiled code, called with the type of A's numbers and `Arguments`.
+
+    The type may be given by any array of such numbers. Rows of int8 are unsigned, 128 more than what they mean; the
+    tile's `row` holds their scales, and its `column` three parts of `COLUMNS`: float32 that endings read, float32
+    scales, int32 at which sums start.
+    """
 
     @intrinsic
     def tile(
@@ -253,8 +277,8 @@ score_tile: Final = make_tile(lambda _: Operand(), lambda _: Plain())
 paged_score_tile: Final = make_tile(lambda _: KeyUnits(), lambda _: Plain())
 sum_tile: Final = make_tile(lambda _: Operand(), lambda _: Rescale())
 paged_sum_tile: Final = make_tile(ValueUnits, lambda _: Rescale())
-store_tile: Final = make_tile(lambda _: PrefetchedOperand(), Store)
+store_tile: Final = make_tile(lambda _: PrefetchedOperand(), lambda element: Store(v.result_of(element)))
 float_tile: Final = make_tile(lambda _: PrefetchedOperand(), lambda _: Store(v.FLOAT32))
 add_tile: Final = make_tile(lambda _: PrefetchedOperand(), lambda _: Add())
-silu_tile: Final = make_tile(lambda _: PrefetchedOperand(), lambda element: Gate(element, SILU))
-gelu_tile: Final = make_tile(lambda _: PrefetchedOperand(), lambda element: Gate(element, GELU_TANH))
+silu_tile: Final = make_tile(lambda _: PrefetchedOperand(), lambda element: Gate(v.result_of(element), SILU))
+gelu_tile: Final = make_tile(lambda _: PrefetchedOperand(), lambda element: Gate(v.result_of(element), GELU_TANH))

@@ -38,6 +38,18 @@ def narrow(x: Any, like: Any) -> Any:
     raise NotImplementedError("for compiled code only")
 
 
+def magnitude(x: Any) -> Any:
+    """Return what orders elements of memory as their absolute values do: bits without the sign, or the value."""
+    raise NotImplementedError("for compiled code only")
+
+
+@overload(magnitude, inline="always", strict=False)
+def _magnitude(x: types.Type) -> Any:
+    if isinstance(x, types.Integer):
+        return lambda x: np.uint16(x & np.uint16(0x7FFF))
+    return lambda x: np.float32(abs(x))
+
+
 @overload(widen, inline="always", strict=False)
 def _widen(x: types.Type) -> Any:
     if isinstance(x, types.Integer):

@@ -52,11 +52,16 @@ _BFLOAT_PAIRS: Final = ir.VectorType(_BFloat(), 2 * LANES)
 FLOAT32, BFLOAT16, INT8 = "float32", "bfloat16", "int8"
 
 
-def element_of(array: types.Array) -> str:
-    """Return which numbers an array holds: float32, bfloat16 (uint16) or int8."""
-    if isinstance(array.dtype, types.Float):
+def element_of(kind: types.Array | types.NumberClass[Any]) -> str:
+    """Return which numbers an array holds, or a type is: float32, bfloat16 (uint16) or int8 (uint8)."""
+    if isinstance(kind.dtype, types.Float):
         return FLOAT32
-    return BFLOAT16 if array.dtype == types.uint16 else INT8
+    return BFLOAT16 if kind.dtype == types.uint16 else INT8
+
+
+def result_of(element: str) -> str:
+    """Return the numbers in which products of `element` are stored."""
+    return BFLOAT16 if element == INT8 else element
 
 
 def constant(value: int) -> Any:
@@ -122,6 +127,11 @@ def zero_sums(element: str) -> Any:
     return words(0) if element == INT8 else floats(0.0)
 
 
+def to_floats(builder: Any, sums: Any) -> Any:
+    """Convert a vector of int32 to float32."""
+    return builder.sitofp(sums, FLOATS)
+
+
 def add_products(builder: Any, element: str, sums: Any, a: Any, b: Any) -> Any:
     """Add the products of two vectors of words: float32 sums, or int32 sums of unsigned `a` times signed `b`."""
     if element == INT8:
@@ -160,19 +170,23 @@ def narrow(builder: Any, value: Any, element: str) -> Any:
 
 
 def exp2(builder: Any, x: Any, element: str = FLOAT32) -> Any:
-    """Compute 2**x as exactly as `element` can hold it, with x held between -126 and 127; NaN stays NaN.
+    """Compute 2**x as exactly as `element` can hold it; NaN stays NaN. Without AVX-512 x is held to -126 and 127.
 
     The nearest whole number goes into the exponent's bits; a polynomial (minimax over half a unit to either side) gives
     the rest.
     """
-    for sign, bound in (("<", -126.0), (">", 127.0)):
-        x = builder.select(builder.fcmp_ordered(sign, x, floats(bound)), floats(bound), x)
+    if LANES != 16:
+        for sign, bound in (("<", -126.0), (">", 127.0)):
+            x = builder.select(builder.fcmp_ordered(sign, x, floats(bound)), floats(bound), x)
     whole = call(builder, f"llvm.rint.v{LANES}f32", FLOATS, x)
     rest = builder.fsub(x, whole)
     coefficients = _EXP2 if element == FLOAT32 else _EXP2_SHORT
     power = floats(coefficients[0])
     for coefficient in coefficients[1:]:
         power = multiply_add(builder, power, rest, floats(coefficient))
+    if LANES == 16:
+        every, nearest = ir.Constant(ir.IntType(16), -1), ir.Constant(INT32, 4)
+        return call(builder, "llvm.x86.avx512.mask.scalef.ps.512", FLOATS, power, whole, power, every, nearest)
     exponent = builder.shl(builder.fptosi(whole, WORDS), words(23))
     return builder.bitcast(builder.add(builder.bitcast(power, WORDS), exponent), FLOATS)
 

@@ -238,7 +238,8 @@ class Worker:
     @property
     def dtype(self) -> str:
         """The type of the numbers it computes in."""
-        return str(self.model.dtype).removeprefix("torch.")
+        asked = self.options.dtype
+        return asked if asked == "int8" else str(self.model.dtype).removeprefix("torch.")
 
     @property
     def notes(self) -> tuple[str, ...]:

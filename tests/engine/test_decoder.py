@@ -10,10 +10,12 @@ import pytest
 import torch
 from torch import nn
 
+from llmbatch.engine.cpu import platform
 from llmbatch.engine.cpu.attention import CpuOps
 from llmbatch.engine.cpu.decoder import join_layers
 from llmbatch.engine.cpu.platform import HOST
 from llmbatch.engine.model.loader import LoadedModel, load_model
+from llmbatch.kernels.cpu.vector_ir import HAS_INT8
 from tests.support.models import FAMILIES, tiny_model_folder
 
 JOINED = ("gemma", "gemma2", "gemma3", "llama", "mistral", "qwen2", "qwen3")
@@ -67,3 +69,23 @@ def test_layers_stay_where_what_one_returns_is_read_beside_the_next(tmp_path: Pa
     loaded.module.get_submodule("model.norm").register_forward_pre_hook(add)
     joined = join_layers(loaded.module, loaded.attention, loaded.dtype, CpuOps())
     assert joined == (name == "model.embed_tokens")  # which the joined layers leave as they are
+
+
+@pytest.mark.skipif(not HAS_INT8, reason="this processor cannot multiply int8")
+@pytest.mark.parametrize("family", JOINED)
+def test_joined_layers_may_be_int8(tmp_path: Path, family: str) -> None:
+    folder = tiny_model_folder(tmp_path, family)
+    expected = logits(load_model(folder, dtype="bfloat16", platform=HOST))
+    loaded = load_model(folder, dtype="int8", platform=HOST)
+    assert loaded.notes == ()
+    got = logits(loaded)
+    assert not torch.equal(got, expected)
+    assert (got - expected).norm() < 0.1 * expected.norm()
+
+
+def test_a_processor_without_int8_says_what_it_takes_instead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "HAS_INT8", False)
+    folder = tiny_model_folder(tmp_path, "llama")
+    loaded = load_model(folder, dtype="int8", platform=HOST)
+    assert loaded.notes == ("this processor cannot multiply int8 (it has no avx512_vnni): bfloat16 is taken instead",)
+    assert torch.equal(logits(loaded), logits(load_model(folder, dtype="bfloat16", platform=HOST)))

@@ -82,7 +82,7 @@ def test_an_unknown_activation_is_refused(tmp_path: Path, family: str, field: st
 
 def test_float16_is_refused_on_the_processor(tmp_path: Path) -> None:
     assert refusal(changed(tmp_path, "llama"), dtype="float16") == (
-        "model FOLDER uses float16 on the processor, which is not supported: there it is float32 or bfloat16; "
+        "model FOLDER uses float16 on the processor, which is not supported: there it is float32, bfloat16 or int8; "
         "take one of them as --dtype"
     )
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from llmbatch.engine.cpu.memory import huge_pages
+from llmbatch.engine.cpu.memory import as_array, huge_pages
 from llmbatch.engine.model.ops import pack_heads
 from llmbatch.kernels.chunks import Pieces, cut_at_chunks
 from llmbatch.kernels.cpu import fused
@@ -21,11 +21,6 @@ from llmbatch.kernels.spec import AttentionSpec
 
 _NONE = np.empty(0, np.float32)
 _SPARE: Final = 8  # words behind the last page, which are read and not used
-
-
-def as_array(tensor: torch.Tensor) -> NDArray[Any]:
-    """View the memory of a CPU tensor as kernels see it: float32, or uint16 for bfloat16."""
-    return tensor.view(torch.uint16).numpy() if tensor.dtype == torch.bfloat16 else tensor.numpy()
 
 
 class CpuKVCache:

@@ -17,8 +17,9 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from llmbatch.engine.cpu.attention import CpuAttention, as_array
+from llmbatch.engine.cpu.attention import CpuAttention
 from llmbatch.engine.cpu.linear import PackedWeight
+from llmbatch.engine.cpu.memory import as_array
 from llmbatch.engine.model.fused_modules import FusedAttention, FusedMLP, FusedNorm, replace_modules
 from llmbatch.engine.model.ops import ModelOps
 from llmbatch.kernels.cpu.attention import block_code
@@ -51,12 +52,12 @@ class _Parts:
 class Decoder:
     """All layers of a model. They stand in its list as `_Place`s, and run when the last of them is called."""
 
-    def __init__(self, parts: list[_Parts], specs: list[AttentionSpec]) -> None:
+    def __init__(self, parts: list[_Parts], specs: list[AttentionSpec], *, quantised: bool) -> None:
         """Pack the weights of layers, one after the other."""
-        dtype = parts[0].attention.qkv.weight.dtype
-        self._dtype = dtype
+        self._dtype = parts[0].attention.qkv.weight.dtype
         self._spec = specs[0]
-        self._packed = [_pack(layer) for layer in parts]
+        self._quantised = quantised
+        self._packed = [_pack(layer, quantised=quantised) for layer in parts]
         first = self._packed[0]
         self._hidden = first[QKV].width
         self._halves = parts[0].attention.halves
@@ -66,11 +67,11 @@ class Decoder:
                 norm = part.norms[place]
                 if norm is not None:
                     norms[place, layer] = norm.scale.numpy()
-        like = first[QKV].like.dtype
-        codes = [tile_code(ending, like) for ending in (STORE, ADD, parts[0].mlp.activation, STORE_FLOAT)]
+        codes = [tile_code(ending, first[QKV].element) for ending in (STORE, ADD, parts[0].mlp.activation, STORE_FLOAT)]
         self._layers = Layers(
             panels=np.array([[weight.panels.ctypes.data for weight in layer] for layer in self._packed], np.int64),
-            biases=np.array([[weight.bias.ctypes.data for weight in layer] for layer in self._packed], np.int64),
+            columns=np.array([[weight.of_columns.ctypes.data for weight in layer] for layer in self._packed], np.int64),
+            columns_step=first[QKV].of_columns[0].nbytes,
             words=np.array([weight.panels.shape[1] for weight in first], np.int64),
             counts=np.array([len(weight.panels) for weight in first], np.int64),
             norms=norms,
@@ -84,7 +85,7 @@ class Decoder:
             sinks=np.stack([_sinks(spec) for spec in specs]),
             query_heads=self._spec.query_heads,
             width=self._spec.width,
-            codes=np.array([*codes, block_code(like)], np.int64),
+            codes=np.array([*codes, block_code(as_array(torch.empty(0, dtype=self._dtype)).dtype)], np.int64),
         )
         self._specs = specs
         self._activations = self._make_buffers(0)
@@ -99,7 +100,8 @@ class Decoder:
         tokens = hidden_states.shape[1]
         if len(self._activations.residual) < tokens:
             self._activations = self._make_buffers(tokens)
-        buffers = Buffers(*(buffer[:tokens] for buffer in self._activations))
+        parts: list[Any] = [buffer[:tokens] for buffer in self._activations]
+        buffers = Buffers(*parts)
         residual = torch.from_numpy(buffers.residual)[:, : self._hidden]
         residual.copy_(hidden_states[0])
         memory = step.pages.memory[self._spec.heads, self._spec.width]
@@ -148,7 +150,7 @@ class Decoder:
         )
 
     def _make_buffers(self, tokens: int) -> Buffers:
-        first, element = self._packed[0], self._packed[0][QKV].like.dtype
+        first, element = self._packed[0], as_array(torch.empty(0, dtype=self._dtype)).dtype
         columns = [len(weight.panels) * COLUMNS for weight in first]
         return Buffers(
             residual=np.zeros((tokens, columns[OUT]), np.float32),
@@ -157,6 +159,8 @@ class Decoder:
             packed=np.empty((tokens, columns[QKV]), element),
             attended=np.empty((tokens, self._spec.query_heads * self._spec.width), element),
             inner=np.empty((tokens, columns[GATE_UP] // 2), element),
+            quantised=np.empty((tokens, max(weight.width for weight in first) if self._quantised else 0), np.uint8),
+            scales=np.empty(tokens if self._quantised else 0, np.float32),
         )
 
 
@@ -190,8 +194,13 @@ class _Place(nn.Module):
         return self._run(hidden_states, angles, llmbatch)
 
 
-def join_layers(model: nn.Module, specs: dict[int, AttentionSpec], dtype: torch.dtype, pieces: ModelOps) -> bool:
-    """Replace, in place, the layers of a fused `model` by a `Decoder`, if all are of one form; tells whether."""
+def join_layers(
+    model: nn.Module, specs: dict[int, AttentionSpec], dtype: torch.dtype, pieces: ModelOps, *, quantised: bool = False
+) -> bool:
+    """Replace, in place, the layers of a fused `model` by a `Decoder`, if all are of one form; tells whether.
+
+    `quantised`: their products are int8, if their widths are whole words of four.
+    """
     layers = [module for module in model.modules() if isinstance(getattr(module, "self_attn", None), FusedAttention)]
     if len(layers) != len(specs):
         return False
@@ -225,7 +234,8 @@ def join_layers(model: nn.Module, specs: dict[int, AttentionSpec], dtype: torch.
         return False
     if not torch.equal(run(pass_by), expected):  # something else reads what a layer returns
         return False
-    decoder = Decoder(parts, ordered)
+    whole = all(layer.in_features % 4 == 0 for layer in _linears(parts[0]))
+    decoder = Decoder(parts, ordered, quantised=quantised and whole)
     calls: list[Any] = []
     places = {layer: _Place(layer, decoder, calls, last=layer is layers[-1]) for layer in layers}
     replace_modules(model, places.get)
@@ -289,7 +299,7 @@ def _linears(part: _Parts) -> tuple[nn.Linear, ...]:
     return part.attention.qkv, part.attention.o_proj, part.mlp.gate_up, part.mlp.down_proj
 
 
-def _pack(part: _Parts) -> list[PackedWeight]:
+def _pack(part: _Parts, *, quantised: bool) -> list[PackedWeight]:
     """Pack the weights of a layer, and let go of them."""
     qkv, out, gate_up, down = _linears(part)
     width = gate_up.out_features // 2
@@ -298,10 +308,10 @@ def _pack(part: _Parts) -> list[PackedWeight]:
     columns = np.pad(np.arange(width), (0, panels * lanes - width), constant_values=-1)
     order = np.stack((columns, np.where(columns < 0, -1, columns + width))).reshape(2, panels, lanes)
     packed = [
-        PackedWeight(qkv.weight, qkv.bias),
-        PackedWeight(*_times(out, part.factor)),
-        PackedWeight(gate_up.weight, gate_up.bias, order.swapaxes(0, 1).ravel()),
-        PackedWeight(*_times(down, part.factor), padded=panels * lanes),
+        PackedWeight(qkv.weight, qkv.bias, quantised=quantised),
+        PackedWeight(*_times(out, part.factor), quantised=quantised),
+        PackedWeight(gate_up.weight, gate_up.bias, order.swapaxes(0, 1).ravel(), quantised=quantised),
+        PackedWeight(*_times(down, part.factor), padded=panels * lanes, quantised=quantised),
     ]
     nothing = torch.empty(0)
     for layer in (qkv, out, gate_up, down):

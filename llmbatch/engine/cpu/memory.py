@@ -1,4 +1,4 @@
-"""Memory in large pages: weights and KV are read in strides that would miss the table of small ones."""
+"""Memory as kernels see it, and memory in large pages: strides over small ones would miss the table of pages."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import mmap
 from typing import Any, Final
 
 import numpy as np
+import torch
 from numpy.typing import DTypeLike, NDArray
 
 _PAGE: Final = 2 << 20  # bytes of a large page
@@ -24,3 +25,8 @@ def huge_pages(shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
     whole = np.frombuffer(memory, np.uint8)
     start = -whole.ctypes.data % _PAGE
     return whole[start : start + size].view(dtype).reshape(shape)
+
+
+def as_array(tensor: torch.Tensor) -> NDArray[Any]:
+    """View the memory of a CPU tensor as kernels see it: float32, or uint16 for bfloat16."""
+    return tensor.view(torch.uint16).numpy() if tensor.dtype == torch.bfloat16 else tensor.numpy()

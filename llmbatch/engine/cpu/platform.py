@@ -12,14 +12,20 @@ from llmbatch.engine.cpu.decoder import join_layers
 from llmbatch.engine.cpu.linear import pack_linears
 from llmbatch.engine.model.outline import HOST_PAGE_SIZE, HOST_RUNNING
 from llmbatch.engine.model.platform import Platform
+from llmbatch.kernels.cpu.vector_ir import HAS_INT8
 from llmbatch.kernels.spec import AttentionSpec
 
 _OPS: Final = CpuOps()
 
 
-def _pack(model: nn.Module, specs: dict[int, AttentionSpec], dtype: torch.dtype) -> None:
-    join_layers(model, specs, dtype, _OPS)
-    pack_linears(model, dtype)
+def _pack(model: nn.Module, specs: dict[int, AttentionSpec], dtype: torch.dtype, *, quantised: bool) -> tuple[str, ...]:
+    notes: tuple[str, ...] = ()
+    if quantised and not HAS_INT8:
+        quantised = False
+        notes = ("this processor cannot multiply int8 (it has no avx512_vnni): bfloat16 is taken instead",)
+    join_layers(model, specs, dtype, _OPS, quantised=quantised)
+    pack_linears(model, dtype, quantised=quantised)
+    return notes
 
 
 HOST: Final = Platform(

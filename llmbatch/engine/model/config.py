@@ -54,8 +54,9 @@ def describe_model(
     """Read the config in `folder`.
 
     `dtype` auto is bfloat16 on a GPU, and on a processor that multiplies it faster than float32, as measured; else
-    float32. `context_length` is what the model has, if it is not given. Raises ModelError if the config cannot be read,
-    or the model has a part that is not supported, and ParameterError if its context is shorter than that asked for.
+    float32. With int8 the rest of the model is bfloat16. `context_length` is what the model has, if it is not given.
+    Raises ModelError if the config cannot be read, or the model has a part that is not supported, and ParameterError
+    if its context is shorter than that asked for.
     """
     register()
     try:
@@ -135,12 +136,19 @@ def _outlined_attention(
 def _element(folder: str, dtype: DType, device: torch.device) -> torch.dtype:
     if dtype == "float32":
         return torch.float32
-    if dtype == "bfloat16" or (dtype == "auto" and device.type != "cpu"):
+    if dtype == "int8" and device.type != "cpu":
+        raise unsupported(
+            folder, "int8 on a GPU", "there it is bfloat16, float16 or float32", "take one of them as --dtype"
+        )
+    if dtype in ("bfloat16", "int8") or (dtype == "auto" and device.type != "cpu"):
         return torch.bfloat16
     if dtype == "float16":
         if device.type == "cpu":
             raise unsupported(
-                folder, "float16 on the processor", "there it is float32 or bfloat16", "take one of them as --dtype"
+                folder,
+                "float16 on the processor",
+                "there it is float32, bfloat16 or int8",
+                "take one of them as --dtype",
             )
         return torch.float16
     return torch.bfloat16 if remembered(BFLOAT16_GAIN, _bfloat16_gain, version("torch")) > 1 else torch.float32

@@ -84,7 +84,8 @@ def load_model(
         if not platform.is_host:
             fuse_layers(module, attention, described.dtype, platform.pieces)
         if platform.pack is not None:
-            platform.pack(module, attention, described.dtype)
+            packed = platform.pack(module, attention, described.dtype, quantised=dtype == "int8")
+            notes = (*notes, *packed)
     eos, left = _read_generation_config(Path(folder), described.config)
     notes = (*notes, *left)
     if not platform.is_host and load_format != "dummy" and find_spec("accelerate") is None:

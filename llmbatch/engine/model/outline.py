@@ -184,4 +184,4 @@ def _element(dtype: DType) -> NamedType | None:
         dtype = "bfloat16" if gain > 1 else "float32"
     if dtype == "float16":
         return None
-    return NamedType(dtype, 2 if dtype == "bfloat16" else 4)
+    return NamedType("float32", 4) if dtype == "float32" else NamedType("bfloat16", 2)
