@@ -30,7 +30,7 @@ from numba.np.numpy_support import from_dtype
 from numpy.typing import NDArray
 
 from llmbatch.compilation.decorators import compiled
-from llmbatch.kernels.cpu.blocks import BLOCK_ROWS
+from llmbatch.kernels.cpu.blocks import BLOCK_ROWS, first_key
 from llmbatch.kernels.cpu.dot_tiles import (
     COLUMNS,
     ROWS,
@@ -40,9 +40,9 @@ from llmbatch.kernels.cpu.dot_tiles import (
     score_tile,
     sum_tile,
 )
-from llmbatch.kernels.cpu.layout import WIDTH_MULTIPLE, Pages
+from llmbatch.kernels.cpu.layout import Pages
 from llmbatch.kernels.cpu.numerics import FASTMATH, exp32, narrow
-from llmbatch.kernels.cpu.pages import clear_last, fetch_pages, find_units, gather_keys, gather_values, values_width
+from llmbatch.kernels.cpu.pages import clear_last, find_units, gather_keys, gather_values, values_width
 from llmbatch.kernels.cpu.pointers import address_of, caller
 from llmbatch.kernels.cpu.softmax import NOTHING, TILE, softmax
 
@@ -54,6 +54,15 @@ def _cap(scores: Any, scale: np.float32, softcap: np.float32) -> None:
     for j in range(scores.size):
         e = exp32(np.float32(2.0) * scale * scores[j] / softcap)
         scores[j] = softcap * (np.float32(1.0) - np.float32(2.0) / (e + np.float32(1.0)))
+
+
+class _Keys(NamedTuple):
+    """Keys of a head."""
+
+    table: Any  # pages of their sequence
+    head: Any
+    low: Any
+    high: Any
 
 
 class _Scratch(NamedTuple):
@@ -68,7 +77,7 @@ class _Scratch(NamedTuple):
     alpha: Any  # [rows] what earlier sums are worth now
     keys: Any  # [words of a key, TILE + UNIT] where they are not read in place
     values: Any  # [words of TILE tokens, padded width] likewise
-    units: Any  # [2, TILE / UNIT] addresses of keys, and of values
+    units: Any  # [2, 2, TILE / UNIT] addresses of keys, and of values, of this tile and the next in turn
 
 
 @compiled(nogil=True)
@@ -98,8 +107,8 @@ class _Places(NamedTuple):
     keys: int
     key_stride: int
     values: int
-    key_units: int
-    value_units: int
+    units: int
+    units_stride: int  # between those of keys and those of values
 
 
 @compiled(nogil=True)
@@ -109,55 +118,55 @@ def _places(s: Any) -> _Places:
         s.scores.ctypes.data, s.acc.ctypes.data, 4 * s.acc.shape[1],
         s.highest.ctypes.data, s.total.ctypes.data, s.alpha.ctypes.data,
         s.keys.ctypes.data, 4 * s.keys.shape[1], s.values.ctypes.data,
-        s.units.ctypes.data, s.units.ctypes.data + 8 * s.units.shape[1],
+        s.units.ctypes.data, 8 * s.units.shape[2],
     )  # fmt: skip  # a line for each kind
 
 
 @compiled(nogil=True)
-def _bring_keys(pages: Any, table: Any, head: int, low: int, high: int, end: int, in_place: bool, s: Any) -> None:
-    """Find the keys [low, high) and their values, or copy them; the next ones are prefetched."""
+def _bring_keys(pages: Any, table: Any, head: int, low: int, high: int, in_place: bool, s: Any, place: int) -> None:
+    """Copy the keys [low, high) and their values, or what cannot be read in place of them; `place` is their units'."""
     n, pack = high - low, pages.memory.shape[3]
     odd = pack == 2 and n % 2 == 1
-    if in_place:
-        fetch_pages(pages, table, head, high, min(high + TILE, end))
-        find_units(pages, table, head, low, high, s.units)
-        if odd:
-            whole = n // UNIT * UNIT
-            gather_values(pages, table, head, low + whole, high, s.values)
-            clear_last(s.values, n - whole)
-            s.units[1, n // UNIT] = s.values.ctypes.data
-    else:
+    if not in_place:
         gather_keys(pages, table, head, low, high, s.keys.ctypes.data, 4 * s.keys.shape[1])
         gather_values(pages, table, head, low, high, s.values)
         if odd:
             clear_last(s.values, n)
+    elif odd:
+        whole = n // UNIT * UNIT
+        gather_values(pages, table, head, low + whole, high, s.values)
+        clear_last(s.values, n - whole)
+        s.units[place, 1, n // UNIT] = s.values.ctypes.data
 
 
 @compiled(nogil=True)
-def _score(like: Any, at: _Places, r: int, some: int, n: int, key_stride: int) -> None:
-    """Multiply some rows of queries from r on with n keys; `key_stride` is a page's, or 0 for copied ones."""
+def _score(like: Any, at: _Places, r: int, some: int, n: int, key_stride: int, units: int, ahead: int) -> None:
+    """Multiply some rows of queries from r on with n keys.
+
+    `key_stride` is a page's, or 0 for copied keys; `units` and `ahead` are those of this tile and of the next.
+    """
     q, words = at.q + r * at.q_stride, at.q_stride // 4
     for column in range(0, n, COLUMNS):
-        out = at.scores + 4 * column
+        out, unit = at.scores + 4 * column, 8 * (column // UNIT)
         if key_stride > 0:
-            unit = at.key_units + 8 * (column // UNIT)
-            paged_score_tile(like, some, out, 4 * TILE, q, at.q_stride, unit, key_stride, words, 0, 0, 0, 0)
-        else:
-            score_tile(
-                like, some, out, 4 * TILE, q, at.q_stride, at.keys + 4 * column, at.key_stride, words, 0, 0, 0, 0
+            paged_score_tile(
+                like, some, out, 4 * TILE, q, at.q_stride, units + unit, key_stride, words, 0, 0, ahead + unit, 0
             )
+        else:
+            first = at.keys + 4 * column
+            score_tile(like, some, out, 4 * TILE, q, at.q_stride, first, at.key_stride, words, 0, 0, 0, 0)
 
 
 @compiled(nogil=True)
-def _sum(like: Any, at: _Places, r: int, some: int, steps: int, value_stride: int) -> None:
-    """Add values by their weights to the sums of some rows from r on; `value_stride` as in `_score`."""
+def _sum(like: Any, at: _Places, r: int, some: int, steps: int, value_stride: int, units: int, ahead: int) -> None:
+    """Add values by their weights to the sums of some rows from r on; the rest as in `_score`."""
     acc, alpha = at.acc + r * at.acc_stride, at.alpha + 4 * r
     for column in range(0, at.acc_stride, 4 * COLUMNS):
         out = acc + column
         if value_stride > 0:
             paged_sum_tile(
-                like, some, out, at.acc_stride, at.weights, at.weight_stride, at.value_units, value_stride, steps,
-                column, alpha, 0, 0,
+                like, some, out, at.acc_stride, at.weights, at.weight_stride, units + at.units_stride, value_stride,
+                steps, column, alpha, ahead + at.units_stride, 0,
             )  # fmt: skip  # arguments in groups
         else:
             sum_tile(
@@ -182,7 +191,7 @@ def _end_block(out: Any, column: int, width: int, group: int, first_row: int, ro
 @compiled(nogil=True)
 def _attend_block(
     query: Any, out: Any, pages: Any, table: Any, head: int, group: int, start: int, first_row: int,
-    tokens: int, scale: np.float32, window: int, softcap: np.float32, sinks: Any, s: Any,
+    tokens: int, scale: np.float32, window: int, softcap: np.float32, sinks: Any, after: Any, s: Any,
 ) -> None:  # fmt: skip  # arguments in groups
     width, rows, end, column = pages.width, tokens * group, start + tokens, head * group * pages.width
     pack, q, at = pages.memory.shape[3], s.q, _places(s)
@@ -191,14 +200,20 @@ def _attend_block(
     unit = np.float32(1.0) if softcap > 0.0 else scale  # of scores
     to_exponent = _LOG2E * unit
     _begin_block(query, column, width, group, first_row, rows, s)
-    low = max(0, start - window + 1) // WIDTH_MULTIPLE * WIDTH_MULTIPLE if window > 0 else 0
+    low, place = first_key(start, window), 0
+    find_units(pages, table, head, low, min(low + TILE, end), s.units, place)
     while low < end:
         high = min(low + TILE, end)
-        n = high - low
-        _bring_keys(pages, table, head, low, high, end, in_place, s)
+        n, coming = high - low, 1 - place
+        if high < end:
+            find_units(pages, table, head, high, min(high + TILE, end), s.units, coming)
+        else:
+            find_units(pages, after.table, after.head, after.low, after.high, s.units, coming)
+        _bring_keys(pages, table, head, low, high, in_place, s, place)
+        units, ahead = at.units + 2 * at.units_stride * place, at.units + 2 * at.units_stride * coming
         for r in range(0, rows, ROWS):
             some = min(ROWS, rows - r)
-            _score(q, at, r, some, n, key_stride)
+            _score(q, at, r, some, n, key_stride, units, ahead)
             for i in range(r, r + some):
                 position = start + i // group
                 to_key = max(0, min(n, position + 1 - low))
@@ -209,8 +224,9 @@ def _attend_block(
                     q, at.scores + 4 * TILE * (i - r), at.weights + at.weight_stride * (i - r), from_key, to_key,
                     to_exponent, at.highest + 4 * i, at.total + 4 * i, at.alpha + 4 * i,
                 )  # fmt: skip  # arguments in groups
-            _sum(q, at, r, some, (n + pack - 1) // pack, value_stride)
-        low = high
+            _sum(q, at, r, some, (n + pack - 1) // pack, value_stride, units, ahead)
+            ahead = units
+        low, place = high, coming
     for r in range(rows):
         s.highest[r] *= unit
     _end_block(out, column, width, group, first_row, rows, sinks[head * group :], s)
@@ -220,13 +236,15 @@ def _block_types(element: Any) -> tuple[Any, ...]:
     """Return the types that `_attend_block` takes, by that of its query."""
     memory = {n: types.Array(element.dtype, n, "C") for n in (2, 4)}
     floats = {n: types.Array(types.float32, n, "C") for n in (1, 2)}
-    words = types.Array(types.uint32, 2, "C")
+    words, table = types.Array(types.uint32, 2, "C"), types.Array(types.int32, 1, "C")
     whole, single, line = types.int64, types.float32, floats[1]
     pages = types.NamedTuple((memory[4], whole, whole), Pages)  # type: ignore[no-untyped-call]
-    parts = (memory[2], memory[2], floats[2], floats[2], line, line, line, words, words, types.Array(whole, 2, "C"))
+    parts = (memory[2], memory[2], floats[2], floats[2], line, line, line, words, words, types.Array(whole, 3, "C"))
     return (
-        memory[2], memory[2], pages, types.Array(types.int32, 1, "C"), whole, whole, whole, whole,
-        whole, single, whole, single, floats[1], types.NamedTuple(parts, _Scratch),  # type: ignore[no-untyped-call]
+        memory[2], memory[2], pages, table, whole, whole, whole, whole,
+        whole, single, whole, single, floats[1],
+        types.NamedTuple((table, whole, whole, whole), _Keys),  # type: ignore[no-untyped-call]
+        types.NamedTuple(parts, _Scratch),  # type: ignore[no-untyped-call]
     )  # fmt: skip  # arguments in groups
 
 
@@ -287,15 +305,17 @@ def attend_blocks(
             np.empty((ROWS, TILE), np.float32), np.empty((capacity, padded), np.float32),
             np.empty(capacity, np.float32), np.empty(capacity, np.float32), np.empty(capacity, np.float32),
             np.empty((pages.width // pack, TILE + UNIT), np.uint32), np.empty((TILE // pack, padded), np.uint32),
-            np.empty((2, TILE // UNIT), np.int64),
+            np.empty((2, 2, TILE // UNIT), np.int64),
         )  # fmt: skip  # a line for each kind
         for item in range(bounds[worker], bounds[worker + 1]):
-            block = item // heads
-            i = block_sequence[block]
+            block, following = item // heads, min(item + 1, bounds[worker + 1] - 1)
+            i, j = block_sequence[block], block_sequence[following // heads]
             first = block_first[block]
+            low = first_key(starts[j] + block_first[following // heads], window)
+            high = min(low + TILE, starts[j] + counts[j])
             arguments = (
                 query, out, pages, tables[slots[i]], np.int64(item % heads), group, np.int64(starts[i] + first),
                 np.int64(rows[i] + first), np.int64(min(size, counts[i] - first)), scale, window, softcap, sinks,
-                scratch,
+                _Keys(tables[slots[j]], np.int64(following % heads), np.int64(low), np.int64(high)), scratch,
             )  # fmt: skip  # arguments in groups
             _call_block(code, arguments)

@@ -11,8 +11,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmbatch.compilation.decorators import compiled
+from llmbatch.kernels.cpu.layout import WIDTH_MULTIPLE
 
 BLOCK_ROWS: Final = 128
+
+
+@compiled(nogil=True)
+def first_key(start: int, window: int) -> int:
+    """Return the key from which a block is read whose first token is the sequence's `start`."""
+    return max(0, start - window + 1) // WIDTH_MULTIPLE * WIDTH_MULTIPLE if window > 0 else 0
 
 
 @compiled

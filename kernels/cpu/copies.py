@@ -1,4 +1,4 @@
-"""Copies of a few words with a stride, and prefetches, for compiled code."""
+"""Copies of a few words with a stride, for compiled code."""
 
 from __future__ import annotations
 
@@ -29,20 +29,5 @@ def _copy_rows(_typing: Any, target: Any, target_stride: Any, source: Any, sourc
     return types.void(*[types.int64] * 5), build
 
 
-@intrinsic
-def _fetch(_typing: Any, address: Any, size: Any) -> Any:
-    def build(_context: Any, builder: Any, _sig: Any, values: Any) -> Any:
-        address, size = values
-        lines = builder.lshr(builder.add(size, v.constant(63)), v.constant(6))
-        v.loop_over(
-            builder, lines, lambda index: v.prefetch(builder, builder.add(address, builder.shl(index, v.constant(6))))
-        )
-        return ir.Constant(ir.IntType(8).as_pointer(), None)
-
-    return types.void(types.int64, types.int64), build
-
-
 # copy_rows(target, target_stride, source, source_stride, rows) copies 8 words of each row; all are bytes but the rows.
 copy_rows: Final[Callable[..., None]] = _copy_rows
-# fetch(address, size) prefetches memory that is read soon.
-fetch: Final[Callable[..., None]] = _fetch

@@ -158,17 +158,24 @@ class PrefetchedOperand(Operand):
 
 
 class KeyUnits(Operand):
-    """B in units of `UNIT` columns, each somewhere else: the tile's `b` is that of a list of their addresses."""
+    """B in units of `UNIT` columns, each somewhere else: the tile's `b` is that of a list of their addresses.
+
+    The tile's `ahead` is that of such a list for the next tile, of which each step prefetches what it reads itself.
+    """
 
     def begin(self, builder: Any, tile: Arguments) -> None:
         """Write what comes before the loop over steps."""
         super().begin(builder, tile)
-        places = (builder.add(tile.b, v.constant(8 * unit)) for unit in range(COLUMNS // UNIT))
-        self._starts = [v.load(builder, place, v.INT64) for place in places]
+        self._starts, self._next = (
+            [v.load(builder, builder.add(units, v.constant(8 * unit)), v.INT64) for unit in range(COLUMNS // UNIT)]
+            for units in (tile.b, tile.ahead)
+        )
 
     def load(self, builder: Any, index: Any) -> list[Any]:
         """Write the code that loads the two registers of a step."""
         shift = builder.mul(index, self._tile.b_stride)
+        for start in self._next:
+            v.prefetch(builder, builder.add(start, shift))
         units = [v.load(builder, builder.add(start, shift), _UNIT) for start in self._starts]
         if v.LANES == UNIT:
             return units
@@ -179,7 +186,7 @@ class KeyUnits(Operand):
 class ValueUnits(Operand):
     """B in units of so many rows that hold `UNIT` tokens: the tile's `b` is that of a list of their addresses.
 
-    The tile's `column` is what its columns are from the first, in bytes.
+    The tile's `column` is what its columns are from the first, in bytes; its `ahead` is as for `KeyUnits`.
     """
 
     def __init__(self, element: str) -> None:
@@ -188,10 +195,14 @@ class ValueUnits(Operand):
     def load(self, builder: Any, index: Any) -> list[Any]:
         """Write the code that loads the two registers of a step."""
         tile = self._tile
-        unit = builder.lshr(index, v.constant(self._shift))
+        unit = builder.shl(builder.lshr(index, v.constant(self._shift)), v.constant(3))
         row = builder.and_(index, v.constant((1 << self._shift) - 1))
-        start = v.load(builder, builder.add(tile.b, builder.shl(unit, v.constant(3))), v.INT64)
-        at = builder.add(builder.add(start, tile.column), builder.mul(row, tile.b_stride))
+        shift = builder.add(tile.column, builder.mul(row, tile.b_stride))
+        at, later = (
+            builder.add(v.load(builder, builder.add(units, unit), v.INT64), shift) for units in (tile.b, tile.ahead)
+        )
+        for j in range(0, 8 * v.LANES, 64):
+            v.prefetch(builder, builder.add(later, v.constant(j)))
         return [v.load(builder, builder.add(at, v.constant(4 * v.LANES * j)), v.WORDS) for j in range(2)]
 
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 
 from llmbatch.compilation.decorators import compiled
-from llmbatch.kernels.cpu.copies import copy_rows, fetch
+from llmbatch.kernels.cpu.copies import copy_rows
 from llmbatch.kernels.cpu.dot_tiles import UNIT
 from llmbatch.kernels.cpu.layout import WIDTH_MULTIPLE
-
-_FETCHED: Final = 256  # bytes
 
 
 @compiled(nogil=True)
@@ -91,19 +89,20 @@ def clear_last(tile: Any, keys: int) -> None:
 
 
 @compiled(nogil=True)
-def find_units(pages: Any, table: Any, head: int, low: int, high: int, units: Any) -> None:
-    """Write the addresses of the keys [low, high) and of their values, in units of 8; the last stands for the rest."""
+def find_units(pages: Any, table: Any, head: int, low: int, high: int, units: Any, place: int) -> None:
+    """Write the addresses of the keys [low, high) and of their values, in units of 8; the last stands for the rest.
+
+    They go to `units`[place], [2, units of a tile].
+    """
     size, pack = pages.size, pages.memory.shape[3]
-    begin, width = _values_begin(pages), values_width(pages)
-    for unit in range(units.shape[1]):
-        key = min(low + unit * UNIT, (high - 1) // UNIT * UNIT)
-        start, offset = _page_at(pages, table[key // size], head), key % size
-        units[0, unit] = start + 4 * offset
-        units[1, unit] = start + 4 * (begin + offset // pack * width)
-
-
-@compiled(nogil=True)
-def fetch_pages(pages: Any, table: Any, head: int, low: int, high: int) -> None:
-    """Prefetch the beginnings of pages; the processor goes on from there by itself."""
-    for key in range(low, high, pages.size):
-        fetch(_page_at(pages, table[key // pages.size], head), _FETCHED)
+    begin, row = 4 * _values_begin(pages), 4 * values_width(pages) * (UNIT // pack)
+    page, offset = low // size, low % size
+    start = _page_at(pages, table[page], head)
+    for unit in range(units.shape[2]):
+        units[place, 0, unit] = start + 4 * offset
+        units[place, 1, unit] = start + begin + offset // UNIT * row
+        if low + (unit + 1) * UNIT < high:
+            offset += UNIT
+            if offset == size:
+                page, offset = page + 1, 0
+                start = _page_at(pages, table[page], head)
