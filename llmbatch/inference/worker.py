@@ -199,6 +199,7 @@ class Worker:
             answering.flush()
             raise
         answering.flush()
+        engines.learn(stream.finish())
         totals.rows_cut = answering.rows_cut
         return totals
 

@@ -17,7 +17,8 @@ many rows. A larger group reads less.
 count it into P, as the paper does.
 
 A step's floor is reading the weights. Law `paper` puts it under the compute: c >= W / B. Law `bytes` follows the
-physical memory: weights and KV share it, m = (W + KV) / B, and c has no floor.
+physical memory: weights and KV share it, m = (W + KV) / B, and c has no floor. Where products run while their own
+weights are read, the first of them take no longer: a share of W / B, which is measured (`Hardware.hidden_share`).
 """
 
 from __future__ import annotations
@@ -221,16 +222,18 @@ class CostModel:
     def rates(self) -> Rates:
         """The seconds of each kind of work."""
         shape, hardware = self.shape, self.hardware
+        weight_seconds = shape.weight_bytes / hardware.weight_bytes_per_second
         return Rates(
             seconds_per_token=2.0 * shape.params / hardware.flops,
             seconds_per_sample=2.0 * shape.head_params / hardware.flops,
             seconds_per_pair=4.0 * shape.attention_width * shape.layers / hardware.attention_flops,
             seconds_per_kv_token=shape.kv_bytes_per_token / hardware.bytes_per_second,
-            weight_seconds=shape.weight_bytes / hardware.bytes_per_second,
+            weight_seconds=weight_seconds,
             weights_share_memory=self.law == "bytes",
             cascade=self.cascade,
             reach=Reach.of(shape.windows),
             step_seconds=float(hardware.step_seconds),
+            hidden_seconds=hardware.hidden_share * weight_seconds,
         )
 
     def prompt_seconds(self, tokens: ArrayLike) -> Floats:
@@ -303,5 +306,9 @@ class CostModel:
         weights.
         """
         if self.law == "bytes":
-            memory *= 1.0 + self.shape.weight_bytes / pool_bytes
+            memory *= 1.0 + self.weights_per_pool(pool_bytes)
         return float(self.overlap(compute, memory))
+
+    def weights_per_pool(self, pool_bytes: float) -> float:
+        """Return the seconds of reading the weights over those of reading so much KV."""
+        return self.rates.weight_seconds * self.hardware.bytes_per_second / pool_bytes

@@ -15,6 +15,8 @@ calibration's constants, to which it is tied: where steps do not say which rate 
 took more than twice or less than half of what others of their kind did, beside what was predicted (a first launch, a
 page swapped out), are left out.
 
+At its end a job tells what it would go by now, for the next job on the same device (`Refit.finish`).
+
 When it counts. Every other step is not fitted to. The constants in use are replaced only where they miss those steps
 by more than is worth steering by, and others, the calibration's among them, miss them clearly less. So steps that agree
 with the calibration change nothing, to the last bit.
@@ -40,6 +42,7 @@ _KEPT: Final = 32  # steps of a kind
 _FEWEST: Final = 4  # of a kind, that it counts; and kept steps altogether, in kinds
 _RATIOS: Final = 4  # powers of two between compute and memory time, either way, that make kinds
 _PERIOD: Final = 256  # steps between two fits, at least
+_LEAST: Final = 64  # steps of a job, that say something for the next one
 _TIES: Final = 1e-4  # of the mean squared log, for a constant an e-fold from the calibration's
 _OUTLIER: Final = np.log(2.0)
 _CLEARLY: Final = 0.7  # of a mean miss: another one that is clearly less
@@ -79,14 +82,29 @@ class Refit:
         work = step.num_tokens, step.prefill_pairs(reach), step.read_tokens(reach), int(step.samples.sum())
         self._fresh.append((*work, seconds))
         if len(self._fresh) == _KEPT:
-            self.note(MeasuredSteps(*np.array(self._fresh, np.float64).T))
-            self._fresh.clear()
+            self._keep_fresh()
 
     def fit(self) -> bool:
         """Fit anew where enough steps came since the last time; whether the cost model is another now."""
         if self._seen < self._due:
             return False
         self._due = self._seen + max(_PERIOD, self._seen // 8)
+        return self._improve()
+
+    def finish(self) -> CostModel:
+        """Fit to what is there, where it is not too little, and return the cost model for the next job."""
+        self._keep_fresh()
+        if self._seen >= _LEAST:
+            self._improve()
+        return self.cost
+
+    def _keep_fresh(self) -> None:
+        if self._fresh:
+            self.note(MeasuredSteps(*np.array(self._fresh, np.float64).T))
+            self._fresh.clear()
+
+    def _improve(self) -> bool:
+        """Replace the constants in use where others are clearly better."""
         fitted, judged = self._sound()
         if not judged.shape[1]:
             return False

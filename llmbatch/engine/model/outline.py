@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final, Protocol
 
+from llmbatch._version import __version__
 from llmbatch.choices import DType
 from llmbatch.engine.config import EngineConfig
 from llmbatch.errors import ParameterError
@@ -29,6 +30,7 @@ POOL_SHARE: Final = 0.5  # of the memory that is free once the weights are loade
 HOST_PAGE_SIZE: Final = 8  # tokens, where none is asked for, on a processor
 HOST_RUNNING: Final = 512  # sequences in flight, likewise
 BFLOAT16_GAIN: Final = "bfloat16"  # the name of what is measured to choose a type
+GAIN_VERSIONS: Final = (version("numba"), __version__)  # of what compiles the products, and of these
 _SIMULATED: Final = "a100-80gb"  # the hardware that plans are made for where nothing is computed
 _HOST_SECONDS: Final = 5e-4  # that a job's own process takes for a step (benchmarks/rows.py)
 _FAMILIES: Final = ("gemma", "gemma2", "gemma3_text", "llama", "mistral", "qwen2", "qwen3")
@@ -178,7 +180,7 @@ def shape_of(model: Described) -> ModelShape:
 def _element(dtype: DType) -> NamedType | None:
     """Return the type on a processor; None if it is unknown which one is faster, or there is no such type."""
     if dtype == "auto":
-        gain = recalled(BFLOAT16_GAIN, version("torch"))
+        gain = recalled(BFLOAT16_GAIN, *GAIN_VERSIONS)
         if gain is None:
             return None
         dtype = "bfloat16" if gain > 1 else "float32"
