@@ -236,6 +236,11 @@ class CostModel:
             hidden_seconds=hardware.hidden_share * weight_seconds,
         )
 
+    @property
+    def in_turn(self) -> bool:
+        """Whether no part of a step hides behind another one, but for products behind the reading of weights."""
+        return self.law == "bytes" and self.overlap.exponent == 1
+
     def prompt_seconds(self, tokens: ArrayLike) -> Floats:
         """Return the compute seconds of prompt tokens without their attention."""
         return np.asarray(tokens, np.float64) * self.rates.seconds_per_token

@@ -32,7 +32,6 @@ from llmbatch.scheduler.token_budget import (
     ClosedLoopBudget,
     FixedBudget,
     budget_in_turn,
-    runs_in_turn,
     steady_budget,
 )
 
@@ -93,7 +92,7 @@ class QueuePlanner:
         elif plan.two_ended:
             ends = self._blend() if settled else FromFront()
             # Tokens ride for free up to what hides the weights, or beside KV. In turn under law `bytes` none do.
-            if self._scheduling.step_tokens is None and not runs_in_turn(self._cost):
+            if self._scheduling.step_tokens is None and not self._cost.in_turn:
                 budget = ClosedLoopBudget(self._rates, self._weights_per_pool(), floor=TILE + self._pool.page_size)
         elif plan.relaxed and len(self._tree.rows) and self._scheduling.step_tokens is None:
             mean = self._lengths.expected(self._tree.rows).mean.mean()
@@ -101,7 +100,7 @@ class QueuePlanner:
         return self._update(plan.order, ends, budget, settled=settled)
 
     def _fixed(self) -> FixedBudget:
-        if self._scheduling.step_tokens is None and runs_in_turn(self._cost):
+        if self._scheduling.step_tokens is None and self._cost.in_turn:
             return budget_in_turn(self._cost)
         return FixedBudget(self._scheduling.step_tokens or STEP_TOKENS)
 

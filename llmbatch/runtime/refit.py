@@ -7,7 +7,9 @@ up to a seventh of the job. The job sees thousands of steps whose work is known,
 What is kept of them. A scheduler that steers well gives steps that are all alike, which tell how wrong the rates are
 together and not which of them is: that is told by the steps of other kinds, early and late in a job. So steps are kept
 by kind, the latest few of each: by the ratio of their compute to their memory time, and by whether their products take
-longer than reading the weights. That is a bounded number of steps, however long the job.
+longer than reading the weights. That is a bounded number of steps, however long the job. Where parts run in turn, what
+differs between steps is how much they do beside reading the weights: there it is by the power of two between a step's
+seconds and those of the weights, and by whether it has a chunk of a prompt.
 
 How it is fitted. Steps are not linear in what is sought: compute and memory overlap, and reading the weights is a
 floor. So the fit is that of a calibration, least squares of logs (`llmbatch.perf_model.fit`), and begins with the
@@ -122,6 +124,10 @@ class Refit:
     def _kinds(self, columns: Floats) -> NDArray[np.int64]:
         tokens, pairs, kv_tokens, samples, _ = columns
         rates = self._calibrated.rates
+        if self._calibrated.in_turn:
+            seconds = predict(self._calibrated, MeasuredSteps(*columns))
+            larger = np.clip(np.rint(np.log2(seconds / rates.weight_seconds)), 0, 2 * _RATIOS)
+            return 2 * larger.astype(np.int64) + (pairs > 0)
         products = as_python(compute_seconds)(rates, tokens, samples, 0.0)
         compute = as_python(compute_seconds)(rates, tokens, samples, pairs)
         memory = np.maximum(as_python(memory_seconds)(rates, kv_tokens), 1e-12)

@@ -96,7 +96,7 @@ class BudgetRules(NamedTuple):
 
 def steady_budget(decided: Plan, cost: CostModel, pool_tokens: int, answer: float) -> FixedBudget:
     """Build the budget for a plan whose rows are of one kind and generate `answer` tokens in the mean."""
-    if runs_in_turn(cost):
+    if cost.in_turn:
         return budget_in_turn(cost)
     token = float(cost.prompt_seconds(1))
     wanted = 2 * cost.rates.weight_seconds / token
@@ -106,11 +106,6 @@ def steady_budget(decided: Plan, cost: CostModel, pool_tokens: int, answer: floa
     if cost.law == "bytes":
         wanted = max(wanted, decided.density * pool_tokens * cost.rates.seconds_per_kv_token / token)
     return _in_tiles(wanted)
-
-
-def runs_in_turn(cost: CostModel) -> bool:
-    """Tell whether nothing that a step does hides behind the rest of it, beside products behind their own weights."""
-    return cost.law == "bytes" and cost.overlap.exponent == 1
 
 
 def budget_in_turn(cost: CostModel) -> FixedBudget:
