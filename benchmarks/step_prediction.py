@@ -86,6 +86,11 @@ def measured(work: list[Work], seconds: NDArray[np.float64]) -> MeasuredSteps:
     return MeasuredSteps(tokens, pairs, kv_tokens, samples, seconds)
 
 
+def leave_some(seconds: float) -> None:
+    """Sleep after so many seconds: the system stops real-time work that leaves others less than a twentieth."""
+    time.sleep(0.002 + 0.06 * seconds)
+
+
 def time_drawn(loaded: LoadedModel, reach: Reach, options: argparse.Namespace) -> list[MeasuredSteps]:
     """Time the steps of each seed."""
     steps = [build(draw(rng)) for rng in map(np.random.default_rng, range(options.seeds)) for _ in range(options.steps)]
@@ -103,7 +108,7 @@ def time_drawn(loaded: LoadedModel, reach: Reach, options: argparse.Namespace) -
             engine.execute(step)
             end = time.perf_counter()
             row[at] = end - begin
-            time.sleep(0.002 + 0.06 * row[at])  # the system stops real-time work that leaves it nothing
+            leave_some(row[at])
             if end - rested > options.burst:
                 time.sleep(options.rest)
                 rested = time.perf_counter()
@@ -131,6 +136,7 @@ def time_job(options: argparse.Namespace, reach: Reach) -> list[MeasuredSteps]:
         begin = time.perf_counter()
         result = execute(step)
         seconds.append(time.perf_counter() - begin)
+        leave_some(seconds[-1])
         work.append(work_of(step, reach))
         return result
 
