@@ -9,7 +9,6 @@ import torch
 
 from llmbatch.engine.model import number_type, outline
 from llmbatch.engine.model.number_type import bfloat16_gain, fastest_type
-from llmbatch.kernels.cpu.vector_ir import HAS_BFLOAT16
 
 
 @pytest.mark.parametrize(("gain", "expected"), [(0.0, "float32"), (0.9, "float32"), (1.1, "bfloat16")])
@@ -24,4 +23,4 @@ def test_the_type_is_that_of_the_faster_product(
 
 
 def test_products_of_either_type_are_timed_where_there_are_instructions_for_both() -> None:
-    assert (bfloat16_gain() > 0) == HAS_BFLOAT16
+    assert (bfloat16_gain() > 0) == torch.cpu._is_avx512_bf16_supported()

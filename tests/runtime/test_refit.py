@@ -87,7 +87,8 @@ def test_a_short_job_tells_the_next_one_what_its_steps_took() -> None:
     refit.note(steps_of(true, 0, 128))
     assert not refit.fit()
     unseen = steps_of(true, 1, noise=0.0)
-    assert predict(refit.finish(), unseen) == pytest.approx(unseen.seconds, rel=0.1)
+    missed = np.abs(predict(refit.finish(), unseen) / np.asarray(unseen.seconds, np.float64) - 1)
+    assert missed.mean() < 0.05
 
 
 def test_a_job_of_few_steps_or_of_right_rates_tells_nothing() -> None:

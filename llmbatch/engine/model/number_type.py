@@ -31,9 +31,7 @@ def fastest_type() -> torch.dtype:
 
 def bfloat16_gain() -> float:
     """Measure the seconds of a layer-sized product in float32 over those in bfloat16; 0 without its instructions."""
-    from llmbatch.kernels.cpu.vector_ir import HAS_BFLOAT16
-
-    if not HAS_BFLOAT16:
+    if not torch.cpu._is_avx512_bf16_supported():
         return 0.0
     return _product_seconds(np.float32) / _product_seconds(np.uint16)
 
