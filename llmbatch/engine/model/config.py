@@ -7,25 +7,21 @@ modules without their weights: which attention each layer asks for, and how much
 from __future__ import annotations
 
 import copy
-import time
 from collections.abc import Iterable
 from dataclasses import dataclass
-from importlib.metadata import version
 from typing import Any, Final
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from llmbatch.choices import DType as DType
 from llmbatch.engine.model.attention_interface import NAME, register, survey
-from llmbatch.engine.model.outline import BFLOAT16_GAIN, kv_bytes, pair_bytes, shorter_context
+from llmbatch.engine.model.outline import kv_bytes, pair_bytes, shorter_context
 from llmbatch.engine.model.positions import fix_positions
 from llmbatch.engine.model.refusals import check_config, find_class, unsupported
 from llmbatch.errors import ModelError
 from llmbatch.kernels.spec import WIDEST, AttentionSpec
-from llmbatch.system.measurements import remembered
 
 _PROCESSOR: Final = torch.device("cpu")
 
@@ -41,6 +37,7 @@ class ModelConfig:
     context_length: int  # most tokens of prompt and answer together, as asked for
     bytes_per_token: int  # of KV, in all layers
     chunk: int = 0  # tokens of a chunk of attention, which are whole pages; 0: there are none
+    quantised: bool = False  # the layers' weights are int8 in memory, and so are their products
 
 
 def describe_model(
@@ -75,11 +72,11 @@ def describe_model(
     specs = None if remote else _outlined_attention(folder, whole, built_by, element, context)
     if specs is None:
         size = kv_bytes(config, element, padded=device.type == "cpu")
-        return ModelConfig(config, whole, built_by, element, context, size)
+        return ModelConfig(config, whole, built_by, element, context, size, quantised=dtype == "int8")
     if device.type != "cpu":
         check_gpu(folder, specs.values())
     size, chunk = bytes_per_token(specs.values(), element, device), max(spec.chunk for spec in specs.values())
-    return ModelConfig(config, whole, built_by, element, context, size, chunk)
+    return ModelConfig(config, whole, built_by, element, context, size, chunk, quantised=dtype == "int8")
 
 
 def bytes_per_token(specs: Iterable[AttentionSpec], dtype: torch.dtype, device: torch.device = _PROCESSOR) -> int:
@@ -151,21 +148,6 @@ def _element(folder: str, dtype: DType, device: torch.device) -> torch.dtype:
                 "take one of them as --dtype",
             )
         return torch.float16
-    return torch.bfloat16 if remembered(BFLOAT16_GAIN, _bfloat16_gain, version("torch")) > 1 else torch.float32
+    from llmbatch.engine.model.number_type import fastest_type
 
-
-def _bfloat16_gain() -> float:
-    """Measure the seconds of a layer-sized product in float32 over bfloat16; having its instructions is not enough."""
-    if not (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()):
-        return 0.0
-    seconds = []
-    for dtype in (torch.float32, torch.bfloat16):
-        x, weight = torch.ones(256, 1024, dtype=dtype), torch.ones(1024, 1024, dtype=dtype)
-        functional.linear(x, weight)
-        times = []
-        for _ in range(5):
-            begin = time.perf_counter()
-            functional.linear(x, weight)
-            times.append(time.perf_counter() - begin)
-        seconds.append(min(times))
-    return seconds[0] / seconds[1]
+    return fastest_type()

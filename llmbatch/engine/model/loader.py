@@ -84,7 +84,7 @@ def load_model(
         if not platform.is_host:
             fuse_layers(module, attention, described.dtype, platform.pieces)
         if platform.pack is not None:
-            packed = platform.pack(module, attention, described.dtype, quantised=dtype == "int8")
+            packed = platform.pack(module, attention, described.dtype, quantised=described.quantised)
             notes = (*notes, *packed)
     eos, left = _read_generation_config(Path(folder), described.config)
     notes = (*notes, *left)
