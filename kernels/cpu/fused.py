@@ -54,7 +54,7 @@ def gate(x: NDArray[Any], activation: int, out: NDArray[Any]) -> None:
                 target[d] = narrow(value * widen(right[d]), target[d])
 
 
-@compiled(fastmath=FASTMATH, nogil=True)
+@compiled(fastmath=FASTMATH, nogil=True, forceinline=True)
 def _normalize_head(x: Any, weight: Any, epsilon: np.float32, out: Any) -> None:
     inverse = np.float32(1.0)
     if weight.size:
@@ -70,7 +70,7 @@ def _normalize_head(x: Any, weight: Any, epsilon: np.float32, out: Any) -> None:
             out[d] = widen(x[d])
 
 
-@compiled(fastmath=FASTMATH, nogil=True)
+@compiled(fastmath=FASTMATH, nogil=True, forceinline=True)
 def _rotate(head: Any, cosine: Any, sine: Any) -> None:
     half = cosine.size // 2
     left, right = head[:half], head[half : 2 * half]
