@@ -140,9 +140,9 @@ def multiply(
 def pack(weight: NDArray[np.uint32], order: NDArray[np.int64], panels: NDArray[np.uint32]) -> None:
     """Pack words: panels[p, :, j] = weight[order[p * COLUMNS + j]], or 0 where the order is negative."""
     for p in prange(panels.shape[0]):
-        for j in range(COLUMNS):
-            source = order[p * COLUMNS + j]
-            for k in range(panels.shape[1]):
+        for k in range(panels.shape[1]):
+            for j in range(COLUMNS):
+                source = order[p * COLUMNS + j]
                 panels[p, k, j] = weight[source, k] if source >= 0 else np.uint32(0)
 
 

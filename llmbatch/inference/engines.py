@@ -107,10 +107,10 @@ class UnloadedEngines(Engines):
     """The engines of a model whose weights are on the disk."""
 
     def __init__(
-        self, folder: str, options: Options, tokenizer: Tokenizer, platform: Platform, config: ModelConfig, pool: Pool
+        self, options: Options, tokenizer: Tokenizer, platform: Platform, config: ModelConfig, pool: Pool
     ) -> None:
         super().__init__(config, pool, platform.max_running)
-        self._folder, self._options, self._tokenizer = folder, options, tokenizer
+        self._options, self._tokenizer = options, tokenizer
         self._platform, self._config = platform, config
 
     @classmethod
@@ -121,7 +121,7 @@ class UnloadedEngines(Engines):
 
         platform = find_platform(options.device)
         config = _describe(folder, options, platform)
-        return cls(folder, options, tokenizer, platform, config, size_pool(platform, config, options))
+        return cls(options, tokenizer, platform, config, size_pool(platform, config, options))
 
     @cached_property
     def cost(self) -> CostModel:
@@ -133,20 +133,13 @@ class UnloadedEngines(Engines):
     def load(self, scheduling: Scheduling, progress: Progress) -> LoadedEngines:
         """Load the weights, and calibrate the device. Raises JobError where memory runs out."""
         from llmbatch.engine.factory import prepare
-        from llmbatch.engine.model.loader import load_model
+        from llmbatch.engine.model.loader import load_weights
 
         options, platform = self._options, self._platform
         platform.enter()
         try:
             with saying(progress, f"loading the weights of {options.model}"):
-                weights = load_model(
-                    self._folder,
-                    dtype=options.dtype,
-                    load_format=options.load_format,
-                    trust_remote_code=options.trust_remote_code,
-                    context_length=options.context_length,
-                    platform=platform,
-                )
+                weights = load_weights(self._config, load_format=options.load_format, platform=platform)
         except (MemoryError, RuntimeError) as error:
             raise out_of_memory(error, f"the weights of {options.model}") from error
         factory = prepare(platform, self._config, weights, options, scheduling, self.pool)

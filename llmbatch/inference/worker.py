@@ -239,7 +239,7 @@ class Worker:
     @property
     def dtype(self) -> str:
         """The type of the numbers it computes in."""
-        return "int8" if self.model.quantised else str(self.model.dtype).removeprefix("torch.")
+        return "int8" if self.model.int8 else str(self.model.dtype).removeprefix("torch.")
 
     @property
     def notes(self) -> tuple[str, ...]:

@@ -19,13 +19,45 @@ from transformers import (
 
 from llmbatch.engine.cpu.attention import CpuOps
 from llmbatch.engine.cpu.platform import HOST
-from llmbatch.engine.model.fused_modules import FusedAttention, FusedMLP, FusedNorm, fuse
-from llmbatch.engine.model.loader import LoadedModel, load_model
+from llmbatch.engine.model import attention_interface, config, loader
+from llmbatch.engine.model.config import describe_model
+from llmbatch.engine.model.fused_modules import FusedAttention, FusedMLP, FusedNorm, StackedLinear, fuse
+from llmbatch.engine.model.loader import LoadedModel, load_model, load_weights
 from llmbatch.errors import ModelError
 from tests.support.families import TABLE
 from tests.support.models import EOS, FAMILIES, TINY, tiny_config, tiny_model, tiny_model_folder
 
 untyped: Any = AutoModelForCausalLM
+
+
+@pytest.mark.parametrize(("family", "surveys"), [("llama", 1), ("gpt_oss", 2)])
+def test_attention_is_surveyed_again_only_where_it_holds_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, surveys: int
+) -> None:
+    made: list[torch.device] = []
+
+    def counted(folder: str, module: Any, text: Any, device: torch.device) -> Any:
+        made.append(device)
+        return attention_interface.survey(folder, module, text, device)
+
+    monkeypatch.setattr(config, "survey", counted)
+    monkeypatch.setattr(loader, "survey", counted)
+    described = describe_model(tiny_model_folder(tmp_path, family), dtype="float32")
+    loaded = load_weights(described, platform=HOST)
+    assert [device.type for device in made] == ["meta", "cpu"][:surveys]
+    assert all(spec.sinks is None or spec.sinks.device.type == "cpu" for spec in loaded.attention.values())
+
+
+@pytest.mark.parametrize("biases", [(False, False, False), (True, False, True)])
+def test_joined_layers_give_what_each_of_them_gives(biases: tuple[bool, ...]) -> None:
+    torch.manual_seed(0)
+    stacked = StackedLinear(*(torch.nn.Linear(8, 4 + i, bias=bias) for i, bias in enumerate(biases)))
+    x = torch.randn(2, 3, 8)
+    with torch.inference_mode():
+        expected = stacked(x)
+        joined = stacked.joined()
+        assert (joined.in_features, joined.out_features) == (stacked.in_features, stacked.out_features)
+        torch.testing.assert_close(joined(x), expected)
 
 
 def test_a_folder_without_weights_is_refused_and_may_be_filled_with_noise(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ class Decoder:
 
     def __init__(self, parts: list[LayerParts], specs: list[AttentionSpec], *, quantised: bool) -> None:
         """Pack the weights of layers, one after the other."""
-        self._dtype = parts[0].attention.qkv.weight.dtype
+        self._dtype = parts[0].attention.o_proj.weight.dtype
         self._spec = specs[0]
         self._quantised = quantised
         self._packed = [_pack(layer, quantised=quantised) for layer in parts]
@@ -145,7 +145,8 @@ class Decoder:
 
 def _pack(part: LayerParts, *, quantised: bool) -> list[PackedWeight]:
     """Pack the weights of a layer, and let go of them."""
-    qkv, out, gate_up, down = products_of(part)
+    stacked_qkv, out, stacked_gate_up, down = products_of(part)
+    qkv, gate_up = stacked_qkv.joined(), stacked_gate_up.joined()
     width = gate_up.out_features // 2
     lanes = COLUMNS // 2
     panels = -(-width // lanes)
@@ -157,9 +158,7 @@ def _pack(part: LayerParts, *, quantised: bool) -> list[PackedWeight]:
         PackedWeight(gate_up.weight, gate_up.bias, order.swapaxes(0, 1).ravel(), quantised=quantised),
         PackedWeight(*_times(down, part.factor), padded=panels * lanes, quantised=quantised),
     ]
-    nothing = torch.empty(0)
-    for layer in (qkv, out, gate_up, down):
-        layer.weight = nn.Parameter(nothing, requires_grad=False)
+    out.weight = down.weight = nn.Parameter(torch.empty(0), requires_grad=False)
     return packed
 
 

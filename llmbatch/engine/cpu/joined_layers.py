@@ -111,26 +111,26 @@ def join_layers(
         if parts is not None:
             calls.append(_Call(parts, given[0], named.get("position_embeddings"), out))
 
-    def pass_by(layer: nn.Module, given: tuple[Any, ...], named: dict[str, Any], out: Any) -> Any:
-        return calls[-1].out if layer is layers[-1] else given[0]
-
-    def run(hook: Any) -> torch.Tensor:
-        hooks = [layer.register_forward_hook(hook, with_kwargs=True) for layer in layers]
+    def run() -> torch.Tensor:
         ids = torch.arange(_PROBE_TOKENS)[None]
         step = pieces.probe_step(specs, dtype, _PROBE_TOKENS)
-        try:
-            logits: torch.Tensor = model(input_ids=ids, position_ids=ids, use_cache=False, llmbatch=step).logits
-        finally:
-            for handle in hooks:
-                handle.remove()
+        logits: torch.Tensor = model(input_ids=ids, position_ids=ids, use_cache=False, llmbatch=step).logits
         return logits
 
-    expected = run(note)
+    hooks = [layer.register_forward_hook(note, with_kwargs=True) for layer in layers]
+    expected = run()
+    for hook in hooks:
+        hook.remove()
     parts = [call.parts for call in calls]
     ordered = [specs[layer] for layer in sorted(specs)]
     if len(parts) != len(layers) or not alike(parts, ordered):
         return False
-    if not torch.equal(run(pass_by), expected):  # something else reads what a layer returns
+    for layer in layers:
+        vars(layer)["forward"] = lambda x, last=layer is layers[-1], **_: calls[-1].out if last else x
+    joined = torch.equal(run(), expected)
+    for layer in layers:
+        del vars(layer)["forward"]
+    if not joined:  # something else reads what a layer returns
         return False
     whole = all(layer.in_features % 4 == 0 for layer in products_of(parts[0]))
     decoder = Decoder(parts, ordered, quantised=quantised and whole)

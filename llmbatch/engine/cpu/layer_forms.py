@@ -76,7 +76,7 @@ def alike(parts: list[LayerParts], specs: list[AttentionSpec]) -> bool:
 def _shape(part: LayerParts) -> tuple[Any, ...]:
     epsilons = {norm.epsilon for norm in part.norms if norm is not None} | set(part.attention.epsilons)
     return (
-        *(tuple(layer.weight.shape) for layer in products_of(part)),
+        *((layer.out_features, layer.in_features) for layer in products_of(part)),
         tuple(norm is not None for norm in part.norms),
         tuple(part.attention.norms),
         part.attention.halves,
@@ -85,6 +85,6 @@ def _shape(part: LayerParts) -> tuple[Any, ...]:
     )
 
 
-def products_of(part: LayerParts) -> tuple[nn.Linear, ...]:
+def products_of(part: LayerParts) -> tuple[Any, ...]:
     """List the products of a layer, in their order."""
     return part.attention.qkv, part.attention.o_proj, part.mlp.gate_up, part.mlp.down_proj

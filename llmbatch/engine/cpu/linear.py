@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from llmbatch.engine.cpu.memory import as_array, huge_pages
-from llmbatch.engine.model.fused_modules import replace_modules
+from llmbatch.engine.model.fused_modules import join_products, replace_modules
 from llmbatch.kernels.cpu.dot_tiles import COLUMNS
 from llmbatch.kernels.cpu.products import STORE, STORE_FLOAT, multiply, pack, quantise, tile_code
 
@@ -109,6 +109,7 @@ def pack_linears(model: nn.Module, dtype: torch.dtype, *, quantised: bool = Fals
 
     Gates, which choose experts, stay: they are small, and some read their weight themselves.
     """
+    join_products(model)
     head = getattr(model, "lm_head", None)
     kept = {part for gate in model.modules() if type(gate).__name__.endswith("Gate") for part in gate.modules()}
 

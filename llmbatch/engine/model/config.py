@@ -30,14 +30,21 @@ _PROCESSOR: Final = torch.device("cpu")
 class ModelConfig:
     """A supported model, described by its config."""
 
+    folder: str
     config: PretrainedConfig  # of the text model
     whole_config: PretrainedConfig  # of all its parts, what the model is built from
     built_by: Any  # the class of transformers that builds it
+    trust_remote_code: bool
     dtype: torch.dtype
+    int8: bool  # products of layers
     context_length: int  # most tokens of prompt and answer together, as asked for
     bytes_per_token: int  # of KV, in all layers
-    chunk: int = 0  # tokens of a chunk of attention, which are whole pages; 0: there are none
-    quantised: bool = False  # the layers' weights are int8 in memory, and so are their products
+    attention: dict[int, AttentionSpec] | None  # by layer, sinks without memory; None: known by its weights only
+
+    @property
+    def chunk(self) -> int:
+        """The tokens of a chunk of attention, which are whole pages; 0: there are none."""
+        return max(spec.chunk for spec in self.attention.values()) if self.attention else 0
 
 
 def describe_model(
@@ -72,11 +79,22 @@ def describe_model(
     specs = None if remote else _outlined_attention(folder, whole, built_by, element, context)
     if specs is None:
         size = kv_bytes(config, element, padded=device.type == "cpu")
-        return ModelConfig(config, whole, built_by, element, context, size, quantised=dtype == "int8")
-    if device.type != "cpu":
-        check_gpu(folder, specs.values())
-    size, chunk = bytes_per_token(specs.values(), element, device), max(spec.chunk for spec in specs.values())
-    return ModelConfig(config, whole, built_by, element, context, size, chunk, quantised=dtype == "int8")
+    else:
+        if device.type != "cpu":
+            check_gpu(folder, specs.values())
+        size = bytes_per_token(specs.values(), element, device)
+    return ModelConfig(
+        folder=folder,
+        config=config,
+        whole_config=whole,
+        built_by=built_by,
+        trust_remote_code=trust_remote_code,
+        dtype=element,
+        int8=dtype == "int8",
+        context_length=context,
+        bytes_per_token=size,
+        attention=specs,
+    )
 
 
 def bytes_per_token(specs: Iterable[AttentionSpec], dtype: torch.dtype, device: torch.device = _PROCESSOR) -> int:

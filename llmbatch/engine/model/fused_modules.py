@@ -49,13 +49,46 @@ class FusedNorm(nn.Module):
         return out
 
 
+class StackedLinear(nn.Module):
+    """Linear layers of one input, whose outputs stand one after another; `joined` makes one layer of them.
+
+    Their weights stay where they are until then: a processor joins them as it packs them, a layer at a time.
+    """
+
+    def __init__(self, *layers: nn.Linear) -> None:
+        super().__init__()
+        self._layers = layers
+        self.in_features: int = layers[0].in_features
+        self.out_features: int = sum(layer.out_features for layer in layers)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map [..., in_features] to [..., out_features]."""
+        return torch.cat([layer(x) for layer in self._layers], -1)
+
+    def joined(self) -> nn.Linear:
+        """Join the layers into one, and let go of them."""
+        layers, self._layers = self._layers, ()
+        weight = torch.cat([layer.weight.detach() for layer in layers])
+        biases: list[torch.Tensor | None] = [layer.bias for layer in layers]
+        has_bias = any(bias is not None for bias in biases)
+        one = nn.Linear(weight.shape[1], weight.shape[0], bias=has_bias, device="meta", dtype=weight.dtype)
+        one.weight = nn.Parameter(weight, requires_grad=False)
+        if has_bias:
+            parts = [
+                weight.new_zeros(layer.out_features) if bias is None else bias.detach()
+                for layer, bias in zip(layers, biases, strict=True)
+            ]
+            one.bias = nn.Parameter(torch.cat(parts), requires_grad=False)
+        return one
+
+
 class FusedMLP(nn.Module):
     """activation(gate_proj(x)) * up_proj(x), then down_proj, as two products and one pass between."""
 
     def __init__(self, original: Any, activation: int, pieces: ModelOps) -> None:
         super().__init__()
         self._pieces = pieces
-        self.gate_up: nn.Linear = _stack(original.gate_proj, original.up_proj)
+        self.gate_up: nn.Module = StackedLinear(original.gate_proj, original.up_proj)
         self.down_proj: nn.Linear = original.down_proj
         self.activation = activation
 
@@ -80,7 +113,7 @@ class FusedAttention(nn.Module):
         """Stack the projections; `halves`: one set of angles serves both halves of a head."""
         super().__init__()
         self.halves = halves
-        self.qkv: nn.Linear = _stack(original.q_proj, original.k_proj, original.v_proj)
+        self.qkv: nn.Module = StackedLinear(original.q_proj, original.k_proj, original.v_proj)
         self.o_proj: nn.Linear = original.o_proj
         self._spec = spec
         found = {side: getattr(original, side[0] + "_norm", None) for side in ("query_norm", "key_norm")}
@@ -123,6 +156,11 @@ def fuse(model: nn.Module, specs: dict[int, AttentionSpec], dtype: torch.dtype, 
     replace_modules(model, lambda module: _fused_attention(module, specs, dtype, pieces))
 
 
+def join_products(model: nn.Module) -> None:
+    """Join, in place, the products of one input in a fused `model`."""
+    replace_modules(model, lambda module: module.joined() if isinstance(module, StackedLinear) else None)
+
+
 def replace_modules(model: nn.Module, build: Callable[[nn.Module], nn.Module | None]) -> None:
     """Replace each module by what `build` makes of it, unless that is None."""
     for parent in list(model.modules()):
@@ -130,22 +168,6 @@ def replace_modules(model: nn.Module, build: Callable[[nn.Module], nn.Module | N
             replacement = build(child)
             if replacement is not None:
                 setattr(parent, name, replacement)
-
-
-def _stack(*layers: nn.Linear) -> nn.Linear:
-    """Stack linear layers into one whose outputs are those of `layers`, one after another."""
-    weight = torch.cat([layer.weight.detach() for layer in layers])
-    biases: list[torch.Tensor | None] = [layer.bias for layer in layers]
-    has_bias = any(bias is not None for bias in biases)
-    stacked = nn.Linear(weight.shape[1], weight.shape[0], bias=has_bias, device="meta", dtype=weight.dtype)
-    stacked.weight = nn.Parameter(weight, requires_grad=False)
-    if has_bias:
-        parts = [
-            weight.new_zeros(layer.out_features) if bias is None else bias.detach()
-            for layer, bias in zip(layers, biases, strict=True)
-        ]
-        stacked.bias = nn.Parameter(torch.cat(parts), requires_grad=False)
-    return stacked
 
 
 def equal(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> bool:

@@ -69,7 +69,7 @@ class Described(Protocol):
         ...
 
     @property
-    def quantised(self) -> bool:
+    def int8(self) -> bool:
         """Whether the layers' weights are int8 in memory, and so are their products."""
         ...
 
@@ -103,7 +103,7 @@ class Outline:
     dtype: NamedType
     context_length: int
     bytes_per_token: int
-    quantised: bool = False
+    int8: bool = False
 
 
 def outline(folder: str, dtype: DType, context_length: int | None = None) -> Outline | None:
@@ -123,7 +123,7 @@ def outline(folder: str, dtype: DType, context_length: int | None = None) -> Out
     if element is None:
         return None
     context = shorter_context(config.max_position_embeddings, context_length)
-    return Outline(config, element, context, kv_bytes(config, element, padded=True), quantised=dtype == "int8")
+    return Outline(config, element, context, kv_bytes(config, element, padded=True), int8=dtype == "int8")
 
 
 def shorter_context(most: int, asked: int | None) -> int:
@@ -180,7 +180,7 @@ def simulated_cost(model: Described) -> CostModel:
 
 def shape_of(model: Described) -> ModelShape:
     """Return its shape, with weights and KV of its type, and layers in int8 if they are."""
-    return ModelShape.from_config(model.config, model.dtype.itemsize, 1 if model.quantised else None)
+    return ModelShape.from_config(model.config, model.dtype.itemsize, 1 if model.int8 else None)
 
 
 def _element(dtype: DType) -> NamedType | None:
