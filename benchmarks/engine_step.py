@@ -9,8 +9,9 @@ the layers' products have a rate of their own. `--roofline` measures every kind 
 together, by rows and context.
 
 That bound takes all reading to hide behind all arithmetic, or the other way round. `in turn` is the bound of an engine
-that computes products and attention one after the other: the larger of the two times for each of them, added up. The
-last columns say where the time goes: milliseconds in all layers, in the head, and around them.
+that computes products and attention one after the other: the larger of the two times for each of them, added up, where
+keys and values are read at the speed of pieces in random order, each as large as a page of a head. The last columns say
+where the time goes: milliseconds in all layers, in the head, and around them.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numba
 import numpy as np
 import torch
 from torch.nn import functional
@@ -31,6 +33,7 @@ from torch.nn import functional
 from llmbatch.engine.cpu.decoder import Decoder
 from llmbatch.engine.cpu.engine import CpuEngine
 from llmbatch.engine.cpu.linear import PackedLinear
+from llmbatch.engine.cpu.memory import huge_pages
 from llmbatch.engine.cpu.platform import HOST
 from llmbatch.engine.model.checkpoints import resolve_model
 from llmbatch.engine.model.config import bytes_per_token
@@ -182,6 +185,25 @@ def build(kind: Kind) -> tuple[RequestBatch, Step, int]:
     return requests, Step(0, decodes, slots, slots, starts, counts, samples, tables), len(order)
 
 
+def scattered_bandwidth(piece: int) -> float:
+    """The bytes a second of a sum over memory whose pieces of so many bytes are read in random order."""
+    pieces = huge_pages((2**28 // piece, piece // 4), np.float32)
+    pieces.fill(1.0)
+    order = np.random.default_rng(0).permutation(len(pieces))
+    return pieces.nbytes / fastest(partial(_sum_pieces, pieces, order), 5, 0.5)
+
+
+@numba.njit(parallel=True, fastmath=True)
+def _sum_pieces(pieces: Any, order: Any) -> float:
+    total = np.float32(0.0)
+    for i in numba.prange(order.size):
+        piece, own = pieces[order[i]], np.float32(0.0)
+        for word in range(piece.size):
+            own += piece[word]
+        total += own
+    return float(total)
+
+
 @dataclass(frozen=True, slots=True)
 class Work:
     """Operations and bytes of a part of a step."""
@@ -200,6 +222,7 @@ class Machine:
 
     flops: float
     bandwidth: float
+    scattered: float  # bytes a second of pages in random order
     int8_flops: float | None  # of the layers' products, if they are int8
 
     def bounds(self, loaded: LoadedModel, kind: Kind) -> tuple[float, float]:
@@ -215,7 +238,7 @@ class Machine:
         arithmetic = layers.flops / rate + (head.flops + attention.flops) / self.flops
         reading = (layers.bytes + head.bytes + attention.bytes) / self.bandwidth
         in_turn = layers.seconds(rate, self.bandwidth)
-        in_turn += head.seconds(self.flops, self.bandwidth) + attention.seconds(self.flops, self.bandwidth)
+        in_turn += head.seconds(self.flops, self.bandwidth) + attention.seconds(self.flops, self.scattered)
         return max(arithmetic, reading), in_turn
 
 
@@ -268,13 +291,15 @@ def main() -> None:
     tune_process()
     loaded = load_model(resolve_model(options.model), dtype=options.dtype, platform=HOST)
     int8_rate = best_rate(loaded.dtype, int8=True) if options.dtype == "int8" else None
-    machine = Machine(best_rate(loaded.dtype), read_bandwidth(), int8_rate)
+    first = next(iter(loaded.attention.values()))
+    piece = bytes_per_token([first], loaded.dtype) // first.heads * PAGE_SIZE
+    machine = Machine(best_rate(loaded.dtype), read_bandwidth(), scattered_bandwidth(piece), int8_rate)
     clocks = Clock(Decoder, "run"), Clock(loaded.module.lm_head, "forward")
     per_token = bytes_per_token(loaded.attention.values(), loaded.dtype)
     print(
         f"{options.dtype}: {torch.get_num_threads()} threads, {machine.flops / 1e9:.0f} GFLOP/s, "
         + (f"int8 {int8_rate / 1e9:.0f}, " if int8_rate else "")
-        + f"{machine.bandwidth / 1e9:.1f} GB/s"
+        + f"{machine.bandwidth / 1e9:.1f} GB/s, in pieces of {piece:,} bytes {machine.scattered / 1e9:.1f}"
     )
     columns = ("ms", "bound", "ratio", "in turn", "tokens/s", "layers", "head", "rest")
     print(f"{'step':40}" + "".join(f"{name:>9}" for name in columns))
