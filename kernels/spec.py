@@ -27,6 +27,7 @@ class AttentionSpec:
     softcap: float  # 0: none
     # [query heads] logits that take part in the softmax and have no value; None: none
     sinks: torch.Tensor | None = field(default=None, compare=False)
+    chunk: int = 0  # a query sees no key before the last multiple of it (`llmbatch.kernels.chunks`); 0: all
 
     @property
     def group(self) -> int:

@@ -105,7 +105,7 @@ MOVED: Final = {
     "kernels.items": "kernels.work_items",
     "kernels.numerics": "kernels.cpu.numerics",
     "kernels.pointers": "kernels.cpu.pointers",
-    "kernels.tile": "kernels.cpu.tile",
+    "kernels.tile": "kernels.cpu.dot_tiles",
     "kernels.triton_attention": "kernels.triton.attention",
     "kernels.triton_backend": "kernels.triton.backend",
     "kernels.triton_fused": "kernels.triton.fused",

@@ -12,7 +12,7 @@ from typing import Any, Literal, Required, get_args, get_origin
 from llmbatch.policies import POLICIES as POLICIES
 from llmbatch.policies import Policy as Policy
 
-DType = Literal["auto", "float32", "bfloat16", "float16"]
+DType = Literal["auto", "float32", "bfloat16", "float16", "int8"]
 AttentionName = Literal["auto", "triton", "flash-attn", "varlen"]
 OverlapName = Literal["auto", "sequential", "interleaved"]
 LoadFormat = Literal["auto", "dummy"]

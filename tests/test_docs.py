@@ -77,7 +77,7 @@ def run_example(example: str, model: str) -> dict[str, Any]:
     return scope
 
 
-@pytest.mark.parametrize("name", ["architecture.md", "options.md"])
+@pytest.mark.parametrize("name", ["architecture.md", "options.md", "models.md"])
 def test_lists_are_those_of_the_code(name: str) -> None:
     tables = runpy.run_path(str(ROOT / "docs" / "make_tables.py"))
     page = (ROOT / "docs" / name).read_text(encoding="utf-8")

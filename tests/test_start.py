@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -22,12 +23,13 @@ import llmbatch.inference.answers
 from llmbatch.compilation.decorators import as_python, code_folder, compiled
 from llmbatch.compilation.interpreted import stop_interpreting
 from llmbatch.compilation.references import by_reference
+from llmbatch.engine.cpu.attention import CpuOps
 from llmbatch.engine.cpu.platform import HOST
-from llmbatch.engine.model.loader import load_model
+from llmbatch.engine.model.loader import LoadedModel, load_model
 from llmbatch.inference.answers import AnswerAssembler, FlushPolicy
 from llmbatch.inference.progress import Silence
 from llmbatch.io.row_hash import hash_rows
-from llmbatch.kernels.cpu import attention, fused
+from llmbatch.kernels.cpu import attention, blocks, decoder, fused, products
 from llmbatch.runtime.protocols import CompletedRequests
 from llmbatch.runtime.warmup import Compilation
 from llmbatch.system.measurements import remembered
@@ -269,12 +271,19 @@ def _refuse(*_: Any, **__: Any) -> None:
     raise AssertionError("nothing is to be compiled")
 
 
+def _run_step(loaded: LoadedModel) -> None:
+    ids = torch.arange(3)[None]
+    step = CpuOps().probe_step(loaded.attention, loaded.dtype, 3)
+    loaded.module(input_ids=ids, position_ids=ids, use_cache=False, llmbatch=step)
+
+
 def test_another_family_compiles_nothing(tmp_path: Path) -> None:
-    kernels: list[Any] = [attention._attend, attention._attend_block, attention.cut_blocks]
-    kernels += [fused.normalize, fused.gate, fused.rotate_and_store]
-    load_model(tiny_model_folder(tmp_path / "llama", "llama"), dtype="float32", platform=HOST)
+    kernels: list[Any] = [attention.attend_blocks, attention._attend_block, blocks.cut_blocks]
+    kernels += [fused.normalize, fused.gate, fused.rotate_and_store, decoder.run_layers]
+    kernels += [*products._ENDINGS.values(), products.multiply, products.pack]
+    _run_step(load_model(tiny_model_folder(tmp_path / "llama", "llama"), dtype="float32", platform=HOST))
     before = [len(kernel.signatures) for kernel in kernels]
     assert min(before) >= 1
     for family in ("gemma3", "qwen3"):
-        load_model(tiny_model_folder(tmp_path / family, family), dtype="float32", platform=HOST)
+        _run_step(load_model(tiny_model_folder(tmp_path / family, family), dtype="float32", platform=HOST))
     assert [len(kernel.signatures) for kernel in kernels] == before

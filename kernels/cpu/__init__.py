@@ -4,4 +4,4 @@ Must not import torch.
 Start reading at `attention`.
 """
 
-__all__ = ["attention", "fused", "numerics", "tile"]
+__all__ = ["attention", "blocks", "decoder", "dot_tiles", "fused", "layout", "numerics", "products", "vector_ir"]

@@ -2,29 +2,27 @@
 
 Idea. One launch serves a whole step. Its work is cut into blocks: up to `BLOCK_ROWS` query rows (tokens x query heads
 of one KV head) of one sequence, which walk over their keys in tiles with the online softmax of FlashAttention (Dao et
-al. 2022, section 3.1; Milakov and Gimelshein 2018), in float32. A decode is a block of one token; its query heads share
-each key they read.
+al. 2022, section 3.1; Milakov and Gimelshein 2018), with sums in float32. A decode is a block of one token; its query
+heads share each key they read.
 
-Keys are stored transposed within their page, [width, page size], values as they are, [page size, width]. Both products
-of attention are then the same loop, a row of scalars times rows of 16 neighbours (`tile.multiply`), and it reads pages
-in place: along the keys of a page for Q K^T, along the width for P V. If a page ends before a vector does, the lanes
-beyond it score whatever lies there, and the next page's keys overwrite the scores. A decode does little with each key,
-so memory bounds it: while one tile is scored its values are prefetched, and while they are summed the next tile's keys.
-A block of many rows uses each key often, and short products cost more than memory: its tiles are copied out of their
-pages first. So are pages of fewer than 8 tokens, which would waste most lanes.
+Both products of attention are tiles of `dot_tiles`, so keys and values are laid out in words of 32 bits as those take
+them. A page holds its keys transposed, [words of a key, keys]: a word has two neighbouring bfloat16 elements of a key.
+It holds its values as [pairs of keys, width]: a word has the same element of two neighbouring keys. With float32 a word
+is one element. Pages are read where they are if units of 8 tokens fit them and panels of columns a head; if not, they
+are copied into a tile of `TILE` keys first. The next tile's pages are prefetched meanwhile: a decode does little with
+each key, so memory bounds it.
 
 A chunk's own keys are written into pages before any row attends, so that own chunk and context are one case, and
 sequences may share pages that are written in this very step. Masking is a range of keys per row: causal, and no older
-than `window`. Lanes beyond a row's range hold whatever was in memory; they get weight 0 and their values are never
-read.
-
-Blocks are assigned to workers in contiguous runs of equal cost, known from lengths alone, once a step for all layers.
+than `window`. Lanes beyond a row's range hold whatever was in memory; their scores are not used, and their weights
+are 0. A value that is in a word beside the last one and was not written is cleared in the tile, since 0 times NaN is
+NaN.
 """
 
 from __future__ import annotations
 
 from functools import cache
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numba import prange, types
@@ -32,225 +30,266 @@ from numba.np.numpy_support import from_dtype
 from numpy.typing import NDArray
 
 from llmbatch.compilation.decorators import compiled
-from llmbatch.kernels.cpu.numerics import FASTMATH, exp32, narrow, ordered, unordered, widen
+from llmbatch.kernels.cpu.blocks import BLOCK_ROWS, first_key
+from llmbatch.kernels.cpu.dot_tiles import (
+    COLUMNS,
+    ROWS,
+    UNIT,
+    paged_score_tile,
+    paged_sum_tile,
+    score_tile,
+    sum_tile,
+)
+from llmbatch.kernels.cpu.layout import Pages
+from llmbatch.kernels.cpu.numerics import FASTMATH, exp32, narrow
+from llmbatch.kernels.cpu.pages import clear_last, find_units, gather_keys, gather_values, values_width
 from llmbatch.kernels.cpu.pointers import address_of, caller
-from llmbatch.kernels.cpu.tile import LANES, NARROW, copy_rows, multiply, multiply_add, multiply_narrow, prefetch
+from llmbatch.kernels.cpu.softmax import NOTHING, TILE, softmax
 
-BLOCK_ROWS: Final = 128
-_TILE: Final = 64
-_SMALLEST: Final = 8  # page read in place
-_GATHER: Final = 24  # query rows from which on copying a tile of keys and values costs less than short products
-_NOTHING: Final = np.float32(-3.0e38)  # below every score, and finite: it may be subtracted from itself
+_LOG2E: Final = np.float32(1.4426950408889634)
 
 
-@compiled
-def cut_blocks(
-    starts: NDArray[np.int32], counts: NDArray[np.int32], group: int, window: int, workers: int, heads: int
-) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int64]]:
-    """Cut a step into blocks (sequence, first token of the chunk), and assign (block, KV head) pairs to workers.
+@compiled(fastmath=FASTMATH, nogil=True)
+def _cap(scores: Any, scale: np.float32, softcap: np.float32) -> None:
+    for j in range(scores.size):
+        e = exp32(np.float32(2.0) * scale * scores[j] / softcap)
+        scores[j] = softcap * (np.float32(1.0) - np.float32(2.0) / (e + np.float32(1.0)))
 
-    The pairs of block b are b * heads to (b + 1) * heads; `bounds[w]:bounds[w + 1]` are worker w's.
+
+class _Keys(NamedTuple):
+    """Keys of a head."""
+
+    table: Any  # pages of their sequence
+    head: Any
+    low: Any
+    high: Any
+
+
+class _Scratch(NamedTuple):
+    """What a worker computes with, for a block after the other."""
+
+    q: Any  # [rows, width]
+    weights: Any  # [ROWS, TILE] of a tile of keys
+    scores: Any  # [ROWS, TILE] likewise, float32
+    acc: Any  # [rows, padded width] sums of values so far, float32
+    highest: Any  # [rows] score so far
+    total: Any  # [rows] of weights so far
+    alpha: Any  # [rows] what earlier sums are worth now
+    keys: Any  # [words of a key, TILE + UNIT] where they are not read in place
+    values: Any  # [words of TILE tokens, padded width] likewise
+    units: Any  # [2, 2, TILE / UNIT] addresses of keys, and of values, of this tile and the next in turn
+
+
+@compiled(nogil=True, forceinline=True)
+def _begin_block(query: Any, column: int, width: int, group: int, first_row: int, rows: int, s: Any) -> None:
+    """Take the queries of a block, of which nothing is summed yet."""
+    for r in range(rows):
+        begin = column + r % group * width
+        source, q, acc = query[first_row + r // group, begin : begin + width], s.q[r], s.acc[r]
+        for d in range(q.size):
+            q[d] = source[d]
+        for d in range(acc.size):
+            acc[d] = np.float32(0.0)
+        s.highest[r] = np.float32(NOTHING)
+        s.total[r] = np.float32(0.0)
+
+
+class _Places(NamedTuple):
+    """Addresses of `_Scratch`, and bytes between rows: an array's own would be counted at each use."""
+
+    q: int
+    q_stride: int
+    weights: int
+    weight_stride: int
+    scores: int
+    acc: int
+    acc_stride: int
+    highest: int
+    total: int
+    alpha: int
+    keys: int
+    key_stride: int
+    values: int
+    units: int
+    units_stride: int  # between those of keys and those of values
+
+
+@compiled(nogil=True)
+def _places(s: Any) -> _Places:
+    return _Places(
+        s.q.ctypes.data, s.q.shape[1] * s.q.itemsize, s.weights.ctypes.data, TILE * s.weights.itemsize,
+        s.scores.ctypes.data, s.acc.ctypes.data, 4 * s.acc.shape[1],
+        s.highest.ctypes.data, s.total.ctypes.data, s.alpha.ctypes.data,
+        s.keys.ctypes.data, 4 * s.keys.shape[1], s.values.ctypes.data,
+        s.units.ctypes.data, 8 * s.units.shape[2],
+    )  # fmt: skip  # a line for each kind
+
+
+@compiled(nogil=True, forceinline=True)
+def _bring_keys(pages: Any, table: Any, head: int, low: int, high: int, in_place: bool, s: Any, place: int) -> None:
+    """Copy the keys [low, high) and their values, or what cannot be read in place of them; `place` is their units'."""
+    n, pack = high - low, pages.memory.shape[3]
+    odd = pack == 2 and n % 2 == 1
+    if not in_place:
+        gather_keys(pages, table, head, low, high, s.keys.ctypes.data, 4 * s.keys.shape[1])
+        gather_values(pages, table, head, low, high, s.values)
+        if odd:
+            clear_last(s.values, n)
+    elif odd:
+        whole = n // UNIT * UNIT
+        gather_values(pages, table, head, low + whole, high, s.values)
+        clear_last(s.values, n - whole)
+        s.units[place, 1, n // UNIT] = s.values.ctypes.data
+
+
+@compiled(nogil=True)
+def _score(like: Any, at: _Places, r: int, some: int, n: int, key_stride: int, units: int, ahead: int) -> None:
+    """Multiply some rows of queries from r on with n keys.
+
+    `key_stride` is a page's, or 0 for copied keys; `units` and `ahead` are those of this tile and of the next.
     """
-    size = max(1, BLOCK_ROWS // group)
-    total = 0
-    for i in range(starts.size):
-        total += (counts[i] + size - 1) // size
-    sequence = np.empty(total, np.int32)
-    first = np.empty(total, np.int32)
-    cost = np.empty(total + 1, np.float64)
-    cost[0] = 0.0
-    b = 0
-    for i in range(starts.size):
-        for token in range(0, counts[i], size):
-            tokens = min(size, counts[i] - token)
-            keys = starts[i] + token + tokens
-            if window > 0:
-                keys = min(keys, window + tokens)
-            sequence[b] = i
-            first[b] = token
-            cost[b + 1] = cost[b] + keys * (tokens * group + 12.0) + 500.0
-            b += 1
-    bounds = np.empty(workers + 1, np.int64)
-    bounds[0] = 0
-    b = 0
-    for w in range(1, workers):
-        share = cost[total] * w / workers
-        while b < total and cost[b + 1] <= share:
-            b += 1
-        bounds[w] = b * heads
-        if b < total:
-            bounds[w] += int((share - cost[b]) / (cost[b + 1] - cost[b]) * heads)
-    bounds[workers] = total * heads
-    return sequence, first, bounds
-
-
-@compiled(cache=False, nogil=True)
-def _fetch(array: Any, at: int, count: int) -> None:
-    """Prefetch memory that is read a tile later."""
-    for j in range(0, count, 64 // array.itemsize):
-        prefetch(array, at + j)
-
-
-@compiled(fastmath=FASTMATH, nogil=True)
-def _score_pages(
-    q: Any, rows: int, keys: Any, values: Any, table: Any, head: int, low: int, high: int, scores: Any
-) -> None:
-    """Compute scores[:rows, :high - low] = Q K^T for the keys [low, high) in place; `low` is a multiple of 16."""
-    heads, width, size = keys.shape[1], keys.shape[2], keys.shape[3]
-    key = low
-    while key < high:
-        offset = key % size
-        run = min(size - offset, high - key)
-        page = np.int64(table[key // size])
-        at = (page * heads + head) * width * size + offset
-        _fetch(values, ((page * heads + head) * size + offset) * values.shape[3], run * values.shape[3])
-        if run <= NARROW:
-            multiply_narrow(scores, key - low, q, rows, keys, at, size, width)
+    q, words = at.q + r * at.q_stride, at.q_stride // 4
+    for column in range(0, n, COLUMNS):
+        out, unit = at.scores + 4 * column, 8 * (column // UNIT)
+        if key_stride > 0:
+            paged_score_tile(
+                like, some, out, 4 * TILE, q, at.q_stride, units + unit, key_stride, words, 0, 0, ahead + unit, 0
+            )
         else:
-            multiply(scores, key - low, q, rows, keys, at, size, run, width)
-        key += run
+            first = at.keys + 4 * column
+            score_tile(like, some, out, 4 * TILE, q, at.q_stride, first, at.key_stride, words, 0, 0, 0, 0)
 
 
-@compiled(fastmath=FASTMATH, nogil=True)
-def _add_pages(
-    weights: Any, rows: int, keys: Any, values: Any, table: Any, head: int, low: int, high: int, end: int, acc: Any
-) -> None:
-    """Compute acc[:rows] += P V for the keys [low, high), read in place."""
-    heads, size, width = values.shape[1], values.shape[2], values.shape[3]
-    key = low
-    while key < high:
-        offset = key % size
-        run = min(size - offset, high - key)
-        page = np.int64(table[key // size])
-        at = ((page * heads + head) * size + offset) * width
-        if key + _TILE < end:
-            ahead = np.int64(table[(key + _TILE) // size])
-            _fetch(keys, (ahead * heads + head) * keys.shape[2] * size, keys.shape[2] * size)
-        multiply_add(acc, weights, key - low, rows, values, at, width, width, run)
-        key += run
+@compiled(nogil=True)
+def _sum(like: Any, at: _Places, r: int, some: int, steps: int, value_stride: int, units: int, ahead: int) -> None:
+    """Add values by their weights to the sums of some rows from r on; the rest as in `_score`."""
+    acc, alpha = at.acc + r * at.acc_stride, at.alpha + 4 * r
+    for column in range(0, at.acc_stride, 4 * COLUMNS):
+        out = acc + column
+        if value_stride > 0:
+            paged_sum_tile(
+                like, some, out, at.acc_stride, at.weights, at.weight_stride, units + at.units_stride, value_stride,
+                steps, column, alpha, ahead + at.units_stride, 0,
+            )  # fmt: skip  # arguments in groups
+        else:
+            sum_tile(
+                like, some, out, at.acc_stride, at.weights, at.weight_stride, at.values + column, at.acc_stride, steps,
+                0, alpha, 0, 0,
+            )  # fmt: skip  # arguments in groups
 
 
-@compiled(fastmath=FASTMATH, nogil=True)
-def _gather(
-    keys: Any, values: Any, table: Any, head: int, low: int, high: int, tile_keys: Any, tile_values: Any
-) -> None:
-    """Copy the keys [low, high) side by side, [width, keys], and their values as rows, in float32."""
-    heads, width, size, padded = keys.shape[1], keys.shape[2], keys.shape[3], values.shape[3]
-    stride = tile_keys.shape[1]
-    key = low
-    while key < high:
-        offset = key % size
-        run = min(size - offset, high - key)
-        page, place = np.int64(table[key // size]) * heads + head, key - low
-        for j in range(0, run, NARROW):  # the last may be of fewer than 8 keys: the next page's overwrite the rest
-            copy_rows(tile_keys, place + j, stride, keys, page * width * size + offset + j, size, width)
-        for j in range(0, run * padded, NARROW):
-            copy_rows(tile_values, place * padded + j, 0, values, (page * size + offset) * padded + j, 0, 1)
-        key += run
-
-
-@compiled(fastmath=FASTMATH, nogil=True)
-def _softmax_row(scores: Any, softcap: np.float32, highest: np.float32) -> tuple[np.float32, np.float32]:
-    """Turn one row's visible scores into weights, in place; returns the highest score so far and the sum of weights."""
-    if softcap > 0.0:
-        for j in range(scores.size):
-            e = exp32(np.float32(2.0) * scores[j] / softcap)
-            scores[j] = softcap * (np.float32(1.0) - np.float32(2.0) / (e + np.float32(1.0)))
-    top = ordered(highest)
-    for j in range(scores.size):
-        top = max(top, ordered(scores[j]))
-    highest = unordered(top)
-    total = np.float32(0.0)
-    for j in range(scores.size):
-        e = exp32(scores[j] - highest)
-        scores[j] = e
-        total += e
-    return highest, total
-
-
-@compiled(fastmath=FASTMATH, nogil=True)
-def _attend_block(
-    query: Any, out: Any, keys: Any, values: Any, table: Any, head: int, group: int, start: int, first_row: int,
-    tokens: int, scale: np.float32, window: int, softcap: np.float32, sinks: Any,
-    q: Any, acc: Any, scores: Any, tile_keys: Any, tile_values: Any, highest: Any, total: Any,
-) -> None:  # fmt: skip  # arguments in groups
-    width = keys.shape[2]
-    rows = tokens * group
-    gathered = rows >= _GATHER or keys.shape[3] < _SMALLEST
+@compiled(nogil=True, forceinline=True)
+def _end_block(out: Any, column: int, width: int, group: int, first_row: int, rows: int, sinks: Any, s: Any) -> None:
+    """Divide the sums by their weights; `sinks` are those of the head's queries, in units of `highest`."""
     for r in range(rows):
-        source = query[first_row + r // group]
-        column = (head * group + r % group) * width
-        for d in range(width):
-            q[r, d] = widen(source[column + d]) * scale
-        acc[r] = np.float32(0.0)
-        highest[r] = _NOTHING
-        total[r] = np.float32(0.0)
-
-    end = start + tokens
-    low = max(0, start - window + 1) // LANES * LANES if window > 0 else 0
-    while low < end:
-        high = min(low + _TILE, end)
-        n = high - low
-        if gathered:
-            _gather(keys, values, table, head, low, high, tile_keys, tile_values)
-            multiply(scores, 0, q, rows, tile_keys, 0, tile_keys.shape[1], n, width)
-        else:
-            _score_pages(q, rows, keys, values, table, head, low, high, scores)
-        for r in range(rows):
-            position = start + r // group
-            to_key = max(0, min(n, position + 1 - low))
-            from_key = min(max(0, position - window + 1 - low), to_key) if window > 0 else 0
-            scores[r, :from_key] = np.float32(0.0)
-            scores[r, to_key:n] = np.float32(0.0)
-            new_highest, weight = _softmax_row(scores[r, from_key:to_key], softcap, highest[r])
-            alpha = exp32(highest[r] - new_highest)
-            highest[r] = new_highest
-            total[r] = total[r] * alpha + weight
-            if alpha != np.float32(1.0):
-                for d in range(width):
-                    acc[r, d] *= alpha
-        if gathered:
-            multiply_add(acc, scores, 0, rows, tile_values, 0, acc.shape[1], acc.shape[1], n)
-        else:
-            _add_pages(scores, rows, keys, values, table, head, low, high, end, acc)
-        low = high
-
-    for r in range(rows):
-        target = out[first_row + r // group]
-        column = (head * group + r % group) * width
-        weight = total[r]
+        total = s.total[r]
         if sinks.size:
-            weight += exp32(sinks[head * group + r % group] - highest[r])
-        inverse = np.float32(1.0) / weight
-        for d in range(width):
-            target[column + d] = narrow(acc[r, d] * inverse, target[column + d])
+            total += exp32(sinks[r % group] - s.highest[r])
+        inverse = np.float32(1.0) / total
+        begin = column + r % group * width
+        acc, target = s.acc[r], out[first_row + r // group, begin : begin + width]
+        for d in range(target.size):
+            target[d] = narrow(acc[d] * inverse, target[d])
 
 
-def _block_types(element: Any) -> tuple[Any, ...]:
-    """Return the types that `_attend_block` takes, by that of its query."""
+@compiled(nogil=True, forceinline=True)
+def _attend_block(
+    query: Any, out: Any, pages: Any, table: Any, head: int, group: int, start: int, first_row: int,
+    tokens: int, scale: np.float32, window: int, softcap: np.float32, sinks: Any, after: Any, s: Any,
+) -> None:  # fmt: skip  # arguments in groups
+    width, rows, end, column = pages.width, tokens * group, start + tokens, head * group * pages.width
+    pack, q, at = pages.memory.shape[3], s.q, _places(s)
+    in_place = pages.size % UNIT == 0 and width % COLUMNS == 0
+    key_stride, value_stride = (4 * pages.size, 4 * values_width(pages)) if in_place else (0, 0)
+    unit = np.float32(1.0) if softcap > 0.0 else scale  # of scores
+    to_exponent = _LOG2E * unit
+    _begin_block(query, column, width, group, first_row, rows, s)
+    low, place = first_key(start, window), 0
+    find_units(pages, table, head, low, min(low + TILE, end), s.units, place)
+    while low < end:
+        high = min(low + TILE, end)
+        n, coming = high - low, 1 - place
+        if high < end:
+            find_units(pages, table, head, high, min(high + TILE, end), s.units, coming)
+        else:
+            find_units(pages, after.table, after.head, after.low, after.high, s.units, coming)
+        _bring_keys(pages, table, head, low, high, in_place, s, place)
+        units, ahead = at.units + 2 * at.units_stride * place, at.units + 2 * at.units_stride * coming
+        for r in range(0, rows, ROWS):
+            some = min(ROWS, rows - r)
+            _score(q, at, r, some, n, key_stride, units, ahead)
+            for i in range(r, r + some):
+                position = start + i // group
+                to_key = max(0, min(n, position + 1 - low))
+                from_key = min(max(0, position - window + 1 - low), to_key) if window > 0 else 0
+                if softcap > 0.0:
+                    _cap(s.scores[i - r, from_key:to_key], scale, softcap)
+                softmax(
+                    q, at.scores + 4 * TILE * (i - r), at.weights + at.weight_stride * (i - r), from_key, to_key,
+                    to_exponent, at.highest + 4 * i, at.total + 4 * i, at.alpha + 4 * i,
+                )  # fmt: skip  # arguments in groups
+            _sum(q, at, r, some, (n + pack - 1) // pack, value_stride, units, ahead)
+            ahead = units
+        low, place = high, coming
+    for r in range(rows):
+        s.highest[r] *= unit
+    _end_block(out, column, width, group, first_row, rows, sinks[head * group :], s)
+
+
+@compiled(nogil=True)
+def _attend_blocks(
+    query: Any, out: Any, pages: Any, tables: Any, slots: Any, starts: Any, counts: Any, rows: Any,
+    block_sequence: Any, block_first: Any, begin: int, end: int,
+    group: int, scale: np.float32, window: int, softcap: np.float32, sinks: Any,
+) -> None:  # fmt: skip  # arguments in groups
+    """Attend in the pairs [begin, end) of a block and a KV head."""
+    heads, pack = pages.memory.shape[1], pages.memory.shape[3]
+    size = max(1, BLOCK_ROWS // group)
+    capacity = size * group
+    padded = (pages.width + COLUMNS - 1) // COLUMNS * COLUMNS
+    scratch = _Scratch(
+        np.empty((capacity, pages.width), query.dtype), np.empty((ROWS, TILE), query.dtype),
+        np.empty((ROWS, TILE), np.float32), np.empty((capacity, padded), np.float32),
+        np.empty(capacity, np.float32), np.empty(capacity, np.float32), np.empty(capacity, np.float32),
+        np.empty((pages.width // pack, TILE + UNIT), np.uint32), np.empty((TILE // pack, padded), np.uint32),
+        np.empty((2, 2, TILE // UNIT), np.int64),
+    )  # fmt: skip  # a line for each kind
+    for item in range(begin, end):
+        block, following = item // heads, min(item + 1, end - 1)
+        i, j = block_sequence[block], block_sequence[following // heads]
+        first = block_first[block]
+        low = first_key(starts[j] + block_first[following // heads], window)
+        after = _Keys(tables[slots[j]], following % heads, low, min(low + TILE, starts[j] + counts[j]))
+        _attend_block(
+            query, out, pages, tables[slots[i]], item % heads, group, starts[i] + first, rows[i] + first,
+            min(size, counts[i] - first), scale, window, softcap, sinks, after, scratch,
+        )  # fmt: skip  # arguments in groups
+
+
+def _types(element: Any) -> tuple[Any, ...]:
+    """Return the types that `_attend_blocks` takes, by that of its query."""
     memory = {n: types.Array(element.dtype, n, "C") for n in (2, 4)}
-    floats = {n: types.Array(types.float32, n, "C") for n in (1, 2)}
-    whole, single = types.int64, types.float32
+    line, whole, single = types.Array(types.int32, 1, "C"), types.int64, types.float32
+    pages = types.NamedTuple((memory[4], whole, whole), Pages)  # type: ignore[no-untyped-call]
     return (
-        memory[2], memory[2], memory[4], memory[4], types.Array(types.int32, 1, "C"), whole, whole, whole, whole,
-        whole, single, whole, single, floats[1],
-        floats[2], floats[2], floats[2], floats[2], floats[2], floats[1], floats[1],
+        memory[2], memory[2], pages, types.Array(types.int32, 2, "C"), line, line, line, types.Array(whole, 1, "C"),
+        line, line, whole, whole, whole, single, whole, single, types.Array(single, 1, "C"),
     )  # fmt: skip  # arguments in groups
 
 
 @cache
-def _block_address(dtype: np.dtype[Any]) -> int:
-    return address_of(_attend_block, _block_types(types.Array(from_dtype(dtype), 2, "C")))
+def block_code(dtype: np.dtype[Any]) -> int:
+    """Return the address of the code of a worker's blocks, for `attend_blocks`."""
+    return address_of(_attend_blocks, _types(types.Array(from_dtype(dtype), 2, "C")))
 
 
-_call_block = caller(_block_types)
+_call_blocks = caller(_types)
 
 
 def attend(
     query: NDArray[Any],
     out: NDArray[Any],
-    keys: NDArray[Any],
-    values: NDArray[Any],
+    pages: Pages,
     tables: NDArray[np.int32],
     slots: NDArray[np.int32],
     starts: NDArray[np.int32],
@@ -268,42 +307,26 @@ def attend(
     """Attend every query row over the pages of its sequence, into `out`.
 
     `query` is [tokens, >= heads * group * width], its first columns the rotated queries, head by head; `out` is
-    [tokens, heads * group * width]; `keys` are [pages, heads, width, page size], followed by 16 more elements of
-    memory, `values` [pages, heads, page size, padded width], the width rounded up to 16. Float32, or uint16 holding
-    bfloat16. Sequence i computes tokens [starts[i], starts[i] + counts[i]), in packed rows from rows[i], and reads the
-    pages tables[slots[i]]. A `window` or `softcap` of 0 means none, and so do `sinks` [heads * group] of size 0. The
-    blocks are those of `cut_blocks`.
+    [tokens, heads * group * width]. Float32, or uint16 holding bfloat16. Sequence i computes tokens [starts[i],
+    starts[i] + counts[i]), in packed rows from rows[i], and reads the pages tables[slots[i]]. A `window` or `softcap`
+    of 0 means none, and so do `sinks` [heads * group] of size 0. The blocks are those of `cut_blocks`.
     """
-    _attend(
-        query, out, keys, values, tables, slots, starts, counts, rows, block_sequence, block_first, bounds,
-        group, np.float32(scale), window, np.float32(softcap), sinks, _block_address(query.dtype),
+    attend_blocks(
+        query, out, pages, tables, slots, starts, counts, rows, block_sequence, block_first, bounds,
+        group, np.float32(scale), window, np.float32(softcap), sinks, block_code(query.dtype),
     )  # fmt: skip  # arguments in groups
 
 
-@compiled(parallel=True, fastmath=FASTMATH, nogil=True)
-def _attend(
-    query: Any, out: Any, keys: Any, values: Any, tables: Any, slots: Any, starts: Any, counts: Any, rows: Any,
+@compiled(parallel=True, nogil=True)
+def attend_blocks(
+    query: Any, out: Any, pages: Any, tables: Any, slots: Any, starts: Any, counts: Any, rows: Any,
     block_sequence: Any, block_first: Any, bounds: Any,
-    group: int, scale: np.float32, window: int, softcap: np.float32, sinks: Any, block_address: int,
+    group: int, scale: np.float32, window: int, softcap: np.float32, sinks: Any, code: int,
 ) -> None:  # fmt: skip  # arguments in groups
-    heads, width = keys.shape[1], keys.shape[2]
-    size = max(1, BLOCK_ROWS // group)
-    capacity = size * group
+    """Attend as `attend` says; `code` is that of `block_code`."""
     for worker in prange(bounds.size - 1):
-        q = np.empty((capacity, width), np.float32)
-        acc = np.empty((capacity, values.shape[3]), np.float32)
-        scores = np.empty((capacity, _TILE + LANES), np.float32)
-        tile_keys = np.empty((width, _TILE + NARROW), np.float32)
-        tile_values = np.empty((_TILE, values.shape[3]), np.float32)
-        highest = np.empty(capacity, np.float32)
-        total = np.empty(capacity, np.float32)
-        for item in range(bounds[worker], bounds[worker + 1]):
-            block = item // heads
-            i = block_sequence[block]
-            first = block_first[block]
-            arguments = (
-                query, out, keys, values, tables[slots[i]], np.int64(item % heads), group, np.int64(starts[i] + first),
-                np.int64(rows[i] + first), np.int64(min(size, counts[i] - first)), scale, window, softcap, sinks,
-                q, acc, scores, tile_keys, tile_values, highest, total,
-            )  # fmt: skip  # arguments in groups
-            _call_block(block_address, arguments)
+        arguments = (
+            query, out, pages, tables, slots, starts, counts, rows, block_sequence, block_first,
+            bounds[worker], bounds[worker + 1], group, scale, window, softcap, sinks,
+        )  # fmt: skip  # arguments in groups
+        _call_blocks(code, arguments)

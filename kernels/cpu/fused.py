@@ -13,6 +13,7 @@ from numba import prange
 from numpy.typing import NDArray
 
 from llmbatch.compilation.decorators import compiled
+from llmbatch.kernels.cpu.layout import WIDTH_MULTIPLE, Pages
 from llmbatch.kernels.cpu.numerics import FASTMATH, exp32, narrow, widen
 from llmbatch.kernels.spec import SILU
 
@@ -22,15 +23,15 @@ _GELU_CUBIC: Final = np.float32(0.044715)
 
 @compiled(parallel=True, fastmath=FASTMATH, nogil=True)
 def normalize(x: NDArray[Any], weight: NDArray[np.float32], epsilon: float, out: NDArray[Any]) -> None:
-    """Apply RMSNorm to each row: out = x / sqrt(mean(x**2) + epsilon) * weight; [rows, width] both."""
+    """Apply RMSNorm to each row: out = x / sqrt(mean(x**2) + epsilon) * weight, of the first elements of x."""
     for i in prange(x.shape[0]):
         row, target = x[i], out[i]
         total = np.float32(0.0)
-        for d in range(row.size):
+        for d in range(weight.size):
             value = widen(row[d])
             total += value * value
-        inverse = np.float32(1.0) / np.sqrt(total / np.float32(row.size) + np.float32(epsilon))
-        for d in range(row.size):
+        inverse = np.float32(1.0) / np.sqrt(total / np.float32(weight.size) + np.float32(epsilon))
+        for d in range(weight.size):
             target[d] = narrow(widen(row[d]) * inverse * weight[d], target[d])
 
 
@@ -53,7 +54,7 @@ def gate(x: NDArray[Any], activation: int, out: NDArray[Any]) -> None:
                 target[d] = narrow(value * widen(right[d]), target[d])
 
 
-@compiled(fastmath=FASTMATH, nogil=True)
+@compiled(fastmath=FASTMATH, nogil=True, forceinline=True)
 def _normalize_head(x: Any, weight: Any, epsilon: np.float32, out: Any) -> None:
     inverse = np.float32(1.0)
     if weight.size:
@@ -69,7 +70,7 @@ def _normalize_head(x: Any, weight: Any, epsilon: np.float32, out: Any) -> None:
             out[d] = widen(x[d])
 
 
-@compiled(fastmath=FASTMATH, nogil=True)
+@compiled(fastmath=FASTMATH, nogil=True, forceinline=True)
 def _rotate(head: Any, cosine: Any, sine: Any) -> None:
     half = cosine.size // 2
     left, right = head[:half], head[half : 2 * half]
@@ -82,6 +83,7 @@ def _rotate(head: Any, cosine: Any, sine: Any) -> None:
 @compiled(parallel=True, fastmath=FASTMATH, nogil=True)
 def rotate_and_store(
     packed: NDArray[Any],
+    query_heads: int,
     cosine: NDArray[Any],
     sine: NDArray[Any],
     query_norm: NDArray[np.float32],
@@ -89,22 +91,23 @@ def rotate_and_store(
     epsilon: float,
     pages: NDArray[np.int32],
     offsets: NDArray[np.int32],
-    keys: NDArray[Any],
-    values: NDArray[Any],
+    kept: Pages,
 ) -> None:
     """Finish the queries in place, and write keys and values into pages.
 
-    `packed` is [tokens, (query heads + 2 * KV heads) * width]: queries, keys, values of each token. Where a norm
-    weight is given (not of size 0), RMSNorm per head comes first; then rotary embedding of the first
+    `packed` is [tokens, at least (query heads + 2 * KV heads) * width]: queries, keys, values of each token. Where a
+    norm weight is given (not of size 0), RMSNorm per head comes first; then rotary embedding of the first
     `cosine.shape[1]` elements of each head, halves rotated against each other. Token t goes to place offsets[t] of
-    page pages[t]; `keys` and `values` are laid out as for `attention.attend`.
+    page pages[t] of those that are `kept`.
     """
-    heads, width = keys.shape[1], keys.shape[2]
-    query_heads = packed.shape[1] // width - 2 * heads
+    memory, width, page_size = kept
+    heads, pack = memory.shape[1], memory.shape[3]
+    begin, padded = width // pack * page_size, (width + WIDTH_MULTIPLE - 1) // WIDTH_MULTIPLE * WIDTH_MULTIPLE
     for t in prange(packed.shape[0]):
         row = packed[t]
         page, offset = pages[t], offsets[t]
-        scratch = np.empty(width, np.float32)
+        scratch, key = np.empty(width, np.float32), np.empty(width, packed.dtype)
+        words = key.view(np.uint32)
         if query_norm.size or cosine.shape[1]:
             for h in range(query_heads):
                 head = row[h * width : (h + 1) * width]
@@ -117,8 +120,11 @@ def rotate_and_store(
             _normalize_head(head, key_norm, np.float32(epsilon), scratch)
             _rotate(scratch, cosine[t], sine[t])
             for d in range(width):
-                keys[page, h, d, offset] = narrow(scratch[d], keys[page, h, d, offset])
+                key[d] = narrow(scratch[d], key[d])
+            target = memory[page, h].reshape(-1).view(np.uint32)
+            for d in range(words.size):
+                target[d * page_size + offset] = words[d]
             head = row[(query_heads + heads + h) * width : (query_heads + heads + h + 1) * width]
-            target = values[page, h, offset]
+            target = memory[page, h, begin + offset // pack * padded :]
             for d in range(width):
-                target[d] = head[d]
+                target[d, offset % pack] = head[d]

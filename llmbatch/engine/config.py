@@ -19,7 +19,7 @@ from llmbatch.choices import (
 
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 # Tokens and sequences are counted in int32.
-_MOST = {"page_size": INT32_MAX, "max_running": INT32_MAX, "step_tokens": INT32_MAX}
+_MOST = {"context_length": INT32_MAX, "page_size": INT32_MAX, "max_running": INT32_MAX, "step_tokens": INT32_MAX}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +32,7 @@ class EngineConfig:
     dtype: DType = "auto"
     load_format: LoadFormat = "auto"
     trust_remote_code: bool = False
+    context_length: int | None = None  # most tokens of prompt and answer together; None: the model's
     kv_memory: int | None = None  # bytes
     page_size: int | None = None  # tokens; None: what the device takes
     max_running: int | None = None  # sequences in flight; None: what the device takes
@@ -46,6 +47,6 @@ class EngineConfig:
         one_of("dtype", self.dtype, DTYPES)
         one_of("load_format", self.load_format, LOAD_FORMATS)
         set_(self, "trust_remote_code", flag("trust_remote_code", self.trust_remote_code))
-        for name in ("kv_memory", "page_size", "max_running", "step_tokens"):
+        for name in ("context_length", "kv_memory", "page_size", "max_running", "step_tokens"):
             if getattr(self, name) is not None:
                 set_(self, name, whole(name, getattr(self, name), 1, _MOST.get(name, INT64_MAX)))

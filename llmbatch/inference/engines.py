@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -74,6 +74,9 @@ class LoadedEngines(Engines):
         self._state = made = _InUse(self._make())
         return made.engine
 
+    def learn(self, cost: CostModel) -> None:
+        """Take note of what requests cost by the steps of a job."""
+
     @abstractmethod
     def _make(self) -> StreamEngine: ...
 
@@ -84,7 +87,7 @@ class SimulatedEngines(LoadedEngines):
     @classmethod
     def open(cls, folder: str, options: Options) -> SimulatedEngines:
         """Read what is to be known of the model in a folder."""
-        model = outline(folder, options.dtype) or _describe(folder, options)
+        model = outline(folder, options.dtype, options.context_length) or _describe(folder, options)
         return cls(model, simulated_pool(model, options), HOST_RUNNING)
 
     @cached_property
@@ -104,10 +107,10 @@ class UnloadedEngines(Engines):
     """The engines of a model whose weights are on the disk."""
 
     def __init__(
-        self, folder: str, options: Options, tokenizer: Tokenizer, platform: Platform, config: ModelConfig, pool: Pool
+        self, options: Options, tokenizer: Tokenizer, platform: Platform, config: ModelConfig, pool: Pool
     ) -> None:
         super().__init__(config, pool, platform.max_running)
-        self._folder, self._options, self._tokenizer = folder, options, tokenizer
+        self._options, self._tokenizer = options, tokenizer
         self._platform, self._config = platform, config
 
     @classmethod
@@ -118,7 +121,7 @@ class UnloadedEngines(Engines):
 
         platform = find_platform(options.device)
         config = _describe(folder, options, platform)
-        return cls(folder, options, tokenizer, platform, config, size_pool(platform, config, options))
+        return cls(options, tokenizer, platform, config, size_pool(platform, config, options))
 
     @cached_property
     def cost(self) -> CostModel:
@@ -130,19 +133,13 @@ class UnloadedEngines(Engines):
     def load(self, scheduling: Scheduling, progress: Progress) -> LoadedEngines:
         """Load the weights, and calibrate the device. Raises JobError where memory runs out."""
         from llmbatch.engine.factory import prepare
-        from llmbatch.engine.model.loader import load_model
+        from llmbatch.engine.model.loader import load_weights
 
         options, platform = self._options, self._platform
         platform.enter()
         try:
             with saying(progress, f"loading the weights of {options.model}"):
-                weights = load_model(
-                    self._folder,
-                    dtype=options.dtype,
-                    load_format=options.load_format,
-                    trust_remote_code=options.trust_remote_code,
-                    platform=platform,
-                )
+                weights = load_weights(self._config, load_format=options.load_format, platform=platform)
         except (MemoryError, RuntimeError) as error:
             raise out_of_memory(error, f"the weights of {options.model}") from error
         factory = prepare(platform, self._config, weights, options, scheduling, self.pool)
@@ -174,6 +171,10 @@ class ModelEngines(LoadedEngines):
         self._platform.enter()
         return self
 
+    def learn(self, cost: CostModel) -> None:
+        """Count by it from now on, and keep it for later jobs where it is a processor's."""
+        self._factory = self._factory.learnt(cost)
+
     def _make(self) -> StreamEngine:
         try:
             return self._factory.engine(self._weights, self._decode_one)
@@ -188,5 +189,11 @@ class ModelEngines(LoadedEngines):
 def _describe(folder: str, options: Options, platform: Platform | None = None) -> ModelConfig:
     from llmbatch.engine.model.config import describe_model
 
-    device = {} if platform is None else {"device": platform.device}
-    return describe_model(folder, dtype=options.dtype, trust_remote_code=options.trust_remote_code, **device)
+    given: dict[str, Any] = {} if platform is None else {"device": platform.device}
+    return describe_model(
+        folder,
+        dtype=options.dtype,
+        trust_remote_code=options.trust_remote_code,
+        context_length=options.context_length,
+        **given,
+    )

@@ -154,7 +154,13 @@ class EngineArgs(TypedDict, total=False):
     ]
     attention: Annotated[AttentionName, Keyword("kernels on a GPU", EngineConfig.attention, "the first that works")]
     overlap: Annotated[OverlapName, Keyword("how a GPU runs a step", EngineConfig.overlap, "as measured there")]
-    dtype: Annotated[DType, Keyword("type of weights and KV", EngineConfig.dtype, "bfloat16 where it is fast")]
+    dtype: Annotated[
+        DType,
+        Keyword("type of weights and KV; int8: layers' products", EngineConfig.dtype, "bfloat16 where it is fast"),
+    ]
+    context_length: Annotated[
+        int | None, Keyword("most tokens of a prompt and its answer together", means="the model's", metavar="N")
+    ]
     kv_memory: Annotated[
         int | None,
         Keyword("memory for KV pages, for example 2e9 or 4GiB", means="by free memory", metavar="BYTES"),

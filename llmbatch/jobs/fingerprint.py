@@ -23,6 +23,7 @@ def fingerprint(options: Options, *, model_files: str, id_column: str | None) ->
         "sampling_params": options.sampling_column,
         "dtype": options.dtype,
         "load_format": options.load_format,
+        "context_length": options.context_length,
         "engine": options.engine,
         "output_tokens": options.output_tokens,
         "id_column": id_column,

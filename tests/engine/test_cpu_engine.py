@@ -315,5 +315,5 @@ def test_bfloat16_agrees_with_transformers_in_bfloat16_on_most_first_tokens(tmp_
 def test_bytes_per_token_is_what_the_pages_take(load: Callable[[str], LoadedModel]) -> None:
     loaded = load("qwen3")
     engine = CpuEngine(loaded, num_pages=5, page_size=16)
-    held = sum(a.nbytes for arrays in (engine._pages.keys, engine._pages.values) for a in arrays.values())
-    assert bytes_per_token(loaded.config, loaded.dtype) * 5 * 16 == held
+    held = sum(memory.nbytes for memory in engine._pages.memory.values())
+    assert bytes_per_token(loaded.attention.values(), loaded.dtype) * 5 * 16 == held

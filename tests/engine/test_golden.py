@@ -20,6 +20,7 @@ from llmbatch.engine.model.checkpoints import resolve_model
 from llmbatch.engine.model.loader import LoadedModel, load_model
 from llmbatch.preprocess.tokenizer import load_tokenizer
 from llmbatch.scheduler.admission_order import Blend, Ends, FromFront
+from tests.support.families import TABLE
 from tests.support.golden import Golden, generate, prompts
 from tests.support.models import EOS, FAMILIES, PAD, tiny_model, tiny_model_folder
 from tests.support.paths import ROOT
@@ -28,22 +29,51 @@ MAX_TOKENS = 20
 DEMO = ROOT / "examples" / "demo"
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
-def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[LoadedModel, Any]:
-    """A family's tiny model, loaded, and what `generate` says."""
-    loaded = load_model(
-        tiny_model_folder(tmp_path_factory.mktemp(request.param), request.param), dtype="float32", platform=HOST
-    )
-    rows = prompts()
-    return loaded, generate(tiny_model(request.param), rows, [MAX_TOKENS] * len(rows), [EOS], PAD)
+class Families:
+    """Tiny models of families, each loaded when it is asked for, and kept only while it is the last one."""
+
+    def __init__(self, folders: pytest.TempPathFactory) -> None:
+        self._folders = folders
+        self._last: tuple[str, LoadedModel, list[list[int]]] | None = None
+
+    def load(self, name: str) -> tuple[LoadedModel, list[list[int]]]:
+        """A model, and what `generate` says."""
+        if self._last is None or self._last[0] != name:
+            folder = tiny_model_folder(self._folders.mktemp(name), name)
+            rows = prompts()
+            expected = generate(tiny_model(name), rows, [MAX_TOKENS] * len(rows), [EOS], PAD)
+            self._last = name, load_model(folder, dtype="float32", platform=HOST), expected
+        return self._last[1:]
 
 
+@pytest.fixture(scope="module")
+def families(tmp_path_factory: pytest.TempPathFactory) -> Families:
+    """All families."""
+    return Families(tmp_path_factory)
+
+
+@pytest.mark.parametrize("name", TABLE)
+@pytest.mark.parametrize(("page_size", "ends", "step_tokens"), [(1, FromFront(), 5), (16, Blend(0.1, 0.2), 64)])
+def test_every_family_gives_the_answers_of_generate(
+    families: Families, name: str, page_size: int, ends: Ends, step_tokens: int
+) -> None:
+    """Rows share prefixes, prompts are cut into chunks, and rows are preempted where the pool is small."""
+    loaded, expected = families.load(name)
+    golden = Golden(prompts(), MAX_TOKENS, page_size)
+    engine = CpuEngine(loaded, num_pages=golden.num_pages, page_size=page_size)
+    assert golden.run(engine, ends, step_tokens) == expected
+    assert golden.cached > 0
+    assert golden.preemptions > 0 or page_size > 1
+    assert len({token for answer in expected for token in answer}) > 20, "a model that repeats itself proves little"
+
+
+@pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("page_size", [1, 16, 64])
 @pytest.mark.parametrize(("ends", "step_tokens"), [(FromFront(), 5), (Blend(0.1, 0.2), 64)])
 def test_answers_are_those_of_generate_though_rows_are_preempted(
-    family: tuple[LoadedModel, Any], page_size: int, ends: Ends, step_tokens: int
+    families: Families, name: str, page_size: int, ends: Ends, step_tokens: int
 ) -> None:
-    loaded, expected = family
+    loaded, expected = families.load(name)
     golden = Golden(prompts(), MAX_TOKENS, page_size)
     engine = CpuEngine(loaded, num_pages=golden.num_pages, page_size=page_size)
     assert golden.run(engine, ends, step_tokens) == expected

@@ -4,38 +4,60 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
-    BloomConfig,
-    DeepseekV3Config,
     GPT2Config,
-    LlamaConfig,
-    Phi3Config,
-    PretrainedConfig,
     Qwen3MoeConfig,
-    T5Config,
 )
 
 from llmbatch.engine.cpu.attention import CpuOps
 from llmbatch.engine.cpu.platform import HOST
-from llmbatch.engine.model.fused_modules import FusedAttention, FusedMLP, FusedNorm, fuse
-from llmbatch.engine.model.loader import LoadedModel, load_model
+from llmbatch.engine.model import attention_interface, config, loader
+from llmbatch.engine.model.config import describe_model
+from llmbatch.engine.model.fused_modules import FusedAttention, FusedMLP, FusedNorm, StackedLinear, fuse
+from llmbatch.engine.model.loader import LoadedModel, load_model, load_weights
 from llmbatch.errors import ModelError
+from tests.support.families import TABLE
 from tests.support.models import EOS, FAMILIES, TINY, tiny_config, tiny_model, tiny_model_folder
 
 untyped: Any = AutoModelForCausalLM
 
 
-def refusal(tmp_path: Path, config: PretrainedConfig) -> str:
-    config.save_pretrained(tmp_path)
-    with pytest.raises(ModelError) as caught:
-        load_model(str(tmp_path), load_format="dummy", dtype="float32", platform=HOST)
-    return str(caught.value).replace(repr(str(tmp_path)), "FOLDER")
+@pytest.mark.parametrize(("family", "surveys"), [("llama", 1), ("gpt_oss", 2)])
+def test_attention_is_surveyed_again_only_where_it_holds_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, surveys: int
+) -> None:
+    made: list[torch.device] = []
+
+    def counted(folder: str, module: Any, text: Any, device: torch.device) -> Any:
+        made.append(device)
+        return attention_interface.survey(folder, module, text, device)
+
+    monkeypatch.setattr(config, "survey", counted)
+    monkeypatch.setattr(loader, "survey", counted)
+    described = describe_model(tiny_model_folder(tmp_path, family), dtype="float32")
+    loaded = load_weights(described, platform=HOST)
+    assert [device.type for device in made] == ["meta", "cpu"][:surveys]
+    assert all(spec.sinks is None or spec.sinks.device.type == "cpu" for spec in loaded.attention.values())
+
+
+@pytest.mark.parametrize("biases", [(False, False, False), (True, False, True)])
+def test_joined_layers_give_what_each_of_them_gives(biases: tuple[bool, ...]) -> None:
+    torch.manual_seed(0)
+    stacked = StackedLinear(*(torch.nn.Linear(8, 4 + i, bias=bias) for i, bias in enumerate(biases)))
+    x = torch.randn(2, 3, 8)
+    with torch.inference_mode():
+        expected = stacked(x)
+        joined = stacked.joined()
+        assert (joined.in_features, joined.out_features) == (stacked.in_features, stacked.out_features)
+        torch.testing.assert_close(joined(x), expected)
 
 
 def test_a_folder_without_weights_is_refused_and_may_be_filled_with_noise(tmp_path: Path) -> None:
@@ -73,61 +95,6 @@ def test_weights_that_are_not_whole_are_an_error_of_the_model(
     assert str(caught.value).endswith(after)
 
 
-@pytest.mark.parametrize("rope", ["longrope", "dynamic"])
-def test_rotary_embeddings_that_depend_on_the_batch_are_refused(tmp_path: Path, rope: str) -> None:
-    parameters: dict[str, Any] = {"rope_type": rope, "rope_theta": 1e4, "factor": 2.0}
-    if rope == "longrope":
-        parameters |= {
-            "short_factor": [1.0] * 4,
-            "long_factor": [2.0] * 4,
-            "original_max_position_embeddings": 64,
-        }
-    kind = Phi3Config if rope == "longrope" else LlamaConfig
-    config = kind(**TINY, rope_parameters=parameters, max_position_embeddings=128, pad_token_id=0)
-    assert refusal(tmp_path, config) == (
-        f"model FOLDER uses rotary embeddings of type {rope!r}, which is not supported: "
-        "supported are default, linear, llama3, yarn, proportional"
-    )
-
-
-def test_latent_attention_is_refused(tmp_path: Path) -> None:
-    assert refusal(tmp_path, DeepseekV3Config(num_hidden_layers=1)) == (
-        "model FOLDER uses latent attention (MLA), which is not supported: keys and values must be of one head size"
-    )
-
-
-def test_encoder_decoders_are_refused(tmp_path: Path) -> None:
-    assert refusal(tmp_path, T5Config(num_layers=1)) == (
-        "model FOLDER uses an encoder and a decoder, which is not supported: only decoder models are"
-    )
-
-
-def test_architectures_without_pluggable_attention_are_refused(tmp_path: Path) -> None:
-    config = BloomConfig(n_layer=1)
-    config.max_position_embeddings = 64
-    assert refusal(tmp_path, config) == (
-        "model FOLDER uses the architecture 'bloom', which is not supported: it must be a causal language "
-        "model of transformers with pluggable attention"
-    )
-
-
-def test_quantised_weights_are_refused(tmp_path: Path) -> None:
-    config = tiny_config("llama")
-    config.quantization_config = {"quant_method": "fp8"}
-    assert refusal(tmp_path, config) == (
-        "model FOLDER uses quantised weights, which is not supported: only GGUF files are read quantised, else "
-        "float weights"
-    )
-
-
-def test_layers_that_are_not_softmax_attention_are_refused(tmp_path: Path) -> None:
-    config = tiny_config("qwen3")
-    config.layer_types = ["full_attention", "chunked_attention", "full_attention"]
-    config.save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match="uses layers of type 'chunked_attention', which is not supported"):
-        load_model(str(tmp_path), load_format="dummy", platform=HOST)
-
-
 def test_eos_ids_come_from_the_generation_config_and_its_other_fields_are_left(tmp_path: Path) -> None:
     folder = tiny_model_folder(tmp_path, "llama")
     assert load_model(folder, platform=HOST).eos_token_ids == (EOS,)
@@ -149,9 +116,61 @@ def test_a_model_without_a_generation_config_uses_its_config(tmp_path: Path) -> 
     assert loaded.notes == ()
 
 
+def mxfp4_folder(folder: Path) -> str:
+    """Save a tiny gpt-oss whose experts are MXFP4, with random bits."""
+    config = TABLE["gpt_oss"].config()
+    config.hidden_size, config.intermediate_size = 64, 32  # whole blocks of 32
+    torch.manual_seed(0)
+    untyped.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+    file = folder / "model.safetensors"
+    weights = load_file(file)
+    for name in [name for name in weights if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        experts, inner, outer = weights.pop(name).shape
+        blocks = (experts, outer, inner // 32)
+        weights[f"{name}_blocks"] = torch.randint(0, 256, (*blocks, 16), dtype=torch.uint8)
+        weights[f"{name}_scales"] = torch.randint(120, 126, blocks, dtype=torch.uint8)
+    save_file(weights, file, {"format": "pt"})
+    written = json.loads((folder / "config.json").read_text())
+    left = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    written["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": left}
+    (folder / "config.json").write_text(json.dumps(written))
+    return str(folder)
+
+
+@pytest.mark.parametrize(("dtype", "times"), [("bfloat16", 4), ("float32", 8)])
+def test_mxfp4_weights_are_dequantised_and_the_user_is_told(tmp_path: Path, dtype: Any, times: int) -> None:
+    folder = mxfp4_folder(tmp_path)
+    loaded = load_model(folder, dtype=dtype, platform=HOST)
+    assert loaded.notes == (
+        f"weights are MXFP4 in their files and {dtype} in memory, where they take about {times} times the room.",
+    )
+    read = load_file(f"{folder}/model.safetensors")
+    name = "model.layers.0.mlp.experts.down_proj"
+    low, high = ((read[f"{name}_blocks"] >> shift & 15).long() for shift in (0, 4))
+    steps = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    values = torch.cat((steps, -steps))[torch.stack((low, high), -1).flatten(-2)]
+    expected = (values * 2.0 ** (read[f"{name}_scales"].float() - 127)[..., None]).flatten(-2).transpose(1, 2)
+    torch.testing.assert_close(loaded.module.get_parameter(name).float(), expected)
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_as_much_of_a_family_is_fused_as_its_page_says(tmp_path: Path, name: str) -> None:
+    loaded = load_model(tiny_model_folder(tmp_path, name), dtype="float32", platform=replace(HOST, pack=None))
+    modules = list(loaded.module.modules())
+    layers = len(loaded.attention)
+    parts = []
+    for part, kind in (("attention", FusedAttention), ("MLP", FusedMLP)):
+        fused = sum(isinstance(module, kind) for module in modules)
+        if fused:
+            parts.append(part if fused >= layers else f"{part} in {fused} of {layers} layers")
+    if any(isinstance(module, FusedNorm) for module in modules):
+        parts.append("norms")
+    assert (", ".join(parts) or "none") == TABLE[name].fused
+
+
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_is_fused(tmp_path: Path, family: str) -> None:
-    module = load_model(tiny_model_folder(tmp_path, family), dtype="float32", platform=HOST).module
+def test_every_common_family_is_fused(tmp_path: Path, family: str) -> None:
+    module = load_model(tiny_model_folder(tmp_path, family), dtype="float32", platform=replace(HOST, pack=None)).module
     layers = list(module.get_submodule("model.layers").children())
     assert all(isinstance(layer.self_attn, FusedAttention) for layer in layers)
     assert all(isinstance(layer.mlp, FusedMLP) for layer in layers) or family == "gpt_oss"  # has experts

@@ -14,10 +14,11 @@ from numba import njit as _njit
 from numpy.typing import NDArray
 from torch.nn import functional
 
-from llmbatch.kernels.cpu.attention import BLOCK_ROWS, attend, cut_blocks
+from llmbatch.kernels.cpu.attention import attend
+from llmbatch.kernels.cpu.blocks import BLOCK_ROWS, cut_blocks
 from llmbatch.kernels.cpu.fused import gate, normalize, rotate_and_store
+from llmbatch.kernels.cpu.layout import Pages, key_words, padded_width, page_shape
 from llmbatch.kernels.cpu.numerics import exp32, narrow, ordered, unordered, widen
-from llmbatch.kernels.cpu.tile import LANES, multiply, multiply_add
 from llmbatch.kernels.spec import GELU_TANH, SILU
 
 Array = NDArray[Any]
@@ -92,21 +93,6 @@ def test_ordered_keys_sort_as_floats_do() -> None:
     np.testing.assert_array_equal(back, x)
 
 
-@pytest.mark.parametrize("bfloat16", [False, True])
-@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 6, 13])
-def test_the_tile_product_equals_a_matrix_product(rows: int, bfloat16: bool) -> None:
-    rng = np.random.default_rng(rows)
-    a, b = rng.standard_normal((rows, 24), np.float32), rng.standard_normal((24, 48), np.float32)
-    stored = to_bfloat16(b) if bfloat16 else b
-    c = np.full((rows, 48), np.nan, np.float32)
-    multiply(c, 16, a, rows, stored, 0, 48, 32, 24)
-    np.testing.assert_allclose(c[:, 16:], a @ to_float64(stored)[:, :32], rtol=1e-4, atol=1e-4)
-    assert np.isnan(c[:, :16]).all()
-    total = np.ones((rows, 32), np.float32)
-    multiply_add(total, a, 4, rows, stored, 16, 48, 32, 20)
-    np.testing.assert_allclose(total, 1 + a[:, 4:] @ to_float64(stored)[:20, 16:], rtol=1e-4, atol=1e-4)
-
-
 def attention_by_hand(
     query: Array, key: Array, value: Array, start: int, scale: float, window: int, softcap: float, sinks: Array
 ) -> Array:
@@ -129,10 +115,18 @@ def attention_by_hand(
 
 
 def with_memory_behind(x: Array) -> Array:
-    """The same array, with the 16 elements behind it that may be read."""
-    flat = np.zeros(x.size + LANES, x.dtype)
+    """The same array, with the eight words behind it that may be read."""
+    flat = np.zeros(x.size + 8 * x.shape[-1], x.dtype)
     flat[: x.size] = x.ravel()
     return flat[: x.size].reshape(x.shape)
+
+
+def in_page(memory: Array, width: int, page_size: int) -> tuple[Array, Array]:
+    """The keys [pages, heads, words, page size, pack] and values [pages, heads, words, width, pack] of pages."""
+    pages, heads, _, pack = memory.shape
+    begin = key_words(width, page_size, pack)
+    keys = memory[:, :, :begin].reshape(pages, heads, width // pack, page_size, pack)
+    return keys, memory[:, :, begin:].reshape(pages, heads, -1, padded_width(width), pack)
 
 
 def check_attention(
@@ -155,9 +149,8 @@ def check_attention(
     order = rng.permutation(int(blocks.sum()) + 2).astype(np.int32)
     tables = np.full((len(starts) + 2, int(blocks.max())), 10**6, np.int32)
     slots = rng.permutation(len(tables))[: len(starts)].astype(np.int32)
-    padded = -(-width // 16) * 16
-    keys = np.full((len(order), heads, width, page_size), np.nan, np.float32)
-    values = np.full((len(order), heads, page_size, padded), np.nan, np.float32)
+    pack = 2 if bfloat16 else 1
+    memory = np.full(page_shape(len(order), heads, width, page_size, pack), np.nan, np.float32)
     truth: list[tuple[Array, Array]] = []
     taken = 0
     for i, (start, count) in enumerate(sequences):
@@ -170,18 +163,20 @@ def check_attention(
         truth.append((key, value))
         for t in range(start + count):
             page = tables[slots[i], t // page_size]
-            keys[page, :, :, t % page_size] = key[:, t]
-            values[page, :, t % page_size, :width] = value[:, t]
+            place = t % page_size
+            keys, values = in_page(memory, width, page_size)
+            keys[page, :, :, place] = key[:, t].reshape(heads, -1, pack)
+            values[page, :, place // pack, :width, place % pack] = value[:, t]
     query = rng.standard_normal((int(counts.sum()), heads * group * width + 5)).astype(np.float32)
     out = np.full((len(query), heads * group * width), np.nan, np.float32)
     if bfloat16:
-        query, keys, values, out = (to_bfloat16(x) for x in (query, keys, values, out))
+        query, memory, out = (to_bfloat16(x) for x in (query, memory, out))
     rows = (np.cumsum(counts) - counts).astype(np.int64)
     cut = cut_blocks(starts, counts, group, window, workers, heads)
     scale = width**-0.5
     sinks = rng.standard_normal(heads * group if with_sinks else 0).astype(np.float32)
-    keys = with_memory_behind(keys)
-    attend(query, out, keys, values, tables, slots, starts, counts, rows, *cut, group, scale, window, softcap, sinks)
+    pages = Pages(with_memory_behind(memory), width, page_size)
+    attend(query, out, pages, tables, slots, starts, counts, rows, *cut, group, scale, window, softcap, sinks)
     got = to_float64(out).reshape(len(query), heads, group, width)
     asked = to_float64(query)[:, : heads * group * width].reshape(got.shape)
     for i, (start, count) in enumerate(sequences):
@@ -299,11 +294,13 @@ def test_queries_are_finished_in_place_and_keys_and_values_reach_their_pages(
         packed, cosine, sine = (to_bfloat16(x) for x in (packed, cosine, sine))
     before = to_float64(packed).reshape(tokens, -1, width)
     place = rng.permutation(5 * page_size)[:tokens].astype(np.int32)
-    keys = np.zeros((5, heads, width, page_size), packed.dtype)
-    values = np.zeros((5, heads, page_size, width), packed.dtype)
+    pack = 2 if bfloat16 else 1
+    memory = np.zeros(page_shape(5, heads, width, page_size, pack), packed.dtype)
+    page, offset = place // page_size, place % page_size
     rotate_and_store(
-        packed, cosine, sine, query_norm, key_norm, 1e-6, place // page_size, place % page_size, keys, values
+        packed, query_heads, cosine, sine, query_norm, key_norm, 1e-6, page, offset, Pages(memory, width, page_size)
     )
+    keys, values = in_page(memory, width, page_size)
 
     def finished(x: Array, norm: Array) -> Array:
         if normed:
@@ -318,9 +315,8 @@ def test_queries_are_finished_in_place_and_keys_and_values_reach_their_pages(
     np.testing.assert_allclose(
         after[:, :query_heads], finished(before[:, :query_heads], query_norm), rtol=tolerance, atol=tolerance
     )
-    stored = to_float64(keys)[place // page_size, :, :, place % page_size]
+    stored = to_float64(keys)[page, :, :, offset].reshape(tokens, heads, width)
     expected = finished(before[:, query_heads : query_heads + heads], key_norm)
     np.testing.assert_allclose(stored, expected, rtol=tolerance, atol=tolerance)
-    np.testing.assert_array_equal(
-        to_float64(values)[place // page_size, :, place % page_size], before[:, query_heads + heads :]
-    )
+    stored = to_float64(values)[page, :, offset // pack, :, offset % pack]
+    np.testing.assert_array_equal(stored, before[:, query_heads + heads :])

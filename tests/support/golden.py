@@ -21,6 +21,8 @@ from llmbatch.scheduler.scheduler import FinishedSequences, QueueUpdate, Schedul
 from llmbatch.scheduler.token_budget import FixedBudget
 from tests.support.workloads import RATES, Believed, Workload
 
+_TIE = 2e-5  # between logits
+
 
 def prompts() -> list[list[int]]:
     """Three groups with prefixes of 33, 20 and 5 tokens, two equal prompts, prompts of one token."""
@@ -31,14 +33,23 @@ def prompts() -> list[list[int]]:
 
 
 def generate(model: Any, rows: list[list[int]], limits: list[int], eos: list[int], pad: int) -> list[list[int]]:
-    """What transformers says of each row alone, with an otherwise empty GenerationConfig."""
+    """What transformers says of each row alone, with an otherwise empty GenerationConfig.
+
+    An answer with a tie is an error: which of the two it takes hangs on the order of sums.
+    """
     configured: Any = GenerationConfig
     answers = []
     for row, limit in zip(rows, limits, strict=True):
         ids = torch.tensor([row])
-        config = configured(do_sample=False, max_new_tokens=limit, eos_token_id=eos, pad_token_id=pad)
+        config = configured(
+            do_sample=False, max_new_tokens=limit, eos_token_id=eos, pad_token_id=pad, output_logits=True,
+            return_dict_in_generate=True,
+        )  # fmt: skip  # arguments in groups
         out = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)
-        answers.append(out[0, len(row) :].tolist())
+        best = torch.cat(out.logits).topk(2).values
+        margin = float((best[:, 0] - best[:, 1]).min())
+        assert margin > _TIE, f"two tokens are {margin} apart: take weights of another seed"
+        answers.append(out.sequences[0, len(row) :].tolist())
     return answers
 
 

@@ -3,31 +3,31 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Final, NamedTuple
 
 import numba
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from llmbatch.engine.cpu.memory import as_array, huge_pages
 from llmbatch.engine.model.ops import pack_heads
+from llmbatch.kernels.chunks import Pieces, cut_at_chunks
 from llmbatch.kernels.cpu import fused
-from llmbatch.kernels.cpu.attention import attend, cut_blocks
-from llmbatch.kernels.cpu.tile import LANES
+from llmbatch.kernels.cpu.attention import attend
+from llmbatch.kernels.cpu.blocks import cut_blocks
+from llmbatch.kernels.cpu.layout import Pages, page_shape
 from llmbatch.kernels.spec import AttentionSpec
 
 _NONE = np.empty(0, np.float32)
-
-
-def as_array(tensor: torch.Tensor) -> NDArray[Any]:
-    """View the memory of a CPU tensor as kernels see it: float32, or uint16 for bfloat16."""
-    return tensor.view(torch.uint16).numpy() if tensor.dtype == torch.bfloat16 else tensor.numpy()
+_SPARE: Final = 8  # words behind the last page, which are read and not used
 
 
 class CpuKVCache:
     """The KV memory of all layers: `num_pages` pages of `page_size` tokens.
 
-    Memory is claimed from the system when it is first written, not when it is made.
+    Memory is claimed from the system when it is first written, not when it is made. Layers whose heads are alike lie in
+    one array, [layers, *page_shape].
     """
 
     def __init__(self, specs: dict[int, AttentionSpec], *, num_pages: int, page_size: int, dtype: torch.dtype) -> None:
@@ -35,14 +35,29 @@ class CpuKVCache:
         self.num_pages = num_pages
         self.page_size = page_size
         element = np.uint16 if dtype == torch.bfloat16 else np.float32
-        self.keys: dict[int, NDArray[Any]] = {}
-        self.values: dict[int, NDArray[Any]] = {}
-        for layer, spec in specs.items():
-            padded = -(-spec.width // LANES) * LANES
-            shape = (num_pages, spec.heads, spec.width, page_size)
-            # A vector to spare: lanes beyond the last page's end are read, and not used.
-            self.keys[layer] = np.empty(math.prod(shape) + LANES, element)[:-LANES].reshape(shape)
-            self.values[layer] = np.empty((num_pages, spec.heads, page_size, padded), element)
+        pack = 4 // element().itemsize
+        self.memory: dict[tuple[int, int], NDArray[Any]] = {}  # by heads and their width
+        self.layers: dict[int, Pages] = {}
+        for heads, width in {(spec.heads, spec.width) for spec in specs.values()}:
+            alike = [layer for layer, spec in specs.items() if (spec.heads, spec.width) == (heads, width)]
+            shape = (len(alike), *page_shape(num_pages, heads, width, page_size, pack))
+            # Words to spare: those beyond the last page's end are read, and not used.
+            memory = huge_pages((math.prod(shape) + _SPARE * pack,), element)[: -_SPARE * pack].reshape(shape)
+            self.memory[heads, width] = memory
+            self.layers |= {layer: Pages(memory[i], width, page_size) for i, layer in enumerate(alike)}
+
+
+class AttentionBlocks(NamedTuple):
+    """What `attend` takes of a step."""
+
+    tables: NDArray[np.int32]
+    slots: NDArray[np.int32]
+    starts: NDArray[np.int32]
+    counts: NDArray[np.int32]
+    rows: NDArray[np.int64]
+    block_sequence: NDArray[np.int32]
+    block_first: NDArray[np.int32]
+    bounds: NDArray[np.int64]
 
 
 class CpuAttention:
@@ -59,11 +74,15 @@ class CpuAttention:
         token_pages: NDArray[np.int32],
         token_offsets: NDArray[np.int32],
     ) -> None:
-        self._pages = pages
-        self._tables, self._slots, self._starts, self._counts = tables, slots, starts, counts
-        self._token_pages, self._token_offsets = token_pages, token_offsets
-        self._rows = np.cumsum(counts, dtype=np.int64) - counts
-        self._blocks: dict[tuple[int, int, int], tuple[Any, Any, Any]] = {}
+        self.pages = pages
+        self.token_pages, self.token_offsets = token_pages, token_offsets
+        self._step = Pieces(tables, slots, starts, counts)
+        self._plans: dict[tuple[int, ...], AttentionBlocks] = {}
+
+    def plan(self, spec: AttentionSpec) -> AttentionBlocks:
+        """Find the sequences that layers like `spec` attend in, and cut them into blocks, once for all such layers."""
+        key = (spec.group, spec.heads, spec.window, spec.chunk)
+        return self._plans.get(key) or self._plans.setdefault(key, self._make_plan(spec))
 
     def run(
         self,
@@ -77,40 +96,42 @@ class CpuAttention:
         epsilon: float = 0.0,
     ) -> torch.Tensor:
         """Attend in one layer, after writing its keys and values."""
-        keys, values = self._pages.keys[spec.layer], self._pages.values[spec.layer]
+        pages = self.pages.layers[spec.layer]
         rows = as_array(packed)
         unrotated = np.empty((len(rows), 0), rows.dtype)
         fused.rotate_and_store(
             rows,
+            spec.query_heads,
             unrotated if cosine is None else as_array(cosine),
             unrotated if sine is None else as_array(sine),
             _NONE if query_norm is None else query_norm.numpy(),
             _NONE if key_norm is None else key_norm.numpy(),
             epsilon,
-            self._token_pages,
-            self._token_offsets,
-            keys,
-            values,
+            self.token_pages,
+            self.token_offsets,
+            pages,
         )
-        key = (spec.group, spec.window, spec.heads)
-        if key not in self._blocks:
-            workers = numba.get_num_threads()
-            self._blocks[key] = cut_blocks(self._starts, self._counts, spec.group, spec.window, workers, spec.heads)
         out = torch.empty(len(rows), spec.query_heads * spec.width, dtype=packed.dtype)
         attend(
-            rows, as_array(out), keys, values, self._tables, self._slots, self._starts, self._counts, self._rows,
-            *self._blocks[key], spec.group, spec.scale, spec.window, spec.softcap,
+            rows, as_array(out), pages, *self.plan(spec), spec.group, spec.scale, spec.window, spec.softcap,
             _NONE if spec.sinks is None else spec.sinks.numpy(),
         )  # fmt: skip  # arguments in groups
         return out
+
+    def _make_plan(self, spec: AttentionSpec) -> AttentionBlocks:
+        step = cut_at_chunks(self._step, spec.chunk, self.pages.page_size) if spec.chunk else self._step
+        rows = np.cumsum(step.counts, dtype=np.int64) - step.counts
+        workers = numba.get_num_threads()
+        blocks = cut_blocks(step.starts, step.counts, spec.group, spec.window, workers, spec.heads)
+        return AttentionBlocks(*step, rows, *blocks)
 
     def attend(
         self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _: dict[str, Any]
     ) -> torch.Tensor:
         """Attend for a module that projects and rotates by itself: [1, heads, tokens, width] each."""
-        spec = self._pages.specs[module.layer_idx]
+        spec = self.pages.specs[module.layer_idx]
         packed = pack_heads(query, key, value)
-        return self.run(spec, packed).view(1, len(packed), -1, spec.width)
+        return self.run(spec, packed).view(1, len(packed), -1, spec.width)[..., : value.shape[-1]]
 
 
 class CpuOps:

@@ -6,7 +6,10 @@ the row's keys and values into pages and attend through the step's block tables.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import numba
 import numpy as np
@@ -45,7 +48,13 @@ class CpuEngine:
         most: int = numba.config.NUMBA_NUM_THREADS  # type: ignore[attr-defined]
         self._threads = min(torch.get_num_threads(), most)
         self._token_elements = loaded.config.hidden_size
+        self._weight_elements = loaded.config.hidden_size**2
         self._key_elements = max(2 * spec.heads * spec.width for spec in loaded.attention.values())
+
+    @property
+    def memory(self) -> tuple[NDArray[Any], ...]:
+        """The memory of pages."""
+        return tuple(self._pages.memory.values())
 
     def begin(self, requests: RequestBatch) -> None:
         """Take the requests of the next steps; forget what an interrupted job left in slots."""
@@ -57,6 +66,7 @@ class CpuEngine:
 
     def execute(self, step: Step) -> StepResult:
         """Compute the step, keep the sampled tokens, and return which sequences have finished."""
+        begun = time.perf_counter()
         generation = self._generation
         generation.make_room(step.slots)
         tokens = step.num_tokens
@@ -73,7 +83,7 @@ class CpuEngine:
             token_offsets=places,
         )
         keys = int(step.starts.sum()) + tokens
-        elements = tokens * self._token_elements + keys * self._key_elements
+        elements = self._weight_elements + tokens * self._token_elements + keys * self._key_elements
         numba.set_num_threads(self._threads if elements >= _WORTH_THREADS else 1)
         last_rows = np.cumsum(step.counts, dtype=np.int64)[step.samples] - 1
         with torch.inference_mode():
@@ -84,7 +94,8 @@ class CpuEngine:
                 logits_to_keep=torch.from_numpy(last_rows),
                 llmbatch=attention,
             ).logits[0]
-            return self._sample(step, logits.float().contiguous().numpy())
+            result = self._sample(step, logits.float().contiguous().numpy())
+        return replace(result, seconds=time.perf_counter() - begun)
 
     def pop_tokens(self, slot: int) -> NDArray[np.int32]:
         """Hand over the tokens generated in a slot and free it for another request."""

@@ -5,9 +5,34 @@ from __future__ import annotations
 from typing import Final
 
 import torch
+from torch import nn
 
 from llmbatch.engine.cpu.attention import CpuOps
+from llmbatch.engine.cpu.joined_layers import join_layers
+from llmbatch.engine.cpu.linear import pack_linears
 from llmbatch.engine.model.outline import HOST_PAGE_SIZE, HOST_RUNNING
 from llmbatch.engine.model.platform import Platform
+from llmbatch.kernels.cpu.vector_ir import HAS_INT8
+from llmbatch.kernels.spec import AttentionSpec
 
-HOST: Final = Platform(torch.device("cpu"), CpuOps(), page_size=HOST_PAGE_SIZE, max_running=HOST_RUNNING, is_host=True)
+_OPS: Final = CpuOps()
+
+
+def _pack(model: nn.Module, specs: dict[int, AttentionSpec], dtype: torch.dtype, *, quantised: bool) -> tuple[str, ...]:
+    notes: tuple[str, ...] = ()
+    if quantised and not HAS_INT8:
+        quantised = False
+        notes = ("this processor cannot multiply int8 (it has no avx512_vnni): bfloat16 is taken instead",)
+    join_layers(model, specs, dtype, _OPS, quantised=quantised)
+    pack_linears(model, dtype, quantised=quantised)
+    return notes
+
+
+HOST: Final = Platform(
+    torch.device("cpu"),
+    _OPS,
+    page_size=HOST_PAGE_SIZE,
+    max_running=HOST_RUNNING,
+    is_host=True,
+    pack=_pack,
+)

@@ -100,7 +100,7 @@ class GpuAttention:
         """Attend for a module that projects and rotates by itself: [1, heads, tokens, width] each."""
         spec = self._pages.specs[module.layer_idx]
         packed = pack_heads(query, key, value)
-        return self.run(spec, packed).view(1, len(packed), -1, spec.width)
+        return self.run(spec, packed).view(1, len(packed), -1, spec.width)[..., : value.shape[-1]]
 
 
 def plan_layers(

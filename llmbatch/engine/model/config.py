@@ -1,30 +1,27 @@
-"""What a job must know of a model before its weights are loaded: its config, and that it is supported.
+"""What a job must know of a model before its weights are loaded: its config, its attention, and that it is supported.
 
-Some parts would silently change answers when sequences are packed into one row (rotary embeddings that depend on the
-longest sequence, attention that is not causal softmax). They are refused here as far as the config shows them.
+The config shows some of what is not supported (`refusals`). The rest shows when two tokens run through the model's
+modules without their weights: which attention each layer asks for, and how much KV its tokens have.
 """
 
 from __future__ import annotations
 
 import copy
-import time
+from collections.abc import Iterable
 from dataclasses import dataclass
-from importlib.metadata import version
-from typing import Final
+from typing import Any, Final
 
 import torch
-from torch.nn import functional
-from transformers import AutoConfig, PretrainedConfig
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from huggingface_hub.errors import StrictDataclassError
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from llmbatch.choices import DType as DType
-from llmbatch.engine.model.outline import BFLOAT16_GAIN, kv_bytes
+from llmbatch.engine.model.attention_interface import NAME, register, survey
+from llmbatch.engine.model.outline import kv_bytes, pair_bytes, shorter_context
+from llmbatch.engine.model.positions import fix_positions
+from llmbatch.engine.model.refusals import check_config, find_class, unsupported
 from llmbatch.errors import ModelError
-from llmbatch.system.measurements import remembered
-
-LAYER_TYPES: Final = ("full_attention", "sliding_attention")
-_ROPE_TYPES: Final = ("default", "linear", "llama3", "yarn", "proportional")
-
+from llmbatch.kernels.spec import WIDEST, AttentionSpec
 
 _PROCESSOR: Final = torch.device("cpu")
 
@@ -33,11 +30,21 @@ _PROCESSOR: Final = torch.device("cpu")
 class ModelConfig:
     """A supported model, described by its config."""
 
+    folder: str
     config: PretrainedConfig  # of the text model
     whole_config: PretrainedConfig  # of all its parts, what the model is built from
+    built_by: Any  # the class of transformers that builds it
+    trust_remote_code: bool
     dtype: torch.dtype
-    context_length: int  # most tokens of prompt and answer together
+    int8: bool  # products of layers
+    context_length: int  # most tokens of prompt and answer together, as asked for
     bytes_per_token: int  # of KV, in all layers
+    attention: dict[int, AttentionSpec] | None  # by layer, sinks without memory; None: known by its weights only
+
+    @property
+    def chunk(self) -> int:
+        """The tokens of a chunk of attention, which are whole pages; 0: there are none."""
+        return max(spec.chunk for spec in self.attention.values()) if self.attention else 0
 
 
 def describe_model(
@@ -45,96 +52,120 @@ def describe_model(
     *,
     dtype: DType = "auto",
     trust_remote_code: bool = False,
+    context_length: int | None = None,
     device: torch.device = _PROCESSOR,
 ) -> ModelConfig:
     """Read the config in `folder`.
 
     `dtype` auto is bfloat16 on a GPU, and on a processor that multiplies it faster than float32, as measured; else
-    float32. Raises ModelError if the config cannot be read, or the model has a part that is not supported.
+    float32. With int8 the rest of the model is bfloat16. `context_length` is what the model has, if it is not given.
+    Raises ModelError if the config cannot be read, or the model has a part that is not supported, and ParameterError
+    if its context is shorter than that asked for.
     """
+    register()
     try:
         shared = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        reason = str(error).strip().split("\n")[0]
+    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        reason = " ".join(line.strip() for line in lines[: 1 + lines[0].endswith(":")])
         raise ModelError(f"model folder {folder!r} has no config that can be read: {reason}") from error
     whole = copy.deepcopy(shared)  # a model keeps its attention's name in it
     config = whole.get_text_config(decoder=True)
-    _check_config(folder, whole, config)
-    if not (trust_remote_code and getattr(whole, "auto_map", None)):  # a class from there is not known before
-        _check_class(folder, whole)
+    check_config(folder, whole, config)
+    remote = trust_remote_code and bool(getattr(whole, "auto_map", None))  # a class from there is not known before
+    built_by = AutoModelForCausalLM if remote else find_class(folder, whole)
     element = _element(folder, dtype, device)
+    context = _context(folder, config, context_length)
+    specs = None if remote else _outlined_attention(folder, whole, built_by, element, context)
+    if specs is None:
+        size = kv_bytes(config, element, padded=device.type == "cpu")
+    else:
+        if device.type != "cpu":
+            check_gpu(folder, specs.values())
+        size = bytes_per_token(specs.values(), element, device)
     return ModelConfig(
+        folder=folder,
         config=config,
         whole_config=whole,
+        built_by=built_by,
+        trust_remote_code=trust_remote_code,
         dtype=element,
-        context_length=int(config.max_position_embeddings),
-        bytes_per_token=bytes_per_token(config, element, device),
+        int8=dtype == "int8",
+        context_length=context,
+        bytes_per_token=size,
+        attention=specs,
     )
 
 
-def bytes_per_token(config: PretrainedConfig, dtype: torch.dtype, device: torch.device = _PROCESSOR) -> int:
+def bytes_per_token(specs: Iterable[AttentionSpec], dtype: torch.dtype, device: torch.device = _PROCESSOR) -> int:
     """Return KV bytes of one token in all layers, as pages hold them (on a processor, widths rounded up to 16)."""
-    return kv_bytes(config, dtype, padded=device.type == "cpu")
+    padded = device.type == "cpu"
+    return sum(pair_bytes(spec.heads, spec.width, dtype, padded=padded) for spec in specs)
 
 
-def unsupported(folder: str, part: str, supported: str) -> ModelError:
-    """Build the error of a model with a part that llmbatch does not run."""
-    return ModelError(f"model {folder!r} uses {part}, which is not supported: {supported}")
+def check_gpu(folder: str, specs: Iterable[AttentionSpec]) -> None:
+    """Check that a GPU's kernels attend as `specs` say. Raises ModelError."""
+    for spec in specs:
+        if spec.width > WIDEST:
+            raise unsupported(
+                folder, f"heads of {spec.width} elements", f"on a GPU they have {WIDEST} at most", "take --device cpu"
+            )
+        if spec.chunk:
+            raise unsupported(folder, "chunked_attention", "there is none on a GPU", "take --device cpu")
+
+
+def _context(folder: str, config: PretrainedConfig, asked: int | None) -> int:
+    """Return the most tokens of prompt and answer together."""
+    most: int | None = getattr(config, "max_position_embeddings", None) or asked
+    if most is None:
+        raise unsupported(
+            folder,
+            "no max_position_embeddings",
+            "the context length must be known",
+            "give it as context_length (--context-length)",
+        )
+    return shorter_context(int(most), asked)
+
+
+def _outlined_attention(
+    folder: str, whole: PretrainedConfig, built_by: Any, dtype: torch.dtype, context_length: int
+) -> dict[int, AttentionSpec] | None:
+    """Survey the attention of a model without weights; None if it computes on what tensors hold."""
+    config = copy.deepcopy(whole)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    with torch.device("meta"), torch.inference_mode():
+        try:
+            module: Any = built_by.from_config(config, dtype=dtype, attn_implementation=NAME)
+        except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            raise ModelError(f"model folder {folder!r} has a config that builds no model: {error}") from error
+        if module._can_set_experts_implementation():
+            module.set_experts_implementation("batched_mm")  # without a look at which expert gets which token
+        fix_positions(module, context_length)
+        try:
+            return survey(folder, module.eval(), config.get_text_config(decoder=True), torch.device("meta"))
+        except RuntimeError:  # what operators on tensors without memory raise
+            return None
 
 
 def _element(folder: str, dtype: DType, device: torch.device) -> torch.dtype:
     if dtype == "float32":
         return torch.float32
-    if dtype == "bfloat16" or (dtype == "auto" and device.type != "cpu"):
+    if dtype == "int8" and device.type != "cpu":
+        raise unsupported(
+            folder, "int8 on a GPU", "there it is bfloat16, float16 or float32", "take one of them as --dtype"
+        )
+    if dtype in ("bfloat16", "int8") or (dtype == "auto" and device.type != "cpu"):
         return torch.bfloat16
     if dtype == "float16":
         if device.type == "cpu":
-            raise unsupported(folder, "float16 on the processor", "there it is float32 or bfloat16")
+            raise unsupported(
+                folder,
+                "float16 on the processor",
+                "there it is float32, bfloat16 or int8",
+                "take one of them as --dtype",
+            )
         return torch.float16
-    return torch.bfloat16 if remembered(BFLOAT16_GAIN, _bfloat16_gain, version("torch")) > 1 else torch.float32
+    from llmbatch.engine.model.number_type import fastest_type
 
-
-def _bfloat16_gain() -> float:
-    """Measure the seconds of a layer-sized product in float32 over bfloat16; having its instructions is not enough."""
-    if not (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()):
-        return 0.0
-    seconds = []
-    for dtype in (torch.float32, torch.bfloat16):
-        x, weight = torch.ones(256, 1024, dtype=dtype), torch.ones(1024, 1024, dtype=dtype)
-        functional.linear(x, weight)
-        times = []
-        for _ in range(5):
-            begin = time.perf_counter()
-            functional.linear(x, weight)
-            times.append(time.perf_counter() - begin)
-        seconds.append(min(times))
-    return seconds[0] / seconds[1]
-
-
-def _check_config(folder: str, whole: PretrainedConfig, config: PretrainedConfig) -> None:
-    if getattr(whole, "is_encoder_decoder", False):
-        raise unsupported(folder, "an encoder and a decoder", "only decoder models are")
-    if getattr(whole, "quantization_config", None):
-        raise unsupported(folder, "quantised weights", "only GGUF files are read quantised, else float weights")
-    if getattr(config, "kv_lora_rank", None):
-        raise unsupported(folder, "latent attention (MLA)", "keys and values must be of one head size")
-    for kind in getattr(config, "layer_types", None) or ():
-        if kind not in LAYER_TYPES:
-            raise unsupported(folder, f"layers of type {kind!r}", f"supported are {' and '.join(LAYER_TYPES)}")
-    rope = getattr(config, "rope_parameters", None) or {}
-    for parameters in [rope, *(value for value in rope.values() if isinstance(value, dict))]:
-        kind = parameters.get("rope_type", "default")
-        if kind not in _ROPE_TYPES:
-            raise unsupported(folder, f"rotary embeddings of type {kind!r}", f"supported are {', '.join(_ROPE_TYPES)}")
-    if not getattr(config, "max_position_embeddings", None):
-        raise unsupported(folder, "no max_position_embeddings", "the context length must be known")
-
-
-def _check_class(folder: str, config: PretrainedConfig) -> None:
-    kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    if kind is None or not getattr(kind, "_supports_attention_backend", False):
-        raise unsupported(
-            folder,
-            f"the architecture {config.model_type!r}",
-            "it must be a causal language model of transformers with pluggable attention",
-        )
+    return fastest_type()

@@ -3,14 +3,13 @@
 Three shapes of module make up most decoder layers whatever the family is called: RMSNorm, a gated MLP (`gate_proj`,
 `up_proj`, `down_proj`), and attention with separate projections (`q_proj`, `k_proj`, `v_proj`, `o_proj`, perhaps norms
 of queries and keys). Each is recognised by its shape, and replaced only after both gave the same answer to a probe.
-Modules that are not recognised, or differ, stay as they are and work. On a processor the weights of linear layers are
-laid out as the products of MKL read them, or of oneDNN if there is no MKL (`pack_linears`).
+Modules that are not recognised, or differ, stay as they are and work.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -50,15 +49,48 @@ class FusedNorm(nn.Module):
         return out
 
 
+class StackedLinear(nn.Module):
+    """Linear layers of one input, whose outputs stand one after another; `joined` makes one layer of them.
+
+    Their weights stay where they are until then: a processor joins them as it packs them, a layer at a time.
+    """
+
+    def __init__(self, *layers: nn.Linear) -> None:
+        super().__init__()
+        self._layers = layers
+        self.in_features: int = layers[0].in_features
+        self.out_features: int = sum(layer.out_features for layer in layers)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map [..., in_features] to [..., out_features]."""
+        return torch.cat([layer(x) for layer in self._layers], -1)
+
+    def joined(self) -> nn.Linear:
+        """Join the layers into one, and let go of them."""
+        layers, self._layers = self._layers, ()
+        weight = torch.cat([layer.weight.detach() for layer in layers])
+        biases: list[torch.Tensor | None] = [layer.bias for layer in layers]
+        has_bias = any(bias is not None for bias in biases)
+        one = nn.Linear(weight.shape[1], weight.shape[0], bias=has_bias, device="meta", dtype=weight.dtype)
+        one.weight = nn.Parameter(weight, requires_grad=False)
+        if has_bias:
+            parts = [
+                weight.new_zeros(layer.out_features) if bias is None else bias.detach()
+                for layer, bias in zip(layers, biases, strict=True)
+            ]
+            one.bias = nn.Parameter(torch.cat(parts), requires_grad=False)
+        return one
+
+
 class FusedMLP(nn.Module):
     """activation(gate_proj(x)) * up_proj(x), then down_proj, as two products and one pass between."""
 
     def __init__(self, original: Any, activation: int, pieces: ModelOps) -> None:
         super().__init__()
         self._pieces = pieces
-        self.gate_up: nn.Linear = _stack(original.gate_proj, original.up_proj)
+        self.gate_up: nn.Module = StackedLinear(original.gate_proj, original.up_proj)
         self.down_proj: nn.Linear = original.down_proj
-        self._activation = activation
+        self.activation = activation
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Map [..., hidden] to [..., hidden]."""
@@ -70,7 +102,7 @@ class FusedMLP(nn.Module):
         both = self.gate_up(hidden_states)
         width = both.shape[-1] // 2
         inner: torch.Tensor = both.new_empty(*both.shape[:-1], width)
-        self._pieces.gate(both.view(-1, 2 * width), self._activation, inner.view(-1, width))
+        self._pieces.gate(both.view(-1, 2 * width), self.activation, inner.view(-1, width))
         return inner
 
 
@@ -80,22 +112,19 @@ class FusedAttention(nn.Module):
     def __init__(self, original: Any, spec: AttentionSpec, *, halves: bool) -> None:
         """Stack the projections; `halves`: one set of angles serves both halves of a head."""
         super().__init__()
-        self._halves = halves
-        self.qkv: nn.Linear = _stack(original.q_proj, original.k_proj, original.v_proj)
+        self.halves = halves
+        self.qkv: nn.Module = StackedLinear(original.q_proj, original.k_proj, original.v_proj)
         self.o_proj: nn.Linear = original.o_proj
         self._spec = spec
-        norms: dict[str, Any] = {}
-        for side in ("query_norm", "key_norm"):
-            norm = getattr(original, side[0] + "_norm", None)
-            if isinstance(norm, FusedNorm):
-                norms[side] = norm.scale
-                norms["epsilon"] = norm.epsilon
-        self._norms = norms
+        found = {side: getattr(original, side[0] + "_norm", None) for side in ("query_norm", "key_norm")}
+        norms = {side: norm for side, norm in found.items() if isinstance(norm, FusedNorm)}
+        self.norms = {side: norm.scale for side, norm in norms.items()}
+        self.epsilons = tuple(norm.epsilon for norm in norms.values())
 
     def forward(
         self,
         hidden_states: torch.Tensor,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None,
         *_: Any,
         llmbatch: AttentionContext,
         **__: Any,
@@ -106,44 +135,18 @@ class FusedAttention(nn.Module):
     def inner(
         self,
         hidden_states: torch.Tensor,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None,
         step: AttentionContext,
     ) -> torch.Tensor:
-        """Compute the input of `o_proj`, [tokens, query heads * width]."""
+        """Compute the input of `o_proj`, [tokens, query heads * width]; without embeddings nothing is rotated."""
         packed = self.qkv(hidden_states)[0]
-        cosine, sine = (torch.cat((x[0], x[0]), -1) if self._halves else x[0] for x in position_embeddings)
-        return step.run(self._spec, packed, cosine=cosine.contiguous(), sine=sine.contiguous(), **self._norms)
-
-
-class PackedLinear(nn.Module):
-    """A linear layer in float32 with its weight packed once, for MKL or for oneDNN; some dozens of rows gain most.
-
-    MKL's layout is made for a number of rows, but its product takes any; the operator asks for the number it is given.
-    """
-
-    _ROWS = 64  # that the layout is made for
-
-    def __init__(self, original: nn.Linear, library: Literal["mkl", "mkldnn"]) -> None:
-        super().__init__()
-        self.in_features: int = original.in_features
-        self.out_features: int = original.out_features
-        weight = original.weight.detach()
-        bias: torch.Tensor | None = original.bias
-        self._bias = None if bias is None else bias.detach()
-        self._shape = weight.new_zeros(()).expand(weight.shape)  # MKL's operator asks the unpacked weight for its shape
-        self._mkl = library == "mkl"
-        reorder = torch.ops.mkl._mkl_reorder_linear_weight if self._mkl else torch.ops.mkldnn._reorder_linear_weight
-        self._weight = reorder(weight, self._ROWS)
-
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Map [..., in_features] to [..., out_features]."""
-        out: torch.Tensor
-        if self._mkl:
-            rows = hidden_states.numel() // self.in_features
-            out = torch.ops.mkl._mkl_linear(hidden_states, self._weight, self._shape, self._bias, rows)
-        else:
-            out = torch.ops.mkldnn._linear_pointwise(hidden_states, self._weight, self._bias, "none", [], "")
-        return out
+        epsilon = self.epsilons[0] if self.epsilons else 0.0
+        if position_embeddings is None:
+            return step.run(self._spec, packed, epsilon=epsilon, **self.norms)
+        cosine, sine = (torch.cat((x[0], x[0]), -1) if self.halves else x[0] for x in position_embeddings)
+        return step.run(
+            self._spec, packed, cosine=cosine.contiguous(), sine=sine.contiguous(), epsilon=epsilon, **self.norms
+        )
 
 
 def fuse(model: nn.Module, specs: dict[int, AttentionSpec], dtype: torch.dtype, pieces: ModelOps) -> None:
@@ -153,9 +156,9 @@ def fuse(model: nn.Module, specs: dict[int, AttentionSpec], dtype: torch.dtype, 
     replace_modules(model, lambda module: _fused_attention(module, specs, dtype, pieces))
 
 
-def pack_linears(model: nn.Module) -> None:
-    """Pack the weights of linear layers in float32 as products on the processor read them."""
-    replace_modules(model, _packed_linear)
+def join_products(model: nn.Module) -> None:
+    """Join, in place, the products of one input in a fused `model`."""
+    replace_modules(model, lambda module: module.joined() if isinstance(module, StackedLinear) else None)
 
 
 def replace_modules(model: nn.Module, build: Callable[[nn.Module], nn.Module | None]) -> None:
@@ -169,22 +172,6 @@ def replace_modules(model: nn.Module, build: Callable[[nn.Module], nn.Module | N
             replace_modules(child, build)
         else:
             setattr(model, name, replacement)
-
-
-def _stack(*layers: nn.Linear) -> nn.Linear:
-    """Stack linear layers into one whose outputs are those of `layers`, one after another."""
-    weight = torch.cat([layer.weight.detach() for layer in layers])
-    biases: list[torch.Tensor | None] = [layer.bias for layer in layers]
-    has_bias = any(bias is not None for bias in biases)
-    stacked = nn.Linear(weight.shape[1], weight.shape[0], bias=has_bias, device="meta", dtype=weight.dtype)
-    stacked.weight = nn.Parameter(weight, requires_grad=False)
-    if has_bias:
-        parts = [
-            weight.new_zeros(layer.out_features) if bias is None else bias.detach()
-            for layer, bias in zip(layers, biases, strict=True)
-        ]
-        stacked.bias = nn.Parameter(torch.cat(parts), requires_grad=False)
-    return stacked
 
 
 def equal(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> bool:
@@ -215,23 +202,6 @@ def _fused_norm(module: nn.Module, dtype: torch.dtype, pieces: ModelOps) -> Fuse
         fused = FusedNorm(scale, epsilon, pieces)
         if equal(fused(probe), expected, dtype):
             return fused
-    return None
-
-
-def _packed_linear(module: nn.Module) -> PackedLinear | None:
-    if type(module) is not nn.Linear:
-        return None
-    probe = _probe(_PROBE_TOKENS, module.in_features, like=module.weight)
-    expected = module(probe)
-    libraries: list[Literal["mkl", "mkldnn"]] = []
-    if torch.backends.mkl.is_available():  # type: ignore[no-untyped-call]
-        libraries.append("mkl")
-    if torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
-        libraries.append("mkldnn")
-    for library in libraries:
-        packed = PackedLinear(module, library)
-        if equal(packed(probe), expected, torch.float32):
-            return packed
     return None
 
 
@@ -278,7 +248,7 @@ def _fused_attention(
         }
         try:
             expected = module(**arguments, llmbatch=step())[0]
-        except (TypeError, RuntimeError, IndexError):
+        except (TypeError, AttributeError, RuntimeError, IndexError):
             continue  # it takes other arguments than the common ones, or rotates another width
         fused = FusedAttention(module, spec, halves=halves)
         if equal(fused(**arguments, llmbatch=step())[0], expected, dtype):

@@ -15,16 +15,19 @@ from typing import Any, Literal
 import torch
 from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig
+from transformers import GenerationConfig, PretrainedConfig
+from transformers.utils.quantization_config import Mxfp4Config
 
-from llmbatch.engine.model.attention_interface import NAME, register, survey
+from llmbatch.engine.model.attention_interface import NAME, survey
 from llmbatch.engine.model.checkpoints import has_weights, no_progress_bars
-from llmbatch.engine.model.config import DType, ModelConfig, describe_model, unsupported
+from llmbatch.engine.model.config import DType, ModelConfig, check_gpu, describe_model
 from llmbatch.engine.model.fused_layers import fuse_layers
-from llmbatch.engine.model.fused_modules import fuse, pack_linears
+from llmbatch.engine.model.fused_modules import fuse, join_products
 from llmbatch.engine.model.platform import Platform
+from llmbatch.engine.model.positions import fix_positions
+from llmbatch.engine.model.refusals import is_quantised
 from llmbatch.errors import ModelError
-from llmbatch.kernels.spec import WIDEST, AttentionSpec
+from llmbatch.kernels.spec import AttentionSpec
 
 LoadFormat = Literal["auto", "dummy"]
 
@@ -49,28 +52,53 @@ def load_model(
     dtype: DType = "auto",
     load_format: LoadFormat = "auto",
     trust_remote_code: bool = False,
+    context_length: int | None = None,
     platform: Platform,
 ) -> LoadedModel:
-    """Load the model in `folder` (see `resolve_model`) onto a device, straight from the files if they allow it.
+    """Describe the model in `folder` (see `resolve_model`), and load it.
 
-    `dtype` as for `describe_model`; `load_format` dummy fills the weights with seeded noise, for benchmarks. Raises
-    ModelError if the folder has no weights, or the model has a part that is not supported.
+    `dtype` and `context_length` as for `describe_model`, `load_format` as for `load_weights`. Raises ModelError if the
+    folder has no weights, or the model has a part that is not supported.
     """
-    described = describe_model(folder, dtype=dtype, trust_remote_code=trust_remote_code, device=platform.device)
-    register()
-    module = _read_module(folder, described, load_format, platform, trust_remote_code=trust_remote_code)
+    described = describe_model(
+        folder,
+        dtype=dtype,
+        trust_remote_code=trust_remote_code,
+        context_length=context_length,
+        device=platform.device,
+    )
+    return load_weights(described, load_format=load_format, platform=platform)
+
+
+def load_weights(described: ModelConfig, *, load_format: LoadFormat = "auto", platform: Platform) -> LoadedModel:
+    """Load a described model onto a device, straight from its files if they allow it.
+
+    `load_format` dummy fills the weights with seeded noise, for benchmarks. Raises ModelError if the folder has no
+    weights, or the model has a part that is not supported.
+    """
+    folder = described.folder
+    notes: tuple[str, ...] = ()
+    if load_format != "dummy" and is_quantised(described.whole_config):
+        name, times = str(described.dtype).removeprefix("torch."), 2 * described.dtype.itemsize
+        notes = (
+            f"weights are MXFP4 in their files and {name} in memory, where they take about {times} times the room.",
+        )
+    module = _read_module(described, load_format, platform)
     module.to(platform.device).eval().requires_grad_(False)
     with torch.inference_mode():
-        attention = survey(folder, module, described.config, platform.device)
-        for spec in attention.values():
-            if not platform.is_host and spec.width > WIDEST:
-                raise unsupported(folder, f"heads of {spec.width} elements", f"on a GPU they have {WIDEST} at most")
+        notes = (*notes, *fix_positions(module, described.context_length))
+        attention = _known_attention(described) or survey(folder, module, described.config, platform.device)
+        if not platform.is_host:
+            check_gpu(folder, attention.values())
         fuse(module, attention, described.dtype, platform.pieces)
         if not platform.is_host:
+            join_products(module)
             fuse_layers(module, attention, described.dtype, platform.pieces)
-        elif described.dtype == torch.float32:
-            pack_linears(module)
-    eos, notes = _read_generation_config(Path(folder), described.config)
+        if platform.pack is not None:
+            packed = platform.pack(module, attention, described.dtype, quantised=described.int8)
+            notes = (*notes, *packed)
+    eos, left = _read_generation_config(Path(folder), described.config)
+    notes = (*notes, *left)
     if not platform.is_host and load_format != "dummy" and find_spec("accelerate") is None:
         notes = (
             *notes,
@@ -88,19 +116,25 @@ def load_model(
     )
 
 
-def _read_module(
-    folder: str, described: ModelConfig, load_format: LoadFormat, platform: Platform, *, trust_remote_code: bool
-) -> nn.Module:
+def _known_attention(described: ModelConfig) -> dict[int, AttentionSpec]:
+    """Return the attention of layers if it does not depend on weights, else nothing."""
+    specs = described.attention or {}
+    return {} if any(spec.sinks is not None for spec in specs.values()) else specs
+
+
+def _read_module(described: ModelConfig, load_format: LoadFormat, platform: Platform) -> nn.Module:
     """Make the model's modules, with weights from the files or seeded noise."""
+    folder = described.folder
     arguments: dict[str, Any] = {
         "dtype": described.dtype,
         "attn_implementation": NAME,
-        "trust_remote_code": trust_remote_code,
+        "trust_remote_code": described.trust_remote_code,
     }
+    module: nn.Module
     if load_format == "dummy":
         torch.manual_seed(0)
         with platform.device:
-            module: nn.Module = AutoModelForCausalLM.from_config(described.whole_config, **arguments)  # type: ignore[no-untyped-call]
+            module = described.built_by.from_config(described.whole_config, **arguments)
             return module
     if not has_weights(Path(folder)):
         raise ModelError(
@@ -109,9 +143,15 @@ def _read_module(
         )
     try:
         with no_progress_bars():
-            return AutoModelForCausalLM.from_pretrained(
-                folder, config=described.whole_config, local_files_only=True, **arguments, **_placed(platform)
+            module = described.built_by.from_pretrained(
+                folder,
+                config=described.whole_config,
+                local_files_only=True,
+                **arguments,
+                **_placed(platform),
+                **_dequantised(described),
             )
+            return module
     except SafetensorError as error:
         raise ModelError(
             f"the weights in model folder {folder!r} must be whole, and a .safetensors file there cannot be read "
@@ -119,6 +159,11 @@ def _read_module(
         ) from error
     except (OSError, ValueError, RuntimeError) as error:
         raise ModelError(f"model folder {folder!r} cannot be loaded: {error}") from error
+
+
+def _dequantised(described: ModelConfig) -> dict[str, Any]:
+    """Return options that make float weights of those in the files, where these are quantised."""
+    return {"quantization_config": Mxfp4Config(dequantize=True)} if is_quantised(described.whole_config) else {}
 
 
 def _placed(platform: Platform) -> dict[str, Any]:

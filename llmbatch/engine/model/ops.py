@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 import torch
+from torch.nn.functional import pad
 
 from llmbatch.kernels.spec import AttentionSpec
 
@@ -55,6 +56,8 @@ class ModelOps(Protocol):
 
 
 def pack_heads(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Pack [1, heads, tokens, width] each as `AttentionContext.run` takes them."""
-    packed = torch.cat((query[0], key[0], value[0])).transpose(0, 1)  # [tokens, heads of all three, width]
+    """Pack [1, heads, tokens, width] each as `AttentionContext.run` takes them; zeros make them one width."""
+    width = max(query.shape[-1], value.shape[-1])
+    heads = [x[0] if x.shape[-1] == width else pad(x[0], (0, width - x.shape[-1])) for x in (query, key, value)]
+    packed = torch.cat(heads).transpose(0, 1)  # [tokens, heads of all three, width]
     return packed.reshape(len(packed), -1)

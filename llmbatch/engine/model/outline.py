@@ -11,12 +11,13 @@ from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
+from llmbatch._version import __version__
 from llmbatch.choices import DType
 from llmbatch.engine.config import EngineConfig
 from llmbatch.errors import ParameterError
-from llmbatch.kernels.cpu.tile import LANES
+from llmbatch.kernels.cpu.layout import padded_width
 from llmbatch.perf_model.cost import CostModel, ModelShape
 from llmbatch.perf_model.hardware import find_hardware
 from llmbatch.perf_model.shape import read_field
@@ -29,6 +30,7 @@ POOL_SHARE: Final = 0.5  # of the memory that is free once the weights are loade
 HOST_PAGE_SIZE: Final = 8  # tokens, where none is asked for, on a processor
 HOST_RUNNING: Final = 512  # sequences in flight, likewise
 BFLOAT16_GAIN: Final = "bfloat16"  # the name of what is measured to choose a type
+GAIN_VERSIONS: Final = (version("numba"), __version__)  # of what compiles the products, and of these
 _SIMULATED: Final = "a100-80gb"  # the hardware that plans are made for where nothing is computed
 _HOST_SECONDS: Final = 5e-4  # that a job's own process takes for a step (benchmarks/rows.py)
 _FAMILIES: Final = ("gemma", "gemma2", "gemma3_text", "llama", "mistral", "qwen2", "qwen3")
@@ -67,6 +69,11 @@ class Described(Protocol):
         ...
 
     @property
+    def int8(self) -> bool:
+        """Whether the layers' weights are int8 in memory, and so are their products."""
+        ...
+
+    @property
     def context_length(self) -> int:
         """The most tokens of prompt and answer together."""
         ...
@@ -96,10 +103,14 @@ class Outline:
     dtype: NamedType
     context_length: int
     bytes_per_token: int
+    int8: bool = False
 
 
-def outline(folder: str, dtype: DType) -> Outline | None:
-    """Outline a model on a processor, or return None if the config alone does not suffice."""
+def outline(folder: str, dtype: DType, context_length: int | None = None) -> Outline | None:
+    """Outline a model on a processor, or return None if the config alone does not suffice.
+
+    Raises ParameterError if its context is shorter than that asked for.
+    """
     try:
         config = SimpleNamespace(**json.loads((Path(folder) / "config.json").read_text()))
     except (OSError, ValueError, TypeError):
@@ -111,16 +122,36 @@ def outline(folder: str, dtype: DType) -> Outline | None:
     element = _element(dtype)
     if element is None:
         return None
-    return Outline(config, element, config.max_position_embeddings, kv_bytes(config, element, padded=True))
+    context = shorter_context(config.max_position_embeddings, context_length)
+    return Outline(config, element, context, kv_bytes(config, element, padded=True), int8=dtype == "int8")
+
+
+def shorter_context(most: int, asked: int | None) -> int:
+    """Return the context that is asked for, by default the most. Raises ParameterError if more is asked for."""
+    if asked is not None and asked > most:
+        raise ParameterError(f"context_length must be at most {most:,}, the model's, got {asked:,}")
+    return asked or most
 
 
 def kv_bytes(config: object, dtype: Element, *, padded: bool) -> int:
     """Return KV bytes of one token in all layers, as pages hold them; `padded`: widths are rounded up to 16."""
     heads = int(read_field(config, "num_attention_heads"))
     width = int(read_field(config, "head_dim") or read_field(config, "hidden_size") // heads)
-    wide = -(-width // LANES) * LANES if padded else width
     layers, shared = read_field(config, "num_hidden_layers"), read_field(config, "num_key_value_heads")
-    return int(layers * (shared or heads) * (width + wide) * dtype.itemsize)
+    return int(layers) * pair_bytes(int(shared or heads), width, dtype, padded=padded)
+
+
+def pair_bytes(heads: int, width: int, dtype: Element, *, padded: bool) -> int:
+    """Return the bytes of one token's keys and values in one layer."""
+    wide = padded_width(width) if padded else width
+    return heads * (width + wide) * dtype.itemsize
+
+
+def read_rope(config: object) -> list[dict[str, Any]]:
+    """Read the parameters of rotary embeddings, one set a kind of layer, or one for all."""
+    given = read_field(config, "rope_parameters", default={})
+    kinds = [value for value in given.values() if isinstance(value, dict)]
+    return kinds or [given]
 
 
 def pool_of(model: Described, config: EngineConfig, *, free: float, page_size: int) -> Pool:
@@ -148,17 +179,17 @@ def simulated_cost(model: Described) -> CostModel:
 
 
 def shape_of(model: Described) -> ModelShape:
-    """Return its shape, with weights and KV of its type."""
-    return ModelShape.from_config(model.config, model.dtype.itemsize)
+    """Return its shape, with weights and KV of its type, and layers in int8 if they are."""
+    return ModelShape.from_config(model.config, model.dtype.itemsize, 1 if model.int8 else None)
 
 
 def _element(dtype: DType) -> NamedType | None:
     """Return the type on a processor; None if it is unknown which one is faster, or there is no such type."""
     if dtype == "auto":
-        gain = recalled(BFLOAT16_GAIN, version("torch"))
+        gain = recalled(BFLOAT16_GAIN, *GAIN_VERSIONS)
         if gain is None:
             return None
         dtype = "bfloat16" if gain > 1 else "float32"
     if dtype == "float16":
         return None
-    return NamedType(dtype, 2 if dtype == "bfloat16" else 4)
+    return NamedType("float32", 4) if dtype == "float32" else NamedType("bfloat16", 2)

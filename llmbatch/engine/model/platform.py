@@ -3,10 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
+from torch import nn
 
 from llmbatch.engine.model.ops import ModelOps
+from llmbatch.kernels.spec import AttentionSpec
+
+
+class Packer(Protocol):
+    """Lays the weights of a fused model out for a device."""
+
+    def __call__(
+        self, model: nn.Module, specs: dict[int, AttentionSpec], dtype: torch.dtype, *, quantised: bool
+    ) -> tuple[str, ...]:
+        """Pack in place, by the attention of layers; `quantised`: to int8. Returns notes, a sentence each."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +31,7 @@ class Platform:
     page_size: int  # tokens, where none is asked for
     max_running: int  # sequences in flight, likewise
     is_host: bool = False  # the processor, with the kernels for it
+    pack: Packer | None = None
     notes: tuple[str, ...] = ()  # for the user, a sentence each
 
     def enter(self) -> None:

@@ -1,0 +1,161 @@
+"""All layers of a decoder in one compiled call, for models whose layers have the common parts.
+
+Between the products of a layer little is computed, and a step of few rows would spend more time on the way from Python
+into each kernel than in it. Here the loop over layers is compiled, too. The residual stays in float32 from the first
+layer to the last, so a branch is added to it unrounded, by its product's own tile where no norm comes between.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import prange
+from numpy.typing import NDArray
+
+from llmbatch.compilation.decorators import compiled
+from llmbatch.kernels.cpu.attention import attend_blocks
+from llmbatch.kernels.cpu.dot_tiles import COLUMNS
+from llmbatch.kernels.cpu.fused import normalize, rotate_and_store
+from llmbatch.kernels.cpu.layout import Pages
+from llmbatch.kernels.cpu.numerics import FASTMATH, narrow
+from llmbatch.kernels.cpu.products import multiply, quantise
+
+QKV, OUT, GATE_UP, DOWN = range(4)  # the products of a layer
+STORED, ADDED, GATED, WHOLE, ATTENTION = range(5)  # places in `Layers.codes`
+
+
+class Layers(NamedTuple):
+    """The weights and parameters of all layers, for compiled code."""
+
+    panels: NDArray[np.int64]  # [layers, 4] addresses of packed weights
+    columns: NDArray[np.int64]  # [layers, 4] addresses of what tiles read of columns
+    columns_step: int  # bytes of that for a panel
+    words: NDArray[np.int64]  # [4] of a column
+    counts: NDArray[np.int64]  # [4] of panels
+    norms: NDArray[np.float32]  # [4, layers, hidden] before attention, after it, before the MLP, after it
+    has_norm: NDArray[np.bool_]  # [4]
+    query_norms: NDArray[np.float32]  # [layers, width of a head, or 0]
+    key_norms: NDArray[np.float32]  # [layers, width of a head, or 0]
+    epsilon: float
+    windows: NDArray[np.int64]  # [layers]
+    scales: NDArray[np.float32]  # [layers]
+    softcaps: NDArray[np.float32]  # [layers]
+    sinks: NDArray[np.float32]  # [layers, query heads, or 0]
+    query_heads: int
+    width: int  # of a head
+    codes: NDArray[np.int64]  # of tiles: `STORED`, `ADDED`, `GATED`, `WHOLE`; of `ATTENTION`
+
+
+class LayerStep(NamedTuple):
+    """A step as layers see it."""
+
+    cosine: NDArray[Any]  # [kinds, tokens, rotated]
+    sine: NDArray[Any]
+    angles: NDArray[np.int64]  # [layers] which of them
+    token_pages: NDArray[np.int32]
+    token_offsets: NDArray[np.int32]
+    tables: NDArray[np.int32]
+    slots: NDArray[np.int32]
+    starts: NDArray[np.int32]
+    counts: NDArray[np.int32]
+    rows: NDArray[np.int64]
+    block_sequence: NDArray[np.int32]
+    block_first: NDArray[np.int32]
+    bounds: NDArray[np.int64]  # [kinds of window, workers + 1]
+    cuts: NDArray[np.int64]  # [layers] which of them
+
+
+class Buffers(NamedTuple):
+    """Activations of a step, of the type of the weights unless said otherwise."""
+
+    residual: NDArray[np.float32]  # [tokens, hidden rounded up to panels]
+    branch: NDArray[np.float32]  # likewise, what a norm takes before it is added
+    normed: NDArray[Any]  # [tokens, hidden]
+    packed: NDArray[Any]  # [tokens, columns of QKV]
+    attended: NDArray[Any]  # [tokens, query heads * width]
+    inner: NDArray[Any]  # [tokens, columns of the MLP]
+    quantised: NDArray[np.uint8]  # [tokens, widest input of a product, or 0] where weights are int8
+    scales: NDArray[np.float32]  # [tokens, or 0] of its rows
+
+
+@compiled(parallel=True, fastmath=FASTMATH, nogil=True)
+def _add_normalized(x: NDArray[np.float32], weight: NDArray[np.float32], epsilon: float, out: NDArray[Any]) -> None:
+    """Add RMSNorm of each row of x to `out`."""
+    for i in prange(out.shape[0]):
+        row, target = x[i], out[i]
+        total = np.float32(0.0)
+        for d in range(weight.size):
+            total += row[d] * row[d]
+        inverse = np.float32(1.0) / np.sqrt(total / np.float32(weight.size) + np.float32(epsilon))
+        for d in range(weight.size):
+            target[d] += row[d] * inverse * weight[d]
+
+
+@compiled(parallel=True, nogil=True)
+def _round(x: NDArray[np.float32], out: NDArray[Any]) -> None:
+    """Round x to the numbers of `out`."""
+    for i in prange(out.shape[0]):
+        row, target = x[i], out[i]
+        for d in range(target.size):
+            target[d] = narrow(row[d], target[d])
+
+
+@compiled(nogil=True)
+def _multiply(
+    layers: Any, layer: int, product: int, code: int, x: Any, out: Any, step: int, buffers: Any, workers: int
+) -> None:
+    """Multiply x with the weight of a product; `step` is the columns of `out` that a panel makes."""
+    a, size = x.ctypes.data, x.shape[1] * x.itemsize
+    if buffers.scales.size > 0:
+        quantise(x, buffers.quantised, buffers.scales)
+        a, size = buffers.quantised.ctypes.data, buffers.quantised.shape[1]
+    multiply(
+        layers.codes[code], a, size, buffers.scales.ctypes.data, x.shape[0],
+        layers.panels[layer, product], layers.counts[product], layers.words[product],
+        out.ctypes.data, out.shape[1] * out.itemsize, step * out.itemsize,
+        layers.columns[layer, product], layers.columns_step, workers,
+    )  # fmt: skip  # arguments in groups
+
+
+@compiled(nogil=True)
+def _enter_branch(layers: Any, layer: int, norm: int, buffers: Any) -> None:
+    """Make the input of a branch from the residual."""
+    if layers.has_norm[norm]:
+        normalize(buffers.residual, layers.norms[norm, layer], layers.epsilon, buffers.normed)
+    else:
+        _round(buffers.residual, buffers.normed)
+
+
+@compiled(nogil=True)
+def _leave_branch(layers: Any, layer: int, product: int, norm: int, x: Any, buffers: Any, workers: int) -> None:
+    """Add the product of x to the residual, through a norm if the layer has one there."""
+    if layers.has_norm[norm]:
+        _multiply(layers, layer, product, WHOLE, x, buffers.branch, COLUMNS, buffers, workers)
+        _add_normalized(buffers.branch, layers.norms[norm, layer], layers.epsilon, buffers.residual)
+    else:
+        _multiply(layers, layer, product, ADDED, x, buffers.residual, COLUMNS, buffers, workers)
+
+
+@compiled(nogil=True)
+def run_layers(layers: Any, step: Any, memory: NDArray[Any], page_size: int, buffers: Any, workers: int) -> None:
+    """Take the residual through all layers, in place; `memory` is that of pages, [layers, ...] of `page_shape`."""
+    for layer in range(layers.panels.shape[0]):
+        _enter_branch(layers, layer, 0, buffers)
+        _multiply(layers, layer, QKV, STORED, buffers.normed, buffers.packed, COLUMNS, buffers, workers)
+        angles, cut = step.angles[layer], step.cuts[layer]
+        pages = Pages(memory[layer], layers.width, page_size)
+        rotate_and_store(
+            buffers.packed, layers.query_heads, step.cosine[angles], step.sine[angles], layers.query_norms[layer],
+            layers.key_norms[layer], layers.epsilon, step.token_pages, step.token_offsets, pages,
+        )  # fmt: skip  # arguments in groups
+        attend_blocks(
+            buffers.packed, buffers.attended, pages, step.tables, step.slots, step.starts, step.counts, step.rows,
+            step.block_sequence, step.block_first, step.bounds[cut], layers.query_heads // memory.shape[2],
+            layers.scales[layer], layers.windows[layer], layers.softcaps[layer], layers.sinks[layer],
+            layers.codes[ATTENTION],
+        )  # fmt: skip  # arguments in groups
+        _leave_branch(layers, layer, OUT, 1, buffers.attended, buffers, workers)
+        _enter_branch(layers, layer, 2, buffers)
+        _multiply(layers, layer, GATE_UP, GATED, buffers.normed, buffers.inner, COLUMNS // 2, buffers, workers)
+        _leave_branch(layers, layer, DOWN, 3, buffers.inner, buffers, workers)

@@ -1,0 +1,295 @@
+"""The inner loop of every product on the processor: a tile of sums that stays in registers.
+
+A tile is `rows` rows of A times the columns of two registers of B, summed over words (see `vector_ir`): each step loads
+two registers of B, spreads one word of each row of A, and adds the products. This is the micro-kernel of Goto and van
+de Geijn ("Anatomy of High-Performance Matrix Multiplication", 2008); what differs is that rows of A lie as the model
+has them, since a word is already what one instruction takes, so A is not packed. B is packed once if it is a weight,
+and gathered if it is a tile of keys or values.
+
+A core starts two such additions a cycle and finishes each four to six cycles later. With 32 registers of 16 words a
+tile of 12 rows keeps 24 sums, with 16 registers of 8 words one of 6 rows keeps 12. Tiles of fewer rows are bound by
+reading B, and more of B is prefetched.
+
+What becomes of the sums is the tile's *ending*: they are stored, rounded, added to a residual, gated, or added to
+rescaled sums. Endings are emitted with the tile, so sums go from registers to their place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from llmbatch.kernels.cpu import vector_ir as v
+from llmbatch.kernels.spec import GELU_TANH, SILU
+
+ROWS: Final = 12 if v.LANES == 16 else 6  # of the largest tile
+COLUMNS: Final = 2 * v.LANES
+UNIT: Final = 8  # words of a row that lie side by side in a page of keys
+_UNIT: Final = ir.VectorType(v.INT32, UNIT)
+
+_SCALES, _STARTS = 1, 2  # parts of what int8 products read of columns; the first is the bias
+_LOG2E: Final = 1.4426950408889634
+_GELU_SCALE: Final = 1.5957691216057308  # 2 sqrt(2 / pi)
+_GELU_CUBIC: Final = 0.044715
+
+
+class Ending:
+    """What becomes of a tile's sums; `emit` gets them as float32, two registers a row.
+
+    `place` is the address of a row's first element; `column` addresses a float32 of each column, `row` one of each row.
+    """
+
+    def emit(self, builder: Any, sums: tuple[Any, Any], place: Any, column: Any, row: Any) -> None:
+        """Write the code for the sums of one row."""
+        raise NotImplementedError
+
+
+class Store(Ending):
+    """c = sums + column, rounded to `element`."""
+
+    def __init__(self, element: str) -> None:
+        self.element = element
+
+    def emit(self, builder: Any, sums: tuple[Any, Any], place: Any, column: Any, row: Any) -> None:
+        """Write the code for the sums of one row."""
+        for j, value in enumerate(sums):
+            bias = v.load(builder, builder.add(column, v.constant(4 * v.LANES * j)), v.FLOATS)
+            rounded = v.narrow(builder, builder.fadd(value, bias), self.element)
+            size = 4 if self.element == v.FLOAT32 else 2
+            v.store(builder, rounded, builder.add(place, v.constant(size * v.LANES * j)))
+
+
+class Add(Ending):
+    """c += sums + column, in float32."""
+
+    def emit(self, builder: Any, sums: tuple[Any, Any], place: Any, column: Any, row: Any) -> None:
+        """Write the code for the sums of one row."""
+        for j, value in enumerate(sums):
+            bias = v.load(builder, builder.add(column, v.constant(4 * v.LANES * j)), v.FLOATS)
+            at = builder.add(place, v.constant(4 * v.LANES * j))
+            v.store(builder, builder.fadd(builder.fadd(value, bias), v.load(builder, at, v.FLOATS)), at)
+
+
+class Plain(Ending):
+    """c = sums."""
+
+    def emit(self, builder: Any, sums: tuple[Any, Any], place: Any, column: Any, row: Any) -> None:
+        """Write the code for the sums of one row."""
+        for j, value in enumerate(sums):
+            v.store(builder, value, builder.add(place, v.constant(4 * v.LANES * j)))
+
+
+class Rescale(Ending):
+    """c = c * row + sums, in float32."""
+
+    def emit(self, builder: Any, sums: tuple[Any, Any], place: Any, column: Any, row: Any) -> None:
+        """Write the code for the sums of one row."""
+        factor = v.spread(builder, v.load(builder, row, v.FLOAT))
+        for j, value in enumerate(sums):
+            at = builder.add(place, v.constant(4 * v.LANES * j))
+            v.store(builder, v.multiply_add(builder, v.load(builder, at, v.FLOATS), factor, value), at)
+
+
+class Gate(Ending):
+    """c = activation(first register + column) * (second register + column), rounded to `element`: half the columns."""
+
+    def __init__(self, element: str, activation: int) -> None:
+        self.element = element
+        self.activation = activation
+
+    def emit(self, builder: Any, sums: tuple[Any, Any], place: Any, column: Any, row: Any) -> None:
+        """Write the code for the sums of one row."""
+        gate, up = (
+            builder.fadd(value, v.load(builder, builder.add(column, v.constant(4 * v.LANES * j)), v.FLOATS))
+            for j, value in enumerate(sums)
+        )
+        inner = gate
+        if self.activation == GELU_TANH:
+            square = builder.fmul(gate, gate)
+            cubic = v.multiply_add(builder, square, v.floats(_GELU_CUBIC), v.floats(1.0))
+            inner = builder.fmul(builder.fmul(gate, v.floats(_GELU_SCALE)), cubic)
+        weight = v.exp2(builder, builder.fmul(inner, v.floats(-_LOG2E)))
+        value = builder.fdiv(gate, builder.fadd(weight, v.floats(1.0)))
+        v.store(builder, v.narrow(builder, builder.fmul(value, up), self.element), place)
+
+
+class Arguments(NamedTuple):
+    """What a tile is called with, as code; all are int64, addresses and bytes unless said otherwise."""
+
+    rows: Any  # how many
+    c: Any
+    c_stride: Any  # between rows
+    a: Any
+    a_stride: Any  # between rows
+    b: Any
+    b_stride: Any  # between steps
+    steps: Any  # how many words a row of A has
+    column: Any  # what endings read of each column
+    row: Any  # what endings read of each row
+    ahead: Any  # what is prefetched with the first step
+    ahead_stride: Any  # between steps
+
+
+class Operand:
+    """Where a tile reads B: two registers of words a step."""
+
+    def begin(self, builder: Any, tile: Arguments) -> None:
+        """Write what comes before the loop over steps."""
+        self._tile = tile
+
+    def load(self, builder: Any, index: Any) -> list[Any]:
+        """Write the code that loads the two registers of a step."""
+        at = builder.add(self._tile.b, builder.mul(index, self._tile.b_stride))
+        return [v.load(builder, builder.add(at, v.constant(4 * v.LANES * j)), v.WORDS) for j in range(2)]
+
+
+class PrefetchedOperand(Operand):
+    """B as it lies in memory; each step prefetches a line of what is read later."""
+
+    def load(self, builder: Any, index: Any) -> list[Any]:
+        """Write the code that loads the two registers of a step."""
+        v.prefetch(builder, builder.add(self._tile.ahead, builder.mul(index, self._tile.ahead_stride)))
+        return super().load(builder, index)
+
+
+class KeyUnits(Operand):
+    """B in units of `UNIT` columns, each somewhere else: the tile's `b` is that of a list of their addresses.
+
+    The tile's `ahead` is that of such a list for the next tile, of which each step prefetches what it reads itself.
+    """
+
+    def begin(self, builder: Any, tile: Arguments) -> None:
+        """Write what comes before the loop over steps."""
+        super().begin(builder, tile)
+        self._starts, self._next = (
+            [v.load(builder, builder.add(units, v.constant(8 * unit)), v.INT64) for unit in range(COLUMNS // UNIT)]
+            for units in (tile.b, tile.ahead)
+        )
+
+    def load(self, builder: Any, index: Any) -> list[Any]:
+        """Write the code that loads the two registers of a step."""
+        shift = builder.mul(index, self._tile.b_stride)
+        for start in self._next:
+            v.prefetch(builder, builder.add(start, shift))
+        units = [v.load(builder, builder.add(start, shift), _UNIT) for start in self._starts]
+        if v.LANES == UNIT:
+            return units
+        whole = ir.Constant(v.WORDS, list(range(v.LANES)))
+        return [builder.shuffle_vector(units[j], units[j + 1], whole) for j in (0, 2)]
+
+
+class ValueUnits(Operand):
+    """B in units of so many rows that hold `UNIT` tokens: the tile's `b` is that of a list of their addresses.
+
+    The tile's `column` is what its columns are from the first, in bytes; its `ahead` is as for `KeyUnits`.
+    """
+
+    def __init__(self, element: str) -> None:
+        self._shift = 2 if element == v.BFLOAT16 else 3  # of the rows of a unit
+
+    def load(self, builder: Any, index: Any) -> list[Any]:
+        """Write the code that loads the two registers of a step."""
+        tile = self._tile
+        unit = builder.shl(builder.lshr(index, v.constant(self._shift)), v.constant(3))
+        row = builder.and_(index, v.constant((1 << self._shift) - 1))
+        shift = builder.add(tile.column, builder.mul(row, tile.b_stride))
+        at, later = (
+            builder.add(v.load(builder, builder.add(units, unit), v.INT64), shift) for units in (tile.b, tile.ahead)
+        )
+        for j in range(0, 8 * v.LANES, 64):
+            v.prefetch(builder, builder.add(later, v.constant(j)))
+        return [v.load(builder, builder.add(at, v.constant(4 * v.LANES * j)), v.WORDS) for j in range(2)]
+
+
+def _emit_rows(builder: Any, element: str, rows: int, operand: Operand, ending: Ending, tile: Arguments) -> None:
+    """Write a tile of so many rows."""
+    zero = v.zero_sums(element)
+    sums = [[cgutils.alloca_once(builder, zero.type) for _ in range(2)] for _ in range(rows)]  # type: ignore[no-untyped-call]
+    begin = [_of_columns(builder, tile, _STARTS, j, v.WORDS) if element == v.INT8 else zero for j in range(2)]
+    for pair in sums:
+        for start, cell in zip(begin, pair):
+            builder.store(start, cell)
+    starts = [v.offset(builder, tile.a, tile.a_stride, r) for r in range(rows)]
+
+    def step(index: Any) -> None:
+        vectors = operand.load(builder, index)
+        for start, pair in zip(starts, sums):
+            at = builder.add(start, builder.mul(index, v.constant(4)))
+            word = v.spread(builder, v.load(builder, at, v.INT32))
+            for vector, cell in zip(vectors, pair):
+                builder.store(v.add_products(builder, element, builder.load(cell), word, vector), cell)
+
+    v.loop_over(builder, tile.steps, step)
+    for r, pair in enumerate(sums):
+        done = builder.load(pair[0]), builder.load(pair[1])
+        place, row = v.offset(builder, tile.c, tile.c_stride, r), builder.add(tile.row, v.constant(4 * r))
+        if element == v.INT8:
+            done = _rescaled(builder, tile, done, row)
+        ending.emit(builder, done, place, tile.column, row)
+
+
+def _of_columns(builder: Any, tile: Arguments, part: int, register: int, kind: Any) -> Any:
+    """Load what a part of the tile's `column` holds for the columns of a register."""
+    return v.load(builder, builder.add(tile.column, v.constant(4 * (part * COLUMNS + register * v.LANES))), kind)
+
+
+def _rescaled(builder: Any, tile: Arguments, sums: tuple[Any, Any], row: Any) -> tuple[Any, Any]:
+    """Convert sums of int8 to float32, times the scales of the row and of the columns."""
+    scale = v.spread(builder, v.load(builder, row, v.FLOAT))
+    first, second = (
+        builder.fmul(builder.fmul(v.to_floats(builder, value), scale), _of_columns(builder, tile, _SCALES, j, v.FLOATS))
+        for j, value in enumerate(sums)
+    )
+    return first, second
+
+
+def make_tile(make_operand: Callable[[str], Operand], make_ending: Callable[[str], Ending]) -> Callable[..., None]:
+    """Make a tile of 1 to `ROWS` rows for compiled code, called with the type of A's numbers and `Arguments`.
+
+    The type may be given by any array of such numbers. Rows of int8 are unsigned, 128 more than what they mean; the
+    tile's `row` holds their scales, and its `column` three parts of `COLUMNS`: float32 that endings read, float32
+    scales, int32 at which sums start.
+    """
+
+    @intrinsic
+    def tile(
+        _typing: Any, a_like: Any, rows: Any, c: Any, c_stride: Any, a: Any, a_stride: Any, b: Any, b_stride: Any,
+        steps: Any, column: Any, row: Any, ahead: Any, ahead_stride: Any,
+    ) -> Any:  # fmt: skip  # arguments in groups
+        element = v.element_of(a_like)
+        operand, ending = make_operand(element), make_ending(element)
+
+        def build(_context: Any, builder: Any, _sig: Any, values: Any) -> Any:
+            given = Arguments(*values[1:])
+            operand.begin(builder, given)
+            after = builder.append_basic_block("after")
+            cases = builder.switch(given.rows, after)
+            for rows in range(1, ROWS + 1):
+                block = builder.append_basic_block(f"rows{rows}")
+                cases.add_case(v.constant(rows), block)
+                builder.position_at_end(block)
+                _emit_rows(builder, element, rows, operand, ending, given)
+                builder.branch(after)
+            builder.position_at_end(after)
+            return ir.Constant(ir.IntType(8).as_pointer(), None)
+
+        return types.void(a_like, *[types.int64] * len(Arguments._fields)), build
+
+    made: Callable[..., None] = tile
+    return made
+
+
+score_tile: Final = make_tile(lambda _: Operand(), lambda _: Plain())
+paged_score_tile: Final = make_tile(lambda _: KeyUnits(), lambda _: Plain())
+sum_tile: Final = make_tile(lambda _: Operand(), lambda _: Rescale())
+paged_sum_tile: Final = make_tile(ValueUnits, lambda _: Rescale())
+store_tile: Final = make_tile(lambda _: PrefetchedOperand(), lambda element: Store(v.result_of(element)))
+float_tile: Final = make_tile(lambda _: PrefetchedOperand(), lambda _: Store(v.FLOAT32))
+add_tile: Final = make_tile(lambda _: PrefetchedOperand(), lambda _: Add())
+silu_tile: Final = make_tile(lambda _: PrefetchedOperand(), lambda element: Gate(v.result_of(element), SILU))
+gelu_tile: Final = make_tile(lambda _: PrefetchedOperand(), lambda element: Gate(v.result_of(element), GELU_TANH))

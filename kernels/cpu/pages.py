@@ -1,0 +1,108 @@
+"""Reads pages for attention: where they are, or copied side by side."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from llmbatch.compilation.decorators import compiled
+from llmbatch.kernels.cpu.copies import copy_rows
+from llmbatch.kernels.cpu.dot_tiles import UNIT
+from llmbatch.kernels.cpu.layout import WIDTH_MULTIPLE
+
+
+@compiled(nogil=True)
+def _page_at(pages: Any, page: int, head: int) -> int:
+    """Return the address of a page of a head."""
+    memory = pages.memory
+    return int(memory.ctypes.data + ((page * memory.shape[1] + head) * memory.shape[2]) * 4)
+
+
+@compiled(nogil=True)
+def _values_begin(pages: Any) -> int:
+    """Return the words of a page before its values."""
+    return int(pages.width // pages.memory.shape[3] * pages.size)
+
+
+@compiled(nogil=True)
+def values_width(pages: Any) -> int:
+    """Return the words of a row of values."""
+    return int((pages.width + WIDTH_MULTIPLE - 1) // WIDTH_MULTIPLE * WIDTH_MULTIPLE)
+
+
+@compiled(nogil=True)
+def gather_keys(pages: Any, table: Any, head: int, low: int, high: int, tile: int, stride: int) -> None:
+    """Copy the words of the keys [low, high) side by side: [words of a key, keys]."""
+    size, words = pages.size, pages.width // pages.memory.shape[3]
+    key = low
+    while key < high:
+        offset = key % size
+        run = min(size - offset, high - key)
+        source = _page_at(pages, table[key // size], head) + 4 * offset
+        for j in range(0, run, UNIT):  # the last may be of fewer than 8 keys: the next page's overwrite the rest
+            copy_rows(tile + 4 * (key - low + j), stride, source + 4 * j, 4 * size, words)
+        key += run
+
+
+@compiled(nogil=True)
+def gather_values(pages: Any, table: Any, head: int, low: int, high: int, tile: Any) -> None:
+    """Copy the values [low, high) as rows of words, each of as many tokens as a word has elements."""
+    size, pack = pages.size, pages.memory.shape[3]
+    begin, width, stride = _values_begin(pages), values_width(pages), tile.shape[1]
+    target = tile.ctypes.data
+    key = low
+    while key < high:
+        offset = key % size
+        run = min(size - offset, high - key)
+        source = _page_at(pages, table[key // size], head) + 4 * (begin + offset // pack * width)
+        first, rows = (key - low) // pack, (run + pack - 1) // pack
+        if size % pack != 0:
+            _gather_halves(pages, table[key // size], head, offset, run, key - low, tile)
+        elif width == stride:
+            copy_rows(target + 4 * first * stride, 32, source, 32, rows * width // UNIT)
+        else:
+            for row in range(rows):
+                copy_rows(target + 4 * (first + row) * stride, 32, source + 4 * row * width, 32, width // UNIT)
+        key += run
+
+
+@compiled(nogil=True)
+def _gather_halves(pages: Any, page: int, head: int, offset: int, run: int, place: int, tile: Any) -> None:
+    """Copy values of a page of an odd number of tokens, whose words are not words of the tile."""
+    begin, width, pack = _values_begin(pages), values_width(pages), pages.memory.shape[3]
+    source = pages.memory[page, head]
+    for t in range(run):
+        target, half = tile[(place + t) // pack], np.uint32(16 * ((place + t) % pack))
+        row = begin + (offset + t) // pack * width
+        for d in range(width):
+            element = np.uint32(source[row + d, (offset + t) % pack])
+            target[d] = element << half if half == 0 else target[d] | element << half
+
+
+@compiled(nogil=True)
+def clear_last(tile: Any, keys: int) -> None:
+    """Clear the values beside the last of an odd number, which were not written: 0 times NaN is NaN."""
+    last = tile[keys // 2]
+    for d in range(last.size):
+        last[d] &= np.uint32(0xFFFF)
+
+
+@compiled(nogil=True)
+def find_units(pages: Any, table: Any, head: int, low: int, high: int, units: Any, place: int) -> None:
+    """Write the addresses of the keys [low, high) and of their values, in units of 8; the last stands for the rest.
+
+    They go to `units`[place], [2, units of a tile].
+    """
+    size, pack = pages.size, pages.memory.shape[3]
+    begin, row = 4 * _values_begin(pages), 4 * values_width(pages) * (UNIT // pack)
+    page, offset = low // size, low % size
+    start = _page_at(pages, table[page], head)
+    for unit in range(units.shape[2]):
+        units[place, 0, unit] = start + 4 * offset
+        units[place, 1, unit] = start + begin + offset // UNIT * row
+        if low + (unit + 1) * UNIT < high:
+            offset += UNIT
+            if offset == size:
+                page, offset = page + 1, 0
+                start = _page_at(pages, table[page], head)

@@ -1,0 +1,161 @@
+"""Products of activations with packed weights on the processor, with what follows them in the same pass.
+
+A weight [columns, width] is packed once into panels of `COLUMNS` columns: word by word of its width, the words of all
+columns of the panel side by side, so that a tile reads memory in order (`dot_tiles`). A product is cut into tasks of a
+panel and up to `_BLOCK` rows, and each worker gets a run of them: within a block of rows it goes from panel to panel,
+so its rows stay in the second cache and each panel is read once for all rows of the block. While the tiles of a panel
+are computed the next panel is prefetched, an equal part with each, so that memory and arithmetic work side by side.
+That takes two tiles, so more rows than half a tile's are two: one would wait for memory behind its arithmetic.
+
+The gated product has its own order of columns: each panel holds a register of the gate's and the same of the other
+side's, which meet in the tile's ending.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, Final
+
+import numpy as np
+from numba import prange, types
+from numba.np.numpy_support import from_dtype
+from numpy.typing import NDArray
+
+from llmbatch.compilation.decorators import compiled
+from llmbatch.kernels.cpu.dot_tiles import (
+    COLUMNS,
+    ROWS,
+    add_tile,
+    float_tile,
+    gelu_tile,
+    silu_tile,
+    store_tile,
+)
+from llmbatch.kernels.cpu.numerics import FASTMATH, magnitude, widen
+from llmbatch.kernels.cpu.pointers import address_of, caller
+from llmbatch.kernels.spec import GELU_TANH, SILU
+
+_BLOCK: Final = 240  # rows that a worker takes from panel to panel
+_AHEAD: Final = 2048  # bytes of a panel that are prefetched before they are read, where it is read once
+STORE, STORE_FLOAT, ADD = "store", "store float32", "add"
+
+
+@compiled(nogil=True)
+def _store(
+    like: Any, rows: int, c: int, c_stride: int, a: int, a_stride: int, b: int, words: int, column: int, row: int,
+    ahead: int, ahead_stride: int,
+) -> None:  # fmt: skip  # arguments in groups
+    store_tile(like, rows, c, c_stride, a, a_stride, b, 4 * COLUMNS, words, column, row, ahead, ahead_stride)
+
+
+@compiled(nogil=True)
+def _float(
+    like: Any, rows: int, c: int, c_stride: int, a: int, a_stride: int, b: int, words: int, column: int, row: int,
+    ahead: int, ahead_stride: int,
+) -> None:  # fmt: skip  # arguments in groups
+    float_tile(like, rows, c, c_stride, a, a_stride, b, 4 * COLUMNS, words, column, row, ahead, ahead_stride)
+
+
+@compiled(nogil=True)
+def _add(
+    like: Any, rows: int, c: int, c_stride: int, a: int, a_stride: int, b: int, words: int, column: int, row: int,
+    ahead: int, ahead_stride: int,
+) -> None:  # fmt: skip  # arguments in groups
+    add_tile(like, rows, c, c_stride, a, a_stride, b, 4 * COLUMNS, words, column, row, ahead, ahead_stride)
+
+
+@compiled(nogil=True)
+def _silu(
+    like: Any, rows: int, c: int, c_stride: int, a: int, a_stride: int, b: int, words: int, column: int, row: int,
+    ahead: int, ahead_stride: int,
+) -> None:  # fmt: skip  # arguments in groups
+    silu_tile(like, rows, c, c_stride, a, a_stride, b, 4 * COLUMNS, words, column, row, ahead, ahead_stride)
+
+
+@compiled(nogil=True)
+def _gelu(
+    like: Any, rows: int, c: int, c_stride: int, a: int, a_stride: int, b: int, words: int, column: int, row: int,
+    ahead: int, ahead_stride: int,
+) -> None:  # fmt: skip  # arguments in groups
+    gelu_tile(like, rows, c, c_stride, a, a_stride, b, 4 * COLUMNS, words, column, row, ahead, ahead_stride)
+
+
+_ENDINGS: Final[dict[str | int, Any]] = {STORE: _store, STORE_FLOAT: _float, ADD: _add, SILU: _silu, GELU_TANH: _gelu}
+
+
+def _tile_types(like: Any) -> tuple[Any, ...]:
+    return (like, *[types.int64] * 11)
+
+
+_call_tile = caller(_tile_types)  # with None for the type, which is part of the code
+
+
+@cache
+def _tile_codes(element: np.dtype[Any]) -> dict[str | int, int]:
+    """Compile all, so that no later model has to: it takes half a second each."""
+    signature = _tile_types(types.NumberClass(from_dtype(element)))
+    return {ending: address_of(function, signature) for ending, function in _ENDINGS.items()}
+
+
+def tile_code(ending: str | int, element: np.dtype[Any]) -> int:
+    """Return the address of a product's tiles: `STORE`, `STORE_FLOAT`, `ADD`, or an activation for a gated product.
+
+    `element`: float32, uint16 for bfloat16, uint8 for int8; results of int8 are stored as bfloat16.
+    """
+    return _tile_codes(element)[ending]
+
+
+@compiled(parallel=True, nogil=True)
+def multiply(
+    code: int, a: int, a_stride: int, a_scales: int, rows: int, panels: int, count: int, words: int,
+    c: int, c_stride: int, c_step: int, columns: int, columns_step: int, workers: int,
+) -> None:  # fmt: skip  # arguments in groups
+    """Multiply `rows` rows of A with `count` panels of packed weights, and end as the tiles of `code` do.
+
+    a, panels, c and columns are addresses: of rows `a_stride` bytes apart, of panels of so many words a column, of the
+    first panel's place in a result whose rows are `c_stride` and whose panels are `c_step` bytes apart, and of what
+    tiles read of columns, which is `columns_step` bytes a panel. `a_scales` is that of the scales of int8 rows.
+    """
+    blocks = (rows + _BLOCK - 1) // _BLOCK
+    blocks = max(blocks, min((rows + 2 * ROWS - 1) // (2 * ROWS), (4 * workers + count - 1) // count))
+    tasks, size = blocks * count, words * 4 * COLUMNS
+    for worker in prange(workers):
+        for task in range(tasks * worker // workers, tasks * (worker + 1) // workers):
+            panel, block = task % count, task // count
+            low, high = rows * block // blocks, rows * (block + 1) // blocks
+            tiles = max((high - low + ROWS - 1) // ROWS, 1 + (high - low > ROWS // 2))
+            b = panels + panel * size
+            for i in range(tiles):
+                first = low + (high - low) * i // tiles
+                last = low + (high - low) * (i + 1) // tiles
+                ahead = b + _AHEAD if tiles == 1 else panels + (task + 1) % count * size + size * i // tiles
+                arguments = (
+                    None, last - first, c + first * c_stride + panel * c_step, c_stride, a + first * a_stride, a_stride,
+                    b, words, columns + panel * columns_step, a_scales + 4 * first, ahead, 4 * COLUMNS // tiles,
+                )  # fmt: skip  # arguments in groups
+                _call_tile(code, arguments)
+
+
+@compiled(parallel=True, nogil=True)
+def pack(weight: NDArray[np.uint32], order: NDArray[np.int64], panels: NDArray[np.uint32]) -> None:
+    """Pack words: panels[p, :, j] = weight[order[p * COLUMNS + j]], or 0 where the order is negative."""
+    for p in prange(panels.shape[0]):
+        for k in range(panels.shape[1]):
+            for j in range(COLUMNS):
+                source = order[p * COLUMNS + j]
+                panels[p, k, j] = weight[source, k] if source >= 0 else np.uint32(0)
+
+
+@compiled(parallel=True, fastmath=FASTMATH, nogil=True)
+def quantise(x: NDArray[Any], out: NDArray[np.uint8], scales: NDArray[np.float32]) -> None:
+    """Round rows to int8, each by a scale of its own: x = (out - 128) * scale."""
+    for i in prange(x.shape[0]):
+        row, target = x[i], out[i]
+        most = magnitude(row[0])
+        for d in range(row.size):
+            most = max(most, magnitude(row[d]))
+        highest = widen(most)
+        scales[i] = highest / np.float32(127.0)
+        factor = np.float32(127.0) / highest if highest > 0 else np.float32(0.0)
+        for d in range(row.size):
+            target[d] = np.uint8(np.int32(widen(row[d]) * factor + np.float32(128.5)))

@@ -1,0 +1,182 @@
+"""The layers of a model on the processor, in one compiled call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from llmbatch.engine.cpu.attention import CpuAttention
+from llmbatch.engine.cpu.layer_forms import LayerParts, products_of
+from llmbatch.engine.cpu.linear import PackedWeight
+from llmbatch.engine.cpu.memory import as_array
+from llmbatch.kernels.cpu.attention import block_code
+from llmbatch.kernels.cpu.decoder import GATE_UP, OUT, QKV, Buffers, Layers, LayerStep, run_layers
+from llmbatch.kernels.cpu.dot_tiles import COLUMNS
+from llmbatch.kernels.cpu.products import ADD, STORE, STORE_FLOAT, tile_code
+from llmbatch.kernels.spec import AttentionSpec
+
+Angles = tuple[torch.Tensor, torch.Tensor] | None  # cosine and sine of a layer's rotation; None: none
+
+
+class Decoder:
+    """All layers of a model, with their packed weights."""
+
+    def __init__(self, parts: list[LayerParts], specs: list[AttentionSpec], *, quantised: bool) -> None:
+        """Pack the weights of layers, one after the other."""
+        self._dtype = parts[0].attention.o_proj.weight.dtype
+        self._spec = specs[0]
+        self._quantised = quantised
+        self._packed = [_pack(layer, quantised=quantised) for layer in parts]
+        first = self._packed[0]
+        self._hidden = first[QKV].width
+        self._halves = parts[0].attention.halves
+        norms = np.zeros((4, len(parts), self._hidden), np.float32)
+        for place in range(4):
+            for layer, part in enumerate(parts):
+                norm = part.norms[place]
+                if norm is not None:
+                    norms[place, layer] = norm.scale.numpy()
+        codes = [tile_code(ending, first[QKV].element) for ending in (STORE, ADD, parts[0].mlp.activation, STORE_FLOAT)]
+        self._layers = Layers(
+            panels=np.array([[weight.panels.ctypes.data for weight in layer] for layer in self._packed], np.int64),
+            columns=np.array([[weight.of_columns.ctypes.data for weight in layer] for layer in self._packed], np.int64),
+            columns_step=first[QKV].of_columns[0].nbytes,
+            words=np.array([weight.panels.shape[1] for weight in first], np.int64),
+            counts=np.array([len(weight.panels) for weight in first], np.int64),
+            norms=norms,
+            has_norm=np.array([norm is not None for norm in parts[0].norms]),
+            query_norms=_head_norms(parts, "query_norm"),
+            key_norms=_head_norms(parts, "key_norm"),
+            epsilon=_epsilon(parts[0]),
+            windows=np.array([spec.window for spec in specs], np.int64),
+            scales=np.array([spec.scale for spec in specs], np.float32),
+            softcaps=np.array([spec.softcap for spec in specs], np.float32),
+            sinks=np.stack([_sinks(spec) for spec in specs]),
+            query_heads=self._spec.query_heads,
+            width=self._spec.width,
+            codes=np.array([*codes, block_code(as_array(torch.empty(0, dtype=self._dtype)).dtype)], np.int64),
+        )
+        self._specs = specs
+        self._activations = self._make_buffers(0)
+
+    @property
+    def layers(self) -> int:
+        """How many there are."""
+        return len(self._packed)
+
+    def run(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: list[Angles],
+        step: CpuAttention,
+    ) -> torch.Tensor:
+        """Run all layers: [1, tokens, hidden] to the same; `position_embeddings` are those of each layer."""
+        tokens = hidden_states.shape[1]
+        if len(self._activations.residual) < tokens:
+            self._activations = self._make_buffers(tokens)
+        parts: list[Any] = [buffer[:tokens] for buffer in self._activations]
+        buffers = Buffers(*parts)
+        residual = torch.from_numpy(buffers.residual)[:, : self._hidden]
+        residual.copy_(hidden_states[0])
+        memory = step.pages.memory[self._spec.heads, self._spec.width]
+        run_layers(
+            self._layers,
+            self._layer_step(position_embeddings, step),
+            memory,
+            step.pages.page_size,
+            buffers,
+            numba.get_num_threads(),
+        )
+        return residual.to(self._dtype)[None]
+
+    def _layer_step(self, position_embeddings: list[Angles], step: CpuAttention) -> LayerStep:
+        kinds = {id(pair): pair for pair in position_embeddings}
+        places = {key: place for place, key in enumerate(kinds)}
+        rotating = next((pair for pair in kinds.values() if pair is not None), None)
+        if rotating is None:
+            cosine = sine = torch.empty(1, len(step.token_pages), 0, dtype=self._dtype)
+        else:
+            unrotated = torch.ones_like(rotating[0]), torch.zeros_like(rotating[1])
+            cosine, sine = (
+                torch.stack(
+                    [torch.cat(((pair or unrotated)[side][0],) * (1 + self._halves), -1) for pair in kinds.values()]
+                )
+                for side in range(2)
+            )
+        by_window = {spec.window: step.plan(spec) for spec in self._specs}
+        plans = list(by_window.values())
+        windows = list(by_window)
+        return LayerStep(
+            cosine=as_array(cosine),
+            sine=as_array(sine),
+            angles=np.array([places[id(pair)] for pair in position_embeddings], np.int64),
+            token_pages=step.token_pages,
+            token_offsets=step.token_offsets,
+            tables=plans[0].tables,
+            slots=plans[0].slots,
+            starts=plans[0].starts,
+            counts=plans[0].counts,
+            rows=plans[0].rows,
+            block_sequence=plans[0].block_sequence,
+            block_first=plans[0].block_first,
+            bounds=np.stack([plan.bounds for plan in plans]),
+            cuts=np.array([windows.index(spec.window) for spec in self._specs], np.int64),
+        )
+
+    def _make_buffers(self, tokens: int) -> Buffers:
+        first, element = self._packed[0], as_array(torch.empty(0, dtype=self._dtype)).dtype
+        columns = [len(weight.panels) * COLUMNS for weight in first]
+        return Buffers(
+            residual=np.zeros((tokens, columns[OUT]), np.float32),
+            branch=np.empty((tokens, columns[OUT]), np.float32),
+            normed=np.empty((tokens, self._hidden), element),
+            packed=np.empty((tokens, columns[QKV]), element),
+            attended=np.empty((tokens, self._spec.query_heads * self._spec.width), element),
+            inner=np.empty((tokens, columns[GATE_UP] // 2), element),
+            quantised=np.empty((tokens, max(weight.width for weight in first) if self._quantised else 0), np.uint8),
+            scales=np.empty(tokens if self._quantised else 0, np.float32),
+        )
+
+
+def _pack(part: LayerParts, *, quantised: bool) -> list[PackedWeight]:
+    """Pack the weights of a layer, and let go of them."""
+    stacked_qkv, out, stacked_gate_up, down = products_of(part)
+    qkv, gate_up = stacked_qkv.joined(), stacked_gate_up.joined()
+    width = gate_up.out_features // 2
+    lanes = COLUMNS // 2
+    panels = -(-width // lanes)
+    columns = np.pad(np.arange(width), (0, panels * lanes - width), constant_values=-1)
+    order = np.stack((columns, np.where(columns < 0, -1, columns + width))).reshape(2, panels, lanes)
+    packed = [
+        PackedWeight(qkv.weight, qkv.bias, quantised=quantised),
+        PackedWeight(*_times(out, part.factor), quantised=quantised),
+        PackedWeight(gate_up.weight, gate_up.bias, order.swapaxes(0, 1).ravel(), quantised=quantised),
+        PackedWeight(*_times(down, part.factor), padded=panels * lanes, quantised=quantised),
+    ]
+    out.weight = down.weight = nn.Parameter(torch.empty(0), requires_grad=False)
+    return packed
+
+
+def _times(layer: nn.Linear, factor: float) -> tuple[torch.Tensor, torch.Tensor | None]:
+    bias: torch.Tensor | None = layer.bias
+    if factor == 1.0:
+        return layer.weight, bias
+    return layer.weight * factor, None if bias is None else bias * factor
+
+
+def _head_norms(parts: list[LayerParts], side: str) -> NDArray[np.float32]:
+    nothing = torch.empty(0)
+    return np.stack([part.attention.norms.get(side, nothing).numpy() for part in parts])
+
+
+def _sinks(spec: AttentionSpec) -> NDArray[np.float32]:
+    return np.empty(0, np.float32) if spec.sinks is None else spec.sinks.numpy()
+
+
+def _epsilon(part: LayerParts) -> float:
+    return next(norm.epsilon for norm in part.norms if norm is not None)

@@ -1,0 +1,127 @@
+"""Linear layers on the processor: weights packed once, for the tiles of `kernels.cpu.dot_tiles`."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import numba
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from llmbatch.engine.cpu.memory import as_array, huge_pages
+from llmbatch.engine.model.fused_modules import join_products, replace_modules
+from llmbatch.kernels.cpu.dot_tiles import COLUMNS
+from llmbatch.kernels.cpu.products import STORE, STORE_FLOAT, multiply, pack, quantise, tile_code
+
+_ELEMENTS: Final[dict[torch.dtype, np.dtype[Any]]] = {
+    torch.float32: np.dtype(np.float32),
+    torch.bfloat16: np.dtype(np.uint16),
+}
+_INT8: Final = np.dtype(np.uint8)
+
+
+class PackedWeight:
+    """The weight of a linear layer in panels, and what tiles read of its columns: its bias, or zeros, in float32.
+
+    An int8 weight has a scale for each column. Its rows are unsigned, 128 more than what they mean, so its sums start
+    at what those 128 would add.
+    """
+
+    def __init__(
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        order: NDArray[np.int64] | None = None,
+        *,
+        padded: int | None = None,
+        quantised: bool = False,
+    ) -> None:
+        """Pack `weight` [columns, width]; `order` says which column comes where, -1 for none.
+
+        `padded`: rows that are multiplied have so many elements, zeros after the first `width`. `quantised`: to int8.
+        """
+        columns, width = weight.shape
+        weight = weight.detach()
+        if padded is not None and padded > width:
+            weight = nn.functional.pad(weight, (0, padded - width))
+        if order is None:
+            order = np.arange(columns)
+        count = -(-len(order) // COLUMNS)
+        order = np.concatenate((order, np.full(count * COLUMNS - len(order), -1)))
+        self.dtype = weight.dtype
+        self.element = _INT8 if quantised else _ELEMENTS[weight.dtype]
+        self.columns = columns
+        self.width = width
+        self.of_columns = np.zeros((count, 3 if quantised else 1, COLUMNS), np.float32)
+        if bias is not None:
+            self._set(0, bias.detach().float().numpy(), order)
+        if quantised:
+            scales = weight.abs().amax(1).float().clamp(min=1e-30) / 127
+            weight = (weight.float() / scales[:, None]).round_().to(torch.int8)
+            starts = -128 * weight.sum(1, dtype=torch.int32)
+            self._set(1, scales.numpy(), order)
+            self._set(2, starts.numpy().view(np.float32), order)
+        words = weight.contiguous().view(torch.uint8).numpy().view(np.uint32)
+        self.panels = huge_pages((count, words.shape[1], COLUMNS), np.uint32)
+        pack(words, order, self.panels)
+
+    def _set(self, part: int, values: NDArray[np.float32], order: NDArray[np.int64]) -> None:
+        self.of_columns[:, part] = np.where(order >= 0, values[order], np.float32(0.0)).reshape(-1, COLUMNS)
+
+
+class PackedLinear(nn.Module):
+    """A linear layer whose weight is packed."""
+
+    def __init__(self, original: nn.Linear, *, to_float: bool = False, quantised: bool = False) -> None:
+        """Pack the weight of `original`; `to_float`: results are float32 whatever the weight is."""
+        super().__init__()
+        self.in_features: int = original.in_features
+        self.out_features: int = original.out_features
+        self.packed = PackedWeight(original.weight, original.bias, quantised=quantised)
+        self._dtype = torch.float32 if to_float else original.weight.dtype
+        self._code = tile_code(STORE_FLOAT if to_float else STORE, self.packed.element)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Map [..., in_features] to [..., out_features]."""
+        weight, width = self.packed, self.in_features
+        x = hidden_states.contiguous().view(-1, width)
+        rows = len(x)
+        scales = np.empty(rows, np.float32)
+        a, itemsize = x.data_ptr(), x.element_size()
+        if weight.element == _INT8:
+            bytes_of_x = np.empty((rows, width), np.uint8)
+            quantise(as_array(x), bytes_of_x, scales)
+            a, itemsize = bytes_of_x.ctypes.data, 1
+        out = torch.empty(rows, len(weight.panels) * COLUMNS, dtype=self._dtype)
+        multiply(
+            self._code, a, width * itemsize, scales.ctypes.data, rows,
+            weight.panels.ctypes.data, len(weight.panels), weight.panels.shape[1],
+            out.data_ptr(), out.shape[1] * out.element_size(), COLUMNS * out.element_size(),
+            weight.of_columns.ctypes.data, weight.of_columns[0].nbytes, numba.get_num_threads(),
+        )  # fmt: skip  # arguments in groups
+        return out[:, : self.out_features].contiguous().view(*hidden_states.shape[:-1], self.out_features)
+
+
+def pack_linears(model: nn.Module, dtype: torch.dtype, *, quantised: bool = False) -> None:
+    """Replace, in place, the linear layers of a model by packed ones; its head gives float32 and is not `quantised`.
+
+    Gates, which choose experts, stay: they are small, and some read their weight themselves.
+    """
+    join_products(model)
+    head = getattr(model, "lm_head", None)
+    kept = {part for gate in model.modules() if type(gate).__name__.endswith("Gate") for part in gate.modules()}
+
+    def packed(module: nn.Module) -> PackedLinear | None:
+        if (
+            module in kept
+            or type(module) is not nn.Linear
+            or module.weight.dtype != dtype
+            or module.in_features * dtype.itemsize % 4
+        ):
+            return None
+        to_int8 = quantised and module is not head and module.in_features % 4 == 0
+        return PackedLinear(module, to_float=module is head, quantised=to_int8)
+
+    replace_modules(model, packed)

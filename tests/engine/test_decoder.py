@@ -1,0 +1,102 @@
+"""On the processor the layers of common models run in one compiled call; other models' stay modules."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from llmbatch.engine.cpu import platform
+from llmbatch.engine.cpu.attention import CpuOps
+from llmbatch.engine.cpu.joined_layers import join_layers
+from llmbatch.engine.cpu.platform import HOST
+from llmbatch.engine.model.loader import LoadedModel, load_model
+from llmbatch.kernels.cpu.vector_ir import HAS_INT8
+from tests.support.models import FAMILIES, tiny_model_folder
+
+JOINED = ("gemma", "gemma2", "gemma3", "llama", "mistral", "qwen2", "qwen3")
+UNPACKED = replace(HOST, pack=None)
+
+
+def unpacked(folder: Path, family: str = "llama") -> LoadedModel:
+    """A model whose modules are fused, and its layers not yet joined."""
+    return load_model(tiny_model_folder(folder, family), dtype="float32", platform=UNPACKED)
+
+
+def logits(loaded: LoadedModel, tokens: int = 7) -> torch.Tensor:
+    """What a model says after a few tokens."""
+    ids = torch.arange(5, 5 + tokens)[None]
+    step = CpuOps().probe_step(loaded.attention, loaded.dtype, tokens)
+    with torch.inference_mode():
+        out: torch.Tensor = loaded.module(
+            input_ids=ids, position_ids=torch.arange(tokens)[None], use_cache=False, llmbatch=step
+        ).logits
+    return out
+
+
+@pytest.mark.parametrize("family", JOINED)
+def test_joined_layers_give_the_logits_of_separate_ones(tmp_path: Path, family: str) -> None:
+    loaded = unpacked(tmp_path, family)
+    expected = logits(loaded)
+    assert join_layers(loaded.module, loaded.attention, loaded.dtype, CpuOps())
+    torch.testing.assert_close(logits(loaded), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(logits(loaded), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("family", "plain"), [("llama", True), ("qwen3", True), ("gemma2", False), ("gemma3", False)])
+def test_models_that_do_nothing_else_around_their_layers_lose_their_forward(
+    tmp_path: Path, family: str, plain: bool
+) -> None:
+    """Gemma 2 caps its logits, and Gemma 3 rotates kinds of layers in different ways."""
+    loaded = unpacked(tmp_path, family)
+    theirs = type(loaded.module).forward
+    assert join_layers(loaded.module, loaded.attention, loaded.dtype, CpuOps())
+    assert (getattr(loaded.module.forward, "__func__", None) is not theirs) == plain
+
+
+@pytest.mark.parametrize("family", sorted(set(FAMILIES) - set(JOINED)))
+def test_layers_of_other_forms_stay(tmp_path: Path, family: str) -> None:
+    loaded = unpacked(tmp_path, family)
+    assert not join_layers(loaded.module, loaded.attention, loaded.dtype, CpuOps())
+
+
+@pytest.mark.parametrize("name", ["model.embed_tokens", "model.layers.1"])
+def test_layers_stay_where_what_one_returns_is_read_beside_the_next(tmp_path: Path, name: str) -> None:
+    """As by a model that adds its embeddings, or a layer's output, to what the last layer returns."""
+    loaded = unpacked(tmp_path)
+    kept: list[torch.Tensor] = []
+
+    def keep(module: nn.Module, given: Any, out: torch.Tensor) -> None:
+        kept.append(out)
+
+    def add(module: nn.Module, given: tuple[torch.Tensor]) -> torch.Tensor:
+        return given[0] + kept.pop()
+
+    loaded.module.get_submodule(name).register_forward_hook(keep)
+    loaded.module.get_submodule("model.norm").register_forward_pre_hook(add)
+    joined = join_layers(loaded.module, loaded.attention, loaded.dtype, CpuOps())
+    assert joined == (name == "model.embed_tokens")  # which the joined layers leave as they are
+
+
+@pytest.mark.skipif(not HAS_INT8, reason="this processor cannot multiply int8")
+@pytest.mark.parametrize("family", JOINED)
+def test_joined_layers_may_be_int8(tmp_path: Path, family: str) -> None:
+    folder = tiny_model_folder(tmp_path, family)
+    expected = logits(load_model(folder, dtype="bfloat16", platform=HOST))
+    loaded = load_model(folder, dtype="int8", platform=HOST)
+    assert loaded.notes == ()
+    got = logits(loaded)
+    assert not torch.equal(got, expected)
+    assert (got - expected).norm() < 0.1 * expected.norm()
+
+
+def test_a_processor_without_int8_says_what_it_takes_instead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "HAS_INT8", False)
+    folder = tiny_model_folder(tmp_path, "llama")
+    loaded = load_model(folder, dtype="int8", platform=HOST)
+    assert loaded.notes == ("this processor cannot multiply int8 (it has no avx512_vnni): bfloat16 is taken instead",)
+    assert torch.equal(logits(loaded), logits(load_model(folder, dtype="bfloat16", platform=HOST)))

@@ -1,0 +1,64 @@
+"""A packed linear layer gives the original's answers."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from llmbatch.engine.cpu.linear import PackedLinear, pack_linears
+from llmbatch.kernels.cpu.vector_ir import HAS_INT8
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("inputs", "outputs"), [(576, 960), (34, 7), (8, 24)])
+def test_a_packed_layer_takes_any_number_of_rows(inputs: int, outputs: int, bias: bool, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    layer = nn.Linear(inputs, outputs, bias=bias, dtype=dtype)
+    packed = PackedLinear(layer)
+    for rows in (1, 2, 3, 12, 13, 25, 200, 777):
+        x = torch.randn(1, rows, inputs).to(dtype)
+        tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+        torch.testing.assert_close(packed(x), layer(x), atol=tolerance, rtol=tolerance)
+
+
+def test_the_head_of_a_model_gives_float32() -> None:
+    model = nn.Module()
+    model.body = nn.Linear(32, 32, dtype=torch.bfloat16)
+    model.lm_head = nn.Linear(32, 64, dtype=torch.bfloat16)
+    x = torch.ones(1, 3, 32, dtype=torch.bfloat16)
+    pack_linears(model, torch.bfloat16)
+    assert model.body(x).dtype == torch.bfloat16
+    assert model.lm_head(x).dtype == torch.float32
+
+
+def test_a_layer_that_does_not_fit_words_stays() -> None:
+    model = nn.Module()
+    model.odd = nn.Linear(33, 32, dtype=torch.bfloat16)
+    pack_linears(model, torch.bfloat16)
+    assert type(model.odd) is nn.Linear
+
+
+@pytest.mark.skipif(not HAS_INT8, reason="this processor cannot multiply int8")
+@pytest.mark.parametrize("bias", [False, True])
+def test_an_int8_layer_is_near_the_original(bias: bool) -> None:
+    torch.manual_seed(0)
+    layer = nn.Linear(576, 960, bias=bias, dtype=torch.bfloat16)
+    packed = PackedLinear(layer, quantised=True)
+    for rows in (1, 13, 200):
+        x = torch.randn(1, rows, 576).bfloat16()
+        expected, got = layer(x).float(), packed(x).float()
+        assert (got - expected).norm() < 0.015 * expected.norm()
+
+
+def test_a_head_stays_bfloat16_where_layers_are_int8() -> None:
+    model = nn.Module()
+    model.body = nn.Linear(32, 32, dtype=torch.bfloat16)
+    model.lm_head = nn.Linear(32, 64, dtype=torch.bfloat16)
+    pack_linears(model, torch.bfloat16, quantised=True)
+    assert isinstance(model.body, PackedLinear)
+    assert isinstance(model.lm_head, PackedLinear)
+    assert model.body.packed.element == np.uint8
+    assert model.lm_head.packed.element == np.uint16

@@ -1,0 +1,141 @@
+"""Models that cannot be run are refused before their weights are read, with the part and the nearest thing to do."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import RecurrentGemmaConfig
+
+from llmbatch.engine.cpu.platform import HOST
+from llmbatch.engine.model.config import describe_model
+from llmbatch.engine.model.loader import load_model
+from llmbatch.errors import ModelError
+from tests.support.families import REFUSED, TABLE
+
+GPU = torch.device("cuda")
+OTHER = "take another model, or transformers itself for this one"
+
+
+def refusal(folder: Path, *, dtype: str = "float32", device: torch.device | None = None) -> str:
+    """What is said of a model whose weights would be an error of their own, if they were read."""
+    (folder / "model.safetensors").write_bytes(b"unreadable")
+    ask: Any = partial(describe_model, device=device) if device else partial(load_model, platform=HOST)
+    with pytest.raises(ModelError) as caught:
+        ask(str(folder), dtype=dtype)
+    before, after = str(caught.value).split(repr(str(folder)))
+    return f"{before}FOLDER{after}"
+
+
+def changed(folder: Path, family: str, **fields: Any) -> Path:
+    """Write the config of a family that runs, with other fields."""
+    config = {**TABLE[family].config().to_dict(), **fields}
+    (folder / "config.json").write_text(json.dumps({name: value for name, value in config.items() if value is not ...}))
+    return folder
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_families_that_do_not_run_are_refused(tmp_path: Path, name: str) -> None:
+    REFUSED[name].config().save_pretrained(tmp_path)
+    assert refusal(tmp_path) == f"model FOLDER uses {REFUSED[name].refusal}"
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_family_is_refused_where_there_are_no_weights_at_all(tmp_path: Path, name: str) -> None:
+    REFUSED[name].config().save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="which is not supported"):
+        load_model(str(tmp_path), platform=HOST)
+
+
+@pytest.mark.parametrize("method", ["fp8", "awq", "gptq", "bitsandbytes", "compressed-tensors"])
+def test_quantised_weights_are_refused(tmp_path: Path, method: str) -> None:
+    folder = changed(tmp_path, "llama", quantization_config={"quant_method": method})
+    assert refusal(folder) == (
+        f"model FOLDER uses quantised weights ({method}), which is not supported: weights are float, GGUF or MXFP4; "
+        "take the files of the same model that are not quantised, or a .gguf file of it"
+    )
+
+
+def test_rotary_embeddings_of_an_unknown_type_are_refused(tmp_path: Path) -> None:
+    folder = changed(tmp_path, "llama", rope_parameters={"rope_type": "spiral", "rope_theta": 1e4})
+    assert refusal(folder) == (
+        "model FOLDER uses rotary embeddings of type 'spiral', which is not supported: types are default, linear, "
+        "dynamic, llama3, yarn, longrope, proportional; correct rope_type in its config.json if it is another name of "
+        f"one of these, or {OTHER}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("family", "field"), [("llama", "hidden_act"), ("gemma3", "hidden_activation"), ("gpt2", "activation_function")]
+)
+def test_an_unknown_activation_is_refused(tmp_path: Path, family: str, field: str) -> None:
+    assert refusal(changed(tmp_path, family, **{field: "wave"})) == (
+        "model FOLDER uses the activation 'wave', which is not supported: activations are those of transformers; "
+        f"correct {field} in its config.json, or install a transformers that knows it"
+    )
+
+
+def test_float16_is_refused_on_the_processor(tmp_path: Path) -> None:
+    assert refusal(changed(tmp_path, "llama"), dtype="float16") == (
+        "model FOLDER uses float16 on the processor, which is not supported: there it is float32, bfloat16 or int8; "
+        "take one of them as --dtype"
+    )
+
+
+def test_a_field_of_the_wrong_type_is_refused_by_its_name(tmp_path: Path) -> None:
+    assert refusal(changed(tmp_path, "llama", max_position_embeddings="many")) == (
+        "model folder FOLDER has no config that can be read: Validation error for field 'max_position_embeddings': "
+        "TypeError: Field 'max_position_embeddings' expected int, got str (value: 'many')"
+    )
+
+
+def test_sizes_that_do_not_go_together_are_refused(tmp_path: Path) -> None:
+    assert refusal(changed(tmp_path, "llama", num_key_value_heads=0)) == (
+        "model folder FOLDER has a config that builds no model: integer division or modulo by zero"
+    )
+
+
+def test_wide_heads_are_refused_on_a_gpu(tmp_path: Path) -> None:
+    assert refusal(changed(tmp_path, "llama", head_dim=512), device=GPU) == (
+        "model FOLDER uses heads of 512 elements, which is not supported: on a GPU they have 256 at most; "
+        "take --device cpu"
+    )
+
+
+def test_chunks_are_refused_on_a_gpu(tmp_path: Path) -> None:
+    assert refusal(changed(tmp_path, "llama4"), device=GPU) == (
+        "model FOLDER uses chunked_attention, which is not supported: there is none on a GPU; take --device cpu"
+    )
+
+
+def test_heads_that_are_not_whole_are_refused(tmp_path: Path) -> None:
+    assert refusal(changed(tmp_path, "llama", num_key_value_heads=4)) == (
+        "model FOLDER uses 6 heads of queries over 4 of keys, which is not supported: the first must be a multiple of "
+        f"the second; correct its config.json, or {OTHER}"
+    )
+
+
+def test_a_model_without_a_context_length_is_refused(tmp_path: Path) -> None:
+    RecurrentGemmaConfig(block_types=["attention"]).save_pretrained(tmp_path)
+    assert refusal(tmp_path) == (
+        "model FOLDER uses no max_position_embeddings, which is not supported: the context length must be known; "
+        "give it as context_length (--context-length)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda folder: None, "no config that can be read"),
+        (lambda folder: (folder / "config.json").write_text("{"), "no config that can be read"),
+        (lambda folder: (folder / "config.json").write_text('{"model_type": "nothing"}'), "no config that can be read"),
+    ],
+)
+def test_a_config_that_cannot_be_read_is_refused(tmp_path: Path, make: Callable[[Path], Any], reason: str) -> None:
+    make(tmp_path)
+    assert refusal(tmp_path).startswith(f"model folder FOLDER has {reason}: ")
