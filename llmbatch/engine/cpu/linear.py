@@ -86,7 +86,8 @@ class PackedLinear(nn.Module):
         self.packed = PackedWeight(original.weight, original.bias, quantised=quantised)
         self._dtype = torch.float32 if to_float else original.weight.dtype
         self._code = tile_code(STORE_FLOAT if to_float else STORE, self.packed.element)
-        self._kept = torch.empty(0, dtype=self._dtype) if to_float else None
+        columns = len(self.packed.panels) * COLUMNS
+        self._kept = torch.empty(0, columns, dtype=self._dtype) if to_float else None
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Map [..., in_features] to [..., out_features]."""
