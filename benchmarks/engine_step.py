@@ -3,8 +3,9 @@
     python benchmarks/engine_step.py [--model FOLDER] [--dtype bfloat16] [--roofline] [--profile]
 
 The roofline of a step is the larger of two times: its operations at the best rate that a product of any shape reaches
-here (torch's own and ours, both measured first), and its bytes at the speed of a plain sum over memory. Its bytes are
-the weights of all layers, those of the head if a row is sampled, and the keys and values that its rows read. With int8
+here (torch's own and ours, both measured first), and its bytes at the speed of a plain sum over memory, measured again
+for each kind, before it and after: other machines share the memory, and its speed is another one each minute. Its bytes are
+the weights of all layers, those of the head if a row is sampled, and the keys and values that its rows read. In int8
 the layers' products have a rate of their own. `--roofline` measures every kind of step: decodes, chunks and both
 together, by rows and context.
 
@@ -154,12 +155,6 @@ def best_rate(dtype: torch.dtype, *, int8: bool = False) -> float:
     return best
 
 
-def read_bandwidth() -> float:
-    """The bytes a second of a plain sum over memory."""
-    memory = torch.ones(64 << 20)
-    return memory.numel() * 4 / fastest(memory.sum, 5, 0.5)
-
-
 def build(kind: Kind) -> tuple[RequestBatch, Step, int]:
     """The step of a kind, over pages in random order."""
     starts, counts = np.array(kind.starts, np.int32), np.array(kind.counts, np.int32)
@@ -185,12 +180,20 @@ def build(kind: Kind) -> tuple[RequestBatch, Step, int]:
     return requests, Step(0, decodes, slots, slots, starts, counts, samples, tables), len(order)
 
 
-def scattered_bandwidth(piece: int) -> float:
-    """The bytes a second of a sum over memory whose pieces of so many bytes are read in random order."""
-    pieces = huge_pages((2**28 // piece, piece // 4), np.float32)
-    pieces.fill(1.0)
-    order = np.random.default_rng(0).permutation(len(pieces))
-    return pieces.nbytes / fastest(partial(_sum_pieces, pieces, order), 5, 0.5)
+class Memory:
+    """What sums over memory take: in order, and in pieces of so many bytes in random order."""
+
+    def __init__(self, piece: int) -> None:
+        self._pieces = huge_pages((2**28 // piece, piece // 4), np.float32)
+        self._pieces.fill(1.0)
+        self._order = np.random.default_rng(0).permutation(len(self._pieces))
+        self._whole = torch.from_numpy(self._pieces)
+
+    def rates(self) -> tuple[float, float]:
+        """The bytes a second of both."""
+        size = self._pieces.nbytes
+        scattered = fastest(partial(_sum_pieces, self._pieces, self._order), 5, 0.1)
+        return size / fastest(self._whole.sum, 5, 0.1), size / scattered
 
 
 @numba.njit(parallel=True, fastmath=True)
@@ -221,12 +224,10 @@ class Machine:
     """What bounds a step, and of which type it is."""
 
     flops: float
-    bandwidth: float
-    scattered: float  # bytes a second of pages in random order
     int8_flops: float | None  # of the layers' products, if they are int8
 
-    def bounds(self, loaded: LoadedModel, kind: Kind) -> tuple[float, float]:
-        """Seconds of the roofline, and of the same in turn."""
+    def bounds(self, loaded: LoadedModel, kind: Kind, bandwidth: float, scattered: float) -> tuple[float, float]:
+        """Seconds of the roofline, and of the same in turn; `scattered` are the bytes a second of pages."""
         size = loaded.dtype.itemsize
         shape = ModelShape.from_config(loaded.config, size)
         sampled = sum(kind.samples)
@@ -236,9 +237,9 @@ class Machine:
         head = Work(2 * shape.head_params * sampled, shape.head_params * size * (sampled > 0))
         attention = Work(pairs, kind.keys * bytes_per_token(loaded.attention.values(), loaded.dtype))
         arithmetic = layers.flops / rate + (head.flops + attention.flops) / self.flops
-        reading = (layers.bytes + head.bytes + attention.bytes) / self.bandwidth
-        in_turn = layers.seconds(rate, self.bandwidth)
-        in_turn += head.seconds(self.flops, self.bandwidth) + attention.seconds(self.flops, self.scattered)
+        reading = (layers.bytes + head.bytes + attention.bytes) / bandwidth
+        in_turn = layers.seconds(rate, bandwidth)
+        in_turn += head.seconds(self.flops, bandwidth) + attention.seconds(self.flops, scattered)
         return max(arithmetic, reading), in_turn
 
 
@@ -292,27 +293,29 @@ def main() -> None:
     loaded = load_model(resolve_model(options.model), dtype=options.dtype, platform=HOST)
     int8_rate = best_rate(loaded.dtype, int8=True) if options.dtype == "int8" else None
     first = next(iter(loaded.attention.values()))
-    piece = bytes_per_token([first], loaded.dtype) // first.heads * PAGE_SIZE
-    machine = Machine(best_rate(loaded.dtype), read_bandwidth(), scattered_bandwidth(piece), int8_rate)
+    memory = Memory(bytes_per_token([first], loaded.dtype) // first.heads * PAGE_SIZE)
+    machine = Machine(best_rate(loaded.dtype), int8_rate)
     clocks = Clock(Decoder, "run"), Clock(loaded.module.lm_head, "forward")
     per_token = bytes_per_token(loaded.attention.values(), loaded.dtype)
     print(
-        f"{options.dtype}: {torch.get_num_threads()} threads, {machine.flops / 1e9:.0f} GFLOP/s, "
-        + (f"int8 {int8_rate / 1e9:.0f}, " if int8_rate else "")
-        + f"{machine.bandwidth / 1e9:.1f} GB/s, in pieces of {piece:,} bytes {machine.scattered / 1e9:.1f}"
+        f"{options.dtype}: {torch.get_num_threads()} threads, {machine.flops / 1e9:.0f} GFLOP/s"
+        + (f", int8 {int8_rate / 1e9:.0f}" if int8_rate else "")
     )
-    columns = ("ms", "bound", "ratio", "in turn", "tokens/s", "layers", "head", "rest")
+    columns = ("ms", "bound", "ratio", "in turn", "tokens/s", "layers", "head", "rest", "GB/s", "in pieces")
     print(f"{'step':40}" + "".join(f"{name:>9}" for name in columns))
     for kind in all_kinds() if options.roofline else usual_kinds():
         if options.only not in kind.name or kind.keys * per_token > MOST_KV:
             continue
         execute = prepared(loaded, kind)
+        before = memory.rates()
         seconds, parts = fastest_parts(execute, options.repeats, clocks)
-        bound, in_turn = machine.bounds(loaded, kind)
+        rates = [max(pair) for pair in zip(before, memory.rates())]
+        bound, in_turn = machine.bounds(loaded, kind, *rates)
         layers, head = parts
         print(
             f"{kind.name:40}{seconds * 1e3:9.2f}{bound * 1e3:9.2f}{seconds / bound:9.2f}{seconds / in_turn:9.2f}"
-            f"{kind.tokens / seconds:9.0f}{layers * 1e3:9.2f}{head * 1e3:9.2f}{(seconds - layers - head) * 1e3:9.2f}",
+            f"{kind.tokens / seconds:9.0f}{layers * 1e3:9.2f}{head * 1e3:9.2f}{(seconds - layers - head) * 1e3:9.2f}"
+            + "".join(f"{rate / 1e9:9.1f}" for rate in rates),
             flush=True,
         )
         if options.profile:
