@@ -36,7 +36,5 @@ def best(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     tokens = torch.empty(len(logits), dtype=torch.int32, device=logits.device)
     finite = torch.empty(len(logits), dtype=torch.bool, device=logits.device)
     if len(logits):
-        _best[(len(logits),)](
-            logits, tokens, finite, logits.shape[1], BLOCK=_BLOCK, num_warps=8, enable_fp_fusion=True
-        )
+        _best[(len(logits),)](logits, tokens, finite, logits.shape[1], BLOCK=_BLOCK, num_warps=8, enable_fp_fusion=True)
     return tokens, finite

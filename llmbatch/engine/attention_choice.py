@@ -1,7 +1,7 @@
 """The attention kernels that a device runs: the named backend, or the first that works here.
 
-A backend works when a step of every kind of layer of the model agrees with the reference in each token. Kernels are compiled
-then, so one that does not compile is known by its name before the job begins.
+A backend works when a step of every kind of layer of the model agrees with the reference in each token. Kernels are
+compiled then, so one that does not compile is known by its name before the job begins.
 """
 
 from __future__ import annotations

@@ -42,4 +42,5 @@ class StopTokens:
             text = self._decode(np.array([token], np.int32))
             open_ended = not text or _REPLACEMENT in text
             found[token] = _CAN if open_ended or any(end in text for end in ends) else _CANNOT
-        return found[tokens] == _CAN
+        can: NDArray[np.bool_] = found[tokens] == _CAN
+        return can

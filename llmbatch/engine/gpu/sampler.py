@@ -61,8 +61,8 @@ def choose(logits: torch.Tensor, draw: Draw | None) -> tuple[torch.Tensor, torch
     logits = logits.contiguous()
     tokens, finite = best(logits)
     if draw is not None:
-        there = (_there(array, logits.device) for array in (draw.rows, draw.given))
-        draw_tokens(logits, *there, finite, tokens)
+        rows, given = (_there(array, logits.device) for array in (draw.rows, draw.given))
+        draw_tokens(logits, rows, given, finite, tokens)
     return tokens, finite
 
 
