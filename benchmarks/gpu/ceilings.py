@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -10,11 +11,9 @@ from gpu.stage import Stage
 from llmbatch.engine.calibration.microbenchmarks import copy_bandwidth, product_rate
 
 
-def measure(stage: Stage) -> dict[str, Any]:
+def measure(stage: Stage) -> Iterator[tuple[str, Any]]:
     """Copy bandwidth and matrix rate, three times each."""
     if stage.dry:
-        return {}
-    return {
-        "copy_bytes_per_second": [copy_bandwidth(stage.device) for _ in range(3)],
-        "bfloat16_flops": [product_rate(stage.device, torch.bfloat16) for _ in range(3)],
-    }
+        return
+    yield "copy_bytes_per_second", [copy_bandwidth(stage.device) for _ in range(3)]
+    yield "bfloat16_flops", [product_rate(stage.device, torch.bfloat16) for _ in range(3)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,13 +22,12 @@ ORDERS: tuple[Policy, ...] = ("blend", "dual-scan", "dfs", "random")
 STEPS = (None, 512, 2048)  # tokens; None: what the order takes by itself
 
 
-def measure(stage: Stage) -> dict[str, Any]:
+def measure(stage: Stage) -> Iterator[tuple[str, Any]]:
     """Each mix in each order at its best step, under the constants of the best strategy and of `sequential`."""
     if stage.traces is None:
         raise SystemExit("full needs the traces: --traces FOLDER, or $LLMBATCH_TRACES")
     traces = read_traces([Path(stage.traces) / f"{source}.parquet" for source in SOURCES])
     rows = 1000 if stage.dry else 100_000
-    found: dict[str, Any] = {}
     for strategy in dict.fromkeys((stage.calibration.best, STRATEGIES[0])):
         cost = stage.cost(strategy)
         if stage.dry:  # the interpreter's constants say nothing, and its steps would not end
@@ -49,5 +49,4 @@ def measure(stage: Stage) -> dict[str, Any]:
                     "fraction_of_optimal": report.fraction_of_optimal,
                     "sharing": report.prefix_sharing,
                 }
-            found[f"{strategy} {name}"] = orders
-    return found
+            yield f"{strategy} {name}", orders

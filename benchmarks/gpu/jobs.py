@@ -8,6 +8,7 @@ weights, so every answer is as long as the trace says.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -42,28 +43,29 @@ from llmbatch.simulation.traces import Trace, read_traces
 
 SOURCES = ("azure2023_code", "mmlu_5shot", "video_panda70m")
 SHORTER = 16
-ORDERS: tuple[Policy, ...] = ("blend", "dfs", "random")
+FIXED = 2048  # tokens a step, of the job that decides none of them in closed loop
 
 
-def measure(stage: Stage, name: str) -> dict[str, Any]:
+def measure(stage: Stage, name: str, orders: Sequence[Policy]) -> Iterator[tuple[str, Any]]:
     """The mix of that name: seconds, what was predicted, and the share of the optimum under both laws."""
     best = stage.calibration.best
+    yield "best_strategy", best
+    calibrated = stage.calibration.fitted.items()
+    yield "calibrated", {key: stage.constants(stage.cost(key)) | {"gain": fitted.gain} for key, fitted in calibrated}
+    yield "isolated_efficiencies", efficiencies(stage)
     pool = pool_of(stage)
+    yield "pool_tokens", pool.tokens
     trace, mix = drawn(stage, name, stage.cost(best))
     requests = requests_of(trace, stage.sizes.model["vocab_size"])
-    orders = {order: job(stage, requests, best, pool, order) for order in ORDERS}
-    return {
-        "mix": {"density": mix.density, "sharing": mix.sharing, "rows": len(requests)},
-        "calibrated": {
-            name: stage.constants(stage.cost(name)) | {"gain": fitted.gain}
-            for name, fitted in stage.calibration.fitted.items()
-        },
-        "isolated_efficiencies": efficiencies(stage),
-        "best_strategy": best,
-        "pool_tokens": pool.tokens,
-        "orders": orders,
-        "peak_bytes": 0 if stage.dry else torch.cuda.max_memory_allocated(stage.device),
-    }
+    yield "mix", {"density": mix.density, "sharing": mix.sharing, "rows": len(requests)}
+    jobs: dict[str, Any] = {}
+    for order in orders:
+        jobs[order] = job(stage, requests, best, pool, order)
+        yield "orders", jobs
+        if order == "blend":
+            jobs[f"blend, {FIXED} tokens a step"] = job(stage, requests, best, pool, order, step_tokens=FIXED)
+            yield "orders", jobs
+    yield "peak_bytes", 0 if stage.dry else torch.cuda.max_memory_allocated(stage.device)
 
 
 def pool_of(stage: Stage) -> Pool:
@@ -160,10 +162,19 @@ class Noted(EngineObserver[Any]):
         return MeasuredSteps(tokens, pairs, read, samples, np.diff(self._done))
 
 
-def job(stage: Stage, requests: RequestBatch, strategy: Strategy, pool: Pool, order: Policy) -> dict[str, Any]:
+def job(
+    stage: Stage,
+    requests: RequestBatch,
+    strategy: Strategy,
+    pool: Pool,
+    order: Policy,
+    *,
+    step_tokens: int | None = None,
+) -> dict[str, Any]:
     """One job, and the same by the simulator."""
     cost = stage.cost(strategy)
-    scheduling = Scheduling(order=order, max_running=len(requests))
+    reached = efficiencies(stage)  # before there are pages: a card has no room for both
+    scheduling = Scheduling(order=order, step_tokens=step_tokens, max_running=len(requests))
     workload = Workload.of(requests)
     forecast = run_workload(workload, requests.max_tokens, cost, pool, scheduling).report
     engine = stage.engine(strategy, cost.rates, num_pages=pool.num_pages)
@@ -184,14 +195,17 @@ def job(stage: Stage, requests: RequestBatch, strategy: Strategy, pool: Pool, or
         "preemptions": result.preemptions,
         "tokens_per_second": (tree.total_tokens + noted.tokens) / seconds,
         "sharing": tree.sharing,
-        "share_of_optimum": {law: best / seconds for law, best in optima(stage, workload, requests, pool).items()},
+        "share_of_optimum": {
+            law: best / seconds for law, best in optima(stage, reached, workload, requests, pool).items()
+        },
     }
 
 
-def optima(stage: Stage, workload: Workload, requests: RequestBatch, pool: Pool) -> dict[str, float]:
+def optima(
+    stage: Stage, reached: Mapping[str, float], workload: Workload, requests: RequestBatch, pool: Pool
+) -> dict[str, float]:
     """T_opt by the efficiencies of kernels alone: of an engine that runs them in turn, and of one that overlaps."""
     cost = stage.ceiling_cost
-    reached = efficiencies(stage)
     hardware = replace(
         cost.hardware,
         compute_efficiency=reached["compute_efficiency"],

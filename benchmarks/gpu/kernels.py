@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -20,26 +21,42 @@ PAGE = 16
 ALONE = Groups(0)
 
 
-def measure(stage: Stage) -> dict[str, Any]:
+def measure(stage: Stage) -> Iterator[tuple[str, Any]]:
     """Share of the ceiling and relative error of each."""
     sizes, model = stage.sizes, stage.sizes.model
-    plain = decodes(stage, np.full(sizes.rows, sizes.keys), 0, together=ALONE)
-    apart = decodes(stage, np.full(sizes.rows, sizes.shared + sizes.own), sizes.shared, together=ALONE)
-    cascade = decodes(stage, np.full(sizes.rows, sizes.shared + sizes.own), sizes.shared, together=GROUPS)
-    uneven = decodes(stage, np.random.default_rng(0).integers(1, 2 * sizes.keys, sizes.rows), 0, together=ALONE)
-    return {
-        "decode": plain,
-        "decode_of_uneven_lengths": uneven,
-        "shared_prefix_apart": apart,
-        "shared_prefix_together": cascade,
-        "cascade_gain": apart["seconds"] / cascade["seconds"],
-        "gain_of_groups": {f"{rows} x {tokens}": gain for (rows, tokens), gain in gains_of_groups(stage).items()},
-        "prefill": prefill(stage, sizes.chunk, 0),
-        "prefill_of_a_later_chunk": prefill(stage, sizes.chunk, sizes.chunk),
-        "norm": norm(stage, sizes.chunk, model["hidden_size"]),
-        "gate": gate(stage, sizes.chunk, model["intermediate_size"]),
-        "rotate_and_store": rotate(stage, sizes.chunk),
-    }
+    yield "decode", decodes(stage, np.full(sizes.rows, sizes.keys), 0, together=ALONE)
+    lengths = np.random.default_rng(0).integers(1, 2 * sizes.keys, sizes.rows)
+    yield "decode_of_uneven_lengths", decodes(stage, lengths, 0, together=ALONE)
+    yield "prefill", prefill(stage, sizes.chunk, 0)
+    yield "prefill_of_a_later_chunk", prefill(stage, sizes.chunk, sizes.chunk)
+    yield "prefill_of_a_short_chunk", prefill(stage, sizes.chunk // 64, sizes.chunk // 2)
+    yield "prefill_beside_decodes", beside(stage)
+    keys = np.full(sizes.rows, sizes.shared + sizes.own)
+    apart = decodes(stage, keys, sizes.shared, together=ALONE)
+    yield "shared_prefix_apart", apart
+    cascade = decodes(stage, keys, sizes.shared, together=GROUPS)
+    yield "shared_prefix_together", cascade | {"gain": apart["seconds"] / cascade["seconds"]}
+    yield "norm", norm(stage, sizes.chunk, model["hidden_size"])
+    yield "gate", gate(stage, sizes.chunk, model["intermediate_size"])
+    yield "rotate_and_store", rotate(stage, sizes.chunk)
+    gains = gains_of_groups(stage)
+    yield "gain_of_groups", {f"{rows} x {tokens}": gain for (rows, tokens), gain in gains.items()}
+
+
+def beside(stage: Stage) -> dict[str, float]:
+    """A chunk and decodes in one step, and what both take in turn."""
+    sizes = stage.sizes
+    starts = np.array([sizes.keys - 1] * (sizes.rows // 4) + [sizes.chunk // 2])
+    counts = np.array([1] * (sizes.rows // 4) + [sizes.chunk // 8])
+    several = len(starts) - 1
+    both = Step(stage, starts, counts, several, 0, together=ALONE)
+    apart = (
+        Step(stage, starts[:several], counts[:several], several, 0, together=ALONE),
+        Step(stage, starts[several:], counts[several:], 0, 0, together=ALONE),
+    )
+    timed = stage.seconds(both.run)
+    in_turn = sum(stage.seconds(step.run)["seconds"] for step in apart)
+    return timed | {"seconds_in_turn": in_turn, "gain": in_turn / timed["seconds"], "error": both.error(stage)}
 
 
 def gains_of_groups(stage: Stage) -> dict[tuple[int, int], float]:

@@ -6,6 +6,7 @@ Attention returns its queries in all three. All rotate; ours writes keys and val
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -16,16 +17,17 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from gpu.kernels import PAGE, spec_of
 from gpu.stage import Stage
 from llmbatch.engine.model.fused_layers import FusedLayer
-from llmbatch.engine.model.fused_modules import FusedAttention, FusedMLP, FusedNorm
+from llmbatch.engine.model.fused_modules import FusedAttention, FusedMLP, FusedNorm, join_products
 from llmbatch.kernels.spec import SILU, AttentionSpec
 from llmbatch.kernels.triton import fused as triton_fused
 
 _ATTENTION = "queries"
 
 
-def measure(stage: Stage) -> dict[str, Any]:
+def measure(stage: Stage) -> Iterator[tuple[str, Any]]:
     """Of a layer on the tokens of a step of decodes, and of a prefill's."""
-    return {"decode": layer(stage, stage.sizes.rows), "prefill": layer(stage, stage.sizes.chunk)}
+    yield "decode", layer(stage, stage.sizes.rows)
+    yield "prefill", layer(stage, stage.sizes.chunk)
 
 
 @torch.inference_mode()
@@ -95,4 +97,5 @@ def fused_layer(stage: Stage, original: LlamaDecoderLayer) -> FusedLayer:
         setattr(parts, name, FusedNorm(norm.weight, norm.variance_epsilon, pieces))
     parts.self_attn = FusedAttention(parts.self_attn, spec_of(stage), halves=False)
     parts.mlp = FusedMLP(parts.mlp, SILU, pieces)
+    join_products(parts)
     return FusedLayer(parts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +16,7 @@ from gpu.stage import Stage
 from llmbatch.preprocess.request_batch import RequestBatch
 
 
-def measure(stage: Stage) -> dict[str, Any]:
+def measure(stage: Stage) -> Iterator[tuple[str, Any]]:
     """Seconds of both, for a slice of a mix whose answers are all as long as its mean."""
     best = stage.calibration.best
     trace, _ = drawn(stage, "table2-4", stage.cost(best))
@@ -24,9 +25,13 @@ def measure(stage: Stage) -> dict[str, Any]:
     length = max(1, int(requests.max_tokens.mean()))
     requests = replace(requests, max_tokens=np.full(len(requests), length, np.int32))
     ours = job(stage, requests, best, pool_of(stage), "blend")["seconds"]
+    yield "rows", len(requests)
+    yield "answer_tokens", length
+    yield "ours", ours
     stage.__dict__.pop("loaded", None)  # its memory is needed
     theirs = peer(stage, requests, length)
-    return {"rows": len(requests), "answer_tokens": length, "ours": ours, "theirs": theirs, "gain": theirs / ours}
+    yield "theirs", theirs
+    yield "gain", theirs / ours
 
 
 def peer(stage: Stage, requests: RequestBatch, length: int) -> float:

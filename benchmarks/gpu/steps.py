@@ -7,6 +7,7 @@ decodes its KV's, and they add up. Every other step is used to fit; the others a
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -40,7 +41,7 @@ def kinds(stage: Stage) -> list[StepKind]:
     return [kind for kind in (*decodes, *prefills, *blends) if kind.pages(stage.page_size) <= most]
 
 
-def measure(stage: Stage) -> dict[str, Any]:
+def measure(stage: Stage) -> Iterator[tuple[str, Any]]:
     """Seconds of each kind under each strategy; what a fit to half of them says of the others; where time goes."""
     every = kinds(stage)
     most = max(kind.pages(stage.page_size) for kind in every)
@@ -48,23 +49,29 @@ def measure(stage: Stage) -> dict[str, Any]:
     profiles: dict[str, Any] = {}
     rows, keys, chunk = stage.sizes.rows, stage.sizes.step_keys, stage.sizes.chunk
     rates = stage.ceiling_cost.rates
-    reach = rates.reach
     for name in STRATEGIES:
         engine = stage.engine(name, rates, num_pages=most)
         randomise(engine)
         engine.record(kind.decodes for kind in every if not kind.prefills)
         seconds[name] = [time_step(engine, kind, runs=stage.sizes.runs)[1] for kind in every]
+        yield "seconds", seconds
         profiles[name] = overlapped(stage, engine, StepKind(rows, keys, ((0, chunk // 4),)))
+        yield "profiles", profiles
         del engine
-    in_turn = seconds["sequential"]
+    yield from judged_steps(stage, every, seconds)
+
+
+def judged_steps(stage: Stage, every: list[StepKind], seconds: dict[str, list[float]]) -> Iterator[tuple[str, Any]]:
+    """What the steps are against their bounds, and what a fit to half of them says of the others."""
+    in_turn, reach = seconds["sequential"], stage.ceiling_cost.rates.reach
     fitted = calibrate(replace(stage.ceiling_cost, overlap=SEQUENTIAL), measured(every[::2], in_turn[::2], reach))
     judged = judge(fitted.cost, measured(every[1::2], in_turn[1::2], reach))
     steps = measured(every, in_turn, reach)
     least, kernels = predict(any_engine(stage), steps), predict(stage.ceiling_cost, steps)
     predicted = predict(fitted.cost, steps)
-    decode, prefill = every.index(StepKind(rows, keys)), every.index(StepKind(prefills=((0, chunk),)))
-    return {
-        "steps": [
+    yield (
+        "steps",
+        [
             {
                 "decodes": kind.decodes,
                 "keys": kind.keys,
@@ -76,14 +83,16 @@ def measure(stage: Stage) -> dict[str, Any]:
             }
             for i, kind in enumerate(every)
         ],
-        "fitted": stage.constants(fitted.cost),
-        "predicted_within_10_percent": judged.share_near,
-        "largest_miss": judged.largest_miss,
-        "decode_over_roofline": in_turn[decode] / least[decode],
-        "decode_over_roofline_of_kernels": in_turn[decode] / kernels[decode],
-        "prefill_share_of_rate": least[prefill] / in_turn[prefill],
-        "profiles": profiles,
-    }
+    )
+    yield "fitted", stage.constants(fitted.cost)
+    yield "predicted_within_10_percent", judged.share_near
+    yield "largest_miss", judged.largest_miss
+    sizes = stage.sizes
+    decode = every.index(StepKind(sizes.rows, sizes.step_keys))
+    prefill = every.index(StepKind(prefills=((0, sizes.chunk),)))
+    yield "decode_over_roofline", in_turn[decode] / least[decode]
+    yield "decode_over_roofline_of_kernels", in_turn[decode] / kernels[decode]
+    yield "prefill_share_of_rate", least[prefill] / in_turn[prefill]
 
 
 def any_engine(stage: Stage) -> CostModel:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -12,13 +13,14 @@ from gpu.stage import Stage
 PART = 8  # one row in so many
 
 
-def measure(stage: Stage) -> dict[str, Any]:
+def measure(stage: Stage) -> Iterator[tuple[str, Any]]:
     """The mixes' jobs under each strategy."""
     pool = pool_of(stage)
-    found: dict[str, Any] = {}
     for name in ("table2-1", "table2-4"):
         trace, _ = drawn(stage, name, stage.cost(stage.calibration.best))
         requests = requests_of(trace, stage.sizes.model["vocab_size"])
         some = requests.take(np.arange(0, len(requests), PART))
-        found[name] = {strategy: job(stage, some, strategy, pool, "blend") for strategy in stage.calibration.fitted}
-    return found
+        jobs: dict[str, Any] = {}
+        for strategy in stage.calibration.fitted:
+            jobs[strategy] = job(stage, some, strategy, pool, "blend")
+            yield name, jobs

@@ -1,0 +1,126 @@
+"""Whether answers are right on this card, before anything is timed: a minute, and it ends the run if one is not.
+
+Attention of some 700 keys against float64, so long that keys are cut and decodes run beside a chunk; a two-layer model
+whose recorded steps must give the tokens of those that are launched kernel by kernel; and a recording that fails on purpose, after which the
+allocator must still work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from gpu.kernels import ALONE, Step
+from gpu.stage import Stage
+from llmbatch.engine.calibration.step_timer import StepKind
+from llmbatch.engine.gpu.cuda_graphs import GraphRecorder, Recorder
+from llmbatch.engine.gpu.engine import GpuEngine
+from llmbatch.engine.model.fused_layers import FusedLayer
+from llmbatch.kernels.cascade import GROUP_ROWS, GROUP_TOKENS, GROUPS
+from llmbatch.kernels.triton.backend import TritonAttention
+
+LAYERS: Final = 2
+LEAST_EQUAL: Final = 0.9  # padded rows may change the order of sums, and random weights make ties
+_TOLERANCE: Final = 2e-2  # of attention in bfloat16, relative to float64
+
+
+def measure(stage: Stage) -> Iterator[tuple[str, Any]]:
+    """What is wrong, if anything; exits after the last check if something was."""
+    wrong = []
+    for name, step in attention_steps(stage).items():
+        error = step.error(stage)
+        yield f"error of {name}", error
+        wrong += [name] * (not error < _TOLERANCE)
+    small = Stage(str(stage.device), dry=stage.dry, traces=None)
+    small.sizes = replace(stage.sizes, model=stage.sizes.model | {"num_hidden_layers": LAYERS})
+    fused = sum(isinstance(module, FusedLayer) for module in small.loaded.module.modules())
+    yield "fused layers", fused
+    wrong += ["fused layers"] * (fused < LAYERS)
+    same = share_of_equal_tokens(small)
+    yield "share of equal tokens of recorded steps", same
+    wrong += ["recorded steps"] * (same < LEAST_EQUAL)
+    if not stage.dry:
+        failed = after_a_failed_recording(stage.device)
+        yield "after a recording that failed", failed or "the allocator works"
+        wrong += ["the allocator"] * bool(failed)
+    if wrong:
+        raise SystemExit(f"wrong on this card: {', '.join(wrong)}")
+
+
+def attention_steps(stage: Stage) -> dict[str, Step]:
+    """Decodes whose keys are cut, decodes beside chunks, and decodes that share a prefix."""
+    rows = GROUP_ROWS
+    few, one = np.array([699, 699]), np.ones(2, np.int32)
+    shared = np.full(rows, GROUP_TOKENS + 40)
+    return {
+        "decodes": Step(stage, few, one, 2, 0, together=ALONE),
+        "decodes beside chunks": Step(stage, np.array([699, 640, 0]), np.array([1, 70, 9]), 1, 0, together=ALONE),
+        "decodes that share a prefix": Step(
+            stage, shared, np.ones(rows, np.int32), rows, GROUP_TOKENS, together=GROUPS
+        ),
+    }
+
+
+class Repeater:
+    """Repeats work by doing it again, where there are no graphs (`Recorder`)."""
+
+    def record(self, work: Callable[[], None]) -> Callable[[], None]:
+        """Do it once."""
+        work()
+        return work
+
+
+def share_of_equal_tokens(stage: Stage) -> float:
+    """Of steps of several numbers of rows, what share of tokens is the same with a recorder and without."""
+    same = []
+    for rows in (1, 7, GROUP_ROWS + 1):
+        kind = StepKind(rows, 300)
+        found = []
+        recorder: Recorder = Repeater() if stage.dry else GraphRecorder()
+        for given in (None, recorder):
+            engine = GpuEngine(
+                stage.loaded,
+                TritonAttention(stage.device),
+                num_pages=kind.pages(stage.page_size),
+                page_size=stage.page_size,
+                recorder=given,
+            )
+            for tensor in (*engine.pages.keys.values(), *engine.pages.values.values()):
+                generator = torch.Generator(device=stage.device).manual_seed(0)
+                tensor[: kind.pages(stage.page_size)].normal_(generator=generator)
+            engine.record((rows,))
+            engine.begin(kind.requests(engine.vocabulary))
+            step = kind.step(stage.page_size)
+            found.append(engine.execute(step).tokens)
+        same.append(found[0] == found[1])
+    return float(np.concatenate(same).mean())
+
+
+def after_a_failed_recording(device: torch.device) -> str:
+    """What goes wrong after a recording that waits for its device, which must fail; nothing should."""
+    number = torch.ones(1, device=device)
+    recorder = GraphRecorder()
+
+    def wait() -> None:
+        number.add_(number.item())
+
+    def add() -> None:
+        number.add_(1)
+
+    try:
+        recorder.record(wait)
+    except RuntimeError:
+        pass
+    else:
+        return "a recording that waits for its device did not fail"
+    try:
+        torch.cuda.empty_cache()
+        recorder.record(add)()
+        torch.cuda.synchronize(device)
+    except RuntimeError as error:
+        return str(error).strip().split("\n")[0]
+    return ""
