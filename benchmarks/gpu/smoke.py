@@ -1,8 +1,8 @@
 """Whether answers are right on this card, before anything is timed: a minute, and it ends the run if one is not.
 
 Attention of some 700 keys against float64, so long that keys are cut and decodes run beside a chunk; a two-layer model
-whose recorded steps must give the tokens of those that are launched kernel by kernel; and a recording that fails on purpose, after which the
-allocator must still work.
+whose recorded steps must give the tokens of those that are launched kernel by kernel; and a recording that fails on
+purpose, after which the allocator must still work.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Kernels compile for cards that are not there."""
+"""Kernels compile for cards that are not there, and take what those cards have."""
 
 from __future__ import annotations
 
@@ -6,24 +6,95 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
 pytest.importorskip("triton")
 
-# Shared memory of a block, in bytes, by compute capability.
-LIMITS = {80: 163 << 10, 90: 227 << 10}
 TILE_BYTES = 64 * 128 * 2  # of keys, and of values
+REGISTERS = 1 << 16  # of a multiprocessor
+WARP = 32
 
 
-@pytest.mark.parametrize("capability", [pytest.param(80, marks=pytest.mark.slow), 90])
-def test_every_kernel_compiles_and_fits(capability: int, tmp_path: Path) -> None:
-    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "TRITON_DEFAULT_FP_FUSION": "1"}
+class Card(NamedTuple):
+    """What a compute capability allows."""
+
+    shared: int  # bytes of a program
+    decodes: int  # programs of decodes, of heads of 128 elements, that are to fit a multiprocessor
+
+
+CARDS = {80: Card(163 << 10, 2), 90: Card(227 << 10, 3), 100: Card(227 << 10, 3)}
+
+# Of a thread, at most, whatever the card; kernels that are not named may take all 255.
+MOST_REGISTERS = {
+    "attend bf16 64 one": 80, "attend bf16 64 many": 168, "attend bf16 128 one": 160, "attend fp16 128 one": 160,
+    "attend one with every feature": 160, "merge": 72, "norm": 64, "gate": 48, "rotate": 48, "rotate with norms": 64,
+    "best": 128, "draw": 168,
+}  # fmt: skip  # a table
+# Bytes of a thread, at most; kernels that are not named spill nothing.
+MOST_SPILLED = {
+    "attend bf16 256 many": 128, "attend with every feature": 128, "draw": 64, "attend fp32 64 many": 64,
+    "attend fp32 128 one": 512, "attend fp32 128 many": 768, "attend fp32 256 many": 1280,
+}  # fmt: skip  # a table
+
+
+class Program(NamedTuple):
+    """What a program of a kernel takes."""
+
+    registers: int
+    shared: int
+    spilled: int
+
+
+Kernels = dict[str, Program]
+
+
+@pytest.fixture(
+    scope="module", params=[pytest.param(80, marks=pytest.mark.slow), 90, pytest.param(100, marks=pytest.mark.slow)]
+)
+def capability(request: pytest.FixtureRequest) -> int:
+    found: int = request.param
+    return found
+
+
+@pytest.fixture(scope="module")
+def kernels(capability: int, tmp_path_factory: pytest.TempPathFactory) -> Kernels:
+    """Every kernel, compiled for the capability."""
+    folder = str(tmp_path_factory.mktemp("triton"))
+    environment = {**os.environ, "TRITON_CACHE_DIR": folder, "TRITON_DEFAULT_FP_FUSION": "1"}
     environment.pop("TRITON_INTERPRET", None)
     command = [sys.executable, "-m", "tests.support.compilation", str(capability)]
     told = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True).stdout
-    shared = json.loads(told)
-    assert max(shared.values()) <= LIMITS[capability]
-    # Two tiles of keys and of values are on their way while one is attended.
-    assert shared["attend bf16 128 one"] >= 4 * TILE_BYTES
+    return {name: Program(*taken) for name, taken in json.loads(told).items()}
+
+
+def test_shared_memory_fits(kernels: Kernels, capability: int) -> None:
+    assert max(taken.shared for taken in kernels.values()) <= CARDS[capability].shared
+
+
+def test_two_tiles_are_on_their_way_while_one_is_attended(kernels: Kernels) -> None:
+    assert kernels["attend bf16 128 one"].shared >= 4 * TILE_BYTES
+
+
+def test_registers_are_as_many_as_planned(kernels: Kernels) -> None:
+    assert {
+        name: kernels[name].registers for name, most in MOST_REGISTERS.items() if kernels[name].registers > most
+    } == {}
+
+
+def test_little_is_spilled_and_nothing_where_it_matters(kernels: Kernels) -> None:
+    assert {name: taken.spilled for name, taken in kernels.items() if taken.spilled > MOST_SPILLED.get(name, 0)} == {}
+
+
+def test_so_many_programs_of_decodes_fit_a_multiprocessor(kernels: Kernels, capability: int) -> None:
+    card, taken = CARDS[capability], kernels["attend bf16 128 one"]
+    assert card.decodes * taken.registers * 4 * WARP <= REGISTERS
+    assert card.decodes * taken.shared <= card.shared
+
+
+def test_on_hopper_a_program_of_decodes_fits_beside_a_block(kernels: Kernels, capability: int) -> None:
+    if capability == 90:
+        block, decode = kernels["attend bf16 128 many"], kernels["attend bf16 128 one"]
+        assert (block.registers * 8 + decode.registers * 4) * WARP <= REGISTERS
+        assert block.shared + decode.shared <= CARDS[capability].shared
