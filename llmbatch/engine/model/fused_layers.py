@@ -56,8 +56,8 @@ class FusedLayer(nn.Module):
         return hidden_states
 
 
-def fuse_layers(model: nn.Module, specs: dict[int, AttentionSpec], dtype: torch.dtype, pieces: ModelOps) -> None:
-    """Replace, in place, the decoder layers of a fused `model` that have the common parts and steps.
+def fuse_layers(model: nn.Module, specs: dict[int, AttentionSpec], dtype: torch.dtype, pieces: ModelOps) -> int:
+    """Replace, in place, the decoder layers of a fused `model` that have the common parts and steps; return how many.
 
     Replaces none if the model reads a layer's input after that layer.
     """
@@ -78,8 +78,10 @@ def fuse_layers(model: nn.Module, specs: dict[int, AttentionSpec], dtype: torch.
     finally:
         for hook in hooks:
             hook.remove()
-    if not logits.isnan().any():
-        replace_modules(model, fused.get)
+    if logits.isnan().any():
+        return 0
+    replace_modules(model, fused.get)
+    return len(fused)
 
 
 def _has_parts(layer: nn.Module) -> bool:

@@ -93,7 +93,8 @@ def load_weights(described: ModelConfig, *, load_format: LoadFormat = "auto", pl
         fuse(module, attention, described.dtype, platform.pieces)
         if not platform.is_host:
             join_products(module)
-            fuse_layers(module, attention, described.dtype, platform.pieces)
+            fused = fuse_layers(module, attention, described.dtype, platform.pieces)
+            notes = (*notes, *_unfused(fused, len(attention)))
         if platform.pack is not None:
             packed = platform.pack(module, attention, described.dtype, quantised=described.int8)
             notes = (*notes, *packed)
@@ -114,6 +115,13 @@ def load_weights(described: ModelConfig, *, load_format: LoadFormat = "auto", pl
         attention=attention,
         notes=notes,
     )
+
+
+def _unfused(fused: int, layers: int) -> tuple[str, ...]:
+    """Note that layers stay as transformers has them, if any do."""
+    if fused >= layers:
+        return ()
+    return (f"{fused} of {layers} decoder layers are fused; each of the others takes a GPU more launches and passes.",)
 
 
 def _known_attention(described: ModelConfig) -> dict[int, AttentionSpec]:
