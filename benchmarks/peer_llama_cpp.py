@@ -1,8 +1,9 @@
 """llmbatch against llama.cpp's server with parallel slots on the same rows, in one run, engines alternating.
 
-    pip download --no-deps --no-binary :all: llama-cpp-python==0.3.36    # has llama.cpp's source in vendor/llama.cpp
+    pip download --no-deps --no-binary llama-cpp-python llama-cpp-python==0.3.36  # llama.cpp in vendor/llama.cpp
     cmake -S LLAMA_CPP -B BUILD -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON \\
-        -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_UI=OFF -DLLAMA_USE_PREBUILT_UI=OFF -DLLAMA_OPENSSL=OFF
+        -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_APP=OFF -DLLAMA_BUILD_UI=OFF \\
+        -DLLAMA_USE_PREBUILT_UI=OFF -DLLAMA_OPENSSL=OFF
     cmake --build BUILD --target llama-server
     python benchmarks/peers/gguf_file.py LLAMA_CPP FOLDER FILE --type bf16
     python benchmarks/peer_llama_cpp.py --server BUILD/bin/llama-server --gguf FILE --dtype bfloat16 [--mix answers]
@@ -18,9 +19,11 @@ The peer runs as its documentation advises for throughput: compiled for this pro
 per core, flash attention, prompt caching (a slot keeps its last prompt, a row goes to the free slot that shares most
 with it, and prompts of slots that were taken for others are kept in memory). It has a context of 2048 tokens for each
 slot. Its prompts are sent as tokens, made here within the time that is counted, by more connections than there are
-slots, so none waits for the client. Greedy sampling looks at one candidate. With SmolLM2 on two cores 16 slots were
-faster than 32, bf16 faster than f16, and the longest answers first faster than rows as they come or sorted: two-token
-rows then find their prefix in the few slots that are free.
+slots, so none waits for the client. Greedy sampling looks at one candidate.
+
+16 slots, bf16 and the longest answers first (two-token rows then find their prefix in the few slots that are free) are
+what was fastest of single small runs with SmolLM2 on one thread of a busy machine, against 8 or 32 slots, f16, and rows
+as they come or sorted. That is a hint, not a measurement: try the options where the ratio matters.
 """
 
 from __future__ import annotations

@@ -12,7 +12,8 @@ its 256 (more of a prefix is found). The pool has as many bytes as llmbatch's.
 
 Without flash attention, which a processor does not have, each row attends to the keys of all rows of its batch, behind
 a mask. So a large batch costs more than it saves, and the rows of a batch are bounded: of 8, 16 and 32 at most, 8 were
-fastest with SmolLM2. Attention is torch's (`sdpa`); `eager` took longer.
+fastest in single small runs with SmolLM2 on one thread of a busy machine. That is a hint, not a measurement: try the
+options where the ratio matters. Attention is torch's (`sdpa`).
 """
 
 from __future__ import annotations
