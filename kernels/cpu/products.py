@@ -5,8 +5,8 @@ columns of the panel side by side, so that a tile reads memory in order (`dot_ti
 panel and up to `_BLOCK` rows, and each worker gets a run of them: within a block of rows it goes from panel to panel,
 so its rows stay in the second cache and each panel is read once for all rows of the block. While the tiles of a panel
 are computed the next panel is prefetched, an equal part with each, so that memory and arithmetic work side by side.
-That takes two tiles, so more rows than half a tile's are two: one would wait for memory behind its arithmetic. The last panel
-of a worker has the first of the next product beside it.
+That takes two tiles, so more rows than half a tile's are two: one would wait for memory behind its arithmetic. The
+last panel of a worker has the first of the next product beside it.
 
 The gated product has its own order of columns: each panel holds a register of the gate's and the same of the other
 side's, which meet in the tile's ending.
