@@ -4,10 +4,10 @@
 
 The roofline of a step is the larger of two times: its operations at the best rate that a product of any shape reaches
 here (torch's own and ours, both measured first), and its bytes at the speed of a plain sum over memory, measured again
-for each kind, before it and after: other machines share the memory, and its speed is another one each minute. Its
-bytes are the weights of all layers, those of the head if a row is sampled, and the keys and values that its rows read.
-In int8 the layers' products have a rate of their own. `--roofline` measures every kind of step: decodes, chunks and
-both together, by rows and context.
+for each kind, before it and after: other machines share the memory, and its speed is another one each minute. Its bytes
+are the weights of all layers, those of the head if a row is sampled, and the keys and values that its rows read. In
+int8 the layers' products have a rate of their own. `--roofline` measures every kind of step: decodes, chunks and both
+together, by rows and context.
 
 That bound takes all reading to hide behind all arithmetic, or the other way round. `in turn` is the bound of an engine
 that computes products and attention one after the other: the larger of the two times for each of them, added up, where

@@ -1,9 +1,11 @@
-"""A model of a second family with random weights: the shape of Qwen2.5-0.5B, the tokenizer of SmolLM2.
+"""A model of a second family with random weights: the shape of Qwen2.5-0.5B, the vocabulary of SmolLM2.
 
     python benchmarks/peers/second_family.py FOLDER
 
-Weights have a fixed seed. Only tokens of the tokenizer are ever generated: the embeddings of all others, which are also
-the last layer's weights, are zero, so the largest logit is never theirs. Answers mean nothing, and they do not end.
+Weights have a fixed seed. Text is split as for Qwen2, because transformers goes by the family, so prompts have some 1 %
+fewer tokens than with SmolLM2. Only tokens of the vocabulary are ever generated: the embeddings of all others, which
+are also the last layer's weights, are zero, so the largest logit is never theirs. Answers mean nothing, and they do not
+end.
 """
 
 from __future__ import annotations

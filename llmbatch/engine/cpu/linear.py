@@ -105,7 +105,8 @@ class PackedLinear(nn.Module):
             self._code, a, width * itemsize, scales.ctypes.data, rows,
             weight.panels.ctypes.data, len(weight.panels), weight.panels.shape[1],
             out.data_ptr(), out.shape[1] * out.element_size(), COLUMNS * out.element_size(),
-            weight.of_columns.ctypes.data, weight.of_columns[0].nbytes, numba.get_num_threads(),
+            weight.of_columns.ctypes.data, weight.of_columns[0].nbytes, weight.panels.ctypes.data, 0,
+            numba.get_num_threads(),
         )  # fmt: skip  # arguments in groups
         return out[:, : self.out_features].contiguous().view(*hidden_states.shape[:-1], self.out_features)
 

@@ -53,7 +53,7 @@ def _product_seconds(element: type[np.generic]) -> float:
             tile_code(STORE, rows.dtype), rows.ctypes.data, rows.strides[0], 0, _ROWS,
             panels.ctypes.data, len(panels), words,
             out.ctypes.data, out.strides[0], COLUMNS * out.itemsize,
-            bias.ctypes.data, 4 * COLUMNS, numba.get_num_threads(),
+            bias.ctypes.data, 4 * COLUMNS, panels.ctypes.data, 0, numba.get_num_threads(),
         )  # fmt: skip  # arguments in groups
         times.append(time.perf_counter() - begun)
     return min(times[1:])
