@@ -4,4 +4,4 @@ Must not import `kernels.cpu`.
 Start reading at `backend`.
 """
 
-__all__ = ["argmax", "backend", "fused"]
+__all__ = ["argmax", "backend", "draw", "fused"]
