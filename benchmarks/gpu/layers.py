@@ -64,9 +64,9 @@ class Queries:
         self._places = torch.arange(tokens, dtype=torch.int32, device=stage.device)
 
     def run(
-        self, spec: AttentionSpec, packed: torch.Tensor, *, cosine: torch.Tensor, sine: torch.Tensor
+        self, spec: AttentionSpec, packed: torch.Tensor, *, cosine: torch.Tensor, sine: torch.Tensor, epsilon: float
     ) -> torch.Tensor:
-        """The queries [tokens, query heads * width], rotated."""
+        """The queries [tokens, query heads * width], rotated; there are no norms, which `epsilon` would be of."""
         query = packed.new_empty(len(packed), spec.query_heads * spec.width)
         triton_fused.rotate_and_store(
             packed, query, cosine, sine, None, None, 0.0, self._places, self._keys, self._values
