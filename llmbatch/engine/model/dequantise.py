@@ -15,6 +15,7 @@ Layouts, for a weight of [rows, width], with words of 32 bits:
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -44,7 +45,7 @@ class Integers:
 
     def to_float(self, dtype: torch.dtype) -> torch.Tensor:
         """Dequantise: [rows, width]."""
-        out = torch.empty(self.rows, self.width, dtype=dtype)
+        out = _own_memory(self.rows, self.width, dtype)
         scales, zeros = (part.float().expand(self.rows, -1) for part in (self.scales, self.zeros))
         step = max(8, _ELEMENTS // max(self.width, 1) // 8 * 8)
         for first in range(0, self.rows, step):
@@ -77,6 +78,15 @@ class QuantisedWeight:
                 f"quantised weight {self._name} cannot be read (as {self._quantisation.name} of {shapes}): "
                 "correct quantization_config in its config.json, or copy or download its file again"
             ) from error
+
+
+def _own_memory(rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+    """Make a matrix of zeros whose memory goes back to the system with it; the C library would keep a part of it.
+
+    A processor packs each weight into other memory, so what is kept would be most of a second copy of the model.
+    """
+    memory = mmap.mmap(-1, rows * width * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=dtype).view(rows, width)
 
 
 def unpack_words(words: torch.Tensor, bits: int, width: int) -> torch.Tensor:
