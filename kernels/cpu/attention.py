@@ -80,13 +80,16 @@ class _Scratch(NamedTuple):
     units: Any  # [2, 2, TILE / UNIT] addresses of keys, and of values, of this tile and the next in turn
 
 
-@compiled(nogil=True)
+@compiled(nogil=True, forceinline=True)
 def _begin_block(query: Any, column: int, width: int, group: int, first_row: int, rows: int, s: Any) -> None:
     """Take the queries of a block, of which nothing is summed yet."""
     for r in range(rows):
         begin = column + r % group * width
-        s.q[r, :] = query[first_row + r // group, begin : begin + width]
-        s.acc[r] = np.float32(0.0)
+        source, q, acc = query[first_row + r // group, begin : begin + width], s.q[r], s.acc[r]
+        for d in range(q.size):
+            q[d] = source[d]
+        for d in range(acc.size):
+            acc[d] = np.float32(0.0)
         s.highest[r] = np.float32(NOTHING)
         s.total[r] = np.float32(0.0)
 
@@ -122,7 +125,7 @@ def _places(s: Any) -> _Places:
     )  # fmt: skip  # a line for each kind
 
 
-@compiled(nogil=True)
+@compiled(nogil=True, forceinline=True)
 def _bring_keys(pages: Any, table: Any, head: int, low: int, high: int, in_place: bool, s: Any, place: int) -> None:
     """Copy the keys [low, high) and their values, or what cannot be read in place of them; `place` is their units'."""
     n, pack = high - low, pages.memory.shape[3]
@@ -175,7 +178,7 @@ def _sum(like: Any, at: _Places, r: int, some: int, steps: int, value_stride: in
             )  # fmt: skip  # arguments in groups
 
 
-@compiled(nogil=True)
+@compiled(nogil=True, forceinline=True)
 def _end_block(out: Any, column: int, width: int, group: int, first_row: int, rows: int, sinks: Any, s: Any) -> None:
     """Divide the sums by their weights; `sinks` are those of the head's queries, in units of `highest`."""
     for r in range(rows):
@@ -183,12 +186,13 @@ def _end_block(out: Any, column: int, width: int, group: int, first_row: int, ro
         if sinks.size:
             total += exp32(sinks[r % group] - s.highest[r])
         inverse = np.float32(1.0) / total
-        target, begin = out[first_row + r // group], column + r % group * width
-        for d in range(width):
-            target[begin + d] = narrow(s.acc[r, d] * inverse, target[begin + d])
+        begin = column + r % group * width
+        acc, target = s.acc[r], out[first_row + r // group, begin : begin + width]
+        for d in range(target.size):
+            target[d] = narrow(acc[d] * inverse, target[d])
 
 
-@compiled(nogil=True)
+@compiled(nogil=True, forceinline=True)
 def _attend_block(
     query: Any, out: Any, pages: Any, table: Any, head: int, group: int, start: int, first_row: int,
     tokens: int, scale: np.float32, window: int, softcap: np.float32, sinks: Any, after: Any, s: Any,
@@ -232,29 +236,54 @@ def _attend_block(
     _end_block(out, column, width, group, first_row, rows, sinks[head * group :], s)
 
 
-def _block_types(element: Any) -> tuple[Any, ...]:
-    """Return the types that `_attend_block` takes, by that of its query."""
+@compiled(nogil=True)
+def _attend_blocks(
+    query: Any, out: Any, pages: Any, tables: Any, slots: Any, starts: Any, counts: Any, rows: Any,
+    block_sequence: Any, block_first: Any, begin: int, end: int,
+    group: int, scale: np.float32, window: int, softcap: np.float32, sinks: Any,
+) -> None:  # fmt: skip  # arguments in groups
+    """Attend in the pairs [begin, end) of a block and a KV head."""
+    heads, pack = pages.memory.shape[1], pages.memory.shape[3]
+    size = max(1, BLOCK_ROWS // group)
+    capacity = size * group
+    padded = (pages.width + COLUMNS - 1) // COLUMNS * COLUMNS
+    scratch = _Scratch(
+        np.empty((capacity, pages.width), query.dtype), np.empty((ROWS, TILE), query.dtype),
+        np.empty((ROWS, TILE), np.float32), np.empty((capacity, padded), np.float32),
+        np.empty(capacity, np.float32), np.empty(capacity, np.float32), np.empty(capacity, np.float32),
+        np.empty((pages.width // pack, TILE + UNIT), np.uint32), np.empty((TILE // pack, padded), np.uint32),
+        np.empty((2, 2, TILE // UNIT), np.int64),
+    )  # fmt: skip  # a line for each kind
+    for item in range(begin, end):
+        block, following = item // heads, min(item + 1, end - 1)
+        i, j = block_sequence[block], block_sequence[following // heads]
+        first = block_first[block]
+        low = first_key(starts[j] + block_first[following // heads], window)
+        after = _Keys(tables[slots[j]], following % heads, low, min(low + TILE, starts[j] + counts[j]))
+        _attend_block(
+            query, out, pages, tables[slots[i]], item % heads, group, starts[i] + first, rows[i] + first,
+            min(size, counts[i] - first), scale, window, softcap, sinks, after, scratch,
+        )  # fmt: skip  # arguments in groups
+
+
+def _types(element: Any) -> tuple[Any, ...]:
+    """Return the types that `_attend_blocks` takes, by that of its query."""
     memory = {n: types.Array(element.dtype, n, "C") for n in (2, 4)}
-    floats = {n: types.Array(types.float32, n, "C") for n in (1, 2)}
-    words, table = types.Array(types.uint32, 2, "C"), types.Array(types.int32, 1, "C")
-    whole, single, line = types.int64, types.float32, floats[1]
+    line, whole, single = types.Array(types.int32, 1, "C"), types.int64, types.float32
     pages = types.NamedTuple((memory[4], whole, whole), Pages)  # type: ignore[no-untyped-call]
-    parts = (memory[2], memory[2], floats[2], floats[2], line, line, line, words, words, types.Array(whole, 3, "C"))
     return (
-        memory[2], memory[2], pages, table, whole, whole, whole, whole,
-        whole, single, whole, single, floats[1],
-        types.NamedTuple((table, whole, whole, whole), _Keys),  # type: ignore[no-untyped-call]
-        types.NamedTuple(parts, _Scratch),  # type: ignore[no-untyped-call]
+        memory[2], memory[2], pages, types.Array(types.int32, 2, "C"), line, line, line, types.Array(whole, 1, "C"),
+        line, line, whole, whole, whole, single, whole, single, types.Array(single, 1, "C"),
     )  # fmt: skip  # arguments in groups
 
 
 @cache
 def block_code(dtype: np.dtype[Any]) -> int:
-    """Return the address of the code of a block, for `attend_blocks`."""
-    return address_of(_attend_block, _block_types(types.Array(from_dtype(dtype), 2, "C")))
+    """Return the address of the code of a worker's blocks, for `attend_blocks`."""
+    return address_of(_attend_blocks, _types(types.Array(from_dtype(dtype), 2, "C")))
 
 
-_call_block = caller(_block_types)
+_call_blocks = caller(_types)
 
 
 def attend(
@@ -295,27 +324,9 @@ def attend_blocks(
     group: int, scale: np.float32, window: int, softcap: np.float32, sinks: Any, code: int,
 ) -> None:  # fmt: skip  # arguments in groups
     """Attend as `attend` says; `code` is that of `block_code`."""
-    heads, pack = pages.memory.shape[1], pages.memory.shape[3]
-    size = max(1, BLOCK_ROWS // group)
-    capacity = size * group
-    padded = (pages.width + COLUMNS - 1) // COLUMNS * COLUMNS
     for worker in prange(bounds.size - 1):
-        scratch = _Scratch(
-            np.empty((capacity, pages.width), query.dtype), np.empty((ROWS, TILE), query.dtype),
-            np.empty((ROWS, TILE), np.float32), np.empty((capacity, padded), np.float32),
-            np.empty(capacity, np.float32), np.empty(capacity, np.float32), np.empty(capacity, np.float32),
-            np.empty((pages.width // pack, TILE + UNIT), np.uint32), np.empty((TILE // pack, padded), np.uint32),
-            np.empty((2, 2, TILE // UNIT), np.int64),
-        )  # fmt: skip  # a line for each kind
-        for item in range(bounds[worker], bounds[worker + 1]):
-            block, following = item // heads, min(item + 1, bounds[worker + 1] - 1)
-            i, j = block_sequence[block], block_sequence[following // heads]
-            first = block_first[block]
-            low = first_key(starts[j] + block_first[following // heads], window)
-            high = min(low + TILE, starts[j] + counts[j])
-            arguments = (
-                query, out, pages, tables[slots[i]], np.int64(item % heads), group, np.int64(starts[i] + first),
-                np.int64(rows[i] + first), np.int64(min(size, counts[i] - first)), scale, window, softcap, sinks,
-                _Keys(tables[slots[j]], np.int64(following % heads), np.int64(low), np.int64(high)), scratch,
-            )  # fmt: skip  # arguments in groups
-            _call_block(code, arguments)
+        arguments = (
+            query, out, pages, tables, slots, starts, counts, rows, block_sequence, block_first,
+            bounds[worker], bounds[worker + 1], group, scale, window, softcap, sinks,
+        )  # fmt: skip  # arguments in groups
+        _call_blocks(code, arguments)

@@ -110,11 +110,14 @@ def _multiply(
     if buffers.scales.size > 0:
         quantise(x, buffers.quantised, buffers.scales)
         a, size = buffers.quantised.ctypes.data, buffers.quantised.shape[1]
+    after = product + 1
+    share = layers.counts[after % 4] // workers * layers.words[after % 4] * 4 * COLUMNS
     multiply(
         layers.codes[code], a, size, buffers.scales.ctypes.data, x.shape[0],
         layers.panels[layer, product], layers.counts[product], layers.words[product],
         out.ctypes.data, out.shape[1] * out.itemsize, step * out.itemsize,
-        layers.columns[layer, product], layers.columns_step, workers,
+        layers.columns[layer, product], layers.columns_step,
+        layers.panels[(layer + after // 4) % layers.panels.shape[0], after % 4], share, workers,
     )  # fmt: skip  # arguments in groups
 
 

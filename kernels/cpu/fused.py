@@ -54,7 +54,7 @@ def gate(x: NDArray[Any], activation: int, out: NDArray[Any]) -> None:
                 target[d] = narrow(value * widen(right[d]), target[d])
 
 
-@compiled(fastmath=FASTMATH, nogil=True)
+@compiled(fastmath=FASTMATH, nogil=True, forceinline=True)
 def _normalize_head(x: Any, weight: Any, epsilon: np.float32, out: Any) -> None:
     inverse = np.float32(1.0)
     if weight.size:
@@ -70,7 +70,7 @@ def _normalize_head(x: Any, weight: Any, epsilon: np.float32, out: Any) -> None:
             out[d] = widen(x[d])
 
 
-@compiled(fastmath=FASTMATH, nogil=True)
+@compiled(fastmath=FASTMATH, nogil=True, forceinline=True)
 def _rotate(head: Any, cosine: Any, sine: Any) -> None:
     half = cosine.size // 2
     left, right = head[:half], head[half : 2 * half]
@@ -106,7 +106,8 @@ def rotate_and_store(
     for t in prange(packed.shape[0]):
         row = packed[t]
         page, offset = pages[t], offsets[t]
-        scratch = np.empty(width, np.float32)
+        scratch, key = np.empty(width, np.float32), np.empty(width, packed.dtype)
+        words = key.view(np.uint32)
         if query_norm.size or cosine.shape[1]:
             for h in range(query_heads):
                 head = row[h * width : (h + 1) * width]
@@ -118,9 +119,11 @@ def rotate_and_store(
             head = row[(query_heads + h) * width : (query_heads + h + 1) * width]
             _normalize_head(head, key_norm, np.float32(epsilon), scratch)
             _rotate(scratch, cosine[t], sine[t])
-            target = memory[page, h]
             for d in range(width):
-                target[d // pack * page_size + offset, d % pack] = narrow(scratch[d], row[0])
+                key[d] = narrow(scratch[d], key[d])
+            target = memory[page, h].reshape(-1).view(np.uint32)
+            for d in range(words.size):
+                target[d * page_size + offset] = words[d]
             head = row[(query_heads + heads + h) * width : (query_heads + heads + h + 1) * width]
             target = memory[page, h, begin + offset // pack * padded :]
             for d in range(width):

@@ -9,8 +9,11 @@ from __future__ import annotations
 from typing import Any, Final
 
 import numpy as np
+from llvmlite import ir
 from numba import njit, types
-from numba.extending import overload, register_jitable
+from numba.extending import intrinsic, overload, register_jitable
+
+from llmbatch.kernels.cpu.vector_ir import BFLOAT, HAS_BFLOAT16
 
 FASTMATH: Final = {"reassoc", "contract", "arcp", "nsz", "afn"}  # not nnan, ninf: a NaN must reach the logits
 
@@ -58,17 +61,28 @@ def _widen(x: types.Type) -> Any:
 
 
 @register_jitable
-def _round_to_bfloat16(x: Any) -> Any:
+def _round_by_bits(x: Any) -> Any:
     bits = np.float32(x).view(np.uint32)
     if x != x:
         return np.uint16(0x7FC0)
     return np.uint16((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16))
 
 
+@intrinsic
+def _round_by_instruction(_typing: Any, x: Any) -> Any:
+    def build(_context: Any, builder: Any, _sig: Any, values: Any) -> Any:
+        return builder.bitcast(builder.fptrunc(values[0], BFLOAT), ir.IntType(16))
+
+    return types.uint16(types.float32), build
+
+
+_round_to_bfloat16: Final[Any] = _round_by_instruction if HAS_BFLOAT16 else _round_by_bits
+
+
 @overload(narrow, inline="always", strict=False)
 def _narrow(x: types.Type, like: types.Type) -> Any:
     if isinstance(like, types.Integer):
-        return lambda x, like: _round_to_bfloat16(x)
+        return lambda x, like: _round_to_bfloat16(np.float32(x))
     return lambda x, like: np.float32(x)
 
 

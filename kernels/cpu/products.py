@@ -5,6 +5,8 @@ columns of the panel side by side, so that a tile reads memory in order (`dot_ti
 panel and up to `_BLOCK` rows, and each worker gets a run of them: within a block of rows it goes from panel to panel,
 so its rows stay in the second cache and each panel is read once for all rows of the block. While the tiles of a panel
 are computed the next panel is prefetched, an equal part with each, so that memory and arithmetic work side by side.
+That takes two tiles, so more rows than half a tile's are two: one would wait for memory behind its arithmetic. The
+last panel of a worker has the first of the next product beside it.
 
 The gated product has its own order of columns: each panel holds a register of the gate's and the same of the other
 side's, which meet in the tile's ending.
@@ -107,27 +109,31 @@ def tile_code(ending: str | int, element: np.dtype[Any]) -> int:
 @compiled(parallel=True, nogil=True)
 def multiply(
     code: int, a: int, a_stride: int, a_scales: int, rows: int, panels: int, count: int, words: int,
-    c: int, c_stride: int, c_step: int, columns: int, columns_step: int, workers: int,
+    c: int, c_stride: int, c_step: int, columns: int, columns_step: int, following: int, share: int, workers: int,
 ) -> None:  # fmt: skip  # arguments in groups
     """Multiply `rows` rows of A with `count` panels of packed weights, and end as the tiles of `code` do.
 
     a, panels, c and columns are addresses: of rows `a_stride` bytes apart, of panels of so many words a column, of the
     first panel's place in a result whose rows are `c_stride` and whose panels are `c_step` bytes apart, and of what
     tiles read of columns, which is `columns_step` bytes a panel. `a_scales` is that of the scales of int8 rows.
+    `following` is that of the panels of the next product, of which each worker will read `share` bytes; it fetches the
+    first panel beside its last one here.
     """
     blocks = (rows + _BLOCK - 1) // _BLOCK
     blocks = max(blocks, min((rows + 2 * ROWS - 1) // (2 * ROWS), (4 * workers + count - 1) // count))
     tasks, size = blocks * count, words * 4 * COLUMNS
     for worker in prange(workers):
-        for task in range(tasks * worker // workers, tasks * (worker + 1) // workers):
+        end = tasks * (worker + 1) // workers
+        for task in range(tasks * worker // workers, end):
             panel, block = task % count, task // count
             low, high = rows * block // blocks, rows * (block + 1) // blocks
-            tiles = (high - low + ROWS - 1) // ROWS
+            tiles = max((high - low + ROWS - 1) // ROWS, 1 + (high - low > ROWS // 2))
             b = panels + panel * size
+            after = panels + (task + 1) % count * size if task + 1 < end else following + worker * share
             for i in range(tiles):
                 first = low + (high - low) * i // tiles
                 last = low + (high - low) * (i + 1) // tiles
-                ahead = b + _AHEAD if tiles == 1 else panels + (task + 1) % count * size + size * i // tiles
+                ahead = b + _AHEAD if tiles == 1 else after + size * i // tiles
                 arguments = (
                     None, last - first, c + first * c_stride + panel * c_step, c_stride, a + first * a_stride, a_stride,
                     b, words, columns + panel * columns_step, a_scales + 4 * first, ahead, 4 * COLUMNS // tiles,

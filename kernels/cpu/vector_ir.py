@@ -45,8 +45,9 @@ class _BFloat(ir.Type):  # type: ignore[misc]
         return hash(_BFloat)
 
 
-_BFLOATS: Final = ir.VectorType(_BFloat(), LANES)
-_BFLOAT_PAIRS: Final = ir.VectorType(_BFloat(), 2 * LANES)
+BFLOAT: Final = _BFloat()
+_BFLOATS: Final = ir.VectorType(BFLOAT, LANES)
+_BFLOAT_PAIRS: Final = ir.VectorType(BFLOAT, 2 * LANES)
 
 # Numbers that kernels compute with, by the type that numba sees: memory of bfloat16 is uint16 to NumPy.
 FLOAT32, BFLOAT16, INT8 = "float32", "bfloat16", "int8"

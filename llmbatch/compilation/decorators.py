@@ -70,7 +70,12 @@ def compiled(function: F, /) -> F: ...
 
 @overload
 def compiled(
-    *, cache: bool = True, nogil: bool = False, parallel: bool = False, fastmath: bool | set[str] = False
+    *,
+    cache: bool = True,
+    nogil: bool = False,
+    parallel: bool = False,
+    fastmath: bool | set[str] = False,
+    forceinline: bool = False,
 ) -> Callable[[F], F]: ...
 
 

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from llmbatch.engine.attention_choice import choose_attention
 from llmbatch.engine.base import StreamEngine
+from llmbatch.engine.calibration.processor_rates import keep_rates, recall_rates
 from llmbatch.engine.config import EngineConfig
 from llmbatch.engine.model.config import ModelConfig
 from llmbatch.engine.model.outline import POOL_SHARE as POOL_SHARE
@@ -52,6 +53,16 @@ class EngineFactory:
         from llmbatch.engine.cpu.engine import CpuEngine
 
         return CpuEngine(loaded, num_pages=self.pool.num_pages, page_size=self.pool.page_size, decode=decode)
+
+    def learnt(self, cost: CostModel) -> EngineFactory:
+        """Return the factory with what a job's steps say requests cost; a processor's is kept for later jobs.
+
+        A card's ends with the job: other jobs have other strategies.
+        """
+        if self.attention is not None or cost is self.cost:
+            return self
+        keep_rates(cost)
+        return replace(self, cost=cost)
 
     def accelerated(
         self,
@@ -136,10 +147,11 @@ def prepare(
 
 
 def cost_model(platform: Platform, model: ModelConfig, config: EngineConfig) -> CostModel:
-    """Cost requests on the platform: by its calibration, else by its hardware, measured now."""
+    """Cost requests on the platform: by its calibration or earlier jobs, else by its hardware, measured now."""
     if platform.device.type == "cpu":
-        hardware = measure_cpu(dtype_bytes=model.dtype.itemsize)
-        return CostModel(shape_of(model), hardware, law="bytes", overlap=SEQUENTIAL)
+        shape = shape_of(model)
+        hardware = recall_rates(shape) or measure_cpu(dtype_bytes=model.dtype.itemsize)
+        return CostModel(shape, hardware, law="bytes", overlap=SEQUENTIAL)
     found = _kept(platform, model, config).find()
     if found is None:
         return _ceilings(platform, model)

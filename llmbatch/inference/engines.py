@@ -74,6 +74,9 @@ class LoadedEngines(Engines):
         self._state = made = _InUse(self._make())
         return made.engine
 
+    def learn(self, cost: CostModel) -> None:
+        """Take note of what requests cost by the steps of a job."""
+
     @abstractmethod
     def _make(self) -> StreamEngine: ...
 
@@ -167,6 +170,10 @@ class ModelEngines(LoadedEngines):
         """Make this thread ready to use the device."""
         self._platform.enter()
         return self
+
+    def learn(self, cost: CostModel) -> None:
+        """Count by it from now on, and keep it for later jobs where it is a processor's."""
+        self._factory = self._factory.learnt(cost)
 
     def _make(self) -> StreamEngine:
         try:

@@ -199,6 +199,7 @@ class Worker:
             answering.flush()
             raise
         answering.flush()
+        engines.learn(stream.finish())
         totals.rows_cut = answering.rows_cut
         return totals
 
@@ -238,8 +239,7 @@ class Worker:
     @property
     def dtype(self) -> str:
         """The type of the numbers it computes in."""
-        asked = self.options.dtype
-        return asked if asked == "int8" else str(self.model.dtype).removeprefix("torch.")
+        return "int8" if self.model.int8 else str(self.model.dtype).removeprefix("torch.")
 
     @property
     def notes(self) -> tuple[str, ...]:

@@ -17,7 +17,8 @@ many rows. A larger group reads less.
 count it into P, as the paper does.
 
 A step's floor is reading the weights. Law `paper` puts it under the compute: c >= W / B. Law `bytes` follows the
-physical memory: weights and KV share it, m = (W + KV) / B, and c has no floor.
+physical memory: weights and KV share it, m = (W + KV) / B, and c has no floor. Where products run while their own
+weights are read, the first of them take no longer: a share of W / B, which is measured (`Hardware.hidden_share`).
 """
 
 from __future__ import annotations
@@ -71,12 +72,12 @@ class ModelShape:
             raise ParameterError(f"windows must be one for each of {self.layers} layers, got {len(self.windows)}")
 
     @classmethod
-    def from_config(cls, config: object, dtype_bytes: float) -> ModelShape:
+    def from_config(cls, config: object, dtype_bytes: float, layer_bytes: float | None = None) -> ModelShape:
         """Read the shape off a transformers config (its `text_config` if it has one), duck-typed.
 
         `params` are the matrices that every token passes: projections, feed-forward, and with experts the router, the
-        shared and the chosen ones. `dtype_bytes` is the size of weights and KV. Raises `ModelError` if a needed field
-        is missing.
+        shared and the chosen ones. `dtype_bytes` is the size of a number of weights and KV, and `layer_bytes` of one in
+        the layers' matrices, if it is another. Raises `ModelError` if a needed field is missing.
         """
         text = getattr(config, "text_config", None) or config
         name = read_field(text, "model_type", default="the model")
@@ -123,12 +124,12 @@ class ModelShape:
         embedding = vocabulary * hidden
         whole_tied = read_field(config, "tie_word_embeddings", default=True)
         tied = bool(read_field(text, "tie_word_embeddings", default=whole_tied))
-        total += embedding * (1 if tied else 2) + (2 * layers + 1) * hidden
+        rest = embedding * (1 if tied else 2) + (2 * layers + 1) * hidden
         return cls(
             params=float(active),
             head_params=float(embedding),
-            params_total=total,
-            weight_bytes=total * dtype_bytes,
+            params_total=total + rest,
+            weight_bytes=total * (layer_bytes or dtype_bytes) + rest * dtype_bytes,
             layers=layers,
             attention_width=width,
             kv_bytes_per_token=kv_width * layers * dtype_bytes,
@@ -221,17 +222,24 @@ class CostModel:
     def rates(self) -> Rates:
         """The seconds of each kind of work."""
         shape, hardware = self.shape, self.hardware
+        weight_seconds = shape.weight_bytes / hardware.weight_bytes_per_second
         return Rates(
             seconds_per_token=2.0 * shape.params / hardware.flops,
             seconds_per_sample=2.0 * shape.head_params / hardware.flops,
             seconds_per_pair=4.0 * shape.attention_width * shape.layers / hardware.attention_flops,
             seconds_per_kv_token=shape.kv_bytes_per_token / hardware.bytes_per_second,
-            weight_seconds=shape.weight_bytes / hardware.bytes_per_second,
+            weight_seconds=weight_seconds,
             weights_share_memory=self.law == "bytes",
             cascade=self.cascade,
             reach=Reach.of(shape.windows),
             step_seconds=float(hardware.step_seconds),
+            hidden_seconds=hardware.hidden_share * weight_seconds,
         )
+
+    @property
+    def in_turn(self) -> bool:
+        """Whether no part of a step hides behind another one, but for products behind the reading of weights."""
+        return self.law == "bytes" and self.overlap.exponent == 1
 
     def prompt_seconds(self, tokens: ArrayLike) -> Floats:
         """Return the compute seconds of prompt tokens without their attention."""
@@ -303,5 +311,9 @@ class CostModel:
         weights.
         """
         if self.law == "bytes":
-            memory *= 1.0 + self.shape.weight_bytes / pool_bytes
+            memory *= 1.0 + self.weights_per_pool(pool_bytes)
         return float(self.overlap(compute, memory))
+
+    def weights_per_pool(self, pool_bytes: float) -> float:
+        """Return the seconds of reading the weights over those of reading so much KV."""
+        return self.rates.weight_seconds * self.hardware.bytes_per_second / pool_bytes

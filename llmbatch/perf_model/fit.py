@@ -8,6 +8,11 @@ Why attention has a rate of its own. Between its two products stands a softmax, 
 reaches about half the rate of plain products. One rate for both would be wrong for every step whose prompts are not of
 mean length.
 
+Processors. There the weights have a rate of their own, if the model has one for them: decodes multiply what they read
+of KV, and are slower. A product of few rows takes as long as its weight is read; further rows of it then take their
+time. So the share of that reading that hides products is fitted too, under law `bytes`. A step in turn there has no
+other fixed seconds, since steps could not tell these from the reading.
+
 Which law. An engine that runs kernel after kernel follows law `paper` with exponent 1: each product takes the longer of
 its arithmetic and reading its weights, each attention the time of reading its KV, and all of them add up.
 
@@ -94,7 +99,7 @@ def calibrate(cost: CostModel, steps: MeasuredSteps, *, ties: float = _RIDGE) ->
     give the same constants.
     """
     begun = _Constants.of(cost, float(np.median(np.asarray(steps.seconds, np.float64))))
-    moved = np.array([True, bool(np.any(steps.pairs)), True, True, cost.overlap.exponent > 1])
+    moved = begun.moved_by(steps)
     measured = np.log(np.asarray(steps.seconds, np.float64))
     weight = 1 / math.sqrt(len(steps))
 
@@ -124,7 +129,10 @@ def predict(cost: CostModel, steps: MeasuredSteps) -> Floats:
 
 @dataclass(frozen=True, slots=True)
 class _Constants:
-    """The constants to fit, scaled to about one: log efficiencies, fixed seconds in `unit`, the log exponent."""
+    """The constants to fit, scaled to about one.
+
+    These are four log efficiencies, fixed seconds in `unit`, the log exponent, and the share that hides products.
+    """
 
     cost: CostModel
     unit: float
@@ -136,25 +144,36 @@ class _Constants:
     def of(cls, cost: CostModel, unit: float) -> _Constants:
         hardware = cost.hardware
         attention = hardware.attention_flops / hardware.compute
-        efficiencies = np.array([hardware.compute_efficiency, attention, hardware.bandwidth_efficiency])
-        values = np.array([*np.log(efficiencies), hardware.step_seconds / unit, math.log(cost.overlap.exponent)])
-        low = np.array([*np.full(3, math.log(_LEAST_EFFICIENCY)), 0.0, 0.0])
-        high = np.array([0.0, 0.0, 0.0, math.inf, math.log(_MOST_EXPONENT)])
+        weights = hardware.weight_bytes_per_second / hardware.bandwidth
+        efficiencies = np.log([hardware.compute_efficiency, attention, hardware.bandwidth_efficiency, weights])
+        exponent = math.log(cost.overlap.exponent)
+        values = np.array([*efficiencies, hardware.step_seconds / unit, exponent, hardware.hidden_share])
+        low = np.array([*np.full(4, math.log(_LEAST_EFFICIENCY)), 0.0, 0.0, 0.0])
+        high = np.array([0.0, 0.0, 0.0, 0.0, math.inf, math.log(_MOST_EXPONENT), 1.0])
         return cls(cost, unit, np.clip(values, low, high), low, high)
+
+    def moved_by(self, steps: MeasuredSteps) -> NDArray[np.bool_]:
+        """Tell which constants are fitted to these steps."""
+        own = self.cost.hardware.weight_efficiency is not None
+        exponent = self.cost.overlap.exponent > 1
+        hides = own and self.cost.law == "bytes"
+        return np.array([True, bool(np.any(steps.pairs)), True, own, exponent or not hides, exponent, hides])
 
     def at(self, values: Floats, moved: NDArray[np.bool_]) -> CostModel:
         """Build the cost model with these values for the constants that are `moved`."""
         every = self.values.copy()
         every[moved] = values
-        compute, attention, bandwidth, exponent = np.exp(every[[0, 1, 2, 4]]).tolist()
+        compute, attention, bandwidth, weights, exponent = np.exp(every[[0, 1, 2, 3, 5]]).tolist()
         hardware = replace(
             self.cost.hardware,
             compute_efficiency=compute,
             bandwidth_efficiency=bandwidth,
             attention_efficiency=attention if moved[1] else self.cost.hardware.attention_efficiency,
-            step_seconds=float(every[3]) * self.unit,
+            weight_efficiency=weights if moved[3] else self.cost.hardware.weight_efficiency,
+            hidden_share=float(every[6]),
+            step_seconds=float(every[4]) * self.unit,
         )
-        overlap = Overlap(exponent) if moved[4] else self.cost.overlap
+        overlap = Overlap(exponent) if moved[5] else self.cost.overlap
         return replace(self.cost, hardware=hardware, overlap=overlap)
 
 

@@ -57,6 +57,7 @@ class Rates(NamedTuple):
     cascade: bool = False  # decodes read a prefix that many of them share once a step
     reach: Reach = Reach.of([0])
     step_seconds: float = 0.0  # that every step takes beside its work
+    hidden_seconds: float = 0.0  # of products, that take no longer while the weights are read; law `bytes`
 
 
 @overload
@@ -144,12 +145,13 @@ def step_parts(rates: Rates, tokens: Any, samples: Any, pairs: Any, read: Any) -
     """Predict a step's seconds of compute and of memory, under the law of `rates`.
 
     The weights are read once a step. Law `paper` makes that the least that products take, and it hides no attention;
-    law `bytes` adds it to the reading of KV.
+    law `bytes` adds it to the reading of KV, and it hides the first `hidden_seconds` of products.
     """
     products = tokens * rates.seconds_per_token + samples * rates.seconds_per_sample
     memory = read * rates.seconds_per_kv_token
     if rates.weights_share_memory:
         memory = memory + rates.weight_seconds
+        products = np.maximum(products - rates.hidden_seconds, 0.0)
     else:
         products = np.maximum(products, rates.weight_seconds)
     return products + pairs * rates.seconds_per_pair, memory

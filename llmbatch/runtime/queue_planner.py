@@ -25,7 +25,15 @@ from llmbatch.scheduler.admission_order import Blend, DualScanEnds, Ends, FromFr
 from llmbatch.scheduler.renumber import pages_spared
 from llmbatch.scheduler.scheduler import QueueUpdate, Scheduler
 from llmbatch.scheduler.steering import Steering
-from llmbatch.scheduler.token_budget import STEP_TOKENS, TILE, Budget, ClosedLoopBudget, FixedBudget, steady_budget
+from llmbatch.scheduler.token_budget import (
+    STEP_TOKENS,
+    TILE,
+    Budget,
+    ClosedLoopBudget,
+    FixedBudget,
+    budget_in_turn,
+    steady_budget,
+)
 
 
 class QueuePlanner:
@@ -84,8 +92,7 @@ class QueuePlanner:
         elif plan.two_ended:
             ends = self._blend() if settled else FromFront()
             # Tokens ride for free up to what hides the weights, or beside KV. In turn under law `bytes` none do.
-            gains = self._cost.overlap.exponent > 1 or self._cost.law == "paper"
-            if self._scheduling.step_tokens is None and gains:
+            if self._scheduling.step_tokens is None and not self._cost.in_turn:
                 budget = ClosedLoopBudget(self._rates, self._weights_per_pool(), floor=TILE + self._pool.page_size)
         elif plan.relaxed and len(self._tree.rows) and self._scheduling.step_tokens is None:
             mean = self._lengths.expected(self._tree.rows).mean.mean()
@@ -93,6 +100,8 @@ class QueuePlanner:
         return self._update(plan.order, ends, budget, settled=settled)
 
     def _fixed(self) -> FixedBudget:
+        if self._scheduling.step_tokens is None and self._cost.in_turn:
+            return budget_in_turn(self._cost)
         return FixedBudget(self._scheduling.step_tokens or STEP_TOKENS)
 
     def _blend(self) -> Blend:
@@ -150,6 +159,6 @@ class QueuePlanner:
         return float(memory * ratio / min(max(ratio**trust, least), steering.most_ratio))
 
     def _weights_per_pool(self) -> float:
-        """Compute weight bytes over the KV bytes that a full step reads beside them."""
+        """Compute the seconds of the weights over those of the KV that a full step reads beside them."""
         kv_bytes = self._steering.filled * self._pool.tokens * self._cost.shape.kv_bytes_per_token
-        return self._cost.shape.weight_bytes / kv_bytes
+        return self._cost.weights_per_pool(kv_bytes)

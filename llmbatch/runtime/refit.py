@@ -7,13 +7,17 @@ up to a seventh of the job. The job sees thousands of steps whose work is known,
 What is kept of them. A scheduler that steers well gives steps that are all alike, which tell how wrong the rates are
 together and not which of them is: that is told by the steps of other kinds, early and late in a job. So steps are kept
 by kind, the latest few of each: by the ratio of their compute to their memory time, and by whether their products take
-longer than reading the weights. That is a bounded number of steps, however long the job.
+longer than reading the weights. That is a bounded number of steps, however long the job. Where parts run in turn, what
+differs between steps is how much they do beside reading the weights: there it is by the power of two between a step's
+seconds and those of the weights, and by whether it has a chunk of a prompt.
 
 How it is fitted. Steps are not linear in what is sought: compute and memory overlap, and reading the weights is a
 floor. So the fit is that of a calibration, least squares of logs (`llmbatch.perf_model.fit`), and begins with the
 calibration's constants, to which it is tied: where steps do not say which rate is wrong, both move alike. Steps that
 took more than twice or less than half of what others of their kind did, beside what was predicted (a first launch, a
 page swapped out), are left out.
+
+At its end a job tells what it would go by now, for the next job on the same device (`Refit.finish`).
 
 When it counts. Every other step is not fitted to. The constants in use are replaced only where they miss those steps
 by more than is worth steering by, and others, the calibration's among them, miss them clearly less. So steps that agree
@@ -40,6 +44,7 @@ _KEPT: Final = 32  # steps of a kind
 _FEWEST: Final = 4  # of a kind, that it counts; and kept steps altogether, in kinds
 _RATIOS: Final = 4  # powers of two between compute and memory time, either way, that make kinds
 _PERIOD: Final = 256  # steps between two fits, at least
+_LEAST: Final = 64  # steps of a job, that say something for the next one
 _TIES: Final = 1e-4  # of the mean squared log, for a constant an e-fold from the calibration's
 _OUTLIER: Final = np.log(2.0)
 _CLEARLY: Final = 0.7  # of a mean miss: another one that is clearly less
@@ -79,14 +84,29 @@ class Refit:
         work = step.num_tokens, step.prefill_pairs(reach), step.read_tokens(reach), int(step.samples.sum())
         self._fresh.append((*work, seconds))
         if len(self._fresh) == _KEPT:
-            self.note(MeasuredSteps(*np.array(self._fresh, np.float64).T))
-            self._fresh.clear()
+            self._keep_fresh()
 
     def fit(self) -> bool:
         """Fit anew where enough steps came since the last time; whether the cost model is another now."""
         if self._seen < self._due:
             return False
         self._due = self._seen + max(_PERIOD, self._seen // 8)
+        return self._improve()
+
+    def finish(self) -> CostModel:
+        """Fit to what is there, where it is not too little, and return the cost model for the next job."""
+        self._keep_fresh()
+        if self._seen >= _LEAST:
+            self._improve()
+        return self.cost
+
+    def _keep_fresh(self) -> None:
+        if self._fresh:
+            self.note(MeasuredSteps(*np.array(self._fresh, np.float64).T))
+            self._fresh.clear()
+
+    def _improve(self) -> bool:
+        """Replace the constants in use where others are clearly better."""
         fitted, judged = self._sound()
         if not judged.shape[1]:
             return False
@@ -104,6 +124,11 @@ class Refit:
     def _kinds(self, columns: Floats) -> NDArray[np.int64]:
         tokens, pairs, kv_tokens, samples, _ = columns
         rates = self._calibrated.rates
+        if self._calibrated.in_turn:
+            seconds = predict(self._calibrated, MeasuredSteps(*columns))
+            larger = np.clip(np.rint(np.log2(seconds / rates.weight_seconds)), 0, 2 * _RATIOS)
+            by_size: NDArray[np.int64] = 2 * larger.astype(np.int64) + (pairs > 0)
+            return by_size
         products = as_python(compute_seconds)(rates, tokens, samples, 0.0)
         compute = as_python(compute_seconds)(rates, tokens, samples, pairs)
         memory = np.maximum(as_python(memory_seconds)(rates, kv_tokens), 1e-12)

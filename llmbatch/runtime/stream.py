@@ -99,6 +99,10 @@ class Stream(Generic[W]):
                 self._now.let_end(stop.deadline)
             raise
 
+    def finish(self) -> CostModel:
+        """Return what requests cost by the steps that were run."""
+        return self._context.refit.finish()
+
     def _join(self, window: W) -> None:
         """Let a window's requests join those that run."""
         observer = self._context.observer

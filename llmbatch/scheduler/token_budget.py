@@ -16,6 +16,11 @@ the tokens that are free while the weights are read, what is lost by ending chun
 step takes `s` seconds beside its work, a job of T seconds spends s T / t on that and d t / 2 on its ramps with steps of
 t seconds: least at t = (2 s T / d)^(1/2). And where weights and KV come from the same memory (law `bytes`), a pool that
 is not full reads the weights more often: there the budget is what the memory time of a full pool hides.
+
+Engines that run in turn under law `bytes`, as a processor does, hide nothing of one row behind another. Ramps cost
+them nothing, and neither does a mix: what a budget changes is how often the weights are read. So a step has as many
+tokens as make the seconds of that, less what products hide of it, `_BESIDE` of the seconds of its products
+(`budget_in_turn`).
 """
 
 from __future__ import annotations
@@ -32,6 +37,7 @@ from llmbatch.planning.plan import Plan
 
 STEP_TOKENS: Final = 2048  # of a fixed budget, unless another one is asked for
 TILE = 128  # tokens; matrix units work in tiles of this many rows
+_BESIDE: Final = 0.005  # what is left to gain by larger steps, where parts run in turn
 
 
 class Load(NamedTuple):
@@ -90,6 +96,8 @@ class BudgetRules(NamedTuple):
 
 def steady_budget(decided: Plan, cost: CostModel, pool_tokens: int, answer: float) -> FixedBudget:
     """Build the budget for a plan whose rows are of one kind and generate `answer` tokens in the mean."""
+    if cost.in_turn:
+        return budget_in_turn(cost)
     token = float(cost.prompt_seconds(1))
     wanted = 2 * cost.rates.weight_seconds / token
     if cost.hardware.step_seconds > 0:
@@ -97,7 +105,18 @@ def steady_budget(decided: Plan, cost: CostModel, pool_tokens: int, answer: floa
         wanted = max(wanted, math.sqrt(2 * cost.hardware.step_seconds * total / max(answer, 1.0)) / token)
     if cost.law == "bytes":
         wanted = max(wanted, decided.density * pool_tokens * cost.rates.seconds_per_kv_token / token)
-    return FixedBudget(int(min(max(round(wanted / TILE), 2) * TILE, MOST_TOKENS)))
+    return _in_tiles(wanted)
+
+
+def budget_in_turn(cost: CostModel) -> FixedBudget:
+    """Build the budget for an engine that runs in turn: see the module's text."""
+    rates = cost.rates
+    beside = rates.step_seconds + rates.weight_seconds - rates.hidden_seconds
+    return _in_tiles(beside / (_BESIDE * rates.seconds_per_token))
+
+
+def _in_tiles(tokens: float) -> FixedBudget:
+    return FixedBudget(int(min(max(round(tokens / TILE), 2) * TILE, MOST_TOKENS)))
 
 
 @compiled
@@ -113,7 +132,7 @@ def step_tokens(rules: BudgetRules, load: Load) -> int:
     remaining_compute = max(load.remaining_compute, 0.0)
     if rates.weights_share_memory:
         ratio = remaining_compute / (remaining_memory * (1 + rules.weights_per_pool))
-        target = max(ratio * (memory + rates.weight_seconds), rates.step_seconds)
+        target = max(ratio * (memory + rates.weight_seconds), rates.step_seconds) + rates.hidden_seconds
     else:
         target = max(remaining_compute / remaining_memory * memory, rates.weight_seconds + rates.step_seconds)
     tokens = min(max(int(target / rates.seconds_per_token), rules.floor), rules.ceiling)

@@ -13,7 +13,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from llmbatch.system.cache import cache_folder
@@ -36,18 +36,36 @@ def remembered(name: str, measure: Callable[[], float], *versions: str) -> float
     undisturbed = _seconds_of_others() - others <= most
     if before is not None and not undisturbed:
         return before[0]
-    with contextlib.suppress(OSError):  # else every process measures, which takes a moment
-        file.parent.mkdir(parents=True, exist_ok=True)
-        temporary = file.with_name(f"{file.name}.{os.getpid()}")
-        temporary.write_text(json.dumps({"figure": found, "undisturbed": undisturbed}))
-        os.replace(temporary, file)
+    _write(file, {"figure": found, "undisturbed": undisturbed})
     return found
+
+
+def keep_figures(name: str, figures: Mapping[str, float], *versions: str) -> None:
+    """Keep figures that are known of this processor, in place of earlier ones of that name and these versions."""
+    _write(_file(name, versions), dict(figures))
+
+
+def recalled_figures(name: str, *versions: str) -> dict[str, float] | None:
+    """Return the figures that were kept under that name for these versions, or None."""
+    try:
+        return {key: float(value) for key, value in json.loads(_file(name, versions).read_text()).items()}
+    except (OSError, ValueError, TypeError, AttributeError):
+        return None
 
 
 def recalled(name: str, *versions: str) -> float | None:
     """Return the kept figure of that name, or None."""
     found = _read(_file(name, versions))
     return None if found is None else found[0]
+
+
+def _write(file: Path, content: Mapping[str, float]) -> None:
+    """Write a file whole or not at all; where it cannot be, every process measures, which takes a moment."""
+    with contextlib.suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        temporary = file.with_name(f"{file.name}.{os.getpid()}")
+        temporary.write_text(json.dumps(content))
+        os.replace(temporary, file)
 
 
 def _read(file: Path) -> tuple[float, bool] | None:

@@ -12,7 +12,7 @@ from torch import nn
 
 from llmbatch.engine.cpu import platform
 from llmbatch.engine.cpu.attention import CpuOps
-from llmbatch.engine.cpu.decoder import join_layers
+from llmbatch.engine.cpu.joined_layers import join_layers
 from llmbatch.engine.cpu.platform import HOST
 from llmbatch.engine.model.loader import LoadedModel, load_model
 from llmbatch.kernels.cpu.vector_ir import HAS_INT8
@@ -45,6 +45,17 @@ def test_joined_layers_give_the_logits_of_separate_ones(tmp_path: Path, family: 
     assert join_layers(loaded.module, loaded.attention, loaded.dtype, CpuOps())
     torch.testing.assert_close(logits(loaded), expected, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(logits(loaded), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("family", "plain"), [("llama", True), ("qwen3", True), ("gemma2", False), ("gemma3", False)])
+def test_models_that_do_nothing_else_around_their_layers_lose_their_forward(
+    tmp_path: Path, family: str, plain: bool
+) -> None:
+    """Gemma 2 caps its logits, and Gemma 3 rotates kinds of layers in different ways."""
+    loaded = unpacked(tmp_path, family)
+    theirs = type(loaded.module).forward
+    assert join_layers(loaded.module, loaded.attention, loaded.dtype, CpuOps())
+    assert (getattr(loaded.module.forward, "__func__", None) is not theirs) == plain
 
 
 @pytest.mark.parametrize("family", sorted(set(FAMILIES) - set(JOINED)))

@@ -16,6 +16,7 @@ from llmbatch.engine import factory
 from llmbatch.engine.calibration import calibrate, memory_profile, microbenchmarks
 from llmbatch.engine.calibration.memory_profile import MemoryHeadroom
 from llmbatch.engine.calibration.store import DeviceCalibration, FittedStrategy
+from llmbatch.engine.cpu.platform import HOST
 from llmbatch.engine.factory import EngineFactory, cost_model, prepare, size_pool
 from llmbatch.engine.gpu.attention import PAGE_SIZE, GpuOps
 from llmbatch.engine.model.config import ModelConfig, describe_model
@@ -132,3 +133,28 @@ def test_a_calibration_that_cannot_be_kept_is_used(card: Card, described: ModelC
         "the GPU is calibrated by every job, since what was measured cannot be kept: [Errno 20] Not a directory: "
         f"'{tmp_path / 'cache' / 'calibrations'}'"
     )
+
+
+def test_what_steps_took_on_a_processor_is_kept_for_the_next_job(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, model: str
+) -> None:
+    monkeypatch.setenv("LLMBATCH_CACHE", str(tmp_path / "cache"))
+    options = Options.build(model="m", prompt="text", max_tokens=1)
+    described = describe_model(model, dtype="float32")
+    first = EngineFactory(Pool(8, 8), cost_model(HOST, described, options))
+    assert first.learnt(first.cost) is first
+    assert list((tmp_path / "cache" / "processors").glob("steps-*")) == []
+    hardware = replace(first.cost.hardware, compute_efficiency=0.3, attention_efficiency=0.2, hidden_share=0.4)
+    learnt = first.learnt(replace(first.cost, hardware=hardware))
+    assert cost_model(HOST, described, options) == learnt.cost
+    other = replace(described, dtype=torch.bfloat16)
+    assert cost_model(HOST, other, options).hardware.hidden_share == first.cost.hardware.hidden_share
+    [file] = (tmp_path / "cache" / "processors").glob("steps-*")
+    file.write_text('{"compute": -1.0}')
+    assert cost_model(HOST, described, options) == first.cost
+
+
+def test_what_steps_took_on_a_card_ends_with_the_job(card: Card, described: ModelConfig, tmp_path: Path) -> None:
+    found = prepared(described)
+    assert found.learnt(replace(found.cost, law="bytes")) is found
+    assert not (tmp_path / "cache" / "processors").exists()

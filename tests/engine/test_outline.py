@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -31,11 +31,12 @@ def edit(path: Path, **changes: Any) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
-def test_an_outline_says_what_the_description_says(folder: Path) -> None:
-    known = outline(str(folder), "bfloat16")
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+def test_an_outline_says_what_the_description_says(folder: Path, dtype: Literal["bfloat16", "int8"]) -> None:
+    known = outline(str(folder), dtype)
     if known is None:
         return
-    described = describe_model(str(folder), dtype="bfloat16")
+    described = describe_model(str(folder), dtype=dtype)
     assert shape_of(known) == shape_of(described)
     assert str(known.dtype) == str(described.dtype).removeprefix("torch.")
     assert (known.context_length, known.bytes_per_token) == (described.context_length, described.bytes_per_token)

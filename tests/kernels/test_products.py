@@ -69,7 +69,7 @@ def run(given: Given, ending: str | int, out: Array, order: Array, columns: int 
     multiply(
         tile_code(ending, x.dtype), x.ctypes.data, x.strides[0], given.scales.ctypes.data, len(x),
         panels.ctypes.data, len(panels), words.shape[1], out.ctypes.data, out.strides[0], columns * out.itemsize,
-        of_columns.ctypes.data, of_columns[0].nbytes, 2,
+        of_columns.ctypes.data, of_columns[0].nbytes, panels.ctypes.data, 0, 2,
     )  # fmt: skip  # arguments in groups
 
 

@@ -189,6 +189,12 @@ def test_tied_embeddings_are_stored_once_and_read_as_head() -> None:
     assert shape.head_params == 128256 * 4096
 
 
+def test_layers_of_their_own_type_have_the_embeddings_in_the_models() -> None:
+    shape, int8 = ModelShape.from_config(config(), 2), ModelShape.from_config(config(), 2, 1)
+    assert shape.weight_bytes - int8.weight_bytes == shape.params
+    assert int8.kv_bytes_per_token == shape.kv_bytes_per_token
+
+
 def test_experts_count_once_each_in_memory_and_as_chosen_in_compute() -> None:
     mixtral = config(
         model_type="mixtral", num_local_experts=8, num_experts_per_tok=2, vocab_size=32000, sliding_window=None
@@ -261,6 +267,8 @@ def test_a_device_without_bandwidth_is_refused() -> None:
     [
         ({"attention_efficiency": 1.5}, "attention_efficiency must lie in (0, 1], got 1.5 for toy"),
         ({"attention_efficiency": 0.0}, "attention_efficiency must lie in (0, 1], got 0.0 for toy"),
+        ({"weight_efficiency": 2.0}, "weight_efficiency must lie in (0, 1], got 2.0 for toy"),
+        ({"hidden_share": 1.5}, "hidden_share must lie in [0, 1], got 1.5 for toy"),
         ({"step_seconds": -1e-3}, "step_seconds of a device must be at least 0, got -0.001 for toy"),
     ],
 )

@@ -19,12 +19,16 @@ TRUE = replace(
 SHAPE = replace(find_shape("llama-3-8b"), head_params=0.5e9)
 
 
-def made_steps(cost: CostModel, seed: int, *, noise: float = 0.02, prefills: bool = True) -> MeasuredSteps:
+def made_steps(
+    cost: CostModel, seed: int, *, noise: float = 0.02, prefills: bool = True, least: int = 64
+) -> MeasuredSteps:
     """Steps of decodes, of prefills and of both, that take what the cost model says, and some noise."""
     rng = np.random.default_rng(seed)
     n = 120
     decodes = rng.integers(1, 512, n) * (np.arange(n) % 3 != 0)
     chunk = rng.integers(64, 8192, n) * (np.arange(n) % 3 != 1) * prefills
+    if least < 64:  # of few tokens too
+        decodes, chunk = np.exp(rng.uniform(np.log(least), np.log(512), n)).astype(int) * (decodes > 0), chunk // 8
     before = rng.integers(0, 16_384, n)
     steps = MeasuredSteps(
         tokens=np.maximum(decodes + chunk, 1),
@@ -58,6 +62,36 @@ def test_constants_of_an_engine_that_overlaps_are_recovered(law: Law, exponent: 
     assert fitted.hardware.attention_efficiency == pytest.approx(0.38, rel=0.05)
     assert fitted.hardware.bandwidth_efficiency == pytest.approx(0.81, rel=0.05)
     assert fitted.overlap.exponent == pytest.approx(exponent, rel=0.15)
+
+
+@pytest.mark.parametrize("hidden", [0.0, 0.45, 1.0])
+@pytest.mark.parametrize("seed", range(3))
+def test_constants_of_a_processor_are_recovered(hidden: float, seed: int) -> None:
+    """Weights are read faster than KV, products of few rows wait for them, and nothing else is fixed."""
+    begun = replace(CEILINGS, compute_efficiency=0.5, bandwidth_efficiency=0.5, weight_efficiency=0.5)
+    hardware = replace(
+        begun, compute_efficiency=0.72, bandwidth_efficiency=0.4, weight_efficiency=0.6, hidden_share=hidden
+    )
+    true = CostModel(SHAPE, replace(hardware, attention_efficiency=0.5), law="bytes", overlap=SEQUENTIAL)
+    steps = made_steps(true, seed, least=1)
+    fitted = calibrate(replace(true, hardware=begun), steps).cost
+    assert fitted.hardware.compute_efficiency == pytest.approx(0.72, rel=0.03)
+    assert fitted.hardware.bandwidth_efficiency == pytest.approx(0.4, rel=0.05)
+    assert fitted.hardware.weight_efficiency == pytest.approx(0.6, rel=0.03)
+    assert fitted.hardware.hidden_share == pytest.approx(hidden, abs=0.06)
+    assert fitted.hardware.step_seconds == 0.0
+    unseen = made_steps(true, seed + 10, noise=0.0, least=1)
+    assert predict(fitted, unseen) == pytest.approx(unseen.seconds, rel=0.05)
+
+
+def test_first_rows_of_a_product_take_no_longer_than_its_weight() -> None:
+    hardware = replace(TRUE, weight_efficiency=0.8, hidden_share=0.5, step_seconds=0.0)
+    cost = CostModel(SHAPE, hardware, law="bytes", overlap=SEQUENTIAL)
+    hidden = int(cost.rates.hidden_seconds / cost.rates.seconds_per_token)
+    assert cost.rates.weight_seconds == pytest.approx(SHAPE.weight_bytes / (0.8 * CEILINGS.bandwidth))
+    assert cost.step_time(hidden, 0.0, 0.0, 0) == cost.step_time(1, 0.0, 0.0, 0) == cost.rates.weight_seconds
+    more = cost.step_time(hidden + 101, 0.0, 0.0, 0) - cost.step_time(hidden + 1, 0.0, 0.0, 0)
+    assert more == pytest.approx(100 * cost.rates.seconds_per_token)
 
 
 @pytest.mark.parametrize("given", [None, 0.5])

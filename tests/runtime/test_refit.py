@@ -81,6 +81,24 @@ def test_steps_unlike_all_others_of_their_kind_are_left_out() -> None:
     assert not refit.fit()
 
 
+def test_a_short_job_tells_the_next_one_what_its_steps_took() -> None:
+    true, believed = cost_of(WRONG["compute is half"]), cost_of(BELIEVED)
+    refit = Refit(believed)
+    refit.note(steps_of(true, 0, 128))
+    assert not refit.fit()
+    unseen = steps_of(true, 1, noise=0.0)
+    missed = np.abs(predict(refit.finish(), unseen) / np.asarray(unseen.seconds, np.float64) - 1)
+    assert missed.mean() < 0.05
+
+
+def test_a_job_of_few_steps_or_of_right_rates_tells_nothing() -> None:
+    believed = cost_of(BELIEVED)
+    for true, steps in ((cost_of(WRONG["compute is half"]), 63), (believed, 600)):
+        refit = Refit(believed)
+        refit.note(steps_of(true, 0, steps))
+        assert refit.finish() is believed
+
+
 def test_a_few_steps_change_nothing() -> None:
     refit = Refit(cost_of(BELIEVED))
     refit.note(steps_of(cost_of(WRONG["compute is half"]), 0, 255))

@@ -13,7 +13,7 @@ import pytest
 
 from llmbatch.cli.main import main
 from llmbatch.errors import ParameterError
-from llmbatch.perf_model.cost import CostModel, Law, find_shape
+from llmbatch.perf_model.cost import SEQUENTIAL, CostModel, Law, find_shape
 from llmbatch.perf_model.hardware import find_hardware
 from llmbatch.planning.lengths import LengthModel
 from llmbatch.planning.plan import plan
@@ -21,7 +21,7 @@ from llmbatch.planning.plan_workload import plan_workload
 from llmbatch.planning.prefix_tree import PrefixTree
 from llmbatch.runtime.shard_run import ShardRun
 from llmbatch.runtime.simulated_loop import SimulatedLoop
-from llmbatch.scheduler.token_budget import steady_budget
+from llmbatch.scheduler.token_budget import MOST_TOKENS, budget_in_turn, steady_budget
 from llmbatch.simulation.experiment import Experiment
 from llmbatch.simulation.simulator import describe, pool_of
 
@@ -128,6 +128,17 @@ def test_steps_that_cost_time_beside_their_work_are_larger() -> None:
 
 def test_where_weights_are_read_beside_kv_a_steady_step_fills_the_pool() -> None:
     assert steady("bytes") > 2 * steady("paper")
+
+
+def test_where_parts_run_in_turn_a_step_is_as_large_as_makes_reading_the_weights_little() -> None:
+    hardware = replace(find_hardware("a100-80gb"), compute=20e12)
+    cost = CostModel(find_shape("llama-3-8b"), hardware, law="bytes", overlap=SEQUENTIAL)
+    tokens = budget_in_turn(cost).step_tokens
+    assert cost.rates.weight_seconds == pytest.approx(0.005 * tokens * cost.rates.seconds_per_token, rel=0.05)
+    hides = replace(cost, hardware=replace(cost.hardware, hidden_share=0.5))
+    assert budget_in_turn(hides).step_tokens == pytest.approx(tokens / 2, abs=128)
+    fixed = replace(cost, hardware=replace(cost.hardware, step_seconds=100.0))
+    assert budget_in_turn(fixed).step_tokens == MOST_TOKENS
 
 
 def test_a_tail_of_which_nothing_has_ended_may_be_long() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from llmbatch.system.measurements import recalled, remembered
+from llmbatch.system.measurements import keep_figures, recalled, recalled_figures, remembered
 
 
 @pytest.fixture
@@ -52,3 +52,12 @@ def test_a_figure_of_an_earlier_version_is_measured_again(busy: Callable[[float]
     file.write_text("7.0")
     assert recalled("flops") is None
     assert remembered("flops", lambda: 2.0) == 2.0
+
+
+def test_figures_that_a_job_found_are_kept_until_the_next_finds_others(busy: Callable[[float], None]) -> None:
+    busy(0.0)
+    assert recalled_figures("steps", "model") is None
+    keep_figures("steps", {"compute": 1.0}, "model")
+    keep_figures("steps", {"compute": 2.0, "share": 0.5}, "model")
+    assert recalled_figures("steps", "model") == {"compute": 2.0, "share": 0.5}
+    assert recalled_figures("steps", "another") is None

@@ -6,7 +6,9 @@ the row's keys and values into pages and attend through the step's block tables.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numba
@@ -64,6 +66,7 @@ class CpuEngine:
 
     def execute(self, step: Step) -> StepResult:
         """Compute the step, keep the sampled tokens, and return which sequences have finished."""
+        begun = time.perf_counter()
         generation = self._generation
         generation.make_room(step.slots)
         tokens = step.num_tokens
@@ -91,7 +94,8 @@ class CpuEngine:
                 logits_to_keep=torch.from_numpy(last_rows),
                 llmbatch=attention,
             ).logits[0]
-            return self._sample(step, logits.float().contiguous().numpy())
+            result = self._sample(step, logits.float().contiguous().numpy())
+        return replace(result, seconds=time.perf_counter() - begun)
 
     def pop_tokens(self, slot: int) -> NDArray[np.int32]:
         """Hand over the tokens generated in a slot and free it for another request."""

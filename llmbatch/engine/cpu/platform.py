@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from llmbatch.engine.cpu.attention import CpuOps
-from llmbatch.engine.cpu.decoder import join_layers
+from llmbatch.engine.cpu.joined_layers import join_layers
 from llmbatch.engine.cpu.linear import pack_linears
 from llmbatch.engine.model.outline import HOST_PAGE_SIZE, HOST_RUNNING
 from llmbatch.engine.model.platform import Platform

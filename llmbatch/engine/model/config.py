@@ -7,26 +7,22 @@ modules without their weights: which attention each layer asks for, and how much
 from __future__ import annotations
 
 import copy
-import time
 from collections.abc import Iterable
 from dataclasses import dataclass
-from importlib.metadata import version
 from typing import Any, Final
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from llmbatch.choices import DType as DType
 from llmbatch.engine.model.attention_interface import NAME, register, survey
-from llmbatch.engine.model.outline import BFLOAT16_GAIN, kv_bytes, pair_bytes, shorter_context
+from llmbatch.engine.model.outline import kv_bytes, pair_bytes, shorter_context
 from llmbatch.engine.model.positions import fix_positions
 from llmbatch.engine.model.quantisation import Quantisation, read_quantisation, without_quantisation
 from llmbatch.engine.model.refusals import check_config, find_class, unsupported
 from llmbatch.errors import ModelError
 from llmbatch.kernels.spec import WIDEST, AttentionSpec
-from llmbatch.system.measurements import remembered
 
 _PROCESSOR: Final = torch.device("cpu")
 
@@ -174,21 +170,6 @@ def _element(folder: str, dtype: DType, device: torch.device) -> torch.dtype:
                 "take one of them as --dtype",
             )
         return torch.float16
-    return torch.bfloat16 if remembered(BFLOAT16_GAIN, _bfloat16_gain, version("torch")) > 1 else torch.float32
+    from llmbatch.engine.model.number_type import fastest_type
 
-
-def _bfloat16_gain() -> float:
-    """Measure the seconds of a layer-sized product in float32 over bfloat16; having its instructions is not enough."""
-    if not (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()):
-        return 0.0
-    seconds = []
-    for dtype in (torch.float32, torch.bfloat16):
-        x, weight = torch.ones(256, 1024, dtype=dtype), torch.ones(1024, 1024, dtype=dtype)
-        functional.linear(x, weight)
-        times = []
-        for _ in range(5):
-            begin = time.perf_counter()
-            functional.linear(x, weight)
-            times.append(time.perf_counter() - begin)
-        seconds.append(min(times))
-    return seconds[0] / seconds[1]
+    return fastest_type()

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final, Protocol
 
+from llmbatch._version import __version__
 from llmbatch.choices import DType
 from llmbatch.engine.config import EngineConfig
 from llmbatch.errors import ParameterError
@@ -29,6 +30,7 @@ POOL_SHARE: Final = 0.5  # of the memory that is free once the weights are loade
 HOST_PAGE_SIZE: Final = 8  # tokens, where none is asked for, on a processor
 HOST_RUNNING: Final = 512  # sequences in flight, likewise
 BFLOAT16_GAIN: Final = "bfloat16"  # the name of what is measured to choose a type
+GAIN_VERSIONS: Final = (version("numba"), __version__)  # of what compiles the products, and of these
 _SIMULATED: Final = "a100-80gb"  # the hardware that plans are made for where nothing is computed
 _HOST_SECONDS: Final = 5e-4  # that a job's own process takes for a step (benchmarks/rows.py)
 _FAMILIES: Final = ("gemma", "gemma2", "gemma3_text", "llama", "mistral", "qwen2", "qwen3")
@@ -67,6 +69,11 @@ class Described(Protocol):
         ...
 
     @property
+    def int8(self) -> bool:
+        """Whether the layers' weights are int8 in memory, and so are their products."""
+        ...
+
+    @property
     def context_length(self) -> int:
         """The most tokens of prompt and answer together."""
         ...
@@ -96,6 +103,7 @@ class Outline:
     dtype: NamedType
     context_length: int
     bytes_per_token: int
+    int8: bool = False
 
 
 def outline(folder: str, dtype: DType, context_length: int | None = None) -> Outline | None:
@@ -115,7 +123,7 @@ def outline(folder: str, dtype: DType, context_length: int | None = None) -> Out
     if element is None:
         return None
     context = shorter_context(config.max_position_embeddings, context_length)
-    return Outline(config, element, context, kv_bytes(config, element, padded=True))
+    return Outline(config, element, context, kv_bytes(config, element, padded=True), int8=dtype == "int8")
 
 
 def shorter_context(most: int, asked: int | None) -> int:
@@ -171,14 +179,14 @@ def simulated_cost(model: Described) -> CostModel:
 
 
 def shape_of(model: Described) -> ModelShape:
-    """Return its shape, with weights and KV of its type."""
-    return ModelShape.from_config(model.config, model.dtype.itemsize)
+    """Return its shape, with weights and KV of its type, and layers in int8 if they are."""
+    return ModelShape.from_config(model.config, model.dtype.itemsize, 1 if model.int8 else None)
 
 
 def _element(dtype: DType) -> NamedType | None:
     """Return the type on a processor; None if it is unknown which one is faster, or there is no such type."""
     if dtype == "auto":
-        gain = recalled(BFLOAT16_GAIN, version("torch"))
+        gain = recalled(BFLOAT16_GAIN, *GAIN_VERSIONS)
         if gain is None:
             return None
         dtype = "bfloat16" if gain > 1 else "float32"

@@ -1,0 +1,1 @@
+"""What the benchmarks against other engines share: `python benchmarks/peer_NAME.py`."""
