@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import (
@@ -116,6 +117,31 @@ def test_a_gguf_file_is_converted_once(tmp_path: Path, monkeypatch: pytest.Monke
     assert resolve_model(str(tmp_path / "tiny.gguf")) == folder
 
 
+def test_a_gguf_file_with_tensors_of_another_type_is_refused_by_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gguf = pytest.importorskip("gguf")
+    pytest.importorskip("accelerate")
+    monkeypatch.setenv("LLMBATCH_CACHE", str(tmp_path / "cache"))
+    write_gguf(gguf, tmp_path / "tiny.gguf", element="int8")
+    with pytest.raises(ModelError) as caught:
+        resolve_model(str(tmp_path))
+    assert str(caught.value) == (
+        f"GGUF file {str(tmp_path / 'tiny.gguf')!r} cannot be read: its tensors of type I8 are not supported: types "
+        "are F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ1_S, IQ1_M, IQ2_XXS, "
+        "IQ2_XS, IQ2_S, IQ3_XXS, IQ3_S, IQ4_NL, IQ4_XS, TQ1_0, TQ2_0, MXFP4; take another file of the same model"
+    )
+
+
+def test_every_type_that_is_listed_is_dequantised() -> None:
+    gguf = pytest.importorskip("gguf")
+    for name in checkpoints._GGUF_TYPES:
+        kind = gguf.GGMLQuantizationType[name]
+        elements, size = gguf.GGML_QUANT_SIZES[kind]
+        block = np.zeros(size, {"F32": np.float32, "F16": np.float16}.get(name, np.uint8))[None]
+        assert gguf.dequantize(block, kind).size in (elements, size)
+
+
 def test_a_conversion_goes_on_where_its_job_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gguf = pytest.importorskip("gguf")
     pytest.importorskip("accelerate")
@@ -131,7 +157,7 @@ def test_a_conversion_goes_on_where_its_job_is_killed(tmp_path: Path, monkeypatc
     assert names == [Path(folder).name]
 
 
-def write_gguf(gguf: Any, path: Path) -> None:
+def write_gguf(gguf: Any, path: Path, *, element: str = "float32") -> None:
     """A Llama of one layer, as GGUF, with a byte-level tokenizer."""
     generator = torch.Generator().manual_seed(0)
     hidden, inner, vocabulary = 32, 48, 260
@@ -168,7 +194,7 @@ def write_gguf(gguf: Any, path: Path) -> None:
         "blk.0.ffn_down": (hidden, inner),
     }
     for name, shape in shapes.items():
-        writer.add_tensor(f"{name}.weight", torch.randn(shape, generator=generator).numpy())
+        writer.add_tensor(f"{name}.weight", torch.randn(shape, generator=generator).numpy().astype(element))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -17,9 +17,11 @@ from llmbatch.engine.model.config import describe_model
 from llmbatch.engine.model.loader import load_model
 from llmbatch.errors import ModelError
 from tests.support.families import REFUSED, TABLE
+from tests.support.quantised import compressed_config
 
 GPU = torch.device("cuda")
 OTHER = "take another model, or transformers itself for this one"
+FLOAT_FILES = "take the files of the same model that are not quantised, or a .gguf file of it"
 
 
 def refusal(folder: Path, *, dtype: str = "float32", device: torch.device | None = None) -> str:
@@ -52,12 +54,95 @@ def test_a_family_is_refused_where_there_are_no_weights_at_all(tmp_path: Path, n
         load_model(str(tmp_path), platform=HOST)
 
 
-@pytest.mark.parametrize("method", ["fp8", "awq", "gptq", "bitsandbytes", "compressed-tensors"])
-def test_quantised_weights_are_refused(tmp_path: Path, method: str) -> None:
+@pytest.mark.parametrize("method", ["fp8", "bitsandbytes", "hqq", "quanto", "exl2", "torchao", "fbgemm_fp8", "aqlm"])
+def test_quantised_weights_of_other_methods_are_refused(tmp_path: Path, method: str) -> None:
     folder = changed(tmp_path, "llama", quantization_config={"quant_method": method})
     assert refusal(folder) == (
-        f"model FOLDER uses quantised weights ({method}), which is not supported: weights are float, GGUF or MXFP4; "
-        "take the files of the same model that are not quantised, or a .gguf file of it"
+        f"model FOLDER uses quantised weights ({method}), which is not supported: weights are float, GGUF, MXFP4, "
+        f"compressed-tensors of integers, AWQ or GPTQ; {FLOAT_FILES}"
+    )
+
+
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128}
+SUPPORTED = "weights are float, GGUF, MXFP4, compressed-tensors of integers, AWQ or GPTQ"
+FORMATS = "formats are int-quantized, naive-quantized, pack-quantized of integers"
+ROTATED = {"R1": {"type": "hadamard"}}
+FLOAT8: dict[str, Any] = {"num_bits": 8, "type": "float", "strategy": "channel"}
+
+
+@pytest.mark.parametrize(
+    ("given", "part", "supported"),
+    [
+        ({**AWQ, "version": "gemv"}, "AWQ weights packed for gemv", "AWQ weights are packed for gemm"),
+        ({**AWQ, "bits": 8}, "AWQ weights of 8 bits", "AWQ weights have 4"),
+        ({**AWQ, "zero_point": False}, "AWQ weights without zero points", "AWQ weights have them"),
+        ({**GPTQ, "bits": 3}, "GPTQ weights of 3 bits", "they have 4 or 8"),
+        (
+            {**GPTQ, "checkpoint_format": "marlin"},
+            "GPTQ weights in the format marlin",
+            "formats are gptq, gptq_v2",
+        ),
+        (
+            {**GPTQ, "dynamic": {"-:.*gate": {}, ".*down.*": {"bits": 8}}},
+            "GPTQ weights of several kinds",
+            "GPTQ weights have the same bits and groups in all layers",
+        ),
+        (compressed_config("pack-quantized", 3, group_size=32), "quantised weights of 3 bits", "they have 4 or 8"),
+        (compressed_config("float-quantized", 8), "compressed-tensors in the format float-quantized", FORMATS),
+        (compressed_config("dense", 8), "compressed-tensors in the format dense", FORMATS),
+        (compressed_config("marlin-24", 4), "compressed-tensors in the format marlin-24", FORMATS),
+        (
+            {
+                **compressed_config("mixed-precision", 4),
+                "config_groups": {"group_0": {"format": "nvfp4-pack-quantized", "weights": {"num_bits": 4}}},
+            },
+            "compressed-tensors in the format nvfp4-pack-quantized",
+            FORMATS,
+        ),
+        (
+            {**compressed_config("naive-quantized", 8), "config_groups": {"group_0": {"weights": FLOAT8}}},
+            "compressed-tensors in the format naive-quantized of type float",
+            FORMATS,
+        ),
+        (
+            compressed_config("int-quantized", 8, strategy="block"),
+            "scales of a block",
+            "scales are those of a tensor, channel, group",
+        ),
+        (
+            {**compressed_config("pack-quantized", 4), "sparsity_config": {"format": "sparse-24-bitmask"}},
+            "compressed-tensors with sparse weights (sparse-24-bitmask)",
+            "weights are dense",
+        ),
+        (
+            {**compressed_config("pack-quantized", 4), "transform_config": {"config_groups": ROTATED}},
+            "compressed-tensors with rotated weights",
+            "weights are not transformed",
+        ),
+        (
+            compressed_config("pack-quantized", 4, strategy="group"),
+            "groups of None columns",
+            "groups have a number of columns, -1 for all",
+        ),
+        ({**GPTQ, "group_size": 0}, "groups of 0 columns", "groups have a number of columns, -1 for all"),
+        (
+            {**compressed_config("pack-quantized", 4), "config_groups": {"W4A16": ["Linear"]}},
+            "compressed-tensors with a preset as a group",
+            "groups have args of weights",
+        ),
+        (
+            {**compressed_config("pack-quantized", 4), "config_groups": {}},
+            "compressed-tensors without quantised weights",
+            SUPPORTED,
+        ),
+    ],
+)
+def test_variants_of_quantised_weights_are_refused_by_what_is_other(
+    tmp_path: Path, given: dict[str, Any], part: str, supported: str
+) -> None:
+    assert refusal(changed(tmp_path, "llama", quantization_config=given)) == (
+        f"model FOLDER uses {part}, which is not supported: {supported}; {FLOAT_FILES}"
     )
 
 

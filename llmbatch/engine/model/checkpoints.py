@@ -25,6 +25,11 @@ from llmbatch.system.processes import start_beside
 _HUB_SECONDS: Final = 8.0
 _METADATA: Final = ["*.json", "*.txt", "*.jinja", "*.model", "*.py"]
 _WEIGHTS: Final = ("*.safetensors", "pytorch_model*.bin")
+# Types of tensors that the package gguf makes float; docs/models.md lists them.
+_GGUF_TYPES: Final = (
+    "F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K",
+    "IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_NL", "IQ4_XS", "TQ1_0", "TQ2_0", "MXFP4",
+)  # fmt: skip  # a table
 
 
 def resolve_model(model: str, meanwhile: Callable[[], None] = lambda: None) -> str:
@@ -138,6 +143,12 @@ def _convert(file: Path, target: Path) -> None:
     for name in ("GGUFReader", "get_tensor_name_map"):
         setattr(gguf, name, functools.cache(getattr(gguf, name)))
     with no_progress_bars(), contextlib.redirect_stderr(io.StringIO()):  # one bar knows no switch
+        types = {tensor.tensor_type.name for tensor in gguf.GGUFReader(str(file)).tensors}
+        if types - set(_GGUF_TYPES):
+            raise ModelError(
+                f"its tensors of type {', '.join(sorted(types - set(_GGUF_TYPES)))} are not supported: types are "
+                f"{', '.join(_GGUF_TYPES)}; take another file of the same model"
+            )
         source: dict[str, Any] = {"gguf_file": file.name, "local_files_only": True}
         model = AutoModelForCausalLM.from_pretrained(
             file.parent, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True), **source

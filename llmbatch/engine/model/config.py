@@ -19,6 +19,7 @@ from llmbatch.choices import DType as DType
 from llmbatch.engine.model.attention_interface import NAME, register, survey
 from llmbatch.engine.model.outline import kv_bytes, pair_bytes, shorter_context
 from llmbatch.engine.model.positions import fix_positions
+from llmbatch.engine.model.quantisation import Quantisation, read_quantisation, without_quantisation
 from llmbatch.engine.model.refusals import check_config, find_class, unsupported
 from llmbatch.errors import ModelError
 from llmbatch.kernels.spec import WIDEST, AttentionSpec
@@ -40,6 +41,7 @@ class ModelConfig:
     context_length: int  # most tokens of prompt and answer together, as asked for
     bytes_per_token: int  # of KV, in all layers
     attention: dict[int, AttentionSpec] | None  # by layer, sinks without memory; None: known by its weights only
+    quantisation: Quantisation | None  # of weights in their files
 
     @property
     def chunk(self) -> int:
@@ -72,6 +74,9 @@ def describe_model(
     whole = copy.deepcopy(shared)  # a model keeps its attention's name in it
     config = whole.get_text_config(decoder=True)
     check_config(folder, whole, config)
+    quantisation = read_quantisation(folder, whole)
+    if quantisation is not None and not quantisation.by_transformers:
+        without_quantisation(whole)
     remote = trust_remote_code and bool(getattr(whole, "auto_map", None))  # a class from there is not known before
     built_by = AutoModelForCausalLM if remote else find_class(folder, whole)
     element = _element(folder, dtype, device)
@@ -94,6 +99,7 @@ def describe_model(
         context_length=context,
         bytes_per_token=size,
         attention=specs,
+        quantisation=quantisation,
     )
 
 
@@ -131,9 +137,7 @@ def _outlined_attention(
     folder: str, whole: PretrainedConfig, built_by: Any, dtype: torch.dtype, context_length: int
 ) -> dict[int, AttentionSpec] | None:
     """Survey the attention of a model without weights; None if it computes on what tensors hold."""
-    config = copy.deepcopy(whole)
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
+    config = without_quantisation(copy.deepcopy(whole))
     with torch.device("meta"), torch.inference_mode():
         try:
             module: Any = built_by.from_config(config, dtype=dtype, attn_implementation=NAME)

@@ -25,7 +25,7 @@ from llmbatch.engine.model.fused_layers import fuse_layers
 from llmbatch.engine.model.fused_modules import fuse, join_products
 from llmbatch.engine.model.platform import Platform
 from llmbatch.engine.model.positions import fix_positions
-from llmbatch.engine.model.refusals import is_quantised
+from llmbatch.engine.model.weight_files import open_weights
 from llmbatch.errors import ModelError
 from llmbatch.kernels.spec import AttentionSpec
 
@@ -78,10 +78,12 @@ def load_weights(described: ModelConfig, *, load_format: LoadFormat = "auto", pl
     """
     folder = described.folder
     notes: tuple[str, ...] = ()
-    if load_format != "dummy" and is_quantised(described.whole_config):
-        name, times = str(described.dtype).removeprefix("torch."), 2 * described.dtype.itemsize
+    if load_format != "dummy" and described.quantisation is not None:
+        name, kind = str(described.dtype).removeprefix("torch."), described.quantisation
+        times = 8 * described.dtype.itemsize // max(kind.bits)
         notes = (
-            f"weights are MXFP4 in their files and {name} in memory, where they take about {times} times the room.",
+            f"weights are {kind.name} in their files and {name} in memory, where they take about {times} times the "
+            "room.",
         )
     module = _read_module(described, load_format, platform)
     module.to(platform.device).eval().requires_grad_(False)
@@ -151,15 +153,9 @@ def _read_module(described: ModelConfig, load_format: LoadFormat, platform: Plat
         )
     try:
         with no_progress_bars():
-            module = described.built_by.from_pretrained(
-                folder,
-                config=described.whole_config,
-                local_files_only=True,
-                **arguments,
-                **_placed(platform),
-                **_dequantised(described),
-            )
-            return module
+            return _read_files(described, {**arguments, **_placed(platform)})
+    except ModelError:
+        raise
     except SafetensorError as error:
         raise ModelError(
             f"the weights in model folder {folder!r} must be whole, and a .safetensors file there cannot be read "
@@ -169,9 +165,27 @@ def _read_module(described: ModelConfig, load_format: LoadFormat, platform: Plat
         raise ModelError(f"model folder {folder!r} cannot be loaded: {error}") from error
 
 
-def _dequantised(described: ModelConfig) -> dict[str, Any]:
-    """Return options that make float weights of those in the files, where these are quantised."""
-    return {"quantization_config": Mxfp4Config(dequantize=True)} if is_quantised(described.whole_config) else {}
+def _read_files(described: ModelConfig, arguments: dict[str, Any]) -> nn.Module:
+    """Make the model's modules with the weights in its files, float whatever they are there."""
+    folder, config, quantisation = described.folder, described.whole_config, described.quantisation
+    module: nn.Module
+    if quantisation is None or quantisation.by_transformers:
+        if quantisation is not None:
+            arguments["quantization_config"] = Mxfp4Config(dequantize=True)
+        module = described.built_by.from_pretrained(folder, config=config, local_files_only=True, **arguments)
+        return module
+    with torch.device("meta"):
+        kind: Any = type(described.built_by.from_config(config, **arguments))
+    del arguments["trust_remote_code"]
+    weights = open_weights(Path(folder), quantisation, described.dtype)
+    module, found = kind.from_pretrained(None, config=config, state_dict=weights, output_loading_info=True, **arguments)
+    if found["missing_keys"]:
+        missing = ", ".join(sorted(found["missing_keys"])[:3])
+        raise ModelError(
+            f"model folder {folder!r} cannot be loaded (its weights of {quantisation.name} lack {missing}): "
+            "complete it, or take the files of the same model that are not quantised"
+        )
+    return module
 
 
 def _placed(platform: Platform) -> dict[str, Any]:

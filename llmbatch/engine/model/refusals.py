@@ -15,7 +15,6 @@ LAYER_TYPES: Final = ("full_attention", "sliding_attention", "chunked_attention"
 ANOTHER_ENGINE: Final = "take another model, or transformers itself for this one"
 _ATTENTION: Final = ("attention", *LAYER_TYPES)  # "attention" is what hybrid models call it
 _ROPE_TYPES: Final = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional")
-_DEQUANTISED: Final = ("mxfp4",)
 _CLASSES: Final = (
     (MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM),
     (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoModelForImageTextToText),
@@ -36,7 +35,6 @@ def check_config(folder: str, whole: PretrainedConfig, text: PretrainedConfig) -
     """Check what the config of a model and of its text part show. Raises ModelError."""
     if getattr(whole, "is_encoder_decoder", False):
         raise unsupported(folder, "an encoder and a decoder", "models are decoders", ANOTHER_ENGINE)
-    _check_quantisation(folder, whole)
     for kind in getattr(text, "layer_types", None) or ():
         if kind not in _ATTENTION:
             raise layers_without_attention(folder, f"layers of type {kind!r}")
@@ -76,24 +74,3 @@ def find_class(folder: str, whole: PretrainedConfig) -> Any:
         "architectures are causal language models of transformers with pluggable attention",
         ANOTHER_ENGINE,
     )
-
-
-def is_quantised(whole: PretrainedConfig) -> bool:
-    """Tell whether a config says that weights are quantised in their files."""
-    return bool(getattr(whole, "quantization_config", None))
-
-
-def _check_quantisation(folder: str, whole: PretrainedConfig) -> None:
-    """Refuse quantised weights, except those that are dequantised as they are read."""
-    if not is_quantised(whole):
-        return
-    given = whole.quantization_config
-    method = given.get("quant_method") if isinstance(given, dict) else getattr(given, "quant_method", None)
-    named = str(getattr(method, "value", method))
-    if named not in _DEQUANTISED:
-        raise unsupported(
-            folder,
-            f"quantised weights ({named})",
-            "weights are float, GGUF or MXFP4",
-            "take the files of the same model that are not quantised, or a .gguf file of it",
-        )

@@ -1,0 +1,84 @@
+"""The quantised weights in a model's files, by the names that they would have as floats."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from safetensors import safe_open
+
+from llmbatch.engine.model.dequantise import QuantisedWeight
+from llmbatch.engine.model.quantisation import Quantisation
+from llmbatch.errors import ModelError
+
+_INDEX: Final = "model.safetensors.index.json"
+_WORDS: Final = ("qweight", "qzeros", "scales")
+# Parts of a weight, by the one that is always there: those that must be there too, and those that may be.
+_PARTS: Final[dict[str, tuple[tuple[str, ...], tuple[str, ...]]]] = {
+    "weight_packed": (("weight_packed", "weight_scale", "weight_shape"), ("weight_zero_point", "weight_g_idx")),
+    "weight": (("weight", "weight_scale"), ("weight_zero_point",)),
+    "qweight": (_WORDS, ("g_idx",)),
+}
+_MARKS: Final = {"compressed-tensors": ("weight_packed", "weight"), "gptq": ("qweight",), "awq": ("qweight",)}
+# What is said of activations and KV, which stay float here.
+_UNUSED: Final = tuple(
+    f"{of}_{what}" for of in ("input", "output", "q", "k", "v") for what in ("scale", "zero_point", "global_scale")
+)
+
+
+def open_weights(folder: Path, quantisation: Quantisation, dtype: torch.dtype) -> dict[str, Any]:
+    """Open every weight in a folder: a slice of its file, or one that is dequantised to `dtype` when it is read.
+
+    Raises ModelError where the files do not hold what the config says.
+    """
+    slices: dict[str, Any] = {}
+    for file in _files(folder):
+        with safe_open(file, framework="pt") as opened:
+            slices |= {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 (not a dict)
+    weights: dict[str, Any] = {}
+    read: set[str] = set()
+    for name in slices:
+        layer, _, part = name.rpartition(".")
+        if part in _MARKS[quantisation.method] and (part != "weight" or slices[name].get_dtype() == "I8"):
+            parts = _parts(slices, layer, part)
+            read |= {f"{layer}.{one}" for one in parts}
+            weights[f"{layer}.weight"] = QuantisedWeight(f"{layer}.weight", parts, quantisation, dtype)
+    if not weights:
+        raise ModelError(
+            f"the weights in model folder {str(folder)!r} must be {quantisation.name}, as its config says, and none "
+            "is: remove quantization_config from its config.json if they are float"
+        )
+    return weights | {
+        name: one for name, one in slices.items() if name not in read and name.rpartition(".")[2] not in _UNUSED
+    }
+
+
+def _parts(slices: Mapping[str, Any], layer: str, mark: str) -> dict[str, Any]:
+    """Collect the parts of a layer's weight."""
+    needed, others = _PARTS[mark]
+    missing = [f"{layer}.{part}" for part in needed if f"{layer}.{part}" not in slices]
+    if missing:
+        raise ModelError(
+            f"quantised weight {layer}.weight cannot be read (its files lack {', '.join(missing)}): "
+            "copy or download them again"
+        )
+    return {part: slices[f"{layer}.{part}"] for part in (*needed, *others) if f"{layer}.{part}" in slices}
+
+
+def _files(folder: Path) -> list[Path]:
+    """List the files that hold the weights, as transformers finds them."""
+    if (folder / "model.safetensors").is_file():
+        return [folder / "model.safetensors"]
+    if (folder / _INDEX).is_file():
+        names = set(json.loads((folder / _INDEX).read_text())["weight_map"].values())
+        return [folder / name for name in sorted(names)]
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ModelError(
+            f"quantised weights in model folder {str(folder)!r} must be .safetensors files, got pytorch_model.bin: "
+            "take the files of the same model that are not quantised"
+        )
+    return files
