@@ -278,7 +278,7 @@ def _run_step(loaded: LoadedModel) -> None:
 
 
 def test_another_family_compiles_nothing(tmp_path: Path) -> None:
-    kernels: list[Any] = [attention.attend_blocks, attention._attend_block, blocks.cut_blocks]
+    kernels: list[Any] = [attention.attend_blocks, attention._attend_blocks, blocks.cut_blocks]
     kernels += [fused.normalize, fused.gate, fused.rotate_and_store, decoder.run_layers]
     kernels += [*products._ENDINGS.values(), products.multiply, products.pack]
     _run_step(load_model(tiny_model_folder(tmp_path / "llama", "llama"), dtype="float32", platform=HOST))
