@@ -68,8 +68,15 @@ def test_every_family_gives_the_answers_of_generate(
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("page_size", [1, 16, 64])
-@pytest.mark.parametrize(("ends", "step_tokens"), [(FromFront(), 5), (Blend(0.1, 0.2), 64)])
+@pytest.mark.parametrize(
+    ("page_size", "ends", "step_tokens"),
+    [
+        (1, Blend(0.1, 0.2), 64),
+        (64, FromFront(), 5),
+        pytest.param(16, FromFront(), 5, marks=pytest.mark.slow),
+        pytest.param(64, Blend(0.1, 0.2), 64, marks=pytest.mark.slow),
+    ],
+)
 def test_answers_are_those_of_generate_though_rows_are_preempted(
     families: Families, name: str, page_size: int, ends: Ends, step_tokens: int
 ) -> None:
