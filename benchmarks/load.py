@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "examples" / "demo"))
 from run import smollm2
 
 MUST = 1.0  # seconds, for each type, with the model of the demo
-DTYPES = ("float32", "bfloat16", "int8")
+DTYPES = ("float32", "bfloat16", "int8", "int4")
 
 
 class Parts:

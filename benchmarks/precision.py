@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "examples" / "demo"))
 from run import smollm2
 
 PAGE_SIZE = 8
-DTYPES: tuple[DType, ...] = ("float32", "bfloat16", "int8")
+DTYPES: tuple[DType, ...] = ("float32", "bfloat16", "int8", "int4")
 
 
 def read_windows(folder: str, count: int, tokens: int) -> torch.Tensor:

@@ -19,8 +19,8 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet as pq
-from engine_step import PAGE_SIZE, Kind, build
 from numpy.typing import NDArray
+from roofline.kinds import PAGE_SIZE, Kind, build
 
 from llmbatch.engine.cpu.engine import CpuEngine
 from llmbatch.engine.cpu.platform import HOST

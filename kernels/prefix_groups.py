@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
-from typing import Final
-
 import numpy as np
 from numpy.typing import NDArray
 
 from llmbatch.compilation.decorators import compiled
 from llmbatch.kernels.cascade import Groups
 
-ALIGN: Final = 128  # tokens; where a range of keys begins
+
+@compiled
+def _first_with(page: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Find for each page the place of the first equal one, by a table of open addresses; -1 for a page of -1."""
+    mask = 1
+    while mask < 2 * page.size:
+        mask *= 2
+    mask -= 1
+    first = np.full(mask + 1, -1, np.int64)
+    found = np.full(page.size, -1, np.int64)
+    for i in range(page.size):
+        if page[i] >= 0:
+            at = page[i] & mask
+            while first[at] >= 0 and page[first[at]] != page[i]:
+                at = (at + 1) & mask
+            if first[at] < 0:
+                first[at] = i
+            found[i] = first[at]
+    return found
 
 
 @compiled
@@ -21,16 +37,16 @@ def find_groups(
     decodes: int,
     size: int,
     least: Groups,
+    align: int,
 ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """Find each decode's group, -1 for none, and the tokens that each group shares.
+    """Find each decode's group, -1 for none, and the tokens that each group shares, a multiple of `align`.
 
     Rows that share a prefix share its pages, so the page at a depth identifies a group. Depths double; a row stays in
     the deepest group that is large enough.
     """
     group = np.full(decodes, -1, np.int32)
-    lengths = np.empty(decodes + 1, np.int32)
     groups = 0
-    depth = least.tokens
+    depth = max(least.tokens, size)
     members = np.arange(decodes)
     while members.size >= least.rows:
         page = np.empty(members.size, np.int64)
@@ -38,23 +54,23 @@ def find_groups(
         for i in range(members.size):
             row = members[i]
             page[i] = tables[slots[row], at] if starts[row] >= depth else -1
-        sorted_members = np.argsort(page, kind="mergesort")
-        kept = np.empty(members.size, np.int64)
-        count, i = 0, 0
-        while i < members.size:
-            j = i
-            while j < members.size and page[sorted_members[j]] == page[sorted_members[i]]:
-                j += 1
-            if page[sorted_members[i]] >= 0 and j - i >= least.rows:
-                for k in range(i, j):
-                    group[members[sorted_members[k]]] = groups
-                    kept[count] = members[sorted_members[k]]
-                    count += 1
-                groups += 1
-            i = j
-        members = np.sort(kept[:count])
+        leader = _first_with(page)
+        alike, number = np.zeros(members.size, np.int64), np.full(members.size, -1, np.int64)
+        for i in range(members.size):
+            if leader[i] >= 0:
+                alike[leader[i]] += 1
+        kept, count = np.empty(members.size, np.int64), 0
+        for i in range(members.size):
+            first = leader[i]
+            if first >= 0 and alike[first] >= least.rows:
+                if number[first] < 0:
+                    number[first], groups = groups, groups + 1
+                group[members[i]] = number[first]
+                kept[count], count = members[i], count + 1
+        members = kept[:count]
         depth *= 2
     # What a group shares may reach beyond the depth that found it, as far as all of it agree.
+    lengths = np.zeros(groups + 1, np.int32)
     first = np.full(groups + 1, -1, np.int32)
     rows = np.zeros(groups + 1, np.int32)
     for row in range(decodes):
@@ -77,7 +93,7 @@ def find_groups(
         if group[row] >= 0 and rows[group[row]] < least.rows:  # most of it went into deeper groups
             group[row] = -1
     for g in range(groups):
-        lengths[g] = lengths[g] * size // ALIGN * ALIGN if first[g] >= 0 else 0
+        lengths[g] = lengths[g] * size // align * align if first[g] >= 0 else 0
     return group, lengths
 
 

@@ -21,8 +21,9 @@ from numpy.typing import NDArray
 
 from llmbatch.compilation.decorators import compiled
 from llmbatch.kernels.cascade import Groups
-from llmbatch.kernels.prefix_groups import ALIGN, find_groups, rows_of_groups
+from llmbatch.kernels.prefix_groups import find_groups, rows_of_groups
 
+ALIGN: Final = 128  # tokens; where a range of keys begins
 LEAST_KEYS: Final = 512  # of a part, where keys are cut
 _SHARE: Final = 4  # a block of many rows keeps a multiprocessor as busy as so many programs of one row
 EVERYTHING: Final = 1 << 30  # a position that sees every key
@@ -72,7 +73,7 @@ def cut_items(
     group = np.full(decodes, -1, np.int32)
     shared_tokens = np.zeros(1, np.int32)
     if groups.rows > 0 and window == 0 and decodes >= groups.rows:
-        group, shared_tokens = find_groups(tables, slots, starts, decodes, size, groups)
+        group, shared_tokens = find_groups(tables, slots, starts, decodes, size, groups, ALIGN)
     order, bounds = rows_of_groups(group, len(shared_tokens))
     shared, shared_parts = _shared_items(firsts, shared_tokens, order, bounds, block_tokens, heads, programs)
     own, parts = _decode_items(firsts, starts, group, shared_tokens, shared_parts, window, heads, programs)

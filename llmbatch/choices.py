@@ -12,7 +12,8 @@ from typing import Any, Literal, Required, get_args, get_origin
 from llmbatch.policies import POLICIES as POLICIES
 from llmbatch.policies import Policy as Policy
 
-DType = Literal["auto", "float32", "bfloat16", "float16", "int8"]
+DType = Literal["auto", "float32", "bfloat16", "float16", "int8", "int4", "fp8"]
+LayerType = Literal["int8", "int4", "fp8"]  # of the layers' weights, in a model of bfloat16
 AttentionName = Literal["auto", "triton", "flash-attn", "varlen"]
 OverlapName = Literal["auto", "sequential", "interleaved"]
 LoadFormat = Literal["auto", "dummy"]

@@ -6,6 +6,7 @@ import os
 import pickle
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +24,7 @@ import llmbatch.inference.answers
 from llmbatch.compilation.decorators import as_python, code_folder, compiled
 from llmbatch.compilation.interpreted import stop_interpreting
 from llmbatch.compilation.references import by_reference
+from llmbatch.engine.cpu import compilation, compile_ahead
 from llmbatch.engine.cpu.attention import CpuOps
 from llmbatch.engine.cpu.platform import HOST
 from llmbatch.engine.model.loader import LoadedModel, load_model
@@ -277,8 +279,47 @@ def _run_step(loaded: LoadedModel) -> None:
     loaded.module(input_ids=ids, position_ids=ids, use_cache=False, llmbatch=step)
 
 
+def test_kernels_are_compiled_ahead_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[tuple[str, ...]] = []
+    waits = threading.Event()
+
+    class _Process:
+        def wait(self) -> None:
+            waits.set()
+
+    def start(*given: str) -> _Process:
+        started.append(given)
+        return _Process()
+
+    monkeypatch.setattr(compilation, "start_beside", start)
+    mark = compile_ahead.mark_of("float32")
+    assert mark is not None
+    mark.unlink(missing_ok=True)
+    compilation.compile_ahead("float32")
+    assert started == [("llmbatch.engine.cpu.compile_ahead", "float32")]
+    assert waits.wait(60)  # none is left a zombie
+    compile_ahead.main("float32")
+    compilation.compile_ahead("float32")
+    assert len(started) == 1
+    assert compile_ahead.mark_of("float16") is None
+
+
+def test_what_was_compiled_ahead_is_what_a_job_calls() -> None:
+    program = (
+        "import numpy as np; from llmbatch.engine.cpu import compile_ahead; "
+        "from llmbatch.kernels.cpu import attention, products; "
+        "{}; kept = attention._attend_share.stats, products._add.stats; "
+        "print([sum(s.cache_hits.values()) for s in kept], [sum(s.cache_misses.values()) for s in kept])"
+    )
+    calls = "compile_ahead.main('float32')", "attention.block_code(np.dtype('f4')), products.tile_codes(np.dtype('f4'))"
+    for call in calls:
+        command = [sys.executable, "-c", program.format(call)]
+        done = subprocess.run(command, check=True, capture_output=True, text=True, env=os.environ)
+    assert done.stdout.strip() == "[1, 1] [0, 0]"
+
+
 def test_another_family_compiles_nothing(tmp_path: Path) -> None:
-    kernels: list[Any] = [attention.attend_blocks, attention._attend_blocks, blocks.cut_blocks]
+    kernels: list[Any] = [attention.attend_blocks, attention._attend_share, blocks.cut_blocks]
     kernels += [fused.normalize, fused.gate, fused.rotate_and_store, decoder.run_layers]
     kernels += [*products._ENDINGS.values(), products.multiply, products.pack]
     _run_step(load_model(tiny_model_folder(tmp_path / "llama", "llama"), dtype="float32", platform=HOST))

@@ -1,8 +1,8 @@
 """Whether answers are right on this card, before anything is timed: a minute, and it ends the run if one is not.
 
 Attention of some 700 keys against float64, so long that keys are cut and decodes run beside a chunk; a two-layer model
-whose recorded steps must give the tokens of those that are launched kernel by kernel; and a recording that fails on
-purpose, after which the allocator must still work.
+whose recorded steps must give the tokens of those that are launched kernel by kernel, and whose layers in FP8 must give
+logits near those of bfloat16; and a recording that fails on purpose, after which the allocator must still work.
 """
 
 from __future__ import annotations
@@ -13,19 +13,25 @@ from typing import Any, Final
 
 import numpy as np
 import torch
+from torch import nn
 
 from gpu.kernels import ALONE, Step
 from gpu.stage import Stage
 from llmbatch.engine.calibration.step_timer import StepKind
 from llmbatch.engine.gpu.cuda_graphs import GraphRecorder, Recorder
 from llmbatch.engine.gpu.engine import GpuEngine
+from llmbatch.engine.gpu.fp8_linear import Fp8Linear
+from llmbatch.engine.model.config import describe_model
 from llmbatch.engine.model.fused_layers import FusedLayer
+from llmbatch.engine.model.loader import LoadedModel, load_weights
 from llmbatch.kernels.cascade import GROUP_ROWS, GROUP_TOKENS, GROUPS
 from llmbatch.kernels.triton.backend import TritonAttention
 
 LAYERS: Final = 2
 LEAST_EQUAL: Final = 0.9  # padded rows may change the order of sums, and random weights make ties
 _TOLERANCE: Final = 2e-2  # of attention in bfloat16, relative to float64
+_FP8_TOLERANCE: Final = 5e-2  # of a product in FP8, likewise
+_LOGITS_TOLERANCE: Final = 0.25  # of what FP8 makes of logits: some seven products, one after the other
 
 
 def measure(stage: Stage) -> Iterator[tuple[str, Any]]:
@@ -40,9 +46,16 @@ def measure(stage: Stage) -> Iterator[tuple[str, Any]]:
     fused = sum(isinstance(module, FusedLayer) for module in small.loaded.module.modules())
     yield "fused layers", fused
     wrong += ["fused layers"] * (fused < LAYERS)
-    same = share_of_equal_tokens(small)
+    same = share_of_equal_tokens(small.loaded, small)
     yield "share of equal tokens of recorded steps", same
     wrong += ["recorded steps"] * (same < LEAST_EQUAL)
+    if has_fp8(stage):
+        for name, error, most in fp8_errors(small):
+            yield f"error of {name} in fp8", error
+            wrong += [f"{name} in fp8"] * (not error < most)
+        same = share_of_equal_tokens(in_fp8(small), small)
+        yield "share of equal tokens of recorded steps in fp8", same
+        wrong += ["recorded steps in fp8"] * (same < LEAST_EQUAL)
     if not stage.dry:
         failed = after_a_failed_recording(stage.device)
         yield "after a recording that failed", failed or "the allocator works"
@@ -74,7 +87,7 @@ class Repeater:
         return work
 
 
-def share_of_equal_tokens(stage: Stage) -> float:
+def share_of_equal_tokens(loaded: LoadedModel, stage: Stage) -> float:
     """Of steps of several numbers of rows, what share of tokens is the same with a recorder and without."""
     same = []
     for rows in (1, 7, GROUP_ROWS + 1):
@@ -83,7 +96,7 @@ def share_of_equal_tokens(stage: Stage) -> float:
         recorder: Recorder = Repeater() if stage.dry else GraphRecorder()
         for given in (None, recorder):
             engine = GpuEngine(
-                stage.loaded,
+                loaded,
                 TritonAttention(stage.device),
                 num_pages=kind.pages(stage.page_size),
                 page_size=stage.page_size,
@@ -98,6 +111,42 @@ def share_of_equal_tokens(stage: Stage) -> float:
             found.append(engine.execute(step).tokens)
         same.append(found[0] == found[1])
     return float(np.concatenate(same).mean())
+
+
+def has_fp8(stage: Stage) -> bool:
+    """Whether the device multiplies numbers of e4m3."""
+    return stage.dry or torch.cuda.get_device_capability(stage.device) >= (8, 9)
+
+
+def in_fp8(stage: Stage) -> LoadedModel:
+    """The model, with layers in FP8."""
+    described = describe_model(stage.folder, dtype="bfloat16", device=stage.device)
+    return load_weights(replace(described, layer_type="fp8"), load_format="dummy", platform=stage.platform)
+
+
+def fp8_errors(stage: Stage) -> Iterator[tuple[str, float, float]]:
+    """Errors of layers in FP8, and the most that each may be: of products of few rows and many, and of logits."""
+    width = stage.sizes.model["intermediate_size"]
+    layer = nn.Linear(width, width, bias=False, device=stage.device, dtype=torch.bfloat16).requires_grad_(False)
+    for rows in (1, 16, 200, 1000):
+        x = stage.random(rows, width)
+        expected = x.double() @ layer.weight.double().T
+        yield f"a product of {rows} rows", _distance(Fp8Linear(layer)(x), expected), _FP8_TOLERANCE
+    yield "logits", _distance(_logits(stage, in_fp8(stage)), _logits(stage, stage.loaded)), _LOGITS_TOLERANCE
+
+
+def _logits(stage: Stage, loaded: LoadedModel) -> torch.Tensor:
+    """Of a page of tokens."""
+    ids = torch.arange(stage.page_size, device=stage.device)[None]
+    step = stage.platform.pieces.probe_step(loaded.attention, loaded.dtype, stage.page_size)
+    with torch.inference_mode():
+        logits: torch.Tensor = loaded.module(input_ids=ids, position_ids=ids, use_cache=False, llmbatch=step).logits
+    return logits
+
+
+def _distance(got: torch.Tensor, expected: torch.Tensor) -> float:
+    """How far a result is off, relative to what is expected."""
+    return float((got.double() - expected.double()).norm() / expected.double().norm())
 
 
 def after_a_failed_recording(device: torch.device) -> str:

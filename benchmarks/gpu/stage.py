@@ -26,6 +26,7 @@ from llmbatch.engine.devices import find_platform
 from llmbatch.engine.gpu.attention import PAGE_SIZE, GpuOps
 from llmbatch.engine.gpu.cuda_graphs import GraphRecorder
 from llmbatch.engine.gpu.engine import GpuEngine
+from llmbatch.engine.gpu.fp8_linear import Fp8Linear
 from llmbatch.engine.gpu.strategies import Strategy, make_execution
 from llmbatch.engine.model.loader import LoadedModel, load_model
 from llmbatch.engine.model.platform import Platform
@@ -86,7 +87,8 @@ class Stage:
         self.sizes = DRY if dry else FULL
         self.traces = traces
         cpu = torch.device("cpu")
-        self.platform = Platform(cpu, GpuOps(cpu), PAGE_SIZE, max_running=512) if dry else find_platform(device)
+        host = Platform(cpu, GpuOps(cpu), PAGE_SIZE, max_running=512, to_fp8=Fp8Linear)
+        self.platform = host if dry else find_platform(device)
         self.device = self.platform.device
         self.page_size = PAGE_SIZE
 

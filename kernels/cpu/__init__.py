@@ -4,4 +4,16 @@ Must not import torch.
 Start reading at `attention`.
 """
 
-__all__ = ["attention", "blocks", "decoder", "dot_tiles", "fused", "layout", "numerics", "products", "vector_ir"]
+__all__ = [
+    "attention",
+    "blocks",
+    "decoder",
+    "endings",
+    "fused",
+    "groups",
+    "layout",
+    "numerics",
+    "pointers",
+    "products",
+    "vector_ir",
+]

@@ -3,7 +3,7 @@
 Idea. One launch serves a whole step. Its work is cut into blocks: up to `BLOCK_ROWS` query rows (tokens x query heads
 of one KV head) of one sequence, which walk over their keys in tiles with the online softmax of FlashAttention (Dao et
 al. 2022, section 3.1; Milakov and Gimelshein 2018), with sums in float32. A decode is a block of one token; its query
-heads share each key they read.
+heads share each key they read. Decodes behind one prefix are a block too: see `blocks`.
 
 Both products of attention are tiles of `dot_tiles`, so keys and values are laid out in words of 32 bits as those take
 them. A page holds its keys transposed, [words of a key, keys]: a word has two neighbouring bfloat16 elements of a key.
@@ -11,6 +11,9 @@ It holds its values as [pairs of keys, width]: a word has the same element of tw
 is one element. Pages are read where they are if units of 8 tokens fit them and panels of columns a head; if not, they
 are copied into a tile of `TILE` keys first. The next tile's pages are prefetched meanwhile: a decode does little with
 each key, so memory bounds it.
+
+A worker's blocks are one call, and the parts of a block are inlined into it: to hand their arrays over would take
+longer than the attention of a short decode.
 
 A chunk's own keys are written into pages before any row attends, so that own chunk and context are one case, and
 sequences may share pages that are written in this very step. Masking is a range of keys per row: causal, and no older
@@ -22,7 +25,7 @@ NaN.
 from __future__ import annotations
 
 from functools import cache
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 from numba import prange, types
@@ -30,16 +33,10 @@ from numba.np.numpy_support import from_dtype
 from numpy.typing import NDArray
 
 from llmbatch.compilation.decorators import compiled
-from llmbatch.kernels.cpu.blocks import BLOCK_ROWS, first_key
-from llmbatch.kernels.cpu.dot_tiles import (
-    COLUMNS,
-    ROWS,
-    UNIT,
-    paged_score_tile,
-    paged_sum_tile,
-    score_tile,
-    sum_tile,
-)
+from llmbatch.kernels.cpu.attention_scratch import Addresses, addresses_of, make_scratch
+from llmbatch.kernels.cpu.blocks import BLOCK_ROWS, HIGH, LOW, POSITION, ROW, SEQUENCE, TOKEN, TOKENS, Blocks
+from llmbatch.kernels.cpu.dot_tiles import UNIT, paged_score_tile, paged_sum_tile, score_tile, sum_tile
+from llmbatch.kernels.cpu.endings import COLUMNS, ROWS
 from llmbatch.kernels.cpu.layout import Pages
 from llmbatch.kernels.cpu.numerics import FASTMATH, exp32, narrow
 from llmbatch.kernels.cpu.pages import clear_last, find_units, gather_keys, gather_values, values_width
@@ -56,73 +53,18 @@ def _cap(scores: Any, scale: np.float32, softcap: np.float32) -> None:
         scores[j] = softcap * (np.float32(1.0) - np.float32(2.0) / (e + np.float32(1.0)))
 
 
-class _Keys(NamedTuple):
-    """Keys of a head."""
-
-    table: Any  # pages of their sequence
-    head: Any
-    low: Any
-    high: Any
-
-
-class _Scratch(NamedTuple):
-    """What a worker computes with, for a block after the other."""
-
-    q: Any  # [rows, width]
-    weights: Any  # [ROWS, TILE] of a tile of keys
-    scores: Any  # [ROWS, TILE] likewise, float32
-    acc: Any  # [rows, padded width] sums of values so far, float32
-    highest: Any  # [rows] score so far
-    total: Any  # [rows] of weights so far
-    alpha: Any  # [rows] what earlier sums are worth now
-    keys: Any  # [words of a key, TILE + UNIT] where they are not read in place
-    values: Any  # [words of TILE tokens, padded width] likewise
-    units: Any  # [2, 2, TILE / UNIT] addresses of keys, and of values, of this tile and the next in turn
-
-
 @compiled(nogil=True, forceinline=True)
-def _begin_block(query: Any, column: int, width: int, group: int, first_row: int, rows: int, s: Any) -> None:
-    """Take the queries of a block, of which nothing is summed yet."""
-    for r in range(rows):
+def _begin_rows(query: Any, row: int, column: int, width: int, group: int, first: int, count: int, s: Any) -> None:
+    """Take the queries of packed rows from `row` on as the rows [first, first + count), with nothing summed yet."""
+    for r in range(count):
         begin = column + r % group * width
-        source, q, acc = query[first_row + r // group, begin : begin + width], s.q[r], s.acc[r]
+        source, q, acc = query[row + r // group, begin : begin + width], s.q[first + r], s.acc[first + r]
         for d in range(q.size):
             q[d] = source[d]
         for d in range(acc.size):
             acc[d] = np.float32(0.0)
-        s.highest[r] = np.float32(NOTHING)
-        s.total[r] = np.float32(0.0)
-
-
-class _Places(NamedTuple):
-    """Addresses of `_Scratch`, and bytes between rows: an array's own would be counted at each use."""
-
-    q: int
-    q_stride: int
-    weights: int
-    weight_stride: int
-    scores: int
-    acc: int
-    acc_stride: int
-    highest: int
-    total: int
-    alpha: int
-    keys: int
-    key_stride: int
-    values: int
-    units: int
-    units_stride: int  # between those of keys and those of values
-
-
-@compiled(nogil=True)
-def _places(s: Any) -> _Places:
-    return _Places(
-        s.q.ctypes.data, s.q.shape[1] * s.q.itemsize, s.weights.ctypes.data, TILE * s.weights.itemsize,
-        s.scores.ctypes.data, s.acc.ctypes.data, 4 * s.acc.shape[1],
-        s.highest.ctypes.data, s.total.ctypes.data, s.alpha.ctypes.data,
-        s.keys.ctypes.data, 4 * s.keys.shape[1], s.values.ctypes.data,
-        s.units.ctypes.data, 8 * s.units.shape[2],
-    )  # fmt: skip  # a line for each kind
+        s.highest[first + r] = np.float32(NOTHING)
+        s.total[first + r] = np.float32(0.0)
 
 
 @compiled(nogil=True, forceinline=True)
@@ -143,7 +85,7 @@ def _bring_keys(pages: Any, table: Any, head: int, low: int, high: int, in_place
 
 
 @compiled(nogil=True)
-def _score(like: Any, at: _Places, r: int, some: int, n: int, key_stride: int, units: int, ahead: int) -> None:
+def _score(like: Any, at: Addresses, r: int, some: int, n: int, key_stride: int, units: int, ahead: int) -> None:
     """Multiply some rows of queries from r on with n keys.
 
     `key_stride` is a page's, or 0 for copied keys; `units` and `ahead` are those of this tile and of the next.
@@ -161,7 +103,7 @@ def _score(like: Any, at: _Places, r: int, some: int, n: int, key_stride: int, u
 
 
 @compiled(nogil=True)
-def _sum(like: Any, at: _Places, r: int, some: int, steps: int, value_stride: int, units: int, ahead: int) -> None:
+def _sum(like: Any, at: Addresses, r: int, some: int, steps: int, value_stride: int, units: int, ahead: int) -> None:
     """Add values by their weights to the sums of some rows from r on; the rest as in `_score`."""
     acc, alpha = at.acc + r * at.acc_stride, at.alpha + 4 * r
     for column in range(0, at.acc_stride, 4 * COLUMNS):
@@ -179,47 +121,48 @@ def _sum(like: Any, at: _Places, r: int, some: int, steps: int, value_stride: in
 
 
 @compiled(nogil=True, forceinline=True)
-def _end_block(out: Any, column: int, width: int, group: int, first_row: int, rows: int, sinks: Any, s: Any) -> None:
-    """Divide the sums by their weights; `sinks` are those of the head's queries, in units of `highest`."""
-    for r in range(rows):
-        total = s.total[r]
+def _end_rows(
+    out: Any, row: int, column: int, width: int, group: int, first: int, count: int, unit: np.float32, sinks: Any,
+    s: Any,
+) -> None:  # fmt: skip  # arguments in groups
+    """Divide the sums of those rows by their weights; `sinks` are those of the head's queries."""
+    for r in range(count):
+        total = s.total[first + r]
         if sinks.size:
-            total += exp32(sinks[r % group] - s.highest[r])
+            total += exp32(sinks[r % group] - s.highest[first + r] * unit)
         inverse = np.float32(1.0) / total
         begin = column + r % group * width
-        acc, target = s.acc[r], out[first_row + r // group, begin : begin + width]
+        acc, target = s.acc[first + r], out[row + r // group, begin : begin + width]
         for d in range(target.size):
             target[d] = narrow(acc[d] * inverse, target[d])
 
 
 @compiled(nogil=True, forceinline=True)
-def _attend_block(
-    query: Any, out: Any, pages: Any, table: Any, head: int, group: int, start: int, first_row: int,
-    tokens: int, scale: np.float32, window: int, softcap: np.float32, sinks: Any, after: Any, s: Any,
-) -> None:  # fmt: skip  # arguments in groups
-    width, rows, end, column = pages.width, tokens * group, start + tokens, head * group * pages.width
-    pack, q, at = pages.memory.shape[3], s.q, _places(s)
-    in_place = pages.size % UNIT == 0 and width % COLUMNS == 0
+def _attend_run(
+    pages: Any, table: Any, run: Any, after: Any, after_table: Any, head: int, after_head: int, group: int,
+    scale: np.float32, window: int, softcap: np.float32, at: Any, place: int, s: Any,
+) -> int:  # fmt: skip  # arguments in groups
+    """Take the rows of a run through its keys; `place` is that of its first units, the following run's is returned."""
+    in_place = pages.size % UNIT == 0 and pages.width % COLUMNS == 0
     key_stride, value_stride = (4 * pages.size, 4 * values_width(pages)) if in_place else (0, 0)
-    unit = np.float32(1.0) if softcap > 0.0 else scale  # of scores
-    to_exponent = _LOG2E * unit
-    _begin_block(query, column, width, group, first_row, rows, s)
-    low, place = first_key(start, window), 0
-    find_units(pages, table, head, low, min(low + TILE, end), s.units, place)
+    q, pack = s.q, pages.memory.shape[3]
+    to_exponent = _LOG2E * (np.float32(1.0) if softcap > 0.0 else scale)
+    low, end, start = run[LOW], run[HIGH], run[POSITION]
+    first, last = run[TOKEN] * group, (run[TOKEN] + run[TOKENS]) * group
     while low < end:
         high = min(low + TILE, end)
         n, coming = high - low, 1 - place
         if high < end:
             find_units(pages, table, head, high, min(high + TILE, end), s.units, coming)
         else:
-            find_units(pages, after.table, after.head, after.low, after.high, s.units, coming)
+            find_units(pages, after_table, after_head, after[LOW], min(after[LOW] + TILE, after[HIGH]), s.units, coming)
         _bring_keys(pages, table, head, low, high, in_place, s, place)
         units, ahead = at.units + 2 * at.units_stride * place, at.units + 2 * at.units_stride * coming
-        for r in range(0, rows, ROWS):
-            some = min(ROWS, rows - r)
+        for r in range(first, last, ROWS):
+            some = min(ROWS, last - r)
             _score(q, at, r, some, n, key_stride, units, ahead)
             for i in range(r, r + some):
-                position = start + i // group
+                position = start + (i - first) // group
                 to_key = max(0, min(n, position + 1 - low))
                 from_key = min(max(0, position - window + 1 - low), to_key) if window > 0 else 0
                 if softcap > 0.0:
@@ -231,56 +174,65 @@ def _attend_block(
             _sum(q, at, r, some, (n + pack - 1) // pack, value_stride, units, ahead)
             ahead = units
         low, place = high, coming
-    for r in range(rows):
-        s.highest[r] *= unit
-    _end_block(out, column, width, group, first_row, rows, sinks[head * group :], s)
+    return place
 
 
 @compiled(nogil=True)
-def _attend_blocks(
-    query: Any, out: Any, pages: Any, tables: Any, slots: Any, starts: Any, counts: Any, rows: Any,
-    block_sequence: Any, block_first: Any, begin: int, end: int,
+def _attend_share(
+    query: Any, out: Any, pages: Any, tables: Any, slots: Any, blocks: Any, begin: int, end: int,
     group: int, scale: np.float32, window: int, softcap: np.float32, sinks: Any,
 ) -> None:  # fmt: skip  # arguments in groups
     """Attend in the pairs [begin, end) of a block and a KV head."""
-    heads, pack = pages.memory.shape[1], pages.memory.shape[3]
-    size = max(1, BLOCK_ROWS // group)
-    capacity = size * group
-    padded = (pages.width + COLUMNS - 1) // COLUMNS * COLUMNS
-    scratch = _Scratch(
-        np.empty((capacity, pages.width), query.dtype), np.empty((ROWS, TILE), query.dtype),
-        np.empty((ROWS, TILE), np.float32), np.empty((capacity, padded), np.float32),
-        np.empty(capacity, np.float32), np.empty(capacity, np.float32), np.empty(capacity, np.float32),
-        np.empty((pages.width // pack, TILE + UNIT), np.uint32), np.empty((TILE // pack, padded), np.uint32),
-        np.empty((2, 2, TILE // UNIT), np.int64),
-    )  # fmt: skip  # a line for each kind
+    heads, width, runs = pages.memory.shape[1], pages.width, blocks.runs
+    s = make_scratch(query, pages, max(1, BLOCK_ROWS // group) * group)
+    at, unit = addresses_of(s), np.float32(1.0) if softcap > 0.0 else scale  # of scores
+    place = 0
     for item in range(begin, end):
-        block, following = item // heads, min(item + 1, end - 1)
-        i, j = block_sequence[block], block_sequence[following // heads]
-        first = block_first[block]
-        low = first_key(starts[j] + block_first[following // heads], window)
-        after = _Keys(tables[slots[j]], following % heads, low, min(low + TILE, starts[j] + counts[j]))
-        _attend_block(
-            query, out, pages, tables[slots[i]], item % heads, group, starts[i] + first, rows[i] + first,
-            min(size, counts[i] - first), scale, window, softcap, sinks, after, scratch,
-        )  # fmt: skip  # arguments in groups
+        block, head = item // heads, item % heads
+        first, last = blocks.firsts[block], blocks.firsts[block + 1]
+        following = min(item + 1, end - 1)
+        column = head * group * width
+        for i in range(first, last):
+            run = runs[i]
+            if run[ROW] >= 0:
+                _begin_rows(query, run[ROW], column, width, group, run[TOKEN] * group, run[TOKENS] * group, s)
+        if item == begin:
+            run = runs[first]
+            low = run[LOW]
+            find_units(pages, tables[slots[run[SEQUENCE]]], head, low, min(low + TILE, run[HIGH]), s.units, place)
+        for i in range(first, last):
+            j, after_head = (i + 1, head) if i + 1 < last else (blocks.firsts[following // heads], following % heads)
+            run, after = runs[i], runs[j]
+            place = _attend_run(
+                pages, tables[slots[run[SEQUENCE]]], run, after, tables[slots[after[SEQUENCE]]], head, after_head,
+                group, scale, window, softcap, at, place, s,
+            )  # fmt: skip  # arguments in groups
+        for i in range(first, last):
+            run = runs[i]
+            if run[ROW] >= 0:
+                _end_rows(
+                    out, run[ROW], column, width, group, run[TOKEN] * group, run[TOKENS] * group, unit,
+                    sinks[head * group :], s,
+                )  # fmt: skip  # arguments in groups
 
 
 def _types(element: Any) -> tuple[Any, ...]:
-    """Return the types that `_attend_blocks` takes, by that of its query."""
+    """Return the types that `_attend_share` takes, by that of its query."""
     memory = {n: types.Array(element.dtype, n, "C") for n in (2, 4)}
     line, whole, single = types.Array(types.int32, 1, "C"), types.int64, types.float32
+    wholes = {n: types.Array(whole, n, "C") for n in (1, 2)}
     pages = types.NamedTuple((memory[4], whole, whole), Pages)  # type: ignore[no-untyped-call]
+    blocks = types.NamedTuple((wholes[2], wholes[1], wholes[1]), Blocks)  # type: ignore[no-untyped-call]
     return (
-        memory[2], memory[2], pages, types.Array(types.int32, 2, "C"), line, line, line, types.Array(whole, 1, "C"),
-        line, line, whole, whole, whole, single, whole, single, types.Array(single, 1, "C"),
+        memory[2], memory[2], pages, types.Array(types.int32, 2, "C"), line, blocks, whole, whole,
+        whole, single, whole, single, types.Array(single, 1, "C"),
     )  # fmt: skip  # arguments in groups
 
 
 @cache
 def block_code(dtype: np.dtype[Any]) -> int:
     """Return the address of the code of a worker's blocks, for `attend_blocks`."""
-    return address_of(_attend_blocks, _types(types.Array(from_dtype(dtype), 2, "C")))
+    return address_of(_attend_share, _types(types.Array(from_dtype(dtype), 2, "C")))
 
 
 _call_blocks = caller(_types)
@@ -292,12 +244,7 @@ def attend(
     pages: Pages,
     tables: NDArray[np.int32],
     slots: NDArray[np.int32],
-    starts: NDArray[np.int32],
-    counts: NDArray[np.int32],
-    rows: NDArray[np.int64],
-    block_sequence: NDArray[np.int32],
-    block_first: NDArray[np.int32],
-    bounds: NDArray[np.int64],
+    blocks: Blocks,
     group: int,
     scale: float,
     window: int,
@@ -307,26 +254,25 @@ def attend(
     """Attend every query row over the pages of its sequence, into `out`.
 
     `query` is [tokens, >= heads * group * width], its first columns the rotated queries, head by head; `out` is
-    [tokens, heads * group * width]. Float32, or uint16 holding bfloat16. Sequence i computes tokens [starts[i],
-    starts[i] + counts[i]), in packed rows from rows[i], and reads the pages tables[slots[i]]. A `window` or `softcap`
-    of 0 means none, and so do `sinks` [heads * group] of size 0. The blocks are those of `cut_blocks`.
+    [tokens, heads * group * width]. Float32, or uint16 holding bfloat16. Sequence i reads the pages tables[slots[i]];
+    the `blocks` are those of `cut_blocks`. A `window` or `softcap` of 0 means none, and so do `sinks` [heads * group]
+    of size 0.
     """
     attend_blocks(
-        query, out, pages, tables, slots, starts, counts, rows, block_sequence, block_first, bounds,
-        group, np.float32(scale), window, np.float32(softcap), sinks, block_code(query.dtype),
+        query, out, pages, tables, slots, blocks, group, np.float32(scale), window, np.float32(softcap), sinks,
+        block_code(query.dtype),
     )  # fmt: skip  # arguments in groups
 
 
 @compiled(parallel=True, nogil=True)
 def attend_blocks(
-    query: Any, out: Any, pages: Any, tables: Any, slots: Any, starts: Any, counts: Any, rows: Any,
-    block_sequence: Any, block_first: Any, bounds: Any,
-    group: int, scale: np.float32, window: int, softcap: np.float32, sinks: Any, code: int,
+    query: Any, out: Any, pages: Any, tables: Any, slots: Any, blocks: Any, group: int, scale: np.float32,
+    window: int, softcap: np.float32, sinks: Any, code: int,
 ) -> None:  # fmt: skip  # arguments in groups
     """Attend as `attend` says; `code` is that of `block_code`."""
-    for worker in prange(bounds.size - 1):
+    for worker in prange(blocks.bounds.size - 1):
         arguments = (
-            query, out, pages, tables, slots, starts, counts, rows, block_sequence, block_first,
-            bounds[worker], bounds[worker + 1], group, scale, window, softcap, sinks,
+            query, out, pages, tables, slots, blocks, blocks.bounds[worker], blocks.bounds[worker + 1],
+            group, scale, window, softcap, sinks,
         )  # fmt: skip  # arguments in groups
         _call_blocks(code, arguments)

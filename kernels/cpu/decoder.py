@@ -10,16 +10,20 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import prange
+from numba import prange, types
+from numba.extending import overload
+from numba.np.numpy_support import as_dtype
 from numpy.typing import NDArray
 
 from llmbatch.compilation.decorators import compiled
 from llmbatch.kernels.cpu.attention import attend_blocks
-from llmbatch.kernels.cpu.dot_tiles import COLUMNS
-from llmbatch.kernels.cpu.fused import normalize, rotate_and_store
+from llmbatch.kernels.cpu.blocks import Blocks
+from llmbatch.kernels.cpu.endings import COLUMNS
+from llmbatch.kernels.cpu.fused import inverse_norm, normalize, rotate_and_store
 from llmbatch.kernels.cpu.layout import Pages
-from llmbatch.kernels.cpu.numerics import FASTMATH, narrow
-from llmbatch.kernels.cpu.products import multiply, quantise
+from llmbatch.kernels.cpu.numerics import narrow
+from llmbatch.kernels.cpu.pointers import data_of
+from llmbatch.kernels.cpu.products import QUANTISERS, multiply
 
 QKV, OUT, GATE_UP, DOWN = range(4)  # the products of a layer
 STORED, ADDED, GATED, WHOLE, ATTENTION = range(5)  # places in `Layers.codes`
@@ -33,6 +37,7 @@ class Layers(NamedTuple):
     columns_step: int  # bytes of that for a panel
     words: NDArray[np.int64]  # [4] of a column
     counts: NDArray[np.int64]  # [4] of panels
+    alone: int  # rows that are one tile at most
     norms: NDArray[np.float32]  # [4, layers, hidden] before attention, after it, before the MLP, after it
     has_norm: NDArray[np.bool_]  # [4]
     query_norms: NDArray[np.float32]  # [layers, width of a head, or 0]
@@ -57,11 +62,8 @@ class LayerStep(NamedTuple):
     token_offsets: NDArray[np.int32]
     tables: NDArray[np.int32]
     slots: NDArray[np.int32]
-    starts: NDArray[np.int32]
-    counts: NDArray[np.int32]
-    rows: NDArray[np.int64]
-    block_sequence: NDArray[np.int32]
-    block_first: NDArray[np.int32]
+    runs: NDArray[np.int64]  # of `Blocks` of all kinds of window, one kind after the other; so are `firsts`
+    firsts: NDArray[np.int64]
     bounds: NDArray[np.int64]  # [kinds of window, workers + 1]
     cuts: NDArray[np.int64]  # [layers] which of them
 
@@ -75,19 +77,16 @@ class Buffers(NamedTuple):
     packed: NDArray[Any]  # [tokens, columns of QKV]
     attended: NDArray[Any]  # [tokens, query heads * width]
     inner: NDArray[Any]  # [tokens, columns of the MLP]
-    quantised: NDArray[np.uint8]  # [tokens, widest input of a product, or 0] where weights are int8
+    quantised: NDArray[Any]  # [tokens, bytes of the widest input of a product, or 0] where weights are integers
     scales: NDArray[np.float32]  # [tokens, or 0] of its rows
 
 
-@compiled(parallel=True, fastmath=FASTMATH, nogil=True)
+@compiled(parallel=True, fastmath={"contract"}, nogil=True)
 def _add_normalized(x: NDArray[np.float32], weight: NDArray[np.float32], epsilon: float, out: NDArray[Any]) -> None:
     """Add RMSNorm of each row of x to `out`."""
     for i in prange(out.shape[0]):
         row, target = x[i], out[i]
-        total = np.float32(0.0)
-        for d in range(weight.size):
-            total += row[d] * row[d]
-        inverse = np.float32(1.0) / np.sqrt(total / np.float32(weight.size) + np.float32(epsilon))
+        inverse = inverse_norm(row, weight.size, np.float32(epsilon))
         for d in range(weight.size):
             target[d] += row[d] * inverse * weight[d]
 
@@ -101,23 +100,34 @@ def _round(x: NDArray[np.float32], out: NDArray[Any]) -> None:
             target[d] = narrow(row[d], target[d])
 
 
+def _quantise(x: Any, out: Any, scales: Any) -> None:
+    """Round rows to the integers that products take."""
+    raise NotImplementedError("for compiled code only")
+
+
+@overload(_quantise, strict=False)
+def _quantise_as(x: types.Array, out: types.Array, scales: types.Array) -> Any:
+    quantise = QUANTISERS[as_dtype(out.dtype)]
+    return lambda x, out, scales: quantise(x, out, scales)
+
+
 @compiled(nogil=True)
 def _multiply(
     layers: Any, layer: int, product: int, code: int, x: Any, out: Any, step: int, buffers: Any, workers: int
 ) -> None:
     """Multiply x with the weight of a product; `step` is the columns of `out` that a panel makes."""
-    a, size = x.ctypes.data, x.shape[1] * x.itemsize
+    a, size = data_of(x), x.shape[1] * x.itemsize
     if buffers.scales.size > 0:
-        quantise(x, buffers.quantised, buffers.scales)
-        a, size = buffers.quantised.ctypes.data, buffers.quantised.shape[1]
+        _quantise(x, buffers.quantised, buffers.scales)
+        a, size = data_of(buffers.quantised), buffers.quantised.shape[1]
     after = product + 1
     share = layers.counts[after % 4] // workers * layers.words[after % 4] * 4 * COLUMNS
     multiply(
-        layers.codes[code], a, size, buffers.scales.ctypes.data, x.shape[0],
+        layers.codes[code], a, size, data_of(buffers.scales), x.shape[0],
         layers.panels[layer, product], layers.counts[product], layers.words[product],
-        out.ctypes.data, out.shape[1] * out.itemsize, step * out.itemsize,
+        data_of(out), out.shape[1] * out.itemsize, step * out.itemsize,
         layers.columns[layer, product], layers.columns_step,
-        layers.panels[(layer + after // 4) % layers.panels.shape[0], after % 4], share, workers,
+        layers.panels[(layer + after // 4) % layers.panels.shape[0], after % 4], share, layers.alone, workers,
     )  # fmt: skip  # arguments in groups
 
 
@@ -153,8 +163,8 @@ def run_layers(layers: Any, step: Any, memory: NDArray[Any], page_size: int, buf
             layers.key_norms[layer], layers.epsilon, step.token_pages, step.token_offsets, pages,
         )  # fmt: skip  # arguments in groups
         attend_blocks(
-            buffers.packed, buffers.attended, pages, step.tables, step.slots, step.starts, step.counts, step.rows,
-            step.block_sequence, step.block_first, step.bounds[cut], layers.query_heads // memory.shape[2],
+            buffers.packed, buffers.attended, pages, step.tables, step.slots,
+            Blocks(step.runs, step.firsts, step.bounds[cut]), layers.query_heads // memory.shape[2],
             layers.scales[layer], layers.windows[layer], layers.softcaps[layer], layers.sinks[layer],
             layers.codes[ATTENTION],
         )  # fmt: skip  # arguments in groups

@@ -10,14 +10,13 @@ A core starts two such additions a cycle and finishes each four to six cycles la
 tile of 12 rows keeps 24 sums, with 16 registers of 8 words one of 6 rows keeps 12. Tiles of fewer rows are bound by
 reading B, and more of B is prefetched.
 
-What becomes of the sums is the tile's *ending*: they are stored, rounded, added to a residual, gated, or added to
-rescaled sums. Endings are emitted with the tile, so sums go from registers to their place.
+What becomes of the sums is the tile's *ending* (`endings`), which is emitted with it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from llvmlite import ir
 from numba import types
@@ -25,114 +24,14 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from llmbatch.kernels.cpu import vector_ir as v
+from llmbatch.kernels.cpu.endings import COLUMNS, ROWS, Add, Arguments, Ending, Gate, Plain, Rescale, Store
+from llmbatch.kernels.cpu.group_tiles import emit_group_rows
 from llmbatch.kernels.spec import GELU_TANH, SILU
 
-ROWS: Final = 12 if v.LANES == 16 else 6  # of the largest tile
-COLUMNS: Final = 2 * v.LANES
 UNIT: Final = 8  # words of a row that lie side by side in a page of keys
 _UNIT: Final = ir.VectorType(v.INT32, UNIT)
 
 _SCALES, _STARTS = 1, 2  # parts of what int8 products read of columns; the first is the bias
-_LOG2E: Final = 1.4426950408889634
-_GELU_SCALE: Final = 1.5957691216057308  # 2 sqrt(2 / pi)
-_GELU_CUBIC: Final = 0.044715
-
-
-class Ending:
-    """What becomes of a tile's sums; `emit` gets them as float32, two registers a row.
-
-    `place` is the address of a row's first element; `column` addresses a float32 of each column, `row` one of each row.
-    """
-
-    def emit(self, builder: Any, sums: tuple[Any, Any], place: Any, column: Any, row: Any) -> None:
-        """Write the code for the sums of one row."""
-        raise NotImplementedError
-
-
-class Store(Ending):
-    """c = sums + column, rounded to `element`."""
-
-    def __init__(self, element: str) -> None:
-        self.element = element
-
-    def emit(self, builder: Any, sums: tuple[Any, Any], place: Any, column: Any, row: Any) -> None:
-        """Write the code for the sums of one row."""
-        for j, value in enumerate(sums):
-            bias = v.load(builder, builder.add(column, v.constant(4 * v.LANES * j)), v.FLOATS)
-            rounded = v.narrow(builder, builder.fadd(value, bias), self.element)
-            size = 4 if self.element == v.FLOAT32 else 2
-            v.store(builder, rounded, builder.add(place, v.constant(size * v.LANES * j)))
-
-
-class Add(Ending):
-    """c += sums + column, in float32."""
-
-    def emit(self, builder: Any, sums: tuple[Any, Any], place: Any, column: Any, row: Any) -> None:
-        """Write the code for the sums of one row."""
-        for j, value in enumerate(sums):
-            bias = v.load(builder, builder.add(column, v.constant(4 * v.LANES * j)), v.FLOATS)
-            at = builder.add(place, v.constant(4 * v.LANES * j))
-            v.store(builder, builder.fadd(builder.fadd(value, bias), v.load(builder, at, v.FLOATS)), at)
-
-
-class Plain(Ending):
-    """c = sums."""
-
-    def emit(self, builder: Any, sums: tuple[Any, Any], place: Any, column: Any, row: Any) -> None:
-        """Write the code for the sums of one row."""
-        for j, value in enumerate(sums):
-            v.store(builder, value, builder.add(place, v.constant(4 * v.LANES * j)))
-
-
-class Rescale(Ending):
-    """c = c * row + sums, in float32."""
-
-    def emit(self, builder: Any, sums: tuple[Any, Any], place: Any, column: Any, row: Any) -> None:
-        """Write the code for the sums of one row."""
-        factor = v.spread(builder, v.load(builder, row, v.FLOAT))
-        for j, value in enumerate(sums):
-            at = builder.add(place, v.constant(4 * v.LANES * j))
-            v.store(builder, v.multiply_add(builder, v.load(builder, at, v.FLOATS), factor, value), at)
-
-
-class Gate(Ending):
-    """c = activation(first register + column) * (second register + column), rounded to `element`: half the columns."""
-
-    def __init__(self, element: str, activation: int) -> None:
-        self.element = element
-        self.activation = activation
-
-    def emit(self, builder: Any, sums: tuple[Any, Any], place: Any, column: Any, row: Any) -> None:
-        """Write the code for the sums of one row."""
-        gate, up = (
-            builder.fadd(value, v.load(builder, builder.add(column, v.constant(4 * v.LANES * j)), v.FLOATS))
-            for j, value in enumerate(sums)
-        )
-        inner = gate
-        if self.activation == GELU_TANH:
-            square = builder.fmul(gate, gate)
-            cubic = v.multiply_add(builder, square, v.floats(_GELU_CUBIC), v.floats(1.0))
-            inner = builder.fmul(builder.fmul(gate, v.floats(_GELU_SCALE)), cubic)
-        weight = v.exp2(builder, builder.fmul(inner, v.floats(-_LOG2E)))
-        value = builder.fdiv(gate, builder.fadd(weight, v.floats(1.0)))
-        v.store(builder, v.narrow(builder, builder.fmul(value, up), self.element), place)
-
-
-class Arguments(NamedTuple):
-    """What a tile is called with, as code; all are int64, addresses and bytes unless said otherwise."""
-
-    rows: Any  # how many
-    c: Any
-    c_stride: Any  # between rows
-    a: Any
-    a_stride: Any  # between rows
-    b: Any
-    b_stride: Any  # between steps
-    steps: Any  # how many words a row of A has
-    column: Any  # what endings read of each column
-    row: Any  # what endings read of each row
-    ahead: Any  # what is prefetched with the first step
-    ahead_stride: Any  # between steps
 
 
 class Operand:
@@ -253,7 +152,7 @@ def make_tile(make_operand: Callable[[str], Operand], make_ending: Callable[[str
 
     The type may be given by any array of such numbers. Rows of int8 are unsigned, 128 more than what they mean; the
     tile's `row` holds their scales, and its `column` three parts of `COLUMNS`: float32 that endings read, float32
-    scales, int32 at which sums start.
+    scales, int32 at which sums start. Tiles of int4 are those of `group_tiles`.
     """
 
     @intrinsic
@@ -267,15 +166,12 @@ def make_tile(make_operand: Callable[[str], Operand], make_ending: Callable[[str
         def build(_context: Any, builder: Any, _sig: Any, values: Any) -> Any:
             given = Arguments(*values[1:])
             operand.begin(builder, given)
-            after = builder.append_basic_block("after")
-            cases = builder.switch(given.rows, after)
-            for rows in range(1, ROWS + 1):
-                block = builder.append_basic_block(f"rows{rows}")
-                cases.add_case(v.constant(rows), block)
-                builder.position_at_end(block)
-                _emit_rows(builder, element, rows, operand, ending, given)
-                builder.branch(after)
-            builder.position_at_end(after)
+            if element == v.INT4:
+                emit_group_rows(builder, ending, given)
+            else:
+                v.switch_on(
+                    builder, given.rows, ROWS, lambda rows: _emit_rows(builder, element, rows, operand, ending, given)
+                )
             return ir.Constant(ir.IntType(8).as_pointer(), None)
 
         return types.void(a_like, *[types.int64] * len(Arguments._fields)), build

@@ -2,6 +2,10 @@
 
 A transformer layer written in torch operators reads and writes its activations a dozen times between products;
 these kernels do it once. Arithmetic is float32 whatever the memory holds (float32, or uint16 holding bfloat16).
+
+Results depend on numbers alone, to the last bit. LLVM compiles a loop twice, for arrays that are apart and for those
+that may overlap, and chooses by their addresses. Where it may reorder sums, or fuse either of two products into one,
+the two differ. So fast mathematics is for loops that store nothing, and for what can be fused in one way only.
 """
 
 from __future__ import annotations
@@ -21,21 +25,27 @@ _GELU_SCALE: Final = np.float32(1.5957691216057308)  # 2 sqrt(2 / pi)
 _GELU_CUBIC: Final = np.float32(0.044715)
 
 
-@compiled(parallel=True, fastmath=FASTMATH, nogil=True)
+@compiled(fastmath=FASTMATH, nogil=True, forceinline=True)
+def inverse_norm(x: Any, size: int, epsilon: np.float32) -> Any:
+    """Compute 1 / sqrt(mean(x**2) + epsilon) of the first `size` elements; its loop stores nothing, so it is one."""
+    total = np.float32(0.0)
+    for d in range(size):
+        value = widen(x[d])
+        total += value * value
+    return np.float32(1.0) / np.sqrt(total / np.float32(size) + epsilon)
+
+
+@compiled(parallel=True, nogil=True)
 def normalize(x: NDArray[Any], weight: NDArray[np.float32], epsilon: float, out: NDArray[Any]) -> None:
     """Apply RMSNorm to each row: out = x / sqrt(mean(x**2) + epsilon) * weight, of the first elements of x."""
     for i in prange(x.shape[0]):
         row, target = x[i], out[i]
-        total = np.float32(0.0)
-        for d in range(weight.size):
-            value = widen(row[d])
-            total += value * value
-        inverse = np.float32(1.0) / np.sqrt(total / np.float32(weight.size) + np.float32(epsilon))
+        inverse = inverse_norm(row, weight.size, np.float32(epsilon))
         for d in range(weight.size):
             target[d] = narrow(widen(row[d]) * inverse * weight[d], target[d])
 
 
-@compiled(parallel=True, fastmath=FASTMATH, nogil=True)
+@compiled(parallel=True, fastmath={"contract"}, nogil=True)
 def gate(x: NDArray[Any], activation: int, out: NDArray[Any]) -> None:
     """Compute out = activation(x[:, :width]) * x[:, width:], for `out` [rows, width]."""
     width = out.shape[1]
@@ -54,15 +64,10 @@ def gate(x: NDArray[Any], activation: int, out: NDArray[Any]) -> None:
                 target[d] = narrow(value * widen(right[d]), target[d])
 
 
-@compiled(fastmath=FASTMATH, nogil=True, forceinline=True)
+@compiled(nogil=True, forceinline=True)
 def _normalize_head(x: Any, weight: Any, epsilon: np.float32, out: Any) -> None:
-    inverse = np.float32(1.0)
     if weight.size:
-        total = np.float32(0.0)
-        for d in range(x.size):
-            value = widen(x[d])
-            total += value * value
-        inverse = np.float32(1.0) / np.sqrt(total / np.float32(x.size) + epsilon)
+        inverse = inverse_norm(x, x.size, epsilon)
         for d in range(x.size):
             out[d] = widen(x[d]) * inverse * weight[d]
     else:
@@ -70,7 +75,7 @@ def _normalize_head(x: Any, weight: Any, epsilon: np.float32, out: Any) -> None:
             out[d] = widen(x[d])
 
 
-@compiled(fastmath=FASTMATH, nogil=True, forceinline=True)
+@compiled(nogil=True, forceinline=True)
 def _rotate(head: Any, cosine: Any, sine: Any) -> None:
     half = cosine.size // 2
     left, right = head[:half], head[half : 2 * half]
@@ -80,7 +85,7 @@ def _rotate(head: Any, cosine: Any, sine: Any) -> None:
         right[d] = b * widen(cosine[d + half]) + a * widen(sine[d + half])
 
 
-@compiled(parallel=True, fastmath=FASTMATH, nogil=True)
+@compiled(parallel=True, nogil=True)
 def rotate_and_store(
     packed: NDArray[Any],
     query_heads: int,

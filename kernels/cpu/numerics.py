@@ -86,6 +86,30 @@ def _narrow(x: types.Type, like: types.Type) -> Any:
     return lambda x, like: np.float32(x)
 
 
+@intrinsic
+def _half_bits(_typing: Any, x: Any) -> Any:
+    """Round a float32 to the bits of a float16, a uint16."""
+
+    def build(_context: Any, builder: Any, _sig: Any, values: Any) -> Any:
+        return builder.bitcast(builder.fptrunc(values[0], ir.HalfType()), ir.IntType(16))
+
+    return types.uint16(types.float32), build
+
+
+@intrinsic
+def _rounded_to_half(_typing: Any, x: Any) -> Any:
+    """Round a float32 to what a float16 can hold."""
+
+    def build(_context: Any, builder: Any, _sig: Any, values: Any) -> Any:
+        return builder.fpext(builder.fptrunc(values[0], ir.HalfType()), ir.FloatType())
+
+    return types.float32(types.float32), build
+
+
+half_bits: Final[Any] = _half_bits
+rounded_to_half: Final[Any] = _rounded_to_half
+
+
 @njit(fastmath=FASTMATH, inline="always")
 def exp32(x: Any) -> Any:
     """Compute e**x in float32 to 2 units in the last place, 0 below -87, saturated above 88; NaN stays NaN.

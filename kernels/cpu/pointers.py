@@ -3,24 +3,56 @@
 numba inlines a function's code into each caller, and LLVM optimises it there once more; a loop over workers does so
 three times. A large function that is called seldom is compiled once instead, and its address is an argument of its
 callers.
+
+The first job on a machine has another process compile such functions (`compile_ahead`). One process at a time compiles
+one of them, so that the other finds it done.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import fcntl
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import numba
+import numpy as np
 from numba import types
 from numba.core import cgutils
 from numba.core.errors import TypingError
 from numba.extending import intrinsic
 
+from llmbatch.compilation.decorators import code_folder, compiled, kept
+
 
 def address_of(function: Any, signature: tuple[types.Type, ...]) -> int:
     """Return the address of the code of a compiled function that returns nothing, for these arguments."""
-    function.compile(signature)
+    with _alone(function.__name__):
+        function.compile(signature)
     made = function.overloads[signature]
     return int(made.library.get_pointer_to_function(made.fndesc.llvm_func_name))
+
+
+@compiled(nogil=True, forceinline=True)
+def data_of(array: Any) -> Any:
+    """Return the address of an array as an int64, as Python hands it over, so that callees are compiled once."""
+    return np.int64(array.ctypes.data)
+
+
+def compile_for(function: Any, arguments: tuple[Any, ...]) -> None:
+    """Compile a function for a call with these arguments."""
+    function.compile(tuple(map(numba.typeof, arguments)))
+
+
+@contextmanager
+def _alone(name: str) -> Iterator[None]:
+    """Wait until no other process compiles what has that name."""
+    if not kept():
+        yield
+        return
+    with (code_folder() / f"{name}.lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def caller(signature: Callable[[Any], tuple[Any, ...]]) -> Callable[..., None]:

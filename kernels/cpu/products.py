@@ -5,7 +5,7 @@ columns of the panel side by side, so that a tile reads memory in order (`dot_ti
 panel and up to `_BLOCK` rows, and each worker gets a run of them: within a block of rows it goes from panel to panel,
 so its rows stay in the second cache and each panel is read once for all rows of the block. While the tiles of a panel
 are computed the next panel is prefetched, an equal part with each, so that memory and arithmetic work side by side.
-That takes two tiles, so more rows than half a tile's are two: one would wait for memory behind its arithmetic. The
+That takes two tiles: one would wait for memory behind its arithmetic. So more rows than `rows_of_one_tile` are two. The
 last panel of a worker has the first of the next product beside it.
 
 The gated product has its own order of columns: each panel holds a register of the gate's and the same of the other
@@ -23,15 +23,9 @@ from numba.np.numpy_support import from_dtype
 from numpy.typing import NDArray
 
 from llmbatch.compilation.decorators import compiled
-from llmbatch.kernels.cpu.dot_tiles import (
-    COLUMNS,
-    ROWS,
-    add_tile,
-    float_tile,
-    gelu_tile,
-    silu_tile,
-    store_tile,
-)
+from llmbatch.kernels.cpu.dot_tiles import add_tile, float_tile, gelu_tile, silu_tile, store_tile
+from llmbatch.kernels.cpu.endings import COLUMNS, ROWS
+from llmbatch.kernels.cpu.groups import quantise_groups
 from llmbatch.kernels.cpu.numerics import FASTMATH, magnitude, widen
 from llmbatch.kernels.cpu.pointers import address_of, caller
 from llmbatch.kernels.spec import GELU_TANH, SILU
@@ -92,32 +86,38 @@ _call_tile = caller(_tile_types)  # with None for the type, which is part of the
 
 
 @cache
-def _tile_codes(element: np.dtype[Any]) -> dict[str | int, int]:
-    """Compile all, so that no later model has to: it takes half a second each."""
-    signature = _tile_types(types.NumberClass(from_dtype(element)))
-    return {ending: address_of(function, signature) for ending, function in _ENDINGS.items()}
-
-
 def tile_code(ending: str | int, element: np.dtype[Any]) -> int:
     """Return the address of a product's tiles: `STORE`, `STORE_FLOAT`, `ADD`, or an activation for a gated product.
 
-    `element`: float32, uint16 for bfloat16, uint8 for int8; results of int8 are stored as bfloat16.
+    `element`: float32, uint16 for bfloat16, uint8 for int8, int8 for int4; results of the last two are bfloat16.
     """
-    return _tile_codes(element)[ending]
+    return address_of(_ENDINGS[ending], _tile_types(types.NumberClass(from_dtype(element))))
+
+
+def tile_codes(element: np.dtype[Any]) -> dict[str | int, int]:
+    """Return those of all endings, so that no later model has to compile one: each takes some tenths of a second."""
+    return {ending: tile_code(ending, element) for ending in _ENDINGS}
+
+
+def rows_of_one_tile(element: np.dtype[Any]) -> int:
+    """Return how many rows are one tile at most, which `multiply` is told; `element` as for `tile_code`."""
+    return 1 if element == np.dtype(np.int8) else ROWS // 2
 
 
 @compiled(parallel=True, nogil=True)
 def multiply(
     code: int, a: int, a_stride: int, a_scales: int, rows: int, panels: int, count: int, words: int,
-    c: int, c_stride: int, c_step: int, columns: int, columns_step: int, following: int, share: int, workers: int,
+    c: int, c_stride: int, c_step: int, columns: int, columns_step: int, following: int, share: int, alone: int,
+    workers: int,
 ) -> None:  # fmt: skip  # arguments in groups
     """Multiply `rows` rows of A with `count` panels of packed weights, and end as the tiles of `code` do.
 
     a, panels, c and columns are addresses: of rows `a_stride` bytes apart, of panels of so many words a column, of the
     first panel's place in a result whose rows are `c_stride` and whose panels are `c_step` bytes apart, and of what
-    tiles read of columns, which is `columns_step` bytes a panel. `a_scales` is that of the scales of int8 rows.
+    tiles read of columns, which is `columns_step` bytes a panel. `a_scales` is that of the scales of rows of
+    integers.
     `following` is that of the panels of the next product, of which each worker will read `share` bytes; it fetches the
-    first panel beside its last one here.
+    first panel beside its last one here. More rows than `alone` are two tiles at least.
     """
     blocks = (rows + _BLOCK - 1) // _BLOCK
     blocks = max(blocks, min((rows + 2 * ROWS - 1) // (2 * ROWS), (4 * workers + count - 1) // count))
@@ -127,7 +127,7 @@ def multiply(
         for task in range(tasks * worker // workers, end):
             panel, block = task % count, task // count
             low, high = rows * block // blocks, rows * (block + 1) // blocks
-            tiles = max((high - low + ROWS - 1) // ROWS, 1 + (high - low > ROWS // 2))
+            tiles = max((high - low + ROWS - 1) // ROWS, 1 + (high - low > alone))
             b = panels + panel * size
             after = panels + (task + 1) % count * size if task + 1 < end else following + worker * share
             for i in range(tiles):
@@ -164,3 +164,7 @@ def quantise(x: NDArray[Any], out: NDArray[np.uint8], scales: NDArray[np.float32
         factor = np.float32(127.0) / highest if highest > 0 else np.float32(0.0)
         for d in range(row.size):
             target[d] = np.uint8(np.int32(widen(row[d]) * factor + np.float32(128.5)))
+
+
+# How rows become integers, by the type that `tile_code` takes.
+QUANTISERS: Final[dict[np.dtype[Any], Any]] = {np.dtype(np.uint8): quantise, np.dtype(np.int8): quantise_groups}

@@ -29,6 +29,7 @@ INT32: Final = ir.IntType(32)
 FLOAT: Final = ir.FloatType()
 FLOATS: Final = ir.VectorType(FLOAT, LANES)
 WORDS: Final = ir.VectorType(INT32, LANES)
+_HALVES: Final = ir.VectorType(ir.HalfType(), LANES)
 _INT16S: Final = ir.VectorType(ir.IntType(16), LANES)
 
 
@@ -50,19 +51,21 @@ _BFLOATS: Final = ir.VectorType(BFLOAT, LANES)
 _BFLOAT_PAIRS: Final = ir.VectorType(BFLOAT, 2 * LANES)
 
 # Numbers that kernels compute with, by the type that numba sees: memory of bfloat16 is uint16 to NumPy.
-FLOAT32, BFLOAT16, INT8 = "float32", "bfloat16", "int8"
+FLOAT32, BFLOAT16, INT8, INT4 = "float32", "bfloat16", "int8", "int4"
+_INTEGERS: Final = {types.uint16: BFLOAT16, types.uint8: INT8, types.int8: INT4}
 
 
 def element_of(kind: types.Array | types.NumberClass[Any]) -> str:
-    """Return which numbers an array holds, or a type is: float32, bfloat16 (uint16) or int8 (uint8)."""
-    if isinstance(kind.dtype, types.Float):
-        return FLOAT32
-    return BFLOAT16 if kind.dtype == types.uint16 else INT8
+    """Return which numbers products take, by an array of rows or its type.
+
+    They are float32, bfloat16 (uint16), int8 (uint8, 128 more than what they mean), or int4: rows of int8 (int8).
+    """
+    return FLOAT32 if isinstance(kind.dtype, types.Float) else _INTEGERS[kind.dtype]
 
 
 def result_of(element: str) -> str:
     """Return the numbers in which products of `element` are stored."""
-    return BFLOAT16 if element == INT8 else element
+    return BFLOAT16 if element in (INT8, INT4) else element
 
 
 def constant(value: int) -> Any:
@@ -90,6 +93,11 @@ def load(builder: Any, address: Any, kind: Any) -> Any:
     loaded = builder.load(builder.inttoptr(address, kind.as_pointer()))
     loaded.align = 1
     return loaded
+
+
+def load_halves(builder: Any, address: Any) -> Any:
+    """Load a vector of float16 as float32."""
+    return builder.fpext(load(builder, address, _HALVES), FLOATS)
 
 
 def store(builder: Any, value: Any, address: Any) -> None:
@@ -209,3 +217,16 @@ def loop_over(builder: Any, count: Any, body: Callable[[Any], None]) -> None:
     """Emit a loop over int64 indices from 0."""
     with cgutils.for_range(builder, count, intp=INT64) as loop:
         body(loop.index)
+
+
+def switch_on(builder: Any, value: Any, most: int, emit: Callable[[int], None]) -> None:
+    """Emit a block for each value from 1 to `most` of an int64; nothing is done for others."""
+    after = builder.append_basic_block("after")
+    cases = builder.switch(value, after)
+    for number in range(1, most + 1):
+        block = builder.append_basic_block(f"of{number}")
+        cases.add_case(constant(number), block)
+        builder.position_at_end(block)
+        emit(number)
+        builder.branch(after)
+    builder.position_at_end(after)

@@ -4,4 +4,4 @@ Must not import `kernels.cpu`.
 Start reading at `backend`.
 """
 
-__all__ = ["argmax", "backend", "draw", "fused"]
+__all__ = ["argmax", "backend", "draw", "fp8", "fused"]

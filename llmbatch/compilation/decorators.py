@@ -40,7 +40,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 _PACKAGE: Final = Path(__file__).parents[1]
 _KERNELS: Final = "llmbatch.kernels."  # these and functions with options are never run as Python
 _FOLDER: Final = re.compile(r"\.?[0-9a-f]{16}(\.\d+)*")
-_MARKS: Final = (b"@compiled", b"@by_reference", b"@njit")  # of files that have compiled functions
+# Of files that have compiled functions, or write instructions for them.
+_MARKS: Final = (b"@compiled", b"@by_reference", b"@njit", b"@intrinsic", b"llvmlite")
 _UNUSED: Final = 30 * 86_400.0  # seconds
 
 

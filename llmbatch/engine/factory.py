@@ -201,8 +201,9 @@ def _kept(platform: Platform, model: ModelConfig, config: EngineConfig) -> Calib
 def _ceilings(platform: Platform, model: ModelConfig) -> CostModel:
     """Describe a device that was not calibrated, assuming good kernels."""
     from llmbatch.engine.calibration.microbenchmarks import measure_device
+    from llmbatch.kernels.triton.fp8 import ELEMENT
 
-    hardware = measure_device(platform.device, model.dtype)
+    hardware = measure_device(platform.device, ELEMENT if model.layer_type == "fp8" else model.dtype)
     return CostModel(shape_of(model), hardware, law="paper", overlap=SEQUENTIAL)
 
 

@@ -156,7 +156,7 @@ class EngineArgs(TypedDict, total=False):
     overlap: Annotated[OverlapName, Keyword("how a GPU runs a step", EngineConfig.overlap, "as measured there")]
     dtype: Annotated[
         DType,
-        Keyword("type of weights and KV; int8: layers' products", EngineConfig.dtype, "bfloat16 where it is fast"),
+        Keyword("type of weights and KV; int8, int4, fp8: of layers", EngineConfig.dtype, "bfloat16 where it is fast"),
     ]
     context_length: Annotated[
         int | None, Keyword("most tokens of a prompt and its answer together", means="the model's", metavar="N")

@@ -84,6 +84,7 @@ class Worker:
         progress = progress or Silence()
         tune_process()
         compilation = Compilation.start(progress.say)
+        _compile_ahead(options)
         from llmbatch.engine.model.checkpoints import resolve_model
 
         with saying(progress, f"preparing {options.model}; a GGUF file is converted once"):
@@ -239,7 +240,7 @@ class Worker:
     @property
     def dtype(self) -> str:
         """The type of the numbers it computes in."""
-        return "int8" if self.model.int8 else str(self.model.dtype).removeprefix("torch.")
+        return self.model.layer_type or str(self.model.dtype).removeprefix("torch.")
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -269,13 +270,26 @@ def _load_tokenizer(folder: str, options: Options) -> Tokenizer:
     return load_tokenizer(folder, name=options.model, trust_remote_code=options.trust_remote_code)
 
 
-def _compile_kernels(options: Options) -> None:
-    """Compile what a processor needs of them, or load it, while there is no model yet."""
+def _runs_here(options: Options) -> bool:
+    """Tell whether a processor computes the model."""
     if options.engine == "simulated":
-        return
+        return False
     from llmbatch.engine.devices import find_platform
 
-    if find_platform(options.device).is_host:
+    return find_platform(options.device).is_host
+
+
+def _compile_ahead(options: Options) -> None:
+    """Have another process compile a part of the kernels, before this one imports what takes seconds."""
+    if _runs_here(options):
+        from llmbatch.engine.cpu.compilation import compile_ahead
+
+        compile_ahead(options.dtype)
+
+
+def _compile_kernels(options: Options) -> None:
+    """Compile what a processor needs of them, or load it, while there is no model yet."""
+    if _runs_here(options):
         from llmbatch.engine.cpu.compilation import compile_kernels
 
         compile_kernels(options.dtype)

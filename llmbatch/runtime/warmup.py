@@ -43,7 +43,7 @@ from llmbatch.runtime.simulated_loop import SimulatedLoop
 from llmbatch.runtime.step_loop import SerialLoop, TokenDropper
 from llmbatch.scheduler.output import Step
 from llmbatch.scheduler.scheduler import FinishedSequences, Scheduler
-from llmbatch.system.processes import start_beside
+from llmbatch.system.processes import await_beside, start_beside
 
 _NICE: Final = 10  # a tenth of a core where the job wants it
 _MARK: Final = "scheduler"  # a file in the folder of compiled code: all that plans and schedules is there
@@ -66,8 +66,7 @@ class Compilation:
         if not (kept() and sys.executable):
             say("compiling for this machine: this job starts some 30 seconds later")
             return cls(say, None, pending=True)
-        other = threading.Thread(target=start_beside("llmbatch.runtime.warmup").wait, daemon=True)
-        other.start()
+        other = await_beside(start_beside("llmbatch.runtime.warmup"))
         say(
             "planning and scheduling are not compiled yet: few rows are run in slower Python until another process "
             "has compiled them, once for this machine; many rows wait for it"

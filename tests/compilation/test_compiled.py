@@ -31,6 +31,12 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "00000000deadbeef"
 
 
+def test_code_is_named_by_every_file_that_writes_instructions() -> None:
+    kernels = Path(decorators.__file__).parents[1] / "kernels" / "cpu"
+    for name in ("vector_ir", "dot_tiles", "pointers", "products"):
+        assert any(mark in (kernels / f"{name}.py").read_bytes() for mark in decorators._MARKS), name
+
+
 def test_who_makes_a_folder_removes_those_that_nobody_has_used_for_a_month(own: Path) -> None:
     old, left = folder(own.parent, "0123456789abcdef", 31), folder(own.parent, ".0123456789abcde0.17", 31)
     recent, other = folder(own.parent, "fedcba9876543210", 29), folder(own.parent, "of-somebody-else", 99)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from llmbatch.engine.cpu import platform
@@ -36,6 +37,18 @@ def logits(loaded: LoadedModel, tokens: int = 7) -> torch.Tensor:
             input_ids=ids, position_ids=torch.arange(tokens)[None], use_cache=False, llmbatch=step
         ).logits
     return out
+
+
+def with_weights_of_four_bits(folder: str) -> str:
+    """Round the matrices of a model to 16 points, in place."""
+    file = Path(folder) / "model.safetensors"
+    weights = load_file(file)
+    for name, weight in weights.items():
+        if name.endswith("_proj.weight"):
+            scale = weight.abs().max() / 8
+            weights[name] = (weight / scale).round().clamp(-8, 7) * scale.half().float()
+    save_file(weights, file, metadata={"format": "pt"})
+    return folder
 
 
 @pytest.mark.parametrize("family", JOINED)
@@ -88,6 +101,19 @@ def test_joined_layers_may_be_int8(tmp_path: Path, family: str) -> None:
     folder = tiny_model_folder(tmp_path, family)
     expected = logits(load_model(folder, dtype="bfloat16", platform=HOST))
     loaded = load_model(folder, dtype="int8", platform=HOST)
+    assert loaded.notes == ()
+    got = logits(loaded)
+    assert not torch.equal(got, expected)
+    assert (got - expected).norm() < 0.1 * expected.norm()
+
+
+@pytest.mark.skipif(not HAS_INT8, reason="this processor cannot multiply int8")
+@pytest.mark.parametrize("family", JOINED)
+def test_joined_layers_may_be_int4(tmp_path: Path, family: str) -> None:
+    """Weights of four bits lose nothing but what the rounding of rows costs, as in int8."""
+    folder = with_weights_of_four_bits(tiny_model_folder(tmp_path, family))
+    expected = logits(load_model(folder, dtype="bfloat16", platform=HOST))
+    loaded = load_model(folder, dtype="int4", platform=HOST)
     assert loaded.notes == ()
     got = logits(loaded)
     assert not torch.equal(got, expected)

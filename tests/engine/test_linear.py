@@ -46,19 +46,43 @@ def test_a_layer_that_does_not_fit_words_stays() -> None:
 def test_an_int8_layer_is_near_the_original(bias: bool) -> None:
     torch.manual_seed(0)
     layer = nn.Linear(576, 960, bias=bias, dtype=torch.bfloat16)
-    packed = PackedLinear(layer, quantised=True)
+    packed = PackedLinear(layer, bits=8)
     for rows in (1, 13, 200):
         x = torch.randn(1, rows, 576).bfloat16()
         expected, got = layer(x).float(), packed(x).float()
         assert (got - expected).norm() < 0.015 * expected.norm()
 
 
+@pytest.mark.skipif(not HAS_INT8, reason="this processor cannot multiply int8")
+@pytest.mark.parametrize("width", [576, 34])
+def test_an_int4_layer_errs_by_the_rounding_of_rows_alone_where_weights_have_four_bits(width: int) -> None:
+    torch.manual_seed(0)
+    layer = nn.Linear(width, 960, dtype=torch.bfloat16)
+    layer.weight.data = (torch.randint(-8, 8, (960, width)) / 64).bfloat16()
+    packed = PackedLinear(layer, bits=4)
+    for rows in (1, 6, 7, 13, 200):
+        x = torch.randn(1, rows, width).bfloat16()
+        exact = x[0].double() @ layer.weight.double().T + layer.bias.double()
+        step = x[0].double().abs().amax(1, keepdim=True) / 127
+        allowed = 0.501 * step * layer.weight.double().abs().sum(1) + 0.005 * exact.abs()
+        assert ((packed(x)[0].double() - exact).abs() <= allowed).all()
+
+
+@pytest.mark.skipif(not HAS_INT8, reason="this processor cannot multiply int8")
+def test_an_int4_layer_of_other_weights_is_near_the_original() -> None:
+    torch.manual_seed(0)
+    layer = nn.Linear(576, 960, dtype=torch.bfloat16)
+    x = torch.randn(1, 13, 576).bfloat16()
+    expected, got = layer(x).float(), PackedLinear(layer, bits=4)(x).float()
+    assert (got - expected).norm() < 0.09 * expected.norm()
+
+
 def test_a_head_stays_bfloat16_where_layers_are_int8() -> None:
     model = nn.Module()
     model.body = nn.Linear(32, 32, dtype=torch.bfloat16)
     model.lm_head = nn.Linear(32, 64, dtype=torch.bfloat16)
-    pack_linears(model, torch.bfloat16, quantised=True)
+    pack_linears(model, torch.bfloat16, layer_bits=8)
     assert isinstance(model.body, PackedLinear)
     assert isinstance(model.lm_head, PackedLinear)
-    assert model.body.packed.element == np.uint8
-    assert model.lm_head.packed.element == np.uint16
+    assert model.body.packed.row_type == np.uint8
+    assert model.lm_head.packed.row_type == np.uint16

@@ -14,6 +14,7 @@ import pytest
 
 from llmbatch.engine.model.config import describe_model
 from llmbatch.engine.model.outline import outline, shape_of
+from llmbatch.kernels.cpu.vector_ir import HAS_INT8
 from llmbatch.preprocess.tokenizer import load_tokenizer, plain_tokenizer
 from tests.support.models import CHAT_TEMPLATE, FAMILIES, tiny_model_folder
 
@@ -31,8 +32,8 @@ def edit(path: Path, **changes: Any) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
-def test_an_outline_says_what_the_description_says(folder: Path, dtype: Literal["bfloat16", "int8"]) -> None:
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8", *(["int4"] if HAS_INT8 else [])])
+def test_an_outline_says_what_the_description_says(folder: Path, dtype: Literal["bfloat16", "int8", "int4"]) -> None:
     known = outline(str(folder), dtype)
     if known is None:
         return

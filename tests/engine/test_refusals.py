@@ -16,6 +16,7 @@ from llmbatch.engine.cpu.platform import HOST
 from llmbatch.engine.model.config import describe_model
 from llmbatch.engine.model.loader import load_model
 from llmbatch.errors import ModelError
+from llmbatch.kernels.cpu import vector_ir
 from tests.support.families import REFUSED, TABLE
 from tests.support.quantised import compressed_config
 
@@ -54,21 +55,21 @@ def test_a_family_is_refused_where_there_are_no_weights_at_all(tmp_path: Path, n
         load_model(str(tmp_path), platform=HOST)
 
 
-@pytest.mark.parametrize("method", ["fp8", "bitsandbytes", "hqq", "quanto", "exl2", "torchao", "fbgemm_fp8", "aqlm"])
+@pytest.mark.parametrize("method", ["bitsandbytes", "hqq", "quanto", "exl2", "torchao", "fbgemm_fp8", "aqlm"])
 def test_quantised_weights_of_other_methods_are_refused(tmp_path: Path, method: str) -> None:
     folder = changed(tmp_path, "llama", quantization_config={"quant_method": method})
     assert refusal(folder) == (
         f"model FOLDER uses quantised weights ({method}), which is not supported: weights are float, GGUF, MXFP4, "
-        f"compressed-tensors of integers, AWQ or GPTQ; {FLOAT_FILES}"
+        f"compressed-tensors, FP8 in blocks, AWQ or GPTQ; {FLOAT_FILES}"
     )
 
 
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128}
-SUPPORTED = "weights are float, GGUF, MXFP4, compressed-tensors of integers, AWQ or GPTQ"
-FORMATS = "formats are int-quantized, naive-quantized, pack-quantized of integers"
+SUPPORTED = "weights are float, GGUF, MXFP4, compressed-tensors, FP8 in blocks, AWQ or GPTQ"
+FORMATS = "formats are int-quantized, naive-quantized, pack-quantized, float-quantized"
 ROTATED = {"R1": {"type": "hadamard"}}
-FLOAT8: dict[str, Any] = {"num_bits": 8, "type": "float", "strategy": "channel"}
+FLOAT4: dict[str, Any] = {"num_bits": 4, "type": "float", "strategy": "channel"}
 
 
 @pytest.mark.parametrize(
@@ -89,7 +90,16 @@ FLOAT8: dict[str, Any] = {"num_bits": 8, "type": "float", "strategy": "channel"}
             "GPTQ weights have the same bits and groups in all layers",
         ),
         (compressed_config("pack-quantized", 3, group_size=32), "quantised weights of 3 bits", "they have 4 or 8"),
-        (compressed_config("float-quantized", 8), "compressed-tensors in the format float-quantized", FORMATS),
+        (
+            compressed_config("float-quantized", 8),
+            "compressed-tensors in the format float-quantized of type int and 8 bits",
+            "its types are float, and floats have 8 bits",
+        ),
+        (
+            {"quant_method": "fp8"},
+            "FP8 weights in blocks of None",
+            "blocks have a number of rows and of columns",
+        ),
         (compressed_config("dense", 8), "compressed-tensors in the format dense", FORMATS),
         (compressed_config("marlin-24", 4), "compressed-tensors in the format marlin-24", FORMATS),
         (
@@ -101,9 +111,9 @@ FLOAT8: dict[str, Any] = {"num_bits": 8, "type": "float", "strategy": "channel"}
             FORMATS,
         ),
         (
-            {**compressed_config("naive-quantized", 8), "config_groups": {"group_0": {"weights": FLOAT8}}},
-            "compressed-tensors in the format naive-quantized of type float",
-            FORMATS,
+            {**compressed_config("naive-quantized", 8), "config_groups": {"group_0": {"weights": FLOAT4}}},
+            "compressed-tensors in the format naive-quantized of type float and 4 bits",
+            "its types are int and float, and floats have 8 bits",
         ),
         (
             compressed_config("int-quantized", 8, strategy="block"),
@@ -167,9 +177,61 @@ def test_an_unknown_activation_is_refused(tmp_path: Path, family: str, field: st
 
 def test_float16_is_refused_on_the_processor(tmp_path: Path) -> None:
     assert refusal(changed(tmp_path, "llama"), dtype="float16") == (
-        "model FOLDER uses float16 on the processor, which is not supported: there it is float32, bfloat16 or int8; "
+        "model FOLDER uses float16 on the processor, which is not supported: there it is float32, bfloat16, int8 or "
+        "int4; take one of them as --dtype"
+    )
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+def test_integers_are_refused_on_a_gpu(tmp_path: Path, dtype: str) -> None:
+    assert refusal(changed(tmp_path, "llama"), dtype=dtype, device=GPU) == (
+        f"model FOLDER uses {dtype} on a GPU, which is not supported: there it is fp8, bfloat16, float16 or float32; "
         "take one of them as --dtype"
     )
+
+
+def test_int4_is_refused_where_the_processor_lacks_its_instructions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vector_ir, "HAS_INT8", False)
+    assert refusal(changed(tmp_path, "llama"), dtype="int4") == (
+        "model FOLDER uses int4 on this processor, which is not supported: it needs avx512_vnni, and there is none; "
+        "take bfloat16 or float32 as --dtype"
+    )
+
+
+def test_fp8_is_refused_on_the_processor(tmp_path: Path) -> None:
+    assert refusal(changed(tmp_path, "llama"), dtype="fp8") == (
+        "model FOLDER uses fp8 on the processor, which is not supported: there it is float32, bfloat16, int8 or int4; "
+        "take one of them as --dtype"
+    )
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "capability", "reason"),
+    [
+        (
+            "llama", {}, (8, 6),
+            "fp8 on a GPU of compute capability 8.6, which is not supported: its products need 8.9 (Ada) or later",
+        ),
+        (
+            "llama", {"intermediate_size": 100}, (8, 9),
+            "products of width 100 in fp8, which is not supported: widths are multiples of 16",
+        ),
+        ("qwen3_moe", {}, (9, 0), "experts in fp8, which is not supported: layers in fp8 are dense"),
+        (
+            "gpt2", {}, (9, 0),
+            "fp8 without torch.nn.Linear, which is not supported: layers in fp8 are made of them",
+        ),
+    ],
+)  # fmt: skip  # a table
+def test_what_has_no_products_of_fp8_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, fields: dict[str, Any],
+    capability: tuple[int, int], reason: str,
+) -> None:  # fmt: skip  # arguments in groups
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    folder = changed(tmp_path, family, **fields)
+    assert refusal(folder, dtype="fp8", device=GPU) == f"model FOLDER uses {reason}; take --dtype bfloat16"
 
 
 def test_a_field_of_the_wrong_type_is_refused_by_its_name(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ CARDS = {80: Card(163 << 10, 2), 90: Card(227 << 10, 3), 100: Card(227 << 10, 3)
 MOST_REGISTERS = {
     "attend bf16 64 one": 80, "attend bf16 64 many": 168, "attend bf16 128 one": 160, "attend fp16 128 one": 160,
     "attend one with every feature": 160, "merge": 72, "norm": 64, "gate": 48, "rotate": 48, "rotate with norms": 64,
-    "best": 128, "draw": 184,
+    "best": 128, "draw": 184, "quantise 4096": 48, "quantise 32768": 128,
 }  # fmt: skip  # a table
 # Bytes of a thread, at most; kernels that are not named spill nothing. Heads of 256 in float32 spill 7,072 on Hopper by
 # Triton 3.6, and 1,016 by 3.9.
@@ -80,7 +80,9 @@ def test_two_tiles_are_on_their_way_while_one_is_attended(kernels: Kernels) -> N
 
 def test_registers_are_as_many_as_planned(kernels: Kernels) -> None:
     assert {
-        name: kernels[name].registers for name, most in MOST_REGISTERS.items() if kernels[name].registers > most
+        name: kernels[name].registers
+        for name, most in MOST_REGISTERS.items()
+        if name in kernels and kernels[name].registers > most
     } == {}
 
 

@@ -14,8 +14,9 @@ from numba import njit as _njit
 from numpy.typing import NDArray
 from torch.nn import functional
 
+from llmbatch.kernels.cascade import Groups
 from llmbatch.kernels.cpu.attention import attend
-from llmbatch.kernels.cpu.blocks import BLOCK_ROWS, cut_blocks
+from llmbatch.kernels.cpu.blocks import BLOCK_ROWS, GROUPS, HIGH, ROW, TOKENS, Blocks, cut_blocks
 from llmbatch.kernels.cpu.fused import gate, normalize, rotate_and_store
 from llmbatch.kernels.cpu.layout import Pages, key_words, padded_width, page_shape
 from llmbatch.kernels.cpu.numerics import exp32, narrow, ordered, unordered, widen
@@ -172,11 +173,11 @@ def check_attention(
     if bfloat16:
         query, memory, out = (to_bfloat16(x) for x in (query, memory, out))
     rows = (np.cumsum(counts) - counts).astype(np.int64)
-    cut = cut_blocks(starts, counts, group, window, workers, heads)
+    cut = cut_blocks(tables, slots, starts, counts, page_size, group, window, workers, heads, GROUPS)
     scale = width**-0.5
     sinks = rng.standard_normal(heads * group if with_sinks else 0).astype(np.float32)
     pages = Pages(with_memory_behind(memory), width, page_size)
-    attend(query, out, pages, tables, slots, starts, counts, rows, *cut, group, scale, window, softcap, sinks)
+    attend(query, out, pages, tables, slots, cut, group, scale, window, softcap, sinks)
     got = to_float64(out).reshape(len(query), heads, group, width)
     asked = to_float64(query)[:, : heads * group * width].reshape(got.shape)
     for i, (start, count) in enumerate(sequences):
@@ -238,19 +239,92 @@ def test_blocks_cover_every_token_once_and_every_pair_has_one_worker(
     sequences: list[tuple[int, int]], group: int, window: int, workers: int, heads: int
 ) -> None:
     starts, counts = (np.array(column, np.int32) for column in zip(*sequences, strict=True))
-    sequence, first, bounds = cut_blocks(starts, counts, group, window, workers, heads)
-    size = max(1, BLOCK_ROWS // group)
-    covered = [(i, t) for i, f in zip(sequence, first, strict=True) for t in range(f, min(f + size, counts[i]))]
-    assert covered == [(i, t) for i in range(len(counts)) for t in range(counts[i])]
-    assert bounds[0] == 0
-    assert bounds[-1] == len(sequence) * heads
-    assert (np.diff(bounds) >= 0).all()
+    blocks = cut(starts, counts, group, window, workers, heads)
+    covered = sorted((row, row + tokens) for row, tokens in blocks.runs[:, [ROW, TOKENS]].tolist() if row >= 0)
+    assert [begin for begin, _ in covered] == [0, *(end for _, end in covered[:-1])]
+    assert covered[-1][1] == counts.sum()
+    assert blocks.bounds[0] == 0
+    assert blocks.bounds[-1] == (len(blocks.firsts) - 1) * heads
+    assert (np.diff(blocks.bounds) >= 0).all()
+
+
+def cut(starts: Array, counts: Array, group: int, window: int, workers: int, heads: int) -> Blocks:
+    """Cut sequences that share nothing."""
+    width = int(-(-(starts + counts).max() // 8))
+    tables = np.arange(len(starts) * width, dtype=np.int32).reshape(len(starts), width)
+    slots = np.arange(len(starts), dtype=np.int32)
+    return cut_blocks(tables, slots, starts, counts, 8, group, window, workers, heads, GROUPS)
 
 
 def test_blocks_are_dealt_evenly() -> None:
     starts, counts = np.full(64, 300, np.int32), np.ones(64, np.int32)
-    _, _, bounds = cut_blocks(starts, counts, 3, 0, 4, 3)
-    assert bounds.tolist() == [0, 48, 96, 144, 192]
+    assert cut(starts, counts, 3, 0, 4, 3).bounds.tolist() == [0, 48, 96, 144, 192]
+
+
+def shared_step(
+    rng: np.random.Generator, page_size: int, prefixes: list[tuple[int, int]]
+) -> tuple[Array, Array, Array, Array]:
+    """Make tables, slots, starts and counts of decodes, so many behind each prefix of so many tokens; and a chunk."""
+    behind = [(g, tokens) for g, (rows, tokens) in enumerate(prefixes) for _ in range(rows)]
+    starts = np.array([tokens + rng.integers(0, 100) for _, tokens in behind] + [37], np.int32)
+    counts = np.array([1] * len(behind) + [20], np.int32)
+    blocks = -(-(starts + counts) // page_size)
+    tables = np.full((len(starts), blocks.max()), -1, np.int32)
+    pages = iter(rng.permutation(int(blocks.sum()) + 1).tolist())
+    first: dict[int, int] = {}
+    for i, used in enumerate(blocks.tolist()):
+        tables[i, :used] = [next(pages) for _ in range(used)]
+        if i < len(behind):
+            g, tokens = behind[i]
+            whole = tokens // page_size
+            tables[i, :whole] = tables[first.setdefault(g, i), :whole]
+    order = rng.permutation(len(behind))
+    tables[: len(order)], starts[: len(order)] = tables[order], starts[order]
+    slots = rng.permutation(len(starts)).astype(np.int32)
+    placed = np.empty_like(tables)
+    placed[slots] = tables
+    return placed, slots, starts, counts
+
+
+@pytest.mark.parametrize("bfloat16", [False, True])
+@pytest.mark.parametrize("page_size", [4, 8, 24])
+@pytest.mark.parametrize("prefixes", [[(9, 300)], [(5, 130), (1, 50), (70, 640)], [(4, 128), (3, 500)]])
+def test_decodes_that_share_a_prefix_get_what_each_gets_alone(
+    prefixes: list[tuple[int, int]], page_size: int, bfloat16: bool
+) -> None:
+    """To the last bit: answers depend on nothing that happens to run beside them."""
+    heads, group, width, rng = 2, 3, 64, np.random.default_rng(0)
+    tables, slots, starts, counts = shared_step(rng, page_size, prefixes)
+    shape = page_shape(int(tables.max()) + 1, heads, width, page_size, 2 if bfloat16 else 1)
+    memory = rng.standard_normal(shape).astype(np.float32)
+    query = rng.standard_normal((int(counts.sum()), heads * group * width)).astype(np.float32)
+    if bfloat16:
+        memory, query = to_bfloat16(memory), to_bfloat16(query)
+    pages = Pages(with_memory_behind(memory), width, page_size)
+    outs = []
+    for groups in (GROUPS, Groups(rows=1000)):
+        cut = cut_blocks(tables, slots, starts, counts, page_size, group, 0, 3, heads, groups)
+        assert (cut.runs[:, ROW] < 0).any() == (groups is GROUPS)
+        outs.append(np.empty_like(query))
+        attend(query, outs[-1], pages, tables, slots, cut, group, width**-0.5, 0, 0.0, np.empty(0, np.float32))
+    np.testing.assert_array_equal(outs[0], outs[1])
+
+
+def test_a_prefix_is_shared_where_enough_decodes_have_it_and_layers_see_all_of_it() -> None:
+    tables = np.tile(np.arange(40, dtype=np.int32), (8, 1))
+    slots, starts = np.arange(8, dtype=np.int32), np.full(8, 300, np.int32)
+    tables[:, 36] = 100 + slots
+    tables[7] += 200
+    counts = np.ones(8, np.int32)
+
+    def shared(rows: int, window: int) -> list[int]:
+        of = slice(8 - rows, 8)
+        cut = cut_blocks(tables, slots[of], starts[of], counts[of], 8, 3, window, 1, 1, GROUPS)
+        return list(cut.runs[cut.runs[:, ROW] < 0][:, HIGH])
+
+    assert shared(8, 0) == [256]  # 36 pages of 8 are alike: four tiles of 64
+    assert shared(GROUPS.rows, 0) == []  # the last of them has pages of its own
+    assert shared(8, 1000) == []
 
 
 @pytest.mark.parametrize("bfloat16", [False, True])

@@ -9,20 +9,27 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from llmbatch.kernels.cpu.dot_tiles import COLUMNS
-from llmbatch.kernels.cpu.products import ADD, STORE, STORE_FLOAT, multiply, pack, quantise, tile_code
+from llmbatch.kernels.cpu.endings import COLUMNS
+from llmbatch.kernels.cpu.group_tiles import GROUP
+from llmbatch.kernels.cpu.groups import group_row_bytes, group_words, pack_groups, quantise_groups
+from llmbatch.kernels.cpu.products import ADD, STORE, STORE_FLOAT, multiply, pack, quantise, rows_of_one_tile, tile_code
 from llmbatch.kernels.cpu.vector_ir import HAS_INT8
 from llmbatch.kernels.spec import GELU_TANH, SILU
 from tests.kernels.test_kernels import to_bfloat16, to_float64
 
 Array = NDArray[Any]
 
-TYPES = pytest.mark.parametrize("dtype", [np.float32, np.uint16, *([np.uint8] if HAS_INT8 else [])])
+TYPES = pytest.mark.parametrize("dtype", [np.float32, np.uint16, *([np.uint8, np.int8] if HAS_INT8 else [])])
 SHAPES = pytest.mark.parametrize(
     ("rows", "width", "columns"), [(1, 4, 32), (7, 576, 960), (12, 36, 64), (13, 64, 96), (500, 64, 32), (241, 8, 320)]
 )
-RESULT: dict[type, type] = {np.float32: np.float32, np.uint16: np.uint16, np.uint8: np.uint16}
-TOLERANCE: dict[type, float] = {np.float32: 1e-5, np.uint16: 1e-2, np.uint8: 1e-2}  # of the largest result
+RESULT: dict[type, type] = {np.float32: np.float32, np.uint16: np.uint16, np.uint8: np.uint16, np.int8: np.uint16}
+TOLERANCE: dict[type, float] = {
+    np.float32: 1e-5,
+    np.uint16: 1e-2,
+    np.uint8: 1e-2,
+    np.int8: 1e-2,
+}  # of the largest result
 
 
 class Given(NamedTuple):
@@ -41,6 +48,8 @@ def make(dtype: type, rows: int, width: int, columns: int) -> Given:
     bias = rng.standard_normal(columns).astype(np.float32)
     if dtype == np.uint8:
         return make_int8(x, weight, bias)
+    if dtype == np.int8:
+        return make_int4(x, rng, bias)
     if dtype == np.uint16:
         x, weight = to_bfloat16(x), to_bfloat16(weight)
     expected = to_float64(x) @ to_float64(weight).T + bias
@@ -59,17 +68,44 @@ def make_int8(x: Array, weight: Array, bias: Array) -> Given:
     return Given(out, rounded, np.stack((bias, of_columns, starts)), scales, expected)
 
 
+def make_int4(x: Array, rng: np.random.Generator, bias: Array) -> Given:
+    """The weight lies on a grid for each group, and rows are rounded by the kernel."""
+    width, columns = x.shape[1], len(bias)
+    groups = -(-width // GROUP)
+    scales = 2.0 ** rng.integers(-8, -3, (columns, groups, 1))
+    offsets = scales * rng.integers(-40, 20, scales.shape) / 4
+    points = rng.integers(0, 16, (columns, groups, GROUP))
+    weight = (points * scales + offsets).reshape(columns, -1)[:, :width]
+    out, of_rows = np.empty((len(x), group_row_bytes(width)), np.int8), np.empty(len(x), np.float32)
+    quantise_groups(to_bfloat16(x), out, of_rows)
+    steps = np.ascontiguousarray(out[:, groups * GROUP :]).view(np.float32)[:, 1::2].astype(np.float64)
+    meant = out[:, :width] * steps.repeat(GROUP, 1)[:, :width]
+    expected = meant @ weight.T + bias
+    return Given(out, np.ascontiguousarray(weight, np.float32), bias[None], of_rows, expected)
+
+
+def pack_panels(given: Given, order: Array) -> Array:
+    """The weight in panels."""
+    count = len(order) // COLUMNS
+    if given.x.dtype == np.int8:
+        panels = np.zeros((count, group_words(given.weight.shape[1]), COLUMNS), np.uint32)
+        pack_groups(given.weight, order, 2.0**-20, panels)
+        return panels
+    words = given.weight.view(np.uint32)
+    panels = np.empty((count, words.shape[1], COLUMNS), np.uint32)
+    pack(words, order, panels)
+    return panels
+
+
 def run(given: Given, ending: str | int, out: Array, order: Array, columns: int = COLUMNS) -> None:
     """Multiply into `out`, of which each panel makes so many columns."""
-    x, words = given.x, given.weight.view(np.uint32)
-    panels = np.empty((len(order) // COLUMNS, words.shape[1], COLUMNS), np.uint32)
-    pack(words, order, panels)
+    x, panels = given.x, pack_panels(given, order)
     of_columns = np.where(order < 0, 0, given.of_columns[:, order]).astype(np.float32)
     of_columns = np.ascontiguousarray(of_columns.reshape(len(of_columns), -1, COLUMNS).swapaxes(0, 1))
     multiply(
         tile_code(ending, x.dtype), x.ctypes.data, x.strides[0], given.scales.ctypes.data, len(x),
-        panels.ctypes.data, len(panels), words.shape[1], out.ctypes.data, out.strides[0], columns * out.itemsize,
-        of_columns.ctypes.data, of_columns[0].nbytes, panels.ctypes.data, 0, 2,
+        panels.ctypes.data, len(panels), panels.shape[1], out.ctypes.data, out.strides[0], columns * out.itemsize,
+        of_columns.ctypes.data, of_columns[0].nbytes, panels.ctypes.data, 0, rows_of_one_tile(x.dtype), 2,
     )  # fmt: skip  # arguments in groups
 
 

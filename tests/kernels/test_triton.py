@@ -21,6 +21,7 @@ from llmbatch.kernels.spec import GELU_TANH, SILU, AttentionSpec
 from llmbatch.kernels.triton import fused as triton_fused
 from llmbatch.kernels.triton.argmax import best
 from llmbatch.kernels.triton.backend import TritonAttention
+from llmbatch.kernels.triton.fp8 import quantise_rows
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 NAN = float("nan")
@@ -268,3 +269,17 @@ def test_the_likeliest_token_is_the_first_of_the_highest(dtype: torch.dtype) -> 
     assert finite.tolist() == [True, False, False, False, True, True]
     assert tokens[[0, 4]].tolist() == [77, 9000]
     assert logits[5, tokens[5]] == logits[5].max()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [16, 80, 300])
+def test_rows_are_rounded_to_the_nearest_numbers_of_8_bits(dtype: torch.dtype, width: int) -> None:
+    torch.manual_seed(0)
+    x = (torch.randn(7, width) * torch.logspace(-3, 2, 7)[:, None]).to(dtype)
+    x[3] = 0.0
+    numbers, scales = quantise_rows(x.to(DEVICE))
+    largest = x.float().abs().amax(1, keepdim=True).clamp(min=1e-12)
+    expected = (x.float() * (448.0 / largest)).to(torch.float8_e4m3fn)
+    torch.testing.assert_close(scales.cpu(), largest / 448.0, rtol=1e-6, atol=0)
+    assert (numbers.cpu().float() != expected.float()).float().mean() < 0.01  # ties, where a device divides otherwise
+    torch.testing.assert_close(numbers.cpu().float(), expected.float(), rtol=2**-3, atol=2**-9)

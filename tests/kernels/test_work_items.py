@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from llmbatch.kernels.cascade import GROUP_ROWS, GROUP_TOKENS, GROUPS, Groups
-from llmbatch.kernels.prefix_groups import ALIGN
 from llmbatch.kernels.work_items import (
+    ALIGN,
     BEGIN,
     END,
     EVERYTHING,

@@ -23,9 +23,11 @@ from triton.compiler import ASTSource
 from llmbatch.kernels.triton import argmax as triton_sampling
 from llmbatch.kernels.triton import attention as triton_attention
 from llmbatch.kernels.triton import draw as triton_draw
+from llmbatch.kernels.triton import fp8 as triton_fp8
 from llmbatch.kernels.triton import fused as triton_fused
 from llmbatch.kernels.triton.attention import Launch
 
+FP8 = 89  # the first capability with numbers of e4m3
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
@@ -114,6 +116,13 @@ def main(capability: int) -> dict[str, Resources]:
     found["norm"] = compiled(triton_fused._normalize, norm, {"PADDED": 4096}, capability, num_warps=8)
     gate = {"x": "*bf16", "out": "*bf16", "width": "i32", "total": "i32"}
     found["gate"] = compiled(triton_fused._gate, gate, {"ACTIVATION": 1, "BLOCK": 1024}, capability)
+    if capability >= FP8:
+        types = {"x": "*bf16", "out": "*fp8e4nv", "scales": "*fp32", "width": "i32"}
+        for padded in (4096, 32768):
+            constants = {"PADDED": padded}
+            found[f"quantise {padded}"] = compiled(
+                triton_fp8._quantise, types, constants, capability, num_warps=min(16, padded // 512)
+            )
     found["rotate"] = rotation(capability, 128, norms=False)
     found["rotate with norms"] = rotation(capability, 64, norms=True)
     best = {"logits": "*bf16", "tokens": "*i32", "finite": "*i1", "vocabulary": "i32"}

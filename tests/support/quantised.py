@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 
 Array = NDArray[Any]
+BLOCK_ROWS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +49,8 @@ class Layout:
     symmetric: bool = False
     shuffled: bool = False  # columns of a group do not stand together
     one_scale: bool = False  # for the whole weight
+    block_rows: int = 0  # rows that share scales; 0: none do
+    e4m3: bool = False  # bytes of `weight` are numbers of e4m3
     others: dict[str, Array] = field(default_factory=dict)  # other tensors of each layer, which are not read
 
     def numbers(self, rng: np.random.Generator, rows: int, width: int) -> Numbers:
@@ -61,7 +64,11 @@ class Layout:
         middle = 1 << (self.bits - 1)
         zeros = np.full(shape, middle) if self.symmetric else rng.integers(0, 1 << self.bits, shape)
         # Powers of 2 and a little: exact in float16, and the weights lie as far from 0 as random ones do.
+        if self.block_rows:
+            shape = (-(-rows // self.block_rows), groups)
         scales = (rng.integers(5, 9, shape) * 2.0**-2 / (1 << self.bits)).astype(np.float16).astype(np.float32)
+        if self.block_rows:
+            scales = scales.repeat(self.block_rows, 0)[:rows]
         return Numbers(self.bits, rng.integers(0, 1 << self.bits, (rows, width)), zeros, scales, group)
 
 
@@ -105,6 +112,27 @@ def _signed_parts(numbers: Numbers) -> dict[str, Array]:
         zeros = (numbers.zeros - middle).astype(np.int8)
         parts["weight_zero_point"] = zeros[0] if zeros.size == 1 else zeros
     return parts
+
+
+def float_tensors(numbers: Numbers) -> dict[str, Array]:
+    """Write as compressed-tensors' float-quantized does: bytes of e4m3, of integers that it has."""
+    scales = numbers.scales[0] if numbers.scales.size == 1 else numbers.scales
+    return {"weight": _e4m3(numbers), "weight_scale": scales}
+
+
+def block_tensors(numbers: Numbers) -> dict[str, Array]:
+    """Write as DeepSeek and Qwen do: a scale for each block of rows and columns."""
+    return {"weight": _e4m3(numbers), "weight_scale_inv": numbers.scales[::BLOCK_ROWS]}
+
+
+def _e4m3(numbers: Numbers) -> Array:
+    """Bytes of e4m3: sign, four bits of the exponent plus 7, three bits after the first."""
+    out = np.zeros(numbers.integers.shape, np.uint8)
+    for place, number in np.ndenumerate(numbers.integers.astype(np.int64) - (1 << (numbers.bits - 1))):
+        if number:
+            exponent = int(abs(number)).bit_length() - 1
+            out[place] = (number < 0) << 7 | (exponent + 7) << 3 | (int(abs(number)) * 8 >> exponent) & 7
+    return out
 
 
 def gptq_tensors(numbers: Numbers) -> dict[str, Array]:
@@ -166,6 +194,7 @@ def _gptq_config(bits: int, **fields: Any) -> dict[str, Any]:
 
 
 _AWQ = {"quant_method": "awq", "bits": 4, "group_size": 16, "zero_point": True, "version": "GEMM"}
+_FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [BLOCK_ROWS, 16]}
 _STATIC = {"input_scale": np.ones(1, np.float32), "k_scale": np.ones(1, np.float32)}  # of activations and KV
 
 LAYOUTS = [
@@ -190,6 +219,16 @@ LAYOUTS = [
         one_scale=True,
     ),
     Layout("naive of 4 bits", compressed_config("naive-quantized", 4), int_tensors, 4),
+    # Integers of 5 bits, since e4m3 has all of these.
+    Layout(
+        "floats, channels", compressed_config("float-quantized", 8, type="float"), float_tensors, 5, symmetric=True,
+        e4m3=True,
+    ),
+    Layout(
+        "floats, one scale", compressed_config("float-quantized", 8, type="float", strategy="tensor"), float_tensors, 5,
+        symmetric=True, one_scale=True, e4m3=True, others=_STATIC,
+    ),
+    Layout("floats, blocks", _FP8, block_tensors, 5, 16, symmetric=True, block_rows=BLOCK_ROWS, e4m3=True),
     Layout("AWQ", _AWQ, awq_tensors, 4, 16),
     Layout("AWQ, one group", {**_AWQ, "group_size": -1}, awq_tensors, 4),
     Layout("GPTQ of 4 bits", _gptq_config(4), gptq_without_index, 4, 32),
@@ -222,6 +261,8 @@ def quantise_folder(source: str, target: Path, layout: Layout) -> tuple[str, str
             layer = name.removesuffix(".weight")
             del quantised[name]
             parts = tensors(layout.write(numbers) | layout.others)
+            if layout.e4m3:
+                parts["weight"] = parts["weight"].view(torch.float8_e4m3fn)
             quantised |= {f"{layer}.{part}": one for part, one in parts.items()}
     for folder, weights in zip(folders, (quantised, floats), strict=True):
         save_file(weights, folder / "model.safetensors", {"format": "pt"})

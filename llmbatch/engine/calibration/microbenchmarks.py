@@ -8,6 +8,7 @@ from typing import Final
 
 import torch
 
+from llmbatch.kernels.triton.fp8 import scaled_product
 from llmbatch.perf_model.hardware import Hardware
 
 _SIZE: Final = 8192  # of the matrices: 1.1 TFLOP a product
@@ -17,7 +18,7 @@ _RUNS: Final = 10
 
 @cache
 def measure_device(device: torch.device, dtype: torch.dtype) -> Hardware:
-    """Measure a CUDA device, in about a second and once a process.
+    """Measure a CUDA device, in about a second and once a process; `dtype` is that of the layers' products.
 
     The efficiencies are those of good kernels under these ceilings, not measured.
     """
@@ -32,6 +33,9 @@ def measure_device(device: torch.device, dtype: torch.dtype) -> Hardware:
 def product_rate(device: torch.device, dtype: torch.dtype) -> float:
     """Measure the FLOP/s of a square matrix product of random numbers: constants draw less power, and run faster."""
     a, b = (torch.randn(_SIZE, _SIZE, device=device).to(dtype) for _ in range(2))
+    if dtype.itemsize == 1:
+        ones = torch.ones(_SIZE, 1, device=device)
+        return 2.0 * _SIZE**3 / median_seconds(device, lambda: scaled_product(a, b.T, ones, ones.T, torch.bfloat16))
     out = torch.empty_like(a)
     return 2.0 * _SIZE**3 / median_seconds(device, lambda: torch.mm(a, b, out=out))
 

@@ -15,7 +15,7 @@ from llmbatch.engine.model.ops import pack_heads
 from llmbatch.kernels.chunks import Pieces, cut_at_chunks
 from llmbatch.kernels.cpu import fused
 from llmbatch.kernels.cpu.attention import attend
-from llmbatch.kernels.cpu.blocks import cut_blocks
+from llmbatch.kernels.cpu.blocks import GROUPS, Blocks, cut_blocks
 from llmbatch.kernels.cpu.layout import Pages, page_shape
 from llmbatch.kernels.spec import AttentionSpec
 
@@ -52,12 +52,7 @@ class AttentionBlocks(NamedTuple):
 
     tables: NDArray[np.int32]
     slots: NDArray[np.int32]
-    starts: NDArray[np.int32]
-    counts: NDArray[np.int32]
-    rows: NDArray[np.int64]
-    block_sequence: NDArray[np.int32]
-    block_first: NDArray[np.int32]
-    bounds: NDArray[np.int64]
+    blocks: Blocks
 
 
 class CpuAttention:
@@ -120,10 +115,10 @@ class CpuAttention:
 
     def _make_plan(self, spec: AttentionSpec) -> AttentionBlocks:
         step = cut_at_chunks(self._step, spec.chunk, self.pages.page_size) if spec.chunk else self._step
-        rows = np.cumsum(step.counts, dtype=np.int64) - step.counts
-        workers = numba.get_num_threads()
-        blocks = cut_blocks(step.starts, step.counts, spec.group, spec.window, workers, spec.heads)
-        return AttentionBlocks(*step, rows, *blocks)
+        blocks = cut_blocks(
+            *step, self.pages.page_size, spec.group, spec.window, numba.get_num_threads(), spec.heads, GROUPS
+        )
+        return AttentionBlocks(step.tables, step.slots, blocks)
 
     def attend(
         self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _: dict[str, Any]

@@ -5,19 +5,30 @@ from __future__ import annotations
 import tempfile
 
 import numpy as np
-from transformers import LlamaConfig
 
-from llmbatch.engine.cpu.engine import CpuEngine
+from llmbatch.engine.cpu.compile_ahead import mark_of
 from llmbatch.engine.cpu.platform import HOST
 from llmbatch.engine.model.config import DType
-from llmbatch.engine.model.loader import load_model
 from llmbatch.preprocess.request_batch import RequestBatch
 from llmbatch.preprocess.sampling_params import SamplingParams
 from llmbatch.scheduler.output import Step
+from llmbatch.system.processes import await_beside, start_beside
+
+
+def compile_ahead(dtype: DType) -> None:
+    """Have another process compile what kernels call by address, if it is not there; returns at once."""
+    mark = mark_of(dtype)
+    if mark is not None and not mark.exists():
+        await_beside(start_beside("llmbatch.engine.cpu.compile_ahead", dtype))
 
 
 def compile_kernels(dtype: DType) -> None:
     """Run one step of a tiny model on the processor."""
+    from transformers import LlamaConfig  # two seconds, in which the other process is at work
+
+    from llmbatch.engine.cpu.engine import CpuEngine
+    from llmbatch.engine.model.loader import load_model
+
     config = LlamaConfig(
         vocab_size=64,
         hidden_size=32,

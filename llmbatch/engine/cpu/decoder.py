@@ -15,9 +15,11 @@ from llmbatch.engine.cpu.layer_forms import LayerParts, products_of
 from llmbatch.engine.cpu.linear import PackedWeight
 from llmbatch.engine.cpu.memory import as_array
 from llmbatch.kernels.cpu.attention import block_code
-from llmbatch.kernels.cpu.decoder import GATE_UP, OUT, QKV, Buffers, Layers, LayerStep, run_layers
-from llmbatch.kernels.cpu.dot_tiles import COLUMNS
-from llmbatch.kernels.cpu.products import ADD, STORE, STORE_FLOAT, tile_code
+from llmbatch.kernels.cpu.blocks import join_blocks
+from llmbatch.kernels.cpu.decoder import ATTENTION, GATE_UP, OUT, QKV, Buffers, Layers, LayerStep, run_layers
+from llmbatch.kernels.cpu.endings import COLUMNS
+from llmbatch.kernels.cpu.pointers import compile_for
+from llmbatch.kernels.cpu.products import ADD, STORE, STORE_FLOAT, rows_of_one_tile, tile_codes
 from llmbatch.kernels.spec import AttentionSpec
 
 Angles = tuple[torch.Tensor, torch.Tensor] | None  # cosine and sine of a layer's rotation; None: none
@@ -26,12 +28,11 @@ Angles = tuple[torch.Tensor, torch.Tensor] | None  # cosine and sine of a layer'
 class Decoder:
     """All layers of a model, with their packed weights."""
 
-    def __init__(self, parts: list[LayerParts], specs: list[AttentionSpec], *, quantised: bool) -> None:
+    def __init__(self, parts: list[LayerParts], specs: list[AttentionSpec], *, layer_bits: int | None) -> None:
         """Pack the weights of layers, one after the other."""
         self._dtype = parts[0].attention.o_proj.weight.dtype
         self._spec = specs[0]
-        self._quantised = quantised
-        self._packed = [_pack(layer, quantised=quantised) for layer in parts]
+        self._packed = [_pack(layer, layer_bits) for layer in parts]
         first = self._packed[0]
         self._hidden = first[QKV].width
         self._halves = parts[0].attention.halves
@@ -41,13 +42,15 @@ class Decoder:
                 norm = part.norms[place]
                 if norm is not None:
                     norms[place, layer] = norm.scale.numpy()
-        codes = [tile_code(ending, first[QKV].element) for ending in (STORE, ADD, parts[0].mlp.activation, STORE_FLOAT)]
+        tiles = tile_codes(first[QKV].row_type)
+        codes = [tiles[ending] for ending in (STORE, ADD, parts[0].mlp.activation, STORE_FLOAT)]
         self._layers = Layers(
             panels=np.array([[weight.panels.ctypes.data for weight in layer] for layer in self._packed], np.int64),
             columns=np.array([[weight.of_columns.ctypes.data for weight in layer] for layer in self._packed], np.int64),
             columns_step=first[QKV].of_columns[0].nbytes,
             words=np.array([weight.panels.shape[1] for weight in first], np.int64),
             counts=np.array([len(weight.panels) for weight in first], np.int64),
+            alone=rows_of_one_tile(first[QKV].row_type),
             norms=norms,
             has_norm=np.array([norm is not None for norm in parts[0].norms]),
             query_norms=_head_norms(parts, "query_norm"),
@@ -59,7 +62,7 @@ class Decoder:
             sinks=np.stack([_sinks(spec) for spec in specs]),
             query_heads=self._spec.query_heads,
             width=self._spec.width,
-            codes=np.array([*codes, block_code(as_array(torch.empty(0, dtype=self._dtype)).dtype)], np.int64),
+            codes=np.array([*codes, 0], np.int64),  # attention's: that of `run`
         )
         self._specs = specs
         self._activations = self._make_buffers(0)
@@ -84,14 +87,12 @@ class Decoder:
         residual = torch.from_numpy(buffers.residual)[:, : self._hidden]
         residual.copy_(hidden_states[0])
         memory = step.pages.memory[self._spec.heads, self._spec.width]
-        run_layers(
-            self._layers,
-            self._layer_step(position_embeddings, step),
-            memory,
-            step.pages.page_size,
-            buffers,
-            numba.get_num_threads(),
-        )
+        layer_step, threads = self._layer_step(position_embeddings, step), numba.get_num_threads()
+        arguments = self._layers, layer_step, memory, step.pages.page_size, buffers, threads
+        if not self._layers.codes[ATTENTION]:
+            compile_for(run_layers, arguments)  # first, since another process may be compiling attention
+            self._layers.codes[ATTENTION] = block_code(buffers.packed.dtype)
+        run_layers(*arguments)
         return residual.to(self._dtype)[None]
 
     def _layer_step(self, position_embeddings: list[Angles], step: CpuAttention) -> LayerStep:
@@ -109,8 +110,8 @@ class Decoder:
                 for side in range(2)
             )
         by_window = {spec.window: step.plan(spec) for spec in self._specs}
-        plans = list(by_window.values())
-        windows = list(by_window)
+        windows, plans = list(by_window), list(by_window.values())
+        blocks = join_blocks([plan.blocks for plan in plans], self._spec.heads)
         return LayerStep(
             cosine=as_array(cosine),
             sine=as_array(sine),
@@ -119,18 +120,18 @@ class Decoder:
             token_offsets=step.token_offsets,
             tables=plans[0].tables,
             slots=plans[0].slots,
-            starts=plans[0].starts,
-            counts=plans[0].counts,
-            rows=plans[0].rows,
-            block_sequence=plans[0].block_sequence,
-            block_first=plans[0].block_first,
-            bounds=np.stack([plan.bounds for plan in plans]),
+            runs=blocks.runs,
+            firsts=blocks.firsts,
+            bounds=blocks.bounds,
             cuts=np.array([windows.index(spec.window) for spec in self._specs], np.int64),
         )
 
     def _make_buffers(self, tokens: int) -> Buffers:
         first, element = self._packed[0], as_array(torch.empty(0, dtype=self._dtype)).dtype
         columns = [len(weight.panels) * COLUMNS for weight in first]
+        quantised: NDArray[Any] = np.empty((tokens, 0), np.uint8)
+        if first[QKV].bits is not None:
+            quantised = np.empty((tokens, max(weight.row_bytes for weight in first)), first[QKV].row_type)
         return Buffers(
             residual=np.zeros((tokens, columns[OUT]), np.float32),
             branch=np.empty((tokens, columns[OUT]), np.float32),
@@ -138,12 +139,12 @@ class Decoder:
             packed=np.empty((tokens, columns[QKV]), element),
             attended=np.empty((tokens, self._spec.query_heads * self._spec.width), element),
             inner=np.empty((tokens, columns[GATE_UP] // 2), element),
-            quantised=np.empty((tokens, max(weight.width for weight in first) if self._quantised else 0), np.uint8),
-            scales=np.empty(tokens if self._quantised else 0, np.float32),
+            quantised=quantised,
+            scales=np.empty(tokens if quantised.size else 0, np.float32),
         )
 
 
-def _pack(part: LayerParts, *, quantised: bool) -> list[PackedWeight]:
+def _pack(part: LayerParts, bits: int | None) -> list[PackedWeight]:
     """Pack the weights of a layer, and let go of them."""
     stacked_qkv, out, stacked_gate_up, down = products_of(part)
     qkv, gate_up = stacked_qkv.joined(), stacked_gate_up.joined()
@@ -153,10 +154,10 @@ def _pack(part: LayerParts, *, quantised: bool) -> list[PackedWeight]:
     columns = np.pad(np.arange(width), (0, panels * lanes - width), constant_values=-1)
     order = np.stack((columns, np.where(columns < 0, -1, columns + width))).reshape(2, panels, lanes)
     packed = [
-        PackedWeight(qkv.weight, qkv.bias, quantised=quantised),
-        PackedWeight(*_times(out, part.factor), quantised=quantised),
-        PackedWeight(gate_up.weight, gate_up.bias, order.swapaxes(0, 1).ravel(), quantised=quantised),
-        PackedWeight(*_times(down, part.factor), padded=panels * lanes, quantised=quantised),
+        PackedWeight(qkv.weight, qkv.bias, bits=bits),
+        PackedWeight(*_times(out, part.factor), bits=bits),
+        PackedWeight(gate_up.weight, gate_up.bias, order.swapaxes(0, 1).ravel(), bits=bits),
+        PackedWeight(*_times(down, part.factor), padded=panels * lanes, bits=bits),
     ]
     out.weight = down.weight = nn.Parameter(torch.empty(0), requires_grad=False)
     return packed

@@ -95,11 +95,16 @@ class _Call:
 
 
 def join_layers(
-    model: nn.Module, specs: dict[int, AttentionSpec], dtype: torch.dtype, pieces: ModelOps, *, quantised: bool = False
+    model: nn.Module,
+    specs: dict[int, AttentionSpec],
+    dtype: torch.dtype,
+    pieces: ModelOps,
+    *,
+    layer_bits: int | None = None,
 ) -> bool:
     """Replace, in place, the layers of a fused `model` by a `Decoder`, if all are of one form; tells whether.
 
-    `quantised`: their products are int8, if their widths are whole words of four.
+    `layer_bits`: of a weight, if weights become integers; to int8 they do if their widths are whole words of four.
     """
     layers = [module for module in model.modules() if isinstance(getattr(module, "self_attn", None), FusedAttention)]
     if len(layers) != len(specs):
@@ -133,7 +138,7 @@ def join_layers(
     if not joined:  # something else reads what a layer returns
         return False
     whole = all(layer.in_features % 4 == 0 for layer in products_of(parts[0]))
-    decoder = Decoder(parts, ordered, quantised=quantised and whole)
+    decoder = Decoder(parts, ordered, layer_bits=None if layer_bits == 8 and not whole else layer_bits)
     direct = _find_direct(model, set(layers), calls, expected, decoder)
     if direct is not None:
         model.forward = direct

@@ -12,21 +12,23 @@ from torch import nn
 
 from llmbatch.engine.cpu.memory import as_array, huge_pages
 from llmbatch.engine.model.fused_modules import join_products, replace_modules
-from llmbatch.kernels.cpu.dot_tiles import COLUMNS
-from llmbatch.kernels.cpu.products import STORE, STORE_FLOAT, multiply, pack, quantise, tile_code
+from llmbatch.kernels.cpu.endings import COLUMNS
+from llmbatch.kernels.cpu.groups import group_row_bytes, group_words, pack_groups
+from llmbatch.kernels.cpu.products import QUANTISERS, STORE, STORE_FLOAT, multiply, pack, rows_of_one_tile, tile_code
 
 _ELEMENTS: Final[dict[torch.dtype, np.dtype[Any]]] = {
     torch.float32: np.dtype(np.float32),
     torch.bfloat16: np.dtype(np.uint16),
 }
-_INT8: Final = np.dtype(np.uint8)
+_INTEGERS: Final = {8: np.dtype(np.uint8), 4: np.dtype(np.int8)}  # of rows, by the bits of weights
+_EXACT: Final = {torch.float32: 2.0**-20, torch.bfloat16: 2.0**-7}  # of the largest weight of a group, what counts as 0
 
 
 class PackedWeight:
     """The weight of a linear layer in panels, and what tiles read of its columns: its bias, or zeros, in float32.
 
     An int8 weight has a scale for each column. Its rows are unsigned, 128 more than what they mean, so its sums start
-    at what those 128 would add.
+    at what those 128 would add. An int4 weight has its scales and offsets in its panels (`kernels.cpu.groups`).
     """
 
     def __init__(
@@ -36,11 +38,12 @@ class PackedWeight:
         order: NDArray[np.int64] | None = None,
         *,
         padded: int | None = None,
-        quantised: bool = False,
+        bits: int | None = None,
     ) -> None:
         """Pack `weight` [columns, width]; `order` says which column comes where, -1 for none.
 
-        `padded`: rows that are multiplied have so many elements, zeros after the first `width`. `quantised`: to int8.
+        `padded`: rows that are multiplied have so many elements, zeros after the first `width`. `bits`: of its
+        integers, 8 or 4; None: it stays float.
         """
         columns, width = weight.shape
         weight = weight.detach()
@@ -51,13 +54,20 @@ class PackedWeight:
         count = -(-len(order) // COLUMNS)
         order = np.concatenate((order, np.full(count * COLUMNS - len(order), -1)))
         self.dtype = weight.dtype
-        self.element = _INT8 if quantised else _ELEMENTS[weight.dtype]
+        self.bits = bits
+        self.row_type = _ELEMENTS[weight.dtype] if bits is None else _INTEGERS[bits]
         self.columns = columns
         self.width = width
-        self.of_columns = np.zeros((count, 3 if quantised else 1, COLUMNS), np.float32)
+        self.row_bytes = weight.shape[1] * self.row_type.itemsize
+        self.of_columns = np.zeros((count, 3 if bits == 8 else 1, COLUMNS), np.float32)
         if bias is not None:
             self._set(0, bias.detach().float().numpy(), order)
-        if quantised:
+        if bits == 4:
+            self.row_bytes = group_row_bytes(weight.shape[1])
+            self.panels = huge_pages((count, group_words(weight.shape[1]), COLUMNS), np.uint32)
+            pack_groups(as_array(weight.contiguous()), order, _EXACT[weight.dtype], self.panels)
+            return
+        if bits == 8:
             scales = weight.abs().amax(1).float().clamp(min=1e-30) / 127
             weight = (weight.float() / scales[:, None]).round_().to(torch.int8)
             starts = -128 * weight.sum(1, dtype=torch.int32)
@@ -78,14 +88,14 @@ class PackedLinear(nn.Module):
     the C library keeps, and to claim and clear them anew takes half as long as their product.
     """
 
-    def __init__(self, original: nn.Linear, *, to_float: bool = False, quantised: bool = False) -> None:
+    def __init__(self, original: nn.Linear, *, to_float: bool = False, bits: int | None = None) -> None:
         """Pack the weight of `original`; `to_float`: results are float32 whatever the weight is."""
         super().__init__()
         self.in_features: int = original.in_features
         self.out_features: int = original.out_features
-        self.packed = PackedWeight(original.weight, original.bias, quantised=quantised)
+        self.packed = PackedWeight(original.weight, original.bias, bits=bits)
         self._dtype = torch.float32 if to_float else original.weight.dtype
-        self._code = tile_code(STORE_FLOAT if to_float else STORE, self.packed.element)
+        self._code = tile_code(STORE_FLOAT if to_float else STORE, self.packed.row_type)
         columns = len(self.packed.panels) * COLUMNS
         self._kept = torch.empty(0, columns, dtype=self._dtype) if to_float else None
 
@@ -95,18 +105,18 @@ class PackedLinear(nn.Module):
         x = hidden_states.contiguous().view(-1, width)
         rows = len(x)
         scales = np.empty(rows, np.float32)
-        a, itemsize = x.data_ptr(), x.element_size()
-        if weight.element == _INT8:
-            bytes_of_x = np.empty((rows, width), np.uint8)
-            quantise(as_array(x), bytes_of_x, scales)
-            a, itemsize = bytes_of_x.ctypes.data, 1
+        a = x.data_ptr()
+        if weight.bits is not None:
+            quantised = np.empty((rows, weight.row_bytes), weight.row_type)
+            QUANTISERS[weight.row_type](as_array(x), quantised, scales)
+            a = quantised.ctypes.data
         out = self._make_out(rows, len(weight.panels) * COLUMNS)
         multiply(
-            self._code, a, width * itemsize, scales.ctypes.data, rows,
+            self._code, a, weight.row_bytes, scales.ctypes.data, rows,
             weight.panels.ctypes.data, len(weight.panels), weight.panels.shape[1],
             out.data_ptr(), out.shape[1] * out.element_size(), COLUMNS * out.element_size(),
             weight.of_columns.ctypes.data, weight.of_columns[0].nbytes, weight.panels.ctypes.data, 0,
-            numba.get_num_threads(),
+            rows_of_one_tile(weight.row_type), numba.get_num_threads(),
         )  # fmt: skip  # arguments in groups
         return out[:, : self.out_features].contiguous().view(*hidden_states.shape[:-1], self.out_features)
 
@@ -118,8 +128,8 @@ class PackedLinear(nn.Module):
         return self._kept[:rows]
 
 
-def pack_linears(model: nn.Module, dtype: torch.dtype, *, quantised: bool = False) -> None:
-    """Replace, in place, the linear layers of a model by packed ones; its head gives float32 and is not `quantised`.
+def pack_linears(model: nn.Module, dtype: torch.dtype, *, layer_bits: int | None = None) -> None:
+    """Replace, in place, the linear layers of a model by packed ones; its head stays float, and gives float32.
 
     Gates, which choose experts, stay: they are small, and some read their weight themselves.
     """
@@ -135,7 +145,8 @@ def pack_linears(model: nn.Module, dtype: torch.dtype, *, quantised: bool = Fals
             or module.in_features * dtype.itemsize % 4
         ):
             return None
-        to_int8 = quantised and module is not head and module.in_features % 4 == 0
-        return PackedLinear(module, to_float=module is head, quantised=to_int8)
+        whole = layer_bits != 8 or module.in_features % 4 == 0
+        bits = layer_bits if module is not head and whole else None
+        return PackedLinear(module, to_float=module is head, bits=bits)
 
     replace_modules(model, packed)

@@ -18,13 +18,15 @@ from llmbatch.kernels.spec import AttentionSpec
 _OPS: Final = CpuOps()
 
 
-def _pack(model: nn.Module, specs: dict[int, AttentionSpec], dtype: torch.dtype, *, quantised: bool) -> tuple[str, ...]:
+def _pack(
+    model: nn.Module, specs: dict[int, AttentionSpec], dtype: torch.dtype, *, layer_bits: int | None
+) -> tuple[str, ...]:
     notes: tuple[str, ...] = ()
-    if quantised and not HAS_INT8:
-        quantised = False
+    if layer_bits == 8 and not HAS_INT8:
+        layer_bits = None
         notes = ("this processor cannot multiply int8 (it has no avx512_vnni): bfloat16 is taken instead",)
-    join_layers(model, specs, dtype, _OPS, quantised=quantised)
-    pack_linears(model, dtype, quantised=quantised)
+    join_layers(model, specs, dtype, _OPS, layer_bits=layer_bits)
+    pack_linears(model, dtype, layer_bits=layer_bits)
     return notes
 
 

@@ -16,11 +16,12 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from llmbatch.choices import DType as DType
+from llmbatch.choices import LayerType
 from llmbatch.engine.model.attention_interface import NAME, register, survey
-from llmbatch.engine.model.outline import kv_bytes, pair_bytes, shorter_context
+from llmbatch.engine.model.outline import LAYER_BITS, kv_bytes, layer_type_of, pair_bytes, shorter_context
 from llmbatch.engine.model.positions import fix_positions
 from llmbatch.engine.model.quantisation import Quantisation, read_quantisation, without_quantisation
-from llmbatch.engine.model.refusals import check_config, find_class, unsupported
+from llmbatch.engine.model.refusals import check_config, check_fp8_device, check_fp8_layers, find_class, unsupported
 from llmbatch.errors import ModelError
 from llmbatch.kernels.spec import WIDEST, AttentionSpec
 
@@ -37,7 +38,7 @@ class ModelConfig:
     built_by: Any  # the class of transformers that builds it
     trust_remote_code: bool
     dtype: torch.dtype
-    int8: bool  # products of layers
+    layer_type: LayerType | None  # of the layers' weights; None: as `dtype`
     context_length: int  # most tokens of prompt and answer together, as asked for
     bytes_per_token: int  # of KV, in all layers
     attention: dict[int, AttentionSpec] | None  # by layer, sinks without memory; None: known by its weights only
@@ -60,9 +61,9 @@ def describe_model(
     """Read the config in `folder`.
 
     `dtype` auto is bfloat16 on a GPU, and on a processor that multiplies it faster than float32, as measured; else
-    float32. With int8 the rest of the model is bfloat16. `context_length` is what the model has, if it is not given.
-    Raises ModelError if the config cannot be read, or the model has a part that is not supported, and ParameterError
-    if its context is shorter than that asked for.
+    float32. With int8, int4 and fp8 the rest of the model is bfloat16. `context_length` is what the model has, if it is
+    not given. Raises ModelError if the config cannot be read, or the model has a part that is not supported, and
+    ParameterError if its context is shorter than that asked for.
     """
     register()
     try:
@@ -81,7 +82,7 @@ def describe_model(
     built_by = AutoModelForCausalLM if remote else find_class(folder, whole)
     element = _element(folder, dtype, device)
     context = _context(folder, config, context_length)
-    specs = None if remote else _outlined_attention(folder, whole, built_by, element, context)
+    specs = None if remote else _outlined_attention(folder, whole, built_by, element, context, fp8=dtype == "fp8")
     if specs is None:
         size = kv_bytes(config, element, padded=device.type == "cpu")
     else:
@@ -95,7 +96,7 @@ def describe_model(
         built_by=built_by,
         trust_remote_code=trust_remote_code,
         dtype=element,
-        int8=dtype == "int8",
+        layer_type=layer_type_of(dtype),
         context_length=context,
         bytes_per_token=size,
         attention=specs,
@@ -134,7 +135,7 @@ def _context(folder: str, config: PretrainedConfig, asked: int | None) -> int:
 
 
 def _outlined_attention(
-    folder: str, whole: PretrainedConfig, built_by: Any, dtype: torch.dtype, context_length: int
+    folder: str, whole: PretrainedConfig, built_by: Any, dtype: torch.dtype, context_length: int, *, fp8: bool
 ) -> dict[int, AttentionSpec] | None:
     """Survey the attention of a model without weights; None if it computes on what tensors hold."""
     config = without_quantisation(copy.deepcopy(whole))
@@ -145,6 +146,8 @@ def _outlined_attention(
             raise ModelError(f"model folder {folder!r} has a config that builds no model: {error}") from error
         if module._can_set_experts_implementation():
             module.set_experts_implementation("batched_mm")  # without a look at which expert gets which token
+        if fp8:
+            check_fp8_layers(folder, module, config.get_text_config(decoder=True))
         fix_positions(module, context_length)
         try:
             return survey(folder, module.eval(), config.get_text_config(decoder=True), torch.device("meta"))
@@ -155,21 +158,38 @@ def _outlined_attention(
 def _element(folder: str, dtype: DType, device: torch.device) -> torch.dtype:
     if dtype == "float32":
         return torch.float32
-    if dtype == "int8" and device.type != "cpu":
+    if layer_type_of(dtype) in LAYER_BITS and device.type != "cpu":
         raise unsupported(
-            folder, "int8 on a GPU", "there it is bfloat16, float16 or float32", "take one of them as --dtype"
+            folder, f"{dtype} on a GPU", "there it is fp8, bfloat16, float16 or float32", "take one of them as --dtype"
         )
-    if dtype in ("bfloat16", "int8") or (dtype == "auto" and device.type != "cpu"):
+    if dtype == "int4":
+        _check_int4(folder)
+    if dtype == "fp8":
+        check_fp8_device(folder, device)
+    if dtype == "bfloat16" or layer_type_of(dtype) is not None or (dtype == "auto" and device.type != "cpu"):
         return torch.bfloat16
     if dtype == "float16":
         if device.type == "cpu":
             raise unsupported(
                 folder,
                 "float16 on the processor",
-                "there it is float32, bfloat16 or int8",
+                "there it is float32, bfloat16, int8 or int4",
                 "take one of them as --dtype",
             )
         return torch.float16
     from llmbatch.engine.model.number_type import fastest_type
 
     return fastest_type()
+
+
+def _check_int4(folder: str) -> None:
+    """Check that this processor multiplies bytes. Raises ModelError."""
+    from llmbatch.kernels.cpu.vector_ir import HAS_INT8
+
+    if not HAS_INT8:
+        raise unsupported(
+            folder,
+            "int4 on this processor",
+            "it needs avx512_vnni, and there is none",
+            "take bfloat16 or float32 as --dtype",
+        )

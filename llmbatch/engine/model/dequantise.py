@@ -1,13 +1,15 @@
-"""Weights that are integers in their files, made float when they are read: (integer - zero) * scale, by group.
+"""Weights that are quantised in their files, made float when they are read: (number - zero) * scale, by group.
 
 transformers asks for one weight after the other, by `weight[...]`, and renames and joins what it gets as if the files
-held floats. So a model is never in memory twice: at a time, the integers of the weights that its few threads read, and
+held floats. So a model is never in memory twice: at a time, the numbers of the weights that its few threads read, and
 the floats of a few rows in which each of them is computed.
 
 Layouts, for a weight of [rows, width], with words of 32 bits:
 
-- compressed-tensors: `weight` in int8, or `weight_packed`, words along the width, 2**(bits - 1) more than what they
-  mean. Zero points are int8, or words along the rows. `weight_g_idx` names the group of each column, in older files.
+- compressed-tensors: `weight` in int8 or e4m3, or `weight_packed`, words along the width, 2**(bits - 1) more than what
+  they mean. Zero points are int8, or words along the rows. `weight_g_idx` names the group of each column, in older
+  files.
+- FP8: `weight` in e4m3, `weight_scale_inv` [blocks of rows, blocks of columns], which multiplies in spite of its name.
 - GPTQ: `qweight`, words along the width, transposed: [words, rows]. `qzeros` [groups, words] along the rows, less 1 in
   each place; the sum is that of whole words, since a zero of 0 has borrowed from its neighbour. `g_idx` as above.
 - AWQ: `qweight` [width, words], words along the rows, whose eight columns stand in the order 0, 2, 4, 6, 1, 3, 5, 7.
@@ -33,8 +35,8 @@ Parts = Mapping[str, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Integers:
-    """A quantised weight."""
+class Numbers:
+    """A quantised weight: integers, or floats of 8 bits."""
 
     rows: int
     width: int
@@ -97,7 +99,7 @@ def unpack_words(words: torch.Tensor, bits: int, width: int) -> torch.Tensor:
     return numbers[:, :width]
 
 
-def _compressed(parts: Parts, quantisation: Quantisation) -> Integers:
+def _compressed(parts: Parts, quantisation: Quantisation) -> Numbers:
     scales, zeros = parts["weight_scale"], parts.get("weight_zero_point")
     scales = scales.reshape(-1, scales.shape[-1] if scales.ndim == 2 else 1)
     if zeros is None:
@@ -107,7 +109,7 @@ def _compressed(parts: Parts, quantisation: Quantisation) -> Integers:
         rows, width = weight.shape
         groups = _groups(None, width, scales, quantisation)
         zeros = zeros.reshape(scales.shape)
-        return Integers(rows, width, lambda first, last: weight[first:last], scales, zeros, groups)
+        return Numbers(rows, width, lambda first, last: weight[first:last], scales, zeros, groups)
     packed = parts["weight_packed"]
     rows, width = (int(size) for size in parts["weight_shape"])
     groups = _groups(parts.get("weight_g_idx"), width, scales, quantisation)
@@ -116,18 +118,26 @@ def _compressed(parts: Parts, quantisation: Quantisation) -> Integers:
         zeros = unpack_words(zeros.T, bits, rows).T
     else:
         zeros = zeros.reshape(scales.shape).float() + (1 << (bits - 1))
-    return Integers(
+    return Numbers(
         rows, width, lambda first, last: unpack_words(packed[first:last], bits, width), scales, zeros, groups
     )
 
 
-def _gptq(parts: Parts, quantisation: Quantisation) -> Integers:
+def _fp8(parts: Parts, quantisation: Quantisation) -> Numbers:
+    weight = parts["weight"]
+    rows, width = weight.shape
+    scales = parts["weight_scale_inv"].repeat_interleave(quantisation.block_rows, 0)[:rows]
+    groups = _groups(None, width, scales, quantisation)
+    return Numbers(rows, width, lambda first, last: weight[first:last], scales, torch.zeros_like(scales), groups)
+
+
+def _gptq(parts: Parts, quantisation: Quantisation) -> Numbers:
     packed, scales = parts["qweight"], parts["scales"].T
     [bits] = quantisation.bits
     rows, index = packed.shape[1], parts.get("g_idx")
     width = packed.shape[0] * 32 // bits if index is None else len(index)
     zeros = unpack_words(parts["qzeros"] + quantisation.zero_offset * _ONES[bits], bits, rows).T
-    return Integers(
+    return Numbers(
         rows,
         width,
         lambda first, last: unpack_words(packed[:, first:last].T, bits, width),
@@ -137,10 +147,10 @@ def _gptq(parts: Parts, quantisation: Quantisation) -> Integers:
     )
 
 
-def _awq(parts: Parts, quantisation: Quantisation) -> Integers:
+def _awq(parts: Parts, quantisation: Quantisation) -> Numbers:
     packed, scales = parts["qweight"], parts["scales"].T
     width, words = packed.shape
-    return Integers(
+    return Numbers(
         words * 8,
         width,
         lambda first, last: _awq_rows(packed[:, first // 8 : -(-last // 8)]),
@@ -168,8 +178,9 @@ def _groups(index: torch.Tensor | None, width: int, scales: torch.Tensor, quanti
     return torch.arange(width) // size
 
 
-_UNPACKERS: Final[dict[str, Callable[[Parts, Quantisation], Integers]]] = {
+_UNPACKERS: Final[dict[str, Callable[[Parts, Quantisation], Numbers]]] = {
     "compressed-tensors": _compressed,
+    "fp8": _fp8,
     "gptq": _gptq,
     "awq": _awq,
 }

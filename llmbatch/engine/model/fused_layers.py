@@ -50,10 +50,18 @@ class FusedLayer(nn.Module):
         """Follow the contract of transformers' decoder layers, as models call them; returns [1, tokens, hidden]."""
         residual = hidden_states[0]
         attended = self.self_attn.inner(self.input_layernorm(hidden_states), position_embeddings, llmbatch)
-        residual.addmm_(attended, self.self_attn.o_proj.weight.T)
+        _add_product(residual, attended, self.self_attn.o_proj)
         inner = self.mlp.inner(self.post_attention_layernorm(hidden_states))
-        residual.addmm_(inner[0], self.mlp.down_proj.weight.T)
+        _add_product(residual, inner[0], self.mlp.down_proj)
         return hidden_states
+
+
+def _add_product(total: torch.Tensor, x: torch.Tensor, layer: nn.Module) -> None:
+    """Add the output of a linear layer: in its product, unless that is of another type and cannot."""
+    if isinstance(layer, nn.Linear):
+        total.addmm_(x, layer.weight.T)
+    else:
+        total.add_(layer(x))
 
 
 def fuse_layers(model: nn.Module, specs: dict[int, AttentionSpec], dtype: torch.dtype, pieces: ModelOps) -> int:

@@ -22,9 +22,11 @@ from llmbatch.engine.model.attention_interface import NAME, survey
 from llmbatch.engine.model.checkpoints import has_weights, no_progress_bars
 from llmbatch.engine.model.config import DType, ModelConfig, check_gpu, describe_model
 from llmbatch.engine.model.fused_layers import fuse_layers
-from llmbatch.engine.model.fused_modules import fuse, join_products
+from llmbatch.engine.model.fused_modules import fuse, join_products, replace_modules
+from llmbatch.engine.model.outline import LAYER_BITS
 from llmbatch.engine.model.platform import Platform
 from llmbatch.engine.model.positions import fix_positions
+from llmbatch.engine.model.refusals import check_fp8_layers, decoder_layers
 from llmbatch.engine.model.weight_files import open_weights
 from llmbatch.errors import ModelError
 from llmbatch.kernels.spec import AttentionSpec
@@ -77,16 +79,11 @@ def load_weights(described: ModelConfig, *, load_format: LoadFormat = "auto", pl
     weights, or the model has a part that is not supported.
     """
     folder = described.folder
-    notes: tuple[str, ...] = ()
-    if load_format != "dummy" and described.quantisation is not None:
-        name, kind = str(described.dtype).removeprefix("torch."), described.quantisation
-        times = 8 * described.dtype.itemsize // max(kind.bits)
-        notes = (
-            f"weights are {kind.name} in their files and {name} in memory, where they take about {times} times the "
-            "room.",
-        )
-    module = _read_module(described, load_format, platform)
-    module.to(platform.device).eval().requires_grad_(False)
+    notes = _room(described) if load_format != "dummy" else ()
+    module = _read_module(described, load_format, platform).eval().requires_grad_(False)
+    if described.layer_type == "fp8":
+        _load_fp8_layers(module, described, platform)
+    module.to(platform.device)
     with torch.inference_mode():
         notes = (*notes, *fix_positions(module, described.context_length))
         attention = _known_attention(described) or survey(folder, module, described.config, platform.device)
@@ -98,7 +95,8 @@ def load_weights(described: ModelConfig, *, load_format: LoadFormat = "auto", pl
             fused = fuse_layers(module, attention, described.dtype, platform.pieces)
             notes = (*notes, *_unfused(fused, len(attention)))
         if platform.pack is not None:
-            packed = platform.pack(module, attention, described.dtype, quantised=described.int8)
+            bits = LAYER_BITS.get(described.layer_type)
+            packed = platform.pack(module, attention, described.dtype, layer_bits=bits)
             notes = (*notes, *packed)
     eos, left = _read_generation_config(Path(folder), described.config)
     notes = (*notes, *left)
@@ -117,6 +115,35 @@ def load_weights(described: ModelConfig, *, load_format: LoadFormat = "auto", pl
         attention=attention,
         notes=notes,
     )
+
+
+def _load_fp8_layers(module: nn.Module, described: ModelConfig, platform: Platform) -> None:
+    """Move the decoder's layers to the device one at a time, each with products in FP8 before the next one comes.
+
+    They are quantised after their modules were fused, which are compared with the original. Raises ModelError if a
+    layer cannot have such products.
+    """
+    to_fp8 = platform.to_fp8
+    assert to_fp8 is not None, "described for a device that has products of FP8"
+    check_fp8_layers(described.folder, module, described.config)
+    for layer in decoder_layers(module, described.config):
+        layer.to(platform.device)
+        with torch.inference_mode():
+            fuse(layer, _known_attention(described), described.dtype, platform.pieces)
+            join_products(layer)
+            replace_modules(layer, lambda part: to_fp8(part) if type(part) is nn.Linear else None)
+
+
+def _room(described: ModelConfig) -> tuple[str, ...]:
+    """Note that quantised weights take more room in memory than in their files, if they do."""
+    kind, layers = described.quantisation, described.layer_type
+    if kind is None:
+        return ()
+    times = (4 if layers == "int4" else 8 if layers else 8 * described.dtype.itemsize) // max(kind.bits)
+    if times < 2:
+        return ()
+    there = f"{kind.name} in their files and {layers or str(described.dtype).removeprefix('torch.')} in memory"
+    return (f"weights are {there}, where they take about {times} times the room.",)
 
 
 def _unfused(fused: int, layers: int) -> tuple[str, ...]:
@@ -153,7 +180,7 @@ def _read_module(described: ModelConfig, load_format: LoadFormat, platform: Plat
         )
     try:
         with no_progress_bars():
-            return _read_files(described, {**arguments, **_placed(platform)})
+            return _read_files(described, {**arguments, **_placed(platform, described)})
     except ModelError:
         raise
     except SafetensorError as error:
@@ -188,9 +215,12 @@ def _read_files(described: ModelConfig, arguments: dict[str, Any]) -> nn.Module:
     return module
 
 
-def _placed(platform: Platform) -> dict[str, Any]:
-    """Return options that read weights from files straight to the device; otherwise they are moved afterwards."""
-    if platform.is_host or find_spec("accelerate") is None:
+def _placed(platform: Platform, described: ModelConfig) -> dict[str, Any]:
+    """Return options that read weights from files straight to the device; otherwise they are moved afterwards.
+
+    So are those of FP8, since the device may not have room for the others.
+    """
+    if platform.is_host or described.layer_type == "fp8" or find_spec("accelerate") is None:
         return {}
     return {"device_map": {"": str(platform.device)}}
 

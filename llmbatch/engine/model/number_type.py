@@ -2,7 +2,8 @@
 
 Having the instructions of bfloat16 is not enough (docs/decisions/0006). The products timed are those of layers: weights
 in panels, tiles of sums in registers (`llmbatch.kernels.cpu.products`). A tile runs at the same rate whatever the sizes
-of a model are, so one size stands for all, and the figure is the processor's.
+of a model are, so one size stands for all, and the figure is the processor's. One thread computes them: several wait
+for each other, and where another process has a core they wait for longer than a product takes.
 """
 
 from __future__ import annotations
@@ -33,13 +34,18 @@ def bfloat16_gain() -> float:
     """Measure the seconds of a layer-sized product in float32 over those in bfloat16; 0 without its instructions."""
     if not torch.cpu._is_avx512_bf16_supported():
         return 0.0
-    return _product_seconds(np.float32) / _product_seconds(np.uint16)
+    threads = numba.get_num_threads()
+    numba.set_num_threads(1)
+    try:
+        return _product_seconds(np.float32) / _product_seconds(np.uint16)
+    finally:
+        numba.set_num_threads(threads)
 
 
 def _product_seconds(element: type[np.generic]) -> float:
     """Time a product of zeros, the fastest of some runs after one that compiles and warms up."""
-    from llmbatch.kernels.cpu.dot_tiles import COLUMNS
-    from llmbatch.kernels.cpu.products import STORE, multiply, tile_code
+    from llmbatch.kernels.cpu.endings import COLUMNS
+    from llmbatch.kernels.cpu.products import STORE, multiply, rows_of_one_tile, tile_code
 
     rows: NDArray[Any] = np.zeros((_ROWS, _WIDTH), element)
     out = np.empty_like(rows)
@@ -53,7 +59,7 @@ def _product_seconds(element: type[np.generic]) -> float:
             tile_code(STORE, rows.dtype), rows.ctypes.data, rows.strides[0], 0, _ROWS,
             panels.ctypes.data, len(panels), words,
             out.ctypes.data, out.strides[0], COLUMNS * out.itemsize,
-            bias.ctypes.data, 4 * COLUMNS, panels.ctypes.data, 0, numba.get_num_threads(),
+            bias.ctypes.data, 4 * COLUMNS, panels.ctypes.data, 0, rows_of_one_tile(rows.dtype), 1,
         )  # fmt: skip  # arguments in groups
         times.append(time.perf_counter() - begun)
     return min(times[1:])

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any, Final, Protocol
 
 from llmbatch._version import __version__
-from llmbatch.choices import DType
+from llmbatch.choices import DType, LayerType
 from llmbatch.engine.config import EngineConfig
 from llmbatch.errors import ParameterError
 from llmbatch.kernels.cpu.layout import padded_width
@@ -29,6 +29,8 @@ POOL_SHARE: Final = 0.5  # of the memory that is free once the weights are loade
 # A page of 16 costs prompts of a few dozen shared tokens half their sharing (docs/decisions/0005).
 HOST_PAGE_SIZE: Final = 8  # tokens, where none is asked for, on a processor
 HOST_RUNNING: Final = 512  # sequences in flight, likewise
+LAYER_BITS: Final[dict[LayerType | None, int]] = {"int8": 8, "int4": 4}  # of integers, which processors multiply
+LAYER_BYTES: Final[dict[LayerType, float]] = {"int8": 1.0, "int4": 0.625, "fp8": 1.0}  # of a weight, with its scales
 BFLOAT16_GAIN: Final = "bfloat16"  # the name of what is measured to choose a type
 GAIN_VERSIONS: Final = (version("numba"), __version__)  # of what compiles the products, and of these
 _SIMULATED: Final = "a100-80gb"  # the hardware that plans are made for where nothing is computed
@@ -69,8 +71,8 @@ class Described(Protocol):
         ...
 
     @property
-    def int8(self) -> bool:
-        """Whether the layers' weights are int8 in memory, and so are their products."""
+    def layer_type(self) -> LayerType | None:
+        """The type of the layers' weights in memory and of their products, if it is another one."""
         ...
 
     @property
@@ -103,7 +105,7 @@ class Outline:
     dtype: NamedType
     context_length: int
     bytes_per_token: int
-    int8: bool = False
+    layer_type: LayerType | None = None
 
 
 def outline(folder: str, dtype: DType, context_length: int | None = None) -> Outline | None:
@@ -123,7 +125,7 @@ def outline(folder: str, dtype: DType, context_length: int | None = None) -> Out
     if element is None:
         return None
     context = shorter_context(config.max_position_embeddings, context_length)
-    return Outline(config, element, context, kv_bytes(config, element, padded=True), int8=dtype == "int8")
+    return Outline(config, element, context, kv_bytes(config, element, padded=True), layer_type_of(dtype))
 
 
 def shorter_context(most: int, asked: int | None) -> int:
@@ -179,8 +181,14 @@ def simulated_cost(model: Described) -> CostModel:
 
 
 def shape_of(model: Described) -> ModelShape:
-    """Return its shape, with weights and KV of its type, and layers in int8 if they are."""
-    return ModelShape.from_config(model.config, model.dtype.itemsize, 1 if model.int8 else None)
+    """Return its shape, with weights and KV of its type, and those of layers of theirs."""
+    layer_bytes = None if model.layer_type is None else LAYER_BYTES[model.layer_type]
+    return ModelShape.from_config(model.config, model.dtype.itemsize, layer_bytes)
+
+
+def layer_type_of(dtype: DType) -> LayerType | None:
+    """Return the type of the layers' weights, if it is another one than that of the rest."""
+    return dtype if dtype == "int8" or dtype == "int4" or dtype == "fp8" else None
 
 
 def _element(dtype: DType) -> NamedType | None:
@@ -190,6 +198,6 @@ def _element(dtype: DType) -> NamedType | None:
         if gain is None:
             return None
         dtype = "bfloat16" if gain > 1 else "float32"
-    if dtype == "float16":
+    if dtype in ("float16", "fp8"):
         return None
     return NamedType("float32", 4) if dtype == "float32" else NamedType("bfloat16", 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,9 +17,9 @@ class Packer(Protocol):
     """Lays the weights of a fused model out for a device."""
 
     def __call__(
-        self, model: nn.Module, specs: dict[int, AttentionSpec], dtype: torch.dtype, *, quantised: bool
+        self, model: nn.Module, specs: dict[int, AttentionSpec], dtype: torch.dtype, *, layer_bits: int | None
     ) -> tuple[str, ...]:
-        """Pack in place, by the attention of layers; `quantised`: to int8. Returns notes, a sentence each."""
+        """Pack in place, by the attention of layers; `layer_bits`: to integers. Returns notes, a sentence each."""
         ...
 
 
@@ -32,6 +33,7 @@ class Platform:
     max_running: int  # sequences in flight, likewise
     is_host: bool = False  # the processor, with the kernels for it
     pack: Packer | None = None
+    to_fp8: Callable[[nn.Linear], nn.Module] | None = None  # makes a layer whose product is of FP8
     notes: tuple[str, ...] = ()  # for the user, a sentence each
 
     def enter(self) -> None:

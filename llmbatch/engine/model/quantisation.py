@@ -11,13 +11,25 @@ from transformers import PretrainedConfig
 from llmbatch.engine.model.refusals import unsupported
 from llmbatch.errors import ModelError
 
-_SUPPORTED: Final = "weights are float, GGUF, MXFP4, compressed-tensors of integers, AWQ or GPTQ"
+_SUPPORTED: Final = "weights are float, GGUF, MXFP4, compressed-tensors, FP8 in blocks, AWQ or GPTQ"
 _FLOAT_FILES: Final = "take the files of the same model that are not quantised, or a .gguf file of it"
-_FORMATS: Final = ("int-quantized", "naive-quantized", "pack-quantized")
+# The types of numbers that each format of compressed-tensors may have.
+_FORMATS: Final = {
+    "int-quantized": ("int",),
+    "naive-quantized": ("int", "float"),
+    "pack-quantized": ("int",),
+    "float-quantized": ("float",),
+}
 _STRATEGIES: Final = ("tensor", "channel", "group")
 _BITS: Final = (4, 8)
 _FIELDS: Final = ("quantization_config", "compression_config")  # the second one in files of early 2024
-_NAMES: Final = {"compressed-tensors": "compressed-tensors", "awq": "AWQ", "gptq": "GPTQ", "mxfp4": "MXFP4"}
+_NAMES: Final = {
+    "compressed-tensors": "compressed-tensors",
+    "fp8": "FP8",
+    "awq": "AWQ",
+    "gptq": "GPTQ",
+    "mxfp4": "MXFP4",
+}
 # What a stored zero point lacks, by the version of the format.
 _GPTQ_FORMATS: Final = {"gptq": 1, "gptq_v2": 0}
 
@@ -26,10 +38,11 @@ _GPTQ_FORMATS: Final = {"gptq": 1, "gptq_v2": 0}
 class Quantisation:
     """The quantisation of a model's weights in their files."""
 
-    method: str  # compressed-tensors, awq, gptq or mxfp4
+    method: str  # compressed-tensors, awq, gptq, mxfp4 or fp8
     bits: tuple[int, ...]  # of a weight; several: of different layers
     group_sizes: tuple[int, ...] = ()  # columns that share a scale; several: of different layers
     zero_offset: int = 0  # what is added to zero points
+    block_rows: int = 1  # rows that share scales
 
     @property
     def by_transformers(self) -> bool:
@@ -99,10 +112,7 @@ def _read_compressed(folder: str, given: dict[str, Any]) -> Quantisation:
         if not weights:
             continue
         stored = str(group.get("format") or given.get("format"))
-        if stored not in _FORMATS or weights.get("type", "int") != "int":
-            kind = stored if stored not in _FORMATS else f"{stored} of type {weights['type']}"
-            supported = f"formats are {', '.join(_FORMATS)} of integers"
-            raise _refusal(folder, f"compressed-tensors in the format {kind}", supported)
+        _check_format(folder, stored, weights)
         strategy = weights.get("strategy") or ("group" if weights.get("group_size") else "tensor")
         if strategy not in _STRATEGIES:
             raise _refusal(folder, f"scales of a {strategy}", f"scales are those of a {', '.join(_STRATEGIES)}")
@@ -112,6 +122,16 @@ def _read_compressed(folder: str, given: dict[str, Any]) -> Quantisation:
     if not bits:
         raise _refusal(folder, "compressed-tensors without quantised weights", _SUPPORTED)
     return Quantisation("compressed-tensors", tuple(sorted(bits)), tuple(sorted(sizes)))
+
+
+def _check_format(folder: str, stored: str, weights: dict[str, Any]) -> None:
+    """Check the format of compressed-tensors and its type of numbers; floats are e4m3."""
+    numbers, bits = weights.get("type", "int"), weights.get("num_bits", 8)
+    if stored not in _FORMATS:
+        raise _refusal(folder, f"compressed-tensors in the format {stored}", f"formats are {', '.join(_FORMATS)}")
+    if numbers not in _FORMATS[stored] or (numbers == "float" and bits != 8):
+        part = f"compressed-tensors in the format {stored} of type {numbers} and {bits} bits"
+        raise _refusal(folder, part, f"its types are {' and '.join(_FORMATS[stored])}, and floats have 8 bits")
 
 
 def _read_awq(folder: str, given: dict[str, Any]) -> Quantisation:
@@ -137,6 +157,14 @@ def _read_gptq(folder: str, given: dict[str, Any]) -> Quantisation:
             folder, "GPTQ weights of several kinds", "GPTQ weights have the same bits and groups in all layers"
         )
     return Quantisation("gptq", tuple(bits), (_group_size(folder, given),), _GPTQ_FORMATS[stored])
+
+
+def _read_fp8(folder: str, given: dict[str, Any]) -> Quantisation:
+    block = given.get("weight_block_size")
+    if not isinstance(block, list | tuple) or len(block) != 2 or not all(isinstance(n, int) and n > 0 for n in block):
+        raise _refusal(folder, f"FP8 weights in blocks of {block}", "blocks have a number of rows and of columns")
+    rows, columns = block
+    return Quantisation("fp8", (8,), (columns,), block_rows=rows)
 
 
 def _read_mxfp4(_: str, __: dict[str, Any]) -> Quantisation:
@@ -165,4 +193,5 @@ _READERS: Final[dict[str, Callable[[str, dict[str, Any]], Quantisation]]] = {
     "awq": _read_awq,
     "gptq": _read_gptq,
     "mxfp4": _read_mxfp4,
+    "fp8": _read_fp8,
 }

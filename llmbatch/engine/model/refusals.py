@@ -4,17 +4,23 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+import torch
+from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
 from transformers.activations import ACT2FN
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 from llmbatch.engine.model.outline import read_rope
 from llmbatch.errors import ModelError
+from llmbatch.perf_model.shape import read_field
 
 LAYER_TYPES: Final = ("full_attention", "sliding_attention", "chunked_attention")
 ANOTHER_ENGINE: Final = "take another model, or transformers itself for this one"
 _ATTENTION: Final = ("attention", *LAYER_TYPES)  # "attention" is what hybrid models call it
 _ROPE_TYPES: Final = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional")
+_FP8_MULTIPLE: Final = 16  # that widths of products are, for `torch._scaled_mm`
+_FP8_OLDEST: Final = (8, 9)  # compute capability: Ada, the first with products of e4m3
+_NOT_FP8: Final = "take --dtype bfloat16"
 _CLASSES: Final = (
     (MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM),
     (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoModelForImageTextToText),
@@ -74,3 +80,38 @@ def find_class(folder: str, whole: PretrainedConfig) -> Any:
         "architectures are causal language models of transformers with pluggable attention",
         ANOTHER_ENGINE,
     )
+
+
+def check_fp8_device(folder: str, device: torch.device) -> None:
+    """Check that a device has products of FP8. Raises ModelError."""
+    if device.type == "cpu":
+        raise unsupported(
+            folder, "fp8 on the processor", "there it is float32, bfloat16, int8 or int4", "take one of them as --dtype"
+        )
+    capability = torch.cuda.get_device_capability(device)
+    if capability < _FP8_OLDEST:
+        major, minor = capability
+        supported = f"its products need {_FP8_OLDEST[0]}.{_FP8_OLDEST[1]} (Ada) or later"
+        raise unsupported(folder, f"fp8 on a GPU of compute capability {major}.{minor}", supported, _NOT_FP8)
+
+
+def check_fp8_layers(folder: str, model: nn.Module, text: PretrainedConfig) -> None:
+    """Check that all matrices of a decoder's layers can be FP8. Raises ModelError."""
+    if read_field(text, "num_local_experts", "num_experts", "n_routed_experts"):
+        raise unsupported(folder, "experts in fp8", "layers in fp8 are dense", _NOT_FP8)
+    parts = [part for layer in decoder_layers(model, text) for part in layer.modules()]
+    linears = [part for part in parts if type(part) is nn.Linear]
+    if not linears:
+        raise unsupported(folder, "fp8 without torch.nn.Linear", "layers in fp8 are made of them", _NOT_FP8)
+    for width in (width for linear in linears for width in (linear.in_features, linear.out_features)):
+        if width % _FP8_MULTIPLE:
+            supported = f"widths are multiples of {_FP8_MULTIPLE}"
+            raise unsupported(folder, f"products of width {width} in fp8", supported, _NOT_FP8)
+
+
+def decoder_layers(model: nn.Module, text: PretrainedConfig) -> list[nn.Module]:
+    """Find the layers of a model's decoder: the outermost list of as many modules as its config says."""
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == text.num_hidden_layers:
+            return list(module)
+    return []

@@ -20,12 +20,21 @@ _WORDS: Final = ("qweight", "qzeros", "scales")
 _PARTS: Final[dict[str, tuple[tuple[str, ...], tuple[str, ...]]]] = {
     "weight_packed": (("weight_packed", "weight_scale", "weight_shape"), ("weight_zero_point", "weight_g_idx")),
     "weight": (("weight", "weight_scale"), ("weight_zero_point",)),
+    "weight_scale_inv": (("weight", "weight_scale_inv"), ()),
     "qweight": (_WORDS, ("g_idx",)),
 }
-_MARKS: Final = {"compressed-tensors": ("weight_packed", "weight"), "gptq": ("qweight",), "awq": ("qweight",)}
+_MARKS: Final = {
+    "compressed-tensors": ("weight_packed", "weight"),
+    "fp8": ("weight_scale_inv",),
+    "gptq": ("qweight",),
+    "awq": ("qweight",),
+}
+_QUANTISED: Final = ("I8", "F8_E4M3")  # types of a `weight` that has scales
 # What is said of activations and KV, which stay float here.
-_UNUSED: Final = tuple(
-    f"{of}_{what}" for of in ("input", "output", "q", "k", "v") for what in ("scale", "zero_point", "global_scale")
+_SCALED: Final = ("input", "output", "q", "k", "v")
+_UNUSED: Final = (
+    "activation_scale",
+    *(f"{of}_{what}" for of in _SCALED for what in ("scale", "zero_point", "global_scale")),
 )
 
 
@@ -42,7 +51,7 @@ def open_weights(folder: Path, quantisation: Quantisation, dtype: torch.dtype) -
     read: set[str] = set()
     for name in slices:
         layer, _, part = name.rpartition(".")
-        if part in _MARKS[quantisation.method] and (part != "weight" or slices[name].get_dtype() == "I8"):
+        if part in _MARKS[quantisation.method] and (part != "weight" or slices[name].get_dtype() in _QUANTISED):
             parts = _parts(slices, layer, part)
             read |= {f"{layer}.{one}" for one in parts}
             weights[f"{layer}.weight"] = QuantisedWeight(f"{layer}.weight", parts, quantisation, dtype)

@@ -1,0 +1,1 @@
+"""What steps are measured, and what bounds them."""

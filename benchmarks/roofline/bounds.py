@@ -1,0 +1,110 @@
+"""What bounds a step: the best rate of a product, and the speed of memory, both measured."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numba
+import numpy as np
+import torch
+from torch.nn import functional
+
+from llmbatch.engine.cpu.linear import PackedLinear
+from llmbatch.engine.cpu.memory import huge_pages
+from llmbatch.engine.model.config import bytes_per_token
+from llmbatch.engine.model.loader import LoadedModel
+from llmbatch.perf_model.cost import ModelShape
+from roofline.kinds import Kind
+
+
+def fastest(function: Callable[[], object], repeats: int, seconds: float = 0.2) -> float:
+    """Seconds of the fastest of some calls: so many, and more while they take less than some seconds."""
+    function()
+    times: list[float] = []
+    while len(times) < repeats or (sum(times) < seconds and len(times) < 50 * repeats):
+        begin = time.perf_counter()
+        function()
+        times.append(time.perf_counter() - begin)
+    return min(times)
+
+
+def best_rate(dtype: torch.dtype, bits: int | None = None) -> float:
+    """The operations a second of the fastest product here: torch's own or ours, of any of some shapes."""
+    best = 0.0
+    for rows, width in ((512, 1024), (2048, 1024), (1024, 2048), (2048, 2048)):
+        x = torch.randn(rows, width).to(dtype)
+        layer = torch.nn.Linear(width, width, bias=False, dtype=dtype)
+        theirs = partial(functional.linear, x, layer.weight)
+        if bits is not None:
+            theirs = partial(torch._int_mm, x.to(torch.int8), layer.weight.detach().to(torch.int8))
+        for product in (theirs, partial(PackedLinear(layer, bits=bits), x)):
+            best = max(best, 2 * rows * width**2 / fastest(product, 5))
+    return best
+
+
+class Memory:
+    """What sums over memory take: in order, and in pieces of so many bytes in random order."""
+
+    def __init__(self, piece: int) -> None:
+        self._pieces = huge_pages((2**28 // piece, piece // 4), np.float32)
+        self._pieces.fill(1.0)
+        self._order = np.random.default_rng(0).permutation(len(self._pieces))
+        self._whole = torch.from_numpy(self._pieces)
+
+    def rates(self) -> tuple[float, float]:
+        """The bytes a second of both."""
+        size = self._pieces.nbytes
+        scattered = fastest(partial(_sum_pieces, self._pieces, self._order), 5, 0.1)
+        return size / fastest(self._whole.sum, 5, 0.1), size / scattered
+
+
+@numba.njit(parallel=True, fastmath=True)
+def _sum_pieces(pieces: Any, order: Any) -> float:
+    total = np.float32(0.0)
+    for i in numba.prange(order.size):
+        piece, own = pieces[order[i]], np.float32(0.0)
+        for word in range(piece.size):
+            own += piece[word]
+        total += own
+    return float(total)
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Operations and bytes of a part of a step."""
+
+    flops: float
+    bytes: float
+
+    def seconds(self, rate: float, bandwidth: float) -> float:
+        """What bounds it."""
+        return max(self.flops / rate, self.bytes / bandwidth)
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What bounds a step, and of which type it is."""
+
+    flops: float
+    layer_flops: float | None  # of the layers' products, if their weights are integers
+    layer_bytes: float  # of a weight of theirs
+
+    def bounds(self, loaded: LoadedModel, kind: Kind, bandwidth: float, scattered: float) -> tuple[float, float]:
+        """Seconds of the roofline, and of the same in turn; `scattered` are the bytes a second of pages."""
+        size = loaded.dtype.itemsize
+        shape = ModelShape.from_config(loaded.config, size)
+        sampled = sum(kind.samples)
+        rate = self.layer_flops or self.flops
+        pairs = sum(4 * kind.pairs * spec.query_heads * spec.width for spec in loaded.attention.values())
+        layers = Work(2 * shape.params * kind.tokens, shape.params * self.layer_bytes)
+        head = Work(2 * shape.head_params * sampled, shape.head_params * size * (sampled > 0))
+        attention = Work(pairs, kind.keys * bytes_per_token(loaded.attention.values(), loaded.dtype))
+        arithmetic = layers.flops / rate + (head.flops + attention.flops) / self.flops
+        reading = (layers.bytes + head.bytes + attention.bytes) / bandwidth
+        in_turn = layers.seconds(rate, bandwidth)
+        in_turn += head.seconds(self.flops, bandwidth) + attention.seconds(self.flops, scattered)
+        return max(arithmetic, reading), in_turn

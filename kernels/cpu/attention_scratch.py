@@ -1,0 +1,72 @@
+"""What a worker of attention computes with: arrays of its own, and their addresses."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from llmbatch.compilation.decorators import compiled
+from llmbatch.kernels.cpu.dot_tiles import UNIT
+from llmbatch.kernels.cpu.endings import COLUMNS, ROWS
+from llmbatch.kernels.cpu.softmax import TILE
+
+
+class Scratch(NamedTuple):
+    """What a worker computes with, for a block after the other."""
+
+    q: Any  # [rows, width]
+    weights: Any  # [ROWS, TILE] of a tile of keys
+    scores: Any  # [ROWS, TILE] likewise, float32
+    acc: Any  # [rows, padded width] sums of values so far, float32
+    highest: Any  # [rows] score so far
+    total: Any  # [rows] of weights so far
+    alpha: Any  # [rows] what earlier sums are worth now
+    keys: Any  # [words of a key, TILE + UNIT] where they are not read in place
+    values: Any  # [words of TILE tokens, padded width] likewise
+    units: Any  # [2, 2, TILE / UNIT] addresses of keys, and of values, of this tile and the next in turn
+
+
+@compiled(nogil=True)
+def make_scratch(query: Any, pages: Any, rows: int) -> Scratch:
+    """Make the arrays for blocks of so many rows, like those of `query` and over such pages."""
+    pack, padded = pages.memory.shape[3], (pages.width + COLUMNS - 1) // COLUMNS * COLUMNS
+    return Scratch(
+        np.empty((rows, pages.width), query.dtype), np.empty((ROWS, TILE), query.dtype),
+        np.empty((ROWS, TILE), np.float32), np.empty((rows, padded), np.float32),
+        np.empty(rows, np.float32), np.empty(rows, np.float32), np.empty(rows, np.float32),
+        np.empty((pages.width // pack, TILE + UNIT), np.uint32), np.empty((TILE // pack, padded), np.uint32),
+        np.empty((2, 2, TILE // UNIT), np.int64),
+    )  # fmt: skip  # a line for each kind
+
+
+class Addresses(NamedTuple):
+    """Addresses of `Scratch`, and bytes between rows: an array's own would be counted at each use."""
+
+    q: int
+    q_stride: int
+    weights: int
+    weight_stride: int
+    scores: int
+    acc: int
+    acc_stride: int
+    highest: int
+    total: int
+    alpha: int
+    keys: int
+    key_stride: int
+    values: int
+    units: int
+    units_stride: int  # between those of keys and those of values
+
+
+@compiled(nogil=True)
+def addresses_of(s: Any) -> Addresses:
+    """Find the addresses of a `Scratch`."""
+    return Addresses(
+        s.q.ctypes.data, s.q.shape[1] * s.q.itemsize, s.weights.ctypes.data, TILE * s.weights.itemsize,
+        s.scores.ctypes.data, s.acc.ctypes.data, 4 * s.acc.shape[1],
+        s.highest.ctypes.data, s.total.ctypes.data, s.alpha.ctypes.data,
+        s.keys.ctypes.data, 4 * s.keys.shape[1], s.values.ctypes.data,
+        s.units.ctypes.data, 8 * s.units.shape[2],
+    )  # fmt: skip  # a line for each kind

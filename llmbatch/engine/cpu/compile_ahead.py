@@ -1,0 +1,48 @@
+"""Compiles the functions that kernels call by address, in a process beside a job's, which compiles all else meanwhile.
+
+They are two fifths of what a first job on a processor compiles, and need nothing of the others. `address_of` compiles
+a function in one process at a time: who comes second finds it done.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from llmbatch.compilation.decorators import code_folder, kept
+from llmbatch.kernels.cpu.attention import block_code
+from llmbatch.kernels.cpu.products import STORE, tile_code, tile_codes
+from llmbatch.kernels.cpu.vector_ir import HAS_BFLOAT16
+
+_BFLOAT16: Final[np.dtype[Any]] = np.dtype(np.uint16)
+_ELEMENTS: Final[dict[str, np.dtype[Any]]] = {  # of attention
+    "float32": np.dtype(np.float32),
+    "bfloat16": _BFLOAT16,
+    "int8": _BFLOAT16,
+    "int4": _BFLOAT16,
+}
+
+_ROWS: Final[dict[str, np.dtype[Any]]] = {"int8": np.dtype(np.uint8), "int4": np.dtype(np.int8)}  # of products
+
+
+def mark_of(dtype: str) -> Path | None:
+    """Name the file that says that all of a `dtype` is compiled; None if there is nothing, or nowhere to keep it."""
+    return code_folder() / f"kernels-{dtype}" if kept() and (dtype in _ELEMENTS or dtype == "auto") else None
+
+
+def main(dtype: str) -> None:
+    """Compile what computing in that type needs, in the order in which a job asks for it, and leave a mark."""
+    mark = mark_of(dtype)
+    if mark is None or mark.exists():
+        return
+    if dtype == "auto":  # which is faster is measured first
+        dtype = "bfloat16" if HAS_BFLOAT16 else "float32"
+        for element in (_ELEMENTS["float32"], _BFLOAT16):
+            tile_code(STORE, element)
+    tile_codes(_ELEMENTS[dtype])
+    if dtype in _ROWS:
+        tile_codes(_ROWS[dtype])
+    block_code(_ELEMENTS[dtype])
+    mark.touch()
