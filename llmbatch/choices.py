@@ -13,6 +13,7 @@ from llmbatch.policies import POLICIES as POLICIES
 from llmbatch.policies import Policy as Policy
 
 DType = Literal["auto", "float32", "bfloat16", "float16", "int8", "int4", "fp8"]
+KVDType = Literal["auto", "bfloat16", "int8"]  # of keys and values in memory; auto: as the rest of the model
 LayerType = Literal["int8", "int4", "fp8"]  # of the layers' weights, in a model of bfloat16
 AttentionName = Literal["auto", "triton", "flash-attn", "varlen"]
 OverlapName = Literal["auto", "sequential", "interleaved"]
@@ -26,6 +27,7 @@ Compression = Literal["zstd", "snappy", "gzip", "lz4", "none"]  # of Parquet
 ATTENTION: tuple[AttentionName, ...] = get_args(AttentionName)
 OVERLAP: tuple[OverlapName, ...] = get_args(OverlapName)
 DTYPES: tuple[DType, ...] = get_args(DType)
+KV_DTYPES: tuple[KVDType, ...] = get_args(KVDType)
 LOAD_FORMATS: tuple[LoadFormat, ...] = get_args(LoadFormat)
 ENGINES: tuple[EngineName, ...] = get_args(EngineName)
 CHANGED_ROWS: tuple[ChangedRows, ...] = get_args(ChangedRows)

@@ -292,16 +292,16 @@ def test_kernels_are_compiled_ahead_once(monkeypatch: pytest.MonkeyPatch) -> Non
         return _Process()
 
     monkeypatch.setattr(compilation, "start_beside", start)
-    mark = compile_ahead.mark_of("float32")
+    mark = compile_ahead.mark_of("float32", "auto")
     assert mark is not None
     mark.unlink(missing_ok=True)
-    compilation.compile_ahead("float32")
-    assert started == [("llmbatch.engine.cpu.compile_ahead", "float32")]
+    compilation.compile_ahead("float32", "auto")
+    assert started == [("llmbatch.engine.cpu.compile_ahead", "float32", "auto")]
     assert waits.wait(60)  # none is left a zombie
-    compile_ahead.main("float32")
-    compilation.compile_ahead("float32")
+    compile_ahead.main("float32", "auto")
+    compilation.compile_ahead("float32", "auto")
     assert len(started) == 1
-    assert compile_ahead.mark_of("float16") is None
+    assert compile_ahead.mark_of("float16", "auto") is None
 
 
 def test_what_was_compiled_ahead_is_what_a_job_calls() -> None:
@@ -311,7 +311,10 @@ def test_what_was_compiled_ahead_is_what_a_job_calls() -> None:
         "{}; kept = attention._attend_share.stats, products._add.stats; "
         "print([sum(s.cache_hits.values()) for s in kept], [sum(s.cache_misses.values()) for s in kept])"
     )
-    calls = "compile_ahead.main('float32')", "attention.block_code(np.dtype('f4')), products.tile_codes(np.dtype('f4'))"
+    calls = (
+        "compile_ahead.main('float32', 'auto')",
+        "f4 = np.dtype('f4'); attention.block_code(f4, f4); products.tile_codes(f4)",
+    )
     for call in calls:
         command = [sys.executable, "-c", program.format(call)]
         done = subprocess.run(command, check=True, capture_output=True, text=True, env=os.environ)

@@ -102,7 +102,7 @@ class Machine:
         pairs = sum(4 * kind.pairs * spec.query_heads * spec.width for spec in loaded.attention.values())
         layers = Work(2 * shape.params * kind.tokens, shape.params * self.layer_bytes)
         head = Work(2 * shape.head_params * sampled, shape.head_params * size * (sampled > 0))
-        attention = Work(pairs, kind.keys * bytes_per_token(loaded.attention.values(), loaded.dtype))
+        attention = Work(pairs, kind.keys * bytes_per_token(loaded.attention.values(), loaded.kv_type))
         arithmetic = layers.flops / rate + (head.flops + attention.flops) / self.flops
         reading = (layers.bytes + head.bytes + attention.bytes) / bandwidth
         in_turn = layers.seconds(rate, bandwidth)

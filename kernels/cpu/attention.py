@@ -35,11 +35,11 @@ from numpy.typing import NDArray
 from llmbatch.compilation.decorators import compiled
 from llmbatch.kernels.cpu.attention_scratch import Addresses, addresses_of, make_scratch
 from llmbatch.kernels.cpu.blocks import BLOCK_ROWS, HIGH, LOW, POSITION, ROW, SEQUENCE, TOKEN, TOKENS, Blocks
-from llmbatch.kernels.cpu.dot_tiles import UNIT, paged_score_tile, paged_sum_tile, score_tile, sum_tile
+from llmbatch.kernels.cpu.dot_tiles import paged_score_tile, paged_sum_tile, score_tile, sum_tile
 from llmbatch.kernels.cpu.endings import COLUMNS, ROWS
-from llmbatch.kernels.cpu.layout import Pages
+from llmbatch.kernels.cpu.layout import UNIT, Pages
 from llmbatch.kernels.cpu.numerics import FASTMATH, exp32, narrow
-from llmbatch.kernels.cpu.pages import clear_last, find_units, gather_keys, gather_values, values_width
+from llmbatch.kernels.cpu.pages import clear_last, find_units, gather_keys, gather_values, values_width, widen_tile
 from llmbatch.kernels.cpu.pointers import address_of, caller
 from llmbatch.kernels.cpu.softmax import NOTHING, TILE, softmax
 
@@ -70,9 +70,13 @@ def _begin_rows(query: Any, row: int, column: int, width: int, group: int, first
 @compiled(nogil=True, forceinline=True)
 def _bring_keys(pages: Any, table: Any, head: int, low: int, high: int, in_place: bool, s: Any, place: int) -> None:
     """Copy the keys [low, high) and their values, or what cannot be read in place of them; `place` is their units'."""
-    n, pack = high - low, pages.memory.shape[3]
-    odd = pack == 2 and n % 2 == 1
-    if not in_place:
+    n = high - low
+    odd = s.q.itemsize == 2 and n % 2 == 1
+    if pages.memory.itemsize < s.q.itemsize:
+        widen_tile(pages, s.q, n, s.units, place, 1 - place, s.keys, s.values)
+        if odd:
+            clear_last(s.values, n)
+    elif not in_place:
         gather_keys(pages, table, head, low, high, s.keys.ctypes.data, 4 * s.keys.shape[1])
         gather_values(pages, table, head, low, high, s.values)
         if odd:
@@ -143,9 +147,10 @@ def _attend_run(
     scale: np.float32, window: int, softcap: np.float32, at: Any, place: int, s: Any,
 ) -> int:  # fmt: skip  # arguments in groups
     """Take the rows of a run through its keys; `place` is that of its first units, the following run's is returned."""
-    in_place = pages.size % UNIT == 0 and pages.width % COLUMNS == 0
+    whole = pages.size % UNIT == 0 and pages.width % COLUMNS == 0
+    in_place = whole and pages.memory.itemsize == s.q.itemsize
     key_stride, value_stride = (4 * pages.size, 4 * values_width(pages)) if in_place else (0, 0)
-    q, pack = s.q, pages.memory.shape[3]
+    q, pack = s.q, 4 // s.q.itemsize
     to_exponent = _LOG2E * (np.float32(1.0) if softcap > 0.0 else scale)
     low, end, start = run[LOW], run[HIGH], run[POSITION]
     first, last = run[TOKEN] * group, (run[TOKEN] + run[TOKENS]) * group
@@ -216,26 +221,26 @@ def _attend_share(
                 )  # fmt: skip  # arguments in groups
 
 
-def _types(element: Any) -> tuple[Any, ...]:
-    """Return the types that `_attend_share` takes, by that of its query."""
-    memory = {n: types.Array(element.dtype, n, "C") for n in (2, 4)}
+def _types(element: Any, kept: Any) -> tuple[Any, ...]:
+    """Return the types that `_attend_share` takes, by those of the numbers of its query and of its pages."""
+    memory = types.Array(element, 2, "C")
     line, whole, single = types.Array(types.int32, 1, "C"), types.int64, types.float32
     wholes = {n: types.Array(whole, n, "C") for n in (1, 2)}
-    pages = types.NamedTuple((memory[4], whole, whole), Pages)  # type: ignore[no-untyped-call]
+    pages = types.NamedTuple((types.Array(kept, 4, "C"), whole, whole), Pages)  # type: ignore[no-untyped-call]
     blocks = types.NamedTuple((wholes[2], wholes[1], wholes[1]), Blocks)  # type: ignore[no-untyped-call]
     return (
-        memory[2], memory[2], pages, types.Array(types.int32, 2, "C"), line, blocks, whole, whole,
+        memory, memory, pages, types.Array(types.int32, 2, "C"), line, blocks, whole, whole,
         whole, single, whole, single, types.Array(single, 1, "C"),
     )  # fmt: skip  # arguments in groups
 
 
 @cache
-def block_code(dtype: np.dtype[Any]) -> int:
-    """Return the address of the code of a worker's blocks, for `attend_blocks`."""
-    return address_of(_attend_share, _types(types.Array(from_dtype(dtype), 2, "C")))
+def block_code(dtype: np.dtype[Any], kept: np.dtype[Any]) -> int:
+    """Return the address of the code of a worker's blocks, for `attend_blocks`, by the types of queries and pages."""
+    return address_of(_attend_share, _types(from_dtype(dtype), from_dtype(kept)))
 
 
-_call_blocks = caller(_types)
+_call_blocks = caller(lambda query, _, pages, *rest: _types(query.dtype, pages[0].dtype))
 
 
 def attend(
@@ -253,6 +258,7 @@ def attend(
 ) -> None:
     """Attend every query row over the pages of its sequence, into `out`.
 
+    Pages hold numbers of the type of the query, or smaller ones: uint16 holding bfloat16, or uint8 holding int8.
     `query` is [tokens, >= heads * group * width], its first columns the rotated queries, head by head; `out` is
     [tokens, heads * group * width]. Float32, or uint16 holding bfloat16. Sequence i reads the pages tables[slots[i]];
     the `blocks` are those of `cut_blocks`. A `window` or `softcap` of 0 means none, and so do `sinks` [heads * group]
@@ -260,7 +266,7 @@ def attend(
     """
     attend_blocks(
         query, out, pages, tables, slots, blocks, group, np.float32(scale), window, np.float32(softcap), sinks,
-        block_code(query.dtype),
+        block_code(query.dtype, pages.memory.dtype),
     )  # fmt: skip  # arguments in groups
 
 

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from llmbatch.compilation.decorators import compiled
-from llmbatch.kernels.cpu.dot_tiles import UNIT
 from llmbatch.kernels.cpu.endings import COLUMNS, ROWS
+from llmbatch.kernels.cpu.layout import UNIT
 from llmbatch.kernels.cpu.softmax import TILE
 
 
@@ -30,7 +30,7 @@ class Scratch(NamedTuple):
 @compiled(nogil=True)
 def make_scratch(query: Any, pages: Any, rows: int) -> Scratch:
     """Make the arrays for blocks of so many rows, like those of `query` and over such pages."""
-    pack, padded = pages.memory.shape[3], (pages.width + COLUMNS - 1) // COLUMNS * COLUMNS
+    pack, padded = 4 // query.itemsize, (pages.width + COLUMNS - 1) // COLUMNS * COLUMNS
     return Scratch(
         np.empty((rows, pages.width), query.dtype), np.empty((ROWS, TILE), query.dtype),
         np.empty((ROWS, TILE), np.float32), np.empty((rows, padded), np.float32),

@@ -26,9 +26,9 @@ from numba.extending import intrinsic
 from llmbatch.kernels.cpu import vector_ir as v
 from llmbatch.kernels.cpu.endings import COLUMNS, ROWS, Add, Arguments, Ending, Gate, Plain, Rescale, Store
 from llmbatch.kernels.cpu.group_tiles import emit_group_rows
+from llmbatch.kernels.cpu.layout import UNIT
 from llmbatch.kernels.spec import GELU_TANH, SILU
 
-UNIT: Final = 8  # words of a row that lie side by side in a page of keys
 _UNIT: Final = ir.VectorType(v.INT32, UNIT)
 
 _SCALES, _STARTS = 1, 2  # parts of what int8 products read of columns; the first is the bias

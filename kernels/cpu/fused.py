@@ -13,12 +13,13 @@ from __future__ import annotations
 from typing import Any, Final
 
 import numpy as np
-from numba import prange
+from numba import prange, types
+from numba.extending import overload
 from numpy.typing import NDArray
 
 from llmbatch.compilation.decorators import compiled
-from llmbatch.kernels.cpu.layout import WIDTH_MULTIPLE, Pages
-from llmbatch.kernels.cpu.numerics import FASTMATH, exp32, narrow, widen
+from llmbatch.kernels.cpu.layout import INT8_PACK, WIDTH_MULTIPLE, Pages
+from llmbatch.kernels.cpu.numerics import FASTMATH, exp32, narrow, quantise_row, widen
 from llmbatch.kernels.spec import SILU
 
 _GELU_SCALE: Final = np.float32(1.5957691216057308)  # 2 sqrt(2 / pi)
@@ -85,6 +86,27 @@ def _rotate(head: Any, cosine: Any, sine: Any) -> None:
         right[d] = b * widen(cosine[d + half]) + a * widen(sine[d + half])
 
 
+def _shrink(head: Any, out: Any) -> Any:
+    """Round a head to what pages hold, with the scale of int8 behind it."""
+    raise NotImplementedError("for compiled code only")
+
+
+@overload(_shrink, strict=False)
+def _shrink_as(head: types.Array, out: types.Array) -> Any:
+    if out.dtype == types.uint8:
+
+        def to_integers(head: Any, out: Any) -> None:
+            out[head.size :].view(np.float32)[0] = quantise_row(head, out[: head.size])
+
+        return to_integers
+
+    def to_floats(head: Any, out: Any) -> None:
+        for d in range(out.size):
+            out[d] = narrow(widen(head[d]), out[d])
+
+    return to_floats
+
+
 @compiled(parallel=True, nogil=True)
 def rotate_and_store(
     packed: NDArray[Any],
@@ -103,16 +125,17 @@ def rotate_and_store(
     `packed` is [tokens, at least (query heads + 2 * KV heads) * width]: queries, keys, values of each token. Where a
     norm weight is given (not of size 0), RMSNorm per head comes first; then rotary embedding of the first
     `cosine.shape[1]` elements of each head, halves rotated against each other. Token t goes to place offsets[t] of
-    page pages[t] of those that are `kept`.
+    page pages[t] of those that are `kept`, in numbers of theirs (`layout`).
     """
     memory, width, page_size = kept
     heads, pack = memory.shape[1], memory.shape[3]
-    begin, padded = width // pack * page_size, (width + WIDTH_MULTIPLE - 1) // WIDTH_MULTIPLE * WIDTH_MULTIPLE
+    scales, padded = int(pack == INT8_PACK), (width + WIDTH_MULTIPLE - 1) // WIDTH_MULTIPLE * WIDTH_MULTIPLE
+    begin, row_words = (width // pack + scales) * page_size, padded + INT8_PACK * scales
     for t in prange(packed.shape[0]):
         row = packed[t]
         page, offset = pages[t], offsets[t]
-        scratch, key = np.empty(width, np.float32), np.empty(width, packed.dtype)
-        words = key.view(np.uint32)
+        scratch, kept_head = np.empty(width, np.float32), np.empty(width + scales * pack, memory.dtype)
+        words = kept_head.view(np.uint32)
         if query_norm.size or cosine.shape[1]:
             for h in range(query_heads):
                 head = row[h * width : (h + 1) * width]
@@ -124,12 +147,15 @@ def rotate_and_store(
             head = row[(query_heads + h) * width : (query_heads + h + 1) * width]
             _normalize_head(head, key_norm, np.float32(epsilon), scratch)
             _rotate(scratch, cosine[t], sine[t])
-            for d in range(width):
-                key[d] = narrow(scratch[d], key[d])
+            _shrink(scratch, kept_head)
             target = memory[page, h].reshape(-1).view(np.uint32)
             for d in range(words.size):
                 target[d * page_size + offset] = words[d]
             head = row[(query_heads + heads + h) * width : (query_heads + heads + h + 1) * width]
-            target = memory[page, h, begin + offset // pack * padded :]
+            place = begin + offset // pack * row_words
+            _shrink(head, kept_head)
+            row_of_values = memory[page, h, place:]
             for d in range(width):
-                target[d, offset % pack] = head[d]
+                row_of_values[d, offset % pack] = kept_head[d]
+            for i in range(pack * scales):
+                row_of_values[padded + offset % pack, i] = kept_head[width + i]

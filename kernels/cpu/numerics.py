@@ -13,6 +13,7 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic, overload, register_jitable
 
+from llmbatch.compilation.decorators import compiled
 from llmbatch.kernels.cpu.vector_ir import BFLOAT, HAS_BFLOAT16
 
 FASTMATH: Final = {"reassoc", "contract", "arcp", "nsz", "afn"}  # not nnan, ninf: a NaN must reach the logits
@@ -32,7 +33,7 @@ _HIGHEST: Final = np.float32(88.0)
 
 
 def widen(x: Any) -> Any:
-    """Convert an element of float32 or bfloat16 (uint16) memory to float32."""
+    """Convert an element of float32 or bfloat16 (uint16) memory to float32, or bits of a float32 (uint32)."""
     raise NotImplementedError("for compiled code only")
 
 
@@ -42,7 +43,7 @@ def narrow(x: Any, like: Any) -> Any:
 
 
 def magnitude(x: Any) -> Any:
-    """Return what orders elements of memory as their absolute values do: bits without the sign, or the value."""
+    """Return the bits of an element of memory without the sign: they order as absolute values do, NaN above all."""
     raise NotImplementedError("for compiled code only")
 
 
@@ -50,11 +51,13 @@ def magnitude(x: Any) -> Any:
 def _magnitude(x: types.Type) -> Any:
     if isinstance(x, types.Integer):
         return lambda x: np.uint16(x & np.uint16(0x7FFF))
-    return lambda x: np.float32(abs(x))
+    return lambda x: np.uint32(np.float32(x).view(np.uint32) & np.uint32(0x7FFFFFFF))
 
 
 @overload(widen, inline="always", strict=False)
 def _widen(x: types.Type) -> Any:
+    if x == types.uint32:
+        return lambda x: np.uint32(x).view(np.float32)
     if isinstance(x, types.Integer):
         return lambda x: np.uint32(np.uint32(x) << np.uint32(16)).view(np.float32)
     return lambda x: x
@@ -108,6 +111,19 @@ def _rounded_to_half(_typing: Any, x: Any) -> Any:
 
 half_bits: Final[Any] = _half_bits
 rounded_to_half: Final[Any] = _rounded_to_half
+
+
+@compiled(nogil=True, forceinline=True)
+def quantise_row(x: Any, out: Any) -> Any:
+    """Round elements to int8 by one scale, which is returned: x = (out - 128) * scale, NaN if any is not finite."""
+    most = magnitude(x[0])
+    for d in range(x.size):
+        most = max(most, magnitude(x[d]))
+    highest = widen(most)
+    factor = np.float32(127.0) / highest if highest > 0 else np.float32(0.0)
+    for d in range(x.size):
+        out[d] = np.uint8(np.int32(widen(x[d]) * factor + np.float32(128.5)))
+    return highest / np.float32(127.0)
 
 
 @njit(fastmath=FASTMATH, inline="always")

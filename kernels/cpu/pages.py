@@ -1,4 +1,9 @@
-"""Reads pages for attention: where they are, or copied side by side."""
+"""Reads pages for attention: where they are, copied side by side, or widened.
+
+Pages may hold smaller numbers than attention multiplies: bfloat16 for float32, or int8 for either. Those of a tile are
+widened into the arrays that others are copied into, once for all rows that attend to it. All numbers of a register of
+words are converted at once, and those of the next tile are prefetched meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +17,10 @@ from numba.extending import intrinsic
 
 from llmbatch.compilation.decorators import compiled
 from llmbatch.kernels.cpu import vector_ir as v
-from llmbatch.kernels.cpu.dot_tiles import UNIT
-from llmbatch.kernels.cpu.layout import WIDTH_MULTIPLE
+from llmbatch.kernels.cpu.layout import INT8_PACK, UNIT, WIDTH_MULTIPLE
 
 _COPIED: Final = ir.VectorType(v.INT32, 8)
+_PACKS: Final = {v.FLOAT32: 1, v.BFLOAT16: 2, v.INT8: INT8_PACK}  # elements of a word
 
 
 @intrinsic
@@ -47,13 +52,21 @@ def _page_at(pages: Any, page: int, head: int) -> int:
 @compiled(nogil=True)
 def _values_begin(pages: Any) -> int:
     """Return the words of a page before its values."""
-    return int(pages.width // pages.memory.shape[3] * pages.size)
+    pack = pages.memory.shape[3]
+    return int((pages.width // pack + (pack == INT8_PACK)) * pages.size)
+
+
+@compiled(nogil=True)
+def _padded_width(pages: Any) -> int:
+    """Return the values of a row that are not scales."""
+    return int((pages.width + WIDTH_MULTIPLE - 1) // WIDTH_MULTIPLE * WIDTH_MULTIPLE)
 
 
 @compiled(nogil=True)
 def values_width(pages: Any) -> int:
     """Return the words of a row of values."""
-    return int((pages.width + WIDTH_MULTIPLE - 1) // WIDTH_MULTIPLE * WIDTH_MULTIPLE)
+    pack = pages.memory.shape[3]
+    return int(_padded_width(pages) + INT8_PACK * (pack == INT8_PACK))
 
 
 @compiled(nogil=True)
@@ -131,3 +144,79 @@ def find_units(pages: Any, table: Any, head: int, low: int, high: int, units: An
             if offset == size:
                 page, offset = page + 1, 0
                 start = _page_at(pages, table[page], head)
+
+
+def _make_widener(*, of_keys: bool) -> Callable[..., None]:
+    """Make code that widens rows of words, each of `registers`, as the type of `like` has them.
+
+    Row i becomes as many rows as a word of it has of the target's, from i times that on. In a unit of keys a lane is a
+    token: its scale is in the same lane of one more row. In one of values each part of a word is a token.
+    """
+
+    @intrinsic
+    def widen(
+        _typing: Any, kept: Any, like: Any, source: Any, stride: Any, rows: Any, registers: Any, target: Any,
+        target_stride: Any, ahead: Any,
+    ) -> Any:  # fmt: skip  # arguments in groups
+        small, large = v.element_of(kept), v.element_of(like)
+        ratio = _PACKS[small] // _PACKS[large]
+
+        def build(_context: Any, builder: Any, _sig: Any, values: Any) -> Any:
+            _, _, source, stride, rows, registers, target, target_stride, ahead = values
+
+            def scale_of(row: Any, part: int) -> Any:
+                if of_keys:
+                    return v.load(builder, builder.add(source, builder.mul(rows, stride)), v.FLOATS)
+                behind = builder.add(builder.mul(registers, v.constant(4 * v.LANES)), v.constant(4 * part))
+                return v.spread(builder, v.load(builder, builder.add(row, behind), v.FLOAT))
+
+            def widen_row(index: Any) -> None:
+                begin = builder.mul(index, stride)
+                row = builder.add(source, begin)
+                scales = [scale_of(row, part) for part in range(_PACKS[small])] if small == v.INT8 else None
+
+                def widen_register(register: Any) -> None:
+                    across = builder.mul(register, v.constant(4 * v.LANES))
+                    v.prefetch(builder, builder.add(builder.add(ahead, begin), across))
+                    words = v.load(builder, builder.add(row, across), v.WORDS)
+                    made = v.join_elements(builder, v.split_elements(builder, words, small, scales), large)
+                    for i, word in enumerate(made):
+                        place = builder.add(builder.mul(index, v.constant(ratio)), v.constant(i))
+                        at = builder.add(target, builder.mul(place, target_stride))
+                        v.store(builder, word, builder.add(at, across))
+
+                v.loop_over(builder, registers, widen_register)
+
+            if ratio > 1:
+                v.loop_over(builder, rows, widen_row)
+            return ir.Constant(ir.IntType(8).as_pointer(), None)
+
+        return types.void(kept, like, *[types.int64] * 7), build
+
+    made: Callable[..., None] = widen
+    return made
+
+
+_widen_keys: Final = _make_widener(of_keys=True)
+_widen_values: Final = _make_widener(of_keys=False)
+
+
+@compiled(nogil=True)
+def widen_tile(pages: Any, like: Any, keys: int, units: Any, place: int, coming: int, tile: Any, values: Any) -> None:
+    """Widen so many keys and their values, found by `find_units`; those of `coming` are prefetched.
+
+    `tile` and `values` get them as `gather_keys` and `gather_values` copy them, in numbers of `like`. Pages hold whole
+    units.
+    """
+    pack, key_stride, value_stride = pages.memory.shape[3], 4 * tile.shape[1], 4 * values.shape[1]
+    words, padded = pages.width // pack, _padded_width(pages)
+    unit_rows = UNIT * like.itemsize // 4  # of values
+    for unit in range((keys + UNIT - 1) // UNIT):
+        _widen_keys(
+            pages.memory, like, units[place, 0, unit], 4 * pages.size, words, 1,
+            tile.ctypes.data + 4 * UNIT * unit, key_stride, units[coming, 0, unit],
+        )  # fmt: skip  # arguments in groups
+        _widen_values(
+            pages.memory, like, units[place, 1, unit], 4 * values_width(pages), UNIT // pack, padded // v.LANES,
+            values.ctypes.data + unit_rows * unit * value_stride, value_stride, units[coming, 1, unit],
+        )  # fmt: skip  # arguments in groups

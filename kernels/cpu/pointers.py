@@ -55,16 +55,17 @@ def _alone(name: str) -> Iterator[None]:
         yield
 
 
-def caller(signature: Callable[[Any], tuple[Any, ...]]) -> Callable[..., None]:
+def caller(signature: Callable[..., tuple[Any, ...]]) -> Callable[..., None]:
     """Make a function for compiled code: `call(address, arguments)`, the arguments a tuple.
 
-    `signature` returns the types that a function compiled by `address_of` takes, given the type of its first argument.
+    `signature` returns the types that a function compiled by `address_of` takes, given those of its arguments.
     """
 
     @intrinsic
     def call(_typing: Any, address: Any, arguments: Any) -> Any:
-        if tuple(arguments) != signature(arguments[0]):
-            raise TypingError(f"called with {tuple(arguments)}, which takes {signature(arguments[0])}")
+        expected = signature(*arguments)
+        if tuple(arguments) != expected:
+            raise TypingError(f"called with {tuple(arguments)}, which takes {expected}")
 
         def build(context: Any, builder: Any, sig: Any, values: Any) -> Any:
             kinds, convention = list(sig.args[1]), context.call_conv

@@ -26,7 +26,7 @@ from llmbatch.compilation.decorators import compiled
 from llmbatch.kernels.cpu.dot_tiles import add_tile, float_tile, gelu_tile, silu_tile, store_tile
 from llmbatch.kernels.cpu.endings import COLUMNS, ROWS
 from llmbatch.kernels.cpu.groups import quantise_groups
-from llmbatch.kernels.cpu.numerics import FASTMATH, magnitude, widen
+from llmbatch.kernels.cpu.numerics import FASTMATH, quantise_row
 from llmbatch.kernels.cpu.pointers import address_of, caller
 from llmbatch.kernels.spec import GELU_TANH, SILU
 
@@ -78,7 +78,7 @@ def _gelu(
 _ENDINGS: Final[dict[str | int, Any]] = {STORE: _store, STORE_FLOAT: _float, ADD: _add, SILU: _silu, GELU_TANH: _gelu}
 
 
-def _tile_types(like: Any) -> tuple[Any, ...]:
+def _tile_types(like: Any, *_: Any) -> tuple[Any, ...]:
     return (like, *[types.int64] * 11)
 
 
@@ -155,15 +155,7 @@ def pack(weight: NDArray[np.uint32], order: NDArray[np.int64], panels: NDArray[n
 def quantise(x: NDArray[Any], out: NDArray[np.uint8], scales: NDArray[np.float32]) -> None:
     """Round rows to int8, each by a scale of its own: x = (out - 128) * scale."""
     for i in prange(x.shape[0]):
-        row, target = x[i], out[i]
-        most = magnitude(row[0])
-        for d in range(row.size):
-            most = max(most, magnitude(row[d]))
-        highest = widen(most)
-        scales[i] = highest / np.float32(127.0)
-        factor = np.float32(127.0) / highest if highest > 0 else np.float32(0.0)
-        for d in range(row.size):
-            target[d] = np.uint8(np.int32(widen(row[d]) * factor + np.float32(128.5)))
+        scales[i] = quantise_row(x[i], out[i])
 
 
 # How rows become integers, by the type that `tile_code` takes.

@@ -10,7 +10,7 @@ their elements, which processors with avx512_bf16 or a VNNI extension compute in
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from llvmlite import ir
@@ -176,6 +176,26 @@ def narrow(builder: Any, value: Any, element: str) -> Any:
     rounded = builder.lshr(builder.add(builder.add(bits, words(0x7FFF)), odd), words(16))
     unordered = builder.fcmp_unordered("uno", value, value)
     return builder.trunc(builder.select(unordered, words(0x7FC0), rounded), _INT16S)
+
+
+def split_elements(builder: Any, packed: Any, element: str, scales: Sequence[Any] | None) -> list[Any]:
+    """Convert each element of words of bfloat16, or int8 (128 more than it means) by scales, to a vector of float32."""
+    if element == BFLOAT16:
+        upper = builder.and_(packed, words(-65536))
+        return [builder.bitcast(part, FLOATS) for part in (builder.shl(packed, words(16)), upper)]
+    signed = builder.xor(packed, words(-0x7F7F7F80))
+    shifted = [builder.shl(signed, words(24 - 8 * part)) for part in range(4)]
+    numbers = [builder.sitofp(builder.ashr(part, words(24)), FLOATS) for part in shifted]
+    return [builder.fmul(number, scale) for number, scale in zip(numbers, scales or (), strict=True)]
+
+
+def join_elements(builder: Any, elements: list[Any], element: str) -> list[Any]:
+    """Round vectors of float32 to words of float32 or bfloat16, of neighbours."""
+    if element == FLOAT32:
+        return [builder.bitcast(value, WORDS) for value in elements]
+    halves = [builder.bitcast(narrow(builder, value, element), _INT16S) for value in elements]
+    whole = [builder.zext(half, WORDS) for half in halves]
+    return [builder.or_(low, builder.shl(high, words(16))) for low, high in zip(whole[::2], whole[1::2], strict=True)]
 
 
 def exp2(builder: Any, x: Any, element: str = FLOAT32) -> Any:

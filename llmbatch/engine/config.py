@@ -9,10 +9,12 @@ from llmbatch.arguments import INT32_MAX, INT64_MAX, flag, one_of, refusal, whol
 from llmbatch.choices import (
     ATTENTION,
     DTYPES,
+    KV_DTYPES,
     LOAD_FORMATS,
     OVERLAP,
     AttentionName,
     DType,
+    KVDType,
     LoadFormat,
     OverlapName,
 )
@@ -30,6 +32,7 @@ class EngineConfig:
     attention: AttentionName = "auto"  # kernels, on a GPU
     overlap: OverlapName = "auto"  # how parts of a step run at the same time on a GPU; auto: as measured there
     dtype: DType = "auto"
+    kv_cache_dtype: KVDType = "auto"
     load_format: LoadFormat = "auto"
     trust_remote_code: bool = False
     context_length: int | None = None  # most tokens of prompt and answer together; None: the model's
@@ -45,6 +48,7 @@ class EngineConfig:
         one_of("attention", self.attention, ATTENTION)
         one_of("overlap", self.overlap, OVERLAP)
         one_of("dtype", self.dtype, DTYPES)
+        one_of("kv_cache_dtype", self.kv_cache_dtype, KV_DTYPES)
         one_of("load_format", self.load_format, LOAD_FORMATS)
         set_(self, "trust_remote_code", flag("trust_remote_code", self.trust_remote_code))
         for name in ("context_length", "kv_memory", "page_size", "max_running", "step_tokens"):

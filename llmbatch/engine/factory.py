@@ -20,6 +20,7 @@ from llmbatch.engine.model.outline import POOL_SHARE as POOL_SHARE
 from llmbatch.engine.model.outline import pool_of, shape_of
 from llmbatch.engine.model.platform import Platform
 from llmbatch.errors import ParameterError
+from llmbatch.kernels.cpu.layout import UNIT
 from llmbatch.kernels.interface import PagedAttention
 from llmbatch.perf_model.cost import SEQUENTIAL, CostModel
 from llmbatch.perf_model.hardware import measure_cpu
@@ -105,6 +106,11 @@ def size_pool(platform: Platform, model: ModelConfig, config: EngineConfig) -> P
     if model.chunk % page_size:
         raise ParameterError(
             f"page_size must divide {model.chunk}, the tokens of a chunk of attention, got {page_size}"
+        )
+    if model.kv_type.itemsize < model.dtype.itemsize and page_size % UNIT:
+        raise ParameterError(
+            f"page_size must be a multiple of {UNIT} where kv_cache_dtype is {model.kv_type.name}, got {page_size}: "
+            "leave it out, or take kv_cache_dtype='auto'"
         )
     return pool_of(model, config, free=_free_memory(platform), page_size=page_size)
 

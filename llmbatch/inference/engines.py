@@ -87,7 +87,9 @@ class SimulatedEngines(LoadedEngines):
     @classmethod
     def open(cls, folder: str, options: Options) -> SimulatedEngines:
         """Read what is to be known of the model in a folder."""
-        model = outline(folder, options.dtype, options.context_length) or _describe(folder, options)
+        model = outline(
+            folder, options.dtype, options.context_length, kv_cache_dtype=options.kv_cache_dtype
+        ) or _describe(folder, options)
         return cls(model, simulated_pool(model, options), HOST_RUNNING)
 
     @cached_property
@@ -193,6 +195,7 @@ def _describe(folder: str, options: Options, platform: Platform | None = None) -
     return describe_model(
         folder,
         dtype=options.dtype,
+        kv_cache_dtype=options.kv_cache_dtype,
         trust_remote_code=options.trust_remote_code,
         context_length=options.context_length,
         **given,

@@ -18,6 +18,7 @@ from llmbatch.choices import (
     DType,
     EngineName,
     Keyword,
+    KVDType,
     LoadFormat,
     OnError,
     OverlapName,
@@ -157,6 +158,9 @@ class EngineArgs(TypedDict, total=False):
     dtype: Annotated[
         DType,
         Keyword("type of weights and KV; int8, int4, fp8: of layers", EngineConfig.dtype, "bfloat16 where it is fast"),
+    ]
+    kv_cache_dtype: Annotated[
+        KVDType, Keyword("type of keys and values on a processor", EngineConfig.kv_cache_dtype, "as dtype")
     ]
     context_length: Annotated[
         int | None, Keyword("most tokens of a prompt and its answer together", means="the model's", metavar="N")

@@ -284,7 +284,7 @@ def _compile_ahead(options: Options) -> None:
     if _runs_here(options):
         from llmbatch.engine.cpu.compilation import compile_ahead
 
-        compile_ahead(options.dtype)
+        compile_ahead(options.dtype, options.kv_cache_dtype)
 
 
 def _compile_kernels(options: Options) -> None:
@@ -292,4 +292,4 @@ def _compile_kernels(options: Options) -> None:
     if _runs_here(options):
         from llmbatch.engine.cpu.compilation import compile_kernels
 
-        compile_kernels(options.dtype)
+        compile_kernels(options.dtype, options.kv_cache_dtype)

@@ -22,6 +22,7 @@ def fingerprint(options: Options, *, model_files: str, id_column: str | None) ->
         "stop": list(options.sampling.stop),
         "sampling_params": options.sampling_column,
         "dtype": options.dtype,
+        "kv_cache_dtype": options.kv_cache_dtype,
         "load_format": options.load_format,
         "context_length": options.context_length,
         "engine": options.engine,

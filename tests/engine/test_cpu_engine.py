@@ -236,6 +236,7 @@ def test_an_eos_token_ends_the_answer_and_is_kept(load: Callable[[str], LoadedMo
         config=loaded.config,
         eos_token_ids=(eos,),
         dtype=loaded.dtype,
+        kv_type=loaded.kv_type,
         device=loaded.device,
         context_length=512,
         attention=loaded.attention,
@@ -316,4 +317,4 @@ def test_bytes_per_token_is_what_the_pages_take(load: Callable[[str], LoadedMode
     loaded = load("qwen3")
     engine = CpuEngine(loaded, num_pages=5, page_size=16)
     held = sum(memory.nbytes for memory in engine._pages.memory.values())
-    assert bytes_per_token(loaded.attention.values(), loaded.dtype) * 5 * 16 == held
+    assert bytes_per_token(loaded.attention.values(), loaded.kv_type) * 5 * 16 == held

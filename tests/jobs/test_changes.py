@@ -104,6 +104,7 @@ def test_windows_that_are_published_keep_their_size(job: Job, capfd: pytest.Capt
         ({"prompt": "id", "temperature": 0.5}, "prompt was 'text' and is 'id' and temperature was 0.0 and is 0.5"),
         ({"id_column": "id"}, "id_column was None and is 'id'"),
         ({"dtype": "bfloat16"}, "dtype was 'float32' and is 'bfloat16'"),
+        ({"kv_cache_dtype": "int8"}, "kv_cache_dtype was 'auto' and is 'int8'"),
     ],
 )
 def test_another_command_is_refused(

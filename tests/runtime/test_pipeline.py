@@ -14,6 +14,7 @@ pytest.importorskip("triton")
 
 from llmbatch.engine.gpu.engine import GpuEngine
 from llmbatch.engine.model.loader import LoadedModel
+from llmbatch.engine.model.outline import KVType
 from llmbatch.preprocess.request_batch import RequestBatch
 from llmbatch.preprocess.sampling_params import SamplingParams
 from llmbatch.runtime.protocols import EngineObserver
@@ -97,8 +98,8 @@ def run(seed: int, pipelined: bool, slow: set[int], steps: int, fails_at: int = 
     scheduler.enqueue(QueueUpdate(order, believed, Blend(0.1, 0.2), FixedBudget(16), compute=1.0, memory=1.0))
     untyped: Any = Rule()
     loaded = LoadedModel(
-        module=untyped, config=untyped, eos_token_ids=(EOS,), dtype=torch.float32, device=torch.device("cpu"),
-        context_length=64, attention={}, notes=(),
+        module=untyped, config=untyped, eos_token_ids=(EOS,), dtype=torch.float32, kv_type=KVType("float32", 4),
+        device=torch.device("cpu"), context_length=64, attention={}, notes=(),
     )  # fmt: skip  # arguments in groups
     nothing: Any = None
     engine = Pipelined(loaded, nothing, num_pages=22, page_size=PAGE)

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from llmbatch.engine.cpu.memory import as_array, huge_pages
 from llmbatch.engine.model.ops import pack_heads
+from llmbatch.engine.model.outline import KVType
 from llmbatch.kernels.chunks import Pieces, cut_at_chunks
 from llmbatch.kernels.cpu import fused
 from llmbatch.kernels.cpu.attention import attend
@@ -20,6 +21,7 @@ from llmbatch.kernels.cpu.layout import Pages, page_shape
 from llmbatch.kernels.spec import AttentionSpec
 
 _NONE = np.empty(0, np.float32)
+_ELEMENTS: Final[dict[str, type[np.generic]]] = {"float32": np.float32, "bfloat16": np.uint16, "int8": np.uint8}
 _SPARE: Final = 8  # words behind the last page, which are read and not used
 
 
@@ -27,15 +29,14 @@ class CpuKVCache:
     """The KV memory of all layers: `num_pages` pages of `page_size` tokens.
 
     Memory is claimed from the system when it is first written, not when it is made. Layers whose heads are alike lie in
-    one array, [layers, *page_shape].
+    one array, [layers, *page_shape]. Its numbers are those that are computed with, or smaller ones.
     """
 
-    def __init__(self, specs: dict[int, AttentionSpec], *, num_pages: int, page_size: int, dtype: torch.dtype) -> None:
+    def __init__(self, specs: dict[int, AttentionSpec], *, num_pages: int, page_size: int, kv_type: KVType) -> None:
         self.specs = specs
         self.num_pages = num_pages
         self.page_size = page_size
-        element = np.uint16 if dtype == torch.bfloat16 else np.float32
-        pack = 4 // element().itemsize
+        element, pack = _ELEMENTS[kv_type.name], 4 // kv_type.itemsize
         self.memory: dict[tuple[int, int], NDArray[Any]] = {}  # by heads and their width
         self.layers: dict[int, Pages] = {}
         for heads, width in {(spec.heads, spec.width) for spec in specs.values()}:
@@ -142,9 +143,9 @@ class CpuOps:
 
     def probe_step(self, specs: dict[int, AttentionSpec], dtype: torch.dtype, tokens: int) -> CpuAttention:
         """Make a step of one sequence."""
-        zero = np.zeros(1, np.int32)
+        zero, whole = np.zeros(1, np.int32), KVType(str(dtype).removeprefix("torch."), dtype.itemsize)
         return CpuAttention(
-            CpuKVCache(specs, num_pages=1, page_size=16, dtype=dtype),
+            CpuKVCache(specs, num_pages=1, page_size=16, kv_type=whole),
             tables=zero[None],
             slots=zero,
             starts=zero,

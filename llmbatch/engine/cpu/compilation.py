@@ -6,6 +6,7 @@ import tempfile
 
 import numpy as np
 
+from llmbatch.choices import KVDType
 from llmbatch.engine.cpu.compile_ahead import mark_of
 from llmbatch.engine.cpu.platform import HOST
 from llmbatch.engine.model.config import DType
@@ -15,14 +16,14 @@ from llmbatch.scheduler.output import Step
 from llmbatch.system.processes import await_beside, start_beside
 
 
-def compile_ahead(dtype: DType) -> None:
+def compile_ahead(dtype: DType, kv_cache_dtype: KVDType) -> None:
     """Have another process compile what kernels call by address, if it is not there; returns at once."""
-    mark = mark_of(dtype)
+    mark = mark_of(dtype, kv_cache_dtype)
     if mark is not None and not mark.exists():
-        await_beside(start_beside("llmbatch.engine.cpu.compile_ahead", dtype))
+        await_beside(start_beside("llmbatch.engine.cpu.compile_ahead", dtype, kv_cache_dtype))
 
 
-def compile_kernels(dtype: DType) -> None:
+def compile_kernels(dtype: DType, kv_cache_dtype: KVDType) -> None:
     """Run one step of a tiny model on the processor."""
     from transformers import LlamaConfig  # two seconds, in which the other process is at work
 
@@ -39,7 +40,7 @@ def compile_kernels(dtype: DType) -> None:
     )
     with tempfile.TemporaryDirectory(prefix="llmbatch-") as folder:
         config.save_pretrained(folder)
-        loaded = load_model(folder, dtype=dtype, load_format="dummy", platform=HOST)
+        loaded = load_model(folder, dtype=dtype, kv_cache_dtype=kv_cache_dtype, load_format="dummy", platform=HOST)
     one = np.ones(1, np.int32)
     nothing = np.zeros(1, np.int32)
     prompt = np.zeros(2, np.int32)

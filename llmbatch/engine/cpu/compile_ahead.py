@@ -17,24 +17,26 @@ from llmbatch.kernels.cpu.products import STORE, tile_code, tile_codes
 from llmbatch.kernels.cpu.vector_ir import HAS_BFLOAT16
 
 _BFLOAT16: Final[np.dtype[Any]] = np.dtype(np.uint16)
-_ELEMENTS: Final[dict[str, np.dtype[Any]]] = {  # of attention
+_ELEMENTS: Final[dict[str, np.dtype[Any]]] = {  # of what attention computes with
     "float32": np.dtype(np.float32),
     "bfloat16": _BFLOAT16,
     "int8": _BFLOAT16,
     "int4": _BFLOAT16,
 }
 
+_KEPT: Final[dict[str, np.dtype[Any]]] = {"bfloat16": _BFLOAT16, "int8": np.dtype(np.uint8)}  # in pages
 _ROWS: Final[dict[str, np.dtype[Any]]] = {"int8": np.dtype(np.uint8), "int4": np.dtype(np.int8)}  # of products
 
 
-def mark_of(dtype: str) -> Path | None:
-    """Name the file that says that all of a `dtype` is compiled; None if there is nothing, or nowhere to keep it."""
-    return code_folder() / f"kernels-{dtype}" if kept() and (dtype in _ELEMENTS or dtype == "auto") else None
+def mark_of(dtype: str, kv_cache_dtype: str) -> Path | None:
+    """Name the file that says that all of these is compiled; None if there is nothing, or nowhere to keep it."""
+    known = kept() and (dtype in _ELEMENTS or dtype == "auto")
+    return code_folder() / f"kernels-{dtype}-{kv_cache_dtype}" if known else None
 
 
-def main(dtype: str) -> None:
-    """Compile what computing in that type needs, in the order in which a job asks for it, and leave a mark."""
-    mark = mark_of(dtype)
+def main(dtype: str, kv_cache_dtype: str) -> None:
+    """Compile what computing in those types needs, in the order in which a job asks for it, and leave a mark."""
+    mark = mark_of(dtype, kv_cache_dtype)
     if mark is None or mark.exists():
         return
     if dtype == "auto":  # which is faster is measured first
@@ -44,5 +46,5 @@ def main(dtype: str) -> None:
     tile_codes(_ELEMENTS[dtype])
     if dtype in _ROWS:
         tile_codes(_ROWS[dtype])
-    block_code(_ELEMENTS[dtype])
+    block_code(_ELEMENTS[dtype], _KEPT.get(kv_cache_dtype, _ELEMENTS[dtype]))
     mark.touch()

@@ -66,6 +66,7 @@ class Decoder:
         )
         self._specs = specs
         self._activations = self._make_buffers(0)
+        self._kept: np.dtype[Any] | None = None  # the type of pages that attention's code is for
 
     @property
     def layers(self) -> int:
@@ -89,9 +90,10 @@ class Decoder:
         memory = step.pages.memory[self._spec.heads, self._spec.width]
         layer_step, threads = self._layer_step(position_embeddings, step), numba.get_num_threads()
         arguments = self._layers, layer_step, memory, step.pages.page_size, buffers, threads
-        if not self._layers.codes[ATTENTION]:
+        if self._kept != memory.dtype:
             compile_for(run_layers, arguments)  # first, since another process may be compiling attention
-            self._layers.codes[ATTENTION] = block_code(buffers.packed.dtype)
+            self._layers.codes[ATTENTION] = block_code(buffers.packed.dtype, memory.dtype)
+            self._kept = memory.dtype
         run_layers(*arguments)
         return residual.to(self._dtype)[None]
 

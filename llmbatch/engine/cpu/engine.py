@@ -43,7 +43,7 @@ class CpuEngine:
         seed: int = 0,
     ) -> None:
         self._module = loaded.module
-        self._pages = CpuKVCache(loaded.attention, num_pages=num_pages, page_size=page_size, dtype=loaded.dtype)
+        self._pages = CpuKVCache(loaded.attention, num_pages=num_pages, page_size=page_size, kv_type=loaded.kv_type)
         self._generation = TokenBuffers(loaded.eos_token_ids, decode, seed)
         most: int = numba.config.NUMBA_NUM_THREADS  # type: ignore[attr-defined]
         self._threads = min(torch.get_num_threads(), most)

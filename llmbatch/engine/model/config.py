@@ -16,9 +16,17 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from llmbatch.choices import DType as DType
-from llmbatch.choices import LayerType
+from llmbatch.choices import KVDType, LayerType
 from llmbatch.engine.model.attention_interface import NAME, register, survey
-from llmbatch.engine.model.outline import LAYER_BITS, kv_bytes, layer_type_of, pair_bytes, shorter_context
+from llmbatch.engine.model.outline import (
+    LAYER_BITS,
+    KVType,
+    kv_bytes,
+    kv_type_of,
+    layer_type_of,
+    pair_bytes,
+    shorter_context,
+)
 from llmbatch.engine.model.positions import fix_positions
 from llmbatch.engine.model.quantisation import Quantisation, read_quantisation, without_quantisation
 from llmbatch.engine.model.refusals import check_config, check_fp8_device, check_fp8_layers, find_class, unsupported
@@ -39,6 +47,7 @@ class ModelConfig:
     trust_remote_code: bool
     dtype: torch.dtype
     layer_type: LayerType | None  # of the layers' weights; None: as `dtype`
+    kv_type: KVType  # of keys and values
     context_length: int  # most tokens of prompt and answer together, as asked for
     bytes_per_token: int  # of KV, in all layers
     attention: dict[int, AttentionSpec] | None  # by layer, sinks without memory; None: known by its weights only
@@ -54,12 +63,14 @@ def describe_model(
     folder: str,
     *,
     dtype: DType = "auto",
+    kv_cache_dtype: KVDType = "auto",
     trust_remote_code: bool = False,
     context_length: int | None = None,
     device: torch.device = _PROCESSOR,
 ) -> ModelConfig:
     """Read the config in `folder`.
 
+    `kv_cache_dtype` is that of keys and values; auto: as the model computes.
     `dtype` auto is bfloat16 on a GPU, and on a processor that multiplies it faster than float32, as measured; else
     float32. With int8, int4 and fp8 the rest of the model is bfloat16. `context_length` is what the model has, if it is
     not given. Raises ModelError if the config cannot be read, or the model has a part that is not supported, and
@@ -81,14 +92,14 @@ def describe_model(
     remote = trust_remote_code and bool(getattr(whole, "auto_map", None))  # a class from there is not known before
     built_by = AutoModelForCausalLM if remote else find_class(folder, whole)
     element = _element(folder, dtype, device)
+    kv = _kv_type(folder, kv_cache_dtype, element, device)
     context = _context(folder, config, context_length)
     specs = None if remote else _outlined_attention(folder, whole, built_by, element, context, fp8=dtype == "fp8")
     if specs is None:
-        size = kv_bytes(config, element, padded=device.type == "cpu")
+        size = kv_bytes(config, kv, padded=device.type == "cpu")
     else:
-        if device.type != "cpu":
-            check_gpu(folder, specs.values())
-        size = bytes_per_token(specs.values(), element, device)
+        check_heads(folder, specs.values(), kv, device)
+        size = bytes_per_token(specs.values(), kv, device)
     return ModelConfig(
         folder=folder,
         config=config,
@@ -97,6 +108,7 @@ def describe_model(
         trust_remote_code=trust_remote_code,
         dtype=element,
         layer_type=layer_type_of(dtype),
+        kv_type=kv,
         context_length=context,
         bytes_per_token=size,
         attention=specs,
@@ -104,15 +116,20 @@ def describe_model(
     )
 
 
-def bytes_per_token(specs: Iterable[AttentionSpec], dtype: torch.dtype, device: torch.device = _PROCESSOR) -> int:
+def bytes_per_token(specs: Iterable[AttentionSpec], kv: KVType, device: torch.device = _PROCESSOR) -> int:
     """Return KV bytes of one token in all layers, as pages hold them (on a processor, widths rounded up to 16)."""
     padded = device.type == "cpu"
-    return sum(pair_bytes(spec.heads, spec.width, dtype, padded=padded) for spec in specs)
+    return sum(pair_bytes(spec.heads, spec.width, kv, padded=padded) for spec in specs)
 
 
-def check_gpu(folder: str, specs: Iterable[AttentionSpec]) -> None:
-    """Check that a GPU's kernels attend as `specs` say. Raises ModelError."""
+def check_heads(folder: str, specs: Iterable[AttentionSpec], kv: KVType, device: torch.device) -> None:
+    """Check that the device's kernels attend as `specs` say, over such pages. Raises ModelError."""
     for spec in specs:
+        if device.type == "cpu":
+            if spec.width % (4 // kv.itemsize):
+                whole = f"pages of {kv.name} have words of {4 // kv.itemsize}"
+                raise unsupported(folder, f"heads of {spec.width} elements", whole, "take kv_cache_dtype='auto'")
+            continue
         if spec.width > WIDEST:
             raise unsupported(
                 folder, f"heads of {spec.width} elements", f"on a GPU they have {WIDEST} at most", "take --device cpu"
@@ -180,6 +197,20 @@ def _element(folder: str, dtype: DType, device: torch.device) -> torch.dtype:
     from llmbatch.engine.model.number_type import fastest_type
 
     return fastest_type()
+
+
+def _kv_type(folder: str, asked: KVDType, dtype: torch.dtype, device: torch.device) -> KVType:
+    """Return the type of keys and values. Raises ModelError if the device has no pages of it."""
+    name = str(dtype).removeprefix("torch.")
+    kv = kv_type_of(asked, name, dtype)
+    if device.type != "cpu" and kv.name != name:
+        raise unsupported(
+            folder,
+            f"keys and values in {kv.name} on a GPU",
+            f"there they are of the model's type, {name}",
+            "take kv_cache_dtype='auto' (--kv-cache-dtype auto)",
+        )
+    return kv
 
 
 def _check_int4(folder: str) -> None:

@@ -18,12 +18,13 @@ from torch import nn
 from transformers import GenerationConfig, PretrainedConfig
 from transformers.utils.quantization_config import Mxfp4Config
 
+from llmbatch.choices import KVDType
 from llmbatch.engine.model.attention_interface import NAME, survey
 from llmbatch.engine.model.checkpoints import has_weights, no_progress_bars
-from llmbatch.engine.model.config import DType, ModelConfig, check_gpu, describe_model
+from llmbatch.engine.model.config import DType, ModelConfig, check_heads, describe_model
 from llmbatch.engine.model.fused_layers import fuse_layers
 from llmbatch.engine.model.fused_modules import fuse, join_products, replace_modules
-from llmbatch.engine.model.outline import LAYER_BITS
+from llmbatch.engine.model.outline import LAYER_BITS, KVType
 from llmbatch.engine.model.platform import Platform
 from llmbatch.engine.model.positions import fix_positions
 from llmbatch.engine.model.refusals import check_fp8_layers, decoder_layers
@@ -42,6 +43,7 @@ class LoadedModel:
     config: PretrainedConfig  # of the text model
     eos_token_ids: tuple[int, ...]
     dtype: torch.dtype
+    kv_type: KVType  # of keys and values in pages
     device: torch.device
     context_length: int  # most tokens of prompt and answer together
     attention: dict[int, AttentionSpec]  # by layer
@@ -52,6 +54,7 @@ def load_model(
     folder: str,
     *,
     dtype: DType = "auto",
+    kv_cache_dtype: KVDType = "auto",
     load_format: LoadFormat = "auto",
     trust_remote_code: bool = False,
     context_length: int | None = None,
@@ -59,12 +62,13 @@ def load_model(
 ) -> LoadedModel:
     """Describe the model in `folder` (see `resolve_model`), and load it.
 
-    `dtype` and `context_length` as for `describe_model`, `load_format` as for `load_weights`. Raises ModelError if the
-    folder has no weights, or the model has a part that is not supported.
+    `dtype`, `kv_cache_dtype` and `context_length` as for `describe_model`, `load_format` as for `load_weights`. Raises
+    ModelError if the folder has no weights, or the model has a part that is not supported.
     """
     described = describe_model(
         folder,
         dtype=dtype,
+        kv_cache_dtype=kv_cache_dtype,
         trust_remote_code=trust_remote_code,
         context_length=context_length,
         device=platform.device,
@@ -87,8 +91,7 @@ def load_weights(described: ModelConfig, *, load_format: LoadFormat = "auto", pl
     with torch.inference_mode():
         notes = (*notes, *fix_positions(module, described.context_length))
         attention = _known_attention(described) or survey(folder, module, described.config, platform.device)
-        if not platform.is_host:
-            check_gpu(folder, attention.values())
+        check_heads(folder, attention.values(), described.kv_type, platform.device)
         fuse(module, attention, described.dtype, platform.pieces)
         if not platform.is_host:
             join_products(module)
@@ -110,6 +113,7 @@ def load_weights(described: ModelConfig, *, load_format: LoadFormat = "auto", pl
         config=described.config,
         eos_token_ids=eos,
         dtype=described.dtype,
+        kv_type=described.kv_type,
         device=platform.device,
         context_length=described.context_length,
         attention=attention,

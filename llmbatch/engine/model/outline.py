@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any, Final, Protocol
 
 from llmbatch._version import __version__
-from llmbatch.choices import DType, LayerType
+from llmbatch.choices import DType, KVDType, LayerType
 from llmbatch.engine.config import EngineConfig
 from llmbatch.errors import ParameterError
 from llmbatch.kernels.cpu.layout import padded_width
@@ -57,6 +57,22 @@ class Element(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class KVType:
+    """A type of keys and values in pages."""
+
+    name: str
+    itemsize: int  # bytes
+    scale_bytes: int = 0  # of what one token of a head is scaled by
+
+    def bytes_of(self, width: int) -> int:
+        """Return the bytes of so many elements of one token of a head."""
+        return width * self.itemsize + self.scale_bytes
+
+
+_KV_TYPES: Final = {"bfloat16": KVType("bfloat16", 2), "int8": KVType("int8", 1, 4)}
+
+
 class Described(Protocol):
     """The facts of a model that is not run."""
 
@@ -67,7 +83,12 @@ class Described(Protocol):
 
     @property
     def dtype(self) -> Element:
-        """The type of weights and KV."""
+        """The type of weights, and of what is computed."""
+        ...
+
+    @property
+    def kv_type(self) -> KVType:
+        """The type of keys and values in pages."""
         ...
 
     @property
@@ -105,10 +126,13 @@ class Outline:
     dtype: NamedType
     context_length: int
     bytes_per_token: int
+    kv_type: KVType
     layer_type: LayerType | None = None
 
 
-def outline(folder: str, dtype: DType, context_length: int | None = None) -> Outline | None:
+def outline(
+    folder: str, dtype: DType, context_length: int | None = None, *, kv_cache_dtype: KVDType = "auto"
+) -> Outline | None:
     """Outline a model on a processor, or return None if the config alone does not suffice.
 
     Raises ParameterError if its context is shorter than that asked for.
@@ -125,7 +149,13 @@ def outline(folder: str, dtype: DType, context_length: int | None = None) -> Out
     if element is None:
         return None
     context = shorter_context(config.max_position_embeddings, context_length)
-    return Outline(config, element, context, kv_bytes(config, element, padded=True), layer_type_of(dtype))
+    kv = kv_type_of(kv_cache_dtype, str(element), element)
+    return Outline(config, element, context, kv_bytes(config, kv, padded=True), kv, layer_type_of(dtype))
+
+
+def kv_type_of(asked: KVDType, name: str, dtype: Element) -> KVType:
+    """Return the type of keys and values that is asked for in a model of so named a type."""
+    return KVType(name, dtype.itemsize) if asked == "auto" else _KV_TYPES[asked]
 
 
 def shorter_context(most: int, asked: int | None) -> int:
@@ -135,18 +165,22 @@ def shorter_context(most: int, asked: int | None) -> int:
     return asked or most
 
 
-def kv_bytes(config: object, dtype: Element, *, padded: bool) -> int:
+def kv_bytes(config: object, kv: KVType, *, padded: bool) -> int:
     """Return KV bytes of one token in all layers, as pages hold them; `padded`: widths are rounded up to 16."""
     heads = int(read_field(config, "num_attention_heads"))
-    width = int(read_field(config, "head_dim") or read_field(config, "hidden_size") // heads)
     layers, shared = read_field(config, "num_hidden_layers"), read_field(config, "num_key_value_heads")
-    return int(layers) * pair_bytes(int(shared or heads), width, dtype, padded=padded)
+    return int(layers) * pair_bytes(int(shared or heads), _head_width(config), kv, padded=padded)
 
 
-def pair_bytes(heads: int, width: int, dtype: Element, *, padded: bool) -> int:
+def pair_bytes(heads: int, width: int, kv: KVType, *, padded: bool) -> int:
     """Return the bytes of one token's keys and values in one layer."""
     wide = padded_width(width) if padded else width
-    return heads * (width + wide) * dtype.itemsize
+    return heads * (kv.bytes_of(width) + kv.bytes_of(wide))
+
+
+def _head_width(config: object) -> int:
+    heads = int(read_field(config, "num_attention_heads"))
+    return int(read_field(config, "head_dim") or read_field(config, "hidden_size") // heads)
 
 
 def read_rope(config: object) -> list[dict[str, Any]]:
@@ -181,9 +215,14 @@ def simulated_cost(model: Described) -> CostModel:
 
 
 def shape_of(model: Described) -> ModelShape:
-    """Return its shape, with weights and KV of its type, and those of layers of theirs."""
+    """Return its shape, with weights of its type, and those of layers and KV of theirs."""
     layer_bytes = None if model.layer_type is None else LAYER_BYTES[model.layer_type]
-    return ModelShape.from_config(model.config, model.dtype.itemsize, layer_bytes)
+    shape = ModelShape.from_config(model.config, model.dtype.itemsize, layer_bytes)
+    if model.kv_type.itemsize == model.dtype.itemsize:
+        return shape
+    width = _head_width(model.config)
+    share = model.kv_type.bytes_of(width) / (width * model.dtype.itemsize)
+    return replace(shape, kv_bytes_per_token=share * shape.kv_bytes_per_token)
 
 
 def layer_type_of(dtype: DType) -> LayerType | None:

@@ -18,6 +18,7 @@ from llmbatch.engine.calibration.store import CalibrationStore, DeviceCalibratio
 from llmbatch.engine.gpu.engine import GpuEngine
 from llmbatch.engine.gpu.strategies import Strategy, make_execution
 from llmbatch.engine.model.loader import LoadedModel
+from llmbatch.engine.model.outline import KVType
 from llmbatch.kernels.triton.backend import TritonAttention
 from llmbatch.perf_model.cost import SEQUENTIAL, CostModel, ModelShape
 from llmbatch.perf_model.hardware import Hardware
@@ -61,6 +62,7 @@ def test_every_strategy_is_timed_and_fitted() -> None:
         config=config,
         eos_token_ids=(),
         dtype=torch.float32,
+        kv_type=KVType("float32", 4),
         device=DEVICE,
         context_length=64,
         attention={},

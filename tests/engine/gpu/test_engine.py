@@ -107,7 +107,7 @@ def test_pages_of_a_device_are_of_a_power_of_two(model: str, monkeypatch: pytest
 def test_the_largest_step_is_run_to_see_what_it_takes(model: str) -> None:
     loaded = load_model(model, dtype="float32", platform=PLATFORM)
     taken = run_largest(loaded, TritonAttention(DEVICE), tokens=10, rows=3, page_size=16)
-    assert taken == 3 * 16 * bytes_per_token(loaded.attention.values(), torch.float32, torch.device("cuda"))
+    assert taken == 3 * 16 * bytes_per_token(loaded.attention.values(), loaded.kv_type, torch.device("cuda"))
 
 
 Sampling = tuple[NDArray[np.float32], NDArray[np.int32], NDArray[np.float32], NDArray[np.uint64], NDArray[np.int32]]
