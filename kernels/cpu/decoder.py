@@ -23,7 +23,7 @@ from llmbatch.kernels.cpu.fused import inverse_norm, normalize, rotate_and_store
 from llmbatch.kernels.cpu.layout import Pages
 from llmbatch.kernels.cpu.numerics import narrow
 from llmbatch.kernels.cpu.pointers import data_of
-from llmbatch.kernels.cpu.products import QUANTISERS, multiply
+from llmbatch.kernels.cpu.products import CONVERTERS, multiply
 
 QKV, OUT, GATE_UP, DOWN = range(4)  # the products of a layer
 STORED, ADDED, GATED, WHOLE, ATTENTION = range(5)  # places in `Layers.codes`
@@ -77,8 +77,8 @@ class Buffers(NamedTuple):
     packed: NDArray[Any]  # [tokens, columns of QKV]
     attended: NDArray[Any]  # [tokens, query heads * width]
     inner: NDArray[Any]  # [tokens, columns of the MLP]
-    quantised: NDArray[Any]  # [tokens, bytes of the widest input of a product, or 0] where weights are integers
-    scales: NDArray[np.float32]  # [tokens, or 0] of its rows
+    converted: NDArray[Any]  # [tokens, numbers of the widest input of a product, or 0] where products take other ones
+    scales: NDArray[np.float32]  # [tokens, or 0] of its rows, if they are integers
 
 
 @compiled(parallel=True, fastmath={"contract"}, nogil=True)
@@ -100,15 +100,15 @@ def _round(x: NDArray[np.float32], out: NDArray[Any]) -> None:
             target[d] = narrow(row[d], target[d])
 
 
-def _quantise(x: Any, out: Any, scales: Any) -> None:
-    """Round rows to the integers that products take."""
+def _convert(x: Any, out: Any, scales: Any) -> None:
+    """Convert rows to the numbers that products take."""
     raise NotImplementedError("for compiled code only")
 
 
-@overload(_quantise, strict=False)
-def _quantise_as(x: types.Array, out: types.Array, scales: types.Array) -> Any:
-    quantise = QUANTISERS[as_dtype(out.dtype)]
-    return lambda x, out, scales: quantise(x, out, scales)
+@overload(_convert, strict=False)
+def _convert_as(x: types.Array, out: types.Array, scales: types.Array) -> Any:
+    convert = CONVERTERS[as_dtype(out.dtype)]
+    return lambda x, out, scales: convert(x, out, scales)
 
 
 @compiled(nogil=True)
@@ -118,8 +118,8 @@ def _multiply(
     """Multiply x with the weight of a product; `step` is the columns of `out` that a panel makes."""
     a, size = data_of(x), x.shape[1] * x.itemsize
     if buffers.scales.size > 0:
-        _quantise(x, buffers.quantised, buffers.scales)
-        a, size = data_of(buffers.quantised), buffers.quantised.shape[1]
+        _convert(x, buffers.converted, buffers.scales)
+        a, size = data_of(buffers.converted), buffers.converted.shape[1] * buffers.converted.itemsize
     after = product + 1
     share = layers.counts[after % 4] // workers * layers.words[after % 4] * 4 * COLUMNS
     multiply(

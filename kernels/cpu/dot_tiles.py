@@ -116,12 +116,13 @@ def _emit_rows(builder: Any, element: str, rows: int, operand: Operand, ending: 
     starts = [v.offset(builder, tile.a, tile.a_stride, r) for r in range(rows)]
 
     def step(index: Any) -> None:
-        vectors = operand.load(builder, index)
-        for start, pair in zip(starts, sums):
-            at = builder.add(start, builder.mul(index, v.constant(4)))
-            word = v.spread(builder, v.load(builder, at, v.INT32))
-            for vector, cell in zip(vectors, pair):
-                builder.store(v.add_products(builder, element, builder.load(cell), word, vector), cell)
+        parts = [v.parts_of(builder, element, vector) for vector in operand.load(builder, index)]
+        for part, vectors in enumerate(zip(*parts)):
+            shift = builder.add(builder.mul(index, v.constant(4 * len(parts[0]))), v.constant(4 * part))
+            for start, pair in zip(starts, sums):
+                word = v.spread(builder, v.load(builder, builder.add(start, shift), v.INT32))
+                for vector, cell in zip(vectors, pair):
+                    builder.store(v.add_products(builder, element, builder.load(cell), word, vector), cell)
 
     v.loop_over(builder, tile.steps, step)
     for r, pair in enumerate(sums):
@@ -150,9 +151,10 @@ def _rescaled(builder: Any, tile: Arguments, sums: tuple[Any, Any], row: Any) ->
 def make_tile(make_operand: Callable[[str], Operand], make_ending: Callable[[str], Ending]) -> Callable[..., None]:
     """Make a tile of 1 to `ROWS` rows for compiled code, called with the type of A's numbers and `Arguments`.
 
-    The type may be given by any array of such numbers. Rows of int8 are unsigned, 128 more than what they mean; the
-    tile's `row` holds their scales, and its `column` three parts of `COLUMNS`: float32 that endings read, float32
-    scales, int32 at which sums start. Tiles of int4 are those of `group_tiles`.
+    The type may be given by any array of such numbers. Rows of bfloat16 may be widened to float32, for processors that
+    multiply float32 faster: then B is widened in registers, once for all rows of a tile. Rows of int8 are unsigned, 128
+    more than what they mean; the tile's `row` holds their scales, and its `column` three parts of `COLUMNS`: float32
+    that endings read, float32 scales, int32 at which sums start. Tiles of int4 are those of `group_tiles`.
     """
 
     @intrinsic

@@ -26,7 +26,7 @@ from llmbatch.compilation.decorators import compiled
 from llmbatch.kernels.cpu.dot_tiles import add_tile, float_tile, gelu_tile, silu_tile, store_tile
 from llmbatch.kernels.cpu.endings import COLUMNS, ROWS
 from llmbatch.kernels.cpu.groups import quantise_groups
-from llmbatch.kernels.cpu.numerics import FASTMATH, quantise_row
+from llmbatch.kernels.cpu.numerics import FASTMATH, quantise_row, widen
 from llmbatch.kernels.cpu.pointers import address_of, caller
 from llmbatch.kernels.spec import GELU_TANH, SILU
 
@@ -89,7 +89,8 @@ _call_tile = caller(_tile_types)  # with None for the type, which is part of the
 def tile_code(ending: str | int, element: np.dtype[Any]) -> int:
     """Return the address of a product's tiles: `STORE`, `STORE_FLOAT`, `ADD`, or an activation for a gated product.
 
-    `element`: float32, uint16 for bfloat16, uint8 for int8, int8 for int4; results of the last two are bfloat16.
+    `element`: float32, uint16 for bfloat16, uint32 for that with rows of float32, uint8 for int8, int8 for int4.
+    Results are float32 of float32, and bfloat16 of others.
     """
     return address_of(_ENDINGS[ending], _tile_types(types.NumberClass(from_dtype(element))))
 
@@ -158,5 +159,18 @@ def quantise(x: NDArray[Any], out: NDArray[np.uint8], scales: NDArray[np.float32
         scales[i] = quantise_row(x[i], out[i])
 
 
-# How rows become integers, by the type that `tile_code` takes.
-QUANTISERS: Final[dict[np.dtype[Any], Any]] = {np.dtype(np.uint8): quantise, np.dtype(np.int8): quantise_groups}
+@compiled(parallel=True, nogil=True)
+def widen_rows(x: NDArray[Any], out: NDArray[np.uint32], scales: NDArray[np.float32]) -> None:
+    """Widen rows of bfloat16 to float32; there are no scales."""
+    for i in prange(x.shape[0]):
+        row, target = x[i], out[i].view(np.float32)
+        for d in range(row.size):
+            target[d] = widen(row[d])
+
+
+# How rows are converted for products, by the type that `tile_code` takes.
+CONVERTERS: Final[dict[np.dtype[Any], Any]] = {
+    np.dtype(np.uint8): quantise,
+    np.dtype(np.int8): quantise_groups,
+    np.dtype(np.uint32): widen_rows,
+}

@@ -51,21 +51,23 @@ _BFLOATS: Final = ir.VectorType(BFLOAT, LANES)
 _BFLOAT_PAIRS: Final = ir.VectorType(BFLOAT, 2 * LANES)
 
 # Numbers that kernels compute with, by the type that numba sees: memory of bfloat16 is uint16 to NumPy.
-FLOAT32, BFLOAT16, INT8, INT4 = "float32", "bfloat16", "int8", "int4"
-_INTEGERS: Final = {types.uint16: BFLOAT16, types.uint8: INT8, types.int8: INT4}
+# `WIDENED` is bfloat16 whose rows were widened to float32 (memory of uint32).
+FLOAT32, BFLOAT16, WIDENED, INT8, INT4 = "float32", "bfloat16", "widened", "int8", "int4"
+_INTEGERS: Final = {types.uint16: BFLOAT16, types.uint32: WIDENED, types.uint8: INT8, types.int8: INT4}
 
 
 def element_of(kind: types.Array | types.NumberClass[Any]) -> str:
     """Return which numbers products take, by an array of rows or its type.
 
-    They are float32, bfloat16 (uint16), int8 (uint8, 128 more than what they mean), or int4: rows of int8 (int8).
+    They are float32, bfloat16 (uint16), bfloat16 in rows of float32 (uint32), int8 (uint8, 128 more than what they
+    mean), or int4: rows of int8 (int8).
     """
     return FLOAT32 if isinstance(kind.dtype, types.Float) else _INTEGERS[kind.dtype]
 
 
 def result_of(element: str) -> str:
     """Return the numbers in which products of `element` are stored."""
-    return BFLOAT16 if element in (INT8, INT4) else element
+    return FLOAT32 if element == FLOAT32 else BFLOAT16
 
 
 def constant(value: int) -> Any:
@@ -145,7 +147,7 @@ def add_products(builder: Any, element: str, sums: Any, a: Any, b: Any) -> Any:
     """Add the products of two vectors of words: float32 sums, or int32 sums of unsigned `a` times signed `b`."""
     if element == INT8:
         return call(builder, "llvm.x86.avx512.vpdpbusd.512", WORDS, sums, a, b)
-    if element == FLOAT32:
+    if element in (FLOAT32, WIDENED):
         return multiply_add(builder, builder.bitcast(a, FLOATS), builder.bitcast(b, FLOATS), sums)
     if HAS_BFLOAT16:
         pairs = (builder.bitcast(x, _BFLOAT_PAIRS) for x in (a, b))
@@ -153,6 +155,11 @@ def add_products(builder: Any, element: str, sums: Any, a: Any, b: Any) -> Any:
     for half in (lower_half, upper_half):
         sums = multiply_add(builder, half(builder, a), half(builder, b), sums)
     return sums
+
+
+def parts_of(builder: Any, element: str, vector: Any) -> list[Any]:
+    """Return what each word of a row is multiplied with of a vector of B's words, one after the other."""
+    return [half(builder, vector) for half in (lower_half, upper_half)] if element == WIDENED else [vector]
 
 
 def lower_half(builder: Any, pairs: Any) -> Any:
@@ -181,8 +188,7 @@ def narrow(builder: Any, value: Any, element: str) -> Any:
 def split_elements(builder: Any, packed: Any, element: str, scales: Sequence[Any] | None) -> list[Any]:
     """Convert each element of words of bfloat16, or int8 (128 more than it means) by scales, to a vector of float32."""
     if element == BFLOAT16:
-        upper = builder.and_(packed, words(-65536))
-        return [builder.bitcast(part, FLOATS) for part in (builder.shl(packed, words(16)), upper)]
+        return [lower_half(builder, packed), upper_half(builder, packed)]
     signed = builder.xor(packed, words(-0x7F7F7F80))
     shifted = [builder.shl(signed, words(24 - 8 * part)) for part in range(4)]
     numbers = [builder.sitofp(builder.ashr(part, words(24)), FLOATS) for part in shifted]

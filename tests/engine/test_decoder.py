@@ -6,12 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from llmbatch.engine.cpu import platform
+from llmbatch.engine.cpu import linear, platform
 from llmbatch.engine.cpu.attention import CpuOps
 from llmbatch.engine.cpu.joined_layers import join_layers
 from llmbatch.engine.cpu.platform import HOST
@@ -93,6 +94,18 @@ def test_layers_stay_where_what_one_returns_is_read_beside_the_next(tmp_path: Pa
     loaded.module.get_submodule("model.norm").register_forward_pre_hook(add)
     joined = join_layers(loaded.module, loaded.attention, loaded.dtype, CpuOps())
     assert joined == (name == "model.embed_tokens")  # which the joined layers leave as they are
+
+
+@pytest.mark.parametrize("family", JOINED)
+def test_joined_layers_give_much_the_same_by_either_kind_of_rows(
+    tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tiny_model_folder(tmp_path, family)
+    found = []
+    for rows in (np.uint16, np.uint32):
+        monkeypatch.setattr(linear, "bfloat16_rows", lambda rows=rows: np.dtype(rows))
+        found.append(logits(load_model(folder, dtype="bfloat16", platform=HOST)))
+    assert (found[0] - found[1]).norm() < 0.02 * found[0].norm()
 
 
 @pytest.mark.skipif(not HAS_INT8, reason="this processor cannot multiply int8")

@@ -7,15 +7,20 @@ import pytest
 import torch
 from torch import nn
 
+from llmbatch.engine.cpu import linear
 from llmbatch.engine.cpu.linear import PackedLinear, pack_linears
 from llmbatch.kernels.cpu.vector_ir import HAS_INT8
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows_of", [np.float32, np.uint16, np.uint32])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(("inputs", "outputs"), [(576, 960), (34, 7), (8, 24)])
-def test_a_packed_layer_takes_any_number_of_rows(inputs: int, outputs: int, bias: bool, dtype: torch.dtype) -> None:
+def test_a_packed_layer_takes_any_number_of_rows(
+    inputs: int, outputs: int, bias: bool, rows_of: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch.manual_seed(0)
+    dtype = torch.float32 if rows_of is np.float32 else torch.bfloat16
+    monkeypatch.setattr(linear, "bfloat16_rows", lambda: np.dtype(rows_of))
     layer = nn.Linear(inputs, outputs, bias=bias, dtype=dtype)
     packed = PackedLinear(layer)
     for rows in (1, 2, 3, 12, 13, 25, 200, 777):

@@ -12,21 +12,35 @@ from numpy.typing import NDArray
 from llmbatch.kernels.cpu.endings import COLUMNS
 from llmbatch.kernels.cpu.group_tiles import GROUP
 from llmbatch.kernels.cpu.groups import group_row_bytes, group_words, pack_groups, quantise_groups
-from llmbatch.kernels.cpu.products import ADD, STORE, STORE_FLOAT, multiply, pack, quantise, rows_of_one_tile, tile_code
+from llmbatch.kernels.cpu.products import (
+    ADD,
+    STORE,
+    STORE_FLOAT,
+    multiply,
+    pack,
+    quantise,
+    rows_of_one_tile,
+    tile_code,
+    widen_rows,
+)
 from llmbatch.kernels.cpu.vector_ir import HAS_INT8
 from llmbatch.kernels.spec import GELU_TANH, SILU
 from tests.kernels.test_kernels import to_bfloat16, to_float64
 
 Array = NDArray[Any]
 
-TYPES = pytest.mark.parametrize("dtype", [np.float32, np.uint16, *([np.uint8, np.int8] if HAS_INT8 else [])])
+TYPES = pytest.mark.parametrize("dtype", [np.float32, np.uint16, np.uint32, *([np.uint8, np.int8] if HAS_INT8 else [])])
 SHAPES = pytest.mark.parametrize(
     ("rows", "width", "columns"), [(1, 4, 32), (7, 576, 960), (12, 36, 64), (13, 64, 96), (500, 64, 32), (241, 8, 320)]
 )
-RESULT: dict[type, type] = {np.float32: np.float32, np.uint16: np.uint16, np.uint8: np.uint16, np.int8: np.uint16}
+RESULT: dict[type, type] = {
+    np.float32: np.float32,
+    **dict.fromkeys((np.uint16, np.uint32, np.uint8, np.int8), np.uint16),
+}
 TOLERANCE: dict[type, float] = {
     np.float32: 1e-5,
     np.uint16: 1e-2,
+    np.uint32: 1e-2,
     np.uint8: 1e-2,
     np.int8: 1e-2,
 }  # of the largest result
@@ -50,9 +64,13 @@ def make(dtype: type, rows: int, width: int, columns: int) -> Given:
         return make_int8(x, weight, bias)
     if dtype == np.int8:
         return make_int4(x, rng, bias)
-    if dtype == np.uint16:
+    if dtype != np.float32:
         x, weight = to_bfloat16(x), to_bfloat16(weight)
     expected = to_float64(x) @ to_float64(weight).T + bias
+    if dtype == np.uint32:
+        wide = np.empty(x.shape, np.uint32)
+        widen_rows(x, wide, np.empty(0, np.float32))
+        x = wide
     return Given(x, weight, bias[None], np.empty(0, np.float32), expected)
 
 
@@ -123,8 +141,9 @@ def test_a_product_is_stored(dtype: type, rows: int, width: int, columns: int) -
 
 
 @SHAPES
-def test_a_product_of_bfloat16_is_stored_whole(rows: int, width: int, columns: int) -> None:
-    given = make(np.uint16, rows, width, columns)
+@pytest.mark.parametrize("dtype", [np.uint16, np.uint32])
+def test_a_product_of_bfloat16_is_stored_whole(dtype: type, rows: int, width: int, columns: int) -> None:
+    given = make(dtype, rows, width, columns)
     out = np.empty((rows, columns), np.float32)
     run(given, STORE_FLOAT, out, np.arange(columns))
     check(np.float32, out, given.expected)

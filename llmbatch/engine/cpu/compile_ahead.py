@@ -12,6 +12,7 @@ from typing import Any, Final
 import numpy as np
 
 from llmbatch.compilation.decorators import code_folder, kept
+from llmbatch.engine.model.product_rates import WIDENED, bfloat16_rows
 from llmbatch.kernels.cpu.attention import block_code
 from llmbatch.kernels.cpu.products import STORE, tile_code, tile_codes
 from llmbatch.kernels.cpu.vector_ir import HAS_BFLOAT16
@@ -41,9 +42,11 @@ def main(dtype: str, kv_cache_dtype: str) -> None:
         return
     if dtype == "auto":  # which is faster is measured first
         dtype = "bfloat16" if HAS_BFLOAT16 else "float32"
-        for element in (_ELEMENTS["float32"], _BFLOAT16):
+        tile_code(STORE, _ELEMENTS["float32"])
+    if dtype != "float32":  # both kinds of rows are timed
+        for element in (_BFLOAT16, WIDENED):
             tile_code(STORE, element)
-    tile_codes(_ELEMENTS[dtype])
+    tile_codes(_ELEMENTS[dtype] if dtype == "float32" else bfloat16_rows())
     if dtype in _ROWS:
         tile_codes(_ROWS[dtype])
     block_code(_ELEMENTS[dtype], _KEPT.get(kv_cache_dtype, _ELEMENTS[dtype]))

@@ -19,7 +19,7 @@ from llmbatch.kernels.cpu.blocks import join_blocks
 from llmbatch.kernels.cpu.decoder import ATTENTION, GATE_UP, OUT, QKV, Buffers, Layers, LayerStep, run_layers
 from llmbatch.kernels.cpu.endings import COLUMNS
 from llmbatch.kernels.cpu.pointers import compile_for
-from llmbatch.kernels.cpu.products import ADD, STORE, STORE_FLOAT, rows_of_one_tile, tile_codes
+from llmbatch.kernels.cpu.products import ADD, CONVERTERS, STORE, STORE_FLOAT, rows_of_one_tile, tile_codes
 from llmbatch.kernels.spec import AttentionSpec
 
 Angles = tuple[torch.Tensor, torch.Tensor] | None  # cosine and sine of a layer's rotation; None: none
@@ -131,9 +131,10 @@ class Decoder:
     def _make_buffers(self, tokens: int) -> Buffers:
         first, element = self._packed[0], as_array(torch.empty(0, dtype=self._dtype)).dtype
         columns = [len(weight.panels) * COLUMNS for weight in first]
-        quantised: NDArray[Any] = np.empty((tokens, 0), np.uint8)
-        if first[QKV].bits is not None:
-            quantised = np.empty((tokens, max(weight.row_bytes for weight in first)), first[QKV].row_type)
+        kind = first[QKV].row_type
+        converted: NDArray[Any] = np.empty((tokens, 0), np.uint8)
+        if kind in CONVERTERS:
+            converted = np.empty((tokens, max(weight.row_bytes for weight in first) // kind.itemsize), kind)
         return Buffers(
             residual=np.zeros((tokens, columns[OUT]), np.float32),
             branch=np.empty((tokens, columns[OUT]), np.float32),
@@ -141,8 +142,8 @@ class Decoder:
             packed=np.empty((tokens, columns[QKV]), element),
             attended=np.empty((tokens, self._spec.query_heads * self._spec.width), element),
             inner=np.empty((tokens, columns[GATE_UP] // 2), element),
-            quantised=quantised,
-            scales=np.empty(tokens if quantised.size else 0, np.float32),
+            converted=converted,
+            scales=np.empty(tokens if converted.size else 0, np.float32),
         )
 
 

@@ -12,16 +12,19 @@ from torch import nn
 
 from llmbatch.engine.cpu.memory import as_array, huge_pages
 from llmbatch.engine.model.fused_modules import join_products, replace_modules
+from llmbatch.engine.model.product_rates import bfloat16_rows
 from llmbatch.kernels.cpu.endings import COLUMNS
 from llmbatch.kernels.cpu.groups import group_row_bytes, group_words, pack_groups
-from llmbatch.kernels.cpu.products import QUANTISERS, STORE, STORE_FLOAT, multiply, pack, rows_of_one_tile, tile_code
+from llmbatch.kernels.cpu.products import CONVERTERS, STORE, STORE_FLOAT, multiply, pack, rows_of_one_tile, tile_code
 
-_ELEMENTS: Final[dict[torch.dtype, np.dtype[Any]]] = {
-    torch.float32: np.dtype(np.float32),
-    torch.bfloat16: np.dtype(np.uint16),
-}
 _INTEGERS: Final = {8: np.dtype(np.uint8), 4: np.dtype(np.int8)}  # of rows, by the bits of weights
 _EXACT: Final = {torch.float32: 2.0**-20, torch.bfloat16: 2.0**-7}  # of the largest weight of a group, what counts as 0
+
+
+def _row_type(dtype: torch.dtype, bits: int | None) -> np.dtype[Any]:
+    if bits is not None:
+        return _INTEGERS[bits]
+    return np.dtype(np.float32) if dtype == torch.float32 else bfloat16_rows()
 
 
 class PackedWeight:
@@ -55,7 +58,7 @@ class PackedWeight:
         order = np.concatenate((order, np.full(count * COLUMNS - len(order), -1)))
         self.dtype = weight.dtype
         self.bits = bits
-        self.row_type = _ELEMENTS[weight.dtype] if bits is None else _INTEGERS[bits]
+        self.row_type = _row_type(weight.dtype, bits)
         self.columns = columns
         self.width = width
         self.row_bytes = weight.shape[1] * self.row_type.itemsize
@@ -106,10 +109,11 @@ class PackedLinear(nn.Module):
         rows = len(x)
         scales = np.empty(rows, np.float32)
         a = x.data_ptr()
-        if weight.bits is not None:
-            quantised = np.empty((rows, weight.row_bytes), weight.row_type)
-            QUANTISERS[weight.row_type](as_array(x), quantised, scales)
-            a = quantised.ctypes.data
+        convert = CONVERTERS.get(weight.row_type)
+        if convert is not None:
+            converted: NDArray[Any] = np.empty((rows, weight.row_bytes // weight.row_type.itemsize), weight.row_type)
+            convert(as_array(x), converted, scales)
+            a = converted.ctypes.data
         out = self._make_out(rows, len(weight.panels) * COLUMNS)
         multiply(
             self._code, a, weight.row_bytes, scales.ctypes.data, rows,
