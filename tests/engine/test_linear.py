@@ -9,6 +9,7 @@ from torch import nn
 
 from llmbatch.engine.cpu import linear
 from llmbatch.engine.cpu.linear import PackedLinear, pack_linears
+from llmbatch.engine.model.product_rates import bfloat16_rows
 from llmbatch.kernels.cpu.vector_ir import HAS_INT8
 
 
@@ -90,4 +91,4 @@ def test_a_head_stays_bfloat16_where_layers_are_int8() -> None:
     assert isinstance(model.body, PackedLinear)
     assert isinstance(model.lm_head, PackedLinear)
     assert model.body.packed.row_type == np.uint8
-    assert model.lm_head.packed.row_type == np.uint16
+    assert model.lm_head.packed.row_type == bfloat16_rows()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import pytest
@@ -58,7 +58,8 @@ class Given(NamedTuple):
 
 def make(dtype: type, rows: int, width: int, columns: int) -> Given:
     rng = np.random.default_rng(0)
-    x, weight = (rng.standard_normal(shape).astype(np.float32) for shape in ((rows, width), (columns, width)))
+    drawn = (rng.standard_normal(shape).astype(np.float32) for shape in ((rows, width), (columns, width)))
+    x, weight = cast(tuple[Array, Array], tuple(drawn))
     bias = rng.standard_normal(columns).astype(np.float32)
     if dtype == np.uint8:
         return make_int8(x, weight, bias)

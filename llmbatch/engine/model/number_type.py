@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from llmbatch.engine.model.outline import BFLOAT16_GAIN, GAIN_VERSIONS
+from llmbatch.engine.model.outline import BFLOAT16_GAIN, GAIN_VERSIONS, LEAST_GAIN
 from llmbatch.engine.model.product_rates import bfloat16_rows, product_seconds
 from llmbatch.system.measurements import remembered
 
@@ -13,7 +13,7 @@ from llmbatch.system.measurements import remembered
 def fastest_type() -> torch.dtype:
     """Return the type to compute in on this processor, measured once."""
     gain = remembered(BFLOAT16_GAIN, bfloat16_gain, *GAIN_VERSIONS)
-    return torch.bfloat16 if gain > 1 else torch.float32
+    return torch.bfloat16 if gain > LEAST_GAIN else torch.float32
 
 
 def bfloat16_gain() -> float:

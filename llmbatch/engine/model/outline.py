@@ -32,6 +32,7 @@ HOST_RUNNING: Final = 512  # sequences in flight, likewise
 LAYER_BITS: Final[dict[LayerType | None, int]] = {"int8": 8, "int4": 4}  # of integers, which processors multiply
 LAYER_BYTES: Final[dict[LayerType, float]] = {"int8": 1.0, "int4": 0.625, "fp8": 1.0}  # of a weight, with its scales
 BFLOAT16_GAIN: Final = "bfloat16"  # the name of what is measured to choose a type
+LEAST_GAIN: Final = 0.85  # of bfloat16 where it is chosen: half the bytes are worth somewhat slower products
 GAIN_VERSIONS: Final = (version("numba"), __version__)  # of what compiles the products, and of these
 _SIMULATED: Final = "a100-80gb"  # the hardware that plans are made for where nothing is computed
 _HOST_SECONDS: Final = 5e-4  # that a job's own process takes for a step (benchmarks/rows.py)
@@ -236,7 +237,7 @@ def _element(dtype: DType) -> NamedType | None:
         gain = recalled(BFLOAT16_GAIN, *GAIN_VERSIONS)
         if gain is None:
             return None
-        dtype = "bfloat16" if gain > 1 else "float32"
+        dtype = "bfloat16" if gain > LEAST_GAIN else "float32"
     if dtype in ("float16", "fp8"):
         return None
     return NamedType("float32", 4) if dtype == "float32" else NamedType("bfloat16", 2)
