@@ -38,7 +38,7 @@ from llmbatch.kernels.cpu.blocks import BLOCK_ROWS, HIGH, LOW, POSITION, ROW, SE
 from llmbatch.kernels.cpu.dot_tiles import paged_score_tile, paged_sum_tile, score_tile, sum_tile
 from llmbatch.kernels.cpu.endings import COLUMNS, ROWS
 from llmbatch.kernels.cpu.layout import UNIT, Pages
-from llmbatch.kernels.cpu.numerics import FASTMATH, exp32, narrow
+from llmbatch.kernels.cpu.numerics import FASTMATH, as_row, exp32, narrow
 from llmbatch.kernels.cpu.pages import clear_last, find_units, gather_keys, gather_values, values_width, widen_tile
 from llmbatch.kernels.cpu.pointers import address_of, caller
 from llmbatch.kernels.cpu.softmax import NOTHING, TILE, softmax
@@ -60,7 +60,7 @@ def _begin_rows(query: Any, row: int, column: int, width: int, group: int, first
         begin = column + r % group * width
         source, q, acc = query[row + r // group, begin : begin + width], s.q[first + r], s.acc[first + r]
         for d in range(q.size):
-            q[d] = source[d]
+            q[d] = as_row(source[d], q[d])
         for d in range(acc.size):
             acc[d] = np.float32(0.0)
         s.highest[first + r] = np.float32(NOTHING)
@@ -71,9 +71,9 @@ def _begin_rows(query: Any, row: int, column: int, width: int, group: int, first
 def _bring_keys(pages: Any, table: Any, head: int, low: int, high: int, in_place: bool, s: Any, place: int) -> None:
     """Copy the keys [low, high) and their values, or what cannot be read in place of them; `place` is their units'."""
     n = high - low
-    odd = s.q.itemsize == 2 and n % 2 == 1
-    if pages.memory.itemsize < s.q.itemsize:
-        widen_tile(pages, s.q, n, s.units, place, 1 - place, s.keys, s.values)
+    odd = s.numbers.itemsize == 2 and n % 2 == 1
+    if pages.memory.itemsize < s.numbers.itemsize:
+        widen_tile(pages, s.numbers, n, s.units, place, 1 - place, s.keys, s.values)
         if odd:
             clear_last(s.values, n)
     elif not in_place:
@@ -94,7 +94,7 @@ def _score(like: Any, at: Addresses, r: int, some: int, n: int, key_stride: int,
 
     `key_stride` is a page's, or 0 for copied keys; `units` and `ahead` are those of this tile and of the next.
     """
-    q, words = at.q + r * at.q_stride, at.q_stride // 4
+    q, words = at.q + r * at.q_stride, at.words
     for column in range(0, n, COLUMNS):
         out, unit = at.scores + 4 * column, 8 * (column // UNIT)
         if key_stride > 0:
@@ -148,9 +148,9 @@ def _attend_run(
 ) -> int:  # fmt: skip  # arguments in groups
     """Take the rows of a run through its keys; `place` is that of its first units, the following run's is returned."""
     whole = pages.size % UNIT == 0 and pages.width % COLUMNS == 0
-    in_place = whole and pages.memory.itemsize == s.q.itemsize
+    in_place = whole and pages.memory.itemsize == s.numbers.itemsize
     key_stride, value_stride = (4 * pages.size, 4 * values_width(pages)) if in_place else (0, 0)
-    q, pack = s.q, 4 // s.q.itemsize
+    q, pack = s.q, 4 // s.numbers.itemsize
     to_exponent = _LOG2E * (np.float32(1.0) if softcap > 0.0 else scale)
     low, end, start = run[LOW], run[HIGH], run[POSITION]
     first, last = run[TOKEN] * group, (run[TOKEN] + run[TOKENS]) * group
@@ -185,11 +185,11 @@ def _attend_run(
 @compiled(nogil=True)
 def _attend_share(
     query: Any, out: Any, pages: Any, tables: Any, slots: Any, blocks: Any, begin: int, end: int,
-    group: int, scale: np.float32, window: int, softcap: np.float32, sinks: Any,
+    group: int, scale: np.float32, window: int, softcap: np.float32, sinks: Any, like: Any,
 ) -> None:  # fmt: skip  # arguments in groups
     """Attend in the pairs [begin, end) of a block and a KV head."""
     heads, width, runs = pages.memory.shape[1], pages.width, blocks.runs
-    s = make_scratch(query, pages, max(1, BLOCK_ROWS // group) * group)
+    s = make_scratch(query, like, pages, max(1, BLOCK_ROWS // group) * group)
     at, unit = addresses_of(s), np.float32(1.0) if softcap > 0.0 else scale  # of scores
     place = 0
     for item in range(begin, end):
@@ -221,8 +221,8 @@ def _attend_share(
                 )  # fmt: skip  # arguments in groups
 
 
-def _types(element: Any, kept: Any) -> tuple[Any, ...]:
-    """Return the types that `_attend_share` takes, by those of the numbers of its query and of its pages."""
+def _types(element: Any, kept: Any, rows: Any) -> tuple[Any, ...]:
+    """Return the types that `_attend_share` takes, by those of its query, its pages and the rows of its products."""
     memory = types.Array(element, 2, "C")
     line, whole, single = types.Array(types.int32, 1, "C"), types.int64, types.float32
     wholes = {n: types.Array(whole, n, "C") for n in (1, 2)}
@@ -230,17 +230,20 @@ def _types(element: Any, kept: Any) -> tuple[Any, ...]:
     blocks = types.NamedTuple((wholes[2], wholes[1], wholes[1]), Blocks)  # type: ignore[no-untyped-call]
     return (
         memory, memory, pages, types.Array(types.int32, 2, "C"), line, blocks, whole, whole,
-        whole, single, whole, single, types.Array(single, 1, "C"),
+        whole, single, whole, single, types.Array(single, 1, "C"), types.Array(rows, 2, "C"),
     )  # fmt: skip  # arguments in groups
 
 
 @cache
-def block_code(dtype: np.dtype[Any], kept: np.dtype[Any]) -> int:
-    """Return the address of the code of a worker's blocks, for `attend_blocks`, by the types of queries and pages."""
-    return address_of(_attend_share, _types(from_dtype(dtype), from_dtype(kept)))
+def block_code(dtype: np.dtype[Any], kept: np.dtype[Any], rows: np.dtype[Any]) -> int:
+    """Return the address of the code of a worker's blocks, for `attend_blocks`.
+
+    By the types of queries, of pages, and of the rows of products (`attend`).
+    """
+    return address_of(_attend_share, _types(from_dtype(dtype), from_dtype(kept), from_dtype(rows)))
 
 
-_call_blocks = caller(lambda query, _, pages, *rest: _types(query.dtype, pages[0].dtype))
+_call_blocks = caller(lambda query, _, pages, *rest: _types(query.dtype, pages[0].dtype, rest[-1].dtype))
 
 
 def attend(
@@ -255,6 +258,8 @@ def attend(
     window: int,
     softcap: float,
     sinks: NDArray[np.float32],
+    *,
+    rows: np.dtype[Any] | None = None,
 ) -> None:
     """Attend every query row over the pages of its sequence, into `out`.
 
@@ -262,23 +267,24 @@ def attend(
     `query` is [tokens, >= heads * group * width], its first columns the rotated queries, head by head; `out` is
     [tokens, heads * group * width]. Float32, or uint16 holding bfloat16. Sequence i reads the pages tables[slots[i]];
     the `blocks` are those of `cut_blocks`. A `window` or `softcap` of 0 means none, and so do `sinks` [heads * group]
-    of size 0.
+    of size 0. Products take `rows` of the query's type, or widened ones of bfloat16 (uint32), as `tile_code` says.
     """
+    like: NDArray[Any] = np.empty((0, 0), rows or query.dtype)
     attend_blocks(
-        query, out, pages, tables, slots, blocks, group, np.float32(scale), window, np.float32(softcap), sinks,
-        block_code(query.dtype, pages.memory.dtype),
+        query, out, pages, tables, slots, blocks, group, np.float32(scale), window, np.float32(softcap), sinks, like,
+        block_code(query.dtype, pages.memory.dtype, like.dtype),
     )  # fmt: skip  # arguments in groups
 
 
 @compiled(parallel=True, nogil=True)
 def attend_blocks(
     query: Any, out: Any, pages: Any, tables: Any, slots: Any, blocks: Any, group: int, scale: np.float32,
-    window: int, softcap: np.float32, sinks: Any, code: int,
+    window: int, softcap: np.float32, sinks: Any, like: Any, code: int,
 ) -> None:  # fmt: skip  # arguments in groups
-    """Attend as `attend` says; `code` is that of `block_code`."""
+    """Attend as `attend` says; `like` has the type of its rows, and `code` is that of `block_code`."""
     for worker in prange(blocks.bounds.size - 1):
         arguments = (
             query, out, pages, tables, slots, blocks, blocks.bounds[worker], blocks.bounds[worker + 1],
-            group, scale, window, softcap, sinks,
+            group, scale, window, softcap, sinks, like,
         )  # fmt: skip  # arguments in groups
         _call_blocks(code, arguments)

@@ -15,8 +15,9 @@ from llmbatch.kernels.cpu.softmax import TILE
 class Scratch(NamedTuple):
     """What a worker computes with, for a block after the other."""
 
-    q: Any  # [rows, width]
-    weights: Any  # [ROWS, TILE] of a tile of keys
+    numbers: Any  # [0] like those of queries, keys and values
+    q: Any  # [rows, width] as products take them
+    weights: Any  # [ROWS, TILE] of a tile of keys, likewise
     scores: Any  # [ROWS, TILE] likewise, float32
     acc: Any  # [rows, padded width] sums of values so far, float32
     highest: Any  # [rows] score so far
@@ -28,11 +29,11 @@ class Scratch(NamedTuple):
 
 
 @compiled(nogil=True)
-def make_scratch(query: Any, pages: Any, rows: int) -> Scratch:
-    """Make the arrays for blocks of so many rows, like those of `query` and over such pages."""
+def make_scratch(query: Any, like: Any, pages: Any, rows: int) -> Scratch:
+    """Make the arrays for blocks of so many rows, with products of rows of `like`, over such pages."""
     pack, padded = 4 // query.itemsize, (pages.width + COLUMNS - 1) // COLUMNS * COLUMNS
     return Scratch(
-        np.empty((rows, pages.width), query.dtype), np.empty((ROWS, TILE), query.dtype),
+        np.empty(0, query.dtype), np.empty((rows, pages.width), like.dtype), np.empty((ROWS, TILE), like.dtype),
         np.empty((ROWS, TILE), np.float32), np.empty((rows, padded), np.float32),
         np.empty(rows, np.float32), np.empty(rows, np.float32), np.empty(rows, np.float32),
         np.empty((pages.width // pack, TILE + UNIT), np.uint32), np.empty((TILE // pack, padded), np.uint32),
@@ -45,6 +46,7 @@ class Addresses(NamedTuple):
 
     q: int
     q_stride: int
+    words: int  # of a key
     weights: int
     weight_stride: int
     scores: int
@@ -64,7 +66,7 @@ class Addresses(NamedTuple):
 def addresses_of(s: Any) -> Addresses:
     """Find the addresses of a `Scratch`."""
     return Addresses(
-        s.q.ctypes.data, s.q.shape[1] * s.q.itemsize, s.weights.ctypes.data, TILE * s.weights.itemsize,
+        s.q.ctypes.data, s.q.shape[1] * s.q.itemsize, s.keys.shape[0], s.weights.ctypes.data, TILE * s.weights.itemsize,
         s.scores.ctypes.data, s.acc.ctypes.data, 4 * s.acc.shape[1],
         s.highest.ctypes.data, s.total.ctypes.data, s.alpha.ctypes.data,
         s.keys.ctypes.data, 4 * s.keys.shape[1], s.values.ctypes.data,

@@ -79,6 +79,7 @@ class Buffers(NamedTuple):
     inner: NDArray[Any]  # [tokens, columns of the MLP]
     converted: NDArray[Any]  # [tokens, numbers of the widest input of a product, or 0] where products take other ones
     scales: NDArray[np.float32]  # [tokens, or 0] of its rows, if they are integers
+    attention: NDArray[Any]  # [tokens, 0] like the rows of attention's products
 
 
 @compiled(parallel=True, fastmath={"contract"}, nogil=True)
@@ -166,7 +167,7 @@ def run_layers(layers: Any, step: Any, memory: NDArray[Any], page_size: int, buf
             buffers.packed, buffers.attended, pages, step.tables, step.slots,
             Blocks(step.runs, step.firsts, step.bounds[cut]), layers.query_heads // memory.shape[2],
             layers.scales[layer], layers.windows[layer], layers.softcaps[layer], layers.sinks[layer],
-            layers.codes[ATTENTION],
+            buffers.attention, layers.codes[ATTENTION],
         )  # fmt: skip  # arguments in groups
         _leave_branch(layers, layer, OUT, 1, buffers.attended, buffers, workers)
         _enter_branch(layers, layer, 2, buffers)

@@ -89,7 +89,7 @@ class ValueUnits(Operand):
     """
 
     def __init__(self, element: str) -> None:
-        self._shift = 2 if element == v.BFLOAT16 else 3  # of the rows of a unit
+        self._shift = 3 if element == v.FLOAT32 else 2  # of the rows of a unit
 
     def load(self, builder: Any, index: Any) -> list[Any]:
         """Write the code that loads the two registers of a step."""

@@ -42,9 +42,21 @@ def narrow(x: Any, like: Any) -> Any:
     raise NotImplementedError("for compiled code only")
 
 
+def as_row(x: Any, like: Any) -> Any:
+    """Convert an element of memory to one like `like`: itself, or bfloat16 to the bits of a float32 (uint32)."""
+    raise NotImplementedError("for compiled code only")
+
+
 def magnitude(x: Any) -> Any:
     """Return the bits of an element of memory without the sign: they order as absolute values do, NaN above all."""
     raise NotImplementedError("for compiled code only")
+
+
+@overload(as_row, inline="always", strict=False)
+def _as_row(x: types.Type, like: types.Type) -> Any:
+    if x == like:
+        return lambda x, like: x
+    return lambda x, like: np.uint32(np.uint32(x) << np.uint32(16))
 
 
 @overload(magnitude, inline="always", strict=False)

@@ -36,8 +36,7 @@ def _softmax(
     alpha: Any,
 ) -> Any:  # fmt: skip  # arguments in groups
     element = v.element_of(like)
-
-    size = 4 if element == v.FLOAT32 else 2
+    size = 2 if element == v.BFLOAT16 else 4
 
     def build(_context: Any, builder: Any, _sig: Any, values: Any) -> Any:
         _, scores, weights, begin, end, scale, highest, total, alpha = values

@@ -174,7 +174,7 @@ def upper_half(builder: Any, pairs: Any) -> Any:
 
 def narrow(builder: Any, value: Any, element: str) -> Any:
     """Round a vector of float32 to the numbers that memory holds."""
-    if element == FLOAT32:
+    if element in (FLOAT32, WIDENED):
         return value
     if HAS_BFLOAT16:
         return builder.fptrunc(value, _BFLOATS)

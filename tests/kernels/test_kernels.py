@@ -141,6 +141,7 @@ def check_attention(
     softcap: float = 0.0,
     with_sinks: bool = False,
     bfloat16: bool = False,
+    widened: bool = False,
     workers: int = 3,
     seed: int = 0,
 ) -> None:
@@ -177,7 +178,8 @@ def check_attention(
     scale = width**-0.5
     sinks = rng.standard_normal(heads * group if with_sinks else 0).astype(np.float32)
     pages = Pages(with_memory_behind(memory), width, page_size)
-    attend(query, out, pages, tables, slots, cut, group, scale, window, softcap, sinks)
+    products = np.dtype(np.uint32) if widened else None
+    attend(query, out, pages, tables, slots, cut, group, scale, window, softcap, sinks, rows=products)
     got = to_float64(out).reshape(len(query), heads, group, width)
     asked = to_float64(query)[:, : heads * group * width].reshape(got.shape)
     for i, (start, count) in enumerate(sequences):
@@ -194,6 +196,12 @@ MIXED = [(0, 1), (5, 1), (63, 1), (64, 1), (200, 1), (0, 70), (0, 129), (33, 40)
 @pytest.mark.parametrize("page_size", [1, 4, 8, 16, 24, 64])
 def test_attention_reads_pages_of_any_size(page_size: int, bfloat16: bool) -> None:
     check_attention(MIXED, page_size=page_size, bfloat16=bfloat16)
+
+
+@pytest.mark.parametrize("page_size", [1, 8, 24])
+@pytest.mark.parametrize("window", [0, 12])
+def test_attention_may_widen_bfloat16(window: int, page_size: int) -> None:
+    check_attention(MIXED, page_size=page_size, window=window, with_sinks=True, bfloat16=True, widened=True)
 
 
 @pytest.mark.parametrize("page_size", [4, 8, 16])
@@ -286,14 +294,15 @@ def shared_step(
     return placed, slots, starts, counts
 
 
-@pytest.mark.parametrize("bfloat16", [False, True])
+@pytest.mark.parametrize("rows", [np.float32, np.uint16, np.uint32])
 @pytest.mark.parametrize("page_size", [4, 8, 24])
 @pytest.mark.parametrize("prefixes", [[(9, 300)], [(5, 130), (1, 50), (70, 640)], [(4, 128), (3, 500)]])
 def test_decodes_that_share_a_prefix_get_what_each_gets_alone(
-    prefixes: list[tuple[int, int]], page_size: int, bfloat16: bool
+    prefixes: list[tuple[int, int]], page_size: int, rows: type
 ) -> None:
     """To the last bit: answers depend on nothing that happens to run beside them."""
     heads, group, width, rng = 2, 3, 64, np.random.default_rng(0)
+    bfloat16, none = rows is not np.float32, np.empty(0, np.float32)
     tables, slots, starts, counts = shared_step(rng, page_size, prefixes)
     shape = page_shape(int(tables.max()) + 1, heads, width, page_size, 2 if bfloat16 else 1)
     memory = rng.standard_normal(shape).astype(np.float32)
@@ -306,7 +315,7 @@ def test_decodes_that_share_a_prefix_get_what_each_gets_alone(
         cut = cut_blocks(tables, slots, starts, counts, page_size, group, 0, 3, heads, groups)
         assert (cut.runs[:, ROW] < 0).any() == (groups is GROUPS)
         outs.append(np.empty_like(query))
-        attend(query, outs[-1], pages, tables, slots, cut, group, width**-0.5, 0, 0.0, np.empty(0, np.float32))
+        attend(query, outs[-1], pages, tables, slots, cut, group, width**-0.5, 0, 0.0, none, rows=np.dtype(rows))
     np.testing.assert_array_equal(outs[0], outs[1])
 
 

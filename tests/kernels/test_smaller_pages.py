@@ -23,6 +23,7 @@ from tests.kernels.test_kernels import (
 )
 
 KINDS = [("float32", "bfloat16"), ("float32", "int8"), ("bfloat16", "int8")]  # of queries and of pages
+WIDENED = np.dtype(np.uint32)  # rows of products, beside bfloat16
 ELEMENTS: dict[str, Any] = {"float32": np.float32, "bfloat16": np.uint16, "int8": np.uint8}
 PACKS = {"bfloat16": 2, "int8": INT8_PACK}
 NOTHING: Array = np.empty(0, np.float32)
@@ -105,6 +106,7 @@ def check(
     group: int = 3,
     width: int = 16,
     window: int = 0,
+    widened: bool = False,
 ) -> None:
     starts, counts = (np.array(column, np.int32) for column in zip(*sequences, strict=True))
     kept = Kept(kinds, starts + counts, heads=heads, width=width, page_size=page_size)
@@ -113,7 +115,8 @@ def check(
     query = as_kind(rng.standard_normal((int(counts.sum()), heads * group * width)).astype(np.float32), kinds[0])
     out = np.empty_like(query)
     cut = cut_blocks(kept.tables, slots, starts, counts, page_size, group, window, 2, heads, GROUPS)
-    attend(query, out, kept.pages, kept.tables, slots, cut, group, width**-0.5, window, 0.0, NOTHING)
+    products = WIDENED if widened else None
+    attend(query, out, kept.pages, kept.tables, slots, cut, group, width**-0.5, window, 0.0, NOTHING, rows=products)
     got, asked = (to_float64(x).reshape(len(query), heads, group, width) for x in (out, query))
     rows = np.cumsum(counts) - counts
     tolerance = 2e-2 if kinds == ("float32", "int8") or kinds[0] == "bfloat16" else 1e-5
@@ -136,6 +139,10 @@ def test_attention_computes_with_what_pages_hold(kinds: tuple[str, str], page_si
 @pytest.mark.parametrize(("heads", "group", "width"), [(1, 1, 64), (3, 3, 64), (2, 8, 128), (1, 1, 80), (1, 7, 24)])
 def test_any_number_and_size_of_heads(kinds: tuple[str, str], heads: int, group: int, width: int) -> None:
     check(kinds, [(0, 1), (100, 1), (9, 30)], page_size=8, heads=heads, group=group, width=width)
+
+
+def test_int8_meets_widened_rows() -> None:
+    check(("bfloat16", "int8"), [(0, 1), (100, 1), (9, 30)], page_size=8, width=64, widened=True)
 
 
 @settings(max_examples=25, deadline=None)

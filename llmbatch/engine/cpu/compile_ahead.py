@@ -49,5 +49,6 @@ def main(dtype: str, kv_cache_dtype: str) -> None:
     tile_codes(_ELEMENTS[dtype] if dtype == "float32" else bfloat16_rows())
     if dtype in _ROWS:
         tile_codes(_ROWS[dtype])
-    block_code(_ELEMENTS[dtype], _KEPT.get(kv_cache_dtype, _ELEMENTS[dtype]))
+    element = _ELEMENTS[dtype]
+    block_code(element, _KEPT.get(kv_cache_dtype, element), element if dtype == "float32" else bfloat16_rows())
     mark.touch()

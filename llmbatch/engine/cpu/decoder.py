@@ -14,6 +14,7 @@ from llmbatch.engine.cpu.attention import CpuAttention
 from llmbatch.engine.cpu.layer_forms import LayerParts, products_of
 from llmbatch.engine.cpu.linear import PackedWeight
 from llmbatch.engine.cpu.memory import as_array
+from llmbatch.engine.model.product_rates import bfloat16_rows
 from llmbatch.kernels.cpu.attention import block_code
 from llmbatch.kernels.cpu.blocks import join_blocks
 from llmbatch.kernels.cpu.decoder import ATTENTION, GATE_UP, OUT, QKV, Buffers, Layers, LayerStep, run_layers
@@ -92,7 +93,7 @@ class Decoder:
         arguments = self._layers, layer_step, memory, step.pages.page_size, buffers, threads
         if self._kept != memory.dtype:
             compile_for(run_layers, arguments)  # first, since another process may be compiling attention
-            self._layers.codes[ATTENTION] = block_code(buffers.packed.dtype, memory.dtype)
+            self._layers.codes[ATTENTION] = block_code(buffers.packed.dtype, memory.dtype, buffers.attention.dtype)
             self._kept = memory.dtype
         run_layers(*arguments)
         return residual.to(self._dtype)[None]
@@ -144,6 +145,7 @@ class Decoder:
             inner=np.empty((tokens, columns[GATE_UP] // 2), element),
             converted=converted,
             scales=np.empty(tokens if converted.size else 0, np.float32),
+            attention=np.empty((tokens, 0), bfloat16_rows() if element == np.uint16 else element),
         )
 
 
