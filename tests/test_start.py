@@ -313,7 +313,7 @@ def test_what_was_compiled_ahead_is_what_a_job_calls() -> None:
     )
     calls = (
         "compile_ahead.main('float32', 'auto')",
-        "f4 = np.dtype('f4'); attention.block_code(f4, f4, f4); products.tile_codes(f4)",
+        "f4 = np.dtype('f4'); attention.block_code(f4, f4, f4, f4); products.tile_codes(f4)",
     )
     for call in calls:
         command = [sys.executable, "-c", program.format(call)]

@@ -221,29 +221,28 @@ def _attend_share(
                 )  # fmt: skip  # arguments in groups
 
 
-def _types(element: Any, kept: Any, rows: Any) -> tuple[Any, ...]:
-    """Return the types that `_attend_share` takes, by those of its query, its pages and the rows of its products."""
-    memory = types.Array(element, 2, "C")
+def _types(element: Any, result: Any, kept: Any, rows: Any) -> tuple[Any, ...]:
+    """Return the types that `_attend_share` takes, by those of query, result, pages and the rows of its products."""
     line, whole, single = types.Array(types.int32, 1, "C"), types.int64, types.float32
     wholes = {n: types.Array(whole, n, "C") for n in (1, 2)}
     pages = types.NamedTuple((types.Array(kept, 4, "C"), whole, whole), Pages)  # type: ignore[no-untyped-call]
     blocks = types.NamedTuple((wholes[2], wholes[1], wholes[1]), Blocks)  # type: ignore[no-untyped-call]
     return (
-        memory, memory, pages, types.Array(types.int32, 2, "C"), line, blocks, whole, whole,
-        whole, single, whole, single, types.Array(single, 1, "C"), types.Array(rows, 2, "C"),
+        types.Array(element, 2, "C"), types.Array(result, 2, "C"), pages, types.Array(types.int32, 2, "C"), line,
+        blocks, whole, whole, whole, single, whole, single, types.Array(single, 1, "C"), types.Array(rows, 2, "C"),
     )  # fmt: skip  # arguments in groups
 
 
 @cache
-def block_code(dtype: np.dtype[Any], kept: np.dtype[Any], rows: np.dtype[Any]) -> int:
+def block_code(dtype: np.dtype[Any], result: np.dtype[Any], kept: np.dtype[Any], rows: np.dtype[Any]) -> int:
     """Return the address of the code of a worker's blocks, for `attend_blocks`.
 
-    By the types of queries, of pages, and of the rows of products (`attend`).
+    By the types of queries, of results, of pages, and of the rows of products (`attend`).
     """
-    return address_of(_attend_share, _types(from_dtype(dtype), from_dtype(kept), from_dtype(rows)))
+    return address_of(_attend_share, _types(*map(from_dtype, (dtype, result, kept, rows))))
 
 
-_call_blocks = caller(lambda query, _, pages, *rest: _types(query.dtype, pages[0].dtype, rest[-1].dtype))
+_call_blocks = caller(lambda query, out, pages, *rest: _types(query.dtype, out.dtype, pages[0].dtype, rest[-1].dtype))
 
 
 def attend(
@@ -272,7 +271,7 @@ def attend(
     like: NDArray[Any] = np.empty((0, 0), rows or query.dtype)
     attend_blocks(
         query, out, pages, tables, slots, blocks, group, np.float32(scale), window, np.float32(softcap), sinks, like,
-        block_code(query.dtype, pages.memory.dtype, like.dtype),
+        block_code(query.dtype, out.dtype, pages.memory.dtype, like.dtype),
     )  # fmt: skip  # arguments in groups
 
 

@@ -69,7 +69,10 @@ class LayerStep(NamedTuple):
 
 
 class Buffers(NamedTuple):
-    """Activations of a step, of the type of the weights unless said otherwise."""
+    """Activations of a step, of the type of the weights unless said otherwise.
+
+    Those that products take are float32 where rows of bfloat16 are widened: so nothing is converted.
+    """
 
     residual: NDArray[np.float32]  # [tokens, hidden rounded up to panels]
     branch: NDArray[np.float32]  # likewise, what a norm takes before it is added

@@ -48,11 +48,14 @@ class Operand:
 
 
 class PrefetchedOperand(Operand):
-    """B as it lies in memory; each step prefetches a line of what is read later."""
+    """B as it lies in memory; each step prefetches what is read later."""
 
     def load(self, builder: Any, index: Any) -> list[Any]:
         """Write the code that loads the two registers of a step."""
-        v.prefetch(builder, builder.add(self._tile.ahead, builder.mul(index, self._tile.ahead_stride)))
+        stride = self._tile.ahead_stride  # of two lines, where a tile prefetches all by itself
+        later = builder.add(self._tile.ahead, builder.mul(index, stride))
+        v.prefetch(builder, later)
+        v.prefetch(builder, builder.add(later, builder.lshr(stride, v.constant(1))))
         return super().load(builder, index)
 
 
@@ -189,5 +192,5 @@ paged_sum_tile: Final = make_tile(ValueUnits, lambda _: Rescale())
 store_tile: Final = make_tile(lambda _: PrefetchedOperand(), lambda element: Store(v.result_of(element)))
 float_tile: Final = make_tile(lambda _: PrefetchedOperand(), lambda _: Store(v.FLOAT32))
 add_tile: Final = make_tile(lambda _: PrefetchedOperand(), lambda _: Add())
-silu_tile: Final = make_tile(lambda _: PrefetchedOperand(), lambda element: Gate(v.result_of(element), SILU))
-gelu_tile: Final = make_tile(lambda _: PrefetchedOperand(), lambda element: Gate(v.result_of(element), GELU_TANH))
+silu_tile: Final = make_tile(lambda _: PrefetchedOperand(), lambda element: Gate(v.gated_of(element), SILU))
+gelu_tile: Final = make_tile(lambda _: PrefetchedOperand(), lambda element: Gate(v.gated_of(element), GELU_TANH))

@@ -4,9 +4,9 @@ A weight [columns, width] is packed once into panels of `COLUMNS` columns: word 
 columns of the panel side by side, so that a tile reads memory in order (`dot_tiles`). A product is cut into tasks of a
 panel and up to `_BLOCK` rows, and each worker gets a run of them: within a block of rows it goes from panel to panel,
 so its rows stay in the second cache and each panel is read once for all rows of the block. While the tiles of a panel
-are computed the next panel is prefetched, an equal part with each, so that memory and arithmetic work side by side.
-That takes two tiles: one would wait for memory behind its arithmetic. So more rows than `rows_of_one_tile` are two. The
-last panel of a worker has the first of the next product beside it.
+are computed the next panel is prefetched, an equal part with each, so that memory and arithmetic work side by side. The
+last panel of a worker has the first of the next product beside it. A tile that is alone reads its panel once: it
+prefetches what it reads itself, some distance ahead.
 
 The gated product has its own order of columns: each panel holds a register of the gate's and the same of the other
 side's, which meet in the tile's ending.
@@ -31,7 +31,7 @@ from llmbatch.kernels.cpu.pointers import address_of, caller
 from llmbatch.kernels.spec import GELU_TANH, SILU
 
 _BLOCK: Final = 240  # rows that a worker takes from panel to panel
-_AHEAD: Final = 2048  # bytes of a panel that are prefetched before they are read, where it is read once
+_AHEAD: Final = 8192  # bytes of a panel that are prefetched before they are read, where it is read once
 STORE, STORE_FLOAT, ADD = "store", "store float32", "add"
 
 
@@ -90,7 +90,7 @@ def tile_code(ending: str | int, element: np.dtype[Any]) -> int:
     """Return the address of a product's tiles: `STORE`, `STORE_FLOAT`, `ADD`, or an activation for a gated product.
 
     `element`: float32, uint16 for bfloat16, uint32 for that with rows of float32, uint8 for int8, int8 for int4.
-    Results are float32 of float32, and bfloat16 of others.
+    Results are float32 of float32, and bfloat16 of others; gated ones are float32 of uint32, too.
     """
     return address_of(_ENDINGS[ending], _tile_types(types.NumberClass(from_dtype(element))))
 
@@ -102,7 +102,7 @@ def tile_codes(element: np.dtype[Any]) -> dict[str | int, int]:
 
 def rows_of_one_tile(element: np.dtype[Any]) -> int:
     """Return how many rows are one tile at most, which `multiply` is told; `element` as for `tile_code`."""
-    return 1 if element == np.dtype(np.int8) else ROWS // 2
+    return 1 if element == np.dtype(np.int8) else ROWS
 
 
 @compiled(parallel=True, nogil=True)

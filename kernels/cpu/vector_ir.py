@@ -70,6 +70,11 @@ def result_of(element: str) -> str:
     return FLOAT32 if element == FLOAT32 else BFLOAT16
 
 
+def gated_of(element: str) -> str:
+    """Return the numbers in which gated products of `element` are stored: the next product takes them."""
+    return FLOAT32 if element in (FLOAT32, WIDENED) else BFLOAT16
+
+
 def constant(value: int) -> Any:
     """Make an int64."""
     return ir.Constant(INT64, value)

@@ -50,5 +50,7 @@ def main(dtype: str, kv_cache_dtype: str) -> None:
     if dtype in _ROWS:
         tile_codes(_ROWS[dtype])
     element = _ELEMENTS[dtype]
-    block_code(element, _KEPT.get(kv_cache_dtype, element), element if dtype == "float32" else bfloat16_rows())
+    rows = element if dtype == "float32" else bfloat16_rows()
+    result = _ELEMENTS["float32"] if rows == WIDENED and dtype not in _ROWS else element
+    block_code(element, result, _KEPT.get(kv_cache_dtype, element), rows)
     mark.touch()

@@ -14,7 +14,7 @@ from llmbatch.engine.cpu.attention import CpuAttention
 from llmbatch.engine.cpu.layer_forms import LayerParts, products_of
 from llmbatch.engine.cpu.linear import PackedWeight
 from llmbatch.engine.cpu.memory import as_array
-from llmbatch.engine.model.product_rates import bfloat16_rows
+from llmbatch.engine.model.product_rates import WIDENED, bfloat16_rows
 from llmbatch.kernels.cpu.attention import block_code
 from llmbatch.kernels.cpu.blocks import join_blocks
 from llmbatch.kernels.cpu.decoder import ATTENTION, GATE_UP, OUT, QKV, Buffers, Layers, LayerStep, run_layers
@@ -93,7 +93,9 @@ class Decoder:
         arguments = self._layers, layer_step, memory, step.pages.page_size, buffers, threads
         if self._kept != memory.dtype:
             compile_for(run_layers, arguments)  # first, since another process may be compiling attention
-            self._layers.codes[ATTENTION] = block_code(buffers.packed.dtype, memory.dtype, buffers.attention.dtype)
+            self._layers.codes[ATTENTION] = block_code(
+                buffers.packed.dtype, buffers.attended.dtype, memory.dtype, buffers.attention.dtype
+            )
             self._kept = memory.dtype
         run_layers(*arguments)
         return residual.to(self._dtype)[None]
@@ -133,16 +135,17 @@ class Decoder:
         first, element = self._packed[0], as_array(torch.empty(0, dtype=self._dtype)).dtype
         columns = [len(weight.panels) * COLUMNS for weight in first]
         kind = first[QKV].row_type
+        wide = np.dtype(np.float32) if kind == WIDENED else element  # of what products take
         converted: NDArray[Any] = np.empty((tokens, 0), np.uint8)
-        if kind in CONVERTERS:
+        if kind in CONVERTERS and kind != WIDENED:
             converted = np.empty((tokens, max(weight.row_bytes for weight in first) // kind.itemsize), kind)
         return Buffers(
             residual=np.zeros((tokens, columns[OUT]), np.float32),
             branch=np.empty((tokens, columns[OUT]), np.float32),
-            normed=np.empty((tokens, self._hidden), element),
+            normed=np.empty((tokens, self._hidden), wide),
             packed=np.empty((tokens, columns[QKV]), element),
-            attended=np.empty((tokens, self._spec.query_heads * self._spec.width), element),
-            inner=np.empty((tokens, columns[GATE_UP] // 2), element),
+            attended=np.empty((tokens, self._spec.query_heads * self._spec.width), wide),
+            inner=np.empty((tokens, columns[GATE_UP] // 2), wide),
             converted=converted,
             scales=np.empty(tokens if converted.size else 0, np.float32),
             attention=np.empty((tokens, 0), bfloat16_rows() if element == np.uint16 else element),
