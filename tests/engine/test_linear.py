@@ -9,7 +9,7 @@ from torch import nn
 
 from llmbatch.engine.cpu import linear
 from llmbatch.engine.cpu.linear import PackedLinear, pack_linears
-from llmbatch.engine.model.product_rates import bfloat16_rows
+from llmbatch.engine.model.number_type import bfloat16_rows
 from llmbatch.kernels.cpu.vector_ir import HAS_INT8
 
 

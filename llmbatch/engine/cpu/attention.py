@@ -11,9 +11,9 @@ import torch
 from numpy.typing import NDArray
 
 from llmbatch.engine.cpu.memory import as_array, huge_pages
+from llmbatch.engine.model.number_type import bfloat16_rows
 from llmbatch.engine.model.ops import pack_heads
 from llmbatch.engine.model.outline import KVType
-from llmbatch.engine.model.product_rates import bfloat16_rows
 from llmbatch.kernels.chunks import Pieces, cut_at_chunks
 from llmbatch.kernels.cpu import fused
 from llmbatch.kernels.cpu.attention import attend

@@ -12,7 +12,7 @@ from typing import Any, Final
 import numpy as np
 
 from llmbatch.compilation.decorators import code_folder, kept
-from llmbatch.engine.model.product_rates import WIDENED, bfloat16_rows
+from llmbatch.engine.model.number_type import WIDENED, bfloat16_rows
 from llmbatch.kernels.cpu.attention import block_code
 from llmbatch.kernels.cpu.products import STORE, tile_code, tile_codes
 from llmbatch.kernels.cpu.vector_ir import HAS_BFLOAT16

@@ -12,7 +12,7 @@ from torch import nn
 
 from llmbatch.engine.cpu.memory import as_array, huge_pages
 from llmbatch.engine.model.fused_modules import join_products, replace_modules
-from llmbatch.engine.model.product_rates import bfloat16_rows
+from llmbatch.engine.model.number_type import bfloat16_rows
 from llmbatch.kernels.cpu.endings import COLUMNS
 from llmbatch.kernels.cpu.groups import group_row_bytes, group_words, pack_groups
 from llmbatch.kernels.cpu.products import CONVERTERS, STORE, STORE_FLOAT, multiply, pack, rows_of_one_tile, tile_code

@@ -98,7 +98,10 @@ def describe_model(
     if specs is None:
         size = kv_bytes(config, kv, padded=device.type == "cpu")
     else:
-        check_heads(folder, specs.values(), kv, device)
+        if device.type == "cpu":
+            check_words(folder, specs.values(), kv)
+        else:
+            check_gpu(folder, specs.values())
         size = bytes_per_token(specs.values(), kv, device)
     return ModelConfig(
         folder=folder,
@@ -122,14 +125,18 @@ def bytes_per_token(specs: Iterable[AttentionSpec], kv: KVType, device: torch.de
     return sum(pair_bytes(spec.heads, spec.width, kv, padded=padded) for spec in specs)
 
 
-def check_heads(folder: str, specs: Iterable[AttentionSpec], kv: KVType, device: torch.device) -> None:
-    """Check that the device's kernels attend as `specs` say, over such pages. Raises ModelError."""
+def check_words(folder: str, specs: Iterable[AttentionSpec], kv: KVType) -> None:
+    """Check that heads are whole words of a processor's pages. Raises ModelError."""
+    pack = 4 // kv.itemsize
     for spec in specs:
-        if device.type == "cpu":
-            if spec.width % (4 // kv.itemsize):
-                whole = f"pages of {kv.name} have words of {4 // kv.itemsize}"
-                raise unsupported(folder, f"heads of {spec.width} elements", whole, "take kv_cache_dtype='auto'")
-            continue
+        if spec.width % pack:
+            whole = f"pages of {kv.name} have words of {pack}"
+            raise unsupported(folder, f"heads of {spec.width} elements", whole, "take kv_cache_dtype='auto'")
+
+
+def check_gpu(folder: str, specs: Iterable[AttentionSpec]) -> None:
+    """Check that a GPU's kernels attend as `specs` say. Raises ModelError."""
+    for spec in specs:
         if spec.width > WIDEST:
             raise unsupported(
                 folder, f"heads of {spec.width} elements", f"on a GPU they have {WIDEST} at most", "take --device cpu"
@@ -196,7 +203,8 @@ def _element(folder: str, dtype: DType, device: torch.device) -> torch.dtype:
         return torch.float16
     from llmbatch.engine.model.number_type import fastest_type
 
-    return fastest_type()
+    found: torch.dtype = getattr(torch, fastest_type())
+    return found
 
 
 def _kv_type(folder: str, asked: KVDType, dtype: torch.dtype, device: torch.device) -> KVType:

@@ -21,7 +21,7 @@ from transformers.utils.quantization_config import Mxfp4Config
 from llmbatch.choices import KVDType
 from llmbatch.engine.model.attention_interface import NAME, survey
 from llmbatch.engine.model.checkpoints import has_weights, no_progress_bars
-from llmbatch.engine.model.config import DType, ModelConfig, check_heads, describe_model
+from llmbatch.engine.model.config import DType, ModelConfig, check_gpu, check_words, describe_model
 from llmbatch.engine.model.fused_layers import fuse_layers
 from llmbatch.engine.model.fused_modules import fuse, join_products, replace_modules
 from llmbatch.engine.model.outline import LAYER_BITS, KVType
@@ -91,7 +91,10 @@ def load_weights(described: ModelConfig, *, load_format: LoadFormat = "auto", pl
     with torch.inference_mode():
         notes = (*notes, *fix_positions(module, described.context_length))
         attention = _known_attention(described) or survey(folder, module, described.config, platform.device)
-        check_heads(folder, attention.values(), described.kv_type, platform.device)
+        if platform.is_host:
+            check_words(folder, attention.values(), described.kv_type)
+        else:
+            check_gpu(folder, attention.values())
         fuse(module, attention, described.dtype, platform.pieces)
         if not platform.is_host:
             join_products(module)
