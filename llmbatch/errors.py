@@ -19,7 +19,16 @@ from dataclasses import dataclass
 from typing import Literal
 
 ErrorKind = Literal[
-    "null_prompt", "encoding", "too_long", "template", "messages", "parameters", "engine", "timeout", "output"
+    "null_prompt",
+    "encoding",
+    "token_ids",
+    "too_long",
+    "template",
+    "messages",
+    "parameters",
+    "engine",
+    "timeout",
+    "output",
 ]
 
 

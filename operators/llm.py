@@ -67,7 +67,7 @@ def _configure(cls: type[LLMOperator], batches: tuple[Any, ...], options: dict[s
 class LLMOperator(metaclass=_Configured):
     """Answers every row of a table with a language model.
 
-    Options are keywords (all are listed in docs/options.md): `model`, one of `prompt=` (a text column),
+    Options are keywords (all are listed in docs/options.md): `model`, one of `prompt=` (text, or token ids),
     `template=` (`"Q: {question}"`) or `messages=` (a column of OpenAI messages), `chat`, `system`,
     `chat_template_kwargs`, `sampling_params` (one for all, or the name of a column), sampling parameters by name
     (`max_tokens=256`), and where and how the model is run: `order`, `device`, `kv_memory` (bytes), ...

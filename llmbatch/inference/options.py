@@ -111,7 +111,7 @@ def _taken(given: dict[str, Any], names: Mapping[str, object]) -> dict[str, Any]
 class PromptArgs(TypedDict, total=False):
     """Where prompts come from: by one of the first three."""
 
-    prompt: Annotated[str | None, Keyword("the text column that holds the prompts", metavar="COL")]
+    prompt: Annotated[str | None, Keyword("a column of prompts: text, or lists of token ids", metavar="COL")]
     template: Annotated[str | None, Keyword("a prompt made of columns: 'Q: {question}'", metavar="T")]
     messages: Annotated[str | None, Keyword("a column of OpenAI messages", metavar="COL")]
     chat: Annotated[bool, Keyword("wrap each prompt as a user message through the chat template", False)]

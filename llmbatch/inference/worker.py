@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from llmbatch.engine.model.outline import Described
+from llmbatch.engine.model.outline import Described, shape_of
 from llmbatch.engine.recorded import placeholder_texts
 from llmbatch.errors import DataError, JobError, RowError
 from llmbatch.inference.answers import (
@@ -152,6 +152,7 @@ class Worker:
             sampling_column=self.options.sampling_column,
             tokenizer=self.tokenizer,
             context_length=self.model.context_length,
+            vocabulary=shape_of(self.model).vocabulary,
             keys=keys,
             recorded_column=self.options.output_tokens,
             refused=refused,

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from llmbatch.compilation.decorators import compiled
 from llmbatch.errors import RowError
 from llmbatch.preprocess.cancel_signal import NEVER, CancelSignal
+from llmbatch.preprocess.prompt_tokens import prompt_tokens
 from llmbatch.preprocess.prompts import PromptSource
 from llmbatch.preprocess.request_batch import RequestBatch, RowRequests, gather
 from llmbatch.preprocess.sampling_params import (
@@ -36,6 +37,7 @@ def build_shard(
     sampling_column: str | None,
     tokenizer: Tokenizer,
     context_length: int,
+    vocabulary: int,
     keys: NDArray[np.uint64] | None = None,
     recorded_column: str | None = None,
     refused: Mapping[int, RowError] | None = None,
@@ -45,26 +47,19 @@ def build_shard(
 
     `sampling` holds for what `sampling_column`, if any, does not give. `keys` uint64 [rows] identify rows that are
     drawn without a seed (their positions if not given). `recorded_column` holds the tokens that a simulated engine
-    generates, null for max_tokens. `refused` rows already have errors. `cancelled` is checked again and
-    again. Raw prompts get the tokenizer's special tokens, rendered chats none. A prompt that leaves no room in a
-    context of `context_length` tokens is a row error ("too_long"); if there is less room than max_tokens, max_tokens is
-    reduced to it. Raises `InputError` for errors of the command, not of a row.
+    generates, null for max_tokens. `refused` rows already have errors. `cancelled` is checked again and again. Token
+    ids are below `vocabulary`. A prompt that leaves no room in a context of `context_length` tokens is a row error
+    ("too_long"); if there is less room than max_tokens, max_tokens is reduced to it. Raises `InputError` for errors of
+    the command, not of a row.
     """
     if sampling_column is not None:
         check_sampling_column(table.schema, sampling_column)
-    rendered = source.render(table, tokenizer, cancelled)
+    prompts = prompt_tokens(table, source, tokenizer, vocabulary, cancelled)
+    tokens, lengths = prompts.column, prompts.lengths
     column = None if sampling_column is None else table[sampling_column]
     resolved = resolve_sampling(column, sampling, rows=table.num_rows)
-    errors = {**(refused or {}), **resolved.errors, **rendered.errors}
-
-    has_text = np.array([text is not None for text in rendered.texts], np.bool_)
-    token_row = np.cumsum(has_text) - 1  # row of `tokens` that holds a table row
-    texts = [text for text in rendered.texts if text is not None]
-    made = {int(token_row[row]): spans for row, spans in rendered.made.items()}
-    tokens = tokenizer.encode(texts, not rendered.chat, made, cancelled)
-    lengths = np.zeros(table.num_rows, np.int64)
-    lengths[has_text] = np.diff(tokens.offsets)
-    for row in np.flatnonzero(has_text & (lengths == 0)).tolist():
+    errors = {**(refused or {}), **resolved.errors, **prompts.errors}
+    for row in np.flatnonzero(lengths == 0).tolist():
         errors.setdefault(row, RowError("null_prompt", "prompt has no tokens"))
     for row in np.flatnonzero(lengths >= context_length).tolist():
         errors.setdefault(
@@ -81,9 +76,9 @@ def build_shard(
     rows = np.flatnonzero(good)
     keys = np.arange(table.num_rows, dtype=np.uint64) if keys is None else keys
     recorded = _recorded(None if recorded_column is None else table[recorded_column], table.num_rows)
-    first, request_of_good = merge_equal(tokens, token_row[rows], resolved.params_index[rows], resolved.params)
+    first, request_of_good = merge_equal(tokens, rows, resolved.params_index[rows], resolved.params)
     kept = rows[first]
-    requests = _requests(tokens, token_row[kept], resolved, kept, context_length, keys[kept], recorded[kept])
+    requests = _requests(tokens, kept, resolved, context_length, keys[kept], recorded[kept])
     request_of = np.full(table.num_rows, -1, np.int32)
     request_of[rows] = request_of_good
     return RowRequests(
@@ -91,22 +86,8 @@ def build_shard(
         request_of,
         lengths.astype(np.int32),
         {row: errors[row] for row in sorted(errors)},
-        _notes(source, tokenizer, guarded=bool(made)),
+        prompts.notes,
     )
-
-
-def _notes(source: PromptSource, tokenizer: Tokenizer, *, guarded: bool) -> tuple[str, ...]:
-    notes: tuple[str, ...] = ()
-    if guarded:
-        notes += (
-            f"some rows hold text that reads like a control token of {tokenizer.name}, such as "
-            f"{tokenizer.controls.texts[0]!r}: it is taken as plain text",
-        )
-    if not source.renders_chat and tokenizer.has_chat_template:
-        notes += (
-            f"prompts are run raw although {tokenizer.name} has a chat template: use chat=True (--chat) to apply it",
-        )
-    return notes
 
 
 def merge_equal(
@@ -121,15 +102,14 @@ def merge_equal(
 
 def _requests(
     column: TokenColumn,
-    token_rows: NDArray[np.int64],
-    resolved: ResolvedSampling,
     rows: NDArray[np.int64],
+    resolved: ResolvedSampling,
     context_length: int,
     serial: NDArray[np.uint64],
     recorded: NDArray[np.int64],
 ) -> RequestBatch:
-    starts = column.offsets[token_rows]
-    lengths = column.offsets[token_rows + 1] - starts
+    starts = column.offsets[rows]
+    lengths = column.offsets[rows + 1] - starts
     tokens, offsets = gather(column.tokens, starts, lengths)
     params_index = resolved.params_index[rows]
     asked = np.array([one.max_tokens for one in resolved.params], np.int64)

@@ -14,6 +14,7 @@ from llmbatch.preprocess.chat import Message, MessagesError, parse_messages
 from llmbatch.preprocess.columns import Unreadable, find_field, is_text, nested_values, text_values
 from llmbatch.preprocess.control_tokens import Spans, free_mark
 from llmbatch.preprocess.template import Filled, Template, is_scalar
+from llmbatch.preprocess.token_ids import holds_ids
 from llmbatch.preprocess.tokenizer import Tokenizer
 
 _RESERVED_KWARGS = frozenset(
@@ -43,11 +44,11 @@ class Rendered:
 class PromptSource:
     """Where the prompts of a table come from: exactly one of `prompt`, `template` and `messages`.
 
-    `prompt` is a text column. `template` is text with column names in braces, `"Q: {question}"`; `{{` and `}}` are
-    braces, names may hold spaces and dots. `messages` is a column of message lists in OpenAI's format, as structs or as
-    JSON text, and is always rendered by the model's chat template. With `chat` the prompt or the filled template
-    becomes one user message, rendered likewise; a `system` text goes before it, and implies `chat`.
-    `chat_template_kwargs` are passed to the chat template. Raises `ParameterError`.
+    `prompt` is a column of text, or of lists of token ids, which are taken as they are. `template` is text with column
+    names in braces, `"Q: {question}"`; `{{` and `}}` are braces, names may hold spaces and dots. `messages` is a column
+    of message lists in OpenAI's format, as structs or as JSON text, and is always rendered by the model's chat
+    template. With `chat` the prompt or the filled template becomes one user message, rendered likewise; a `system` text
+    goes before it, and implies `chat`. `chat_template_kwargs` are passed to the chat template. Raises `ParameterError`.
     """
 
     prompt: str | None = None
@@ -99,10 +100,7 @@ class PromptSource:
     def check(self, schema: pa.Schema) -> None:
         """Raise `DataError` if a column is missing or its type cannot give a prompt."""
         if self.prompt is not None:
-            kind = find_field(schema, self.prompt, "prompt").type
-            if not is_text(kind) and not pa.types.is_null(kind):
-                way_out = f": the template '{{{self.prompt}}}' writes it as text" if is_scalar(kind) else ""
-                raise DataError(f"the prompt column must be text, but {self.prompt!r} is {kind}{way_out}")
+            self._check_prompt(find_field(schema, self.prompt, "prompt").type)
         elif self.messages is not None:
             kind = find_field(schema, self.messages, "messages").type
             if not is_text(kind) and not _is_messages(kind) and not pa.types.is_null(kind):
@@ -112,8 +110,30 @@ class PromptSource:
                 )
         for name in self.columns() if self.template is not None else ():
             kind = find_field(schema, name, "template").type
+            if holds_ids(kind):
+                raise DataError(
+                    f"a template writes text, but {name!r} holds lists ({kind}): token ids are given as prompt, "
+                    "without a template"
+                )
             if not is_scalar(kind) and not pa.types.is_null(kind):
                 raise DataError(f"a template column must hold text, numbers, booleans or times, but {name!r} is {kind}")
+
+    def _check_prompt(self, kind: pa.DataType) -> None:
+        if holds_ids(kind):
+            if self.renders_chat:
+                raise DataError(
+                    f"chat and system wrap a prompt of text, but {self.prompt!r} holds token ids ({kind}): "
+                    "leave chat and system out"
+                )
+        elif not is_text(kind) and not pa.types.is_null(kind):
+            way_out = f": the template '{{{self.prompt}}}' writes it as text" if is_scalar(kind) else ""
+            raise DataError(
+                f"the prompt column must be text or lists of token ids, but {self.prompt!r} is {kind}{way_out}"
+            )
+
+    def takes_ids(self, schema: pa.Schema) -> bool:
+        """Tell whether the prompts of a table are token ids."""
+        return self.prompt is not None and holds_ids(schema.field(self.prompt).type)
 
     def render(self, table: pa.Table, tokenizer: Tokenizer, cancelled: CancelSignal = NEVER) -> Rendered:
         """Render the prompt text of each row; a row that has none gets a `RowError`.

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import pyarrow as pa
 import pytest
+from transformers import AutoConfig
 
 from llmbatch import DataError, LLMOperator, ParameterError
 from llmbatch.engine.cpu.platform import HOST
@@ -136,3 +137,17 @@ def test_an_interrupted_call_does_not_spoil_the_next(operator: Any, monkeypatch:
         operator(TABLE)
     monkeypatch.undo()
     assert operator(TABLE).equals(expected)
+
+
+def test_prompts_of_token_ids_are_answered_as_their_texts(model: str, operator: Any) -> None:
+    texts = TABLE["text"].to_pylist()
+    by_ids: Any = LLMOperator(model=model, prompt="ids", max_tokens=4, kv_memory=2**24)
+    tokens = Worker.open(by_ids.options).tokenizer.encode(texts, special_tokens=True).to_arrow()
+    answered = by_ids(pa.table({"ids": tokens}))
+    assert answered["generated_text"].equals(operator(TABLE)["generated_text"])
+    vocabulary = AutoConfig.from_pretrained(model).vocab_size
+    beyond = by_ids(pa.table({"ids": [[vocabulary - 1], [vocabulary]]}))
+    assert beyond["error"].to_pylist() == [
+        None,
+        f"prompt[0] must be a token id from 0 to {vocabulary - 1}, got {vocabulary}",
+    ]

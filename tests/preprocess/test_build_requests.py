@@ -47,6 +47,7 @@ def shard_of(
         sampling_column=None if params is None else "s",
         tokenizer=tokenizer,
         context_length=context_length,
+        vocabulary=258,
     )
 
 
@@ -146,6 +147,7 @@ def test_a_missing_parameter_column_is_refused(tokenizer: Tokenizer) -> None:
             sampling_column="x",
             tokenizer=tokenizer,
             context_length=10,
+            vocabulary=258,
         )
 
 
@@ -210,6 +212,7 @@ def test_recorded_lengths_may_be_of_any_integers(tokenizer: Tokenizer) -> None:
         sampling_column=None,
         tokenizer=tokenizer,
         context_length=100,
+        vocabulary=258,
         recorded_column="n",
     )
     assert shard.requests.recorded.tolist() == [7, 3, 7]

@@ -323,6 +323,7 @@ def test_rows_with_such_texts_are_told_of_once(chatml: Tokenizer) -> None:
         sampling_column=None,
         tokenizer=chatml,
         context_length=500,
+        vocabulary=258,
     )
     assert shard.notes == (
         "some rows hold text that reads like a control token of chatml, such as '<|im_start|>': "

@@ -121,12 +121,25 @@ def test_a_source_names_the_columns_it_needs_once(source: PromptSource, columns:
         (
             PromptSource(prompt="id"),
             pa.schema({"id": pa.int64()}),
-            "the prompt column must be text, but 'id' is int64: the template '{id}' writes it as text",
+            "the prompt column must be text or lists of token ids, but 'id' is int64: "
+            "the template '{id}' writes it as text",
         ),
         (
             PromptSource(prompt="ids"),
             pa.schema({"ids": pa.list_(pa.string())}),
-            "the prompt column must be text, but 'ids' is list<item: string>",
+            "the prompt column must be text or lists of token ids, but 'ids' is list<item: string>",
+        ),
+        (
+            PromptSource(prompt="ids", system="Be brief."),
+            pa.schema({"ids": pa.list_(pa.int32())}),
+            "chat and system wrap a prompt of text, but 'ids' holds token ids (list<item: int32>): "
+            "leave chat and system out",
+        ),
+        (
+            PromptSource(template="{ids}"),
+            pa.schema({"ids": pa.large_list(pa.uint16())}),
+            "a template writes text, but 'ids' holds lists (large_list<item: uint16>): "
+            "token ids are given as prompt, without a template",
         ),
         (
             PromptSource(template="{raw}"),

@@ -1,0 +1,71 @@
+"""The tokens of each row's prompt: its token ids, or its text rendered and tokenised."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from llmbatch.errors import RowError
+from llmbatch.preprocess.cancel_signal import NEVER, CancelSignal
+from llmbatch.preprocess.prompts import PromptSource
+from llmbatch.preprocess.token_ids import read_ids
+from llmbatch.preprocess.tokenizer import TokenColumn, Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class PromptTokens:
+    """The prompts of a table."""
+
+    column: TokenColumn  # a prompt for each row
+    errors: dict[int, RowError]  # by row
+    notes: tuple[str, ...]  # for the user, a sentence each
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Tokens of each row, int64 [rows]; 0 where the prompt could not be made."""
+        return np.diff(self.column.offsets)
+
+
+def prompt_tokens(
+    table: pa.Table, source: PromptSource, tokenizer: Tokenizer, vocabulary: int, cancelled: CancelSignal = NEVER
+) -> PromptTokens:
+    """Make the tokens of each row's prompt; token ids must be below `vocabulary`.
+
+    Raw texts get the tokenizer's special tokens, rendered chats and token ids none. `cancelled` is checked again and
+    again. Raises what `PromptSource.render` raises.
+    """
+    source.check(table.schema)
+    if source.takes_ids(table.schema):
+        assert source.prompt is not None
+        ids = read_ids(table[source.prompt], "prompt", vocabulary)
+        return PromptTokens(ids.column, ids.errors, ())
+    rendered = source.render(table, tokenizer, cancelled)
+    has_text = np.array([text is not None for text in rendered.texts], np.bool_)
+    token_row = np.cumsum(has_text) - 1  # row of `tokens` that holds a table row
+    texts = [text for text in rendered.texts if text is not None]
+    made = {int(token_row[row]): spans for row, spans in rendered.made.items()}
+    tokens = tokenizer.encode(texts, not rendered.chat, made, cancelled)
+    offsets = np.zeros(table.num_rows + 1, np.int64)
+    offsets[1:][has_text] = np.diff(tokens.offsets)
+    return PromptTokens(
+        TokenColumn(tokens.tokens, np.cumsum(offsets)),
+        rendered.errors,
+        _notes(source, tokenizer, guarded=bool(made)),
+    )
+
+
+def _notes(source: PromptSource, tokenizer: Tokenizer, *, guarded: bool) -> tuple[str, ...]:
+    notes: tuple[str, ...] = ()
+    if guarded:
+        notes += (
+            f"some rows hold text that reads like a control token of {tokenizer.name}, such as "
+            f"{tokenizer.controls.texts[0]!r}: it is taken as plain text",
+        )
+    if not source.renders_chat and tokenizer.has_chat_template:
+        notes += (
+            f"prompts are run raw although {tokenizer.name} has a chat template: use chat=True (--chat) to apply it",
+        )
+    return notes
