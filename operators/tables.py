@@ -14,7 +14,6 @@ import numpy as np
 import pyarrow as pa
 
 from llmbatch.errors import DataError
-from llmbatch.inference.answers import COLUMNS
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +49,8 @@ def _converted(batch: Any) -> Batch:
     pandas, polars = sys.modules.get("pandas"), sys.modules.get("polars")
     if pandas is not None and isinstance(batch, pandas.DataFrame):
         named = batch.set_axis([str(name) for name in batch.columns], axis=1)
-        return Batch(pa.Table.from_pandas(named), lambda answered: _beside_pandas(batch, answered))
+        table = pa.Table.from_pandas(named)
+        return Batch(table, lambda answered: _beside_pandas(batch, _answers(answered, table.num_columns)))
     if polars is not None and isinstance(batch, polars.LazyFrame):
         frame = batch.collect()
         return Batch(frame.to_arrow(), lambda answered: _beside_polars(frame, answered).lazy())
@@ -65,20 +65,25 @@ def _converted(batch: Any) -> Batch:
     )
 
 
+def _answers(answered: pa.Table, given: int) -> pa.Table:
+    """Return the columns behind those that were given."""
+    return answered.select(answered.column_names[given:])
+
+
 def _one_batch(table: pa.Table) -> pa.RecordBatch:
     arrays = [pa.concat_arrays(column.chunks) if column.num_chunks else pa.array([], column.type) for column in table]
     return pa.RecordBatch.from_arrays(arrays, schema=table.schema)
 
 
 def _beside_pandas(frame: Any, answered: pa.Table) -> Any:
-    """Return the frame with its index, its types and the names of its columns, and the answers."""
-    answers = answered.select(COLUMNS).to_pandas()
+    """Return the frame with its index, its types and the names of its columns, and the answers' columns."""
+    answers = answered.to_pandas()
     answers.index = frame.index
     return sys.modules["pandas"].concat([frame, answers], axis=1)
 
 
 def _beside_polars(frame: Any, answered: pa.Table) -> Any:
-    return frame.hstack(sys.modules["polars"].from_arrow(answered.select(COLUMNS)))
+    return frame.hstack(sys.modules["polars"].from_arrow(_answers(answered, frame.width)))
 
 
 def _beside_arrays(batch: dict[str, Any], answered: pa.Table) -> dict[str, Any]:

@@ -245,7 +245,8 @@ def test_a_stream_that_has_just_begun_holds_answers_for_a_moment(monkeypatch: py
     clock = [100.0]
     monkeypatch.setattr("llmbatch.inference.answers.time.monotonic", lambda: clock[0])
     sink: Any = _Sink()
-    answering = AnswerAssembler(sink, lambda *_: [], 1.0, FlushPolicy(rows=1000, seconds=5.0))
+    columns: Any = None
+    answering = AnswerAssembler(sink, lambda *_: [], columns, 1.0, FlushPolicy(rows=1000, seconds=5.0))
     handed: list[float] = []
     monkeypatch.setattr(answering, "flush", lambda: handed.append(clock[0]))
     for held_at, waits, hands_on in ((100.0, 0.24, 0.26), (110.0, 2.0, 3.0), (200.0, 4.9, 5.1)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -9,6 +10,14 @@ from numpy.typing import NDArray
 
 from llmbatch.preprocess.request_batch import RequestBatch
 from llmbatch.scheduler.output import Step, StepResult
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probabilities of consecutive tokens, and of the likeliest tokens in the place of each."""
+
+    tokens: NDArray[np.int32]  # [length, places] the token itself, and the likeliest ones; -1: no more
+    values: NDArray[np.float32]  # [length, places]
 
 
 class Engine(Protocol):
@@ -49,4 +58,8 @@ class StreamEngine(Engine, Protocol):
 
     def rebind(self, requests: RequestBatch) -> None:
         """Replace the requests; the new ones include those that are in slots."""
+        ...
+
+    def logprobs(self, slot: int, request: int) -> tuple[TokenLogprobs | None, TokenLogprobs | None]:
+        """Return what is told of a request's answer and of its prompt, before `pop_tokens`; None where nothing is."""
         ...

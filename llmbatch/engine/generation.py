@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from llmbatch.compilation.decorators import compiled
-from llmbatch.engine.seeds import mix
+from llmbatch.engine.base import TokenLogprobs
+from llmbatch.engine.sampling_columns import SamplingColumns
 from llmbatch.engine.stop_strings import StopTokens, last_characters
 from llmbatch.preprocess.request_batch import RequestBatch
 from llmbatch.scheduler.output import FinishReason, Step, StepResult
 
 
-@compiled
-def _seeds(given: NDArray[np.int64], base: int, serial: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Choose a seed for each request: its own if given (>= 0), else a hash of `base` and its serial number."""
-    seeds = np.empty(given.size, np.uint64)
-    for i in range(given.size):
-        seeds[i] = np.uint64(given[i]) if given[i] >= 0 else mix(np.uint64(base), serial[i])
-    return seeds
+@dataclass(frozen=True, slots=True)
+class TokenChoices:
+    """What the samples of a step are, one entry each."""
+
+    tokens: NDArray[np.int32]
+    finite: NDArray[np.bool_]  # whether the logits were
+    told: NDArray[np.int32] | None = None  # [samples, places] tokens whose log-probabilities are told, -1: no more
+    logprobs: NDArray[np.float32] | None = None  # [samples, places] of the chosen one, and of the likeliest ones
 
 
 class TokenBuffers:
@@ -38,29 +40,31 @@ class TokenBuffers:
         self._stop_tokens = None if decode is None else StopTokens(decode)
         self._seed = seed
         self.tokens: NDArray[np.int32] = np.zeros((16, 64), np.int32)
+        self._told: NDArray[np.int32] = np.zeros((16, 64, 0), np.int32)  # as `TokenLogprobs`, by slot
+        self._logprobs: NDArray[np.float32] = np.zeros((16, 64, 0), np.float32)
+        self._prompts: dict[int, TokenLogprobs] = {}  # by slot
         self.lengths: NDArray[np.int32] = np.zeros(16, np.int32)
         self.queued: NDArray[np.int32] = np.zeros(16, np.int32)  # with the tokens that are sampled and not yet known
 
     def begin(self, requests: RequestBatch) -> None:
         """Take the requests of the next steps; forget what an interrupted job left in slots."""
         self.lengths[:] = self.queued[:] = 0
+        self._prompts.clear()
         self.rebind(requests)
 
     def rebind(self, requests: RequestBatch) -> None:
         """Replace the requests; the new ones include those that are in slots."""
         self.requests = requests
         params, index = requests.params, requests.params_index
-        self.temperature: NDArray[np.float32] = np.array([p.temperature for p in params], np.float32)[index]
-        self.top_k: NDArray[np.int32] = np.array([p.top_k for p in params], np.int32)[index]
-        self.top_p: NDArray[np.float32] = np.array([p.top_p for p in params], np.float32)[index]
+        self.columns: SamplingColumns = SamplingColumns.of(requests, self._eos.tolist(), self._seed)
         self._ignore_eos = np.array([p.ignore_eos for p in params], np.bool_)[index]
+        self._has_stop_ids = np.array([bool(p.stop_token_ids) for p in params], np.bool_)[index]
+        self._widen(1 + max((p.logprobs for p in params if p.logprobs is not None), default=-1))
         ends = [last_characters(p.stop) for p in params]
         places = {one: i for i, one in enumerate(dict.fromkeys(ends))}
         self._ends = list(places)
         self._ends_index = np.array([places[one] for one in ends], np.int32)[index]
         self._has_stop = np.array([bool(p.stop) for p in params], np.bool_)[index]
-        given = np.array([-1 if p.seed is None else p.seed for p in params], np.int64)[index]
-        self.seeds: NDArray[np.uint64] = _seeds(given, self._seed, requests.serial)
         assert self._decode is not None or not self._has_stop.any(), "stop strings need a decoder"
 
     def make_room(self, slots: NDArray[np.int32]) -> None:
@@ -76,6 +80,8 @@ class TokenBuffers:
             grown = np.zeros((rows, columns), np.int32)
             grown[:have, :capacity] = self.tokens
             self.tokens = grown
+            more = ((0, rows - have), (0, columns - capacity), (0, 0))
+            self._told, self._logprobs = np.pad(self._told, more), np.pad(self._logprobs, more)
             self.lengths = np.pad(self.lengths, (0, rows - have))
             self.queued = np.pad(self.queued, (0, rows - have))
 
@@ -88,34 +94,77 @@ class TokenBuffers:
         finished = np.where(whole, FinishReason.LENGTH, FinishReason.RUNNING).astype(np.uint8)
         return StepResult(tokens=np.zeros(len(slots), np.int32), finished=finished)
 
-    def append(
-        self, step: Step, tokens: NDArray[np.int32], finite: NDArray[np.bool_], kept: NDArray[np.bool_] | None = None
-    ) -> StepResult:
-        """Keep the samples of a step, and return which sequences have ended; `finite`: whether the logits were.
+    def append(self, step: Step, chosen: TokenChoices, kept: NDArray[np.bool_] | None = None) -> StepResult:
+        """Keep the samples of a step, and return which sequences have ended.
 
         Samples that are not to be `kept` are ignored.
         """
-        slots, requests = step.slots[step.samples], step.requests[step.samples]
+        slots, requests, tokens = step.slots[step.samples], step.requests[step.samples], chosen.tokens
         if kept is None:
             kept = np.ones(len(slots), np.bool_)
         noted = slots[kept]
         self.tokens[noted, self.lengths[noted]] = tokens[kept]
+        if chosen.told is not None and chosen.logprobs is not None:
+            places = chosen.told.shape[1]
+            self._told[noted, self.lengths[noted], :places] = chosen.told[kept]
+            self._told[noted, self.lengths[noted], places:] = -1
+            self._logprobs[noted, self.lengths[noted], :places] = chosen.logprobs[kept]
         self.lengths[noted] += 1
         finished = np.full(len(slots), FinishReason.RUNNING, np.uint8)
         finished[self.lengths[slots] >= self.requests.max_tokens[requests]] = FinishReason.LENGTH
-        finished[np.isin(tokens, self._eos) & ~self._ignore_eos[requests]] = FinishReason.STOP
-        for i in self._may_stop(requests, tokens, kept):
+        free = kept & (self.lengths[slots] >= self.columns.min_tokens[requests])  # to end
+        finished[free & np.isin(tokens, self._eos) & ~self._ignore_eos[requests]] = FinishReason.STOP
+        finished[free & self._ends_by_id(requests, tokens)] = FinishReason.STOP
+        for i in self._may_stop(requests, tokens, free):
             if self._stopped(int(slots[i]), int(requests[i])):
                 finished[i] = FinishReason.STOP
-        finished[~finite] = FinishReason.ERROR
+        finished[~chosen.finite] = FinishReason.ERROR
         finished[~kept] = FinishReason.RUNNING
         return StepResult(tokens=tokens, finished=finished)
+
+    def note_prompt(self, slot: int, request: int, place: int, told: TokenLogprobs) -> None:
+        """Keep what is told of some tokens of a prompt, from a `place` on among all that are told of."""
+        if slot not in self._prompts:
+            wanted = int(self.requests.prompt_lengths[request] - self.requests.scored[request])
+            self._prompts[slot] = TokenLogprobs(
+                np.full((wanted, told.tokens.shape[1]), -1, np.int32),
+                np.zeros((wanted, told.tokens.shape[1]), np.float32),
+            )
+        kept = self._prompts[slot]
+        kept.tokens[place : place + len(told.tokens)] = told.tokens
+        kept.values[place : place + len(told.tokens)] = told.values
+
+    def logprobs(self, slot: int, request: int) -> tuple[TokenLogprobs | None, TokenLogprobs | None]:
+        """Return what is told of a request's answer and of its prompt, before `pop_tokens`; None where nothing is."""
+        answer = None
+        if self.columns.logprobs[request] >= 0:
+            length = self.lengths[slot]
+            answer = TokenLogprobs(self._told[slot, :length].copy(), self._logprobs[slot, :length].copy())
+        return answer, self._prompts.get(slot)
 
     def pop_tokens(self, slot: int) -> NDArray[np.int32]:
         """Hand over the tokens generated in a slot and free it for another request."""
         tokens = self.tokens[slot, : self.lengths[slot]].copy()
         self.lengths[slot] = 0
+        self._prompts.pop(slot, None)
         return tokens
+
+    def _widen(self, places: int) -> None:
+        """Have room to tell of so many tokens in each place."""
+        if places > self._told.shape[2]:
+            more = ((0, 0), (0, 0), (0, places - self._told.shape[2]))
+            self._told = np.pad(self._told, more, constant_values=-1)
+            self._logprobs = np.pad(self._logprobs, more)
+
+    def _ends_by_id(self, requests: NDArray[np.int32], tokens: NDArray[np.int32]) -> NDArray[np.bool_]:
+        """Tell which tokens are among those that end their request."""
+        ends = np.zeros(len(tokens), np.bool_)
+        rows = np.flatnonzero(self._has_stop_ids[requests])
+        params = self.requests.params_index[requests[rows]]
+        for number in np.unique(params).tolist():
+            these = rows[params == number]
+            ends[these] = np.isin(tokens[these], self.requests.params[number].stop_token_ids)
+        return ends
 
     def _may_stop(
         self, requests: NDArray[np.int32], tokens: NDArray[np.int32], kept: NDArray[np.bool_]

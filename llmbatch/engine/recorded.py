@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from llmbatch.engine.base import TokenLogprobs
 from llmbatch.engine.simulated import SimulatedEngine
 from llmbatch.perf_model.cost import CostModel
 from llmbatch.preprocess.request_batch import RequestBatch
@@ -37,6 +38,10 @@ class RecordedEngine:
         stopped = self._requests.recorded[requests] < self._requests.max_tokens[requests]
         result.finished[ended] = np.where(stopped, FinishReason.STOP, FinishReason.LENGTH)
         return result
+
+    def logprobs(self, slot: int, request: int) -> tuple[TokenLogprobs | None, TokenLogprobs | None]:
+        """Tell nothing: there are no logits."""
+        return None, None
 
     def pop_tokens(self, slot: int) -> NDArray[np.int32]:
         """Return as many zeros as tokens were generated."""

@@ -15,37 +15,23 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from llmbatch.errors import DataError, RowError
+from llmbatch.errors import RowError
+from llmbatch.inference.answer_columns import REASONS, AnswerColumns
+from llmbatch.inference.row_parts import RequestAnswer, RowParts
 from llmbatch.inference.window import Window
-from llmbatch.io.gather import pick, pieces
+from llmbatch.io.gather import pieces
 from llmbatch.preprocess.request_batch import RequestBatch
 from llmbatch.preprocess.tokenizer import Tokenizer
 from llmbatch.runtime.protocols import CompletedRequests, EngineObserver
 from llmbatch.scheduler.output import FinishReason
 from llmbatch.scheduler.scheduler import FinishedSequences
 
-SCHEMA = pa.schema(
-    {
-        "generated_text": pa.string(),
-        "num_input_tokens": pa.int32(),
-        "num_generated_tokens": pa.int32(),
-        "num_cached_tokens": pa.int32(),
-        "finish_reason": pa.string(),
-        "error": pa.string(),
-        "error_kind": pa.string(),
-        "attempts": pa.int32(),
-    }
-)
-ANSWER_ROWS = pa.schema(
-    [pa.field("row", pa.int32()), *SCHEMA]
-)  # of a batch: the row's number in its window, its answer
-COLUMNS = tuple(SCHEMA.names)
 ROWS_AT_RISK = 1000
 TEXT_AT_ONCE = 1 << 26  # bytes of text in a batch of answers, about: so much is in memory thrice while it is kept
 SECONDS_AT_RISK = 5.0
 _AT_FIRST = 0.25  # seconds, of a stream that has just begun: a job that is killed every few seconds gets on, too
 _SHARE = 0.2  # of a stream's seconds so far: the most that are at risk
-_REASONS = pa.array(["error", "stop", "length", "error", "error"])  # by `FinishReason`
+_REASONS = pa.array(REASONS)
 
 Texts = Callable[[RequestBatch, NDArray[np.int32], Sequence[NDArray[np.int32]]], list[str]]
 
@@ -80,7 +66,7 @@ class AnswerSink(ABC):
 
     @abstractmethod
     def write(self, window: Window, rows: pa.RecordBatch) -> None:
-        """Take rows that have their answers: a batch of `ANSWER_ROWS`."""
+        """Take rows that have their answers: a batch of `AnswerSchema.rows`."""
 
     def after_step(self) -> None:
         """Look after what does not wait for answers. May raise `Stop`."""
@@ -97,8 +83,11 @@ class FlushPolicy:
 class AnswerAssembler(EngineObserver[Window]):
     """Turns requests that end into rows for a sink."""
 
-    def __init__(self, sink: AnswerSink, texts: Texts, row_timeout: float, at_risk: FlushPolicy) -> None:
+    def __init__(
+        self, sink: AnswerSink, texts: Texts, columns: AnswerColumns, row_timeout: float, at_risk: FlushPolicy
+    ) -> None:
         self._sink = sink
+        self._columns = columns
         self._at_risk = at_risk
         self._texts = texts
         self._broken = {
@@ -127,7 +116,8 @@ class AnswerAssembler(EngineObserver[Window]):
 
     def begun(self, window: Window, requests: NDArray[np.int32]) -> None:
         """Say which rows these are."""
-        self._sink.begun(window, window.rows_of(requests)[0])
+        rows, _ = window.rows_of(requests)
+        self._sink.begun(window, rows if window.parts is None else np.unique(rows))
 
     def ended(self, ended: CompletedRequests[Window]) -> None:
         """Gather what ended."""
@@ -140,6 +130,10 @@ class AnswerAssembler(EngineObserver[Window]):
     def failed(self, window: Window, errors: dict[int, RowError], attempts: int) -> None:
         """Hand on rows whose request cannot be answered."""
         requests = np.fromiter(errors, np.int32, len(errors))
+        if window.parts is not None:
+            ended = [RequestAnswer("", 0, FinishReason.ERROR, 0, attempts, None, None, one) for one in errors.values()]
+            self._hand_on_rows(window, window.parts.add(requests, ended), window.parts)
+            return
         rows, at = window.rows_of(requests)
         reasons = list(errors.values())
         each = np.full(len(rows), attempts, np.int32)
@@ -148,7 +142,7 @@ class AnswerAssembler(EngineObserver[Window]):
     def cut(self, window: Window, requests: NDArray[np.int32]) -> None:
         """Count the rows of requests that the pool may end early."""
         rows, _ = window.rows_of(requests)
-        self.rows_cut += int(np.count_nonzero(~window.done[rows]))
+        self.rows_cut += int(np.count_nonzero(~window.done[np.unique(rows)]))
 
     def after_step(self, finished: FinishedSequences) -> NDArray[np.int32]:
         """Hand on what was gathered, if it is time."""
@@ -172,6 +166,17 @@ class AnswerAssembler(EngineObserver[Window]):
         cached = np.concatenate([part.cached for part in parts])
         attempts = np.concatenate([part.attempts for part in parts])
         tokens = [one for part in parts for one in part.tokens]
+        if window.parts is not None:
+            told = [one for part in parts for one in part.logprobs]
+            texts = self._texts(window.requests, requests, tokens)
+            ended = [
+                RequestAnswer(text, len(one), why, found, tries, answer, prompt, self._broken.get(FinishReason(why)))
+                for text, one, why, found, tries, (answer, prompt) in zip(
+                    texts, tokens, finish.tolist(), cached.tolist(), attempts.tolist(), told, strict=True
+                )
+            ]
+            self._hand_on_rows(window, window.parts.add(requests, ended), window.parts)
+            return
         good = finish < FinishReason.ERROR
         for kind in np.unique(finish[~good]).tolist():
             rows, at = window.rows_of(requests[finish == kind])
@@ -203,61 +208,30 @@ class AnswerAssembler(EngineObserver[Window]):
                 pa.nulls(len(part), pa.string()),
                 pa.array(attempts[good][of]),
             ]
-            self._sink.write(window, pa.RecordBatch.from_arrays(columns, schema=ANSWER_ROWS))
+            self._sink.write(window, pa.RecordBatch.from_arrays(columns, schema=window.schema.rows))
+
+    def _hand_on_rows(self, window: Window, rows: NDArray[np.int32], parts: RowParts) -> None:
+        """Hand on rows of which every request has ended."""
+        rows = rows[~window.done[rows]]
+        if len(rows):
+            self._sink.write(window, self._columns.build(window, rows, [parts.of(row) for row in rows.tolist()]))
 
 
 def _failed_rows(
     window: Window, rows: NDArray[np.int32], errors: Sequence[RowError], attempts: NDArray[np.int32]
 ) -> pa.RecordBatch:
     zeros = pa.array(np.zeros(len(rows), np.int32))
-    columns = [
-        pa.array(rows),
-        pa.nulls(len(rows), pa.string()),
-        pa.array(window.shard.num_input_tokens[rows]),
-        zeros,
-        zeros,
-        pa.array(["error"] * len(rows), pa.string()),
-        pa.array([error.message for error in errors], pa.string()),
-        pa.array([error.kind for error in errors], pa.string()),
-        pa.array(attempts),
-    ]
-    batch = pa.RecordBatch.from_arrays(columns, schema=ANSWER_ROWS)
+    columns = {
+        "row": pa.array(rows),
+        "num_input_tokens": pa.array(window.shard.num_input_tokens[rows]),
+        "num_generated_tokens": zeros,
+        "num_cached_tokens": zeros,
+        "finish_reason": pa.array(["error"] * len(rows), pa.string()),
+        "error": pa.array([error.message for error in errors], pa.string()),
+        "error_kind": pa.array([error.kind for error in errors], pa.string()),
+        "attempts": pa.array(attempts),
+    }
+    schema = window.schema.rows
+    arrays = [columns.get(field.name, pa.nulls(len(rows), field.type)) for field in schema]
+    batch = pa.RecordBatch.from_arrays(arrays, schema=schema)
     return batch.filter(pa.array(~window.done[rows]))
-
-
-def tokens_of(rows: pa.RecordBatch | pa.Table) -> int:
-    """Count the input and output tokens of answered rows."""
-    return int(rows["num_input_tokens"].to_numpy().sum()) + int(rows["num_generated_tokens"].to_numpy().sum())
-
-
-def no_rows() -> pa.Table:
-    """Make a table of `ANSWER_ROWS` with none."""
-    return ANSWER_ROWS.empty_table()
-
-
-def check_columns(schema: pa.Schema) -> None:
-    """Raise DataError where an input column has the name of an output column."""
-    taken = [name for name in COLUMNS if name in schema.names]
-    if taken:
-        raise DataError(
-            f"the input has a column {taken[0]!r}, and llmbatch writes one of that name: rename it in the input"
-        )
-
-
-def output_schema(schema: pa.Schema) -> pa.Schema:
-    """Return the schema of an answered table."""
-    return pa.unify_schemas([schema, SCHEMA])
-
-
-def add_answers(table: pa.Table, batches: Sequence[pa.RecordBatch]) -> pa.Table:
-    """Return the table with the columns of its answers: batches of `ANSWER_ROWS` which together hold every row once."""
-    rows = np.concatenate([np.empty(0, np.int32), *(batch["row"].to_numpy() for batch in batches)])
-    assert len(rows) == table.num_rows, "a row has no answer, or two"
-    return add_columns(table, pick(batches, np.argsort(rows, kind="stable"), ANSWER_ROWS))
-
-
-def add_columns(table: pa.Table, answers: pa.Table | pa.RecordBatch) -> pa.Table:
-    """Return the table with the answers' columns of the same rows beside its own."""
-    for column in SCHEMA:
-        table = table.append_column(column, answers[column.name])
-    return table

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 
 import pyarrow as pa
 
-from llmbatch.inference.answers import AnswerSink, tokens_of
+from llmbatch.inference.answer_schema import tokens_of
+from llmbatch.inference.answers import AnswerSink
 from llmbatch.inference.error_policy import ErrorBudget
 from llmbatch.inference.progress import Advance, Progress
 from llmbatch.inference.window import Window

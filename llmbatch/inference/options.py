@@ -40,6 +40,7 @@ class Options(EngineConfig):
     source: "PromptSource"
     sampling: "SamplingParams"
     sampling_column: str | None = None
+    continuation: str | None = None  # column of texts that are scored; nothing is generated
     engine: EngineName = "torch"
     output_tokens: str | None = None  # column of the tokens that the simulated engine generates; null: max_tokens
     on_error: OnError = "column"  # what a row that fails does: say so in its columns, or end the job
@@ -51,7 +52,7 @@ class Options(EngineConfig):
         super().__post_init__()
         set_ = object.__setattr__
         set_(self, "model", path("model", self.model))
-        for name in ("sampling_column", "output_tokens"):
+        for name in ("sampling_column", "output_tokens", "continuation"):
             if getattr(self, name) is not None:
                 text("sampling_params" if name == "sampling_column" else name, getattr(self, name))
         one_of("order", self.order, POLICIES)
@@ -130,12 +131,40 @@ class AnswerArgs(TypedDict, total=False):
         float | None, Keyword("draw from the likeliest tokens that have this probability together", 1.0, metavar="P")
     ]
     top_k: Annotated[int | None, Keyword("draw from so many likeliest tokens, 0: from all", 0, metavar="K")]
+    min_p: Annotated[
+        float | None,
+        Keyword("draw from tokens of this share of the likeliest one's probability", 0.0, metavar="P"),
+    ]
     seed: Annotated[int | None, Keyword("draw the same answers each time", metavar="S")]
+    n: Annotated[int | None, Keyword("answers to draw for each row", 1, metavar="N")]
     stop: Annotated[str | Sequence[str] | None, Keyword("text that ends an answer; may be repeated", metavar="TEXT")]
+    stop_token_ids: Annotated[Sequence[int] | None, Keyword("token that ends an answer; may be repeated", metavar="ID")]
+    min_tokens: Annotated[int | None, Keyword("least tokens of an answer", 0, metavar="N")]
     ignore_eos: Annotated[bool | None, Keyword("go on to --max-tokens in every answer", False)]
+    presence_penalty: Annotated[
+        float | None, Keyword("taken from the logits of tokens that are in the answer", 0.0, metavar="X")
+    ]
+    frequency_penalty: Annotated[float | None, Keyword("likewise, as often as they are", 0.0, metavar="X")]
+    repetition_penalty: Annotated[
+        float | None, Keyword("divides the logits of tokens that are in prompt or answer", 1.0, metavar="X")
+    ]
+    logit_bias: Annotated[
+        Mapping[str, float] | Mapping[int, float] | None,
+        Keyword("added to the logits of tokens: '{\"11\": -5}'", metavar="JSON"),
+    ]
+    logprobs: Annotated[
+        int | None, Keyword("tell log-probabilities of tokens, and of so many likeliest ones beside each", metavar="K")
+    ]
+    prompt_logprobs: Annotated[int | None, Keyword("likewise of the prompt's tokens", metavar="K")]
     sampling_params: Annotated[
         "SamplingParams | Mapping[str, Any] | str | None",
         Keyword("a column of structs or JSON that overrides the above for its row", metavar="COL"),
+    ]
+    continuation: Annotated[
+        str | None,
+        Keyword(
+            "column of texts, or lists of them, whose log-probability is told; nothing is generated", metavar="COL"
+        ),
     ]
     on_error: Annotated[
         OnError, Keyword("what a failed row does: fill its column error, or end the job", Options.on_error)

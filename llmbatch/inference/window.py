@@ -8,9 +8,11 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from llmbatch.inference.answer_schema import AnswerSchema
 from llmbatch.inference.report import RowCounts
+from llmbatch.inference.row_parts import RowParts
 from llmbatch.planning.prefix_tree import PrefixTree
-from llmbatch.preprocess.request_batch import RequestBatch, RowRequests
+from llmbatch.preprocess.request_batch import Asks, RequestBatch, RowRequests
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -23,42 +25,50 @@ class Window:
     keys: NDArray[np.uint64]  # [rows]
     contents: NDArray[np.uint64]  # [rows] hashes of their values
     shard: RowRequests
-    earlier: pa.Table  # of `ANSWER_ROWS`: answers that an earlier run found
+    schema: AnswerSchema
+    earlier: pa.Table  # of `AnswerSchema.rows`: answers that an earlier run found
     answered: NDArray[np.int32]  # [requests] tokens of these, 0 for requests that are to be run
     tree: PrefixTree  # of the requests
-    rows: NDArray[np.int32]  # [answerable rows] grouped by request, each group in order
+    rows: NDArray[np.int32]  # [asks] of answerable rows, grouped by request, each group in order
     bounds: NDArray[np.int64]  # [requests + 1] of the groups
     done: NDArray[np.bool_]  # [rows] in `earlier`
+    parts: RowParts | None  # what ended of rows with several requests; None where every row has one
 
     @classmethod
     def of(
         cls,
         table: pa.Table,
         shard: RowRequests,
+        schema: AnswerSchema,
         *,
         number: int,
         first: int,
         keys: NDArray[np.uint64],
         contents: NDArray[np.uint64],
-        earlier: pa.Table,
+        earlier: pa.Table | None = None,
     ) -> Window:
         """Build a window of which the rows in `earlier` are not answered again."""
-        count = len(shard.requests)
+        earlier = schema.rows.empty_table() if earlier is None else earlier
+        asks = shard.asks or Asks.single(shard.request_of)
+        count, row_of = len(shard.requests), asks.rows
         done = np.zeros(table.num_rows, np.bool_)
         done[earlier["row"].to_numpy()] = True
-        rows = np.argsort(shard.request_of, kind="stable").astype(np.int32)
-        rows = rows[np.count_nonzero(shard.request_of < 0) :]
-        bounds = np.searchsorted(shard.request_of[rows], np.arange(count + 1)).astype(np.int64)
+        order = np.argsort(asks.requests, kind="stable")
+        rows = row_of[order]
+        bounds = np.searchsorted(asks.requests[order], np.arange(count + 1)).astype(np.int64)
         generated = np.zeros(table.num_rows, np.int32)
         generated[earlier["row"].to_numpy()] = np.maximum(earlier["num_generated_tokens"].to_numpy(), 1)
         unanswered = np.zeros(count, np.bool_)
-        unanswered[shard.request_of[~done & (shard.request_of >= 0)]] = True
+        unanswered[asks.requests[~done[row_of]]] = True
         answered = np.zeros(count, np.int32)
-        seen = rows[done[rows]]
-        answered[shard.request_of[seen]] = generated[seen]
+        seen = done[row_of]
+        answered[asks.requests[seen]] = generated[row_of[seen]]
         answered[unanswered] = 0
         tree = PrefixTree.build(shard.requests.tokens, shard.requests.offsets)
-        return cls(number, first, table, keys, contents, shard, earlier, answered, tree, rows, bounds, done)
+        parts = None if shard.asks is None and schema.is_plain else RowParts(asks)
+        return cls(
+            number, first, table, keys, contents, shard, schema, earlier, answered, tree, rows, bounds, done, parts
+        )
 
     @property
     def requests(self) -> RequestBatch:

@@ -15,15 +15,9 @@ from numpy.typing import NDArray
 from llmbatch.engine.model.outline import Described, shape_of
 from llmbatch.engine.recorded import placeholder_texts
 from llmbatch.errors import DataError, JobError, RowError
-from llmbatch.inference.answers import (
-    AnswerAssembler,
-    AnswerSink,
-    AnswerTexts,
-    FlushPolicy,
-    add_answers,
-    check_columns,
-    no_rows,
-)
+from llmbatch.inference.answer_columns import AnswerColumns
+from llmbatch.inference.answer_schema import AnswerSchema, add_answers
+from llmbatch.inference.answers import AnswerAssembler, AnswerSink, AnswerTexts, FlushPolicy
 from llmbatch.inference.engines import Engines, LoadedEngines, SimulatedEngines, UnloadedEngines
 from llmbatch.inference.error_policy import ErrorBudget
 from llmbatch.inference.in_memory import Gathered, OneWindow
@@ -36,8 +30,9 @@ from llmbatch.planning.workload import Pool, Scheduling, early_ends
 from llmbatch.preprocess.build_requests import build_shard
 from llmbatch.preprocess.cancel_signal import NEVER, CancelSignal
 from llmbatch.preprocess.columns import find_field
+from llmbatch.preprocess.continuations import check_continuation
 from llmbatch.preprocess.request_batch import RowRequests
-from llmbatch.preprocess.sampling_params import check_sampling_column
+from llmbatch.preprocess.sampling_column import check_sampling_column
 from llmbatch.preprocess.tokenizer import Tokenizer, load_tokenizer, plain_tokenizer
 from llmbatch.runtime.protocols import Stop, Totals, WindowSource
 from llmbatch.runtime.stream import Stream
@@ -123,7 +118,13 @@ class Worker:
             kind = find_field(schema, options.output_tokens, "output_tokens").type
             if not pa.types.is_integer(kind):
                 raise DataError(f"the output_tokens column {options.output_tokens!r} must hold integers, got {kind}")
-        check_columns(schema)
+        if options.continuation is not None:
+            check_continuation(schema, options.continuation)
+        self.answer_schema(schema).check(schema)
+
+    def answer_schema(self, schema: pa.Schema) -> AnswerSchema:
+        """Return the columns that answers to tables of this schema have."""
+        return AnswerSchema.of(self.options, schema)
 
     def load(self) -> LoadedEngines:
         """Load the weights, the first time, and return what makes engines. Raises JobError where memory runs out."""
@@ -155,6 +156,7 @@ class Worker:
             vocabulary=shape_of(self.model).vocabulary,
             keys=keys,
             recorded_column=self.options.output_tokens,
+            continuation=self.options.continuation,
             refused=refused,
             cancelled=cancelled,
         )
@@ -165,15 +167,18 @@ class Worker:
         *,
         keys: NDArray[np.uint64],
         contents: NDArray[np.uint64],
-        earlier: pa.Table,
+        earlier: pa.Table | None = None,
         number: int = 0,
         first: int = 0,
         refused: Mapping[int, RowError] | None = None,
         cancelled: CancelSignal = NEVER,
     ) -> Window:
-        """Build a window of a dataset, ready to be run; `earlier` are answers to keep, as `ANSWER_ROWS` has them."""
+        """Build a window of a dataset, ready to be run; `earlier` are answers to keep (`AnswerSchema.rows`)."""
         shard = self.shard(table, keys, refused, cancelled)
-        return Window.of(table, shard, number=number, first=first, keys=keys, contents=contents, earlier=earlier)
+        schema = self.answer_schema(table.schema)
+        return Window.of(
+            table, shard, schema, number=number, first=first, keys=keys, contents=contents, earlier=earlier
+        )
 
     def stream(
         self,
@@ -191,7 +196,8 @@ class Worker:
         engines = self.load()
         timeout = math.inf if self.options.row_timeout is None else self.options.row_timeout
         texts = placeholder_texts if self.options.engine == "simulated" else AnswerTexts(self.tokenizer)
-        answering = AnswerAssembler(sink, texts, timeout, at_risk or FlushPolicy())
+        columns = AnswerColumns(self.tokenizer)
+        answering = AnswerAssembler(sink, texts, columns, timeout, at_risk or FlushPolicy())
         stream = Stream.open(
             engines, self.pool, self.cost, self.scheduling, answering, row_timeout=timeout, goes_on=goes_on
         )
@@ -213,7 +219,7 @@ class Worker:
         self.load()
         loading = self.load_seconds - before
         keys = np.arange(table.num_rows, dtype=np.uint64)
-        window = self.window(table, keys=keys, contents=keys, earlier=no_rows())
+        window = self.window(table, keys=keys, contents=keys)
         progress = progress or Silence()
         notes = (*self.notes, *window.shard.notes)
         for note in notes:
@@ -222,7 +228,7 @@ class Worker:
         error_budget = ErrorBudget(rows=table.num_rows, max_error_rate=None, raises=self.options.on_error == "raise")
         sink = Gathered(progress, error_budget)
         totals = self.stream(OneWindow(window), sink)
-        answered = add_answers(table, sink.batches)
+        answered = add_answers(table, sink.batches, window.schema)
         seconds = time.perf_counter() - begun - loading
         tally = window.counts(answered)
         return AnsweredTable(answered, self.report(tally, totals, notes=notes, seconds=seconds))

@@ -17,14 +17,15 @@ from functools import partial
 import pyarrow as pa
 
 from llmbatch.errors import StorageError
-from llmbatch.inference.answers import AnswerSink, tokens_of
+from llmbatch.inference.answer_schema import tokens_of
+from llmbatch.inference.answers import AnswerSink
 from llmbatch.inference.error_policy import ErrorBudget
 from llmbatch.inference.progress import Advance, Progress
 from llmbatch.inference.report import RowCounts
 from llmbatch.inference.window import Window
 from llmbatch.io.writing.output import Output
 from llmbatch.jobs.part_builder import CompletedWindow, PartBuilder, WorkFiles
-from llmbatch.jobs.prior_answers import JOURNAL
+from llmbatch.jobs.prior_answers import journal_schema
 from llmbatch.runtime.cancellation import StopRequest
 from llmbatch.runtime.protocols import Stop
 from llmbatch.storage.journal import Journal
@@ -105,7 +106,7 @@ class AnswerWriter(AnswerSink):
         state.rows_missing -= rows.num_rows
         number = rows["row"].to_numpy()
         keys, contents = pa.array(window.keys[number]), pa.array(window.contents[number])
-        record = pa.RecordBatch.from_arrays([keys, contents, *rows.columns[1:]], schema=JOURNAL)
+        record = pa.RecordBatch.from_arrays([keys, contents, *rows.columns[1:]], schema=journal_schema(window.schema))
 
         def keep() -> None:
             state.journal.append(record)

@@ -15,7 +15,6 @@ from llmbatch.arguments import Paths, check_storage_options, path, paths_of
 from llmbatch.choices import DType
 from llmbatch.engine.model.checkpoints import model_digest
 from llmbatch.errors import DataError, JobStopped, StorageError
-from llmbatch.inference.answers import output_schema
 from llmbatch.inference.error_policy import ErrorBudget
 from llmbatch.inference.options import Options
 from llmbatch.inference.progress import Progress, Silence
@@ -99,7 +98,7 @@ def run(
     chosen = built if kept is None or built.dtype != "auto" else replace(built, dtype=cast(DType, kept))
     worker = Worker.open(chosen, progress)
     worker.check(source.schema)
-    target.check(output_schema(source.schema))
+    target.check(worker.answer_schema(source.schema).of_table(source.schema))
     columns = sorted(source.schema.names)
     source = source.with_lines() if target.has_lines else source
     if asked.id_column is not None:
@@ -241,12 +240,12 @@ class _Job:
     def _window(
         self, number: int, state: JobState, older: PriorAnswers, reader: RowReader, cancelled: CancelSignal
     ) -> Window:
-        first = number * state.window_rows
+        first, schema = number * state.window_rows, self._worker.answer_schema(self._source.schema)
         table = reader.read(first, min(first + state.window_rows, state.rows))
         keys, contents = keys_of(table, first, self._id), hash_rows(table)
         journal = Journal.open(self._output.work, state.names.journal(number))
-        kept = PriorAnswers.index([JournalSource.read(journal.records())], without_errors=False)
-        found = [older.lookup(keys, contents), kept.lookup(keys, contents)]
+        kept = PriorAnswers.index([JournalSource(journal.records())], without_errors=False)
+        found = [found.lookup(keys, contents, schema) for found in (older, kept)]
         # What this generation answered anew counts; what it took over from an older one is not in its journal.
         mine = np.isin(found[0]["row"].to_numpy(), found[1]["row"].to_numpy(), invert=True)
         return self._worker.window(

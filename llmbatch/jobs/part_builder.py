@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from llmbatch.inference.answers import ANSWER_ROWS, add_answers, add_columns
+from llmbatch.inference.answer_schema import add_answers, add_columns
 from llmbatch.inference.report import RowCounts
 from llmbatch.inference.window import Window
 from llmbatch.io.gather import pick, split
@@ -95,7 +95,7 @@ class PartBuilder(ABC):
 
     @abstractmethod
     def add(self, window: Window, rows: pa.RecordBatch) -> None:
-        """Take answered rows: a batch of `ANSWER_ROWS`. All of a window are given once more to `close`."""
+        """Take answered rows: a batch of `AnswerSchema.rows`. All of a window are given once more to `close`."""
 
     @abstractmethod
     def close(self, window: Window, answers: list[pa.RecordBatch]) -> dict[int, CompletedWindow]:
@@ -122,7 +122,7 @@ class InputOrderParts(PartBuilder):
 
     def close(self, window: Window, answers: list[pa.RecordBatch]) -> dict[int, CompletedWindow]:
         """Stage the window's parts."""
-        answered = add_answers(window.table, answers)
+        answered = add_answers(window.table, answers, window.schema)
         parts = [
             self._output.stage(self._names.part(window.number, number), split(answered.slice(first, PART_ROWS)))
             for number, first in enumerate(range(0, max(1, answered.num_rows), PART_ROWS))
@@ -180,7 +180,7 @@ class CompletionOrderParts(PartBuilder):
     def close(self, window: Window, answers: list[pa.RecordBatch]) -> dict[int, CompletedWindow]:
         """Note the window; return the closed ones if no row waits for its part any more."""
         self._closed[window.number] = CompletedWindow(
-            [], window.counts(pa.Table.from_batches(answers, schema=ANSWER_ROWS))
+            [], window.counts(pa.Table.from_batches(answers, schema=window.schema.rows))
         )
         return self._let_go()
 

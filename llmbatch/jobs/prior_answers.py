@@ -14,11 +14,10 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from llmbatch.errors import DataError
-from llmbatch.inference.answers import ANSWER_ROWS, SCHEMA
+from llmbatch.inference.answer_schema import AnswerSchema
 from llmbatch.io.gather import pick
 from llmbatch.io.row_hash import hash_rows
 
-JOURNAL = pa.schema([pa.field("key", pa.uint64()), pa.field("content", pa.uint64()), *SCHEMA])
 Reader = Callable[[Sequence[str]], Iterable[pa.Table]]  # the given columns, little by little
 
 
@@ -37,30 +36,28 @@ class Source(Protocol):
         """Return the rows of these answers."""
         ...
 
-    def answers(self, rows: NDArray[np.int64]) -> pa.Table:
-        """Read the answers' columns (`llmbatch.inference.answers.SCHEMA`) of some rows."""
+    def answers(self, rows: NDArray[np.int64], columns: pa.Schema) -> pa.Table:
+        """Read the answers' columns (`AnswerSchema.columns`) of some rows."""
         ...
 
 
 class JournalSource:
     """The records of a journal."""
 
-    def __init__(self, table: pa.Table) -> None:
-        self._table = table  # of `JOURNAL`
-
-    @classmethod
-    def read(cls, records: Iterable[pa.RecordBatch]) -> JournalSource:
-        """Read all records."""
-        return cls(pa.Table.from_batches(records, schema=JOURNAL))
+    def __init__(self, records: Iterable[pa.RecordBatch]) -> None:
+        """Read all records, each of `journal_schema`."""
+        self._records = list(records)
 
     def found(self) -> Found:
         """Return the rows of these answers."""
-        table = self._table
-        return Found(table["key"].to_numpy(), table["content"].to_numpy(), _failed(table))
+        none = np.empty(0, np.uint64)
+        keys = np.concatenate([none, *(record["key"].to_numpy() for record in self._records)])
+        contents = np.concatenate([none, *(record["content"].to_numpy() for record in self._records)])
+        return Found(keys, contents, np.concatenate([np.empty(0, np.bool_), *map(_failed, self._records)]))
 
-    def answers(self, rows: NDArray[np.int64]) -> pa.Table:
+    def answers(self, rows: NDArray[np.int64], columns: pa.Schema) -> pa.Table:
         """Read the answers' columns of some rows."""
-        return pick(self._table.select(SCHEMA.names).to_batches(), rows, SCHEMA)
+        return pick([record.select(columns.names) for record in self._records], rows, columns)
 
 
 class PartSource:
@@ -85,15 +82,15 @@ class PartSource:
             first += table.num_rows
         return Found(*(np.concatenate(column) for column in zip(*pieces, strict=True)))
 
-    def answers(self, rows: NDArray[np.int64]) -> pa.Table:
+    def answers(self, rows: NDArray[np.int64], columns: pa.Schema) -> pa.Table:
         """Read the answers' columns of some rows."""
         order = np.argsort(rows, kind="stable")
         wanted, first, batches = rows[order], 0, []
-        for table in self._read(SCHEMA.names):
+        for table in self._read(columns.names):
             here = wanted[np.searchsorted(wanted, first) : np.searchsorted(wanted, first + table.num_rows)]
-            batches += pick(table.cast(SCHEMA).to_batches(), here - first, SCHEMA).to_batches()
+            batches += pick(table.cast(columns).to_batches(), here - first, columns).to_batches()
             first += table.num_rows
-        return pick(batches, np.argsort(order), SCHEMA)
+        return pick(batches, np.argsort(order), columns)
 
 
 class PriorAnswers:
@@ -143,16 +140,16 @@ class PriorAnswers:
                 "choose another output, or start over with restart=True (--restart)"
             )
 
-    def lookup(self, keys: NDArray[np.uint64], contents: NDArray[np.uint64]) -> pa.Table:
-        """Read the answers to those of a window's rows that have one and have not changed: as `ANSWER_ROWS`."""
+    def lookup(self, keys: NDArray[np.uint64], contents: NDArray[np.uint64], schema: AnswerSchema) -> pa.Table:
+        """Read the answers to those of a window's rows that have one and have not changed: as `AnswerSchema.rows`."""
         at, there = self._places(keys)
         there[there] = self._contents[at[there]] == contents[there]
         rows, at = np.flatnonzero(there).astype(np.int32), at[there]
-        tables = [ANSWER_ROWS.empty_table()]
+        tables = [schema.rows.empty_table()]
         for number in np.unique(self._source[at]).tolist():
             mine = self._source[at] == number
-            answers = self._sources[number].answers(self._row[at[mine]])
-            tables.append(answers.add_column(0, ANSWER_ROWS.field("row"), pa.array(rows[mine])).cast(ANSWER_ROWS))
+            answers = self._sources[number].answers(self._row[at[mine]], schema.columns)
+            tables.append(answers.add_column(0, schema.rows.field("row"), pa.array(rows[mine])).cast(schema.rows))
         return pa.concat_tables(tables)
 
     def _places(self, keys: NDArray[np.uint64]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
@@ -162,6 +159,11 @@ class PriorAnswers:
         return at, there
 
 
+def journal_schema(schema: AnswerSchema) -> pa.Schema:
+    """Return the columns of a journal's records: the row's key, a hash of its values, and its answer."""
+    return pa.schema([pa.field("key", pa.uint64()), pa.field("content", pa.uint64()), *schema.columns])
+
+
 def keys_of(table: pa.Table, first: int, id_column: str | None) -> NDArray[np.uint64]:
     """Compute the keys of a job's rows: a hash of `id_column`, or their positions, from `first` on."""
     if id_column is None:
@@ -169,6 +171,6 @@ def keys_of(table: pa.Table, first: int, id_column: str | None) -> NDArray[np.ui
     return hash_rows(table.select([id_column]))
 
 
-def _failed(table: pa.Table) -> NDArray[np.bool_]:
-    failed: NDArray[np.bool_] = table["error"].is_valid().to_numpy()
+def _failed(table: pa.Table | pa.RecordBatch) -> NDArray[np.bool_]:
+    failed: NDArray[np.bool_] = np.asarray(table["error"].is_valid())
     return failed

@@ -243,7 +243,7 @@ def _kept_sources(output: Output, names: WorkFiles, window_rows: int, kept: JobS
     """
     begun, whole = names.windows(output.work.names())
     sources: list[Source] = [
-        JournalSource.read(Journal.open(output.work, names.journal(window)).records()) for window in sorted(begun)
+        JournalSource(Journal.open(output.work, names.journal(window)).records()) for window in sorted(begun)
     ]
     for window in sorted(whole):
         first = window * window_rows

@@ -54,9 +54,13 @@ def adopt(pages: PagePool, slot: int, prompt: int) -> int:
     """Take over pages of the slot's prompt that others have published since. Returns tokens now held in full.
 
     To be called when the slot's computed tokens end on a page boundary. The last of `prompt` tokens is never
-    found: it must be computed.
+    found: it must be computed. Nor are those from `Prompts.findable` on, since the token before it gives what is told
+    of it.
     """
-    path = path_of(pages, pages.request[slot])
+    request = pages.request[slot]
+    path = path_of(pages, request)
+    if len(pages.prompts.findable) > 0:
+        prompt = min(prompt, pages.prompts.findable[request])
     depth = (prompt - 1) // pages.page_size
     while pages.held[slot] < depth:
         position = pages.held[slot]

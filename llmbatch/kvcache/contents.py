@@ -33,11 +33,12 @@ class Prompts(NamedTuple):
 
     tokens: NDArray[np.int32]
     offsets: NDArray[np.int64]  # [requests + 1]
+    findable: NDArray[np.int32]  # [requests] pages are found for the tokens before this one: others are computed
 
     @classmethod
     def nothing(cls) -> Prompts:
         """Make the prompts of no request."""
-        return cls(np.empty(0, np.int32), np.zeros(1, np.int64))
+        return cls(np.empty(0, np.int32), np.zeros(1, np.int64), np.empty(0, np.int32))
 
 
 @by_reference

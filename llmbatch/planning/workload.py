@@ -78,7 +78,7 @@ class Workload:
         kinds: dict[tuple[object, ...], int] = {}
         keys = np.array([kinds.setdefault(params.kind, len(kinds)) for params in requests.params], np.int32)
         keys = keys[requests.params_index]
-        prompts = Prompts(requests.tokens, requests.offsets)
+        prompts = Prompts(requests.tokens, requests.offsets, requests.scored)
         if answered is None or not answered.any():
             return cls(tree, requests.max_tokens, keys, known, prompts=prompts)
         run = tree.select(answered == 0)

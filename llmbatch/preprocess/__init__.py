@@ -4,4 +4,7 @@ Must not import anything that plans or runs requests.
 Start reading at `build_requests`.
 """
 
-__all__ = ["build_requests", "cancel_signal", "columns", "prompts", "request_batch", "sampling_params", "tokenizer"]
+__all__ = [
+    "build_requests", "cancel_signal", "columns", "continuations", "prompts", "request_batch", "sampling_column",
+    "sampling_params", "tokenizer",
+]  # fmt: skip  # as few lines as may be

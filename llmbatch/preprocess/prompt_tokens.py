@@ -22,6 +22,8 @@ class PromptTokens:
     column: TokenColumn  # a prompt for each row
     errors: dict[int, RowError]  # by row
     notes: tuple[str, ...]  # for the user, a sentence each
+    texts: list[str | None] | None  # by row; None where prompts are token ids
+    special_tokens: bool  # whether texts got the tokenizer's special tokens
 
     @property
     def lengths(self) -> NDArray[np.int64]:
@@ -41,7 +43,7 @@ def prompt_tokens(
     if source.takes_ids(table.schema):
         assert source.prompt is not None
         ids = read_ids(table[source.prompt], "prompt", vocabulary)
-        return PromptTokens(ids.column, ids.errors, ())
+        return PromptTokens(ids.column, ids.errors, (), None, False)
     rendered = source.render(table, tokenizer, cancelled)
     has_text = np.array([text is not None for text in rendered.texts], np.bool_)
     token_row = np.cumsum(has_text) - 1  # row of `tokens` that holds a table row
@@ -54,6 +56,8 @@ def prompt_tokens(
         TokenColumn(tokens.tokens, np.cumsum(offsets)),
         rendered.errors,
         _notes(source, tokenizer, guarded=bool(made)),
+        rendered.texts,
+        not rendered.chat,
     )
 
 

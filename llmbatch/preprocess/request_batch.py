@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,10 @@ from numpy.typing import NDArray
 from llmbatch.compilation.decorators import compiled
 from llmbatch.errors import RowError
 from llmbatch.preprocess.sampling_params import SamplingParams
+
+
+def _nothing() -> NDArray[np.int32]:
+    return np.empty(0, np.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +29,16 @@ class RequestBatch:
     params: tuple[SamplingParams, ...]  # the distinct ones
     serial: NDArray[np.uint64]  # [n] what random draws depend on where no seed is given
     recorded: NDArray[np.int32]  # [n] tokens that a simulated engine generates, at most `max_tokens`
+    # What follows may be left out: all requests are first draws, and nothing is told of prompts.
+    draw: NDArray[np.int32] = field(default_factory=_nothing)  # [n] which draw of an answer it is, 0 for the first
+    scored: NDArray[np.int32] = field(default_factory=_nothing)  # [n] the first token of the prompt whose
+    # log-probability is wanted, at least 1; the prompt's length where none is
+
+    def __post_init__(self) -> None:
+        if len(self.draw) != len(self):
+            object.__setattr__(self, "draw", np.zeros(len(self), np.int32))
+        if len(self.scored) != len(self):
+            object.__setattr__(self, "scored", self.prompt_lengths)
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -46,6 +60,8 @@ class RequestBatch:
             self.params,
             self.serial[index],
             self.recorded[index],
+            self.draw[index],
+            self.scored[index],
         )
 
     @classmethod
@@ -66,7 +82,45 @@ class RequestBatch:
             tuple(params),
             np.concatenate([part.serial for part in parts]),
             np.concatenate([part.recorded for part in parts]),
+            np.concatenate([part.draw for part in parts]),
+            np.concatenate([part.scored for part in parts]),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Asks:
+    """The requests of each row, in the order that its answer has them; a row with an error has none."""
+
+    offsets: NDArray[np.int64]  # [rows + 1]
+    requests: NDArray[np.int32]  # [asks] two rows, or two asks of one row, may share a request
+
+    def of(self, row: int) -> NDArray[np.int32]:
+        """Return the requests of a row."""
+        return self.requests[self.offsets[row] : self.offsets[row + 1]]
+
+    @property
+    def rows(self) -> NDArray[np.int32]:
+        """The row of each ask, int32 [asks]."""
+        counts = np.diff(self.offsets)
+        return np.repeat(np.arange(len(counts), dtype=np.int32), counts)
+
+    @property
+    def first(self) -> NDArray[np.int32]:
+        """The first request of each row, int32 [rows]; -1 where it has none."""
+        first = np.full(len(self.offsets) - 1, -1, np.int32)
+        some = np.flatnonzero(np.diff(self.offsets))
+        first[some] = self.requests[self.offsets[some]]
+        return first
+
+    @classmethod
+    def single(cls, request_of: NDArray[np.int32]) -> Asks:
+        """Make the asks of rows that have one request each, or none (-1)."""
+        return cls(np.concatenate(([0], np.cumsum(request_of >= 0))), request_of[request_of >= 0])
+
+    @classmethod
+    def grouped(cls, rows: int, row_of: NDArray[np.int64], requests: NDArray[np.int32]) -> Asks:
+        """Group asks, which stand in the order of their rows."""
+        return cls(np.searchsorted(row_of, np.arange(rows + 1)).astype(np.int64), requests)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +132,7 @@ class RowRequests:
     num_input_tokens: NDArray[np.int32]  # [rows] prompt tokens; 0 where the prompt could not be made
     errors: Mapping[int, RowError]  # by row
     notes: tuple[str, ...] = ()  # for the user, a sentence each
+    asks: Asks | None = None  # the requests of each row, where some have several; then `request_of` has the first
 
 
 def gather(

@@ -1,24 +1,27 @@
-"""`SamplingParams`: one request's sampling, validated when it is built; and the column that gives them by row."""
+"""`SamplingParams`: one request's sampling, validated when it is built."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, NamedTuple, cast
+from difflib import get_close_matches
+from typing import Any, Final, cast
 
-import numpy as np
-import pyarrow as pa
-from numpy.typing import NDArray
+from llmbatch.arguments import INT32_MAX, finite, flag, refusal, whole
+from llmbatch.errors import ParameterError
 
-from llmbatch.arguments import INT32_MAX, finite, flag, whole
-from llmbatch.errors import DataError, ParameterError, RowError
-from llmbatch.preprocess.columns import Unreadable, find_field, is_text, nested_values, value_of
+MOST_DRAWS: Final = 1024  # answers to one row
+MOST_LOGPROBS: Final = 20  # likeliest tokens that are told beside each token, as many as OpenAI tells
+MOST_BIAS: Final = 100.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How the answer to one request is sampled. Raises `ParameterError` for a value out of range.
+
+    Names and meanings are those of vLLM and OpenAI. Penalties and bias change the logits before a token is chosen, in
+    this order: `min_tokens`, `logit_bias`, penalties, temperature, `min_p`, `top_k`, `top_p`. Log-probabilities are
+    those of the model, before any of these.
 
     >>> SamplingParams(max_tokens=16, stop="###").stop
     ('###',)
@@ -28,24 +31,53 @@ class SamplingParams:
     temperature: float = 0.0  # 0 takes the likeliest token
     top_p: float = 1.0  # probability mass to sample from
     top_k: int = 0  # likeliest tokens to sample from, 0 for all
-    seed: int | None = None  # makes a sampled answer repeatable
+    min_p: float = 0.0  # least probability to sample from, as a share of the likeliest token's
+    seed: int | None = None  # makes a sampled answer repeatable; draw i of n has seed + i
+    n: int = 1  # answers to draw
     stop: tuple[str, ...] = ()  # texts that end the answer and are cut off; a string or a list is taken too
+    stop_token_ids: tuple[int, ...] = ()  # tokens that end the answer
+    min_tokens: int = 0  # least tokens before anything but max_tokens may end the answer
     ignore_eos: bool = False  # go on to max_tokens
+    presence_penalty: float = 0.0  # taken from the logit of each token that was generated
+    frequency_penalty: float = 0.0  # likewise, as often as it was
+    repetition_penalty: float = 1.0  # what logits of tokens in prompt and answer are divided by; negative: multiplied
+    logit_bias: tuple[tuple[int, float], ...] = ()  # added to logits; a mapping of token ids is taken too
+    logprobs: int | None = None  # likeliest tokens whose log-probabilities are told beside each token's own
+    prompt_logprobs: int | None = None  # likewise of the prompt's tokens
 
     def __post_init__(self) -> None:
         set_ = object.__setattr__
         set_(self, "max_tokens", whole("max_tokens", self.max_tokens, 1, INT32_MAX))
-        set_(self, "temperature", finite("temperature", self.temperature))
-        set_(self, "top_p", finite("top_p", self.top_p))
+        for name in ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"):
+            set_(self, name, finite(name, getattr(self, name)))
         set_(self, "top_k", whole("top_k", self.top_k, 0, INT32_MAX, rule="at least 0 (0 keeps all tokens)"))
         if self.seed is not None:
             set_(self, "seed", whole("seed", self.seed, 0))
+        set_(self, "n", whole("n", self.n, 1, MOST_DRAWS))
         set_(self, "stop", _strings("stop", self.stop))
+        set_(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
+        set_(self, "min_tokens", whole("min_tokens", self.min_tokens, 0, INT32_MAX))
         set_(self, "ignore_eos", flag("ignore_eos", self.ignore_eos))
+        set_(self, "logit_bias", _bias(self.logit_bias))
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                set_(self, name, whole(name, getattr(self, name), 0, MOST_LOGPROBS))
+        self._check_ranges()
+
+    def _check_ranges(self) -> None:
         if self.temperature < 0:
             raise ParameterError(f"temperature must be at least 0, got {self.temperature!r}")
         if not 0 < self.top_p <= 1:
             raise ParameterError(f"top_p must be above 0 and at most 1, got {self.top_p!r}")
+        if not 0 <= self.min_p <= 1:
+            raise refusal("min_p", "be at least 0 and at most 1", self.min_p)
+        for name in ("presence_penalty", "frequency_penalty"):
+            if not -2 <= getattr(self, name) <= 2:
+                raise refusal(name, "be at least -2 and at most 2", getattr(self, name))
+        if self.repetition_penalty <= 0:
+            raise refusal("repetition_penalty", "be above 0 (1 changes nothing)", self.repetition_penalty)
+        if self.min_tokens > self.max_tokens:
+            raise refusal("min_tokens", f"be at most max_tokens, {self.max_tokens}", self.min_tokens)
 
     @property
     def greedy(self) -> bool:
@@ -53,9 +85,27 @@ class SamplingParams:
         return self.temperature == 0
 
     @property
+    def draws(self) -> int:
+        """How many answers must be computed: greedy ones are all the same."""
+        return 1 if self.greedy else self.n
+
+    @property
+    def processes(self) -> bool:
+        """Whether logits are changed before a token is chosen."""
+        return bool(
+            self.min_tokens
+            or self.logit_bias
+            or self.presence_penalty
+            or self.frequency_penalty
+            or self.repetition_penalty != 1
+            or (self.min_p and not self.greedy)
+        )
+
+    @property
     def kind(self) -> tuple[object, ...]:
-        """The parameters that may affect how long answers become: all but the seed."""
-        return (self.max_tokens, self.temperature, self.top_p, self.top_k, self.stop, self.ignore_eos)
+        """The parameters that may affect how long answers become: all but the seed, and what is told of tokens."""
+        others = ("seed", "n", "logprobs", "prompt_logprobs")
+        return tuple(getattr(self, name) for name in _NAMES if name not in others)
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, object], base: SamplingParams | None = None) -> SamplingParams:
@@ -64,7 +114,7 @@ class SamplingParams:
         Raises `ParameterError` for an unknown key or a value out of range.
         """
         for key in mapping:
-            _check_name(key)
+            check_sampling_name(key)
         given = {key: value for key, value in mapping.items() if value is not None}
         return replace(base or cls(), **cast("dict[str, Any]", given))
 
@@ -75,107 +125,12 @@ SamplingParams.__module__ = "llmbatch"  # which it is imported from
 _NAMES = tuple(field.name for field in fields(SamplingParams))
 
 
-class ResolvedSampling(NamedTuple):
-    """The sampling of every row, as indices into the distinct ones."""
-
-    params: list[SamplingParams]  # distinct
-    params_index: NDArray[np.int32]  # [rows], -1 where the row has an error
-    errors: dict[int, RowError]  # by row
-
-
-def check_sampling_column(schema: pa.Schema, name: str) -> None:
-    """Reject a column that no row could use.
-
-    Raises `DataError` if the column is missing or is neither structs nor text, `ParameterError` if a struct has a field
-    that is not a sampling parameter.
-    """
-    _check_type(find_field(schema, name, "sampling-parameters").type)
-
-
-def resolve_sampling(column: pa.ChunkedArray | None, base: SamplingParams, *, rows: int) -> ResolvedSampling:
-    """Find the sampling of `rows` rows: what the column gives for a row, and `base` for the rest.
-
-    The column holds structs or JSON objects; a null row, field or key gives nothing. A bad value, and in JSON an
-    unknown key, is an error of its row ("parameters"). Distinct values are parsed once. Raises as
-    `check_sampling_column` does.
-    """
-    if column is None:
-        return ResolvedSampling([base], np.zeros(rows, np.int32), {})
-    _check_type(column.type)
-    codes, values = _distinct(column)
-    known: dict[SamplingParams, int] = {}
-    index_of = np.empty(len(values), np.int32)
-    failures: dict[int, RowError] = {}
-    for code, value in enumerate(values):
-        try:
-            params = SamplingParams.from_mapping(_mapping(value), base)
-        except ParameterError as error:
-            index_of[code] = -1
-            failures[code] = RowError("parameters", str(error))
-        else:
-            index_of[code] = known.setdefault(params, len(known))
-    index = index_of[codes]
-    errors = {int(row): failures[int(codes[row])] for row in np.flatnonzero(index < 0)}
-    return ResolvedSampling(list(known), index, errors)
-
-
-def _check_name(name: str) -> None:
+def check_sampling_name(name: str) -> None:
+    """Raise `ParameterError` where a name is that of no sampling parameter."""
     if name not in _NAMES:
-        raise ParameterError(f"unknown sampling parameter {name!r}: known are {', '.join(_NAMES)}")
-
-
-def _check_type(kind: pa.DataType) -> None:
-    if pa.types.is_struct(kind):
-        for field in kind:
-            _check_name(field.name)
-    elif not is_text(kind) and not pa.types.is_null(kind):
-        raise DataError(f"the sampling-parameters column must hold structs or JSON text, got {kind}")
-
-
-def _distinct(column: pa.ChunkedArray) -> tuple[NDArray[np.int64], list[object]]:
-    """Assign a code to each row, and return the value of each code."""
-    array = column.combine_chunks()
-    if pa.types.is_struct(array.type):
-        combined = np.zeros(len(array), np.int64)
-        for field in array.flatten():
-            codes = _codes(field) + 1
-            combined = combined * (int(codes.max(initial=0)) + 1) + codes
-            combined = np.unique(combined, return_inverse=True)[1]
-    else:
-        combined = _codes(array)
-    _, first, inverse = np.unique(combined, return_index=True, return_inverse=True)
-    return inverse, [value_of(array[row]) for row in first.tolist()]
-
-
-def _codes(array: pa.Array) -> NDArray[np.int64]:
-    """Assign a number to each value, -1 for null; equal values have equal numbers."""
-    if pa.types.is_nested(array.type):
-        seen = {"None": -1}
-        values = (seen.setdefault(repr(value), len(seen)) for value in nested_values(pa.chunked_array([array])))
-        return np.fromiter(values, np.int64, len(array))
-    if pa.types.is_null(array.type):
-        return np.full(len(array), -1, np.int64)
-    indices = array.dictionary_encode().indices
-    return cast("NDArray[np.int64]", indices.cast(pa.int64()).fill_null(-1).to_numpy(zero_copy_only=False))
-
-
-def _mapping(value: object) -> Mapping[str, object]:
-    """Return a row's value as a mapping; raises `ParameterError` if it is not a JSON object."""
-    if value is None:
-        return {}
-    if isinstance(value, Unreadable):
-        raise ParameterError(f"sampling parameters cannot be read: {value.reason}")
-    if isinstance(value, str):
-        shown = repr(value if len(value) <= 100 else value[:100] + "...")
-        try:
-            value = json.loads(value)
-        except (ValueError, RecursionError) as error:
-            raise ParameterError(f"sampling parameters must be a JSON object, got {shown}: {error}") from None
-        if value is None:
-            return {}
-        if not isinstance(value, dict):
-            raise ParameterError(f"sampling parameters must be a JSON object, got {shown}")
-    return cast("Mapping[str, object]", value)
+        near = get_close_matches(name, _NAMES, n=1)
+        meant = f"did you mean {near[0]}? " if near else ""
+        raise ParameterError(f"unknown sampling parameter {name!r}: {meant}known are {', '.join(_NAMES)}")
 
 
 def _strings(name: str, value: object) -> tuple[str, ...]:
@@ -185,3 +140,26 @@ def _strings(name: str, value: object) -> tuple[str, ...]:
     if "" in values:
         raise ParameterError(f"{name} must hold no empty string, got {value!r}")
     return tuple(values)
+
+
+def _token_ids(name: str, value: object) -> tuple[int, ...]:
+    if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Sequence):
+        raise refusal(name, "be a list of token ids", value)
+    return tuple(sorted({whole(name, token, 0, INT32_MAX) for token in value}))
+
+
+def _bias(value: object) -> tuple[tuple[int, float], ...]:
+    """Return biases by token id, sorted; keys may be texts of digits, as JSON has them."""
+    pairs: Any = value.items() if isinstance(value, Mapping) else value
+    if isinstance(pairs, (str, bytes)) or not all(isinstance(pair, (tuple, list)) and len(pair) == 2 for pair in pairs):
+        raise refusal("logit_bias", "map token ids to numbers", value)
+    found: dict[int, float] = {}
+    for token, bias in pairs:
+        if bias is None:  # a struct's field that this row does not give
+            continue
+        number = int(token) if isinstance(token, str) and token.isdecimal() else token
+        number = whole("a token id in logit_bias", number, 0, INT32_MAX)
+        found[number] = finite(f"logit_bias of token {number}", bias)
+        if abs(found[number]) > MOST_BIAS:
+            raise refusal(f"logit_bias of token {number}", "be at least -100 and at most 100", bias)
+    return tuple(sorted(found.items()))

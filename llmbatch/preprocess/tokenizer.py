@@ -96,6 +96,10 @@ class Tokenizer(Protocol):
         """Decode each answer to its exact text, without special tokens."""
         ...
 
+    def spell(self, tokens: Sequence[int]) -> list[str]:
+        """Return the text of each token alone, of special ones too."""
+        ...
+
 
 class SlowTokenizer:
     """Any tokenizer of transformers, through its public calls."""
@@ -157,6 +161,11 @@ class SlowTokenizer:
         """Decode each answer, with spaces as the tokens have them."""
         how = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
         return [self._tokenizer.decode(answer.tolist(), **how) for answer in answers]
+
+    def spell(self, tokens: Sequence[int]) -> list[str]:
+        """Return the text of each token alone."""
+        how = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
+        return [self._tokenizer.decode([token], **how) for token in tokens]
 
     def _ids(self, texts: list[str], special_tokens: bool) -> Sequence[Sequence[int]]:
         encoded = self._tokenizer(

@@ -167,7 +167,9 @@ class ActiveRun(EngineObserver[W]):
 
     def _hand_on(self, finished: FinishedSequences) -> None:
         live, requests = self.requests, finished.requests
-        tokens = [self.engine.pop_tokens(slot) for slot in finished.slots.tolist()]
+        slots = finished.slots.tolist()
+        told = [self.engine.logprobs(slot, request) for slot, request in zip(slots, requests.tolist(), strict=True)]
+        tokens = [self.engine.pop_tokens(slot) for slot in slots]
         live.open[requests] = False
         live.answered[requests] = np.where(finished.reasons < FinishReason.ERROR, finished.generated, 0)
         self._run.scheduler.publish(finished, tokens)
@@ -180,5 +182,6 @@ class ActiveRun(EngineObserver[W]):
                     finished.reasons[at],
                     finished.cached[at],
                     live.attempts[requests[at]],
+                    [told[i] for i in at.tolist()],
                 )
             )

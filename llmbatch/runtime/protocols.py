@@ -8,7 +8,7 @@ from typing import Generic, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from llmbatch.engine.base import StreamEngine
+from llmbatch.engine.base import StreamEngine, TokenLogprobs
 from llmbatch.errors import RowError
 from llmbatch.planning.prefix_tree import PrefixTree
 from llmbatch.preprocess.request_batch import RequestBatch
@@ -59,6 +59,7 @@ class CompletedRequests(Generic[W]):
     finish: NDArray[np.uint8]  # a `FinishReason`
     cached: NDArray[np.int32]  # prompt tokens that were not computed
     attempts: NDArray[np.int32]  # how often it was given to an engine
+    logprobs: list[tuple[TokenLogprobs | None, TokenLogprobs | None]]  # of answer and prompt, where they are told
 
 
 class EngineObserver(Generic[W]):

@@ -21,12 +21,13 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from llmbatch.errors import JobError, RowError
-from llmbatch.inference.answers import ANSWER_ROWS, SCHEMA, AnswerSink, FlushPolicy, add_answers, no_rows
+from llmbatch.inference.answer_schema import AnswerSchema, add_answers
+from llmbatch.inference.answers import AnswerSink, FlushPolicy
 from llmbatch.inference.window import Window
 from llmbatch.inference.worker import Worker
 from llmbatch.io.gather import pick
 from llmbatch.operators.ray.in_flight import ROW, InFlightRows
-from llmbatch.operators.ray.ledger import MOST_DEATHS, REPORT, TOGETHER, ShardHistory
+from llmbatch.operators.ray.ledger import MOST_DEATHS, TOGETHER, ShardHistory, report_schema
 from llmbatch.operators.ray.sharding import occurrences
 from llmbatch.runtime.protocols import Stop
 
@@ -97,10 +98,17 @@ class ShardCall:
     """The rows of a shard on their way through an engine."""
 
     def __init__(
-        self, shard: int, table: pa.Table, hashes: NDArray[np.uint64], known: ShardHistory, flight: InFlightRows
+        self,
+        shard: int,
+        table: pa.Table,
+        hashes: NDArray[np.uint64],
+        known: ShardHistory,
+        flight: InFlightRows,
+        schema: AnswerSchema,
     ) -> None:
-        """Take a call's table; `hashes` uint64 [rows] are those of its prompts."""
+        """Take a call's table; `hashes` uint64 [rows] are those of its prompts, `schema` is that of its answers."""
         self._shard, self._number, self._flight = shard, known.call, flight
+        self._schema = schema
         self.table = table
         self._rows = np.zeros(table.num_rows, ROW)
         self._rows["shard"], self._rows["row"], self._rows["occurrence"] = shard, hashes, occurrences(hashes)
@@ -108,7 +116,7 @@ class ShardCall:
         self._deaths = np.zeros(table.num_rows, np.int32)
         for (row, occurrence), deaths in known.deaths.items():
             self._deaths[(hashes == row) & (self._rows["occurrence"] == occurrence)] = deaths
-        recalled = _recall(known.answers, hashes)
+        recalled = _recall(known.answers, hashes, schema)
         self._batches = recalled.to_batches()
         self._todo = np.ones(table.num_rows, np.bool_)
         self._todo[recalled["row"].to_numpy()] = False
@@ -137,13 +145,14 @@ class ShardCall:
         self._slots[fresh] = self._flight.enter(self._rows[fresh])
 
     def answered(self, rows: NDArray[np.int64], answers: pa.RecordBatch) -> None:
-        """Take the answers of rows; `answers` are of `ANSWER_ROWS`."""
+        """Take the answers of rows; `answers` are of `AnswerSchema.rows`."""
         self._flight.end(self._slots[rows[self._slots[rows] >= 0]])
-        columns = answers.columns
+        columns, schema = answers.columns, answers.schema
         columns[0] = pa.array(rows.astype(np.int32))
-        columns[-1] = pa.array(columns[-1].to_numpy() + self._deaths[rows])
+        attempts = schema.get_field_index("attempts")
+        columns[attempts] = pa.array(columns[attempts].to_numpy() + self._deaths[rows])
         with self._changed:
-            self._fresh.append(pa.RecordBatch.from_arrays(columns, schema=ANSWER_ROWS))
+            self._fresh.append(pa.RecordBatch.from_arrays(columns, schema=schema))
             self._changed.notify()
 
     def fail(self, error: BaseException) -> None:
@@ -162,11 +171,11 @@ class ShardCall:
             left -= fresh.num_rows
             rows = fresh["row"].to_numpy()
             known = [pa.array(self._rows["row"][rows]), pa.array(self._rows["occurrence"][rows])]
-            answers = pa.RecordBatch.from_arrays([*known, *fresh.columns[1:]], schema=REPORT)
+            answers = pa.RecordBatch.from_arrays([*known, *fresh.columns[1:]], schema=report_schema(self._schema))
             reports.report(self._shard, self._number, answers, last=left == 0)
             self._flight.leave(self._slots[rows[self._slots[rows] >= 0]])
             self._batches.append(fresh)
-        return add_answers(self.table, self._batches)
+        return add_answers(self.table, self._batches, self._schema)
 
     def _take(self, left: int) -> pa.RecordBatch:
         """Take the fresh answers, when there are some to report or a second has passed."""
@@ -179,7 +188,7 @@ class ShardCall:
             if self._error is not None:
                 raise self._error
             fresh, self._fresh = self._fresh, []
-        return pa.concat_batches(fresh) if fresh else pa.RecordBatch.from_pylist([], ANSWER_ROWS)
+        return pa.concat_batches(fresh) if fresh else pa.RecordBatch.from_pylist([], self._schema.rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,7 +273,8 @@ class SharedEngine(AnswerSink):
                 request_of=np.full(len(rows), -1, np.int32),
                 errors=dict.fromkeys(range(len(rows)), error),
             )
-        return Window.of(table, shard, number=number, first=0, keys=keys, contents=keys, earlier=no_rows())
+        schema = self._worker.answer_schema(table.schema)
+        return Window.of(table, shard, schema, number=number, first=0, keys=keys, contents=keys)
 
     def _run(self) -> None:
         try:
@@ -279,8 +289,9 @@ class SharedEngine(AnswerSink):
                 call.fail(error)
 
 
-def _recall(answers: pa.Table, hashes: NDArray[np.uint64]) -> pa.Table:
-    """Return what the ledger knows (`REPORT`) as answers of these rows (`ANSWER_ROWS`)."""
+def _recall(known: list[pa.RecordBatch], hashes: NDArray[np.uint64], schema: AnswerSchema) -> pa.Table:
+    """Return what the ledger knows (`report_schema`) as answers of these rows (`AnswerSchema.rows`)."""
+    answers = pa.Table.from_batches(known, schema=report_schema(schema))
     order = np.argsort(hashes, kind="stable")
     ordered = hashes[order]
     wanted = answers["row"].to_numpy()
@@ -288,5 +299,5 @@ def _recall(answers: pa.Table, hashes: NDArray[np.uint64]) -> pa.Table:
     there = np.flatnonzero(place < len(hashes))
     there = there[ordered[place[there]] == wanted[there]]
     rows, first = np.unique(order[place[there]], return_index=True)
-    answers = pick(answers.select(SCHEMA.names).to_batches(), there[first], SCHEMA)
-    return answers.add_column(0, ANSWER_ROWS.field("row"), pa.array(rows.astype(np.int32)))
+    answers = pick(answers.select(schema.columns.names).to_batches(), there[first], schema.columns)
+    return answers.add_column(0, schema.rows.field("row"), pa.array(rows.astype(np.int32)))

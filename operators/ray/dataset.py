@@ -34,7 +34,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from llmbatch.arguments import finite, flag, whole
 from llmbatch.choices import DType
 from llmbatch.errors import DataError, ParameterError
-from llmbatch.inference.answers import output_schema
+from llmbatch.inference.answer_schema import AnswerSchema
 from llmbatch.inference.options import Options
 from llmbatch.inference.progress import Lines, Silence
 from llmbatch.inference.worker import Worker
@@ -92,7 +92,7 @@ def map_dataset(
     schema = _checked(ds, worker)
     outlines = _outlines(ds, options)
     if not outlines.num_rows:
-        return ray.data.from_arrow(output_schema(schema).empty_table())
+        return ray.data.from_arrow(worker.answer_schema(schema).of_table(schema).empty_table())
     shards = cut(outlines, worker.cost, worker.pool, worker.scheduling, actors=most, rows_per_shard=rows_per_shard)
     ledger = _start_ledger(outlines.num_rows, quiet)
     assigned = _map(
@@ -282,7 +282,8 @@ class _Actor:
         # A shard may come in several parts; the part is known by the shard's number and what rows it has.
         content = np.concatenate((numbers[:1].astype(np.uint64), np.sort(hashes)))
         shard = int.from_bytes(hashlib.blake2b(content.tobytes(), digest_size=8).digest(), "little")
-        call = ShardCall(shard, table, hashes, self._reports.begin(shard), self._flight)
+        schema = AnswerSchema.of(self._options, table.schema)
+        call = ShardCall(shard, table, hashes, self._reports.begin(shard), self._flight, schema)
         return self._engine.answer(call, self._reports)
 
 

@@ -22,16 +22,22 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from llmbatch.inference.answers import SCHEMA, tokens_of
+from llmbatch.inference.answer_schema import AnswerSchema, tokens_of
 from llmbatch.inference.progress import Advance, Progress
 from llmbatch.operators.ray.in_flight import RUNNING
 from llmbatch.storage.journal import Journal
 from llmbatch.storage.location import Location
 
-# A row of a shard is known by the hash of its prompt and how many equal ones come before it there.
-REPORT = pa.schema([pa.field("row", pa.uint64()), pa.field("occurrence", pa.int32()), *SCHEMA])
 TOGETHER = (32, 8, 2, 1, 1, 1)  # suspects in flight together, after each death of one
 MOST_DEATHS = len(TOGETHER) + 1
+
+
+def report_schema(schema: AnswerSchema) -> pa.Schema:
+    """Return the columns of answered rows as actors report them.
+
+    A row of a shard is known by the hash of its prompt and how many equal ones come before it there.
+    """
+    return pa.schema([pa.field("row", pa.uint64()), pa.field("occurrence", pa.int32()), *schema.columns])
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +45,7 @@ class ShardHistory:
     """The ledger's answer to a call about its shard."""
 
     call: int
-    answers: pa.Table  # of REPORT
+    answers: list[pa.RecordBatch]  # each of `report_schema`
     deaths: Mapping[tuple[int, int], int]  # by row and occurrence: in how many deaths it was involved
 
 
@@ -88,11 +94,10 @@ class Ledger:
         if not self._calls:
             self._progress.start(self._total)
         call = self._calls[shard] = self._calls.get(shard, 0) + 1
-        records = list(self._journal(shard).records())
-        return ShardHistory(call, pa.Table.from_batches(records, schema=REPORT), self._deaths.get(shard, {}))
+        return ShardHistory(call, list(self._journal(shard).records()), self._deaths.get(shard, {}))
 
     def report(self, shard: int, call: int, answers: pa.RecordBatch, *, last: bool) -> None:
-        """Record answered rows (`REPORT`) of a shard in a call; `last`: no row of it is left."""
+        """Record answered rows (`report_schema`) of a shard in a call; `last`: no row of it is left."""
         if self._calls.setdefault(shard, call) != call:
             return
         self._journal(shard).append(answers)

@@ -12,13 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import llmbatch
-from llmbatch.inference.answers import SCHEMA
+from llmbatch.inference.answer_schema import AnswerSchema
 from llmbatch.io.reading import json_block
 from llmbatch.io.reading import jsonl as module
 from llmbatch.io.reading.dataset import Dataset
 from tests.support.datasets import jsonl, refusal
 from tests.support.jobs import Job, begun, rows
 
+SCHEMA = AnswerSchema().columns
 LINES = [
     '{"id": "a", "text": "one", "x": NaN, "y": 1e400}',
     '{"id": "b", "text": "two", "x": 1.0, "y": -1E5, "deep": {"k1": [{"q": null}, {}]}}',

@@ -13,7 +13,8 @@ import pytest
 from numpy.typing import NDArray
 
 from llmbatch import JobError, LLMOperator
-from llmbatch.inference.answers import COLUMNS, AnswerSink, no_rows
+from llmbatch.inference.answer_schema import AnswerSchema
+from llmbatch.inference.answers import AnswerSink
 from llmbatch.inference.options import Options
 from llmbatch.inference.progress import Silence
 from llmbatch.inference.window import Window
@@ -44,7 +45,7 @@ def table_of(texts: Iterable[str | None]) -> pa.Table:
 
 
 def called(shard: int, table: pa.Table, ledger: Ledger, flight: InFlightRows) -> ShardCall:
-    return ShardCall(shard, table, hash_rows(table.select(["text"])), ledger.begin(shard), flight)
+    return ShardCall(shard, table, hash_rows(table.select(["text"])), ledger.begin(shard), flight, AnswerSchema())
 
 
 def died(ledger: Ledger, shard: int, table: pa.Table, *, times: int) -> None:
@@ -75,7 +76,7 @@ def test_shards_are_answered_as_the_operator_answers_them(model: str, ledger: Le
     engine.close()
     told = ["text", "generated_text", "num_input_tokens", "num_generated_tokens", "finish_reason", "error_kind"]
     for shard, table in enumerate(tables):
-        assert answered[shard].column_names == ["text", *COLUMNS]
+        assert answered[shard].column_names == ["text", *AnswerSchema().columns.names]
         assert answered[shard].select(told).equals(operator(table).select(told))
     assert ledger.counts().answered == 93
 
@@ -98,7 +99,7 @@ class Joined(AnswerSink):
 
 def window_of(worker: Worker, number: int, table: pa.Table) -> Window:
     keys = np.arange(table.num_rows, dtype=np.uint64)
-    return worker.window(table, number=number, keys=keys, contents=keys, earlier=no_rows())
+    return worker.window(table, number=number, keys=keys, contents=keys)
 
 
 def test_the_next_shard_joins_before_the_last_one_has_drained(model: str) -> None:
@@ -154,7 +155,9 @@ def test_rows_that_the_ledger_knows_are_not_run_again(model: str, ledger: Ledger
     assert engine.answer(called(1, table, ledger, flight), ledger).equals(first)
     assert sum(begun) == 5
     shuffled = table.take([4, 3, 0, 1, 2])
-    again = engine.answer(ShardCall(1, shuffled, hashes[[4, 3, 0, 1, 2]], ledger.begin(1), flight), ledger)
+    again = engine.answer(
+        ShardCall(1, shuffled, hashes[[4, 3, 0, 1, 2]], ledger.begin(1), flight, AnswerSchema()), ledger
+    )
     assert sum(begun) == 5
     assert again["text"].equals(shuffled["text"])
     longer = pa.concat_tables([table, table_of(["a", "d"])])
@@ -256,5 +259,8 @@ def test_a_closed_engine_leaves_no_thread(model: str) -> None:
 
 def test_an_empty_shard_gets_the_columns(model: str, ledger: Ledger, flight: InFlightRows) -> None:
     engine = SharedEngine(simulated(model))
-    assert engine.answer(called(1, table_of([]), ledger, flight), ledger).column_names == ["text", *COLUMNS]
+    assert engine.answer(called(1, table_of([]), ledger, flight), ledger).column_names == [
+        "text",
+        *AnswerSchema().columns.names,
+    ]
     engine.close()

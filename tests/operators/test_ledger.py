@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from llmbatch.inference.answers import SCHEMA
+from llmbatch.inference.answer_schema import AnswerSchema
 from llmbatch.inference.progress import Advance, Silence
 from llmbatch.operators.ray.in_flight import ENDED, ROW, RUNNING, InFlightRows, left_behind
-from llmbatch.operators.ray.ledger import REPORT, ActorHome, Counts, Ledger
+from llmbatch.operators.ray.ledger import ActorHome, Counts, Ledger, ShardHistory, report_schema
 
 
 class Recorder(Silence):
@@ -39,9 +39,13 @@ def report(*rows: tuple[int, int], text: str = "yes") -> pa.RecordBatch:
     columns = [
         pa.array([row for row, _ in rows], pa.uint64()),
         pa.array([occurrence for _, occurrence in rows], pa.int32()),
-        *(pa.array([values.get(field.name)] * len(rows), field.type) for field in SCHEMA),
+        *(pa.array([values.get(field.name)] * len(rows), field.type) for field in AnswerSchema().columns),
     ]
-    return pa.RecordBatch.from_arrays(columns, schema=REPORT)
+    return pa.RecordBatch.from_arrays(columns, schema=report_schema(AnswerSchema()))
+
+
+def answers_of(known: ShardHistory) -> pa.Table:
+    return pa.Table.from_batches(known.answers, schema=report_schema(AnswerSchema()))
 
 
 def in_flight(*rows: tuple[int, int, int], state: int = RUNNING) -> NDArray[np.void]:
@@ -55,8 +59,7 @@ def ledger(tmp_path: Path) -> Ledger:
 
 def test_a_shard_begins_with_no_answers(ledger: Ledger) -> None:
     known = ledger.begin(7)
-    assert known.answers.schema == REPORT
-    assert known.answers.num_rows == 0
+    assert known.answers == []
     assert known.deaths == {}
 
 
@@ -64,14 +67,14 @@ def test_the_next_call_is_told_what_the_last_one_answered(ledger: Ledger) -> Non
     call = ledger.begin(7).call
     ledger.report(7, call, report((1, 0), (1, 1)), last=False)
     ledger.report(7, call, report((2**64 - 1, 0)), last=True)
-    answers = ledger.begin(7).answers
+    answers = answers_of(ledger.begin(7))
     assert answers.select(["row", "occurrence"]).to_pylist() == [
         {"row": 1, "occurrence": 0},
         {"row": 1, "occurrence": 1},
         {"row": 2**64 - 1, "occurrence": 0},
     ]
     assert set(answers["generated_text"].to_pylist()) == {"yes"}
-    assert ledger.begin(8).answers.num_rows == 0
+    assert ledger.begin(8).answers == []
 
 
 def test_a_call_that_was_overtaken_reports_in_vain(ledger: Ledger) -> None:
@@ -103,7 +106,7 @@ def test_a_ledger_that_died_goes_on_with_its_folder(ledger: Ledger, tmp_path: Pa
     again = Ledger(str(tmp_path), 10, Silence())
     again.report(7, call, report((2, 0)), last=False)
     assert again.counts().answered == 2
-    assert again.begin(7).answers.num_rows == 2
+    assert answers_of(again.begin(7)).num_rows == 2
 
 
 def test_progress_starts_with_the_first_shard_and_counts_rows_and_tokens(tmp_path: Path) -> None:

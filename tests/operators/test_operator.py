@@ -12,7 +12,7 @@ from transformers import AutoConfig
 
 from llmbatch import DataError, LLMOperator, ParameterError
 from llmbatch.engine.cpu.platform import HOST
-from llmbatch.inference.answers import COLUMNS
+from llmbatch.inference.answer_schema import AnswerSchema
 from llmbatch.inference.options import Options
 from llmbatch.inference.worker import Worker
 
@@ -27,7 +27,7 @@ TABLE = pa.table({"id": [3, 1, 2], "text": ["abc", "abd", "x"]})
 
 def test_a_table_keeps_its_rows_and_columns_and_gains_the_answers(operator: Any) -> None:
     answered = operator(TABLE)
-    assert answered.column_names == ["id", "text", *COLUMNS]
+    assert answered.column_names == ["id", "text", *AnswerSchema().columns.names]
     assert answered.select(["id", "text"]).equals(TABLE)
     assert answered.schema.field("num_cached_tokens").type == pa.int32()
     assert answered["error"].null_count == 3
@@ -39,7 +39,7 @@ def test_a_second_table_is_answered_like_the_first(operator: Any) -> None:
 
 
 def test_an_empty_table_gets_empty_columns(operator: Any) -> None:
-    assert operator(TABLE.slice(0, 0)).column_names == ["id", "text", *COLUMNS]
+    assert operator(TABLE.slice(0, 0)).column_names == ["id", "text", *AnswerSchema().columns.names]
 
 
 def test_record_batches_stay_record_batches(operator: Any) -> None:

@@ -12,7 +12,7 @@ ray = pytest.importorskip("ray")
 pytest.importorskip("ray.data")
 
 from llmbatch import DataError, LLMOperator, ParameterError  # noqa: E402
-from llmbatch.inference.answers import COLUMNS  # noqa: E402
+from llmbatch.inference.answer_schema import AnswerSchema  # noqa: E402
 from llmbatch.operators.ray import map_dataset  # noqa: E402
 from tests.support.ray_jobs import Job, answered, kill, rows_of, start, when_running  # noqa: E402
 
@@ -44,7 +44,7 @@ def test_rows_have_the_answers_of_an_undisturbed_run_when_an_actor_is_killed(mod
     found = answered(job.ds)
     killer.join()
     told = ["id", "text", "generated_text", "finish_reason", "error"]
-    assert found.column_names == ["id", "text", *COLUMNS]
+    assert found.column_names == ["id", "text", *AnswerSchema().columns.names]
     assert found.select(told).equals(op(table).select(told))
     counts = job.counts()
     assert (counts.answered, counts.deaths) == (240, 1)
@@ -56,7 +56,7 @@ def test_a_dataset_without_rows_stays_without(model: str) -> None:
     op = operator(model, engine="simulated")
     found = map_dataset(ray.data.from_arrow(rows_of(0)), op, concurrency=1, num_cpus=0.1, quiet=True).materialize()
     assert found.count() == 0
-    assert found.schema().names == ["id", "text", *COLUMNS]
+    assert found.schema().names == ["id", "text", *AnswerSchema().columns.names]
 
 
 def test_what_is_wrong_is_said_before_anything_runs(model: str) -> None:

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pytest
 
 from llmbatch import DataError, LLMOperator
-from llmbatch.inference.answers import COLUMNS
+from llmbatch.inference.answer_schema import AnswerSchema
 
 TABLE = pa.table({"id": [3, 1, 2], "text": ["abc", "abd", "x"]})
 TEXTS = ["2 simulated tokens"] * 3
@@ -30,7 +30,7 @@ def test_a_record_batch_stays_one_whatever_its_rows(operator: Any, rows: int, ch
     )
     answered = operator(batch)
     assert isinstance(answered, pa.RecordBatch)
-    assert answered.schema.names == ["id", "text", *COLUMNS]
+    assert answered.schema.names == ["id", "text", *AnswerSchema().columns.names]
     assert answered["generated_text"].to_pylist() == TEXTS[:rows]
 
 
@@ -44,10 +44,10 @@ def test_a_data_frame_keeps_names_index_and_types(model: str) -> None:
     operator: Any = LLMOperator(model=model, prompt="0", engine="simulated", max_tokens=2)
     frame = pd.DataFrame({0: ["a", "b"], 1: pd.Categorical(["x", "y"]), "2": [1, None]}, index=[7, 7])
     answered = operator(frame)
-    assert answered.columns.tolist() == [0, 1, "2", *COLUMNS]
+    assert answered.columns.tolist() == [0, 1, "2", *AnswerSchema().columns.names]
     assert answered["generated_text"].tolist() == TEXTS[:2]
     pd.testing.assert_frame_equal(answered[[0, 1, "2"]], frame)
-    assert operator(frame.iloc[:0]).columns.tolist() == [0, 1, "2", *COLUMNS]
+    assert operator(frame.iloc[:0]).columns.tolist() == [0, 1, "2", *AnswerSchema().columns.names]
 
 
 def test_a_polars_frame_keeps_its_types_and_a_lazy_one_stays_lazy(operator: Any) -> None:
@@ -68,7 +68,7 @@ def test_arrays_of_any_shape_come_back_as_they_are(operator: Any, shape: tuple[i
         "y": [1, 2, 3],
     }
     answered = operator(batch)
-    assert list(answered) == ["text", "x", "y", *COLUMNS]
+    assert list(answered) == ["text", "x", "y", *AnswerSchema().columns.names]
     assert answered["x"] is batch["x"]
     assert answered["y"].tolist() == [1, 2, 3]
     assert answered["generated_text"].tolist() == TEXTS

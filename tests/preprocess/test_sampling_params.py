@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmbatch.errors import DataError, ParameterError, RowError
-from llmbatch.preprocess.sampling_params import SamplingParams, check_sampling_column, resolve_sampling
+from llmbatch.preprocess.sampling_column import check_sampling_column, resolve_sampling
+from llmbatch.preprocess.sampling_params import SamplingParams
 
 BASE = SamplingParams()
 KNOWN = "max_tokens, temperature, top_p, top_k, seed, stop, ignore_eos"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -16,11 +17,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from llmbatch.engine.base import TokenLogprobs
 from llmbatch.engine.cpu.attention import CpuAttention, CpuKVCache
+from llmbatch.engine.cpu.processors import log_probabilities, process
 from llmbatch.engine.cpu.sampler import sample
-from llmbatch.engine.generation import TokenBuffers
+from llmbatch.engine.generation import TokenBuffers, TokenChoices
 from llmbatch.engine.model.loader import LoadedModel
 from llmbatch.engine.packing import pack_tokens
+from llmbatch.engine.prompt_scores import Head, ScoredRows, scored_rows
 from llmbatch.preprocess.request_batch import RequestBatch
 from llmbatch.scheduler.output import Step, StepResult
 
@@ -43,6 +47,7 @@ class CpuEngine:
         seed: int = 0,
     ) -> None:
         self._module = loaded.module
+        self._head = Head(loaded.module)
         self._pages = CpuKVCache(loaded.attention, num_pages=num_pages, page_size=page_size, kv_type=loaded.kv_type)
         self._generation = TokenBuffers(loaded.eos_token_ids, decode, seed)
         most: int = numba.config.NUMBA_NUM_THREADS  # type: ignore[attr-defined]
@@ -86,33 +91,81 @@ class CpuEngine:
         elements = self._weight_elements + tokens * self._token_elements + keys * self._key_elements
         numba.set_num_threads(self._threads if elements >= _WORTH_THREADS else 1)
         last_rows = np.cumsum(step.counts, dtype=np.int64)[step.samples] - 1
-        with torch.inference_mode():
+        scored = scored_rows(step, generation.requests)
+        rows = np.concatenate([last_rows, *(one.first + np.arange(len(one.tokens)) for one in scored)])
+        states: list[torch.Tensor] = []
+        with torch.inference_mode(), self._head.keeps_states(len(last_rows), states) if scored else nullcontext():
             logits = self._module(
                 input_ids=torch.from_numpy(ids.astype(np.int64))[None],
                 position_ids=torch.from_numpy(packed.positions.astype(np.int64))[None],
                 use_cache=False,
-                logits_to_keep=torch.from_numpy(last_rows),
+                logits_to_keep=torch.from_numpy(rows),
                 llmbatch=attention,
             ).logits[0]
             result = self._sample(step, logits.float().contiguous().numpy())
+        if scored:
+            self._tell_of_prompts(scored, states[0])
         return replace(result, seconds=time.perf_counter() - begun)
 
     def pop_tokens(self, slot: int) -> NDArray[np.int32]:
         """Hand over the tokens generated in a slot and free it for another request."""
         return self._generation.pop_tokens(slot)
 
+    def logprobs(self, slot: int, request: int) -> tuple[TokenLogprobs | None, TokenLogprobs | None]:
+        """Return what is told of a request's answer and of its prompt, before `pop_tokens`; None where nothing is."""
+        return self._generation.logprobs(slot, request)
+
+    @torch.inference_mode()
+    def _tell_of_prompts(self, scored: list[ScoredRows], states: torch.Tensor) -> None:
+        """Keep the log-probabilities of prompt tokens that the rows of a step tell of."""
+        requests = np.repeat([one.request for one in scored], [len(one.tokens) for one in scored])
+        tokens = np.concatenate([one.tokens for one in scored])
+        told = self._generation.columns.prompt_logprobs[requests]
+        found = np.full((len(tokens), 1 + int(told.max())), -1, np.int32)
+        values = np.zeros(found.shape, np.float32)
+        at = 0
+        for slab in self._head.logits(states):
+            logits = slab.float().contiguous().numpy()
+            part = slice(at, at + len(logits))
+            every = np.arange(len(logits))
+            log_probabilities(logits, every, told[part], tokens[part], found[part], values[part])
+            at += len(logits)
+        at = 0
+        for one in scored:
+            part = slice(at, at + len(one.tokens))
+            self._generation.note_prompt(one.slot, one.request, one.place, TokenLogprobs(found[part], values[part]))
+            at += len(one.tokens)
+
     def _sample(self, step: Step, logits: NDArray[np.float32]) -> StepResult:
         generation = self._generation
         slots, requests = step.slots[step.samples], step.requests[step.samples]
-        tokens, finite = np.empty(len(slots), np.int32), np.empty(len(slots), np.bool_)
+        columns = generation.columns
+        told = columns.logprobs[requests]
+        tells = bool((told >= 0).any())
+        raw = logits.copy() if tells and columns.processes[requests].any() else logits
+        process(logits, requests, slots, generation)
+        chosen = TokenChoices(np.empty(len(slots), np.int32), np.empty(len(slots), np.bool_))
         sample(
             logits,
-            generation.temperature[requests],
-            generation.top_k[requests],
-            generation.top_p[requests],
-            generation.seeds[requests],
+            columns.temperature[requests],
+            columns.top_k[requests],
+            columns.top_p[requests],
+            columns.seeds[requests],
             generation.lengths[slots],
-            tokens,
-            finite,
+            chosen.tokens,
+            chosen.finite,
         )
-        return generation.append(step, tokens, finite)
+        if tells:
+            chosen = _with_logprobs(chosen, raw, told)
+        return generation.append(step, chosen)
+
+
+def _with_logprobs(chosen: TokenChoices, logits: NDArray[np.float32], told: NDArray[np.int32]) -> TokenChoices:
+    """Add the log-probabilities that are told of a step's tokens: of `told` likeliest ones beside each, -1: nothing."""
+    rows = np.flatnonzero(told >= 0)
+    places = 1 + int(told.max())
+    found, values = np.full((len(told), places), -1, np.int32), np.zeros((len(told), places), np.float32)
+    some = np.empty((len(rows), places), np.int32), np.empty((len(rows), places), np.float32)
+    log_probabilities(logits, rows, told[rows], chosen.tokens[rows], *some)
+    found[rows], values[rows] = some
+    return replace(chosen, told=found, logprobs=values)

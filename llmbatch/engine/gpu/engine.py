@@ -16,7 +16,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from llmbatch.engine.generation import TokenBuffers
+from llmbatch.engine.base import TokenLogprobs
+from llmbatch.engine.generation import TokenBuffers, TokenChoices
 from llmbatch.engine.gpu.attention import GpuKVCache, plan_layers
 from llmbatch.engine.gpu.batch import HostBatch, upload
 from llmbatch.engine.gpu.cuda_graphs import DecodeGraphRunner, Recorder, look_up
@@ -169,7 +170,7 @@ class GpuEngine:
         seconds = queued.wait()
         step, generation = queued.step, self._generation
         tokens, finite = (column.numpy()[queued.order] for column in (queued.tokens, queued.finite))
-        result = generation.append(step, tokens, finite, queued.kept)
+        result = generation.append(step, TokenChoices(tokens, finite), queued.kept)
         slots, requests = step.slots[step.samples], step.requests[step.samples]
         ended = result.finished > FinishReason.RUNNING
         early = ended & (generation.lengths[slots] < generation.requests.max_tokens[requests])
@@ -183,6 +184,10 @@ class GpuEngine:
         for queued in self._queue:
             step = queued.step
             queued.kept[np.isin(step.requests[step.samples], requests)] = False
+
+    def logprobs(self, slot: int, request: int) -> tuple[TokenLogprobs | None, TokenLogprobs | None]:
+        """Return what is told of a request's answer and of its prompt, before `pop_tokens`; None where nothing is."""
+        return self._generation.logprobs(slot, request)
 
     def pop_tokens(self, slot: int) -> NDArray[np.int32]:
         """Hand over the tokens generated in a slot and free it for another request."""
@@ -201,13 +206,14 @@ class GpuEngine:
         """Return the sampling parameters of the non-greedy rows, or None if every row is greedy."""
         generation = self._generation
         requests = step.requests[step.samples]
-        if not generation.temperature[requests].any():
+        columns = generation.columns
+        if not columns.temperature[requests].any():
             return None
         return Draw.of(
-            generation.temperature[requests],
-            generation.top_k[requests],
-            generation.top_p[requests],
-            generation.seeds[requests],
+            columns.temperature[requests],
+            columns.top_k[requests],
+            columns.top_p[requests],
+            columns.seeds[requests],
             generation.queued[step.slots[step.samples]],
         )
 

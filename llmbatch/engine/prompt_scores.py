@@ -1,0 +1,91 @@
+"""Log-probabilities of prompt tokens: which rows of a step tell of one, and the model's head on these rows alone.
+
+The logits at a token tell of the one after it. A step samples from few rows, and the logits of all others would take
+gigabytes at once: 2,048 rows of 256,000 tokens are 2 GB. So the hidden states of a step's rows are kept, and the head
+computes the logits of a slab of rows at a time. What a model does to logits after its head (scaling, soft caps) is in
+its own forward, so that runs with the decoder replaced by the states that are there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from llmbatch.preprocess.request_batch import RequestBatch
+from llmbatch.scheduler.output import Step
+
+_SLAB: Final = 256  # rows
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredRows:
+    """Rows of a step that tell of the prompt token after them, those of one sequence in a stretch."""
+
+    slot: int
+    request: int
+    first: int  # row of the step
+    tokens: NDArray[np.int32]  # [rows] told of
+    place: int  # of the first of these among all that the request wants told
+
+
+def scored_rows(step: Step, requests: RequestBatch) -> list[ScoredRows]:
+    """Find the rows of a step that tell of wanted prompt tokens."""
+    lengths = requests.offsets[step.requests + 1] - requests.offsets[step.requests]
+    begin = np.maximum(step.starts, requests.scored[step.requests] - 1)
+    end = np.minimum(step.starts + step.counts, lengths - 1)
+    rows = np.cumsum(step.counts) - step.counts
+    found = []
+    for i in np.flatnonzero(begin < end).tolist():
+        request, first = int(step.requests[i]), int(requests.offsets[step.requests[i]])
+        tokens = requests.tokens[first + begin[i] + 1 : first + end[i] + 1]
+        place = int(begin[i] + 1 - requests.scored[request])
+        found.append(ScoredRows(int(step.slots[i]), request, int(rows[i] + begin[i] - step.starts[i]), tokens, place))
+    return found
+
+
+class Head:
+    """The end of a model, from hidden states to logits."""
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+
+    @contextmanager
+    def keeps_states(self, sampled: int, kept: list[torch.Tensor]) -> Iterator[None]:
+        """Let forwards compute the logits of their first `sampled` rows alone; the states of all go to `kept`."""
+
+        def note(_: nn.Module, given: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+            kept.append(given[0][:, sampled:])
+            return (given[0][:, :sampled],)
+
+        hook = self._module.get_output_embeddings().register_forward_pre_hook(note)
+        try:
+            yield
+        finally:
+            hook.remove()
+
+    def logits(self, states: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Yield the logits [rows, vocabulary] of hidden states [1, tokens, hidden], a slab of rows at a time."""
+        decoder = self._module.base_model
+        own = vars(decoder).get("forward")
+        try:
+            for slab in torch.split(states, _SLAB, dim=1):  # type: ignore[no-untyped-call]
+                decoder.forward = _gives(slab)
+                ids = torch.zeros(slab.shape[:2], dtype=torch.int64, device=slab.device)
+                # Its class's forward: an instance may have one that knows where the layers are.
+                yield type(self._module).forward(self._module, input_ids=ids, use_cache=False).logits[0]
+        finally:
+            del decoder.forward
+            if own is not None:
+                decoder.forward = own
+
+
+def _gives(states: torch.Tensor) -> Any:
+    return lambda *_, **__: BaseModelOutputWithPast(last_hidden_state=states)

@@ -1,0 +1,98 @@
+"""How each request is sampled, as arrays by request: what engines of processor and GPU look up for a step's rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmbatch.compilation.decorators import compiled
+from llmbatch.engine.seeds import mix
+from llmbatch.preprocess.request_batch import RequestBatch
+from llmbatch.preprocess.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLists:
+    """Some tokens for each distinct record of parameters, one behind the other."""
+
+    tokens: NDArray[np.int32]
+    values: NDArray[np.float32]  # one for each token
+    offsets: NDArray[np.int64]  # [distinct + 1]
+
+    @classmethod
+    def of(cls, lists: Sequence[Sequence[tuple[int, float]]]) -> TokenLists:
+        """Join lists of tokens and their values."""
+        flat = [pair for one in lists for pair in one]
+        return cls(
+            np.array([token for token, _ in flat], np.int32),
+            np.array([value for _, value in flat], np.float32),
+            np.concatenate(([0], np.cumsum([len(one) for one in lists], dtype=np.int64))),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingColumns:
+    """The sampling parameters of requests, one entry each unless said otherwise."""
+
+    temperature: NDArray[np.float32]
+    top_k: NDArray[np.int32]
+    top_p: NDArray[np.float32]
+    seeds: NDArray[np.uint64]  # of the request's draw
+    processes: NDArray[np.bool_]  # its logits are changed before a token is chosen
+    numbers: NDArray[np.float32]  # [requests, 4] min_p, presence, frequency and repetition penalty
+    min_tokens: NDArray[np.int32]
+    logprobs: NDArray[np.int32]  # likeliest tokens to tell beside each token, -1: nothing is told
+    prompt_logprobs: NDArray[np.int32]  # likewise beside each token of the prompt that is told of
+    params_index: NDArray[np.int32]
+    bias: TokenLists
+    endings: TokenLists  # tokens that may not come before `min_tokens`
+
+    @classmethod
+    def of(cls, requests: RequestBatch, eos: Sequence[int], base_seed: int) -> SamplingColumns:
+        """Collect the parameters of a batch. `base_seed` is the seed of requests without one."""
+        params, index = requests.params, requests.params_index
+
+        def column(value: Callable[[SamplingParams], Any], kind: type[np.generic]) -> NDArray[Any]:
+            return np.array([value(one) for one in params], kind)[index]
+
+        def numbers(one: SamplingParams) -> tuple[float, ...]:
+            return (one.min_p, one.presence_penalty, one.frequency_penalty, one.repetition_penalty)
+
+        given = column(lambda one: -1 if one.seed is None else one.seed, np.int64)
+        return cls(
+            temperature=column(lambda one: one.temperature, np.float32),
+            top_k=column(lambda one: one.top_k, np.int32),
+            top_p=column(lambda one: one.top_p, np.float32),
+            seeds=_seeds(given, base_seed, requests.serial, requests.draw),
+            processes=column(lambda one: one.processes, np.bool_),
+            numbers=np.array([numbers(one) for one in params], np.float32).reshape(-1, 4)[index],
+            min_tokens=column(lambda one: one.min_tokens, np.int32),
+            logprobs=column(lambda one: -1 if one.logprobs is None else one.logprobs, np.int32),
+            prompt_logprobs=column(lambda one: 1 if one.prompt_logprobs is None else one.prompt_logprobs, np.int32),
+            params_index=index,
+            bias=TokenLists.of([one.logit_bias for one in params]),
+            endings=TokenLists.of([[(token, 0.0) for token in (*eos, *one.stop_token_ids)] for one in params]),
+        )
+
+
+@compiled
+def _seeds(
+    given: NDArray[np.int64], base: int, serial: NDArray[np.uint64], draw: NDArray[np.int32]
+) -> NDArray[np.uint64]:
+    """Choose a seed for each request: its own if given (>= 0), else a hash of `base` and its serial number.
+
+    The draws of a row follow each other: the given seed and one more each, or a hash of the first draw's.
+    """
+    seeds = np.empty(given.size, np.uint64)
+    for i in range(given.size):
+        if given[i] >= 0:
+            seeds[i] = np.uint64(given[i]) + np.uint64(draw[i])
+        else:
+            seeds[i] = mix(np.uint64(base), serial[i])
+            if draw[i] > 0:
+                seeds[i] = mix(seeds[i], np.uint64(draw[i]))
+    return seeds

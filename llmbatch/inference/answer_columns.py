@@ -1,0 +1,109 @@
+"""Columns of rows that ask for more than one text: several answers, what is told of tokens, scores."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from llmbatch.engine.base import TokenLogprobs
+from llmbatch.inference.row_parts import RequestAnswer
+from llmbatch.inference.window import Window
+from llmbatch.preprocess.tokenizer import Tokenizer
+
+REASONS: Final = ["error", "stop", "length", "error", "error"]  # by `FinishReason`
+
+Value = Any  # of a column, as Arrow takes it from Python
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerColumns:
+    """Builds the columns of answered rows from the answers of their requests."""
+
+    tokenizer: Tokenizer
+
+    def build(self, window: Window, rows: NDArray[np.int32], answers: Sequence[list[RequestAnswer]]) -> pa.RecordBatch:
+        """Build a batch of `AnswerSchema.rows`; `answers` are those of each row's requests."""
+        schema, spelled = window.schema, self._spell(answers)
+        values: dict[str, list[Value]] = {field.name: [] for field in schema.rows}
+        for row, parts in zip(rows.tolist(), answers, strict=True):
+            found = {"row": row, "num_input_tokens": int(window.shard.num_input_tokens[row])}
+            found |= {"attempts": max(part.attempts for part in parts)}
+            broken = next((part.error for part in parts if part.error is not None), None)
+            if broken is not None:
+                found |= {"num_generated_tokens": 0, "num_cached_tokens": 0, "finish_reason": "error"}
+                found |= {"error": broken.message, "error_kind": broken.kind}
+            elif schema.scores:
+                found |= _scores(parts, several=schema.several)
+            else:
+                found |= self._answer(window, row, parts, spelled)
+            for name, column in values.items():
+                column.append(found.get(name))
+        arrays = [pa.array(values[field.name], field.type) for field in schema.rows]
+        return pa.RecordBatch.from_arrays(arrays, schema=schema.rows)
+
+    def _answer(
+        self, window: Window, row: int, parts: list[RequestAnswer], spelled: dict[int, str]
+    ) -> dict[str, Value]:
+        params = window.requests.params[window.requests.params_index[window.shard.request_of[row]]]
+        choices = [
+            {
+                "text": part.text,
+                "num_generated_tokens": part.tokens,
+                "finish_reason": REASONS[part.finish],
+                "logprobs": _told(part.logprobs, spelled),
+            }
+            for part in (parts if len(parts) == params.n else parts * params.n)
+        ]
+        first = choices[0]
+        return {
+            "generated_text": first["text"],
+            "num_generated_tokens": first["num_generated_tokens"],
+            "num_cached_tokens": parts[0].cached,
+            "finish_reason": first["finish_reason"],
+            "choices": choices,
+            "logprobs": first["logprobs"],
+            "prompt_logprobs": _told(parts[0].prompt, spelled),
+        }
+
+    def _spell(self, answers: Sequence[list[RequestAnswer]]) -> dict[int, str]:
+        """Find the text of every token that is told of."""
+        told = [one.tokens for parts in answers for part in parts for one in (part.logprobs, part.prompt) if one]
+        if not told:
+            return {}
+        tokens = [token for token in np.unique(np.concatenate([one.ravel() for one in told])).tolist() if token >= 0]
+        return dict(zip(tokens, self.tokenizer.spell(tokens), strict=True))
+
+
+def _told(told: TokenLogprobs | None, spelled: dict[int, str]) -> list[Value] | None:
+    if told is None:
+        return None
+    found = []
+    for tokens, values in zip(told.tokens.tolist(), told.values.tolist(), strict=True):
+        likely = [
+            {"token_id": token, "token": spelled[token], "logprob": value}
+            for token, value in zip(tokens, values, strict=True)
+            if token >= 0
+        ]
+        found.append({**likely[0], "top": likely[1:]})
+    return found
+
+
+def _scores(parts: list[RequestAnswer], *, several: bool) -> dict[str, Value]:
+    """Sum up what is told of each text's tokens: each as such, and the likeliest in its place."""
+    told = [part.prompt for part in parts]
+    scores: dict[str, list[Value]] = {
+        "continuation_logprob": [
+            None if one is None else float(one.values[:, 0].sum(dtype=np.float64)) for one in told
+        ],
+        "continuation_is_greedy": [
+            None if one is None else bool((one.tokens[:, 0] == one.tokens[:, 1]).all()) for one in told
+        ],
+        "num_continuation_tokens": [None if one is None else len(one.tokens) for one in told],
+    }
+    shown = scores if several else {name: values[0] for name, values in scores.items()}
+    return {**shown, "num_generated_tokens": 0, "num_cached_tokens": parts[0].cached}
