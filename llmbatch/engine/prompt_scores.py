@@ -87,5 +87,12 @@ class Head:
                 decoder.forward = own
 
 
+class _Decoded(BaseModelOutputWithPast):
+    """What a decoder returns, of whatever kind it is: some have more, which nobody reads here."""
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
 def _gives(states: torch.Tensor) -> Any:
-    return lambda *_, **__: BaseModelOutputWithPast(last_hidden_state=states)
+    return lambda *_, **__: _Decoded(last_hidden_state=states)

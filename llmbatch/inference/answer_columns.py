@@ -59,7 +59,7 @@ class AnswerColumns:
             }
             for part in (parts if len(parts) == params.n else parts * params.n)
         ]
-        first = choices[0]
+        first, told = choices[0], parts[0].prompt is not None  # nothing precedes the one token of a prompt
         return {
             "generated_text": first["text"],
             "num_generated_tokens": first["num_generated_tokens"],
@@ -67,7 +67,7 @@ class AnswerColumns:
             "finish_reason": first["finish_reason"],
             "choices": choices,
             "logprobs": first["logprobs"],
-            "prompt_logprobs": _told(parts[0].prompt, spelled),
+            "prompt_logprobs": _told(parts[0].prompt, spelled) if told or params.prompt_logprobs is None else [],
         }
 
     def _spell(self, answers: Sequence[list[RequestAnswer]]) -> dict[int, str]:

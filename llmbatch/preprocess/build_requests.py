@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from llmbatch.compilation.decorators import compiled
 from llmbatch.errors import RowError
 from llmbatch.preprocess.cancel_signal import NEVER, CancelSignal
 from llmbatch.preprocess.continuations import check_continuation, join_texts, score_requests

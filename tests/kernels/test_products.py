@@ -177,8 +177,9 @@ def test_a_product_is_gated(dtype: type, rows: int, width: int, columns: int, ac
 
 def test_columns_that_a_weight_has_not_are_zero() -> None:
     given = make(np.float32, 3, 8, 20)
-    out = np.full((3, COLUMNS), np.nan, np.float32)
-    order = np.append(np.arange(20), np.full(COLUMNS - 20, -1))
+    width = -(-20 // COLUMNS) * COLUMNS
+    out = np.full((3, width), np.nan, np.float32)
+    order = np.append(np.arange(20), np.full(width - 20, -1))
     run(given, STORE, out, order)
     check(np.float32, out[:, :20], given.expected)
     assert not out[:, 20:].any()
