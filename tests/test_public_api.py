@@ -29,8 +29,12 @@ SIGNATURES = {
     "Advance": "(rows: 'int', tokens: 'int') -> None",
     "LLMOperator": "(**options: 'Unpack[OptionArgs]') -> 'None'",
     "ParameterError": "(message: 'str', *, option: 'str | None' = None, value: 'object' = None) -> 'None'",
-    "SamplingParams": "(*, max_tokens: 'int' = 512, temperature: 'float' = 0.0, top_p: 'float' = 1.0, "
-    "top_k: 'int' = 0, seed: 'int | None' = None, stop: 'tuple[str, ...]' = (), ignore_eos: 'bool' = False) -> None",
+    "SamplingParams": "(*, max_tokens: 'int' = 512, temperature: 'float' = 0.0, top_p: 'float' = 1.0, top_k: 'int' = "
+    "0, min_p: 'float' = 0.0, seed: 'int | None' = None, n: 'int' = 1, stop: 'tuple[str, ...]' = (), "
+    "stop_token_ids: 'tuple[int, ...]' = (), min_tokens: 'int' = 0, ignore_eos: 'bool' = False, "
+    "presence_penalty: 'float' = 0.0, frequency_penalty: 'float' = 0.0, repetition_penalty: 'float' "
+    "= 1.0, logit_bias: 'tuple[tuple[int, float], ...]' = (), logprobs: 'int | None' = None, "
+    "prompt_logprobs: 'int | None' = None) -> None",
     "StopRequest": "(grace: 'float' = 0.0) -> 'None'",
     "explain": "(inputs: 'Paths', **options: 'Unpack[ExplainArgs]') -> 'Forecast'",
     "map_dataset": "(ds: 'ray.data.Dataset', op: 'LLMOperator', *, concurrency: 'int | tuple[int, int]', "
@@ -118,16 +122,16 @@ def test_the_keywords_of_prompts_are_the_fields_of_their_record() -> None:
 def test_the_keywords_of_answers_have_the_defaults_of_sampling() -> None:
     sampling, options, keywords = defaults_of(SamplingParams), defaults_of(Options), keywords_of(AnswerArgs)
     assert sampling.keys() <= keywords.keys()
-    assert keywords.keys() - sampling.keys() == {"sampling_params", "on_error", "row_timeout"}
-    for name in sampling.keys() - {"stop"}:
+    assert keywords.keys() - sampling.keys() == {"sampling_params", "continuation", "on_error", "row_timeout"}
+    for name in sampling.keys() - {"stop", "stop_token_ids", "logit_bias"}:
         assert keywords[name][1].default == sampling[name], name
-    for name in ("on_error", "row_timeout"):
+    for name in ("continuation", "on_error", "row_timeout"):
         assert keywords[name][1].default == options[name], name
 
 
 def test_the_keywords_of_the_engine_are_the_other_fields_of_options() -> None:
     options, keywords = defaults_of(Options), keywords_of(EngineArgs)
-    own = {"model", "source", "sampling", "sampling_column", "notes", "on_error", "row_timeout"}
+    own = {"model", "source", "sampling", "sampling_column", "notes", "continuation", "on_error", "row_timeout"}
     assert keywords.keys() == options.keys() - own
     assert defaults_of(EngineConfig).keys() <= keywords.keys()
     for name, (_, keyword) in keywords.items():

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from llmbatch.engine.model.outline import Described, shape_of
 from llmbatch.engine.recorded import placeholder_texts
-from llmbatch.errors import DataError, JobError, RowError
+from llmbatch.errors import DataError, JobError, ParameterError, RowError
 from llmbatch.inference.answer_columns import AnswerColumns
 from llmbatch.inference.answer_schema import AnswerSchema, add_answers
 from llmbatch.inference.answers import AnswerAssembler, AnswerSink, AnswerTexts, FlushPolicy
@@ -27,7 +27,7 @@ from llmbatch.inference.report import Report, RowCounts
 from llmbatch.inference.window import Window
 from llmbatch.perf_model.cost import CostModel
 from llmbatch.planning.workload import Pool, Scheduling, early_ends
-from llmbatch.preprocess.build_requests import build_shard
+from llmbatch.preprocess.build_requests import NEEDS_PROCESSOR, build_shard
 from llmbatch.preprocess.cancel_signal import NEVER, CancelSignal
 from llmbatch.preprocess.columns import find_field
 from llmbatch.preprocess.continuations import check_continuation
@@ -68,6 +68,7 @@ class Worker:
         self._engines = engines
         self._compilation = compilation
         self._progress = progress
+        self._tokens_only = options.engine == "torch" and not _runs_here(options)
 
     @classmethod
     def open(cls, options: Options, progress: Progress | None = None) -> Worker:
@@ -120,6 +121,8 @@ class Worker:
                 raise DataError(f"the output_tokens column {options.output_tokens!r} must hold integers, got {kind}")
         if options.continuation is not None:
             check_continuation(schema, options.continuation)
+        if self._tokens_only and (options.continuation is not None or options.sampling.needs_logits):
+            raise ParameterError(NEEDS_PROCESSOR)
         self.answer_schema(schema).check(schema)
 
     def answer_schema(self, schema: pa.Schema) -> AnswerSchema:
@@ -157,6 +160,7 @@ class Worker:
             keys=keys,
             recorded_column=self.options.output_tokens,
             continuation=self.options.continuation,
+            tokens_only=self._tokens_only,
             refused=refused,
             cancelled=cancelled,
         )

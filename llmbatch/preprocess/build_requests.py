@@ -20,6 +20,11 @@ from llmbatch.preprocess.sampling_column import ResolvedSampling, check_sampling
 from llmbatch.preprocess.sampling_params import SamplingParams
 from llmbatch.preprocess.tokenizer import TokenColumn, Tokenizer
 
+NEEDS_PROCESSOR: Final = (
+    "penalties, logit_bias, min_p, min_tokens, logprobs, prompt_logprobs and continuation must be left out on a GPU, "
+    "which has none of them yet: take device='cpu' (--device cpu)"
+)
+
 
 def build_shard(
     table: pa.Table,
@@ -33,6 +38,7 @@ def build_shard(
     keys: NDArray[np.uint64] | None = None,
     recorded_column: str | None = None,
     continuation: str | None = None,
+    tokens_only: bool = False,
     refused: Mapping[int, RowError] | None = None,
     cancelled: CancelSignal = NEVER,
 ) -> RowRequests:
@@ -41,7 +47,7 @@ def build_shard(
     `sampling` holds for what `sampling_column`, if any, does not give. `keys` uint64 [rows] identify rows that are
     drawn without a seed (their positions if not given). `recorded_column` holds the tokens that a simulated engine
     generates, null for max_tokens. With `continuation` nothing is generated: the texts of that column are scored, each
-    behind its row's prompt. `refused` rows already have errors. `cancelled` is checked again and again. Token
+    behind its row's prompt. `tokens_only`: the engine makes nothing but tokens of logits. `refused` rows already have errors. `cancelled` is checked again and again. Token
     ids are below `vocabulary`. A prompt that leaves no room in a context of `context_length` tokens is a row error
     ("too_long"); if there is less room than max_tokens, max_tokens is reduced to it. Raises `InputError` for errors of
     the command, not of a row.
@@ -72,6 +78,8 @@ def build_shard(
         texts = join_texts(prompts, table[continuation], tokenizer, vocabulary)
         return score_requests(texts, errors, prompts, context_length, keys)
     _check_vocabulary(resolved, vocabulary, errors)
+    if tokens_only:
+        _check_logits(resolved, errors)
     good = np.ones(table.num_rows, np.bool_)
     good[np.fromiter(errors, np.int64, len(errors))] = False
     rows = np.flatnonzero(good)
@@ -90,6 +98,13 @@ def build_shard(
         prompts.notes,
         asks,
     )
+
+
+def _check_logits(resolved: ResolvedSampling, errors: dict[int, RowError]) -> None:
+    """Give the rows an error whose parameters need an engine that makes more than tokens of logits."""
+    needs = np.array([params.needs_logits for params in resolved.params], np.bool_)
+    for row in np.flatnonzero(needs[resolved.params_index] & (resolved.params_index >= 0)).tolist():
+        errors.setdefault(row, RowError("parameters", NEEDS_PROCESSOR))
 
 
 def _check_vocabulary(resolved: ResolvedSampling, vocabulary: int, errors: dict[int, RowError]) -> None:

@@ -102,6 +102,11 @@ class SamplingParams:
         )
 
     @property
+    def needs_logits(self) -> bool:
+        """Whether more is made of logits than a token."""
+        return self.processes or self.logprobs is not None or self.prompt_logprobs is not None
+
+    @property
     def kind(self) -> tuple[object, ...]:
         """The parameters that may affect how long answers become: all but the seed, and what is told of tokens."""
         others = ("seed", "n", "logprobs", "prompt_logprobs")

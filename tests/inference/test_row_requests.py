@@ -182,15 +182,14 @@ def test_a_token_that_is_too_unlikely_is_never_drawn(folders: Any) -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"logit_bias": {"100000": 1.0}}, "logit_bias must name tokens below 300, the vocabulary's size, got 100000"),
-        ({"stop_token_ids": [4000]}, "stop_token_ids must name tokens below 300, the vocabulary's size, got 4000"),
+        ({"logit_bias": {"100000": 1.0}}, "logit_bias must name tokens below 260, the vocabulary's size, got 100000"),
+        ({"stop_token_ids": [4000]}, "stop_token_ids must name tokens below 260, the vocabulary's size, got 4000"),
     ],
 )
 def test_tokens_that_are_not_there_are_the_rows_error(tmp_path: Path, given: dict[str, Any], message: str) -> None:
     folder = tiny_model_folder(tmp_path, "llama")
-    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     rows = ask(folder, TEXTS[:1], **given)
-    assert rows[0]["error"] == message.replace("300", str(len(tokenizer)))
+    assert rows[0]["error"] == message
     assert rows[0]["error_kind"] == "parameters"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from llmbatch.preprocess.sampling_column import check_sampling_column, resolve_s
 from llmbatch.preprocess.sampling_params import SamplingParams
 
 BASE = SamplingParams()
-KNOWN = "max_tokens, temperature, top_p, top_k, seed, stop, ignore_eos"
+KNOWN = ", ".join(field.name for field in fields(SamplingParams))
 
 
 def test_the_default_is_greedy_with_512_tokens() -> None:
@@ -94,7 +95,9 @@ def test_a_mapping_beats_the_base_and_none_means_not_given() -> None:
 def test_an_unknown_key_is_refused_and_the_known_ones_named() -> None:
     with pytest.raises(ParameterError) as caught:
         SamplingParams.from_mapping({"max_new_tokens": 5})
-    assert str(caught.value) == f"unknown sampling parameter 'max_new_tokens': known are {KNOWN}"
+    assert (
+        str(caught.value) == f"unknown sampling parameter 'max_new_tokens': did you mean max_tokens? known are {KNOWN}"
+    )
 
 
 def test_without_a_column_all_rows_have_the_base() -> None:
@@ -135,7 +138,7 @@ def test_a_bad_value_in_a_struct_is_an_error_of_its_row() -> None:
 
 def test_an_unknown_field_of_a_struct_is_an_error_of_the_command() -> None:
     schema = pa.schema({"p": pa.struct({"max_tokens": pa.int64(), "tokens": pa.int64()})})
-    text = f"unknown sampling parameter 'tokens': known are {KNOWN}"
+    text = f"unknown sampling parameter 'tokens': did you mean min_tokens? known are {KNOWN}"
     with pytest.raises(ParameterError) as caught:
         check_sampling_column(schema, "p")
     assert str(caught.value) == text
@@ -149,7 +152,7 @@ def test_an_unknown_field_of_a_struct_is_an_error_of_the_command() -> None:
     [
         (
             '{"tokens": 3}',
-            f"unknown sampling parameter 'tokens': known are {KNOWN}",
+            f"unknown sampling parameter 'tokens': did you mean min_tokens? known are {KNOWN}",
         ),
         (
             "{",
