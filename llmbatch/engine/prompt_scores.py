@@ -76,7 +76,7 @@ class Head:
         decoder = self._module.base_model
         own = vars(decoder).get("forward")
         try:
-            for slab in torch.split(states, _SLAB, dim=1):  # type: ignore[no-untyped-call]
+            for slab in torch.split(states, _SLAB, dim=1):
                 decoder.forward = _gives(slab)
                 ids = torch.zeros(slab.shape[:2], dtype=torch.int64, device=slab.device)
                 # Its class's forward: an instance may have one that knows where the layers are.

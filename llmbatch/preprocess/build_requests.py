@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Final
 
 import numpy as np
 import pyarrow as pa
@@ -47,10 +48,10 @@ def build_shard(
     `sampling` holds for what `sampling_column`, if any, does not give. `keys` uint64 [rows] identify rows that are
     drawn without a seed (their positions if not given). `recorded_column` holds the tokens that a simulated engine
     generates, null for max_tokens. With `continuation` nothing is generated: the texts of that column are scored, each
-    behind its row's prompt. `tokens_only`: the engine makes nothing but tokens of logits. `refused` rows already have errors. `cancelled` is checked again and again. Token
-    ids are below `vocabulary`. A prompt that leaves no room in a context of `context_length` tokens is a row error
-    ("too_long"); if there is less room than max_tokens, max_tokens is reduced to it. Raises `InputError` for errors of
-    the command, not of a row.
+    behind its row's prompt. `tokens_only`: the engine makes nothing but tokens of logits. `refused` rows already have
+    errors. `cancelled` is checked again and again. Token ids are below `vocabulary`. A prompt that leaves no room in a
+    context of `context_length` tokens is a row error ("too_long"); if there is less room than max_tokens, max_tokens is
+    reduced to it. Raises `InputError` for errors of the command, not of a row.
     """
     if sampling_column is not None:
         check_sampling_column(table.schema, sampling_column)

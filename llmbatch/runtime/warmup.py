@@ -34,7 +34,7 @@ from llmbatch.perf_model.cost import CostModel, find_shape
 from llmbatch.perf_model.hardware import find_hardware
 from llmbatch.planning.plan_workload import plan_workload
 from llmbatch.planning.workload import Pool, Scheduling, Workload
-from llmbatch.preprocess.build_requests import merge_equal
+from llmbatch.preprocess.merging import merge_equal
 from llmbatch.preprocess.request_batch import RequestBatch
 from llmbatch.preprocess.sampling_params import SamplingParams
 from llmbatch.preprocess.tokenizer import TokenColumn
