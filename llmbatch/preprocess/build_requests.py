@@ -62,18 +62,7 @@ def build_shard(
     column = None if sampling_column is None else table[sampling_column]
     resolved = resolve_sampling(column, sampling, rows=table.num_rows)
     errors = {**(refused or {}), **resolved.errors, **prompts.errors}
-    for row in np.flatnonzero(lengths == 0).tolist():
-        errors.setdefault(row, RowError("null_prompt", "prompt has no tokens"))
-    for row in np.flatnonzero(lengths >= context_length).tolist():
-        errors.setdefault(
-            row,
-            RowError(
-                "too_long",
-                f"prompt has {lengths[row]} tokens, the model's context holds {context_length}, "
-                "and one is needed for the answer: shorten the prompt",
-            ),
-        )
-
+    _check_lengths(lengths, context_length, errors)
     keys = np.arange(table.num_rows, dtype=np.uint64) if keys is None else keys
     if continuation is not None:
         texts = join_texts(prompts, table[continuation], tokenizer, vocabulary)
@@ -99,6 +88,21 @@ def build_shard(
         prompts.notes,
         asks,
     )
+
+
+def _check_lengths(lengths: NDArray[np.int64], context_length: int, errors: dict[int, RowError]) -> None:
+    """Give the rows an error whose prompts have no tokens, or too many."""
+    for row in np.flatnonzero(lengths == 0).tolist():
+        errors.setdefault(row, RowError("null_prompt", "prompt has no tokens"))
+    for row in np.flatnonzero(lengths >= context_length).tolist():
+        errors.setdefault(
+            row,
+            RowError(
+                "too_long",
+                f"prompt has {lengths[row]} tokens, the model's context holds {context_length}, "
+                "and one is needed for the answer: shorten the prompt",
+            ),
+        )
 
 
 def _check_logits(resolved: ResolvedSampling, errors: dict[int, RowError]) -> None:
