@@ -34,7 +34,7 @@ SIGNATURES = {
     "stop_token_ids: 'tuple[int, ...]' = (), min_tokens: 'int' = 0, ignore_eos: 'bool' = False, "
     "presence_penalty: 'float' = 0.0, frequency_penalty: 'float' = 0.0, repetition_penalty: 'float' "
     "= 1.0, logit_bias: 'tuple[tuple[int, float], ...]' = (), logprobs: 'int | None' = None, "
-    "prompt_logprobs: 'int | None' = None) -> None",
+    "prompt_logprobs: 'int | None' = None, structured_outputs: 'Structure | None' = None) -> None",
     "StopRequest": "(grace: 'float' = 0.0) -> 'None'",
     "explain": "(inputs: 'Paths', **options: 'Unpack[ExplainArgs]') -> 'Forecast'",
     "map_dataset": "(ds: 'ray.data.Dataset', op: 'LLMOperator', *, concurrency: 'int | tuple[int, int]', "
@@ -122,7 +122,13 @@ def test_the_keywords_of_prompts_are_the_fields_of_their_record() -> None:
 def test_the_keywords_of_answers_have_the_defaults_of_sampling() -> None:
     sampling, options, keywords = defaults_of(SamplingParams), defaults_of(Options), keywords_of(AnswerArgs)
     assert sampling.keys() <= keywords.keys()
-    assert keywords.keys() - sampling.keys() == {"sampling_params", "continuation", "on_error", "row_timeout"}
+    assert keywords.keys() - sampling.keys() == {
+        "sampling_params",
+        "response_format",
+        "continuation",
+        "on_error",
+        "row_timeout",
+    }
     for name in sampling.keys() - {"stop", "stop_token_ids", "logit_bias"}:
         assert keywords[name][1].default == sampling[name], name
     for name in ("continuation", "on_error", "row_timeout"):

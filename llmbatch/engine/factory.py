@@ -15,6 +15,7 @@ from llmbatch.engine.attention_choice import choose_attention
 from llmbatch.engine.base import StreamEngine
 from llmbatch.engine.calibration.processor_rates import keep_rates, recall_rates
 from llmbatch.engine.config import EngineConfig
+from llmbatch.engine.grammars import Grammars
 from llmbatch.engine.model.config import ModelConfig
 from llmbatch.engine.model.outline import POOL_SHARE as POOL_SHARE
 from llmbatch.engine.model.outline import pool_of, shape_of
@@ -49,7 +50,9 @@ class EngineFactory:
     max_running: int = 1
     notes: tuple[str, ...] = ()  # for the user, a sentence each
 
-    def engine(self, loaded: LoadedModel, decode: Callable[[NDArray[np.int32]], str]) -> StreamEngine:
+    def engine(
+        self, loaded: LoadedModel, decode: Callable[[NDArray[np.int32]], str], grammars: Grammars
+    ) -> StreamEngine:
         """Build a new engine, with the memory of the pool; `decode` turns tokens into text."""
         if self.attention is not None:
             engine = self.accelerated(loaded, strategy=self.strategy, rates=self.cost.rates, decode=decode)
@@ -58,7 +61,8 @@ class EngineFactory:
             return engine
         from llmbatch.engine.cpu.engine import CpuEngine
 
-        return CpuEngine(loaded, num_pages=self.pool.num_pages, page_size=self.pool.page_size, decode=decode)
+        pages, size = self.pool.num_pages, self.pool.page_size
+        return CpuEngine(loaded, num_pages=pages, page_size=size, decode=decode, grammars=grammars)
 
     def learnt(self, cost: CostModel) -> EngineFactory:
         """Return the factory with what a job's steps say requests cost; a processor's is kept for later jobs.

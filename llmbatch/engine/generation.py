@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmbatch.engine.base import TokenLogprobs
+from llmbatch.engine.grammars import Grammars
 from llmbatch.engine.sampling_columns import SamplingColumns
 from llmbatch.engine.stop_strings import StopTokens, last_characters
 from llmbatch.preprocess.request_batch import RequestBatch
@@ -29,12 +30,17 @@ class TokenBuffers:
     """Generated tokens of each slot until `pop_tokens` takes them, and the sampling parameters of the requests.
 
     `eos` are the tokens that end a sequence. `decode` turns token ids into text; requests with stop strings need it.
-    `seed` is the seed of requests without one.
+    `seed` is the seed of requests without one. Requests whose answers have a form need `grammars`.
     """
 
     def __init__(
-        self, eos: Sequence[int], decode: Callable[[NDArray[np.int32]], str] | None = None, seed: int = 0
+        self,
+        eos: Sequence[int],
+        decode: Callable[[NDArray[np.int32]], str] | None = None,
+        seed: int = 0,
+        grammars: Grammars | None = None,
     ) -> None:
+        self.grammars: Grammars | None = grammars
         self._eos = np.array(eos, np.int32)
         self._decode = decode
         self._stop_tokens = None if decode is None else StopTokens(decode)
@@ -50,11 +56,15 @@ class TokenBuffers:
         """Take the requests of the next steps; forget what an interrupted job left in slots."""
         self.lengths[:] = self.queued[:] = 0
         self._prompts.clear()
+        if self.grammars is not None:
+            self.grammars.begin(requests)
         self.rebind(requests)
 
     def rebind(self, requests: RequestBatch) -> None:
         """Replace the requests; the new ones include those that are in slots."""
         self.requests = requests
+        if self.grammars is not None:
+            self.grammars.rebind(requests)
         params, index = requests.params, requests.params_index
         self.columns: SamplingColumns = SamplingColumns.of(requests, self._eos.tolist(), self._seed)
         self._ignore_eos = np.array([p.ignore_eos for p in params], np.bool_)[index]
@@ -118,6 +128,7 @@ class TokenBuffers:
         for i in self._may_stop(requests, tokens, free):
             if self._stopped(int(slots[i]), int(requests[i])):
                 finished[i] = FinishReason.STOP
+        self._follow_grammars(slots, requests, tokens, kept & chosen.finite, finished)
         finished[~chosen.finite] = FinishReason.ERROR
         finished[~kept] = FinishReason.RUNNING
         return StepResult(tokens=tokens, finished=finished)
@@ -147,7 +158,23 @@ class TokenBuffers:
         tokens = self.tokens[slot, : self.lengths[slot]].copy()
         self.lengths[slot] = 0
         self._prompts.pop(slot, None)
+        if self.grammars is not None:
+            self.grammars.drop(slot)
         return tokens
+
+    def _follow_grammars(
+        self,
+        slots: NDArray[np.int32],
+        requests: NDArray[np.int32],
+        tokens: NDArray[np.int32],
+        kept: NDArray[np.bool_],
+        finished: NDArray[np.uint8],
+    ) -> None:
+        """Let grammars take the tokens of their sequences, and end those that are whole."""
+        if self.grammars is not None:
+            for i in self.grammars.has(requests).tolist():
+                if kept[i] and self.grammars.take(int(slots[i]), int(requests[i]), int(tokens[i])):
+                    finished[i] = FinishReason.STOP
 
     def _widen(self, places: int) -> None:
         """Have room to tell of so many tokens in each place."""

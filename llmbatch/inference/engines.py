@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmbatch.engine.base import StreamEngine
+from llmbatch.engine.grammars import Grammars
 from llmbatch.engine.model.outline import HOST_RUNNING, Described, outline, simulated_cost, simulated_pool
 from llmbatch.engine.recorded import RecordedEngine
 from llmbatch.inference.options import Options
@@ -179,13 +180,21 @@ class ModelEngines(LoadedEngines):
 
     def _make(self) -> StreamEngine:
         try:
-            return self._factory.engine(self._weights, self._decode_one)
+            return self._factory.engine(self._weights, self._decode_one, Grammars(self._grammar_vocabulary))
         except (MemoryError, RuntimeError) as error:
             size = self.pool.tokens * self.model.bytes_per_token
             raise out_of_memory(error, f"a KV pool of {size:,} bytes") from error
 
     def _decode_one(self, tokens: NDArray[np.int32]) -> str:
         return self._tokenizer.decode([tokens])[0]
+
+    def _grammar_vocabulary(self) -> Any:
+        from llguidance import LLTokenizer
+
+        text = self._tokenizer.serialise()
+        assert text is not None, "rows with a form have an error where the tokenizer has none"
+        vocabulary, eos = self._weights.config.vocab_size, list(self._weights.eos_token_ids)
+        return LLTokenizer(text, n_vocab=vocabulary, eos_token=eos or None)
 
 
 def _describe(folder: str, options: Options, platform: Platform | None = None) -> ModelConfig:

@@ -83,13 +83,14 @@ class Options(EngineConfig):
         both.
         """
         from llmbatch.preprocess.prompts import PromptSource
+        from llmbatch.preprocess.sampling_params import NAMES as SAMPLING_NAMES
         from llmbatch.preprocess.sampling_params import SamplingParams
 
         check_names(options, OptionArgs.__annotations__)
         rest: dict[str, Any] = {**options}
         if "model" not in rest:
             raise ParameterError("model must be given: a folder, a .gguf file or a hub name", option="model")
-        given = _taken(rest, SamplingParams.__dataclass_fields__)
+        given = _taken(rest, dict.fromkeys(SAMPLING_NAMES))
         source = PromptSource(**_taken(rest, PromptArgs.__annotations__))
         asked = rest.pop("sampling_params", None)
         base = asked if isinstance(asked, SamplingParams) else SamplingParams()
@@ -156,6 +157,11 @@ class AnswerArgs(TypedDict, total=False):
         int | None, Keyword("tell log-probabilities of tokens, and of so many likeliest ones beside each", metavar="K")
     ]
     prompt_logprobs: Annotated[int | None, Keyword("likewise of the prompt's tokens", metavar="K")]
+    structured_outputs: Annotated[
+        Mapping[str, Any] | None,
+        Keyword('form of answers: \'{"choice": ["yes", "no"]}\', or json, regex, grammar', metavar="JSON"),
+    ]
+    response_format: Annotated[Mapping[str, Any] | None, Keyword("likewise, as OpenAI has it", metavar="JSON")]
     sampling_params: Annotated[
         "SamplingParams | Mapping[str, Any] | str | None",
         Keyword("a column of structs or JSON that overrides the above for its row", metavar="COL"),

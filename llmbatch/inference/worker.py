@@ -121,6 +121,8 @@ class Worker:
                 raise DataError(f"the output_tokens column {options.output_tokens!r} must hold integers, got {kind}")
         if options.continuation is not None:
             check_continuation(schema, options.continuation)
+        if options.sampling.structured_outputs is not None and options.continuation is None:
+            options.sampling.structured_outputs.check()
         if self._tokens_only and (options.continuation is not None or options.sampling.needs_logits):
             raise ParameterError(NEEDS_PROCESSOR)
         self.answer_schema(schema).check(schema)

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from llmbatch.errors import RowError
+from llmbatch.errors import ParameterError, RowError
 from llmbatch.preprocess.cancel_signal import NEVER, CancelSignal
 from llmbatch.preprocess.continuations import check_continuation, join_texts, score_requests
 from llmbatch.preprocess.merging import merge_equal, repeat_draws
@@ -22,8 +22,8 @@ from llmbatch.preprocess.sampling_params import SamplingParams
 from llmbatch.preprocess.tokenizer import TokenColumn, Tokenizer
 
 NEEDS_PROCESSOR: Final = (
-    "penalties, logit_bias, min_p, min_tokens, logprobs, prompt_logprobs and continuation must be left out on a GPU, "
-    "which has none of them yet: take device='cpu' (--device cpu)"
+    "penalties, logit_bias, min_p, min_tokens, logprobs, prompt_logprobs, structured_outputs and continuation must be "
+    "left out on a GPU, which has none of them yet: take device='cpu' (--device cpu)"
 )
 
 
@@ -68,6 +68,7 @@ def build_shard(
         texts = join_texts(prompts, table[continuation], tokenizer, vocabulary)
         return score_requests(texts, errors, prompts, context_length, keys)
     _check_vocabulary(resolved, vocabulary, errors)
+    _check_structures(resolved, tokenizer, errors)
     if tokens_only:
         _check_logits(resolved, errors)
     good = np.ones(table.num_rows, np.bool_)
@@ -103,6 +104,22 @@ def _check_lengths(lengths: NDArray[np.int64], context_length: int, errors: dict
                 "and one is needed for the answer: shorten the prompt",
             ),
         )
+
+
+def _check_structures(resolved: ResolvedSampling, tokenizer: Tokenizer, errors: dict[int, RowError]) -> None:
+    """Give the rows an error whose form cannot be followed."""
+    for number, params in enumerate(resolved.params):
+        if params.structured_outputs is not None:
+            try:
+                params.structured_outputs.check()
+                if tokenizer.serialise() is None:
+                    raise ParameterError(
+                        f"structured_outputs must be left out for {tokenizer.name}: they need a tokenizer with a "
+                        "tokenizer.json, and it has none"
+                    )
+            except ParameterError as error:
+                for row in np.flatnonzero(resolved.params_index == number).tolist():
+                    errors.setdefault(row, RowError("parameters", str(error)))
 
 
 def _check_logits(resolved: ResolvedSampling, errors: dict[int, RowError]) -> None:

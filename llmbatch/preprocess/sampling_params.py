@@ -9,6 +9,7 @@ from typing import Any, Final, cast
 
 from llmbatch.arguments import INT32_MAX, finite, flag, refusal, whole
 from llmbatch.errors import ParameterError
+from llmbatch.preprocess.structured import Structure
 
 MOST_DRAWS: Final = 1024  # answers to one row
 MOST_LOGPROBS: Final = 20  # likeliest tokens that are told beside each token, as many as OpenAI tells
@@ -44,6 +45,7 @@ class SamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = ()  # added to logits; a mapping of token ids is taken too
     logprobs: int | None = None  # likeliest tokens whose log-probabilities are told beside each token's own
     prompt_logprobs: int | None = None  # likewise of the prompt's tokens
+    structured_outputs: Structure | None = None  # the form of the answer; a mapping is taken, see `Structure.of`
 
     def __post_init__(self) -> None:
         set_ = object.__setattr__
@@ -62,6 +64,8 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 set_(self, name, whole(name, getattr(self, name), 0, MOST_LOGPROBS))
+        if self.structured_outputs is not None:
+            set_(self, "structured_outputs", Structure.of(self.structured_outputs))
         self._check_ranges()
 
     def _check_ranges(self) -> None:
@@ -78,6 +82,8 @@ class SamplingParams:
             raise refusal("repetition_penalty", "be above 0 (1 changes nothing)", self.repetition_penalty)
         if self.min_tokens > self.max_tokens:
             raise refusal("min_tokens", f"be at most max_tokens, {self.max_tokens}", self.min_tokens)
+        if self.ignore_eos and self.structured_outputs is not None:
+            raise refusal("ignore_eos", "be left out with structured_outputs, whose answers end by themselves", True)
 
     @property
     def greedy(self) -> bool:
@@ -104,7 +110,8 @@ class SamplingParams:
     @property
     def needs_logits(self) -> bool:
         """Whether more is made of logits than a token."""
-        return self.processes or self.logprobs is not None or self.prompt_logprobs is not None
+        told = self.logprobs is not None or self.prompt_logprobs is not None
+        return self.processes or told or self.structured_outputs is not None
 
     @property
     def kind(self) -> tuple[object, ...]:
@@ -121,6 +128,10 @@ class SamplingParams:
         for key in mapping:
             check_sampling_name(key)
         given = {key: value for key, value in mapping.items() if value is not None}
+        if "response_format" in given:  # OpenAI's name for the same
+            if "structured_outputs" in given:
+                raise refusal("response_format", "be left out beside structured_outputs", given["response_format"])
+            given["structured_outputs"] = Structure.of_format(given.pop("response_format"))
         return replace(base or cls(), **cast("dict[str, Any]", given))
 
 
@@ -128,14 +139,15 @@ SamplingParams.__module__ = "llmbatch"  # which it is imported from
 
 
 _NAMES = tuple(field.name for field in fields(SamplingParams))
+NAMES: Final = (*_NAMES, "response_format")  # of parameters, with those that are other words for one
 
 
 def check_sampling_name(name: str) -> None:
     """Raise `ParameterError` where a name is that of no sampling parameter."""
-    if name not in _NAMES:
-        near = get_close_matches(name, _NAMES, n=1)
+    if name not in NAMES:
+        near = get_close_matches(name, NAMES, n=1)
         meant = f"did you mean {near[0]}? " if near else ""
-        raise ParameterError(f"unknown sampling parameter {name!r}: {meant}known are {', '.join(_NAMES)}")
+        raise ParameterError(f"unknown sampling parameter {name!r}: {meant}known are {', '.join(NAMES)}")
 
 
 def _strings(name: str, value: object) -> tuple[str, ...]:

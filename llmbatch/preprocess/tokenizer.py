@@ -100,6 +100,10 @@ class Tokenizer(Protocol):
         """Return the text of each token alone, of special ones too."""
         ...
 
+    def serialise(self) -> str | None:
+        """Return the whole tokenizer as JSON, as tokenizer.json has it; None where it has no such form."""
+        ...
+
 
 class SlowTokenizer:
     """Any tokenizer of transformers, through its public calls."""
@@ -167,6 +171,10 @@ class SlowTokenizer:
         how = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
         return [self._tokenizer.decode([token], **how) for token in tokens]
 
+    def serialise(self) -> str | None:
+        """Return None: a tokenizer in Python has no such form."""
+        return None
+
     def _ids(self, texts: list[str], special_tokens: bool) -> Sequence[Sequence[int]]:
         encoded = self._tokenizer(
             texts,
@@ -225,6 +233,10 @@ class FastTokenizer(SlowTokenizer):
     def _ids(self, texts: list[str], special_tokens: bool) -> Sequence[Sequence[int]]:
         encodings: Iterable[Any] = self._backend.encode_batch_fast(texts, add_special_tokens=special_tokens)
         return [encoding.ids for encoding in encodings]
+
+    def serialise(self) -> str | None:
+        """Return the whole tokenizer as JSON."""
+        return str(self._backend.to_str())
 
     def _ids_apart(self, texts: list[str], made: list[Spans], special_tokens: bool) -> list[list[int]]:
         return self._respelled.encode(texts, made, special_tokens)

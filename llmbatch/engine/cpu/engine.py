@@ -22,6 +22,7 @@ from llmbatch.engine.cpu.attention import CpuAttention, CpuKVCache
 from llmbatch.engine.cpu.processors import log_probabilities, process
 from llmbatch.engine.cpu.sampler import sample
 from llmbatch.engine.generation import TokenBuffers, TokenChoices
+from llmbatch.engine.grammars import Grammars, Masks, apply_masks
 from llmbatch.engine.model.loader import LoadedModel
 from llmbatch.engine.packing import pack_tokens
 from llmbatch.engine.prompt_scores import Head, ScoredRows, scored_rows
@@ -35,6 +36,7 @@ class CpuEngine:
     """Runs steps of a loaded model. It owns the KV pages, and generated tokens until `pop_tokens` takes them.
 
     `decode` turns token ids into text; requests with stop strings need it. `seed` is the seed of requests without one.
+    Requests whose answers have a form need `grammars`.
     """
 
     def __init__(
@@ -45,11 +47,12 @@ class CpuEngine:
         page_size: int,
         decode: Callable[[NDArray[np.int32]], str] | None = None,
         seed: int = 0,
+        grammars: Grammars | None = None,
     ) -> None:
         self._module = loaded.module
         self._head = Head(loaded.module)
         self._pages = CpuKVCache(loaded.attention, num_pages=num_pages, page_size=page_size, kv_type=loaded.kv_type)
-        self._generation = TokenBuffers(loaded.eos_token_ids, decode, seed)
+        self._generation = TokenBuffers(loaded.eos_token_ids, decode, seed, grammars)
         most: int = numba.config.NUMBA_NUM_THREADS  # type: ignore[attr-defined]
         self._threads = min(torch.get_num_threads(), most)
         self._token_elements = loaded.config.hidden_size
@@ -74,6 +77,8 @@ class CpuEngine:
         begun = time.perf_counter()
         generation = self._generation
         generation.make_room(step.slots)
+        sampled = step.samples
+        masks = generation.grammars and generation.grammars.masks(step.slots[sampled], step.requests[sampled])
         tokens = step.num_tokens
         packed = pack_tokens(step, generation, self._pages.page_size)
         ids = np.where(packed.ids < 0, generation.tokens.ravel()[-1 - np.minimum(packed.ids, -1)], packed.ids)
@@ -102,7 +107,7 @@ class CpuEngine:
                 logits_to_keep=torch.from_numpy(rows),
                 llmbatch=attention,
             ).logits[0]
-            result = self._sample(step, logits.float().contiguous().numpy())
+            result = self._sample(step, logits.float().contiguous().numpy(), masks and masks.result())
         if scored:
             self._tell_of_prompts(scored, states[0])
         return replace(result, seconds=time.perf_counter() - begun)
@@ -136,13 +141,15 @@ class CpuEngine:
             self._generation.note_prompt(one.slot, one.request, one.place, TokenLogprobs(found[part], values[part]))
             at += len(one.tokens)
 
-    def _sample(self, step: Step, logits: NDArray[np.float32]) -> StepResult:
+    def _sample(self, step: Step, logits: NDArray[np.float32], masks: Masks | None) -> StepResult:
         generation = self._generation
         slots, requests = step.slots[step.samples], step.requests[step.samples]
         columns = generation.columns
         told = columns.logprobs[requests]
         tells = bool((told >= 0).any())
-        raw = logits.copy() if tells and columns.processes[requests].any() else logits
+        raw = logits.copy() if tells and (masks is not None or columns.processes[requests].any()) else logits
+        if masks is not None:
+            apply_masks(logits, masks)
         process(logits, requests, slots, generation)
         chosen = TokenChoices(np.empty(len(slots), np.int32), np.empty(len(slots), np.bool_))
         sample(

@@ -1,0 +1,149 @@
+"""Answers that have a form: they keep to it, whatever a random model would say."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+import llmbatch
+from tests.support.models import tiny_model_folder
+
+TEXTS = [f"row {number}" for number in range(12)]
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "tags": {"type": "array", "items": {"enum": ["a", "b"]}, "maxItems": 2},
+    },
+    "required": ["name", "age", "tags"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return tiny_model_folder(tmp_path_factory.mktemp("structured"), "llama")
+
+
+def ask(folder: str, **options: Any) -> list[dict[str, Any]]:
+    op: Any = llmbatch.LLMOperator(
+        model=folder, prompt="text", dtype="float32", device="cpu", kv_memory=2**24,
+        **{"max_tokens": 200, **options},
+    )  # fmt: skip  # arguments in groups
+    rows: list[dict[str, Any]] = op(pa.table({"text": TEXTS})).to_pylist()
+    return rows
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_answers_keep_to_a_schema(folder: str, temperature: float) -> None:
+    for row in ask(folder, structured_outputs={"json": PERSON}, temperature=temperature, seed=1):
+        assert row["finish_reason"] == "stop", row["error"]
+        found = json.loads(row["generated_text"])
+        assert list(found) == ["name", "age", "tags"]
+        assert 0 <= found["age"] <= 120
+        assert set(found["tags"]) <= {"a", "b"}
+
+
+def test_a_response_format_is_another_word_for_a_schema(folder: str) -> None:
+    given = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON, "strict": True}}
+    same = ask(folder, structured_outputs={"json": json.dumps(PERSON)})
+    assert ask(folder, response_format=given) == same
+
+
+def test_an_answer_is_one_of_some_texts(folder: str) -> None:
+    rows = ask(folder, structured_outputs={"choice": ["yes", "no", "perhaps"]}, temperature=1.0, seed=3)
+    assert {row["generated_text"] for row in rows} <= {"yes", "no", "perhaps"}
+    assert {row["finish_reason"] for row in rows} == {"stop"}
+
+
+def test_an_answer_matches_a_regular_expression(folder: str) -> None:
+    rows = ask(folder, structured_outputs={"regex": r"[0-9]{3}-[a-f]{2}"}, temperature=1.0, seed=3)
+    assert all(re.fullmatch(r"[0-9]{3}-[a-f]{2}", row["generated_text"]) for row in rows)
+
+
+def test_an_answer_follows_a_grammar(folder: str) -> None:
+    grammar = 'root ::= "(" term ")"\nterm ::= "x" | "y" | root\n'
+    rows = ask(folder, structured_outputs={"grammar": grammar}, temperature=1.0, seed=3, max_tokens=60)
+    whole = [row["generated_text"] for row in rows if row["finish_reason"] == "stop"]
+    assert whole
+    assert all(re.fullmatch(r"(\()+[xy](\))+", text) and text.count("(") == text.count(")") for text in whole)
+
+
+def test_an_answer_that_is_cut_says_so(folder: str) -> None:
+    rows = ask(folder, structured_outputs={"json": PERSON}, max_tokens=5)
+    assert {row["finish_reason"] for row in rows} == {"length"}
+
+
+def test_rows_may_have_forms_of_their_own_beside_rows_without(folder: str) -> None:
+    params = [{"structured_outputs": {"choice": ["yes"]}}, {}, {"structured_outputs": {"regex": "[ab]c"}}] * 4
+    op: Any = llmbatch.LLMOperator(
+        model=folder, prompt="text", sampling_params="how", dtype="float32", device="cpu", kv_memory=2**24, max_tokens=9
+    )
+    rows = op(pa.table({"text": TEXTS, "how": [json.dumps(one) for one in params]})).to_pylist()
+    assert {row["generated_text"] for row in rows[::3]} == {"yes"}
+    assert {row["generated_text"] for row in rows[2::3]} <= {"ac", "bc"}
+    free = ask(folder, max_tokens=9)
+    assert [row["generated_text"] for row in rows[1::3]] == [row["generated_text"] for row in free[1::3]]
+
+
+def test_log_probabilities_are_those_before_the_form(folder: str) -> None:
+    row = ask(folder, structured_outputs={"choice": ["yes"]}, logprobs=1)[0]
+    assert row["logprobs"][0]["logprob"] < 0
+    assert row["logprobs"][0]["top"][0]["logprob"] >= row["logprobs"][0]["logprob"]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            {"structured_outputs": {}},
+            "structured_outputs must have one of json, regex, choice, grammar, json_object, got {}",
+        ),
+        (
+            {"structured_outputs": {"choice": []}},
+            "structured_outputs['choice'] must be a list of texts, got []",
+        ),
+        (
+            {"structured_outputs": {"json": "{"}},
+            "structured_outputs['json'] must be JSON: Expecting property name enclosed in double quotes: "
+            "line 1 column 2 (char 1)",
+        ),
+        (
+            {"response_format": {"type": "yaml"}},
+            "response_format must be {'type': 'text'}, {'type': 'json_object'} or "
+            "{'type': 'json_schema', 'json_schema': {'schema': ...}}, got {'type': 'yaml'}",
+        ),
+        (
+            {"structured_outputs": {"choice": ["a"]}, "ignore_eos": True},
+            "ignore_eos must be left out with structured_outputs, whose answers end by themselves, got True",
+        ),
+    ],
+)  # fmt: skip  # messages on a line
+def test_a_malformed_form_is_refused(folder: str, given: dict[str, Any], message: str) -> None:
+    with pytest.raises(llmbatch.ParameterError, match=f"^{re.escape(message)}$"):
+        ask(folder, **given)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"regex": "("},
+        {"json": {"type": "nothing"}},
+        {"grammar": "root ::= missing"},
+    ],
+)
+def test_a_form_that_cannot_be_followed_is_refused_and_the_rows_error(folder: str, given: dict[str, Any]) -> None:
+    with pytest.raises(llmbatch.ParameterError, match=r"must be (one that can be followed|a \w+ that can be read): "):
+        ask(folder, structured_outputs=given)
+    op: Any = llmbatch.LLMOperator(
+        model=folder, prompt="text", sampling_params="how", device="cpu", kv_memory=2**24, max_tokens=3
+    )
+    params = [json.dumps({"structured_outputs": given}), "{}"]
+    bad, good = op(pa.table({"text": TEXTS[:2], "how": params})).to_pylist()
+    assert bad["error_kind"] == "parameters"
+    assert good["error"] is None
