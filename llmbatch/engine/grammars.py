@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from llmbatch.compilation.decorators import compiled
 from llmbatch.preprocess.request_batch import RequestBatch
-from llmbatch.preprocess.structured import Structure
+from llmbatch.structured import Structure
 
 _THREADS: Final = 2
 

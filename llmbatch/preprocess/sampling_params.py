@@ -9,7 +9,7 @@ from typing import Any, Final, cast
 
 from llmbatch.arguments import INT32_MAX, finite, flag, refusal, whole
 from llmbatch.errors import ParameterError
-from llmbatch.preprocess.structured import Structure
+from llmbatch.structured import Structure
 
 MOST_DRAWS: Final = 1024  # answers to one row
 MOST_LOGPROBS: Final = 20  # likeliest tokens that are told beside each token, as many as OpenAI tells

@@ -78,7 +78,9 @@ class CpuEngine:
         generation = self._generation
         generation.make_room(step.slots)
         sampled = step.samples
-        masks = generation.grammars and generation.grammars.masks(step.slots[sampled], step.requests[sampled])
+        masks = None
+        if generation.grammars is not None:
+            masks = generation.grammars.masks(step.slots[sampled], step.requests[sampled])
         tokens = step.num_tokens
         packed = pack_tokens(step, generation, self._pages.page_size)
         ids = np.where(packed.ids < 0, generation.tokens.ravel()[-1 - np.minimum(packed.ids, -1)], packed.ids)
@@ -107,7 +109,7 @@ class CpuEngine:
                 logits_to_keep=torch.from_numpy(rows),
                 llmbatch=attention,
             ).logits[0]
-            result = self._sample(step, logits.float().contiguous().numpy(), masks and masks.result())
+            result = self._sample(step, logits.float().contiguous().numpy(), None if masks is None else masks.result())
         if scored:
             self._tell_of_prompts(scored, states[0])
         return replace(result, seconds=time.perf_counter() - begun)

@@ -73,7 +73,7 @@ class Structure:
         """Write it as llguidance takes it. Raises ParameterError for what cannot be written so."""
         from llguidance import grammar_from
 
-        kinds = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "grammar"}
+        kinds: dict[str, Any] = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "grammar"}
         try:
             return str(grammar_from(kinds[self.kind], self.text))
         except ValueError as error:
