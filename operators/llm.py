@@ -12,28 +12,32 @@ from __future__ import annotations
 import hashlib
 from typing import Any, ClassVar, TypeVar, Unpack, cast
 
+import pyarrow as pa
+
+from llmbatch.arguments import whole
 from llmbatch.inference.options import OptionArgs, Options
-from llmbatch.inference.worker import Worker
-from llmbatch.operators.tables import to_arrow
+from llmbatch.operators.columns_read import answer_schema, columns_read
+from llmbatch.operators.readers import answered_reader
+from llmbatch.operators.tables import instance_of, to_arrow
+from llmbatch.operators.workers import worker_of
 
 Table = TypeVar("Table")
 Operator = TypeVar("Operator")
 
-_workers: dict[str, Worker] = {}  # by configuration
-
-
-def worker_of(options: Options) -> Worker:
-    """Return the worker of a configuration: one process loads a model once."""
-    key = repr(options)
-    if key not in _workers:
-        _workers[key] = Worker.open(options)
-    return _workers[key]
-
 
 def answer(options: Options, batch: Any) -> Any:
     """Return the batch with its answers, in the kind it came (`llmbatch.operators.tables`)."""
-    asked = to_arrow(batch)
-    return asked.back(worker_of(options).answer(asked.table).table)
+    if isinstance(batch, pa.RecordBatchReader):
+        return answered_reader(options, batch)
+    if instance_of(batch, "polars", "LazyFrame"):
+        from llmbatch.operators.polars_frames import answered_lazily
+
+        return answered_lazily(options, batch)
+    asked = to_arrow(batch, frozenset(columns_read(options)))
+    shared = worker_of(options)
+    answer_schema(shared, asked.schema)
+    answered = shared.answer(asked.table).table
+    return asked.back(answered.select(range(asked.table.num_columns, answered.num_columns)))
 
 
 class _Configured(type):
@@ -94,9 +98,25 @@ class LLMOperator(metaclass=_Configured):
 
     def __call__(self, batch: Table) -> Table:
         """Answer a table."""
-        options = type(self).options
-        assert options is not None
-        return cast("Table", answer(options, batch))
+        return cast("Table", answer(self._given(), batch))
+
+    @classmethod
+    def stream(cls, batches: Any, *, window_rows: int | None = None) -> pa.RecordBatchReader:
+        """Return a reader of the rows with their answers, which are computed as it is read, in bounded memory.
+
+        `batches` are a RecordBatchReader, or any other table. `window_rows` are planned together: by default few at
+        first, then as many as memory has room for. At most four windows are computed ahead of whoever reads; who stops
+        reading drops the reader. Raises `InputError` at once where rows of this schema cannot be answered.
+
+        >>> reader = answer.stream(pyarrow.dataset.dataset("questions.parquet"))
+        """
+        rows = None if window_rows is None else whole("window_rows", window_rows, 1)
+        return answered_reader(cls._given(), batches, rows)
+
+    @classmethod
+    def _given(cls) -> Options:
+        assert cls.options is not None, "LLMOperator(...) has options"
+        return cls.options
 
 
 LLMOperator.__module__ = "llmbatch"  # which it is imported from

@@ -1,12 +1,14 @@
 """Tables of every library: brought to Arrow to be answered, and given back with the answers, in the kind they came.
 
-What a table of pandas, Polars or NumPy already holds is not converted there and back: the answers are put beside it.
+Only the columns that prompts are made of are brought to Arrow. The answers are put beside the table as it is, so what
+a library holds that Arrow does not (indices, categories, objects) stays.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,60 +16,144 @@ import numpy as np
 import pyarrow as pa
 
 from llmbatch.errors import DataError
+from llmbatch.operators.columns_read import outline
+
+TAKEN = (
+    "a pyarrow Table, RecordBatch, RecordBatchReader or Dataset, a pandas DataFrame, a Polars DataFrame or LazyFrame, "
+    "a DuckDB relation, a Dataset of datasets, a dict of arrays, or what has __arrow_c_stream__ or __arrow_c_array__"
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A table to be answered, and what makes of the answered table one of the kind it came in."""
+    """A table to be answered, and what puts its answers beside it."""
 
-    table: pa.Table
+    schema: pa.Schema  # of all columns; the types are those of `table`
+    table: pa.Table  # the columns that are read
     back: Callable[[pa.Table], Any]
 
 
-def to_arrow(batch: Any) -> Batch:
-    """Bring a batch to Arrow. Raises `DataError` if it is no table, or none that Arrow can hold."""
-    if isinstance(batch, pa.Table):
-        return Batch(batch, lambda answered: answered)
+def to_arrow(batch: Any, read: frozenset[str]) -> Batch:
+    """Bring the columns `read` of a batch to Arrow. Raises `DataError` if it is no table, or Arrow cannot hold them."""
+    with explained(batch):
+        for kind in (_of_arrow, _of_pandas, _of_polars, _of_mapping, _of_datasets, _of_capsules):
+            found = kind(batch, read)
+            if found is not None:
+                return found
+        raise no_table(batch)
+
+
+@contextmanager
+def explained(batch: Any) -> Iterator[None]:
+    """Turn what a library says of a batch that is no good into a `DataError` that names its kind."""
     try:
-        return _converted(batch)
+        yield
     except DataError:
         raise
     except (pa.ArrowException, ValueError, TypeError) as error:
         raise DataError(f"a {type(batch).__name__} must be a table that Arrow can hold: {_line(error)}") from error
 
 
-def _converted(batch: Any) -> Batch:
+def no_table(batch: Any) -> DataError:
+    """Make the error of what is no table."""
+    return DataError(f"LLMOperator takes {TAKEN}, got {type(batch).__name__}")
+
+
+def instance_of(value: Any, module: str, *names: str) -> bool:
+    """Tell whether a value is of a class of a library, which is not imported for that."""
+    loaded = sys.modules.get(module)
+    return loaded is not None and isinstance(value, tuple(getattr(loaded, name) for name in names))
+
+
+def pandas_table(frame: Any, read: frozenset[str] | None = None) -> tuple[list[str], pa.Table]:
+    """Name the columns of a DataFrame, and bring those that are read to Arrow; its index with them, if all are."""
+    names = [str(name) for name in frame.columns]
+    named = frame.set_axis(names, axis=1)
+    if read is None:
+        return names, pa.Table.from_pandas(named)
+    return names, pa.Table.from_pandas(named.iloc[:, [i for i, name in enumerate(names) if name in read]], preserve_index=False)
+
+
+def columns_of(table: pa.Table, read: frozenset[str]) -> pa.Table:
+    """Return the columns of a table that are read, two of one name among them."""
+    return table.select([i for i, name in enumerate(table.column_names) if name in read])
+
+
+def beside(table: pa.Table, answers: pa.Table) -> pa.Table:
+    """Return a table with the answers' columns after its own."""
+    for field, column in zip(answers.schema, answers.columns):
+        table = table.append_column(field, column)
+    return table
+
+
+def _of_arrow(batch: Any, read: frozenset[str]) -> Batch | None:
+    if isinstance(batch, pa.Table):
+        return Batch(batch.schema, columns_of(batch, read), lambda answers: beside(batch, answers))
     if isinstance(batch, pa.RecordBatch):
-        return Batch(pa.Table.from_batches([batch]), _one_batch)
-    if isinstance(batch, pa.RecordBatchReader):
-        return Batch(batch.read_all(), lambda answered: answered.to_reader())
-    if isinstance(batch, dict):
-        return Batch(
-            pa.table({name: _column(values) for name, values in batch.items()}),
-            lambda answered: _beside_arrays(batch, answered),
-        )
-    pandas, polars = sys.modules.get("pandas"), sys.modules.get("polars")
-    if pandas is not None and isinstance(batch, pandas.DataFrame):
-        named = batch.set_axis([str(name) for name in batch.columns], axis=1)
-        table = pa.Table.from_pandas(named)
-        return Batch(table, lambda answered: _beside_pandas(batch, _answers(answered, table.num_columns)))
-    if polars is not None and isinstance(batch, polars.LazyFrame):
-        frame = batch.collect()
-        return Batch(frame.to_arrow(), lambda answered: _beside_polars(frame, answered).lazy())
-    if polars is not None and isinstance(batch, polars.DataFrame):
-        return Batch(batch.to_arrow(), lambda answered: _beside_polars(batch, answered))
-    if hasattr(batch, "__arrow_c_stream__"):
-        return Batch(pa.table(batch), lambda answered: answered)
-    raise DataError(
-        "LLMOperator takes a pyarrow Table, RecordBatch or RecordBatchReader, a pandas DataFrame, a Polars DataFrame "
-        "or LazyFrame, a dict of arrays, or what has __arrow_c_stream__ (a DuckDB relation), "
-        f"got {type(batch).__name__}"
+        table = pa.Table.from_batches([batch])
+        return Batch(batch.schema, columns_of(table, read), lambda answers: _one_batch(beside(table, answers)))
+    return None
+
+
+def _of_pandas(batch: Any, read: frozenset[str]) -> Batch | None:
+    if not instance_of(batch, "pandas", "DataFrame"):
+        return None
+    names, table = pandas_table(batch, read)
+
+    def back(answers: pa.Table) -> Any:
+        beside = answers.to_pandas()
+        beside.index = batch.index
+        return sys.modules["pandas"].concat([batch, beside], axis=1)
+
+    return Batch(outline(names, table.schema), table, back)
+
+
+def _of_polars(batch: Any, read: frozenset[str]) -> Batch | None:
+    if not instance_of(batch, "polars", "DataFrame"):
+        return None
+    table = batch.select([name for name in batch.columns if name in read]).to_arrow()
+    return Batch(
+        outline(batch.columns, table.schema),
+        table,
+        lambda answers: batch.hstack(sys.modules["polars"].from_arrow(answers)),
     )
 
 
-def _answers(answered: pa.Table, given: int) -> pa.Table:
-    """Return the columns behind those that were given."""
-    return answered.select(answered.column_names[given:])
+def _of_mapping(batch: Any, read: frozenset[str]) -> Batch | None:
+    if instance_of(batch, "datasets.formatting.formatting", "LazyBatch"):  # what `ds.map(op, batched=True)` gives
+        return _of_arrow(batch.pa_table, read)
+    if not isinstance(batch, Mapping) or instance_of(batch, "datasets", "DatasetDict", "IterableDatasetDict"):
+        return None
+    table = pa.table({name: _column(values) for name, values in batch.items()})
+    return Batch(table.schema, columns_of(table, read), lambda answers: _beside_arrays(batch, beside(table, answers)))
+
+
+def _of_datasets(batch: Any, read: frozenset[str]) -> Batch | None:
+    if not instance_of(batch, "datasets", "Dataset"):
+        return None
+    datasets = sys.modules["datasets"]
+    wanted = batch.select_columns([name for name in batch.column_names if name in read])
+    table = wanted.with_format("arrow")[:]
+
+    def back(answers: pa.Table) -> Any:
+        return datasets.concatenate_datasets([batch, datasets.Dataset(answers)], axis=1)
+
+    return Batch(outline(batch.column_names, table.schema), table, back)
+
+
+def _of_capsules(batch: Any, read: frozenset[str]) -> Batch | None:
+    if instance_of(batch, "duckdb", "DuckDBPyRelation"):
+        from llmbatch.operators.duckdb_relations import beside_relation
+
+        table = pa.table(batch)
+        return Batch(
+            table.schema, columns_of(table, read), lambda answers: beside_relation(batch, beside(table, answers))
+        )
+    if hasattr(batch, "__arrow_c_stream__"):
+        return _of_arrow(pa.table(batch), read)
+    if hasattr(batch, "__arrow_c_array__"):
+        return _of_arrow(pa.Table.from_batches([pa.record_batch(batch)]), read)
+    return None
 
 
 def _one_batch(table: pa.Table) -> pa.RecordBatch:
@@ -75,18 +161,7 @@ def _one_batch(table: pa.Table) -> pa.RecordBatch:
     return pa.RecordBatch.from_arrays(arrays, schema=table.schema)
 
 
-def _beside_pandas(frame: Any, answered: pa.Table) -> Any:
-    """Return the frame with its index, its types and the names of its columns, and the answers' columns."""
-    answers = answered.to_pandas()
-    answers.index = frame.index
-    return sys.modules["pandas"].concat([frame, answers], axis=1)
-
-
-def _beside_polars(frame: Any, answered: pa.Table) -> Any:
-    return frame.hstack(sys.modules["polars"].from_arrow(_answers(answered, frame.width)))
-
-
-def _beside_arrays(batch: dict[str, Any], answered: pa.Table) -> dict[str, Any]:
+def _beside_arrays(batch: Mapping[str, Any], answered: pa.Table) -> dict[str, Any]:
     """Return the arrays that were given as they are, and the other columns as arrays."""
     given = {name: values for name, values in batch.items() if isinstance(values, np.ndarray)}
     others = (name for name in answered.column_names if name not in given)

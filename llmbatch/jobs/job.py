@@ -20,6 +20,7 @@ from llmbatch.inference.options import Options
 from llmbatch.inference.progress import Progress, Silence
 from llmbatch.inference.report import Report
 from llmbatch.inference.window import Window
+from llmbatch.inference.window_size import window_rows as window_rows_of
 from llmbatch.inference.worker import Worker
 from llmbatch.io.reading.dataset import Dataset, RowReader
 from llmbatch.io.row_hash import hash_rows
@@ -33,7 +34,6 @@ from llmbatch.jobs.prior_answers import JournalSource, PriorAnswers, keys_of
 from llmbatch.jobs.resume import AlreadyFinished, JobState, Resume, kept_dtype, plan_resume
 from llmbatch.jobs.row_keys import check_contents, check_ids
 from llmbatch.jobs.window_loader import WindowLoader
-from llmbatch.jobs.window_loader import window_rows as window_rows_of
 from llmbatch.preprocess.cancel_signal import CancelSignal
 from llmbatch.runtime.cancellation import StopRequest
 from llmbatch.runtime.protocols import Stop, Totals

@@ -6,38 +6,12 @@ import queue
 import threading
 from collections.abc import Callable, Iterable
 
-from llmbatch.errors import ParameterError
 from llmbatch.inference.window import Window
 from llmbatch.preprocess.cancel_signal import Cancelled, CancelSignal
 from llmbatch.runtime.cancellation import StopRequest
 from llmbatch.runtime.protocols import Stop
-from llmbatch.system.memory import available_memory
 
-MOST_ROWS = 100_000  # of a window that nobody asked for: plans of more rows gain no sharing worth their time
-_HELD = 4  # windows in memory: two in the engine, one that is ready, one in the making
-_GROWTH = 4  # bytes of memory for a byte of input: texts, tokens, the prefix tree, answers
-_ANSWERS = 4  # copies of an answer: as it was kept and in its row's place, in two windows
-_TOKEN_BYTES = 4  # of text, as English has them
-_SHARE = 0.25  # of free memory, for all windows together
 _LOOK = 0.2  # seconds between two looks whether the job was asked to end, while a window is waited for
-
-
-def window_rows(asked: int | None, rows: int, nbytes: int, max_cancelleds: int) -> int:
-    """Choose the rows of a window for an input of `rows` rows and `nbytes` bytes, and answers of `max_cancelleds`.
-
-    Raises ParameterError if as many as were asked for would not fit in memory.
-    """
-    each = max(1.0, nbytes / max(rows, 1)) * _GROWTH * _HELD
-    free = available_memory()
-    if asked is None:
-        return max(1, min(MOST_ROWS, int(_SHARE * free / (each + max_cancelleds * _TOKEN_BYTES * _ANSWERS))))
-    if min(asked, rows) * each > free:
-        raise ParameterError(
-            f"window_rows must fit in memory, {_HELD} windows at a time, but {min(asked, rows):,} rows of this input "
-            f"take about {int(min(asked, rows) * each):,} bytes and {free:,} are free: "
-            f"at most {max(1, int(free / each)):,} (--window-rows)"
-        )
-    return asked
 
 
 class WindowLoader:

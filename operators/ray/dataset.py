@@ -39,11 +39,12 @@ from llmbatch.inference.options import Options
 from llmbatch.inference.progress import Lines, Silence
 from llmbatch.inference.worker import Worker
 from llmbatch.io.row_hash import hash_rows
-from llmbatch.operators.llm import worker_of
+from llmbatch.operators.columns_read import columns_read
 from llmbatch.operators.ray.actor import ShardCall, SharedEngine
 from llmbatch.operators.ray.in_flight import InFlightRows, left_behind
 from llmbatch.operators.ray.ledger import ActorHome, Ledger, ShardHistory
 from llmbatch.operators.ray.sharding import OUTLINE, ROWS_PER_SHARD, Shards, cut, outline
+from llmbatch.operators.workers import worker_of
 
 if TYPE_CHECKING:
     from llmbatch.operators.llm import LLMOperator
@@ -88,7 +89,7 @@ def map_dataset(
             raise ParameterError(f"{name} must be at least 0, got {value}")
     given = {"num_cpus": num_cpus, "num_gpus": num_gpus, "memory": memory, "resources": resources}
     _warn_of_too_few_cpus(fewest, num_cpus if num_cpus is not None else 0.0 if num_gpus else 1.0)
-    worker = worker_of(_planning(options))
+    worker = worker_of(_planning(options)).worker
     schema = _checked(ds, worker)
     outlines = _outlines(ds, options)
     if not outlines.num_rows:
@@ -167,7 +168,7 @@ def _checked(ds: ray.data.Dataset, worker: Worker) -> pa.Schema:
 
 def _outlines(ds: ray.data.Dataset, options: Options) -> pa.Table:
     """Compute the outlines of all rows, read now."""
-    columns = _columns(options)
+    columns = columns_read(options)
     needed = ds.select_columns(columns) if columns else ds
     outlined = _map(needed, _outline, fn_kwargs={"options": options}, batch_size=_OUTLINED)
     # Nothing is called for blocks without rows, and they stay without the columns.
@@ -176,7 +177,7 @@ def _outlines(ds: ray.data.Dataset, options: Options) -> pa.Table:
 
 
 def _outline(table: pa.Table, *, options: Options) -> pa.Table:
-    return outline(worker_of(_planning(options)).shard(table), _prompt_hashes(table, options))
+    return outline(worker_of(_planning(options)).worker.shard(table), _prompt_hashes(table, options))
 
 
 def _planning(options: Options) -> Options:
@@ -188,12 +189,7 @@ def _planning(options: Options) -> Options:
 
 def _prompt_hashes(table: pa.Table, options: Options) -> NDArray[np.uint64]:
     """Compute the hash of what decides each row's answer."""
-    return hash_rows(table.select(_columns(options)))
-
-
-def _columns(options: Options) -> list[str]:
-    names = (*options.source.columns(), options.sampling_column, options.output_tokens)
-    return list(dict.fromkeys(name for name in names if name is not None))
+    return hash_rows(table.select(columns_read(options)))
 
 
 def _assign(table: pa.Table, *, options: Options, shards: Any) -> pa.Table:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from llmbatch.io import gather
 from llmbatch.io.gather import pick, pieces, row_bytes, split
-from llmbatch.jobs.window_loader import window_rows
+from llmbatch.inference.window_size import window_rows
 
 SCHEMA = pa.schema({"n": pa.int32(), "text": pa.string()})
 
@@ -73,7 +73,7 @@ def test_more_text_than_a_column_of_strings_holds_is_picked_without_being_joined
 
 
 def test_windows_are_smaller_where_answers_may_be_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("llmbatch.jobs.window_loader.available_memory", lambda: 1 << 34)
+    monkeypatch.setattr("llmbatch.inference.window_size.available_memory", lambda: 1 << 34)
     assert window_rows(None, 10**6, 10**8, 64) == 100_000
     assert window_rows(None, 10**6, 10**8, 16_384) == 2**32 // (100 * 16 + 16_384 * 16)
     assert window_rows(70, 10**6, 10**8, 16_384) == 70

@@ -84,7 +84,7 @@ def test_the_output_must_lie_apart_from_the_input(job: Job, capfd: pytest.Captur
 def test_a_window_must_fit_in_memory(
     job: Job, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("llmbatch.jobs.window_loader.available_memory", lambda: 10_000)
+    monkeypatch.setattr("llmbatch.inference.window_size.available_memory", lambda: 10_000)
     each = Dataset.resolve([str(job.source)]).nbytes / 60 * 16
     said = (
         f"window_rows must fit in memory, 4 windows at a time, but 20 rows of this input take about {int(20 * each):,} "

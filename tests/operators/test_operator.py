@@ -15,6 +15,7 @@ from llmbatch.engine.cpu.platform import HOST
 from llmbatch.inference.answer_schema import AnswerSchema
 from llmbatch.inference.options import Options
 from llmbatch.inference.worker import Worker
+from llmbatch.operators.workers import worker_of
 
 
 @pytest.fixture(scope="module")
@@ -102,10 +103,10 @@ def test_ray_loads_the_model_once_per_actor(model: str) -> None:
         """Says in which process each row was answered, and with which engine."""
 
         def __call__(self, batch: pa.Table) -> pa.Table:
-            from llmbatch.operators.llm import _workers
+            from llmbatch.operators.workers import _workers
 
             answered = super().__call__(batch)
-            where = f"{os.getpid()} {[id(worker.load().engine()) for worker in _workers.values()]}"
+            where = f"{os.getpid()} {[id(shared.worker.load().engine()) for shared in _workers.values()]}"
             return answered.append_column("where", pa.array([where] * answered.num_rows))
 
     ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False)
@@ -122,10 +123,8 @@ def test_ray_loads_the_model_once_per_actor(model: str) -> None:
 
 
 def test_an_interrupted_call_does_not_spoil_the_next(operator: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from llmbatch.operators.llm import _workers
-
     expected = operator(TABLE)
-    engine: Any = next(worker.load().engine() for worker in _workers.values() if worker.options == operator.options)
+    engine: Any = worker_of(operator.options).worker.load().engine()
     execute = engine.execute
 
     def interrupted(step: Any) -> Any:

@@ -88,7 +88,10 @@ def test_whatever_streams_arrow_is_answered_as_a_table(operator: Any) -> None:
 def test_a_relation_of_duckdb_is_answered(operator: Any) -> None:
     duckdb = pytest.importorskip("duckdb")
     relation = duckdb.sql("select * from (values (1, 'abc'), (2, 'abd')) as t(id, text)")
-    assert operator(relation)["generated_text"].to_pylist() == TEXTS[:2]
+    answered = operator(relation)
+    assert isinstance(answered, duckdb.DuckDBPyRelation)
+    assert answered.columns == ["id", "text", *AnswerSchema().columns.names]
+    assert answered.project("id, generated_text").fetchall() == [(1, TEXTS[0]), (2, TEXTS[1])]
 
 
 @pytest.mark.parametrize(
@@ -96,8 +99,9 @@ def test_a_relation_of_duckdb_is_answered(operator: Any) -> None:
     [
         (
             [1, 2],
-            "LLMOperator takes a pyarrow Table, RecordBatch or RecordBatchReader, a pandas DataFrame, a Polars "
-            "DataFrame or LazyFrame, a dict of arrays, or what has __arrow_c_stream__ (a DuckDB relation), got list",
+            "LLMOperator takes a pyarrow Table, RecordBatch, RecordBatchReader or Dataset, a pandas DataFrame, a Polars "
+            "DataFrame or LazyFrame, a DuckDB relation, a Dataset of datasets, a dict of arrays, or what has "
+            "__arrow_c_stream__ or __arrow_c_array__, got list",
         ),
         ({"text": ["a"], "n": [1, 2]},
          "a dict must be a table that Arrow can hold: Column 1 named n expected length 1 but got length 2"),

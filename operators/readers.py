@@ -1,0 +1,112 @@
+"""Tables of every library as a stream of record batches, and streams answered in bounded memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+
+from llmbatch.inference.options import Options
+from llmbatch.operators.answer_stream import AnswerStream
+from llmbatch.operators.columns_read import answer_schema, columns_read
+from llmbatch.operators.tables import beside, columns_of, explained, instance_of, no_table, pandas_table, to_arrow
+from llmbatch.operators.workers import worker_of
+
+ROWS = 4096  # that are asked of a library at once
+
+
+@dataclass(frozen=True, slots=True)
+class BatchesOfArrow:
+    """Record batches as chunks of a stream."""
+
+    columns: frozenset[str]  # that are read
+
+    def read(self, chunk: pa.RecordBatch) -> pa.Table:
+        """Return the columns that prompts are made of."""
+        return columns_of(pa.Table.from_batches([chunk]), self.columns)
+
+    def nbytes(self, chunk: pa.RecordBatch) -> int:
+        """Count the bytes that the rows take in memory."""
+        return int(chunk.nbytes)
+
+    def cut(self, chunk: pa.RecordBatch, first: int, rows: int) -> pa.RecordBatch:
+        """Return some rows, without copying them."""
+        return chunk.slice(first, rows)
+
+
+def answered_reader(options: Options, batch: Any, window_rows: int | None = None) -> pa.RecordBatchReader:
+    """Answer the rows of a table or a stream as they are read. Raises InputError at once where they cannot be."""
+    with explained(batch):
+        reader = to_reader(batch)
+    shared, read = worker_of(options), frozenset(columns_read(options))
+    schema = pa.schema([*reader.schema, *answer_schema(shared, reader.schema)], reader.schema.metadata)
+    chunks = BatchesOfArrow(read)
+
+    def batches() -> Iterator[pa.RecordBatch]:
+        stream = AnswerStream(shared, _closing(reader), chunks, window_rows=window_rows)
+        with closing(iter(stream)) as answered:
+            for chunk, answers in answered:
+                yield from beside(pa.Table.from_batches([chunk]), answers).to_batches()
+
+    return pa.RecordBatchReader.from_batches(schema, batches())
+
+
+def to_reader(batch: Any) -> pa.RecordBatchReader:
+    """Read a table of any library as record batches, a few thousand rows at a time where it can."""
+    if isinstance(batch, pa.RecordBatchReader):
+        return batch
+    if isinstance(batch, pa.Table):
+        return batch.to_reader(max_chunksize=ROWS)
+    if instance_of(batch, "pyarrow.dataset", "Dataset"):
+        return batch.scanner(batch_size=ROWS).to_reader()
+    if instance_of(batch, "pyarrow.dataset", "Scanner"):
+        return batch.to_reader()
+    if instance_of(batch, "polars", "LazyFrame"):
+        frames = batch.collect_batches(chunk_size=ROWS, maintain_order=True, engine="streaming")
+        schema = batch.limit(0).collect().to_arrow().schema
+        return pa.RecordBatchReader.from_batches(schema, _batches(frame.to_arrow() for frame in frames))
+    if instance_of(batch, "polars", "DataFrame"):
+        return batch.to_arrow().to_reader(max_chunksize=ROWS)
+    if instance_of(batch, "pandas", "DataFrame"):
+        return pandas_table(batch)[1].to_reader(max_chunksize=ROWS)
+    if instance_of(batch, "duckdb", "DuckDBPyRelation"):
+        return batch.to_arrow_reader(ROWS) if hasattr(batch, "to_arrow_reader") else batch.fetch_record_batch(ROWS)
+    if instance_of(batch, "datasets", "Dataset", "IterableDataset"):
+        return _dataset_reader(batch)
+    if hasattr(batch, "__arrow_c_stream__"):
+        return pa.RecordBatchReader.from_stream(batch)
+    if hasattr(batch, "__arrow_c_array__"):
+        record_batch = pa.record_batch(batch)
+        return pa.RecordBatchReader.from_batches(record_batch.schema, [record_batch])
+    if isinstance(batch, dict):
+        return to_arrow(batch, frozenset(batch)).table.to_reader(max_chunksize=ROWS)
+    raise no_table(batch)
+
+
+def _dataset_reader(dataset: Any) -> pa.RecordBatchReader:
+    tables = dataset.with_format("arrow").iter(batch_size=ROWS)
+    if dataset.features is not None:
+        return pa.RecordBatchReader.from_batches(dataset.features.arrow_schema, _batches(tables))
+    first = next(tables, pa.table({}))
+
+    def all_tables() -> Iterator[pa.Table]:
+        yield first
+        yield from tables
+
+    return pa.RecordBatchReader.from_batches(first.schema, _batches(all_tables()))
+
+
+def _batches(tables: Iterator[pa.Table]) -> Iterator[pa.RecordBatch]:
+    for table in tables:
+        yield from table.to_batches()
+
+
+def _closing(reader: pa.RecordBatchReader) -> Iterator[pa.RecordBatch]:
+    """Read a stream and close it: a reader of DuckDB keeps its connection until then."""
+    try:
+        yield from reader
+    finally:
+        reader.close()

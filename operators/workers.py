@@ -1,0 +1,59 @@
+"""The workers of this process: one for each configuration, whose engine one call at a time uses.
+
+Calls come from many threads: Polars reads two frames of a query at once. A call that has nothing to run gives the
+engine back, so that one may feed the other.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pyarrow as pa
+
+from llmbatch.inference.options import Options
+from llmbatch.inference.worker import AnsweredTable, Worker
+
+_workers: dict[str, SharedWorker] = {}  # by configuration
+_opening = threading.Lock()
+
+
+class SharedWorker:
+    """A worker, and who uses its engine."""
+
+    def __init__(self, worker: Worker) -> None:
+        self.worker = worker
+        self.changed = threading.Condition()  # whether the engine is in use, and whatever its users wait for
+        self._used = False
+
+    @contextmanager
+    def engine(self, given_up: Callable[[], bool] = lambda: False) -> Iterator[bool]:
+        """Wait for the engine and use it; False: the wait was `given_up`, which `changed` told of."""
+        with self.changed:
+            self.changed.wait_for(lambda: not self._used or given_up())
+            if given_up():
+                got = False
+            else:
+                got = self._used = True
+        try:
+            yield got
+        finally:
+            if got:
+                with self.changed:
+                    self._used = False
+                    self.changed.notify_all()
+
+    def answer(self, table: pa.Table) -> AnsweredTable:
+        """Answer a table in one plan, when the engine is free."""
+        with self.engine():
+            return self.worker.answer(table)
+
+
+def worker_of(options: Options) -> SharedWorker:
+    """Return the worker of a configuration: one process loads a model once."""
+    key = repr(options)
+    with _opening:
+        if key not in _workers:
+            _workers[key] = SharedWorker(Worker.open(options))
+        return _workers[key]
