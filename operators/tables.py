@@ -71,7 +71,9 @@ def pandas_table(frame: Any, read: frozenset[str] | None = None) -> tuple[list[s
     named = frame.set_axis(names, axis=1)
     if read is None:
         return names, pa.Table.from_pandas(named)
-    return names, pa.Table.from_pandas(named.iloc[:, [i for i, name in enumerate(names) if name in read]], preserve_index=False)
+    return names, pa.Table.from_pandas(
+        named.iloc[:, [i for i, name in enumerate(names) if name in read]], preserve_index=False
+    )
 
 
 def columns_of(table: pa.Table, read: frozenset[str]) -> pa.Table:

@@ -4,4 +4,14 @@ Must not import anything that reads or writes files of a job.
 Start reading at `worker`.
 """
 
-__all__ = ["answer_schema", "answers", "error_policy", "options", "progress", "report", "window", "window_size", "worker"]
+__all__ = [
+    "answer_schema",
+    "answers",
+    "error_policy",
+    "options",
+    "progress",
+    "report",
+    "window",
+    "window_size",
+    "worker",
+]

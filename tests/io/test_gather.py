@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from llmbatch.inference.window_size import window_rows
 from llmbatch.io import gather
 from llmbatch.io.gather import pick, pieces, row_bytes, split
-from llmbatch.inference.window_size import window_rows
 
 SCHEMA = pa.schema({"n": pa.int32(), "text": pa.string()})
 

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pytest
 
 from llmbatch import DataError, JobError, LLMOperator, ParameterError
-from llmbatch.inference.answers import COLUMNS
+from llmbatch.inference.answer_schema import AnswerSchema
 from llmbatch.inference.window_size import HELD
 from llmbatch.operators import answer_stream
 from llmbatch.operators.row_windows import RowWindows
@@ -65,7 +65,7 @@ def test_a_stream_gives_the_rows_in_order_with_the_answers_of_a_table(operator: 
     table = pa.Table.from_batches([rows_of(ROWS)], SCHEMA.with_metadata({"kept": "yes"}))
     answered = operator.stream(table, window_rows=32)
     assert isinstance(answered, pa.RecordBatchReader)
-    assert answered.schema.names == [*SCHEMA.names, *COLUMNS]
+    assert answered.schema.names == [*SCHEMA.names, *AnswerSchema().columns.names]
     assert answered.schema.metadata == {b"kept": b"yes"}
     assert answered.read_all().select(told).equals(operator(table).select(told))
 
@@ -148,7 +148,7 @@ def test_a_row_that_fails_is_told_by_its_number_in_the_stream(model: str) -> Non
 
 def test_a_stream_without_rows_has_the_columns(operator: Any) -> None:
     answered = operator.stream(pa.Table.from_batches([rows_of(0)]))
-    assert answered.read_all().column_names == [*SCHEMA.names, *COLUMNS]
+    assert answered.read_all().column_names == [*SCHEMA.names, *AnswerSchema().columns.names]
 
 
 def test_what_cannot_be_streamed_is_refused_at_once(operator: Any) -> None:

@@ -99,8 +99,8 @@ def test_a_relation_of_duckdb_is_answered(operator: Any) -> None:
     [
         (
             [1, 2],
-            "LLMOperator takes a pyarrow Table, RecordBatch, RecordBatchReader or Dataset, a pandas DataFrame, a Polars "
-            "DataFrame or LazyFrame, a DuckDB relation, a Dataset of datasets, a dict of arrays, or what has "
+            "LLMOperator takes a pyarrow Table, RecordBatch, RecordBatchReader or Dataset, a pandas DataFrame, "
+            "a Polars DataFrame or LazyFrame, a DuckDB relation, a Dataset of datasets, a dict of arrays, or what has "
             "__arrow_c_stream__ or __arrow_c_array__, got list",
         ),
         ({"text": ["a"], "n": [1, 2]},
