@@ -120,12 +120,32 @@ def json_object(name: str, value: object) -> dict[str, Any]:
     """
     if not isinstance(value, Mapping):
         raise refusal(name, "be a mapping", value)
+    back: dict[str, Any] = _as_json(name, value)
+    return back
+
+
+def json_objects(name: str, value: object) -> list[dict[str, Any]]:
+    """Return a list of mappings, or the JSON text of one, as `json_object` returns a mapping. Raises ParameterError."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise ParameterError(f"{name} must be valid JSON, got {value!r} ({error})", option=name) from None
+    if not isinstance(value, (list, tuple)):
+        raise refusal(name, "be a list of mappings", value)
+    for number, each in enumerate(value):
+        if not isinstance(each, Mapping):
+            raise refusal(f"{name}[{number}]", "be a mapping", each)
+    back: list[dict[str, Any]] = _as_json(name, value)
+    return back
+
+
+def _as_json(name: str, value: object) -> Any:
     try:
         _check_json(name, value)
-        back: dict[str, Any] = json.loads(json.dumps(value, default=dict))
+        return json.loads(json.dumps(value, default=dict))
     except RecursionError:
         raise ParameterError(f"{name} must not be nested so deeply: {name} goes into itself, or nearly") from None
-    return back
 
 
 def _check_json(place: str, value: object) -> None:

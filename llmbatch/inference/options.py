@@ -118,6 +118,10 @@ class PromptArgs(TypedDict, total=False):
     messages: Annotated[str | None, Keyword("a column of OpenAI messages", metavar="COL")]
     chat: Annotated[bool, Keyword("wrap each prompt as a user message through the chat template", False)]
     system: Annotated[str | None, Keyword("system message of each chat; implies --chat", metavar="TEXT")]
+    tools: Annotated[
+        Sequence[Mapping[str, Any]] | str | None,
+        Keyword("OpenAI tools for the chat template: JSON for all rows, or a column", metavar="TOOLS"),
+    ]
     chat_template_kwargs: Annotated[Mapping[str, Any] | None, Keyword("passed to the chat template", metavar="JSON")]
 
 

@@ -1,4 +1,4 @@
-"""Message lists in OpenAI's format: checked, and brought to the form that chat templates expect."""
+"""Messages and tools in OpenAI's format: checked, and brought to the form that chat templates expect."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Message = dict[str, Any]
 
 
 class MessagesError(ValueError):
-    """A message list breaks the format; the text names the message and the value."""
+    """A list of messages or tools breaks the format; the text names the entry and the value."""
 
 
 def parse_messages(value: object) -> list[Message]:
@@ -21,16 +21,39 @@ def parse_messages(value: object) -> list[Message]:
     calls, which OpenAI writes as JSON text and templates print themselves, become mappings. Raises
     `MessagesError`.
     """
+    messages = _list_of(value, "messages")
+    if not messages:
+        raise MessagesError("messages must not be empty")
+    return [_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
+
+
+def parse_tools(value: object) -> list[Message]:
+    """Parse the tools of one row: a list of mappings, or the JSON text of one. Raises `MessagesError`."""
+    tools = _list_of(value, "tools")
+    for index, tool in enumerate(tools):
+        if not isinstance(tool, dict):
+            raise MessagesError(f"tools[{index}] must be an object, got {_shown(tool)}")
+    return tools
+
+
+def _list_of(value: object, name: str) -> list[Any]:
     if isinstance(value, str):
         try:
             value = json.loads(value)
         except (ValueError, RecursionError) as error:
-            raise MessagesError(f"messages are not valid JSON: {error}") from None
+            raise MessagesError(f"{name} are not valid JSON: {error}") from None
+    else:
+        value = _without_nulls(value)
     if not isinstance(value, list):
-        raise MessagesError(f"messages must be a list, got {_shown(value)}")
-    if not value:
-        raise MessagesError("messages must not be empty")
-    return [_message(message, f"messages[{index}]") for index, message in enumerate(value)]
+        raise MessagesError(f"{name} must be a list, got {_shown(value)}")
+    return value
+
+
+def _without_nulls(value: object) -> object:
+    """Leave out fields that are null: in structs of a column, each has the fields of all."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(field) for key, field in value.items() if field is not None}
+    return [_without_nulls(each) for each in value] if isinstance(value, list) else value
 
 
 def _message(value: object, place: str) -> Message:

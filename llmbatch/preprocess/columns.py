@@ -42,6 +42,11 @@ def is_text(kind: pa.DataType) -> bool:
     return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind))
 
 
+def is_list(kind: pa.DataType) -> bool:
+    """Tell whether a column of this type holds lists, of one size or of many."""
+    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
+
+
 @dataclass(frozen=True, slots=True)
 class Unreadable:
     """A value that Python cannot hold."""

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
 
 import pyarrow as pa
 
-from llmbatch.arguments import flag, json_object, text
-from llmbatch.errors import DataError, ModelError, ParameterError, RowError
+from llmbatch.arguments import flag, json_object, json_objects, text
+from llmbatch.errors import DataError, ParameterError, RowError
 from llmbatch.preprocess.cancel_signal import NEVER, CancelSignal
-from llmbatch.preprocess.chat import Message, MessagesError, parse_messages
-from llmbatch.preprocess.columns import Unreadable, find_field, is_text, nested_values, text_values
-from llmbatch.preprocess.control_tokens import Spans, free_mark
+from llmbatch.preprocess.chat import Message, MessagesError, parse_messages, parse_tools
+from llmbatch.preprocess.chat_rendering import ChatRenderer, Prompt
+from llmbatch.preprocess.columns import Unreadable, find_field, is_list, is_text, nested_values, text_values
+from llmbatch.preprocess.control_tokens import Spans
 from llmbatch.preprocess.template import Filled, Template, is_scalar
 from llmbatch.preprocess.token_ids import holds_ids
 from llmbatch.preprocess.tokenizer import Tokenizer
@@ -20,14 +22,6 @@ from llmbatch.preprocess.tokenizer import Tokenizer
 _RESERVED_KWARGS = frozenset(
     ("conversation", "tokenize", "return_dict", "return_tensors", "padding", "truncation", "max_length")
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """The prompt of one row."""
-
-    text: str
-    made: Spans | None = None  # the control tokens in it, where some that read like them are a value's text
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +42,9 @@ class PromptSource:
     names in braces, `"Q: {question}"`; `{{` and `}}` are braces, names may hold spaces and dots. `messages` is a column
     of message lists in OpenAI's format, as structs or as JSON text, and is always rendered by the model's chat
     template. With `chat` the prompt or the filled template becomes one user message, rendered likewise; a `system` text
-    goes before it, and implies `chat`. `chat_template_kwargs` are passed to the chat template. Raises `ParameterError`.
+    goes before it, and implies `chat`. `tools` are definitions in OpenAI's format for every chat, or the name of a
+    column of lists of them, as structs or as JSON text; `chat_template_kwargs` are passed to the chat template too.
+    Raises `ParameterError`.
     """
 
     prompt: str | None = None
@@ -56,6 +52,7 @@ class PromptSource:
     messages: str | None = None
     chat: bool = False
     system: str | None = None
+    tools: Sequence[Mapping[str, object]] | str | None = None
     chat_template_kwargs: Mapping[str, object] | None = None
 
     def __post_init__(self) -> None:
@@ -63,6 +60,8 @@ class PromptSource:
             if getattr(self, name) is not None:
                 text(name, getattr(self, name))
         object.__setattr__(self, "chat", flag("chat", self.chat))
+        if self.tools is not None and not (isinstance(self.tools, str) and not self.tools.lstrip().startswith("[")):
+            object.__setattr__(self, "tools", json_objects("tools", self.tools))
         if self.chat_template_kwargs is not None:
             kwargs = json_object("chat_template_kwargs", self.chat_template_kwargs)
             object.__setattr__(self, "chat_template_kwargs", kwargs)
@@ -78,13 +77,14 @@ class PromptSource:
             )
         if self.template is not None:
             Template.parse(self.template)
-        if self.chat_template_kwargs and not self.renders_chat:
-            raise ParameterError(
-                "chat_template_kwargs need messages or chat: a raw prompt goes through no chat template"
-            )
+        for name in ("tools", "chat_template_kwargs"):
+            if getattr(self, name) and not self.renders_chat:
+                raise ParameterError(f"{name} need messages or chat: a raw prompt goes through no chat template")
         for key in self.chat_template_kwargs or ():
             if key in _RESERVED_KWARGS:
                 raise ParameterError(f"chat_template_kwargs must not hold {key!r}: leave it to llmbatch")
+        if self.tools is not None and "tools" in (self.chat_template_kwargs or ()):
+            raise ParameterError("chat_template_kwargs must not hold 'tools' beside the option tools: give them once")
 
     @property
     def renders_chat(self) -> bool:
@@ -93,9 +93,9 @@ class PromptSource:
 
     def columns(self) -> tuple[str, ...]:
         """Return the input columns that prompts are made from, each once."""
-        if self.template is not None:
-            return Template.parse(self.template).columns
-        return tuple(name for name in (self.prompt, self.messages) if name is not None)
+        named = () if self.template is None else Template.parse(self.template).columns
+        tools = self.tools if isinstance(self.tools, str) else None
+        return tuple(dict.fromkeys(name for name in (self.prompt, *named, self.messages, tools) if name is not None))
 
     def check(self, schema: pa.Schema) -> None:
         """Raise `DataError` if a column is missing or its type cannot give a prompt."""
@@ -108,7 +108,7 @@ class PromptSource:
                     "the messages column must hold lists of structs with a role and a content, "
                     f"or their JSON text, but {self.messages!r} is {kind}"
                 )
-        for name in self.columns() if self.template is not None else ():
+        for name in () if self.template is None else Template.parse(self.template).columns:
             kind = find_field(schema, name, "template").type
             if holds_ids(kind):
                 raise DataError(
@@ -117,6 +117,13 @@ class PromptSource:
                 )
             if not is_scalar(kind) and not pa.types.is_null(kind):
                 raise DataError(f"a template column must hold text, numbers, booleans or times, but {name!r} is {kind}")
+        if isinstance(self.tools, str):
+            kind = find_field(schema, self.tools, "tools").type
+            structs = is_list(kind) and (pa.types.is_struct(kind.value_type) or pa.types.is_null(kind.value_type))
+            if not is_text(kind) and not structs and not pa.types.is_null(kind):
+                raise DataError(
+                    f"the tools column must hold lists of structs, or their JSON text, but {self.tools!r} is {kind}"
+                )
 
     def _check_prompt(self, kind: pa.DataType) -> None:
         if holds_ids(kind):
@@ -143,17 +150,15 @@ class PromptSource:
         `ModelError` if a chat template is needed and the model has none.
         """
         self.check(table.schema)
-        kwargs = {"add_generation_prompt": True, **(self.chat_template_kwargs or {})}
-        if self.renders_chat and not tokenizer.has_chat_template and "chat_template" not in kwargs:
-            raise ModelError(
-                f"the tokenizer of {tokenizer.name} has no chat template: "
-                "give the prompts as prompt or template, without chat and system"
-            )
+        renderer = self._renderer(tokenizer) if self.renders_chat else None
         rendered = Rendered([], {}, self.renders_chat)
-        for row, draft in enumerate(self._drafts(table, tokenizer)):
+        for row, (draft, tools) in enumerate(zip(self._drafts(table, tokenizer), self._tools(table), strict=True)):
             cancelled.check()
-            if self.renders_chat and not isinstance(draft, RowError):
-                draft = _render_chat(self._conversation(draft), kwargs, tokenizer)
+            if isinstance(tools, RowError) and not isinstance(draft, RowError):
+                draft = tools
+            elif renderer is not None and not isinstance(draft, RowError):
+                assert not isinstance(tools, RowError)
+                draft = renderer.render(self._conversation(draft), tools)
             if isinstance(draft, Prompt):
                 rendered.texts.append(draft.text)
                 if draft.made is not None:
@@ -175,6 +180,17 @@ class PromptSource:
         elif self.messages is not None:
             column = table[self.messages]
             yield from map(_messages, text_values(column) if is_text(column.type) else nested_values(column))
+
+    def _tools(self, table: pa.Table) -> Iterator[list[Message] | RowError | None]:
+        """Yield the tools of each row that has some of its own."""
+        if not isinstance(self.tools, str):
+            return repeat(None, table.num_rows)
+        column = table[self.tools]
+        return map(_tools, text_values(column) if is_text(column.type) else nested_values(column))
+
+    def _renderer(self, tokenizer: Tokenizer) -> ChatRenderer:
+        tools = None if isinstance(self.tools, str) else self.tools
+        return ChatRenderer(tokenizer, self.chat_template_kwargs, None if tools is None else [*map(dict, tools)])
 
     def _conversation(self, draft: Prompt | list[Message]) -> list[Message]:
         if not isinstance(draft, Prompt):
@@ -212,27 +228,16 @@ def _messages(value: object) -> list[Message] | RowError:
         return RowError("messages", str(error))
 
 
-def _render_chat(messages: list[Message], kwargs: Mapping[str, object], tokenizer: Tokenizer) -> Prompt | RowError:
-    controls = tokenizer.controls
+def _tools(value: object) -> list[Message] | RowError | None:
+    if isinstance(value, Unreadable):
+        return RowError("encoding", f"tools cannot be read: {value.reason}")
     try:
-        if not controls.may_arise(messages):
-            asked = tokenizer.render_chat(messages, kwargs)
-            asked.encode()
-            return Prompt(asked)
-        mark = free_mark(messages)
-        shielded = [{**controls.shield(message, mark), "role": message["role"]} for message in messages]
-        asked, made = controls.unshield(tokenizer.render_chat(shielded, kwargs), mark)
-        asked.encode()
-    except UnicodeEncodeError as error:
-        return RowError("messages", f"messages must be valid Unicode: {error}")
-    except Exception as error:  # a chat template is a program of the model's author and may raise anything
-        reason = f"{type(error).__name__}: {error}"
-        return RowError("messages", f"the chat template refused the messages: {reason}")
-    return Prompt(asked, made) if made != controls.spans(asked) or controls.hidden(asked) else Prompt(asked)
+        return None if value is None else parse_tools(value)
+    except MessagesError as error:
+        return RowError("messages", str(error))
 
 
 def _is_messages(kind: pa.DataType) -> bool:
-    is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
-    if not is_list or not pa.types.is_struct(kind.value_type):
+    if not is_list(kind) or not pa.types.is_struct(kind.value_type):
         return False
     return {"role", "content"} <= {field.name for field in kind.value_type}

@@ -10,6 +10,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from llmbatch.errors import RowError
+from llmbatch.preprocess.columns import is_list
 from llmbatch.preprocess.tokenizer import TokenColumn
 
 
@@ -23,9 +24,7 @@ class TokenIds:
 
 def holds_ids(kind: pa.DataType) -> bool:
     """Tell whether a column of this type holds token ids: lists of integers, or lists without any value."""
-    if not (pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)):
-        return False
-    return bool(pa.types.is_integer(kind.value_type) or pa.types.is_null(kind.value_type))
+    return is_list(kind) and bool(pa.types.is_integer(kind.value_type) or pa.types.is_null(kind.value_type))
 
 
 def read_ids(column: pa.ChunkedArray, name: str, vocabulary: int) -> TokenIds:
