@@ -29,8 +29,8 @@ from llmbatch.inference.window_size import HELD
 from llmbatch.io.gather import pick
 from llmbatch.operators.row_windows import C, ChunkKind, RowWindows
 from llmbatch.operators.workers import SharedWorker
-from llmbatch.preprocess.cancel_signal import Cancelled, CancelSignal
 from llmbatch.runtime.protocols import Stop
+from llmbatch.system.cancel_signal import Cancelled, CancelSignal
 
 _live: weakref.WeakSet[AnswerStream[Any]] = weakref.WeakSet()
 

@@ -28,7 +28,6 @@ from llmbatch.inference.window import Window
 from llmbatch.perf_model.cost import CostModel
 from llmbatch.planning.workload import Pool, Scheduling, early_ends
 from llmbatch.preprocess.build_requests import NEEDS_PROCESSOR, build_shard
-from llmbatch.preprocess.cancel_signal import NEVER, CancelSignal
 from llmbatch.preprocess.columns import find_field
 from llmbatch.preprocess.continuations import check_continuation
 from llmbatch.preprocess.request_batch import RowRequests
@@ -37,6 +36,7 @@ from llmbatch.preprocess.tokenizer import Tokenizer, load_tokenizer, plain_token
 from llmbatch.runtime.protocols import Stop, Totals, WindowSource
 from llmbatch.runtime.stream import Stream
 from llmbatch.runtime.warmup import Compilation
+from llmbatch.system.cancel_signal import NEVER, CancelSignal
 from llmbatch.system.tuning import tune_process
 
 

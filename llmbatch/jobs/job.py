@@ -34,11 +34,11 @@ from llmbatch.jobs.prior_answers import JournalSource, PriorAnswers, keys_of
 from llmbatch.jobs.resume import AlreadyFinished, JobState, Resume, kept_dtype, plan_resume
 from llmbatch.jobs.row_keys import check_contents, check_ids
 from llmbatch.jobs.window_loader import WindowLoader
-from llmbatch.preprocess.cancel_signal import CancelSignal
 from llmbatch.runtime.cancellation import StopRequest
 from llmbatch.runtime.protocols import Stop, Totals
 from llmbatch.storage.journal import Journal
 from llmbatch.storage.lock import Lock
+from llmbatch.system.cancel_signal import CancelSignal
 
 SIMULATED_AFTERWARDS = 2_000  # requests; of more a report does not say what their order bought
 _RUNS = 16  # of neighbouring rows, by which an input is forecast that is too large to be read

@@ -7,9 +7,9 @@ import threading
 from collections.abc import Callable, Iterable
 
 from llmbatch.inference.window import Window
-from llmbatch.preprocess.cancel_signal import Cancelled, CancelSignal
 from llmbatch.runtime.cancellation import StopRequest
 from llmbatch.runtime.protocols import Stop
+from llmbatch.system.cancel_signal import Cancelled, CancelSignal
 
 _LOOK = 0.2  # seconds between two looks whether the job was asked to end, while a window is waited for
 

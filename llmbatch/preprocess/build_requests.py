@@ -11,7 +11,6 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from llmbatch.errors import ParameterError, RowError
-from llmbatch.preprocess.cancel_signal import NEVER, CancelSignal
 from llmbatch.preprocess.continuations import check_continuation, join_texts, score_requests
 from llmbatch.preprocess.merging import merge_equal, repeat_draws
 from llmbatch.preprocess.prompt_tokens import prompt_tokens
@@ -20,6 +19,7 @@ from llmbatch.preprocess.request_batch import RequestBatch, RowRequests, gather
 from llmbatch.preprocess.sampling_column import ResolvedSampling, check_sampling_column, resolve_sampling
 from llmbatch.preprocess.sampling_params import SamplingParams
 from llmbatch.preprocess.tokenizer import TokenColumn, Tokenizer
+from llmbatch.system.cancel_signal import NEVER, CancelSignal
 
 NEEDS_PROCESSOR: Final = (
     "penalties, logit_bias, min_p, min_tokens, logprobs, prompt_logprobs, structured_outputs and continuation must be "

@@ -16,7 +16,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from llmbatch.errors import DataError, RowError
-from llmbatch.preprocess.columns import Unreadable, find_field, is_text, nested_values
+from llmbatch.preprocess.columns import Unreadable, find_field, is_list, is_text, nested_values
 from llmbatch.preprocess.merging import merge_equal
 from llmbatch.preprocess.prompt_tokens import PromptTokens
 from llmbatch.preprocess.request_batch import Asks, RequestBatch, RowRequests, gather
@@ -36,13 +36,13 @@ class ScoredTexts:
 
 def holds_lists(kind: pa.DataType) -> bool:
     """Tell whether each row has several texts."""
-    return _is_list(kind) and not pa.types.is_integer(kind.value_type)
+    return is_list(kind) and not pa.types.is_integer(kind.value_type)
 
 
 def check_continuation(schema: pa.Schema, name: str) -> None:
     """Raise `DataError` where a column holds nothing that can be scored."""
     kind = find_field(schema, name, "continuation").type
-    inner = kind.value_type if _is_list(kind) else kind
+    inner = kind.value_type if is_list(kind) else kind
     if not is_text(inner) and not (inner is not kind and pa.types.is_integer(inner)):
         raise DataError(f"the continuation column must hold texts, lists of texts or token ids, but {name!r} is {kind}")
 
@@ -158,7 +158,3 @@ def _error_of(parts: object, vocabulary: int) -> RowError | None:
         if not part:
             return RowError("null_prompt", "continuation is empty")
     return None
-
-
-def _is_list(kind: pa.DataType) -> bool:
-    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))

@@ -9,10 +9,10 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from llmbatch.errors import RowError
-from llmbatch.preprocess.cancel_signal import NEVER, CancelSignal
 from llmbatch.preprocess.prompts import PromptSource
 from llmbatch.preprocess.token_ids import read_ids
 from llmbatch.preprocess.tokenizer import TokenColumn, Tokenizer
+from llmbatch.system.cancel_signal import NEVER, CancelSignal
 
 
 @dataclass(frozen=True, slots=True)

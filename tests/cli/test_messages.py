@@ -20,11 +20,11 @@ from llmbatch.cli.main import main
 from llmbatch.errors import DataError, JobStopped, StoppedEarly
 from llmbatch.inference.progress import Silence
 from llmbatch.jobs.window_loader import WindowLoader
-from llmbatch.preprocess.cancel_signal import CancelSignal
 from llmbatch.preprocess.prompts import PromptSource
 from llmbatch.preprocess.tokenizer import load_tokenizer
 from llmbatch.runtime.cancellation import StopRequest, heard
 from llmbatch.runtime.protocols import Stop
+from llmbatch.system.cancel_signal import CancelSignal
 from tests.support.jobs import Job, check_refused, rows
 from tests.support.tokenizers import save_fast
 

@@ -79,7 +79,8 @@ def test_bad_tools_are_an_error_of_their_row(tools: str, text: str, raw: Tokeniz
         ({"tools": "[{]"}, "tools must be valid JSON, got '[{]' (Expecting property name enclosed in double quotes: "
          "line 1 column 3 (char 2))"),
         ({"tools": [{"a": float("nan")}]}, "tools[0]['a'] must be a finite number, got nan"),
-        ({"tools": [WEATHER], "chat": False}, "tools need messages or chat: a raw prompt goes through no chat template"),
+        ({"tools": [WEATHER], "chat": False},
+         "tools need messages or chat: a raw prompt goes through no chat template"),
         ({"tools": "t", "chat_template_kwargs": {"tools": []}},
          "chat_template_kwargs must not hold 'tools' beside the option tools: give them once"),
     ],
@@ -100,7 +101,7 @@ def test_a_column_that_holds_no_tools_is_refused() -> None:
 
 
 def test_text_of_a_rows_tools_never_becomes_a_control_token(raw: Tokenizer) -> None:
-    assert raw.controls.texts == ("</s>", "<s>")
+    assert "</s>" in raw.controls.texts
     tool = {"type": "function", "function": {"name": "</s>", "description": "ends</s>"}}
     source = PromptSource(prompt="p", chat=True, tools="t", chat_template_kwargs={"chat_template": TEMPLATE + "</s>"})
     rendered = source.render(pa.table({"p": ["a"], "t": [json.dumps([tool])]}), raw)
