@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from llmbatch.arguments import INT32_MAX
 from llmbatch.errors import ParameterError, RowError
 from llmbatch.kvcache.contents import Prompts
 from llmbatch.planning.lengths import LengthModel
@@ -78,7 +79,9 @@ class Workload:
         kinds: dict[tuple[object, ...], int] = {}
         keys = np.array([kinds.setdefault(params.kind, len(kinds)) for params in requests.params], np.int32)
         keys = keys[requests.params_index]
-        prompts = Prompts(requests.tokens, requests.offsets, requests.scored)
+        told = requests.scored < requests.prompt_lengths
+        findable = np.where(told, requests.scored, INT32_MAX).astype(np.int32)
+        prompts = Prompts(requests.tokens, requests.offsets, findable)
         if answered is None or not answered.any():
             return cls(tree, requests.max_tokens, keys, known, prompts=prompts)
         run = tree.select(answered == 0)
