@@ -71,11 +71,8 @@ class Job:
         numbers[running] = np.arange(len(running))
         lengths = np.array([len(row.prompt) for row in self.rows], np.int32)
         tokens = np.concatenate([np.array(row.prompt, np.int32) for row in self.rows])
-        prompts = Prompts(
-            tokens,
-            np.concatenate(([0], np.cumsum(lengths))).astype(np.int64),
-            np.full(len(lengths), 2**31 - 1, np.int32),
-        )
+        offsets = np.concatenate(([0], np.cumsum(lengths))).astype(np.int64)
+        prompts = Prompts(tokens, offsets, np.full(len(lengths), 2**31 - 1, np.int32))
         tree = PrefixTree.build(prompts.tokens, prompts.offsets)
         answers = np.array([row.length for row in self.rows], np.int32)
         believed = np.minimum(answers, self.most).astype(np.float64)
