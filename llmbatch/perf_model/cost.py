@@ -18,7 +18,8 @@ count it into P, as the paper does.
 
 A step's floor is reading the weights. Law `paper` puts it under the compute: c >= W / B. Law `bytes` follows the
 physical memory: weights and KV share it, m = (W + KV) / B, and c has no floor. Where products run while their own
-weights are read, the first of them take no longer: a share of W / B, which is measured (`Hardware.hidden_share`).
+weights are read, both together take ((W / B)^e + c^e)^(1/e), and what that is beyond W / B counts as compute. The
+exponent e is measured (`Hardware.weight_overlap`); 1 hides nothing.
 """
 
 from __future__ import annotations
@@ -233,7 +234,7 @@ class CostModel:
             cascade=self.cascade,
             reach=Reach.of(shape.windows),
             step_seconds=float(hardware.step_seconds),
-            hidden_seconds=hardware.hidden_share * weight_seconds,
+            weight_overlap=hardware.weight_overlap,
         )
 
     @property

@@ -9,9 +9,9 @@ reaches about half the rate of plain products. One rate for both would be wrong 
 mean length.
 
 Processors. There the weights have a rate of their own, if the model has one for them: decodes multiply what they read
-of KV, and are slower. A product of few rows takes as long as its weight is read; further rows of it then take their
-time. So the share of that reading that hides products is fitted too, under law `bytes`. A step in turn there has no
-other fixed seconds, since steps could not tell these from the reading.
+of KV, and are slower. A product of few rows takes as long as its weight is read, one of many rows the time of its
+arithmetic, and between them is a knee. So the exponent by which the two overlap is fitted too, under law `bytes`. A
+step in turn there has no other fixed seconds, since steps could not tell these from the reading.
 
 Which law. An engine that runs kernel after kernel follows law `paper` with exponent 1: each product takes the longer of
 its arithmetic and reading its weights, each attention the time of reading its KV, and all of them add up.
@@ -131,7 +131,8 @@ def predict(cost: CostModel, steps: MeasuredSteps) -> Floats:
 class _Constants:
     """The constants to fit, scaled to about one.
 
-    These are four log efficiencies, fixed seconds in `unit`, the log exponent, and the share that hides products.
+    These are four log efficiencies, fixed seconds in `unit`, and the log exponents of steps and of products beside
+    the reading of their weights.
     """
 
     cost: CostModel
@@ -147,9 +148,9 @@ class _Constants:
         weights = hardware.weight_bytes_per_second / hardware.bandwidth
         efficiencies = np.log([hardware.compute_efficiency, attention, hardware.bandwidth_efficiency, weights])
         exponent = math.log(cost.overlap.exponent)
-        values = np.array([*efficiencies, hardware.step_seconds / unit, exponent, hardware.hidden_share])
+        values = np.array([*efficiencies, hardware.step_seconds / unit, exponent, math.log(hardware.weight_overlap)])
         low = np.array([*np.full(4, math.log(_LEAST_EFFICIENCY)), 0.0, 0.0, 0.0])
-        high = np.array([0.0, 0.0, 0.0, 0.0, math.inf, math.log(_MOST_EXPONENT), 1.0])
+        high = np.array([0.0, 0.0, 0.0, 0.0, math.inf, math.log(_MOST_EXPONENT), math.log(_MOST_EXPONENT)])
         return cls(cost, unit, np.clip(values, low, high), low, high)
 
     def moved_by(self, steps: MeasuredSteps) -> NDArray[np.bool_]:
@@ -170,7 +171,7 @@ class _Constants:
             bandwidth_efficiency=bandwidth,
             attention_efficiency=attention if moved[1] else self.cost.hardware.attention_efficiency,
             weight_efficiency=weights if moved[3] else self.cost.hardware.weight_efficiency,
-            hidden_share=float(every[6]),
+            weight_overlap=math.exp(every[6]) if moved[6] else self.cost.hardware.weight_overlap,
             step_seconds=float(every[4]) * self.unit,
         )
         overlap = Overlap(exponent) if moved[5] else self.cost.overlap

@@ -17,10 +17,8 @@ import numpy as np
 from llmbatch.errors import ParameterError
 from llmbatch.system.measurements import remembered
 
-_ABOVE: Final = 8.0  # a measured rate of a processor, what products or reads may come to
-# Of a weight's reading, that products are taken to hide before steps tell. A fit that began with none would find none:
-# there the share moves all steps alike, as the rate of reading does.
-_HIDDEN: Final = 0.5
+_ABOVE: Final = 64.0  # times numpy's rate, that ours may be: numpy's may be measured beside other work
+_WEIGHT_OVERLAP: Final = 3.0  # how products overlap with reading their weights, before steps tell
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +39,7 @@ class Hardware:
     bandwidth_efficiency: float = 0.85
     attention_efficiency: float | None = None  # of `compute`, for attention over prompts; None: as products
     weight_efficiency: float | None = None  # of `bandwidth`, for reading weights; None: as KV
-    hidden_share: float = 0.0  # of the seconds of reading weights, that products take no longer for; law `bytes`
+    weight_overlap: float = 1.0  # exponent of products beside the reading of their own weights; law `bytes`
     step_seconds: float = 0.0  # that every step takes in addition to its work: launches, the host
     cards: int = 1
 
@@ -55,8 +53,8 @@ class Hardware:
             value = getattr(self, field)
             if value is not None and not 0 < value <= 1:
                 raise ParameterError(f"{field} must lie in (0, 1], got {value} for {self.name}")
-        if not 0 <= self.hidden_share <= 1:
-            raise ParameterError(f"hidden_share must lie in [0, 1], got {self.hidden_share} for {self.name}")
+        if not 1 <= self.weight_overlap < math.inf:
+            raise ParameterError(f"weight_overlap must be at least 1, got {self.weight_overlap} for {self.name}")
         if not 0 <= self.step_seconds < math.inf:
             raise ParameterError(
                 f"step_seconds of a device must be at least 0, got {self.step_seconds} for {self.name}"
@@ -161,7 +159,7 @@ def measure_cpu(*, dtype_bytes: int = 4) -> Hardware:
         compute_efficiency=1 / _ABOVE,
         bandwidth_efficiency=1 / _ABOVE,
         weight_efficiency=1 / _ABOVE,
-        hidden_share=_HIDDEN,
+        weight_overlap=_WEIGHT_OVERLAP,
     )
 
 

@@ -57,7 +57,7 @@ class Rates(NamedTuple):
     cascade: bool = False  # decodes read a prefix that many of them share once a step
     reach: Reach = Reach.of([0])
     step_seconds: float = 0.0  # that every step takes beside its work
-    hidden_seconds: float = 0.0  # of products, that take no longer while the weights are read; law `bytes`
+    weight_overlap: float = 1.0  # exponent of products beside the reading of their weights; law `bytes`
 
 
 @overload
@@ -137,6 +137,18 @@ def memory_seconds(rates: Rates, read: Any) -> Any:
 
 
 @overload
+def overlapped(compute: float, memory: float, exponent: float) -> float: ...
+@overload
+def overlapped(compute: Floats, memory: Numbers, exponent: float) -> Floats: ...
+@compiled
+def overlapped(compute: Any, memory: Any, exponent: float) -> Any:
+    """Return the seconds that compute and memory take together: (c^e + m^e)^(1/e)."""
+    longer, shorter = np.maximum(compute, memory), np.minimum(compute, memory)
+    ratio = shorter / np.maximum(longer, _LEAST)
+    return longer * np.exp(np.log1p(ratio**exponent) / exponent)
+
+
+@overload
 def step_parts(rates: Rates, tokens: float, samples: float, pairs: float, read: float) -> tuple[float, float]: ...
 @overload
 def step_parts(rates: Rates, tokens: Floats, samples: Floats, pairs: Floats, read: Floats) -> tuple[Floats, Floats]: ...
@@ -145,25 +157,14 @@ def step_parts(rates: Rates, tokens: Any, samples: Any, pairs: Any, read: Any) -
     """Predict a step's seconds of compute and of memory, under the law of `rates`.
 
     The weights are read once a step. Law `paper` makes that the least that products take, and it hides no attention;
-    law `bytes` adds it to the reading of KV, and it hides the first `hidden_seconds` of products.
+    law `bytes` adds it to the reading of KV, and products then count what they take beyond it.
     """
     products = tokens * rates.seconds_per_token + samples * rates.seconds_per_sample
     memory = read * rates.seconds_per_kv_token
     if rates.weights_share_memory:
         memory = memory + rates.weight_seconds
-        products = np.maximum(products - rates.hidden_seconds, 0.0)
+        if rates.weight_overlap > 1.0:
+            products = overlapped(products, rates.weight_seconds, rates.weight_overlap) - rates.weight_seconds
     else:
         products = np.maximum(products, rates.weight_seconds)
     return products + pairs * rates.seconds_per_pair, memory
-
-
-@overload
-def overlapped(compute: float, memory: float, exponent: float) -> float: ...
-@overload
-def overlapped(compute: Floats, memory: Floats, exponent: float) -> Floats: ...
-@compiled
-def overlapped(compute: Any, memory: Any, exponent: float) -> Any:
-    """Return the seconds that compute and memory take together: (c^e + m^e)^(1/e)."""
-    longer, shorter = np.maximum(compute, memory), np.minimum(compute, memory)
-    ratio = shorter / np.maximum(longer, _LEAST)
-    return longer * np.exp(np.log1p(ratio**exponent) / exponent)

@@ -19,8 +19,7 @@ is not full reads the weights more often: there the budget is what the memory ti
 
 Engines that run in turn under law `bytes`, as a processor does, hide nothing of one row behind another. Ramps cost
 them nothing, and neither does a mix: what a budget changes is how often the weights are read. So a step has as many
-tokens as make the seconds of that, less what products hide of it, `_BESIDE` of the seconds of its products
-(`budget_in_turn`).
+tokens as make the seconds of that `_BESIDE` of the seconds of its products (`budget_in_turn`).
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from llmbatch.planning.plan import Plan
 
 STEP_TOKENS: Final = 2048  # of a fixed budget, unless another one is asked for
 TILE = 128  # tokens; matrix units work in tiles of this many rows
-_BESIDE: Final = 0.005  # what is left to gain by larger steps, where parts run in turn
+_BESIDE: Final = 0.01  # of a step's products: the reading of its weights, where parts run in turn
 
 
 class Load(NamedTuple):
@@ -111,8 +110,7 @@ def steady_budget(decided: Plan, cost: CostModel, pool_tokens: int, answer: floa
 def budget_in_turn(cost: CostModel) -> FixedBudget:
     """Build the budget for an engine that runs in turn: see the module's text."""
     rates = cost.rates
-    beside = rates.step_seconds + rates.weight_seconds - rates.hidden_seconds
-    return _in_tiles(beside / (_BESIDE * rates.seconds_per_token))
+    return _in_tiles((rates.step_seconds + rates.weight_seconds) / (_BESIDE * rates.seconds_per_token))
 
 
 def _in_tiles(tokens: float) -> FixedBudget:
@@ -132,7 +130,7 @@ def step_tokens(rules: BudgetRules, load: Load) -> int:
     remaining_compute = max(load.remaining_compute, 0.0)
     if rates.weights_share_memory:
         ratio = remaining_compute / (remaining_memory * (1 + rules.weights_per_pool))
-        target = max(ratio * (memory + rates.weight_seconds), rates.step_seconds) + rates.hidden_seconds
+        target = max(ratio * (memory + rates.weight_seconds), rates.step_seconds)
     else:
         target = max(remaining_compute / remaining_memory * memory, rates.weight_seconds + rates.step_seconds)
     tokens = min(max(int(target / rates.seconds_per_token), rules.floor), rules.ceiling)

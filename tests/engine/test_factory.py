@@ -134,11 +134,11 @@ def test_what_steps_took_on_a_processor_is_kept_for_the_next_job(
     first = EngineFactory(Pool(8, 8), cost_model(HOST, described, options))
     assert first.learnt(first.cost) is first
     assert list((tmp_path / "cache" / "processors").glob("steps-*")) == []
-    hardware = replace(first.cost.hardware, compute_efficiency=0.3, attention_efficiency=0.2, hidden_share=0.4)
+    hardware = replace(first.cost.hardware, compute_efficiency=0.3, attention_efficiency=0.2, weight_overlap=2.5)
     learnt = first.learnt(replace(first.cost, hardware=hardware))
     assert cost_model(HOST, described, options) == learnt.cost
     other = replace(described, dtype=torch.bfloat16)
-    assert cost_model(HOST, other, options).hardware.hidden_share == first.cost.hardware.hidden_share
+    assert cost_model(HOST, other, options).hardware.weight_overlap == first.cost.hardware.weight_overlap
     [file] = (tmp_path / "cache" / "processors").glob("steps-*")
     file.write_text('{"compute": -1.0}')
     assert cost_model(HOST, described, options) == first.cost

@@ -268,7 +268,7 @@ def test_a_device_without_bandwidth_is_refused() -> None:
         ({"attention_efficiency": 1.5}, "attention_efficiency must lie in (0, 1], got 1.5 for toy"),
         ({"attention_efficiency": 0.0}, "attention_efficiency must lie in (0, 1], got 0.0 for toy"),
         ({"weight_efficiency": 2.0}, "weight_efficiency must lie in (0, 1], got 2.0 for toy"),
-        ({"hidden_share": 1.5}, "hidden_share must lie in [0, 1], got 1.5 for toy"),
+        ({"weight_overlap": 0.5}, "weight_overlap must be at least 1, got 0.5 for toy"),
         ({"step_seconds": -1e-3}, "step_seconds of a device must be at least 0, got -0.001 for toy"),
     ],
 )

@@ -45,7 +45,7 @@ def recall_rates(shape: ModelShape) -> Hardware | None:
             bandwidth_efficiency=figures["bandwidth_efficiency"],
             attention_efficiency=figures.get("attention_efficiency"),
             weight_efficiency=figures["weight_efficiency"],
-            hidden_share=figures["hidden_share"],
+            weight_overlap=figures["weight_overlap"],
         )
     except (ParameterError, KeyError):  # not a file of ours
         return None
