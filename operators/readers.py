@@ -61,7 +61,7 @@ def to_reader(batch: Any) -> pa.RecordBatchReader:
     if isinstance(batch, pa.Table):
         return batch.to_reader(max_chunksize=ROWS)
     if instance_of(batch, "pyarrow.dataset", "Dataset"):
-        return batch.scanner(batch_size=ROWS).to_reader()
+        return _scanned(batch).to_reader()
     if instance_of(batch, "pyarrow.dataset", "Scanner"):
         return batch.to_reader()
     if instance_of(batch, "polars", "LazyFrame"):
@@ -84,6 +84,16 @@ def to_reader(batch: Any) -> pa.RecordBatchReader:
     if isinstance(batch, dict):
         return to_arrow(batch, frozenset(batch)).table.to_reader(max_chunksize=ROWS)
     raise no_table(batch)
+
+
+def _scanned(dataset: Any) -> Any:
+    """Scan a dataset of pyarrow without reading ahead, by which whole files of Parquet would come into memory."""
+    from pyarrow import dataset as arrow_dataset
+
+    ahead: dict[str, Any] = {"batch_readahead": 2, "fragment_readahead": 1}
+    if isinstance(getattr(dataset, "format", None), arrow_dataset.ParquetFileFormat):
+        ahead["fragment_scan_options"] = arrow_dataset.ParquetFragmentScanOptions(pre_buffer=False)
+    return dataset.scanner(batch_size=ROWS, **ahead)
 
 
 def _dataset_reader(dataset: Any) -> pa.RecordBatchReader:
