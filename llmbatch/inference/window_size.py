@@ -15,7 +15,7 @@ _GROWTH = 4  # bytes of memory for a byte of input: texts, tokens, the prefix tr
 _ANSWERS = 4  # copies of an answer: as it was kept and in its row's place, in two windows
 _TOKEN_BYTES = 4  # of text, as English has them
 _SHARE = 0.25  # of free memory, for all windows together
-_STREAMED = 1 << 29  # bytes for all windows of a stream together: who streams asks for little memory, not for speed
+_STREAMED = 1 << 28  # bytes for all windows of a stream together: who streams asks for little memory, not for speed
 
 
 def window_rows(asked: int | None, rows: int, nbytes: int, max_tokens: int) -> int:
