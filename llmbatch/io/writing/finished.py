@@ -61,12 +61,14 @@ class Finished:
         with to.folder.open(part) as stream:
             return encode_as_parquet(manifest, pq.read_schema(stream))
 
-    def parts(self) -> list[str]:
-        """List the names of its parts, missing ones included; none if the manifest cannot be read."""
+    def names(self) -> list[str]:
+        """List the names of its files, missing ones included; none if the manifest cannot be read."""
         data = self._read()
         if data is not None:
             with contextlib.suppress(DataError):
-                return [part["name"] for part in decode(data, self.destination.url)["parts"]]
+                manifest = decode(data, self.destination.url)
+                beside = [self.destination.beside] if "form" in manifest else []
+                return [*(part["name"] for part in manifest["parts"]), *beside]
         return []
 
     def tables(self, part: str, columns: Sequence[str], parquet: StagedFormat) -> Iterator[pa.Table]:
@@ -84,6 +86,11 @@ class Finished:
             return read_tables(parquet, to.folder, part, columns)
         manifest = self.manifest()
         assert manifest is not None, "a part is that of a finished output"
+        if "form" in manifest:
+            raise DataError(
+                f"lines of {manifest['form']['name']} do not hold rows as they were, so no job goes on from {to.url}: "
+                "choose another output, or start over with restart=True (--restart)"
+            )
         schema = schema_of(manifest)
         columns = [name for name in columns if name in schema.names and name != LINE]
         if LINE not in schema.names:  # then no column was JSON text in the input, but some may have been of its type
