@@ -59,7 +59,8 @@ def run(
     `inputs` are Parquet or JSONL files, folders or globs; `output` a folder for Parquet parts, or one
     `.parquet`, `.jsonl`, `.jsonl.gz` or `.jsonl.zst` file; both may be paths or fsspec URLs, opened with
     `storage_options`. `options` are those of `LLMOperator`. Nothing is created before command, input and model
-    are checked.
+    are checked. Without prompt, template and messages the input must be a batch in OpenAI's form, and is answered in
+    its form (docs/jobs.md).
 
     A job survives: answers are kept in `OUT/_llmbatch/` as they come, at most 5 seconds or 1,000 rows late, and the
     same call goes on where an earlier one ended, however it ended. On its finished output it returns that job's report

@@ -33,7 +33,7 @@ def completion_logprobs(told: Sequence[Told] | None) -> dict[str, Any] | None:
     return {
         "tokens": texts,
         "token_logprobs": [_value(one) for one in told],
-        "top_logprobs": [{other["token"]: _value(other) for other in one["top"]} for one in told],
+        "top_logprobs": [{each["token"]: _value(each) for each in (one, *one["top"])} for one in told],
         "text_offset": starts[:-1],
     }
 
