@@ -8,6 +8,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -21,6 +22,7 @@ from llmbatch.openai.requests import request_lines
 from tests.support.batches import CHAT, COMPLETIONS, every_field, line, read, write
 from tests.support.killing import Moment, Process, run
 from tests.support.models import CHAT_TEMPLATE, tiny_model_folder
+from tests.support.s3 import S3Server, s3_fixture  # noqa: F401
 
 STEP = "llmbatch.engine.recorded:RecordedEngine.execute"
 STAGE = "llmbatch.io.writing.output:Output.stage"
@@ -227,9 +229,7 @@ def test_columns_may_be_asked_for_in_jsonl_too(model: str, tmp_path: Path) -> No
         Moment(STEP, 3),
         Moment(STAGE, 1),
         Moment(STAGE, 2, after=True),
-        Moment(MOVE, 0),
-        Moment(MOVE, 1),
-        Moment(MOVE, 2),
+        *(Moment(MOVE, call) for call in range(4)),
     ],
 )
 def test_a_batch_that_is_killed_goes_on_and_its_lines_are_right(model: str, tmp_path: Path, at: Moment) -> None:
@@ -257,12 +257,48 @@ def test_a_finished_batch_is_found_finished(model: str, tmp_path: Path) -> None:
         assert report.finished_before is finished
 
 
+def test_a_batch_lies_on_an_object_store_and_so_do_its_lines(model: str, tmp_path: Path, s3: S3Server) -> None:
+    bucket, lines = s3.bucket("batches"), [line("a"), line("b", nonsense=1)]
+    store = fsspec.filesystem("s3", **s3.storage_options)
+    store.put_file(str(write(tmp_path / "in.jsonl", lines)), f"{bucket}/in.jsonl")
+    given: dict[str, Any] = {"model": model, "engine": "simulated", "storage_options": s3.storage_options}
+    for finished in (False, True):
+        report = llmbatch.run(f"{bucket}/in.jsonl", f"{bucket}/out.jsonl", **given)
+        assert (report.errors, report.finished_before) == (1, finished)
+    for name, custom_id in (("out.jsonl", "a"), ("out.errors.jsonl", "b")):
+        [found] = map(json.loads, store.cat_file(f"{bucket}/{name}").splitlines())
+        assert found["custom_id"] == custom_id
+
+
+def test_a_mended_line_of_a_finished_batch_runs_alone(model: str, tmp_path: Path) -> None:
+    lines, out = [line("a"), line("b", nonsense=1), line("c", n=2, logprobs=1), line("a")], tmp_path / "out.jsonl"
+    llmbatch.run(write(tmp_path / "in.jsonl", lines), out, model=model, **ENGINE)
+    before = read(out)
+    again = llmbatch.run(tmp_path / "in.jsonl", out, model=model, retry_errors=True, **ENGINE)
+    assert (again.rows_resumed, again.errors) == (2, 2)
+    assert undated(read(out)) == undated(before)
+    write(tmp_path / "in.jsonl", [lines[0], line("b"), lines[2], line("d")])
+    mended = llmbatch.run(tmp_path / "in.jsonl", out, model=model, changed_rows="answer", **ENGINE)
+    assert (mended.rows_resumed, mended.errors) == (2, 0)
+    assert [one["custom_id"] for one in read(out)] == ["a", "b", "c", "d"]
+    assert [one for one in undated(read(out)) if one["custom_id"] in "ac"] == undated(before)
+    assert read(tmp_path / "out.errors.jsonl") == []
+
+
+def test_a_batch_is_not_gone_on_with_where_its_columns_are_gone(model: str, tmp_path: Path) -> None:
+    source, out = write(tmp_path / "in.jsonl", [line("a", nonsense=1)]), tmp_path / "out.jsonl"
+    llmbatch.run(source, out, model=model, engine="simulated")
+    (tmp_path / "out.jsonl._llmbatch.arrow").unlink()
+    with pytest.raises(DataError, match=r"out\.jsonl\._llmbatch\.arrow, which holds the rows of"):
+        llmbatch.run(source, out, model=model, engine="simulated", retry_errors=True)
+
+
 def test_the_errors_of_an_earlier_batch_go_with_it(model: str, tmp_path: Path) -> None:
     source, out = write(tmp_path / "in.jsonl", [line("a", nonsense=1), line("b")]), tmp_path / "out.jsonl"
     llmbatch.run(source, out, model=model, engine="simulated")
     llmbatch.run(source, out, model=model, engine="simulated", restart=True, output_format="columns")
     assert len(read(out)) == 2
-    assert not (tmp_path / "out.errors.jsonl").exists()
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["in.jsonl", "out.jsonl", "out.jsonl._llmbatch.json"]
 
 
 @pytest.mark.parametrize("there", ["out.jsonl", "out.errors.jsonl"])

@@ -64,18 +64,23 @@ class Destination:
         return cls(url, suffix, name, folder, folder.child(f"{name}._llmbatch"), manifest, manifest)
 
     @property
-    def beside(self) -> str:
-        """The name of the file for rows that failed, where such lie beside the one file."""
+    def errors(self) -> str:
+        """The name of the file for rows that failed, beside the one file."""
         assert self.file is not None, "nothing lies beside a folder"
         return f"{self.file.removesuffix(self.suffix)}.errors{self.suffix}"
 
-    def check_apart(self, inputs: Sequence[str], *, has_beside: bool = False) -> None:
-        """Raise `DataError` if the output, or what lies beside it, is an input, or one lies in the other."""
+    @property
+    def columns(self) -> str:
+        """The name of the file that holds as columns what the one file and `errors` hold as lines."""
+        return f"{self.file}._llmbatch.arrow"
+
+    def check_apart(self, inputs: Sequence[str], *, has_errors: bool = False) -> None:
+        """Raise `DataError` if the output, or the file of its errors, is an input, or one lies in the other."""
         out = self._path_of(self.url)
-        beside = self._path_of(f"{self.folder.url.rstrip('/')}/{self.beside}") if has_beside else None
+        errors = self._path_of(f"{self.folder.url.rstrip('/')}/{self.errors}") if has_errors else None
         for name in inputs:
             given = self._path_of(name)
-            if given is not None and given == beside:
+            if given is not None and given == errors:
                 raise DataError(
                     f"the output must not be an input, but the errors of {self.url} are written to {name}: choose "
                     "another name"
@@ -111,10 +116,6 @@ class Destination:
         """Tell whether the one file is there."""
         assert self.file is not None, "a folder is no file"
         return self.folder.size(self.file) is not None
-
-    def has_beside(self) -> bool:
-        """Tell whether a file for rows that failed is there."""
-        return self.folder.size(self.beside) is not None
 
     def final_names(self, parts: Sequence[str], published: Mapping[str, str]) -> list[str]:
         """Give each staged part the name of the file that it becomes, or is put into."""

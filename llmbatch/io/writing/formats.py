@@ -124,19 +124,19 @@ class Jsonl:
 
 @dataclass(frozen=True, slots=True)
 class LineForm:
-    """Lines of another form than that of rows: those of a file, and those of another that lies beside it.
+    """Lines of another form than that of rows: those of a file, and those of rows that failed.
 
     Both are made of a table, the number of its first row, and what the manifest says of the form.
     """
 
     lines: Callable[[pa.Table, int, Mapping[str, Any]], Iterator[str]]
-    lines_beside: Callable[[pa.Table, int, Mapping[str, Any]], Iterator[str]]
+    error_lines: Callable[[pa.Table, int, Mapping[str, Any]], Iterator[str]]
 
     def files(self, codec: str | None, facts: Mapping[str, Any]) -> tuple[Jsonl, Jsonl]:
         """Return the formats of both files."""
         return (
             Jsonl(codec, lambda table, first: self.lines(table, first, facts)),
-            Jsonl(codec, lambda table, first: self.lines_beside(table, first, facts)),
+            Jsonl(codec, lambda table, first: self.error_lines(table, first, facts)),
         )
 
 

@@ -6,7 +6,8 @@ output is complete and which command made it. The layout:
     a folder OUT    OUT/part-00000.parquet, ...       work in OUT/_llmbatch/   manifest OUT/_llmbatch.parquet
     one file OUT    OUT (.parquet, .jsonl[.gz|.zst])  work in OUT._llmbatch/   manifest OUT._llmbatch.json
 
-JSONL in another form than that of rows (`LineForm`) has a second file beside it, NAME.errors.jsonl of NAME.jsonl.
+JSONL in another form than that of rows (`LineForm`) has two files beside it: NAME.errors.jsonl of NAME.jsonl with the
+lines of rows that failed, and NAME.jsonl._llmbatch.arrow with all rows as columns, from which a job goes on.
 
 A reader of a folder sees no rows before that: staged files do not end in .parquet, and most readers leave out names
 that begin with "_". Polars leaves out none and refuses a folder that holds anything but Parquet; it would take staged
@@ -62,7 +63,7 @@ class Output:
         self._folder = destination.folder
         self._is_folder = destination.file is None
         self._finished = Finished(destination)
-        self._claims = Claims(destination, has_beside=form is not None)
+        self._claims = Claims(destination, has_errors=form is not None)
         self._forms = forms
         self._form = form
         self._parquet = parquet
@@ -92,7 +93,7 @@ class Output:
         """
         parquet = Parquet(compression)
         destination = Destination.parse(url, storage_options)
-        destination.check_apart(inputs, has_beside=form is not None)
+        destination.check_apart(inputs, has_errors=form is not None)
         try:
             destination.check_place()
         except StorageError as error:
@@ -278,9 +279,11 @@ class Output:
         files = [self._file(part.name) for part in parts]
         whole, kind = files[0], self._format
         if form is not None:
-            kind, beside = self._forms[form["name"]].files(CODECS[self._destination.suffix], form)
-            self._write_whole(beside, files)
-            self.work.move(_WHOLE, self._folder, self._destination.beside)
+            to = self._destination
+            kind, errors = self._forms[form["name"]].files(CODECS[to.suffix], form)
+            for name, other in ((to.columns, self._staged), (to.errors, errors)):
+                self._write_whole(other, files)
+                self.work.move(_WHOLE, self._folder, name)
         if len(files) > 1 or not self._is_parquet:
             whole, found = _WHOLE, self._write_whole(kind, files)
             if found != rows:
@@ -312,7 +315,7 @@ class Output:
             if not self._is_folder or not waiting.issuperset(self._file(part.name) for part in parts)
         }
         if ending.manifest is not None and "form" in ending.manifest:
-            new.add(self._destination.beside)
+            new |= {self._destination.errors, self._destination.columns}
         for name in ending.removed:
             if name not in new:  # it has its name already, or will take the place of one file in one move
                 self._folder.remove(name)
