@@ -85,10 +85,7 @@ class Options(EngineConfig):
         """
         from llmbatch.preprocess.prompts import PromptSource
 
-        check_names(options, OptionArgs.__annotations__)
-        rest: dict[str, Any] = {**options}
-        if "model" not in rest:
-            raise ParameterError("model must be given: a folder, a .gguf file or a hub name", option="model")
+        rest = _checked(options)
         return cls._of(PromptSource(**_taken(rest, PromptArgs.__annotations__)), rest)
 
     @classmethod
@@ -99,8 +96,7 @@ class Options(EngineConfig):
         """
         from llmbatch.openai.requests import BatchLines
 
-        check_names(options, OptionArgs.__annotations__)
-        rest: dict[str, Any] = {**options}
+        rest = _checked(options)
         asked = {**_taken(rest, PromptArgs.__annotations__), "continuation": rest.get("continuation")}
         column = rest.get("sampling_params")
         for name, value in {**asked, "sampling_params": column if isinstance(column, str) else None}.items():
@@ -110,6 +106,7 @@ class Options(EngineConfig):
 
     @classmethod
     def _of(cls, source: "PromptSource | BatchLines", rest: dict[str, Any]) -> "Options":
+        from llmbatch.preprocess.prompts import PromptSource
         from llmbatch.preprocess.sampling_params import NAMES as SAMPLING_NAMES
         from llmbatch.preprocess.sampling_params import SamplingParams
 
@@ -124,8 +121,18 @@ class Options(EngineConfig):
         base = SamplingParams.from_mapping(given, base)
         notes: tuple[str, ...] = ()
         if given.get("max_tokens") is None and not isinstance(asked, (str, SamplingParams)):
-            notes = (f"max_tokens is not given: answers end after at most {base.max_tokens} tokens",)
+            missing = (
+                "max_tokens is not given" if isinstance(source, PromptSource) else "where a line has no max_tokens"
+            )
+            notes = (f"{missing}: answers end after at most {base.max_tokens} tokens",)
         return cls(source=source, sampling=base, sampling_column=column, notes=notes, **rest)
+
+
+def _checked(options: Mapping[str, Any]) -> dict[str, Any]:
+    check_names(options, OptionArgs.__annotations__)
+    if "model" not in options:
+        raise ParameterError("model must be given: a folder, a .gguf file or a hub name", option="model")
+    return {**options}
 
 
 def _taken(given: dict[str, Any], names: Mapping[str, object]) -> dict[str, Any]:

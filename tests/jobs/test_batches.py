@@ -178,6 +178,7 @@ def test_the_model_that_a_line_names_is_not_looked_at_and_a_note_says_so(model: 
     write(tmp_path / "in.jsonl", [line("a", model="gpt-4o"), line("b", model=model), line("c")])
     report = llmbatch.run(tmp_path / "in.jsonl", tmp_path / "out.jsonl", model=model, engine="simulated")
     assert f"lines ask for 'gpt-4o': {model} answers them" in report.notes
+    assert "where a line has no max_tokens: answers end after at most 512 tokens" in report.notes
     assert {one["response"]["body"]["model"] for one in read(tmp_path / "out.jsonl")} == {model}
 
 
@@ -320,6 +321,7 @@ def test_errors_are_not_written_over_an_input(model: str, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("options", "said"),
     [
+        ({"model": None}, "model must be text or a Path, got None"),
         ({"chat": True}, "chat must be left out for a batch, whose lines say what is asked, got True"),
         ({"continuation": "body"}, "continuation must be left out for a batch"),
         ({"sampling_params": "body"}, "sampling_params must be left out for a batch"),
@@ -332,9 +334,15 @@ def test_a_command_that_does_not_go_with_a_batch_is_refused(
     model: str, tmp_path: Path, options: dict[str, Any], said: str
 ) -> None:
     source = write(tmp_path / "in.jsonl", [line("a")])
-    given = {"output": "out.jsonl", **options}
+    given = {"output": "out.jsonl", "model": model, **options}
     with pytest.raises(InputError, match=said):
-        llmbatch.run(source, str(tmp_path / given.pop("output")), model=model, engine="simulated", **given)
+        llmbatch.run(source, str(tmp_path / given.pop("output")), engine="simulated", **given)
+
+
+def test_a_batch_needs_a_model(tmp_path: Path) -> None:
+    call: Any = llmbatch.run
+    with pytest.raises(InputError, match="model must be given"):
+        call(write(tmp_path / "in.jsonl", [line("a")]), tmp_path / "out.jsonl")
 
 
 def test_what_a_batch_will_take_is_forecast(model: str, tmp_path: Path) -> None:
