@@ -22,6 +22,7 @@ EngineName = Literal["torch", "simulated"]
 OnError = Literal["column", "raise"]
 ChangedRows = Literal["refuse", "answer"]
 Law = Literal["paper", "bytes"]  # how the floor of a step is charged
+OutputFormat = Literal["auto", "openai", "columns"]  # of JSONL: a batch's output lines, or rows with new columns
 Compression = Literal["zstd", "snappy", "gzip", "lz4", "none"]  # of Parquet
 
 ATTENTION: tuple[AttentionName, ...] = get_args(AttentionName)
@@ -32,6 +33,7 @@ LOAD_FORMATS: tuple[LoadFormat, ...] = get_args(LoadFormat)
 ENGINES: tuple[EngineName, ...] = get_args(EngineName)
 CHANGED_ROWS: tuple[ChangedRows, ...] = get_args(ChangedRows)
 ON_ERROR: tuple[OnError, ...] = get_args(OnError)
+OUTPUT_FORMATS: tuple[OutputFormat, ...] = get_args(OutputFormat)
 COMPRESSIONS: tuple[Compression, ...] = get_args(Compression)
 
 

@@ -118,6 +118,13 @@ def test_the_readmes_commands_run(command: str, chat_model: str, questions: Path
     assert main([*arguments, "--engine", "simulated"]) == 0
 
 
+def test_the_example_answers_a_batch(chat_model: str, questions: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(str(ROOT / "examples" / "openai_batch.py"))["main"](chat_model, questions / "requests.jsonl")
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[-2].startswith("story failed: temprature must be left out")
+    assert printed[-1].startswith("4 lines, 1 failed, ")
+
+
 @pytest.mark.parametrize("name", WITH_EXAMPLES)
 def test_examples_of_docstrings_hold(name: str) -> None:
     module = import_module(name)

@@ -70,7 +70,8 @@ def _run(arguments: dict[str, Any]) -> int:
         )
     if report.rows and report.errors == report.rows:
         _say(
-            f"every row failed ({report.rows:,}): see the column error in {report.output}, mend the cause, "
+            f"every row failed ({report.rows:,}): see the column error in {report.output}, "
+            "or the file of errors beside it, mend the cause, "
             "and run the same command with --retry-errors"
         )
         return 3

@@ -70,7 +70,7 @@ def make_parser() -> argparse.ArgumentParser:
     run = commands.add_parser(
         "run",
         help="answer every row of a dataset and write the answers",
-        usage="%(prog)s IN [IN ...] --output OUT --model M (--prompt COL | --template T | --messages COL) [options]",
+        usage="%(prog)s IN [IN ...] --output OUT --model M [--prompt COL | --template T | --messages COL] [options]",
         description="Answer every row of a dataset, and write the rows with their answers. Defaults are in brackets.",
         epilog=_STATUSES,
     )
@@ -87,7 +87,7 @@ def make_parser() -> argparse.ArgumentParser:
     explain = commands.add_parser(
         "explain",
         help="say what run would do, without loading weights",
-        usage="%(prog)s IN [IN ...] --model M (--prompt COL | --template T | --messages COL) [options]",
+        usage="%(prog)s IN [IN ...] --model M [--prompt COL | --template T | --messages COL] [options]",
         description="Say what run would do, without loading weights. Defaults are in brackets.",
         epilog=_EPILOG,
     )
@@ -112,8 +112,8 @@ def _add_inputs(parser: argparse.ArgumentParser) -> None:
 def _add_options(parser: argparse.ArgumentParser) -> None:
     model = keywords_of(OptionArgs)["model"]
     _add_flag(parser, "model", *model, required=True)
-    group = parser.add_argument_group("prompts, by one of the first three")
-    prompts = group.add_mutually_exclusive_group(required=True)
+    group = parser.add_argument_group("prompts, by one of the first three; an OpenAI batch has its own")
+    prompts = group.add_mutually_exclusive_group()
     for name, (kind, keyword) in keywords_of(PromptArgs).items():
         _add_flag(prompts if name in ("prompt", "template", "messages") else group, name, kind, keyword)
     _add(parser.add_argument_group("answers"), AnswerArgs)

@@ -12,6 +12,7 @@ import pyarrow as pa
 
 from llmbatch.errors import DataError
 from llmbatch.io.gather import pick
+from llmbatch.openai.requests import BatchLines
 from llmbatch.preprocess.continuations import holds_lists
 
 if TYPE_CHECKING:
@@ -51,8 +52,10 @@ class AnswerSchema:
     def of(cls, options: Options, schema: pa.Schema) -> AnswerSchema:
         """Find the columns for tables of a schema: what all rows ask for, and what a column may ask for.
 
-        A column of structs may ask for what it has fields for, one of JSON texts for anything.
+        A column of structs may ask for what it has fields for, one of JSON texts for anything, as may lines of a batch.
         """
+        if isinstance(options.source, BatchLines):
+            return cls(choices=True, logprobs=True, prompt_logprobs=True)
         may: set[str] = set()
         if options.sampling_column is not None:
             kind = schema.field(options.sampling_column).type

@@ -28,6 +28,7 @@ from llmbatch.engine.config import EngineConfig
 from llmbatch.errors import ParameterError
 
 if TYPE_CHECKING:
+    from llmbatch.openai.requests import BatchLines
     from llmbatch.preprocess.prompts import PromptSource
     from llmbatch.preprocess.sampling_params import SamplingParams
 
@@ -37,7 +38,7 @@ class Options(EngineConfig):
     """Everything about a job but its input and output. Raises ParameterError."""
 
     model: str
-    source: "PromptSource"
+    source: "PromptSource | BatchLines"
     sampling: "SamplingParams"
     sampling_column: str | None = None
     continuation: str | None = None  # column of texts that are scored; nothing is generated
@@ -83,15 +84,33 @@ class Options(EngineConfig):
         both.
         """
         from llmbatch.preprocess.prompts import PromptSource
+
+        rest = _checked(options)
+        return cls._of(PromptSource(**_taken(rest, PromptArgs.__annotations__)), rest)
+
+    @classmethod
+    def of_batch(cls, **options: Unpack["OptionArgs"]) -> "Options":
+        """Make options for lines of a batch, which say themselves what is asked; the rest is as `build` has it.
+
+        Sampling parameters hold for lines that do not give them.
+        """
+        from llmbatch.openai.requests import BatchLines
+
+        rest = _checked(options)
+        asked = {**_taken(rest, PromptArgs.__annotations__), "continuation": rest.get("continuation")}
+        column = rest.get("sampling_params")
+        for name, value in {**asked, "sampling_params": column if isinstance(column, str) else None}.items():
+            if value:
+                raise refusal(name, "be left out for a batch, whose lines say what is asked", value)
+        return cls._of(BatchLines(), rest)
+
+    @classmethod
+    def _of(cls, source: "PromptSource | BatchLines", rest: dict[str, Any]) -> "Options":
+        from llmbatch.preprocess.prompts import PromptSource
         from llmbatch.preprocess.sampling_params import NAMES as SAMPLING_NAMES
         from llmbatch.preprocess.sampling_params import SamplingParams
 
-        check_names(options, OptionArgs.__annotations__)
-        rest: dict[str, Any] = {**options}
-        if "model" not in rest:
-            raise ParameterError("model must be given: a folder, a .gguf file or a hub name", option="model")
         given = _taken(rest, dict.fromkeys(SAMPLING_NAMES))
-        source = PromptSource(**_taken(rest, PromptArgs.__annotations__))
         asked = rest.pop("sampling_params", None)
         base = asked if isinstance(asked, SamplingParams) else SamplingParams()
         column = asked if isinstance(asked, str) else None
@@ -102,8 +121,18 @@ class Options(EngineConfig):
         base = SamplingParams.from_mapping(given, base)
         notes: tuple[str, ...] = ()
         if given.get("max_tokens") is None and not isinstance(asked, (str, SamplingParams)):
-            notes = (f"max_tokens is not given: answers end after at most {base.max_tokens} tokens",)
+            missing = (
+                "max_tokens is not given" if isinstance(source, PromptSource) else "where a line has no max_tokens"
+            )
+            notes = (f"{missing}: answers end after at most {base.max_tokens} tokens",)
         return cls(source=source, sampling=base, sampling_column=column, notes=notes, **rest)
+
+
+def _checked(options: Mapping[str, Any]) -> dict[str, Any]:
+    check_names(options, OptionArgs.__annotations__)
+    if "model" not in options:
+        raise ParameterError("model must be given: a folder, a .gguf file or a hub name", option="model")
+    return {**options}
 
 
 def _taken(given: dict[str, Any], names: Mapping[str, object]) -> dict[str, Any]:

@@ -25,6 +25,8 @@ from llmbatch.inference.options import Options
 from llmbatch.inference.progress import Progress, Silence, saying
 from llmbatch.inference.report import Report, RowCounts
 from llmbatch.inference.window import Window
+from llmbatch.openai.build import build_batch
+from llmbatch.openai.requests import BatchLines
 from llmbatch.perf_model.cost import CostModel
 from llmbatch.planning.workload import Pool, Scheduling, early_ends
 from llmbatch.preprocess.build_requests import NEEDS_PROCESSOR, build_shard
@@ -151,20 +153,26 @@ class Worker:
 
         `cancelled` is checked about once a second.
         """
-        return build_shard(
-            table,
-            self.options.source,
-            sampling=self.options.sampling,
-            sampling_column=self.options.sampling_column,
+        options = self.options
+        build = partial(
+            build_shard,
+            sampling=options.sampling,
             tokenizer=self.tokenizer,
             context_length=self.model.context_length,
             vocabulary=shape_of(self.model).vocabulary,
             keys=keys,
-            recorded_column=self.options.output_tokens,
-            continuation=self.options.continuation,
+            recorded_column=options.output_tokens,
             tokens_only=self._tokens_only,
-            refused=refused,
             cancelled=cancelled,
+        )
+        if isinstance(options.source, BatchLines):
+            return build_batch(table, build, model=options.model, refused=refused)
+        return build(
+            table,
+            options.source,
+            sampling_column=options.sampling_column,
+            continuation=options.continuation,
+            refused=refused,
         )
 
     def window(

@@ -17,7 +17,9 @@ from llmbatch.preprocess.sampling_params import SamplingParams
 _ALWAYS = ("max_tokens", "temperature", "top_p", "top_k", "seed", "stop", "ignore_eos")
 
 
-def fingerprint(options: Options, *, model_files: str, id_column: str | None) -> dict[str, Any]:
+def fingerprint(
+    options: Options, *, model_files: str, id_column: str | None, form: str | None = None
+) -> dict[str, Any]:
     """Collect the options that determine the answers, as JSON values; `model_files` digests the model's files."""
     return {
         "model_files": model_files,
@@ -32,6 +34,7 @@ def fingerprint(options: Options, *, model_files: str, id_column: str | None) ->
         "output_tokens": options.output_tokens,
         "id_column": id_column,
         **({} if options.continuation is None else {"continuation": options.continuation}),
+        **({} if form is None else {"output_format": form}),
     }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Mapping
 from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from typing import Any, Unpack, cast
@@ -11,12 +12,11 @@ from typing import Any, Unpack, cast
 import numpy as np
 import pyarrow as pa
 
-from llmbatch.arguments import Paths, check_storage_options, path, paths_of
+from llmbatch.arguments import Paths, path
 from llmbatch.choices import DType
 from llmbatch.engine.model.checkpoints import model_digest
-from llmbatch.errors import DataError, JobStopped, StorageError
+from llmbatch.errors import DataError, JobStopped, RowError, StorageError
 from llmbatch.inference.error_policy import ErrorBudget
-from llmbatch.inference.options import Options
 from llmbatch.inference.progress import Progress, Silence
 from llmbatch.inference.report import Report
 from llmbatch.inference.window import Window
@@ -26,14 +26,16 @@ from llmbatch.io.reading.dataset import Dataset, RowReader
 from llmbatch.io.row_hash import hash_rows
 from llmbatch.io.writing.output import Output
 from llmbatch.jobs.answer_writer import AnswerWriter
+from llmbatch.jobs.command import Command
 from llmbatch.jobs.fingerprint import fingerprint
 from llmbatch.jobs.forecast import MOST_SIMULATED, Forecast, compare, forecast
 from llmbatch.jobs.options import ExplainArgs, JobArgs, JobOptions, RunArgs
 from llmbatch.jobs.part_builder import CompletedWindow, CompletionOrderParts, InputOrderParts, PartBuilder
 from llmbatch.jobs.prior_answers import JournalSource, PriorAnswers, keys_of
 from llmbatch.jobs.resume import AlreadyFinished, JobState, Resume, kept_dtype, plan_resume
-from llmbatch.jobs.row_keys import check_contents, check_ids
+from llmbatch.jobs.row_keys import check_contents, check_ids, refuse_repeated, within
 from llmbatch.jobs.window_loader import WindowLoader
+from llmbatch.openai.answers import FORMS
 from llmbatch.runtime.cancellation import StopRequest
 from llmbatch.runtime.protocols import Stop, Totals
 from llmbatch.storage.journal import Journal
@@ -57,7 +59,8 @@ def run(
     `inputs` are Parquet or JSONL files, folders or globs; `output` a folder for Parquet parts, or one
     `.parquet`, `.jsonl`, `.jsonl.gz` or `.jsonl.zst` file; both may be paths or fsspec URLs, opened with
     `storage_options`. `options` are those of `LLMOperator`. Nothing is created before command, input and model
-    are checked.
+    are checked. Without prompt, template and messages the input must be a batch in OpenAI's form, and is answered in
+    its form (docs/jobs.md).
 
     A job survives: answers are kept in `OUT/_llmbatch/` as they come, at most 5 seconds or 1,000 rows late, and the
     same call goes on where an earlier one ended, however it ended. On its finished output it returns that job's report
@@ -86,13 +89,17 @@ def run(
     stopping = stopping or StopRequest()
     rest: dict[str, Any] = {**options}
     asked = JobOptions(**{name: rest.pop(name) for name in JobArgs.__annotations__ if name in rest})
-    storage_options = rest.pop("storage_options", None)
-    built = Options.build(**rest)
-    paths, output = paths_of(inputs), path("output", output)
-    check_storage_options(storage_options)
-    source = Dataset.resolve(paths, storage_options)
+    output = path("output", output)
+    command = Command.read(inputs, rest)
+    built, source = command.options, command.source
+    form = command.form(asked.output_format, output)
     target = Output.open(
-        output, inputs=[*paths, *source.paths], storage_options=storage_options, compression=asked.compression
+        output,
+        inputs=[*command.paths, *source.paths],
+        storage_options=command.storage_options,
+        compression=asked.compression,
+        forms=FORMS,
+        form=form,
     )
     kept = None if asked.starts_over else kept_dtype(target)
     chosen = built if kept is None or built.dtype != "auto" else replace(built, dtype=cast(DType, kept))
@@ -104,7 +111,7 @@ def run(
     if asked.id_column is not None:
         check_ids(source, asked.id_column)
     fresh = JobState(
-        command=fingerprint(built, model_files=model_digest(worker.folder), id_column=asked.id_column),
+        command=fingerprint(built, model_files=model_digest(worker.folder), id_column=asked.id_column, form=form),
         files=source.identity,
         rows=source.num_rows,
         columns=columns,
@@ -116,7 +123,8 @@ def run(
     error_budget = ErrorBudget(
         rows=source.num_rows, max_error_rate=asked.max_error_rate, raises=built.on_error == "raise"
     )
-    job = _Job(worker, source, target, fresh, asked, error_budget, progress or Silence(), stopping)
+    refused = refuse_repeated(source, "custom_id") if command.is_batch else {}
+    job = _Job(worker, source, target, fresh, asked, error_budget, progress or Silence(), stopping, refused)
     return job.run(begun)
 
 
@@ -136,7 +144,9 @@ class _Job:
         error_budget: ErrorBudget,
         progress: Progress,
         stopping: StopRequest,
+        refused: Mapping[int, RowError],
     ) -> None:
+        self._refused = refused  # rows that have an error already
         self._worker, self._source, self._output, self._fresh = worker, source, output, fresh
         self._options, self._error_budget, self._progress, self._stopping = options, error_budget, progress, stopping
         self._id: str | None = fresh.command["id_column"]
@@ -218,6 +228,12 @@ class _Job:
             "preserve_order": state.preserve_order,
             "summary": report.to_dict(),
         }
+        if state.command.get("output_format") is not None:
+            manifest["form"] = {
+                "name": state.command["output_format"],
+                "model": report.model,
+                "created": int(time.time()),
+            }
         output.commit(parts, manifest, rows=state.rows)
         return report
 
@@ -255,7 +271,7 @@ class _Job:
             keys=keys,
             contents=contents,
             earlier=pa.concat_tables([found[0].filter(pa.array(mine)), found[1]]),
-            refused=self._output.refused(table),
+            refused={**self._output.refused(table), **within(self._refused, first, table.num_rows)},
             cancelled=cancelled,
         )
 
@@ -295,12 +311,8 @@ def explain(inputs: Paths, **options: Unpack[ExplainArgs]) -> Forecast:
     >>> forecast.rows, forecast.binding
     (2, 'memory')
     """
-    rest: dict[str, Any] = {**options}
-    storage_options = rest.pop("storage_options", None)
-    built = Options.build(**rest)
-    paths = paths_of(inputs)
-    check_storage_options(storage_options)
-    source = Dataset.resolve(paths, storage_options)
+    command = Command.read(inputs, options)
+    built, source = command.options, command.source
     worker = Worker.open(built)
     worker.check(source.schema)
     rows = source.num_rows

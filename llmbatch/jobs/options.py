@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, TypedDict
 
 from llmbatch.arguments import finite, flag, one_of, refusal, text, whole
-from llmbatch.choices import CHANGED_ROWS, ChangedRows, Compression, Keyword
+from llmbatch.choices import CHANGED_ROWS, OUTPUT_FORMATS, ChangedRows, Compression, Keyword, OutputFormat
 from llmbatch.inference.options import OptionArgs
 
 
@@ -24,6 +24,7 @@ class JobOptions:
     preserve_order: bool = True
     max_error_rate: float | None = None
     window_rows: int | None = None
+    output_format: OutputFormat = "auto"
     compression: Compression = "zstd"
 
     def __post_init__(self) -> None:
@@ -39,6 +40,7 @@ class JobOptions:
         if self.window_rows is not None:
             set_(self, "window_rows", whole("window_rows", self.window_rows, 1))
         one_of("changed_rows", self.changed_rows, CHANGED_ROWS)
+        one_of("output_format", self.output_format, OUTPUT_FORMATS)
 
     @property
     def starts_over(self) -> bool:
@@ -91,6 +93,14 @@ class JobArgs(TypedDict, total=False):
     ]
     window_rows: Annotated[
         int | None, Keyword("rows that are read and planned together", means="by memory", metavar="N")
+    ]
+    output_format: Annotated[
+        OutputFormat,
+        Keyword(
+            "what is written: lines of OpenAI's batch output, or the input's columns and the answers'",
+            JobOptions.output_format,
+            "openai for an OpenAI batch that is written as JSONL",
+        ),
     ]
     compression: Annotated[Compression, Keyword("the compression of Parquet output", JobOptions.compression)]
 

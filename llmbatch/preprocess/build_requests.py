@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from llmbatch.errors import ParameterError, RowError
 from llmbatch.preprocess.continuations import check_continuation, join_texts, score_requests
 from llmbatch.preprocess.merging import merge_equal, repeat_draws
-from llmbatch.preprocess.prompt_tokens import prompt_tokens
+from llmbatch.preprocess.prompt_tokens import MixedPrompts, prompt_tokens
 from llmbatch.preprocess.prompts import PromptSource
 from llmbatch.preprocess.request_batch import RequestBatch, RowRequests, gather
 from llmbatch.preprocess.sampling_column import ResolvedSampling, check_sampling_column, resolve_sampling
@@ -29,7 +29,7 @@ NEEDS_PROCESSOR: Final = (
 
 def build_shard(
     table: pa.Table,
-    source: PromptSource,
+    source: PromptSource | MixedPrompts,
     *,
     sampling: SamplingParams,
     sampling_column: str | None,

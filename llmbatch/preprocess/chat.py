@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from llmbatch.preprocess.columns import without_nulls
+
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 Message = dict[str, Any]
@@ -43,17 +45,10 @@ def _list_of(value: object, name: str) -> list[Any]:
         except (ValueError, RecursionError) as error:
             raise MessagesError(f"{name} are not valid JSON: {error}") from None
     else:
-        value = _without_nulls(value)
+        value = without_nulls(value)
     if not isinstance(value, list):
         raise MessagesError(f"{name} must be a list, got {_shown(value)}")
     return value
-
-
-def _without_nulls(value: object) -> object:
-    """Leave out fields that are null: in structs of a column, each has the fields of all."""
-    if isinstance(value, dict):
-        return {key: _without_nulls(field) for key, field in value.items() if field is not None}
-    return [_without_nulls(each) for each in value] if isinstance(value, list) else value
 
 
 def _message(value: object, place: str) -> Message:

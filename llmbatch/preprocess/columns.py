@@ -77,3 +77,10 @@ def value_of(scalar: pa.Scalar) -> object:
         return Unreadable(f"it is not UTF-8 ({error})")
     except _UNREADABLE:
         return Unreadable(f"Python cannot hold this {scalar.type}")
+
+
+def without_nulls(value: object) -> object:
+    """Leave out fields that are null: in structs of a column, each has the fields of all."""
+    if isinstance(value, dict):
+        return {key: without_nulls(field) for key, field in value.items() if field is not None}
+    return [without_nulls(each) for each in value] if isinstance(value, list) else value

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from llmbatch.errors import RowError
+from llmbatch.errors import ModelError, RowError
 from llmbatch.preprocess.prompts import PromptSource
+from llmbatch.preprocess.request_batch import gather
 from llmbatch.preprocess.token_ids import read_ids
 from llmbatch.preprocess.tokenizer import TokenColumn, Tokenizer
 from llmbatch.system.cancel_signal import NEVER, CancelSignal
@@ -31,14 +33,27 @@ class PromptTokens:
         return np.diff(self.column.offsets)
 
 
+@dataclass(frozen=True, slots=True)
+class MixedPrompts:
+    """Prompts of several kinds in one table: each source with the rows, int64 [its rows], whose prompts it makes."""
+
+    parts: Sequence[tuple[PromptSource, NDArray[np.int64]]]
+
+
 def prompt_tokens(
-    table: pa.Table, source: PromptSource, tokenizer: Tokenizer, vocabulary: int, cancelled: CancelSignal = NEVER
+    table: pa.Table,
+    source: PromptSource | MixedPrompts,
+    tokenizer: Tokenizer,
+    vocabulary: int,
+    cancelled: CancelSignal = NEVER,
 ) -> PromptTokens:
     """Make the tokens of each row's prompt; token ids must be below `vocabulary`.
 
     Raw texts get the tokenizer's special tokens, rendered chats and token ids none. `cancelled` is checked again and
     again. Raises what `PromptSource.render` raises.
     """
+    if isinstance(source, MixedPrompts):
+        return _mixed(table, source, tokenizer, vocabulary, cancelled)
     source.check(table.schema)
     if source.takes_ids(table.schema):
         assert source.prompt is not None
@@ -58,6 +73,30 @@ def prompt_tokens(
         _notes(source, tokenizer, guarded=bool(made)),
         rendered.texts,
         not rendered.chat,
+    )
+
+
+def _mixed(
+    table: pa.Table, mixed: MixedPrompts, tokenizer: Tokenizer, vocabulary: int, cancelled: CancelSignal
+) -> PromptTokens:
+    """Make the prompts of each source, and put them in the order of their rows; a row of no source has no tokens."""
+    starts, lengths = np.zeros((2, table.num_rows), np.int64)
+    errors: dict[int, RowError] = {}
+    pieces, notes, begin = [np.empty(0, np.int32)], [], 0
+    for source, rows in mixed.parts:
+        try:
+            own = table.select(source.columns()).take(pa.array(rows))
+            made = prompt_tokens(own, source, tokenizer, vocabulary, cancelled)
+        except ModelError as error:  # of a chat, where others go on
+            errors |= dict.fromkeys(rows.tolist(), RowError("template", str(error)))
+            continue
+        starts[rows], lengths[rows] = begin + made.column.offsets[:-1], made.lengths
+        pieces.append(made.column.tokens)
+        begin += len(made.column.tokens)
+        errors |= {int(rows[row]): error for row, error in made.errors.items()}
+        notes += [note for note in made.notes if source.renders_chat and note not in notes]
+    return PromptTokens(
+        TokenColumn(*gather(np.concatenate(pieces), starts, lengths)), errors, tuple(notes), None, special_tokens=False
     )
 
 

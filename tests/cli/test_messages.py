@@ -33,7 +33,8 @@ from tests.support.tokenizers import save_fast
 
 def failed(job: Job) -> str:
     return (
-        f"llmbatch: every row failed (2): see the column error in {job.out}, mend the cause, "
+        f"llmbatch: every row failed (2): see the column error in {job.out}, or the file of errors beside "
+        "it, mend the cause, "
         "and run the same command with --retry-errors\n"
     )
 
@@ -99,7 +100,7 @@ def test_lengths_beyond_int64_are_the_most_there_may_be(job: Job) -> None:
 def test_input_that_is_nested_too_deeply_is_refused(
     job: Job, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    def deep(*_: object) -> None:
+    def deep(*_: object, **__: object) -> None:
         raise RecursionError
 
     monkeypatch.setattr("llmbatch.io.reading.dataset.Dataset.resolve", deep)
@@ -314,7 +315,7 @@ def test_a_job_that_is_asked_to_end_early_has_status_143(
 def test_an_error_of_the_input_is_one_sentence(
     job: Job, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    def broken(*_: object) -> None:
+    def broken(*_: object, **__: object) -> None:
         raise DataError("a file is broken")
 
     monkeypatch.setattr("llmbatch.io.reading.dataset.Dataset.resolve", broken)

@@ -35,14 +35,20 @@ class Dataset:
     _partitions: Partitions
 
     @classmethod
-    def resolve(cls, paths: Sequence[str], storage_options: Mapping[str, Any] | None = None) -> Dataset:
+    def resolve(
+        cls,
+        paths: Sequence[str],
+        storage_options: Mapping[str, Any] | None = None,
+        *,
+        json_columns: Sequence[str] = (),
+    ) -> Dataset:
         """Find the files that `paths` name, in the order given; those of a folder or a glob sorted by path.
 
         A path may be any URL that fsspec knows; `storage_options` are those of its file system. A folder stands for the
         Parquet and JSONL files at any depth below it, links followed; a folder or a glob leaves out names that begin
         with "_" or ".". A file named twice is read once. Folders named `key=value` below the folder or the glob add
         columns, after those of the files. For Parquet only the footers are read here. JSONL has the schema of all its
-        rows, so it is read through here and again for its rows.
+        rows, so it is read through here and again for its rows; `json_columns` of it are kept as JSON text.
 
         Raises `DataError` if nothing is there or cannot be reached, and for mixed formats, unreadable files, columns
         that have no type in common, and lines that are not JSON objects.
@@ -60,7 +66,9 @@ class Dataset:
                 "name those that are meant, by a glob such as '*.parquet'"
             )
         try:
-            content = (JsonlFiles if "JSONL" in formats else ParquetFiles).check(files)
+            content: Content = (
+                JsonlFiles.check(files, json_columns) if "JSONL" in formats else ParquetFiles.check(files)
+            )
         except StorageError as error:
             raise DataError(str(error)) from error
         partitions = Partitions.of(

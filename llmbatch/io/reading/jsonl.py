@@ -50,13 +50,13 @@ class JsonlFiles:
     _text_bytes: int = 0  # of all lines
 
     @classmethod
-    def check(cls, files: Sequence[InputFile]) -> JsonlFiles:
-        """Read all files through and find their columns.
+    def check(cls, files: Sequence[InputFile], json_columns: Sequence[str] = ()) -> JsonlFiles:
+        """Read all files through and find their columns; `json_columns` are kept as JSON text, whatever they hold.
 
         Raises `DataError` naming file and line if a line is not a JSON object or a value fits no column.
         """
         with ThreadPoolExecutor(_THREADS) as pool:
-            scans = list(pool.map(partial(_scan, files), files))
+            scans = list(pool.map(partial(_scan, files, json_columns), files))
         names = dict.fromkeys(chain.from_iterable(scan.names for scan in scans))
         kinds = list(dict.fromkeys(chain.from_iterable(scan.kinds for scan in scans)))
         schema = pa.schema([(name, _common(files, kinds, name)) for name in names])
@@ -111,18 +111,18 @@ class _Scan:
     has_large_integers: bool
 
 
-def _scan(files: Sequence[InputFile], file: InputFile) -> _Scan:
+def _scan(files: Sequence[InputFile], json_columns: Sequence[str], file: InputFile) -> _Scan:
     names: dict[str, None] = {}
     kinds: dict[pa.StructType, None] = {}
     num_rows = nbytes = text_bytes = 0
-    large = wide = False
+    large, wide = False, bool(json_columns)
     hint = pa.schema([])
     for block in _blocks(file):
         table = None if wide else infer(block, hint)
         if table is None:
             rows = block.rows()
             names |= dict.fromkeys(chain.from_iterable(rows))
-            array = _array(files, rows, None)
+            array = _array(files, rows, None, json_columns)
             table, kind = pa.Table.from_struct_array(array), array.type
             wide = wide or TEXT in [field.type for field in kind]
         else:
@@ -159,11 +159,13 @@ def _widens(narrow: pa.DataType, wide: pa.DataType) -> bool:
     return bool(pa.types.is_integer(narrow) and pa.types.is_floating(wide))
 
 
-def _array(files: Sequence[InputFile], rows: Sequence[Row], kind: pa.StructType | None) -> pa.StructArray:
+def _array(
+    files: Sequence[InputFile], rows: Sequence[Row], kind: pa.StructType | None, json_columns: Sequence[str] = ()
+) -> pa.StructArray:
     """Make an array of structs from rows, with the inferred type if no other is wanted."""
     names = dict.fromkeys(chain.from_iterable(rows)) if kind is None else [field.name for field in kind]
     if kind is None:
-        text = [name for name in names if is_wide_value([row.get(name) for row in rows])]
+        text = [name for name in names if name in json_columns or is_wide_value([row.get(name) for row in rows])]
     else:
         text = [field.name for field in kind if field.type == TEXT]
     rows = [{**row, **{name: _as_text(row[name]) for name in text if name in row}} for row in rows] if text else rows

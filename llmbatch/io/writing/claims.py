@@ -19,6 +19,7 @@ class Claims:
     """The names that may be touched at a destination."""
 
     destination: Destination
+    has_errors: bool = False  # the output is to have a file of errors beside its one
 
     def check_free(self, *, replace_foreign: bool) -> None:
         """Raise `DataError` if the place holds something that llmbatch did not write and must not replace."""
@@ -27,6 +28,9 @@ class Claims:
         if to.file is not None:
             if not replace_foreign and not ours and to.has_file():
                 raise DataError(f"the output {to.url} is already there: {_OVERWRITE}")
+            there = self.has_errors and to.folder.size(to.errors) is not None
+            if there and not replace_foreign and to.errors not in ours:
+                raise DataError(f"{to.errors}, for the errors of {to.url}, is already there: {_OVERWRITE}")
             return
         for name in to.folder.names():
             if name in ours or name in ("_llmbatch", *to.manifests):
@@ -42,20 +46,22 @@ class Claims:
         """List the names that are removed when a new output is complete."""
         to = self.destination
         if to.file is not None:
-            return [to.file] if to.has_file() else []
+            names = dict.fromkeys([to.file, *Finished(to).names()])
+            return [name for name in names if to.folder.size(name) is not None]
         return [name for name in to.folder.names() if to.is_part(name) and name not in to.manifests]
 
     def check(self, ending: CommitRecord) -> None:
         """Raise `DataError` if a commit record would touch names that cannot be the output's."""
         to = self.destination
         for name in [*ending.removed, *ending.files, *(ending.replaced or ())]:
-            if name not in to.manifests and not (name.endswith(".parquet") if to.file is None else name == to.file):
+            ours = name.endswith(".parquet") if to.file is None else name in (to.file, to.errors, to.columns)
+            if name not in to.manifests and not ours:
                 raise damage(to.work, ENDING)
 
     def _ours(self) -> set[str]:
         """List names that our jobs gave or were allowed to replace. An unreadable file proves nothing."""
         to = self.destination
-        ours = set(Finished(to).parts())
+        ours = set(Finished(to).names())
         with contextlib.suppress(DataError):
             names = Names.read(to.work) or Names()
             ours |= {*names.published.values(), *names.replaced}

@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -62,11 +63,28 @@ class Destination:
         manifest = f"{name}._llmbatch.json"
         return cls(url, suffix, name, folder, folder.child(f"{name}._llmbatch"), manifest, manifest)
 
-    def check_apart(self, inputs: Sequence[str]) -> None:
-        """Raise `DataError` if the output is an input, or one lies in the other."""
+    @property
+    def errors(self) -> str:
+        """The name of the file for rows that failed, beside the one file."""
+        assert self.file is not None, "nothing lies beside a folder"
+        return f"{self.file.removesuffix(self.suffix)}.errors{self.suffix}"
+
+    @property
+    def columns(self) -> str:
+        """The name of the file that holds as columns what the one file and `errors` hold as lines."""
+        return f"{self.file}._llmbatch.arrow"
+
+    def check_apart(self, inputs: Sequence[str], *, has_errors: bool = False) -> None:
+        """Raise `DataError` if the output, or the file of its errors, is an input, or one lies in the other."""
         out = self._path_of(self.url)
+        errors = self._path_of(f"{self.folder.url.rstrip('/')}/{self.errors}") if has_errors else None
         for name in inputs:
             given = self._path_of(name)
+            if given is not None and given == errors:
+                raise DataError(
+                    f"the output must not be an input, but the errors of {self.url} are written to {name}: choose "
+                    "another name"
+                )
             if given is None or out is None:
                 continue
             if has_magic(name) and self._matched_by(given):
@@ -98,6 +116,14 @@ class Destination:
         """Tell whether the one file is there."""
         assert self.file is not None, "a folder is no file"
         return self.folder.size(self.file) is not None
+
+    def final_names(self, parts: Sequence[str], published: Mapping[str, str]) -> list[str]:
+        """Give each staged part the name of the file that it becomes, or is put into."""
+        if self.file is not None:
+            return [self.file] * len(parts)
+        numbered = (f"part-{number:05d}.parquet" for number in count())
+        free = (name for name in numbered if name not in published.values())
+        return [published.get(part) or next(free) for part in parts]
 
     def is_part(self, name: str) -> bool:
         """Tell whether `name` in the folder is that of a Parquet file."""

@@ -17,7 +17,7 @@ from llmbatch.io.reading.discovery import InputFile
 from llmbatch.io.reading.json_block import TEXT
 from llmbatch.io.reading.jsonl import JsonlFiles
 from llmbatch.io.writing.destination import Destination
-from llmbatch.io.writing.formats import CODECS, StagedFormat, read_tables
+from llmbatch.io.writing.formats import CODECS, Arrow, StagedFormat, read_tables
 from llmbatch.io.writing.manifest import decode, encode, encode_as_parquet, schema_of
 
 
@@ -61,12 +61,15 @@ class Finished:
         with to.folder.open(part) as stream:
             return encode_as_parquet(manifest, pq.read_schema(stream))
 
-    def parts(self) -> list[str]:
-        """List the names of its parts, missing ones included; none if the manifest cannot be read."""
+    def names(self) -> list[str]:
+        """List the names of its files, missing ones included; none if the manifest cannot be read."""
         data = self._read()
         if data is not None:
             with contextlib.suppress(DataError):
-                return [part["name"] for part in decode(data, self.destination.url)["parts"]]
+                manifest = decode(data, self.destination.url)
+                to = self.destination
+                beside = [to.errors, to.columns] if "form" in manifest else []
+                return [*(part["name"] for part in manifest["parts"]), *beside]
         return []
 
     def tables(self, part: str, columns: Sequence[str], parquet: StagedFormat) -> Iterator[pa.Table]:
@@ -84,6 +87,8 @@ class Finished:
             return read_tables(parquet, to.folder, part, columns)
         manifest = self.manifest()
         assert manifest is not None, "a part is that of a finished output"
+        if "form" in manifest:
+            return self._staged_columns(columns)
         schema = schema_of(manifest)
         columns = [name for name in columns if name in schema.names and name != LINE]
         if LINE not in schema.names:  # then no column was JSON text in the input, but some may have been of its type
@@ -98,6 +103,16 @@ class Finished:
         file = InputFile(to.folder, part, "JSONL", CODECS[to.suffix], size, {}, ())
         rows = JsonlFiles((file,), schema, (manifest["parts"][0]["rows"],), size).batches(0, 0, columns)
         return chain([pa.schema([schema.field(name) for name in columns]).empty_table()], rows)
+
+    def _staged_columns(self, columns: Sequence[str]) -> Iterator[pa.Table]:
+        """Yield the rows of lines that have another form than rows, from the file that holds them as columns."""
+        to = self.destination
+        if to.folder.size(to.columns) is None:
+            raise DataError(
+                f"{to.columns}, which holds the rows of {to.url} as columns, is gone, and with it the rows to go on "
+                "from: put it back, or start over with restart=True (--restart)"
+            )
+        return read_tables(Arrow(), to.folder, to.columns, columns)
 
     def _read(self) -> bytes | None:
         """Read the manifest, under the name that this version or an earlier one gave it."""

@@ -7,7 +7,7 @@ be compressed as a whole.
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, BinaryIO, Protocol
@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 
 from llmbatch.choices import COMPRESSIONS as COMPRESSIONS
 from llmbatch.errors import ParameterError, StorageError
-from llmbatch.io.json_values import lines
+from llmbatch.io.json_values import lines as lines_of_rows
 from llmbatch.storage.location import Location
 
 CODECS: dict[str, str | None] = {".jsonl": None, ".jsonl.gz": "gzip", ".jsonl.zst": "zstd"}
@@ -96,22 +96,48 @@ class Arrow:
                 yield _select(pa.Table.from_batches([batch]), columns)
 
 
+Lines = Callable[[pa.Table, int], Iterator[str]]  # of a table, whose first row is that row of the file
+
+
+def _plain_lines(table: pa.Table, first: int) -> Iterator[str]:
+    return lines_of_rows(table)
+
+
 @dataclass(frozen=True, slots=True)
 class Jsonl:
-    """JSONL (`llmbatch.io.json_values`), or compressed as a whole.
+    """JSONL (`llmbatch.io.json_values`, or lines of another form), or compressed as a whole.
 
     A compressed file is one stream, never several one after another:
     some readers of zstd end, silently, where the first one ends.
     """
 
     codec: str | None  # "gzip" or "zstd"
+    lines: Lines = _plain_lines
 
     def write(self, stream: BinaryIO, tables: Iterable[pa.Table]) -> int:
-        """Write a line for each row."""
+        """Write the lines of each row."""
         if self.codec is None:
-            return _write_lines(stream, tables)
+            return _write_lines(stream, tables, self.lines)
         with pa.CompressedOutputStream(pa.PythonFile(_KeptOpen(stream), "w"), self.codec) as compressed:
-            return _write_lines(compressed, tables)
+            return _write_lines(compressed, tables, self.lines)
+
+
+@dataclass(frozen=True, slots=True)
+class LineForm:
+    """Lines of another form than that of rows: those of a file, and those of rows that failed.
+
+    Both are made of a table, the number of its first row, and what the manifest says of the form.
+    """
+
+    lines: Callable[[pa.Table, int, Mapping[str, Any]], Iterator[str]]
+    error_lines: Callable[[pa.Table, int, Mapping[str, Any]], Iterator[str]]
+
+    def files(self, codec: str | None, facts: Mapping[str, Any]) -> tuple[Jsonl, Jsonl]:
+        """Return the formats of both files."""
+        return (
+            Jsonl(codec, lambda table, first: self.lines(table, first, facts)),
+            Jsonl(codec, lambda table, first: self.error_lines(table, first, facts)),
+        )
 
 
 def read_tables(
@@ -152,10 +178,10 @@ def _select(table: pa.Table, columns: Sequence[str] | None) -> pa.Table:
     return table if columns is None else table.select([name for name in columns if name in table.column_names])
 
 
-def _write_lines(stream: BinaryIO, tables: Iterable[pa.Table]) -> int:
+def _write_lines(stream: BinaryIO, tables: Iterable[pa.Table], lines: Lines) -> int:
     rows = 0
     for table in tables:
-        for text in lines(table):
+        for text in lines(table, rows):
             stream.write(text.encode())
         rows += table.num_rows
     return rows

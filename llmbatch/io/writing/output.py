@@ -6,6 +6,9 @@ output is complete and which command made it. The layout:
     a folder OUT    OUT/part-00000.parquet, ...       work in OUT/_llmbatch/   manifest OUT/_llmbatch.parquet
     one file OUT    OUT (.parquet, .jsonl[.gz|.zst])  work in OUT._llmbatch/   manifest OUT._llmbatch.json
 
+JSONL in another form than that of rows (`LineForm`) has two files beside it: NAME.errors.jsonl of NAME.jsonl with the
+lines of rows that failed, and NAME.jsonl._llmbatch.arrow with all rows as columns, from which a job goes on.
+
 A reader of a folder sees no rows before that: staged files do not end in .parquet, and most readers leave out names
 that begin with "_". Polars leaves out none and refuses a folder that holds anything but Parquet; it would take staged
 files for Parquet if nothing else were there, so `job.json` lies in the same folder. The manifest is a Parquet file
@@ -19,24 +22,24 @@ them. Whatever a work folder says, only the output's files are touched.
 from __future__ import annotations
 
 import contextlib
-import io
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import chain, count
+from itertools import chain
 from typing import Any, BinaryIO, cast
 
 import pyarrow as pa
 
 from llmbatch.errors import DataError, JobError, RowError, StorageError
-from llmbatch.io.json_values import check_type, unwritable
+from llmbatch.io.json_values import unwritable
 from llmbatch.io.sealed_json import START_OVER, damage
 from llmbatch.io.writing.claims import Claims
 from llmbatch.io.writing.commit_log import ENDING, CommitRecord, Names
 from llmbatch.io.writing.destination import Destination
 from llmbatch.io.writing.digest_stream import DigestStream
 from llmbatch.io.writing.finished import Finished
-from llmbatch.io.writing.formats import CODECS, Arrow, Format, Jsonl, Parquet, StagedFormat, read_tables
+from llmbatch.io.writing.formats import CODECS, Arrow, Format, Jsonl, LineForm, Parquet, StagedFormat, read_tables
 from llmbatch.io.writing.manifest import compose
 from llmbatch.io.writing.parts import Part, rows_of
+from llmbatch.io.writing.writable import check_schema
 from llmbatch.storage.location import Location
 from llmbatch.storage.lock import Lock
 
@@ -53,12 +56,16 @@ class Output:
     outside `locked` changes anything. Every method that reaches the file system raises `StorageError` if that refuses.
     """
 
-    def __init__(self, destination: Destination, parquet: Parquet) -> None:
+    def __init__(
+        self, destination: Destination, parquet: Parquet, forms: Mapping[str, LineForm], form: str | None
+    ) -> None:
         self._destination = destination
         self._folder = destination.folder
         self._is_folder = destination.file is None
         self._finished = Finished(destination)
-        self._claims = Claims(destination)
+        self._claims = Claims(destination, has_errors=form is not None)
+        self._forms = forms
+        self._form = form
         self._parquet = parquet
         self._format: Format = parquet
         self._staged: StagedFormat = parquet
@@ -75,20 +82,23 @@ class Output:
         inputs: Sequence[str],
         storage_options: Mapping[str, Any] | None = None,
         compression: str = "zstd",
+        forms: Mapping[str, LineForm] | None = None,
+        form: str | None = None,
     ) -> Output:
         """Check everything that the place alone can tell, and create nothing.
 
-        `inputs` are the paths and URLs read. `compression` is that of Parquet. Raises `DataError` if the output is or
+        `inputs` are the paths and URLs read. `compression` is that of Parquet. JSONL may have one of `forms`, and is to
+        have this `form`: the manifest names it, and what its lines are made of. Raises `DataError` if the output is or
         touches an input, or if its place cannot be reached or written.
         """
         parquet = Parquet(compression)
         destination = Destination.parse(url, storage_options)
-        destination.check_apart(inputs)
+        destination.check_apart(inputs, has_errors=form is not None)
         try:
             destination.check_place()
         except StorageError as error:
             raise DataError(str(error)) from None
-        return cls(destination, parquet)
+        return cls(destination, parquet, forms or {}, form)
 
     def manifest(self) -> dict[str, Any] | None:
         """Read the manifest of the finished output here, or return None if there is none.
@@ -114,24 +124,12 @@ class Output:
 
     def check(self, schema: pa.Schema) -> None:
         """Raise `DataError` if a column of this type cannot be written, before hours are spent on it."""
-        for field in schema:
-            probe = pa.schema([field]).empty_table()
-            if not self._is_parquet:  # how deep a type is shows with the first row
-                probe = pa.table([pa.nulls(1, field.type)], names=[field.name])
-            try:
-                self._staged.write(io.BytesIO(), [probe])
-            except (pa.ArrowException, NotImplementedError):
-                raise DataError(
-                    f"{'Parquet' if self._is_parquet else 'JSONL'} cannot hold column {field.name!r} of type "
-                    f"{field.type}: drop it or convert it"
-                ) from None
-            if not self._is_parquet:
-                check_type(field)
+        check_schema(schema, self._staged, parquet=self._is_parquet)
 
     @property
     def has_lines(self) -> bool:
         """Whether rows that were read as lines are written as these lines (`json_values.LINE`)."""
-        return not self._is_parquet
+        return not self._is_parquet and self._form is None
 
     def refused(self, table: pa.Table) -> Mapping[int, RowError]:
         """Find rows of the input that cannot be written, whatever their answer, with the reason for each."""
@@ -237,7 +235,8 @@ class Output:
             if part.name not in names.published or self._file(part.name) in waiting:
                 part.check(self.work, self._file(part.name), START_OVER)
         files: dict[str, list[Part]] = {}
-        for final, part in zip(self._final_names(parts), parts, strict=True):
+        final_names = self._destination.final_names([part.name for part in parts], names.published)
+        for final, part in zip(final_names, parts, strict=True):
             files.setdefault(final, []).append(part)
         unused = [final for final in names.published.values() if final not in files]
         schema = None if self._is_parquet else next(self.staged_tables(parts[0].name)).schema
@@ -275,29 +274,28 @@ class Output:
         """Tell whether a part has its name. It then has no other place, even if its reader has taken it away."""
         return name in self._names().published and self.work.size(self._file(name)) is None
 
-    def _final_names(self, parts: Sequence[Part]) -> list[str]:
-        if self._destination.file is not None:
-            return [self._destination.file] * len(parts)
-        published = self._names().published
-        numbered = (f"part-{number:05d}.parquet" for number in count())
-        free = (name for name in numbered if name not in published.values())
-        return [published.get(part.name) or next(free) for part in parts]
-
-    def _put(self, final: str, parts: Sequence[Part], rows: int) -> None:
+    def _put(self, final: str, parts: Sequence[Part], rows: int, form: Mapping[str, Any] | None) -> None:
         """Give a name to a staged file, or to one file made of all of them."""
         files = [self._file(part.name) for part in parts]
-        whole = files[0]
+        whole, kind = files[0], self._format
+        if form is not None:
+            to = self._destination
+            kind, errors = self._forms[form["name"]].files(CODECS[to.suffix], form)
+            for name, other in ((to.columns, self._staged), (to.errors, errors)):
+                self._write_whole(other, files)
+                self.work.move(_WHOLE, self._folder, name)
         if len(files) > 1 or not self._is_parquet:
-            whole = _WHOLE
-            with self.work.writing(whole) as stream:
-                found = self._format.write(
-                    stream, chain.from_iterable(read_tables(self._staged, self.work, file) for file in files)
-                )
+            whole, found = _WHOLE, self._write_whole(kind, files)
             if found != rows:
                 raise StorageError(
                     f"the staged parts of {self.url} must hold {rows:,} rows, but hold {found:,}: {START_OVER}"
                 )
         self.work.move(whole, self._folder, final)
+
+    def _write_whole(self, kind: Format, files: Sequence[str]) -> int:
+        with self.work.writing(_WHOLE) as stream:
+            tables = (read_tables(self._staged, self.work, file) for file in files)
+            return kind.write(stream, chain.from_iterable(tables))
 
     def _end(self, ending: CommitRecord) -> None:
         ending.write(self.work)
@@ -316,6 +314,8 @@ class Output:
             for final, parts in ending.files.items()
             if not self._is_folder or not waiting.issuperset(self._file(part.name) for part in parts)
         }
+        if ending.manifest is not None and "form" in ending.manifest:
+            new |= {self._destination.errors, self._destination.columns}
         for name in ending.removed:
             if name not in new:  # it has its name already, or will take the place of one file in one move
                 self._folder.remove(name)
@@ -324,7 +324,7 @@ class Output:
             for part in ending.manifest["parts"]:
                 parts = ending.files[part["name"]]
                 if part["name"] not in published.values() or self._file(parts[0].name) in waiting:
-                    self._put(part["name"], parts, part["rows"])
+                    self._put(part["name"], parts, part["rows"], ending.manifest.get("form"))
             self.work.write("manifest.json", self._finished.encoded(ending.manifest))
             self.work.move("manifest.json", self._folder, self._destination.manifest)
         CommitRecord().write(self.work)  # all is in place: what is left is to clean

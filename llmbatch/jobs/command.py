@@ -1,0 +1,59 @@
+"""What a command reads: rows, or lines of an OpenAI batch, which say themselves what is asked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from llmbatch.arguments import Paths, check_storage_options, paths_of
+from llmbatch.choices import OutputFormat
+from llmbatch.errors import ParameterError
+from llmbatch.inference.options import Options
+from llmbatch.io.reading.dataset import Dataset
+from llmbatch.openai.answers import FORM
+from llmbatch.openai.requests import BODY, BatchLines
+
+_PROMPTS = ("prompt", "template", "messages")  # of which rows need one
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """Options of answers, and the input that they are asked of."""
+
+    options: Options
+    paths: list[str]
+    source: Dataset
+    storage_options: Mapping[str, Any] | None
+
+    @classmethod
+    def read(cls, inputs: Paths, given: Mapping[str, Any]) -> Command:
+        """Find the input of options such as `ExplainArgs`. Raises InputError.
+
+        With none of prompt, template and messages it must be a batch.
+        """
+        rest = {**given}
+        storage_options = rest.pop("storage_options", None)
+        has_prompts = any(rest.get(name) is not None for name in _PROMPTS)
+        options = Options.build(**rest) if has_prompts else Options.of_batch(**rest)
+        paths = paths_of(inputs)
+        check_storage_options(storage_options)
+        source = Dataset.resolve(paths, storage_options, json_columns=() if has_prompts else (BODY,))
+        if not has_prompts:
+            options.source.check(source.schema)
+        return cls(options, paths, source, storage_options)
+
+    @property
+    def is_batch(self) -> bool:
+        """Whether the input is lines of a batch."""
+        return isinstance(self.options.source, BatchLines)
+
+    def form(self, asked: OutputFormat, output: str) -> str | None:
+        """Return the form of an output's lines (`LineForm`), or None for rows with columns. Raises ParameterError."""
+        as_lines = output.endswith((".jsonl", ".jsonl.gz", ".jsonl.zst"))
+        if asked == "openai" and not (self.is_batch and as_lines):
+            what = "an output that does not end in .jsonl" if self.is_batch else "rows that are no OpenAI batch"
+            raise ParameterError(
+                f"output_format must be 'columns' for {what}, got 'openai'", option="output_format", value=asked
+            )
+        return FORM if asked != "columns" and self.is_batch and as_lines else None
