@@ -1,16 +1,16 @@
 """Attention of blocks and of decodes by one persistent grid, whose launch is the same for every step.
 
-A block of many rows waits for the matrix units, and a decode for memory: a multiprocessor that has one of each at a time
-uses both (POD attention; Kamath et al., 2024). So as many programs are launched as the device holds at once, whatever
-the step, and each attends items (`llmbatch.kernels.work_items`) until none are left. There are two queues, of blocks
-and of decodes, and on each multiprocessor some programs begin with one and some with the other; who finds a queue empty
-goes on with the other one. Devices fill multiprocessors breadth first, so programs whose numbers are apart by the
-number of multiprocessors share one; where a device does otherwise, only speed depends on it.
+A block of many rows waits for the matrix units, and a decode for memory: a multiprocessor that has one of each at a
+time uses both (POD attention; Kamath et al., 2024). So as many programs are launched as the device holds at once,
+whatever the step, and each attends items (`llmbatch.kernels.work_items`) until none are left. There are two queues, of
+blocks and of decodes. On each multiprocessor one program begins with one and one with the other, and whoever finds a
+queue empty goes on with the other one. Devices fill multiprocessors breadth first, so programs whose numbers are apart
+by the number of multiprocessors share one; where a device does otherwise, only speed depends on it.
 
-Where POD asks the hardware which multiprocessor a program is on and gives each program one item, the grid here stays and
-its programs take tickets from counters in memory. The last program sets these to zero again, so that the next launch
-over the same plan, which is the next layer's, and a recorded repetition find them so. How many items there are is read
-from memory too, beside the counters: the tables may have room for more.
+POD asks the hardware which multiprocessor a program is on, and a program attends one item. Here programs stay, and take
+tickets from counters in memory. The last one sets these to zero again, so that the next launch over the same plan,
+which is the next layer's, finds them so, and a recorded repetition too. How many items there are is read from memory,
+beside the counters: tables may have room for more.
 """
 
 from __future__ import annotations

@@ -21,8 +21,8 @@ from llmbatch.kernels.spec import GELU_TANH, SILU, AttentionSpec
 from llmbatch.kernels.triton import fused as triton_fused
 from llmbatch.kernels.triton.argmax import best
 from llmbatch.kernels.triton.backend import GridAttention, TritonAttention
-from llmbatch.kernels.triton.grid import MERGED, QUEUES
 from llmbatch.kernels.triton.fp8 import quantise_rows
+from llmbatch.kernels.triton.grid import MERGED, QUEUES
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 NAN = float("nan")
