@@ -105,6 +105,7 @@ def attend_item(
     first, tokens = tl.load(item + _FIRST), tl.load(item + _TOKENS)
     position, begin, end = tl.load(item + _POSITION), tl.load(item + _BEGIN), tl.load(item + _END)
     part = tl.load(item + _PART)
+    end = tl.where(block * BLOCK < tokens * GROUP, end, begin)  # rows that are not there have no keys
 
     row = block * BLOCK + tl.arange(0, BLOCK)
     token = row // GROUP

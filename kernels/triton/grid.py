@@ -35,7 +35,7 @@ def _attend_in_turn(
     query, out, partial, sums, keys, values, pages, items, order, parts, queues, sinks, heads, query_stride, window,
     factor, inner, apart,
     GROUP: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
-    ONE: tl.constexpr, PARTS: tl.constexpr, TILE: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
+    ONE: tl.constexpr, PER_ITEM: tl.constexpr, TILE: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
     SINKS: tl.constexpr, PRECISION: tl.constexpr, WIDENED: tl.constexpr,
 ):  # fmt: skip  # arguments in groups
     decodes, blocks = tl.load(queues + _DECODES), tl.load(queues + _BLOCKS)
@@ -43,10 +43,10 @@ def _attend_in_turn(
     for _ in range(2):
         if with_blocks:
             unit = tl.atomic_add(queues + _BLOCKS_TAKEN, 1)
-            while unit < blocks * heads * PARTS:
-                item = items + (decodes + unit % blocks).to(tl.int64) * ITEM
+            while unit < blocks * heads * PER_ITEM:
+                at = unit // PER_ITEM  # those of an item follow each other: its keys are read once from memory
                 attend_item(
-                    item, unit // blocks % heads, unit // (blocks * heads),
+                    items + (decodes + at % blocks).to(tl.int64) * ITEM, at // blocks, unit % PER_ITEM,
                     query, out, partial, sums, keys, values, pages, order, parts, sinks, heads, query_stride, window,
                     factor, inner,
                     GROUP, WIDTH, PADDED, SIZE, BLOCK, TILE, CAPPED, WINDOWED, SINKS, True, PRECISION, WIDENED,
@@ -55,9 +55,8 @@ def _attend_in_turn(
         else:
             unit = tl.atomic_add(queues + _DECODES_TAKEN, 1)
             while unit < decodes * heads:
-                item = items + (unit % decodes).to(tl.int64) * ITEM
                 attend_item(
-                    item, unit // decodes, 0,
+                    items + (unit % decodes).to(tl.int64) * ITEM, unit // decodes, 0,
                     query, out, partial, sums, keys, values, pages, order, parts, sinks, heads, query_stride, window,
                     factor, inner,
                     GROUP, WIDTH, PADDED, SIZE, ONE, TILE, CAPPED, WINDOWED, SINKS, False, PRECISION, WIDENED,
@@ -83,6 +82,11 @@ class GridLaunch(NamedTuple):
     tile: int  # keys at once
     warps: int
     stages: int  # tiles on their way at once, and one
+
+    @property
+    def per_item(self) -> int:
+        """The blocks that an item of many rows is attended in."""
+        return -(-_ROWS // self.block)
 
     @classmethod
     def of(cls, dtype: torch.dtype, width: int, group: int, *, hopper: bool) -> GridLaunch:
@@ -131,6 +135,6 @@ def attend_in_turn(
         queues if sinks is None else sinks, keys.shape[1], query.stride(0), window, *scaling_of(scale, softcap),
         units if launch.programs > 1 else 1,
         **features_of(keys, group, window, softcap, sinks),
-        BLOCK=launch.block, ONE=launch.one, PARTS=_ROWS // launch.block, TILE=launch.tile,
+        BLOCK=launch.block, ONE=launch.one, PER_ITEM=launch.per_item, TILE=launch.tile,
         num_warps=launch.warps, num_stages=launch.stages, enable_fp_fusion=True,
     )  # fmt: skip  # arguments in groups

@@ -101,7 +101,7 @@ def grid(dtype: torch.dtype, width: int, capability: int, *, every: bool = False
     """The persistent grid of blocks and decodes, with `every` feature or none."""
     launch = GridLaunch.of(dtype, width, GROUP, hopper=capability >= 90)
     constants = attention_constants(dtype, width, every=every)
-    constants |= {"BLOCK": launch.block, "ONE": launch.one, "PARTS": 128 // launch.block, "TILE": launch.tile}
+    constants |= {"BLOCK": launch.block, "ONE": launch.one, "PER_ITEM": launch.per_item, "TILE": launch.tile}
     options = {"num_warps": launch.warps, "num_stages": launch.stages}
     return compiled(triton_grid._attend_in_turn, attention_types(dtype), constants, capability, **options)
 

@@ -4,10 +4,10 @@ The launches of a recorded step are those of a number of tokens and a number of 
 persistent grid, which reads from memory how many items there are, so nothing else of the step shows in its launches.
 
 Recordings are worth their memory as long as a device takes less time for a step than the host takes to launch it. The
-tokens that it computes in that time are the most that are recorded (`mixed_sizes`), and the sizes are eighths of them:
-so padding costs the device at most an eighth of the time that the host would have taken. Up to some 200 rows the last
-product, which makes logits, takes the time of reading its weights, so there are two numbers of sampled rows: a small
-one below that, and the most that any recording has.
+tokens that it computes in that time are the most that are recorded (`mixed_sizes`), and the sizes are some eighths of
+them: so padding costs the device about an eighth of the time that the host would have taken. Up to some 200 rows the
+last product, which makes logits, takes the time of reading its weights, so there are two numbers of sampled rows: a
+small one below that, and the most that any recording has.
 """
 
 from __future__ import annotations
@@ -35,16 +35,17 @@ _TILE: Final = 16  # tokens, of which sizes are multiples
 
 
 def mixed_sizes(layers: int, rates: Rates) -> tuple[int, ...]:
-    """Choose the numbers of tokens to record for a model of so many layers, in rising order; none if it is too large.
+    """Choose the numbers of tokens to record for a model of so many layers, in rising order.
 
-    The largest is what a device computes at these rates while the host launches a step.
+    The largest is what a device computes at these rates while the host launches a step. There are none if reading the
+    weights takes half of that time: the host is not what such a step waits for.
     """
     launching = layers * _LAYER_SECONDS
-    if rates.weight_seconds >= launching:
+    if 2.0 * rates.weight_seconds >= launching:
         return ()
     most = min(MOST_TOKENS, int(launching / rates.seconds_per_token))
-    each = max(1, most // (_SIZES * _TILE)) * _TILE
-    return tuple(range(each, min(most, _SIZES * each) + 1, each))
+    each = -(-most // (_SIZES * _TILE)) * _TILE
+    return tuple(range(each, most + 1, each))
 
 
 def size_for(sizes: Sequence[int], tokens: int) -> int | None:

@@ -53,12 +53,12 @@ def engine_of(loaded: LoadedModel, recorder: Recorder | None, num_pages: int) ->
 def drawn(seed: int) -> StepKind:
     """Decodes and chunks of at most 48 tokens."""
     rng = np.random.default_rng(seed)
-    chunks = tuple((int(rng.integers(0, 150)), int(rng.integers(1, 15))) for _ in range(rng.integers(1, 4)))
-    return StepKind(int(rng.integers(0, 6)), int(rng.integers(1, 300)), chunks)
+    chunks = tuple((int(rng.integers(0, 60)), int(rng.integers(1, 15))) for _ in range(rng.integers(1, 4)))
+    return StepKind(int(rng.integers(0, 5)), int(rng.integers(1, 90)), chunks)
 
 
 def test_tokens_of_recorded_mixes_are_those_of_launched_ones(loaded: LoadedModel) -> None:
-    kinds = [drawn(seed) for seed in range(8)] + [StepKind(36, 280, ((40, 9),))]  # the last has rows that share nothing
+    kinds = [drawn(seed) for seed in range(5)]
     pages = max(kind.pages(PAGE) for kind in kinds)
     recorder = new_recorder()
     launched, repeated = engine_of(loaded, None, pages), engine_of(loaded, recorder, pages)
@@ -134,14 +134,13 @@ def rates_of(billions: float) -> Rates:
 
 def test_sizes_are_eighths_of_what_is_computed_while_the_host_launches() -> None:
     assert mixed_sizes(24, rates_of(0.4)) == tuple(range(256, MOST_TOKENS + 1, 256))
-    few = mixed_sizes(36, rates_of(3.0))
-    assert len(few) == 8
-    assert few[-1] * rates_of(3.0).seconds_per_token <= 36 * 170e-6
+    few, rates = mixed_sizes(36, rates_of(3.0)), rates_of(3.0)
     assert {after - before for before, after in pairwise(few)} == {few[0]}
+    assert few[-1] * rates.seconds_per_token <= 36 * 170e-6 < (few[-1] + few[0]) * rates.seconds_per_token
 
 
-def test_nothing_is_recorded_of_a_model_whose_weights_take_longer_to_read_than_its_step_to_launch() -> None:
-    assert mixed_sizes(40, rates_of(14.0)) == ()
+def test_nothing_is_recorded_of_a_model_whose_steps_do_not_wait_for_the_host() -> None:
+    assert mixed_sizes(32, rates_of(8.0)) == ()
 
 
 @pytest.mark.parametrize(("tokens", "size"), [(1, 16), (16, 16), (17, 32), (48, 48), (49, None)])
