@@ -35,7 +35,13 @@ class MemoryHeadroom(NamedTuple):
 
 
 def measure_room(
-    loaded: LoadedModel, attention: PagedAttention, *, tokens: int, rows: int, mixed: Sequence[int], page_size: int
+    loaded: LoadedModel,
+    attention: PagedAttention,
+    *,
+    tokens: int,
+    rows: int,
+    mixed: Sequence[int] = (),
+    page_size: int,
 ) -> MemoryHeadroom:
     """Measure what is left after the largest steps and recorded ones, for so many tokens and sampled rows.
 

@@ -52,10 +52,13 @@ class StepGraphs:
 
     def record(self, decodes: Iterable[int], mixed: Iterable[int]) -> None:
         """Record steps of so many decodes each, and steps with chunks of so many tokens, the largest first."""
-        work = [(tokens, self._mixed.record) for tokens in set(mixed)]
-        work += [(rows, self._decodes.record) for rows in {rows_of(count) for count in decodes if count <= MOST_ROWS}]
-        for tokens, record in sorted(work, key=lambda one: one[0], reverse=True):
-            record(tokens)
+        chunks = set(mixed)
+        rows = {rows_of(count) for count in decodes if count <= MOST_ROWS}
+        for tokens in sorted(chunks | rows, reverse=True):
+            if tokens in chunks:
+                self._mixed.record(tokens)
+            if tokens in rows:
+                self._decodes.record(tokens)
 
     def find(self, step: Step, generation: TokenBuffers) -> tuple[HostBatch, Recording] | None:
         """Pack a step and find its recording, or return None if there is none."""
