@@ -63,9 +63,23 @@ class PagedAttention(Protocol):
         ...
 
 
+class PaddedAttention(PagedAttention, Protocol):
+    """Attention whose launches are the same for every step of so many tokens, whatever sequences these are of."""
+
+    def plan_padded(self, layout: BatchLayout, spec: AttentionSpec, page_size: int, tokens: int) -> AttentionPlan:
+        """Plan a step as `plan` does, padded to so many tokens.
+
+        Numbers and shapes, but that of its pages, are the same for the same number of tokens. What is attended for
+        tokens beyond those of the step is finite.
+        """
+        ...
+
+
 @runtime_checkable
 class GraphCapturable(PagedAttention, Protocol):
     """Attention whose launches depend on shapes alone, so that they can be recorded and repeated."""
+
+    padded: PaddedAttention  # for steps of decodes and chunks
 
     def plan_fixed(self, layout: BatchLayout, spec: AttentionSpec, page_size: int) -> AttentionPlan:
         """Plan a step of decodes as `plan` does.

@@ -254,6 +254,25 @@ def most_items(decodes: int, block_tokens: int, heads: int, programs: int, group
     return MostItems(decodes + -(-programs // heads), blocks + -(-programs // (_SHARE * heads)))
 
 
+class MostMixedItems(NamedTuple):
+    """The most items and parts that a step of so many tokens can have, whatever sequences it has."""
+
+    items: int  # of all kinds
+    parts: int  # of all rows
+
+
+def most_mixed_items(tokens: int, block_tokens: int, heads: int, programs: int, groups: Groups) -> MostMixedItems:
+    """Bound the items that `cut_items` makes of a step of so many tokens, and the parts of its rows' results.
+
+    Each token has at most one item of its own; those in addition fill the device, as for `most_items`.
+    """
+    more, more_blocks = -(-programs // heads), -(-programs // (_SHARE * heads))
+    shared = (tokens // block_tokens + tokens // groups.rows + more_blocks) if groups.rows else 0
+    shared_parts = (tokens + block_tokens * more_blocks) if groups.rows else 0
+    parts = tokens + more + block_tokens * more_blocks
+    return MostMixedItems(tokens + more + more_blocks + shared, parts + shared_parts)
+
+
 @compiled
 def _low(
     i: int, group: NDArray[np.int32], shared_tokens: NDArray[np.int32], starts: NDArray[np.int32], window: int

@@ -25,7 +25,7 @@ MODULES = sorted(
 MOST_MODULES = 16  # in a folder
 MOST_LINES = 340  # in a module
 MOST_LINES_OF_A_FUNCTION = 60  # its docstring left out
-LONGER = {"_attend"}  # one kernel: its tiles stay in registers from the first line to the last
+LONGER = {"attend_item"}  # one kernel: its tiles stay in registers from the first line to the last
 
 
 def name_of(file: Path) -> str:

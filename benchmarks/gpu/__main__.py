@@ -3,10 +3,10 @@
     python benchmarks/gpu [PART ...] --out FOLDER [--device cuda] [--traces FOLDER] [--orders ORDER,...]
     python benchmarks/gpu [PART ...] --dry-run
 
-Parts are `smoke`, `ceilings`, `kernels`, `layers`, `steps`, `table2-1`, `table2-4`, `strategies`, `peer` and `full`;
-without any all of them run, in this order. `smoke` ends the run if an answer is wrong. It needs torch, transformers,
-triton, numpy, numba and pyarrow, and one NVIDIA GPU. Each part writes `PART.json` into the folder after each of its
-results, with the card's name, versions, date and ceilings, and pictures when it is done. `--traces`, or
+Parts are `smoke`, `ceilings`, `kernels`, `layers`, `steps`, `mixed`, `table2-1`, `table2-4`, `strategies`, `peer` and
+`full`; without any all of them run, in this order. `smoke` ends the run if an answer is wrong. It needs torch,
+transformers, triton, numpy, numba and pyarrow, and one NVIDIA GPU. Each part writes `PART.json` into the folder after
+each of its results, with the card's name, versions, date and ceilings, and pictures when it is done. `--traces`, or
 $LLMBATCH_TRACES, is a folder with azure2023_code, mmlu_5shot and video_panda70m as Parquet, which whole jobs need;
 `--orders` are those that `table2-1` and `table2-4` run in. `--dry-run` runs everything in sizes that Triton's
 interpreter can do on a processor: its figures say nothing, and are not written.
@@ -24,7 +24,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 MIXES = ("table2-1", "table2-4")
-PARTS = ("smoke", "ceilings", "kernels", "layers", "steps", *MIXES, "strategies", "peer", "full")
+PARTS = ("smoke", "ceilings", "kernels", "layers", "steps", "mixed", *MIXES, "strategies", "peer", "full")
 
 
 def main() -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -13,13 +13,14 @@ from gpu.stage import Stage
 from llmbatch.engine.gpu.cuda_graphs import GraphRecorder
 from llmbatch.kernels import reference
 from llmbatch.kernels.cascade import GROUPS, Groups
-from llmbatch.kernels.interface import BatchLayout
+from llmbatch.kernels.interface import BatchLayout, PagedAttention
 from llmbatch.kernels.spec import SILU, AttentionSpec
 from llmbatch.kernels.triton import fused as triton_fused
-from llmbatch.kernels.triton.backend import TritonAttention
+from llmbatch.kernels.triton.backend import GridAttention, TritonAttention
 
 PAGE = 16
 ALONE = Groups(0)
+Attention = Callable[[torch.device, Groups], PagedAttention]
 BEYOND_CACHES = 256 << 20  # bytes; the L2 of current cards has up to 128 MB
 
 
@@ -46,19 +47,27 @@ def measure(stage: Stage) -> Iterator[tuple[str, Any]]:
 
 
 def beside(stage: Stage) -> dict[str, float]:
-    """A chunk and decodes in one step, and what both take in turn."""
+    """A chunk and decodes in one step: on two streams, in one persistent grid, and what both take in turn."""
     sizes = stage.sizes
     starts = np.array([sizes.keys - 1] * (sizes.rows // 4) + [sizes.chunk // 2])
     counts = np.array([1] * (sizes.rows // 4) + [sizes.chunk // 8])
     several = len(starts) - 1
     both = Step(stage, starts, counts, several, 0, together=ALONE)
+    grid = Step(stage, starts, counts, several, 0, together=ALONE, attention=GridAttention)
     apart = (
         Step(stage, starts[:several], counts[:several], several, 0, together=ALONE),
         Step(stage, starts[several:], counts[several:], 0, 0, together=ALONE),
     )
-    timed = stage.seconds(both.run)
+    timed, in_grid = stage.seconds(both.run), stage.seconds(grid.run)["seconds"]
     in_turn = sum(stage.seconds(step.run)["seconds"] for step in apart)
-    return timed | {"seconds_in_turn": in_turn, "gain": in_turn / timed["seconds"], "error": both.error(stage)}
+    return timed | {
+        "seconds_in_turn": in_turn,
+        "seconds_in_grid": in_grid,
+        "gain": in_turn / timed["seconds"],
+        "gain_of_grid": timed["seconds"] / in_grid,
+        "error": both.error(stage),
+        "error_of_grid": grid.error(stage),
+    }
 
 
 def gains_of_groups(stage: Stage) -> dict[tuple[int, int], float]:
@@ -98,7 +107,15 @@ class Step:
     """A step's attention over pages of random numbers. Of its sequences the first share pages of `shared` tokens."""
 
     def __init__(
-        self, stage: Stage, starts: NDArray[Any], counts: NDArray[Any], decodes: int, shared: int, *, together: Groups
+        self,
+        stage: Stage,
+        starts: NDArray[Any],
+        counts: NDArray[Any],
+        decodes: int,
+        shared: int,
+        *,
+        together: Groups,
+        attention: Attention = TritonAttention,
     ) -> None:
         self.spec = spec_of(stage)
         self.starts, self.counts = starts.astype(np.int32), counts.astype(np.int32)
@@ -113,7 +130,7 @@ class Step:
         shape = (len(pages), self.spec.heads, PAGE, self.spec.width)
         self.keys, self.values = stage.random(*shape), stage.random(*shape)
         self.query = stage.random(int(self.counts.sum()), self.spec.query_heads * self.spec.width)
-        self.backend = TritonAttention(stage.device, together)
+        self.backend = attention(stage.device, together)
         slots = np.arange(len(starts), dtype=np.int32)
         self.plan = self.backend.plan(
             BatchLayout(self.tables, slots, self.starts, self.counts, decodes), self.spec, PAGE

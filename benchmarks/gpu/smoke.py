@@ -1,8 +1,9 @@
 """Whether answers are right on this card, before anything is timed: a minute, and it ends the run if one is not.
 
-Attention of some 700 keys against float64, so long that keys are cut and decodes run beside a chunk; a two-layer model
-whose recorded steps must give the tokens of those that are launched kernel by kernel, and whose layers in FP8 must give
-logits near those of bfloat16; and a recording that fails on purpose, after which the allocator must still work.
+Attention of some 700 keys against float64, so long that keys are cut and decodes run beside a chunk, in two launches
+and in one grid; a two-layer model whose recorded steps, of decodes alone and with chunks, must give the tokens of those
+that are launched kernel by kernel, and whose layers in FP8 must give logits near those of bfloat16; and a recording
+that fails on purpose, after which the allocator must still work.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from gpu.kernels import ALONE, Step
+from gpu.kernels import ALONE, Attention, Step
 from gpu.stage import Stage
 from llmbatch.engine.calibration.step_timer import StepKind
 from llmbatch.engine.gpu.cuda_graphs import GraphRecorder, Recorder
@@ -25,10 +26,11 @@ from llmbatch.engine.model.config import describe_model
 from llmbatch.engine.model.fused_layers import FusedLayer
 from llmbatch.engine.model.loader import LoadedModel, load_weights
 from llmbatch.kernels.cascade import GROUP_ROWS, GROUP_TOKENS, GROUPS
-from llmbatch.kernels.triton.backend import TritonAttention
+from llmbatch.kernels.triton.backend import GridAttention, TritonAttention
 
 LAYERS: Final = 2
 LEAST_EQUAL: Final = 0.9  # padded rows may change the order of sums, and random weights make ties
+_MIXED_TOKENS: Final = 96  # of a recorded step with chunks
 _TOLERANCE: Final = 2e-2  # of attention in bfloat16, relative to float64
 _FP8_TOLERANCE: Final = 5e-2  # of a product in FP8, likewise
 _LOGITS_TOLERANCE: Final = 0.25  # of what FP8 makes of logits: some seven products, one after the other
@@ -37,10 +39,11 @@ _LOGITS_TOLERANCE: Final = 0.25  # of what FP8 makes of logits: some seven produ
 def measure(stage: Stage) -> Iterator[tuple[str, Any]]:
     """What is wrong, if anything; exits after the last check if something was."""
     wrong = []
-    for name, step in attention_steps(stage).items():
-        error = step.error(stage)
-        yield f"error of {name}", error
-        wrong += [name] * (not error < _TOLERANCE)
+    for how, attention in (("", TritonAttention), (" in one grid", GridAttention)):
+        for name, step in attention_steps(stage, attention).items():
+            error = step.error(stage)
+            yield f"error of {name}{how}", error
+            wrong += [name + how] * (not error < _TOLERANCE)
     small = Stage(str(stage.device), dry=stage.dry, traces=None)
     small.sizes = replace(stage.sizes, model=stage.sizes.model | {"num_hidden_layers": LAYERS})
     fused = sum(isinstance(module, FusedLayer) for module in small.loaded.module.modules())
@@ -64,16 +67,18 @@ def measure(stage: Stage) -> Iterator[tuple[str, Any]]:
         raise SystemExit(f"wrong on this card: {', '.join(wrong)}")
 
 
-def attention_steps(stage: Stage) -> dict[str, Step]:
+def attention_steps(stage: Stage, attention: Attention) -> dict[str, Step]:
     """Decodes whose keys are cut, decodes beside chunks, and decodes that share a prefix."""
     rows = GROUP_ROWS
     few, one = np.array([699, 699]), np.ones(2, np.int32)
     shared = np.full(rows, GROUP_TOKENS + 40)
     return {
-        "decodes": Step(stage, few, one, 2, 0, together=ALONE),
-        "decodes beside chunks": Step(stage, np.array([699, 640, 0]), np.array([1, 70, 9]), 1, 0, together=ALONE),
+        "decodes": Step(stage, few, one, 2, 0, together=ALONE, attention=attention),
+        "decodes beside chunks": Step(
+            stage, np.array([699, 640, 0]), np.array([1, 70, 9]), 1, 0, together=ALONE, attention=attention
+        ),
         "decodes that share a prefix": Step(
-            stage, shared, np.ones(rows, np.int32), rows, GROUP_TOKENS, together=GROUPS
+            stage, shared, np.ones(rows, np.int32), rows, GROUP_TOKENS, together=GROUPS, attention=attention
         ),
     }
 
@@ -88,10 +93,10 @@ class Repeater:
 
 
 def share_of_equal_tokens(loaded: LoadedModel, stage: Stage) -> float:
-    """Of steps of several numbers of rows, what share of tokens is the same with a recorder and without."""
+    """Of steps of several numbers of rows, and with a chunk, what share of tokens a recorder leaves the same."""
     same = []
-    for rows in (1, 7, GROUP_ROWS + 1):
-        kind = StepKind(rows, 300)
+    kinds = [StepKind(rows, 300) for rows in (1, 7, GROUP_ROWS + 1)]
+    for kind in (*kinds, StepKind(GROUP_ROWS + 1, 300, ((40, 50), (0, 3)))):
         found = []
         recorder: Recorder = Repeater() if stage.dry else GraphRecorder()
         for given in (None, recorder):
@@ -105,7 +110,7 @@ def share_of_equal_tokens(loaded: LoadedModel, stage: Stage) -> float:
             for tensor in (*engine.pages.keys.values(), *engine.pages.values.values()):
                 generator = torch.Generator(device=stage.device).manual_seed(0)
                 tensor[: kind.pages(stage.page_size)].normal_(generator=generator)
-            engine.record((rows,))
+            engine.record((kind.decodes,), (_MIXED_TOKENS,) if kind.prefills else ())
             engine.begin(kind.requests(engine.vocabulary))
             step = kind.step(stage.page_size)
             found.append(engine.execute(step).tokens)

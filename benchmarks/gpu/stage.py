@@ -46,6 +46,16 @@ LLAMA_8B: dict[str, Any] = {
     "vocab_size": 128256,
     "max_position_embeddings": 131072,
 }
+SMALL: dict[str, Any] = {  # Qwen3-0.6B's, of which the host is the bound
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+}
 TINY: dict[str, Any] = {
     "hidden_size": 32,
     "intermediate_size": 64,

@@ -4,7 +4,7 @@ A program takes an item (`llmbatch.kernels.work_items`) and a KV head: the query
 item's tokens, one below the other, so that a key is loaded once for all of them (GQA packing). It walks over the item's
 range of keys in tiles with the online softmax of FlashAttention-2 (Dao 2023), in float32 and base 2. Tiles that all
 rows see whole are walked without masks. An item that is a part leaves its rows normalised in float32, with the log of
-their sums; `merge` weighs parts by these.
+their sums; `merge.merge` weighs parts by these.
 
 Keys and values are [pages, heads, page size, width]: a head's part of a page is contiguous, so a tile is a few runs of
 kilobytes wherever its pages lie. Memory beyond a range's end may hold anything; it is loaded as zero.
@@ -12,7 +12,7 @@ kilobytes wherever its pages lie. Memory beyond a range's end may hold anything;
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 import triton
@@ -22,9 +22,9 @@ from triton import knobs
 from llmbatch.kernels.work_items import BEGIN, COLUMNS, END, FIRST, PART, POSITION, TABLE, TOKENS
 
 LOG2E: Final = 1.4426950408889634
-_LOG2E = tl.constexpr(LOG2E)
-_NOTHING = tl.constexpr(-1.0e30)  # below every score, and finite: it may be subtracted from itself
-_ITEM = tl.constexpr(COLUMNS)
+LOG2E_IN_KERNELS = tl.constexpr(LOG2E)
+NOTHING = tl.constexpr(-1.0e30)  # below every score, and finite: it may be subtracted from itself
+ITEM = tl.constexpr(COLUMNS)
 _TABLE, _FIRST, _TOKENS = tl.constexpr(TABLE), tl.constexpr(FIRST), tl.constexpr(TOKENS)
 _POSITION, _BEGIN, _END, _PART = tl.constexpr(POSITION), tl.constexpr(BEGIN), tl.constexpr(END), tl.constexpr(PART)
 
@@ -90,20 +90,24 @@ def _walk(
 
 
 @triton.jit
-def _attend(
-    query, out, partial, sums, keys, values, pages, items, order, parts, sinks, heads, query_stride, window,
+def attend_item(
+    item, head, block,
+    query, out, partial, sums, keys, values, pages, order, parts, sinks, heads, query_stride, window,
     factor, inner,
     GROUP: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
     TILE: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr, SINKS: tl.constexpr, GATHERED: tl.constexpr,
     PRECISION: tl.constexpr, WIDENED: tl.constexpr,
 ):  # fmt: skip  # arguments in groups
-    item = items + tl.program_id(0).to(tl.int64) * _ITEM
-    head = tl.program_id(1)
+    """Attend the rows of a `block` of `BLOCK` rows of the item at `item`, with a KV head; the others as for `attend`.
+
+    An item without keys writes zeros.
+    """
     first, tokens = tl.load(item + _FIRST), tl.load(item + _TOKENS)
     position, begin, end = tl.load(item + _POSITION), tl.load(item + _BEGIN), tl.load(item + _END)
     part = tl.load(item + _PART)
+    end = tl.where(block * BLOCK < tokens * GROUP, end, begin)  # rows that are not there have no keys
 
-    row = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    row = block * BLOCK + tl.arange(0, BLOCK)
     token = row // GROUP
     there = token < tokens
     packed = tl.load(order + first + token, mask=there, other=0) if GATHERED else first + token
@@ -126,7 +130,7 @@ def _attend(
     scaling = (factor, inner)
     state = (
         tl.zeros([BLOCK, PADDED], tl.float32),
-        tl.full([BLOCK], _NOTHING, tl.float32),
+        tl.full([BLOCK], NOTHING, tl.float32),
         tl.zeros([BLOCK], tl.float32),
     )
     if WINDOWED:
@@ -145,7 +149,7 @@ def _attend(
 
     if part < 0:
         if SINKS:
-            total += tl.exp2(tl.minimum(tl.load(sinks + query_head).to(tl.float32) * _LOG2E - highest, 126.0))
+            total += tl.exp2(tl.minimum(tl.load(sinks + query_head).to(tl.float32) * LOG2E_IN_KERNELS - highest, 126.0))
         at = (packed.to(tl.int64)[:, None] * heads * GROUP + query_head[:, None]) * WIDTH + d[None, :]
         total = tl.where(total > 0, total, 1.0)  # of rows that are not there
         tl.store(out + at, (acc / total[:, None]).to(out.dtype.element_ty), mask=used)
@@ -158,37 +162,19 @@ def _attend(
 
 
 @triton.jit
-def _merge(
-    out,
-    partial,
-    sums,
-    parts,
-    merged,
-    sinks,
-    query_heads,
-    WIDTH: tl.constexpr,
-    PADDED: tl.constexpr,
-    SINKS: tl.constexpr,
-):
-    row, head = tl.load(merged + tl.program_id(0)), tl.program_id(1)
-    count, first_part = tl.load(parts + row * 2), tl.load(parts + row * 2 + 1)
-    d = tl.arange(0, PADDED)
-    used = d < WIDTH
-    acc = tl.zeros([PADDED], tl.float32)
-    highest, total = tl.full([PADDED], _NOTHING, tl.float32), tl.zeros([PADDED], tl.float32)
-    for part in range(count):
-        place = (first_part + part).to(tl.int64) * query_heads + head
-        one = tl.load(sums + place)
-        new = tl.maximum(highest, one)
-        alpha, weight = tl.exp2(highest - new), tl.exp2(one - new)
-        acc = acc * alpha + weight * tl.load(partial + place * WIDTH + d, mask=used, other=0.0)
-        total = total * alpha + weight
-        highest = new
-    if count > 0:
-        if SINKS:
-            total += tl.exp2(tl.minimum(tl.load(sinks + head).to(tl.float32) * _LOG2E - highest, 126.0))
-        at = (row.to(tl.int64) * query_heads + head) * WIDTH + d
-        tl.store(out + at, (acc / total).to(out.dtype.element_ty), mask=used)
+def _attend(
+    query, out, partial, sums, keys, values, pages, items, order, parts, sinks, heads, query_stride, window,
+    factor, inner,
+    GROUP: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    TILE: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr, SINKS: tl.constexpr, GATHERED: tl.constexpr,
+    PRECISION: tl.constexpr, WIDENED: tl.constexpr,
+):  # fmt: skip  # arguments in groups
+    attend_item(
+        items + tl.program_id(0).to(tl.int64) * ITEM, tl.program_id(1), tl.program_id(2),
+        query, out, partial, sums, keys, values, pages, order, parts, sinks, heads, query_stride, window,
+        factor, inner,
+        GROUP, WIDTH, PADDED, SIZE, BLOCK, TILE, CAPPED, WINDOWED, SINKS, GATHERED, PRECISION, WIDENED,
+    )  # fmt: skip  # arguments in groups
 
 
 _DECODE_BLOCK: Final = 16  # rows; the least that a matrix product takes
@@ -200,6 +186,11 @@ _BESIDE_REGISTERS: Final = 176
 def block_tokens(group: int) -> int:
     """Return the tokens of a block of many rows, with `group` query heads a KV head."""
     return max(1, _BLOCK // group)
+
+
+def fewest_rows(group: int) -> int:
+    """Return the rows of a program for one token, with `group` query heads a KV head."""
+    return max(_DECODE_BLOCK, int(triton.next_power_of_2(group)))
 
 
 class Launch(NamedTuple):
@@ -218,7 +209,7 @@ class Launch(NamedTuple):
 
         On Hopper blocks leave registers for a program of decodes beside them, which takes no spills there.
         """
-        least = max(_DECODE_BLOCK, triton.next_power_of_2(group))
+        least = fewest_rows(group)
         rows = _BLOCK if blocks else least
         if dtype == torch.float32:
             block = min(rows, max(least, _WIDE_BLOCK))
@@ -257,48 +248,38 @@ def attend(
     """
     if len(items) == 0:
         return
-    heads, size, width = keys.shape[1:]
+    heads, _, width = keys.shape[1:]
     hopper = keys.is_cuda and torch.cuda.get_device_capability(keys.device)[0] == 9
     launch = Launch.of(keys.dtype, width, group, blocks=blocks, hopper=hopper)
     _attend[(len(items), heads, launch.programs)](
         query, out, partial, sums, keys, values, pages, items, items if order is None else order, parts,
-        items if sinks is None else sinks, heads, query.stride(0), window,
-        (softcap or scale) * LOG2E, 2.0 * LOG2E * scale / softcap if softcap else 0.0,
-        GROUP=group, WIDTH=width, PADDED=max(16, triton.next_power_of_2(width)), SIZE=size,
-        BLOCK=launch.block, TILE=launch.tile,
-        CAPPED=softcap > 0, WINDOWED=window > 0, SINKS=sinks is not None, GATHERED=order is not None,
-        PRECISION="ieee" if keys.dtype == torch.float32 else "tf32",
-        # The interpreter's products take no bfloat16; those of a device are exact in float32, as these are.
-        WIDENED=knobs.runtime.interpret and keys.dtype == torch.bfloat16,
+        items if sinks is None else sinks, heads, query.stride(0), window, *scaling_of(scale, softcap),
+        **features_of(keys, group, window, softcap, sinks),
+        BLOCK=launch.block, TILE=launch.tile, GATHERED=order is not None,
         num_warps=launch.warps, num_stages=launch.stages, maxnreg=launch.registers,
         enable_fp_fusion=True,
     )  # fmt: skip  # arguments in groups
 
 
-def merge(
-    out: torch.Tensor,
-    partial: torch.Tensor,
-    sums: torch.Tensor,
-    parts: torch.Tensor,
-    merged: torch.Tensor,
-    sinks: torch.Tensor | None,
-) -> None:
-    """Merge the parts of the rows `merged` int32 [n], weighted by their sums, into `out`.
+def scaling_of(scale: float, softcap: float) -> tuple[float, float]:
+    """Return the factor of a product, after it was capped if it is, and the one by which it is capped."""
+    return (softcap or scale) * LOG2E, 2.0 * LOG2E * scale / softcap if softcap else 0.0
 
-    `parts` int32 [rows, 2]: how many parts a row has, and the first's place. Rows without parts are left alone.
-    """
-    query_heads, width = partial.shape[1:]
-    _merge[(len(merged), query_heads)](
-        out,
-        partial,
-        sums,
-        parts,
-        merged,
-        parts if sinks is None else sinks,
-        query_heads,
-        WIDTH=width,
-        PADDED=triton.next_power_of_2(width),
-        SINKS=sinks is not None,
-        num_warps=1,
-        enable_fp_fusion=True,
-    )
+
+def features_of(
+    keys: torch.Tensor, group: int, window: int, softcap: float, sinks: torch.Tensor | None
+) -> dict[str, Any]:
+    """Return what a kernel is compiled for, whatever its items are."""
+    size, width = keys.shape[2:]
+    return {
+        "GROUP": group,
+        "WIDTH": width,
+        "PADDED": max(16, triton.next_power_of_2(width)),
+        "SIZE": size,
+        "CAPPED": softcap > 0,
+        "WINDOWED": window > 0,
+        "SINKS": sinks is not None,
+        "PRECISION": "ieee" if keys.dtype == torch.float32 else "tf32",
+        # The interpreter's products take no bfloat16; those of a device are exact in float32, as these are.
+        "WIDENED": knobs.runtime.interpret and keys.dtype == torch.bfloat16,
+    }

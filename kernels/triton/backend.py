@@ -1,4 +1,4 @@
-"""Attention over pages by kernels of our own, in Triton."""
+"""Attention over pages by kernels of our own, in Triton: in two launches side by side, or in one persistent grid."""
 
 from __future__ import annotations
 
@@ -10,8 +10,19 @@ from llmbatch.kernels.cascade import GROUPS, Groups
 from llmbatch.kernels.interface import AttentionPlan, BatchLayout
 from llmbatch.kernels.spec import AttentionSpec
 from llmbatch.kernels.triton import attention as triton_attention
+from llmbatch.kernels.triton.grid import MERGED, QUEUES, attend_in_turn
+from llmbatch.kernels.triton.merge import merge, merge_in_turn
 from llmbatch.kernels.triton.side_stream import SideStream
-from llmbatch.kernels.work_items import WorkItems, cut_items, most_items
+from llmbatch.kernels.work_items import (
+    COLUMNS,
+    FIRST,
+    PART,
+    TOKENS,
+    WorkItems,
+    cut_items,
+    most_items,
+    most_mixed_items,
+)
 
 _PROGRAMS = 16  # a multiprocessor, of decodes: enough for the last wave of them to be short
 _INTERPRETED = 2  # multiprocessors, where there are none
@@ -25,22 +36,20 @@ class TritonAttention:
     """
 
     def __init__(self, device: torch.device, groups: Groups = GROUPS) -> None:
-        units = (
-            torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else _INTERPRETED
-        )
-        self._programs = _PROGRAMS * units
+        self._programs = _PROGRAMS * _multiprocessors(device)
         self.cascade: bool = groups.rows > 0
         self._groups = groups
         self._beside = SideStream(device)
+        self.padded: GridAttention = GridAttention(device, groups)
 
     def plan(self, layout: BatchLayout, spec: AttentionSpec, page_size: int) -> AttentionPlan:
         """Cut the step into items."""
-        pages, *items = self._cut(layout, spec, page_size)
+        pages, *items = _cut(layout, spec, page_size, self._programs, self._groups)
         return AttentionPlan(pages, tuple(items), (int(items[_PARTS][:, 0].sum()),))
 
     def plan_fixed(self, layout: BatchLayout, spec: AttentionSpec, page_size: int) -> AttentionPlan:
         """Cut a step of decodes into items, padded with empty ones to the most that so many decodes can have."""
-        items = self._cut(layout, spec, page_size)
+        items = _cut(layout, spec, page_size, self._programs, self._groups)
         rows, block = len(layout.slots), triton_attention.block_tokens(spec.group)
         most = most_items(rows, block, spec.heads, self._programs, self._groups)
         shares = len(items.shared) > 0
@@ -89,23 +98,94 @@ class TritonAttention:
             attend_blocks()
             launch(decodes, blocks=False)
         if num_partials:
-            triton_attention.merge(out, partial, sums, parts, merged, spec.sinks)
+            merge(out, partial, sums, parts, merged, spec.sinks)
         return out
 
-    def _cut(self, layout: BatchLayout, spec: AttentionSpec, page_size: int) -> WorkItems:
-        return cut_items(
-            layout.tables,
-            layout.slots,
-            layout.starts,
-            layout.counts,
-            layout.decodes,
-            page_size,
-            triton_attention.block_tokens(spec.group),
-            spec.window,
-            spec.heads,
-            self._programs,
-            self._groups,
+
+class GridAttention:
+    """The same in one persistent grid for blocks and decodes, whose launches are those of any step (`PaddedAttention`).
+
+    A step of so many tokens has tables for the most items that such a step can have, and how many it has is on the
+    device.
+    """
+
+    def __init__(self, device: torch.device, groups: Groups = GROUPS) -> None:
+        self._units = _multiprocessors(device)
+        self.cascade: bool = groups.rows > 0
+        self._groups = groups
+
+    def plan(self, layout: BatchLayout, spec: AttentionSpec, page_size: int) -> AttentionPlan:
+        """Cut the step into items."""
+        return self.plan_padded(layout, spec, page_size, int(layout.counts.sum()))
+
+    def plan_padded(self, layout: BatchLayout, spec: AttentionSpec, page_size: int, tokens: int) -> AttentionPlan:
+        """Cut the step into items, in tables for any step of so many tokens; tokens beyond those of the step get 0."""
+        programs, block = _PROGRAMS * self._units, triton_attention.block_tokens(spec.group)
+        items = _cut(layout, spec, page_size, programs, self._groups)
+        most = most_mixed_items(tokens, block, spec.heads, programs, self._groups)
+        shared = items.shared.copy()
+        shared[:, FIRST] += tokens  # behind the tokens in their own order
+        blocks = np.concatenate((shared, items.prefills, _without_keys(int(layout.counts.sum()), tokens, block)))
+        queues = np.zeros(QUEUES, np.int32)
+        queues[: MERGED + 1] = len(items.decodes), len(blocks), len(items.merged)
+        arrays = (
+            _padded(np.concatenate((items.decodes, blocks)), most.items),
+            _padded(np.concatenate((np.arange(tokens, dtype=np.int32), items.order)), 2 * tokens),
+            _padded(items.parts, tokens),
+            _padded(items.merged, tokens),
+            queues,
         )
+        return AttentionPlan(items.pages, arrays, (most.parts,))
+
+    def attend(
+        self,
+        spec: AttentionSpec,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        plan: AttentionPlan,
+        tensors: list[torch.Tensor],
+    ) -> torch.Tensor:
+        """Attend all items, and merge what was cut: two launches."""
+        pages, items, order, parts, merged, queues = tensors
+        (num_partials,) = plan.numbers
+        out = torch.empty_like(query)
+        sums = query.new_empty((num_partials, spec.query_heads), dtype=torch.float32)
+        partial = query.new_empty((num_partials, spec.query_heads, spec.width), dtype=torch.float32)
+        attend_in_turn(
+            query, out, partial, sums, keys, values, pages, items, order, parts, queues, units=self._units,
+            sinks=spec.sinks, group=spec.group, scale=spec.scale, window=spec.window, softcap=spec.softcap,
+        )  # fmt: skip  # arguments in groups
+        merge_in_turn(out, partial, sums, parts, merged, queues[MERGED:], units=self._units, sinks=spec.sinks)
+        return out
+
+
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else _INTERPRETED
+
+
+def _cut(layout: BatchLayout, spec: AttentionSpec, page_size: int, programs: int, groups: Groups) -> WorkItems:
+    return cut_items(
+        layout.tables,
+        layout.slots,
+        layout.starts,
+        layout.counts,
+        layout.decodes,
+        page_size,
+        triton_attention.block_tokens(spec.group),
+        spec.window,
+        spec.heads,
+        programs,
+        groups,
+    )
+
+
+def _without_keys(first: int, end: int, block: int) -> NDArray[np.int32]:
+    """Make items of tokens that attend nothing, from one to another; their results are 0."""
+    firsts = np.arange(first, end, block, dtype=np.int32)
+    items = np.zeros((len(firsts), COLUMNS), np.int32)
+    items[:, FIRST], items[:, TOKENS], items[:, PART] = firsts, np.minimum(block, end - firsts), -1
+    return items
 
 
 def _padded(array: NDArray[np.int32], rows: int) -> NDArray[np.int32]:

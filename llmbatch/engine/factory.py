@@ -46,7 +46,8 @@ class EngineFactory:
     cost: CostModel
     attention: PagedAttention | None = None  # None: on the processor
     strategy: Strategy = "sequential"
-    records: bool = False  # small steps of decodes
+    records: bool = False  # small steps
+    mixed: tuple[int, ...] = ()  # tokens of recorded steps with chunks
     max_running: int = 1
     notes: tuple[str, ...] = ()  # for the user, a sentence each
 
@@ -57,7 +58,7 @@ class EngineFactory:
         if self.attention is not None:
             engine = self.accelerated(loaded, strategy=self.strategy, rates=self.cost.rates, decode=decode)
             with suppress(RuntimeError):  # one was recorded before; without a recording steps are launched as others
-                engine.record(range(1, self.max_running + 1))
+                engine.record(range(1, self.max_running + 1), self.mixed)
             return engine
         from llmbatch.engine.cpu.engine import CpuEngine
 
@@ -144,15 +145,18 @@ def prepare(
         strategy: Strategy = "sequential" if config.overlap == "auto" else config.overlap
         return EngineFactory(pool, cost_model(platform, model, config), attention, strategy, notes=notes)
     from llmbatch.engine.calibration.memory_profile import measure_room  # needs Triton
+    from llmbatch.engine.gpu.mixed_graphs import mixed_sizes
 
     rows, size = scheduling.max_running, pool.page_size
     tokens = max(scheduling.step_tokens or MOST_TOKENS, rows)
-    room = measure_room(loaded, attention, tokens=tokens, rows=rows, page_size=size)
+    ceilings = replace(_ceilings(platform, model), cascade=attention.cascade)
+    mixed = mixed_sizes(ceilings.shape.layers, ceilings.rates)
+    room = measure_room(loaded, attention, tokens=tokens, rows=rows, mixed=mixed, page_size=size)
     if room.unrecorded is not None:
         notes = (*notes, f"small steps are not recorded as CUDA graphs, and take longer: {room.unrecorded}")
-    ceilings = replace(_ceilings(platform, model), cascade=attention.cascade)
     whole = Pool(max(1, room.pool_bytes // (model.bytes_per_token * size)), size)
-    uncalibrated = EngineFactory(whole, ceilings, attention, records=room.unrecorded is None, max_running=rows)
+    records = room.unrecorded is None
+    uncalibrated = EngineFactory(whole, ceilings, attention, records=records, mixed=mixed, max_running=rows)
     calibration, found_notes = _calibration(uncalibrated, loaded, _kept(platform, model, config))
     strategy = _strategy(calibration, config)
     cost = calibration.fitted[strategy].cost(shape_of(model))

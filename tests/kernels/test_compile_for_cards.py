@@ -13,7 +13,8 @@ import pytest
 pytest.importorskip("triton")
 
 TILE_BYTES = 64 * 128 * 2  # of keys, and of values
-REGISTERS = 1 << 16  # of a multiprocessor
+REGISTERS = 1 << 16  # of a multiprocessor, given to a warp by eights a thread
+RESERVED = 1 << 10  # bytes of shared memory of each program that the system takes
 WARP = 32
 
 
@@ -22,21 +23,23 @@ class Card(NamedTuple):
 
     shared: int  # bytes of a program
     decodes: int  # programs of decodes, of heads of 128 elements, that are to fit a multiprocessor
+    memory: int  # bytes of shared memory of a multiprocessor
 
 
-CARDS = {80: Card(163 << 10, 2), 90: Card(227 << 10, 3), 100: Card(227 << 10, 3)}
+CARDS = {80: Card(163 << 10, 2, 164 << 10), 90: Card(227 << 10, 3, 228 << 10), 100: Card(227 << 10, 3, 228 << 10)}
 
 # Of a thread, at most, whatever the card; kernels that are not named may take all 255.
 MOST_REGISTERS = {
     "attend bf16 64 one": 80, "attend bf16 64 many": 168, "attend bf16 128 one": 160, "attend fp16 128 one": 160,
-    "attend one with every feature": 160, "merge": 72, "norm": 64, "gate": 48, "rotate": 48, "rotate with norms": 64,
-    "best": 128, "draw": 184, "quantise 4096": 48, "quantise 32768": 128,
+    "attend one with every feature": 160, "merge": 72, "merge in turn": 72, "norm": 64, "gate": 48, "rotate": 48,
+    "rotate with norms": 64, "best": 128, "draw": 184, "quantise 4096": 48, "quantise 32768": 128,
 }  # fmt: skip  # a table
 # Bytes of a thread, at most; kernels that are not named spill nothing. Heads of 256 in float32 spill 7,072 on Hopper by
 # Triton 3.6, and 1,016 by 3.9.
 MOST_SPILLED = {
     "attend bf16 256 many": 128, "attend with every feature": 128, "draw": 64, "attend fp32 64 many": 64,
     "attend fp32 128 one": 512, "attend fp32 128 many": 768, "attend fp32 256 many": 7168,
+    "grid bf16 128": 96, "grid fp32 64": 64, "grid with every feature": 256,
 }  # fmt: skip  # a table
 
 
@@ -101,3 +104,15 @@ def test_on_hopper_a_program_of_decodes_fits_beside_a_block(kernels: Kernels, ca
         block, decode = kernels["attend bf16 128 many"], kernels["attend bf16 128 one"]
         assert (block.registers * 8 + decode.registers * 4) * WARP <= REGISTERS
         assert block.shared + decode.shared <= CARDS[capability].shared
+
+
+@pytest.mark.parametrize("name", ["grid bf16 64", "grid bf16 128", "grid fp32 128", "grid with every feature"])
+def test_two_programs_of_the_grid_fit_a_multiprocessor(kernels: Kernels, capability: int, name: str) -> None:
+    taken = kernels[name]
+    assert 2 * -(-taken.registers // 8) * 8 * 4 * WARP <= REGISTERS
+    assert 2 * (taken.shared + RESERVED) <= CARDS[capability].memory
+
+
+def test_in_the_grid_two_tiles_are_on_their_way_while_one_is_attended(kernels: Kernels, capability: int) -> None:
+    tile = TILE_BYTES if capability >= 90 else TILE_BYTES // 2
+    assert kernels["grid bf16 128"].shared >= 4 * tile

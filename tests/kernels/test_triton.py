@@ -16,12 +16,13 @@ pytest.importorskip("triton")
 
 from llmbatch.kernels import reference
 from llmbatch.kernels.cascade import GROUPS, Groups
-from llmbatch.kernels.interface import BatchLayout
+from llmbatch.kernels.interface import AttentionPlan, BatchLayout, PagedAttention
 from llmbatch.kernels.spec import GELU_TANH, SILU, AttentionSpec
 from llmbatch.kernels.triton import fused as triton_fused
 from llmbatch.kernels.triton.argmax import best
-from llmbatch.kernels.triton.backend import TritonAttention
+from llmbatch.kernels.triton.backend import GridAttention, TritonAttention
 from llmbatch.kernels.triton.fp8 import quantise_rows
+from llmbatch.kernels.triton.grid import MERGED, QUEUES
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 NAN = float("nan")
@@ -52,6 +53,7 @@ class Case:
     shared: int = 0
     groups: Groups = GROUPS
     fixed: bool = False  # launches as for any step of as many decodes
+    padded: int | None = None  # in one grid, for any step of so many tokens more
 
 
 @contextmanager
@@ -69,6 +71,15 @@ def poisoned_memory() -> Iterator[None]:
         patch.setattr(torch, "empty_like", poison(torch.empty_like))
         patch.setattr(torch.Tensor, "new_empty", poison(torch.Tensor.new_empty))
         yield
+
+
+def planned(case: Case, layout: BatchLayout, spec: AttentionSpec) -> tuple[PagedAttention, AttentionPlan]:
+    """What attends the case, and its plan."""
+    if case.padded is not None:
+        grid = GridAttention(DEVICE, case.groups)
+        return grid, grid.plan_padded(layout, spec, case.size, int(layout.counts.sum()) + case.padded)
+    backend = TritonAttention(DEVICE, case.groups)
+    return backend, (backend.plan_fixed if case.fixed else backend.plan)(layout, spec, case.size)
 
 
 def check(case: Case, seed: int = 0) -> None:
@@ -94,7 +105,7 @@ def check(case: Case, seed: int = 0) -> None:
             rows[: starts[i] + counts[i]] = torch.where(rows.isnan(), fresh, rows)[: starts[i] + counts[i]]
             x[pages] = rows.view(need, case.size, case.heads, case.width).transpose(1, 2)
     query_heads = case.heads * case.group
-    query = torch.randn(sum(counts), query_heads * case.width, device=DEVICE).to(case.dtype)
+    query = torch.randn(sum(counts) + (case.padded or 0), query_heads * case.width, device=DEVICE).to(case.dtype)
     spec = AttentionSpec(
         layer=0,
         query_heads=query_heads,
@@ -106,12 +117,16 @@ def check(case: Case, seed: int = 0) -> None:
         sinks=torch.randn(query_heads, device=DEVICE) if case.sinks else None,
     )
     columns = (np.array(starts, np.int32), np.array(counts, np.int32))
-    backend = TritonAttention(DEVICE, case.groups)
     layout = BatchLayout(tables, slots, *columns, len(case.decodes))
-    plan = backend.plan_fixed(layout, spec, case.size) if case.fixed else backend.plan(layout, spec, case.size)
+    backend, plan = planned(case, layout, spec)
     tensors = [torch.from_numpy(np.ascontiguousarray(array)).to(DEVICE) for array in plan.uploaded]
     with poisoned_memory():
         got = backend.attend(spec, query, keys, values, plan, tensors)
+        if case.padded is not None:
+            assert torch.equal(got, backend.attend(spec, query, keys, values, plan, tensors))  # of the next layer
+            assert tensors[-1].tolist() == [*tensors[-1][: MERGED + 1].tolist(), *[0] * (QUEUES - MERGED - 1)]
+            assert (got[sum(counts) :] == 0).all()
+    query, got = query[: sum(counts)], got[: sum(counts)]
     expected = reference.attend(
         query.view(-1, query_heads, case.width),
         keys,
@@ -179,6 +194,36 @@ def test_attention_of_random_steps(seed: int) -> None:
     decodes = tuple(rng.integers(0, 600, rng.integers(0, 8)).tolist())
     prefills = tuple((int(rng.integers(0, 200)), int(rng.integers(1, 150))) for _ in range(3))
     check(Case(decodes=decodes, prefills=prefills, heads=1, window=int(rng.choice([0, 100]))), seed)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_one_grid_attends_decodes_and_chunks_and_gives_nothing_to_tokens_that_are_not_there(dtype: torch.dtype) -> None:
+    check(Case(dtype=dtype, padded=77))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(heads=1, group=1, softcap=5.0, sinks=True),
+        Case(heads=1, window=31, sinks=True),
+        Case(heads=3, group=3, width=80, decodes=(15, 300), prefills=((20, 40),)),
+        Case(heads=1, group=8, width=256, decodes=(15, 300), prefills=((20, 40),), dtype=torch.bfloat16),
+        Case(decodes=(600,), prefills=((1500, 40), (3, 5)), heads=1, sinks=True),
+        Case(decodes=(9000,), prefills=(), heads=1, sinks=True),
+        Case(decodes=(), heads=1),
+        Case(decodes=tuple(range(0, 72, 2)), prefills=((700, 20),), heads=1, shared=512, sinks=True),
+    ],
+)
+def test_one_grid_attends_what_two_launches_do(case: Case) -> None:
+    check(replace(case, padded=5))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_one_grid_attends_random_steps(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    decodes = tuple(rng.integers(0, 600, rng.integers(0, 8)).tolist())
+    prefills = tuple((int(rng.integers(0, 200)), int(rng.integers(1, 150))) for _ in range(3))
+    check(Case(decodes=decodes, prefills=prefills, heads=1, padded=int(rng.integers(0, 150))), seed)
 
 
 def poisoned(*shape: int, dtype: torch.dtype) -> torch.Tensor:

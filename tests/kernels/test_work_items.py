@@ -25,6 +25,7 @@ from llmbatch.kernels.work_items import (
     WorkItems,
     cut_items,
     most_items,
+    most_mixed_items,
 )
 
 SIZE = 16
@@ -111,6 +112,28 @@ def test_there_are_never_more_items_than_foretold(rows: list[tuple[int, int]], p
     assert len(items.decodes) <= most.decodes
     assert len(items.shared) <= most.shared
     assert items.parts[:, 0].sum() <= most.decodes + block * most.shared
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 3000), st.integers(-1, 1)), max_size=90),
+    st.lists(st.tuples(st.integers(0, 9000), st.integers(1, 300)), max_size=12),
+    st.integers(1, 5000),
+    st.sampled_from([1, 16, 32, 128]),
+    st.sampled_from([0, 100]),
+)
+def test_a_mixed_step_never_has_more_items_than_foretold(
+    rows: list[tuple[int, int]], chunks: list[tuple[int, int]], programs: int, block: int, window: int
+) -> None:
+    shared = 1280
+    starts = [start + (shared if group >= 0 else 0) for start, group in rows] + [start for start, _ in chunks]
+    counts = [1] * len(rows) + [count for _, count in chunks]
+    if not counts:
+        return
+    tables = tables_of(starts, counts, [group for _, group in rows] + [-1] * len(chunks), shared)
+    items = cut(tables, starts, counts, len(rows), block=block, programs=programs, window=window)
+    most = most_mixed_items(sum(counts), block, 2, programs, GROUPS)
+    assert len(items.decodes) + len(items.prefills) + len(items.shared) <= most.items
+    assert items.parts[:, 0].sum() <= most.parts
 
 
 @given(

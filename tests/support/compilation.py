@@ -25,9 +25,13 @@ from llmbatch.kernels.triton import attention as triton_attention
 from llmbatch.kernels.triton import draw as triton_draw
 from llmbatch.kernels.triton import fp8 as triton_fp8
 from llmbatch.kernels.triton import fused as triton_fused
+from llmbatch.kernels.triton import grid as triton_grid
+from llmbatch.kernels.triton import merge as triton_merge
 from llmbatch.kernels.triton.attention import Launch
+from llmbatch.kernels.triton.grid import GridLaunch
 
 FP8 = 89  # the first capability with numbers of e4m3
+GROUP = 4  # query heads of a KV head
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
@@ -66,24 +70,40 @@ def compiled(
     return resources(made)
 
 
-def attention(dtype: torch.dtype, width: int, capability: int, *, many: bool, every: bool = False) -> Resources:
-    """The attention kernel, with `every` feature or none."""
-    group = 4
-    launch = Launch.of(dtype, width, group, blocks=many, hopper=capability == 90)
-    pointer = f"*{NAMES[dtype]}"
-    types = dict.fromkeys(("query", "out", "keys", "values"), pointer)
-    types |= dict.fromkeys(("partial", "sums", "sinks"), "*fp32") | dict.fromkeys(
-        ("pages", "items", "order", "parts"), "*i32"
-    )
-    types |= dict.fromkeys(("heads", "query_stride", "window"), "i32")
-    types |= dict.fromkeys(("factor", "inner"), "fp32")
-    constants = {
-        "GROUP": group, "WIDTH": width, "PADDED": triton.next_power_of_2(width), "SIZE": 16, "BLOCK": launch.block,
-        "TILE": launch.tile, "CAPPED": every, "WINDOWED": every, "SINKS": every, "GATHERED": every and many,
+def attention_types(dtype: torch.dtype) -> dict[str, str]:
+    """Types of the arguments of the attention kernels."""
+    types = dict.fromkeys(("query", "out", "keys", "values"), f"*{NAMES[dtype]}")
+    types |= dict.fromkeys(("partial", "sums", "sinks"), "*fp32")
+    types |= dict.fromkeys(("pages", "items", "order", "parts", "queues"), "*i32")
+    types |= dict.fromkeys(("heads", "query_stride", "window", "apart"), "i32")
+    return types | dict.fromkeys(("factor", "inner"), "fp32")
+
+
+def attention_constants(dtype: torch.dtype, width: int, *, every: bool) -> dict[str, Any]:
+    """What the attention kernels are compiled for, with `every` feature or none."""
+    return {
+        "GROUP": GROUP, "WIDTH": width, "PADDED": triton.next_power_of_2(width), "SIZE": 16,
+        "CAPPED": every, "WINDOWED": every, "SINKS": every,
         "PRECISION": "ieee" if dtype == torch.float32 else "tf32", "WIDENED": False,
     }  # fmt: skip  # a table
+
+
+def attention(dtype: torch.dtype, width: int, capability: int, *, many: bool, every: bool = False) -> Resources:
+    """The attention kernel, with `every` feature or none."""
+    launch = Launch.of(dtype, width, GROUP, blocks=many, hopper=capability == 90)
+    constants = attention_constants(dtype, width, every=every)
+    constants |= {"BLOCK": launch.block, "TILE": launch.tile, "GATHERED": every and many}
     options = {"num_warps": launch.warps, "num_stages": launch.stages, "maxnreg": launch.registers}
-    return compiled(triton_attention._attend, types, constants, capability, **options)
+    return compiled(triton_attention._attend, attention_types(dtype), constants, capability, **options)
+
+
+def grid(dtype: torch.dtype, width: int, capability: int, *, every: bool = False) -> Resources:
+    """The persistent grid of blocks and decodes, with `every` feature or none."""
+    launch = GridLaunch.of(dtype, width, GROUP, hopper=capability >= 90)
+    constants = attention_constants(dtype, width, every=every)
+    constants |= {"BLOCK": launch.block, "ONE": launch.one, "PER_ITEM": launch.per_item, "TILE": launch.tile}
+    options = {"num_warps": launch.warps, "num_stages": launch.stages}
+    return compiled(triton_grid._attend_in_turn, attention_types(dtype), constants, capability, **options)
 
 
 def rotation(capability: int, rotary: int, norms: bool) -> Resources:
@@ -107,11 +127,17 @@ def main(capability: int) -> dict[str, Resources]:
     }
     found["attend with every feature"] = attention(torch.bfloat16, 80, capability, many=True, every=True)
     found["attend one with every feature"] = attention(torch.bfloat16, 80, capability, many=False, every=True)
+    found |= {
+        f"grid {NAMES[dtype]} {width}": grid(dtype, width, capability)
+        for dtype in (torch.bfloat16, torch.float32)
+        for width in (64, 128, 256)
+    }
+    found["grid with every feature"] = grid(torch.bfloat16, 80, capability, every=True)
     out = {"out": "*bf16", "partial": "*fp32", "sums": "*fp32", "parts": "*i32", "merged": "*i32", "sinks": "*fp32"}
-    found["merge"] = compiled(
-        triton_attention._merge, out | {"query_heads": "i32"},
-        {"WIDTH": 128, "PADDED": 128, "SINKS": True}, capability, num_warps=1,
-    )  # fmt: skip  # arguments in groups
+    merging = {"WIDTH": 128, "PADDED": 128, "SINKS": True}
+    types = out | {"query_heads": "i32", "count": "*i32"}
+    found["merge"] = compiled(triton_merge._merge, types, merging, capability, num_warps=1)
+    found["merge in turn"] = compiled(triton_merge._merge_in_turn, types, merging, capability, num_warps=1)
     norm = {"x": "*bf16", "out": "*bf16", "weight": "*fp32", "width": "i32", "epsilon": "fp32"}
     found["norm"] = compiled(triton_fused._normalize, norm, {"PADDED": 4096}, capability, num_warps=8)
     gate = {"x": "*bf16", "out": "*bf16", "width": "i32", "total": "i32"}

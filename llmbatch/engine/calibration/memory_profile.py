@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Final, NamedTuple
 
@@ -31,14 +31,21 @@ class MemoryHeadroom(NamedTuple):
     """The memory that a model leaves of its device."""
 
     pool_bytes: int  # for pages
-    unrecorded: str | None  # why small steps of decodes cannot be recorded; None where they can
+    unrecorded: str | None  # why small steps cannot be recorded; None where they can
 
 
 def measure_room(
-    loaded: LoadedModel, attention: PagedAttention, *, tokens: int, rows: int, page_size: int
+    loaded: LoadedModel,
+    attention: PagedAttention,
+    *,
+    tokens: int,
+    rows: int,
+    mixed: Sequence[int] = (),
+    page_size: int,
 ) -> MemoryHeadroom:
     """Measure what is left after the largest steps and recorded ones, for so many tokens and sampled rows.
 
+    `mixed` are the tokens of recorded steps with chunks, in rising order.
     Raises JobError if not even such a step fits.
     """
     device = loaded.device
@@ -51,7 +58,7 @@ def measure_room(
     peak = torch.cuda.max_memory_allocated(device) - before - pages
     release_cached()
     free = free_memory(device)
-    taken, unrecorded = _record(loaded, attention, rows=min(rows, MOST_ROWS), page_size=page_size)
+    taken, unrecorded = _record(loaded, attention, rows=min(rows, MOST_ROWS), mixed=mixed, page_size=page_size)
     release_cached()
     left = int((1.0 - _KEPT) * free) - peak - taken
     if left <= 0:
@@ -66,19 +73,24 @@ def _too_small(device: torch.device, tokens: int, takes: str) -> JobError:
     )
 
 
-def _record(loaded: LoadedModel, attention: PagedAttention, *, rows: int, page_size: int) -> tuple[int, str | None]:
-    """Return the bytes of recorded steps of at most so many rows, and the reason if none can be recorded.
+def _record(
+    loaded: LoadedModel, attention: PagedAttention, *, rows: int, mixed: Sequence[int], page_size: int
+) -> tuple[int, str | None]:
+    """Return the bytes of recorded steps of at most so many rows and of `mixed` ones, and why none can be recorded.
 
-    The first recording takes the memory that all of them use, each other one what the driver keeps of it.
+    The largest recordings take the memory that all of them use, each other one what the driver keeps of it.
     """
     engine = GpuEngine(loaded, attention, num_pages=1, page_size=page_size, recorder=GraphRecorder())
-    others = {rows_of(count) for count in range(1, rows)} - {rows}
+    others = {rows_of(count) for count in range(1, rows)} - {rows_of(rows)}
     try:
-        first = _taken(loaded.device, lambda: engine.record((rows,)))
-        each = _taken(loaded.device, lambda: engine.record((max(others),))) if others else 0
+        taken = _taken(loaded.device, lambda: engine.record((rows,), mixed[-1:]))
+        if others:
+            taken += len(others) * _taken(loaded.device, lambda: engine.record((max(others),)))
+        if len(mixed) > 1:
+            taken += (len(mixed) - 1) * _taken(loaded.device, lambda: engine.record((), mixed[-2:-1]))
     except RuntimeError as error:  # a model that waits for its device, or a device that is full
         return 0, str(error).strip().split("\n")[0]
-    return first + engine.graph_bytes + each * len(others), None
+    return taken + engine.graph_bytes, None
 
 
 def _taken(device: torch.device, work: Callable[[], None]) -> int:

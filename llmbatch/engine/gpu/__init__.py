@@ -4,4 +4,4 @@ Must not import `engine.cpu`.
 Start reading at `engine`.
 """
 
-__all__ = ["attention", "cuda_graphs", "engine", "fp8_linear", "strategies"]
+__all__ = ["attention", "cuda_graphs", "engine", "fp8_linear", "mixed_graphs", "strategies"]

@@ -46,6 +46,11 @@ class GpuKVCache:
         }
 
     @property
+    def spare(self) -> int:
+        """The first place of the last page, where there is one to spare."""
+        return (self.num_pages - 1) * self.page_size
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all pages."""
         return sum(tensor.nbytes for tensor in (*self.keys.values(), *self.values.values()))

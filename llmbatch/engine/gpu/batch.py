@@ -49,19 +49,20 @@ class HostBatch:
         targets = sampled * np.int32(generation.tokens.shape[1]) + generation.queued[sampled]
         return cls((*tokens, last, targets), plans, len(sampled))
 
-    def padded(self, rows: int, place: int) -> HostBatch:
-        """Pad a decode-only batch to so many rows.
+    def padded(self, tokens: int, rows: int, place: int) -> HostBatch:
+        """Pad to so many tokens, and so many sampled rows.
 
-        Padding rows decode token 0 at position 0 and write their keys and values to `place`.
+        Tokens of padding are token 0 at position 0, and write their keys and values to `place`. Rows of padding are
+        the first token's.
         """
-        ids, positions, places, _, targets = self.columns
-        more = rows - self.rows
+        ids, positions, places, last, targets = self.columns
+        more, more_rows = tokens - len(ids), rows - self.rows
         columns = (
             np.pad(ids, (0, more)),
             np.pad(positions, (0, more)),
             np.pad(places, (0, more), constant_values=place),
-            np.arange(rows, dtype=np.int32),
-            np.pad(targets, (0, more)),
+            np.pad(last, (0, more_rows)),
+            np.pad(targets, (0, more_rows)),
         )
         return HostBatch(columns, self.plans, self.rows)
 

@@ -1,10 +1,10 @@
-"""Forwards of pure decodes, recorded once for each shape before a job, and replayed.
+"""Forwards of small steps, recorded once for each shape before a job, and replayed; and how decodes are brought to one.
 
 A small step takes a device less time than the host needs to launch its hundreds of kernels. A recorded forward is one
 launch. It reads and writes fixed memory, and its launches are those of its shape. So a step is padded to the next
-recorded number of rows, with rows that decode a token at a page of their own, and its inputs are copied to where the
-recorded forward reads them. The pages of all its rows are of any number; they go to one table, which all recordings
-read. Logits of all recordings go to one buffer.
+recorded one, and its inputs are copied to where the recorded forward reads them. A step of decodes is padded with rows
+that decode a token at a page of their own; one with chunks: `llmbatch.engine.gpu.mixed_graphs`. The pages of all its
+rows are of any number; they go to one table, which all recordings read. Logits of all recordings go to one buffer.
 
 Recordings share one pool of memory, of which each takes blocks that an earlier one has left: so the largest is recorded
 first, and the others take nothing more (docs/decisions/0044).
@@ -75,7 +75,7 @@ def end_recording(pool: Any) -> None:
         torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
 
 
-class _Recording:
+class Recording:
     """A recorded forward and the memory it reads."""
 
     def __init__(self, packed: HostBatch, tables: dict[Kind, torch.Tensor], device: torch.device) -> None:
@@ -106,55 +106,46 @@ def look_up(ids: torch.Tensor, generated: torch.Tensor) -> torch.Tensor:
     return torch.where(ids < 0, generated[(-1 - ids).clamp(min=0)], ids)
 
 
-class DecodeGraphRunner:
-    """Runs steps of decodes by the recording of their shape. `pages` has a page to spare, its last."""
+class Recordings:
+    """Recorded forwards by their shapes, and the buffers that all of them share, for layers of these `kinds`."""
 
     def __init__(
-        self,
-        forward: Forward,
-        attention: GraphCapturable,
-        pages: GpuKVCache,
-        recorder: Recorder,
-        *,
-        vocabulary: int,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, recorder: Recorder, kinds: Iterable[Kind], *, vocabulary: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        self._forward = forward
-        self._attention = attention
-        self._pages = pages
         self._recorder = recorder
         self._device = device
         self._logits = torch.empty(MOST_ROWS, vocabulary, dtype=dtype, device=device)
         self._tables: dict[Kind, torch.Tensor] = {
-            kind: torch.zeros(_TABLE, dtype=torch.int32, device=device)
-            for kind in {spec.kind for spec in pages.specs.values()}
+            kind: torch.zeros(_TABLE, dtype=torch.int32, device=device) for kind in kinds
         }
-        self._recordings: dict[tuple[Any, ...], _Recording] = {}
+        self._recordings: dict[tuple[Any, ...], Recording] = {}
 
     @property
     def nbytes(self) -> int:
         """Bytes of the tables and the logits."""
         return self._logits.nbytes + sum(table.nbytes for table in self._tables.values())
 
-    def record(self, counts: Iterable[int]) -> None:
-        """Record steps of so many rows each, padded as they will be, the largest first."""
-        for rows in sorted({rows_of(count) for count in counts if count <= MOST_ROWS}, reverse=True):
-            shares = self._attention.cascade and rows >= GROUP_ROWS
-            for tokens in (GROUP_TOKENS, 0) if shares else (0,):
-                self._record(self._stand_in(rows, tokens))
+    def record(self, packed: HostBatch, forward: Forward) -> None:
+        """Record the forward of a batch, over memory of its own."""
+        recording = Recording(packed, self._tables, self._device)
+        recording.fill(packed, torch.zeros(1, dtype=torch.int32, device=self._device))
+        rows = len(packed.columns[3])
 
-    def find(self, step: Step, generation: TokenBuffers) -> tuple[HostBatch, _Recording] | None:
-        """Pack a step of decodes and find its recording, or return None if there is none."""
-        if not step.num_decodes == len(step.slots) <= MOST_ROWS or not self._recordings:
-            return None
-        if int((step.starts // self._pages.page_size + 1).sum()) + MOST_ROWS > _TABLE:
-            return None
-        packed = self._padded(step, generation)
-        recording = self._recordings.get(_key(packed))
-        return None if recording is None else (packed, recording)
+        def work() -> None:
+            self._logits[:rows].copy_(forward(recording.batch))
 
-    def run(self, packed: HostBatch, recording: _Recording, known: torch.Tensor) -> tuple[DeviceBatch, torch.Tensor]:
+        recording.repeat = self._recorder.record(work)
+        self._recordings[_key(packed)] = recording
+
+    def find(self, packed: HostBatch) -> Recording | None:
+        """Find the recording of a batch's shapes, or return None if there is none."""
+        return self._recordings.get(_key(packed))
+
+    def has_room(self, pages: int) -> bool:
+        """Tell whether the tables have room for the pages that a step lists, and for those of its padding."""
+        return bool(self._recordings) and pages + MOST_ROWS <= _TABLE
+
+    def run(self, packed: HostBatch, recording: Recording, known: torch.Tensor) -> tuple[DeviceBatch, torch.Tensor]:
         """Run a step; returns the padded batch, and the logits [rows, vocabulary] of the rows that are not padding.
 
         They are valid until the next step. `known` are the generated tokens, flat.
@@ -162,6 +153,32 @@ class DecodeGraphRunner:
         recording.fill(packed, known)
         recording.repeat()
         return recording.batch, self._logits[: packed.rows]
+
+
+class DecodeGraphs:
+    """Brings steps of decodes to recorded shapes. `pages` has a page to spare, its last."""
+
+    def __init__(self, forward: Forward, attention: GraphCapturable, pages: GpuKVCache, recordings: Recordings) -> None:
+        self._forward = forward
+        self._attention = attention
+        self._pages = pages
+        self._recordings = recordings
+
+    def record(self, rows: int) -> None:
+        """Record steps of so many rows, padded as they will be."""
+        shares = self._attention.cascade and rows >= GROUP_ROWS
+        for tokens in (GROUP_TOKENS, 0) if shares else (0,):
+            self._recordings.record(self._stand_in(rows, tokens), self._forward)
+
+    def find(self, step: Step, generation: TokenBuffers) -> tuple[HostBatch, Recording] | None:
+        """Pack a step of decodes and find its recording, or return None if there is none."""
+        if not step.num_decodes == len(step.slots) <= MOST_ROWS:
+            return None
+        if not self._recordings.has_room(int((step.starts // self._pages.page_size + 1).sum())):
+            return None
+        packed = self._padded(step, generation)
+        recording = self._recordings.find(packed)
+        return None if recording is None else (packed, recording)
 
     def _padded(self, step: Step, generation: TokenBuffers) -> HostBatch:
         count = len(step.slots)
@@ -172,36 +189,20 @@ class DecodeGraphRunner:
             step.block_tables, slots, np.pad(step.starts, (0, rows - count)), np.ones(rows, np.int32), rows
         )
         packed = HostBatch.of(step, generation, self._pages.page_size, self._plan(layout))
-        return packed.padded(rows, self._spare)
+        return packed.padded(rows, rows, self._pages.spare)
 
     def _stand_in(self, rows: int, shared: int) -> HostBatch:
         """Make a step of so many rows, with the same `shared` tokens before them, at the page to spare."""
-        size = self._pages.page_size
+        size, spare = self._pages.page_size, self._pages.spare
         zeros = np.zeros(rows, np.int32)
-        tables = np.full((1, shared // size + 1), self._spare // size, np.int32)
+        tables = np.full((1, shared // size + 1), spare // size, np.int32)
         plans = self._plan(BatchLayout(tables, zeros, zeros + shared, zeros + 1, rows))
-        tokens = PackedTokens(zeros, zeros + shared, zeros + self._spare)
+        tokens = PackedTokens(zeros, zeros + shared, zeros + spare)
         return HostBatch((*tokens, np.arange(rows, dtype=np.int32), zeros), plans, rows)
-
-    @property
-    def _spare(self) -> int:
-        """The first place of the page to spare."""
-        return (self._pages.num_pages - 1) * self._pages.page_size
 
     def _plan(self, layout: BatchLayout) -> dict[Kind, Any]:
         size = self._pages.page_size
         return plan_layers(self._pages.specs.values(), lambda spec: self._attention.plan_fixed(layout, spec, size))
-
-    def _record(self, packed: HostBatch) -> None:
-        recording = _Recording(packed, self._tables, self._device)
-        recording.fill(packed, torch.zeros(1, dtype=torch.int32, device=self._device))
-        rows = len(packed.columns[0])
-
-        def work() -> None:
-            self._logits[:rows].copy_(self._forward(recording.batch))
-
-        recording.repeat = self._recorder.record(work)
-        self._recordings[_key(packed)] = recording
 
 
 def rows_of(count: int) -> int:

@@ -1,7 +1,7 @@
 """The engine of a GPU: transformers models over pages; the host waits only for the tokens of a step.
 
 A step is decided on the host from lengths alone, packed there, and uploaded in one copy (`llmbatch.engine.gpu.batch`).
-The `Execution` decides how its forwards are run; small steps of decodes are recorded and replayed
+The `Execution` decides how its forwards are run; small steps are recorded and replayed
 (`llmbatch.engine.gpu.cuda_graphs`). `submit` queues a step, `collect` waits for the oldest queued one.
 """
 
@@ -20,11 +20,12 @@ from llmbatch.engine.base import TokenLogprobs
 from llmbatch.engine.generation import TokenBuffers, TokenChoices
 from llmbatch.engine.gpu.attention import GpuKVCache, plan_layers
 from llmbatch.engine.gpu.batch import HostBatch, upload
-from llmbatch.engine.gpu.cuda_graphs import DecodeGraphRunner, Recorder, look_up
+from llmbatch.engine.gpu.cuda_graphs import Recorder, look_up
 from llmbatch.engine.gpu.execution import Execution, Sequential
 from llmbatch.engine.gpu.microbatch import MicroBatch, order_of
 from llmbatch.engine.gpu.model_runner import ModelRunner
 from llmbatch.engine.gpu.sampler import Draw, choose
+from llmbatch.engine.gpu.step_graphs import StepGraphs
 from llmbatch.engine.model.loader import LoadedModel
 from llmbatch.kernels.interface import BatchLayout, GraphCapturable, PagedAttention
 from llmbatch.preprocess.request_batch import RequestBatch
@@ -54,9 +55,9 @@ class GpuEngine:
 
     It owns the KV pages, and the generated tokens of each slot until `pop_tokens` takes them.
 
-    `execution` runs its forwards, one after the other if none is given. With a `recorder` small steps of decodes can be
-    recorded (`record`), if the attention can be (`GraphCapturable`). `decode` turns token ids into text; requests with
-    stop strings need it. `seed` is the seed of requests without one.
+    `execution` runs its forwards, one after the other if none is given. With a `recorder` small steps can be recorded
+    (`record`), if the attention can be (`GraphCapturable`). `decode` turns token ids into text; requests with stop
+    strings need it. `seed` is the seed of requests without one.
     """
 
     def __init__(
@@ -80,11 +81,12 @@ class GpuEngine:
         self.pages: GpuKVCache = GpuKVCache(
             loaded.attention, num_pages=num_pages + spare, page_size=page_size, dtype=loaded.dtype, device=self._device
         )
-        self._forward = ModelRunner(loaded.module, self.pages, attention, self._execution)
-        self._graphs: DecodeGraphRunner | None = None
+        runner = partial(ModelRunner, loaded.module, self.pages, execution=self._execution)
+        self._forward = runner(attention)
+        self._graphs: StepGraphs | None = None
         if recorder is not None and fixed is not None:
-            self._graphs = DecodeGraphRunner(
-                self._forward,
+            self._graphs = StepGraphs(
+                runner,
                 fixed,
                 self.pages,
                 recorder,
@@ -97,13 +99,13 @@ class GpuEngine:
         self._queue: deque[_Queued] = deque()
 
     @torch.inference_mode()
-    def record(self, counts: Iterable[int]) -> None:
-        """Record steps of so many decodes each, before a job: it stops the device. Raises RuntimeError if that fails.
+    def record(self, decodes: Iterable[int], mixed: Iterable[int] = ()) -> None:
+        """Record steps of so many decodes each, and steps with chunks of so many tokens (`mixed_sizes`), before a job.
 
-        Steps of other numbers of rows are launched kernel by kernel.
+        It stops the device. Raises RuntimeError if that fails. What was not recorded is launched kernel by kernel.
         """
         if self._graphs is not None:
-            self._graphs.record(counts)
+            self._graphs.record(decodes, mixed)
 
     @property
     def graph_bytes(self) -> int:

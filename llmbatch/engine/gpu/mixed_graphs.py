@@ -1,0 +1,104 @@
+"""Steps with chunks, brought to a few recorded shapes (`llmbatch.engine.gpu.cuda_graphs`).
+
+The launches of a recorded step are those of a number of tokens and a number of sampled rows. Attention runs in one
+persistent grid, which reads from memory how many items there are, so nothing else of the step shows in its launches.
+
+Recordings are worth their memory as long as a device takes less time for a step than the host takes to launch it. The
+tokens that it computes in that time are the most that are recorded (`mixed_sizes`), and the sizes are some eighths of
+them: so padding costs the device about an eighth of the time that the host would have taken. Up to some 200 rows the
+last product, which makes logits, takes the time of reading its weights, so there are two numbers of sampled rows: a
+small one below that, and the most that any recording has.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from llmbatch.engine.generation import TokenBuffers
+from llmbatch.engine.gpu.attention import GpuKVCache, plan_layers
+from llmbatch.engine.gpu.batch import HostBatch, Kind
+from llmbatch.engine.gpu.cuda_graphs import MOST_ROWS, Forward, Recording, Recordings
+from llmbatch.engine.packing import PackedTokens
+from llmbatch.kernels.interface import BatchLayout, PaddedAttention
+from llmbatch.perf_model.work import Rates
+from llmbatch.scheduler.output import Step
+
+MOST_TOKENS: Final = 2048  # of a recorded step
+FEW_ROWS: Final = 128  # sampled ones
+_LAYER_SECONDS: Final = 170e-6  # that the host takes to launch a layer: eleven kernels at 15 microseconds, as predicted
+_SIZES: Final = 8
+_TILE: Final = 16  # tokens, of which sizes are multiples
+
+
+def mixed_sizes(layers: int, rates: Rates) -> tuple[int, ...]:
+    """Choose the numbers of tokens to record for a model of so many layers, in rising order.
+
+    The largest is what a device computes at these rates while the host launches a step. There are none if reading the
+    weights takes half of that time: the host is not what such a step waits for.
+    """
+    launching = layers * _LAYER_SECONDS
+    if 2.0 * rates.weight_seconds >= launching:
+        return ()
+    most = min(MOST_TOKENS, int(launching / rates.seconds_per_token))
+    each = -(-most // (_SIZES * _TILE)) * _TILE
+    return tuple(range(each, most + 1, each))
+
+
+def size_for(sizes: Sequence[int], tokens: int) -> int | None:
+    """Return the smallest of the rising `sizes` that has room for so many tokens; None if none has."""
+    at = bisect_left(sizes, tokens)
+    return sizes[at] if at < len(sizes) else None
+
+
+class MixedGraphs:
+    """Brings steps with chunks to recorded shapes. `pages` has a page to spare, its last."""
+
+    def __init__(self, forward: Forward, attention: PaddedAttention, pages: GpuKVCache, recordings: Recordings) -> None:
+        self._forward = forward
+        self._attention = attention
+        self._pages = pages
+        self._recordings = recordings
+        self._sizes: list[int] = []
+
+    def record(self, tokens: int) -> None:
+        """Record steps of so many tokens, padded as they will be, most sampled rows first."""
+        for rows in sorted({_rows(count, tokens) for count in (FEW_ROWS, MOST_ROWS)}, reverse=True):
+            self._recordings.record(self._stand_in(tokens, rows), self._forward)
+        insort(self._sizes, tokens)
+
+    def find(self, step: Step, generation: TokenBuffers) -> tuple[HostBatch, Recording] | None:
+        """Pack a step with chunks and find its recording, or return None if there is none."""
+        tokens, sampled = size_for(self._sizes, step.num_tokens), int(step.samples.sum())
+        if tokens is None or sampled > MOST_ROWS:
+            return None
+        size = self._pages.page_size
+        if not self._recordings.has_room(int((-(-(step.starts + step.counts) // size)).sum())):
+            return None
+        layout = BatchLayout(step.block_tables, step.slots, step.starts, step.counts, step.num_decodes)
+        packed = HostBatch.of(step, generation, size, self._plan(layout, tokens))
+        packed = packed.padded(tokens, _rows(sampled, tokens), self._pages.spare)
+        recording = self._recordings.find(packed)
+        return None if recording is None else (packed, recording)
+
+    def _stand_in(self, tokens: int, rows: int) -> HostBatch:
+        """Make a step of so many tokens, of which so many rows are sampled, that is padding alone."""
+        zeros = np.zeros(tokens, np.int32)
+        none = zeros[:0]
+        plans = self._plan(BatchLayout(zeros[:1, None], none, none, none, 0), tokens)
+        packed = PackedTokens(zeros, zeros, zeros + np.int32(self._pages.spare))
+        return HostBatch((*packed, zeros[:rows], zeros[:rows]), plans, rows)
+
+    def _plan(self, layout: BatchLayout, tokens: int) -> dict[Kind, Any]:
+        size = self._pages.page_size
+        return plan_layers(
+            self._pages.specs.values(), lambda spec: self._attention.plan_padded(layout, spec, size, tokens)
+        )
+
+
+def _rows(sampled: int, tokens: int) -> int:
+    """Round sampled rows up to a recorded number of them."""
+    return min(tokens, FEW_ROWS if sampled <= FEW_ROWS else MOST_ROWS)
