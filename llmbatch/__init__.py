@@ -13,7 +13,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from llmbatch._moved import MOVED, watch_old_paths
-from llmbatch._namespaces import watch_frames
+from llmbatch._namespaces import watch_libraries
 from llmbatch._version import __version__
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ __all__ = [
 ]
 
 watch_old_paths()
-watch_frames()
+watch_libraries()
 
 
 def __getattr__(name: str) -> Any:

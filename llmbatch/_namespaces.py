@@ -1,7 +1,10 @@
-"""Registers `df.llm` with Polars and pandas, whichever is imported first, and imports neither.
+"""Registers `df.llm` with Polars and pandas and a model with lm-evaluation-harness, and imports none of them.
 
 Where one of them is there already it is done at once. For the others a finder goes before all others of
 `sys.meta_path`. It finds nothing itself: it lets the others find the library, and registers when that has been run.
+
+The command `lm_eval` does not import llmbatch, and has no entry points. It does import torch, which loads those of
+the group "torch.backends": ours is `loaded`.
 """
 
 from __future__ import annotations
@@ -14,7 +17,12 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, Final
 
-_REGISTERS: Final = {"polars": "register_polars", "pandas": "register_pandas"}  # in `llmbatch.operators.namespaces`
+# In `llmbatch.operators.namespaces`. The harness takes its own models to be registered where there is one at all.
+_REGISTERS: Final = {
+    "polars": "register_polars",
+    "pandas": "register_pandas",
+    "lm_eval.models": "register_harness_model",
+}
 
 
 class NamespaceRegistrar(MetaPathFinder):
@@ -33,13 +41,17 @@ class NamespaceRegistrar(MetaPathFinder):
         return spec
 
 
-def watch_frames() -> None:
+def watch_libraries() -> None:
     """Register with the libraries that are imported, and with the others as soon as they are."""
     for name in _REGISTERS:
         if name in sys.modules:
             _register(name)
     if not any(isinstance(finder, NamespaceRegistrar) for finder in sys.meta_path):
         sys.meta_path.insert(0, NamespaceRegistrar())
+
+
+def loaded() -> None:
+    """Do nothing: to find this function, torch has imported llmbatch, and that is enough."""
 
 
 def _run_after(loader: Any, name: str) -> None:

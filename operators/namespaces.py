@@ -1,11 +1,13 @@
 """`df.llm` on frames of Polars and pandas: other spellings of a call of the operator.
 
-`import llmbatch` registers these where Polars or pandas is imported, before or after it (`llmbatch._namespaces`).
+`import llmbatch` registers these where Polars or pandas is imported, before or after it (`llmbatch._namespaces`), and
+likewise the model `llmbatch` with lm-evaluation-harness.
 """
 
 from __future__ import annotations
 
 import sys
+from importlib import import_module
 from typing import Any, Generic, TypeVar
 
 from llmbatch.errors import ParameterError
@@ -55,6 +57,12 @@ def register_pandas() -> None:
     pandas = sys.modules["pandas"]
     if getattr(pandas.DataFrame, "llm", None) is not Generating:
         pandas.api.extensions.register_dataframe_accessor("llm")(Generating)
+
+
+def register_harness_model() -> None:
+    """Tell lm-evaluation-harness where the model `llmbatch` is, without importing it."""
+    registry: Any = import_module("lm_eval.api.registry")
+    registry.model_registry.register("llmbatch", target="llmbatch.operators.lm_eval:HarnessModel")
 
 
 def _operator(op: Any) -> Any:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -141,6 +143,16 @@ class Worker:
         self._compilation.load()
         self.load_seconds += time.perf_counter() - begun
         return engines
+
+    def asking(self, **options: Any) -> Worker:
+        """Return a worker with the engines of this one, whose rows ask for something else: other fields of options.
+
+        Loads the weights. Only one of the two may answer at a time.
+        """
+        self.load()
+        other = copy.copy(self)
+        other.options = replace(self.options, **options)
+        return other
 
     def shard(
         self,
