@@ -1,9 +1,10 @@
 """Numbers of 8 bits on a GPU: rows become e4m3 by a scale of their own, in one pass over memory.
 
 A row's scale is its largest magnitude over 448, the largest number of e4m3. It serves activations, row by row as they
-come, and weights, whose rows are the columns of a product. Numbers are rounded to those of e4m3 (3 bits after the
-first, and steps of 2**-9 near 0) before they are converted, since conversions round differently: Triton's interpreter
-loses what is carried into the exponent. The kernel waits for memory anyway.
+come, and weights, whose rows are the columns of a product. Keys and values have none: they are cut off at 448 (docs/
+decisions/0062). Numbers are rounded to those of e4m3 (3 bits after the first, and steps of 2**-9 near 0) before they
+are converted, since conversions round differently: Triton's interpreter loses what is carried into the exponent. The
+kernel waits for memory anyway.
 """
 
 from __future__ import annotations
@@ -22,17 +23,28 @@ _FAR = tl.constexpr(1.5 * 2.0**20)  # times a power of two: where float32 has th
 
 
 @triton.jit
+def to_e4m3(value):
+    """Round float32 of at most 448 to the nearest e4m3."""
+    power = (value.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    far = tl.maximum(power, _LEAST_POWER) * _FAR
+    return ((value + far) - far).to(tl.float8e4nv)
+
+
+@triton.jit
+def saturated(value):
+    """Cut float32 off at the largest magnitude of e4m3; NaN where it is not finite."""
+    cut = tl.minimum(tl.maximum(value, -_LARGEST), _LARGEST)
+    return tl.where(tl.abs(value) < float("inf"), cut, float("nan"))
+
+
+@triton.jit
 def _quantise(x, out, scales, width, PADDED: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, PADDED)
     used = d < width
     value = tl.load(x + row * width + d, mask=used, other=0.0).to(tl.float32)
     largest = tl.maximum(tl.max(tl.abs(value), 0), _LEAST)
-    value *= _LARGEST / largest
-    power = (value.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
-    far = tl.maximum(power, _LEAST_POWER) * _FAR
-    rounded = (value + far) - far
-    tl.store(out + row * width + d, rounded.to(out.dtype.element_ty), mask=used)
+    tl.store(out + row * width + d, to_e4m3(value * (_LARGEST / largest)), mask=used)
     tl.store(scales + row, largest / _LARGEST)
 
 

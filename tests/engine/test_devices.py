@@ -124,7 +124,7 @@ def test_an_attention_that_does_not_work_makes_way_aloud_unless_it_was_asked_for
         raise RuntimeError("ptxas failed\nat line 3")
 
     makers: Any = {"triton": broken, "varlen": Wrong, "flash-attn": TritonAttention}
-    given: Any = {"dtype": torch.float32, "device": CPU, "page_size": 16, "makers": makers}
+    given: Any = {"dtype": torch.float32, "kv_dtype": torch.float32, "device": CPU, "page_size": 16, "makers": makers}
     backend, notes = choose_attention("auto", [spec], **given)
     assert type(backend) is TritonAttention
     assert notes == (
@@ -144,7 +144,7 @@ def test_a_library_that_is_missing_is_asked_for() -> None:
     from llmbatch.engine.attention_choice import choose_attention
 
     with pytest.raises(ModelError) as caught:
-        choose_attention("flash-attn", [], dtype=torch.float32, device=CPU, page_size=16)
+        choose_attention("flash-attn", [], dtype=torch.float32, kv_dtype=torch.float32, device=CPU, page_size=16)
     assert str(caught.value) == (
         "attention 'flash-attn' cannot be used here: flash-attn is not installed: pip install flash-attn; or take "
         "attention='auto' (--attention auto)"

@@ -29,6 +29,7 @@ from llmbatch.kernels.triton.attention import Launch
 
 FP8 = 89  # the first capability with numbers of e4m3
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+E4M3 = "*fp8e4nv"
 
 
 class Resources(NamedTuple):
@@ -66,29 +67,34 @@ def compiled(
     return resources(made)
 
 
-def attention(dtype: torch.dtype, width: int, capability: int, *, many: bool, every: bool = False) -> Resources:
-    """The attention kernel, with `every` feature or none."""
+def attention(
+    dtype: torch.dtype, width: int, capability: int, *, many: bool, every: bool = False, fp8: bool = False
+) -> Resources:
+    """The attention kernel, with `every` feature or none, over pages of `dtype` or of FP8."""
     group = 4
-    launch = Launch.of(dtype, width, group, blocks=many, hopper=capability == 90)
+    element = torch.float16 if fp8 else dtype
+    launch = Launch.of(element, width, group, blocks=many, hopper=capability == 90, e4m3=fp8)
     pointer = f"*{NAMES[dtype]}"
     types = dict.fromkeys(("query", "out", "keys", "values"), pointer)
     types |= dict.fromkeys(("partial", "sums", "sinks"), "*fp32") | dict.fromkeys(
         ("pages", "items", "order", "parts"), "*i32"
     )
+    types |= dict.fromkeys(("keys", "values"), E4M3) if fp8 else {}
     types |= dict.fromkeys(("heads", "query_stride", "window"), "i32")
     types |= dict.fromkeys(("factor", "inner"), "fp32")
     constants = {
         "GROUP": group, "WIDTH": width, "PADDED": triton.next_power_of_2(width), "SIZE": 16, "BLOCK": launch.block,
         "TILE": launch.tile, "CAPPED": every, "WINDOWED": every, "SINKS": every, "GATHERED": every and many,
-        "PRECISION": "ieee" if dtype == torch.float32 else "tf32", "WIDENED": False,
+        "PRECISION": "ieee" if element == torch.float32 else "tf32", "WIDENED": False,
     }  # fmt: skip  # a table
     options = {"num_warps": launch.warps, "num_stages": launch.stages, "maxnreg": launch.registers}
     return compiled(triton_attention._attend, types, constants, capability, **options)
 
 
-def rotation(capability: int, rotary: int, norms: bool) -> Resources:
-    """Rotary embedding with the KV write."""
+def rotation(capability: int, rotary: int, norms: bool, *, fp8: bool = False) -> Resources:
+    """Rotary embedding with the KV write, to pages of bfloat16 or of FP8."""
     types = dict.fromkeys(("packed", "query", "cosine", "sine", "keys", "values"), "*bf16")
+    types |= dict.fromkeys(("keys", "values"), E4M3) if fp8 else {}
     types |= {"query_norm": "*fp32", "key_norm": "*fp32", "places": "*i32", "epsilon": "fp32"}
     types |= {"query_heads": "i32", "heads": "i32"}
     constants = {"WIDTH": 128, "PADDED": 128, "ROTARY": rotary, "SIZE": 16, "BLOCK": 8}
@@ -123,6 +129,19 @@ def main(capability: int) -> dict[str, Resources]:
             found[f"quantise {padded}"] = compiled(
                 triton_fp8._quantise, types, constants, capability, num_warps=min(16, padded // 512)
             )
+        for width in (64, 128, 256):
+            for name, many in (("one", False), ("many", True)):
+                found[f"attend e4m3 {width} {name}"] = attention(
+                    torch.bfloat16, width, capability, many=many, fp8=True
+                )
+        found["attend e4m3 with every feature"] = attention(
+            torch.bfloat16, 80, capability, many=True, every=True, fp8=True
+        )
+        found["attend e4m3 one with every feature"] = attention(
+            torch.bfloat16, 80, capability, many=False, every=True, fp8=True
+        )
+        found["rotate to e4m3"] = rotation(capability, 128, norms=False, fp8=True)
+        found["rotate to e4m3 with norms"] = rotation(capability, 64, norms=True, fp8=True)
     found["rotate"] = rotation(capability, 128, norms=False)
     found["rotate with norms"] = rotation(capability, 64, norms=True)
     best = {"logits": "*bf16", "tokens": "*i32", "finite": "*i1", "vocabulary": "i32"}

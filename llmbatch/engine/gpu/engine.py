@@ -78,7 +78,11 @@ class GpuEngine:
         fixed = attention if recorder is not None and isinstance(attention, GraphCapturable) else None
         spare = fixed is not None
         self.pages: GpuKVCache = GpuKVCache(
-            loaded.attention, num_pages=num_pages + spare, page_size=page_size, dtype=loaded.dtype, device=self._device
+            loaded.attention,
+            num_pages=num_pages + spare,
+            page_size=page_size,
+            dtype=getattr(torch, loaded.kv_type.name),
+            device=self._device,
         )
         self._forward = ModelRunner(loaded.module, self.pages, attention, self._execution)
         self._graphs: DecodeGraphRunner | None = None
