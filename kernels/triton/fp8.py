@@ -17,6 +17,7 @@ import triton.language as tl
 
 ELEMENT: Final = torch.float8_e4m3fn
 _LARGEST = tl.constexpr(448.0)
+_NAN = tl.constexpr(0x7F)
 _LEAST = tl.constexpr(1e-12)  # the magnitude that rows of zeros are scaled by
 _LEAST_POWER = tl.constexpr(2.0**-6)  # below it steps are equal
 _FAR = tl.constexpr(1.5 * 2.0**20)  # times a power of two: where float32 has the steps that e4m3 has at that power
@@ -31,10 +32,10 @@ def to_e4m3(value):
 
 
 @triton.jit
-def saturated(value):
-    """Cut float32 off at the largest magnitude of e4m3; NaN where it is not finite."""
-    cut = tl.minimum(tl.maximum(value, -_LARGEST), _LARGEST)
-    return tl.where(tl.abs(value) < float("inf"), cut, float("nan"))
+def saturate_e4m3(value):
+    """Round float32 to the nearest e4m3, cut off at 448; to NaN where it is not finite."""
+    cut = to_e4m3(tl.minimum(tl.maximum(value, -_LARGEST), _LARGEST)).to(tl.int8, bitcast=True)
+    return tl.where(tl.abs(value) < float("inf"), cut, _NAN).to(tl.float8e4nv, bitcast=True)
 
 
 @triton.jit

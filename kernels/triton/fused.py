@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from llmbatch.kernels.spec import GELU_TANH, SILU
-from llmbatch.kernels.triton.fp8 import saturated, to_e4m3
+from llmbatch.kernels.triton.fp8 import saturate_e4m3
 
 _SILU, _GELU_TANH = tl.constexpr(SILU), tl.constexpr(GELU_TANH)
 _GATE_BLOCK: Final = 1024
@@ -91,7 +91,7 @@ def _rotate_and_store(
     first = (place // SIZE * heads) * SIZE + place % SIZE  # of the page's first head
     at = (first + (head - query_heads) * SIZE)[:, None] * WIDTH + d[None, :]
     if keys.dtype.element_ty == tl.float8e4nv:
-        kept = to_e4m3(saturated(value))  # of keys, and of values, which are as they were
+        kept = saturate_e4m3(value)  # of keys, and of values, which are as they were
         done, x = kept, kept
     tl.store(keys + at, done, mask=used & is_key[:, None])
     at = (first + (head - query_heads - heads) * SIZE)[:, None] * WIDTH + d[None, :]

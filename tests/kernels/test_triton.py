@@ -284,26 +284,28 @@ def test_queries_are_finished_and_keys_and_values_stored(
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("norms", [False, True])
 def test_keys_and_values_are_rounded_to_8_bits(norms: bool, dtype: torch.dtype) -> None:
-    """To the numbers that torch rounds them to, once, after keys are turned; the largest where they are beyond it."""
+    """To the numbers that torch rounds them to, from float32, after keys are turned; to 448 where they are beyond it."""
     torch.manual_seed(0)
     heads, tokens, width, size = 2, 24, 64, 8
     sizes = torch.logspace(-4, 3, tokens, device=DEVICE)[:, None]
     packed = (random(tokens, 4 * heads * width) * sizes).to(dtype)
     cosine, sine = random(tokens, width, dtype=dtype), random(tokens, width, dtype=dtype)
     weight = random(width) if norms else None
-    places = torch.randperm(tokens)[:tokens].int().to(DEVICE)
+    places = torch.randperm(tokens).int().to(DEVICE)
 
-    def stored(kept: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        query = poisoned(tokens, 2 * heads * width, dtype=dtype)
+    def stored(computed: torch.dtype, kept: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        given, cos, sin = (x.to(computed) for x in (packed, cosine, sine))
+        query = poisoned(tokens, 2 * heads * width, dtype=computed)
         keys, values = (torch.zeros(tokens // size, heads, size, width, dtype=kept, device=DEVICE) for _ in range(2))
-        triton_fused.rotate_and_store(packed, query, cosine, sine, weight, weight, 1e-6, places, keys, values)
+        triton_fused.rotate_and_store(given, query, cos, sin, weight, weight, 1e-6, places, keys, values)
         return query, keys.float(), values.float()
 
-    query, keys, values = stored(ELEMENT)
-    exact = stored(torch.float32)
-    assert torch.equal(query, stored(dtype)[0])
-    for got, expected in ((keys, exact[1]), (values, exact[2])):
-        assert torch.equal(got, expected.clamp(-448, 448).to(ELEMENT).float())
+    query, *rounded = stored(dtype, ELEMENT)
+    assert torch.equal(query, stored(dtype, dtype)[0])
+    for got, exact in zip(rounded, stored(torch.float32, torch.float32)[1:], strict=True):
+        expected = exact.clamp(-448, 448).to(ELEMENT).float()
+        assert (got != expected).float().mean() < 0.001  # ties, where a device adds otherwise
+        torch.testing.assert_close(got, expected, rtol=2**-3, atol=2**-9)
 
 
 @pytest.mark.parametrize("odd", [NAN, float("inf"), -float("inf")])
