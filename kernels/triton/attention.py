@@ -258,10 +258,11 @@ def attend(
 
     `query` is [tokens, >= heads * group * width], its first columns the rotated queries, head by head; `out` is
     [tokens, heads * group * width]; `keys` and `values` are [pages, heads, page size, width], the page size a power of
-    two. bfloat16, float16 or float32, all the same, but that `keys` and `values` may be e4m3. `pages` int32, one sequence behind the other; `items` int32 [n, 7],
-    `blocks` of rows or one token each, whose rows are found by `order` if it is given; `partial` float32 [all parts,
-    heads * group, width] and `sums` [all parts, heads * group], in which those of a row begin at `parts` int32 [rows,
-    2]; `sinks` [heads * group] or None. A `window` or `softcap` of 0 means none; `scale` is positive.
+    two. bfloat16, float16 or float32, all the same, but that `keys` and `values` may both be e4m3. `pages` int32, one
+    sequence behind the other; `items` int32 [n, 7], `blocks` of rows or one token each, whose rows are found by `order`
+    if it is given; `partial` float32 [all parts, heads * group, width] and `sums` [all parts, heads * group], in which
+    those of a row begin at `parts` int32 [rows, 2]; `sinks` [heads * group] or None. A `window` or `softcap` of 0 means
+    none; `scale` is positive.
     """
     if len(items) == 0:
         return

@@ -284,7 +284,7 @@ def test_queries_are_finished_and_keys_and_values_stored(
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("norms", [False, True])
 def test_keys_and_values_are_rounded_to_8_bits(norms: bool, dtype: torch.dtype) -> None:
-    """To the numbers that torch rounds them to, from float32, after keys are turned; to 448 where they are beyond it."""
+    """As torch rounds float32, once keys are turned; to the largest number where they are beyond it."""
     torch.manual_seed(0)
     heads, tokens, width, size = 2, 24, 64, 8
     sizes = torch.logspace(-4, 3, tokens, device=DEVICE)[:, None]

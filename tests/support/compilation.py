@@ -131,9 +131,7 @@ def main(capability: int) -> dict[str, Resources]:
             )
         for width in (64, 128, 256):
             for name, many in (("one", False), ("many", True)):
-                found[f"attend e4m3 {width} {name}"] = attention(
-                    torch.bfloat16, width, capability, many=many, fp8=True
-                )
+                found[f"attend e4m3 {width} {name}"] = attention(torch.bfloat16, width, capability, many=many, fp8=True)
         found["attend e4m3 with every feature"] = attention(
             torch.bfloat16, 80, capability, many=True, every=True, fp8=True
         )

@@ -46,11 +46,11 @@ class GpuKVCache:
             layer: torch.empty(shape, dtype=dtype, device=device) for layer, shape in shapes.items()
         }
 
-    def fill(self, generator: torch.Generator | None = None) -> None:
+    def fill(self) -> None:
         """Fill the pages with normal random numbers."""
         for tensor in (*self.keys.values(), *self.values.values()):
             for pages in tensor.split(_FILLED):  # through float32, since e4m3 cannot be drawn
-                pages.copy_(torch.randn(pages.shape, generator=generator, device=tensor.device))
+                pages.copy_(torch.randn(pages.shape, device=tensor.device))
 
     @property
     def nbytes(self) -> int:

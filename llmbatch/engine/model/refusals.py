@@ -97,7 +97,9 @@ def check_fp8_kv(folder: str, device: torch.device) -> None:
     if device.type == "cpu":
         way_out = "take kv_cache_dtype='int8' (--kv-cache-dtype int8)"
         raise unsupported(folder, f"{kept} on the processor", "there they are float32, bfloat16 or int8", way_out)
-    _check_capability(folder, kept, "its conversions need", device, "take kv_cache_dtype='auto' (--kv-cache-dtype auto)")
+    _check_capability(
+        folder, kept, "its conversions need", device, "take kv_cache_dtype='auto' (--kv-cache-dtype auto)"
+    )
 
 
 def _check_capability(folder: str, part: str, need: str, device: torch.device, way_out: str) -> None:
