@@ -22,8 +22,10 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parent.parent / "examples" / "demo"))
 
-from precision import read_windows, smollm2
+from precision import read_windows
+from run import smollm2
 
 from llmbatch.engine.model.checkpoints import resolve_model
 
@@ -35,11 +37,15 @@ def e4m3(x: torch.Tensor) -> torch.Tensor:
     return x.clamp(-448, 448).to(torch.float8_e4m3fn).to(x.dtype)
 
 
-def scaled(rounding: Rounding, largest: float, *dims: int) -> Rounding:
-    """Round with a scale by which the largest magnitude over `dims` becomes the largest number."""
+def scaled(rounding: Rounding, largest: float, *dims: int, power: bool = False) -> Rounding:
+    """Round with a scale by which the largest magnitude over `dims` becomes the largest number.
+
+    `power`: or up to half of it, by a power of two.
+    """
 
     def rounded(x: torch.Tensor) -> torch.Tensor:
         scale = x.abs().amax(dims, keepdim=True).clamp(min=1e-12) / largest
+        scale = scale.log2().ceil().exp2() if power else scale
         return rounding(x / scale) * scale
 
     return rounded
@@ -61,6 +67,7 @@ def bfloat16(x: torch.Tensor) -> torch.Tensor:
 
 
 BY_TOKEN = scaled(e4m3, 448.0, -1)
+BY_POWER = scaled(e4m3, 448.0, -1, power=True)
 BY_HEAD = scaled(e4m3, 448.0, -1, -2)
 INT8 = scaled(torch.round, 127.0, -1)
 # Of keys, and of values.
@@ -69,6 +76,7 @@ VARIANTS: Final[dict[str, tuple[Rounding, Rounding]]] = {
     "int8, a scale for a token of a head": (INT8, INT8),
     "e4m3": (e4m3, e4m3),
     "e4m3, a scale for a token of a head": (BY_TOKEN, BY_TOKEN),
+    "e4m3, a power of two for a token": (BY_POWER, BY_POWER),
     "e4m3, a scale for a head": (BY_HEAD, BY_HEAD),
     "e4m3, keys alone": (e4m3, exact),
     "e4m3, values alone": (exact, e4m3),

@@ -139,7 +139,7 @@ def error_of_stored(stage: Stage) -> float:
     places = torch.arange(tokens, dtype=torch.int32, device=stage.device)
     query = packed.new_empty(tokens, width)
     triton_fused.rotate_and_store(packed, query, None, None, None, None, 0.0, places, keys, values)
-    found = torch.cat((keys, values), -1).view(tokens, -1).float()
+    found = torch.cat((keys.float(), values.float()), -1).view(tokens, -1)
     return float((found != packed[:, width:].float().clamp(-448, 448).to(ELEMENT).float()).float().mean())
 
 

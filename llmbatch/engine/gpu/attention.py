@@ -49,7 +49,8 @@ class GpuKVCache:
     def fill(self) -> None:
         """Fill the pages with normal random numbers."""
         for tensor in (*self.keys.values(), *self.values.values()):
-            for pages in tensor.split(_FILLED):  # through float32, since e4m3 cannot be drawn
+            for first in range(0, len(tensor), _FILLED):
+                pages = tensor[first : first + _FILLED]  # copied, since e4m3 cannot be drawn
                 pages.copy_(torch.randn(pages.shape, device=tensor.device))
 
     @property
