@@ -143,13 +143,17 @@ def test_an_attention_that_reads_no_pages_of_8_bits_says_so() -> None:
     pytest.importorskip("triton")
     from llmbatch.engine.attention_choice import choose_attention
     from llmbatch.kernels.flash_attn import FlashAttention, plan_lengths
+    from llmbatch.kernels.interface import AttentionPlan, BatchLayout
     from llmbatch.kernels.spec import AttentionSpec
 
     class Installed(FlashAttention):
         """As if its package were there."""
 
         def __init__(self) -> None:
-            self.plan = lambda layout, spec, size: plan_lengths(layout, size)
+            pass
+
+        def plan(self, layout: BatchLayout, spec: AttentionSpec, page_size: int) -> AttentionPlan:
+            return plan_lengths(layout, page_size)
 
     spec = AttentionSpec(layer=0, query_heads=4, heads=2, width=16, scale=0.25, window=0, softcap=0.0)
     makers: Any = {"flash-attn": lambda device: Installed()}
