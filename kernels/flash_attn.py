@@ -51,7 +51,8 @@ class FlashAttention:
         plan: AttentionPlan,
         tensors: list[torch.Tensor],
     ) -> torch.Tensor:
-        """Attend all rows over their pages."""
+        """Attend all rows over their pages. Raises ValueError if these are of another type."""
+        check_pages("flash-attn", query, keys)
         packed = query.view(len(query), spec.query_heads, spec.width)
         window = (spec.window - 1 if spec.window else -1, 0 if spec.window else -1)
         out = self._call(
@@ -59,6 +60,13 @@ class FlashAttention:
             *tables_first(tensors),
         )  # fmt: skip  # arguments in groups
         return out.reshape(query.shape)
+
+
+def check_pages(name: str, query: torch.Tensor, keys: torch.Tensor) -> None:
+    """Check that pages are of the type of queries. Raises ValueError."""
+    if keys.dtype != query.dtype:
+        kept = str(keys.dtype).removeprefix("torch.")
+        raise ValueError(f"{name} reads no pages of {kept} here: take attention='triton' (--attention triton)")
 
 
 def plan_lengths(layout: BatchLayout, page_size: int) -> AttentionPlan:

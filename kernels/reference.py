@@ -33,7 +33,9 @@ def attend(
     for table, start, count in zip(tables, starts, counts, strict=True):
         end = start + count
         pages = table[: -(-end // keys.shape[2])].long()
-        key, value = (x[pages].double().transpose(1, 2).flatten(0, 1)[:end] for x in (keys, values))
+        # As bytes, since not every torch can take rows of e4m3.
+        taken = (x.view(torch.uint8)[pages].view(x.dtype) for x in (keys, values))
+        key, value = (x.double().transpose(1, 2).flatten(0, 1)[:end] for x in taken)
         q = query[row : row + count].double().view(count, heads, group, -1)
         scores = torch.einsum("thgd,khd->hgtk", q, key) * scale
         if softcap:

@@ -6,7 +6,7 @@ import inspect
 
 import torch
 
-from llmbatch.kernels.flash_attn import plan_lengths, tables_first
+from llmbatch.kernels.flash_attn import check_pages, plan_lengths, tables_first
 from llmbatch.kernels.interface import AttentionPlan, BatchLayout
 from llmbatch.kernels.spec import AttentionSpec
 
@@ -38,7 +38,8 @@ class VarlenAttention:
         plan: AttentionPlan,
         tensors: list[torch.Tensor],
     ) -> torch.Tensor:
-        """Attend all rows over their pages."""
+        """Attend all rows over their pages. Raises ValueError if these are of another type."""
+        check_pages("varlen_attn", query, keys)
         tables, first, lengths, _ = tables_first(tensors)
         out = self._attend(
             query.view(len(query), spec.query_heads, spec.width),

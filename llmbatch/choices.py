@@ -13,7 +13,7 @@ from llmbatch.policies import POLICIES as POLICIES
 from llmbatch.policies import Policy as Policy
 
 DType = Literal["auto", "float32", "bfloat16", "float16", "int8", "int4", "fp8"]
-KVDType = Literal["auto", "bfloat16", "int8"]  # of keys and values in memory; auto: as the rest of the model
+KVDType = Literal["auto", "bfloat16", "int8", "fp8"]  # of keys and values in memory; auto: as the rest of the model
 LayerType = Literal["int8", "int4", "fp8"]  # of the layers' weights, in a model of bfloat16
 AttentionName = Literal["auto", "triton", "flash-attn", "varlen"]
 OverlapName = Literal["auto", "sequential", "interleaved"]

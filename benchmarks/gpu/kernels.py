@@ -17,6 +17,7 @@ from llmbatch.kernels.interface import BatchLayout, PagedAttention
 from llmbatch.kernels.spec import SILU, AttentionSpec
 from llmbatch.kernels.triton import fused as triton_fused
 from llmbatch.kernels.triton.backend import GridAttention, TritonAttention
+from llmbatch.kernels.triton.fp8 import ELEMENT
 
 PAGE = 16
 ALONE = Groups(0)
@@ -42,6 +43,10 @@ def measure(stage: Stage) -> Iterator[tuple[str, Any]]:
     yield "norm", norm(stage, sizes.chunk, model["hidden_size"])
     yield "gate", gate(stage, sizes.chunk, model["intermediate_size"])
     yield "rotate_and_store", rotate(stage, sizes.chunk)
+    if stage.has_fp8:
+        yield "decode_over_fp8", decodes(stage, np.full(sizes.rows, sizes.keys), 0, together=ALONE, kept=ELEMENT)
+        yield "prefill_of_a_later_chunk_over_fp8", prefill(stage, sizes.chunk, sizes.chunk, kept=ELEMENT)
+        yield "rotate_and_store_fp8", rotate(stage, sizes.chunk, kept=ELEMENT)
     gains = gains_of_groups(stage)
     yield "gain_of_groups", {f"{rows} x {tokens}": gain for (rows, tokens), gain in gains.items()}
 
@@ -104,7 +109,10 @@ def spec_of(stage: Stage) -> AttentionSpec:
 
 
 class Step:
-    """A step's attention over pages of random numbers. Of its sequences the first share pages of `shared` tokens."""
+    """A step's attention over pages of random numbers, of type `kept`.
+
+    Of its sequences the first share pages of `shared` tokens.
+    """
 
     def __init__(
         self,
@@ -116,6 +124,7 @@ class Step:
         *,
         together: Groups,
         attention: Attention = TritonAttention,
+        kept: torch.dtype = torch.bfloat16,
     ) -> None:
         self.spec = spec_of(stage)
         self.starts, self.counts = starts.astype(np.int32), counts.astype(np.int32)
@@ -128,7 +137,7 @@ class Step:
             row[: shared // PAGE] = self.tables[0, : shared // PAGE]
             at += need
         shape = (len(pages), self.spec.heads, PAGE, self.spec.width)
-        self.keys, self.values = stage.random(*shape), stage.random(*shape)
+        self.keys, self.values = stage.random(*shape, dtype=kept), stage.random(*shape, dtype=kept)
         self.query = stage.random(int(self.counts.sum()), self.spec.query_heads * self.spec.width)
         self.backend = attention(stage.device, together)
         slots = np.arange(len(starts), dtype=np.int32)
@@ -164,20 +173,22 @@ class Step:
         return max(errors)
 
 
-def decodes(stage: Stage, keys: NDArray[Any], shared: int, *, together: Groups) -> dict[str, float]:
+def decodes(
+    stage: Stage, keys: NDArray[Any], shared: int, *, together: Groups, kept: torch.dtype = torch.bfloat16
+) -> dict[str, float]:
     """Rows of so many keys each. The share is of the bytes that are needed, shared ones counted for each row."""
-    step = Step(stage, keys - 1, np.ones(len(keys), np.int32), len(keys), shared, together=together)
+    step = Step(stage, keys - 1, np.ones(len(keys), np.int32), len(keys), shared, together=together, kept=kept)
     timed = stage.seconds(step.run)
-    needed = 2 * 2 * step.spec.heads * step.spec.width * float(keys.sum())
+    needed = 2 * kept.itemsize * step.spec.heads * step.spec.width * float(keys.sum())
     return timed | {
         "share_of_bandwidth": needed / timed["seconds"] / stage.ceilings.bandwidth,
         "error": step.error(stage),
     }
 
 
-def prefill(stage: Stage, tokens: int, before: int) -> dict[str, float]:
+def prefill(stage: Stage, tokens: int, before: int, *, kept: torch.dtype = torch.bfloat16) -> dict[str, float]:
     """One sequence's chunk, with so many tokens before it. The share is of causal attention's products."""
-    step = Step(stage, np.array([before]), np.array([tokens]), 0, 0, together=ALONE)
+    step = Step(stage, np.array([before]), np.array([tokens]), 0, 0, together=ALONE, kept=kept)
     timed = stage.seconds(step.run)
     pairs = tokens * before + tokens * (tokens + 1) / 2
     flops = 4.0 * step.spec.query_heads * step.spec.width * pairs
@@ -200,16 +211,17 @@ def gate(stage: Stage, rows: int, width: int) -> dict[str, float]:
     return timed | {"share_of_bandwidth": 1.5 * x.nbytes / timed["seconds"] / stage.ceilings.bandwidth}
 
 
-def rotate(stage: Stage, tokens: int) -> dict[str, float]:
+def rotate(stage: Stage, tokens: int, *, kept: torch.dtype = torch.bfloat16) -> dict[str, float]:
     """Rotary embedding, with keys and values into pages."""
     spec = spec_of(stage)
     packed = stage.random(tokens, (spec.query_heads + 2 * spec.heads) * spec.width)
     query = packed.new_empty(tokens, spec.query_heads * spec.width)
     angles = stage.random(tokens, spec.width)
     shape = (-(-tokens // PAGE), spec.heads, PAGE, spec.width)
-    keys, values = stage.random(*shape), stage.random(*shape)
+    keys, values = stage.random(*shape, dtype=kept), stage.random(*shape, dtype=kept)
     places = torch.arange(tokens, dtype=torch.int32, device=stage.device)
     timed = stage.seconds(
         lambda: triton_fused.rotate_and_store(packed, query, angles, angles, None, None, 0.0, places, keys, values)
     )
-    return timed | {"share_of_bandwidth": 2 * packed.nbytes / timed["seconds"] / stage.ceilings.bandwidth}
+    moved = packed.nbytes + query.nbytes + kept.itemsize * tokens * 2 * spec.heads * spec.width
+    return timed | {"share_of_bandwidth": moved / timed["seconds"] / stage.ceilings.bandwidth}

@@ -8,7 +8,7 @@ from typing import Any
 
 from gpu.smoke import Repeater
 from gpu.stage import SMALL, Stage
-from llmbatch.engine.calibration.step_timer import StepKind, randomise, time_step
+from llmbatch.engine.calibration.step_timer import StepKind, time_step
 from llmbatch.engine.gpu.cuda_graphs import GraphRecorder
 from llmbatch.engine.gpu.engine import GpuEngine
 from llmbatch.engine.gpu.mixed_graphs import mixed_sizes
@@ -37,7 +37,7 @@ def measure(stage: Stage) -> Iterator[tuple[str, Any]]:
             page_size=small.page_size,
             recorder=recorder,
         )
-        randomise(engines[name])
+        engines[name].pages.fill()
     engines["recorded"].record((), sizes)
     for what, kinds in (("full", full), ("padded", padded)):
         found = {}

@@ -2,14 +2,15 @@
 
 Attention of some 700 keys against float64, so long that keys are cut and decodes run beside a chunk, in two launches
 and in one grid; a two-layer model whose recorded steps, of decodes alone and with chunks, must give the tokens of those
-that are launched kernel by kernel, and whose layers in FP8 must give logits near those of bfloat16; and a recording
-that fails on purpose, after which the allocator must still work.
+that are launched kernel by kernel, and whose layers in FP8 must give logits near those of bfloat16; the same of pages
+of FP8, and how they are written; and a recording that fails on purpose, after which the allocator must still work.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -25,14 +26,19 @@ from llmbatch.engine.gpu.fp8_linear import Fp8Linear
 from llmbatch.engine.model.config import describe_model
 from llmbatch.engine.model.fused_layers import FusedLayer
 from llmbatch.engine.model.loader import LoadedModel, load_weights
+from llmbatch.engine.model.outline import KVType
 from llmbatch.kernels.cascade import GROUP_ROWS, GROUP_TOKENS, GROUPS
+from llmbatch.kernels.triton import fused as triton_fused
 from llmbatch.kernels.triton.backend import GridAttention, TritonAttention
+from llmbatch.kernels.triton.fp8 import ELEMENT
 
 LAYERS: Final = 2
+FP8_PAGES: Final = KVType("float8_e4m3fn", 1)
 LEAST_EQUAL: Final = 0.9  # padded rows may change the order of sums, and random weights make ties
 _MIXED_TOKENS: Final = 96  # of a recorded step with chunks
 _TOLERANCE: Final = 2e-2  # of attention in bfloat16, relative to float64
 _FP8_TOLERANCE: Final = 5e-2  # of a product in FP8, likewise
+_STORED_TOLERANCE: Final = 1e-3  # of what is rounded otherwise
 _LOGITS_TOLERANCE: Final = 0.25  # of what FP8 makes of logits: some seven products, one after the other
 
 
@@ -52,7 +58,17 @@ def measure(stage: Stage) -> Iterator[tuple[str, Any]]:
     same = share_of_equal_tokens(small.loaded, small)
     yield "share of equal tokens of recorded steps", same
     wrong += ["recorded steps"] * (same < LEAST_EQUAL)
-    if has_fp8(stage):
+    if stage.has_fp8:
+        for name, step in attention_steps(stage, kept=ELEMENT).items():
+            error = step.error(stage)
+            yield f"error of {name} over pages of fp8", error
+            wrong += [f"{name} over pages of fp8"] * (not error < _TOLERANCE)
+        error = error_of_stored(stage)
+        yield "share of keys and values that are rounded otherwise to fp8", error
+        wrong += ["what is stored in fp8"] * (not error < _STORED_TOLERANCE)
+        same = share_of_equal_tokens(replace(small.loaded, kv_type=FP8_PAGES), small)
+        yield "share of equal tokens of recorded steps over pages of fp8", same
+        wrong += ["recorded steps over pages of fp8"] * (same < LEAST_EQUAL)
         for name, error, most in fp8_errors(small):
             yield f"error of {name} in fp8", error
             wrong += [f"{name} in fp8"] * (not error < most)
@@ -67,19 +83,18 @@ def measure(stage: Stage) -> Iterator[tuple[str, Any]]:
         raise SystemExit(f"wrong on this card: {', '.join(wrong)}")
 
 
-def attention_steps(stage: Stage, attention: Attention) -> dict[str, Step]:
-    """Decodes whose keys are cut, decodes beside chunks, and decodes that share a prefix."""
+def attention_steps(
+    stage: Stage, attention: Attention = TritonAttention, kept: torch.dtype = torch.bfloat16
+) -> dict[str, Step]:
+    """Over pages of a type: decodes whose keys are cut, decodes beside chunks, and decodes that share a prefix."""
+    make = partial(Step, stage, attention=attention, kept=kept)
     rows = GROUP_ROWS
     few, one = np.array([699, 699]), np.ones(2, np.int32)
     shared = np.full(rows, GROUP_TOKENS + 40)
     return {
-        "decodes": Step(stage, few, one, 2, 0, together=ALONE, attention=attention),
-        "decodes beside chunks": Step(
-            stage, np.array([699, 640, 0]), np.array([1, 70, 9]), 1, 0, together=ALONE, attention=attention
-        ),
-        "decodes that share a prefix": Step(
-            stage, shared, np.ones(rows, np.int32), rows, GROUP_TOKENS, together=GROUPS, attention=attention
-        ),
+        "decodes": make(few, one, 2, 0, together=ALONE),
+        "decodes beside chunks": make(np.array([699, 640, 0]), np.array([1, 70, 9]), 1, 0, together=ALONE),
+        "decodes that share a prefix": make(shared, np.ones(rows, np.int32), rows, GROUP_TOKENS, together=GROUPS),
     }
 
 
@@ -108,8 +123,8 @@ def share_of_equal_tokens(loaded: LoadedModel, stage: Stage) -> float:
                 recorder=given,
             )
             for tensor in (*engine.pages.keys.values(), *engine.pages.values.values()):
-                generator = torch.Generator(device=stage.device).manual_seed(0)
-                tensor[: kind.pages(stage.page_size)].normal_(generator=generator)
+                pages, generator = tensor[: kind.pages(stage.page_size)], torch.Generator(device=stage.device)
+                pages.copy_(torch.randn(pages.shape, generator=generator.manual_seed(0), device=stage.device))
             engine.record((kind.decodes,), (_MIXED_TOKENS,) if kind.prefills else ())
             engine.begin(kind.requests(engine.vocabulary))
             step = kind.step(stage.page_size)
@@ -118,9 +133,16 @@ def share_of_equal_tokens(loaded: LoadedModel, stage: Stage) -> float:
     return float(np.concatenate(same).mean())
 
 
-def has_fp8(stage: Stage) -> bool:
-    """Whether the device multiplies numbers of e4m3."""
-    return stage.dry or torch.cuda.get_device_capability(stage.device) >= (8, 9)
+def error_of_stored(stage: Stage) -> float:
+    """What share of keys and values is not rounded as torch rounds them, cut off at the largest number."""
+    tokens, width = 64, 128
+    packed = stage.random(tokens, 3 * width) * torch.logspace(-4, 4, tokens, device=stage.device)[:, None].bfloat16()
+    keys, values = (torch.zeros(tokens, 1, 1, width, device=stage.device).to(ELEMENT) for _ in range(2))
+    places = torch.arange(tokens, dtype=torch.int32, device=stage.device)
+    query = packed.new_empty(tokens, width)
+    triton_fused.rotate_and_store(packed, query, None, None, None, None, 0.0, places, keys, values)
+    found = torch.cat((keys.float(), values.float()), -1).view(tokens, -1)
+    return float((found != packed[:, width:].float().clamp(-448, 448).to(ELEMENT).float()).float().mean())
 
 
 def in_fp8(stage: Stage) -> LoadedModel:

@@ -123,6 +123,11 @@ class Stage:
         return measure_device(self.device, torch.bfloat16)
 
     @cached_property
+    def has_fp8(self) -> bool:
+        """Whether the device multiplies and converts numbers of e4m3."""
+        return self.dry or torch.cuda.get_device_capability(self.device) >= (8, 9)
+
+    @cached_property
     def folder(self) -> str:
         """A model's folder without weights."""
         folder = tempfile.mkdtemp(prefix="llmbatch-gpu-")

@@ -19,7 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from gpu.kernels import ALONE, decodes
 from gpu.stage import Stage
-from llmbatch.engine.calibration.step_timer import StepKind, measured, randomise, time_step
+from llmbatch.engine.calibration.step_timer import StepKind, measured, time_step
 from llmbatch.engine.gpu.engine import GpuEngine
 from llmbatch.engine.gpu.strategies import STRATEGIES
 from llmbatch.perf_model.cost import SEQUENTIAL, CostModel, Overlap
@@ -51,7 +51,7 @@ def measure(stage: Stage) -> Iterator[tuple[str, Any]]:
     rates = stage.ceiling_cost.rates
     for name in STRATEGIES:
         engine = stage.engine(name, rates, num_pages=most)
-        randomise(engine)
+        engine.pages.fill()
         engine.record(kind.decodes for kind in every if not kind.prefills)
         seconds[name] = [time_step(engine, kind, runs=stage.sizes.runs)[1] for kind in every]
         yield "seconds", seconds
@@ -105,7 +105,7 @@ def efficiencies(stage: Stage) -> dict[str, float]:
     """What kernels alone reach of the ceilings: a chunk's products and attention, and decodes' attention."""
     kind = StepKind(prefills=((0, stage.sizes.chunk),))
     engine = stage.engine("sequential", stage.ceiling_cost.rates, num_pages=kind.pages(stage.page_size))
-    randomise(engine)
+    engine.pages.fill()
     took = time_step(engine, kind, runs=stage.sizes.runs)[1]
     least = float(predict(any_engine(stage), measured([kind], [took], stage.ceiling_cost.rates.reach))[0])
     decoded = decodes(stage, np.full(stage.sizes.rows, stage.sizes.keys), 0, together=ALONE)

@@ -8,6 +8,10 @@ their sums; `merge.merge` weighs parts by these.
 
 Keys and values are [pages, heads, page size, width]: a head's part of a page is contiguous, so a tile is a few runs of
 kilobytes wherever its pages lie. Memory beyond a range's end may hold anything; it is loaded as zero.
+
+Pages of e4m3 are loaded as they are, half the bytes, and become float16 in registers: that holds each of their numbers,
+and one instruction converts two of them, where bfloat16 takes five. Queries and weights are rounded to float16, which
+has three bits more than bfloat16; a query beyond 65,504 has no answer (docs/decisions/0062).
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ import triton
 import triton.language as tl
 from triton import knobs
 
+from llmbatch.kernels.triton.fp8 import ELEMENT
 from llmbatch.kernels.work_items import BEGIN, COLUMNS, END, FIRST, PART, POSITION, TABLE, TOKENS
 
 LOG2E: Final = 1.4426950408889634
@@ -34,7 +39,7 @@ def _walk(
     state, q, pool, rows, span, scaling,
     WIDTH: tl.constexpr, PADDED: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr,
     CAPPED: tl.constexpr, MASKED: tl.constexpr, WINDOWED: tl.constexpr, PRECISION: tl.constexpr,
-    WIDENED: tl.constexpr,
+    ELEMENT: tl.constexpr,
 ):  # fmt: skip  # arguments in groups
     """Walk over the tiles of a `span` of keys.
 
@@ -67,8 +72,7 @@ def _walk(
         else:
             k = tl.load(keys + at)
             v = tl.load(values + at)
-        if WIDENED:
-            k, v = k.to(tl.float32), v.to(tl.float32)
+        k, v = k.to(q.dtype), v.to(q.dtype)  # if that is another type
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         if CAPPED:
             scores = 1.0 - 2.0 / (tl.exp2(scores * inner) + 1.0)
@@ -82,7 +86,7 @@ def _walk(
         alpha = tl.exp2(highest - new)
         total = total * alpha + tl.sum(weights, 1)
         acc = acc * alpha[:, None]
-        weights = weights.to(keys.dtype.element_ty)
+        weights = weights.to(ELEMENT)
         acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=PRECISION)
         highest = new
         page = following
@@ -116,8 +120,8 @@ def attend_item(
     used = there[:, None] & (d < WIDTH)[None, :]
     at = packed.to(tl.int64)[:, None] * query_stride + query_head[:, None] * WIDTH + d[None, :]
     q = tl.load(query + at, mask=used, other=0.0)
-    if WIDENED:
-        q = q.to(tl.float32)
+    ELEMENT: tl.constexpr = tl.float16 if keys.dtype.element_ty == tl.float8e4nv else query.dtype.element_ty
+    q = q.to(tl.float32 if WIDENED else ELEMENT)
 
     last = tl.minimum(position + tokens, end)  # one past the last key that any row sees
     whole_from, low = begin, begin
@@ -136,15 +140,15 @@ def attend_item(
     if WINDOWED:
         state = _walk(
             state, q, pool, rows, (low, tl.minimum(whole_from, last), begin, last), scaling,
-            WIDTH, PADDED, SIZE, TILE, CAPPED, True, True, PRECISION, WIDENED,
+            WIDTH, PADDED, SIZE, TILE, CAPPED, True, True, PRECISION, ELEMENT,
         )  # fmt: skip  # arguments in groups
     state = _walk(
         state, q, pool, rows, (whole_from, whole_to, begin, last), scaling,
-        WIDTH, PADDED, SIZE, TILE, CAPPED, False, WINDOWED, PRECISION, WIDENED,
+        WIDTH, PADDED, SIZE, TILE, CAPPED, False, WINDOWED, PRECISION, ELEMENT,
     )  # fmt: skip  # arguments in groups
     acc, highest, total = _walk(
         state, q, pool, rows, (tl.maximum(whole_from, whole_to), last, begin, last), scaling,
-        WIDTH, PADDED, SIZE, TILE, CAPPED, True, WINDOWED, PRECISION, WIDENED,
+        WIDTH, PADDED, SIZE, TILE, CAPPED, True, WINDOWED, PRECISION, ELEMENT,
     )  # fmt: skip  # arguments in groups
 
     if part < 0:
@@ -204,10 +208,13 @@ class Launch(NamedTuple):
     registers: int | None = None  # of a thread, at most
 
     @classmethod
-    def of(cls, dtype: torch.dtype, width: int, group: int, *, blocks: bool, hopper: bool = False) -> Launch:
+    def of(
+        cls, dtype: torch.dtype, width: int, group: int, *, blocks: bool, hopper: bool = False, e4m3: bool = False
+    ) -> Launch:
         """Choose by `width` of a head, `group` query heads a KV head, and items of `blocks` of rows or one token.
 
-        On Hopper blocks leave registers for a program of decodes beside them, which takes no spills there.
+        On Hopper blocks leave registers for a program of decodes beside them, which takes no spills there. Pages of
+        `e4m3` have tiles of twice the keys where there is one token: the looking-up of pages costs half then.
         """
         least = fewest_rows(group)
         rows = _BLOCK if blocks else least
@@ -215,7 +222,8 @@ class Launch(NamedTuple):
             block = min(rows, max(least, _WIDE_BLOCK))
             return cls(rows // block, block, 32 if width <= 128 else 16, 4, 2)
         registers = _BESIDE_REGISTERS if blocks and hopper and width <= 128 else None
-        return cls(1, rows, 64 if width <= 128 else 32, 8 if blocks else 4, 3, registers)
+        tile = (64 if width <= 128 else 32) * (2 if e4m3 and not blocks and width <= 128 else 1)
+        return cls(1, rows, tile, 8 if blocks else 4, 3, registers)
 
 
 def attend(
@@ -241,20 +249,22 @@ def attend(
 
     `query` is [tokens, >= heads * group * width], its first columns the rotated queries, head by head; `out` is
     [tokens, heads * group * width]; `keys` and `values` are [pages, heads, page size, width], the page size a power of
-    two. bfloat16, float16 or float32, all the same. `pages` int32, one sequence behind the other; `items` int32 [n, 7],
-    `blocks` of rows or one token each, whose rows are found by `order` if it is given; `partial` float32 [all parts,
-    heads * group, width] and `sums` [all parts, heads * group], in which those of a row begin at `parts` int32 [rows,
-    2]; `sinks` [heads * group] or None. A `window` or `softcap` of 0 means none; `scale` is positive.
+    two. bfloat16, float16 or float32, all the same, but that `keys` and `values` may both be e4m3. `pages` int32, one
+    sequence behind the other; `items` int32 [n, 7], `blocks` of rows or one token each, whose rows are found by `order`
+    if it is given; `partial` float32 [all parts, heads * group, width] and `sums` [all parts, heads * group], in which
+    those of a row begin at `parts` int32 [rows, 2]; `sinks` [heads * group] or None. A `window` or `softcap` of 0 means
+    none; `scale` is positive.
     """
     if len(items) == 0:
         return
     heads, _, width = keys.shape[1:]
     hopper = keys.is_cuda and torch.cuda.get_device_capability(keys.device)[0] == 9
-    launch = Launch.of(keys.dtype, width, group, blocks=blocks, hopper=hopper)
+    e4m3 = keys.dtype == ELEMENT
+    launch = Launch.of(product_type(query, keys), width, group, blocks=blocks, hopper=hopper, e4m3=e4m3)
     _attend[(len(items), heads, launch.programs)](
         query, out, partial, sums, keys, values, pages, items, items if order is None else order, parts,
         items if sinks is None else sinks, heads, query.stride(0), window, *scaling_of(scale, softcap),
-        **features_of(keys, group, window, softcap, sinks),
+        **features_of(query, keys, group, window, softcap, sinks),
         BLOCK=launch.block, TILE=launch.tile, GATHERED=order is not None,
         num_warps=launch.warps, num_stages=launch.stages, maxnreg=launch.registers,
         enable_fp_fusion=True,
@@ -266,11 +276,17 @@ def scaling_of(scale: float, softcap: float) -> tuple[float, float]:
     return (softcap or scale) * LOG2E, 2.0 * LOG2E * scale / softcap if softcap else 0.0
 
 
+def product_type(query: torch.Tensor, keys: torch.Tensor) -> torch.dtype:
+    """Return the type in which queries meet keys: float16 over pages of e4m3, of which it holds every number."""
+    return torch.float16 if keys.dtype == ELEMENT else query.dtype
+
+
 def features_of(
-    keys: torch.Tensor, group: int, window: int, softcap: float, sinks: torch.Tensor | None
+    query: torch.Tensor, keys: torch.Tensor, group: int, window: int, softcap: float, sinks: torch.Tensor | None
 ) -> dict[str, Any]:
     """Return what a kernel is compiled for, whatever its items are."""
     size, width = keys.shape[2:]
+    element = product_type(query, keys)
     return {
         "GROUP": group,
         "WIDTH": width,
@@ -279,7 +295,7 @@ def features_of(
         "CAPPED": softcap > 0,
         "WINDOWED": window > 0,
         "SINKS": sinks is not None,
-        "PRECISION": "ieee" if keys.dtype == torch.float32 else "tf32",
+        "PRECISION": "ieee" if element == torch.float32 else "tf32",
         # The interpreter's products take no bfloat16; those of a device are exact in float32, as these are.
-        "WIDENED": knobs.runtime.interpret and keys.dtype == torch.bfloat16,
+        "WIDENED": knobs.runtime.interpret and element == torch.bfloat16,
     }

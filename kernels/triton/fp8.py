@@ -1,9 +1,10 @@
 """Numbers of 8 bits on a GPU: rows become e4m3 by a scale of their own, in one pass over memory.
 
 A row's scale is its largest magnitude over 448, the largest number of e4m3. It serves activations, row by row as they
-come, and weights, whose rows are the columns of a product. Numbers are rounded to those of e4m3 (3 bits after the
-first, and steps of 2**-9 near 0) before they are converted, since conversions round differently: Triton's interpreter
-loses what is carried into the exponent. The kernel waits for memory anyway.
+come, and weights, whose rows are the columns of a product. Keys and values have none: they are cut off at 448 (docs/
+decisions/0062). Numbers are rounded to those of e4m3 (3 bits after the first, and steps of 2**-9 near 0) before they
+are converted, since conversions round differently: Triton's interpreter loses what is carried into the exponent. The
+kernel waits for memory anyway.
 """
 
 from __future__ import annotations
@@ -16,9 +17,25 @@ import triton.language as tl
 
 ELEMENT: Final = torch.float8_e4m3fn
 _LARGEST = tl.constexpr(448.0)
+_NAN = tl.constexpr(0x7F)
 _LEAST = tl.constexpr(1e-12)  # the magnitude that rows of zeros are scaled by
 _LEAST_POWER = tl.constexpr(2.0**-6)  # below it steps are equal
 _FAR = tl.constexpr(1.5 * 2.0**20)  # times a power of two: where float32 has the steps that e4m3 has at that power
+
+
+@triton.jit
+def to_e4m3(value):
+    """Round float32 of at most 448 to the nearest e4m3."""
+    power = (value.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    far = tl.maximum(power, _LEAST_POWER) * _FAR
+    return ((value + far) - far).to(tl.float8e4nv)
+
+
+@triton.jit
+def saturate_e4m3(value):
+    """Round float32 to the nearest e4m3, cut off at 448; to NaN where it is not finite."""
+    cut = to_e4m3(tl.minimum(tl.maximum(value, -_LARGEST), _LARGEST)).to(tl.int8, bitcast=True)
+    return tl.where(tl.abs(value) < float("inf"), cut, _NAN).to(tl.float8e4nv, bitcast=True)
 
 
 @triton.jit
@@ -28,11 +45,7 @@ def _quantise(x, out, scales, width, PADDED: tl.constexpr):
     used = d < width
     value = tl.load(x + row * width + d, mask=used, other=0.0).to(tl.float32)
     largest = tl.maximum(tl.max(tl.abs(value), 0), _LEAST)
-    value *= _LARGEST / largest
-    power = (value.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
-    far = tl.maximum(power, _LEAST_POWER) * _FAR
-    rounded = (value + far) - far
-    tl.store(out + row * width + d, rounded.to(out.dtype.element_ty), mask=used)
+    tl.store(out + row * width + d, to_e4m3(value * (_LARGEST / largest)), mask=used)
     tl.store(scales + row, largest / _LARGEST)
 
 

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from llmbatch.kernels.spec import GELU_TANH, SILU
+from llmbatch.kernels.triton.fp8 import saturate_e4m3
 
 _SILU, _GELU_TANH = tl.constexpr(SILU), tl.constexpr(GELU_TANH)
 _GATE_BLOCK: Final = 1024
@@ -89,6 +90,9 @@ def _rotate_and_store(
     place = tl.load(places + token).to(tl.int64)
     first = (place // SIZE * heads) * SIZE + place % SIZE  # of the page's first head
     at = (first + (head - query_heads) * SIZE)[:, None] * WIDTH + d[None, :]
+    if keys.dtype.element_ty == tl.float8e4nv:
+        kept = saturate_e4m3(value)  # of keys, and of values, which are as they were
+        done, x = kept, kept
     tl.store(keys + at, done, mask=used & is_key[:, None])
     at = (first + (head - query_heads - heads) * SIZE)[:, None] * WIDTH + d[None, :]
     tl.store(values + at, x, mask=used & (head >= query_heads + heads)[:, None])
@@ -129,7 +133,8 @@ def rotate_and_store(
     finished queries, [tokens, query heads * width]. Where a norm's weight is given, float32 [width], RMSNorm per head
     comes first; then rotary embedding of the first `cosine.shape[1]` elements of each head, halves rotated against
     each other. Token t goes to place places[t] % size of page places[t] // size; `keys` and `values` are
-    [pages, heads, page size, width].
+    [pages, heads, page size, width], of the type of `packed` or e4m3, to which they are rounded, and to its largest
+    number where they are beyond it.
     """
     heads, size, width = keys.shape[1:]
     query_heads = query.shape[1] // width

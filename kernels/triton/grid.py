@@ -21,7 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
-from llmbatch.kernels.triton.attention import ITEM, attend_item, features_of, fewest_rows, scaling_of
+from llmbatch.kernels.triton.attention import ITEM, attend_item, features_of, fewest_rows, product_type, scaling_of
 
 # Of `queues`: how many there are of each, and how many of each are taken; programs that have ended.
 DECODES, BLOCKS, MERGED, DECODES_TAKEN, BLOCKS_TAKEN, ENDED, QUEUES = range(7)
@@ -129,12 +129,12 @@ def attend_in_turn(
     finds. What is taken and ended is zero before and after. The others are as for `attention.attend`.
     """
     hopper = keys.is_cuda and torch.cuda.get_device_capability(keys.device)[0] >= 9
-    launch = GridLaunch.of(keys.dtype, keys.shape[3], group, hopper=hopper)
+    launch = GridLaunch.of(product_type(query, keys), keys.shape[3], group, hopper=hopper)
     _attend_in_turn[(launch.programs * units,)](
         query, out, partial, sums, keys, values, pages, items, order, parts, queues,
         queues if sinks is None else sinks, keys.shape[1], query.stride(0), window, *scaling_of(scale, softcap),
         units if launch.programs > 1 else 1,
-        **features_of(keys, group, window, softcap, sinks),
+        **features_of(query, keys, group, window, softcap, sinks),
         BLOCK=launch.block, ONE=launch.one, PER_ITEM=launch.per_item, TILE=launch.tile,
         num_warps=launch.warps, num_stages=launch.stages, enable_fp_fusion=True,
     )  # fmt: skip  # arguments in groups

@@ -23,7 +23,8 @@ AttentionName = Literal["auto", "triton", "flash-attn", "varlen"]
 # Of the step that is tried: a decode and a chunk so long that their keys are cut, and a prompt of less than a tile.
 _STARTS, _COUNTS = (700, 640, 0), (1, 70, 9)
 _TOLERANCE: Final[Mapping[torch.dtype, float]] = MappingProxyType(
-    {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 2e-2}
+    # With keys and values of e4m3 products are of float16.
+    {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 2e-2, torch.float8_e4m3fn: 5e-3}
 )
 
 
@@ -59,12 +60,14 @@ def choose_attention(
     specs: Iterable[AttentionSpec],
     *,
     dtype: torch.dtype,
+    kv_dtype: torch.dtype,
     device: torch.device,
     page_size: int,
     makers: Mapping[str, Callable[[torch.device], PagedAttention]] = MAKERS,
 ) -> tuple[PagedAttention, tuple[str, ...]]:
     """Choose the backend of that name, or with "auto" the first that works; returns notes on others for the user.
 
+    `dtype` is that of queries and answers, `kv_dtype` of keys and values in pages.
     Raises ModelError if it does not work, or none does.
     """
     kinds = {(spec.kind, spec.width, spec.softcap, spec.sinks is None): spec for spec in specs}
@@ -73,7 +76,7 @@ def choose_attention(
         try:
             backend = makers[candidate](device)
             for spec in kinds.values():
-                _try(backend, spec, dtype, device, page_size)
+                _try(backend, spec, dtype, kv_dtype, device, page_size)
             return backend, tuple(notes)
         except Exception as error:  # whatever a compiler or a library raises
             reason = str(error).strip().split("\n")[0] or type(error).__name__
@@ -86,7 +89,12 @@ def choose_attention(
 
 
 def _try(
-    backend: PagedAttention, spec: AttentionSpec, dtype: torch.dtype, device: torch.device, page_size: int
+    backend: PagedAttention,
+    spec: AttentionSpec,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    device: torch.device,
+    page_size: int,
 ) -> None:
     generator = torch.Generator().manual_seed(0)
 
@@ -98,7 +106,7 @@ def _try(
     pages = len(starts) * each
     tables = torch.randperm(pages, generator=generator).int().numpy().reshape(len(starts), each)
     layout = BatchLayout(tables, np.arange(len(starts), dtype=np.int32), starts, counts, decodes=1)
-    keys, values = (random(pages, spec.heads, page_size, spec.width) for _ in range(2))
+    keys, values = (random(pages, spec.heads, page_size, spec.width).to(kv_dtype) for _ in range(2))
     query = random(int(counts.sum()), spec.query_heads * spec.width)
     plan = backend.plan(layout, spec, page_size)
     tensors = [torch.from_numpy(np.ascontiguousarray(array)).to(device) for array in plan.uploaded]
@@ -117,7 +125,7 @@ def _try(
     )
     wrong = (got.view(expected.shape).double() - expected).flatten(1).norm(dim=1)
     error = float((wrong / expected.flatten(1).norm(dim=1)).max())
-    if not error < _TOLERANCE[dtype]:
+    if not error < max(_TOLERANCE[dtype], _TOLERANCE[kv_dtype]):
         raise Unavailable(
             f"of {spec.query_heads} query and {spec.heads} KV heads of {spec.width} elements in "
             f"{str(dtype).removeprefix('torch.')} it gave answers that are wrong by {error:.1e}"

@@ -49,6 +49,9 @@ class EngineConfig:
         one_of("overlap", self.overlap, OVERLAP)
         one_of("dtype", self.dtype, DTYPES)
         one_of("kv_cache_dtype", self.kv_cache_dtype, KV_DTYPES)
+        if self.kv_cache_dtype == "fp8" and self.attention not in ("auto", "triton"):
+            rule = "be auto or triton where kv_cache_dtype is fp8, since the others read no such pages"
+            raise refusal("attention", rule, self.attention)
         one_of("load_format", self.load_format, LOAD_FORMATS)
         set_(self, "trust_remote_code", flag("trust_remote_code", self.trust_remote_code))
         for name in ("context_length", "kv_memory", "page_size", "max_running", "step_tokens"):

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from llmbatch.engine.attention_choice import choose_attention
@@ -112,7 +113,7 @@ def size_pool(platform: Platform, model: ModelConfig, config: EngineConfig) -> P
         raise ParameterError(
             f"page_size must divide {model.chunk}, the tokens of a chunk of attention, got {page_size}"
         )
-    if model.kv_type.itemsize < model.dtype.itemsize and page_size % UNIT:
+    if platform.is_host and model.kv_type.itemsize < model.dtype.itemsize and page_size % UNIT:
         raise ParameterError(
             f"page_size must be a multiple of {UNIT} where kv_cache_dtype is {model.kv_type.name}, got {page_size}: "
             "leave it out, or take kv_cache_dtype='auto'"
@@ -138,6 +139,7 @@ def prepare(
         config.attention,
         loaded.attention.values(),
         dtype=loaded.dtype,
+        kv_dtype=getattr(torch, loaded.kv_type.name),
         device=loaded.device,
         page_size=pool.page_size,
     )

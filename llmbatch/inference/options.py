@@ -228,7 +228,8 @@ class EngineArgs(TypedDict, total=False):
         Keyword("type of weights and KV; int8, int4, fp8: of layers", EngineConfig.dtype, "bfloat16 where it is fast"),
     ]
     kv_cache_dtype: Annotated[
-        KVDType, Keyword("type of keys and values on a processor", EngineConfig.kv_cache_dtype, "as dtype")
+        KVDType,
+        Keyword("type of keys and values; int8 on a processor, fp8 on a GPU", EngineConfig.kv_cache_dtype, "as dtype"),
     ]
     context_length: Annotated[
         int | None, Keyword("most tokens of a prompt and its answer together", means="the model's", metavar="N")

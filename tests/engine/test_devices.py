@@ -124,7 +124,7 @@ def test_an_attention_that_does_not_work_makes_way_aloud_unless_it_was_asked_for
         raise RuntimeError("ptxas failed\nat line 3")
 
     makers: Any = {"triton": broken, "varlen": Wrong, "flash-attn": TritonAttention}
-    given: Any = {"dtype": torch.float32, "device": CPU, "page_size": 16, "makers": makers}
+    given: Any = {"dtype": torch.float32, "kv_dtype": torch.float32, "device": CPU, "page_size": 16, "makers": makers}
     backend, notes = choose_attention("auto", [spec], **given)
     assert type(backend) is TritonAttention
     assert notes == (
@@ -139,12 +139,41 @@ def test_an_attention_that_does_not_work_makes_way_aloud_unless_it_was_asked_for
     )
 
 
+def test_an_attention_that_reads_no_pages_of_8_bits_says_so() -> None:
+    pytest.importorskip("triton")
+    from llmbatch.engine.attention_choice import choose_attention
+    from llmbatch.kernels.flash_attn import FlashAttention, plan_lengths
+    from llmbatch.kernels.interface import AttentionPlan, BatchLayout
+    from llmbatch.kernels.spec import AttentionSpec
+
+    class Installed(FlashAttention):
+        """As if its package were there."""
+
+        def __init__(self) -> None:
+            pass
+
+        def plan(self, layout: BatchLayout, spec: AttentionSpec, page_size: int) -> AttentionPlan:
+            return plan_lengths(layout, page_size)
+
+    spec = AttentionSpec(layer=0, query_heads=4, heads=2, width=16, scale=0.25, window=0, softcap=0.0)
+    makers: Any = {"flash-attn": lambda device: Installed()}
+    given: Any = {"dtype": torch.bfloat16, "kv_dtype": torch.float8_e4m3fn, "device": CPU, "page_size": 16}
+    with pytest.raises(ModelError) as caught:
+        choose_attention("flash-attn", [spec], **given, makers=makers)
+    assert str(caught.value) == (
+        "attention 'flash-attn' cannot be used here: flash-attn reads no pages of float8_e4m3fn here: take "
+        "attention='triton' (--attention triton); or take attention='auto' (--attention auto)"
+    )
+    backend, notes = choose_attention("auto", [spec], **given)
+    assert (type(backend).__name__, notes) == ("TritonAttention", ())
+
+
 def test_a_library_that_is_missing_is_asked_for() -> None:
     pytest.importorskip("triton")
     from llmbatch.engine.attention_choice import choose_attention
 
     with pytest.raises(ModelError) as caught:
-        choose_attention("flash-attn", [], dtype=torch.float32, device=CPU, page_size=16)
+        choose_attention("flash-attn", [], dtype=torch.float32, kv_dtype=torch.float32, device=CPU, page_size=16)
     assert str(caught.value) == (
         "attention 'flash-attn' cannot be used here: flash-attn is not installed: pip install flash-attn; or take "
         "attention='auto' (--attention auto)"

@@ -96,17 +96,17 @@ def test_pages_of_smaller_numbers_are_whole_units(model: str) -> None:
     )
 
 
-def test_a_gpu_keeps_keys_and_values_in_the_model_s_type(model: str) -> None:
+def test_a_gpu_keeps_no_keys_and_values_in_int8(model: str) -> None:
     with pytest.raises(ModelError) as caught:
         describe_model(model, dtype="bfloat16", kv_cache_dtype="int8", device=torch.device("cuda", 0))
     assert str(caught.value) == (
-        f"model {model!r} uses keys and values in int8 on a GPU, which is not supported: there they are of the model's "
-        "type, bfloat16; take kv_cache_dtype='auto' (--kv-cache-dtype auto)"
+        f"model {model!r} uses keys and values in int8 on a GPU, which is not supported: there they are fp8 or of the "
+        "model's type, bfloat16; take kv_cache_dtype='fp8' or 'auto' (--kv-cache-dtype fp8 or auto)"
     )
 
 
 def test_other_types_are_refused(model: str) -> None:
-    with pytest.raises(ParameterError, match=r"^kv_cache_dtype must be one of auto, bfloat16, int8, got 'int4'"):
+    with pytest.raises(ParameterError, match=r"^kv_cache_dtype must be one of auto, bfloat16, int8, fp8, got 'int4'"):
         LLMOperator(model=model, prompt="text", kv_cache_dtype="int4")  # type: ignore[arg-type]
 
 

@@ -12,10 +12,13 @@ import pytest
 import torch
 from transformers import RecurrentGemmaConfig
 
+from llmbatch.choices import AttentionName, DType
+from llmbatch.engine.config import EngineConfig
 from llmbatch.engine.cpu.platform import HOST
 from llmbatch.engine.model.config import describe_model
 from llmbatch.engine.model.loader import load_model
-from llmbatch.errors import ModelError
+from llmbatch.engine.model.outline import outline
+from llmbatch.errors import ModelError, ParameterError
 from llmbatch.kernels.cpu import vector_ir
 from tests.support.families import REFUSED, TABLE
 from tests.support.quantised import compressed_config
@@ -232,6 +235,42 @@ def test_what_has_no_products_of_fp8_is_refused(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     folder = changed(tmp_path, family, **fields)
     assert refusal(folder, dtype="fp8", device=GPU) == f"model FOLDER uses {reason}; take --dtype bfloat16"
+
+
+def test_a_processor_keeps_no_keys_and_values_in_fp8(tmp_path: Path) -> None:
+    """Nor is a model described for one from its config alone."""
+    folder = str(changed(tmp_path, "llama"))
+    assert outline(folder, "float32", kv_cache_dtype="fp8") is None
+    with pytest.raises(ModelError) as caught:
+        describe_model(folder, dtype="float32", kv_cache_dtype="fp8")
+    assert str(caught.value) == (
+        f"model {folder!r} uses keys and values in fp8 on the processor, which is not supported: there they are "
+        "float32, bfloat16 or int8; take kv_cache_dtype='int8' (--kv-cache-dtype int8)"
+    )
+
+
+@pytest.mark.parametrize("dtype", ["auto", "float16"])
+def test_a_card_that_converts_no_fp8_keeps_no_keys_and_values_in_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: DType
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    folder = str(changed(tmp_path, "llama"))
+    with pytest.raises(ModelError) as caught:
+        describe_model(folder, dtype=dtype, kv_cache_dtype="fp8", device=GPU)
+    assert str(caught.value) == (
+        f"model {folder!r} uses keys and values in fp8 on a GPU of compute capability 8.0, which is not supported: its "
+        "conversions need 8.9 (Ada) or later; take kv_cache_dtype='auto' (--kv-cache-dtype auto)"
+    )
+
+
+@pytest.mark.parametrize("attention", ["flash-attn", "varlen"])
+def test_attention_that_reads_no_fp8_is_refused_at_once(attention: AttentionName) -> None:
+    with pytest.raises(ParameterError) as caught:
+        EngineConfig(kv_cache_dtype="fp8", attention=attention)
+    assert str(caught.value) == (
+        "attention must be auto or triton where kv_cache_dtype is fp8, since the others read no such pages, got "
+        f"{attention!r}"
+    )
 
 
 def test_a_field_of_the_wrong_type_is_refused_by_its_name(tmp_path: Path) -> None:

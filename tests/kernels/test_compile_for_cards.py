@@ -16,6 +16,7 @@ TILE_BYTES = 64 * 128 * 2  # of keys, and of values
 REGISTERS = 1 << 16  # of a multiprocessor, given to a warp by eights a thread
 RESERVED = 1 << 10  # bytes of shared memory of each program that the system takes
 WARP = 32
+E4M3 = 89  # the first capability that has it
 
 
 class Card(NamedTuple):
@@ -24,6 +25,7 @@ class Card(NamedTuple):
     shared: int  # bytes of a program
     decodes: int  # programs of decodes, of heads of 128 elements, that are to fit a multiprocessor
     memory: int  # bytes of shared memory of a multiprocessor
+    e4m3: int = 2  # likewise, over pages of e4m3
 
 
 CARDS = {80: Card(163 << 10, 2, 164 << 10), 90: Card(227 << 10, 3, 228 << 10), 100: Card(227 << 10, 3, 228 << 10)}
@@ -33,11 +35,14 @@ MOST_REGISTERS = {
     "attend bf16 64 one": 80, "attend bf16 64 many": 168, "attend bf16 128 one": 160, "attend fp16 128 one": 160,
     "attend one with every feature": 160, "merge": 72, "merge in turn": 72, "norm": 64, "gate": 48, "rotate": 48,
     "rotate with norms": 64, "best": 128, "draw": 184, "quantise 4096": 48, "quantise 32768": 128,
+    "attend e4m3 64 one": 160, "attend e4m3 64 many": 168, "attend e4m3 128 one": 224, "attend e4m3 128 many": 176,
+    "attend e4m3 256 one": 184, "rotate to e4m3": 48, "rotate to e4m3 with norms": 64,
 }  # fmt: skip  # a table
 # Bytes of a thread, at most; kernels that are not named spill nothing. Heads of 256 in float32 spill 7,072 on Hopper by
 # Triton 3.6, and 1,016 by 3.9.
 MOST_SPILLED = {
     "attend bf16 256 many": 128, "attend with every feature": 128, "draw": 64, "attend fp32 64 many": 64,
+    "attend e4m3 64 many": 32, "attend e4m3 with every feature": 160, "attend e4m3 one with every feature": 128,
     "attend fp32 128 one": 512, "attend fp32 128 many": 768, "attend fp32 256 many": 7168,
     "grid bf16 128": 96, "grid fp32 64": 64, "grid with every feature": 256,
 }  # fmt: skip  # a table
@@ -77,8 +82,10 @@ def test_shared_memory_fits(kernels: Kernels, capability: int) -> None:
     assert max(taken.shared for taken in kernels.values()) <= CARDS[capability].shared
 
 
-def test_two_tiles_are_on_their_way_while_one_is_attended(kernels: Kernels) -> None:
+def test_two_tiles_are_on_their_way_while_one_is_attended(kernels: Kernels, capability: int) -> None:
     assert kernels["attend bf16 128 one"].shared >= 4 * TILE_BYTES
+    if capability >= E4M3:
+        assert kernels["attend e4m3 128 one"].shared >= 4 * TILE_BYTES  # of half the bytes, and twice the keys
 
 
 def test_registers_are_as_many_as_planned(kernels: Kernels) -> None:
@@ -97,6 +104,13 @@ def test_so_many_programs_of_decodes_fit_a_multiprocessor(kernels: Kernels, capa
     card, taken = CARDS[capability], kernels["attend bf16 128 one"]
     assert card.decodes * taken.registers * 4 * WARP <= REGISTERS
     assert card.decodes * taken.shared <= card.shared
+
+
+def test_so_many_programs_of_decodes_over_e4m3_fit_a_multiprocessor(kernels: Kernels, capability: int) -> None:
+    if capability >= E4M3:
+        card, taken = CARDS[capability], kernels["attend e4m3 128 one"]
+        assert card.e4m3 * taken.registers * 4 * WARP <= REGISTERS
+        assert card.e4m3 * taken.shared <= card.shared
 
 
 def test_on_hopper_a_program_of_decodes_fits_beside_a_block(kernels: Kernels, capability: int) -> None:

@@ -21,7 +21,7 @@ from llmbatch.kernels.spec import GELU_TANH, SILU, AttentionSpec
 from llmbatch.kernels.triton import fused as triton_fused
 from llmbatch.kernels.triton.argmax import best
 from llmbatch.kernels.triton.backend import GridAttention, TritonAttention
-from llmbatch.kernels.triton.fp8 import quantise_rows
+from llmbatch.kernels.triton.fp8 import ELEMENT, quantise_rows
 from llmbatch.kernels.triton.grid import MERGED, QUEUES
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -50,6 +50,7 @@ class Case:
     softcap: float = 0.0
     sinks: bool = False
     dtype: torch.dtype = torch.float32
+    e4m3: bool = False  # pages
     shared: int = 0
     groups: Groups = GROUPS
     fixed: bool = False  # launches as for any step of as many decodes
@@ -104,6 +105,8 @@ def check(case: Case, seed: int = 0) -> None:
             fresh = torch.randn(rows.shape, device=DEVICE).to(case.dtype)
             rows[: starts[i] + counts[i]] = torch.where(rows.isnan(), fresh, rows)[: starts[i] + counts[i]]
             x[pages] = rows.view(need, case.size, case.heads, case.width).transpose(1, 2)
+    if case.e4m3:
+        keys, values = keys.to(ELEMENT), values.to(ELEMENT)
     query_heads = case.heads * case.group
     query = torch.randn(sum(counts) + (case.padded or 0), query_heads * case.width, device=DEVICE).to(case.dtype)
     spec = AttentionSpec(
@@ -139,7 +142,8 @@ def check(case: Case, seed: int = 0) -> None:
         softcap=spec.softcap,
         sinks=spec.sinks,
     )
-    assert relative_error(got.view(expected.shape), expected) < TOLERANCE[case.dtype]
+    products = torch.float16 if case.e4m3 else case.dtype
+    assert relative_error(got.view(expected.shape), expected) < max(TOLERANCE[case.dtype], TOLERANCE[products])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -186,6 +190,27 @@ def test_a_shared_prefix_is_attended_once(dtype: torch.dtype, sinks: bool) -> No
     case = Case(decodes=tuple(range(0, 72, 2)), prefills=(), heads=1, shared=512, dtype=dtype, sinks=sinks)
     check(case)
     check(replace(case, groups=Groups(0)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_attention_over_pages_of_8_bits(dtype: torch.dtype) -> None:
+    check(Case(dtype=dtype, e4m3=True))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(width=80, window=100, softcap=5.0, sinks=True),
+        Case(heads=1, width=256, size=1),
+        Case(heads=1, decodes=tuple(range(0, 72, 2)), prefills=(), shared=512),
+        Case(heads=1, decodes=tuple(range(0, 340, 10)), prefills=(), shared=512, fixed=True),
+        Case(decodes=(600,), prefills=((1500, 40), (3, 5)), heads=1),
+        Case(decodes=(9000,), prefills=(), heads=1),
+    ],
+    ids=["features", "wide", "shared", "fixed", "short chunk", "long decode"],
+)
+def test_pages_of_8_bits_are_attended_in_every_way(case: Case) -> None:
+    check(replace(case, dtype=torch.bfloat16, e4m3=True))
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -299,6 +324,45 @@ def test_queries_are_finished_and_keys_and_values_stored(
     assert relative_error(stored[0], expected) < TOLERANCE[dtype]
     assert torch.equal(stored[1].double(), heads_of[:, query_heads + heads :])
     assert int(keys.isnan().sum()) == (pages * size - tokens) * heads * width  # and nothing else was
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("norms", [False, True])
+def test_keys_and_values_are_rounded_to_8_bits(norms: bool, dtype: torch.dtype) -> None:
+    """As torch rounds float32, once keys are turned; to the largest number where they are beyond it."""
+    torch.manual_seed(0)
+    heads, tokens, width, size = 2, 24, 64, 8
+    sizes = torch.logspace(-4, 3, tokens, device=DEVICE)[:, None]
+    packed = (random(tokens, 4 * heads * width) * sizes).to(dtype)
+    cosine, sine = random(tokens, width, dtype=dtype), random(tokens, width, dtype=dtype)
+    weight = random(width) if norms else None
+    places = torch.randperm(tokens).int().to(DEVICE)
+
+    def stored(computed: torch.dtype, kept: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        given, cos, sin = (x.to(computed) for x in (packed, cosine, sine))
+        query = poisoned(tokens, 2 * heads * width, dtype=computed)
+        keys, values = (torch.zeros(tokens // size, heads, size, width, dtype=kept, device=DEVICE) for _ in range(2))
+        triton_fused.rotate_and_store(given, query, cos, sin, weight, weight, 1e-6, places, keys, values)
+        return query, keys.float(), values.float()
+
+    query, *rounded = stored(dtype, ELEMENT)
+    assert torch.equal(query, stored(dtype, dtype)[0])
+    for got, exact in zip(rounded, stored(torch.float32, torch.float32)[1:], strict=True):
+        expected = exact.clamp(-448, 448).to(ELEMENT).float()
+        assert (got != expected).float().mean() < 0.001  # ties, where a device adds otherwise
+        torch.testing.assert_close(got, expected, rtol=2**-3, atol=2**-9)
+
+
+@pytest.mark.parametrize("odd", [NAN, float("inf"), -float("inf")])
+def test_what_is_not_finite_stays_so_in_8_bits(odd: float) -> None:
+    packed = torch.ones(1, 3 * 16, dtype=torch.bfloat16, device=DEVICE)
+    packed[0, [17, 35]] = odd
+    query = torch.empty(1, 16, dtype=torch.bfloat16, device=DEVICE)
+    keys, values = (torch.zeros(1, 1, 1, 16, device=DEVICE).to(ELEMENT) for _ in range(2))
+    place = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    triton_fused.rotate_and_store(packed, query, None, None, None, None, 0.0, place, keys, values)
+    for kept, at in ((keys, 1), (values, 3)):
+        assert kept.float().flatten().isnan().nonzero().tolist() == [[at]]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -33,6 +33,7 @@ from llmbatch.kernels.triton.grid import GridLaunch
 FP8 = 89  # the first capability with numbers of e4m3
 GROUP = 4  # query heads of a KV head
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+E4M3 = "*fp8e4nv"
 
 
 class Resources(NamedTuple):
@@ -70,9 +71,10 @@ def compiled(
     return resources(made)
 
 
-def attention_types(dtype: torch.dtype) -> dict[str, str]:
-    """Types of the arguments of the attention kernels."""
+def attention_types(dtype: torch.dtype, *, fp8: bool = False) -> dict[str, str]:
+    """Types of the arguments of the attention kernels, over pages of `dtype` or of FP8."""
     types = dict.fromkeys(("query", "out", "keys", "values"), f"*{NAMES[dtype]}")
+    types |= dict.fromkeys(("keys", "values"), E4M3) if fp8 else {}
     types |= dict.fromkeys(("partial", "sums", "sinks"), "*fp32")
     types |= dict.fromkeys(("pages", "items", "order", "parts", "queues"), "*i32")
     types |= dict.fromkeys(("heads", "query_stride", "window", "apart"), "i32")
@@ -80,7 +82,7 @@ def attention_types(dtype: torch.dtype) -> dict[str, str]:
 
 
 def attention_constants(dtype: torch.dtype, width: int, *, every: bool) -> dict[str, Any]:
-    """What the attention kernels are compiled for, with `every` feature or none."""
+    """What the attention kernels are compiled for, with products in `dtype`, with `every` feature or none."""
     return {
         "GROUP": GROUP, "WIDTH": width, "PADDED": triton.next_power_of_2(width), "SIZE": 16,
         "CAPPED": every, "WINDOWED": every, "SINKS": every,
@@ -88,27 +90,32 @@ def attention_constants(dtype: torch.dtype, width: int, *, every: bool) -> dict[
     }  # fmt: skip  # a table
 
 
-def attention(dtype: torch.dtype, width: int, capability: int, *, many: bool, every: bool = False) -> Resources:
-    """The attention kernel, with `every` feature or none."""
-    launch = Launch.of(dtype, width, GROUP, blocks=many, hopper=capability == 90)
-    constants = attention_constants(dtype, width, every=every)
+def attention(
+    dtype: torch.dtype, width: int, capability: int, *, many: bool, every: bool = False, fp8: bool = False
+) -> Resources:
+    """The attention kernel, with `every` feature or none, over pages of `dtype` or of FP8."""
+    element = torch.float16 if fp8 else dtype
+    launch = Launch.of(element, width, GROUP, blocks=many, hopper=capability == 90, e4m3=fp8)
+    constants = attention_constants(element, width, every=every)
     constants |= {"BLOCK": launch.block, "TILE": launch.tile, "GATHERED": every and many}
     options = {"num_warps": launch.warps, "num_stages": launch.stages, "maxnreg": launch.registers}
-    return compiled(triton_attention._attend, attention_types(dtype), constants, capability, **options)
+    return compiled(triton_attention._attend, attention_types(dtype, fp8=fp8), constants, capability, **options)
 
 
-def grid(dtype: torch.dtype, width: int, capability: int, *, every: bool = False) -> Resources:
-    """The persistent grid of blocks and decodes, with `every` feature or none."""
-    launch = GridLaunch.of(dtype, width, GROUP, hopper=capability >= 90)
-    constants = attention_constants(dtype, width, every=every)
+def grid(dtype: torch.dtype, width: int, capability: int, *, every: bool = False, fp8: bool = False) -> Resources:
+    """The persistent grid of blocks and decodes, with `every` feature or none, over pages of `dtype` or of FP8."""
+    element = torch.float16 if fp8 else dtype
+    launch = GridLaunch.of(element, width, GROUP, hopper=capability >= 90)
+    constants = attention_constants(element, width, every=every)
     constants |= {"BLOCK": launch.block, "ONE": launch.one, "PER_ITEM": launch.per_item, "TILE": launch.tile}
     options = {"num_warps": launch.warps, "num_stages": launch.stages}
-    return compiled(triton_grid._attend_in_turn, attention_types(dtype), constants, capability, **options)
+    return compiled(triton_grid._attend_in_turn, attention_types(dtype, fp8=fp8), constants, capability, **options)
 
 
-def rotation(capability: int, rotary: int, norms: bool) -> Resources:
-    """Rotary embedding with the KV write."""
+def rotation(capability: int, rotary: int, norms: bool, *, fp8: bool = False) -> Resources:
+    """Rotary embedding with the KV write, to pages of bfloat16 or of FP8."""
     types = dict.fromkeys(("packed", "query", "cosine", "sine", "keys", "values"), "*bf16")
+    types |= dict.fromkeys(("keys", "values"), E4M3) if fp8 else {}
     types |= {"query_norm": "*fp32", "key_norm": "*fp32", "places": "*i32", "epsilon": "fp32"}
     types |= {"query_heads": "i32", "heads": "i32"}
     constants = {"WIDTH": 128, "PADDED": 128, "ROTARY": rotary, "SIZE": 16, "BLOCK": 8}
@@ -149,6 +156,18 @@ def main(capability: int) -> dict[str, Resources]:
             found[f"quantise {padded}"] = compiled(
                 triton_fp8._quantise, types, constants, capability, num_warps=min(16, padded // 512)
             )
+        for width in (64, 128, 256):
+            for name, many in (("one", False), ("many", True)):
+                found[f"attend e4m3 {width} {name}"] = attention(torch.bfloat16, width, capability, many=many, fp8=True)
+        found["grid e4m3 128"] = grid(torch.bfloat16, 128, capability, fp8=True)
+        found["attend e4m3 with every feature"] = attention(
+            torch.bfloat16, 80, capability, many=True, every=True, fp8=True
+        )
+        found["attend e4m3 one with every feature"] = attention(
+            torch.bfloat16, 80, capability, many=False, every=True, fp8=True
+        )
+        found["rotate to e4m3"] = rotation(capability, 128, norms=False, fp8=True)
+        found["rotate to e4m3 with norms"] = rotation(capability, 64, norms=True, fp8=True)
     found["rotate"] = rotation(capability, 128, norms=False)
     found["rotate with norms"] = rotation(capability, 64, norms=True)
     best = {"logits": "*bf16", "tokens": "*i32", "finite": "*i1", "vocabulary": "i32"}

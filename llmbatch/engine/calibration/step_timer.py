@@ -82,12 +82,6 @@ def measured(kinds: Sequence[StepKind], seconds: Sequence[float], reach: Reach) 
     )
 
 
-def randomise(engine: GpuEngine) -> None:
-    """Fill the pages with random numbers: a device draws less power for zeros, and runs faster."""
-    for tensor in (*engine.pages.keys.values(), *engine.pages.values.values()):
-        tensor.normal_()
-
-
 def time_step(engine: GpuEngine, kind: StepKind, *, runs: int) -> list[float]:
     """Time a step, preparing the next one while it is computed: the seconds of each round, sorted."""
     engine.begin(kind.requests(engine.vocabulary))

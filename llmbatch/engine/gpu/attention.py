@@ -17,12 +17,13 @@ from llmbatch.kernels.triton import fused as triton_fused
 from llmbatch.kernels.triton.backend import TritonAttention
 
 PAGE_SIZE: Final = 16
+_FILLED: Final = 1024  # pages, at a time
 
 
 class GpuKVCache:
     """The KV memory of all layers: `num_pages` pages of `page_size` tokens, a power of two.
 
-    Keys and values of a layer are [pages, heads, page size, width] each.
+    Keys and values of a layer are [pages, heads, page size, width] each, of `dtype`.
     """
 
     def __init__(
@@ -44,6 +45,13 @@ class GpuKVCache:
         self.values: dict[int, torch.Tensor] = {
             layer: torch.empty(shape, dtype=dtype, device=device) for layer, shape in shapes.items()
         }
+
+    def fill(self) -> None:
+        """Fill the pages with normal random numbers."""
+        for tensor in (*self.keys.values(), *self.values.values()):
+            for first in range(0, len(tensor), _FILLED):
+                pages = tensor[first : first + _FILLED]  # copied, since e4m3 cannot be drawn
+                pages.copy_(torch.randn(pages.shape, device=tensor.device))
 
     @property
     def spare(self) -> int:

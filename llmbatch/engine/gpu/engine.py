@@ -79,7 +79,11 @@ class GpuEngine:
         fixed = attention if recorder is not None and isinstance(attention, GraphCapturable) else None
         spare = fixed is not None
         self.pages: GpuKVCache = GpuKVCache(
-            loaded.attention, num_pages=num_pages + spare, page_size=page_size, dtype=loaded.dtype, device=self._device
+            loaded.attention,
+            num_pages=num_pages + spare,
+            page_size=page_size,
+            dtype=getattr(torch, loaded.kv_type.name),
+            device=self._device,
         )
         runner = partial(ModelRunner, loaded.module, self.pages, execution=self._execution)
         self._forward = runner(attention)

@@ -29,7 +29,14 @@ from llmbatch.engine.model.outline import (
 )
 from llmbatch.engine.model.positions import fix_positions
 from llmbatch.engine.model.quantisation import Quantisation, read_quantisation, without_quantisation
-from llmbatch.engine.model.refusals import check_config, check_fp8_device, check_fp8_layers, find_class, unsupported
+from llmbatch.engine.model.refusals import (
+    check_config,
+    check_fp8_device,
+    check_fp8_kv,
+    check_fp8_layers,
+    find_class,
+    unsupported,
+)
 from llmbatch.errors import ModelError
 from llmbatch.kernels.spec import WIDEST, AttentionSpec
 
@@ -70,7 +77,7 @@ def describe_model(
 ) -> ModelConfig:
     """Read the config in `folder`.
 
-    `kv_cache_dtype` is that of keys and values; auto: as the model computes.
+    `kv_cache_dtype` is that of keys and values; auto: as the model computes. fp8 is for GPUs alone.
     `dtype` auto is bfloat16 on a GPU, and on a processor that multiplies it faster than float32, as measured; else
     float32. With int8, int4 and fp8 the rest of the model is bfloat16. `context_length` is what the model has, if it is
     not given. Raises ModelError if the config cannot be read, or the model has a part that is not supported, and
@@ -211,12 +218,14 @@ def _kv_type(folder: str, asked: KVDType, dtype: torch.dtype, device: torch.devi
     """Return the type of keys and values. Raises ModelError if the device has no pages of it."""
     name = str(dtype).removeprefix("torch.")
     kv = kv_type_of(asked, name, dtype)
-    if device.type != "cpu" and kv.name != name:
+    if asked == "fp8":
+        check_fp8_kv(folder, device)
+    elif device.type != "cpu" and kv.name != name:
         raise unsupported(
             folder,
             f"keys and values in {kv.name} on a GPU",
-            f"there they are of the model's type, {name}",
-            "take kv_cache_dtype='auto' (--kv-cache-dtype auto)",
+            f"there they are fp8 or of the model's type, {name}",
+            "take kv_cache_dtype='fp8' or 'auto' (--kv-cache-dtype fp8 or auto)",
         )
     return kv
 

@@ -62,7 +62,7 @@ class Element(Protocol):
 class KVType:
     """A type of keys and values in pages."""
 
-    name: str
+    name: str  # torch's
     itemsize: int  # bytes
     scale_bytes: int = 0  # of what one token of a head is scaled by
 
@@ -71,7 +71,11 @@ class KVType:
         return width * self.itemsize + self.scale_bytes
 
 
-_KV_TYPES: Final = {"bfloat16": KVType("bfloat16", 2), "int8": KVType("int8", 1, 4)}
+_KV_TYPES: Final = {
+    "bfloat16": KVType("bfloat16", 2),
+    "int8": KVType("int8", 1, 4),
+    "fp8": KVType("float8_e4m3fn", 1),
+}
 
 
 class Described(Protocol):
@@ -147,7 +151,7 @@ def outline(
     if not plain or getattr(config, "model_type", None) not in _FAMILIES or hasattr(config, "quantization_config"):
         return None
     element = _element(dtype)
-    if element is None:
+    if element is None or kv_cache_dtype == "fp8":
         return None
     context = shorter_context(config.max_position_embeddings, context_length)
     kv = kv_type_of(kv_cache_dtype, str(element), element)

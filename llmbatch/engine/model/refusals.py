@@ -19,7 +19,7 @@ ANOTHER_ENGINE: Final = "take another model, or transformers itself for this one
 _ATTENTION: Final = ("attention", *LAYER_TYPES)  # "attention" is what hybrid models call it
 _ROPE_TYPES: Final = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional")
 _FP8_MULTIPLE: Final = 16  # that widths of products are, for `torch._scaled_mm`
-_FP8_OLDEST: Final = (8, 9)  # compute capability: Ada, the first with products of e4m3
+_FP8_OLDEST: Final = (8, 9)  # compute capability: Ada, the first with products and conversions of e4m3
 _NOT_FP8: Final = "take --dtype bfloat16"
 _CLASSES: Final = (
     (MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM),
@@ -88,11 +88,26 @@ def check_fp8_device(folder: str, device: torch.device) -> None:
         raise unsupported(
             folder, "fp8 on the processor", "there it is float32, bfloat16, int8 or int4", "take one of them as --dtype"
         )
-    capability = torch.cuda.get_device_capability(device)
+    _check_capability(folder, "fp8", "its products need", device, _NOT_FP8)
+
+
+def check_fp8_kv(folder: str, device: torch.device) -> None:
+    """Check that a device can keep keys and values in FP8. Raises ModelError."""
+    kept = "keys and values in fp8"
+    if device.type == "cpu":
+        way_out = "take kv_cache_dtype='int8' (--kv-cache-dtype int8)"
+        raise unsupported(folder, f"{kept} on the processor", "there they are float32, bfloat16 or int8", way_out)
+    _check_capability(
+        folder, kept, "its conversions need", device, "take kv_cache_dtype='auto' (--kv-cache-dtype auto)"
+    )
+
+
+def _check_capability(folder: str, part: str, need: str, device: torch.device, way_out: str) -> None:
+    """Check that a GPU has instructions for e4m3."""
+    major, minor = capability = torch.cuda.get_device_capability(device)
     if capability < _FP8_OLDEST:
-        major, minor = capability
-        supported = f"its products need {_FP8_OLDEST[0]}.{_FP8_OLDEST[1]} (Ada) or later"
-        raise unsupported(folder, f"fp8 on a GPU of compute capability {major}.{minor}", supported, _NOT_FP8)
+        supported = f"{need} {_FP8_OLDEST[0]}.{_FP8_OLDEST[1]} (Ada) or later"
+        raise unsupported(folder, f"{part} on a GPU of compute capability {major}.{minor}", supported, way_out)
 
 
 def check_fp8_layers(folder: str, model: nn.Module, text: PretrainedConfig) -> None:
