@@ -73,7 +73,7 @@ def described(model: str) -> ModelConfig:
 
 def prepared(described: ModelConfig, **given: Any) -> EngineFactory:
     options = Options.build(model="m", prompt="text", max_tokens=1, **given)
-    loaded: Any = SimpleNamespace(attention={}, dtype=torch.float32, device=CARD)
+    loaded: Any = SimpleNamespace(attention={}, dtype=torch.float32, kv_type=described.kv_type, device=CARD)
     pool = size_pool(PLATFORM, described, options)
     return prepare(PLATFORM, described, loaded, options, Scheduling(max_running=64), pool)
 
