@@ -41,12 +41,42 @@ def admit_pages(pages: PagePool, slot: int, request: int, prompt: int) -> int:
     """
     assert pages.request[slot] < 0, "a slot is given twice"
     pages.request[slot] = request
-    if pages.sequence[slot] == NOBODY:
-        pages.sequence[slot] = pages.counts[0].sequences
-        pages.counts[0].sequences += 1
+    name_sequence(pages, slot)
     found = adopt(pages, slot, prompt)
     expect_requests(pages, request, -1)
     return found
+
+
+@compiled
+def name_sequence(pages: PagePool, slot: int) -> None:
+    """Give a number to the sequence of a slot, if it has none."""
+    if pages.sequence[slot] == NOBODY:
+        pages.sequence[slot] = pages.counts[0].sequences
+        pages.counts[0].sequences += 1
+
+
+@compiled
+def fork_pages(pages: PagePool, slot: int, request: int, lead: int, prompt: int) -> tuple[int, int]:
+    """Give a slot to a request whose prompt, of so many tokens, is in the pages of another one, which leads.
+
+    Full pages are shared. Returns the page in which the prompt ends and the one that its KV is to be copied to, or -1
+    twice where it ends with a page. The caller has made sure of room.
+    """
+    assert pages.request[slot] < 0, "a slot is given twice"
+    pages.request[slot] = request
+    name_sequence(pages, slot)
+    whole = prompt // pages.page_size
+    for i in range(whole):
+        page = pages.tables[lead, i]
+        pages.users[page] += 1
+        pages.tables[slot, i] = page
+    pages.held[slot] = whole
+    expect_requests(pages, request, -1)
+    if prompt % pages.page_size == 0:
+        return -1, -1
+    if pages.counts[0].free == 0:
+        evict(pages, 1)
+    return pages.tables[lead, whole], _take(pages, slot)
 
 
 @compiled

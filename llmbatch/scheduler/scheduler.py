@@ -38,6 +38,8 @@ from llmbatch.planning.prefix_tree import PrefixTree
 from llmbatch.scheduler.admission_order import EndRules, Ends, FromFront, Passed, TwoEndedQueue
 from llmbatch.scheduler.commit import advance, end_sequences, expect_anew, pack, withdraw
 from llmbatch.scheduler.decide import charge, decide_step, needs_attention
+from llmbatch.scheduler.equal_prompts import EqualPrompts
+from llmbatch.scheduler.forks import claim
 from llmbatch.scheduler.kv_forecast import KVForecast
 from llmbatch.scheduler.output import FinishReason, Step, StepResult
 from llmbatch.scheduler.renumber import carry_pages, carry_peak, carry_running, find_pages
@@ -97,9 +99,13 @@ class Scheduler:
         rates: Rates,
         max_running: int,
         prompts: Prompts | None = None,
+        equal: EqualPrompts | None = None,
         steering: Steering = STEERING,
     ) -> None:
-        """With `prompts` pages are found by what they hold too, also after other rows have joined."""
+        """With `prompts` pages are found by what they hold too, also after other rows have joined.
+
+        With `equal`, of requests with one prompt only the first computes it.
+        """
         self._taken = np.zeros(len(prompt_lengths), np.bool_)
         self._lengths = lengths
         width = _width(prompt_lengths, trie)
@@ -111,6 +117,7 @@ class Scheduler:
             chunks=StepBuilder.empty(_SLOTS, rates.reach),
             queue=TwoEndedQueue.of(np.empty(0, np.int32), self._taken, np.empty(0)),
             passed=Passed.empty(),
+            equal=equal or EqualPrompts.none(len(prompt_lengths)),
             rules=EndRules.of(FromFront()),
             budget=BudgetRules.of(FixedBudget()),
             prompts=prompt_lengths,
@@ -133,6 +140,7 @@ class Scheduler:
         numbers: NDArray[np.int32],
         max_running: int,
         prompts: Prompts | None = None,
+        equal: EqualPrompts | None = None,
     ) -> None:
         """Schedule another shard, with the sequences that run now among its rows; nothing waits until `enqueue`.
 
@@ -149,9 +157,13 @@ class Scheduler:
             pages=carry_pages(state.pages, numbers, trie, _width(prompt_lengths, trie), prompts or Prompts.nothing()),
             queue=TwoEndedQueue.of(np.empty(0, np.int32), self._taken, np.empty(0)),
             passed=Passed.empty(),
+            equal=equal or EqualPrompts.none(len(prompt_lengths)),
             prompts=prompt_lengths,
             limits=state.limits._replace(most_running=max_running),
         )
+        records = run.slots[self._admitted()]
+        for request in records["request"][records["known"] == records["prompt"]].tolist():
+            claim(self.state, request)
 
     def found(self, prompts: Prompts, tree: PrefixTree, numbers: NDArray[np.int32]) -> NDArray[np.int32]:
         """Count how many leading pages are there of each row of a shard that is to join, int32 by its new number."""
@@ -260,8 +272,11 @@ class Scheduler:
         state = self.state
         slots = np.flatnonzero(np.isin(state.run.slots["request"], requests)).astype(np.int32)
         finished = self._finish(slots, np.full(len(slots), reason, np.uint8))
+        if len(slots):
+            while self.state.run.counts[0].free < np.count_nonzero(self.state.equal.follows):
+                self.grow()
         for slot in slots.tolist():
-            withdraw(state, slot)
+            withdraw(self.state, slot, float(self.steps))
         return finished
 
     def check(self) -> None:
@@ -319,6 +334,7 @@ class Scheduler:
             counts=columns.counts,
             samples=columns.samples,
             block_tables=state.pages.tables,
+            copies=columns.copies,
             cached_tokens=int(totals.cached),
             recomputed_tokens=int(totals.recomputed),
             preempted=int(totals.preempted),

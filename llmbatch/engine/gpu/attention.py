@@ -7,6 +7,7 @@ from typing import Any, Final
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from llmbatch.engine.gpu.batch import Kind
 from llmbatch.engine.gpu.execution import Sequential
@@ -44,6 +45,12 @@ class GpuKVCache:
         self.values: dict[int, torch.Tensor] = {
             layer: torch.empty(shape, dtype=dtype, device=device) for layer, shape in shapes.items()
         }
+
+    def copy(self, pages: NDArray[np.int32]) -> None:
+        """Copy pages, int32 [copies, 2]: the first of each pair to the second, in all layers."""
+        there = torch.from_numpy(pages.T.astype(np.int64)).to(next(iter(self.keys.values())).device, non_blocking=True)
+        for tensor in (*self.keys.values(), *self.values.values()):
+            tensor[there[1]] = tensor[there[0]]
 
     @property
     def nbytes(self) -> int:
