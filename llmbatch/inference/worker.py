@@ -18,6 +18,7 @@ from llmbatch.errors import DataError, JobError, ParameterError, RowError
 from llmbatch.inference.answer_columns import AnswerColumns
 from llmbatch.inference.answer_schema import AnswerSchema, add_answers
 from llmbatch.inference.answers import AnswerAssembler, AnswerSink, AnswerTexts, FlushPolicy
+from llmbatch.inference.conversations import ConversationSource
 from llmbatch.inference.engines import Engines, LoadedEngines, SimulatedEngines, UnloadedEngines
 from llmbatch.inference.error_policy import ErrorBudget
 from llmbatch.inference.in_memory import Gathered, OneWindow
@@ -30,6 +31,7 @@ from llmbatch.planning.workload import Pool, Scheduling, early_ends
 from llmbatch.preprocess.build_requests import NEEDS_PROCESSOR, build_shard
 from llmbatch.preprocess.columns import find_field
 from llmbatch.preprocess.continuations import check_continuation
+from llmbatch.preprocess.prompts import PromptSource
 from llmbatch.preprocess.request_batch import RowRequests
 from llmbatch.preprocess.sampling_column import check_sampling_column
 from llmbatch.preprocess.tokenizer import Tokenizer, load_tokenizer, plain_tokenizer
@@ -151,9 +153,19 @@ class Worker:
 
         `cancelled` is checked about once a second.
         """
+        return self._requests(table, self.options.source, keys, refused, cancelled)
+
+    def _requests(
+        self,
+        table: pa.Table,
+        source: PromptSource,
+        keys: NDArray[np.uint64] | None,
+        refused: Mapping[int, RowError] | None = None,
+        cancelled: CancelSignal = NEVER,
+    ) -> RowRequests:
         return build_shard(
             table,
-            self.options.source,
+            source,
             sampling=self.options.sampling,
             sampling_column=self.options.sampling_column,
             tokenizer=self.tokenizer,
@@ -207,6 +219,8 @@ class Worker:
         stream = Stream.open(
             engines, self.pool, self.cost, self.scheduling, answering, row_timeout=timeout, goes_on=goes_on
         )
+        if self.options.source.turns is not None:
+            windows = ConversationSource(windows, self.options.source, self._requests, self.scheduling.max_running)
         try:
             totals = stream.run(windows)
         except (Stop, JobError, KeyboardInterrupt):
