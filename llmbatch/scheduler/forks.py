@@ -92,7 +92,7 @@ def _enter_behind(state: SchedulerState, lead: int, request: int, now: float) ->
     record = run.slots[slot]
     at = totals.forks
     chunks.forks[at], chunks.leads[at] = slot, totals.forked
-    chunks.copies[at] = fork_pages(pages, slot, request, lead, prompt)
+    chunks.copies[at, 0], chunks.copies[at, 1] = fork_pages(pages, slot, request, lead, prompt)
     totals.forks += 1
     note_found(record, prompt, totals)
     record.admission = counts.admissions

@@ -8,6 +8,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 from transformers import AutoTokenizer
 
 import llmbatch
@@ -28,15 +29,31 @@ TURNS = [
     ["What is a shard?", "And a page?", "Thanks."],
     ["Say a.", "b"],
     ["one"],
-    ["What is a shard?", "Really?"],
+    ["Is there a shard?", "Really?"],
     ["What is a shard? It must be said at length, over several pages.", "x" * 30, "y"],
 ]
 NEW = 9
 
 
+def writing_model() -> Any:
+    """A tiny model that writes printable characters alone, which come back as the same tokens, and ends."""
+    model: Any = tiny_model("llama")
+    with torch.no_grad():
+        others = torch.arange(len(model.lm_head.weight)) >= 94
+        others[EOS] = False
+        model.lm_head.weight[others] = 0.0
+    return model
+
+
+def folder_of(folder: Path, template: str) -> str:
+    tiny_model_folder(folder, "llama", chat_template=template)
+    writing_model().save_pretrained(folder)
+    return str(folder)
+
+
 @pytest.fixture(scope="module")
 def chatty(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return tiny_model_folder(tmp_path_factory.mktemp("chat"), "llama", chat_template=TEMPLATE)
+    return folder_of(tmp_path_factory.mktemp("chat"), TEMPLATE)
 
 
 def ask(model: str, turns: list[Any] = TURNS, **options: Any) -> list[dict[str, Any]]:
@@ -51,6 +68,7 @@ class Reference:
 
     def __init__(self, model: str, system: str | None = None) -> None:
         self._tokenizer: Any = AutoTokenizer.from_pretrained(model)  # type: ignore[no-untyped-call]
+        self._model = writing_model()
         self._system = [] if system is None else [{"role": "system", "content": system}]
 
     def turns(self, users: list[str]) -> list[tuple[str, list[int], list[int]]]:
@@ -60,15 +78,11 @@ class Reference:
             chat.append({"role": "user", "content": user})
             text = self._tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
             prompt = self._tokenizer(text, add_special_tokens=False)["input_ids"]
-            answer = generate(tiny_model("llama"), [prompt], [NEW], [EOS], PAD)[0]
+            answer = generate(self._model, [prompt], [NEW], [EOS], PAD)[0]
             said = self._tokenizer.decode(answer, skip_special_tokens=True)
             chat.append({"role": "assistant", "content": said})
             turns.append((said, prompt, answer))
         return turns
-
-
-def common(a: list[int], b: list[int]) -> int:
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 @pytest.mark.parametrize("system", [None, "Be brief."])
@@ -84,17 +98,24 @@ def test_each_turn_is_that_of_generate_and_finds_all_of_the_one_before(chatty: s
         assert row["num_input_tokens"] == sum(len(prompt) for _, prompt, _ in expected)
         assert row["num_generated_tokens"] == sum(len(answer) for _, _, answer in expected)
         for (_, before, answer), (_, prompt, _), told in zip(expected, expected[1:], row["answers"][1:], strict=False):
-            there = [*before, *answer[:-1]]
-            if common(there, prompt) == len(there):  # the tokens are those that were generated
-                assert told["num_cached_tokens"] == len(there)
-                followed += 1
-            else:
-                assert told["num_cached_tokens"] >= common(there, prompt) // 8 * 8
-    assert followed >= 3
+            there = [*before, *answer[:-1]]  # nothing was computed upon the last token
+            assert prompt[: len(there)] == there
+            assert told["num_cached_tokens"] == len(there)
+            followed += 1
+    assert followed == 6
+
+
+def test_rows_with_one_first_turn_compute_it_once_and_go_on_by_themselves(chatty: str) -> None:
+    turns = [["What is a shard?", "And a page?"], ["What is a shard?", "Really?", "Why?"], ["What is a shard?"]]
+    reference, rows = Reference(chatty), ask(chatty, turns)
+    for users, row in zip(turns, rows, strict=True):
+        assert [answer["text"] for answer in row["answers"]] == [text for text, _, _ in reference.turns(users)]
+    inputs = rows[0]["answers"][0]["num_input_tokens"]
+    assert sorted(row["answers"][0]["num_cached_tokens"] for row in rows) == [0, inputs, inputs]
 
 
 def test_a_template_that_forgets_what_was_said_is_followed(tmp_path: Path) -> None:
-    folder = tiny_model_folder(tmp_path, "llama", chat_template=FORGETS)
+    folder = folder_of(tmp_path, FORGETS)
     reference = Reference(folder)
     for users, row in zip(TURNS, ask(folder), strict=True):
         assert [answer["text"] for answer in row["answers"]] == [text for text, _, _ in reference.turns(users)]
@@ -139,10 +160,8 @@ def test_jobs_answer_turns_and_go_on_with_them(chatty: str, tmp_path: Path) -> N
     report = llmbatch.run(str(source), out, **given)
     table = pq.read_table(out)
     assert report.errors == 0
-    assert table["answers"].to_pylist() == [row["answers"] for row in ask(chatty)] or (
-        [[a["text"] for a in row] for row in table["answers"].to_pylist()]
-        == [[a["text"] for a in row["answers"]] for row in ask(chatty)]
-    )
+    texts = [[answer["text"] for answer in answers] for answers in table["answers"].to_pylist()]
+    assert texts == [[answer["text"] for answer in row["answers"]] for row in ask(chatty)]
     assert llmbatch.run(str(source), out, **given).finished_before
 
 
