@@ -16,6 +16,8 @@ are claimed again.
 
 from __future__ import annotations
 
+import numpy as np
+
 from llmbatch.compilation.decorators import compiled
 from llmbatch.kvcache.allocation import fork_pages, name_sequence
 from llmbatch.scheduler.admission_order import place_aside, skip, take_aside
@@ -39,6 +41,15 @@ def claim(state: SchedulerState, request: int) -> None:
             taken[other] = equal.follows[other] = True
         other = equal.following[other]
     skip(state.queue)
+
+
+@compiled
+def claim_again(state: SchedulerState) -> None:
+    """Let requests follow those that lead, after all were numbered anew."""
+    slots = state.run.slots
+    for slot in range(len(slots)):
+        if slots[slot].request >= 0 and slots[slot].known == slots[slot].prompt:
+            claim(state, slots[slot].request)
 
 
 @compiled
@@ -75,6 +86,18 @@ def let_go(state: SchedulerState, request: int, now: float) -> None:
             equal.follows[other] = False
             _wait(state, _take_slot_behind(state, other, 0, now), now)
         other = equal.following[other]
+
+
+def check_follows(state: SchedulerState) -> None:
+    """Verify that what follows a request follows one that will end its prompt; raises AssertionError."""
+    leads = state.run.slots["request"][state.run.slots["known"] == state.run.slots["prompt"]]
+    for request in np.flatnonzero(state.equal.follows).tolist():
+        ring, other = [request], int(state.equal.following[request])
+        while other != request:
+            ring.append(other)
+            other = int(state.equal.following[other])
+        assert np.isin(ring, leads).any(), "a request follows nobody"
+        assert state.queue.taken[request], "a request that follows waits by itself, too"
 
 
 @compiled

@@ -23,7 +23,6 @@ No work in a step is proportional to the requests that wait; what is proportiona
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,14 +32,13 @@ from llmbatch.kvcache.page_pool import PagePool, tokens_spared
 from llmbatch.kvcache.page_trie import PageTrie
 from llmbatch.kvcache.publish import EndedPages, publish
 from llmbatch.perf_model.work import Rates
-from llmbatch.planning.lengths import Expected
 from llmbatch.planning.prefix_tree import PrefixTree
 from llmbatch.scheduler.admission_order import EndRules, Ends, FromFront, Passed, TwoEndedQueue
 from llmbatch.scheduler.commit import advance, end_sequences, expect_anew, pack, withdraw
 from llmbatch.scheduler.decide import charge, decide_step, needs_attention
 from llmbatch.scheduler.equal_prompts import EqualPrompts
-from llmbatch.scheduler.forks import claim
-from llmbatch.scheduler.kv_forecast import KVForecast
+from llmbatch.scheduler.forks import check_follows, claim_again
+from llmbatch.scheduler.kv_forecast import KVForecast, Lengths
 from llmbatch.scheduler.output import FinishReason, Step, StepResult
 from llmbatch.scheduler.renumber import carry_pages, carry_peak, carry_running, find_pages
 from llmbatch.scheduler.state import Limits, SchedulerState, SequenceTable, StepBuilder, is_done, remaining_work
@@ -48,14 +46,6 @@ from llmbatch.scheduler.steering import STEERING, Steering
 from llmbatch.scheduler.token_budget import Budget, BudgetRules, FixedBudget
 
 _SLOTS = 64  # to begin with
-
-
-class Lengths(Protocol):
-    """Expected lengths of answers (`llmbatch.planning.lengths.LengthModel` learns them)."""
-
-    def remaining(self, requests: NDArray[np.int32], generated: NDArray[np.int32]) -> Expected:
-        """Predict the tokens that each request has yet to generate, having generated some: moments, float64 each."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,9 +151,7 @@ class Scheduler:
             prompts=prompt_lengths,
             limits=state.limits._replace(most_running=max_running),
         )
-        records = run.slots[self._admitted()]
-        for request in records["request"][records["known"] == records["prompt"]].tolist():
-            claim(self.state, request)
+        claim_again(self.state)
 
     def found(self, prompts: Prompts, tree: PrefixTree, numbers: NDArray[np.int32]) -> NDArray[np.int32]:
         """Count how many leading pages are there of each row of a shard that is to join, int32 by its new number."""
@@ -293,6 +281,7 @@ class Scheduler:
             assert record.computed < record.known, "a sequence has nothing to compute"
         for slot in preempted:
             assert pages.request[slot] < 0, "a preempted slot holds pages"
+        check_follows(self.state)
         free = run.slots["request"] < 0
         assert np.count_nonzero(free) + self._num_admitted == len(run.slots), "a slot is lost"
 

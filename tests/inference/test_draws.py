@@ -73,34 +73,43 @@ def test_draws_compute_a_prompt_once_that_they_tell_of(model: str, computed: lis
     assert [row["prompt_logprobs"] for row in drawn] == [row["prompt_logprobs"] for row in single]
 
 
-@pytest.mark.parametrize("make", [torch_engine, accelerated_engine])
-@pytest.mark.parametrize(("pages", "step_tokens"), [(400, 2048), (14, 2048), (400, 8), (14, 8)])
+CASES = [
+    (torch_engine, (1, 4, 7, 18), 6, 400, 2048),
+    (torch_engine, (1, 4, 7, 18), 6, 14, 2048),
+    (torch_engine, (1, 4, 7, 18), 6, 14, 8),
+    (accelerated_engine, (3, 4), 3, 40, 2048),
+]
+
+
+@pytest.mark.parametrize(("make", "lengths", "most", "pages", "step_tokens"), CASES)
 def test_draws_are_those_of_single_requests_on_every_engine_and_under_little_memory(
-    make: Any, pages: int, step_tokens: int, model: str
+    make: Any, lengths: tuple[int, ...], most: int, pages: int, step_tokens: int, model: str
 ) -> None:
     rng = np.random.default_rng(3)
-    prompts = [rng.integers(0, 256, n).tolist() for n in (1, 4, 7, 18)]
-    answers = {}
-    for draws in (1, 6):
-        params = tuple(
-            SamplingParams(max_tokens=12, temperature=1.0, seed=s, n=draws) for s in range(1 if draws > 1 else 6)
-        )
-        rows = [prompt for prompt in prompts for _ in params]
-        lengths = [len(prompt) for prompt in rows]
-        requests = RequestBatch(
-            tokens=np.concatenate([np.array(prompt, np.int32) for prompt in rows]),
-            offsets=np.concatenate(([0], np.cumsum(lengths))).astype(np.int64),
-            max_tokens=np.full(len(rows), 12, np.int32),
-            params_index=np.resize(np.arange(len(params), dtype=np.int32), len(rows)),
-            params=params,
-            serial=np.arange(len(rows), dtype=np.uint64),
-            recorded=np.full(len(rows), 12, np.int32),
-        )
-        requests, _ = repeat_draws(requests, np.arange(len(rows), dtype=np.int32), params)
-        window = Window(requests, np.zeros(len(requests), np.int32))
+    prompts = [rng.integers(0, 256, n).tolist() for n in lengths]
+    answers = []
+    for draws in (1, most):
+        window = drawn_window(prompts, most // draws, draws)
         taken = Answers()
         engine: StreamEngine = make(model, pages)
         scheduling = Scheduling(max_running=16, step_tokens=step_tokens)
         Stream.open(Hosting(engine), Pool(pages, 4), COST, scheduling, taken).run(Listed([window]))
-        answers[draws] = [taken.tokens[id(window), i] for i in range(len(requests))]
-    assert answers[1] == answers[6]
+        answers.append([taken.tokens[id(window), i] for i in range(len(window.requests))])
+    assert answers[0] == answers[1]
+
+
+def drawn_window(prompts: list[list[int]], seeds: int, draws: int) -> Window:
+    """Each prompt with so many seeds, and so many draws of each."""
+    params = tuple(SamplingParams(max_tokens=8, temperature=1.0, seed=seed, n=draws) for seed in range(seeds))
+    rows = [prompt for prompt in prompts for _ in params]
+    requests = RequestBatch(
+        tokens=np.concatenate([np.array(prompt, np.int32) for prompt in rows]),
+        offsets=np.concatenate(([0], np.cumsum([len(prompt) for prompt in rows]))).astype(np.int64),
+        max_tokens=np.full(len(rows), 8, np.int32),
+        params_index=np.resize(np.arange(len(params), dtype=np.int32), len(rows)),
+        params=params,
+        serial=np.arange(len(rows), dtype=np.uint64),
+        recorded=np.full(len(rows), 8, np.int32),
+    )
+    requests, _ = repeat_draws(requests, np.arange(len(rows), dtype=np.int32), params)
+    return Window(requests, np.zeros(len(requests), np.int32))
