@@ -178,7 +178,7 @@ class Scheduler:
     @property
     def waiting(self) -> bool:
         """Whether requests wait to be admitted."""
-        return bool(self.state.queue) or bool(self.state.passed)
+        return bool(self.state.queue) or bool(self.state.passed) or bool(self.state.equal.follows.any())
 
     @property
     def _num_admitted(self) -> int:
