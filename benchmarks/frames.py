@@ -21,7 +21,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from large import DOCUMENT, smollm2, write
+from large import DOCUMENT, write
+
+sys.path.append(str(Path(__file__).parent.parent / "examples" / "demo"))
+from run import smollm2
 
 PROMPT = "text"
 GROUP = 8192  # rows of a row group: by default Polars and DuckDB hold groups of 1.0 and .5 GB of these rows in memory

@@ -76,7 +76,7 @@ def timed(op: Any, table: pa.Table) -> tuple[pa.Table, float]:
 
 def invalid(answered: pa.Table) -> list[str]:
     """Say what is wrong with each row that is not valid."""
-    import jsonschema
+    import jsonschema  # type: ignore[import-untyped]
 
     names, found = list(SCHEMAS), []
     for i, row in enumerate(answered.select(["generated_text", "error"]).to_pylist()):

@@ -72,9 +72,10 @@ class LLMOperator(metaclass=_Configured):
     """Answers every row of a table with a language model.
 
     Options are keywords (all are listed in docs/options.md): `model`, one of `prompt=` (text, or token ids),
-    `template=` (`"Q: {question}"`) or `messages=` (a column of OpenAI messages), `chat`, `system`,
-    `chat_template_kwargs`, `sampling_params` (one for all, or the name of a column), sampling parameters by name
-    (`max_tokens=256`), and where and how the model is run: `order`, `device`, `kv_memory` (bytes), ...
+    `template=` (`"Q: {question}"`), `messages=` (a column of OpenAI messages) or `turns=` (a column of lists of user
+    messages, answered in turn), `chat`, `system`, `chat_template_kwargs`, `sampling_params` (one for all, or the name
+    of a column), sampling parameters by name (`max_tokens=256`), and where and how the model is run: `order`, `device`,
+    `kv_memory` (bytes), ...
     Wrong ones raise `ParameterError` at once.
 
     Called on a pyarrow Table (or RecordBatch, RecordBatchReader, pandas DataFrame, Polars DataFrame or LazyFrame,

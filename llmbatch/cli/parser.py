@@ -26,6 +26,7 @@ _STATUSES = """exit status:
 """
 
 
+_PROMPTS: Final = "[--prompt COL | --template T | --messages COL | --turns COL]"
 _EPILOG = """exit status:
   0    done
   1    failed
@@ -70,7 +71,7 @@ def make_parser() -> argparse.ArgumentParser:
     run = commands.add_parser(
         "run",
         help="answer every row of a dataset and write the answers",
-        usage="%(prog)s IN [IN ...] --output OUT --model M [--prompt COL | --template T | --messages COL] [options]",
+        usage=f"%(prog)s IN [IN ...] --output OUT --model M {_PROMPTS} [options]",
         description="Answer every row of a dataset, and write the rows with their answers. Defaults are in brackets.",
         epilog=_STATUSES,
     )
@@ -87,7 +88,7 @@ def make_parser() -> argparse.ArgumentParser:
     explain = commands.add_parser(
         "explain",
         help="say what run would do, without loading weights",
-        usage="%(prog)s IN [IN ...] --model M [--prompt COL | --template T | --messages COL] [options]",
+        usage=f"%(prog)s IN [IN ...] --model M {_PROMPTS} [options]",
         description="Say what run would do, without loading weights. Defaults are in brackets.",
         epilog=_EPILOG,
     )
@@ -112,10 +113,10 @@ def _add_inputs(parser: argparse.ArgumentParser) -> None:
 def _add_options(parser: argparse.ArgumentParser) -> None:
     model = keywords_of(OptionArgs)["model"]
     _add_flag(parser, "model", *model, required=True)
-    group = parser.add_argument_group("prompts, by one of the first three; an OpenAI batch has its own")
+    group = parser.add_argument_group("prompts, by one of the first four; an OpenAI batch has its own")
     prompts = group.add_mutually_exclusive_group()
     for name, (kind, keyword) in keywords_of(PromptArgs).items():
-        _add_flag(prompts if name in ("prompt", "template", "messages") else group, name, kind, keyword)
+        _add_flag(prompts if name in ("prompt", "template", "messages", "turns") else group, name, kind, keyword)
     _add(parser.add_argument_group("answers"), AnswerArgs)
     _add(parser.add_argument_group("engine"), EngineArgs)
     _add_json(parser)

@@ -126,7 +126,8 @@ def generate(
     unbounded = sees_all(reach)
     for i in range(len(slots)):
         start, count = float(starts[i]), counts[i]
-        read += chunk_reads(reach, unbounded, start, count)
+        if count > 0:
+            read += chunk_reads(reach, unbounded, start, count)
         if i >= num_decodes:
             tokens += count
             pairs += pairs_of(reach, start, count)

@@ -34,9 +34,14 @@ class AnswerColumns:
             found = {"row": row, "num_input_tokens": int(window.shard.num_input_tokens[row])}
             found |= {"attempts": max(part.attempts for part in parts)}
             broken = next((part.error for part in parts if part.error is not None), None)
+            if schema.turns:
+                found |= _turns(parts, spelled)
             if broken is not None:
-                found |= {"num_generated_tokens": 0, "num_cached_tokens": 0, "finish_reason": "error"}
+                found = {"num_generated_tokens": 0, "num_cached_tokens": 0, **found, "finish_reason": "error"}
                 found |= {"error": broken.message, "error_kind": broken.kind}
+            elif schema.turns:
+                found |= {"generated_text": parts[-1].text, "finish_reason": REASONS[parts[-1].finish]}
+                found |= {"logprobs": _told(parts[-1].logprobs, spelled)}
             elif schema.scores:
                 found |= _scores(parts, several=schema.several)
             else:
@@ -77,6 +82,24 @@ class AnswerColumns:
             return {}
         tokens = [token for token in np.unique(np.concatenate([one.ravel() for one in told])).tolist() if token >= 0]
         return dict(zip(tokens, self.tokenizer.spell(tokens), strict=True))
+
+
+def _turns(parts: list[RequestAnswer], spelled: dict[int, str]) -> dict[str, Value]:
+    """Tell of each turn that was answered; the row's tokens are those of all turns."""
+    answers = [
+        {
+            "text": part.text,
+            "num_input_tokens": part.inputs,
+            "num_generated_tokens": part.tokens,
+            "num_cached_tokens": part.cached,
+            "finish_reason": REASONS[part.finish],
+            "logprobs": _told(part.logprobs, spelled),
+        }
+        for part in parts
+        if part.error is None
+    ]
+    counted = ("num_input_tokens", "num_generated_tokens", "num_cached_tokens")
+    return {**{name: sum(answer[name] for answer in answers) for name in counted}, "answers": answers}
 
 
 def _told(told: TokenLogprobs | None, spelled: dict[int, str]) -> list[Value] | None:

@@ -30,6 +30,7 @@ _ALWAYS: Final = pa.schema(
         "attempts": pa.int32(),
     }
 )
+_OF_TURNS: Final = ("num_input_tokens", "num_generated_tokens", "num_cached_tokens", "finish_reason")
 _LIKELY: Final = {"token_id": pa.int32(), "token": pa.string(), "logprob": pa.float32()}
 LOGPROBS: Final = pa.list_(pa.struct({**_LIKELY, "top": pa.list_(pa.struct(_LIKELY))}))  # of each token
 
@@ -39,7 +40,8 @@ class AnswerSchema:
     """Which columns the answers of a job have.
 
     `choices` are all answers of a row that may ask for several, `logprobs` and `prompt_logprobs` are told of tokens,
-    and scores are those of a continuation: of one text a row, or of `several`.
+    and scores are those of a continuation: of one text a row, or of `several`. With `turns` there are the answers to
+    all turns of a row, and the other columns are of its last answer, with the tokens of all.
     """
 
     choices: bool = False
@@ -47,6 +49,7 @@ class AnswerSchema:
     prompt_logprobs: bool = False
     scores: bool = False
     several: bool = False
+    turns: bool = False
 
     @classmethod
     def of(cls, options: Options, schema: pa.Schema) -> AnswerSchema:
@@ -60,13 +63,17 @@ class AnswerSchema:
         if options.sampling_column is not None:
             kind = schema.field(options.sampling_column).type
             may = {field.name for field in kind} if pa.types.is_struct(kind) else {"n", "logprobs", "prompt_logprobs"}
-        asked, scores = options.sampling, options.continuation is not None
+        asked, scores, turns = options.sampling, options.continuation is not None, options.source.turns is not None
+        single = scores or turns
         return cls(
-            choices=not scores and (asked.n > 1 or "n" in may),
+            choices=not single and (asked.n > 1 or "n" in may),
             logprobs=not scores and (asked.logprobs is not None or "logprobs" in may),
-            prompt_logprobs=not scores and (asked.prompt_logprobs is not None or "prompt_logprobs" in may),
+            prompt_logprobs=not scores
+            and not turns
+            and (asked.prompt_logprobs is not None or "prompt_logprobs" in may),
             scores=scores,
             several=options.continuation is not None and holds_lists(schema.field(options.continuation).type),
+            turns=turns,
         )
 
     @cached_property
@@ -77,6 +84,9 @@ class AnswerSchema:
         if self.choices:
             choice = [_ALWAYS.field(name) for name in ("generated_text", "num_generated_tokens", "finish_reason")]
             fields.append(pa.field("choices", pa.list_(pa.struct([choice[0].with_name("text"), *choice[1:], *told]))))
+        if self.turns:
+            answer = [_ALWAYS.field(name) for name in _OF_TURNS]
+            fields.append(pa.field("answers", pa.list_(pa.struct([pa.field("text", pa.string()), *answer, *told]))))
         fields += told
         if self.prompt_logprobs:
             fields.append(pa.field("prompt_logprobs", LOGPROBS))

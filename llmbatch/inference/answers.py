@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from llmbatch.errors import RowError
 from llmbatch.inference.answer_columns import REASONS, AnswerColumns
+from llmbatch.inference.conversations import Conversations, TurnParts
 from llmbatch.inference.row_parts import RequestAnswer, RowParts
 from llmbatch.inference.window import Window
 from llmbatch.io.gather import pieces
@@ -102,12 +103,17 @@ class AnswerAssembler(EngineObserver[Window]):
         }
         self.rows_cut: int = 0  # that the pool may end early
         self._held: list[CompletedRequests[Window]] = []
+        self._talks: dict[int, Conversations] = {}  # of which turns have ended
         self._count = 0
         self._since = 0.0
         self._began = time.monotonic()
 
     def joined(self, window: Window) -> None:
         """Hand on the rows that have no request."""
+        if isinstance(window.parts, TurnParts):
+            if not window.parts.opens:
+                return
+            window = window.parts.conversations.window
         self._sink.joined(window)
         errors = {row: error for row, error in window.shard.errors.items() if not window.done[row]}
         if errors:
@@ -121,8 +127,11 @@ class AnswerAssembler(EngineObserver[Window]):
 
     def ended(self, ended: CompletedRequests[Window]) -> None:
         """Gather what ended."""
-        if not self._held:
+        if not self._held and not self._talks:
             self._since = time.monotonic()
+        if isinstance(ended.window.parts, TurnParts):
+            self._take_turns(ended.window.parts, ended.window, ended.requests, self._answers(ended))
+            return
         self._held.append(ended)
         window = ended.window
         self._count += int((window.bounds[ended.requests + 1] - window.bounds[ended.requests]).sum())
@@ -132,7 +141,10 @@ class AnswerAssembler(EngineObserver[Window]):
         requests = np.fromiter(errors, np.int32, len(errors))
         if window.parts is not None:
             ended = [RequestAnswer("", 0, FinishReason.ERROR, 0, attempts, None, None, one) for one in errors.values()]
-            self._hand_on_rows(window, window.parts.add(requests, ended), window.parts)
+            if isinstance(window.parts, TurnParts):
+                self._take_turns(window.parts, window, requests, ended)
+            else:
+                self._hand_on_rows(window, window.parts.add(requests, ended), window.parts)
             return
         rows, at = window.rows_of(requests)
         reasons = list(errors.values())
@@ -148,7 +160,7 @@ class AnswerAssembler(EngineObserver[Window]):
         """Hand on what was gathered, if it is time."""
         now = time.monotonic()
         patience = min(self._at_risk.seconds, max(_AT_FIRST, _SHARE * (now - self._began)))
-        if self._held and (self._count >= self._at_risk.rows or now - self._since >= patience):
+        if (self._held or self._talks) and (self._count >= self._at_risk.rows or now - self._since >= patience):
             self.flush()
         self._sink.after_step()
         return super().after_step(finished)
@@ -156,6 +168,11 @@ class AnswerAssembler(EngineObserver[Window]):
     def flush(self) -> None:
         """Hand on what was gathered."""
         held, self._held, self._count = self._held, [], 0
+        talks, self._talks = self._talks, {}
+        for conversations in talks.values():
+            rows, answers = conversations.take()
+            if len(rows):
+                self._sink.write(conversations.window, self._columns.build(conversations.window, rows, answers))
         windows = {id(ended.window): ended.window for ended in held}
         for key, window in windows.items():
             self._hand_on(window, [ended for ended in held if id(ended.window) == key])
@@ -167,14 +184,8 @@ class AnswerAssembler(EngineObserver[Window]):
         attempts = np.concatenate([part.attempts for part in parts])
         tokens = [one for part in parts for one in part.tokens]
         if window.parts is not None:
-            told = [one for part in parts for one in part.logprobs]
-            texts = self._texts(window.requests, requests, tokens)
-            ended = [
-                RequestAnswer(text, len(one), why, found, tries, answer, prompt, self._broken.get(FinishReason(why)))
-                for text, one, why, found, tries, (answer, prompt) in zip(
-                    texts, tokens, finish.tolist(), cached.tolist(), attempts.tolist(), told, strict=True
-                )
-            ]
+            assert isinstance(window.parts, RowParts), "turns are taken as they end"
+            ended = [answer for part in parts for answer in self._answers(part)]
             self._hand_on_rows(window, window.parts.add(requests, ended), window.parts)
             return
         good = finish < FinishReason.ERROR
@@ -209,6 +220,29 @@ class AnswerAssembler(EngineObserver[Window]):
                 pa.array(attempts[good][of]),
             ]
             self._sink.write(window, pa.RecordBatch.from_arrays(columns, schema=window.schema.rows))
+
+    def _answers(self, ended: CompletedRequests[Window]) -> list[RequestAnswer]:
+        """Make the answers of requests that ended."""
+        requests = ended.window.requests
+        texts = self._texts(requests, ended.requests, ended.tokens)
+        told, inputs = ended.logprobs, requests.prompt_lengths[ended.requests]
+        columns = ended.finish.tolist(), ended.cached.tolist(), ended.attempts.tolist(), inputs.tolist()
+        return [
+            RequestAnswer(
+                text, len(tokens), why, found, tries, answer, prompt, self._broken.get(FinishReason(why)), inputs
+            )
+            for text, tokens, (answer, prompt), why, found, tries, inputs in zip(
+                texts, ended.tokens, told, *columns, strict=True
+            )
+        ]
+
+    def _take_turns(
+        self, parts: TurnParts, window: Window, requests: NDArray[np.int32], answers: list[RequestAnswer]
+    ) -> None:
+        """Let rows go on with their next turn, or gather those that have no more."""
+        parts.add(window, requests, answers)
+        self._talks[id(parts.conversations)] = parts.conversations
+        self._count += len(requests)
 
     def _hand_on_rows(self, window: Window, rows: NDArray[np.int32], parts: RowParts) -> None:
         """Hand on rows of which every request has ended."""

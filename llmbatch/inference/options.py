@@ -66,6 +66,8 @@ class Options(EngineConfig):
                 option="output_tokens",
                 value=self.output_tokens,
             )
+        if self.source.turns is not None:
+            self._check_turns()
         if self.row_timeout is not None:
             set_(self, "row_timeout", finite("row_timeout", self.row_timeout))
             if self.row_timeout <= 0:
@@ -74,6 +76,16 @@ class Options(EngineConfig):
                     option="row_timeout",
                     value=self.row_timeout,
                 )
+
+    def _check_turns(self) -> None:
+        """Refuse what has no meaning for conversations."""
+        given = {
+            "n": self.sampling.n > 1,
+            "prompt_logprobs": self.sampling.prompt_logprobs is not None,
+            "continuation": self.continuation is not None,
+        }
+        for name in (name for name, there in given.items() if there):
+            raise ParameterError(f"{name} must be left out with turns: each turn has one answer", option=name)
 
     @classmethod
     def build(cls, **options: Unpack["OptionArgs"]) -> "Options":
@@ -140,11 +152,15 @@ def _taken(given: dict[str, Any], names: Mapping[str, object]) -> dict[str, Any]
 
 
 class PromptArgs(TypedDict, total=False):
-    """Where prompts come from: by one of the first three."""
+    """Where prompts come from: by one of the first four."""
 
     prompt: Annotated[str | None, Keyword("a column of prompts: text, or lists of token ids", metavar="COL")]
     template: Annotated[str | None, Keyword("a prompt made of columns: 'Q: {question}'", metavar="T")]
     messages: Annotated[str | None, Keyword("a column of OpenAI messages", metavar="COL")]
+    turns: Annotated[
+        str | None,
+        Keyword("a column of lists of user messages, answered in turn (column answers)", metavar="COL"),
+    ]
     chat: Annotated[bool, Keyword("wrap each prompt as a user message through the chat template", False)]
     system: Annotated[str | None, Keyword("system message of each chat; implies --chat", metavar="TEXT")]
     tools: Annotated[

@@ -24,6 +24,7 @@ class RequestAnswer(NamedTuple):
     logprobs: TokenLogprobs | None
     prompt: TokenLogprobs | None
     error: RowError | None = None
+    inputs: int = 0  # tokens of its prompt
 
 
 class RowParts:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
@@ -11,6 +12,9 @@ from numpy.typing import NDArray
 from llmbatch.inference.answer_schema import AnswerSchema
 from llmbatch.inference.report import RowCounts
 from llmbatch.inference.row_parts import RowParts
+
+if TYPE_CHECKING:
+    from llmbatch.inference.conversations import TurnParts
 from llmbatch.planning.prefix_tree import PrefixTree
 from llmbatch.preprocess.request_batch import Asks, RequestBatch, RowRequests
 
@@ -32,7 +36,7 @@ class Window:
     rows: NDArray[np.int32]  # [asks] of answerable rows, grouped by request, each group in order
     bounds: NDArray[np.int64]  # [requests + 1] of the groups
     done: NDArray[np.bool_]  # [rows] in `earlier`
-    parts: RowParts | None  # what ended of rows with several requests; None where every row has one
+    parts: RowParts | TurnParts | None  # what ended of rows with several requests; None where every row has one
 
     @classmethod
     def of(

@@ -20,6 +20,7 @@ from llmbatch.errors import DataError, JobError, ParameterError, RowError
 from llmbatch.inference.answer_columns import AnswerColumns
 from llmbatch.inference.answer_schema import AnswerSchema, add_answers
 from llmbatch.inference.answers import AnswerAssembler, AnswerSink, AnswerTexts, FlushPolicy
+from llmbatch.inference.conversations import ConversationSource
 from llmbatch.inference.engines import Engines, LoadedEngines, SimulatedEngines, UnloadedEngines
 from llmbatch.inference.error_policy import ErrorBudget
 from llmbatch.inference.in_memory import Gathered, OneWindow
@@ -34,6 +35,7 @@ from llmbatch.planning.workload import Pool, Scheduling, early_ends
 from llmbatch.preprocess.build_requests import NEEDS_PROCESSOR, build_shard
 from llmbatch.preprocess.columns import find_field
 from llmbatch.preprocess.continuations import check_continuation
+from llmbatch.preprocess.prompts import PromptSource
 from llmbatch.preprocess.request_batch import RowRequests
 from llmbatch.preprocess.sampling_column import check_sampling_column
 from llmbatch.preprocess.tokenizer import Tokenizer, load_tokenizer, plain_tokenizer
@@ -138,8 +140,7 @@ class Worker:
     def load(self) -> LoadedEngines:
         """Load the weights, the first time, and return what makes engines. Raises JobError where memory runs out."""
         begun = time.perf_counter()
-        engines = self._engines.load(self.scheduling, self._progress)
-        self._engines = engines
+        self._engines = engines = self._engines.load(self.scheduling, self._progress)
         self._compilation.load()
         self.load_seconds += time.perf_counter() - begun
         return engines
@@ -165,6 +166,16 @@ class Worker:
 
         `cancelled` is checked about once a second.
         """
+        return self._requests(table, self.options.source, keys, refused, cancelled)
+
+    def _requests(
+        self,
+        table: pa.Table,
+        source: PromptSource | BatchLines,
+        keys: NDArray[np.uint64] | None,
+        refused: Mapping[int, RowError] | None = None,
+        cancelled: CancelSignal = NEVER,
+    ) -> RowRequests:
         options = self.options
         build = partial(
             build_shard,
@@ -177,11 +188,11 @@ class Worker:
             tokens_only=self._tokens_only,
             cancelled=cancelled,
         )
-        if isinstance(options.source, BatchLines):
+        if isinstance(source, BatchLines):
             return build_batch(table, build, model=options.model, refused=refused)
         return build(
             table,
-            options.source,
+            source,
             sampling_column=options.sampling_column,
             continuation=options.continuation,
             refused=refused,
@@ -224,9 +235,11 @@ class Worker:
         texts = placeholder_texts if self.options.engine == "simulated" else AnswerTexts(self.tokenizer)
         columns = AnswerColumns(self.tokenizer)
         answering = AnswerAssembler(sink, texts, columns, timeout, at_risk or FlushPolicy())
-        stream = Stream.open(
-            engines, self.pool, self.cost, self.scheduling, answering, row_timeout=timeout, goes_on=goes_on
-        )
+        given = engines, self.pool, self.cost, self.scheduling, answering
+        stream = Stream.open(*given, row_timeout=timeout, goes_on=goes_on)
+        source = self.options.source
+        if isinstance(source, PromptSource) and source.turns is not None:
+            windows = ConversationSource(windows, source, self._requests, self.scheduling.max_running)
         try:
             totals = stream.run(windows)
         except (Stop, JobError, KeyboardInterrupt):

@@ -14,7 +14,7 @@ from llmbatch.io.reading.dataset import Dataset
 from llmbatch.openai.answers import FORM
 from llmbatch.openai.requests import BODY, BatchLines
 
-_PROMPTS = ("prompt", "template", "messages")  # of which rows need one
+_PROMPTS = ("prompt", "template", "messages", "turns")  # of which rows need one
 
 
 @dataclass(frozen=True, slots=True)

@@ -290,7 +290,7 @@ class _Job:
 def _order_gain(worker: Worker, window: Window, answers: list[pa.RecordBatch]) -> float | None:
     """Simulate what the order bought, with the lengths as they came out; None if that would take long."""
     requests = window.requests
-    if not answers or len(requests) > SIMULATED_AFTERWARDS:
+    if not answers or len(requests) > SIMULATED_AFTERWARDS or window.schema.turns:
         return None
     answered = pa.Table.from_batches(answers)
     lengths = np.zeros(window.table.num_rows, np.int32)

@@ -5,8 +5,12 @@ The caller makes sure of room first: pages that are free, and unused ones, which
 
 from __future__ import annotations
 
+import numpy as np
+from numpy.typing import NDArray
+
 from llmbatch.compilation.decorators import compiled
 from llmbatch.kvcache.contents import (
+    find,
     forget_contents,
     give_name,
     index,
@@ -14,6 +18,7 @@ from llmbatch.kvcache.contents import (
     name_of,
     prompt_pages,
     start,
+    with_token,
     with_tokens,
 )
 from llmbatch.kvcache.eviction import evict, expect_requests, publish_as, recall
@@ -41,12 +46,42 @@ def admit_pages(pages: PagePool, slot: int, request: int, prompt: int) -> int:
     """
     assert pages.request[slot] < 0, "a slot is given twice"
     pages.request[slot] = request
-    if pages.sequence[slot] == NOBODY:
-        pages.sequence[slot] = pages.counts[0].sequences
-        pages.counts[0].sequences += 1
+    name_sequence(pages, slot)
     found = adopt(pages, slot, prompt)
     expect_requests(pages, request, -1)
     return found
+
+
+@compiled
+def name_sequence(pages: PagePool, slot: int) -> None:
+    """Give a number to the sequence of a slot, if it has none."""
+    if pages.sequence[slot] == NOBODY:
+        pages.sequence[slot] = pages.counts[0].sequences
+        pages.counts[0].sequences += 1
+
+
+@compiled
+def fork_pages(pages: PagePool, slot: int, request: int, lead: int, prompt: int) -> tuple[int, int]:
+    """Give a slot to a request whose prompt, of so many tokens, is in the pages of another one, which leads.
+
+    Full pages are shared. Returns the page in which the prompt ends and the one that its KV is to be copied to, or -1
+    twice where it ends with a page. The caller has made sure of room.
+    """
+    assert pages.request[slot] < 0, "a slot is given twice"
+    pages.request[slot] = request
+    name_sequence(pages, slot)
+    whole = prompt // pages.page_size
+    for i in range(whole):
+        page = pages.tables[lead, i]
+        pages.users[page] += 1
+        pages.tables[slot, i] = page
+    pages.held[slot] = whole
+    expect_requests(pages, request, -1)
+    if prompt % pages.page_size == 0:
+        return -1, -1
+    if pages.counts[0].free == 0:
+        evict(pages, 1)
+    return pages.tables[lead, whole], _take(pages, slot)
 
 
 @compiled
@@ -96,21 +131,65 @@ def extend(pages: PagePool, slot: int, tokens: int) -> None:
     if missing > pages.counts[0].free:
         evict(pages, missing - pages.counts[0].free)
     path = path_of(pages, pages.request[slot])
-    contents, prompts = pages.contents, pages.prompts
-    begin, named = prompt_pages(prompts, pages.request[slot], pages.page_size)
     while pages.held[slot] < wanted:
         position = pages.held[slot]
-        page = _take(pages, slot)
-        # A page of the path that another slot holds already cannot be published twice: this copy is loose.
-        if position < len(path) and pages.resident[path[position]] < 0:
-            pages.node[page] = path[position]
-            pages.resident[path[position]] = page
-            pages.counts[0].shared += 1
-        if position < named:
-            name = start() if position == 0 else name_of(contents, pages.tables[slot, position - 1])
-            at = begin + position * pages.page_size
-            give_name(contents, page, with_tokens(name, prompts.tokens, at, at + pages.page_size))
+        _let_find(pages, slot, position, _take(pages, slot), path)
     pages.counts[0].widest = max(pages.counts[0].widest, wanted)
+
+
+@compiled
+def find_tail(pages: PagePool, slot: int, target: int) -> tuple[int, int]:
+    """Find a page that holds what comes after a slot's full pages, as far as an earlier answer went.
+
+    Returns the page that holds most of it, and how many tokens; -1 and 0 where none holds any. The last of `target`
+    tokens is never found, as in `adopt`.
+    """
+    prompts, request, found, tokens = pages.prompts, pages.request[slot], -1, 0
+    if len(prompts.tokens) == 0:
+        return found, tokens
+    begin, offset = pages.held[slot] * pages.page_size, prompts.offsets[request]
+    end = min(target - 1, begin + pages.page_size - 1)
+    end = min(end, prompts.offsets[request + 1] - offset, prompts.findable[request] - 1)
+    if begin >= end:
+        return found, tokens
+    name = start() if begin == 0 else name_of(pages.contents, pages.tables[slot, pages.held[slot] - 1])
+    for at in range(begin, end):
+        name = with_token(name, prompts.tokens[offset + at])
+        page = find(pages.contents, name[0], name[1])
+        if page >= 0 and pages.users[page] == 0:
+            found, tokens = page, at + 1 - begin
+    return found, tokens
+
+
+@compiled
+def take_tail(pages: PagePool, slot: int, page: int) -> None:
+    """Let a slot go on in a page that `find_tail` found. Nobody finds it any more as what it was."""
+    position = pages.held[slot]
+    remove(pages.worth, page)
+    pages.counts[0].unused -= 1
+    forget_contents(pages.contents, page)
+    pages.owner[page] = NOBODY
+    pages.users[page] = 1
+    pages.tables[slot, position] = page
+    pages.held[slot] += 1
+    pages.counts[0].widest = max(pages.counts[0].widest, pages.held[slot])
+    _let_find(pages, slot, position, page, path_of(pages, pages.request[slot]))
+
+
+@compiled
+def _let_find(pages: PagePool, slot: int, position: int, page: int, path: NDArray[np.int32]) -> None:
+    """Publish a loose page that a slot fills in this step, and name it, as far as it is one of the prompt."""
+    # A page of the path that another slot holds already cannot be published twice: this copy is loose.
+    if position < len(path) and pages.resident[path[position]] < 0:
+        pages.node[page] = path[position]
+        pages.resident[path[position]] = page
+        pages.counts[0].shared += 1
+    begin, named = prompt_pages(pages.prompts, pages.request[slot], pages.page_size)
+    if position < named:
+        contents = pages.contents
+        name = start() if position == 0 else name_of(contents, pages.tables[slot, position - 1])
+        at = begin + position * pages.page_size
+        give_name(contents, page, with_tokens(name, pages.prompts.tokens, at, at + pages.page_size))
 
 
 @compiled
@@ -127,6 +206,7 @@ def release(pages: PagePool, slot: int, computed: int, again: bool) -> None:
     """Take a slot's pages back. `again`: its request was preempted and will be admitted again.
 
     Pages that can be found again stay, where their KV is in the `computed` tokens. The end of a sequence goes first.
+    So does the page in which an answer ends, for what goes on with it.
     """
     if again:
         expect_requests(pages, pages.request[slot], 1)
@@ -145,7 +225,8 @@ def release(pages: PagePool, slot: int, computed: int, again: bool) -> None:
         to_come = pages.remaining[number] if number >= 0 else (1 if again else 0)
         # What has no name has generated tokens, and is named when they are known (`llmbatch.kvcache.publish`).
         found = by_name and i < whole and (index(contents, page) or not is_named(contents, page))
-        if i < whole and (to_come > 0 or found):
+        ends_here = by_name and not again and i == whole and i * pages.page_size < computed
+        if (i < whole and (to_come > 0 or found)) or (ends_here and number < 0 and not is_named(contents, page)):
             pages.counts[0].unused += 1
             if number < 0:
                 pages.owner[page] = pages.sequence[slot]

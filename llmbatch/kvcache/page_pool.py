@@ -140,6 +140,7 @@ class PagePool(NamedTuple):
     def check(self) -> None:
         """Verify that every page is where the counts and tables say; raises AssertionError."""
         users = np.zeros(self.num_pages, np.int64)
+        position = np.full(self.num_pages, -1, np.int64)
         for slot in np.flatnonzero(self.held):
             pages = self.tables[slot, : self.held[slot]]
             assert self.request[slot] >= 0, "a slot without a request holds pages"
@@ -149,6 +150,9 @@ class PagePool(NamedTuple):
             shared = nodes >= 0
             assert (nodes[shared] == path[: len(pages)][shared[: len(path)]]).all(), "a shared page is off the path"
             users[pages] += 1
+            before = position[pages]
+            assert ((before < 0) | (before == np.arange(len(pages)))).all(), "a page stands at two positions"
+            position[pages] = np.arange(len(pages))
         assert (users == self.users).all(), "users are miscounted"
         free = self.free[: self.counts[0].free]
         assert len(np.unique(free)) == len(free), "a page is free twice"
@@ -156,8 +160,6 @@ class PagePool(NamedTuple):
         assert (users[free] == 0).all(), "a free page is in use"
         assert np.count_nonzero(self.node == FREE) == len(free), "a page is lost"
         unused = (users == 0) & (self.node != FREE)
-        loose = self.node == LOOSE
-        assert (users[loose & ~self.contents.indexed] <= 1).all(), "a page that cannot be found has several users"
         inside = np.flatnonzero(self.node >= 0)
         assert (self.resident[self.node[inside]] == inside).all(), "a trie page is not where the trie says"
         assert np.count_nonzero(self.resident >= 0) == len(inside), "the trie names a page that is gone"

@@ -1,8 +1,11 @@
 """Pages of answers, named when their tokens are known, so that later prompts find them.
 
 A sequence that ends gives up its pages before its last token is known to the scheduler, which never sees tokens. Its
-full pages stay, unnamed; nobody finds them. When the engine hands over the answer they get their names. A prompt that
-begins with an earlier prompt and its answer, the next turn of a conversation, finds them then.
+pages stay, unnamed; nobody finds them. When the engine hands over the answer they get their names. A prompt that
+begins with an earlier prompt and its answer, the next turn of a conversation, finds them then. The last page, which is
+not full, gets the name of the tokens whose KV it has. The next turn goes on in that page, so it computes nothing again
+(`llmbatch.kvcache.allocation.find_tail`); of several that could go on there, the first does. The last token of an
+answer has no KV, since nothing was computed upon it.
 """
 
 from __future__ import annotations
@@ -88,14 +91,15 @@ def _publish(
     for i in range(len(requests)):
         begin = prompts.offsets[requests[i]]
         prompt = prompts.offsets[requests[i] + 1] - begin
-        known = prompt + offsets[i + 1] - offsets[i]
+        answer = offsets[i + 1] - offsets[i]
+        computed = prompt + answer - 1 if answer > 0 else 0  # nothing of what is not whole is kept
         at = prompt // size * size
         name = (ends.names[i, 0], ends.names[i, 1])
         for page in ends.pages[ends.offsets[i] : ends.offsets[i + 1]]:
             mine = pages.owner[page] == ends.sequences[i]
-            named = at + size <= known
+            named = at < computed
             if named:
-                for token in range(at, at + size):
+                for token in range(at, min(at + size, computed)):
                     name = with_token(
                         name,
                         prompts.tokens[begin + token] if token < prompt else tokens[offsets[i] + token - prompt],

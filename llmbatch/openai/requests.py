@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import numpy as np
 import pyarrow as pa
@@ -30,6 +30,8 @@ _METHOD: Final = "POST"
 class BatchLines:
     """A source of prompts beside `PromptSource`: each line says itself what it asks for, in the form of OpenAI."""
 
+    turns: ClassVar[str | None] = None  # a line has one
+
     def columns(self) -> tuple[str, ...]:
         """Return the input columns that prompts are made from."""
         return COLUMNS
@@ -39,8 +41,8 @@ class BatchLines:
         missing = [name for name in COLUMNS if name not in schema.names]
         if missing:
             raise DataError(
-                "exactly one of prompt, template and messages must be given, got none: only a batch in OpenAI's form, "
-                f"with {', '.join(COLUMNS)} in each line, needs none of them, and this input has no {missing[0]!r}"
+                "exactly one of prompt, template, messages and turns must be given, got none: only a batch in OpenAI's "
+                f"form, with {', '.join(COLUMNS)} in each line, needs none, and this input has no {missing[0]!r}"
             )
         for name in COLUMNS[:-1]:
             kind = find_field(schema, name, name).type

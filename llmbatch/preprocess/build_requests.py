@@ -69,6 +69,8 @@ def build_shard(
         return score_requests(texts, errors, prompts, context_length, keys)
     _check_vocabulary(resolved, vocabulary, errors)
     _check_structures(resolved, tokenizer, errors)
+    if isinstance(source, PromptSource) and source.turns is not None:
+        _check_single(resolved, errors)
     if tokens_only:
         _check_logits(resolved, errors)
     good = np.ones(table.num_rows, np.bool_)
@@ -120,6 +122,15 @@ def _check_structures(resolved: ResolvedSampling, tokenizer: Tokenizer, errors: 
             except ParameterError as error:
                 for row in np.flatnonzero(resolved.params_index == number).tolist():
                     errors.setdefault(row, RowError("parameters", str(error)))
+
+
+def _check_single(resolved: ResolvedSampling, errors: dict[int, RowError]) -> None:
+    """Give the rows an error that have turns and ask for several answers to each, or to be told of their prompts."""
+    for number, params in enumerate(resolved.params):
+        if params.n > 1 or params.prompt_logprobs is not None:
+            name = "n" if params.n > 1 else "prompt_logprobs"
+            for row in np.flatnonzero(resolved.params_index == number).tolist():
+                errors.setdefault(row, RowError("parameters", f"{name} must be left out with turns"))
 
 
 def _check_logits(resolved: ResolvedSampling, errors: dict[int, RowError]) -> None:

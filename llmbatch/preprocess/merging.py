@@ -38,7 +38,10 @@ def repeat_draws(
         return requests, None
     starts = np.cumsum(draws) - draws
     every = np.repeat(np.arange(len(draws)), draws)
-    repeated = replace(requests.take(every), draw=(np.arange(len(every)) - starts[every]).astype(np.int32))
+    draw = (np.arange(len(every)) - starts[every]).astype(np.int32)
+    repeated = requests.take(every)
+    scored = np.where(draw == 0, repeated.scored, repeated.prompt_lengths)  # the first draw tells of the prompt
+    repeated = replace(repeated, draw=draw, scored=scored)
     good = np.flatnonzero(request_of >= 0)
     counts = np.zeros(len(request_of), np.int64)
     counts[good] = draws[request_of[good]]

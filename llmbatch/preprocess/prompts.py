@@ -36,27 +36,30 @@ class Rendered:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptSource:
-    """Where the prompts of a table come from: exactly one of `prompt`, `template` and `messages`.
+    """Where the prompts of a table come from: exactly one of `prompt`, `template`, `messages` and `turns`.
 
     `prompt` is a column of text, or of lists of token ids, which are taken as they are. `template` is text with column
     names in braces, `"Q: {question}"`; `{{` and `}}` are braces, names may hold spaces and dots. `messages` is a column
     of message lists in OpenAI's format, as structs or as JSON text, and is always rendered by the model's chat
-    template. With `chat` the prompt or the filled template becomes one user message, rendered likewise; a `system` text
-    goes before it, and implies `chat`. `tools` are definitions in OpenAI's format for every chat, or the name of a
-    column of lists of them, as structs or as JSON text; `chat_template_kwargs` are passed to the chat template too.
+    template. `turns` is a column of lists of texts, the user messages of a chat that are answered in turn; the first is
+    rendered here, and the others by `llmbatch.inference.conversations`. With `chat` the prompt or the filled template
+    becomes one user message, rendered likewise; a `system` text goes before it or the first turn, and implies `chat`.
+    `tools` are definitions in OpenAI's format for every chat, or the name of a column of lists of them, as structs or
+    as JSON text; `chat_template_kwargs` are passed to the chat template too.
     Raises `ParameterError`.
     """
 
     prompt: str | None = None
     template: str | None = None
     messages: str | None = None
+    turns: str | None = None
     chat: bool = False
     system: str | None = None
     tools: Sequence[Mapping[str, object]] | str | None = None
     chat_template_kwargs: Mapping[str, object] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("prompt", "template", "messages", "system"):
+        for name in ("prompt", "template", "messages", "turns", "system"):
             if getattr(self, name) is not None:
                 text(name, getattr(self, name))
         object.__setattr__(self, "chat", flag("chat", self.chat))
@@ -65,11 +68,10 @@ class PromptSource:
         if self.chat_template_kwargs is not None:
             kwargs = json_object("chat_template_kwargs", self.chat_template_kwargs)
             object.__setattr__(self, "chat_template_kwargs", kwargs)
-        given = [name for name in ("prompt", "template", "messages") if getattr(self, name) is not None]
+        given = [name for name in ("prompt", "template", "messages", "turns") if getattr(self, name) is not None]
         if len(given) != 1:
-            raise ParameterError(
-                f"exactly one of prompt, template and messages must be given, got {' and '.join(given) or 'none'}"
-            )
+            there = " and ".join(given) or "none"
+            raise ParameterError(f"exactly one of prompt, template, messages and turns must be given, got {there}")
         if self.messages is not None and (self.chat or self.system is not None):
             option = "chat" if self.chat else "system"
             raise ParameterError(
@@ -89,13 +91,15 @@ class PromptSource:
     @property
     def renders_chat(self) -> bool:
         """Whether prompts go through the model's chat template."""
-        return self.chat or self.system is not None or self.messages is not None
+        return self.chat or self.system is not None or self.messages is not None or self.turns is not None
 
     def columns(self) -> tuple[str, ...]:
         """Return the input columns that prompts are made from, each once."""
         named = () if self.template is None else Template.parse(self.template).columns
         tools = self.tools if isinstance(self.tools, str) else None
-        return tuple(dict.fromkeys(name for name in (self.prompt, *named, self.messages, tools) if name is not None))
+        return tuple(
+            dict.fromkeys(name for name in (self.prompt, *named, self.messages, self.turns, tools) if name is not None)
+        )
 
     def check(self, schema: pa.Schema) -> None:
         """Raise `DataError` if a column is missing or its type cannot give a prompt."""
@@ -108,6 +112,10 @@ class PromptSource:
                     "the messages column must hold lists of structs with a role and a content, "
                     f"or their JSON text, but {self.messages!r} is {kind}"
                 )
+        elif self.turns is not None:
+            kind = find_field(schema, self.turns, "turns").type
+            if not (is_list(kind) and (is_text(kind.value_type) or pa.types.is_null(kind.value_type))):
+                raise DataError(f"the turns column must hold lists of texts, but {self.turns!r} is {kind}")
         for name in () if self.template is None else Template.parse(self.template).columns:
             kind = find_field(schema, name, "template").type
             if holds_ids(kind):
@@ -180,6 +188,9 @@ class PromptSource:
         elif self.messages is not None:
             column = table[self.messages]
             yield from map(_messages, text_values(column) if is_text(column.type) else nested_values(column))
+        elif self.turns is not None:
+            for users in map(_users, nested_values(table[self.turns])):
+                yield users if isinstance(users, RowError) else self._conversation(Prompt(users[0]))
 
     def _tools(self, table: pa.Table) -> Iterator[list[Message] | RowError | None]:
         """Yield the tools of each row that has some of its own."""
@@ -226,6 +237,17 @@ def _messages(value: object) -> list[Message] | RowError:
         return parse_messages(value)
     except MessagesError as error:
         return RowError("messages", str(error))
+
+
+def _users(value: object) -> list[str] | RowError:
+    if isinstance(value, Unreadable):
+        return RowError("encoding", f"turns cannot be read: {value.reason}")
+    if not isinstance(value, list) or not value:
+        return RowError("null_prompt", f"turns are {'null' if value is None else 'empty'}")
+    for place, text_ in enumerate(value):
+        if not text_:
+            return RowError("null_prompt", f"turns[{place}] is {'null' if text_ is None else 'empty'}")
+    return value
 
 
 def _tools(value: object) -> list[Message] | RowError | None:

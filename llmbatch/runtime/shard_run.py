@@ -38,6 +38,7 @@ from llmbatch.planning.workload import Pool, Scheduling, Workload
 from llmbatch.runtime.queue_planner import QueuePlanner
 from llmbatch.runtime.refit import Refit
 from llmbatch.runtime.step_loop import StepLoop
+from llmbatch.scheduler.equal_prompts import EqualPrompts
 from llmbatch.scheduler.scheduler import Scheduler
 from llmbatch.scheduler.steering import STEERING
 
@@ -109,6 +110,7 @@ class ShardRun:
         most, prompts = self._scheduling.max_running, workload.prompts
         found = None if after is None or numbers is None else after.found(prompts, tree, numbers)
         trie = PageTrie.build(tree.rows, tree.lcp, self._pool.page_size, len(workload), found)
+        equal = EqualPrompts.of(tree, len(workload))
         if after is None:
             return Scheduler(
                 tree.lengths,
@@ -118,10 +120,19 @@ class ShardRun:
                 rates=self._cost.rates,
                 max_running=most,
                 prompts=prompts,
+                equal=equal,
                 steering=self._steering,
             )
         assert numbers is not None
-        after.rebind(tree.lengths, trie=trie, lengths=lengths, numbers=numbers, max_running=most, prompts=prompts)
+        after.rebind(
+            tree.lengths,
+            trie=trie,
+            lengths=lengths,
+            numbers=numbers,
+            max_running=most,
+            prompts=prompts,
+            equal=equal,
+        )
         return after
 
     def run(self, plan: Plan | None = None, *, drain: bool = True) -> ShardResult:

@@ -25,8 +25,7 @@ from __future__ import annotations
 import numpy as np
 
 from llmbatch.compilation.decorators import compiled
-from llmbatch.kvcache.allocation import admit_pages, probe
-from llmbatch.kvcache.page_pool import PagePool
+from llmbatch.kvcache.allocation import admit_pages
 from llmbatch.scheduler.admission_order import (
     BLEND,
     COMPUTE_END,
@@ -42,7 +41,8 @@ from llmbatch.scheduler.admission_order import (
     take_aside,
 )
 from llmbatch.scheduler.chunks import give_chunk, note_found
-from llmbatch.scheduler.kv_forecast import expect, most
+from llmbatch.scheduler.forks import claim, fork
+from llmbatch.scheduler.room import fits, foresee, has_room, margin_of
 from llmbatch.scheduler.state import SchedulerState, SequenceRecord, stop_waiting, take_slot
 
 _NOBODY_DUE, _PREEMPTED_DUE, _PREEMPTED_OVERDUE, _PASSED_DUE = range(4)
@@ -58,9 +58,11 @@ def admit(state: SchedulerState, now: float) -> bool:
     tried = 0  # of those passed over
     too_large = np.inf  # tokens of the smallest of them that does not fit
     keeps = state.rules.kind == BLEND and not is_empty(queue)
-    margin = _margin(state)
+    margin = margin_of(state)
     back = limits.pool * (1.0 - alone if keeps else 1.0) - margin  # for what was preempted
     while totals.tokens < totals.budget:
+        if not fork(state, now):
+            return False
         if counts.decoding + counts.prefilling >= limits.most_running:
             return True
         due = _due(state, now)
@@ -86,7 +88,7 @@ def admit(state: SchedulerState, now: float) -> bool:
             pool = limits.pool - margin
             if tried > 0 and state.rules.kind == BLEND:
                 pool -= _wanted(state)
-            if size < min(too_large, compute_most - run.held[COMPUTE_END]) and _fits(
+            if size < min(too_large, compute_most - run.held[COMPUTE_END]) and fits(
                 state, request, prompts[request], queue.lengths[request], pool, now
             ):
                 if tried == 0 and (
@@ -139,7 +141,7 @@ def _choose(state: SchedulerState, compute_most: float, now: float, memory_full:
     run, queue, passed, prompts, limits = state.run, state.queue, state.passed, state.prompts, state.limits
     choice = choose_end(state.rules, queue, prompts, _account(state))
     request = 0
-    wanted, margin = _wanted(state), _margin(state)
+    wanted, margin = _wanted(state), margin_of(state)
     for attempt in range(2):
         end = MEMORY_END if choice.memory_first == (attempt == 0) else COMPUTE_END
         if not (choice.memory if end == MEMORY_END else choice.compute) or (end == MEMORY_END and memory_full):
@@ -155,11 +157,11 @@ def _choose(state: SchedulerState, compute_most: float, now: float, memory_full:
             or run.held[COMPUTE_END] - run.counts[0].passed_tokens + prompts[request] <= choice.reserve
         ):
             pool = limits.pool - margin
-        if _fits(state, request, prompts[request], queue.lengths[request], pool, now):
+        if fits(state, request, prompts[request], queue.lengths[request], pool, now):
             return take(queue, end), end, memory_full
         if end == MEMORY_END and state.rules.behind > 0:
             behind = look_behind(state.rules, queue)
-            if behind >= 0 and _fits(state, behind, prompts[behind], queue.lengths[behind], pool, now):
+            if behind >= 0 and fits(state, behind, prompts[behind], queue.lengths[behind], pool, now):
                 queue.taken[behind] = True
                 skip(queue)
                 return behind, end, memory_full
@@ -195,17 +197,12 @@ def _wanted(state: SchedulerState) -> float:
 
 
 @compiled
-def _margin(state: SchedulerState) -> float:
-    """Compute the tokens of the pool that predictions leave alone."""
-    return state.limits.margin * state.pages.num_pages * state.pages.page_size
-
-
-@compiled
 def _begin(state: SchedulerState, request: int, end: int, aside: bool, now: float) -> bool:
     """Admit a request for the first time; there must be a slot. False when it got no chunk."""
     prompt, length = state.prompts[request], state.queue.lengths[request]
     slot = take_slot(state.run, request, prompt, end, aside, prompt + length / 2, length)
     state.run.slots[slot].admitted_step = int(now)
+    claim(state, request)
     return _enter(state, slot, now)
 
 
@@ -213,33 +210,8 @@ def _begin(state: SchedulerState, request: int, end: int, aside: bool, now: floa
 def _fits_again(state: SchedulerState, record: SequenceRecord, due: int, pool: float, now: float) -> bool:
     """Tell whether a preempted sequence may return now: one that is due needs room only for what it has."""
     if due in (_PREEMPTED_DUE, _PREEMPTED_OVERDUE):
-        return _has_room(state, record.request, record.known)
-    return _fits(state, record.request, record.known, record.remaining_tokens, pool, now)
-
-
-@compiled
-def _fits(state: SchedulerState, request: int, known: int, length: float, pool: float, now: float) -> bool:
-    """Tell whether the predicted peak stays within `pool` tokens if a sequence enters now."""
-    counts, pages = state.run.counts[0], state.pages
-    if counts.decoding + counts.prefilling == 0:
-        return True
-    if pages.counts[0].free + pages.counts[0].unused == 0:
-        return False
-    start = _start(state, known, now)
-    top = most(state.peak, start + max(length, 1.0), private_tokens(pages, request, known) - start)
-    shared = (pages.counts[0].shared + pages.depth[request] - probe(pages, request)) * pages.page_size
-    return bool(top + shared <= pool)
-
-
-@compiled
-def _has_room(state: SchedulerState, request: int, known: int) -> bool:
-    """Tell whether there is room now for what a sequence has, and for all that run to go on a little."""
-    counts, pages = state.run.counts[0], state.pages
-    running = counts.decoding + counts.prefilling
-    shared = probe(pages, request)
-    return (
-        running == 0 or known // pages.page_size + 2 + running - shared <= pages.counts[0].free + pages.counts[0].unused
-    )
+        return has_room(state, record.request, record.known)
+    return fits(state, record.request, record.known, record.remaining_tokens, pool, now)
 
 
 @compiled
@@ -253,20 +225,5 @@ def _enter(state: SchedulerState, slot: int, now: float) -> bool:
     counts.admissions += 1
     run.prefilling[counts.prefilling] = slot
     counts.prefilling += 1
-    start = _start(state, record.known, now)
-    base = private_tokens(pages, record.request, record.known) - start
-    expect(state.peak, slot, start + max(record.remaining_tokens, 1.0), base)
+    foresee(state, slot, record, now)
     return give_chunk(state, slot)
-
-
-@compiled
-def private_tokens(pages: PagePool, request: int, tokens: int) -> int:
-    """Count the KV tokens of a sequence beside the shareable pages of its prompt, a page more for rounding."""
-    private: int = tokens + (1 - pages.depth[request]) * pages.page_size
-    return private
-
-
-@compiled
-def _start(state: SchedulerState, known: int, now: float) -> float:
-    """Find the step before the first of its tokens, if the step's budget were all its own."""
-    return now + 1.0 + known / max(state.chunks.totals[0].budget, 1)

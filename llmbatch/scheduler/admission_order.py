@@ -264,6 +264,15 @@ def put_aside(passed: Passed, request: int, now: float) -> None:
 
 
 @compiled
+def place_aside(passed: Passed, request: int) -> int:
+    """Find the place of a request among those aside, -1 for none."""
+    for at in range(passed.size[0]):
+        if passed.requests[at] == request:
+            return at
+    return -1
+
+
+@compiled
 def take_aside(passed: Passed, at: int) -> int:
     """Take the request at a place: it is aside no more."""
     request: int = passed.requests[at]

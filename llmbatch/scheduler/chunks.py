@@ -7,7 +7,7 @@ that publishes it.
 from __future__ import annotations
 
 from llmbatch.compilation.decorators import compiled
-from llmbatch.kvcache.allocation import adopt, extend
+from llmbatch.kvcache.allocation import adopt, extend, find_tail, take_tail
 from llmbatch.perf_model.work import pairs_of
 from llmbatch.scheduler.admission_order import COMPUTE_END
 from llmbatch.scheduler.state import SchedulerState, SequenceRecord, StepBuilder, StepTotals
@@ -33,13 +33,19 @@ def give_chunk(state: SchedulerState, slot: int) -> bool:
     target = record.known if record.known == record.prompt else record.known - 1
     if record.computed % size == 0:
         note_found(record, adopt(pages, slot, target), totals)
-    start = record.computed
+    start, tail = record.computed, -1
+    if start == pages.held[slot] * size:
+        tail, more = find_tail(pages, slot, target)
+        start += more
     room: int = (pages.held[slot] + pages.counts[0].free + pages.counts[0].unused) * size - start
     count = min(_affordable(chunks, start, target - start, size), room)
     if start + count < target:
         count = (start + count) // size * size - start
     if count <= 0:
         return False
+    if tail >= 0:
+        take_tail(pages, slot, tail)
+        note_found(record, start, totals)
     extend(pages, slot, start + count)
     again = max(0, min(record.reached - start, count))
     record.recomputed += again

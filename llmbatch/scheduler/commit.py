@@ -16,10 +16,11 @@ from llmbatch.kvcache.eviction import give_up
 from llmbatch.kvcache.page_pool import tokens_spared
 from llmbatch.kvcache.shared_reads import start_reading
 from llmbatch.perf_model.work import chunk_reads, pairs_of, reads_of, sees_all, spared_of
-from llmbatch.scheduler.admission import private_tokens
 from llmbatch.scheduler.admission_order import MEMORY_END
 from llmbatch.scheduler.chunks import give_chunk
+from llmbatch.scheduler.forks import let_go
 from llmbatch.scheduler.kv_forecast import expect, forget
+from llmbatch.scheduler.room import private_tokens
 from llmbatch.scheduler.state import SchedulerState, SequenceTable, give_slot, stop_running, stop_waiting
 
 
@@ -31,6 +32,7 @@ class StepColumns(NamedTuple):
     starts: NDArray[np.int32]
     counts: NDArray[np.int32]
     samples: NDArray[np.bool_]
+    copies: NDArray[np.int32]
 
 
 class Work(NamedTuple):
@@ -164,7 +166,8 @@ def advance(
         record.computed += counts[i]
         record.reached = max(record.reached, record.computed)
         if samples[i]:
-            if record.known == record.prompt:  # a prompt is charged in one piece, whatever chunks it was cut into
+            # A prompt is charged in one piece, whatever chunks it was cut into.
+            if record.known == record.prompt and record.cached < record.prompt:
                 read += reads_of(reach, float(record.cached), record.prompt - record.cached)
             record.known += 1
             if finished[sampled] != 0:
@@ -193,9 +196,11 @@ def end_sequences(state: SchedulerState, slots: NDArray[np.int32]) -> None:
 
 
 @compiled
-def withdraw(state: SchedulerState, slot: int) -> None:
-    """End a sequence between two steps, whether it runs or is preempted."""
+def withdraw(state: SchedulerState, slot: int, now: float) -> None:
+    """End a sequence between two steps, whether it runs or is preempted; there must be slots for what follows it."""
     run = state.run
+    if run.slots[slot].known == run.slots[slot].prompt:
+        let_go(state, run.slots[slot].request, now)
     if stop_waiting(run, slot):
         give_up(state.pages, slot, run.slots[slot].request)
     else:
@@ -207,22 +212,31 @@ def withdraw(state: SchedulerState, slot: int) -> None:
 
 @compiled
 def pack(state: SchedulerState) -> StepColumns:
-    """Write the columns of the step that was decided, decodes first."""
+    """Write the columns of the step that was decided: decodes first, and forks behind the chunks that they follow."""
     run, chunks = state.run, state.chunks
-    decodes = run.counts[0].decoding
-    total = decodes + chunks.totals[0].chunks
+    decodes, forks, copied = run.counts[0].decoding, chunks.totals[0].forks, 0
+    total = decodes + chunks.totals[0].chunks + forks
     slots, requests = np.empty(total, np.int32), np.empty(total, np.int32)
     starts, counts = np.empty(total, np.int32), np.empty(total, np.int32)
     samples = np.empty(total, np.bool_)
-    slots[:decodes], slots[decodes:] = run.decoding[:decodes], chunks.slots[: total - decodes]
-    counts[:decodes], counts[decodes:] = 1, chunks.counts[: total - decodes]
-    samples[:decodes], samples[decodes:] = True, chunks.samples[: total - decodes]
+    copies = np.empty((forks, 2), np.int32)
+    slots[:decodes], counts[:decodes], samples[:decodes] = run.decoding[:decodes], 1, True
+    i, fork = decodes, 0
+    for chunk in range(chunks.totals[0].chunks):
+        slots[i], counts[i], samples[i] = chunks.slots[chunk], chunks.counts[chunk], chunks.samples[chunk]
+        i += 1
+        while fork < forks and chunks.leads[fork] == chunk:
+            slots[i], counts[i], samples[i] = chunks.forks[fork], 0, True
+            if chunks.copies[fork, 0] >= 0:
+                copies[copied, 0], copies[copied, 1] = chunks.copies[fork, 0], chunks.copies[fork, 1]
+                copied += 1
+            i, fork = i + 1, fork + 1
     records = run.slots
     for i in range(total):
         record = records[slots[i]]
         requests[i] = record.request
         starts[i] = record.computed
-    return StepColumns(slots, requests, starts, counts, samples)
+    return StepColumns(slots, requests, starts, counts, samples, copies[:copied])
 
 
 @compiled

@@ -19,6 +19,8 @@ Phases. `decide_step` runs these in order; each reads what the ones before it le
 6. A way on (`commit.unblock`). Where the step is still empty, something is admitted whatever the budget says, or the
    newest prefill gives its pages back until the oldest has a chunk.
 
+Forks (`llmbatch.scheduler.forks`) enter behind the chunks that end their prompt, before the next admission and at last.
+
 Re-entry. A step may need more slots than there are, and compiled code cannot make arrays larger. `decide_step` then
 returns False between two admissions, `totals.begun` stays True, and the caller doubles the slots (`Scheduler.grow`) and
 calls again. 1 to 3 are not repeated; 4 to 6 go on where they stood, as all that they did stands in the state. Between
@@ -50,8 +52,9 @@ Deciding is not pure: it admits, preempts and allocates while it decides. What i
 |                   |                                                 | `rebind` and `grow`                            |
 | `chunks`          | `chunks.give_chunk`, `chunks.note_found`; the   | nobody                                         |
 |                   | totals by this module                           |                                                |
-| `queue`, `passed` | `admission`                                     | nobody; replaced by `Scheduler.enqueue` and    |
+| `queue`, `passed` | `admission`, `forks.claim`                      | nobody; replaced by `Scheduler.enqueue` and    |
 |                   |                                                 | `rebind`, which also set `queue.taken`         |
+| `equal`           | `forks`                                         | `forks.let_go`; replaced by `rebind`           |
 | `remaining`       | nobody                                          | `charge`; replaced by `Scheduler.enqueue`      |
 | all else          | nobody                                          | nobody; replaced by `Scheduler`                |
 """
@@ -64,6 +67,7 @@ from llmbatch.scheduler.admission import admit
 from llmbatch.scheduler.admission_order import BLEND, is_empty
 from llmbatch.scheduler.chunks import prefill
 from llmbatch.scheduler.commit import Work, hold_decodes, long_victim, preempt, unblock
+from llmbatch.scheduler.forks import fork
 from llmbatch.scheduler.state import SchedulerState
 from llmbatch.scheduler.token_budget import Load, prices, step_tokens
 
@@ -99,6 +103,8 @@ def decide_step(state: SchedulerState, now: float) -> bool:
         before = counts.preemptions
         unblock(state, now)
         totals.preempted += counts.preemptions - before
+    if not fork(state, now):
+        return False
     totals.begun = False
     return True
 
@@ -111,7 +117,7 @@ def _begin(state: SchedulerState, now: float) -> None:
     kv_tokens = hold_decodes(state, now)
     decodes, work = counts.decoding, state.remaining[0]
     totals.begun = True
-    totals.tokens = totals.chunks = totals.cached = totals.recomputed = 0
+    totals.tokens = totals.chunks = totals.cached = totals.recomputed = totals.forks = totals.forked = 0
     totals.compute_end_tokens = totals.memory_end_tokens = 0
     totals.preempted = counts.preemptions - before
     load = Load(decodes, kv_tokens, work.compute_seconds, work.memory_seconds)

@@ -12,13 +12,22 @@ or asking costs one pass over the running sequences.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from llmbatch.compilation.decorators import compiled
 from llmbatch.compilation.references import by_reference
+from llmbatch.planning.lengths import Expected
+
+
+class Lengths(Protocol):
+    """Expected lengths of answers (`llmbatch.planning.lengths.LengthModel` learns them)."""
+
+    def remaining(self, requests: NDArray[np.int32], generated: NDArray[np.int32]) -> Expected:
+        """Predict the tokens that each request has yet to generate, having generated some: moments, float64 each."""
+        ...
 
 
 @by_reference

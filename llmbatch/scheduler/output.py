@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 
 import numpy as np
@@ -30,6 +30,8 @@ class Step:
     A sequence's tokens are its prompt followed by what it has generated; its chunk is the tokens
     `[start, start + count)`. Sequences in one step may share pages: each layer of an engine must write
     the KV of the whole step before any of its sequences attends.
+
+    Forks (`llmbatch.scheduler.forks`) stand behind the sequence whose prompt they have.
     """
 
     index: int
@@ -37,7 +39,7 @@ class Step:
     slots: NDArray[np.int32]  # the engine's place of each sequence; kept while it is preempted
     requests: NDArray[np.int32]  # index into the `RequestBatch`
     starts: NDArray[np.int32]  # tokens whose KV is already in pages
-    counts: NDArray[np.int32]  # tokens computed now, >= 1
+    counts: NDArray[np.int32]  # tokens computed now; 0 of a fork, which samples from the logits of the one before it
     samples: NDArray[np.bool_]  # True where the chunk ends at the last known token: one token is sampled
     block_tables: NDArray[np.int32]  # [slots, width] page of each page-sized block; valid during the step
     cached_tokens: int = 0  # prompt tokens of rows admitted in this step found in pages
@@ -45,6 +47,8 @@ class Step:
     preempted: int = 0  # sequences that lost their pages in this step
     running: int = 0  # sequences that hold pages, computing or waiting for the budget
     kv_tokens: int = 0  # tokens that the pages in use hold during the step, shared pages once
+    # [copies, 2] pages whose KV is copied to another page when the step's tokens are computed
+    copies: NDArray[np.int32] = field(default_factory=lambda: np.empty((0, 2), np.int32))
     spared_tokens: int = 0  # KV tokens that decodes need not read, where the engine reads shared prefixes together
 
     @property
@@ -59,7 +63,8 @@ class Step:
 
     def read_tokens(self, reach: Reach) -> float:
         """Count the KV tokens that it reads, those that decodes read together once."""
-        read = as_python(reads_of)(reach, self.starts.astype(np.float64), self.counts.astype(np.float64))
+        some = self.counts > 0
+        read = as_python(reads_of)(reach, self.starts[some].astype(np.float64), self.counts[some].astype(np.float64))
         return max(0.0, float(np.sum(read) - as_python(spared_of)(reach, self.spared_tokens)))
 
 

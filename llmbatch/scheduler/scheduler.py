@@ -23,7 +23,6 @@ No work in a step is proportional to the requests that wait; what is proportiona
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,12 +32,13 @@ from llmbatch.kvcache.page_pool import PagePool, tokens_spared
 from llmbatch.kvcache.page_trie import PageTrie
 from llmbatch.kvcache.publish import EndedPages, publish
 from llmbatch.perf_model.work import Rates
-from llmbatch.planning.lengths import Expected
 from llmbatch.planning.prefix_tree import PrefixTree
 from llmbatch.scheduler.admission_order import EndRules, Ends, FromFront, Passed, TwoEndedQueue
 from llmbatch.scheduler.commit import advance, end_sequences, expect_anew, pack, withdraw
 from llmbatch.scheduler.decide import charge, decide_step, needs_attention
-from llmbatch.scheduler.kv_forecast import KVForecast
+from llmbatch.scheduler.equal_prompts import EqualPrompts
+from llmbatch.scheduler.forks import check_follows, claim_again
+from llmbatch.scheduler.kv_forecast import KVForecast, Lengths
 from llmbatch.scheduler.output import FinishReason, Step, StepResult
 from llmbatch.scheduler.renumber import carry_pages, carry_peak, carry_running, find_pages
 from llmbatch.scheduler.state import Limits, SchedulerState, SequenceTable, StepBuilder, is_done, remaining_work
@@ -46,14 +46,6 @@ from llmbatch.scheduler.steering import STEERING, Steering
 from llmbatch.scheduler.token_budget import Budget, BudgetRules, FixedBudget
 
 _SLOTS = 64  # to begin with
-
-
-class Lengths(Protocol):
-    """Expected lengths of answers (`llmbatch.planning.lengths.LengthModel` learns them)."""
-
-    def remaining(self, requests: NDArray[np.int32], generated: NDArray[np.int32]) -> Expected:
-        """Predict the tokens that each request has yet to generate, having generated some: moments, float64 each."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,9 +89,13 @@ class Scheduler:
         rates: Rates,
         max_running: int,
         prompts: Prompts | None = None,
+        equal: EqualPrompts | None = None,
         steering: Steering = STEERING,
     ) -> None:
-        """With `prompts` pages are found by what they hold too, also after other rows have joined."""
+        """With `prompts` pages are found by what they hold too, also after other rows have joined.
+
+        With `equal`, of requests with one prompt only the first computes it.
+        """
         self._taken = np.zeros(len(prompt_lengths), np.bool_)
         self._lengths = lengths
         width = _width(prompt_lengths, trie)
@@ -111,6 +107,7 @@ class Scheduler:
             chunks=StepBuilder.empty(_SLOTS, rates.reach),
             queue=TwoEndedQueue.of(np.empty(0, np.int32), self._taken, np.empty(0)),
             passed=Passed.empty(),
+            equal=equal or EqualPrompts.none(len(prompt_lengths)),
             rules=EndRules.of(FromFront()),
             budget=BudgetRules.of(FixedBudget()),
             prompts=prompt_lengths,
@@ -133,6 +130,7 @@ class Scheduler:
         numbers: NDArray[np.int32],
         max_running: int,
         prompts: Prompts | None = None,
+        equal: EqualPrompts | None = None,
     ) -> None:
         """Schedule another shard, with the sequences that run now among its rows; nothing waits until `enqueue`.
 
@@ -149,9 +147,11 @@ class Scheduler:
             pages=carry_pages(state.pages, numbers, trie, _width(prompt_lengths, trie), prompts or Prompts.nothing()),
             queue=TwoEndedQueue.of(np.empty(0, np.int32), self._taken, np.empty(0)),
             passed=Passed.empty(),
+            equal=equal or EqualPrompts.none(len(prompt_lengths)),
             prompts=prompt_lengths,
             limits=state.limits._replace(most_running=max_running),
         )
+        claim_again(self.state)
 
     def found(self, prompts: Prompts, tree: PrefixTree, numbers: NDArray[np.int32]) -> NDArray[np.int32]:
         """Count how many leading pages are there of each row of a shard that is to join, int32 by its new number."""
@@ -178,7 +178,7 @@ class Scheduler:
     @property
     def waiting(self) -> bool:
         """Whether requests wait to be admitted."""
-        return bool(self.state.queue) or bool(self.state.passed)
+        return bool(self.state.queue) or bool(self.state.passed) or bool(self.state.equal.follows.any())
 
     @property
     def _num_admitted(self) -> int:
@@ -260,8 +260,11 @@ class Scheduler:
         state = self.state
         slots = np.flatnonzero(np.isin(state.run.slots["request"], requests)).astype(np.int32)
         finished = self._finish(slots, np.full(len(slots), reason, np.uint8))
+        if len(slots):
+            while self.state.run.counts[0].free < np.count_nonzero(self.state.equal.follows):
+                self.grow()
         for slot in slots.tolist():
-            withdraw(state, slot)
+            withdraw(self.state, slot, float(self.steps))
         return finished
 
     def check(self) -> None:
@@ -278,6 +281,7 @@ class Scheduler:
             assert record.computed < record.known, "a sequence has nothing to compute"
         for slot in preempted:
             assert pages.request[slot] < 0, "a preempted slot holds pages"
+        check_follows(self.state)
         free = run.slots["request"] < 0
         assert np.count_nonzero(free) + self._num_admitted == len(run.slots), "a slot is lost"
 
@@ -319,6 +323,7 @@ class Scheduler:
             counts=columns.counts,
             samples=columns.samples,
             block_tables=state.pages.tables,
+            copies=columns.copies,
             cached_tokens=int(totals.cached),
             recomputed_tokens=int(totals.recomputed),
             preempted=int(totals.preempted),

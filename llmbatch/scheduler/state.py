@@ -18,6 +18,7 @@ from llmbatch.compilation.references import by_reference
 from llmbatch.kvcache.page_pool import PagePool
 from llmbatch.perf_model.work import Rates, Reach
 from llmbatch.scheduler.admission_order import EndRules, Passed, TwoEndedQueue, is_empty
+from llmbatch.scheduler.equal_prompts import EqualPrompts
 from llmbatch.scheduler.kv_forecast import KVForecast
 from llmbatch.scheduler.steering import Steering
 from llmbatch.scheduler.token_budget import BudgetRules
@@ -113,6 +114,8 @@ class StepTotals:
     budget: Int64  # tokens that prefills may take
     tokens: Int64  # of these, taken
     chunks: Int64
+    forks: Int64  # sequences that begin behind these chunks
+    forked: Int64  # chunks whose forks have entered
     cached: Int64  # prompt tokens of sequences admitted in this step found in pages
     recomputed: Int64  # tokens computed again
     compute_end_tokens: Int64  # of the budget, taken by sequences of this end
@@ -132,20 +135,25 @@ class StepBuilder(NamedTuple):
     slots: NDArray[np.int32]
     counts: NDArray[np.int32]  # tokens
     samples: NDArray[np.bool_]
+    forks: NDArray[np.int32]  # slots
+    leads: NDArray[np.int32]  # the chunk behind which each of these begins, in rising order
+    copies: NDArray[np.int32]  # [forks, 2] a page and the one that it is copied to, or -1 twice
     totals: Records[StepTotals]  # [1]
     reach: Reach
 
     @classmethod
     def empty(cls, capacity: int, reach: Reach) -> StepBuilder:
         """Make room for `capacity` chunks."""
-        slots, counts = np.empty(capacity, np.int32), np.empty(capacity, np.int32)
-        return cls(slots, counts, np.empty(capacity, np.bool_), records(StepTotals), reach)
+        slots, counts, forks, leads = (np.empty(capacity, np.int32) for _ in range(4))
+        samples, copies = np.empty(capacity, np.bool_), np.empty((capacity, 2), np.int32)
+        return cls(slots, counts, samples, forks, leads, copies, records(StepTotals), reach)
 
     def grown(self) -> StepBuilder:
         """Return the same with twice the room."""
         old = len(self.slots)
         new = StepBuilder.empty(2 * old, self.reach)
         new.slots[:old], new.counts[:old], new.samples[:old] = self.slots, self.counts, self.samples
+        new.forks[:old], new.leads[:old], new.copies[:old] = self.forks, self.leads, self.copies
         new.totals[:] = self.totals
         return new
 
@@ -183,6 +191,7 @@ class SchedulerState(NamedTuple):
     chunks: StepBuilder
     queue: TwoEndedQueue
     passed: Passed
+    equal: EqualPrompts
     rules: EndRules
     budget: BudgetRules
     prompts: NDArray[np.int32]  # by request: tokens

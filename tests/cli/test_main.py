@@ -81,7 +81,10 @@ def test_the_same_command_on_its_finished_output_says_so(
         (["--prompt", "text", "--kv-memory", "lots"], "must be a number of bytes such as 2e9 or 4GiB, got 'lots'"),
         (["--prompt", "text", "--kv-memory", "10"], "kv_memory must hold at least one page of"),
         (["--prompt", "text", "--order", "best"], "argument --order: must be one of "),
-        ([], "exactly one of prompt, template and messages must be given, got none: only a batch in OpenAI's form"),
+        (
+            [],
+            "exactly one of prompt, template, messages and turns must be given, got none: only a batch in",
+        ),
         (["--prompt", "text", "--temperature", "-1"], "temperature must be"),
         (["--prompt", "text", "--sampling-params", "text2"], "'text2'"),
         (["--messages", "text", "--chat"], "chat"),

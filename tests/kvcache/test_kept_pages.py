@@ -13,6 +13,7 @@ from llmbatch.kvcache.contents import Prompts
 from llmbatch.kvcache.page_trie import PageTrie
 from llmbatch.planning.prefix_tree import PrefixTree
 from llmbatch.scheduler.admission_order import Blend, Ends, FromFront
+from llmbatch.scheduler.equal_prompts import EqualPrompts
 from llmbatch.scheduler.output import FinishReason, Step
 from llmbatch.scheduler.scheduler import FinishedSequences, QueueUpdate, Scheduler
 from llmbatch.scheduler.token_budget import FixedBudget
@@ -74,13 +75,14 @@ class Job:
         offsets = np.concatenate(([0], np.cumsum(lengths))).astype(np.int64)
         prompts = Prompts(tokens, offsets, np.full(len(lengths), 2**31 - 1, np.int32))
         tree = PrefixTree.build(prompts.tokens, prompts.offsets)
+        equal = EqualPrompts.of(tree, len(self.rows))
         answers = np.array([row.length for row in self.rows], np.int32)
         believed = np.minimum(answers, self.most).astype(np.float64)
         if self.scheduler is None:
             trie = PageTrie.build(tree.rows, tree.lcp, self.size, len(self.rows))
             self.scheduler = Scheduler(
                 lengths, num_pages=self.num_pages, trie=trie, lengths=Believed(believed), rates=RATES,
-                max_running=self.running, prompts=prompts,
+                max_running=self.running, prompts=prompts, equal=equal,
             )  # fmt: skip  # arguments in groups
             self.engine = SimulatedEngine(answers, COST)
         else:
@@ -88,7 +90,7 @@ class Job:
             trie = PageTrie.build(tree.rows, tree.lcp, self.size, len(self.rows), found)
             self.scheduler.rebind(
                 lengths, trie=trie, lengths=Believed(believed), numbers=numbers, max_running=self.running,
-                prompts=prompts,
+                prompts=prompts, equal=equal,
             )  # fmt: skip  # arguments in groups
             self.engine.rebind(answers)
         self.scheduler.check()
@@ -108,9 +110,10 @@ class Job:
                 page = step.block_tables[slot, at // self.size]
                 self.kv[page, at % self.size] = hash(tuple(tokens[: at + 1]))
         for tokens, slot, begin, count in zip(sequences, step.slots, step.starts, step.counts, strict=True):
-            for at in range(begin + count):
+            for at in range(begin + count if count else 0):
                 page = step.block_tables[slot, at // self.size]
                 assert self.kv[page, at % self.size] == hash(tuple(tokens[: at + 1])), "a page holds another prefix"
+        self.kv[step.copies[:, 1]] = self.kv[step.copies[:, 0]]
         self.computed += step.num_tokens - step.recomputed_tokens
         finished = scheduler.commit(step, self.engine.execute(step))
         scheduler.check()
@@ -165,7 +168,9 @@ def windows(draw: st.DrawFn) -> list[list[Row]]:
         for _ in range(int(rng.integers(1, 10))):
             beginnings = prefixes + before
             begin = beginnings[int(rng.integers(len(beginnings)))][: int(rng.integers(1, 60))]
-            rows.append(Row(begin + rng.integers(0, 3, rng.integers(1, 8)).tolist(), int(rng.integers(1, 30))))
+            prompt = begin + rng.integers(0, 3, rng.integers(1, 8)).tolist()
+            for _ in range(1 if rng.random() < 0.7 else 4):
+                rows.append(Row(list(prompt), int(rng.integers(1, 30))))
         before += [row.tokens for row in rows]
         made.append(rows)
     return made
@@ -223,7 +228,7 @@ def test_the_next_turn_finds_the_answer_in_a_later_window() -> None:
     turn = Row([*first.tokens, 50, 51, 52], 4)
     job.join([turn])
     job.run()
-    assert job.cached[id(turn)] == 20  # of 22 tokens the last is never computed upon
+    assert job.cached[id(turn)] == 21  # of 22 tokens the last is never computed upon
 
 
 def test_the_next_turn_finds_the_answer_in_the_same_window() -> None:
@@ -239,7 +244,18 @@ def test_the_next_turn_finds_the_answer_in_the_same_window() -> None:
         QueueUpdate(order + 1, np.full(2, 12.0), FromFront(), FixedBudget(10), compute=1.0, memory=1.0)
     )
     job.run()
-    assert job.cached[id(turn)] == 20
+    assert job.cached[id(turn)] == 21
+
+
+def test_of_two_turns_that_go_on_from_one_answer_the_first_finds_where_it_ended() -> None:
+    first = Row(list(range(100, 110)), 12)
+    job = Job(4, 100)
+    job.join([first])
+    job.run()
+    turns = [Row([*first.tokens, 50 + i, 60], 4) for i in range(2)]
+    job.join(turns)
+    job.run()
+    assert sorted(job.cached[id(turn)] for turn in turns) == [20, 21]
 
 
 def test_pages_of_planned_rows_outlive_those_of_answers() -> None:
@@ -303,7 +319,7 @@ def test_without_prompts_nothing_is_kept() -> None:
     job.join([Row([1] * 9, 3)])
     job.run()
     assert job.scheduler is not None
-    assert job.scheduler.state.pages.counts[0].free == 98
+    assert job.scheduler.state.pages.counts[0].free == 97  # the page in which the answer ended is kept, too
     trie = PageTrie.build(np.arange(1, dtype=np.int32), np.zeros(1, np.int32), 4, 1)
     scheduler = Scheduler(
         np.array([9], np.int32), num_pages=100, trie=trie, lengths=Believed(np.ones(1)), rates=RATES, max_running=6

@@ -186,7 +186,10 @@ def test_requests_go_back_to_lines() -> None:
 @pytest.mark.parametrize(
     ("schema", "said"),
     [
-        ({"text": pa.string()}, "exactly one of prompt, template and messages must be given, got none: only a batch"),
+        (
+            {"text": pa.string()},
+            "exactly one of prompt, template, messages and turns must be given, got none: only",
+        ),
         (
             {"custom_id": pa.int64(), "method": pa.string(), "url": pa.string(), "body": pa.string()},
             "the custom_id column",

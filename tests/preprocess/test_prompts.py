@@ -23,10 +23,10 @@ from tests.support.tokenizers import texts_of
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({}, "exactly one of prompt, template and messages must be given, got none"),
+        ({}, "exactly one of prompt, template, messages and turns must be given, got none"),
         (
             {"prompt": "a", "messages": "b"},
-            "exactly one of prompt, template and messages must be given, got prompt and messages",
+            "exactly one of prompt, template, messages and turns must be given, got prompt and messages",
         ),
         (
             {"messages": "m", "chat": True},

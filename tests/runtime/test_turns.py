@@ -67,9 +67,8 @@ def test_next_turns_are_answered_as_by_generate_and_find_what_was_answered(
     expected = generate(tiny_model("llama"), feed.second, [MOST] * 3, [EOS], PAD)
     second = id(feed.windows[1])
     assert [taken.tokens[second, i] for i in range(3)] == expected
-    # All full pages of prompt and answer, but of the last token, upon which nothing was computed.
-    known = [len(row) - 2 - (row[-3] != EOS) for row in feed.second]
-    assert [taken.cached[second, i] for i in range(3)] == [n // 4 * 4 for n in known]
+    # All of prompt and answer, but of the last token, upon which nothing was computed.
+    assert [taken.cached[second, i] for i in range(3)] == [len(row) - 3 for row in feed.second]
 
 
 def test_a_window_finds_the_prefix_of_one_that_has_ended() -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from llmbatch.engine.simulated import SimulatedEngine
 from llmbatch.scheduler.admission_order import Blend, EndRules, Ends, FromFront, TwoEndedQueue, look_behind
-from llmbatch.scheduler.output import Step
+from llmbatch.scheduler.output import FinishReason, Step
 from llmbatch.scheduler.scheduler import FinishedSequences, QueueUpdate, Scheduler
 from llmbatch.scheduler.token_budget import Budget, ClosedLoopBudget, FixedBudget
 from tests.support.workloads import COST, RATES, Believed, Workload, workloads
@@ -24,7 +24,14 @@ def least_pages(load: Workload, page_size: int) -> int:
 
 
 def scheduler_for(
-    load: Workload, page_size: int, num_pages: int, ends: Ends, budget: Budget, max_running: int = 8
+    load: Workload,
+    page_size: int,
+    num_pages: int,
+    ends: Ends,
+    budget: Budget,
+    max_running: int = 8,
+    *,
+    forks: bool = True,
 ) -> Scheduler:
     scheduler = Scheduler(
         load.prompt_lengths,
@@ -33,6 +40,7 @@ def scheduler_for(
         lengths=Believed(load.believed),
         rates=RATES,
         max_running=max_running,
+        equal=load.equal() if forks else None,
     )
     order = np.arange(len(load.prompts), dtype=np.int32)
     scheduler.enqueue(QueueUpdate(order, load.believed, ends, budget, compute=1.0, memory=1.0))
@@ -90,9 +98,11 @@ def test_a_token_is_computed_from_tokens_that_are_in_pages_or_in_the_step(
                     load, request, position
                 )
         for slot, request, start, count in zip(step.slots, step.requests, step.starts, step.counts, strict=True):
-            positions = np.arange(start + count)
+            positions = np.arange(start + count if count else 0)
             read = content[step.block_tables[slot, positions // size] * size + positions % size]
-            assert read.tolist() == [token_at(load, request, position) for position in positions]
+            assert read.tolist() == [token_at(load, request, position) for position in positions if count]
+        places = content.reshape(num_pages, size)
+        places[step.copies[:, 1]] = places[step.copies[:, 0]]
         finished = scheduler.commit(step, engine.execute(step))
         for slot in finished.slots.tolist():
             engine.pop_tokens(slot)
@@ -173,9 +183,46 @@ def test_requests_admitted_in_one_step_share_what_that_step_computes() -> None:
 
 def test_a_prompt_that_is_wholly_cached_still_computes_its_last_token() -> None:
     load = Workload([[1, 2, 3, 4]] * 2, np.full(2, 1, np.int32), np.full(2, 1.0))
-    steps, _ = run(load, scheduler_for(load, 1, 20, FromFront(), FixedBudget(100)))
+    steps, _ = run(load, scheduler_for(load, 1, 20, FromFront(), FixedBudget(100), forks=False))
     assert steps[0].counts.tolist() == [4, 1]
     assert steps[0].cached_tokens == 3
+
+
+@given(workloads(), sizes, st.sampled_from(ENDS), st.sampled_from(BUDGETS), st.integers(1, 5))
+@settings(max_examples=100, deadline=None)
+def test_with_room_for_all_a_prompt_is_computed_once_however_many_answers_it_has(
+    load: Workload, size: int, ends: Ends, budget: Budget, draws: int
+) -> None:
+    once = sorted({tuple(prompt) for prompt in load.prompts})
+    lengths = np.resize(load.lengths, draws * len(once))
+    drawn = Workload([list(prompt) for prompt in once for _ in range(draws)], lengths, lengths.astype(np.float64))
+    single = Workload([list(prompt) for prompt in once], lengths[::draws], lengths[::draws].astype(np.float64))
+    computed = []
+    for each in (single, drawn):
+        steps, _ = run(each, scheduler_for(each, size, 20_000, ends, budget, max_running=1000))
+        computed.append(sum(int(step.counts[step.num_decodes :].sum()) for step in steps))
+    assert computed[0] == computed[1]
+
+
+def test_forks_sample_behind_the_sequence_whose_prompt_they_have_and_copy_its_last_page() -> None:
+    load = Workload([[1, 2, 3, 4, 5]] * 3, np.full(3, 2, np.int32), np.full(3, 2.0))
+    steps, _ = run(load, scheduler_for(load, 4, 20, FromFront(), FixedBudget(100)))
+    assert [step.counts.tolist() for step in steps] == [[5, 0, 0], [1, 1, 1]]
+    assert [step.samples.tolist() for step in steps] == [[True] * 3] * 2
+    tables = steps[0].block_tables[steps[0].slots]
+    assert steps[0].copies.tolist() == [[tables[0, 1], tables[1, 1]], [tables[0, 1], tables[2, 1]]]
+    assert len(steps[1].copies) == 0
+
+
+def test_what_follows_a_withdrawn_sequence_runs_by_itself() -> None:
+    load = Workload([[1] * 9] * 70, np.full(70, 2, np.int32), np.full(70, 2.0))
+    scheduler = scheduler_for(load, 4, 400, FromFront(), FixedBudget(4), max_running=100)
+    step = scheduler.decide()
+    scheduler.commit(step, SimulatedEngine(load.lengths, COST).execute(step))
+    scheduler.withdraw(step.requests, FinishReason.TIMEOUT)
+    scheduler.check()
+    _, ended = run(load, scheduler)
+    assert sorted(np.concatenate([finished.requests for finished in ended]).tolist()) == list(range(1, 70))
 
 
 def test_underestimated_lengths_preempt_the_newest_and_keep_what_it_generated() -> None:
@@ -248,7 +295,7 @@ def test_one_behind_the_memory_ends_candidate_enters_where_that_does_not_fit() -
     load = Workload([[1]] * 53, lengths, lengths.astype(np.float64))
     begun = {}
     for behind in (0, 1):
-        scheduler = scheduler_for(load, 1, 100, Blend(0.0, 0.0, behind), FixedBudget(3))
+        scheduler = scheduler_for(load, 1, 100, Blend(0.0, 0.0, behind), FixedBudget(3), forks=False)
         steps, _ = run(load, scheduler)
         begun[behind] = [next(i for i, step in enumerate(steps) if row in step.requests) for row in (50, 51, 52)]
     assert begun[0][0] > 10

@@ -14,6 +14,8 @@ from llmbatch.perf_model.cost import CostModel, find_shape
 from llmbatch.perf_model.hardware import find_hardware
 from llmbatch.perf_model.work import Rates
 from llmbatch.planning.lengths import Expected
+from llmbatch.planning.prefix_tree import PrefixTree
+from llmbatch.scheduler.equal_prompts import EqualPrompts
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,11 @@ class Workload:
         ordered = [self.prompts[row] for row in rows]
         lcp = [0] + [common(a, b) for a, b in pairwise(ordered)]
         return PageTrie.build(np.array(rows, np.int32), np.array(lcp, np.int32), page_size, len(self.prompts))
+
+    def equal(self) -> EqualPrompts:
+        flat = np.concatenate([np.array(prompt, np.int32) for prompt in self.prompts])
+        offsets = np.concatenate(([0], np.cumsum(self.prompt_lengths))).astype(np.int64)
+        return EqualPrompts.of(PrefixTree.build(flat, offsets), len(self.prompts))
 
 
 def common(a: list[int], b: list[int]) -> int:

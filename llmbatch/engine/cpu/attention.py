@@ -48,6 +48,11 @@ class CpuKVCache:
             self.memory[heads, width] = memory
             self.layers |= {layer: Pages(memory[i], width, page_size) for i, layer in enumerate(alike)}
 
+    def copy(self, pages: NDArray[np.int32]) -> None:
+        """Copy pages, int32 [copies, 2]: the first of each pair to the second, in all layers."""
+        for memory in self.memory.values():
+            memory[:, pages[:, 1]] = memory[:, pages[:, 0]]
+
 
 class AttentionBlocks(NamedTuple):
     """What `attend` takes of a step."""

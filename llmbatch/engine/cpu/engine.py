@@ -109,6 +109,8 @@ class CpuEngine:
                 logits_to_keep=torch.from_numpy(rows),
                 llmbatch=attention,
             ).logits[0]
+            if len(step.copies):
+                self._pages.copy(step.copies)
             result = self._sample(step, logits.float().contiguous().numpy(), None if masks is None else masks.result())
         if scored:
             self._tell_of_prompts(scored, states[0])

@@ -7,6 +7,7 @@ from typing import Any, Final
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from llmbatch.engine.gpu.batch import Kind
 from llmbatch.engine.gpu.execution import Sequential
@@ -57,6 +58,13 @@ class GpuKVCache:
     def spare(self) -> int:
         """The first place of the last page, where there is one to spare."""
         return (self.num_pages - 1) * self.page_size
+
+    def copy(self, pages: NDArray[np.int32]) -> None:
+        """Copy pages, int32 [copies, 2]: the first of each pair to the second, in all layers."""
+        there = torch.from_numpy(pages.T.astype(np.int64)).to(next(iter(self.keys.values())).device, non_blocking=True)
+        for tensor in (*self.keys.values(), *self.values.values()):
+            numbers = tensor.view(torch.uint8)  # e4m3 cannot be indexed
+            numbers[there[1]] = numbers[there[0]]
 
     @property
     def nbytes(self) -> int:

@@ -146,6 +146,8 @@ class GpuEngine:
             tokens, finite = choose(logits, self._draws(part))
             self._generated.view(-1)[targets] = tokens
             chosen.append((tokens, finite))
+        if len(step.copies):
+            self.pages.copy(step.copies)
         sampled = (torch.cat(column) for column in zip(*chosen, strict=True))
         self._queue.append(self._queued(step, parts, begun, *sampled))
         return self._generation.expect(step)

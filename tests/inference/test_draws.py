@@ -1,0 +1,115 @@
+"""Several draws of an answer: their prompt is computed once, wherever it ends, and they are those of rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+import llmbatch
+from llmbatch.engine.base import StreamEngine
+from llmbatch.engine.cpu.engine import CpuEngine
+from llmbatch.planning.workload import Pool, Scheduling
+from llmbatch.preprocess.merging import repeat_draws
+from llmbatch.preprocess.request_batch import RequestBatch
+from llmbatch.preprocess.sampling_params import SamplingParams
+from llmbatch.runtime.stream import Stream
+from llmbatch.scheduler.output import Step, StepResult
+from tests.runtime.test_pool_limits import Answers, Hosting, accelerated_engine, torch_engine
+from tests.runtime.test_stream import Listed, Window
+from tests.support.workloads import COST
+
+TEXTS = ["", "a", "abcdef", "abcdefg", "abcdefgh", "abcdefghijklmnopq"]
+
+
+@pytest.fixture
+def computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Tokens of prompts that each step computed."""
+    counts: list[int] = []
+    execute = CpuEngine.execute
+
+    def counting(self: CpuEngine, step: Step) -> StepResult:
+        counts.append(int(step.counts[step.num_decodes :].sum()))
+        return execute(self, step)
+
+    monkeypatch.setattr(CpuEngine, "execute", counting)
+    return counts
+
+
+def ask(model: str, **options: Any) -> list[dict[str, Any]]:
+    op: Any = llmbatch.LLMOperator(
+        model=model, template="Q{text}", dtype="float32", device="cpu", kv_memory=2**24, temperature=1.0, seed=7,
+        max_tokens=9, **options,
+    )  # fmt: skip  # arguments in groups
+    rows: list[dict[str, Any]] = op(pa.table({"text": TEXTS})).to_pylist()
+    return rows
+
+
+def test_eight_draws_compute_the_tokens_of_one_and_are_those_of_rows(model: str, computed: list[int]) -> None:
+    single = ask(model)
+    once = sum(computed)
+    computed.clear()
+    drawn = ask(model, n=8)
+    assert sum(computed) == once
+    assert [row["choices"][0]["text"] for row in drawn] == [row["generated_text"] for row in single]
+    later: Any = llmbatch.LLMOperator(
+        model=model, template="Q{text}", dtype="float32", device="cpu", kv_memory=2**24, temperature=1.0,
+        sampling_params="how", max_tokens=9,
+    )  # fmt: skip  # arguments in groups
+    for draw in range(8):
+        how = pa.array([{"seed": 7 + draw}] * len(TEXTS))
+        rows = later(pa.table({"text": TEXTS, "how": how})).to_pylist()
+        assert [row["choices"][draw]["text"] for row in drawn] == [row["generated_text"] for row in rows]
+
+
+def test_draws_compute_a_prompt_once_that_they_tell_of(model: str, computed: list[int]) -> None:
+    single = ask(model, prompt_logprobs=1)
+    once = sum(computed)
+    computed.clear()
+    drawn = ask(model, prompt_logprobs=1, n=3)
+    assert sum(computed) == once
+    assert [row["prompt_logprobs"] for row in drawn] == [row["prompt_logprobs"] for row in single]
+
+
+CASES = [
+    (torch_engine, (1, 4, 7, 18), 6, 400, 2048),
+    (torch_engine, (1, 4, 7, 18), 6, 14, 2048),
+    (torch_engine, (1, 4, 7, 18), 6, 14, 8),
+    (accelerated_engine, (3, 4), 3, 40, 2048),
+]
+
+
+@pytest.mark.parametrize(("make", "lengths", "most", "pages", "step_tokens"), CASES)
+def test_draws_are_those_of_single_requests_on_every_engine_and_under_little_memory(
+    make: Any, lengths: tuple[int, ...], most: int, pages: int, step_tokens: int, model: str
+) -> None:
+    rng = np.random.default_rng(3)
+    prompts = [rng.integers(0, 256, n).tolist() for n in lengths]
+    answers = []
+    for draws in (1, most):
+        window = drawn_window(prompts, most // draws, draws)
+        taken = Answers()
+        engine: StreamEngine = make(model, pages)
+        scheduling = Scheduling(max_running=16, step_tokens=step_tokens)
+        Stream.open(Hosting(engine), Pool(pages, 4), COST, scheduling, taken).run(Listed([window]))
+        answers.append([taken.tokens[id(window), i] for i in range(len(window.requests))])
+    assert answers[0] == answers[1]
+
+
+def drawn_window(prompts: list[list[int]], seeds: int, draws: int) -> Window:
+    """Each prompt with so many seeds, and so many draws of each."""
+    params = tuple(SamplingParams(max_tokens=8, temperature=1.0, seed=seed, n=draws) for seed in range(seeds))
+    rows = [prompt for prompt in prompts for _ in params]
+    requests = RequestBatch(
+        tokens=np.concatenate([np.array(prompt, np.int32) for prompt in rows]),
+        offsets=np.concatenate(([0], np.cumsum([len(prompt) for prompt in rows]))).astype(np.int64),
+        max_tokens=np.full(len(rows), 8, np.int32),
+        params_index=np.resize(np.arange(len(params), dtype=np.int32), len(rows)),
+        params=params,
+        serial=np.arange(len(rows), dtype=np.uint64),
+        recorded=np.full(len(rows), 8, np.int32),
+    )
+    requests, _ = repeat_draws(requests, np.arange(len(rows), dtype=np.int32), params)
+    return Window(requests, np.zeros(len(requests), np.int32))
