@@ -11,7 +11,7 @@ begins (`TemplateLM`), the windows of long texts, and what of a generated text c
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, Unpack
 
 import pyarrow as pa
@@ -71,7 +71,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # the harness is shipped 
         self._scorer = self._writer.asking(sampling_column=None, continuation="continuation")
         special: dict[str, Any] = {} if add_bos_token is None else {"add_bos_token": add_bos_token}
         trusted = bool(engine.get("trust_remote_code"))
-        self.tokenizer = AutoTokenizer.from_pretrained(self._writer.folder, trust_remote_code=trusted, **special)
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(self._writer.folder, trust_remote_code=trusted, **special)
         self._add_bos_token = add_bos_token
         self._prefix_token_id = prefix_token_id
         self._prefix = self.tokenizer.decode(self.prefix_token_id)
@@ -144,7 +144,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # the harness is shipped 
         return sums
 
     def _loglikelihood_tokens(
-        self, requests: list[tuple[tuple[str, str] | None, list[int], list[int]]], **kwargs: Any
+        self, requests: Sequence[tuple[tuple[str, str] | None, list[int], list[int]]], **kwargs: Any
     ) -> list[tuple[float, bool]]:
         if not requests:
             return []
@@ -195,7 +195,7 @@ def _table(contexts: list[list[int]], **columns: pa.Array) -> pa.Table:
 
 
 def _device(asked: str) -> str:
-    """Return the device to run on: the harness asks for a GPU where nobody asked for anything, and there may be none."""
+    """Return the device to run on: the harness asks for a GPU where nobody asked for a device, and may have none."""
     import torch
 
     return asked if torch.cuda.is_available() or not asked.startswith("cuda") else "auto"
