@@ -90,7 +90,7 @@ def evaluate(side: str, given: dict[str, Any]) -> dict[str, Any]:
     seconds = time.perf_counter() - begun
     samples = sorted(result["samples"]["facts"], key=lambda sample: sample["doc_id"])
     scores = [float(answer[0][0]) for sample in samples for answer in sample["resps"]]
-    metrics = {name: float(value) for name, value in result["results"]["facts"].items() if name.startswith("acc")}
+    metrics = {name: float(result["results"]["facts"][f"{name},none"]) for name in ("acc", "acc_norm")}
     return {"seconds": seconds, "scores": scores, "metrics": metrics}
 
 

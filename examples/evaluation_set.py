@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 
 from llmbatch import LLMOperator
 
-TEXT = {"type": "string", "minLength": 1, "maxLength": 80}
+TEXT = {"type": "string", "minLength": 1, "maxLength": 40}
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -34,11 +34,12 @@ WRITE = "Write a question about this passage, with its right answer and three wr
 
 def write(model: str, passages: pa.Table) -> pa.Table:
     """Write a question for each passage; those that were cut off are left out."""
-    author = LLMOperator(model=model, template=WRITE, chat=True, structured_outputs={"json": SCHEMA}, max_tokens=500)
+    author = LLMOperator(model=model, template=WRITE, chat=True, structured_outputs={"json": SCHEMA}, max_tokens=600)
     answers = [row["generated_text"] for row in author(passages).to_pylist() if row["finish_reason"] == "stop"]
     made = [json.loads(answer) for answer in answers]
-    choices = [[one["right"], *one["wrong"]] for one in made]
-    return pa.table({"question": [one["question"] for one in made], "choices": choices})
+    questions = pa.array([one["question"] for one in made], pa.string())
+    choices = pa.array([[one["right"], *one["wrong"]] for one in made], pa.list_(pa.string()))
+    return pa.table({"question": questions, "choices": choices})
 
 
 def score(model: str, questions: pa.Table) -> pa.Table:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 
 import ray
+from ray.data.expressions import col
 
 from llmbatch import LLMOperator, map_dataset
 
@@ -30,7 +31,7 @@ def main(model: str, documents: str, output: str) -> None:
     )
     # Equal beginnings go to one actor, and an actor that dies costs what it had in hand. On GPUs: num_gpus=1.
     judged = map_dataset(found, judge, concurrency=1)
-    kept = judged.filter(lambda row: row["generated_text"] == "yes").select_columns(found.columns())
+    kept = judged.filter(expr=col("generated_text") == "yes").select_columns(found.columns())
     kept.write_parquet(output)
 
 

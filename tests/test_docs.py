@@ -97,6 +97,12 @@ def test_the_readme_answers_a_table(chat_model: str, questions: Path) -> None:
     assert table.columns[:2] == ["question", "generated_text"]
 
 
+def test_the_readme_answers_a_lazy_query(chat_model: str, questions: Path) -> None:
+    pytest.importorskip("polars")
+    run_example(blocks("python")[2], chat_model)
+    assert pq.read_table(questions / "answers.parquet").column_names[:2] == ["question", "generated_text"]
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Ray's own
 def test_the_readme_answers_a_ray_dataset(chat_model: str, questions: Path) -> None:
@@ -105,7 +111,7 @@ def test_the_readme_answers_a_ray_dataset(chat_model: str, questions: Path) -> N
 
     start(num_cpus=2, include_dashboard=False)
     try:
-        run_example(blocks("python")[2].replace("concurrency=8, num_gpus=1", "concurrency=1, num_cpus=0.1"), chat_model)
+        run_example(blocks("python")[3].replace("concurrency=8, num_gpus=1", "concurrency=1, num_cpus=0.1"), chat_model)
     finally:
         ray.shutdown()
     assert pq.read_table(questions / "answers").num_rows == 2
