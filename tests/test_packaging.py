@@ -40,7 +40,7 @@ def loaded_by(program: str) -> set[str]:
 
 
 @pytest.fixture(scope="module")
-def project() -> dict[str, object]:
+def project() -> dict[str, Any]:
     return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
 
@@ -148,3 +148,9 @@ def test_each_choice_prompt_names_the_right_answer_once_among_its_options(datase
         assert list(options) == list("ABCD")
         assert len(set(options.values())) == 4
         assert row["answer"] in options
+
+
+def test_what_torch_is_told_to_import_is_there_and_light(project: dict[str, Any]) -> None:
+    (target,) = project["project"]["entry-points"]["torch.backends"].values()
+    module, _, name = target.partition(":")
+    assert loaded_by(f"import {module}\n{module}.{name}()") & HEAVY == set()
