@@ -235,9 +235,8 @@ class Worker:
         texts = placeholder_texts if self.options.engine == "simulated" else AnswerTexts(self.tokenizer)
         columns = AnswerColumns(self.tokenizer)
         answering = AnswerAssembler(sink, texts, columns, timeout, at_risk or FlushPolicy())
-        given = engines, self.pool, self.cost, self.scheduling, answering
+        given, source = (engines, self.pool, self.cost, self.scheduling, answering), self.options.source
         stream = Stream.open(*given, row_timeout=timeout, goes_on=goes_on)
-        source = self.options.source
         if isinstance(source, PromptSource) and source.turns is not None:
             windows = ConversationSource(windows, source, self._requests, self.scheduling.max_running)
         try:
