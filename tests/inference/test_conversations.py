@@ -67,7 +67,7 @@ class Reference:
     """The turns of a row, each by transformers' `generate` upon the rendered conversation."""
 
     def __init__(self, model: str, system: str | None = None) -> None:
-        self._tokenizer: Any = AutoTokenizer.from_pretrained(model)  # type: ignore[no-untyped-call]
+        self._tokenizer: Any = AutoTokenizer.from_pretrained(model)
         self._model = writing_model()
         self._system = [] if system is None else [{"role": "system", "content": system}]
 
