@@ -4,4 +4,15 @@ Must not import what plans, nor what drives it.
 Start reading at `base`.
 """
 
-__all__ = ["base", "config", "devices", "factory", "generation", "grammars", "packing", "recorded", "simulated"]
+__all__ = [
+    "base",
+    "config",
+    "devices",
+    "factory",
+    "generation",
+    "grammars",
+    "packing",
+    "recorded",
+    "seeds",
+    "simulated",
+]

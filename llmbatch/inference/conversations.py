@@ -30,7 +30,6 @@ from llmbatch.engine.seeds import mix
 from llmbatch.inference.row_parts import RequestAnswer
 from llmbatch.inference.window import Window
 from llmbatch.planning.prefix_tree import PrefixTree
-from llmbatch.preprocess.chat import Message
 from llmbatch.preprocess.prompts import PromptSource
 from llmbatch.preprocess.request_batch import Asks, RequestBatch, RowRequests
 from llmbatch.runtime.protocols import WindowSource
@@ -116,7 +115,7 @@ class Conversations:
             parts=TurnParts(self, first),
         )
 
-    def _messages(self, row: int) -> list[Message]:
+    def _messages(self, row: int) -> list[dict[str, str]]:
         """Write the conversation of a row, up to the user message that is to be answered."""
         users: list[Any] = self._turns[row].as_py()
         messages = [] if self._source.system is None else [{"role": "system", "content": self._source.system}]

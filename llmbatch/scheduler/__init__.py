@@ -8,6 +8,7 @@ __all__ = [
     "admission_order",
     "commit",
     "decide",
+    "equal_prompts",
     "output",
     "renumber",
     "scheduler",
