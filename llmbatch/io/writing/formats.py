@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, BinaryIO, Protocol
 
@@ -112,7 +112,7 @@ class Jsonl:
     """
 
     codec: str | None  # "gzip" or "zstd"
-    lines: Lines = _plain_lines
+    lines: Lines = field(default=_plain_lines, repr=False)
 
     def write(self, stream: BinaryIO, tables: Iterable[pa.Table]) -> int:
         """Write the lines of each row."""
