@@ -215,7 +215,7 @@ def slide_window(pages: PagePool, slot: int, computed: int) -> None:
 
 @compiled
 def _move_window(pages: PagePool, slot: int, place: int) -> None:
-    """Let a slot's window be that of a sequence with `place` full pages; pages that it does not hold yet enter later."""
+    """Move a slot's window to that of a sequence of `place` full pages; those that it does not hold yet enter later."""
     windows = pages.windows
     first = first_page(place * pages.page_size, pages.page_size, windows.tokens)
     while windows.first[slot] < first:
@@ -232,7 +232,8 @@ def _last_with_window(pages: PagePool, slot: int, depth: int, path: NDArray[np.i
     Those that are there, up to `depth`, are written into its table behind what it holds.
     """
     windows, size = pages.windows, pages.page_size
-    last = position = pages.held[slot]
+    last: int = pages.held[slot]
+    position = last
     covered = position - windows.first[slot]  # pages before `position` that have window pages, one behind the other
     while position < depth:
         page = pages.resident[path[position]] if position < len(path) else -1

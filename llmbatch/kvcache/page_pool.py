@@ -209,6 +209,16 @@ def room_for(pages: PagePool) -> int:
 
 
 @compiled
+def is_full(pages: PagePool, share: float) -> bool:
+    """Tell whether less than a `share` of the pages, or of the window pages, can be had."""
+    windows = pages.windows
+    room = pages.counts[0].free + pages.counts[0].unused
+    return bool(
+        room < share * pages.num_pages or (windows.tokens > 0 and window_room(windows) < share * windows.num_pages)
+    )
+
+
+@compiled
 def tokens_spared(pages: PagePool) -> int:
     """Count KV tokens that decodes need not read, since others of the step read them for them."""
     tokens: int = pages.reads.spared[0] * pages.page_size

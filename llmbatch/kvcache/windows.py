@@ -103,6 +103,15 @@ class Windows(NamedTuple):
         """Window pages that lie in a window, those in several counted once."""
         return int(self.num_pages - self.counts[0].free - self.worth.counts[0].pages)
 
+    @property
+    def tables_of_step(self) -> NDArray[np.int32] | None:
+        """The tables, if there are window pages."""
+        return self.tables if self.tokens else None
+
+    def begins_at(self, slot: int, computed: int) -> bool:
+        """Tell whether a slot's window is that of a sequence of which so many tokens are computed."""
+        return not self.tokens or int(self.first[slot]) == first_page(computed, self.page_size, self.tokens)
+
     def check(self, tables: NDArray[np.int32], held: NDArray[np.int32], node: NDArray[np.int32]) -> None:
         """Verify the window pages against the slots' tables and the pages' `node`; raises AssertionError."""
         if self.tokens == 0:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,23 +12,55 @@ from numpy.typing import NDArray
 from llmbatch.arguments import INT32_MAX
 from llmbatch.errors import ParameterError, RowError
 from llmbatch.kvcache.contents import Prompts
+from llmbatch.kvcache.windows import NO_WINDOWS, WindowPages
 from llmbatch.planning.lengths import LengthModel
 from llmbatch.planning.order import Policy
 from llmbatch.planning.prefix_tree import PrefixTree
 from llmbatch.preprocess.request_batch import RequestBatch
 
 
+ROW_TOKENS: Final = 2048  # that a row is taken to hold, where memory is split between pages and window pages
+
+
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """The KV memory a shard may use."""
+    """The KV memory a shard may use: pages, and window pages for layers with windows, if these have their own."""
 
     num_pages: int
     page_size: int
+    windows: WindowPages = NO_WINDOWS
+
+    @classmethod
+    def of(
+        cls, memory: int, page_size: int, bytes_per_token: int, *, window_bytes: int = 0, window: int = 0, most: int = 0
+    ) -> Pool:
+        """Make the pages of so many bytes of memory, `bytes_per_token` each token.
+
+        Where `window_bytes` of these are of layers that look back `window` tokens, memory is split so that both kinds
+        of pages run out together if rows hold `ROW_TOKENS` tokens, or the `most` that they may have, if that is less or
+        if pages take no memory. Pages hold all layers if rows are no longer than windows, or memory is small.
+        """
+        whole = cls(memory // (bytes_per_token * page_size), page_size)
+        full_bytes = bytes_per_token - window_bytes
+        share = (window + 2 * page_size) / max(1, most if full_bytes == 0 else min(most, ROW_TOKENS))
+        if window_bytes == 0 or share >= 1.0:
+            return whole
+        num_pages = int(memory / (page_size * (full_bytes + share * window_bytes)))
+        window_pages = (memory - num_pages * page_size * full_bytes) // (page_size * window_bytes)
+        enough = window_pages >= 2 * (window // page_size + 2)
+        return cls(num_pages, page_size, WindowPages(window, window_pages)) if enough else whole
 
     @property
     def tokens(self) -> int:
         """The tokens it holds."""
         return self.num_pages * self.page_size
+
+    def bytes(self, bytes_per_token: float, window_bytes: float) -> float:
+        """The memory it takes, if a token's KV has `bytes_per_token`, and `window_bytes` of them in window pages."""
+        if not self.windows.tokens:
+            return self.tokens * bytes_per_token
+        in_windows = self.windows.num_pages * self.page_size * window_bytes
+        return self.tokens * (bytes_per_token - window_bytes) + in_windows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

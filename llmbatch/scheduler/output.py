@@ -46,6 +46,9 @@ class Step:
     running: int = 0  # sequences that hold pages, computing or waiting for the budget
     kv_tokens: int = 0  # tokens that the pages in use hold during the step, shared pages once
     spared_tokens: int = 0  # KV tokens that decodes need not read, where the engine reads shared prefixes together
+    # Likewise of window pages, where layers with windows have pages of their own (`llmbatch.kvcache.windows`); what
+    # stands before a sequence's window is any page.
+    window_tables: NDArray[np.int32] | None = None
 
     @property
     def num_tokens(self) -> int:

@@ -30,7 +30,7 @@ def compute(pages: PagePool, slot: int, tokens: int) -> None:
 
 def there(pages: PagePool, slot: int) -> list[bool]:
     """Which of a slot's pages have window pages."""
-    return (pages.windows.page[pages.tables[slot, : pages.held[slot]]] >= 0).tolist()
+    return [bool(page >= 0) for page in pages.windows.page[pages.tables[slot, : pages.held[slot]]]]
 
 
 def test_a_sequence_holds_the_window_pages_before_its_last_page_boundary() -> None:
@@ -57,7 +57,7 @@ def test_rows_find_a_path_where_the_window_before_its_end_is_kept_for_them() -> 
 
 
 def test_what_is_found_ends_where_the_window_before_is_there() -> None:
-    """Two rows to come leave the path after 4 and 8 pages, whose windows are all of it; room is made from its end on."""
+    """Rows to come leave the path after 4 and 8 pages, whose windows are all of it; room is made from its end on."""
     prefix = [*range(16)]
     pages = pool([[*prefix, 20], [*prefix[:8], 30], [*prefix, 40], [60] * 8], 30, 9)
     admit_pages(pages, 0, 0, 17)
