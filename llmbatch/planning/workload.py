@@ -18,7 +18,6 @@ from llmbatch.planning.order import Policy
 from llmbatch.planning.prefix_tree import PrefixTree
 from llmbatch.preprocess.request_batch import RequestBatch
 
-
 ROW_TOKENS: Final = 2048  # that a row is taken to hold, where memory is split between pages and window pages
 
 
@@ -56,7 +55,7 @@ class Pool:
         return self.num_pages * self.page_size
 
     def bytes(self, bytes_per_token: float, window_bytes: float) -> float:
-        """The memory it takes, if a token's KV has `bytes_per_token`, and `window_bytes` of them in window pages."""
+        """Return the memory it takes, if a token's KV has `bytes_per_token`, and `window_bytes` of them in window pages."""
         if not self.windows.tokens:
             return self.tokens * bytes_per_token
         in_windows = self.windows.num_pages * self.page_size * window_bytes

@@ -91,7 +91,7 @@ class CpuAttention:
         window_tables: NDArray[np.int32] | None = None,
         window_token_pages: NDArray[np.int32] | None = None,
     ) -> None:
-        """The last two are those of window pages, where there are any."""
+        """Take a step; the last two are those of window pages, where there are any."""
         self.pages = pages
         self.token_pages, self.token_offsets = token_pages, token_offsets
         self.window_token_pages = token_pages if window_token_pages is None else window_token_pages

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from llmbatch.engine.gpu.batch import Kind
 from llmbatch.engine.gpu.execution import Sequential
@@ -22,7 +24,9 @@ PAGE_SIZE: Final = 16
 class GpuKVCache:
     """The KV memory of all layers: `num_pages` pages of `page_size` tokens, a power of two.
 
-    Keys and values of a layer are [pages, heads, page size, width] each.
+    Keys and values of a layer are [pages, heads, page size, width] each. Layers with windows have `window_pages` if
+    there are any, else pages like all others. Kernels may read window pages that nobody has written, and not use them:
+    they are zeros at first.
     """
 
     def __init__(
@@ -30,20 +34,27 @@ class GpuKVCache:
         specs: dict[int, AttentionSpec],
         *,
         num_pages: int,
+        window_pages: int = 0,
         page_size: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         self.specs = specs
         self.num_pages = num_pages
+        self.window_pages = window_pages
         self.page_size = page_size
-        shapes = {layer: (num_pages, spec.heads, page_size, spec.width) for layer, spec in specs.items()}
-        self.keys: dict[int, torch.Tensor] = {
-            layer: torch.empty(shape, dtype=dtype, device=device) for layer, shape in shapes.items()
-        }
-        self.values: dict[int, torch.Tensor] = {
-            layer: torch.empty(shape, dtype=dtype, device=device) for layer, shape in shapes.items()
-        }
+
+        def make(spec: AttentionSpec) -> torch.Tensor:
+            new = torch.zeros if self.in_windows(spec) else torch.empty
+            pages = window_pages if self.in_windows(spec) else num_pages
+            return new((pages, spec.heads, page_size, spec.width), dtype=dtype, device=device)
+
+        self.keys: dict[int, torch.Tensor] = {layer: make(spec) for layer, spec in specs.items()}
+        self.values: dict[int, torch.Tensor] = {layer: make(spec) for layer, spec in specs.items()}
+
+    def in_windows(self, spec: AttentionSpec) -> bool:
+        """Tell whether a layer's KV is in window pages."""
+        return self.window_pages > 0 and spec.window > 0
 
     @property
     def nbytes(self) -> int:
@@ -55,8 +66,8 @@ class GpuAttention:
     """Attention of a step (`llmbatch.engine.model.ops.AttentionContext`).
 
     `plans` are those of the distinct layers (`AttentionSpec.kind`), on the device like `places` int32 [tokens]: the
-    place of each token's keys and values, page times page size plus its place in the page. Each layer's attention,
-    which begins with writing these, is passed to `queue`.
+    place of each token's keys and values, page times page size plus its place in the page; `window_places` likewise in
+    window pages. Each layer's attention, which begins with writing these, is passed to `queue`.
     """
 
     def __init__(
@@ -65,10 +76,11 @@ class GpuAttention:
         backend: PagedAttention,
         plans: dict[Kind, tuple[AttentionPlan, list[torch.Tensor]]],
         places: torch.Tensor,
+        window_places: torch.Tensor,
         queue: Callable[[Callable[[], torch.Tensor]], torch.Tensor],
     ) -> None:
         self._pages, self._backend, self._plans, self._places = pages, backend, plans, places
-        self._queue = queue
+        self._window_places, self._queue = window_places, queue
 
     def run(
         self,
@@ -84,11 +96,12 @@ class GpuAttention:
         """Attend in one layer, after writing its keys and values."""
         keys, values = self._pages.keys[spec.layer], self._pages.values[spec.layer]
         plan, tensors = self._plans[spec.kind]
+        places = self._window_places if self._pages.in_windows(spec) else self._places
 
         def attention() -> torch.Tensor:
             query = packed.new_empty(len(packed), spec.query_heads * spec.width)
             triton_fused.rotate_and_store(
-                packed, query, cosine, sine, query_norm, key_norm, epsilon, self._places, keys, values
+                packed, query, cosine, sine, query_norm, key_norm, epsilon, places, keys, values
             )
             return self._backend.attend(spec, query, keys, values, plan, tensors)
 
@@ -104,10 +117,15 @@ class GpuAttention:
 
 
 def plan_layers(
-    specs: Iterable[AttentionSpec], plan: Callable[[AttentionSpec], AttentionPlan]
+    pages: GpuKVCache,
+    layout: BatchLayout,
+    window_tables: NDArray[np.int32] | None,
+    plan: Callable[[BatchLayout, AttentionSpec], AttentionPlan],
 ) -> dict[Kind, AttentionPlan]:
-    """Plan a step for each kind of layer."""
-    return {kind: plan(spec) for kind, spec in {spec.kind: spec for spec in specs}.items()}
+    """Plan a step for each kind of layer; those in window pages have the same layout with `window_tables`."""
+    windows = layout if window_tables is None else replace(layout, tables=window_tables)
+    kinds = {spec.kind: spec for spec in pages.specs.values()}
+    return {kind: plan(windows if pages.in_windows(spec) else layout, spec) for kind, spec in kinds.items()}
 
 
 class GpuOps:
@@ -130,10 +148,10 @@ class GpuOps:
         pages = GpuKVCache(specs, num_pages=1, page_size=PAGE_SIZE, dtype=dtype, device=self._device)
         layout = BatchLayout(tables=zero[None], slots=zero, starts=zero, counts=zero + tokens, decodes=0)
         backend = TritonAttention(self._device)
-        plans = plan_layers(specs.values(), lambda spec: backend.plan(layout, spec, PAGE_SIZE))
+        plans = plan_layers(pages, layout, None, lambda given, spec: backend.plan(given, spec, PAGE_SIZE))
         there = {
             kind: (plan, [torch.from_numpy(np.ascontiguousarray(array)).to(self._device) for array in plan.uploaded])
             for kind, plan in plans.items()
         }
         places = torch.arange(tokens, dtype=torch.int32, device=self._device)
-        return GpuAttention(pages, backend, there, places, Sequential().attend)
+        return GpuAttention(pages, backend, there, places, places, Sequential().attend)

@@ -65,6 +65,7 @@ class GpuEngine:
         attention: PagedAttention,
         *,
         num_pages: int,
+        window_pages: int = 0,
         page_size: int,
         execution: Execution | None = None,
         recorder: Recorder | None = None,
@@ -78,7 +79,12 @@ class GpuEngine:
         fixed = attention if recorder is not None and isinstance(attention, GraphCapturable) else None
         spare = fixed is not None
         self.pages: GpuKVCache = GpuKVCache(
-            loaded.attention, num_pages=num_pages + spare, page_size=page_size, dtype=loaded.dtype, device=self._device
+            loaded.attention,
+            num_pages=num_pages + spare,
+            window_pages=window_pages and window_pages + spare,
+            page_size=page_size,
+            dtype=loaded.dtype,
+            device=self._device,
         )
         self._forward = ModelRunner(loaded.module, self.pages, attention, self._execution)
         self._graphs: DecodeGraphRunner | None = None
@@ -161,7 +167,9 @@ class GpuEngine:
     def _packed(self, step: Step) -> HostBatch:
         layout = BatchLayout(step.block_tables, step.slots, step.starts, step.counts, step.num_decodes)
         size = self.pages.page_size
-        plans = plan_layers(self.pages.specs.values(), lambda spec: self._attention.plan(layout, spec, size))
+        plans = plan_layers(
+            self.pages, layout, step.window_tables, lambda given, spec: self._attention.plan(given, spec, size)
+        )
         return HostBatch.of(step, self._generation, size, plans)
 
     def collect(self) -> StepResult:

@@ -107,6 +107,11 @@ class Described(Protocol):
         """The KV bytes of a token, in all layers."""
         ...
 
+    @property
+    def window_bytes(self) -> int:
+        """The bytes of these in layers with a window, if their window pages are counted apart."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class NamedType:
@@ -129,6 +134,7 @@ class Outline:
     bytes_per_token: int
     kv_type: KVType
     layer_type: LayerType | None = None
+    window_bytes: int = 0  # nothing is held, so nothing is told apart
 
 
 def outline(
@@ -191,10 +197,10 @@ def read_rope(config: object) -> list[dict[str, Any]]:
     return kinds or [given]
 
 
-def pool_of(model: Described, config: EngineConfig, *, free: float, page_size: int) -> Pool:
+def pool_of(model: Described, config: EngineConfig, *, free: float, page_size: int, window: int = 0) -> Pool:
     """Size the pool in so much `free` memory, as far as it is known before the weights are loaded.
 
-    Raises ParameterError if no page fits.
+    `window` are the tokens that layers with windows keep; 0: what all layers do. Raises ParameterError if no page fits.
     """
     page_bytes = model.bytes_per_token * page_size
     memory = config.kv_memory
@@ -202,7 +208,19 @@ def pool_of(model: Described, config: EngineConfig, *, free: float, page_size: i
         memory = int(POOL_SHARE * max(0.0, free - shape_of(model).weight_bytes))
     if memory < page_bytes:
         raise ParameterError(f"kv_memory must hold at least one page of {page_bytes:,} bytes, got {memory:,}")
-    return Pool(memory // page_bytes, page_size)
+    return make_pool(model, memory, page_size=page_size, window=window)
+
+
+def make_pool(model: Described, memory: int, *, page_size: int, window: int) -> Pool:
+    """Make the pages of so much memory, in which at least one fits; `window` as for `pool_of`."""
+    return Pool.of(
+        memory,
+        page_size,
+        model.bytes_per_token,
+        window_bytes=model.window_bytes if window else 0,
+        window=window,
+        most=model.context_length,
+    )
 
 
 def simulated_pool(model: Described, config: EngineConfig) -> Pool:
