@@ -18,7 +18,7 @@ from llmbatch.engine.config import EngineConfig
 from llmbatch.engine.grammars import Grammars
 from llmbatch.engine.model.config import ModelConfig
 from llmbatch.engine.model.outline import POOL_SHARE as POOL_SHARE
-from llmbatch.engine.model.outline import make_pool, pool_of, shape_of
+from llmbatch.engine.model.outline import pool_of, shape_of
 from llmbatch.engine.model.platform import Platform
 from llmbatch.errors import ParameterError
 from llmbatch.kernels.cpu.blocks import LOOK_BACK as CPU_LOOK_BACK
@@ -126,9 +126,8 @@ def size_pool(platform: Platform, model: ModelConfig, config: EngineConfig) -> P
             f"page_size must be a multiple of {UNIT} where kv_cache_dtype is {model.kv_type.name}, got {page_size}: "
             "leave it out, or take kv_cache_dtype='auto'"
         )
-    return pool_of(
-        model, config, free=_free_memory(platform), page_size=page_size, window=_kept_window(platform, model)
-    )
+    kept = {"window_bytes": model.window_bytes, "window": _kept_window(platform, model)}
+    return pool_of(model, config, free=_free_memory(platform), page_size=page_size, **kept)
 
 
 def _kept_window(platform: Platform, model: ModelConfig) -> int:
@@ -168,8 +167,9 @@ def prepare(
     if room.unrecorded is not None:
         notes = (*notes, f"small steps are not recorded as CUDA graphs, and take longer: {room.unrecorded}")
     ceilings = replace(_ceilings(platform, model), cascade=attention.cascade)
-    memory = max(room.pool_bytes, model.bytes_per_token * size)
-    whole = make_pool(model, memory, page_size=size, window=_kept_window(platform, model))
+    memory, each = max(room.pool_bytes, model.bytes_per_token * size), model.bytes_per_token
+    kept = {"window_bytes": model.window_bytes, "window": _kept_window(platform, model)}
+    whole = Pool.of(memory, size, each, most=model.context_length, **kept)
     uncalibrated = EngineFactory(whole, ceilings, attention, records=room.unrecorded is None, max_running=rows)
     calibration, found_notes = _calibration(uncalibrated, loaded, _kept(platform, model, config))
     strategy = _strategy(calibration, config)

@@ -274,7 +274,7 @@ class Worker:
             order_gain=None,
             model=self.options.model,
             dtype=self.dtype,
-            kv_memory=int(self.pool.bytes(self.model.bytes_per_token, self.model.window_bytes)),
+            kv_memory=round(self.pool.whole_tokens * self.model.bytes_per_token),
             notes=(*notes, *early_ends(totals.rows_cut, self.pool)),
         )
 

@@ -32,10 +32,11 @@ _ROOM: Final = 1 << 40  # window pages that can be had where none is needed
 
 
 class WindowPages(NamedTuple):
-    """The window pages of a pool, and the tokens of a window, a token's own among them; by default there are none."""
+    """The window pages of a pool; by default there are none."""
 
-    tokens: int = 0
+    tokens: int = 0  # of a window, a token's own among them
     num_pages: int = 0
+    share: float = 0.0  # of a token's KV, in bytes, that is in window pages
 
 
 NO_WINDOWS: Final = WindowPages()

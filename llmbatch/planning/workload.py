@@ -31,35 +31,35 @@ class Pool:
 
     @classmethod
     def of(
-        cls, memory: int, page_size: int, bytes_per_token: int, *, window_bytes: int = 0, window: int = 0, most: int = 0
+        cls, memory: float, page_size: int, bytes_per_token: float, *, window_bytes: float, window: int, most: int
     ) -> Pool:
         """Make the pages of so many bytes of memory, `bytes_per_token` each token.
 
-        Where `window_bytes` of these are of layers that look back `window` tokens, memory is split so that both kinds
-        of pages run out together if rows hold `ROW_TOKENS` tokens, or the `most` that they may have, if that is less or
-        if pages take no memory. Pages hold all layers if rows are no longer than windows, or memory is small.
+        Where `window_bytes` of these are of layers that keep `window` tokens, memory is split so that both kinds of
+        pages run out together if rows hold `ROW_TOKENS` tokens, or the `most` that they may have, if that is less or if
+        pages take no memory. Pages hold all layers where rows are no longer than windows, or memory is small.
         """
-        whole = cls(memory // (bytes_per_token * page_size), page_size)
+        whole = cls(int(memory // bytes_per_token) // page_size, page_size)
         full_bytes = bytes_per_token - window_bytes
-        share = (window + 2 * page_size) / max(1, most if full_bytes == 0 else min(most, ROW_TOKENS))
-        if window_bytes == 0 or share >= 1.0:
+        ratio = (window + 2 * page_size) / (most if full_bytes == 0 else min(most, ROW_TOKENS))
+        if window_bytes == 0 or ratio >= 1.0:
             return whole
-        num_pages = int(memory / (page_size * (full_bytes + share * window_bytes)))
-        window_pages = (memory - num_pages * page_size * full_bytes) // (page_size * window_bytes)
-        enough = window_pages >= 2 * (window // page_size + 2)
-        return cls(num_pages, page_size, WindowPages(window, window_pages)) if enough else whole
+        num_pages = int(memory / (page_size * (full_bytes + ratio * window_bytes)))
+        window_pages = int((memory - num_pages * page_size * full_bytes) // (page_size * window_bytes))
+        if window_pages < 2 * (window // page_size + 2):
+            return whole
+        return cls(num_pages, page_size, WindowPages(window, window_pages, window_bytes / bytes_per_token))
 
     @property
     def tokens(self) -> int:
         """The tokens it holds."""
         return self.num_pages * self.page_size
 
-    def bytes(self, bytes_per_token: float, window_bytes: float) -> float:
-        """Return the memory it takes, if a token's KV has `bytes_per_token`, and `window_bytes` of them in window pages."""
-        if not self.windows.tokens:
-            return self.tokens * bytes_per_token
-        in_windows = self.windows.num_pages * self.page_size * window_bytes
-        return self.tokens * (bytes_per_token - window_bytes) + in_windows
+    @property
+    def whole_tokens(self) -> float:
+        """The tokens whose KV in all layers takes as much memory; `tokens`, where there are no window pages."""
+        windows = self.windows
+        return self.tokens * (1.0 - windows.share) + windows.num_pages * self.page_size * windows.share
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -107,11 +107,6 @@ class Described(Protocol):
         """The KV bytes of a token, in all layers."""
         ...
 
-    @property
-    def window_bytes(self) -> int:
-        """The bytes of these in layers with a window, if their window pages are counted apart."""
-        ...
-
 
 @dataclass(frozen=True, slots=True)
 class NamedType:
@@ -134,7 +129,6 @@ class Outline:
     bytes_per_token: int
     kv_type: KVType
     layer_type: LayerType | None = None
-    window_bytes: int = 0  # nothing is held, so nothing is told apart
 
 
 def outline(
@@ -197,10 +191,12 @@ def read_rope(config: object) -> list[dict[str, Any]]:
     return kinds or [given]
 
 
-def pool_of(model: Described, config: EngineConfig, *, free: float, page_size: int, window: int = 0) -> Pool:
+def pool_of(
+    model: Described, config: EngineConfig, *, free: float, page_size: int, window_bytes: int = 0, window: int = 0
+) -> Pool:
     """Size the pool in so much `free` memory, as far as it is known before the weights are loaded.
 
-    `window` are the tokens that layers with windows keep; 0: what all layers do. Raises ParameterError if no page fits.
+    Layers with windows, `window_bytes` of a token's KV, keep `window` tokens. Raises ParameterError if no page fits.
     """
     page_bytes = model.bytes_per_token * page_size
     memory = config.kv_memory
@@ -208,19 +204,8 @@ def pool_of(model: Described, config: EngineConfig, *, free: float, page_size: i
         memory = int(POOL_SHARE * max(0.0, free - shape_of(model).weight_bytes))
     if memory < page_bytes:
         raise ParameterError(f"kv_memory must hold at least one page of {page_bytes:,} bytes, got {memory:,}")
-    return make_pool(model, memory, page_size=page_size, window=window)
-
-
-def make_pool(model: Described, memory: int, *, page_size: int, window: int) -> Pool:
-    """Make the pages of so much memory, in which at least one fits; `window` as for `pool_of`."""
-    return Pool.of(
-        memory,
-        page_size,
-        model.bytes_per_token,
-        window_bytes=model.window_bytes if window else 0,
-        window=window,
-        most=model.context_length,
-    )
+    kept, most = {"window_bytes": window_bytes, "window": window}, model.context_length
+    return Pool.of(memory, page_size, model.bytes_per_token, most=most, **kept)
 
 
 def simulated_pool(model: Described, config: EngineConfig) -> Pool:
