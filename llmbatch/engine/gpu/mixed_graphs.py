@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from llmbatch.engine.generation import TokenBuffers
 from llmbatch.engine.gpu.attention import GpuKVCache, plan_layers
@@ -79,8 +80,8 @@ class MixedGraphs:
         if not self._recordings.has_room(int((-(-(step.starts + step.counts) // size)).sum())):
             return None
         layout = BatchLayout(step.block_tables, step.slots, step.starts, step.counts, step.num_decodes)
-        packed = HostBatch.of(step, generation, size, self._plan(layout, tokens))
-        packed = packed.padded(tokens, _rows(sampled, tokens), self._pages.spare)
+        packed = HostBatch.of(step, generation, size, self._plan(layout, step.window_tables, tokens))
+        packed = packed.padded(tokens, _rows(sampled, tokens), self._pages.spare, self._pages.window_spare)
         recording = self._recordings.find(packed)
         return None if recording is None else (packed, recording)
 
@@ -88,14 +89,17 @@ class MixedGraphs:
         """Make a step of so many tokens, of which so many rows are sampled, that is padding alone."""
         zeros = np.zeros(tokens, np.int32)
         none = zeros[:0]
-        plans = self._plan(BatchLayout(zeros[:1, None], none, none, none, 0), tokens)
+        windowed = self._pages.window_pages > 0
+        tables = zeros[:1, None]
+        plans = self._plan(BatchLayout(tables, none, none, none, 0), tables if windowed else None, tokens)
         packed = PackedTokens(zeros, zeros, zeros + np.int32(self._pages.spare))
-        return HostBatch((*packed, zeros[:rows], zeros[:rows]), plans, rows)
+        in_windows = (zeros + np.int32(self._pages.window_spare),) if windowed else ()
+        return HostBatch((*packed, zeros[:rows], zeros[:rows], *in_windows), plans, rows)
 
-    def _plan(self, layout: BatchLayout, tokens: int) -> dict[Kind, Any]:
-        size = self._pages.page_size
+    def _plan(self, layout: BatchLayout, window_tables: NDArray[np.int32] | None, tokens: int) -> dict[Kind, Any]:
+        pages, size = self._pages, self._pages.page_size
         return plan_layers(
-            self._pages.specs.values(), lambda spec: self._attention.plan_padded(layout, spec, size, tokens)
+            pages, layout, window_tables, lambda given, spec: self._attention.plan_padded(given, spec, size, tokens)
         )
 
 
