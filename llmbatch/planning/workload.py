@@ -18,7 +18,7 @@ from llmbatch.planning.order import Policy
 from llmbatch.planning.prefix_tree import PrefixTree
 from llmbatch.preprocess.request_batch import RequestBatch
 
-ROW_TOKENS: Final = 2048  # that a row is taken to hold, where memory is split between pages and window pages
+ROW_TOKENS: Final = 1024  # that a row is taken to hold, where memory is split between pages and window pages
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +36,13 @@ class Pool:
         """Make the pages of so many bytes of memory, `bytes_per_token` each token.
 
         Where `window_bytes` of these are of layers that keep `window` tokens, memory is split so that both kinds of
-        pages run out together if rows hold `ROW_TOKENS` tokens, or the `most` that they may have, if that is less or if
-        pages take no memory. Pages hold all layers where rows are no longer than windows, or memory is small.
+        pages run out together if rows hold `ROW_TOKENS` tokens, or two windows, if that is more; and the `most` that
+        they may have, if that is less or if pages take no memory. Pages hold all layers where rows are no longer than
+        windows, or memory is small.
         """
         whole = cls(int(memory // bytes_per_token) // page_size, page_size)
         full_bytes = bytes_per_token - window_bytes
-        ratio = (window + 2 * page_size) / (most if full_bytes == 0 else min(most, ROW_TOKENS))
+        ratio = (window + 2 * page_size) / (most if full_bytes == 0 else min(most, max(ROW_TOKENS, 2 * window)))
         if window_bytes == 0 or ratio >= 1.0:
             return whole
         num_pages = int(memory / (page_size * (full_bytes + ratio * window_bytes)))

@@ -30,6 +30,7 @@ from llmbatch.simulation.traces import Trace
 
 MAX_RUNNING = 8192
 _CONTEXT = 131_072  # tokens: the longest answer that the scheduler must reckon with where lengths are not known
+_WINDOWS = 8  # the most that a row of a trace is taken to hold
 _RESERVED = 4e9  # bytes of each card that are no KV, beside the weights
 
 SIDES = ("left", "right")
@@ -122,13 +123,14 @@ def pool_of(cost: CostModel, kv_memory: float | None, page_size: int = PAGE_SIZE
             else f"kv_memory must hold at least one page of {page_size} tokens, got {kv_memory:g} bytes"
         )
     windowed = [window for window in shape.windows if window]
+    window = max(windowed) + LOOK_BACK if windowed else 0
     return Pool.of(
         memory,
         page_size,
         shape.kv_bytes_per_token,
         window_bytes=shape.kv_bytes_per_token * len(windowed) / shape.layers,
-        window=max(windowed) + LOOK_BACK if windowed else 0,
-        most=ROW_TOKENS,
+        window=window,
+        most=max(ROW_TOKENS, _WINDOWS * window),
     )
 
 
