@@ -70,7 +70,7 @@ def scheduler_for(
 ) -> Scheduler:
     scheduler = Scheduler(
         load.prompt_lengths, num_pages=num_pages, windows=windows, trie=load.trie(size),
-        lengths=Believed(load.believed), rates=RATES, max_running=8,
+        lengths=Believed(load.believed), rates=RATES, max_running=8, equal=load.equal(),
     )  # fmt: skip  # arguments in groups
     order = np.arange(len(load.prompts), dtype=np.int32)
     scheduler.enqueue(QueueUpdate(order, load.believed, ends, budget, compute=1.0, memory=1.0))
@@ -159,13 +159,27 @@ def test_sequences_that_run_go_on_among_other_rows(
     engine.rebind(load.lengths)
     scheduler.rebind(
         load.prompt_lengths, trie=load.trie(size), lengths=Believed(load.believed), numbers=numbers, max_running=8,
-        prompts=prompts if named else None,
+        prompts=prompts if named else None, equal=load.equal(),
     )  # fmt: skip  # arguments in groups
     scheduler.check()
     order = np.arange(len(load.prompts), dtype=np.int32)
     scheduler.enqueue(QueueUpdate(order, load.believed, Blend(0.1, 0.2), FixedBudget(16), compute=1.0, memory=1.0))
     while not scheduler.done:
         run()
+
+
+def test_rows_with_one_prompt_share_its_whole_pages_and_do_not_fork() -> None:
+    load = Workload([[1] * 18] * 6, np.full(6, 5, np.int32), np.full(6, 5.0))
+    scheduler = scheduler_for(load, 4, 60, WindowPages(6, 40), FromFront(), FixedBudget(100))
+    engine, cached = SimulatedEngine(load.lengths, COST), 0
+    while not scheduler.done:
+        step = scheduler.decide()
+        cached += step.cached_tokens
+        assert (step.counts > 0).all()
+        assert len(step.copies) == 0
+        for slot in scheduler.commit(step, engine.execute(step)).slots.tolist():
+            engine.pop_tokens(slot)
+    assert cached == 5 * 16
 
 
 def test_rows_of_several_windows_run_in_window_pages_for_their_windows() -> None:
