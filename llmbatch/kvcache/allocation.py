@@ -218,8 +218,7 @@ def release(pages: PagePool, slot: int, computed: int, again: bool) -> None:
     """Take a slot's pages back. `again`: its request was preempted and will be admitted again.
 
     Pages that can be found again stay, where their KV is in the `computed` tokens. The end of a sequence goes first.
-    So does the page in which an answer ends, for what goes on with it; not where layers have windows, since the window
-    before it may be gone.
+    So does the page in which an answer ends, for what goes on with it, unless the window before it may be gone.
     """
     if again:
         expect_requests(pages, pages.request[slot], 1)
@@ -312,8 +311,7 @@ def _last_with_window(pages: PagePool, slot: int, depth: int, path: NDArray[np.i
     """
     windows, size = pages.windows, pages.page_size
     last: int = pages.held[slot]
-    position = last
-    covered = position - windows.first[slot]  # pages before `position` that have window pages, one behind the other
+    position, covered = last, last - windows.first[slot]  # covered: pages right before that have window pages
     while position < depth:
         page = pages.resident[path[position]] if position < len(path) else -1
         if page < 0:
