@@ -12,6 +12,7 @@ import torch
 from transformers import AutoTokenizer
 
 import llmbatch
+from llmbatch.engine.model.outline import HOST_PAGE_SIZE
 from llmbatch.errors import DataError, ParameterError
 from tests.support.golden import generate
 from tests.support.models import EOS, PAD, tiny_model, tiny_model_folder
@@ -122,7 +123,7 @@ def test_turns_of_a_model_with_windows_are_those_of_generate_and_find_whole_page
         assert [answer["text"] for answer in row["answers"]] == [text for text, _, _ in reference.turns(users)]
         found += [answer["num_cached_tokens"] for answer in row["answers"]]
     assert max(found) > 0
-    assert not any(tokens % 16 for tokens in found)
+    assert not any(tokens % HOST_PAGE_SIZE for tokens in found)
 
 
 def test_a_template_that_forgets_what_was_said_is_followed(tmp_path: Path) -> None:

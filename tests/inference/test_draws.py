@@ -12,6 +12,7 @@ import pytest
 import llmbatch
 from llmbatch.engine.base import StreamEngine
 from llmbatch.engine.cpu.engine import CpuEngine
+from llmbatch.engine.model.outline import HOST_PAGE_SIZE
 from llmbatch.planning.workload import Pool, Scheduling
 from llmbatch.preprocess.merging import repeat_draws
 from llmbatch.preprocess.request_batch import RequestBatch
@@ -83,7 +84,7 @@ def test_draws_of_a_model_with_windows_find_whole_pages_and_are_those_of_rows(
     once = sum(computed)
     computed.clear()
     drawn = ask(folder, texts, n=3)
-    assert once < sum(computed) <= once + 2 * len(texts) * 16
+    assert once < sum(computed) <= once + 2 * len(texts) * HOST_PAGE_SIZE
     assert [row["choices"][0]["text"] for row in drawn] == [row["generated_text"] for row in single]
     for draw in (1, 2):
         alone = ask(folder, texts, seed=7 + draw)

@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from llmbatch.engine.generation import TokenBuffers
 from llmbatch.engine.gpu.attention import GpuKVCache, plan_layers
@@ -56,7 +55,7 @@ def size_for(sizes: Sequence[int], tokens: int) -> int | None:
 
 
 class MixedGraphs:
-    """Brings steps with chunks to recorded shapes. `pages` has a page to spare, its last."""
+    """Brings steps with chunks to recorded shapes. `pages` has a page to spare, its last, and no window pages."""
 
     def __init__(self, forward: Forward, attention: PaddedAttention, pages: GpuKVCache, recordings: Recordings) -> None:
         self._forward = forward
@@ -80,7 +79,7 @@ class MixedGraphs:
         if not self._recordings.has_room(int((-(-(step.starts + step.counts) // size)).sum())):
             return None
         layout = BatchLayout(step.block_tables, step.slots, step.starts, step.counts, step.num_decodes)
-        packed = HostBatch.of(step, generation, size, self._plan(layout, step.window_tables, tokens))
+        packed = HostBatch.of(step, generation, size, self._plan(layout, tokens))
         packed = packed.padded(tokens, _rows(sampled, tokens), self._pages.spare, self._pages.window_spare)
         recording = self._recordings.find(packed)
         return None if recording is None else (packed, recording)
@@ -89,17 +88,14 @@ class MixedGraphs:
         """Make a step of so many tokens, of which so many rows are sampled, that is padding alone."""
         zeros = np.zeros(tokens, np.int32)
         none = zeros[:0]
-        windowed = self._pages.window_pages > 0
-        tables = zeros[:1, None]
-        plans = self._plan(BatchLayout(tables, none, none, none, 0), tables if windowed else None, tokens)
+        plans = self._plan(BatchLayout(zeros[:1, None], none, none, none, 0), tokens)
         packed = PackedTokens(zeros, zeros, zeros + np.int32(self._pages.spare))
-        in_windows = (zeros + np.int32(self._pages.window_spare),) if windowed else ()
-        return HostBatch((*packed, zeros[:rows], zeros[:rows], *in_windows), plans, rows)
+        return HostBatch((*packed, zeros[:rows], zeros[:rows]), plans, rows)
 
-    def _plan(self, layout: BatchLayout, window_tables: NDArray[np.int32] | None, tokens: int) -> dict[Kind, Any]:
+    def _plan(self, layout: BatchLayout, tokens: int) -> dict[Kind, Any]:
         pages, size = self._pages, self._pages.page_size
         return plan_layers(
-            pages, layout, window_tables, lambda given, spec: self._attention.plan_padded(given, spec, size, tokens)
+            pages, layout, None, lambda given, spec: self._attention.plan_padded(given, spec, size, tokens)
         )
 
 

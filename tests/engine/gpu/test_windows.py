@@ -73,8 +73,7 @@ def test_answers_are_those_of_generate_and_nothing_is_read_that_was_given_back(
     )  # fmt: skip  # arguments in groups
     engine.golden = golden
     engine.record(range(1, len(rows) + 1), (32, 64))
-    before = getattr(recorder, "repeated", 0)
     assert golden.run(engine, FromFront(), 64) == expected
     assert golden.cached > 0
     if isinstance(recorder, Again):
-        assert recorder.repeated - before > MAX_TOKENS  # chunks, too
+        assert 0 < recorder.repeated < MAX_TOKENS  # decodes alone
