@@ -4,4 +4,4 @@ Must not import anything of llmbatch but `compilation` and `errors`.
 Start reading at `interface`.
 """
 
-__all__ = ["cascade", "chunks", "flash_attn", "interface", "reference", "spec", "torch_varlen"]
+__all__ = ["cascade", "chunks", "flash_attn", "interface", "reference", "spec", "torch_varlen", "work_items"]

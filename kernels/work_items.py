@@ -24,6 +24,7 @@ from llmbatch.kernels.cascade import Groups
 from llmbatch.kernels.prefix_groups import find_groups, rows_of_groups
 
 ALIGN: Final = 128  # tokens; where a range of keys begins
+LOOK_BACK: Final = ALIGN - 1  # keys before a window, at most, that are read with it and not used
 LEAST_KEYS: Final = 512  # of a part, where keys are cut
 _SHARE: Final = 4  # a block of many rows keeps a multiprocessor as busy as so many programs of one row
 EVERYTHING: Final = 1 << 30  # a position that sees every key

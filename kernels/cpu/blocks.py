@@ -25,6 +25,7 @@ from llmbatch.kernels.prefix_groups import find_groups, rows_of_groups
 
 BLOCK_ROWS: Final = 128
 GROUPS: Final = Groups(rows=4, tokens=TILE)
+LOOK_BACK: Final = WIDTH_MULTIPLE - 1  # keys before a window, at most, that are read with it and not used
 
 # Columns of a run: the sequence whose keys it reads, from which to which; the block's tokens that do, from which on;
 # the position of the first of them, and its packed row, or -1 where the run is a shared prefix.

@@ -58,9 +58,10 @@ class LayerStep(NamedTuple):
     cosine: NDArray[Any]  # [kinds, tokens, rotated]
     sine: NDArray[Any]
     angles: NDArray[np.int64]  # [layers] which of them
-    token_pages: NDArray[np.int32]
+    token_pages: NDArray[np.int32]  # [2, tokens] pages, and window pages
     token_offsets: NDArray[np.int32]
-    tables: NDArray[np.int32]
+    tables: tuple[NDArray[np.int32], NDArray[np.int32]]  # of pages, and of window pages
+    places: NDArray[np.int64]  # [layers, 2] which of these two, and which of the layers that have the same
     slots: NDArray[np.int32]
     runs: NDArray[np.int64]  # of `Blocks` of all kinds of window, one kind after the other; so are `firsts`
     firsts: NDArray[np.int64]
@@ -155,20 +156,24 @@ def _leave_branch(layers: Any, layer: int, product: int, norm: int, x: Any, buff
 
 
 @compiled(nogil=True)
-def run_layers(layers: Any, step: Any, memory: NDArray[Any], page_size: int, buffers: Any, workers: int) -> None:
-    """Take the residual through all layers, in place; `memory` is that of pages, [layers, ...] of `page_shape`."""
+def run_layers(layers: Any, step: Any, memory: Any, page_size: int, buffers: Any, workers: int) -> None:
+    """Take the residual through all layers, in place.
+
+    `memory` is a pair, that of pages and of window pages, [layers, ...] of `page_shape` each.
+    """
     for layer in range(layers.panels.shape[0]):
         _enter_branch(layers, layer, 0, buffers)
         _multiply(layers, layer, QKV, STORED, buffers.normed, buffers.packed, COLUMNS, buffers, workers)
         angles, cut = step.angles[layer], step.cuts[layer]
-        pages = Pages(memory[layer], layers.width, page_size)
+        kind, place = step.places[layer]
+        pages = Pages(memory[kind][place], layers.width, page_size)
         rotate_and_store(
             buffers.packed, layers.query_heads, step.cosine[angles], step.sine[angles], layers.query_norms[layer],
-            layers.key_norms[layer], layers.epsilon, step.token_pages, step.token_offsets, pages,
+            layers.key_norms[layer], layers.epsilon, step.token_pages[kind], step.token_offsets, pages,
         )  # fmt: skip  # arguments in groups
         attend_blocks(
-            buffers.packed, buffers.attended, pages, step.tables, step.slots,
-            Blocks(step.runs, step.firsts, step.bounds[cut]), layers.query_heads // memory.shape[2],
+            buffers.packed, buffers.attended, pages, step.tables[kind], step.slots,
+            Blocks(step.runs, step.firsts, step.bounds[cut]), layers.query_heads // memory[kind].shape[2],
             layers.scales[layer], layers.windows[layer], layers.softcaps[layer], layers.sinks[layer],
             buffers.attention, layers.codes[ATTENTION],
         )  # fmt: skip  # arguments in groups

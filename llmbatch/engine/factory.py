@@ -22,8 +22,10 @@ from llmbatch.engine.model.outline import POOL_SHARE as POOL_SHARE
 from llmbatch.engine.model.outline import pool_of, shape_of
 from llmbatch.engine.model.platform import Platform
 from llmbatch.errors import ParameterError
+from llmbatch.kernels.cpu.blocks import LOOK_BACK as CPU_LOOK_BACK
 from llmbatch.kernels.cpu.layout import UNIT
 from llmbatch.kernels.interface import PagedAttention
+from llmbatch.kernels.work_items import LOOK_BACK as DEVICE_LOOK_BACK
 from llmbatch.perf_model.cost import SEQUENTIAL, CostModel
 from llmbatch.perf_model.hardware import measure_cpu
 from llmbatch.perf_model.work import Rates
@@ -63,8 +65,15 @@ class EngineFactory:
             return engine
         from llmbatch.engine.cpu.engine import CpuEngine
 
-        pages, size = self.pool.num_pages, self.pool.page_size
-        return CpuEngine(loaded, num_pages=pages, page_size=size, decode=decode, grammars=grammars)
+        pool = self.pool
+        return CpuEngine(
+            loaded,
+            num_pages=pool.num_pages,
+            window_pages=pool.windows.num_pages,
+            page_size=pool.page_size,
+            decode=decode,
+            grammars=grammars,
+        )
 
     def learnt(self, cost: CostModel) -> EngineFactory:
         """Return the factory with what a job's steps say requests cost; a processor's is kept for later jobs.
@@ -94,6 +103,7 @@ class EngineFactory:
             loaded,
             self.attention,
             num_pages=self.pool.num_pages,
+            window_pages=self.pool.windows.num_pages,
             page_size=self.pool.page_size,
             execution=make_execution(strategy, rates, loaded.device),
             recorder=GraphRecorder() if self.records else None,
@@ -118,7 +128,13 @@ def size_pool(platform: Platform, model: ModelConfig, config: EngineConfig) -> P
             f"page_size must be a multiple of {UNIT} where kv_cache_dtype is {model.kv_type.name}, got {page_size}: "
             "leave it out, or take kv_cache_dtype='auto'"
         )
-    return pool_of(model, config, free=_free_memory(platform), page_size=page_size)
+    kept = {"window_bytes": model.window_bytes, "window": _kept_window(platform, model)}
+    return pool_of(model, config, free=_free_memory(platform), page_size=page_size, **kept)
+
+
+def _kept_window(platform: Platform, model: ModelConfig) -> int:
+    """Return the tokens that layers with windows keep: the largest window, and what kernels read before it."""
+    return model.window and model.window + (CPU_LOOK_BACK if platform.is_host else DEVICE_LOOK_BACK)
 
 
 def prepare(
@@ -156,7 +172,9 @@ def prepare(
     room = measure_room(loaded, attention, tokens=tokens, rows=rows, mixed=mixed, page_size=size)
     if room.unrecorded is not None:
         notes = (*notes, f"small steps are not recorded as CUDA graphs, and take longer: {room.unrecorded}")
-    whole = Pool(max(1, room.pool_bytes // (model.bytes_per_token * size)), size)
+    memory, each = max(room.pool_bytes, model.bytes_per_token * size), model.bytes_per_token
+    kept = {"window_bytes": model.window_bytes, "window": _kept_window(platform, model)}
+    whole = Pool.of(memory, size, each, most=model.context_length, **kept)
     records = room.unrecorded is None
     uncalibrated = EngineFactory(whole, ceilings, attention, records=records, mixed=mixed, max_running=rows)
     calibration, found_notes = _calibration(uncalibrated, loaded, _kept(platform, model, config))

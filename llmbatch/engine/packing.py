@@ -38,6 +38,15 @@ def pack_tokens(step: Step, generation: TokenBuffers, page_size: int) -> PackedT
     return PackedTokens(*packed)
 
 
+def window_places(step: Step, positions: NDArray[np.int32], page_size: int) -> NDArray[np.int32] | None:
+    """Find where the keys and values of tokens at these `positions` go in layers with windows; None: as in others."""
+    if step.window_tables is None:
+        return None
+    pages = step.window_tables[np.repeat(step.slots, step.counts), positions // page_size]
+    places: NDArray[np.int32] = pages * np.int32(page_size) + positions % page_size
+    return places
+
+
 @compiled
 def _pack(
     prompts: NDArray[np.int32],

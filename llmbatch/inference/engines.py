@@ -182,7 +182,7 @@ class ModelEngines(LoadedEngines):
         try:
             return self._factory.engine(self._weights, self._decode_one, Grammars(self._grammar_vocabulary))
         except (MemoryError, RuntimeError) as error:
-            size = self.pool.tokens * self.model.bytes_per_token
+            size = round(self.pool.whole_tokens * self.model.bytes_per_token)
             raise out_of_memory(error, f"a KV pool of {size:,} bytes") from error
 
     def _decode_one(self, tokens: NDArray[np.int32]) -> str:

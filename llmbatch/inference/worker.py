@@ -306,7 +306,7 @@ class Worker:
             order_gain=None,
             model=self.options.model,
             dtype=self.dtype,
-            kv_memory=self.pool.tokens * self.model.bytes_per_token,
+            kv_memory=round(self.pool.whole_tokens * self.model.bytes_per_token),
             notes=(*notes, *early_ends(totals.rows_cut, self.pool)),
         )
 

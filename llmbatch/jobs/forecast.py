@@ -204,4 +204,4 @@ def _optimal(tree: PrefixTree, lengths: NDArray[np.float64], pool: Pool, cost: C
     prompts, answers = tree.lengths[rows], lengths[rows]
     compute = cost.request_compute(prompts, answers, tree.lcp).sum()
     memory = cost.request_memory(prompts, answers, answers**2, tokens_together(tree, cost)[rows]).sum()
-    return cost.optimal_seconds(float(compute), float(memory), pool.tokens * cost.shape.kv_bytes_per_token)
+    return cost.optimal_seconds(float(compute), float(memory), pool.whole_tokens * cost.shape.kv_bytes_per_token)

@@ -4,4 +4,14 @@ Must not import torch, nor the scheduler that it serves.
 Start reading at `page_pool`.
 """
 
-__all__ = ["allocation", "contents", "eviction", "page_pool", "page_trie", "page_worth", "publish", "shared_reads"]
+__all__ = [
+    "allocation",
+    "contents",
+    "eviction",
+    "page_pool",
+    "page_trie",
+    "page_worth",
+    "publish",
+    "shared_reads",
+    "windows",
+]

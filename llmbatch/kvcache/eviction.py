@@ -6,16 +6,21 @@ from llmbatch.compilation.decorators import compiled
 from llmbatch.kvcache.contents import find, forget_contents, name_of, prompt_pages, start, with_tokens
 from llmbatch.kvcache.page_pool import FREE, NOBODY, PagePool, path_of
 from llmbatch.kvcache.page_worth import given_up, planned, remove, revalue
+from llmbatch.kvcache.windows import drop_window_page, tail_begin, value_window_page, want
 
 
 @compiled
 def expect_requests(pages: PagePool, request: int, more: int) -> None:
     """Change by `more` how many requests are to come for each page of a request's path."""
-    for node in path_of(pages, request):
+    path = path_of(pages, request)
+    for node in path:
         pages.remaining[node] += more
         page = pages.resident[node]
         if page >= 0 and pages.users[page] == 0:
             revalue(pages.worth, page, worth_in_plan(pages, page))
+    if pages.windows.tokens > 0:
+        for node in path[tail_begin(len(path), pages.page_size, pages.windows.tokens) :]:
+            want(pages.windows, node, pages.resident[node], more)
 
 
 @compiled
@@ -49,6 +54,8 @@ def publish_as(pages: PagePool, page: int, node: int) -> None:
     pages.node[page] = node
     pages.owner[page] = NOBODY
     pages.resident[node] = page
+    if pages.windows.tokens > 0:
+        value_window_page(pages.windows, page, node)
 
 
 @compiled
@@ -68,6 +75,8 @@ def free_page(pages: PagePool, page: int) -> None:
     """Free a page that nobody holds and nobody will find."""
     if pages.node[page] >= 0:
         pages.resident[pages.node[page]] = -1
+    if pages.windows.tokens > 0:
+        drop_window_page(pages.windows, page)
     forget_contents(pages.contents, page)
     pages.owner[page] = NOBODY
     pages.node[page] = FREE

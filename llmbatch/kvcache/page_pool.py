@@ -6,6 +6,7 @@ a whole step before any sequence attends, so sequences of one step may already r
 counted. A page nobody uses stays until the room is needed, if it can be found again: by the trie, by the name of what
 it holds (`llmbatch.kvcache.contents`), or by the preempted sequence whose page it was. Room is made by the plan, not by
 a clock: the pages with the fewest rows still to come go first, of a path its end first (`llmbatch.kvcache.page_worth`).
+Where layers have windows, a page has their KV in a window page, while it lies in a window (`llmbatch.kvcache.windows`).
 
 All state is in arrays, changed by compiled code. `check` verifies everything.
 """
@@ -24,6 +25,7 @@ from llmbatch.kvcache.contents import Contents, Prompts
 from llmbatch.kvcache.page_trie import PageTrie, fill_path
 from llmbatch.kvcache.page_worth import Worth, planned
 from llmbatch.kvcache.shared_reads import Reads
+from llmbatch.kvcache.windows import NO_WINDOWS, WindowPages, Windows, window_room
 
 FREE, LOOSE = -2, -1  # in `PagePool.node`, of a page that is not in the trie
 NOBODY: Final = -1  # in `PagePool.owner` and `PagePool.sequence`
@@ -66,6 +68,7 @@ class PagePool(NamedTuple):
     run_base: NDArray[np.int32]
     run_parent: NDArray[np.int32]
     reads: Reads
+    windows: Windows
 
     @classmethod
     def empty(
@@ -77,6 +80,7 @@ class PagePool(NamedTuple):
         width: int,
         cascade: bool = False,
         prompts: Prompts | None = None,
+        windows: WindowPages = NO_WINDOWS,
     ) -> PagePool:
         """Make free pages for `slots` slots, which hold `width` pages each before tables must be widened.
 
@@ -109,6 +113,14 @@ class PagePool(NamedTuple):
             run_base=trie.run_base,
             run_parent=trie.run_parent,
             reads=Reads.empty(num_pages, slots, trie.page_size, cascade=cascade),
+            windows=Windows.empty(
+                windows,
+                num_pages=num_pages,
+                page_size=trie.page_size,
+                slots=slots,
+                width=width,
+                wanted=trie.rows_leaving(windows.tokens),
+            ),
         )
 
     def grown(self) -> PagePool:
@@ -120,12 +132,15 @@ class PagePool(NamedTuple):
             request=np.pad(self.request, (0, more), constant_values=-1),
             sequence=np.pad(self.sequence, (0, more), constant_values=NOBODY),
             reads=self.reads.grown(),
+            windows=self.windows.grown(),
         )
 
     def widened(self) -> PagePool:
         """Return the same with tables twice as wide."""
         more = self.tables.shape[1]
-        return self._replace(tables=np.pad(self.tables, ((0, 0), (0, more)), constant_values=-1))
+        return self._replace(
+            tables=np.pad(self.tables, ((0, 0), (0, more)), constant_values=-1), windows=self.windows.widened(more)
+        )
 
     @property
     def available(self) -> int:
@@ -174,6 +189,7 @@ class PagePool(NamedTuple):
         self.worth.check(unused)
         self.contents.check()
         self.reads.check(self.tables, self.held)
+        self.windows.check(self.tables, self.held, self.node)
 
 
 @compiled
@@ -184,6 +200,23 @@ def path_of(pages: PagePool, request: int) -> NDArray[np.int32]:
     if depth > 0:
         fill_path(path, depth, pages.run[request], pages.run_start, pages.run_base, pages.run_parent)
     return path
+
+
+@compiled
+def room_for(pages: PagePool) -> int:
+    """Count the pages that can be had now, with window pages where there are any."""
+    room: int = min(pages.counts[0].free + pages.counts[0].unused, window_room(pages.windows))
+    return room
+
+
+@compiled
+def is_full(pages: PagePool, share: float) -> bool:
+    """Tell whether less than a `share` of the pages, or of the window pages, can be had."""
+    windows = pages.windows
+    room = pages.counts[0].free + pages.counts[0].unused
+    return bool(
+        room < share * pages.num_pages or (windows.tokens > 0 and window_room(windows) < share * windows.num_pages)
+    )
 
 
 @compiled

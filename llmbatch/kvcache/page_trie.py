@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmbatch.compilation.decorators import compiled
+from llmbatch.kvcache.windows import tail_begin
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,18 +71,21 @@ class PageTrie:
 
     def rows_below(self) -> NDArray[np.int32]:
         """Count how many requests pass through each page, int32 [num_pages]."""
-        below = np.zeros(self.num_pages, np.int32)
-        longest = int(self.depth.max(initial=0))
-        _count(
-            self.depth,
-            self.run,
-            self.run_start,
-            self.run_base,
-            self.run_parent,
-            np.empty(longest, np.int32),
-            below,
-        )
-        return below
+        return self._count(0)
+
+    def rows_leaving(self, window: int) -> NDArray[np.int32]:
+        """Count how many requests leave their path within a `window` of tokens behind each page, int32 [num_pages].
+
+        Without windows nothing is counted, int32 [0].
+        """
+        return self._count(window) if window else np.empty(0, np.int32)
+
+    def _count(self, window: int) -> NDArray[np.int32]:
+        counts = np.zeros(self.num_pages, np.int32)
+        path = np.empty(int(self.depth.max(initial=0)), np.int32)
+        columns = self.depth, self.run, self.run_start, self.run_base, self.run_parent
+        _count(*columns, path, counts, self.page_size, window)
+        return counts
 
 
 @compiled
@@ -145,9 +149,12 @@ def _count(
     run_base: NDArray[np.int32],
     run_parent: NDArray[np.int32],
     path: NDArray[np.int32],
-    below: NDArray[np.int32],
+    counts: NDArray[np.int32],
+    page_size: int,
+    window: int,
 ) -> None:
     for request in range(len(depth)):
         fill_path(path, depth[request], run[request], run_start, run_base, run_parent)
-        for page in path[: depth[request]]:
-            below[page] += 1
+        begin = tail_begin(depth[request], page_size, window) if window > 0 else 0
+        for page in path[begin : depth[request]]:
+            counts[page] += 1

@@ -83,7 +83,7 @@ def plan(
     cost: CostModel,
     *,
     max_tokens: NDArray[np.int32],
-    pool_tokens: int,
+    pool_tokens: float,
     max_running: int,
     order: str = "blend",
     seed: int = 0,
@@ -96,7 +96,7 @@ def plan(
     """
     policy = check_policy(order)
     if pool_tokens < 1 or max_running < 1:
-        raise ParameterError(f"pool_tokens and max_running must be at least 1, got {pool_tokens} and {max_running}")
+        raise ParameterError(f"pool_tokens and max_running must be at least 1, got {pool_tokens:.0f} and {max_running}")
     compute, memory = _weigh(tree, expected, cost)
     shared = tree.total_tokens - tree.unique_tokens
     compute_seconds = float(compute.sum() - cost.saved_seconds(tree.lcp).sum())
@@ -155,13 +155,13 @@ def _weigh(tree: PrefixTree, expected: Expected, cost: CostModel) -> tuple[NDArr
 
 
 def _why_order_never_gains(
-    tree: PrefixTree, *, max_tokens: NDArray[np.int32], pool_tokens: int, max_running: int
+    tree: PrefixTree, *, max_tokens: NDArray[np.int32], pool_tokens: float, max_running: int
 ) -> str | None:
     """Explain why the input's order is as good as any, however long answers are; None if it is not."""
     most = tree.unique_tokens + int(max_tokens[tree.rows].sum(dtype=np.int64))
     if most <= pool_tokens and len(tree) <= max_running:
         return (
-            f"Everything fits at once ({most:,} tokens of KV at most, {pool_tokens:,} in the pool), "
+            f"Everything fits at once ({most:,} tokens of KV at most, {pool_tokens:,.0f} in the pool), "
             "so order gains nothing and the input's is kept."
         )
     if int(max_tokens[tree.rows].max()) == 1 and _keeps_prefixes(tree):

@@ -20,7 +20,7 @@ def plan_workload(
         lengths.expected(np.arange(len(workload), dtype=np.int32)),
         cost,
         max_tokens=workload.max_tokens,
-        pool_tokens=pool.tokens,
+        pool_tokens=pool.whole_tokens,
         max_running=scheduling.max_running,
         order=scheduling.order,
         seed=scheduling.seed,

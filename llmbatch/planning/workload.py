@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,23 +12,55 @@ from numpy.typing import NDArray
 from llmbatch.arguments import INT32_MAX
 from llmbatch.errors import ParameterError, RowError
 from llmbatch.kvcache.contents import Prompts
+from llmbatch.kvcache.windows import NO_WINDOWS, WindowPages
 from llmbatch.planning.lengths import LengthModel
 from llmbatch.planning.order import Policy
 from llmbatch.planning.prefix_tree import PrefixTree
 from llmbatch.preprocess.request_batch import RequestBatch
 
+ROW_TOKENS: Final = 1024  # that a row is taken to hold, where memory is split between pages and window pages
+
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """The KV memory a shard may use."""
+    """The KV memory a shard may use: pages, and window pages for layers with windows, if these have their own."""
 
     num_pages: int
     page_size: int
+    windows: WindowPages = NO_WINDOWS
+
+    @classmethod
+    def of(
+        cls, memory: float, page_size: int, bytes_per_token: float, *, window_bytes: float, window: int, most: int
+    ) -> Pool:
+        """Make the pages of so many bytes of memory, `bytes_per_token` each token.
+
+        Where `window_bytes` of these are of layers that keep `window` tokens, memory is split so that both kinds of
+        pages run out together if rows hold `ROW_TOKENS` tokens, or two windows, if that is more; and the `most` that
+        they may have, if that is less or if pages take no memory. Pages hold all layers where rows are no longer than
+        windows, or memory is small.
+        """
+        whole = cls(int(memory // bytes_per_token) // page_size, page_size)
+        full_bytes = bytes_per_token - window_bytes
+        ratio = (window + 2 * page_size) / (most if full_bytes == 0 else min(most, max(ROW_TOKENS, 2 * window)))
+        if window_bytes == 0 or ratio >= 1.0:
+            return whole
+        num_pages = int(memory / (page_size * (full_bytes + ratio * window_bytes)))
+        window_pages = int((memory - num_pages * page_size * full_bytes) // (page_size * window_bytes))
+        if window_pages < 2 * (window // page_size + 2):
+            return whole
+        return cls(num_pages, page_size, WindowPages(window, window_pages, window_bytes / bytes_per_token))
 
     @property
     def tokens(self) -> int:
         """The tokens it holds."""
         return self.num_pages * self.page_size
+
+    @property
+    def whole_tokens(self) -> float:
+        """The tokens whose KV in all layers takes as much memory; `tokens`, where there are no window pages."""
+        windows = self.windows
+        return self.tokens * (1.0 - windows.share) + windows.num_pages * self.page_size * windows.share
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

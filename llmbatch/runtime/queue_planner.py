@@ -96,7 +96,7 @@ class QueuePlanner:
                 budget = ClosedLoopBudget(self._rates, self._weights_per_pool(), floor=TILE + self._pool.page_size)
         elif plan.relaxed and len(self._tree.rows) and self._scheduling.step_tokens is None:
             mean = self._lengths.expected(self._tree.rows).mean.mean()
-            budget = steady_budget(plan, self._cost, self._pool.tokens, float(mean))
+            budget = steady_budget(plan, self._cost, self._pool.whole_tokens, float(mean))
         return self._update(plan.order, ends, budget, settled=settled)
 
     def _fixed(self) -> FixedBudget:
@@ -160,5 +160,5 @@ class QueuePlanner:
 
     def _weights_per_pool(self) -> float:
         """Compute the seconds of the weights over those of the KV that a full step reads beside them."""
-        kv_bytes = self._steering.filled * self._pool.tokens * self._cost.shape.kv_bytes_per_token
+        kv_bytes = self._steering.filled * self._pool.whole_tokens * self._cost.shape.kv_bytes_per_token
         return self._cost.weights_per_pool(kv_bytes)

@@ -115,6 +115,7 @@ class ShardRun:
             return Scheduler(
                 tree.lengths,
                 num_pages=self._pool.num_pages,
+                windows=self._pool.windows,
                 trie=trie,
                 lengths=lengths,
                 rates=self._cost.rates,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from llmbatch.compilation.decorators import compiled
 from llmbatch.kvcache.allocation import adopt, extend, find_tail, take_tail
+from llmbatch.kvcache.page_pool import room_for
 from llmbatch.perf_model.work import pairs_of
 from llmbatch.scheduler.admission_order import COMPUTE_END
 from llmbatch.scheduler.state import SchedulerState, SequenceRecord, StepBuilder, StepTotals
@@ -37,7 +38,7 @@ def give_chunk(state: SchedulerState, slot: int) -> bool:
     if start == pages.held[slot] * size:
         tail, more = find_tail(pages, slot, target)
         start += more
-    room: int = (pages.held[slot] + pages.counts[0].free + pages.counts[0].unused) * size - start
+    room: int = (pages.held[slot] + room_for(pages)) * size - start
     count = min(_affordable(chunks, start, target - start, size), room)
     if start + count < target:
         count = (start + count) // size * size - start

@@ -11,9 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmbatch.compilation.decorators import compiled
-from llmbatch.kvcache.allocation import extend_by_one, release
+from llmbatch.kvcache.allocation import extend_by_one, release, slide_window
 from llmbatch.kvcache.eviction import give_up
-from llmbatch.kvcache.page_pool import tokens_spared
+from llmbatch.kvcache.page_pool import room_for, tokens_spared
 from llmbatch.kvcache.shared_reads import start_reading
 from llmbatch.perf_model.work import chunk_reads, pairs_of, reads_of, sees_all, spared_of
 from llmbatch.scheduler.admission_order import MEMORY_END
@@ -63,7 +63,7 @@ def hold_decodes(state: SchedulerState, now: float) -> float:
                 need[full] = slot
                 full += 1
             tokens += chunk_reads(reach, unbounded, record.known - 1.0, 1.0)
-        if full <= pages.counts[0].free + pages.counts[0].unused:
+        if full <= room_for(pages):
             break
         preempt(state, _victim(state), now)
     for i in range(full):
@@ -152,6 +152,7 @@ def advance(
     ended, sampled, tokens, pairs = 0, 0, 0, 0.0
     read = -spared_of(reach, tokens_spared(state.pages))
     records, unbounded = state.run.slots, sees_all(reach)
+    windowed = state.pages.windows.tokens > 0
     for i in range(len(slots)):
         slot = slots[i]
         record = records[slot]
@@ -165,6 +166,8 @@ def advance(
             pairs += pairs_of(reach, float(start), fresh)
         record.computed += counts[i]
         record.reached = max(record.reached, record.computed)
+        if windowed:
+            slide_window(state.pages, slot, record.computed)
         if samples[i]:
             # A prompt is charged in one piece, whatever chunks it was cut into.
             if record.known == record.prompt and record.cached < record.prompt:

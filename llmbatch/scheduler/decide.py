@@ -62,6 +62,7 @@ Deciding is not pure: it admits, preempts and allocates while it decides. What i
 from __future__ import annotations
 
 from llmbatch.compilation.decorators import compiled
+from llmbatch.kvcache.page_pool import is_full
 from llmbatch.perf_model.work import compute_seconds, memory_seconds
 from llmbatch.scheduler.admission import admit
 from llmbatch.scheduler.admission_order import BLEND, is_empty
@@ -148,7 +149,7 @@ def _make_way(state: SchedulerState, now: float) -> bool:
     while (
         totals.tokens < state.steering.unused_budget * totals.budget
         and not is_empty(queue)
-        and pages.counts[0].free + pages.counts[0].unused < state.steering.full_pool * pages.num_pages
+        and is_full(pages, state.steering.full_pool)
     ):
         slot = long_victim(state, state.steering.long_answer * state.limits.pool)
         if slot < 0:

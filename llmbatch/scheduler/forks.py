@@ -28,10 +28,13 @@ from llmbatch.scheduler.state import SchedulerState, take_slot
 
 @compiled
 def claim(state: SchedulerState, request: int) -> None:
-    """Let the requests that wait and have the prompt of this one follow it, but for those that must compute theirs."""
+    """Let the requests that wait and have the prompt of this one follow it, but for those that must compute theirs.
+
+    With window pages none follows: a fork would have to hold the leader's window, and a copy of its last window page.
+    """
     equal, taken, passed, findable = state.equal, state.queue.taken, state.passed, state.pages.prompts.findable
     other = equal.following[request]
-    if other == request:
+    if other == request or state.pages.windows.tokens > 0:
         return
     while other != request:
         aside = place_aside(passed, other)

@@ -50,6 +50,9 @@ class Step:
     # [copies, 2] pages whose KV is copied to another page when the step's tokens are computed
     copies: NDArray[np.int32] = field(default_factory=lambda: np.empty((0, 2), np.int32))
     spared_tokens: int = 0  # KV tokens that decodes need not read, where the engine reads shared prefixes together
+    # Likewise of window pages, where layers with windows have pages of their own (`llmbatch.kvcache.windows`); what
+    # stands before a sequence's window is any page.
+    window_tables: NDArray[np.int32] | None = None
 
     @property
     def num_tokens(self) -> int:

@@ -21,6 +21,7 @@ from llmbatch.kvcache.eviction import free_page, publish_as, worth_in_plan
 from llmbatch.kvcache.page_pool import LOOSE, PagePool, path_of
 from llmbatch.kvcache.page_trie import PageTrie
 from llmbatch.kvcache.page_worth import is_planned, remove, revalue
+from llmbatch.kvcache.windows import tail_begin, value_window_page
 from llmbatch.scheduler.kv_forecast import KVForecast
 from llmbatch.scheduler.state import SequenceTable
 
@@ -76,6 +77,7 @@ def carry_pages(pages: PagePool, numbers: NDArray[np.int32], trie: PageTrie, wid
     more = max(0, width - pages.tables.shape[1])
     carried = pages._replace(
         tables=np.pad(pages.tables, ((0, 0), (0, more)), constant_values=-1),
+        windows=pages.windows.widened(more)._replace(wanted=trie.rows_leaving(pages.windows.tokens)),
         request=request,
         prompts=prompts,
         resident=empty.resident,
@@ -102,6 +104,7 @@ def _publish_anew(pages: PagePool, before: NDArray[np.int32]) -> None:
                 pages.counts[0].unused -= 1
                 free_page(pages, page)
     pages.counts[0].shared = 0
+    windows = pages.windows
     # Pages held twice first: of two copies of a page only one can be published, and this one must be.
     for copies in range(2):
         for slot in range(len(pages.held)):
@@ -118,12 +121,18 @@ def _publish_anew(pages: PagePool, before: NDArray[np.int32]) -> None:
             if copies == 0:
                 for node in path:
                     pages.remaining[node] -= 1
+                if windows.tokens > 0:
+                    for node in path[tail_begin(len(path), pages.page_size, windows.tokens) :]:
+                        windows.wanted[node] -= 1
     if len(pages.prompts.tokens) > 0:
         for request in range(len(pages.depth)):
             _publish_found(pages, request)
     for page in pages.worth.heap[: pages.counts[0].unused].copy():
         if pages.node[page] >= 0 or (pages.owner[page] < 0 and is_planned(pages.worth.value[page])):
             revalue(pages.worth, page, worth_in_plan(pages, page))
+    for page in windows.worth.heap[: windows.worth.counts[0].pages].copy():
+        if pages.node[page] >= 0 or is_planned(windows.worth.value[page]):
+            value_window_page(windows, page, pages.node[page])
 
 
 @compiled

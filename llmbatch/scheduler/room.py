@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from llmbatch.compilation.decorators import compiled
 from llmbatch.kvcache.allocation import probe
-from llmbatch.kvcache.page_pool import PagePool
+from llmbatch.kvcache.page_pool import PagePool, room_for
 from llmbatch.scheduler.kv_forecast import expect, most
 from llmbatch.scheduler.state import SchedulerState, SequenceRecord
+from llmbatch.scheduler.window_forecast import windows_fit, windows_have_room
 
 
 @compiled
@@ -21,7 +22,9 @@ def fits(state: SchedulerState, request: int, known: int, length: float, pool: f
     counts, pages = state.run.counts[0], state.pages
     if counts.decoding + counts.prefilling == 0:
         return True
-    if pages.counts[0].free + pages.counts[0].unused == 0:
+    if room_for(pages) == 0:
+        return False
+    if pages.windows.tokens > 0 and not windows_fit(state, request, private_tokens(pages, request, known) + length):
         return False
     start = start_of(state, known, now)
     top = most(state.peak, start + max(length, 1.0), private_tokens(pages, request, known) - start)
@@ -34,6 +37,8 @@ def has_room(state: SchedulerState, request: int, known: int) -> bool:
     """Tell whether there is room now for what a sequence has, and for all that run to go on a little."""
     counts, pages = state.run.counts[0], state.pages
     running = counts.decoding + counts.prefilling
+    if running > 0 and pages.windows.tokens > 0 and not windows_have_room(pages, known, running):
+        return False
     shared = probe(pages, request)
     return (
         running == 0 or known // pages.page_size + 2 + running - shared <= pages.counts[0].free + pages.counts[0].unused

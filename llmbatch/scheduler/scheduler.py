@@ -31,6 +31,7 @@ from llmbatch.kvcache.contents import Prompts
 from llmbatch.kvcache.page_pool import PagePool, tokens_spared
 from llmbatch.kvcache.page_trie import PageTrie
 from llmbatch.kvcache.publish import EndedPages, publish
+from llmbatch.kvcache.windows import NO_WINDOWS, WindowPages
 from llmbatch.perf_model.work import Rates
 from llmbatch.planning.prefix_tree import PrefixTree
 from llmbatch.scheduler.admission_order import EndRules, Ends, FromFront, Passed, TwoEndedQueue
@@ -84,6 +85,7 @@ class Scheduler:
         prompt_lengths: NDArray[np.int32],
         *,
         num_pages: int,
+        windows: WindowPages = NO_WINDOWS,
         trie: PageTrie,
         lengths: Lengths,
         rates: Rates,
@@ -102,7 +104,9 @@ class Scheduler:
         self.steps: int = 0
         self.state: SchedulerState = SchedulerState(
             run=SequenceTable.empty(_SLOTS),
-            pages=PagePool.empty(num_pages, trie, slots=_SLOTS, width=width, cascade=rates.cascade, prompts=prompts),
+            pages=PagePool.empty(
+                num_pages, trie, slots=_SLOTS, width=width, cascade=rates.cascade, prompts=prompts, windows=windows
+            ),
             peak=KVForecast.empty(_SLOTS),
             chunks=StepBuilder.empty(_SLOTS, rates.reach),
             queue=TwoEndedQueue.of(np.empty(0, np.int32), self._taken, np.empty(0)),
@@ -279,6 +283,7 @@ class Scheduler:
             assert pages.request[slot] == record.request, "pages belong to another request"
             assert held >= record.computed, "tokens are computed that have no page"
             assert record.computed < record.known, "a sequence has nothing to compute"
+            assert pages.windows.begins_at(slot, record.computed), "a window is not where its sequence is"
         for slot in preempted:
             assert pages.request[slot] < 0, "a preempted slot holds pages"
         check_follows(self.state)
@@ -317,19 +322,15 @@ class Scheduler:
         return Step(
             index=self.steps,
             num_decodes=int(counts.decoding),
-            slots=columns.slots,
-            requests=columns.requests,
-            starts=columns.starts,
-            counts=columns.counts,
-            samples=columns.samples,
+            **columns._asdict(),
             block_tables=state.pages.tables,
-            copies=columns.copies,
             cached_tokens=int(totals.cached),
             recomputed_tokens=int(totals.recomputed),
             preempted=int(totals.preempted),
             running=int(counts.decoding + counts.prefilling),
             kv_tokens=state.pages.used * state.pages.page_size,
             spared_tokens=int(tokens_spared(state.pages)),
+            window_tables=state.pages.windows.tables_of_step,
         )
 
 

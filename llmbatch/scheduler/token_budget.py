@@ -93,7 +93,7 @@ class BudgetRules(NamedTuple):
         return cls(0, budget.rates, budget.weights_per_pool, budget.floor, budget.ceiling)
 
 
-def steady_budget(decided: Plan, cost: CostModel, pool_tokens: int, answer: float) -> FixedBudget:
+def steady_budget(decided: Plan, cost: CostModel, pool_tokens: float, answer: float) -> FixedBudget:
     """Build the budget for a plan whose rows are of one kind and generate `answer` tokens in the mean."""
     if cost.in_turn:
         return budget_in_turn(cost)

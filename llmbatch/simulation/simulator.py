@@ -15,12 +15,13 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from llmbatch.errors import ParameterError
+from llmbatch.kernels.work_items import LOOK_BACK
 from llmbatch.perf_model.cost import CostModel
 from llmbatch.planning.cascade import tokens_together
 from llmbatch.planning.partition import partition, partition_alike
 from llmbatch.planning.plan import Plan
 from llmbatch.planning.plan_workload import plan_workload
-from llmbatch.planning.workload import Fit, Pool, Scheduling, Workload
+from llmbatch.planning.workload import ROW_TOKENS, Fit, Pool, Scheduling, Workload
 from llmbatch.runtime.shard_run import run_shard
 from llmbatch.runtime.simulated_loop import STEP, SimulatedLoop
 from llmbatch.simulation.options import PAGE_SIZE
@@ -29,6 +30,7 @@ from llmbatch.simulation.traces import Trace
 
 MAX_RUNNING = 8192
 _CONTEXT = 131_072  # tokens: the longest answer that the scheduler must reckon with where lengths are not known
+_WINDOWS = 8  # the most that a row of a trace is taken to hold
 _RESERVED = 4e9  # bytes of each card that are no KV, beside the weights
 
 SIDES = ("left", "right")
@@ -113,15 +115,23 @@ def pool_of(cost: CostModel, kv_memory: float | None, page_size: int = PAGE_SIZE
     """
     shape, hardware = cost.shape, cost.hardware
     memory = hardware.memory - hardware.cards * _RESERVED - shape.weight_bytes if kv_memory is None else kv_memory
-    pages = int(memory / shape.kv_bytes_per_token) // page_size
-    if pages < 1:
+    if int(memory / shape.kv_bytes_per_token) // page_size < 1:
         raise ParameterError(
             f"the model must fit the device: weights of {shape.weight_bytes / 1e9:.1f} GB leave no room for KV in "
             f"{hardware.memory / 1e9:.0f} GB of {hardware.name}; use more cards (--tensor-parallel) or a larger one"
             if kv_memory is None
             else f"kv_memory must hold at least one page of {page_size} tokens, got {kv_memory:g} bytes"
         )
-    return Pool(pages, page_size)
+    windowed = [window for window in shape.windows if window]
+    window = max(windowed) + LOOK_BACK if windowed else 0
+    return Pool.of(
+        memory,
+        page_size,
+        shape.kv_bytes_per_token,
+        window_bytes=shape.kv_bytes_per_token * len(windowed) / shape.layers,
+        window=window,
+        most=max(ROW_TOKENS, _WINDOWS * window),
+    )
 
 
 def simulate_trace(
@@ -238,7 +248,7 @@ def _report(
     answers = np.minimum(output, workload.max_tokens)[rows].astype(np.int64)
     compute = float(cost.request_compute(prompts, answers, tree.lcp).sum())
     memory = float(cost.request_memory(prompts, answers, answers**2, tokens_together(tree, cost)[rows]).sum())
-    pool_bytes = pool.tokens * cost.shape.kv_bytes_per_token
+    pool_bytes = pool.whole_tokens * cost.shape.kv_bytes_per_token
     optimal = cost.optimal_seconds(compute / replicas, memory / replicas, pool_bytes)
     prompt_tokens = int(prompts.sum())
     return SimulationReport(

@@ -12,6 +12,7 @@ import torch
 from transformers import AutoTokenizer
 
 import llmbatch
+from llmbatch.engine.model.outline import HOST_PAGE_SIZE
 from llmbatch.errors import DataError, ParameterError
 from tests.support.golden import generate
 from tests.support.models import EOS, PAD, tiny_model, tiny_model_folder
@@ -35,9 +36,9 @@ TURNS = [
 NEW = 9
 
 
-def writing_model() -> Any:
+def writing_model(family: str) -> Any:
     """A tiny model that writes printable characters alone, which come back as the same tokens, and ends."""
-    model: Any = tiny_model("llama")
+    model: Any = tiny_model(family)
     with torch.no_grad():
         others = torch.arange(len(model.lm_head.weight)) >= 94
         others[EOS] = False
@@ -45,9 +46,9 @@ def writing_model() -> Any:
     return model
 
 
-def folder_of(folder: Path, template: str) -> str:
-    tiny_model_folder(folder, "llama", chat_template=template)
-    writing_model().save_pretrained(folder)
+def folder_of(folder: Path, template: str, family: str = "llama") -> str:
+    tiny_model_folder(folder, family, chat_template=template)
+    writing_model(family).save_pretrained(folder)
     return str(folder)
 
 
@@ -66,9 +67,9 @@ def ask(model: str, turns: list[Any] = TURNS, **options: Any) -> list[dict[str, 
 class Reference:
     """The turns of a row, each by transformers' `generate` upon the rendered conversation."""
 
-    def __init__(self, model: str, system: str | None = None) -> None:
+    def __init__(self, model: str, system: str | None = None, family: str = "llama") -> None:
         self._tokenizer: Any = AutoTokenizer.from_pretrained(model)
-        self._model = writing_model()
+        self._model = writing_model(family)
         self._system = [] if system is None else [{"role": "system", "content": system}]
 
     def turns(self, users: list[str]) -> list[tuple[str, list[int], list[int]]]:
@@ -112,6 +113,17 @@ def test_rows_with_one_first_turn_compute_it_once_and_go_on_by_themselves(chatty
         assert [answer["text"] for answer in row["answers"]] == [text for text, _, _ in reference.turns(users)]
     inputs = rows[0]["answers"][0]["num_input_tokens"]
     assert sorted(row["answers"][0]["num_cached_tokens"] for row in rows) == [0, inputs, inputs]
+
+
+def test_turns_of_a_model_with_windows_are_those_of_generate_and_find_whole_pages(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, TEMPLATE, "mistral")
+    reference = Reference(folder, family="mistral")
+    found = []
+    for users, row in zip(TURNS, ask(folder), strict=True):
+        assert [answer["text"] for answer in row["answers"]] == [text for text, _, _ in reference.turns(users)]
+        found += [answer["num_cached_tokens"] for answer in row["answers"]]
+    assert max(found) > 0
+    assert not any(tokens % HOST_PAGE_SIZE for tokens in found)
 
 
 def test_a_template_that_forgets_what_was_said_is_followed(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 import llmbatch
 from llmbatch.engine.base import StreamEngine
 from llmbatch.engine.cpu.engine import CpuEngine
+from llmbatch.engine.model.outline import HOST_PAGE_SIZE
 from llmbatch.planning.workload import Pool, Scheduling
 from llmbatch.preprocess.merging import repeat_draws
 from llmbatch.preprocess.request_batch import RequestBatch
@@ -19,6 +21,7 @@ from llmbatch.runtime.stream import Stream
 from llmbatch.scheduler.output import Step, StepResult
 from tests.runtime.test_pool_limits import Answers, Hosting, accelerated_engine, torch_engine
 from tests.runtime.test_stream import Listed, Window
+from tests.support.models import tiny_model_folder
 from tests.support.workloads import COST
 
 TEXTS = ["", "a", "abcdef", "abcdefg", "abcdefgh", "abcdefghijklmnopq"]
@@ -38,12 +41,12 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return counts
 
 
-def ask(model: str, **options: Any) -> list[dict[str, Any]]:
+def ask(model: str, texts: list[str] = TEXTS, **options: Any) -> list[dict[str, Any]]:
     op: Any = llmbatch.LLMOperator(
-        model=model, template="Q{text}", dtype="float32", device="cpu", kv_memory=2**24, temperature=1.0, seed=7,
-        max_tokens=9, **options,
+        model=model, template="Q{text}", dtype="float32", device="cpu", kv_memory=2**24, temperature=1.0,
+        max_tokens=9, **({"seed": 7} | options),
     )  # fmt: skip  # arguments in groups
-    rows: list[dict[str, Any]] = op(pa.table({"text": TEXTS})).to_pylist()
+    rows: list[dict[str, Any]] = op(pa.table({"text": texts})).to_pylist()
     return rows
 
 
@@ -71,6 +74,21 @@ def test_draws_compute_a_prompt_once_that_they_tell_of(model: str, computed: lis
     drawn = ask(model, prompt_logprobs=1, n=3)
     assert sum(computed) == once
     assert [row["prompt_logprobs"] for row in drawn] == [row["prompt_logprobs"] for row in single]
+
+
+def test_draws_of_a_model_with_windows_find_whole_pages_and_are_those_of_rows(
+    tmp_path: Path, computed: list[int]
+) -> None:
+    folder, texts = tiny_model_folder(tmp_path, "mistral"), ["a" * 70, "b"]
+    single = ask(folder, texts)
+    once = sum(computed)
+    computed.clear()
+    drawn = ask(folder, texts, n=3)
+    assert once < sum(computed) <= once + 2 * len(texts) * HOST_PAGE_SIZE
+    assert [row["choices"][0]["text"] for row in drawn] == [row["generated_text"] for row in single]
+    for draw in (1, 2):
+        alone = ask(folder, texts, seed=7 + draw)
+        assert [row["choices"][draw]["text"] for row in drawn] == [row["generated_text"] for row in alone]
 
 
 CASES = [

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from transformers import GenerationConfig
 
 from llmbatch.engine.base import StreamEngine
+from llmbatch.kvcache.windows import NO_WINDOWS, WindowPages
 from llmbatch.preprocess.request_batch import RequestBatch
 from llmbatch.preprocess.sampling_params import SamplingParams
 from llmbatch.runtime.protocols import EngineObserver
@@ -61,6 +62,7 @@ class Golden:
     max_tokens: int
     page_size: int
     spare_pages: int = 1
+    windows: WindowPages = NO_WINDOWS
 
     def __post_init__(self) -> None:
         rows = self.rows
@@ -80,9 +82,10 @@ class Golden:
         """The answers; what the scheduler did is in `cached` and `preemptions`."""
         believed = np.ones(len(self.rows))
         trie = Workload(self.rows, self.requests.max_tokens, believed).trie(self.page_size)
-        scheduler = Scheduler(
-            self.lengths, num_pages=self.num_pages, trie=trie, lengths=Believed(believed), rates=RATES, max_running=16
-        )
+        scheduler = self.scheduler = Scheduler(
+            self.lengths, num_pages=self.num_pages, windows=self.windows, trie=trie, lengths=Believed(believed),
+            rates=RATES, max_running=16,
+        )  # fmt: skip  # arguments in groups
         order = np.arange(len(self.rows), dtype=np.int32)
         scheduler.enqueue(QueueUpdate(order, believed, ends, FixedBudget(step_tokens), compute=1.0, memory=1.0))
         engine.begin(self.requests)

@@ -27,31 +27,53 @@ _SPARE: Final = 8  # words behind the last page, which are read and not used
 
 
 class CpuKVCache:
-    """The KV memory of all layers: `num_pages` pages of `page_size` tokens.
+    """The KV memory of all layers: `num_pages` pages of `page_size` tokens, and `window_pages` of layers with windows.
 
     Memory is claimed from the system when it is first written, not when it is made. Layers whose heads are alike lie in
-    one array, [layers, *page_shape]. Its numbers are those that are computed with, or smaller ones.
+    one array, [layers, *page_shape], apart where they have windows and window pages. Its numbers are those that are
+    computed with, or smaller ones. Without window pages the layers with windows have pages like all others.
     """
 
-    def __init__(self, specs: dict[int, AttentionSpec], *, num_pages: int, page_size: int, kv_type: KVType) -> None:
+    def __init__(
+        self,
+        specs: dict[int, AttentionSpec],
+        *,
+        num_pages: int,
+        page_size: int,
+        kv_type: KVType,
+        window_pages: int = 0,
+    ) -> None:
         self.specs = specs
         self.num_pages = num_pages
+        self.windowed = window_pages > 0
         self.page_size = page_size
         element, pack = _ELEMENTS[kv_type.name], 4 // kv_type.itemsize
-        self.memory: dict[tuple[int, int], NDArray[Any]] = {}  # by heads and their width
+        self.memory: dict[tuple[int, int, bool], NDArray[Any]] = {}  # by heads, their width, whether in window pages
         self.layers: dict[int, Pages] = {}
-        for heads, width in {(spec.heads, spec.width) for spec in specs.values()}:
-            alike = [layer for layer, spec in specs.items() if (spec.heads, spec.width) == (heads, width)]
-            shape = (len(alike), *page_shape(num_pages, heads, width, page_size, pack))
+        for heads, width, in_windows in {self._kind(spec) for spec in specs.values()}:
+            alike = [layer for layer, spec in specs.items() if self._kind(spec) == (heads, width, in_windows)]
+            pages = window_pages if in_windows else num_pages
+            shape = (len(alike), *page_shape(pages, heads, width, page_size, pack))
             # Words to spare: those beyond the last page's end are read, and not used.
             memory = huge_pages((math.prod(shape) + _SPARE * pack,), element)[: -_SPARE * pack].reshape(shape)
-            self.memory[heads, width] = memory
+            self.memory[heads, width, in_windows] = memory
             self.layers |= {layer: Pages(memory[i], width, page_size) for i, layer in enumerate(alike)}
 
     def copy(self, pages: NDArray[np.int32]) -> None:
-        """Copy pages, int32 [copies, 2]: the first of each pair to the second, in all layers."""
+        """Copy pages, int32 [copies, 2]: the first of each pair to the second, in all layers.
+
+        There must be no window pages: with them sequences do not fork (`llmbatch.scheduler.forks`).
+        """
+        assert not self.windowed, "window pages are not copied"
         for memory in self.memory.values():
             memory[:, pages[:, 1]] = memory[:, pages[:, 0]]
+
+    def in_windows(self, spec: AttentionSpec) -> bool:
+        """Tell whether a layer's KV is in window pages."""
+        return self.windowed and spec.window > 0
+
+    def _kind(self, spec: AttentionSpec) -> tuple[int, int, bool]:
+        return spec.heads, spec.width, self.in_windows(spec)
 
 
 class AttentionBlocks(NamedTuple):
@@ -75,10 +97,15 @@ class CpuAttention:
         counts: NDArray[np.int32],
         token_pages: NDArray[np.int32],
         token_offsets: NDArray[np.int32],
+        window_tables: NDArray[np.int32] | None = None,
+        window_token_pages: NDArray[np.int32] | None = None,
     ) -> None:
+        """Take a step; the last two are those of window pages, where there are any."""
         self.pages = pages
         self.token_pages, self.token_offsets = token_pages, token_offsets
+        self.window_token_pages = token_pages if window_token_pages is None else window_token_pages
         self._step = Pieces(tables, slots, starts, counts)
+        self._windows = self._step if window_tables is None else self._step._replace(tables=window_tables)
         self._plans: dict[tuple[int, ...], AttentionBlocks] = {}
 
     def plan(self, spec: AttentionSpec) -> AttentionBlocks:
@@ -109,7 +136,7 @@ class CpuAttention:
             _NONE if query_norm is None else query_norm.numpy(),
             _NONE if key_norm is None else key_norm.numpy(),
             epsilon,
-            self.token_pages,
+            self.window_token_pages if self.pages.in_windows(spec) else self.token_pages,
             self.token_offsets,
             pages,
         )
@@ -122,7 +149,9 @@ class CpuAttention:
         return out
 
     def _make_plan(self, spec: AttentionSpec) -> AttentionBlocks:
-        step = cut_at_chunks(self._step, spec.chunk, self.pages.page_size) if spec.chunk else self._step
+        step = self._windows if self.pages.in_windows(spec) else self._step
+        if spec.chunk:
+            step = cut_at_chunks(step, spec.chunk, self.pages.page_size)
         blocks = cut_blocks(
             *step, self.pages.page_size, spec.group, spec.window, numba.get_num_threads(), spec.heads, GROUPS
         )

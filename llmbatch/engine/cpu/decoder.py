@@ -88,15 +88,16 @@ class Decoder:
         buffers = Buffers(*parts)
         residual = torch.from_numpy(buffers.residual)[:, : self._hidden]
         residual.copy_(hidden_states[0])
-        memory = step.pages.memory[self._spec.heads, self._spec.width]
+        every, kind = step.pages.memory, (self._spec.heads, self._spec.width)
+        memory = _pair({windows: every[*kind, windows] for windows in (False, True) if (*kind, windows) in every})
         layer_step, threads = self._layer_step(position_embeddings, step), numba.get_num_threads()
         arguments = self._layers, layer_step, memory, step.pages.page_size, buffers, threads
-        if self._kept != memory.dtype:
+        if self._kept != memory[0].dtype:
             compile_for(run_layers, arguments)  # first, since another process may be compiling attention
             self._layers.codes[ATTENTION] = block_code(
-                buffers.packed.dtype, buffers.attended.dtype, memory.dtype, buffers.attention.dtype
+                buffers.packed.dtype, buffers.attended.dtype, memory[0].dtype, buffers.attention.dtype
             )
-            self._kept = memory.dtype
+            self._kept = memory[0].dtype
         run_layers(*arguments)
         return residual.to(self._dtype)[None]
 
@@ -117,13 +118,18 @@ class Decoder:
         by_window = {spec.window: step.plan(spec) for spec in self._specs}
         windows, plans = list(by_window), list(by_window.values())
         blocks = join_blocks([plan.blocks for plan in plans], self._spec.heads)
+        kinds_of_pages = [step.pages.in_windows(spec) for spec in self._specs]
+        tables = {step.pages.in_windows(spec): by_window[spec.window].tables for spec in self._specs}
         return LayerStep(
             cosine=as_array(cosine),
             sine=as_array(sine),
             angles=np.array([places[id(pair)] for pair in position_embeddings], np.int64),
-            token_pages=step.token_pages,
+            token_pages=np.stack((step.token_pages, step.window_token_pages)),
             token_offsets=step.token_offsets,
-            tables=plans[0].tables,
+            tables=_pair(tables),
+            places=np.array(
+                [(int(kind), kinds_of_pages[:layer].count(kind)) for layer, kind in enumerate(kinds_of_pages)], np.int64
+            ),
             slots=plans[0].slots,
             runs=blocks.runs,
             firsts=blocks.firsts,
@@ -150,6 +156,12 @@ class Decoder:
             scales=np.empty(tokens if converted.size else 0, np.float32),
             attention=np.empty((tokens, 0), bfloat16_rows() if element == np.uint16 else element),
         )
+
+
+def _pair(arrays: dict[bool, NDArray[Any]]) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Return the array of pages and that of window pages, the same for both if all layers have the same kind."""
+    first, last = min(arrays), max(arrays)
+    return arrays[first], arrays[last]
 
 
 def _pack(part: LayerParts, bits: int | None) -> list[PackedWeight]:

@@ -24,7 +24,7 @@ from llmbatch.engine.cpu.sampler import sample
 from llmbatch.engine.generation import TokenBuffers, TokenChoices
 from llmbatch.engine.grammars import Grammars, Masks, apply_masks
 from llmbatch.engine.model.loader import LoadedModel
-from llmbatch.engine.packing import pack_tokens
+from llmbatch.engine.packing import pack_tokens, window_places
 from llmbatch.engine.prompt_scores import Head, ScoredRows, scored_rows
 from llmbatch.preprocess.request_batch import RequestBatch
 from llmbatch.scheduler.output import Step, StepResult
@@ -44,6 +44,7 @@ class CpuEngine:
         loaded: LoadedModel,
         *,
         num_pages: int,
+        window_pages: int = 0,
         page_size: int,
         decode: Callable[[NDArray[np.int32]], str] | None = None,
         seed: int = 0,
@@ -51,7 +52,13 @@ class CpuEngine:
     ) -> None:
         self._module = loaded.module
         self._head = Head(loaded.module)
-        self._pages = CpuKVCache(loaded.attention, num_pages=num_pages, page_size=page_size, kv_type=loaded.kv_type)
+        self._pages = CpuKVCache(
+            loaded.attention,
+            num_pages=num_pages,
+            window_pages=window_pages,
+            page_size=page_size,
+            kv_type=loaded.kv_type,
+        )
         self._generation = TokenBuffers(loaded.eos_token_ids, decode, seed, grammars)
         most: int = numba.config.NUMBA_NUM_THREADS  # type: ignore[attr-defined]
         self._threads = min(torch.get_num_threads(), most)
@@ -84,7 +91,9 @@ class CpuEngine:
         tokens = step.num_tokens
         packed = pack_tokens(step, generation, self._pages.page_size)
         ids = np.where(packed.ids < 0, generation.tokens.ravel()[-1 - np.minimum(packed.ids, -1)], packed.ids)
-        pages, places = np.divmod(packed.places, np.int32(self._pages.page_size))
+        size = np.int32(self._pages.page_size)
+        pages, places = np.divmod(packed.places, size)
+        in_windows = window_places(step, packed.positions, self._pages.page_size)
         attention = CpuAttention(
             self._pages,
             tables=step.block_tables,
@@ -93,6 +102,8 @@ class CpuEngine:
             counts=step.counts,
             token_pages=pages,
             token_offsets=places,
+            window_tables=step.window_tables,
+            window_token_pages=None if in_windows is None else in_windows // size,
         )
         keys = int(step.starts.sum()) + tokens
         elements = self._weight_elements + tokens * self._token_elements + keys * self._key_elements

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
@@ -24,7 +25,9 @@ _FILLED: Final = 1024  # pages, at a time
 class GpuKVCache:
     """The KV memory of all layers: `num_pages` pages of `page_size` tokens, a power of two.
 
-    Keys and values of a layer are [pages, heads, page size, width] each, of `dtype`.
+    Keys and values of a layer are [pages, heads, page size, width] each, of `dtype`. Layers with windows have
+    `window_pages` if there are any, else pages like all others. Kernels may read window pages that nobody has written,
+    and not use them: they are zeros at first.
     """
 
     def __init__(
@@ -32,20 +35,27 @@ class GpuKVCache:
         specs: dict[int, AttentionSpec],
         *,
         num_pages: int,
+        window_pages: int = 0,
         page_size: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         self.specs = specs
         self.num_pages = num_pages
+        self.window_pages = window_pages
         self.page_size = page_size
-        shapes = {layer: (num_pages, spec.heads, page_size, spec.width) for layer, spec in specs.items()}
-        self.keys: dict[int, torch.Tensor] = {
-            layer: torch.empty(shape, dtype=dtype, device=device) for layer, shape in shapes.items()
-        }
-        self.values: dict[int, torch.Tensor] = {
-            layer: torch.empty(shape, dtype=dtype, device=device) for layer, shape in shapes.items()
-        }
+
+        def make(spec: AttentionSpec) -> torch.Tensor:
+            new = torch.zeros if self.in_windows(spec) else torch.empty
+            pages = window_pages if self.in_windows(spec) else num_pages
+            return new((pages, spec.heads, page_size, spec.width), dtype=dtype, device=device)
+
+        self.keys: dict[int, torch.Tensor] = {layer: make(spec) for layer, spec in specs.items()}
+        self.values: dict[int, torch.Tensor] = {layer: make(spec) for layer, spec in specs.items()}
+
+    def in_windows(self, spec: AttentionSpec) -> bool:
+        """Tell whether a layer's KV is in window pages."""
+        return self.window_pages > 0 and spec.window > 0
 
     def fill(self) -> None:
         """Fill the pages with normal random numbers."""
@@ -59,8 +69,17 @@ class GpuKVCache:
         """The first place of the last page, where there is one to spare."""
         return (self.num_pages - 1) * self.page_size
 
+    @property
+    def window_spare(self) -> int:
+        """The first place of the last window page, where there is one to spare."""
+        return (self.window_pages - 1) * self.page_size
+
     def copy(self, pages: NDArray[np.int32]) -> None:
-        """Copy pages, int32 [copies, 2]: the first of each pair to the second, in all layers."""
+        """Copy pages, int32 [copies, 2]: the first of each pair to the second, in all layers.
+
+        There must be no window pages: with them sequences do not fork (`llmbatch.scheduler.forks`).
+        """
+        assert self.window_pages == 0, "window pages are not copied"
         there = torch.from_numpy(pages.T.astype(np.int64)).to(next(iter(self.keys.values())).device, non_blocking=True)
         for tensor in (*self.keys.values(), *self.values.values()):
             numbers = tensor.view(torch.uint8)  # e4m3 cannot be indexed
@@ -76,8 +95,8 @@ class GpuAttention:
     """Attention of a step (`llmbatch.engine.model.ops.AttentionContext`).
 
     `plans` are those of the distinct layers (`AttentionSpec.kind`), on the device like `places` int32 [tokens]: the
-    place of each token's keys and values, page times page size plus its place in the page. Each layer's attention,
-    which begins with writing these, is passed to `queue`.
+    place of each token's keys and values, page times page size plus its place in the page; `window_places` likewise in
+    window pages. Each layer's attention, which begins with writing these, is passed to `queue`.
     """
 
     def __init__(
@@ -86,10 +105,11 @@ class GpuAttention:
         backend: PagedAttention,
         plans: dict[Kind, tuple[AttentionPlan, list[torch.Tensor]]],
         places: torch.Tensor,
+        window_places: torch.Tensor,
         queue: Callable[[Callable[[], torch.Tensor]], torch.Tensor],
     ) -> None:
         self._pages, self._backend, self._plans, self._places = pages, backend, plans, places
-        self._queue = queue
+        self._window_places, self._queue = window_places, queue
 
     def run(
         self,
@@ -105,11 +125,12 @@ class GpuAttention:
         """Attend in one layer, after writing its keys and values."""
         keys, values = self._pages.keys[spec.layer], self._pages.values[spec.layer]
         plan, tensors = self._plans[spec.kind]
+        places = self._window_places if self._pages.in_windows(spec) else self._places
 
         def attention() -> torch.Tensor:
             query = packed.new_empty(len(packed), spec.query_heads * spec.width)
             triton_fused.rotate_and_store(
-                packed, query, cosine, sine, query_norm, key_norm, epsilon, self._places, keys, values
+                packed, query, cosine, sine, query_norm, key_norm, epsilon, places, keys, values
             )
             return self._backend.attend(spec, query, keys, values, plan, tensors)
 
@@ -125,10 +146,15 @@ class GpuAttention:
 
 
 def plan_layers(
-    specs: Iterable[AttentionSpec], plan: Callable[[AttentionSpec], AttentionPlan]
+    pages: GpuKVCache,
+    layout: BatchLayout,
+    window_tables: NDArray[np.int32] | None,
+    plan: Callable[[BatchLayout, AttentionSpec], AttentionPlan],
 ) -> dict[Kind, AttentionPlan]:
-    """Plan a step for each kind of layer."""
-    return {kind: plan(spec) for kind, spec in {spec.kind: spec for spec in specs}.items()}
+    """Plan a step for each kind of layer; those in window pages have the same layout with `window_tables`."""
+    windows = layout if window_tables is None else replace(layout, tables=window_tables)
+    kinds = {spec.kind: spec for spec in pages.specs.values()}
+    return {kind: plan(windows if pages.in_windows(spec) else layout, spec) for kind, spec in kinds.items()}
 
 
 class GpuOps:
@@ -151,10 +177,10 @@ class GpuOps:
         pages = GpuKVCache(specs, num_pages=1, page_size=PAGE_SIZE, dtype=dtype, device=self._device)
         layout = BatchLayout(tables=zero[None], slots=zero, starts=zero, counts=zero + tokens, decodes=0)
         backend = TritonAttention(self._device)
-        plans = plan_layers(specs.values(), lambda spec: backend.plan(layout, spec, PAGE_SIZE))
+        plans = plan_layers(pages, layout, None, lambda given, spec: backend.plan(given, spec, PAGE_SIZE))
         there = {
             kind: (plan, [torch.from_numpy(np.ascontiguousarray(array)).to(self._device) for array in plan.uploaded])
             for kind, plan in plans.items()
         }
         places = torch.arange(tokens, dtype=torch.int32, device=self._device)
-        return GpuAttention(pages, backend, there, places, Sequential().attend)
+        return GpuAttention(pages, backend, there, places, places, Sequential().attend)

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from llmbatch.engine.generation import TokenBuffers
-from llmbatch.engine.packing import pack_tokens
+from llmbatch.engine.packing import pack_tokens, window_places
 from llmbatch.kernels.interface import AttentionPlan
 from llmbatch.scheduler.output import Step
 
@@ -29,6 +29,7 @@ class DeviceBatch(NamedTuple):
     places: torch.Tensor
     last: torch.Tensor  # [samples] the token whose logits are wanted
     targets: torch.Tensor  # [samples] the place that the sampled token gets
+    window_places: torch.Tensor  # [tokens] `places` where there are no window pages
     plans: dict[Kind, tuple[AttentionPlan, list[torch.Tensor]]]
 
 
@@ -36,7 +37,7 @@ class DeviceBatch(NamedTuple):
 class HostBatch:
     """A `DeviceBatch` on the host. The first `rows` samples are real, the rest is padding."""
 
-    columns: tuple[NDArray[np.int32], ...]  # the first five of a `DeviceBatch`
+    columns: tuple[NDArray[np.int32], ...]  # the first six of a `DeviceBatch`, or five where there are no window pages
     plans: dict[Kind, AttentionPlan]
     rows: int
 
@@ -47,15 +48,17 @@ class HostBatch:
         sampled = step.slots[step.samples]
         last = (np.cumsum(step.counts)[step.samples] - 1).astype(np.int32)
         targets = sampled * np.int32(generation.tokens.shape[1]) + generation.queued[sampled]
-        return cls((*tokens, last, targets), plans, len(sampled))
+        in_windows = window_places(step, tokens.positions, page_size)
+        more = () if in_windows is None else (in_windows,)
+        return cls((*tokens, last, targets, *more), plans, len(sampled))
 
-    def padded(self, tokens: int, rows: int, place: int) -> HostBatch:
+    def padded(self, tokens: int, rows: int, place: int, window_place: int) -> HostBatch:
         """Pad to so many tokens, and so many sampled rows.
 
-        Tokens of padding are token 0 at position 0, and write their keys and values to `place`. Rows of padding are
-        the first token's.
+        Tokens of padding are token 0 at position 0, and write their keys and values to `place` and `window_place`. Rows
+        of padding are the first token's.
         """
-        ids, positions, places, last, targets = self.columns
+        ids, positions, places, last, targets, *in_windows = self.columns
         more, more_rows = tokens - len(ids), rows - self.rows
         columns = (
             np.pad(ids, (0, more)),
@@ -63,6 +66,7 @@ class HostBatch:
             np.pad(places, (0, more), constant_values=place),
             np.pad(last, (0, more_rows)),
             np.pad(targets, (0, more_rows)),
+            *(np.pad(column, (0, more), constant_values=window_place) for column in in_windows),
         )
         return HostBatch(columns, self.plans, self.rows)
 
@@ -77,8 +81,15 @@ class HostBatch:
         for kind, plan in self.plans.items():
             plans[kind] = plan, list(tensors[at : at + len(plan.uploaded)])
             at += len(plan.uploaded)
-        ids, positions, places, last, targets = tensors[: len(self.columns)]
-        return DeviceBatch(ids, positions, places, last, targets, plans)
+        return batch_of(tensors[: len(self.columns)], plans)
+
+
+def batch_of(
+    columns: Sequence[torch.Tensor], plans: dict[Kind, tuple[AttentionPlan, list[torch.Tensor]]]
+) -> DeviceBatch:
+    """Build a batch from the columns that were uploaded."""
+    ids, positions, places, last, targets, *in_windows = columns
+    return DeviceBatch(ids, positions, places, last, targets, in_windows[0] if in_windows else places, plans)
 
 
 def stage(arrays: Sequence[NDArray[np.int32]], device: torch.device) -> torch.Tensor:

@@ -18,10 +18,11 @@ from typing import Any, Final, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from llmbatch.engine.generation import TokenBuffers
 from llmbatch.engine.gpu.attention import GpuKVCache, plan_layers
-from llmbatch.engine.gpu.batch import DeviceBatch, HostBatch, Kind, split, stage
+from llmbatch.engine.gpu.batch import DeviceBatch, HostBatch, Kind, batch_of, split, stage
 from llmbatch.engine.packing import PackedTokens
 from llmbatch.kernels.cascade import GROUP_ROWS, GROUP_TOKENS
 from llmbatch.kernels.interface import BatchLayout, GraphCapturable
@@ -89,7 +90,7 @@ class Recording:
             kind: (plan, [tables[kind], *(next(tensors) for _ in plan.arrays)]) for kind, plan in packed.plans.items()
         }
         self._given = columns[0]
-        self.batch = DeviceBatch(torch.zeros_like(columns[0]), columns[1], columns[2], columns[3], columns[4], plans)
+        self.batch = batch_of((torch.zeros_like(columns[0]), *columns[1:]), plans)
         self.repeat: Callable[[], None] = lambda: None
 
     def fill(self, packed: HostBatch, known: torch.Tensor) -> None:
@@ -188,21 +189,26 @@ class DecodeGraphs:
         layout = BatchLayout(
             step.block_tables, slots, np.pad(step.starts, (0, rows - count)), np.ones(rows, np.int32), rows
         )
-        packed = HostBatch.of(step, generation, self._pages.page_size, self._plan(layout))
-        return packed.padded(rows, rows, self._pages.spare)
+        packed = HostBatch.of(step, generation, self._pages.page_size, self._plan(layout, step.window_tables))
+        return packed.padded(rows, rows, self._pages.spare, self._pages.window_spare)
 
     def _stand_in(self, rows: int, shared: int) -> HostBatch:
         """Make a step of so many rows, with the same `shared` tokens before them, at the page to spare."""
-        size, spare = self._pages.page_size, self._pages.spare
+        size, spare, window_spare = self._pages.page_size, self._pages.spare, self._pages.window_spare
+        windowed = self._pages.window_pages > 0
         zeros = np.zeros(rows, np.int32)
         tables = np.full((1, shared // size + 1), spare // size, np.int32)
-        plans = self._plan(BatchLayout(tables, zeros, zeros + shared, zeros + 1, rows))
+        window_tables = np.full_like(tables, window_spare // size) if windowed else None
+        plans = self._plan(BatchLayout(tables, zeros, zeros + shared, zeros + 1, rows), window_tables)
         tokens = PackedTokens(zeros, zeros + shared, zeros + spare)
-        return HostBatch((*tokens, np.arange(rows, dtype=np.int32), zeros), plans, rows)
+        in_windows = (zeros + window_spare,) if windowed else ()
+        return HostBatch((*tokens, np.arange(rows, dtype=np.int32), zeros, *in_windows), plans, rows)
 
-    def _plan(self, layout: BatchLayout) -> dict[Kind, Any]:
-        size = self._pages.page_size
-        return plan_layers(self._pages.specs.values(), lambda spec: self._attention.plan_fixed(layout, spec, size))
+    def _plan(self, layout: BatchLayout, window_tables: NDArray[np.int32] | None) -> dict[Kind, Any]:
+        pages, size = self._pages, self._pages.page_size
+        return plan_layers(
+            pages, layout, window_tables, lambda given, spec: self._attention.plan_fixed(given, spec, size)
+        )
 
 
 def rows_of(count: int) -> int:

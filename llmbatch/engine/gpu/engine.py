@@ -66,6 +66,7 @@ class GpuEngine:
         attention: PagedAttention,
         *,
         num_pages: int,
+        window_pages: int = 0,
         page_size: int,
         execution: Execution | None = None,
         recorder: Recorder | None = None,
@@ -81,6 +82,7 @@ class GpuEngine:
         self.pages: GpuKVCache = GpuKVCache(
             loaded.attention,
             num_pages=num_pages + spare,
+            window_pages=window_pages and window_pages + spare,
             page_size=page_size,
             dtype=getattr(torch, loaded.kv_type.name),
             device=self._device,
@@ -169,7 +171,9 @@ class GpuEngine:
     def _packed(self, step: Step) -> HostBatch:
         layout = BatchLayout(step.block_tables, step.slots, step.starts, step.counts, step.num_decodes)
         size = self.pages.page_size
-        plans = plan_layers(self.pages.specs.values(), lambda spec: self._attention.plan(layout, spec, size))
+        plans = plan_layers(
+            self.pages, layout, step.window_tables, lambda given, spec: self._attention.plan(given, spec, size)
+        )
         return HostBatch.of(step, self._generation, size, plans)
 
     def collect(self) -> StepResult:

@@ -55,7 +55,7 @@ def size_for(sizes: Sequence[int], tokens: int) -> int | None:
 
 
 class MixedGraphs:
-    """Brings steps with chunks to recorded shapes. `pages` has a page to spare, its last."""
+    """Brings steps with chunks to recorded shapes. `pages` has a page to spare, its last, and no window pages."""
 
     def __init__(self, forward: Forward, attention: PaddedAttention, pages: GpuKVCache, recordings: Recordings) -> None:
         self._forward = forward
@@ -80,7 +80,7 @@ class MixedGraphs:
             return None
         layout = BatchLayout(step.block_tables, step.slots, step.starts, step.counts, step.num_decodes)
         packed = HostBatch.of(step, generation, size, self._plan(layout, tokens))
-        packed = packed.padded(tokens, _rows(sampled, tokens), self._pages.spare)
+        packed = packed.padded(tokens, _rows(sampled, tokens), self._pages.spare, self._pages.window_spare)
         recording = self._recordings.find(packed)
         return None if recording is None else (packed, recording)
 
@@ -93,9 +93,9 @@ class MixedGraphs:
         return HostBatch((*packed, zeros[:rows], zeros[:rows]), plans, rows)
 
     def _plan(self, layout: BatchLayout, tokens: int) -> dict[Kind, Any]:
-        size = self._pages.page_size
+        pages, size = self._pages, self._pages.page_size
         return plan_layers(
-            self._pages.specs.values(), lambda spec: self._attention.plan_padded(layout, spec, size, tokens)
+            pages, layout, None, lambda given, spec: self._attention.plan_padded(given, spec, size, tokens)
         )
 
 

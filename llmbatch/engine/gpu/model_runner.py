@@ -22,7 +22,8 @@ class ModelRunner:
 
     def __call__(self, batch: DeviceBatch) -> torch.Tensor:
         """Queue the batch and return the logits, in the model's type."""
-        step = GpuAttention(self._pages, self._attention, batch.plans, batch.places, self._execution.attend)
+        places, queue = (batch.places, batch.window_places), self._execution.attend
+        step = GpuAttention(self._pages, self._attention, batch.plans, *places, queue)
         logits: torch.Tensor = self._module(
             input_ids=batch.ids[None],
             position_ids=batch.positions[None],

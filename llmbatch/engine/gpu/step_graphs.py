@@ -40,6 +40,7 @@ class StepGraphs:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
+        self._windowed = pages.window_pages > 0
         kinds = {spec.kind for spec in pages.specs.values()}
         self._recordings = Recordings(recorder, kinds, vocabulary=vocabulary, dtype=dtype, device=device)
         self._decodes = DecodeGraphs(forward(attention), attention, pages, self._recordings)
@@ -51,8 +52,11 @@ class StepGraphs:
         return self._recordings.nbytes
 
     def record(self, decodes: Iterable[int], mixed: Iterable[int]) -> None:
-        """Record steps of so many decodes each, and steps with chunks of so many tokens, the largest first."""
-        chunks = set(mixed)
+        """Record steps of so many decodes each, and steps with chunks of so many tokens, the largest first.
+
+        With window pages none with chunks are recorded.
+        """
+        chunks: set[int] = set() if self._windowed else set(mixed)
         rows = {rows_of(count) for count in decodes if count <= MOST_ROWS}
         for tokens in sorted(chunks | rows, reverse=True):
             if tokens in chunks:

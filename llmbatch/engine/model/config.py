@@ -57,6 +57,7 @@ class ModelConfig:
     kv_type: KVType  # of keys and values
     context_length: int  # most tokens of prompt and answer together, as asked for
     bytes_per_token: int  # of KV, in all layers
+    window_bytes: int  # of these, in layers with a window, as far as they are known before the weights
     attention: dict[int, AttentionSpec] | None  # by layer, sinks without memory; None: known by its weights only
     quantisation: Quantisation | None  # of weights in their files
 
@@ -64,6 +65,11 @@ class ModelConfig:
     def chunk(self) -> int:
         """The tokens of a chunk of attention, which are whole pages; 0: there are none."""
         return max(spec.chunk for spec in self.attention.values()) if self.attention else 0
+
+    @property
+    def window(self) -> int:
+        """The tokens of the largest window; 0: no layer has one, or none is known."""
+        return max(spec.window for spec in self.attention.values()) if self.attention else 0
 
 
 def describe_model(
@@ -103,13 +109,14 @@ def describe_model(
     context = _context(folder, config, context_length)
     specs = None if remote else _outlined_attention(folder, whole, built_by, element, context, fp8=dtype == "fp8")
     if specs is None:
-        size = kv_bytes(config, kv, padded=device.type == "cpu")
+        size, in_windows = kv_bytes(config, kv, padded=device.type == "cpu"), 0
     else:
         if device.type == "cpu":
             check_words(folder, specs.values(), kv)
         else:
             check_gpu(folder, specs.values())
         size = bytes_per_token(specs.values(), kv, device)
+        in_windows = bytes_per_token((spec for spec in specs.values() if spec.window), kv, device)
     return ModelConfig(
         folder=folder,
         config=config,
@@ -121,6 +128,7 @@ def describe_model(
         kv_type=kv,
         context_length=context,
         bytes_per_token=size,
+        window_bytes=in_windows,
         attention=specs,
         quantisation=quantisation,
     )

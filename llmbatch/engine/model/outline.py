@@ -195,10 +195,12 @@ def read_rope(config: object) -> list[dict[str, Any]]:
     return kinds or [given]
 
 
-def pool_of(model: Described, config: EngineConfig, *, free: float, page_size: int) -> Pool:
+def pool_of(
+    model: Described, config: EngineConfig, *, free: float, page_size: int, window_bytes: int = 0, window: int = 0
+) -> Pool:
     """Size the pool in so much `free` memory, as far as it is known before the weights are loaded.
 
-    Raises ParameterError if no page fits.
+    Layers with windows, `window_bytes` of a token's KV, keep `window` tokens. Raises ParameterError if no page fits.
     """
     page_bytes = model.bytes_per_token * page_size
     memory = config.kv_memory
@@ -206,7 +208,8 @@ def pool_of(model: Described, config: EngineConfig, *, free: float, page_size: i
         memory = int(POOL_SHARE * max(0.0, free - shape_of(model).weight_bytes))
     if memory < page_bytes:
         raise ParameterError(f"kv_memory must hold at least one page of {page_bytes:,} bytes, got {memory:,}")
-    return Pool(memory // page_bytes, page_size)
+    kept, most = {"window_bytes": window_bytes, "window": window}, model.context_length
+    return Pool.of(memory, page_size, model.bytes_per_token, most=most, **kept)
 
 
 def simulated_pool(model: Described, config: EngineConfig) -> Pool:
