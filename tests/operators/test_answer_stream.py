@@ -191,7 +191,7 @@ def test_windows_grow_up_to_what_memory_has_room_for(monkeypatch: pytest.MonkeyP
     assert [row for window in found for row in window] == list(range(300_000))
     assert [len(window) for window in found] == [1024, 4096, 16384, 65536, 100_000, 100_000, 12_960]
     fat = windows_of(chunks[:40], 10_000)
-    assert [len(window) for window in fat[:4]] == [1024, 3355, 3355, 3355]
+    assert [len(window) for window in fat[:4]] == [1024, 1677, 1677, 1677]
     assert windows_of([range(5)], 1 << 40) == [[0], [1], [2], [3], [4]]
 
 
