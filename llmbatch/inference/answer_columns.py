@@ -15,7 +15,7 @@ from llmbatch.inference.row_parts import RequestAnswer
 from llmbatch.inference.window import Window
 from llmbatch.preprocess.tokenizer import Tokenizer
 
-REASONS: Final = ["error", "stop", "length", "error", "error"]  # by `FinishReason`
+REASONS: Final = ["error", "stop", "length", "error", "error", "error"]  # by `FinishReason`
 
 Value = Any  # of a column, as Arrow takes it from Python
 
