@@ -174,12 +174,11 @@ class ActiveRun(EngineObserver[W]):
         self.requests.open[requests] = False
         self._loop.withdraw(self._run.scheduler, requests, FinishReason.CANCELLED)
 
-    def withdrawn(self, requests: NDArray[np.int32]) -> None:
-        """Take note that these requests are in the hands of scheduler and engine no more."""
-        if len(requests):
-            assert self._guests is not None
-            self._guests.withdrawn(requests)
-            self.requests.open[requests] = False
+    def dismissed(self, requests: NDArray[np.int32]) -> None:
+        """Take note that these requests, which waited to be admitted, are in the hands of the scheduler no more."""
+        assert self._guests is not None
+        self._guests.dismissed(requests)
+        self.requests.open[requests] = False
 
     def sampled(self, requests: NDArray[np.int32], tokens: NDArray[np.int32], finished: NDArray[np.uint8]) -> None:
         """Tell guests what was sampled for them in a step."""

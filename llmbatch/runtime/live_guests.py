@@ -150,8 +150,8 @@ class LiveGuests:
             self._mean += (len(tokens) - self._mean) / self._ended
         self._end(one, reason, tokens, cached, logprobs, error)
 
-    def withdrawn(self, requests: NDArray[np.int32]) -> None:
-        """Tell of requests that were withdrawn while they waited to be admitted."""
+    def dismissed(self, requests: NDArray[np.int32]) -> None:
+        """Tell of requests that nobody waits for any more, and that were not admitted."""
         for request in requests.tolist():
             self.ended(request, FinishReason.CANCELLED, NOTHING, 0, (None, None))
 

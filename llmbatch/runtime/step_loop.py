@@ -56,8 +56,8 @@ class StepGuests(Protocol):
         """Let guests in that have arrived; returns the requests that nobody waits for any more, int32 [n]."""
         ...
 
-    def withdrawn(self, requests: NDArray[np.int32]) -> None:
-        """Take note that these requests are in the hands of scheduler and engine no more."""
+    def dismissed(self, requests: NDArray[np.int32]) -> None:
+        """Take note that these requests, which waited to be admitted, are in the hands of the scheduler no more."""
         ...
 
     def sampled(self, requests: NDArray[np.int32], tokens: NDArray[np.int32], finished: NDArray[np.uint8]) -> None:
@@ -130,7 +130,8 @@ class SerialLoop:
         """Let guests in and out."""
         left = guests.look()
         ended = self.withdraw(scheduler, left, FinishReason.CANCELLED)
-        guests.withdrawn(left)
+        if len(left):
+            guests.dismissed(scheduler.dismiss(left))
         if guests.renumbers:
             raise Renumber
         return ended
@@ -202,7 +203,8 @@ class PipelinedLoop:
         """Let guests in and out."""
         left = guests.look()
         ended = self.withdraw(scheduler, left, FinishReason.CANCELLED)
-        guests.withdrawn(left)
+        if len(left):
+            guests.dismissed(scheduler.dismiss(left))
         if guests.renumbers:
             self._end(scheduler)
             raise Renumber
