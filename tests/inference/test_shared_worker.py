@@ -279,6 +279,7 @@ def test_an_engine_that_dies_whatever_it_is_given_ends_all(model: str, monkeypat
         shared.stream(Windows(shared.worker, table_of(20), 20), Rows())
     shared.submit(one)
     assert told.wait().error is not None
+    assert isinstance(shared.error, JobError)
     shared.close()
 
 

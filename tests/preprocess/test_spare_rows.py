@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from llmbatch.preprocess.request_batch import RequestBatch
@@ -51,6 +53,15 @@ def test_a_request_that_is_written_into_a_spare_row_is_seen_by_who_has_the_batch
     assert rows.requests.tokens is batch.tokens
     assert rows.requests.params == (batch.params[0], other)
     assert rows.requests.params_index.tolist()[2:4] == [0, 1]
+
+
+def test_parameters_that_stand_twice_in_a_batch_do_not_hide_new_ones() -> None:
+    batch = batch_of([[1, 2], [3]])
+    params = SamplingParams(max_tokens=9)
+    rows = SpareRows(replace(batch, params=(params, params)).with_spare(2, 5), 2)
+    other = SamplingParams(temperature=0.5)
+    row = rows.take(np.array([4], np.int32), 8, other, 70)
+    assert rows.requests.params[rows.requests.params_index[row]] == other
 
 
 def test_rows_and_room_for_tokens_run_out() -> None:
