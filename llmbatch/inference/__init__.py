@@ -11,6 +11,7 @@ __all__ = [
     "options",
     "progress",
     "report",
+    "shared_worker",
     "window",
     "window_size",
     "worker",
