@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -42,6 +43,11 @@ def opened(
 def scheduler_of(stream: Stream[Window]) -> Any:
     now: Any = stream._now
     return now._run.scheduler
+
+
+def all_of(acts: Iterable[Callable[[], object]]) -> None:
+    for act in acts:
+        act()
 
 
 class Counting(RecordedEngine):
@@ -163,7 +169,7 @@ def test_more_guests_than_spare_rows_and_longer_ones_than_there_is_room_for_are_
     acts: dict[int, Callable[[], object]] = {3 + i // 2: lambda: None for i in range(11)}
     for step in acts:
         due = [one for i, (one, _) in enumerate(guests) if 3 + i // 2 == step]
-        acts[step] = lambda due=due: [inbox.put(one) for one in due]
+        acts[step] = partial(all_of, [partial(inbox.put, one) for one in due])
     window, engine = window_of([[5, i] for i in range(30)], [25] * 30), Counting()
     opened(Hosting(engine), Script(inbox, acts), inbox).run(Listed([window]))
     assert all(told.tokens == [0] * 9 for _, told in guests)
@@ -186,7 +192,7 @@ def test_a_guest_that_the_pool_cannot_hold_has_an_error_and_one_that_it_can_hold
 def test_a_guest_whose_engine_died_goes_on_where_it_was_told_to_be() -> None:
     inbox, (one, told) = GuestInbox(), guest([1, 2, 3], 30)
     window = window_of([[5, 1], [6, 2]], [30, 41])
-    made: list[Mortal] = []
+    made: list[object] = []
 
     class Dying(Mortal):
         """The first of these engines dies in its tenth step."""
@@ -200,8 +206,8 @@ def test_a_guest_whose_engine_died_goes_on_where_it_was_told_to_be() -> None:
             return RecordedEngine.execute(self, step)
 
     def make() -> Dying:
-        made.append(Dying(0))
-        return made[-1]
+        made.append(engine := Dying(0))
+        return engine
 
     inbox.put(one)
     totals = opened(Engines(make), Script(inbox), inbox).run(Listed([window]))
@@ -273,11 +279,11 @@ def test_every_row_and_every_guest_ends_once_whoever_comes_and_leaves_when(seed:
     guests, leavers = [guest(prompt(), int(rng.integers(1, 40))) for _ in range(15)], set[int]()
     for i, (one, _) in enumerate(guests):
         came = int(rng.integers(1, 120))
-        acts.setdefault(came, []).append(lambda one=one: inbox.put(one))
+        acts.setdefault(came, []).append(partial(inbox.put, one))
         if rng.random() < 0.4:
             leavers.add(i)
-            acts.setdefault(came + int(rng.integers(0, 20)), []).append(lambda one=one: inbox.leave(one))
-    script = Script(inbox, {step: lambda these=these: [act() for act in these] for step, these in acts.items()})
+            acts.setdefault(came + int(rng.integers(0, 20)), []).append(partial(inbox.leave, one))
+    script = Script(inbox, {step: partial(all_of, these) for step, these in acts.items()})
     latency = Latency(float(rng.uniform(0.02, 0.2)), 4.0) if bounded else None
     stream = opened(Engines(), script, inbox, pool=Pool(int(rng.integers(30, 120)), 4), latency=latency)
     script.after_each = lambda: scheduler_of(stream).check()
@@ -303,7 +309,7 @@ def test_answers_are_those_of_generate_whatever_runs_beside(
     others = [[*rows[0], 7, 8], rows[1], [9, 1]]
     window, inbox, limits = window_of(rows, [12] * len(rows)), GuestInbox(), [9, 12, 7]
     guests = [guest(prompt, limit) for prompt, limit in zip(others, limits, strict=True)]
-    script = Script(inbox, {1 + 3 * i: lambda one=one: inbox.put(one) for i, (one, _) in enumerate(guests)})
+    script = Script(inbox, {1 + 3 * i: partial(inbox.put, one) for i, (one, _) in enumerate(guests)})
     opened(Hosting(make(model, 40)), script, inbox, pool=Pool(40, 4)).run(Listed([window]))
     expected = generate(tiny_model("llama"), [*rows, *others], [*[12] * len(rows), *limits], [EOS], PAD)
     assert [script.tokens[id(window), i] for i in range(len(rows))] == expected[: len(rows)]
@@ -334,7 +340,7 @@ def test_each_guest_is_sampled_by_its_own_parameters(model: str) -> None:
     assert len({tuple(tokens) for tokens in expected[:3]}) == 3
     window, inbox = window_of([[5, i, 6] for i in range(9)], [25] * 9), GuestInbox()
     guests = [guest(prompt, 20, **dict(params)) for params in asked]
-    script = Script(inbox, {2 + 3 * i: lambda one=one: inbox.put(one) for i, (one, _) in enumerate(guests)})
+    script = Script(inbox, {2 + 3 * i: partial(inbox.put, one) for i, (one, _) in enumerate(guests)})
     opened(Hosting(torch_engine(model, 40)), script, inbox, pool=Pool(40, 4)).run(Listed([window]))
     assert [told.tokens for _, told in guests] == expected
 
@@ -382,12 +388,12 @@ def test_steps_that_are_decided_ahead_tell_each_token_once_and_none_behind_the_e
     rng = np.random.default_rng(seed)
 
     def prompt() -> list[int]:
-        return rng.integers(0, VOCABULARY, rng.integers(1, 30)).tolist()
+        return [int(token) for token in rng.integers(0, VOCABULARY, rng.integers(1, 30))]
 
     rows, inbox = [prompt() for _ in range(20)], GuestInbox()
     window = window_of(rows, [30] * len(rows))
     guests = [(*guest(asked := prompt(), 25), asked) for _ in range(20)]
-    script = Script(inbox, {1 + 2 * i: lambda one=one: inbox.put(one) for i, (one, _, _) in enumerate(guests)})
+    script = Script(inbox, {1 + 2 * i: partial(inbox.put, one) for i, (one, _, _) in enumerate(guests)})
     script.acts[20] = lambda: inbox.leave(guests[9][0])
     stream = opened(Hosting(ruling_engine(60)), script, inbox, pool=Pool(60, 4))
     script.after_each = lambda: scheduler_of(stream).check()
