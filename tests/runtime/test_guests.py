@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import time
+import weakref
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -87,11 +89,12 @@ def test_a_guest_that_comes_when_nothing_runs_is_answered() -> None:
 def test_a_guest_joins_a_job_without_numbering_anything_anew() -> None:
     inbox, (one, told) = GuestInbox(), guest([1, 2, 3])
     window, engine = window_of([[5, i] for i in range(30)], [40] * 30), Counting()
-    script = Script(inbox, {7: lambda: inbox.put(one)})
+    script, rebound = Script(inbox, {7: lambda: inbox.put(one)}), list[int]()
+    told.on_sampled = lambda: rebound.append(engine.rebound)
     opened(Hosting(engine), script, inbox).run(Listed([window]))
     assert told.end is not None
     assert told.tokens == [0] * 5
-    assert engine.rebound == 0
+    assert rebound == [0] * 5
     assert sorted(window.ended) == list(range(30)), "observers are told of rows alone"
 
 
@@ -255,6 +258,20 @@ def test_a_guest_finds_the_pages_of_an_earlier_one() -> None:
     opened(Engines(), script, inbox).run(Listed([]))
     assert told.end is not None
     assert told.end.cached >= 44
+
+
+def test_a_stream_that_idles_keeps_no_window_in_memory() -> None:
+    inbox, alive = GuestInbox(), list[Window | None]()
+    windows = [window_of([[5, i] for i in range(3)], [4] * 3)]
+    known, source = weakref.ref(windows[0]), Listed(windows)
+    windows.clear()
+
+    def look() -> None:
+        gc.collect()
+        alive.append(known())
+
+    opened(Engines(), Script(inbox, {99: look}), inbox).run(source)
+    assert alive == [None]
 
 
 def test_the_row_timeout_is_one_of_rows() -> None:
