@@ -168,9 +168,7 @@ def test_an_attention_that_reads_no_pages_of_8_bits_says_so() -> None:
     assert (type(backend).__name__, notes) == ("TritonAttention", ())
 
 
-@pytest.mark.parametrize(
-    ("dtype", "kv_dtype"), [(torch.float32, torch.float32), (torch.bfloat16, torch.float8_e4m3fn)]
-)
+@pytest.mark.parametrize(("dtype", "kv_dtype"), [(torch.float32, torch.float32), (torch.bfloat16, torch.float8_e4m3fn)])
 def test_an_attention_whose_recorded_steps_are_wrong_is_not_taken(dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
     pytest.importorskip("triton")
     from llmbatch.engine.attention_choice import choose_attention
@@ -197,7 +195,7 @@ def test_an_attention_whose_recorded_steps_are_wrong_is_not_taken(dtype: torch.d
         "attention 'triton' is not used: of 2 query and 1 KV heads of 16 elements in "
         f"{str(dtype).removeprefix('torch.')} it gave answers that are wrong by 1.0e+00",
     )
-    with pytest.raises(ModelError, match="^attention 'triton' cannot be used here: .* gave answers that are wrong"):
+    with pytest.raises(ModelError, match=r"^attention 'triton' cannot be used here: .* gave answers that are wrong"):
         choose_attention("triton", [spec], **given)
 
 
