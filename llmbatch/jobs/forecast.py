@@ -27,7 +27,7 @@ from llmbatch.planning.lengths import LengthModel
 from llmbatch.planning.order import Policy
 from llmbatch.planning.plan_workload import plan_workload
 from llmbatch.planning.prefix_tree import PrefixTree
-from llmbatch.planning.workload import Pool, Scheduling, Workload, early_ends, fit_requests
+from llmbatch.planning.workload import Pool, Scheduling, Workload, early_ends, fit_requests, split_for
 from llmbatch.preprocess.request_batch import RequestBatch, RowRequests
 from llmbatch.runtime.shard_run import run_shard
 from llmbatch.runtime.simulated_loop import SimulatedLoop
@@ -125,6 +125,7 @@ def forecast(options: Options, shard: RowRequests, pool: Pool, cost: CostModel, 
     """Forecast answering the rows of a table, of which `shard` holds the requests."""
     requests, refused, cut = fit_requests(shard.requests, pool)
     workload = Workload.of(requests).without(refused)
+    pool = split_for(pool, workload)
     tree = workload.tree
     everything = np.arange(len(requests), dtype=np.int32)
     lengths = workload.length_model()

@@ -21,7 +21,7 @@ from llmbatch.planning.cascade import tokens_together
 from llmbatch.planning.partition import partition, partition_alike
 from llmbatch.planning.plan import Plan
 from llmbatch.planning.plan_workload import plan_workload
-from llmbatch.planning.workload import ROW_TOKENS, Fit, Pool, Scheduling, Workload
+from llmbatch.planning.workload import ROW_TOKENS, Fit, Pool, Scheduling, Workload, split_for
 from llmbatch.runtime.shard_run import run_shard
 from llmbatch.runtime.simulated_loop import STEP, SimulatedLoop
 from llmbatch.simulation.options import PAGE_SIZE
@@ -152,6 +152,7 @@ def simulate_trace(
     """
     begun = time.perf_counter()
     workload = describe(trace, pool, lengths, max_tokens)
+    pool = split_for(pool, workload)
     seconds = time.perf_counter() - begun
     if replicas == 1:
         return run_workload(workload, trace.output_lengths, cost, pool, scheduling, planning=seconds)
