@@ -62,12 +62,7 @@ def _run(arguments: dict[str, Any]) -> int:
     if as_json:
         print(json.dumps(report.to_dict()))
     elif not quiet and not report.finished_before:
-        _say(
-            f"{report.rows:,} rows ({report.errors:,} errors, {report.duplicates:,} duplicates, "
-            f"{report.rows_resumed:,} found answered) in "
-            f"{report.seconds:.1f} s, {report.tokens_per_second:,.0f} tokens/s, prefix sharing "
-            f"{report.prefix_sharing:.1%} of {report.prefix_sharing_optimal:.1%} possible, written to {report.output}"
-        )
+        print(report.to_text(), file=sys.stderr)
     if report.rows and report.errors == report.rows:
         _say(
             f"every row failed ({report.rows:,}): see the column error in {report.output}, "
