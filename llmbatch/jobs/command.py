@@ -49,11 +49,11 @@ class Command:
         return isinstance(self.options.source, BatchLines)
 
     def form(self, asked: OutputFormat, output: str) -> str | None:
-        """Return the form of an output's lines (`LineForm`), or None for rows with columns. Raises ParameterError."""
+        """Return the form of an output (`LineForm`), or None for rows with columns. Raises ParameterError."""
         as_lines = output.endswith((".jsonl", ".jsonl.gz", ".jsonl.zst"))
-        if asked == "openai" and not (self.is_batch and as_lines):
-            what = "an output that does not end in .jsonl" if self.is_batch else "rows that are no OpenAI batch"
+        if asked == "openai" and not (self.is_batch and (as_lines or output.endswith(".parquet"))):
+            what = "an output that is a folder" if self.is_batch else "rows that are no OpenAI batch"
             raise ParameterError(
                 f"output_format must be 'columns' for {what}, got 'openai'", option="output_format", value=asked
             )
-        return FORM if asked != "columns" and self.is_batch and as_lines else None
+        return FORM if asked == "openai" or (asked == "auto" and self.is_batch and as_lines) else None
