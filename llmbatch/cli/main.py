@@ -14,18 +14,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from llmbatch.cli.parser import make_parser
-from llmbatch.errors import InputError, JobStopped, LLMBatchError, ParameterError, StoppedEarly
+from llmbatch.errors import InputError, JobStopped, LLMBatchError, StoppedEarly
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     try:
-        given, unknown = make_parser().parse_known_args(argv)
-        arguments = vars(given)
-        command = arguments.pop("command")
-        if unknown:
-            raise ParameterError(f"unrecognized arguments: {' '.join(unknown)} (see llmbatch {command} --help)")
-        return int(_COMMANDS[command](arguments))
+        arguments = vars(make_parser().parse_args(argv))
+        return int(_COMMANDS[arguments.pop("command")](arguments))
     except InputError as error:
         _say(str(error))
         return 2

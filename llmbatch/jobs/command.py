@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from llmbatch.arguments import Paths, check_storage_options, paths_of
+from llmbatch.arguments import Paths, check_names, check_storage_options, paths_of
 from llmbatch.choices import OutputFormat
 from llmbatch.errors import ParameterError
 from llmbatch.inference.options import Options
 from llmbatch.io.reading.dataset import Dataset
+from llmbatch.jobs.options import ExplainArgs
 from llmbatch.openai.answers import FORM
 from llmbatch.openai.requests import BODY, BatchLines
 
@@ -32,6 +33,7 @@ class Command:
 
         With none of prompt, template and messages it must be a batch.
         """
+        check_names(given, ExplainArgs.__annotations__)
         rest = {**given}
         storage_options = rest.pop("storage_options", None)
         has_prompts = any(rest.get(name) is not None for name in _PROMPTS)

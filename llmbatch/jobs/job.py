@@ -12,7 +12,7 @@ from typing import Any, Unpack, cast
 import numpy as np
 import pyarrow as pa
 
-from llmbatch.arguments import Paths, path
+from llmbatch.arguments import Paths, check_names, path
 from llmbatch.choices import DType
 from llmbatch.engine.model.checkpoints import model_digest
 from llmbatch.errors import DataError, JobStopped, RowError, StorageError
@@ -87,6 +87,7 @@ def run(
     """
     begun = time.perf_counter()
     stopping = stopping or StopRequest()
+    check_names(options, RunArgs.__annotations__)
     rest: dict[str, Any] = {**options}
     asked = JobOptions(**{name: rest.pop(name) for name in JobArgs.__annotations__ if name in rest})
     output = path("output", output)
