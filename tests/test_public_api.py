@@ -234,3 +234,13 @@ def test_an_unknown_keyword_is_refused_by_every_function() -> None:
         with pytest.raises(ParameterError, match=r"^an option must be one of .*, got 'promt'") as caught:
             call(promt="text")
         assert caught.value.option == "promt", name
+
+
+def test_the_nearest_keyword_is_named_whatever_it_is_for() -> None:
+    run: Any = llmbatch.run
+    for given, near in (("restrt", "restart"), ("storage_option", "storage_options"), ("max_token", "max_tokens")):
+        with pytest.raises(ParameterError, match=rf"got '{given}': did you mean {near}\?$"):
+            run("in", "out", model="m", prompt="p", **{given: 1})
+    explain: Any = llmbatch.explain
+    with pytest.raises(ParameterError, match=r"got 'storage_option': did you mean storage_options\?$"):
+        explain("in", model="m", prompt="p", storage_option={})

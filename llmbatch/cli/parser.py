@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from difflib import get_close_matches
 from typing import Any, Final, Literal, NoReturn, Protocol, get_args, get_origin
 
 from llmbatch.choices import Keyword, keywords_of
@@ -52,6 +53,17 @@ class _Parser(argparse.ArgumentParser):
         if action.choices is not None and value not in action.choices:
             known = ", ".join(map(str, action.choices))
             raise argparse.ArgumentError(action, f"must be one of {known}, got {value!r}")
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse, and refuse what is not known with the nearest flag of this command."""
+        given, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            flags = [flag for flag in self._option_string_actions if flag.startswith("--")]
+            named = next((word.partition("=")[0] for word in unknown if word.startswith("--")), "")
+            near = get_close_matches(named, flags, n=1)
+            meant = f": did you mean {near[0]}?" if near else ""
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{meant}")
+        return given, unknown
 
     def error(self, message: str) -> NoReturn:
         raise ParameterError(f"{message} (see {self.prog} --help)")

@@ -233,8 +233,8 @@ class Worker:
         engines = self.load()
         timeout = math.inf if self.options.row_timeout is None else self.options.row_timeout
         texts = placeholder_texts if self.options.engine == "simulated" else AnswerTexts(self.tokenizer)
-        columns = AnswerColumns(self.tokenizer)
-        answering = AnswerAssembler(sink, texts, columns, timeout, at_risk or FlushPolicy())
+        answering = AnswerAssembler(sink, texts, AnswerColumns(self.tokenizer), timeout, at_risk or FlushPolicy())
+        windows = engines.split_by(windows)
         given, source = (engines, self.pool, self.cost, self.scheduling, answering), self.options.source
         stream = Stream.open(*given, row_timeout=timeout, goes_on=goes_on)
         if isinstance(source, PromptSource) and source.turns is not None:

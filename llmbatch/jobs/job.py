@@ -12,12 +12,12 @@ from typing import Any, Unpack, cast
 import numpy as np
 import pyarrow as pa
 
-from llmbatch.arguments import Paths, path
+from llmbatch.arguments import Paths, check_names, path
 from llmbatch.choices import DType
 from llmbatch.engine.model.checkpoints import model_digest
 from llmbatch.errors import DataError, JobStopped, RowError, StorageError
 from llmbatch.inference.error_policy import ErrorBudget
-from llmbatch.inference.progress import Progress, Silence
+from llmbatch.inference.progress import Progress, unless_chosen
 from llmbatch.inference.report import Report
 from llmbatch.inference.window import Window
 from llmbatch.inference.window_size import window_rows as window_rows_of
@@ -74,9 +74,9 @@ def run(
     in the order in which rows finish. `max_error_rate` (0 to 1) ends the job when a larger share of its rows has
     failed. `window_rows` are planned together (by memory if not given). `compression` is Parquet's.
 
-    `progress` shows how the job advances (a `Progress`; nothing by default). `stopping` lets another thread end it:
-    after `stop = StopRequest(grace=20)` and `stop.ask()`, rows in flight have 20 seconds to end, and `run` raises
-    `JobStopped`.
+    `progress` shows how the job advances (a `Progress`; by default a bar in a notebook, nothing elsewhere). `stopping`
+    lets another thread end it: after `stop = StopRequest(grace=20)` and `stop.ask()`, rows in flight have 20 seconds to
+    end, and `run` raises `JobStopped`.
 
     Raises `InputError` if the command or its input is wrong, and `JobError` if the job cannot be finished; the same
     call resumes it then.
@@ -87,6 +87,7 @@ def run(
     """
     begun = time.perf_counter()
     stopping = stopping or StopRequest()
+    check_names(options, RunArgs.__annotations__)
     rest: dict[str, Any] = {**options}
     asked = JobOptions(**{name: rest.pop(name) for name in JobArgs.__annotations__ if name in rest})
     output = path("output", output)
@@ -103,7 +104,8 @@ def run(
     )
     kept = None if asked.starts_over else kept_dtype(target)
     chosen = built if kept is None or built.dtype != "auto" else replace(built, dtype=cast(DType, kept))
-    worker = Worker.open(chosen, progress)
+    shown = unless_chosen(progress)
+    worker = Worker.open(chosen, shown)
     worker.check(source.schema)
     target.check(worker.answer_schema(source.schema).of_table(source.schema))
     columns = sorted(source.schema.names)
@@ -124,7 +126,7 @@ def run(
         rows=source.num_rows, max_error_rate=asked.max_error_rate, raises=built.on_error == "raise"
     )
     refused = refuse_repeated(source, "custom_id") if command.is_batch else {}
-    job = _Job(worker, source, target, fresh, asked, error_budget, progress or Silence(), stopping, refused)
+    job = _Job(worker, source, target, fresh, asked, error_budget, shown, stopping, refused)
     return job.run(begun)
 
 
