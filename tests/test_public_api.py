@@ -18,7 +18,7 @@ from llmbatch.choices import keywords_of
 from llmbatch.cli.parser import make_parser
 from llmbatch.engine.config import EngineConfig
 from llmbatch.errors import ParameterError
-from llmbatch.inference.options import AnswerArgs, EngineArgs, OptionArgs, Options, PromptArgs
+from llmbatch.inference.options import AnswerArgs, BesideArgs, EngineArgs, OptionArgs, Options, PromptArgs
 from llmbatch.jobs.options import ExplainArgs, InputArgs, JobArgs, JobOptions, RunArgs
 from llmbatch.preprocess.prompts import PromptSource
 from llmbatch.preprocess.sampling_params import SamplingParams
@@ -138,7 +138,7 @@ def test_the_keywords_of_answers_have_the_defaults_of_sampling() -> None:
 def test_the_keywords_of_the_engine_are_the_other_fields_of_options() -> None:
     options, keywords = defaults_of(Options), keywords_of(EngineArgs)
     own = {"model", "source", "sampling", "sampling_column", "notes", "continuation", "on_error", "row_timeout"}
-    assert keywords.keys() == options.keys() - own
+    assert keywords.keys() == options.keys() - own - BesideArgs.__annotations__.keys()
     assert defaults_of(EngineConfig).keys() <= keywords.keys()
     for name, (_, keyword) in keywords.items():
         assert keyword.default == options[name], name
@@ -161,7 +161,7 @@ def test_a_type_is_that_of_the_field() -> None:
 
 
 def test_each_function_takes_its_keywords_and_each_keyword_is_a_flag() -> None:
-    parts = (PromptArgs, AnswerArgs, EngineArgs)
+    parts = (PromptArgs, AnswerArgs, EngineArgs, BesideArgs)
     options = {"model"}.union(*(part.__annotations__ for part in parts))
     assert set(OptionArgs.__annotations__) == options
     assert set(ExplainArgs.__annotations__) == options | set(InputArgs.__annotations__)

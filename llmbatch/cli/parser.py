@@ -9,7 +9,7 @@ from typing import Any, Final, Literal, NoReturn, Protocol, get_args, get_origin
 from llmbatch.choices import Keyword, keywords_of
 from llmbatch.cli.values import json_object, number, number_of_bytes, whole_number
 from llmbatch.errors import ParameterError
-from llmbatch.inference.options import AnswerArgs, EngineArgs, OptionArgs, PromptArgs
+from llmbatch.inference.options import AnswerArgs, BesideArgs, EngineArgs, OptionArgs, PromptArgs
 from llmbatch.jobs.options import InputArgs, JobArgs
 from llmbatch.simulation.options import SimulationArgs
 
@@ -119,6 +119,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         _add_flag(prompts if name in ("prompt", "template", "messages", "turns") else group, name, kind, keyword)
     _add(parser.add_argument_group("answers"), AnswerArgs)
     _add(parser.add_argument_group("engine"), EngineArgs)
+    _add(parser.add_argument_group("endpoints, in place of an engine"), BesideArgs)
     _add_json(parser)
 
 

@@ -11,6 +11,7 @@ __all__ = [
     "options",
     "progress",
     "report",
+    "table_worker",
     "window",
     "window_size",
     "worker",

@@ -14,11 +14,11 @@ import pyarrow as pa
 
 from llmbatch.arguments import Paths, path
 from llmbatch.choices import DType
-from llmbatch.engine.model.checkpoints import model_digest
 from llmbatch.errors import DataError, JobStopped, RowError, StorageError
 from llmbatch.inference.error_policy import ErrorBudget
 from llmbatch.inference.progress import Progress, Silence
 from llmbatch.inference.report import Report
+from llmbatch.inference.table_worker import TableWorker
 from llmbatch.inference.window import Window
 from llmbatch.inference.window_size import window_rows as window_rows_of
 from llmbatch.inference.worker import Worker
@@ -36,6 +36,7 @@ from llmbatch.jobs.resume import AlreadyFinished, JobState, Resume, kept_dtype, 
 from llmbatch.jobs.row_keys import check_contents, check_ids, refuse_repeated, within
 from llmbatch.jobs.window_loader import WindowLoader
 from llmbatch.openai.answers import FORMS
+from llmbatch.remote.opening import open_worker
 from llmbatch.runtime.cancellation import StopRequest
 from llmbatch.runtime.protocols import Stop, Totals
 from llmbatch.storage.journal import Journal
@@ -103,7 +104,7 @@ def run(
     )
     kept = None if asked.starts_over else kept_dtype(target)
     chosen = built if kept is None or built.dtype != "auto" else replace(built, dtype=cast(DType, kept))
-    worker = Worker.open(chosen, progress)
+    worker = open_worker(chosen, progress)
     worker.check(source.schema)
     target.check(worker.answer_schema(source.schema).of_table(source.schema))
     columns = sorted(source.schema.names)
@@ -111,7 +112,7 @@ def run(
     if asked.id_column is not None:
         check_ids(source, asked.id_column)
     fresh = JobState(
-        command=fingerprint(built, model_files=model_digest(worker.folder), id_column=asked.id_column, form=form),
+        command=fingerprint(built, model_files=worker.model_files, id_column=asked.id_column, form=form),
         files=source.identity,
         rows=source.num_rows,
         columns=columns,
@@ -136,7 +137,7 @@ class _Job:
 
     def __init__(
         self,
-        worker: Worker,
+        worker: TableWorker,
         source: Dataset,
         output: Output,
         fresh: JobState,
@@ -287,10 +288,10 @@ class _Job:
         )
 
 
-def _order_gain(worker: Worker, window: Window, answers: list[pa.RecordBatch]) -> float | None:
-    """Simulate what the order bought, with the lengths as they came out; None if that would take long."""
+def _order_gain(worker: TableWorker, window: Window, answers: list[pa.RecordBatch]) -> float | None:
+    """Simulate what the order bought, with the lengths as they came out; None if that would take long, or cannot be."""
     requests = window.requests
-    if not answers or len(requests) > SIMULATED_AFTERWARDS or window.schema.turns:
+    if not isinstance(worker, Worker) or not answers or len(requests) > SIMULATED_AFTERWARDS or window.schema.turns:
         return None
     answered = pa.Table.from_batches(answers)
     lengths = np.zeros(window.table.num_rows, np.int32)
