@@ -11,8 +11,9 @@ from typing import Any, Final
 import httpx
 
 from llmbatch.errors import InputError, JobError, ModelError, ParameterError
-from llmbatch.remote.openai_endpoint import reason_of
+from llmbatch.remote.endpoint import reason_of
 from llmbatch.remote.replies import message_of, refused_key
+from llmbatch.remote.windows.messages import PATH, VERSION
 
 _KEY: Final = "OPENAI_API_KEY"
 _SECONDS: Final = 30.0  # that an endpoint may take to say what it has
@@ -20,11 +21,18 @@ _NAMED: Final = 5  # models in a message
 
 
 @dataclass(frozen=True, slots=True)
+class WindowsAbout:
+    """What an endpoint that takes windows says of its model."""
+
+    model_files: str  # a digest
+
+
+@dataclass(frozen=True, slots=True)
 class Discovered:
     """What an endpoint says of itself."""
 
     url: str
-    models: tuple[str, ...] | None  # None: it does not say
+    windows: WindowsAbout | None  # None: it is no llmbatch, or one of another version
 
 
 def read_key(file: str | None) -> str | None:
@@ -53,13 +61,24 @@ def discover(url: str, key: str | None, model: str) -> Discovered:
     headers = {"authorization": f"Bearer {key}"} if key else {}
     with httpx.Client(base_url=url, headers=headers, timeout=_SECONDS) as client:
         models = _models(url, client)
-    found = Discovered(url, models)
+        windows = _windows(client)
     if models is not None and model not in models:
         listed = ", ".join(map(repr, models[:_NAMED])) + (", ..." if len(models) > _NAMED else "")
         raise ModelError(
             f"model must be one that the endpoint {url} has, got {model!r}: it has {listed or 'none'} (--model)"
         )
-    return found
+    return Discovered(url, windows)
+
+
+def _windows(client: httpx.Client) -> WindowsAbout | None:
+    try:
+        reply = client.get(PATH)
+        told: Any = json.loads(reply.content)
+        if reply.status_code == 200 and told["windows"] == VERSION:
+            return WindowsAbout(str(told["model_files"]))
+    except (httpx.TransportError, ValueError, LookupError, TypeError):
+        pass
+    return None
 
 
 def _models(url: str, client: httpx.Client) -> tuple[str, ...] | None:

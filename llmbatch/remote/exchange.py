@@ -16,31 +16,27 @@ import threading
 from collections import deque
 from collections.abc import Iterable, Sequence
 from types import TracebackType
-from typing import NamedTuple
+from typing import Generic
 
-from llmbatch.inference.row_parts import RequestAnswer
-from llmbatch.remote.openai_endpoint import OpenAIEndpoint, SentRequest, Unreachable, unreachable
+from llmbatch.remote.endpoint import R, RemoteEndpoint, S, Unreachable, unreachable
 from llmbatch.remote.retries import Patience
 
 _TOGETHER = 16  # neighbours that one endpoint takes at most
 _SHARES = 4  # of the line that is left, what an endpoint takes at most, over the number of endpoints
 
 
-class Received(NamedTuple):
-    """A request and its answer."""
-
-    sent: SentRequest
-    answer: RequestAnswer
+class _Ended:
+    """The end of a request, of which all was told."""
 
 
-class Exchange:
-    """Sends requests, and hands back their answers in any order. A context: at its end nothing is in flight."""
+class Exchange(Generic[S, R]):
+    """Sends requests, and hands back what is told of them. A context: at its end nothing is in flight."""
 
-    def __init__(self, endpoints: Sequence[OpenAIEndpoint], patience: Patience) -> None:
-        self.pending = 0  # requests that were put and not taken
+    def __init__(self, endpoints: Sequence[RemoteEndpoint[S, R]], patience: Patience) -> None:
+        self.pending = 0  # requests that were put and have not ended
         self._endpoints, self._patience = endpoints, patience
-        self._line: deque[SentRequest] = deque()
-        self._received: queue.SimpleQueue[Received | BaseException] = queue.SimpleQueue()
+        self._line: deque[S] = deque()
+        self._received: queue.SimpleQueue[tuple[S, R] | _Ended | BaseException] = queue.SimpleQueue()
         self._tasks: set[asyncio.Task[None]] = set()
         self._sends = True
         self._put = self._sent = 0  # requests; what is given back was not sent
@@ -48,7 +44,7 @@ class Exchange:
         self._end = asyncio.Event()
         self._thread = threading.Thread(target=self._run, name="endpoints", daemon=True)
 
-    def __enter__(self) -> Exchange:
+    def __enter__(self) -> Exchange[S, R]:
         self._thread.start()
         return self
 
@@ -69,26 +65,29 @@ class Exchange:
         """Requests that all endpoints may have at once now."""
         return sum(endpoint.concurrency.limit for endpoint in self._endpoints)
 
-    def put(self, requests: Iterable[SentRequest]) -> None:
+    def put(self, requests: Iterable[S]) -> None:
         """Send requests, behind those that wait."""
         added = list(requests)
         self.pending += len(added)
         self._put += len(added)
         self._loop.call_soon_threadsafe(self._add, added)
 
-    def take(self, timeout: float) -> list[Received]:
-        """Take the answers that are there; wait up to `timeout` seconds for the first. Raises what ends the job."""
-        taken: list[Received] = []
+    def take(self, timeout: float) -> list[tuple[S, R]]:
+        """Take what was told; wait up to `timeout` seconds for the first. Raises what ends the job."""
+        taken: list[tuple[S, R]] = []
         with contextlib.suppress(queue.Empty):
             while True:
-                item = self._received.get(timeout=timeout) if not taken and timeout else self._received.get_nowait()
+                item = self._received.get(timeout=timeout) if timeout else self._received.get_nowait()
+                timeout = 0.0
                 if isinstance(item, BaseException):
                     if not taken:
                         raise item
                     self._received.put(item)  # raised when the answers before it are taken
                     break
-                self.pending -= 1
-                taken.append(item)
+                if isinstance(item, _Ended):
+                    self.pending -= 1
+                else:
+                    taken.append(item)
         return taken
 
     def stop_sending(self) -> None:
@@ -109,7 +108,7 @@ class Exchange:
 
     async def _main(self) -> None:
         for endpoint in self._endpoints:
-            endpoint.concurrency.open(await endpoint.first_tokens() if endpoint.concurrency.doubles else None)
+            await endpoint.open()
         self._fill()
         await self._end.wait()
         for task in self._tasks:
@@ -118,7 +117,7 @@ class Exchange:
         for endpoint in self._endpoints:
             await endpoint.close()
 
-    def _add(self, requests: list[SentRequest]) -> None:
+    def _add(self, requests: list[S]) -> None:
         self._line.extend(requests)
         self._fill()
 
@@ -137,15 +136,16 @@ class Exchange:
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
 
-    def _hold(self, endpoint: OpenAIEndpoint) -> None:
+    def _hold(self, endpoint: RemoteEndpoint[S, R]) -> None:
         """Give an endpoint the next neighbours: few where few are left, so that endpoints end together."""
         share = len(self._line) // (_SHARES * len(self._endpoints))
         for _ in range(min(len(self._line), max(1, min(_TOGETHER, share)))):
             endpoint.held.append(self._line.popleft())
 
-    async def _answer(self, endpoint: OpenAIEndpoint, sent: SentRequest) -> None:
+    async def _answer(self, endpoint: RemoteEndpoint[S, R], sent: S) -> None:
         try:
-            self._received.put(Received(sent, await endpoint.answer(sent, self._patience)))
+            await endpoint.answer(sent, self._patience, self._tell)
+            self._received.put(_Ended())
         except Unreachable as error:
             self._lose(endpoint, sent, error)
         except Exception as error:
@@ -154,7 +154,10 @@ class Exchange:
             endpoint.in_flight -= 1
         self._fill()
 
-    def _lose(self, endpoint: OpenAIEndpoint, sent: SentRequest, error: Unreachable) -> None:
+    def _tell(self, sent: S, told: R) -> None:
+        self._received.put((sent, told))
+
+    def _lose(self, endpoint: RemoteEndpoint[S, R], sent: S, error: Unreachable) -> None:
         """Ask an endpoint nothing more; the others answer what it was to."""
         endpoint.lost = endpoint.lost or error
         if all(one.lost for one in self._endpoints):

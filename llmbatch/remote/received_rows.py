@@ -10,6 +10,7 @@ from llmbatch.inference.answer_columns import AnswerColumns
 from llmbatch.inference.answers import AnswerSink, FlushPolicy
 from llmbatch.inference.row_parts import RequestAnswer, RowParts
 from llmbatch.inference.window import Window
+from llmbatch.remote.openai_endpoint import SentRequest
 from llmbatch.remote.replies import failed
 
 
@@ -21,17 +22,19 @@ class ReceivedRows:
         self._held: list[tuple[Window, int, list[RequestAnswer]]] = []  # rows, with the answers of their requests
         self._since = self._began = time.monotonic()
 
-    def joined(self, window: Window) -> None:
-        """Hand on the rows that have no request, and say that the others are begun."""
+    def joined(self, window: Window) -> list[SentRequest]:
+        """Hand on the rows that have no request; those of others are sent in the order of their prompts."""
         self._sink.joined(window)
         for row, error in window.shard.errors.items():
             self._hold(window, row, [failed(error, 0)])
         self.flush()
         self._sink.begun(window, np.unique(window.rows[~window.done[window.rows]]))
+        order = window.tree.rows
+        return [SentRequest(window, index) for index in order[window.answered[order] == 0].tolist()]
 
-    def add(self, window: Window, request: int, answer: RequestAnswer) -> None:
+    def add(self, sent: SentRequest, told: RequestAnswer) -> None:
         """Take the answer of a request."""
-        one = np.array([request], np.int32)
+        window, answer, one = sent.window, told, np.array([sent.index], np.int32)
         rows, _ = window.rows_of(one)
         window.shard.num_input_tokens[rows] = answer.inputs
         if window.parts is None:

@@ -12,7 +12,7 @@ import pytest
 from llmbatch.inference.options import Options
 from llmbatch.openai.fields import CHAT, COMPLETIONS
 from llmbatch.remote.bodies import RequestBody, body_of
-from llmbatch.remote.worker import RemoteWorker
+from llmbatch.remote.request_worker import RequestWorker
 from llmbatch.system.cancel_signal import NEVER
 
 GIVEN = {
@@ -35,7 +35,7 @@ GIVEN = {
 def bodies(table: dict[str, Any], **options: Any) -> list[RequestBody]:
     """The bodies of the requests of a table."""
     built = Options.build if {"prompt", "messages", "template"} & set(options) else Options.of_batch
-    worker = RemoteWorker(built(model="m", beside="http://there:1", max_tokens=9, **options), None, 0.0)
+    worker = RequestWorker(built(model="m", beside="http://there:1", max_tokens=9, **options), None, 0.0)
     shard = worker._requests(pa.table(table), np.arange(len(next(iter(table.values()))), dtype=np.uint64), None, NEVER)
     return [body_of(shard.requests, index, "m") for index in range(len(shard.requests))]
 
