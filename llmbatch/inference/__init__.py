@@ -5,12 +5,15 @@ Start reading at `worker`.
 """
 
 __all__ = [
+    "answer_columns",
     "answer_schema",
     "answers",
     "error_policy",
+    "in_memory",
     "options",
     "progress",
     "report",
+    "row_parts",
     "table_worker",
     "window",
     "window_size",

@@ -12,7 +12,7 @@ from typing import Any, Unpack, cast
 import numpy as np
 import pyarrow as pa
 
-from llmbatch.arguments import Paths, path
+from llmbatch.arguments import Paths, path, refusal
 from llmbatch.choices import DType
 from llmbatch.errors import DataError, JobStopped, RowError, StorageError
 from llmbatch.inference.error_policy import ErrorBudget
@@ -314,6 +314,8 @@ def explain(inputs: Paths, **options: Unpack[ExplainArgs]) -> Forecast:
     """
     command = Command.read(inputs, options)
     built, source = command.options, command.source
+    if built.beside:
+        raise refusal("beside", "be left out of explain, which knows engines of this machine alone", built.beside)
     worker = Worker.open(built)
     worker.check(source.schema)
     rows = source.num_rows
