@@ -183,7 +183,7 @@ def test_an_endpoint_that_is_killed_and_started_again_is_found_again(
         assert started[-1].stdout is not None
         return started[-1].stdout.readline().strip()
 
-    class Killing(llmbatch.Progress):  # type: ignore[misc]
+    class Killing(llmbatch.Progress):
         """Kills the endpoint when the first answers have come, and starts it again."""
 
         def start(self, rows: int) -> None: ...
@@ -197,8 +197,9 @@ def test_an_endpoint_that_is_killed_and_started_again_is_found_again(
 
     try:
         url = start()
-        options = {"model": model, "prompt": "text", "beside": url, "max_tokens": 8}
-        report = llmbatch.run(source(tmp_path), tmp_path / "out", progress=Killing(), **options)
+        report = llmbatch.run(
+            source(tmp_path), tmp_path / "out", progress=Killing(), model=model, prompt="text", beside=url, max_tokens=8
+        )
     finally:
         for process in started:
             process.kill()
@@ -282,7 +283,8 @@ def test_a_window_says_what_is_asked(given: dict[str, Any]) -> None:
 def test_frames_are_found_however_the_bytes_are_cut(frames: list[tuple[int, bytes]], data: st.DataObject) -> None:
     whole = b"".join(frame(kind, content) for kind, content in frames)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(whole)))))
-    reader, found = FrameReader(), []
+    reader = FrameReader()
+    found: list[tuple[int, bytes]] = []
     for begin, end in zip([0, *cuts], [*cuts, len(whole)], strict=True):
         found += reader.read(whole[begin:end])
     assert found == frames
