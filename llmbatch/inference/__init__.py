@@ -5,12 +5,14 @@ Start reading at `worker`.
 """
 
 __all__ = [
+    "answer_columns",
     "answer_schema",
     "answers",
     "error_policy",
     "options",
     "progress",
     "report",
+    "row_parts",
     "window",
     "window_size",
     "worker",

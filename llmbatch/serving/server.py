@@ -1,0 +1,152 @@
+"""The server of an endpoint: from its first request to its graceful end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import uvicorn
+
+from llmbatch.engine.recorded import placeholder_texts
+from llmbatch.inference.answer_columns import AnswerColumns
+from llmbatch.inference.answers import AnswerTexts
+from llmbatch.inference.progress import Progress
+from llmbatch.inference.worker import Worker
+from llmbatch.preprocess.tokenizer import Tokenizer
+from llmbatch.runtime.cancellation import StopRequest
+from llmbatch.serving.access import BodyReader
+from llmbatch.serving.answering import AnswerWriting
+from llmbatch.serving.app import Endpoint, make_app
+from llmbatch.serving.batches import BatchStore, RunJob
+from llmbatch.serving.bridge import Bridge, Mailbox
+from llmbatch.serving.files import FileStore
+from llmbatch.serving.inquiry import InquiryReader
+from llmbatch.serving.metrics import ServingMetrics
+from llmbatch.serving.options import ServingOptions
+from llmbatch.serving.shared import GuestEngine
+from llmbatch.serving.text_stream import TextStream, byte_tokens
+
+_LOOK: Final = 0.05  # seconds between two looks whether the server was asked to end
+_CLOSING: Final = 5.0  # seconds that connections have to close when all is answered
+
+
+class _Http(uvicorn.Server):
+    """Uvicorn, which leaves signals to us."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Capture none."""
+        yield
+
+
+@dataclass(slots=True)
+class Running:
+    """What an endpoint runs on."""
+
+    options: ServingOptions
+    model: str
+    engine: GuestEngine
+    reader: InquiryReader
+    writing: AnswerWriting
+    run_job: RunJob
+    state: Path
+    keys: Sequence[bytes]
+    stopping: StopRequest
+    signals: list[int] = field(default_factory=list)  # that came
+
+    async def run(self, listener: socket.socket, progress: Progress) -> None:
+        """Answer requests until the server is asked to end, and end."""
+        options, loop = self.options, asyncio.get_running_loop()
+        metrics = ServingMetrics(self.model)
+        bridge = Bridge(self.engine, Mailbox(loop), metrics, options.ttft, options.max_waiting)
+        files = FileStore(self.state / "files")
+        batches = BatchStore(self.state / "batches", files, self.run_job)
+        bodies = BodyReader(options.max_body)
+        with ThreadPoolExecutor(1, thread_name_prefix="requests") as executor:
+            endpoint = Endpoint(
+                self.model, self.reader, self.writing, bridge, bodies, files, batches, options.max_upload, executor
+            )
+            config = uvicorn.Config(
+                make_app(endpoint, self.keys),
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                lifespan="off",
+                ws="none",
+                limit_concurrency=options.max_connections,
+                timeout_graceful_shutdown=_CLOSING,  # type: ignore[arg-type]  # passed on to asyncio.wait_for
+            )
+            http = _Http(config)
+            batches.start()
+            answering = asyncio.create_task(http.serve(sockets=[listener]))
+            asked = asyncio.create_task(self._asked())
+            progress.say(f"listening at {_url(listener)} for {self.model}")
+            with self._hearing(loop):
+                await asyncio.wait({answering, asked}, return_when=asyncio.FIRST_COMPLETED)
+                asked.cancel()
+                await asyncio.gather(bridge.drain(options.grace), asyncio.to_thread(batches.close, options.grace))
+                bridge.end_all()
+                http.should_exit = True
+                await answering
+
+    async def _asked(self) -> None:
+        while self.stopping.deadline is None:
+            await asyncio.sleep(_LOOK)
+
+    @contextlib.contextmanager
+    def _hearing(self, loop: asyncio.AbstractEventLoop) -> Iterator[None]:
+        """Let SIGTERM and Ctrl-C ask the server to end; a second Ctrl-C ends the process."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+
+        def hear(number: int) -> None:
+            if number == signal.SIGINT and self.signals:
+                os._exit(130)
+            self.signals.append(number)
+            self.stopping.ask()
+
+        numbers = (signal.SIGTERM, signal.SIGINT)
+        for number in numbers:
+            loop.add_signal_handler(number, hear, number)
+        try:
+            yield
+        finally:
+            for number in numbers:
+                loop.remove_signal_handler(number)
+
+
+def writing_of(worker: Worker) -> AnswerWriting:
+    """Make what turns tokens into answers as a job does."""
+    tokenizer, simulated = worker.tokenizer, worker.options.engine == "simulated"
+    special = frozenset() if simulated else byte_tokens(tokenizer)
+
+    def stream(stop: tuple[str, ...]) -> TextStream:
+        return TextStream(_nothing if simulated else partial(_decode, tokenizer), stop, special)
+
+    texts = placeholder_texts if simulated else AnswerTexts(tokenizer)
+    return AnswerWriting(worker.options.model, texts, AnswerColumns(tokenizer), stream)
+
+
+def _decode(tokenizer: Tokenizer, tokens: Any) -> str:
+    return tokenizer.decode([tokens])[0]
+
+
+def _nothing(tokens: Any) -> str:
+    """Hold the text of simulated tokens back to their end: it says how many they are."""
+    return ""
+
+
+def _url(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
