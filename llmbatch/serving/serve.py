@@ -55,7 +55,7 @@ def serve(
         _check_seconds(serving, worker)
         for note in worker.notes:
             progress.say(note)
-        run_server(serving, rest, worker, state, keys, listener, progress, stopping or StopRequest())
+        run_server(serving, rest, worker, state.path, keys, listener, progress, stopping or StopRequest())
 
 
 serve.__module__ = "llmbatch"  # which it is imported from

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import signal
 import socket
@@ -19,11 +20,17 @@ import uvicorn
 
 from llmbatch.engine.recorded import placeholder_texts
 from llmbatch.inference.answer_columns import AnswerColumns
-from llmbatch.inference.answers import AnswerTexts
+from llmbatch.inference.answers import AnswerSink, AnswerTexts, FlushPolicy
 from llmbatch.inference.progress import Progress
+from llmbatch.inference.report import Report
+from llmbatch.inference.shared_worker import SharedWorker
+from llmbatch.inference.window import Window
 from llmbatch.inference.worker import Worker
+from llmbatch.jobs.job import run_by
 from llmbatch.preprocess.tokenizer import Tokenizer
 from llmbatch.runtime.cancellation import StopRequest
+from llmbatch.runtime.protocols import Totals, WindowSource
+from llmbatch.scheduler.guests import Latency
 from llmbatch.serving.access import BodyReader
 from llmbatch.serving.answering import AnswerWriting
 from llmbatch.serving.app import Endpoint, make_app
@@ -150,3 +157,54 @@ def _nothing(tokens: Any) -> str:
 def _url(listener: socket.socket) -> str:
     host, port = listener.getsockname()[:2]
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+class _BatchWorker(Worker):
+    """The worker of an endpoint, whose rows are answered by the engine that guests share."""
+
+    def __init__(self, shared: SharedWorker) -> None:
+        self.__dict__.update(vars(shared.worker))
+        self._shared = shared
+
+    def stream(
+        self,
+        windows: WindowSource[Window],
+        sink: AnswerSink,
+        *,
+        at_risk: FlushPolicy | None = None,
+        goes_on: bool = False,
+    ) -> Totals:
+        """Answer every row of the windows beside guests, as `Worker.stream` does alone."""
+        return self._shared.stream(windows, sink, at_risk=at_risk)
+
+
+def run_server(
+    serving: ServingOptions,
+    asked: Mapping[str, Any],
+    worker: Worker,
+    state: Path,
+    keys: Sequence[bytes],
+    listener: socket.socket,
+    progress: Progress,
+    stopping: StopRequest,
+) -> None:
+    """Serve a worker's model until it is asked to end; `asked` are the options that the worker was opened with.
+
+    Raises KeyboardInterrupt after Ctrl-C, and JobStopped after SIGTERM.
+    """
+    step_seconds = math.inf if serving.tpot is None else serving.tpot
+    shared = SharedWorker(worker, latency=Latency(step_seconds, worker.cost.overlap.exponent))
+    try:
+
+        def run_job(source: Path, output: Path, counts: Progress, stopping: StopRequest) -> Report:
+            return run_by(lambda *_: _BatchWorker(shared), str(source), str(output), counts, stopping, asked)
+
+        reader, writing = InquiryReader(worker, worker.options.model), writing_of(worker)
+        running = Running(serving, worker.options.model, shared, reader, writing, run_job, state, keys, stopping)
+        asyncio.run(running.run(listener, progress))
+    finally:
+        shared.close()
+    if signal.SIGINT in running.signals:
+        raise KeyboardInterrupt
+    if running.signals:
+        raise JobStopped("the server was asked to end: batches that had not ended go on when it starts again")

@@ -29,9 +29,7 @@ def open_stream(url: str, *, stream: bool) -> socket.socket:
 @pytest.fixture
 def held(worker: Worker) -> EchoEngine:
     """An engine that takes no steps yet."""
-    engine = EchoEngine(worker)
-    engine.runs.clear()
-    return engine
+    return EchoEngine(worker, runs=False)
 
 
 def test_a_hundred_clients_that_hang_up_leave_the_engine(worker: Worker, held: EchoEngine, tmp_path: Path) -> None:
@@ -42,7 +40,7 @@ def test_a_hundred_clients_that_hang_up_leave_the_engine(worker: Worker, held: E
             client.close()
         held.wait_until_left(100)
         assert set(held.left) == set(held.submitted)
-        held.runs.set()
+        held.go()
         assert echo.client.completions.create(model=echo.model, prompt="hello").choices[0].text == "hello"
 
 
@@ -73,7 +71,7 @@ def test_a_server_that_ends_finishes_what_is_running_and_lets_nobody_in(
         refused = idle.post("/v1/completions", json={"prompt": "late"})
         assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
         assert refused.json()["error"]["message"] == "the server is ending: ask another one"
-        held.runs.set()
+        held.go()
         asking.join()
         echo.thread.join()
         assert found == ["hello"]

@@ -167,15 +167,14 @@ def test_an_engine_that_fails_is_an_error_of_the_server(echo: Served) -> None:
 
 
 def test_more_answers_than_may_wait_are_refused(worker: Worker, tmp_path: Path) -> None:
-    engine = EchoEngine(worker)
-    engine.runs.clear()
+    engine = EchoEngine(worker, runs=False)
     with served(worker, tmp_path, engine=engine, max_waiting=2, ttft=2.5) as echo:
         asked = {"prompt": "ab", "stream": True, "n": 2, "temperature": 1}
         with httpx.stream("POST", f"{echo.url}/v1/completions", json=asked) as waiting:
             engine.wait_until_submitted(2)
             with pytest.raises(openai.RateLimitError) as caught:
                 echo.client.completions.create(model=echo.model, prompt="a")
-            engine.runs.set()
+            engine.go()
             assert waiting.read().endswith(b"data: [DONE]\n\n")
         assert caught.value.response.headers["retry-after"] == "3"
         assert "at most 2 answers may wait, and 2 do: ask again later" in caught.value.message

@@ -48,11 +48,10 @@ class _Answer:
 
 
 class EchoEngine:
-    """Answers each guest with the tokens of its prompt, one a step. It takes steps while `runs` is set."""
+    """Answers each guest with the tokens of its prompt, one a step. One that does not run waits for `go`."""
 
-    def __init__(self, worker: Worker) -> None:
-        self.runs = threading.Event()
-        self.runs.set()
+    def __init__(self, worker: Worker, *, runs: bool = True) -> None:
+        self._runs = runs
         self.breaks = False  # whether every guest ends with an error
         self.submitted: list[Guest] = []
         self.left: list[Guest] = []
@@ -88,18 +87,22 @@ class EchoEngine:
         with self._changed:
             assert self._changed.wait_for(lambda: len(self.submitted) >= count, 60)
 
+    def go(self) -> None:
+        """Take steps from now on."""
+        with self._changed:
+            self._runs = True
+            self._changed.notify_all()
+
     def close(self) -> None:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        self.runs.set()
         self._thread.join()
 
     def _work(self) -> None:
         while True:
-            self.runs.wait()
             with self._changed:
-                self._changed.wait_for(lambda: self._here or self._closed)
+                self._changed.wait_for(lambda: (self._here and self._runs) or self._closed)
                 if self._closed:
                     return
                 for answer in list(self._here.values()):
