@@ -15,11 +15,11 @@ import pyarrow as pa
 from llmbatch.inference.options import Options
 from llmbatch.inference.worker import AnsweredTable, Worker
 
-_workers: dict[str, SharedWorker] = {}  # by configuration
+_workers: dict[str, LockedWorker] = {}  # by configuration
 _opening = threading.Lock()
 
 
-class SharedWorker:
+class LockedWorker:
     """A worker, and who uses its engine."""
 
     def __init__(self, worker: Worker) -> None:
@@ -50,10 +50,10 @@ class SharedWorker:
             return self.worker.answer(table)
 
 
-def worker_of(options: Options) -> SharedWorker:
+def worker_of(options: Options) -> LockedWorker:
     """Return the worker of a configuration: one process loads a model once."""
     key = repr(options)
     with _opening:
         if key not in _workers:
-            _workers[key] = SharedWorker(Worker.open(options))
+            _workers[key] = LockedWorker(Worker.open(options))
         return _workers[key]

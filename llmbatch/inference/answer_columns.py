@@ -16,7 +16,7 @@ from llmbatch.inference.window import Window
 from llmbatch.preprocess.sampling_params import SamplingParams
 from llmbatch.preprocess.tokenizer import Tokenizer
 
-REASONS: Final = ["error", "stop", "length", "error", "error"]  # by `FinishReason`
+REASONS: Final = ["error", "stop", "length", "error", "error", "error"]  # by `FinishReason`
 
 Value = Any  # of a column, as Arrow takes it from Python
 
