@@ -96,7 +96,7 @@ def _response(name: str, status: int, body: Row) -> Row:
     return {"status_code": status, "request_id": f"req_{name}", "body": body}
 
 
-def _chat(row: Row, name: str, facts: Mapping[str, Any]) -> Row:
+def _chat(row: Row, name: str, facts: Mapping[str, Any]) -> dict[str, Any]:
     choices = [
         {
             "index": index,
@@ -111,7 +111,7 @@ def _chat(row: Row, name: str, facts: Mapping[str, Any]) -> Row:
     return body if told is None else {**body, "prompt_logprobs": told}
 
 
-def _completion(row: Row, name: str, facts: Mapping[str, Any]) -> Row:
+def _completion(row: Row, name: str, facts: Mapping[str, Any]) -> dict[str, Any]:
     told = prompt_logprobs(row["prompt_logprobs"])
     choices = [
         {

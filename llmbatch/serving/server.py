@@ -9,7 +9,7 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,6 +19,7 @@ from typing import Any, Final
 import uvicorn
 
 from llmbatch.engine.recorded import placeholder_texts
+from llmbatch.errors import JobStopped
 from llmbatch.inference.answer_columns import AnswerColumns
 from llmbatch.inference.answers import AnswerSink, AnswerTexts, FlushPolicy
 from llmbatch.inference.progress import Progress
@@ -45,6 +46,7 @@ from llmbatch.serving.text_stream import TextStream, byte_tokens
 
 _LOOK: Final = 0.05  # seconds between two looks whether the server was asked to end
 _CLOSING: Final = 5.0  # seconds that connections have to close when all is answered
+_IDLE: Final = 60  # seconds that a connection may be idle; clients close theirs sooner, so that none asks a closed one
 
 
 class _Http(uvicorn.Server):
@@ -90,6 +92,7 @@ class Running:
                 server_header=False,
                 lifespan="off",
                 ws="none",
+                timeout_keep_alive=_IDLE,
                 limit_concurrency=options.max_connections,
                 timeout_graceful_shutdown=_CLOSING,  # type: ignore[arg-type]  # passed on to asyncio.wait_for
             )

@@ -77,7 +77,8 @@ def test_a_batch_is_answered(echo: Served) -> None:
     assert (batch.status, batch.endpoint, batch.metadata) == ("validating", COMPLETIONS, {"a": "b"})
     done = ended(echo, batch.id)
     counts = done.request_counts
-    assert (done.status, counts.total, counts.completed, counts.failed) == ("completed", 20, 20, 0)
+    assert (done.errors, done.status) == (None, "completed")
+    assert (counts.total, counts.completed, counts.failed) == (20, 20, 0)
     assert done.created_at <= done.in_progress_at <= done.finalizing_at <= done.completed_at
     found = lines_of(echo, done.output_file_id)
     assert [one["custom_id"] for one in found] == [f"line-{number}" for number in range(20)]

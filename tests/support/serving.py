@@ -135,11 +135,7 @@ class Served:
     engine: EchoEngine
     stopping: StopRequest
     thread: threading.Thread
-
-    @property
-    def client(self) -> OpenAI:
-        """A client of it, which asks once."""
-        return OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60)
+    client: OpenAI  # which asks once
 
     def end(self) -> None:
         """Ask it to end, and wait until it has."""
@@ -171,8 +167,10 @@ def served(
         port = listener.getsockname()[1]
         thread = threading.Thread(target=lambda: asyncio.run(running.run(listener, Silence())), daemon=True)
         thread.start()
+        url = f"http://127.0.0.1:{port}"
         try:
-            yield Served(f"http://127.0.0.1:{port}", model, engine, stopping, thread)
+            with OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+                yield Served(url, model, engine, stopping, thread, client)
         finally:
             stopping.ask()
             thread.join()
