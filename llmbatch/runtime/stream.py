@@ -152,7 +152,7 @@ class Stream(Generic[W]):
 
     def _go_on(self, joining: tuple[W, RequestBatch] | None = None, todo: NDArray[np.bool_] = _NOTHING) -> None:
         """Go on with what runs and waits under other numbers, joined by the requests of a window that are `todo`."""
-        self._give_up()
+        self._drop_given_up()
         now, kept = self._now, self._kept()
         first = len(kept)
         requests = now.requests.merge(kept, joining)
@@ -193,7 +193,7 @@ class Stream(Generic[W]):
             self._begin(requests, requests.workload()).admit_all()
         return True
 
-    def _give_up(self) -> None:
+    def _drop_given_up(self) -> None:
         """Drop requests that are not to be run any more."""
         now, observer = self._now, self._context.observer
         if not observer.interrupts or not isinstance(now, ActiveRun):
