@@ -195,5 +195,3 @@ def test_a_folder_is_one_endpoint_s_alone(tmp_path: Path) -> None:
         StateFolder.open(tmp_path / "state")
     first.close()
     StateFolder.open(tmp_path / "state").close()
-
-
