@@ -13,6 +13,7 @@ __all__ = [
     "progress",
     "report",
     "row_parts",
+    "shared_worker",
     "window",
     "window_size",
     "worker",

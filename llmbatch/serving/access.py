@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hmac
+import os
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Final
@@ -20,7 +21,7 @@ _OPEN: Final = ("/health", "/metrics")  # need no key
 _AT_ONCE: Final = 4  # bodies of the largest size that are in memory at one time
 
 
-def read_keys(path: str | None) -> tuple[bytes, ...]:
+def read_keys(path: str | os.PathLike[str] | None) -> tuple[bytes, ...]:
     """Read a file of keys, one a line; none where there is no file. Raises ParameterError."""
     if path is None:
         return ()

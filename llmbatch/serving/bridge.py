@@ -37,9 +37,9 @@ class Mailbox:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._lock = threading.Lock()
-        self._said: list[tuple[Draw, Said]] = []
+        self._said: list[tuple[DrawListener, Said]] = []
 
-    def put(self, draw: Draw, said: Said) -> None:
+    def put(self, draw: DrawListener, said: Said) -> None:
         """Say something of a draw, from any thread."""
         with self._lock:
             self._said.append((draw, said))
@@ -55,7 +55,7 @@ class Mailbox:
             draw.hear(one)
 
 
-class Draw:
+class DrawListener:
     """One answer of a request: a `GuestListener` on one side, a part of a `Reply` on the other."""
 
     def __init__(self, reply: Reply, number: int, mailbox: Mailbox) -> None:
@@ -84,7 +84,7 @@ class Reply:
         self._open = set(range(inquiry.draws))  # draws that have not ended
         self._news: asyncio.Queue[tuple[int, Said]] = asyncio.Queue()
         self._guests: list[Guest] = [
-            inquiry.guest(draw, due, Draw(self, draw, bridge.mailbox)) for draw in range(inquiry.draws)
+            inquiry.guest(draw, due, DrawListener(self, draw, bridge.mailbox)) for draw in range(inquiry.draws)
         ]
 
     def begin(self) -> None:

@@ -23,13 +23,13 @@ class ServingOptions:
     port: int = 8000
     ttft: float = 1.0  # seconds within which the first token of a request is wanted
     tpot: float | None = None  # most seconds of a step
-    api_key_file: str | None = None
+    api_key_file: str | os.PathLike[str] | None = None
     max_tokens: int = 512  # of an answer whose request does not say
     max_body: int = 2**25  # bytes
     max_upload: int = 2**29  # bytes
     max_waiting: int = 1024
     max_connections: int = 4096
-    state_dir: str | None = None
+    state_dir: str | os.PathLike[str] | None = None
     grace: float = 20.0
 
     def __post_init__(self) -> None:
