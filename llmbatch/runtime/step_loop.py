@@ -80,7 +80,48 @@ class EngineDied(Exception):
         self.requests: NDArray[np.int32] = step.requests
 
 
-class SerialLoop:
+class _Loop:
+    """What both loops have in common. Nothing is queued any more when `run` returns or raises `Renumber`."""
+
+    def __init__(self, observer: EngineObserver[Any], *, guests: StepGuests | None = None, drain: bool = True) -> None:
+        self._observer = observer
+        self._guests = guests
+        self.drain = drain
+
+    def withdraw(
+        self, scheduler: Scheduler, requests: NDArray[np.int32], reason: FinishReason
+    ) -> list[LengthObservations]:
+        """End requests between two steps, and tell the observer of those that ran."""
+        if not len(requests):
+            return []
+        withdrawn = scheduler.withdraw(requests, reason)
+        self._drop(withdrawn)
+        self._observer.after_step(withdrawn)
+        return [_lengths_of(withdrawn)]
+
+    def _let_in(self, scheduler: Scheduler) -> tuple[float, list[LengthObservations]]:
+        """Let guests in and out; returns the time, and what ended."""
+        guests = self._guests
+        if guests is None:
+            return 0.0, []
+        left = guests.look()
+        ended = self.withdraw(scheduler, left, FinishReason.CANCELLED)
+        if len(left):
+            guests.dismissed(scheduler.dismiss(left))
+        if guests.renumbers:
+            self._end(scheduler)
+            raise Renumber
+        return time.monotonic(), ended
+
+    def _drop(self, withdrawn: FinishedSequences) -> None:
+        """Drop what is still to come of sequences that were withdrawn."""
+
+    def _end(self, scheduler: Scheduler) -> list[LengthObservations]:
+        """Wait for what is queued."""
+        return []
+
+
+class SerialLoop(_Loop):
     """Runs a scheduler's steps on an engine, one by one.
 
     One that does not `drain` comes back when no request waits any more. Raises `EngineDied`, and `Renumber` where
@@ -95,19 +136,15 @@ class SerialLoop:
         guests: StepGuests | None = None,
         drain: bool = True,
     ) -> None:
+        super().__init__(observer, guests=guests, drain=drain)
         self._engine = engine
-        self._observer = observer
-        self._guests = guests
-        self.drain = drain
 
     def run(self, scheduler: Scheduler, steps: int) -> LengthObservations:
         """Advance by at most `steps` steps, until nothing is left; the requests that ended."""
         ended = [LengthObservations(np.empty(0, np.int32), np.empty(0, np.int32), np.empty(0, np.bool_))]
-        guests, now = self._guests, 0.0
         for _ in range(steps):
-            if guests is not None:
-                now = time.monotonic()
-                ended += self._let_in(scheduler, guests)
+            now, gone = self._let_in(scheduler)
+            ended += gone
             if scheduler.done or not (self.drain or scheduler.waiting):
                 break
             step = scheduler.decide(now)
@@ -116,8 +153,8 @@ class SerialLoop:
                 result = self._engine.execute(step)
             except Exception as error:
                 raise EngineDied(step) from error
-            if guests is not None:
-                guests.sampled(step.requests[step.samples], result.tokens, result.finished)
+            if self._guests is not None:
+                self._guests.sampled(step.requests[step.samples], result.tokens, result.finished)
             if result.seconds is not None:
                 self._observer.step_took(step, result.seconds)
             finished = scheduler.commit(step, result)
@@ -126,33 +163,13 @@ class SerialLoop:
             ended += self.withdraw(scheduler, late, FinishReason.TIMEOUT)
         return LengthObservations(*(np.concatenate(column) for column in zip(*ended, strict=True)))
 
-    def _let_in(self, scheduler: Scheduler, guests: StepGuests) -> list[LengthObservations]:
-        """Let guests in and out."""
-        left = guests.look()
-        ended = self.withdraw(scheduler, left, FinishReason.CANCELLED)
-        if len(left):
-            guests.dismissed(scheduler.dismiss(left))
-        if guests.renumbers:
-            raise Renumber
-        return ended
 
-    def withdraw(
-        self, scheduler: Scheduler, requests: NDArray[np.int32], reason: FinishReason
-    ) -> list[LengthObservations]:
-        """End requests between two steps, and tell the observer of those that ran."""
-        if not len(requests):
-            return []
-        withdrawn = scheduler.withdraw(requests, reason)
-        self._observer.after_step(withdrawn)
-        return [_lengths_of(withdrawn)]
-
-
-class PipelinedLoop:
+class PipelinedLoop(_Loop):
     """Runs a scheduler's steps on an engine, and decides each while the one before is computed.
 
     A step is committed when it is queued, as if only sequences that reach their most tokens ended in it. A sequence
     that ends earlier is noticed one step late. The next step then has a token of it, which is marked `spare` and
-    dropped. Nothing is queued any more when `run` returns or raises `Renumber`. Raises `EngineDied`.
+    dropped. Raises `EngineDied`, and `Renumber` where there are `guests`.
     """
 
     def __init__(
@@ -163,20 +180,16 @@ class PipelinedLoop:
         guests: StepGuests | None = None,
         drain: bool = True,
     ) -> None:
+        super().__init__(observer, guests=guests, drain=drain)
         self._engine = engine
-        self._observer = observer
-        self._guests = guests
-        self.drain = drain
         self._queued: _QueuedStep | None = None
 
     def run(self, scheduler: Scheduler, steps: int) -> LengthObservations:
         """Advance by at most `steps` steps, until nothing is left; the requests that ended."""
         ended = [LengthObservations(np.empty(0, np.int32), np.empty(0, np.int32), np.empty(0, np.bool_))]
-        guests, now = self._guests, 0.0
         for _ in range(steps):
-            if guests is not None:
-                now = time.monotonic()
-                ended += self._let_in(scheduler, guests)
+            now, gone = self._let_in(scheduler)
+            ended += gone
             if scheduler.done or not (self.drain or scheduler.waiting):
                 break
             step = scheduler.decide(now)
@@ -198,17 +211,6 @@ class PipelinedLoop:
                 ended += self.withdraw(scheduler, late.requests[late.reasons == reason], reason)
         ended += self._end(scheduler)
         return LengthObservations(*(np.concatenate(column) for column in zip(*ended, strict=True)))
-
-    def _let_in(self, scheduler: Scheduler, guests: StepGuests) -> list[LengthObservations]:
-        """Let guests in and out."""
-        left = guests.look()
-        ended = self.withdraw(scheduler, left, FinishReason.CANCELLED)
-        if len(left):
-            guests.dismissed(scheduler.dismiss(left))
-        if guests.renumbers:
-            self._end(scheduler)
-            raise Renumber
-        return ended
 
     def _end(self, scheduler: Scheduler) -> list[LengthObservations]:
         """Wait for the step that is queued."""
@@ -244,16 +246,9 @@ class PipelinedLoop:
         overdue = self._observer.after_step(finished)
         return [_lengths_of(finished), *self.withdraw(scheduler, overdue, FinishReason.TIMEOUT)]
 
-    def withdraw(
-        self, scheduler: Scheduler, requests: NDArray[np.int32], reason: FinishReason
-    ) -> list[LengthObservations]:
-        """End requests between two steps, and tell the observer of those that ran."""
-        if not len(requests):
-            return []
-        withdrawn = scheduler.withdraw(requests, reason)
+    def _drop(self, withdrawn: FinishedSequences) -> None:
+        """Drop what queued steps sample for sequences that were withdrawn."""
         self._engine.drop(withdrawn.slots, withdrawn.requests)
-        self._observer.after_step(withdrawn)
-        return [_lengths_of(withdrawn)]
 
 
 def drive(
