@@ -14,6 +14,7 @@ __all__ = [
     "progress",
     "report",
     "row_parts",
+    "shared_worker",
     "table_worker",
     "window",
     "window_size",

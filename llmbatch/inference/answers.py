@@ -169,6 +169,10 @@ class AnswerAssembler(EngineObserver[Window]):
         self._sink.after_step()
         return super().after_step(finished)
 
+    def idle(self) -> None:
+        """Hand on what was gathered: nothing else comes for now."""
+        self.flush()
+
     def flush(self) -> None:
         """Hand on what was gathered."""
         held, self._held, self._count = self._held, [], 0

@@ -22,6 +22,7 @@ from llmbatch.inference.answers import AnswerAssembler, AnswerSink, AnswerTexts,
 from llmbatch.inference.conversations import ConversationSource
 from llmbatch.inference.engines import Engines, LoadedEngines, SimulatedEngines, UnloadedEngines
 from llmbatch.inference.options import Options
+from llmbatch.inference.preparation import compile_ahead, compile_kernels, runs_here, tokenizer_of
 from llmbatch.inference.progress import Progress, Silence, saying
 from llmbatch.inference.report import Report, RowCounts
 from llmbatch.inference.table_worker import TableWorker
@@ -36,8 +37,8 @@ from llmbatch.preprocess.continuations import check_continuation
 from llmbatch.preprocess.prompts import PromptSource
 from llmbatch.preprocess.request_batch import RowRequests
 from llmbatch.preprocess.sampling_column import check_sampling_column
-from llmbatch.preprocess.tokenizer import Tokenizer, load_tokenizer, plain_tokenizer
-from llmbatch.runtime.protocols import Stop, Totals, WindowSource
+from llmbatch.preprocess.tokenizer import Tokenizer, plain_tokenizer
+from llmbatch.runtime.protocols import EngineObserver, Stop, Totals, WindowSource
 from llmbatch.runtime.stream import Stream
 from llmbatch.runtime.warmup import Compilation
 from llmbatch.system.cancel_signal import NEVER, CancelSignal
@@ -64,7 +65,7 @@ class Worker(TableWorker):
         self._engines = engines
         self._compilation = compilation
         self._progress = progress
-        self._tokens_only = options.engine == "torch" and not _runs_here(options)
+        self._tokens_only = options.engine == "torch" and not runs_here(options)
 
     @classmethod
     def open(cls, options: Options, progress: Progress | None = None) -> Worker:
@@ -76,17 +77,17 @@ class Worker(TableWorker):
         progress = progress or Silence()
         tune_process()
         compilation = Compilation.start(progress.say)
-        _compile_ahead(options)
+        compile_ahead(options)
         from llmbatch.engine.model.checkpoints import resolve_model
 
         with saying(progress, f"preparing {options.model}; a GGUF file is converted once"):
-            folder = resolve_model(options.model, partial(_compile_kernels, options))
+            folder = resolve_model(options.model, partial(compile_kernels, options))
             engines: Engines
             if options.engine == "simulated":
-                tokenizer = plain_tokenizer(folder, name=options.model) or _load_tokenizer(folder, options)
+                tokenizer = plain_tokenizer(folder, name=options.model) or tokenizer_of(folder, options)
                 engines = SimulatedEngines.open(folder, options)
             else:
-                tokenizer = _load_tokenizer(folder, options)
+                tokenizer = tokenizer_of(folder, options)
                 engines = UnloadedEngines.open(folder, options, tokenizer)
         return cls(options, folder, tokenizer, engines, compilation, progress, time.perf_counter() - begun)
 
@@ -212,24 +213,43 @@ class Worker(TableWorker):
         goes_on: bool = False,
     ) -> Totals:
         """Answer every row of the windows with an engine of this process (`TableWorker.stream`)."""
-        engines = self.load()
-        timeout = math.inf if self.options.row_timeout is None else self.options.row_timeout
-        texts = placeholder_texts if self.options.engine == "simulated" else AnswerTexts(self.tokenizer)
-        columns = AnswerColumns(self.tokenizer)
-        answering = AnswerAssembler(sink, texts, columns, timeout, at_risk or FlushPolicy())
-        given, source = (engines, self.pool, self.cost, self.scheduling, answering), self.options.source
-        stream = Stream.open(*given, row_timeout=timeout, goes_on=goes_on)
-        if isinstance(source, PromptSource) and source.turns is not None:
-            windows = ConversationSource(windows, source, self._requests, self.scheduling.max_running)
+        answering = self.assembler(sink, at_risk)
+        stream = self.open_stream(answering, goes_on=goes_on)
         try:
-            totals = stream.run(windows)
+            totals = stream.run(self.in_turns(windows))
         except (Stop, JobError, KeyboardInterrupt):
             answering.flush()
             raise
         answering.flush()
-        engines.learn(stream.finish())
+        self.learn(stream)
         totals.rows_cut = answering.rows_cut
         return totals
+
+    def assembler(self, sink: AnswerSink, at_risk: FlushPolicy | None = None) -> AnswerAssembler:
+        """Make what hands answers of requests on to a sink, as rows."""
+        texts = placeholder_texts if self.options.engine == "simulated" else AnswerTexts(self.tokenizer)
+        columns = AnswerColumns(self.tokenizer)
+        return AnswerAssembler(sink, texts, columns, self._row_timeout, at_risk or FlushPolicy())
+
+    def in_turns(self, windows: WindowSource[Window]) -> WindowSource[Window]:
+        """Return the windows as they are run: where rows are conversations, turn by turn."""
+        source = self.options.source
+        if isinstance(source, PromptSource) and source.turns is not None:
+            return ConversationSource(windows, source, self._requests, self.scheduling.max_running)
+        return windows
+
+    def open_stream(self, observer: EngineObserver[Window], **given: Any) -> Stream[Window]:
+        """Open a stream of windows (`Stream.open`) on the engine, for which the weights are loaded."""
+        engines, timeout = self.load(), self._row_timeout
+        return Stream.open(engines, self.pool, self.cost, self.scheduling, observer, row_timeout=timeout, **given)
+
+    def learn(self, stream: Stream[Window]) -> None:
+        """Count by what a stream's steps took from now on."""
+        self.load().learn(stream.finish())
+
+    @property
+    def _row_timeout(self) -> float:
+        return math.inf if self.options.row_timeout is None else self.options.row_timeout
 
     @property
     def scheduling(self) -> Scheduling:
@@ -276,32 +296,3 @@ class Worker(TableWorker):
             kv_memory=round(self.pool.whole_tokens * self.model.bytes_per_token),
             notes=(*notes, *early_ends(totals.rows_cut, self.pool)),
         )
-
-
-def _load_tokenizer(folder: str, options: Options) -> Tokenizer:
-    return load_tokenizer(folder, name=options.model, trust_remote_code=options.trust_remote_code)
-
-
-def _runs_here(options: Options) -> bool:
-    """Tell whether a processor computes the model."""
-    if options.engine == "simulated":
-        return False
-    from llmbatch.engine.devices import find_platform
-
-    return find_platform(options.device).is_host
-
-
-def _compile_ahead(options: Options) -> None:
-    """Have another process compile a part of the kernels, before this one imports what takes seconds."""
-    if _runs_here(options):
-        from llmbatch.engine.cpu.compilation import compile_ahead
-
-        compile_ahead(options.dtype, options.kv_cache_dtype)
-
-
-def _compile_kernels(options: Options) -> None:
-    """Compile what a processor needs of them, or load it, while there is no model yet."""
-    if _runs_here(options):
-        from llmbatch.engine.cpu.compilation import compile_kernels
-
-        compile_kernels(options.dtype, options.kv_cache_dtype)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
-from contextlib import ExitStack, closing, suppress
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import Any, Unpack, cast
 
@@ -16,6 +16,7 @@ from llmbatch.arguments import Paths, path, refusal
 from llmbatch.choices import DType
 from llmbatch.errors import DataError, JobStopped, RowError, StorageError
 from llmbatch.inference.error_policy import ErrorBudget
+from llmbatch.inference.options import Options
 from llmbatch.inference.progress import Progress, Silence
 from llmbatch.inference.report import Report
 from llmbatch.inference.table_worker import TableWorker
@@ -28,7 +29,7 @@ from llmbatch.io.writing.output import Output
 from llmbatch.jobs.answer_writer import AnswerWriter
 from llmbatch.jobs.command import Command
 from llmbatch.jobs.fingerprint import fingerprint
-from llmbatch.jobs.forecast import MOST_SIMULATED, Forecast, compare, forecast
+from llmbatch.jobs.forecast import MOST_SIMULATED, Forecast, compare, forecast, spread_rows
 from llmbatch.jobs.options import ExplainArgs, JobArgs, JobOptions, RunArgs
 from llmbatch.jobs.part_builder import CompletedWindow, CompletionOrderParts, InputOrderParts, PartBuilder
 from llmbatch.jobs.prior_answers import JournalSource, PriorAnswers, keys_of
@@ -44,7 +45,6 @@ from llmbatch.storage.lock import Lock
 from llmbatch.system.cancel_signal import CancelSignal
 
 SIMULATED_AFTERWARDS = 2_000  # requests; of more a report does not say what their order bought
-_RUNS = 16  # of neighbouring rows, by which an input is forecast that is too large to be read
 
 
 def run(
@@ -86,8 +86,19 @@ def run(
     >>> report.rows, report.errors
     (2, 0)
     """
+    return run_by(open_worker, inputs, output, progress, stopping or StopRequest(), options)
+
+
+def run_by(
+    open_worker: Callable[[Options, Progress | None], TableWorker],
+    inputs: Paths,
+    output: str | os.PathLike[str],
+    progress: Progress | None,
+    stopping: StopRequest,
+    options: Mapping[str, Any],
+) -> Report:
+    """Run a job as `run` does, on the worker that a function opens."""
     begun = time.perf_counter()
-    stopping = stopping or StopRequest()
     rest: dict[str, Any] = {**options}
     asked = JobOptions(**{name: rest.pop(name) for name in JobArgs.__annotations__ if name in rest})
     output = path("output", output)
@@ -320,21 +331,9 @@ def explain(inputs: Paths, **options: Unpack[ExplainArgs]) -> Forecast:
     worker.check(source.schema)
     rows = source.num_rows
     most = window_rows_of(None, rows, source.nbytes, built.sampling.max_tokens)
-    if rows <= most:
-        return _forecast(worker, source.read())
-    return _forecast(worker, _spread(source, min(most, MOST_SIMULATED))).scaled(rows)
+    table = source.read() if rows <= most else spread_rows(source, min(most, MOST_SIMULATED))
+    found = forecast(built, worker.shard(table), worker.pool, worker.cost, worker.scheduling)
+    return found if rows <= most else found.scaled(rows)
 
 
 explain.__module__ = "llmbatch"  # which it is imported from
-
-
-def _forecast(worker: Worker, table: pa.Table) -> Forecast:
-    return forecast(worker.options, worker.shard(table), worker.pool, worker.cost, worker.scheduling)
-
-
-def _spread(source: Dataset, rows: int) -> pa.Table:
-    """Read about so many rows, in runs of neighbours spread evenly over the input."""
-    runs = min(_RUNS, rows)
-    each, starts = rows // runs, [source.num_rows * k // runs for k in range(runs)]
-    with closing(source.reader()) as reader:
-        return pa.concat_tables([reader.read(start, start + each) for start in starts])

@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -211,10 +212,15 @@ def test_an_endpoint_that_is_killed_and_started_again_is_found_again(
     assert answers(tmp_path / "out")["num_generated_tokens"].to_pylist() == [8] * len(TEXTS)
 
 
-def test_a_client_that_left_ends_the_stream_of_its_window() -> None:
-    call = WindowCall(lambda one: None)
+@pytest.mark.parametrize("who", ["client", "endpoint"])
+def test_a_client_that_left_or_an_endpoint_that_ends_ends_the_stream_of_a_window(who: str) -> None:
+    closed = threading.Event()
+    call = WindowCall(lambda one: None, closed)
     call.after_step()
-    call.leave()
+    if who == "client":
+        call.leave()
+    else:
+        closed.set()
     with pytest.raises(Stop):
         call.after_step()
 

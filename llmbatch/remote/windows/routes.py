@@ -15,7 +15,7 @@ from starlette.routing import Route
 
 from llmbatch.errors import InputError, JobError
 from llmbatch.remote.windows.messages import END, ERROR, PATH, frame
-from llmbatch.remote.windows.service import OpenedWindow, WindowCall, WindowService
+from llmbatch.remote.windows.service import OpenedWindow, WindowService
 
 MOST_BYTES: Final = 1 << 28  # of a window
 
@@ -38,6 +38,8 @@ class WindowHandlers:
 
     async def answer(self, request: Request) -> Response:
         """Answer a window."""
+        if self._service.closed:
+            return _refused(503, "the server ends: ask when it is there again")
         data = bytearray()
         async for piece in request.stream():
             data += piece
@@ -52,7 +54,7 @@ class WindowHandlers:
     async def _answers(self, opened: OpenedWindow) -> AsyncIterator[bytes]:
         loop = asyncio.get_running_loop()
         told: asyncio.Queue[bytes | None] = asyncio.Queue()
-        call = WindowCall(lambda one: _put(loop, told, one))
+        call = self._service.call(lambda one: _put(loop, told, one))
         answering = asyncio.ensure_future(self._aside(self._service.answer, opened, call))
         answering.add_done_callback(partial(_over, told))
         try:

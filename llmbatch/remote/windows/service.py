@@ -56,8 +56,9 @@ class OpenedWindow(NamedTuple):
 class WindowCall(AnswerSink):
     """Hands answers to whoever sent the window, while somebody waits for them."""
 
-    def __init__(self, tell: Callable[[bytes], None]) -> None:
-        self._tell = tell
+    def __init__(self, tell: Callable[[bytes], None], closed: threading.Event) -> None:
+        """Take what hands on frames, and whether the endpoint ends."""
+        self._tell, self._closed = tell, closed
         self._left = threading.Event()
 
     def leave(self) -> None:
@@ -69,8 +70,8 @@ class WindowCall(AnswerSink):
         self._tell(frame(ANSWERS, write_rows(rows)))
 
     def after_step(self) -> None:
-        """End where nobody waits."""
-        if self._left.is_set():
+        """End where nobody waits, or the endpoint ends."""
+        if self._left.is_set() or self._closed.is_set():
             raise Stop(time.monotonic())
 
 
@@ -80,6 +81,20 @@ class WindowService:
     def __init__(self, worker: Worker, stream: WindowStream) -> None:
         self._worker, self._stream = worker, stream
         self._numbers = count()
+        self._closed = threading.Event()
+
+    @property
+    def closed(self) -> bool:
+        """Whether the endpoint ends."""
+        return self._closed.is_set()
+
+    def close(self) -> None:
+        """End all windows after the step that the engine is at: clients ask for the rest another time."""
+        self._closed.set()
+
+    def call(self, tell: Callable[[bytes], None]) -> WindowCall:
+        """Make what hands on the answers to a window."""
+        return WindowCall(tell, self._closed)
 
     def about(self) -> dict[str, Any]:
         """Tell a client what is here."""
