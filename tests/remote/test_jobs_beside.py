@@ -426,3 +426,24 @@ def test_a_job_at_an_endpoint_imports_no_torch(there: Endpoint, tmp_path: Path) 
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stdout.strip() == "[]"
+
+
+def test_explain_knows_engines_of_this_machine_alone(there: Endpoint, tmp_path: Path) -> None:
+    pq.write_table(pa.table({"text": ["a"]}), tmp_path / "in.parquet")
+    with pytest.raises(ParameterError) as caught:
+        llmbatch.explain(tmp_path / "in.parquet", model=MODEL, prompt="text", beside=there.url)
+    assert str(caught.value) == (
+        f"beside must be left out of explain, which knows engines of this machine alone, got ({there.url!r},)"
+    )
+
+
+def test_actors_of_map_dataset_have_engines() -> None:
+    pytest.importorskip("ray")
+    answer: Any = llmbatch.LLMOperator(model=MODEL, prompt="text", beside="http://there:1")
+    nothing: Any = None
+    with pytest.raises(ParameterError) as caught:
+        llmbatch.map_dataset(nothing, answer, concurrency=1)
+    assert str(caught.value) == (
+        "beside must be left out of an operator for map_dataset, whose actors have engines, got ('http://there:1',): "
+        "ds.map_batches(op, concurrency=1) asks an endpoint"
+    )

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from openai import OpenAI
@@ -20,6 +20,7 @@ from llmbatch.inference.progress import Silence
 from llmbatch.inference.report import Report
 from llmbatch.inference.worker import Worker
 from llmbatch.jobs.job import run_by
+from llmbatch.remote.windows.service import WindowService, WindowStream
 from llmbatch.runtime.cancellation import StopRequest
 from llmbatch.runtime.guests import Guest, GuestEnd
 from llmbatch.scheduler.output import FinishReason
@@ -160,8 +161,9 @@ def served(
         return run_by(Worker.open, str(source), str(output), progress, stopping, {"model": model, **SIMULATED})
 
     writing = writing_of(open_worker(model, engine="torch"))
+    reader, windows = InquiryReader(worker, model), WindowService(worker, cast("WindowStream", worker.stream))
     running = Running(
-        ServingOptions(**options), model, engine, InquiryReader(worker, model), writing, run_job, state, keys, stopping
+        ServingOptions(**options), model, engine, reader, writing, run_job, windows, state, keys, stopping
     )
     with socket.create_server(("127.0.0.1", 0), backlog=2048) as listener:
         port = listener.getsockname()[1]
