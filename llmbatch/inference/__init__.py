@@ -9,7 +9,6 @@ __all__ = [
     "answer_schema",
     "answers",
     "error_policy",
-    "in_memory",
     "options",
     "progress",
     "report",

@@ -5,19 +5,18 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
 from llmbatch.errors import RowError
-from llmbatch.inference.answer_schema import AnswerSchema, add_answers
+from llmbatch.inference.answer_schema import AnswerSchema, add_answers, tokens_of
 from llmbatch.inference.answers import AnswerSink, FlushPolicy
 from llmbatch.inference.error_policy import ErrorBudget
-from llmbatch.inference.in_memory import Gathered, OneWindow
 from llmbatch.inference.options import Options
-from llmbatch.inference.progress import Progress, Silence
+from llmbatch.inference.progress import Advance, Progress, Silence
 from llmbatch.inference.report import Report, RowCounts
 from llmbatch.inference.window import Window
 from llmbatch.runtime.protocols import Totals, WindowSource
@@ -30,6 +29,37 @@ class AnsweredTable:
 
     table: pa.Table
     report: Report
+
+
+@dataclass(slots=True)
+class OneWindow:
+    """A source of one window."""
+
+    window: Window | None
+
+    def next(self, wait: bool) -> Window | None:
+        """Return the window, once."""
+        window, self.window = self.window, None
+        return window
+
+
+@dataclass(slots=True)
+class Gathered(AnswerSink):
+    """Keeps the answers of a table, and counts them for a progress display."""
+
+    progress: Progress
+    error_budget: ErrorBudget
+    batches: list[pa.RecordBatch] = field(default_factory=list)
+    rows: int = 0
+    tokens: int = 0
+
+    def write(self, window: Window, rows: pa.RecordBatch) -> None:
+        """Keep a batch."""
+        self.error_budget.answered(0, rows)
+        self.batches.append(rows)
+        self.rows += rows.num_rows
+        self.tokens += tokens_of(rows)
+        self.progress.advance(Advance(self.rows, self.tokens))
 
 
 class TableWorker(ABC):

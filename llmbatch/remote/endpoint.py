@@ -5,7 +5,8 @@ from __future__ import annotations
 import socket
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import cycle
 from typing import Any, Final, Generic, TypeVar
 
 import httpx
@@ -15,12 +16,28 @@ from llmbatch.remote.concurrency import Concurrency
 from llmbatch.remote.retries import Patience
 
 _CONNECT: Final = 10.0  # seconds that a connection may take; an answer may take any time
-_ALIVE: Final = (
-    60  # seconds without a byte after which a connection is probed, so that a machine that is gone is noticed
-)
+_ALIVE: Final = 60  # seconds without a byte after which a connection is probed: a machine may be gone
+_POOLS: Final = 16  # of connections: a pool looks at all of its connections whenever a request begins or ends
 
 S = TypeVar("S")  # what is sent
 R = TypeVar("R")  # what is told of it
+
+
+class _PooledTransport(httpx.AsyncBaseTransport):
+    """Connections in several pools, which take turns."""
+
+    def __init__(self, pools: Sequence[httpx.AsyncHTTPTransport]) -> None:
+        self._pools = pools
+        self._turns = cycle(pools)
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        """Send a request by the next pool."""
+        return await next(self._turns).handle_async_request(request)
+
+    async def aclose(self) -> None:
+        """Close all pools."""
+        for pool in self._pools:
+            await pool.aclose()
 
 
 class Unreachable(Exception):
@@ -68,6 +85,6 @@ def _client(url: str, key: str | None) -> httpx.AsyncClient:
     headers: dict[str, Any] = {"authorization": f"Bearer {key}"} if key else {}
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     probes = [(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1), (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _ALIVE)]
-    transport = httpx.AsyncHTTPTransport(limits=limits, socket_options=probes)
+    pools = [httpx.AsyncHTTPTransport(limits=limits, socket_options=probes) for _ in range(_POOLS)]
     timeout = httpx.Timeout(None, connect=_CONNECT)
-    return httpx.AsyncClient(base_url=url, headers=headers, transport=transport, timeout=timeout)
+    return httpx.AsyncClient(base_url=url, headers=headers, transport=_PooledTransport(pools), timeout=timeout)

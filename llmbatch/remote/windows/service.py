@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from llmbatch._version import __version__
 from llmbatch.inference.answers import AnswerSink, FlushPolicy
-from llmbatch.inference.in_memory import OneWindow
+from llmbatch.inference.table_worker import OneWindow
 from llmbatch.inference.window import Window
 from llmbatch.inference.worker import Worker
 from llmbatch.remote.windows.messages import ANSWERS, HEAD, VERSION, frame, read_window, write_rows
