@@ -91,7 +91,17 @@ def _simulate(arguments: dict[str, Any]) -> int:
     return 0
 
 
-_COMMANDS = {"run": _run, "explain": _explain, "simulate": _simulate}
+def _serve(arguments: dict[str, Any]) -> int:
+    from llmbatch.inference.progress import choose
+    from llmbatch.serving.serve import serve
+
+    quiet = arguments.pop("quiet")
+    with _quiet_libraries():
+        serve(progress=choose(quiet=quiet), **_given(arguments))
+    return 0
+
+
+_COMMANDS = {"run": _run, "explain": _explain, "simulate": _simulate, "serve": _serve}
 
 
 def _given(arguments: dict[str, Any]) -> dict[str, Any]:

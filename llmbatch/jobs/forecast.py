@@ -14,14 +14,17 @@ as the others.
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import asdict, astuple, dataclass, replace
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 
 from llmbatch.figures import Figures
 from llmbatch.inference.options import Options
+from llmbatch.io.reading.dataset import Dataset
 from llmbatch.perf_model.cost import CostModel
 from llmbatch.planning.cascade import tokens_together
 from llmbatch.planning.lengths import LengthModel
@@ -35,6 +38,7 @@ from llmbatch.runtime.simulated_loop import SimulatedLoop
 
 MOST_SIMULATED = 20_000  # requests; simulating more takes longer than a forecast may
 _DRAWS = 3  # of lengths, at most: in a small pool the seconds of one differ from another's by 5 %
+_RUNS = 16  # of neighbouring rows, by which an input is forecast that is too large to be read
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,3 +212,11 @@ def _optimal(tree: PrefixTree, lengths: NDArray[np.float64], pool: Pool, cost: C
     compute = cost.request_compute(prompts, answers, tree.lcp).sum()
     memory = cost.request_memory(prompts, answers, answers**2, tokens_together(tree, cost)[rows]).sum()
     return cost.optimal_seconds(float(compute), float(memory), pool.whole_tokens * cost.shape.kv_bytes_per_token)
+
+
+def spread_rows(source: Dataset, rows: int) -> pa.Table:
+    """Read about so many rows of an input, in runs of neighbours spread evenly over it."""
+    runs = min(_RUNS, rows)
+    each, starts = rows // runs, [source.num_rows * k // runs for k in range(runs)]
+    with closing(source.reader()) as reader:
+        return pa.concat_tables([reader.read(start, start + each) for start in starts])

@@ -49,8 +49,7 @@ def answer_lines(table: pa.Table, first: int, facts: Mapping[str, Any]) -> Itera
     """
     for row, name in _rows(table, first):
         if row["error"] is None:
-            body = _chat(row, name, facts) if row["url"] == CHAT else _completion(row, name, facts)
-            yield _line(row, name, response=_response(name, 200, body))
+            yield _line(row, name, response=_response(name, 200, answer_body(row["url"], row, name, facts)))
 
 
 def error_lines(table: pa.Table, first: int, facts: Mapping[str, Any]) -> Iterator[str]:
@@ -59,13 +58,33 @@ def error_lines(table: pa.Table, first: int, facts: Mapping[str, Any]) -> Iterat
         if row["error"] is None:
             continue
         message, kind = row["error"], row["error_kind"]
-        code = _CODES.get(kind, kind)
         if kind in _NO_RESPONSE:
-            yield _line(row, name, error={"code": code, "message": message})
+            yield _line(row, name, error={"code": kind, "message": message})
             continue
-        named = _NAMED.match(message)
-        reason = {"message": message, "type": "invalid_request_error", "param": named and named[1], "code": code}
-        yield _line(row, name, response=_response(name, 400, {"error": reason}))
+        yield _line(row, name, response=_response(name, 400, {"error": invalid_request(message, kind)}))
+
+
+def answer_body(url: str, row: Row, name: str, facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Write the answer to a row as the response of a url; `name` tells it from others, `facts` as in `answer_lines`."""
+    return _chat(row, name, facts) if url == CHAT else _completion(row, name, facts)
+
+
+def invalid_request(message: str, kind: str) -> dict[str, Any]:
+    """Write the error of a request that was itself wrong; `kind` is that of its row's error."""
+    named = _NAMED.match(message)
+    code = _CODES.get(kind, kind)
+    return {"message": message, "type": "invalid_request_error", "param": named and named[1], "code": code}
+
+
+def usage_of(row: Row) -> dict[str, Any]:
+    """Count the tokens of a row and its answers."""
+    prompt, answers = row["num_input_tokens"], sum(choice["num_generated_tokens"] for choice in row["choices"])
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": answers,
+        "total_tokens": prompt + answers,
+        "prompt_tokens_details": {"cached_tokens": row["num_cached_tokens"]},
+    }
 
 
 def line_columns(lines: Iterable[str]) -> pa.Table:
@@ -122,7 +141,7 @@ def _response(name: str, status: int, body: Row) -> Row:
     return {"status_code": status, "request_id": f"req_{name}", "body": body}
 
 
-def _chat(row: Row, name: str, facts: Mapping[str, Any]) -> Row:
+def _chat(row: Row, name: str, facts: Mapping[str, Any]) -> dict[str, Any]:
     choices = [
         {
             "index": index,
@@ -137,7 +156,7 @@ def _chat(row: Row, name: str, facts: Mapping[str, Any]) -> Row:
     return body if told is None else {**body, "prompt_logprobs": told}
 
 
-def _completion(row: Row, name: str, facts: Mapping[str, Any]) -> Row:
+def _completion(row: Row, name: str, facts: Mapping[str, Any]) -> dict[str, Any]:
     told = prompt_logprobs(row["prompt_logprobs"])
     choices = [
         {
@@ -153,18 +172,11 @@ def _completion(row: Row, name: str, facts: Mapping[str, Any]) -> Row:
 
 
 def _body(row: Row, name: str, kind: str, facts: Mapping[str, Any], choices: list[dict[str, Any]]) -> dict[str, Any]:
-    prompt, answers = row["num_input_tokens"], sum(choice["num_generated_tokens"] for choice in row["choices"])
-    usage = {
-        "prompt_tokens": prompt,
-        "completion_tokens": answers,
-        "total_tokens": prompt + answers,
-        "prompt_tokens_details": {"cached_tokens": row["num_cached_tokens"]},
-    }
     return {
         "id": name,
         "object": kind,
         "created": facts["created"],
         "model": facts["model"],
         "choices": choices,
-        "usage": usage,
+        "usage": usage_of(row),
     }

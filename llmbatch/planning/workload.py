@@ -125,8 +125,7 @@ class Workload:
         kinds: dict[tuple[object, ...], int] = {}
         keys = np.array([kinds.setdefault(params.kind, len(kinds)) for params in requests.params], np.int32)
         keys = keys[requests.params_index]
-        told = requests.scored < requests.prompt_lengths
-        findable = np.where(told, requests.scored, INT32_MAX).astype(np.int32)
+        findable = findable_tokens(requests.scored, requests.prompt_lengths)
         prompts = Prompts(requests.tokens, requests.offsets, findable)
         if answered is None or not answered.any():
             return cls(tree, requests.max_tokens, keys, known, prompts=prompts)
@@ -160,6 +159,11 @@ class Workload:
         return lengths
 
 
+def findable_tokens(scored: NDArray[np.int32], prompts: NDArray[np.int32]) -> NDArray[np.int32]:
+    """Count the leading prompt tokens whose pages may be found (`Prompts.findable`), from `RequestBatch.scored`."""
+    return np.where(scored < prompts, scored, INT32_MAX).astype(np.int32)
+
+
 @dataclass(frozen=True, slots=True)
 class Fit:
     """The requests that a pool has room for, and the longest answer of each: one rule for jobs and simulations."""
@@ -183,16 +187,18 @@ def fit_requests(requests: RequestBatch, pool: Pool) -> tuple[RequestBatch, dict
     """
     prompts = requests.prompt_lengths
     fit = Fit.of(prompts, requests.max_tokens, pool)
-    errors = {
-        int(i): RowError(
-            "too_long",
-            f"prompt has {prompts[i]} tokens, the KV pool holds {pool.tokens}, and one is needed for the answer: "
-            "raise kv_memory or shorten the prompt",
-        )
-        for i in np.flatnonzero(fit.refused)
-    }
+    errors = {int(i): too_long(prompts[i], pool) for i in np.flatnonzero(fit.refused)}
     recorded = np.minimum(requests.recorded, fit.max_tokens)
     return replace(requests, max_tokens=fit.max_tokens, recorded=recorded), errors, np.flatnonzero(fit.cut)
+
+
+def too_long(prompt: int, pool: Pool) -> RowError:
+    """Word the error of a prompt of so many tokens that leaves no room for an answer."""
+    return RowError(
+        "too_long",
+        f"prompt has {prompt} tokens, the KV pool holds {pool.tokens}, and one is needed for the answer: "
+        "raise kv_memory or shorten the prompt",
+    )
 
 
 def early_ends(rows: int, pool: Pool) -> tuple[str, ...]:
