@@ -18,10 +18,11 @@ from llmbatch.choices import keywords_of
 from llmbatch.cli.parser import make_parser
 from llmbatch.engine.config import EngineConfig
 from llmbatch.errors import ParameterError
-from llmbatch.inference.options import AnswerArgs, EngineArgs, OptionArgs, Options, PromptArgs
+from llmbatch.inference.options import AnswerArgs, BesideArgs, EngineArgs, OptionArgs, Options, PromptArgs
 from llmbatch.jobs.options import ExplainArgs, InputArgs, JobArgs, JobOptions, RunArgs
 from llmbatch.preprocess.prompts import PromptSource
 from llmbatch.preprocess.sampling_params import SamplingParams
+from llmbatch.serving.options import ServeArgs, ServingArgs, ServingOptions
 from llmbatch.simulation.options import SimulationArgs, SimulationOptions
 from tests.support.paths import ROOT
 
@@ -43,6 +44,8 @@ SIGNATURES = {
     "-> 'ray.data.Dataset'",
     "run": "(inputs: 'Paths', output: 'str | os.PathLike[str]', *, progress: 'Progress | None' = None, "
     "stopping: 'StopRequest | None' = None, **options: 'Unpack[RunArgs]') -> 'Report'",
+    "serve": "(*, progress: 'Progress | None' = None, stopping: 'StopRequest | None' = None, **options: "
+    "'Unpack[ServeArgs]') -> 'None'",
     "simulate": "(traces: 'Paths', **options: 'Unpack[SimulationArgs]') -> 'SimulationReport'",
 }
 FIGURES = ("Forecast", "Report", "SimulationReport")  # frozen, with `to_dict`
@@ -138,13 +141,16 @@ def test_the_keywords_of_answers_have_the_defaults_of_sampling() -> None:
 def test_the_keywords_of_the_engine_are_the_other_fields_of_options() -> None:
     options, keywords = defaults_of(Options), keywords_of(EngineArgs)
     own = {"model", "source", "sampling", "sampling_column", "notes", "continuation", "on_error", "row_timeout"}
-    assert keywords.keys() == options.keys() - own
+    assert keywords.keys() == options.keys() - own - BesideArgs.__annotations__.keys()
     assert defaults_of(EngineConfig).keys() <= keywords.keys()
     for name, (_, keyword) in keywords.items():
         assert keyword.default == options[name], name
 
 
-@pytest.mark.parametrize(("arguments", "record"), [(JobArgs, JobOptions), (SimulationArgs, SimulationOptions)])
+@pytest.mark.parametrize(
+    ("arguments", "record"),
+    [(JobArgs, JobOptions), (SimulationArgs, SimulationOptions), (ServingArgs, ServingOptions)],
+)
 def test_keywords_are_the_fields_of_their_record(arguments: type, record: type) -> None:
     keywords, defaults = keywords_of(arguments), defaults_of(record)
     assert keywords.keys() - {"steps_out", "requests_out"} == defaults.keys()
@@ -153,7 +159,8 @@ def test_keywords_are_the_fields_of_their_record(arguments: type, record: type) 
 
 
 def test_a_type_is_that_of_the_field() -> None:
-    for arguments, record in ((EngineArgs, Options), (JobArgs, JobOptions), (SimulationArgs, SimulationOptions)):
+    records = ((EngineArgs, Options), (JobArgs, JobOptions), (SimulationArgs, SimulationOptions))
+    for arguments, record in (*records, (ServingArgs, ServingOptions)):
         kinds = {each.name: each.type for base in record.__mro__[-2::-1] for each in fields(base)}
         for name, (kind, _) in keywords_of(arguments).items():
             given = kinds.get(name)
@@ -161,7 +168,7 @@ def test_a_type_is_that_of_the_field() -> None:
 
 
 def test_each_function_takes_its_keywords_and_each_keyword_is_a_flag() -> None:
-    parts = (PromptArgs, AnswerArgs, EngineArgs)
+    parts = (PromptArgs, AnswerArgs, EngineArgs, BesideArgs)
     options = {"model"}.union(*(part.__annotations__ for part in parts))
     assert set(OptionArgs.__annotations__) == options
     assert set(ExplainArgs.__annotations__) == options | set(InputArgs.__annotations__)
@@ -170,10 +177,13 @@ def test_each_function_takes_its_keywords_and_each_keyword_is_a_flag() -> None:
     assert flags_of("run").keys() == {*RunArgs.__annotations__, "output", "json", "quiet", "grace"}
     assert flags_of("explain").keys() == {*ExplainArgs.__annotations__, "json"}
     assert flags_of("simulate").keys() == {*SimulationArgs.__annotations__, "json"}
+    assert set(ServeArgs.__annotations__) == {"model", *ServingArgs.__annotations__, *EngineArgs.__annotations__}
+    assert flags_of("serve").keys() == {*ServeArgs.__annotations__, "quiet"}
 
 
 @pytest.mark.parametrize(
-    ("command", "arguments"), [("run", RunArgs), ("explain", ExplainArgs), ("simulate", SimulationArgs)]
+    ("command", "arguments"),
+    [("run", RunArgs), ("explain", ExplainArgs), ("simulate", SimulationArgs), ("serve", ServeArgs)],
 )
 def test_a_flag_has_the_help_of_its_keyword_and_leaves_its_default_to_the_function(
     command: str, arguments: type
@@ -229,8 +239,19 @@ def test_an_unknown_keyword_is_refused_by_every_function() -> None:
         "explain": lambda **given: llmbatch.explain("in", model="m", prompt="p", **given),
         "simulate": lambda **given: llmbatch.simulate("in", **given),
         "LLMOperator": lambda **given: llmbatch.LLMOperator(model="m", prompt="p", **given),
+        "serve": lambda **given: llmbatch.serve(model="m", **given),
     }
     for name, call in calls.items():
         with pytest.raises(ParameterError, match=r"^an option must be one of .*, got 'promt'") as caught:
             call(promt="text")
         assert caught.value.option == "promt", name
+
+
+def test_the_nearest_keyword_is_named_whatever_it_is_for() -> None:
+    run: Any = llmbatch.run
+    for given, near in (("restrt", "restart"), ("storage_option", "storage_options"), ("max_token", "max_tokens")):
+        with pytest.raises(ParameterError, match=rf"got '{given}': did you mean {near}\?$"):
+            run("in", "out", model="m", prompt="p", **{given: 1})
+    explain: Any = llmbatch.explain
+    with pytest.raises(ParameterError, match=r"got 'storage_option': did you mean storage_options\?$"):
+        explain("in", model="m", prompt="p", storage_option={})

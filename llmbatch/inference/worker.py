@@ -6,7 +6,7 @@ import copy
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,6 @@ from llmbatch.engine.model.outline import Described, shape_of
 from llmbatch.engine.recorded import placeholder_texts
 from llmbatch.errors import DataError, JobError, ParameterError, RowError
 from llmbatch.inference.answer_columns import AnswerColumns
-from llmbatch.inference.answer_schema import AnswerSchema, add_answers
 from llmbatch.inference.answers import AnswerAssembler, AnswerSink, AnswerTexts, FlushPolicy
 from llmbatch.inference.conversations import ConversationSource
 from llmbatch.inference.engines import (
@@ -31,11 +30,10 @@ from llmbatch.inference.engines import (
     runs_here,
     tokenizer_of,
 )
-from llmbatch.inference.error_policy import ErrorBudget
-from llmbatch.inference.in_memory import Gathered, OneWindow
 from llmbatch.inference.options import Options
 from llmbatch.inference.progress import Progress, Silence, saying
 from llmbatch.inference.report import Report, RowCounts
+from llmbatch.inference.table_worker import TableWorker
 from llmbatch.inference.window import Window
 from llmbatch.openai.build import build_batch
 from llmbatch.openai.requests import BatchLines
@@ -55,15 +53,7 @@ from llmbatch.system.cancel_signal import NEVER, CancelSignal
 from llmbatch.system.tuning import tune_process
 
 
-@dataclass(frozen=True, slots=True)
-class AnsweredTable:
-    """A table with its answers, and what it took."""
-
-    table: pa.Table
-    report: Report
-
-
-class Worker:
+class Worker(TableWorker):
     """Answers tables with one model. The weights are loaded when first needed."""
 
     def __init__(
@@ -141,10 +131,6 @@ class Worker:
         if self._tokens_only and (options.continuation is not None or options.sampling.needs_logits):
             raise ParameterError(NEEDS_PROCESSOR)
         self.answer_schema(schema).check(schema)
-
-    def answer_schema(self, schema: pa.Schema) -> AnswerSchema:
-        """Return the columns that answers to tables of this schema have."""
-        return AnswerSchema.of(self.options, schema)
 
     def load(self) -> LoadedEngines:
         """Load the weights, the first time, and return what makes engines. Raises JobError where memory runs out."""
@@ -234,11 +220,8 @@ class Worker:
         at_risk: FlushPolicy | None = None,
         goes_on: bool = False,
     ) -> Totals:
-        """Answer every row of the windows. Raises what the sink raises, `Stop` among it, and JobError.
-
-        Answers are handed to the sink when so many are `at_risk`, and where the stream ends, also by an error. A job
-        that `goes_on` begins with few rows (`llmbatch.runtime.stream.Stream`).
-        """
+        """Answer every row of the windows with an engine of this process (`TableWorker.stream`)."""
+        windows = self.load().split_by(windows)
         answering = self.assembler(sink, at_risk)
         stream = self.open_stream(answering, goes_on=goes_on)
         try:
@@ -277,28 +260,6 @@ class Worker:
     def _row_timeout(self) -> float:
         return math.inf if self.options.row_timeout is None else self.options.row_timeout
 
-    def answer(self, table: pa.Table, progress: Progress | None = None) -> AnsweredTable:
-        """Return the table with its answers' columns, rows in their order."""
-        self.check(table.schema)
-        before = self.load_seconds
-        begun = time.perf_counter()
-        self.load()
-        loading = self.load_seconds - before
-        keys = np.arange(table.num_rows, dtype=np.uint64)
-        window = self.window(table, keys=keys, contents=keys)
-        progress = progress or Silence()
-        notes = (*self.notes, *window.shard.notes)
-        for note in notes:
-            progress.say(note)
-        progress.start(table.num_rows)
-        error_budget = ErrorBudget(rows=table.num_rows, max_error_rate=None, raises=self.options.on_error == "raise")
-        sink = Gathered(progress, error_budget)
-        totals = self.stream(OneWindow(window), sink)
-        answered = add_answers(table, sink.batches, window.schema)
-        seconds = time.perf_counter() - begun - loading
-        tally = window.counts(answered)
-        return AnsweredTable(answered, self.report(tally, totals, notes=notes, seconds=seconds))
-
     @property
     def scheduling(self) -> Scheduling:
         """How shards are ordered and scheduled."""
@@ -314,6 +275,13 @@ class Worker:
     def dtype(self) -> str:
         """The type of the numbers it computes in."""
         return self.model.layer_type or str(self.model.dtype).removeprefix("torch.")
+
+    @property
+    def model_files(self) -> str:
+        """A digest of the files of the model."""
+        from llmbatch.engine.model.checkpoints import model_digest
+
+        return model_digest(self.folder)
 
     @property
     def notes(self) -> tuple[str, ...]:
