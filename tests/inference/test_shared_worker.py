@@ -234,7 +234,9 @@ def test_a_job_that_is_stopped_keeps_what_has_ended_and_leaves_the_engine_to_oth
     after = Rows()
     shared.stream(Windows(shared.worker, table_of(5), 5), after)
     assert len(after.texts) == 5
+    shared.close(60.0)
     assert shared.stats().running == 0
+    assert shared.stats().tokens > 0
 
 
 @pytest.mark.parametrize("shared", [simulated], indirect=True)
