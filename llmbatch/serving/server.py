@@ -27,6 +27,7 @@ from llmbatch.inference.report import Report
 from llmbatch.inference.shared_worker import SharedWorker
 from llmbatch.inference.window import Window
 from llmbatch.inference.worker import Worker
+from llmbatch.jobs.forecast import forecast_rows
 from llmbatch.jobs.job import run_by
 from llmbatch.preprocess.tokenizer import Tokenizer
 from llmbatch.remote.windows.routes import window_routes
@@ -211,7 +212,7 @@ def run_server(
             return run_by(lambda *_: _BatchWorker(shared), str(source), str(output), counts, stopping, asked)
 
         reader, writing = InquiryReader(worker, worker.options.model), writing_of(worker)
-        windows = WindowService(worker, shared.stream)
+        windows = WindowService(worker, shared.stream, lambda *given: forecast_rows(*given).to_dict())
         running = Running(
             serving, worker.options.model, shared, reader, writing, run_job, windows, state, keys, stopping
         )

@@ -161,7 +161,10 @@ def served(
         return run_by(Worker.open, str(source), str(output), progress, stopping, {"model": model, **SIMULATED})
 
     writing = writing_of(open_worker(model, engine="torch"))
-    reader, windows = InquiryReader(worker, model), WindowService(worker, cast("WindowStream", worker.stream))
+    reader, windows = (
+        InquiryReader(worker, model),
+        WindowService(worker, cast("WindowStream", worker.stream), lambda *_: None),
+    )
     running = Running(
         ServingOptions(**options), model, engine, reader, writing, run_job, windows, state, keys, stopping
     )
