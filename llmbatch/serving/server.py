@@ -19,7 +19,7 @@ from typing import Any, Final
 import uvicorn
 
 from llmbatch.engine.recorded import placeholder_texts
-from llmbatch.errors import JobStopped
+from llmbatch.errors import JobError, JobStopped
 from llmbatch.inference.answer_columns import AnswerColumns
 from llmbatch.inference.answers import AnswerSink, AnswerTexts, FlushPolicy
 from llmbatch.inference.progress import Progress
@@ -110,7 +110,8 @@ class Running:
                 await answering
 
     async def _asked(self) -> None:
-        while self.stopping.deadline is None:
+        """Wait until the server is asked to end, or has no engine any more."""
+        while self.stopping.deadline is None and self.engine.failure is None:
             await asyncio.sleep(_LOOK)
 
     @contextlib.contextmanager
@@ -193,20 +194,27 @@ def run_server(
 ) -> None:
     """Serve a worker's model until it is asked to end; `asked` are the options that the worker was opened with.
 
-    Raises KeyboardInterrupt after Ctrl-C, and JobStopped after SIGTERM.
+    Raises KeyboardInterrupt after Ctrl-C, JobStopped after SIGTERM, and JobError where the engine failed.
     """
     step_seconds = math.inf if serving.tpot is None else serving.tpot
     shared = SharedWorker(worker, latency=Latency(step_seconds, worker.cost.overlap.exponent))
     try:
 
         def run_job(source: Path, output: Path, counts: Progress, stopping: StopRequest) -> Report:
-            return run_by(lambda *_: _BatchWorker(shared), str(source), str(output), counts, stopping, asked)
+            try:
+                return run_by(lambda *_: _BatchWorker(shared), str(source), str(output), counts, stopping, asked)
+            except JobError:
+                if shared.failure is None:
+                    raise
+                raise JobStopped("the engine failed: the batch goes on when the server starts again") from None
 
         reader, writing = InquiryReader(worker, worker.options.model), writing_of(worker)
         running = Running(serving, worker.options.model, shared, reader, writing, run_job, state, keys, stopping)
         asyncio.run(running.run(listener, progress))
     finally:
         shared.close()
+    if shared.failure is not None:
+        raise JobError(f"the engine failed: {shared.failure}") from shared.failure
     if signal.SIGINT in running.signals:
         raise KeyboardInterrupt
     if running.signals:

@@ -29,6 +29,11 @@ class Occupancy(Protocol):
 class GuestEngine(Protocol):
     """An engine that answers guests. Its methods may be called by any thread."""
 
+    @property
+    def failure(self) -> BaseException | None:
+        """What it died of; None while it lives."""
+        ...
+
     def submit(self, guest: Guest) -> None:
         """Let a guest in. Its listener is told of an end, whatever becomes of it."""
         ...
