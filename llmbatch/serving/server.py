@@ -46,6 +46,7 @@ from llmbatch.serving.text_stream import TextStream, byte_tokens
 
 _LOOK: Final = 0.05  # seconds between two looks whether the server was asked to end
 _CLOSING: Final = 5.0  # seconds that connections have to close when all is answered
+_READERS: Final = 4  # threads that read requests, so that a prompt of megabytes does not keep others waiting
 _IDLE: Final = 60  # seconds that a connection may be idle; clients close theirs sooner, so that none asks a closed one
 
 
@@ -81,7 +82,7 @@ class Running:
         files = FileStore(self.state / "files")
         batches = BatchStore(self.state / "batches", files, self.run_job)
         bodies = BodyReader(options.max_body)
-        with ThreadPoolExecutor(1, thread_name_prefix="requests") as executor:
+        with ThreadPoolExecutor(_READERS, thread_name_prefix="requests") as executor:
             endpoint = Endpoint(
                 self.model, self.reader, self.writing, bridge, bodies, files, batches, options.max_upload, executor
             )

@@ -29,6 +29,7 @@ from tests.support.batches import CHAT, COMPLETIONS, line, read, write
 
 ASKED: tuple[dict[str, Any], ...] = (
     {}, {"stop": ["e", "st"]}, {"n": 2, "temperature": 1.0, "seed": 5}, {"temperature": 0.8, "top_p": 0.9, "seed": 3},
+    {"structured_outputs": {"choice": ["yes", "no"]}},
     {"logit_bias": {"70": 5}}, {"presence_penalty": 1.5, "min_tokens": 3}, {"stop_token_ids": [66, 67, 68, 69, 70]},
 )  # fmt: skip  # a table
 LINES = [
@@ -230,6 +231,13 @@ def process(model: str, state: Path) -> Iterator[tuple[subprocess.Popen[str], Op
                 run.kill()
 
 
+def answered(client: OpenAI, batch: str) -> int:
+    """How many lines of a batch are answered."""
+    counts = client.batches.retrieve(batch).request_counts
+    assert counts is not None
+    return counts.completed
+
+
 @pytest.mark.slow
 def test_a_batch_survives_kills_and_signals_end_a_server_with_their_status(chatting: str, tmp_path: Path) -> None:
     lines = [line(f"line-{number}", prompt=f"{number} say", max_tokens=60, ignore_eos=True) for number in range(300)]
@@ -248,8 +256,8 @@ def test_a_batch_survives_kills_and_signals_end_a_server_with_their_status(chatt
                 answers = [json.loads(text) for text in client.files.content(found.output_file_id).text.splitlines()]
                 assert [one["custom_id"] for one in answers] == [one["custom_id"] for one in lines]
             else:
-                before = (client.batches.retrieve(batch).request_counts or made.request_counts).completed
-                while (client.batches.retrieve(batch).request_counts).completed <= before:  # type: ignore[union-attr]
+                before = answered(client, batch)
+                while answered(client, batch) <= before:
                     assert client.batches.retrieve(batch).status in ("validating", "in_progress")
             run.send_signal(ends)
             assert run.wait(timeout=120) == {signal.SIGKILL: -9, signal.SIGTERM: 143, signal.SIGINT: 130}[ends]
