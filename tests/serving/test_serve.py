@@ -168,6 +168,14 @@ def test_a_batch_beside_guests_is_answered_as_run_answers_it(
     }
 
 
+def test_a_simulated_engine_says_how_many_tokens_an_answer_has(chatting: str, tmp_path: Path) -> None:
+    with serving(model=chatting, engine="simulated", state_dir=tmp_path, max_tokens=9) as client:
+        assert choices_of(ask(client, line("a", max_tokens=7))) == [("7 simulated tokens", "length")]
+        *pieces, last = client.completions.create(model=chatting, prompt="a", stream=True)
+        assert "".join(piece.choices[0].text for piece in pieces) == "9 simulated tokens"
+        assert last.choices[0].finish_reason == "length"
+
+
 def test_a_port_in_use_is_one_sentence(chatting: str, capfd: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -229,6 +237,25 @@ def process(model: str, state: Path) -> Iterator[tuple[subprocess.Popen[str], Op
                 yield run, client
             finally:
                 run.kill()
+
+
+@pytest.mark.slow
+def test_a_known_model_answers_and_streams_as_run_answers(smollm2: str, tmp_path: Path) -> None:
+    questions = ("What is the capital of France?", "Count to five.", "Écris un mot: été 🙂", "Say yes or no.")
+    lines = [
+        line(f"line-{number}", CHAT, messages=[{"role": "user", "content": text}], max_tokens=24)
+        for number, text in enumerate(questions)
+    ]
+    llmbatch.run(write(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl", model=smollm2, dtype="float32")
+    expected = [choices_of(one["response"]["body"]) for one in read(tmp_path / "out.jsonl")]
+    with serving(model=smollm2, dtype="float32", state_dir=tmp_path / "state", ttft=30.0) as client:
+        assert [choices_of(ask(client, asked)) for asked in lines] == expected
+        for asked, ((text, _),) in zip(lines, expected, strict=True):
+            messages: Any = asked["body"]["messages"]
+            chunks = client.chat.completions.create(model=smollm2, messages=messages, max_tokens=24, stream=True)
+            pieces = [chunk.choices[0].delta.content or "" for chunk in chunks]
+            assert "".join(pieces) == text
+            assert len(pieces) > 3
 
 
 def answered(client: OpenAI, batch: str) -> int:
