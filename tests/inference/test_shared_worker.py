@@ -279,6 +279,7 @@ def test_an_engine_that_dies_whatever_it_is_given_ends_all(model: str, monkeypat
         shared.stream(Windows(shared.worker, table_of(20), 20), Rows())
     shared.submit(one)
     assert told.wait().error is not None
+    assert isinstance(shared.error, JobError)
     shared.close()
 
 
@@ -290,3 +291,15 @@ def test_conversations_go_on_turn_by_turn(tmp_path: Path) -> None:
     shared.stream(Windows(shared.worker, table, 2), sink)
     shared.close()
     assert sink.texts == answered_alone(worker_of(folder, **given), table)
+
+
+def test_a_guest_may_ask_for_a_form(shared: SharedWorker) -> None:
+    forms = [{"choice": ["yes", "no"]}, {"regex": "[ab]{3}c"}, {"choice": ["yes", "no"]}]
+    told = [Ended() for _ in forms]
+    for i, (form, one) in enumerate(zip(forms, told, strict=True)):
+        shared.submit(guest([40 + i, 41], 20, one, structured_outputs=form)[0])
+    texts = shared.worker.tokenizer.decode([one.wait().tokens for one in told])
+    assert texts[0] in ("yes", "no")
+    assert len(texts[1]) == 4
+    assert texts[1][-1] == "c"
+    assert texts[2] in ("yes", "no")
