@@ -29,7 +29,6 @@ class SharedWorker:
     def __init__(self, worker: Worker, *, latency: Latency | None = None) -> None:
         """Start the thread. With a `latency` steps are bounded, so that guests wait no longer for a token."""
         self.worker = worker
-        self.failure: BaseException | None = None  # what the engine died of
         self._latency = latency
         self._inbox = GuestInbox()
         self._calls = StreamCalls(self._inbox)
@@ -99,7 +98,6 @@ class SharedWorker:
         except BaseException as caught:  # raised in the threads that wait for answers
             self._error = caught
         finally:
-            self.failure = error
             for guest in self._inbox.refuse():
                 _refuse(guest)
             self._calls.engine_ended(self._error)

@@ -112,7 +112,7 @@ class Running:
 
     async def _asked(self) -> None:
         """Wait until the server is asked to end, or has no engine any more."""
-        while self.stopping.deadline is None and self.engine.failure is None:
+        while self.stopping.deadline is None and self.engine.error is None:
             await asyncio.sleep(_LOOK)
 
     @contextlib.contextmanager
@@ -205,7 +205,7 @@ def run_server(
             try:
                 return run_by(lambda *_: _BatchWorker(shared), str(source), str(output), counts, stopping, asked)
             except JobError:
-                if shared.failure is None:
+                if shared.error is None:
                     raise
                 raise JobStopped("the engine failed: the batch goes on when the server starts again") from None
 
@@ -214,8 +214,8 @@ def run_server(
         asyncio.run(running.run(listener, progress))
     finally:
         shared.close()
-    if shared.failure is not None:
-        raise JobError(f"the engine failed: {shared.failure}") from shared.failure
+    if shared.error is not None:
+        raise JobError(f"the engine failed: {shared.error}") from shared.error
     if signal.SIGINT in running.signals:
         raise KeyboardInterrupt
     if running.signals:

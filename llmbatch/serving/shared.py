@@ -30,8 +30,8 @@ class GuestEngine(Protocol):
     """An engine that answers guests. Its methods may be called by any thread."""
 
     @property
-    def failure(self) -> BaseException | None:
-        """What it died of; None while it lives."""
+    def error(self) -> BaseException | None:
+        """What ended it before it was closed; None while nothing has."""
         ...
 
     def submit(self, guest: Guest) -> None:

@@ -10,8 +10,8 @@ import numpy as np
 from llmbatch.engine.generation import TokenBuffers
 from llmbatch.engine.sampling_columns import SamplingColumns, TokenLists
 from llmbatch.preprocess.sampling_params import SamplingParams
-from llmbatch.preprocess.spare_rows import SpareRows
-from tests.preprocess.test_spare_rows import batch_of
+from llmbatch.runtime.spare_rows import SpareRows
+from tests.runtime.test_spare_rows import batch_of
 
 ASKED = (
     SamplingParams(max_tokens=3, stop=("ab", "c")),

@@ -88,7 +88,7 @@ def test_what_has_not_ended_within_grace_is_told_so(worker: Worker, held: EchoEn
 
 
 def test_a_server_whose_engine_died_ends(echo: Served) -> None:
-    echo.engine.failure = JobError("the device is gone")
+    echo.engine.error = JobError("the device is gone")
     echo.thread.join()
     with pytest.raises(openai.APIConnectionError):
         echo.client.models.list()

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -150,6 +151,20 @@ def test_log_probabilities_are_told(client: OpenAI) -> None:
     *_, last = client.chat.completions.create(**asked, logprobs=True, top_logprobs=2, stream=True)
     assert last.choices[0].logprobs is not None
     assert [one.token for one in last.choices[0].logprobs.content or []] == [one.token for one in told.content]
+
+
+def test_clients_that_hang_up_leave_nothing_behind(client: OpenAI) -> None:
+    asked: dict[str, Any] = {"max_tokens": 400, "extra_body": {"ignore_eos": True}, "stream": True}
+    model = client.models.list().data[0].id
+    streams = [client.completions.create(model=model, prompt=f"{number} say", **asked) for number in range(20)]
+    for stream in streams:
+        next(iter(stream))
+        stream.close()
+    health = str(client.base_url).removesuffix("/v1/") + "/metrics"
+    empty = {f'llmbatch:num_requests_{kind}{{model_name="{model}"}} 0.0' for kind in ("running", "waiting")}
+    until = time.monotonic() + 120
+    while not empty <= set(httpx.get(health).text.splitlines()):
+        assert time.monotonic() < until
 
 
 def test_a_batch_beside_guests_is_answered_as_run_answers_it(

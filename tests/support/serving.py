@@ -52,7 +52,7 @@ class EchoEngine:
 
     def __init__(self, worker: Worker, *, runs: bool = True) -> None:
         self._runs = runs
-        self.failure: BaseException | None = None
+        self.error: BaseException | None = None
         self.breaks = False  # whether every guest ends with an error
         self.submitted: list[Guest] = []
         self.left: list[Guest] = []
