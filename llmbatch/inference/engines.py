@@ -18,7 +18,7 @@ from llmbatch.inference.options import Options
 from llmbatch.inference.progress import Progress, saying
 from llmbatch.perf_model.cost import CostModel
 from llmbatch.planning.workload import Pool, Scheduling
-from llmbatch.preprocess.tokenizer import Tokenizer
+from llmbatch.preprocess.tokenizer import Tokenizer, load_tokenizer
 from llmbatch.system.memory import out_of_memory
 
 if TYPE_CHECKING:  # what imports torch
@@ -209,3 +209,33 @@ def _describe(folder: str, options: Options, platform: Platform | None = None) -
         context_length=options.context_length,
         **given,
     )
+
+
+def tokenizer_of(folder: str, options: Options) -> Tokenizer:
+    """Load the tokenizer in a model's folder."""
+    return load_tokenizer(folder, name=options.model, trust_remote_code=options.trust_remote_code)
+
+
+def runs_here(options: Options) -> bool:
+    """Tell whether a processor computes the model."""
+    if options.engine == "simulated":
+        return False
+    from llmbatch.engine.devices import find_platform
+
+    return find_platform(options.device).is_host
+
+
+def compile_ahead(options: Options) -> None:
+    """Have another process compile a part of the kernels, before this one imports what takes seconds."""
+    if runs_here(options):
+        from llmbatch.engine.cpu.compilation import compile_ahead
+
+        compile_ahead(options.dtype, options.kv_cache_dtype)
+
+
+def compile_kernels(options: Options) -> None:
+    """Compile what a processor needs of them, or load it, while there is no model yet."""
+    if runs_here(options):
+        from llmbatch.engine.cpu.compilation import compile_kernels
+
+        compile_kernels(options.dtype, options.kv_cache_dtype)

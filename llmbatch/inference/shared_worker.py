@@ -33,6 +33,7 @@ class SharedWorker:
         self._inbox = GuestInbox()
         self._calls = StreamCalls(self._inbox)
         self._load = EngineLoad()
+        self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -76,13 +77,17 @@ class SharedWorker:
         """Tell how full the engine is."""
         return self._load
 
+    @property
+    def error(self) -> BaseException | None:
+        """What ended the engine before it was closed, if anything did."""
+        return self._error
+
     def close(self, grace: float = 0.0) -> None:
         """Let nobody in any more; what runs has `grace` seconds to end. Waits for the thread to end."""
         self._calls.close(time.monotonic() + grace)
         self._thread.join()
 
     def _run(self) -> None:
-        error: BaseException | None = None
         try:
             stream: Stream[Window] = self.worker.open_stream(self._calls, inbox=self._inbox, latency=self._latency)
             self._load, self._calls.totals = stream.load, stream.totals
@@ -91,11 +96,11 @@ class SharedWorker:
         except Stop:
             pass
         except BaseException as caught:  # raised in the threads that wait for answers
-            error = caught
+            self._error = caught
         finally:
             for guest in self._inbox.refuse():
                 _refuse(guest)
-            self._calls.engine_ended(error)
+            self._calls.engine_ended(self._error)
 
 
 def _refuse(guest: Guest) -> None:

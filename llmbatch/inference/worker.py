@@ -20,9 +20,17 @@ from llmbatch.errors import DataError, JobError, ParameterError, RowError
 from llmbatch.inference.answer_columns import AnswerColumns
 from llmbatch.inference.answers import AnswerAssembler, AnswerSink, AnswerTexts, FlushPolicy
 from llmbatch.inference.conversations import ConversationSource
-from llmbatch.inference.engines import Engines, LoadedEngines, SimulatedEngines, UnloadedEngines
+from llmbatch.inference.engines import (
+    Engines,
+    LoadedEngines,
+    SimulatedEngines,
+    UnloadedEngines,
+    compile_ahead,
+    compile_kernels,
+    runs_here,
+    tokenizer_of,
+)
 from llmbatch.inference.options import Options
-from llmbatch.inference.preparation import compile_ahead, compile_kernels, runs_here, tokenizer_of
 from llmbatch.inference.progress import Progress, Silence, saying
 from llmbatch.inference.report import Report, RowCounts
 from llmbatch.inference.table_worker import TableWorker

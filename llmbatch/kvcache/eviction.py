@@ -49,10 +49,11 @@ def recall(pages: PagePool, slot: int, position: int) -> int:
 
 @compiled
 def publish_as(pages: PagePool, page: int, node: int) -> None:
-    """Let a loose page stand for one of the trie; the caller sees to its users and its worth."""
+    """Let a loose page stand for one of the trie; a guest may hold it. The caller sees to its worth."""
     pages.node[page] = node
     pages.owner[page] = NOBODY
     pages.resident[node] = page
+    pages.counts[0].shared += pages.users[page] > 0
     if pages.windows.tokens > 0:
         value_window_page(pages.windows, page, node)
 

@@ -95,7 +95,6 @@ def _publish_anew(pages: PagePool, before: NDArray[np.int32]) -> None:
                 wanted = pages.users[page] > 1 if copies == 0 else pages.node[page] == LOOSE
                 if wanted and pages.resident[path[i]] < 0:
                     publish_as(pages, page, path[i])
-                    pages.counts[0].shared += 1
             if copies == 0:
                 for node in path:
                     pages.remaining[node] -= 1
@@ -144,5 +143,4 @@ def _publish_found(pages: PagePool, request: int) -> None:
             if page < 0 or pages.node[page] != LOOSE:
                 return
             publish_as(pages, page, path[i])
-            pages.counts[0].shared += pages.users[page] > 0
         name = name_of(pages.contents, page)

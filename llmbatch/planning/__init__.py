@@ -6,6 +6,7 @@ Start reading at `plan`.
 
 __all__ = [
     "cascade",
+    "equal_prompts",
     "lengths",
     "order",
     "outliers",

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from llmbatch.planning.prefix_tree import PrefixTree
 from llmbatch.planning.workload import Workload
 from llmbatch.preprocess.request_batch import RequestBatch
-from llmbatch.preprocess.spare_rows import SpareRows
 from llmbatch.runtime.protocols import W
+from llmbatch.runtime.spare_rows import SpareRows
 
 
 class LiveRequests(Generic[W]):

@@ -183,7 +183,7 @@ class ShardRun:
         requests, workload = guests.requests, self._workload
         workload.tree.lengths[requests] = guests.prompts
         workload.prompts.findable[requests] = findable
-        self._lengths.expect(requests, guests.expected)
+        self._lengths.expect(requests, np.ceil(guests.expected).astype(np.int32))
         self.scheduler.arrive(guests)
 
     def _run_sampling(self, plan: Plan) -> Plan:

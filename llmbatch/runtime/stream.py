@@ -182,6 +182,8 @@ class Stream(Generic[W]):
         if guests is None:
             return False
         if not guests.pending:
+            if self._now.requests.windows:  # whose tables would stay in memory
+                self._go_on()
             self._context.observer.idle()
             guests.load.running = guests.load.waiting = 0
             guests.load.kv_used = 0.0

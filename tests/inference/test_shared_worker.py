@@ -20,6 +20,7 @@ from llmbatch.inference.options import Options
 from llmbatch.inference.shared_worker import SharedWorker
 from llmbatch.inference.window import Window
 from llmbatch.inference.worker import Worker
+from llmbatch.preprocess.sampling_params import SamplingParams
 from llmbatch.runtime.guests import Guest, GuestEnd
 from llmbatch.runtime.protocols import Stop
 from llmbatch.scheduler.output import FinishReason
@@ -164,7 +165,7 @@ def test_a_job_is_told_what_was_done_for_it(shared: SharedWorker) -> None:
 
 @pytest.mark.parametrize("shared", [simulated], indirect=True)
 def test_a_job_that_comes_later_need_not_wait_until_all_rows_of_another_have_begun(shared: SharedWorker) -> None:
-    long = shared.worker.asking(output_tokens="n", max_tokens=100)
+    long = shared.worker.asking(output_tokens="n", sampling=SamplingParams(max_tokens=100))
     first, second = Rows(), Rows()
     second.others = first
     begun = threading.Event()
@@ -215,7 +216,7 @@ def test_what_a_sink_or_a_source_raises_ends_its_job_alone(shared: SharedWorker)
 
 @pytest.mark.parametrize("shared", [simulated], indirect=True)
 def test_a_job_that_is_stopped_keeps_what_has_ended_and_leaves_the_engine_to_others(shared: SharedWorker) -> None:
-    worker = shared.worker.asking(output_tokens="n", max_tokens=4000)
+    worker = shared.worker.asking(output_tokens="n", sampling=SamplingParams(max_tokens=4000))
     stopped, steps = Rows(), 0
 
     def stop() -> None:
@@ -238,7 +239,7 @@ def test_a_job_that_is_stopped_keeps_what_has_ended_and_leaves_the_engine_to_oth
 
 @pytest.mark.parametrize("shared", [simulated], indirect=True)
 def test_an_engine_that_is_closed_tells_everyone(shared: SharedWorker) -> None:
-    worker = shared.worker.asking(output_tokens="n", max_tokens=10**6)
+    worker = shared.worker.asking(output_tokens="n", sampling=SamplingParams(max_tokens=10**6))
     sink, begun = Rows(), threading.Event()
     sink.after_each = begun.set
     running, told = asked([1, 2, 3], 10**6)
@@ -279,6 +280,7 @@ def test_an_engine_that_dies_whatever_it_is_given_ends_all(model: str, monkeypat
         shared.stream(Windows(shared.worker, table_of(20), 20), Rows())
     shared.submit(one)
     assert told.wait().error is not None
+    assert isinstance(shared.error, JobError)
     shared.close()
 
 
@@ -290,3 +292,15 @@ def test_conversations_go_on_turn_by_turn(tmp_path: Path) -> None:
     shared.stream(Windows(shared.worker, table, 2), sink)
     shared.close()
     assert sink.texts == answered_alone(worker_of(folder, **given), table)
+
+
+def test_a_guest_may_ask_for_a_form(shared: SharedWorker) -> None:
+    forms = [{"choice": ["yes", "no"]}, {"regex": "[ab]{3}c"}, {"choice": ["yes", "no"]}]
+    told = [Ended() for _ in forms]
+    for i, (form, one) in enumerate(zip(forms, told, strict=True)):
+        shared.submit(guest([40 + i, 41], 20, one, structured_outputs=form)[0])
+    texts = shared.worker.tokenizer.decode([one.wait().tokens for one in told])
+    assert texts[0] in ("yes", "no")
+    assert len(texts[1]) == 4
+    assert texts[1][-1] == "c"
+    assert texts[2] in ("yes", "no")

@@ -299,13 +299,13 @@ def test_answers_are_those_of_generate_whatever_runs_beside(
     make: Callable[[str, int], StreamEngine], model: str
 ) -> None:
     rng = np.random.default_rng(3)
-    rows = [rng.integers(0, 256, n).tolist() for n in (33, 5, 38, 7, 21, 2)]
-    others = [[*rows[0], 7, 8], rng.integers(0, 256, 12).tolist(), rows[1], [9, 1]]
-    window, inbox, limits = window_of(rows, [20] * len(rows)), GuestInbox(), [16, 9, 20, 11]
+    rows = [rng.integers(0, 256, n).tolist() for n in (33, 5, 21, 7)]
+    others = [[*rows[0], 7, 8], rows[1], [9, 1]]
+    window, inbox, limits = window_of(rows, [12] * len(rows)), GuestInbox(), [9, 12, 7]
     guests = [guest(prompt, limit) for prompt, limit in zip(others, limits, strict=True)]
-    script = Script(inbox, {1 + 4 * i: lambda one=one: inbox.put(one) for i, (one, _) in enumerate(guests)})
+    script = Script(inbox, {1 + 3 * i: lambda one=one: inbox.put(one) for i, (one, _) in enumerate(guests)})
     opened(Hosting(make(model, 40)), script, inbox, pool=Pool(40, 4)).run(Listed([window]))
-    expected = generate(tiny_model("llama"), [*rows, *others], [*[20] * len(rows), *limits], [EOS], PAD)
+    expected = generate(tiny_model("llama"), [*rows, *others], [*[12] * len(rows), *limits], [EOS], PAD)
     assert [script.tokens[id(window), i] for i in range(len(rows))] == expected[: len(rows)]
     assert [told.tokens for _, told in guests] == expected[len(rows) :]
     for _, told in guests:
@@ -313,16 +313,15 @@ def test_answers_are_those_of_generate_whatever_runs_beside(
         assert told.end.tokens.tolist() == told.tokens
 
 
-def alone(make: Callable[[str, int], StreamEngine], model: str, prompt: list[int], **params: Any) -> list[int]:
+def alone(model: str, prompt: list[int], **params: Any) -> list[int]:
     """What a guest is told that has an engine to itself."""
     inbox, (one, told) = GuestInbox(), guest(prompt, 20, **params)
     inbox.put(one)
-    opened(Hosting(make(model, 40)), Script(inbox), inbox, pool=Pool(40, 4)).run(Listed([]))
+    opened(Hosting(torch_engine(model, 40)), Script(inbox), inbox, pool=Pool(40, 4)).run(Listed([]))
     return told.tokens
 
 
-@pytest.mark.parametrize("make", [torch_engine, accelerated_engine])
-def test_each_guest_is_sampled_by_its_own_parameters(make: Callable[[str, int], StreamEngine], model: str) -> None:
+def test_each_guest_is_sampled_by_its_own_parameters(model: str) -> None:
     asked: list[dict[str, Any]] = [
         {"temperature": 1.0, "seed": 5},
         {"temperature": 1.0, "seed": 6, "top_k": 8},
@@ -331,12 +330,12 @@ def test_each_guest_is_sampled_by_its_own_parameters(make: Callable[[str, int], 
         {},
     ]
     prompt = [40, 41, 42, 43, 44]
-    expected = [alone(make, model, prompt, **dict(params)) for params in asked]
+    expected = [alone(model, prompt, **dict(params)) for params in asked]
     assert len({tuple(tokens) for tokens in expected[:3]}) == 3
     window, inbox = window_of([[5, i, 6] for i in range(9)], [25] * 9), GuestInbox()
     guests = [guest(prompt, 20, **dict(params)) for params in asked]
     script = Script(inbox, {2 + 3 * i: lambda one=one: inbox.put(one) for i, (one, _) in enumerate(guests)})
-    opened(Hosting(make(model, 40)), script, inbox, pool=Pool(40, 4)).run(Listed([window]))
+    opened(Hosting(torch_engine(model, 40)), script, inbox, pool=Pool(40, 4)).run(Listed([window]))
     assert [told.tokens for _, told in guests] == expected
 
 
@@ -362,6 +361,50 @@ def test_a_stop_string_ends_a_guest_and_log_probabilities_are_told(model: str) -
     assert prompt is not None
     assert answer.tokens[:, 0].tolist() == spoken_told.tokens == plain
     assert prompt.tokens[:, 0].tolist() == [41, 42]
+
+
+def ruled(prompt: list[int], limit: int) -> list[int]:
+    """What `Rule` says to a prompt: each token follows from the one before and its position."""
+    from tests.runtime.test_pipeline import EOS, VOCABULARY
+
+    answer: list[int] = []
+    while len(answer) < limit and EOS not in answer:
+        last = (prompt + answer)[-1]
+        answer.append((last * 31 + (len(prompt) + len(answer) - 1) * 17 + 5) % VOCABULARY)
+    return answer
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_steps_that_are_decided_ahead_tell_each_token_once_and_none_behind_the_end(seed: int) -> None:
+    pytest.importorskip("triton")
+    from tests.runtime.test_pipeline import BROKEN, VOCABULARY, ruling_engine
+
+    rng = np.random.default_rng(seed)
+
+    def prompt() -> list[int]:
+        return rng.integers(0, VOCABULARY, rng.integers(1, 30)).tolist()
+
+    rows, inbox = [prompt() for _ in range(20)], GuestInbox()
+    window = window_of(rows, [30] * len(rows))
+    guests = [(*guest(asked := prompt(), 25), asked) for _ in range(20)]
+    script = Script(inbox, {1 + 2 * i: lambda one=one: inbox.put(one) for i, (one, _, _) in enumerate(guests)})
+    script.acts[20] = lambda: inbox.leave(guests[9][0])
+    stream = opened(Hosting(ruling_engine(60)), script, inbox, pool=Pool(60, 4))
+    script.after_each = lambda: scheduler_of(stream).check()
+    stream.run(Listed([window]))
+    for i, (_, told, asked) in enumerate(guests):
+        assert told.end is not None
+        expected = ruled(asked, 25)
+        if told.end.reason == FinishReason.ERROR:
+            assert BROKEN in [asked[-1], *expected]
+        elif told.end.reason == FinishReason.CANCELLED:
+            assert i == 9
+            assert told.tokens == expected[: len(told.tokens)]
+        else:
+            assert told.tokens == told.end.tokens.tolist() == expected
+    for i, row in enumerate(rows):
+        if window.ended[i][1] < FinishReason.ERROR:
+            assert script.tokens[id(window), i] == ruled(row, 30)
 
 
 def test_where_nobody_can_come_a_source_is_waited_for() -> None:

@@ -75,6 +75,17 @@ class Notes(EngineObserver[Any]):
         return np.array(late, np.int32)
 
 
+def ruling_engine(num_pages: int) -> Pipelined:
+    """An engine that says what `Rule` does."""
+    untyped: Any = Rule()
+    loaded = LoadedModel(
+        module=untyped, config=untyped, eos_token_ids=(EOS,), dtype=torch.float32, kv_type=KVType("float32", 4),
+        device=torch.device("cpu"), context_length=64, attention={}, notes=(),
+    )  # fmt: skip  # arguments in groups
+    nothing: Any = None
+    return Pipelined(loaded, nothing, num_pages=num_pages, page_size=PAGE)
+
+
 def run(seed: int, pipelined: bool, slow: set[int], steps: int, fails_at: int = -1) -> tuple[Notes, Scheduler]:
     rng = np.random.default_rng(seed)
     lengths = rng.integers(1, 12, 40).astype(np.int32)
@@ -96,13 +107,7 @@ def run(seed: int, pipelined: bool, slow: set[int], steps: int, fails_at: int = 
     )  # fmt: skip  # arguments in groups
     order = np.arange(len(rows), dtype=np.int32)
     scheduler.enqueue(QueueUpdate(order, believed, Blend(0.1, 0.2), FixedBudget(16), compute=1.0, memory=1.0))
-    untyped: Any = Rule()
-    loaded = LoadedModel(
-        module=untyped, config=untyped, eos_token_ids=(EOS,), dtype=torch.float32, kv_type=KVType("float32", 4),
-        device=torch.device("cpu"), context_length=64, attention={}, notes=(),
-    )  # fmt: skip  # arguments in groups
-    nothing: Any = None
-    engine = Pipelined(loaded, nothing, num_pages=22, page_size=PAGE)
+    engine = ruling_engine(22)
     engine.fails_at = fails_at
     engine.begin(requests)
     notes = Notes(engine, slow)

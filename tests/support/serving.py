@@ -53,6 +53,7 @@ class EchoEngine:
 
     def __init__(self, worker: Worker, *, runs: bool = True) -> None:
         self._runs = runs
+        self.error: BaseException | None = None
         self.breaks = False  # whether every guest ends with an error
         self.submitted: list[Guest] = []
         self.left: list[Guest] = []

@@ -31,9 +31,10 @@ class SpareRows:
 
     def take(self, prompt: NDArray[np.int32], max_tokens: int, params: SamplingParams, serial: int) -> int:
         """Write a request into the next row; returns the row. There must be room."""
-        row, number = self._next, self._numbers.setdefault(params, len(self._numbers))
+        row, number = self._next, self._numbers.get(params)
         self._next += 1
-        if number == len(self.requests.params):
+        if number is None:
+            number = self._numbers[params] = len(self.requests.params)
             self.requests = replace(self.requests, params=(*self.requests.params, params))
         requests, begin = self.requests, int(self.requests.offsets[row])
         end = begin + len(prompt)

@@ -1,0 +1,49 @@
+"""Sampling columns of requests that were written into spare rows are those of a batch that had them from the start."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+
+from llmbatch.engine.generation import TokenBuffers
+from llmbatch.engine.sampling_columns import SamplingColumns, TokenLists
+from llmbatch.preprocess.sampling_params import SamplingParams
+from llmbatch.runtime.spare_rows import SpareRows
+from tests.runtime.test_spare_rows import batch_of
+
+ASKED = (
+    SamplingParams(max_tokens=3, stop=("ab", "c")),
+    SamplingParams(max_tokens=9, temperature=0.5, top_k=3, seed=4, min_p=0.1),
+    SamplingParams(max_tokens=9, logit_bias=((5, 2.0), (7, -1.0)), stop_token_ids=(3, 4), min_tokens=2),
+    SamplingParams(max_tokens=9),
+    SamplingParams(max_tokens=9, logprobs=4, prompt_logprobs=2, ignore_eos=True, presence_penalty=0.5),
+    SamplingParams(max_tokens=3, stop=("xc",)),
+)
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, TokenLists):
+        return all(same(getattr(one, part.name), getattr(other, part.name)) for part in fields(TokenLists))
+    return one.dtype == other.dtype and np.array_equal(one, other)
+
+
+def test_extending_a_batch_is_like_beginning_with_all_of_it() -> None:
+    batch = batch_of([[1, 2], [3]]).with_spare(8, 40)
+    rows = SpareRows(batch, 2)
+    extended = TokenBuffers([1, 2], lambda tokens: "", seed=5)
+    extended.begin(batch)
+    for begin, end in ((0, 2), (2, 3), (3, 6)):
+        taken = [rows.take(np.array([8, 9], np.int32), one.max_tokens, one, 70) for one in ASKED[begin:end]]
+        extended.extend(rows.requests, np.array(taken, np.int32))
+    whole = TokenBuffers([1, 2], lambda tokens: "", seed=5)
+    whole.begin(rows.requests)
+    for field in fields(SamplingColumns):
+        assert same(getattr(extended.columns, field.name), getattr(whole.columns, field.name)), field.name
+    for name in ("_ignore_eos", "_has_stop_ids", "_has_stop"):
+        assert np.array_equal(getattr(extended, name), getattr(whole, name)), name
+    ends = [[one._ends[i] for i in one._ends_index] for one in (extended, whole)]
+    assert ends[0] == ends[1]
+    untyped: Any = extended
+    assert untyped._told.shape[2] == 5
