@@ -78,7 +78,13 @@ def endpoints(name: str, value: object) -> tuple[str, ...]:
     for one in given:
         with contextlib.suppress(ValueError):  # of a URL that cannot be read
             parts = urlsplit(one)
-            if parts.scheme in ("http", "https") and parts.hostname and not parts.query and not parts.fragment:
+            if (
+                parts.scheme in ("http", "https")
+                and parts.hostname
+                and parts.port != 0
+                and not parts.query
+                and not parts.fragment
+            ):
                 found[one.rstrip("/").removesuffix("/v1").rstrip("/")] = None
                 continue
         raise refusal(name, "be a URL such as http://host:8000", one)

@@ -6,6 +6,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -128,6 +129,10 @@ class TableWorker(ABC):
     def answer_schema(self, schema: pa.Schema) -> AnswerSchema:
         """Return the columns that answers to tables of this schema have."""
         return AnswerSchema.of(self.options, schema)
+
+    def forecast_elsewhere(self, table: pa.Table) -> dict[str, Any] | None:
+        """Return the figures of a forecast (`llmbatch.jobs.forecast`) that is made elsewhere; None: it is made here."""
+        return None
 
     def answer(self, table: pa.Table, progress: Progress | None = None) -> AnsweredTable:
         """Return the table with its answers' columns, rows in their order."""

@@ -24,6 +24,8 @@ from numpy.typing import NDArray
 
 from llmbatch.figures import Figures
 from llmbatch.inference.options import Options
+from llmbatch.inference.table_worker import TableWorker
+from llmbatch.inference.worker import Worker
 from llmbatch.io.reading.dataset import Dataset
 from llmbatch.perf_model.cost import CostModel
 from llmbatch.planning.cascade import tokens_together
@@ -125,6 +127,15 @@ class Forecast(Figures):
 
 
 Forecast.__module__ = "llmbatch"  # which it is imported from
+
+
+def forecast_rows(worker: TableWorker, table: pa.Table) -> Forecast:
+    """Forecast answering the rows of a table, by the endpoints of a worker that has no engine here."""
+    figures = worker.forecast_elsewhere(table)
+    if figures is not None:
+        return Forecast(**{**figures, "notes": tuple(figures["notes"])})
+    assert isinstance(worker, Worker), "other workers forecast elsewhere"
+    return forecast(worker.options, worker.shard(table), worker.pool, worker.cost, worker.scheduling)
 
 
 def forecast(options: Options, shard: RowRequests, pool: Pool, cost: CostModel, scheduling: Scheduling) -> Forecast:

@@ -12,7 +12,7 @@ from typing import Any, Unpack, cast
 import numpy as np
 import pyarrow as pa
 
-from llmbatch.arguments import Paths, check_names, path, refusal
+from llmbatch.arguments import Paths, check_names, path
 from llmbatch.choices import DType
 from llmbatch.errors import DataError, JobStopped, RowError, StorageError
 from llmbatch.inference.error_policy import ErrorBudget
@@ -29,7 +29,7 @@ from llmbatch.io.writing.output import Output
 from llmbatch.jobs.answer_writer import AnswerWriter
 from llmbatch.jobs.command import Command
 from llmbatch.jobs.fingerprint import fingerprint
-from llmbatch.jobs.forecast import MOST_SIMULATED, Forecast, compare, forecast, spread_rows
+from llmbatch.jobs.forecast import MOST_SIMULATED, Forecast, compare, forecast_rows, spread_rows
 from llmbatch.jobs.options import ExplainArgs, JobArgs, JobOptions, RunArgs
 from llmbatch.jobs.part_builder import CompletedWindow, CompletionOrderParts, InputOrderParts, PartBuilder
 from llmbatch.jobs.prior_answers import JournalSource, PriorAnswers, keys_of
@@ -115,7 +115,7 @@ def run_by(
         form=form,
     )
     kept = None if asked.starts_over else kept_dtype(target)
-    chosen = built if kept is None or built.dtype != "auto" else replace(built, dtype=cast(DType, kept))
+    chosen = built if kept is None or built.dtype != "auto" or built.beside else replace(built, dtype=cast(DType, kept))
     shown = unless_chosen(progress)
     worker = open_worker(chosen, shown)
     worker.check(source.schema)
@@ -317,7 +317,8 @@ def _order_gain(worker: TableWorker, window: Window, answers: list[pa.RecordBatc
 def explain(inputs: Paths, **options: Unpack[ExplainArgs]) -> Forecast:
     """Forecast what `run` would do with these inputs and options, without loading weights or running the model.
 
-    Of an input that is larger than a window, 20,000 rows are read at most, and the forecast says so.
+    Of an input that is larger than a window, 20,000 rows are read at most, and the forecast says so. With `beside`,
+    endpoints of llmbatch forecast, each beside the guests that it has had since it began.
 
     Raises `InputError` like `run`.
 
@@ -327,14 +328,12 @@ def explain(inputs: Paths, **options: Unpack[ExplainArgs]) -> Forecast:
     """
     command = Command.read(inputs, options)
     built, source = command.options, command.source
-    if built.beside:
-        raise refusal("beside", "be left out of explain, which knows engines of this machine alone", built.beside)
-    worker = Worker.open(built)
+    worker = open_worker(built)
     worker.check(source.schema)
     rows = source.num_rows
     most = window_rows_of(None, rows, source.nbytes, built.sampling.max_tokens)
     table = source.read() if rows <= most else spread_rows(source, min(most, MOST_SIMULATED))
-    found = forecast(built, worker.shard(table), worker.pool, worker.cost, worker.scheduling)
+    found = forecast_rows(worker, table)
     return found if rows <= most else found.scaled(rows)
 
 

@@ -21,7 +21,7 @@ START: Final = 8
 MOST: Final = 256
 _SLACK: Final = 2.0  # times what was seen first: what still holds
 _SAMPLE: Final = re.compile(
-    r"^(?:vllm|sglang):time_to_first_token_seconds_(sum|count)(?:\{[^}]*\})?\s+(\S+)", re.MULTILINE
+    r"^(?:vllm|sglang|llmbatch):time_to_first_token_seconds_(sum|count)(?:\{[^}]*\})?\s+(\S+)", re.MULTILINE
 )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -89,6 +90,12 @@ class RequestWorker(RemoteWorker[SentRequest, RequestAnswer]):
         schema = self.answer_schema(table.schema)
         return TextWindow.of(
             table, shard, schema, number=number, first=first, keys=keys, contents=contents, earlier=earlier
+        )
+
+    def forecast_elsewhere(self, table: pa.Table) -> dict[str, Any]:
+        """Refuse: nothing is known of how such an endpoint runs. Raises ParameterError."""
+        raise refusal(
+            "beside", "name endpoints of llmbatch for explain, since others do not forecast", self.options.beside
         )
 
     def _requests(

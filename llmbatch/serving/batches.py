@@ -89,7 +89,7 @@ class BatchStore:
         endpoint, window, metadata = (body.get(name) for name in ("endpoint", "completion_window", "metadata"))
         if not isinstance(body.get("input_file_id"), str):
             raise _invalid("input_file_id", f"must be the id of a file, got {body.get('input_file_id')!r}")
-        if endpoint not in FIELDS:
+        if not isinstance(endpoint, str) or endpoint not in FIELDS:
             raise _invalid("endpoint", f"must be one of {', '.join(FIELDS)}, got {endpoint!r}")
         if window != _WINDOW:
             raise _invalid("completion_window", f"must be {_WINDOW!r}, got {window!r}")
@@ -146,9 +146,9 @@ class BatchStore:
 
     def close(self, grace: float) -> None:
         """Let rows of the batch that runs have `grace` seconds to end, and begin none. It goes on another time."""
-        self._ending = True
         self._queue.put(None)
         with self._lock:
+            self._ending = True
             if self._current is not None:
                 self._current[1].grace = grace
                 self._current[1].ask()
@@ -156,7 +156,7 @@ class BatchStore:
             self._thread.join()
 
     def _work(self) -> None:
-        while (name := self._queue.get()) is not None and not self._ending:
+        while (name := self._queue.get()) is not None:
             try:
                 self._answer(name)
             except Exception as error:  # the thread goes on with the next one, whatever it was
@@ -169,6 +169,8 @@ class BatchStore:
         stopping = StopRequest()
         with self._lock:
             record = self._records[name]
+            if self._ending:
+                return
             if record["status"] != "cancelling":
                 self._current, self._counts = (name, stopping), _Counts()
                 self._write(name, _moved(record, "in_progress"))

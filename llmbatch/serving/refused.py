@@ -26,9 +26,9 @@ class Refused(Exception):
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        super().__init__(message)
+        super().__init__(_valid(message))
         self.status = status
-        self.param = param
+        self.param = None if param is None else _valid(param)
         self.code = code
         self.headers = headers
 
@@ -51,6 +51,11 @@ class Refused(Exception):
     def response(self) -> JSONResponse:
         """The error as a response."""
         return JSONResponse(self.body, self.status, self.headers)
+
+
+def _valid(text: str) -> str:
+    """Write halves of characters, which UTF-8 cannot hold, as JSON does."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 async def respond(request: Request, error: Exception) -> JSONResponse:

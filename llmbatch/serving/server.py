@@ -19,7 +19,7 @@ from typing import Any, Final
 import uvicorn
 
 from llmbatch.engine.recorded import placeholder_texts
-from llmbatch.errors import JobStopped
+from llmbatch.errors import JobError, JobStopped
 from llmbatch.inference.answer_columns import AnswerColumns
 from llmbatch.inference.answers import AnswerSink, AnswerTexts, FlushPolicy
 from llmbatch.inference.progress import Progress
@@ -27,6 +27,7 @@ from llmbatch.inference.report import Report
 from llmbatch.inference.shared_worker import SharedWorker
 from llmbatch.inference.window import Window
 from llmbatch.inference.worker import Worker
+from llmbatch.jobs.forecast import forecast_rows
 from llmbatch.jobs.job import run_by
 from llmbatch.preprocess.tokenizer import Tokenizer
 from llmbatch.remote.windows.routes import window_routes
@@ -48,6 +49,7 @@ from llmbatch.serving.text_stream import TextStream, byte_tokens
 
 _LOOK: Final = 0.05  # seconds between two looks whether the server was asked to end
 _CLOSING: Final = 5.0  # seconds that connections have to close when all is answered
+_READERS: Final = 4  # threads that read requests, so that a prompt of megabytes does not keep others waiting
 _IDLE: Final = 60  # seconds that a connection may be idle; clients close theirs sooner, so that none asks a closed one
 _WINDOWS: Final = 16  # of jobs elsewhere that are answered at once; others wait
 
@@ -87,7 +89,7 @@ class Running:
         bodies = BodyReader(options.max_body)
         with (
             ThreadPoolExecutor(_WINDOWS, thread_name_prefix="windows") as streaming,
-            ThreadPoolExecutor(1, thread_name_prefix="requests") as executor,
+            ThreadPoolExecutor(_READERS, thread_name_prefix="requests") as executor,
         ):
             endpoint = Endpoint(
                 self.model, self.reader, self.writing, bridge, bodies, files, batches, options.max_upload, executor
@@ -118,7 +120,8 @@ class Running:
                 await answering
 
     async def _asked(self) -> None:
-        while self.stopping.deadline is None:
+        """Wait until the server is asked to end, or has no engine any more."""
+        while self.stopping.deadline is None and self.engine.error is None:
             await asyncio.sleep(_LOOK)
 
     @contextlib.contextmanager
@@ -201,23 +204,30 @@ def run_server(
 ) -> None:
     """Serve a worker's model until it is asked to end; `asked` are the options that the worker was opened with.
 
-    Raises KeyboardInterrupt after Ctrl-C, and JobStopped after SIGTERM.
+    Raises KeyboardInterrupt after Ctrl-C, JobStopped after SIGTERM, and JobError where the engine failed.
     """
     step_seconds = math.inf if serving.tpot is None else serving.tpot
     shared = SharedWorker(worker, latency=Latency(step_seconds, worker.cost.overlap.exponent))
     try:
 
         def run_job(source: Path, output: Path, counts: Progress, stopping: StopRequest) -> Report:
-            return run_by(lambda *_: _BatchWorker(shared), str(source), str(output), counts, stopping, asked)
+            try:
+                return run_by(lambda *_: _BatchWorker(shared), str(source), str(output), counts, stopping, asked)
+            except JobError:
+                if shared.error is None:
+                    raise
+                raise JobStopped("the engine failed: the batch goes on when the server starts again") from None
 
         reader, writing = InquiryReader(worker, worker.options.model), writing_of(worker)
-        windows = WindowService(worker, shared.stream)
+        windows = WindowService(worker, shared.stream, lambda *given: forecast_rows(*given).to_dict())
         running = Running(
             serving, worker.options.model, shared, reader, writing, run_job, windows, state, keys, stopping
         )
         asyncio.run(running.run(listener, progress))
     finally:
         shared.close()
+    if shared.error is not None:
+        raise JobError(f"the engine failed: {shared.error}") from shared.error
     if signal.SIGINT in running.signals:
         raise KeyboardInterrupt
     if running.signals:

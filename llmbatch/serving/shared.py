@@ -29,6 +29,11 @@ class Occupancy(Protocol):
 class GuestEngine(Protocol):
     """An engine that answers guests. Its methods may be called by any thread."""
 
+    @property
+    def error(self) -> BaseException | None:
+        """What ended it before it was closed; None while nothing has."""
+        ...
+
     def submit(self, guest: Guest) -> None:
         """Let a guest in. Its listener is told of an end, whatever becomes of it."""
         ...

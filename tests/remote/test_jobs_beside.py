@@ -373,6 +373,7 @@ def test_an_endpoint_of_another_kind_is_said_to_be_one(there: Endpoint, tmp_path
             "engine must be left out with beside, since the endpoint runs the model, got 'simulated'",
         ),
         ({"beside": "gpu1:8000"}, "beside must be a URL such as http://host:8000, got 'gpu1:8000'"),
+        ({"beside": "http://host:99999"}, "beside must be a URL such as http://host:8000, got 'http://host:99999'"),
         ({"beside": 3}, "beside must be a URL or a list of URLs, got 3"),
         ({"ttft": 0}, "ttft must be above 0 seconds, got 0.0"),
         ({"beside": None, "ttft": 1.0}, "ttft must be left out without beside (--beside), got 1.0"),
@@ -428,12 +429,12 @@ def test_a_job_at_an_endpoint_imports_no_torch(there: Endpoint, tmp_path: Path) 
     assert done.stdout.strip() == "[]"
 
 
-def test_explain_knows_engines_of_this_machine_alone(there: Endpoint, tmp_path: Path) -> None:
+def test_an_endpoint_of_another_kind_does_not_forecast(there: Endpoint, tmp_path: Path) -> None:
     pq.write_table(pa.table({"text": ["a"]}), tmp_path / "in.parquet")
     with pytest.raises(ParameterError) as caught:
         llmbatch.explain(tmp_path / "in.parquet", model=MODEL, prompt="text", beside=there.url)
     assert str(caught.value) == (
-        f"beside must be left out of explain, which knows engines of this machine alone, got ({there.url!r},)"
+        f"beside must name endpoints of llmbatch for explain, since others do not forecast, got ({there.url!r},)"
     )
 
 

@@ -294,3 +294,21 @@ def test_frames_are_found_however_the_bytes_are_cut(frames: list[tuple[int, byte
     for begin, end in zip([0, *cuts], [*cuts, len(whole)], strict=True):
         found += reader.read(whole[begin:end])
     assert found == frames
+
+
+def test_a_forecast_is_that_of_the_endpoint(there: WindowServer, tmp_path: Path) -> None:
+    asked: dict[str, Any] = {"model": there.worker.options.model, "prompt": "text", "max_tokens": 8}
+    found = llmbatch.explain(source(tmp_path), beside=there.url, **asked)
+    here = llmbatch.explain(source(tmp_path), dtype="float32", device="cpu", kv_memory=32 << 20, max_running=4, **asked)
+    names = ("rows", "input_tokens", "output_tokens_most", "prefix_sharing_optimal", "kv_tokens", "model")
+    assert [getattr(found, name) for name in names] == [getattr(here, name) for name in names]
+    assert found.notes[0] == "guests are taken to need 0% of the endpoint, as they have since it began"
+
+
+def test_a_job_that_was_begun_here_goes_on_at_an_endpoint_with_the_same_model(
+    there: WindowServer, tmp_path: Path
+) -> None:
+    asked: dict[str, Any] = {"model": there.worker.options.model, "prompt": "text", "max_tokens": 8}
+    llmbatch.run(source(tmp_path), tmp_path / "out", **asked)
+    report = llmbatch.run(source(tmp_path), tmp_path / "out", beside=there.url, **asked)
+    assert report.finished_before

@@ -107,6 +107,7 @@ def test_a_file_that_is_no_batch_fails_with_the_reason(echo: Served) -> None:
     [
         ({"endpoint": "/v1/embeddings"}, "endpoint must be one of /v1/chat/completions, /v1/completions, got "
          "'/v1/embeddings'"),
+        ({"extra_body": {"endpoint": []}}, "endpoint must be one of /v1/chat/completions, /v1/completions, got []"),
         ({"completion_window": "1h"}, "completion_window must be '24h', got '1h'"),
         ({"extra_body": {"metadata": 3}}, "metadata must be an object, got 3"),
         ({"extra_body": {"model": "m"}}, "model must be left out, since a batch has no such field here: known are "
@@ -170,6 +171,20 @@ def test_a_batch_that_had_not_ended_goes_on_when_a_server_starts_again(tmp_path:
     again.start()
     assert jobs.begun.acquire(timeout=60)
     assert jobs.inputs == [LINES, LINES]
+    again.close(0.0)
+
+
+def test_a_batch_that_comes_while_a_server_ends_is_begun_by_the_next_one(tmp_path: Path) -> None:
+    jobs = Jobs()
+    files, batches = store(tmp_path, jobs)
+    name = added(files, batches, tmp_path)
+    batches.close(0.0)
+    batches.start()
+    assert batches.get(name)["status"] == "validating"
+    assert jobs.inputs == []
+    _, again = store(tmp_path, jobs)
+    again.start()
+    assert jobs.begun.acquire(timeout=60)
     again.close(0.0)
 
 

@@ -10,6 +10,7 @@ import httpx
 import openai
 import pytest
 
+from llmbatch.errors import JobError
 from llmbatch.inference.worker import Worker
 from tests.support.serving import EchoEngine, Served, served
 
@@ -84,3 +85,10 @@ def test_what_has_not_ended_within_grace_is_told_so(worker: Worker, held: EchoEn
         echo.end()
         with pytest.raises(openai.APIError, match=r"^the server ended before the answer did: ask another one$"):
             next(stream)
+
+
+def test_a_server_whose_engine_died_ends(echo: Served) -> None:
+    echo.engine.error = JobError("the device is gone")
+    echo.thread.join()
+    with pytest.raises(openai.APIConnectionError):
+        echo.client.models.list()

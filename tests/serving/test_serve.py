@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,6 +30,7 @@ from tests.support.batches import CHAT, COMPLETIONS, line, read, write
 
 ASKED: tuple[dict[str, Any], ...] = (
     {}, {"stop": ["e", "st"]}, {"n": 2, "temperature": 1.0, "seed": 5}, {"temperature": 0.8, "top_p": 0.9, "seed": 3},
+    {"structured_outputs": {"choice": ["yes", "no"]}},
     {"logit_bias": {"70": 5}}, {"presence_penalty": 1.5, "min_tokens": 3}, {"stop_token_ids": [66, 67, 68, 69, 70]},
 )  # fmt: skip  # a table
 LINES = [
@@ -151,6 +153,20 @@ def test_log_probabilities_are_told(client: OpenAI) -> None:
     assert [one.token for one in last.choices[0].logprobs.content or []] == [one.token for one in told.content]
 
 
+def test_clients_that_hang_up_leave_nothing_behind(client: OpenAI) -> None:
+    asked: dict[str, Any] = {"max_tokens": 400, "extra_body": {"ignore_eos": True}, "stream": True}
+    model = client.models.list().data[0].id
+    streams = [client.completions.create(model=model, prompt=f"{number} say", **asked) for number in range(20)]
+    for stream in streams:
+        next(iter(stream))
+        stream.close()
+    health = str(client.base_url).removesuffix("/v1/") + "/metrics"
+    empty = {f'llmbatch:num_requests_{kind}{{model_name="{model}"}} 0.0' for kind in ("running", "waiting")}
+    until = time.monotonic() + 120
+    while not empty <= set(httpx.get(health).text.splitlines()):
+        assert time.monotonic() < until
+
+
 def test_a_batch_beside_guests_is_answered_as_run_answers_it(
     client: OpenAI, expected: dict[str, dict[str, Any]]
 ) -> None:
@@ -165,6 +181,14 @@ def test_a_batch_beside_guests_is_answered_as_run_answers_it(
     assert {one["custom_id"]: choices_of(one["response"]["body"]) for one in answers} == {
         name: choices_of(body) for name, body in expected.items()
     }
+
+
+def test_a_simulated_engine_says_how_many_tokens_an_answer_has(chatting: str, tmp_path: Path) -> None:
+    with serving(model=chatting, engine="simulated", state_dir=tmp_path, max_tokens=9) as client:
+        assert choices_of(ask(client, line("a", max_tokens=7))) == [("7 simulated tokens", "length")]
+        *pieces, last = client.completions.create(model=chatting, prompt="a", stream=True)
+        assert "".join(piece.choices[0].text for piece in pieces) == "9 simulated tokens"
+        assert last.choices[0].finish_reason == "length"
 
 
 def test_a_port_in_use_is_one_sentence(chatting: str, capfd: pytest.CaptureFixture[str]) -> None:
@@ -231,6 +255,32 @@ def process(model: str, state: Path) -> Iterator[tuple[subprocess.Popen[str], Op
 
 
 @pytest.mark.slow
+def test_a_known_model_answers_and_streams_as_run_answers(smollm2: str, tmp_path: Path) -> None:
+    questions = ("What is the capital of France?", "Count to five.", "Écris un mot: été 🙂", "Say yes or no.")
+    lines = [
+        line(f"line-{number}", CHAT, messages=[{"role": "user", "content": text}], max_tokens=24)
+        for number, text in enumerate(questions)
+    ]
+    llmbatch.run(write(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl", model=smollm2, dtype="float32")
+    expected = [choices_of(one["response"]["body"]) for one in read(tmp_path / "out.jsonl")]
+    with serving(model=smollm2, dtype="float32", state_dir=tmp_path / "state", ttft=30.0) as client:
+        assert [choices_of(ask(client, asked)) for asked in lines] == expected
+        for asked, ((text, _),) in zip(lines, expected, strict=True):
+            messages: Any = asked["body"]["messages"]
+            chunks = client.chat.completions.create(model=smollm2, messages=messages, max_tokens=24, stream=True)
+            pieces = [chunk.choices[0].delta.content or "" for chunk in chunks]
+            assert "".join(pieces) == text
+            assert len(pieces) > 3
+
+
+def answered(client: OpenAI, batch: str) -> int:
+    """How many lines of a batch are answered."""
+    counts = client.batches.retrieve(batch).request_counts
+    assert counts is not None
+    return counts.completed
+
+
+@pytest.mark.slow
 def test_a_batch_survives_kills_and_signals_end_a_server_with_their_status(chatting: str, tmp_path: Path) -> None:
     lines = [line(f"line-{number}", prompt=f"{number} say", max_tokens=60, ignore_eos=True) for number in range(300)]
     batch = ""
@@ -248,8 +298,8 @@ def test_a_batch_survives_kills_and_signals_end_a_server_with_their_status(chatt
                 answers = [json.loads(text) for text in client.files.content(found.output_file_id).text.splitlines()]
                 assert [one["custom_id"] for one in answers] == [one["custom_id"] for one in lines]
             else:
-                before = (client.batches.retrieve(batch).request_counts or made.request_counts).completed
-                while (client.batches.retrieve(batch).request_counts).completed <= before:  # type: ignore[union-attr]
+                before = answered(client, batch)
+                while answered(client, batch) <= before:
                     assert client.batches.retrieve(batch).status in ("validating", "in_progress")
             run.send_signal(ends)
             assert run.wait(timeout=120) == {signal.SIGKILL: -9, signal.SIGTERM: 143, signal.SIGINT: 130}[ends]

@@ -53,6 +53,7 @@ class EchoEngine:
 
     def __init__(self, worker: Worker, *, runs: bool = True) -> None:
         self._runs = runs
+        self.error: BaseException | None = None
         self.breaks = False  # whether every guest ends with an error
         self.submitted: list[Guest] = []
         self.left: list[Guest] = []
@@ -161,7 +162,10 @@ def served(
         return run_by(Worker.open, str(source), str(output), progress, stopping, {"model": model, **SIMULATED})
 
     writing = writing_of(open_worker(model, engine="torch"))
-    reader, windows = InquiryReader(worker, model), WindowService(worker, cast("WindowStream", worker.stream))
+    reader, windows = (
+        InquiryReader(worker, model),
+        WindowService(worker, cast("WindowStream", worker.stream), lambda *_: None),
+    )
     running = Running(
         ServingOptions(**options), model, engine, reader, writing, run_job, windows, state, keys, stopping
     )

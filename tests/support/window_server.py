@@ -19,6 +19,7 @@ from llmbatch.inference.answers import AnswerSink, FlushPolicy
 from llmbatch.inference.options import Options
 from llmbatch.inference.window import Window
 from llmbatch.inference.worker import Worker
+from llmbatch.jobs.forecast import forecast_rows
 from llmbatch.remote.windows.routes import window_routes
 from llmbatch.remote.windows.service import OpenedWindow, WindowService, WindowStream
 from llmbatch.runtime.protocols import Totals, WindowSource
@@ -81,7 +82,7 @@ class WindowServer:
 
 class _Noting(WindowService):
     def __init__(self, worker: Worker, stream: WindowStream, rows: list[int]) -> None:
-        super().__init__(worker, stream)
+        super().__init__(worker, stream, lambda *given: forecast_rows(*given).to_dict())
         self._rows = rows
 
     def open(self, data: bytes) -> OpenedWindow:

@@ -29,6 +29,7 @@ from llmbatch.preprocess.sampling_params import SamplingParams
 from llmbatch.structured import Structure
 
 PATH: Final = "/llmbatch/windows"
+FORECAST: Final = "/llmbatch/forecasts"
 VERSION: Final = 1  # of these messages
 HEAD, ANSWERS, END, ERROR = b"HAZE"  # kinds of frames
 _ASKED: Final = b"llmbatch"  # the metadata

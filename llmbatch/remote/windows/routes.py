@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Executor
 from functools import partial
 from typing import Any, Final
@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from llmbatch.errors import InputError, JobError
-from llmbatch.remote.windows.messages import END, ERROR, PATH, frame
+from llmbatch.remote.windows.messages import END, ERROR, FORECAST, PATH, frame
 from llmbatch.remote.windows.service import OpenedWindow, WindowService
 
 MOST_BYTES: Final = 1 << 28  # of a window
@@ -23,7 +23,11 @@ MOST_BYTES: Final = 1 << 28  # of a window
 def window_routes(service: WindowService, executor: Executor) -> list[Route]:
     """Make the routes; each window that is being answered takes a thread of the executor."""
     handlers = WindowHandlers(service, executor)
-    return [Route(PATH, handlers.about), Route(PATH, handlers.answer, methods=["POST"])]
+    return [
+        Route(PATH, handlers.about),
+        Route(PATH, handlers.answer, methods=["POST"]),
+        Route(FORECAST, handlers.forecast, methods=["POST"]),
+    ]
 
 
 class WindowHandlers:
@@ -40,16 +44,27 @@ class WindowHandlers:
         """Answer a window."""
         if self._service.closed:
             return _refused(503, "the server ends: ask when it is there again")
+        opened = await self._of_body(request, self._service.open)
+        if isinstance(opened, Response):
+            return opened
+        return StreamingResponse(self._answers(opened), media_type="application/vnd.apache.arrow.stream")
+
+    async def forecast(self, request: Request) -> Response:
+        """Say what it would take to answer a window."""
+        told = await self._of_body(request, self._service.forecast)
+        return told if isinstance(told, Response) else JSONResponse(told)
+
+    async def _of_body(self, request: Request, act: Callable[[bytes], Any]) -> Any:
+        """Do something with the body of a request, on another thread; returns a response where it will not do."""
         data = bytearray()
         async for piece in request.stream():
             data += piece
             if len(data) > MOST_BYTES:
                 return _refused(413, f"a window must have at most {MOST_BYTES:,} bytes, got more")
         try:
-            opened = await self._aside(self._service.open, bytes(data))
+            return await self._aside(act, bytes(data))
         except InputError as error:
             return _refused(400, str(error))
-        return StreamingResponse(self._answers(opened), media_type="application/vnd.apache.arrow.stream")
 
     async def _answers(self, opened: OpenedWindow) -> AsyncIterator[bytes]:
         loop = asyncio.get_running_loop()

@@ -16,7 +16,7 @@ from llmbatch.inference.answers import AnswerSink, FlushPolicy
 from llmbatch.inference.table_worker import OneWindow
 from llmbatch.inference.window import Window
 from llmbatch.inference.worker import Worker
-from llmbatch.remote.windows.messages import ANSWERS, HEAD, VERSION, frame, read_window, write_rows
+from llmbatch.remote.windows.messages import ANSWERS, HEAD, VERSION, SentWindow, frame, read_window, write_rows
 from llmbatch.runtime.protocols import Stop, Totals, WindowSource
 
 
@@ -78,8 +78,9 @@ class WindowCall(AnswerSink):
 class WindowService:
     """What an endpoint does with windows. Its methods may be called by any thread."""
 
-    def __init__(self, worker: Worker, stream: WindowStream) -> None:
-        self._worker, self._stream = worker, stream
+    def __init__(self, worker: Worker, stream: WindowStream, forecast: Callable[[Worker, pa.Table], Any]) -> None:
+        """Take what answers windows, and what forecasts rows, as JSON values (`llmbatch.jobs.forecast`)."""
+        self._worker, self._stream, self._forecast = worker, stream, forecast
         self._numbers = count()
         self._closed = threading.Event()
 
@@ -104,12 +105,22 @@ class WindowService:
 
     def open(self, data: bytes) -> OpenedWindow:
         """Read and plan a window. Raises InputError."""
-        sent = read_window(data)
-        worker = self._worker.asking(**sent.asked)
-        worker.check(sent.table.schema)
+        worker, sent = self._read(data)
         window = worker.window(sent.table, keys=sent.keys, contents=sent.keys, number=next(self._numbers))
         return OpenedWindow(window, worker)
+
+    def forecast(self, data: bytes) -> Any:
+        """Say what it would take to answer a window, as JSON values. Raises InputError."""
+        worker, sent = self._read(data)
+        return self._forecast(worker, sent.table)
 
     def answer(self, opened: OpenedWindow, call: WindowCall) -> None:
         """Answer a window; returns when it has all its answers. Raises what the stream raises, `Stop` among it."""
         self._stream(OneWindow(opened.window), call, worker=opened.worker)
+
+    def _read(self, data: bytes) -> tuple[Worker, SentWindow]:
+        """Read a window, and make the worker that it asks for. Raises InputError."""
+        sent = read_window(data)
+        worker = self._worker.asking(**sent.asked)
+        worker.check(sent.table.schema)
+        return worker, sent

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import pyarrow as pa
@@ -23,7 +23,8 @@ from llmbatch.remote.exchange import Exchange
 from llmbatch.remote.received_rows import ReceivedRows
 from llmbatch.remote.request_texts import RequestTexts
 from llmbatch.remote.windows.endpoint import Piece, PlannedRows, WindowEndpoint
-from llmbatch.remote.windows.messages import columns_sent
+from llmbatch.remote.windows.forecasts import forecast_at
+from llmbatch.remote.windows.messages import columns_sent, write_window
 from llmbatch.remote.worker import RemoteWorker
 from llmbatch.system.cancel_signal import NEVER, CancelSignal
 
@@ -97,6 +98,11 @@ class WindowWorker(RemoteWorker[Piece, PlannedRows | pa.RecordBatch]):
         return RowWindow.of(
             table, shard, schema, number=number, first=first, keys=keys, contents=contents, earlier=earlier
         )
+
+    def forecast_elsewhere(self, table: pa.Table) -> dict[str, Any]:
+        """Have the endpoints forecast, beside the guests that they have."""
+        keys = np.arange(table.num_rows, dtype=np.uint64)
+        return forecast_at(self.options.beside, self._key, write_window(self.options, table, keys))
 
     @property
     def _reason(self) -> str:
