@@ -18,16 +18,8 @@ from numpy.typing import NDArray
 from llmbatch.compilation.decorators import compiled
 from llmbatch.compilation.references import by_reference
 from llmbatch.perf_model.cost import CostModel
-from llmbatch.perf_model.work import (
-    Rates,
-    Reach,
-    chunk_reads,
-    overlapped,
-    pairs_of,
-    sees_all,
-    spared_of,
-    step_parts,
-)
+from llmbatch.perf_model.step_bound import step_seconds
+from llmbatch.perf_model.work import Rates, Reach, chunk_reads, pairs_of, sees_all, spared_of
 from llmbatch.scheduler.output import FinishReason, Step, StepResult
 
 _ENDED = int(FinishReason.LENGTH)
@@ -39,12 +31,11 @@ class Clock(NamedTuple):
 
     rates: Rates
     exponent: float
-    fixed: float  # seconds of every step in addition to its work
 
     @classmethod
     def of(cls, cost: CostModel) -> Clock:
         """Copy the constants of a cost model."""
-        return cls(cost.rates, float(cost.overlap.exponent), float(cost.hardware.step_seconds))
+        return cls(cost.rates, float(cost.overlap.exponent))
 
 
 class GeneratedStep(NamedTuple):
@@ -82,7 +73,8 @@ class SimulatedEngine:
             self._lengths,
             self._generated,
         )
-        seconds = step_seconds(self._clock, tokens + step.num_decodes, pairs, read, len(finished))
+        rates, exponent = self._clock
+        seconds = step_seconds(rates, exponent, tokens + step.num_decodes, len(finished), pairs, read)
         self.seconds += seconds
         return StepResult(np.zeros(len(finished), np.int32), finished, seconds=seconds)
 
@@ -95,13 +87,6 @@ class SimulatedEngine:
         tokens = np.zeros(self._generated[slot], np.int32)
         self._generated[slot] = 0
         return tokens
-
-
-@compiled
-def step_seconds(clock: Clock, tokens: int, pairs: float, read: float, samples: int) -> float:
-    """Compute seconds of a step of `tokens` tokens and `pairs` pairs of prefill that reads `read` tokens of KV."""
-    compute, memory = step_parts(clock.rates, tokens, samples, pairs, read)
-    return clock.fixed + overlapped(compute, memory, clock.exponent)
 
 
 @compiled

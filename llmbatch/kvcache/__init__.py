@@ -12,6 +12,7 @@ __all__ = [
     "page_trie",
     "page_worth",
     "publish",
+    "renumber",
     "shared_reads",
     "windows",
 ]

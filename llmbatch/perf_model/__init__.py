@@ -4,4 +4,4 @@ Must not import torch, nor anything that plans.
 Start reading at `cost`.
 """
 
-__all__ = ["cost", "fit", "hardware", "shape", "work"]
+__all__ = ["cost", "fit", "hardware", "shape", "step_bound", "work"]

@@ -16,13 +16,13 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from llmbatch.kvcache.renumber import pages_spared
 from llmbatch.perf_model.cost import CostModel
 from llmbatch.planning.cascade import tokens_together
 from llmbatch.planning.lengths import Expected, LengthModel
 from llmbatch.planning.plan import Plan
 from llmbatch.planning.workload import Pool, Scheduling, Workload
 from llmbatch.scheduler.admission_order import Blend, DualScanEnds, Ends, FromFront
-from llmbatch.scheduler.renumber import pages_spared
 from llmbatch.scheduler.scheduler import QueueUpdate, Scheduler
 from llmbatch.scheduler.steering import Steering
 from llmbatch.scheduler.token_budget import (

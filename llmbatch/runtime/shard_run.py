@@ -31,6 +31,7 @@ from numpy.typing import NDArray
 
 from llmbatch.kvcache.page_trie import PageTrie
 from llmbatch.perf_model.cost import CostModel
+from llmbatch.planning.equal_prompts import EqualPrompts
 from llmbatch.planning.pilot_sample import first_sample, second_sample
 from llmbatch.planning.plan import Plan
 from llmbatch.planning.plan_workload import plan_workload
@@ -38,7 +39,6 @@ from llmbatch.planning.workload import Pool, Scheduling, Workload
 from llmbatch.runtime.queue_planner import QueuePlanner
 from llmbatch.runtime.refit import Refit
 from llmbatch.runtime.step_loop import StepLoop
-from llmbatch.scheduler.equal_prompts import EqualPrompts
 from llmbatch.scheduler.scheduler import Scheduler
 from llmbatch.scheduler.steering import STEERING
 

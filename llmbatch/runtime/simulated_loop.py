@@ -16,9 +16,10 @@ from numpy.typing import NDArray
 from llmbatch.compilation.decorators import compiled
 from llmbatch.compilation.records import Int64, Records, records
 from llmbatch.compilation.references import by_reference
-from llmbatch.engine.simulated import Clock, generate, step_seconds
+from llmbatch.engine.simulated import Clock, generate
 from llmbatch.kvcache.page_pool import tokens_spared
 from llmbatch.perf_model.cost import CostModel
+from llmbatch.perf_model.step_bound import step_seconds
 from llmbatch.runtime.step_loop import LengthObservations
 from llmbatch.scheduler.commit import advance, end_sequences, pack
 from llmbatch.scheduler.decide import charge, decide_step, needs_attention
@@ -131,7 +132,7 @@ def _run(
             return done
         if not decide_step(state, float(step)):
             return done  # slots are needed
-        columns, decodes = pack(state), counts.decoding
+        columns, decodes = pack(state), counts.riding
         finished, tokens, pairs, read = generate(
             clock.rates.reach,
             columns.slots,
@@ -147,13 +148,13 @@ def _run(
         record = log.steps[log.counts[0].steps]
         log.counts[0].steps += 1
         record.step = step
-        record.time_s = step_seconds(clock, tokens + decodes, pairs, read, len(finished))
+        record.time_s = step_seconds(clock.rates, clock.exponent, tokens + decodes, len(finished), pairs, read)
         record.prefill_tokens = tokens
         record.prefill_pairs = pairs
         record.decode_tokens = decodes
         record.kv_read_tokens = read
         record.kv_used_tokens = (pages.num_pages - pages.counts[0].free - pages.counts[0].unused) * pages.page_size
-        record.running = decodes + counts.prefilling
+        record.running = counts.decoding + counts.prefilling
         record.preempted = totals.preempted
         record.cached_tokens = totals.cached
         record.recomputed_tokens = totals.recomputed

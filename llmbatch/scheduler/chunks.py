@@ -16,8 +16,8 @@ from llmbatch.scheduler.state import SchedulerState, SequenceRecord, StepBuilder
 
 @compiled
 def prefill(state: SchedulerState) -> bool:
-    """Give each prefilling sequence its chunk; whether all of them got one."""
-    for i in range(state.run.counts[0].prefilling):  # noqa: SIM110 (compiled code knows no all)
+    """Give each prefilling sequence of the job its chunk, guests having theirs; whether all of them got one."""
+    for i in range(state.chunks.totals[0].guests, state.run.counts[0].prefilling):
         if not give_chunk(state, state.run.prefilling[i]):
             return False
     return True

@@ -19,9 +19,18 @@ from llmbatch.perf_model.work import chunk_reads, pairs_of, reads_of, sees_all, 
 from llmbatch.scheduler.admission_order import MEMORY_END
 from llmbatch.scheduler.chunks import give_chunk
 from llmbatch.scheduler.forks import let_go
+from llmbatch.scheduler.guests import note_guest_work
 from llmbatch.scheduler.kv_forecast import expect, forget
 from llmbatch.scheduler.room import private_tokens
-from llmbatch.scheduler.state import SchedulerState, SequenceTable, give_slot, stop_running, stop_waiting
+from llmbatch.scheduler.state import (
+    SchedulerState,
+    SequenceRecord,
+    SequenceTable,
+    give_slot,
+    stop_running,
+    stop_waiting,
+)
+from llmbatch.scheduler.victims import page_victim
 
 
 class StepColumns(NamedTuple):
@@ -46,17 +55,17 @@ class Work(NamedTuple):
 
 @compiled
 def hold_decodes(state: SchedulerState, now: float) -> float:
-    """Give every decoding sequence the page of its next token, preempting others where there is no room.
+    """Give every decode of the step the page of its next token, preempting others where there is no room.
 
-    Returns the KV tokens that the decodes of the step read, those read together once.
+    Returns the KV tokens that they read, those read together once.
     """
     run, pages, counts = state.run, state.pages, state.run.counts[0]
-    need = np.empty(counts.decoding, np.int32)
+    need = np.empty(counts.riding, np.int32)
     reach, unbounded = state.rates.reach, sees_all(state.rates.reach)
     slots, decoding, held, size = run.slots, run.decoding, pages.held, pages.page_size
     while True:
         full, tokens = 0, -spared_of(reach, tokens_spared(pages))
-        for i in range(counts.decoding):
+        for i in range(counts.riding):
             slot = decoding[i]
             record = slots[slot]
             if held[slot] * size <= record.computed:
@@ -65,7 +74,7 @@ def hold_decodes(state: SchedulerState, now: float) -> float:
             tokens += chunk_reads(reach, unbounded, record.known - 1.0, 1.0)
         if full <= room_for(pages):
             break
-        preempt(state, _victim(state), now)
+        preempt(state, page_victim(state), now)
     for i in range(full):
         extend_by_one(pages, need[i])
     return tokens
@@ -97,39 +106,22 @@ def preempt(state: SchedulerState, slot: int, now: float) -> None:
 
 
 @compiled
-def long_victim(state: SchedulerState, least: float) -> int:
-    """Find the memory end's decode that is cheapest to compute again of those that have outgrown their expectation.
-
-    It has generated `least` tokens, and no more than `Steering.computed_again` times what it holds was ever computed
-    again: its length bounds how often it gives way. -1 for none.
-    """
-    run = state.run
-    victim, lowest = -1, np.inf
-    for i in range(run.counts[0].decoding):
-        slot = run.decoding[i]
-        record = run.slots[slot]
-        generated = record.known - record.prompt
-        expected = 2.0 * (record.weight - record.prompt)  # when it was admitted
-        spared = record.recomputed <= state.steering.computed_again * record.known
-        if record.end == MEMORY_END and generated >= max(least, expected) and spared:
-            cost = _cost_again(state, slot)
-            if cost < lowest:
-                victim, lowest = slot, cost
-    return victim
-
-
-@compiled
 def expect_anew(
     state: SchedulerState, slots: NDArray[np.int32], remaining_tokens: NDArray[np.float64], now: float
 ) -> None:
-    """Forecast running sequences by what they are still expected to generate, on the memory end's account."""
+    """Forecast running sequences by what they are still expected to generate.
+
+    Those of the job that have outlived what was expected are on the memory end's account from now on.
+    """
     run = state.run
     for i in range(len(slots)):
         record = run.slots[slots[i]]
-        run.held[record.end] -= record.weight
-        run.held[MEMORY_END] += record.weight
-        record.end = MEMORY_END
+        if record.known >= record.ends_at and not record.guest:  # and not for having sat out
+            run.held[record.end] -= record.weight
+            run.held[MEMORY_END] += record.weight
+            record.end = MEMORY_END
         record.remaining_tokens = remaining_tokens[i]
+        record.ends_at = record.known + remaining_tokens[i]
         _forecast(state, slots[i], now)
 
 
@@ -149,14 +141,16 @@ def advance(
     """
     reach = state.rates.reach
     gone = np.empty(len(finished), slots.dtype)
-    ended, sampled, tokens, pairs = 0, 0, 0, 0.0
+    ended, sampled, work_samples, tokens, pairs = 0, 0, 0, 0, 0.0
     read = -spared_of(reach, tokens_spared(state.pages))
     records, unbounded = state.run.slots, sees_all(reach)
     windowed = state.pages.windows.tokens > 0
     for i in range(len(slots)):
         slot = slots[i]
         record = records[slot]
-        if i < num_decodes:
+        if record.guest:
+            _note_guest(state, record, counts[i], i < num_decodes, samples[i])
+        elif i < num_decodes:
             tokens += 1
             read += chunk_reads(reach, unbounded, record.known - 1.0, 1.0)
         else:
@@ -170,9 +164,10 @@ def advance(
             slide_window(state.pages, slot, record.computed)
         if samples[i]:
             # A prompt is charged in one piece, whatever chunks it was cut into.
-            if record.known == record.prompt and record.cached < record.prompt:
+            if record.known == record.prompt and record.cached < record.prompt and not record.guest:
                 read += reads_of(reach, float(record.cached), record.prompt - record.cached)
             record.known += 1
+            work_samples += not record.guest
             if finished[sampled] != 0:
                 record.ended = True
                 gone[ended] = slot
@@ -186,7 +181,15 @@ def advance(
     _start_decoding(state)
     if ended > 0:
         _drop_ended(state.run)
-    return gone[:ended], Work(tokens, sampled, pairs, read)
+    return gone[:ended], Work(tokens, work_samples, pairs, read)
+
+
+@compiled
+def _note_guest(state: SchedulerState, record: SequenceRecord, count: int, decodes: bool, sampled: bool) -> None:
+    """Take note of what a step did for a guest; a chunk is charged what it reads."""
+    reach, start = state.rates.reach, float(record.computed)
+    pairs = 0.0 if decodes else pairs_of(reach, start, count)
+    note_guest_work(state.guests, state.rates, count, int(sampled), pairs, reads_of(reach, start, count))
 
 
 @compiled
@@ -195,6 +198,7 @@ def end_sequences(state: SchedulerState, slots: NDArray[np.int32]) -> None:
     for slot in slots:
         release(state.pages, slot, state.run.slots[slot].computed, False)
         forget(state.peak, slot)
+        state.guests.counts[0].running -= state.run.slots[slot].guest
         give_slot(state.run, slot)
 
 
@@ -210,6 +214,7 @@ def withdraw(state: SchedulerState, slot: int, now: float) -> None:
         stop_running(run, slot)
         release(state.pages, slot, run.slots[slot].computed, False)
         forget(state.peak, slot)
+    state.guests.counts[0].running -= run.slots[slot].guest
     give_slot(run, slot)
 
 
@@ -217,7 +222,7 @@ def withdraw(state: SchedulerState, slot: int, now: float) -> None:
 def pack(state: SchedulerState) -> StepColumns:
     """Write the columns of the step that was decided: decodes first, and forks behind the chunks that they follow."""
     run, chunks = state.run, state.chunks
-    decodes, forks, copied = run.counts[0].decoding, chunks.totals[0].forks, 0
+    decodes, forks, copied = run.counts[0].riding, chunks.totals[0].forks, 0
     total = decodes + chunks.totals[0].chunks + forks
     slots, requests = np.empty(total, np.int32), np.empty(total, np.int32)
     starts, counts = np.empty(total, np.int32), np.empty(total, np.int32)
@@ -273,46 +278,7 @@ def _drop_ended(run: SequenceTable) -> None:
 @compiled
 def _forecast(state: SchedulerState, slot: int, now: float) -> None:
     record = state.run.slots[slot]
+    record.ends_at = record.known + record.remaining_tokens
     forget(state.peak, slot)
     base = private_tokens(state.pages, record.request, record.known) - now
     expect(state.peak, slot, now + max(record.remaining_tokens, 1.0), base)
-
-
-@compiled
-def _victim(state: SchedulerState) -> int:
-    """Find the running sequence that is cheapest to compute again; never the decode that was admitted first."""
-    run = state.run
-    first: int = run.decoding[0]
-    for slot in run.decoding[: run.counts[0].decoding]:
-        if run.slots[slot].admission < run.slots[first].admission:
-            first = slot
-    victim, lowest = -1, np.inf
-    for i in range(run.counts[0].decoding + run.counts[0].prefilling):
-        slot = run.decoding[i] if i < run.counts[0].decoding else run.prefilling[i - run.counts[0].decoding]
-        if slot != first:
-            cost = _cost_again(state, slot)
-            if victim < 0 or cost < lowest:
-                victim, lowest = slot, cost
-    return victim
-
-
-@compiled
-def _cost_again(state: SchedulerState, slot: int) -> float:
-    """Predict seconds to compute a sequence again for each page that it frees, more where it was preempted before.
-
-    Pages that others hold too are neither freed nor computed again. It is an estimate, which only compares sequences:
-    every layer is taken to see everything.
-    """
-    pages, rates = state.pages, state.rates
-    own = 0
-    for page in pages.tables[slot, : pages.held[slot]]:
-        if pages.users[page] == 1:
-            own += 1
-    if own == 0:
-        return np.inf
-    record = state.run.slots[slot]
-    kept = (pages.held[slot] - own) * pages.page_size
-    again = max(0, record.computed - kept)
-    seconds = again * (rates.seconds_per_token + (kept + 0.5 * again) * rates.seconds_per_pair)
-    cost: float = seconds * (1 + record.preemptions) / own
-    return cost

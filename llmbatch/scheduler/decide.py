@@ -5,12 +5,14 @@ it many times inside one compiled loop. Both commit the step before they decide 
 
 Phases. `decide_step` runs these in order; each reads what the ones before it left:
 
-1. Decodes (`commit.hold_decodes`). Each decoding sequence gets the page of its next token. Where pages run out, the
-   sequence that is cheapest to compute again is preempted, and the decodes are counted again.
+1. Decodes. Where steps have a bound, some of the job's may sit out (`guest_steps.choose_decodes`). Each of the others
+   gets the page of its next token (`commit.hold_decodes`). Where pages run out, the sequence that is cheapest to
+   compute again is preempted, and the decodes are counted again.
 2. Budget (`token_budget.step_tokens`). From the KV that these decodes read, and from the work that remains, follow the
-   tokens that prefills may take.
-3. Prefills (`chunks.prefill`). Each prefilling sequence gets its chunk, in the order of admission. The first that gets
-   none closes the step: nobody is admitted past it.
+   tokens that prefills may take; where steps have a bound, no more than it allows.
+3. Prefills. Guests get their chunks, and enter (`guest_steps.prefill_guests`). If each has one, each prefilling
+   sequence of the job gets its chunk (`chunks.prefill`), in the order of admission. The first that gets none closes the
+   step: nobody is admitted past it.
 4. Admissions (`admission.admit`). While budget remains, preempted sequences, those passed over and those at the two
    ends of the plan enter, and get their first chunk at once.
 5. Room for prompts (`_make_way`). Only under `Blend` with a closed-loop budget, and only if 3 did not close the step:
@@ -23,13 +25,13 @@ Forks (`llmbatch.scheduler.forks`) enter behind the chunks that end their prompt
 
 Re-entry. A step may need more slots than there are, and compiled code cannot make arrays larger. `decide_step` then
 returns False between two admissions, `totals.begun` stays True, and the caller doubles the slots (`Scheduler.grow`) and
-calls again. 1 to 3 are not repeated; 4 to 6 go on where they stood, as all that they did stands in the state. Between
+calls again. 1 and 2 are not repeated; 3 to 6 go on where they stood, as all that they did stands in the state. Between
 two steps `begun` is False, and only then may the caller attend to forecasts, rebind or withdraw.
 
 Invariants, when `decide_step` returns True. `Scheduler.check` verifies the lists, the pages and the forecast, and the
 property tests of tests/scheduler/test_scheduler.py the rest.
 
-- The step is not empty, and every decoding sequence is in it.
+- The step is not empty, and every decoding sequence is in it, but for those that sit out; guests never do.
 - A slot is in exactly one of the lists free, decoding, prefilling, preempted.
 - Each sequence that runs holds pages for all of its computed tokens and for its chunk; a preempted one holds none.
 - A chunk that does not end its prompt ends on a page boundary, so a shared page is written in one step.
@@ -40,7 +42,7 @@ Deciding is not pure: it admits, preempts and allocates while it decides. What i
 
 | of the state      | changed while deciding, by                      | changed between two steps, by                  |
 |-------------------|-------------------------------------------------|------------------------------------------------|
-| `run`             | `admission`, `chunks.give_chunk`,               | `commit.advance`, `end_sequences`, `withdraw`, |
+| `run`             | `admission`, `guest_steps`, `chunks.give_chunk` | `commit.advance`, `end_sequences`, `withdraw`, |
 |                   | `commit.preempt`                                | `expect_anew`; `Scheduler.attend`; replaced by |
 |                   |                                                 | `rebind` and `grow`                            |
 | `run.held`        | `state.take_slot`                               | `state.give_slot`, `commit.expect_anew`        |
@@ -56,21 +58,35 @@ Deciding is not pure: it admits, preempts and allocates while it decides. What i
 |                   |                                                 | `rebind`, which also set `queue.taken`         |
 | `equal`           | `forks`                                         | `forks.let_go`; replaced by `rebind`           |
 | `remaining`       | nobody                                          | `charge`; replaced by `Scheduler.enqueue`      |
+| `guests`          | `guest_steps`                                   | `commit.advance`, `end_sequences`, `withdraw`; |
+|                   |                                                 | replaced by `Scheduler.arrive`                 |
 | all else          | nobody                                          | nobody; replaced by `Scheduler`                |
 """
 
 from __future__ import annotations
 
+import numpy as np
+
 from llmbatch.compilation.decorators import compiled
 from llmbatch.kvcache.page_pool import is_full
+from llmbatch.perf_model.step_bound import tokens_within
 from llmbatch.perf_model.work import compute_seconds, memory_seconds
 from llmbatch.scheduler.admission import admit
 from llmbatch.scheduler.admission_order import BLEND, is_empty
 from llmbatch.scheduler.chunks import prefill
-from llmbatch.scheduler.commit import Work, hold_decodes, long_victim, preempt, unblock
+from llmbatch.scheduler.commit import Work, hold_decodes, preempt, unblock
 from llmbatch.scheduler.forks import fork
+from llmbatch.scheduler.guest_steps import (
+    all_guests_have_chunks,
+    choose_decodes,
+    count_guests,
+    guest_prompts_wait,
+    prefill_guests,
+    step_bound,
+)
 from llmbatch.scheduler.state import SchedulerState
-from llmbatch.scheduler.token_budget import Load, prices, step_tokens
+from llmbatch.scheduler.token_budget import Load, prices, prices_of, step_tokens
+from llmbatch.scheduler.victims import long_victim
 
 
 @compiled
@@ -91,21 +107,29 @@ def decide_step(state: SchedulerState, now: float) -> bool:
     counts, totals = state.run.counts[0], state.chunks.totals[0]
     if not totals.begun:
         _begin(state, now)
+    if not totals.served:
+        if not prefill_guests(state, now):
+            return False
+        totals.served = True
+        totals.budget = totals.job_budget
+        totals.open = all_guests_have_chunks(state) and prefill(state)
     if totals.open and not admit(state, now):
         return False
     blends = state.budget.fixed == 0 and state.rules.kind == BLEND
     if totals.open and blends and not _make_way(state, now):
         return False
-    if totals.chunks == 0 and counts.decoding == 0:
+    if totals.chunks == 0 and counts.riding == 0 and counts.decoding > 0:
+        counts.riding = counts.decoding  # whatever the bound says
+        hold_decodes(state, now)
+    if totals.chunks == 0 and counts.riding == 0:
         # Nothing could go on: admit something, or let the newest give way until the oldest has a page.
         totals.budget = max(totals.budget, state.pages.page_size)
         if counts.prefilling == 0 and not admit(state, now):
             return False
-        before = counts.preemptions
         unblock(state, now)
-        totals.preempted += counts.preemptions - before
     if not fork(state, now):
         return False
+    totals.preempted = counts.preemptions - totals.preemptions_before
     totals.begun = False
     return True
 
@@ -114,18 +138,28 @@ def decide_step(state: SchedulerState, now: float) -> bool:
 def _begin(state: SchedulerState, now: float) -> None:
     """Give decodes their pages and prefills their chunks, as far as the step's budget goes."""
     counts, totals = state.run.counts[0], state.chunks.totals[0]
-    before = counts.preemptions
+    totals.preemptions_before = counts.preemptions
+    count_guests(state)
+    choose_decodes(state, guest_prompts_wait(state))
     kv_tokens = hold_decodes(state, now)
-    decodes, work = counts.decoding, state.remaining[0]
+    decodes, work = counts.riding, state.remaining[0]
     totals.begun = True
+    totals.served = False
+    totals.guests = 0
     totals.tokens = totals.chunks = totals.cached = totals.recomputed = totals.forks = totals.forked = 0
     totals.compute_end_tokens = totals.memory_end_tokens = 0
-    totals.preempted = counts.preemptions - before
     load = Load(decodes, kv_tokens, work.compute_seconds, work.memory_seconds)
     totals.pair_price, totals.sample_price, free_tokens = prices(state.budget)
+    most = most_of_job = step_tokens(state.budget, load)
+    if np.isfinite(state.latency.step_seconds):
+        totals.pair_price, totals.sample_price = prices_of(state.rates)
+        free_tokens = 0.0
+        most = tokens_within(state.rates, state.latency.exponent, step_bound(state), decodes, kv_tokens)
+        most_of_job = min(most, most_of_job)
     totals.free_tokens = free_tokens - decodes
-    totals.budget = max(0, step_tokens(state.budget, load) - decodes - int(decodes * totals.sample_price))
-    totals.open = prefill(state)
+    taken = decodes + int(decodes * totals.sample_price)
+    totals.budget = max(0, most - taken)
+    totals.job_budget = max(0, most_of_job - taken)
 
 
 @compiled
@@ -155,7 +189,6 @@ def _make_way(state: SchedulerState, now: float) -> bool:
         if slot < 0:
             break
         preempt(state, slot, now)
-        totals.preempted += 1
         if not admit(state, now):
             return False
     return True

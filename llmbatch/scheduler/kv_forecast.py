@@ -52,6 +52,18 @@ class KVForecast(NamedTuple):
         new.size[:] = self.size
         return new
 
+    def renumbered(
+        self, slots: NDArray[np.int32], before: NDArray[np.int32], after: NDArray[np.int32], page_size: int
+    ) -> KVForecast:
+        """Predict anew once a sequence shares other pages: those that are its own count, and when it ends stays.
+
+        Sequences in these `slots`, int32 [size], shared `before` pages each and share `after` pages.
+        """
+        assert (slots == self.slots[: self.size[0]]).all(), "other sequences are counted"
+        bases = self.bases.copy()
+        bases[: len(slots)] += (before - after) * page_size
+        return self._replace(bases=bases)
+
     def overdue(self, now: float) -> NDArray[np.int32]:
         """Slots whose expected end has passed at step `now`."""
         count = int(self.size[0])

@@ -1,4 +1,4 @@
-"""What a scheduler decides and what an engine answers: a `Step`, and its `StepResult`."""
+"""What a scheduler decides, what an engine answers, and what has ended: `Step`, `StepResult`, `FinishedSequences`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmbatch.compilation.decorators import as_python
+from llmbatch.kvcache.page_pool import PagePool
+from llmbatch.kvcache.publish import EndedPages
 from llmbatch.perf_model.work import Reach, pairs_of, reads_of, spared_of
+from llmbatch.scheduler.state import SequenceTable
 
 
 class FinishReason(IntEnum):
@@ -79,3 +82,43 @@ class StepResult:
     finished: NDArray[np.uint8]  # a `FinishReason` each
     spare: NDArray[np.bool_] | None = None  # True where the sequence had ended in the step before; None: nowhere
     seconds: float | None = None  # that the step took by itself; None where the engine does not measure it
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedSequences:
+    """Sequences that ended in a step, one entry each."""
+
+    requests: NDArray[np.int32]
+    slots: NDArray[np.int32]
+    reasons: NDArray[np.uint8]
+    generated: NDArray[np.int32]  # tokens
+    cached: NDArray[np.int32]  # prompt tokens found in pages, recomputation left out
+    recomputed: NDArray[np.int32]  # tokens
+    preemptions: NDArray[np.int32]
+    admitted_step: NDArray[np.int32]
+    end: NDArray[np.int32]  # an `End` each
+    pages: EndedPages  # of their answers
+
+    @classmethod
+    def of(
+        cls,
+        run: SequenceTable,
+        pages: PagePool,
+        slots: NDArray[np.int32],
+        reasons: NDArray[np.uint8],
+        spare: NDArray[np.int32] | int = 0,
+    ) -> FinishedSequences:
+        """Read what sequences in these slots did, before the slots are free; `spare` of their tokens do not count."""
+        records = run.slots[slots]
+        return cls(
+            requests=records["request"],
+            slots=slots,
+            reasons=reasons,
+            generated=records["known"] - records["prompt"] - spare,
+            cached=records["cached"],
+            recomputed=records["recomputed"],
+            preemptions=records["preemptions"],
+            admitted_step=records["admitted_step"],
+            end=records["end"],
+            pages=EndedPages.of(pages, slots),
+        )

@@ -30,19 +30,30 @@ from numpy.typing import NDArray
 from llmbatch.kvcache.contents import Prompts
 from llmbatch.kvcache.page_pool import PagePool, tokens_spared
 from llmbatch.kvcache.page_trie import PageTrie
-from llmbatch.kvcache.publish import EndedPages, publish
+from llmbatch.kvcache.publish import publish
+from llmbatch.kvcache.renumber import carry_pages, find_pages
 from llmbatch.kvcache.windows import NO_WINDOWS, WindowPages
+from llmbatch.perf_model.step_bound import step_seconds
 from llmbatch.perf_model.work import Rates
+from llmbatch.planning.equal_prompts import EqualPrompts
 from llmbatch.planning.prefix_tree import PrefixTree
 from llmbatch.scheduler.admission_order import EndRules, Ends, FromFront, Passed, TwoEndedQueue
 from llmbatch.scheduler.commit import advance, end_sequences, expect_anew, pack, withdraw
 from llmbatch.scheduler.decide import charge, decide_step, needs_attention
-from llmbatch.scheduler.equal_prompts import EqualPrompts
 from llmbatch.scheduler.forks import check_follows, claim_again
+from llmbatch.scheduler.guests import NO_LATENCY, Arrivals, GuestQueue, Latency, LatencyRules, note_seconds
 from llmbatch.scheduler.kv_forecast import KVForecast, Lengths
+from llmbatch.scheduler.output import FinishedSequences as FinishedSequences
 from llmbatch.scheduler.output import FinishReason, Step, StepResult
-from llmbatch.scheduler.renumber import carry_pages, carry_peak, carry_running, find_pages
-from llmbatch.scheduler.state import Limits, SchedulerState, SequenceTable, StepBuilder, is_done, remaining_work
+from llmbatch.scheduler.state import (
+    Limits,
+    SchedulerState,
+    SequenceTable,
+    StepBuilder,
+    check_lists,
+    is_done,
+    remaining_work,
+)
 from llmbatch.scheduler.steering import STEERING, Steering
 from llmbatch.scheduler.token_budget import Budget, BudgetRules, FixedBudget
 
@@ -59,22 +70,6 @@ class QueueUpdate:
     budget: Budget
     compute: float  # seconds of compute
     memory: float  # seconds of KV reads
-
-
-@dataclass(frozen=True, slots=True)
-class FinishedSequences:
-    """Sequences that ended in a step, one entry each."""
-
-    requests: NDArray[np.int32]
-    slots: NDArray[np.int32]
-    reasons: NDArray[np.uint8]
-    generated: NDArray[np.int32]  # tokens
-    cached: NDArray[np.int32]  # prompt tokens found in pages, recomputation left out
-    recomputed: NDArray[np.int32]  # tokens
-    preemptions: NDArray[np.int32]
-    admitted_step: NDArray[np.int32]
-    end: NDArray[np.int32]  # an `End` each
-    pages: EndedPages  # of their answers
 
 
 class Scheduler:
@@ -100,7 +95,7 @@ class Scheduler:
         """
         self._taken = np.zeros(len(prompt_lengths), np.bool_)
         self._lengths = lengths
-        width = _width(prompt_lengths, trie)
+        width = _width(prompt_lengths, trie.page_size)
         self.steps: int = 0
         self.state: SchedulerState = SchedulerState(
             run=SequenceTable.empty(_SLOTS),
@@ -123,6 +118,8 @@ class Scheduler:
             rates=rates,
             remaining=remaining_work(0.0, 0.0),
             steering=steering,
+            guests=GuestQueue.empty(),
+            latency=NO_LATENCY,
         )
 
     def rebind(
@@ -141,21 +138,42 @@ class Scheduler:
         `numbers` int32 [n] are the new numbers of the requests, -1 for those that are not in the new shard.
         """
         state = self.state
-        run = carry_running(state.run, numbers)
+        run, pages = state.run.renumbered(numbers), state.pages
+        slots = state.peak.slots[: state.peak.size[0]]
+        before = state.run.slots["request"][slots]
+        width = _width(prompt_lengths, trie.page_size)
         self._taken = np.zeros(len(prompt_lengths), np.bool_)
         self._taken[run.slots["request"][run.slots["request"] >= 0]] = True
         self._lengths = lengths
         self.state = state._replace(
             run=run,
-            peak=carry_peak(state.peak, state.run, state.pages, numbers, trie),
-            pages=carry_pages(state.pages, numbers, trie, _width(prompt_lengths, trie), prompts or Prompts.nothing()),
+            peak=state.peak.renumbered(slots, pages.depth[before], trie.depth[numbers[before]], trie.page_size),
+            pages=carry_pages(pages, numbers, trie, width, prompts or Prompts.nothing()),
             queue=TwoEndedQueue.of(np.empty(0, np.int32), self._taken, np.empty(0)),
             passed=Passed.empty(),
             equal=equal or EqualPrompts.none(len(prompt_lengths)),
             prompts=prompt_lengths,
             limits=state.limits._replace(most_running=max_running),
         )
+        state.guests.renumber(numbers)
         claim_again(self.state)
+
+    def bound(self, latency: Latency) -> None:
+        """Keep steps to a length from now on."""
+        self.state = self.state._replace(latency=LatencyRules(float(latency.step_seconds), float(latency.exponent)))
+
+    def arrive(self, arrivals: Arrivals) -> None:
+        """Let guests in, between two steps: they come before all that waits (`llmbatch.scheduler.guests`)."""
+        state = self.state
+        state.prompts[arrivals.requests] = arrivals.prompts
+        self._taken[arrivals.requests] = True
+        self.state = state = state._replace(guests=state.guests.with_arrivals(arrivals))
+        while _width(arrivals.prompts, state.pages.page_size) > state.pages.tables.shape[1]:
+            self.state = state = state._replace(pages=state.pages.widened())
+
+    def dismiss(self, requests: NDArray[np.int32]) -> NDArray[np.int32]:
+        """Let go of guests that wait to be admitted; returns those of the requests that did."""
+        return self.state.guests.dismiss(requests)
 
     def found(self, prompts: Prompts, tree: PrefixTree, numbers: NDArray[np.int32]) -> NDArray[np.int32]:
         """Count how many leading pages are there of each row of a shard that is to join, int32 by its new number."""
@@ -185,12 +203,6 @@ class Scheduler:
         return bool(self.state.queue) or bool(self.state.passed) or bool(self.state.equal.follows.any())
 
     @property
-    def _num_admitted(self) -> int:
-        """Sequences admitted and not ended."""
-        counts = self.state.run.counts[0]
-        return int(counts.decoding + counts.prefilling + counts.preempted)
-
-    @property
     def preemptions(self) -> int:
         """How often a sequence lost its pages."""
         return int(self.state.run.counts[0].preemptions)
@@ -201,7 +213,7 @@ class Scheduler:
         return bool(is_done(self.state))
 
     def unfinished(self) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        """Return requests admitted and not ended, and the tokens each has generated."""
+        """Return requests of the job admitted and not ended, and the tokens each has generated."""
         records = self.state.run.slots[self._admitted()]
         return records["request"], (records["known"] - records["prompt"]).astype(np.int32)
 
@@ -210,9 +222,10 @@ class Scheduler:
         records = self.state.run.slots[self._admitted()]
         return np.asarray(np.maximum(records["computed"], records["reached"]))
 
-    def decide(self) -> Step:
-        """Decide the next step. There must be something to do."""
+    def decide(self, now: float = 0.0) -> Step:
+        """Decide the next step, at a time in seconds of the clock by which guests are due. There must be work."""
         assert not self.done, "there is nothing left to decide"
+        self.state.guests.counts[0].clock = now
         self.attend()
         while not decide_step(self.state, float(self.steps)):
             self.grow()
@@ -248,9 +261,11 @@ class Scheduler:
         columns = step.slots, step.counts, step.samples
         gone, work = advance(state, *columns, step.num_decodes, result.finished, float(self.steps))
         charge(state, work)
+        if result.seconds is not None and np.isfinite(state.latency.step_seconds):
+            self._note_seconds(step, result.seconds)
         ended = result.finished > 0
         spare = 0 if result.spare is None else result.spare[ended].astype(np.int32)
-        finished = self._finish(gone, result.finished[ended], spare)
+        finished = FinishedSequences.of(state.run, state.pages, gone, result.finished[ended], spare)
         if len(gone):
             end_sequences(state, gone)
         return finished
@@ -263,7 +278,7 @@ class Scheduler:
         """End those of the requests that run, between two steps; their slots are free again."""
         state = self.state
         slots = np.flatnonzero(np.isin(state.run.slots["request"], requests)).astype(np.int32)
-        finished = self._finish(slots, np.full(len(slots), reason, np.uint8))
+        finished = FinishedSequences.of(state.run, state.pages, slots, np.full(len(slots), reason, np.uint8))
         if len(slots):
             while self.state.run.counts[0].free < np.count_nonzero(self.state.equal.follows):
                 self.grow()
@@ -273,43 +288,19 @@ class Scheduler:
 
     def check(self) -> None:
         """Verify that sequences, forecast and pages agree; raises AssertionError."""
-        run, pages = self.state.run, self.state.pages
-        pages.check()
-        running, preempted = run.running, run.waiting
-        assert len(np.unique(self._admitted())) == self._num_admitted, "a slot stands in two places"
-        assert int(self.state.peak.size[0]) == len(running), "the forecast counts other sequences than those that run"
-        for slot in running.tolist():
-            record, held = run.slots[slot], int(pages.held[slot]) * pages.page_size
-            assert pages.request[slot] == record.request, "pages belong to another request"
-            assert held >= record.computed, "tokens are computed that have no page"
-            assert record.computed < record.known, "a sequence has nothing to compute"
-            assert pages.windows.begins_at(slot, record.computed), "a window is not where its sequence is"
-        for slot in preempted:
-            assert pages.request[slot] < 0, "a preempted slot holds pages"
+        self.state.pages.check()
+        check_lists(self.state)
         check_follows(self.state)
-        free = run.slots["request"] < 0
-        assert np.count_nonzero(free) + self._num_admitted == len(run.slots), "a slot is lost"
 
     def _admitted(self) -> NDArray[np.int32]:
         run = self.state.run
-        return np.concatenate((run.running, run.waiting))
+        slots = np.concatenate((run.running, run.waiting))
+        return slots[~run.slots["guest"][slots]]
 
-    def _finish(
-        self, slots: NDArray[np.int32], reasons: NDArray[np.uint8], spare: NDArray[np.int32] | int = 0
-    ) -> FinishedSequences:
-        records = self.state.run.slots[slots]
-        return FinishedSequences(
-            requests=records["request"],
-            slots=slots,
-            reasons=reasons,
-            generated=records["known"] - records["prompt"] - spare,
-            cached=records["cached"],
-            recomputed=records["recomputed"],
-            preemptions=records["preemptions"],
-            admitted_step=records["admitted_step"],
-            end=records["end"],
-            pages=EndedPages.of(self.state.pages, slots),
-        )
+    def _note_seconds(self, step: Step, seconds: float) -> None:
+        rates, latency = self.state.rates, self.state.latency
+        work = step.num_tokens, int(step.samples.sum()), step.prefill_pairs(rates.reach), step.read_tokens(rates.reach)
+        note_seconds(self.state.guests, step_seconds(rates, latency.exponent, *work), seconds)
 
     def _remaining(self, slots: NDArray[np.int32]) -> NDArray[np.float64]:
         records = self.state.run.slots[slots]
@@ -321,7 +312,7 @@ class Scheduler:
         columns, counts, totals = pack(state), state.run.counts[0], state.chunks.totals[0]
         return Step(
             index=self.steps,
-            num_decodes=int(counts.decoding),
+            num_decodes=int(counts.riding),
             **columns._asdict(),
             block_tables=state.pages.tables,
             cached_tokens=int(totals.cached),
@@ -334,6 +325,6 @@ class Scheduler:
         )
 
 
-def _width(prompt_lengths: NDArray[np.int32], trie: PageTrie) -> int:
+def _width(prompts: NDArray[np.int32], page_size: int) -> int:
     """Count the pages of the longest prompt, and one to decode into."""
-    return 2 + int(prompt_lengths.max(initial=1)) // trie.page_size
+    return 2 + int(prompts.max(initial=1)) // page_size

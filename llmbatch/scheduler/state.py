@@ -17,8 +17,9 @@ from llmbatch.compilation.records import Bool, Float64, Int32, Int64, Records, r
 from llmbatch.compilation.references import by_reference
 from llmbatch.kvcache.page_pool import PagePool
 from llmbatch.perf_model.work import Rates, Reach
+from llmbatch.planning.equal_prompts import EqualPrompts
 from llmbatch.scheduler.admission_order import EndRules, Passed, TwoEndedQueue, is_empty
-from llmbatch.scheduler.equal_prompts import EqualPrompts
+from llmbatch.scheduler.guests import GuestQueue, LatencyRules
 from llmbatch.scheduler.kv_forecast import KVForecast
 from llmbatch.scheduler.steering import Steering
 from llmbatch.scheduler.token_budget import BudgetRules
@@ -38,11 +39,14 @@ class SequenceRecord:
     admitted_step: Int32  # of its first admission
     preempted_step: Int32  # of its latest preemption
     passed: Bool  # over, before it was admitted
+    guest: Bool  # see `llmbatch.scheduler.guests`
     end: Int32  # of the order, that it was admitted from: an `End`
     ended: Bool  # in the step being committed
     admission: Int64  # number of its latest admission
     weight: Float64  # KV tokens it holds on average, as p + d / 2
     remaining_tokens: Float64  # that it was expected to generate when last asked
+    ends_at: Float64  # tokens, prompt and answer, that it was expected to have in the end when last asked
+    due: Float64  # seconds on the scheduler's clock by which a guest's first token is wanted
 
 
 class SequenceCounts:
@@ -50,6 +54,7 @@ class SequenceCounts:
 
     free: Int64
     decoding: Int64
+    riding: Int64  # of those that decode, the first ones, which the step computes
     prefilling: Int64
     preempted: Int64
     admissions: Int64
@@ -66,7 +71,7 @@ class SequenceTable(NamedTuple):
     slots: Records[SequenceRecord]  # [capacity]
     free: NDArray[np.int32]  # a stack
     decoding: NDArray[np.int32]
-    prefilling: NDArray[np.int32]  # in order of admission
+    prefilling: NDArray[np.int32]  # guests first; others in order of admission
     preempted: NDArray[np.int32]  # in order of preemption: the first is the first to come back
     counts: Records[SequenceCounts]  # [1]
     held: NDArray[np.float64]  # [2] by end: expected KV tokens
@@ -96,6 +101,14 @@ class SequenceTable(NamedTuple):
         new.held[:] = self.held
         return new
 
+    def renumbered(self, numbers: NDArray[np.int32]) -> SequenceTable:
+        """Return the sequences under other `numbers`, int32 by their old request; of those here, none is -1."""
+        slots = self.slots.copy()
+        used = slots["request"] >= 0
+        slots["request"][used] = numbers[slots["request"][used]]
+        assert (slots["request"][used] >= 0).all(), "a sequence that runs has no number in the new shard"
+        return self._replace(slots=slots)
+
     @property
     def running(self) -> NDArray[np.int32]:
         """Slots that hold pages: those that decode, then those that prefill."""
@@ -121,7 +134,11 @@ class StepTotals:
     compute_end_tokens: Int64  # of the budget, taken by sequences of this end
     memory_end_tokens: Int64
     preempted: Int64  # sequences
+    preemptions_before: Int64  # the step
+    guests: Int64  # that prefill and have a chunk
+    job_budget: Int64  # tokens that prefills may take where the job has what guests have left
     begun: Bool  # the step is being decided
+    served: Bool  # guests have what they get
     open: Bool  # all that prefill got a chunk
     pair_price: Float64  # tokens of the budget that a query-key pair takes
     sample_price: Float64  # and one token sampled
@@ -197,15 +214,39 @@ class SchedulerState(NamedTuple):
     prompts: NDArray[np.int32]  # by request: tokens
     limits: Limits
     rates: Rates
-    remaining: Records[RemainingWork]  # [1]
+    remaining: Records[RemainingWork]  # [1] of the job
     steering: Steering
+    guests: GuestQueue
+    latency: LatencyRules
+
+
+def check_lists(state: SchedulerState) -> None:
+    """Verify that sequences, forecast and pages agree; raises AssertionError."""
+    run, pages, counts = state.run, state.pages, state.run.counts[0]
+    admitted = np.concatenate((run.running, run.waiting))
+    assert len(np.unique(admitted)) == len(admitted), "a slot stands in two places"
+    assert int(state.peak.size[0]) == len(run.running), "the forecast counts other sequences than those that run"
+    for slot in run.running.tolist():
+        record, held = run.slots[slot], int(pages.held[slot]) * pages.page_size
+        assert pages.request[slot] == record.request, "pages belong to another request"
+        assert held >= record.computed, "tokens are computed that have no page"
+        assert record.computed < record.known, "a sequence has nothing to compute"
+        assert pages.windows.begins_at(slot, record.computed), "a window is not where its sequence is"
+    for slot in run.waiting:
+        assert pages.request[slot] < 0, "a preempted slot holds pages"
+    guest = run.slots["guest"]
+    prefilling = guest[run.prefilling[: counts.prefilling]]
+    assert (prefilling == np.sort(prefilling)[::-1]).all(), "a row of the job stands before a guest"
+    assert state.guests.counts[0].running == np.count_nonzero(guest[admitted]), "guests are miscounted"
+    free = run.slots["request"] < 0
+    assert np.count_nonzero(free) + len(admitted) == len(run.slots), "a slot is lost"
 
 
 @compiled
 def is_done(state: SchedulerState) -> bool:
     """Tell whether nothing runs and nothing waits."""
     counts = state.run.counts[0]
-    waits = not is_empty(state.queue) or state.passed.size[0] > 0
+    waits = not is_empty(state.queue) or state.passed.size[0] > 0 or state.guests.counts[0].waiting > 0
     return not waits and counts.decoding + counts.prefilling + counts.preempted == 0
 
 
@@ -230,9 +271,12 @@ def take_slot(
     record.preempted_step = -1
     record.end = end
     record.passed = passed
+    record.guest = False
     record.ended = False
     record.weight = weight
     record.remaining_tokens = remaining
+    record.ends_at = prompt + remaining
+    record.due = np.inf
     run.held[end] += weight
     if passed:
         counts.passed_tokens += weight
@@ -256,6 +300,10 @@ def stop_running(run: SequenceTable, slot: int) -> None:
     """Take a slot out of those that decode or prefill."""
     counts = run.counts[0]
     before = counts.decoding
+    for i in range(counts.riding):
+        if run.decoding[i] == slot:
+            counts.riding -= 1
+            break
     counts.decoding = _remove(run.decoding, before, slot)
     if counts.decoding == before:
         counts.prefilling = _remove(run.prefilling, counts.prefilling, slot)

@@ -150,4 +150,11 @@ def prices(rules: BudgetRules) -> tuple[float, float, float]:
         return 0.0, 0.0, 0.0
     rates = rules.rates
     free = 0.0 if rates.weights_share_memory else rates.weight_seconds / rates.seconds_per_token
-    return rates.seconds_per_pair / rates.seconds_per_token, rates.seconds_per_sample / rates.seconds_per_token, free
+    pair, sample = prices_of(rates)
+    return pair, sample, free
+
+
+@compiled
+def prices_of(rates: Rates) -> tuple[float, float]:
+    """Return the tokens that take as long as a pair of query and key, and as a sampled token."""
+    return rates.seconds_per_pair / rates.seconds_per_token, rates.seconds_per_sample / rates.seconds_per_token

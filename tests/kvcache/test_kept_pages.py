@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from llmbatch.engine.simulated import SimulatedEngine
 from llmbatch.kvcache.contents import Prompts
 from llmbatch.kvcache.page_trie import PageTrie
+from llmbatch.planning.equal_prompts import EqualPrompts
 from llmbatch.planning.prefix_tree import PrefixTree
 from llmbatch.scheduler.admission_order import Blend, Ends, FromFront
-from llmbatch.scheduler.equal_prompts import EqualPrompts
 from llmbatch.scheduler.output import FinishReason, Step
 from llmbatch.scheduler.scheduler import FinishedSequences, QueueUpdate, Scheduler
 from llmbatch.scheduler.token_budget import FixedBudget

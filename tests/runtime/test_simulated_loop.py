@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from llmbatch.engine.simulated import Clock, SimulatedEngine, step_seconds
+from llmbatch.engine.simulated import Clock, SimulatedEngine
 from llmbatch.perf_model.cost import CostModel, Law, Overlap, find_shape
 from llmbatch.perf_model.hardware import find_hardware
+from llmbatch.perf_model.step_bound import step_seconds
 from llmbatch.runtime.simulated_loop import SimulatedLoop
 from llmbatch.runtime.step_loop import SerialLoop, TokenDropper
 from llmbatch.scheduler.admission_order import Blend, FromFront
@@ -81,7 +82,8 @@ def test_the_clock_charges_what_the_cost_model_says(law: Law, exponent: float) -
     cost = CostModel(find_shape("llama-3-8b"), device, law=law, overlap=Overlap(exponent))
     for tokens, pairs, read in ((1, 0, 1), (700, 90_000, 400_000), (64, 2080, 0), (512, 10, 10_000)):
         expected = cost.step_time(tokens, float(pairs), float(read), 3)
-        assert step_seconds(Clock.of(cost), tokens, pairs, read, 3) == pytest.approx(expected)
+        rates, overlap = Clock.of(cost)
+        assert step_seconds(rates, overlap, tokens, 3, pairs, read) == pytest.approx(expected)
 
 
 def test_rates_are_those_of_the_cost_model() -> None:

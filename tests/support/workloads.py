@@ -13,9 +13,9 @@ from llmbatch.kvcache.page_trie import PageTrie
 from llmbatch.perf_model.cost import CostModel, find_shape
 from llmbatch.perf_model.hardware import find_hardware
 from llmbatch.perf_model.work import Rates
+from llmbatch.planning.equal_prompts import EqualPrompts
 from llmbatch.planning.lengths import Expected
 from llmbatch.planning.prefix_tree import PrefixTree
-from llmbatch.scheduler.equal_prompts import EqualPrompts
 
 
 @dataclass(frozen=True)

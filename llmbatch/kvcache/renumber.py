@@ -1,13 +1,12 @@
-"""Sequences that run, and pages that are kept, carried over from one shard to the next.
+"""Pages of sequences that run, and pages that are kept, carried over from one shard to the next.
 
 The pages of a shard are numbered by its prefix tree (`llmbatch.kvcache.page_trie`), so when other rows join, those that
 run are sorted among them and everything is numbered anew. A sequence keeps its slot, its pages and their KV; what
 changes is which of its pages others may share: those on its path in the new trie. A page of the trie that two sequences
 hold is on both paths, because both are rows of the new shard. A page that nobody uses keeps its name
 (`llmbatch.kvcache.contents`): those that new rows begin with are found before the new trie is made, get numbers in it,
-and with them the worth that the new plan gives them. What is predicted of a sequence counts the pages that are its own
-(`llmbatch.scheduler.kv_forecast`), so it changes with them; when it ends does not. The work is a step for each page of
-the pool, each page of a path, and each token of what is looked up.
+and with them the worth that the new plan gives them. The work is a step for each page of the pool, each page of a path,
+and each token of what is looked up.
 """
 
 from __future__ import annotations
@@ -22,27 +21,6 @@ from llmbatch.kvcache.page_pool import LOOSE, PagePool, path_of
 from llmbatch.kvcache.page_trie import PageTrie
 from llmbatch.kvcache.page_worth import is_planned, remove, revalue
 from llmbatch.kvcache.windows import tail_begin, value_window_page
-from llmbatch.scheduler.kv_forecast import KVForecast
-from llmbatch.scheduler.state import SequenceTable
-
-
-def carry_running(run: SequenceTable, numbers: NDArray[np.int32]) -> SequenceTable:
-    """Return the sequences under other `numbers`, int32 by their old request; of those that run, none is -1."""
-    slots = run.slots.copy()
-    used = slots["request"] >= 0
-    slots["request"][used] = numbers[slots["request"][used]]
-    assert (slots["request"][used] >= 0).all(), "a sequence that runs has no number in the new shard"
-    return run._replace(slots=slots)
-
-
-def carry_peak(
-    peak: KVForecast, run: SequenceTable, pages: PagePool, numbers: NDArray[np.int32], trie: PageTrie
-) -> KVForecast:
-    """Predict the peak of sequences `run` over `pages`, both as they were, once `trie` tells what they share."""
-    requests = run.slots["request"][peak.slots[: peak.size[0]]]
-    bases = peak.bases.copy()
-    bases[: len(requests)] += (pages.depth[requests] - trie.depth[numbers[requests]]) * pages.page_size
-    return peak._replace(bases=bases)
 
 
 def find_pages(

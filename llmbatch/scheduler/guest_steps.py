@@ -1,0 +1,269 @@
+"""What a step does for guests: their prompts come first, and decodes of the job that would make it too long sit out.
+
+Who decodes. Every guest. Of the job as many, in the order in which they began, as read the share of the step that the
+work left gives to reading (`llmbatch.perf_model.step_bound`): without that split decodes would take all of the step,
+and leave compute idle. The others keep their pages, and go on in a later step. Where the step before left more than
+half of its budget to nobody, no prompt of the job can enter now, and decodes may take the rest.
+
+While a guest's prompt waits, decodes take its compute. One that reads much for the little that it computes hides
+behind the prompt's products; so only decodes ride along that read for more than `_READS` times the seconds that they
+compute. OOCO (Algorithm 2) fills a step with the shortest instead: most rows, and the least compute left for prompts.
+Where parts run in turn nothing hides, and none rides.
+
+Prompts. The most urgent guest gets a chunk first, whether it has begun or waits (`llmbatch.scheduler.guests.urgency`).
+It may take what a step of the bounded length computes, and rows of the job give their pages back for it. A row that is
+preempted so loses the pages that are needed and no others, its last ones first, and rows that were preempted lose all
+that is left before another one is: this is what BROS's two-ended blocks and checkpoints are for (section 5.2), by whole
+pages and without copies to the host.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+
+from llmbatch.compilation.decorators import compiled
+from llmbatch.kvcache.allocation import admit_pages
+from llmbatch.kvcache.page_pool import room_for
+from llmbatch.perf_model.step_bound import WorkLeft, reads_within, tokens_within
+from llmbatch.perf_model.work import chunk_reads, sees_all
+from llmbatch.scheduler.admission_order import COMPUTE_END
+from llmbatch.scheduler.chunks import give_chunk, note_found
+from llmbatch.scheduler.commit import preempt
+from llmbatch.scheduler.guests import most_urgent, note_held, take_waiting, urgency, urgency_begun
+from llmbatch.scheduler.room import foresee
+from llmbatch.scheduler.state import SchedulerState, stop_waiting, take_slot
+from llmbatch.scheduler.victims import job_victim
+
+_READS: Final = 4.0
+_UNUSED: Final = 0.5  # of the budget of a step
+
+
+@compiled
+def step_bound(state: SchedulerState) -> float:
+    """Compute the seconds that a step may be predicted to take, infinite where it may take any."""
+    return state.latency.step_seconds / state.guests.counts[0].correction
+
+
+@compiled
+def choose_decodes(state: SchedulerState, prompts_wait: bool) -> None:
+    """Put the decodes that the step computes before those that sit out."""
+    run, rates, latency = state.run, state.rates, state.latency
+    counts, totals = run.counts[0], state.chunks.totals[0]
+    counts.riding = counts.decoding
+    if not np.isfinite(latency.step_seconds):
+        return
+    seconds, unbounded = step_bound(state), sees_all(rates.reach)
+    left, guests = state.remaining[0], state.guests.counts[0]
+    work = WorkLeft(
+        max(left.compute_seconds, 0.0), max(left.memory_seconds, 0.0), guests.compute_rate, guests.memory_rate
+    )
+    most = reads_within(rates, latency.exponent, seconds, work)
+    if totals.tokens < _UNUSED * totals.budget and not prompts_wait:
+        most = np.inf
+    read, riding, sitting = 0.0, 0, 0
+    kept, out = np.empty(counts.decoding, np.int32), np.empty(counts.decoding, np.int32)
+    for turn in range(2):  # guests, then the others
+        for i in range(counts.decoding):
+            slot = run.decoding[i]
+            record = run.slots[slot]
+            if record.guest != (turn == 0):
+                continue
+            reads = chunk_reads(rates.reach, unbounded, record.known - 1.0, 1.0)
+            rides = record.guest or (
+                read + reads <= most
+                and not (prompts_wait and not _hides(state, reads))
+                and riding < tokens_within(rates, latency.exponent, seconds, riding + 1, read + reads)
+            )
+            if rides:
+                kept[riding] = slot
+                riding += 1
+                read += reads
+            else:
+                out[sitting] = slot
+                sitting += 1
+    run.decoding[:riding] = kept[:riding]
+    run.decoding[riding : riding + sitting] = out[:sitting]
+    counts.riding = riding
+
+
+@compiled
+def _hides(state: SchedulerState, reads: float) -> bool:
+    """Tell whether a decode that reads so many tokens of KV hides behind the products of a prompt."""
+    rates = state.rates
+    takes = rates.seconds_per_token + rates.seconds_per_sample
+    return bool(state.latency.exponent > 1.0 and reads * rates.seconds_per_kv_token > _READS * takes)
+
+
+@compiled
+def guest_prompts_wait(state: SchedulerState) -> bool:
+    """Tell whether a guest waits for its first token, or for being computed again."""
+    run, guests = state.run, state.guests.counts[0]
+    if guests.waiting > 0:
+        return True
+    return bool(guests.running > 0 and run.counts[0].prefilling > 0 and run.slots[run.prefilling[0]].guest)
+
+
+@compiled
+def count_guests(state: SchedulerState) -> None:
+    """Take note of what guests hold."""
+    run, pages = state.run, state.pages
+    counts, held = run.counts[0], 0
+    if state.guests.counts[0].running > 0:
+        for i in range(counts.decoding):
+            if run.slots[run.decoding[i]].guest:
+                held += pages.held[run.decoding[i]]
+        for i in range(counts.prefilling):
+            if run.slots[run.prefilling[i]].guest:
+                held += pages.held[run.prefilling[i]]
+    note_held(state.guests, float(held * pages.page_size))
+
+
+@compiled
+def prefill_guests(state: SchedulerState, now: float) -> bool:
+    """Give guests the chunks of their prompts, the most urgent first. False when slots must be added: call again."""
+    run, guests, totals = state.run, state.guests, state.chunks.totals[0]
+    counts = run.counts[0]
+    if guests.counts[0].waiting + guests.counts[0].running == 0:
+        return True
+    _return_preempted(state, now)
+    if totals.guests == 0:
+        _sort_prefilling(state)
+    while totals.tokens < totals.budget:
+        place, rank = most_urgent(guests, state.prompts, state.rates)
+        at = totals.guests
+        begun = at < counts.prefilling and run.slots[run.prefilling[at]].guest
+        if place >= 0 and not (begun and _rank(state, run.prefilling[at]) <= rank):
+            if not _make_way_in(state, guests.requests[place], now):
+                if not begun:
+                    break
+            elif counts.free == 0:
+                return False
+            else:
+                _begin_guest(state, place, at, now)
+                begun = True
+        if not begun:
+            break
+        slot = run.prefilling[at]
+        record = run.slots[slot]
+        _make_room(state, -(-record.known // state.pages.page_size) + 1 - state.pages.held[slot], now)
+        if not give_chunk(state, slot):
+            break
+        totals.guests += 1
+    return True
+
+
+@compiled
+def all_guests_have_chunks(state: SchedulerState) -> bool:
+    """Tell whether no guest waits for a chunk, so that rows of the job may have what is left."""
+    run, at = state.run, state.chunks.totals[0].guests
+    begun = at < run.counts[0].prefilling and run.slots[run.prefilling[at]].guest
+    return bool(state.guests.counts[0].waiting == 0 and not begun)
+
+
+@compiled
+def _rank(state: SchedulerState, slot: int) -> float:
+    record = state.run.slots[slot]
+    if record.known > record.prompt:
+        return urgency_begun()
+    start = record.computed
+    return urgency(state.rates, state.guests.counts[0].clock, record.due, float(start), record.known - start)
+
+
+@compiled
+def _sort_prefilling(state: SchedulerState) -> None:
+    """Sort the guests that prefill, which stand before all others, by urgency."""
+    run = state.run
+    for i in range(1, run.counts[0].prefilling):
+        slot = run.prefilling[i]
+        if not run.slots[slot].guest:
+            return
+        rank, at = _rank(state, slot), i
+        while at > 0 and _rank(state, run.prefilling[at - 1]) > rank:
+            run.prefilling[at] = run.prefilling[at - 1]
+            at -= 1
+        run.prefilling[at] = slot
+
+
+@compiled
+def _make_way_in(state: SchedulerState, request: int, now: float) -> bool:
+    """Make way for a guest that is to be admitted; whether it may be."""
+    run, pages = state.run, state.pages
+    counts = run.counts[0]
+    while counts.decoding + counts.prefilling >= state.limits.most_running:
+        victim = job_victim(state)
+        if victim < 0:
+            return False
+        preempt(state, victim, now)
+    if counts.decoding + counts.prefilling == 0:
+        return True
+    needed = -(-state.prompts[request] // pages.page_size) + 1
+    for i in range(counts.decoding + counts.prefilling):
+        slot = run.decoding[i] if i < counts.decoding else run.prefilling[i - counts.decoding]
+        if not run.slots[slot].guest:
+            needed -= pages.held[slot]  # it would give them back
+    return bool(needed <= room_for(pages))
+
+
+@compiled
+def _make_room(state: SchedulerState, pages: int, now: float) -> None:
+    """Have rows of the job give pages back until there is room for so many, or no row is left."""
+    while room_for(state.pages) < pages:
+        victim = job_victim(state)
+        if victim < 0:
+            return
+        preempt(state, victim, now)
+
+
+@compiled
+def _begin_guest(state: SchedulerState, place: int, at: int, now: float) -> None:
+    """Admit the guest that waits at a place; it prefills as number `at` of all. There must be a slot."""
+    guests = state.guests
+    request, due, expected = guests.requests[place], guests.due[place], guests.expected[place]
+    take_waiting(guests, place)
+    slot = take_slot(state.run, request, state.prompts[request], COMPUTE_END, False, 0.0, expected)
+    record = state.run.slots[slot]
+    record.admitted_step = int(now)
+    record.guest = True
+    record.due = due
+    guests.counts[0].running += 1
+    _enter_at(state, slot, at, now)
+
+
+@compiled
+def _return_preempted(state: SchedulerState, now: float) -> None:
+    """Let guests that were preempted come back, while there is room for what they have."""
+    run, counts = state.run, state.run.counts[0]
+    at = 0
+    while at < counts.preempted:
+        slot = run.preempted[at]
+        record = run.slots[slot]
+        if record.guest and _make_way_in_again(state, record.known, now):
+            stop_waiting(run, slot)
+            _enter_at(state, slot, 0, now)
+        else:
+            at += 1
+
+
+@compiled
+def _make_way_in_again(state: SchedulerState, known: int, now: float) -> bool:
+    needed = known // state.pages.page_size + 2
+    _make_room(state, needed, now)
+    return bool(room_for(state.pages) >= needed)
+
+
+@compiled
+def _enter_at(state: SchedulerState, slot: int, at: int, now: float) -> None:
+    """Let a guest that has a slot prefill as number `at` of all, with the pages of its tokens that are there."""
+    run, pages = state.run, state.pages
+    counts, record = run.counts[0], run.slots[slot]
+    target = record.known if record.known == record.prompt else record.known - 1
+    note_found(record, admit_pages(pages, slot, record.request, target), state.chunks.totals[0])
+    record.admission = counts.admissions
+    counts.admissions += 1
+    for i in range(counts.prefilling, at, -1):
+        run.prefilling[i] = run.prefilling[i - 1]
+    run.prefilling[at] = slot
+    counts.prefilling += 1
+    foresee(state, slot, record, now)

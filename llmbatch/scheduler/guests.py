@@ -1,0 +1,215 @@
+"""Guests that wait, how urgent each is, and what guests take of the machine and of its memory.
+
+A guest is a request that arrives while the job runs, and whose first token somebody waits for, `due` by some time. Its
+urgency is its slack: the seconds until then, less those that the rest of its prompt takes. Least slack comes first.
+What can no longer be in time comes last, by the time that it was due: BROS (Algorithm 1) serves it all the same, and
+past saturation one late prompt makes the next one late, until hardly any is in time. Scheduling what can still be in
+time before what cannot is an old remedy for overload (Locke, 1986).
+
+What guests take is learnt from those that were here: the seconds of compute and of KV reads in each second, forgotten
+within a minute or so, and the most KV that they held in each second of the last ten minutes. What they held in all but
+one of a hundred of these seconds is kept free of the job (`reserve`): a guest that must preempt a row of the job first
+makes it compute tokens twice.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmbatch.compilation.decorators import compiled
+from llmbatch.compilation.records import Float64, Int64, Records, records
+from llmbatch.compilation.references import by_reference
+from llmbatch.perf_model.work import Rates, compute_seconds, memory_seconds, pairs_of
+
+_HISTORY: Final = 600  # seconds
+_ABOVE: Final = 0.01  # of these, in which guests may hold more than is reserved
+_FORGET: Final = 1.0 / 60.0  # of the rate of work, each second
+_LATE: Final = 1e15  # urgency of what is late, beside its due time in seconds
+_AT_ONCE: Final = -1e18  # urgency of an answer that was begun
+_CORRECTED: Final = 0.05  # of the ratio of measured to predicted seconds, by each step
+
+
+@dataclass(frozen=True, slots=True)
+class Latency:
+    """How long steps may take: guests that decode get a token in each."""
+
+    step_seconds: float  # the most; infinite: as the job alone would have it
+    exponent: float  # how compute and memory of a step overlap, see `llmbatch.perf_model.cost.Overlap`
+
+
+@dataclass(frozen=True, slots=True)
+class Arrivals:
+    """Guests that arrive together, one entry each. Their requests are in no tree of the shard."""
+
+    requests: NDArray[np.int32]
+    prompts: NDArray[np.int32]  # tokens
+    due: NDArray[np.float64]  # seconds on the clock of `decide`, by which the first token is wanted; infinite: by none
+    expected: NDArray[np.float64]  # tokens of the answer
+
+
+@by_reference
+class LatencyRules(NamedTuple):
+    """A `Latency` as compiled code sees it."""
+
+    step_seconds: float
+    exponent: float
+
+
+NO_LATENCY: Final = LatencyRules(np.inf, 1.0)
+
+
+class GuestCounts:
+    """What is counted of guests, and of time."""
+
+    clock: Float64  # seconds, when the step is decided
+    waiting: Int64
+    running: Int64  # slots of guests, preempted ones among them
+    compute: Float64  # seconds of guests' work since `noted`
+    memory: Float64
+    compute_rate: Float64  # seconds of their work in each second, lately
+    memory_rate: Float64
+    noted: Float64  # the clock when history was last written
+    seconds: Int64  # of history, ever written
+    held: Float64  # KV tokens that guests held at most since `noted`
+    reserve: Float64  # KV tokens that are kept free for guests, those that they hold among them
+    holds: Float64  # KV tokens that they hold now
+    correction: Float64  # measured over predicted seconds of the latest steps, at least 1
+
+
+@by_reference
+class GuestQueue(NamedTuple):
+    """Guests that wait to be admitted, in the order of their arrival."""
+
+    requests: NDArray[np.int32]
+    due: NDArray[np.float64]
+    expected: NDArray[np.float64]
+    history: NDArray[np.float64]  # [seconds] the most KV tokens that guests held, in a circle
+    counts: Records[GuestCounts]  # [1]
+
+    @classmethod
+    def empty(cls, capacity: int = 64) -> GuestQueue:
+        """Make room for guests, none of them there."""
+        counts = records(GuestCounts)
+        counts[0].correction = 1.0
+        return cls(np.empty(capacity, np.int32), np.empty(capacity), np.empty(capacity), np.zeros(_HISTORY), counts)
+
+    def with_arrivals(self, arrivals: Arrivals) -> GuestQueue:
+        """Return the same, grown if need be, with guests more."""
+        first, count = int(self.counts[0].waiting), len(arrivals.requests)
+        queue, room = self, len(self.requests)
+        if first + count > room:
+            more = max(room, first + count - room)
+            queue = self._replace(
+                requests=np.pad(self.requests, (0, more)),
+                due=np.pad(self.due, (0, more)),
+                expected=np.pad(self.expected, (0, more)),
+            )
+        places = slice(first, first + count)
+        queue.requests[places] = arrivals.requests
+        queue.due[places], queue.expected[places] = arrivals.due, arrivals.expected
+        queue.counts[0].waiting += count
+        return queue
+
+    @property
+    def waiting(self) -> NDArray[np.int32]:
+        """Requests that wait, in the order of their arrival."""
+        return self.requests[: self.counts[0].waiting]
+
+    def renumber(self, numbers: NDArray[np.int32]) -> None:
+        """Give the guests that wait other `numbers`, int32 by their request."""
+        self.waiting[:] = numbers[self.waiting]
+
+    def dismiss(self, requests: NDArray[np.int32]) -> NDArray[np.int32]:
+        """Take requests out of those that wait; returns those that were there."""
+        waiting = self.waiting.copy()
+        gone = np.isin(waiting, requests)
+        kept = np.flatnonzero(~gone)
+        for column in (self.requests, self.due, self.expected):
+            column[: len(kept)] = column[kept]
+        self.counts[0].waiting = len(kept)
+        return waiting[gone]
+
+
+@compiled
+def take_waiting(guests: GuestQueue, place: int) -> None:
+    """Take the guest at a place out of those that wait."""
+    guests.counts[0].waiting -= 1
+    for i in range(place, guests.counts[0].waiting):
+        guests.requests[i] = guests.requests[i + 1]
+        guests.due[i] = guests.due[i + 1]
+        guests.expected[i] = guests.expected[i + 1]
+
+
+@compiled
+def urgency(rates: Rates, clock: float, due: float, start: float, tokens: int) -> float:
+    """Rank a guest whose `tokens` after `start` others are to be computed before its first token: least comes first."""
+    seconds = compute_seconds(rates, tokens, 1, pairs_of(rates.reach, start, tokens))
+    slack: float = due - clock - seconds
+    return slack if slack >= 0.0 else _LATE + due
+
+
+@compiled
+def urgency_begun() -> float:
+    """Rank a guest that has tokens already, and was preempted: it comes before all whose first token is wanted."""
+    return _AT_ONCE
+
+
+@compiled
+def most_urgent(guests: GuestQueue, prompts: NDArray[np.int32], rates: Rates) -> tuple[int, float]:
+    """Find the place of the most urgent guest that waits, and its rank; -1 where none does."""
+    clock, best, least = guests.counts[0].clock, -1, np.inf
+    for i in range(guests.counts[0].waiting):
+        rank = urgency(rates, clock, guests.due[i], 0.0, prompts[guests.requests[i]])
+        if best < 0 or rank < least:
+            best, least = i, rank
+    return best, least
+
+
+@compiled
+def note_guest_work(guests: GuestQueue, rates: Rates, tokens: int, samples: int, pairs: float, read: float) -> None:
+    """Take note of what guests computed and read in a step."""
+    counts = guests.counts[0]
+    counts.compute += compute_seconds(rates, tokens, samples, pairs)
+    counts.memory += memory_seconds(rates, read)
+
+
+@compiled
+def note_held(guests: GuestQueue, tokens: float) -> None:
+    """Take note of the KV tokens that guests hold; once a second, learn from them what is kept free."""
+    counts = guests.counts[0]
+    counts.holds = tokens
+    counts.held = max(counts.held, tokens)
+    passed = counts.clock - counts.noted
+    if passed < 1.0:
+        return
+    counts.noted = counts.clock
+    kept = (1.0 - _FORGET) ** passed
+    counts.compute_rate = kept * counts.compute_rate + (1.0 - kept) * counts.compute / passed
+    counts.memory_rate = kept * counts.memory_rate + (1.0 - kept) * counts.memory / passed
+    counts.compute = counts.memory = 0.0
+    for _ in range(int(min(passed, float(len(guests.history))))):
+        guests.history[counts.seconds % len(guests.history)] = counts.held
+        counts.seconds += 1
+    counts.held = tokens
+    seen = np.sort(guests.history[: min(counts.seconds, len(guests.history))])
+    counts.reserve = seen[len(seen) - 1 - int(_ABOVE * len(seen))]
+
+
+@compiled
+def kept_free(guests: GuestQueue) -> float:
+    """Compute the KV tokens that the job leaves alone for guests that are not here now."""
+    counts = guests.counts[0]
+    free: float = max(0.0, counts.reserve - counts.holds)
+    return free
+
+
+def note_seconds(guests: GuestQueue, predicted: float, measured: float) -> None:
+    """Correct predictions by what a step took: steps that take longer than was predicted become shorter."""
+    if predicted > 0.0:
+        counts = guests.counts[0]
+        ratio = min(max(measured / predicted, 0.5), 2.0)
+        counts.correction = max(1.0, counts.correction + _CORRECTED * (ratio - counts.correction))

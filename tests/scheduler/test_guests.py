@@ -1,0 +1,291 @@
+"""Guests in the scheduler: they come first, steps keep to their bound, and the job loses nothing."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from llmbatch.engine.simulated import SimulatedEngine
+from llmbatch.kvcache.page_trie import PageTrie
+from llmbatch.perf_model.step_bound import step_seconds
+from llmbatch.scheduler.admission_order import Blend, Ends, FromFront
+from llmbatch.scheduler.guests import Arrivals, Latency
+from llmbatch.scheduler.output import FinishReason, Step
+from llmbatch.scheduler.scheduler import QueueUpdate, Scheduler
+from llmbatch.scheduler.token_budget import Budget, ClosedLoopBudget, FixedBudget
+from tests.support.workloads import COST, RATES, Believed, Workload, common, workloads
+
+EXPONENT = 4.0
+BUDGETS: list[Budget] = [FixedBudget(7), FixedBudget(64), ClosedLoopBudget(RATES)]
+ENDS: list[Ends] = [FromFront(), Blend(0.1, 0.2, 8)]
+BOUNDS = [np.inf, 0.2, 0.03, 0.006]  # seconds; the last is that of the weights and one token
+
+
+def job_of(load: Workload, guests: int) -> Workload:
+    """The rows that are no guests."""
+    count = len(load.prompts) - guests
+    return Workload(load.prompts[:count], load.lengths[:count], load.believed[:count])
+
+
+def scheduler_for(
+    load: Workload,
+    guests: int,
+    page_size: int,
+    num_pages: int,
+    *,
+    ends: Ends | None = None,
+    budget: Budget | None = None,
+    bound: float = np.inf,
+    max_running: int = 8,
+    work: tuple[float, float] = (1.0, 1.0),
+) -> Scheduler:
+    """A scheduler for all rows but the last ones, which are guests to come."""
+    job = job_of(load, guests)
+    rows = sorted(range(len(job.prompts)), key=job.prompts.__getitem__)
+    ordered = [job.prompts[row] for row in rows]
+    lcp = [common(a, b) for a, b in pairwise(ordered)]
+    lcp = [0, *lcp][: len(rows)]
+    trie = PageTrie.build(np.array(rows, np.int32), np.array(lcp, np.int32), page_size, len(load.prompts))
+    lengths = load.prompt_lengths.copy()
+    lengths[len(job.prompts) :] = 0
+    scheduler = Scheduler(
+        lengths,
+        num_pages=num_pages,
+        trie=trie,
+        lengths=Believed(load.believed),
+        rates=RATES,
+        max_running=max_running,
+    )
+    order = np.arange(len(job.prompts), dtype=np.int32)
+    update = QueueUpdate(order, load.believed, ends or FromFront(), budget or FixedBudget(64), *work)
+    scheduler.enqueue(update)
+    scheduler.bound(Latency(bound, EXPONENT))
+    return scheduler
+
+
+def arrive(scheduler: Scheduler, load: Workload, *guests: int, due: float = np.inf) -> None:
+    requests = np.array(guests, np.int32)
+    scheduler.arrive(
+        Arrivals(requests, load.prompt_lengths[requests], np.full(len(guests), due), load.believed[requests])
+    )
+
+
+class Run:
+    """Steps of a scheduler with guests, and what came of each request."""
+
+    def __init__(self, scheduler: Scheduler, load: Workload) -> None:
+        self.scheduler, self.load = scheduler, load
+        self.engine = SimulatedEngine(load.lengths, COST)
+        self.steps: list[Step] = []
+        self.seconds = 0.0
+        self.generated: dict[int, int] = {}
+        self.cached: dict[int, int] = {}
+        self.steps_of: dict[int, list[int]] = defaultdict(list)
+
+    def step(self) -> Step:
+        step = self.scheduler.decide(self.seconds)
+        self.scheduler.state.pages.check()
+        self.seconds += predicted(step)
+        finished = self.scheduler.commit(step, self.engine.execute(step))
+        self.scheduler.check()
+        for slot, request, tokens in zip(finished.slots, finished.requests, finished.generated, strict=True):
+            self.engine.pop_tokens(int(slot))
+            assert int(request) not in self.generated, "a request ends twice"
+            self.generated[int(request)] = int(tokens)
+        for request in step.requests.tolist():
+            self.steps_of[request].append(len(self.steps))
+        self.steps.append(step)
+        assert len(self.steps) < 100_000, "the job does not end"
+        return step
+
+    def to_end(self) -> None:
+        while not self.scheduler.done:
+            self.step()
+
+
+def predicted(step: Step) -> float:
+    reach = RATES.reach
+    work = step.num_tokens, int(step.samples.sum()), step.prefill_pairs(reach), step.read_tokens(reach)
+    return float(step_seconds(RATES, EXPONENT, *work))
+
+
+def least_pages(load: Workload, page_size: int) -> int:
+    return int((-(-(load.prompt_lengths + load.lengths) // page_size)).max())
+
+
+@given(
+    load=workloads(),
+    size=st.sampled_from([1, 3, 16]),
+    extra=st.integers(0, 30),
+    ends=st.sampled_from(ENDS),
+    budget=st.sampled_from(BUDGETS),
+    bound=st.sampled_from(BOUNDS),
+    share=st.floats(0, 1),
+    seed=st.integers(0, 1000),
+)
+@settings(max_examples=200, deadline=None)
+def test_every_row_and_every_guest_ends_once_with_all_its_tokens(
+    load: Workload, size: int, extra: int, ends: Ends, budget: Budget, bound: float, share: float, seed: int
+) -> None:
+    guests = int(share * len(load.prompts))
+    first = len(load.prompts) - guests
+    pages = least_pages(load, size) + extra
+    run = Run(scheduler_for(load, guests, size, pages, ends=ends, budget=budget, bound=bound), load)
+    rng = np.random.default_rng(seed)
+    to_come = list(range(first, len(load.prompts)))
+    while to_come or not run.scheduler.done:
+        while to_come and (run.scheduler.done or rng.random() < 0.2):
+            arrive(run.scheduler, load, to_come.pop(0), due=run.seconds + rng.choice([0.0, 0.1, np.inf]))
+        run.step()
+    assert run.generated == dict(enumerate(load.lengths.tolist()))
+
+
+@given(workloads(), st.sampled_from([3, 16]), st.sampled_from(BUDGETS), st.sampled_from(BOUNDS))
+@settings(max_examples=100, deadline=None)
+def test_a_guest_that_decodes_is_in_every_step_where_there_is_room(
+    load: Workload, size: int, budget: Budget, bound: float
+) -> None:
+    guests = len(load.prompts) // 2
+    run = Run(scheduler_for(load, guests, size, 10_000, budget=budget, bound=bound, max_running=100), load)
+    arrive(run.scheduler, load, *range(len(load.prompts) - guests, len(load.prompts)))
+    run.to_end()
+    for guest in range(len(load.prompts) - guests, len(load.prompts)):
+        steps = run.steps_of[guest][-int(load.lengths[guest]) :]
+        assert steps == list(range(steps[0], steps[0] + len(steps)))
+
+
+@given(workloads(), st.sampled_from([3, 16]), st.sampled_from(BUDGETS), st.sampled_from(BOUNDS[1:3]))
+@settings(max_examples=100, deadline=None)
+def test_a_step_takes_no_longer_than_its_bound_beyond_its_first_page(
+    load: Workload, size: int, budget: Budget, bound: float
+) -> None:
+    run = Run(scheduler_for(load, 0, size, 10_000, budget=budget, bound=bound, max_running=100), load)
+    run.to_end()
+    page = size * (RATES.seconds_per_token + 100 * RATES.seconds_per_pair)
+    assert max(map(predicted, run.steps)) <= bound + page
+
+
+def test_a_guest_gets_its_chunk_before_the_job_and_before_who_waits_longer() -> None:
+    load = Workload([[row] * 40 for row in range(4)], np.full(4, 2, np.int32), np.full(4, 2.0))
+    run = Run(scheduler_for(load, 1, 4, 1000, budget=FixedBudget(16)), load)
+    assert run.step().requests.tolist() == [0]
+    arrive(run.scheduler, load, 3)
+    assert [run.step().requests.tolist() for _ in range(2)] == [[3], [3]]
+    step = run.step()
+    assert step.requests.tolist() == [3, 0]
+    assert step.counts.tolist() == [8, 8]
+
+
+def test_the_least_slack_comes_first_and_what_is_late_comes_last() -> None:
+    load = Workload([[row] * 40 for row in range(4)], np.full(4, 2, np.int32), np.full(4, 2.0))
+    run = Run(scheduler_for(load, 3, 4, 1000, budget=FixedBudget(40)), load)
+    arrive(run.scheduler, load, 1, due=0.01)  # 40 tokens take .04 s
+    arrive(run.scheduler, load, 2, due=9.0)
+    arrive(run.scheduler, load, 3, due=0.2)
+    firsts = []
+    while not run.scheduler.done:
+        for request in run.step().requests.tolist():
+            if request not in firsts:
+                firsts.append(request)
+    assert firsts == [3, 2, 1, 0]
+
+
+def test_decodes_that_sit_out_keep_their_pages_and_go_on() -> None:
+    """Steps of .1 s read 10,000 tokens at most, and a hundred rows hold 300 each."""
+    count = 100
+    load = Workload([[row] * 300 for row in range(count)], np.full(count, 50, np.int32), np.full(count, 50.0))
+    run = Run(
+        scheduler_for(load, 0, 16, 4000, budget=FixedBudget(64), bound=0.1, max_running=200, work=(1e-9, 1e3)), load
+    )
+    run.to_end()
+    assert run.generated == dict.fromkeys(range(count), 50)
+    assert max(step.num_decodes for step in run.steps) < 40
+    assert run.scheduler.preemptions == 0
+    assert sum(int(step.counts[step.num_decodes :].sum()) for step in run.steps) == count * 300
+
+
+def test_while_a_prompt_waits_only_decodes_that_hide_behind_it_ride_along() -> None:
+    """A decode computes for 1 ms, and reads for 4 from 400 tokens on."""
+    prompts = [[row] * (1000 if row % 2 else 20) for row in range(10)] + [[99] * 500]
+    load = Workload(prompts, np.full(11, 200, np.int32), np.full(11, 200.0))
+    run = Run(scheduler_for(load, 1, 16, 4000, budget=FixedBudget(100_000), bound=0.2, max_running=20), load)
+    for _ in range(60):
+        run.step()
+    arrive(run.scheduler, load, 10)
+    step = run.step()
+    assert sorted(step.requests[: step.num_decodes].tolist()) == [1, 3, 5, 7, 9]
+    assert step.requests[step.num_decodes :].tolist() == [10]
+
+
+def test_the_job_gives_pages_back_for_a_guest_and_loses_no_more_than_these() -> None:
+    load = Workload([[row] * 64 for row in range(5)], np.full(5, 40, np.int32), np.full(5, 40.0))
+    run = Run(scheduler_for(load, 1, 16, 24, budget=FixedBudget(64)), load)
+    for _ in range(30):
+        run.step()
+    running = run.scheduler.state.run.counts[0].decoding
+    arrive(run.scheduler, load, 4)
+    assert run.step().requests[-1] == 4
+    run.to_end()
+    assert running == 3
+    assert run.generated == dict.fromkeys(range(5), 40)
+    assert sum(step.recomputed_tokens for step in run.steps) <= 5 * 16 + 3
+
+
+def test_what_guests_held_is_kept_free_of_the_job() -> None:
+    load = Workload([[row] * 64 for row in range(40)], np.full(40, 40, np.int32), np.full(40, 40.0))
+    run = Run(scheduler_for(load, 5, 16, 60, budget=FixedBudget(256), max_running=100), load)
+    for guest in range(35, 40):
+        arrive(run.scheduler, load, guest)
+        while guest not in run.generated:
+            run.seconds += 1.0
+            run.step()
+    guests = run.scheduler.state.guests.counts[0]
+    assert guests.running == 0
+    assert 64 <= guests.reserve <= 112
+    for _ in range(30):
+        run.step()
+    assert run.scheduler.state.pages.available * 16 >= guests.reserve
+
+
+def test_a_guest_that_waits_is_dismissed_and_one_that_runs_is_withdrawn() -> None:
+    load = Workload([[row] * 64 for row in range(3)], np.full(3, 40, np.int32), np.full(3, 40.0))
+    run = Run(scheduler_for(load, 2, 16, 100, budget=FixedBudget(16)), load)
+    arrive(run.scheduler, load, 1, 2)
+    run.step()
+    scheduler = run.scheduler
+    assert scheduler.dismiss(np.array([1, 2], np.int32)).tolist() == [2]
+    assert scheduler.withdraw(np.array([1, 2], np.int32), FinishReason.TIMEOUT).requests.tolist() == [1]
+    run.to_end()
+    assert run.generated == {0: 40}
+
+
+def test_guests_are_no_part_of_the_jobs_work() -> None:
+    load = Workload([[row] * 64 for row in range(2)], np.full(2, 4, np.int32), np.full(2, 4.0))
+    run = Run(scheduler_for(load, 1, 16, 100), load)
+    arrive(run.scheduler, load, 1)
+    left = run.scheduler.state.remaining[0].compute_seconds
+    assert run.step().requests.tolist() == [1]
+    assert run.scheduler.state.remaining[0].compute_seconds == left
+    assert run.scheduler.unfinished()[0].tolist() == []
+    assert run.scheduler.state.guests.counts[0].compute == pytest.approx(0.064 + 64 * 65 / 2 * 1e-6)
+
+
+def test_steps_that_take_longer_than_predicted_become_shorter() -> None:
+    load = Workload([[row] * 64 for row in range(40)], np.full(40, 4, np.int32), np.full(40, 4.0))
+    scheduler = scheduler_for(load, 0, 16, 1000, budget=FixedBudget(1000), bound=0.1, max_running=100)
+    engine = SimulatedEngine(load.lengths, COST)
+    tokens: list[int] = []
+    for _ in range(12):
+        step = scheduler.decide()
+        result = engine.execute(step)
+        slow: NDArray[np.uint8] = result.finished
+        for slot in scheduler.commit(step, type(result)(result.tokens, slow, seconds=2 * predicted(step))).slots:
+            engine.pop_tokens(int(slot))
+        tokens.append(step.num_tokens)
+    assert tokens[-1] < 0.8 * tokens[0]
