@@ -10,9 +10,9 @@ from typing import Annotated, Literal, TypedDict, get_args
 
 from llmbatch.arguments import finite, one_of, refusal, text, whole
 from llmbatch.choices import Keyword, Law
-from llmbatch.simulation.options import MIX_REQUESTS, PAGE_SIZE
+from llmbatch.simulation.options import MIX_REQUESTS, PAGE_SIZE, Knowledge
 
-OnlinePolicy = Literal["fcfs", "round-robin", "priority", "bros", "ooco"]
+OnlinePolicy = Literal["fcfs", "round-robin", "priority", "bros", "ooco", "slack"]
 ArrivalKind = Literal["trace", "poisson", "gamma"]
 _MOST = 1 << 30
 _COUNTS = ("requests", "step_tokens", "max_running", "outstanding", "page_size", "hash_block", "tensor_parallel")
@@ -37,6 +37,7 @@ class OnlineOptions:
     outstanding: int | None = None
     step_tokens: int = 2048
     max_running: int = 256
+    lengths: Knowledge = "sampled"
     model_shape: str = "llama-3-8b"
     hardware: str = "a100-80gb"
     kv_memory: float | None = None  # bytes
@@ -52,6 +53,7 @@ class OnlineOptions:
         one_of("policy", self.policy, get_args(OnlinePolicy))
         one_of("arrivals", self.arrivals, get_args(ArrivalKind))
         one_of("law", self.law, get_args(Law))
+        one_of("lengths", self.lengths, get_args(Knowledge))
         for name in _COUNTS:
             if getattr(self, name) is not None:
                 set_(self, name, whole(name, getattr(self, name), 1, _MOST))
@@ -109,7 +111,10 @@ class OnlineArgs(TypedDict, total=False):
     step_tokens: Annotated[
         int, Keyword("most tokens of a step of fcfs, round-robin and priority", _DEFAULT.step_tokens, metavar="N")
     ]
-    max_running: Annotated[int, Keyword("most sequences that run, but for bros", _DEFAULT.max_running, metavar="N")]
+    max_running: Annotated[
+        int, Keyword("most sequences that run, but for bros and slack", _DEFAULT.max_running, metavar="N")
+    ]
+    lengths: Annotated[Knowledge, Keyword("whether slack is told the lengths of the job's answers", _DEFAULT.lengths)]
     model_shape: Annotated[
         str, Keyword("a known shape, or a folder with a config.json", _DEFAULT.model_shape, metavar="M")
     ]

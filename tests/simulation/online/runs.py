@@ -10,7 +10,7 @@ from llmbatch.compilation.records import records
 from llmbatch.engine.simulated import Clock
 from llmbatch.perf_model.cost import SHAPES, CostModel, Overlap
 from llmbatch.perf_model.hardware import find_hardware
-from llmbatch.simulation.online.run_state import JOB, ONLINE, RunRules, RunState, TimedRequest
+from llmbatch.simulation.online.papers.run_state import JOB, ONLINE, RunRules, RunState, TimedRequest
 
 COST = CostModel(SHAPES["llama-3-8b"], find_hardware("a100-80gb"), law="bytes", overlap=Overlap(2.0))
 SIZE = 16  # tokens of a page

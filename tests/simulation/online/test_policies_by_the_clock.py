@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from llmbatch.simulation.online import bros, fcfs, ooco, priority, round_robin
-from llmbatch.simulation.online.clock import empty_log, execute, run_clock
 from llmbatch.simulation.online.options import OnlinePolicy
+from llmbatch.simulation.online.papers import bros, fcfs, ooco, priority, round_robin
+from llmbatch.simulation.online.papers.clock import empty_log, execute, run_clock
+from llmbatch.simulation.online.papers.run_state import JOB, ONLINE, RunState, arrive, give_last
 from llmbatch.simulation.online.policies import ReadyPolicy, find_policy
-from llmbatch.simulation.online.run_state import JOB, ONLINE, RunState, arrive, give_last
 from tests.simulation.online.runs import COST, random_rows, state_of, step_of
 
 POLICIES: tuple[OnlinePolicy, ...] = ("fcfs", "round-robin", "priority", "bros", "ooco")
@@ -224,7 +224,7 @@ def test_ooco_gates_what_saves_less_than_it_may_cost() -> None:
 
 def find_roofline() -> tuple[object, object]:
     from llmbatch.compilation.records import records
-    from llmbatch.simulation.online.roofline import fitted
+    from llmbatch.simulation.online.papers.roofline import fitted
 
     return fitted(COST).roofline, records(ooco.MixedBatch)
 

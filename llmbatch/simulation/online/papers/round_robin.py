@@ -9,8 +9,8 @@ that is lacking is taken from the lane's own last row (RR has no two-ended block
 from __future__ import annotations
 
 from llmbatch.compilation.decorators import compiled
-from llmbatch.simulation.online.fcfs import admit, go_on
-from llmbatch.simulation.online.run_state import JOB, ONLINE, RunState
+from llmbatch.simulation.online.papers.fcfs import admit, go_on
+from llmbatch.simulation.online.papers.run_state import JOB, ONLINE, RunState
 
 
 @compiled

@@ -10,8 +10,8 @@ that it does not give: here it is the cap on running sequences, and tables show 
 from __future__ import annotations
 
 from llmbatch.compilation.decorators import compiled
-from llmbatch.simulation.online.fcfs import admit, go_on, last_of
-from llmbatch.simulation.online.run_state import JOB, ONLINE, RunState, behind, front, give_all, pages_wanted
+from llmbatch.simulation.online.papers.fcfs import admit, go_on, last_of
+from llmbatch.simulation.online.papers.run_state import JOB, ONLINE, RunState, behind, front, give_all, pages_wanted
 
 
 @compiled

@@ -11,9 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmbatch.compilation.decorators import compiled
-from llmbatch.engine.simulated import step_seconds
 from llmbatch.errors import ParameterError
-from llmbatch.simulation.online.run_state import JOB, ONLINE, RunState, arrive, clear, next_arrival
+from llmbatch.perf_model.step_bound import step_seconds
+from llmbatch.simulation.online.papers.run_state import JOB, ONLINE, RunState, arrive, clear, next_arrival
 
 Decide = Callable[[RunState], None]  # takes rows for the next step; none where nothing can be done
 
@@ -80,7 +80,8 @@ def run_clock(state: RunState, decide: Decide, *, until: float = np.inf) -> NDAr
 def execute(state: RunState, log: NDArray[np.void], step: int) -> None:
     """Compute what was taken, write the step down, and let go who has ended."""
     load, totals, rows = state.load[0], state.totals[0], state.rows
-    seconds = step_seconds(state.clock, load.tokens, load.pairs, load.read, load.samples)
+    clock = state.clock
+    seconds = step_seconds(clock.rates, clock.exponent, load.tokens, load.samples, load.pairs, load.read)
     record = log[step]
     record.step = step
     record.begin_s = totals.now

@@ -32,9 +32,9 @@ from numpy.typing import NDArray
 
 from llmbatch.compilation.decorators import compiled
 from llmbatch.compilation.records import Bool, Float64, Int64, Records
-from llmbatch.simulation.online.fcfs import last_of
-from llmbatch.simulation.online.roofline import Roofline, attention_seconds, gemm_seconds, overhead
-from llmbatch.simulation.online.run_state import (
+from llmbatch.simulation.online.papers.fcfs import last_of
+from llmbatch.simulation.online.papers.roofline import Roofline, attention_seconds, gemm_seconds, overhead
+from llmbatch.simulation.online.papers.run_state import (
     JOB,
     ONLINE,
     RunState,

@@ -13,7 +13,7 @@ BROS's baseline is the same without chunks, which only makes it slower to answer
 from __future__ import annotations
 
 from llmbatch.compilation.decorators import compiled
-from llmbatch.simulation.online.run_state import (
+from llmbatch.simulation.online.papers.run_state import (
     JOB,
     RunState,
     behind,

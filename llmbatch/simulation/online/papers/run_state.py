@@ -22,7 +22,8 @@ from numpy.typing import NDArray
 from llmbatch.compilation.decorators import compiled
 from llmbatch.compilation.records import Bool, Float64, Int32, Int64, Records, records
 from llmbatch.compilation.references import by_reference
-from llmbatch.engine.simulated import Clock, step_seconds
+from llmbatch.engine.simulated import Clock
+from llmbatch.perf_model.step_bound import step_seconds
 from llmbatch.perf_model.work import chunk_reads, pairs_of, sees_all
 
 JOB: Final = 0  # lanes
@@ -236,7 +237,8 @@ def seconds_with(state: RunState, number: int, count: int) -> float:
     """Predict the seconds of the step with `count` tokens of one more row, as the clock counts them."""
     load = state.load[0]
     pairs, read, _, samples = _work(state, number, count)
-    return step_seconds(state.clock, load.tokens + count, load.pairs + pairs, load.read + read, load.samples + samples)
+    samples, pairs, read = load.samples + samples, load.pairs + pairs, load.read + read
+    return step_seconds(state.clock.rates, state.clock.exponent, load.tokens + count, samples, pairs, read)
 
 
 @compiled

@@ -1,0 +1,7 @@
+"""Renders the scheduling policies of papers, step by step against a clock.
+
+Must not import the library's own scheduler.
+Start reading at `run_state`, then at `fcfs`, the shortest policy.
+"""
+
+__all__ = ["bros", "fcfs", "ooco", "priority", "round_robin"]
