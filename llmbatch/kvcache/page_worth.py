@@ -60,14 +60,14 @@ class Worth(NamedTuple):
 @compiled
 def planned(users: int, number: int) -> int:
     """Return the worth of a page of the trie that so many requests are planned to use."""
-    return (users << _USERS) + (_NUMBERS - number)
+    return (int(users) << _USERS) + (_NUMBERS - int(number))
 
 
 @compiled
 def given_up(worth: Worth, users: int) -> int:
     """Return the worth of a page that is given up now, and that `users` requests are planned to use."""
     worth.counts[0].given_up += 1
-    return (users << _USERS) + worth.counts[0].given_up
+    return (int(users) << _USERS) + worth.counts[0].given_up
 
 
 @compiled

@@ -124,6 +124,8 @@ def decide_step(state: SchedulerState, now: float) -> bool:
     if totals.chunks == 0 and counts.riding == 0:
         # Nothing could go on: admit something, or let the newest give way until the oldest has a page.
         totals.budget = max(totals.budget, state.pages.page_size)
+        if counts.prefilling == 0 and not prefill_guests(state, now):
+            return False
         if counts.prefilling == 0 and not admit(state, now):
             return False
         unblock(state, now)
@@ -140,7 +142,8 @@ def _begin(state: SchedulerState, now: float) -> None:
     counts, totals = state.run.counts[0], state.chunks.totals[0]
     totals.preemptions_before = counts.preemptions
     count_guests(state)
-    choose_decodes(state, guest_prompts_wait(state))
+    prompts_wait = guest_prompts_wait(state)
+    choose_decodes(state, prompts_wait)
     kv_tokens = hold_decodes(state, now)
     decodes, work = counts.riding, state.remaining[0]
     totals.begun = True
@@ -158,7 +161,7 @@ def _begin(state: SchedulerState, now: float) -> None:
         most_of_job = min(most, most_of_job)
     totals.free_tokens = free_tokens - decodes
     taken = decodes + int(decodes * totals.sample_price)
-    totals.budget = max(0, most - taken)
+    totals.budget = max(state.pages.page_size if prompts_wait else 0, most - taken)
     totals.job_budget = max(0, most_of_job - taken)
 
 

@@ -55,10 +55,11 @@ def choose_decodes(state: SchedulerState, prompts_wait: bool) -> None:
     if not np.isfinite(latency.step_seconds):
         return
     seconds, unbounded = step_bound(state), sees_all(rates.reach)
-    left, guests = state.remaining[0], state.guests.counts[0]
-    work = WorkLeft(
-        max(left.compute_seconds, 0.0), max(left.memory_seconds, 0.0), guests.compute_rate, guests.memory_rate
-    )
+    left, guests, once = state.remaining[0], state.guests.counts[0], 0.0
+    for i in range(counts.decoding):
+        once += chunk_reads(rates.reach, unbounded, run.slots[run.decoding[i]].known - 1.0, 1.0)
+    memory = max(left.memory_seconds, once * rates.seconds_per_kv_token)  # each decodes once more at least
+    work = WorkLeft(max(left.compute_seconds, 0.0), memory, guests.compute_rate, guests.memory_rate)
     most = reads_within(rates, latency.exponent, seconds, work)
     if totals.tokens < _UNUSED * totals.budget and not prompts_wait:
         most = np.inf

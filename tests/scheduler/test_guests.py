@@ -214,7 +214,8 @@ def test_while_a_prompt_waits_only_decodes_that_hide_behind_it_ride_along() -> N
     """A decode computes for 1 ms, and reads for 4 from 400 tokens on."""
     prompts = [[row] * (1000 if row % 2 else 20) for row in range(10)] + [[99] * 500]
     load = Workload(prompts, np.full(11, 200, np.int32), np.full(11, 200.0))
-    run = Run(scheduler_for(load, 1, 16, 4000, budget=FixedBudget(100_000), bound=0.2, max_running=20), load)
+    budget = FixedBudget(100_000)
+    run = Run(scheduler_for(load, 1, 16, 4000, budget=budget, bound=0.2, max_running=20, work=(1e3, 1e3)), load)
     for _ in range(60):
         run.step()
     arrive(run.scheduler, load, 10)
