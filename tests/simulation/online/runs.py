@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -26,7 +27,7 @@ def state_of(
     num_pages: int = 1000,
     lanes: int = 2,
     cost: CostModel = COST,
-    **rules: float,
+    **rules: Any,
 ) -> RunState:
     """A run of these requests that has not begun; `found` are the prompt tokens that rows of the job find."""
     rows = records(TimedRequest, len(online) + len(job))
@@ -36,7 +37,7 @@ def state_of(
         row.online = number < len(online)
         row.lane = ONLINE if row.online and lanes == 2 else JOB
         row.found = 0 if row.online or not found else found[number - len(online)]
-    given = {
+    given: dict[str, Any] = {
         "page_size": SIZE, "num_pages": num_pages, "step_tokens": 2048, "most_running": 256,
         "outstanding": max(1, len(job)), "closed": False, "ttft": 1.0, "tpot": 0.05, "expected": 100.0,
     }  # fmt: skip  # a table

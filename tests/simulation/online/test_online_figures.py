@@ -13,6 +13,7 @@ import pytest
 
 from llmbatch.cli.main import main
 from llmbatch.simulation.online.experiment import OnlineExperiment, simulate_online
+from llmbatch.simulation.online.options import OnlinePolicy
 
 DURATIONS = [None, 4.0]
 
@@ -31,7 +32,7 @@ def trace(tmp_path: Path) -> str:
     return str(path)
 
 
-def figures(trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], *more: str) -> tuple[Any, list[Any], Any]:
+def figures(trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], *more: str) -> tuple[Any, Any, Any]:
     """Run the command: its figures, its steps and its requests."""
     steps, requests = tmp_path / "steps.parquet", tmp_path / "requests.parquet"
     words = ["simulate", "--online", trace, "--offline", "uniform:100-900,5-60", "--requests", "60", *more]
@@ -98,7 +99,7 @@ def test_steps_follow_one_another_and_stand_still_only_until_somebody_arrives(
 
 
 @pytest.mark.parametrize("policy", ["priority", "bros", "ooco", "slack"])
-def test_who_keeps_to_the_target_does_no_more_than_the_bound(policy: str, trace: str) -> None:
+def test_who_keeps_to_the_target_does_no_more_than_the_bound(policy: OnlinePolicy, trace: str) -> None:
     report = OnlineExperiment(
         online=trace, offline=["uniform:100-900,5-60"], requests=400, policy=policy, tpot=5.0, lengths="known"
     ).run().report  # fmt: skip  # a chain

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
+from llmbatch.compilation.records import Records, records
 from llmbatch.simulation.online.options import OnlinePolicy
 from llmbatch.simulation.online.papers import bros, fcfs, ooco, priority, round_robin
-from llmbatch.simulation.online.papers.clock import empty_log, execute, run_clock
-from llmbatch.simulation.online.papers.run_state import JOB, ONLINE, RunState, arrive, give_last
+from llmbatch.simulation.online.papers.clock import Decide, empty_log, execute, run_clock
+from llmbatch.simulation.online.papers.roofline import Roofline, fitted
+from llmbatch.simulation.online.papers.run_state import JOB, RunState, arrive, give_last
 from llmbatch.simulation.online.policies import ReadyPolicy, find_policy
 from tests.simulation.online.runs import COST, random_rows, state_of, step_of
 
@@ -20,10 +23,10 @@ def policy(request: pytest.FixtureRequest) -> ReadyPolicy:
     return find_policy(request.param, COST)
 
 
-def decided(state: RunState, decide: object) -> dict[int, int]:
+def decided(state: RunState, decide: Decide) -> dict[int, int]:
     """The step that a policy decides now."""
     arrive(state)
-    decide(state)  # type: ignore[operator]
+    decide(state)
     return step_of(state)
 
 
@@ -32,7 +35,7 @@ def advance(state: RunState) -> None:
     execute(state, empty_log(1), 0)
 
 
-def run_checked(state: RunState, policy: ReadyPolicy) -> np.ndarray:
+def run_checked(state: RunState, policy: ReadyPolicy) -> NDArray[np.void]:
     """Run to the end, and check the state after each decision."""
 
     def decide(state: RunState) -> None:
@@ -66,7 +69,8 @@ def test_the_times_of_a_requests_tokens_ascend_from_its_first_to_its_last(policy
     rng = np.random.default_rng(5)
     state = state_of(random_rows(rng, 20, 1.0), random_rows(rng, 20, 0.0), num_pages=40, lanes=policy.lanes)
     run_clock(state, policy.decide)
-    for row in state.rows[:20]:
+    for number in range(20):
+        row = state.rows[number]
         times = state.times[row.times : row.times + row.output]
         assert times[0] == row.first
         assert times[-1] == row.last
@@ -202,10 +206,10 @@ def test_ooco_selects_by_ascending_length_what_fits_the_target() -> None:
     roofline, batch = find_roofline()
     decided(state, lambda state: ooco.decide(state, roofline, batch))
     advance(state)
-    batch[:] = 0
+    batch[:] = records(ooco.MixedBatch)
     batch[0].tokens, batch[0].attention = 1, ooco.attention_of(state, roofline, 1, 1)
     of_two = ooco.predicted(state, roofline, batch[0], 3, 1)
-    batch[:] = 0
+    batch[:] = records(ooco.MixedBatch)
     state = state._replace(rules=state.rules._replace(tpot=float(of_two)))
     candidates = state.running[JOB, : state.active[JOB]].copy()
     assert ooco.select(state, roofline, batch[0], candidates, 0).tolist() == [1, 3]
@@ -222,12 +226,6 @@ def test_ooco_gates_what_saves_less_than_it_may_cost() -> None:
     assert not ooco.gate(state, roofline, batch[0], 2)
 
 
-def find_roofline() -> tuple[object, object]:
-    from llmbatch.compilation.records import records
-    from llmbatch.simulation.online.papers.roofline import fitted
-
+def find_roofline() -> tuple[Roofline, Records[ooco.MixedBatch]]:
+    """The predictor of the clock, and a batch of nothing."""
     return fitted(COST).roofline, records(ooco.MixedBatch)
-
-
-def test_online_requests_have_lane_1() -> None:
-    assert (JOB, ONLINE) == (0, 1)

@@ -57,7 +57,8 @@ def go_on(state: RunState, lane: int, victims: int) -> bool:
 @compiled
 def last_of(state: RunState, lane: int) -> int:
     """Return the row of a lane that was admitted last."""
-    return state.running[lane, state.active[lane] - 1]
+    number: int = state.running[lane, state.active[lane] - 1]
+    return number
 
 
 @compiled

@@ -109,13 +109,15 @@ def attention_seconds(roofline: Roofline, queries: float, keys: float, decode: b
     flops = roofline.constants[2] if decode else roofline.constants[1]
     moved = 2.0 * _BYTES * (queries * roofline.hidden + keys * roofline.hidden * roofline.grouped)
     computed = 4.0 * roofline.hidden * queries * keys
-    return roofline.layers * max(computed / flops, moved / roofline.constants[4])
+    seconds: float = roofline.layers * max(computed / flops, moved / roofline.constants[4])
+    return seconds
 
 
 @compiled
 def overhead(roofline: Roofline, prefills: bool) -> float:
     """Return the fixed seconds of a step."""
-    return roofline.constants[5] if prefills else roofline.constants[6]
+    seconds: float = roofline.constants[5] if prefills else roofline.constants[6]
+    return seconds
 
 
 @dataclass(frozen=True, slots=True)

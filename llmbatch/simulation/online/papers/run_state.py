@@ -124,8 +124,8 @@ class RunState(NamedTuple):
         n = len(rows)
         online = rows["online"]
         tokens = np.where(online, rows["output"], 0).astype(np.int64)
-        rows["times"] = np.cumsum(tokens) - tokens
-        rows["known"] = rows["prompt"]
+        rows["times"][:] = np.cumsum(tokens) - tokens
+        rows["known"][:] = rows["prompt"]
         for name in ("admitted", "first", "last"):
             rows[name][:] = -1.0
         totals = records(RunTotals)
@@ -199,7 +199,8 @@ def next_arrival(state: RunState) -> float:
 @compiled
 def front(state: RunState, lane: int) -> int:
     """Return the row that has waited longest in a lane, or -1."""
-    return state.queue[lane, state.head[lane]] if state.head[lane] < state.tail[lane] else -1
+    number: int = state.queue[lane, state.head[lane]] if state.head[lane] < state.tail[lane] else -1
+    return number
 
 
 @compiled
