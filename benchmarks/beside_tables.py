@@ -24,7 +24,28 @@ COMMAND: OPT-13B on 2 x A100-40GB, lengths of its Table 2 (ShareGPT), Poisson, 2
 paper gives no number), 10 minutesSMALL; targets .4 and .2 s. Wanted of `slack`: normalised latency over `fcfs` at most
 .10 and below `round-robin`; both attainments .99; best effort over `fcfs` at least 1.0 at e = 4, .93 at e = 1.
 """
-OVERLOAD_TEXT = """## Most load held
+OVERLOAD_TEXT = """## Past saturation
+
+COMMAND: the same set-upSMALL. Capacity is the highest of the rates 10 to 22 at which both attainments are .99; wanted
+of `slack`: .9 x capacity / offered. The paper has no such figures.
+"""
+MEMORY_TEXT = """## Little memory
+
+COMMAND: Llama-3-8B in the pool of an A100-40GB, azure2023_conv x .8 beside table2-3, an hourSMALL. `priority` preempts
+whole rows. Wanted of `slack`: at most 1/5 of its tokens again, and 1.1 x its rows. (BROS 7.4.1, two-ended blocks
+against recomputation: first token 1.23 x, gaps 1.63 x as often in time.)
+"""
+GRID_TEXT = """## Nine settings
+
+COMMAND: Llama-3-8B on an A100-80GB, steps of at most 50 ms, each job as large as the bound ends at 2,400 sSMALL. First
+tokens and gaps are of the requests that arrived while the job ran. Wanted of `slack`: the job's end at most 1.20 x the
+bound, 1.15 in the mean; first token 1.20 x alone; gap 60 ms. OOCO has no such figures.
+"""
+FIXED_TEXT = """`priority` and `fcfs` (as many rows outstanding as may run) at step budgets of 256 to 2,048 tokens and
+64 or 256 sequences: how many of the sixteen end the job sooner at the same or an earlier p99 first token (wanted:
+none), and as budget/sequences: end over the bound, first token over alone.
+"""
+LOAD_TEXT = """## Most load held
 
 COMMAND: OOCO's protocol (5.2)SMALL: rows of the job that end in a second, of the bound's, at the highest rate of
 arrival (to 1/32) at which at most 3 % of online requests have a first token later than 1.15 x alone's p99 or a mean gap
