@@ -11,6 +11,7 @@ TABLE is one of
   fixed settings.
 - `load`: OOCO's protocol (its 5.2) on the same nine: rows of the job that end in each second, at the highest rate at
   which at most 3 % of online requests are violated.
+- `pools`: OOCO's two engines against two that are mixed, at twice the traffic and the job of the nine.
 
 Each writes docs/results/beside-TABLE.json, one row a run, and then docs/results/beside.md from all that are there.
 `--small` takes a tenth of the time, and its table says so. Traces are read from the folder that $LLMBATCH_TRACES names.
@@ -36,6 +37,7 @@ from beside_tables import write_tables
 from simulations import RESULTS, SOURCES, path_of
 
 from llmbatch.simulation.online.experiment import OnlineExperiment, bound_of
+from llmbatch.simulation.online.options import POOLS
 
 TRAFFIC = (("conv", 0.5), ("conv", 0.8), ("code", 0.15))
 JOBS = ("table2-1", "table2-3", "ooco-offline")
@@ -233,7 +235,21 @@ def run_all(function: Callable[[Any], Any], settings: list[dict[str, Any]], jobs
     return results
 
 
-TABLES = {"bros": bros, "overload": overload, "memory": memory, "grid": grid, "load": load}
+def pools(exponents: list[float], size: Size, jobs: int) -> list[dict[str, Any]]:
+    """B, S6. Of the two mixed engines one is run, with half of the traffic and of the job; the other is its like."""
+    with tempfile.TemporaryDirectory() as folder:
+        traces = {name: cut_trace(f"azure2023_{name}", 1.5 * size.job_seconds, folder) for name in ("conv", "code")}
+        settings = []
+        for exponent in exponents:
+            for setting in nine(exponent, traces):
+                rows = max(100, rows_at(setting, size.job_seconds))
+                settings.append({**setting, "requests": rows, "policy": "slack"})
+                two = {"policy": "ooco", "pools": POOLS, "rate": 2 * setting["rate"], "requests": 2 * rows}
+                settings.append({**setting, **two})
+        return run_all(run_named, settings, jobs)
+
+
+TABLES = {"pools": pools, "bros": bros, "overload": overload, "memory": memory, "grid": grid, "load": load}
 
 
 def main() -> None:

@@ -52,12 +52,18 @@ arrival (to 1/32) at which at most 3 % of online requests have a first token lat
 above 55 ms. Wanted of `slack`: .80 of the bound, .90 in the mean (here MEAN); 2.5 x the better baseline at 2,048-token
 steps (paper: 1.17 to 3 x); 1.05 x the best at any step, 1.17 x in the mean. `ooco` here is one engine, not two pools.
 """
+POOLS_TEXT = """## Two pools
+
+COMMAND: on two A100-80GB OOCO's relaxed and strict engine (`--policy ooco --pools strict=1,relaxed=1`), against two
+mixed engines, each with half of the traffic and of the job, under `slack`SMALL. Wanted: mixed not behind at e >= 2.
+"""
 
 
 def write_tables() -> None:
     """Write the page."""
     parts = [HEAD]
-    for name, render in (("bros", bros), ("overload", overload), ("memory", memory), ("grid", grid), ("load", load)):
+    renders = {"bros": bros, "overload": overload, "memory": memory, "grid": grid, "load": load, "pools": pools}
+    for name, render in renders.items():
         path = RESULTS / f"beside-{name}.json"
         if path.exists():
             written = json.loads(path.read_text())
@@ -216,6 +222,21 @@ def load(runs: list[dict[str, Any]]) -> str:
     header = ["e", "traffic, job", "bound, rows/s", "slack, of it", "ooco", "best at 2,048 tokens", "slack over it",
               "best fixed", "slack over it"]  # fmt: skip  # a table
     return LOAD_TEXT.replace("MEAN", f"{float(np.mean(of_bound)):.3f}") + "\n" + table(header, rows)
+
+
+def pools(runs: list[dict[str, Any]]) -> str:
+    """B, S6."""
+    found = {(run["setting"]["overlap_exponent"], run["named"], run["setting"]["policy"]): run for run in runs}
+    rows = []
+    for exponent, named in dict.fromkeys(key[:2] for key in found):
+        mixed, two = (found[exponent, named, policy] for policy in ("slack", "ooco"))
+        ends = [run["figures"]["job"]["seconds"] for run in (mixed, two)]
+        waits = [run["while_job_ran"]["ttft_p99"] for run in (mixed, two)]
+        gaps = [run["while_job_ran"]["gap_p999"] * 1e3 for run in (mixed, two)]
+        rows.append([exponent, named, *ends, ends[1] / ends[0], *waits, *gaps])
+    header = ["e", "traffic, job (of each engine)", "mixed: job's end, s", "pools", "pools over mixed",
+              "mixed: p99 first token, s", "pools", "mixed: p99.9 gap, ms", "pools"]  # fmt: skip  # a table
+    return POOLS_TEXT + "\n" + table(header, rows)
 
 
 def _over(ours: float, theirs: float) -> str:

@@ -72,7 +72,8 @@ class OnlineExperiment(OnlineOptions):
         refused = len(self.guests) + len(self.job) - len(guests) - len(job)
         done = run_policy(self, guests, job, pool, self.cost)
         steps, requests = steps_table(done.steps), done.requests.table()
-        bound = bound_of(self, guests, job, self.cost) if len(job) else None
+        one = len(job) > 0 and self.pools is None  # the bound is that of one engine
+        bound = bound_of(self, guests, job, self.cost) if one else None
         report = OnlineReport(
             policy=self.policy,
             ttft=self.ttft,

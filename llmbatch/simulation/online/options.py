@@ -14,6 +14,7 @@ from llmbatch.simulation.options import MIX_REQUESTS, PAGE_SIZE, Knowledge
 
 OnlinePolicy = Literal["fcfs", "round-robin", "priority", "bros", "ooco", "slack"]
 ArrivalKind = Literal["trace", "poisson", "gamma"]
+POOLS = "strict=1,relaxed=1"  # OOCO's two engines
 _MOST = 1 << 30
 _COUNTS = ("requests", "step_tokens", "max_running", "outstanding", "page_size", "hash_block", "tensor_parallel")
 _POSITIVE = ("ttft", "tpot", "rate", "per_second", "burstiness", "duration", "offline_rate", "kv_memory")
@@ -37,6 +38,7 @@ class OnlineOptions:
     outstanding: int | None = None
     step_tokens: int = 2048
     max_running: int = 256
+    pools: str | None = None
     lengths: Knowledge = "sampled"
     model_shape: str = "llama-3-8b"
     hardware: str = "a100-80gb"
@@ -58,6 +60,8 @@ class OnlineOptions:
             if getattr(self, name) is not None:
                 set_(self, name, whole(name, getattr(self, name), 1, _MOST))
         set_(self, "seed", whole("seed", self.seed, 0))
+        if self.pools is not None and (self.pools != POOLS or self.policy != "ooco"):
+            raise refusal("pools", f"be {POOLS}, for policy ooco", self.pools)
         for name in ("mix", "model_shape", "hardware"):
             if getattr(self, name) is not None:
                 text(name, getattr(self, name))
@@ -114,6 +118,7 @@ class OnlineArgs(TypedDict, total=False):
     max_running: Annotated[
         int, Keyword("most sequences that run, but for bros and slack", _DEFAULT.max_running, metavar="N")
     ]
+    pools: Annotated[str | None, Keyword(f"ooco as two engines: {POOLS}", means="one engine for both", metavar="POOLS")]
     lengths: Annotated[Knowledge, Keyword("whether slack is told the lengths of the job's answers", _DEFAULT.lengths)]
     model_shape: Annotated[
         str, Keyword("a known shape, or a folder with a config.json", _DEFAULT.model_shape, metavar="M")

@@ -15,6 +15,7 @@ from llmbatch.simulation.online.inputs import Arriving
 from llmbatch.simulation.online.options import OnlineOptions, OnlinePolicy
 from llmbatch.simulation.online.papers import bros, fcfs, ooco, priority, round_robin
 from llmbatch.simulation.online.papers.clock import Decide, run_clock
+from llmbatch.simulation.online.papers.pools import Pools
 from llmbatch.simulation.online.papers.roofline import fitted
 from llmbatch.simulation.online.papers.run_state import ONLINE, RunRules, RunState, TimedRequest
 from llmbatch.simulation.online.slack import GuestLoop, run_guests
@@ -48,8 +49,13 @@ def run_policy(options: OnlineOptions, guests: Arriving, job: Arriving, pool: Po
         return _run_slack(options, guests, job, pool, cost, until)
     policy = find_policy(options.policy, cost)
     state = RunState.of(_rows(guests, job, policy), Clock.of(cost), rules_of(options, job, pool))
-    log = run_clock(state, policy.decide, until=until)
-    state.check()
+    if options.pools is None:
+        log = run_clock(state, policy.decide, until=until)
+        state.check()
+    else:
+        pools = Pools(state, fitted(cost).roofline, cost.shape.layers)
+        log = pools.run(until)
+        pools.check()
     rows = state.rows
     columns = {name: np.asarray(rows[name]) for name in ("online", "arrival", "admitted", "first", "last")}
     columns |= {name: np.asarray(rows[name]) for name in ("prompt", "output", "found", "recomputed", "preemptions")}

@@ -89,6 +89,8 @@ def test_a_trace_without_times_is_refused_where_its_times_are_wanted(tmp_path: P
         ({"arrivals": "gamma", "per_second": 2.0}, "duration must be given for arrivals gamma"),
         ({"policy": "best"}, "policy must be one of fcfs, round-robin, priority, bros, ooco, slack"),
         ({"ttft": 0.0}, "ttft must be above 0"),
+        ({"pools": "strict=1,relaxed=1"}, "pools must be strict=1,relaxed=1, for policy ooco"),
+        ({"policy": "ooco", "pools": "strict=2"}, "pools must be strict=1,relaxed=1, for policy ooco"),
         ({"polcy": "bros"}, "did you mean policy"),
         (
             {"offline": ["bros-be"], "arrivals": "poisson", "per_second": 1.0, "duration": 1.0},

@@ -4,4 +4,4 @@ Must not import the library's own scheduler.
 Start reading at `run_state`, then at `fcfs`, the shortest policy.
 """
 
-__all__ = ["bros", "clock", "fcfs", "ooco", "priority", "roofline", "round_robin", "run_state"]
+__all__ = ["bros", "clock", "fcfs", "ooco", "pools", "priority", "roofline", "round_robin", "run_state"]

@@ -55,7 +55,6 @@ class MixedBatch:
     tokens: Int64
     attention: Float64  # s
     decodes: Int64
-    context: Int64  # tokens of the decodes
     decoding: Float64  # s of the decodes' attention
     prefills: Bool
 
@@ -63,19 +62,25 @@ class MixedBatch:
 @compiled
 def decide(state: RunState, roofline: Roofline, batches: Records[MixedBatch]) -> None:
     """Take rows for the next step."""
+    empty(batches)
+    batch = batches[0]
+    take_online_decodes(state, roofline, batch)
+    if not _take_online_prompts(state, roofline, batch):
+        take_job_decodes(state, roofline, batch)
+        return
+    take_job_decodes(state, roofline, batch)
+    _take_job_prompts(state, roofline, batch)
+
+
+@compiled
+def empty(batches: Records[MixedBatch]) -> None:
+    """Begin a batch of nothing."""
     batch = batches[0]
     batch.tokens = 0
     batch.attention = 0.0
     batch.decodes = 0
-    batch.context = 0
     batch.decoding = 0.0
     batch.prefills = False
-    _take_online_decodes(state, roofline, batch)
-    if not _take_online_prompts(state, roofline, batch):
-        _take_job_decodes(state, roofline, batch)
-        return
-    _take_job_decodes(state, roofline, batch)
-    _take_job_prompts(state, roofline, batch)
 
 
 @compiled
@@ -109,7 +114,6 @@ def put(state: RunState, roofline: Roofline, batch: MixedBatch, number: int, cou
     batch.tokens += count
     if decodes(state, number):
         batch.decodes += 1
-        batch.context += state.rows[number].known
         batch.decoding += attention
     else:
         batch.prefills = True
@@ -151,7 +155,8 @@ def find_pages(state: RunState, roofline: Roofline, batch: MixedBatch, number: i
 
 
 @compiled
-def _take_online_decodes(state: RunState, roofline: Roofline, batch: MixedBatch) -> None:
+def take_online_decodes(state: RunState, roofline: Roofline, batch: MixedBatch) -> None:
+    """Take all online requests that decode; the job gives pages where they lack some."""
     at = 0
     while at < state.active[ONLINE]:
         number = state.running[ONLINE, at]
@@ -249,7 +254,8 @@ def _draw(state: RunState, below: int) -> int:
 
 
 @compiled
-def _take_job_decodes(state: RunState, roofline: Roofline, batch: MixedBatch) -> None:
+def take_job_decodes(state: RunState, roofline: Roofline, batch: MixedBatch) -> None:
+    """Take rows of the job that decode, as Algorithm 2 selects them."""
     candidates = np.empty(state.active[JOB], np.int32)
     found = 0
     for i in range(state.active[JOB]):

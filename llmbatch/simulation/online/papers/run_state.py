@@ -188,7 +188,7 @@ def _push(state: RunState, number: int) -> None:
 def next_arrival(state: RunState) -> float:
     """Return when the next request arrives; infinite if none does."""
     rows, totals = state.rows, state.totals[0]
-    soonest = np.inf
+    soonest: float = np.inf
     if totals.next_online < len(rows) and rows[totals.next_online].online:
         soonest = rows[totals.next_online].arrival
     if totals.next_offline < len(rows) and totals.offline < state.rules.outstanding:
@@ -206,7 +206,7 @@ def front(state: RunState, lane: int) -> int:
 @compiled
 def enter(state: RunState, lane: int) -> int:
     """Let the row begin, or begin again, that has waited longest."""
-    number = state.queue[lane, state.head[lane]]
+    number: int = state.queue[lane, state.head[lane]]
     state.head[lane] += 1
     state.running[lane, state.active[lane]] = number
     state.active[lane] += 1
