@@ -43,6 +43,7 @@ TRAFFIC = (("conv", 0.5), ("conv", 0.8), ("code", 0.15))
 JOBS = ("table2-1", "table2-3", "ooco-offline")
 FIXED = tuple((step, running) for step in (256, 512, 1024, 2048) for running in (64, 256))
 TPOT = 0.05  # s, of B's tables
+PARTS = 16  # of the bound's rate, in which the most load held is sought
 BROS: Mapping[str, Any] = {
     "online": "bros-sharegpt", "arrivals": "poisson", "offline": ("bros-be",), "requests": 20_000, "outstanding": 256,
     "model_shape": "opt-13b", "hardware": "a100-40gb", "tensor_parallel": 2, "ttft": 0.4, "tpot": 0.2,
@@ -189,39 +190,39 @@ def load(exponents: list[float], size: Size, jobs: int) -> list[dict[str, Any]]:
         searches = []
         for exponent in exponents:
             for setting in nine(exponent, traces):
-                setting = {**setting, "duration": size.load_seconds}
-                searches += [{**setting, "policy": policy} for policy in ("slack", "ooco")]
+                search = {**setting, "duration": size.load_seconds, "policy": "slack"}
+                alone = {name: search[name] for name in ("online", "rate", "tpot", "overlap_exponent", "policy")}
+                search["alone_ttft_p99"] = run(alone)["figures"]["online"]["ttft_p99"]
+                search["bound_rows"] = rows_at(setting, size.load_seconds)
+                searches += [search, {**search, "policy": "ooco"}]
                 for step, running in FIXED if not size.small else ((512, 64), (2048, 256)):
-                    for policy in ("priority", "fcfs"):
-                        searches.append({**setting, "policy": policy, "step_tokens": step, "max_running": running})
+                    fixed = {**search, "step_tokens": step, "max_running": running}
+                    searches += [{**fixed, "policy": "priority"}, {**fixed, "policy": "fcfs"}]
         return run_all(most_held, searches, jobs)
 
 
-def most_held(setting: dict[str, Any]) -> dict[str, Any]:
-    """Find the highest rate of the job, in parts of 32 of the bound's, at which at most 3 % of requests are violated.
+def most_held(search: dict[str, Any]) -> dict[str, Any]:
+    """Find the highest rate of the job, in parts of the bound's, at which at most 3 % of requests are violated.
 
     What is held are the rows that end in a second then, of the bound's. `slack` is handed the rows of a rate at once;
     others get them one by one.
     """
-    plain = {name: value for name, value in setting.items() if name != "named"}
-    alone = {**plain, "offline": (), "requests": None, "mix": None, "policy": "slack"}
-    p99 = run(alone)["figures"]["online"]["ttft_p99"]
-    seconds = plain["duration"]
-    bound = rows_at(setting, seconds) / seconds
-    low, high, held = 0, 32, 0
+    of_search = ("named", "alone_ttft_p99", "bound_rows")
+    setting = {name: value for name, value in search.items() if name not in of_search}
+    rows, seconds = search["bound_rows"], setting["duration"]
+    low, high, held = 0, PARTS, 0
     while low < high:
         middle = (low + high + 1) // 2
-        rate = bound * middle / 32
-        offered = {**plain, "requests": max(1, int(rate * seconds))}
-        if plain["policy"] != "slack":
-            offered["offline_rate"] = rate
-        violated, ended = violations(offered, p99)
+        offered = {**setting, "requests": max(1, rows * middle // PARTS)}
+        if setting["policy"] != "slack":
+            offered["offline_rate"] = offered["requests"] / seconds
+        violated, ended = violations(offered, search["alone_ttft_p99"])
         if violated <= 0.03:
             low, held = middle, ended
         else:
             high = middle - 1
-    found = {"bound_qps": bound, "offered": low / 32, "held": held / (bound * seconds), "alone_ttft_p99": p99}
-    return {"named": setting["named"], "setting": plain, **found}
+    found = {"bound_qps": rows / seconds, "offered": low / PARTS, "held": held / rows}
+    return {"named": search["named"], "alone_ttft_p99": search["alone_ttft_p99"], "setting": setting, **found}
 
 
 def run_all(function: Callable[[Any], Any], settings: list[dict[str, Any]], jobs: int) -> list[dict[str, Any]]:

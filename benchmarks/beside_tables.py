@@ -48,7 +48,7 @@ none), and as budget/sequences: end over the bound, first token over alone.
 LOAD_TEXT = """## Most load held
 
 COMMAND: OOCO's protocol (5.2)SMALL: rows of the job that end in a second, of the bound's, at the highest rate of
-arrival (to 1/32) at which at most 3 % of online requests have a first token later than 1.15 x alone's p99 or a mean gap
+arrival (to 1/16) at which at most 3 % of online requests have a first token later than 1.15 x alone's p99 or a mean gap
 above 55 ms. Wanted of `slack`: .80 of the bound, .90 in the mean (here MEAN); 2.5 x the better baseline at 2,048-token
 steps (paper: 1.17 to 3 x); 1.05 x the best at any step, 1.17 x in the mean. `ooco` here is one engine, not two pools.
 """

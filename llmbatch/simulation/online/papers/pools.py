@@ -101,9 +101,9 @@ class Pools:
             if not is_strict:
                 self._push()
         log = np.concatenate([logs[is_strict][: steps[is_strict]] for is_strict in (False, True)]).view(np.recarray)
-        log = log[np.argsort(log["begin_s"], kind="stable")]
-        log["step"] = np.arange(len(log))
-        return log
+        in_order: NDArray[np.void] = log[np.argsort(log["begin_s"], kind="stable")]
+        in_order["step"] = np.arange(len(log))
+        return in_order
 
     def check(self) -> None:
         """Verify that pages add up; raises AssertionError."""
@@ -310,7 +310,7 @@ def preferred(strict: RunState, relaxed: RunState, roofline: Roofline, batches: 
         return -1
     ascending = np.argsort(lengths[:found], kind="mergesort")
     base = batch.attention + overhead(roofline, False)
-    longest = -1  # with L(B + r) <= S
+    longest: int = -1  # with L(B + r) <= S
     for i in ascending:
         each = attention_seconds(roofline, 1.0, float(lengths[i] + 1), True)
         if gemm_seconds(roofline, batch.tokens + 1.0) + base + each <= limit:
@@ -322,4 +322,5 @@ def preferred(strict: RunState, relaxed: RunState, roofline: Roofline, batches: 
         together += attention_seconds(roofline, 1.0, float(lengths[i] + 1), True)
     if found >= wanting and together <= limit:
         return longest
-    return numbers[ascending[0]]
+    shortest: int = numbers[ascending[0]]
+    return shortest
