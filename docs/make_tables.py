@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from llmbatch.choices import Keyword, keywords_of
-from llmbatch.inference.options import AnswerArgs, EngineArgs, OptionArgs, PromptArgs
+from llmbatch.inference.options import AnswerArgs, BesideArgs, EngineArgs, OptionArgs, PromptArgs
 from llmbatch.jobs.options import InputArgs, JobArgs
+from llmbatch.serving.options import ServingArgs
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -150,7 +151,9 @@ PARTS: dict[str, dict[str, Callable[[], str]]] = {
         "prompts": partial(options, **keywords_of(PromptArgs)),
         "answers": partial(options, **keywords_of(AnswerArgs)),
         "engine": partial(options, **keywords_of(EngineArgs)),
+        "beside": partial(options, **keywords_of(BesideArgs)),
         "job": partial(options, **keywords_of(InputArgs), **keywords_of(JobArgs)),
+        "endpoint": partial(options, **keywords_of(ServingArgs)),
     },
 }
 

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from llmbatch.operators.ray.dataset import map_dataset
     from llmbatch.preprocess.sampling_params import SamplingParams
     from llmbatch.runtime.cancellation import StopRequest
+    from llmbatch.serving.serve import serve
     from llmbatch.simulation.experiment import simulate
     from llmbatch.simulation.simulator import SimulationReport
 
@@ -60,6 +61,7 @@ _HOME = {
     "explain": "llmbatch.jobs.job",
     "map_dataset": "llmbatch.operators.ray.dataset",  # the only name that needs Ray
     "run": "llmbatch.jobs.job",
+    "serve": "llmbatch.serving.serve",
     "simulate": "llmbatch.simulation.experiment",
 }
 
@@ -85,6 +87,7 @@ __all__ = [
     "explain",
     "map_dataset",
     "run",
+    "serve",
     "simulate",
 ]
 

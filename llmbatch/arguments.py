@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterable, Mapping
 from difflib import get_close_matches
 from numbers import Integral, Real
 from typing import Any, cast
+from urllib.parse import urlsplit
 
 from llmbatch.errors import ParameterError
 
@@ -66,6 +67,22 @@ def text(name: str, value: object) -> str:
             f"{name} must be valid UTF-8, got {value!r} ({error.reason})", option=name, value=value
         ) from None
     return str(value)
+
+
+def endpoints(name: str, value: object) -> tuple[str, ...]:
+    """Return URLs of HTTP endpoints, one or several, without "/v1" and slashes at their ends. Raises ParameterError."""
+    given = () if value is None else (value,) if isinstance(value, str) else value
+    if not isinstance(given, (list, tuple)) or not all(isinstance(one, str) for one in given):
+        raise refusal(name, "be a URL or a list of URLs", value)
+    found: dict[str, None] = {}
+    for one in given:
+        with contextlib.suppress(ValueError):  # of a URL that cannot be read
+            parts = urlsplit(one)
+            if parts.scheme in ("http", "https") and parts.hostname and not parts.query and not parts.fragment:
+                found[one.rstrip("/").removesuffix("/v1").rstrip("/")] = None
+                continue
+        raise refusal(name, "be a URL such as http://host:8000", one)
+    return tuple(found)
 
 
 def path(name: str, value: object) -> str:

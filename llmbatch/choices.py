@@ -22,7 +22,7 @@ EngineName = Literal["torch", "simulated"]
 OnError = Literal["column", "raise"]
 ChangedRows = Literal["refuse", "answer"]
 Law = Literal["paper", "bytes"]  # how the floor of a step is charged
-OutputFormat = Literal["auto", "openai", "columns"]  # of JSONL: a batch's output lines, or rows with new columns
+OutputFormat = Literal["auto", "openai", "columns"]  # a batch's output lines, or rows with new columns
 Compression = Literal["zstd", "snappy", "gzip", "lz4", "none"]  # of Parquet
 
 ATTENTION: tuple[AttentionName, ...] = get_args(AttentionName)

@@ -28,7 +28,7 @@ from llmbatch.inference.window import Window
 from llmbatch.inference.window_size import HELD
 from llmbatch.io.gather import pick
 from llmbatch.operators.row_windows import C, ChunkKind, RowWindows
-from llmbatch.operators.workers import SharedWorker
+from llmbatch.operators.workers import LockedWorker
 from llmbatch.runtime.protocols import Stop
 from llmbatch.system.cancel_signal import Cancelled, CancelSignal
 
@@ -48,7 +48,7 @@ class AnswerStream(AnswerSink, Generic[C]):
     """Chunks of rows with their answers; see the module's text. A source of windows for a worker, and their sink."""
 
     def __init__(
-        self, shared: SharedWorker, chunks: Iterator[C], kind: ChunkKind[C], *, window_rows: int | None = None
+        self, shared: LockedWorker, chunks: Iterator[C], kind: ChunkKind[C], *, window_rows: int | None = None
     ) -> None:
         options = shared.worker.options
         self._shared, self._kind, self._changed = shared, kind, shared.changed

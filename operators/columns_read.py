@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import pyarrow as pa
 
 from llmbatch.inference.options import Options
-from llmbatch.operators.workers import SharedWorker
+from llmbatch.operators.workers import LockedWorker
 
 
 def columns_read(options: Options) -> list[str]:
@@ -24,7 +24,7 @@ def outline(names: Iterable[str], known: pa.Schema) -> pa.Schema:
     return pa.schema([known.field(name) if name in known.names else pa.field(name, pa.null()) for name in names])
 
 
-def answer_schema(shared: SharedWorker, schema: pa.Schema) -> pa.Schema:
+def answer_schema(shared: LockedWorker, schema: pa.Schema) -> pa.Schema:
     """Return the columns that answers to tables of a schema have. Raises InputError where there can be none."""
     shared.worker.check(schema)
     return shared.worker.answer_schema(schema).columns

@@ -79,8 +79,9 @@ class LLMOperator(metaclass=_Configured):
     Wrong ones raise `ParameterError` at once.
 
     Called on a pyarrow Table (or RecordBatch, RecordBatchReader, pandas DataFrame, Polars DataFrame or LazyFrame,
-    dict of arrays) it returns the same rows in the same order and the same kind, and a Table for anything else
-    that has `__arrow_c_stream__`, such as a DuckDB relation. New columns are `generated_text`,
+    DuckDB relation, Dataset of datasets, dict of arrays) it returns the same rows in the same order and the same kind,
+    and a Table for anything else that has `__arrow_c_stream__`. All but readers and lazy frames are answered in memory;
+    `stream` answers any of them as they are read. New columns are `generated_text`,
     `num_input_tokens`, `num_generated_tokens`, `num_cached_tokens` (int32), `finish_reason` ("stop", "length" or
     "error"), `error` and `error_kind` (null when fine), and `attempts` (int32). Raises `InputError` where the table
     or model will not do, `JobError` where no engine can be had, or a row failed and `on_error` is "raise".

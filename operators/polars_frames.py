@@ -22,7 +22,7 @@ from llmbatch.inference.options import Options
 from llmbatch.operators.answer_stream import AnswerStream
 from llmbatch.operators.columns_read import answer_schema, columns_read, outline
 from llmbatch.operators.readers import ROWS
-from llmbatch.operators.workers import SharedWorker, worker_of
+from llmbatch.operators.workers import LockedWorker, worker_of
 
 _NAMES_NODES = "explain_name" in inspect.signature(register_io_source).parameters  # in what `explain()` shows
 
@@ -51,7 +51,7 @@ class _AnsweredFrame:
     """A lazy frame and the model that answers its rows."""
 
     frame: pl.LazyFrame
-    shared: SharedWorker
+    shared: LockedWorker
     inputs: list[str]  # names of columns
     answers: dict[str, pl.DataType]
     read: frozenset[str]  # of the inputs, by the model

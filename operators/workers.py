@@ -13,16 +13,17 @@ from contextlib import contextmanager
 import pyarrow as pa
 
 from llmbatch.inference.options import Options
-from llmbatch.inference.worker import AnsweredTable, Worker
+from llmbatch.inference.table_worker import AnsweredTable, TableWorker
+from llmbatch.remote.opening import open_worker
 
-_workers: dict[str, SharedWorker] = {}  # by configuration
+_workers: dict[str, LockedWorker] = {}  # by configuration
 _opening = threading.Lock()
 
 
-class SharedWorker:
+class LockedWorker:
     """A worker, and who uses its engine."""
 
-    def __init__(self, worker: Worker) -> None:
+    def __init__(self, worker: TableWorker) -> None:
         self.worker = worker
         self.changed = threading.Condition()  # whether the engine is in use, and whatever its users wait for
         self._used = False
@@ -50,10 +51,10 @@ class SharedWorker:
             return self.worker.answer(table)
 
 
-def worker_of(options: Options) -> SharedWorker:
+def worker_of(options: Options) -> LockedWorker:
     """Return the worker of a configuration: one process loads a model once."""
     key = repr(options)
     with _opening:
         if key not in _workers:
-            _workers[key] = SharedWorker(Worker.open(options))
+            _workers[key] = LockedWorker(open_worker(options))
         return _workers[key]

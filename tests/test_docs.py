@@ -13,6 +13,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -21,6 +22,8 @@ import llmbatch
 from llmbatch.cli.main import main
 from tests.support.models import CHAT_TEMPLATE, tiny_model_folder
 from tests.support.paths import ROOT
+from tests.support.s3 import S3Server
+from tests.support.s3 import s3_fixture as s3_fixture
 
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -97,10 +100,27 @@ def test_the_readme_answers_a_table(chat_model: str, questions: Path) -> None:
     assert table.columns[:2] == ["question", "generated_text"]
 
 
-def test_the_readme_answers_a_lazy_query(chat_model: str, questions: Path) -> None:
+@pytest.fixture
+def stored(questions: Path, s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The same folder, and its dataset on S3, where the README's examples read it."""
+    for name, value in {**s3.environment, "AWS_ALLOW_HTTP": "true"}.items():
+        monkeypatch.setenv(name, value)
+    bucket = s3.bucket("bucket")
+    fsspec.filesystem("s3", **s3.storage_options).put(str(questions / "questions.parquet"), f"{bucket}/")
+    return questions
+
+
+def test_the_readme_answers_a_lazy_query_of_a_store(chat_model: str, stored: Path) -> None:
     pytest.importorskip("polars")
     run_example(blocks("python")[2], chat_model)
-    assert pq.read_table(questions / "answers.parquet").column_names[:2] == ["question", "generated_text"]
+    assert pq.read_table(stored / "answers.parquet").column_names[:2] == ["question", "generated_text"]
+
+
+def test_the_readme_answers_a_stream_of_a_store(chat_model: str, stored: Path) -> None:
+    answer: Any = llmbatch.LLMOperator(model=chat_model, prompt="question", engine="simulated")
+    import_module("pyarrow.dataset")
+    [line] = re.findall(r"`(answer\.stream\(.*?\))`", README)
+    assert eval(line, {"answer": answer, "pyarrow": pa}).read_all().column_names[:2] == ["question", "generated_text"]
 
 
 @pytest.mark.slow

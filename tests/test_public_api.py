@@ -18,10 +18,11 @@ from llmbatch.choices import keywords_of
 from llmbatch.cli.parser import make_parser
 from llmbatch.engine.config import EngineConfig
 from llmbatch.errors import ParameterError
-from llmbatch.inference.options import AnswerArgs, EngineArgs, OptionArgs, Options, PromptArgs
+from llmbatch.inference.options import AnswerArgs, BesideArgs, EngineArgs, OptionArgs, Options, PromptArgs
 from llmbatch.jobs.options import ExplainArgs, InputArgs, JobArgs, JobOptions, RunArgs
 from llmbatch.preprocess.prompts import PromptSource
 from llmbatch.preprocess.sampling_params import SamplingParams
+from llmbatch.serving.options import ServeArgs, ServingArgs, ServingOptions
 from llmbatch.simulation.online.options import OnlineArgs, OnlineOptions
 from llmbatch.simulation.options import SimulationArgs, SimulationOptions
 from tests.support.paths import ROOT
@@ -44,6 +45,8 @@ SIGNATURES = {
     "-> 'ray.data.Dataset'",
     "run": "(inputs: 'Paths', output: 'str | os.PathLike[str]', *, progress: 'Progress | None' = None, "
     "stopping: 'StopRequest | None' = None, **options: 'Unpack[RunArgs]') -> 'Report'",
+    "serve": "(*, progress: 'Progress | None' = None, stopping: 'StopRequest | None' = None, **options: "
+    "'Unpack[ServeArgs]') -> 'None'",
     "simulate": "(traces: 'Paths', **options: 'Unpack[SimulationArgs]') -> 'SimulationReport'",
 }
 FIGURES = ("Forecast", "Report", "SimulationReport")  # frozen, with `to_dict`
@@ -139,14 +142,20 @@ def test_the_keywords_of_answers_have_the_defaults_of_sampling() -> None:
 def test_the_keywords_of_the_engine_are_the_other_fields_of_options() -> None:
     options, keywords = defaults_of(Options), keywords_of(EngineArgs)
     own = {"model", "source", "sampling", "sampling_column", "notes", "continuation", "on_error", "row_timeout"}
-    assert keywords.keys() == options.keys() - own
+    assert keywords.keys() == options.keys() - own - BesideArgs.__annotations__.keys()
     assert defaults_of(EngineConfig).keys() <= keywords.keys()
     for name, (_, keyword) in keywords.items():
         assert keyword.default == options[name], name
 
 
 @pytest.mark.parametrize(
-    ("arguments", "record"), [(JobArgs, JobOptions), (SimulationArgs, SimulationOptions), (OnlineArgs, OnlineOptions)]
+    ("arguments", "record"),
+    [
+        (JobArgs, JobOptions),
+        (SimulationArgs, SimulationOptions),
+        (OnlineArgs, OnlineOptions),
+        (ServingArgs, ServingOptions),
+    ],
 )
 def test_keywords_are_the_fields_of_their_record(arguments: type, record: type) -> None:
     keywords, defaults = keywords_of(arguments), defaults_of(record)
@@ -158,6 +167,7 @@ def test_keywords_are_the_fields_of_their_record(arguments: type, record: type) 
 def test_a_type_is_that_of_the_field() -> None:
     pairs = [(EngineArgs, Options), (JobArgs, JobOptions)]
     pairs += [(SimulationArgs, SimulationOptions), (OnlineArgs, OnlineOptions)]
+    pairs += [(ServingArgs, ServingOptions)]
     for arguments, record in pairs:
         kinds = {each.name: each.type for base in record.__mro__[-2::-1] for each in fields(base)}
         for name, (kind, _) in keywords_of(arguments).items():
@@ -166,7 +176,7 @@ def test_a_type_is_that_of_the_field() -> None:
 
 
 def test_each_function_takes_its_keywords_and_each_keyword_is_a_flag() -> None:
-    parts = (PromptArgs, AnswerArgs, EngineArgs)
+    parts = (PromptArgs, AnswerArgs, EngineArgs, BesideArgs)
     options = {"model"}.union(*(part.__annotations__ for part in parts))
     assert set(OptionArgs.__annotations__) == options
     assert set(ExplainArgs.__annotations__) == options | set(InputArgs.__annotations__)
@@ -176,6 +186,8 @@ def test_each_function_takes_its_keywords_and_each_keyword_is_a_flag() -> None:
     assert flags_of("explain").keys() == {*ExplainArgs.__annotations__, "json"}
     assert flags_of("simulate").keys() == {*SimulationArgs.__annotations__, "json"}
     assert flags_of("simulate --online").keys() == {*OnlineArgs.__annotations__, "online", "json"}
+    assert set(ServeArgs.__annotations__) == {"model", *ServingArgs.__annotations__, *EngineArgs.__annotations__}
+    assert flags_of("serve").keys() == {*ServeArgs.__annotations__, "quiet"}
 
 
 @pytest.mark.parametrize(
@@ -185,6 +197,7 @@ def test_each_function_takes_its_keywords_and_each_keyword_is_a_flag() -> None:
         ("explain", ExplainArgs),
         ("simulate", SimulationArgs),
         ("simulate --online", OnlineArgs),
+        ("serve", ServeArgs),
     ],
 )
 def test_a_flag_has_the_help_of_its_keyword_and_leaves_its_default_to_the_function(
@@ -241,8 +254,19 @@ def test_an_unknown_keyword_is_refused_by_every_function() -> None:
         "explain": lambda **given: llmbatch.explain("in", model="m", prompt="p", **given),
         "simulate": lambda **given: llmbatch.simulate("in", **given),
         "LLMOperator": lambda **given: llmbatch.LLMOperator(model="m", prompt="p", **given),
+        "serve": lambda **given: llmbatch.serve(model="m", **given),
     }
     for name, call in calls.items():
         with pytest.raises(ParameterError, match=r"^an option must be one of .*, got 'promt'") as caught:
             call(promt="text")
         assert caught.value.option == "promt", name
+
+
+def test_the_nearest_keyword_is_named_whatever_it_is_for() -> None:
+    run: Any = llmbatch.run
+    for given, near in (("restrt", "restart"), ("storage_option", "storage_options"), ("max_token", "max_tokens")):
+        with pytest.raises(ParameterError, match=rf"got '{given}': did you mean {near}\?$"):
+            run("in", "out", model="m", prompt="p", **{given: 1})
+    explain: Any = llmbatch.explain
+    with pytest.raises(ParameterError, match=r"got 'storage_option': did you mean storage_options\?$"):
+        explain("in", model="m", prompt="p", storage_option={})

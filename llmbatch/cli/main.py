@@ -14,18 +14,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from llmbatch.cli.parser import ONLINE, make_parser
-from llmbatch.errors import InputError, JobStopped, LLMBatchError, ParameterError, StoppedEarly
+from llmbatch.errors import InputError, JobStopped, LLMBatchError, StoppedEarly
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     try:
-        given, unknown = make_parser().parse_known_args(_with_form(sys.argv[1:] if argv is None else argv))
-        arguments = vars(given)
-        command = arguments.pop("command")
-        if unknown:
-            raise ParameterError(f"unrecognized arguments: {' '.join(unknown)} (see llmbatch {command} --help)")
-        return int(_COMMANDS[command](arguments))
+        arguments = vars(make_parser().parse_args(_with_form(sys.argv[1:] if argv is None else argv)))
+        return int(_COMMANDS[arguments.pop("command")](arguments))
     except InputError as error:
         _say(str(error))
         return 2
@@ -68,12 +64,7 @@ def _run(arguments: dict[str, Any]) -> int:
     if as_json:
         print(json.dumps(report.to_dict()))
     elif not quiet and not report.finished_before:
-        _say(
-            f"{report.rows:,} rows ({report.errors:,} errors, {report.duplicates:,} duplicates, "
-            f"{report.rows_resumed:,} found answered) in "
-            f"{report.seconds:.1f} s, {report.tokens_per_second:,.0f} tokens/s, prefix sharing "
-            f"{report.prefix_sharing:.1%} of {report.prefix_sharing_optimal:.1%} possible, written to {report.output}"
-        )
+        print(report.to_text(), file=sys.stderr)
     if report.rows and report.errors == report.rows:
         _say(
             f"every row failed ({report.rows:,}): see the column error in {report.output}, "
@@ -117,7 +108,23 @@ def _simulate_online(arguments: dict[str, Any]) -> int:
     return 0
 
 
-_COMMANDS = {"run": _run, "explain": _explain, "simulate": _simulate, ONLINE: _simulate_online}
+def _serve(arguments: dict[str, Any]) -> int:
+    from llmbatch.inference.progress import choose
+    from llmbatch.serving.serve import serve
+
+    quiet = arguments.pop("quiet")
+    with _quiet_libraries():
+        serve(progress=choose(quiet=quiet), **_given(arguments))
+    return 0
+
+
+_COMMANDS = {
+    "run": _run,
+    "explain": _explain,
+    "simulate": _simulate,
+    ONLINE: _simulate_online,
+    "serve": _serve,
+}
 
 
 def _given(arguments: dict[str, Any]) -> dict[str, Any]:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from difflib import get_close_matches
 from typing import Any, Final, Literal, NoReturn, Protocol, get_args, get_origin
 
 from llmbatch.choices import Keyword, keywords_of
-from llmbatch.cli.values import json_object, number, number_of_bytes, whole_number
+from llmbatch.cli.values import json_object, number, number_of_bytes, seconds, whole_number
 from llmbatch.errors import ParameterError
-from llmbatch.inference.options import AnswerArgs, EngineArgs, OptionArgs, PromptArgs
+from llmbatch.inference.options import AnswerArgs, BesideArgs, EngineArgs, OptionArgs, PromptArgs
 from llmbatch.jobs.options import InputArgs, JobArgs
+from llmbatch.serving.options import ServeArgs, ServingArgs
 from llmbatch.simulation.online.options import OnlineArgs
 from llmbatch.simulation.options import SimulationArgs
 
-_FORMS: Final = {"BYTES": number_of_bytes, "JSON": json_object}  # by what stands for the value in a usage line
+# By what stands for the value in a usage line.
+_FORMS: Final = {"BYTES": number_of_bytes, "JSON": json_object, "SECONDS": seconds}
 _NUMBERS: Final = {int: whole_number, float: number}
 _GRACE: Final = 20.0  # seconds
 _STATUSES = """exit status:
@@ -36,6 +39,14 @@ _EPILOG = """exit status:
 """
 
 
+_SERVING: Final = """exit status:
+  1    the engine failed
+  2    the command is wrong, or the port is in use; nothing was begun
+  130  ended by Ctrl-C; what was running had --grace seconds to end, and a second Ctrl-C does not wait for that
+  143  ended by SIGTERM, likewise
+"""
+
+
 class FlagGroup(Protocol):
     """A parser, or a group of its flags."""
 
@@ -54,6 +65,17 @@ class _Parser(argparse.ArgumentParser):
         if action.choices is not None and value not in action.choices:
             known = ", ".join(map(str, action.choices))
             raise argparse.ArgumentError(action, f"must be one of {known}, got {value!r}")
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse, and refuse what is not known with the nearest flag of this command."""
+        given, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            flags = [flag for flag in self._option_string_actions if flag.startswith("--")]
+            named = next((word.partition("=")[0] for word in unknown if word.startswith("--")), "")
+            near = get_close_matches(named, flags, n=1)
+            meant = f": did you mean {near[0]}?" if near else ""
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{meant}")
+        return given, unknown
 
     def error(self, message: str) -> NoReturn:
         raise ParameterError(f"{message} (see {self.prog} --help)")
@@ -112,6 +134,14 @@ def make_parser() -> argparse.ArgumentParser:
         epilog=_EPILOG,
     )
     _add_online(online)
+    serve = commands.add_parser(
+        "serve",
+        help="answer requests in OpenAI's form over HTTP, and batches in what they leave",
+        usage="%(prog)s --model M [options]",
+        description="Answer requests in OpenAI's form over HTTP, until SIGTERM or Ctrl-C. Defaults are in brackets.",
+        epilog=_SERVING,
+    )
+    _add_serving(serve)
     return parser
 
 
@@ -129,6 +159,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         _add_flag(prompts if name in ("prompt", "template", "messages", "turns") else group, name, kind, keyword)
     _add(parser.add_argument_group("answers"), AnswerArgs)
     _add(parser.add_argument_group("engine"), EngineArgs)
+    _add(parser.add_argument_group("endpoints, in place of an engine"), BesideArgs)
     _add_json(parser)
 
 
@@ -176,6 +207,13 @@ def _add_online(parser: argparse.ArgumentParser) -> None:
         else:
             _add_flag(parser, name, kind, keyword)
     _add_json(parser)
+
+
+def _add_serving(parser: argparse.ArgumentParser) -> None:
+    _add_flag(parser, "model", *keywords_of(ServeArgs)["model"], required=True)
+    _add(parser.add_argument_group("endpoint"), ServingArgs)
+    _add(parser.add_argument_group("engine"), EngineArgs)
+    parser.add_argument("--quiet", action="store_true", help="say nothing but what went wrong")
 
 
 def _add(group: FlagGroup, arguments: type) -> None:

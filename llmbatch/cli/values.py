@@ -7,6 +7,7 @@ import json
 from typing import Any
 
 _UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+_TIMES = {"": 1.0, "s": 1.0, "ms": 0.001, "min": 60.0}
 
 
 def json_object(text: str) -> dict[str, Any]:
@@ -45,3 +46,14 @@ def number_of_bytes(text: str) -> int:
         return int(float(digits) * _UNITS.get(unit, 1)) if unit in ("", *_UNITS) else int(unit)
     except (ValueError, OverflowError):
         raise argparse.ArgumentTypeError(f"must be a number of bytes such as 2e9 or 4GiB, got {text!r}") from None
+
+
+def seconds(text: str) -> float:
+    """Parse a time: 0.3, 300ms, 1s, 2min."""
+    lowered = text.strip().lower()
+    digits = lowered.rstrip("abcdefghijklmnopqrstuvwxyz")
+    unit = lowered[len(digits) :].strip()
+    try:
+        return float(digits) * _TIMES[unit]
+    except (ValueError, KeyError):
+        raise argparse.ArgumentTypeError(f"must be a time such as 0.3, 300ms or 1s, got {text!r}") from None

@@ -1,12 +1,14 @@
 """The attention kernels that a device runs: the named backend, or the first that works here.
 
-A backend works when a step of every kind of layer of the model agrees with the reference in each token. Kernels are
-compiled then, so one that does not compile is known by its name before the job begins.
+A backend works when a step of every kind of layer of the model agrees with the reference in each token, attended as a
+step that is launched and as one that is recorded. Kernels are compiled then, so one that does not compile is known by
+its name before the job begins.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from itertools import product
 from types import MappingProxyType
 from typing import Final, Literal
 
@@ -15,7 +17,7 @@ import torch
 
 from llmbatch.errors import ModelError
 from llmbatch.kernels import reference
-from llmbatch.kernels.interface import BatchLayout, PagedAttention
+from llmbatch.kernels.interface import BatchLayout, GraphCapturable, PagedAttention
 from llmbatch.kernels.spec import AttentionSpec
 
 AttentionName = Literal["auto", "triton", "flash-attn", "varlen"]
@@ -75,8 +77,9 @@ def choose_attention(
     for candidate in makers if name == "auto" else (name,):
         try:
             backend = makers[candidate](device)
-            for spec in kinds.values():
-                _try(backend, spec, dtype, kv_dtype, device, page_size)
+            ways = (backend, backend.padded) if isinstance(backend, GraphCapturable) else (backend,)
+            for way, spec in product(ways, kinds.values()):
+                _try(way, spec, dtype, kv_dtype, device, page_size)
             return backend, tuple(notes)
         except Exception as error:  # whatever a compiler or a library raises
             reason = str(error).strip().split("\n")[0] or type(error).__name__

@@ -60,6 +60,10 @@ class StreamEngine(Engine, Protocol):
         """Replace the requests; the new ones include those that are in slots."""
         ...
 
+    def extend(self, requests: RequestBatch, rows: NDArray[np.int32]) -> None:
+        """Take note of requests that were written into spare `rows` of the batch since, and of its parameters."""
+        ...
+
     def logprobs(self, slot: int, request: int) -> tuple[TokenLogprobs | None, TokenLogprobs | None]:
         """Return what is told of a request's answer and of its prompt, before `pop_tokens`; None where nothing is."""
         ...

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +14,7 @@ from llmbatch.engine.grammars import Grammars
 from llmbatch.engine.sampling_columns import SamplingColumns
 from llmbatch.engine.stop_strings import StopTokens, last_characters
 from llmbatch.preprocess.request_batch import RequestBatch
+from llmbatch.preprocess.sampling_params import SamplingParams
 from llmbatch.scheduler.output import FinishReason, Step, StepResult
 
 
@@ -65,17 +67,36 @@ class TokenBuffers:
         self.requests = requests
         if self.grammars is not None:
             self.grammars.rebind(requests)
-        params, index = requests.params, requests.params_index
         self.columns: SamplingColumns = SamplingColumns.of(requests, self._eos.tolist(), self._seed)
-        self._ignore_eos = np.array([p.ignore_eos for p in params], np.bool_)[index]
-        self._has_stop_ids = np.array([bool(p.stop_token_ids) for p in params], np.bool_)[index]
+        self._ignore_eos = self._has_stop_ids = self._has_stop = np.empty(0, np.bool_)  # by number of parameters
+        self._ends_index = np.empty(0, np.int32)  # into `_ends`, likewise
+        self._ends: list[str] = []
+        self._note(requests.params)
+
+    def extend(self, requests: RequestBatch, rows: NDArray[np.int32]) -> None:
+        """Take note of requests that were written into spare `rows` of the batch since."""
+        self.requests = requests
+        if self.grammars is not None:
+            self.grammars.extend(requests, rows)
+        self.columns = self.columns.extended(requests, rows, self._eos.tolist(), self._seed)
+        self._note(requests.params[len(self._has_stop) :])
+
+    def _note(self, params: Sequence[SamplingParams]) -> None:
+        """Take note of further parameters."""
+        for p in params:
+            assert self._decode is not None or not p.stop, "stop strings need a decoder"
         self._widen(1 + max((p.logprobs for p in params if p.logprobs is not None), default=-1))
         ends = [last_characters(p.stop) for p in params]
-        places = {one: i for i, one in enumerate(dict.fromkeys(ends))}
-        self._ends = list(places)
-        self._ends_index = np.array([places[one] for one in ends], np.int32)[index]
-        self._has_stop = np.array([bool(p.stop) for p in params], np.bool_)[index]
-        assert self._decode is not None or not self._has_stop.any(), "stop strings need a decoder"
+        self._ends = list(dict.fromkeys((*self._ends, *ends)))
+        places = {one: i for i, one in enumerate(self._ends)}
+
+        def with_more(column: NDArray[Any], values: list[Any]) -> NDArray[Any]:
+            return np.concatenate((column, np.array(values, column.dtype)))
+
+        self._ignore_eos = with_more(self._ignore_eos, [p.ignore_eos for p in params])
+        self._has_stop_ids = with_more(self._has_stop_ids, [bool(p.stop_token_ids) for p in params])
+        self._has_stop = with_more(self._has_stop, [bool(p.stop) for p in params])
+        self._ends_index = with_more(self._ends_index, [places[one] for one in ends])
 
     def make_room(self, slots: NDArray[np.int32]) -> None:
         """Grow to the highest slot, and to one more token in each of these slots."""
@@ -123,7 +144,8 @@ class TokenBuffers:
         finished = np.full(len(slots), FinishReason.RUNNING, np.uint8)
         finished[self.lengths[slots] >= self.requests.max_tokens[requests]] = FinishReason.LENGTH
         free = kept & (self.lengths[slots] >= self.columns.min_tokens[requests])  # to end
-        finished[free & np.isin(tokens, self._eos) & ~self._ignore_eos[requests]] = FinishReason.STOP
+        params = self.requests.params_index[requests]
+        finished[free & np.isin(tokens, self._eos) & ~self._ignore_eos[params]] = FinishReason.STOP
         finished[free & self._ends_by_id(requests, tokens)] = FinishReason.STOP
         for i in self._may_stop(requests, tokens, free):
             if self._stopped(int(slots[i]), int(requests[i])):
@@ -186,8 +208,9 @@ class TokenBuffers:
     def _ends_by_id(self, requests: NDArray[np.int32], tokens: NDArray[np.int32]) -> NDArray[np.bool_]:
         """Tell which tokens are among those that end their request."""
         ends = np.zeros(len(tokens), np.bool_)
-        rows = np.flatnonzero(self._has_stop_ids[requests])
-        params = self.requests.params_index[requests[rows]]
+        params = self.requests.params_index[requests]
+        rows = np.flatnonzero(self._has_stop_ids[params])
+        params = params[rows]
         for number in np.unique(params).tolist():
             these = rows[params == number]
             ends[these] = np.isin(tokens[these], self.requests.params[number].stop_token_ids)
@@ -197,10 +220,12 @@ class TokenBuffers:
         self, requests: NDArray[np.int32], tokens: NDArray[np.int32], kept: NDArray[np.bool_]
     ) -> NDArray[np.intp]:
         """List the samples whose token can complete one of their request's stop strings."""
-        may = self._has_stop[requests] & kept
+        params = self.requests.params_index[requests]
+        may = self._has_stop[params] & kept
         if self._stop_tokens is not None and may.any():
-            for ends in np.unique(self._ends_index[requests[may]]):
-                these = np.flatnonzero(may & (self._ends_index[requests] == ends))
+            index = self._ends_index[params]
+            for ends in np.unique(index[may]):
+                these = np.flatnonzero(may & (index == ends))
                 may[these] = self._stop_tokens.can_complete(self._ends[ends], tokens[these])
         return np.flatnonzero(may)
 

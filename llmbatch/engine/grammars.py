@@ -53,11 +53,16 @@ class Grammars:
 
     def rebind(self, requests: RequestBatch) -> None:
         """Replace the requests, and compile the grammars that are new; states stay with their slots."""
+        self._has = np.zeros(len(requests), np.bool_)
+        self.extend(requests, np.arange(len(requests), dtype=np.int32))
+
+    def extend(self, requests: RequestBatch, rows: NDArray[np.int32]) -> None:
+        """Take note of requests that were written into `rows` since, and compile the grammars that are new."""
         self._requests = requests
-        structures = [params.structured_outputs for params in requests.params]
-        self._has = np.array([one is not None for one in structures], np.bool_)[requests.params_index]
-        for number in np.unique(requests.params_index).tolist():  # rows with an error have parameters, too
-            structure = structures[number]
+        numbers, place = np.unique(requests.params_index[rows], return_inverse=True)
+        structures = [requests.params[number].structured_outputs for number in numbers.tolist()]
+        self._has[rows] = np.array([one is not None for one in structures], np.bool_)[place]
+        for structure in structures:  # rows with an error have parameters, too
             if structure is not None and structure not in self._compiled:
                 self._compiled[structure] = self._compile(structure)
 

@@ -30,6 +30,10 @@ class RecordedEngine:
         self._requests = requests
         self._engine.rebind(requests.recorded)
 
+    def extend(self, requests: RequestBatch, rows: NDArray[np.int32]) -> None:
+        """Take note of requests that were written into spare `rows` of the batch since."""
+        self.rebind(requests)
+
     def execute(self, step: Step) -> StepResult:
         """Generate a token for each sequence that samples; one that ends before max_tokens stopped by itself."""
         result = self._engine.execute(step)

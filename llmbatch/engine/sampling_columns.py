@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, fields, replace
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +33,14 @@ class TokenLists:
             np.concatenate(([0], np.cumsum([len(one) for one in lists], dtype=np.int64))),
         )
 
+    def joined(self, more: TokenLists) -> TokenLists:
+        """Return these lists and the others behind them."""
+        return TokenLists(
+            np.concatenate((self.tokens, more.tokens)),
+            np.concatenate((self.values, more.values)),
+            np.concatenate((self.offsets, self.offsets[-1] + more.offsets[1:])),
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingColumns:
@@ -50,6 +58,17 @@ class SamplingColumns:
     params_index: NDArray[np.int32]
     bias: TokenLists
     endings: TokenLists  # tokens that may not come before `min_tokens`
+
+    def extended(
+        self, requests: RequestBatch, rows: NDArray[np.int32], eos: Sequence[int], base_seed: int
+    ) -> SamplingColumns:
+        """Return the columns of a batch with requests that were written into `rows` since; arrays are kept."""
+        fresh = SamplingColumns.of(RequestBatch.concatenate([requests.take(rows)]), eos, base_seed)
+        for name in _BY_REQUEST:
+            getattr(self, name)[rows] = getattr(fresh, name)
+        added = requests.params[len(self.bias.offsets) - 1 :]
+        bias, endings = self.bias.joined(_biases(added)), self.endings.joined(_endings(added, eos))
+        return replace(self, params_index=requests.params_index, bias=bias, endings=endings)
 
     @classmethod
     def of(cls, requests: RequestBatch, eos: Sequence[int], base_seed: int) -> SamplingColumns:
@@ -74,9 +93,22 @@ class SamplingColumns:
             logprobs=column(lambda one: -1 if one.logprobs is None else one.logprobs, np.int32),
             prompt_logprobs=column(lambda one: 1 if one.prompt_logprobs is None else one.prompt_logprobs, np.int32),
             params_index=index,
-            bias=TokenLists.of([one.logit_bias for one in params]),
-            endings=TokenLists.of([[(token, 0.0) for token in (*eos, *one.stop_token_ids)] for one in params]),
+            bias=_biases(params),
+            endings=_endings(params, eos),
         )
+
+
+_BY_REQUEST: Final = tuple(
+    field.name for field in fields(SamplingColumns) if field.name not in ("params_index", "bias", "endings")
+)
+
+
+def _biases(params: Sequence[SamplingParams]) -> TokenLists:
+    return TokenLists.of([one.logit_bias for one in params])
+
+
+def _endings(params: Sequence[SamplingParams], eos: Sequence[int]) -> TokenLists:
+    return TokenLists.of([[(token, 0.0) for token in (*eos, *one.stop_token_ids)] for one in params])
 
 
 @compiled

@@ -13,9 +13,10 @@ from numpy.typing import NDArray
 from llmbatch.engine.base import TokenLogprobs
 from llmbatch.inference.row_parts import RequestAnswer
 from llmbatch.inference.window import Window
+from llmbatch.preprocess.sampling_params import SamplingParams
 from llmbatch.preprocess.tokenizer import Tokenizer
 
-REASONS: Final = ["error", "stop", "length", "error", "error"]  # by `FinishReason`
+REASONS: Final = ["error", "stop", "length", "error", "error", "error"]  # by `FinishReason`
 
 Value = Any  # of a column, as Arrow takes it from Python
 
@@ -45,16 +46,18 @@ class AnswerColumns:
             elif schema.scores:
                 found |= _scores(parts, several=schema.several)
             else:
-                found |= self._answer(window, row, parts, spelled)
+                asked = window.requests.params_index[window.shard.request_of[row]]
+                found |= self._answer(window.requests.params[asked], parts, spelled)
             for name, column in values.items():
                 column.append(found.get(name))
         arrays = [pa.array(values[field.name], field.type) for field in schema.rows]
         return pa.RecordBatch.from_arrays(arrays, schema=schema.rows)
 
-    def _answer(
-        self, window: Window, row: int, parts: list[RequestAnswer], spelled: dict[int, str]
-    ) -> dict[str, Value]:
-        params = window.requests.params[window.requests.params_index[window.shard.request_of[row]]]
+    def values(self, params: SamplingParams, parts: list[RequestAnswer]) -> dict[str, Value]:
+        """Return the values of one row, whose requests all have answers; those of the row's number are left out."""
+        return self._answer(params, parts, self._spell([parts]))
+
+    def _answer(self, params: SamplingParams, parts: list[RequestAnswer], spelled: dict[int, str]) -> dict[str, Value]:
         choices = [
             {
                 "text": part.text,

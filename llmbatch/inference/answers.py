@@ -80,6 +80,10 @@ class FlushPolicy:
     rows: int = field(default_factory=lambda: ROWS_AT_RISK)
     seconds: float = field(default_factory=lambda: SECONDS_AT_RISK)
 
+    def is_due(self, rows: int, held: float, elapsed: float) -> bool:
+        """Tell whether so many rows, the first held for so long, are to go on, `elapsed` seconds after the start."""
+        return rows >= self.rows or held >= min(self.seconds, max(_AT_FIRST, _SHARE * elapsed))
+
 
 class AnswerAssembler(EngineObserver[Window]):
     """Turns requests that end into rows for a sink."""
@@ -159,11 +163,15 @@ class AnswerAssembler(EngineObserver[Window]):
     def after_step(self, finished: FinishedSequences) -> NDArray[np.int32]:
         """Hand on what was gathered, if it is time."""
         now = time.monotonic()
-        patience = min(self._at_risk.seconds, max(_AT_FIRST, _SHARE * (now - self._began)))
-        if (self._held or self._talks) and (self._count >= self._at_risk.rows or now - self._since >= patience):
+        due = self._at_risk.is_due(self._count, now - self._since, now - self._began)
+        if (self._held or self._talks) and due:
             self.flush()
         self._sink.after_step()
         return super().after_step(finished)
+
+    def idle(self) -> None:
+        """Hand on what was gathered: nothing else comes for now."""
+        self.flush()
 
     def flush(self) -> None:
         """Hand on what was gathered."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,8 +17,9 @@ from llmbatch.engine.recorded import RecordedEngine
 from llmbatch.inference.options import Options
 from llmbatch.inference.progress import Progress, saying
 from llmbatch.perf_model.cost import CostModel
-from llmbatch.planning.workload import Pool, Scheduling
+from llmbatch.planning.workload import Pool, Scheduling, Workload, split_for
 from llmbatch.preprocess.tokenizer import Tokenizer
+from llmbatch.runtime.protocols import W, WindowSource
 from llmbatch.system.memory import out_of_memory
 
 if TYPE_CHECKING:  # what imports torch
@@ -58,12 +59,35 @@ class _MemoryFree:
     """No engine: one that is asked for must be made first."""
 
 
+class _FirstTaken(Generic[W]):
+    """A source whose first window was taken to look at it."""
+
+    def __init__(self, first: W, others: WindowSource[W]) -> None:
+        self._first: W | None = first
+        self._others = others
+
+    def next(self, wait: bool) -> W | None:
+        """Return the next window."""
+        first, self._first = self._first, None
+        return self._others.next(wait) if first is None else first
+
+
 class LoadedEngines(Engines):
     """Makes the engines of a model, one at a time (`llmbatch.runtime.protocols.EngineProvider`)."""
 
     def __init__(self, model: Described, pool: Pool, max_running: int, notes: tuple[str, ...] = ()) -> None:
         super().__init__(model, pool, max_running, notes)
         self._state: _MemoryFree | _InUse = _MemoryFree()
+
+    def split_by(self, windows: WindowSource[W]) -> WindowSource[W]:
+        """Split the memory of the pool by the rows of the first window, if no engine has it yet; return the windows."""
+        if isinstance(self._state, _InUse) or not self.pool.windows.tokens:
+            return windows
+        first = windows.next(True)
+        if first is None:
+            return windows
+        self.pool = split_for(self.pool, Workload.of(first.requests, first.answered, tree=first.tree))
+        return _FirstTaken(first, windows)
 
     def engine(self) -> StreamEngine:
         """Return the engine, with the memory of the pool. Raises JobError where memory runs out."""
@@ -180,7 +204,8 @@ class ModelEngines(LoadedEngines):
 
     def _make(self) -> StreamEngine:
         try:
-            return self._factory.engine(self._weights, self._decode_one, Grammars(self._grammar_vocabulary))
+            factory = replace(self._factory, pool=self.pool)
+            return factory.engine(self._weights, self._decode_one, Grammars(self._grammar_vocabulary))
         except (MemoryError, RuntimeError) as error:
             size = round(self.pool.whole_tokens * self.model.bytes_per_token)
             raise out_of_memory(error, f"a KV pool of {size:,} bytes") from error

@@ -6,10 +6,10 @@ Annotations are evaluated here, unlike elsewhere, since the command line reads t
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Annotated, Any, Required, TypedDict, Unpack
 
-from llmbatch.arguments import check_names, finite, one_of, path, refusal, text
+from llmbatch.arguments import check_names, endpoints, finite, one_of, path, refusal, text
 from llmbatch.choices import (
     ENGINES,
     ON_ERROR,
@@ -47,6 +47,9 @@ class Options(EngineConfig):
     on_error: OnError = "column"  # what a row that fails does: say so in its columns, or end the job
     row_timeout: float | None = None  # seconds that the steps a row is in may take together
     order: Policy = "blend"
+    beside: tuple[str, ...] = ()  # endpoints that answer, in place of an engine here
+    api_key_file: str | None = None  # with the key of these; None: the variable OPENAI_API_KEY
+    ttft: float | None = None  # seconds that guests of these may wait for their first token
     notes: tuple[str, ...] = ()  # what the user should be told, a sentence each
 
     def __post_init__(self) -> None:
@@ -59,6 +62,7 @@ class Options(EngineConfig):
         one_of("order", self.order, POLICIES)
         one_of("engine", self.engine, ENGINES)
         one_of("on_error", self.on_error, ON_ERROR)
+        self._check_beside()
         if self.output_tokens is not None and self.engine != "simulated":
             raise ParameterError(
                 f"output_tokens must be left out for engine={self.engine!r}, got {self.output_tokens!r}: only "
@@ -86,6 +90,25 @@ class Options(EngineConfig):
         }
         for name in (name for name, there in given.items() if there):
             raise ParameterError(f"{name} must be left out with turns: each turn has one answer", option=name)
+
+    def _check_beside(self) -> None:
+        """Bring endpoints to one form, and refuse what only they, or only an engine, can be asked."""
+        object.__setattr__(self, "beside", endpoints("beside", self.beside))
+        if not self.beside:
+            for name in ("api_key_file", "ttft"):
+                if getattr(self, name) is not None:
+                    raise refusal(name, "be left out without beside (--beside)", getattr(self, name))
+            return
+        plain = {field.name: field.default for field in fields(self)}
+        for name in EngineArgs.__annotations__:
+            if name != "max_running" and getattr(self, name) != plain[name]:
+                raise refusal(name, "be left out with beside, since the endpoint runs the model", getattr(self, name))
+        if self.api_key_file is not None:
+            object.__setattr__(self, "api_key_file", path("api_key_file", self.api_key_file))
+        if self.ttft is not None:
+            object.__setattr__(self, "ttft", finite("ttft", self.ttft))
+            if self.ttft <= 0:
+                raise refusal("ttft", "be above 0 seconds", self.ttft)
 
     @classmethod
     def build(cls, **options: Unpack["OptionArgs"]) -> "Options":
@@ -267,7 +290,30 @@ class EngineArgs(TypedDict, total=False):
     trust_remote_code: Annotated[bool, Keyword("run code that comes with the model", EngineConfig.trust_remote_code)]
 
 
-class OptionArgs(PromptArgs, AnswerArgs, EngineArgs, total=False):
+class BesideArgs(TypedDict, total=False):
+    """Endpoints that run the model elsewhere, and what is asked of them."""
+
+    beside: Annotated[
+        str | Sequence[str] | None,
+        Keyword(
+            "an endpoint that answers, in place of an engine here: http://HOST:PORT; may be repeated", metavar="URL"
+        ),
+    ]
+    api_key_file: Annotated[
+        str | os.PathLike[str] | None,
+        Keyword("a file with the key of the endpoints", means="the variable OPENAI_API_KEY", metavar="F"),
+    ]
+    ttft: Annotated[
+        float | None,
+        Keyword(
+            "seconds to the first token that other requests of an endpoint may take beside the job",
+            means="twice what they took before it",
+            metavar="S",
+        ),
+    ]
+
+
+class OptionArgs(PromptArgs, AnswerArgs, EngineArgs, BesideArgs, total=False):
     """The keywords of `LLMOperator`, which `run` and `explain` take too."""
 
     model: Required[Annotated[str | os.PathLike[str], Keyword("a folder, a .gguf file or a hub name", metavar="M")]]

@@ -1,4 +1,4 @@
-"""What a person sees while a job runs: a bar on a terminal, plain lines elsewhere, or nothing."""
+"""What a person sees while a job runs: a bar on a terminal or in a notebook, plain lines elsewhere, or nothing."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol, TextIO
@@ -58,7 +59,7 @@ class Silence:
 
 
 class Bar:
-    """A tqdm bar with rows, tokens per second and the time left."""
+    """A tqdm bar with rows, tokens per second and the time left; a widget in a notebook that has ipywidgets."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -67,10 +68,8 @@ class Bar:
 
     def start(self, rows: int) -> None:
         """Draw the bar."""
-        from tqdm import tqdm
-
         self._begun = time.perf_counter()
-        self._bar = tqdm(total=rows, unit="row", file=self._stream, dynamic_ncols=True)
+        self._bar = _tqdm()(total=rows, unit="row", file=self._stream, dynamic_ncols=True)
 
     def advance(self, done: Advance) -> None:
         """Move the bar; it closes itself when full."""
@@ -82,9 +81,15 @@ class Bar:
 
     def say(self, sentence: str) -> None:
         """Write above the bar."""
-        from tqdm import tqdm
+        _tqdm().write(f"llmbatch: {sentence}", file=self._stream)
 
-        tqdm.write(f"llmbatch: {sentence}", file=self._stream)
+
+def _tqdm() -> Any:
+    """Import the class of bars that fits where the job runs."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there is no widget: a bar of text will do
+        from tqdm.auto import tqdm
+    return tqdm
 
 
 class Lines:
@@ -136,4 +141,14 @@ def choose(*, quiet: bool, stream: TextIO | None = None) -> Progress:
     stream = sys.stderr if stream is None else stream
     if quiet:
         return Silence()
-    return Bar(stream) if stream.isatty() else Lines(stream)
+    return Bar(stream) if stream.isatty() or _in_notebook() else Lines(stream)
+
+
+def unless_chosen(progress: Progress | None) -> Progress:
+    """Return what a caller chose; if nothing, a bar in a notebook, and silence elsewhere."""
+    return choose(quiet=not _in_notebook()) if progress is None else progress
+
+
+def _in_notebook() -> bool:
+    ipython: Any = sys.modules.get("IPython")
+    return ipython is not None and getattr(ipython.get_ipython(), "kernel", None) is not None

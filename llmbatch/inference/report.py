@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from llmbatch.figures import Figures
+
 
 @dataclass(frozen=True, slots=True)
 class RowCounts:
@@ -25,7 +27,7 @@ class RowCounts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
+class Report(Figures):
     """Figures of a finished job. Tokens are counted over all rows, cached and duplicate ones included."""
 
     rows: int
@@ -78,6 +80,24 @@ class Report:
     def to_dict(self) -> dict[str, Any]:
         """Return the figures as JSON values."""
         return {**asdict(self), "notes": list(self.notes), "tokens_per_second": self.tokens_per_second}
+
+    def _in_words(self) -> list[tuple[str, str]]:
+        """Say each figure in words, by its name."""
+        errors, duplicates, resumed = f"{self.errors:,}", f"{self.duplicates:,}", f"{self.rows_resumed:,}"
+        said = [
+            ("rows", f"{self.rows:,} ({errors} errors, {duplicates} duplicates, {resumed} found answered)"),
+            ("tokens", f"{self.input_tokens:,} in, {self.output_tokens:,} out"),
+            ("speed", f"{self.tokens_per_second:,.0f} tokens/s over {self.seconds:,.1f} s"),
+            ("loading", f"{self.load_seconds:.1f} s before that"),
+            ("prefix sharing", f"{self.prefix_sharing:.1%} of {self.prefix_sharing_optimal:.1%} possible"),
+            ("order", f"{self.order}: {self.reason}"),
+        ]
+        if self.order_gain is not None:
+            gain = f"{self.order_gain:.2f} x over the input's order, simulated with these answers"
+            said.append(("order bought", gain))
+        if self.output is not None:
+            said.append(("output", self.output))
+        return [*said, *(("note", note) for note in self.notes)]
 
 
 Report.__module__ = "llmbatch"  # which it is imported from

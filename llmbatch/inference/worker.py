@@ -6,7 +6,7 @@ import copy
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,15 +18,14 @@ from llmbatch.engine.model.outline import Described, shape_of
 from llmbatch.engine.recorded import placeholder_texts
 from llmbatch.errors import DataError, JobError, ParameterError, RowError
 from llmbatch.inference.answer_columns import AnswerColumns
-from llmbatch.inference.answer_schema import AnswerSchema, add_answers
 from llmbatch.inference.answers import AnswerAssembler, AnswerSink, AnswerTexts, FlushPolicy
 from llmbatch.inference.conversations import ConversationSource
 from llmbatch.inference.engines import Engines, LoadedEngines, SimulatedEngines, UnloadedEngines
-from llmbatch.inference.error_policy import ErrorBudget
-from llmbatch.inference.in_memory import Gathered, OneWindow
 from llmbatch.inference.options import Options
+from llmbatch.inference.preparation import compile_ahead, compile_kernels, runs_here, tokenizer_of
 from llmbatch.inference.progress import Progress, Silence, saying
 from llmbatch.inference.report import Report, RowCounts
+from llmbatch.inference.table_worker import TableWorker
 from llmbatch.inference.window import Window
 from llmbatch.openai.build import build_batch
 from llmbatch.openai.requests import BatchLines
@@ -38,23 +37,15 @@ from llmbatch.preprocess.continuations import check_continuation
 from llmbatch.preprocess.prompts import PromptSource
 from llmbatch.preprocess.request_batch import RowRequests
 from llmbatch.preprocess.sampling_column import check_sampling_column
-from llmbatch.preprocess.tokenizer import Tokenizer, load_tokenizer, plain_tokenizer
-from llmbatch.runtime.protocols import Stop, Totals, WindowSource
+from llmbatch.preprocess.tokenizer import Tokenizer, plain_tokenizer
+from llmbatch.runtime.protocols import EngineObserver, Stop, Totals, WindowSource
 from llmbatch.runtime.stream import Stream
 from llmbatch.runtime.warmup import Compilation
 from llmbatch.system.cancel_signal import NEVER, CancelSignal
 from llmbatch.system.tuning import tune_process
 
 
-@dataclass(frozen=True, slots=True)
-class AnsweredTable:
-    """A table with its answers, and what it took."""
-
-    table: pa.Table
-    report: Report
-
-
-class Worker:
+class Worker(TableWorker):
     """Answers tables with one model. The weights are loaded when first needed."""
 
     def __init__(
@@ -74,7 +65,7 @@ class Worker:
         self._engines = engines
         self._compilation = compilation
         self._progress = progress
-        self._tokens_only = options.engine == "torch" and not _runs_here(options)
+        self._tokens_only = options.engine == "torch" and not runs_here(options)
 
     @classmethod
     def open(cls, options: Options, progress: Progress | None = None) -> Worker:
@@ -86,17 +77,17 @@ class Worker:
         progress = progress or Silence()
         tune_process()
         compilation = Compilation.start(progress.say)
-        _compile_ahead(options)
+        compile_ahead(options)
         from llmbatch.engine.model.checkpoints import resolve_model
 
         with saying(progress, f"preparing {options.model}; a GGUF file is converted once"):
-            folder = resolve_model(options.model, partial(_compile_kernels, options))
+            folder = resolve_model(options.model, partial(compile_kernels, options))
             engines: Engines
             if options.engine == "simulated":
-                tokenizer = plain_tokenizer(folder, name=options.model) or _load_tokenizer(folder, options)
+                tokenizer = plain_tokenizer(folder, name=options.model) or tokenizer_of(folder, options)
                 engines = SimulatedEngines.open(folder, options)
             else:
-                tokenizer = _load_tokenizer(folder, options)
+                tokenizer = tokenizer_of(folder, options)
                 engines = UnloadedEngines.open(folder, options, tokenizer)
         return cls(options, folder, tokenizer, engines, compilation, progress, time.perf_counter() - begun)
 
@@ -132,10 +123,6 @@ class Worker:
         if self._tokens_only and (options.continuation is not None or options.sampling.needs_logits):
             raise ParameterError(NEEDS_PROCESSOR)
         self.answer_schema(schema).check(schema)
-
-    def answer_schema(self, schema: pa.Schema) -> AnswerSchema:
-        """Return the columns that answers to tables of this schema have."""
-        return AnswerSchema.of(self.options, schema)
 
     def load(self) -> LoadedEngines:
         """Load the weights, the first time, and return what makes engines. Raises JobError where memory runs out."""
@@ -225,51 +212,45 @@ class Worker:
         at_risk: FlushPolicy | None = None,
         goes_on: bool = False,
     ) -> Totals:
-        """Answer every row of the windows. Raises what the sink raises, `Stop` among it, and JobError.
-
-        Answers are handed to the sink when so many are `at_risk`, and where the stream ends, also by an error. A job
-        that `goes_on` begins with few rows (`llmbatch.runtime.stream.Stream`).
-        """
-        engines = self.load()
-        timeout = math.inf if self.options.row_timeout is None else self.options.row_timeout
-        texts = placeholder_texts if self.options.engine == "simulated" else AnswerTexts(self.tokenizer)
-        columns = AnswerColumns(self.tokenizer)
-        answering = AnswerAssembler(sink, texts, columns, timeout, at_risk or FlushPolicy())
-        given, source = (engines, self.pool, self.cost, self.scheduling, answering), self.options.source
-        stream = Stream.open(*given, row_timeout=timeout, goes_on=goes_on)
-        if isinstance(source, PromptSource) and source.turns is not None:
-            windows = ConversationSource(windows, source, self._requests, self.scheduling.max_running)
+        """Answer every row of the windows with an engine of this process (`TableWorker.stream`)."""
+        windows = self.load().split_by(windows)
+        answering = self.assembler(sink, at_risk)
+        stream = self.open_stream(answering, goes_on=goes_on)
         try:
-            totals = stream.run(windows)
+            totals = stream.run(self.in_turns(windows))
         except (Stop, JobError, KeyboardInterrupt):
             answering.flush()
             raise
         answering.flush()
-        engines.learn(stream.finish())
+        self.learn(stream)
         totals.rows_cut = answering.rows_cut
         return totals
 
-    def answer(self, table: pa.Table, progress: Progress | None = None) -> AnsweredTable:
-        """Return the table with its answers' columns, rows in their order."""
-        self.check(table.schema)
-        before = self.load_seconds
-        begun = time.perf_counter()
-        self.load()
-        loading = self.load_seconds - before
-        keys = np.arange(table.num_rows, dtype=np.uint64)
-        window = self.window(table, keys=keys, contents=keys)
-        progress = progress or Silence()
-        notes = (*self.notes, *window.shard.notes)
-        for note in notes:
-            progress.say(note)
-        progress.start(table.num_rows)
-        error_budget = ErrorBudget(rows=table.num_rows, max_error_rate=None, raises=self.options.on_error == "raise")
-        sink = Gathered(progress, error_budget)
-        totals = self.stream(OneWindow(window), sink)
-        answered = add_answers(table, sink.batches, window.schema)
-        seconds = time.perf_counter() - begun - loading
-        tally = window.counts(answered)
-        return AnsweredTable(answered, self.report(tally, totals, notes=notes, seconds=seconds))
+    def assembler(self, sink: AnswerSink, at_risk: FlushPolicy | None = None) -> AnswerAssembler:
+        """Make what hands answers of requests on to a sink, as rows."""
+        texts = placeholder_texts if self.options.engine == "simulated" else AnswerTexts(self.tokenizer)
+        columns = AnswerColumns(self.tokenizer)
+        return AnswerAssembler(sink, texts, columns, self._row_timeout, at_risk or FlushPolicy())
+
+    def in_turns(self, windows: WindowSource[Window]) -> WindowSource[Window]:
+        """Return the windows as they are run: where rows are conversations, turn by turn."""
+        source = self.options.source
+        if isinstance(source, PromptSource) and source.turns is not None:
+            return ConversationSource(windows, source, self._requests, self.scheduling.max_running)
+        return windows
+
+    def open_stream(self, observer: EngineObserver[Window], **given: Any) -> Stream[Window]:
+        """Open a stream of windows (`Stream.open`) on the engine, for which the weights are loaded."""
+        engines, timeout = self.load(), self._row_timeout
+        return Stream.open(engines, self.pool, self.cost, self.scheduling, observer, row_timeout=timeout, **given)
+
+    def learn(self, stream: Stream[Window]) -> None:
+        """Count by what a stream's steps took from now on."""
+        self.load().learn(stream.finish())
+
+    @property
+    def _row_timeout(self) -> float:
+        return math.inf if self.options.row_timeout is None else self.options.row_timeout
 
     @property
     def scheduling(self) -> Scheduling:
@@ -286,6 +267,13 @@ class Worker:
     def dtype(self) -> str:
         """The type of the numbers it computes in."""
         return self.model.layer_type or str(self.model.dtype).removeprefix("torch.")
+
+    @property
+    def model_files(self) -> str:
+        """A digest of the files of the model."""
+        from llmbatch.engine.model.checkpoints import model_digest
+
+        return model_digest(self.folder)
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -309,32 +297,3 @@ class Worker:
             kv_memory=round(self.pool.whole_tokens * self.model.bytes_per_token),
             notes=(*notes, *early_ends(totals.rows_cut, self.pool)),
         )
-
-
-def _load_tokenizer(folder: str, options: Options) -> Tokenizer:
-    return load_tokenizer(folder, name=options.model, trust_remote_code=options.trust_remote_code)
-
-
-def _runs_here(options: Options) -> bool:
-    """Tell whether a processor computes the model."""
-    if options.engine == "simulated":
-        return False
-    from llmbatch.engine.devices import find_platform
-
-    return find_platform(options.device).is_host
-
-
-def _compile_ahead(options: Options) -> None:
-    """Have another process compile a part of the kernels, before this one imports what takes seconds."""
-    if _runs_here(options):
-        from llmbatch.engine.cpu.compilation import compile_ahead
-
-        compile_ahead(options.dtype, options.kv_cache_dtype)
-
-
-def _compile_kernels(options: Options) -> None:
-    """Compile what a processor needs of them, or load it, while there is no model yet."""
-    if _runs_here(options):
-        from llmbatch.engine.cpu.compilation import compile_kernels
-
-        compile_kernels(options.dtype, options.kv_cache_dtype)

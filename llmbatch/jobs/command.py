@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from llmbatch.arguments import Paths, check_storage_options, paths_of
+from llmbatch.arguments import Paths, check_names, check_storage_options, paths_of
 from llmbatch.choices import OutputFormat
 from llmbatch.errors import ParameterError
 from llmbatch.inference.options import Options
 from llmbatch.io.reading.dataset import Dataset
+from llmbatch.jobs.options import ExplainArgs
 from llmbatch.openai.answers import FORM
 from llmbatch.openai.requests import BODY, BatchLines
 
@@ -32,6 +33,7 @@ class Command:
 
         With none of prompt, template and messages it must be a batch.
         """
+        check_names(given, ExplainArgs.__annotations__)
         rest = {**given}
         storage_options = rest.pop("storage_options", None)
         has_prompts = any(rest.get(name) is not None for name in _PROMPTS)
@@ -49,11 +51,11 @@ class Command:
         return isinstance(self.options.source, BatchLines)
 
     def form(self, asked: OutputFormat, output: str) -> str | None:
-        """Return the form of an output's lines (`LineForm`), or None for rows with columns. Raises ParameterError."""
+        """Return the form of an output (`LineForm`), or None for rows with columns. Raises ParameterError."""
         as_lines = output.endswith((".jsonl", ".jsonl.gz", ".jsonl.zst"))
-        if asked == "openai" and not (self.is_batch and as_lines):
-            what = "an output that does not end in .jsonl" if self.is_batch else "rows that are no OpenAI batch"
+        if asked == "openai" and not (self.is_batch and (as_lines or output.endswith(".parquet"))):
+            what = "an output that is a folder" if self.is_batch else "rows that are no OpenAI batch"
             raise ParameterError(
                 f"output_format must be 'columns' for {what}, got 'openai'", option="output_format", value=asked
             )
-        return FORM if asked != "columns" and self.is_batch and as_lines else None
+        return FORM if asked == "openai" or (asked == "auto" and self.is_batch and as_lines) else None

@@ -14,30 +14,35 @@ as the others.
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import asdict, astuple, dataclass, replace
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 
+from llmbatch.figures import Figures
 from llmbatch.inference.options import Options
+from llmbatch.io.reading.dataset import Dataset
 from llmbatch.perf_model.cost import CostModel
 from llmbatch.planning.cascade import tokens_together
 from llmbatch.planning.lengths import LengthModel
 from llmbatch.planning.order import Policy
 from llmbatch.planning.plan_workload import plan_workload
 from llmbatch.planning.prefix_tree import PrefixTree
-from llmbatch.planning.workload import Pool, Scheduling, Workload, early_ends, fit_requests
+from llmbatch.planning.workload import Pool, Scheduling, Workload, early_ends, fit_requests, split_for
 from llmbatch.preprocess.request_batch import RequestBatch, RowRequests
 from llmbatch.runtime.shard_run import run_shard
 from llmbatch.runtime.simulated_loop import SimulatedLoop
 
 MOST_SIMULATED = 20_000  # requests; simulating more takes longer than a forecast may
 _DRAWS = 3  # of lengths, at most: in a small pool the seconds of one differ from another's by 5 %
+_RUNS = 16  # of neighbouring rows, by which an input is forecast that is too large to be read
 
 
 @dataclass(frozen=True, kw_only=True)
-class Forecast:
+class Forecast(Figures):
     """What `run` would do. Seconds are those of steps: loading, reading and writing come on top."""
 
     rows: int
@@ -93,29 +98,30 @@ class Forecast:
         """Return the figures as JSON values."""
         return {**asdict(self), "notes": list(self.notes)}
 
-    def to_text(self) -> str:
-        """Return the figures for a person."""
-        lines = [
-            f"rows             {self.rows:,} ({self.errors:,} errors, {self.duplicates:,} duplicates)",
-            f"prompt tokens    {self.input_tokens:,}, of which {self.prefix_sharing_optimal:.1%} can be shared",
-            f"answer tokens    {self.output_tokens:,.0f} expected, {self.output_tokens_most:,} at most",
-            f"density          {self.density:.3g} compute / memory, bound by {self.binding}",
-            f"KV memory        {self.kv_tokens_needed:,.0f} tokens hold everything, the pool holds {self.kv_tokens:,}",
-            f"order            {self.order}: {self.reason}",
+    def _in_words(self) -> list[tuple[str, str]]:
+        """Say each figure in words, by its name."""
+        said = [
+            ("rows", f"{self.rows:,} ({self.errors:,} errors, {self.duplicates:,} duplicates)"),
+            ("prompt tokens", f"{self.input_tokens:,}, of which {self.prefix_sharing_optimal:.1%} can be shared"),
+            ("answer tokens", f"{self.output_tokens:,.0f} expected, {self.output_tokens_most:,} at most"),
+            ("density", f"{self.density:.3g} compute / memory, bound by {self.binding}"),
+            (
+                "KV memory",
+                f"{self.kv_tokens_needed:,.0f} tokens hold everything, the pool holds {self.kv_tokens:,}",
+            ),
+            ("order", f"{self.order}: {self.reason}"),
         ]
+        bounds = f"between {self.seconds_least:,.1f} and {self.seconds_most:,.1f}"
         if self.seconds is not None and self.input_order_seconds is not None:
-            lines += [
-                f"time             {self.seconds:,.1f} s expected on {self.hardware}, between "
-                f"{self.seconds_least:,.1f} and {self.seconds_most:,.1f}",
-                f"order buys       {self.input_order_seconds / self.seconds:.2f} x over the input's order "
-                f"({self.input_order_seconds:,.1f} s)",
+            times = f"{self.input_order_seconds / self.seconds:.2f} x"
+            said += [
+                ("time", f"{self.seconds:,.1f} s expected on {self.hardware}, {bounds}"),
+                ("order buys", f"{times} over the input's order ({self.input_order_seconds:,.1f} s)"),
             ]
         else:
-            lines.append(
-                f"time             between {self.seconds_least:,.1f} and {self.seconds_most:,.1f} s on "
-                f"{self.hardware}; more than {MOST_SIMULATED:,} requests are not simulated"
-            )
-        return "\n".join([*lines, *(f"note             {note}" for note in self.notes)])
+            unknown = f"more than {MOST_SIMULATED:,} requests are not simulated"
+            said.append(("time", f"{bounds} s on {self.hardware}; {unknown}"))
+        return [*said, *(("note", note) for note in self.notes)]
 
 
 Forecast.__module__ = "llmbatch"  # which it is imported from
@@ -125,6 +131,7 @@ def forecast(options: Options, shard: RowRequests, pool: Pool, cost: CostModel, 
     """Forecast answering the rows of a table, of which `shard` holds the requests."""
     requests, refused, cut = fit_requests(shard.requests, pool)
     workload = Workload.of(requests).without(refused)
+    pool = split_for(pool, workload)
     tree = workload.tree
     everything = np.arange(len(requests), dtype=np.int32)
     lengths = workload.length_model()
@@ -205,3 +212,11 @@ def _optimal(tree: PrefixTree, lengths: NDArray[np.float64], pool: Pool, cost: C
     compute = cost.request_compute(prompts, answers, tree.lcp).sum()
     memory = cost.request_memory(prompts, answers, answers**2, tokens_together(tree, cost)[rows]).sum()
     return cost.optimal_seconds(float(compute), float(memory), pool.whole_tokens * cost.shape.kv_bytes_per_token)
+
+
+def spread_rows(source: Dataset, rows: int) -> pa.Table:
+    """Read about so many rows of an input, in runs of neighbours spread evenly over it."""
+    runs = min(_RUNS, rows)
+    each, starts = rows // runs, [source.num_rows * k // runs for k in range(runs)]
+    with closing(source.reader()) as reader:
+        return pa.concat_tables([reader.read(start, start + each) for start in starts])

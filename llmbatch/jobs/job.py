@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
-from contextlib import ExitStack, closing, suppress
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import Any, Unpack, cast
 
 import numpy as np
 import pyarrow as pa
 
-from llmbatch.arguments import Paths, path
+from llmbatch.arguments import Paths, check_names, path, refusal
 from llmbatch.choices import DType
-from llmbatch.engine.model.checkpoints import model_digest
 from llmbatch.errors import DataError, JobStopped, RowError, StorageError
 from llmbatch.inference.error_policy import ErrorBudget
-from llmbatch.inference.progress import Progress, Silence
+from llmbatch.inference.options import Options
+from llmbatch.inference.progress import Progress, unless_chosen
 from llmbatch.inference.report import Report
+from llmbatch.inference.table_worker import TableWorker
 from llmbatch.inference.window import Window
 from llmbatch.inference.window_size import window_rows as window_rows_of
 from llmbatch.inference.worker import Worker
@@ -28,7 +29,7 @@ from llmbatch.io.writing.output import Output
 from llmbatch.jobs.answer_writer import AnswerWriter
 from llmbatch.jobs.command import Command
 from llmbatch.jobs.fingerprint import fingerprint
-from llmbatch.jobs.forecast import MOST_SIMULATED, Forecast, compare, forecast
+from llmbatch.jobs.forecast import MOST_SIMULATED, Forecast, compare, forecast, spread_rows
 from llmbatch.jobs.options import ExplainArgs, JobArgs, JobOptions, RunArgs
 from llmbatch.jobs.part_builder import CompletedWindow, CompletionOrderParts, InputOrderParts, PartBuilder
 from llmbatch.jobs.prior_answers import JournalSource, PriorAnswers, keys_of
@@ -36,6 +37,7 @@ from llmbatch.jobs.resume import AlreadyFinished, JobState, Resume, kept_dtype, 
 from llmbatch.jobs.row_keys import check_contents, check_ids, refuse_repeated, within
 from llmbatch.jobs.window_loader import WindowLoader
 from llmbatch.openai.answers import FORMS
+from llmbatch.remote.opening import open_worker
 from llmbatch.runtime.cancellation import StopRequest
 from llmbatch.runtime.protocols import Stop, Totals
 from llmbatch.storage.journal import Journal
@@ -43,7 +45,6 @@ from llmbatch.storage.lock import Lock
 from llmbatch.system.cancel_signal import CancelSignal
 
 SIMULATED_AFTERWARDS = 2_000  # requests; of more a report does not say what their order bought
-_RUNS = 16  # of neighbouring rows, by which an input is forecast that is too large to be read
 
 
 def run(
@@ -74,9 +75,9 @@ def run(
     in the order in which rows finish. `max_error_rate` (0 to 1) ends the job when a larger share of its rows has
     failed. `window_rows` are planned together (by memory if not given). `compression` is Parquet's.
 
-    `progress` shows how the job advances (a `Progress`; nothing by default). `stopping` lets another thread end it:
-    after `stop = StopRequest(grace=20)` and `stop.ask()`, rows in flight have 20 seconds to end, and `run` raises
-    `JobStopped`.
+    `progress` shows how the job advances (a `Progress`; by default a bar in a notebook, nothing elsewhere). `stopping`
+    lets another thread end it: after `stop = StopRequest(grace=20)` and `stop.ask()`, rows in flight have 20 seconds to
+    end, and `run` raises `JobStopped`.
 
     Raises `InputError` if the command or its input is wrong, and `JobError` if the job cannot be finished; the same
     call resumes it then.
@@ -85,8 +86,20 @@ def run(
     >>> report.rows, report.errors
     (2, 0)
     """
+    return run_by(open_worker, inputs, output, progress, stopping or StopRequest(), options)
+
+
+def run_by(
+    open_worker: Callable[[Options, Progress | None], TableWorker],
+    inputs: Paths,
+    output: str | os.PathLike[str],
+    progress: Progress | None,
+    stopping: StopRequest,
+    options: Mapping[str, Any],
+) -> Report:
+    """Run a job as `run` does, on the worker that a function opens."""
     begun = time.perf_counter()
-    stopping = stopping or StopRequest()
+    check_names(options, RunArgs.__annotations__)
     rest: dict[str, Any] = {**options}
     asked = JobOptions(**{name: rest.pop(name) for name in JobArgs.__annotations__ if name in rest})
     output = path("output", output)
@@ -103,7 +116,8 @@ def run(
     )
     kept = None if asked.starts_over else kept_dtype(target)
     chosen = built if kept is None or built.dtype != "auto" else replace(built, dtype=cast(DType, kept))
-    worker = Worker.open(chosen, progress)
+    shown = unless_chosen(progress)
+    worker = open_worker(chosen, shown)
     worker.check(source.schema)
     target.check(worker.answer_schema(source.schema).of_table(source.schema))
     columns = sorted(source.schema.names)
@@ -111,7 +125,7 @@ def run(
     if asked.id_column is not None:
         check_ids(source, asked.id_column)
     fresh = JobState(
-        command=fingerprint(built, model_files=model_digest(worker.folder), id_column=asked.id_column, form=form),
+        command=fingerprint(built, model_files=worker.model_files, id_column=asked.id_column, form=form),
         files=source.identity,
         rows=source.num_rows,
         columns=columns,
@@ -124,7 +138,7 @@ def run(
         rows=source.num_rows, max_error_rate=asked.max_error_rate, raises=built.on_error == "raise"
     )
     refused = refuse_repeated(source, "custom_id") if command.is_batch else {}
-    job = _Job(worker, source, target, fresh, asked, error_budget, progress or Silence(), stopping, refused)
+    job = _Job(worker, source, target, fresh, asked, error_budget, shown, stopping, refused)
     return job.run(begun)
 
 
@@ -136,7 +150,7 @@ class _Job:
 
     def __init__(
         self,
-        worker: Worker,
+        worker: TableWorker,
         source: Dataset,
         output: Output,
         fresh: JobState,
@@ -287,10 +301,10 @@ class _Job:
         )
 
 
-def _order_gain(worker: Worker, window: Window, answers: list[pa.RecordBatch]) -> float | None:
-    """Simulate what the order bought, with the lengths as they came out; None if that would take long."""
+def _order_gain(worker: TableWorker, window: Window, answers: list[pa.RecordBatch]) -> float | None:
+    """Simulate what the order bought, with the lengths as they came out; None if that would take long, or cannot be."""
     requests = window.requests
-    if not answers or len(requests) > SIMULATED_AFTERWARDS or window.schema.turns:
+    if not isinstance(worker, Worker) or not answers or len(requests) > SIMULATED_AFTERWARDS or window.schema.turns:
         return None
     answered = pa.Table.from_batches(answers)
     lengths = np.zeros(window.table.num_rows, np.int32)
@@ -313,25 +327,15 @@ def explain(inputs: Paths, **options: Unpack[ExplainArgs]) -> Forecast:
     """
     command = Command.read(inputs, options)
     built, source = command.options, command.source
+    if built.beside:
+        raise refusal("beside", "be left out of explain, which knows engines of this machine alone", built.beside)
     worker = Worker.open(built)
     worker.check(source.schema)
     rows = source.num_rows
     most = window_rows_of(None, rows, source.nbytes, built.sampling.max_tokens)
-    if rows <= most:
-        return _forecast(worker, source.read())
-    return _forecast(worker, _spread(source, min(most, MOST_SIMULATED))).scaled(rows)
+    table = source.read() if rows <= most else spread_rows(source, min(most, MOST_SIMULATED))
+    found = forecast(built, worker.shard(table), worker.pool, worker.cost, worker.scheduling)
+    return found if rows <= most else found.scaled(rows)
 
 
 explain.__module__ = "llmbatch"  # which it is imported from
-
-
-def _forecast(worker: Worker, table: pa.Table) -> Forecast:
-    return forecast(worker.options, worker.shard(table), worker.pool, worker.cost, worker.scheduling)
-
-
-def _spread(source: Dataset, rows: int) -> pa.Table:
-    """Read about so many rows, in runs of neighbours spread evenly over the input."""
-    runs = min(_RUNS, rows)
-    each, starts = rows // runs, [source.num_rows * k // runs for k in range(runs)]
-    with closing(source.reader()) as reader:
-        return pa.concat_tables([reader.read(start, start + each) for start in starts])

@@ -97,7 +97,8 @@ class JobArgs(TypedDict, total=False):
     output_format: Annotated[
         OutputFormat,
         Keyword(
-            "what is written: lines of OpenAI's batch output, or the input's columns and the answers'",
+            "what is written: lines of OpenAI's batch output (a .parquet file has them as columns), or the input's "
+            "columns and the answers'",
             JobOptions.output_format,
             "openai for an OpenAI batch that is written as JSONL",
         ),

@@ -113,6 +113,7 @@ def adopt(pages: PagePool, slot: int, prompt: int) -> int:
                 break
             if position < len(path):
                 publish_as(pages, page, path[position])
+                pages.counts[0].shared += pages.users[page] > 0  # by a guest, which has no path
         if windowed and position >= pages.windows.first[slot]:
             enter_window(pages.windows, slot, position, page)
         if pages.users[page] == 0:

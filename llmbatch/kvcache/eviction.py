@@ -44,8 +44,7 @@ def recall(pages: PagePool, slot: int, position: int) -> int:
     name = start() if position == 0 else name_of(pages.contents, pages.tables[slot, position - 1])
     begin += position * pages.page_size
     name = with_tokens(name, pages.prompts.tokens, begin, begin + pages.page_size)
-    page = find(pages.contents, name[0], name[1])
-    return page if page >= 0 and pages.node[page] < 0 else -1
+    return find(pages.contents, name[0], name[1])
 
 
 @compiled

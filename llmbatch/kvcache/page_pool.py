@@ -161,9 +161,9 @@ class PagePool(NamedTuple):
             assert self.request[slot] >= 0, "a slot without a request holds pages"
             assert len(np.unique(pages[pages >= 0])) == len(pages), "a table names a page twice"
             path = path_of(self, int(self.request[slot]))
-            nodes = self.node[pages]
+            nodes = self.node[pages[: len(path)]]
             shared = nodes >= 0
-            assert (nodes[shared] == path[: len(pages)][shared[: len(path)]]).all(), "a shared page is off the path"
+            assert (nodes[shared] == path[: len(nodes)][shared]).all(), "a shared page is off the path"
             users[pages] += 1
             before = position[pages]
             assert ((before < 0) | (before == np.arange(len(pages)))).all(), "a page stands at two positions"

@@ -105,6 +105,10 @@ class LengthModel:
             self._generated,
         )
 
+    def expect(self, requests: NDArray[np.int32], tokens: NDArray[np.int32]) -> None:
+        """Expect answers of so many tokens of requests that arrive; nothing is learnt from them."""
+        self.known[requests] = np.clip(tokens, 1, self.max_tokens[requests])
+
     def refresh(self) -> None:
         """Recompute the tables from the observations: one pass up, one down, linear in tables x bins."""
         pooled, answered = pool(self.parent, self._rows, self._counts)

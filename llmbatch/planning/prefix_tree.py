@@ -19,7 +19,7 @@ here all rows are known beforehand, and a million of them take a few arrays.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -79,6 +79,10 @@ class PrefixTree:
             np.minimum(lcp * size, ends, out=lcp)
             np.minimum(lcp[1:], ends[:-1], out=lcp[1:])
         return cls.of_sorted(rows, lcp, lengths)
+
+    def with_spare(self, rows: int) -> PrefixTree:
+        """Return the tree beside so many further rows, which are empty and not in it."""
+        return replace(self, lengths=np.pad(self.lengths, (0, rows)))
 
     @classmethod
     def of_sorted(cls, rows: NDArray[np.int32], lcp: NDArray[np.int32], lengths: NDArray[np.int32]) -> PrefixTree:

@@ -18,7 +18,9 @@ from llmbatch.planning.order import Policy
 from llmbatch.planning.prefix_tree import PrefixTree
 from llmbatch.preprocess.request_batch import RequestBatch
 
-ROW_TOKENS: Final = 1024  # that a row is taken to hold, where memory is split between pages and window pages
+ROW_TOKENS: Final = 1024  # that a row is taken to hold, where memory is split before rows are known
+_STEP: Final = 2048  # tokens of prompts that a step computes, about
+_LOST: Final = 1e-6  # of a page, more than sums of floats lose
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,19 +39,30 @@ class Pool:
 
         Where `window_bytes` of these are of layers that keep `window` tokens, memory is split so that both kinds of
         pages run out together if rows hold `ROW_TOKENS` tokens, or two windows, if that is more; and the `most` that
-        they may have, if that is less or if pages take no memory. Pages hold all layers where rows are no longer than
-        windows, or memory is small.
+        they may have, if that is less or if pages take no memory.
         """
         whole = cls(int(memory // bytes_per_token) // page_size, page_size)
-        full_bytes = bytes_per_token - window_bytes
-        ratio = (window + 2 * page_size) / (most if full_bytes == 0 else min(most, max(ROW_TOKENS, 2 * window)))
-        if window_bytes == 0 or ratio >= 1.0:
+        if window_bytes == 0:
             return whole
-        num_pages = int(memory / (page_size * (full_bytes + ratio * window_bytes)))
-        window_pages = int((memory - num_pages * page_size * full_bytes) // (page_size * window_bytes))
-        if window_pages < 2 * (window // page_size + 2):
+        tokens = most if window_bytes == bytes_per_token else min(most, max(ROW_TOKENS, 2 * window))
+        windows = WindowPages(window, whole.num_pages, window_bytes / bytes_per_token)
+        return replace(whole, windows=windows).split((window + 2 * page_size) / tokens)
+
+    def split(self, ratio: float) -> Pool:
+        """Split the memory anew, so that there are `ratio` window pages for each page.
+
+        Pages hold all layers if that is 1 or more, or the memory holds less than two windows.
+        """
+        windows, size = self.windows, self.page_size
+        memory = self.whole_tokens / size  # in pages that hold all layers
+        whole = Pool(int(memory + _LOST), size)
+        if ratio >= 1.0:
             return whole
-        return cls(num_pages, page_size, WindowPages(window, window_pages, window_bytes / bytes_per_token))
+        num_pages = int(memory / (1.0 - windows.share + ratio * windows.share) + _LOST)
+        window_pages = int((memory - num_pages * (1.0 - windows.share)) / windows.share + _LOST)
+        if window_pages < 2 * (windows.tokens // size + 2):
+            return whole
+        return Pool(num_pages, size, windows._replace(num_pages=window_pages))
 
     @property
     def tokens(self) -> int:
@@ -112,8 +125,7 @@ class Workload:
         kinds: dict[tuple[object, ...], int] = {}
         keys = np.array([kinds.setdefault(params.kind, len(kinds)) for params in requests.params], np.int32)
         keys = keys[requests.params_index]
-        told = requests.scored < requests.prompt_lengths
-        findable = np.where(told, requests.scored, INT32_MAX).astype(np.int32)
+        findable = findable_tokens(requests.scored, requests.prompt_lengths)
         prompts = Prompts(requests.tokens, requests.offsets, findable)
         if answered is None or not answered.any():
             return cls(tree, requests.max_tokens, keys, known, prompts=prompts)
@@ -147,6 +159,11 @@ class Workload:
         return lengths
 
 
+def findable_tokens(scored: NDArray[np.int32], prompts: NDArray[np.int32]) -> NDArray[np.int32]:
+    """Count the leading prompt tokens whose pages may be found (`Prompts.findable`), from `RequestBatch.scored`."""
+    return np.where(scored < prompts, scored, INT32_MAX).astype(np.int32)
+
+
 @dataclass(frozen=True, slots=True)
 class Fit:
     """The requests that a pool has room for, and the longest answer of each: one rule for jobs and simulations."""
@@ -170,16 +187,18 @@ def fit_requests(requests: RequestBatch, pool: Pool) -> tuple[RequestBatch, dict
     """
     prompts = requests.prompt_lengths
     fit = Fit.of(prompts, requests.max_tokens, pool)
-    errors = {
-        int(i): RowError(
-            "too_long",
-            f"prompt has {prompts[i]} tokens, the KV pool holds {pool.tokens}, and one is needed for the answer: "
-            "raise kv_memory or shorten the prompt",
-        )
-        for i in np.flatnonzero(fit.refused)
-    }
+    errors = {int(i): too_long(prompts[i], pool) for i in np.flatnonzero(fit.refused)}
     recorded = np.minimum(requests.recorded, fit.max_tokens)
     return replace(requests, max_tokens=fit.max_tokens, recorded=recorded), errors, np.flatnonzero(fit.cut)
+
+
+def too_long(prompt: int, pool: Pool) -> RowError:
+    """Word the error of a prompt of so many tokens that leaves no room for an answer."""
+    return RowError(
+        "too_long",
+        f"prompt has {prompt} tokens, the KV pool holds {pool.tokens}, and one is needed for the answer: "
+        "raise kv_memory or shorten the prompt",
+    )
 
 
 def early_ends(rows: int, pool: Pool) -> tuple[str, ...]:
@@ -191,3 +210,29 @@ def early_ends(rows: int, pool: Pool) -> tuple[str, ...]:
         f"{which} early, with finish_reason 'length': prompt and max_tokens need more KV than the {pool.tokens:,} "
         "tokens that the pool holds; raise kv_memory or lower max_tokens",
     )
+
+
+def split_for(pool: Pool, workload: Workload) -> Pool:
+    """Split the memory of a pool between pages and window pages by the rows of a workload.
+
+    Both kinds run out together: they are as the tokens that rows hold, each summed over the steps that its row takes.
+    While an answer of a tokens is generated, in a steps, pages hold the prompt and half of the answer in the mean, and
+    window pages a window, or all that the row has at its end. A prompt is computed in steps of `_STEP` tokens; each of
+    its tokens takes window pages in one of them, beside the window before. Of what rows share of their prompts one has
+    all. Returns the pool as it is if it has one kind of pages, or room for all rows at once, or if the split would hold
+    a row no more that it holds.
+    """
+    windows, tree = pool.windows, workload.tree
+    if windows.share in (0.0, 1.0) or not len(tree):
+        return pool
+    rows, most = tree.rows, windows.tokens + 2 * pool.page_size
+    answers = workload.length_model().expected(rows).mean
+    prompts = tree.lengths[rows] - tree.lcp
+    if (prompts + answers).sum() <= pool.tokens:
+        return pool
+    steps = prompts / _STEP
+    held = answers @ (prompts + answers / 2) + steps @ (prompts / 2)
+    in_windows = answers @ np.minimum(prompts + answers, most) + steps @ np.minimum(prompts, most) + prompts.sum()
+    split = pool.split(float(in_windows / held))
+    longest = int((tree.lengths + workload.max_tokens.astype(np.int64))[rows].max())
+    return pool if split.tokens < min(longest, pool.tokens) else split

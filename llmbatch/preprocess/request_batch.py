@@ -64,6 +64,25 @@ class RequestBatch:
             self.scored[index],
         )
 
+    def with_spare(self, rows: int, tokens: int) -> RequestBatch:
+        """Return the same requests followed by so many empty ones, with room for so many more tokens of prompts.
+
+        Requests are written into spare rows in place (`llmbatch.preprocess.spare_rows`).
+        """
+        end = self.offsets[-1]
+        nothing = np.zeros(rows, np.int32)
+        return RequestBatch(
+            np.concatenate((self.tokens[:end], np.zeros(tokens, np.int32))),
+            np.concatenate((self.offsets, np.full(rows, end))),
+            np.concatenate((self.max_tokens, nothing + np.int32(1))),
+            np.concatenate((self.params_index, nothing)),
+            self.params or (SamplingParams(),),
+            np.concatenate((self.serial, nothing.astype(np.uint64))),
+            np.concatenate((self.recorded, nothing + np.int32(1))),
+            np.concatenate((self.draw, nothing)),
+            np.concatenate((self.scored, nothing)),
+        )
+
     @classmethod
     def concatenate(cls, parts: Sequence[RequestBatch]) -> RequestBatch:
         """Join the requests of all parts, in order. Equal parameters are merged, unused ones dropped."""

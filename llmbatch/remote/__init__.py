@@ -1,7 +1,7 @@
-"""Answers a job's rows at an endpoint, in place of an engine of the job's own.
+"""Answers a job's rows at endpoints, in place of an engine of the job's own.
 
-Must not import torch, nor anything that makes engines.
+Must not import torch, nor make an engine where a URL is given.
 Start reading at `worker`.
 """
 
-__all__: list[str] = []
+__all__ = ["opening"]

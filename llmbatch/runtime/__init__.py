@@ -4,4 +4,4 @@ Must not import anything that knows of tables or files.
 Start reading at `shard_run`, then `stream`.
 """
 
-__all__ = ["cancellation", "protocols", "shard_run", "simulated_loop", "step_loop", "stream", "warmup"]
+__all__ = ["cancellation", "guests", "protocols", "shard_run", "simulated_loop", "step_loop", "stream", "warmup"]

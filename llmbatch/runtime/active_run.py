@@ -10,12 +10,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmbatch.engine.base import StreamEngine
-from llmbatch.planning.workload import Pool, Scheduling, Workload
+from llmbatch.planning.workload import Pool, Scheduling, Workload, findable_tokens
+from llmbatch.runtime.live_guests import LiveGuests
 from llmbatch.runtime.live_requests import LiveRequests
 from llmbatch.runtime.protocols import NO_REQUESTS, CompletedRequests, EngineObserver, Totals, W
 from llmbatch.runtime.refit import Refit
 from llmbatch.runtime.shard_run import ShardRun
 from llmbatch.runtime.step_loop import EngineDied, drive
+from llmbatch.scheduler.guests import Latency
 from llmbatch.scheduler.output import FinishReason, Step
 from llmbatch.scheduler.scheduler import FinishedSequences
 
@@ -30,6 +32,8 @@ class StreamContext(Generic[W]):
     observer: EngineObserver[W]
     row_timeout: float  # seconds
     totals: Totals
+    guests: LiveGuests | None = None  # where guests may arrive
+    latency: Latency | None = None  # how long steps may take
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,15 +56,21 @@ class ActiveRun(EngineObserver[W]):
         *,
         after: ActiveRun[W] | None = None,
         numbers: NDArray[np.int32] | None = None,
+        alone: bool = False,
     ) -> None:
-        """Take an engine that has these requests; `numbers` are those that requests of the run before have here."""
+        """Take an engine that has these requests; `numbers` are those that requests of the run before have here.
+
+        Where they are to run `alone`, no guests are let in.
+        """
         self.engine = engine
         self.requests = requests
         self._context = context
-        self._loop = drive(engine, self)
+        self._guests = None if alone else context.guests
+        self._loop = drive(engine, self, None if self._guests is None else self)
         self._run: ShardRun = ShardRun(
             workload, self._loop, context.pool, context.refit.cost, context.scheduling,
             after=None if after is None else after._run.scheduler, numbers=numbers, refit=context.refit,
+            latency=context.latency,
         )  # fmt: skip  # arguments in groups
         # Steps and preemptions that are in the totals.
         self._counted: tuple[int, int] = (0, 0) if after is None else after._counted
@@ -69,11 +79,17 @@ class ActiveRun(EngineObserver[W]):
 
     @classmethod
     def begin(
-        cls, context: StreamContext[W], engine: StreamEngine, requests: LiveRequests[W], workload: Workload
+        cls,
+        context: StreamContext[W],
+        engine: StreamEngine,
+        requests: LiveRequests[W],
+        workload: Workload,
+        *,
+        alone: bool = False,
     ) -> ActiveRun[W]:
         """Start on a workload with nothing in slots."""
         engine.begin(requests.requests)
-        return cls(context, engine, requests, workload)
+        return cls(context, engine, requests, workload, alone=alone)
 
     def joined_by(self, requests: LiveRequests[W], workload: Workload, numbers: NDArray[np.int32]) -> ActiveRun[W]:
         """Return the run that goes on with other requests; those that run keep their slots, under these `numbers`."""
@@ -114,7 +130,7 @@ class ActiveRun(EngineObserver[W]):
 
     def let_end(self, deadline: float) -> None:
         """Take nothing new, and let what runs end until a time of `time.monotonic`."""
-        self._ending = True
+        self._ending = True  # guests that arrive now are told so when the stream ends
         self._run.stop_admitting()
         self._loop.drain = True
         while not self.done and time.monotonic() < deadline:
@@ -131,6 +147,47 @@ class ActiveRun(EngineObserver[W]):
         totals.preemptions += now[1] - self._counted[1]
         self._counted = now
 
+    @property
+    def renumbers(self) -> bool:
+        """Whether a guest waits for whom there is no spare row, or requests are not to be run any more."""
+        assert self._guests is not None
+        return not self._ending and (self._guests.entering or self._context.observer.interrupts)
+
+    def look(self) -> NDArray[np.int32]:
+        """Let guests in that have arrived; returns the requests that nobody waits for any more, int32 [n]."""
+        guests, live = self._guests, self.requests
+        assert guests is not None
+        if not guests.pending:
+            return NO_REQUESTS
+        left = guests.look()
+        if not self._ending and live.spare is not None:
+            arrivals = guests.enter(live.spare)
+            rows = arrivals.requests
+            if len(rows):
+                live.take_in(rows, arrivals.expected)
+                self.engine.extend(live.requests, rows)
+                self._run.arrive(arrivals, findable_tokens(live.requests.scored[rows], arrivals.prompts))
+        return left
+
+    def drop(self, requests: NDArray[np.int32]) -> None:
+        """Do not run these requests of windows any more, nor tell of them; nothing may be queued."""
+        self.requests.open[requests] = False
+        self._loop.withdraw(self._run.scheduler, requests, FinishReason.CANCELLED)
+
+    def dismissed(self, requests: NDArray[np.int32]) -> None:
+        """Take note that these requests, which waited to be admitted, are in the hands of the scheduler no more."""
+        assert self._guests is not None
+        self._guests.dismissed(requests)
+        self.requests.open[requests] = False
+
+    def sampled(self, requests: NDArray[np.int32], tokens: NDArray[np.int32], finished: NDArray[np.uint8]) -> None:
+        """Tell guests what was sampled for them in a step."""
+        assert self._guests is not None
+        self._guests.load.tokens += len(requests)
+        at = np.flatnonzero(self.requests.are_guests(requests) & (finished != FinishReason.ERROR))
+        if len(at):
+            self._guests.sampled(requests[at], tokens[at])
+
     def release(self) -> None:
         """Let go of the engine: run, loop and observer refer to each other, and would keep its memory."""
         del self.engine, self._loop, self._run
@@ -140,6 +197,10 @@ class ActiveRun(EngineObserver[W]):
         requests, observer = self.requests, self._context.observer
         self._step = (step.requests, time.monotonic())
         observer.before_step(step)
+        if self._guests is not None:
+            load = self._guests.load
+            load.running, load.waiting = step.running, int(np.count_nonzero(requests.open)) - step.running
+            load.kv_used = step.kv_tokens / self._context.pool.tokens
         fresh = step.requests[~requests.begun[step.requests]]
         if len(fresh):
             requests.begun[fresh] = True
@@ -158,22 +219,27 @@ class ActiveRun(EngineObserver[W]):
         (requests, begun), self._step = self._step, (NO_REQUESTS, 0.0)
         spent[requests] += time.monotonic() - begun
         if len(finished.requests):
-            self._context.totals.ended += len(finished.requests)
             self._hand_on(finished)
         if not self._ending:
             self._context.observer.after_step(finished)
-        late: NDArray[np.int32] = requests[open_[requests] & (spent[requests] > self._context.row_timeout)]
-        return late
+        late = requests[open_[requests] & (spent[requests] > self._context.row_timeout)]
+        return late[~self.requests.are_guests(late)] if len(late) else late
 
     def _hand_on(self, finished: FinishedSequences) -> None:
         live, requests = self.requests, finished.requests
         slots = finished.slots.tolist()
         told = [self.engine.logprobs(slot, request) for slot, request in zip(slots, requests.tolist(), strict=True)]
         tokens = [self.engine.pop_tokens(slot) for slot in slots]
+        guests, wanted = live.are_guests(requests), live.open[requests]
         live.open[requests] = False
-        live.answered[requests] = np.where(finished.reasons < FinishReason.ERROR, finished.generated, 0)
+        live.answered[requests] = np.where((finished.reasons < FinishReason.ERROR) & ~guests, finished.generated, 0)
         self._run.scheduler.publish(finished, tokens)
-        for window, at in live.by_window(requests):
+        self._context.totals.ended += int(np.count_nonzero(~guests))
+        if self._guests is not None:
+            for i in np.flatnonzero(guests).tolist():
+                reason, cached = FinishReason(finished.reasons[i]), int(finished.cached[i])
+                self._guests.ended(int(requests[i]), reason, tokens[i], cached, told[i])
+        for window, at in live.by_window(requests, wanted):
             self._context.observer.ended(
                 CompletedRequests(
                     window,

@@ -1,7 +1,7 @@
 """Guests: requests that arrive while an engine runs, and whose first token somebody waits for.
 
-Any thread puts guests into a `GuestInbox`. The thread that steps takes them between two steps, and tells each guest's
-listener what was sampled for it.
+Any thread puts guests into a `GuestInbox`. The thread that steps takes them between two steps
+(`llmbatch.runtime.live_guests`), and tells each guest's listener what was sampled for it.
 """
 
 from __future__ import annotations
@@ -61,13 +61,23 @@ class GuestInbox:
         self._changed = threading.Condition()
         self._arrived: list[Guest] = []
         self._left: list[Guest] = []
-        self._closed = False
+        self._woken = False
+        self._refuses = False
+        self.closed: bool = False
 
-    def put(self, guest: Guest) -> None:
-        """Let a guest in, from any thread."""
+    def put(self, guest: Guest) -> bool:
+        """Let a guest in, from any thread; False where none is taken any more."""
         with self._changed:
-            self._arrived.append(guest)
-            self._changed.notify_all()
+            if not self._refuses:
+                self._arrived.append(guest)
+                self._changed.notify_all()
+            return not self._refuses
+
+    def refuse(self) -> list[Guest]:
+        """Take no guest any more; returns those that arrived before."""
+        with self._changed:
+            self._refuses = True
+        return self.take()[0]
 
     def leave(self, guest: Guest) -> None:
         """Say that nobody waits for a guest any more: it is withdrawn, and its end is told."""
@@ -78,12 +88,13 @@ class GuestInbox:
     def close(self) -> None:
         """Let nobody wait any more."""
         with self._changed:
-            self._closed = True
+            self.closed = True
             self._changed.notify_all()
 
     def wake(self) -> None:
-        """Let whoever waits look for something else that is to be done."""
+        """Let whoever waits, or is about to, look for something else that is to be done."""
         with self._changed:
+            self._woken = True
             self._changed.notify_all()
 
     def take(self) -> tuple[list[Guest], list[Guest]]:
@@ -101,6 +112,7 @@ class GuestInbox:
     def wait(self, seconds: float) -> bool:
         """Wait until there may be something to do, at most so many seconds; False once it is closed."""
         with self._changed:
-            if not self._arrived and not self._left and not self._closed:
+            if not (self._arrived or self._left or self._woken or self.closed):
                 self._changed.wait(seconds)
-            return not self._closed
+            self._woken = False
+            return not self.closed

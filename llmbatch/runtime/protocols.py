@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Generic, Protocol, TypeVar
 
 import numpy as np
@@ -62,6 +63,14 @@ class CompletedRequests(Generic[W]):
     logprobs: list[tuple[TokenLogprobs | None, TokenLogprobs | None]]  # of answer and prompt, where they are told
 
 
+class GivenUp(IntEnum):
+    """Which requests are not to be run any more."""
+
+    NONE = 0
+    NOT_BEGUN = 1  # those that the engine was not given
+    ALL = 2
+
+
 class EngineObserver(Generic[W]):
     """Sees what an engine is given and what it answers: steps, and, where a stream runs it, the requests of windows.
 
@@ -82,6 +91,21 @@ class EngineObserver(Generic[W]):
         withdrawn ones, or to a `Stream`, is ignored.
         """
         return NO_REQUESTS
+
+    def idle(self) -> None:
+        """See that nothing runs and nothing waits, of a stream that goes on."""
+
+    @property
+    def interrupts(self) -> bool:
+        """Whether a window is to join at once, or requests are given up. Asked before each step of who has guests."""
+        return False
+
+    def given_up(self, window: W) -> GivenUp:
+        """Say which requests of a window are not to be run any more."""
+        return GivenUp.NONE
+
+    def dropped(self, window: W, requests: NDArray[np.int32]) -> None:
+        """See requests that were given up: nothing more is told of them."""
 
     def joined(self, window: W) -> None:
         """See a window whose requests are about to be run."""

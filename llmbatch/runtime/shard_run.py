@@ -39,6 +39,7 @@ from llmbatch.planning.workload import Pool, Scheduling, Workload
 from llmbatch.runtime.queue_planner import QueuePlanner
 from llmbatch.runtime.refit import Refit
 from llmbatch.runtime.step_loop import StepLoop
+from llmbatch.scheduler.guests import Arrivals, Latency
 from llmbatch.scheduler.scheduler import Scheduler
 from llmbatch.scheduler.steering import STEERING
 
@@ -85,10 +86,11 @@ class ShardRun:
         after: Scheduler | None = None,
         numbers: NDArray[np.int32] | None = None,
         refit: Refit | None = None,
+        latency: Latency | None = None,
     ) -> None:
         """Prepare a shard; `numbers` are those that requests of the shard before have here, see `Scheduler.rebind`.
 
-        If steps are measured, `refit` holds them, and `cost` is `refit.cost`.
+        If steps are measured, `refit` holds them, and `cost` is `refit.cost`. With a `latency` steps are bounded.
         """
         begun = time.perf_counter()
         self._workload = workload
@@ -100,6 +102,8 @@ class ShardRun:
         self._steering = STEERING
         self._lengths = workload.length_model()
         self.scheduler: Scheduler = self._scheduler(after, numbers)
+        if latency is not None:
+            self.scheduler.bound(latency)
         self._first_step = self.scheduler.steps
         self._queue = QueuePlanner(workload, self.scheduler, self._lengths, pool, cost, scheduling, self._steering)
         self._planning_seconds = time.perf_counter() - begun
@@ -170,6 +174,17 @@ class ShardRun:
         self._advance(steps)
         if self._queue.unknown:
             self._learn()
+
+    def arrive(self, guests: Arrivals, findable: NDArray[np.int32]) -> None:
+        """Let guests in, which were written into spare rows of the workload; nobody plans them, nor learns from them.
+
+        `findable` int32 [n] are as in `Prompts`.
+        """
+        requests, workload = guests.requests, self._workload
+        workload.tree.lengths[requests] = guests.prompts
+        workload.prompts.findable[requests] = findable
+        self._lengths.expect(requests, guests.expected)
+        self.scheduler.arrive(guests)
 
     def _run_sampling(self, plan: Plan) -> Plan:
         """Run a sample first, the rest behind it; a second one heads the plan when long rows are told."""

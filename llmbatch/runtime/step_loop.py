@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
@@ -43,6 +44,34 @@ class TokenDropper(EngineObserver[Any]):
         return NO_REQUESTS
 
 
+class StepGuests(Protocol):
+    """Lets guests in and out between two steps, and is told what was sampled for them."""
+
+    @property
+    def renumbers(self) -> bool:
+        """Whether requests must be renumbered before the next step."""
+        ...
+
+    def look(self) -> NDArray[np.int32]:
+        """Let guests in that have arrived; returns the requests that nobody waits for any more, int32 [n]."""
+        ...
+
+    def dismissed(self, requests: NDArray[np.int32]) -> None:
+        """Take note that these requests, which waited to be admitted, are in the hands of the scheduler no more."""
+        ...
+
+    def sampled(self, requests: NDArray[np.int32], tokens: NDArray[np.int32], finished: NDArray[np.uint8]) -> None:
+        """Take note of what was sampled in a step, guests' requests and others, one entry each."""
+        ...
+
+
+class Renumber(Exception):
+    """Requests must be renumbered: a guest waits for whom there is no spare row, or some are not to be run any more.
+
+    Raised between two steps.
+    """
+
+
 class EngineDied(Exception):
     """The engine raised while it executed a step; what it held is lost. Its cause is what was raised."""
 
@@ -51,62 +80,119 @@ class EngineDied(Exception):
         self.requests: NDArray[np.int32] = step.requests
 
 
-class SerialLoop:
+class _Loop:
+    """What both loops have in common. Nothing is queued any more when `run` returns or raises `Renumber`."""
+
+    def __init__(self, observer: EngineObserver[Any], *, guests: StepGuests | None = None, drain: bool = True) -> None:
+        self._observer = observer
+        self._guests = guests
+        self.drain = drain
+
+    def withdraw(
+        self, scheduler: Scheduler, requests: NDArray[np.int32], reason: FinishReason
+    ) -> list[LengthObservations]:
+        """End requests between two steps, and tell the observer of those that ran."""
+        if not len(requests):
+            return []
+        withdrawn = scheduler.withdraw(requests, reason)
+        self._drop(withdrawn)
+        self._observer.after_step(withdrawn)
+        return [_lengths_of(withdrawn)]
+
+    def _let_in(self, scheduler: Scheduler) -> tuple[float, list[LengthObservations]]:
+        """Let guests in and out; returns the time, and what ended."""
+        guests = self._guests
+        if guests is None:
+            return 0.0, []
+        left = guests.look()
+        ended = self.withdraw(scheduler, left, FinishReason.CANCELLED)
+        if len(left):
+            guests.dismissed(scheduler.dismiss(left))
+        if guests.renumbers:
+            self._end(scheduler)
+            raise Renumber
+        return time.monotonic(), ended
+
+    def _drop(self, withdrawn: FinishedSequences) -> None:
+        """Drop what is still to come of sequences that were withdrawn."""
+
+    def _end(self, scheduler: Scheduler) -> list[LengthObservations]:
+        """Wait for what is queued."""
+        return []
+
+
+class SerialLoop(_Loop):
     """Runs a scheduler's steps on an engine, one by one.
 
-    One that does not `drain` comes back when no request waits any more. Raises `EngineDied`.
+    One that does not `drain` comes back when no request waits any more. Raises `EngineDied`, and `Renumber` where
+    there are `guests`.
     """
 
-    def __init__(self, engine: Engine, observer: EngineObserver[Any], *, drain: bool = True) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        observer: EngineObserver[Any],
+        *,
+        guests: StepGuests | None = None,
+        drain: bool = True,
+    ) -> None:
+        super().__init__(observer, guests=guests, drain=drain)
         self._engine = engine
-        self._observer = observer
-        self.drain = drain
 
     def run(self, scheduler: Scheduler, steps: int) -> LengthObservations:
         """Advance by at most `steps` steps, until nothing is left; the requests that ended."""
         ended = [LengthObservations(np.empty(0, np.int32), np.empty(0, np.int32), np.empty(0, np.bool_))]
         for _ in range(steps):
+            now, gone = self._let_in(scheduler)
+            ended += gone
             if scheduler.done or not (self.drain or scheduler.waiting):
                 break
-            step = scheduler.decide()
+            step = scheduler.decide(now)
             self._observer.before_step(step)
             try:
                 result = self._engine.execute(step)
             except Exception as error:
                 raise EngineDied(step) from error
+            if self._guests is not None:
+                self._guests.sampled(step.requests[step.samples], result.tokens, result.finished)
             if result.seconds is not None:
                 self._observer.step_took(step, result.seconds)
             finished = scheduler.commit(step, result)
             late = self._observer.after_step(finished)
             ended.append(_lengths_of(finished))
-            if len(late):
-                withdrawn = scheduler.withdraw(late, FinishReason.TIMEOUT)
-                self._observer.after_step(withdrawn)
-                ended.append(_lengths_of(withdrawn))
+            ended += self.withdraw(scheduler, late, FinishReason.TIMEOUT)
         return LengthObservations(*(np.concatenate(column) for column in zip(*ended, strict=True)))
 
 
-class PipelinedLoop:
+class PipelinedLoop(_Loop):
     """Runs a scheduler's steps on an engine, and decides each while the one before is computed.
 
     A step is committed when it is queued, as if only sequences that reach their most tokens ended in it. A sequence
     that ends earlier is noticed one step late. The next step then has a token of it, which is marked `spare` and
-    dropped. Nothing is queued any more when `run` returns. Raises `EngineDied`.
+    dropped. Raises `EngineDied`, and `Renumber` where there are `guests`.
     """
 
-    def __init__(self, engine: PipelinedEngine, observer: EngineObserver[Any], *, drain: bool = True) -> None:
+    def __init__(
+        self,
+        engine: PipelinedEngine,
+        observer: EngineObserver[Any],
+        *,
+        guests: StepGuests | None = None,
+        drain: bool = True,
+    ) -> None:
+        super().__init__(observer, guests=guests, drain=drain)
         self._engine = engine
-        self._observer = observer
-        self.drain = drain
         self._queued: _QueuedStep | None = None
 
     def run(self, scheduler: Scheduler, steps: int) -> LengthObservations:
         """Advance by at most `steps` steps, until nothing is left; the requests that ended."""
         ended = [LengthObservations(np.empty(0, np.int32), np.empty(0, np.int32), np.empty(0, np.bool_))]
         for _ in range(steps):
+            now, gone = self._let_in(scheduler)
+            ended += gone
             if scheduler.done or not (self.drain or scheduler.waiting):
                 break
-            step = scheduler.decide()
+            step = scheduler.decide(now)
             self._observer.before_step(step)
             try:
                 expected = self._engine.submit(step)
@@ -114,14 +200,15 @@ class PipelinedLoop:
             except Exception as error:
                 raise EngineDied(step) from error
             late = _late(before, result)
-            finished = scheduler.commit(step, _joined(step, expected, late))
-            self._queued = _QueuedStep(step, finished)
+            joined = _joined(step, expected, late)
+            finished = scheduler.commit(step, joined)
+            self._queued = _QueuedStep(step, finished, joined.spare)
             ended += self._take(scheduler, before, result)
             for reason in (
                 FinishReason.STOP,
                 FinishReason.ERROR,
             ):  # of sequences that are not in the step, being preempted
-                ended += self._withdraw(scheduler, late.requests[late.reasons == reason], reason)
+                ended += self.withdraw(scheduler, late.requests[late.reasons == reason], reason)
         ended += self._end(scheduler)
         return LengthObservations(*(np.concatenate(column) for column in zip(*ended, strict=True)))
 
@@ -137,7 +224,7 @@ class PipelinedLoop:
         late = _late(before, result)
         ended = self._take(scheduler, before, result)
         for reason in (FinishReason.STOP, FinishReason.ERROR):
-            ended += self._withdraw(scheduler, late.requests[late.reasons == reason], reason)
+            ended += self.withdraw(scheduler, late.requests[late.reasons == reason], reason)
         return ended
 
     def _take(
@@ -148,33 +235,36 @@ class PipelinedLoop:
             return []
         if result.seconds is not None:
             self._observer.step_took(queued.step, result.seconds)
+        if self._guests is not None:
+            told = slice(None) if queued.spare is None else ~queued.spare
+            requests = queued.step.requests[queued.step.samples][told]
+            self._guests.sampled(requests, result.tokens[told], result.finished[told])
         reasons = queued.finished.reasons.copy()
         own = result.finished[queued.ends] > 0  # others ended the step before, and are known
         reasons[own] = result.finished[queued.ends][own]
         finished = replace(queued.finished, reasons=reasons)
         overdue = self._observer.after_step(finished)
-        return [_lengths_of(finished), *self._withdraw(scheduler, overdue, FinishReason.TIMEOUT)]
+        return [_lengths_of(finished), *self.withdraw(scheduler, overdue, FinishReason.TIMEOUT)]
 
-    def _withdraw(
-        self, scheduler: Scheduler, requests: NDArray[np.int32], reason: FinishReason
-    ) -> list[LengthObservations]:
-        if not len(requests):
-            return []
-        withdrawn = scheduler.withdraw(requests, reason)
+    def _drop(self, withdrawn: FinishedSequences) -> None:
+        """Drop what queued steps sample for sequences that were withdrawn."""
         self._engine.drop(withdrawn.slots, withdrawn.requests)
-        self._observer.after_step(withdrawn)
-        return [_lengths_of(withdrawn)]
 
 
-def drive(engine: Engine, observer: EngineObserver[Any]) -> SerialLoop | PipelinedLoop:
+def drive(
+    engine: Engine, observer: EngineObserver[Any], guests: StepGuests | None = None
+) -> SerialLoop | PipelinedLoop:
     """Return the loop that suits an engine."""
-    return PipelinedLoop(engine, observer) if isinstance(engine, PipelinedEngine) else SerialLoop(engine, observer)
+    if isinstance(engine, PipelinedEngine):
+        return PipelinedLoop(engine, observer, guests=guests)
+    return SerialLoop(engine, observer, guests=guests)
 
 
 @dataclass(frozen=True, slots=True)
 class _QueuedStep:
     step: Step
     finished: FinishedSequences  # what was taken to end in it
+    spare: NDArray[np.bool_] | None  # as in `StepResult`
 
     @property
     def ends(self) -> NDArray[np.bool_]:

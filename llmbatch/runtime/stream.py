@@ -12,6 +12,11 @@ a group kills the engine, its rows are run one by one. A row that kills the engi
 others go on. If three rows do so and none is answered in between, the cause may be the engine. So it is given a row
 that was answered before or, if there is none, up to three other rows, one by one. If it dies of these too, the job
 fails.
+
+Guests (`llmbatch.runtime.guests`) are run beside windows, and alone where there is no window. They take spare rows of
+the batch in hand, so that nothing is numbered anew for them; where these run out, what runs and waits is renumbered as
+if a window joined. Plans are made on the thread that steps, so a window that joins is a gap between their tokens. While
+rows are run apart to find out what killed an engine, guests wait.
 """
 
 from __future__ import annotations
@@ -27,16 +32,24 @@ from llmbatch.engine.base import StreamEngine
 from llmbatch.errors import JobError, RowError
 from llmbatch.perf_model.cost import CostModel
 from llmbatch.planning.workload import Pool, Scheduling, Workload, fit_requests
+from llmbatch.preprocess.request_batch import RequestBatch
 from llmbatch.runtime.active_run import ActiveRun, Idle, StreamContext
+from llmbatch.runtime.guests import GuestInbox
+from llmbatch.runtime.live_guests import EngineLoad, LiveGuests
 from llmbatch.runtime.live_requests import LiveRequests
-from llmbatch.runtime.protocols import EngineObserver, EngineProvider, Stop, Totals, W, WindowSource
+from llmbatch.runtime.protocols import EngineObserver, EngineProvider, GivenUp, Stop, Totals, W, WindowSource
 from llmbatch.runtime.refit import Refit
 from llmbatch.runtime.shard_run import ShardRun
-from llmbatch.runtime.step_loop import EngineDied, TokenDropper, drive
+from llmbatch.runtime.step_loop import EngineDied, Renumber, TokenDropper, drive
+from llmbatch.scheduler.guests import Latency
 
 _EXAMPLES = 4096  # answers that the next window learns lengths from
 _TAIL_STEPS = 16  # between two looks for the next window
 _MOST_ALONE = 3  # rows in a row that may kill the engine alone before it is tried with others
+_SPARE_ROWS = 4096  # for guests that arrive before requests are renumbered
+_SPARE_TOKENS = 1 << 21  # of their prompts
+_LONGEST_WAIT = 60.0  # seconds, of one wait for guests
+_NOTHING = np.empty(0, np.bool_)
 
 
 class Stream(Generic[W]):
@@ -50,6 +63,7 @@ class Stream(Generic[W]):
         self._context = context
         self._few_first = few_first
         self._now: Idle[W] | ActiveRun[W] = Idle(engine, LiveRequests.none())
+        self._renumbers = False  # what runs and waits must be renumbered
         self._alone = 0  # rows in a row that killed the engine alone
         self._ended_before = 0  # requests that had ended when the last of them did
         self._rng = np.random.default_rng(0)
@@ -65,39 +79,56 @@ class Stream(Generic[W]):
         *,
         row_timeout: float = math.inf,
         goes_on: bool = False,
+        inbox: GuestInbox | None = None,
+        latency: Latency | None = None,
     ) -> Stream[W]:
         """Take an engine of `engines`. `row_timeout` are the most seconds that the steps of a row may take together.
 
         What a row waits does not count: before its first step, for its next chunk, or between preemption and return.
-        A job that `goes_on` after it was ended begins with few rows, so that another kill finds some answered.
+        A job that `goes_on` after it was ended begins with few rows, so that another kill finds some answered. With an
+        `inbox` guests are run too, and the stream goes on until the inbox is closed.
         """
-        context = StreamContext(pool, scheduling, Refit(cost), observer, row_timeout, Totals())
+        guests = None if inbox is None else LiveGuests(inbox, pool)
+        context = StreamContext(pool, scheduling, Refit(cost), observer, row_timeout, Totals(), guests, latency)
         return cls(engines, engines.engine(), context, few_first=goes_on)
 
     def run(self, source: WindowSource[W]) -> Totals:
-        """Run every request of every window that is not answered already.
+        """Run every request of every window that is not answered already, and guests where there is an inbox.
 
-        Raises `Stop` when the observer did, once what ran has ended or its time was up; `JobError` where engines die
-        whatever they are given.
+        A source is never to wait where there is an inbox: who gives it a window wakes the inbox. Raises `Stop` when the
+        observer did, once what ran has ended or its time was up; `JobError` where engines die whatever they are given.
         """
         try:
             while True:
                 # No local holds the run: while another engine is made, the memory of a dead one must be free.
                 idle = isinstance(self._now, Idle) or self._now.done
-                window = source.next(idle)
-                if window is None and idle:
+                window = source.next(idle and self._context.guests is None)
+                if window is None and idle and not self._guests_come():
                     return self.totals
                 try:
                     if window is not None:
                         self._join(window)
+                    elif self._renumbers:
+                        self._go_on()
                     elif isinstance(self._now, ActiveRun):
                         self._now.advance(_TAIL_STEPS)
+                except Renumber:
+                    self._renumbers = True
                 except EngineDied as died:
                     self._recover(died)
         except Stop as stop:
             if isinstance(self._now, ActiveRun):
                 self._now.let_end(stop.deadline)
             raise
+        finally:
+            if self._context.guests is not None:
+                self._context.guests.end_all("the engine was stopped before this request had ended")
+
+    @property
+    def load(self) -> EngineLoad:
+        """How full the engine is, where guests may arrive."""
+        assert self._context.guests is not None
+        return self._context.guests.load
 
     def finish(self) -> CostModel:
         """Return what requests cost by the steps that were run."""
@@ -117,14 +148,26 @@ class Stream(Generic[W]):
             observer.cut(window, cut[todo[cut]].astype(np.int32))
         if not todo.any():
             return
+        self._go_on((window, fitted), todo)
+
+    def _go_on(self, joining: tuple[W, RequestBatch] | None = None, todo: NDArray[np.bool_] = _NOTHING) -> None:
+        """Go on with what runs and waits under other numbers, joined by the requests of a window that are `todo`."""
+        self._drop_given_up()
         now, kept = self._now, self._kept()
         first = len(kept)
-        requests = now.requests.merge(kept, window, fitted)
-        requests.open[first:] = todo
-        requests.answered[first:] = np.where(todo, 0, window.answered)
+        requests = now.requests.merge(kept, joining)
+        if joining is not None:
+            requests.open[first:] = todo
+            requests.answered[first:] = np.where(todo, 0, joining[0].answered)
+        guests = self._context.guests
+        if guests is not None:
+            requests.add_spare(_SPARE_ROWS, _SPARE_TOKENS + guests.tokens_entering)
+        self._renumbers = False
         if isinstance(now, ActiveRun):
             numbers = np.full(len(now.requests.open), -1, np.int32)
             numbers[kept] = np.arange(first)
+            if guests is not None:
+                guests.renumber(numbers)
             self._now = active = now.joined_by(requests, requests.workload(), numbers)
         else:
             active = self._begin(requests, requests.workload())
@@ -132,6 +175,39 @@ class Stream(Generic[W]):
                 self._few_first = False
                 active.run_few()
         active.admit_all()
+
+    def _guests_come(self) -> bool:
+        """Wait until a guest comes, or something else is to be done; False where no guest will come."""
+        guests = self._context.guests
+        if guests is None:
+            return False
+        if not guests.pending:
+            self._context.observer.idle()
+            guests.load.running = guests.load.waiting = 0
+            guests.load.kv_used = 0.0
+            if not guests.inbox.wait(_LONGEST_WAIT):
+                return guests.pending
+        if guests.pending and isinstance(self._now, Idle):
+            requests = self._now.requests
+            requests.add_spare(_SPARE_ROWS, _SPARE_TOKENS)
+            self._begin(requests, requests.workload()).admit_all()
+        return True
+
+    def _drop_given_up(self) -> None:
+        """Drop requests that are not to be run any more."""
+        now, observer = self._now, self._context.observer
+        if not observer.interrupts or not isinstance(now, ActiveRun):
+            return
+        requests = now.requests
+        for number, window in enumerate(requests.windows):
+            given_up = observer.given_up(window)
+            if given_up == GivenUp.NONE:
+                continue
+            gone = requests.open & (requests.window == number)
+            if given_up == GivenUp.NOT_BEGUN:
+                gone &= ~requests.begun
+            now.drop(np.flatnonzero(gone).astype(np.int32))
+            observer.dropped(window, requests.index[gone])
 
     def _kept(self) -> NDArray[np.int32]:
         """Find the requests that go on with the next window: those that have not ended, and some others as examples."""
@@ -141,12 +217,12 @@ class Stream(Generic[W]):
             ended = self._rng.choice(ended, _EXAMPLES, replace=False)
         return np.concatenate((np.flatnonzero(requests.open), ended)).astype(np.int32)
 
-    def _begin(self, requests: LiveRequests[W], workload: Workload) -> ActiveRun[W]:
-        """Start on a workload with nothing in slots."""
+    def _begin(self, requests: LiveRequests[W], workload: Workload, *, alone: bool = False) -> ActiveRun[W]:
+        """Start on a workload with nothing in slots; where it is to run `alone`, guests wait."""
         engine = self._now.engine
         if isinstance(self._now, ActiveRun):
             self._now.release()
-        self._now = active = ActiveRun.begin(self._context, engine, requests, workload)
+        self._now = active = ActiveRun.begin(self._context, engine, requests, workload, alone=alone)
         return active
 
     def _recover(self, died: EngineDied) -> None:
@@ -154,13 +230,17 @@ class Stream(Generic[W]):
         while True:
             self._replace_engine(died)
             requests = self._now.requests
-            suspects = died.requests
-            for group in np.array_split(suspects, math.isqrt(len(suspects))):
-                self._try(group)
-            if not requests.open.any():
+            suspects = died.requests[~requests.are_guests(died.requests)]
+            if len(suspects):
+                for group in np.array_split(suspects, math.isqrt(len(suspects))):
+                    self._try(group)
+            if not requests.open.any() and self._context.guests is None:
                 return
             try:
                 self._begin(requests, requests.workload()).admit_all()
+                return
+            except Renumber:
+                self._renumbers = True
                 return
             except EngineDied as again:
                 died = again
@@ -182,7 +262,7 @@ class Stream(Generic[W]):
         requests = self._now.requests
         others = np.setdiff1d(np.flatnonzero(requests.open), group)
         try:
-            self._begin(requests, requests.workload().without(others.tolist())).run_to_end()
+            self._begin(requests, requests.workload().without(others.tolist()), alone=True).run_to_end()
         except EngineDied as died:
             self._replace_engine(died)
             return died
@@ -233,6 +313,9 @@ class Stream(Generic[W]):
         assert isinstance(now, ActiveRun), "an engine dies of a step"
         self.totals.engine_deaths += 1
         requests = now.requests
+        if self._context.guests is not None:  # they run again, in other rows
+            self._context.guests.engine_died(died.requests)
+            requests.open[requests.expected > 0] = False
         requests.begun[requests.open] = False
         requests.spent[requests.open] = 0.0
         now.count()

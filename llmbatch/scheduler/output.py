@@ -23,6 +23,7 @@ class FinishReason(IntEnum):
     LENGTH = 2
     ERROR = 3  # its logits were not finite; the sequence has no answer
     TIMEOUT = 4  # it ran longer than a row may; the sequence has no answer
+    CANCELLED = 5  # nobody waits for it any more; the sequence has no answer
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,4 +4,4 @@ Must not import the command line.
 Start reading at `app`.
 """
 
-__all__: list[str] = []
+__all__ = ["options", "serve"]

@@ -15,13 +15,14 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from llmbatch.errors import ParameterError
+from llmbatch.figures import Figures
 from llmbatch.kernels.work_items import LOOK_BACK
 from llmbatch.perf_model.cost import CostModel
 from llmbatch.planning.cascade import tokens_together
 from llmbatch.planning.partition import partition, partition_alike
 from llmbatch.planning.plan import Plan
 from llmbatch.planning.plan_workload import plan_workload
-from llmbatch.planning.workload import ROW_TOKENS, Fit, Pool, Scheduling, Workload
+from llmbatch.planning.workload import ROW_TOKENS, Fit, Pool, Scheduling, Workload, split_for
 from llmbatch.runtime.shard_run import run_shard
 from llmbatch.runtime.simulated_loop import STEP, SimulatedLoop
 from llmbatch.simulation.options import PAGE_SIZE
@@ -37,7 +38,7 @@ SIDES = ("left", "right")
 
 
 @dataclass(frozen=True, kw_only=True)
-class SimulationReport:
+class SimulationReport(Figures):
     """The figures of a simulation. Times in seconds; requests whose prompt cannot fit count nowhere but in errors."""
 
     order: str
@@ -64,22 +65,31 @@ class SimulationReport:
         """Return the figures as JSON values."""
         return {**asdict(self), "replica_seconds": list(self.replica_seconds)}
 
-    def to_text(self) -> str:
-        """Return the figures for a person."""
-        lines = [
-            f"requests         {self.requests:,} ({self.errors:,} can never fit, {self.cut:,} end early), "
-            f"{self.prompt_tokens:,} prompt and {self.output_tokens:,} output tokens",
-            f"seconds          {self.seconds:,.1f} in order {self.order}, {self.fraction_of_optimal:.1%} of the "
-            f"optimum ({self.optimal_seconds:,.1f}); {self.tokens_per_second:,.0f} tokens/s",
-            f"prefix sharing   {self.prefix_sharing:.1%} of {self.prefix_sharing_optimal:.1%} possible",
-            f"steps            {self.steps:,}, {self.preemptions:,} preemptions, at most "
-            f"{self.peak_kv_fraction:.1%} of the KV memory used",
-            f"longest row      {self.critical_path_seconds:,.1f} s at the speed of reading the weights",
-            f"took             {self.planning_seconds:.2f} s to plan, {self.scheduling_seconds:.2f} s to schedule",
+    def _in_words(self) -> list[tuple[str, str]]:
+        """Say each figure in words, by its name."""
+        said = [
+            (
+                "requests",
+                f"{self.requests:,} ({self.errors:,} can never fit, {self.cut:,} end early), "
+                f"{self.prompt_tokens:,} prompt and {self.output_tokens:,} output tokens",
+            ),
+            (
+                "seconds",
+                f"{self.seconds:,.1f} in order {self.order}, {self.fraction_of_optimal:.1%} of the optimum "
+                f"({self.optimal_seconds:,.1f}); {self.tokens_per_second:,.0f} tokens/s",
+            ),
+            ("prefix sharing", f"{self.prefix_sharing:.1%} of {self.prefix_sharing_optimal:.1%} possible"),
+            (
+                "steps",
+                f"{self.steps:,}, {self.preemptions:,} preemptions, at most {self.peak_kv_fraction:.1%} of the KV "
+                "memory used",
+            ),
+            ("longest row", f"{self.critical_path_seconds:,.1f} s at the speed of reading the weights"),
+            ("took", f"{self.planning_seconds:.2f} s to plan, {self.scheduling_seconds:.2f} s to schedule"),
         ]
         if self.replica_seconds:
-            lines.append(f"replicas         {', '.join(f'{seconds:,.1f}' for seconds in self.replica_seconds)} s")
-        return "\n".join(lines)
+            said.append(("replicas", f"{', '.join(f'{seconds:,.1f}' for seconds in self.replica_seconds)} s"))
+        return said
 
 
 SimulationReport.__module__ = "llmbatch"  # which it is imported from
@@ -152,6 +162,7 @@ def simulate_trace(
     """
     begun = time.perf_counter()
     workload = describe(trace, pool, lengths, max_tokens)
+    pool = split_for(pool, workload)
     seconds = time.perf_counter() - begun
     if replicas == 1:
         return run_workload(workload, trace.output_lengths, cost, pool, scheduling, planning=seconds)

@@ -4,4 +4,4 @@ Must not import anything of llmbatch but `system` and `errors`.
 Start reading at `location`.
 """
 
-__all__ = ["journal", "location", "lock", "retries"]
+__all__ = ["journal", "local", "location", "lock", "retries"]

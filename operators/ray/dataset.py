@@ -82,6 +82,13 @@ def map_dataset(
     options = getattr(op, "options", None)
     if not isinstance(options, Options):
         raise ParameterError(f"map_dataset takes LLMOperator(...), got {op!r}")
+    if options.beside:
+        raise ParameterError(
+            f"beside must be left out of an operator for map_dataset, whose actors have engines, got {options.beside}: "
+            "ds.map_batches(op, concurrency=1) asks an endpoint",
+            option="beside",
+            value=options.beside,
+        )
     fewest, most = _actors(concurrency)
     rows_per_shard, quiet = whole("rows_per_shard", rows_per_shard, 1), flag("quiet", quiet)
     for name, value in (("num_cpus", num_cpus), ("num_gpus", num_gpus), ("memory", memory)):
@@ -89,7 +96,7 @@ def map_dataset(
             raise ParameterError(f"{name} must be at least 0, got {value}")
     given = {"num_cpus": num_cpus, "num_gpus": num_gpus, "memory": memory, "resources": resources}
     _warn_of_too_few_cpus(fewest, num_cpus if num_cpus is not None else 0.0 if num_gpus else 1.0)
-    worker = worker_of(_planning(options)).worker
+    worker = _planner(options)
     schema = _checked(ds, worker)
     outlines = _outlines(ds, options)
     if not outlines.num_rows:
@@ -177,7 +184,14 @@ def _outlines(ds: ray.data.Dataset, options: Options) -> pa.Table:
 
 
 def _outline(table: pa.Table, *, options: Options) -> pa.Table:
-    return outline(worker_of(_planning(options)).worker.shard(table), _prompt_hashes(table, options))
+    return outline(_planner(options).shard(table), _prompt_hashes(table, options))
+
+
+def _planner(options: Options) -> Worker:
+    """Return the worker that plans in this process."""
+    worker = worker_of(_planning(options)).worker
+    assert isinstance(worker, Worker), "options of an endpoint are refused"
+    return worker
 
 
 def _planning(options: Options) -> Options:

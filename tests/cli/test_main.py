@@ -75,7 +75,15 @@ def test_the_same_command_on_its_finished_output_says_so(
         (["--prompt", "number"], "'number'"),
         (["--template", "Q: {question}"], "'question'"),
         (["--prompt", "text", "--frobnicate"], "unrecognized arguments: --frobnicate (see llmbatch run --help)"),
-        (["--prompt", "text", "--max", "3"], "unrecognized arguments: --max 3"),
+        (["--prompt", "text", "--max", "3"], "unrecognized arguments: --max 3 (see llmbatch run --help)"),
+        (
+            ["--prompt", "text", "--max_tokens=3"],
+            "unrecognized arguments: --max_tokens=3: did you mean --max-tokens? (see llmbatch run --help)",
+        ),
+        (
+            ["--prompt", "text", "--tempratur", "1"],
+            "unrecognized arguments: --tempratur 1: did you mean --temperature?",
+        ),
         (["--prompt", "text", "--max-tokens", "abc"], "argument --max-tokens: must be a whole number, got 'abc'"),
         (["--prompt", "text", "--temperature", "hot"], "argument --temperature: must be a number, got 'hot'"),
         (["--prompt", "text", "--kv-memory", "lots"], "must be a number of bytes such as 2e9 or 4GiB, got 'lots'"),

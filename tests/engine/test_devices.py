@@ -168,6 +168,37 @@ def test_an_attention_that_reads_no_pages_of_8_bits_says_so() -> None:
     assert (type(backend).__name__, notes) == ("TritonAttention", ())
 
 
+@pytest.mark.parametrize(("dtype", "kv_dtype"), [(torch.float32, torch.float32), (torch.bfloat16, torch.float8_e4m3fn)])
+def test_an_attention_whose_recorded_steps_are_wrong_is_not_taken(dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
+    pytest.importorskip("triton")
+    from llmbatch.engine.attention_choice import choose_attention
+    from llmbatch.kernels.spec import AttentionSpec
+    from llmbatch.kernels.triton.backend import GridAttention, TritonAttention
+
+    class Wrong(GridAttention):
+        """Twice the answer."""
+
+        def attend(self, *arguments: Any) -> torch.Tensor:
+            return 2 * super().attend(*arguments)
+
+    def half_wrong(device: torch.device) -> TritonAttention:
+        made = TritonAttention(device)
+        made.padded = Wrong(device)
+        return made
+
+    spec = AttentionSpec(layer=0, query_heads=2, heads=1, width=16, scale=0.25, window=0, softcap=0.0)
+    makers: Any = {"triton": half_wrong, "varlen": TritonAttention}
+    given: Any = {"dtype": dtype, "kv_dtype": kv_dtype, "device": CPU, "page_size": 16, "makers": makers}
+    backend, notes = choose_attention("auto", [spec], **given)
+    assert type(backend.padded) is GridAttention  # type: ignore[attr-defined]
+    assert notes == (
+        "attention 'triton' is not used: of 2 query and 1 KV heads of 16 elements in "
+        f"{str(dtype).removeprefix('torch.')} it gave answers that are wrong by 1.0e+00",
+    )
+    with pytest.raises(ModelError, match=r"^attention 'triton' cannot be used here: .* gave answers that are wrong"):
+        choose_attention("triton", [spec], **given)
+
+
 def test_a_library_that_is_missing_is_asked_for() -> None:
     pytest.importorskip("triton")
     from llmbatch.engine.attention_choice import choose_attention

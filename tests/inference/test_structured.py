@@ -130,6 +130,25 @@ def test_a_malformed_form_is_refused(folder: str, given: dict[str, Any], message
 
 
 @pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            {"json": {"type": "array", "uniqueItems": True}},
+            'the JSON schema must be one that can be followed: Unimplemented keys: ["uniqueItems"]',
+        ),
+        (
+            {"grammar": 'root ::= "a" missing'},
+            "the grammar of structured_outputs must be a grammar that can be read: Failed to convert the grammar from "
+            "GBNF to Lark: Rule 'missing' not found",
+        ),
+    ],
+)
+def test_what_of_a_form_is_not_supported_is_named(folder: str, given: dict[str, Any], message: str) -> None:
+    with pytest.raises(llmbatch.ParameterError, match=f"^{re.escape(message)}$"):
+        ask(folder, structured_outputs=given)
+
+
+@pytest.mark.parametrize(
     "given",
     [
         {"regex": "("},

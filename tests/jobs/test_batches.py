@@ -17,7 +17,7 @@ import llmbatch
 from llmbatch.cli.main import main
 from llmbatch.errors import DataError, InputError
 from llmbatch.io.reading.dataset import Dataset
-from llmbatch.openai.answers import answer_lines, error_lines
+from llmbatch.openai.answers import answer_lines, error_lines, line_columns, response_lines
 from llmbatch.openai.requests import request_lines
 from tests.support.batches import CHAT, COMPLETIONS, every_field, line, read, write
 from tests.support.killing import Moment, Process, run
@@ -54,12 +54,9 @@ def undated(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return lines
 
 
-def test_every_body_is_what_openais_client_reads(answered: Path) -> None:
-    types = pytest.importorskip("openai.types")
-    lines, asked = read(answered / "answers.jsonl"), {one["custom_id"]: one for one in every_field(500)}
-    assert read(answered / "answers.errors.jsonl") == []
-    assert [one["custom_id"] for one in lines] == list(asked)
-    assert len({one["id"] for one in lines}) == 500
+def check_bodies(lines: list[dict[str, Any]]) -> None:
+    """Check that lines have the answers that their requests ask for, by the types of OpenAI's client."""
+    types, asked = pytest.importorskip("openai.types"), {one["custom_id"]: one for one in every_field(500)}
     for one in lines:
         assert set(one) == {"id", "custom_id", "response", "error"}
         response, request = one["response"], asked[one["custom_id"]]
@@ -72,6 +69,14 @@ def test_every_body_is_what_openais_client_reads(answered: Path) -> None:
         given = request["body"].get("logprobs")
         told = given is not None and given is not False
         assert all((choice.logprobs is not None) == told for choice in body.choices)
+
+
+def test_every_body_is_what_openais_client_reads(answered: Path) -> None:
+    lines = read(answered / "answers.jsonl")
+    assert read(answered / "answers.errors.jsonl") == []
+    assert [one["custom_id"] for one in lines] == [one["custom_id"] for one in every_field(500)]
+    assert len({one["id"] for one in lines}) == 500
+    check_bodies(lines)
 
 
 def test_what_is_told_of_tokens_is_as_much_as_was_asked(answered: Path) -> None:
@@ -165,6 +170,21 @@ def test_what_the_engine_failed_at_has_an_error_and_no_response() -> None:
     assert list(answer_lines(table, 0, CREATED)) == []
 
 
+@pytest.mark.parametrize("name", ["out.jsonl", "out.parquet"])
+def test_an_id_that_is_not_utf8_is_null_in_the_line_of_its_error(model: str, tmp_path: Path, name: str) -> None:
+    table = pa.Table.from_pylist([{**one, "body": json.dumps(one["body"])} for one in (line("a"), line("b"))])
+    ids = pa.array([b"a", b"\xff"], pa.binary()).view(pa.string())
+    pq.write_table(table.set_column(0, "custom_id", ids), tmp_path / "in.parquet")
+    out = tmp_path / name
+    llmbatch.run(tmp_path / "in.parquet", out, model=model, engine="simulated", output_format="openai")
+    if name == "out.jsonl":
+        [failed] = read(tmp_path / "out.errors.jsonl")
+    else:
+        [failed] = map(json.loads, response_lines(pq.read_table(tmp_path / "out.errors.parquet")))
+    assert failed["custom_id"] is None
+    assert "is not UTF-8" in failed["response"]["body"]["error"]["message"]
+
+
 def test_a_model_without_a_chat_template_answers_its_completions(tmp_path: Path) -> None:
     raw = tiny_model_folder(tmp_path / "raw", "llama")
     write(tmp_path / "in.jsonl", [line("a", CHAT), line("b")])
@@ -210,6 +230,40 @@ def test_answers_in_columns_are_the_lines_once_more(answered: Path, model: str, 
     assert [json.loads(text) for text in request_lines(columns)] == every_field(500)
     again = [json.loads(text) for text in answer_lines(columns, 0, {"model": model, **CREATED})]
     assert undated(again) == undated(read(answered / "answers.jsonl"))
+
+
+def test_lines_in_parquet_go_back_to_lines_and_lose_nothing(answered: Path, model: str, tmp_path: Path) -> None:
+    llmbatch.run(answered / "requests.jsonl", tmp_path / "out.parquet", model=model, output_format="openai", **ENGINE)
+    table = pq.read_table(tmp_path / "out.parquet")
+    assert table.column_names == ["id", "custom_id", "response", "error"]
+    (tmp_path / "again.jsonl").write_text("".join(response_lines(table)))
+    check_bodies(read(tmp_path / "again.jsonl"))
+    assert undated(read(tmp_path / "again.jsonl")) == undated(read(answered / "answers.jsonl"))
+    assert pq.read_table(tmp_path / "out.errors.parquet").num_rows == 0
+
+
+def test_the_text_of_a_line_is_that_which_was_put_into_columns(answered: Path) -> None:
+    lines = (answered / "answers.jsonl").read_text().splitlines(keepends=True)
+    assert list(response_lines(line_columns(lines))) == lines
+
+
+def test_a_body_of_structs_goes_back_to_a_line(answered: Path) -> None:
+    lines = [one for one in read(answered / "answers.jsonl") if "prompt_logprobs" not in str(one)]
+    chats = [one for one in lines if one["response"]["body"]["object"] == "chat.completion"]
+    check_bodies([json.loads(text) for text in response_lines(pa.Table.from_pylist(chats))])
+
+
+def test_failed_lines_in_parquet_lie_beside_and_a_mended_one_runs_alone(model: str, tmp_path: Path) -> None:
+    out: dict[str, Any] = {"output": tmp_path / "out.parquet", "output_format": "openai", "model": model, **ENGINE}
+    llmbatch.run(write(tmp_path / "in.jsonl", [line("a"), line("b", nonsense=1)]), **out)
+    [failed] = map(json.loads, response_lines(pq.read_table(tmp_path / "out.errors.parquet")))
+    assert (failed["custom_id"], failed["response"]["status_code"]) == ("b", 400)
+    assert failed["response"]["body"]["error"]["param"] == "nonsense"
+    assert llmbatch.run(tmp_path / "in.jsonl", **out).finished_before
+    write(tmp_path / "in.jsonl", [line("a"), line("b")])
+    mended = llmbatch.run(tmp_path / "in.jsonl", **out, changed_rows="answer")
+    assert (mended.rows_resumed, mended.errors) == (1, 0)
+    assert pq.read_table(tmp_path / "out.parquet")["custom_id"].to_pylist() == ["a", "b"]
 
 
 def test_columns_may_be_asked_for_in_jsonl_too(model: str, tmp_path: Path) -> None:
@@ -325,7 +379,7 @@ def test_errors_are_not_written_over_an_input(model: str, tmp_path: Path) -> Non
         ({"chat": True}, "chat must be left out for a batch, whose lines say what is asked, got True"),
         ({"continuation": "body"}, "continuation must be left out for a batch"),
         ({"sampling_params": "body"}, "sampling_params must be left out for a batch"),
-        ({"output": "out", "output_format": "openai"}, "output_format must be 'columns' for an output that"),
+        ({"output": "out", "output_format": "openai"}, "output_format must be 'columns' for an output that is a"),
         ({"prompt": "url", "output_format": "openai"}, "output_format must be 'columns' for rows that are no OpenAI"),
         ({"output_format": "lines"}, "output_format must be one of auto, openai, columns, got 'lines'"),
     ],

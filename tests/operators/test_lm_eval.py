@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from llmbatch.errors import JobError
-from llmbatch.inference.worker import AnsweredTable, Worker
+from llmbatch.inference.table_worker import AnsweredTable
+from llmbatch.inference.worker import Worker
 from tests.support.models import CHAT_TEMPLATE, tiny_model_folder
 from tests.support.paths import ROOT
 

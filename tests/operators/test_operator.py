@@ -68,9 +68,8 @@ def test_a_dict_of_arrays_stays_one(operator: Any) -> None:
 
 
 def test_an_unknown_option_is_refused_at_once() -> None:
-    with pytest.raises(
-        ParameterError, match=r"^an option must be one of attention, chat, .*, got 'promt': did you mean prompt\?$"
-    ):
+    known = r"^an option must be one of api_key_file, attention, .*, got 'promt': did you mean prompt\?$"
+    with pytest.raises(ParameterError, match=known):
         LLMOperator(model="m", promt="text")  # type: ignore[call-arg]
 
 

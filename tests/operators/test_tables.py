@@ -115,6 +115,12 @@ def test_what_is_no_table_is_refused(operator: Any, batch: Any, said: str) -> No
     assert str(caught.value) == said
 
 
+@pytest.mark.parametrize("frame", [pa.table({}), pd.DataFrame(), pl.DataFrame(), pl.LazyFrame(), {}], ids=type)
+def test_a_frame_of_no_columns_is_refused(operator: Any, frame: Any) -> None:
+    with pytest.raises(DataError, match=r"^the prompt column 'text' is not in the input, which has no columns$"):
+        operator(frame)
+
+
 def test_values_without_columns_are_refused(operator: Any) -> None:
     with pytest.raises(DataError, match=r"^a Series must be a table that Arrow can hold: "):
         operator(pl.Series("text", ["a"]))

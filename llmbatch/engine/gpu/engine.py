@@ -132,6 +132,10 @@ class GpuEngine:
         """Replace the requests; the new ones include those that are in slots."""
         self._generation.rebind(requests)
 
+    def extend(self, requests: RequestBatch, rows: NDArray[np.int32]) -> None:
+        """Take note of requests that were written into spare `rows` of the batch since."""
+        self._generation.extend(requests, rows)
+
     def execute(self, step: Step) -> StepResult:
         """Compute the step, keep the sampled tokens, and return which sequences have finished."""
         self.submit(step)

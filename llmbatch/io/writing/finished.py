@@ -78,6 +78,9 @@ class Finished:
         Raises `DataError` if JSONL does not hold them as they were, `StorageError` if the part is damaged.
         """
         to = self.destination
+        manifest = None if to.file is None else self.manifest()
+        if manifest is not None and "form" in manifest:
+            return self._staged_columns(columns)
         if to.suffix == ".parquet":
             if to.folder.size(part) is None:
                 raise DataError(
@@ -85,10 +88,7 @@ class Finished:
                     "over with restart=True (--restart)"
                 )
             return read_tables(parquet, to.folder, part, columns)
-        manifest = self.manifest()
         assert manifest is not None, "a part is that of a finished output"
-        if "form" in manifest:
-            return self._staged_columns(columns)
         schema = schema_of(manifest)
         columns = [name for name in columns if name in schema.names and name != LINE]
         if LINE not in schema.names:  # then no column was JSON text in the input, but some may have been of its type

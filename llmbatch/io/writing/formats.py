@@ -97,6 +97,7 @@ class Arrow:
 
 
 Lines = Callable[[pa.Table, int], Iterator[str]]  # of a table, whose first row is that row of the file
+FormLines = Callable[[pa.Table, int, Mapping[str, Any]], Iterator[str]]  # likewise, by what is said of their form
 
 
 def _plain_lines(table: pa.Table, first: int) -> Iterator[str]:
@@ -123,21 +124,49 @@ class Jsonl:
 
 
 @dataclass(frozen=True, slots=True)
+class ParquetOfLines:
+    """Parquet of what lines of another form hold, in columns."""
+
+    parquet: Parquet
+    lines: Lines
+    columns: Callable[[Iterable[str]], pa.Table]
+
+    def write(self, stream: BinaryIO, tables: Iterable[pa.Table]) -> int:
+        """Write the lines of each row. Returns how many rows the tables have."""
+        rows = 0
+
+        def columns() -> Iterator[pa.Table]:
+            nonlocal rows
+            for table in tables:
+                yield self.columns(self.lines(table, rows))
+                rows += table.num_rows
+
+        self.parquet.write(stream, columns())
+        return rows
+
+
+@dataclass(frozen=True, slots=True)
 class LineForm:
     """Lines of another form than that of rows: those of a file, and those of rows that failed.
 
-    Both are made of a table, the number of its first row, and what the manifest says of the form.
+    Both are made of a table, the number of its first row, and what the manifest says of the form. `columns` puts lines
+    into a table.
     """
 
-    lines: Callable[[pa.Table, int, Mapping[str, Any]], Iterator[str]]
-    error_lines: Callable[[pa.Table, int, Mapping[str, Any]], Iterator[str]]
+    lines: FormLines
+    error_lines: FormLines
+    columns: Callable[[Iterable[str]], pa.Table]
 
-    def files(self, codec: str | None, facts: Mapping[str, Any]) -> tuple[Jsonl, Jsonl]:
-        """Return the formats of both files."""
-        return (
-            Jsonl(codec, lambda table, first: self.lines(table, first, facts)),
-            Jsonl(codec, lambda table, first: self.error_lines(table, first, facts)),
-        )
+    def files(self, suffix: str, facts: Mapping[str, Any], parquet: Parquet) -> tuple[Format, Format]:
+        """Return the formats of both files, by how their names end; `parquet` is that of columns."""
+
+        def kind(of: FormLines) -> Format:
+            def lines(table: pa.Table, first: int) -> Iterator[str]:
+                return of(table, first, facts)
+
+            return Jsonl(CODECS[suffix], lines) if suffix in CODECS else ParquetOfLines(parquet, lines, self.columns)
+
+        return kind(self.lines), kind(self.error_lines)
 
 
 def read_tables(

@@ -6,8 +6,9 @@ output is complete and which command made it. The layout:
     a folder OUT    OUT/part-00000.parquet, ...       work in OUT/_llmbatch/   manifest OUT/_llmbatch.parquet
     one file OUT    OUT (.parquet, .jsonl[.gz|.zst])  work in OUT._llmbatch/   manifest OUT._llmbatch.json
 
-JSONL in another form than that of rows (`LineForm`) has two files beside it: NAME.errors.jsonl of NAME.jsonl with the
-lines of rows that failed, and NAME.jsonl._llmbatch.arrow with all rows as columns, from which a job goes on.
+One file in another form than that of rows (`LineForm`) has two beside it: NAME.errors.jsonl of NAME.jsonl with the
+lines of rows that failed, and NAME.jsonl._llmbatch.arrow with all rows as columns, from which a job goes on. Likewise
+NAME.parquet, which holds in columns what the lines would hold.
 
 A reader of a folder sees no rows before that: staged files do not end in .parquet, and most readers leave out names
 that begin with "_". Polars leaves out none and refuses a folder that holds anything but Parquet; it would take staged
@@ -87,9 +88,9 @@ class Output:
     ) -> Output:
         """Check everything that the place alone can tell, and create nothing.
 
-        `inputs` are the paths and URLs read. `compression` is that of Parquet. JSONL may have one of `forms`, and is to
-        have this `form`: the manifest names it, and what its lines are made of. Raises `DataError` if the output is or
-        touches an input, or if its place cannot be reached or written.
+        `inputs` are the paths and URLs read. `compression` is that of Parquet. One file may have one of `forms`, and is
+        to have this `form`: the manifest names it, and what its lines are made of. Raises `DataError` if the output is
+        or touches an input, or if its place cannot be reached or written.
         """
         parquet = Parquet(compression)
         destination = Destination.parse(url, storage_options)
@@ -133,7 +134,7 @@ class Output:
 
     def refused(self, table: pa.Table) -> Mapping[int, RowError]:
         """Find rows of the input that cannot be written, whatever their answer, with the reason for each."""
-        return {} if self._is_parquet else unwritable(table)
+        return {} if self._is_parquet and self._form is None else unwritable(table)
 
     def check_free(self, *, replace_foreign: bool) -> None:
         """Raise `DataError` if the place holds something that llmbatch did not write and must not replace."""
@@ -280,11 +281,11 @@ class Output:
         whole, kind = files[0], self._format
         if form is not None:
             to = self._destination
-            kind, errors = self._forms[form["name"]].files(CODECS[to.suffix], form)
-            for name, other in ((to.columns, self._staged), (to.errors, errors)):
+            kind, errors = self._forms[form["name"]].files(to.suffix, form, self._parquet)
+            for name, other in ((to.columns, Arrow()), (to.errors, errors)):
                 self._write_whole(other, files)
                 self.work.move(_WHOLE, self._folder, name)
-        if len(files) > 1 or not self._is_parquet:
+        if len(files) > 1 or kind is not self._staged:
             whole, found = _WHOLE, self._write_whole(kind, files)
             if found != rows:
                 raise StorageError(

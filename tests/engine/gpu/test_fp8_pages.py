@@ -30,7 +30,10 @@ from llmbatch.kernels.triton.backend import TritonAttention
 from llmbatch.scheduler.admission_order import Blend, FromFront
 from tests.engine.gpu.test_engine import prompts
 from tests.engine.gpu.test_execution import Again
+from tests.engine.gpu.test_windows import MAX_TOKENS, PAGE, answers_in_windows
+from tests.engine.gpu.test_windows import prompts as rows_of_windows
 from tests.support.golden import Golden
+from tests.support.models import tiny_model_folder
 
 DEVICE = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
 CARD = torch.device("cuda", 0)
@@ -119,6 +122,31 @@ def test_recorded_steps_give_the_tokens_of_others(model: str) -> None:
     assert got == answers_of_whole_prompts(model, "fp8")
     if isinstance(recorder, Again):
         assert recorder.repeated > 0
+
+
+@pytest.mark.usefixtures("card")
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")  # of a gate, which is 0 then
+@pytest.mark.parametrize("name", ["gemma3", "mistral"])
+def test_window_pages_give_the_answers_of_pages_for_all_layers(tmp_path: Path, name: str) -> None:
+    """Nothing is read that was given back: free memory holds no number. Recorded steps of decodes read them, too."""
+    found = loaded(tiny_model_folder(tmp_path, name), dtype="float32")
+    golden = Golden(rows_of_windows(), MAX_TOKENS, PAGE, spare_pages=60)
+    engine = GpuEngine(found, TritonAttention(DEVICE), num_pages=golden.num_pages, page_size=PAGE)
+    expected = golden.run(engine, FromFront(), 1000)
+    recorder: Recorder | Any = GraphRecorder() if DEVICE.type == "cuda" else Again()
+    assert answers_in_windows(found, recorder) == expected
+    if isinstance(recorder, Again):
+        assert recorder.repeated > 0
+
+
+@pytest.mark.usefixtures("card")
+def test_a_pool_holds_twice_the_window_pages(tmp_path: Path) -> None:
+    folder = tiny_model_folder(tmp_path, "gemma3")
+    options = Options.build(model="m", prompt="text", max_tokens=1, kv_memory=1 << 20, page_size=4)
+    half, whole = (size_pool(replace(PLATFORM, device=CARD), described(folder, kv), options) for kv in ("fp8", "auto"))
+    assert whole.windows.num_pages > 0
+    assert half.num_pages == pytest.approx(2 * whole.num_pages, rel=0.01)
+    assert half.windows.num_pages == pytest.approx(2 * whole.windows.num_pages, rel=0.01)
 
 
 @pytest.mark.usefixtures("card")

@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 from llmbatch.engine.gpu.attention import PAGE_SIZE, GpuOps
 from llmbatch.engine.gpu.cuda_graphs import GraphRecorder, Recorder
 from llmbatch.engine.gpu.engine import GpuEngine
-from llmbatch.engine.model.loader import load_model
+from llmbatch.engine.model.loader import LoadedModel, load_model
 from llmbatch.engine.model.platform import Platform
 from llmbatch.kernels.triton.backend import TritonAttention
 from llmbatch.kernels.work_items import LOOK_BACK
@@ -28,6 +28,8 @@ from tests.support.models import EOS, PAD, tiny_model, tiny_model_folder
 DEVICE = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
 PLATFORM = Platform(DEVICE, GpuOps(DEVICE), PAGE_SIZE, max_running=512)
 MAX_TOKENS = 6
+PAGE = 8  # tokens
+NAN_OF_E4M3 = 0x7F
 
 
 def prompts() -> list[list[int]]:
@@ -49,8 +51,28 @@ class Poisoning(GpuEngine):
         for layer, spec in self.pages.specs.items():
             of: Any = pages.windows if self.pages.in_windows(spec) else pages
             free = torch.from_numpy(of.free[: of.counts[0].free].astype(np.int64)).to(DEVICE)
-            self.pages.keys[layer][free] = self.pages.values[layer][free] = torch.nan
+            for tensor in (self.pages.keys[layer], self.pages.values[layer]):
+                if tensor.dtype == torch.float8_e4m3fn:  # which cannot be indexed
+                    tensor.view(torch.uint8)[free] = NAN_OF_E4M3
+                else:
+                    tensor[free] = torch.nan
         return super().submit(step)
+
+
+def answers_in_windows(loaded: LoadedModel, recorder: Recorder | Any = None) -> list[list[int]]:
+    """Of the rows of `prompts`, in window pages for little more than two windows."""
+    kept = WINDOW + LOOK_BACK
+    windows = WindowPages(kept, 2 * (-(-(kept - 1) // PAGE) + 1))
+    golden = Golden(prompts(), MAX_TOKENS, PAGE, spare_pages=8, windows=windows)
+    engine = Poisoning(
+        loaded, TritonAttention(DEVICE), num_pages=golden.num_pages, window_pages=windows.num_pages, page_size=PAGE,
+        recorder=recorder,
+    )  # fmt: skip  # arguments in groups
+    engine.golden = golden
+    engine.record(range(1, len(golden.rows) + 1), (32, 64))
+    answers = golden.run(engine, FromFront(), 64)
+    assert golden.cached > 0
+    return answers
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")  # of a gate, which is 0 then
@@ -62,19 +84,9 @@ def test_answers_are_those_of_generate_and_nothing_is_read_that_was_given_back(
     rows = prompts()
     expected = generate(tiny_model(name), rows, [MAX_TOKENS] * len(rows), [EOS], PAD)
     loaded = load_model(folder, dtype="float32", platform=PLATFORM)
-    kept = WINDOW + LOOK_BACK
-    windows = WindowPages(kept, 2 * (-(-(kept - 1) // 8) + 1))
-    golden = Golden(rows, MAX_TOKENS, page_size=8, spare_pages=8, windows=windows)
     recorder: Recorder | Any = None
     if recorded:
         recorder = GraphRecorder() if DEVICE.type == "cuda" else Again()
-    engine = Poisoning(
-        loaded, TritonAttention(DEVICE), num_pages=golden.num_pages, window_pages=windows.num_pages, page_size=8,
-        recorder=recorder,
-    )  # fmt: skip  # arguments in groups
-    engine.golden = golden
-    engine.record(range(1, len(rows) + 1), (32, 64))
-    assert golden.run(engine, FromFront(), 64) == expected
-    assert golden.cached > 0
+    assert answers_in_windows(loaded, recorder) == expected
     if isinstance(recorder, Again):
         assert recorder.repeated > 0

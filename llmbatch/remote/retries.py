@@ -1,0 +1,29 @@
+"""How long and how often requests to an endpoint are tried again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_LONGEST = 3600.0  # seconds that an endpoint may ask to wait
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """Waits that double, up to a bound, unless an endpoint says how long to wait; and how many tries there are.
+
+    With the values that hold by themselves, an endpoint that is gone for ten minutes is found again.
+    """
+
+    first: float = 1.0  # seconds
+    most: float = 60.0
+    tries: int = 16  # of an endpoint that does not answer, or has no time, one after the other
+    row_tries: int = 4  # of a row of which the endpoint breaks
+
+    def wait(self, times: int, told: float | None) -> float:
+        """Return the seconds to wait after so many failed tries, at least one; `told` is what the endpoint says."""
+        if told is not None:
+            return min(told, _LONGEST)
+        return min(self.most, self.first * 2.0 ** min(times - 1, 32))
+
+
+PATIENCE = Patience()

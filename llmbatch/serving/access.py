@@ -1,0 +1,130 @@
+"""What is checked before a request is read: its key, its content type, its size."""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import os
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Final
+
+from starlette.datastructures import Headers
+from starlette.requests import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from llmbatch.errors import ParameterError
+from llmbatch.serving.refused import Refused
+
+_BEARER: Final = "bearer "
+_OPEN: Final = ("/health", "/metrics")  # need no key
+_AT_ONCE: Final = 4  # bodies of the largest size that are in memory at one time
+
+
+def read_keys(path: str | os.PathLike[str] | None) -> tuple[bytes, ...]:
+    """Read a file of keys, one a line; none where there is no file. Raises ParameterError."""
+    if path is None:
+        return ()
+    try:
+        lines = Path(path).expanduser().read_bytes().split(b"\n")
+    except OSError as error:
+        raise ParameterError(
+            f"api_key_file must be a file of keys, got {path!r}: {error.strerror}", option="api_key_file", value=path
+        ) from None
+    keys = tuple(line.strip() for line in lines if line.strip())
+    if not keys:
+        raise ParameterError(
+            f"api_key_file must hold a key, got {path!r}, which is empty", option="api_key_file", value=path
+        )
+    return keys
+
+
+class KeyCheck:
+    """Refuses requests without one of the server's keys."""
+
+    def __init__(self, app: ASGIApp, keys: Sequence[bytes]) -> None:
+        self._app, self._keys = app, keys
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let a request through, or answer it with status 401."""
+        if scope["type"] == "http" and self._keys and scope["path"] not in _OPEN:
+            given = Headers(scope=scope).get("authorization", "")
+            has_key = given.lower().startswith(_BEARER)
+            key = given[len(_BEARER) :].strip().encode()
+            known = [hmac.compare_digest(key, one) for one in self._keys]  # all of them, whichever is right
+            if not has_key or not any(known):
+                what = "be one of this server's, got another" if has_key else "be given as Authorization: Bearer KEY"
+                refused = Refused(
+                    401, f"the key must {what}", code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"}
+                )
+                await refused.response(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+class BodyReader:
+    """Reads bodies of at most so many bytes, and of all requests together at most some times as many."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._held = 0  # bytes of bodies in memory
+
+    @contextlib.asynccontextmanager
+    async def json(self, request: Request) -> AsyncIterator[bytes]:
+        """Read the JSON body of a request, and hold it for a while. Raises Refused."""
+        _check_type(request, "application/json")
+        _check_length(request, self._most)
+        parts: list[bytes] = []
+        size = 0
+        try:
+            async for part in request.stream():
+                size += len(part)
+                self._held += len(part)
+                if size > self._most:
+                    raise too_large(self._most)
+                if self._held > _AT_ONCE * self._most:
+                    raise Refused(
+                        429, "too many large requests are read at once: ask again later", code="rate_limit_exceeded",
+                        headers={"Retry-After": "1"},
+                    )  # fmt: skip  # as few lines as may be
+                parts.append(part)
+            whole = b"".join(parts)
+            parts.clear()
+            yield whole
+        finally:
+            self._held -= size
+
+
+def limited(request: Request, most: int) -> Request:
+    """Check that a request is a form, and return it so that reading more than so many bytes of it is refused."""
+    _check_type(request, "multipart/form-data")
+    _check_length(request, most)
+    size = 0
+
+    async def receive() -> Message:
+        nonlocal size
+        message = await request.receive()
+        size += len(message.get("body", b""))
+        if size > most:
+            raise too_large(most)
+        return message
+
+    return Request(request.scope, receive)
+
+
+def too_large(most: int) -> Refused:
+    """Make the error of a body that has too many bytes."""
+    return Refused(413, f"the body must have at most {most:,} bytes: send less at once", code="request_too_large")
+
+
+def _check_type(request: Request, wanted: str) -> None:
+    given = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if given != wanted:
+        raise Refused(415, f"content-type must be {wanted}, got {given!r}", code="unsupported_media_type")
+
+
+def _check_length(request: Request, most: int) -> None:
+    """Refuse a body by what it says of its size, before any of it is read."""
+    length = request.headers.get("content-length", "")
+    if length.isdecimal() and int(length) > most:
+        raise too_large(most)

@@ -1,0 +1,142 @@
+"""Bodies of requests as guests: read as the lines of a batch are, so that both ask for the same by the same words.
+
+What an endpoint knows beside that is how an answer is sent (`stream`, `stream_options`) and how urgent it is
+(`service_tier`). The rest of a body goes, as the one row of a table, the way of every row.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Final, Protocol
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from llmbatch.arguments import INT64_MAX, flag, one_of, refusal, text
+from llmbatch.errors import ParameterError, RowError
+from llmbatch.openai.requests import COLUMNS
+from llmbatch.preprocess.request_batch import RowRequests
+from llmbatch.preprocess.sampling_params import SamplingParams
+from llmbatch.runtime.guests import Guest, GuestListener
+from llmbatch.serving.refused import Refused
+
+_TIERS: Final = ("auto", "default", "flex")
+_ROW: Final = ("-", "POST")  # custom_id and method of the row
+
+
+class ShardBuilder(Protocol):
+    """What makes requests of a table: a `Worker`."""
+
+    def shard(self, table: pa.Table, keys: NDArray[np.uint64] | None = None) -> RowRequests:
+        """Build the requests of a table's rows."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Inquiry:
+    """What one request asks for: some draws of an answer to one prompt."""
+
+    url: str
+    stream: bool
+    include_usage: bool  # in a stream
+    best_effort: bool  # due by no time
+    shard: RowRequests  # of one row, without an error
+
+    @property
+    def params(self) -> SamplingParams:
+        """The sampling of all draws."""
+        requests = self.shard.requests
+        return requests.params[int(requests.params_index[0])]
+
+    @property
+    def draws(self) -> int:
+        """How many answers are computed: likeliest ones are all the same."""
+        return len(self.shard.requests)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """The length of the prompt."""
+        return int(self.shard.num_input_tokens[0])
+
+    def guest(self, draw: int, due: float, listener: GuestListener) -> Guest:
+        """Make the guest of one draw; `due` is `time.monotonic` by which its first token is wanted."""
+        requests, params = self.shard.requests, self.params
+        seed = None if params.seed is None else (params.seed + draw) % INT64_MAX
+        told = None if draw else params.prompt_logprobs  # of the prompt the first draw tells
+        return Guest(
+            tokens=requests.tokens[requests.offsets[draw] : requests.offsets[draw + 1]],
+            max_tokens=int(requests.max_tokens[draw]),
+            params=replace(params, n=1, seed=seed, prompt_logprobs=told),
+            serial=secrets.randbits(63),
+            due=due,
+            listener=listener,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class InquiryReader:
+    """Reads bodies for one model."""
+
+    worker: ShardBuilder
+    model: str
+
+    def read(self, url: str, data: bytes) -> Inquiry:
+        """Read the body of a request to a url. Raises Refused."""
+        body = read_object(data)
+        try:
+            stream = flag("stream", _taken(body, "stream", False))
+            include_usage = _include_usage(_taken(body, "stream_options", None), stream)
+            tier = _taken(body, "service_tier", "auto")
+            one_of("service_tier", tier, _TIERS)
+            model = _taken(body, "model", None)
+            if model is not None and text("model", model) != self.model:
+                raise Refused(
+                    404, f"model must be {self.model!r}, got {model!r}", param="model", code="model_not_found"
+                )
+        except ParameterError as error:
+            raise Refused.of(RowError("parameters", str(error))) from None
+        row = (*_ROW, url, json.dumps(body))
+        table = pa.table({name: [value] for name, value in zip(COLUMNS, row, strict=True)})
+        shard = self.worker.shard(table)
+        if shard.errors:
+            raise Refused.of(shard.errors[0])
+        return Inquiry(url, stream, include_usage, tier == "flex", shard)
+
+
+def read_object(data: bytes) -> dict[str, Any]:
+    """Parse the JSON object of a body. Raises Refused."""
+    try:
+        value = json.loads(data.decode(), parse_constant=_no_number)
+    except UnicodeDecodeError as error:
+        raise Refused(
+            400, f"the body must be UTF-8: {error.reason} at byte {error.start}", code="invalid_json"
+        ) from None
+    except (ValueError, RecursionError) as error:
+        raise Refused(400, f"the body must be a JSON object: {error}", code="invalid_json") from None
+    if not isinstance(value, dict):
+        raise Refused(400, f"the body must be a JSON object, got {repr(value)[:100]}", code="invalid_json")
+    return value
+
+
+def _no_number(name: str) -> None:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+def _taken(body: dict[str, Any], name: str, default: object) -> Any:
+    """Take a field out of a body; null counts as not given."""
+    value = body.pop(name, None)
+    return default if value is None else value
+
+
+def _include_usage(options: object, stream: bool) -> bool:
+    if options is None:
+        return False
+    if not stream:
+        raise refusal("stream_options", "be left out where stream is not true", options)
+    if not isinstance(options, Mapping) or not set(options) <= {"include_usage"}:
+        raise refusal("stream_options", "be an object with include_usage", options)
+    return flag("stream_options.include_usage", options.get("include_usage", False))

@@ -1,0 +1,224 @@
+"""The server of an endpoint: from its first request to its graceful end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import os
+import signal
+import socket
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import uvicorn
+
+from llmbatch.engine.recorded import placeholder_texts
+from llmbatch.errors import JobStopped
+from llmbatch.inference.answer_columns import AnswerColumns
+from llmbatch.inference.answers import AnswerSink, AnswerTexts, FlushPolicy
+from llmbatch.inference.progress import Progress
+from llmbatch.inference.report import Report
+from llmbatch.inference.shared_worker import SharedWorker
+from llmbatch.inference.window import Window
+from llmbatch.inference.worker import Worker
+from llmbatch.jobs.job import run_by
+from llmbatch.preprocess.tokenizer import Tokenizer
+from llmbatch.remote.windows.routes import window_routes
+from llmbatch.remote.windows.service import WindowService
+from llmbatch.runtime.cancellation import StopRequest
+from llmbatch.runtime.protocols import Totals, WindowSource
+from llmbatch.scheduler.guests import Latency
+from llmbatch.serving.access import BodyReader
+from llmbatch.serving.answering import AnswerWriting
+from llmbatch.serving.app import Endpoint, make_app
+from llmbatch.serving.batches import BatchStore, RunJob
+from llmbatch.serving.bridge import Bridge, Mailbox
+from llmbatch.serving.files import FileStore
+from llmbatch.serving.inquiry import InquiryReader
+from llmbatch.serving.metrics import ServingMetrics
+from llmbatch.serving.options import ServingOptions
+from llmbatch.serving.shared import GuestEngine
+from llmbatch.serving.text_stream import TextStream, byte_tokens
+
+_LOOK: Final = 0.05  # seconds between two looks whether the server was asked to end
+_CLOSING: Final = 5.0  # seconds that connections have to close when all is answered
+_IDLE: Final = 60  # seconds that a connection may be idle; clients close theirs sooner, so that none asks a closed one
+_WINDOWS: Final = 16  # of jobs elsewhere that are answered at once; others wait
+
+
+class _Http(uvicorn.Server):
+    """Uvicorn, which leaves signals to us."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Capture none."""
+        yield
+
+
+@dataclass(slots=True)
+class Running:
+    """What an endpoint runs on."""
+
+    options: ServingOptions
+    model: str
+    engine: GuestEngine
+    reader: InquiryReader
+    writing: AnswerWriting
+    run_job: RunJob
+    windows: WindowService
+    state: Path
+    keys: Sequence[bytes]
+    stopping: StopRequest
+    signals: list[int] = field(default_factory=list)  # that came
+
+    async def run(self, listener: socket.socket, progress: Progress) -> None:
+        """Answer requests until the server is asked to end, and end."""
+        options, loop = self.options, asyncio.get_running_loop()
+        metrics = ServingMetrics(self.model)
+        bridge = Bridge(self.engine, Mailbox(loop), metrics, options.ttft, options.max_waiting)
+        files = FileStore(self.state / "files")
+        batches = BatchStore(self.state / "batches", files, self.run_job)
+        bodies = BodyReader(options.max_body)
+        with (
+            ThreadPoolExecutor(_WINDOWS, thread_name_prefix="windows") as streaming,
+            ThreadPoolExecutor(1, thread_name_prefix="requests") as executor,
+        ):
+            endpoint = Endpoint(
+                self.model, self.reader, self.writing, bridge, bodies, files, batches, options.max_upload, executor
+            )
+            config = uvicorn.Config(
+                make_app(endpoint, self.keys, window_routes(self.windows, streaming)),
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                lifespan="off",
+                ws="none",
+                timeout_keep_alive=_IDLE,
+                limit_concurrency=options.max_connections,
+                timeout_graceful_shutdown=_CLOSING,  # type: ignore[arg-type]  # passed on to asyncio.wait_for
+            )
+            http = _Http(config)
+            batches.start()
+            answering = asyncio.create_task(http.serve(sockets=[listener]))
+            asked = asyncio.create_task(self._asked())
+            progress.say(f"listening at {_url(listener)} for {self.model}")
+            with self._hearing(loop):
+                await asyncio.wait({answering, asked}, return_when=asyncio.FIRST_COMPLETED)
+                asked.cancel()
+                await asyncio.gather(bridge.drain(options.grace), asyncio.to_thread(batches.close, options.grace))
+                bridge.end_all()
+                self.windows.close()
+                http.should_exit = True
+                await answering
+
+    async def _asked(self) -> None:
+        while self.stopping.deadline is None:
+            await asyncio.sleep(_LOOK)
+
+    @contextlib.contextmanager
+    def _hearing(self, loop: asyncio.AbstractEventLoop) -> Iterator[None]:
+        """Let SIGTERM and Ctrl-C ask the server to end; a second Ctrl-C ends the process."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+
+        def hear(number: int) -> None:
+            if number == signal.SIGINT and self.signals:
+                os._exit(130)
+            self.signals.append(number)
+            self.stopping.ask()
+
+        numbers = (signal.SIGTERM, signal.SIGINT)
+        for number in numbers:
+            loop.add_signal_handler(number, hear, number)
+        try:
+            yield
+        finally:
+            for number in numbers:
+                loop.remove_signal_handler(number)
+
+
+def writing_of(worker: Worker) -> AnswerWriting:
+    """Make what turns tokens into answers as a job does."""
+    tokenizer, simulated = worker.tokenizer, worker.options.engine == "simulated"
+    special = frozenset() if simulated else byte_tokens(tokenizer)
+
+    def stream(stop: tuple[str, ...]) -> TextStream:
+        return TextStream(_nothing if simulated else partial(_decode, tokenizer), stop, special)
+
+    texts = placeholder_texts if simulated else AnswerTexts(tokenizer)
+    return AnswerWriting(worker.options.model, texts, AnswerColumns(tokenizer), stream)
+
+
+def _decode(tokenizer: Tokenizer, tokens: Any) -> str:
+    return tokenizer.decode([tokens])[0]
+
+
+def _nothing(tokens: Any) -> str:
+    """Hold the text of simulated tokens back to their end: it says how many they are."""
+    return ""
+
+
+def _url(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+class _BatchWorker(Worker):
+    """The worker of an endpoint, whose rows are answered by the engine that guests share."""
+
+    def __init__(self, shared: SharedWorker) -> None:
+        self.__dict__.update(vars(shared.worker))
+        self._shared = shared
+
+    def stream(
+        self,
+        windows: WindowSource[Window],
+        sink: AnswerSink,
+        *,
+        at_risk: FlushPolicy | None = None,
+        goes_on: bool = False,
+    ) -> Totals:
+        """Answer every row of the windows beside guests, as `Worker.stream` does alone."""
+        return self._shared.stream(windows, sink, at_risk=at_risk)
+
+
+def run_server(
+    serving: ServingOptions,
+    asked: Mapping[str, Any],
+    worker: Worker,
+    state: Path,
+    keys: Sequence[bytes],
+    listener: socket.socket,
+    progress: Progress,
+    stopping: StopRequest,
+) -> None:
+    """Serve a worker's model until it is asked to end; `asked` are the options that the worker was opened with.
+
+    Raises KeyboardInterrupt after Ctrl-C, and JobStopped after SIGTERM.
+    """
+    step_seconds = math.inf if serving.tpot is None else serving.tpot
+    shared = SharedWorker(worker, latency=Latency(step_seconds, worker.cost.overlap.exponent))
+    try:
+
+        def run_job(source: Path, output: Path, counts: Progress, stopping: StopRequest) -> Report:
+            return run_by(lambda *_: _BatchWorker(shared), str(source), str(output), counts, stopping, asked)
+
+        reader, writing = InquiryReader(worker, worker.options.model), writing_of(worker)
+        windows = WindowService(worker, shared.stream)
+        running = Running(
+            serving, worker.options.model, shared, reader, writing, run_job, windows, state, keys, stopping
+        )
+        asyncio.run(running.run(listener, progress))
+    finally:
+        shared.close()
+    if signal.SIGINT in running.signals:
+        raise KeyboardInterrupt
+    if running.signals:
+        raise JobStopped("the server was asked to end: batches that had not ended go on when it starts again")

@@ -1,0 +1,197 @@
+"""Files and batches of an endpoint, by OpenAI's own client; what runs them is a simulated engine."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from llmbatch.errors import JobStopped, ParameterError
+from llmbatch.inference.report import Report
+from llmbatch.inference.worker import Worker
+from llmbatch.runtime.cancellation import StopRequest
+from llmbatch.serving.batches import BatchStore
+from llmbatch.serving.files import FileStore
+from llmbatch.serving.records import StateFolder
+from tests.support.batches import COMPLETIONS, line
+from tests.support.serving import Served, served
+
+LINES = b"".join(json.dumps(line(f"line-{number}")).encode() + b"\n" for number in range(20))
+
+
+def upload(echo: Served, content: bytes = LINES) -> str:
+    return echo.client.files.create(file=("in.jsonl", content), purpose="batch").id
+
+
+def begin(echo: Served, file: str, **others: Any) -> Any:
+    asked: Any = {"endpoint": COMPLETIONS, "completion_window": "24h", **others}
+    return echo.client.batches.create(input_file_id=file, **asked)
+
+
+def ended(echo: Served, name: str) -> Any:
+    """The batch when it has ended."""
+    until = time.monotonic() + 300
+    while time.monotonic() < until:
+        batch = echo.client.batches.retrieve(name)
+        if batch.status in ("completed", "failed", "cancelled"):
+            return batch
+    raise TimeoutError(name)
+
+
+def lines_of(echo: Served, name: str) -> list[dict[str, Any]]:
+    return [json.loads(text) for text in echo.client.files.content(name).text.splitlines()]
+
+
+def test_a_file_is_kept_described_listed_sent_and_removed(echo: Served) -> None:
+    name = upload(echo, b"{}\n")
+    found = echo.client.files.retrieve(name)
+    assert (found.bytes, found.filename, found.purpose, found.status) == (3, "in.jsonl", "batch", "processed")
+    assert [file.id for file in echo.client.files.list()] == [name]
+    assert echo.client.files.content(name).content == b"{}\n"
+    assert echo.client.files.delete(name).deleted
+    assert list(echo.client.files.list()) == []
+    with pytest.raises(openai.NotFoundError, match="file_id must be that of a file, got"):
+        echo.client.files.retrieve(name)
+
+
+def test_a_file_for_something_else_and_one_that_is_too_large_are_refused(worker: Worker, tmp_path: Path) -> None:
+    with served(worker, tmp_path, max_upload=1000) as echo:
+        with pytest.raises(openai.BadRequestError, match="purpose must be 'batch', got 'assistants'"):
+            echo.client.files.create(file=("a", b"a"), purpose="assistants")
+        answer = httpx.post(f"{echo.url}/v1/files", files={"file": b"a" * 2000}, data={"purpose": "batch"})
+        assert answer.status_code == 413
+        answer = httpx.post(f"{echo.url}/v1/files", files={"other": b"a"}, data={"purpose": "batch"})
+        assert answer.json()["error"]["message"] == "file must be given as a file"
+        assert list(echo.client.files.list()) == []
+
+
+def test_a_batch_is_answered(echo: Served) -> None:
+    batch = begin(echo, upload(echo), metadata={"a": "b"})
+    assert (batch.status, batch.endpoint, batch.metadata) == ("validating", COMPLETIONS, {"a": "b"})
+    done = ended(echo, batch.id)
+    counts = done.request_counts
+    assert (done.errors, done.status) == (None, "completed")
+    assert (counts.total, counts.completed, counts.failed) == (20, 20, 0)
+    assert done.created_at <= done.in_progress_at <= done.finalizing_at <= done.completed_at
+    found = lines_of(echo, done.output_file_id)
+    assert [one["custom_id"] for one in found] == [f"line-{number}" for number in range(20)]
+    assert {one["response"]["status_code"] for one in found} == {200}
+    assert done.error_file_id is None
+    assert [one.id for one in echo.client.batches.list()] == [batch.id]
+
+
+def test_lines_that_fail_are_in_the_file_of_errors(echo: Served) -> None:
+    bad = json.dumps(line("bad", max_tokens=0)).encode() + b"\n"
+    done = ended(echo, begin(echo, upload(echo, LINES + bad)).id)
+    assert (done.request_counts.completed, done.request_counts.failed) == (20, 1)
+    (found,) = lines_of(echo, done.error_file_id)
+    assert (found["custom_id"], found["response"]["status_code"]) == ("bad", 400)
+
+
+def test_a_file_that_is_no_batch_fails_with_the_reason(echo: Served) -> None:
+    done = ended(echo, begin(echo, upload(echo, b'{"text": "a"}\n')).id)
+    assert (done.status, done.output_file_id) == ("failed", None)
+    assert done.errors.data[0].code == "invalid_input"
+    assert "this input has no 'custom_id'" in done.errors.data[0].message
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"endpoint": "/v1/embeddings"}, "endpoint must be one of /v1/chat/completions, /v1/completions, got "
+         "'/v1/embeddings'"),
+        ({"completion_window": "1h"}, "completion_window must be '24h', got '1h'"),
+        ({"extra_body": {"metadata": 3}}, "metadata must be an object, got 3"),
+        ({"extra_body": {"model": "m"}}, "model must be left out, since a batch has no such field here: known are "
+         "input_file_id, endpoint, completion_window, metadata"),
+    ],
+)  # fmt: skip  # a table
+def test_a_batch_is_refused_by_the_name_of_the_field(echo: Served, asked: dict[str, Any], message: str) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        begin(echo, upload(echo), **asked)
+    assert isinstance(caught.value.body, dict)
+    assert caught.value.body["message"] == message
+
+
+def test_names_that_are_none_are_not_found(echo: Served) -> None:
+    with pytest.raises(openai.NotFoundError, match="file_id must be that of a file, got 'file-1'"):
+        begin(echo, "file-1")
+    with pytest.raises(openai.NotFoundError, match="batch_id must be that of a batch, got 'batch_1'"):
+        echo.client.batches.retrieve("batch_1")
+
+
+class Jobs:
+    """Jobs that wait until they are asked to end, and remember what they were given."""
+
+    def __init__(self) -> None:
+        self.begun = threading.Semaphore(0)
+        self.inputs: list[bytes] = []
+
+    def __call__(self, source: Path, output: Path, progress: Any, stopping: StopRequest) -> Report:
+        self.inputs.append(source.read_bytes())
+        progress.start(7)
+        self.begun.release()
+        while stopping.deadline is None:
+            pass
+        raise JobStopped("the job was asked to end")
+
+
+def store(folder: Path, run: Callable[..., Report]) -> tuple[FileStore, BatchStore]:
+    files = FileStore(folder / "files")
+    return files, BatchStore(folder / "batches", files, run)
+
+
+def added(files: FileStore, batches: BatchStore, tmp_path: Path) -> str:
+    (tmp_path / "in").write_bytes(LINES)
+    with (tmp_path / "in").open("rb") as content:
+        file = files.add(content, "in", "batch")["id"]
+    name: str = batches.add({"input_file_id": file, "endpoint": COMPLETIONS, "completion_window": "24h"})["id"]
+    files.remove(file)
+    return name
+
+
+def test_a_batch_that_had_not_ended_goes_on_when_a_server_starts_again(tmp_path: Path) -> None:
+    jobs = Jobs()
+    files, batches = store(tmp_path, jobs)
+    batches.start()
+    name = added(files, batches, tmp_path)
+    assert jobs.begun.acquire(timeout=60)
+    assert batches.get(name)["request_counts"] == {"total": 7, "completed": 0, "failed": 0}
+    batches.close(0.0)
+    assert batches.get(name)["status"] == "in_progress"
+    _, again = store(tmp_path, jobs)
+    again.start()
+    assert jobs.begun.acquire(timeout=60)
+    assert jobs.inputs == [LINES, LINES]
+    again.close(0.0)
+
+
+def test_a_batch_can_be_cancelled_before_and_while_it_runs(tmp_path: Path) -> None:
+    jobs = Jobs()
+    files, batches = store(tmp_path, jobs)
+    first, second = added(files, batches, tmp_path), added(files, batches, tmp_path)
+    batches.start()
+    assert jobs.begun.acquire(timeout=60)
+    assert batches.cancel(second)["status"] == "cancelling"
+    assert batches.cancel(first)["status"] == "cancelling"
+    while {batches.get(name)["status"] for name in (first, second)} != {"cancelled"}:
+        pass
+    batches.close(0.0)
+    assert jobs.inputs == [LINES]
+    assert batches.cancel(first)["status"] == "cancelled"
+    assert [path.name for path in (tmp_path / "batches" / first).iterdir()] == ["batch.json"]
+
+
+def test_a_folder_is_one_endpoint_s_alone(tmp_path: Path) -> None:
+    first = StateFolder.open(tmp_path / "state")
+    with pytest.raises(ParameterError, match=r"^state_dir must be one endpoint's alone, got .*\(--state-dir\)$"):
+        StateFolder.open(tmp_path / "state")
+    first.close()
+    StateFolder.open(tmp_path / "state").close()

@@ -1,0 +1,86 @@
+"""Clients that hang up, and servers that end."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+from llmbatch.inference.worker import Worker
+from tests.support.serving import EchoEngine, Served, served
+
+
+def open_stream(url: str, *, stream: bool) -> socket.socket:
+    """A client that has asked and waits."""
+    host, port = url.removeprefix("http://").split(":")
+    body = b'{"prompt": "hello", "stream": %s}' % (b"true" if stream else b"false")
+    client = socket.create_connection((host, int(port)))
+    client.sendall(
+        b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%s"
+        % (len(body), body)
+    )
+    return client
+
+
+@pytest.fixture
+def held(worker: Worker) -> EchoEngine:
+    """An engine that takes no steps yet."""
+    return EchoEngine(worker, runs=False)
+
+
+def test_a_hundred_clients_that_hang_up_leave_the_engine(worker: Worker, held: EchoEngine, tmp_path: Path) -> None:
+    with served(worker, tmp_path, engine=held) as echo:
+        clients = [open_stream(echo.url, stream=number % 2 == 0) for number in range(100)]
+        held.wait_until_submitted(100)
+        for client in clients:
+            client.close()
+        held.wait_until_left(100)
+        assert set(held.left) == set(held.submitted)
+        held.go()
+        assert echo.client.completions.create(model=echo.model, prompt="hello").choices[0].text == "hello"
+
+
+def test_a_client_that_hangs_up_in_the_middle_of_its_body_is_forgotten(echo: Served) -> None:
+    host, port = echo.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as client:
+        client.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n")
+        client.sendall(b"content-length: 100\r\n\r\n{")
+    assert echo.client.completions.create(model=echo.model, prompt="hello").choices[0].text == "hello"
+
+
+def test_a_server_that_ends_finishes_what_is_running_and_lets_nobody_in(
+    worker: Worker, held: EchoEngine, tmp_path: Path
+) -> None:
+    with served(worker, tmp_path, engine=held) as echo, httpx.Client(base_url=echo.url, timeout=60) as idle:
+        assert idle.get("/health").status_code == 200
+        found: list[str] = []
+
+        def ask() -> None:
+            found.append(echo.client.completions.create(model=echo.model, prompt="hello").choices[0].text)
+
+        asking = threading.Thread(target=ask)
+        asking.start()
+        held.wait_until_submitted(1)
+        echo.stopping.ask()
+        while idle.get("/health").status_code == 200:
+            pass
+        refused = idle.post("/v1/completions", json={"prompt": "late"})
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+        assert refused.json()["error"]["message"] == "the server is ending: ask another one"
+        held.go()
+        asking.join()
+        echo.thread.join()
+        assert found == ["hello"]
+
+
+def test_what_has_not_ended_within_grace_is_told_so(worker: Worker, held: EchoEngine, tmp_path: Path) -> None:
+    with served(worker, tmp_path, engine=held, grace=0.0) as echo:
+        stream = iter(echo.client.completions.create(model=echo.model, prompt="hello", stream=True))
+        held.wait_until_submitted(1)
+        echo.end()
+        with pytest.raises(openai.APIError, match=r"^the server ended before the answer did: ask another one$"):
+            next(stream)

@@ -1,0 +1,180 @@
+"""What bad requests get: a status, and one clear sentence in OpenAI's form."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from llmbatch.inference.worker import Worker
+from tests.support.serving import EchoEngine, Served, served
+
+URL = "/v1/chat/completions"
+
+
+def post(echo: Served, content: bytes | str, url: str = URL, kind: str = "application/json") -> httpx.Response:
+    return httpx.post(f"{echo.url}{url}", content=content, headers={"content-type": kind}, timeout=60)
+
+
+def error_of(answer: httpx.Response) -> dict[str, Any]:
+    told: dict[str, Any] = answer.json()["error"]
+    assert set(told) == {"message", "type", "param", "code"}
+    return told
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "the body must be a JSON object: Expecting value: line 1 column 1 (char 0)"),
+        (b"{", "the body must be a JSON object: Expecting property name enclosed in double quotes: line 1 column 2 "
+         "(char 1)"),
+        (b"[]", "the body must be a JSON object, got []"),
+        (b"null", "the body must be a JSON object, got None"),
+        (b'"text"', "the body must be a JSON object, got 'text'"),
+        (b'{"a": NaN}', "the body must be a JSON object: NaN is no number of JSON"),
+        (b'{"a": -Infinity}', "the body must be a JSON object: -Infinity is no number of JSON"),
+        (b'{"a": "\xff"}', "the body must be UTF-8: invalid start byte at byte 7"),
+        ('{"a": 1}'.encode("utf-16"), "the body must be UTF-8: invalid start byte at byte 0"),
+        (b"{} {}", "the body must be a JSON object: Extra data: line 1 column 4 (char 3)"),
+    ],
+)  # fmt: skip  # a table
+def test_malformed_json_is_refused(echo: Served, content: bytes, message: str) -> None:
+    answer = post(echo, content)
+    assert answer.status_code == 400
+    told = error_of(answer)
+    assert (told["message"], told["type"], told["code"]) == (message, "invalid_request_error", "invalid_json")
+
+
+@pytest.mark.parametrize("content", [b"[" * 100_000, b'{"a":' * 100_000, b'{"a": ' + b"9" * 5000 + b"}"])
+def test_json_that_is_nested_or_long_beyond_measure_is_refused(echo: Served, content: bytes) -> None:
+    answer = post(echo, content)
+    assert answer.status_code == 400
+    assert error_of(answer)["message"].startswith("the body must be a JSON object")
+
+
+@pytest.mark.parametrize(
+    ("asked", "param", "message"),
+    [
+        ({"temperature": -1}, "temperature", "temperature must be at least 0, got -1.0"),
+        ({"max_tokens": 0}, "max_tokens", "max_tokens must be at least 1, got 0"),
+        ({"stream": 1}, "stream", "stream must be true or false, got 1"),
+        ({"stream_options": {}}, "stream_options", "stream_options must be left out where stream is not true, got {}"),
+        ({"service_tier": "gold"}, "service_tier", "service_tier must be one of auto, default, flex, got 'gold'"),
+        ({"messages": None}, "messages", "messages must be given, got None"),
+        ({"n": 10_000}, "n", "n must be at most 1024, got 10000"),
+        ({"top_logprobs": 3}, "top_logprobs", "top_logprobs must be left out without logprobs, got 3: add logprobs: "
+         "true"),
+        ({"stop": [""]}, "stop", "stop must hold no empty string, got ['']"),
+        ({"seed": "x"}, "seed", "seed must be a whole number, got 'x'"),
+        ({"model": 3}, "model", "model must be text, got 3"),
+    ],
+)  # fmt: skip  # a table
+def test_a_field_is_refused_by_its_name(echo: Served, asked: dict[str, Any], param: str, message: str) -> None:
+    body = {"messages": [{"role": "user", "content": "hello"}], **asked}
+    answer = post(echo, json.dumps(body))
+    assert answer.status_code == 400
+    told = error_of(answer)
+    assert (told["param"], told["message"], told["type"]) == (param, message, "invalid_request_error")
+
+
+def test_an_unknown_field_is_refused_by_its_name(echo: Served) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        echo.client.completions.create(model=echo.model, prompt="a", extra_body={"tempratur": 1})
+    assert caught.value.param == "tempratur"
+    assert "did you mean temperature?" in caught.value.message
+
+
+def test_bad_messages_are_refused(echo: Served) -> None:
+    messages: Any = [{"role": "nobody", "content": "a"}]
+    with pytest.raises(openai.BadRequestError) as caught:
+        echo.client.chat.completions.create(model=echo.model, messages=messages)
+    assert "messages[0]" in caught.value.message
+
+
+def test_a_prompt_that_cannot_fit_is_refused(echo: Served) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        echo.client.completions.create(model=echo.model, prompt="a" * 600)
+    assert caught.value.code == "context_length_exceeded"
+    assert caught.value.body is not None
+    assert "prompt has 600 tokens, the model's context holds 512" in caught.value.message
+
+
+def test_another_model_is_not_found(echo: Served) -> None:
+    with pytest.raises(openai.NotFoundError) as caught:
+        echo.client.completions.create(model="gpt-4o", prompt="a")
+    assert (caught.value.param, caught.value.code) == ("model", "model_not_found")
+    assert f"model must be {echo.model!r}, got 'gpt-4o'" in caught.value.message
+    with pytest.raises(openai.NotFoundError):
+        echo.client.models.retrieve("gpt-4o")
+
+
+def test_a_path_that_is_none_and_a_method_that_it_has_not(echo: Served) -> None:
+    answer = httpx.post(f"{echo.url}/v1/embeddings", json={})
+    assert (answer.status_code, error_of(answer)["code"]) == (404, "not_found")
+    answer = httpx.get(f"{echo.url}{URL}")
+    assert (answer.status_code, answer.headers["allow"]) == (405, "POST")
+    assert error_of(answer)["message"] == f"the method must be one that {URL} has, got GET"
+
+
+def test_another_content_type_is_refused(echo: Served) -> None:
+    answer = post(echo, b"{}", kind="text/plain")
+    assert answer.status_code == 415
+    assert error_of(answer)["message"] == "content-type must be application/json, got 'text/plain'"
+
+
+def test_a_body_that_is_too_large_is_refused_before_it_is_read(echo: Served) -> None:
+    answer = post(echo, b" " * 100_000_000)
+    assert answer.status_code == 413
+    assert error_of(answer)["message"] == "the body must have at most 33,554,432 bytes: send less at once"
+
+
+def test_a_body_that_does_not_say_how_large_it_is_is_refused_where_it_is_too_large(
+    worker: Worker, tmp_path: Path
+) -> None:
+    with served(worker, tmp_path, max_body=1000) as echo:
+        parts = (b" " * 600 for _ in range(3))
+        answer = httpx.post(f"{echo.url}{URL}", content=parts, headers={"content-type": "application/json"})
+        assert answer.status_code == 413
+
+
+def test_a_key_is_asked_for_where_one_is_set(worker: Worker, tmp_path: Path) -> None:
+    with served(worker, tmp_path, keys=(b"first", b"second")) as echo:
+        for key, message in (
+            (None, "the key must be given as Authorization: Bearer KEY"),
+            ("Basic first", "the key must be given as Authorization: Bearer KEY"),
+            ("Bearer third", "the key must be one of this server's, got another"),
+        ):
+            headers = {} if key is None else {"authorization": key}
+            answer = httpx.get(f"{echo.url}/v1/models", headers=headers)
+            told = error_of(answer)
+            assert (answer.status_code, told["code"], told["message"]) == (401, "invalid_api_key", message)
+        assert httpx.get(f"{echo.url}/health").status_code == 200
+        assert httpx.get(f"{echo.url}/v1/models", headers={"authorization": "Bearer second"}).status_code == 200
+
+
+def test_an_engine_that_fails_is_an_error_of_the_server(echo: Served) -> None:
+    echo.engine.breaks = True
+    with pytest.raises(openai.InternalServerError) as caught:
+        echo.client.completions.create(model=echo.model, prompt="a")
+    assert "the engine died of it" in caught.value.message
+    with pytest.raises(openai.APIError) as streamed:
+        list(echo.client.completions.create(model=echo.model, prompt="a", stream=True))
+    assert "the engine died of it" in streamed.value.message
+
+
+def test_more_answers_than_may_wait_are_refused(worker: Worker, tmp_path: Path) -> None:
+    engine = EchoEngine(worker, runs=False)
+    with served(worker, tmp_path, engine=engine, max_waiting=2, ttft=2.5) as echo:
+        asked = {"prompt": "ab", "stream": True, "n": 2, "temperature": 1}
+        with httpx.stream("POST", f"{echo.url}/v1/completions", json=asked) as waiting:
+            engine.wait_until_submitted(2)
+            with pytest.raises(openai.RateLimitError) as caught:
+                echo.client.completions.create(model=echo.model, prompt="a")
+            engine.go()
+            assert waiting.read().endswith(b"data: [DONE]\n\n")
+        assert caught.value.response.headers["retry-after"] == "3"
+        assert "at most 2 answers may wait, and 2 do: ask again later" in caught.value.message
