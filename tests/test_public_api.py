@@ -23,6 +23,7 @@ from llmbatch.jobs.options import ExplainArgs, InputArgs, JobArgs, JobOptions, R
 from llmbatch.preprocess.prompts import PromptSource
 from llmbatch.preprocess.sampling_params import SamplingParams
 from llmbatch.serving.options import ServeArgs, ServingArgs, ServingOptions
+from llmbatch.simulation.online.options import OnlineArgs, OnlineOptions
 from llmbatch.simulation.options import SimulationArgs, SimulationOptions
 from tests.support.paths import ROOT
 
@@ -149,18 +150,25 @@ def test_the_keywords_of_the_engine_are_the_other_fields_of_options() -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "record"),
-    [(JobArgs, JobOptions), (SimulationArgs, SimulationOptions), (ServingArgs, ServingOptions)],
+    [
+        (JobArgs, JobOptions),
+        (SimulationArgs, SimulationOptions),
+        (OnlineArgs, OnlineOptions),
+        (ServingArgs, ServingOptions),
+    ],
 )
 def test_keywords_are_the_fields_of_their_record(arguments: type, record: type) -> None:
     keywords, defaults = keywords_of(arguments), defaults_of(record)
-    assert keywords.keys() - {"steps_out", "requests_out"} == defaults.keys()
+    assert keywords.keys() - {"steps_out", "requests_out", "offline"} == defaults.keys()
     for name, default in defaults.items():
         assert keywords[name][1].default == default, name
 
 
 def test_a_type_is_that_of_the_field() -> None:
-    records = ((EngineArgs, Options), (JobArgs, JobOptions), (SimulationArgs, SimulationOptions))
-    for arguments, record in (*records, (ServingArgs, ServingOptions)):
+    pairs = [(EngineArgs, Options), (JobArgs, JobOptions)]
+    pairs += [(SimulationArgs, SimulationOptions), (OnlineArgs, OnlineOptions)]
+    pairs += [(ServingArgs, ServingOptions)]
+    for arguments, record in pairs:
         kinds = {each.name: each.type for base in record.__mro__[-2::-1] for each in fields(base)}
         for name, (kind, _) in keywords_of(arguments).items():
             given = kinds.get(name)
@@ -177,13 +185,20 @@ def test_each_function_takes_its_keywords_and_each_keyword_is_a_flag() -> None:
     assert flags_of("run").keys() == {*RunArgs.__annotations__, "output", "json", "quiet", "grace"}
     assert flags_of("explain").keys() == {*ExplainArgs.__annotations__, "json"}
     assert flags_of("simulate").keys() == {*SimulationArgs.__annotations__, "json"}
+    assert flags_of("simulate --online").keys() == {*OnlineArgs.__annotations__, "online", "json"}
     assert set(ServeArgs.__annotations__) == {"model", *ServingArgs.__annotations__, *EngineArgs.__annotations__}
     assert flags_of("serve").keys() == {*ServeArgs.__annotations__, "quiet"}
 
 
 @pytest.mark.parametrize(
     ("command", "arguments"),
-    [("run", RunArgs), ("explain", ExplainArgs), ("simulate", SimulationArgs), ("serve", ServeArgs)],
+    [
+        ("run", RunArgs),
+        ("explain", ExplainArgs),
+        ("simulate", SimulationArgs),
+        ("simulate --online", OnlineArgs),
+        ("serve", ServeArgs),
+    ],
 )
 def test_a_flag_has_the_help_of_its_keyword_and_leaves_its_default_to_the_function(
     command: str, arguments: type

@@ -13,14 +13,14 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from llmbatch.cli.parser import make_parser
+from llmbatch.cli.parser import ONLINE, make_parser
 from llmbatch.errors import InputError, JobStopped, LLMBatchError, StoppedEarly
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     try:
-        arguments = vars(make_parser().parse_args(argv))
+        arguments = vars(make_parser().parse_args(_with_form(sys.argv[1:] if argv is None else argv)))
         return int(_COMMANDS[arguments.pop("command")](arguments))
     except InputError as error:
         _say(str(error))
@@ -40,6 +40,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         _say("interrupted; what a job has answered is kept, and the same command goes on with it")
         return 130
+
+
+def _with_form(words: Sequence[str]) -> list[str]:
+    """Tell apart the two forms of `simulate`: with `--online` it is another command."""
+    online = any(word == "--online" or word.startswith("--online=") for word in words)
+    return [ONLINE, *words[1:]] if online and words[0] == "simulate" else list(words)
 
 
 def _run(arguments: dict[str, Any]) -> int:
@@ -91,6 +97,17 @@ def _simulate(arguments: dict[str, Any]) -> int:
     return 0
 
 
+def _simulate_online(arguments: dict[str, Any]) -> int:
+    from llmbatch.simulation.online.experiment import simulate_online
+
+    as_json = arguments.pop("json")
+    given = _given(arguments)
+    with _quiet_libraries():
+        report = simulate_online(given.pop("online"), **given)
+    print(json.dumps(report.to_dict()) if as_json else report.to_text())
+    return 0
+
+
 def _serve(arguments: dict[str, Any]) -> int:
     from llmbatch.inference.progress import choose
     from llmbatch.serving.serve import serve
@@ -101,7 +118,13 @@ def _serve(arguments: dict[str, Any]) -> int:
     return 0
 
 
-_COMMANDS = {"run": _run, "explain": _explain, "simulate": _simulate, "serve": _serve}
+_COMMANDS = {
+    "run": _run,
+    "explain": _explain,
+    "simulate": _simulate,
+    ONLINE: _simulate_online,
+    "serve": _serve,
+}
 
 
 def _given(arguments: dict[str, Any]) -> dict[str, Any]:

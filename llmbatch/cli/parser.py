@@ -13,6 +13,7 @@ from llmbatch.errors import ParameterError
 from llmbatch.inference.options import AnswerArgs, BesideArgs, EngineArgs, OptionArgs, PromptArgs
 from llmbatch.jobs.options import InputArgs, JobArgs
 from llmbatch.serving.options import ServeArgs, ServingArgs
+from llmbatch.simulation.online.options import OnlineArgs
 from llmbatch.simulation.options import SimulationArgs
 
 # By what stands for the value in a usage line.
@@ -29,6 +30,7 @@ _STATUSES = """exit status:
 """
 
 
+ONLINE: Final = "simulate --online"  # the command that `simulate` is with this flag
 _PROMPTS: Final = "[--prompt COL | --template T | --messages COL | --turns COL]"
 _EPILOG = """exit status:
   0    done
@@ -119,11 +121,19 @@ def make_parser() -> argparse.ArgumentParser:
     simulate = commands.add_parser(
         "simulate",
         help="run request traces through planner and scheduler, by a clock",
-        usage="%(prog)s TRACE [TRACE ...] [options]",
+        usage="%(prog)s TRACE [TRACE ...] [options]\n       %(prog)s --online TRACE [options] (see --online x --help)",
         description="Run request traces through planner and scheduler, by a clock. Defaults are in brackets.",
         epilog=_EPILOG,
     )
     _add_simulation(simulate)
+    online = commands.add_parser(
+        ONLINE,
+        prog=f"{parser.prog} simulate",
+        usage="%(prog)s --online TRACE [--offline TRACE ...] [options]",
+        description="Run online requests by the clock, a job beside them. Defaults are in brackets.",
+        epilog=_EPILOG,
+    )
+    _add_online(online)
     serve = commands.add_parser(
         "serve",
         help="answer requests in OpenAI's form over HTTP, and batches in what they leave",
@@ -176,6 +186,22 @@ def _add_simulation(parser: argparse.ArgumentParser) -> None:
     laws = parser.add_mutually_exclusive_group()
     for name, (kind, keyword) in keywords_of(SimulationArgs).items():
         if name == "overlap_exponent":
+            _add_flag(laws, name, kind, keyword)
+            laws.add_argument("--sequential", action="store_const", const=1.0, dest=name, help="no overlap")
+        else:
+            _add_flag(parser, name, kind, keyword)
+    _add_json(parser)
+
+
+def _add_online(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--online", required=True, metavar="TRACE", help="online requests: a trace, or a distribution of lengths"
+    )
+    laws = parser.add_mutually_exclusive_group()
+    for name, (kind, keyword) in keywords_of(OnlineArgs).items():
+        if name == "offline":
+            parser.add_argument("--offline", nargs="+", action="extend", metavar="TRACE", help=keyword.text())
+        elif name == "overlap_exponent":
             _add_flag(laws, name, kind, keyword)
             laws.add_argument("--sequential", action="store_const", const=1.0, dest=name, help="no overlap")
         else:

@@ -162,6 +162,7 @@ SHAPES: Mapping[str, ModelShape] = MappingProxyType(
         "qwen-2.5-72b": _named(72.7e9, 80, 64, 8, 128, 152064),
         "deepseek-67b": _named(67.4e9, 95, 64, 8, 128, 102400),
         "mistral-7b": _named(7.25e9, 32, 32, 8, 128, 32768),
+        "opt-13b": _named(12.85e9, 40, 40, 40, 128, 50272),
         "smollm2-135m": _named(134.5e6, 30, 9, 3, 64, 49152),
     }
 )

@@ -11,6 +11,7 @@ __all__ = [
     "protocols",
     "shard_run",
     "simulated_loop",
+    "step_loop",
     "stream",
     "warmup",
 ]

@@ -93,7 +93,7 @@ def simulate(traces: Paths, **options: Unpack[SimulationArgs]) -> SimulationRepo
     check_names(options, SimulationArgs.__annotations__)
     rest: dict[str, Any] = {**options}
     outputs = {name: rest.pop(name, None) for name in ("steps_out", "requests_out")}
-    files = {name: _file(name, value) for name, value in outputs.items() if value is not None}
+    files = {name: output_file(name, value) for name, value in outputs.items() if value is not None}
     simulation = Experiment(traces=paths_of(traces, name="traces"), **rest).run()
     tables = {"steps_out": simulation.steps_table, "requests_out": simulation.requests_table}
     for name, file in files.items():
@@ -104,7 +104,8 @@ def simulate(traces: Paths, **options: Unpack[SimulationArgs]) -> SimulationRepo
 simulate.__module__ = "llmbatch"  # which it is imported from
 
 
-def _file(name: str, value: object) -> Path:
+def output_file(name: str, value: object) -> Path:
+    """Return the path of a file that is to be written. Raises ParameterError where its folder is missing."""
     file = Path(path(name, value)).expanduser()
     if not file.absolute().parent.is_dir():
         raise ParameterError(f"the folder of {str(value)!r} must exist: create it first", option=name, value=value)

@@ -11,8 +11,8 @@ Totals of the first k draws, for all k, are prefix sums once it is known which t
 computed. A row that joins a prefix tree adds its length less the longest prefix it has in common with a row already
 there, and among sorted rows that is one of its neighbours. So all rows are taken away again, the last drawn first: the
 neighbours a row then has were drawn before it. A linked list does that in one pass; when a row leaves, its neighbours
-share the lesser of what it shared with either (`_known`). Drawing a row again adds only its text after the last block
-that another row of the trace shares: that text is new for each draw.
+share the lesser of what it shared with either (`known_before`). Drawing a row again adds only its text after the last
+block that another row of the trace shares: that text is new for each draw.
 
 Density and sharing of any three counts are then a few look-ups. For each count of the prefix-sharing source the
 memory-heavy count that meets the density is found by bisection, for all at once, and the best pair is taken. The same
@@ -209,7 +209,7 @@ class Sources:
         each = [np.arange(first, last, dtype=np.int32) for first, last in pairwise(self.starts)]
         # [times a source is drawn through, its rows]
         orders = [rng.permuted(np.broadcast_to(rows, (-(-length // rows.size), rows.size)), axis=1) for rows in each]
-        known = _known(self.tree.rows, self.tree.lcp, np.concatenate([order[0] for order in orders]))
+        known = known_before(self.tree.rows, self.tree.lcp, np.concatenate([order[0] for order in orders]))
         rows = np.stack([order.ravel()[:length] for order in orders])
         shared = self.again[rows]
         for row, draws, source in zip(rows, shared, each):  # what is drawn first finds less there
@@ -316,7 +316,7 @@ def _sum(totals: Floats, a: Any, b: Any, c: Any) -> Any:
 
 
 @compiled
-def _known(rows: Any, lcp: Any, order: Any) -> Any:
+def known_before(rows: Any, lcp: Any, order: Any) -> Any:
     """Count the tokens that each row shares with some row before it in `order`: int32, by row.
 
     `rows` and `lcp` are those of a prefix tree, `order` has each of its rows once.

@@ -1,0 +1,243 @@
+"""The page docs/results/beside.md, from what beside.py measured."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+from simulations import RESULTS
+
+HEAD = """# Online requests beside a job: by the clock
+
+Written by `python benchmarks/beside.py none` from what the tables' own commands left in beside-*.json. What the
+policies are, and how gaps in the papers were read: [simulate.md](../simulate.md). Nothing was tuned to these tables,
+and nothing here ran on a GPU: seconds are those of the library's cost model, law `bytes`. e is the exponent by which
+compute and memory overlap (1: not at all). `slack` is the library's own scheduler.
+"""
+BUDGET = "step_tokens", "max_running"
+
+BROS_TEXT = """## BROS's set-up
+
+COMMAND: OPT-13B on 2 x A100-40GB, lengths of its Table 2 (ShareGPT), Poisson, 256 best-effort rows outstanding (the
+paper gives no number), 10 minutesSMALL; targets .4 and .2 s. Wanted of `slack`: normalised latency over `fcfs` at most
+.10 and below `round-robin`; both attainments .99; best effort over `fcfs` at least 1.0 at e = 4, .93 at e = 1.
+"""
+OVERLOAD_TEXT = """## Past saturation
+
+COMMAND: the same set-upSMALL. Capacity is the highest of the rates 10 to 22 at which both attainments are .99; wanted
+of `slack`: .9 x capacity / offered. The paper has no such figures.
+"""
+MEMORY_TEXT = """## Little memory
+
+COMMAND: Llama-3-8B in the pool of an A100-40GB, azure2023_conv x .8 beside table2-3, an hourSMALL. `priority` preempts
+whole rows. Wanted of `slack`: at most 1/5 of its tokens again, and 1.1 x its rows. (BROS 7.4.1, two-ended blocks
+against recomputation: first token 1.23 x, gaps 1.63 x as often in time.)
+"""
+GRID_TEXT = """## Nine settings
+
+COMMAND: Llama-3-8B on an A100-80GB, steps of at most 50 ms, each job as large as the bound ends at 2,400 sSMALL. First
+tokens and gaps are of the requests that arrived while the job ran. Wanted of `slack`: the job's end at most 1.20 x the
+bound, 1.15 in the mean; first token 1.20 x alone; gap 60 ms. OOCO has no such figures.
+"""
+FIXED_TEXT = """`priority` and `fcfs` (as many rows outstanding as may run) at step budgets of 256 to 2,048 tokens and
+64 or 256 sequences: how many of the sixteen end the job sooner at the same or an earlier p99 first token (wanted:
+none), and as budget/sequences: end over the bound, first token over alone.
+"""
+LOAD_TEXT = """## Most load held
+
+COMMAND: OOCO's protocol (5.2)SMALL: rows of the job that end in a second, of the bound's, at the highest rate of
+arrival (to 1/16) at which at most 3 % of online requests have a first token later than 1.15 x alone's p99 or a mean gap
+above 55 ms. Wanted of `slack`: .80 of the bound, .90 in the mean (here MEAN); 2.5 x the better baseline at 2,048-token
+steps (paper: 1.17 to 3 x); 1.05 x the best at any step, 1.17 x in the mean. `ooco` here is one engine, not two pools.
+"""
+POOLS_TEXT = """## Two pools
+
+COMMAND: on two A100-80GB OOCO's relaxed and strict engine (`--policy ooco --pools strict=1,relaxed=1`), against two
+mixed engines, each with half of the traffic and of the job, under `slack`SMALL. Wanted: mixed not behind at e >= 2.
+"""
+
+
+def write_tables() -> None:
+    """Write the page."""
+    parts = [HEAD]
+    renders = {"bros": bros, "overload": overload, "memory": memory, "grid": grid, "load": load, "pools": pools}
+    for name, render in renders.items():
+        path = RESULTS / f"beside-{name}.json"
+        if path.exists():
+            written = json.loads(path.read_text())
+            small = ", in a tenth of the time (`--small`)" if written["small"] else ""
+            command = f"`python benchmarks/beside.py {name}{' --small' if written['small'] else ''}`"
+            parts.append(render(written["runs"]).replace("COMMAND", command).replace("SMALL", small))
+    (RESULTS / "beside.md").write_text("\n".join(parts))
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """Markdown."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(_shown(cell) for cell in line) + " |" for line in lines) + "\n"
+
+
+def _shown(cell: object) -> str:
+    if cell is None:
+        return ""
+    return f"{cell:.3g}" if isinstance(cell, float) and abs(cell) < 1000 else f"{cell:,.0f}" if isinstance(
+        cell, float
+    ) else str(cell)  # fmt: skip  # two forms of a number
+
+
+def by_key(runs: list[dict[str, Any]], *names: str) -> dict[tuple[Any, ...], dict[str, Any]]:
+    """Find runs by values of their settings."""
+    return {tuple(run["setting"].get(name) for name in names): run for run in runs}
+
+
+def bros(runs: list[dict[str, Any]]) -> str:
+    """A, S1 to S3."""
+    found = by_key(runs, "overlap_exponent", "per_second", "policy")
+    rows = []
+    for exponent, rate, policy in found:
+        figures, base = found[exponent, rate, policy]["figures"], found[exponent, rate, "fcfs"]["figures"]
+        online, job = figures["online"], figures["job"]
+        rows.append(
+            [
+                exponent, rate, policy, online["normalised_latency"] * 1e3,
+                online["normalised_latency"] / base["online"]["normalised_latency"], online["ttft_attainment"],
+                online["tpot_attainment"], online["both_attainment"], job["rows_ended"],
+                job["rows_ended"] / max(1, base["job"]["rows_ended"]), job["tokens_again"],
+            ]
+        )  # fmt: skip  # a table
+    paper = [
+        ["paper", "all", "fcfs (vLLM)", None, 1.0, 0.0128, "1/1.73 of BROS's", None, None, 1.0, None],
+        ["paper", "all", "round-robin", None, "0.56 (from 74.20 and 54.31 % less)", 0.1055, 0.4734, None, None,
+         "0.97 (from -11.29 and -8.80 %)", None],
+        ["paper", "all", "bros", None, 0.258, "36.38 x vLLM's", 0.6549, None, None, 0.887, None],
+    ]  # fmt: skip  # a table
+    header = [
+        "e", "requests/s", "policy", "normalised, ms", "over fcfs", "first token in time", "mean gap in time", "both",
+        "best-effort rows", "over fcfs", "tokens again",
+    ]  # fmt: skip  # a table
+    return BROS_TEXT + "\n" + table(header, [*paper, *rows])
+
+
+def overload(runs: list[dict[str, Any]]) -> str:
+    """A, S4."""
+    found = by_key(runs, "overlap_exponent", "policy", "per_second")
+    rows = []
+    for exponent, policy in dict.fromkeys((key[0], key[1]) for key in found):
+        held = [
+            rate
+            for (e, p, rate), run in found.items()
+            if (e, p) == (exponent, policy)
+            and min(run["figures"]["online"][f"{name}_attainment"] for name in ("ttft", "tpot")) >= 0.99
+        ]
+        capacity = max(held, default=float("nan"))
+        for rate in (14.0, 18.0, 22.0):
+            both = found[exponent, policy, rate]["figures"]["online"]["both_attainment"]
+            rows.append([exponent, policy, capacity, rate, both, 0.9 * min(1.0, capacity / rate)])
+    header = ["e", "policy", "capacity, requests/s", "offered", "both targets met", "wanted"]
+    return OVERLOAD_TEXT + "\n" + table(header, rows)
+
+
+def memory(runs: list[dict[str, Any]]) -> str:
+    """A, S5."""
+    found = by_key(runs, "overlap_exponent", "policy")
+    rows = []
+    for (exponent, policy), run in found.items():
+        job, base = run["figures"]["job"], found[exponent, "priority"]["figures"]["job"]
+        again, ended = job["tokens_again"], job["rows_ended"]
+        rows.append(
+            [exponent, policy, again, again / max(1, base["tokens_again"]), ended, ended / max(1, base["rows_ended"]),
+             job["tokens_computed"], run["figures"]["online"]["ttft_p99"], run["figures"]["online"]["gap_p999"]]
+        )  # fmt: skip  # a table
+    header = ["e", "policy", "tokens again", "over priority", "rows", "over priority", "tokens", "p99 first token, s",
+              "p99.9 gap, s"]  # fmt: skip  # a table
+    return MEMORY_TEXT + "\n" + table(header, rows)
+
+
+def grid(runs: list[dict[str, Any]]) -> str:
+    """B, S1 to S3."""
+    alone = {
+        (run["setting"]["overlap_exponent"], run["named"].partition(",")[0]): run["while_job_ran"]["ttft_p99"]
+        for run in runs
+        if run["named"].endswith("alone")
+    }
+    rows: list[list[object]] = []
+    best: dict[tuple[Any, str], dict[str, list[tuple[float, float, str]]]] = {}
+    for run in runs:
+        if run["named"].endswith("alone"):
+            continue
+        setting, job, beside = run["setting"], run["figures"]["job"], run["while_job_ran"]
+        exponent, policy = setting["overlap_exponent"], setting["policy"]
+        before = alone[exponent, run["named"].partition(",")[0]]
+        ratio, wait = job["seconds"] / run["figures"]["bound_seconds"], beside["ttft_p99"] / before
+        kind = policy if policy in ("slack", "ooco") else "fixed"
+        name = policy if kind != "fixed" else f"{policy} {setting['step_tokens']}/{setting['max_running']}"
+        best.setdefault((exponent, run["named"]), {}).setdefault(kind, []).append((ratio, wait, name))
+        if kind != "fixed":
+            rows.append([exponent, run["named"], policy, job["rows"], ratio, wait, beside["gap_p999"] * 1e3])
+    summary = []
+    for (exponent, named), kinds in best.items():
+        (ours,) = kinds["slack"]
+        sooner = [each for each in kinds["fixed"] if each[0] < ours[0] and each[1] <= ours[1]]
+        near = min((each for each in kinds["fixed"] if each[1] <= ours[1]), default=None)
+        soonest = min(kinds["fixed"])
+        summary.append(
+            [exponent, named, ours[0], ours[1], len(sooner), _point(near), _point(soonest)],
+        )
+    ratios = [ratio for kinds in best.values() for ratio, _, _ in kinds["slack"]]
+    mean = f"The mean of `slack` over all is {np.mean(ratios):.3f}.\n\n" if ratios else ""
+    header = ["e", "traffic, job", "policy", "rows", "job's end over the bound", "p99 first token over alone",
+              "p99.9 gap, ms"]  # fmt: skip  # a table
+    other = ["e", "traffic, job", "slack: end", "first token", "better in both", "soonest at no later first token",
+             "soonest fixed"]  # fmt: skip  # a table
+    return "\n".join([GRID_TEXT, table(header, rows), mean + FIXED_TEXT, table(other, summary)])
+
+
+def _point(point: tuple[float, float, str] | None) -> str:
+    return "none" if point is None else f"{point[2]}: {point[0]:.2f}, {point[1]:.2f}"
+
+
+def load(runs: list[dict[str, Any]]) -> str:
+    """B, S4 and S5."""
+    rows = []
+    for exponent, named in dict.fromkeys((run["setting"]["overlap_exponent"], run["named"]) for run in runs):
+        held: dict[str, float] = {}
+        for run in runs:
+            setting = run["setting"]
+            if (setting["overlap_exponent"], run["named"]) == (exponent, named):
+                whole = setting["policy"] in ("slack", "ooco")
+                name = setting["policy"] if whole else " ".join(str(setting[each]) for each in ("policy", *BUDGET))
+                held[name], bound = run["held"], run["bound_qps"]
+        fixed = {name: value for name, value in held.items() if name not in ("slack", "ooco")}
+        whole_steps = max(fixed[name] for name in fixed if " 2048 " in name)
+        best = max(fixed, key=fixed.__getitem__)
+        ours = held["slack"]
+        rows.append(
+            [exponent, named, bound, ours, held["ooco"], whole_steps, _over(ours, whole_steps),
+             f"{best}: {fixed[best]:.2f}",
+             _over(ours, fixed[best])]
+        )  # fmt: skip  # a table
+    of_bound = [run["held"] for run in runs if run["setting"]["policy"] == "slack"]
+    header = ["e", "traffic, job", "bound, rows/s", "slack, of it", "ooco", "best at 2,048 tokens", "slack over it",
+              "best fixed", "slack over it"]  # fmt: skip  # a table
+    return LOAD_TEXT.replace("MEAN", f"{float(np.mean(of_bound)):.3f}") + "\n" + table(header, rows)
+
+
+def pools(runs: list[dict[str, Any]]) -> str:
+    """B, S6."""
+    found = {(run["setting"]["overlap_exponent"], run["named"], run["setting"]["policy"]): run for run in runs}
+    rows = []
+    for exponent, named in dict.fromkeys(key[:2] for key in found):
+        mixed, two = (found[exponent, named, policy] for policy in ("slack", "ooco"))
+        ends = [run["figures"]["job"]["seconds"] for run in (mixed, two)]
+        waits = [run["while_job_ran"]["ttft_p99"] for run in (mixed, two)]
+        gaps = [run["while_job_ran"]["gap_p999"] * 1e3 for run in (mixed, two)]
+        rows.append([exponent, named, *ends, ends[1] / ends[0], *waits, *gaps])
+    header = ["e", "traffic, job (of each engine)", "mixed: job's end, s", "pools", "pools over mixed",
+              "mixed: p99 first token, s", "pools", "mixed: p99.9 gap, ms", "pools"]  # fmt: skip  # a table
+    return POOLS_TEXT + "\n" + table(header, rows)
+
+
+def _over(ours: float, theirs: float) -> str:
+    return f"{ours / theirs:.2f}" if theirs else "they hold none"
