@@ -15,7 +15,8 @@ import pyarrow as pa
 import pytest
 
 import llmbatch
-from llmbatch.inference.worker import AnsweredTable, Worker
+from llmbatch.inference.table_worker import AnsweredTable
+from llmbatch.inference.worker import Worker
 from tests.support.models import CHAT_TEMPLATE, tiny_model_folder
 from tests.support.paths import ROOT
 
