@@ -15,6 +15,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from llmbatch.cli.main import main
+from llmbatch.cli.parser import make_parser
+from llmbatch.errors import ParameterError
 
 
 @pytest.fixture
@@ -190,3 +192,17 @@ def test_an_interrupted_job_keeps_what_it_has(
     assert "Traceback" not in said
     assert sorted(path.name for path in out.iterdir()) == ["_llmbatch"]
     assert (out / "_llmbatch" / "job.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("0.3", 0.3), ("300ms", 0.3), ("1s", 1.0), ("2min", 120.0), (" 5 S", 5.0)]
+)
+def test_a_time_has_a_unit_or_is_seconds(text: str, seconds: float) -> None:
+    given = vars(make_parser().parse_args(["serve", "--model", "m", "--ttft", text]))
+    assert given["ttft"] == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("text", ["", "soon", "1h", "s"])
+def test_a_time_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(ParameterError, match=r"argument --ttft: must be a time such as 0\.3, 300ms or 1s, got "):
+        make_parser().parse_args(["serve", "--model", "m", "--ttft", text])
