@@ -33,6 +33,7 @@ WITH_EXAMPLES = (
     "llmbatch.perf_model.hardware",
     "llmbatch.preprocess.sampling_params",
     "llmbatch.simulation.mixes",
+    "llmbatch.simulation.online.lengths",
 )
 MOST_BYTES = 150_000  # of a picture
 

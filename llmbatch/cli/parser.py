@@ -118,22 +118,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     _add_inputs(explain)
     _add_options(explain)
-    simulate = commands.add_parser(
-        "simulate",
-        help="run request traces through planner and scheduler, by a clock",
-        usage="%(prog)s TRACE [TRACE ...] [options]\n       %(prog)s --online TRACE [options] (see --online x --help)",
-        description="Run request traces through planner and scheduler, by a clock. Defaults are in brackets.",
-        epilog=_EPILOG,
-    )
-    _add_simulation(simulate)
-    online = commands.add_parser(
-        ONLINE,
-        prog=f"{parser.prog} simulate",
-        usage="%(prog)s --online TRACE [--offline TRACE ...] [options]",
-        description="Run online requests by the clock, a job beside them. Defaults are in brackets.",
-        epilog=_EPILOG,
-    )
-    _add_online(online)
+    _add_simulations(commands, parser.prog)
     serve = commands.add_parser(
         "serve",
         help="answer requests in OpenAI's form over HTTP, and batches in what they leave",
@@ -179,6 +164,26 @@ def _add_job(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help=f"seconds that rows in flight have after SIGTERM ({_GRACE:g})",
     )
+
+
+def _add_simulations(commands: Any, prog: str) -> None:
+    """Add both forms of `simulate`."""
+    simulate = commands.add_parser(
+        "simulate",
+        help="run request traces through planner and scheduler, by a clock",
+        usage="%(prog)s TRACE [TRACE ...] [options]\n       %(prog)s --online TRACE [options] (see --online x --help)",
+        description="Run request traces through planner and scheduler, by a clock. Defaults are in brackets.",
+        epilog=_EPILOG,
+    )
+    _add_simulation(simulate)
+    online = commands.add_parser(
+        ONLINE,
+        prog=f"{prog} simulate",
+        usage="%(prog)s --online TRACE [--offline TRACE ...] [options]",
+        description="Run online requests by the clock, a job beside them. Defaults are in brackets.",
+        epilog=_EPILOG,
+    )
+    _add_online(online)
 
 
 def _add_simulation(parser: argparse.ArgumentParser) -> None:

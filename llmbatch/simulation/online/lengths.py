@@ -40,7 +40,7 @@ def drawn_trace(name: str, count: int, rng: np.random.Generator) -> Trace:
     """Draw so many requests, which share nothing. Raises ParameterError for anything but a distribution.
 
     >>> drawn_trace("uniform:512-1024,32-128", 3, np.random.default_rng(0)).prompt_lengths.tolist()
-    [947, 838, 774]
+    [948, 838, 774]
     """
     kind, _, rest = NAMED.get(name, name).partition(":")
     sides = rest.split(",")
