@@ -78,7 +78,8 @@ async def guest(client: httpx.AsyncClient, prompt: str, model: str) -> tuple[flo
 
 async def guests(url: str, rate: float, until: asyncio.Event, prompts: list[str]) -> Figures:
     """Let guests arrive until the event is set, and wait for all of them."""
-    rng, tasks = np.random.default_rng(SEED), []
+    rng = np.random.default_rng(SEED)
+    tasks: list[asyncio.Task[tuple[float, list[float]]]] = []
     async with httpx.AsyncClient(base_url=url, timeout=600) as client:
         model = (await client.get("/v1/models")).json()["data"][0]["id"]
         await guest(client, "Hello", model)

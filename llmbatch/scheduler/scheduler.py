@@ -295,7 +295,8 @@ class Scheduler:
     def _admitted(self) -> NDArray[np.int32]:
         run = self.state.run
         slots = np.concatenate((run.running, run.waiting))
-        return slots[~run.slots["guest"][slots]]
+        of_job: NDArray[np.int32] = slots[~run.slots["guest"][slots]]
+        return of_job
 
     def _note_seconds(self, step: Step, seconds: float) -> None:
         rates, latency = self.state.rates, self.state.latency

@@ -126,7 +126,8 @@ def test_an_error_of_the_input_comes_after_the_rows_before_it(operator: Any) -> 
 
 
 def test_an_error_of_the_engine_reaches_who_reads(operator: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine: Any = worker_of(operator.options).worker.load().engine()
+    worker: Any = worker_of(operator.options).worker
+    engine = worker.load().engine()
 
     def broken(step: Any) -> Any:
         raise MemoryError("no more of it")

@@ -104,8 +104,9 @@ def test_ray_loads_the_model_once_per_actor(model: str) -> None:
         def __call__(self, batch: pa.Table) -> pa.Table:
             from llmbatch.operators.workers import _workers
 
+            workers: list[Any] = [shared.worker for shared in _workers.values()]
             answered = super().__call__(batch)
-            where = f"{os.getpid()} {[id(shared.worker.load().engine()) for shared in _workers.values()]}"
+            where = f"{os.getpid()} {[id(worker.load().engine()) for worker in workers]}"
             return answered.append_column("where", pa.array([where] * answered.num_rows))
 
     ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False)
@@ -123,7 +124,8 @@ def test_ray_loads_the_model_once_per_actor(model: str) -> None:
 
 def test_an_interrupted_call_does_not_spoil_the_next(operator: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = operator(TABLE)
-    engine: Any = worker_of(operator.options).worker.load().engine()
+    worker: Any = worker_of(operator.options).worker
+    engine = worker.load().engine()
     execute = engine.execute
 
     def interrupted(step: Any) -> Any:
