@@ -2,7 +2,7 @@
 
 A dataset larger than memory is planned window by window. Run apart, each window would end in a tail of a few long
 answers, with most of the machine idle. So when no request of a window waits any more, the next one joins: its rows are
-planned together with the sequences that still run, which keep their slots and their KV (`llmbatch.scheduler.renumber`).
+planned together with the sequences that still run, which keep their slots and their KV (`llmbatch.kvcache.renumber`).
 Pages that nobody uses stay as long as there is room, so rows of a later window find prefixes and answers of earlier
 ones. A few thousand answers of earlier windows come along as examples, so that lengths need not be sampled again.
 
