@@ -113,6 +113,11 @@ class _Loop:
             raise Renumber
         return time.monotonic(), ended
 
+    def _took(self, scheduler: Scheduler, step: Step, seconds: float) -> None:
+        """Tell what a step took."""
+        scheduler.note_seconds(step, seconds)
+        self._observer.step_took(step, seconds)
+
     def _drop(self, withdrawn: FinishedSequences) -> None:
         """Drop what is still to come of sequences that were withdrawn."""
 
@@ -156,7 +161,7 @@ class SerialLoop(_Loop):
             if self._guests is not None:
                 self._guests.sampled(step.requests[step.samples], result.tokens, result.finished)
             if result.seconds is not None:
-                self._observer.step_took(step, result.seconds)
+                self._took(scheduler, step, result.seconds)
             finished = scheduler.commit(step, result)
             late = self._observer.after_step(finished)
             ended.append(_lengths_of(finished))
@@ -234,7 +239,7 @@ class PipelinedLoop(_Loop):
         if queued is None or result is None:
             return []
         if result.seconds is not None:
-            self._observer.step_took(queued.step, result.seconds)
+            self._took(scheduler, queued.step, result.seconds)
         if self._guests is not None:
             told = slice(None) if queued.spare is None else ~queued.spare
             requests = queued.step.requests[queued.step.samples][told]

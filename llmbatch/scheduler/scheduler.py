@@ -261,14 +261,20 @@ class Scheduler:
         columns = step.slots, step.counts, step.samples
         gone, work = advance(state, *columns, step.num_decodes, result.finished, float(self.steps))
         charge(state, work)
-        if result.seconds is not None and np.isfinite(state.latency.step_seconds):
-            self._note_seconds(step, result.seconds)
         ended = result.finished > 0
         spare = 0 if result.spare is None else result.spare[ended].astype(np.int32)
         finished = FinishedSequences.of(state.run, state.pages, gone, result.finished[ended], spare)
         if len(gone):
             end_sequences(state, gone)
         return finished
+
+    def note_seconds(self, step: Step, seconds: float) -> None:
+        """Correct what is predicted of bounded steps by what one took, once that is known."""
+        rates, latency = self.state.rates, self.state.latency
+        if not np.isfinite(latency.step_seconds):
+            return
+        work = step.num_tokens, int(step.samples.sum()), step.prefill_pairs(rates.reach), step.read_tokens(rates.reach)
+        note_seconds(self.state.guests, step_seconds(rates, latency.exponent, *work), seconds)
 
     def publish(self, finished: FinishedSequences, answers: list[NDArray[np.int32]]) -> None:
         """Let later prompts find the pages of these answers, in the order of `finished`."""
@@ -297,11 +303,6 @@ class Scheduler:
         slots = np.concatenate((run.running, run.waiting))
         of_job: NDArray[np.int32] = slots[~run.slots["guest"][slots]]
         return of_job
-
-    def _note_seconds(self, step: Step, seconds: float) -> None:
-        rates, latency = self.state.rates, self.state.latency
-        work = step.num_tokens, int(step.samples.sum()), step.prefill_pairs(rates.reach), step.read_tokens(rates.reach)
-        note_seconds(self.state.guests, step_seconds(rates, latency.exponent, *work), seconds)
 
     def _remaining(self, slots: NDArray[np.int32]) -> NDArray[np.float64]:
         records = self.state.run.slots[slots]

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 
 from llmbatch.engine.simulated import SimulatedEngine
 from llmbatch.kvcache.page_trie import PageTrie
@@ -284,9 +283,8 @@ def test_steps_that_take_longer_than_predicted_become_shorter() -> None:
     tokens: list[int] = []
     for _ in range(12):
         step = scheduler.decide()
-        result = engine.execute(step)
-        slow: NDArray[np.uint8] = result.finished
-        for slot in scheduler.commit(step, type(result)(result.tokens, slow, seconds=2 * predicted(step))).slots:
+        for slot in scheduler.commit(step, engine.execute(step)).slots:
             engine.pop_tokens(int(slot))
+        scheduler.note_seconds(step, 2 * predicted(step))
         tokens.append(step.num_tokens)
     assert tokens[-1] < 0.8 * tokens[0]
