@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from llmbatch.errors import JobError
-from llmbatch.inference.table_worker import AnsweredTable
+from llmbatch.inference.table_worker import AnsweredTable, TableWorker
 from llmbatch.inference.worker import Worker
 from tests.support.models import CHAT_TEMPLATE, tiny_model_folder
 from tests.support.paths import ROOT
@@ -233,7 +233,7 @@ def test_answers_are_kept_for_the_next_evaluation(
 ) -> None:
     kept = str(tmp_path / "kept")
     first = evaluate(ours, tasks, tuple(TASKS), use_cache=kept)
-    monkeypatch.delattr(Worker, "answer")
+    monkeypatch.delattr(TableWorker, "answer")
     assert metrics(evaluate(ours, tasks, tuple(TASKS), use_cache=kept)) == metrics(first)
 
 

@@ -104,8 +104,8 @@ def test_ray_loads_the_model_once_per_actor(model: str) -> None:
         def __call__(self, batch: pa.Table) -> pa.Table:
             from llmbatch.operators.workers import _workers
 
-            workers: list[Any] = [shared.worker for shared in _workers.values()]
             answered = super().__call__(batch)
+            workers: list[Any] = [shared.worker for shared in _workers.values()]
             where = f"{os.getpid()} {[id(worker.load().engine()) for worker in workers]}"
             return answered.append_column("where", pa.array([where] * answered.num_rows))
 
