@@ -49,7 +49,7 @@ def _joined(first: Workload, second: Workload, kept: NDArray[np.int32]) -> Workl
 
 
 @given(workloads(), workloads(), st.sampled_from([1, 3]), st.integers(0, 12), st.integers(0, 25), st.sampled_from(ENDS))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_sequences_that_run_go_on_among_other_rows(
     first: Workload, second: Workload, size: int, extra: int, steps: int, ends: Ends
 ) -> None:
@@ -107,7 +107,7 @@ def test_sequences_that_run_go_on_among_other_rows(
 
 
 @given(workloads(), st.sampled_from([1, 3]), st.integers(0, 12), st.integers(1, 25))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75, deadline=None)
 def test_withdrawn_sequences_leave_nothing_behind(load: Workload, size: int, extra: int, steps: int) -> None:
     num_pages = int((-(-(load.prompt_lengths + load.lengths) // size)).max()) + extra
     scheduler = Scheduler(

@@ -189,7 +189,7 @@ def test_a_prompt_that_is_wholly_cached_still_computes_its_last_token() -> None:
 
 
 @given(workloads(), sizes, st.sampled_from(ENDS), st.sampled_from(BUDGETS), st.integers(1, 5))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_with_room_for_all_a_prompt_is_computed_once_however_many_answers_it_has(
     load: Workload, size: int, ends: Ends, budget: Budget, draws: int
 ) -> None:

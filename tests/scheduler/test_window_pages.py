@@ -81,7 +81,7 @@ def scheduler_for(
     workloads(), st.sampled_from([1, 3, 16]), st.integers(1, 20), st.integers(0, 30), st.integers(0, 12),
     st.sampled_from(ENDS), st.sampled_from(BUDGETS),
 )  # fmt: skip  # arguments in groups
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=75, deadline=None)
 def test_every_request_ends_with_all_its_tokens_and_reads_its_windows(
     load: Workload, size: int, window: int, extra: int, more: int, ends: Ends, budget: Budget
 ) -> None:
@@ -110,7 +110,7 @@ def test_every_request_ends_with_all_its_tokens_and_reads_its_windows(
     workloads(), workloads(), st.sampled_from([1, 3]), st.integers(1, 20), st.integers(0, 12), st.integers(0, 25),
     st.booleans(),
 )  # fmt: skip  # arguments in groups
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_sequences_that_run_go_on_among_other_rows(
     first: Workload, second: Workload, size: int, window: int, more: int, steps: int, named: bool
 ) -> None:

@@ -33,6 +33,7 @@ from tests.support.models import EOS, FAMILIES, PAD, tiny_model, tiny_model_fold
 DEVICE = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
 PLATFORM = Platform(DEVICE, GpuOps(DEVICE), PAGE_SIZE, max_running=512)
 MAX_TOKENS = 9
+OFTEN = ("llama", "qwen3", "gemma3", "gpt_oss")  # those that differ most; others take minutes in the interpreter
 
 
 def prompts() -> list[list[int]]:
@@ -42,7 +43,9 @@ def prompts() -> list[list[int]]:
     return [*(prefixes[i % 2] + rng.integers(0, 256, 1 + i).tolist() for i in range(5)), [7]]
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(
+    scope="module", params=[pytest.param(name, marks=[] if name in OFTEN else pytest.mark.slow) for name in FAMILIES]
+)
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[LoadedModel, Any]:
     """A family's tiny model, loaded, and what `generate` says."""
     folder = tiny_model_folder(tmp_path_factory.mktemp(request.param), request.param)

@@ -76,7 +76,10 @@ def answers_in_windows(loaded: LoadedModel, recorder: Recorder | Any = None) -> 
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")  # of a gate, which is 0 then
-@pytest.mark.parametrize(("name", "recorded"), [("gemma3", True), ("gpt_oss", False), ("mistral", False)])
+@pytest.mark.parametrize(
+    ("name", "recorded"),
+    [pytest.param("gemma3", True, marks=pytest.mark.slow), ("gpt_oss", False), ("mistral", False)],
+)
 def test_answers_are_those_of_generate_and_nothing_is_read_that_was_given_back(
     tmp_path_factory: pytest.TempPathFactory, name: str, recorded: bool
 ) -> None:
