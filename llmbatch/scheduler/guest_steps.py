@@ -26,7 +26,7 @@ import numpy as np
 from llmbatch.compilation.decorators import compiled
 from llmbatch.kvcache.allocation import admit_pages
 from llmbatch.kvcache.page_pool import room_for
-from llmbatch.perf_model.step_bound import WorkLeft, reads_within, tokens_within
+from llmbatch.perf_model.step_bound import WorkLeft, reads_within, step_seconds
 from llmbatch.perf_model.work import chunk_reads, sees_all
 from llmbatch.scheduler.admission_order import COMPUTE_END
 from llmbatch.scheduler.chunks import give_chunk, note_found
@@ -75,7 +75,7 @@ def choose_decodes(state: SchedulerState, prompts_wait: bool) -> None:
             rides = record.guest or (
                 read + reads <= most
                 and not (prompts_wait and not _hides(state, reads))
-                and riding < tokens_within(rates, latency.exponent, seconds, riding + 1, read + reads)
+                and step_seconds(rates, latency.exponent, riding + 1, riding + 1, 0.0, read + reads) <= seconds
             )
             if rides:
                 kept[riding] = slot

@@ -167,7 +167,9 @@ class Scheduler:
         state = self.state
         state.prompts[arrivals.requests] = arrivals.prompts
         self._taken[arrivals.requests] = True
-        self.state = state = state._replace(guests=state.guests.with_arrivals(arrivals))
+        guests = state.guests.with_arrivals(arrivals)
+        if guests is not state.guests:  # a state that is replaced is laid out anew, which takes longer than all else
+            self.state = state = state._replace(guests=guests)
         while _width(arrivals.prompts, state.pages.page_size) > state.pages.tables.shape[1]:
             self.state = state = state._replace(pages=state.pages.widened())
 
