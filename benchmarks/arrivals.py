@@ -2,7 +2,7 @@
 
     python benchmarks/arrivals.py [--running 1000] [--guests 200] [--waiting 100000]
 
-The job's rows have 64 prompt tokens and answers of 400, the guests 200 prompt tokens and answers of 100. Steps have at
+The job's rows have 64 prompt tokens and answers of 400, the guests 200 prompt tokens and answers of 300. Steps have at
 most .2 s on a simulated A100-80GB with Llama-3-8B, law `bytes`. Guests arrive one by one, so that about so many are
 there. Times are of Python calls: `Scheduler.decide`, and `Scheduler.arrive` with what it makes the next decision do.
 """
@@ -49,7 +49,7 @@ def main() -> None:
     rows = options.running + options.waiting
     cost = CostModel(find_shape("llama-3-8b"), find_hardware("a100-80gb"), law="bytes")
     prompts = np.concatenate((np.full(rows, 64, np.int32), np.zeros(SPARE, np.int32)))
-    lengths = np.concatenate((np.full(rows, 400, np.int32), np.full(SPARE, 100, np.int32)))
+    lengths = np.concatenate((np.full(rows, 400, np.int32), np.full(SPARE, 300, np.int32)))
     order, none = np.arange(rows, dtype=np.int32), np.zeros(rows, np.int32)
     scheduler = Scheduler(
         prompts,
@@ -71,7 +71,7 @@ def main() -> None:
         begun = time.perf_counter()
         if comes:
             request = np.array([rows + arrived], np.int32)
-            scheduler.arrive(Arrivals(request, np.full(1, 200, np.int32), np.full(1, clock + 1.0), np.full(1, 100.0)))
+            scheduler.arrive(Arrivals(request, np.full(1, 200, np.int32), np.full(1, clock + 1.0), np.full(1, 300.0)))
             arrived += 1
         step = scheduler.decide(clock)
         took = (time.perf_counter() - begun) * 1e6
