@@ -13,6 +13,7 @@ import argparse
 import time
 
 import numpy as np
+from numpy.typing import NDArray
 
 from llmbatch.engine.simulated import SimulatedEngine
 from llmbatch.kvcache.page_trie import PageTrie
@@ -30,10 +31,10 @@ PAGE, POOL, SPARE = 16, 60_000, 4096
 class Known:
     """Every answer is expected to have its length."""
 
-    def __init__(self, lengths: np.ndarray[tuple[int], np.dtype[np.int32]]) -> None:
+    def __init__(self, lengths: NDArray[np.int32]) -> None:
         self._lengths = lengths
 
-    def remaining(self, requests: np.ndarray, generated: np.ndarray) -> Expected:  # type: ignore[type-arg]
+    def remaining(self, requests: NDArray[np.int32], generated: NDArray[np.int32]) -> Expected:
         """What is left."""
         left = np.maximum(self._lengths[requests] - generated, 1.0)
         return Expected(left, left**2)
