@@ -256,7 +256,8 @@ def test_a_client_that_is_killed_goes_on_with_what_is_unanswered(
     assert before >= 4 * flush
     assert killing.run(killing.Process(command)).status == 0
     again = Counter(there.prompts()) - Counter(prompts())
-    assert 0 < again.total() <= 4 + 1  # what was answered and not written yet, and what was in flight
+    # What was answered and not written yet, what came while the process was being killed, and what was in flight.
+    assert 0 < again.total() <= 4 + 4 + 1
     assert written(tmp_path)["generated_text"].to_pylist() == list(map(text_of, prompts()))
 
 
