@@ -188,22 +188,20 @@ def _add_simulations(commands: Any, prog: str) -> None:
 
 def _add_simulation(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("traces", nargs="+", metavar="TRACE", help="Parquet files of requests (docs/simulate.md)")
-    laws = parser.add_mutually_exclusive_group()
-    for name, (kind, keyword) in keywords_of(SimulationArgs).items():
-        if name == "overlap_exponent":
-            _add_flag(laws, name, kind, keyword)
-            laws.add_argument("--sequential", action="store_const", const=1.0, dest=name, help="no overlap")
-        else:
-            _add_flag(parser, name, kind, keyword)
-    _add_json(parser)
+    _add_clocked(parser, SimulationArgs)
 
 
 def _add_online(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--online", required=True, metavar="TRACE", help="online requests: a trace, or a distribution of lengths"
     )
+    _add_clocked(parser, OnlineArgs)
+
+
+def _add_clocked(parser: argparse.ArgumentParser, arguments: type) -> None:
+    """Add the flags of a simulation."""
     laws = parser.add_mutually_exclusive_group()
-    for name, (kind, keyword) in keywords_of(OnlineArgs).items():
+    for name, (kind, keyword) in keywords_of(arguments).items():
         if name == "offline":
             parser.add_argument("--offline", nargs="+", action="extend", metavar="TRACE", help=keyword.text())
         elif name == "overlap_exponent":

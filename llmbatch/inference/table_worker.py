@@ -6,7 +6,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pyarrow as pa
@@ -20,6 +20,9 @@ from llmbatch.inference.options import Options
 from llmbatch.inference.progress import Advance, Progress, Silence
 from llmbatch.inference.report import Report, RowCounts
 from llmbatch.inference.window import Window
+from llmbatch.preprocess.continuations import check_continuation
+from llmbatch.preprocess.request_batch import RowRequests
+from llmbatch.preprocess.sampling_column import check_sampling_column
 from llmbatch.runtime.protocols import Totals, WindowSource
 from llmbatch.system.cancel_signal import NEVER, CancelSignal
 
@@ -66,6 +69,7 @@ class Gathered(AnswerSink):
 class TableWorker(ABC):
     """Answers tables with one model."""
 
+    window_type: ClassVar[type[Window]] = Window
     options: Options
     load_seconds: float
 
@@ -85,27 +89,22 @@ class TableWorker(ABC):
         """What the user should be told about options and model."""
 
     @abstractmethod
-    def check(self, schema: pa.Schema) -> None:
-        """Raise InputError where tables of this schema cannot be answered."""
-
-    @abstractmethod
     def load(self) -> object:
         """Make ready to answer. Raises JobError where that cannot be."""
 
     @abstractmethod
-    def window(
+    def shard(
         self,
         table: pa.Table,
-        *,
-        keys: NDArray[np.uint64],
-        contents: NDArray[np.uint64],
-        earlier: pa.Table | None = None,
-        number: int = 0,
-        first: int = 0,
+        keys: NDArray[np.uint64] | None = None,
         refused: Mapping[int, RowError] | None = None,
         cancelled: CancelSignal = NEVER,
-    ) -> Window:
-        """Build a window of a dataset, ready to be run; `earlier` are answers to keep (`AnswerSchema.rows`)."""
+    ) -> RowRequests:
+        """Build the requests of a table, but for rows that are `refused` for another reason; needs no weights.
+
+        `keys` uint64 [rows] tell rows apart: draws without a seed depend on them. `cancelled` is checked about once a
+        second.
+        """
 
     @abstractmethod
     def stream(
@@ -129,6 +128,37 @@ class TableWorker(ABC):
     def answer_schema(self, schema: pa.Schema) -> AnswerSchema:
         """Return the columns that answers to tables of this schema have."""
         return AnswerSchema.of(self.options, schema)
+
+    def check(self, schema: pa.Schema) -> None:
+        """Raise InputError where tables of this schema cannot be answered."""
+        options = self.options
+        options.source.check(schema)
+        if options.sampling_column is not None:
+            check_sampling_column(schema, options.sampling_column)
+        if options.continuation is not None:
+            check_continuation(schema, options.continuation)
+        elif options.sampling.structured_outputs is not None:
+            options.sampling.structured_outputs.check()
+        self.answer_schema(schema).check(schema)
+
+    def window(
+        self,
+        table: pa.Table,
+        *,
+        keys: NDArray[np.uint64],
+        contents: NDArray[np.uint64],
+        earlier: pa.Table | None = None,
+        number: int = 0,
+        first: int = 0,
+        refused: Mapping[int, RowError] | None = None,
+        cancelled: CancelSignal = NEVER,
+    ) -> Window:
+        """Build a window of a dataset, ready to be run; `earlier` are answers to keep (`AnswerSchema.rows`)."""
+        shard = self.shard(table, keys, refused, cancelled)
+        schema = self.answer_schema(table.schema)
+        return self.window_type.of(
+            table, shard, schema, number=number, first=first, keys=keys, contents=contents, earlier=earlier
+        )
 
     def forecast_elsewhere(self, table: pa.Table) -> dict[str, Any] | None:
         """Return the figures of a forecast (`llmbatch.jobs.forecast`) that is made elsewhere; None: it is made here."""

@@ -41,10 +41,8 @@ from llmbatch.perf_model.cost import CostModel
 from llmbatch.planning.workload import Pool, Scheduling, early_ends
 from llmbatch.preprocess.build_requests import NEEDS_PROCESSOR, build_shard
 from llmbatch.preprocess.columns import find_field
-from llmbatch.preprocess.continuations import check_continuation
 from llmbatch.preprocess.prompts import PromptSource
 from llmbatch.preprocess.request_batch import RowRequests
-from llmbatch.preprocess.sampling_column import check_sampling_column
 from llmbatch.preprocess.tokenizer import Tokenizer, plain_tokenizer
 from llmbatch.runtime.protocols import EngineObserver, Stop, Totals, WindowSource
 from llmbatch.runtime.stream import Stream
@@ -117,20 +115,13 @@ class Worker(TableWorker):
     def check(self, schema: pa.Schema) -> None:
         """Raise InputError where tables of this schema cannot be answered."""
         options = self.options
-        options.source.check(schema)
-        if options.sampling_column is not None:
-            check_sampling_column(schema, options.sampling_column)
         if options.output_tokens is not None:
             kind = find_field(schema, options.output_tokens, "output_tokens").type
             if not pa.types.is_integer(kind):
                 raise DataError(f"the output_tokens column {options.output_tokens!r} must hold integers, got {kind}")
-        if options.continuation is not None:
-            check_continuation(schema, options.continuation)
-        if options.sampling.structured_outputs is not None and options.continuation is None:
-            options.sampling.structured_outputs.check()
+        super().check(schema)
         if self._tokens_only and (options.continuation is not None or options.sampling.needs_logits):
             raise ParameterError(NEEDS_PROCESSOR)
-        self.answer_schema(schema).check(schema)
 
     def load(self) -> LoadedEngines:
         """Load the weights, the first time, and return what makes engines. Raises JobError where memory runs out."""
@@ -157,10 +148,7 @@ class Worker(TableWorker):
         refused: Mapping[int, RowError] | None = None,
         cancelled: CancelSignal = NEVER,
     ) -> RowRequests:
-        """Build the requests of a table, but for rows that are `refused` for another reason; needs no weights.
-
-        `cancelled` is checked about once a second.
-        """
+        """Build the requests of a table (`TableWorker.shard`)."""
         return self._requests(table, self.options.source, keys, refused, cancelled)
 
     def _requests(
@@ -191,25 +179,6 @@ class Worker(TableWorker):
             sampling_column=options.sampling_column,
             continuation=options.continuation,
             refused=refused,
-        )
-
-    def window(
-        self,
-        table: pa.Table,
-        *,
-        keys: NDArray[np.uint64],
-        contents: NDArray[np.uint64],
-        earlier: pa.Table | None = None,
-        number: int = 0,
-        first: int = 0,
-        refused: Mapping[int, RowError] | None = None,
-        cancelled: CancelSignal = NEVER,
-    ) -> Window:
-        """Build a window of a dataset, ready to be run; `earlier` are answers to keep (`AnswerSchema.rows`)."""
-        shard = self.shard(table, keys, refused, cancelled)
-        schema = self.answer_schema(table.schema)
-        return Window.of(
-            table, shard, schema, number=number, first=first, keys=keys, contents=contents, earlier=earlier
         )
 
     def stream(

@@ -45,6 +45,8 @@ class TextWindow(Window):
 class RequestWorker(RemoteWorker[SentRequest, RequestAnswer]):
     """Sends each row to an endpoint by itself."""
 
+    window_type = TextWindow
+
     def __init__(self, options: Options, key: str | None, load_seconds: float) -> None:
         super().__init__(options, load_seconds)
         self._key = key
@@ -72,39 +74,20 @@ class RequestWorker(RemoteWorker[SentRequest, RequestAnswer]):
                 raise refusal(name, UNTOLD, value)
         super().check(schema)
 
-    def window(
-        self,
-        table: pa.Table,
-        *,
-        keys: NDArray[np.uint64],
-        contents: NDArray[np.uint64],
-        earlier: pa.Table | None = None,
-        number: int = 0,
-        first: int = 0,
-        refused: Mapping[int, RowError] | None = None,
-        cancelled: CancelSignal = NEVER,
-    ) -> Window:
-        """Build a window whose requests are texts; `earlier` are answers to keep (`AnswerSchema.rows`)."""
-        shard = self._requests(table, keys, refused, cancelled)
-        shard = replace(shard, num_input_tokens=np.zeros(table.num_rows, np.int32))  # what the endpoint counts
-        schema = self.answer_schema(table.schema)
-        return TextWindow.of(
-            table, shard, schema, number=number, first=first, keys=keys, contents=contents, earlier=earlier
-        )
-
     def forecast_elsewhere(self, table: pa.Table) -> dict[str, Any]:
         """Refuse: nothing is known of how such an endpoint runs. Raises ParameterError."""
         raise refusal(
             "beside", "name endpoints of llmbatch for explain, since others do not forecast", self.options.beside
         )
 
-    def _requests(
+    def shard(
         self,
         table: pa.Table,
-        keys: NDArray[np.uint64],
-        refused: Mapping[int, RowError] | None,
-        cancelled: CancelSignal,
+        keys: NDArray[np.uint64] | None = None,
+        refused: Mapping[int, RowError] | None = None,
+        cancelled: CancelSignal = NEVER,
     ) -> RowRequests:
+        """Build requests that are texts. How many tokens each has is what the endpoint counts, 0 until it tells."""
         options = self.options
         build = partial(
             build_shard,
@@ -116,8 +99,10 @@ class RequestWorker(RemoteWorker[SentRequest, RequestAnswer]):
             cancelled=cancelled,
         )
         if isinstance(options.source, BatchLines):
-            return build_batch(table, build, model=options.model, refused=refused)
-        return build(table, options.source, sampling_column=options.sampling_column, refused=refused)
+            shard = build_batch(table, build, model=options.model, refused=refused)
+        else:
+            shard = build(table, options.source, sampling_column=options.sampling_column, refused=refused)
+        return replace(shard, num_input_tokens=np.zeros(table.num_rows, np.int32))
 
     @property
     def _reason(self) -> str:
@@ -130,5 +115,5 @@ class RequestWorker(RemoteWorker[SentRequest, RequestAnswer]):
             for url, concurrency in zip(options.beside, self._concurrency, strict=True)
         ]
 
-    def _correspondence(self, sink: AnswerSink, at_risk: FlushPolicy) -> ReceivedRows:
+    def _dispatcher(self, sink: AnswerSink, at_risk: FlushPolicy) -> ReceivedRows:
         return ReceivedRows(sink, AnswerColumns(self._texts), at_risk)

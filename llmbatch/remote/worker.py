@@ -7,16 +7,12 @@ from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import Final, Generic, Protocol, TypeVar
 
-import pyarrow as pa
-
 from llmbatch.errors import JobError
 from llmbatch.inference.answers import AnswerSink, FlushPolicy
 from llmbatch.inference.options import Options
 from llmbatch.inference.report import Report, RowCounts
 from llmbatch.inference.table_worker import TableWorker
 from llmbatch.inference.window import Window
-from llmbatch.preprocess.continuations import check_continuation
-from llmbatch.preprocess.sampling_column import check_sampling_column
 from llmbatch.remote.endpoint import R, RemoteEndpoint, S
 from llmbatch.remote.exchange import Exchange
 from llmbatch.remote.retries import PATIENCE
@@ -28,8 +24,8 @@ _LOOK: Final = 0.2  # seconds between two looks at what is not an answer
 R_contra = TypeVar("R_contra", contravariant=True)
 
 
-class Correspondence(Protocol[S, R_contra]):
-    """What is sent of windows, and what becomes of the replies."""
+class Dispatcher(Protocol[S, R_contra]):
+    """Cuts windows into what is sent to endpoints, and takes what they reply."""
 
     def joined(self, window: Window) -> Iterable[S]:
         """See a window; returns what is to be sent of it."""
@@ -60,18 +56,6 @@ class RemoteWorker(TableWorker, Generic[S, R]):
         """What the user should be told about options."""
         return self.options.notes
 
-    def check(self, schema: pa.Schema) -> None:
-        """Raise InputError where tables of this schema cannot be answered."""
-        options = self.options
-        options.source.check(schema)
-        if options.sampling_column is not None:
-            check_sampling_column(schema, options.sampling_column)
-        if options.continuation is not None:
-            check_continuation(schema, options.continuation)
-        if options.sampling.structured_outputs is not None:
-            options.sampling.structured_outputs.check()
-        self.answer_schema(schema).check(schema)
-
     def load(self) -> object:
         """Do nothing: the endpoints have the model."""
         return self
@@ -85,21 +69,21 @@ class RemoteWorker(TableWorker, Generic[S, R]):
         goes_on: bool = False,
     ) -> Totals:
         """Answer every row of the windows at the endpoints (`TableWorker.stream`)."""
-        letters = self._correspondence(sink, at_risk or FlushPolicy())
+        dispatcher = self._dispatcher(sink, at_risk or FlushPolicy())
         with Exchange(self._endpoints(), PATIENCE) as exchange:
             try:
-                self._run(windows, exchange, letters)
+                self._run(windows, exchange, dispatcher)
             except Stop as stop:
                 exchange.stop_sending()
                 while exchange.in_flight and time.monotonic() < stop.deadline:
-                    _take(exchange, letters, min(_LOOK, max(0.0, stop.deadline - time.monotonic())))
-                _take(exchange, letters, 0.0)
-                letters.flush()
+                    _take(exchange, dispatcher, min(_LOOK, max(0.0, stop.deadline - time.monotonic())))
+                _take(exchange, dispatcher, 0.0)
+                dispatcher.flush()
                 raise
             except (JobError, KeyboardInterrupt):
-                letters.flush()
+                dispatcher.flush()
                 raise
-        letters.flush()
+        dispatcher.flush()
         return Totals(reason=self._reason)
 
     def report(self, tally: RowCounts, totals: Totals, *, notes: tuple[str, ...], seconds: float) -> Report:
@@ -129,26 +113,26 @@ class RemoteWorker(TableWorker, Generic[S, R]):
         """Make the endpoints of a stream."""
 
     @abstractmethod
-    def _correspondence(self, sink: AnswerSink, at_risk: FlushPolicy) -> Correspondence[S, R]:
+    def _dispatcher(self, sink: AnswerSink, at_risk: FlushPolicy) -> Dispatcher[S, R]:
         """Make what sends windows of a stream."""
 
     def _wants_window(self, exchange: Exchange[S, R]) -> bool:
         """Tell whether the next window should join."""
         return exchange.waiting < exchange.limit
 
-    def _run(self, windows: WindowSource[Window], exchange: Exchange[S, R], letters: Correspondence[S, R]) -> None:
+    def _run(self, windows: WindowSource[Window], exchange: Exchange[S, R], dispatcher: Dispatcher[S, R]) -> None:
         """Run windows until there are no more; the next one is sent for when little waits."""
         while True:
             if self._wants_window(exchange):
                 window = windows.next(not exchange.pending)
                 if window is not None:
-                    exchange.put(letters.joined(window))
+                    exchange.put(dispatcher.joined(window))
                 elif not exchange.pending:
                     return
-            _take(exchange, letters, _LOOK if exchange.pending else 0.0)
-            letters.after_step()
+            _take(exchange, dispatcher, _LOOK if exchange.pending else 0.0)
+            dispatcher.after_step()
 
 
-def _take(exchange: Exchange[S, R], letters: Correspondence[S, R], timeout: float) -> None:
+def _take(exchange: Exchange[S, R], dispatcher: Dispatcher[S, R], timeout: float) -> None:
     for sent, told in exchange.take(timeout):
-        letters.add(sent, told)
+        dispatcher.add(sent, told)

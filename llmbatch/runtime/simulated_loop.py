@@ -21,7 +21,7 @@ from llmbatch.kvcache.page_pool import tokens_spared
 from llmbatch.perf_model.cost import CostModel
 from llmbatch.perf_model.step_bound import step_seconds
 from llmbatch.runtime.step_loop import LengthObservations
-from llmbatch.scheduler.commit import advance, end_sequences, pack
+from llmbatch.scheduler.commit import StepColumns, advance, end_sequences, pack
 from llmbatch.scheduler.decide import charge, decide_step, needs_attention
 from llmbatch.scheduler.scheduler import Scheduler
 from llmbatch.scheduler.state import SchedulerState, SequenceTable, is_done
@@ -80,6 +80,53 @@ class SimulationLog(NamedTuple):
         return self._replace(steps=np.resize(self.steps, 2 * len(self.steps)))
 
 
+class ComputedStep(NamedTuple):
+    """A step that was decided, computed by the clock."""
+
+    columns: StepColumns
+    decodes: int  # the first of its sequences
+    finished: NDArray[np.uint8]  # of each sequence that sampled: 0, or why it ended
+    tokens: int  # of prefills
+    pairs: float  # of prefills
+    read: float  # KV tokens
+    used: int  # tokens that the pages in use hold
+    seconds: float
+
+
+@compiled
+def compute_step(
+    state: SchedulerState, clock: Clock, lengths: NDArray[np.int32], generated: NDArray[np.int32]
+) -> ComputedStep:
+    """Compute the step that was decided; `lengths` int32 by request, `generated` int32 by slot, are tokens."""
+    columns, decodes, pages = pack(state), state.run.counts[0].riding, state.pages
+    finished, tokens, pairs, read = generate(
+        clock.rates.reach,
+        columns.slots,
+        columns.requests,
+        columns.starts,
+        columns.counts,
+        columns.samples,
+        decodes,
+        tokens_spared(pages),
+        lengths,
+        generated,
+    )
+    used = (pages.num_pages - pages.counts[0].free - pages.counts[0].unused) * pages.page_size
+    seconds = step_seconds(clock.rates, clock.exponent, tokens + decodes, len(finished), pairs, read)
+    return ComputedStep(columns, decodes, finished, tokens, pairs, read, used, seconds)
+
+
+@compiled
+def commit_step(state: SchedulerState, computed: ComputedStep, now: float) -> NDArray[np.int32]:
+    """Take note of a computed step; returns the slots that ended, which still hold what they held."""
+    columns = computed.columns
+    gone, work = advance(
+        state, columns.slots, columns.counts, columns.samples, computed.decodes, computed.finished, now
+    )
+    charge(state, work)
+    return gone
+
+
 class SimulatedLoop:
     """Runs a scheduler's steps on a simulated engine; `lengths` int32 [n] are the tokens each request generates."""
 
@@ -125,41 +172,28 @@ def _run(
     steps: int,
 ) -> int:
     """Run up to `steps` steps from step `now`; how many were run. It stops where Python must do something first."""
-    counts, pages, totals = state.run.counts[0], state.pages, state.chunks.totals[0]
+    counts, totals = state.run.counts[0], state.chunks.totals[0]
     for done in range(steps):
         step = now + done
         if is_done(state) or (not totals.begun and needs_attention(state, float(step))):
             return done
         if not decide_step(state, float(step)):
             return done  # slots are needed
-        columns, decodes = pack(state), counts.riding
-        finished, tokens, pairs, read = generate(
-            clock.rates.reach,
-            columns.slots,
-            columns.requests,
-            columns.starts,
-            columns.counts,
-            columns.samples,
-            decodes,
-            tokens_spared(pages),
-            lengths,
-            generated,
-        )
+        computed = compute_step(state, clock, lengths, generated)
         record = log.steps[log.counts[0].steps]
         log.counts[0].steps += 1
         record.step = step
-        record.time_s = step_seconds(clock.rates, clock.exponent, tokens + decodes, len(finished), pairs, read)
-        record.prefill_tokens = tokens
-        record.prefill_pairs = pairs
-        record.decode_tokens = decodes
-        record.kv_read_tokens = read
-        record.kv_used_tokens = (pages.num_pages - pages.counts[0].free - pages.counts[0].unused) * pages.page_size
+        record.time_s = computed.seconds
+        record.prefill_tokens = computed.tokens
+        record.prefill_pairs = computed.pairs
+        record.decode_tokens = computed.decodes
+        record.kv_read_tokens = computed.read
+        record.kv_used_tokens = computed.used
         record.running = counts.decoding + counts.prefilling
         record.preempted = totals.preempted
         record.cached_tokens = totals.cached
         record.recomputed_tokens = totals.recomputed
-        gone, work = advance(state, columns.slots, columns.counts, columns.samples, decodes, finished, float(step + 1))
-        charge(state, work)
+        gone = commit_step(state, computed, float(step + 1))
         _note(log, state.run, gone, step)
         generated[gone] = 0
         end_sequences(state, gone)

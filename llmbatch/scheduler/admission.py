@@ -217,13 +217,21 @@ def _fits_again(state: SchedulerState, record: SequenceRecord, due: int, pool: f
 @compiled
 def _enter(state: SchedulerState, slot: int, now: float) -> bool:
     """Admit a sequence that has a slot, and give it a chunk; False when it got none."""
+    enter_at(state, slot, state.run.counts[0].prefilling, now)
+    return give_chunk(state, slot)
+
+
+@compiled
+def enter_at(state: SchedulerState, slot: int, at: int, now: float) -> None:
+    """Let a sequence that has a slot prefill as number `at` of all, with the pages of its tokens that are there."""
     run, pages = state.run, state.pages
     counts, record = run.counts[0], run.slots[slot]
     target = record.known if record.known == record.prompt else record.known - 1
     note_found(record, admit_pages(pages, slot, record.request, target), state.chunks.totals[0])
     record.admission = counts.admissions
     counts.admissions += 1
-    run.prefilling[counts.prefilling] = slot
+    for i in range(counts.prefilling, at, -1):
+        run.prefilling[i] = run.prefilling[i - 1]
+    run.prefilling[at] = slot
     counts.prefilling += 1
     foresee(state, slot, record, now)
-    return give_chunk(state, slot)

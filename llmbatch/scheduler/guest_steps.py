@@ -24,15 +24,14 @@ from typing import Final
 import numpy as np
 
 from llmbatch.compilation.decorators import compiled
-from llmbatch.kvcache.allocation import admit_pages
 from llmbatch.kvcache.page_pool import room_for
 from llmbatch.perf_model.step_bound import WorkLeft, reads_within, step_seconds
 from llmbatch.perf_model.work import chunk_reads, sees_all
+from llmbatch.scheduler.admission import enter_at
 from llmbatch.scheduler.admission_order import COMPUTE_END
-from llmbatch.scheduler.chunks import give_chunk, note_found
+from llmbatch.scheduler.chunks import give_chunk
 from llmbatch.scheduler.commit import preempt
 from llmbatch.scheduler.guests import most_urgent, note_held, take_waiting, urgency, urgency_begun
-from llmbatch.scheduler.room import foresee
 from llmbatch.scheduler.state import SchedulerState, stop_waiting, take_slot
 from llmbatch.scheduler.victims import job_victim
 
@@ -229,7 +228,7 @@ def _begin_guest(state: SchedulerState, place: int, at: int, now: float) -> None
     record.guest = True
     record.due = due
     guests.counts[0].running += 1
-    _enter_at(state, slot, at, now)
+    enter_at(state, slot, at, now)
 
 
 @compiled
@@ -242,7 +241,7 @@ def _return_preempted(state: SchedulerState, now: float) -> None:
         record = run.slots[slot]
         if record.guest and _make_way_in_again(state, record.known, now):
             stop_waiting(run, slot)
-            _enter_at(state, slot, 0, now)
+            enter_at(state, slot, 0, now)
         else:
             at += 1
 
@@ -252,19 +251,3 @@ def _make_way_in_again(state: SchedulerState, known: int, now: float) -> bool:
     needed = known // state.pages.page_size + 2
     _make_room(state, needed, now)
     return bool(room_for(state.pages) >= needed)
-
-
-@compiled
-def _enter_at(state: SchedulerState, slot: int, at: int, now: float) -> None:
-    """Let a guest that has a slot prefill as number `at` of all, with the pages of its tokens that are there."""
-    run, pages = state.run, state.pages
-    counts, record = run.counts[0], run.slots[slot]
-    target = record.known if record.known == record.prompt else record.known - 1
-    note_found(record, admit_pages(pages, slot, record.request, target), state.chunks.totals[0])
-    record.admission = counts.admissions
-    counts.admissions += 1
-    for i in range(counts.prefilling, at, -1):
-        run.prefilling[i] = run.prefilling[i - 1]
-    run.prefilling[at] = slot
-    counts.prefilling += 1
-    foresee(state, slot, record, now)

@@ -19,9 +19,9 @@ from llmbatch.inference.answers import Texts
 from llmbatch.inference.row_parts import RequestAnswer
 from llmbatch.openai.answers import answer_body, usage_of
 from llmbatch.runtime.guests import GuestEnd
+from llmbatch.serving.api_requests import ApiRequest
 from llmbatch.serving.bridge import Reply
 from llmbatch.serving.chunks import DONE, Chunks, event
-from llmbatch.serving.inquiry import Inquiry
 from llmbatch.serving.refused import Refused
 from llmbatch.serving.text_stream import TextStream
 
@@ -37,35 +37,35 @@ class AnswerWriting:
     columns: AnswerColumns
     stream: Callable[[tuple[str, ...]], TextStream]  # of an answer with these stop strings
 
-    def row(self, inquiry: Inquiry, ends: list[GuestEnd]) -> dict[str, Any]:
+    def row(self, api_request: ApiRequest, ends: list[GuestEnd]) -> dict[str, Any]:
         """Make the row of an answer, as batches have it. Raises Refused where a draw failed."""
         for end in ends:
             if end.error is not None:
                 raise Refused.of(end.error)
-        texts = [self.text(inquiry, draw, end) for draw, end in enumerate(ends)]
+        texts = [self.text(api_request, draw, end) for draw, end in enumerate(ends)]
         parts = [
             RequestAnswer(text, len(end.tokens), int(end.reason), end.cached, 1, *end.logprobs)
             for text, end in zip(texts, ends, strict=True)
         ]
-        return {"num_input_tokens": inquiry.prompt_tokens, **self.columns.values(inquiry.params, parts)}
+        return {"num_input_tokens": api_request.prompt_tokens, **self.columns.values(api_request.params, parts)}
 
-    def text(self, inquiry: Inquiry, draw: int, end: GuestEnd) -> str:
+    def text(self, api_request: ApiRequest, draw: int, end: GuestEnd) -> str:
         """Return the whole text of a draw."""
-        return self.texts(inquiry.shard.requests, np.array([draw], np.int32), [end.tokens])[0]
+        return self.texts(api_request.shard.requests, np.array([draw], np.int32), [end.tokens])[0]
 
 
 class Answering(Response):
     """Sends an answer while it is made."""
 
-    def __init__(self, inquiry: Inquiry, reply: Reply, writing: AnswerWriting) -> None:
+    def __init__(self, api_request: ApiRequest, reply: Reply, writing: AnswerWriting) -> None:
         super().__init__()
-        self._inquiry, self._reply, self._writing = inquiry, reply, writing
+        self._api_request, self._reply, self._writing = api_request, reply, writing
         self._name = uuid4().hex
         self._facts: Mapping[str, Any] = {"created": int(time.time()), "model": writing.model}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the answer; where the client hangs up, nobody waits for it any more."""
-        sending = asyncio.ensure_future(self._stream(send) if self._inquiry.stream else self._send(send))
+        sending = asyncio.ensure_future(self._stream(send) if self._api_request.stream else self._send(send))
         watching = asyncio.ensure_future(_hung_up(receive))
         try:
             await asyncio.wait({sending, watching}, return_when=asyncio.FIRST_COMPLETED)
@@ -80,8 +80,8 @@ class Answering(Response):
     async def _send(self, send: Send) -> None:
         status, body = 200, b""
         try:
-            row = self._writing.row(self._inquiry, await self._reply.ends())
-            whole = answer_body(self._inquiry.url, row, self._name, self._facts)
+            row = self._writing.row(self._api_request, await self._reply.ends())
+            whole = answer_body(self._api_request.url, row, self._name, self._facts)
             body = json.dumps(whole, ensure_ascii=False, allow_nan=False).encode()
         except Refused as refused:
             status, body = refused.status, json.dumps(refused.body).encode()
@@ -97,23 +97,23 @@ class Answering(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _events(self) -> AsyncIterator[bytes]:
-        inquiry, writing = self._inquiry, self._writing
-        chunks = Chunks(inquiry.url, self._name, self._facts, inquiry.include_usage)
-        places = _places(inquiry)
+        api_request, writing = self._api_request, self._writing
+        chunks = Chunks(api_request.url, self._name, self._facts, api_request.include_usage)
+        places = _places(api_request)
         yield b"".join(chunks.begin(index) for indices in places for index in indices)
-        texts = [writing.stream(inquiry.params.stop) for _ in places]
+        texts = [writing.stream(api_request.params.stop) for _ in places]
         ends: dict[int, GuestEnd] = {}
         while len(ends) < len(places):
             draw, said = await self._reply.news()
             if isinstance(said, GuestEnd):
                 ends[draw] = said
-                piece = "" if said.error is not None else texts[draw].end(writing.text(inquiry, draw, said))
+                piece = "" if said.error is not None else texts[draw].end(writing.text(api_request, draw, said))
             else:
                 piece = texts[draw].add(said)
             if piece:
                 yield b"".join(chunks.text(index, piece) for index in places[draw])
         try:
-            row = writing.row(inquiry, [ends[draw] for draw in range(len(places))])
+            row = writing.row(api_request, [ends[draw] for draw in range(len(places))])
         except Refused as refused:
             yield event(refused.body)
         else:
@@ -122,9 +122,9 @@ class Answering(Response):
         yield DONE
 
 
-def _places(inquiry: Inquiry) -> list[list[int]]:
+def _places(api_request: ApiRequest) -> list[list[int]]:
     """List the choices that each draw is: likeliest answers are computed once, however many are asked for."""
-    wanted, draws = inquiry.params.n, inquiry.draws
+    wanted, draws = api_request.params.n, api_request.draws
     return [list(range(wanted))] if draws == 1 else [[draw] for draw in range(draws)]
 
 

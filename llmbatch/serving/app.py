@@ -19,10 +19,10 @@ from starlette.types import ASGIApp
 from llmbatch.openai.fields import FIELDS
 from llmbatch.serving.access import BodyReader, KeyCheck, limited
 from llmbatch.serving.answering import Answering, AnswerWriting
+from llmbatch.serving.api_requests import ApiRequestReader, read_object
 from llmbatch.serving.batches import BatchStore
 from llmbatch.serving.bridge import Bridge, ending
 from llmbatch.serving.files import FileStore
-from llmbatch.serving.inquiry import InquiryReader, read_object
 from llmbatch.serving.records import Record
 from llmbatch.serving.refused import Refused, respond, unknown
 
@@ -36,7 +36,7 @@ class Endpoint:
     """What the routes act on."""
 
     model: str
-    reader: InquiryReader
+    reader: ApiRequestReader
     writing: AnswerWriting
     bridge: Bridge
     bodies: BodyReader
@@ -50,8 +50,8 @@ class Endpoint:
         """Answer a chat or a prompt."""
         self._check_open()
         async with self.bodies.json(request) as data:
-            inquiry = await self._aside(self.reader.read, request.url.path, data)
-        return Answering(inquiry, self.bridge.open(inquiry), self.writing)
+            api_request = await self._aside(self.reader.read, request.url.path, data)
+        return Answering(api_request, self.bridge.open(api_request), self.writing)
 
     async def models(self, request: Request) -> Response:
         """List the one model."""

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from llmbatch.errors import RowError
 from llmbatch.runtime.guests import Guest, GuestEnd
 from llmbatch.scheduler.output import FinishReason
-from llmbatch.serving.inquiry import Inquiry
+from llmbatch.serving.api_requests import ApiRequest
 from llmbatch.serving.metrics import ServingMetrics
 from llmbatch.serving.refused import Refused
 from llmbatch.serving.shared import GuestEngine
@@ -77,14 +77,14 @@ class DrawListener:
 class Reply:
     """The answers to one request, while they are made. On the event loop."""
 
-    def __init__(self, inquiry: Inquiry, bridge: Bridge, due: float) -> None:
+    def __init__(self, api_request: ApiRequest, bridge: Bridge, due: float) -> None:
         self._bridge = bridge
         self._begun = time.monotonic()
-        self._last: list[float | None] = [None] * inquiry.draws  # when tokens came
-        self._open = set(range(inquiry.draws))  # draws that have not ended
+        self._last: list[float | None] = [None] * api_request.draws  # when tokens came
+        self._open = set(range(api_request.draws))  # draws that have not ended
         self._news: asyncio.Queue[tuple[int, Said]] = asyncio.Queue()
         self._guests: list[Guest] = [
-            inquiry.guest(draw, due, DrawListener(self, draw, bridge.mailbox)) for draw in range(inquiry.draws)
+            api_request.guest(draw, due, DrawListener(self, draw, bridge.mailbox)) for draw in range(api_request.draws)
         ]
 
     def begin(self) -> None:
@@ -161,22 +161,22 @@ class Bridge:
     _replies: set[Reply] = field(default_factory=set)
     _empty: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def open(self, inquiry: Inquiry) -> Reply:
+    def open(self, api_request: ApiRequest) -> Reply:
         """Let a request in. Raises Refused where too many wait, or the server ends."""
         if self.draining:
             raise ending()
-        if self.waiting + inquiry.draws > self.max_waiting:
+        if self.waiting + api_request.draws > self.max_waiting:
             raise Refused(
                 429,
                 f"at most {self.max_waiting:,} answers may wait, and {self.waiting:,} do: ask again later",
                 code="rate_limit_exceeded",
                 headers={"Retry-After": str(math.ceil(self.ttft))},
             )
-        due = math.inf if inquiry.best_effort else time.monotonic() + self.ttft
-        reply = Reply(inquiry, self, due)
-        self.waiting += inquiry.draws
+        due = math.inf if api_request.best_effort else time.monotonic() + self.ttft
+        reply = Reply(api_request, self, due)
+        self.waiting += api_request.draws
         self._replies.add(reply)
-        self.metrics.prompt_tokens.inc(inquiry.prompt_tokens)
+        self.metrics.prompt_tokens.inc(api_request.prompt_tokens)
         reply.begin()
         return reply
 

@@ -37,11 +37,11 @@ from llmbatch.runtime.protocols import Totals, WindowSource
 from llmbatch.scheduler.guests import Latency
 from llmbatch.serving.access import BodyReader
 from llmbatch.serving.answering import AnswerWriting
+from llmbatch.serving.api_requests import ApiRequestReader
 from llmbatch.serving.app import Endpoint, make_app
 from llmbatch.serving.batches import BatchStore, RunJob
 from llmbatch.serving.bridge import Bridge, Mailbox
 from llmbatch.serving.files import FileStore
-from llmbatch.serving.inquiry import InquiryReader
 from llmbatch.serving.metrics import ServingMetrics
 from llmbatch.serving.options import ServingOptions
 from llmbatch.serving.shared import GuestEngine
@@ -70,7 +70,7 @@ class Running:
     options: ServingOptions
     model: str
     engine: GuestEngine
-    reader: InquiryReader
+    reader: ApiRequestReader
     writing: AnswerWriting
     run_job: RunJob
     windows: WindowService
@@ -218,7 +218,7 @@ def run_server(
                     raise
                 raise JobStopped("the engine failed: the batch goes on when the server starts again") from None
 
-        reader, writing = InquiryReader(worker, worker.options.model), writing_of(worker)
+        reader, writing = ApiRequestReader(worker, worker.options.model), writing_of(worker)
         windows = WindowService(worker, shared.stream, lambda *given: forecast_rows(*given).to_dict())
         running = Running(
             serving, worker.options.model, shared, reader, writing, run_job, windows, state, keys, stopping

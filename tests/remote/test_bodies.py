@@ -36,7 +36,7 @@ def bodies(table: dict[str, Any], **options: Any) -> list[RequestBody]:
     """The bodies of the requests of a table."""
     built = Options.build if {"prompt", "messages", "template"} & set(options) else Options.of_batch
     worker = RequestWorker(built(model="m", beside="http://there:1", max_tokens=9, **options), None, 0.0)
-    shard = worker._requests(pa.table(table), np.arange(len(next(iter(table.values()))), dtype=np.uint64), None, NEVER)
+    shard = worker.shard(pa.table(table), np.arange(len(next(iter(table.values()))), dtype=np.uint64), None, NEVER)
     return [body_of(shard.requests, index, "m") for index in range(len(shard.requests))]
 
 

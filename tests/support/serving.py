@@ -24,7 +24,7 @@ from llmbatch.remote.windows.service import WindowService, WindowStream
 from llmbatch.runtime.cancellation import StopRequest
 from llmbatch.runtime.guests import Guest, GuestEnd
 from llmbatch.scheduler.output import FinishReason
-from llmbatch.serving.inquiry import InquiryReader
+from llmbatch.serving.api_requests import ApiRequestReader
 from llmbatch.serving.options import ServingOptions
 from llmbatch.serving.server import Running, writing_of
 
@@ -163,7 +163,7 @@ def served(
 
     writing = writing_of(open_worker(model, engine="torch"))
     reader, windows = (
-        InquiryReader(worker, model),
+        ApiRequestReader(worker, model),
         WindowService(worker, cast("WindowStream", worker.stream), lambda *_: None),
     )
     running = Running(

@@ -56,6 +56,8 @@ class RowWindow(Window):
 class WindowWorker(RemoteWorker[Piece, PlannedRows | pa.RecordBatch]):
     """Sends windows to endpoints of llmbatch, which all have the same model."""
 
+    window_type = RowWindow
+
     def __init__(
         self, options: Options, key: str | None, about: WindowsAbout, progress: Progress, load_seconds: float
     ) -> None:
@@ -78,26 +80,17 @@ class WindowWorker(RemoteWorker[Piece, PlannedRows | pa.RecordBatch]):
         """What the user should be told about options, and about rows."""
         return (*self.options.notes, *self._told)
 
-    def window(
+    def shard(
         self,
         table: pa.Table,
-        *,
-        keys: NDArray[np.uint64],
-        contents: NDArray[np.uint64],
-        earlier: pa.Table | None = None,
-        number: int = 0,
-        first: int = 0,
+        keys: NDArray[np.uint64] | None = None,
         refused: Mapping[int, RowError] | None = None,
         cancelled: CancelSignal = NEVER,
-    ) -> Window:
-        """Build a window without requests; `earlier` are answers to keep (`AnswerSchema.rows`)."""
+    ) -> RowRequests:
+        """Build no requests: endpoints do."""
         rows = table.num_rows
         none = RequestBatch(_NOTHING, np.zeros(1, np.int64), _NOTHING, _NOTHING, (), np.empty(0, np.uint64), _NOTHING)
-        shard = RowRequests(none, np.full(rows, -1, np.int32), np.zeros(rows, np.int32), {**(refused or {})})
-        schema = self.answer_schema(table.schema)
-        return RowWindow.of(
-            table, shard, schema, number=number, first=first, keys=keys, contents=contents, earlier=earlier
-        )
+        return RowRequests(none, np.full(rows, -1, np.int32), np.zeros(rows, np.int32), {**(refused or {})})
 
     def forecast_elsewhere(self, table: pa.Table) -> dict[str, Any]:
         """Have the endpoints forecast, beside the guests that they have."""
@@ -111,7 +104,7 @@ class WindowWorker(RemoteWorker[Piece, PlannedRows | pa.RecordBatch]):
     def _endpoints(self) -> list[WindowEndpoint]:
         return [WindowEndpoint(url, self._key, self.options) for url in self.options.beside]
 
-    def _correspondence(self, sink: AnswerSink, at_risk: FlushPolicy) -> SentWindows:
+    def _dispatcher(self, sink: AnswerSink, at_risk: FlushPolicy) -> SentWindows:
         return SentWindows(self.options, sink, at_risk, self._note)
 
     def _wants_window(self, exchange: Exchange[Piece, PlannedRows | pa.RecordBatch]) -> bool:

@@ -17,15 +17,14 @@ from numpy.typing import NDArray
 from llmbatch.compilation.decorators import compiled
 from llmbatch.compilation.records import Float64, Int64, Records, records
 from llmbatch.compilation.references import by_reference
-from llmbatch.engine.simulated import Clock, generate
-from llmbatch.kvcache.page_pool import tokens_spared
+from llmbatch.engine.simulated import Clock
 from llmbatch.perf_model.cost import CostModel
-from llmbatch.perf_model.step_bound import step_seconds
 from llmbatch.planning.workload import Pool, Scheduling, Workload
 from llmbatch.runtime.shard_run import ShardRun
+from llmbatch.runtime.simulated_loop import commit_step, compute_step
 from llmbatch.runtime.step_loop import LengthObservations
-from llmbatch.scheduler.commit import StepColumns, advance, end_sequences, pack
-from llmbatch.scheduler.decide import charge, decide_step, needs_attention
+from llmbatch.scheduler.commit import StepColumns, end_sequences
+from llmbatch.scheduler.decide import decide_step, needs_attention
 from llmbatch.scheduler.guests import Arrivals, Latency
 from llmbatch.scheduler.scheduler import Scheduler
 from llmbatch.scheduler.state import SchedulerState, is_done
@@ -168,7 +167,7 @@ def _run(
 
     It stops where Python must do something first.
     """
-    counts, pages, totals = state.run.counts[0], state.pages, state.chunks.totals[0]
+    totals = state.chunks.totals[0]
     for done in range(steps):
         step = begun + done
         if is_done(state) or (not totals.begun and needs_attention(state, float(step))):
@@ -178,38 +177,25 @@ def _run(
         state.guests.counts[0].clock = log.counts[0].now
         if not decide_step(state, float(step)):
             return done  # slots are needed
-        columns, decodes = pack(state), counts.riding
-        finished, tokens, pairs, read = generate(
-            clock.rates.reach,
-            columns.slots,
-            columns.requests,
-            columns.starts,
-            columns.counts,
-            columns.samples,
-            decodes,
-            tokens_spared(pages),
-            lengths,
-            generated,
-        )
+        computed = compute_step(state, clock, lengths, generated)
         record = log.steps[log.counts[0].steps]
         record.step = step
         record.begin_s = log.counts[0].now
-        record.time_s = step_seconds(clock.rates, clock.exponent, tokens + decodes, len(finished), pairs, read)
-        record.prefill_tokens = tokens
-        record.prefill_pairs = pairs
-        record.decode_tokens = decodes
-        record.sampled_tokens = len(finished)
-        record.kv_read_tokens = read
-        record.kv_used_tokens = (pages.num_pages - pages.counts[0].free - pages.counts[0].unused) * pages.page_size
-        record.running = len(columns.slots)
+        record.time_s = computed.seconds
+        record.prefill_tokens = computed.tokens
+        record.prefill_pairs = computed.pairs
+        record.decode_tokens = computed.decodes
+        record.sampled_tokens = len(computed.finished)
+        record.kv_read_tokens = computed.read
+        record.kv_used_tokens = computed.used
+        record.running = len(computed.columns.slots)
         record.waiting_online = state.guests.counts[0].waiting
         record.preempted = totals.preempted
         record.yielded_pages = 0
         record.recomputed_tokens = 0
-        _note_columns(log, state, columns, generated, record.time_s)
+        _note_columns(log, state, computed.columns, generated, record.time_s)
         log.counts[0].now += record.time_s
-        gone, work = advance(state, columns.slots, columns.counts, columns.samples, decodes, finished, float(step + 1))
-        charge(state, work)
+        gone = commit_step(state, computed, float(step + 1))
         before = log.counts[0].ended
         for slot in gone:
             _note_end(log, state, slot)

@@ -10,8 +10,9 @@ from llmbatch.compilation.records import Records, records
 from llmbatch.simulation.online.options import OnlinePolicy
 from llmbatch.simulation.online.papers import bros, fcfs, ooco, priority, round_robin
 from llmbatch.simulation.online.papers.clock import Decide, empty_log, execute, run_clock
+from llmbatch.simulation.online.papers.lanes import arrive
 from llmbatch.simulation.online.papers.roofline import Roofline, fitted
-from llmbatch.simulation.online.papers.run_state import JOB, RunState, arrive, give_last
+from llmbatch.simulation.online.papers.run_state import JOB, RunState, give_last
 from llmbatch.simulation.online.policies import ReadyPolicy, find_policy
 from tests.simulation.online.runs import COST, random_rows, state_of, step_of
 

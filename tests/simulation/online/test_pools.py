@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from llmbatch.simulation.online.papers.clock import empty_log, execute
-from llmbatch.simulation.online.papers.pools import Pools, decode, preferred, saturated
+from llmbatch.simulation.online.papers.pool_steps import decode, preferred, saturated
+from llmbatch.simulation.online.papers.pools import Pools
 from llmbatch.simulation.online.papers.roofline import Roofline, fitted
 from tests.simulation.online.runs import COST, Row, random_rows, state_of
 

@@ -39,14 +39,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmbatch.compilation.decorators import compiled
+from llmbatch.simulation.online.papers.lanes import enter, front
 from llmbatch.simulation.online.papers.run_state import (
     JOB,
     ONLINE,
     RunState,
     behind,
     clear,
-    enter,
-    front,
     give_last,
     pages_wanted,
     seconds_with,

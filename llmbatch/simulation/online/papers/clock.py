@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from llmbatch.compilation.decorators import compiled
 from llmbatch.errors import ParameterError
 from llmbatch.perf_model.step_bound import step_seconds
-from llmbatch.simulation.online.papers.run_state import JOB, ONLINE, RunState, arrive, clear, next_arrival
+from llmbatch.simulation.online.papers.lanes import arrive, next_arrival
+from llmbatch.simulation.online.papers.run_state import JOB, ONLINE, RunState, clear
 
 Decide = Callable[[RunState], None]  # takes rows for the next step; none where nothing can be done
 

@@ -13,16 +13,8 @@ BROS's baseline is the same without chunks, which only makes it slower to answer
 from __future__ import annotations
 
 from llmbatch.compilation.decorators import compiled
-from llmbatch.simulation.online.papers.run_state import (
-    JOB,
-    RunState,
-    behind,
-    enter,
-    front,
-    give_all,
-    pages_wanted,
-    take,
-)
+from llmbatch.simulation.online.papers.lanes import enter, front, give_all
+from llmbatch.simulation.online.papers.run_state import JOB, RunState, behind, pages_wanted, take
 
 
 @compiled

@@ -33,18 +33,9 @@ from numpy.typing import NDArray
 from llmbatch.compilation.decorators import compiled
 from llmbatch.compilation.records import Bool, Float64, Int64, Records
 from llmbatch.simulation.online.papers.fcfs import last_of
+from llmbatch.simulation.online.papers.lanes import enter, front, give_all
 from llmbatch.simulation.online.papers.roofline import Roofline, attention_seconds, gemm_seconds, overhead
-from llmbatch.simulation.online.papers.run_state import (
-    JOB,
-    ONLINE,
-    RunState,
-    behind,
-    enter,
-    front,
-    give_all,
-    pages_wanted,
-    take,
-)
+from llmbatch.simulation.online.papers.run_state import JOB, ONLINE, RunState, behind, pages_wanted, take
 
 RANDOM_ROWS: Final = 16  # K of Algorithm 2
 

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from llmbatch.compilation.decorators import compiled
 from llmbatch.simulation.online.papers.fcfs import admit, go_on, last_of
-from llmbatch.simulation.online.papers.run_state import JOB, ONLINE, RunState, behind, front, give_all, pages_wanted
+from llmbatch.simulation.online.papers.lanes import front, give_all
+from llmbatch.simulation.online.papers.run_state import JOB, ONLINE, RunState, behind, pages_wanted
 
 
 @compiled

@@ -9,12 +9,12 @@ import pytest
 
 from llmbatch.inference.worker import Worker
 from llmbatch.openai.fields import CHAT, COMPLETIONS
-from llmbatch.serving.inquiry import Inquiry, InquiryReader
+from llmbatch.serving.api_requests import ApiRequest, ApiRequestReader
 from llmbatch.serving.refused import Refused
 
 
 def test_threads_read_bodies_as_one_does(worker: Worker) -> None:
-    reader = InquiryReader(worker, worker.options.model)
+    reader = ApiRequestReader(worker, worker.options.model)
     bodies = [
         (CHAT, {"messages": [{"role": "user", "content": f"<sep> {number} é" * (1 + number % 7)}], "seed": number})
         if number % 2
@@ -22,7 +22,7 @@ def test_threads_read_bodies_as_one_does(worker: Worker) -> None:
         for number in range(100)
     ]
 
-    def read(number: int) -> Inquiry:
+    def read(number: int) -> ApiRequest:
         url, body = bodies[number]
         return reader.read(url, json.dumps(body).encode())
 
@@ -35,7 +35,7 @@ def test_threads_read_bodies_as_one_does(worker: Worker) -> None:
 
 
 def test_a_lone_half_of_a_character_is_an_error_of_the_request(worker: Worker) -> None:
-    reader = InquiryReader(worker, worker.options.model)
+    reader = ApiRequestReader(worker, worker.options.model)
     for url, body in (
         (COMPLETIONS, b'{"prompt": "\\ud800"}'),
         (CHAT, b'{"messages": [{"role": "user", "content": "\\ud800"}]}'),

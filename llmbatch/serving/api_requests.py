@@ -37,7 +37,7 @@ class ShardBuilder(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Inquiry:
+class ApiRequest:
     """What one request asks for: some draws of an answer to one prompt."""
 
     url: str
@@ -78,13 +78,13 @@ class Inquiry:
 
 
 @dataclass(frozen=True, slots=True)
-class InquiryReader:
+class ApiRequestReader:
     """Reads bodies for one model."""
 
     worker: ShardBuilder
     model: str
 
-    def read(self, url: str, data: bytes) -> Inquiry:
+    def read(self, url: str, data: bytes) -> ApiRequest:
         """Read the body of a request to a url. Raises Refused."""
         body = read_object(data)
         try:
@@ -104,7 +104,7 @@ class InquiryReader:
         shard = self.worker.shard(table)
         if shard.errors:
             raise Refused.of(shard.errors[0])
-        return Inquiry(url, stream, include_usage, tier == "flex", shard)
+        return ApiRequest(url, stream, include_usage, tier == "flex", shard)
 
 
 def read_object(data: bytes) -> dict[str, Any]:
