@@ -36,7 +36,7 @@ property tests of tests/scheduler/test_scheduler.py the rest.
 - Each sequence that runs holds pages for all of its computed tokens and for its chunk; a preempted one holds none.
 - A chunk that does not end its prompt ends on a page boundary, so a shared page is written in one step.
 - The forecast counts exactly the sequences that run.
-- The same state and the same step number give the same step: no clock and no random number is read.
+- The same state, step number and time give the same step: no clock and no random number is read.
 
 Deciding is not pure: it admits, preempts and allocates while it decides. What it may change, and who else may:
 
@@ -179,7 +179,7 @@ def _make_way(state: SchedulerState, now: float) -> bool:
 
     Admitted for fewer tokens than they turn out to generate, they grow into the memory kept for the compute end.
     Computing one again takes less than the prompts that could not be computed meanwhile, also after it came back and
-    grew: `llmbatch.scheduler.commit.long_victim` bounds what is computed again by its length.
+    grew: `llmbatch.scheduler.victims.long_victim` bounds what is computed again by its length.
     False when slots must be added first.
     """
     pages, queue, totals = state.pages, state.queue, state.chunks.totals[0]

@@ -1,14 +1,16 @@
 """Which tokens of which requests the next step computes.
 
 One loop serves prefill and decode: a sequence's tokens are its prompt and what it has generated, and it is
-behind by the tokens whose KV is not in pages. `decide` gives every decoding sequence its token and hands the
-rest of the step's budget to prefills and admissions (`llmbatch.scheduler.admission`). `commit` takes note of what the
-engine returned. Deciding reads no clock: a step depends on nothing but what came before it. Its phases, its invariants
-and what it may change: `llmbatch.scheduler.decide`.
+behind by the tokens whose KV is not in pages. `decide` gives decoding sequences their tokens and hands the rest of the
+step's budget to prefills and admissions (`llmbatch.scheduler.admission`). `commit` takes note of what the engine
+returned. Deciding reads no clock: a step depends on the time that is given and on what came before it, and on nothing
+else. Its phases, its invariants and what it may change: `llmbatch.scheduler.decide`.
+
+Guests may arrive between two steps, and steps may be bound to a length (`llmbatch.scheduler.guests`, `guest_steps`).
 
 When predictions fail, the sequences that are cheapest to compute again give their pages back and are computed again
 later (recompute). So do long answers that fill the pool while compute idles, as often as their length allows
-(`llmbatch.scheduler.commit.long_victim`). A request whose prompt and longest answer exceed the pool must not be
+(`llmbatch.scheduler.victims.long_victim`). A request whose prompt and longest answer exceed the pool must not be
 enqueued; under that condition a sequence that is alone always ends.
 
 Why every job ends. Tokens that are sampled are never lost. A step that preempts for a decode's next page spares the
