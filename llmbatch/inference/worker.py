@@ -114,12 +114,12 @@ class Worker(TableWorker):
 
     def check(self, schema: pa.Schema) -> None:
         """Raise InputError where tables of this schema cannot be answered."""
+        super().check(schema)
         options = self.options
         if options.output_tokens is not None:
             kind = find_field(schema, options.output_tokens, "output_tokens").type
             if not pa.types.is_integer(kind):
                 raise DataError(f"the output_tokens column {options.output_tokens!r} must hold integers, got {kind}")
-        super().check(schema)
         if self._tokens_only and (options.continuation is not None or options.sampling.needs_logits):
             raise ParameterError(NEEDS_PROCESSOR)
 

@@ -14,7 +14,7 @@ from llmbatch.kernels.spec import AttentionSpec
 NAME: Final = "llmbatch"  # by which transformers knows it
 _HARMLESS: Final = {
     "dropout", "scaling", "sliding_window", "softcap", "position_ids", "use_cache", "cache_position",
-    "past_key_values", "output_attentions", "output_hidden_states", "return_dict", "s_aux",
+    "cache", "past_key_values", "output_attentions", "output_hidden_states", "return_dict", "s_aux",
 }  # fmt: skip  # a table
 _MASK: Final = "attention with a mask of its own"
 

@@ -76,5 +76,6 @@ class _Positions:
 
 
 def _tell_positions(_: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:
-    """Give a decoder layer positions in place of a cache."""
-    return given, {**named, "past_key_values": _Positions(named["position_ids"][0])}
+    """Give a decoder layer positions in place of a cache, under the name by which it was about to be given one."""
+    name = "cache" if "cache" in named else "past_key_values"  # until transformers 5.24
+    return given, {**named, name: _Positions(named["position_ids"][0])}
