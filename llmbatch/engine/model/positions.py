@@ -70,7 +70,7 @@ class _Positions:
         """Return what is added to a token's place in the step to give its position."""
         return self._before
 
-    def update(self, key: torch.Tensor, value: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(self, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the step's own keys and values: attention finds the others in pages."""
         return key, value
 
