@@ -10,7 +10,8 @@ them. A page holds its keys transposed, [words of a key, keys]: a word has two n
 It holds its values as [pairs of keys, width]: a word has the same element of two neighbouring keys. With float32 a word
 is one element. Pages are read where they are if units of 8 tokens fit them and panels of columns a head; if not, they
 are copied into a tile of `TILE` keys first. The next tile's pages are prefetched meanwhile: a decode does little with
-each key, so memory bounds it.
+each key, so memory bounds it. They go to the second level of caches. Two tiles fill the first one, of 32 KB on many
+processors, and would drive each other out of it.
 
 A worker's blocks are one call, and the parts of a block are inlined into it: to hand their arrays over would take
 longer than the attention of a short decode.

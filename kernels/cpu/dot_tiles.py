@@ -77,7 +77,7 @@ class KeyUnits(Operand):
         """Write the code that loads the two registers of a step."""
         shift = builder.mul(index, self._tile.b_stride)
         for start in self._next:
-            v.prefetch(builder, builder.add(start, shift))
+            v.prefetch(builder, builder.add(start, shift), level=2)
         units = [v.load(builder, builder.add(start, shift), _UNIT) for start in self._starts]
         if v.LANES == UNIT:
             return units
@@ -104,7 +104,7 @@ class ValueUnits(Operand):
             builder.add(v.load(builder, builder.add(units, unit), v.INT64), shift) for units in (tile.b, tile.ahead)
         )
         for j in range(0, 8 * v.LANES, 64):
-            v.prefetch(builder, builder.add(later, v.constant(j)))
+            v.prefetch(builder, builder.add(later, v.constant(j)), level=2)
         return [v.load(builder, builder.add(at, v.constant(4 * v.LANES * j)), v.WORDS) for j in range(2)]
 
 

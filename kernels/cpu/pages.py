@@ -177,7 +177,7 @@ def _make_widener(*, of_keys: bool) -> Callable[..., None]:
 
                 def widen_register(register: Any) -> None:
                     across = builder.mul(register, v.constant(4 * v.LANES))
-                    v.prefetch(builder, builder.add(builder.add(ahead, begin), across))
+                    v.prefetch(builder, builder.add(builder.add(ahead, begin), across), level=2)
                     words = v.load(builder, builder.add(row, across), v.WORDS)
                     made = v.join_elements(builder, v.split_elements(builder, words, small, scales), large)
                     for i, word in enumerate(made):

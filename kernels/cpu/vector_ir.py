@@ -126,11 +126,11 @@ def call(builder: Any, name: str, result: Any, *arguments: Any) -> Any:
     return builder.call(function, arguments)
 
 
-def prefetch(builder: Any, address: Any) -> None:
-    """Prefetch the cache line of an address into the nearest cache."""
+def prefetch(builder: Any, address: Any, level: int = 1) -> None:
+    """Prefetch the cache line of an address into a core's cache of the first or second level."""
     pointer = builder.inttoptr(address, ir.IntType(8).as_pointer())
-    read, nearest, data = (ir.Constant(INT32, value) for value in (0, 3, 1))
-    call(builder, "llvm.prefetch.p0i8", ir.VoidType(), pointer, read, nearest, data)
+    read, locality, data = (ir.Constant(INT32, value) for value in (0, 4 - level, 1))
+    call(builder, "llvm.prefetch.p0i8", ir.VoidType(), pointer, read, locality, data)
 
 
 def multiply_add(builder: Any, a: Any, b: Any, c: Any) -> Any:
