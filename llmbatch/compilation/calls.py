@@ -1,0 +1,34 @@
+"""Calls of compiled code that find out the types of their arguments once, not each time.
+
+numba looks at every field of a tuple, and of the tuples in it, whenever one is handed over, to choose the code that was
+compiled for these types. Of a class that is handed over by reference (`llmbatch.compilation.references`) the fields
+never change, and neither do their types: they are found out once for each instance, and the code is called directly.
+For the scheduler's state, of 150 fields, a call takes .2 us instead of 20 to 30.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar, TypeVarTuple, cast
+
+from numba.core.registry import CPUDispatcher
+
+from llmbatch.compilation.references import entries_of, kind_of
+
+Arguments = TypeVarTuple("Arguments")
+T = TypeVar("T")
+
+
+def call(function: Callable[[*Arguments], T], *arguments: *Arguments) -> T:
+    """Call a compiled function of an instance that is handed over by reference, and of Python numbers.
+
+    A number must be of the same type in each call with this instance.
+    """
+    if type(function) is not CPUDispatcher:  # numba is switched off, or it runs as Python until it is compiled
+        return function(*arguments)
+    entries = entries_of(arguments[0])
+    entry = entries.get(function)
+    if entry is None:
+        kinds = tuple(kind_of(argument) for argument in arguments)
+        entry = entries[function] = cast(Any, function).compile(kinds)
+    return cast(T, entry(*arguments))
