@@ -20,9 +20,10 @@ T = TypeVar("T")
 
 
 def call(function: Callable[[*Arguments], T], *arguments: *Arguments) -> T:
-    """Call a compiled function of an instance that is handed over by reference, and of Python numbers.
+    """Call a compiled function whose first argument is handed over by reference.
 
-    A number must be of the same type in each call with this instance.
+    The others must have the types that they had in the first call with this instance: of arrays these are the dtype,
+    the dimensions, and whether elements stand one after another.
     """
     if type(function) is not CPUDispatcher:  # numba is switched off, or it runs as Python until it is compiled
         return function(*arguments)

@@ -74,17 +74,17 @@ def choose_decodes(state: SchedulerState, prompts_wait: bool) -> None:
             riding += 1
             read += reads[i]
     for i in range(counts.decoding):
-        slot = decoding[i]
+        slot, then = decoding[i], read + reads[i]
         if slots[slot].guest:
             continue
         if (
-            read + reads[i] <= most
+            then <= most
             and not (prompts_wait and not _hides(state, reads[i]))
-            and (riding < sure or step_seconds(rates, exponent, riding + 1, riding + 1, 0.0, read + reads[i]) <= seconds)
+            and (riding < sure or step_seconds(rates, exponent, riding + 1, riding + 1, 0.0, then) <= seconds)
         ):
             kept[riding] = slot
             riding += 1
-            read += reads[i]
+            read = then
         else:
             out[sitting] = slot
             sitting += 1

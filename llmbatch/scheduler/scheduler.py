@@ -263,13 +263,13 @@ class Scheduler:
         """Take note of an executed step; returns the sequences that ended, whose slots are free again."""
         state = self.state
         self.steps += 1
-        columns = step.slots, step.counts, step.samples
-        gone = note_step(state, *columns, step.num_decodes, result.finished, float(self.steps))
+        columns = step.slots, step.counts, step.samples, step.num_decodes, np.ascontiguousarray(result.finished)
+        gone = call(note_step, state, *columns, float(self.steps))
         ended = result.finished > 0
         spare = 0 if result.spare is None else result.spare[ended].astype(np.int32)
         finished = FinishedSequences.of(state.run, state.pages, gone, result.finished[ended], spare)
         if len(gone):
-            end_sequences(state, gone)
+            call(end_sequences, state, gone)
         return finished
 
     def note_seconds(self, step: Step, seconds: float) -> None:
