@@ -16,20 +16,21 @@ from numba.core.registry import CPUDispatcher
 from llmbatch.compilation.references import entries_of, kind_of
 
 Arguments = TypeVarTuple("Arguments")
+S = TypeVar("S")
 T = TypeVar("T")
 
 
-def call(function: Callable[[*Arguments], T], *arguments: *Arguments) -> T:
-    """Call a compiled function whose first argument is handed over by reference.
+def call(function: Callable[[S, *Arguments], T], instance: S, *arguments: *Arguments) -> T:
+    """Call a compiled function of an instance that is handed over by reference.
 
-    The others must have the types that they had in the first call with this instance: of arrays these are the dtype,
-    the dimensions, and whether elements stand one after another.
+    The other arguments must have the types that they had in the first call with this instance: of arrays these are the
+    dtype, the dimensions, and whether elements stand one after another.
     """
     if type(function) is not CPUDispatcher:  # numba is switched off, or it runs as Python until it is compiled
-        return function(*arguments)
-    entries = entries_of(arguments[0])
+        return function(instance, *arguments)
+    entries = entries_of(instance)
     entry = entries.get(function)
     if entry is None:
-        kinds = tuple(kind_of(argument) for argument in arguments)
+        kinds = kind_of(instance), *map(kind_of, arguments)
         entry = entries[function] = cast(Any, function).compile(kinds)
-    return cast(T, entry(*arguments))
+    return cast(T, entry(instance, *arguments))

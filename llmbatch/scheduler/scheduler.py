@@ -263,8 +263,9 @@ class Scheduler:
         """Take note of an executed step; returns the sequences that ended, whose slots are free again."""
         state = self.state
         self.steps += 1
-        columns = step.slots, step.counts, step.samples, step.num_decodes, np.ascontiguousarray(result.finished)
-        gone = call(note_step, state, *columns, float(self.steps))
+        reasons = np.ascontiguousarray(result.finished, np.uint8)
+        columns = step.slots, step.counts, step.samples, step.num_decodes
+        gone = call(note_step, state, *columns, reasons, float(self.steps))
         ended = result.finished > 0
         spare = 0 if result.spare is None else result.spare[ended].astype(np.int32)
         finished = FinishedSequences.of(state.run, state.pages, gone, result.finished[ended], spare)
