@@ -26,7 +26,7 @@ import os
 import tempfile
 from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ import pyarrow.parquet as pq
 from beside_tables import write_tables
 from simulations import RESULTS, SOURCES, path_of
 
-from llmbatch.simulation.online.experiment import OnlineExperiment, bound_of
+from llmbatch.simulation.online.experiment import OnlineExperiment, OnlineRun, bound_of
 from llmbatch.simulation.online.options import POOLS
 
 TRAFFIC = (("conv", 0.5), ("conv", 0.8), ("code", 0.15))
@@ -67,7 +67,11 @@ SMALL = Size(60.0, 240.0, 360.0, True)
 
 def run(setting: Mapping[str, Any]) -> dict[str, Any]:
     """Run a setting: its figures, and those of online requests that arrived while the job ran."""
-    done = OnlineExperiment(**setting).run()
+    return figures_of(setting, OnlineExperiment(**setting).run())
+
+
+def figures_of(setting: Mapping[str, Any], done: OnlineRun) -> dict[str, Any]:
+    """Return the figures of a run."""
     arrived = done.requests.filter(pc.equal(done.requests["kind"], "online"))
     job = done.report.job
     last = np.inf if not job.rows else job.seconds
@@ -80,6 +84,20 @@ def run(setting: Mapping[str, Any]) -> dict[str, Any]:
         "gap_p999": float(np.percentile(gaps, 99.9)) if len(gaps) else None,
     }
     return {"setting": {**setting}, "figures": done.report.to_dict(), "while_job_ran": beside}
+
+
+def run_bros(setting: Mapping[str, Any]) -> dict[str, Any]:
+    """Run a setting of BROS's: also the share of online requests that ended in time, and the rows that the pool allows.
+
+    Its rows share nothing, so the pool bounds what a step reads.
+    """
+    experiment, seconds = OnlineExperiment(**setting), setting["duration"]
+    bound = bound_of(experiment, experiment.guests, experiment.job, experiment.cost)
+    most = replace(bound, pool=float(experiment.pool.tokens)).share(seconds) * len(experiment.job)
+    done = experiment.run()
+    online = done.requests.filter(pc.equal(done.requests["kind"], "online"))
+    served = float(np.mean(online["last_token_s"].to_numpy() <= seconds))
+    return {**figures_of(setting, done), "served": served, "bound_rows": most}
 
 
 def violations(setting: Mapping[str, Any], alone_p99: float) -> tuple[float, int]:
@@ -112,7 +130,7 @@ def bros(exponents: list[float], size: Size, jobs: int) -> list[dict[str, Any]]:
         for rate in rates
         for policy in ("fcfs", "round-robin", "bros", "slack")
     ]
-    return run_all(run, settings, jobs)
+    return run_all(run_bros, settings, jobs)
 
 
 def overload(exponents: list[float], size: Size, jobs: int) -> list[dict[str, Any]]:

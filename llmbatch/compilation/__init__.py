@@ -4,4 +4,4 @@ Must not import anything of llmbatch but `system` and `errors`.
 Start reading at `decorators`.
 """
 
-__all__ = ["decorators", "interpreted", "records", "references"]
+__all__ = ["calls", "decorators", "interpreted", "records", "references"]

@@ -20,6 +20,7 @@ from llvmlite import ir
 from numba.core import types
 from numba.core.imputils import impl_ret_untracked
 from numba.core.typing.templates import AttributeTemplate
+from numba.core.typing.typeof import Purpose, typeof
 from numba.extending import (
     NativeValue,
     infer_getattr,
@@ -56,8 +57,21 @@ class _ByReference:
     """What instances of a marked class have beside their fields."""
 
     @cached_property
+    def _kind(self) -> Reference:
+        fields = cast(Any, self)._fields
+        return Reference(type(self), tuple((name, kind_of(field)) for name, field in zip(fields, cast(Any, self))))
+
+    @cached_property
+    def _entries(self) -> dict[Any, Any]:
+        return {}  # by function: compiled code that takes this instance
+
+    @cached_property
+    def _words(self) -> list[int]:
+        return _lay_out(cast(tuple[Any, ...], self))
+
+    @cached_property
     def _layout(self) -> NDArray[np.int64]:
-        return np.array(_lay_out(cast(tuple[Any, ...], self)), np.int64)
+        return np.array(self._words, np.int64)
 
     @cached_property
     def _address(self) -> int:
@@ -71,13 +85,18 @@ def by_reference(cls: T) -> T:
     """Have compiled code get a `NamedTuple` by reference. Its fields are arrays, numbers and others of these."""
     marked = type(cls.__name__, (_ByReference, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__})
     marked.__qualname__ = cls.__qualname__
-    typeof_impl.register(marked)(_type_of)
+    typeof_impl.register(marked)(lambda value, context: value._kind)
     return cast(T, marked)
 
 
-def _type_of(value: Any, context: Any) -> Reference:
-    kinds = tuple((name, typeof_impl(field, context)) for name, field in zip(value._fields, value))
-    return Reference(type(value), kinds)
+def kind_of(value: Any) -> Any:
+    """Find the type that compiled code has an argument as."""
+    return value._kind if isinstance(value, _ByReference) else typeof(value, Purpose.argument)
+
+
+def entries_of(value: Any) -> dict[Any, Any]:
+    """Return what `llmbatch.compilation.calls` keeps beside an instance."""
+    return cast(_ByReference, value)._entries
 
 
 def _words(kind: types.Type) -> int:
@@ -91,7 +110,7 @@ def _lay_out(values: tuple[Any, ...]) -> list[int]:
     words: list[int] = []
     for value in values:
         if isinstance(value, _ByReference):
-            words += _lay_out(cast(tuple[Any, ...], value))
+            words += value._words
         elif isinstance(value, np.ndarray):
             words += [0, 0, value.size, value.itemsize, value.__array_interface__["data"][0]]
             words += [*value.shape, *value.strides]

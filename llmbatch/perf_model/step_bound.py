@@ -47,6 +47,19 @@ def tokens_within(rates: Rates, exponent: float, seconds: float, samples: int, r
 
 
 @compiled
+def decodes_within(rates: Rates, exponent: float, seconds: float, most: int, read: float) -> int:
+    """Count how many decodes, of at most `most`, make a step of at most `seconds` if all read `read` tokens of KV."""
+    low, high = 0, most
+    while low < high:
+        middle = (low + high + 1) // 2
+        if step_seconds(rates, exponent, middle, middle, 0.0, read) <= seconds:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+@compiled
 def reads_within(rates: Rates, exponent: float, seconds: float, left: WorkLeft) -> float:
     """Count the KV tokens that a step of `seconds` is to read, of all that is left and all that arrives meanwhile."""
     most = seconds - rates.step_seconds

@@ -44,6 +44,18 @@ class StepColumns(NamedTuple):
     copies: NDArray[np.int32]
 
 
+class StepFigures(NamedTuple):
+    """What is counted of a step that was decided; see `llmbatch.scheduler.output.Step`."""
+
+    num_decodes: int
+    cached_tokens: int
+    recomputed_tokens: int
+    preempted: int
+    running: int
+    kv_tokens: int
+    spared_tokens: int
+
+
 class Work(NamedTuple):
     """What of the requests' work a step did, as `llmbatch.perf_model.work` counts it."""
 
@@ -245,6 +257,23 @@ def pack(state: SchedulerState) -> StepColumns:
         requests[i] = record.request
         starts[i] = record.computed
     return StepColumns(slots, requests, starts, counts, samples, copies[:copied])
+
+
+@compiled
+def freeze(state: SchedulerState) -> tuple[StepColumns, StepFigures]:
+    """Write down the step that was decided, for an engine."""
+    counts, totals, pages = state.run.counts[0], state.chunks.totals[0], state.pages
+    used = pages.num_pages - pages.counts[0].free - pages.counts[0].unused
+    figures = StepFigures(
+        counts.riding,
+        totals.cached,
+        totals.recomputed,
+        totals.preempted,
+        counts.decoding + counts.prefilling,
+        used * pages.page_size,
+        tokens_spared(pages),
+    )
+    return pack(state), figures
 
 
 @compiled

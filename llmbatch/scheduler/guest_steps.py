@@ -25,7 +25,7 @@ import numpy as np
 
 from llmbatch.compilation.decorators import compiled
 from llmbatch.kvcache.page_pool import room_for
-from llmbatch.perf_model.step_bound import WorkLeft, reads_within, step_seconds
+from llmbatch.perf_model.step_bound import WorkLeft, decodes_within, reads_within, step_seconds
 from llmbatch.perf_model.work import chunk_reads, sees_all
 from llmbatch.scheduler.admission import enter_at
 from llmbatch.scheduler.admission_order import COMPUTE_END
@@ -53,38 +53,43 @@ def choose_decodes(state: SchedulerState, prompts_wait: bool) -> None:
     counts.riding = counts.decoding
     if not np.isfinite(latency.step_seconds):
         return
-    seconds, unbounded = step_bound(state), sees_all(rates.reach)
+    seconds, unbounded, exponent = step_bound(state), sees_all(rates.reach), latency.exponent
     left, guests, once = state.remaining[0], state.guests.counts[0], 0.0
+    decoding, slots = run.decoding, run.slots
+    reads = np.empty(counts.decoding)
     for i in range(counts.decoding):
-        once += chunk_reads(rates.reach, unbounded, run.slots[run.decoding[i]].known - 1.0, 1.0)
+        reads[i] = chunk_reads(rates.reach, unbounded, slots[decoding[i]].known - 1.0, 1.0)
+        once += reads[i]
     memory = max(left.memory_seconds, once * rates.seconds_per_kv_token)  # each decodes once more at least
     work = WorkLeft(max(left.compute_seconds, 0.0), memory, guests.compute_rate, guests.memory_rate)
-    most = reads_within(rates, latency.exponent, seconds, work)
+    most = reads_within(rates, exponent, seconds, work)
     if totals.tokens < _UNUSED * totals.budget and not prompts_wait:
         most = np.inf
+    sure = decodes_within(rates, exponent, seconds, counts.decoding, min(most, once))
     read, riding, sitting = 0.0, 0, 0
     kept, out = np.empty(counts.decoding, np.int32), np.empty(counts.decoding, np.int32)
-    for turn in range(2):  # guests, then the others
-        for i in range(counts.decoding):
-            slot = run.decoding[i]
-            record = run.slots[slot]
-            if record.guest != (turn == 0):
-                continue
-            reads = chunk_reads(rates.reach, unbounded, record.known - 1.0, 1.0)
-            rides = record.guest or (
-                read + reads <= most
-                and not (prompts_wait and not _hides(state, reads))
-                and step_seconds(rates, latency.exponent, riding + 1, riding + 1, 0.0, read + reads) <= seconds
-            )
-            if rides:
-                kept[riding] = slot
-                riding += 1
-                read += reads
-            else:
-                out[sitting] = slot
-                sitting += 1
-    run.decoding[:riding] = kept[:riding]
-    run.decoding[riding : riding + sitting] = out[:sitting]
+    for i in range(counts.decoding):
+        if slots[decoding[i]].guest:
+            kept[riding] = decoding[i]
+            riding += 1
+            read += reads[i]
+    for i in range(counts.decoding):
+        slot, then = decoding[i], read + reads[i]
+        if slots[slot].guest:
+            continue
+        if (
+            then <= most
+            and not (prompts_wait and not _hides(state, reads[i]))
+            and (riding < sure or step_seconds(rates, exponent, riding + 1, riding + 1, 0.0, then) <= seconds)
+        ):
+            kept[riding] = slot
+            riding += 1
+            read = then
+        else:
+            out[sitting] = slot
+            sitting += 1
+    decoding[:riding] = kept[:riding]
+    decoding[riding : riding + sitting] = out[:sitting]
     counts.riding = riding
 
 

@@ -7,9 +7,11 @@ past saturation one late prompt makes the next one late, until hardly any is in 
 time before what cannot is an old remedy for overload (Locke, 1986).
 
 What guests take is learnt from those that were here: the seconds of compute and of KV reads in each second, forgotten
-within a minute or so, and the most KV that they held in each second of the last ten minutes. What they held in all but
-one of a hundred of these seconds is kept free of the job (`reserve`): a guest that must preempt a row of the job first
-makes it compute tokens twice.
+within a minute or so, and the most KV that they held in each second of the last ten minutes. A guest that must preempt
+a row of the job first makes it compute tokens twice, so memory is kept free of the job (`kept_free`): for a row that
+ends within a time, what guests may want more by then. That is the rise within as long a time, from each of these
+seconds on, in all but one of a hundred, and never above what they held in all but one of a hundred (`reserve`). Long
+rows leave nearly the whole reserve free; short ones, which soon give back what they hold, much less.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from llmbatch.perf_model.work import Rates, compute_seconds, memory_seconds, pai
 
 _HISTORY: Final = 600  # seconds
 _ABOVE: Final = 0.01  # of these, in which guests may hold more than is reserved
+_SPANS: Final = 10  # of 1, 2, 4, ... seconds, in which rises are learnt; the last is nearly the history
 _FORGET: Final = 1.0 / 60.0  # of the rate of work, each second
 _LATE: Final = 1e15  # urgency of what is late, beside its due time in seconds
 _AT_ONCE: Final = -1e18  # urgency of an answer that was begun
@@ -74,8 +77,10 @@ class GuestCounts:
     memory_rate: Float64
     noted: Float64  # the clock when history was last written
     seconds: Int64  # of history, ever written
+    steps: Int64  # since `noted`
+    spacing: Float64  # seconds from one step to the next, before `noted`
     held: Float64  # KV tokens that guests held at most since `noted`
-    reserve: Float64  # KV tokens that are kept free for guests, those that they hold among them
+    reserve: Float64  # KV tokens that guests held in all but a hundredth of the history
     holds: Float64  # KV tokens that they hold now
     correction: Float64  # measured over predicted seconds of the latest steps, at least 1
 
@@ -88,6 +93,7 @@ class GuestQueue(NamedTuple):
     due: NDArray[np.float64]
     expected: NDArray[np.float64]
     history: NDArray[np.float64]  # [seconds] the most KV tokens that guests held, in a circle
+    rises: NDArray[np.float64]  # [spans] KV tokens that they want more within a span, in all but a hundredth of it
     counts: Records[GuestCounts]  # [1]
 
     @classmethod
@@ -95,7 +101,8 @@ class GuestQueue(NamedTuple):
         """Make room for guests, none of them there."""
         counts = records(GuestCounts)
         counts[0].correction = 1.0
-        return cls(np.empty(capacity, np.int32), np.empty(capacity), np.empty(capacity), np.zeros(_HISTORY), counts)
+        columns = np.empty(capacity, np.int32), np.empty(capacity), np.empty(capacity)
+        return cls(*columns, np.zeros(_HISTORY), np.full(_SPANS, np.inf), counts)
 
     def with_arrivals(self, arrivals: Arrivals) -> GuestQueue:
         """Return the same, grown if need be, with guests more."""
@@ -183,6 +190,7 @@ def note_held(guests: GuestQueue, tokens: float) -> None:
     counts = guests.counts[0]
     counts.holds = tokens
     counts.held = max(counts.held, tokens)
+    counts.steps += 1
     passed = counts.clock - counts.noted
     if passed < 1.0:
         return
@@ -195,15 +203,59 @@ def note_held(guests: GuestQueue, tokens: float) -> None:
         guests.history[counts.seconds % len(guests.history)] = counts.held
         counts.seconds += 1
     counts.held = tokens
-    seen = np.sort(guests.history[: min(counts.seconds, len(guests.history))])
-    counts.reserve = seen[len(seen) - 1 - int(_ABOVE * len(seen))]
+    counts.spacing, counts.steps = passed / counts.steps, 0
+    _learn(guests)
 
 
 @compiled
-def kept_free(guests: GuestQueue) -> float:
-    """Compute the KV tokens that the job leaves alone for guests that are not here now."""
+def _learn(guests: GuestQueue) -> None:
+    """Learn from history what guests hold, and how much more they hold within each span."""
+    counts, length = guests.counts[0], len(guests.history)
+    seen = min(counts.seconds, length)
+    held = np.empty(seen)  # in order of time
+    for i in range(seen):
+        held[i] = guests.history[(counts.seconds - seen + i) % length]
+    counts.reserve = _rarely_above(held)
+    most = held.copy()  # of the span that begins with each second
+    rises = np.empty(seen)
+    for k in range(len(guests.rises)):
+        span = 1 << k
+        if span >= seen:
+            guests.rises[k:] = np.inf
+            return
+        for i in range(seen - span):
+            rises[i] = most[i + 1] - held[i]  # within `span` seconds after this one
+        guests.rises[k] = max(0.0, _rarely_above(rises[: seen - span]))
+        for i in range(seen - 2 * span + 1):
+            most[i] = max(most[i], most[i + span])
+
+
+@compiled
+def _rarely_above(values: NDArray[np.float64]) -> float:
+    """Find the value that a hundredth of the values exceed."""
+    above = np.full(int(_ABOVE * len(values)) + 1, -np.inf)  # the greatest, ascending
+    for value in values:
+        if value > above[0]:
+            at = 0
+            while at + 1 < len(above) and above[at + 1] < value:
+                above[at] = above[at + 1]
+                at += 1
+            above[at] = value
+    found: float = above[0]
+    return found
+
+
+@compiled
+def kept_free(guests: GuestQueue, steps: float) -> float:
+    """Compute the KV tokens that a row of the job leaves alone that ends in so many steps, for guests that may come."""
     counts = guests.counts[0]
-    free: float = max(0.0, counts.reserve - counts.holds)
+    span = 0
+    while span < len(guests.rises) and (1 << span) < steps * counts.spacing:
+        span += 1
+    most = counts.reserve
+    if span < len(guests.rises):
+        most = min(most, max(counts.held, counts.holds) + guests.rises[span])
+    free: float = max(0.0, most - counts.holds)
     return free
 
 

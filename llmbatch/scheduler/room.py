@@ -25,13 +25,13 @@ _CHUNKS: Final = 0.25  # of the window pages, the most that is left to the chunk
 
 @compiled
 def margin_of(state: SchedulerState) -> float:
-    """Compute the tokens of the pool that predictions leave alone, and that are kept free for guests."""
-    return state.limits.margin * state.pages.num_pages * state.pages.page_size + kept_free(state.guests)
+    """Compute the tokens of the pool that predictions leave alone."""
+    return state.limits.margin * state.pages.num_pages * state.pages.page_size
 
 
 @compiled
 def fits(state: SchedulerState, request: int, known: int, length: float, pool: float, now: float) -> bool:
-    """Tell whether the predicted peak stays within `pool` tokens if a sequence enters now."""
+    """Tell whether the predicted peak, and what is kept free for guests, stay within `pool` tokens if it enters now."""
     counts, pages = state.run.counts[0], state.pages
     if counts.decoding + counts.prefilling == 0:
         return True
@@ -42,7 +42,7 @@ def fits(state: SchedulerState, request: int, known: int, length: float, pool: f
     start = start_of(state, known, now)
     top = most(state.peak, start + max(length, 1.0), private_tokens(pages, request, known) - start)
     shared = (pages.counts[0].shared + pages.depth[request] - probe(pages, request)) * pages.page_size
-    return bool(top + shared <= pool)
+    return bool(top + shared + kept_free(state.guests, length) <= pool)
 
 
 @compiled

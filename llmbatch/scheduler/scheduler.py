@@ -29,8 +29,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from llmbatch.compilation.calls import call
 from llmbatch.kvcache.contents import Prompts
-from llmbatch.kvcache.page_pool import PagePool, tokens_spared
+from llmbatch.kvcache.page_pool import PagePool
 from llmbatch.kvcache.page_trie import PageTrie
 from llmbatch.kvcache.publish import publish
 from llmbatch.kvcache.renumber import carry_pages, find_pages
@@ -40,8 +41,8 @@ from llmbatch.perf_model.work import Rates
 from llmbatch.planning.equal_prompts import EqualPrompts
 from llmbatch.planning.prefix_tree import PrefixTree
 from llmbatch.scheduler.admission_order import EndRules, Ends, FromFront, Passed, TwoEndedQueue
-from llmbatch.scheduler.commit import advance, end_sequences, expect_anew, pack, withdraw
-from llmbatch.scheduler.decide import charge, decide_step, needs_attention
+from llmbatch.scheduler.commit import end_sequences, expect_anew, freeze, withdraw
+from llmbatch.scheduler.decide import decide_step, needs_attention, note_step
 from llmbatch.scheduler.forks import check_follows, claim_again
 from llmbatch.scheduler.guests import NO_LATENCY, Arrivals, GuestQueue, Latency, LatencyRules, note_seconds
 from llmbatch.scheduler.kv_forecast import KVForecast, Lengths
@@ -214,7 +215,7 @@ class Scheduler:
     @property
     def done(self) -> bool:
         """Nothing runs and nothing waits."""
-        return bool(is_done(self.state))
+        return bool(call(is_done, self.state))
 
     def unfinished(self) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         """Return requests of the job admitted and not ended, and the tokens each has generated."""
@@ -231,14 +232,14 @@ class Scheduler:
         assert not self.done, "there is nothing left to decide"
         self.state.guests.counts[0].clock = now
         self.attend()
-        while not decide_step(self.state, float(self.steps)):
+        while not call(decide_step, self.state, float(self.steps)):
             self.grow()
         return self._freeze()
 
     def attend(self) -> None:
         """Estimate anew what outlived its estimate or was preempted, and widen tables; only between steps."""
         state = self.state
-        if not needs_attention(state, float(self.steps)) or state.chunks.totals[0].begun:
+        if not call(needs_attention, state, float(self.steps)) or state.chunks.totals[0].begun:
             return
         overdue = state.peak.overdue(self.steps)
         if len(overdue):
@@ -262,14 +263,14 @@ class Scheduler:
         """Take note of an executed step; returns the sequences that ended, whose slots are free again."""
         state = self.state
         self.steps += 1
-        columns = step.slots, step.counts, step.samples
-        gone, work = advance(state, *columns, step.num_decodes, result.finished, float(self.steps))
-        charge(state, work)
+        reasons = np.ascontiguousarray(result.finished, np.uint8)
+        columns = step.slots, step.counts, step.samples, step.num_decodes
+        gone = call(note_step, state, *columns, reasons, float(self.steps))
         ended = result.finished > 0
         spare = 0 if result.spare is None else result.spare[ended].astype(np.int32)
         finished = FinishedSequences.of(state.run, state.pages, gone, result.finished[ended], spare)
         if len(gone):
-            end_sequences(state, gone)
+            call(end_sequences, state, gone)
         return finished
 
     def note_seconds(self, step: Step, seconds: float) -> None:
@@ -314,20 +315,14 @@ class Scheduler:
         return self._lengths.remaining(records["request"], generated).mean
 
     def _freeze(self) -> Step:
-        state = self.state
-        columns, counts, totals = pack(state), state.run.counts[0], state.chunks.totals[0]
+        pages = self.state.pages
+        columns, figures = call(freeze, self.state)
         return Step(
             index=self.steps,
-            num_decodes=int(counts.riding),
             **columns._asdict(),
-            block_tables=state.pages.tables,
-            cached_tokens=int(totals.cached),
-            recomputed_tokens=int(totals.recomputed),
-            preempted=int(totals.preempted),
-            running=int(counts.decoding + counts.prefilling),
-            kv_tokens=state.pages.used * state.pages.page_size,
-            spared_tokens=int(tokens_spared(state.pages)),
-            window_tables=state.pages.windows.tables_of_step,
+            **figures._asdict(),
+            block_tables=pages.tables,
+            window_tables=pages.windows.tables_of_step,
         )
 
 

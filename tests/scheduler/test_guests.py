@@ -14,7 +14,7 @@ from llmbatch.engine.simulated import SimulatedEngine
 from llmbatch.kvcache.page_trie import PageTrie
 from llmbatch.perf_model.step_bound import step_seconds
 from llmbatch.scheduler.admission_order import Blend, Ends, FromFront
-from llmbatch.scheduler.guests import Arrivals, Latency
+from llmbatch.scheduler.guests import Arrivals, GuestQueue, Latency, kept_free, note_held
 from llmbatch.scheduler.output import FinishReason, Step
 from llmbatch.scheduler.scheduler import QueueUpdate, Scheduler
 from llmbatch.scheduler.token_budget import Budget, ClosedLoopBudget, FixedBudget
@@ -251,6 +251,16 @@ def test_what_guests_held_is_kept_free_of_the_job() -> None:
     for _ in range(30):
         run.step()
     assert run.scheduler.state.pages.available * 16 >= guests.reserve
+
+
+def test_a_row_leaves_free_what_guests_may_want_more_before_it_ends() -> None:
+    guests = GuestQueue.empty()
+    for second in range(651):  # 10 tokens more in each second for 100 seconds, then 10 fewer
+        guests.counts[0].clock = float(second)
+        note_held(guests, 10.0 * abs((second + 100) % 200 - 100))
+    assert guests.counts[0].holds == 500
+    assert [kept_free(guests, steps) for steps in (1.0, 2.0, 3.0, 16.0)] == [10, 20, 40, 160]
+    assert kept_free(guests, 1e9) == guests.counts[0].reserve - 500 > 450
 
 
 def test_a_guest_that_waits_is_dismissed_and_one_that_runs_is_withdrawn() -> None:

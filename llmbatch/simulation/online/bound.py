@@ -8,6 +8,9 @@ bytes a second (law `bytes`), and takes the device's fixed seconds. So every sch
 
     ((C_on + f C_off)^e + (M_on + f M_off + (W / B) H / S)^e)^(1/e) <= H - fixed x H / S.
 
+A step reads no more KV than the pool holds if no two rows share any. Where a pool is given there are at least as many
+steps as all KV that is read fills pools.
+
 Under law `paper` a step's products take at least the seconds of reading the weights; that floor is left out, so the
 bound is a weaker one there.
 
@@ -46,28 +49,33 @@ class RequestWork:
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """The bound of steps of at most `longest` seconds, for online requests that arrive at `arrivals`, ascending."""
+    """The bound of steps of at most `longest` seconds, for online requests that arrive at `arrivals`, ascending.
+
+    `pool` are the tokens of KV that a step can read at most; infinite where rows share KV.
+    """
 
     cost: CostModel
     arrivals: Floats
     online: RequestWork
     job: RequestWork
     longest: float
+    pool: float = np.inf
 
     def share(self, seconds: float, rows: int | None = None) -> float:
         """Return the most of the job's first `rows` (all) that can be done in so many seconds: 0 to 1."""
         last = len(self.job.compute) - 1 if rows is None else rows
         arrived = int(np.searchsorted(self.arrivals, seconds, side="right"))
         compute, memory = self.online.compute[arrived], self.online.memory[arrived]
-        steps, rates = seconds / self.longest, self.cost.rates
-        if rates.weights_share_memory:
-            memory += rates.weight_seconds * steps
-        room = seconds - rates.step_seconds * steps
+        rates = self.cost.rates
+        filling = self.pool * rates.seconds_per_kv_token  # seconds of reading it once
         low, high = 0.0, 1.0
         for _ in range(50):
             middle = (low + high) / 2
-            work = compute + middle * self.job.compute[last], memory + middle * self.job.memory[last]
-            low, high = (middle, high) if float(self.cost.overlap(*work)) <= room else (low, middle)
+            computes, reads = compute + middle * self.job.compute[last], memory + middle * self.job.memory[last]
+            steps = max(seconds / self.longest, reads / filling)
+            weights = rates.weight_seconds * steps if rates.weights_share_memory else 0.0
+            fits = float(self.cost.overlap(computes, reads + weights)) <= seconds - rates.step_seconds * steps
+            low, high = (middle, high) if fits else (low, middle)
         return high if high == 1.0 else low
 
     def end(self, rows: int | None = None) -> float:

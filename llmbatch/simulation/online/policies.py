@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from llmbatch.compilation.calls import call
 from llmbatch.compilation.records import Records, records
 from llmbatch.engine.simulated import Clock
 from llmbatch.perf_model.cost import CostModel
@@ -69,7 +70,7 @@ def find_policy(name: OnlinePolicy, cost: CostModel) -> ReadyPolicy:
         fit, batch = fitted(cost), records(ooco.MixedBatch)
 
         def decide(state: RunState) -> None:
-            ooco.decide(state, fit.roofline, batch)
+            call(ooco.decide, state, fit.roofline, batch)
 
         return ReadyPolicy(decide, predictor_error=fit.error)
     known = {

@@ -14,6 +14,7 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from llmbatch.compilation.calls import call
 from llmbatch.compilation.decorators import compiled
 from llmbatch.compilation.records import Float64, Int64, Records, records
 from llmbatch.compilation.references import by_reference
@@ -133,9 +134,8 @@ class GuestLoop:
             room = min(until - scheduler.steps, len(self.log.steps) - int(counts.steps))
             coming = self._arrival[self._next] if self.waits else np.inf
             stop = min(coming, self._until if counts.now < self._until else np.inf)
-            scheduler.steps += _run(
-                scheduler.state, self._clock, self._output, self._generated, self.log, scheduler.steps, room, stop
-            )
+            arguments = self._clock, self._output, self._generated, self.log, scheduler.steps, room, float(stop)
+            scheduler.steps += call(_run, scheduler.state, *arguments)
             if scheduler.state.chunks.totals[0].begun:
                 scheduler.grow()
         ended = self.log.ended[before : counts.ended]

@@ -50,3 +50,12 @@ def test_as_many_rows_fit_a_time_as_end_in_it() -> None:
     bound = bound_of(4.0)
     rows = bound.rows(20.0)
     assert bound.end(rows) <= 20.0 < bound.end(rows + 1)
+
+
+def test_a_pool_bounds_what_a_step_reads() -> None:
+    bound = bound_of(1.0)
+    rates, compute, reads = bound.cost.rates, float(bound.job.compute[-1]), float(bound.job.memory[-1])
+    filling = 10_000 * rates.seconds_per_kv_token
+    weights = rates.weight_seconds * reads / filling
+    assert replace(bound, pool=10_000.0).end() == pytest.approx(compute + reads + weights, rel=1e-6)
+    assert replace(bound, pool=1e12).end() == bound.end()

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
+from llmbatch.compilation.calls import call
 from llmbatch.compilation.decorators import compiled
 from llmbatch.errors import ParameterError
 from llmbatch.perf_model.step_bound import step_seconds
@@ -54,27 +55,39 @@ def run_clock(state: RunState, decide: Decide, *, until: float = np.inf) -> NDAr
     Raises ParameterError where the policy stands still although rows wait.
     """
     log = empty_log(1024)
-    totals, online = state.totals[0], int(np.count_nonzero(state.rows["online"]))
-    steps = 0
-    while True:
-        arrive(state)
-        there = int(totals.ended_online + totals.ended_offline)
-        if there == len(state.rows) or (totals.ended_online == online and totals.now >= until):
-            return log[:steps]
-        decide(state)
-        if not state.load[0].rows:
-            coming = next_arrival(state)
-            if not np.isfinite(coming):
-                raise ParameterError(
-                    f"policy must find something to do, but {len(state.rows) - there} requests wait for ever: "
-                    "use another one, or more memory"
-                )
-            totals.now = max(totals.now, coming)
-            continue
+    online, steps = int(np.count_nonzero(state.rows["online"])), 0
+    while call(_goes_on, state, online, float(until)):
+        call(decide, state)
         if steps == len(log):
             log = np.concatenate((log, empty_log(len(log)))).view(np.recarray)
-        execute(state, log, steps)
-        steps += 1
+        if call(_execute_or_wait, state, log, steps):
+            steps += 1
+        elif state.totals[0].now == np.inf:
+            there = int(state.totals[0].ended_online + state.totals[0].ended_offline)
+            raise ParameterError(
+                f"policy must find something to do, but {len(state.rows) - there} requests wait for ever: "
+                "use another one, or more memory"
+            )
+    return log[:steps]
+
+
+@compiled
+def _goes_on(state: RunState, online: int, until: float) -> bool:
+    """Let in who has arrived, and tell whether the run is not over."""
+    arrive(state)
+    totals = state.totals[0]
+    all_ended = totals.ended_online + totals.ended_offline == len(state.rows)
+    return not (all_ended or (totals.ended_online == online and totals.now >= until))
+
+
+@compiled
+def _execute_or_wait(state: RunState, log: NDArray[np.void], step: int) -> bool:
+    """Compute what was taken, and tell so; if nothing was, go on to the next arrival, or to infinity if none comes."""
+    if state.load[0].rows > 0:
+        execute(state, log, step)
+        return True
+    state.totals[0].now = max(state.totals[0].now, next_arrival(state))
+    return False
 
 
 @compiled
