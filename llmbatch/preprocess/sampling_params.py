@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from typing import Any, Final, cast
@@ -168,7 +168,10 @@ def _token_ids(name: str, value: object) -> tuple[int, ...]:
 def _bias(value: object) -> tuple[tuple[int, float], ...]:
     """Return biases by token id, sorted; keys may be texts of digits, as JSON has them."""
     pairs: Any = value.items() if isinstance(value, Mapping) else value
-    if isinstance(pairs, (str, bytes)) or not all(isinstance(pair, (tuple, list)) and len(pair) == 2 for pair in pairs):
+    if not isinstance(pairs, Iterable) or isinstance(pairs, (str, bytes)):
+        raise refusal("logit_bias", "map token ids to numbers", value)
+    pairs = list(pairs)
+    if not all(isinstance(pair, (tuple, list)) and len(pair) == 2 for pair in pairs):
         raise refusal("logit_bias", "map token ids to numbers", value)
     found: dict[int, float] = {}
     for token, bias in pairs:

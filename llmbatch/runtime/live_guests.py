@@ -89,7 +89,7 @@ class LiveGuests:
                 self._end(one, FinishReason.ERROR, error=too_long(len(guest.tokens), self._pool))
             else:
                 self._entering.append(one)
-        leaving = [self._here[guest] for guest in left if guest in self._here]
+        leaving = [self._here[guest] for guest in dict.fromkeys(left) if guest in self._here]
         for one in leaving:
             if one.request < 0:
                 self._entering.remove(one)
