@@ -14,6 +14,7 @@ from llmbatch.structured import Structure
 MOST_DRAWS: Final = 1024  # answers to one row
 MOST_LOGPROBS: Final = 20  # likeliest tokens that are told beside each token, as many as OpenAI tells
 MOST_BIAS: Final = 100.0
+_LEAST_PENALTY: Final = 2.0**-126  # what a float32 can hold and logits can be divided by
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +79,7 @@ class SamplingParams:
         for name in ("presence_penalty", "frequency_penalty"):
             if not -2 <= getattr(self, name) <= 2:
                 raise refusal(name, "be at least -2 and at most 2", getattr(self, name))
-        if self.repetition_penalty <= 0:
+        if self.repetition_penalty < _LEAST_PENALTY:
             raise refusal("repetition_penalty", "be above 0 (1 changes nothing)", self.repetition_penalty)
         if self.min_tokens > self.max_tokens:
             raise refusal("min_tokens", f"be at most max_tokens, {self.max_tokens}", self.min_tokens)

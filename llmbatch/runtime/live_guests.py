@@ -19,6 +19,7 @@ from llmbatch.engine.base import TokenLogprobs
 from llmbatch.errors import RowError
 from llmbatch.planning.workload import Pool, too_long
 from llmbatch.runtime.guests import Guest, GuestEnd, GuestInbox
+from llmbatch.runtime.protocols import NO_ANSWER
 from llmbatch.runtime.spare_rows import SpareRows
 from llmbatch.scheduler.guests import Arrivals
 from llmbatch.scheduler.output import FinishReason
@@ -144,7 +145,7 @@ class LiveGuests:
             return
         error = None
         if reason == FinishReason.ERROR:
-            error = RowError("engine", "the model's logits were not finite for this request: try dtype float32")
+            error = NO_ANSWER
         if reason < FinishReason.ERROR:
             self._ended = min(self._ended + 1, _REMEMBERED)
             self._mean += (len(tokens) - self._mean) / self._ended
