@@ -262,6 +262,24 @@ def test_an_endpoint_says_what_it_is_while_every_thread_answers_windows(there: W
             end.set()
 
 
+def test_windows_that_are_too_large_together_are_refused_for_a_while(
+    there: WindowServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("llmbatch.remote.windows.routes.MOST_BYTES", 1000)
+    monkeypatch.setattr("llmbatch.remote.windows.routes._AT_ONCE", 1)
+    statuses = []
+
+    def slowly() -> Iterator[bytes]:
+        yield b"a" * 900
+        while not statuses or statuses[-1] != 429:  # until the server has read these
+            statuses.append(httpx.post(there.url + PATH, content=b"a" * 200).status_code)
+        yield b"a"
+
+    assert httpx.post(there.url + PATH, content=slowly()).status_code == 400
+    assert set(statuses) <= {400, 429}
+    assert httpx.post(there.url + PATH, content=b"a" * 200).status_code == 400
+
+
 def test_an_endpoint_that_does_not_say_in_time_what_it_is_is_not_taken_for_another(
     there: WindowServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
