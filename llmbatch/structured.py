@@ -101,7 +101,10 @@ def _fault(structure: Structure) -> str:
         grammar = structure.grammar()
     except ParameterError as error:
         return str(error)
-    found = LLMatcher(LLTokenizer("byte"), grammar, log_level=0).get_error()  # as any tokenizer's would be
+    matcher = LLMatcher(LLTokenizer("byte"), grammar, log_level=0)  # its error would be that of any tokenizer's
+    if not matcher.is_error():
+        matcher.compute_bitmask()  # some faults are found with the first token
+    found = str(matcher.get_error()).partition("<state>")[0]  # behind it is what llguidance has in memory
     return f"{structure._name} must be one that can be followed: {_line(found)}" if found else ""
 
 

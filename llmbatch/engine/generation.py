@@ -195,8 +195,9 @@ class TokenBuffers:
         """Let grammars take the tokens of their sequences, and end those that are whole."""
         if self.grammars is not None:
             for i in self.grammars.has(requests).tolist():
-                if kept[i] and self.grammars.take(int(slots[i]), int(requests[i]), int(tokens[i])):
-                    finished[i] = FinishReason.STOP
+                if kept[i]:
+                    ends = self.grammars.take(int(slots[i]), int(requests[i]), int(tokens[i]))
+                    finished[i] = finished[i] if ends == FinishReason.RUNNING else ends
 
     def _widen(self, places: int) -> None:
         """Have room to tell of so many tokens in each place."""

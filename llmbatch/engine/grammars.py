@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from llmbatch.compilation.decorators import compiled
 from llmbatch.preprocess.request_batch import RequestBatch
+from llmbatch.scheduler.output import FinishReason
 from llmbatch.structured import Structure
 
 _THREADS: Final = 2
@@ -74,12 +75,16 @@ class Grammars:
         states = [self._state(int(slots[row]), int(requests[row])) for row in rows]
         return self._thread.submit(self._write, rows, states)
 
-    def take(self, slot: int, request: int, token: int) -> bool:
-        """Take a token that a sequence has now; whether its form allows no more."""
+    def take(self, slot: int, request: int, token: int) -> FinishReason:
+        """Take a token that a sequence has now, and say whether it ends so: its form allows no more, or is too large.
+
+        How large the states of a grammar become is known when they are reached. llguidance follows them to a bound.
+        """
         state = self._state(slot, request)
         state.consume_token(token)
-        assert not state.is_error(), state.get_error()
-        return bool(state.is_stopped())
+        if state.is_error():
+            return FinishReason.ERROR
+        return FinishReason.STOP if state.is_stopped() else FinishReason.RUNNING
 
     def has(self, requests: NDArray[np.int32]) -> NDArray[np.intp]:
         """Find which of some requests have a form."""

@@ -23,7 +23,7 @@ from llmbatch.inference.window import Window
 from llmbatch.io.gather import pieces
 from llmbatch.preprocess.request_batch import RequestBatch
 from llmbatch.preprocess.tokenizer import Tokenizer
-from llmbatch.runtime.protocols import CompletedRequests, EngineObserver
+from llmbatch.runtime.protocols import NO_ANSWER, CompletedRequests, EngineObserver
 from llmbatch.scheduler.output import FinishReason
 from llmbatch.scheduler.scheduler import FinishedSequences
 
@@ -96,9 +96,7 @@ class AnswerAssembler(EngineObserver[Window]):
         self._at_risk = at_risk
         self._texts = texts
         self._broken = {
-            FinishReason.ERROR: RowError(
-                "engine", "the model's logits were not finite for this row: try dtype float32"
-            ),
+            FinishReason.ERROR: NO_ANSWER,
             FinishReason.TIMEOUT: RowError(
                 "timeout",
                 f"a row may run for row_timeout, {row_timeout:g} s, and this one was not done by then: "

@@ -107,7 +107,7 @@ def _completion(given: Mapping[str, Any], sampling: dict[str, Any], model: str |
     if isinstance(prompt, list) and prompt and all(isinstance(one, (str, list)) for one in prompt):
         if len(prompt) > 1:
             raise ParameterError(
-                f"prompt must be one prompt, got a list of {len(prompt)}: give each prompt a line of its own"
+                f"prompt must be one prompt, got a list of {len(prompt)}: give each prompt a request of its own"
             )
         prompt = prompt[0]
     asked = _json("sampling parameters", sampling)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from typing import Any, Final, cast
@@ -14,6 +14,7 @@ from llmbatch.structured import Structure
 MOST_DRAWS: Final = 1024  # answers to one row
 MOST_LOGPROBS: Final = 20  # likeliest tokens that are told beside each token, as many as OpenAI tells
 MOST_BIAS: Final = 100.0
+_LEAST_PENALTY: Final = 2.0**-126  # what a float32 can hold and logits can be divided by
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +79,7 @@ class SamplingParams:
         for name in ("presence_penalty", "frequency_penalty"):
             if not -2 <= getattr(self, name) <= 2:
                 raise refusal(name, "be at least -2 and at most 2", getattr(self, name))
-        if self.repetition_penalty <= 0:
+        if self.repetition_penalty < _LEAST_PENALTY:
             raise refusal("repetition_penalty", "be above 0 (1 changes nothing)", self.repetition_penalty)
         if self.min_tokens > self.max_tokens:
             raise refusal("min_tokens", f"be at most max_tokens, {self.max_tokens}", self.min_tokens)
@@ -168,7 +169,10 @@ def _token_ids(name: str, value: object) -> tuple[int, ...]:
 def _bias(value: object) -> tuple[tuple[int, float], ...]:
     """Return biases by token id, sorted; keys may be texts of digits, as JSON has them."""
     pairs: Any = value.items() if isinstance(value, Mapping) else value
-    if isinstance(pairs, (str, bytes)) or not all(isinstance(pair, (tuple, list)) and len(pair) == 2 for pair in pairs):
+    if not isinstance(pairs, Iterable) or isinstance(pairs, (str, bytes)):
+        raise refusal("logit_bias", "map token ids to numbers", value)
+    pairs = list(pairs)
+    if not all(isinstance(pair, (tuple, list)) and len(pair) == 2 for pair in pairs):
         raise refusal("logit_bias", "map token ids to numbers", value)
     found: dict[int, float] = {}
     for token, bias in pairs:

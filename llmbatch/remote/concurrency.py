@@ -94,7 +94,7 @@ class Concurrency:
         self._ended += 1
         self._tokens += tokens
         self._seconds += seconds
-        return self.doubles and self._ended >= self.limit
+        return self.doubles and self._ended == self.limit  # those after it, while `/metrics` is read, are not
 
     def refused(self) -> None:
         """Fall back: the endpoint says that it has no time."""

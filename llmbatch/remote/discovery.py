@@ -16,6 +16,7 @@ from llmbatch.remote.replies import message_of, refused_key
 from llmbatch.remote.windows.messages import PATH, VERSION
 
 _KEY: Final = "OPENAI_API_KEY"
+_KEY_RULE: Final = "key, of letters, digits and signs without spaces"
 _SECONDS: Final = 30.0  # that an endpoint may take to say what it has
 _NAMED: Final = 5  # models in a message
 
@@ -38,7 +39,10 @@ class Discovered:
 def read_key(file: str | None) -> str | None:
     """Read the key of endpoints from a file, or from the environment; None: they have none. Raises ParameterError."""
     if file is None:
-        return os.environ.get(_KEY) or None
+        key = os.environ.get(_KEY, "").strip()
+        if key and not _is_key(key):
+            raise ParameterError(f"{_KEY} must hold one {_KEY_RULE}: set it anew, or give a file (--api-key-file)")
+        return key or None
     try:
         key = Path(file).read_text(encoding="utf-8").strip()
     except (OSError, ValueError) as error:
@@ -47,13 +51,18 @@ def read_key(file: str | None) -> str | None:
             option="api_key_file",
             value=file,
         ) from None
-    if not key or not key.isascii() or len(key.split()) > 1:
+    if not _is_key(key):
         raise ParameterError(
-            f"api_key_file must hold one key, of letters, digits and signs without spaces, got {file!r}",
+            f"api_key_file must hold one {_KEY_RULE}, got {file!r}",
             option="api_key_file",
             value=file,
         )
     return key
+
+
+def _is_key(key: str) -> bool:
+    """Tell whether a key can stand in a header."""
+    return key.isascii() and key.isprintable() and len(key.split()) == 1
 
 
 def discover(url: str, key: str | None, model: str) -> Discovered:
@@ -61,7 +70,7 @@ def discover(url: str, key: str | None, model: str) -> Discovered:
     headers = {"authorization": f"Bearer {key}"} if key else {}
     with httpx.Client(base_url=url, headers=headers, timeout=_SECONDS) as client:
         models = _models(url, client)
-        windows = _windows(client)
+        windows = _windows(url, client)
     if models is not None and model not in models:
         listed = ", ".join(map(repr, models[:_NAMED])) + (", ..." if len(models) > _NAMED else "")
         raise ModelError(
@@ -70,24 +79,28 @@ def discover(url: str, key: str | None, model: str) -> Discovered:
     return Discovered(url, windows)
 
 
-def _windows(client: httpx.Client) -> WindowsAbout | None:
+def _windows(url: str, client: httpx.Client) -> WindowsAbout | None:
+    reply = _get(url, client, PATH)
     try:
-        reply = client.get(PATH)
         told: Any = json.loads(reply.content)
         if reply.status_code == 200 and told["windows"] == VERSION:
             return WindowsAbout(str(told["model_files"]))
-    except (httpx.TransportError, ValueError, LookupError, TypeError):
+    except (ValueError, LookupError, TypeError, RecursionError):
         pass
     return None
 
 
-def _models(url: str, client: httpx.Client) -> tuple[str, ...] | None:
+def _get(url: str, client: httpx.Client, path: str) -> httpx.Response:
     try:
-        reply = client.get("/v1/models")
-    except httpx.TransportError as error:
+        return client.get(path)
+    except httpx.RequestError as error:  # of one that is slow, nobody can tell whether it is llmbatch's
         raise JobError(
             f"the endpoint {url} cannot be reached ({reason_of(error)}): start it first, or mend the URL (--beside)"
         ) from None
+
+
+def _models(url: str, client: httpx.Client) -> tuple[str, ...] | None:
+    reply = _get(url, client, "/v1/models")
     if reply.status_code in (401, 403):
         raise InputError(refused_key(url, reply.status_code, message_of(reply.content)))
     if reply.status_code != 200:
@@ -95,5 +108,5 @@ def _models(url: str, client: httpx.Client) -> tuple[str, ...] | None:
     try:
         listed: Any = json.loads(reply.content)["data"]
         return tuple(str(one["id"]) for one in listed)
-    except (ValueError, LookupError, TypeError):
+    except (ValueError, LookupError, TypeError, RecursionError):
         return None

@@ -41,6 +41,7 @@ class OpenAIEndpoint(RemoteEndpoint[SentRequest, RequestAnswer]):
     ) -> None:
         super().__init__(url, key, concurrency)
         self._model, self._row_timeout = model, row_timeout
+        self._replies = 0  # that say something of a row
 
     async def open(self) -> None:
         """See what its guests have waited before the job."""
@@ -66,17 +67,20 @@ class OpenAIEndpoint(RemoteEndpoint[SentRequest, RequestAnswer]):
         body = body_of(sent.window.requests, sent.index, self._model)
         data = json.dumps(body.fields, ensure_ascii=False).encode()
         of_row = of_endpoint = attempts = 0
+        replies = self._replies
         while True:
             attempts += 1
             got = await self._try(body.path, data, attempts)
             if isinstance(got, RequestAnswer):
+                self._replies += 1
                 return got._replace(attempts=attempts)
             if got.of_row:
                 of_row += 1
                 if of_row >= patience.row_tries:
                     return failed(RowError("engine", f"the endpoint has no answer to the row: {got.reason}"), attempts)
             else:
-                of_endpoint += 1
+                of_endpoint = of_endpoint + 1 if self._replies == replies else 1  # others may be answered meanwhile
+                replies = self._replies
                 if self.lost is not None or of_endpoint >= patience.tries:
                     raise Unreachable(f"{got.reason}, {of_endpoint} times in a row")
                 self.concurrency.refused()
@@ -95,6 +99,8 @@ class OpenAIEndpoint(RemoteEndpoint[SentRequest, RequestAnswer]):
             return failed(RowError("timeout", message), attempts)
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
             return TryAgain(f"it cannot be reached ({reason_of(error)})", of_row=False)
+        except httpx.DecodingError as error:
+            return TryAgain(f"its reply cannot be decompressed ({reason_of(error)})", of_row=True)
         except httpx.TransportError as error:
             return TryAgain(f"it hung up ({reason_of(error)})", of_row=True)
         got = read_reply(reply.status_code, reply.headers, reply.content, url=self.url, path=path)

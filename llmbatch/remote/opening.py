@@ -49,4 +49,12 @@ def _open_remote(options: Options, progress: Progress) -> TableWorker:
         return RequestWorker(options, key, seconds)
     about = found[0].windows
     assert about is not None
+    for one in found:
+        if one.windows != about:
+            raise ParameterError(
+                f"beside must name endpoints of one model, but {found[0].url} and {one.url} have other files of "
+                f"{options.model!r}: run a job at those that have the same",
+                option="beside",
+                value=options.beside,
+            )
     return WindowWorker(options, key, about, progress, seconds)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from typing import Any, Final
 
+from llmbatch.arguments import INT32_MAX
 from llmbatch.errors import ErrorKind, JobError, RowError
 from llmbatch.inference.row_parts import RequestAnswer
 from llmbatch.openai.fields import CHAT
@@ -65,12 +66,12 @@ def message_of(body: bytes) -> str:
     text = body.decode(errors="replace")
     try:
         found: Any = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         found = text
     for name in ("error", "message", "detail"):
         if isinstance(found, dict) and name in found:
             found = found[name]
-    line = " ".join(str(found).split())
+    line = " ".join(_valid(str(found)).split())
     return (line if len(line) <= _SHOWN else line[:_SHOWN] + "...") or "nothing"
 
 
@@ -83,7 +84,7 @@ def retry_after(headers: Mapping[str, str]) -> float | None:
         pass
     try:
         wait = parsedate_to_datetime(told) - parsedate_to_datetime(headers.get("date", ""))
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return None
     return max(0.0, wait.total_seconds())
 
@@ -93,10 +94,10 @@ def _answer(body: bytes, path: str) -> RequestAnswer | TryAgain:
         reply = json.loads(body)
         choice, usage = reply["choices"][0], reply.get("usage") or {}
         text = _text(choice["message"]) if path == CHAT else choice["text"]
-        inputs, tokens = int(usage.get("prompt_tokens") or 0), int(usage.get("completion_tokens") or 0)
-        cached = int((usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
+        inputs, tokens = _count(usage.get("prompt_tokens")), _count(usage.get("completion_tokens"))
+        cached = _count((usage.get("prompt_tokens_details") or {}).get("cached_tokens"))
         reason = choice.get("finish_reason")
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError):
         return TryAgain(f"its reply is no answer in OpenAI's form: {message_of(body)}", of_row=True)
     if not isinstance(text, str):
         return TryAgain(f"its reply is no answer in OpenAI's form: {message_of(body)}", of_row=True)
@@ -104,7 +105,7 @@ def _answer(body: bytes, path: str) -> RequestAnswer | TryAgain:
     if reason == "content_filter":
         error = RowError("engine", "the endpoint's content filter withheld the answer")
     finish = FinishReason.LENGTH if reason == "length" else FinishReason.STOP
-    return RequestAnswer(text, tokens, finish, min(cached, inputs), 1, None, None, error, inputs)
+    return RequestAnswer(_valid(text), tokens, finish, min(cached, inputs), 1, None, None, error, inputs)
 
 
 def _text(message: Mapping[str, Any]) -> object:
@@ -113,3 +114,16 @@ def _text(message: Mapping[str, Any]) -> object:
     if content is None:
         return json.dumps(calls, ensure_ascii=False) if calls else ""
     return content
+
+
+def _count(told: Any) -> int:
+    """Return a count of tokens, 0 where none is told. Raises what `int` raises, and OverflowError."""
+    count = int(told or 0)
+    if not 0 <= count <= INT32_MAX:
+        raise OverflowError
+    return count
+
+
+def _valid(text: str) -> str:
+    """Join the halves of characters that JSON may have apart; one that is alone becomes U+FFFD."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

@@ -9,7 +9,7 @@ _LONGEST = 3600.0  # seconds that an endpoint may ask to wait
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """Waits that double, up to a bound, unless an endpoint says how long to wait; and how many tries there are.
+    """Waits that double, up to a bound, or as long as an endpoint says; and how many tries there are.
 
     With the values that hold by themselves, an endpoint that is gone for ten minutes is found again.
     """
@@ -20,10 +20,12 @@ class Patience:
     row_tries: int = 4  # of a row of which the endpoint breaks
 
     def wait(self, times: int, told: float | None) -> float:
-        """Return the seconds to wait after so many failed tries, at least one; `told` is what the endpoint says."""
-        if told is not None:
-            return min(told, _LONGEST)
-        return min(self.most, self.first * 2.0 ** min(times - 1, 32))
+        """Return the seconds to wait after so many failed tries, at least one; `told` is what the endpoint says.
+
+        One that says each time "a second" may be gone for minutes all the same.
+        """
+        doubled = min(self.most, self.first * 2.0 ** min(times - 1, 32))
+        return max(doubled, min(told or 0.0, _LONGEST))
 
 
 PATIENCE = Patience()

@@ -19,6 +19,7 @@ from llmbatch.engine.base import TokenLogprobs
 from llmbatch.errors import RowError
 from llmbatch.planning.workload import Pool, too_long
 from llmbatch.runtime.guests import Guest, GuestEnd, GuestInbox
+from llmbatch.runtime.protocols import NO_ANSWER
 from llmbatch.runtime.spare_rows import SpareRows
 from llmbatch.scheduler.guests import Arrivals
 from llmbatch.scheduler.output import FinishReason
@@ -89,7 +90,7 @@ class LiveGuests:
                 self._end(one, FinishReason.ERROR, error=too_long(len(guest.tokens), self._pool))
             else:
                 self._entering.append(one)
-        leaving = [self._here[guest] for guest in left if guest in self._here]
+        leaving = [self._here[guest] for guest in dict.fromkeys(left) if guest in self._here]
         for one in leaving:
             if one.request < 0:
                 self._entering.remove(one)
@@ -144,7 +145,7 @@ class LiveGuests:
             return
         error = None
         if reason == FinishReason.ERROR:
-            error = RowError("engine", "the model's logits were not finite for this request: try dtype float32")
+            error = NO_ANSWER
         if reason < FinishReason.ERROR:
             self._ended = min(self._ended + 1, _REMEMBERED)
             self._mean += (len(tokens) - self._mean) / self._ended

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Generic, Protocol, TypeVar
+from typing import Final, Generic, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +16,11 @@ from llmbatch.preprocess.request_batch import RequestBatch
 from llmbatch.scheduler.output import Step
 from llmbatch.scheduler.scheduler import FinishedSequences
 
+NO_ANSWER: Final = RowError(
+    "engine",
+    "the model's logits were not finite, or the form of the answer became too large to be followed: "
+    "try dtype float32, or a simpler form",
+)
 NO_REQUESTS = np.empty(0, np.int32)
 
 

@@ -50,7 +50,7 @@ class KeyCheck:
         if scope["type"] == "http" and self._keys and scope["path"] not in _OPEN:
             given = Headers(scope=scope).get("authorization", "")
             has_key = given.lower().startswith(_BEARER)
-            key = given[len(_BEARER) :].strip().encode()
+            key = given[len(_BEARER) :].strip().encode("latin-1")  # the bytes that were sent
             known = [hmac.compare_digest(key, one) for one in self._keys]  # all of them, whichever is right
             if not has_key or not any(known):
                 what = "be one of this server's, got another" if has_key else "be given as Authorization: Bearer KEY"

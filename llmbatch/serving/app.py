@@ -27,6 +27,7 @@ from llmbatch.serving.records import Record
 from llmbatch.serving.refused import Refused, respond, unknown
 
 _MOST_LISTED: Final = 100
+_DIGITS: Final = 3  # of that number
 _LISTED: Final = 20
 _PROMETHEUS: Final = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -162,10 +163,9 @@ def make_app(endpoint: Endpoint, keys: Sequence[bytes], others: Sequence[Route] 
 def _page(request: Request, records: list[Record]) -> Response:
     """Answer with the records after one, at most so many."""
     limit, after = request.query_params.get("limit", str(_LISTED)), request.query_params.get("after")
-    if not (limit.isdecimal() and 1 <= int(limit) <= _MOST_LISTED):
-        raise Refused(
-            400, f"limit must be from 1 to {_MOST_LISTED}, got {limit!r}", param="limit", code="invalid_value"
-        )
+    if not (limit.isdecimal() and len(limit) <= _DIGITS and 1 <= int(limit) <= _MOST_LISTED):
+        message = f"limit must be from 1 to {_MOST_LISTED}, got {limit[:100]!r}"
+        raise Refused(400, message, param="limit", code="invalid_value")
     if after is not None:
         names = [record["id"] for record in records]
         if after not in names:

@@ -18,14 +18,15 @@ from queue import SimpleQueue
 from typing import Any, Final
 from uuid import uuid4
 
-from llmbatch.errors import InputError, JobStopped, LLMBatchError
+from llmbatch.arguments import text
+from llmbatch.errors import InputError, JobStopped, LLMBatchError, ParameterError
 from llmbatch.inference.progress import Advance
 from llmbatch.inference.report import Report
 from llmbatch.openai.fields import FIELDS
 from llmbatch.runtime.cancellation import StopRequest
 from llmbatch.serving.files import FileStore
 from llmbatch.serving.records import Record, read_records, write_record
-from llmbatch.serving.refused import Refused, unknown
+from llmbatch.serving.refused import Refused, not_kept, unknown
 from llmbatch.storage.local import make_folder
 
 _RECORD: Final = "batch.json"
@@ -93,12 +94,16 @@ class BatchStore:
             raise _invalid("endpoint", f"must be one of {', '.join(FIELDS)}, got {endpoint!r}")
         if window != _WINDOW:
             raise _invalid("completion_window", f"must be {_WINDOW!r}, got {window!r}")
-        if metadata is not None and not isinstance(metadata, dict):
-            raise _invalid("metadata", f"must be an object, got {metadata!r}")
+        if metadata is not None:
+            _check_metadata(metadata)
         source = self._files.content(body["input_file_id"])
         name = f"batch_{uuid4().hex}"
-        make_folder(str(self._folder / name))
-        os.link(source, self._folder / name / _INPUT)
+        try:
+            make_folder(str(self._folder / name))
+            os.link(source, self._folder / name / _INPUT)
+        except OSError as error:
+            shutil.rmtree(self._folder / name, ignore_errors=True)
+            raise not_kept("batch", error) from None
         record: Record = {
             "id": name,
             "object": "batch",
@@ -139,9 +144,13 @@ class BatchStore:
         self.get(name)
         with self._lock:
             if self._records[name]["status"] not in _ENDED:
-                self._write(name, _moved(self._records[name], "cancelling"))
+                moved = _moved(self._records[name], "cancelling")
                 if self._current is not None and self._current[0] == name:
+                    self._write(name, moved)
                     self._current[1].ask()
+                else:  # it waits: nothing of it can end any more
+                    self._write(name, _moved(moved, "cancelled"))
+                    self._clear(self._folder / name)
         return self.get(name)
 
     def close(self, grace: float) -> None:
@@ -169,14 +178,10 @@ class BatchStore:
         stopping = StopRequest()
         with self._lock:
             record = self._records[name]
-            if self._ending:
+            if self._ending or record["status"] in _ENDED:
                 return
-            if record["status"] != "cancelling":
-                self._current, self._counts = (name, stopping), _Counts()
-                self._write(name, _moved(record, "in_progress"))
-        if self._current is None:
-            self._cancel(name)
-            return
+            self._current, self._counts = (name, stopping), _Counts()
+            self._write(name, _moved(record, "in_progress"))
         place = self._folder / name
         try:
             report = self._run(place / _INPUT, place / _OUTPUT, self._counts, stopping)
@@ -215,7 +220,9 @@ class BatchStore:
     def _fail(self, name: str, code: str, message: str) -> None:
         errors = {"object": "list", "data": [{"code": code, "message": message, "param": None, "line": None}]}
         with self._lock:
-            self._write(name, {**_moved(self._records[name], "failed"), "errors": errors})
+            self._records[name] = {**_moved(self._records[name], "failed"), "errors": errors}
+            with contextlib.suppress(OSError):  # of a full disk, on which it goes on when the server starts again
+                self._write(name, self._records[name])
 
     def _clear(self, place: Path) -> None:
         """Remove all of an ended batch but its record."""
@@ -233,6 +240,17 @@ def _moved(record: Record, status: str) -> Record:
     """Return a record with another status, and when it came to that."""
     moment = f"{status}_at"
     return {**record, "status": status, moment: record.get(moment) or int(time.time())}
+
+
+def _check_metadata(value: object) -> None:
+    """Refuse what is not an object of texts, as OpenAI's is: it is told again with the batch."""
+    if not isinstance(value, dict) or not all(isinstance(one, str) for one in value.values()):
+        raise _invalid("metadata", f"must be an object of texts, got {repr(value)[:100]}")
+    try:
+        for one in (*value, *value.values()):
+            text("metadata", one)
+    except ParameterError as error:
+        raise _invalid("metadata", str(error).removeprefix("metadata ")) from None
 
 
 def _invalid(param: str, rule: str) -> Refused:

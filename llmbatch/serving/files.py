@@ -10,7 +10,7 @@ from typing import IO, Final
 from uuid import uuid4
 
 from llmbatch.serving.records import Record, read_records, write_record
-from llmbatch.serving.refused import Refused, unknown
+from llmbatch.serving.refused import Refused, not_kept, unknown, valid_text
 from llmbatch.storage.local import make_folder, sync_folder
 
 _RECORD: Final = "file.json"
@@ -28,16 +28,19 @@ class FileStore:
         self._records = read_records(folder, _RECORD)
 
     def add(self, content: IO[bytes], filename: str, purpose: str) -> Record:
-        """Keep what was uploaded. Raises Refused for another purpose than that of batches."""
+        """Keep what was uploaded. Raises Refused for another purpose than batches, and where the disk is full."""
         if purpose != PURPOSE:
             raise Refused(400, f"purpose must be {PURPOSE!r}, got {purpose!r}", param="purpose", code="invalid_value")
         name = f"file-{uuid4().hex}"
-        path = self._place(name)
-        with path.open("wb") as file:
-            shutil.copyfileobj(content, file, 1 << 20)
-            file.flush()
-            os.fsync(file.fileno())
-        return self._keep(name, filename, purpose)
+        try:
+            with self._place(name).open("wb") as file:
+                shutil.copyfileobj(content, file, 1 << 20)
+                file.flush()
+                os.fsync(file.fileno())
+            return self._keep(name, valid_text(filename), purpose)
+        except OSError as error:  # the part of it that was written would stay
+            shutil.rmtree(self._folder / name, ignore_errors=True)
+            raise not_kept("file", error) from None
 
     def adopt(self, source: Path, name: str, filename: str) -> Record:
         """Keep a file that a batch wrote, under a name that is the same each time; harmless where it is kept."""
@@ -68,7 +71,7 @@ class FileStore:
         self.get(name)
         (self._folder / name / _RECORD).unlink(missing_ok=True)
         shutil.rmtree(self._folder / name, ignore_errors=True)
-        del self._records[name]
+        self._records.pop(name, None)  # another request may have removed it meanwhile
         return {"id": name, "object": "file", "deleted": True}
 
     def _place(self, name: str) -> Path:

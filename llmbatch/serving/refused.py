@@ -26,9 +26,9 @@ class Refused(Exception):
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        super().__init__(_valid(message))
+        super().__init__(valid_text(message))
         self.status = status
-        self.param = None if param is None else _valid(param)
+        self.param = None if param is None else valid_text(param)
         self.code = code
         self.headers = headers
 
@@ -53,7 +53,7 @@ class Refused(Exception):
         return JSONResponse(self.body, self.status, self.headers)
 
 
-def _valid(text: str) -> str:
+def valid_text(text: str) -> str:
     """Write halves of characters, which UTF-8 cannot hold, as JSON does."""
     return text.encode("utf-8", "backslashreplace").decode()
 
@@ -67,3 +67,9 @@ async def respond(request: Request, error: Exception) -> JSONResponse:
 def unknown(what: str, name: str, param: str) -> Refused:
     """Make the error of a name that is that of nothing here."""
     return Refused(404, f"{param} must be that of {what}, got {name!r}", param=param, code="not_found")
+
+
+def not_kept(what: str, error: OSError) -> Refused:
+    """Make the error of something that cannot be written to the folder of files and batches."""
+    reason = (error.strerror or str(error)).lower()
+    return Refused(500, f"the {what} cannot be kept ({reason}): have room made in the server's state_dir")

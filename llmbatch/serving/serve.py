@@ -75,9 +75,10 @@ def _listening(serving: ServingOptions) -> Iterator[socket.socket]:
     host, port = serving.host, serving.port
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
         raise ParameterError(
-            f"host must be an address of this machine, got {host!r}: {error.strerror}", option="host", value=host
+            f"host must be an address of this machine, got {host!r}: {reason}", option="host", value=host
         ) from None
     family, address = found[0][0], found[0][4]
     try:

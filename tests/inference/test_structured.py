@@ -154,6 +154,8 @@ def test_what_of_a_form_is_not_supported_is_named(folder: str, given: dict[str, 
         {"regex": "("},
         {"json": {"type": "nothing"}},
         {"grammar": "root ::= missing"},
+        {"json": {"$ref": "#"}},
+        {"grammar": "root ::= root"},
     ],
 )
 def test_a_form_that_cannot_be_followed_is_refused_and_the_rows_error(folder: str, given: dict[str, Any]) -> None:
@@ -166,3 +168,16 @@ def test_a_form_that_cannot_be_followed_is_refused_and_the_rows_error(folder: st
     bad, good = op(pa.table({"text": TEXTS[:2], "how": params})).to_pylist()
     assert bad["error_kind"] == "parameters"
     assert good["error"] is None
+
+
+def test_a_form_that_becomes_too_large_is_an_error_of_its_row_alone(folder: str) -> None:
+    forms = [None, {"regex": "(a{1000}){1000}"}, None, {"choice": ["yes"]}]
+    op: Any = llmbatch.LLMOperator(
+        model=folder, prompt="text", dtype="float32", device="cpu", kv_memory=2**24, max_tokens=8, sampling_params="how"
+    )
+    how = [None if form is None else json.dumps({"structured_outputs": form}) for form in forms]
+    rows = op(pa.table({"text": TEXTS[:4], "how": how})).to_pylist()
+    assert [row["error_kind"] for row in rows] == [None, "engine", None, None]
+    assert rows[1]["error"].startswith("the model's logits were not finite, or the form of the answer became too large")
+    assert rows[1]["attempts"] == 1  # the engine did not die of it
+    assert rows[3]["generated_text"] == "yes"

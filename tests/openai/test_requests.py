@@ -119,7 +119,7 @@ def test_null_is_not_given() -> None:
         (
             {"prompt": ["a", "b"]},
             COMPLETIONS,
-            "prompt must be one prompt, got a list of 2: give each prompt a line of its own",
+            "prompt must be one prompt, got a list of 2: give each prompt a request of its own",
         ),
         ({"prompt": [1, 2.5]}, COMPLETIONS, "prompt[1] must be a token id, got 2.5"),
         ({"prompt": [1, None]}, COMPLETIONS, "prompt[1] must be a token id, got None"),

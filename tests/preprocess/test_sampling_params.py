@@ -52,6 +52,8 @@ def test_a_temperature_above_zero_is_not_greedy() -> None:
         ({"n": 1025}, "n must be at most 1024, got 1025"),
         ({"logprobs": 10000}, "logprobs must be at most 20, got 10000"),
         ({"prompt_logprobs": -1}, "prompt_logprobs must be at least 0, got -1"),
+        ({"repetition_penalty": 5e-324}, "repetition_penalty must be above 0 (1 changes nothing), got 5e-324"),
+        ({"logit_bias": 3}, "logit_bias must map token ids to numbers, got 3"),
         ({"logit_bias": {"a": 1}}, "a token id in logit_bias must be a whole number, got 'a'"),
         ({"logit_bias": {"5": 101}}, "logit_bias of token 5 must be at least -100 and at most 100, got 101"),
         ({"seed": -1}, "seed must be at least 0, got -1"),

@@ -106,6 +106,12 @@ def test_without_a_histogram_seconds_per_token_decide() -> None:
     assert rounds(concurrency, None, seconds=2.1) == [8]
 
 
+def test_answers_that_come_while_the_page_is_asked_for_begin_no_other_look() -> None:
+    concurrency = Concurrency(start=2, most=1000)
+    concurrency.open(None)
+    assert [concurrency.ended(1.0, 1) for _ in range(5)] == [False, True, False, False, False]
+
+
 def test_a_refusal_brings_the_start_back() -> None:
     concurrency = Concurrency(start=8, most=1000)
     concurrency.open(None)

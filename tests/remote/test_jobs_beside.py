@@ -134,6 +134,33 @@ def test_an_endpoint_that_says_when_to_come_again_is_tried_again(there: Endpoint
     ]
 
 
+def test_a_row_waits_as_often_as_it_takes_while_others_are_answered(
+    there: Endpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("llmbatch.remote.worker.PATIENCE", Patience(first=0.0))
+    refused: list[int] = []
+
+    def reply(number: int, body: dict[str, Any]) -> Response | None:
+        if prompt_of(body) != "a" or len(refused) == 20:  # an endpoint that answers nobody is tried 16 times
+            return None
+        refused.append(number)
+        return refusal(429, "slow down", **{"retry-after": "0"})
+
+    there.reply = reply
+    run(there, tmp_path, ["a", *(f"b {number}" for number in range(100))], max_running=2)
+    assert len(refused) == 20
+    assert written(tmp_path)["generated_text"].to_pylist()[0] == "<a>"
+
+
+def test_a_reply_that_cannot_be_decompressed_is_tried_again(there: Endpoint, tmp_path: Path) -> None:
+    squeezed = {"content-encoding": "gzip"}
+    there.reply = lambda number, body: Response(b"not gzip", headers=squeezed) if number == 0 else None
+    run(there, tmp_path, ["a"])
+    assert written(tmp_path).select(["generated_text", "attempts"]).to_pylist() == [
+        {"generated_text": "<a>", "attempts": 2}
+    ]
+
+
 def test_a_row_that_is_refused_has_an_error_and_the_others_go_on(there: Endpoint, tmp_path: Path) -> None:
     there.reply = lambda number, body: refusal(400, "no such thing") if prompt_of(body) == "b" else None
     run(there, tmp_path, ["a", "b", "c"])
@@ -281,6 +308,16 @@ def test_the_key_comes_from_the_environment(there: Endpoint, tmp_path: Path, mon
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
     run(there, tmp_path, ["a"])
     assert there.keys == ["Bearer secret"] * 2
+
+
+@pytest.mark.parametrize("key", ["schlüssel", "a b", "a\tb", "a\x07b"])
+def test_a_key_that_no_header_can_hold_is_refused_and_not_shown(
+    there: Endpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", key)
+    with pytest.raises(ParameterError, match=r"^OPENAI_API_KEY must hold one key, of letters, digits and signs ") as e:
+        run(there, tmp_path)
+    assert key not in str(e.value)
 
 
 def test_a_file_with_the_key_goes_before_the_environment(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
 
@@ -45,13 +46,28 @@ def test_calls_of_tools_without_a_text_are_told_as_json() -> None:
     assert json.loads(found.text) == calls
 
 
+@pytest.mark.parametrize(("sent", "told"), [("\ud83d\ude42", "\U0001f642"), ("a\ud83d b", "a\ufffd b")])
+def test_halves_of_characters_are_joined_or_replaced(sent: str, told: str) -> None:
+    found = read(200, chat({"content": sent}))
+    assert isinstance(found, RequestAnswer)
+    assert found.text == told
+    refused = read(400, {"error": {"message": sent}})
+    assert isinstance(refused, RequestAnswer)
+    assert refused.error is not None
+    assert refused.error.message.endswith(told)
+
+
 def test_a_filtered_answer_is_an_error_of_its_row() -> None:
     found = read(200, chat({"content": ""}, "content_filter"))
     assert isinstance(found, RequestAnswer)
     assert found.error == RowError("engine", "the endpoint's content filter withheld the answer")
 
 
-@pytest.mark.parametrize("body", [b"<html>", b"", [], {}, {"choices": []}, {"choices": [{}]}, chat({"content": 3})])
+@pytest.mark.parametrize("body", [
+    b"<html>", b"", [], {}, {"choices": []}, {"choices": [{}]}, chat({"content": 3}), b"[" * 100_000,
+    chat({"content": "a"}, prompt_tokens=math.inf), chat({"content": "a"}, prompt_tokens=-1),
+    chat({"content": "a"}, completion_tokens=1 << 31),
+])  # fmt: skip  # a table
 def test_what_is_no_answer_is_tried_again(body: object) -> None:
     found = read(200, body)
     assert isinstance(found, TryAgain)
@@ -114,6 +130,7 @@ def test_an_endpoint_that_breaks_may_do_so_of_the_row(status: int) -> None:
         ({"retry_after": "Wed, 01 Jan 2025 00:01:00 GMT", "date": "Wed, 01 Jan 2025 00:00:00 GMT"}, 60.0),
         ({"retry_after": "Wed, 01 Jan 2025 00:01:00 GMT"}, None),
         ({"retry_after": "soon"}, None),
+        ({"retry_after": f"Wed, 01 Jan {'9' * 30} 00:01:00 GMT", "date": "Wed, 01 Jan 2025 00:00:00 GMT"}, None),
         ({}, None),
     ],
 )
@@ -123,8 +140,9 @@ def test_an_endpoint_says_when_to_come_again(headers: dict[str, str], seconds: f
     assert found.after == seconds
 
 
-def test_waits_double_up_to_a_bound_unless_the_endpoint_says_how_long() -> None:
+def test_waits_double_up_to_a_bound_or_last_as_long_as_the_endpoint_says() -> None:
     patience = Patience(first=1.0, most=10.0)
     assert [patience.wait(times, None) for times in range(1, 7)] == [1.0, 2.0, 4.0, 8.0, 10.0, 10.0]
     assert patience.wait(1, 30.0) == 30.0
+    assert patience.wait(4, 1.0) == 8.0  # else one that says so each time would have sixteen seconds to come back
     assert patience.wait(10_000, None) == 10.0

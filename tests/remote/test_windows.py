@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,13 @@ import llmbatch
 from llmbatch.errors import DataError, JobError, ParameterError
 from llmbatch.inference.options import Options
 from llmbatch.inference.report import Report
+from llmbatch.inference.window import Window
 from llmbatch.remote.retries import Patience
-from llmbatch.remote.windows.messages import PATH, FrameReader, columns_sent, frame, read_window, write_window
-from llmbatch.remote.windows.service import WindowCall
+from llmbatch.remote.windows.messages import PATH, VERSION, FrameReader, columns_sent, frame, read_window, write_window
+from llmbatch.remote.windows.service import WindowCall, WindowService
 from llmbatch.runtime.protocols import Stop
 from tests.support import killing
-from tests.support.endpoints import endpoint
+from tests.support.endpoints import endpoint, served
 from tests.support.paths import ROOT
 from tests.support.window_server import WindowServer, window_server, worker_of
 
@@ -235,6 +237,89 @@ def test_endpoints_of_two_kinds_are_refused(there: WindowServer, tmp_path: Path)
         f"beside must name endpoints of one kind, but {there.url} is one of llmbatch and {other.url} is not: "
         "run a job at one kind"
     )
+
+
+def test_endpoints_whose_models_differ_are_refused(
+    there: WindowServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    about, digests = WindowService.about, iter(["one", "another"])
+    monkeypatch.setattr(WindowService, "about", lambda self: {**about(self), "model_files": next(digests)})
+    with window_server(there.worker) as other, pytest.raises(ParameterError) as caught:
+        run(there, tmp_path, beside=[there.url, other.url])
+    assert str(caught.value) == (
+        f"beside must name endpoints of one model, but {there.url} and {other.url} have other files of "
+        f"{there.worker.options.model!r}: run a job at those that have the same"
+    )
+
+
+def test_an_endpoint_says_what_it_is_while_every_thread_answers_windows(there: WindowServer) -> None:
+    end = threading.Event()
+    with ThreadPoolExecutor(1) as executor, served(there.app(executor)) as url:
+        executor.submit(end.wait)
+        try:
+            assert httpx.get(url + PATH).json()["windows"] == VERSION
+        finally:
+            end.set()
+
+
+def test_windows_that_are_too_large_together_are_refused_for_a_while(
+    there: WindowServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("llmbatch.remote.windows.routes.MOST_BYTES", 1000)
+    monkeypatch.setattr("llmbatch.remote.windows.routes._AT_ONCE", 1)
+    statuses = []
+
+    def slowly() -> Iterator[bytes]:
+        yield b"a" * 900
+        while not statuses or statuses[-1] != 429:  # until the server has read these
+            statuses.append(httpx.post(there.url + PATH, content=b"a" * 200).status_code)
+        yield b"a"
+
+    assert httpx.post(there.url + PATH, content=slowly()).status_code == 400
+    assert set(statuses) <= {400, 429}
+    assert httpx.post(there.url + PATH, content=b"a" * 200).status_code == 400
+
+
+def test_an_endpoint_that_does_not_say_in_time_what_it_is_is_not_taken_for_another(
+    there: WindowServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("llmbatch.remote.discovery._SECONDS", 1.0)
+    end, about = threading.Event(), WindowService.about
+    monkeypatch.setattr(WindowService, "about", lambda self: end.wait() and about(self))
+    try:
+        with pytest.raises(JobError, match=r"^the endpoint .* cannot be reached \(timed out\): start it first, or "):
+            run(there, tmp_path)
+    finally:
+        end.set()
+
+
+def test_rows_that_are_answered_twice_count_once(
+    there: WindowServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = WindowCall.write
+
+    def twice(self: WindowCall, window: Window, rows: pa.RecordBatch) -> None:
+        write(self, window, rows)
+        write(self, window, rows)
+
+    monkeypatch.setattr(WindowCall, "write", twice)
+    assert run(there, tmp_path).rows == len(TEXTS)
+    run_here(there, tmp_path)
+    assert answers(tmp_path / "out").equals(answers(tmp_path / "here"))
+
+
+def test_a_window_whose_offsets_point_nowhere_is_refused() -> None:
+    options = Options.build(model="m", prompt="text")
+    compressed = write_window(options, pa.table({"text": ["a" * 7] * 3}), np.zeros(3, np.uint64))
+    with pa.ipc.open_stream(compressed) as reader:
+        table, sink = reader.read_all(), pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+    good, offsets = sink.getvalue().to_pybytes(), np.array([0, 7, 14, 21], np.int32).tobytes()
+    assert good.count(offsets) == 1
+    assert read_window(good).table.num_rows == 3
+    with pytest.raises(DataError, match=r"^a window must be an Arrow stream of rows with their keys, got another"):
+        read_window(good.replace(offsets, np.array([0, 1 << 30, 14, 21], np.int32).tobytes()))
 
 
 def test_an_error_of_the_command_that_only_the_endpoint_sees_ends_the_job(there: WindowServer, tmp_path: Path) -> None:

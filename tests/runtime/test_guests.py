@@ -154,6 +154,18 @@ def test_a_guest_that_leaves_before_it_runs_is_told_so() -> None:
     assert other_told.tokens == [0] * 5
 
 
+def test_a_guest_may_be_left_twice() -> None:
+    inbox, (one, told), (other, other_told) = GuestInbox(), guest([1, 2]), guest([3])
+    for each in (one, other):
+        inbox.put(each)
+    for _ in range(2):
+        inbox.leave(one)
+    opened(Engines(), Script(inbox, {2: lambda: (inbox.leave(other), inbox.leave(other))}), inbox).run(Listed([]))
+    assert told.end is not None
+    assert other_told.end is not None
+    assert (told.end.reason, other_told.end.reason) == (FinishReason.CANCELLED, FinishReason.CANCELLED)
+
+
 def test_a_guest_that_has_ended_may_leave() -> None:
     inbox, (one, told) = GuestInbox(), guest([1, 2], 2)
     script = Script(inbox, {1000: lambda: inbox.leave(one)})

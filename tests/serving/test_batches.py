@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import threading
 import time
 from collections.abc import Callable
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,8 @@ from llmbatch.inference.worker import Worker
 from llmbatch.runtime.cancellation import StopRequest
 from llmbatch.serving.batches import BatchStore
 from llmbatch.serving.files import FileStore
-from llmbatch.serving.records import StateFolder
+from llmbatch.serving.records import Record, StateFolder, write_record
+from llmbatch.serving.refused import Refused
 from tests.support.batches import COMPLETIONS, line
 from tests.support.serving import Served, served
 
@@ -109,7 +112,8 @@ def test_a_file_that_is_no_batch_fails_with_the_reason(echo: Served) -> None:
          "'/v1/embeddings'"),
         ({"extra_body": {"endpoint": []}}, "endpoint must be one of /v1/chat/completions, /v1/completions, got []"),
         ({"completion_window": "1h"}, "completion_window must be '24h', got '1h'"),
-        ({"extra_body": {"metadata": 3}}, "metadata must be an object, got 3"),
+        ({"extra_body": {"metadata": 3}}, "metadata must be an object of texts, got 3"),
+        ({"extra_body": {"metadata": {"a": 1}}}, "metadata must be an object of texts, got {'a': 1}"),
         ({"extra_body": {"model": "m"}}, "model must be left out, since a batch has no such field here: known are "
          "input_file_id, endpoint, completion_window, metadata"),
     ],
@@ -194,14 +198,84 @@ def test_a_batch_can_be_cancelled_before_and_while_it_runs(tmp_path: Path) -> No
     first, second = added(files, batches, tmp_path), added(files, batches, tmp_path)
     batches.start()
     assert jobs.begun.acquire(timeout=60)
-    assert batches.cancel(second)["status"] == "cancelling"
+    assert batches.cancel(second)["status"] == "cancelled"  # whatever runs before it
     assert batches.cancel(first)["status"] == "cancelling"
-    while {batches.get(name)["status"] for name in (first, second)} != {"cancelled"}:
+    while batches.get(first)["status"] != "cancelled":
         pass
+    third = added(files, batches, tmp_path)
+    assert jobs.begun.acquire(timeout=60)
     batches.close(0.0)
-    assert jobs.inputs == [LINES]
+    assert jobs.inputs == [LINES, LINES]
+    assert batches.get(third)["status"] == "in_progress"
     assert batches.cancel(first)["status"] == "cancelled"
     assert [path.name for path in (tmp_path / "batches" / first).iterdir()] == ["batch.json"]
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (r'"\ud800"', r"metadata must be valid UTF-8, got '\ud800' (surrogates not allowed)"),
+        ("1e999", "metadata must be an object of texts, got {'a': inf}"),
+    ],
+)
+def test_metadata_that_json_cannot_send_again_is_refused(echo: Served, value: str, message: str) -> None:
+    asked = {"input_file_id": upload(echo), "endpoint": COMPLETIONS, "completion_window": "24h", "metadata": {"a": 0}}
+    content, kind = json.dumps(asked).replace('"a": 0', f'"a": {value}'), {"content-type": "application/json"}
+    answer = httpx.post(f"{echo.url}/v1/batches", content=content, headers=kind)
+    assert (answer.status_code, answer.json()["error"]["message"]) == (400, message)
+    assert list(echo.client.batches.list()) == []
+
+
+def test_the_name_of_a_file_may_be_any_bytes(echo: Served) -> None:
+    content = (
+        b'--b\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
+        b'--b\r\nContent-Disposition: form-data; name="file"; filename="+2AA-"\r\n\r\nx\r\n--b--\r\n'
+    )
+    kind = {"content-type": "multipart/form-data; boundary=b; charset=utf-7"}
+    answer = httpx.post(f"{echo.url}/v1/files", content=content, headers=kind)
+    assert (answer.status_code, answer.json()["filename"]) == (200, r"\ud800")
+    assert [file.filename for file in echo.client.files.list()] == [r"\ud800"]
+
+
+class Full:
+    """A disk on which nothing can be written for a while."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.is_full = True
+        monkeypatch.setattr("llmbatch.serving.batches.write_record", self._write)
+        monkeypatch.setattr("llmbatch.serving.files.write_record", self._write)
+
+    def _write(self, path: Path, record: Record) -> None:
+        if self.is_full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write_record(path, record)
+
+
+def test_a_file_that_finds_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Full(monkeypatch)
+    files = FileStore(tmp_path)
+    with pytest.raises(Refused, match=r"^the file cannot be kept \(no space left on device\): have room made in "):
+        files.add(BytesIO(LINES), "in", "batch")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_batch_that_finds_a_full_disk_fails_and_the_next_one_is_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs = Jobs()
+    files, batches = store(tmp_path, jobs)
+    first = added(files, batches, tmp_path)
+    disk = Full(monkeypatch)
+    batches.start()
+    while batches.get(first)["status"] != "failed":
+        pass
+    assert batches.get(first)["errors"]["data"][0]["message"] == "[Errno 28] No space left on device"
+    disk.is_full = False
+    added(files, batches, tmp_path)
+    assert jobs.begun.acquire(timeout=60)
+    batches.close(0.0)
+    _, again = store(tmp_path, jobs)
+    assert again.get(first)["status"] == "validating"  # what the disk knows: it is run when a server starts again
 
 
 def test_a_folder_is_one_endpoint_s_alone(tmp_path: Path) -> None:

@@ -156,6 +156,18 @@ def test_a_key_is_asked_for_where_one_is_set(worker: Worker, tmp_path: Path) -> 
         assert httpx.get(f"{echo.url}/v1/models", headers={"authorization": "Bearer second"}).status_code == 200
 
 
+def test_a_key_of_any_letters_is_known(worker: Worker, tmp_path: Path) -> None:
+    with served(worker, tmp_path, keys=("schlüssel".encode(),)) as echo:
+        given = b"Bearer " + "schlüssel".encode()
+        assert httpx.get(f"{echo.url}/v1/models", headers=[(b"authorization", given)]).status_code == 200
+
+
+def test_a_limit_beyond_measure_is_refused(echo: Served) -> None:
+    answer = httpx.get(f"{echo.url}/v1/batches?limit={'9' * 5000}")
+    assert answer.status_code == 400
+    assert error_of(answer)["message"] == f"limit must be from 1 to 100, got '{'9' * 100}'"
+
+
 def test_an_engine_that_fails_is_an_error_of_the_server(echo: Served) -> None:
     echo.engine.breaks = True
     with pytest.raises(openai.InternalServerError) as caught:

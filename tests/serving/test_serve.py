@@ -201,6 +201,11 @@ def test_a_port_in_use_is_one_sentence(chatting: str, capfd: pytest.CaptureFixtu
     )
 
 
+def test_a_host_that_is_none_is_one_sentence(chatting: str) -> None:
+    with pytest.raises(ParameterError, match=r"^host must be an address of this machine, got 'a\.\.b': "):
+        llmbatch.serve(model=chatting, host="a..b")
+
+
 def test_times_that_the_device_cannot_keep_are_refused(chatting: str, tmp_path: Path) -> None:
     for name in ("ttft", "tpot"):
         with pytest.raises(ParameterError, match=rf"^{name} must be at least .* s, which a step of one token takes"):

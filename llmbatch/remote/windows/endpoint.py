@@ -72,7 +72,7 @@ class WindowEndpoint(RemoteEndpoint[Piece, PlannedRows | pa.RecordBatch]):
                 reason, after = str(error), error.after
             except (httpx.ConnectError, httpx.ConnectTimeout) as error:
                 reason = f"it cannot be reached ({reason_of(error)})"
-            except httpx.TransportError as error:
+            except httpx.RequestError as error:
                 reason = f"it hung up ({reason_of(error)})"
             tries = tries + 1 if len(sent.rows) == before else 1
             if self.lost is not None or tries >= patience.tries:
@@ -113,10 +113,18 @@ class WindowEndpoint(RemoteEndpoint[Piece, PlannedRows | pa.RecordBatch]):
     ) -> None:
         """Tell of answers, whose rows are those of what was sent, under the numbers that they have in the window."""
         schema = sent.window.schema.rows
-        for batch in read_rows(content):
+        try:
+            batches = list(read_rows(content))
+        except (pa.ArrowException, OSError) as error:
+            raise _Broken(f"its answers cannot be read ({reason_of(error)})") from None
+        for batch in batches:
             if batch.schema.names != schema.names:
                 raise _Broken(f"its answers have other columns: {', '.join(batch.schema.names)}")
-            of = rows[batch["row"].to_numpy()]
+            numbers = batch["row"].to_numpy()
+            wanted = np.flatnonzero(np.isin(rows, sent.rows))
+            if len(np.intersect1d(numbers, wanted)) < len(numbers):
+                raise _Broken("it answered rows twice, or others than it was sent")
+            of = rows[numbers]
             columns = [pa.array(of, pa.int32()), *batch.columns[1:]]
             sent.rows = np.setdiff1d(sent.rows, of)
             tell(sent, pa.RecordBatch.from_arrays(columns, schema=schema))

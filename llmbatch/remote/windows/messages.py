@@ -70,6 +70,7 @@ def read_window(data: bytes) -> SentWindow:
     try:
         with pa.ipc.open_stream(data) as reader:
             table = reader.read_all()
+        table.validate(full=True)  # offsets that point nowhere would be followed
         asked = json.loads((table.schema.metadata or {})[_ASKED])
         version = asked.pop("version")
         keys = table.column(table.num_columns - 1).to_numpy().astype(np.uint64, casting="safe")

@@ -18,6 +18,7 @@ from llmbatch.remote.windows.messages import END, ERROR, FORECAST, PATH, frame
 from llmbatch.remote.windows.service import OpenedWindow, WindowService
 
 MOST_BYTES: Final = 1 << 28  # of a window
+_AT_ONCE: Final = 4  # windows of that size that are read at one time
 
 
 def window_routes(service: WindowService, executor: Executor) -> list[Route]:
@@ -35,10 +36,11 @@ class WindowHandlers:
 
     def __init__(self, service: WindowService, executor: Executor) -> None:
         self._service, self._executor = service, executor
+        self._held = 0  # bytes of windows that are read
 
     async def about(self, request: Request) -> Response:
         """Tell that windows can be sent here, and what answers them."""
-        return JSONResponse(await self._aside(self._service.about))
+        return JSONResponse(await asyncio.to_thread(self._service.about))
 
     async def answer(self, request: Request) -> Response:
         """Answer a window."""
@@ -57,20 +59,25 @@ class WindowHandlers:
     async def _of_body(self, request: Request, act: Callable[[bytes], Any]) -> Any:
         """Do something with the body of a request, on another thread; returns a response where it will not do."""
         data = bytearray()
-        async for piece in request.stream():
-            data += piece
-            if len(data) > MOST_BYTES:
-                return _refused(413, f"a window must have at most {MOST_BYTES:,} bytes, got more")
         try:
-            return await self._aside(act, bytes(data))
+            async for piece in request.stream():
+                data += piece
+                self._held += len(piece)
+                if len(data) > MOST_BYTES:
+                    return _refused(413, f"a window must have at most {MOST_BYTES:,} bytes, got more")
+                if self._held > _AT_ONCE * MOST_BYTES:
+                    return _refused(429, "too many windows are read at once: ask again later")
+            return await asyncio.to_thread(act, bytes(data))  # threads of the executor may all be answering
         except InputError as error:
             return _refused(400, str(error))
+        finally:
+            self._held -= len(data)
 
     async def _answers(self, opened: OpenedWindow) -> AsyncIterator[bytes]:
         loop = asyncio.get_running_loop()
         told: asyncio.Queue[bytes | None] = asyncio.Queue()
         call = self._service.call(lambda one: _put(loop, told, one))
-        answering = asyncio.ensure_future(self._aside(self._service.answer, opened, call))
+        answering = loop.run_in_executor(self._executor, self._service.answer, opened, call)
         answering.add_done_callback(partial(_over, told))
         try:
             yield opened.head
@@ -84,9 +91,6 @@ class WindowHandlers:
             # Else the endpoint ends, or failed: the client finds no end, and sends again what has no answer.
         finally:
             call.leave()
-
-    async def _aside(self, call: Any, *arguments: Any) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(self._executor, call, *arguments)
 
 
 def _over(told: asyncio.Queue[bytes | None], done: asyncio.Future[None]) -> None:
