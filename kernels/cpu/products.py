@@ -26,7 +26,7 @@ from llmbatch.compilation.decorators import compiled
 from llmbatch.kernels.cpu.dot_tiles import add_tile, float_tile, gelu_tile, silu_tile, store_tile
 from llmbatch.kernels.cpu.endings import COLUMNS, ROWS
 from llmbatch.kernels.cpu.groups import quantise_groups
-from llmbatch.kernels.cpu.numerics import FASTMATH, quantise_row, widen
+from llmbatch.kernels.cpu.numerics import FASTMATH, magnitude, quantise_row, widen
 from llmbatch.kernels.cpu.pointers import address_of, caller
 from llmbatch.kernels.spec import GELU_TANH, SILU
 
@@ -150,6 +150,25 @@ def pack(weight: NDArray[np.uint32], order: NDArray[np.int64], panels: NDArray[n
             for j in range(COLUMNS):
                 source = order[p * COLUMNS + j]
                 panels[p, k, j] = weight[source, k] if source >= 0 else np.uint32(0)
+
+
+@compiled(parallel=True, nogil=True)
+def round_columns(
+    weight: NDArray[Any], out: NDArray[np.int8], scales: NDArray[np.float32], sums: NDArray[np.int32]
+) -> None:
+    """Round a weight [columns, width] to int8, each column by a scale of its own; `sums` are those of `out`."""
+    for i in prange(weight.shape[0]):
+        row, target = weight[i], out[i]
+        most = magnitude(row[0])
+        for d in range(row.size):
+            most = max(most, magnitude(row[d]))
+        scale = max(widen(most), np.float32(1e-30)) / np.float32(127.0)
+        total = np.int32(0)
+        for d in range(row.size):
+            number = np.int32(np.rint(widen(row[d]) / scale))
+            target[d] = np.int8(number)
+            total += number
+        scales[i], sums[i] = scale, total
 
 
 @compiled(parallel=True, fastmath=FASTMATH, nogil=True)

@@ -9,7 +9,9 @@ from torch import nn
 
 from llmbatch.engine.cpu import linear
 from llmbatch.engine.cpu.linear import PackedLinear, pack_linears
+from llmbatch.engine.cpu.memory import as_array
 from llmbatch.engine.model.number_type import bfloat16_rows
+from llmbatch.kernels.cpu.products import round_columns
 from llmbatch.kernels.cpu.vector_ir import HAS_INT8
 
 
@@ -45,6 +47,20 @@ def test_a_layer_that_does_not_fit_words_stays() -> None:
     model.odd = nn.Linear(33, 32, dtype=torch.bfloat16)
     pack_linears(model, torch.bfloat16)
     assert type(model.odd) is nn.Linear
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_columns_are_rounded_to_int8_as_torch_rounds_them(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(70, 36).to(dtype)
+    weight[3] = 0
+    scales = weight.abs().amax(1).float().clamp(min=1e-30) / 127
+    expected = (weight.float() / scales[:, None]).round().to(torch.int8)
+    rounded, found, sums = np.empty((70, 36), np.int8), np.empty(70, np.float32), np.empty(70, np.int32)
+    round_columns(as_array(weight), rounded, found, sums)
+    assert (rounded == expected.numpy()).all()
+    assert (found == scales.numpy()).all()
+    assert (sums == expected.sum(1).numpy()).all()
 
 
 @pytest.mark.skipif(not HAS_INT8, reason="this processor cannot multiply int8")

@@ -21,7 +21,7 @@ from llmbatch.engine.cpu.attention import CpuOps
 from llmbatch.engine.cpu.platform import HOST
 from llmbatch.engine.model import attention_interface, config, loader
 from llmbatch.engine.model.config import describe_model
-from llmbatch.engine.model.fused_modules import FusedAttention, FusedMLP, FusedNorm, StackedLinear, fuse
+from llmbatch.engine.model.fused_modules import FusedAttention, FusedMLP, FusedNorm, StackedLinear, fuse, products_once
 from llmbatch.engine.model.loader import LoadedModel, load_model, load_weights
 from llmbatch.errors import ModelError
 from tests.support.families import TABLE
@@ -212,6 +212,19 @@ class OddNorm(torch.nn.Module):
 
 
 OddNorm.__name__ = "OddRMSNorm"
+
+
+def test_an_equal_input_is_multiplied_once() -> None:
+    layer = torch.nn.Linear(4, 3)
+    model = torch.nn.Sequential(layer)
+    x = torch.randn(2, 4, generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode(), products_once(model):
+        before = layer(x)
+        expected, before[:] = before.clone(), 0
+        layer.weight.zero_()  # tells a product that is computed again
+        assert torch.equal(layer(x.clone()), expected)
+        assert torch.equal(layer(2 * x), layer.bias.expand(2, 3))
+    assert "forward" not in vars(layer)
 
 
 def test_a_module_that_only_looks_like_a_known_one_stays() -> None:

@@ -21,7 +21,7 @@ from torch import nn
 from llmbatch.engine.cpu.attention import CpuAttention
 from llmbatch.engine.cpu.decoder import Angles, Decoder
 from llmbatch.engine.cpu.layer_forms import LayerParts, alike, find_parts, products_of
-from llmbatch.engine.model.fused_modules import FusedAttention, FusedNorm, replace_modules
+from llmbatch.engine.model.fused_modules import FusedAttention, FusedNorm, products_once, replace_modules
 from llmbatch.engine.model.ops import ModelOps
 from llmbatch.kernels.spec import AttentionSpec
 
@@ -122,36 +122,40 @@ def join_layers(
         logits: torch.Tensor = model(input_ids=ids, position_ids=ids, use_cache=False, llmbatch=step).logits
         return logits
 
-    hooks = [layer.register_forward_hook(note, with_kwargs=True) for layer in layers]
-    expected = run()
-    for hook in hooks:
-        hook.remove()
-    parts = [call.parts for call in calls]
-    ordered = [specs[layer] for layer in sorted(specs)]
-    if len(parts) != len(layers) or not alike(parts, ordered):
-        return False
-    for layer in layers:
-        vars(layer)["forward"] = lambda x, last=layer is layers[-1], **_: calls[-1].out if last else x
-    joined = torch.equal(run(), expected)
-    for layer in layers:
-        del vars(layer)["forward"]
-    if not joined:  # something else reads what a layer returns
-        return False
+    with products_once(model):
+        hooks = [layer.register_forward_hook(note, with_kwargs=True) for layer in layers]
+        expected = run()
+        for hook in hooks:
+            hook.remove()
+        parts = [call.parts for call in calls]
+        ordered = [specs[layer] for layer in sorted(specs)]
+        if len(parts) != len(layers) or not alike(parts, ordered):
+            return False
+        for layer in layers:
+            vars(layer)["forward"] = lambda x, last=layer is layers[-1], **_: calls[-1].out if last else x
+        joined = torch.equal(run(), expected)
+        for layer in layers:
+            del vars(layer)["forward"]
+        if not joined:  # something else reads what a layer returns
+            return False
+        around = _find_around(model, set(layers), calls, expected)
     whole = all(layer.in_features % 4 == 0 for layer in products_of(parts[0]))
     decoder = Decoder(parts, ordered, layer_bits=None if layer_bits == 8 and not whole else layer_bits)
-    direct = _find_direct(model, set(layers), calls, expected, decoder)
-    if direct is not None:
-        model.forward = direct
+    if around is not None:
+        model.forward = _DirectForward(model, *around, decoder)
     angles: list[Angles] = []
     places = {layer: _Place(layer, decoder, angles, last=layer is layers[-1]) for layer in layers}
     replace_modules(model, places.get)
     return True
 
 
-def _find_direct(
-    model: Any, layers: set[nn.Module], calls: list[_Call], logits: torch.Tensor, decoder: Decoder
-) -> _DirectForward | None:
-    """Find what a model does around its layers, from the calls of these and what it came to; None if there is more."""
+def _find_around(
+    model: Any, layers: set[nn.Module], calls: list[_Call], logits: torch.Tensor
+) -> tuple[nn.Module, nn.Module, nn.Module] | None:
+    """Find what embeds, rotates and normalises around a model's layers, and that it does no more; None if it does.
+
+    It shows in the calls of layers and what they came to.
+    """
     inside = {module for layer in layers for module in layer.modules()}
     outside = [module for module in model.modules() if module not in inside]
     norms = [module for module in outside if isinstance(module, FusedNorm)]
@@ -170,5 +174,5 @@ def _find_direct(
         for call in calls
     )
     if alike and torch.equal(calls[0].given, hidden) and torch.equal(head(norms[0](calls[-1].out)), logits):
-        return _DirectForward(model, embed, rotations[0], norms[0], decoder)
+        return embed, rotations[0], norms[0]
     return None

@@ -15,7 +15,16 @@ from llmbatch.engine.model.fused_modules import join_products, replace_modules
 from llmbatch.engine.model.number_type import bfloat16_rows
 from llmbatch.kernels.cpu.endings import COLUMNS
 from llmbatch.kernels.cpu.groups import group_row_bytes, group_words, pack_groups
-from llmbatch.kernels.cpu.products import CONVERTERS, STORE, STORE_FLOAT, multiply, pack, rows_of_one_tile, tile_code
+from llmbatch.kernels.cpu.products import (
+    CONVERTERS,
+    STORE,
+    STORE_FLOAT,
+    multiply,
+    pack,
+    round_columns,
+    rows_of_one_tile,
+    tile_code,
+)
 
 _INTEGERS: Final = {8: np.dtype(np.uint8), 4: np.dtype(np.int8)}  # of rows, by the bits of weights
 _EXACT: Final = {torch.float32: 2.0**-20, torch.bfloat16: 2.0**-7}  # of the largest weight of a group, what counts as 0
@@ -71,11 +80,12 @@ class PackedWeight:
             pack_groups(as_array(weight.contiguous()), order, _EXACT[weight.dtype], self.panels)
             return
         if bits == 8:
-            scales = weight.abs().amax(1).float().clamp(min=1e-30) / 127
-            weight = (weight.float() / scales[:, None]).round_().to(torch.int8)
-            starts = -128 * weight.sum(1, dtype=torch.int32)
-            self._set(1, scales.numpy(), order)
-            self._set(2, starts.numpy().view(np.float32), order)
+            rounded = torch.empty(weight.shape, dtype=torch.int8)
+            scales, sums = np.empty(columns, np.float32), np.empty(columns, np.int32)
+            round_columns(as_array(weight.contiguous()), rounded.numpy(), scales, sums)
+            weight = rounded
+            self._set(1, scales, order)
+            self._set(2, (-128 * sums).view(np.float32), order)
         words = weight.contiguous().view(torch.uint8).numpy().view(np.uint32)
         self.panels = huge_pages((count, words.shape[1], COLUMNS), np.uint32)
         pack(words, order, self.panels)

@@ -8,7 +8,8 @@ Modules that are not recognised, or differ, stay as they are and work.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -151,9 +152,37 @@ class FusedAttention(nn.Module):
 
 def fuse(model: nn.Module, specs: dict[int, AttentionSpec], dtype: torch.dtype, pieces: ModelOps) -> None:
     """Replace, in place, every module of `model` that has an equal and faster one."""
-    replace_modules(model, lambda module: _fused_norm(module, dtype, pieces))
-    replace_modules(model, lambda module: _fused_mlp(module, dtype, pieces))
-    replace_modules(model, lambda module: _fused_attention(module, specs, dtype, pieces))
+    with products_once(model):
+        replace_modules(model, lambda module: _fused_norm(module, dtype, pieces))
+        replace_modules(model, lambda module: _fused_mlp(module, dtype, pieces))
+        replace_modules(model, lambda module: _fused_attention(module, specs, dtype, pieces))
+
+
+@contextmanager
+def products_once(model: nn.Module) -> Iterator[None]:
+    """Let each linear layer of `model` keep its last product meanwhile, and give it again for an equal input.
+
+    Both sides of a comparison ask for mostly the same products, and these read all weights.
+    """
+    layers = [module for module in model.modules() if type(module) is nn.Linear]
+
+    def remembering(layer: nn.Linear) -> Callable[[torch.Tensor], torch.Tensor]:
+        kept: list[torch.Tensor] = []
+
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            if not kept or not torch.equal(kept[0], x):
+                kept[:] = x.clone(), nn.Linear.forward(layer, x)
+            return kept[1].clone()
+
+        return forward
+
+    for layer in layers:
+        vars(layer)["forward"] = remembering(layer)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del vars(layer)["forward"]
 
 
 def join_products(model: nn.Module) -> None:
