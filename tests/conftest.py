@@ -11,6 +11,8 @@ import pytest
 import torch
 from hypothesis import settings
 
+from tests.support.examples import ALL
+
 if TYPE_CHECKING:
     from llmbatch.preprocess.tokenizer import Tokenizer
     from tests.support.jobs import Job
@@ -19,7 +21,12 @@ if not torch.cuda.is_available():  # Triton's kernels run in its interpreter the
     os.environ["TRITON_INTERPRET"] = "1"
 
 settings.register_profile("llmbatch", derandomize=True, deadline=None, database=None)
-settings.load_profile("llmbatch")
+settings.register_profile(ALL, settings.get_profile("llmbatch"))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Try as many examples as `make test-all` does where no tests are left out."""
+    settings.load_profile("llmbatch" if config.option.markexpr else ALL)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -95,7 +95,7 @@ CASES = [
     (torch_engine, (1, 4, 7, 18), 6, 400, 2048),
     (torch_engine, (1, 4, 7, 18), 6, 14, 2048),
     (torch_engine, (1, 4, 7, 18), 6, 14, 8),
-    (accelerated_engine, (3, 4), 3, 40, 2048),
+    (accelerated_engine, (3, 4), 2, 40, 2048),
 ]
 
 

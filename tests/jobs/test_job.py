@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -64,8 +65,14 @@ def pool_of(model: str, tokens: int) -> int:
     return tokens * describe_model(resolve_model(model), dtype="float32").bytes_per_token
 
 
-@pytest.mark.parametrize("order", POLICIES)
-@pytest.mark.parametrize("page_size", [1, 16, 64])
+EVERY = [(order, page_size) for page_size in (1, 16, 64) for order in POLICIES]
+# Each order with one page or another, and the usual order with each page.
+OFTEN = {*zip(POLICIES, cycle((1, 16, 64))), *(("blend", page_size) for page_size in (1, 16, 64))}
+
+
+@pytest.mark.parametrize(
+    ("order", "page_size"), [pytest.param(*one, marks=[] if one in OFTEN else pytest.mark.slow) for one in EVERY]
+)
 def test_answers_are_those_of_generate_in_every_order_with_every_page(
     model: str, expected: list[list[int]], order: str, page_size: int
 ) -> None:
@@ -75,8 +82,15 @@ def test_answers_are_those_of_generate_in_every_order_with_every_page(
     assert table["num_generated_tokens"].to_pylist() == [len(tokens) for tokens in expected]
 
 
-@pytest.mark.parametrize("step_tokens", [1, 5, 64])
-@pytest.mark.parametrize("pool", [64, 100])
+@pytest.mark.parametrize(
+    ("step_tokens", "pool"),
+    [
+        (1, 64),
+        (5, 100),
+        (64, 64),
+        *(pytest.param(*one, marks=pytest.mark.slow) for one in ((1, 100), (5, 64), (64, 100))),
+    ],
+)
 def test_answers_are_those_of_generate_with_every_step_and_pool(
     model: str, expected: list[list[int]], step_tokens: int, pool: int
 ) -> None:

@@ -16,7 +16,7 @@ from tests.support.paths import ROOT
 
 
 @pytest.mark.parametrize(("program", "option"), [("kills_at", "--operations"), ("corruptions", "--corruptions")])
-@pytest.mark.parametrize("count", [15, pytest.param(300, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [8, pytest.param(300, marks=pytest.mark.slow)])
 def test_no_row_is_lost_or_twice_or_silently_wrong(tmp_path: Path, program: str, option: str, count: int) -> None:
     command = [sys.executable, f"benchmarks/{program}.py", option, str(count), "--seed", "5", "--folder", str(tmp_path)]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)

@@ -47,6 +47,7 @@ MOST_SPILLED = {
     "grid bf16 128": 96, "grid e4m3 128": 96, "grid fp32 64": 64, "grid fp32 128": 256, "grid fp32 256": 256,
     "grid with every feature": 256,
 }  # fmt: skip  # a table
+GRIDS = ("grid bf16 128", "grid bf16 64", "grid fp32 128", "grid with every feature")  # two of which are to fit
 
 
 class Program(NamedTuple):
@@ -61,20 +62,27 @@ Kernels = dict[str, Program]
 
 
 @pytest.fixture(
-    scope="module", params=[pytest.param(80, marks=pytest.mark.slow), 90, pytest.param(100, marks=pytest.mark.slow)]
+    scope="module", params=[(90, False), *(pytest.param((card, True), marks=pytest.mark.slow) for card in CARDS)]
 )
-def capability(request: pytest.FixtureRequest) -> int:
-    found: int = request.param
+def compiled(request: pytest.FixtureRequest) -> tuple[int, bool]:
+    """A capability, and whether every kernel is compiled or those of most jobs."""
+    found: tuple[int, bool] = request.param
     return found
 
 
 @pytest.fixture(scope="module")
-def kernels(capability: int, tmp_path_factory: pytest.TempPathFactory) -> Kernels:
-    """Every kernel, compiled for the capability."""
+def capability(compiled: tuple[int, bool]) -> int:
+    return compiled[0]
+
+
+@pytest.fixture(scope="module")
+def kernels(compiled: tuple[int, bool], tmp_path_factory: pytest.TempPathFactory) -> Kernels:
+    """The kernels, compiled for the capability."""
+    capability, every = compiled
     folder = str(tmp_path_factory.mktemp("triton"))
     environment = {**os.environ, "TRITON_CACHE_DIR": folder, "TRITON_DEFAULT_FP_FUSION": "1"}
     environment.pop("TRITON_INTERPRET", None)
-    command = [sys.executable, "-m", "tests.support.compilation", str(capability)]
+    command = [sys.executable, "-m", "tests.support.compilation", str(capability), *["every"] * every]
     told = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True).stdout
     return {name: Program(*taken) for name, taken in json.loads(told).items()}
 
@@ -121,11 +129,13 @@ def test_on_hopper_a_program_of_decodes_fits_beside_a_block(kernels: Kernels, ca
         assert block.shared + decode.shared <= CARDS[capability].shared
 
 
-@pytest.mark.parametrize("name", ["grid bf16 64", "grid bf16 128", "grid fp32 128", "grid with every feature"])
-def test_two_programs_of_the_grid_fit_a_multiprocessor(kernels: Kernels, capability: int, name: str) -> None:
-    taken = kernels[name]
-    assert 2 * -(-taken.registers // 8) * 8 * 4 * WARP <= REGISTERS
-    assert 2 * (taken.shared + RESERVED) <= CARDS[capability].memory
+def test_two_programs_of_the_grid_fit_a_multiprocessor(
+    kernels: Kernels, compiled: tuple[int, bool], capability: int
+) -> None:
+    for name in GRIDS if compiled[1] else GRIDS[:1]:
+        taken = kernels[name]
+        assert 2 * -(-taken.registers // 8) * 8 * 4 * WARP <= REGISTERS
+        assert 2 * (taken.shared + RESERVED) <= CARDS[capability].memory
 
 
 def test_in_the_grid_two_tiles_are_on_their_way_while_one_is_attended(kernels: Kernels, capability: int) -> None:

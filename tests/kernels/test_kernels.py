@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numba import njit as _njit
 from numpy.typing import NDArray
@@ -21,6 +21,7 @@ from llmbatch.kernels.cpu.fused import gate, normalize, rotate_and_store
 from llmbatch.kernels.cpu.layout import Pages, key_words, padded_width, page_shape
 from llmbatch.kernels.cpu.numerics import exp32, narrow, ordered, unordered, widen
 from llmbatch.kernels.spec import GELU_TANH, SILU
+from tests.support.examples import examples
 
 Array = NDArray[Any]
 njit: Callable[[Callable[..., None]], Callable[..., None]] = _njit
@@ -224,7 +225,7 @@ def test_attention_takes_any_number_and_size_of_heads(heads: int, group: int, wi
     check_attention(MIXED, page_size=16, heads=heads, group=group, width=width)
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(
     sequences=st.lists(st.tuples(st.integers(0, 150), st.integers(1, 90)), min_size=1, max_size=6),
     page_size=st.sampled_from([1, 4, 16, 64]),
@@ -235,7 +236,7 @@ def test_attention_of_any_step(sequences: list[tuple[int, int]], page_size: int,
     check_attention(sequences, page_size=page_size, window=window, workers=workers)
 
 
-@settings(max_examples=50, deadline=None)
+@examples(50)
 @given(
     sequences=st.lists(st.tuples(st.integers(0, 5000), st.integers(1, 700)), min_size=1, max_size=20),
     group=st.sampled_from([1, 3, 8, BLOCK_ROWS, BLOCK_ROWS + 1]),

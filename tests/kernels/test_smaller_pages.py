@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from llmbatch.kernels.cpu.attention import attend
@@ -21,6 +21,7 @@ from tests.kernels.test_kernels import (
     to_float64,
     with_memory_behind,
 )
+from tests.support.examples import examples
 
 KINDS = [("float32", "bfloat16"), ("float32", "int8"), ("bfloat16", "int8")]  # of queries and of pages
 WIDENED = np.dtype(np.uint32)  # rows of products, beside bfloat16
@@ -145,7 +146,7 @@ def test_int8_meets_widened_rows() -> None:
     check(("bfloat16", "int8"), [(0, 1), (100, 1), (9, 30)], page_size=8, width=64, widened=True)
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(
     sequences=st.lists(st.tuples(st.integers(0, 150), st.integers(1, 90)), min_size=1, max_size=5),
     page_size=st.sampled_from([8, 40]),

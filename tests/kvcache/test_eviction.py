@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -12,6 +12,7 @@ from llmbatch.kvcache.contents import Contents, find, forget_contents, give_name
 from llmbatch.kvcache.page_trie import PageTrie
 from llmbatch.kvcache.page_worth import Worth, insert, remove, revalue
 from llmbatch.scheduler.admission_order import Blend, Ends, FromFront
+from tests.support.examples import examples
 
 Tokens = list[int]
 ENDS: list[Ends] = [FromFront(), Blend(0.1, 0.2)]
@@ -29,7 +30,7 @@ def test_pages_that_are_there_get_numbers_where_one_row_alone_has_them() -> None
 
 
 @given(st.lists(st.tuples(st.integers(0, 15), st.integers(0, 5)), max_size=80))
-@settings(max_examples=150, deadline=None)
+@examples(150)
 def test_the_least_worthy_page_is_on_top_whatever_came_before(changes: list[tuple[int, int]]) -> None:
     worth = Worth.empty(16)
     inside: dict[int, int] = {}
@@ -48,7 +49,7 @@ def test_the_least_worthy_page_is_on_top_whatever_came_before(changes: list[tupl
 
 
 @given(st.lists(st.tuples(st.integers(0, 7), st.integers(0, 9)), max_size=80))
-@settings(max_examples=150, deadline=None)
+@examples(150)
 def test_a_page_is_found_by_its_name_and_no_other(changes: list[tuple[int, int]]) -> None:
     contents = Contents.empty(8)
     held: dict[int, int] = {}  # page -> what it holds

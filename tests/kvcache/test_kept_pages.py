@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from llmbatch.engine.simulated import SimulatedEngine
@@ -17,6 +17,7 @@ from llmbatch.scheduler.admission_order import Blend, Ends, FromFront
 from llmbatch.scheduler.output import FinishReason, Step
 from llmbatch.scheduler.scheduler import FinishedSequences, QueueUpdate, Scheduler
 from llmbatch.scheduler.token_budget import FixedBudget
+from tests.support.examples import examples
 from tests.support.workloads import COST, RATES, Believed
 
 Tokens = list[int]
@@ -177,7 +178,7 @@ def windows(draw: st.DrawFn) -> list[list[Row]]:
 
 
 @given(windows(), st.sampled_from([1, 3, 8]), st.integers(0, 40), st.integers(0, 30), st.sampled_from(ENDS))
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_whatever_is_found_is_what_the_row_would_have_computed(
     made: list[list[Row]], size: int, extra: int, steps: int, ends: Ends
 ) -> None:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from llmbatch.kvcache.page_trie import PageTrie
+from tests.support.examples import examples
 from tests.support.workloads import Workload, workloads
 
 
 @given(workloads(), st.sampled_from([1, 2, 4, 16]))
-@settings(max_examples=100, deadline=None)
+@examples(100)
 def test_two_rows_share_a_page_exactly_when_their_tokens_agree_up_to_its_end(load: Workload, size: int) -> None:
     trie = load.trie(size)
     names: dict[tuple[int, ...], int] = {}
@@ -24,7 +25,7 @@ def test_two_rows_share_a_page_exactly_when_their_tokens_agree_up_to_its_end(loa
 
 
 @given(workloads(), st.sampled_from([1, 4]))
-@settings(max_examples=100, deadline=None)
+@examples(100)
 def test_a_page_is_numbered_exactly_when_two_rows_stand_below_it(load: Workload, size: int) -> None:
     trie = load.trie(size)
     below: dict[tuple[int, ...], int] = {}

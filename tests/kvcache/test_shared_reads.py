@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from llmbatch.engine.simulated import SimulatedEngine
@@ -18,6 +18,7 @@ from llmbatch.scheduler.admission_order import Blend, FromFront
 from llmbatch.scheduler.output import FinishReason, Step
 from llmbatch.scheduler.scheduler import QueueUpdate, Scheduler
 from llmbatch.scheduler.token_budget import ClosedLoopBudget, FixedBudget
+from tests.support.examples import examples
 from tests.support.workloads import COST, RATES, Believed, Workload
 
 CASCADE = replace(COST, cascade=True)
@@ -67,7 +68,7 @@ def spared_tokens(step: Step, size: int) -> int:
 
 
 @given(st.integers(0, 2**32 - 1), st.sampled_from(SIZES), st.integers(500, 30_000), st.booleans())
-@settings(max_examples=12, deadline=None)
+@examples(12)
 def test_what_a_step_is_spared_is_counted_exactly(seed: int, size: int, extra: int, closed_loop: bool) -> None:
     load = families(seed)
     scheduler = scheduler_for(load, size, extra, closed_loop=closed_loop)
@@ -97,7 +98,7 @@ def test_some_of_these_workloads_spare_reads_and_preempt() -> None:
 
 
 @given(st.integers(0, 2**32 - 1), st.sampled_from(SIZES), st.integers(500, 30_000), st.integers(1, 60))
-@settings(max_examples=10, deadline=None)
+@examples(10)
 def test_it_stays_exact_where_sequences_go_on_in_another_shard_or_are_withdrawn(
     seed: int, size: int, extra: int, steps: int
 ) -> None:
@@ -120,7 +121,7 @@ def test_it_stays_exact_where_sequences_go_on_in_another_shard_or_are_withdrawn(
 
 
 @given(st.integers(0, 2**32 - 1), st.sampled_from(SIZES), st.integers(500, 30_000))
-@settings(max_examples=5, deadline=None)
+@examples(5)
 def test_the_clock_and_the_engine_seam_count_the_same_reads(seed: int, size: int, extra: int) -> None:
     load = families(seed)
     fast, slow = (scheduler_for(load, size, extra) for _ in range(2))

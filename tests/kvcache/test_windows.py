@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from llmbatch.kvcache.allocation import admit_pages, adopt, extend, release, slide_window
 from llmbatch.kvcache.page_pool import PagePool, path_of, room_for
 from llmbatch.kvcache.windows import WindowPages, least_window_pages
+from tests.support.examples import examples
 from tests.support.workloads import Workload, workloads
 
 WINDOW = 6
@@ -187,7 +188,7 @@ class Rows:
 
 
 @given(workloads(), st.sampled_from([1, 3, 8]), st.integers(1, 20), st.integers(0, 40), st.integers(0, 2**32 - 1))
-@settings(max_examples=200, deadline=None)
+@examples(200)
 def test_what_a_window_reads_is_there(load: Workload, size: int, window: int, extra: int, seed: int) -> None:
     """Small pools of either kind of page; what is not written by the row itself was written by rows before it."""
     rng = np.random.default_rng(seed)

@@ -7,20 +7,21 @@ from random import Random
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from llmbatch.engine.recorded import RecordedEngine
 from llmbatch.errors import JobError
 from llmbatch.scheduler.output import Step, StepResult
 from tests.runtime.test_stream import Engines, Listed, Mortal, Taken, Window, lengths, stream, window_of
+from tests.support.examples import examples
 from tests.support.workloads import COST
 
 DEADLY = 41
 
 
 @given(st.integers(0, 10), st.integers(1, 40), st.randoms(use_true_random=False))
-@settings(max_examples=60)
+@examples(60)
 def test_deadly_rows_fail_and_all_others_are_answered(deadly: int, good: int, random: Random) -> None:
     """Wherever they stand, in a job of which they are a quarter at most."""
     rows = [DEADLY] * deadly + [3, 5, 7] * deadly + [3] * good

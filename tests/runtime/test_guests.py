@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import llmbatch.runtime.stream
@@ -27,6 +27,7 @@ from llmbatch.scheduler.guests import Latency
 from llmbatch.scheduler.output import FinishReason
 from tests.runtime.test_pool_limits import Hosting, accelerated_engine, torch_engine, window_of
 from tests.runtime.test_stream import Engines, Listed, Mortal, Window
+from tests.support.examples import examples
 from tests.support.golden import generate
 from tests.support.guests import Script, Told, guest
 from tests.support.models import EOS, PAD, tiny_model
@@ -295,7 +296,7 @@ def test_the_row_timeout_is_one_of_rows() -> None:
 
 
 @given(st.integers(0, 2**32 - 1), st.booleans())
-@settings(max_examples=40, deadline=None)
+@examples(40)
 def test_every_row_and_every_guest_ends_once_whoever_comes_and_leaves_when(seed: int, bounded: bool) -> None:
     rng = np.random.default_rng(seed)
     prefix = rng.integers(0, 3, 30).tolist()

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import llmbatch
@@ -33,6 +33,7 @@ from llmbatch.scheduler.output import FinishReason
 from llmbatch.simulation.simulator import simulate_trace
 from llmbatch.simulation.traces import Trace
 from tests.runtime.test_stream import Engines, Listed, Taken, Window
+from tests.support.examples import examples
 from tests.support.golden import generate
 from tests.support.models import EOS, PAD, tiny_model
 from tests.support.workloads import COST
@@ -57,7 +58,7 @@ def window_of(prompts: list[list[int]], max_tokens: list[int], recorded: list[in
 
 
 @given(st.lists(st.tuples(st.integers(1, 60), st.integers(1, 80)), min_size=1, max_size=12))
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_a_job_and_a_simulation_run_a_row_as_far_and_refuse_the_same(rows: list[tuple[int, int]]) -> None:
     prompts, output = (np.array(column, np.int32) for column in zip(*rows, strict=True))
     window = window_of([[2 + i] * n for i, n in enumerate(prompts.tolist())], output.tolist())
@@ -155,11 +156,11 @@ def test_an_engine_ends_rows_where_the_pool_is_full_over_several_windows(
 ) -> None:
     rng = np.random.default_rng(3)
     prompts = [[rng.integers(0, 256, n).tolist() for n in lengths] for lengths in ((33, 5, 38), (35, 7))]
-    windows = [window_of(rows, [30] * len(rows)) for rows in prompts]
+    windows = [window_of(rows, [12] * len(rows)) for rows in prompts]
     taken = Answers()
     Stream.open(Hosting(make(model)), POOL, COST, BUDGET, taken).run(Listed(windows))
     for window, rows in zip(windows, prompts, strict=True):
-        limits = [min(30, POOL.tokens - len(row)) for row in rows]
+        limits = [min(12, POOL.tokens - len(row)) for row in rows]
         expected = generate(tiny_model("llama"), rows, limits, [EOS], PAD)
         assert [taken.tokens[id(window), i] for i in range(len(rows))] == expected
         for i, answer in enumerate(expected):

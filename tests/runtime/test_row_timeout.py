@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -13,6 +13,7 @@ from llmbatch.planning.workload import Pool, Scheduling
 from llmbatch.runtime.stream import Stream
 from llmbatch.scheduler.output import FinishReason, Step, StepResult
 from tests.runtime.test_stream import Engines, Listed, Taken, lengths, window_of
+from tests.support.examples import examples
 from tests.support.workloads import COST, Workload
 
 
@@ -65,14 +66,14 @@ def ended(
 
 
 @given(st.floats(-1e6, 1e6))
-@settings(max_examples=20, deadline=None)
+@examples(20)
 def test_a_row_whose_steps_take_too_long_is_withdrawn_and_no_other(begun: float) -> None:
     finish, _ = ended(lengths(3, 3, 50, 3), begun=begun, row_timeout=10.5, pool=Pool(400, 4))
     assert finish == {0: FinishReason.STOP, 1: FinishReason.STOP, 2: FinishReason.TIMEOUT, 3: FinishReason.STOP}
 
 
 @given(st.floats(-1e6, 1e6), st.integers(1, 6))
-@settings(max_examples=20, deadline=None)
+@examples(20)
 def test_rows_that_wait_for_their_first_step_do_not_time_out(begun: float, max_running: int) -> None:
     """Prompts of two steps each, of which one more is admitted than the budget gives a chunk."""
     load = Workload([[2 + i] * 13 for i in range(40)], np.full(40, 3, np.int32), np.ones(40))

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -19,6 +19,7 @@ from llmbatch.runtime.step_loop import SerialLoop, TokenDropper
 from llmbatch.scheduler.admission_order import Blend, FromFront
 from llmbatch.scheduler.scheduler import FinishedSequences, QueueUpdate, Scheduler
 from llmbatch.scheduler.token_budget import ClosedLoopBudget, FixedBudget
+from tests.support.examples import examples
 from tests.support.workloads import COST, RATES, Believed, Workload, workloads
 
 
@@ -45,7 +46,7 @@ def scheduler_for(load: Workload, size: int, extra: int, closed_loop: bool) -> S
 
 
 @given(workloads(most=100), st.sampled_from([1, 4]), st.integers(0, 60), st.booleans(), st.integers(1, 50))
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_many_steps_in_one_call_are_those_of_the_engine_seam(
     load: Workload, size: int, extra: int, closed_loop: bool, at_once: int
 ) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -23,6 +23,7 @@ from llmbatch.runtime.protocols import CompletedRequests, EngineObserver, Stop
 from llmbatch.runtime.stream import Stream
 from llmbatch.scheduler.output import FinishReason, Step, StepResult
 from llmbatch.scheduler.scheduler import FinishedSequences
+from tests.support.examples import examples
 from tests.support.workloads import COST, Workload, workloads
 
 POOL = Pool(400, 4)
@@ -133,7 +134,7 @@ def stream(host: Engines, taker: Taken, *, row_timeout: float = math.inf) -> Str
 
 
 @given(st.lists(workloads(), min_size=1, max_size=4), st.randoms(use_true_random=False))
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_every_request_of_every_window_ends_once_unless_it_was_answered(
     loads: list[Workload], random: np.random.Generator
 ) -> None:

@@ -18,7 +18,7 @@ from tests.support.golden import generate
 from tests.support.models import EOS, PAD, tiny_model
 from tests.support.workloads import COST
 
-MOST = 14
+MOST = 8
 
 
 class Found(Answers):

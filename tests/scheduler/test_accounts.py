@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from llmbatch.compilation.decorators import as_python
@@ -29,6 +29,7 @@ from llmbatch.scheduler.scheduler import QueueUpdate, Scheduler
 from llmbatch.scheduler.state import RemainingWork
 from llmbatch.scheduler.token_budget import BudgetRules, ClosedLoopBudget, FixedBudget, prices
 from tests.runtime.test_stream import Engines, Listed, Taken, Window
+from tests.support.examples import examples
 
 PLAIN = CostModel(find_shape("llama-3-8b"), find_hardware("a100-80gb"))
 WINDOWS = replace(PLAIN, shape=replace(PLAIN.shape, windows=(64, 300, 300, 0) * 8))
@@ -151,7 +152,7 @@ def grouped(seed: int, rows: int = 60) -> Window:
     st.integers(0, 50),
     st.lists(st.integers(1, 30), min_size=1, max_size=5),
 )
-@settings(max_examples=200, deadline=None)
+@examples(200)
 def test_pairs_and_reads_are_those_of_every_token_and_layer(windows: list[int], start: int, counts: list[int]) -> None:
     reach = Reach.of(windows)
     ends = np.cumsum([start, *counts])

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from llmbatch.engine.simulated import SimulatedEngine
@@ -18,6 +18,7 @@ from llmbatch.scheduler.guests import Arrivals, GuestQueue, Latency, kept_free, 
 from llmbatch.scheduler.output import FinishReason, Step
 from llmbatch.scheduler.scheduler import QueueUpdate, Scheduler
 from llmbatch.scheduler.token_budget import Budget, ClosedLoopBudget, FixedBudget
+from tests.support.examples import examples
 from tests.support.workloads import COST, RATES, Believed, Workload, common, workloads
 
 EXPONENT = 4.0
@@ -128,7 +129,7 @@ def least_pages(load: Workload, page_size: int) -> int:
     share=st.floats(0, 1),
     seed=st.integers(0, 1000),
 )
-@settings(max_examples=200, deadline=None)
+@examples(200)
 def test_every_row_and_every_guest_ends_once_with_all_its_tokens(
     load: Workload, size: int, extra: int, ends: Ends, budget: Budget, bound: float, share: float, seed: int
 ) -> None:
@@ -146,12 +147,12 @@ def test_every_row_and_every_guest_ends_once_with_all_its_tokens(
 
 
 @given(workloads(), st.sampled_from([3, 16]), st.sampled_from(BUDGETS), st.sampled_from(BOUNDS))
-@settings(max_examples=100, deadline=None)
+@examples(100)
 def test_a_guest_that_decodes_is_in_every_step_where_there_is_room(
     load: Workload, size: int, budget: Budget, bound: float
 ) -> None:
     guests = len(load.prompts) // 2
-    run = Run(scheduler_for(load, guests, size, 10_000, budget=budget, bound=bound, max_running=100), load)
+    run = Run(scheduler_for(load, guests, size, load.room(size), budget=budget, bound=bound, max_running=100), load)
     arrive(run.scheduler, load, *range(len(load.prompts) - guests, len(load.prompts)))
     run.to_end()
     for guest in range(len(load.prompts) - guests, len(load.prompts)):
@@ -160,11 +161,11 @@ def test_a_guest_that_decodes_is_in_every_step_where_there_is_room(
 
 
 @given(workloads(), st.sampled_from([3, 16]), st.sampled_from(BUDGETS), st.sampled_from(BOUNDS[1:3]))
-@settings(max_examples=100, deadline=None)
+@examples(100)
 def test_a_step_takes_no_longer_than_its_bound_but_for_a_page_and_a_token_of_each_chunk(
     load: Workload, size: int, budget: Budget, bound: float
 ) -> None:
-    run = Run(scheduler_for(load, 0, size, 10_000, budget=budget, bound=bound, max_running=100), load)
+    run = Run(scheduler_for(load, 0, size, load.room(size), budget=budget, bound=bound, max_running=100), load)
     run.to_end()
     token = RATES.seconds_per_token + 100 * RATES.seconds_per_pair
     assert all(predicted(step) <= bound + (size + len(step.slots)) * token for step in run.steps)

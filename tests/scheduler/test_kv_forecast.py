@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from llmbatch.scheduler.kv_forecast import KVForecast, expect, forget, most
+from tests.support.examples import examples
 
 Sequence = st.tuples(st.integers(1, 50), st.integers(1, 40))  # tokens held now, steps to the end
 
@@ -16,7 +17,7 @@ def simulated(sequences: list[tuple[int, int]], last: int) -> int:
 
 
 @given(st.lists(Sequence, min_size=1, max_size=20), st.integers(0, 1000))
-@settings(max_examples=200, deadline=None)
+@examples(200)
 def test_the_peak_in_the_life_of_a_candidate_is_that_of_a_simulation(
     sequences: list[tuple[int, int]], now: int
 ) -> None:
@@ -28,7 +29,7 @@ def test_the_peak_in_the_life_of_a_candidate_is_that_of_a_simulation(
 
 
 @given(st.lists(st.tuples(st.integers(1, 50), st.integers(1, 40), st.booleans()), min_size=1, max_size=20))
-@settings(max_examples=200, deadline=None)
+@examples(200)
 def test_a_forgotten_sequence_is_not_counted(sequences: list[tuple[int, int, bool]]) -> None:
     peak, without = KVForecast.empty(20), KVForecast.empty(20)
     for slot, (held, steps, _) in enumerate(sequences):

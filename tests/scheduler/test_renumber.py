@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -12,6 +12,7 @@ from llmbatch.scheduler.admission_order import Blend, Ends, FromFront
 from llmbatch.scheduler.output import FinishReason, Step
 from llmbatch.scheduler.scheduler import QueueUpdate, Scheduler
 from llmbatch.scheduler.token_budget import FixedBudget
+from tests.support.examples import examples
 from tests.support.workloads import COST, RATES, Believed, Workload, workloads
 
 ENDS: list[Ends] = [FromFront(), Blend(0.1, 0.2)]
@@ -27,17 +28,12 @@ class Memory:
     def run(self, step: Step, load: Workload) -> None:
         """Write the tokens of a step, then read what each of its sequences attends to."""
         for slot, request, start, count in zip(step.slots, step.requests, step.starts, step.counts, strict=True):
-            for at in range(start, start + count):
-                self._kv[step.block_tables[slot, at // self._size], at % self._size] = _token(load, request, at)
+            at = np.arange(start, start + count)
+            self._kv[step.block_tables[slot, at // self._size], at % self._size] = load.contents[request][at]
         for slot, request, start, count in zip(step.slots, step.requests, step.starts, step.counts, strict=True):
-            for at in range(start + count):
-                page = step.block_tables[slot, at // self._size]
-                assert self._kv[page, at % self._size] == _token(load, request, at), "a page holds another token"
-
-
-def _token(load: Workload, request: int, at: int) -> int:
-    prompt = load.prompts[request]
-    return prompt[at] if at < len(prompt) else 1000 + 100 * hash(tuple(prompt)) % 997 + at
+            at = np.arange(start + count)
+            found = self._kv[step.block_tables[slot, at // self._size], at % self._size]
+            assert (found == load.contents[request][at]).all(), "a page holds another token"
 
 
 def _joined(first: Workload, second: Workload, kept: NDArray[np.int32]) -> Workload:
@@ -49,7 +45,7 @@ def _joined(first: Workload, second: Workload, kept: NDArray[np.int32]) -> Workl
 
 
 @given(workloads(), workloads(), st.sampled_from([1, 3]), st.integers(0, 12), st.integers(0, 25), st.sampled_from(ENDS))
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_sequences_that_run_go_on_among_other_rows(
     first: Workload, second: Workload, size: int, extra: int, steps: int, ends: Ends
 ) -> None:
@@ -107,7 +103,7 @@ def test_sequences_that_run_go_on_among_other_rows(
 
 
 @given(workloads(), st.sampled_from([1, 3]), st.integers(0, 12), st.integers(1, 25))
-@settings(max_examples=75, deadline=None)
+@examples(75)
 def test_withdrawn_sequences_leave_nothing_behind(load: Workload, size: int, extra: int, steps: int) -> None:
     num_pages = int((-(-(load.prompt_lengths + load.lengths) // size)).max()) + extra
     scheduler = Scheduler(

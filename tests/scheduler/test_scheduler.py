@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from llmbatch.engine.simulated import SimulatedEngine
 from llmbatch.scheduler.admission_order import Blend, EndRules, Ends, FromFront, TwoEndedQueue, look_behind
 from llmbatch.scheduler.output import FinishReason, Step
 from llmbatch.scheduler.scheduler import FinishedSequences, QueueUpdate, Scheduler
 from llmbatch.scheduler.token_budget import Budget, ClosedLoopBudget, FixedBudget
+from tests.support.examples import examples
 from tests.support.workloads import COST, RATES, Believed, Workload, workloads
 
 BUDGETS: list[Budget] = [FixedBudget(1), FixedBudget(7), FixedBudget(64), ClosedLoopBudget(RATES)]
@@ -68,7 +70,7 @@ sizes = st.sampled_from([1, 3, 16])
 
 
 @given(workloads(), sizes, pools, st.sampled_from(ENDS), st.sampled_from(BUDGETS))
-@settings(max_examples=150, deadline=None)
+@examples(150)
 def test_every_request_ends_once_with_all_its_tokens(
     load: Workload, size: int, extra: int, ends: Ends, budget: Budget
 ) -> None:
@@ -81,7 +83,7 @@ def test_every_request_ends_once_with_all_its_tokens(
 
 
 @given(workloads(), sizes, pools, st.sampled_from(ENDS), st.sampled_from(BUDGETS))
-@settings(max_examples=150, deadline=None)
+@examples(150)
 def test_a_token_is_computed_from_tokens_that_are_in_pages_or_in_the_step(
     load: Workload, size: int, extra: int, ends: Ends, budget: Budget
 ) -> None:
@@ -93,29 +95,27 @@ def test_a_token_is_computed_from_tokens_that_are_in_pages_or_in_the_step(
     while not scheduler.done:
         step = scheduler.decide()
         for slot, request, start, count in zip(step.slots, step.requests, step.starts, step.counts, strict=True):
-            for position in range(start, start + count):
-                content[step.block_tables[slot, position // size] * size + position % size] = token_at(
-                    load, request, position
-                )
+            positions = np.arange(start, start + count)
+            places = step.block_tables[slot, positions // size] * size + positions % size
+            content[places] = own_tokens(load, request)[positions]
         for slot, request, start, count in zip(step.slots, step.requests, step.starts, step.counts, strict=True):
             positions = np.arange(start + count if count else 0)
             read = content[step.block_tables[slot, positions // size] * size + positions % size]
-            assert read.tolist() == [token_at(load, request, position) for position in positions if count]
-        places = content.reshape(num_pages, size)
-        places[step.copies[:, 1]] = places[step.copies[:, 0]]
+            assert (read == own_tokens(load, request)[positions]).all()
+        pages = content.reshape(num_pages, size)
+        pages[step.copies[:, 1]] = pages[step.copies[:, 0]]
         finished = scheduler.commit(step, engine.execute(step))
         for slot in finished.slots.tolist():
             engine.pop_tokens(slot)
 
 
-def token_at(load: Workload, request: int, position: int) -> int:
-    """What stands at a position: the prompt, then tokens that are the request's own."""
-    prompt = load.prompts[request]
-    return prompt[position] if position < len(prompt) else 1000 + request
+def own_tokens(load: Workload, request: int) -> NDArray[np.int64]:
+    """What stands at each position: the prompt, then tokens that are the request's own."""
+    return np.concatenate((load.prompts[request], np.full(load.lengths[request], 1000 + request)))
 
 
 @given(workloads(), sizes, pools, st.sampled_from(ENDS), st.sampled_from(BUDGETS))
-@settings(max_examples=100, deadline=None)
+@examples(100)
 def test_every_token_is_computed_or_found_once_apart_from_recomputation(
     load: Workload, size: int, extra: int, ends: Ends, budget: Budget
 ) -> None:
@@ -128,7 +128,7 @@ def test_every_token_is_computed_or_found_once_apart_from_recomputation(
 
 
 @given(workloads(), sizes, st.sampled_from([FixedBudget(16), FixedBudget(64)]))
-@settings(max_examples=100, deadline=None)
+@examples(100)
 def test_a_step_keeps_to_its_budget_unless_decodes_alone_exceed_it(
     load: Workload, size: int, budget: FixedBudget
 ) -> None:
@@ -138,7 +138,7 @@ def test_a_step_keeps_to_its_budget_unless_decodes_alone_exceed_it(
 
 
 @given(workloads(), sizes, pools, st.sampled_from(ENDS), st.sampled_from(BUDGETS))
-@settings(max_examples=100, deadline=None)
+@examples(100)
 def test_a_step_has_every_decode_and_ends_on_a_page_or_with_its_sequence(
     load: Workload, size: int, extra: int, ends: Ends, budget: Budget
 ) -> None:
@@ -157,7 +157,7 @@ def test_a_step_has_every_decode_and_ends_on_a_page_or_with_its_sequence(
 
 
 @given(workloads(), sizes, pools, st.sampled_from(ENDS), st.sampled_from(BUDGETS))
-@settings(max_examples=50, deadline=None)
+@examples(50)
 def test_the_same_requests_give_the_same_steps(
     load: Workload, size: int, extra: int, ends: Ends, budget: Budget
 ) -> None:
@@ -189,7 +189,7 @@ def test_a_prompt_that_is_wholly_cached_still_computes_its_last_token() -> None:
 
 
 @given(workloads(), sizes, st.sampled_from(ENDS), st.sampled_from(BUDGETS), st.integers(1, 5))
-@settings(max_examples=30, deadline=None)
+@examples(30)
 def test_with_room_for_all_a_prompt_is_computed_once_however_many_answers_it_has(
     load: Workload, size: int, ends: Ends, budget: Budget, draws: int
 ) -> None:
@@ -199,7 +199,7 @@ def test_with_room_for_all_a_prompt_is_computed_once_however_many_answers_it_has
     single = Workload([list(prompt) for prompt in once], lengths[::draws], lengths[::draws].astype(np.float64))
     computed = []
     for each in (single, drawn):
-        steps, _ = run(each, scheduler_for(each, size, 20_000, ends, budget, max_running=1000))
+        steps, _ = run(each, scheduler_for(each, size, each.room(size), ends, budget, max_running=1000))
         computed.append(sum(int(step.counts[step.num_decodes :].sum()) for step in steps))
     assert computed[0] == computed[1]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -16,6 +16,7 @@ from llmbatch.scheduler.scheduler import QueueUpdate, Scheduler
 from llmbatch.scheduler.token_budget import Budget, ClosedLoopBudget, FixedBudget
 from llmbatch.scheduler.victims import long_victim
 from tests.scheduler.test_scheduler import least_pages, run, scheduler_for
+from tests.support.examples import examples
 from tests.support.workloads import COST, RATES, Believed, Workload, workloads
 
 BUDGETS: list[Budget] = [FixedBudget(7), FixedBudget(64), ClosedLoopBudget(RATES)]
@@ -66,7 +67,7 @@ def entries(load: Workload, scheduler: Scheduler) -> list[tuple[list[int], list[
 
 
 @given(workloads(most=40), sizes, pools, st.sampled_from(ENDS), st.sampled_from(BUDGETS))
-@settings(max_examples=60)
+@examples(60)
 def test_while_one_waits_others_enter_for_a_bounded_number_of_steps(
     load: Workload, size: int, extra: int, ends: Ends, budget: Budget
 ) -> None:
@@ -86,7 +87,7 @@ def test_while_one_waits_others_enter_for_a_bounded_number_of_steps(
 
 
 @given(workloads(most=40), sizes, pools, st.sampled_from(ENDS), st.sampled_from(BUDGETS), st.integers(1, 6))
-@settings(max_examples=60)
+@examples(60)
 def test_no_more_run_than_may_run_those_that_come_back_included(
     load: Workload, size: int, extra: int, ends: Ends, budget: Budget, most: int
 ) -> None:
@@ -121,7 +122,7 @@ def test_two_that_come_back_at_once_do_not_exceed_the_limit() -> None:
 
 
 @given(workloads(most=40), sizes, pools, st.sampled_from(ENDS), st.sampled_from(BUDGETS))
-@settings(max_examples=60)
+@examples(60)
 def test_each_step_samples_a_token_or_computes_a_chunk_that_is_kept(
     load: Workload, size: int, extra: int, ends: Ends, budget: Budget
 ) -> None:

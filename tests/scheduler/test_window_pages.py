@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -14,16 +14,11 @@ from llmbatch.scheduler.admission_order import Blend, Ends, FromFront
 from llmbatch.scheduler.output import FinishReason, Step
 from llmbatch.scheduler.scheduler import QueueUpdate, Scheduler
 from llmbatch.scheduler.token_budget import Budget, ClosedLoopBudget, FixedBudget
+from tests.support.examples import examples
 from tests.support.workloads import COST, RATES, Believed, Workload, workloads
 
 BUDGETS: list[Budget] = [FixedBudget(1), FixedBudget(7), FixedBudget(64), ClosedLoopBudget(RATES)]
 ENDS: list[Ends] = [FromFront(), Blend(0.1, 0.2), Blend(0.1, 0.2, 8)]
-
-
-def token_at(load: Workload, request: int, position: int) -> int:
-    """What stands at a position: the prompt, then tokens that are the request's own."""
-    prompt = load.prompts[request]
-    return prompt[position] if position < len(prompt) else 1000 + 100 * hash(tuple(prompt)) % 997 + position
 
 
 class Memory:
@@ -39,20 +34,20 @@ class Memory:
         assert step.window_tables is not None
         sequences = list(zip(step.slots, step.requests, step.starts, step.counts, strict=True))
         for slot, request, start, count in sequences:
-            for at in range(start, start + count):
-                token = token_at(load, request, at)
-                self._kv[step.block_tables[slot, at // self._size], at % self._size] = token
-                self._windows[step.window_tables[slot, at // self._size], at % self._size] = token
+            at = np.arange(start, start + count)
+            tokens = load.contents[request][at]
+            self._kv[step.block_tables[slot, at // self._size], at % self._size] = tokens
+            self._windows[step.window_tables[slot, at // self._size], at % self._size] = tokens
         for slot, request, start, count in sequences:
-            self._read(self._kv, step.block_tables[slot], load, request, range(start + count))
-            seen = range(max(0, start - self._window + 1), start + count)
+            self._read(self._kv, step.block_tables[slot], load, request, np.arange(start + count))
+            seen = np.arange(max(0, start - self._window + 1), start + count)
             self._read(self._windows, step.window_tables[slot], load, request, seen)
 
     def _read(
-        self, memory: NDArray[np.int64], table: NDArray[np.int32], load: Workload, request: int, seen: range
+        self, memory: NDArray[np.int64], table: NDArray[np.int32], load: Workload, request: int, seen: NDArray[np.int64]
     ) -> None:
-        found = [memory[table[at // self._size], at % self._size] for at in seen]
-        assert found == [token_at(load, request, at) for at in seen], "a page holds another token"
+        found = memory[table[seen // self._size], seen % self._size]
+        assert (found == load.contents[request][seen]).all(), "a page holds another token"
 
 
 def least_pages(load: Workload, size: int) -> int:
@@ -81,7 +76,7 @@ def scheduler_for(
     workloads(), st.sampled_from([1, 3, 16]), st.integers(1, 20), st.integers(0, 30), st.integers(0, 12),
     st.sampled_from(ENDS), st.sampled_from(BUDGETS),
 )  # fmt: skip  # arguments in groups
-@settings(max_examples=75, deadline=None)
+@examples(75)
 def test_every_request_ends_with_all_its_tokens_and_reads_its_windows(
     load: Workload, size: int, window: int, extra: int, more: int, ends: Ends, budget: Budget
 ) -> None:
@@ -110,7 +105,7 @@ def test_every_request_ends_with_all_its_tokens_and_reads_its_windows(
     workloads(), workloads(), st.sampled_from([1, 3]), st.integers(1, 20), st.integers(0, 12), st.integers(0, 25),
     st.booleans(),
 )  # fmt: skip  # arguments in groups
-@settings(max_examples=50, deadline=None)
+@examples(50)
 def test_sequences_that_run_go_on_among_other_rows(
     first: Workload, second: Workload, size: int, window: int, more: int, steps: int, named: bool
 ) -> None:
@@ -127,7 +122,7 @@ def test_sequences_that_run_go_on_among_other_rows(
         finished = scheduler.commit(step, engine.execute(step))
         scheduler.check()
         answers = [
-            np.array([token_at(load, request, len(load.prompts[request]) + i) for i in range(count)], np.int32)
+            load.contents[request][len(load.prompts[request]) :][:count].astype(np.int32)
             for request, count in zip(finished.requests.tolist(), finished.generated.tolist(), strict=True)
         ]
         scheduler.publish(finished, answers)

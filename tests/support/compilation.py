@@ -1,4 +1,4 @@
-"""Compile every kernel for a card that need not be there: `python -m tests.support.compilation CAPABILITY`.
+"""Compile kernels for a card that need not be there: `python -m tests.support.compilation CAPABILITY [every]`.
 
 Prints what each takes of a multiprocessor, as JSON. In a process of its own, because what Triton's interpreter runs is
 not compiled.
@@ -123,23 +123,15 @@ def rotation(capability: int, rotary: int, norms: bool, *, fp8: bool = False) ->
     return compiled(triton_fused._rotate_and_store, types, constants, capability)
 
 
-def main(capability: int) -> dict[str, Resources]:
-    """What every kernel takes."""
+def common(capability: int) -> dict[str, Resources]:
+    """What kernels take that most jobs run, of heads of 128 elements in bfloat16."""
     found = {
-        f"attend {NAMES[dtype]} {width} {'many' if many else 'one'}": attention(dtype, width, capability, many=many)
-        for dtype in NAMES
-        for width in (64, 128, 256)
+        f"attend bf16 128 {'many' if many else 'one'}": attention(torch.bfloat16, 128, capability, many=many)
         for many in (False, True)
-        if width == 128 or dtype != torch.float16
     }
     found["attend with every feature"] = attention(torch.bfloat16, 80, capability, many=True, every=True)
     found["attend one with every feature"] = attention(torch.bfloat16, 80, capability, many=False, every=True)
-    found |= {
-        f"grid {NAMES[dtype]} {width}": grid(dtype, width, capability)
-        for dtype in (torch.bfloat16, torch.float32)
-        for width in (64, 128, 256)
-    }
-    found["grid with every feature"] = grid(torch.bfloat16, 80, capability, every=True)
+    found["grid bf16 128"] = grid(torch.bfloat16, 128, capability)
     out = {"out": "*bf16", "partial": "*fp32", "sums": "*fp32", "parts": "*i32", "merged": "*i32", "sinks": "*fp32"}
     merging = {"WIDTH": 128, "PADDED": 128, "SINKS": True}
     types = out | {"query_heads": "i32", "count": "*i32"}
@@ -149,25 +141,6 @@ def main(capability: int) -> dict[str, Resources]:
     found["norm"] = compiled(triton_fused._normalize, norm, {"PADDED": 4096}, capability, num_warps=8)
     gate = {"x": "*bf16", "out": "*bf16", "width": "i32", "total": "i32"}
     found["gate"] = compiled(triton_fused._gate, gate, {"ACTIVATION": 1, "BLOCK": 1024}, capability)
-    if capability >= FP8:
-        types = {"x": "*bf16", "out": "*fp8e4nv", "scales": "*fp32", "width": "i32"}
-        for padded in (4096, 32768):
-            constants = {"PADDED": padded}
-            found[f"quantise {padded}"] = compiled(
-                triton_fp8._quantise, types, constants, capability, num_warps=min(16, padded // 512)
-            )
-        for width in (64, 128, 256):
-            for name, many in (("one", False), ("many", True)):
-                found[f"attend e4m3 {width} {name}"] = attention(torch.bfloat16, width, capability, many=many, fp8=True)
-        found["grid e4m3 128"] = grid(torch.bfloat16, 128, capability, fp8=True)
-        found["attend e4m3 with every feature"] = attention(
-            torch.bfloat16, 80, capability, many=True, every=True, fp8=True
-        )
-        found["attend e4m3 one with every feature"] = attention(
-            torch.bfloat16, 80, capability, many=False, every=True, fp8=True
-        )
-        found["rotate to e4m3"] = rotation(capability, 128, norms=False, fp8=True)
-        found["rotate to e4m3 with norms"] = rotation(capability, 64, norms=True, fp8=True)
     found["rotate"] = rotation(capability, 128, norms=False)
     found["rotate with norms"] = rotation(capability, 64, norms=True)
     best = {"logits": "*bf16", "tokens": "*i32", "finite": "*i1", "vocabulary": "i32"}
@@ -179,5 +152,55 @@ def main(capability: int) -> dict[str, Resources]:
     return found
 
 
+def common_fp8(capability: int) -> dict[str, Resources]:
+    """What kernels over pages and weights of FP8 take, of heads of 128 elements."""
+    found = {}
+    types = {"x": "*bf16", "out": "*fp8e4nv", "scales": "*fp32", "width": "i32"}
+    for padded in (4096, 32768):
+        constants = {"PADDED": padded}
+        found[f"quantise {padded}"] = compiled(
+            triton_fp8._quantise, types, constants, capability, num_warps=min(16, padded // 512)
+        )
+    for name, many in (("one", False), ("many", True)):
+        found[f"attend e4m3 128 {name}"] = attention(torch.bfloat16, 128, capability, many=many, fp8=True)
+    found["rotate to e4m3"] = rotation(capability, 128, norms=False, fp8=True)
+    found["rotate to e4m3 with norms"] = rotation(capability, 64, norms=True, fp8=True)
+    return found
+
+
+def others(capability: int) -> dict[str, Resources]:
+    """What attention of other heads and numbers takes."""
+    found = {
+        f"attend {NAMES[dtype]} {width} {'many' if many else 'one'}": attention(dtype, width, capability, many=many)
+        for dtype in NAMES
+        for width in (64, 128, 256)
+        for many in (False, True)
+        if (dtype, width) != (torch.bfloat16, 128) and (width == 128 or dtype != torch.float16)
+    }
+    found |= {
+        f"grid {NAMES[dtype]} {width}": grid(dtype, width, capability)
+        for dtype in (torch.bfloat16, torch.float32)
+        for width in (64, 128, 256)
+        if (dtype, width) != (torch.bfloat16, 128)
+    }
+    found["grid with every feature"] = grid(torch.bfloat16, 80, capability, every=True)
+    if capability >= FP8:
+        for width in (64, 256):
+            for name, many in (("one", False), ("many", True)):
+                found[f"attend e4m3 {width} {name}"] = attention(torch.bfloat16, width, capability, many=many, fp8=True)
+        found["grid e4m3 128"] = grid(torch.bfloat16, 128, capability, fp8=True)
+        for name, many in (("attend e4m3 with", True), ("attend e4m3 one with", False)):
+            found[f"{name} every feature"] = attention(torch.bfloat16, 80, capability, many=many, every=True, fp8=True)
+    return found
+
+
+def main(capability: int, *, every: bool) -> dict[str, Resources]:
+    """What the kernels of most jobs take, or `every` kernel."""
+    found = common(capability)
+    if capability >= FP8:
+        found |= common_fp8(capability)
+    return found | (others(capability) if every else {})
+
+
 if __name__ == "__main__":
-    sys.stdout.write(json.dumps(main(int(sys.argv[1]))))
+    sys.stdout.write(json.dumps(main(int(sys.argv[1]), every="every" in sys.argv)))

@@ -40,10 +40,19 @@ def tiny_config(family: str) -> PretrainedConfig:
     return TABLE[family].config()
 
 
-def tiny_model(family: str, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """A family's tiny model with random weights, norms and biases included; `dtype` rounds them."""
+def tiny_model(
+    family: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, layers: int | None = None
+) -> PreTrainedModel:
+    """A family's tiny model with random weights, norms and biases included; `dtype` rounds them.
+
+    Of its layers the first `layers`, where they are given.
+    """
     torch.manual_seed(seed + TABLE[family].seed)
     config = tiny_config(family)
+    if layers is not None:
+        config.num_hidden_layers = layers
+        if getattr(config, "layer_types", None) is not None:
+            config.layer_types = config.layer_types[:layers]
     untyped: Any = find_class(family, config)
     model: PreTrainedModel = untyped.from_config(config, dtype=torch.float32)
     with torch.no_grad():
@@ -89,8 +98,9 @@ def tiny_model_folder(
     bos: bool = False,
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
+    layers: int | None = None,
 ) -> str:
     """Save a family's tiny model and its tokenizer in `folder`, and return it."""
-    tiny_model(family, seed=seed, dtype=dtype).save_pretrained(folder)
+    tiny_model(family, seed=seed, dtype=dtype, layers=layers).save_pretrained(folder)
     tiny_tokenizer(chat_template=chat_template, bos=bos).save_pretrained(folder)
     return str(folder)

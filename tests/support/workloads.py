@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
@@ -29,6 +30,20 @@ class Workload:
     @property
     def prompt_lengths(self) -> NDArray[np.int32]:
         return np.array([len(prompt) for prompt in self.prompts], np.int32)
+
+    def room(self, page_size: int) -> int:
+        """Pages for all requests at once, as long as they are and as they are believed to be."""
+        lengths = np.maximum(self.lengths, np.ceil(self.believed).astype(np.int64))
+        return int((-(-(self.prompt_lengths + lengths) // page_size)).sum())
+
+    @cached_property
+    def contents(self) -> list[NDArray[np.int64]]:
+        """What stands at each position of each request: the prompt, then what equal prompts have in common."""
+        found = []
+        for prompt, length in zip(self.prompts, self.lengths.tolist(), strict=True):
+            answer = 1000 + 100 * hash(tuple(prompt)) % 997 + len(prompt) + np.arange(length)
+            found.append(np.concatenate((np.array(prompt, np.int64), answer)))
+        return found
 
     def trie(self, page_size: int) -> PageTrie:
         rows = sorted(range(len(self.prompts)), key=self.prompts.__getitem__)

@@ -28,7 +28,7 @@ from llmbatch.engine.model.platform import Platform
 from llmbatch.inference.options import Options
 from llmbatch.kernels.triton.backend import TritonAttention
 from llmbatch.scheduler.admission_order import Blend, FromFront
-from tests.engine.gpu.test_engine import prompts
+from tests.engine.gpu.test_engine import LAYERS, prompts
 from tests.engine.gpu.test_execution import Again
 from tests.engine.gpu.test_windows import MAX_TOKENS, PAGE, answers_in_windows
 from tests.engine.gpu.test_windows import prompts as rows_of_windows
@@ -41,6 +41,11 @@ PLATFORM = Platform(DEVICE, GpuOps(DEVICE), PAGE_SIZE, max_running=512, to_fp8=F
 pytestmark = pytest.mark.skipif(
     DEVICE.type == "cuda" and torch.cuda.get_device_capability(DEVICE) < (8, 9), reason="no numbers of FP8"
 )
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return tiny_model_folder(tmp_path_factory.mktemp("model"), "llama", layers=LAYERS)
 
 
 @pytest.fixture
@@ -129,7 +134,7 @@ def test_recorded_steps_give_the_tokens_of_others(model: str) -> None:
 @pytest.mark.parametrize("name", [pytest.param("gemma3", marks=pytest.mark.slow), "mistral"])
 def test_window_pages_give_the_answers_of_pages_for_all_layers(tmp_path: Path, name: str) -> None:
     """Nothing is read that was given back: free memory holds no number. Recorded steps of decodes read them, too."""
-    found = loaded(tiny_model_folder(tmp_path, name), dtype="float32")
+    found = loaded(tiny_model_folder(tmp_path, name, layers=LAYERS), dtype="float32")
     golden = Golden(rows_of_windows(), MAX_TOKENS, PAGE, spare_pages=60)
     engine = GpuEngine(found, TritonAttention(DEVICE), num_pages=golden.num_pages, page_size=PAGE)
     expected = golden.run(engine, FromFront(), 1000)
