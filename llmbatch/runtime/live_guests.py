@@ -82,19 +82,26 @@ class LiveGuests:
     def look(self) -> NDArray[np.int32]:
         """Look into the inbox; the requests that nobody waits for any more, int32 [n]."""
         arrived, left = self.inbox.take()
-        for guest in arrived:
-            room = self._pool.tokens - len(guest.tokens)
-            one = self._here[guest] = _Progress(guest, min(guest.max_tokens, room))
-            if room < 1:
-                self._end(one, FinishReason.ERROR, error=too_long(len(guest.tokens), self._pool))
-            else:
-                self._entering.append(one)
+        self._note_arrived(arrived)
         leaving = [self._here[guest] for guest in left if guest in self._here]
         for one in leaving:
             if one.request < 0:
                 self._entering.remove(one)
                 self._end(one, FinishReason.CANCELLED)
         return np.array([one.request for one in leaving if one.request >= 0], np.int32)
+
+    def look_for_arrivals(self) -> None:
+        """Look for those that arrived alone."""
+        self._note_arrived(self.inbox.take_arrived())
+
+    def _note_arrived(self, guests: list[Guest]) -> None:
+        for guest in guests:
+            room = self._pool.tokens - len(guest.tokens)
+            one = self._here[guest] = _Progress(guest, min(guest.max_tokens, room))
+            if room < 1:
+                self._end(one, FinishReason.ERROR, error=too_long(len(guest.tokens), self._pool))
+            else:
+                self._entering.append(one)
 
     def enter(self, spare: SpareRows) -> Arrivals:
         """Write those that wait into spare rows, as far as there are any."""

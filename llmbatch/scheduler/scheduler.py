@@ -24,13 +24,11 @@ No work in a step is proportional to the requests that wait; what is proportiona
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 from numpy.typing import NDArray
 
 from llmbatch.kvcache.contents import Prompts
-from llmbatch.kvcache.page_pool import PagePool, tokens_spared
+from llmbatch.kvcache.page_pool import PagePool, table_width, tokens_spared
 from llmbatch.kvcache.page_trie import PageTrie
 from llmbatch.kvcache.publish import publish
 from llmbatch.kvcache.renumber import carry_pages, find_pages
@@ -39,10 +37,12 @@ from llmbatch.perf_model.step_bound import step_seconds
 from llmbatch.perf_model.work import Rates
 from llmbatch.planning.equal_prompts import EqualPrompts
 from llmbatch.planning.prefix_tree import PrefixTree
-from llmbatch.scheduler.admission_order import EndRules, Ends, FromFront, Passed, TwoEndedQueue
+from llmbatch.scheduler.admission_order import EndRules, FromFront, Passed, TwoEndedQueue
+from llmbatch.scheduler.admission_order import QueueUpdate as QueueUpdate
 from llmbatch.scheduler.commit import advance, end_sequences, expect_anew, pack, withdraw
 from llmbatch.scheduler.decide import charge, decide_step, needs_attention
 from llmbatch.scheduler.forks import check_follows, claim_again
+from llmbatch.scheduler.guest_steps import decide_prompts
 from llmbatch.scheduler.guests import NO_LATENCY, Arrivals, GuestQueue, Latency, LatencyRules, note_seconds
 from llmbatch.scheduler.kv_forecast import KVForecast, Lengths
 from llmbatch.scheduler.output import FinishedSequences as FinishedSequences
@@ -57,21 +57,9 @@ from llmbatch.scheduler.state import (
     remaining_work,
 )
 from llmbatch.scheduler.steering import STEERING, Steering
-from llmbatch.scheduler.token_budget import Budget, BudgetRules, FixedBudget
+from llmbatch.scheduler.token_budget import BudgetRules, FixedBudget
 
 _SLOTS = 64  # to begin with
-
-
-@dataclass(frozen=True, slots=True)
-class QueueUpdate:
-    """What is to be admitted, and how. `compute` and `memory` are what is still to do, waiting or running."""
-
-    order: NDArray[np.int32]  # requests; those already admitted are passed over
-    lengths: NDArray[np.float64]  # [n] by request: expected tokens of the answer
-    ends: Ends
-    budget: Budget
-    compute: float  # seconds of compute
-    memory: float  # seconds of KV reads
 
 
 class Scheduler:
@@ -97,7 +85,7 @@ class Scheduler:
         """
         self._taken = np.zeros(len(prompt_lengths), np.bool_)
         self._lengths = lengths
-        width = _width(prompt_lengths, trie.page_size)
+        width = table_width(prompt_lengths, trie.page_size)
         self.steps: int = 0
         self.state: SchedulerState = SchedulerState(
             run=SequenceTable.empty(_SLOTS),
@@ -143,7 +131,7 @@ class Scheduler:
         run, pages = state.run.renumbered(numbers), state.pages
         slots = state.peak.slots[: state.peak.size[0]]
         before = state.run.slots["request"][slots]
-        width = _width(prompt_lengths, trie.page_size)
+        width = table_width(prompt_lengths, trie.page_size)
         self._taken = np.zeros(len(prompt_lengths), np.bool_)
         self._taken[run.slots["request"][run.slots["request"] >= 0]] = True
         self._lengths = lengths
@@ -172,7 +160,7 @@ class Scheduler:
         guests = state.guests.with_arrivals(arrivals)
         if guests is not state.guests:  # a state that is replaced is laid out anew, which takes longer than all else
             self.state = state = state._replace(guests=guests)
-        while _width(arrivals.prompts, state.pages.page_size) > state.pages.tables.shape[1]:
+        while table_width(arrivals.prompts, state.pages.page_size) > state.pages.tables.shape[1]:
             self.state = state = state._replace(pages=state.pages.widened())
 
     def dismiss(self, requests: NDArray[np.int32]) -> NDArray[np.int32]:
@@ -207,6 +195,12 @@ class Scheduler:
         return bool(self.state.queue) or bool(self.state.passed) or bool(self.state.equal.follows.any())
 
     @property
+    def has_job(self) -> bool:
+        """Whether anything but guests runs or waits."""
+        admitted = len(self.state.run.running) + len(self.state.run.waiting)
+        return self.waiting or admitted > self.state.guests.counts[0].running
+
+    @property
     def preemptions(self) -> int:
         """How often a sequence lost its pages."""
         return int(self.state.run.counts[0].preemptions)
@@ -234,6 +228,18 @@ class Scheduler:
         while not decide_step(self.state, float(self.steps)):
             self.grow()
         return self._freeze()
+
+    def decide_prompts(self, now: float, held: Step | None = None) -> Step | None:
+        """Decide a step of nothing but prompts of guests that are due, the most urgent first; None where there is none.
+
+        It may be executed and committed while another step is `held`, which was decided and is not computed yet.
+        """
+        guests, chunks = self.state.guests.counts[0], slice(held.num_decodes if held else 0, None)
+        guests.clock = now
+        while self.state.run.counts[0].free < guests.waiting:
+            self.grow()
+        slots, starts = (np.empty(0, np.int32),) * 2 if held is None else (held.slots[chunks], held.starts[chunks])
+        return self._freeze() if decide_prompts(self.state, slots, starts, float(self.steps)) else None
 
     def attend(self) -> None:
         """Estimate anew what outlived its estimate or was preempted, and widen tables; only between steps."""
@@ -272,13 +278,16 @@ class Scheduler:
             end_sequences(state, gone)
         return finished
 
+    def predict(self, step: Step) -> float:
+        """Predict the seconds that a step takes."""
+        rates, exponent = self.state.rates, self.state.latency.exponent
+        work = step.num_tokens, int(step.samples.sum()), step.prefill_pairs(rates.reach), step.read_tokens(rates.reach)
+        return float(step_seconds(rates, exponent, *work))
+
     def note_seconds(self, step: Step, seconds: float) -> None:
         """Correct what is predicted of bounded steps by what one took, once that is known."""
-        rates, latency = self.state.rates, self.state.latency
-        if not np.isfinite(latency.step_seconds):
-            return
-        work = step.num_tokens, int(step.samples.sum()), step.prefill_pairs(rates.reach), step.read_tokens(rates.reach)
-        note_seconds(self.state.guests, step_seconds(rates, latency.exponent, *work), seconds)
+        if np.isfinite(self.state.latency.step_seconds):
+            note_seconds(self.state.guests, self.predict(step), seconds)
 
     def publish(self, finished: FinishedSequences, answers: list[NDArray[np.int32]]) -> None:
         """Let later prompts find the pages of these answers, in the order of `finished`."""
@@ -326,11 +335,6 @@ class Scheduler:
             preempted=int(totals.preempted),
             running=int(counts.decoding + counts.prefilling),
             kv_tokens=state.pages.used * state.pages.page_size,
-            spared_tokens=int(tokens_spared(state.pages)),
+            spared_tokens=int(tokens_spared(state.pages)) if counts.riding else 0,
             window_tables=state.pages.windows.tables_of_step,
         )
-
-
-def _width(prompts: NDArray[np.int32], page_size: int) -> int:
-    """Count the pages of the longest prompt, and one to decode into."""
-    return 2 + int(prompts.max(initial=1)) // page_size
