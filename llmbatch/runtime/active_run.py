@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from llmbatch.engine.base import InterruptibleEngine, StreamEngine
 from llmbatch.planning.workload import Pool, Scheduling, Workload, findable_tokens
+from llmbatch.runtime.guest_seconds import seconds_of
 from llmbatch.runtime.interrupted_loop import InterruptedLoop
 from llmbatch.runtime.live_guests import LiveGuests
 from llmbatch.runtime.live_requests import LiveRequests
@@ -220,6 +221,7 @@ class ActiveRun(EngineObserver[W]):
         """See a step of guests' prompts that is about to be executed while another one is held."""
         self.requests.begun[step.requests] = True
         self.requests.attempts[step.requests] += 1
+        self._note_guests(step)
 
     def ended_meanwhile(self, finished: FinishedSequences, seconds: float) -> None:
         """See what ended in it, and for how long the other one was held: that is no time of its rows."""
@@ -241,12 +243,20 @@ class ActiveRun(EngineObserver[W]):
             load = self._guests.load
             load.running, load.waiting = step.running, int(np.count_nonzero(requests.open)) - step.running
             load.kv_used = step.kv_tokens / self._context.pool.tokens
+            self._note_guests(step)
         fresh = step.requests[~requests.begun[step.requests]]
         if len(fresh):
             requests.begun[fresh] = True
             requests.attempts[fresh] += 1
             for window, at in requests.by_window(fresh):
                 observer.begun(window, requests.index[fresh[at]])
+
+    def _note_guests(self, step: Step) -> None:
+        """Take note of what guests take of a step."""
+        assert self._guests is not None
+        guests = self.requests.are_guests(step.requests)
+        if guests.any():
+            self._guests.load.guests.note(time.monotonic(), seconds_of(step, guests, self._context.refit.cost))
 
     def step_took(self, step: Step, seconds: float) -> None:
         """Learn what steps take."""

@@ -9,7 +9,8 @@ the last step of two engines ends with an error.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
@@ -18,6 +19,7 @@ from numpy.typing import NDArray
 from llmbatch.engine.base import TokenLogprobs
 from llmbatch.errors import RowError
 from llmbatch.planning.workload import Pool, too_long
+from llmbatch.runtime.guest_seconds import GuestSeconds
 from llmbatch.runtime.guests import Guest, GuestEnd, GuestInbox
 from llmbatch.runtime.spare_rows import SpareRows
 from llmbatch.scheduler.guests import Arrivals
@@ -37,6 +39,12 @@ class EngineLoad:
     waiting: int = 0  # requests, likewise
     kv_used: float = 0.0  # of the KV memory, 0 to 1
     tokens: int = 0  # sampled so far
+    guests: GuestSeconds = field(default_factory=lambda: GuestSeconds(time.monotonic()))  # what their work took
+
+    @property
+    def guest_share(self) -> float:
+        """The share of the last hour, or of the time since the start, that the work of guests took, 0 to 1."""
+        return self.guests.share(time.monotonic())
 
 
 @dataclass(slots=True, eq=False)
