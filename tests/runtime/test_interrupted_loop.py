@@ -163,6 +163,14 @@ def test_a_guest_for_whom_pages_must_be_taken_from_the_job_waits_for_its_next_st
     assert scheduler_of(stream).state.pages.used == 0
 
 
+def test_a_guest_finds_no_page_that_the_held_step_is_to_write() -> None:
+    inbox, (one, told), (two, found) = GuestInbox(), due([*[1] * 40, 2]), due([*[1] * 40, 3])
+    engine = Layered({(1, 2): lambda: inbox.put(one), (2, 2): lambda: inbox.put(two)})
+    opened(engine, Script(inbox), inbox).run(Listed([window_of([[1] * 40], [9])]))
+    assert engine.whole[0].counts.tolist() == [41]
+    assert (told.end and told.end.cached, found.end and found.end.cached) == (0, 40)
+
+
 def test_a_guest_that_leaves_while_a_step_is_held_is_withdrawn_after_it() -> None:
     inbox, (one, told) = GuestInbox(), due([1, 2, 3], 50)
     other, other_told = due([7], 3)
