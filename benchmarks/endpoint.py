@@ -1,13 +1,15 @@
 """An endpoint on this machine that people and a job share: what both get, beside what each gets alone.
 
-    python benchmarks/endpoint.py [--rate .25] [--tpot .3] [--copies 3] [--json FILE]
+    python benchmarks/endpoint.py [--rate .25] [--tpot .3] [--ttft .5] [--copies 3] [--json FILE]
 
 Guests are prompts of the demo dataset, each with a number of its own before it, so that none finds another's pages. 64
 tokens are asked for, and they arrive as a Poisson process. The job is the demo dataset, some times over with a number
 before each prompt. Measured one after the other: the job alone (`llmbatch run`), guests alone, both (`llmbatch run
---beside`), the job at the endpoint without guests, and both at an endpoint whose steps have no bound. Each job runs in
-a process of its own, so client, endpoint and job share the cores. Times are those that the guests' client sees: to the
-first piece of text, and between pieces. The clients' seed is fixed.
+--beside`), the job at the endpoint without guests, and guests alone and both at an endpoint whose steps have no bound:
+there a step of the job is held between two layers for a guest's prompt, and the first token of a guest should come at
+most two layers later than alone (`--ttft .5`: .12 s of steps of 2,048 tokens). Each job runs in a process of its own,
+so client, endpoint and job share the cores. Times are those that the guests' client sees: to the first piece of text,
+and between pieces. The clients' seed is fixed.
 """
 
 from __future__ import annotations
@@ -39,9 +41,9 @@ Figures = dict[str, Any]
 
 
 @contextlib.contextmanager
-def endpoint(model: str, tpot: float | None) -> Iterator[str]:
+def endpoint(model: str, ttft: float, tpot: float | None) -> Iterator[str]:
     """Run an endpoint; yields its URL."""
-    command = [sys.executable, "-m", "llmbatch", "serve", "--model", model, "--port", "0"]
+    command = [sys.executable, "-m", "llmbatch", "serve", "--model", model, "--port", "0", "--ttft", str(ttft)]
     bound = [] if tpot is None else ["--tpot", str(tpot)]
     process = subprocess.Popen([*command, *bound], stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
@@ -134,7 +136,7 @@ async def alone(url: str, rate: float, seconds: float, prompts: list[str]) -> Fi
 
 
 def measure(options: argparse.Namespace) -> dict[str, Figures]:
-    """Measure all five, one after the other."""
+    """Measure all six, one after the other."""
     model, rows = options.model or demo_model(), rows_of("demo")
     prompts = [prompt for prompt, _ in rows]
     found: dict[str, Figures] = {}
@@ -151,11 +153,12 @@ def measure(options: argparse.Namespace) -> dict[str, Figures]:
             print(name, json.dumps(figures), flush=True)
 
         note("job alone", asyncio.run(job(model, source, None)))
-        with endpoint(model, options.tpot) as url:
+        with endpoint(model, options.ttft, options.tpot) as url:
             note("guests alone", asyncio.run(alone(url, options.rate, options.seconds, prompts)))
             note("both", asyncio.run(both(model, source, url, options.rate, prompts)))
             note("job at endpoint", asyncio.run(job(model, source, url)))
-        with endpoint(model, None) as url:
+        with endpoint(model, options.ttft, None) as url:
+            note("guests alone, no bound", asyncio.run(alone(url, options.rate, options.seconds, prompts)))
             note("both, no bound", asyncio.run(both(model, source, url, options.rate, prompts)))
     return found
 
@@ -166,6 +169,7 @@ def main() -> None:
     parser.add_argument("--model", help="SmolLM2-135M-Instruct, unless given")
     parser.add_argument("--rate", type=float, default=0.25, help="guests a second")
     parser.add_argument("--tpot", type=float, default=0.3, help="seconds that a step may take")
+    parser.add_argument("--ttft", type=float, default=0.5, help="seconds within which a first token is wanted")
     parser.add_argument("--seconds", type=float, default=120.0, help="for which guests arrive alone")
     parser.add_argument("--copies", type=int, default=3, help="of the demo dataset in the job")
     parser.add_argument("--json", type=Path, help="also write the figures there")

@@ -1,4 +1,4 @@
-"""All layers of a decoder in one compiled call, for models whose layers have the common parts.
+"""Layers of a decoder in one compiled call, for models whose layers have the common parts.
 
 Between the products of a layer little is computed, and a step of few rows would spend more time on the way from Python
 into each kernel than in it. Here the loop over layers is compiled, too. The residual stays in float32 from the first
@@ -156,12 +156,14 @@ def _leave_branch(layers: Any, layer: int, product: int, norm: int, x: Any, buff
 
 
 @compiled(nogil=True)
-def run_layers(layers: Any, step: Any, memory: Any, page_size: int, buffers: Any, workers: int) -> None:
-    """Take the residual through all layers, in place.
+def run_layers(
+    layers: Any, step: Any, memory: Any, page_size: int, buffers: Any, workers: int, first: int, end: int
+) -> None:
+    """Take the residual through the layers from the `first` on, before the `end`, in place.
 
     `memory` is a pair, that of pages and of window pages, [layers, ...] of `page_shape` each.
     """
-    for layer in range(layers.panels.shape[0]):
+    for layer in range(first, end):
         _enter_branch(layers, layer, 0, buffers)
         _multiply(layers, layer, QKV, STORED, buffers.normed, buffers.packed, COLUMNS, buffers, workers)
         angles, cut = step.angles[layer], step.cuts[layer]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -29,6 +30,18 @@ class Engine(Protocol):
 
     def pop_tokens(self, slot: int) -> NDArray[np.int32]:
         """Hand over the tokens generated in a slot and free it for another request."""
+        ...
+
+
+@runtime_checkable
+class InterruptibleEngine(Engine, Protocol):
+    """Executes a step that may be held between two layers, while others are executed."""
+
+    def execute_in_parts(self, step: Step, between: Callable[[], None]) -> StepResult:
+        """Execute a step; `between` is called between two layers, and may execute other steps.
+
+        The seconds of the result are those of the step itself.
+        """
         ...
 
 

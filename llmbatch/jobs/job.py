@@ -318,7 +318,7 @@ def explain(inputs: Paths, **options: Unpack[ExplainArgs]) -> Forecast:
     """Forecast what `run` would do with these inputs and options, without loading weights or running the model.
 
     Of an input that is larger than a window, 20,000 rows are read at most, and the forecast says so. With `beside`,
-    endpoints of llmbatch forecast, each beside the guests that it has had since it began.
+    endpoints of llmbatch forecast, each beside the guests that it has had in the last hour.
 
     Raises `InputError` like `run`.
 

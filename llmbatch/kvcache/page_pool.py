@@ -224,3 +224,8 @@ def tokens_spared(pages: PagePool) -> int:
     """Count KV tokens that decodes need not read, since others of the step read them for them."""
     tokens: int = pages.reads.spared[0] * pages.page_size
     return tokens
+
+
+def table_width(prompts: NDArray[np.int32], page_size: int) -> int:
+    """Count the pages of the longest of prompts of so many tokens, and one to decode into."""
+    return 2 + int(prompts.max(initial=1)) // page_size

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass
 from typing import Generic
@@ -9,14 +10,16 @@ from typing import Generic
 import numpy as np
 from numpy.typing import NDArray
 
-from llmbatch.engine.base import StreamEngine
+from llmbatch.engine.base import InterruptibleEngine, StreamEngine
 from llmbatch.planning.workload import Pool, Scheduling, Workload, findable_tokens
+from llmbatch.runtime.guest_seconds import seconds_of
+from llmbatch.runtime.interrupted_loop import InterruptedLoop
 from llmbatch.runtime.live_guests import LiveGuests
 from llmbatch.runtime.live_requests import LiveRequests
 from llmbatch.runtime.protocols import NO_REQUESTS, CompletedRequests, EngineObserver, Totals, W
 from llmbatch.runtime.refit import Refit
 from llmbatch.runtime.shard_run import ShardRun
-from llmbatch.runtime.step_loop import EngineDied, drive
+from llmbatch.runtime.step_loop import EngineDied, PipelinedLoop, SerialLoop, drive
 from llmbatch.scheduler.guests import Latency
 from llmbatch.scheduler.output import FinishReason, Step
 from llmbatch.scheduler.scheduler import FinishedSequences
@@ -66,7 +69,7 @@ class ActiveRun(EngineObserver[W]):
         self.requests = requests
         self._context = context
         self._guests = None if alone else context.guests
-        self._loop = drive(engine, self, None if self._guests is None else self)
+        self._loop = self._make_loop()
         self._run: ShardRun = ShardRun(
             workload, self._loop, context.pool, context.refit.cost, context.scheduling,
             after=None if after is None else after._run.scheduler, numbers=numbers, refit=context.refit,
@@ -76,6 +79,15 @@ class ActiveRun(EngineObserver[W]):
         self._counted: tuple[int, int] = (0, 0) if after is None else after._counted
         self._step = (NO_REQUESTS, 0.0)  # the requests of the step in hand, and when it was begun
         self._ending = False
+
+    def _make_loop(self) -> SerialLoop | PipelinedLoop:
+        """Make the loop that suits the engine; one that holds steps for guests where these have no bound."""
+        engine, latency = self.engine, self._context.latency
+        if self._guests is None:
+            return drive(engine, self)
+        if isinstance(engine, InterruptibleEngine) and (latency is None or math.isinf(latency.step_seconds)):
+            return InterruptedLoop(engine, self, self)
+        return drive(engine, self, self)
 
     @classmethod
     def begin(
@@ -155,19 +167,30 @@ class ActiveRun(EngineObserver[W]):
 
     def look(self) -> NDArray[np.int32]:
         """Let guests in that have arrived; returns the requests that nobody waits for any more, int32 [n]."""
-        guests, live = self._guests, self.requests
-        assert guests is not None
-        if not guests.pending:
+        assert self._guests is not None
+        if not self._guests.pending:
             return NO_REQUESTS
-        left = guests.look()
-        if not self._ending and live.spare is not None:
-            arrivals = guests.enter(live.spare)
-            rows = arrivals.requests
-            if len(rows):
-                live.take_in(rows, arrivals.expected)
-                self.engine.extend(live.requests, rows)
-                self._run.arrive(arrivals, findable_tokens(live.requests.scored[rows], arrivals.prompts))
+        left = self._guests.look()
+        self._enter()
         return left
+
+    def let_in(self) -> None:
+        """Let guests in that have arrived, and nobody out."""
+        assert self._guests is not None
+        self._guests.look_for_arrivals()
+        self._enter()
+
+    def _enter(self) -> None:
+        """Let guests in that wait, as far as there are rows for them."""
+        guests, live = self._guests, self.requests
+        if guests is None or self._ending or live.spare is None:
+            return
+        arrivals = guests.enter(live.spare)
+        rows = arrivals.requests
+        if len(rows):
+            live.take_in(rows, arrivals.expected)
+            self.engine.extend(live.requests, rows)
+            self._run.arrive(arrivals, findable_tokens(live.requests.scored[rows], arrivals.prompts))
 
     def drop(self, requests: NDArray[np.int32]) -> None:
         """Do not run these requests of windows any more, nor tell of them; nothing may be queued."""
@@ -188,6 +211,25 @@ class ActiveRun(EngineObserver[W]):
         if len(at):
             self._guests.sampled(requests[at], tokens[at])
 
+    @property
+    def arrived(self) -> bool:
+        """Whether a guest has arrived and was not let in."""
+        assert self._guests is not None
+        return self._guests.inbox.arrived and not self._ending
+
+    def begun_meanwhile(self, step: Step) -> None:
+        """See a step of guests' prompts that is about to be executed while another one is held."""
+        self.requests.begun[step.requests] = True
+        self.requests.attempts[step.requests] += 1
+        self._note_guests(step)
+
+    def ended_meanwhile(self, finished: FinishedSequences, seconds: float) -> None:
+        """See what ended in it, and for how long the other one was held: that is no time of its rows."""
+        requests, begun = self._step
+        self._step = (requests, begun + seconds)
+        if len(finished.requests):
+            self._hand_on(finished)
+
     def release(self) -> None:
         """Let go of the engine: run, loop and observer refer to each other, and would keep its memory."""
         del self.engine, self._loop, self._run
@@ -201,12 +243,20 @@ class ActiveRun(EngineObserver[W]):
             load = self._guests.load
             load.running, load.waiting = step.running, int(np.count_nonzero(requests.open)) - step.running
             load.kv_used = step.kv_tokens / self._context.pool.tokens
+            self._note_guests(step)
         fresh = step.requests[~requests.begun[step.requests]]
         if len(fresh):
             requests.begun[fresh] = True
             requests.attempts[fresh] += 1
             for window, at in requests.by_window(fresh):
                 observer.begun(window, requests.index[fresh[at]])
+
+    def _note_guests(self, step: Step) -> None:
+        """Take note of what guests take of a step."""
+        assert self._guests is not None
+        guests = self.requests.are_guests(step.requests)
+        if guests.any():
+            self._guests.load.guests.note(time.monotonic(), seconds_of(step, guests, self._context.refit.cost))
 
     def step_took(self, step: Step, seconds: float) -> None:
         """Learn what steps take."""

@@ -104,10 +104,21 @@ class GuestInbox:
             self._arrived, self._left = [], []
             return arrived, left
 
+    def take_arrived(self) -> list[Guest]:
+        """Take those that arrived, in order."""
+        with self._changed:
+            arrived, self._arrived = self._arrived, []
+            return arrived
+
     @property
     def empty(self) -> bool:
         """Whether there is nothing to take. Cheap: it is asked before each step."""
         return not self._arrived and not self._left
+
+    @property
+    def arrived(self) -> bool:
+        """Whether a guest has arrived. Cheap: it is asked between two layers of a step."""
+        return bool(self._arrived)
 
     def wait(self, seconds: float) -> bool:
         """Wait until there may be something to do, at most so many seconds; False once it is closed."""

@@ -9,7 +9,8 @@ the last step of two engines ends with an error.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
@@ -18,6 +19,7 @@ from numpy.typing import NDArray
 from llmbatch.engine.base import TokenLogprobs
 from llmbatch.errors import RowError
 from llmbatch.planning.workload import Pool, too_long
+from llmbatch.runtime.guest_seconds import GuestSeconds
 from llmbatch.runtime.guests import Guest, GuestEnd, GuestInbox
 from llmbatch.runtime.protocols import NO_ANSWER
 from llmbatch.runtime.spare_rows import SpareRows
@@ -38,6 +40,12 @@ class EngineLoad:
     waiting: int = 0  # requests, likewise
     kv_used: float = 0.0  # of the KV memory, 0 to 1
     tokens: int = 0  # sampled so far
+    guests: GuestSeconds = field(default_factory=lambda: GuestSeconds(time.monotonic()))  # what their work took
+
+    @property
+    def guest_share(self) -> float:
+        """The share of the last hour, or of the time since the start, that the work of guests took, 0 to 1."""
+        return self.guests.share(time.monotonic())
 
 
 @dataclass(slots=True, eq=False)
@@ -83,19 +91,26 @@ class LiveGuests:
     def look(self) -> NDArray[np.int32]:
         """Look into the inbox; the requests that nobody waits for any more, int32 [n]."""
         arrived, left = self.inbox.take()
-        for guest in arrived:
-            room = self._pool.tokens - len(guest.tokens)
-            one = self._here[guest] = _Progress(guest, min(guest.max_tokens, room))
-            if room < 1:
-                self._end(one, FinishReason.ERROR, error=too_long(len(guest.tokens), self._pool))
-            else:
-                self._entering.append(one)
+        self._note_arrived(arrived)
         leaving = [self._here[guest] for guest in dict.fromkeys(left) if guest in self._here]
         for one in leaving:
             if one.request < 0:
                 self._entering.remove(one)
                 self._end(one, FinishReason.CANCELLED)
         return np.array([one.request for one in leaving if one.request >= 0], np.int32)
+
+    def look_for_arrivals(self) -> None:
+        """Look for those that arrived alone."""
+        self._note_arrived(self.inbox.take_arrived())
+
+    def _note_arrived(self, guests: list[Guest]) -> None:
+        for guest in guests:
+            room = self._pool.tokens - len(guest.tokens)
+            one = self._here[guest] = _Progress(guest, min(guest.max_tokens, room))
+            if room < 1:
+                self._end(one, FinishReason.ERROR, error=too_long(len(guest.tokens), self._pool))
+            else:
+                self._entering.append(one)
 
     def enter(self, spare: SpareRows) -> Arrivals:
         """Write those that wait into spare rows, as far as there are any."""

@@ -152,10 +152,12 @@ class SerialLoop(_Loop):
             ended += gone
             if scheduler.done or not (self.drain or scheduler.waiting):
                 break
-            step = scheduler.decide(now)
+            step = self._decide(scheduler, now)
             self._observer.before_step(step)
             try:
-                result = self._engine.execute(step)
+                result = self._execute(scheduler, step)
+            except EngineDied:
+                raise
             except Exception as error:
                 raise EngineDied(step) from error
             if self._guests is not None:
@@ -167,6 +169,14 @@ class SerialLoop(_Loop):
             ended.append(_lengths_of(finished))
             ended += self.withdraw(scheduler, late, FinishReason.TIMEOUT)
         return LengthObservations(*(np.concatenate(column) for column in zip(*ended, strict=True)))
+
+    def _decide(self, scheduler: Scheduler, now: float) -> Step:
+        """Decide the next step."""
+        return scheduler.decide(now)
+
+    def _execute(self, scheduler: Scheduler, step: Step) -> StepResult:
+        """Execute a step."""
+        return self._engine.execute(step)
 
 
 class PipelinedLoop(_Loop):

@@ -115,6 +115,7 @@ def rehearse() -> None:
     run = ShardRun(Workload.of(requests), SerialLoop(engine, observer), _POOL, _cost(), _SCHEDULING)
     observer.scheduler = run.scheduler
     run.run()
+    run.scheduler.decide_prompts(0.0)
     rehearse_plan()
     run_shard(Workload.of(requests), SimulatedLoop(answers, _cost()), _POOL, _cost(), _SCHEDULING)
 
@@ -130,6 +131,7 @@ class _WarmupObserver(TokenDropper):
         self._generation.begin(requests)
 
     def before_step(self, step: Step) -> None:
+        self.scheduler.predict(step)
         self._generation.make_room(step.slots)
         pack_tokens(step, self._generation, _POOL.page_size)
 

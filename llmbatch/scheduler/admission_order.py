@@ -24,7 +24,7 @@ from llmbatch.compilation.decorators import compiled
 from llmbatch.compilation.records import Int64, Records, records
 from llmbatch.compilation.references import by_reference
 from llmbatch.planning.outliers import DualScan, scan_budget
-from llmbatch.scheduler.token_budget import TILE
+from llmbatch.scheduler.token_budget import TILE, Budget
 
 
 class End(IntEnum):
@@ -75,6 +75,18 @@ class DualScanEnds:
 
 
 Ends = FromFront | Blend | DualScanEnds
+
+
+@dataclass(frozen=True, slots=True)
+class QueueUpdate:
+    """What is to be admitted, and how. `compute` and `memory` are what is still to do, waiting or running."""
+
+    order: NDArray[np.int32]  # requests; those already admitted are passed over
+    lengths: NDArray[np.float64]  # [n] by request: expected tokens of the answer
+    ends: Ends
+    budget: Budget
+    compute: float  # seconds of compute
+    memory: float  # seconds of KV reads
 
 
 @by_reference

@@ -154,7 +154,7 @@ def advance(
     reach = state.rates.reach
     gone = np.empty(len(finished), slots.dtype)
     ended, sampled, work_samples, tokens, pairs = 0, 0, 0, 0, 0.0
-    read = -spared_of(reach, tokens_spared(state.pages))
+    read = -spared_of(reach, tokens_spared(state.pages)) if num_decodes > 0 else 0.0
     records, unbounded = state.run.slots, sees_all(reach)
     windowed = state.pages.windows.tokens > 0
     for i in range(len(slots)):
@@ -271,7 +271,7 @@ def freeze(state: SchedulerState) -> tuple[StepColumns, StepFigures]:
         totals.preempted,
         counts.decoding + counts.prefilling,
         used * pages.page_size,
-        tokens_spared(pages),
+        tokens_spared(pages) if counts.riding > 0 else 0,
     )
     return pack(state), figures
 

@@ -15,6 +15,11 @@ It may take what a step of the bounded length computes, and rows of the job give
 preempted so loses the pages that are needed and no others, its last ones first, and rows that were preempted lose all
 that is left before another one is: this is what BROS's two-ended blocks and checkpoints are for (section 5.2), by whole
 pages and without copies to the host.
+
+Steps of prompts alone. Where steps have no bound, a step of the job may take seconds. An engine that can hold such a
+step between two layers computes prompts of guests meanwhile (`decide_prompts`, `llmbatch.runtime.interrupted_loop`).
+What is held has its pages, and nothing of it changes: nobody gives way, so more may run than otherwise, and guests find
+no page that it is to write.
 """
 
 from __future__ import annotations
@@ -22,8 +27,10 @@ from __future__ import annotations
 from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from llmbatch.compilation.decorators import compiled
+from llmbatch.kvcache.contents import find, prompt_pages, start, with_tokens
 from llmbatch.kvcache.page_pool import room_for
 from llmbatch.perf_model.step_bound import WorkLeft, decodes_within, reads_within, step_seconds
 from llmbatch.perf_model.work import chunk_reads, sees_all
@@ -33,6 +40,7 @@ from llmbatch.scheduler.chunks import give_chunk
 from llmbatch.scheduler.commit import preempt
 from llmbatch.scheduler.guests import most_urgent, note_held, take_waiting, urgency, urgency_begun
 from llmbatch.scheduler.state import SchedulerState, stop_waiting, take_slot
+from llmbatch.scheduler.token_budget import Load, step_tokens
 from llmbatch.scheduler.victims import job_victim
 
 _READS: Final = 4.0
@@ -256,3 +264,54 @@ def _make_way_in_again(state: SchedulerState, known: int, now: float) -> bool:
     needed = known // state.pages.page_size + 2
     _make_room(state, needed, now)
     return bool(room_for(state.pages) >= needed)
+
+
+@compiled
+def decide_prompts(state: SchedulerState, slots: NDArray[np.int32], starts: NDArray[np.int32], now: float) -> bool:
+    """Decide a step of prompts of guests alone, each whole, the most urgent first; whether there is any.
+
+    `slots` and `starts` are those of the chunks that a held step computes. There must be a slot for each guest.
+    """
+    run, guests, pages = state.run, state.guests, state.pages
+    counts, totals = run.counts[0], state.chunks.totals[0]
+    counts.riding = 0
+    totals.tokens = totals.chunks = totals.forks = totals.cached = totals.recomputed = totals.preempted = 0
+    totals.pair_price = totals.sample_price = totals.free_tokens = 0.0
+    totals.budget = step_tokens(state.budget, Load(0, 0.0, 0.0, 0.0))
+    at = 0
+    while at < counts.prefilling and run.slots[run.prefilling[at]].guest:
+        at += 1
+    while guests.counts[0].waiting > 0 and guests.counts[0].running < state.limits.most_running:
+        place, rank = most_urgent(guests, state.prompts, state.rates)
+        request = guests.requests[place]
+        tokens = state.prompts[request]
+        room = -(-tokens // pages.page_size) + 1 <= room_for(pages)
+        if rank == np.inf or not room or tokens > totals.budget - totals.tokens:
+            break
+        findable, known = pages.prompts.findable, 0
+        if len(findable) > 0:
+            known = findable[request]
+            findable[request] = min(known, _there_already(state, request, slots, starts) + 1)
+        _begin_guest(state, place, at, now)
+        given = give_chunk(state, run.prefilling[at])
+        assert given, "a prompt has no chunk though there is room"
+        if len(findable) > 0:
+            findable[request] = known
+        at += 1
+    return bool(totals.chunks > 0)
+
+
+@compiled
+def _there_already(state: SchedulerState, request: int, slots: NDArray[np.int32], starts: NDArray[np.int32]) -> int:
+    """Count the leading tokens of a prompt before the first page that a chunk of a held step writes."""
+    pages, name = state.pages, start()
+    begin, whole = prompt_pages(pages.prompts, request, pages.page_size)
+    for place in range(whole):
+        at = begin + place * pages.page_size
+        name = with_tokens(name, pages.prompts.tokens, at, at + pages.page_size)
+        page = find(pages.contents, name[0], name[1])
+        for i in range(len(slots)):
+            writes = starts[i] // pages.page_size <= place < pages.held[slots[i]]
+            if writes and pages.tables[slots[i], place] == page:
+                return int(place * pages.page_size)
+    return int(whole * pages.page_size + pages.page_size)

@@ -24,14 +24,12 @@ No work in a step is proportional to the requests that wait; what is proportiona
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 from numpy.typing import NDArray
 
 from llmbatch.compilation.calls import call
 from llmbatch.kvcache.contents import Prompts
-from llmbatch.kvcache.page_pool import PagePool
+from llmbatch.kvcache.page_pool import PagePool, table_width
 from llmbatch.kvcache.page_trie import PageTrie
 from llmbatch.kvcache.publish import publish
 from llmbatch.kvcache.renumber import carry_pages, find_pages
@@ -40,10 +38,12 @@ from llmbatch.perf_model.step_bound import step_seconds
 from llmbatch.perf_model.work import Rates
 from llmbatch.planning.equal_prompts import EqualPrompts
 from llmbatch.planning.prefix_tree import PrefixTree
-from llmbatch.scheduler.admission_order import EndRules, Ends, FromFront, Passed, TwoEndedQueue
+from llmbatch.scheduler.admission_order import EndRules, FromFront, Passed, TwoEndedQueue
+from llmbatch.scheduler.admission_order import QueueUpdate as QueueUpdate
 from llmbatch.scheduler.commit import end_sequences, expect_anew, freeze, withdraw
 from llmbatch.scheduler.decide import decide_step, needs_attention, note_step
 from llmbatch.scheduler.forks import check_follows, claim_again
+from llmbatch.scheduler.guest_steps import decide_prompts
 from llmbatch.scheduler.guests import NO_LATENCY, Arrivals, GuestQueue, Latency, LatencyRules, note_seconds
 from llmbatch.scheduler.kv_forecast import KVForecast, Lengths
 from llmbatch.scheduler.output import FinishedSequences as FinishedSequences
@@ -58,21 +58,9 @@ from llmbatch.scheduler.state import (
     remaining_work,
 )
 from llmbatch.scheduler.steering import STEERING, Steering
-from llmbatch.scheduler.token_budget import Budget, BudgetRules, FixedBudget
+from llmbatch.scheduler.token_budget import BudgetRules, FixedBudget
 
 _SLOTS = 64  # to begin with
-
-
-@dataclass(frozen=True, slots=True)
-class QueueUpdate:
-    """What is to be admitted, and how. `compute` and `memory` are what is still to do, waiting or running."""
-
-    order: NDArray[np.int32]  # requests; those already admitted are passed over
-    lengths: NDArray[np.float64]  # [n] by request: expected tokens of the answer
-    ends: Ends
-    budget: Budget
-    compute: float  # seconds of compute
-    memory: float  # seconds of KV reads
 
 
 class Scheduler:
@@ -98,7 +86,7 @@ class Scheduler:
         """
         self._taken = np.zeros(len(prompt_lengths), np.bool_)
         self._lengths = lengths
-        width = _width(prompt_lengths, trie.page_size)
+        width = table_width(prompt_lengths, trie.page_size)
         self.steps: int = 0
         self.state: SchedulerState = SchedulerState(
             run=SequenceTable.empty(_SLOTS),
@@ -144,7 +132,7 @@ class Scheduler:
         run, pages = state.run.renumbered(numbers), state.pages
         slots = state.peak.slots[: state.peak.size[0]]
         before = state.run.slots["request"][slots]
-        width = _width(prompt_lengths, trie.page_size)
+        width = table_width(prompt_lengths, trie.page_size)
         self._taken = np.zeros(len(prompt_lengths), np.bool_)
         self._taken[run.slots["request"][run.slots["request"] >= 0]] = True
         self._lengths = lengths
@@ -173,7 +161,7 @@ class Scheduler:
         guests = state.guests.with_arrivals(arrivals)
         if guests is not state.guests:  # a state that is replaced is laid out anew, which takes longer than all else
             self.state = state = state._replace(guests=guests)
-        while _width(arrivals.prompts, state.pages.page_size) > state.pages.tables.shape[1]:
+        while table_width(arrivals.prompts, state.pages.page_size) > state.pages.tables.shape[1]:
             self.state = state = state._replace(pages=state.pages.widened())
 
     def dismiss(self, requests: NDArray[np.int32]) -> NDArray[np.int32]:
@@ -208,6 +196,12 @@ class Scheduler:
         return bool(self.state.queue) or bool(self.state.passed) or bool(self.state.equal.follows.any())
 
     @property
+    def has_job(self) -> bool:
+        """Whether anything but guests runs or waits."""
+        admitted = len(self.state.run.running) + len(self.state.run.waiting)
+        return self.waiting or admitted > self.state.guests.counts[0].running
+
+    @property
     def preemptions(self) -> int:
         """How often a sequence lost its pages."""
         return int(self.state.run.counts[0].preemptions)
@@ -235,6 +229,18 @@ class Scheduler:
         while not call(decide_step, self.state, float(self.steps)):
             self.grow()
         return self._freeze()
+
+    def decide_prompts(self, now: float, held: Step | None = None) -> Step | None:
+        """Decide a step of nothing but prompts of guests that are due, the most urgent first; None where there is none.
+
+        It may be executed and committed while another step is `held`, which was decided and is not computed yet.
+        """
+        guests, chunks = self.state.guests.counts[0], slice(held.num_decodes if held else 0, None)
+        guests.clock = now
+        while self.state.run.counts[0].free < guests.waiting:
+            self.grow()
+        slots, starts = (np.empty(0, np.int32),) * 2 if held is None else (held.slots[chunks], held.starts[chunks])
+        return self._freeze() if call(decide_prompts, self.state, slots, starts, float(self.steps)) else None
 
     def attend(self) -> None:
         """Estimate anew what outlived its estimate or was preempted, and widen tables; only between steps."""
@@ -273,13 +279,16 @@ class Scheduler:
             call(end_sequences, state, gone)
         return finished
 
+    def predict(self, step: Step) -> float:
+        """Predict the seconds that a step takes."""
+        rates, exponent = self.state.rates, self.state.latency.exponent
+        work = step.num_tokens, int(step.samples.sum()), step.prefill_pairs(rates.reach), step.read_tokens(rates.reach)
+        return float(step_seconds(rates, exponent, *work))
+
     def note_seconds(self, step: Step, seconds: float) -> None:
         """Correct what is predicted of bounded steps by what one took, once that is known."""
-        rates, latency = self.state.rates, self.state.latency
-        if not np.isfinite(latency.step_seconds):
-            return
-        work = step.num_tokens, int(step.samples.sum()), step.prefill_pairs(rates.reach), step.read_tokens(rates.reach)
-        note_seconds(self.state.guests, step_seconds(rates, latency.exponent, *work), seconds)
+        if np.isfinite(self.state.latency.step_seconds):
+            note_seconds(self.state.guests, self.predict(step), seconds)
 
     def publish(self, finished: FinishedSequences, answers: list[NDArray[np.int32]]) -> None:
         """Let later prompts find the pages of these answers, in the order of `finished`."""
@@ -324,8 +333,3 @@ class Scheduler:
             block_tables=pages.tables,
             window_tables=pages.windows.tables_of_step,
         )
-
-
-def _width(prompts: NDArray[np.int32], page_size: int) -> int:
-    """Count the pages of the longest prompt, and one to decode into."""
-    return 2 + int(prompts.max(initial=1)) // page_size

@@ -36,6 +36,7 @@ class ServingMetrics:
         self._running = gauge("num_requests_running", "Sequences that run, of requests and batches.")
         self._waiting = gauge("num_requests_waiting", "Requests that wait, of requests and batches.")
         self._kv = gauge("kv_cache_usage_perc", "The share of the KV memory that is used, 0 to 1.")
+        self._guests = gauge("guest_time_share", "The share of the last hour that the work of requests took, 0 to 1.")
         self.prompt_tokens = counter("prompt_tokens", "Tokens of prompts.")
         self.generation_tokens = counter("generation_tokens", "Tokens of answers.")
         success = Counter(
@@ -57,4 +58,5 @@ class ServingMetrics:
         self._running.set(now.running)
         self._waiting.set(now.waiting)
         self._kv.set(now.kv_used)
+        self._guests.set(now.guest_share)
         return generate_latest(self._registry)

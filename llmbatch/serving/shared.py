@@ -25,6 +25,11 @@ class Occupancy(Protocol):
         """The share of the KV memory that is used, 0 to 1."""
         ...
 
+    @property
+    def guest_share(self) -> float:
+        """The share of the last hour, or of the time since the start, that the work of guests took, 0 to 1."""
+        ...
+
 
 class GuestEngine(Protocol):
     """An engine that answers guests. Its methods may be called by any thread."""

@@ -8,16 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmbatch.remote.windows.forecasts import beside_guests, joined, tokens_each_second
+from llmbatch.remote.windows.forecasts import beside_guests, joined, share_of_guests
 
-PAGE = """# TYPE llmbatch:prompt_tokens_total counter
-llmbatch:prompt_tokens_total{model_name="m"} 900.0
-# TYPE llmbatch:prompt_tokens_created gauge
-llmbatch:prompt_tokens_created{model_name="m"} 1735689600.5
-llmbatch:generation_tokens_total{model_name="m"} 100.0
-llmbatch:generation_tokens_created{model_name="m"} 1735689600.0
+PAGE = """# HELP llmbatch:guest_time_share The share of the last hour that the work of requests took, 0 to 1.
+# TYPE llmbatch:guest_time_share gauge
+llmbatch:guest_time_share{model_name="m"} 0.25
 """
-LATER = {"date": "Wed, 01 Jan 2025 00:01:40 GMT"}  # by 100 s
 
 
 def figures(seconds: float | None = 10.0) -> dict[str, Any]:
@@ -33,17 +29,18 @@ def figures(seconds: float | None = 10.0) -> dict[str, Any]:
     }
 
 
-def test_the_tokens_of_guests_are_counted_from_the_start_of_the_endpoint() -> None:
-    assert tokens_each_second(PAGE, LATER) == pytest.approx(10.0)
+def test_an_endpoint_says_what_its_guests_took_in_the_last_hour() -> None:
+    assert share_of_guests(PAGE) == 0.25
+    assert share_of_guests(PAGE.replace("0.25", "8.5e-05")) == 8.5e-05
 
 
-@pytest.mark.parametrize(("page", "headers"), [("", LATER), (PAGE, {}), (PAGE, {"date": "soon"})])
-def test_an_endpoint_that_does_not_tell_is_taken_to_be_idle(page: str, headers: dict[str, str]) -> None:
-    assert tokens_each_second(page, headers) == 0.0
+@pytest.mark.parametrize("page", ["", PAGE.replace("0.25", "NaN")])
+def test_an_endpoint_that_does_not_tell_is_taken_to_be_idle(page: str) -> None:
+    assert share_of_guests(page) == 0.0
 
 
 def test_what_guests_need_comes_off() -> None:
-    found = beside_guests(figures(), 25.0)  # of 100 tokens a second that the job computes alone
+    found = beside_guests(figures(), 0.25)
     names = ("seconds", "seconds_least", "seconds_most", "input_order_seconds")
     assert [found[name] for name in names] == [
         pytest.approx(10 / 0.75),
@@ -51,12 +48,15 @@ def test_what_guests_need_comes_off() -> None:
         pytest.approx(20 / 0.75),
         None,
     ]
-    assert found["notes"] == ["guests are taken to need 25% of the endpoint, as they have since it began", "a note"]
+    assert found["notes"] == [
+        "guests are taken to need 25% of the endpoint, as they have in the last hour or since it began",
+        "a note",
+    ]
 
 
-@given(st.floats(0, 1e9))
-def test_something_is_always_left_and_guests_never_help(rate: float) -> None:
-    assert 10.0 <= beside_guests(figures(), rate)["seconds"] <= 10.0 / 0.05 + 1e-6
+@given(st.floats(0, 1))
+def test_something_is_always_left_and_guests_never_help(share: float) -> None:
+    assert 10.0 <= beside_guests(figures(), share)["seconds"] <= 10.0 / 0.05 + 1e-6
 
 
 def test_endpoints_share_rows_by_how_fast_they_are() -> None:

@@ -387,7 +387,9 @@ def test_a_forecast_is_that_of_the_endpoint(there: WindowServer, tmp_path: Path)
     here = llmbatch.explain(source(tmp_path), dtype="float32", device="cpu", kv_memory=32 << 20, max_running=4, **asked)
     names = ("rows", "input_tokens", "output_tokens_most", "prefix_sharing_optimal", "kv_tokens", "model")
     assert [getattr(found, name) for name in names] == [getattr(here, name) for name in names]
-    assert found.notes[0] == "guests are taken to need 0% of the endpoint, as they have since it began"
+    assert (
+        found.notes[0] == "guests are taken to need 0% of the endpoint, as they have in the last hour or since it began"
+    )
 
 
 def test_a_job_that_was_begun_here_goes_on_at_an_endpoint_with_the_same_model(

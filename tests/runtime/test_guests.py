@@ -264,6 +264,16 @@ def test_a_stream_that_is_stopped_tells_all_guests() -> None:
     assert not inbox.put(guest([1])[0]), "nobody would be told of it"
 
 
+@pytest.mark.parametrize("comes", [False, True])
+def test_the_load_says_that_guests_took_time_and_that_a_job_is_none(comes: bool) -> None:
+    inbox, (one, _) = GuestInbox(), guest([1, 2, 3], 30)
+    if comes:
+        inbox.put(one)
+    stream = opened(Engines(), Script(inbox), inbox)
+    stream.run(Listed([window_of([[5, i] for i in range(9)], [20] * 9)]))
+    assert (stream.load.guest_share > 0.0) == comes
+
+
 def test_a_guest_finds_the_pages_of_an_earlier_one() -> None:
     inbox, (first, _), (second, told) = GuestInbox(), guest([7] * 40, 9), guest([*[7] * 40, *[0] * 8, 1, 2], 3)
     script = Script(inbox, {99: lambda: inbox.put(second)})

@@ -142,6 +142,7 @@ def test_health_and_metrics_are_told(echo: Served) -> None:
         f"llmbatch:inter_token_latency_seconds_count{label} 4.0",
         f"llmbatch:num_requests_running{label} 0.0",
         f"llmbatch:kv_cache_usage_perc{label} 0.25",
+        f"llmbatch:guest_time_share{label} 0.125",
         f'llmbatch:request_success_total{{finished_reason="stop",model_name="{echo.model}"}} 1.0',
     ):
         assert line in text.splitlines()

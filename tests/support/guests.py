@@ -38,9 +38,9 @@ class Told:
 def guest(prompt: Sequence[int], max_tokens: int = 5, told: Told | None = None, **params: Any) -> tuple[Guest, Told]:
     """A guest, and what it is told."""
     told = told or Told()
-    serial = params.pop("serial", 0)
+    serial, due = params.pop("serial", 0), params.pop("due", math.inf)
     sampling = SamplingParams(max_tokens=max_tokens, **params)
-    return Guest(np.array(prompt, np.int32), max_tokens, sampling, serial, math.inf, told), told
+    return Guest(np.array(prompt, np.int32), max_tokens, sampling, serial, due, told), told
 
 
 class Script(Answers):

@@ -38,6 +38,7 @@ class Fullness:
     running: int
     waiting: int
     kv_used: float
+    guest_share: float
 
 
 @dataclass(slots=True)
@@ -77,7 +78,7 @@ class EchoEngine:
             self._changed.notify_all()
 
     def stats(self) -> Fullness:
-        return Fullness(len(self._here), 0, 0.25)
+        return Fullness(len(self._here), 0, 0.25, 0.125)
 
     def wait_until_left(self, count: int) -> None:
         """Wait until so many guests were given up."""

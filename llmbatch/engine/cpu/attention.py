@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
 import numba
@@ -99,9 +100,14 @@ class CpuAttention:
         token_offsets: NDArray[np.int32],
         window_tables: NDArray[np.int32] | None = None,
         window_token_pages: NDArray[np.int32] | None = None,
+        between: Callable[[], None] | None = None,
     ) -> None:
-        """Take a step; the last two are those of window pages, where there are any."""
+        """Take a step; the `window_` ones are those of window pages, where there are any.
+
+        `between` is called between two layers, and may execute other steps.
+        """
         self.pages = pages
+        self.between = between
         self.token_pages, self.token_offsets = token_pages, token_offsets
         self.window_token_pages = token_pages if window_token_pages is None else window_token_pages
         self._step = Pieces(tables, slots, starts, counts)
@@ -125,6 +131,8 @@ class CpuAttention:
         epsilon: float = 0.0,
     ) -> torch.Tensor:
         """Attend in one layer, after writing its keys and values."""
+        if self.between is not None and spec.layer > 0:
+            self.between()
         pages = self.pages.layers[spec.layer]
         rows = as_array(packed)
         unrotated = np.empty((len(rows), 0), rows.dtype)

@@ -1,7 +1,8 @@
-"""The layers of a model on the processor, in one compiled call."""
+"""The layers of a model on the processor, in one compiled call; of a step that may be held, in one for each layer."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numba
@@ -67,6 +68,7 @@ class Decoder:
         )
         self._specs = specs
         self._activations = self._make_buffers(0)
+        self._activations_between = self._make_buffers(0)  # of steps that are executed while another one is held
         self._kept: np.dtype[Any] | None = None  # the type of pages that attention's code is for
 
     @property
@@ -91,15 +93,29 @@ class Decoder:
         every, kind = step.pages.memory, (self._spec.heads, self._spec.width)
         memory = _pair({windows: every[*kind, windows] for windows in (False, True) if (*kind, windows) in every})
         layer_step, threads = self._layer_step(position_embeddings, step), numba.get_num_threads()
-        arguments = self._layers, layer_step, memory, step.pages.page_size, buffers, threads
+        inputs = self._layers, layer_step, memory, step.pages.page_size, buffers, threads
         if self._kept != memory[0].dtype:
-            compile_for(run_layers, arguments)  # first, since another process may be compiling attention
+            compile_for(
+                run_layers, (*inputs, 0, self.layers)
+            )  # first, since another process may be compiling attention
             self._layers.codes[ATTENTION] = block_code(
                 buffers.packed.dtype, buffers.attended.dtype, memory[0].dtype, buffers.attention.dtype
             )
             self._kept = memory[0].dtype
-        run_layers(*arguments)
+        if step.between is None:
+            run_layers(*inputs, 0, self.layers)
+        else:
+            self._run_apart(inputs, step.between)
         return residual.to(self._dtype)[None]
+
+    def _run_apart(self, inputs: tuple[Layers, LayerStep, Any, int, Buffers, int], between: Callable[[], None]) -> None:
+        """Run layer by layer, with `between` between two of them: other steps have activations of their own."""
+        for layer in range(self.layers):
+            if layer > 0:
+                held, self._activations = self._activations, self._activations_between
+                between()
+                self._activations, self._activations_between = held, self._activations
+            run_layers(*inputs, layer, layer + 1)
 
     def _layer_step(self, position_embeddings: list[Angles], step: CpuAttention) -> LayerStep:
         kinds = {id(pair): pair for pair in position_embeddings}

@@ -85,6 +85,24 @@ class CpuEngine:
 
     def execute(self, step: Step) -> StepResult:
         """Compute the step, keep the sampled tokens, and return which sequences have finished."""
+        return self._execute(step, None)
+
+    def execute_in_parts(self, step: Step, between: Callable[[], None]) -> StepResult:
+        """Execute a step, calling `between` between two layers; it may execute others."""
+        elsewhere = 0.0
+
+        def others() -> None:
+            nonlocal elsewhere
+            begun, threads = time.perf_counter(), numba.get_num_threads()
+            between()
+            numba.set_num_threads(threads)
+            elsewhere += time.perf_counter() - begun
+
+        result = self._execute(step, others)
+        assert result.seconds is not None
+        return replace(result, seconds=result.seconds - elsewhere)
+
+    def _execute(self, step: Step, between: Callable[[], None] | None) -> StepResult:
         begun = time.perf_counter()
         generation = self._generation
         generation.make_room(step.slots)
@@ -98,6 +116,7 @@ class CpuEngine:
         size = np.int32(self._pages.page_size)
         pages, places = np.divmod(packed.places, size)
         in_windows = window_places(step, packed.positions, self._pages.page_size)
+        scored = scored_rows(step, generation.requests)
         attention = CpuAttention(
             self._pages,
             tables=step.block_tables,
@@ -108,12 +127,12 @@ class CpuEngine:
             token_offsets=places,
             window_tables=step.window_tables,
             window_token_pages=None if in_windows is None else in_windows // size,
+            between=None if scored else between,  # the head of a model that keeps states is not for other steps
         )
         keys = int(step.starts.sum()) + tokens
         elements = self._weight_elements + tokens * self._token_elements + keys * self._key_elements
         numba.set_num_threads(self._threads if elements >= _WORTH_THREADS else 1)
         last_rows = np.cumsum(step.counts, dtype=np.int64)[step.samples] - 1
-        scored = scored_rows(step, generation.requests)
         rows = np.concatenate([last_rows, *(one.first + np.arange(len(one.tokens)) for one in scored)])
         states: list[torch.Tensor] = []
         with torch.inference_mode(), self._head.keeps_states(len(last_rows), states) if scored else nullcontext():

@@ -1,16 +1,15 @@
 """When a job would end at endpoints, by their own forecasts and the load that they have had.
 
-Each endpoint forecasts the rows as if it were idle. What its guests take is estimated from outside: their tokens each
-second, since it began, by its `/metrics`, at the seconds that a token of the job takes there. So much less is left for
-the job. Several endpoints share the rows by what is left of each.
+Each endpoint forecasts the rows as if it were idle. Which share of its time its guests took in the last hour, or since
+it began, is in its `/metrics`. So much less is left for the job. Several endpoints share the rows by what is left of
+each.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
-from email.utils import parsedate_to_datetime
+from collections.abc import Sequence
 from typing import Any, Final
 
 import httpx
@@ -22,7 +21,7 @@ from llmbatch.remote.windows.messages import FORECAST
 
 _SECONDS: Final = 600.0  # that a forecast may take
 _MOST: Final = 0.95  # of an endpoint that guests are taken to need: something is left
-_SAMPLE: Final = re.compile(r"^llmbatch:(prompt|generation)_tokens_(total|created)(?:\{[^}]*\})?\s+(\S+)", re.MULTILINE)
+_SHARE: Final = re.compile(r"^llmbatch:guest_time_share(?:\{[^}]*\})?\s+([0-9.eE+-]+)$", re.MULTILINE)
 _LONGER: Final = ("seconds", "seconds_least", "seconds_most", "input_order_seconds")
 
 Figures = dict[str, Any]  # those of a forecast
@@ -41,29 +40,21 @@ def forecast_at(urls: Sequence[str], key: str | None, data: bytes) -> Figures:
         if reply.status_code != 200:
             said = message_of(reply.content)
             raise InputError(f"the endpoint {url} refused to forecast ({reply.status_code}): {said}")
-        rate = tokens_each_second(metrics.text, metrics.headers) if metrics.status_code == 200 else 0.0
-        found.append(beside_guests(json.loads(reply.content), rate))
+        share = share_of_guests(metrics.text) if metrics.status_code == 200 else 0.0
+        found.append(beside_guests(json.loads(reply.content), share))
     return joined(found)
 
 
-def tokens_each_second(metrics: str, headers: Mapping[str, str]) -> float:
-    """Return the tokens each second that guests have had since an endpoint began; 0 where it does not tell."""
-    told: dict[str, list[float]] = {"total": [], "created": []}
-    for _, what, value in _SAMPLE.findall(metrics):
-        told[what].append(float(value))
-    try:
-        seconds = parsedate_to_datetime(headers.get("date", "")).timestamp() - min(told["created"])
-    except (TypeError, ValueError):
-        return 0.0
-    return sum(told["total"]) / seconds if seconds > 0 else 0.0
+def share_of_guests(metrics: str) -> float:
+    """Return the share of its time that an endpoint says its guests took lately; 0 where it does not tell."""
+    told = _SHARE.search(metrics)
+    return float(told[1]) if told is not None else 0.0
 
 
-def beside_guests(figures: Figures, rate: float) -> Figures:
-    """Return a forecast beside guests who have so many tokens each second."""
-    computed = figures["input_tokens"] * (1 - figures["prefix_sharing_optimal"]) + figures["output_tokens"]
-    seconds = figures["seconds"] or figures["seconds_most"]
-    share = min(_MOST, rate * seconds / computed) if computed > 0 else 0.0
-    note = f"guests are taken to need {share:.0%} of the endpoint, as they have since it began"
+def beside_guests(figures: Figures, share: float) -> Figures:
+    """Return a forecast beside guests who take such a share of the endpoint's time."""
+    share = min(_MOST, share)
+    note = f"guests are taken to need {share:.0%} of the endpoint, as they have in the last hour or since it began"
     return {**_times(figures, 1 / (1 - share)), "notes": [note, *figures["notes"]]}
 
 
