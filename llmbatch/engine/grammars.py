@@ -81,6 +81,11 @@ class Grammars:
         assert not state.is_error(), state.get_error()
         return bool(state.is_stopped())
 
+    def forced(self, slot: int, request: int) -> list[int]:
+        """List the next tokens of a sequence up to the first that its form leaves a choice about."""
+        tokens: list[int] = self._state(slot, request).compute_ff_tokens()
+        return tokens
+
     def has(self, requests: NDArray[np.int32]) -> NDArray[np.intp]:
         """Find which of some requests have a form."""
         return np.flatnonzero(self._has[requests])

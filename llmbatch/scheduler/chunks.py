@@ -25,13 +25,10 @@ def prefill(state: SchedulerState) -> bool:
 
 @compiled
 def give_chunk(state: SchedulerState, slot: int) -> bool:
-    """Give a prefilling sequence the chunk that budget and pages allow; False when that is none.
-
-    A sequence that comes back after preemption computes all but its last token, which is then decoded as ever.
-    """
+    """Give a prefilling sequence the chunk that budget and pages allow; False when that is none."""
     pages, chunks = state.pages, state.chunks
     record, totals, size = state.run.slots[slot], chunks.totals[0], pages.page_size
-    target = record.known if record.known == record.prompt else record.known - 1
+    target = last_of_chunks(record)
     if record.computed % size == 0:
         note_found(record, adopt(pages, slot, target), totals)
     start, tail = record.computed, -1
@@ -64,6 +61,23 @@ def give_chunk(state: SchedulerState, slot: int) -> bool:
     else:
         totals.memory_end_tokens += takes
     return True
+
+
+@compiled
+def is_forced(record: SequenceRecord) -> bool:
+    """Tell whether tokens of an answer have never been computed, beside the newest: a grammar forced them."""
+    return bool(record.known > record.prompt and record.reached < record.known - 1)
+
+
+@compiled
+def last_of_chunks(record: SequenceRecord) -> int:
+    """Count the tokens of a sequence that its chunks compute.
+
+    A sequence that comes back after preemption computes all but its newest token, which is then decoded as ever. A
+    prompt and forced tokens end with a sample.
+    """
+    tokens: int = record.known if record.known == record.prompt or is_forced(record) else record.known - 1
+    return tokens
 
 
 @compiled

@@ -14,10 +14,10 @@ from llmbatch.compilation.decorators import compiled
 from llmbatch.kvcache.allocation import extend_by_one, release, slide_window
 from llmbatch.kvcache.eviction import give_up
 from llmbatch.kvcache.page_pool import room_for, tokens_spared
-from llmbatch.kvcache.shared_reads import start_reading
+from llmbatch.kvcache.shared_reads import start_reading, stop_reading
 from llmbatch.perf_model.work import chunk_reads, pairs_of, reads_of, sees_all, spared_of
 from llmbatch.scheduler.admission_order import MEMORY_END
-from llmbatch.scheduler.chunks import give_chunk
+from llmbatch.scheduler.chunks import give_chunk, is_forced
 from llmbatch.scheduler.forks import let_go
 from llmbatch.scheduler.guests import note_guest_work
 from llmbatch.scheduler.kv_forecast import expect, forget
@@ -150,9 +150,10 @@ def advance(
         record = records[slot]
         if record.guest:
             _note_guest(state, record, counts[i], i < num_decodes, samples[i])
-        elif i < num_decodes:
-            tokens += 1
-            read += chunk_reads(reach, unbounded, record.known - 1.0, 1.0)
+        elif record.known > record.prompt:  # a decode, or the last chunk of forced tokens, which were charged before
+            if samples[i]:
+                tokens += 1
+                read += chunk_reads(reach, unbounded, record.known - 1.0, 1.0)
         else:
             start = max(record.computed, min(record.reached, record.computed + counts[i]))
             fresh = record.computed + counts[i] - start
@@ -182,6 +183,52 @@ def advance(
     if ended > 0:
         _drop_ended(state.run)
     return gone[:ended], Work(tokens, work_samples, pairs, read)
+
+
+@compiled
+def lengthen(state: SchedulerState, slots: NDArray[np.int32], counts: NDArray[np.int32], now: float) -> Work:
+    """Add forced tokens to sequences that sampled in the step that `advance` took note of, and let these prefill them.
+
+    Returns the work that was planned for these tokens, which decodes would have done.
+    """
+    run, pages = state.run, state.pages
+    tokens, read = 0, 0.0
+    for i in range(len(slots)):
+        slot = slots[i]
+        record = run.slots[slot]
+        if not record.guest:
+            tokens += counts[i]
+            read += pairs_of(state.rates.reach, record.known - 1.0, counts[i])
+        record.known += counts[i]
+        if counts[i] == 0 or record.ended:
+            continue
+        stop_reading(pages.reads, pages.tables, slot)
+        pages.counts[0].widest = max(pages.counts[0].widest, -(-record.known // pages.page_size))
+        record.remaining_tokens = max(record.ends_at - record.known, 1.0)
+        _forecast(state, slot, now)
+        _prefill_again(run, slot)
+    kept = 0
+    for i in range(run.counts[0].decoding):
+        if not is_forced(run.slots[run.decoding[i]]):
+            run.decoding[kept] = run.decoding[i]
+            kept += 1
+    run.counts[0].decoding = kept
+    return Work(tokens, tokens, 0.0, read)
+
+
+@compiled
+def _prefill_again(run: SequenceTable, slot: int) -> None:
+    """Let a sequence that decoded prefill: guests before others, each in the order of admission."""
+    record = run.slots[slot]
+    at = run.counts[0].prefilling
+    while at > 0:
+        before = run.slots[run.prefilling[at - 1]]
+        if before.guest > record.guest or (before.guest == record.guest and before.admission < record.admission):
+            break
+        run.prefilling[at] = run.prefilling[at - 1]
+        at -= 1
+    run.prefilling[at] = slot
+    run.counts[0].prefilling += 1
 
 
 @compiled

@@ -42,9 +42,9 @@ Deciding is not pure: it admits, preempts and allocates while it decides. What i
 
 | of the state      | changed while deciding, by                      | changed between two steps, by                  |
 |-------------------|-------------------------------------------------|------------------------------------------------|
-| `run`             | `admission`, `guest_steps`, `chunks.give_chunk` | `commit.advance`, `end_sequences`, `withdraw`, |
-|                   | `commit.preempt`                                | `expect_anew`; `Scheduler.attend`; replaced by |
-|                   |                                                 | `rebind` and `grow`                            |
+| `run`             | `admission`, `guest_steps`, `chunks.give_chunk` | `commit.advance`, `lengthen`, `end_sequences`, |
+|                   | `commit.preempt`                                | `withdraw`, `expect_anew`; `Scheduler.attend`; |
+|                   |                                                 | replaced by `rebind` and `grow`                |
 | `run.held`        | `state.take_slot`                               | `state.give_slot`, `commit.expect_anew`        |
 | `pages`           | `kvcache.allocation`, called by `admission`,    | `kvcache.allocation`, called by `commit`;      |
 |                   | `chunks` and `commit`                           | `kvcache.eviction.give_up`, `kvcache.publish`, |
@@ -81,6 +81,7 @@ from llmbatch.scheduler.guest_steps import (
     choose_decodes,
     count_guests,
     guest_prompts_wait,
+    guests_prefill,
     prefill_guests,
     step_bound,
 )
@@ -161,7 +162,7 @@ def _begin(state: SchedulerState, now: float) -> None:
         most_of_job = min(most, most_of_job)
     totals.free_tokens = free_tokens - decodes
     taken = decodes + int(decodes * totals.sample_price)
-    totals.budget = max(state.pages.page_size if prompts_wait else 0, most - taken)
+    totals.budget = max(state.pages.page_size if prompts_wait or guests_prefill(state) else 0, most - taken)
     totals.job_budget = max(0, most_of_job - taken)
 
 

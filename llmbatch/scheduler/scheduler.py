@@ -40,7 +40,7 @@ from llmbatch.perf_model.work import Rates
 from llmbatch.planning.equal_prompts import EqualPrompts
 from llmbatch.planning.prefix_tree import PrefixTree
 from llmbatch.scheduler.admission_order import EndRules, Ends, FromFront, Passed, TwoEndedQueue
-from llmbatch.scheduler.commit import advance, end_sequences, expect_anew, pack, withdraw
+from llmbatch.scheduler.commit import advance, end_sequences, expect_anew, lengthen, pack, withdraw
 from llmbatch.scheduler.decide import charge, decide_step, needs_attention
 from llmbatch.scheduler.forks import check_follows, claim_again
 from llmbatch.scheduler.guests import NO_LATENCY, Arrivals, GuestQueue, Latency, LatencyRules, note_seconds
@@ -248,8 +248,8 @@ class Scheduler:
             slots = state.run.waiting
             state.run.slots["remaining_tokens"][slots] = self._remaining(slots)
             counts.reestimated_preemptions = counts.preemptions
-        if state.pages.counts[0].widest + 1 > state.pages.tables.shape[1]:
-            self.state = state._replace(pages=state.pages.widened())
+        while self.state.pages.counts[0].widest + 1 > self.state.pages.tables.shape[1]:
+            self.state = state._replace(pages=self.state.pages.widened())
 
     def grow(self) -> None:
         """Double the slots: the step being decided needs more than there are."""
@@ -265,6 +265,8 @@ class Scheduler:
         columns = step.slots, step.counts, step.samples
         gone, work = advance(state, *columns, step.num_decodes, result.finished, float(self.steps))
         charge(state, work)
+        if result.forced is not None:
+            charge(state, lengthen(state, step.slots[step.samples], result.forced.counts, float(self.steps)))
         ended = result.finished > 0
         spare = 0 if result.spare is None else result.spare[ended].astype(np.int32)
         finished = FinishedSequences.of(state.run, state.pages, gone, result.finished[ended], spare)
