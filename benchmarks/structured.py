@@ -1,10 +1,13 @@
 """300 rows of SmolLM2 that keep to five JSON schemas: how many are valid, and their speed over free text.
 
-    python benchmarks/structured.py [--rounds 3]
+    python benchmarks/structured.py [--rounds 3] [--forced]
 
 Free text has the same prompts and the same number of tokens in each row. Both run in turns, in one process, after one
 round of each that is not counted. Tokens per second are input and output tokens over seconds. A row is valid where
 `jsonschema` says so (`pip install jsonschema`). Exit status 1 where a row is not.
+
+`--forced` compares something else: the same rows with the tokens that schemas force taken as they are, and with every
+token sampled, in turns; as they stand, and with schemas that allow no white space between tokens of JSON.
 """
 
 from __future__ import annotations
@@ -87,11 +90,55 @@ def invalid(answered: pa.Table) -> list[str]:
     return found
 
 
+def compact(table: pa.Table) -> pa.Table:
+    """The same rows, whose schemas allow no white space."""
+    asked = [json.loads(one) for one in table["sampling"].to_pylist()]
+    for one in asked:
+        one["structured_outputs"]["json"]["x-guidance"] = {"whitespace_flexible": False}
+    return table.set_column(1, "sampling", pa.array([json.dumps(one) for one in asked]))
+
+
+def compare_forced(op: Any, rounds: int) -> int:
+    """Print steps and seconds with tokens that are forced, and with every token sampled; 1 where answers differ."""
+    from llmbatch.engine.cpu.engine import CpuEngine
+    from llmbatch.engine.grammars import Grammars
+
+    steps = [0]
+    execute, forced = CpuEngine.execute, Grammars.forced
+
+    def counted(self: CpuEngine, step: Any) -> Any:
+        steps[0] += 1
+        return execute(self, step)
+
+    CpuEngine.execute = counted  # type: ignore[method-assign]
+    differ = 0
+    for name, table in (("as they stand", rows()), ("no white space", compact(rows()))):
+        for number in range(-1, rounds):  # the first is not counted
+            texts = []
+            for how, found in (("forced", forced), ("sampled", lambda *_: []))[:: 1 if number % 2 else -1]:
+                Grammars.forced = found  # type: ignore[method-assign, assignment]
+                steps[0], begun = 0, time.perf_counter()
+                answered = op(table)
+                seconds = time.perf_counter() - begun
+                texts.append(answered["generated_text"].to_pylist())
+                tokens = sum(answered["num_generated_tokens"].to_pylist())
+                print(
+                    f"{name}, round {number}, {how}: {tokens:,} tokens, {steps[0]} steps, {seconds:.1f} s", flush=True
+                )
+            differ += sum(one != other for one, other in zip(*texts, strict=True))
+    print(f"{differ} answers differ")
+    return int(differ > 0)
+
+
 def main() -> int:
     """Print a line for each round."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--rounds", type=int, default=3)
-    rounds = parser.parse_args().rounds
+    parser.add_argument("--forced", action="store_true", help="compare forced tokens with sampled ones")
+    given = parser.parse_args()
+    rounds = given.rounds
+    if given.forced:
+        return compare_forced(operator(dtype="float32"), rounds)
     op, asked = operator(), rows()
     answered, _ = timed(op, asked)
     wrong = invalid(answered)

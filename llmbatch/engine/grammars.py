@@ -5,7 +5,8 @@ state takes every token as it is kept. So the masks of a step are known before i
 forward writes them: one bit a token, 6 KB for a vocabulary of 49,152. They are applied to the logits before a token is
 chosen. Where a mask allows one token alone, that token is taken: nothing is drawn.
 
-A sequence ends when its grammar allows no more.
+A sequence ends when its grammar allows no more. Tokens that a grammar forces behind a sampled one are known at once
+(docs/decisions/0070).
 """
 
 from __future__ import annotations

@@ -144,5 +144,5 @@ class FinishedSequences:
             preemptions=records["preemptions"],
             admitted_step=records["admitted_step"],
             end=records["end"],
-            pages=EndedPages.of(pages, slots),
+            pages=EndedPages.of(pages, slots, records["computed"]),
         )

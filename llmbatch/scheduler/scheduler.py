@@ -6,7 +6,9 @@ step's budget to prefills and admissions (`llmbatch.scheduler.admission`). `comm
 returned. Deciding reads no clock: a step depends on the time that is given and on what came before it, and on nothing
 else. Its phases, its invariants and what it may change: `llmbatch.scheduler.decide`.
 
-Guests may arrive between two steps, and steps may be bound to a length (`llmbatch.scheduler.guests`, `guest_steps`).
+Tokens that a grammar forces are known with the sampled one before them, and are computed by a chunk that ends with a
+sample (`llmbatch.scheduler.commit.lengthen`). Guests may arrive between two steps, and steps may be bound to a length
+(`llmbatch.scheduler.guests`, `guest_steps`).
 
 When predictions fail, the sequences that are cheapest to compute again give their pages back and are computed again
 later (recompute). So do long answers that fill the pool while compute idles, as often as their length allows
