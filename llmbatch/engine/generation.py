@@ -216,9 +216,8 @@ class TokenBuffers:
         A row whose log-probabilities are told samples them all, as they need logits. Before its `min_tokens` a row
         samples, too: what would end it is excluded there.
         """
-        if self.grammars is None:
+        if self.grammars is None or not len(rows := self.grammars.has(requests)):
             return None
-        rows = self.grammars.has(requests)
         at, of = slots[rows], requests[rows]
         runs = kept[rows] & (finished[rows] == FinishReason.RUNNING)
         rows = rows[runs & (self.columns.logprobs[of] < 0) & self._may_end(at, of)]
