@@ -99,7 +99,7 @@ def compact(table: pa.Table) -> pa.Table:
 
 
 def compare_forced(op: Any, asked: pa.Table, rounds: int) -> int:
-    """Print samples, steps and seconds with tokens that are forced, and with every token sampled; 1 where answers differ."""
+    """Print what rows take with forced tokens, and with every token sampled; returns 1 where answers differ."""
     from llmbatch.engine.cpu.engine import CpuEngine
     from llmbatch.engine.grammars import Grammars
 
