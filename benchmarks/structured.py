@@ -117,7 +117,7 @@ def compare_forced(op: Any, asked: pa.Table, rounds: int) -> int:
         for number in range(rounds):
             texts = []
             for how, found in (("forced", forced), ("sampled", lambda *_: []))[:: 1 if number % 2 else -1]:
-                Grammars.forced = found  # type: ignore[method-assign, assignment]
+                Grammars.forced = found  # type: ignore[method-assign]
                 steps[0] = samples[0] = 0
                 begun = time.perf_counter(), time.process_time()
                 answered = op(table)
