@@ -20,7 +20,9 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 import llmbatch
 from llmbatch.engine.cpu.engine import CpuEngine
 from llmbatch.engine.grammars import Grammars
+from llmbatch.scheduler.commit import preempt
 from llmbatch.scheduler.output import FinishReason, ForcedTokens, Step, StepResult
+from llmbatch.scheduler.scheduler import FinishedSequences, Scheduler
 from llmbatch.structured import Structure
 from tests.support.models import tiny_config
 
@@ -115,17 +117,35 @@ def one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Grammars, "forced", lambda *_: [])
 
 
-@pytest.mark.parametrize("options", [{}, {"kv_memory": 2**15, "n": 2}], ids=["room", "preempted draws"])
+def preempting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take the pages of an answer that was begun away, after every third step."""
+    commit = Scheduler.commit
+
+    def noted(self: Scheduler, step: Step, result: StepResult) -> FinishedSequences:
+        finished = commit(self, step, result)
+        run = self.state.run
+        begun = [slot for slot in run.running.tolist() if run.slots[slot].known > run.slots[slot].prompt]
+        if begun and self.steps % 3 == 0:
+            preempt(self.state, begun[self.steps % len(begun)], float(self.steps))
+        return finished
+
+    monkeypatch.setattr(Scheduler, "commit", noted)
+
+
+@pytest.mark.parametrize("preempted", [False, True])
 def test_answers_are_those_of_sampling_one_token_at_a_time(
-    folder: str, options: dict[str, Any], steps: list[Step], monkeypatch: pytest.MonkeyPatch
+    folder: str, preempted: bool, steps: list[Step], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = ask(folder, PARAMETERS, **options)
-    fewer = len(steps)
+    if preempted:
+        preempting(monkeypatch)
+    found = ask(folder, PARAMETERS, n=2)
     assert all(row["error"] is None for row in found)
-    assert ("n" in options) == (sum(step.preempted for step in steps) > 0)
+    assert preempted == any(step.recomputed_tokens for step in steps)
+    sampled = sum(int(step.samples.sum()) for step in steps)
+    steps.clear()
     one_at_a_time(monkeypatch)
-    assert ask(folder, PARAMETERS, **options) == found
-    assert fewer < len(steps) - fewer
+    assert ask(folder, PARAMETERS, n=2) == found
+    assert sampled < 0.8 * sum(int(step.samples.sum()) for step in steps)
 
 
 def test_a_forced_text_takes_one_step_and_none_where_it_ends_the_answer(folder: str, steps: list[Step]) -> None:
