@@ -1,10 +1,13 @@
 """300 rows of SmolLM2 that keep to five JSON schemas: how many are valid, and their speed over free text.
 
-    python benchmarks/structured.py [--rounds 3]
+    python benchmarks/structured.py [--rounds 3] [--forced] [--rows 300]
 
 Free text has the same prompts and the same number of tokens in each row. Both run in turns, in one process, after one
 round of each that is not counted. Tokens per second are input and output tokens over seconds. A row is valid where
 `jsonschema` says so (`pip install jsonschema`). Exit status 1 where a row is not.
+
+`--forced` compares something else: the same rows with the tokens that schemas force taken as they are, and with every
+token sampled, in turns; as they stand, and with schemas that allow no white space between tokens of JSON.
 """
 
 from __future__ import annotations
@@ -87,11 +90,62 @@ def invalid(answered: pa.Table) -> list[str]:
     return found
 
 
+def compact(table: pa.Table) -> pa.Table:
+    """The same rows, whose schemas allow no white space."""
+    asked = [json.loads(one) for one in table["sampling"].to_pylist()]
+    for one in asked:
+        one["structured_outputs"]["json"]["x-guidance"] = {"whitespace_flexible": False}
+    return table.set_column(1, "sampling", pa.array([json.dumps(one) for one in asked]))
+
+
+def compare_forced(op: Any, asked: pa.Table, rounds: int) -> int:
+    """Print what rows take with forced tokens, and with every token sampled; returns 1 where answers differ."""
+    from llmbatch.engine.cpu.engine import CpuEngine
+    from llmbatch.engine.grammars import Grammars
+
+    steps, samples = [0], [0]
+    execute, forced = CpuEngine.execute, Grammars.forced
+
+    def counted(self: CpuEngine, step: Any) -> Any:
+        steps[0] += 1
+        samples[0] += int(step.samples.sum())
+        return execute(self, step)
+
+    CpuEngine.execute = counted  # type: ignore[method-assign]
+    differ = 0
+    for name, table in (("as they stand", asked), ("no white space", compact(asked))):
+        for number in range(rounds):
+            texts = []
+            for how, found in (("forced", forced), ("sampled", lambda *_: []))[:: 1 if number % 2 else -1]:
+                Grammars.forced = found  # type: ignore[method-assign]
+                steps[0] = samples[0] = 0
+                begun = time.perf_counter(), time.process_time()
+                answered = op(table)
+                took = time.perf_counter() - begun[0], time.process_time() - begun[1]
+                texts.append(answered["generated_text"].to_pylist())
+                tokens = sum(answered["num_generated_tokens"].to_pylist())
+                print(
+                    f"{name}, {how}: {tokens:,} tokens, {samples[0]:,} samples, {steps[0]} steps, "
+                    f"{took[0]:.1f} s, {took[1]:.1f} s of processor time",
+                    flush=True,
+                )
+            differ += sum(one != other for one, other in zip(*texts, strict=True))
+    print(f"{differ} answers differ")
+    return int(differ > 0)
+
+
 def main() -> int:
     """Print a line for each round."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--rounds", type=int, default=3)
-    rounds = parser.parse_args().rounds
+    parser.add_argument("--forced", action="store_true", help="compare forced tokens with sampled ones")
+    parser.add_argument("--rows", type=int, default=ROWS, help="how many, with --forced")
+    given = parser.parse_args()
+    rounds = given.rounds
+    if given.forced:
+        op, asked = operator(dtype="float32"), rows().slice(0, given.rows)
+        op(asked.slice(0, 5))
+        return compare_forced(op, asked, rounds)
     op, asked = operator(), rows()
     answered, _ = timed(op, asked)
     wrong = invalid(answered)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from llmbatch.engine.sampling_columns import SamplingColumns
 from llmbatch.engine.stop_strings import StopTokens, last_characters
 from llmbatch.preprocess.request_batch import RequestBatch
 from llmbatch.preprocess.sampling_params import SamplingParams
-from llmbatch.scheduler.output import FinishReason, Step, StepResult
+from llmbatch.scheduler.output import FinishReason, ForcedTokens, Step, StepResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,21 +99,21 @@ class TokenBuffers:
         self._has_stop = with_more(self._has_stop, [bool(p.stop) for p in params])
         self._ends_index = with_more(self._ends_index, [places[one] for one in ends])
 
-    def make_room(self, slots: NDArray[np.int32]) -> None:
-        """Grow to the highest slot, and to one more token in each of these slots."""
+    def make_room(self, slots: NDArray[np.int32], more: int = 1) -> None:
+        """Grow to the highest slot, and to some `more` tokens in each of these slots."""
         have, capacity = self.tokens.shape
         rows, columns = have, capacity
         while rows <= slots.max():
             rows *= 2
         known = slots[slots < have]
-        while len(known) and columns <= max(self.lengths[known].max(), self.queued[known].max()):
+        while len(known) and columns < max(self.lengths[known].max(), self.queued[known].max()) + more:
             columns *= 2
         if (rows, columns) != (have, capacity):
             grown = np.zeros((rows, columns), np.int32)
             grown[:have, :capacity] = self.tokens
             self.tokens = grown
-            more = ((0, rows - have), (0, columns - capacity), (0, 0))
-            self._told, self._logprobs = np.pad(self._told, more), np.pad(self._logprobs, more)
+            added = ((0, rows - have), (0, columns - capacity), (0, 0))
+            self._told, self._logprobs = np.pad(self._told, added), np.pad(self._logprobs, added)
             self.lengths = np.pad(self.lengths, (0, rows - have))
             self.queued = np.pad(self.queued, (0, rows - have))
 
@@ -126,7 +127,7 @@ class TokenBuffers:
         return StepResult(tokens=np.zeros(len(slots), np.int32), finished=finished)
 
     def append(self, step: Step, chosen: TokenChoices, kept: NDArray[np.bool_] | None = None) -> StepResult:
-        """Keep the samples of a step, and return which sequences have ended.
+        """Keep the samples of a step and what they force, and return which sequences have ended.
 
         Samples that are not to be `kept` are ignored.
         """
@@ -134,26 +135,14 @@ class TokenBuffers:
         if kept is None:
             kept = np.ones(len(slots), np.bool_)
         noted = slots[kept]
-        self.tokens[noted, self.lengths[noted]] = tokens[kept]
         if chosen.told is not None and chosen.logprobs is not None:
             places = chosen.told.shape[1]
             self._told[noted, self.lengths[noted], :places] = chosen.told[kept]
             self._told[noted, self.lengths[noted], places:] = -1
             self._logprobs[noted, self.lengths[noted], :places] = chosen.logprobs[kept]
-        self.lengths[noted] += 1
         finished = np.full(len(slots), FinishReason.RUNNING, np.uint8)
-        finished[self.lengths[slots] >= self.requests.max_tokens[requests]] = FinishReason.LENGTH
-        free = kept & (self.lengths[slots] >= self.columns.min_tokens[requests])  # to end
-        params = self.requests.params_index[requests]
-        finished[free & np.isin(tokens, self._eos) & ~self._ignore_eos[params]] = FinishReason.STOP
-        finished[free & self._ends_by_id(requests, tokens)] = FinishReason.STOP
-        for i in self._may_stop(requests, tokens, free):
-            if self._stopped(int(slots[i]), int(requests[i])):
-                finished[i] = FinishReason.STOP
-        self._follow_grammars(slots, requests, tokens, kept & chosen.finite, finished)
-        finished[~chosen.finite] = FinishReason.ERROR
-        finished[~kept] = FinishReason.RUNNING
-        return StepResult(tokens=tokens, finished=finished)
+        finished[kept] = self._add(noted, requests[kept], tokens[kept], chosen.finite[kept])
+        return StepResult(tokens=tokens, finished=finished, forced=self._force(slots, requests, kept, finished))
 
     def note_prompt(self, slot: int, request: int, place: int, told: TokenLogprobs) -> None:
         """Keep what is told of some tokens of a prompt, from a `place` on among all that are told of."""
@@ -184,20 +173,69 @@ class TokenBuffers:
             self.grammars.drop(slot)
         return tokens
 
-    def _follow_grammars(
+    def _add(
         self,
         slots: NDArray[np.int32],
         requests: NDArray[np.int32],
         tokens: NDArray[np.int32],
-        kept: NDArray[np.bool_],
-        finished: NDArray[np.uint8],
-    ) -> None:
-        """Let grammars take the tokens of their sequences, and end those that are whole."""
+        finite: NDArray[np.bool_],
+    ) -> NDArray[np.uint8]:
+        """Append a token to each of some sequences; returns which have ended with it, a `FinishReason` each."""
+        self.tokens[slots, self.lengths[slots]] = tokens
+        self.lengths[slots] += 1
+        finished = np.full(len(slots), FinishReason.RUNNING, np.uint8)
+        finished[self.lengths[slots] >= self.requests.max_tokens[requests]] = FinishReason.LENGTH
+        free = self._may_end(slots, requests)
+        params = self.requests.params_index[requests]
+        finished[free & np.isin(tokens, self._eos) & ~self._ignore_eos[params]] = FinishReason.STOP
+        finished[free & self._ends_by_id(requests, tokens)] = FinishReason.STOP
+        for i in self._may_stop(requests, tokens, free):
+            if self._stopped(int(slots[i]), int(requests[i])):
+                finished[i] = FinishReason.STOP
         if self.grammars is not None:
             for i in self.grammars.has(requests).tolist():
-                if kept[i]:
+                if finite[i]:
                     ends = self.grammars.take(int(slots[i]), int(requests[i]), int(tokens[i]))
                     finished[i] = finished[i] if ends == FinishReason.RUNNING else ends
+        finished[~finite] = FinishReason.ERROR
+        return finished
+
+    def _may_end(self, slots: NDArray[np.int32], requests: NDArray[np.int32]) -> NDArray[np.bool_]:
+        """Tell which sequences have as many tokens as they must."""
+        free: NDArray[np.bool_] = self.lengths[slots] >= self.columns.min_tokens[requests]
+        return free
+
+    def _force(
+        self,
+        slots: NDArray[np.int32],
+        requests: NDArray[np.int32],
+        kept: NDArray[np.bool_],
+        finished: NDArray[np.uint8],
+    ) -> ForcedTokens | None:
+        """Append the tokens that grammars force behind those of a step, as if they were sampled; None: there are none.
+
+        A row whose log-probabilities are told samples them all, as they need logits. Before its `min_tokens` a row
+        samples, too: what would end it is excluded there.
+        """
+        if self.grammars is None or not len(rows := self.grammars.has(requests)):
+            return None
+        at, of = slots[rows], requests[rows]
+        runs = kept[rows] & (finished[rows] == FinishReason.RUNNING)
+        rows = rows[runs & (self.columns.logprobs[of] < 0) & self._may_end(at, of)]
+        forced = [self.grammars.forced(int(slots[i]), int(requests[i])) for i in rows]
+        counts = np.array([len(tokens) for tokens in forced], np.int32)
+        if not counts.any():
+            return None
+        self.make_room(slots[rows], int(counts.max()))
+        taken = np.zeros(len(slots), np.int32)
+        for place in range(counts.max()):
+            (going,) = np.nonzero((counts > place) & (finished[rows] == FinishReason.RUNNING))
+            tokens = np.array([forced[i][place] for i in going], np.int32)
+            these = rows[going]
+            finished[these] = self._add(slots[these], requests[these], tokens, np.ones(len(these), np.bool_))
+            taken[these] += 1
+        found = [tokens[: taken[i]] for i, tokens in zip(rows, forced, strict=True)]
+        return ForcedTokens(taken, np.array(list(chain.from_iterable(found)), np.int32))
 
     def _widen(self, places: int) -> None:
         """Have room to tell of so many tokens in each place."""

@@ -5,7 +5,8 @@ state takes every token as it is kept. So the masks of a step are known before i
 forward writes them: one bit a token, 6 KB for a vocabulary of 49,152. They are applied to the logits before a token is
 chosen. Where a mask allows one token alone, that token is taken: nothing is drawn.
 
-A sequence ends when its grammar allows no more.
+A sequence ends when its grammar allows no more. Tokens that a grammar forces behind a sampled one are known at once
+(docs/decisions/0070).
 """
 
 from __future__ import annotations
@@ -85,6 +86,11 @@ class Grammars:
         if state.is_error():
             return FinishReason.ERROR
         return FinishReason.STOP if state.is_stopped() else FinishReason.RUNNING
+
+    def forced(self, slot: int, request: int) -> list[int]:
+        """List the next tokens of a sequence up to the first that its form leaves a choice about."""
+        tokens: list[int] = self._state(slot, request).compute_ff_tokens()
+        return tokens
 
     def has(self, requests: NDArray[np.int32]) -> NDArray[np.intp]:
         """Find which of some requests have a form."""

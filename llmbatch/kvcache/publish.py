@@ -5,7 +5,7 @@ pages stay, unnamed; nobody finds them. When the engine hands over the answer th
 begins with an earlier prompt and its answer, the next turn of a conversation, finds them then. The last page, which is
 not full, gets the name of the tokens whose KV it has. The next turn goes on in that page, so it computes nothing again
 (`llmbatch.kvcache.allocation.find_tail`); of several that could go on there, the first does. The last token of an
-answer has no KV, since nothing was computed upon it.
+answer has no KV, since nothing was computed upon it; nor have the tokens before it that a grammar forced with it.
 """
 
 from __future__ import annotations
@@ -31,13 +31,18 @@ class EndedPages(NamedTuple):
     names: NDArray[np.uint64]  # [n, 2] of the prompt's pages before
     pages: NDArray[np.int32]  # of the i-th: pages[offsets[i]:offsets[i + 1]]
     offsets: NDArray[np.int64]
+    computed: NDArray[np.int32]  # [n] tokens whose KV is in pages
 
     @classmethod
-    def of(cls, pages: PagePool, slots: NDArray[np.int32]) -> EndedPages:
-        """Find those of sequences that still hold their pages; none where prompts are not known."""
+    def of(cls, pages: PagePool, slots: NDArray[np.int32], computed: NDArray[np.int32]) -> EndedPages:
+        """Find those of sequences that still hold their pages; none where prompts are not known.
+
+        `computed` int32 [n] are the tokens of each whose KV is in pages.
+        """
         if not len(pages.prompts.tokens):
-            return cls(np.zeros(0, np.int64), np.zeros((0, 2), np.uint64), np.zeros(0, np.int32), np.zeros(1, np.int64))
-        return cls(*_ends(pages, slots))
+            names, none = np.zeros((0, 2), np.uint64), np.zeros(0, np.int32)
+            return cls(np.zeros(0, np.int64), names, none, np.zeros(1, np.int64), none)
+        return cls(*_ends(pages, slots), np.ascontiguousarray(computed))
 
 
 def publish(
@@ -92,7 +97,8 @@ def _publish(
         begin = prompts.offsets[requests[i]]
         prompt = prompts.offsets[requests[i] + 1] - begin
         answer = offsets[i + 1] - offsets[i]
-        computed = prompt + answer - 1 if answer > 0 else 0  # nothing of what is not whole is kept
+        # Nothing of what is not whole is kept; a pipelined engine has computed a token more than there are.
+        computed = min(prompt + answer - 1, ends.computed[i]) if answer > 0 else 0
         at = prompt // size * size
         name = (ends.names[i, 0], ends.names[i, 1])
         for page in ends.pages[ends.offsets[i] : ends.offsets[i + 1]]:

@@ -21,7 +21,8 @@ from llmbatch.kvcache.page_pool import tokens_spared
 from llmbatch.perf_model.cost import CostModel
 from llmbatch.perf_model.step_bound import step_seconds
 from llmbatch.runtime.step_loop import LengthObservations
-from llmbatch.scheduler.commit import StepColumns, end_sequences, pack
+from llmbatch.scheduler.chunks import StepColumns, pack
+from llmbatch.scheduler.commit import end_sequences
 from llmbatch.scheduler.decide import decide_step, needs_attention, note_step
 from llmbatch.scheduler.scheduler import Scheduler
 from llmbatch.scheduler.state import SchedulerState, SequenceTable, is_done

@@ -61,7 +61,7 @@ class StepGuests(Protocol):
         ...
 
     def sampled(self, requests: NDArray[np.int32], tokens: NDArray[np.int32], finished: NDArray[np.uint8]) -> None:
-        """Take note of what was sampled in a step, guests' requests and others, one entry each."""
+        """Take note of the tokens of a step, those of guests' requests and others, one entry each."""
         ...
 
 
@@ -161,7 +161,7 @@ class SerialLoop(_Loop):
             except Exception as error:
                 raise EngineDied(step) from error
             if self._guests is not None:
-                self._guests.sampled(step.requests[step.samples], result.tokens, result.finished)
+                self._guests.sampled(*result.all_tokens(step.requests[step.samples]))
             if result.seconds is not None:
                 self._took(scheduler, step, result.seconds)
             finished = scheduler.commit(step, result)

@@ -40,7 +40,7 @@ from llmbatch.scheduler.admission_order import (
     take,
     take_aside,
 )
-from llmbatch.scheduler.chunks import give_chunk, note_found
+from llmbatch.scheduler.chunks import give_chunk, last_of_chunks, note_found
 from llmbatch.scheduler.forks import claim, fork
 from llmbatch.scheduler.room import fits, foresee, has_room, margin_of
 from llmbatch.scheduler.state import SchedulerState, SequenceRecord, stop_waiting, take_slot
@@ -226,8 +226,8 @@ def enter_at(state: SchedulerState, slot: int, at: int, now: float) -> None:
     """Let a sequence that has a slot prefill as number `at` of all, with the pages of its tokens that are there."""
     run, pages = state.run, state.pages
     counts, record = run.counts[0], run.slots[slot]
-    target = record.known if record.known == record.prompt else record.known - 1
-    note_found(record, admit_pages(pages, slot, record.request, target), state.chunks.totals[0])
+    found = admit_pages(pages, slot, record.request, last_of_chunks(record))
+    note_found(record, found, state.chunks.totals[0])
     record.admission = counts.admissions
     counts.admissions += 1
     for i in range(counts.prefilling, at, -1):

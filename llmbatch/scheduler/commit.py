@@ -14,10 +14,18 @@ from llmbatch.compilation.decorators import compiled
 from llmbatch.kvcache.allocation import extend_by_one, release, slide_window
 from llmbatch.kvcache.eviction import give_up
 from llmbatch.kvcache.page_pool import room_for, tokens_spared
-from llmbatch.kvcache.shared_reads import start_reading
-from llmbatch.perf_model.work import chunk_reads, pairs_of, reads_of, sees_all, spared_of
+from llmbatch.kvcache.shared_reads import start_reading, stop_reading
+from llmbatch.perf_model.work import (
+    chunk_reads,
+    compute_seconds,
+    memory_seconds,
+    pairs_of,
+    reads_of,
+    sees_all,
+    spared_of,
+)
 from llmbatch.scheduler.admission_order import MEMORY_END
-from llmbatch.scheduler.chunks import give_chunk
+from llmbatch.scheduler.chunks import give_chunk, is_forced
 from llmbatch.scheduler.forks import let_go
 from llmbatch.scheduler.guests import note_guest_work
 from llmbatch.scheduler.kv_forecast import expect, forget
@@ -31,29 +39,6 @@ from llmbatch.scheduler.state import (
     stop_waiting,
 )
 from llmbatch.scheduler.victims import page_victim
-
-
-class StepColumns(NamedTuple):
-    """A step as arrays with an entry a sequence, decodes first; see `llmbatch.scheduler.output.Step`."""
-
-    slots: NDArray[np.int32]
-    requests: NDArray[np.int32]
-    starts: NDArray[np.int32]
-    counts: NDArray[np.int32]
-    samples: NDArray[np.bool_]
-    copies: NDArray[np.int32]
-
-
-class StepFigures(NamedTuple):
-    """What is counted of a step that was decided; see `llmbatch.scheduler.output.Step`."""
-
-    num_decodes: int
-    cached_tokens: int
-    recomputed_tokens: int
-    preempted: int
-    running: int
-    kv_tokens: int
-    spared_tokens: int
 
 
 class Work(NamedTuple):
@@ -162,9 +147,10 @@ def advance(
         record = records[slot]
         if record.guest:
             _note_guest(state, record, counts[i], i < num_decodes, samples[i])
-        elif i < num_decodes:
-            tokens += 1
-            read += chunk_reads(reach, unbounded, record.known - 1.0, 1.0)
+        elif record.known > record.prompt:  # a decode, or the last chunk of forced tokens, which were charged before
+            if samples[i]:
+                tokens += 1
+                read += chunk_reads(reach, unbounded, record.known - 1.0, 1.0)
         else:
             start = max(record.computed, min(record.reached, record.computed + counts[i]))
             fresh = record.computed + counts[i] - start
@@ -194,6 +180,60 @@ def advance(
     if ended > 0:
         _drop_ended(state.run)
     return gone[:ended], Work(tokens, work_samples, pairs, read)
+
+
+@compiled
+def charge(state: SchedulerState, work: Work) -> None:
+    """Take work from what remains to be done."""
+    rates, remaining = state.rates, state.remaining[0]
+    remaining.compute_seconds -= compute_seconds(rates, work.tokens, work.samples, work.pairs)
+    remaining.memory_seconds -= memory_seconds(rates, work.read)
+
+
+@compiled
+def lengthen(state: SchedulerState, slots: NDArray[np.int32], counts: NDArray[np.int32], now: float) -> None:
+    """Add forced tokens to sequences that sampled in the step that `advance` took note of, and let these prefill them.
+
+    What was planned for these tokens, which decodes would have done, is taken from what remains to be done.
+    """
+    run, pages = state.run, state.pages
+    tokens, read = 0, 0.0
+    for i in range(len(slots)):
+        slot = slots[i]
+        record = run.slots[slot]
+        if not record.guest:
+            tokens += counts[i]
+            read += pairs_of(state.rates.reach, record.known - 1.0, counts[i])
+        record.known += counts[i]
+        if counts[i] == 0 or record.ended:
+            continue
+        stop_reading(pages.reads, pages.tables, slot)
+        pages.counts[0].widest = max(pages.counts[0].widest, -(-record.known // pages.page_size))
+        record.remaining_tokens = max(record.ends_at - record.known, 1.0)
+        _forecast(state, slot, now)
+        _prefill_again(run, slot)
+    kept = 0
+    for i in range(run.counts[0].decoding):
+        if not is_forced(run.slots[run.decoding[i]]):
+            run.decoding[kept] = run.decoding[i]
+            kept += 1
+    run.counts[0].decoding = kept
+    charge(state, Work(tokens, tokens, 0.0, read))
+
+
+@compiled
+def _prefill_again(run: SequenceTable, slot: int) -> None:
+    """Let a sequence that decoded prefill: guests before others, each in the order of admission."""
+    record = run.slots[slot]
+    at = run.counts[0].prefilling
+    while at > 0:
+        before = run.slots[run.prefilling[at - 1]]
+        if before.guest > record.guest or (before.guest == record.guest and before.admission < record.admission):
+            break
+        run.prefilling[at] = run.prefilling[at - 1]
+        at -= 1
+    run.prefilling[at] = slot
+    run.counts[0].prefilling += 1
 
 
 @compiled
@@ -228,52 +268,6 @@ def withdraw(state: SchedulerState, slot: int, now: float) -> None:
         forget(state.peak, slot)
     state.guests.counts[0].running -= run.slots[slot].guest
     give_slot(run, slot)
-
-
-@compiled
-def pack(state: SchedulerState) -> StepColumns:
-    """Write the columns of the step that was decided: decodes first, and forks behind the chunks that they follow."""
-    run, chunks = state.run, state.chunks
-    decodes, forks, copied = run.counts[0].riding, chunks.totals[0].forks, 0
-    total = decodes + chunks.totals[0].chunks + forks
-    slots, requests = np.empty(total, np.int32), np.empty(total, np.int32)
-    starts, counts = np.empty(total, np.int32), np.empty(total, np.int32)
-    samples = np.empty(total, np.bool_)
-    copies = np.empty((forks, 2), np.int32)
-    slots[:decodes], counts[:decodes], samples[:decodes] = run.decoding[:decodes], 1, True
-    i, fork = decodes, 0
-    for chunk in range(chunks.totals[0].chunks):
-        slots[i], counts[i], samples[i] = chunks.slots[chunk], chunks.counts[chunk], chunks.samples[chunk]
-        i += 1
-        while fork < forks and chunks.leads[fork] == chunk:
-            slots[i], counts[i], samples[i] = chunks.forks[fork], 0, True
-            if chunks.copies[fork, 0] >= 0:
-                copies[copied, 0], copies[copied, 1] = chunks.copies[fork, 0], chunks.copies[fork, 1]
-                copied += 1
-            i, fork = i + 1, fork + 1
-    records = run.slots
-    for i in range(total):
-        record = records[slots[i]]
-        requests[i] = record.request
-        starts[i] = record.computed
-    return StepColumns(slots, requests, starts, counts, samples, copies[:copied])
-
-
-@compiled
-def freeze(state: SchedulerState) -> tuple[StepColumns, StepFigures]:
-    """Write down the step that was decided, for an engine."""
-    counts, totals, pages = state.run.counts[0], state.chunks.totals[0], state.pages
-    used = pages.num_pages - pages.counts[0].free - pages.counts[0].unused
-    figures = StepFigures(
-        counts.riding,
-        totals.cached,
-        totals.recomputed,
-        totals.preempted,
-        counts.decoding + counts.prefilling,
-        used * pages.page_size,
-        tokens_spared(pages) if counts.riding > 0 else 0,
-    )
-    return pack(state), figures
 
 
 @compiled

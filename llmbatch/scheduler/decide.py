@@ -42,9 +42,9 @@ Deciding is not pure: it admits, preempts and allocates while it decides. What i
 
 | of the state      | changed while deciding, by                      | changed between two steps, by                  |
 |-------------------|-------------------------------------------------|------------------------------------------------|
-| `run`             | `admission`, `guest_steps`, `chunks.give_chunk` | `commit.advance`, `end_sequences`, `withdraw`, |
-|                   | `commit.preempt`                                | `expect_anew`; `Scheduler.attend`; replaced by |
-|                   |                                                 | `rebind` and `grow`                            |
+| `run`             | `admission`, `guest_steps`, `chunks.give_chunk` | `commit.advance`, `lengthen`, `end_sequences`, |
+|                   | `commit.preempt`                                | `withdraw`, `expect_anew`; `Scheduler.attend`; |
+|                   |                                                 | replaced by `rebind` and `grow`                |
 | `run.held`        | `state.take_slot`                               | `state.give_slot`, `commit.expect_anew`        |
 | `pages`           | `kvcache.allocation`, called by `admission`,    | `kvcache.allocation`, called by `commit`;      |
 |                   | `chunks` and `commit`                           | `kvcache.eviction.give_up`, `kvcache.publish`, |
@@ -71,17 +71,17 @@ from numpy.typing import NDArray
 from llmbatch.compilation.decorators import compiled
 from llmbatch.kvcache.page_pool import is_full
 from llmbatch.perf_model.step_bound import tokens_within
-from llmbatch.perf_model.work import compute_seconds, memory_seconds
 from llmbatch.scheduler.admission import admit
 from llmbatch.scheduler.admission_order import BLEND, is_empty
 from llmbatch.scheduler.chunks import prefill
-from llmbatch.scheduler.commit import advance, hold_decodes, preempt, unblock
+from llmbatch.scheduler.commit import advance, charge, hold_decodes, preempt, unblock
 from llmbatch.scheduler.forks import fork
 from llmbatch.scheduler.guest_steps import (
     all_guests_have_chunks,
     choose_decodes,
     count_guests,
     guest_prompts_wait,
+    guests_prefill,
     prefill_guests,
     step_bound,
 )
@@ -162,7 +162,7 @@ def _begin(state: SchedulerState, now: float) -> None:
         most_of_job = min(most, most_of_job)
     totals.free_tokens = free_tokens - decodes
     taken = decodes + int(decodes * totals.sample_price)
-    totals.budget = max(state.pages.page_size if prompts_wait else 0, most - taken)
+    totals.budget = max(state.pages.page_size if prompts_wait or guests_prefill(state) else 0, most - taken)
     totals.job_budget = max(0, most_of_job - taken)
 
 
@@ -181,9 +181,7 @@ def note_step(
     Returns the slots that ended, which still hold what they held.
     """
     gone, work = advance(state, slots, counts, samples, num_decodes, finished, now)
-    rates, remaining = state.rates, state.remaining[0]
-    remaining.compute_seconds -= compute_seconds(rates, work.tokens, work.samples, work.pairs)
-    remaining.memory_seconds -= memory_seconds(rates, work.read)
+    charge(state, work)
     return gone
 
 

@@ -36,7 +36,7 @@ from llmbatch.perf_model.step_bound import WorkLeft, decodes_within, reads_withi
 from llmbatch.perf_model.work import chunk_reads, sees_all
 from llmbatch.scheduler.admission import enter_at
 from llmbatch.scheduler.admission_order import COMPUTE_END
-from llmbatch.scheduler.chunks import give_chunk
+from llmbatch.scheduler.chunks import give_chunk, is_forced
 from llmbatch.scheduler.commit import preempt
 from llmbatch.scheduler.guests import most_urgent, note_held, take_waiting, urgency, urgency_begun
 from llmbatch.scheduler.state import SchedulerState, stop_waiting, take_slot
@@ -112,10 +112,23 @@ def _hides(state: SchedulerState, reads: float) -> bool:
 @compiled
 def guest_prompts_wait(state: SchedulerState) -> bool:
     """Tell whether a guest waits for its first token, or for being computed again."""
-    run, guests = state.run, state.guests.counts[0]
-    if guests.waiting > 0:
+    run = state.run
+    if state.guests.counts[0].waiting > 0:
         return True
-    return bool(guests.running > 0 and run.counts[0].prefilling > 0 and run.slots[run.prefilling[0]].guest)
+    for i in range(run.counts[0].prefilling):
+        record = run.slots[run.prefilling[i]]
+        if not record.guest:
+            break
+        if not is_forced(record):
+            return True
+    return False
+
+
+@compiled
+def guests_prefill(state: SchedulerState) -> bool:
+    """Tell whether a guest has a chunk to compute: of its prompt, or of tokens that are forced."""
+    run = state.run
+    return bool(run.counts[0].prefilling > 0 and run.slots[run.prefilling[0]].guest)
 
 
 @compiled

@@ -76,6 +76,17 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
+class ForcedTokens:
+    """Tokens that follow those that a step sampled, because a grammar allows no other ones.
+
+    They are part of the answer, and are computed by the next chunk of their sequence.
+    """
+
+    counts: NDArray[np.int32]  # one entry a sampled sequence, in the step's order
+    tokens: NDArray[np.int32]  # of one sequence behind the other
+
+
+@dataclass(frozen=True, slots=True)
 class StepResult:
     """What a step gave: one entry a sampled sequence, in the step's order."""
 
@@ -83,6 +94,18 @@ class StepResult:
     finished: NDArray[np.uint8]  # a `FinishReason` each
     spare: NDArray[np.bool_] | None = None  # True where the sequence had ended in the step before; None: nowhere
     seconds: float | None = None  # that the step took by itself; None where the engine does not measure it
+    forced: ForcedTokens | None = None  # None: none
+
+    def all_tokens(self, requests: NDArray[np.int32]) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.uint8]]:
+        """List the tokens of the step, forced ones behind those that were sampled, each with its request and reason."""
+        if self.forced is None:
+            return requests, self.tokens, self.finished
+        counts = 1 + self.forced.counts
+        tokens = np.empty(counts.sum(), np.int32)
+        sampled = np.zeros(len(tokens), np.bool_)
+        sampled[np.cumsum(counts) - counts] = True
+        tokens[sampled], tokens[~sampled] = self.tokens, self.forced.tokens
+        return np.repeat(requests, counts), tokens, np.repeat(self.finished, counts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,5 +144,5 @@ class FinishedSequences:
             preemptions=records["preemptions"],
             admitted_step=records["admitted_step"],
             end=records["end"],
-            pages=EndedPages.of(pages, slots),
+            pages=EndedPages.of(pages, slots, records["computed"]),
         )

@@ -6,7 +6,9 @@ step's budget to prefills and admissions (`llmbatch.scheduler.admission`). `comm
 returned. Deciding reads no clock: a step depends on the time that is given and on what came before it, and on nothing
 else. Its phases, its invariants and what it may change: `llmbatch.scheduler.decide`.
 
-Guests may arrive between two steps, and steps may be bound to a length (`llmbatch.scheduler.guests`, `guest_steps`).
+Tokens that a grammar forces are known with the sampled one before them, and are computed by a chunk that ends with a
+sample (`llmbatch.scheduler.commit.lengthen`). Guests may arrive between two steps, and steps may be bound to a length
+(`llmbatch.scheduler.guests`, `guest_steps`).
 
 When predictions fail, the sequences that are cheapest to compute again give their pages back and are computed again
 later (recompute). So do long answers that fill the pool while compute idles, as often as their length allows
@@ -40,7 +42,8 @@ from llmbatch.planning.equal_prompts import EqualPrompts
 from llmbatch.planning.prefix_tree import PrefixTree
 from llmbatch.scheduler.admission_order import EndRules, FromFront, Passed, TwoEndedQueue
 from llmbatch.scheduler.admission_order import QueueUpdate as QueueUpdate
-from llmbatch.scheduler.commit import end_sequences, expect_anew, freeze, withdraw
+from llmbatch.scheduler.chunks import freeze
+from llmbatch.scheduler.commit import end_sequences, expect_anew, lengthen, withdraw
 from llmbatch.scheduler.decide import decide_step, needs_attention, note_step
 from llmbatch.scheduler.forks import check_follows, claim_again
 from llmbatch.scheduler.guest_steps import decide_prompts
@@ -255,8 +258,8 @@ class Scheduler:
             slots = state.run.waiting
             state.run.slots["remaining_tokens"][slots] = self._remaining(slots)
             counts.reestimated_preemptions = counts.preemptions
-        if state.pages.counts[0].widest + 1 > state.pages.tables.shape[1]:
-            self.state = state._replace(pages=state.pages.widened())
+        while self.state.pages.counts[0].widest + 1 > self.state.pages.tables.shape[1]:
+            self.state = state._replace(pages=self.state.pages.widened())
 
     def grow(self) -> None:
         """Double the slots: the step being decided needs more than there are."""
@@ -272,6 +275,8 @@ class Scheduler:
         reasons = np.ascontiguousarray(result.finished, np.uint8)
         columns = step.slots, step.counts, step.samples, step.num_decodes
         gone = call(note_step, state, *columns, reasons, float(self.steps))
+        if result.forced is not None:
+            call(lengthen, state, step.slots[step.samples], result.forced.counts, float(self.steps))
         ended = result.finished > 0
         spare = 0 if result.spare is None else result.spare[ended].astype(np.int32)
         finished = FinishedSequences.of(state.run, state.pages, gone, result.finished[ended], spare)

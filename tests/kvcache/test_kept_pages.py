@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from llmbatch.engine.simulated import SimulatedEngine
 from llmbatch.kvcache.contents import Prompts
@@ -14,7 +15,7 @@ from llmbatch.kvcache.page_trie import PageTrie
 from llmbatch.planning.equal_prompts import EqualPrompts
 from llmbatch.planning.prefix_tree import PrefixTree
 from llmbatch.scheduler.admission_order import Blend, Ends, FromFront
-from llmbatch.scheduler.output import FinishReason, Step
+from llmbatch.scheduler.output import FinishReason, ForcedTokens, Step, StepResult
 from llmbatch.scheduler.scheduler import FinishedSequences, QueueUpdate, Scheduler
 from llmbatch.scheduler.token_budget import FixedBudget
 from tests.support.examples import examples
@@ -48,13 +49,39 @@ class Row:
         return self.prompt + said(self.prompt, self.length)
 
 
+class Forcing(SimulatedEngine):
+    """Forces up to `most` tokens behind every other one that it samples."""
+
+    def __init__(self, lengths: NDArray[np.int32], most: int) -> None:
+        super().__init__(lengths, COST)
+        self._most, self._rng = most, np.random.default_rng(most)
+
+    def execute(self, step: Step) -> StepResult:
+        result = super().execute(step)
+        slots, requests = step.slots[step.samples], step.requests[step.samples]
+        wanted = self._rng.integers(-self._most, self._most + 1, len(slots))
+        counts = np.minimum(np.maximum(wanted, 0), self._lengths[requests] - self._generated[slots]).astype(np.int32)
+        self._generated[slots] += counts
+        result.finished[self._generated[slots] >= self._lengths[requests]] = FinishReason.LENGTH
+        return replace(result, forced=ForcedTokens(counts, np.zeros(int(counts.sum()), np.int32)))
+
+
 class Job:
     """Windows of rows through one scheduler, and a memory that checks what steps read."""
 
     def __init__(
-        self, size: int, num_pages: int, ends: Ends | None = None, *, running: int = 6, budget: int = 16, most: int = 99
+        self,
+        size: int,
+        num_pages: int,
+        ends: Ends | None = None,
+        *,
+        running: int = 6,
+        budget: int = 16,
+        most: int = 99,
+        forced: int = 0,
     ) -> None:
-        """`most` tokens of an answer are believed in."""
+        """`most` tokens of an answer are believed in, and up to so many are `forced` behind one."""
+        self.forced = forced
         self.size, self.num_pages, self.running, self.budget, self.most = size, num_pages, running, budget, most
         self.ends = ends or FromFront()
         self.kv = np.zeros((num_pages, size), np.int64)
@@ -63,6 +90,7 @@ class Job:
         self.cached: dict[int, int] = {}  # by id of the row
         self.computed = 0
         self.ended: list[int] = []  # ids of rows
+        self.engine: SimulatedEngine
 
     def join(self, rows: list[Row]) -> None:
         """Let a window join what runs."""
@@ -85,7 +113,7 @@ class Job:
                 lengths, num_pages=self.num_pages, trie=trie, lengths=Believed(believed), rates=RATES,
                 max_running=self.running, prompts=prompts, equal=equal,
             )  # fmt: skip  # arguments in groups
-            self.engine = SimulatedEngine(answers, COST)
+            self.engine = Forcing(answers, self.forced) if self.forced else SimulatedEngine(answers, COST)
         else:
             found = self.scheduler.found(prompts, tree, numbers)
             trie = PageTrie.build(tree.rows, tree.lcp, self.size, len(self.rows), found)
@@ -193,6 +221,23 @@ def test_whatever_is_found_is_what_the_row_would_have_computed(
     assert sorted(job.ended) == sorted(map(id, everything))
     total = sum(len(row.prompt) + row.length - 1 for row in everything)
     assert job.computed + sum(job.cached.values()) == total
+    assert job.scheduler is not None
+    assert job.scheduler.state.pages.used == 0
+
+
+@given(windows(), st.sampled_from([1, 3, 8]), st.integers(0, 40), st.integers(0, 30), st.integers(1, 20))
+@settings(max_examples=60, deadline=None)
+def test_so_it_is_where_answers_end_with_tokens_that_were_forced_and_never_computed(
+    made: list[list[Row]], size: int, extra: int, steps: int, forced: int
+) -> None:
+    everything = [row for rows in made for row in rows]
+    job = Job(size, pages_of(everything, size) + extra, forced=forced)
+    for rows in made:
+        job.join(rows)
+        job.run(steps)
+        job.finish()
+    job.run()
+    assert sorted(job.ended) == sorted(map(id, everything))
     assert job.scheduler is not None
     assert job.scheduler.state.pages.used == 0
 
