@@ -80,7 +80,7 @@ def load_once(model: str, dtype: Any) -> dict[str, float]:
 
     from llmbatch.engine import factory
     from llmbatch.engine.cpu import decoder, engine, linear, platform
-    from llmbatch.engine.model import checkpoints, config, loader
+    from llmbatch.engine.model import checkpoints, config, loader, refusals
     from llmbatch.inference.engines import UnloadedEngines
     from llmbatch.inference.options import Options
     from llmbatch.inference.progress import Silence
@@ -92,7 +92,7 @@ def load_once(model: str, dtype: Any) -> dict[str, float]:
     for name in LATE:
         importlib.import_module(name)
     folder = checkpoints.resolve_model(model)
-    config.find_class(folder, AutoConfig.from_pretrained(folder))  # imports the modules of its family
+    refusals.find_class(folder, AutoConfig.from_pretrained(folder))  # imports the modules of its family
     parts = Parts()
     parts.count("file", checkpoints, "resolve_model")
     parts.count("tokenizer", tokenizer, "load_tokenizer")

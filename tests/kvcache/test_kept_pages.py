@@ -226,7 +226,7 @@ def test_whatever_is_found_is_what_the_row_would_have_computed(
 
 
 @given(windows(), st.sampled_from([1, 3, 8]), st.integers(0, 40), st.integers(0, 30), st.integers(1, 20))
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_so_it_is_where_answers_end_with_tokens_that_were_forced_and_never_computed(
     made: list[list[Row]], size: int, extra: int, steps: int, forced: int
 ) -> None:

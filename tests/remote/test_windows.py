@@ -267,7 +267,7 @@ def test_windows_that_are_too_large_together_are_refused_for_a_while(
 ) -> None:
     monkeypatch.setattr("llmbatch.remote.windows.routes.MOST_BYTES", 1000)
     monkeypatch.setattr("llmbatch.remote.windows.routes._AT_ONCE", 1)
-    statuses = []
+    statuses: list[int] = []
 
     def slowly() -> Iterator[bytes]:
         yield b"a" * 900

@@ -161,7 +161,12 @@ def test_a_guest_may_be_left_twice() -> None:
         inbox.put(each)
     for _ in range(2):
         inbox.leave(one)
-    opened(Engines(), Script(inbox, {2: lambda: (inbox.leave(other), inbox.leave(other))}), inbox).run(Listed([]))
+
+    def leave_twice() -> None:
+        inbox.leave(other)
+        inbox.leave(other)
+
+    opened(Engines(), Script(inbox, {2: leave_twice}), inbox).run(Listed([]))
     assert told.end is not None
     assert other_told.end is not None
     assert (told.end.reason, other_told.end.reason) == (FinishReason.CANCELLED, FinishReason.CANCELLED)
