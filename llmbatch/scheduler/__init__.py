@@ -6,6 +6,7 @@ Start reading at `decide`.
 
 __all__ = [
     "admission_order",
+    "chunks",
     "commit",
     "decide",
     "guests",

@@ -27,6 +27,8 @@ def huge_pages(shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
         memory.madvise(mmap.MADV_HUGEPAGE)
     else:
         memory = mmap.mmap(-1, size + _PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if hasattr(mmap, "MADV_DONTFORK"):  # a child would need as much memory again to be let live
+            memory.madvise(mmap.MADV_DONTFORK)
     whole = np.frombuffer(memory, np.uint8)
     start = -whole.ctypes.data % _PAGE
     return whole[start : start + size].view(dtype).reshape(shape)
