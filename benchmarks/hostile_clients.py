@@ -144,7 +144,7 @@ def main() -> None:
     parser.add_argument("--bodies", type=int, default=20)
     parser.add_argument("--malformed", type=int, default=5000)
     options = parser.parse_args()
-    command = [sys.executable, "-m", "llmbatch", "serve", "--model", demo_model(), "--port", "0"]
+    command = [sys.executable, "-m", "llmbatch", "serve", "--model", demo_model(), "--port", "0", "--max-tokens", "4"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     try:
         assert process.stderr is not None

@@ -45,11 +45,22 @@ class Result:
 class Killed:
     """An endpoint at a port of its own, that can be killed and started again."""
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, state_dir: str) -> None:
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.url = f"http://127.0.0.1:{free.getsockname()[1]}"
         port = self.url.rpartition(":")[2]
-        self._command = (*COMMAND, "serve", "--model", model, "--dtype", "float32", "--port", port)
+        self._command = (
+            *COMMAND,
+            "serve",
+            "--model",
+            model,
+            "--dtype",
+            "float32",
+            "--port",
+            port,
+            "--state-dir",
+            state_dir,
+        )
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
@@ -83,12 +94,14 @@ def disturb(command: list[str], endpoint: Killed, result: Result, kills: int, rn
                     continue
                 endpoint.kill()
                 result.endpoint_kills += 1
-                if result.endpoint_kills % 2 == 0:
-                    client.send_signal(signal.SIGKILL)
+                both = result.endpoint_kills % 2 == 0
+                if both:
+                    client.kill()
                     client.wait()
                     result.client_kills += 1
-                    client = subprocess.Popen(command)
                 endpoint.start()
+                if both:
+                    client = subprocess.Popen(command)
                 print(f"kill {result.endpoint_kills}", file=sys.stderr, flush=True)
                 continue
             if status:
@@ -115,7 +128,7 @@ def main() -> int:
         command = [*COMMAND, "run", str(source), "--model", model, "--prompt", "prompt", "--quiet"]
         command += ["--max-tokens", str(given.max_tokens)]
         subprocess.run([*command, "--dtype", "float32", "--output", f"{folder}/undisturbed"], check=True)
-        endpoint = Killed(model)
+        endpoint = Killed(model, f"{folder}/endpoint")
         try:
             endpoint.start()
             begun = time.perf_counter()
