@@ -83,7 +83,13 @@ def figures_of(setting: Mapping[str, Any], done: OnlineRun) -> dict[str, Any]:
         "ttft_p99": float(np.percentile(waits, 99)) if len(waits) else None,
         "gap_p999": float(np.percentile(gaps, 99.9)) if len(gaps) else None,
     }
-    return {"setting": {**setting}, "figures": done.report.to_dict(), "while_job_ran": beside}
+    return {"setting": named(setting), "figures": done.report.to_dict(), "while_job_ran": beside}
+
+
+def named(setting: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a setting with the names of traces in place of their files."""
+    offline = [Path(source).stem for source in setting.get("offline", ())]
+    return {**setting, "online": Path(setting["online"]).stem, **({"offline": offline} if offline else {})}
 
 
 def run_bros(setting: Mapping[str, Any]) -> dict[str, Any]:
@@ -240,7 +246,7 @@ def most_held(search: dict[str, Any]) -> dict[str, Any]:
         else:
             high = middle - 1
     found = {"bound_qps": rows / seconds, "offered": low / PARTS, "held": held / rows}
-    return {"named": search["named"], "alone_ttft_p99": search["alone_ttft_p99"], "setting": setting, **found}
+    return {"named": search["named"], "alone_ttft_p99": search["alone_ttft_p99"], "setting": named(setting), **found}
 
 
 def run_all(function: Callable[[Any], Any], settings: list[dict[str, Any]], jobs: int) -> list[dict[str, Any]]:

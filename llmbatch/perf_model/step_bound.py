@@ -36,23 +36,26 @@ def step_seconds(rates: Rates, exponent: float, tokens: int, samples: int, pairs
 @compiled
 def tokens_within(rates: Rates, exponent: float, seconds: float, samples: int, read: float) -> int:
     """Count the most tokens of a step of at most `seconds` that reads `read` tokens of KV; no prefill is attended."""
-    low, high = 0, _MOST
-    while low < high:
-        middle = (low + high + 1) // 2
-        if step_seconds(rates, exponent, middle, samples, 0.0, read) <= seconds:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+    found: int = _most_tokens(rates, exponent, seconds, _MOST, samples, 0, read)
+    return found
 
 
 @compiled
 def decodes_within(rates: Rates, exponent: float, seconds: float, most: int, read: float) -> int:
     """Count how many decodes, of at most `most`, make a step of at most `seconds` if all read `read` tokens of KV."""
+    found: int = _most_tokens(rates, exponent, seconds, most, 0, 1, read)
+    return found
+
+
+@compiled
+def _most_tokens(
+    rates: Rates, exponent: float, seconds: float, most: int, samples: int, samples_each: int, read: float
+) -> int:
+    """Count the most tokens of a step of at most `seconds`, with so many samples and some more for each token."""
     low, high = 0, most
     while low < high:
         middle = (low + high + 1) // 2
-        if step_seconds(rates, exponent, middle, middle, 0.0, read) <= seconds:
+        if step_seconds(rates, exponent, middle, samples + samples_each * middle, 0.0, read) <= seconds:
             low = middle
         else:
             high = middle - 1

@@ -98,7 +98,5 @@ class InterruptedLoop(SerialLoop):
             result = self._engine.execute(step)
         except Exception as error:
             raise EngineDied(step) from error
-        guests.sampled(step.requests[step.samples], result.tokens, result.finished)
-        if result.seconds is not None:
-            self._took(scheduler, step, result.seconds)
-        guests.ended_meanwhile(scheduler.commit(step, result), time.monotonic() - begun)
+        finished = self._commit(scheduler, step, result)
+        guests.ended_meanwhile(finished, time.monotonic() - begun)

@@ -21,9 +21,9 @@ from llmbatch.kvcache.page_pool import tokens_spared
 from llmbatch.perf_model.cost import CostModel
 from llmbatch.perf_model.step_bound import step_seconds
 from llmbatch.runtime.step_loop import LengthObservations
-from llmbatch.scheduler.chunks import StepColumns, pack
-from llmbatch.scheduler.commit import end_sequences
-from llmbatch.scheduler.decide import decide_step, needs_attention, note_step
+from llmbatch.scheduler.commit import advance, end_sequences
+from llmbatch.scheduler.decide import decide_step, needs_attention
+from llmbatch.scheduler.output import StepColumns, pack
 from llmbatch.scheduler.scheduler import Scheduler
 from llmbatch.scheduler.state import SchedulerState, SequenceTable, is_done
 
@@ -121,7 +121,7 @@ def compute_step(
 def commit_step(state: SchedulerState, computed: ComputedStep, now: float) -> NDArray[np.int32]:
     """Take note of a computed step; returns the slots that ended, which still hold what they held."""
     columns = computed.columns
-    return note_step(state, columns.slots, columns.counts, columns.samples, computed.decodes, computed.finished, now)
+    return advance(state, columns.slots, columns.counts, columns.samples, computed.decodes, computed.finished, now)
 
 
 class SimulatedLoop:

@@ -160,15 +160,19 @@ class SerialLoop(_Loop):
                 raise
             except Exception as error:
                 raise EngineDied(step) from error
-            if self._guests is not None:
-                self._guests.sampled(*result.all_tokens(step.requests[step.samples]))
-            if result.seconds is not None:
-                self._took(scheduler, step, result.seconds)
-            finished = scheduler.commit(step, result)
+            finished = self._commit(scheduler, step, result)
             late = self._observer.after_step(finished)
             ended.append(_lengths_of(finished))
             ended += self.withdraw(scheduler, late, FinishReason.TIMEOUT)
         return LengthObservations(*(np.concatenate(column) for column in zip(*ended, strict=True)))
+
+    def _commit(self, scheduler: Scheduler, step: Step, result: StepResult) -> FinishedSequences:
+        """Tell guests and scheduler what a step gave; returns what ended."""
+        if self._guests is not None:
+            self._guests.sampled(*result.all_tokens(step.requests[step.samples]))
+        if result.seconds is not None:
+            self._took(scheduler, step, result.seconds)
+        return scheduler.commit(step, result)
 
     def _decide(self, scheduler: Scheduler, now: float) -> Step:
         """Decide the next step."""

@@ -6,7 +6,6 @@ Start reading at `decide`.
 
 __all__ = [
     "admission_order",
-    "chunks",
     "commit",
     "decide",
     "guests",

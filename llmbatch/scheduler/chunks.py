@@ -6,40 +6,12 @@ that publishes it.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-import numpy as np
-from numpy.typing import NDArray
-
 from llmbatch.compilation.decorators import compiled
 from llmbatch.kvcache.allocation import adopt, extend, find_tail, take_tail
-from llmbatch.kvcache.page_pool import room_for, tokens_spared
+from llmbatch.kvcache.page_pool import room_for
 from llmbatch.perf_model.work import pairs_of
 from llmbatch.scheduler.admission_order import COMPUTE_END
 from llmbatch.scheduler.state import SchedulerState, SequenceRecord, StepBuilder, StepTotals
-
-
-class StepColumns(NamedTuple):
-    """A step as arrays with an entry a sequence, decodes first; see `llmbatch.scheduler.output.Step`."""
-
-    slots: NDArray[np.int32]
-    requests: NDArray[np.int32]
-    starts: NDArray[np.int32]
-    counts: NDArray[np.int32]
-    samples: NDArray[np.bool_]
-    copies: NDArray[np.int32]
-
-
-class StepFigures(NamedTuple):
-    """What is counted of a step that was decided; see `llmbatch.scheduler.output.Step`."""
-
-    num_decodes: int
-    cached_tokens: int
-    recomputed_tokens: int
-    preempted: int
-    running: int
-    kv_tokens: int
-    spared_tokens: int
 
 
 @compiled
@@ -145,49 +117,3 @@ def note_found(record: SequenceRecord, tokens: int, totals: StepTotals) -> None:
     record.reached += fresh
     record.computed = tokens
     totals.cached += fresh
-
-
-@compiled
-def pack(state: SchedulerState) -> StepColumns:
-    """Write the columns of the step that was decided: decodes first, and forks behind the chunks that they follow."""
-    run, chunks = state.run, state.chunks
-    decodes, forks, copied = run.counts[0].riding, chunks.totals[0].forks, 0
-    total = decodes + chunks.totals[0].chunks + forks
-    slots, requests = np.empty(total, np.int32), np.empty(total, np.int32)
-    starts, counts = np.empty(total, np.int32), np.empty(total, np.int32)
-    samples = np.empty(total, np.bool_)
-    copies = np.empty((forks, 2), np.int32)
-    slots[:decodes], counts[:decodes], samples[:decodes] = run.decoding[:decodes], 1, True
-    i, fork = decodes, 0
-    for chunk in range(chunks.totals[0].chunks):
-        slots[i], counts[i], samples[i] = chunks.slots[chunk], chunks.counts[chunk], chunks.samples[chunk]
-        i += 1
-        while fork < forks and chunks.leads[fork] == chunk:
-            slots[i], counts[i], samples[i] = chunks.forks[fork], 0, True
-            if chunks.copies[fork, 0] >= 0:
-                copies[copied, 0], copies[copied, 1] = chunks.copies[fork, 0], chunks.copies[fork, 1]
-                copied += 1
-            i, fork = i + 1, fork + 1
-    records = run.slots
-    for i in range(total):
-        record = records[slots[i]]
-        requests[i] = record.request
-        starts[i] = record.computed
-    return StepColumns(slots, requests, starts, counts, samples, copies[:copied])
-
-
-@compiled
-def freeze(state: SchedulerState) -> tuple[StepColumns, StepFigures]:
-    """Write down the step that was decided, for an engine."""
-    counts, totals, pages = state.run.counts[0], state.chunks.totals[0], state.pages
-    used = pages.num_pages - pages.counts[0].free - pages.counts[0].unused
-    figures = StepFigures(
-        counts.riding,
-        totals.cached,
-        totals.recomputed,
-        totals.preempted,
-        counts.decoding + counts.prefilling,
-        used * pages.page_size,
-        tokens_spared(pages) if counts.riding > 0 else 0,
-    )
-    return pack(state), figures

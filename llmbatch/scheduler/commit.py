@@ -131,10 +131,10 @@ def advance(
     num_decodes: int,
     finished: NDArray[np.uint8],
     now: float,
-) -> tuple[NDArray[np.int32], Work]:
+) -> NDArray[np.int32]:
     """Take note of a step: tokens computed and sampled, prefills that decode from now on, sequences that ended.
 
-    Returns the slots that ended, which still hold what they held, and what of the requests' work the step did.
+    Its work is taken from what remains to be done. Returns the slots that ended, which still hold what they held.
     """
     reach = state.rates.reach
     gone = np.empty(len(finished), slots.dtype)
@@ -179,11 +179,12 @@ def advance(
     _start_decoding(state)
     if ended > 0:
         _drop_ended(state.run)
-    return gone[:ended], Work(tokens, work_samples, pairs, read)
+    _charge(state, Work(tokens, work_samples, pairs, read))
+    return gone[:ended]
 
 
 @compiled
-def charge(state: SchedulerState, work: Work) -> None:
+def _charge(state: SchedulerState, work: Work) -> None:
     """Take work from what remains to be done."""
     rates, remaining = state.rates, state.remaining[0]
     remaining.compute_seconds -= compute_seconds(rates, work.tokens, work.samples, work.pairs)
@@ -218,7 +219,7 @@ def lengthen(state: SchedulerState, slots: NDArray[np.int32], counts: NDArray[np
             run.decoding[kept] = run.decoding[i]
             kept += 1
     run.counts[0].decoding = kept
-    charge(state, Work(tokens, tokens, 0.0, read))
+    _charge(state, Work(tokens, tokens, 0.0, read))
 
 
 @compiled

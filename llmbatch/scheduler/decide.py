@@ -57,7 +57,8 @@ Deciding is not pure: it admits, preempts and allocates while it decides. What i
 | `queue`, `passed` | `admission`, `forks.claim`                      | nobody; replaced by `Scheduler.enqueue` and    |
 |                   |                                                 | `rebind`, which also set `queue.taken`         |
 | `equal`           | `forks`                                         | `forks.let_go`; replaced by `rebind`           |
-| `remaining`       | nobody                                          | `note_step`; replaced by `Scheduler.enqueue`   |
+| `remaining`       | nobody                                          | `commit.advance`, `lengthen`; replaced by      |
+|                   |                                                 | `Scheduler.enqueue`                            |
 | `guests`          | `guest_steps`                                   | `commit.advance`, `end_sequences`, `withdraw`; |
 |                   |                                                 | replaced by `Scheduler.arrive`                 |
 | all else          | nobody                                          | nobody; replaced by `Scheduler`                |
@@ -66,7 +67,6 @@ Deciding is not pure: it admits, preempts and allocates while it decides. What i
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
 from llmbatch.compilation.decorators import compiled
 from llmbatch.kvcache.page_pool import is_full
@@ -74,7 +74,7 @@ from llmbatch.perf_model.step_bound import tokens_within
 from llmbatch.scheduler.admission import admit
 from llmbatch.scheduler.admission_order import BLEND, is_empty
 from llmbatch.scheduler.chunks import prefill
-from llmbatch.scheduler.commit import advance, charge, hold_decodes, preempt, unblock
+from llmbatch.scheduler.commit import hold_decodes, preempt, unblock
 from llmbatch.scheduler.forks import fork
 from llmbatch.scheduler.guest_steps import (
     all_guests_have_chunks,
@@ -164,25 +164,6 @@ def _begin(state: SchedulerState, now: float) -> None:
     taken = decodes + int(decodes * totals.sample_price)
     totals.budget = max(state.pages.page_size if prompts_wait or guests_prefill(state) else 0, most - taken)
     totals.job_budget = max(0, most_of_job - taken)
-
-
-@compiled
-def note_step(
-    state: SchedulerState,
-    slots: NDArray[np.int32],
-    counts: NDArray[np.int32],
-    samples: NDArray[np.bool_],
-    num_decodes: int,
-    finished: NDArray[np.uint8],
-    now: float,
-) -> NDArray[np.int32]:
-    """Take note of a step, and take its work from what remains to be done; see `commit.advance`.
-
-    Returns the slots that ended, which still hold what they held.
-    """
-    gone, work = advance(state, slots, counts, samples, num_decodes, finished, now)
-    charge(state, work)
-    return gone
 
 
 @compiled

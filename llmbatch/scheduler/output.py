@@ -1,18 +1,22 @@
-"""What a scheduler decides, what an engine answers, and what has ended: `Step`, `StepResult`, `FinishedSequences`."""
+"""What a scheduler decides, what an engine answers, and what has ended: `Step`, `StepResult`, `FinishedSequences`.
+
+Compiled code writes a step down as `StepColumns` and `StepFigures`, of which `Step` is made.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import IntEnum
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from llmbatch.compilation.decorators import as_python
-from llmbatch.kvcache.page_pool import PagePool
+from llmbatch.compilation.decorators import as_python, compiled
+from llmbatch.kvcache.page_pool import PagePool, tokens_spared
 from llmbatch.kvcache.publish import EndedPages
 from llmbatch.perf_model.work import Reach, pairs_of, reads_of, spared_of
-from llmbatch.scheduler.state import SequenceTable
+from llmbatch.scheduler.state import SchedulerState, SequenceTable
 
 
 class FinishReason(IntEnum):
@@ -73,6 +77,29 @@ class Step:
         some = self.counts > 0
         read = as_python(reads_of)(reach, self.starts[some].astype(np.float64), self.counts[some].astype(np.float64))
         return max(0.0, float(np.sum(read) - as_python(spared_of)(reach, self.spared_tokens)))
+
+
+class StepColumns(NamedTuple):
+    """A step as arrays with an entry a sequence, decodes first; see `Step`."""
+
+    slots: NDArray[np.int32]
+    requests: NDArray[np.int32]
+    starts: NDArray[np.int32]
+    counts: NDArray[np.int32]
+    samples: NDArray[np.bool_]
+    copies: NDArray[np.int32]
+
+
+class StepFigures(NamedTuple):
+    """What is counted of a step that was decided; see `Step`."""
+
+    num_decodes: int
+    cached_tokens: int
+    recomputed_tokens: int
+    preempted: int
+    running: int
+    kv_tokens: int
+    spared_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,3 +173,49 @@ class FinishedSequences:
             end=records["end"],
             pages=EndedPages.of(pages, slots, records["computed"]),
         )
+
+
+@compiled
+def pack(state: SchedulerState) -> StepColumns:
+    """Write the columns of the step that was decided: decodes first, and forks behind the chunks that they follow."""
+    run, chunks = state.run, state.chunks
+    decodes, forks, copied = run.counts[0].riding, chunks.totals[0].forks, 0
+    total = decodes + chunks.totals[0].chunks + forks
+    slots, requests = np.empty(total, np.int32), np.empty(total, np.int32)
+    starts, counts = np.empty(total, np.int32), np.empty(total, np.int32)
+    samples = np.empty(total, np.bool_)
+    copies = np.empty((forks, 2), np.int32)
+    slots[:decodes], counts[:decodes], samples[:decodes] = run.decoding[:decodes], 1, True
+    i, fork = decodes, 0
+    for chunk in range(chunks.totals[0].chunks):
+        slots[i], counts[i], samples[i] = chunks.slots[chunk], chunks.counts[chunk], chunks.samples[chunk]
+        i += 1
+        while fork < forks and chunks.leads[fork] == chunk:
+            slots[i], counts[i], samples[i] = chunks.forks[fork], 0, True
+            if chunks.copies[fork, 0] >= 0:
+                copies[copied, 0], copies[copied, 1] = chunks.copies[fork, 0], chunks.copies[fork, 1]
+                copied += 1
+            i, fork = i + 1, fork + 1
+    records = run.slots
+    for i in range(total):
+        record = records[slots[i]]
+        requests[i] = record.request
+        starts[i] = record.computed
+    return StepColumns(slots, requests, starts, counts, samples, copies[:copied])
+
+
+@compiled
+def freeze(state: SchedulerState) -> tuple[StepColumns, StepFigures]:
+    """Write down the step that was decided, for an engine."""
+    counts, totals, pages = state.run.counts[0], state.chunks.totals[0], state.pages
+    used = pages.num_pages - pages.counts[0].free - pages.counts[0].unused
+    figures = StepFigures(
+        counts.riding,
+        totals.cached,
+        totals.recomputed,
+        totals.preempted,
+        counts.decoding + counts.prefilling,
+        used * pages.page_size,
+        tokens_spared(pages) if counts.riding > 0 else 0,
+    )
+    return pack(state), figures

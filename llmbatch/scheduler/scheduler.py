@@ -42,15 +42,14 @@ from llmbatch.planning.equal_prompts import EqualPrompts
 from llmbatch.planning.prefix_tree import PrefixTree
 from llmbatch.scheduler.admission_order import EndRules, FromFront, Passed, TwoEndedQueue
 from llmbatch.scheduler.admission_order import QueueUpdate as QueueUpdate
-from llmbatch.scheduler.chunks import freeze
-from llmbatch.scheduler.commit import end_sequences, expect_anew, lengthen, withdraw
-from llmbatch.scheduler.decide import decide_step, needs_attention, note_step
+from llmbatch.scheduler.commit import advance, end_sequences, expect_anew, lengthen, withdraw
+from llmbatch.scheduler.decide import decide_step, needs_attention
 from llmbatch.scheduler.forks import check_follows, claim_again
 from llmbatch.scheduler.guest_steps import decide_prompts
 from llmbatch.scheduler.guests import NO_LATENCY, Arrivals, GuestQueue, Latency, LatencyRules, note_seconds
 from llmbatch.scheduler.kv_forecast import KVForecast, Lengths
 from llmbatch.scheduler.output import FinishedSequences as FinishedSequences
-from llmbatch.scheduler.output import FinishReason, Step, StepResult
+from llmbatch.scheduler.output import FinishReason, Step, StepResult, freeze
 from llmbatch.scheduler.state import (
     Limits,
     SchedulerState,
@@ -274,7 +273,7 @@ class Scheduler:
         self.steps += 1
         reasons = np.ascontiguousarray(result.finished, np.uint8)
         columns = step.slots, step.counts, step.samples, step.num_decodes
-        gone = call(note_step, state, *columns, reasons, float(self.steps))
+        gone = call(advance, state, *columns, reasons, float(self.steps))
         if result.forced is not None:
             call(lengthen, state, step.slots[step.samples], result.forced.counts, float(self.steps))
         ended = result.finished > 0

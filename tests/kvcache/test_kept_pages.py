@@ -180,6 +180,14 @@ class Job:
             self.step()
         return self
 
+    def run_windows(self, made: list[list[Row]], steps: int) -> None:
+        """Let windows join one after another, each so many steps after the last one and when nothing waits."""
+        for rows in made:
+            self.join(rows)
+            self.run(steps)
+            self.finish()
+        self.run()
+
 
 def pages_of(rows: list[Row], size: int) -> int:
     return max(-(-(len(row.prompt) + row.length) // size) for row in rows)
@@ -213,11 +221,7 @@ def test_whatever_is_found_is_what_the_row_would_have_computed(
     """Every row of every window ends, reads its own prefix, and each of its tokens is computed or found once."""
     everything = [row for rows in made for row in rows]
     job = Job(size, pages_of(everything, size) + extra, ends)
-    for rows in made:
-        job.join(rows)
-        job.run(steps)
-        job.finish()
-    job.run()
+    job.run_windows(made, steps)
     assert sorted(job.ended) == sorted(map(id, everything))
     total = sum(len(row.prompt) + row.length - 1 for row in everything)
     assert job.computed + sum(job.cached.values()) == total
@@ -232,11 +236,7 @@ def test_so_it_is_where_answers_end_with_tokens_that_were_forced_and_never_compu
 ) -> None:
     everything = [row for rows in made for row in rows]
     job = Job(size, pages_of(everything, size) + extra, forced=forced)
-    for rows in made:
-        job.join(rows)
-        job.run(steps)
-        job.finish()
-    job.run()
+    job.run_windows(made, steps)
     assert sorted(job.ended) == sorted(map(id, everything))
     assert job.scheduler is not None
     assert job.scheduler.state.pages.used == 0

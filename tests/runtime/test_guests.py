@@ -29,7 +29,7 @@ from tests.runtime.test_pool_limits import Hosting, accelerated_engine, torch_en
 from tests.runtime.test_stream import Engines, Listed, Mortal, Window
 from tests.support.examples import examples
 from tests.support.golden import generate
-from tests.support.guests import Script, Told, guest
+from tests.support.guests import Script, Told, check_end, guest
 from tests.support.models import EOS, PAD, tiny_model
 from tests.support.workloads import COST
 
@@ -337,11 +337,7 @@ def test_every_row_and_every_guest_ends_once_whoever_comes_and_leaves_when(seed:
         assert sorted(window.ended) == list(range(len(window.requests)))
         assert [window.ended[i][0] for i in range(len(window.requests))] == window.requests.recorded.tolist()
     for i, (one, told) in enumerate(guests):
-        assert told.end is not None
-        assert len(told.tokens) == len(told.end.tokens)
-        assert told.end.reason == FinishReason.LENGTH or (i in leavers and told.end.reason == FinishReason.CANCELLED)
-        if told.end.reason == FinishReason.LENGTH:
-            assert len(told.tokens) == one.max_tokens
+        check_end(one, told, may_leave=i in leavers)
     assert scheduler_of(stream).state.pages.used == 0
 
 

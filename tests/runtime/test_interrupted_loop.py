@@ -25,7 +25,7 @@ from tests.runtime.test_guests import all_of, scheduler_of
 from tests.runtime.test_pool_limits import Hosting, torch_engine, window_of
 from tests.runtime.test_stream import Engines, Listed, Window
 from tests.support.golden import generate
-from tests.support.guests import Script, Told, guest
+from tests.support.guests import Script, Told, check_end, guest
 from tests.support.models import EOS, PAD, TINY, tiny_model, tiny_model_folder
 from tests.support.workloads import COST
 
@@ -240,11 +240,7 @@ def test_every_row_and_every_guest_ends_once_between_whatever_layers_guests_come
         assert [window.ended[i][0] for i in range(len(window.requests))] == window.requests.recorded.tolist()
     for i in came:
         one, told = guests[i]
-        assert told.end is not None
-        assert len(told.tokens) == len(told.end.tokens)
-        assert told.end.reason == FinishReason.LENGTH or (i in leavers and told.end.reason == FinishReason.CANCELLED)
-        if told.end.reason == FinishReason.LENGTH:
-            assert len(told.tokens) == one.max_tokens
+        check_end(one, told, may_leave=i in leavers)
     assert scheduler_of(stream).state.pages.used == 0
 
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from llmbatch.preprocess.sampling_params import SamplingParams
 from llmbatch.runtime.guests import Guest, GuestEnd, GuestInbox
-from llmbatch.scheduler.output import Step
+from llmbatch.scheduler.output import FinishReason, Step
 from llmbatch.scheduler.scheduler import FinishedSequences
 from tests.runtime.test_pool_limits import Answers
 
@@ -41,6 +41,15 @@ def guest(prompt: Sequence[int], max_tokens: int = 5, told: Told | None = None, 
     serial, due = params.pop("serial", 0), params.pop("due", math.inf)
     sampling = SamplingParams(max_tokens=max_tokens, **params)
     return Guest(np.array(prompt, np.int32), max_tokens, sampling, serial, due, told), told
+
+
+def check_end(one: Guest, told: Told, *, may_leave: bool) -> None:
+    """Check that a guest was told of each token, and ended with as many as it asked for unless it left."""
+    assert told.end is not None
+    assert len(told.tokens) == len(told.end.tokens)
+    assert told.end.reason == FinishReason.LENGTH or (may_leave and told.end.reason == FinishReason.CANCELLED)
+    if told.end.reason == FinishReason.LENGTH:
+        assert len(told.tokens) == one.max_tokens
 
 
 class Script(Answers):

@@ -95,9 +95,8 @@ class Decoder:
         layer_step, threads = self._layer_step(position_embeddings, step), numba.get_num_threads()
         inputs = self._layers, layer_step, memory, step.pages.page_size, buffers, threads
         if self._kept != memory[0].dtype:
-            compile_for(
-                run_layers, (*inputs, 0, self.layers)
-            )  # first, since another process may be compiling attention
+            # First, since another process may be compiling attention.
+            compile_for(run_layers, (*inputs, 0, self.layers))
             self._layers.codes[ATTENTION] = block_code(
                 buffers.packed.dtype, buffers.attended.dtype, memory[0].dtype, buffers.attention.dtype
             )

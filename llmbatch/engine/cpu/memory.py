@@ -19,7 +19,7 @@ _SETTING: Final = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 def huge_pages(shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
     """Make an array of zeros at the start of a large page; the system gives large pages if it has them.
 
-    Memory is claimed from the system when it is first written.
+    Memory is claimed from the system when it is first written. A child that is forked does not have it.
     """
     size = math.prod(shape) * np.dtype(dtype).itemsize
     if _shared_has_large_pages():
@@ -27,7 +27,7 @@ def huge_pages(shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
         memory.madvise(mmap.MADV_HUGEPAGE)
     else:
         memory = mmap.mmap(-1, size + _PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if hasattr(mmap, "MADV_DONTFORK"):  # a child would need as much memory again to be let live
+        if hasattr(mmap, "MADV_DONTFORK"):  # or a child may need more memory than there is, and cannot be made
             memory.madvise(mmap.MADV_DONTFORK)
     whole = np.frombuffer(memory, np.uint8)
     start = -whole.ctypes.data % _PAGE

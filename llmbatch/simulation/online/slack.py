@@ -24,10 +24,10 @@ from llmbatch.planning.workload import Pool, Scheduling, Workload
 from llmbatch.runtime.shard_run import ShardRun
 from llmbatch.runtime.simulated_loop import commit_step, compute_step
 from llmbatch.runtime.step_loop import LengthObservations
-from llmbatch.scheduler.chunks import StepColumns
 from llmbatch.scheduler.commit import end_sequences
 from llmbatch.scheduler.decide import decide_step, needs_attention
 from llmbatch.scheduler.guests import Arrivals, Latency
+from llmbatch.scheduler.output import StepColumns
 from llmbatch.scheduler.scheduler import Scheduler
 from llmbatch.scheduler.state import SchedulerState, is_done
 from llmbatch.simulation.online.papers.clock import empty_log
