@@ -8,7 +8,8 @@ that are missing, changed or doubled; and 100 clients that ask for a stream of 4
 piece. After each round the endpoint must be empty, which `/metrics` says, and answer; its memory is read then. Prints a
 line of JSON a round: statuses by kind, seconds until nothing ran after the last had hung up, and megabytes after each
 attack and after all. Pages of KV are kept while there are others, so that the pool is small here (`--kv-memory`): it is
-used up in the first rounds, and what grows after them is something else.
+used up in the first rounds. Buffers of steps are kept as large as the largest step wanted them, so that a long prompt
+comes before the first round. What grows after that is something else.
 """
 
 from __future__ import annotations
@@ -158,6 +159,8 @@ def main() -> None:
     try:
         assert process.stderr is not None
         url = next(found[0].rstrip("/") for line in process.stderr if (found := re.search(r"http://\S+", line)))
+        long = {"prompt": "one " * 2000, "max_tokens": 1}
+        httpx.post(f"{url}{URL}", json=long, timeout=600).raise_for_status()
         for number in range(options.rounds):
             print(json.dumps(attack(url, process.pid, options, number)), flush=True)
     finally:
