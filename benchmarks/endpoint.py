@@ -38,6 +38,7 @@ from peers.rounds import demo_model
 TOKENS = 64
 SEED = 7
 Figures = dict[str, Any]
+Waited = tuple[float, list[float]]  # of a guest: seconds to the first piece of text, and between pieces
 
 
 @contextlib.contextmanager
@@ -45,7 +46,9 @@ def endpoint(model: str, ttft: float, tpot: float | None) -> Iterator[str]:
     """Run an endpoint; yields its URL."""
     command = [sys.executable, "-m", "llmbatch", "serve", "--model", model, "--port", "0", "--ttft", str(ttft)]
     bound = [] if tpot is None else ["--tpot", str(tpot)]
-    process = subprocess.Popen([*command, *bound], stderr=subprocess.PIPE, text=True)
+    state = tempfile.TemporaryDirectory()
+    command += [*bound, "--state-dir", state.name]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     try:
         for line in process.stderr:
@@ -57,10 +60,11 @@ def endpoint(model: str, ttft: float, tpot: float | None) -> Iterator[str]:
     finally:
         process.send_signal(signal.SIGTERM)
         process.wait()
+        state.cleanup()
 
 
-async def guest(client: httpx.AsyncClient, prompt: str, model: str) -> tuple[float, list[float]]:
-    """Ask once; the seconds to the first piece of text, and those between pieces."""
+async def guest(client: httpx.AsyncClient, prompt: str, model: str) -> Waited:
+    """Ask once."""
     body = {
         "model": model,
         "messages": [{"role": "user", "content": prompt}],
@@ -78,19 +82,23 @@ async def guest(client: httpx.AsyncClient, prompt: str, model: str) -> tuple[flo
     return times[0] - begun, np.diff(times).tolist()
 
 
-async def guests(url: str, rate: float, until: asyncio.Event, prompts: list[str]) -> Figures:
-    """Let guests arrive until the event is set, and wait for all of them."""
+async def guests(url: str, rate: float, until: asyncio.Event, prompts: list[str], name: str = "Guest") -> list[Waited]:
+    """Let guests arrive until the event is set, and wait for all of them; prompts begin with the name and a number."""
     rng = np.random.default_rng(SEED)
-    tasks: list[asyncio.Task[tuple[float, list[float]]]] = []
+    tasks: list[asyncio.Task[Waited]] = []
     async with httpx.AsyncClient(base_url=url, timeout=600) as client:
         model = (await client.get("/v1/models")).json()["data"][0]["id"]
         await guest(client, "Hello", model)
         while not until.is_set():
-            prompt = f"Guest {len(tasks)}. {prompts[rng.integers(len(prompts))]}"
+            prompt = f"{name} {len(tasks)}. {prompts[rng.integers(len(prompts))]}"
             tasks.append(asyncio.create_task(guest(client, prompt, model)))
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(until.wait(), rng.exponential(1 / rate))
-        answered = await asyncio.gather(*tasks)
+        return await asyncio.gather(*tasks)
+
+
+def summary(answered: list[Waited]) -> Figures:
+    """Sum up what guests waited."""
     firsts = np.array([first for first, _ in answered])
     gaps = np.concatenate([between for _, between in answered])
     return {
@@ -125,14 +133,14 @@ async def both(model: str, source: Path, url: str, rate: float, prompts: list[st
     arriving = asyncio.create_task(guests(url, rate, over, prompts))
     figures = await job(model, source, url)
     over.set()
-    return {**figures, **await arriving}
+    return {**figures, **summary(await arriving)}
 
 
 async def alone(url: str, rate: float, seconds: float, prompts: list[str]) -> Figures:
     """Let guests arrive for some time."""
     over = asyncio.Event()
     asyncio.get_running_loop().call_later(seconds, over.set)
-    return await guests(url, rate, over, prompts)
+    return summary(await guests(url, rate, over, prompts))
 
 
 def measure(options: argparse.Namespace) -> dict[str, Figures]:

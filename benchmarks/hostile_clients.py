@@ -1,12 +1,15 @@
 """An endpoint under clients that mean no good: what they are told, and what they leave in its memory.
 
-    python benchmarks/hostile_clients.py [--rounds 4] [--connections 1000] [--bodies 20] [--malformed 5000]
+    python benchmarks/hostile_clients.py [--rounds 10] [--connections 1000] [--bodies 20] [--malformed 5000]
 
 `llmbatch serve` runs SmolLM2. In each round come, one after the other: so many connections at once, each with a request
 for four tokens; bodies of 100 MB, with and without their size said before; bodies that are JSON but for a byte or some
 that are missing, changed or doubled; and 100 clients that ask for a stream of 400 tokens and hang up after its first
 piece. After each round the endpoint must be empty, which `/metrics` says, and answer; its memory is read then. Prints a
-line of JSON a round: statuses by kind, seconds until nothing ran after the last had hung up, and megabytes.
+line of JSON a round: statuses by kind, seconds until nothing ran after the last had hung up, and megabytes after each
+attack and after all. Pages of KV are kept while there are others, so that the pool is small here (`--kv-memory`): it is
+used up in the first rounds. Buffers of steps are kept as large as the largest step wanted them, so that a long prompt
+comes before the first round. What grows after that is something else.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -125,35 +129,44 @@ def megabytes(process: int) -> float:
 
 def attack(url: str, process: int, options: argparse.Namespace, number: int) -> dict[str, Any]:
     """Run a round; what was told and left."""
-    figures: dict[str, Any] = {
-        "connections": asyncio.run(connect(url, options.connections)),
-        "bodies": asyncio.run(send_bodies(url, options.bodies)),
-        "malformed": asyncio.run(send_malformed(url, options.malformed, number)),
+    attacks: dict[str, Callable[[], Any]] = {
+        "connections": lambda: asyncio.run(connect(url, options.connections)),
+        "bodies": lambda: asyncio.run(send_bodies(url, options.bodies)),
+        "malformed": lambda: asyncio.run(send_malformed(url, options.malformed, number)),
+        "seconds_until_empty": lambda: (asyncio.run(hang_up(url, 100)), wait_until_empty(url))[1],
     }
-    asyncio.run(hang_up(url, 100))
-    figures["seconds_until_empty"] = wait_until_empty(url)
+    figures, memory = {}, {}
+    for name, run in attacks.items():
+        figures[name] = run()
+        memory[name] = megabytes(process)
     httpx.post(f"{url}{URL}", json={"prompt": "Are you there?", "max_tokens": 2}, timeout=600).raise_for_status()
-    return {**figures, "megabytes": megabytes(process)}
+    return {**figures, "megabytes_by_attack": memory, "megabytes": megabytes(process)}
 
 
 def main() -> None:
     """Attack, and print each round as it ends."""
     parser = argparse.ArgumentParser(description="Attack an endpoint on this machine.")
-    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--connections", type=int, default=1000)
     parser.add_argument("--bodies", type=int, default=20)
     parser.add_argument("--malformed", type=int, default=5000)
+    parser.add_argument("--kv-memory", type=int, default=2**28, help="bytes of the pool of pages")
     options = parser.parse_args()
     command = [sys.executable, "-m", "llmbatch", "serve", "--model", demo_model(), "--port", "0", "--max-tokens", "4"]
+    state = tempfile.TemporaryDirectory()
+    command += ["--kv-memory", str(options.kv_memory), "--state-dir", state.name]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     try:
         assert process.stderr is not None
         url = next(found[0].rstrip("/") for line in process.stderr if (found := re.search(r"http://\S+", line)))
+        long = {"prompt": "one " * 2000, "max_tokens": 1}
+        httpx.post(f"{url}{URL}", json=long, timeout=600).raise_for_status()
         for number in range(options.rounds):
             print(json.dumps(attack(url, process.pid, options, number)), flush=True)
     finally:
         process.send_signal(signal.SIGTERM)
         process.wait()
+        state.cleanup()
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from llmbatch.arguments import INT32_MAX
 from llmbatch.errors import ErrorKind, JobError, RowError
 from llmbatch.inference.row_parts import RequestAnswer
 from llmbatch.openai.fields import CHAT
+from llmbatch.openai.texts import valid_text
 from llmbatch.scheduler.output import FinishReason
 
 _BUSY: Final = frozenset((429, 502, 503, 504))  # what any request would get now
@@ -71,7 +72,7 @@ def message_of(body: bytes) -> str:
     for name in ("error", "message", "detail"):
         if isinstance(found, dict) and name in found:
             found = found[name]
-    line = " ".join(_valid(str(found)).split())
+    line = " ".join(valid_text(str(found)).split())
     return (line if len(line) <= _SHOWN else line[:_SHOWN] + "...") or "nothing"
 
 
@@ -105,7 +106,7 @@ def _answer(body: bytes, path: str) -> RequestAnswer | TryAgain:
     if reason == "content_filter":
         error = RowError("engine", "the endpoint's content filter withheld the answer")
     finish = FinishReason.LENGTH if reason == "length" else FinishReason.STOP
-    return RequestAnswer(_valid(text), tokens, finish, min(cached, inputs), 1, None, None, error, inputs)
+    return RequestAnswer(valid_text(text), tokens, finish, min(cached, inputs), 1, None, None, error, inputs)
 
 
 def _text(message: Mapping[str, Any]) -> object:
@@ -122,8 +123,3 @@ def _count(told: Any) -> int:
     if not 0 <= count <= INT32_MAX:
         raise OverflowError
     return count
-
-
-def _valid(text: str) -> str:
-    """Join the halves of characters that JSON may have apart; one that is alone becomes U+FFFD."""
-    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

@@ -1,10 +1,12 @@
-"""What is checked before a request is read: its key, its content type, its size."""
+"""What is checked before a request is read, and while it is: its key, its content type, its size, its pace."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hmac
 import os
+import time
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Final
@@ -19,6 +21,7 @@ from llmbatch.serving.refused import Refused
 _BEARER: Final = "bearer "
 _OPEN: Final = ("/health", "/metrics")  # need no key
 _AT_ONCE: Final = 4  # bodies of the largest size that are in memory at one time
+_PACE: Final = 1 << 20  # bytes by which a body must come on within its time
 
 
 def read_keys(path: str | os.PathLike[str] | None) -> tuple[bytes, ...]:
@@ -60,6 +63,56 @@ class KeyCheck:
                 await refused.response(scope, receive, send)
                 return
         await self._app(scope, receive, send)
+
+
+class BodyTimeout:
+    """Refuses requests whose bodies come too slowly, whatever reads them.
+
+    A body must come on by a MiB, or end, whenever it has been waited for so many seconds. The time in which its reader
+    does something else does not count, nor that after its end.
+    """
+
+    def __init__(self, app: ASGIApp, seconds: float) -> None:
+        self._app, self._seconds = app, seconds
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let a request through, whose body is then read in time or refused with status 408."""
+        await self._app(scope, _TimedBody(receive, self._seconds) if scope["type"] == "http" else receive, send)
+
+
+class _TimedBody:
+    """Receives the body of one request."""
+
+    def __init__(self, receive: Receive, seconds: float) -> None:
+        self._receive, self._seconds = receive, seconds
+        self._left = seconds  # to wait
+        self._came = 0  # bytes, since that was all of the seconds
+        self._is_whole = False
+
+    async def __call__(self) -> Message:
+        """Receive the next part. Raises Refused."""
+        if self._is_whole:
+            return await self._receive()
+        begun = time.monotonic()
+        try:
+            async with asyncio.timeout(self._left):
+                message = await self._receive()
+        except TimeoutError:
+            raise self._refused() from None
+        self._left -= time.monotonic() - begun
+        self._came += len(message.get("body", b""))
+        self._is_whole = not message.get("more_body", False)
+        if self._came >= _PACE:
+            self._left, self._came = self._seconds, 0
+        elif self._left <= 0 and not self._is_whole:
+            raise self._refused()
+        return message
+
+    def _refused(self) -> Refused:
+        return Refused(
+            408, f"the body must come on by {_PACE:,} bytes in {self._seconds:g} s, got {self._came:,}: send it faster",
+            code="request_timeout", headers={"Connection": "close"},
+        )  # fmt: skip  # as few lines as may be
 
 
 class BodyReader:

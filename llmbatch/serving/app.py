@@ -17,7 +17,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from llmbatch.openai.fields import FIELDS
-from llmbatch.serving.access import BodyReader, KeyCheck, limited
+from llmbatch.serving.access import BodyReader, BodyTimeout, KeyCheck, limited
 from llmbatch.serving.answering import Answering, AnswerWriting
 from llmbatch.serving.api_requests import ApiRequestReader, read_object
 from llmbatch.serving.batches import BatchStore
@@ -132,8 +132,11 @@ class Endpoint:
         return await asyncio.get_running_loop().run_in_executor(self.executor, call, *arguments)
 
 
-def make_app(endpoint: Endpoint, keys: Sequence[bytes], others: Sequence[Route] = ()) -> ASGIApp:
-    """Make the application of an endpoint, which has other routes, too; with keys, a request must have one."""
+def make_app(endpoint: Endpoint, keys: Sequence[bytes], body_timeout: float, others: Sequence[Route] = ()) -> ASGIApp:
+    """Make the application of an endpoint, which has other routes, too; with keys, a request must have one.
+
+    A body that comes on by less than a MiB in `body_timeout` seconds is refused.
+    """
     routes = [
         *(Route(url, endpoint.answer, methods=["POST"]) for url in FIELDS),
         Route("/v1/models", endpoint.models),
@@ -157,7 +160,8 @@ def make_app(endpoint: Endpoint, keys: Sequence[bytes], others: Sequence[Route] 
         ClientDisconnect: _nobody_waits,
         Exception: _broken,
     }
-    return KeyCheck(Starlette(routes=routes, exception_handlers=handlers), keys)
+    app = Starlette(routes=routes, exception_handlers=handlers)
+    return KeyCheck(BodyTimeout(app, body_timeout), keys)
 
 
 def _page(request: Request, records: list[Record]) -> Response:

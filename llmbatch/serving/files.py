@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import IO, Final
 from uuid import uuid4
 
+from llmbatch.openai.texts import valid_text
 from llmbatch.serving.records import Record, read_records, write_record
-from llmbatch.serving.refused import Refused, not_kept, unknown, valid_text
+from llmbatch.serving.refused import Refused, not_kept, unknown
 from llmbatch.storage.local import make_folder, sync_folder
 
 _RECORD: Final = "file.json"

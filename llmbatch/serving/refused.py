@@ -9,6 +9,7 @@ from starlette.responses import JSONResponse
 
 from llmbatch.errors import RowError
 from llmbatch.openai.answers import invalid_request
+from llmbatch.openai.texts import valid_text
 
 _KINDS = {401: "authentication_error", 429: "rate_limit_error", 503: "service_unavailable_error"}
 _SERVER_ERROR = 500
@@ -51,11 +52,6 @@ class Refused(Exception):
     def response(self) -> JSONResponse:
         """The error as a response."""
         return JSONResponse(self.body, self.status, self.headers)
-
-
-def valid_text(text: str) -> str:
-    """Write halves of characters, which UTF-8 cannot hold, as JSON does."""
-    return text.encode("utf-8", "backslashreplace").decode()
 
 
 async def respond(request: Request, error: Exception) -> JSONResponse:

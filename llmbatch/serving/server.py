@@ -95,7 +95,7 @@ class Running:
                 self.model, self.reader, self.writing, bridge, bodies, files, batches, options.max_upload, executor
             )
             config = uvicorn.Config(
-                make_app(endpoint, self.keys, window_routes(self.windows, streaming)),
+                make_app(endpoint, self.keys, options.body_timeout, window_routes(self.windows, streaming)),
                 log_config=None,
                 access_log=False,
                 server_header=False,

@@ -39,6 +39,7 @@ def histogram(count: int, seconds: float, engine: str = "vllm") -> str:
         f"# HELP {name} Histogram of time to first token in seconds.\n# TYPE {name} histogram\n"
         f'{name}_bucket{{le="0.001",model_name="m"}} 0.0\n{name}_bucket{{le="+Inf",model_name="m"}} {count}.0\n'
         f'{name}_count{{model_name="m"}} {count}.0\n{name}_sum{{model_name="m"}} {seconds}\n'
+        f'# TYPE {name}_created gauge\n{name}_created{{model_name="m"}} 1.7955460151652913e+09\n'  # as vLLM 0.32 does
     )
 
 

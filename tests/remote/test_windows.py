@@ -27,6 +27,7 @@ from llmbatch.inference.options import Options
 from llmbatch.inference.report import Report
 from llmbatch.inference.window import Window
 from llmbatch.remote.retries import Patience
+from llmbatch.remote.windows.expansion import expanded_bytes
 from llmbatch.remote.windows.messages import PATH, VERSION, FrameReader, columns_sent, frame, read_window, write_window
 from llmbatch.remote.windows.service import WindowCall, WindowService
 from llmbatch.runtime.protocols import Stop
@@ -337,6 +338,58 @@ def test_what_is_no_window_is_refused_in_a_sentence(there: WindowServer, data: b
     assert reply.status_code == 400
     message = reply.json()["error"]["message"]
     assert message.startswith("a window must be an Arrow stream of rows with their keys, got another (")
+
+
+def compressed(table: pa.Table) -> bytes:
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, table.schema, options=pa.ipc.IpcWriteOptions(compression="zstd")) as writer:
+        writer.write_table(table)
+    data: bytes = sink.getvalue().to_pybytes()
+    return data
+
+
+@pytest.mark.parametrize("asks", [1 << 20, 1 << 50])  # bytes that a buffer takes, and that it says it takes
+def test_a_window_that_takes_too_much_when_it_is_decompressed_is_refused_before_it_is(
+    there: WindowServer, monkeypatch: pytest.MonkeyPatch, asks: int
+) -> None:
+    monkeypatch.setattr("llmbatch.remote.windows.messages.MOST_EXPANDED", 1 << 19)
+    data = compressed(pa.table({"text": ["a" * (1 << 20)], "key": np.zeros(1, np.uint64)}))
+    head, _, content = data.rpartition((1 << 20).to_bytes(8, "little"))
+    data = head + asks.to_bytes(8, "little") + content
+    message = httpx.post(there.url + PATH, content=data).json()["error"]["message"]
+    assert len(data) < 1500
+    assert message == (
+        f"a window must take at most 524,288 bytes when it is decompressed, got {asks + 16:,}: "
+        "send fewer rows at once (--window-rows)"
+    )
+
+
+def test_texts_of_a_dictionary_count_as_often_as_rows_have_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("llmbatch.remote.windows.messages.MOST_EXPANDED", 99_999)
+    texts = pa.array(["a" * 1000, "b"] * 100).dictionary_encode()
+    with pytest.raises(DataError, match="got 100,100: send fewer rows"):
+        read_window(compressed(pa.table({"text": texts, "key": np.zeros(200, np.uint64)})))
+
+
+@given(
+    st.lists(st.text(max_size=30), max_size=50),
+    st.sampled_from([None, "zstd", "lz4"]),
+    st.integers(1, 60),
+    st.sampled_from([pa.string(), pa.string_view(), pa.dictionary(pa.int32(), pa.string())]),
+)
+def test_what_a_stream_takes_is_told_as_it_will_be(
+    texts: list[str], compression: str | None, chunk: int, kind: pa.DataType
+) -> None:
+    table = pa.table({
+        "text": pa.array(texts, pa.string()).cast(kind),
+        "messages": pa.array([[{"role": text}] for text in texts], pa.list_(pa.struct({"role": pa.string()}))),
+    })  # fmt: skip  # a table
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, table.schema, options=pa.ipc.IpcWriteOptions(compression=compression)) as writer:
+        writer.write_table(table, max_chunksize=chunk)
+    data = sink.getvalue().to_pybytes()
+    taken = pa.ipc.open_stream(data).read_all().get_total_buffer_size()
+    assert taken <= expanded_bytes(data) <= taken + (0 if compression else len(data))
 
 
 def test_a_window_of_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,13 +36,13 @@ def test_threads_read_bodies_as_one_does(worker: Worker) -> None:
 
 def test_a_lone_half_of_a_character_is_an_error_of_the_request(worker: Worker) -> None:
     reader = ApiRequestReader(worker, worker.options.model)
-    for url, body in (
-        (COMPLETIONS, b'{"prompt": "\\ud800"}'),
-        (CHAT, b'{"messages": [{"role": "user", "content": "\\ud800"}]}'),
-        (COMPLETIONS, b'{"prompt": "a", "model": "\\ud800"}'),
-        (COMPLETIONS, b'{"prompt": "a", "\\ud800": 1}'),
+    for url, body, told in (
+        (COMPLETIONS, b'{"prompt": "\\ud800"}', r"\ud800"),
+        (CHAT, b'{"messages": [{"role": "user", "content": "\\ud800"}]}', r"\ud800"),
+        (COMPLETIONS, b'{"prompt": "a", "model": "\\ud800"}', r"\ud800"),
+        (COMPLETIONS, b'{"prompt": "a", "\\ud800": 1}', "\ufffd"),
     ):
         with pytest.raises(Refused) as caught:
             reader.read(url, body)
         assert caught.value.status == 400
-        assert b"ud800" in caught.value.response.body
+        assert told in json.loads(bytes(caught.value.response.body))["error"]["message"]

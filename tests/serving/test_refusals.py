@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import itertools
 import json
+import select
+import socket
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import openai
 import pytest
+from starlette.types import Message, Receive, Scope, Send
 
 from llmbatch.inference.worker import Worker
+from llmbatch.remote.windows.messages import PATH
+from llmbatch.serving.access import BodyTimeout
+from llmbatch.serving.refused import Refused
 from tests.support.serving import EchoEngine, Served, served
 
 URL = "/v1/chat/completions"
@@ -190,3 +200,73 @@ def test_more_answers_than_may_wait_are_refused(worker: Worker, tmp_path: Path) 
             assert waiting.read().endswith(b"data: [DONE]\n\n")
         assert caught.value.response.headers["retry-after"] == "3"
         assert "at most 2 answers may wait, and 2 do: ask again later" in caught.value.message
+
+
+def part_of_a_body(echo: Served, content: bytes, url: str = URL, length: int = 1000) -> socket.socket:
+    """Send a request with a part of its body, and leave the connection open."""
+    connection = socket.create_connection(("127.0.0.1", httpx.URL(echo.url).port))
+    head = f"POST {url} HTTP/1.1\r\nHost: here\r\nContent-Type: application/json\r\nContent-Length: {length}\r\n\r\n"
+    connection.sendall(head.encode() + content)
+    return connection
+
+
+def all_that_comes(connection: socket.socket) -> bytes:
+    """Read until the other side closes."""
+    return b"".join(iter(lambda: connection.recv(4096), b""))
+
+
+@pytest.mark.parametrize("url", [URL, "/v1/batches", PATH])
+def test_a_body_that_stands_still_is_refused(worker: Worker, tmp_path: Path, url: str) -> None:
+    with served(worker, tmp_path, body_timeout=0.1) as echo, part_of_a_body(echo, b"{" * 10, url) as connection:
+        head, _, body = all_that_comes(connection).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 408 ")
+    assert json.loads(body)["error"] == {
+        "message": "the body must come on by 1,048,576 bytes in 0.1 s, got 10: send it faster",
+        "type": "invalid_request_error",
+        "param": None,
+        "code": "request_timeout",
+    }
+
+
+def test_a_body_that_comes_in_drops_is_refused(worker: Worker, tmp_path: Path) -> None:
+    with served(worker, tmp_path, body_timeout=0.2) as echo, part_of_a_body(echo, b"{", length=2**20) as connection:
+        while not select.select([connection], [], [], 0.02)[0]:
+            connection.sendall(b" ")
+        assert all_that_comes(connection).startswith(b"HTTP/1.1 408 ")
+
+
+def test_bodies_that_stood_still_leave_their_place_to_others(worker: Worker, tmp_path: Path) -> None:
+    with contextlib.ExitStack() as stack:
+        echo = stack.enter_context(served(worker, tmp_path, body_timeout=1, max_body=1000))
+        slow = [stack.enter_context(part_of_a_body(echo, b" " * 999)) for _ in range(4)]
+        body, statuses = json.dumps({"prompt": "ab"}), [200]
+        while statuses[-1] == 200:  # until the server has read what there is of them
+            statuses.append(post(echo, body, "/v1/completions").status_code)
+        for connection in slow:
+            assert all_that_comes(connection).startswith(b"HTTP/1.1 408 ")
+        assert (statuses[-1], post(echo, body, "/v1/completions").status_code) == (429, 200)
+
+
+@pytest.mark.parametrize(("part", "refused"), [(2**20, False), (1000, True)])
+def test_a_slow_body_has_its_time_anew_whenever_it_comes_on(
+    monkeypatch: pytest.MonkeyPatch, part: int, refused: bool
+) -> None:
+    now, parts = itertools.count(0, 10), iter([True] * 5 + [False])  # 10 seconds for each part
+    monkeypatch.setattr("llmbatch.serving.access.time", SimpleNamespace(monotonic=lambda: next(now)))
+    read: list[bytes] = []
+
+    async def receive() -> Message:
+        return {"type": "http.request", "body": b" " * part, "more_body": next(parts)}
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        more = True
+        while more:
+            message = await receive()
+            read.append(message["body"])
+            more = message["more_body"]
+
+    async def send(message: Message) -> None: ...
+
+    with pytest.raises(Refused) if refused else contextlib.nullcontext():
+        asyncio.run(BodyTimeout(app, 30)({"type": "http"}, receive, send))
+    assert len(read) == (2 if refused else 6)

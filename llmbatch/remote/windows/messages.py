@@ -26,11 +26,13 @@ from llmbatch.inference.options import Options
 from llmbatch.openai.requests import BatchLines
 from llmbatch.preprocess.prompts import PromptSource
 from llmbatch.preprocess.sampling_params import SamplingParams
+from llmbatch.remote.windows.expansion import expanded_bytes, spelled_out_bytes
 from llmbatch.structured import Structure
 
 PATH: Final = "/llmbatch/windows"
 FORECAST: Final = "/llmbatch/forecasts"
 VERSION: Final = 1  # of these messages
+MOST_EXPANDED: Final = 1 << 30  # bytes of a window when it is decompressed
 HEAD, ANSWERS, END, ERROR = b"HAZE"  # kinds of frames
 _ASKED: Final = b"llmbatch"  # the metadata
 _FRAME: Final = struct.Struct("<BI")
@@ -66,15 +68,22 @@ def write_window(options: Options, table: pa.Table, keys: NDArray[np.uint64]) ->
 
 
 def read_window(data: bytes) -> SentWindow:
-    """Read rows and what is asked of them. Raises InputError."""
+    """Read rows and what is asked of them. Raises InputError.
+
+    Nothing is decompressed of a window that would take more than `MOST_EXPANDED` bytes then.
+    """
     try:
+        _check_bytes(expanded_bytes(data))
         with pa.ipc.open_stream(data) as reader:
             table = reader.read_all()
         table.validate(full=True)  # offsets that point nowhere would be followed
+        _check_bytes(spelled_out_bytes(table))
         asked = json.loads((table.schema.metadata or {})[_ASKED])
         version = asked.pop("version")
         keys = table.column(table.num_columns - 1).to_numpy().astype(np.uint64, casting="safe")
-    except (pa.ArrowException, OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+    except DataError:
+        raise
+    except (pa.ArrowException, OSError, ValueError, LookupError, TypeError, AttributeError, struct.error) as error:
         raise DataError(f"a window must be an Arrow stream of rows with their keys, got another ({error})") from None
     if version != VERSION:
         raise DataError(f"the version of a window must be {VERSION}, got {version!r}: client and endpoint differ")
@@ -83,6 +92,14 @@ def read_window(data: bytes) -> SentWindow:
     except (TypeError, LookupError) as error:
         raise DataError(f"what a window asks must be the options of a job, got others ({error})") from None
     return SentWindow(fields, table.remove_column(table.num_columns - 1).replace_schema_metadata(None), keys)
+
+
+def _check_bytes(taken: int) -> None:
+    if taken > MOST_EXPANDED:
+        raise DataError(
+            f"a window must take at most {MOST_EXPANDED:,} bytes when it is decompressed, got {taken:,}: "
+            "send fewer rows at once (--window-rows)"
+        )
 
 
 def write_rows(rows: pa.RecordBatch) -> bytes:
