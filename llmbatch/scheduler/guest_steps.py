@@ -33,12 +33,12 @@ from llmbatch.compilation.decorators import compiled
 from llmbatch.kvcache.contents import find, prompt_pages, start, with_tokens
 from llmbatch.kvcache.page_pool import room_for
 from llmbatch.perf_model.step_bound import WorkLeft, decodes_within, reads_within, step_seconds
-from llmbatch.perf_model.work import chunk_reads, sees_all
+from llmbatch.perf_model.work import chunk_reads, compute_seconds, pairs_of, sees_all
 from llmbatch.scheduler.admission import enter_at
 from llmbatch.scheduler.admission_order import COMPUTE_END
 from llmbatch.scheduler.chunks import give_chunk, is_forced
 from llmbatch.scheduler.commit import preempt
-from llmbatch.scheduler.guests import most_urgent, note_held, take_waiting, urgency, urgency_begun
+from llmbatch.scheduler.guests import AT_ONCE, most_urgent, note_held, rank_guests, take_waiting
 from llmbatch.scheduler.state import SchedulerState, stop_waiting, take_slot
 from llmbatch.scheduler.token_budget import Load, step_tokens
 from llmbatch.scheduler.victims import job_victim
@@ -155,12 +155,12 @@ def prefill_guests(state: SchedulerState, now: float) -> bool:
         return True
     _return_preempted(state, now)
     if totals.guests == 0:
-        _sort_prefilling(state)
+        _rank(state)
     while totals.tokens < totals.budget:
-        place, rank = most_urgent(guests, state.prompts, state.rates)
+        place, rank = most_urgent(guests)
         at = totals.guests
         begun = at < counts.prefilling and run.slots[run.prefilling[at]].guest
-        if place >= 0 and not (begun and _rank(state, run.prefilling[at]) <= rank):
+        if place >= 0 and not (begun and run.slots[run.prefilling[at]].rank <= rank):
             if not _make_way_in(state, guests.requests[place], now):
                 if not begun:
                     break
@@ -189,27 +189,43 @@ def all_guests_have_chunks(state: SchedulerState) -> bool:
 
 
 @compiled
-def _rank(state: SchedulerState, slot: int) -> float:
-    record = state.run.slots[slot]
-    if record.known > record.prompt:
-        return urgency_begun()
-    start = record.computed
-    return urgency(state.rates, state.guests.counts[0].clock, record.due, float(start), record.known - start)
-
-
-@compiled
-def _sort_prefilling(state: SchedulerState) -> None:
-    """Sort the guests that prefill, which stand before all others, by urgency."""
-    run = state.run
-    for i in range(1, run.counts[0].prefilling):
-        slot = run.prefilling[i]
-        if not run.slots[slot].guest:
-            return
-        rank, at = _rank(state, slot), i
-        while at > 0 and _rank(state, run.prefilling[at - 1]) > rank:
+def _rank(state: SchedulerState) -> None:
+    """Rank the guests that wait or prefill, and sort those that prefill, which stand before all others."""
+    run, guests, rates = state.run, state.guests, state.rates
+    waiting, begun = guests.counts[0].waiting, 0
+    while begun < run.counts[0].prefilling and run.slots[run.prefilling[begun]].guest:
+        begun += 1
+    dues, seconds = np.empty(waiting + begun), np.empty(waiting + begun)
+    slowed = 1.0 / _share_of_prompts(state)
+    for i in range(waiting + begun):
+        start, tokens = 0.0, 0
+        if i < waiting:
+            dues[i], tokens = guests.due[i], state.prompts[guests.requests[i]]
+        else:
+            record = run.slots[run.prefilling[i - waiting]]
+            dues[i] = AT_ONCE if record.known > record.prompt else record.due
+            start, tokens = float(record.computed), record.known - record.computed
+        seconds[i] = slowed * compute_seconds(rates, tokens, 1, pairs_of(rates.reach, start, tokens))
+    ranks = rank_guests(guests.counts[0].clock, dues, seconds)
+    guests.ranks[:waiting] = ranks[:waiting]
+    for i in range(begun):
+        slot, at = run.prefilling[i], i
+        rank = dues[waiting + i] if dues[waiting + i] == AT_ONCE else ranks[waiting + i]
+        run.slots[slot].rank = rank
+        while at > 0 and run.slots[run.prefilling[at - 1]].rank > rank:
             run.prefilling[at] = run.prefilling[at - 1]
             at -= 1
         run.prefilling[at] = slot
+
+
+@compiled
+def _share_of_prompts(state: SchedulerState) -> float:
+    """Compute the share of a step's seconds in which prompts compute."""
+    seconds = step_bound(state)
+    if not np.isfinite(seconds):
+        return 1.0
+    share = state.chunks.totals[0].budget * state.rates.seconds_per_token / seconds
+    return min(1.0, max(share, 0.01))
 
 
 @compiled
@@ -247,12 +263,14 @@ def _begin_guest(state: SchedulerState, place: int, at: int, now: float) -> None
     """Admit the guest that waits at a place; it prefills as number `at` of all. There must be a slot."""
     guests = state.guests
     request, due, expected = guests.requests[place], guests.due[place], guests.expected[place]
+    rank = guests.ranks[place]
     take_waiting(guests, place)
     slot = take_slot(state.run, request, state.prompts[request], COMPUTE_END, False, 0.0, expected)
     record = state.run.slots[slot]
     record.admitted_step = int(now)
     record.guest = True
     record.due = due
+    record.rank = rank
     guests.counts[0].running += 1
     enter_at(state, slot, at, now)
 
@@ -294,8 +312,9 @@ def decide_prompts(state: SchedulerState, slots: NDArray[np.int32], starts: NDAr
     at = 0
     while at < counts.prefilling and run.slots[run.prefilling[at]].guest:
         at += 1
+    _rank(state)
     while guests.counts[0].waiting > 0 and guests.counts[0].running < state.limits.most_running:
-        place, rank = most_urgent(guests, state.prompts, state.rates)
+        place, rank = most_urgent(guests)
         request = guests.requests[place]
         tokens = state.prompts[request]
         room = -(-tokens // pages.page_size) + 1 <= room_for(pages)
