@@ -87,7 +87,7 @@ def choose_decodes(state: SchedulerState, prompts_wait: bool) -> None:
             continue
         if (
             then <= most
-            and not (prompts_wait and not _hides(state, reads[i]))
+            and not (prompts_wait and (guests.late > 0 or not _hides(state, reads[i])))
             and (riding < sure or step_seconds(rates, exponent, riding + 1, riding + 1, 0.0, then) <= seconds)
         ):
             kept[riding] = slot
@@ -208,6 +208,7 @@ def _rank(state: SchedulerState) -> None:
         seconds[i] = slowed * compute_seconds(rates, tokens, 1, pairs_of(rates.reach, start, tokens))
     ranks = rank_guests(guests.counts[0].clock, dues, seconds)
     guests.ranks[:waiting] = ranks[:waiting]
+    guests.counts[0].late = np.count_nonzero(np.isfinite(dues) & (ranks > dues))
     for i in range(begun):
         slot, at = run.prefilling[i], i
         rank = dues[waiting + i] if dues[waiting + i] == AT_ONCE else ranks[waiting + i]

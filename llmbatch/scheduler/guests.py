@@ -72,6 +72,7 @@ class GuestCounts:
     clock: Float64  # seconds, when the step is decided
     waiting: Int64
     running: Int64  # slots of guests, preempted ones among them
+    late: Int64  # of those that wait or prefill, in the latest step that ranked them
     compute: Float64  # seconds of guests' work since `noted`
     memory: Float64
     compute_rate: Float64  # seconds of their work in each second, lately
