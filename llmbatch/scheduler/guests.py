@@ -1,10 +1,12 @@
 """Guests that wait, how urgent each is, and what guests take of the machine and of its memory.
 
-A guest is a request that arrives while the job runs, and whose first token somebody waits for, `due` by some time. Its
-urgency is its slack: the seconds until then, less those that the rest of its prompt takes. Least slack comes first.
-What can no longer be in time comes last, by the time that it was due: BROS (Algorithm 1) serves it all the same, and
-past saturation one late prompt makes the next one late, until hardly any is in time. Scheduling what can still be in
-time before what cannot is an old remedy for overload (Locke, 1986).
+A guest is a request that arrives while the job runs, and whose first token somebody waits for, `due` by some time. Of
+the guests that wait, as many as can be are in time, and these get their chunks in the order in which they are due; the
+others come after them. Who the others are says the rule of Moore (1968), exactly, for what is known now: guests join in
+the order in which they are due, and where one would be late, the one whose prompt takes longest leaves. So one long
+prompt gives way to several short ones. BROS (Algorithm 1) takes the least slack first, late or not. Past saturation one
+late prompt makes the next one late then, until hardly any is in time. And of prompts with equal slack each gets a chunk
+in turn, so all of them end when the last one does, where in the order of due times half of them would long be done.
 
 What guests take is learnt from those that were here: the seconds of compute and of KV reads in each second, forgotten
 within a minute or so, and the most KV that they held in each second of the last ten minutes. A guest that must preempt
@@ -33,7 +35,6 @@ _ABOVE: Final = 0.01  # of these, in which guests may hold more than is reserved
 _SPANS: Final = 10  # of 1, 2, 4, ... seconds, in which rises are learnt; the last is nearly the history
 _FORGET: Final = 1.0 / 60.0  # of the rate of work, each second
 _LATE: Final = 1e15  # rank of what is late, beside its due time in seconds
-AT_ONCE: Final = -1e18  # rank of an answer that was begun
 _CORRECTED: Final = 0.05  # of the ratio of measured to predicted seconds, by each step
 
 
@@ -158,13 +159,13 @@ def take_waiting(guests: GuestQueue, place: int) -> None:
 
 @compiled
 def rank_guests(clock: float, dues: NDArray[np.float64], seconds: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Rank guests by when each is due and the seconds that the rest of its prompt takes, float64 [n]: least comes first.
+    """Rank guests by when each is due, and the seconds that the rest of its prompt takes: least comes first.
 
-    As many as can be are ranked by when they are due, in time if they get their chunks in that order; the others after
-    them (Moore, 1968: of those that are due by some time, the longest are left out until the rest are in time).
+    As many as can be are in time, and have the time at which they are due for their rank; the others come after them.
+    All arrays are float64 [n].
     """
     ranks = _LATE + dues
-    longest = [(0.0, 0) for _ in range(0)]
+    longest = [(0.0, 0) for _ in range(0)]  # a heap of those that are in time so far: minus seconds, place
     end = clock
     for place in np.argsort(dues, kind="mergesort"):
         ranks[place] = dues[place]
