@@ -15,7 +15,7 @@ TABLE is one of
 
 Each writes docs/results/beside-TABLE.json, one row a run, and then docs/results/beside.md from all that are there.
 `--small` takes a tenth of the time, and its table says so. Traces are read from the folder that $LLMBATCH_TRACES names.
-Nothing was tuned to these tables.
+Nothing was tuned to these tables but what the page names.
 """
 
 from __future__ import annotations
