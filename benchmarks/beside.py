@@ -15,7 +15,7 @@ TABLE is one of
 
 Each writes docs/results/beside-TABLE.json, one row a run, and then docs/results/beside.md from all that are there.
 `--small` takes a tenth of the time, and its table says so. Traces are read from the folder that $LLMBATCH_TRACES names.
-Nothing was tuned to these tables.
+Nothing was tuned to these tables but what the page names.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def named(setting: Mapping[str, Any]) -> dict[str, Any]:
 def run_bros(setting: Mapping[str, Any]) -> dict[str, Any]:
     """Run a setting of BROS's: also the share of online requests that ended in time, and the rows that the pool allows.
 
-    Its rows share nothing, so the pool bounds what a step reads.
+    Its rows share nothing, so the pool bounds what a step reads. Without a job there are no such rows.
     """
     experiment, seconds = OnlineExperiment(**setting), setting["duration"]
     bound = bound_of(experiment, experiment.guests, experiment.job, experiment.cost)
@@ -136,7 +136,8 @@ def bros(exponents: list[float], size: Size, jobs: int) -> list[dict[str, Any]]:
         for rate in rates
         for policy in ("fcfs", "round-robin", "bros", "slack")
     ]
-    return run_all(run_bros, settings, jobs)
+    alone = [{**setting, "offline": ()} for setting in settings if setting["policy"] == "slack"]
+    return run_all(run_bros, settings + alone, jobs)
 
 
 def overload(exponents: list[float], size: Size, jobs: int) -> list[dict[str, Any]]:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from llmbatch.compilation.decorators import compiled
 from llmbatch.compilation.references import by_reference
-from llmbatch.kvcache.contents import give_name, name_of, start, with_token
+from llmbatch.kvcache.contents import find, give_name, name_of, prompt_pages, start, with_token, with_tokens
 from llmbatch.kvcache.eviction import free_page
 from llmbatch.kvcache.page_pool import PagePool
 from llmbatch.kvcache.page_worth import remove
@@ -115,3 +115,22 @@ def _publish(
                 remove(pages.worth, page)
                 pages.counts[0].unused -= 1
                 free_page(pages, page)
+
+
+@compiled
+def found_before(pages: PagePool, request: int, slots: NDArray[np.int32], starts: NDArray[np.int32]) -> int:
+    """Count the leading tokens of a prompt before the first page that a chunk of `slots` after `starts` tokens writes.
+
+    Such a page has a name, and is not to be found until it is written.
+    """
+    name = start()
+    begin, whole = prompt_pages(pages.prompts, request, pages.page_size)
+    for place in range(whole):
+        at = begin + place * pages.page_size
+        name = with_tokens(name, pages.prompts.tokens, at, at + pages.page_size)
+        page = find(pages.contents, name[0], name[1])
+        for i in range(len(slots)):
+            writes = starts[i] // pages.page_size <= place < pages.held[slots[i]]
+            if writes and pages.tables[slots[i], place] == page:
+                return int(place * pages.page_size)
+    return int(whole * pages.page_size + pages.page_size)

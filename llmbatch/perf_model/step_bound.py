@@ -63,14 +63,25 @@ def _most_tokens(
 
 
 @compiled
+def work_to_end(rates: Rates, exponent: float, seconds: float, left: WorkLeft) -> tuple[float, float, float]:
+    """Predict the seconds of compute and of KV reads until all is done that is left, and that arrives; and until when.
+
+    Steps take at most `seconds` and their fixed seconds.
+    """
+    most = seconds - rates.step_seconds
+    weights = rates.weight_seconds / most if rates.weights_share_memory else 0.0
+    compute, memory, total = left.compute, left.memory, overlapped(left.compute, left.memory, exponent)
+    for _ in range(_ROUNDS):
+        compute, memory = left.compute + left.compute_rate * total, left.memory + left.memory_rate * total
+        total = overlapped(compute, memory + weights * total, exponent)
+    return compute, memory, total
+
+
+@compiled
 def reads_within(rates: Rates, exponent: float, seconds: float, left: WorkLeft) -> float:
     """Count the KV tokens that a step of `seconds` is to read, of all that is left and all that arrives meanwhile."""
     most = seconds - rates.step_seconds
     if most <= 0.0 or rates.seconds_per_kv_token <= 0.0:
         return 0.0
-    weights = rates.weight_seconds if rates.weights_share_memory else 0.0
-    memory, total = left.memory, overlapped(left.compute, left.memory, exponent)
-    for _ in range(_ROUNDS):
-        memory = left.memory + left.memory_rate * total
-        total = overlapped(left.compute + left.compute_rate * total, memory + weights * total / most, exponent)
+    _, memory, total = work_to_end(rates, exponent, seconds, left)
     return memory / max(total, 1e-9) * most / rates.seconds_per_kv_token

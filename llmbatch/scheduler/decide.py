@@ -70,7 +70,7 @@ import numpy as np
 
 from llmbatch.compilation.decorators import compiled
 from llmbatch.kvcache.page_pool import is_full
-from llmbatch.perf_model.step_bound import tokens_within
+from llmbatch.perf_model.step_bound import WorkLeft, tokens_within, work_to_end
 from llmbatch.scheduler.admission import admit
 from llmbatch.scheduler.admission_order import BLEND, is_empty
 from llmbatch.scheduler.chunks import prefill
@@ -152,7 +152,12 @@ def _begin(state: SchedulerState, now: float) -> None:
     totals.guests = 0
     totals.tokens = totals.chunks = totals.cached = totals.recomputed = totals.forks = totals.forked = 0
     totals.compute_end_tokens = totals.memory_end_tokens = 0
-    load = Load(decodes, kv_tokens, work.compute_seconds, work.memory_seconds)
+    compute, memory = work.compute_seconds, work.memory_seconds
+    if np.isfinite(state.latency.step_seconds):
+        guests = state.guests.counts[0]
+        left = WorkLeft(max(compute, 0.0), max(memory, 0.0), guests.compute_rate, guests.memory_rate)
+        compute, memory, _ = work_to_end(state.rates, state.latency.exponent, step_bound(state), left)
+    load = Load(decodes, kv_tokens, compute, memory)
     totals.pair_price, totals.sample_price, free_tokens = prices(state.budget)
     most = most_of_job = step_tokens(state.budget, load)
     if np.isfinite(state.latency.step_seconds):

@@ -6,11 +6,12 @@ and leave compute idle. The others keep their pages, and go on in a later step. 
 half of its budget to nobody, no prompt of the job can enter now, and decodes may take the rest.
 
 While a guest's prompt waits, decodes take its compute. One that reads much for the little that it computes hides
-behind the prompt's products; so only decodes ride along that read for more than `_READS` times the seconds that they
-compute. OOCO (Algorithm 2) fills a step with the shortest instead: most rows, and the least compute left for prompts.
-Where parts run in turn nothing hides, and none rides.
+behind the prompt's products; so decodes ride along that read for more than `_READS` times the seconds that they
+compute, and of the others as many as compute for `_SHARE` of the step: where no context is long the job would stand
+still, its pages full, and then decode alone. OOCO (Algorithm 2) fills a step with the shortest instead: most rows, and
+the least compute left for prompts. While a guest is late, or where parts run in turn and nothing hides, none rides.
 
-Prompts. The most urgent guest gets a chunk first, whether it has begun or waits (`llmbatch.scheduler.guests.urgency`).
+Prompts. The most urgent guest gets a chunk first, whether it has begun or waits (`llmbatch.scheduler.guests`).
 It may take what a step of the bounded length computes, and rows of the job give their pages back for it. A row that is
 preempted so loses the pages that are needed and no others, its last ones first, and rows that were preempted lose all
 that is left before another one is: this is what BROS's two-ended blocks and checkpoints are for (section 5.2), by whole
@@ -30,20 +31,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmbatch.compilation.decorators import compiled
-from llmbatch.kvcache.contents import find, prompt_pages, start, with_tokens
 from llmbatch.kvcache.page_pool import room_for
+from llmbatch.kvcache.publish import found_before
 from llmbatch.perf_model.step_bound import WorkLeft, decodes_within, reads_within, step_seconds
-from llmbatch.perf_model.work import chunk_reads, sees_all
+from llmbatch.perf_model.work import chunk_reads, compute_seconds, pairs_of, sees_all
 from llmbatch.scheduler.admission import enter_at
 from llmbatch.scheduler.admission_order import COMPUTE_END
 from llmbatch.scheduler.chunks import give_chunk, is_forced
 from llmbatch.scheduler.commit import preempt
-from llmbatch.scheduler.guests import most_urgent, note_held, take_waiting, urgency, urgency_begun
+from llmbatch.scheduler.guests import most_urgent, note_held, rank_guests, take_waiting
 from llmbatch.scheduler.state import SchedulerState, stop_waiting, take_slot
 from llmbatch.scheduler.token_budget import Load, step_tokens
 from llmbatch.scheduler.victims import job_victim
 
 _READS: Final = 4.0
+_SHARE: Final = 0.03
 _UNUSED: Final = 0.5  # of the budget of a step
 
 
@@ -74,6 +76,7 @@ def choose_decodes(state: SchedulerState, prompts_wait: bool) -> None:
     if totals.tokens < _UNUSED * totals.budget and not prompts_wait:
         most = np.inf
     sure = decodes_within(rates, exponent, seconds, counts.decoding, min(most, once))
+    free = _decodes_beside(state, seconds) if prompts_wait else counts.decoding  # that need not hide
     read, riding, sitting = 0.0, 0, 0
     kept, out = np.empty(counts.decoding, np.int32), np.empty(counts.decoding, np.int32)
     for i in range(counts.decoding):
@@ -85,14 +88,16 @@ def choose_decodes(state: SchedulerState, prompts_wait: bool) -> None:
         slot, then = decoding[i], read + reads[i]
         if slots[slot].guest:
             continue
+        hides = prompts_wait and _hides(state, reads[i])
         if (
             then <= most
-            and not (prompts_wait and not _hides(state, reads[i]))
+            and (hides or free > 0)
             and (riding < sure or step_seconds(rates, exponent, riding + 1, riding + 1, 0.0, then) <= seconds)
         ):
             kept[riding] = slot
             riding += 1
             read = then
+            free -= not hides
         else:
             out[sitting] = slot
             sitting += 1
@@ -103,10 +108,19 @@ def choose_decodes(state: SchedulerState, prompts_wait: bool) -> None:
 
 @compiled
 def _hides(state: SchedulerState, reads: float) -> bool:
-    """Tell whether a decode that reads so many tokens of KV hides behind the products of a prompt."""
-    rates = state.rates
+    """Tell whether a decode that reads so many tokens of KV may hide behind the products of a prompt."""
+    rates, exponent = state.rates, state.latency.exponent
     takes = rates.seconds_per_token + rates.seconds_per_sample
-    return bool(state.latency.exponent > 1.0 and reads * rates.seconds_per_kv_token > _READS * takes)
+    none = exponent <= 1.0 or state.guests.counts[0].late > 0
+    return bool(not none and reads * rates.seconds_per_kv_token > _READS * takes)
+
+
+@compiled
+def _decodes_beside(state: SchedulerState, seconds: float) -> int:
+    """Count the decodes of the job that may ride beside a prompt without hiding, in a step of so many seconds."""
+    if state.latency.exponent <= 1.0 or state.guests.counts[0].late > 0:
+        return 0
+    return int(_SHARE * seconds / (state.rates.seconds_per_token + state.rates.seconds_per_sample))
 
 
 @compiled
@@ -155,12 +169,12 @@ def prefill_guests(state: SchedulerState, now: float) -> bool:
         return True
     _return_preempted(state, now)
     if totals.guests == 0:
-        _sort_prefilling(state)
+        _rank(state)
     while totals.tokens < totals.budget:
-        place, rank = most_urgent(guests, state.prompts, state.rates)
+        place, rank = most_urgent(guests)
         at = totals.guests
         begun = at < counts.prefilling and run.slots[run.prefilling[at]].guest
-        if place >= 0 and not (begun and _rank(state, run.prefilling[at]) <= rank):
+        if place >= 0 and not (begun and run.slots[run.prefilling[at]].rank <= rank):
             if not _make_way_in(state, guests.requests[place], now):
                 if not begun:
                     break
@@ -189,27 +203,39 @@ def all_guests_have_chunks(state: SchedulerState) -> bool:
 
 
 @compiled
-def _rank(state: SchedulerState, slot: int) -> float:
-    record = state.run.slots[slot]
-    if record.known > record.prompt:
-        return urgency_begun()
-    start = record.computed
-    return urgency(state.rates, state.guests.counts[0].clock, record.due, float(start), record.known - start)
+def _rank(state: SchedulerState) -> int:
+    """Rank the guests that wait or prefill, and sort those that prefill, which stand before all others; how many do.
 
-
-@compiled
-def _sort_prefilling(state: SchedulerState) -> None:
-    """Sort the guests that prefill, which stand before all others, by urgency."""
-    run = state.run
-    for i in range(1, run.counts[0].prefilling):
-        slot = run.prefilling[i]
-        if not run.slots[slot].guest:
-            return
-        rank, at = _rank(state, slot), i
-        while at > 0 and _rank(state, run.prefilling[at - 1]) > rank:
+    A second of a prompt's compute takes as many seconds as steps take that have so much of it.
+    """
+    run, guests, rates = state.run, state.guests, state.rates
+    waiting, begun = guests.counts[0].waiting, 0
+    while begun < run.counts[0].prefilling and run.slots[run.prefilling[begun]].guest:
+        begun += 1
+    dues, seconds = np.empty(waiting + begun), np.empty(waiting + begun)
+    most, computes = step_bound(state), max(state.chunks.totals[0].budget, 1) * rates.seconds_per_token
+    slowed = max(1.0, most / computes) if np.isfinite(most) else 1.0
+    for i in range(waiting + begun):
+        start, tokens = 0.0, 0
+        if i < waiting:
+            dues[i], tokens = guests.due[i], state.prompts[guests.requests[i]]
+        else:
+            record = run.slots[run.prefilling[i - waiting]]
+            dues[i] = -np.inf if record.known > record.prompt else record.due  # its answer was begun: it is the first
+            start, tokens = float(record.computed), record.known - record.computed
+        seconds[i] = slowed * compute_seconds(rates, tokens, 1, pairs_of(rates.reach, start, tokens))
+    ranks = rank_guests(guests.counts[0].clock, dues, seconds)
+    guests.ranks[:waiting] = ranks[:waiting]
+    guests.counts[0].late = np.count_nonzero(np.isfinite(dues) & (ranks > dues))
+    for i in range(begun):
+        slot, at = run.prefilling[i], i
+        rank = ranks[waiting + i]
+        run.slots[slot].rank = rank
+        while at > 0 and run.slots[run.prefilling[at - 1]].rank > rank:
             run.prefilling[at] = run.prefilling[at - 1]
             at -= 1
         run.prefilling[at] = slot
+    return begun
 
 
 @compiled
@@ -247,12 +273,14 @@ def _begin_guest(state: SchedulerState, place: int, at: int, now: float) -> None
     """Admit the guest that waits at a place; it prefills as number `at` of all. There must be a slot."""
     guests = state.guests
     request, due, expected = guests.requests[place], guests.due[place], guests.expected[place]
+    rank = guests.ranks[place]
     take_waiting(guests, place)
     slot = take_slot(state.run, request, state.prompts[request], COMPUTE_END, False, 0.0, expected)
     record = state.run.slots[slot]
     record.admitted_step = int(now)
     record.guest = True
     record.due = due
+    record.rank = rank
     guests.counts[0].running += 1
     enter_at(state, slot, at, now)
 
@@ -291,11 +319,9 @@ def decide_prompts(state: SchedulerState, slots: NDArray[np.int32], starts: NDAr
     totals.tokens = totals.chunks = totals.forks = totals.cached = totals.recomputed = totals.preempted = 0
     totals.pair_price = totals.sample_price = totals.free_tokens = 0.0
     totals.budget = step_tokens(state.budget, Load(0, 0.0, 0.0, 0.0))
-    at = 0
-    while at < counts.prefilling and run.slots[run.prefilling[at]].guest:
-        at += 1
+    at = _rank(state)
     while guests.counts[0].waiting > 0 and guests.counts[0].running < state.limits.most_running:
-        place, rank = most_urgent(guests, state.prompts, state.rates)
+        place, rank = most_urgent(guests)
         request = guests.requests[place]
         tokens = state.prompts[request]
         room = -(-tokens // pages.page_size) + 1 <= room_for(pages)
@@ -304,7 +330,7 @@ def decide_prompts(state: SchedulerState, slots: NDArray[np.int32], starts: NDAr
         findable, known = pages.prompts.findable, 0
         if len(findable) > 0:
             known = findable[request]
-            findable[request] = min(known, _there_already(state, request, slots, starts) + 1)
+            findable[request] = min(known, found_before(pages, request, slots, starts) + 1)
         _begin_guest(state, place, at, now)
         given = give_chunk(state, run.prefilling[at])
         assert given, "a prompt has no chunk though there is room"
@@ -312,19 +338,3 @@ def decide_prompts(state: SchedulerState, slots: NDArray[np.int32], starts: NDAr
             findable[request] = known
         at += 1
     return bool(totals.chunks > 0)
-
-
-@compiled
-def _there_already(state: SchedulerState, request: int, slots: NDArray[np.int32], starts: NDArray[np.int32]) -> int:
-    """Count the leading tokens of a prompt before the first page that a chunk of a held step writes."""
-    pages, name = state.pages, start()
-    begin, whole = prompt_pages(pages.prompts, request, pages.page_size)
-    for place in range(whole):
-        at = begin + place * pages.page_size
-        name = with_tokens(name, pages.prompts.tokens, at, at + pages.page_size)
-        page = find(pages.contents, name[0], name[1])
-        for i in range(len(slots)):
-            writes = starts[i] // pages.page_size <= place < pages.held[slots[i]]
-            if writes and pages.tables[slots[i], place] == page:
-                return int(place * pages.page_size)
-    return int(whole * pages.page_size + pages.page_size)

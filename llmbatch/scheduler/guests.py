@@ -1,10 +1,12 @@
 """Guests that wait, how urgent each is, and what guests take of the machine and of its memory.
 
-A guest is a request that arrives while the job runs, and whose first token somebody waits for, `due` by some time. Its
-urgency is its slack: the seconds until then, less those that the rest of its prompt takes. Least slack comes first.
-What can no longer be in time comes last, by the time that it was due: BROS (Algorithm 1) serves it all the same, and
-past saturation one late prompt makes the next one late, until hardly any is in time. Scheduling what can still be in
-time before what cannot is an old remedy for overload (Locke, 1986).
+A guest is a request that arrives while the job runs, and whose first token somebody waits for, `due` by some time. Of
+the guests that wait, as many as can be are in time, and these get their chunks in the order in which they are due; the
+others come after them. Who the others are says the rule of Moore (1968), exactly, for what is known now: guests join in
+the order in which they are due, and where one would be late, the one whose prompt takes longest leaves. So one long
+prompt gives way to several short ones. BROS (Algorithm 1) takes the least slack first, late or not. Past saturation one
+late prompt makes the next one late then, until hardly any is in time. And of prompts with equal slack each gets a chunk
+in turn, so all of them end when the last one does, where in the order of due times half of them would long be done.
 
 What guests take is learnt from those that were here: the seconds of compute and of KV reads in each second, forgotten
 within a minute or so, and the most KV that they held in each second of the last ten minutes. A guest that must preempt
@@ -17,6 +19,7 @@ rows leave nearly the whole reserve free; short ones, which soon give back what 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from heapq import heappop, heappush
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -25,14 +28,13 @@ from numpy.typing import NDArray
 from llmbatch.compilation.decorators import compiled
 from llmbatch.compilation.records import Float64, Int64, Records, records
 from llmbatch.compilation.references import by_reference
-from llmbatch.perf_model.work import Rates, compute_seconds, memory_seconds, pairs_of
+from llmbatch.perf_model.work import Rates, compute_seconds, memory_seconds
 
 _HISTORY: Final = 600  # seconds
 _ABOVE: Final = 0.01  # of these, in which guests may hold more than is reserved
 _SPANS: Final = 10  # of 1, 2, 4, ... seconds, in which rises are learnt; the last is nearly the history
 _FORGET: Final = 1.0 / 60.0  # of the rate of work, each second
-_LATE: Final = 1e15  # urgency of what is late, beside its due time in seconds
-_AT_ONCE: Final = -1e18  # urgency of an answer that was begun
+_LATE: Final = 1e15  # rank of what is late, beside its due time in seconds
 _CORRECTED: Final = 0.05  # of the ratio of measured to predicted seconds, by each step
 
 
@@ -71,6 +73,7 @@ class GuestCounts:
     clock: Float64  # seconds, when the step is decided
     waiting: Int64
     running: Int64  # slots of guests, preempted ones among them
+    late: Int64  # of those that wait or prefill, in the latest step that ranked them
     compute: Float64  # seconds of guests' work since `noted`
     memory: Float64
     compute_rate: Float64  # seconds of their work in each second, lately
@@ -92,6 +95,7 @@ class GuestQueue(NamedTuple):
     requests: NDArray[np.int32]
     due: NDArray[np.float64]
     expected: NDArray[np.float64]
+    ranks: NDArray[np.float64]  # of the step that is decided: least comes first
     history: NDArray[np.float64]  # [seconds] the most KV tokens that guests held, in a circle
     rises: NDArray[np.float64]  # [spans] KV tokens that they want more within a span, in all but a hundredth of it
     counts: Records[GuestCounts]  # [1]
@@ -101,7 +105,7 @@ class GuestQueue(NamedTuple):
         """Make room for guests, none of them there."""
         counts = records(GuestCounts)
         counts[0].correction = 1.0
-        columns = np.empty(capacity, np.int32), np.empty(capacity), np.empty(capacity)
+        columns = np.empty(capacity, np.int32), np.empty(capacity), np.empty(capacity), np.empty(capacity)
         return cls(*columns, np.zeros(_HISTORY), np.full(_SPANS, np.inf), counts)
 
     def with_arrivals(self, arrivals: Arrivals) -> GuestQueue:
@@ -114,6 +118,7 @@ class GuestQueue(NamedTuple):
                 requests=np.pad(self.requests, (0, more)),
                 due=np.pad(self.due, (0, more)),
                 expected=np.pad(self.expected, (0, more)),
+                ranks=np.pad(self.ranks, (0, more)),
             )
         places = slice(first, first + count)
         queue.requests[places] = arrivals.requests
@@ -149,30 +154,37 @@ def take_waiting(guests: GuestQueue, place: int) -> None:
         guests.requests[i] = guests.requests[i + 1]
         guests.due[i] = guests.due[i + 1]
         guests.expected[i] = guests.expected[i + 1]
+        guests.ranks[i] = guests.ranks[i + 1]
 
 
 @compiled
-def urgency(rates: Rates, clock: float, due: float, start: float, tokens: int) -> float:
-    """Rank a guest whose `tokens` after `start` others are to be computed before its first token: least comes first."""
-    seconds = compute_seconds(rates, tokens, 1, pairs_of(rates.reach, start, tokens))
-    slack: float = due - clock - seconds
-    return slack if slack >= 0.0 else _LATE + due
+def rank_guests(clock: float, dues: NDArray[np.float64], seconds: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Rank guests by when each is due, and the seconds that the rest of its prompt takes: least comes first.
+
+    As many as can be are in time, and have the time at which they are due for their rank; the others come after them.
+    All arrays are float64 [n].
+    """
+    ranks = _LATE + dues
+    longest = [(0.0, 0) for _ in range(0)]  # a heap of those that are in time so far: minus seconds, place
+    end = clock
+    for place in np.argsort(dues, kind="mergesort"):
+        ranks[place] = dues[place]
+        end += seconds[place]
+        heappush(longest, (-seconds[place], place))
+        if end > dues[place]:
+            less, out = heappop(longest)
+            end += less
+            ranks[out] = _LATE + dues[out]
+    return ranks
 
 
 @compiled
-def urgency_begun() -> float:
-    """Rank a guest that has tokens already, and was preempted: it comes before all whose first token is wanted."""
-    return _AT_ONCE
-
-
-@compiled
-def most_urgent(guests: GuestQueue, prompts: NDArray[np.int32], rates: Rates) -> tuple[int, float]:
+def most_urgent(guests: GuestQueue) -> tuple[int, float]:
     """Find the place of the most urgent guest that waits, and its rank; -1 where none does."""
-    clock, best, least = guests.counts[0].clock, -1, np.inf
+    best, least = -1, np.inf
     for i in range(guests.counts[0].waiting):
-        rank = urgency(rates, clock, guests.due[i], 0.0, prompts[guests.requests[i]])
-        if best < 0 or rank < least:
-            best, least = i, rank
+        if best < 0 or guests.ranks[i] < least:
+            best, least = i, guests.ranks[i]
     return best, least
 
 

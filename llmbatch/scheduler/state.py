@@ -47,6 +47,7 @@ class SequenceRecord:
     remaining_tokens: Float64  # that it was expected to generate when last asked
     ends_at: Float64  # tokens, prompt and answer, that it was expected to have in the end when last asked
     due: Float64  # seconds on the scheduler's clock by which a guest's first token is wanted
+    rank: Float64  # of a guest that prefills, in the step that is decided: least comes first
 
 
 class SequenceCounts:
@@ -277,6 +278,7 @@ def take_slot(
     record.remaining_tokens = remaining
     record.ends_at = prompt + remaining
     record.due = np.inf
+    record.rank = np.inf
     run.held[end] += weight
     if passed:
         counts.passed_tokens += weight

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from itertools import pairwise
+from itertools import pairwise, product
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ from llmbatch.engine.simulated import SimulatedEngine
 from llmbatch.kvcache.page_trie import PageTrie
 from llmbatch.perf_model.step_bound import step_seconds
 from llmbatch.scheduler.admission_order import Blend, Ends, FromFront
-from llmbatch.scheduler.guests import Arrivals, GuestQueue, Latency, kept_free, note_held
+from llmbatch.scheduler.guests import Arrivals, GuestQueue, Latency, kept_free, note_held, rank_guests
 from llmbatch.scheduler.output import FinishReason, Step
 from llmbatch.scheduler.scheduler import QueueUpdate, Scheduler
 from llmbatch.scheduler.token_budget import Budget, ClosedLoopBudget, FixedBudget
@@ -182,18 +182,50 @@ def test_a_guest_gets_its_chunk_before_the_job_and_before_who_waits_longer() -> 
     assert step.counts.tolist() == [8, 8]
 
 
-def test_the_least_slack_comes_first_and_what_is_late_comes_last() -> None:
-    load = Workload([[row] * 40 for row in range(4)], np.full(4, 2, np.int32), np.full(4, 2.0))
+def firsts_of(run: Run) -> list[int]:
+    """Run to the end; the requests in the order of their first chunks."""
+    firsts: list[int] = []
+    while not run.scheduler.done:
+        firsts += [request for request in run.step().requests.tolist() if request not in firsts]
+    return firsts
+
+
+def test_who_is_due_first_comes_first_and_what_is_late_comes_last() -> None:
+    prompts = [[0] * 40, [1] * 40, [2] * 200, [3] * 40]
+    load = Workload(prompts, np.full(4, 2, np.int32), np.full(4, 2.0))
     run = Run(scheduler_for(load, 3, 4, 1000, budget=FixedBudget(40)), load)
     arrive(run.scheduler, load, 1, due=0.01)  # 40 tokens take .04 s
-    arrive(run.scheduler, load, 2, due=9.0)
-    arrive(run.scheduler, load, 3, due=0.2)
-    firsts = []
-    while not run.scheduler.done:
-        for request in run.step().requests.tolist():
-            if request not in firsts:
-                firsts.append(request)
-    assert firsts == [3, 2, 1, 0]
+    arrive(run.scheduler, load, 2, due=0.4)  # 200 take .22 s, so it has less slack than the next
+    arrive(run.scheduler, load, 3, due=0.3)
+    assert firsts_of(run) == [3, 2, 1, 0]
+
+
+def test_the_longest_prompt_gives_way_where_not_all_can_be_in_time() -> None:
+    prompts = [[0] * 40, [1] * 200, [2] * 40, [3] * 40]
+    load = Workload(prompts, np.full(4, 2, np.int32), np.full(4, 2.0))
+    run = Run(scheduler_for(load, 3, 4, 1000, budget=FixedBudget(40)), load)
+    arrive(run.scheduler, load, 1, due=0.25)  # in time alone
+    arrive(run.scheduler, load, 2, due=0.27)
+    arrive(run.scheduler, load, 3, due=0.28)
+    assert firsts_of(run) == [2, 3, 1, 0]
+
+
+@given(st.lists(st.tuples(st.integers(-3, 12), st.integers(1, 6)), max_size=7))
+@examples(200)
+def test_as_many_guests_as_can_be_are_in_time(guests: list[tuple[int, int]]) -> None:
+    dues = np.array([due for due, _ in guests], np.float64)
+    seconds = np.array([took for _, took in guests], np.float64)
+    ranks = rank_guests(0.0, dues, seconds)
+    ended, in_time = 0.0, 0
+    for place in np.argsort(ranks, kind="stable"):
+        ended += seconds[place]
+        in_time += ended <= dues[place]
+    most = 0
+    for chosen in product([False, True], repeat=len(guests)):
+        places = [place for place in np.argsort(dues, kind="stable") if chosen[place]]
+        ends = np.cumsum(seconds[places])
+        most = max(most, len(places) if (ends <= dues[places]).all() else 0)
+    assert in_time == most == np.count_nonzero(ranks == dues)
 
 
 def test_decodes_that_sit_out_keep_their_pages_and_go_on() -> None:
@@ -210,18 +242,45 @@ def test_decodes_that_sit_out_keep_their_pages_and_go_on() -> None:
     assert sum(int(step.counts[step.num_decodes :].sum()) for step in run.steps) == count * 300
 
 
-def test_while_a_prompt_waits_only_decodes_that_hide_behind_it_ride_along() -> None:
+@pytest.mark.parametrize(
+    ("due", "bound", "exponent", "short", "long"),
+    [
+        (99.0, 0.21, 4.0, 6, 8),  # 3 % of the step are 6.3 decodes
+        (99.0, 0.11, 4.0, 3, 8),
+        (0.0, 0.21, 4.0, 0, 0),  # the guest is late
+        (99.0, 0.21, 1.0, 0, 0),  # nothing hides
+    ],
+)
+def test_decodes_ride_beside_a_prompt_that_hide_or_are_few(
+    due: float, bound: float, exponent: float, short: int, long: int
+) -> None:
     """A decode computes for 1 ms, and reads for 4 from 400 tokens on."""
-    prompts = [[row] * (1000 if row % 2 else 20) for row in range(10)] + [[99] * 500]
-    load = Workload(prompts, np.full(11, 200, np.int32), np.full(11, 200.0))
+    prompts = [[row] * (600 if row % 2 else 20) for row in range(16)] + [[99] * 500]
+    load = Workload(prompts, np.full(17, 200, np.int32), np.full(17, 200.0))
     budget = FixedBudget(100_000)
-    run = Run(scheduler_for(load, 1, 16, 4000, budget=budget, bound=0.2, max_running=20, work=(1e3, 1e3)), load)
-    for _ in range(60):
+    run = Run(scheduler_for(load, 1, 16, 4000, budget=budget, bound=bound, max_running=20, work=(1e3, 1e3)), load)
+    run.scheduler.bound(Latency(bound, exponent))
+    for _ in range(120):
         run.step()
-    arrive(run.scheduler, load, 10)
+    arrive(run.scheduler, load, 16, due=due)
+    run.step()  # which finds out that it is late
     step = run.step()
-    assert sorted(step.requests[: step.num_decodes].tolist()) == [1, 3, 5, 7, 9]
-    assert step.requests[step.num_decodes :].tolist() == [10]
+    rows = step.requests[: step.num_decodes]
+    assert [np.count_nonzero(rows % 2 == 0), np.count_nonzero(rows % 2 == 1)] == [short, long]
+    assert step.requests[step.num_decodes :].tolist() == [16]
+
+
+def test_what_guests_take_of_the_machine_counts_in_the_budget_of_a_step() -> None:
+    tokens = []
+    for rate in (0.0, 0.5):
+        load = Workload([[row] * 300 for row in range(60)], np.full(60, 50, np.int32), np.full(60, 50.0))
+        budget = ClosedLoopBudget(RATES, floor=1)
+        run = Run(scheduler_for(load, 0, 1, 20_000, budget=budget, bound=1.0, max_running=200, work=(4.0, 4.0)), load)
+        for _ in range(2):
+            run.step()
+        run.scheduler.state.guests.counts[0].compute_rate = rate
+        tokens.append(run.step().num_tokens)
+    assert tokens[1] > 1.5 * tokens[0]
 
 
 def test_the_job_gives_pages_back_for_a_guest_and_loses_no_more_than_these() -> None:
