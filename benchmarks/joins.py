@@ -152,9 +152,7 @@ def main() -> None:
         for seed in range(options.times):
             before, since, waited = run(rows, options.step, 10 * seed)
             longest = ", ".join(f"{ms:.1f}" for ms in np.sort(since)[:-4:-1])
-            print(
-                f"{rows:7,} rows: pauses of {before.max():.1f} ms before, {longest} since; first row after {waited:.0f} ms"
-            )
+            print(f"{rows:7,} rows: {before.max():.1f} ms before, {longest} since; first row after {waited:.0f} ms")
 
 
 if __name__ == "__main__":

@@ -14,12 +14,12 @@ from numpy.typing import NDArray
 from llmbatch.engine.base import InterruptibleEngine, StreamEngine
 from llmbatch.kvcache.contents import Contents
 from llmbatch.planning.prepared_shard import PreparedShard
-from llmbatch.planning.workload import Pool, Scheduling, Workload, findable_tokens
+from llmbatch.planning.workload import Pool, Scheduling, findable_tokens
 from llmbatch.runtime.guest_seconds import seconds_of
 from llmbatch.runtime.interrupted_loop import InterruptedLoop
 from llmbatch.runtime.live_guests import LiveGuests
 from llmbatch.runtime.live_requests import LiveRequests, Renumbered
-from llmbatch.runtime.protocols import NO_REQUESTS, CompletedRequests, EngineObserver, Totals, W
+from llmbatch.runtime.protocols import NO_REQUESTS, CompletedRequests, EngineObserver, GivenUp, Totals, W
 from llmbatch.runtime.refit import Refit
 from llmbatch.runtime.shard_run import Carried, ShardRun
 from llmbatch.runtime.step_loop import EngineDied, PipelinedLoop, SerialLoop, drive
@@ -60,16 +60,15 @@ class ActiveRun(EngineObserver[W]):
         context: StreamContext[W],
         engine: StreamEngine,
         requests: LiveRequests[W],
-        workload: Workload,
+        prepared: PreparedShard,
         *,
-        prepared: PreparedShard | None = None,
         after: ActiveRun[W] | None = None,
         carried: Carried | None = None,
         alone: bool = False,
     ) -> None:
         """Take an engine that has these requests, with what is `carried` over from the run before, if there is one.
 
-        The workload may be `prepared`. Where the requests are to run `alone`, no guests are let in.
+        Where the requests are to run `alone`, no guests are let in.
         """
         self.engine = engine
         self.requests = requests
@@ -77,7 +76,7 @@ class ActiveRun(EngineObserver[W]):
         self._guests = None if alone else context.guests
         self._loop = self._make_loop()
         self._run: ShardRun = ShardRun(
-            workload, self._loop, context.pool, context.refit.cost, context.scheduling,
+            prepared.workload, self._loop, context.pool, context.refit.cost, context.scheduling,
             prepared=prepared, carried=carried, refit=context.refit, latency=context.latency, planner=context.planner,
         )  # fmt: skip  # arguments in groups
         # Steps and preemptions that are in the totals.
@@ -101,22 +100,20 @@ class ActiveRun(EngineObserver[W]):
         context: StreamContext[W],
         engine: StreamEngine,
         requests: LiveRequests[W],
-        workload: Workload,
-        prepared: PreparedShard | None = None,
+        prepared: PreparedShard,
+        *,
         alone: bool = False,
     ) -> ActiveRun[W]:
-        """Start on a workload with nothing in slots."""
+        """Start on requests with nothing in slots."""
         engine.begin(requests.requests)
-        return cls(context, engine, requests, workload, prepared=prepared, alone=alone)
+        return cls(context, engine, requests, prepared, alone=alone)
 
     def joined_by(self, live: LiveRequests[W], prepared: PreparedShard, renumbered: Renumbered) -> ActiveRun[W]:
         """Return the run that goes on with other requests; those that run keep their slots under their new numbers."""
         numbers, ended, guests = renumbered
         self.engine.rebind(live.requests)
         carried = Carried(self._run.scheduler, numbers, ended, live.answered[ended])
-        run = ActiveRun(
-            self._context, self.engine, live, prepared.workload, prepared=prepared, after=self, carried=carried
-        )
+        run = ActiveRun(self._context, self.engine, live, prepared, after=self, carried=carried)
         findable = findable_tokens(live.requests.scored[guests], live.tree.lengths[guests])
         run._run.expect(guests, live.expected[guests].astype(np.float64), findable)
         self.release()
@@ -215,10 +212,19 @@ class ActiveRun(EngineObserver[W]):
             self.engine.extend(live.requests, rows)
             self._run.arrive(arrivals, findable_tokens(live.requests.scored[rows], arrivals.prompts))
 
-    def drop(self, requests: NDArray[np.int32]) -> None:
-        """Do not run these requests of windows any more, nor tell of them; nothing may be queued."""
-        self.requests.open[requests] = False
-        self._loop.withdraw(self._run.scheduler, requests, FinishReason.CANCELLED)
+    def drop_given_up(self) -> None:
+        """Drop requests of windows that are not to be run any more, nor told of; nothing may be queued."""
+        live, observer = self.requests, self._context.observer
+        for number, window in enumerate(live.windows if observer.interrupts else ()):
+            given_up = observer.given_up(window)
+            if given_up == GivenUp.NONE:
+                continue
+            gone = live.open & (live.window == number)
+            if given_up == GivenUp.NOT_BEGUN:
+                gone &= ~live.begun
+            live.open[gone] = False
+            self._loop.withdraw(self._run.scheduler, np.flatnonzero(gone).astype(np.int32), FinishReason.CANCELLED)
+            observer.dropped(window, live.index[gone])
 
     def dismissed(self, requests: NDArray[np.int32]) -> None:
         """Take note that these requests, which waited to be admitted, are in the hands of the scheduler no more."""

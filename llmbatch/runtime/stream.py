@@ -43,7 +43,7 @@ from llmbatch.runtime.active_run import ActiveRun, Idle, StreamContext
 from llmbatch.runtime.guests import GuestInbox
 from llmbatch.runtime.live_guests import EngineLoad, LiveGuests
 from llmbatch.runtime.live_requests import LiveRequests, NextRequests
-from llmbatch.runtime.protocols import EngineObserver, EngineProvider, GivenUp, Stop, Totals, W, WindowSource
+from llmbatch.runtime.protocols import EngineObserver, EngineProvider, Stop, Totals, W, WindowSource
 from llmbatch.runtime.refit import Refit
 from llmbatch.runtime.shard_run import ShardRun
 from llmbatch.runtime.step_loop import EngineDied, Renumber, TokenDropper, drive
@@ -114,9 +114,9 @@ class Stream(Generic[W]):
                 # No local holds the run: while another engine is made, the memory of a dead one must be free.
                 idle = isinstance(self._now, Idle) or self._now.done
                 window = None if self._next else source.next(idle and self._context.guests is None)
-                if window is None and idle and not self._more_comes():
-                    return self.totals
                 try:
+                    if window is None and idle and not self._more_comes():
+                        return self.totals
                     if self._next is not None and self._made.done():
                         self._take_over(self._next)
                     elif window is not None:
@@ -166,9 +166,10 @@ class Stream(Generic[W]):
 
     def _renumber(self, joining: tuple[W, RequestBatch, NDArray[np.bool_]] | None = None) -> None:
         """Begin to give other numbers to what runs and waits, joined by those requests of a window that are marked."""
-        self._drop_given_up()
         self._renumbers = False
         context, now, guests = self._context, self._now, self._context.guests
+        if isinstance(now, ActiveRun):
+            now.drop_given_up()
         kept = now.requests.going_on(self._rng)
         spare = None if guests is None else (_SPARE_ROWS, _SPARE_TOKENS + guests.tokens_entering)
         contents = now.contents() if isinstance(now, ActiveRun) else None
@@ -202,7 +203,7 @@ class Stream(Generic[W]):
         if guests is None:
             return self._next is not None
         if self._next is not None:
-            if guests.inbox.closed:
+            if guests.inbox.closed or guests.entering:
                 wait((self._made,))
             elif not self._made.done() and not guests.pending:
                 guests.inbox.wait(_LONGEST_WAIT)
@@ -221,37 +222,15 @@ class Stream(Generic[W]):
             self._begin(requests).admit_all()
         return True
 
-    def _drop_given_up(self) -> None:
-        """Drop requests that are not to be run any more."""
-        now, observer = self._now, self._context.observer
-        if not observer.interrupts or not isinstance(now, ActiveRun):
-            return
-        requests = now.requests
-        for number, window in enumerate(requests.windows):
-            given_up = observer.given_up(window)
-            if given_up == GivenUp.NONE:
-                continue
-            gone = requests.open & (requests.window == number)
-            if given_up == GivenUp.NOT_BEGUN:
-                gone &= ~requests.begun
-            now.drop(np.flatnonzero(gone).astype(np.int32))
-            observer.dropped(window, requests.index[gone])
-
     def _begin(
-        self,
-        requests: LiveRequests[W],
-        prepared: PreparedShard | None = None,
-        *,
-        alone: NDArray[np.int32] | None = None,
+        self, requests: LiveRequests[W], prepared: PreparedShard | None = None, *, alone: bool = False
     ) -> ActiveRun[W]:
-        """Start on requests with nothing in slots; where some are to run `alone`, the others wait, and guests."""
+        """Start on requests with nothing in slots; where they are to run `alone`, guests wait."""
         engine = self._now.engine
         if isinstance(self._now, ActiveRun):
             self._now.release()
-        workload = requests.workload() if prepared is None else prepared.workload
-        if alone is not None:
-            workload = workload.without(np.setdiff1d(np.flatnonzero(requests.open), alone).tolist())
-        self._now = active = ActiveRun.begin(self._context, engine, requests, workload, prepared, alone is not None)
+        prepared = prepared or PreparedShard.of(requests.workload(), self._context.pool.page_size)
+        self._now = active = ActiveRun.begin(self._context, engine, requests, prepared, alone=alone)
         active.next = self._made if self._next else None
         return active
 
@@ -289,8 +268,11 @@ class Stream(Generic[W]):
 
     def _death_of(self, group: NDArray[np.int32]) -> EngineDied | None:
         """Run some requests to their end with nothing beside them; how the engine died of them, if it did."""
+        requests = self._now.requests
+        others = np.setdiff1d(np.flatnonzero(requests.open), group)
+        workload = requests.workload().without(others.tolist())
         try:
-            self._begin(self._now.requests, alone=group).run_to_end()
+            self._begin(requests, PreparedShard.of(workload, self._context.pool.page_size), alone=True).run_to_end()
         except EngineDied as died:
             self._replace_engine(died)
             return died
