@@ -203,7 +203,7 @@ class Stream(Generic[W]):
         if guests is None:
             return self._next is not None
         if self._next is not None:
-            if guests.inbox.closed or guests.entering:
+            if guests.inbox.closed:
                 wait((self._made,))
             elif not self._made.done() and not guests.pending:
                 guests.inbox.wait(_LONGEST_WAIT)
