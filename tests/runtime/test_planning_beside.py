@@ -14,10 +14,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import llmbatch.runtime.live_requests
 from llmbatch.engine.recorded import RecordedEngine
+from llmbatch.planning.prepared_shard import PreparedShard
 from llmbatch.planning.workload import Pool
 from llmbatch.runtime.guests import GuestInbox
+from llmbatch.runtime.live_requests import NextRequests
 from llmbatch.runtime.protocols import Stop
 from llmbatch.runtime.stream import Stream
 from tests.runtime.test_guests import BUDGET, POOL, all_of, opened, scheduler_of
@@ -167,7 +168,7 @@ def test_what_planning_raises_is_raised_by_the_stream(monkeypatch: pytest.Monkey
     def fail(*_: Any) -> None:
         raise MemoryError("no room for a tree")
 
-    monkeypatch.setattr(llmbatch.runtime.live_requests.PreparedShard, "planned", fail)
+    monkeypatch.setattr(PreparedShard, "planned", fail)
     inbox, (one, told) = GuestInbox(), guest([1, 2, 3], 60)
     inbox.put(one)
     with pytest.raises(MemoryError, match="no room for a tree"):
@@ -178,7 +179,7 @@ def test_what_planning_raises_is_raised_by_the_stream(monkeypatch: pytest.Monkey
 
 def test_a_stream_that_is_stopped_while_a_window_is_planned_leaves_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     inbox, (one, _), planning = GuestInbox(), guest([1, 2, 3], 200), threading.Event()
-    make, window = llmbatch.runtime.live_requests.NextRequests.make, window_of([[5, 6]], [3])
+    make, window = NextRequests.make, window_of([[5, 6]], [3])
     begun: list[str] = []
 
     def slow(*args: Any) -> Any:
@@ -191,7 +192,7 @@ def test_a_stream_that_is_stopped_while_a_window_is_planned_leaves_no_thread(mon
             planning.set()
             raise Stop(time.monotonic())
 
-    monkeypatch.setattr(llmbatch.runtime.live_requests.NextRequests, "make", slow)
+    monkeypatch.setattr(NextRequests, "make", slow)
     script = Script(inbox)
     script.after_each = stop
     inbox.put(one)
