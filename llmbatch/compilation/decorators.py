@@ -38,7 +38,9 @@ from llmbatch.system.cache import cache_folder
 F = TypeVar("F", bound=Callable[..., Any])
 
 _PACKAGE: Final = Path(__file__).parents[1]
-_KERNELS: Final = "llmbatch.kernels."  # these and functions with options are never run as Python
+# These are never run as Python, nor are functions with other options than `nogil`.
+_KERNELS: Final = "llmbatch.kernels."
+_ENGINES: Final = (_KERNELS, "llmbatch.engine.")  # those that let other threads run meanwhile
 _FOLDER: Final = re.compile(r"\.?[0-9a-f]{16}(\.\d+)*")
 # Of files that have compiled functions, or write instructions for them.
 _MARKS: Final = (b"@compiled", b"@by_reference", b"@njit", b"@intrinsic", b"llvmlite")
@@ -94,7 +96,8 @@ def compiled(function: F | None = None, /, *, cache: bool = True, **options: Any
             dispatcher.get_call_template = lambda args, kws: template(tuple(map(_canonical, args)), kws)
             if cache and kept():
                 dispatcher._cache = _Cache(function)
-            if not options and not function.__module__.startswith(_KERNELS):
+            native = _ENGINES if options == {"nogil": True} else _KERNELS if not options else ""
+            if not function.__module__.startswith(native):
                 register(dispatcher)
         return cast(F, dispatcher)
 

@@ -144,7 +144,7 @@ def _finish(state: np.uint64) -> np.uint64:
     return state ^ (state >> np.uint64(32))
 
 
-@compiled
+@compiled(nogil=True)
 def _add(rows: NDArray[np.uint64], hashes: NDArray[np.uint64], seed: np.uint64) -> None:
     """Add to each row its hash in one column; sums do not depend on the order of columns."""
     for i in range(len(rows)):
@@ -152,14 +152,14 @@ def _add(rows: NDArray[np.uint64], hashes: NDArray[np.uint64], seed: np.uint64) 
             rows[i] += _finish(_mix(seed, hashes[i]))
 
 
-@compiled
+@compiled(nogil=True)
 def _hash_words(words: NDArray[np.uint64], valid: NDArray[np.bool_], seed: np.uint64, out: NDArray[np.uint64]) -> None:
     for i in range(len(out)):
         if valid[i]:
             out[i] = _finish(_mix(seed, words[i]))
 
 
-@compiled
+@compiled(nogil=True)
 def _hash_lists(
     elements: NDArray[np.uint64],
     offsets: NDArray[np.int64],
@@ -175,7 +175,7 @@ def _hash_lists(
             out[i] = _finish(state)
 
 
-@compiled
+@compiled(nogil=True)
 def _hash_bytes(
     data: NDArray[np.uint8],
     offsets: NDArray[np.int64],

@@ -58,6 +58,10 @@ class Contents(NamedTuple):
             np.full(num_pages, _OUTSIDE, np.int32),
         )
 
+    def copy(self) -> Contents:
+        """Copy the names and the index: a step for each page."""
+        return Contents(self.names.copy(), self.buckets.copy(), self.following.copy())
+
     @property
     def indexed(self) -> NDArray[np.bool_]:
         """[pages] Whether it can be found by its name."""
@@ -166,7 +170,7 @@ def forget_contents(contents: Contents, page: int) -> None:
     contents.names[page, 0] = contents.names[page, 1] = np.uint64(0)
 
 
-@compiled
+@compiled(nogil=True)
 def found_pages(
     contents: Contents,
     prompts: Prompts,

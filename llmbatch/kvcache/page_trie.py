@@ -107,7 +107,7 @@ def fill_path(
         run = run_parent[run]
 
 
-@compiled
+@compiled(nogil=True)
 def _number(
     rows: NDArray[np.int32],
     shared: NDArray[np.int64],
@@ -141,7 +141,7 @@ def _number(
     return pages
 
 
-@compiled
+@compiled(nogil=True)
 def _count(
     depth: NDArray[np.int32],
     run: NDArray[np.int32],

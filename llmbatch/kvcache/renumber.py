@@ -15,25 +15,28 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmbatch.compilation.decorators import compiled
-from llmbatch.kvcache.contents import Prompts, find, found_pages, index, name_of, start, with_tokens
+from llmbatch.kvcache.contents import Contents, Prompts, find, found_pages, index, name_of, start, with_tokens
 from llmbatch.kvcache.eviction import free_page, publish_as, worth_in_plan
 from llmbatch.kvcache.page_pool import LOOSE, PagePool, path_of
 from llmbatch.kvcache.page_trie import PageTrie
 from llmbatch.kvcache.page_worth import is_planned, remove, revalue
 from llmbatch.kvcache.windows import tail_begin, value_window_page
 
+_NONE = np.empty(0, np.int32)  # rows
+
 
 def find_pages(
-    pages: PagePool, prompts: Prompts, rows: NDArray[np.int32], lcp: NDArray[np.int32], numbers: NDArray[np.int32]
+    contents: Contents, page_size: int, prompts: Prompts, rows: NDArray[np.int32], lcp: NDArray[np.int32], carried: int
 ) -> NDArray[np.int32]:
     """Count how many leading pages are there of each row that joins, int32 by its new number.
 
-    `rows` and `lcp` are those of the new shard's tree; rows that have `numbers` were in the shard before.
+    `rows` and `lcp` are those of the new shard's tree. The first `carried` numbers are of rows that were in the shard
+    before: what runs of them holds its pages, so 0 is returned for them.
     """
     found = np.zeros(len(prompts.offsets) - 1, np.int32)
     if len(prompts.tokens):
-        found_pages(pages.contents, prompts, pages.page_size, rows, lcp, found)
-        found[numbers[numbers >= 0]] = 0  # what runs holds its pages
+        found_pages(contents, prompts, page_size, rows, lcp, found)
+        found[:carried] = 0
     return found
 
 
@@ -47,8 +50,21 @@ def pages_spared(pages: PagePool, rows: NDArray[np.int32]) -> NDArray[np.int32]:
     return spared
 
 
-def carry_pages(pages: PagePool, numbers: NDArray[np.int32], trie: PageTrie, width: int, prompts: Prompts) -> PagePool:
-    """Return the pages, whose arrays are taken over, published by another trie; tables are `width` wide or wider."""
+def carry_pages(
+    pages: PagePool,
+    numbers: NDArray[np.int32],
+    trie: PageTrie,
+    width: int,
+    prompts: Prompts,
+    *,
+    found: NDArray[np.int32] | None = None,
+    ended: NDArray[np.int32] = _NONE,
+) -> PagePool:
+    """Return the pages, whose arrays are taken over, published by another trie; tables are `width` wide or wider.
+
+    Pages are looked up for rows that were in the shard before and for those that have `found` some, by their new
+    numbers; for all where that is None. `ended` int32 [n] are new numbers of rows of the trie that are not run.
+    """
     empty = PagePool.empty(pages.num_pages, trie, slots=1, width=1)
     request = pages.request.copy()
     request[request >= 0] = numbers[request[request >= 0]]
@@ -67,12 +83,16 @@ def carry_pages(pages: PagePool, numbers: NDArray[np.int32], trie: PageTrie, wid
         run_base=empty.run_base,
         run_parent=empty.run_parent,
     )
-    _publish_anew(carried, pages.resident)
+    looked_up = np.ones(len(trie.depth), np.bool_) if found is None else found > 0
+    looked_up[numbers[numbers >= 0]] = True
+    _publish_anew(carried, pages.resident, ended, np.flatnonzero(looked_up))
     return carried
 
 
 @compiled
-def _publish_anew(pages: PagePool, before: NDArray[np.int32]) -> None:
+def _publish_anew(
+    pages: PagePool, before: NDArray[np.int32], ended: NDArray[np.int32], looked_up: NDArray[np.int64]
+) -> None:
     """Give numbers to the pages by the trie, those of the trie `before` and those that are kept."""
     for page in before:
         if page >= 0:
@@ -96,13 +116,11 @@ def _publish_anew(pages: PagePool, before: NDArray[np.int32]) -> None:
                 if wanted and pages.resident[path[i]] < 0:
                     publish_as(pages, page, path[i])
             if copies == 0:
-                for node in path:
-                    pages.remaining[node] -= 1
-                if windows.tokens > 0:
-                    for node in path[tail_begin(len(path), pages.page_size, windows.tokens) :]:
-                        windows.wanted[node] -= 1
+                _pass(pages, path)
+    for request in ended:
+        _pass(pages, path_of(pages, request))
     if len(pages.prompts.tokens) > 0:
-        for request in range(len(pages.depth)):
+        for request in looked_up:
             _publish_found(pages, request)
     for page in pages.worth.heap[: pages.counts[0].unused].copy():
         if pages.node[page] >= 0 or (pages.owner[page] < 0 and is_planned(pages.worth.value[page])):
@@ -110,6 +128,17 @@ def _publish_anew(pages: PagePool, before: NDArray[np.int32]) -> None:
     for page in windows.worth.heap[: windows.worth.counts[0].pages].copy():
         if pages.node[page] >= 0 or is_planned(windows.worth.value[page]):
             value_window_page(windows, page, pages.node[page])
+
+
+@compiled
+def _pass(pages: PagePool, path: NDArray[np.int32]) -> None:
+    """Take note that a row is not to come through the pages of a path any more."""
+    windows = pages.windows
+    for node in path:
+        pages.remaining[node] -= 1
+    if windows.tokens > 0:
+        for node in path[tail_begin(len(path), pages.page_size, windows.tokens) :]:
+            windows.wanted[node] -= 1
 
 
 @compiled

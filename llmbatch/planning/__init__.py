@@ -15,5 +15,6 @@ __all__ = [
     "plan",
     "plan_workload",
     "prefix_tree",
+    "prepared_shard",
     "workload",
 ]

@@ -25,7 +25,7 @@ def tokens_together(tree: PrefixTree, cost: CostModel) -> NDArray[np.int32]:
     return together
 
 
-@compiled
+@compiled(nogil=True)
 def _common(parent: Any, depth: Any, count: Any) -> Any:
     """Find, by node, the depth of the deepest node on its path that is long enough and has enough rows below."""
     common = np.zeros(parent.size, np.int32)

@@ -196,7 +196,7 @@ def _split_by_prompt(
     return table[own], np.concatenate((parent, above[fits]))
 
 
-@compiled
+@compiled(nogil=True)
 def _subtrees(
     rows: Any, leaf: Any, node_parent: Any, first: Any, last: Any, kind_of: Any, kind: int, above: int, least: int,
     made: int, reserved: int, table_of: Any, parent: Any, size: Any,

@@ -97,7 +97,7 @@ def sharing_kept(tree: PrefixTree, order: NDArray[np.int32], *, scans: int = 1) 
     return (int(shared.sum(dtype=np.int64)) - lost) / total if total else 0.0
 
 
-@compiled
+@compiled(nogil=True)
 def _smallest_below(rows: Any, key: Any, leaf: Any, parent: Any, smallest: Any) -> None:
     """Find the smallest key of the rows of each item."""
     nodes = parent.size
@@ -110,7 +110,7 @@ def _smallest_below(rows: Any, key: Any, leaf: Any, parent: Any, smallest: Any) 
             smallest[nodes + parent[v]] = min(smallest[nodes + parent[v]], smallest[nodes + v])
 
 
-@compiled
+@compiled(nogil=True)
 def _walk(items: Any, bounds: Any, above: Any, ends: Any, first: Any, rows: Any) -> Any:
     nodes = first.size
     order = np.empty(rows.size, np.int32)
@@ -135,7 +135,7 @@ def _walk(items: Any, bounds: Any, above: Any, ends: Any, first: Any, rows: Any)
     return order
 
 
-@compiled
+@compiled(nogil=True)
 def _neighbour_lcp(lcp: Any, lengths: Any, order: Any, position: Any, shared: Any) -> None:
     """Take the minima of `lcp` between the positions of neighbours in `order`, by a sparse table over blocks of 32."""
     blocks = (lcp.size + 31) // 32

@@ -212,7 +212,7 @@ def merge_units(
     )
 
 
-@compiled
+@compiled(nogil=True)
 def _sum_up(above: Any, value: Any) -> None:
     """Add each item's value to the node it hangs below."""
     nodes = above.size // 2
@@ -224,7 +224,7 @@ def _sum_up(above: Any, value: Any) -> None:
             value[nodes + above[nodes + v]] += value[nodes + v]
 
 
-@compiled
+@compiled(nogil=True)
 def _dissolve(parent: Any, depth: Any, above: Any, budget: float) -> None:
     nodes = parent.size
     children = np.zeros(nodes, np.int64)
@@ -245,7 +245,7 @@ def _dissolve(parent: Any, depth: Any, above: Any, budget: float) -> None:
             above[v] = 0
 
 
-@compiled
+@compiled(nogil=True)
 def _find_outliers(
     depth: Any,
     above: Any,
@@ -278,7 +278,7 @@ def _find_outliers(
             place[item] = own
 
 
-@compiled
+@compiled(nogil=True)
 def _group(log_density: Any, width: float) -> Any:
     """Assign a number to each run of a falling sequence whose values stay within `width` of the run's first."""
     group = np.zeros(log_density.size, np.int64)

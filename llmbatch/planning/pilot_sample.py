@@ -187,7 +187,7 @@ def _spread(tree: PrefixTree, strata: _Strata, quota: Ints, seed: int) -> NDArra
     return chosen
 
 
-@compiled
+@compiled(nogil=True)
 def _choose(position: Any, bounds: Any, quota: Any, start: Any, lcp: Any, ends: Any) -> Any:
     """Choose positions, sorted: `quota` of each table's positions, as runs of rows that share half a prompt."""
     taken = np.zeros(lcp.size, np.bool_)

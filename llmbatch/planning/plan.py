@@ -233,7 +233,7 @@ def _mix_memory_end(items: HungItems, key: Floats, steps: float, rng: np.random.
     key[chosen] = 1e6 - start  # the memory end is read from its last row
 
 
-@compiled
+@compiled(nogil=True)
 def _spread_down(above: Any, marked: Any) -> None:
     """Mark what hangs below marked items; items at the root keep their marks."""
     nodes = above.size // 2

@@ -146,7 +146,7 @@ class PrefixTree:
         return 1.0 - self.unique_tokens / total if total else 0.0
 
 
-@compiled
+@compiled(nogil=True)
 def _sort(tokens: Any, offsets: Any, rows: Any, lcp: Any) -> None:
     """Sort `rows` (0 .. n - 1 on entry) by their tokens and fill `lcp`."""
     n = rows.size
@@ -239,7 +239,7 @@ def _merge_sort(keys: Any, rows: Any, spare_keys: Any, spare_rows: Any, low: int
         width *= 2
 
 
-@compiled
+@compiled(nogil=True)
 def _nodes(lcp: Any, ends: Any) -> Any:
     """Read the trie off sorted rows: (parent, depth, first, last) of the nodes in preorder, and leaf by position."""
     n = lcp.size
@@ -301,7 +301,7 @@ def _nodes(lcp: Any, ends: Any) -> Any:
     return new_parent, new_depth, new_first, new_last, leaf
 
 
-@compiled
+@compiled(nogil=True)
 def _select(rows: Any, lcp: Any, keep: Any) -> Any:
     """Return the kept sorted rows with the LCPs of rows that are now neighbours."""
     size = 0

@@ -241,7 +241,7 @@ def _partial_sums(edges: Any, curve: Any, table: int, x: int) -> Any:
     return s - slope * j, sum1, sum2
 
 
-@compiled
+@compiled(nogil=True)
 def expected_tokens(requests: Any, known: Any, cap: Any, table_of: Any, edges: Any, curve: Any) -> Any:
     mean, second = np.empty(requests.size), np.empty(requests.size)
     for i in range(requests.size):

@@ -51,7 +51,7 @@ def repeat_draws(
     return repeated, Asks(offsets, asks.astype(np.int32))
 
 
-@compiled
+@compiled(nogil=True)
 def _first_equal(
     tokens: NDArray[np.int32],
     offsets: NDArray[np.int64],

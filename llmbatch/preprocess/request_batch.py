@@ -71,8 +71,10 @@ class RequestBatch:
         """
         end = self.offsets[-1]
         nothing = np.zeros(rows, np.int32)
+        with_room = np.zeros(int(end) + tokens, np.int32)  # memory that is not written is not there
+        with_room[:end] = self.tokens[:end]
         return RequestBatch(
-            np.concatenate((self.tokens[:end], np.zeros(tokens, np.int32))),
+            with_room,
             np.concatenate((self.offsets, np.full(rows, end))),
             np.concatenate((self.max_tokens, nothing + np.int32(1))),
             np.concatenate((self.params_index, nothing)),
@@ -165,7 +167,7 @@ def gather(
     return out, offsets
 
 
-@compiled
+@compiled(nogil=True)
 def _copy(tokens: Any, starts: Any, offsets: Any, out: Any) -> None:
     for i in range(len(starts)):
         for j in range(offsets[i + 1] - offsets[i]):  # slices would have numba compile what their shapes may fail with

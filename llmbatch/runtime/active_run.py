@@ -4,25 +4,29 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass
-from typing import Generic
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass, field
+from typing import Any, Generic
 
 import numpy as np
 from numpy.typing import NDArray
 
 from llmbatch.engine.base import InterruptibleEngine, StreamEngine
-from llmbatch.planning.workload import Pool, Scheduling, Workload, findable_tokens
+from llmbatch.kvcache.contents import Contents
+from llmbatch.planning.prepared_shard import PreparedShard
+from llmbatch.planning.workload import Pool, Scheduling, findable_tokens
 from llmbatch.runtime.guest_seconds import seconds_of
 from llmbatch.runtime.interrupted_loop import InterruptedLoop
 from llmbatch.runtime.live_guests import LiveGuests
-from llmbatch.runtime.live_requests import LiveRequests
-from llmbatch.runtime.protocols import NO_REQUESTS, CompletedRequests, EngineObserver, Totals, W
+from llmbatch.runtime.live_requests import LiveRequests, Renumbered
+from llmbatch.runtime.protocols import NO_REQUESTS, CompletedRequests, EngineObserver, GivenUp, Totals, W
 from llmbatch.runtime.refit import Refit
-from llmbatch.runtime.shard_run import ShardRun
+from llmbatch.runtime.shard_run import Carried, ShardRun
 from llmbatch.runtime.step_loop import EngineDied, PipelinedLoop, SerialLoop, drive
 from llmbatch.scheduler.guests import Latency
 from llmbatch.scheduler.output import FinishReason, Step
 from llmbatch.scheduler.scheduler import FinishedSequences
+from llmbatch.system.at_once import AtOnce
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +41,7 @@ class StreamContext(Generic[W]):
     totals: Totals
     guests: LiveGuests | None = None  # where guests may arrive
     latency: Latency | None = None  # how long steps may take
+    planner: Executor = field(default_factory=AtOnce)  # makes plans, and prepares windows that join
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,15 +60,15 @@ class ActiveRun(EngineObserver[W]):
         context: StreamContext[W],
         engine: StreamEngine,
         requests: LiveRequests[W],
-        workload: Workload,
+        prepared: PreparedShard,
         *,
         after: ActiveRun[W] | None = None,
-        numbers: NDArray[np.int32] | None = None,
+        carried: Carried | None = None,
         alone: bool = False,
     ) -> None:
-        """Take an engine that has these requests; `numbers` are those that requests of the run before have here.
+        """Take an engine that has these requests, with what is `carried` over from the run before, if there is one.
 
-        Where they are to run `alone`, no guests are let in.
+        Where the requests are to run `alone`, no guests are let in.
         """
         self.engine = engine
         self.requests = requests
@@ -71,14 +76,14 @@ class ActiveRun(EngineObserver[W]):
         self._guests = None if alone else context.guests
         self._loop = self._make_loop()
         self._run: ShardRun = ShardRun(
-            workload, self._loop, context.pool, context.refit.cost, context.scheduling,
-            after=None if after is None else after._run.scheduler, numbers=numbers, refit=context.refit,
-            latency=context.latency,
+            prepared.workload, self._loop, context.pool, context.refit.cost, context.scheduling,
+            prepared=prepared, carried=carried, refit=context.refit, latency=context.latency, planner=context.planner,
         )  # fmt: skip  # arguments in groups
         # Steps and preemptions that are in the totals.
         self._counted: tuple[int, int] = (0, 0) if after is None else after._counted
         self._step = (NO_REQUESTS, 0.0)  # the requests of the step in hand, and when it was begun
         self._ending = False
+        self.next: Future[Any] | None = None  # what is to take the place of this run, made meanwhile
 
     def _make_loop(self) -> SerialLoop | PipelinedLoop:
         """Make the loop that suits the engine; one that holds steps for guests where these have no bound."""
@@ -95,20 +100,28 @@ class ActiveRun(EngineObserver[W]):
         context: StreamContext[W],
         engine: StreamEngine,
         requests: LiveRequests[W],
-        workload: Workload,
+        prepared: PreparedShard,
         *,
         alone: bool = False,
     ) -> ActiveRun[W]:
-        """Start on a workload with nothing in slots."""
+        """Start on requests with nothing in slots."""
         engine.begin(requests.requests)
-        return cls(context, engine, requests, workload, alone=alone)
+        return cls(context, engine, requests, prepared, alone=alone)
 
-    def joined_by(self, requests: LiveRequests[W], workload: Workload, numbers: NDArray[np.int32]) -> ActiveRun[W]:
-        """Return the run that goes on with other requests; those that run keep their slots, under these `numbers`."""
-        self.engine.rebind(requests.requests)
-        run = ActiveRun(self._context, self.engine, requests, workload, after=self, numbers=numbers)
+    def joined_by(self, live: LiveRequests[W], prepared: PreparedShard, renumbered: Renumbered) -> ActiveRun[W]:
+        """Return the run that goes on with other requests; those that run keep their slots under their new numbers."""
+        numbers, ended, guests = renumbered
+        self.engine.rebind(live.requests)
+        carried = Carried(self._run.scheduler, numbers, ended, live.answered[ended])
+        run = ActiveRun(self._context, self.engine, live, prepared, after=self, carried=carried)
+        findable = findable_tokens(live.requests.scored[guests], live.tree.lengths[guests])
+        run._run.expect(guests, live.expected[guests].astype(np.float64), findable)
         self.release()
         return run
+
+    def contents(self) -> Contents:
+        """Copy what the pages hold now, for requests that are to join to be looked up in while steps go on."""
+        return self._run.scheduler.state.pages.contents.copy()
 
     @property
     def done(self) -> bool:
@@ -161,9 +174,16 @@ class ActiveRun(EngineObserver[W]):
 
     @property
     def renumbers(self) -> bool:
-        """Whether a guest waits for whom there is no spare row, or requests are not to be run any more."""
+        """Whether a guest waits for whom there is no spare row, or requests are not to be run any more.
+
+        Or what is to take the place of this run is there; until then both wait for it.
+        """
         assert self._guests is not None
-        return not self._ending and (self._guests.entering or self._context.observer.interrupts)
+        if self._ending:
+            return False
+        if self.next is not None:
+            return self.next.done()
+        return self._guests.entering or self._context.observer.interrupts
 
     def look(self) -> NDArray[np.int32]:
         """Let guests in that have arrived; returns the requests that nobody waits for any more, int32 [n]."""
@@ -192,10 +212,19 @@ class ActiveRun(EngineObserver[W]):
             self.engine.extend(live.requests, rows)
             self._run.arrive(arrivals, findable_tokens(live.requests.scored[rows], arrivals.prompts))
 
-    def drop(self, requests: NDArray[np.int32]) -> None:
-        """Do not run these requests of windows any more, nor tell of them; nothing may be queued."""
-        self.requests.open[requests] = False
-        self._loop.withdraw(self._run.scheduler, requests, FinishReason.CANCELLED)
+    def drop_given_up(self) -> None:
+        """Drop requests of windows that are not to be run any more, nor told of; nothing may be queued."""
+        live, observer = self.requests, self._context.observer
+        for number, window in enumerate(live.windows if observer.interrupts else ()):
+            given_up = observer.given_up(window)
+            if given_up == GivenUp.NONE:
+                continue
+            gone = live.open & (live.window == number)
+            if given_up == GivenUp.NOT_BEGUN:
+                gone &= ~live.begun
+            live.open[gone] = False
+            self._loop.withdraw(self._run.scheduler, np.flatnonzero(gone).astype(np.int32), FinishReason.CANCELLED)
+            observer.dropped(window, live.index[gone])
 
     def dismissed(self, requests: NDArray[np.int32]) -> None:
         """Take note that these requests, which waited to be admitted, are in the hands of the scheduler no more."""

@@ -3,16 +3,31 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Generic
+from typing import Any, Final, Generic, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from llmbatch.kvcache.contents import Contents
+from llmbatch.kvcache.renumber import find_pages
+from llmbatch.perf_model.cost import CostModel
 from llmbatch.planning.prefix_tree import PrefixTree
-from llmbatch.planning.workload import Workload
+from llmbatch.planning.prepared_shard import PreparedShard
+from llmbatch.planning.workload import Pool, Scheduling, Workload
 from llmbatch.preprocess.request_batch import RequestBatch
 from llmbatch.runtime.protocols import W
 from llmbatch.runtime.spare_rows import SpareRows
+
+_EXAMPLES: Final = 4096  # answers that the next window learns lengths from
+_CHANGING: Final = ("answered", "open", "begun", "spent", "attempts", "expected")
+
+
+class Renumbered(NamedTuple):
+    """What became of the requests of a batch in the next one."""
+
+    numbers: NDArray[np.int32]  # there, by their numbers before; -1: they are not there
+    ended: NDArray[np.int32]  # in it: rows that were to be run, and have ended since it was merged
+    guests: NDArray[np.int32]  # in it: those that came since
 
 
 class LiveRequests(Generic[W]):
@@ -65,31 +80,67 @@ class LiveRequests(Generic[W]):
         left = workload.without(np.flatnonzero(guests | (~self.open & (self.answered == 0))).tolist())
         return replace(left, known=np.where(guests, self.expected, left.known)) if guests.any() else left
 
-    def merge(self, kept: NDArray[np.int32], joining: tuple[W, RequestBatch] | None = None) -> LiveRequests[W]:
+    def going_on(self, rng: np.random.Generator) -> NDArray[np.int32]:
+        """Find the requests that go on with the next window: those that have not ended, and some others as examples."""
+        ended = np.flatnonzero(~self.open & (self.answered > 0))
+        if len(ended) > _EXAMPLES:
+            ended = rng.choice(ended, _EXAMPLES, replace=False)
+        return np.concatenate((np.flatnonzero(self.open), ended)).astype(np.int32)
+
+    def columns_of(self, requests: NDArray[np.int32]) -> dict[str, NDArray[Any]]:
+        """Copy what steps change of some requests, by the names of its columns."""
+        return {name: getattr(self, name)[requests] for name in _CHANGING}
+
+    def merge(
+        self,
+        kept: NDArray[np.int32],
+        columns: dict[str, NDArray[Any]],
+        joining: tuple[W, RequestBatch] | None = None,
+    ) -> LiveRequests[W]:
         """Merge the `kept` of these requests, which come first, with those of a window, fitted to the pool.
 
-        Those that have ended are examples: they belong to no window, whose table would stay in memory for them.
+        `columns` are those of the kept. They may change meanwhile, in another thread: see `take_over`.
         """
-        if joining is not None and not len(kept):
-            window, requests = joining
-            count = len(requests)
-            zeros = np.zeros(count, np.int32)
-            return LiveRequests(requests, window.tree, [window], zeros, np.arange(count, dtype=np.int32))
-        used, number = np.unique(np.where(self.open[kept], self.window[kept], -1), return_inverse=True)
-        windows = [self.windows[i] for i in used.tolist() if i >= 0]
-        of, index = number.astype(np.int32) - np.int32(len(used) - len(windows)), self.index[kept]
-        parts = [self.requests.take(kept)]
-        if joining is not None:
-            window, requests = joining
-            parts.append(requests)
-            of = np.append(of, np.full(len(requests), len(windows), np.int32))
-            index = np.append(index, np.arange(len(requests), dtype=np.int32))
-            windows.append(window)
-        both = RequestBatch.concatenate(parts)
-        merged = LiveRequests(both, PrefixTree.build(both.tokens, both.offsets), windows, of, index)
-        for name in ("answered", "open", "begun", "spent", "attempts", "expected"):
-            getattr(merged, name)[: len(kept)] = getattr(self, name)[kept]
+        count = len(kept)
+        windows = [] if joining is None else [joining[0]]
+        if joining is not None and not count:
+            both, tree = joining[1], joining[0].tree
+        else:
+            parts = [self.requests.take(kept), *([] if joining is None else [joining[1]])]
+            both = RequestBatch.concatenate(parts)
+            tree = PrefixTree.build(both.tokens, both.offsets)
+        added = len(both) - count
+        of = np.concatenate((np.full(count, -1, np.int32), np.zeros(added, np.int32)))
+        index = np.concatenate((self.index[kept], np.arange(added, dtype=np.int32)))
+        merged = LiveRequests(both, tree, windows, of, index)
+        for name, column in columns.items():
+            getattr(merged, name)[:count] = column
         return merged
+
+    def take_over(self, before: LiveRequests[W], kept: NDArray[np.int32]) -> Renumbered:
+        """Take over what became of the `kept` requests of the batch `before` since this one was merged, and its guests.
+
+        Those that have ended are examples: they belong to no window, whose table would stay in memory for them. Guests
+        that came since are written into spare rows, in which they must have room.
+        """
+        count = len(kept)
+        ended = np.flatnonzero(self.open[:count] & ~before.open[kept] & (self.expected[:count] == 0)).astype(np.int32)
+        numbers = np.full(len(before.open), -1, np.int32)
+        numbers[kept] = np.arange(count, dtype=np.int32)
+        guests = np.flatnonzero(before.open & (numbers < 0)).astype(np.int32)
+        for guest in guests.tolist():
+            assert self.spare is not None, "guests come where there are spare rows"
+            numbers[guest] = self.spare.take_row(before.requests, guest)
+            self.requests = self.spare.requests
+        self.tree.lengths[numbers[guests]] = before.tree.lengths[guests]
+        for name, column in before.columns_of(np.concatenate((kept, guests))).items():
+            getattr(self, name)[numbers[np.concatenate((kept, guests))]] = column
+        used, number = np.unique(np.where(before.open[kept], before.window[kept], -1), return_inverse=True)
+        earlier = [before.windows[i] for i in used.tolist() if i >= 0]
+        self.window[self.window >= 0] = len(earlier)
+        self.window[:count] = number - (len(used) - len(earlier))
+        self.windows[:0] = earlier
+        return Renumbered(numbers, ended, numbers[guests])
 
     def add_spare(self, rows: int, tokens: int) -> None:
         """Add rows for guests that arrive, and room for so many tokens of their prompts."""
@@ -115,3 +166,44 @@ class LiveRequests(Generic[W]):
         offsets = np.zeros(1, np.int64)
         requests = RequestBatch(nothing, offsets, nothing, nothing, (), np.empty(0, np.uint64), nothing)
         return cls(requests, PrefixTree.build(nothing, offsets), [], nothing, nothing)
+
+
+class NextRequests(Generic[W]):
+    """What requests go on under other numbers, and with which of a window; `make` may be called on any thread."""
+
+    def __init__(
+        self,
+        before: LiveRequests[W],
+        kept: NDArray[np.int32],
+        joining: tuple[W, RequestBatch, NDArray[np.bool_]] | None,
+        spare: tuple[int, int] | None,
+        contents: Contents | None,
+    ) -> None:
+        """Copy what steps change of the `kept`; what joins are a window's requests, fitted, and which are to be run.
+
+        With `spare` rows, and tokens, for guests, those before take no more guests than there is room for in the next
+        ones. `contents` are those of the pages now, if there are any.
+        """
+        self.kept = kept
+        self._before, self._columns = before, before.columns_of(kept)
+        self._joining, self._spare, self._contents = joining, spare, contents
+        if spare is not None and before.spare is not None:
+            before.spare.limit(*spare)
+
+    def make(self, pool: Pool, cost: CostModel, scheduling: Scheduling) -> tuple[LiveRequests[W], PreparedShard]:
+        """Merge the requests, and plan them."""
+        first = len(self.kept)
+        if self._joining is None:
+            requests = self._before.merge(self.kept, self._columns)
+        else:
+            window, fitted, todo = self._joining
+            requests = self._before.merge(self.kept, self._columns, (window, fitted))
+            requests.open[first:] = todo
+            requests.answered[first:] = np.where(todo, 0, window.answered)
+        if self._spare is not None:
+            requests.add_spare(*self._spare)
+        workload, found = requests.workload(), None
+        if self._contents is not None:
+            tree = workload.tree
+            found = find_pages(self._contents, pool.page_size, workload.prompts, tree.rows, tree.lcp, first)
+        return requests, PreparedShard.of(workload, pool.page_size, found).planned(pool, cost, scheduling)

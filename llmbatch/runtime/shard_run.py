@@ -23,18 +23,19 @@ steps are short, and short answers end soon.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from concurrent.futures import Executor
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from llmbatch.kvcache.page_trie import PageTrie
 from llmbatch.perf_model.cost import CostModel
-from llmbatch.planning.equal_prompts import EqualPrompts
-from llmbatch.planning.pilot_sample import first_sample, second_sample
+from llmbatch.planning.pilot_sample import second_sample
 from llmbatch.planning.plan import Plan
 from llmbatch.planning.plan_workload import plan_workload
+from llmbatch.planning.prepared_shard import PreparedShard
 from llmbatch.planning.workload import Pool, Scheduling, Workload
 from llmbatch.runtime.queue_planner import QueuePlanner
 from llmbatch.runtime.refit import Refit
@@ -42,8 +43,20 @@ from llmbatch.runtime.step_loop import StepLoop
 from llmbatch.scheduler.guests import Arrivals, Latency
 from llmbatch.scheduler.scheduler import Scheduler
 from llmbatch.scheduler.steering import STEERING
+from llmbatch.system.at_once import AtOnce
 
+T = TypeVar("T")
 _ALWAYS: Final = 1 << 62  # steps
+
+
+@dataclass(frozen=True, slots=True)
+class Carried:
+    """What of the shard before goes on in the next one, and what became of it while that was prepared."""
+
+    scheduler: Scheduler
+    numbers: NDArray[np.int32]  # see `Scheduler.rebind`
+    ended: NDArray[np.int32]  # rows of the new shard that were to be run and are not any more
+    generated: NDArray[np.int32]  # tokens of their answers; 0: none, it says nothing of lengths
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,14 +96,16 @@ class ShardRun:
         cost: CostModel,
         scheduling: Scheduling,
         *,
-        after: Scheduler | None = None,
-        numbers: NDArray[np.int32] | None = None,
+        prepared: PreparedShard | None = None,
+        carried: Carried | None = None,
         refit: Refit | None = None,
         latency: Latency | None = None,
+        planner: Executor | None = None,
     ) -> None:
-        """Prepare a shard; `numbers` are those that requests of the shard before have here, see `Scheduler.rebind`.
+        """Begin a shard, which may be `prepared` from the workload, and go on with what is `carried` over.
 
-        If steps are measured, `refit` holds them, and `cost` is `refit.cost`. With a `latency` steps are bounded.
+        If steps are measured, `refit` holds them, and `cost` is `refit.cost`. With a `latency` steps are bounded. Plans
+        that are made anew are made by a `planner`, beside the steps if it has a thread.
         """
         begun = time.perf_counter()
         self._workload = workload
@@ -100,45 +115,49 @@ class ShardRun:
         self._refit = refit
         self._scheduling = scheduling
         self._steering = STEERING
-        self._lengths = workload.length_model()
-        self.scheduler: Scheduler = self._scheduler(after, numbers)
+        self._shard = prepared or PreparedShard.of(workload, pool.page_size)
+        self._planner = planner or AtOnce()
+        self._lengths = self._shard.lengths
+        self.scheduler: Scheduler = self._scheduler(carried)
         if latency is not None:
             self.scheduler.bound(latency)
         self._first_step = self.scheduler.steps
         self._queue = QueuePlanner(workload, self.scheduler, self._lengths, pool, cost, scheduling, self._steering)
+        if carried is not None:
+            self._queue.note_ended(carried.ended)
+            seen = carried.generated > 0
+            self._lengths.observe(carried.ended[seen], carried.generated[seen], np.ones(seen.sum(), np.bool_))
         self._planning_seconds = time.perf_counter() - begun
 
-    def _scheduler(self, after: Scheduler | None, numbers: NDArray[np.int32] | None) -> Scheduler:
+    def _scheduler(self, carried: Carried | None) -> Scheduler:
         """Return a new scheduler, or the one of the shard before, bound to this shard."""
-        workload, tree, lengths = self._workload, self._workload.tree, self._lengths
-        most, prompts = self._scheduling.max_running, workload.prompts
-        found = None if after is None or numbers is None else after.found(prompts, tree, numbers)
-        trie = PageTrie.build(tree.rows, tree.lcp, self._pool.page_size, len(workload), found)
-        equal = EqualPrompts.of(tree, len(workload))
-        if after is None:
+        shard, prompts = self._shard, self._workload.prompts
+        tree, most = self._workload.tree, self._scheduling.max_running
+        if carried is None:
             return Scheduler(
                 tree.lengths,
                 num_pages=self._pool.num_pages,
                 windows=self._pool.windows,
-                trie=trie,
-                lengths=lengths,
+                trie=shard.trie,
+                lengths=shard.lengths,
                 rates=self._cost.rates,
                 max_running=most,
                 prompts=prompts,
-                equal=equal,
+                equal=shard.equal,
                 steering=self._steering,
             )
-        assert numbers is not None
-        after.rebind(
+        carried.scheduler.rebind(
             tree.lengths,
-            trie=trie,
-            lengths=lengths,
-            numbers=numbers,
+            trie=shard.trie,
+            lengths=shard.lengths,
+            numbers=carried.numbers,
             max_running=most,
             prompts=prompts,
-            equal=equal,
+            equal=shard.equal,
+            found=shard.found,
+            ended=carried.ended,
         )
-        return after
+        return carried.scheduler
 
     def run(self, plan: Plan | None = None, *, drain: bool = True) -> ShardResult:
         """Run the shard to its end, or, where it is not to `drain`, until none of its requests waits.
@@ -146,7 +165,7 @@ class ShardRun:
         A `plan` that was made elsewhere is kept as it is.
         """
         given = plan is not None
-        plan = plan or self._plan()
+        plan = plan or self._shard.plan or self._plan()
         learns = self._queue.unknown and not given and not plan.settled
         if learns:
             plan = self._run_sampling(plan)
@@ -158,12 +177,13 @@ class ShardRun:
 
         The loop must drain. See the module's text.
         """
-        order, first = self._plan().order, 0
+        order, first = (self._shard.plan or self._plan()).order, 0
         for lot in range(self._steering.lots):
             rows = order[first : first + (self._steering.first_lot << lot)]
             first += len(rows)
             self.scheduler.enqueue(self._queue.in_order(rows))
             self.advance(self._steering.lot_alone)
+        self._shard = replace(self._shard, plan=None, sample=None)  # more is known now
 
     def stop_admitting(self) -> None:
         """Leave alone what waits."""
@@ -176,21 +196,24 @@ class ShardRun:
             self._learn()
 
     def arrive(self, guests: Arrivals, findable: NDArray[np.int32]) -> None:
-        """Let guests in, which were written into spare rows of the workload; nobody plans them, nor learns from them.
+        """Let guests in, which were written into spare rows of the workload; `findable` int32 [n] are as in `Prompts`.
 
-        `findable` int32 [n] are as in `Prompts`.
+        Nobody plans them, nor learns from them.
         """
-        requests, workload = guests.requests, self._workload
-        workload.tree.lengths[requests] = guests.prompts
-        workload.prompts.findable[requests] = findable
-        self._lengths.expect(requests, np.ceil(guests.expected).astype(np.int32))
+        self._workload.tree.lengths[guests.requests] = guests.prompts
+        self.expect(guests.requests, guests.expected, findable)
         self.scheduler.arrive(guests)
+
+    def expect(self, guests: NDArray[np.int32], tokens: NDArray[np.float64], findable: NDArray[np.int32]) -> None:
+        """Expect answers of so many tokens of guests, float64 [n]; `findable` int32 [n] are as in `Prompts`."""
+        self._workload.prompts.findable[guests] = findable
+        self._lengths.expect(guests, np.ceil(tokens).astype(np.int32))
 
     def _run_sampling(self, plan: Plan) -> Plan:
         """Run a sample first, the rest behind it; a second one heads the plan when long rows are told."""
         scheduling, steering = self._scheduling, self._steering
-        seed, fraction = scheduling.seed, scheduling.sample_fraction
-        self._run_first(first_sample(self._lengths, self._workload.tree_with_examples, fraction=fraction, seed=seed))
+        sample = self._shard.sample
+        self._run_first(self._shard.first_sample(scheduling) if sample is None else sample)
         patience = steering.patience * plan.compute_seconds / self._cost.rates.weight_seconds
         patience = min(patience, steering.longest_wait)
         wait = steering.shortest_wait
@@ -199,16 +222,21 @@ class ShardRun:
             self._advance(wait)
             self._reprice()
             self._learn()
-            plan = self._plan()
+            plan = self._beside(self._plan) or plan
             wait *= 2
         if wait > steering.longest_wait:
-            sample = second_sample(self._lengths, self._workload.tree_with_examples, fraction=fraction, seed=seed)
-            plan = self._plan()
-            # Its rows are long, so they run beside the others: they come next at the end that fills memory.
-            others = plan.order[~np.isin(plan.order, sample)]
-            parts = [others, sample] if plan.two_ended else [sample, others]
-            plan = replace(plan, order=np.concatenate(parts))
+            plan = self._beside(self._plan_with_second_sample) or plan
         return plan
+
+    def _plan_with_second_sample(self) -> Plan:
+        """Plan anew, headed by a sample."""
+        tree, scheduling = self._workload.tree_with_examples, self._scheduling
+        sample = second_sample(self._lengths, tree, fraction=scheduling.sample_fraction, seed=scheduling.seed)
+        plan = self._plan()
+        # Its rows are long, so they run beside the others: they come next at the end that fills memory.
+        others = plan.order[~np.isin(plan.order, sample)]
+        parts = [others, sample] if plan.two_ended else [sample, others]
+        return replace(plan, order=np.concatenate(parts))
 
     def _run_settled(self, plan: Plan, *, given: bool, learns: bool, drain: bool) -> Plan:
         """Run the plan, and plan anew as lengths and costs become known; the latest plan.
@@ -227,7 +255,7 @@ class ShardRun:
             if unknown:
                 self._learn()
             if (repriced and not given) or (learns and self._age >= self._steering.replan_age * planned):
-                plan, planned = self._plan(), self._age
+                plan, planned = self._beside(self._plan) or plan, self._age
             if unknown or repriced:
                 scheduler.enqueue(self._queue.of_plan(plan))
         return plan
@@ -247,6 +275,21 @@ class ShardRun:
         ended = self._loop.run(self.scheduler, steps)
         self._queue.note_ended(ended.requests)
         self._lengths.observe(ended.requests, ended.generated, ended.finished)
+
+    def _beside(self, work: Callable[[], T]) -> T | None:
+        """Have work done by the planner while steps are taken; None where no request waits any more before it is done.
+
+        The work may read what is derived from the workload, and the length model, which is not refreshed meanwhile.
+        """
+        task = self._planner.submit(work)
+        try:
+            while not task.done():
+                if not self.scheduler.waiting:
+                    return None
+                self._advance(1)
+        finally:
+            task.cancel()
+        return task.result()
 
     def _reprice(self) -> bool:
         """Count by what steps took; whether that is something else now. What is left must be enqueued anew then."""

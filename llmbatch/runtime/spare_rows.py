@@ -22,12 +22,24 @@ class SpareRows:
         """Take the rows of a batch from the `first` on, which are empty."""
         self.requests: RequestBatch = requests  # replaced when parameters are added; its arrays stay
         self._next = first
+        self._rows, self._tokens = len(requests), len(requests.tokens)  # where there is no more room
         self._numbers = {params: number for number, params in enumerate(requests.params)}
 
     def has_room(self, tokens: int) -> bool:
         """Tell whether a row is left, and room for a prompt of so many tokens."""
-        requests = self.requests
-        return self._next < len(requests) and int(requests.offsets[self._next]) + tokens <= len(requests.tokens)
+        return self._next < self._rows and int(self.requests.offsets[self._next]) + tokens <= self._tokens
+
+    def limit(self, rows: int, tokens: int) -> None:
+        """Take no more than so many rows from now on, and prompts of so many tokens together."""
+        self._rows = min(self._rows, self._next + rows)
+        self._tokens = min(self._tokens, int(self.requests.offsets[self._next]) + tokens)
+
+    def take_row(self, requests: RequestBatch, request: int) -> int:
+        """Write a request of another batch into the next row; returns the row. There must be room."""
+        begin, end = requests.offsets[request : request + 2].tolist()
+        params = requests.params[requests.params_index[request]]
+        most, serial = int(requests.max_tokens[request]), int(requests.serial[request])
+        return self.take(requests.tokens[begin:end], most, params, serial)
 
     def take(self, prompt: NDArray[np.int32], max_tokens: int, params: SamplingParams, serial: int) -> int:
         """Write a request into the next row; returns the row. There must be room."""

@@ -15,14 +15,19 @@ fails.
 
 Guests (`llmbatch.runtime.guests`) are run beside windows, and alone where there is no window. They take spare rows of
 the batch in hand, so that nothing is numbered anew for them; where these run out, what runs and waits is renumbered as
-if a window joined. Plans are made on the thread that steps, so a window that joins is a gap between their tokens. While
-rows are run apart to find out what killed an engine, guests wait.
+if a window joined. While rows are run apart to find out what killed an engine, guests wait.
+
+Where guests may come, a thread of the stream plans: what a window that joins needs is made from what stays as it is,
+and from copies of what steps change, while what runs goes on. Between two steps it takes the place of what ran, with
+what became of that meanwhile; nothing else is numbered anew until then. A stream without guests plans between two
+steps, so that what it does depends on no clock.
 """
 
 from __future__ import annotations
 
 import math
 import traceback
+from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from typing import Generic
 
 import numpy as np
@@ -31,25 +36,25 @@ from numpy.typing import NDArray
 from llmbatch.engine.base import StreamEngine
 from llmbatch.errors import JobError, RowError
 from llmbatch.perf_model.cost import CostModel
+from llmbatch.planning.prepared_shard import PreparedShard
 from llmbatch.planning.workload import Pool, Scheduling, Workload, fit_requests
 from llmbatch.preprocess.request_batch import RequestBatch
 from llmbatch.runtime.active_run import ActiveRun, Idle, StreamContext
 from llmbatch.runtime.guests import GuestInbox
 from llmbatch.runtime.live_guests import EngineLoad, LiveGuests
-from llmbatch.runtime.live_requests import LiveRequests
-from llmbatch.runtime.protocols import EngineObserver, EngineProvider, GivenUp, Stop, Totals, W, WindowSource
+from llmbatch.runtime.live_requests import LiveRequests, NextRequests
+from llmbatch.runtime.protocols import EngineObserver, EngineProvider, Stop, Totals, W, WindowSource
 from llmbatch.runtime.refit import Refit
 from llmbatch.runtime.shard_run import ShardRun
 from llmbatch.runtime.step_loop import EngineDied, Renumber, TokenDropper, drive
 from llmbatch.scheduler.guests import Latency
+from llmbatch.system.at_once import AtOnce
 
-_EXAMPLES = 4096  # answers that the next window learns lengths from
 _TAIL_STEPS = 16  # between two looks for the next window
 _MOST_ALONE = 3  # rows in a row that may kill the engine alone before it is tried with others
 _SPARE_ROWS = 4096  # for guests that arrive before requests are renumbered
 _SPARE_TOKENS = 1 << 21  # of their prompts
 _LONGEST_WAIT = 60.0  # seconds, of one wait for guests
-_NOTHING = np.empty(0, np.bool_)
 
 
 class Stream(Generic[W]):
@@ -64,6 +69,8 @@ class Stream(Generic[W]):
         self._few_first = few_first
         self._now: Idle[W] | ActiveRun[W] = Idle(engine, LiveRequests.none())
         self._renumbers = False  # what runs and waits must be renumbered
+        self._next: NextRequests[W] | None = None  # under other numbers, while they are made
+        self._made: Future[tuple[LiveRequests[W], PreparedShard]] = Future()
         self._alone = 0  # rows in a row that killed the engine alone
         self._ended_before = 0  # requests that had ended when the last of them did
         self._rng = np.random.default_rng(0)
@@ -81,15 +88,19 @@ class Stream(Generic[W]):
         goes_on: bool = False,
         inbox: GuestInbox | None = None,
         latency: Latency | None = None,
+        planner: Executor | None = None,
     ) -> Stream[W]:
         """Take an engine of `engines`. `row_timeout` are the most seconds that the steps of a row may take together.
 
         What a row waits does not count: before its first step, for its next chunk, or between preemption and return.
         A job that `goes_on` after it was ended begins with few rows, so that another kill finds some answered. With an
-        `inbox` guests are run too, and the stream goes on until the inbox is closed.
+        `inbox` guests are run too, and the stream goes on until the inbox is closed. The `planner`, which has a thread
+        where guests may come, is shut down when the stream ends.
         """
         guests = None if inbox is None else LiveGuests(inbox, pool)
-        context = StreamContext(pool, scheduling, Refit(cost), observer, row_timeout, Totals(), guests, latency)
+        planner = planner or (AtOnce() if inbox is None else ThreadPoolExecutor(1, "planner"))
+        fit, totals = Refit(cost), Totals()
+        context = StreamContext(pool, scheduling, fit, observer, row_timeout, totals, guests, latency, planner)
         return cls(engines, engines.engine(), context, few_first=goes_on)
 
     def run(self, source: WindowSource[W]) -> Totals:
@@ -102,14 +113,16 @@ class Stream(Generic[W]):
             while True:
                 # No local holds the run: while another engine is made, the memory of a dead one must be free.
                 idle = isinstance(self._now, Idle) or self._now.done
-                window = source.next(idle and self._context.guests is None)
-                if window is None and idle and not self._guests_come():
-                    return self.totals
+                window = None if self._next else source.next(idle and self._context.guests is None)
                 try:
-                    if window is not None:
+                    if window is None and idle and not self._more_comes():
+                        return self.totals
+                    if self._next is not None and self._made.done():
+                        self._take_over(self._next)
+                    elif window is not None:
                         self._join(window)
-                    elif self._renumbers:
-                        self._go_on()
+                    elif self._renumbers and self._next is None:
+                        self._renumber()
                     elif isinstance(self._now, ActiveRun):
                         self._now.advance(_TAIL_STEPS)
                 except Renumber:
@@ -121,6 +134,7 @@ class Stream(Generic[W]):
                 self._now.let_end(stop.deadline)
             raise
         finally:
+            self._context.planner.shutdown(cancel_futures=True)
             if self._context.guests is not None:
                 self._context.guests.end_all("the engine was stopped before this request had ended")
 
@@ -148,42 +162,55 @@ class Stream(Generic[W]):
             observer.cut(window, cut[todo[cut]].astype(np.int32))
         if not todo.any():
             return
-        self._go_on((window, fitted), todo)
+        self._renumber((window, fitted, todo))
 
-    def _go_on(self, joining: tuple[W, RequestBatch] | None = None, todo: NDArray[np.bool_] = _NOTHING) -> None:
-        """Go on with what runs and waits under other numbers, joined by the requests of a window that are `todo`."""
-        self._drop_given_up()
-        now, kept = self._now, self._kept()
-        first = len(kept)
-        requests = now.requests.merge(kept, joining)
-        if joining is not None:
-            requests.open[first:] = todo
-            requests.answered[first:] = np.where(todo, 0, joining[0].answered)
-        guests = self._context.guests
-        if guests is not None:
-            requests.add_spare(_SPARE_ROWS, _SPARE_TOKENS + guests.tokens_entering)
+    def _renumber(self, joining: tuple[W, RequestBatch, NDArray[np.bool_]] | None = None) -> None:
+        """Begin to give other numbers to what runs and waits, joined by those requests of a window that are marked."""
         self._renumbers = False
+        context, now, guests = self._context, self._now, self._context.guests
         if isinstance(now, ActiveRun):
-            numbers = np.full(len(now.requests.open), -1, np.int32)
-            numbers[kept] = np.arange(first)
-            if guests is not None:
-                guests.renumber(numbers)
-            self._now = active = now.joined_by(requests, requests.workload(), numbers)
-        else:
-            active = self._begin(requests, requests.workload())
+            now.drop_given_up()
+        kept = now.requests.going_on(self._rng)
+        spare = None if guests is None else (_SPARE_ROWS, _SPARE_TOKENS + guests.tokens_entering)
+        contents = now.contents() if isinstance(now, ActiveRun) else None
+        self._next = NextRequests(now.requests, kept, joining, spare, contents)
+        arguments = context.pool, context.refit.cost, context.scheduling
+        self._made = context.planner.submit(self._next.make, *arguments)
+        if guests is not None:
+            self._made.add_done_callback(lambda _: guests.inbox.wake())
+        if isinstance(now, ActiveRun):
+            now.next = self._made
+
+    def _take_over(self, following: NextRequests[W]) -> None:
+        """Go on under other numbers, with what became of the requests meanwhile. Raises what planning raised."""
+        self._next, self._renumbers, now = None, False, self._now
+        requests, prepared = self._made.result()
+        renumbered = requests.take_over(now.requests, following.kept)
+        if isinstance(now, ActiveRun):
+            if self._context.guests is not None:
+                self._context.guests.renumber(renumbered.numbers)
+            self._now = active = now.joined_by(requests, prepared, renumbered)
+        else:  # where an engine died meanwhile, rows may have ended of it
+            active = self._begin(requests, None if len(renumbered.ended) else prepared)
             if self._few_first:
                 self._few_first = False
                 active.run_few()
         active.admit_all()
 
-    def _guests_come(self) -> bool:
+    def _more_comes(self) -> bool:
         """Wait until a guest comes, or something else is to be done; False where no guest will come."""
         guests = self._context.guests
         if guests is None:
-            return False
-        if not guests.pending:
+            return self._next is not None
+        if self._next is not None:
+            if guests.inbox.closed:
+                wait((self._made,))
+            elif not self._made.done() and not guests.pending:
+                guests.inbox.wait(_LONGEST_WAIT)
+        elif not guests.pending:
             if self._now.requests.windows:  # whose tables would stay in memory
-                self._go_on()
+                self._renumber()
+                return True
             self._context.observer.idle()
             guests.load.running = guests.load.waiting = 0
             guests.load.kv_used = 0.0
@@ -192,39 +219,19 @@ class Stream(Generic[W]):
         if guests.pending and isinstance(self._now, Idle):
             requests = self._now.requests
             requests.add_spare(_SPARE_ROWS, _SPARE_TOKENS)
-            self._begin(requests, requests.workload()).admit_all()
+            self._begin(requests).admit_all()
         return True
 
-    def _drop_given_up(self) -> None:
-        """Drop requests that are not to be run any more."""
-        now, observer = self._now, self._context.observer
-        if not observer.interrupts or not isinstance(now, ActiveRun):
-            return
-        requests = now.requests
-        for number, window in enumerate(requests.windows):
-            given_up = observer.given_up(window)
-            if given_up == GivenUp.NONE:
-                continue
-            gone = requests.open & (requests.window == number)
-            if given_up == GivenUp.NOT_BEGUN:
-                gone &= ~requests.begun
-            now.drop(np.flatnonzero(gone).astype(np.int32))
-            observer.dropped(window, requests.index[gone])
-
-    def _kept(self) -> NDArray[np.int32]:
-        """Find the requests that go on with the next window: those that have not ended, and some others as examples."""
-        requests = self._now.requests
-        ended = np.flatnonzero(~requests.open & (requests.answered > 0))
-        if len(ended) > _EXAMPLES:
-            ended = self._rng.choice(ended, _EXAMPLES, replace=False)
-        return np.concatenate((np.flatnonzero(requests.open), ended)).astype(np.int32)
-
-    def _begin(self, requests: LiveRequests[W], workload: Workload, *, alone: bool = False) -> ActiveRun[W]:
-        """Start on a workload with nothing in slots; where it is to run `alone`, guests wait."""
+    def _begin(
+        self, requests: LiveRequests[W], prepared: PreparedShard | None = None, *, alone: bool = False
+    ) -> ActiveRun[W]:
+        """Start on requests with nothing in slots; where they are to run `alone`, guests wait."""
         engine = self._now.engine
         if isinstance(self._now, ActiveRun):
             self._now.release()
-        self._now = active = ActiveRun.begin(self._context, engine, requests, workload, alone=alone)
+        prepared = prepared or PreparedShard.of(requests.workload(), self._context.pool.page_size)
+        self._now = active = ActiveRun.begin(self._context, engine, requests, prepared, alone=alone)
+        active.next = self._made if self._next else None
         return active
 
     def _recover(self, died: EngineDied) -> None:
@@ -239,7 +246,7 @@ class Stream(Generic[W]):
             if not requests.open.any() and self._context.guests is None:
                 return
             try:
-                self._begin(requests, requests.workload()).admit_all()
+                self._begin(requests).admit_all()
                 return
             except Renumber:
                 self._renumbers = True
@@ -263,8 +270,9 @@ class Stream(Generic[W]):
         """Run some requests to their end with nothing beside them; how the engine died of them, if it did."""
         requests = self._now.requests
         others = np.setdiff1d(np.flatnonzero(requests.open), group)
+        workload = requests.workload().without(others.tolist())
         try:
-            self._begin(requests, requests.workload().without(others.tolist()), alone=True).run_to_end()
+            self._begin(requests, PreparedShard.of(workload, self._context.pool.page_size), alone=True).run_to_end()
         except EngineDied as died:
             self._replace_engine(died)
             return died

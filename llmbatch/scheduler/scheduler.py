@@ -34,12 +34,11 @@ from llmbatch.kvcache.contents import Prompts
 from llmbatch.kvcache.page_pool import PagePool, table_width
 from llmbatch.kvcache.page_trie import PageTrie
 from llmbatch.kvcache.publish import publish
-from llmbatch.kvcache.renumber import carry_pages, find_pages
+from llmbatch.kvcache.renumber import carry_pages
 from llmbatch.kvcache.windows import NO_WINDOWS, WindowPages
 from llmbatch.perf_model.step_bound import step_seconds
 from llmbatch.perf_model.work import Rates
 from llmbatch.planning.equal_prompts import EqualPrompts
-from llmbatch.planning.prefix_tree import PrefixTree
 from llmbatch.scheduler.admission_order import EndRules, FromFront, Passed, TwoEndedQueue
 from llmbatch.scheduler.admission_order import QueueUpdate as QueueUpdate
 from llmbatch.scheduler.commit import advance, end_sequences, expect_anew, lengthen, withdraw
@@ -63,6 +62,7 @@ from llmbatch.scheduler.steering import STEERING, Steering
 from llmbatch.scheduler.token_budget import BudgetRules, FixedBudget
 
 _SLOTS = 64  # to begin with
+_NONE = np.empty(0, np.int32)  # requests
 
 
 class Scheduler:
@@ -125,10 +125,13 @@ class Scheduler:
         max_running: int,
         prompts: Prompts | None = None,
         equal: EqualPrompts | None = None,
+        found: NDArray[np.int32] | None = None,
+        ended: NDArray[np.int32] = _NONE,
     ) -> None:
         """Schedule another shard, with the sequences that run now among its rows; nothing waits until `enqueue`.
 
-        `numbers` int32 [n] are the new numbers of the requests, -1 for those that are not in the new shard.
+        `numbers` int32 [n] are the new numbers of the requests, -1 for those that are not in the new shard. `found` and
+        `ended` are as in `carry_pages`: rows of the shard that ended while it was prepared are not run.
         """
         state = self.state
         run, pages = state.run.renumbered(numbers), state.pages
@@ -137,11 +140,12 @@ class Scheduler:
         width = table_width(prompt_lengths, trie.page_size)
         self._taken = np.zeros(len(prompt_lengths), np.bool_)
         self._taken[run.slots["request"][run.slots["request"] >= 0]] = True
+        self._taken[ended] = True
         self._lengths = lengths
         self.state = state._replace(
             run=run,
             peak=state.peak.renumbered(slots, pages.depth[before], trie.depth[numbers[before]], trie.page_size),
-            pages=carry_pages(pages, numbers, trie, width, prompts or Prompts.nothing()),
+            pages=carry_pages(pages, numbers, trie, width, prompts or Prompts.nothing(), found=found, ended=ended),
             queue=TwoEndedQueue.of(np.empty(0, np.int32), self._taken, np.empty(0)),
             passed=Passed.empty(),
             equal=equal or EqualPrompts.none(len(prompt_lengths)),
@@ -169,10 +173,6 @@ class Scheduler:
     def dismiss(self, requests: NDArray[np.int32]) -> NDArray[np.int32]:
         """Let go of guests that wait to be admitted; returns those of the requests that did."""
         return self.state.guests.dismiss(requests)
-
-    def found(self, prompts: Prompts, tree: PrefixTree, numbers: NDArray[np.int32]) -> NDArray[np.int32]:
-        """Count how many leading pages are there of each row of a shard that is to join, int32 by its new number."""
-        return find_pages(self.state.pages, prompts, tree.rows, tree.lcp, numbers)
 
     def enqueue(self, update: QueueUpdate) -> None:
         """Replace what waits; running sequences go on, and what was passed over has waited as long as it has."""

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from llmbatch.engine.simulated import SimulatedEngine
 from llmbatch.kvcache.contents import Prompts
 from llmbatch.kvcache.page_trie import PageTrie
+from llmbatch.kvcache.renumber import find_pages
 from llmbatch.planning.equal_prompts import EqualPrompts
 from llmbatch.planning.prefix_tree import PrefixTree
 from llmbatch.scheduler.admission_order import Blend, Ends, FromFront
@@ -115,11 +116,12 @@ class Job:
             )  # fmt: skip  # arguments in groups
             self.engine = Forcing(answers, self.forced) if self.forced else SimulatedEngine(answers, COST)
         else:
-            found = self.scheduler.found(prompts, tree, numbers)
+            contents = self.scheduler.state.pages.contents.copy()
+            found = find_pages(contents, self.size, prompts, tree.rows, tree.lcp, len(running))
             trie = PageTrie.build(tree.rows, tree.lcp, self.size, len(self.rows), found)
             self.scheduler.rebind(
                 lengths, trie=trie, lengths=Believed(believed), numbers=numbers, max_running=self.running,
-                prompts=prompts, equal=equal,
+                prompts=prompts, equal=equal, found=found,
             )  # fmt: skip  # arguments in groups
             self.engine.rebind(answers)
         self.scheduler.check()

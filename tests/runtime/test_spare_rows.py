@@ -74,3 +74,27 @@ def test_rows_and_room_for_tokens_run_out() -> None:
     assert not rows.has_room(3)
     rows.take(np.array([1], np.int32), 1, params, 0)
     assert not rows.has_room(0)
+
+
+def test_spare_rows_that_are_limited_take_no_more_than_that() -> None:
+    rows = SpareRows(batch_of([[1, 2]]).with_spare(9, 50), 1)
+    rows.take(np.array([1, 2, 3], np.int32), 1, SamplingParams(), 0)
+    rows.limit(2, 5)
+    assert rows.has_room(5)
+    assert not rows.has_room(6)
+    rows.take(np.array([1, 2], np.int32), 1, SamplingParams(), 0)
+    assert rows.has_room(3)
+    assert not rows.has_room(4)
+    rows.take(np.array([1], np.int32), 1, SamplingParams(), 0)
+    assert not rows.has_room(1), "two rows are taken"
+
+
+def test_a_request_moves_into_the_spare_row_of_another_batch() -> None:
+    batch, other = batch_of([[1, 2], [3]]).with_spare(3, 10), SamplingParams(max_tokens=7, temperature=0.5)
+    before = SpareRows(batch, 2)
+    before.take(np.array([4, 5, 6], np.int32), 8, other, 70)
+    rows = SpareRows(batch_of([[9]]).with_spare(2, 5), 1)
+    assert rows.take_row(before.requests, 2) == 1
+    assert prompt_of(rows.requests, 1) == [4, 5, 6]
+    assert rows.requests.params[rows.requests.params_index[1]] == other
+    assert (rows.requests.max_tokens[1], rows.requests.serial[1]) == (8, 70)
