@@ -63,6 +63,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return tiny_model_folder(tmp_path_factory.mktemp("model"), "llama")
 
 
+@pytest.fixture(scope="session")
+def shallow(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The same of one layer, for what the interpreter of kernels runs and no second layer makes different."""
+    from tests.support.models import tiny_model_folder
+
+    return tiny_model_folder(tmp_path_factory.mktemp("shallow"), "llama", layers=1)
+
+
 @pytest.fixture
 def job(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Job:
     """A small job, to be disturbed."""
