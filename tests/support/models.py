@@ -107,7 +107,7 @@ def tiny_model_folder(
 
 
 def save_with_tokenizer(
-    model: PreTrainedModel, folder: Path, *, chat_template: str | None = None, bos: bool = False
+    model: PreTrainedModel, folder: Path | str, *, chat_template: str | None = None, bos: bool = False
 ) -> str:
     """Save a model and the tokenizer of tiny ones in `folder`, and return it."""
     model.save_pretrained(folder)
