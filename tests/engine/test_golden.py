@@ -22,7 +22,7 @@ from llmbatch.preprocess.tokenizer import load_tokenizer
 from llmbatch.scheduler.admission_order import Blend, Ends, FromFront
 from tests.support.families import TABLE
 from tests.support.golden import Golden, generate, prompts
-from tests.support.models import EOS, FAMILIES, PAD, tiny_model, tiny_model_folder
+from tests.support.models import EOS, FAMILIES, PAD, save_with_tokenizer, tiny_model
 from tests.support.paths import ROOT
 
 MAX_TOKENS = 20
@@ -31,20 +31,23 @@ DEMO_TOKENS = 8  # of an answer
 
 
 class Families:
-    """Tiny models of families, each loaded when it is asked for, and kept only while it is the last one."""
+    """Tiny models of families; only the one that was asked for last is kept in memory."""
 
     def __init__(self, folders: pytest.TempPathFactory) -> None:
         self._folders = folders
-        self._last: tuple[str, LoadedModel, list[list[int]]] | None = None
+        self._known: dict[str, tuple[str, list[list[int]]]] = {}  # where each lies, and what `generate` says
+        self._last: tuple[str, LoadedModel] | None = None
 
     def load(self, name: str) -> tuple[LoadedModel, list[list[int]]]:
         """A model, and what `generate` says."""
+        if name not in self._known:
+            model, rows = tiny_model(name), prompts()
+            folder = save_with_tokenizer(model, self._folders.mktemp(name))
+            self._known[name] = folder, generate(model, rows, [MAX_TOKENS] * len(rows), [EOS], PAD)
+        folder, expected = self._known[name]
         if self._last is None or self._last[0] != name:
-            folder = tiny_model_folder(self._folders.mktemp(name), name)
-            rows = prompts()
-            expected = generate(tiny_model(name), rows, [MAX_TOKENS] * len(rows), [EOS], PAD)
-            self._last = name, load_model(folder, dtype="float32", platform=HOST), expected
-        return self._last[1:]
+            self._last = name, load_model(folder, dtype="float32", platform=HOST)
+        return self._last[1], expected
 
 
 @pytest.fixture(scope="module")

@@ -101,7 +101,7 @@ CASES = [
 
 @pytest.mark.parametrize(("make", "lengths", "most", "pages", "step_tokens"), CASES)
 def test_draws_are_those_of_single_requests_on_every_engine_and_under_little_memory(
-    make: Any, lengths: tuple[int, ...], most: int, pages: int, step_tokens: int, model: str
+    make: Any, lengths: tuple[int, ...], most: int, pages: int, step_tokens: int, shallow: str
 ) -> None:
     rng = np.random.default_rng(3)
     prompts = [rng.integers(0, 256, n).tolist() for n in lengths]
@@ -109,7 +109,7 @@ def test_draws_are_those_of_single_requests_on_every_engine_and_under_little_mem
     for draws in (1, most):
         window = drawn_window(prompts, most // draws, draws)
         taken = Answers()
-        engine: StreamEngine = make(model, pages)
+        engine: StreamEngine = make(shallow, pages)
         scheduling = Scheduling(max_running=16, step_tokens=step_tokens)
         Stream.open(Hosting(engine), Pool(pages, 4), COST, scheduling, taken).run(Listed([window]))
         answers.append([taken.tokens[id(window), i] for i in range(len(window.requests))])

@@ -1,8 +1,7 @@
-"""The operator on tables of every kind, and in Ray Data."""
+"""The operator on tables of every kind."""
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from typing import Any, cast
 
@@ -90,36 +89,6 @@ def test_an_operator_evaluates_to_a_class_of_its_own(model: str) -> None:
     assert isinstance(one, type)
     assert one.__qualname__ != other.__qualname__
     assert not [name for name in vars(one) if name not in {"options", "__module__", "__doc__"}]
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Ray's own, about its settings
-def test_ray_loads_the_model_once_per_actor(model: str) -> None:
-    ray = pytest.importorskip("ray")
-    pytest.importorskip("ray.data")
-    operator = LLMOperator(model=model, prompt="text", max_tokens=4, kv_memory=2**24)
-
-    class Witness(operator):  # type: ignore[misc, valid-type]
-        """Says in which process each row was answered, and with which engine."""
-
-        def __call__(self, batch: pa.Table) -> pa.Table:
-            from llmbatch.operators.workers import _workers
-
-            answered = super().__call__(batch)
-            workers: list[Any] = [shared.worker for shared in _workers.values()]
-            where = f"{os.getpid()} {[id(worker.load().engine()) for worker in workers]}"
-            return answered.append_column("where", pa.array([where] * answered.num_rows))
-
-    ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False)
-    try:
-        rows = ray.data.from_items([{"id": i, "text": "abc"[: i % 3 + 1]} for i in range(40)])
-        answered = rows.map_batches(Witness, concurrency=1, batch_size=10, batch_format="pyarrow")
-        table = pa.concat_tables(ray.get(answered.to_arrow_refs())).sort_by("id")
-    finally:
-        ray.shutdown()
-    assert table["id"].to_pylist() == list(range(40))
-    assert len(set(table["where"].to_pylist())) == 1
-    expected = operator(pa.table({"id": range(40), "text": ["abc"[: i % 3 + 1] for i in range(40)]}))
-    assert table["generated_text"].to_pylist() == expected["generated_text"].to_pylist()
 
 
 def test_an_interrupted_call_does_not_spoil_the_next(operator: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,11 +1,18 @@
-"""`map_dataset` on real Ray: every row once with its answer, whatever dies."""
+"""Operators and `map_dataset` on real Ray: every row once with its answer, whatever dies.
+
+All that needs Ray is here: it takes seconds to start, and its processes some more to import what they run.
+"""
 
 from __future__ import annotations
 
+import os
+import runpy
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, cast
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 ray = pytest.importorskip("ray")
@@ -14,6 +21,8 @@ pytest.importorskip("ray.data")
 from llmbatch import DataError, LLMOperator, ParameterError  # noqa: E402
 from llmbatch.inference.answer_schema import AnswerSchema  # noqa: E402
 from llmbatch.operators.ray import map_dataset  # noqa: E402
+from tests.support.models import chat_model_folder  # noqa: E402
+from tests.support.paths import ROOT  # noqa: E402
 from tests.support.ray_jobs import Job, answered, kill, rows_of, start, when_running  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Ray's own, about its settings
@@ -21,7 +30,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Ray's o
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[None]:
-    start(num_cpus=4, include_dashboard=False)
+    start(num_cpus=2, include_dashboard=False)
     yield
     ray.shutdown()
 
@@ -81,5 +90,46 @@ def test_what_is_wrong_is_said_before_anything_runs(model: str) -> None:
 
 def test_actors_that_leave_no_cpu_are_warned_of(model: str) -> None:
     ds = ray.data.from_arrow(rows_of(0))
-    with pytest.warns(UserWarning, match=r"^the actors take 4 of the cluster's 4 CPUs, and reading and sorting need"):
-        map_dataset(ds, operator(model, engine="simulated"), concurrency=4, quiet=True)
+    with pytest.warns(UserWarning, match=r"^the actors take 2 of the cluster's 2 CPUs, and reading and sorting need"):
+        map_dataset(ds, operator(model, engine="simulated"), concurrency=2, quiet=True)
+
+
+def test_ray_loads_the_model_once_per_actor(model: str) -> None:
+    operator = LLMOperator(model=model, prompt="text", max_tokens=4, kv_memory=2**24)
+
+    class Witness(operator):  # type: ignore[misc, valid-type]
+        """Says in which process each row was answered, and with which engine."""
+
+        def __call__(self, batch: pa.Table) -> pa.Table:
+            from llmbatch.operators.workers import _workers
+
+            answered = super().__call__(batch)
+            workers: list[Any] = [shared.worker for shared in _workers.values()]
+            where = f"{os.getpid()} {[id(worker.load().engine()) for worker in workers]}"
+            return answered.append_column("where", pa.array([where] * answered.num_rows))
+
+    rows = ray.data.from_items([{"id": i, "text": "abc"[: i % 3 + 1]} for i in range(40)])
+    table = answered(rows.map_batches(Witness, concurrency=1, batch_size=10, batch_format="pyarrow"))
+    assert table["id"].to_pylist() == list(range(40))
+    assert len(set(table["where"].to_pylist())) == 1
+    expected = operator(pa.table({"id": range(40), "text": ["abc"[: i % 3 + 1] for i in range(40)]}))
+    assert table["generated_text"].to_pylist() == expected["generated_text"].to_pylist()
+
+
+def test_the_example_curates_documents(tmp_path: Path) -> None:
+    pytest.importorskip("llguidance")
+    model = chat_model_folder(tmp_path / "model")
+    program = runpy.run_path(str(ROOT / "examples" / "ray_curation.py"))
+    texts = [f"{word} of part {part}" for part in range(2) for word in ("birch", "lamp", "a", "zz", "fjord", "0")]
+    (tmp_path / "documents").mkdir()
+    for part in range(2):
+        rows = pa.table({"text": texts[6 * part : 6 * part + 6]})
+        pq.write_table(rows, tmp_path / "documents" / f"{part}.parquet")
+    program["main"](model, str(tmp_path / "documents"), str(tmp_path / "kept"))
+    judge: Any = LLMOperator(
+        model=model, template=program["ASK"], chat=True, structured_outputs={"choice": ["yes", "no"]}
+    )
+    answers = judge(pa.table({"text": texts}))["generated_text"].to_pylist()
+    tables = map(pq.read_table, (tmp_path / "kept").glob("*.parquet"))
+    kept = [text for table in tables for text in table["text"].to_pylist()]
+    assert sorted(kept) == sorted(text for text, answer in zip(texts, answers) if answer == "yes")

@@ -343,7 +343,7 @@ def test_every_row_and_every_guest_ends_once_whoever_comes_and_leaves_when(seed:
 
 @pytest.mark.parametrize("make", [torch_engine, accelerated_engine])
 def test_answers_are_those_of_generate_whatever_runs_beside(
-    make: Callable[[str, int], StreamEngine], model: str
+    make: Callable[[str, int], StreamEngine], shallow: str
 ) -> None:
     rng = np.random.default_rng(3)
     rows = [rng.integers(0, 256, n).tolist() for n in (33, 5, 21, 7)]
@@ -351,8 +351,8 @@ def test_answers_are_those_of_generate_whatever_runs_beside(
     window, inbox, limits = window_of(rows, [12] * len(rows)), GuestInbox(), [9, 12, 7]
     guests = [guest(prompt, limit) for prompt, limit in zip(others, limits, strict=True)]
     script = Script(inbox, {1 + 3 * i: partial(inbox.put, one) for i, (one, _) in enumerate(guests)})
-    opened(Hosting(make(model, 40)), script, inbox, pool=Pool(40, 4)).run(Listed([window]))
-    expected = generate(tiny_model("llama"), [*rows, *others], [*[12] * len(rows), *limits], [EOS], PAD)
+    opened(Hosting(make(shallow, 40)), script, inbox, pool=Pool(40, 4)).run(Listed([window]))
+    expected = generate(tiny_model("llama", layers=1), [*rows, *others], [*[12] * len(rows), *limits], [EOS], PAD)
     assert [script.tokens[id(window), i] for i in range(len(rows))] == expected[: len(rows)]
     assert [told.tokens for _, told in guests] == expected[len(rows) :]
     for _, told in guests:

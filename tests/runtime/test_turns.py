@@ -57,14 +57,14 @@ class Turns:
 
 @pytest.mark.parametrize("make", [torch_engine, accelerated_engine])
 def test_next_turns_are_answered_as_by_generate_and_find_what_was_answered(
-    make: Callable[[str, int], StreamEngine], model: str
+    make: Callable[[str, int], StreamEngine], shallow: str
 ) -> None:
     rng = np.random.default_rng(11)
     first = [rng.integers(0, 256, n).tolist() for n in (6, 3, 9)]
     taken = Found()
     feed = Turns(first, taken)
-    Stream.open(Hosting(make(model, 40)), Pool(40, 4), COST, Scheduling(max_running=8), taken).run(feed)
-    expected = generate(tiny_model("llama"), feed.second, [MOST] * 3, [EOS], PAD)
+    Stream.open(Hosting(make(shallow, 40)), Pool(40, 4), COST, Scheduling(max_running=8), taken).run(feed)
+    expected = generate(tiny_model("llama", layers=1), feed.second, [MOST] * 3, [EOS], PAD)
     second = id(feed.windows[1])
     assert [taken.tokens[second, i] for i in range(3)] == expected
     # All of prompt and answer, but of the last token, upon which nothing was computed.

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,22 @@ def tiny_model_folder(
     layers: int | None = None,
 ) -> str:
     """Save a family's tiny model and its tokenizer in `folder`, and return it."""
-    tiny_model(family, seed=seed, dtype=dtype, layers=layers).save_pretrained(folder)
+    model = tiny_model(family, seed=seed, dtype=dtype, layers=layers)
+    return save_with_tokenizer(model, folder, chat_template=chat_template, bos=bos)
+
+
+def save_with_tokenizer(
+    model: PreTrainedModel, folder: Path | str, *, chat_template: str | None = None, bos: bool = False
+) -> str:
+    """Save a model and the tokenizer of tiny ones in `folder`, and return it."""
+    model.save_pretrained(folder)
     tiny_tokenizer(chat_template=chat_template, bos=bos).save_pretrained(folder)
+    return str(folder)
+
+
+def chat_model_folder(folder: Path) -> str:
+    """Save a tiny model with a chat template and a context of 4096 tokens in `folder`, and return it."""
+    tiny_model_folder(folder, "llama", chat_template=CHAT_TEMPLATE)
+    config = folder / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "max_position_embeddings": 4096}))
     return str(folder)

@@ -64,7 +64,7 @@ def test_answers_are_those_of_generate_though_rows_are_preempted(family: tuple[L
     assert golden.cached > 0
 
 
-def test_an_operator_runs_on_it(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_operator_runs_on_it(shallow: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its answers are those of the processor, drawn ones and one with a stop string among them."""
     text = "abcdef" * 4
     params = [
@@ -72,8 +72,8 @@ def test_an_operator_runs_on_it(model: str, monkeypatch: pytest.MonkeyPatch) -> 
         for one in ({}, {"temperature": 1.0, "seed": 3}, {"temperature": 0.7, "top_k": 5, "seed": 4}, {"stop": "a"})
     ]
     rows = pa.table({"text": [text, text + "x", "y", text + "z"], "params": params})
-    given: dict[str, Any] = {"model": model, "prompt": "text", "max_tokens": 5, "dtype": "float32", "kv_memory": 2**20}
-    given["page_size"] = 8
+    given: dict[str, Any] = {"model": shallow, "prompt": "text", "max_tokens": 5, "dtype": "float32"}
+    given |= {"kv_memory": 2**20, "page_size": 8}
     expected = LLMOperator(**given, sampling_params="params")(rows)
     monkeypatch.setattr("llmbatch.engine.devices.find_platform", lambda device: PLATFORM)
     answered = LLMOperator(**given, sampling_params="params", device="cuda")(rows)
@@ -108,8 +108,8 @@ def test_pages_of_a_device_are_of_a_power_of_two(model: str, monkeypatch: pytest
     assert str(caught.value) == "page_size must be a power of two on a GPU, got 24"
 
 
-def test_the_largest_step_is_run_to_see_what_it_takes(model: str) -> None:
-    loaded = load_model(model, dtype="float32", platform=PLATFORM)
+def test_the_largest_step_is_run_to_see_what_it_takes(shallow: str) -> None:
+    loaded = load_model(shallow, dtype="float32", platform=PLATFORM)
     taken = run_largest(loaded, TritonAttention(DEVICE), tokens=10, rows=3, page_size=16)
     assert taken == 3 * 16 * bytes_per_token(loaded.attention.values(), loaded.kv_type, torch.device("cuda"))
 
