@@ -13,7 +13,7 @@ HEAD = """# Online requests beside a job: by the clock
 
 Written by `python benchmarks/beside.py none` from what the tables' own commands left in beside-*.json. What the
 policies are, and how gaps in the papers were read: [simulate.md](../simulate.md). Nothing was tuned to these tables but
-one constant of `slack`, which was checked on other seeds ([decision 0074](../decisions/0074-waits-beside-a-job.md)).
+one constant of `slack`, which was checked on other seeds ([decision 0073](../decisions/0073-waits-beside-a-job.md)).
 Nothing here ran on a GPU: seconds are those of the library's cost model, law `bytes`. e is the exponent by which
 compute and memory overlap (1: not at all). `slack` is the library's own scheduler.
 """
@@ -46,7 +46,7 @@ COMMAND: Llama-3-8B on an A100-80GB, steps of at most 50 ms, each job as large a
 tokens and gaps are of the requests that arrived while the job ran. Wanted of `slack`: the job's end at most 1.20 x the
 bound, 1.15 in the mean; first token 1.20 x alone; gap 60 ms. OOCO has no such figures.
 
-What is waited for, step by step ([decision 0074](../decisions/0074-waits-beside-a-job.md)): guests of the code traffic
+What is waited for, step by step ([decision 0073](../decisions/0073-waits-beside-a-job.md)): guests of the code traffic
 wait for each other, not for memory or the job. From 860 to 864 s prompts of 92,509 tokens arrive, more compute than can
 be in time in any order. A hundredth of all guests is late with a job and without one, so p99 lies at the edge of them.
 Before `slack` left out the longest first, 2.6 % were late alone and 4.0 % beside a job, and p99 was 2.2 and 4.9 s. The

@@ -226,7 +226,7 @@ def _rank(state: SchedulerState) -> int:
         seconds[i] = slowed * compute_seconds(rates, tokens, 1, pairs_of(rates.reach, start, tokens))
     ranks = rank_guests(guests.counts[0].clock, dues, seconds)
     guests.ranks[:waiting] = ranks[:waiting]
-    guests.counts[0].late = np.count_nonzero(np.isfinite(dues) & (ranks > dues))
+    guests.counts[0].late = int(np.count_nonzero(np.isfinite(dues) & (ranks > dues)))
     for i in range(begun):
         slot, at = run.prefilling[i], i
         rank = ranks[waiting + i]

@@ -43,7 +43,7 @@ def test_parameters_that_nobody_uses_are_dropped_and_equal_ones_merged() -> None
 
 def test_parameters_of_windows_that_are_done_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each window has parameters that its rows do not use, and a seed for each row."""
-    monkeypatch.setattr("llmbatch.runtime.stream._EXAMPLES", 20)
+    monkeypatch.setattr("llmbatch.runtime.live_requests._EXAMPLES", 20)
     windows = []
     for number in range(8):
         params = seeded(range(1000 * number, 1000 * number + 300))
