@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from concurrent.futures import Executor, Future
+from concurrent.futures import Executor, Future, wait
 from dataclasses import dataclass, field
 from typing import Any, Generic
 
@@ -27,6 +27,8 @@ from llmbatch.scheduler.guests import Latency
 from llmbatch.scheduler.output import FinishReason, Step
 from llmbatch.scheduler.scheduler import FinishedSequences
 from llmbatch.system.at_once import AtOnce
+
+_LONGEST_WAIT = 60.0  # seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +86,7 @@ class ActiveRun(EngineObserver[W]):
         self._step = (NO_REQUESTS, 0.0)  # the requests of the step in hand, and when it was begun
         self._ending = False
         self.next: Future[Any] | None = None  # what is to take the place of this run, made meanwhile
+        self._dropped = False  # whether requests were that wait: only what takes the place of this run knows
 
     def _make_loop(self) -> SerialLoop | PipelinedLoop:
         """Make the loop that suits the engine; one that holds steps for guests where these have no bound."""
@@ -148,7 +151,10 @@ class ActiveRun(EngineObserver[W]):
         self.count()
 
     def advance(self, steps: int) -> None:
-        """Take so many steps with what runs, when nothing waits."""
+        """Take so many steps with what runs, when nothing waits; none where what was dropped waits still."""
+        if self._dropped and self.next is not None:
+            wait((self.next,), _LONGEST_WAIT)
+            return
         self._loop.drain = True
         self._run.advance(steps)
         self.count()
@@ -223,6 +229,7 @@ class ActiveRun(EngineObserver[W]):
             if given_up == GivenUp.NOT_BEGUN:
                 gone &= ~live.begun
             live.open[gone] = False
+            self._dropped |= bool(gone.any())
             self._loop.withdraw(self._run.scheduler, np.flatnonzero(gone).astype(np.int32), FinishReason.CANCELLED)
             observer.dropped(window, live.index[gone])
 

@@ -13,13 +13,14 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from llmbatch.engine.recorded import RecordedEngine
 from llmbatch.planning.prepared_shard import PreparedShard
 from llmbatch.planning.workload import Pool
 from llmbatch.runtime.guests import GuestInbox
 from llmbatch.runtime.live_requests import NextRequests
-from llmbatch.runtime.protocols import Stop
+from llmbatch.runtime.protocols import GivenUp, Stop
 from llmbatch.runtime.stream import Stream
 from tests.runtime.test_guests import BUDGET, POOL, all_of, opened, scheduler_of
 from tests.runtime.test_pool_limits import window_of
@@ -74,7 +75,8 @@ def beside(
 @pytest.fixture(autouse=True)
 def no_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who waits for work that is not done looks again."""
-    monkeypatch.setattr("llmbatch.runtime.stream._LONGEST_WAIT", 0.0)
+    for module in ("stream", "active_run"):
+        monkeypatch.setattr(f"llmbatch.runtime.{module}._LONGEST_WAIT", 0.0)
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(1, 20))
@@ -133,6 +135,37 @@ def test_a_stream_does_the_same_each_time_where_planning_takes_as_many_steps() -
         return [requests.tolist() for requests in script.in_step]
 
     assert steps() == steps()
+
+
+class GivingUp(Script):
+    """Gives up what was not begun of a window after some steps; nothing of it may begin after that."""
+
+    def __init__(self, inbox: GuestInbox, after: int) -> None:
+        super().__init__(inbox)
+        self._after, self.gone = after, set[int]()
+
+    @property
+    def interrupts(self) -> bool:
+        return self.steps >= self._after and not self.gone
+
+    def given_up(self, window: Window) -> GivenUp:
+        return GivenUp.NOT_BEGUN if self.interrupts else GivenUp.NONE
+
+    def dropped(self, window: Window, requests: NDArray[np.int32]) -> None:
+        self.gone |= set(requests.tolist())
+
+    def begun(self, window: Window, requests: NDArray[np.int32]) -> None:
+        super().begun(window, requests)
+        assert self.gone.isdisjoint(requests.tolist()), "a row begins that was given up"
+
+
+def test_rows_that_are_given_up_do_not_begin_while_the_others_are_planned() -> None:
+    inbox = GuestInbox()
+    script = GivingUp(inbox, 6)
+    window = window_of([[5, i] for i in range(60)], [4 + i % 9 for i in range(60)])
+    beside(script, inbox, Delaying(9)).run(Listed([window]))
+    assert 0 < len(script.gone) < 60
+    assert set(window.ended) == set(range(60)) - script.gone
 
 
 def test_a_row_that_ends_while_its_equal_is_planned_does_not_run_again() -> None:
