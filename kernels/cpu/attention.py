@@ -276,6 +276,19 @@ def attend(
     )  # fmt: skip  # arguments in groups
 
 
+@compiled(nogil=True)
+def attend_share(
+    query: Any, out: Any, pages: Any, tables: Any, slots: Any, blocks: Any, group: int, scale: np.float32,
+    window: int, softcap: np.float32, sinks: Any, like: Any, code: int, worker: int,
+) -> None:  # fmt: skip  # arguments in groups
+    """Attend in the blocks of a worker; the rest as in `attend_blocks`."""
+    arguments = (
+        query, out, pages, tables, slots, blocks, blocks.bounds[worker], blocks.bounds[worker + 1],
+        group, scale, window, softcap, sinks, like,
+    )  # fmt: skip  # arguments in groups
+    _call_blocks(code, arguments)
+
+
 @compiled(parallel=True, nogil=True)
 def attend_blocks(
     query: Any, out: Any, pages: Any, tables: Any, slots: Any, blocks: Any, group: int, scale: np.float32,
@@ -283,8 +296,4 @@ def attend_blocks(
 ) -> None:  # fmt: skip  # arguments in groups
     """Attend as `attend` says; `like` has the type of its rows, and `code` is that of `block_code`."""
     for worker in prange(blocks.bounds.size - 1):
-        arguments = (
-            query, out, pages, tables, slots, blocks, blocks.bounds[worker], blocks.bounds[worker + 1],
-            group, scale, window, softcap, sinks, like,
-        )  # fmt: skip  # arguments in groups
-        _call_blocks(code, arguments)
+        attend_share(query, out, pages, tables, slots, blocks, group, scale, window, softcap, sinks, like, code, worker)

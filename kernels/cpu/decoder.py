@@ -1,7 +1,8 @@
 """Layers of a decoder in one compiled call, for models whose layers have the common parts.
 
-Between the products of a layer little is computed, and a step of few rows would spend more time on the way from Python
-into each kernel than in it. Here the loop over layers is compiled, too. The residual stays in float32 from the first
+Between the products of a layer little is computed, and a step of few rows would spend more time on the way into each
+kernel than in it. Here the loop over layers is compiled, too, and each worker runs it: they meet after each part
+(`workers`). The residual stays in float32 from the first
 layer to the last, so a branch is added to it unrounded, by its product's own tile where no norm comes between.
 """
 
@@ -10,20 +11,19 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import prange, types
-from numba.extending import overload
-from numba.np.numpy_support import as_dtype
+from numba import prange, typeof, types
 from numpy.typing import NDArray
 
 from llmbatch.compilation.decorators import compiled
-from llmbatch.kernels.cpu.attention import attend_blocks
+from llmbatch.kernels.cpu.attention import attend_share
 from llmbatch.kernels.cpu.blocks import Blocks
 from llmbatch.kernels.cpu.endings import COLUMNS
-from llmbatch.kernels.cpu.fused import inverse_norm, normalize, rotate_and_store
+from llmbatch.kernels.cpu.fused import inverse_norm, normalize_row, rotate_and_store_rows
 from llmbatch.kernels.cpu.layout import Pages
 from llmbatch.kernels.cpu.numerics import narrow
-from llmbatch.kernels.cpu.pointers import data_of
-from llmbatch.kernels.cpu.products import CONVERTERS, multiply
+from llmbatch.kernels.cpu.pointers import address_of, caller, data_of
+from llmbatch.kernels.cpu.products import convert_rows, multiply_share
+from llmbatch.kernels.cpu.workers import Team, share_of, wait_for_all
 
 QKV, OUT, GATE_UP, DOWN = range(4)  # the products of a layer
 STORED, ADDED, GATED, WHOLE, ATTENTION = range(5)  # places in `Layers.codes`
@@ -60,7 +60,6 @@ class LayerStep(NamedTuple):
     angles: NDArray[np.int64]  # [layers] which of them
     token_pages: NDArray[np.int32]  # [2, tokens] pages, and window pages
     token_offsets: NDArray[np.int32]
-    tables: tuple[NDArray[np.int32], NDArray[np.int32]]  # of pages, and of window pages
     places: NDArray[np.int64]  # [layers, 2] which of these two, and which of the layers that have the same
     slots: NDArray[np.int32]
     runs: NDArray[np.int64]  # of `Blocks` of all kinds of window, one kind after the other; so are `firsts`
@@ -86,100 +85,127 @@ class Buffers(NamedTuple):
     attention: NDArray[Any]  # [tokens, 0] like the rows of attention's products
 
 
-@compiled(parallel=True, fastmath={"contract"}, nogil=True)
-def _add_normalized(x: NDArray[np.float32], weight: NDArray[np.float32], epsilon: float, out: NDArray[Any]) -> None:
-    """Add RMSNorm of each row of x to `out`."""
-    for i in prange(out.shape[0]):
-        row, target = x[i], out[i]
-        inverse = inverse_norm(row, weight.size, np.float32(epsilon))
-        for d in range(weight.size):
-            target[d] += row[d] * inverse * weight[d]
+@compiled(fastmath={"contract"}, nogil=True)
+def _add_normalized(row: Any, weight: Any, epsilon: np.float32, target: Any) -> None:
+    """Add RMSNorm of a row to `target`."""
+    inverse = inverse_norm(row, weight.size, epsilon)
+    for d in range(weight.size):
+        target[d] += row[d] * inverse * weight[d]
 
 
-@compiled(parallel=True, nogil=True)
-def _round(x: NDArray[np.float32], out: NDArray[Any]) -> None:
-    """Round x to the numbers of `out`."""
-    for i in prange(out.shape[0]):
-        row, target = x[i], out[i]
-        for d in range(target.size):
-            target[d] = narrow(row[d], target[d])
-
-
-def _convert(x: Any, out: Any, scales: Any) -> None:
-    """Convert rows to the numbers that products take."""
-    raise NotImplementedError("for compiled code only")
-
-
-@overload(_convert, strict=False)
-def _convert_as(x: types.Array, out: types.Array, scales: types.Array) -> Any:
-    convert = CONVERTERS[as_dtype(out.dtype)]
-    return lambda x, out, scales: convert(x, out, scales)
+@compiled(nogil=True)
+def _round(row: Any, target: Any) -> None:
+    """Round a row to the numbers of `target`."""
+    for d in range(target.size):
+        target[d] = narrow(row[d], target[d])
 
 
 @compiled(nogil=True)
 def _multiply(
-    layers: Any, layer: int, product: int, code: int, x: Any, out: Any, step: int, buffers: Any, workers: int
+    layers: Any, layer: int, product: int, code: int, x: Any, out: Any, step: int, buffers: Any, team: Any
 ) -> None:
     """Multiply x with the weight of a product; `step` is the columns of `out` that a panel makes."""
     a, size = data_of(x), x.shape[1] * x.itemsize
     if buffers.scales.size > 0:
-        _convert(x, buffers.converted, buffers.scales)
+        first, end = share_of(x.shape[0], team.worker, team.workers)
+        convert_rows(x, buffers.converted, buffers.scales, first, end)
+        wait_for_all(team)
         a, size = data_of(buffers.converted), buffers.converted.shape[1] * buffers.converted.itemsize
     after = product + 1
-    share = layers.counts[after % 4] // workers * layers.words[after % 4] * 4 * COLUMNS
-    multiply(
+    share = layers.counts[after % 4] // team.workers * layers.words[after % 4] * 4 * COLUMNS
+    multiply_share(
         layers.codes[code], a, size, data_of(buffers.scales), x.shape[0],
         layers.panels[layer, product], layers.counts[product], layers.words[product],
         data_of(out), out.shape[1] * out.itemsize, step * out.itemsize,
         layers.columns[layer, product], layers.columns_step,
-        layers.panels[(layer + after // 4) % layers.panels.shape[0], after % 4], share, layers.alone, workers,
+        layers.panels[(layer + after // 4) % layers.panels.shape[0], after % 4], share, layers.alone,
+        team.worker, team.workers,
     )  # fmt: skip  # arguments in groups
+    wait_for_all(team)
 
 
 @compiled(nogil=True)
-def _enter_branch(layers: Any, layer: int, norm: int, buffers: Any) -> None:
+def _enter_branch(layers: Any, layer: int, norm: int, buffers: Any, team: Any) -> None:
     """Make the input of a branch from the residual."""
-    if layers.has_norm[norm]:
-        normalize(buffers.residual, layers.norms[norm, layer], layers.epsilon, buffers.normed)
-    else:
-        _round(buffers.residual, buffers.normed)
+    first, end = share_of(buffers.normed.shape[0], team.worker, team.workers)
+    for i in range(first, end):
+        if layers.has_norm[norm]:
+            normalize_row(buffers.residual[i], layers.norms[norm, layer], np.float32(layers.epsilon), buffers.normed[i])
+        else:
+            _round(buffers.residual[i], buffers.normed[i])
+    wait_for_all(team)
 
 
 @compiled(nogil=True)
-def _leave_branch(layers: Any, layer: int, product: int, norm: int, x: Any, buffers: Any, workers: int) -> None:
+def _leave_branch(layers: Any, layer: int, product: int, norm: int, x: Any, buffers: Any, team: Any) -> None:
     """Add the product of x to the residual, through a norm if the layer has one there."""
     if layers.has_norm[norm]:
-        _multiply(layers, layer, product, WHOLE, x, buffers.branch, COLUMNS, buffers, workers)
-        _add_normalized(buffers.branch, layers.norms[norm, layer], layers.epsilon, buffers.residual)
+        _multiply(layers, layer, product, WHOLE, x, buffers.branch, COLUMNS, buffers, team)
+        first, end = share_of(buffers.branch.shape[0], team.worker, team.workers)
+        for i in range(first, end):
+            _add_normalized(
+                buffers.branch[i], layers.norms[norm, layer], np.float32(layers.epsilon), buffers.residual[i]
+            )
+        wait_for_all(team)
     else:
-        _multiply(layers, layer, product, ADDED, x, buffers.residual, COLUMNS, buffers, workers)
+        _multiply(layers, layer, product, ADDED, x, buffers.residual, COLUMNS, buffers, team)
 
 
 @compiled(nogil=True)
-def run_layers(
-    layers: Any, step: Any, memory: Any, page_size: int, buffers: Any, workers: int, first: int, end: int
-) -> None:
-    """Take the residual through the layers from the `first` on, before the `end`, in place.
-
-    `memory` is a pair, that of pages and of window pages, [layers, ...] of `page_shape` each.
-    """
+def _run_share(
+    layers: Any, step: Any, memory: Any, window_memory: Any, tables: Any, window_tables: Any, page_size: int,
+    buffers: Any, first: int, end: int, arrived: Any, workers: int, worker: int,
+) -> None:  # fmt: skip  # arguments in groups
+    """Do a worker's share of `run_layers`."""
+    team = Team(arrived, workers, worker)
     for layer in range(first, end):
-        _enter_branch(layers, layer, 0, buffers)
-        _multiply(layers, layer, QKV, STORED, buffers.normed, buffers.packed, COLUMNS, buffers, workers)
+        _enter_branch(layers, layer, 0, buffers, team)
+        _multiply(layers, layer, QKV, STORED, buffers.normed, buffers.packed, COLUMNS, buffers, team)
         angles, cut = step.angles[layer], step.cuts[layer]
         kind, place = step.places[layer]
-        pages = Pages(memory[kind][place], layers.width, page_size)
-        rotate_and_store(
-            buffers.packed, layers.query_heads, step.cosine[angles], step.sine[angles], layers.query_norms[layer],
-            layers.key_norms[layer], layers.epsilon, step.token_pages[kind], step.token_offsets, pages,
+        own, own_tables = (window_memory, window_tables) if kind else (memory, tables)
+        pages = Pages(own[place], layers.width, page_size)
+        begin, last = share_of(buffers.packed.shape[0], worker, workers)
+        rotate_and_store_rows(
+            buffers.packed, begin, last, layers.query_heads, step.cosine[angles], step.sine[angles],
+            layers.query_norms[layer], layers.key_norms[layer], layers.epsilon, step.token_pages[kind],
+            step.token_offsets, pages,
         )  # fmt: skip  # arguments in groups
-        attend_blocks(
-            buffers.packed, buffers.attended, pages, step.tables[kind], step.slots,
-            Blocks(step.runs, step.firsts, step.bounds[cut]), layers.query_heads // memory[kind].shape[2],
+        wait_for_all(team)
+        attend_share(
+            buffers.packed, buffers.attended, pages, own_tables, step.slots,
+            Blocks(step.runs, step.firsts, step.bounds[cut]), layers.query_heads // own.shape[2],
             layers.scales[layer], layers.windows[layer], layers.softcaps[layer], layers.sinks[layer],
-            buffers.attention, layers.codes[ATTENTION],
+            buffers.attention, layers.codes[ATTENTION], worker,
         )  # fmt: skip  # arguments in groups
-        _leave_branch(layers, layer, OUT, 1, buffers.attended, buffers, workers)
-        _enter_branch(layers, layer, 2, buffers)
-        _multiply(layers, layer, GATE_UP, GATED, buffers.normed, buffers.inner, COLUMNS // 2, buffers, workers)
-        _leave_branch(layers, layer, DOWN, 3, buffers.inner, buffers, workers)
+        wait_for_all(team)
+        _leave_branch(layers, layer, OUT, 1, buffers.attended, buffers, team)
+        _enter_branch(layers, layer, 2, buffers, team)
+        _multiply(layers, layer, GATE_UP, GATED, buffers.normed, buffers.inner, COLUMNS // 2, buffers, team)
+        _leave_branch(layers, layer, DOWN, 3, buffers.inner, buffers, team)
+
+
+_call_share = caller(lambda *given: given)
+
+
+def share_code(arguments: tuple[Any, ...]) -> int:
+    """Return the address of the code of a worker's share, for `run_layers` with these arguments."""
+    return address_of(_run_share, (*map(typeof, arguments), types.int64))
+
+
+@compiled(parallel=True, nogil=True)
+def run_layers(
+    code: int, layers: Any, step: Any, memory: Any, window_memory: Any, tables: Any, window_tables: Any,
+    page_size: int, buffers: Any, first: int, end: int, arrived: Any, workers: int,
+) -> None:  # fmt: skip  # arguments in groups
+    """Take the residual through the layers from the `first` on, before the `end`, in place.
+
+    `memory` and its tables are those of pages, and `window_memory` those of window pages, [layers, ...] of `page_shape`
+    each. `code` is that of `share_code`, `arrived` what `arrivals` makes, and all `workers` must run at once.
+    """
+    for worker in prange(workers):
+        arguments = (
+            layers, step, memory, window_memory, tables, window_tables, page_size, buffers, first, end, arrived,
+            workers, worker,
+        )  # fmt: skip  # arguments in groups
+        _call_share(code, arguments)

@@ -36,14 +36,19 @@ def inverse_norm(x: Any, size: int, epsilon: np.float32) -> Any:
     return np.float32(1.0) / np.sqrt(total / np.float32(size) + epsilon)
 
 
+@compiled(nogil=True)
+def normalize_row(row: Any, weight: Any, epsilon: np.float32, target: Any) -> None:
+    """Apply RMSNorm to the first elements of a row: target = row / sqrt(mean(row**2) + epsilon) * weight."""
+    inverse = inverse_norm(row, weight.size, epsilon)
+    for d in range(weight.size):
+        target[d] = narrow(widen(row[d]) * inverse * weight[d], target[d])
+
+
 @compiled(parallel=True, nogil=True)
 def normalize(x: NDArray[Any], weight: NDArray[np.float32], epsilon: float, out: NDArray[Any]) -> None:
-    """Apply RMSNorm to each row: out = x / sqrt(mean(x**2) + epsilon) * weight, of the first elements of x."""
+    """Apply RMSNorm to each row."""
     for i in prange(x.shape[0]):
-        row, target = x[i], out[i]
-        inverse = inverse_norm(row, weight.size, np.float32(epsilon))
-        for d in range(weight.size):
-            target[d] = narrow(widen(row[d]) * inverse * weight[d], target[d])
+        normalize_row(x[i], weight, np.float32(epsilon), out[i])
 
 
 @compiled(parallel=True, fastmath={"contract"}, nogil=True)
@@ -120,7 +125,19 @@ def rotate_and_store(
     offsets: NDArray[np.int32],
     kept: Pages,
 ) -> None:
-    """Finish the queries in place, and write keys and values into pages.
+    """Finish all tokens (`rotate_and_store_rows`)."""
+    for t in prange(packed.shape[0]):
+        rotate_and_store_rows(
+            packed, t, t + 1, query_heads, cosine, sine, query_norm, key_norm, epsilon, pages, offsets, kept
+        )
+
+
+@compiled(nogil=True)
+def rotate_and_store_rows(
+    packed: Any, first: int, end: int, query_heads: int, cosine: Any, sine: Any, query_norm: Any, key_norm: Any,
+    epsilon: float, pages: Any, offsets: Any, kept: Any,
+) -> None:  # fmt: skip  # arguments in groups
+    """Finish the queries of the tokens [first, end) in place, and write their keys and values into pages.
 
     `packed` is [tokens, at least (query heads + 2 * KV heads) * width]: queries, keys, values of each token. Where a
     norm weight is given (not of size 0), RMSNorm per head comes first; then rotary embedding of the first
@@ -131,11 +148,11 @@ def rotate_and_store(
     heads, pack = memory.shape[1], memory.shape[3]
     scales, padded = int(pack == INT8_PACK), (width + WIDTH_MULTIPLE - 1) // WIDTH_MULTIPLE * WIDTH_MULTIPLE
     begin, row_words = (width // pack + scales) * page_size, padded + INT8_PACK * scales
-    for t in prange(packed.shape[0]):
+    scratch, kept_head = np.empty(width, np.float32), np.empty(width + scales * pack, memory.dtype)
+    words = kept_head.view(np.uint32)
+    for t in range(first, end):
         row = packed[t]
         page, offset = pages[t], offsets[t]
-        scratch, kept_head = np.empty(width, np.float32), np.empty(width + scales * pack, memory.dtype)
-        words = kept_head.view(np.uint32)
         if query_norm.size or cosine.shape[1]:
             for h in range(query_heads):
                 head = row[h * width : (h + 1) * width]

@@ -132,14 +132,16 @@ def pack_groups(weight: NDArray[Any], order: NDArray[np.int64], unit: float, pan
                 halves[2 * WORDS * LANES + COLUMNS + j] = half_bits(offset)
 
 
-@compiled(parallel=True, fastmath=FASTMATH, nogil=True)
-def quantise_groups(x: NDArray[Any], out: NDArray[np.int8], scales: NDArray[np.float32]) -> None:
-    """Round rows to int8, each group by a scale of its own; behind a row stand the scaled sum and the scale of each.
+@compiled(fastmath=FASTMATH, nogil=True)
+def quantise_groups(x: NDArray[Any], out: NDArray[np.int8], scales: NDArray[np.float32], first: int, end: int) -> None:
+    """Round the rows [first, end) to int8, each group by a scale of its own.
+
+    Behind a row stand the scaled sum and the scale of each group.
 
     `scales`, of rows, are 1.
     """
     groups = (x.shape[1] + GROUP - 1) // GROUP
-    for i in prange(x.shape[0]):
+    for i in range(first, end):
         target = out[i]
         of_groups = target[groups * GROUP : groups * ROW_BYTES].view(np.float32)
         scales[i] = _ONE

@@ -19,15 +19,17 @@ from typing import Any, Final
 
 import numpy as np
 from numba import prange, types
-from numba.np.numpy_support import from_dtype
+from numba.extending import overload
+from numba.np.numpy_support import as_dtype, from_dtype
 from numpy.typing import NDArray
 
 from llmbatch.compilation.decorators import compiled
 from llmbatch.kernels.cpu.dot_tiles import add_tile, float_tile, gelu_tile, silu_tile, store_tile
 from llmbatch.kernels.cpu.endings import COLUMNS, ROWS
 from llmbatch.kernels.cpu.groups import quantise_groups
-from llmbatch.kernels.cpu.numerics import FASTMATH, magnitude, quantise_row, widen
+from llmbatch.kernels.cpu.numerics import magnitude, quantise_row, widen
 from llmbatch.kernels.cpu.pointers import address_of, caller
+from llmbatch.kernels.cpu.workers import share_of
 from llmbatch.kernels.spec import GELU_TANH, SILU
 
 _BLOCK: Final = 240  # rows that a worker takes from panel to panel
@@ -108,10 +110,23 @@ def rows_of_one_tile(element: np.dtype[Any]) -> int:
 @compiled(parallel=True, nogil=True)
 def multiply(
     code: int, a: int, a_stride: int, a_scales: int, rows: int, panels: int, count: int, words: int,
-    c: int, c_stride: int, c_step: int, columns: int, columns_step: int, following: int, share: int, alone: int,
-    workers: int,
+    c: int, c_stride: int, c_step: int, columns: int, columns_step: int, alone: int, workers: int,
 ) -> None:  # fmt: skip  # arguments in groups
-    """Multiply `rows` rows of A with `count` panels of packed weights, and end as the tiles of `code` do.
+    """Multiply `rows` rows of A with `count` panels of packed weights (`multiply_share`), with nothing to follow."""
+    for worker in prange(workers):
+        multiply_share(
+            code, a, a_stride, a_scales, rows, panels, count, words, c, c_stride, c_step, columns, columns_step,
+            panels, 0, alone, worker, workers,
+        )  # fmt: skip  # arguments in groups
+
+
+@compiled(nogil=True)
+def multiply_share(
+    code: int, a: int, a_stride: int, a_scales: int, rows: int, panels: int, count: int, words: int,
+    c: int, c_stride: int, c_step: int, columns: int, columns_step: int, following: int, share: int, alone: int,
+    worker: int, workers: int,
+) -> None:  # fmt: skip  # arguments in groups
+    """Multiply as the tiles of `code` do, a worker's share of the tasks.
 
     a, panels, c and columns are addresses: of rows `a_stride` bytes apart, of panels of so many words a column, of the
     first panel's place in a result whose rows are `c_stride` and whose panels are `c_step` bytes apart, and of what
@@ -122,24 +137,23 @@ def multiply(
     """
     blocks = (rows + _BLOCK - 1) // _BLOCK
     blocks = max(blocks, min((rows + 2 * ROWS - 1) // (2 * ROWS), (4 * workers + count - 1) // count))
-    tasks, size = blocks * count, words * 4 * COLUMNS
-    for worker in prange(workers):
-        end = tasks * (worker + 1) // workers
-        for task in range(tasks * worker // workers, end):
-            panel, block = task % count, task // count
-            low, high = rows * block // blocks, rows * (block + 1) // blocks
-            tiles = max((high - low + ROWS - 1) // ROWS, 1 + (high - low > alone))
-            b = panels + panel * size
-            after = panels + (task + 1) % count * size if task + 1 < end else following + worker * share
-            for i in range(tiles):
-                first = low + (high - low) * i // tiles
-                last = low + (high - low) * (i + 1) // tiles
-                ahead = b + _AHEAD if tiles == 1 else after + size * i // tiles
-                arguments = (
-                    None, last - first, c + first * c_stride + panel * c_step, c_stride, a + first * a_stride, a_stride,
-                    b, words, columns + panel * columns_step, a_scales + 4 * first, ahead, 4 * COLUMNS // tiles,
-                )  # fmt: skip  # arguments in groups
-                _call_tile(code, arguments)
+    begin, end = share_of(blocks * count, worker, workers)
+    size = words * 4 * COLUMNS
+    for task in range(begin, end):
+        panel, block = task % count, task // count
+        low, high = rows * block // blocks, rows * (block + 1) // blocks
+        tiles = max((high - low + ROWS - 1) // ROWS, 1 + (high - low > alone))
+        b = panels + panel * size
+        after = panels + (task + 1) % count * size if task + 1 < end else following + worker * share
+        for i in range(tiles):
+            first = low + (high - low) * i // tiles
+            last = low + (high - low) * (i + 1) // tiles
+            ahead = b + _AHEAD if tiles == 1 else after + size * i // tiles
+            arguments = (
+                None, last - first, c + first * c_stride + panel * c_step, c_stride, a + first * a_stride, a_stride,
+                b, words, columns + panel * columns_step, a_scales + 4 * first, ahead, 4 * COLUMNS // tiles,
+            )  # fmt: skip  # arguments in groups
+            _call_tile(code, arguments)
 
 
 @compiled(parallel=True, nogil=True)
@@ -171,17 +185,17 @@ def round_columns(
         scales[i], sums[i] = scale, total
 
 
-@compiled(parallel=True, fastmath=FASTMATH, nogil=True)
-def quantise(x: NDArray[Any], out: NDArray[np.uint8], scales: NDArray[np.float32]) -> None:
+@compiled(nogil=True)
+def _quantise(x: Any, out: Any, scales: Any, first: int, end: int) -> None:
     """Round rows to int8, each by a scale of its own: x = (out - 128) * scale."""
-    for i in prange(x.shape[0]):
+    for i in range(first, end):
         scales[i] = quantise_row(x[i], out[i])
 
 
-@compiled(parallel=True, nogil=True)
-def widen_rows(x: NDArray[Any], out: NDArray[np.uint32], scales: NDArray[np.float32]) -> None:
+@compiled(nogil=True)
+def _widen(x: Any, out: Any, _scales: Any, first: int, end: int) -> None:
     """Widen rows of bfloat16 to float32; there are no scales."""
-    for i in prange(x.shape[0]):
+    for i in range(first, end):
         row, target = x[i], out[i].view(np.float32)
         for d in range(row.size):
             target[d] = widen(row[d])
@@ -189,7 +203,25 @@ def widen_rows(x: NDArray[Any], out: NDArray[np.uint32], scales: NDArray[np.floa
 
 # How rows are converted for products, by the type that `tile_code` takes.
 CONVERTERS: Final[dict[np.dtype[Any], Any]] = {
-    np.dtype(np.uint8): quantise,
+    np.dtype(np.uint8): _quantise,
     np.dtype(np.int8): quantise_groups,
-    np.dtype(np.uint32): widen_rows,
+    np.dtype(np.uint32): _widen,
 }
+
+
+def convert_rows(x: Any, out: Any, scales: Any, first: int, end: int) -> None:
+    """Convert the rows [first, end) to the numbers that products take."""
+    raise NotImplementedError("for compiled code only")
+
+
+@overload(convert_rows, strict=False)
+def _convert_as(x: types.Array, out: types.Array, scales: types.Array, first: Any, end: Any) -> Any:
+    convert_some = CONVERTERS[as_dtype(out.dtype)]
+    return lambda x, out, scales, first, end: convert_some(x, out, scales, first, end)
+
+
+@compiled(parallel=True, nogil=True)
+def convert(x: NDArray[Any], out: NDArray[Any], scales: NDArray[np.float32]) -> None:
+    """Convert rows to the numbers that products take (`CONVERTERS`), with the scales of those that are integers."""
+    for i in prange(x.shape[0]):
+        convert_rows(x, out, scales, i, i + 1)

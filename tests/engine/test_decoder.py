@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numba
 import numpy as np
 import pytest
 import torch
@@ -139,3 +140,15 @@ def test_a_processor_without_int8_says_what_it_takes_instead(tmp_path: Path, mon
     loaded = load_model(folder, dtype="int8", platform=HOST)
     assert loaded.notes == ("this processor cannot multiply int8 (it has no avx512_vnni): bfloat16 is taken instead",)
     assert torch.equal(logits(loaded), logits(load_model(folder, dtype="bfloat16", platform=HOST)))
+
+
+def test_the_number_of_workers_changes_no_bit(tmp_path: Path) -> None:
+    loaded = unpacked(tmp_path)
+    assert join_layers(loaded.module, loaded.attention, loaded.dtype, CpuOps())
+    threads = numba.get_num_threads()
+    found = []
+    for workers in range(1, 1 + min(2, numba.config.NUMBA_NUM_THREADS)):  # type: ignore[attr-defined]
+        numba.set_num_threads(workers)
+        found.append(logits(loaded, 16))
+    numba.set_num_threads(threads)
+    assert all(torch.equal(one, found[0]) for one in found)

@@ -96,7 +96,7 @@ def test_rows_are_rounded_to_the_nearest_of_255_steps_of_each_group_and_summed(w
     x[2] = 0
     groups = -(-width // GROUP)
     out, scales = np.empty((5, group_row_bytes(width)), np.int8), np.empty(5, np.float32)
-    quantise_groups(x, out, scales)
+    quantise_groups(x, out, scales, 0, len(x))
     exact = np.pad(to_float64(x), ((0, 0), (0, groups * GROUP - width))).reshape(5, groups, GROUP)
     numbers = out[:, : groups * GROUP].astype(float).reshape(exact.shape)
     sums, steps = (

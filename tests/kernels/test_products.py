@@ -11,17 +11,16 @@ from numpy.typing import NDArray
 
 from llmbatch.kernels.cpu.endings import COLUMNS
 from llmbatch.kernels.cpu.group_tiles import GROUP
-from llmbatch.kernels.cpu.groups import group_row_bytes, group_words, pack_groups, quantise_groups
+from llmbatch.kernels.cpu.groups import group_row_bytes, group_words, pack_groups
 from llmbatch.kernels.cpu.products import (
     ADD,
     STORE,
     STORE_FLOAT,
+    convert,
     multiply,
     pack,
-    quantise,
     rows_of_one_tile,
     tile_code,
-    widen_rows,
 )
 from llmbatch.kernels.cpu.vector_ir import HAS_INT8
 from llmbatch.kernels.spec import GELU_TANH, SILU
@@ -70,7 +69,7 @@ def make(dtype: type, rows: int, width: int, columns: int) -> Given:
     expected = to_float64(x) @ to_float64(weight).T + bias
     if dtype == np.uint32:
         wide = np.empty(x.shape, np.uint32)
-        widen_rows(x, wide, np.empty(0, np.float32))
+        convert(x, wide, np.empty(0, np.float32))
         x = wide
     return Given(x, weight, bias[None], np.empty(0, np.float32), expected)
 
@@ -81,7 +80,7 @@ def make_int8(x: Array, weight: Array, bias: Array) -> Given:
     rounded = np.rint(weight / of_columns[:, None]).astype(np.int8)
     starts = (-128 * rounded.sum(1, dtype=np.int32)).view(np.float32)
     out, scales = np.empty(x.shape, np.uint8), np.empty(len(x), np.float32)
-    quantise(to_bfloat16(x), out, scales)
+    convert(to_bfloat16(x), out, scales)
     meant = (out.astype(np.float64) - 128) * scales[:, None].astype(np.float64)
     expected = meant @ (rounded.astype(np.float64) * of_columns[:, None].astype(np.float64)).T + bias
     return Given(out, rounded, np.stack((bias, of_columns, starts)), scales, expected)
@@ -96,7 +95,7 @@ def make_int4(x: Array, rng: np.random.Generator, bias: Array) -> Given:
     points = rng.integers(0, 16, (columns, groups, GROUP))
     weight = (points * scales + offsets).reshape(columns, -1)[:, :width]
     out, of_rows = np.empty((len(x), group_row_bytes(width)), np.int8), np.empty(len(x), np.float32)
-    quantise_groups(to_bfloat16(x), out, of_rows)
+    convert(to_bfloat16(x), out, of_rows)
     steps = np.ascontiguousarray(out[:, groups * GROUP :]).view(np.float32)[:, 1::2].astype(np.float64)
     meant = out[:, :width] * steps.repeat(GROUP, 1)[:, :width]
     expected = meant @ weight.T + bias
@@ -124,7 +123,7 @@ def run(given: Given, ending: str | int, out: Array, order: Array, columns: int 
     multiply(
         tile_code(ending, x.dtype), x.ctypes.data, x.strides[0], given.scales.ctypes.data, len(x),
         panels.ctypes.data, len(panels), panels.shape[1], out.ctypes.data, out.strides[0], columns * out.itemsize,
-        of_columns.ctypes.data, of_columns[0].nbytes, panels.ctypes.data, 0, rows_of_one_tile(x.dtype), 2,
+        of_columns.ctypes.data, of_columns[0].nbytes, rows_of_one_tile(x.dtype), 2,
     )  # fmt: skip  # arguments in groups
 
 
@@ -189,7 +188,7 @@ def test_rows_are_rounded_to_the_nearest_of_their_own_255_steps() -> None:
     x = to_bfloat16(np.random.default_rng(0).standard_normal((5, 37)))
     x[2] = 0
     out, scales = np.empty(x.shape, np.uint8), np.empty(len(x), np.float32)
-    quantise(x, out, scales)
+    convert(x, out, scales)
     exact = to_float64(x)
     np.testing.assert_allclose(scales, np.abs(exact).max(1) / 127, rtol=1e-6)
     assert (np.abs((out.astype(float) - 128) * scales[:, None] - exact) <= scales[:, None] * 0.5001).all()

@@ -11,19 +11,30 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from llmbatch.engine.cpu.attention import CpuAttention
+from llmbatch.engine.cpu.attention import CpuAttention, CpuKVCache
 from llmbatch.engine.cpu.layer_forms import LayerParts, products_of
 from llmbatch.engine.cpu.linear import PackedWeight
 from llmbatch.engine.cpu.memory import as_array
 from llmbatch.engine.model.number_type import WIDENED, bfloat16_rows
 from llmbatch.kernels.cpu.attention import block_code
 from llmbatch.kernels.cpu.blocks import join_blocks
-from llmbatch.kernels.cpu.decoder import ATTENTION, GATE_UP, OUT, QKV, Buffers, Layers, LayerStep, run_layers
+from llmbatch.kernels.cpu.decoder import (
+    ATTENTION,
+    GATE_UP,
+    OUT,
+    QKV,
+    Buffers,
+    Layers,
+    LayerStep,
+    run_layers,
+    share_code,
+)
 from llmbatch.kernels.cpu.endings import COLUMNS
-from llmbatch.kernels.cpu.pointers import compile_for
 from llmbatch.kernels.cpu.products import ADD, CONVERTERS, STORE, STORE_FLOAT, rows_of_one_tile, tile_codes
+from llmbatch.kernels.cpu.workers import arrivals, workers_at_once
 from llmbatch.kernels.spec import AttentionSpec
 
+Tables = tuple[NDArray[np.int32], NDArray[np.int32]]  # of pages, and of window pages
 Angles = tuple[torch.Tensor, torch.Tensor] | None  # cosine and sine of a layer's rotation; None: none
 
 
@@ -67,9 +78,13 @@ class Decoder:
             codes=np.array([*codes, 0], np.int64),  # attention's: that of `run`
         )
         self._specs = specs
+        self._kinds = {spec.window: spec for spec in specs}
+        self._cuts = np.array([list(self._kinds).index(spec.window) for spec in specs], np.int64)
+        self._places_by_kind: dict[bool, NDArray[np.int64]] = {}  # by whether there are window pages
         self._activations = self._make_buffers(0)
         self._activations_between = self._make_buffers(0)  # of steps that are executed while another one is held
-        self._kept: np.dtype[Any] | None = None  # the type of pages that attention's code is for
+        self._code = 0  # of a worker's share
+        self._kept: np.dtype[Any] | None = None  # the type of pages that it is for
 
     @property
     def layers(self) -> int:
@@ -92,31 +107,40 @@ class Decoder:
         residual.copy_(hidden_states[0])
         every, kind = step.pages.memory, (self._spec.heads, self._spec.width)
         memory = _pair({windows: every[*kind, windows] for windows in (False, True) if (*kind, windows) in every})
-        layer_step, threads = self._layer_step(position_embeddings, step), numba.get_num_threads()
-        inputs = self._layers, layer_step, memory, step.pages.page_size, buffers, threads
+        layer_step, tables = self._layer_step(position_embeddings, step)
+        inputs = self._layers, layer_step, *memory, *tables, step.pages.page_size, buffers
         if self._kept != memory[0].dtype:
             # First, since another process may be compiling attention.
-            compile_for(run_layers, (*inputs, 0, self.layers))
+            self._code = share_code((*inputs, 0, self.layers, arrivals(), 1))
             self._layers.codes[ATTENTION] = block_code(
                 buffers.packed.dtype, buffers.attended.dtype, memory[0].dtype, buffers.attention.dtype
             )
             self._kept = memory[0].dtype
         if step.between is None:
-            run_layers(*inputs, 0, self.layers)
+            self._run_some(inputs, 0, self.layers)
         else:
             self._run_apart(inputs, step.between)
         return residual.to(self._dtype)[None]
 
-    def _run_apart(self, inputs: tuple[Layers, LayerStep, Any, int, Buffers, int], between: Callable[[], None]) -> None:
+    def _run_apart(self, inputs: tuple[Any, ...], between: Callable[[], None]) -> None:
         """Run layer by layer, with `between` between two of them: other steps have activations of their own."""
         for layer in range(self.layers):
             if layer > 0:
                 held, self._activations = self._activations, self._activations_between
                 between()
                 self._activations, self._activations_between = held, self._activations
-            run_layers(*inputs, layer, layer + 1)
+            self._run_some(inputs, layer, layer + 1)
 
-    def _layer_step(self, position_embeddings: list[Angles], step: CpuAttention) -> LayerStep:
+    def _run_some(self, inputs: tuple[Any, ...], first: int, end: int) -> None:
+        threads = numba.get_num_threads()
+        assert workers_at_once(threads) == threads, "workers would wait for one that does not run"
+        run: Callable[..., None] = run_layers
+        run(self._code, *inputs, first, end, arrivals(), threads)
+
+    def _layer_step(
+        self, position_embeddings: list[Angles], step: CpuAttention
+    ) -> tuple[LayerStep, tuple[NDArray[np.int32], NDArray[np.int32]]]:
+        """Return the step as layers see it, with its tables of pages and of window pages."""
         kinds = {id(pair): pair for pair in position_embeddings}
         places = {key: place for place, key in enumerate(kinds)}
         rotating = next((pair for pair in kinds.values() if pair is not None), None)
@@ -130,27 +154,33 @@ class Decoder:
                 )
                 for side in range(2)
             )
-        by_window = {spec.window: step.plan(spec) for spec in self._specs}
-        windows, plans = list(by_window), list(by_window.values())
+        plans = [step.plan(spec) for spec in self._kinds.values()]
         blocks = join_blocks([plan.blocks for plan in plans], self._spec.heads)
-        kinds_of_pages = [step.pages.in_windows(spec) for spec in self._specs]
-        tables = {step.pages.in_windows(spec): by_window[spec.window].tables for spec in self._specs}
-        return LayerStep(
+        tables = {
+            step.pages.in_windows(spec): plan.tables for spec, plan in zip(self._kinds.values(), plans, strict=True)
+        }
+        layer_step = LayerStep(
             cosine=as_array(cosine),
             sine=as_array(sine),
             angles=np.array([places[id(pair)] for pair in position_embeddings], np.int64),
             token_pages=np.stack((step.token_pages, step.window_token_pages)),
             token_offsets=step.token_offsets,
-            tables=_pair(tables),
-            places=np.array(
-                [(int(kind), kinds_of_pages[:layer].count(kind)) for layer, kind in enumerate(kinds_of_pages)], np.int64
-            ),
+            places=self._places(step.pages),
             slots=plans[0].slots,
             runs=blocks.runs,
             firsts=blocks.firsts,
             bounds=blocks.bounds,
-            cuts=np.array([windows.index(spec.window) for spec in self._specs], np.int64),
+            cuts=self._cuts,
         )
+        return layer_step, _pair(tables)
+
+    def _places(self, pages: CpuKVCache) -> NDArray[np.int64]:
+        """Return for each layer whether its KV is in window pages, and its place among those of which that is so."""
+        if pages.windowed not in self._places_by_kind:
+            apart = np.array([pages.in_windows(spec) for spec in self._specs], np.int64)
+            places = np.where(apart, np.cumsum(apart), np.cumsum(1 - apart)) - 1
+            self._places_by_kind[pages.windowed] = np.stack((apart, places), 1)
+        return self._places_by_kind[pages.windowed]
 
     def _make_buffers(self, tokens: int) -> Buffers:
         first, element = self._packed[0], as_array(torch.empty(0, dtype=self._dtype)).dtype

@@ -21,6 +21,7 @@ from llmbatch.engine.base import TokenLogprobs
 from llmbatch.engine.cpu.attention import CpuAttention, CpuKVCache
 from llmbatch.engine.cpu.processors import log_probabilities, process
 from llmbatch.engine.cpu.sampler import sample
+from llmbatch.engine.cpu.threads import threads_at_once
 from llmbatch.engine.generation import TokenBuffers, TokenChoices
 from llmbatch.engine.grammars import Grammars, Masks, apply_masks
 from llmbatch.engine.model.loader import LoadedModel
@@ -60,8 +61,7 @@ class CpuEngine:
             kv_type=loaded.kv_type,
         )
         self._generation = TokenBuffers(loaded.eos_token_ids, decode, seed, grammars)
-        most: int = numba.config.NUMBA_NUM_THREADS  # type: ignore[attr-defined]
-        self._threads = min(torch.get_num_threads(), most)
+        self._threads = threads_at_once()
         self._token_elements = loaded.config.hidden_size
         self._weight_elements = loaded.config.hidden_size**2
         self._key_elements = max(2 * spec.heads * spec.width for spec in loaded.attention.values())

@@ -19,6 +19,7 @@ from llmbatch.kernels.cpu.products import (
     CONVERTERS,
     STORE,
     STORE_FLOAT,
+    convert,
     multiply,
     pack,
     round_columns,
@@ -119,8 +120,7 @@ class PackedLinear(nn.Module):
         rows = len(x)
         scales = np.empty(rows, np.float32)
         a = x.data_ptr()
-        convert = CONVERTERS.get(weight.row_type)
-        if convert is not None:
+        if weight.row_type in CONVERTERS:
             converted: NDArray[Any] = np.empty((rows, weight.row_bytes // weight.row_type.itemsize), weight.row_type)
             convert(as_array(x), converted, scales)
             a = converted.ctypes.data
@@ -129,8 +129,8 @@ class PackedLinear(nn.Module):
             self._code, a, weight.row_bytes, scales.ctypes.data, rows,
             weight.panels.ctypes.data, len(weight.panels), weight.panels.shape[1],
             out.data_ptr(), out.shape[1] * out.element_size(), COLUMNS * out.element_size(),
-            weight.of_columns.ctypes.data, weight.of_columns[0].nbytes, weight.panels.ctypes.data, 0,
-            rows_of_one_tile(weight.row_type), numba.get_num_threads(),
+            weight.of_columns.ctypes.data, weight.of_columns[0].nbytes, rows_of_one_tile(weight.row_type),
+            numba.get_num_threads(),
         )  # fmt: skip  # arguments in groups
         return out[:, : self.out_features].contiguous().view(*hidden_states.shape[:-1], self.out_features)
 

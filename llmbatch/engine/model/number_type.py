@@ -74,7 +74,7 @@ def product_seconds(element: np.dtype[Any]) -> float:
             tile_code(STORE, rows.dtype), rows.ctypes.data, rows.strides[0], 0, _ROWS,
             panels.ctypes.data, len(panels), words,
             out.ctypes.data, out.strides[0], COLUMNS * out.itemsize,
-            bias.ctypes.data, 4 * COLUMNS, panels.ctypes.data, 0, rows_of_one_tile(rows.dtype), 1,
+            bias.ctypes.data, 4 * COLUMNS, rows_of_one_tile(rows.dtype), 1,
         )  # fmt: skip  # arguments in groups
         times.append(time.perf_counter() - begun)
     numba.set_num_threads(threads)

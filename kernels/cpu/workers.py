@@ -1,0 +1,130 @@
+"""Workers that run side by side through many parts of a step, and wait for each other after each part.
+
+A parallel loop wakes its threads, and ends when all of them are done. A step has some 240 parts, so that costs .2 ms if
+threads are awake. It costs 10 us a part where OpenMP lets them sleep: in a process where a second thread has run a
+parallel loop, as endpoints have. So one loop runs for all layers, and its workers meet at barriers here.
+
+The barrier is a count of arrivals that only grows: nobody arrives a second time before all have arrived once. Who waits
+long lets other threads have the processor, since one of them may be the worker that it waits for.
+"""
+
+from __future__ import annotations
+
+import platform
+from functools import cache
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+from llvmlite import ir
+from numba import prange, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+from numpy.typing import NDArray
+
+from llmbatch.compilation.decorators import compiled
+from llmbatch.kernels.cpu.pointers import data_of
+from llmbatch.kernels.cpu.vector_ir import INT32, INT64, constant
+
+_PATIENCE: Final = 2000  # looks at the count before other threads are let have the processor: some 50 us
+_LOOKS: Final = 2_000_000  # at most, for workers that may never come: a second, or longer on a busy machine
+_APART: Final = 16  # numbers on both sides of a count, so that it has a cache line of its own
+_PAUSES: Final = platform.machine() in ("x86_64", "AMD64")
+
+
+class Team(NamedTuple):
+    """The workers of a step, as one of them sees them."""
+
+    arrived: NDArray[np.int64]  # of `arrivals`
+    workers: int
+    worker: int
+
+
+def arrivals() -> NDArray[np.int64]:
+    """Make the count of a barrier, in which nobody has arrived."""
+    return np.zeros(2 * _APART, np.int64)
+
+
+@compiled(nogil=True)
+def share_of(count: int, worker: int, workers: int) -> tuple[int, int]:
+    """Return the first of a worker's share of so many things, and the end."""
+    return count * worker // workers, count * (worker + 1) // workers
+
+
+@compiled(nogil=True)
+def wait_for_all(team: Team) -> None:
+    """Arrive, and return when all workers have."""
+    if team.workers > 1:
+        count = data_of(team.arrived) + 8 * _APART
+        everyone = (_arrive(count) // team.workers + 1) * team.workers
+        looks = 0
+        while _arrived(count) < everyone:
+            looks += 1
+            _rest(looks > _PATIENCE)
+
+
+@cache
+def workers_at_once(threads: int) -> int:
+    """Find how many workers of a parallel loop over so many run at once: fewer if OpenMP is told to have fewer threads.
+
+    numba must be told to use that many threads before.
+    """
+    if threads == 1:
+        return 1
+    met = np.zeros(threads, np.int64)
+    _meet(arrivals(), met)
+    return int(met.min())
+
+
+@compiled(parallel=True, nogil=True)
+def _meet(arrived: NDArray[np.int64], met: NDArray[np.int64]) -> None:
+    """Let workers wait for each other, for long at most; `met` becomes the number that each one saw arrive."""
+    for worker in prange(met.size):
+        count, looks = data_of(arrived) + 8 * _APART, 0
+        _arrive(count)
+        while _arrived(count) < met.size and looks < _LOOKS:
+            looks += 1
+            _rest(looks > _PATIENCE)
+        met[worker] = _arrived(count)
+
+
+def _emit_arrive(_typing: Any, count: Any) -> Any:
+    """Add 1 to the number at an address, and return what it was."""
+
+    def build(_context: Any, builder: Any, _sig: Any, values: Any) -> Any:
+        return builder.atomic_rmw("add", builder.inttoptr(values[0], INT64.as_pointer()), constant(1), "seq_cst")
+
+    return types.int64(types.int64), build
+
+
+def _emit_arrived(_typing: Any, count: Any) -> Any:
+    """Return the number at an address; what was written before it was counted is seen after."""
+
+    def build(_context: Any, builder: Any, _sig: Any, values: Any) -> Any:
+        return builder.load_atomic(builder.inttoptr(values[0], INT64.as_pointer()), "acquire", 8)
+
+    return types.int64(types.int64), build
+
+
+def _emit_rest(_typing: Any, long: Any) -> Any:
+    """Rest for some cycles; if `long`, let another thread run that waits for the processor."""
+
+    def build(_context: Any, builder: Any, _sig: Any, values: Any) -> Any:
+        with builder.if_else(values[0]) as (long, short):
+            with long:
+                _call(builder, "sched_yield", INT32)
+            with short:
+                if _PAUSES:
+                    _call(builder, "llvm.x86.sse2.pause", ir.VoidType())
+        return ir.Constant(ir.IntType(8).as_pointer(), None)
+
+    return types.void(types.boolean), build
+
+
+def _call(builder: Any, name: str, result: Any) -> None:
+    kind = ir.FunctionType(result, [])
+    builder.call(cgutils.get_or_insert_function(builder.module, kind, name), [])  # type: ignore[no-untyped-call]
+
+
+_arrive: Any = intrinsic(_emit_arrive)
+_arrived: Any = intrinsic(_emit_arrived)
+_rest: Any = intrinsic(_emit_rest)

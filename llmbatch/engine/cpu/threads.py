@@ -1,0 +1,29 @@
+"""How many threads compute a step."""
+
+from __future__ import annotations
+
+import logging
+from functools import cache
+
+import numba
+import torch
+
+from llmbatch.kernels.cpu.workers import workers_at_once
+
+
+def threads_at_once() -> int:
+    """Return torch's number of threads, or as many as OpenMP lets numba run at once, if that is fewer."""
+    most: int = numba.config.NUMBA_NUM_THREADS  # type: ignore[attr-defined]
+    threads = min(torch.get_num_threads(), most)
+    numba.set_num_threads(threads)
+    at_once = workers_at_once(threads)
+    if at_once < threads:
+        _warn(threads, at_once)
+    return at_once
+
+
+@cache
+def _warn(threads: int, at_once: int) -> None:
+    logging.getLogger("llmbatch").warning(
+        "steps run on %d of %d threads: OpenMP starts no more at once (OMP_THREAD_LIMIT, OMP_DYNAMIC)", at_once, threads
+    )
