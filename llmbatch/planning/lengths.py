@@ -13,6 +13,7 @@ outweigh them. `llmbatch.planning.survival` turns counts into distributions.
 
 from __future__ import annotations
 
+import copy
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -108,6 +109,13 @@ class LengthModel:
     def expect(self, requests: NDArray[np.int32], tokens: NDArray[np.int32]) -> None:
         """Expect answers of so many tokens of requests that arrive; nothing is learnt from them."""
         self.known[requests] = np.clip(tokens, 1, self.max_tokens[requests])
+
+    def copy(self) -> LengthModel:
+        """Copy what is known, for plans to be made of while this one learns."""
+        copied = copy.copy(self)
+        copied.known, copied._counts, copied._curve = self.known.copy(), self._counts.copy(), self._curve.copy()
+        copied._kind, copied._generated = self._kind.copy(), self._generated.copy()
+        return copied
 
     def refresh(self) -> None:
         """Recompute the tables from the observations: one pass up, one down, linear in tables x bins."""

@@ -26,15 +26,15 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
-from typing import Final, TypeVar
+from typing import Final, ParamSpec
 
 import numpy as np
 from numpy.typing import NDArray
 
 from llmbatch.perf_model.cost import CostModel
-from llmbatch.planning.pilot_sample import second_sample
+from llmbatch.planning.lengths import LengthModel
 from llmbatch.planning.plan import Plan
-from llmbatch.planning.plan_workload import plan_workload
+from llmbatch.planning.plan_workload import plan_with_second_sample, plan_workload
 from llmbatch.planning.prepared_shard import PreparedShard
 from llmbatch.planning.workload import Pool, Scheduling, Workload
 from llmbatch.runtime.queue_planner import QueuePlanner
@@ -45,7 +45,7 @@ from llmbatch.scheduler.scheduler import Scheduler
 from llmbatch.scheduler.steering import STEERING
 from llmbatch.system.at_once import AtOnce
 
-T = TypeVar("T")
+P = ParamSpec("P")
 _ALWAYS: Final = 1 << 62  # steps
 
 
@@ -222,21 +222,11 @@ class ShardRun:
             self._advance(wait)
             self._reprice()
             self._learn()
-            plan = self._beside(self._plan) or plan
+            plan = self._plan_beside(plan_workload) or plan
             wait *= 2
         if wait > steering.longest_wait:
-            plan = self._beside(self._plan_with_second_sample) or plan
+            plan = self._plan_beside(plan_with_second_sample) or plan
         return plan
-
-    def _plan_with_second_sample(self) -> Plan:
-        """Plan anew, headed by a sample."""
-        tree, scheduling = self._workload.tree_with_examples, self._scheduling
-        sample = second_sample(self._lengths, tree, fraction=scheduling.sample_fraction, seed=scheduling.seed)
-        plan = self._plan()
-        # Its rows are long, so they run beside the others: they come next at the end that fills memory.
-        others = plan.order[~np.isin(plan.order, sample)]
-        parts = [others, sample] if plan.two_ended else [sample, others]
-        return replace(plan, order=np.concatenate(parts))
 
     def _run_settled(self, plan: Plan, *, given: bool, learns: bool, drain: bool) -> Plan:
         """Run the plan, and plan anew as lengths and costs become known; the latest plan.
@@ -255,7 +245,7 @@ class ShardRun:
             if unknown:
                 self._learn()
             if (repriced and not given) or (learns and self._age >= self._steering.replan_age * planned):
-                plan, planned = self._beside(self._plan) or plan, self._age
+                plan, planned = self._plan_beside(plan_workload) or plan, self._age
             if unknown or repriced:
                 scheduler.enqueue(self._queue.of_plan(plan))
         return plan
@@ -276,12 +266,16 @@ class ShardRun:
         self._queue.note_ended(ended.requests)
         self._lengths.observe(ended.requests, ended.generated, ended.finished)
 
-    def _beside(self, work: Callable[[], T]) -> T | None:
-        """Have work done by the planner while steps are taken; None where no request waits any more before it is done.
+    def _plan_beside(self, make: Callable[[Workload, Pool, CostModel, Scheduling, LengthModel], Plan]) -> Plan | None:
+        """Have a plan made while steps are taken; None where no request waits any more before it is there.
 
-        The work may read what is derived from the workload, and the length model, which is not refreshed meanwhile.
+        One that is not waited for any more may be made still, while lengths are learnt and the engine is replaced: so
+        it is made of a copy of what is known, and by what holds nothing of this run.
         """
-        task = self._planner.submit(work)
+        lengths = self._lengths.copy()
+        task = self._planner.submit(
+            _make_timed, make, self._workload, self._pool, self._cost, self._scheduling, lengths
+        )
         try:
             while not task.done():
                 if not self.scheduler.waiting:
@@ -289,7 +283,9 @@ class ShardRun:
                 self._advance(1)
         finally:
             task.cancel()
-        return task.result()
+        plan, seconds = task.result()
+        self._planning_seconds += seconds
+        return plan
 
     def _reprice(self) -> bool:
         """Count by what steps took; whether that is something else now. What is left must be enqueued anew then."""
@@ -307,7 +303,14 @@ class ShardRun:
         self._lengths.refresh()
 
     def _plan(self) -> Plan:
-        begun = time.perf_counter()
-        plan = plan_workload(self._workload, self._pool, self._cost, self._scheduling, self._lengths)
-        self._planning_seconds += time.perf_counter() - begun
+        plan, seconds = _make_timed(
+            plan_workload, self._workload, self._pool, self._cost, self._scheduling, self._lengths
+        )
+        self._planning_seconds += seconds
         return plan
+
+
+def _make_timed(make: Callable[P, Plan], *args: P.args, **kwargs: P.kwargs) -> tuple[Plan, float]:
+    """Make a plan; returns it and the seconds that it took."""
+    begun = time.perf_counter()
+    return make(*args, **kwargs), time.perf_counter() - begun
