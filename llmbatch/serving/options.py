@@ -27,6 +27,7 @@ class ServingOptions:
     max_tokens: int = 512  # of an answer whose request does not say
     max_body: int = 2**25  # bytes
     max_upload: int = 2**29  # bytes
+    header_timeout: float = 30.0  # seconds, in which the headers of a request are whole
     body_timeout: float = 30.0  # seconds, in which a body comes on by a MiB or ends
     max_waiting: int = 1024
     max_connections: int = 4096
@@ -39,7 +40,7 @@ class ServingOptions:
         set_(self, "port", whole("port", self.port, 0, _MOST_PORT))
         for name in ("max_tokens", "max_body", "max_upload", "max_waiting", "max_connections"):
             set_(self, name, whole(name, getattr(self, name), 1, *((INT32_MAX,) if name == "max_tokens" else ())))
-        for name in ("ttft", "tpot", "body_timeout"):
+        for name in ("ttft", "tpot", "header_timeout", "body_timeout"):
             if name != "tpot" or self.tpot is not None:
                 set_(self, name, finite(name, getattr(self, name)))
                 if getattr(self, name) <= 0:
@@ -76,6 +77,10 @@ class ServingArgs(TypedDict, total=False):
     ]
     max_body: Annotated[int, Keyword("most bytes of a request", _DEFAULT.max_body, metavar="BYTES")]
     max_upload: Annotated[int, Keyword("most bytes of a file for a batch", _DEFAULT.max_upload, metavar="BYTES")]
+    header_timeout: Annotated[
+        float,
+        Keyword("time in which the headers of a request must come", _DEFAULT.header_timeout, metavar="SECONDS"),
+    ]
     body_timeout: Annotated[
         float,
         Keyword("time in which a body must come on by a MiB, or end", _DEFAULT.body_timeout, metavar="SECONDS"),

@@ -42,6 +42,7 @@ from llmbatch.serving.app import Endpoint, make_app
 from llmbatch.serving.batches import BatchStore, RunJob
 from llmbatch.serving.bridge import Bridge, Mailbox
 from llmbatch.serving.files import FileStore
+from llmbatch.serving.header_timeout import HeaderTimeout
 from llmbatch.serving.metrics import ServingMetrics
 from llmbatch.serving.options import ServingOptions
 from llmbatch.serving.shared import GuestEngine
@@ -101,6 +102,7 @@ class Running:
                 server_header=False,
                 lifespan="off",
                 ws="none",
+                http=partial(HeaderTimeout, seconds=options.header_timeout),  # type: ignore[arg-type]  # is only called
                 timeout_keep_alive=_IDLE,
                 limit_concurrency=options.max_connections,
                 timeout_graceful_shutdown=_CLOSING,  # type: ignore[arg-type]  # passed on to asyncio.wait_for

@@ -8,6 +8,7 @@ import itertools
 import json
 import select
 import socket
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -202,17 +203,33 @@ def test_more_answers_than_may_wait_are_refused(worker: Worker, tmp_path: Path) 
         assert "at most 2 answers may wait, and 2 do: ask again later" in caught.value.message
 
 
+def connected(echo: Served) -> socket.socket:
+    """Open a connection."""
+    return socket.create_connection(("127.0.0.1", httpx.URL(echo.url).port))
+
+
 def part_of_a_body(echo: Served, content: bytes, url: str = URL, length: int = 1000) -> socket.socket:
     """Send a request with a part of its body, and leave the connection open."""
-    connection = socket.create_connection(("127.0.0.1", httpx.URL(echo.url).port))
+    connection = connected(echo)
     head = f"POST {url} HTTP/1.1\r\nHost: here\r\nContent-Type: application/json\r\nContent-Length: {length}\r\n\r\n"
     connection.sendall(head.encode() + content)
     return connection
 
 
+def send_in_drops(connection: socket.socket, drop: bytes) -> None:
+    """Send bytes one by one until something comes, or the other side has closed."""
+    with contextlib.suppress(ConnectionError):
+        while not select.select([connection], [], [], 0.02)[0]:
+            connection.sendall(drop)
+
+
 def all_that_comes(connection: socket.socket) -> bytes:
-    """Read until the other side closes."""
-    return b"".join(iter(lambda: connection.recv(4096), b""))
+    """Read until the other side closes, which is a reset where it had not read all."""
+    parts: list[bytes] = []
+    with contextlib.suppress(ConnectionResetError):
+        while part := connection.recv(4096):
+            parts.append(part)
+    return b"".join(parts)
 
 
 @pytest.mark.parametrize("url", [URL, "/v1/batches", PATH])
@@ -230,8 +247,7 @@ def test_a_body_that_stands_still_is_refused(worker: Worker, tmp_path: Path, url
 
 def test_a_body_that_comes_in_drops_is_refused(worker: Worker, tmp_path: Path) -> None:
     with served(worker, tmp_path, body_timeout=0.2) as echo, part_of_a_body(echo, b"{", length=2**20) as connection:
-        while not select.select([connection], [], [], 0.02)[0]:
-            connection.sendall(b" ")
+        send_in_drops(connection, b" ")
         assert all_that_comes(connection).startswith(b"HTTP/1.1 408 ")
 
 
@@ -245,6 +261,35 @@ def test_bodies_that_stood_still_leave_their_place_to_others(worker: Worker, tmp
         for connection in slow:
             assert all_that_comes(connection).startswith(b"HTTP/1.1 408 ")
         assert (statuses[-1], post(echo, body, "/v1/completions").status_code) == (429, 200)
+
+
+@pytest.mark.parametrize("begun", [b"", b"GET /health HTTP/1.1\r\nHost: he"])
+def test_a_connection_whose_headers_do_not_come_is_closed(worker: Worker, tmp_path: Path, begun: bytes) -> None:
+    with served(worker, tmp_path, header_timeout=0.1) as echo, connected(echo) as connection:
+        connection.sendall(begun)
+        assert all_that_comes(connection) == b""
+
+
+def test_headers_that_come_in_drops_have_the_same_time_after_an_answer(worker: Worker, tmp_path: Path) -> None:
+    with served(worker, tmp_path, header_timeout=0.2) as echo, connected(echo) as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: here\r\n\r\n")
+        answer = b""
+        while not answer.endswith(b'{"status":"ok"}'):
+            answer += connection.recv(4096)
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: ")
+        send_in_drops(connection, b"h")
+        assert all_that_comes(connection) == b""
+
+
+def test_a_request_may_take_longer_than_its_headers_may(worker: Worker, tmp_path: Path) -> None:
+    engine, body = EchoEngine(worker, runs=False), json.dumps({"prompt": "ab"})
+    with served(worker, tmp_path, engine=engine, header_timeout=0.1) as echo, ThreadPoolExecutor(1) as asking:
+        answer = asking.submit(post, echo, body, "/v1/completions")
+        engine.wait_until_submitted(1)
+        with connected(echo) as later:
+            assert all_that_comes(later) == b""  # so that the time of the request's own headers is over
+        engine.go()
+        assert answer.result().status_code == 200
 
 
 @pytest.mark.parametrize(("part", "refused"), [(2**20, False), (1000, True)])
