@@ -81,15 +81,16 @@ class Reply:
         self._bridge = bridge
         self._begun = time.monotonic()
         self._last: list[float | None] = [None] * api_request.draws  # when tokens came
-        self._open = set(range(api_request.draws))  # draws that have not ended
         self._news: asyncio.Queue[tuple[int, Said]] = asyncio.Queue()
-        self._guests: list[Guest] = [
-            api_request.guest(draw, due, DrawListener(self, draw, bridge.mailbox)) for draw in range(api_request.draws)
-        ]
+        # Draws that have not ended. A guest refers to its reply: one that stayed here would wait for a collection.
+        self._open: dict[int, Guest] = {
+            draw: api_request.guest(draw, due, DrawListener(self, draw, bridge.mailbox))
+            for draw in range(api_request.draws)
+        }
 
     def begin(self) -> None:
         """Give the guests to the engine."""
-        for guest in self._guests:
+        for guest in self._open.values():
             self._bridge.engine.submit(guest)
 
     @property
@@ -104,11 +105,11 @@ class Reply:
     async def ends(self) -> list[GuestEnd]:
         """Wait for the ends of all draws, in their order."""
         found: dict[int, GuestEnd] = {}
-        while len(found) < len(self._guests):
+        while len(found) < len(self._last):
             draw, said = await self.news()
             if isinstance(said, GuestEnd):
                 found[draw] = said
-        return [found[draw] for draw in range(len(self._guests))]
+        return [found[draw] for draw in range(len(self._last))]
 
     def hear(self, draw: int, said: Said) -> None:
         """Take what was said of a draw."""
@@ -121,7 +122,7 @@ class Reply:
         if not isinstance(said, GuestEnd):
             metrics.generation_tokens.inc(len(said))
         if isinstance(said, GuestEnd):
-            self._open.discard(draw)
+            del self._open[draw]
             metrics.ended(said, now - self._begun)
         elif before is None:
             metrics.first_token.observe(now - self._begun)
@@ -133,14 +134,14 @@ class Reply:
 
     def cut(self, error: RowError) -> None:
         """End what has not ended with an error."""
-        for draw in sorted(self._open):
-            self._bridge.engine.leave(self._guests[draw])
+        for draw, guest in list(self._open.items()):
+            self._bridge.engine.leave(guest)
             self.hear(draw, GuestEnd(FinishReason.ERROR, _NOTHING, 0, error=error))
 
     def leave(self) -> None:
         """Say that nobody waits for what has not ended; harmless where all has."""
-        for draw in sorted(self._open):
-            self._bridge.engine.leave(self._guests[draw])
+        for draw, guest in self._open.items():
+            self._bridge.engine.leave(guest)
             if self._last[draw] is None:
                 self._bridge.waiting -= 1
         self._open.clear()

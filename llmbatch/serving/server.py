@@ -47,6 +47,7 @@ from llmbatch.serving.metrics import ServingMetrics
 from llmbatch.serving.options import ServingOptions
 from llmbatch.serving.shared import GuestEngine
 from llmbatch.serving.text_stream import TextStream, byte_tokens
+from llmbatch.system.garbage import loaded_objects_apart
 
 _LOOK: Final = 0.05  # seconds between two looks whether the server was asked to end
 _CLOSING: Final = 5.0  # seconds that connections have to close when all is answered
@@ -89,6 +90,7 @@ class Running:
         batches = BatchStore(self.state / "batches", files, self.run_job)
         bodies = BodyReader(options.max_body)
         with (
+            loaded_objects_apart(),
             ThreadPoolExecutor(_WINDOWS, thread_name_prefix="windows") as streaming,
             ThreadPoolExecutor(_READERS, thread_name_prefix="requests") as executor,
         ):

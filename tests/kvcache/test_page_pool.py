@@ -49,6 +49,16 @@ def test_pages_without_rows_to_come_are_free_when_nobody_uses_them() -> None:
     assert pages.counts[0].free == 10
 
 
+def test_pages_that_were_used_before_are_taken_before_those_that_never_were() -> None:
+    pages = pool([[i] * 9 for i in range(6)], 10)
+    taken = set[int]()
+    for request in range(6):
+        fill(pages, 0, request, 9)
+        taken |= set(pages.tables[0, :3].tolist())
+        release(pages, 0, 99, False)
+    assert len(taken) == 3
+
+
 def test_a_preempted_request_keeps_its_shared_pages_worth_keeping() -> None:
     pages = pool([[1, 2, 3, 4, 5], [1, 2, 3, 4, 6]], 10)
     for slot in (0, 1):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import socket
 import threading
+import weakref
 from pathlib import Path
 
 import httpx
@@ -12,6 +15,9 @@ import pytest
 
 from llmbatch.errors import JobError
 from llmbatch.inference.worker import Worker
+from llmbatch.serving.api_requests import ApiRequestReader
+from llmbatch.serving.bridge import Bridge, Mailbox
+from llmbatch.serving.metrics import ServingMetrics
 from tests.support.serving import EchoEngine, Served, served
 
 
@@ -92,3 +98,30 @@ def test_a_server_whose_engine_died_ends(echo: Served) -> None:
     echo.thread.join()
     with pytest.raises(openai.APIConnectionError):
         echo.client.models.list()
+
+
+@pytest.mark.parametrize("hangs_up", [False, True])
+def test_a_request_that_has_ended_leaves_nothing_to_the_garbage_collector(
+    worker: Worker, held: EchoEngine, hangs_up: bool
+) -> None:
+    body = b'{"model": "%s", "prompt": "hello"}' % worker.options.model.encode()
+
+    async def ask() -> None:
+        bridge = Bridge(held, Mailbox(asyncio.get_running_loop()), ServingMetrics("tiny"), 1.0, 8)
+        reply = bridge.open(ApiRequestReader(worker, worker.options.model).read("/v1/completions", body))
+        if hangs_up:
+            reply.leave()
+        else:
+            held.go()
+            await reply.ends()
+
+    gc.disable()
+    try:
+        asyncio.run(ask())
+        held.close()
+        listeners = [weakref.ref(guest.listener) for guest in held.submitted]  # which refer to the request
+        held.submitted.clear()
+        held.left.clear()
+        assert [listener() for listener in listeners] == [None]
+    finally:
+        gc.enable()
