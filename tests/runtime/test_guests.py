@@ -6,7 +6,7 @@ import gc
 import math
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -29,7 +29,7 @@ from tests.runtime.test_pool_limits import Hosting, accelerated_engine, torch_en
 from tests.runtime.test_stream import Engines, Listed, Mortal, Window
 from tests.support.examples import examples
 from tests.support.golden import generate
-from tests.support.guests import Script, Told, check_end, guest
+from tests.support.guests import Crowd, Script, Told, all_of, guest
 from tests.support.models import EOS, PAD, tiny_model
 from tests.support.workloads import COST
 
@@ -46,11 +46,6 @@ def opened(
 def scheduler_of(stream: Stream[Window]) -> Any:
     now: Any = stream._now
     return now._run.scheduler
-
-
-def all_of(acts: Iterable[Callable[[], object]]) -> None:
-    for act in acts:
-        act()
 
 
 class Counting(RecordedEngine):
@@ -313,31 +308,15 @@ def test_the_row_timeout_is_one_of_rows() -> None:
 @given(st.integers(0, 2**32 - 1), st.booleans())
 @examples(40)
 def test_every_row_and_every_guest_ends_once_whoever_comes_and_leaves_when(seed: int, bounded: bool) -> None:
-    rng = np.random.default_rng(seed)
-    prefix = rng.integers(0, 3, 30).tolist()
-
-    def prompt() -> list[int]:
-        return [*prefix[: rng.integers(0, 30)], *rng.integers(0, 3, rng.integers(1, 40)).tolist()]
-
-    windows = [window_of([prompt() for _ in range(n)], rng.integers(1, 60, n).tolist()) for n in rng.integers(1, 12, 3)]
-    inbox, acts = GuestInbox(), dict[int, list[Callable[[], object]]]()
-    guests, leavers = [guest(prompt(), int(rng.integers(1, 40))) for _ in range(15)], set[int]()
-    for i, (one, _) in enumerate(guests):
-        came = int(rng.integers(1, 120))
-        acts.setdefault(came, []).append(partial(inbox.put, one))
-        if rng.random() < 0.4:
-            leavers.add(i)
-            acts.setdefault(came + int(rng.integers(0, 20)), []).append(partial(inbox.leave, one))
-    script = Script(inbox, {step: partial(all_of, these) for step, these in acts.items()})
+    rng, inbox = np.random.default_rng(seed), GuestInbox()
+    crowd = Crowd(rng)
+    script = Script(inbox, crowd.acts(inbox, int))
     latency = Latency(float(rng.uniform(0.02, 0.2)), 4.0) if bounded else None
     stream = opened(Engines(), script, inbox, pool=Pool(int(rng.integers(30, 120)), 4), latency=latency)
     script.after_each = lambda: scheduler_of(stream).check()
-    stream.run(Listed(windows))
-    for window in windows:
-        assert sorted(window.ended) == list(range(len(window.requests)))
-        assert [window.ended[i][0] for i in range(len(window.requests))] == window.requests.recorded.tolist()
-    for i, (one, told) in enumerate(guests):
-        check_end(one, told, may_leave=i in leavers)
+    stream.run(Listed(crowd.windows))
+    assert len(crowd.came) == len(crowd.guests)
+    crowd.check_ends()
     assert scheduler_of(stream).state.pages.used == 0
 
 

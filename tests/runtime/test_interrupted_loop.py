@@ -21,11 +21,11 @@ from llmbatch.runtime.guests import Guest, GuestInbox
 from llmbatch.runtime.stream import Stream
 from llmbatch.scheduler.guests import Latency
 from llmbatch.scheduler.output import FinishReason, Step, StepResult
-from tests.runtime.test_guests import all_of, scheduler_of
+from tests.runtime.test_guests import scheduler_of
 from tests.runtime.test_pool_limits import Hosting, torch_engine, window_of
 from tests.runtime.test_stream import Engines, Listed, Window
 from tests.support.golden import generate
-from tests.support.guests import Script, Told, check_end, guest
+from tests.support.guests import Crowd, Script, Told, guest
 from tests.support.models import EOS, PAD, TINY, tiny_model, tiny_model_folder
 from tests.support.workloads import COST
 
@@ -207,40 +207,14 @@ def test_a_guest_whose_prompt_kills_the_engine_is_blamed_and_not_the_rows_of_the
 @given(st.integers(0, 2**32 - 1))
 @settings(max_examples=40, deadline=None)
 def test_every_row_and_every_guest_ends_once_between_whatever_layers_guests_come(seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    prefix = rng.integers(0, 3, 30).tolist()
-
-    def prompt() -> list[int]:
-        return [*prefix[: rng.integers(0, 30)], *rng.integers(0, 3, rng.integers(1, 40)).tolist()]
-
-    windows = [window_of([prompt() for _ in range(n)], rng.integers(1, 60, n).tolist()) for n in rng.integers(1, 12, 3)]
-    inbox, engine = GuestInbox(), Layered()
-    guests = [guest(prompt(), int(rng.integers(1, 40)), due=rng.choice([math.inf, SOON])) for _ in range(15)]
-    leavers = set(np.flatnonzero(rng.random(15) < 0.3).tolist())
-    came: list[int] = []
-
-    def put(i: int) -> None:
-        came.append(i)
-        inbox.put(guests[i][0])
-
-    acts: dict[tuple[int, int], list[Act]] = {}
-    for i, (one, _) in enumerate(guests):
-        step = int(rng.integers(1, 60))
-        acts.setdefault((step, int(rng.integers(1, LAYERS))), []).append(partial(put, i))
-        if i in leavers:
-            later = step + int(rng.integers(0, 9)), int(rng.integers(1, LAYERS))
-            acts.setdefault(later, []).append(partial(inbox.leave, one))
-    engine.acts = {at: partial(all_of, these) for at, these in acts.items()}
+    rng, inbox, engine = np.random.default_rng(seed), GuestInbox(), Layered()
+    crowd = Crowd(rng, steps=60, dues=(math.inf, SOON))
+    engine.acts = crowd.acts(inbox, lambda step: (step, int(rng.integers(1, LAYERS))))
     script = Script(inbox)
     stream = opened(engine, script, inbox, pool=Pool(int(rng.integers(30, 120)), 4))
     script.after_each = lambda: scheduler_of(stream).check()
-    stream.run(Listed(windows))
-    for window in windows:
-        assert sorted(window.ended) == list(range(len(window.requests)))
-        assert [window.ended[i][0] for i in range(len(window.requests))] == window.requests.recorded.tolist()
-    for i in came:
-        one, told = guests[i]
-        check_end(one, told, may_leave=i in leavers)
+    stream.run(Listed(crowd.windows))
+    crowd.check_ends()
     assert scheduler_of(stream).state.pages.used == 0
 
 

@@ -22,11 +22,11 @@ from llmbatch.runtime.guests import GuestInbox
 from llmbatch.runtime.live_requests import NextRequests
 from llmbatch.runtime.protocols import GivenUp, Stop
 from llmbatch.runtime.stream import Stream
-from tests.runtime.test_guests import BUDGET, POOL, all_of, opened, scheduler_of
+from tests.runtime.test_guests import BUDGET, POOL, opened, scheduler_of
 from tests.runtime.test_pool_limits import window_of
 from tests.runtime.test_stream import Engines, Listed, Window
 from tests.support.examples import examples
-from tests.support.guests import Script, check_end, guest
+from tests.support.guests import Crowd, Script, guest
 from tests.support.workloads import COST
 
 
@@ -82,32 +82,15 @@ def no_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 @given(st.integers(0, 2**32 - 1), st.integers(1, 20))
 @examples(40)
 def test_every_row_and_every_guest_ends_once_however_long_planning_takes(seed: int, most: int) -> None:
-    rng = np.random.default_rng(seed)
-    prefix = rng.integers(0, 3, 30).tolist()
-
-    def prompt() -> list[int]:
-        return [*prefix[: rng.integers(0, 30)], *rng.integers(0, 3, rng.integers(1, 3 + 20 * (most % 2))).tolist()]
-
-    windows = [window_of([prompt() for _ in range(n)], rng.integers(1, 60, n).tolist()) for n in rng.integers(1, 12, 4)]
-    inbox, acts = GuestInbox(), dict[int, list[Callable[[], object]]]()
-    guests, leavers = [guest(prompt(), int(rng.integers(1, 40))) for _ in range(15)], set[int]()
-    for i, (one, _) in enumerate(guests):
-        came = int(rng.integers(1, 120))
-        acts.setdefault(came, []).append(partial(inbox.put, one))
-        if rng.random() < 0.4:
-            leavers.add(i)
-            acts.setdefault(came + int(rng.integers(0, 20)), []).append(partial(inbox.leave, one))
-    script = Script(inbox, {step: partial(all_of, these) for step, these in acts.items()})
-    planner = Delaying(most)
+    rng, inbox, planner = np.random.default_rng(seed), GuestInbox(), Delaying(most)
+    crowd = Crowd(rng, windows=4, most_own=2 + 20 * (most % 2))
+    script = Script(inbox, crowd.acts(inbox, int))
     stream = beside(script, inbox, planner, pool=Pool(int(rng.integers(30, 120)), 4))
     script.after_each = lambda: scheduler_of(stream).check()
-    stream.run(Listed(windows))
-    for window in windows:
-        assert sorted(window.ended) == list(range(len(window.requests)))
-        assert [window.ended[i][0] for i in range(len(window.requests))] == window.requests.recorded.tolist()
-        assert set(window.attempts.values()) == {1}
-    for i, (one, told) in enumerate(guests):
-        check_end(one, told, may_leave=i in leavers)
+    stream.run(Listed(crowd.windows))
+    assert len(crowd.came) == len(crowd.guests)
+    crowd.check_ends()
+    assert all(set(window.attempts.values()) == {1} for window in crowd.windows)
     assert scheduler_of(stream).state.pages.used == 0
     assert (scheduler_of(stream).state.pages.remaining == 0).all(), "pages wait for rows that are not to come"
     assert planner.ended

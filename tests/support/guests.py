@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +15,9 @@ from llmbatch.preprocess.sampling_params import SamplingParams
 from llmbatch.runtime.guests import Guest, GuestEnd, GuestInbox
 from llmbatch.scheduler.output import FinishReason, Step
 from llmbatch.scheduler.scheduler import FinishedSequences
-from tests.runtime.test_pool_limits import Answers
+from tests.runtime.test_pool_limits import Answers, window_of
+
+Moment = TypeVar("Moment", bound=Hashable)
 
 
 @dataclass(eq=False)
@@ -50,6 +53,63 @@ def check_end(one: Guest, told: Told, *, may_leave: bool) -> None:
     assert told.end.reason == FinishReason.LENGTH or (may_leave and told.end.reason == FinishReason.CANCELLED)
     if told.end.reason == FinishReason.LENGTH:
         assert len(told.tokens) == one.max_tokens
+
+
+def all_of(acts: Iterable[Callable[[], object]]) -> None:
+    """Act several times."""
+    for act in acts:
+        act()
+
+
+class Crowd:
+    """Windows and 15 guests, some of whom leave, at random; prompts share a prefix of any length."""
+
+    def __init__(
+        self,
+        rng: np.random.Generator,
+        *,
+        windows: int = 3,
+        most_own: int = 39,
+        steps: int = 120,
+        dues: Sequence[float] = (math.inf,),
+    ) -> None:
+        """Make them, with at most `most_own` tokens of a prompt behind the prefix. Guests come within so many steps."""
+        prefix = rng.integers(0, 3, 30).tolist()
+
+        def prompt() -> list[int]:
+            return [*prefix[: rng.integers(0, 30)], *rng.integers(0, 3, rng.integers(1, most_own + 1)).tolist()]
+
+        self.windows = [
+            window_of([prompt() for _ in range(n)], rng.integers(1, 60, n).tolist())
+            for n in rng.integers(1, 12, windows)
+        ]
+        self.guests = [guest(prompt(), int(rng.integers(1, 40)), due=rng.choice(dues)) for _ in range(15)]
+        self.comes = rng.integers(1, steps, 15).tolist()
+        stays = rng.integers(0, 20, 15).tolist()
+        self.leaves = {i: self.comes[i] + stays[i] for i in np.flatnonzero(rng.random(15) < 0.4).tolist()}
+        self.came: list[int] = []
+
+    def acts(self, inbox: GuestInbox, moment: Callable[[int], Moment]) -> dict[Moment, Callable[[], object]]:
+        """What guests do, by the moment of the step at which they do it."""
+
+        def put(i: int) -> None:
+            self.came.append(i)
+            inbox.put(self.guests[i][0])
+
+        acts: dict[Moment, list[Callable[[], object]]] = {}
+        for i, (one, _) in enumerate(self.guests):
+            acts.setdefault(moment(self.comes[i]), []).append(partial(put, i))
+            if i in self.leaves:
+                acts.setdefault(moment(self.leaves[i]), []).append(partial(inbox.leave, one))
+        return {at: partial(all_of, these) for at, these in acts.items()}
+
+    def check_ends(self) -> None:
+        """Check that every row, and every guest that came, ended once and with as many tokens as it was to have."""
+        for window in self.windows:
+            assert sorted(window.ended) == list(range(len(window.requests)))
+            assert [window.ended[i][0] for i in range(len(window.requests))] == window.requests.recorded.tolist()
+        for i in self.came:
+            check_end(*self.guests[i], may_leave=i in self.leaves)
 
 
 class Script(Answers):
