@@ -19,7 +19,7 @@ from llmbatch.runtime.protocols import W
 from llmbatch.runtime.spare_rows import SpareRows
 
 _EXAMPLES: Final = 4096  # answers that the next window learns lengths from
-_CHANGING: Final = ("answered", "open", "begun", "spent", "attempts", "expected")
+_CHANGING: Final = ("answered", "open", "begun", "spent", "attempts", "expected")  # columns that steps change
 
 
 class Renumbered(NamedTuple):
@@ -148,7 +148,7 @@ class LiveRequests(Generic[W]):
         self.requests = self.requests.with_spare(rows, tokens)
         self.tree = self.tree.with_spare(rows)
         self.window = np.pad(self.window, (0, rows), constant_values=-1)
-        for name in ("index", "answered", "open", "begun", "spent", "attempts", "expected"):
+        for name in ("index", *_CHANGING):
             setattr(self, name, np.pad(getattr(self, name), (0, rows)))
         self.spare = SpareRows(self.requests, first)
 
