@@ -19,10 +19,11 @@ from llmbatch.runtime.guest_seconds import seconds_of
 from llmbatch.runtime.interrupted_loop import InterruptedLoop
 from llmbatch.runtime.live_guests import LiveGuests
 from llmbatch.runtime.live_requests import LiveRequests, Renumbered
+from llmbatch.runtime.pipelined_loop import PipelinedLoop, drive
 from llmbatch.runtime.protocols import NO_REQUESTS, CompletedRequests, EngineObserver, GivenUp, Totals, W
 from llmbatch.runtime.refit import Refit
 from llmbatch.runtime.shard_run import Carried, ShardRun
-from llmbatch.runtime.step_loop import EngineDied, PipelinedLoop, SerialLoop, drive
+from llmbatch.runtime.step_loop import EngineDied, SerialLoop
 from llmbatch.scheduler.guests import Latency
 from llmbatch.scheduler.output import FinishReason, Step
 from llmbatch.scheduler.scheduler import FinishedSequences

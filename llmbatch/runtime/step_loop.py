@@ -1,15 +1,15 @@
-"""Loops that advance a scheduler on an engine: step by step, or one step ahead of what is computed."""
+"""A loop that advances a scheduler on an engine step by step, and what other loops have in common with it."""
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from llmbatch.engine.base import Engine, PipelinedEngine
+from llmbatch.engine.base import Engine
 from llmbatch.runtime.protocols import NO_REQUESTS, EngineObserver
 from llmbatch.scheduler.output import FinishReason, Step, StepResult
 from llmbatch.scheduler.scheduler import FinishedSequences, Scheduler
@@ -21,6 +21,17 @@ class LengthObservations(NamedTuple):
     requests: NDArray[np.int32]
     generated: NDArray[np.int32]  # tokens
     finished: NDArray[np.bool_]  # False where a request broke off
+
+    @classmethod
+    def of(cls, finished: FinishedSequences) -> LengthObservations:
+        """Observe sequences that ended."""
+        return cls(finished.requests, finished.generated, finished.reasons < FinishReason.ERROR)
+
+    @classmethod
+    def of_steps(cls, ended: Iterable[LengthObservations]) -> LengthObservations:
+        """Join what ended in several steps."""
+        none = cls(np.empty(0, np.int32), np.empty(0, np.int32), np.empty(0, np.bool_))
+        return cls(*(np.concatenate(column) for column in zip(none, *ended, strict=True)))
 
 
 class StepLoop(Protocol):
@@ -80,8 +91,8 @@ class EngineDied(Exception):
         self.requests: NDArray[np.int32] = step.requests
 
 
-class _Loop:
-    """What both loops have in common. Nothing is queued any more when `run` returns or raises `Renumber`."""
+class BaseLoop:
+    """What all loops have in common. Nothing is queued any more when `run` returns or raises `Renumber`."""
 
     def __init__(self, observer: EngineObserver[Any], *, guests: StepGuests | None = None, drain: bool = True) -> None:
         self._observer = observer
@@ -97,7 +108,7 @@ class _Loop:
         withdrawn = scheduler.withdraw(requests, reason)
         self._drop(withdrawn)
         self._observer.after_step(withdrawn)
-        return [_lengths_of(withdrawn)]
+        return [LengthObservations.of(withdrawn)]
 
     def _let_in(self, scheduler: Scheduler) -> tuple[float, list[LengthObservations]]:
         """Let guests in and out; returns the time, and what ended."""
@@ -126,7 +137,7 @@ class _Loop:
         return []
 
 
-class SerialLoop(_Loop):
+class SerialLoop(BaseLoop):
     """Runs a scheduler's steps on an engine, one by one.
 
     One that does not `drain` comes back when no request waits any more. Raises `EngineDied`, and `Renumber` where
@@ -146,7 +157,7 @@ class SerialLoop(_Loop):
 
     def run(self, scheduler: Scheduler, steps: int) -> LengthObservations:
         """Advance by at most `steps` steps, until nothing is left; the requests that ended."""
-        ended = [LengthObservations(np.empty(0, np.int32), np.empty(0, np.int32), np.empty(0, np.bool_))]
+        ended: list[LengthObservations] = []
         for _ in range(steps):
             now, gone = self._let_in(scheduler)
             ended += gone
@@ -162,9 +173,9 @@ class SerialLoop(_Loop):
                 raise EngineDied(step) from error
             finished = self._commit(scheduler, step, result)
             late = self._observer.after_step(finished)
-            ended.append(_lengths_of(finished))
+            ended.append(LengthObservations.of(finished))
             ended += self.withdraw(scheduler, late, FinishReason.TIMEOUT)
-        return LengthObservations(*(np.concatenate(column) for column in zip(*ended, strict=True)))
+        return LengthObservations.of_steps(ended)
 
     def _commit(self, scheduler: Scheduler, step: Step, result: StepResult) -> FinishedSequences:
         """Tell guests and scheduler what a step gave; returns what ended."""
@@ -181,141 +192,3 @@ class SerialLoop(_Loop):
     def _execute(self, scheduler: Scheduler, step: Step) -> StepResult:
         """Execute a step."""
         return self._engine.execute(step)
-
-
-class PipelinedLoop(_Loop):
-    """Runs a scheduler's steps on an engine, and decides each while the one before is computed.
-
-    A step is committed when it is queued, as if only sequences that reach their most tokens ended in it. A sequence
-    that ends earlier is noticed one step late. The next step then has a token of it, which is marked `spare` and
-    dropped. Raises `EngineDied`, and `Renumber` where there are `guests`.
-    """
-
-    def __init__(
-        self,
-        engine: PipelinedEngine,
-        observer: EngineObserver[Any],
-        *,
-        guests: StepGuests | None = None,
-        drain: bool = True,
-    ) -> None:
-        super().__init__(observer, guests=guests, drain=drain)
-        self._engine = engine
-        self._queued: _QueuedStep | None = None
-
-    def run(self, scheduler: Scheduler, steps: int) -> LengthObservations:
-        """Advance by at most `steps` steps, until nothing is left; the requests that ended."""
-        ended = [LengthObservations(np.empty(0, np.int32), np.empty(0, np.int32), np.empty(0, np.bool_))]
-        for _ in range(steps):
-            now, gone = self._let_in(scheduler)
-            ended += gone
-            if scheduler.done or not (self.drain or scheduler.waiting):
-                break
-            step = scheduler.decide(now)
-            self._observer.before_step(step)
-            try:
-                expected = self._engine.submit(step)
-                before, result = self._queued, None if self._queued is None else self._engine.collect()
-            except Exception as error:
-                raise EngineDied(step) from error
-            late = _late(before, result)
-            joined = _joined(step, expected, late)
-            finished = scheduler.commit(step, joined)
-            self._queued = _QueuedStep(step, finished, joined.spare)
-            ended += self._take(scheduler, before, result)
-            for reason in (
-                FinishReason.STOP,
-                FinishReason.ERROR,
-            ):  # of sequences that are not in the step, being preempted
-                ended += self.withdraw(scheduler, late.requests[late.reasons == reason], reason)
-        ended += self._end(scheduler)
-        return LengthObservations(*(np.concatenate(column) for column in zip(*ended, strict=True)))
-
-    def _end(self, scheduler: Scheduler) -> list[LengthObservations]:
-        """Wait for the step that is queued."""
-        if self._queued is None:
-            return []
-        before, self._queued = self._queued, None
-        try:
-            result = self._engine.collect()
-        except Exception as error:
-            raise EngineDied(before.step) from error
-        late = _late(before, result)
-        ended = self._take(scheduler, before, result)
-        for reason in (FinishReason.STOP, FinishReason.ERROR):
-            ended += self.withdraw(scheduler, late.requests[late.reasons == reason], reason)
-        return ended
-
-    def _take(
-        self, scheduler: Scheduler, queued: _QueuedStep | None, result: StepResult | None
-    ) -> list[LengthObservations]:
-        """Hand on the sequences that were taken to end in a step, now that all of their tokens are known."""
-        if queued is None or result is None:
-            return []
-        if result.seconds is not None:
-            self._took(scheduler, queued.step, result.seconds)
-        if self._guests is not None:
-            told = slice(None) if queued.spare is None else ~queued.spare
-            requests = queued.step.requests[queued.step.samples][told]
-            self._guests.sampled(requests, result.tokens[told], result.finished[told])
-        reasons = queued.finished.reasons.copy()
-        own = result.finished[queued.ends] > 0  # others ended the step before, and are known
-        reasons[own] = result.finished[queued.ends][own]
-        finished = replace(queued.finished, reasons=reasons)
-        overdue = self._observer.after_step(finished)
-        return [_lengths_of(finished), *self.withdraw(scheduler, overdue, FinishReason.TIMEOUT)]
-
-    def _drop(self, withdrawn: FinishedSequences) -> None:
-        """Drop what queued steps sample for sequences that were withdrawn."""
-        self._engine.drop(withdrawn.slots, withdrawn.requests)
-
-
-def drive(
-    engine: Engine, observer: EngineObserver[Any], guests: StepGuests | None = None
-) -> SerialLoop | PipelinedLoop:
-    """Return the loop that suits an engine."""
-    if isinstance(engine, PipelinedEngine):
-        return PipelinedLoop(engine, observer, guests=guests)
-    return SerialLoop(engine, observer, guests=guests)
-
-
-@dataclass(frozen=True, slots=True)
-class _QueuedStep:
-    step: Step
-    finished: FinishedSequences  # what was taken to end in it
-    spare: NDArray[np.bool_] | None  # as in `StepResult`
-
-    @property
-    def ends(self) -> NDArray[np.bool_]:
-        """[samples] Those of `finished`, in its order."""
-        sampled = self.step.slots[self.step.samples]
-        return np.isin(sampled, self.finished.slots)
-
-
-class _Late(NamedTuple):
-    """Sequences that ended and were not taken to."""
-
-    requests: NDArray[np.int32]
-    reasons: NDArray[np.uint8]
-
-
-def _late(queued: _QueuedStep | None, result: StepResult | None) -> _Late:
-    if queued is None or result is None:
-        return _Late(np.empty(0, np.int32), np.empty(0, np.uint8))
-    late = (result.finished > 0) & ~queued.ends
-    return _Late(queued.step.requests[queued.step.samples][late], result.finished[late])
-
-
-def _joined(step: Step, expected: StepResult, late: _Late) -> StepResult:
-    """Join what is known of a step: what was expected, and that some sequences had ended before it."""
-    requests = step.requests[step.samples]
-    spare = np.isin(requests, late.requests)
-    finished = expected.finished.copy()
-    order = np.argsort(late.requests)
-    at = np.searchsorted(late.requests[order], requests[spare])
-    finished[spare] = late.reasons[order][at]
-    return StepResult(expected.tokens, finished, spare)
-
-
-def _lengths_of(finished: FinishedSequences) -> LengthObservations:
-    return LengthObservations(finished.requests, finished.generated, finished.reasons < FinishReason.ERROR)

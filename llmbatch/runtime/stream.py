@@ -43,10 +43,11 @@ from llmbatch.runtime.active_run import ActiveRun, Idle, StreamContext
 from llmbatch.runtime.guests import GuestInbox
 from llmbatch.runtime.live_guests import EngineLoad, LiveGuests
 from llmbatch.runtime.live_requests import LiveRequests, NextRequests
+from llmbatch.runtime.pipelined_loop import drive
 from llmbatch.runtime.protocols import EngineObserver, EngineProvider, Stop, Totals, W, WindowSource
 from llmbatch.runtime.refit import Refit
 from llmbatch.runtime.shard_run import ShardRun
-from llmbatch.runtime.step_loop import EngineDied, Renumber, TokenDropper, drive
+from llmbatch.runtime.step_loop import EngineDied, Renumber, TokenDropper
 from llmbatch.scheduler.guests import Latency
 from llmbatch.system.at_once import AtOnce
 
