@@ -47,14 +47,6 @@ class StreamContext(Generic[W]):
     planner: Executor = field(default_factory=AtOnce)  # makes plans, and prepares windows that join
 
 
-@dataclass(frozen=True, slots=True)
-class Idle(Generic[W]):
-    """An engine with nothing in its slots, and the requests that were run before: examples for the next ones."""
-
-    engine: StreamEngine
-    requests: LiveRequests[W]
-
-
 class ActiveRun(EngineObserver[W]):
     """An engine, the loop that makes it take steps, the requests in its hands and their run through the scheduler."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Final, Generic, NamedTuple
 
 import numpy as np
@@ -168,6 +168,15 @@ class LiveRequests(Generic[W]):
         return cls(requests, PrefixTree.build(nothing, offsets), [], nothing, nothing)
 
 
+@dataclass(frozen=True, slots=True)
+class Following(Generic[W]):
+    """Requests under the numbers to come, planned."""
+
+    requests: LiveRequests[W]
+    prepared: PreparedShard
+    kept: NDArray[np.int32]  # those that go on, under the numbers before; they come first
+
+
 class NextRequests(Generic[W]):
     """What requests go on under other numbers, and with which of a window; `make` may be called on any thread."""
 
@@ -184,20 +193,20 @@ class NextRequests(Generic[W]):
         With `spare` rows, and tokens, for guests, those before take no more guests than there is room for in the next
         ones. `contents` are those of the pages now, if there are any.
         """
-        self.kept = kept
+        self._kept = kept
         self._before, self._columns = before, before.columns_of(kept)
         self._joining, self._spare, self._contents = joining, spare, contents
         if spare is not None and before.spare is not None:
             before.spare.limit(*spare)
 
-    def make(self, pool: Pool, cost: CostModel, scheduling: Scheduling) -> tuple[LiveRequests[W], PreparedShard]:
+    def make(self, pool: Pool, cost: CostModel, scheduling: Scheduling) -> Following[W]:
         """Merge the requests, and plan them."""
-        first = len(self.kept)
+        first = len(self._kept)
         if self._joining is None:
-            requests = self._before.merge(self.kept, self._columns)
+            requests = self._before.merge(self._kept, self._columns)
         else:
             window, fitted, todo = self._joining
-            requests = self._before.merge(self.kept, self._columns, (window, fitted))
+            requests = self._before.merge(self._kept, self._columns, (window, fitted))
             requests.open[first:] = todo
             requests.answered[first:] = np.where(todo, 0, window.answered)
         if self._spare is not None:
@@ -206,4 +215,5 @@ class NextRequests(Generic[W]):
         if self._contents is not None:
             tree = workload.tree
             found = find_pages(self._contents, pool.page_size, workload.prompts, tree.rows, tree.lcp, first)
-        return requests, PreparedShard.of(workload, pool.page_size, found).planned(pool, cost, scheduling)
+        prepared = PreparedShard.of(workload, pool.page_size, found).planned(pool, cost, scheduling)
+        return Following(requests, prepared, self._kept)

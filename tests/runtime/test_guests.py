@@ -44,7 +44,7 @@ def opened(
 
 
 def scheduler_of(stream: Stream[Window]) -> Any:
-    now: Any = stream._now
+    now: Any = stream._current.now
     return now._run.scheduler
 
 

@@ -50,7 +50,7 @@ def test_parameters_of_windows_that_are_done_do_not_pile_up(monkeypatch: pytest.
         windows.append(Window(requests_of(params, list(range(30))), np.zeros(30, np.int32)))
     run = Stream.open(Engines(), POOL, COST, Scheduling(max_running=8), Taken())
     run.run(Listed(windows))
-    requests = run._now.requests.requests
+    requests = run._current.now.requests.requests
     assert len(requests.params) <= len(requests) <= 30 + 20 + 8
 
 
