@@ -4,11 +4,12 @@
 
 TABLE is one of
 
-- `bros`: BROS's set-up (its 7.1): OPT-13B on two A100-40GB, ShareGPT-like requests, 256 best-effort rows outstanding.
+- `bros`: BROS's set-up (its 7.1): OPT-13B on two A100-40GB, ShareGPT-like requests, 256 best-effort rows outstanding;
+  `slack` also with the steps that make a tenth of fcfs's latency.
 - `overload`: the same past saturation.
 - `memory`: Azure's conversations beside table2-3 in the pool of an A100-40GB: what is computed again.
 - `grid`: three kinds of traffic by three jobs, each job as large as the bound ends at 2,400 s; other policies at eight
-  fixed settings.
+  fixed settings, and `slack` with steps as long as theirs get.
 - `load`: OOCO's protocol (its 5.2) on the same nine: rows of the job that end in each second, at the highest rate at
   which at most 3 % of online requests are violated.
 - `pools`: OOCO's two engines against two that are mixed, at twice the traffic and the job of the nine.
@@ -36,18 +37,22 @@ import pyarrow.parquet as pq
 from beside_tables import write_tables
 from simulations import RESULTS, SOURCES, path_of
 
+from llmbatch.simulation.online.bound import steps_of_latency
 from llmbatch.simulation.online.experiment import OnlineExperiment, OnlineRun, bound_of
+from llmbatch.simulation.online.figures import online_figures
 from llmbatch.simulation.online.options import POOLS
 
 TRAFFIC = (("conv", 0.5), ("conv", 0.8), ("code", 0.15))
 JOBS = ("table2-1", "table2-3", "ooco-offline")
 FIXED = tuple((step, running) for step in (256, 512, 1024, 2048) for running in (64, 256))
 TPOT = 0.05  # s, of B's tables
+LONG_TPOT = 0.2  # s, about the longest steps that the fixed settings get
 PARTS = 16  # of the bound's rate, in which the most load held is sought
 BROS: Mapping[str, Any] = {
     "online": "bros-sharegpt", "arrivals": "poisson", "offline": ("bros-be",), "requests": 20_000, "outstanding": 256,
     "model_shape": "opt-13b", "hardware": "a100-40gb", "tensor_parallel": 2, "ttft": 0.4, "tpot": 0.2,
 }  # fmt: skip  # a table
+WANTED = 0.1  # of fcfs's normalised latency
 POOL_40GB = 40e9 - 4e9 - 16.06e9  # bytes that an A100-40GB has beside Llama-3-8B
 
 
@@ -101,6 +106,8 @@ def run_bros(setting: Mapping[str, Any]) -> dict[str, Any]:
     bound = bound_of(experiment, experiment.guests, experiment.job, experiment.cost)
     most = replace(bound, pool=float(experiment.pool.tokens)).share(seconds) * len(experiment.job)
     done = experiment.run()
+    judged = online_figures(done.requests, BROS["ttft"], BROS["tpot"])  # also where steps are shorter
+    done = replace(done, report=replace(done.report, online=judged))
     online = done.requests.filter(pc.equal(done.requests["kind"], "online"))
     served = float(np.mean(online["last_token_s"].to_numpy() <= seconds))
     return {**figures_of(setting, done), "served": served, "bound_rows": most}
@@ -137,7 +144,14 @@ def bros(exponents: list[float], size: Size, jobs: int) -> list[dict[str, Any]]:
         for policy in ("fcfs", "round-robin", "bros", "slack")
     ]
     alone = [{**setting, "offline": ()} for setting in settings if setting["policy"] == "slack"]
-    return run_all(run_bros, settings + alone, jobs)
+    runs = run_all(run_bros, settings + alone, jobs)
+    short = []
+    for setting, found in zip(settings, runs[: len(settings)], strict=True):
+        if setting["policy"] == "fcfs":
+            answers = OnlineExperiment(**setting).guests.output
+            most = steps_of_latency(WANTED * found["figures"]["online"]["normalised_latency"], answers)
+            short.append({**setting, "policy": "slack", "tpot": most})
+    return runs + run_all(run_bros, short, jobs)
 
 
 def overload(exponents: list[float], size: Size, jobs: int) -> list[dict[str, Any]]:
@@ -189,23 +203,41 @@ def run_named(setting: dict[str, Any]) -> dict[str, Any]:
     return {"named": setting["named"], **run({key: value for key, value in setting.items() if key != "named"})}
 
 
+def run_alone(setting: dict[str, Any]) -> dict[str, Any]:
+    """Run online requests alone: also when each arrived, and how long it waited for its first token."""
+    done = OnlineExperiment(**{key: value for key, value in setting.items() if key != "named"}).run()
+    arrived = done.requests["arrival_s"].to_numpy()
+    waits = arrived, done.requests["first_token_s"].to_numpy() - arrived
+    return {"named": setting["named"], **figures_of(setting, done), "waits": waits}
+
+
 def grid(exponents: list[float], size: Size, jobs: int) -> list[dict[str, Any]]:
-    """B, S1 to S3."""
+    """B, S1 to S3. First tokens are compared with those of the same requests alone: who arrives later, waits less."""
     with tempfile.TemporaryDirectory() as folder:
         traces = {name: cut_trace(f"azure2023_{name}", 1.5 * size.job_seconds, folder) for name in ("conv", "code")}
-        settings = []
+        alones, settings = [], []
         for exponent in exponents:
             for source, rate in TRAFFIC:
                 alone = {"online": traces[source], "rate": rate, "tpot": TPOT, "overlap_exponent": exponent}
-                settings.append({**alone, "policy": "slack", "named": f"{source} x {rate:g}, alone"})
+                alones.append({**alone, "policy": "slack", "named": f"{source} x {rate:g}, alone"})
             for setting in nine(exponent, traces):
                 job = {**setting, "requests": max(100, rows_at(setting, size.job_seconds))}
                 settings += [{**job, "policy": policy} for policy in ("slack", "ooco")]
+                settings.append({**job, "policy": "slack", "tpot": LONG_TPOT})
                 for step, running in FIXED:
                     fixed = {**job, "step_tokens": step, "max_running": running}
                     settings.append({**fixed, "policy": "priority"})
                     settings.append({**fixed, "policy": "fcfs", "outstanding": running})
-        return run_all(run_named, settings, jobs)
+        by_themselves, runs = run_all(run_alone, alones, jobs), run_all(run_named, settings, jobs)
+    waits = {
+        (each["setting"]["overlap_exponent"], each["named"].partition(",")[0]): each.pop("waits")
+        for each in by_themselves
+    }
+    for each in runs:
+        arrived, waited = waits[each["setting"]["overlap_exponent"], each["named"].partition(",")[0]]
+        same = waited[arrived <= each["figures"]["job"]["seconds"]]
+        each["while_job_ran"]["alone_ttft_p99"] = float(np.percentile(same, 99))
+    return by_themselves + runs
 
 
 def load(exponents: list[float], size: Size, jobs: int) -> list[dict[str, Any]]:

@@ -85,3 +85,15 @@ def reads_within(rates: Rates, exponent: float, seconds: float, left: WorkLeft) 
         return 0.0
     _, memory, total = work_to_end(rates, exponent, seconds, left)
     return memory / max(total, 1e-9) * most / rates.seconds_per_kv_token
+
+
+@compiled
+def compute_within(rates: Rates, exponent: float, seconds: float, read: float) -> float:
+    """Compute the seconds for which a step of `seconds` may compute that reads `read` tokens of KV."""
+    most = seconds - rates.step_seconds
+    weights = rates.weight_seconds if rates.weights_share_memory else 0.0
+    reads = weights + read * rates.seconds_per_kv_token
+    if reads >= most:
+        return 0.0
+    computes: float = most * (1.0 - (reads / most) ** exponent) ** (1.0 / exponent)
+    return computes

@@ -5,7 +5,7 @@ it many times inside one compiled loop. Both commit the step before they decide 
 
 Phases. `decide_step` runs these in order; each reads what the ones before it left:
 
-1. Decodes. Where steps have a bound, some of the job's may sit out (`guest_steps.choose_decodes`). Each of the others
+1. Decodes. Where steps have a bound, some of the job's may sit out (`decode_choice.choose_decodes`). Each of the others
    gets the page of its next token (`commit.hold_decodes`). Where pages run out, the sequence that is cheapest to
    compute again is preempted, and the decodes are counted again.
 2. Budget (`token_budget.step_tokens`). From the KV that these decodes read, and from the work that remains, follow the
@@ -75,15 +75,14 @@ from llmbatch.scheduler.admission import admit
 from llmbatch.scheduler.admission_order import BLEND, is_empty
 from llmbatch.scheduler.chunks import prefill
 from llmbatch.scheduler.commit import hold_decodes, preempt, unblock
+from llmbatch.scheduler.decode_choice import choose_decodes, step_bound
 from llmbatch.scheduler.forks import fork
 from llmbatch.scheduler.guest_steps import (
     all_guests_have_chunks,
-    choose_decodes,
     count_guests,
     guest_prompts_wait,
     guests_prefill,
     prefill_guests,
-    step_bound,
 )
 from llmbatch.scheduler.state import SchedulerState
 from llmbatch.scheduler.token_budget import Load, prices, prices_of, step_tokens
@@ -161,6 +160,8 @@ def _begin(state: SchedulerState, now: float) -> None:
     totals.pair_price, totals.sample_price, free_tokens = prices(state.budget)
     most = most_of_job = step_tokens(state.budget, load)
     if np.isfinite(state.latency.step_seconds):
+        if state.budget.steady:
+            most_of_job = int(most_of_job * (1.0 - state.guests.counts[0].holds / state.limits.pool))
         totals.pair_price, totals.sample_price = prices_of(state.rates)
         free_tokens = 0.0
         most = tokens_within(state.rates, state.latency.exponent, step_bound(state), decodes, kv_tokens)

@@ -1,15 +1,6 @@
-"""What a step does for guests: their prompts come first, and decodes of the job that would make it too long sit out.
+"""What a step does for guests: their prompts come first, and rows of the job give way.
 
-Who decodes. Every guest. Of the job as many, in the order in which they began, as read the share of the step that the
-work left gives to reading (`llmbatch.perf_model.step_bound`): without that split decodes would take all of the step,
-and leave compute idle. The others keep their pages, and go on in a later step. Where the step before left more than
-half of its budget to nobody, no prompt of the job can enter now, and decodes may take the rest.
-
-While a guest's prompt waits, decodes take its compute. One that reads much for the little that it computes hides
-behind the prompt's products; so decodes ride along that read for more than `_READS` times the seconds that they
-compute, and of the others as many as compute for `_SHARE` of the step: where no context is long the job would stand
-still, its pages full, and then decode alone. OOCO (Algorithm 2) fills a step with the shortest instead: most rows, and
-the least compute left for prompts. While a guest is late, or where parts run in turn and nothing hides, none rides.
+Who decodes says `llmbatch.scheduler.decode_choice`.
 
 Prompts. The most urgent guest gets a chunk first, whether it has begun or waits (`llmbatch.scheduler.guests`).
 It may take what a step of the bounded length computes, and rows of the job give their pages back for it. A row that is
@@ -25,102 +16,22 @@ no page that it is to write.
 
 from __future__ import annotations
 
-from typing import Final
-
 import numpy as np
 from numpy.typing import NDArray
 
 from llmbatch.compilation.decorators import compiled
 from llmbatch.kvcache.page_pool import room_for
 from llmbatch.kvcache.publish import found_before
-from llmbatch.perf_model.step_bound import WorkLeft, decodes_within, reads_within, step_seconds
-from llmbatch.perf_model.work import chunk_reads, compute_seconds, pairs_of, sees_all
+from llmbatch.perf_model.work import compute_seconds, pairs_of
 from llmbatch.scheduler.admission import enter_at
 from llmbatch.scheduler.admission_order import COMPUTE_END
 from llmbatch.scheduler.chunks import give_chunk, is_forced
 from llmbatch.scheduler.commit import preempt
+from llmbatch.scheduler.decode_choice import step_bound
 from llmbatch.scheduler.guests import most_urgent, note_held, rank_guests, take_waiting
 from llmbatch.scheduler.state import SchedulerState, stop_waiting, take_slot
 from llmbatch.scheduler.token_budget import Load, step_tokens
 from llmbatch.scheduler.victims import job_victim
-
-_READS: Final = 4.0
-_SHARE: Final = 0.03
-_UNUSED: Final = 0.5  # of the budget of a step
-
-
-@compiled
-def step_bound(state: SchedulerState) -> float:
-    """Compute the seconds that a step may be predicted to take, infinite where it may take any."""
-    return state.latency.step_seconds / state.guests.counts[0].correction
-
-
-@compiled
-def choose_decodes(state: SchedulerState, prompts_wait: bool) -> None:
-    """Put the decodes that the step computes before those that sit out."""
-    run, rates, latency = state.run, state.rates, state.latency
-    counts, totals = run.counts[0], state.chunks.totals[0]
-    counts.riding = counts.decoding
-    if not np.isfinite(latency.step_seconds):
-        return
-    seconds, unbounded, exponent = step_bound(state), sees_all(rates.reach), latency.exponent
-    left, guests, once = state.remaining[0], state.guests.counts[0], 0.0
-    decoding, slots = run.decoding, run.slots
-    reads = np.empty(counts.decoding)
-    for i in range(counts.decoding):
-        reads[i] = chunk_reads(rates.reach, unbounded, slots[decoding[i]].known - 1.0, 1.0)
-        once += reads[i]
-    memory = max(left.memory_seconds, once * rates.seconds_per_kv_token)  # each decodes once more at least
-    work = WorkLeft(max(left.compute_seconds, 0.0), memory, guests.compute_rate, guests.memory_rate)
-    most = reads_within(rates, exponent, seconds, work)
-    if totals.tokens < _UNUSED * totals.budget and not prompts_wait:
-        most = np.inf
-    sure = decodes_within(rates, exponent, seconds, counts.decoding, min(most, once))
-    free = _decodes_beside(state, seconds) if prompts_wait else counts.decoding  # that need not hide
-    read, riding, sitting = 0.0, 0, 0
-    kept, out = np.empty(counts.decoding, np.int32), np.empty(counts.decoding, np.int32)
-    for i in range(counts.decoding):
-        if slots[decoding[i]].guest:
-            kept[riding] = decoding[i]
-            riding += 1
-            read += reads[i]
-    for i in range(counts.decoding):
-        slot, then = decoding[i], read + reads[i]
-        if slots[slot].guest:
-            continue
-        hides = prompts_wait and _hides(state, reads[i])
-        if (
-            then <= most
-            and (hides or free > 0)
-            and (riding < sure or step_seconds(rates, exponent, riding + 1, riding + 1, 0.0, then) <= seconds)
-        ):
-            kept[riding] = slot
-            riding += 1
-            read = then
-            free -= not hides
-        else:
-            out[sitting] = slot
-            sitting += 1
-    decoding[:riding] = kept[:riding]
-    decoding[riding : riding + sitting] = out[:sitting]
-    counts.riding = riding
-
-
-@compiled
-def _hides(state: SchedulerState, reads: float) -> bool:
-    """Tell whether a decode that reads so many tokens of KV may hide behind the products of a prompt."""
-    rates, exponent = state.rates, state.latency.exponent
-    takes = rates.seconds_per_token + rates.seconds_per_sample
-    none = exponent <= 1.0 or state.guests.counts[0].late > 0
-    return bool(not none and reads * rates.seconds_per_kv_token > _READS * takes)
-
-
-@compiled
-def _decodes_beside(state: SchedulerState, seconds: float) -> int:
-    """Count the decodes of the job that may ride beside a prompt without hiding, in a step of so many seconds."""
-    if state.latency.exponent <= 1.0 or state.guests.counts[0].late > 0:
-        return 0
-    return int(_SHARE * seconds / (state.rates.seconds_per_token + state.rates.seconds_per_sample))
 
 
 @compiled

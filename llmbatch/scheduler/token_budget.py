@@ -15,7 +15,9 @@ as an answer has tokens, and each as long as its budget takes. So few tokens are
 the tokens that are free while the weights are read, what is lost by ending chunks on whole pages counts. Where every
 step takes `s` seconds beside its work, a job of T seconds spends s T / t on that and d t / 2 on its ramps with steps of
 t seconds: least at t = (2 s T / d)^(1/2). And where weights and KV come from the same memory (law `bytes`), a pool that
-is not full reads the weights more often: there the budget is what the memory time of a full pool hides.
+is not full reads the weights more often: there the budget is what the memory time of a full pool hides. Beside guests
+rows of the job have a part of the pool, and that part of the budget: with all of it they would be computed in a few
+long steps, and the others would have nothing to hide behind.
 
 Engines that run in turn under law `bytes`, as a processor does, hide nothing of one row behind another. Ramps cost
 them nothing, and neither does a mix: what a budget changes is how often the weights are read. So a step has as many
@@ -59,6 +61,13 @@ class FixedBudget:
 
 
 @dataclass(frozen=True, slots=True)
+class SteadyBudget:
+    """The same number of tokens each step, by which rows of one kind keep a pool full; of a part of it, that part."""
+
+    step_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class ClosedLoopBudget:
     """`c* = (C / M) m`, between a floor and a ceiling, from two tiles on rounded to tiles; decodes are never held back.
 
@@ -72,7 +81,7 @@ class ClosedLoopBudget:
     ceiling: int = MOST_TOKENS
 
 
-Budget = FixedBudget | ClosedLoopBudget
+Budget = FixedBudget | SteadyBudget | ClosedLoopBudget
 
 
 @by_reference
@@ -84,16 +93,18 @@ class BudgetRules(NamedTuple):
     weights_per_pool: float
     floor: int
     ceiling: int
+    steady: bool = False
 
     @classmethod
     def of(cls, budget: Budget) -> BudgetRules:
         """Return the rules of a `Budget`."""
-        if isinstance(budget, FixedBudget):
-            return cls(budget.step_tokens, Rates(0.0, 0.0, 0.0, 0.0, 0.0, False), 0.0, 0, 0)
+        if not isinstance(budget, ClosedLoopBudget):
+            steady = isinstance(budget, SteadyBudget)
+            return cls(budget.step_tokens, Rates(0.0, 0.0, 0.0, 0.0, 0.0, False), 0.0, 0, 0, steady)
         return cls(0, budget.rates, budget.weights_per_pool, budget.floor, budget.ceiling)
 
 
-def steady_budget(decided: Plan, cost: CostModel, pool_tokens: float, answer: float) -> FixedBudget:
+def steady_budget(decided: Plan, cost: CostModel, pool_tokens: float, answer: float) -> FixedBudget | SteadyBudget:
     """Build the budget for a plan whose rows are of one kind and generate `answer` tokens in the mean."""
     if cost.in_turn:
         return budget_in_turn(cost)
@@ -104,17 +115,17 @@ def steady_budget(decided: Plan, cost: CostModel, pool_tokens: float, answer: fl
         wanted = max(wanted, math.sqrt(2 * cost.hardware.step_seconds * total / max(answer, 1.0)) / token)
     if cost.law == "bytes":
         wanted = max(wanted, decided.density * pool_tokens * cost.rates.seconds_per_kv_token / token)
-    return _in_tiles(wanted)
+    return SteadyBudget(_in_tiles(wanted))
 
 
 def budget_in_turn(cost: CostModel) -> FixedBudget:
     """Build the budget for an engine that runs in turn: see the module's text."""
     rates = cost.rates
-    return _in_tiles((rates.step_seconds + rates.weight_seconds) / (_BESIDE * rates.seconds_per_token))
+    return FixedBudget(_in_tiles((rates.step_seconds + rates.weight_seconds) / (_BESIDE * rates.seconds_per_token)))
 
 
-def _in_tiles(tokens: float) -> FixedBudget:
-    return FixedBudget(int(min(max(round(tokens / TILE), 2) * TILE, MOST_TOKENS)))
+def _in_tiles(tokens: float) -> int:
+    return int(min(max(round(tokens / TILE), 2) * TILE, MOST_TOKENS))
 
 
 @compiled

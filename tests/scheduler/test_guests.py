@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from llmbatch.engine.simulated import SimulatedEngine
 from llmbatch.kvcache.page_trie import PageTrie
-from llmbatch.perf_model.step_bound import step_seconds
+from llmbatch.perf_model.step_bound import compute_within, step_seconds
 from llmbatch.scheduler.admission_order import Blend, Ends, FromFront
 from llmbatch.scheduler.guests import Arrivals, GuestQueue, Latency, kept_free, note_held, rank_guests
 from llmbatch.scheduler.output import FinishReason, Step
 from llmbatch.scheduler.scheduler import QueueUpdate, Scheduler
-from llmbatch.scheduler.token_budget import Budget, ClosedLoopBudget, FixedBudget
+from llmbatch.scheduler.token_budget import Budget, ClosedLoopBudget, FixedBudget, SteadyBudget
 from tests.support.examples import examples
 from tests.support.workloads import COST, RATES, Believed, Workload, common, workloads
 
@@ -242,21 +242,11 @@ def test_decodes_that_sit_out_keep_their_pages_and_go_on() -> None:
     assert sum(int(step.counts[step.num_decodes :].sum()) for step in run.steps) == count * 300
 
 
-@pytest.mark.parametrize(
-    ("due", "bound", "exponent", "short", "long"),
-    [
-        (99.0, 0.21, 4.0, 6, 8),  # 3 % of the step are 6.3 decodes
-        (99.0, 0.11, 4.0, 3, 8),
-        (0.0, 0.21, 4.0, 0, 0),  # the guest is late
-        (99.0, 0.21, 1.0, 0, 0),  # nothing hides
-    ],
-)
-def test_decodes_ride_beside_a_prompt_that_hide_or_are_few(
-    due: float, bound: float, exponent: float, short: int, long: int
-) -> None:
-    """A decode computes for 1 ms, and reads for 4 from 400 tokens on."""
+def ride_beside_a_prompt(*, due: float, exponent: float, bound: float = 0.21) -> tuple[Run, list[int]]:
+    """Which of sixteen rows, the later the longer their answers, decode beside a guest's prompt."""
     prompts = [[row] * (600 if row % 2 else 20) for row in range(16)] + [[99] * 500]
-    load = Workload(prompts, np.full(17, 200, np.int32), np.full(17, 200.0))
+    believed = np.append(200.0 + np.arange(16), 200.0)
+    load = Workload(prompts, np.full(17, 200, np.int32), believed)
     budget = FixedBudget(100_000)
     run = Run(scheduler_for(load, 1, 16, 4000, budget=budget, bound=bound, max_running=20, work=(1e3, 1e3)), load)
     run.scheduler.bound(Latency(bound, exponent))
@@ -265,9 +255,43 @@ def test_decodes_ride_beside_a_prompt_that_hide_or_are_few(
     arrive(run.scheduler, load, 16, due=due)
     run.step()  # which finds out that it is late
     step = run.step()
-    rows = step.requests[: step.num_decodes]
-    assert [np.count_nonzero(rows % 2 == 0), np.count_nonzero(rows % 2 == 1)] == [short, long]
     assert step.requests[step.num_decodes :].tolist() == [16]
+    return run, step.requests[: step.num_decodes].tolist()
+
+
+@pytest.mark.parametrize("exponent", [2.0, 4.0])
+def test_decodes_beside_a_prompt_take_little_of_its_compute(exponent: float) -> None:
+    _, rows = ride_beside_a_prompt(due=99.0, exponent=exponent)
+    has, seconds = compute_within(RATES, exponent, 0.21, 0.0), RATES.seconds_per_token + RATES.seconds_per_sample
+
+    def left(riding: list[int]) -> float:
+        read = sum(600.0 if row % 2 else 20.0 for row in riding) + 121 * len(riding)
+        return float(compute_within(RATES, exponent, 0.21, read)) - len(riding) * seconds
+
+    assert 0 < len(rows) < 16
+    assert left(rows) >= 0.93 * has
+    assert all(left([*rows, row]) < 0.93 * has for row in range(16) if row not in rows)
+
+
+def test_the_longest_answers_ride_first() -> None:
+    _, rows = ride_beside_a_prompt(due=99.0, exponent=4.0)
+    assert 15 in rows
+    assert min(rows) > 0
+
+
+@pytest.mark.parametrize(("due", "exponent"), [(0.0, 4.0), (99.0, 1.0)], ids=["late", "in turn"])
+def test_no_decode_rides_beside_a_prompt_that_is_late_or_where_nothing_hides(due: float, exponent: float) -> None:
+    assert ride_beside_a_prompt(due=due, exponent=exponent)[1] == []
+
+
+def test_rows_of_one_kind_have_of_their_budget_what_they_have_of_the_pool() -> None:
+    load = Workload([[row] * 30 for row in range(99)] + [[99] * 1000], np.full(100, 5, np.int32), np.full(100, 5.0))
+    run = Run(scheduler_for(load, 1, 1, 2000, budget=SteadyBudget(200), bound=9.0, max_running=99), load)
+    alone = run.step().num_tokens
+    arrive(run.scheduler, load, 99)
+    while 99 not in run.steps[-1].requests[: run.steps[-1].num_decodes]:
+        run.step()
+    assert 0.4 * alone <= run.steps[-1].num_tokens <= 0.6 * alone
 
 
 def test_what_guests_take_of_the_machine_counts_in_the_budget_of_a_step() -> None:

@@ -97,3 +97,17 @@ class Bound:
             middle = (low + high + 1) // 2
             low, high = (middle, high) if self.share(seconds, middle) >= 1.0 else (low, middle - 1)
         return low
+
+
+def steps_of_latency(latency: float, answers: NDArray[np.int32]) -> float:
+    """Return the mean seconds of a step, at most, where online requests have so much normalised latency.
+
+    A request that arrives during a step waits for its end: in the mean for half a step or more, as requests meet long
+    steps more often. The tokens of its prompt take a step or more, which ends with the first token of its answer, and
+    each further token takes one. So d tokens take d + 1/2 steps or more. The mean over requests of that over d is
+    S (1 + E[1/d] / 2), where S is the mean of the steps that requests are in. Unless steps get longer whenever long
+    answers run alone, for which a schedule would have to know them, S is the mean of all steps, too. Then H seconds
+    have H / S steps or more, each of which reads the weights. A `Bound` of steps of at most S counts steps, and not
+    how long each is, so it holds for these.
+    """
+    return latency / (1.0 + float(np.mean(1.0 / answers)) / 2.0)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from llmbatch.perf_model.cost import Overlap
-from llmbatch.simulation.online.bound import Bound, RequestWork
+from llmbatch.simulation.online.bound import Bound, RequestWork, steps_of_latency
 from tests.simulation.online.runs import COST
 
 NONE = np.zeros(0, np.int32)
@@ -59,3 +59,9 @@ def test_a_pool_bounds_what_a_step_reads() -> None:
     weights = rates.weight_seconds * reads / filling
     assert replace(bound, pool=10_000.0).end() == pytest.approx(compute + reads + weights, rel=1e-6)
     assert replace(bound, pool=1e12).end() == bound.end()
+
+
+def test_a_token_takes_a_step_and_the_first_one_half_a_step_more() -> None:
+    assert steps_of_latency(0.03, np.array([1, 1], np.int32)) == pytest.approx(0.02)
+    assert steps_of_latency(0.025, np.array([2, 2], np.int32)) == pytest.approx(0.02)
+    assert steps_of_latency(0.02, np.array([10**9], np.int32)) == pytest.approx(0.02)
