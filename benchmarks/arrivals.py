@@ -21,7 +21,7 @@ from llmbatch.perf_model.cost import CostModel, find_shape
 from llmbatch.perf_model.hardware import find_hardware
 from llmbatch.planning.lengths import Expected
 from llmbatch.scheduler.admission_order import Blend
-from llmbatch.scheduler.guests import Arrivals, Latency
+from llmbatch.scheduler.beside.guests import Arrivals, Latency
 from llmbatch.scheduler.scheduler import QueueUpdate, Scheduler
 from llmbatch.scheduler.token_budget import FixedBudget
 

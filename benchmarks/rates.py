@@ -19,10 +19,10 @@ from simulations import Setting
 
 from llmbatch.perf_model.cost import CostModel
 from llmbatch.perf_model.fit import MeasuredSteps
+from llmbatch.runtime.loops.simulated_loop import SimulatedLoop
+from llmbatch.runtime.loops.step_loop import LengthObservations
 from llmbatch.runtime.refit import Refit
 from llmbatch.runtime.shard_run import ShardRun
-from llmbatch.runtime.simulated_loop import SimulatedLoop
-from llmbatch.runtime.step_loop import LengthObservations
 from llmbatch.scheduler.scheduler import Scheduler
 from llmbatch.simulation.simulator import Knowledge, describe, run_workload
 

@@ -32,7 +32,7 @@ from llmbatch.planning.order import Policy
 from llmbatch.planning.workload import Pool, Scheduling, Workload
 from llmbatch.preprocess.request_batch import RequestBatch
 from llmbatch.preprocess.sampling_params import SamplingParams
-from llmbatch.runtime.pipelined_loop import drive
+from llmbatch.runtime.loops.pipelined_loop import drive
 from llmbatch.runtime.protocols import EngineObserver
 from llmbatch.runtime.shard_run import run_shard
 from llmbatch.scheduler.output import Step

@@ -20,7 +20,7 @@ from llmbatch.engine.cpu.linear import PackedLinear
 from llmbatch.engine.cpu.memory import huge_pages
 from llmbatch.engine.model.config import bytes_per_token
 from llmbatch.engine.model.loader import LoadedModel
-from llmbatch.kernels.cpu import vector_ir
+from llmbatch.kernels.cpu.tiles import vector_ir
 from llmbatch.perf_model.cost import ModelShape
 from roofline.kinds import Kind
 

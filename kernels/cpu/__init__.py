@@ -8,12 +8,11 @@ __all__ = [
     "attention",
     "blocks",
     "decoder",
-    "endings",
     "fused",
     "groups",
     "layout",
     "numerics",
     "pointers",
     "products",
-    "vector_ir",
+    "workers",
 ]

@@ -36,13 +36,13 @@ from numpy.typing import NDArray
 from llmbatch.compilation.decorators import compiled
 from llmbatch.kernels.cpu.attention_scratch import Addresses, addresses_of, make_scratch
 from llmbatch.kernels.cpu.blocks import BLOCK_ROWS, HIGH, LOW, POSITION, ROW, SEQUENCE, TOKEN, TOKENS, Blocks
-from llmbatch.kernels.cpu.dot_tiles import paged_score_tile, paged_sum_tile, score_tile, sum_tile
-from llmbatch.kernels.cpu.endings import COLUMNS, ROWS
 from llmbatch.kernels.cpu.layout import UNIT, Pages
 from llmbatch.kernels.cpu.numerics import FASTMATH, as_row, exp32, narrow
 from llmbatch.kernels.cpu.pages import clear_last, find_units, gather_keys, gather_values, values_width, widen_tile
 from llmbatch.kernels.cpu.pointers import address_of, caller
-from llmbatch.kernels.cpu.softmax import NOTHING, TILE, softmax
+from llmbatch.kernels.cpu.tiles.dot_tiles import paged_score_tile, paged_sum_tile, score_tile, sum_tile
+from llmbatch.kernels.cpu.tiles.endings import COLUMNS, ROWS
+from llmbatch.kernels.cpu.tiles.softmax import NOTHING, TILE, softmax
 
 _LOG2E: Final = np.float32(1.4426950408889634)
 

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from llmbatch.compilation.decorators import compiled
-from llmbatch.kernels.cpu.endings import COLUMNS, ROWS
 from llmbatch.kernels.cpu.layout import UNIT
-from llmbatch.kernels.cpu.softmax import TILE
+from llmbatch.kernels.cpu.tiles.endings import COLUMNS, ROWS
+from llmbatch.kernels.cpu.tiles.softmax import TILE
 
 
 class Scratch(NamedTuple):

@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 
 from llmbatch.compilation.decorators import compiled
 from llmbatch.kernels.cascade import Groups
-from llmbatch.kernels.cpu.endings import ROWS
 from llmbatch.kernels.cpu.layout import WIDTH_MULTIPLE
-from llmbatch.kernels.cpu.softmax import TILE
+from llmbatch.kernels.cpu.tiles.endings import ROWS
+from llmbatch.kernels.cpu.tiles.softmax import TILE
 from llmbatch.kernels.prefix_groups import find_groups, rows_of_groups
 
 BLOCK_ROWS: Final = 128

@@ -17,12 +17,12 @@ from numpy.typing import NDArray
 from llmbatch.compilation.decorators import compiled
 from llmbatch.kernels.cpu.attention import attend_share
 from llmbatch.kernels.cpu.blocks import Blocks
-from llmbatch.kernels.cpu.endings import COLUMNS
 from llmbatch.kernels.cpu.fused import inverse_norm, normalize_row, rotate_and_store_rows
 from llmbatch.kernels.cpu.layout import Pages
 from llmbatch.kernels.cpu.numerics import narrow
 from llmbatch.kernels.cpu.pointers import address_of, caller, data_of
 from llmbatch.kernels.cpu.products import convert_rows, multiply_share
+from llmbatch.kernels.cpu.tiles.endings import COLUMNS
 from llmbatch.kernels.cpu.workers import Team, share_of, wait_for_all
 
 QKV, OUT, GATE_UP, DOWN = range(4)  # the products of a layer

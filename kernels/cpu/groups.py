@@ -16,10 +16,10 @@ from numba import prange
 from numpy.typing import NDArray
 
 from llmbatch.compilation.decorators import compiled
-from llmbatch.kernels.cpu.endings import COLUMNS
-from llmbatch.kernels.cpu.group_tiles import GROUP, GROUP_STEPS, ROW_BYTES, WORDS
 from llmbatch.kernels.cpu.numerics import FASTMATH, half_bits, magnitude, rounded_to_half, widen
-from llmbatch.kernels.cpu.vector_ir import LANES
+from llmbatch.kernels.cpu.tiles.endings import COLUMNS
+from llmbatch.kernels.cpu.tiles.group_tiles import GROUP, GROUP_STEPS, ROW_BYTES, WORDS
+from llmbatch.kernels.cpu.tiles.vector_ir import LANES
 
 _MOST: Final = 15  # steps between the points of a grid
 _HELD: Final = np.float32(2.0**-18)  # of a number, what float32 may be away from a float16

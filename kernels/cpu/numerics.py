@@ -14,7 +14,7 @@ from numba import njit, types
 from numba.extending import intrinsic, overload, register_jitable
 
 from llmbatch.compilation.decorators import compiled
-from llmbatch.kernels.cpu.vector_ir import BFLOAT, HAS_BFLOAT16
+from llmbatch.kernels.cpu.tiles.vector_ir import BFLOAT, HAS_BFLOAT16
 
 FASTMATH: Final = {"reassoc", "contract", "arcp", "nsz", "afn"}  # not nnan, ninf: a NaN must reach the logits
 

@@ -16,8 +16,8 @@ from numba import types
 from numba.extending import intrinsic
 
 from llmbatch.compilation.decorators import compiled
-from llmbatch.kernels.cpu import vector_ir as v
 from llmbatch.kernels.cpu.layout import INT8_PACK, UNIT, WIDTH_MULTIPLE
+from llmbatch.kernels.cpu.tiles import vector_ir as v
 
 _COPIED: Final = ir.VectorType(v.INT32, 8)
 _PACKS: Final = {v.FLOAT32: 1, v.BFLOAT16: 2, v.INT8: INT8_PACK}  # elements of a word

@@ -24,11 +24,11 @@ from numba.np.numpy_support import as_dtype, from_dtype
 from numpy.typing import NDArray
 
 from llmbatch.compilation.decorators import compiled
-from llmbatch.kernels.cpu.dot_tiles import add_tile, float_tile, gelu_tile, silu_tile, store_tile
-from llmbatch.kernels.cpu.endings import COLUMNS, ROWS
 from llmbatch.kernels.cpu.groups import quantise_groups
 from llmbatch.kernels.cpu.numerics import magnitude, quantise_row, widen
 from llmbatch.kernels.cpu.pointers import address_of, caller
+from llmbatch.kernels.cpu.tiles.dot_tiles import add_tile, float_tile, gelu_tile, silu_tile, store_tile
+from llmbatch.kernels.cpu.tiles.endings import COLUMNS, ROWS
 from llmbatch.kernels.cpu.workers import share_of
 from llmbatch.kernels.spec import GELU_TANH, SILU
 

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from llmbatch.compilation.decorators import compiled
 from llmbatch.kernels.cpu.pointers import data_of
-from llmbatch.kernels.cpu.vector_ir import INT32, INT64, constant
+from llmbatch.kernels.cpu.tiles.vector_ir import INT32, INT64, constant
 
 _PATIENCE: Final = 2000  # looks at the count before other threads are let have the processor: some 50 us
 _LOOKS: Final = 2_000_000  # at most, for workers that may never come: a second, or longer on a busy machine

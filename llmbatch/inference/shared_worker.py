@@ -19,7 +19,7 @@ from llmbatch.runtime.guests import Guest, GuestEnd, GuestInbox
 from llmbatch.runtime.live_guests import NOTHING, EngineLoad
 from llmbatch.runtime.protocols import Stop, Totals, WindowSource
 from llmbatch.runtime.stream import Stream
-from llmbatch.scheduler.guests import Latency
+from llmbatch.scheduler.beside.guests import Latency
 from llmbatch.scheduler.output import FinishReason
 
 

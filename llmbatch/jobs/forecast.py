@@ -35,8 +35,8 @@ from llmbatch.planning.plan_workload import plan_workload
 from llmbatch.planning.prefix_tree import PrefixTree
 from llmbatch.planning.workload import Pool, Scheduling, Workload, early_ends, fit_requests, split_for
 from llmbatch.preprocess.request_batch import RequestBatch, RowRequests
+from llmbatch.runtime.loops.simulated_loop import SimulatedLoop
 from llmbatch.runtime.shard_run import run_shard
-from llmbatch.runtime.simulated_loop import SimulatedLoop
 
 MOST_SIMULATED = 20_000  # requests; simulating more takes longer than a forecast may
 _DRAWS = 3  # of lengths, at most: in a small pool the seconds of one differ from another's by 5 %

@@ -10,8 +10,6 @@ __all__ = [
     "live_guests",
     "protocols",
     "shard_run",
-    "simulated_loop",
-    "step_loop",
     "stream",
     "warmup",
 ]

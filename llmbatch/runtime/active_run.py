@@ -16,15 +16,15 @@ from llmbatch.kvcache.contents import Contents
 from llmbatch.planning.prepared_shard import PreparedShard
 from llmbatch.planning.workload import Pool, Scheduling, findable_tokens
 from llmbatch.runtime.guest_seconds import seconds_of
-from llmbatch.runtime.interrupted_loop import InterruptedLoop
 from llmbatch.runtime.live_guests import LiveGuests
 from llmbatch.runtime.live_requests import LiveRequests, Renumbered
-from llmbatch.runtime.pipelined_loop import PipelinedLoop, drive
+from llmbatch.runtime.loops.interrupted_loop import InterruptedLoop
+from llmbatch.runtime.loops.pipelined_loop import PipelinedLoop, drive
+from llmbatch.runtime.loops.step_loop import EngineDied, SerialLoop
 from llmbatch.runtime.protocols import NO_REQUESTS, CompletedRequests, EngineObserver, GivenUp, Totals, W
 from llmbatch.runtime.refit import Refit
 from llmbatch.runtime.shard_run import Carried, ShardRun
-from llmbatch.runtime.step_loop import EngineDied, SerialLoop
-from llmbatch.scheduler.guests import Latency
+from llmbatch.scheduler.beside.guests import Latency
 from llmbatch.scheduler.output import FinishReason, Step
 from llmbatch.scheduler.scheduler import FinishedSequences
 from llmbatch.system.at_once import AtOnce

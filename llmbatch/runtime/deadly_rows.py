@@ -20,10 +20,10 @@ from llmbatch.errors import JobError, RowError
 from llmbatch.planning.prepared_shard import PreparedShard
 from llmbatch.planning.workload import Workload
 from llmbatch.runtime.current_run import CurrentRun
-from llmbatch.runtime.pipelined_loop import drive
+from llmbatch.runtime.loops.pipelined_loop import drive
+from llmbatch.runtime.loops.step_loop import EngineDied, TokenDropper
 from llmbatch.runtime.protocols import W
 from llmbatch.runtime.shard_run import ShardRun
-from llmbatch.runtime.step_loop import EngineDied, TokenDropper
 
 _MOST_ALONE: Final = 3  # rows in a row that may kill the engine alone before it is tried with others
 

@@ -23,7 +23,7 @@ from llmbatch.runtime.guest_seconds import GuestSeconds
 from llmbatch.runtime.guests import Guest, GuestEnd, GuestInbox
 from llmbatch.runtime.protocols import NO_ANSWER
 from llmbatch.runtime.spare_rows import SpareRows
-from llmbatch.scheduler.guests import Arrivals
+from llmbatch.scheduler.beside.guests import Arrivals
 from llmbatch.scheduler.output import FinishReason
 
 _MOST_DEATHS: Final = 2  # of engines, with a guest in their last step

@@ -37,10 +37,10 @@ from llmbatch.planning.plan import Plan
 from llmbatch.planning.plan_workload import plan_with_second_sample, plan_workload
 from llmbatch.planning.prepared_shard import PreparedShard
 from llmbatch.planning.workload import Pool, Scheduling, Workload
+from llmbatch.runtime.loops.step_loop import StepLoop
 from llmbatch.runtime.queue_planner import QueuePlanner
 from llmbatch.runtime.refit import Refit
-from llmbatch.runtime.step_loop import StepLoop
-from llmbatch.scheduler.guests import Arrivals, Latency
+from llmbatch.scheduler.beside.guests import Arrivals, Latency
 from llmbatch.scheduler.scheduler import Scheduler
 from llmbatch.scheduler.steering import STEERING
 from llmbatch.system.at_once import AtOnce

@@ -38,10 +38,10 @@ from llmbatch.runtime.deadly_rows import DeadlyRows
 from llmbatch.runtime.guests import GuestInbox
 from llmbatch.runtime.live_guests import EngineLoad, LiveGuests
 from llmbatch.runtime.live_requests import Following, NextRequests
+from llmbatch.runtime.loops.step_loop import EngineDied, Renumber
 from llmbatch.runtime.protocols import EngineObserver, EngineProvider, Stop, Totals, W, WindowSource
 from llmbatch.runtime.refit import Refit
-from llmbatch.runtime.step_loop import EngineDied, Renumber
-from llmbatch.scheduler.guests import Latency
+from llmbatch.scheduler.beside.guests import Latency
 from llmbatch.system.at_once import AtOnce
 
 _TAIL_STEPS = 16  # between two looks for the next window

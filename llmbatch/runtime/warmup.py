@@ -38,9 +38,9 @@ from llmbatch.preprocess.merging import merge_equal
 from llmbatch.preprocess.request_batch import RequestBatch
 from llmbatch.preprocess.sampling_params import SamplingParams
 from llmbatch.preprocess.tokenizer import TokenColumn
+from llmbatch.runtime.loops.simulated_loop import SimulatedLoop
+from llmbatch.runtime.loops.step_loop import SerialLoop, TokenDropper
 from llmbatch.runtime.shard_run import ShardRun, run_shard
-from llmbatch.runtime.simulated_loop import SimulatedLoop
-from llmbatch.runtime.step_loop import SerialLoop, TokenDropper
 from llmbatch.scheduler.output import Step
 from llmbatch.scheduler.scheduler import FinishedSequences, Scheduler
 from llmbatch.system.processes import await_beside, start_beside

@@ -8,7 +8,6 @@ __all__ = [
     "admission_order",
     "commit",
     "decide",
-    "guests",
     "output",
     "scheduler",
     "state",

@@ -25,9 +25,9 @@ from llmbatch.perf_model.work import (
     spared_of,
 )
 from llmbatch.scheduler.admission_order import MEMORY_END
+from llmbatch.scheduler.beside.guests import note_guest_work
 from llmbatch.scheduler.chunks import give_chunk, is_forced
 from llmbatch.scheduler.forks import let_go
-from llmbatch.scheduler.guests import note_guest_work
 from llmbatch.scheduler.kv_forecast import expect, forget
 from llmbatch.scheduler.room import private_tokens
 from llmbatch.scheduler.state import (

@@ -1,7 +1,7 @@
 """How one step is decided, as compiled code over a `SchedulerState`.
 
-`llmbatch.scheduler.scheduler` calls `decide_step` once a step, for an engine. `llmbatch.runtime.simulated_loop` calls
-it many times inside one compiled loop. Both commit the step before they decide the next one.
+`llmbatch.scheduler.scheduler` calls `decide_step` once a step, for an engine. `llmbatch.runtime.loops.simulated_loop`
+calls it many times inside one compiled loop. Both commit the step before they decide the next one.
 
 Phases. `decide_step` runs these in order; each reads what the ones before it left:
 
@@ -73,17 +73,17 @@ from llmbatch.kvcache.page_pool import is_full
 from llmbatch.perf_model.step_bound import WorkLeft, tokens_within, work_to_end
 from llmbatch.scheduler.admission import admit
 from llmbatch.scheduler.admission_order import BLEND, is_empty
-from llmbatch.scheduler.chunks import prefill
-from llmbatch.scheduler.commit import hold_decodes, preempt, unblock
-from llmbatch.scheduler.decode_choice import choose_decodes, step_bound
-from llmbatch.scheduler.forks import fork
-from llmbatch.scheduler.guest_steps import (
+from llmbatch.scheduler.beside.decode_choice import choose_decodes, step_bound
+from llmbatch.scheduler.beside.guest_steps import (
     all_guests_have_chunks,
     count_guests,
     guest_prompts_wait,
     guests_prefill,
     prefill_guests,
 )
+from llmbatch.scheduler.chunks import prefill
+from llmbatch.scheduler.commit import hold_decodes, preempt, unblock
+from llmbatch.scheduler.forks import fork
 from llmbatch.scheduler.state import SchedulerState
 from llmbatch.scheduler.token_budget import Load, prices, prices_of, step_tokens
 from llmbatch.scheduler.victims import long_victim

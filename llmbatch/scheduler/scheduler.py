@@ -8,7 +8,7 @@ else. Its phases, its invariants and what it may change: `llmbatch.scheduler.dec
 
 Tokens that a grammar forces are known with the sampled one before them, and are computed by a chunk that ends with a
 sample (`llmbatch.scheduler.commit.lengthen`). Guests may arrive between two steps, and steps may be bound to a length
-(`llmbatch.scheduler.guests`, `guest_steps`).
+(`llmbatch.scheduler.beside.guests`, `guest_steps`).
 
 When predictions fail, the sequences that are cheapest to compute again give their pages back and are computed again
 later (recompute). So do long answers that fill the pool while compute idles, as often as their length allows
@@ -41,11 +41,11 @@ from llmbatch.perf_model.work import Rates
 from llmbatch.planning.equal_prompts import EqualPrompts
 from llmbatch.scheduler.admission_order import EndRules, FromFront, Passed, TwoEndedQueue
 from llmbatch.scheduler.admission_order import QueueUpdate as QueueUpdate
+from llmbatch.scheduler.beside.guest_steps import decide_prompts
+from llmbatch.scheduler.beside.guests import NO_LATENCY, Arrivals, GuestQueue, Latency, LatencyRules, note_seconds
 from llmbatch.scheduler.commit import advance, end_sequences, expect_anew, lengthen, withdraw
 from llmbatch.scheduler.decide import decide_step, needs_attention
 from llmbatch.scheduler.forks import check_follows, claim_again
-from llmbatch.scheduler.guest_steps import decide_prompts
-from llmbatch.scheduler.guests import NO_LATENCY, Arrivals, GuestQueue, Latency, LatencyRules, note_seconds
 from llmbatch.scheduler.kv_forecast import KVForecast, Lengths
 from llmbatch.scheduler.output import FinishedSequences as FinishedSequences
 from llmbatch.scheduler.output import FinishReason, Step, StepResult, freeze
@@ -160,7 +160,7 @@ class Scheduler:
         self.state = self.state._replace(latency=LatencyRules(float(latency.step_seconds), float(latency.exponent)))
 
     def arrive(self, arrivals: Arrivals) -> None:
-        """Let guests in, between two steps: they come before all that waits (`llmbatch.scheduler.guests`)."""
+        """Let guests in, between two steps: they come before all that waits (`llmbatch.scheduler.beside.guests`)."""
         state = self.state
         state.prompts[arrivals.requests] = arrivals.prompts
         self._taken[arrivals.requests] = True

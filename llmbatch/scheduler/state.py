@@ -19,7 +19,7 @@ from llmbatch.kvcache.page_pool import PagePool
 from llmbatch.perf_model.work import Rates, Reach
 from llmbatch.planning.equal_prompts import EqualPrompts
 from llmbatch.scheduler.admission_order import EndRules, Passed, TwoEndedQueue, is_empty
-from llmbatch.scheduler.guests import GuestQueue, LatencyRules
+from llmbatch.scheduler.beside.guests import GuestQueue, LatencyRules
 from llmbatch.scheduler.kv_forecast import KVForecast
 from llmbatch.scheduler.steering import Steering
 from llmbatch.scheduler.token_budget import BudgetRules
@@ -39,7 +39,7 @@ class SequenceRecord:
     admitted_step: Int32  # of its first admission
     preempted_step: Int32  # of its latest preemption
     passed: Bool  # over, before it was admitted
-    guest: Bool  # see `llmbatch.scheduler.guests`
+    guest: Bool  # see `llmbatch.scheduler.beside.guests`
     end: Int32  # of the order, that it was admitted from: an `End`
     ended: Bool  # in the step being committed
     admission: Int64  # number of its latest admission

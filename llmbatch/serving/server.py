@@ -34,15 +34,14 @@ from llmbatch.remote.windows.routes import window_routes
 from llmbatch.remote.windows.service import WindowService
 from llmbatch.runtime.cancellation import StopRequest
 from llmbatch.runtime.protocols import Totals, WindowSource
-from llmbatch.scheduler.guests import Latency
-from llmbatch.serving.access import BodyReader
+from llmbatch.scheduler.beside.guests import Latency
+from llmbatch.serving.access import BodyReader, HeaderTimeout
 from llmbatch.serving.answering import AnswerWriting
 from llmbatch.serving.api_requests import ApiRequestReader
 from llmbatch.serving.app import Endpoint, make_app
 from llmbatch.serving.batches import BatchStore, RunJob
 from llmbatch.serving.bridge import Bridge, Mailbox
 from llmbatch.serving.files import FileStore
-from llmbatch.serving.header_timeout import HeaderTimeout
 from llmbatch.serving.metrics import ServingMetrics
 from llmbatch.serving.options import ServingOptions
 from llmbatch.serving.shared import GuestEngine

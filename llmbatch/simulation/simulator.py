@@ -23,8 +23,8 @@ from llmbatch.planning.partition import partition, partition_alike
 from llmbatch.planning.plan import Plan
 from llmbatch.planning.plan_workload import plan_workload
 from llmbatch.planning.workload import ROW_TOKENS, Fit, Pool, Scheduling, Workload, split_for
+from llmbatch.runtime.loops.simulated_loop import STEP, SimulatedLoop
 from llmbatch.runtime.shard_run import run_shard
-from llmbatch.runtime.simulated_loop import STEP, SimulatedLoop
 from llmbatch.simulation.options import PAGE_SIZE
 from llmbatch.simulation.options import Knowledge as Knowledge
 from llmbatch.simulation.traces import Trace

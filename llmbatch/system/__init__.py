@@ -4,4 +4,4 @@ Must not import anything of llmbatch but `errors`.
 Start reading at `memory`.
 """
 
-__all__ = ["at_once", "cache", "cancel_signal", "measurements", "memory", "processes", "tuning"]
+__all__ = ["at_once", "cache", "cancel_signal", "garbage", "measurements", "memory", "processes", "tuning"]

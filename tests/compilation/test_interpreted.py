@@ -20,9 +20,9 @@ from llmbatch.perf_model.hardware import find_hardware
 from llmbatch.planning.workload import Pool, Scheduling, Workload
 from llmbatch.preprocess.request_batch import RequestBatch
 from llmbatch.preprocess.sampling_params import SamplingParams
+from llmbatch.runtime.loops.simulated_loop import SimulatedLoop
+from llmbatch.runtime.loops.step_loop import SerialLoop, TokenDropper
 from llmbatch.runtime.shard_run import ShardRun, run_shard
-from llmbatch.runtime.simulated_loop import SimulatedLoop
-from llmbatch.runtime.step_loop import SerialLoop, TokenDropper
 from llmbatch.scheduler.output import Step
 from llmbatch.scheduler.scheduler import FinishedSequences, Scheduler
 from tests.support.compiled import specialisations

@@ -18,7 +18,7 @@ from llmbatch.engine.cpu.attention import CpuOps
 from llmbatch.engine.cpu.joined_layers import join_layers
 from llmbatch.engine.cpu.platform import HOST
 from llmbatch.engine.model.loader import LoadedModel, load_model
-from llmbatch.kernels.cpu.vector_ir import HAS_INT8
+from llmbatch.kernels.cpu.tiles.vector_ir import HAS_INT8
 from tests.support.models import FAMILIES, tiny_model_folder
 
 JOINED = ("gemma", "gemma2", "gemma3", "llama", "mistral", "qwen2", "qwen3")

@@ -12,7 +12,7 @@ from llmbatch.engine.cpu.linear import PackedLinear, pack_linears
 from llmbatch.engine.cpu.memory import as_array
 from llmbatch.engine.model.number_type import bfloat16_rows
 from llmbatch.kernels.cpu.products import round_columns
-from llmbatch.kernels.cpu.vector_ir import HAS_INT8
+from llmbatch.kernels.cpu.tiles.vector_ir import HAS_INT8
 
 
 @pytest.mark.parametrize("rows_of", [np.float32, np.uint16, np.uint32])

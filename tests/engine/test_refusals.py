@@ -19,7 +19,7 @@ from llmbatch.engine.model.config import describe_model
 from llmbatch.engine.model.loader import load_model
 from llmbatch.engine.model.outline import outline
 from llmbatch.errors import ModelError, ParameterError
-from llmbatch.kernels.cpu import vector_ir
+from llmbatch.kernels.cpu.tiles import vector_ir
 from tests.support.families import REFUSED, TABLE
 from tests.support.quantised import compressed_config
 

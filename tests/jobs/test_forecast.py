@@ -21,8 +21,8 @@ from llmbatch.planning.lengths import LengthModel
 from llmbatch.planning.workload import Pool, Scheduling, Workload
 from llmbatch.preprocess.request_batch import RequestBatch
 from llmbatch.preprocess.sampling_params import SamplingParams
+from llmbatch.runtime.loops.simulated_loop import SimulatedLoop
 from llmbatch.runtime.shard_run import run_shard
-from llmbatch.runtime.simulated_loop import SimulatedLoop
 
 COST = CostModel(find_shape("llama-3-8b"), find_hardware("a100-80gb"))
 SCHEDULING = Scheduling(max_running=4096)

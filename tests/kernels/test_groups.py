@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from llmbatch.kernels.cpu.endings import COLUMNS
-from llmbatch.kernels.cpu.group_tiles import GROUP
 from llmbatch.kernels.cpu.groups import group_row_bytes, group_words, pack_groups, quantise_groups
-from llmbatch.kernels.cpu.vector_ir import HAS_INT8
+from llmbatch.kernels.cpu.tiles.endings import COLUMNS
+from llmbatch.kernels.cpu.tiles.group_tiles import GROUP
+from llmbatch.kernels.cpu.tiles.vector_ir import HAS_INT8
 from tests.kernels.test_kernels import to_bfloat16, to_float64
 
 Array = NDArray[Any]

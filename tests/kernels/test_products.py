@@ -9,8 +9,6 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from llmbatch.kernels.cpu.endings import COLUMNS
-from llmbatch.kernels.cpu.group_tiles import GROUP
 from llmbatch.kernels.cpu.groups import group_row_bytes, group_words, pack_groups
 from llmbatch.kernels.cpu.products import (
     ADD,
@@ -22,7 +20,9 @@ from llmbatch.kernels.cpu.products import (
     rows_of_one_tile,
     tile_code,
 )
-from llmbatch.kernels.cpu.vector_ir import HAS_INT8
+from llmbatch.kernels.cpu.tiles.endings import COLUMNS
+from llmbatch.kernels.cpu.tiles.group_tiles import GROUP
+from llmbatch.kernels.cpu.tiles.vector_ir import HAS_INT8
 from llmbatch.kernels.spec import GELU_TANH, SILU
 from tests.kernels.test_kernels import to_bfloat16, to_float64
 

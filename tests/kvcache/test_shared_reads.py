@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from llmbatch.engine.simulated import SimulatedEngine
 from llmbatch.kernels.cascade import GROUP_ROWS, GROUP_TOKENS
-from llmbatch.runtime.simulated_loop import SimulatedLoop
-from llmbatch.runtime.step_loop import SerialLoop, TokenDropper
+from llmbatch.runtime.loops.simulated_loop import SimulatedLoop
+from llmbatch.runtime.loops.step_loop import SerialLoop, TokenDropper
 from llmbatch.scheduler.admission_order import Blend, FromFront
 from llmbatch.scheduler.output import FinishReason, Step
 from llmbatch.scheduler.scheduler import QueueUpdate, Scheduler

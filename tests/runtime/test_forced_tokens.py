@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-import llmbatch.runtime.interrupted_loop
+import llmbatch.runtime.loops.interrupted_loop
 from llmbatch.engine.recorded import RecordedEngine
 from llmbatch.runtime.guests import GuestInbox
 from llmbatch.scheduler.output import FinishReason, ForcedTokens, Step, StepResult
@@ -60,7 +60,7 @@ def test_a_guest_is_told_of_forced_tokens_behind_the_sampled_one() -> None:
 
 
 def test_so_it_is_of_one_whose_prompt_is_computed_while_a_step_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(llmbatch.runtime.interrupted_loop, "_LONG", 0.0)
+    monkeypatch.setattr(llmbatch.runtime.loops.interrupted_loop, "_LONG", 0.0)
     inbox, (one, told) = GuestInbox(), due([1, 2, 3], 8)
     engine = LayeredForcing({(3, 2): lambda: inbox.put(one)})
     opened_on(engine, Script(inbox), inbox).run(Listed([job()]))

@@ -23,7 +23,7 @@ from llmbatch.preprocess.request_batch import RequestBatch
 from llmbatch.runtime.guests import GuestInbox
 from llmbatch.runtime.protocols import Stop
 from llmbatch.runtime.stream import Stream
-from llmbatch.scheduler.guests import Latency
+from llmbatch.scheduler.beside.guests import Latency
 from llmbatch.scheduler.output import FinishReason
 from tests.runtime.test_pool_limits import Hosting, accelerated_engine, torch_engine, window_of
 from tests.runtime.test_stream import Engines, Listed, Mortal, Window

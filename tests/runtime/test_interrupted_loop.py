@@ -13,13 +13,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import llmbatch.runtime.interrupted_loop
+import llmbatch.runtime.loops.interrupted_loop
 from llmbatch.engine.cpu.engine import CpuEngine
 from llmbatch.engine.recorded import RecordedEngine
 from llmbatch.planning.workload import Pool, Scheduling
 from llmbatch.runtime.guests import Guest, GuestInbox
 from llmbatch.runtime.stream import Stream
-from llmbatch.scheduler.guests import Latency
+from llmbatch.scheduler.beside.guests import Latency
 from llmbatch.scheduler.output import FinishReason, Step, StepResult
 from tests.runtime.test_guests import scheduler_of
 from tests.runtime.test_pool_limits import Hosting, torch_engine, window_of
@@ -37,7 +37,7 @@ Act = Callable[[], object]
 
 @pytest.fixture(autouse=True)
 def every_step_is_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(llmbatch.runtime.interrupted_loop, "_LONG", 0.0)
+    monkeypatch.setattr(llmbatch.runtime.loops.interrupted_loop, "_LONG", 0.0)
 
 
 class Layered(RecordedEngine):

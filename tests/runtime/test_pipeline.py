@@ -17,9 +17,9 @@ from llmbatch.engine.model.loader import LoadedModel
 from llmbatch.engine.model.outline import KVType
 from llmbatch.preprocess.request_batch import RequestBatch
 from llmbatch.preprocess.sampling_params import SamplingParams
-from llmbatch.runtime.pipelined_loop import PipelinedLoop
+from llmbatch.runtime.loops.pipelined_loop import PipelinedLoop
+from llmbatch.runtime.loops.step_loop import EngineDied, SerialLoop, StepLoop
 from llmbatch.runtime.protocols import EngineObserver
-from llmbatch.runtime.step_loop import EngineDied, SerialLoop, StepLoop
 from llmbatch.scheduler.admission_order import Blend
 from llmbatch.scheduler.output import FinishReason, Step, StepResult
 from llmbatch.scheduler.scheduler import FinishedSequences, QueueUpdate, Scheduler

@@ -13,8 +13,8 @@ import numpy as np
 
 from llmbatch.engine.recorded import RecordedEngine
 from llmbatch.planning.workload import Pool, Scheduling, Workload
+from llmbatch.runtime.loops.step_loop import SerialLoop, TokenDropper
 from llmbatch.runtime.shard_run import ShardRun
-from llmbatch.runtime.step_loop import SerialLoop, TokenDropper
 from tests.runtime.test_pool_limits import window_of
 from tests.support.workloads import COST
 

@@ -14,8 +14,8 @@ from llmbatch.engine.simulated import Clock, SimulatedEngine
 from llmbatch.perf_model.cost import CostModel, Law, Overlap, find_shape
 from llmbatch.perf_model.hardware import find_hardware
 from llmbatch.perf_model.step_bound import step_seconds
-from llmbatch.runtime.simulated_loop import SimulatedLoop
-from llmbatch.runtime.step_loop import SerialLoop, TokenDropper
+from llmbatch.runtime.loops.simulated_loop import SimulatedLoop
+from llmbatch.runtime.loops.step_loop import SerialLoop, TokenDropper
 from llmbatch.scheduler.admission_order import Blend, FromFront
 from llmbatch.scheduler.scheduler import FinishedSequences, QueueUpdate, Scheduler
 from llmbatch.scheduler.token_budget import ClosedLoopBudget, FixedBudget

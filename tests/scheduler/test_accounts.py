@@ -20,9 +20,9 @@ from llmbatch.planning.prefix_tree import PrefixTree
 from llmbatch.planning.workload import Pool, Scheduling, Workload
 from llmbatch.preprocess.request_batch import RequestBatch
 from llmbatch.preprocess.sampling_params import SamplingParams
+from llmbatch.runtime.loops.simulated_loop import SimulatedLoop
+from llmbatch.runtime.loops.step_loop import LengthObservations
 from llmbatch.runtime.shard_run import ShardRun
-from llmbatch.runtime.simulated_loop import SimulatedLoop
-from llmbatch.runtime.step_loop import LengthObservations
 from llmbatch.runtime.stream import Stream
 from llmbatch.scheduler.commit import preempt
 from llmbatch.scheduler.scheduler import QueueUpdate, Scheduler

@@ -14,7 +14,7 @@ from llmbatch.engine.simulated import SimulatedEngine
 from llmbatch.kvcache.page_trie import PageTrie
 from llmbatch.perf_model.step_bound import compute_within, step_seconds
 from llmbatch.scheduler.admission_order import Blend, Ends, FromFront
-from llmbatch.scheduler.guests import Arrivals, GuestQueue, Latency, kept_free, note_held, rank_guests
+from llmbatch.scheduler.beside.guests import Arrivals, GuestQueue, Latency, kept_free, note_held, rank_guests
 from llmbatch.scheduler.output import FinishReason, Step
 from llmbatch.scheduler.scheduler import QueueUpdate, Scheduler
 from llmbatch.scheduler.token_budget import Budget, ClosedLoopBudget, FixedBudget, SteadyBudget

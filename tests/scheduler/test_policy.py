@@ -19,8 +19,8 @@ from llmbatch.planning.lengths import LengthModel
 from llmbatch.planning.plan import plan
 from llmbatch.planning.plan_workload import plan_workload
 from llmbatch.planning.prefix_tree import PrefixTree
+from llmbatch.runtime.loops.simulated_loop import SimulatedLoop
 from llmbatch.runtime.shard_run import ShardRun
-from llmbatch.runtime.simulated_loop import SimulatedLoop
 from llmbatch.scheduler.token_budget import MOST_TOKENS, budget_in_turn, steady_budget
 from llmbatch.simulation.experiment import Experiment
 from llmbatch.simulation.simulator import describe, pool_of

@@ -14,7 +14,7 @@ from llmbatch.engine.base import StreamEngine
 from llmbatch.kvcache.windows import NO_WINDOWS, WindowPages
 from llmbatch.preprocess.request_batch import RequestBatch
 from llmbatch.preprocess.sampling_params import SamplingParams
-from llmbatch.runtime.pipelined_loop import drive
+from llmbatch.runtime.loops.pipelined_loop import drive
 from llmbatch.runtime.protocols import EngineObserver
 from llmbatch.scheduler.admission_order import Ends
 from llmbatch.scheduler.output import Step

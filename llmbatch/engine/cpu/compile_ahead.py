@@ -15,7 +15,7 @@ from llmbatch.compilation.decorators import code_folder, kept
 from llmbatch.engine.model.number_type import WIDENED, bfloat16_rows
 from llmbatch.kernels.cpu.attention import block_code
 from llmbatch.kernels.cpu.products import STORE, tile_code, tile_codes
-from llmbatch.kernels.cpu.vector_ir import HAS_BFLOAT16
+from llmbatch.kernels.cpu.tiles.vector_ir import HAS_BFLOAT16
 
 _BFLOAT16: Final[np.dtype[Any]] = np.dtype(np.uint16)
 _ELEMENTS: Final[dict[str, np.dtype[Any]]] = {  # of what attention computes with

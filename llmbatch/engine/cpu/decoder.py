@@ -29,8 +29,8 @@ from llmbatch.kernels.cpu.decoder import (
     run_layers,
     share_code,
 )
-from llmbatch.kernels.cpu.endings import COLUMNS
 from llmbatch.kernels.cpu.products import ADD, CONVERTERS, STORE, STORE_FLOAT, rows_of_one_tile, tile_codes
+from llmbatch.kernels.cpu.tiles.endings import COLUMNS
 from llmbatch.kernels.cpu.workers import arrivals, workers_at_once
 from llmbatch.kernels.spec import AttentionSpec
 

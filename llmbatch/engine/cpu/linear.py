@@ -1,4 +1,4 @@
-"""Linear layers on the processor: weights packed once, for the tiles of `kernels.cpu.dot_tiles`."""
+"""Linear layers on the processor: weights packed once, for the tiles of `kernels.cpu.tiles.dot_tiles`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from torch import nn
 from llmbatch.engine.cpu.memory import as_array, huge_pages
 from llmbatch.engine.model.fused_modules import join_products, replace_modules
 from llmbatch.engine.model.number_type import bfloat16_rows
-from llmbatch.kernels.cpu.endings import COLUMNS
 from llmbatch.kernels.cpu.groups import group_row_bytes, group_words, pack_groups
 from llmbatch.kernels.cpu.products import (
     CONVERTERS,
@@ -26,6 +25,7 @@ from llmbatch.kernels.cpu.products import (
     rows_of_one_tile,
     tile_code,
 )
+from llmbatch.kernels.cpu.tiles.endings import COLUMNS
 
 _INTEGERS: Final = {8: np.dtype(np.uint8), 4: np.dtype(np.int8)}  # of rows, by the bits of weights
 _EXACT: Final = {torch.float32: 2.0**-20, torch.bfloat16: 2.0**-7}  # of the largest weight of a group, what counts as 0

@@ -12,7 +12,7 @@ from llmbatch.engine.cpu.joined_layers import join_layers
 from llmbatch.engine.cpu.linear import pack_linears
 from llmbatch.engine.model.outline import HOST_PAGE_SIZE, HOST_RUNNING
 from llmbatch.engine.model.platform import Platform
-from llmbatch.kernels.cpu.vector_ir import HAS_INT8
+from llmbatch.kernels.cpu.tiles.vector_ir import HAS_INT8
 from llmbatch.kernels.spec import AttentionSpec
 
 _OPS: Final = CpuOps()

@@ -240,7 +240,7 @@ def _kv_type(folder: str, asked: KVDType, dtype: torch.dtype, device: torch.devi
 
 def _check_int4(folder: str) -> None:
     """Check that this processor multiplies bytes. Raises ModelError."""
-    from llmbatch.kernels.cpu.vector_ir import HAS_INT8
+    from llmbatch.kernels.cpu.tiles.vector_ir import HAS_INT8
 
     if not HAS_INT8:
         raise unsupported(

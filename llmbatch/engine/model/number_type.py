@@ -39,7 +39,7 @@ def fastest_type() -> Literal["bfloat16", "float32"]:
 
 def bfloat16_gain() -> float:
     """Measure the seconds of a layer-sized product in float32 over those in bfloat16; 0 without its instructions."""
-    from llmbatch.kernels.cpu.vector_ir import HAS_BFLOAT16
+    from llmbatch.kernels.cpu.tiles.vector_ir import HAS_BFLOAT16
 
     return product_seconds(np.dtype(np.float32)) / product_seconds(bfloat16_rows()) if HAS_BFLOAT16 else 0.0
 
@@ -57,8 +57,8 @@ def widened_gain() -> float:
 
 def product_seconds(element: np.dtype[Any]) -> float:
     """Time a product of zeros in one thread: the fastest of some runs after one that compiles and warms up."""
-    from llmbatch.kernels.cpu.endings import COLUMNS
     from llmbatch.kernels.cpu.products import STORE, multiply, rows_of_one_tile, tile_code
+    from llmbatch.kernels.cpu.tiles.endings import COLUMNS
 
     rows: NDArray[Any] = np.zeros((_ROWS, _WIDTH), element)
     out = np.empty_like(rows)

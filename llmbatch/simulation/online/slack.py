@@ -2,9 +2,9 @@
 
 Nothing is rendered here: the job is planned and run by `ShardRun`, guests are let in by `Scheduler.arrive` when the
 clock has reached their arrival, due at the TTFT target after it, and steps are bound to the TPOT target by
-`Scheduler.bound`. This loop is `llmbatch.runtime.simulated_loop` with arrivals put in between steps, and writes down
-when each token was there. The library has the whole job from the beginning, whatever rate or number of outstanding rows
-the job is given to the other policies at, and knows lengths as `lengths` says; of guests it knows the mean answer.
+`Scheduler.bound`. This loop is `llmbatch.runtime.loops.simulated_loop` with arrivals put in between steps, and writes
+down when each token was there. The library has the whole job from the beginning, whatever rate or number of outstanding
+rows the job is given to the other policies at, and knows lengths as `lengths` says; of guests it knows the mean answer.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from llmbatch.compilation.references import by_reference
 from llmbatch.engine.simulated import Clock
 from llmbatch.perf_model.cost import CostModel
 from llmbatch.planning.workload import Pool, Scheduling, Workload
+from llmbatch.runtime.loops.simulated_loop import commit_step, compute_step
+from llmbatch.runtime.loops.step_loop import LengthObservations
 from llmbatch.runtime.shard_run import ShardRun
-from llmbatch.runtime.simulated_loop import commit_step, compute_step
-from llmbatch.runtime.step_loop import LengthObservations
+from llmbatch.scheduler.beside.guests import Arrivals, Latency
 from llmbatch.scheduler.commit import end_sequences
 from llmbatch.scheduler.decide import decide_step, needs_attention
-from llmbatch.scheduler.guests import Arrivals, Latency
 from llmbatch.scheduler.output import StepColumns
 from llmbatch.scheduler.scheduler import Scheduler
 from llmbatch.scheduler.state import SchedulerState, is_done

@@ -1,17 +1,17 @@
 """What a step does for guests: their prompts come first, and rows of the job give way.
 
-Who decodes says `llmbatch.scheduler.decode_choice`.
+Who decodes says `llmbatch.scheduler.beside.decode_choice`.
 
-Prompts. The most urgent guest gets a chunk first, whether it has begun or waits (`llmbatch.scheduler.guests`).
+Prompts. The most urgent guest gets a chunk first, whether it has begun or waits (`llmbatch.scheduler.beside.guests`).
 It may take what a step of the bounded length computes, and rows of the job give their pages back for it. A row that is
 preempted so loses the pages that are needed and no others, its last ones first, and rows that were preempted lose all
 that is left before another one is: this is what BROS's two-ended blocks and checkpoints are for (section 5.2), by whole
 pages and without copies to the host.
 
 Steps of prompts alone. Where steps have no bound, a step of the job may take seconds. An engine that can hold such a
-step between two layers computes prompts of guests meanwhile (`decide_prompts`, `llmbatch.runtime.interrupted_loop`).
-What is held has its pages, and nothing of it changes: nobody gives way, so more may run than otherwise, and guests find
-no page that it is to write.
+step between two layers computes prompts of guests meanwhile (`decide_prompts`,
+`llmbatch.runtime.loops.interrupted_loop`). What is held has its pages, and nothing of it changes: nobody gives way, so
+more may run than otherwise, and guests find no page that it is to write.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from llmbatch.kvcache.publish import found_before
 from llmbatch.perf_model.work import compute_seconds, pairs_of
 from llmbatch.scheduler.admission import enter_at
 from llmbatch.scheduler.admission_order import COMPUTE_END
+from llmbatch.scheduler.beside.decode_choice import step_bound
+from llmbatch.scheduler.beside.guests import most_urgent, note_held, rank_guests, take_waiting
 from llmbatch.scheduler.chunks import give_chunk, is_forced
 from llmbatch.scheduler.commit import preempt
-from llmbatch.scheduler.decode_choice import step_bound
-from llmbatch.scheduler.guests import most_urgent, note_held, rank_guests, take_waiting
 from llmbatch.scheduler.state import SchedulerState, stop_waiting, take_slot
 from llmbatch.scheduler.token_budget import Load, step_tokens
 from llmbatch.scheduler.victims import job_victim

@@ -23,10 +23,10 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from llmbatch.kernels.cpu import vector_ir as v
-from llmbatch.kernels.cpu.endings import COLUMNS, ROWS, Add, Arguments, Ending, Gate, Plain, Rescale, Store
-from llmbatch.kernels.cpu.group_tiles import emit_group_rows
 from llmbatch.kernels.cpu.layout import UNIT
+from llmbatch.kernels.cpu.tiles import vector_ir as v
+from llmbatch.kernels.cpu.tiles.endings import COLUMNS, ROWS, Add, Arguments, Ending, Gate, Plain, Rescale, Store
+from llmbatch.kernels.cpu.tiles.group_tiles import emit_group_rows
 from llmbatch.kernels.spec import GELU_TANH, SILU
 
 _UNIT: Final = ir.VectorType(v.INT32, UNIT)

@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmbatch.engine.base import Engine, PipelinedEngine
+from llmbatch.runtime.loops.step_loop import BaseLoop, EngineDied, LengthObservations, SerialLoop, StepGuests
 from llmbatch.runtime.protocols import EngineObserver
-from llmbatch.runtime.step_loop import BaseLoop, EngineDied, LengthObservations, SerialLoop, StepGuests
 from llmbatch.scheduler.output import FinishReason, Step, StepResult
 from llmbatch.scheduler.scheduler import FinishedSequences, Scheduler
 

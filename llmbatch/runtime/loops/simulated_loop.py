@@ -20,7 +20,7 @@ from llmbatch.engine.simulated import Clock, generate
 from llmbatch.kvcache.page_pool import tokens_spared
 from llmbatch.perf_model.cost import CostModel
 from llmbatch.perf_model.step_bound import step_seconds
-from llmbatch.runtime.step_loop import LengthObservations
+from llmbatch.runtime.loops.step_loop import LengthObservations
 from llmbatch.scheduler.commit import advance, end_sequences
 from llmbatch.scheduler.decide import decide_step, needs_attention
 from llmbatch.scheduler.output import StepColumns, pack

@@ -23,8 +23,8 @@ from functools import partial
 from typing import Any, Final, Protocol
 
 from llmbatch.engine.base import InterruptibleEngine
+from llmbatch.runtime.loops.step_loop import EngineDied, LengthObservations, SerialLoop, StepGuests
 from llmbatch.runtime.protocols import EngineObserver
-from llmbatch.runtime.step_loop import EngineDied, LengthObservations, SerialLoop, StepGuests
 from llmbatch.scheduler.output import Step, StepResult
 from llmbatch.scheduler.scheduler import FinishedSequences, Scheduler
 

@@ -18,8 +18,8 @@ from typing import Any, Final
 
 from numba.core import cgutils
 
-from llmbatch.kernels.cpu import vector_ir as v
-from llmbatch.kernels.cpu.endings import COLUMNS, Arguments, Ending
+from llmbatch.kernels.cpu.tiles import vector_ir as v
+from llmbatch.kernels.cpu.tiles.endings import COLUMNS, Arguments, Ending
 
 GROUP: Final = 32
 GROUP_STEPS: Final = 5  # of a tile, for each group: a step is `COLUMNS` words

@@ -9,7 +9,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from llmbatch.kernels.cpu import vector_ir as v
+from llmbatch.kernels.cpu.tiles import vector_ir as v
 
 TILE: Final = 64  # scores of a row
 NOTHING: Final = -3.0e38  # below every score, and finite: it may be subtracted from itself

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any, Final, NamedTuple
 
-from llmbatch.kernels.cpu import vector_ir as v
+from llmbatch.kernels.cpu.tiles import vector_ir as v
 from llmbatch.kernels.spec import GELU_TANH
 
 ROWS: Final = 12 if v.LANES == 16 else 6  # of the largest tile
