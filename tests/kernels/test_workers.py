@@ -55,14 +55,24 @@ def test_more_workers_than_processors_meet() -> None:
     assert in_a_process(program, NUMBA_NUM_THREADS="9").strip() == "met"
 
 
+THREADS = (
+    "import numba, torch; from llmbatch.engine.cpu.threads import threads_at_once; "
+    "torch.set_num_threads(2); {}; print(threads_at_once())"
+)
+
+
 def test_as_many_threads_step_as_openmp_starts_at_once() -> None:
-    program = (
-        "import torch; from llmbatch.engine.cpu.threads import threads_at_once; "
-        "torch.set_num_threads(2); print(threads_at_once())"
-    )
-    assert in_a_process(program, NUMBA_NUM_THREADS="2", OMP_THREAD_LIMIT="1").splitlines() == [
+    assert in_a_process(THREADS.format("pass"), NUMBA_NUM_THREADS="2", OMP_THREAD_LIMIT="1").splitlines() == [
         "1",
         "steps run on 1 of 2 threads: OpenMP starts no more at once (OMP_THREAD_LIMIT, OMP_DYNAMIC)",
+    ]
+
+
+def test_one_thread_steps_where_workers_may_come_one_after_another() -> None:
+    program = THREADS.format("numba.threading_layer = lambda: 'tbb'")
+    assert in_a_process(program, NUMBA_NUM_THREADS="2").splitlines() == [
+        "1",
+        "steps run on 1 of 2 threads: TBB may run some after others (NUMBA_THREADING_LAYER_PRIORITY)",
     ]
 
 

@@ -12,18 +12,19 @@ from llmbatch.kernels.cpu.workers import workers_at_once
 
 
 def threads_at_once() -> int:
-    """Return torch's number of threads, or as many as OpenMP lets numba run at once, if that is fewer."""
+    """Return torch's number of threads, or as many as are sure to run at once, if that is fewer."""
     most: int = numba.config.NUMBA_NUM_THREADS  # type: ignore[attr-defined]
     threads = min(torch.get_num_threads(), most)
     numba.set_num_threads(threads)
     at_once = workers_at_once(threads)
     if at_once < threads:
-        _warn(threads, at_once)
+        _warn(threads, at_once, "OpenMP starts no more at once (OMP_THREAD_LIMIT, OMP_DYNAMIC)")
+    elif threads > 1 and numba.threading_layer() == "tbb":
+        at_once = 1
+        _warn(threads, at_once, "TBB may run some after others (NUMBA_THREADING_LAYER_PRIORITY)")
     return at_once
 
 
 @cache
-def _warn(threads: int, at_once: int) -> None:
-    logging.getLogger("llmbatch").warning(
-        "steps run on %d of %d threads: OpenMP starts no more at once (OMP_THREAD_LIMIT, OMP_DYNAMIC)", at_once, threads
-    )
+def _warn(threads: int, at_once: int, why: str) -> None:
+    logging.getLogger("llmbatch").warning("steps run on %d of %d threads: %s", at_once, threads, why)
