@@ -19,7 +19,7 @@ def threads_at_once() -> int:
     at_once = workers_at_once(threads)
     if at_once < threads:
         _warn(threads, at_once, "OpenMP starts no more at once (OMP_THREAD_LIMIT, OMP_DYNAMIC)")
-    elif threads > 1 and numba.threading_layer() == "tbb":
+    elif threads > 1 and numba.threading_layer() == "tbb":  # type: ignore[attr-defined]
         at_once = 1
         _warn(threads, at_once, "TBB may run some after others (NUMBA_THREADING_LAYER_PRIORITY)")
     return at_once
