@@ -33,7 +33,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_code_is_named_by_every_file_that_writes_instructions() -> None:
     kernels = Path(decorators.__file__).parents[1] / "kernels" / "cpu"
-    for name in ("vector_ir", "dot_tiles", "pointers", "products"):
+    for name in ("tiles/vector_ir", "tiles/dot_tiles", "pointers", "products"):
         assert any(mark in (kernels / f"{name}.py").read_bytes() for mark in decorators._MARKS), name
 
 
