@@ -64,9 +64,9 @@ def wait_for_all(team: Team) -> None:
 
 @cache
 def workers_at_once(threads: int) -> int:
-    """Find how many workers of a parallel loop over so many run at once: fewer if OpenMP is told to have fewer threads.
+    """Return how many workers of a parallel loop over `threads` run at once; OpenMP may be told to start fewer.
 
-    numba must be told to use that many threads before.
+    Set numba to that many threads before. Where fewer run, this takes a second, once a process.
     """
     if threads == 1:
         return 1

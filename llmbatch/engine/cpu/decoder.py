@@ -132,14 +132,13 @@ class Decoder:
             self._run_some(inputs, layer, layer + 1)
 
     def _run_some(self, inputs: tuple[Any, ...], first: int, end: int) -> None:
+        """Run the layers [first, end) on as many workers as numba has threads."""
         threads = numba.get_num_threads()
         assert workers_at_once(threads) == threads, "workers would wait for one that does not run"
-        run: Callable[..., None] = run_layers
+        run: Callable[..., None] = run_layers  # type checkers cannot count what is spread
         run(self._code, *inputs, first, end, arrivals(), threads)
 
-    def _layer_step(
-        self, position_embeddings: list[Angles], step: CpuAttention
-    ) -> tuple[LayerStep, tuple[NDArray[np.int32], NDArray[np.int32]]]:
+    def _layer_step(self, position_embeddings: list[Angles], step: CpuAttention) -> tuple[LayerStep, Tables]:
         """Return the step as layers see it, with its tables of pages and of window pages."""
         kinds = {id(pair): pair for pair in position_embeddings}
         places = {key: place for place, key in enumerate(kinds)}

@@ -12,7 +12,10 @@ from llmbatch.kernels.cpu.workers import workers_at_once
 
 
 def threads_at_once() -> int:
-    """Return torch's number of threads, or as many as are sure to run at once, if that is fewer."""
+    """Return torch's number of threads, or as many as are sure to run at once, if that is fewer; then it warns.
+
+    The first call in a process may take a second. numba has torch's number of threads afterwards, in this thread.
+    """
     most: int = numba.config.NUMBA_NUM_THREADS  # type: ignore[attr-defined]
     threads = min(torch.get_num_threads(), most)
     numba.set_num_threads(threads)

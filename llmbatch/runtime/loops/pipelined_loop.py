@@ -55,11 +55,7 @@ class PipelinedLoop(BaseLoop):
             finished = scheduler.commit(step, joined)
             self._queued = _QueuedStep(step, finished, joined.spare)
             ended += self._take(scheduler, before, result)
-            for reason in (
-                FinishReason.STOP,
-                FinishReason.ERROR,
-            ):  # of sequences that are not in the step, being preempted
-                ended += self.withdraw(scheduler, late.requests[late.reasons == reason], reason)
+            ended += self._withdraw_late(scheduler, late)  # those that are not in the step, being preempted
         ended += self._end(scheduler)
         return LengthObservations.of_steps(ended)
 
@@ -72,11 +68,7 @@ class PipelinedLoop(BaseLoop):
             result = self._engine.collect()
         except Exception as error:
             raise EngineDied(before.step) from error
-        late = _late(before, result)
-        ended = self._take(scheduler, before, result)
-        for reason in (FinishReason.STOP, FinishReason.ERROR):
-            ended += self.withdraw(scheduler, late.requests[late.reasons == reason], reason)
-        return ended
+        return [*self._take(scheduler, before, result), *self._withdraw_late(scheduler, _late(before, result))]
 
     def _take(
         self, scheduler: Scheduler, queued: _QueuedStep | None, result: StepResult | None
@@ -96,6 +88,13 @@ class PipelinedLoop(BaseLoop):
         finished = replace(queued.finished, reasons=reasons)
         overdue = self._observer.after_step(finished)
         return [LengthObservations.of(finished), *self.withdraw(scheduler, overdue, FinishReason.TIMEOUT)]
+
+    def _withdraw_late(self, scheduler: Scheduler, late: _Late) -> list[LengthObservations]:
+        """Withdraw sequences that ended before it was known."""
+        ended: list[LengthObservations] = []
+        for reason in (FinishReason.STOP, FinishReason.ERROR):
+            ended += self.withdraw(scheduler, late.requests[late.reasons == reason], reason)
+        return ended
 
     def _drop(self, withdrawn: FinishedSequences) -> None:
         """Drop what queued steps sample for sequences that were withdrawn."""
