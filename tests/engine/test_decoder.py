@@ -15,6 +15,7 @@ from torch import nn
 
 from llmbatch.engine.cpu import linear, platform
 from llmbatch.engine.cpu.attention import CpuOps
+from llmbatch.engine.cpu.decoder import Decoder
 from llmbatch.engine.cpu.joined_layers import join_layers
 from llmbatch.engine.cpu.platform import HOST
 from llmbatch.engine.model.loader import LoadedModel, load_model
@@ -152,3 +153,22 @@ def test_the_number_of_workers_changes_no_bit(tmp_path: Path) -> None:
         found.append(logits(loaded, 16))
     numba.set_num_threads(threads)
     assert all(torch.equal(one, found[0]) for one in found)
+
+
+def test_activations_are_made_anew_only_where_a_step_is_twice_as_large(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or the memory of the step before would lie between others, too small for the next one, again and again."""
+    made: list[int] = []
+    make = Decoder._make_buffers
+
+    def note(decoder: Decoder, tokens: int) -> Any:
+        made.append(tokens)
+        return make(decoder, tokens)
+
+    loaded = unpacked(tmp_path)
+    assert join_layers(loaded.module, loaded.attention, loaded.dtype, CpuOps())
+    monkeypatch.setattr(Decoder, "_make_buffers", note)
+    for tokens in range(1, 17):
+        logits(loaded, tokens)
+    assert made == [1, 2, 4, 8, 16]

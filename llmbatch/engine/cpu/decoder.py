@@ -100,7 +100,8 @@ class Decoder:
         """Run all layers: [1, tokens, hidden] to the same; `position_embeddings` are those of each layer."""
         tokens = hidden_states.shape[1]
         if len(self._activations.residual) < tokens:
-            self._activations = self._make_buffers(tokens)
+            # By twofold steps: memory that the C library had for slightly smaller ones would lie about unused.
+            self._activations = self._make_buffers(1 << (tokens - 1).bit_length())
         parts: list[Any] = [buffer[:tokens] for buffer in self._activations]
         buffers = Buffers(*parts)
         residual = torch.from_numpy(buffers.residual)[:, : self._hidden]
