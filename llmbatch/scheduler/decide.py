@@ -12,7 +12,8 @@ Phases. `decide_step` runs these in order; each reads what the ones before it le
    tokens that prefills may take; where steps have a bound, no more than it allows.
 3. Prefills. Guests get their chunks, and enter (`guest_steps.prefill_guests`). If each has one, each prefilling
    sequence of the job gets its chunk (`chunks.prefill`), in the order of admission. The first that gets none closes the
-   step: nobody is admitted past it.
+   step: nobody is admitted past it. So do prompts of guests that have the step to themselves
+   (`guest_steps.prompts_apart`).
 4. Admissions (`admission.admit`). While budget remains, preempted sequences, those passed over and those at the two
    ends of the plan enter, and get their first chunk at once.
 5. Room for prompts (`_make_way`). Only under `Blend` with a closed-loop budget, and only if 3 did not close the step:
@@ -80,6 +81,7 @@ from llmbatch.scheduler.beside.guest_steps import (
     guest_prompts_wait,
     guests_prefill,
     prefill_guests,
+    prompts_apart,
 )
 from llmbatch.scheduler.chunks import prefill
 from llmbatch.scheduler.commit import hold_decodes, preempt, unblock
@@ -112,7 +114,8 @@ def decide_step(state: SchedulerState, now: float) -> bool:
             return False
         totals.served = True
         totals.budget = totals.job_budget
-        totals.open = all_guests_have_chunks(state) and prefill(state)
+        totals.apart = prompts_apart(state)
+        totals.open = not totals.apart and all_guests_have_chunks(state) and prefill(state)
     if totals.open and not admit(state, now):
         return False
     blends = state.budget.fixed == 0 and state.rules.kind == BLEND

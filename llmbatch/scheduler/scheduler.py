@@ -157,7 +157,7 @@ class Scheduler:
 
     def bound(self, latency: Latency) -> None:
         """Keep steps to a length from now on."""
-        self.state = self.state._replace(latency=LatencyRules(float(latency.step_seconds), float(latency.exponent)))
+        self.state = self.state._replace(latency=LatencyRules.of(latency))
 
     def arrive(self, arrivals: Arrivals) -> None:
         """Let guests in, between two steps: they come before all that waits (`llmbatch.scheduler.beside.guests`)."""

@@ -140,6 +140,7 @@ class StepTotals:
     job_budget: Int64  # tokens that prefills may take where the job has what guests have left
     begun: Bool  # the step is being decided
     served: Bool  # guests have what they get
+    apart: Bool  # the prompts of guests leave those of the job to the next step
     open: Bool  # all that prefill got a chunk
     pair_price: Float64  # tokens of the budget that a query-key pair takes
     sample_price: Float64  # and one token sampled

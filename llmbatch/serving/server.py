@@ -210,7 +210,8 @@ def run_server(
     Raises KeyboardInterrupt after Ctrl-C, JobStopped after SIGTERM, and JobError where the engine failed.
     """
     step_seconds = math.inf if serving.tpot is None else serving.tpot
-    shared = SharedWorker(worker, latency=Latency(step_seconds, worker.cost.overlap.exponent))
+    latency = Latency(step_seconds, worker.cost.overlap.exponent, prompts_apart=worker.cost.in_turn)
+    shared = SharedWorker(worker, latency=latency)
     try:
 
         def run_job(source: Path, output: Path, counts: Progress, stopping: StopRequest) -> Report:

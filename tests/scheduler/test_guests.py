@@ -127,16 +127,26 @@ def least_pages(load: Workload, page_size: int) -> int:
     budget=st.sampled_from(BUDGETS),
     bound=st.sampled_from(BOUNDS),
     share=st.floats(0, 1),
+    apart=st.booleans(),
     seed=st.integers(0, 1000),
 )
 @examples(200)
 def test_every_row_and_every_guest_ends_once_with_all_its_tokens(
-    load: Workload, size: int, extra: int, ends: Ends, budget: Budget, bound: float, share: float, seed: int
+    load: Workload,
+    size: int,
+    extra: int,
+    ends: Ends,
+    budget: Budget,
+    bound: float,
+    share: float,
+    apart: bool,
+    seed: int,
 ) -> None:
     guests = int(share * len(load.prompts))
     first = len(load.prompts) - guests
     pages = least_pages(load, size) + extra
-    run = Run(scheduler_for(load, guests, size, pages, ends=ends, budget=budget, bound=bound), load)
+    run = Run(scheduler_for(load, guests, size, pages, ends=ends, budget=budget), load)
+    run.scheduler.bound(Latency(bound, EXPONENT, prompts_apart=apart))
     rng = np.random.default_rng(seed)
     to_come = list(range(first, len(load.prompts)))
     while to_come or not run.scheduler.done:
@@ -282,6 +292,32 @@ def test_the_longest_answers_ride_first() -> None:
 @pytest.mark.parametrize(("due", "exponent"), [(0.0, 4.0), (99.0, 1.0)], ids=["late", "in turn"])
 def test_no_decode_rides_beside_a_prompt_that_is_late_or_where_nothing_hides(due: float, exponent: float) -> None:
     assert ride_beside_a_prompt(due=due, exponent=exponent)[1] == []
+
+
+def prompts_of_steps(*dues: float, apart: bool) -> list[list[int]]:
+    """Whose prompts are in the steps after a job's first, where a guest arrives before each, due then."""
+    rows, count = 9, 9 + len(dues)
+    load = Workload([[row] * 300 for row in range(count)], np.full(count, 5, np.int32), np.full(count, 5.0))
+    run = Run(scheduler_for(load, len(dues), 16, 4000, budget=FixedBudget(450), max_running=99), load)
+    run.scheduler.bound(Latency(9.0, 1.0, prompts_apart=apart))
+    run.step()
+    found = []
+    for number, due in enumerate(dues):
+        arrive(run.scheduler, load, rows + number, due=due)
+        step = run.step()
+        found.append([int(request) - rows for request in step.requests[step.num_decodes :]])
+    return found
+
+
+def test_prompts_of_guests_have_every_other_step_without_those_of_the_job_where_they_are_apart() -> None:
+    """Numbers from 0 on are guests; the job's rows are below."""
+    steps = prompts_of_steps(99.0, 99.0, 99.0, apart=True)
+    assert [[request >= 0 for request in step] for step in steps] == [[True], [True, False], [True]]
+    assert all(len(step) > 1 for step in prompts_of_steps(99.0, 99.0, 99.0, apart=False))
+
+
+def test_a_guest_that_is_due_at_no_time_shares_its_step_with_the_job() -> None:
+    assert len(prompts_of_steps(np.inf, apart=True)[0]) > 1
 
 
 def test_rows_of_one_kind_have_of_their_budget_what_they_have_of_the_pool() -> None:

@@ -8,6 +8,11 @@ preempted so loses the pages that are needed and no others, its last ones first,
 that is left before another one is: this is what BROS's two-ended blocks and checkpoints are for (section 5.2), by whole
 pages and without copies to the host.
 
+Steps without prompts of the job. Where the parts of a step run in turn, what a step has of the job's prompts makes a
+guest's first token so much later, and hides nothing. A further step costs no more than that the weights are read once
+more. So a step that has a prompt of a guest that is due leaves the job's to the next one, which has them whoever comes
+(`prompts_apart`).
+
 Steps of prompts alone. Where steps have no bound, a step of the job may take seconds. An engine that can hold such a
 step between two layers computes prompts of guests meanwhile (`decide_prompts`,
 `llmbatch.runtime.loops.interrupted_loop`). What is held has its pages, and nothing of it changes: nobody gives way, so
@@ -111,6 +116,19 @@ def all_guests_have_chunks(state: SchedulerState) -> bool:
     run, at = state.run, state.chunks.totals[0].guests
     begun = at < run.counts[0].prefilling and run.slots[run.prefilling[at]].guest
     return bool(state.guests.counts[0].waiting == 0 and not begun)
+
+
+@compiled
+def prompts_apart(state: SchedulerState) -> bool:
+    """Tell whether the step leaves the job's prompts out for those of guests, unless the step before did."""
+    run, totals = state.run, state.chunks.totals[0]
+    if not state.latency.prompts_apart or totals.apart:
+        return False
+    for i in range(totals.guests):
+        record = run.slots[run.prefilling[i]]
+        if np.isfinite(record.due) and not is_forced(record):
+            return True
+    return False
 
 
 @compiled

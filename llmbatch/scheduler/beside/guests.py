@@ -44,6 +44,7 @@ class Latency:
 
     step_seconds: float  # the most; infinite: as the job alone would have it
     exponent: float  # how compute and memory of a step overlap, see `llmbatch.perf_model.cost.Overlap`
+    prompts_apart: bool = False  # whether steps with prompts of guests leave those of the job to the next step
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +63,15 @@ class LatencyRules(NamedTuple):
 
     step_seconds: float
     exponent: float
+    prompts_apart: bool
+
+    @classmethod
+    def of(cls, latency: Latency) -> LatencyRules:
+        """Return the rules of a `Latency`."""
+        return cls(float(latency.step_seconds), float(latency.exponent), latency.prompts_apart)
 
 
-NO_LATENCY: Final = LatencyRules(np.inf, 1.0)
+NO_LATENCY: Final = LatencyRules(np.inf, 1.0, False)
 
 
 class GuestCounts:
