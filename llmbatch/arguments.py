@@ -9,7 +9,7 @@ import os
 from collections.abc import Collection, Iterable, Mapping
 from difflib import get_close_matches
 from numbers import Integral, Real
-from typing import Any, cast
+from typing import Any, Final, cast
 from urllib.parse import urlsplit
 
 from llmbatch.errors import ParameterError
@@ -17,6 +17,24 @@ from llmbatch.errors import ParameterError
 Paths = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
 INT32_MAX = 2**31 - 1
 INT64_MAX = 2**63 - 1
+
+# What options and parameters of ours are called by OpenAI, transformers and vLLM.
+_ELSEWHERE: Final = {
+    "block_size": "page_size",
+    "enable_thinking": "chat_template_kwargs",
+    "gpu_memory_utilization": "kv_memory",
+    "guided_choice": "structured_outputs",
+    "guided_decoding": "structured_outputs",
+    "guided_grammar": "structured_outputs",
+    "guided_json": "structured_outputs",
+    "guided_regex": "structured_outputs",
+    "max_completion_tokens": "max_tokens",
+    "max_model_len": "context_length",
+    "max_num_batched_tokens": "step_tokens",
+    "max_num_seqs": "max_running",
+    "num_return_sequences": "n",
+    "stop_strings": "stop",
+}
 
 
 def refusal(name: str, rule: str, value: object) -> ParameterError:
@@ -113,12 +131,18 @@ def paths_of(inputs: Any, *, name: str = "inputs") -> list[str]:
     return [path(name, one) for one in (inputs if several else [inputs])]
 
 
+def nearest(name: str, known: Collection[str]) -> str | None:
+    """Find what was meant by a name that is none of the known ones: what others call so, or what is spelled alike."""
+    meant = _ELSEWHERE.get(name)
+    return meant if meant in known else next(iter(get_close_matches(name, known, n=1)), None)
+
+
 def check_names(given: Iterable[str], known: Collection[str]) -> None:
     """Raise ParameterError where a name that was given is none of the known ones."""
     unknown = sorted(set(given) - set(known))
     if unknown:
-        near = get_close_matches(unknown[0], known, n=1)
-        meant = f": did you mean {near[0]}?" if near else ""
+        near = nearest(unknown[0], known)
+        meant = f": did you mean {near}?" if near else ""
         raise ParameterError(
             f"an option must be one of {', '.join(sorted(known))}, got {unknown[0]!r}{meant}", option=unknown[0]
         )

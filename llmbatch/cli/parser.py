@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from difflib import get_close_matches
 from typing import Any, Final, Literal, NoReturn, Protocol, get_args, get_origin
 
+from llmbatch.arguments import nearest
 from llmbatch.choices import Keyword, keywords_of
 from llmbatch.cli.values import json_object, number, number_of_bytes, seconds, whole_number
 from llmbatch.errors import ParameterError
@@ -70,15 +70,19 @@ class _Parser(argparse.ArgumentParser):
         """Parse, and refuse what is not known with the nearest flag of this command."""
         given, unknown = super().parse_known_args(args, namespace)
         if unknown:
-            flags = [flag for flag in self._option_string_actions if flag.startswith("--")]
+            flags = {_name(flag): flag for flag in self._option_string_actions if flag.startswith("--")}
             named = next((word.partition("=")[0] for word in unknown if word.startswith("--")), "")
-            near = get_close_matches(named, flags, n=1)
-            meant = f": did you mean {near[0]}?" if near else ""
+            near = nearest(_name(named), flags)
+            meant = f": did you mean {flags[near]}?" if near else ""
             self.error(f"unrecognized arguments: {' '.join(unknown)}{meant}")
         return given, unknown
 
     def error(self, message: str) -> NoReturn:
         raise ParameterError(f"{message} (see {self.prog} --help)")
+
+
+def _name(flag: str) -> str:
+    return flag.removeprefix("--").replace("-", "_")
 
 
 def make_parser() -> argparse.ArgumentParser:

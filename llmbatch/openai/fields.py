@@ -10,14 +10,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Any, Final
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from llmbatch.arguments import INT64_MAX, flag, json_object, refusal, text, whole
+from llmbatch.arguments import INT64_MAX, flag, json_object, nearest, refusal, text, whole
 from llmbatch.errors import ParameterError
 from llmbatch.preprocess.sampling_params import MOST_LOGPROBS
 
@@ -57,8 +56,8 @@ def read_body(url: str, body: Mapping[str, Any]) -> Asked:
     known = FIELDS[url]
     for name, value in given.items():
         if name not in known:
-            near = get_close_matches(name, known, n=1)
-            way_out = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
+            near = nearest(name, known)
+            way_out = f"did you mean {near}?" if near else f"known are {', '.join(known)}"
             raise ParameterError(
                 f"{name} must be left out, since {url} has no such field here, got {_shown(value)}: {way_out}"
             )

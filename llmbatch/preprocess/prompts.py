@@ -63,7 +63,9 @@ class PromptSource:
             if getattr(self, name) is not None:
                 text(name, getattr(self, name))
         object.__setattr__(self, "chat", flag("chat", self.chat))
-        if self.tools is not None and not (isinstance(self.tools, str) and not self.tools.lstrip().startswith("[")):
+        if self.tools is not None and not (
+            isinstance(self.tools, str) and not self.tools.lstrip().startswith(("[", "{"))
+        ):
             object.__setattr__(self, "tools", json_objects("tools", self.tools))
         if self.chat_template_kwargs is not None:
             kwargs = json_object("chat_template_kwargs", self.chat_template_kwargs)

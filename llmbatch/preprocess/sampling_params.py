@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from difflib import get_close_matches
 from typing import Any, Final, cast
 
-from llmbatch.arguments import INT32_MAX, finite, flag, refusal, whole
+from llmbatch.arguments import INT32_MAX, finite, flag, nearest, refusal, whole
 from llmbatch.errors import ParameterError
 from llmbatch.structured import Structure
 
@@ -146,8 +145,8 @@ NAMES: Final = (*_NAMES, "response_format")  # of parameters, with those that ar
 def check_sampling_name(name: str) -> None:
     """Raise `ParameterError` where a name is that of no sampling parameter."""
     if name not in NAMES:
-        near = get_close_matches(name, NAMES, n=1)
-        meant = f"did you mean {near[0]}? " if near else ""
+        near = nearest(name, NAMES)
+        meant = f"did you mean {near}? " if near else ""
         raise ParameterError(f"unknown sampling parameter {name!r}: {meant}known are {', '.join(NAMES)}")
 
 

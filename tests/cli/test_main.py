@@ -86,6 +86,10 @@ def test_the_same_command_on_its_finished_output_says_so(
             ["--prompt", "text", "--tempratur", "1"],
             "unrecognized arguments: --tempratur 1: did you mean --temperature?",
         ),
+        (
+            ["--prompt", "text", "--max-model-len", "9"],
+            "unrecognized arguments: --max-model-len 9: did you mean --context-length?",
+        ),
         (["--prompt", "text", "--max-tokens", "abc"], "argument --max-tokens: must be a whole number, got 'abc'"),
         (["--prompt", "text", "--temperature", "hot"], "argument --temperature: must be a number, got 'hot'"),
         (["--prompt", "text", "--kv-memory", "lots"], "must be a number of bytes such as 2e9 or 4GiB, got 'lots'"),

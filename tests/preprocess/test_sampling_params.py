@@ -107,6 +107,14 @@ def test_an_unknown_key_is_refused_and_the_known_ones_named() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("given", "meant"), [("max_completion_tokens", "max_tokens"), ("guided_json", "structured_outputs")]
+)
+def test_a_name_that_others_have_for_a_parameter_is_understood(given: str, meant: str) -> None:
+    with pytest.raises(ParameterError, match=rf"^unknown sampling parameter '{given}': did you mean {meant}\? "):
+        SamplingParams.from_mapping({given: 5})
+
+
 def test_without_a_column_all_rows_have_the_base() -> None:
     resolved = resolve_sampling(None, BASE, rows=3)
     assert resolved.params == [BASE]

@@ -78,6 +78,7 @@ def test_bad_tools_are_an_error_of_their_row(tools: str, text: str, raw: Tokeniz
         ({"tools": [3]}, "tools[0] must be a mapping, got 3"),
         ({"tools": "[{]"}, "tools must be valid JSON, got '[{]' (Expecting property name enclosed in double quotes: "
          "line 1 column 3 (char 2))"),
+        ({"tools": '{"a": 1}'}, "tools must be a list of mappings, got {'a': 1}"),
         ({"tools": [{"a": float("nan")}]}, "tools[0]['a'] must be a finite number, got nan"),
         ({"tools": [WEATHER], "chat": False},
          "tools need messages or chat: a raw prompt goes through no chat template"),
