@@ -10,6 +10,7 @@ import sys
 from importlib import import_module
 from typing import Any, Generic, TypeVar
 
+from llmbatch.arguments import whole
 from llmbatch.errors import ParameterError
 
 F = TypeVar("F")
@@ -40,7 +41,8 @@ class GeneratingLazily(Generating[F]):
         from llmbatch.operators.polars_frames import answered_lazily
 
         frame: Any = self._frame
-        answered: Any = answered_lazily(_operator(op).options, frame, window_rows)
+        rows = None if window_rows is None else whole("window_rows", window_rows, 1)
+        answered: Any = answered_lazily(_operator(op).options, frame, rows)
         return answered  # type: ignore[no-any-return]
 
 

@@ -124,6 +124,8 @@ def _of_polars(batch: Any, read: frozenset[str]) -> Batch | None:
 def _of_mapping(batch: Any, read: frozenset[str]) -> Batch | None:
     if instance_of(batch, "datasets.formatting.formatting", "LazyBatch"):  # what `ds.map(op, batched=True)` gives
         return _of_arrow(batch.pa_table, read)
+    if instance_of(batch, "datasets.formatting.formatting", "LazyRow"):
+        raise DataError("a table must have rows, got one row of a Dataset: map it with batched=True")
     if not isinstance(batch, Mapping) or instance_of(batch, "datasets", "DatasetDict", "IterableDatasetDict"):
         return None
     table = pa.table({name: _column(values) for name, values in batch.items()})
@@ -171,6 +173,8 @@ def _beside_arrays(batch: Mapping[str, Any], answered: pa.Table) -> dict[str, An
 
 
 def _column(values: Any) -> pa.Array:
+    if isinstance(values, (str, bytes)):  # whose letters would be rows
+        raise TypeError(f"a column must be a list or an array, got {values!r}")
     if not isinstance(values, np.ndarray):
         return pa.array(values)
     if values.ndim < 2:

@@ -88,6 +88,11 @@ def test_a_frame_of_pandas_keeps_its_index(operator: Any) -> None:
     assert answered["generated_text"].notna().all()
 
 
+def test_windows_of_no_rows_are_refused_before_anything_is_read(operator: Any) -> None:
+    with pytest.raises(llmbatch.ParameterError, match=r"^window_rows must be at least 1, got 0$"):
+        frame().llm.generate(operator, window_rows=0)
+
+
 def test_what_is_no_operator_is_refused() -> None:
     with pytest.raises(llmbatch.ParameterError, match=r"^generate takes LLMOperator\(\.\.\.\), got 'model'$"):
         frame().llm.generate("model")

@@ -105,6 +105,8 @@ def test_a_relation_of_duckdb_is_answered(operator: Any) -> None:
         ),
         ({"text": ["a"], "n": [1, 2]},
          "a dict must be a table that Arrow can hold: Column 1 named n expected length 1 but got length 2"),
+        ({"text": "abc"},
+         "a dict must be a table that Arrow can hold: a column must be a list or an array, got 'abc'"),
         (pd.DataFrame([["a", "b"]], columns=["text", "text"]), "a DataFrame must be a table that Arrow can hold: "
          "Duplicate column names found: ['text', 'text']"),
     ],
@@ -124,3 +126,12 @@ def test_a_frame_of_no_columns_is_refused(operator: Any, frame: Any) -> None:
 def test_values_without_columns_are_refused(operator: Any) -> None:
     with pytest.raises(DataError, match=r"^a Series must be a table that Arrow can hold: "):
         operator(pl.Series("text", ["a"]))
+
+
+def test_rows_of_a_dataset_are_answered_together_or_not_at_all(operator: Any) -> None:
+    datasets = pytest.importorskip("datasets")
+    rows = datasets.Dataset.from_dict({"text": ["abc", "abd"]})
+    assert list(rows.map(operator, batched=True)["generated_text"]) == TEXTS[:2]
+    message = r"^a table must have rows, got one row of a Dataset: map it with batched=True$"
+    with pytest.raises(DataError, match=message):
+        rows.map(operator)
