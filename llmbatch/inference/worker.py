@@ -39,7 +39,7 @@ from llmbatch.openai.build import build_batch
 from llmbatch.openai.requests import BatchLines
 from llmbatch.perf_model.cost import CostModel
 from llmbatch.planning.workload import Pool, Scheduling, early_ends
-from llmbatch.preprocess.build_requests import NEEDS_PROCESSOR, build_shard
+from llmbatch.preprocess.build_requests import NEEDS_PROCESSOR, build_shard, check_vocabulary
 from llmbatch.preprocess.columns import find_field
 from llmbatch.preprocess.prompts import PromptSource
 from llmbatch.preprocess.request_batch import RowRequests
@@ -122,6 +122,8 @@ class Worker(TableWorker):
                 raise DataError(f"the output_tokens column {options.output_tokens!r} must hold integers, got {kind}")
         if self._tokens_only and (options.continuation is not None or options.sampling.needs_logits):
             raise ParameterError(NEEDS_PROCESSOR)
+        if options.sampling_column is None and isinstance(options.source, PromptSource):  # so it holds for all rows
+            check_vocabulary(options.sampling, shape_of(self.model).vocabulary)
 
     def load(self) -> LoadedEngines:
         """Load the weights, the first time, and return what makes engines. Raises JobError where memory runs out."""

@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from llmbatch.arguments import refusal
 from llmbatch.errors import ParameterError, RowError
 from llmbatch.preprocess.continuations import check_continuation, join_texts, score_requests
 from llmbatch.preprocess.merging import merge_equal, repeat_draws
@@ -93,6 +94,16 @@ def build_shard(
     )
 
 
+def check_vocabulary(params: SamplingParams, vocabulary: int) -> None:
+    """Raise ParameterError where parameters name tokens that are not there."""
+    for name, tokens in (
+        ("logit_bias", [token for token, _ in params.logit_bias]),
+        ("stop_token_ids", params.stop_token_ids),
+    ):
+        if tokens and max(tokens) >= vocabulary:
+            raise refusal(name, f"name tokens below {vocabulary}, the vocabulary's size", max(tokens))
+
+
 def _check_lengths(lengths: NDArray[np.int64], context_length: int, errors: dict[int, RowError]) -> None:
     """Give the rows an error whose prompts have no tokens, or too many."""
     for row in np.flatnonzero(lengths == 0).tolist():
@@ -143,14 +154,11 @@ def _check_logits(resolved: ResolvedSampling, errors: dict[int, RowError]) -> No
 def _check_vocabulary(resolved: ResolvedSampling, vocabulary: int, errors: dict[int, RowError]) -> None:
     """Give the rows an error whose parameters name tokens that are not there."""
     for number, params in enumerate(resolved.params):
-        for name, tokens in (
-            ("logit_bias", [token for token, _ in params.logit_bias]),
-            ("stop_token_ids", params.stop_token_ids),
-        ):
-            if tokens and max(tokens) >= vocabulary:
-                message = f"{name} must name tokens below {vocabulary}, the vocabulary's size, got {max(tokens)}"
-                for row in np.flatnonzero(resolved.params_index == number).tolist():
-                    errors.setdefault(row, RowError("parameters", message))
+        try:
+            check_vocabulary(params, vocabulary)
+        except ParameterError as error:
+            for row in np.flatnonzero(resolved.params_index == number).tolist():
+                errors.setdefault(row, RowError("parameters", str(error)))
 
 
 def _requests(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import json
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -186,11 +186,26 @@ def test_a_token_that_is_too_unlikely_is_never_drawn(folders: Any) -> None:
         ({"stop_token_ids": [4000]}, "stop_token_ids must name tokens below 260, the vocabulary's size, got 4000"),
     ],
 )
-def test_tokens_that_are_not_there_are_the_rows_error(tmp_path: Path, given: dict[str, Any], message: str) -> None:
-    folder = tiny_model_folder(tmp_path, "llama")
-    rows = ask(folder, TEXTS[:1], **given)
-    assert rows[0]["error"] == message
-    assert rows[0]["error_kind"] == "parameters"
+def test_tokens_that_are_not_there_are_refused_and_the_rows_error(
+    folders: Any, given: dict[str, Any], message: str
+) -> None:
+    options: Any = {"model": folders("llama"), "prompt": "text", "dtype": "float32", "device": "cpu"}
+    rows = {"text": ["a", "b"], "sampling": [json.dumps(given), None]}
+    with pytest.raises(llmbatch.ParameterError) as caught:
+        llmbatch.LLMOperator(**options, **given)(pa.table(rows))
+    assert str(caught.value) == message
+    one: Any = llmbatch.LLMOperator(**options, sampling_params="sampling", max_tokens=2, kv_memory=2**24)
+    assert one(pa.table(rows))["error"].to_pylist() == [message, None]
+
+
+@pytest.mark.parametrize("given", [{"logprobs": 1}, {"min_tokens": 2}, {"continuation": "text"}])
+def test_what_a_gpu_does_not_have_is_refused_before_weights_are_loaded(
+    folders: Any, monkeypatch: pytest.MonkeyPatch, given: dict[str, Any]
+) -> None:
+    monkeypatch.setattr("llmbatch.inference.worker.runs_here", lambda options: False)
+    op: Any = llmbatch.LLMOperator(model=folders("llama"), prompt="text", device="cpu", seed=len(given), **given)
+    with pytest.raises(llmbatch.ParameterError, match=r"must be left out on a GPU, .*: take device='cpu'"):
+        op(pa.table({"text": ["a"]}))
 
 
 @pytest.mark.parametrize(
