@@ -3,8 +3,9 @@
     import llmbatch
     report = llmbatch.run("questions.parquet", "answers", model="Qwen/Qwen3-8B", prompt="question", chat=True)
 
-Nothing heavy is imported before it is used. Importing llmbatch changes one thing: a finder at the end of
-`sys.meta_path` says where modules of earlier versions are now. What a job changes: `llmbatch.system.tuning`.
+Nothing heavy is imported before it is used. Importing llmbatch adds two finders to `sys.meta_path`: the last one says
+where modules of earlier versions are now, the first one waits for Polars, pandas and lm-evaluation-harness to be
+imported, and registers with them (`llmbatch._namespaces`). What a job changes: `llmbatch.system.tuning`.
 """
 
 from __future__ import annotations
