@@ -95,6 +95,42 @@ def test_weights_that_are_not_whole_are_an_error_of_the_model(
     assert str(caught.value).endswith(after)
 
 
+def without(name: str) -> Callable[[dict[str, torch.Tensor]], Any]:
+    return lambda weights: [weights.pop(one) for one in list(weights) if name in one]
+
+
+def cut(weights: dict[str, torch.Tensor]) -> None:
+    weights["model.layers.1.mlp.up_proj.weight"] = weights["model.layers.1.mlp.up_proj.weight"][1:].clone()
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (without("layers.1.mlp.up"), " (its weights lack model.layers.1.mlp.up_proj.weight): complete it"),
+        (
+            without("layers.2"),
+            " (its weights lack model.layers.2.input_layernorm.weight, model.layers.2.mlp.down_proj.weight, "
+            "model.layers.2.mlp.gate_proj.weight and 6 more): complete it",
+        ),
+        (
+            cut,
+            ": model.layers.1.mlp.up_proj.weight must be [80, 48] by its config, and is [79, 48] in its files: "
+            "correct config.json, or copy or download both again",
+        ),
+    ],
+)
+def test_weights_that_are_not_there_are_no_random_numbers(
+    tmp_path: Path, damage: Callable[[dict[str, torch.Tensor]], Any], reason: str
+) -> None:
+    folder = tiny_model_folder(tmp_path, "llama")
+    weights = load_file(f"{folder}/model.safetensors")
+    damage(weights)
+    save_file(weights, f"{folder}/model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelError) as caught:
+        load_model(folder, dtype="float32", platform=HOST)
+    assert str(caught.value) == f"model folder {folder!r} cannot be loaded{reason}"
+
+
 def test_eos_ids_come_from_the_generation_config_and_its_other_fields_are_left(tmp_path: Path) -> None:
     folder = tiny_model_folder(tmp_path, "llama")
     assert load_model(folder, platform=HOST).eos_token_ids == (EOS,)

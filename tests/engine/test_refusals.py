@@ -178,6 +178,13 @@ def test_an_unknown_activation_is_refused(tmp_path: Path, family: str, field: st
     )
 
 
+def test_a_model_without_layers_is_refused(tmp_path: Path) -> None:
+    assert refusal(changed(tmp_path, "llama", num_hidden_layers=0)) == (
+        "model FOLDER uses no layers, which is not supported: there must be one at least; "
+        "correct num_hidden_layers in config.json"
+    )
+
+
 def test_float16_is_refused_on_the_processor(tmp_path: Path) -> None:
     assert refusal(changed(tmp_path, "llama"), dtype="float16") == (
         "model FOLDER uses float16 on the processor, which is not supported: there it is float32, bfloat16, int8 or "

@@ -181,7 +181,15 @@ def _outlined_attention(
     with torch.device("meta"), torch.inference_mode():
         try:
             module: Any = built_by.from_config(config, dtype=dtype, attn_implementation=NAME)
-        except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        except (
+            ArithmeticError,
+            AssertionError,
+            AttributeError,
+            LookupError,
+            RuntimeError,
+            TypeError,
+            ValueError,
+        ) as error:
             raise ModelError(f"model folder {folder!r} has a config that builds no model: {error}") from error
         if module._can_set_experts_implementation():
             module.set_experts_implementation("batched_mm")  # without a look at which expert gets which token

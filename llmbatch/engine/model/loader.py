@@ -7,10 +7,11 @@ tokens in which every attention layer states what it needs. Unsupported parts ar
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import torch
 from safetensors import SafetensorError
@@ -33,6 +34,8 @@ from llmbatch.errors import ModelError
 from llmbatch.kernels.spec import AttentionSpec
 
 LoadFormat = Literal["auto", "dummy"]
+# Has transformers say which weights it found, in place of a warning and random numbers.
+_TELLING: Final = {"output_loading_info": True, "ignore_mismatched_sizes": True}
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,20 +209,38 @@ def _read_files(described: ModelConfig, arguments: dict[str, Any]) -> nn.Module:
     if quantisation is None or quantisation.by_transformers:
         if quantisation is not None:
             arguments["quantization_config"] = Mxfp4Config(dequantize=True)
-        module = described.built_by.from_pretrained(folder, config=config, local_files_only=True, **arguments)
+        given: dict[str, Any] = {**_TELLING, **arguments}
+        module, found = described.built_by.from_pretrained(folder, config=config, local_files_only=True, **given)
+        _check_read(folder, found)
         return module
     with torch.device("meta"):
         kind: Any = type(described.built_by.from_config(config, **arguments))
     del arguments["trust_remote_code"]
     weights = open_weights(Path(folder), quantisation, described.dtype)
-    module, found = kind.from_pretrained(None, config=config, state_dict=weights, output_loading_info=True, **arguments)
+    module, found = kind.from_pretrained(None, config=config, state_dict=weights, **_TELLING, **arguments)
     if found["missing_keys"]:
-        missing = ", ".join(sorted(found["missing_keys"])[:3])
         raise ModelError(
-            f"model folder {folder!r} cannot be loaded (its weights of {quantisation.name} lack {missing}): "
+            f"model folder {folder!r} cannot be loaded (its weights of {quantisation.name} lack {_some(found)}): "
             "complete it, or take the files of the same model that are not quantised"
         )
+    _check_read(folder, found)
     return module
+
+
+def _check_read(folder: str, found: Mapping[str, Any]) -> None:
+    """Raise ModelError where weights are not in the files, or of another shape: they would be random."""
+    if found["missing_keys"]:
+        raise ModelError(f"model folder {folder!r} cannot be loaded (its weights lack {_some(found)}): complete it")
+    for name, there, wanted in sorted(found["mismatched_keys"]):
+        raise ModelError(
+            f"model folder {folder!r} cannot be loaded: {name} must be {list(wanted)} by its config, and is "
+            f"{list(there)} in its files: correct config.json, or copy or download both again"
+        )
+
+
+def _some(found: Mapping[str, Any]) -> str:
+    missing = sorted(found["missing_keys"])
+    return ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
 
 
 def _placed(platform: Platform, described: ModelConfig) -> dict[str, Any]:

@@ -41,6 +41,8 @@ def check_config(folder: str, whole: PretrainedConfig, text: PretrainedConfig) -
     """Check what the config of a model and of its text part show. Raises ModelError."""
     if getattr(whole, "is_encoder_decoder", False):
         raise unsupported(folder, "an encoder and a decoder", "models are decoders", ANOTHER_ENGINE)
+    if getattr(text, "num_hidden_layers", 1) < 1:
+        raise unsupported(folder, "no layers", "there must be one at least", "correct num_hidden_layers in config.json")
     for kind in getattr(text, "layer_types", None) or ():
         if kind not in _ATTENTION:
             raise layers_without_attention(folder, f"layers of type {kind!r}")
