@@ -127,8 +127,9 @@ def rotate_and_store(
 ) -> None:
     """Finish all tokens (`rotate_and_store_rows`)."""
     for t in prange(packed.shape[0]):
+        first = int(np.int64(t))  # numba's loops count without a sign: rows would be compiled for both
         rotate_and_store_rows(
-            packed, t, t + 1, query_heads, cosine, sine, query_norm, key_norm, epsilon, pages, offsets, kept
+            packed, first, first + 1, query_heads, cosine, sine, query_norm, key_norm, epsilon, pages, offsets, kept
         )
 
 
