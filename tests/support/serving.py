@@ -6,13 +6,15 @@ import asyncio
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
-from openai import OpenAI
+import pytest
+from openai import DefaultHttpxClient, OpenAI
 
 from llmbatch.errors import RowError
 from llmbatch.inference.options import Options
@@ -24,6 +26,7 @@ from llmbatch.remote.windows.service import WindowService, WindowStream
 from llmbatch.runtime.cancellation import StopRequest
 from llmbatch.runtime.guests import Guest, GuestEnd
 from llmbatch.scheduler.output import FinishReason
+from llmbatch.serving.answering import AnswerWriting
 from llmbatch.serving.api_requests import ApiRequestReader
 from llmbatch.serving.options import ServingOptions
 from llmbatch.serving.server import Running, writing_of
@@ -151,32 +154,44 @@ def open_worker(model: str, **options: Any) -> Worker:
     return Worker.open(Options.of_batch(model=model, max_tokens=64, **{**SIMULATED, **options}))
 
 
+@cache
+def _writing(model: str) -> AnswerWriting:
+    """What writes answers of a model as an endpoint does."""
+    return writing_of(open_worker(model, engine="torch"))
+
+
 @contextmanager
 def served(
     worker: Worker, state: Path, *, keys: tuple[bytes, ...] = (), engine: EchoEngine | None = None, **options: Any
 ) -> Iterator[Served]:
-    """Serve a worker's model by echo; batches are run by a simulated engine."""
+    """Serve a worker's model by echo; batches are run by a simulated engine.
+
+    Nothing is kept out of garbage collections: to look at all that tests have loaded takes half a second.
+    """
     engine = engine or EchoEngine(worker)
     stopping, model = StopRequest(), worker.options.model
 
     def run_job(source: Path, output: Path, progress: Any, stopping: StopRequest) -> Report:
         return run_by(Worker.open, str(source), str(output), progress, stopping, {"model": model, **SIMULATED})
 
-    writing = writing_of(open_worker(model, engine="torch"))
     reader, windows = (
         ApiRequestReader(worker, model),
         WindowService(worker, cast("WindowStream", worker.stream), lambda *_: None),
     )
     running = Running(
-        ServingOptions(**options), model, engine, reader, writing, run_job, windows, state, keys, stopping
+        ServingOptions(**options), model, engine, reader, _writing(model), run_job, windows, state, keys, stopping
     )
-    with socket.create_server(("127.0.0.1", 0), backlog=2048) as listener:
+    with socket.create_server(("127.0.0.1", 0), backlog=2048) as listener, pytest.MonkeyPatch.context() as patch:
+        patch.setattr("llmbatch.serving.server.loaded_objects_apart", nullcontext)
         port = listener.getsockname()[1]
         thread = threading.Thread(target=lambda: asyncio.run(running.run(listener, Silence())), daemon=True)
         thread.start()
         url = f"http://127.0.0.1:{port}"
         try:
-            with OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+            no_certificates = DefaultHttpxClient(verify=False)  # to read them takes longer than most tests
+            with OpenAI(
+                base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60, http_client=no_certificates
+            ) as client:
                 yield Served(url, model, engine, stopping, thread, client)
         finally:
             stopping.ask()
