@@ -27,6 +27,17 @@ settings.register_profile(ALL, settings.get_profile("llmbatch"))
 def pytest_configure(config: pytest.Config) -> None:
     """Try as many examples as `make test-all` does where no tests are left out."""
     settings.load_profile("llmbatch" if config.option.markexpr else ALL)
+    if not hasattr(config, "workerinput"):  # not of those that run tests for another process
+        _compile_beside()
+
+
+def _compile_beside() -> None:
+    """Have two processes compile the scheduler and the kernels of most tests while tests are being collected."""
+    from llmbatch.engine.cpu.compilation import compile_ahead
+    from llmbatch.runtime.warmup import Compilation
+
+    Compilation.start(lambda sentence: None)
+    compile_ahead("float32", "auto")
 
 
 @pytest.fixture(scope="session", autouse=True)
