@@ -55,7 +55,7 @@ def test_grids_come_back_whose_ends_no_weight_has(lowest: int, highest: int, sig
     rng = np.random.default_rng(1)
     points = rng.integers(lowest, highest + 1, (32, 4, GROUP))
     scales = (sign * rng.uniform(0.001, 0.1, (32, 4, 1))).astype(np.float16).astype(np.float32)
-    weight = ((points - 8) * scales).reshape(32, -1)
+    weight = ((points - 8) * scales).astype(np.float32).reshape(32, -1)  # exact
     np.testing.assert_allclose(packed(weight), weight, rtol=2.0**-11 if lowest == highest else 0)
 
 

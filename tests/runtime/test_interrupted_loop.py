@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import llmbatch.runtime.loops.interrupted_loop
@@ -24,6 +24,7 @@ from llmbatch.scheduler.output import FinishReason, Step, StepResult
 from tests.runtime.test_guests import scheduler_of
 from tests.runtime.test_pool_limits import Hosting, torch_engine, window_of
 from tests.runtime.test_stream import Engines, Listed, Window
+from tests.support.examples import examples
 from tests.support.golden import generate
 from tests.support.guests import Crowd, Script, Told, guest
 from tests.support.models import EOS, PAD, TINY, tiny_model, tiny_model_folder
@@ -205,7 +206,7 @@ def test_a_guest_whose_prompt_kills_the_engine_is_blamed_and_not_the_rows_of_the
 
 
 @given(st.integers(0, 2**32 - 1))
-@settings(max_examples=40, deadline=None)
+@examples(40)
 def test_every_row_and_every_guest_ends_once_between_whatever_layers_guests_come(seed: int) -> None:
     rng, inbox, engine = np.random.default_rng(seed), GuestInbox(), Layered()
     crowd = Crowd(rng, steps=60, dues=(math.inf, SOON))
@@ -235,18 +236,22 @@ class Visited:
         return self._execute(step, visit)
 
 
+@pytest.mark.parametrize("apart", [LAYERS, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss"])
 def test_a_step_held_between_any_two_layers_gives_the_answers_of_generate(
-    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: str, apart: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Layers of Llama and Gemma 2 are joined, those of gpt-oss are not."""
+    """Layers of Llama and Gemma 2 are joined, those of gpt-oss are not.
+
+    The first of four guests comes between each two layers, each time in another step; `apart` 1 is in every step.
+    """
     monkeypatch.setitem(TINY, "num_hidden_layers", LAYERS)
     rng = np.random.default_rng(3)
     rows = [rng.integers(0, 60, n).tolist() for n in (33, 5, 21, 7)]
     prompts = [[*rows[0], 7, 8], rows[1], [9, 1], [*rows[2][:17], 3]]
     folder = tiny_model_folder(tmp_path, family)
     expected = generate(tiny_model(family), [*rows, *prompts], [12] * 8, [EOS], PAD)
-    for visit in range(1, 3 * (LAYERS - 1) + 1):
+    for visit in range(1, 3 * (LAYERS - 1) + 1, apart):
         engine: Any = torch_engine(folder, 60)
         inbox, window = GuestInbox(), window_of(rows, [12] * 4)
         guests = [due(prompt, 12) for prompt in prompts]
