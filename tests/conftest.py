@@ -33,11 +33,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def _compile_beside() -> None:
     """Have two processes compile the scheduler and the kernels of most tests while tests are being collected."""
-    from llmbatch.engine.cpu.compilation import compile_ahead
+    from llmbatch.engine.cpu.compile_ahead import mark_of
     from llmbatch.runtime.warmup import Compilation
+    from llmbatch.system.processes import await_beside, start_beside
 
     Compilation.start(lambda sentence: None)
-    compile_ahead("float32", "auto")
+    mark = mark_of("float32", "auto")
+    if mark is not None and not mark.exists():
+        await_beside(start_beside("tests.support.kernels"))
 
 
 @pytest.fixture(scope="session", autouse=True)
