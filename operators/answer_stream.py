@@ -39,7 +39,7 @@ _live: weakref.WeakSet[AnswerStream[Any]] = weakref.WeakSet()
 class _Asked(Generic[C]):
     """Rows of a window, and the answers that there are."""
 
-    chunks: list[C]
+    chunks: deque[C]
     missing: int
     answers: list[pa.RecordBatch] = field(default_factory=list)
 
@@ -70,9 +70,10 @@ class AnswerStream(AnswerSink, Generic[C]):
         try:
             while (taken := self._take()) is not None:
                 answers, first = _in_order(taken.answers), 0
-                for chunk in taken.chunks:
-                    yield chunk, answers.slice(first, len(chunk))
-                    first += len(chunk)
+                while taken.chunks:  # none is kept once it was handed out
+                    rows = len(taken.chunks[0])
+                    yield taken.chunks.popleft(), answers.slice(first, rows)
+                    first += rows
         finally:
             self.close()
 
@@ -174,7 +175,7 @@ class AnswerStream(AnswerSink, Generic[C]):
                 self._over = True
                 return False
             self._first += window.table.num_rows
-            self._asked[number] = _Asked(chunks, window.table.num_rows)
+            self._asked[number] = _Asked(deque(chunks), window.table.num_rows)
             self._ready.append(window)
             self._made += 1
             self._changed.notify_all()

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Generator
+from contextlib import closing
+from typing import Any, Final
 
 import pyarrow as pa
 
 from llmbatch.errors import DataError
 
 _LOST = ("BIT", "TIME WITH TIME ZONE")  # types of which Arrow does not keep the whole value
+_BETWEEN: Final = 32 << 20  # bytes read between two times that freed memory is given back
 
 
 def beside_relation(relation: Any, answered: pa.Table) -> Any:
@@ -31,3 +34,23 @@ def beside_relation(relation: Any, answered: pa.Table) -> Any:
         items.append(f"{quoted}::{asked} as {quoted}")
     items += ['"' + name.replace('"', '""') + '"' for name in rows.columns[len(relation.columns) :]]
     return rows.project(", ".join(items))
+
+
+def giving_back(batches: Generator[pa.RecordBatch]) -> Generator[pa.RecordBatch]:
+    """Yield what is read of a relation, and have DuckDB give back memory that it has freed meanwhile.
+
+    Its allocator keeps freed pages for a second or longer: some 200 MB of them where rows are of 4 KB, which no limit
+    of DuckDB counts. It is one for all databases of a process, and gives all of them back when a limit is set, here
+    that of an empty database.
+    """
+    import duckdb
+
+    read = 0
+    with closing(batches), duckdb.connect(config={"threads": 1}) as empty:
+        for batch in batches:
+            read += batch.nbytes
+            yield batch
+            if read >= _BETWEEN:
+                del batch
+                empty.execute("set memory_limit = '64MB'")
+                read = 0

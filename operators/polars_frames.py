@@ -12,6 +12,7 @@ import inspect
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
+from itertools import starmap
 from typing import Any
 
 import polars as pl
@@ -74,9 +75,9 @@ class _AnsweredFrame:
         frame = frame.select([name for name in self.inputs if name in seen or name in self.read])
         stream = AnswerStream(self.shared, _collected(frame), Frames(self.read), window_rows=self.window_rows)
         with closing(iter(stream)) as answered:
-            for chunk, answers in answered:
-                whole = chunk.hstack(_from_arrow(answers))
+            for whole in starmap(_joined, answered):
                 yield (whole.filter(*after) if after else whole).select(names)
+                del whole  # no rows are kept while others are waited for
 
 
 def answered_lazily(options: Options, frame: pl.LazyFrame, window_rows: int | None = None) -> pl.LazyFrame:
@@ -99,6 +100,10 @@ def answered_lazily(options: Options, frame: pl.LazyFrame, window_rows: int | No
 
 def _collected(frame: pl.LazyFrame) -> Iterator[pl.DataFrame]:
     yield from frame.collect_batches(chunk_size=ROWS, maintain_order=True, engine="streaming")
+
+
+def _joined(chunk: pl.DataFrame, answers: pa.Table) -> pl.DataFrame:
+    return chunk.hstack(_from_arrow(answers))
 
 
 def _from_arrow(table: pa.Table) -> pl.DataFrame:

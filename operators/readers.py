@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import closing
 from dataclasses import dataclass
+from itertools import chain, starmap
 from typing import Any
 
 import pyarrow as pa
@@ -15,7 +16,7 @@ from llmbatch.operators.columns_read import answer_schema, columns_read
 from llmbatch.operators.tables import beside, columns_of, explained, instance_of, no_table, pandas_table, to_arrow
 from llmbatch.operators.workers import worker_of
 
-ROWS = 4096  # that are asked of a library at once
+ROWS = 2048  # that are asked of a library at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +47,14 @@ def answered_reader(options: Options, batch: Any, window_rows: int | None = None
     chunks = BatchesOfArrow(read)
 
     def batches() -> Iterator[pa.RecordBatch]:
-        stream = AnswerStream(shared, _closing(reader), chunks, window_rows=window_rows)
+        rows = _closing(reader)
+        if instance_of(batch, "duckdb", "DuckDBPyRelation"):
+            from llmbatch.operators.duckdb_relations import giving_back
+
+            rows = giving_back(rows)
+        stream = AnswerStream(shared, rows, chunks, window_rows=window_rows)
         with closing(iter(stream)) as answered:
-            for chunk, answers in answered:
-                yield from beside(pa.Table.from_batches([chunk]), answers).to_batches()
+            yield from chain.from_iterable(starmap(_joined, answered))  # which keeps no batch that was taken
 
     return pa.RecordBatchReader.from_batches(schema, batches())
 
@@ -86,11 +91,16 @@ def to_reader(batch: Any) -> pa.RecordBatchReader:
     raise no_table(batch)
 
 
+def _joined(batch: pa.RecordBatch, answers: pa.Table) -> list[pa.RecordBatch]:
+    batches: list[pa.RecordBatch] = beside(pa.Table.from_batches([batch]), answers).to_batches()
+    return batches
+
+
 def _scanned(dataset: Any) -> Any:
-    """Scan a dataset of pyarrow without reading ahead, by which whole files of Parquet would come into memory."""
+    """Scan a dataset of pyarrow as rows are asked for: its threads read up to 1 GB ahead, `pre_buffer` a whole file."""
     from pyarrow import dataset as arrow_dataset
 
-    ahead: dict[str, Any] = {"batch_readahead": 2, "fragment_readahead": 1}
+    ahead: dict[str, Any] = {"use_threads": False, "batch_readahead": 0, "fragment_readahead": 1}
     if isinstance(getattr(dataset, "format", None), arrow_dataset.ParquetFileFormat):
         ahead["fragment_scan_options"] = arrow_dataset.ParquetFragmentScanOptions(pre_buffer=False)
     return dataset.scanner(batch_size=ROWS, **ahead)
@@ -114,7 +124,7 @@ def _batches(tables: Iterator[pa.Table]) -> Iterator[pa.RecordBatch]:
         yield from table.to_batches()
 
 
-def _closing(reader: pa.RecordBatchReader) -> Iterator[pa.RecordBatch]:
+def _closing(reader: pa.RecordBatchReader) -> Generator[pa.RecordBatch]:
     """Read a stream and close it: a reader of DuckDB keeps its connection until then."""
     try:
         yield from reader

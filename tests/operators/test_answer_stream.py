@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +15,8 @@ from llmbatch import DataError, JobError, LLMOperator, ParameterError
 from llmbatch.inference.answer_schema import AnswerSchema
 from llmbatch.inference.window_size import HELD
 from llmbatch.operators import answer_stream
+from llmbatch.operators.answer_stream import AnswerStream
+from llmbatch.operators.readers import BatchesOfArrow
 from llmbatch.operators.row_windows import RowWindows
 from llmbatch.operators.workers import worker_of
 
@@ -199,3 +202,14 @@ def test_windows_grow_up_to_what_memory_has_room_for(monkeypatch: pytest.MonkeyP
 def test_windows_of_a_number_of_rows_that_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     found = windows_of([range(0), range(7), range(7, 7), range(7, 12)], 1 << 40, asked=5)
     assert found == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9], [10, 11]]
+
+
+def test_rows_that_were_taken_are_not_kept(operator: Any) -> None:
+    batches = (rows_of(5, first) for first in range(0, ROWS, 5))
+    kind = BatchesOfArrow(frozenset({"text", "tokens"}))
+    taken: list[weakref.ref[pa.RecordBatch]] = []
+    for rows, _ in AnswerStream(worker_of(operator.options), batches, kind, window_rows=20):
+        assert all(batch() is None for batch in taken)
+        taken.append(weakref.ref(rows))
+        del rows
+    assert len(taken) == ROWS // 5
