@@ -14,7 +14,15 @@ from llmbatch.engine.simulated import SimulatedEngine
 from llmbatch.kvcache.page_trie import PageTrie
 from llmbatch.perf_model.step_bound import compute_within, step_seconds
 from llmbatch.scheduler.admission_order import Blend, Ends, FromFront
-from llmbatch.scheduler.beside.guests import Arrivals, GuestQueue, Latency, kept_free, note_held, rank_guests
+from llmbatch.scheduler.beside.guests import (
+    Arrivals,
+    GuestQueue,
+    Latency,
+    kept_free,
+    least_slack,
+    note_held,
+    rank_guests,
+)
 from llmbatch.scheduler.output import FinishReason, Step
 from llmbatch.scheduler.scheduler import QueueUpdate, Scheduler
 from llmbatch.scheduler.token_budget import Budget, ClosedLoopBudget, FixedBudget, SteadyBudget
@@ -252,13 +260,15 @@ def test_decodes_that_sit_out_keep_their_pages_and_go_on() -> None:
     assert sum(int(step.counts[step.num_decodes :].sum()) for step in run.steps) == count * 300
 
 
-def ride_beside_a_prompt(*, due: float, exponent: float, bound: float = 0.21) -> tuple[Run, list[int]]:
+def ride_beside_a_prompt(
+    *, due: float, exponent: float, bound: float = 0.21, work: tuple[float, float] = (1e3, 1e3)
+) -> tuple[Run, list[int]]:
     """Which of sixteen rows, the later the longer their answers, decode beside a guest's prompt."""
     prompts = [[row] * (600 if row % 2 else 20) for row in range(16)] + [[99] * 500]
     believed = np.append(200.0 + np.arange(16), 200.0)
     load = Workload(prompts, np.full(17, 200, np.int32), believed)
     budget = FixedBudget(100_000)
-    run = Run(scheduler_for(load, 1, 16, 4000, budget=budget, bound=bound, max_running=20, work=(1e3, 1e3)), load)
+    run = Run(scheduler_for(load, 1, 16, 4000, budget=budget, bound=bound, max_running=20, work=work), load)
     run.scheduler.bound(Latency(bound, exponent))
     for _ in range(120):
         run.step()
@@ -270,28 +280,41 @@ def ride_beside_a_prompt(*, due: float, exponent: float, bound: float = 0.21) ->
 
 
 @pytest.mark.parametrize("exponent", [2.0, 4.0])
-def test_decodes_beside_a_prompt_take_little_of_its_compute(exponent: float) -> None:
-    _, rows = ride_beside_a_prompt(due=99.0, exponent=exponent)
+def test_decodes_beside_a_prompt_take_a_share_of_its_compute_that_falls_with_its_time(exponent: float) -> None:
+    run, rows = ride_beside_a_prompt(due=1e4, exponent=exponent)
     has, seconds = compute_within(RATES, exponent, 0.21, 0.0), RATES.seconds_per_token + RATES.seconds_per_sample
+    wanted = (1.0 - 0.15 * run.scheduler.state.guests.counts[0].slack) * has
 
     def left(riding: list[int]) -> float:
         read = sum(600.0 if row % 2 else 20.0 for row in riding) + 121 * len(riding)
         return float(compute_within(RATES, exponent, 0.21, read)) - len(riding) * seconds
 
-    assert 0 < len(rows) < 16
-    assert left(rows) >= 0.93 * has
-    assert all(left([*rows, row]) < 0.93 * has for row in range(16) if row not in rows)
+    assert 0 < len(rows) <= 16
+    assert left(rows) >= wanted
+    assert all(left([*rows, row]) < wanted for row in range(16) if row not in rows)
+    urgent, _ = ride_beside_a_prompt(due=99.0, exponent=exponent)
+    assert urgent.scheduler.state.guests.counts[0].slack < run.scheduler.state.guests.counts[0].slack
+
+
+def test_slack_is_the_least_share_of_its_time_that_a_guest_in_time_has_left() -> None:
+    dues, seconds = np.array([10.0, 14.0, 6.5, np.inf]), np.array([1.0, 2.0, 9.0, 5.0])
+    ranks = rank_guests(4.0, dues, seconds)
+    assert least_slack(4.0, dues, seconds, ranks) == pytest.approx(min(1 - 1 / 6, 1 - 3 / 10))  # the third is late
+    assert least_slack(4.0, dues[:0], seconds[:0], ranks[:0]) == 1.0
 
 
 def test_the_longest_answers_ride_first() -> None:
-    _, rows = ride_beside_a_prompt(due=99.0, exponent=4.0)
+    _, rows = ride_beside_a_prompt(due=99.0, exponent=1.5)
     assert 15 in rows
     assert min(rows) > 0
 
 
 @pytest.mark.parametrize(("due", "exponent"), [(0.0, 4.0), (99.0, 1.0)], ids=["late", "in turn"])
-def test_no_decode_rides_beside_a_prompt_that_is_late_or_where_nothing_hides(due: float, exponent: float) -> None:
+def test_no_decode_but_the_last_ride_beside_a_late_prompt_or_where_nothing_hides(due: float, exponent: float) -> None:
     assert ride_beside_a_prompt(due=due, exponent=exponent)[1] == []
+    _, rows = ride_beside_a_prompt(due=due, exponent=exponent, work=(1e-9, 1e-9))
+    assert 15 in rows
+    assert len(rows) < 16
 
 
 def prompts_of_steps(*dues: float, apart: bool) -> list[list[int]]:

@@ -6,11 +6,17 @@ others keep their pages, and go on in a later step. Where the step before left m
 no prompt of the job can enter now, and decodes may take the rest.
 
 While a guest's prompt waits, a decode takes compute from it: its own products, and what its reading does not hide
-behind the prompt's. All that ride along may take `_SHARE` of what the prompt would have without them. How much that is
-depends on how well compute and memory overlap: at e = 4 half a step of reading takes 2 % of its compute, at e = 2 13 %.
-Rows that have the most left to generate ride first, for a job ends when its longest answer does, and that one gets no
-token in a step in which it sits out. OOCO (Algorithm 2) fills a step with the shortest instead: most rows, and the
-least compute left for prompts. While a guest is late, or where parts run in turn and nothing hides, none rides.
+behind the prompt's. All that ride along may take a share of what the prompt would have without them. How much they take
+depends on how well compute and memory overlap: at e = 4 half a step of reading takes 2 % of its compute, at e = 2 13 %,
+and where parts run in turn all of its seconds. How much they may take depends on what guests can spare: `_SHARE` of the
+least share that a guest has left of the time until it is due (`llmbatch.scheduler.beside.guests.least_slack`). So many
+ride while few guests wait, and few while many do, which decide how late first tokens come. Rows that have the most left
+to generate ride first, for a job ends when its longest answer does, and that one gets no token in a step in which it
+sits out. OOCO (Algorithm 2) fills a step with the shortest instead: most rows, and the least compute left for prompts.
+
+The job's end waits for a row where the longest answer would outlast all other work in steps of the bounded length, and
+the row's would take `_AWAITED` of the time of that work. Such rows come before all others, whatever the step is to
+read. They alone ride while a guest is late, by `_LATE_SHARE`, and where parts run in turn: there others gain nothing.
 """
 
 from __future__ import annotations
@@ -21,11 +27,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmbatch.compilation.decorators import compiled
-from llmbatch.perf_model.step_bound import WorkLeft, compute_within, decodes_within, reads_within, step_seconds
+from llmbatch.perf_model.step_bound import (
+    WorkLeft,
+    compute_within,
+    decodes_within,
+    reads_within,
+    step_seconds,
+    work_to_end,
+)
 from llmbatch.perf_model.work import chunk_reads, sees_all
 from llmbatch.scheduler.state import SchedulerState
 
-_SHARE: Final = 0.07  # of the compute that a guest's prompt would have
+_SHARE: Final = 0.15  # of the compute that a guest's prompt would have, while guests have all of their time left
+_LATE_SHARE: Final = 0.03  # while a guest is late
+_AWAITED: Final = 0.5  # of the time that the work left takes
 _UNUSED: Final = 0.5  # of the budget of a step
 
 
@@ -49,7 +64,10 @@ def choose_decodes(state: SchedulerState, prompts_wait: bool) -> None:
     for i in range(counts.decoding):
         reads[i] = chunk_reads(rates.reach, unbounded, slots[decoding[i]].known - 1.0, 1.0)
     once = reads.sum()
-    most = np.inf if _is_idle(state) and not prompts_wait else _reads_wanted(state, seconds, once)
+    left = _work_left(state, once)
+    idle = _is_idle(state) and not prompts_wait
+    most = np.inf if idle else reads_within(rates, exponent, seconds, left)
+    awaited = _awaited(state, work_to_end(rates, exponent, seconds, left)[2] / seconds)
     sure = decodes_within(rates, exponent, seconds, counts.decoding, min(most, once))
     read, riding, sitting = 0.0, 0, 0
     kept, out = np.empty(counts.decoding, np.int32), np.empty(counts.decoding, np.int32)
@@ -59,15 +77,18 @@ def choose_decodes(state: SchedulerState, prompts_wait: bool) -> None:
             riding += 1
             read += reads[i]
     guests, least = riding, 0.0  # seconds of compute that prompts are to have
+    late = prompts_wait and state.guests.counts[0].late > 0
+    only_awaited = late or (prompts_wait and exponent <= 1.0)
     if prompts_wait:
-        none = exponent <= 1.0 or state.guests.counts[0].late > 0
-        least = np.inf if none else (1.0 - _SHARE) * compute_within(rates, exponent, seconds, read)
-    for i in _longest_first(state) if prompts_wait else np.arange(counts.decoding):
+        share = _LATE_SHARE if late else _SHARE * state.guests.counts[0].slack
+        least = (1.0 - share) * compute_within(rates, exponent, seconds, read)
+    for i in _in_order(state, 0.0 if prompts_wait else awaited):
         slot, then = decoding[i], read + reads[i]
         if slots[slot].guest:
             continue
+        waited_for = slots[slot].remaining_tokens > awaited
         if (
-            then <= most
+            (waited_for if only_awaited else then <= most or (waited_for and not prompts_wait))
             and (not prompts_wait or _left_by(state, seconds, riding + 1 - guests, then) >= least)
             and (riding < sure or step_seconds(rates, exponent, riding + 1, riding + 1, 0.0, then) <= seconds)
         ):
@@ -90,13 +111,22 @@ def _is_idle(state: SchedulerState) -> bool:
 
 
 @compiled
-def _reads_wanted(state: SchedulerState, seconds: float, once: float) -> float:
-    """Count the KV tokens that a step of so many seconds is to read; all that decode read `once` each time."""
+def _work_left(state: SchedulerState, once: float) -> WorkLeft:
+    """Tell what is left to do; all that decode read `once` each time."""
     rates, left, guests = state.rates, state.remaining[0], state.guests.counts[0]
     memory = max(left.memory_seconds, once * rates.seconds_per_kv_token)  # each decodes once more at least
-    work = WorkLeft(max(left.compute_seconds, 0.0), memory, guests.compute_rate, guests.memory_rate)
-    wanted: float = reads_within(rates, state.latency.exponent, seconds, work)
-    return wanted
+    return WorkLeft(max(left.compute_seconds, 0.0), memory, guests.compute_rate, guests.memory_rate)
+
+
+@compiled
+def _awaited(state: SchedulerState, steps: float) -> float:
+    """Count the tokens that a row has left, at least, for which the job's end waits; all else takes so many steps."""
+    run, longest = state.run, 0.0
+    for i in range(run.counts[0].decoding):
+        record = run.slots[run.decoding[i]]
+        if not record.guest:
+            longest = max(longest, record.remaining_tokens)
+    return _AWAITED * steps if longest > steps else np.inf
 
 
 @compiled
@@ -109,10 +139,12 @@ def _left_by(state: SchedulerState, seconds: float, decodes: int, read: float) -
 
 
 @compiled
-def _longest_first(state: SchedulerState) -> NDArray[np.int64]:
-    """Order the places of decodes by the tokens that each has left, the most first."""
+def _in_order(state: SchedulerState, least: float) -> NDArray[np.int64]:
+    """Order the places of decodes: those that have more than `least` tokens left, the most first, then the others."""
     run = state.run
-    left = np.empty(run.counts[0].decoding)
+    left = np.zeros(run.counts[0].decoding)
     for i in range(len(left)):
-        left[i] = -run.slots[run.decoding[i]].remaining_tokens
+        tokens = run.slots[run.decoding[i]].remaining_tokens
+        if tokens > least:
+            left[i] = -tokens
     return np.argsort(left, kind="mergesort")

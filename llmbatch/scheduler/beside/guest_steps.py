@@ -31,7 +31,7 @@ from llmbatch.perf_model.work import compute_seconds, pairs_of
 from llmbatch.scheduler.admission import enter_at
 from llmbatch.scheduler.admission_order import COMPUTE_END
 from llmbatch.scheduler.beside.decode_choice import step_bound
-from llmbatch.scheduler.beside.guests import most_urgent, note_held, rank_guests, take_waiting
+from llmbatch.scheduler.beside.guests import least_slack, most_urgent, note_held, rank_guests, take_waiting
 from llmbatch.scheduler.chunks import give_chunk, is_forced
 from llmbatch.scheduler.commit import preempt
 from llmbatch.scheduler.state import SchedulerState, stop_waiting, take_slot
@@ -156,6 +156,7 @@ def _rank(state: SchedulerState) -> int:
     ranks = rank_guests(guests.counts[0].clock, dues, seconds)
     guests.ranks[:waiting] = ranks[:waiting]
     guests.counts[0].late = int(np.count_nonzero(np.isfinite(dues) & (ranks > dues)))
+    guests.counts[0].slack = least_slack(guests.counts[0].clock, dues, seconds, ranks)
     for i in range(begun):
         slot, at = run.prefilling[i], i
         rank = ranks[waiting + i]

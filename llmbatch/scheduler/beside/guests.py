@@ -35,6 +35,7 @@ _ABOVE: Final = 0.01  # of these, in which guests may hold more than is reserved
 _SPANS: Final = 10  # of 1, 2, 4, ... seconds, in which rises are learnt; the last is nearly the history
 _FORGET: Final = 1.0 / 60.0  # of the rate of work, each second
 _LATE: Final = 1e15  # rank of what is late, beside its due time in seconds
+_LEAST: Final = 1e-3  # s, until a guest is due
 _CORRECTED: Final = 0.05  # of the ratio of measured to predicted seconds, by each step
 
 
@@ -81,6 +82,7 @@ class GuestCounts:
     waiting: Int64
     running: Int64  # slots of guests, preempted ones among them
     late: Int64  # of those that wait or prefill, in the latest step that ranked them
+    slack: Float64  # of the times until guests in time are due, the least share left, in the latest step that ranked
     compute: Float64  # seconds of guests' work since `noted`
     memory: Float64
     compute_rate: Float64  # seconds of their work in each second, lately
@@ -111,7 +113,7 @@ class GuestQueue(NamedTuple):
     def empty(cls, capacity: int = 64) -> GuestQueue:
         """Make room for guests, none of them there."""
         counts = records(GuestCounts)
-        counts[0].correction = 1.0
+        counts[0].correction = counts[0].slack = 1.0
         columns = np.empty(capacity, np.int32), np.empty(capacity), np.empty(capacity), np.empty(capacity)
         return cls(*columns, np.zeros(_HISTORY), np.full(_SPANS, np.inf), counts)
 
@@ -183,6 +185,22 @@ def rank_guests(clock: float, dues: NDArray[np.float64], seconds: NDArray[np.flo
             end += less
             ranks[out] = _LATE + dues[out]
     return ranks
+
+
+@compiled
+def least_slack(
+    clock: float, dues: NDArray[np.float64], seconds: NDArray[np.float64], ranks: NDArray[np.float64]
+) -> float:
+    """Compute the least share that a guest in time has left of the time until it is due; 1 where there is none.
+
+    All arrays are float64 [n], as in `rank_guests`, which gave the ranks.
+    """
+    least, end = 1.0, 0.0
+    for place in np.argsort(ranks, kind="mergesort"):
+        end += seconds[place]
+        if np.isfinite(dues[place]) and ranks[place] <= dues[place]:
+            least = min(least, 1.0 - end / max(dues[place] - clock, _LEAST))
+    return max(least, 0.0)
 
 
 @compiled
