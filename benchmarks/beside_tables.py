@@ -12,10 +12,10 @@ from simulations import RESULTS
 HEAD = """# Online requests beside a job: by the clock
 
 Written by `python benchmarks/beside.py none` from what the tables' own commands left in beside-*.json. What the
-policies are, and how gaps in the papers were read: [simulate.md](../simulate.md). Nothing was tuned to these tables but
-one constant of `slack`, which was checked on other seeds, where some jobs with very long answers end later than is
-wanted ([decision 0076](../decisions/0076-what-a-job-takes-of-prompts.md)). The rows of `slack`
-in BROS's set-up and in the nine settings are of that decision, all others of before.
+policies are, and how gaps in the papers were read: [simulate.md](../simulate.md). Nothing was tuned to these tables:
+the constants of `slack` were chosen on other seeds ([decision 0080](../decisions/0080-what-guests-can-spare.md), which
+has figures of those, too). The rows of `slack` in the nine settings are of that decision, those in BROS's set-up of
+[0076](../decisions/0076-what-a-job-takes-of-prompts.md), all others of before.
 Nothing here ran on a GPU: seconds are those of the library's cost model, law `bytes`. e is the exponent by which
 compute and memory overlap (1: not at all). `slack` is the library's own scheduler.
 """
