@@ -30,9 +30,20 @@ _SAMPLING: Final[tuple[str, ...]] = (
     *("repetition_penalty", "prompt_logprobs", "structured_outputs"),
 )
 _ENDS: Final = ("add_generation_prompt", "continue_final_message")  # of a chat, given to its template
+# Of a chat, what OpenAI takes where it is left out: clients send it beside tools.
+_DEFAULTS: Final[Mapping[str, object]] = {"tool_choice": "auto", "parallel_tool_calls": True}
 _BOTH: Final = (*_KEPT, *_SAMPLING, "stream", "logprobs")
 FIELDS: Final = {
-    CHAT: (*_BOTH, "messages", "tools", "max_completion_tokens", "top_logprobs", *_ENDS, "chat_template_kwargs"),
+    CHAT: (
+        *_BOTH,
+        "messages",
+        "tools",
+        "max_completion_tokens",
+        "top_logprobs",
+        *_ENDS,
+        "chat_template_kwargs",
+        *_DEFAULTS,
+    ),
     COMPLETIONS: (*_BOTH, "prompt"),
 }
 
@@ -60,6 +71,12 @@ def read_body(url: str, body: Mapping[str, Any]) -> Asked:
             way_out = f"did you mean {near}?" if near else f"known are {', '.join(known)}"
             raise ParameterError(
                 f"{name} must be left out, since {url} has no such field here, got {_shown(value)}: {way_out}"
+            )
+    for name, default in _DEFAULTS.items():
+        if name in given and not (isinstance(given[name], type(default)) and given[name] == default):
+            raise ParameterError(
+                f"{name} must be {json.dumps(default)} or be left out, got {_shown(given[name])}: tools are given to "
+                "the chat template, and nothing else makes the model call them"
             )
     if flag("stream", given.get("stream", False)):
         raise ParameterError("stream must be false or be left out, got True: a batch is answered as a whole")

@@ -12,7 +12,7 @@ from llmbatch.errors import DataError
 from llmbatch.openai.fields import FIELDS
 from llmbatch.openai.requests import COLUMNS, BatchLines, read_requests, request_lines
 from llmbatch.preprocess.sampling_params import NAMES
-from tests.support.batches import BOTH, CHAT, COMPLETIONS, ONLY_CHAT, ONLY_COMPLETIONS, every_field, line
+from tests.support.batches import BOTH, CHAT, COMPLETIONS, ONLY_CHAT, ONLY_COMPLETIONS, TOOL, every_field, line
 
 
 def as_table(lines: list[dict[str, Any]]) -> pa.Table:
@@ -200,3 +200,19 @@ def test_requests_go_back_to_lines() -> None:
 def test_a_table_without_lines_is_refused(schema: dict[str, pa.DataType], said: str) -> None:
     with pytest.raises(DataError, match=said):
         BatchLines().check(pa.schema(schema))
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        ({"tool_choice": "none"}, "tool_choice must be \"auto\" or be left out, got 'none': "),
+        (
+            {"tool_choice": {"type": "function"}},
+            "tool_choice must be \"auto\" or be left out, got {'type': 'function'}: ",
+        ),
+        ({"parallel_tool_calls": False}, "parallel_tool_calls must be true or be left out, got False: "),
+        ({"parallel_tool_calls": 1}, "parallel_tool_calls must be true or be left out, got 1: "),
+    ],
+)
+def test_what_is_asked_of_calls_of_tools_is_what_openai_takes_by_itself(given: dict[str, Any], wanted: str) -> None:
+    assert error_of(line("a", CHAT, tools=[TOOL], **given)).startswith(wanted)

@@ -23,7 +23,7 @@ BOTH: tuple[dict[str, Any], ...] = (
 ONLY_CHAT: tuple[dict[str, Any], ...] = (
     {"max_tokens": None, "max_completion_tokens": 5}, {"logprobs": True}, {"logprobs": True, "top_logprobs": 3, "n": 2},
     {"logprobs": False}, {"tools": [TOOL]}, {"add_generation_prompt": False}, {"continue_final_message": False},
-    {"chat_template_kwargs": {"mood": "good"}},
+    {"chat_template_kwargs": {"mood": "good"}}, {"tools": [TOOL], "tool_choice": "auto", "parallel_tool_calls": True},
 )  # fmt: skip  # a table
 ONLY_COMPLETIONS: tuple[dict[str, Any], ...] = (
     {"logprobs": 0}, {"logprobs": 2, "n": 2}, {"prompt": [70, 71, 72]}, {"prompt": ["one text"]}, {"prompt": [[1, 2]]},
