@@ -20,7 +20,7 @@ from llmbatch.inference.options import Options
 from llmbatch.inference.progress import Advance, Progress, Silence
 from llmbatch.inference.report import Report, RowCounts
 from llmbatch.inference.window import Window
-from llmbatch.preprocess.continuations import check_continuation
+from llmbatch.preprocess.continuations import check_continuation, check_scored
 from llmbatch.preprocess.request_batch import RowRequests
 from llmbatch.preprocess.sampling_column import check_sampling_column
 from llmbatch.runtime.protocols import Totals, WindowSource
@@ -137,6 +137,7 @@ class TableWorker(ABC):
             check_sampling_column(schema, options.sampling_column)
         if options.continuation is not None:
             check_continuation(schema, options.continuation)
+            check_scored(options.sampling)
         elif options.sampling.structured_outputs is not None:
             options.sampling.structured_outputs.check()
         self.answer_schema(schema).check(schema)

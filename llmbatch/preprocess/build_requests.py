@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from llmbatch.arguments import refusal
 from llmbatch.errors import ParameterError, RowError
-from llmbatch.preprocess.continuations import check_continuation, join_texts, score_requests
+from llmbatch.preprocess.continuations import check_continuation, check_scored, join_texts, score_requests
 from llmbatch.preprocess.merging import merge_equal, repeat_draws
 from llmbatch.preprocess.prompt_tokens import MixedPrompts, prompt_tokens
 from llmbatch.preprocess.prompts import PromptSource
@@ -66,6 +66,7 @@ def build_shard(
     _check_lengths(lengths, context_length, errors)
     keys = np.arange(table.num_rows, dtype=np.uint64) if keys is None else keys
     if continuation is not None:
+        _check_scored(resolved, errors)
         texts = join_texts(prompts, table[continuation], tokenizer, vocabulary)
         return score_requests(texts, errors, prompts, context_length, keys)
     _check_vocabulary(resolved, vocabulary, errors)
@@ -142,6 +143,16 @@ def _check_single(resolved: ResolvedSampling, errors: dict[int, RowError]) -> No
             name = "n" if params.n > 1 else "prompt_logprobs"
             for row in np.flatnonzero(resolved.params_index == number).tolist():
                 errors.setdefault(row, RowError("parameters", f"{name} must be left out with turns"))
+
+
+def _check_scored(resolved: ResolvedSampling, errors: dict[int, RowError]) -> None:
+    """Give the rows an error whose texts are scored and that ask for what only answers have."""
+    for number, params in enumerate(resolved.params):
+        try:
+            check_scored(params)
+        except ParameterError as error:
+            for row in np.flatnonzero(resolved.params_index == number).tolist():
+                errors.setdefault(row, RowError("parameters", str(error)))
 
 
 def _check_logits(resolved: ResolvedSampling, errors: dict[int, RowError]) -> None:

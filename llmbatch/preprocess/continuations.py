@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from llmbatch.errors import DataError, RowError
+from llmbatch.errors import DataError, ParameterError, RowError
 from llmbatch.preprocess.columns import Unreadable, find_field, is_list, is_text, nested_values
 from llmbatch.preprocess.merging import merge_equal
 from llmbatch.preprocess.prompt_tokens import PromptTokens
@@ -45,6 +45,19 @@ def check_continuation(schema: pa.Schema, name: str) -> None:
     inner = kind.value_type if is_list(kind) else kind
     if not is_text(inner) and not (inner is not kind and pa.types.is_integer(inner)):
         raise DataError(f"the continuation column must hold texts, lists of texts or token ids, but {name!r} is {kind}")
+
+
+def check_scored(params: SamplingParams) -> None:
+    """Raise ParameterError where parameters ask for what only answers have: nothing is generated beside scores."""
+    structure = params.structured_outputs
+    given = {"n": params.n if params.n > 1 else None, "structured_outputs": structure and structure.kind}
+    for name, value in given.items():
+        if value is not None:
+            raise ParameterError(
+                f"{name} must be left out with continuation, got {value!r}: texts are scored, and nothing is generated",
+                option=name,
+                value=value,
+            )
 
 
 def join_texts(prompts: PromptTokens, column: pa.ChunkedArray, tokenizer: Tokenizer, vocabulary: int) -> ScoredTexts:

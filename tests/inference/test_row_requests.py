@@ -222,6 +222,24 @@ def test_what_cannot_be_scored_is_the_rows_error(folders: Any, texts: list[Any],
     assert row["continuation_logprob"] is None
 
 
+@pytest.mark.parametrize(
+    ("given", "got"), [({"n": 3}, "3"), ({"structured_outputs": {"regex": "a"}}, "'regex'")], ids=["n", "form"]
+)
+def test_what_only_answers_have_is_refused_of_texts_that_are_scored(folders: Any, given: Any, got: str) -> None:
+    message = f"{next(iter(given))} must be left out with continuation, got {got}: "
+    options: Any = {
+        "model": folders("llama"), "prompt": "text", "continuation": "text", "dtype": "float32", "device": "cpu",
+        "kv_memory": 2**24,
+    }  # fmt: skip  # arguments in groups
+    with pytest.raises(llmbatch.ParameterError) as caught:
+        llmbatch.LLMOperator(**options, **given)(pa.table({"text": ["a"]}))
+    assert str(caught.value).startswith(message)
+    by_row: Any = llmbatch.LLMOperator(**options, sampling_params="how")
+    bad, good = by_row(pa.table({"text": ["a", "b"], "how": [json.dumps(given), None]})).to_pylist()
+    assert (bad["error_kind"], bad["error"].startswith(message)) == ("parameters", True)
+    assert good["error"] is None
+
+
 def test_numbers_cannot_be_scored(folders: Any) -> None:
     op: Any = llmbatch.LLMOperator(model=folders("llama"), prompt="text", continuation="more", device="cpu")
     message = "^the continuation column must hold texts, lists of texts or token ids, but 'more' is int64$"
