@@ -23,7 +23,7 @@ from llmbatch.inference.window import Window
 from llmbatch.io.gather import pieces
 from llmbatch.preprocess.request_batch import RequestBatch
 from llmbatch.preprocess.tokenizer import Tokenizer
-from llmbatch.runtime.protocols import NO_ANSWER, CompletedRequests, EngineObserver
+from llmbatch.runtime.protocols import CompletedRequests, EngineObserver, no_answer
 from llmbatch.scheduler.output import FinishReason
 from llmbatch.scheduler.scheduler import FinishedSequences
 
@@ -95,14 +95,11 @@ class AnswerAssembler(EngineObserver[Window]):
         self._columns = columns
         self._at_risk = at_risk
         self._texts = texts
-        self._broken = {
-            FinishReason.ERROR: NO_ANSWER,
-            FinishReason.TIMEOUT: RowError(
-                "timeout",
-                f"a row may run for row_timeout, {row_timeout:g} s, and this one was not done by then: "
-                "raise row_timeout (--row-timeout) or lower max_tokens",
-            ),
-        }
+        self._timed_out = RowError(
+            "timeout",
+            f"a row may run for row_timeout, {row_timeout:g} s, and this one was not done by then: "
+            "raise row_timeout (--row-timeout) or lower max_tokens",
+        )
         self.rows_cut: int = 0  # that the pool may end early
         self._held: list[CompletedRequests[Window]] = []
         self._talks: dict[int, Conversations] = {}  # of which turns have ended
@@ -195,10 +192,12 @@ class AnswerAssembler(EngineObserver[Window]):
             self._hand_on_rows(window, window.parts.add(requests, ended), window.parts)
             return
         good = finish < FinishReason.ERROR
-        for kind in np.unique(finish[~good]).tolist():
-            rows, at = window.rows_of(requests[finish == kind])
-            errors = [self._broken[FinishReason(kind)]] * len(rows)
-            self._sink.write(window, _failed_rows(window, rows, errors, attempts[finish == kind][at]))
+        if not good.all():
+            failed = requests[~good]
+            rows, at = window.rows_of(failed)
+            errors = [self._broken(window, *one) for one in zip(failed.tolist(), finish[~good].tolist(), strict=True)]
+            each = [errors[i] for i in at.tolist()]
+            self._sink.write(window, _failed_rows(window, rows, each, attempts[~good][at]))
         if not good.any():
             return
         index = requests[good]
@@ -233,14 +232,23 @@ class AnswerAssembler(EngineObserver[Window]):
         texts = self._texts(requests, ended.requests, ended.tokens)
         told, inputs = ended.logprobs, requests.prompt_lengths[ended.requests]
         columns = ended.finish.tolist(), ended.cached.tolist(), ended.attempts.tolist(), inputs.tolist()
+        errors = [
+            None if why < FinishReason.ERROR else self._broken(ended.window, request, why)
+            for request, why in zip(ended.requests.tolist(), ended.finish.tolist(), strict=True)
+        ]
         return [
-            RequestAnswer(
-                text, len(tokens), why, found, tries, answer, prompt, self._broken.get(FinishReason(why)), inputs
-            )
-            for text, tokens, (answer, prompt), why, found, tries, inputs in zip(
-                texts, ended.tokens, told, *columns, strict=True
+            RequestAnswer(text, len(tokens), why, found, tries, answer, prompt, error, inputs)
+            for text, tokens, (answer, prompt), error, why, found, tries, inputs in zip(
+                texts, ended.tokens, told, errors, *columns, strict=True
             )
         ]
+
+    def _broken(self, window: Window, request: int, why: int) -> RowError:
+        """Say why a request that ended has no answer."""
+        requests = window.requests
+        return (
+            no_answer(requests.params[requests.params_index[request]]) if why == FinishReason.ERROR else self._timed_out
+        )
 
     def _take_turns(
         self, parts: TurnParts, window: Window, requests: NDArray[np.int32], answers: list[RequestAnswer]

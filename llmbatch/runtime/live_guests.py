@@ -21,7 +21,7 @@ from llmbatch.errors import RowError
 from llmbatch.planning.workload import Pool, too_long
 from llmbatch.runtime.guest_seconds import GuestSeconds
 from llmbatch.runtime.guests import Guest, GuestEnd, GuestInbox
-from llmbatch.runtime.protocols import NO_ANSWER
+from llmbatch.runtime.protocols import no_answer
 from llmbatch.runtime.spare_rows import SpareRows
 from llmbatch.scheduler.beside.guests import Arrivals
 from llmbatch.scheduler.output import FinishReason
@@ -160,7 +160,7 @@ class LiveGuests:
             return
         error = None
         if reason == FinishReason.ERROR:
-            error = NO_ANSWER
+            error = no_answer(one.guest.params)
         if reason < FinishReason.ERROR:
             self._ended = min(self._ended + 1, _REMEMBERED)
             self._mean += (len(tokens) - self._mean) / self._ended

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Final, Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,15 +13,22 @@ from llmbatch.engine.base import StreamEngine, TokenLogprobs
 from llmbatch.errors import RowError
 from llmbatch.planning.prefix_tree import PrefixTree
 from llmbatch.preprocess.request_batch import RequestBatch
+from llmbatch.preprocess.sampling_params import SamplingParams
 from llmbatch.scheduler.output import Step
 from llmbatch.scheduler.scheduler import FinishedSequences
 
-NO_ANSWER: Final = RowError(
-    "engine",
-    "the model's logits were not finite, or the form of the answer became too large to be followed: "
-    "try dtype float32, or a simpler form",
-)
 NO_REQUESTS = np.empty(0, np.int32)
+
+
+def no_answer(params: SamplingParams) -> RowError:
+    """Make the error of a request of which the engine made no answer, by what it asked for."""
+    if params.structured_outputs is None:
+        return RowError("engine", "the model's logits were not finite: try dtype float32")
+    return RowError(
+        "engine",
+        "the model's logits were not finite, or the form of the answer became too large to be followed: "
+        "try dtype float32, or a simpler form",
+    )
 
 
 class RequestWindow(Protocol):

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pytest
+import torch
 
 import llmbatch
-from tests.support.models import tiny_model_folder
+from tests.support.models import save_with_tokenizer, tiny_model, tiny_model_folder
 
 TEXTS = [f"row {number}" for number in range(12)]
 PERSON = {
@@ -47,6 +49,12 @@ def test_answers_keep_to_a_schema(folder: str, temperature: float) -> None:
         assert list(found) == ["name", "age", "tags"]
         assert 0 <= found["age"] <= 120
         assert set(found["tags"]) <= {"a", "b"}
+
+
+def test_a_schema_can_forbid_white_space(folder: str) -> None:
+    schema = {**PERSON, "x-guidance": {"whitespace_flexible": False}}
+    for row in ask(folder, structured_outputs={"json": schema}, temperature=1.0, seed=1):
+        assert re.fullmatch(r'\{"name":".*","age":\d+,"tags":\[("[ab]",?)*\]\}', row["generated_text"])
 
 
 def test_a_response_format_is_another_word_for_a_schema(folder: str) -> None:
@@ -181,3 +189,11 @@ def test_a_form_that_becomes_too_large_is_an_error_of_its_row_alone(folder: str)
     assert rows[1]["error"].startswith("the model's logits were not finite, or the form of the answer became too large")
     assert rows[1]["attempts"] == 1  # the engine did not die of it
     assert rows[3]["generated_text"] == "yes"
+
+
+@pytest.mark.parametrize("given", [{}, {"n": 2, "temperature": 1.0}], ids=["one", "several"])
+def test_the_error_of_a_row_without_a_form_speaks_of_none(tmp_path: Path, given: dict[str, Any]) -> None:
+    model: Any = tiny_model("llama")
+    torch.nn.init.constant_(model.get_input_embeddings().weight, torch.nan)
+    rows = ask(save_with_tokenizer(model, tmp_path), max_tokens=2, **given)
+    assert {row["error"] for row in rows} == {"the model's logits were not finite: try dtype float32"}
