@@ -56,7 +56,14 @@ def explained(batch: Any) -> Iterator[None]:
 
 def no_table(batch: Any) -> DataError:
     """Make the error of what is no table."""
-    return DataError(f"LLMOperator takes {TAKEN}, got {type(batch).__name__}")
+    kind = type(batch).__name__
+    if instance_of(batch, "datasets", "DatasetDict", "IterableDatasetDict"):
+        return DataError(
+            f"a table must be one split, got {kind}: take it by its name, as in ds[{next(iter(batch), 'train')!r}]"
+        )
+    if instance_of(batch, "datasets", "IterableDataset"):
+        return DataError(f"a table must be there as a whole, got {kind}: ds.map(op, batched=True) answers it in parts")
+    return DataError(f"LLMOperator takes {TAKEN}, got {kind}")
 
 
 def instance_of(value: Any, module: str, *names: str) -> bool:

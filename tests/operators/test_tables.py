@@ -135,3 +135,18 @@ def test_rows_of_a_dataset_are_answered_together_or_not_at_all(operator: Any) ->
     message = r"^a table must have rows, got one row of a Dataset: map it with batched=True$"
     with pytest.raises(DataError, match=message):
         rows.map(operator)
+
+
+def test_what_of_datasets_is_no_table_is_refused_with_the_way_that_works(operator: Any) -> None:
+    datasets = pytest.importorskip("datasets")
+    rows = datasets.Dataset.from_dict({"text": ["abc", "abd"]})
+    stream = rows.to_iterable_dataset()
+    with pytest.raises(
+        DataError, match=r"^a table must be there as a whole, got IterableDataset: ds\.map\(op, batched=T"
+    ):
+        operator(stream)
+    assert [row["generated_text"] for row in stream.map(operator, batched=True)] == TEXTS[:2]
+    with pytest.raises(
+        DataError, match=r"^a table must be one split, got DatasetDict: take it by its name, as in ds\['a"
+    ):
+        operator(datasets.DatasetDict({"all": rows}))
