@@ -43,6 +43,11 @@ def test_a_notebook_shows_what_the_lines_say() -> None:
     assert [f"{name:<16} {words}" for name, words in cells(REPORT)] == REPORT.to_text().splitlines()
 
 
+def test_the_first_error_is_said_where_there_is_one() -> None:
+    report = Report.from_dict({**REPORT.to_dict(), "first_error": "row 3: prompt is null"})
+    assert ("first error", "row 3: prompt is null") in cells(report)
+
+
 def test_what_order_bought_is_said_where_it_is_known() -> None:
     report = Report.from_dict({**REPORT.to_dict(), "order_gain": 1.634})
     assert ("order bought", "1.63 x over the input's order, simulated with these answers") in cells(report)

@@ -66,8 +66,9 @@ def _run(arguments: dict[str, Any]) -> int:
     elif not quiet and not report.finished_before:
         print(report.to_text(), file=sys.stderr)
     if report.rows and report.errors == report.rows:
+        why = "" if report.first_error is None else f"; {report.first_error}"
         _say(
-            f"every row failed ({report.rows:,}): see the column error in {report.output}, "
+            f"every row failed ({report.rows:,}{why}): see the column error in {report.output}, "
             "or the file of errors beside it, mend the cause, "
             "and run the same command with --retry-errors"
         )

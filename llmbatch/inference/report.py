@@ -50,6 +50,7 @@ class Report(Figures):
     kv_memory: int  # bytes of the page pool
     engine_deaths: int = 0  # engines that were replaced
     rows_resumed: int = 0  # rows found answered by an earlier run; time and steps are this run's
+    first_error: str | None = None  # that this run saw, with its row
     notes: tuple[str, ...] = ()
     output: str | None = None
     finished_before: bool = False  # the output was there already; the figures are that job's
@@ -86,6 +87,7 @@ class Report(Figures):
         errors, duplicates, resumed = f"{self.errors:,}", f"{self.duplicates:,}", f"{self.rows_resumed:,}"
         said = [
             ("rows", f"{self.rows:,} ({errors} errors, {duplicates} duplicates, {resumed} found answered)"),
+            *([] if self.first_error is None else [("first error", self.first_error)]),
             ("tokens", f"{self.input_tokens:,} in, {self.output_tokens:,} out"),
             ("speed", f"{self.tokens_per_second:,.0f} tokens/s over {self.seconds:,.1f} s"),
             ("loading", f"{self.load_seconds:.1f} s before that"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -185,4 +185,5 @@ class TableWorker(ABC):
         answered = add_answers(table, sink.batches, window.schema)
         seconds = time.perf_counter() - begun - loading
         tally = window.counts(answered)
-        return AnsweredTable(answered, self.report(tally, totals, notes=notes, seconds=seconds))
+        report = self.report(tally, totals, notes=notes, seconds=seconds)
+        return AnsweredTable(answered, replace(report, first_error=error_budget.first_error))

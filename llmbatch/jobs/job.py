@@ -297,6 +297,7 @@ class _Job:
             self._worker.report(writer.tally, totals, notes=notes, seconds=seconds),
             output=self._output.url,
             rows_resumed=writer.rows_resumed,
+            first_error=self._error_budget.first_error,
             order_gain=gain,
         )
 

@@ -144,7 +144,7 @@ def plan_resume(
         )
     changed = manifest["files"] != fresh.files
     if not changed and not (options.retry_errors and report.errors):
-        error_budget.count(report.errors)
+        error_budget.count(report.errors, report.first_error)
         return AlreadyFinished(report)
     if changed:
         _check_change(fresh, manifest["rows"], manifest["columns"])

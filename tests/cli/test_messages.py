@@ -33,9 +33,8 @@ from tests.support.tokenizers import save_fast
 
 def failed(job: Job) -> str:
     return (
-        f"llmbatch: every row failed (2): see the column error in {job.out}, or the file of errors beside "
-        "it, mend the cause, "
-        "and run the same command with --retry-errors\n"
+        f"llmbatch: every row failed (2; row 0: prompt is empty): see the column error in {job.out}, or the "
+        "file of errors beside it, mend the cause, and run the same command with --retry-errors\n"
     )
 
 

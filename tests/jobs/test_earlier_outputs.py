@@ -30,7 +30,8 @@ def failing(small: Job) -> Job:
 def test_a_finished_output_with_too_many_errors_is_not_passed_over(failing: Job) -> None:
     with pytest.raises(JobError) as caught:
         failing.run(max_error_rate=0.0)
-    assert str(caught.value).startswith("max_error_rate is 0, and 2 of 12 rows have failed already: ")
+    said = "max_error_rate is 0, and 2 of 12 rows have failed already (row 3: prompt is null): "
+    assert str(caught.value).startswith(said)
     assert failing.run(max_error_rate=0.2).finished_before
 
 

@@ -149,8 +149,9 @@ def test_too_many_failed_rows_end_a_job(job: Job, capfd: pytest.CaptureFixture[s
     nulls(job, 7)
     assert main(job.command("--max-error-rate", "0.1", "--quiet")) == 1
     assert capfd.readouterr().err == (
-        "llmbatch: max_error_rate is 0.1, and 7 of 60 rows have failed already: what is answered is kept; mend the "
-        "cause and run the same command again with retry_errors=True (--retry-errors), or with a higher rate\n"
+        "llmbatch: max_error_rate is 0.1, and 7 of 60 rows have failed already (row 0: prompt is null): what is "
+        "answered is kept; mend the cause and run the same command again with retry_errors=True (--retry-errors), or "
+        "with a higher rate\n"
     )
     assert main(job.command("--max-error-rate", "0.1", "--quiet")) == 1
     assert main(job.command("--max-error-rate", "0.12", "--quiet")) == 0
