@@ -81,11 +81,10 @@ def load_once(model: str, dtype: Any) -> dict[str, float]:
     from llmbatch.engine import factory
     from llmbatch.engine.cpu import decoder, engine, linear, platform
     from llmbatch.engine.model import checkpoints, config, loader, refusals
-    from llmbatch.inference.engines import UnloadedEngines
+    from llmbatch.inference import engines
     from llmbatch.inference.options import Options
     from llmbatch.inference.progress import Silence
     from llmbatch.planning.workload import Scheduling
-    from llmbatch.preprocess import tokenizer
 
     cpu_target.typing_context.refresh()  # numba imports the rest of its own modules when it first loads code
     cpu_target.target_context.refresh()
@@ -95,7 +94,7 @@ def load_once(model: str, dtype: Any) -> dict[str, float]:
     refusals.find_class(folder, AutoConfig.from_pretrained(folder))  # imports the modules of its family
     parts = Parts()
     parts.count("file", checkpoints, "resolve_model")
-    parts.count("tokenizer", tokenizer, "load_tokenizer")
+    parts.count("tokenizer", engines, "load_tokenizer")
     parts.count("config, and attention of layers", config, "describe_model")
     parts.count("weights", loader, "_read_module")
     parts.count("probes of modules", loader, "fuse")
@@ -109,8 +108,7 @@ def load_once(model: str, dtype: Any) -> dict[str, float]:
     def whole() -> None:
         folder = checkpoints.resolve_model(model)
         options = Options.build(model=model, dtype=dtype, prompt="question", device="cpu")
-        engines = UnloadedEngines.open(folder, options, tokenizer.load_tokenizer(folder))
-        engines.load(Scheduling(max_running=512), Silence()).engine()
+        engines.UnloadedEngines.open(folder, options).load(Scheduling(max_running=512), Silence()).engine()
 
     parts.counted("all else", whole)()
     return parts.seconds

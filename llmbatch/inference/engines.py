@@ -137,18 +137,20 @@ class UnloadedEngines(Engines):
         self, options: Options, tokenizer: Tokenizer, platform: Platform, config: ModelConfig, pool: Pool
     ) -> None:
         super().__init__(config, pool, platform.max_running)
-        self._options, self._tokenizer = options, tokenizer
+        self.tokenizer = tokenizer
+        self._options = options
         self._platform, self._config = platform, config
 
     @classmethod
-    def open(cls, folder: str, options: Options, tokenizer: Tokenizer) -> UnloadedEngines:
-        """Find the device, and read what is to be known of the model in a folder."""
+    def open(cls, folder: str, options: Options) -> UnloadedEngines:
+        """Find the device, read what is to be known of the model in a folder, and load its tokenizer."""
         from llmbatch.engine.devices import find_platform
         from llmbatch.engine.factory import size_pool
 
         platform = find_platform(options.device)
         config = _describe(folder, options, platform)
-        return cls(options, tokenizer, platform, config, size_pool(platform, config, options))
+        pool = size_pool(platform, config, options)
+        return cls(options, tokenizer_of(folder, options), platform, config, pool)
 
     @cached_property
     def cost(self) -> CostModel:
@@ -170,7 +172,7 @@ class UnloadedEngines(Engines):
         except (MemoryError, RuntimeError) as error:
             raise out_of_memory(error, f"the weights of {options.model}") from error
         factory = prepare(platform, self._config, weights, options, scheduling, self.pool)
-        return ModelEngines(platform, self._config, weights, factory, self._tokenizer)
+        return ModelEngines(platform, self._config, weights, factory, self.tokenizer)
 
 
 class ModelEngines(LoadedEngines):

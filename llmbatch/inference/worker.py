@@ -88,13 +88,13 @@ class Worker(TableWorker):
 
         with saying(progress, f"preparing {options.model}; a GGUF file is converted once"):
             folder = resolve_model(options.model, partial(compile_kernels, options))
-            engines: Engines
+            engines: Engines  # first: of a model that cannot be run, the tokenizer is often no good either
             if options.engine == "simulated":
-                tokenizer = plain_tokenizer(folder, name=options.model) or tokenizer_of(folder, options)
                 engines = SimulatedEngines.open(folder, options)
+                tokenizer = plain_tokenizer(folder, name=options.model) or tokenizer_of(folder, options)
             else:
-                tokenizer = tokenizer_of(folder, options)
-                engines = UnloadedEngines.open(folder, options, tokenizer)
+                engines = described = UnloadedEngines.open(folder, options)
+                tokenizer = described.tokenizer
         return cls(options, folder, tokenizer, engines, compilation, progress, time.perf_counter() - begun)
 
     @property

@@ -19,6 +19,8 @@ from llmbatch.engine.model.config import describe_model
 from llmbatch.engine.model.loader import load_model
 from llmbatch.engine.model.outline import outline
 from llmbatch.errors import ModelError, ParameterError
+from llmbatch.inference.options import Options
+from llmbatch.inference.worker import Worker
 from llmbatch.kernels.cpu.tiles import vector_ir
 from tests.support.families import REFUSED, TABLE
 from tests.support.quantised import compressed_config
@@ -332,3 +334,58 @@ def test_a_model_without_a_context_length_is_refused(tmp_path: Path) -> None:
 def test_a_config_that_cannot_be_read_is_refused(tmp_path: Path, make: Callable[[Path], Any], reason: str) -> None:
     make(tmp_path)
     assert refusal(tmp_path).startswith(f"model folder FOLDER has {reason}: ")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[1]", "config.json in model folder FOLDER must be an object, got [1]: "),
+        ('{"quantization_config": "awq"}', "quantization_config in model folder FOLDER must be an object, got 'awq': "),
+        ('{"rope_scaling": 2}', "rope_scaling in model folder FOLDER must be an object, got 2: "),
+    ],
+)
+def test_a_config_that_holds_no_object_where_there_must_be_one_is_refused(
+    tmp_path: Path, text: str, message: str
+) -> None:
+    (tmp_path / "config.json").write_text(text)
+    assert refusal(tmp_path) == message + "correct config.json there, or copy or download it again"
+
+
+ROPE = {"rope_theta": 1e4, "original_max_position_embeddings": 32}
+PLACE = "of rotary embeddings in model folder FOLDER"
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"rope_type": "yarn", "factor": -1}, f"factor {PLACE} must be above 0, got -1: "),
+        ({"rope_type": "linear", "factor": "2"}, f"factor {PLACE} must be above 0, got '2': "),
+        (
+            {"rope_type": "longrope", "short_factor": [1.0, 0], "long_factor": [1.0, 1.0]},
+            f"short_factor {PLACE} must be above 0, got 0: ",
+        ),
+        (
+            {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0, 1.0]},
+            f"long_factor {PLACE} must have as many numbers as short_factor, 1, got 2: ",
+        ),
+    ],
+)
+def test_factors_of_rotary_embeddings_that_make_no_sense_are_refused(
+    tmp_path: Path, given: dict[str, Any], message: str
+) -> None:
+    folder = changed(tmp_path, "llama", rope_parameters={**ROPE, **given})
+    assert refusal(folder) == message + "correct config.json there, or copy or download it again"
+
+
+def test_rotary_embeddings_without_their_factors_are_refused(tmp_path: Path) -> None:
+    folder = changed(tmp_path, "llama", rope_parameters={**ROPE, "rope_type": "longrope"})
+    assert refusal(folder).startswith("model folder FOLDER has no config that can be read: Missing required keys in ")
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", '{"model_type": "t5"}'])
+def test_a_model_is_refused_for_its_config_before_its_tokenizer_is_looked_at(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(ModelError) as caught:
+        Worker.open(Options.build(model=str(tmp_path), prompt="text", device="cpu", dtype="float32"))
+    assert "tokenizer" not in str(caught.value)

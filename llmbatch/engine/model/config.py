@@ -31,6 +31,7 @@ from llmbatch.engine.model.positions import fix_positions
 from llmbatch.engine.model.quantisation import Quantisation, read_quantisation, without_quantisation
 from llmbatch.engine.model.refusals import (
     check_config,
+    check_file,
     check_fp8_device,
     check_fp8_kv,
     check_fp8_layers,
@@ -90,10 +91,12 @@ def describe_model(
     ParameterError if its context is shorter than that asked for.
     """
     register()
+    check_file(folder)
     try:
         shared = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
     except (OSError, ValueError, KeyError, StrictDataclassError) as error:
-        lines = str(error).strip().splitlines() or [type(error).__name__]
+        said = error.args[0] if isinstance(error, KeyError) and error.args else error
+        lines = str(said).strip().splitlines() or [type(error).__name__]
         reason = " ".join(line.strip() for line in lines[: 1 + lines[0].endswith(":")])
         raise ModelError(f"model folder {folder!r} has no config that can be read: {reason}") from error
     whole = copy.deepcopy(shared)  # a model keeps its attention's name in it

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -18,6 +20,9 @@ LAYER_TYPES: Final = ("full_attention", "sliding_attention", "chunked_attention"
 ANOTHER_ENGINE: Final = "take another model, or transformers itself for this one"
 _ATTENTION: Final = ("attention", *LAYER_TYPES)  # "attention" is what hybrid models call it
 _ROPE_TYPES: Final = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional")
+_OBJECTS: Final = ("quantization_config", "compression_config", "rope_parameters", "rope_scaling")  # of a config
+_ROPE_FACTORS: Final = ("factor", "short_factor", "long_factor")  # positions or frequencies are divided by them
+_MENDED: Final = "correct config.json there, or copy or download it again"
 _FP8_MULTIPLE: Final = 16  # that widths of products are, for `torch._scaled_mm`
 _FP8_OLDEST: Final = (8, 9)  # compute capability: Ada, the first with products and conversions of e4m3
 _NOT_FP8: Final = "take --dtype bfloat16"
@@ -35,6 +40,21 @@ def unsupported(folder: str, part: str, supported: str, way_out: str) -> ModelEr
 def layers_without_attention(folder: str, layers: str) -> ModelError:
     """Build the error of a model with other layers than attention."""
     return unsupported(folder, layers, f"layers are {', '.join(LAYER_TYPES)}", ANOTHER_ENGINE)
+
+
+def check_file(folder: str) -> None:
+    """Check that a config is an object, and so are parts of it that transformers takes for one. Raises ModelError.
+
+    What is no JSON at all is left to transformers.
+    """
+    try:
+        config: object = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return
+    given = {name: config[name] for name in _OBJECTS if name in config} if isinstance(config, dict) else {}
+    for name, value in given.items() if isinstance(config, dict) else [("config.json", config)]:
+        if value is not None and not isinstance(value, dict):
+            raise ModelError(f"{name} in model folder {folder!r} must be an object, got {_shown(value)}: {_MENDED}")
 
 
 def check_config(folder: str, whole: PretrainedConfig, text: PretrainedConfig) -> None:
@@ -55,6 +75,7 @@ def check_config(folder: str, whole: PretrainedConfig, text: PretrainedConfig) -
                 f"types are {', '.join(_ROPE_TYPES)}",
                 "correct rope_type in its config.json if it is another name of one of these, or " + ANOTHER_ENGINE,
             )
+        _check_factors(folder, parameters)
     for name in ("hidden_act", "hidden_activation", "activation_function"):
         activation = getattr(text, name, None)
         if isinstance(activation, str) and activation not in ACT2FN:
@@ -64,6 +85,30 @@ def check_config(folder: str, whole: PretrainedConfig, text: PretrainedConfig) -
                 "activations are those of transformers",
                 f"correct {name} in its config.json, or install a transformers that knows it",
             )
+
+
+def _check_factors(folder: str, parameters: dict[str, Any]) -> None:
+    """Check the factors of rotary embeddings, which transformers only warns of. Raises ModelError."""
+    for name in _ROPE_FACTORS:
+        value = parameters.get(name)
+        for one in value if isinstance(value, list) else [1 if value is None else value]:
+            if isinstance(one, bool) or not isinstance(one, int | float) or not one > 0:
+                raise ModelError(
+                    f"{name} of rotary embeddings in model folder {folder!r} must be above 0, got {_shown(one)}: "
+                    f"{_MENDED}"
+                )
+    given = [parameters.get(name) for name in _ROPE_FACTORS[1:]]
+    counts = [len(value) for value in given if isinstance(value, list)]
+    if len(set(counts)) > 1:
+        raise ModelError(
+            f"long_factor of rotary embeddings in model folder {folder!r} must have as many numbers as short_factor, "
+            f"{counts[0]}, got {counts[1]}: {_MENDED}"
+        )
+
+
+def _shown(value: object) -> str:
+    shown = repr(value)
+    return shown if len(shown) <= 60 else shown[:60] + "..."
 
 
 def find_class(folder: str, whole: PretrainedConfig) -> Any:
