@@ -13,7 +13,7 @@ from llmbatch.inference.options import Options
 from llmbatch.io.reading.dataset import Dataset
 from llmbatch.jobs.options import ExplainArgs
 from llmbatch.openai.answers import FORM
-from llmbatch.openai.requests import BODY, BatchLines
+from llmbatch.openai.requests import BODY, TEXTS, BatchLines
 
 _PROMPTS = ("prompt", "template", "messages", "turns")  # of which rows need one
 
@@ -40,7 +40,8 @@ class Command:
         options = Options.build(**rest) if has_prompts else Options.of_batch(**rest)
         paths = paths_of(inputs)
         check_storage_options(storage_options)
-        source = Dataset.resolve(paths, storage_options, json_columns=() if has_prompts else (BODY,))
+        kept: dict[str, Any] = {} if has_prompts else {"json_columns": (BODY,), "text_columns": TEXTS}
+        source = Dataset.resolve(paths, storage_options, **kept)
         if not has_prompts:
             options.source.check(source.schema)
         return cls(options, paths, source, storage_options)

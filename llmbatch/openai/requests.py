@@ -20,8 +20,9 @@ from llmbatch.preprocess.columns import Unreadable, find_field, is_text, nested_
 from llmbatch.preprocess.prompt_tokens import MixedPrompts
 from llmbatch.preprocess.prompts import PromptSource
 
-COLUMNS: Final = ("custom_id", "method", "url", "body")
+TEXTS: Final = ("custom_id", "method", "url")
 BODY: Final = "body"
+COLUMNS: Final = (*TEXTS, BODY)
 SAMPLING: Final = "sampling_params"  # of `BatchRequests.table`
 _METHOD: Final = "POST"
 
@@ -44,7 +45,7 @@ class BatchLines:
                 "exactly one of prompt, template, messages and turns must be given, got none: only a batch in OpenAI's "
                 f"form, with {', '.join(COLUMNS)} in each line, needs none, and this input has no {missing[0]!r}"
             )
-        for name in COLUMNS[:-1]:
+        for name in TEXTS:
             kind = find_field(schema, name, name).type
             if not is_text(kind) and not pa.types.is_null(kind):
                 raise DataError(f"the {name} column of a batch must hold text, got {kind}")
@@ -103,7 +104,8 @@ def _read(custom_id: object, method: object, url: object, body: object) -> Asked
         if isinstance(value, Unreadable):
             raise ParameterError(f"{name} cannot be read: {value.reason}")
     if not isinstance(custom_id, str) or not custom_id:
-        raise ParameterError(f"custom_id must be text by which the line is known, got {custom_id!r}")
+        got = "none" if custom_id is None else repr(custom_id)
+        raise ParameterError(f"custom_id must be text by which the line is known, got {got}: put a number in quotes")
     if method != _METHOD:
         raise ParameterError(f"method must be {_METHOD}, got {method!r}")
     if not isinstance(url, str) or url not in FIELDS:

@@ -161,6 +161,16 @@ def test_lines_that_fail_go_to_a_file_beside(model: str, tmp_path: Path) -> None
     assert reasons[2]["message"] == "custom_id must be another in each line, got that of line 1 again"
 
 
+def test_a_number_as_custom_id_is_the_error_of_its_line_alone(model: str, tmp_path: Path) -> None:
+    write(tmp_path / "in.jsonl", [line("a"), {**line("b"), "custom_id": 5}, {**line("c"), "method": ["POST"]}])
+    report = llmbatch.run(tmp_path / "in.jsonl", tmp_path / "out.jsonl", model=model, engine="simulated")
+    assert (report.rows, report.errors) == (3, 2)
+    number, method = read(tmp_path / "out.errors.jsonl")
+    said = number["response"]["body"]["error"]["message"]
+    assert said == "custom_id must be text by which the line is known, got none: put a number in quotes"
+    assert (method["custom_id"], method["response"]["body"]["error"]["param"]) == ("c", "method")
+
+
 def test_what_the_engine_failed_at_has_an_error_and_no_response() -> None:
     columns = {"custom_id": "a", "method": "POST", "url": CHAT, "body": "{}"}
     answer = {"num_input_tokens": 1, "num_cached_tokens": 0, "choices": None, "prompt_logprobs": None}

@@ -146,8 +146,8 @@ def test_a_field_that_is_wrong_is_the_lines_error(body: dict[str, Any], url: str
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"custom_id": None}, "custom_id must be text by which the line is known, got None"),
-        ({"custom_id": ""}, "custom_id must be text by which the line is known, got ''"),
+        ({"custom_id": None}, "custom_id must be text by which the line is known, got none: put a number in quotes"),
+        ({"custom_id": ""}, "custom_id must be text by which the line is known, got '': put a number in quotes"),
         ({"method": "GET"}, "method must be POST, got 'GET'"),
         ({"url": "/v1/embeddings"}, "url must be one of /v1/chat/completions, /v1/completions, got '/v1/embeddings'"),
         ({"url": None}, "url must be one of /v1/chat/completions, /v1/completions, got None"),

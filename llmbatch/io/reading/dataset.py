@@ -41,6 +41,7 @@ class Dataset:
         storage_options: Mapping[str, Any] | None = None,
         *,
         json_columns: Sequence[str] = (),
+        text_columns: Sequence[str] = (),
     ) -> Dataset:
         """Find the files that `paths` name, in the order given; those of a folder or a glob sorted by path.
 
@@ -48,7 +49,8 @@ class Dataset:
         Parquet and JSONL files at any depth below it, links followed; a folder or a glob leaves out names that begin
         with "_" or ".". A file named twice is read once. Folders named `key=value` below the folder or the glob add
         columns, after those of the files. For Parquet only the footers are read here. JSONL has the schema of all its
-        rows, so it is read through here and again for its rows; `json_columns` of it are kept as JSON text.
+        rows, so it is read through here and again for its rows; `json_columns` of it are kept as JSON text, and in
+        `text_columns` what is no text counts as null.
 
         Raises `DataError` if nothing is there or cannot be reached, and for mixed formats, unreadable files, columns
         that have no type in common, and lines that are not JSON objects.
@@ -67,7 +69,7 @@ class Dataset:
             )
         try:
             content: Content = (
-                JsonlFiles.check(files, json_columns) if "JSONL" in formats else ParquetFiles.check(files)
+                JsonlFiles.check(files, json_columns, text_columns) if "JSONL" in formats else ParquetFiles.check(files)
             )
         except StorageError as error:
             raise DataError(str(error)) from error

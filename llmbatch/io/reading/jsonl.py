@@ -48,20 +48,25 @@ class JsonlFiles:
     num_rows: tuple[int, ...]  # of each file; empty lines are none
     _nbytes: int
     _text_bytes: int = 0  # of all lines
+    _text_columns: Sequence[str] = ()
 
     @classmethod
-    def check(cls, files: Sequence[InputFile], json_columns: Sequence[str] = ()) -> JsonlFiles:
-        """Read all files through and find their columns; `json_columns` are kept as JSON text, whatever they hold.
+    def check(
+        cls, files: Sequence[InputFile], json_columns: Sequence[str] = (), text_columns: Sequence[str] = ()
+    ) -> JsonlFiles:
+        """Read all files through and find their columns.
 
+        `json_columns` are kept as JSON text, whatever they hold; in `text_columns` what is no text counts as null.
         Raises `DataError` naming file and line if a line is not a JSON object or a value fits no column.
         """
         with ThreadPoolExecutor(_THREADS) as pool:
-            scans = list(pool.map(partial(_scan, files, json_columns), files))
+            scans = list(pool.map(partial(_scan, files, json_columns, text_columns), files))
         names = dict.fromkeys(chain.from_iterable(scan.names for scan in scans))
         kinds = list(dict.fromkeys(chain.from_iterable(scan.kinds for scan in scans)))
         schema = pa.schema([(name, _common(files, kinds, name)) for name in names])
         rows, nbytes = tuple(scan.num_rows for scan in scans), sum(scan.nbytes for scan in scans)
-        found = cls(tuple(files), schema, rows, nbytes, sum(scan.text_bytes for scan in scans))
+        text_bytes = sum(scan.text_bytes for scan in scans)
+        found = cls(tuple(files), schema, rows, nbytes, text_bytes, tuple(text_columns))
         large = any(scan.has_large_integers for scan in scans)
         if large and any(_widens(kind, pa.struct(list(schema))) for kind in kinds):
             # Of the whole numbers in a column that became doubles later, some may be none.
@@ -89,7 +94,9 @@ class JsonlFiles:
                 continue
             table = read(block, schema)
             if table is None:
-                table = pa.Table.from_struct_array(_array(self.files, block.rows(), pa.struct(list(schema))))
+                table = pa.Table.from_struct_array(
+                    _array(self.files, _rows(block, self._text_columns), pa.struct(list(schema)))
+                )
             if LINE in names:
                 lines = pa.array([line.strip() for _, line in block.lines()], pa.binary()).cast(pa.string())
                 table = table.append_column(LINE, lines)
@@ -111,16 +118,18 @@ class _Scan:
     has_large_integers: bool
 
 
-def _scan(files: Sequence[InputFile], json_columns: Sequence[str], file: InputFile) -> _Scan:
+def _scan(
+    files: Sequence[InputFile], json_columns: Sequence[str], text_columns: Sequence[str], file: InputFile
+) -> _Scan:
     names: dict[str, None] = {}
     kinds: dict[pa.StructType, None] = {}
     num_rows = nbytes = text_bytes = 0
-    large, wide = False, bool(json_columns)
+    large, wide = False, bool(json_columns or text_columns)
     hint = pa.schema([])
     for block in _blocks(file):
         table = None if wide else infer(block, hint)
         if table is None:
-            rows = block.rows()
+            rows = _rows(block, text_columns)
             names |= dict.fromkeys(chain.from_iterable(rows))
             array = _array(files, rows, None, json_columns)
             table, kind = pa.Table.from_struct_array(array), array.type
@@ -135,6 +144,14 @@ def _scan(files: Sequence[InputFile], json_columns: Sequence[str], file: InputFi
         text_bytes += len(block.data)
         large = large or has_large_integers(table)
     return _Scan(names, kinds, num_rows, nbytes, text_bytes, large)
+
+
+def _rows(block: Block, text_columns: Sequence[str]) -> list[dict[str, object]]:
+    """Parse the rows of a block, without what is no text in columns of text."""
+    rows = block.rows()
+    for row in rows:
+        row.update({name: None for name in text_columns if not isinstance(row.get(name, ""), str)})
+    return rows
 
 
 def _common(files: Sequence[InputFile], kinds: Sequence[pa.StructType], name: str) -> pa.DataType:
