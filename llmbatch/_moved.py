@@ -75,7 +75,7 @@ MOVED: Final = {
     "engines.platforms": "engine.devices",
     "engines.preparation": "engine.factory",
     "engines.profiling": "engine.calibration.memory_profile",
-    "engines.sampler": "engine.cpu.sampler",
+    "engines.sampler": "engine.sampling.sampler",
     "engines.seeds": "engine.seeds",
     "engines.simulated": "engine.simulated",
     "engines.stopwatch": "engine.calibration.step_timer",

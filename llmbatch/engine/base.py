@@ -49,8 +49,12 @@ class InterruptibleEngine(Engine, Protocol):
 class PipelinedEngine(Engine, Protocol):
     """Executes a step while the next one is decided. At most two steps are queued."""
 
-    def submit(self, step: Step) -> StepResult:
-        """Queue a step; returns what is known already: which sequences now have all the tokens they may have."""
+    def submit(self, step: Step) -> StepResult | None:
+        """Queue a step; returns what is known already: which sequences now have all the tokens they may have.
+
+        Returns None for a step that needs the tokens of those before it. It is computed when it is collected, and must
+        be before another one is decided.
+        """
         ...
 
     def collect(self) -> StepResult:

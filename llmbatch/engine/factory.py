@@ -59,7 +59,9 @@ class EngineFactory:
     ) -> StreamEngine:
         """Build a new engine, with the memory of the pool; `decode` turns tokens into text."""
         if self.attention is not None:
-            engine = self.accelerated(loaded, strategy=self.strategy, rates=self.cost.rates, decode=decode)
+            engine = self.accelerated(
+                loaded, strategy=self.strategy, rates=self.cost.rates, decode=decode, grammars=grammars
+            )
             with suppress(RuntimeError):  # one was recorded before; without a recording steps are launched as others
                 engine.record(range(1, self.max_running + 1), self.mixed)
             return engine
@@ -92,6 +94,7 @@ class EngineFactory:
         strategy: Strategy,
         rates: Rates,
         decode: Callable[[NDArray[np.int32]], str] | None = None,
+        grammars: Grammars | None = None,
     ) -> GpuEngine:
         """Build an engine on a device."""
         from llmbatch.engine.gpu.cuda_graphs import GraphRecorder
@@ -108,6 +111,7 @@ class EngineFactory:
             execution=make_execution(strategy, rates, loaded.device),
             recorder=GraphRecorder() if self.records else None,
             decode=decode,
+            grammars=grammars,
         )
 
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from llmbatch.engine.model.outline import Described, shape_of
 from llmbatch.engine.recorded import placeholder_texts
-from llmbatch.errors import DataError, JobError, ParameterError, RowError
+from llmbatch.errors import DataError, JobError, RowError
 from llmbatch.inference.answer_columns import AnswerColumns
 from llmbatch.inference.answers import AnswerAssembler, AnswerSink, AnswerTexts, FlushPolicy
 from llmbatch.inference.conversations import ConversationSource
@@ -27,7 +27,6 @@ from llmbatch.inference.engines import (
     UnloadedEngines,
     compile_ahead,
     compile_kernels,
-    runs_here,
     tokenizer_of,
 )
 from llmbatch.inference.options import Options
@@ -39,7 +38,7 @@ from llmbatch.openai.build import build_batch
 from llmbatch.openai.requests import BatchLines
 from llmbatch.perf_model.cost import CostModel
 from llmbatch.planning.workload import Pool, Scheduling, early_ends
-from llmbatch.preprocess.build_requests import NEEDS_PROCESSOR, build_shard, check_vocabulary
+from llmbatch.preprocess.build_requests import build_shard, check_vocabulary
 from llmbatch.preprocess.columns import find_field
 from llmbatch.preprocess.prompts import PromptSource
 from llmbatch.preprocess.request_batch import RowRequests
@@ -71,7 +70,6 @@ class Worker(TableWorker):
         self._engines = engines
         self._compilation = compilation
         self._progress = progress
-        self._tokens_only = options.engine == "torch" and not runs_here(options)
 
     @classmethod
     def open(cls, options: Options, progress: Progress | None = None) -> Worker:
@@ -120,8 +118,6 @@ class Worker(TableWorker):
             kind = find_field(schema, options.output_tokens, "output_tokens").type
             if not pa.types.is_integer(kind):
                 raise DataError(f"the output_tokens column {options.output_tokens!r} must hold integers, got {kind}")
-        if self._tokens_only and (options.continuation is not None or options.sampling.needs_logits):
-            raise ParameterError(NEEDS_PROCESSOR)
         if options.sampling_column is None and isinstance(options.source, PromptSource):  # so it holds for all rows
             check_vocabulary(options.sampling, shape_of(self.model).vocabulary)
 
@@ -170,7 +166,6 @@ class Worker(TableWorker):
             vocabulary=shape_of(self.model).vocabulary,
             keys=keys,
             recorded_column=options.output_tokens,
-            tokens_only=self._tokens_only,
             cancelled=cancelled,
         )
         if isinstance(source, BatchLines):

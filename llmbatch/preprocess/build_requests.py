@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Final
 
 import numpy as np
 import pyarrow as pa
@@ -22,11 +21,6 @@ from llmbatch.preprocess.sampling_params import SamplingParams
 from llmbatch.preprocess.tokenizer import TokenColumn, Tokenizer
 from llmbatch.system.cancel_signal import NEVER, CancelSignal
 
-NEEDS_PROCESSOR: Final = (
-    "penalties, logit_bias, min_p, min_tokens, logprobs, prompt_logprobs, structured_outputs and continuation must be "
-    "left out on a GPU, which has none of them yet: take device='cpu' (--device cpu)"
-)
-
 
 def build_shard(
     table: pa.Table,
@@ -40,7 +34,6 @@ def build_shard(
     keys: NDArray[np.uint64] | None = None,
     recorded_column: str | None = None,
     continuation: str | None = None,
-    tokens_only: bool = False,
     refused: Mapping[int, RowError] | None = None,
     cancelled: CancelSignal = NEVER,
 ) -> RowRequests:
@@ -49,10 +42,10 @@ def build_shard(
     `sampling` holds for what `sampling_column`, if any, does not give. `keys` uint64 [rows] identify rows that are
     drawn without a seed (their positions if not given). `recorded_column` holds the tokens that a simulated engine
     generates, null for max_tokens. With `continuation` nothing is generated: the texts of that column are scored, each
-    behind its row's prompt. `tokens_only`: the engine makes nothing but tokens of logits. `refused` rows already have
-    errors. `cancelled` is checked again and again. Token ids are below `vocabulary`. A prompt that leaves no room in a
-    context of `context_length` tokens is a row error ("too_long"); if there is less room than max_tokens, max_tokens is
-    reduced to it. Raises `InputError` for errors of the command, not of a row.
+    behind its row's prompt. `refused` rows already have errors. `cancelled` is checked again and again. Token ids are
+    below `vocabulary`. A prompt that leaves no room in a context of `context_length` tokens is a row error
+    ("too_long"); if there is less room than max_tokens, max_tokens is reduced to it. Raises `InputError` for errors of
+    the command, not of a row.
     """
     if sampling_column is not None:
         check_sampling_column(table.schema, sampling_column)
@@ -73,8 +66,6 @@ def build_shard(
     _check_structures(resolved, tokenizer, errors)
     if isinstance(source, PromptSource) and source.turns is not None:
         _check_single(resolved, errors)
-    if tokens_only:
-        _check_logits(resolved, errors)
     good = np.ones(table.num_rows, np.bool_)
     good[np.fromiter(errors, np.int64, len(errors))] = False
     rows = np.flatnonzero(good)
@@ -153,13 +144,6 @@ def _check_scored(resolved: ResolvedSampling, errors: dict[int, RowError]) -> No
         except ParameterError as error:
             for row in np.flatnonzero(resolved.params_index == number).tolist():
                 errors.setdefault(row, RowError("parameters", str(error)))
-
-
-def _check_logits(resolved: ResolvedSampling, errors: dict[int, RowError]) -> None:
-    """Give the rows an error whose parameters need an engine that makes more than tokens of logits."""
-    needs = np.array([params.needs_logits for params in resolved.params], np.bool_)
-    for row in np.flatnonzero(needs[resolved.params_index] & (resolved.params_index >= 0)).tolist():
-        errors.setdefault(row, RowError("parameters", NEEDS_PROCESSOR))
 
 
 def _check_vocabulary(resolved: ResolvedSampling, vocabulary: int, errors: dict[int, RowError]) -> None:

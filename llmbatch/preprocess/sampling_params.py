@@ -108,12 +108,6 @@ class SamplingParams:
         )
 
     @property
-    def needs_logits(self) -> bool:
-        """Whether more is made of logits than a token."""
-        told = self.logprobs is not None or self.prompt_logprobs is not None
-        return self.processes or told or self.structured_outputs is not None
-
-    @property
     def kind(self) -> tuple[object, ...]:
         """The parameters that may affect how long answers become: all but the seed, and what is told of tokens."""
         others = ("seed", "n", "logprobs", "prompt_logprobs")

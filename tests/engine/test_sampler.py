@@ -10,7 +10,7 @@ import pytest
 from numba import njit as _njit
 from numpy.typing import NDArray
 
-from llmbatch.engine.cpu.sampler import sample
+from llmbatch.engine.sampling.sampler import sample
 from llmbatch.engine.seeds import mix
 
 Array = NDArray[Any]

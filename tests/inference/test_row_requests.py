@@ -198,16 +198,6 @@ def test_tokens_that_are_not_there_are_refused_and_the_rows_error(
     assert one(pa.table(rows))["error"].to_pylist() == [message, None]
 
 
-@pytest.mark.parametrize("given", [{"logprobs": 1}, {"min_tokens": 2}, {"continuation": "text"}])
-def test_what_a_gpu_does_not_have_is_refused_before_weights_are_loaded(
-    folders: Any, monkeypatch: pytest.MonkeyPatch, given: dict[str, Any]
-) -> None:
-    monkeypatch.setattr("llmbatch.inference.worker.runs_here", lambda options: False)
-    op: Any = llmbatch.LLMOperator(model=folders("llama"), prompt="text", device="cpu", seed=len(given), **given)
-    with pytest.raises(llmbatch.ParameterError, match=r"must be left out on a GPU, .*: take device='cpu'"):
-        op(pa.table({"text": ["a"]}))
-
-
 @pytest.mark.parametrize(
     ("texts", "message"),
     [([None], "continuation is null"), ([""], "continuation is empty"), ([[]], "continuation is empty")],

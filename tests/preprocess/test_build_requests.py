@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmbatch.errors import DataError, RowError
-from llmbatch.preprocess.build_requests import NEEDS_PROCESSOR, build_shard
+from llmbatch.preprocess.build_requests import build_shard
 from llmbatch.preprocess.prompts import PromptSource
 from llmbatch.preprocess.request_batch import RowRequests
 from llmbatch.preprocess.sampling_params import SamplingParams
@@ -216,28 +216,3 @@ def test_recorded_lengths_may_be_of_any_integers(tokenizer: Tokenizer) -> None:
         recorded_column="n",
     )
     assert shard.requests.recorded.tolist() == [7, 3, 7]
-
-
-@pytest.mark.parametrize(
-    "given",
-    [
-        {"presence_penalty": 1}, {"frequency_penalty": 1}, {"repetition_penalty": 2}, {"logit_bias": {"5": 1}},
-        {"min_p": 0.1, "temperature": 1}, {"min_tokens": 2}, {"logprobs": 0}, {"prompt_logprobs": 0},
-        {"structured_outputs": {"choice": ["a"]}},
-    ],
-)  # fmt: skip  # a table
-def test_where_an_engine_makes_only_tokens_rows_that_need_more_have_an_error(
-    given: dict[str, Any], tokenizer: Tokenizer
-) -> None:
-    sampled = {"temperature": 1, "top_k": 5, "top_p": 0.5, "seed": 3, "n": 2, "stop": "x", "stop_token_ids": [7]}
-    shard = build_shard(
-        pa.table({"p": ["a", "b"], "s": [json.dumps(given), json.dumps(sampled)]}),
-        PromptSource(prompt="p"),
-        sampling=SamplingParams(max_tokens=7),
-        sampling_column="s",
-        tokenizer=tokenizer,
-        context_length=100,
-        vocabulary=258,
-        tokens_only=True,
-    )
-    assert shard.errors == {0: RowError("parameters", NEEDS_PROCESSOR)}

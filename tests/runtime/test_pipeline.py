@@ -48,7 +48,7 @@ class Pipelined(GpuEngine):
     deepest = 0
     fails_at = -1
 
-    def submit(self, step: Step) -> StepResult:
+    def submit(self, step: Step) -> StepResult | None:
         if step.index == self.fails_at:
             raise RuntimeError("no")
         result = super().submit(step)
@@ -87,7 +87,10 @@ def ruling_engine(num_pages: int) -> Pipelined:
     return Pipelined(loaded, nothing, num_pages=num_pages, page_size=PAGE)
 
 
-def run(seed: int, pipelined: bool, slow: set[int], steps: int, fails_at: int = -1) -> tuple[Notes, Scheduler]:
+def run(
+    seed: int, pipelined: bool, slow: set[int], steps: int, fails_at: int = -1, each: int = 0
+) -> tuple[Notes, Scheduler]:
+    """Run 40 requests; one in `each` asks for more than a token of its logits, 0: none."""
     rng = np.random.default_rng(seed)
     lengths = rng.integers(1, 12, 40).astype(np.int32)
     rows = [rng.integers(0, VOCABULARY, length).tolist() for length in lengths]
@@ -96,8 +99,8 @@ def run(seed: int, pipelined: bool, slow: set[int], steps: int, fails_at: int = 
         tokens=np.concatenate([np.array(row, np.int32) for row in rows]),
         offsets=np.concatenate(([0], np.cumsum(lengths))).astype(np.int64),
         max_tokens=limits,
-        params_index=np.zeros(len(rows), np.int32),
-        params=(SamplingParams(max_tokens=30),),
+        params_index=(np.arange(len(rows)) % each == 1).astype(np.int32) if each else np.zeros(len(rows), np.int32),
+        params=(SamplingParams(max_tokens=30), SamplingParams(max_tokens=30, presence_penalty=1.5)),
         serial=np.arange(len(rows), dtype=np.uint64),
         recorded=limits,
     )
@@ -136,6 +139,26 @@ def test_answers_are_those_of_one_step_at_a_time(seed: int, steps: int) -> None:
     }
     assert all(len(tokens) == counted for tokens, _, counted in plain.answers.values())
     assert scheduler.preemptions > 0
+
+
+@pytest.mark.parametrize(("seed", "each", "slow"), [(0, 2, set()), (1, 7, set()), (2, 13, {5, 9, 20}), (3, 5, {1})])
+def test_steps_that_need_the_tokens_before_them_change_no_answer(seed: int, each: int, slow: set[int]) -> None:
+    plain, ahead, others = (
+        comparable(run(seed, pipelined, late, 1000, each=rows)[0])
+        for pipelined, late, rows in ((False, set(), each), (True, slow, each), (True, set(), 0))
+    )
+    assert ahead == {request: plain[request] for request in ahead}
+    assert len(ahead) >= 40 - len(slow)
+    assert plain != others
+
+
+def comparable(notes: Notes) -> dict[int, tuple[list[int], int]]:
+    """The answers that are whole; of logits that are no numbers no token is chosen."""
+    return {
+        request: (tokens[:-1] if reason == FinishReason.ERROR else tokens, reason)
+        for request, (tokens, reason, _) in notes.answers.items()
+        if reason != FinishReason.TIMEOUT
+    }
 
 
 def test_what_is_withdrawn_has_no_answer_and_the_others_have_theirs() -> None:

@@ -19,14 +19,13 @@ from numpy.typing import NDArray
 
 from llmbatch.engine.base import TokenLogprobs
 from llmbatch.engine.cpu.attention import CpuAttention, CpuKVCache
-from llmbatch.engine.cpu.processors import log_probabilities, process
-from llmbatch.engine.cpu.sampler import sample
 from llmbatch.engine.cpu.threads import threads_at_once
-from llmbatch.engine.generation import TokenBuffers, TokenChoices
-from llmbatch.engine.grammars import Grammars, Masks, apply_masks
+from llmbatch.engine.generation import TokenBuffers
+from llmbatch.engine.grammars import Grammars
 from llmbatch.engine.model.loader import LoadedModel
 from llmbatch.engine.packing import pack_tokens, window_places
-from llmbatch.engine.prompt_scores import Head, ScoredRows, scored_rows
+from llmbatch.engine.prompt_scores import Head, scored_rows
+from llmbatch.engine.sampling.choice import choose_tokens, on_host, tell_of_prompts
 from llmbatch.preprocess.request_batch import RequestBatch
 from llmbatch.scheduler.output import Step, StepResult
 
@@ -145,9 +144,17 @@ class CpuEngine:
             ).logits[0]
             if len(step.copies):
                 self._pages.copy(step.copies)
-            result = self._sample(step, logits.float().contiguous().numpy(), None if masks is None else masks.result())
+            chosen = choose_tokens(
+                on_host(logits),
+                step.slots[sampled],
+                step.requests[sampled],
+                None if masks is None else masks.result(),
+                generation,
+            )
+            result = generation.append(step, chosen)
         if scored:
-            self._tell_of_prompts(scored, states[0])
+            with torch.inference_mode():
+                tell_of_prompts(self._head, states[0], scored, generation)
         return replace(result, seconds=time.perf_counter() - begun)
 
     def pop_tokens(self, slot: int) -> NDArray[np.int32]:
@@ -157,60 +164,3 @@ class CpuEngine:
     def logprobs(self, slot: int, request: int) -> tuple[TokenLogprobs | None, TokenLogprobs | None]:
         """Return what is told of a request's answer and of its prompt, before `pop_tokens`; None where nothing is."""
         return self._generation.logprobs(slot, request)
-
-    @torch.inference_mode()
-    def _tell_of_prompts(self, scored: list[ScoredRows], states: torch.Tensor) -> None:
-        """Keep the log-probabilities of prompt tokens that the rows of a step tell of."""
-        requests = np.repeat([one.request for one in scored], [len(one.tokens) for one in scored])
-        tokens = np.concatenate([one.tokens for one in scored])
-        told = self._generation.columns.prompt_logprobs[requests]
-        found = np.full((len(tokens), 1 + int(told.max())), -1, np.int32)
-        values = np.zeros(found.shape, np.float32)
-        at = 0
-        for slab in self._head.logits(states):
-            logits = slab.float().contiguous().numpy()
-            part = slice(at, at + len(logits))
-            every = np.arange(len(logits))
-            log_probabilities(logits, every, told[part], tokens[part], found[part], values[part])
-            at += len(logits)
-        at = 0
-        for one in scored:
-            part = slice(at, at + len(one.tokens))
-            self._generation.note_prompt(one.slot, one.request, one.place, TokenLogprobs(found[part], values[part]))
-            at += len(one.tokens)
-
-    def _sample(self, step: Step, logits: NDArray[np.float32], masks: Masks | None) -> StepResult:
-        generation = self._generation
-        slots, requests = step.slots[step.samples], step.requests[step.samples]
-        columns = generation.columns
-        told = columns.logprobs[requests]
-        tells = bool((told >= 0).any())
-        raw = logits.copy() if tells and (masks is not None or columns.processes[requests].any()) else logits
-        if masks is not None:
-            apply_masks(logits, masks)
-        process(logits, requests, slots, generation)
-        chosen = TokenChoices(np.empty(len(slots), np.int32), np.empty(len(slots), np.bool_))
-        sample(
-            logits,
-            columns.temperature[requests],
-            columns.top_k[requests],
-            columns.top_p[requests],
-            columns.seeds[requests],
-            generation.lengths[slots],
-            chosen.tokens,
-            chosen.finite,
-        )
-        if tells:
-            chosen = _with_logprobs(chosen, raw, told)
-        return generation.append(step, chosen)
-
-
-def _with_logprobs(chosen: TokenChoices, logits: NDArray[np.float32], told: NDArray[np.int32]) -> TokenChoices:
-    """Add the log-probabilities that are told of a step's tokens: of `told` likeliest ones beside each, -1: nothing."""
-    rows = np.flatnonzero(told >= 0)
-    places = 1 + int(told.max())
-    found, values = np.full((len(told), places), -1, np.int32), np.zeros((len(told), places), np.float32)
-    some = np.empty((len(rows), places), np.int32), np.empty((len(rows), places), np.float32)
-    log_probabilities(logits, rows, told[rows], chosen.tokens[rows], *some)
-    found[rows], values[rows] = some
-    return replace(chosen, told=found, logprobs=values)

@@ -3,10 +3,15 @@
 A step is decided on the host from lengths alone, packed there, and uploaded in one copy (`llmbatch.engine.gpu.batch`).
 The `Execution` decides how its forwards are run; small steps are recorded and replayed
 (`llmbatch.engine.gpu.cuda_graphs`). `submit` queues a step, `collect` waits for the oldest queued one.
+
+Steps with rows that ask for more of their logits than a token are not queued: penalties, forms and log-probabilities
+need the tokens before, and are computed on the host, by the code of the processor. Such a step is computed when it is
+collected, and the device waits meanwhile.
 """
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -21,12 +26,16 @@ from llmbatch.engine.generation import TokenBuffers, TokenChoices
 from llmbatch.engine.gpu.attention import GpuKVCache, plan_layers
 from llmbatch.engine.gpu.batch import HostBatch, upload
 from llmbatch.engine.gpu.cuda_graphs import Recorder, look_up
+from llmbatch.engine.gpu.deferred import DeferredStep, needs_host, tokens_since
 from llmbatch.engine.gpu.execution import Execution, Sequential
 from llmbatch.engine.gpu.microbatch import MicroBatch, order_of
 from llmbatch.engine.gpu.model_runner import ModelRunner
 from llmbatch.engine.gpu.sampler import Draw, choose
 from llmbatch.engine.gpu.step_graphs import StepGraphs
+from llmbatch.engine.grammars import Grammars
 from llmbatch.engine.model.loader import LoadedModel
+from llmbatch.engine.prompt_scores import Head, ScoredRows, scored_rows
+from llmbatch.engine.sampling.choice import choose_tokens, on_host, tell_of_prompts
 from llmbatch.kernels.interface import BatchLayout, GraphCapturable, PagedAttention
 from llmbatch.preprocess.request_batch import RequestBatch
 from llmbatch.scheduler.output import FinishReason, Step, StepResult
@@ -57,7 +66,7 @@ class GpuEngine:
 
     `execution` runs its forwards, one after the other if none is given. With a `recorder` small steps can be recorded
     (`record`), if the attention can be (`GraphCapturable`). `decode` turns token ids into text; requests with stop
-    strings need it. `seed` is the seed of requests without one.
+    strings need it. `seed` is the seed of requests without one. Requests whose answers have a form need `grammars`.
     """
 
     def __init__(
@@ -72,8 +81,10 @@ class GpuEngine:
         recorder: Recorder | None = None,
         decode: Callable[[NDArray[np.int32]], str] | None = None,
         seed: int = 0,
+        grammars: Grammars | None = None,
     ) -> None:
         self._loaded = loaded
+        self._head = Head(loaded.module)
         self._device = loaded.device
         self._attention = attention
         self._execution = execution or Sequential()
@@ -100,9 +111,9 @@ class GpuEngine:
                 dtype=loaded.dtype,
                 device=self._device,
             )
-        self._generation = TokenBuffers(loaded.eos_token_ids, decode, seed)
+        self._generation = TokenBuffers(loaded.eos_token_ids, decode, seed, grammars)
         self._generated = torch.zeros(self._generation.tokens.shape, dtype=torch.int32, device=self._device)
-        self._queue: deque[_Queued] = deque()
+        self._queue: deque[_Queued | DeferredStep] = deque()
 
     @torch.inference_mode()
     def record(self, decodes: Iterable[int], mixed: Iterable[int] = ()) -> None:
@@ -142,8 +153,14 @@ class GpuEngine:
         return self.collect()
 
     @torch.inference_mode()
-    def submit(self, step: Step) -> StepResult:
-        """Queue a step on the device; returns which sequences will then have all the tokens they may have."""
+    def submit(self, step: Step) -> StepResult | None:
+        """Queue a step on the device; returns which sequences will then have all the tokens they may have.
+
+        Returns None for a step that is computed when it is collected.
+        """
+        if needs_host(step, self._generation):
+            self._queue.append(DeferredStep.of(step))
+            return None
         begun = self._mark()
         self._make_room(step.slots)
         parts = self._execution.cut(step)
@@ -183,6 +200,8 @@ class GpuEngine:
     def collect(self) -> StepResult:
         """Wait for the older queued step; returns its sampled tokens, and which sequences have finished."""
         queued = self._queue.popleft()
+        if isinstance(queued, DeferredStep):
+            return self._compute_deferred(queued)
         seconds = queued.wait()
         step, generation = queued.step, self._generation
         tokens, finite = (column.numpy()[queued.order] for column in (queued.tokens, queued.finite))
@@ -193,6 +212,54 @@ class GpuEngine:
         if early.any():
             self.drop(slots[early], requests[early])
         return replace(result, seconds=seconds)
+
+    @torch.inference_mode()
+    def _compute_deferred(self, deferred: DeferredStep) -> StepResult:
+        """Compute a step, and choose its tokens on the host. All steps before it are collected."""
+        begun = time.perf_counter()
+        step, generation = deferred.step, self._generation
+        self._make_room(step.slots)
+        slots, requests = step.slots[step.samples], step.requests[step.samples]
+        kept = np.flatnonzero(deferred.kept)
+        coming = None if generation.grammars is None else generation.grammars.masks(slots[kept], requests[kept])
+        scored = scored_rows(step, generation.requests)
+        logits, states = self._logits(step, scored)
+        if len(step.copies):
+            self.pages.copy(step.copies)
+        masks = None if coming is None else coming.result()
+        if masks is not None:
+            masks = replace(masks, rows=kept[masks.rows])
+        chosen = choose_tokens(on_host(logits), slots, requests, masks, generation)
+        if states is not None:
+            tell_of_prompts(self._head, states, scored, generation)
+        before = generation.lengths[slots].copy()
+        result = generation.append(step, chosen, deferred.kept)
+        goes_on = deferred.kept & (result.finished == FinishReason.RUNNING)
+        generation.queued[slots] = np.where(goes_on, generation.lengths[slots], 0)
+        self._copy_tokens(slots, before)
+        return replace(result, seconds=time.perf_counter() - begun)
+
+    def _logits(self, step: Step, scored: list[ScoredRows]) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Run a step; returns the logits of its samples, and the states of `scored` rows before the head."""
+        if not scored:
+            parts = self._execution.cut(step)
+            found = torch.cat([logits for _, _, logits in self._forwards(parts)])
+            return found[torch.from_numpy(order_of(parts)).to(found.device)], None
+        (batch,) = upload([self._packed(step)], self._device)
+        rows = np.concatenate([one.first + np.arange(len(one.tokens), dtype=np.int32) for one in scored])
+        last = torch.cat((batch.last, torch.from_numpy(rows.astype(np.int32)).to(self._device)))
+        batch = batch._replace(ids=look_up(batch.ids, self._generated.view(-1)), last=last)
+        states: list[torch.Tensor] = []
+        with self._head.keeps_states(len(batch.targets), states):
+            (logits,) = self._execution.run([partial(self._forward, batch)])
+        return logits, states[0]
+
+    def _copy_tokens(self, slots: NDArray[np.int32], before: NDArray[np.int32]) -> None:
+        """Copy what these slots have beyond so many tokens to the device."""
+        self._grow()
+        places, tokens = tokens_since(self._generation, slots, before)
+        there = (torch.from_numpy(array).to(self._device) for array in (places, tokens))
+        self._generated.view(-1).index_copy_(0, *there)
 
     def drop(self, slots: NDArray[np.int32], requests: NDArray[np.int32]) -> None:
         """Discard what queued steps sample for these sequences, which have ended before."""
@@ -211,6 +278,10 @@ class GpuEngine:
 
     def _make_room(self, slots: NDArray[np.int32]) -> None:
         self._generation.make_room(slots)
+        self._grow()
+
+    def _grow(self) -> None:
+        """Make the device's tokens as many as the host's."""
         rows, columns = self._generation.tokens.shape
         have, capacity = self._generated.shape
         if (rows, columns) != (have, capacity):

@@ -1,4 +1,4 @@
-"""Logits to tokens on a device, without waiting for it; the counterpart of `llmbatch.engine.cpu.sampler`.
+"""Logits to tokens on a device, without waiting for it; the counterpart of `llmbatch.engine.sampling.sampler`.
 
 The likeliest token is found by a kernel. Sampled rows use the same random numbers as on the processor, and the same
 rule: the token is the one where the cumulative distribution passes the number. The host knows how each row is sampled,

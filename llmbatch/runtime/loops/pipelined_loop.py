@@ -20,7 +20,8 @@ class PipelinedLoop(BaseLoop):
 
     A step is committed when it is queued, as if only sequences that reach their most tokens ended in it. A sequence
     that ends earlier is noticed one step late. The next step then has a token of it, which is marked `spare` and
-    dropped. Raises `EngineDied`, and `Renumber` where there are `guests`.
+    dropped. A step that needs the tokens of the one before is committed when it is computed. Raises `EngineDied`, and
+    `Renumber` where there are `guests`.
     """
 
     def __init__(
@@ -45,17 +46,23 @@ class PipelinedLoop(BaseLoop):
                 break
             step = scheduler.decide(now)
             self._observer.before_step(step)
+            before, self._queued = self._queued, None
             try:
                 expected = self._engine.submit(step)
-                before, result = self._queued, None if self._queued is None else self._engine.collect()
+                result = None if before is None else self._engine.collect()
             except Exception as error:
                 raise EngineDied(step) from error
+            taken, overdue = self._hand_on(scheduler, before, result)  # first, since the step may be in their slots
+            known = self._collect(step) if expected is None else expected
             late = _late(before, result)
-            joined = _joined(step, expected, late)
-            finished = scheduler.commit(step, joined)
-            self._queued = _QueuedStep(step, finished, joined.spare)
-            ended += self._take(scheduler, before, result)
+            joined = _joined(step, known, late)
+            queued = _QueuedStep(step, scheduler.commit(step, joined), joined.spare)
+            ended += [*taken, *self.withdraw(scheduler, overdue, FinishReason.TIMEOUT)]
             ended += self._withdraw_late(scheduler, late)  # those that are not in the step, being preempted
+            if expected is None:
+                ended += self._take(scheduler, queued, known)
+            else:
+                self._queued = queued
         ended += self._end(scheduler)
         return LengthObservations.of_steps(ended)
 
@@ -64,30 +71,43 @@ class PipelinedLoop(BaseLoop):
         if self._queued is None:
             return []
         before, self._queued = self._queued, None
-        try:
-            result = self._engine.collect()
-        except Exception as error:
-            raise EngineDied(before.step) from error
+        result = self._collect(before.step)
         return [*self._take(scheduler, before, result), *self._withdraw_late(scheduler, _late(before, result))]
 
-    def _take(
+    def _collect(self, step: Step) -> StepResult:
+        """Wait for the step, which is the only one that is queued."""
+        try:
+            return self._engine.collect()
+        except Exception as error:
+            raise EngineDied(step) from error
+
+    def _take(self, scheduler: Scheduler, queued: _QueuedStep, result: StepResult) -> list[LengthObservations]:
+        """Hand on the sequences that ended in a step, and withdraw those that have run for too long."""
+        ended, overdue = self._hand_on(scheduler, queued, result)
+        return [*ended, *self.withdraw(scheduler, overdue, FinishReason.TIMEOUT)]
+
+    def _hand_on(
         self, scheduler: Scheduler, queued: _QueuedStep | None, result: StepResult | None
-    ) -> list[LengthObservations]:
-        """Hand on the sequences that were taken to end in a step, now that all of their tokens are known."""
+    ) -> tuple[list[LengthObservations], NDArray[np.int32]]:
+        """Hand on the sequences that were taken to end in a step, now that all of their tokens are known.
+
+        Returns what ended, and the requests that have run for too long.
+        """
         if queued is None or result is None:
-            return []
+            return [], np.empty(0, np.int32)
         if result.seconds is not None:
             self._took(scheduler, queued.step, result.seconds)
         if self._guests is not None:
-            told = slice(None) if queued.spare is None else ~queued.spare
-            requests = queued.step.requests[queued.step.samples][told]
-            self._guests.sampled(requests, result.tokens[told], result.finished[told])
+            sampled = queued.step.requests[queued.step.samples]
+            requests, tokens, ends = result.all_tokens(sampled)
+            told = slice(None) if queued.spare is None else ~np.isin(requests, sampled[queued.spare])
+            self._guests.sampled(requests[told], tokens[told], ends[told])
         reasons = queued.finished.reasons.copy()
         own = result.finished[queued.ends] > 0  # others ended the step before, and are known
         reasons[own] = result.finished[queued.ends][own]
         finished = replace(queued.finished, reasons=reasons)
         overdue = self._observer.after_step(finished)
-        return [LengthObservations.of(finished), *self.withdraw(scheduler, overdue, FinishReason.TIMEOUT)]
+        return [LengthObservations.of(finished)], overdue
 
     def _withdraw_late(self, scheduler: Scheduler, late: _Late) -> list[LengthObservations]:
         """Withdraw sequences that ended before it was known."""
@@ -137,12 +157,12 @@ def _late(queued: _QueuedStep | None, result: StepResult | None) -> _Late:
     return _Late(queued.step.requests[queued.step.samples][late], result.finished[late])
 
 
-def _joined(step: Step, expected: StepResult, late: _Late) -> StepResult:
-    """Join what is known of a step: what was expected, and that some sequences had ended before it."""
+def _joined(step: Step, known: StepResult, late: _Late) -> StepResult:
+    """Join what is known of a step, and that some sequences had ended before it."""
     requests = step.requests[step.samples]
     spare = np.isin(requests, late.requests)
-    finished = expected.finished.copy()
+    finished = known.finished.copy()
     order = np.argsort(late.requests)
     at = np.searchsorted(late.requests[order], requests[spare])
     finished[spare] = late.reasons[order][at]
-    return StepResult(expected.tokens, finished, spare)
+    return replace(known, finished=finished, spare=spare)

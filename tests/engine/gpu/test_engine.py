@@ -17,13 +17,13 @@ pytest.importorskip("triton")
 
 from llmbatch import LLMOperator
 from llmbatch.engine.calibration.memory_profile import run_largest
-from llmbatch.engine.cpu.sampler import sample
 from llmbatch.engine.gpu.attention import PAGE_SIZE, GpuOps
 from llmbatch.engine.gpu.engine import GpuEngine
 from llmbatch.engine.gpu.sampler import Draw, choose
 from llmbatch.engine.model.config import bytes_per_token
 from llmbatch.engine.model.loader import LoadedModel, load_model
 from llmbatch.engine.model.platform import Platform
+from llmbatch.engine.sampling.sampler import sample
 from llmbatch.errors import ModelError, ParameterError
 from llmbatch.kernels.triton.backend import TritonAttention
 from llmbatch.scheduler.admission_order import Blend
@@ -79,6 +79,63 @@ def test_an_operator_runs_on_it(shallow: str, monkeypatch: pytest.MonkeyPatch) -
     answered = LLMOperator(**given, sampling_params="params", device="cuda")(rows)
     assert answered.equals(expected)
     assert answered["error"].null_count == rows.num_rows
+
+
+ASKED: list[dict[str, Any]] = [
+    {},
+    {"presence_penalty": 1.5, "frequency_penalty": 0.5, "repetition_penalty": 1.3},
+    {"logit_bias": {"70": 4.0, "71": -100}, "min_tokens": 3},
+    {"temperature": 1.0, "min_p": 0.2, "seed": 3},
+    {"logprobs": 2, "temperature": 0.7, "seed": 5},
+    {"prompt_logprobs": 1},
+    {"structured_outputs": {"choice": ["yellow", "yes", "no"]}, "max_tokens": 9},
+    {"structured_outputs": {"regex": "[0-9]{2}-[0-9]{2}"}, "max_tokens": 9, "logprobs": 0},
+    {"temperature": 1.0, "n": 2, "seed": 7},
+    {"stop": "a"},
+]
+
+
+def test_rows_may_ask_for_all_that_they_may_on_a_processor(shallow: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that ask for nothing run beside them, and rows end in different steps."""
+    rows = pa.table(
+        {
+            "text": [f"{'abc' * (i % 3)} row {i}" for i in range(len(ASKED))],
+            "params": [json.dumps(one) for one in ASKED],
+        }
+    )
+    given: dict[str, Any] = {"model": shallow, "prompt": "text", "max_tokens": 6, "dtype": "float32"}
+    given |= {"kv_memory": 2**20, "page_size": 8, "sampling_params": "params"}
+    expected = LLMOperator(**given)(rows)
+    monkeypatch.setattr("llmbatch.engine.devices.find_platform", lambda device: PLATFORM)
+    answered = LLMOperator(**given, device="cuda")(rows)
+    assert expected["error"].null_count == rows.num_rows
+    for name in expected.column_names:
+        assert_told(answered[name].to_pylist(), expected[name].to_pylist())
+
+
+def assert_told(found: Any, expected: Any) -> None:
+    """Numbers may differ by what the order of sums makes of them, and nothing else may."""
+    if isinstance(expected, list):
+        assert len(found) == len(expected)
+        for pair in zip(found, expected, strict=True):
+            assert_told(*pair)
+    elif isinstance(expected, dict):
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            assert_told(found[name], value)
+    elif isinstance(expected, float):
+        assert found == pytest.approx(expected, abs=1e-4)
+    else:
+        assert found == expected
+
+
+def test_continuations_are_scored_on_it(shallow: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = pa.table({"text": ["abc" * 5, "b"], "ends": [["yes", "no"], ["maybe", "never"]]})
+    given: dict[str, Any] = {"model": shallow, "prompt": "text", "dtype": "float32", "continuation": "ends"}
+    given |= {"kv_memory": 2**20, "page_size": 8}
+    expected = LLMOperator(**given)(rows)
+    monkeypatch.setattr("llmbatch.engine.devices.find_platform", lambda device: PLATFORM)
+    assert_told(LLMOperator(**given, device="cuda")(rows).to_pylist(), expected.to_pylist())
 
 
 def test_heads_that_are_too_wide_are_refused(tmp_path: Path) -> None:

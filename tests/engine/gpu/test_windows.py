@@ -46,7 +46,7 @@ class Poisoning(GpuEngine):
 
     golden: Golden
 
-    def submit(self, step: Step) -> StepResult:
+    def submit(self, step: Step) -> StepResult | None:
         """Queue a step."""
         pages = self.golden.scheduler.state.pages
         for layer, spec in self.pages.specs.items():
