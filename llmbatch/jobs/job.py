@@ -293,13 +293,10 @@ class _Job:
         seconds = time.perf_counter() - begun - self._worker.load_seconds
         notes = (*self._worker.notes, *writer.notes)
         gain = None if state.windows > 1 or writer.last is None else _order_gain(self._worker, *writer.last)
-        return replace(
-            self._worker.report(writer.tally, totals, notes=notes, seconds=seconds),
-            output=self._output.url,
-            rows_resumed=writer.rows_resumed,
-            first_error=self._error_budget.first_error,
-            order_gain=gain,
-        )
+        report = self._worker.report(writer.tally, totals, notes=notes, seconds=seconds)
+        why = self._error_budget.first_error
+        url, resumed = self._output.url, writer.rows_resumed
+        return replace(report, output=url, rows_resumed=resumed, first_error=why, order_gain=gain)
 
 
 def _order_gain(worker: TableWorker, window: Window, answers: list[pa.RecordBatch]) -> float | None:

@@ -82,16 +82,21 @@ def choose_decodes(state: SchedulerState, prompts_wait: bool) -> None:
     if prompts_wait:
         share = _LATE_SHARE if late else _SHARE * state.guests.counts[0].slack
         least = (1.0 - share) * compute_within(rates, exponent, seconds, read)
+    too_much = np.inf  # what a row read for which there was no room; none that reads as much has it later
     for i in _in_order(state, 0.0 if prompts_wait else awaited):
         slot, then = decoding[i], read + reads[i]
         if slots[slot].guest:
             continue
         waited_for = slots[slot].remaining_tokens > awaited
-        if (
-            (waited_for if only_awaited else then <= most or (waited_for and not prompts_wait))
-            and (not prompts_wait or _left_by(state, seconds, riding + 1 - guests, then) >= least)
-            and (riding < sure or step_seconds(rates, exponent, riding + 1, riding + 1, 0.0, then) <= seconds)
-        ):
+        rides = waited_for if only_awaited else then <= most or (waited_for and not prompts_wait)
+        if rides:
+            rides = (
+                reads[i] < too_much
+                and (not prompts_wait or _left_by(state, seconds, riding + 1 - guests, then) >= least)
+                and (riding < sure or step_seconds(rates, exponent, riding + 1, riding + 1, 0.0, then) <= seconds)
+            )
+            too_much = too_much if rides else min(too_much, reads[i])
+        if rides:
             kept[riding] = slot
             riding += 1
             read = then
@@ -142,6 +147,8 @@ def _left_by(state: SchedulerState, seconds: float, decodes: int, read: float) -
 def _in_order(state: SchedulerState, least: float) -> NDArray[np.int64]:
     """Order the places of decodes: those that have more than `least` tokens left, the most first, then the others."""
     run = state.run
+    if least == np.inf:
+        return np.arange(run.counts[0].decoding)
     left = np.zeros(run.counts[0].decoding)
     for i in range(len(left)):
         tokens = run.slots[run.decoding[i]].remaining_tokens
