@@ -36,8 +36,10 @@ class ScoredRows:
     place: int  # of the first of these among all that the request wants told
 
 
-def scored_rows(step: Step, requests: RequestBatch) -> list[ScoredRows]:
-    """Find the rows of a step that tell of wanted prompt tokens."""
+def scored_rows(step: Step, requests: RequestBatch, tells: NDArray[np.bool_]) -> list[ScoredRows]:
+    """Find the rows of a step that tell of wanted prompt tokens; `tells` [requests] says whose prompts are told of."""
+    if not tells[step.requests].any():
+        return []
     lengths = requests.offsets[step.requests + 1] - requests.offsets[step.requests]
     begin = np.maximum(step.starts, requests.scored[step.requests] - 1)
     end = np.minimum(step.starts + step.counts, lengths - 1)

@@ -51,6 +51,8 @@ class SamplingColumns:
     top_p: NDArray[np.float32]
     seeds: NDArray[np.uint64]  # of the request's draw
     processes: NDArray[np.bool_]  # its logits are changed before a token is chosen
+    needs_logits: NDArray[np.bool_]  # that, or its answer has a form, or log-probabilities are told of it
+    tells_of_prompt: NDArray[np.bool_]  # log-probabilities are told of its prompt
     numbers: NDArray[np.float32]  # [requests, 4] min_p, presence, frequency and repetition penalty
     min_tokens: NDArray[np.int32]
     logprobs: NDArray[np.int32]  # likeliest tokens to tell beside each token, -1: nothing is told
@@ -88,6 +90,8 @@ class SamplingColumns:
             top_p=column(lambda one: one.top_p, np.float32),
             seeds=_seeds(given, base_seed, requests.serial, requests.draw),
             processes=column(lambda one: one.processes, np.bool_),
+            needs_logits=column(_needs_logits, np.bool_),
+            tells_of_prompt=requests.scored < requests.prompt_lengths,
             numbers=np.array([numbers(one) for one in params], np.float32).reshape(-1, 4)[index],
             min_tokens=column(lambda one: one.min_tokens, np.int32),
             logprobs=column(lambda one: -1 if one.logprobs is None else one.logprobs, np.int32),
@@ -101,6 +105,10 @@ class SamplingColumns:
 _BY_REQUEST: Final = tuple(
     field.name for field in fields(SamplingColumns) if field.name not in ("params_index", "bias", "endings")
 )
+
+
+def _needs_logits(one: SamplingParams) -> bool:
+    return one.processes or one.logprobs is not None or one.structured_outputs is not None
 
 
 def _biases(params: Sequence[SamplingParams]) -> TokenLists:

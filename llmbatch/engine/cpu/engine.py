@@ -115,7 +115,7 @@ class CpuEngine:
         size = np.int32(self._pages.page_size)
         pages, places = np.divmod(packed.places, size)
         in_windows = window_places(step, packed.positions, self._pages.page_size)
-        scored = scored_rows(step, generation.requests)
+        scored = scored_rows(step, generation.requests, generation.columns.tells_of_prompt)
         attention = CpuAttention(
             self._pages,
             tables=step.block_tables,

@@ -11,11 +11,9 @@ collected, and the device waits meanwhile.
 
 from __future__ import annotations
 
-import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from functools import partial
 
 import numpy as np
 import torch
@@ -23,20 +21,16 @@ from numpy.typing import NDArray
 
 from llmbatch.engine.base import TokenLogprobs
 from llmbatch.engine.generation import TokenBuffers, TokenChoices
-from llmbatch.engine.gpu.attention import GpuKVCache, plan_layers
-from llmbatch.engine.gpu.batch import HostBatch, upload
-from llmbatch.engine.gpu.cuda_graphs import Recorder, look_up
-from llmbatch.engine.gpu.deferred import DeferredStep, needs_host, tokens_since
+from llmbatch.engine.gpu.attention import GpuKVCache
+from llmbatch.engine.gpu.cuda_graphs import Recorder
+from llmbatch.engine.gpu.deferred import DeferredStep, DeferredSteps
 from llmbatch.engine.gpu.execution import Execution, Sequential
 from llmbatch.engine.gpu.microbatch import MicroBatch, order_of
-from llmbatch.engine.gpu.model_runner import ModelRunner
 from llmbatch.engine.gpu.sampler import Draw, choose
-from llmbatch.engine.gpu.step_graphs import StepGraphs
+from llmbatch.engine.gpu.step_forward import StepForward
 from llmbatch.engine.grammars import Grammars
 from llmbatch.engine.model.loader import LoadedModel
-from llmbatch.engine.prompt_scores import Head, ScoredRows, scored_rows
-from llmbatch.engine.sampling.choice import choose_tokens, on_host, tell_of_prompts
-from llmbatch.kernels.interface import BatchLayout, GraphCapturable, PagedAttention
+from llmbatch.kernels.interface import PagedAttention
 from llmbatch.preprocess.request_batch import RequestBatch
 from llmbatch.scheduler.output import FinishReason, Step, StepResult
 
@@ -84,35 +78,18 @@ class GpuEngine:
         grammars: Grammars | None = None,
     ) -> None:
         self._loaded = loaded
-        self._head = Head(loaded.module)
-        self._device = loaded.device
-        self._attention = attention
-        self._execution = execution or Sequential()
-        fixed = attention if recorder is not None and isinstance(attention, GraphCapturable) else None
-        spare = fixed is not None
-        self.pages: GpuKVCache = GpuKVCache(
-            loaded.attention,
-            num_pages=num_pages + spare,
-            window_pages=window_pages and window_pages + spare,
-            page_size=page_size,
-            dtype=getattr(torch, loaded.kv_type.name),
-            device=self._device,
-        )
-        runner = partial(ModelRunner, loaded.module, self.pages, execution=self._execution)
-        self._forward = runner(attention)
-        self._graphs: StepGraphs | None = None
-        if recorder is not None and fixed is not None:
-            self._graphs = StepGraphs(
-                runner,
-                fixed,
-                self.pages,
-                recorder,
-                vocabulary=loaded.config.vocab_size,
-                dtype=loaded.dtype,
-                device=self._device,
-            )
         self._generation = TokenBuffers(loaded.eos_token_ids, decode, seed, grammars)
-        self._generated = torch.zeros(self._generation.tokens.shape, dtype=torch.int32, device=self._device)
+        self._forward = StepForward(
+            loaded,
+            attention,
+            self._generation,
+            num_pages=num_pages,
+            window_pages=window_pages,
+            page_size=page_size,
+            execution=execution or Sequential(),
+            recorder=recorder,
+        )
+        self._deferred = DeferredSteps(self._forward, self._generation)
         self._queue: deque[_Queued | DeferredStep] = deque()
 
     @torch.inference_mode()
@@ -121,13 +98,17 @@ class GpuEngine:
 
         It stops the device. Raises RuntimeError if that fails. What was not recorded is launched kernel by kernel.
         """
-        if self._graphs is not None:
-            self._graphs.record(decodes, mixed)
+        self._forward.record(decodes, mixed)
+
+    @property
+    def pages(self) -> GpuKVCache:
+        """The KV pages."""
+        return self._forward.pages
 
     @property
     def graph_bytes(self) -> int:
         """Bytes of what recorded steps read and write, in addition to what a recording takes."""
-        return 0 if self._graphs is None else self._graphs.nbytes
+        return self._forward.graph_bytes
 
     @property
     def vocabulary(self) -> int:
@@ -158,16 +139,17 @@ class GpuEngine:
 
         Returns None for a step that is computed when it is collected.
         """
-        if needs_host(step, self._generation):
-            self._queue.append(DeferredStep.of(step))
+        deferred = DeferredStep.find(step, self._generation)
+        if deferred is not None:
+            self._queue.append(deferred)
             return None
         begun = self._mark()
-        self._make_room(step.slots)
-        parts = self._execution.cut(step)
+        self._forward.make_room(step.slots)
+        parts = self._forward.cut(step)
         chosen = []
-        for part, targets, logits in self._forwards(parts):
+        for part, targets, logits in self._forward.run(parts):
             tokens, finite = choose(logits, self._draws(part))
-            self._generated.view(-1)[targets] = tokens
+            self._forward.tokens[targets] = tokens
             chosen.append((tokens, finite))
         if len(step.copies):
             self.pages.copy(step.copies)
@@ -175,33 +157,11 @@ class GpuEngine:
         self._queue.append(self._queued(step, parts, begun, *sampled))
         return self._generation.expect(step)
 
-    def _forwards(self, parts: tuple[MicroBatch, ...]) -> Iterator[tuple[Step, torch.Tensor, torch.Tensor]]:
-        """Run each part of a step; returns the places of its sampled tokens, and its logits."""
-        known = self._generated.view(-1)
-        found = self._graphs.find(parts[0].step, self._generation) if self._graphs and len(parts) == 1 else None
-        if self._graphs is not None and found is not None:
-            batch, logits = self._graphs.run(*found, known)
-            yield parts[0].step, batch.targets[: len(logits)], logits
-            return
-        steps = [part.step for part in parts]
-        batches = upload([self._packed(step) for step in steps], self._device)
-        batches = [batch._replace(ids=look_up(batch.ids, known)) for batch in batches]
-        results = self._execution.run([partial(self._forward, batch) for batch in batches])
-        yield from zip(steps, (batch.targets for batch in batches), results, strict=True)
-
-    def _packed(self, step: Step) -> HostBatch:
-        layout = BatchLayout(step.block_tables, step.slots, step.starts, step.counts, step.num_decodes)
-        size = self.pages.page_size
-        plans = plan_layers(
-            self.pages, layout, step.window_tables, lambda given, spec: self._attention.plan(given, spec, size)
-        )
-        return HostBatch.of(step, self._generation, size, plans)
-
     def collect(self) -> StepResult:
         """Wait for the older queued step; returns its sampled tokens, and which sequences have finished."""
         queued = self._queue.popleft()
         if isinstance(queued, DeferredStep):
-            return self._compute_deferred(queued)
+            return self._deferred.compute(queued)
         seconds = queued.wait()
         step, generation = queued.step, self._generation
         tokens, finite = (column.numpy()[queued.order] for column in (queued.tokens, queued.finite))
@@ -212,54 +172,6 @@ class GpuEngine:
         if early.any():
             self.drop(slots[early], requests[early])
         return replace(result, seconds=seconds)
-
-    @torch.inference_mode()
-    def _compute_deferred(self, deferred: DeferredStep) -> StepResult:
-        """Compute a step, and choose its tokens on the host. All steps before it are collected."""
-        begun = time.perf_counter()
-        step, generation = deferred.step, self._generation
-        self._make_room(step.slots)
-        slots, requests = step.slots[step.samples], step.requests[step.samples]
-        kept = np.flatnonzero(deferred.kept)
-        coming = None if generation.grammars is None else generation.grammars.masks(slots[kept], requests[kept])
-        scored = scored_rows(step, generation.requests)
-        logits, states = self._logits(step, scored)
-        if len(step.copies):
-            self.pages.copy(step.copies)
-        masks = None if coming is None else coming.result()
-        if masks is not None:
-            masks = replace(masks, rows=kept[masks.rows])
-        chosen = choose_tokens(on_host(logits), slots, requests, masks, generation)
-        if states is not None:
-            tell_of_prompts(self._head, states, scored, generation)
-        before = generation.lengths[slots].copy()
-        result = generation.append(step, chosen, deferred.kept)
-        goes_on = deferred.kept & (result.finished == FinishReason.RUNNING)
-        generation.queued[slots] = np.where(goes_on, generation.lengths[slots], 0)
-        self._copy_tokens(slots, before)
-        return replace(result, seconds=time.perf_counter() - begun)
-
-    def _logits(self, step: Step, scored: list[ScoredRows]) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Run a step; returns the logits of its samples, and the states of `scored` rows before the head."""
-        if not scored:
-            parts = self._execution.cut(step)
-            found = torch.cat([logits for _, _, logits in self._forwards(parts)])
-            return found[torch.from_numpy(order_of(parts)).to(found.device)], None
-        (batch,) = upload([self._packed(step)], self._device)
-        rows = np.concatenate([one.first + np.arange(len(one.tokens), dtype=np.int32) for one in scored])
-        last = torch.cat((batch.last, torch.from_numpy(rows.astype(np.int32)).to(self._device)))
-        batch = batch._replace(ids=look_up(batch.ids, self._generated.view(-1)), last=last)
-        states: list[torch.Tensor] = []
-        with self._head.keeps_states(len(batch.targets), states):
-            (logits,) = self._execution.run([partial(self._forward, batch)])
-        return logits, states[0]
-
-    def _copy_tokens(self, slots: NDArray[np.int32], before: NDArray[np.int32]) -> None:
-        """Copy what these slots have beyond so many tokens to the device."""
-        self._grow()
-        places, tokens = tokens_since(self._generation, slots, before)
-        there = (torch.from_numpy(array).to(self._device) for array in (places, tokens))
-        self._generated.view(-1).index_copy_(0, *there)
 
     def drop(self, slots: NDArray[np.int32], requests: NDArray[np.int32]) -> None:
         """Discard what queued steps sample for these sequences, which have ended before."""
@@ -275,19 +187,6 @@ class GpuEngine:
     def pop_tokens(self, slot: int) -> NDArray[np.int32]:
         """Hand over the tokens generated in a slot and free it for another request."""
         return self._generation.pop_tokens(slot)
-
-    def _make_room(self, slots: NDArray[np.int32]) -> None:
-        self._generation.make_room(slots)
-        self._grow()
-
-    def _grow(self) -> None:
-        """Make the device's tokens as many as the host's."""
-        rows, columns = self._generation.tokens.shape
-        have, capacity = self._generated.shape
-        if (rows, columns) != (have, capacity):
-            grown = self._generated.new_zeros(rows, columns)
-            grown[:have, :capacity] = self._generated
-            self._generated = grown
 
     def _draws(self, step: Step) -> Draw | None:
         """Return the sampling parameters of the non-greedy rows, or None if every row is greedy."""
@@ -306,7 +205,7 @@ class GpuEngine:
 
     def _mark(self) -> torch.cuda.Event | None:
         """Record an event at the device's place in its work, or return None if there is no queue."""
-        if self._device.type != "cuda":
+        if self._forward.device.type != "cuda":
             return None
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
@@ -321,7 +220,7 @@ class GpuEngine:
         finite: torch.Tensor,
     ) -> _Queued:
         order, kept = order_of(parts), np.ones(len(tokens), np.bool_)
-        if self._device.type != "cuda":
+        if self._forward.device.type != "cuda":
             return _Queued(step, order, kept, tokens, finite, None, None)
         here = [torch.empty(x.shape, dtype=x.dtype, pin_memory=True) for x in (tokens, finite)]
         for target, source in zip(here, (tokens, finite), strict=True):
