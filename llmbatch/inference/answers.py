@@ -245,10 +245,10 @@ class AnswerAssembler(EngineObserver[Window]):
 
     def _broken(self, window: Window, request: int, why: int) -> RowError:
         """Say why a request that ended has no answer."""
+        if why != FinishReason.ERROR:
+            return self._timed_out
         requests = window.requests
-        return (
-            no_answer(requests.params[requests.params_index[request]]) if why == FinishReason.ERROR else self._timed_out
-        )
+        return no_answer(requests.params[requests.params_index[request]])
 
     def _take_turns(
         self, parts: TurnParts, window: Window, requests: NDArray[np.int32], answers: list[RequestAnswer]

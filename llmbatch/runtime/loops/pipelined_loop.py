@@ -15,7 +15,7 @@ from llmbatch.scheduler.output import FinishReason, Step, StepResult
 from llmbatch.scheduler.scheduler import FinishedSequences, Scheduler
 
 
-class PipelinedLoop(BaseLoop):
+class PipelinedLoop(BaseLoop[PipelinedEngine]):
     """Runs a scheduler's steps on an engine, and decides each while the one before is computed.
 
     A step is committed when it is queued, as if only sequences that reach their most tokens ended in it. A sequence
@@ -24,17 +24,7 @@ class PipelinedLoop(BaseLoop):
     `Renumber` where there are `guests`.
     """
 
-    def __init__(
-        self,
-        engine: PipelinedEngine,
-        observer: EngineObserver[Any],
-        *,
-        guests: StepGuests | None = None,
-        drain: bool = True,
-    ) -> None:
-        super().__init__(observer, guests=guests, drain=drain)
-        self._engine = engine
-        self._queued: _QueuedStep | None = None
+    _queued: _QueuedStep | None = None
 
     def run(self, scheduler: Scheduler, steps: int) -> LengthObservations:
         """Advance by at most `steps` steps, until nothing is left; the requests that ended."""

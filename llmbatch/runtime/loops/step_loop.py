@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -91,10 +91,21 @@ class EngineDied(Exception):
         self.requests: NDArray[np.int32] = step.requests
 
 
-class BaseLoop:
+EngineT = TypeVar("EngineT", bound=Engine)
+
+
+class BaseLoop(Generic[EngineT]):
     """What all loops have in common. Nothing is queued any more when `run` returns or raises `Renumber`."""
 
-    def __init__(self, observer: EngineObserver[Any], *, guests: StepGuests | None = None, drain: bool = True) -> None:
+    def __init__(
+        self,
+        engine: EngineT,
+        observer: EngineObserver[Any],
+        *,
+        guests: StepGuests | None = None,
+        drain: bool = True,
+    ) -> None:
+        self._engine = engine
         self._observer = observer
         self._guests = guests
         self.drain = drain
@@ -137,23 +148,12 @@ class BaseLoop:
         return []
 
 
-class SerialLoop(BaseLoop):
+class SerialLoop(BaseLoop[Engine]):
     """Runs a scheduler's steps on an engine, one by one.
 
     One that does not `drain` comes back when no request waits any more. Raises `EngineDied`, and `Renumber` where
     there are `guests`.
     """
-
-    def __init__(
-        self,
-        engine: Engine,
-        observer: EngineObserver[Any],
-        *,
-        guests: StepGuests | None = None,
-        drain: bool = True,
-    ) -> None:
-        super().__init__(observer, guests=guests, drain=drain)
-        self._engine = engine
 
     def run(self, scheduler: Scheduler, steps: int) -> LengthObservations:
         """Advance by at most `steps` steps, until nothing is left; the requests that ended."""
