@@ -39,7 +39,7 @@ from llmbatch.kernels.cpu.blocks import BLOCK_ROWS, HIGH, LOW, POSITION, ROW, SE
 from llmbatch.kernels.cpu.layout import UNIT, Pages
 from llmbatch.kernels.cpu.numerics import FASTMATH, as_row, exp32, narrow
 from llmbatch.kernels.cpu.pages import clear_last, find_units, gather_keys, gather_values, values_width, widen_tile
-from llmbatch.kernels.cpu.pointers import address_of, caller
+from llmbatch.kernels.cpu.pointers import address_of, caller, unsigned
 from llmbatch.kernels.cpu.tiles.dot_tiles import paged_score_tile, paged_sum_tile, score_tile, sum_tile
 from llmbatch.kernels.cpu.tiles.endings import COLUMNS, ROWS
 from llmbatch.kernels.cpu.tiles.softmax import NOTHING, TILE, softmax
@@ -47,29 +47,31 @@ from llmbatch.kernels.cpu.tiles.softmax import NOTHING, TILE, softmax
 _LOG2E: Final = np.float32(1.4426950408889634)
 
 
-@compiled(fastmath=FASTMATH, nogil=True)
+@compiled(fastmath=FASTMATH, nogil=True, counted=False)
 def _cap(scores: Any, scale: np.float32, softcap: np.float32) -> None:
     for j in range(scores.size):
         e = exp32(np.float32(2.0) * scale * scores[j] / softcap)
         scores[j] = softcap * (np.float32(1.0) - np.float32(2.0) / (e + np.float32(1.0)))
 
 
-@compiled(nogil=True, forceinline=True)
+@compiled(nogil=True, forceinline=True, counted=False)
 def _begin_rows(query: Any, row: int, column: int, width: int, group: int, first: int, count: int, s: Any) -> None:
     """Take the queries of packed rows from `row` on as the rows [first, first + count), with nothing summed yet."""
     for r in range(count):
         begin = column + r % group * width
-        source, q, acc = query[row + r // group, begin : begin + width], s.q[first + r], s.acc[first + r]
-        for d in range(q.size):
-            q[d] = as_row(source[d], q[d])
-        for d in range(acc.size):
-            acc[d] = np.float32(0.0)
+        place, source = first + r, row + r // group
+        for d in range(width):
+            s.q[place, d] = as_row(query[source, unsigned(begin, d)], s.q[place, d])
+        for d in range(s.acc.shape[1]):
+            s.acc[place, d] = np.float32(0.0)
         s.highest[first + r] = np.float32(NOTHING)
         s.total[first + r] = np.float32(0.0)
 
 
-@compiled(nogil=True, forceinline=True)
-def _bring_keys(pages: Any, table: Any, head: int, low: int, high: int, in_place: bool, s: Any, place: int) -> None:
+@compiled(nogil=True, forceinline=True, counted=False)
+def _bring_keys(
+    pages: Any, tables: Any, slot: int, head: int, low: int, high: int, in_place: bool, s: Any, place: int
+) -> None:
     """Copy the keys [low, high) and their values, or what cannot be read in place of them; `place` is their units'."""
     n = high - low
     odd = s.numbers.itemsize == 2 and n % 2 == 1
@@ -78,18 +80,18 @@ def _bring_keys(pages: Any, table: Any, head: int, low: int, high: int, in_place
         if odd:
             clear_last(s.values, n)
     elif not in_place:
-        gather_keys(pages, table, head, low, high, s.keys.ctypes.data, 4 * s.keys.shape[1])
-        gather_values(pages, table, head, low, high, s.values)
+        gather_keys(pages, tables, slot, head, low, high, s.keys.ctypes.data, 4 * s.keys.shape[1])
+        gather_values(pages, tables, slot, head, low, high, s.values)
         if odd:
             clear_last(s.values, n)
     elif odd:
         whole = n // UNIT * UNIT
-        gather_values(pages, table, head, low + whole, high, s.values)
+        gather_values(pages, tables, slot, head, low + whole, high, s.values)
         clear_last(s.values, n - whole)
         s.units[place, 1, n // UNIT] = s.values.ctypes.data
 
 
-@compiled(nogil=True)
+@compiled(nogil=True, counted=False)
 def _score(like: Any, at: Addresses, r: int, some: int, n: int, key_stride: int, units: int, ahead: int) -> None:
     """Multiply some rows of queries from r on with n keys.
 
@@ -107,7 +109,7 @@ def _score(like: Any, at: Addresses, r: int, some: int, n: int, key_stride: int,
             score_tile(like, some, out, 4 * TILE, q, at.q_stride, first, at.key_stride, words, 0, 0, 0, 0)
 
 
-@compiled(nogil=True)
+@compiled(nogil=True, counted=False)
 def _sum(like: Any, at: Addresses, r: int, some: int, steps: int, value_stride: int, units: int, ahead: int) -> None:
     """Add values by their weights to the sums of some rows from r on; the rest as in `_score`."""
     acc, alpha = at.acc + r * at.acc_stride, at.alpha + 4 * r
@@ -125,26 +127,37 @@ def _sum(like: Any, at: Addresses, r: int, some: int, steps: int, value_stride: 
             )  # fmt: skip  # arguments in groups
 
 
-@compiled(nogil=True, forceinline=True)
+@compiled(nogil=True, forceinline=True, counted=False)
 def _end_rows(
     out: Any, row: int, column: int, width: int, group: int, first: int, count: int, unit: np.float32, sinks: Any,
-    s: Any,
+    sink: int, s: Any,
 ) -> None:  # fmt: skip  # arguments in groups
-    """Divide the sums of those rows by their weights; `sinks` are those of the head's queries."""
+    """Divide the sums of those rows by their weights; the sinks of the head's queries begin at `sink`."""
     for r in range(count):
         total = s.total[first + r]
         if sinks.size:
-            total += exp32(sinks[r % group] - s.highest[first + r] * unit)
+            total += exp32(sinks[sink + r % group] - s.highest[first + r] * unit)
         inverse = np.float32(1.0) / total
         begin = column + r % group * width
-        acc, target = s.acc[first + r], out[row + r // group, begin : begin + width]
-        for d in range(target.size):
-            target[d] = narrow(acc[d] * inverse, target[d])
+        place, target = first + r, row + r // group
+        for d in range(width):
+            value = s.acc[place, d] * inverse
+            out[target, unsigned(begin, d)] = narrow(value, out[target, unsigned(begin, d)])
 
 
-@compiled(nogil=True, forceinline=True)
+@compiled(nogil=True, forceinline=True, counted=False)
+def _find_first_units(
+    pages: Any, tables: Any, slots: Any, runs: Any, run: int, head: int, units: Any, place: int
+) -> None:
+    """Find the units of the first tile of a run (`find_units`)."""
+    low = runs[run, LOW]
+    slot, high = slots[runs[run, SEQUENCE]], min(low + TILE, runs[run, HIGH])
+    find_units(pages, tables, slot, head, low, high, units, place)
+
+
+@compiled(nogil=True, forceinline=True, counted=False)
 def _attend_run(
-    pages: Any, table: Any, run: Any, after: Any, after_table: Any, head: int, after_head: int, group: int,
+    pages: Any, tables: Any, slots: Any, runs: Any, run: int, after: int, head: int, after_head: int, group: int,
     scale: np.float32, window: int, softcap: np.float32, at: Any, place: int, s: Any,
 ) -> int:  # fmt: skip  # arguments in groups
     """Take the rows of a run through its keys; `place` is that of its first units, the following run's is returned."""
@@ -153,16 +166,17 @@ def _attend_run(
     key_stride, value_stride = (4 * pages.size, 4 * values_width(pages)) if in_place else (0, 0)
     q, pack = s.q, 4 // s.numbers.itemsize
     to_exponent = _LOG2E * (np.float32(1.0) if softcap > 0.0 else scale)
-    low, end, start = run[LOW], run[HIGH], run[POSITION]
-    first, last = run[TOKEN] * group, (run[TOKEN] + run[TOKENS]) * group
+    low, end, start = runs[run, LOW], runs[run, HIGH], runs[run, POSITION]
+    first, last = runs[run, TOKEN] * group, (runs[run, TOKEN] + runs[run, TOKENS]) * group
+    slot = slots[runs[run, SEQUENCE]]
     while low < end:
         high = min(low + TILE, end)
         n, coming = high - low, 1 - place
         if high < end:
-            find_units(pages, table, head, high, min(high + TILE, end), s.units, coming)
+            find_units(pages, tables, slot, head, high, min(high + TILE, end), s.units, coming)
         else:
-            find_units(pages, after_table, after_head, after[LOW], min(after[LOW] + TILE, after[HIGH]), s.units, coming)
-        _bring_keys(pages, table, head, low, high, in_place, s, place)
+            _find_first_units(pages, tables, slots, runs, after, after_head, s.units, coming)
+        _bring_keys(pages, tables, slot, head, low, high, in_place, s, place)
         units, ahead = at.units + 2 * at.units_stride * place, at.units + 2 * at.units_stride * coming
         for r in range(first, last, ROWS):
             some = min(ROWS, last - r)
@@ -183,14 +197,13 @@ def _attend_run(
     return place
 
 
-@compiled(nogil=True)
-def _attend_share(
+@compiled(nogil=True, counted=False)
+def _attend_pairs(
     query: Any, out: Any, pages: Any, tables: Any, slots: Any, blocks: Any, begin: int, end: int,
-    group: int, scale: np.float32, window: int, softcap: np.float32, sinks: Any, like: Any,
+    group: int, scale: np.float32, window: int, softcap: np.float32, sinks: Any, s: Any,
 ) -> None:  # fmt: skip  # arguments in groups
-    """Attend in the pairs [begin, end) of a block and a KV head."""
+    """Attend in the pairs [begin, end) of a block and a KV head, in arrays `s` of a worker's own."""
     heads, width, runs = pages.memory.shape[1], pages.width, blocks.runs
-    s = make_scratch(query, like, pages, max(1, BLOCK_ROWS // group) * group)
     at, unit = addresses_of(s), np.float32(1.0) if softcap > 0.0 else scale  # of scores
     place = 0
     for item in range(begin, end):
@@ -199,27 +212,33 @@ def _attend_share(
         following = min(item + 1, end - 1)
         column = head * group * width
         for i in range(first, last):
-            run = runs[i]
-            if run[ROW] >= 0:
-                _begin_rows(query, run[ROW], column, width, group, run[TOKEN] * group, run[TOKENS] * group, s)
+            if runs[i, ROW] >= 0:
+                _begin_rows(
+                    query, runs[i, ROW], column, width, group, runs[i, TOKEN] * group, runs[i, TOKENS] * group, s
+                )
         if item == begin:
-            run = runs[first]
-            low = run[LOW]
-            find_units(pages, tables[slots[run[SEQUENCE]]], head, low, min(low + TILE, run[HIGH]), s.units, place)
+            _find_first_units(pages, tables, slots, runs, first, head, s.units, place)
         for i in range(first, last):
             j, after_head = (i + 1, head) if i + 1 < last else (blocks.firsts[following // heads], following % heads)
-            run, after = runs[i], runs[j]
             place = _attend_run(
-                pages, tables[slots[run[SEQUENCE]]], run, after, tables[slots[after[SEQUENCE]]], head, after_head,
-                group, scale, window, softcap, at, place, s,
+                pages, tables, slots, runs, i, j, head, after_head, group, scale, window, softcap, at, place, s,
             )  # fmt: skip  # arguments in groups
         for i in range(first, last):
-            run = runs[i]
-            if run[ROW] >= 0:
+            if runs[i, ROW] >= 0:
                 _end_rows(
-                    out, run[ROW], column, width, group, run[TOKEN] * group, run[TOKENS] * group, unit,
-                    sinks[head * group :], s,
+                    out, runs[i, ROW], column, width, group, runs[i, TOKEN] * group, runs[i, TOKENS] * group, unit,
+                    sinks, head * group, s,
                 )  # fmt: skip  # arguments in groups
+
+
+@compiled(nogil=True)
+def _attend_share(
+    query: Any, out: Any, pages: Any, tables: Any, slots: Any, blocks: Any, begin: int, end: int,
+    group: int, scale: np.float32, window: int, softcap: np.float32, sinks: Any, like: Any,
+) -> None:  # fmt: skip  # arguments in groups
+    """Attend in the pairs [begin, end) of a block and a KV head."""
+    s = make_scratch(query, like, pages, max(1, BLOCK_ROWS // group) * group)
+    _attend_pairs(query, out, pages, tables, slots, blocks, begin, end, group, scale, window, softcap, sinks, s)
 
 
 def _types(element: Any, result: Any, kept: Any, rows: Any) -> tuple[Any, ...]:
@@ -276,7 +295,7 @@ def attend(
     )  # fmt: skip  # arguments in groups
 
 
-@compiled(nogil=True)
+@compiled(nogil=True, counted=False)
 def attend_share(
     query: Any, out: Any, pages: Any, tables: Any, slots: Any, blocks: Any, group: int, scale: np.float32,
     window: int, softcap: np.float32, sinks: Any, like: Any, code: int, worker: int,

@@ -62,7 +62,7 @@ class Addresses(NamedTuple):
     units_stride: int  # between those of keys and those of values
 
 
-@compiled(nogil=True)
+@compiled(nogil=True, counted=False)
 def addresses_of(s: Any) -> Addresses:
     """Find the addresses of a `Scratch`."""
     return Addresses(

@@ -85,7 +85,7 @@ class Buffers(NamedTuple):
     attention: NDArray[Any]  # [tokens, 0] like the rows of attention's products
 
 
-@compiled(fastmath={"contract"}, nogil=True)
+@compiled(fastmath={"contract"}, nogil=True, counted=False)
 def _add_normalized(row: Any, weight: Any, epsilon: np.float32, target: Any) -> None:
     """Add RMSNorm of a row to `target`."""
     inverse = inverse_norm(row, weight.size, epsilon)
@@ -93,14 +93,14 @@ def _add_normalized(row: Any, weight: Any, epsilon: np.float32, target: Any) -> 
         target[d] += row[d] * inverse * weight[d]
 
 
-@compiled(nogil=True)
+@compiled(nogil=True, counted=False)
 def _round(row: Any, target: Any) -> None:
     """Round a row to the numbers of `target`."""
     for d in range(target.size):
         target[d] = narrow(row[d], target[d])
 
 
-@compiled(nogil=True)
+@compiled(nogil=True, counted=False)
 def _multiply(
     layers: Any, layer: int, product: int, code: int, x: Any, out: Any, step: int, buffers: Any, team: Any
 ) -> None:
@@ -124,7 +124,7 @@ def _multiply(
     wait_for_all(team)
 
 
-@compiled(nogil=True)
+@compiled(nogil=True, counted=False)
 def _enter_branch(layers: Any, layer: int, norm: int, buffers: Any, team: Any) -> None:
     """Make the input of a branch from the residual."""
     first, end = share_of(buffers.normed.shape[0], team.worker, team.workers)
@@ -136,7 +136,7 @@ def _enter_branch(layers: Any, layer: int, norm: int, buffers: Any, team: Any) -
     wait_for_all(team)
 
 
-@compiled(nogil=True)
+@compiled(nogil=True, counted=False)
 def _leave_branch(layers: Any, layer: int, product: int, norm: int, x: Any, buffers: Any, team: Any) -> None:
     """Add the product of x to the residual, through a norm if the layer has one there."""
     if layers.has_norm[norm]:
@@ -151,7 +151,7 @@ def _leave_branch(layers: Any, layer: int, product: int, norm: int, x: Any, buff
         _multiply(layers, layer, product, ADDED, x, buffers.residual, COLUMNS, buffers, team)
 
 
-@compiled(nogil=True)
+@compiled(nogil=True, counted=False)
 def _run_share(
     layers: Any, step: Any, memory: Any, window_memory: Any, tables: Any, window_tables: Any, page_size: int,
     buffers: Any, first: int, end: int, arrived: Any, workers: int, worker: int,

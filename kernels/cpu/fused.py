@@ -20,13 +20,16 @@ from numpy.typing import NDArray
 from llmbatch.compilation.decorators import compiled
 from llmbatch.kernels.cpu.layout import INT8_PACK, WIDTH_MULTIPLE, Pages
 from llmbatch.kernels.cpu.numerics import FASTMATH, exp32, narrow, quantise_row, widen
+from llmbatch.kernels.cpu.pointers import address_in, unsigned
+from llmbatch.kernels.cpu.tiles.rotation import rotate_register
+from llmbatch.kernels.cpu.tiles.vector_ir import LANES
 from llmbatch.kernels.spec import SILU
 
 _GELU_SCALE: Final = np.float32(1.5957691216057308)  # 2 sqrt(2 / pi)
 _GELU_CUBIC: Final = np.float32(0.044715)
 
 
-@compiled(fastmath=FASTMATH, nogil=True, forceinline=True)
+@compiled(fastmath=FASTMATH, nogil=True, forceinline=True, counted=False)
 def inverse_norm(x: Any, size: int, epsilon: np.float32) -> Any:
     """Compute 1 / sqrt(mean(x**2) + epsilon) of the first `size` elements; its loop stores nothing, so it is one."""
     total = np.float32(0.0)
@@ -36,7 +39,7 @@ def inverse_norm(x: Any, size: int, epsilon: np.float32) -> Any:
     return np.float32(1.0) / np.sqrt(total / np.float32(size) + epsilon)
 
 
-@compiled(nogil=True)
+@compiled(nogil=True, counted=False)
 def normalize_row(row: Any, weight: Any, epsilon: np.float32, target: Any) -> None:
     """Apply RMSNorm to the first elements of a row: target = row / sqrt(mean(row**2) + epsilon) * weight."""
     inverse = inverse_norm(row, weight.size, epsilon)
@@ -70,25 +73,48 @@ def gate(x: NDArray[Any], activation: int, out: NDArray[Any]) -> None:
                 target[d] = narrow(value * widen(right[d]), target[d])
 
 
-@compiled(nogil=True, forceinline=True)
-def _normalize_head(x: Any, weight: Any, epsilon: np.float32, out: Any) -> None:
+@compiled(fastmath=FASTMATH, nogil=True, forceinline=True, counted=False)
+def _inverse_norm_of_head(x: Any, row: int, column: int, width: int, epsilon: np.float32) -> Any:
+    """Compute `inverse_norm` of a head."""
+    total = np.float32(0.0)
+    for d in range(width):
+        value = widen(x[row, unsigned(column, d)])
+        total += value * value
+    return np.float32(1.0) / np.sqrt(total / np.float32(width) + epsilon)
+
+
+@compiled(nogil=True, forceinline=True, counted=False)
+def _take_head(x: Any, row: int, column: int, weight: Any, epsilon: np.float32, out: Any) -> None:
+    """Take the head of a row that begins at a column, through RMSNorm if there is a weight."""
     if weight.size:
-        inverse = inverse_norm(x, x.size, epsilon)
-        for d in range(x.size):
-            out[d] = widen(x[d]) * inverse * weight[d]
+        inverse = _inverse_norm_of_head(x, row, column, out.size, epsilon)
+        for d in range(out.size):
+            out[d] = widen(x[row, unsigned(column, d)]) * inverse * weight[d]
     else:
-        for d in range(x.size):
-            out[d] = widen(x[d])
+        for d in range(out.size):
+            out[d] = widen(x[row, unsigned(column, d)])
 
 
-@compiled(nogil=True, forceinline=True)
-def _rotate(head: Any, cosine: Any, sine: Any) -> None:
-    half = cosine.size // 2
-    left, right = head[:half], head[half : 2 * half]
-    for d in range(half):
-        a, b = left[d], right[d]
-        left[d] = a * widen(cosine[d]) - b * widen(sine[d])
-        right[d] = b * widen(cosine[d + half]) + a * widen(sine[d + half])
+@compiled(nogil=True, forceinline=True, counted=False)
+def _rotate_head(
+    x: Any, row: int, column: int, cosine: Any, sine: Any, angle: int, out: Any, out_row: int, place: int
+) -> None:
+    """Rotate the head of a row that begins at a column, by a row of angles, into a row of `out` from a place on."""
+    half = cosine.shape[1] // 2
+    whole = half // LANES * LANES
+    source, target = address_in(x, row, column), address_in(out, out_row, place)
+    for d in range(0, whole, LANES):
+        rotate_register(
+            x, cosine, out, source + d * x.itemsize, address_in(cosine, angle, d), address_in(sine, angle, d),
+            target + d * out.itemsize, half,
+        )  # fmt: skip  # arguments in groups
+    for d in range(whole, half):
+        other = unsigned(half, d)
+        a, b = widen(x[row, unsigned(column, d)]), widen(x[row, unsigned(column, other)])
+        left = a * widen(cosine[angle, d]) - b * widen(sine[angle, d])
+        right = b * widen(cosine[angle, other]) + a * widen(sine[angle, other])
+        out[out_row, unsigned(place, d)] = narrow(left, out[out_row, unsigned(place, d)])
+        out[out_row, unsigned(place, other)] = narrow(right, out[out_row, unsigned(place, other)])
 
 
 def _shrink(head: Any, out: Any) -> Any:
@@ -149,31 +175,29 @@ def rotate_and_store_rows(
     heads, pack = memory.shape[1], memory.shape[3]
     scales, padded = int(pack == INT8_PACK), (width + WIDTH_MULTIPLE - 1) // WIDTH_MULTIPLE * WIDTH_MULTIPLE
     begin, row_words = (width // pack + scales) * page_size, padded + INT8_PACK * scales
-    scratch, kept_head = np.empty(width, np.float32), np.empty(width + scales * pack, memory.dtype)
-    words = kept_head.view(np.uint32)
+    taken, kept_head = np.empty((1, width), np.float32), np.empty(width + scales * pack, memory.dtype)
+    head, words, key_words = taken[0], kept_head.view(np.uint32), memory.view(np.uint32)
+    rotated = cosine.shape[1] // 2 * 2
     for t in range(first, end):
-        row = packed[t]
         page, offset = pages[t], offsets[t]
-        if query_norm.size or cosine.shape[1]:
-            for h in range(query_heads):
-                head = row[h * width : (h + 1) * width]
-                _normalize_head(head, query_norm, np.float32(epsilon), scratch)
-                _rotate(scratch, cosine[t], sine[t])
-                for d in range(width):
-                    head[d] = narrow(scratch[d], head[d])
+        for h in range(query_heads):
+            if query_norm.size:
+                _take_head(packed, t, h * width, query_norm, np.float32(epsilon), head)
+                _rotate_head(taken, 0, 0, cosine, sine, t, packed, t, h * width)
+                for d in range(rotated, width):
+                    packed[t, unsigned(h * width, d)] = narrow(head[d], packed[t, unsigned(h * width, d)])
+            else:
+                _rotate_head(packed, t, h * width, cosine, sine, t, packed, t, h * width)
         for h in range(heads):
-            head = row[(query_heads + h) * width : (query_heads + h + 1) * width]
-            _normalize_head(head, key_norm, np.float32(epsilon), scratch)
-            _rotate(scratch, cosine[t], sine[t])
-            _shrink(scratch, kept_head)
-            target = memory[page, h].reshape(-1).view(np.uint32)
-            for d in range(words.size):
-                target[d * page_size + offset] = words[d]
-            head = row[(query_heads + heads + h) * width : (query_heads + heads + h + 1) * width]
-            place = begin + offset // pack * row_words
+            _take_head(packed, t, (query_heads + h) * width, key_norm, np.float32(epsilon), head)
+            _rotate_head(taken, 0, 0, cosine, sine, t, taken, 0, 0)
             _shrink(head, kept_head)
-            row_of_values = memory[page, h, place:]
+            for d in range(words.size):
+                key_words[page, h, unsigned(d * page_size, offset), 0] = words[d]
+            _take_head(packed, t, (query_heads + heads + h) * width, key_norm[:0], np.float32(epsilon), head)
+            _shrink(head, kept_head)
+            place = begin + offset // pack * row_words
             for d in range(width):
-                row_of_values[d, offset % pack] = kept_head[d]
+                memory[page, h, unsigned(place, d), offset % pack] = kept_head[d]
             for i in range(pack * scales):
-                row_of_values[padded + offset % pack, i] = kept_head[width + i]
+                memory[page, h, place + padded + offset % pack, i] = kept_head[width + i]

@@ -42,49 +42,49 @@ def _copy_rows(_typing: Any, target: Any, target_stride: Any, source: Any, sourc
 copy_rows: Final[Callable[..., None]] = _copy_rows
 
 
-@compiled(nogil=True)
+@compiled(nogil=True, counted=False)
 def _page_at(pages: Any, page: int, head: int) -> int:
     """Return the address of a page of a head."""
     memory = pages.memory
     return int(memory.ctypes.data + ((page * memory.shape[1] + head) * memory.shape[2]) * 4)
 
 
-@compiled(nogil=True)
+@compiled(nogil=True, counted=False)
 def _values_begin(pages: Any) -> int:
     """Return the words of a page before its values."""
     pack = pages.memory.shape[3]
     return int((pages.width // pack + (pack == INT8_PACK)) * pages.size)
 
 
-@compiled(nogil=True)
+@compiled(nogil=True, counted=False)
 def _padded_width(pages: Any) -> int:
     """Return the values of a row that are not scales."""
     return int((pages.width + WIDTH_MULTIPLE - 1) // WIDTH_MULTIPLE * WIDTH_MULTIPLE)
 
 
-@compiled(nogil=True)
+@compiled(nogil=True, counted=False)
 def values_width(pages: Any) -> int:
     """Return the words of a row of values."""
     pack = pages.memory.shape[3]
     return int(_padded_width(pages) + INT8_PACK * (pack == INT8_PACK))
 
 
-@compiled(nogil=True)
-def gather_keys(pages: Any, table: Any, head: int, low: int, high: int, tile: int, stride: int) -> None:
+@compiled(nogil=True, counted=False)
+def gather_keys(pages: Any, tables: Any, slot: int, head: int, low: int, high: int, tile: int, stride: int) -> None:
     """Copy the words of the keys [low, high) side by side: [words of a key, keys]."""
     size, words = pages.size, pages.width // pages.memory.shape[3]
     key = low
     while key < high:
         offset = key % size
         run = min(size - offset, high - key)
-        source = _page_at(pages, table[key // size], head) + 4 * offset
+        source = _page_at(pages, tables[slot, key // size], head) + 4 * offset
         for j in range(0, run, UNIT):  # the last may be of fewer than 8 keys: the next page's overwrite the rest
             copy_rows(tile + 4 * (key - low + j), stride, source + 4 * j, 4 * size, words)
         key += run
 
 
-@compiled(nogil=True)
-def gather_values(pages: Any, table: Any, head: int, low: int, high: int, tile: Any) -> None:
+@compiled(nogil=True, counted=False)
+def gather_values(pages: Any, tables: Any, slot: int, head: int, low: int, high: int, tile: Any) -> None:
     """Copy the values [low, high) as rows of words, each of as many tokens as a word has elements."""
     size, pack = pages.size, pages.memory.shape[3]
     begin, width, stride = _values_begin(pages), values_width(pages), tile.shape[1]
@@ -93,10 +93,10 @@ def gather_values(pages: Any, table: Any, head: int, low: int, high: int, tile: 
     while key < high:
         offset = key % size
         run = min(size - offset, high - key)
-        source = _page_at(pages, table[key // size], head) + 4 * (begin + offset // pack * width)
+        source = _page_at(pages, tables[slot, key // size], head) + 4 * (begin + offset // pack * width)
         first, rows = (key - low) // pack, (run + pack - 1) // pack
         if size % pack != 0:
-            _gather_halves(pages, table[key // size], head, offset, run, key - low, tile)
+            _gather_halves(pages, tables[slot, key // size], head, offset, run, key - low, tile)
         elif width == stride:
             copy_rows(target + 4 * first * stride, 32, source, 32, rows * width // UNIT)
         else:
@@ -105,7 +105,7 @@ def gather_values(pages: Any, table: Any, head: int, low: int, high: int, tile: 
         key += run
 
 
-@compiled(nogil=True)
+@compiled(nogil=True, counted=False)
 def _gather_halves(pages: Any, page: int, head: int, offset: int, run: int, place: int, tile: Any) -> None:
     """Copy values of a page of an odd number of tokens, whose words are not words of the tile."""
     begin, width, pack = _values_begin(pages), values_width(pages), pages.memory.shape[3]
@@ -118,7 +118,7 @@ def _gather_halves(pages: Any, page: int, head: int, offset: int, run: int, plac
             target[d] = element << half if half == 0 else target[d] | element << half
 
 
-@compiled(nogil=True)
+@compiled(nogil=True, counted=False)
 def clear_last(tile: Any, keys: int) -> None:
     """Clear the values beside the last of an odd number, which were not written: 0 times NaN is NaN."""
     last = tile[keys // 2]
@@ -126,8 +126,10 @@ def clear_last(tile: Any, keys: int) -> None:
         last[d] &= np.uint32(0xFFFF)
 
 
-@compiled(nogil=True)
-def find_units(pages: Any, table: Any, head: int, low: int, high: int, units: Any, place: int) -> None:
+@compiled(nogil=True, counted=False)
+def find_units(
+    pages: Any, tables: Any, slot: int, head: int, low: int, high: int, units: Any, place: int
+) -> None:  # fmt: skip
     """Write the addresses of the keys [low, high) and of their values, in units of 8; the last stands for the rest.
 
     They go to `units`[place], [2, units of a tile].
@@ -135,7 +137,7 @@ def find_units(pages: Any, table: Any, head: int, low: int, high: int, units: An
     size, pack = pages.size, pages.memory.shape[3]
     begin, row = 4 * _values_begin(pages), 4 * values_width(pages) * (UNIT // pack)
     page, offset = low // size, low % size
-    start = _page_at(pages, table[page], head)
+    start = _page_at(pages, tables[slot, page], head)
     for unit in range(units.shape[2]):
         units[place, 0, unit] = start + 4 * offset
         units[place, 1, unit] = start + begin + offset // UNIT * row
@@ -143,7 +145,7 @@ def find_units(pages: Any, table: Any, head: int, low: int, high: int, units: An
             offset += UNIT
             if offset == size:
                 page, offset = page + 1, 0
-                start = _page_at(pages, table[page], head)
+                start = _page_at(pages, tables[slot, page], head)
 
 
 def _make_widener(*, of_keys: bool) -> Callable[..., None]:
@@ -201,7 +203,7 @@ _widen_keys: Final = _make_widener(of_keys=True)
 _widen_values: Final = _make_widener(of_keys=False)
 
 
-@compiled(nogil=True)
+@compiled(nogil=True, counted=False)
 def widen_tile(pages: Any, like: Any, keys: int, units: Any, place: int, coming: int, tile: Any, values: Any) -> None:
     """Widen so many keys and their values, found by `find_units`; those of `coming` are prefetched.
 

@@ -33,10 +33,25 @@ def address_of(function: Any, signature: tuple[types.Type, ...]) -> int:
     return int(made.library.get_pointer_to_function(made.fndesc.llvm_func_name))
 
 
-@compiled(nogil=True, forceinline=True)
+@compiled(nogil=True, forceinline=True, counted=False)
 def data_of(array: Any) -> Any:
     """Return the address of an array as an int64, as Python hands it over, so that callees are compiled once."""
     return np.int64(array.ctypes.data)
+
+
+@compiled(nogil=True, forceinline=True, counted=False)
+def address_in(array: Any, row: int, column: int) -> Any:
+    """Return the address of an element of a matrix whose rows lie in one piece each."""
+    return data_of(array) + row * array.strides[0] + column * array.itemsize
+
+
+@compiled(nogil=True, forceinline=True, counted=False)
+def unsigned(first: Any, further: Any) -> Any:
+    """Add two indices, to one without a sign: numba asks of each one with a sign whether it counts from the end.
+
+    Loops over such elements become vector code.
+    """
+    return np.uint64(first) + np.uint64(further)
 
 
 def compile_for(function: Any, arguments: tuple[Any, ...]) -> None:

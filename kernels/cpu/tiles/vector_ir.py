@@ -75,6 +75,11 @@ def gated_of(element: str) -> str:
     return FLOAT32 if element in (FLOAT32, WIDENED) else BFLOAT16
 
 
+def size_of(element: str) -> int:
+    """Return the bytes of a float32 or bfloat16."""
+    return 4 if element == FLOAT32 else 2
+
+
 def constant(value: int) -> Any:
     """Make an int64."""
     return ir.Constant(INT64, value)
@@ -105,6 +110,13 @@ def load(builder: Any, address: Any, kind: Any) -> Any:
 def load_halves(builder: Any, address: Any) -> Any:
     """Load a vector of float16 as float32."""
     return builder.fpext(load(builder, address, _HALVES), FLOATS)
+
+
+def load_floats(builder: Any, address: Any, element: str) -> Any:
+    """Load a vector of float32 or bfloat16 as float32."""
+    if element == FLOAT32:
+        return load(builder, address, FLOATS)
+    return lower_half(builder, builder.zext(load(builder, address, _INT16S), WORDS))
 
 
 def store(builder: Any, value: Any, address: Any) -> None:
