@@ -1,6 +1,6 @@
 """Online requests beside a job, by the clock: the tables of docs/results/beside.md.
 
-    python benchmarks/beside.py TABLE [--small] [--exponents 1,2,4] [--jobs N]
+    python benchmarks/beside.py TABLE [--small] [--exponents 1,2,4] [--jobs N] [--policies slack]
 
 TABLE is one of
 
@@ -15,8 +15,9 @@ TABLE is one of
 - `pools`: OOCO's two engines against two that are mixed, at twice the traffic and the job of the nine.
 
 Each writes docs/results/beside-TABLE.json, one row a run, and then docs/results/beside.md from all that are there.
-`--small` takes a tenth of the time, and its table says so. Traces are read from the folder that $LLMBATCH_TRACES names.
-Nothing was tuned to these tables but what the page names.
+`--small` takes a tenth of the time, and its table says so. `--policies slack` runs that policy alone, and keeps the
+rows of the others that are in the file; where one is not, the page is not written. Traces are read from the folder that
+$LLMBATCH_TRACES names. Nothing was tuned to these tables but what the page names.
 """
 
 from __future__ import annotations
@@ -25,8 +26,7 @@ import argparse
 import json
 import os
 import tempfile
-from collections.abc import Callable, Mapping
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ from typing import Any
 import numpy as np
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+from beside_rows import Rows, named
 from beside_tables import write_tables
 from simulations import RESULTS, SOURCES, path_of
 
@@ -91,12 +92,6 @@ def figures_of(setting: Mapping[str, Any], done: OnlineRun) -> dict[str, Any]:
     return {"setting": named(setting), "figures": done.report.to_dict(), "while_job_ran": beside}
 
 
-def named(setting: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a setting with the names of traces in place of their files."""
-    offline = [Path(source).stem for source in setting.get("offline", ())]
-    return {**setting, "online": Path(setting["online"]).stem, **({"offline": offline} if offline else {})}
-
-
 def run_bros(setting: Mapping[str, Any]) -> dict[str, Any]:
     """Run a setting of BROS's: also the share of online requests that ended in time, and the rows that the pool allows.
 
@@ -134,7 +129,7 @@ def cut_trace(source: str, seconds: float, folder: str) -> str:
     return str(path)
 
 
-def bros(exponents: list[float], size: Size, jobs: int) -> list[dict[str, Any]]:
+def bros(exponents: list[float], size: Size, rows: Rows) -> list[dict[str, Any]]:
     """A, S1 to S3."""
     rates = (2.5, 5.0, 7.5, 10.0)
     settings = [
@@ -144,17 +139,16 @@ def bros(exponents: list[float], size: Size, jobs: int) -> list[dict[str, Any]]:
         for policy in ("fcfs", "round-robin", "bros", "slack")
     ]
     alone = [{**setting, "offline": ()} for setting in settings if setting["policy"] == "slack"]
-    runs = run_all(run_bros, settings + alone, jobs)
-    short = []
-    for setting, found in zip(settings, runs[: len(settings)], strict=True):
-        if setting["policy"] == "fcfs":
-            answers = OnlineExperiment(**setting).guests.output
+    runs, short = rows.of(run_bros, settings), []
+    for found in runs:
+        if found["setting"]["policy"] == "fcfs":
+            answers = OnlineExperiment(**found["setting"]).guests.output
             most = steps_of_latency(WANTED * found["figures"]["online"]["normalised_latency"], answers)
-            short.append({**setting, "policy": "slack", "tpot": most})
-    return runs + run_all(run_bros, short, jobs)
+            short.append({**found["setting"], "policy": "slack", "tpot": most})
+    return runs + rows.of(run_bros, alone) + rows.of(run_bros, short)
 
 
-def overload(exponents: list[float], size: Size, jobs: int) -> list[dict[str, Any]]:
+def overload(exponents: list[float], size: Size, rows: Rows) -> list[dict[str, Any]]:
     """A, S4: rates past saturation, and those at which capacity is sought."""
     settings = [
         {**BROS, "per_second": float(rate), "duration": size.bros_seconds, "policy": policy,
@@ -163,10 +157,10 @@ def overload(exponents: list[float], size: Size, jobs: int) -> list[dict[str, An
         for rate in (10, 11, 12, 13, 14, 15, 16, 17, 18, 20, 22)
         for policy in ("bros", "slack")
     ]  # fmt: skip  # arguments in groups
-    return run_all(run, settings, jobs)
+    return rows.of(run, settings)
 
 
-def memory(exponents: list[float], size: Size, jobs: int) -> list[dict[str, Any]]:
+def memory(exponents: list[float], size: Size, rows: Rows) -> list[dict[str, Any]]:
     """A, S5."""
     settings = [
         {"online": path_of("azure2023_conv"), "rate": 0.8, "offline": [path_of(source) for source in SOURCES],
@@ -175,7 +169,7 @@ def memory(exponents: list[float], size: Size, jobs: int) -> list[dict[str, Any]
         for exponent in exponents
         for policy in ("priority", "bros", "ooco", "slack")
     ]  # fmt: skip  # arguments in groups
-    return run_all(run, settings, jobs)
+    return rows.of(run, settings)
 
 
 def nine(exponent: float, traces: Mapping[str, str]) -> list[dict[str, Any]]:
@@ -211,7 +205,7 @@ def run_alone(setting: dict[str, Any]) -> dict[str, Any]:
     return {"named": setting["named"], **figures_of(setting, done), "waits": waits}
 
 
-def grid(exponents: list[float], size: Size, jobs: int) -> list[dict[str, Any]]:
+def grid(exponents: list[float], size: Size, rows: Rows) -> list[dict[str, Any]]:
     """B, S1 to S3. First tokens are compared with those of the same requests alone: who arrives later, waits less."""
     with tempfile.TemporaryDirectory() as folder:
         traces = {name: cut_trace(f"azure2023_{name}", 1.5 * size.job_seconds, folder) for name in ("conv", "code")}
@@ -228,7 +222,7 @@ def grid(exponents: list[float], size: Size, jobs: int) -> list[dict[str, Any]]:
                     fixed = {**job, "step_tokens": step, "max_running": running}
                     settings.append({**fixed, "policy": "priority"})
                     settings.append({**fixed, "policy": "fcfs", "outstanding": running})
-        by_themselves, runs = run_all(run_alone, alones, jobs), run_all(run_named, settings, jobs)
+        by_themselves, runs = [run_alone(alone) for alone in alones], rows.of(run_named, settings)
     waits = {
         (each["setting"]["overlap_exponent"], each["named"].partition(",")[0]): each.pop("waits")
         for each in by_themselves
@@ -240,7 +234,7 @@ def grid(exponents: list[float], size: Size, jobs: int) -> list[dict[str, Any]]:
     return by_themselves + runs
 
 
-def load(exponents: list[float], size: Size, jobs: int) -> list[dict[str, Any]]:
+def load(exponents: list[float], size: Size, rows: Rows) -> list[dict[str, Any]]:
     """B, S4 and S5."""
     with tempfile.TemporaryDirectory() as folder:
         traces = {name: cut_trace(f"azure2023_{name}", size.load_seconds, folder) for name in ("conv", "code")}
@@ -255,7 +249,7 @@ def load(exponents: list[float], size: Size, jobs: int) -> list[dict[str, Any]]:
                 for step, running in FIXED if not size.small else ((512, 64), (2048, 256)):
                     fixed = {**search, "step_tokens": step, "max_running": running}
                     searches += [{**fixed, "policy": "priority"}, {**fixed, "policy": "fcfs"}]
-        return run_all(most_held, searches, jobs)
+        return rows.of(most_held, searches)
 
 
 def most_held(search: dict[str, Any]) -> dict[str, Any]:
@@ -282,29 +276,18 @@ def most_held(search: dict[str, Any]) -> dict[str, Any]:
     return {"named": search["named"], "alone_ttft_p99": search["alone_ttft_p99"], "setting": named(setting), **found}
 
 
-def run_all(function: Callable[[Any], Any], settings: list[dict[str, Any]], jobs: int) -> list[dict[str, Any]]:
-    """Run settings side by side, and say how far it is."""
-    results: list[dict[str, Any]] = []
-    with ProcessPoolExecutor(jobs) as pool:
-        for setting, result in zip(settings, pool.map(function, settings), strict=True):
-            name = setting.get("named", setting.get("per_second", setting.get("mix", "")))
-            print(f"{len(results) + 1} of {len(settings)}: {name} {setting['policy']}", flush=True)
-            results.append(result)
-    return results
-
-
-def pools(exponents: list[float], size: Size, jobs: int) -> list[dict[str, Any]]:
+def pools(exponents: list[float], size: Size, rows: Rows) -> list[dict[str, Any]]:
     """B, S6. Of the two mixed engines one is run, with half of the traffic and of the job; the other is its like."""
     with tempfile.TemporaryDirectory() as folder:
         traces = {name: cut_trace(f"azure2023_{name}", 1.5 * size.job_seconds, folder) for name in ("conv", "code")}
         settings = []
         for exponent in exponents:
             for setting in nine(exponent, traces):
-                rows = max(100, rows_at(setting, size.job_seconds))
-                settings.append({**setting, "requests": rows, "policy": "slack"})
-                two = {"policy": "ooco", "pools": POOLS, "rate": 2 * setting["rate"], "requests": 2 * rows}
+                most = max(100, rows_at(setting, size.job_seconds))
+                settings.append({**setting, "requests": most, "policy": "slack"})
+                two = {"policy": "ooco", "pools": POOLS, "rate": 2 * setting["rate"], "requests": 2 * most}
                 settings.append({**setting, **two})
-        return run_all(run_named, settings, jobs)
+        return rows.of(run_named, settings)
 
 
 TABLES = {"pools": pools, "bros": bros, "overload": overload, "memory": memory, "grid": grid, "load": load}
@@ -317,13 +300,18 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="a tenth of the time")
     parser.add_argument("--exponents", default="1,2,4")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
+    parser.add_argument("--policies", help="of these alone, as slack,ooco; rows of others are kept as they are")
     options = parser.parse_args()
     if options.table != "none":
-        size = SMALL if options.small else WHOLE
+        size, path = SMALL if options.small else WHOLE, RESULTS / f"beside-{options.table}.json"
         exponents = [float(exponent) for exponent in options.exponents.split(",")]
-        results = TABLES[options.table](exponents, size, options.jobs)
-        path = RESULTS / f"beside-{options.table}.json"
+        policies = options.policies.split(",") if options.policies else None
+        earlier = json.loads(path.read_text()) if policies and path.exists() else {"small": size.small, "runs": []}
+        rows = Rows(options.jobs, policies, earlier["runs"] if earlier["small"] == size.small else [])
+        results = TABLES[options.table](exponents, size, rows)
         path.write_text(json.dumps({"small": size.small, "runs": results}, indent=1) + "\n")
+        if rows.missing:
+            raise SystemExit(f"{rows.missing} rows of other policies are not there: the page is not written")
     write_tables()
 
 

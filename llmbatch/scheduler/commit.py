@@ -103,6 +103,16 @@ def preempt(state: SchedulerState, slot: int, now: float) -> None:
 
 
 @compiled
+def generated_by(state: SchedulerState, slots: NDArray[np.int32]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """Return the requests in these slots, and the tokens that each has generated."""
+    requests, generated = np.empty(len(slots), np.int32), np.empty(len(slots), np.int32)
+    for i in range(len(slots)):
+        record = state.run.slots[slots[i]]
+        requests[i], generated[i] = record.request, record.known - record.prompt
+    return requests, generated
+
+
+@compiled
 def expect_anew(
     state: SchedulerState, slots: NDArray[np.int32], remaining_tokens: NDArray[np.float64], now: float
 ) -> None:

@@ -43,7 +43,7 @@ from llmbatch.scheduler.admission_order import EndRules, FromFront, Passed, TwoE
 from llmbatch.scheduler.admission_order import QueueUpdate as QueueUpdate
 from llmbatch.scheduler.beside.guest_steps import decide_prompts
 from llmbatch.scheduler.beside.guests import NO_LATENCY, Arrivals, GuestQueue, Latency, LatencyRules, note_seconds
-from llmbatch.scheduler.commit import advance, end_sequences, expect_anew, lengthen, withdraw
+from llmbatch.scheduler.commit import advance, end_sequences, expect_anew, generated_by, lengthen, withdraw
 from llmbatch.scheduler.decide import decide_step, needs_attention
 from llmbatch.scheduler.forks import check_follows, claim_again
 from llmbatch.scheduler.kv_forecast import KVForecast, Lengths
@@ -251,7 +251,7 @@ class Scheduler:
             return
         overdue = state.peak.overdue(self.steps)
         if len(overdue):
-            expect_anew(state, overdue, self._remaining(overdue), float(self.steps))
+            call(expect_anew, state, overdue, self._remaining(overdue), float(self.steps))
         counts = state.run.counts[0]
         if counts.preemptions > counts.reestimated_preemptions:
             slots = state.run.waiting
@@ -323,9 +323,8 @@ class Scheduler:
         return of_job
 
     def _remaining(self, slots: NDArray[np.int32]) -> NDArray[np.float64]:
-        records = self.state.run.slots[slots]
-        generated = (records["known"] - records["prompt"]).astype(np.int32)
-        return self._lengths.remaining(records["request"], generated).mean
+        requests, generated = call(generated_by, self.state, slots)
+        return np.ascontiguousarray(self._lengths.remaining(requests, generated).mean)
 
     def _freeze(self) -> Step:
         pages = self.state.pages

@@ -35,7 +35,7 @@ from llmbatch.perf_model.step_bound import (
     step_seconds,
     work_to_end,
 )
-from llmbatch.perf_model.work import chunk_reads, sees_all
+from llmbatch.perf_model.work import Rates, chunk_reads, sees_all
 from llmbatch.scheduler.state import SchedulerState
 
 _SHARE: Final = 0.15  # of the compute that a guest's prompt would have, while guests have all of their time left
@@ -77,22 +77,26 @@ def choose_decodes(state: SchedulerState, prompts_wait: bool) -> None:
             riding += 1
             read += reads[i]
     guests, least = riding, 0.0  # seconds of compute that prompts are to have
+    spared = 0  # decodes of the job that leave so much, even if all were read
     late = prompts_wait and state.guests.counts[0].late > 0
     only_awaited = late or (prompts_wait and exponent <= 1.0)
     if prompts_wait:
         share = _LATE_SHARE if late else _SHARE * state.guests.counts[0].slack
         least = (1.0 - share) * compute_within(rates, exponent, seconds, read)
+        spared = int((_left_by(state, seconds, 0, once) - least) / _seconds_each(rates))
     too_much = np.inf  # what a row read for which there was no room; none that reads as much has it later
     for i in _in_order(state, 0.0 if prompts_wait else awaited):
         slot, then = decoding[i], read + reads[i]
-        if slots[slot].guest:
-            continue
         waited_for = slots[slot].remaining_tokens > awaited
         rides = waited_for if only_awaited else then <= most or (waited_for and not prompts_wait)
         if rides:
             rides = (
                 reads[i] < too_much
-                and (not prompts_wait or _left_by(state, seconds, riding + 1 - guests, then) >= least)
+                and (
+                    not prompts_wait
+                    or riding - guests < spared
+                    or _left_by(state, seconds, riding + 1 - guests, then) >= least
+                )
                 and (riding < sure or step_seconds(rates, exponent, riding + 1, riding + 1, 0.0, then) <= seconds)
             )
             too_much = too_much if rides else min(too_much, reads[i])
@@ -135,23 +139,33 @@ def _awaited(state: SchedulerState, steps: float) -> float:
 
 
 @compiled
+def _seconds_each(rates: Rates) -> float:
+    """Compute the seconds for which a decode computes, its reading apart."""
+    return rates.seconds_per_token + rates.seconds_per_sample
+
+
+@compiled
 def _left_by(state: SchedulerState, seconds: float, decodes: int, read: float) -> float:
     """Compute the seconds of compute that a step has left beside so many decodes of the job, reading `read` in all."""
-    rates = state.rates
-    takes = rates.seconds_per_token + rates.seconds_per_sample
-    left: float = compute_within(rates, state.latency.exponent, seconds, read) - decodes * takes
+    within = compute_within(state.rates, state.latency.exponent, seconds, read)
+    left: float = within - decodes * _seconds_each(state.rates)
     return left
 
 
 @compiled
 def _in_order(state: SchedulerState, least: float) -> NDArray[np.int64]:
-    """Order the places of decodes: those that have more than `least` tokens left, the most first, then the others."""
-    run = state.run
-    if least == np.inf:
-        return np.arange(run.counts[0].decoding)
-    left = np.zeros(run.counts[0].decoding)
-    for i in range(len(left)):
-        tokens = run.slots[run.decoding[i]].remaining_tokens
-        if tokens > least:
-            left[i] = -tokens
-    return np.argsort(left, kind="mergesort")
+    """Order the places of the job's decodes.
+
+    Those that have more than `least` tokens left come first, the most first, then the others.
+    """
+    run, count, ordered = state.run, 0, True
+    places, left = np.empty(run.counts[0].decoding, np.int64), np.zeros(run.counts[0].decoding)
+    for i in range(run.counts[0].decoding):
+        record = run.slots[run.decoding[i]]
+        if not record.guest:
+            places[count] = i
+            if record.remaining_tokens > least:
+                left[count] = -record.remaining_tokens
+            ordered = ordered and (count == 0 or left[count - 1] <= left[count])
+            count += 1
+    return places[:count] if ordered else places[np.argsort(left[:count], kind="mergesort")]
