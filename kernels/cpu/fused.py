@@ -159,7 +159,7 @@ def rotate_and_store(
         )
 
 
-@compiled(nogil=True)
+@compiled(nogil=True, counted=True)
 def rotate_and_store_rows(
     packed: Any, first: int, end: int, query_heads: int, cosine: Any, sine: Any, query_norm: Any, key_norm: Any,
     epsilon: float, pages: Any, offsets: Any, kept: Any,

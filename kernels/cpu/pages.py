@@ -129,7 +129,7 @@ def clear_last(tile: Any, keys: int) -> None:
 @compiled(nogil=True, counted=False)
 def find_units(
     pages: Any, tables: Any, slot: int, head: int, low: int, high: int, units: Any, place: int
-) -> None:  # fmt: skip
+) -> None:  # fmt: skip  # arguments in groups
     """Write the addresses of the keys [low, high) and of their values, in units of 8; the last stands for the rest.
 
     They go to `units`[place], [2, units of a tile].

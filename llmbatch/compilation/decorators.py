@@ -79,25 +79,26 @@ def compiled(
     parallel: bool = False,
     fastmath: bool | set[str] = False,
     forceinline: bool = False,
-    counted: bool = True,
+    counted: bool | None = None,
 ) -> Callable[[F], F]: ...
 
 
 def compiled(
-    function: F | None = None, /, *, cache: bool = True, counted: bool = True, **options: Any
+    function: F | None = None, /, *, cache: bool = True, counted: bool | None = None, **options: Any
 ) -> F | Callable[[F], F]:
     """Compile a function by numba when it is first called; `cache` keeps its code as the module says.
 
     Where it is `counted` who refers to an array, each slice and each call of a function that is inlined adds 1 to a
     number beside the array's memory, and takes it away again. Workers share these numbers, so that takes them longer
-    than a few registers of arithmetic. A function that makes no array can do without.
+    than a few registers of arithmetic. A function that makes no array can do without. Where a function does not say,
+    it is as its first caller is: so one that makes arrays says that it counts, if callers do not.
 
     To type checkers the function stays what it is written as, so its body and its calls are checked like any other's.
     numba does not read annotations: it compiles for the types that a call hands over.
     """
 
     def compile_later(function: F) -> F:
-        dispatcher: Any = numba.njit(**options, **({} if counted else {"_nrt": False}))(function)
+        dispatcher: Any = numba.njit(**options, **({} if counted is None else {"_nrt": counted}))(function)
         if hasattr(dispatcher, "overloads"):  # not where numba is switched off
             template = dispatcher.get_call_template
             dispatcher.get_call_template = lambda args, kws: template(tuple(map(_canonical, args)), kws)

@@ -4,4 +4,4 @@ Must not import other kernels but `layout`.
 Start reading at `dot_tiles`.
 """
 
-__all__ = ["dot_tiles", "endings", "group_tiles", "softmax", "vector_ir"]
+__all__ = ["dot_tiles", "endings", "group_tiles", "rotation", "softmax", "vector_ir"]
