@@ -306,7 +306,9 @@ def main() -> None:
         size, path = SMALL if options.small else WHOLE, RESULTS / f"beside-{options.table}.json"
         exponents = [float(exponent) for exponent in options.exponents.split(",")]
         policies = options.policies.split(",") if options.policies else None
-        earlier = json.loads(path.read_text()) if policies and path.exists() else {"small": size.small, "runs": []}
+        earlier: dict[str, Any] = {"small": size.small, "runs": []}
+        if policies and path.exists():
+            earlier = json.loads(path.read_text())
         rows = Rows(options.jobs, policies, earlier["runs"] if earlier["small"] == size.small else [])
         results = TABLES[options.table](exponents, size, rows)
         path.write_text(json.dumps({"small": size.small, "runs": results}, indent=1) + "\n")

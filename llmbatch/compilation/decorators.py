@@ -98,13 +98,14 @@ def compiled(
     """
 
     def compile_later(function: F) -> F:
-        dispatcher: Any = numba.njit(**options, **({} if counted is None else {"_nrt": counted}))(function)
+        native = _ENGINES if options == {"nogil": True} else _KERNELS if not options else ""
+        kinds = options if counted is None else {**options, "_nrt": counted}
+        dispatcher: Any = numba.njit(**kinds)(function)
         if hasattr(dispatcher, "overloads"):  # not where numba is switched off
             template = dispatcher.get_call_template
             dispatcher.get_call_template = lambda args, kws: template(tuple(map(_canonical, args)), kws)
             if cache and kept():
                 dispatcher._cache = _Cache(function)
-            native = _ENGINES if options == {"nogil": True} else _KERNELS if not options else ""
             if not function.__module__.startswith(native):
                 register(dispatcher)
         return cast(F, dispatcher)
