@@ -119,15 +119,25 @@ class Machine:
     layer_bytes: float  # of a weight of theirs
 
     def bounds(self, loaded: LoadedModel, kind: Kind, bandwidth: float, scattered: float) -> tuple[float, float]:
-        """Seconds of the roofline, and of the same in turn; `scattered` are the bytes a second of pages."""
+        """Seconds of the roofline, and of the same in turn; `scattered` are the bytes a second of pages.
+
+        Of rows that nobody samples from, the last layer has to compute keys and values alone.
+        """
         size = loaded.dtype.itemsize
         shape = ModelShape.from_config(loaded.config, size)
         sampled = sum(kind.samples)
         rate = self.layer_flops or self.flops
-        pairs = sum(4 * kind.pairs * spec.query_heads * spec.width for spec in loaded.attention.values())
-        layers = Work(2 * shape.params * kind.tokens, shape.params * self.layer_bytes)
+        *specs, last = [loaded.attention[layer] for layer in sorted(loaded.attention)]
+        left_out = shape.params / (len(specs) + 1) - 2 * last.heads * last.width * loaded.config.hidden_size
+        layers = Work(
+            2 * (shape.params * kind.tokens - left_out * (kind.tokens - sampled)), shape.params * self.layer_bytes
+        )
+        pairs = sum(4 * kind.pairs * spec.query_heads * spec.width for spec in specs)
+        pairs += 4 * kind.sampled_keys * last.query_heads * last.width
+        keys = kind.keys * bytes_per_token(specs, loaded.kv_type)
+        keys += kind.sampled_keys * bytes_per_token([last], loaded.kv_type)
         head = Work(2 * shape.head_params * sampled, shape.head_params * size * (sampled > 0))
-        attention = Work(pairs, kind.keys * bytes_per_token(loaded.attention.values(), loaded.kv_type))
+        attention = Work(pairs, keys)
         arithmetic = layers.flops / rate + (head.flops + attention.flops) / self.flops
         reading = (layers.bytes + head.bytes + attention.bytes) / bandwidth
         in_turn = layers.seconds(rate, bandwidth)

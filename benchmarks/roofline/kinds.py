@@ -48,6 +48,12 @@ class Kind:
         return sum(s * c + c * (c + 1) / 2 for s, c in zip(self.starts, self.counts, strict=True))
 
     @property
+    def sampled_keys(self) -> int:
+        """The keys that the rows see which are sampled from."""
+        ends = zip(self.starts, self.counts, self.samples, strict=True)
+        return sum(start + count for start, count, sampled in ends if sampled)
+
+    @property
     def keys(self) -> int:
         """The keys that are read at least once."""
         return sum(self.starts) + self.tokens

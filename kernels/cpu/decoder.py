@@ -2,8 +2,11 @@
 
 Between the products of a layer little is computed, and a step of few rows would spend more time on the way into each
 kernel than in it. Here the loop over layers is compiled, too, and each worker runs it: they meet after each part
-(`workers`). The residual stays in float32 from the first
-layer to the last, so a branch is added to it unrounded, by its product's own tile where no norm comes between.
+(`workers`). The residual stays in float32 from the first layer to the last, so a branch is added to it unrounded, by
+its product's own tile where no norm comes between.
+
+In the last layer, nobody reads more of most prompt tokens than their keys and values. The rows whose states are wanted
+move to the front once these are written, and all that follows is computed for them alone.
 """
 
 from __future__ import annotations
@@ -66,6 +69,7 @@ class LayerStep(NamedTuple):
     firsts: NDArray[np.int64]
     bounds: NDArray[np.int64]  # [kinds of window, workers + 1]
     cuts: NDArray[np.int64]  # [layers] which of them
+    wanted: NDArray[np.int64]  # rows that leave the last layer, which rise; not read where all do
 
 
 class Buffers(NamedTuple):
@@ -152,9 +156,24 @@ def _leave_branch(layers: Any, layer: int, product: int, norm: int, x: Any, buff
 
 
 @compiled(nogil=True, counted=False)
+def _move_wanted(step: Any, query_columns: int, buffers: Any, team: Any) -> None:
+    """Move the residuals and the queries of wanted rows to the front; each worker does so in columns of its own."""
+    residual, packed, wanted = buffers.residual, buffers.packed, step.wanted
+    first, end = share_of(residual.shape[1], team.worker, team.workers)
+    first_query, end_query = share_of(query_columns, team.worker, team.workers)
+    for i in range(wanted.size):
+        row = wanted[i]
+        for d in range(first, end):
+            residual[i, d] = residual[row, d]
+        for d in range(first_query, end_query):
+            packed[i, d] = packed[row, d]
+    wait_for_all(team)
+
+
+@compiled(nogil=True, counted=False)
 def _run_share(
     layers: Any, step: Any, memory: Any, window_memory: Any, tables: Any, window_tables: Any, page_size: int,
-    buffers: Any, first: int, end: int, arrived: Any, workers: int, worker: int,
+    buffers: Any, last_buffers: Any, first: int, end: int, arrived: Any, workers: int, worker: int,
 ) -> None:  # fmt: skip  # arguments in groups
     """Do a worker's share of `run_layers`."""
     team = Team(arrived, workers, worker)
@@ -172,6 +191,9 @@ def _run_share(
             step.token_offsets, pages,
         )  # fmt: skip  # arguments in groups
         wait_for_all(team)
+        if layer == layers.panels.shape[0] - 1 and last_buffers.residual.shape[0] < buffers.residual.shape[0]:
+            _move_wanted(step, layers.query_heads * layers.width, buffers, team)
+            buffers = last_buffers
         attend_share(
             buffers.packed, buffers.attended, pages, own_tables, step.slots,
             Blocks(step.runs, step.firsts, step.bounds[cut]), layers.query_heads // own.shape[2],
@@ -196,16 +218,17 @@ def share_code(arguments: tuple[Any, ...]) -> int:
 @compiled(parallel=True, nogil=True)
 def run_layers(
     code: int, layers: Any, step: Any, memory: Any, window_memory: Any, tables: Any, window_tables: Any,
-    page_size: int, buffers: Any, first: int, end: int, arrived: Any, workers: int,
+    page_size: int, buffers: Any, last_buffers: Any, first: int, end: int, arrived: Any, workers: int,
 ) -> None:  # fmt: skip  # arguments in groups
     """Take the residual through the layers from the `first` on, before the `end`, in place.
 
     `memory` and its tables are those of pages, and `window_memory` those of window pages, [layers, ...] of `page_shape`
-    each. `code` is that of `share_code`, `arrived` what `arrivals` makes, and all `workers` must run at once.
+    each. `last_buffers` are the first rows of `buffers`, as many as leave the last layer. `code` is that of
+    `share_code`, `arrived` what `arrivals` makes, and all `workers` must run at once.
     """
     for worker in prange(workers):
         arguments = (
-            layers, step, memory, window_memory, tables, window_tables, page_size, buffers, first, end, arrived,
-            workers, worker,
+            layers, step, memory, window_memory, tables, window_tables, page_size, buffers, last_buffers, first, end,
+            arrived, workers, worker,
         )  # fmt: skip  # arguments in groups
         _call_share(code, arguments)

@@ -172,3 +172,20 @@ def test_activations_are_made_anew_only_where_a_step_is_twice_as_large(
     for tokens in range(1, 17):
         logits(loaded, tokens)
     assert made == [1, 2, 4, 8, 16]
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3"])
+@pytest.mark.parametrize("rows", [[], [6], [2, 5, 5], [6, 0]])
+def test_rows_that_are_asked_for_alone_are_the_same_to_the_bit(tmp_path: Path, family: str, rows: list[int]) -> None:
+    """The last layer is computed for these rows only, behind the keys and values of all."""
+    loaded = load_model(tiny_model_folder(tmp_path, family), dtype="float32", platform=HOST)
+    ids, step = torch.arange(5, 12)[None], CpuOps().probe_step(loaded.attention, loaded.dtype, 7)
+    with torch.inference_mode():
+        got = loaded.module(
+            input_ids=ids,
+            position_ids=torch.arange(7)[None],
+            use_cache=False,
+            llmbatch=step,
+            logits_to_keep=torch.tensor(rows, dtype=torch.int64),
+        ).logits
+    assert torch.equal(got, logits(loaded)[:, rows])

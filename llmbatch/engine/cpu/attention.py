@@ -112,12 +112,20 @@ class CpuAttention:
         self.window_token_pages = token_pages if window_token_pages is None else window_token_pages
         self._step = Pieces(tables, slots, starts, counts)
         self._windows = self._step if window_tables is None else self._step._replace(tables=window_tables)
+        self._ends = np.cumsum(counts)  # row after the last of each sequence
         self._plans: dict[tuple[int, ...], AttentionBlocks] = {}
 
     def plan(self, spec: AttentionSpec) -> AttentionBlocks:
         """Find the sequences that layers like `spec` attend in, and cut them into blocks, once for all such layers."""
         key = (spec.group, spec.heads, spec.window, spec.chunk)
-        return self._plans.get(key) or self._plans.setdefault(key, self._make_plan(spec))
+        return self._plans.get(key) or self._plans.setdefault(key, self._make_plan(spec, self._pieces(spec)))
+
+    def plan_of_rows(self, spec: AttentionSpec, rows: NDArray[np.int64]) -> AttentionBlocks:
+        """Cut some rows of the step into blocks, each of them alone, as decodes are."""
+        step = self._pieces(spec)
+        of = np.searchsorted(self._ends, rows, side="right")
+        positions = (step.starts[of] + step.counts[of] + rows - self._ends[of]).astype(np.int32)
+        return self._make_plan(spec, Pieces(step.tables, step.slots[of], positions, np.ones_like(positions)))
 
     def run(
         self,
@@ -156,8 +164,10 @@ class CpuAttention:
         )  # fmt: skip  # arguments in groups
         return out
 
-    def _make_plan(self, spec: AttentionSpec) -> AttentionBlocks:
-        step = self._windows if self.pages.in_windows(spec) else self._step
+    def _pieces(self, spec: AttentionSpec) -> Pieces:
+        return self._windows if self.pages.in_windows(spec) else self._step
+
+    def _make_plan(self, spec: AttentionSpec, step: Pieces) -> AttentionBlocks:
         if spec.chunk:
             step = cut_at_chunks(step, spec.chunk, self.pages.page_size)
         blocks = cut_blocks(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import numba
 import numpy as np
@@ -17,7 +17,7 @@ from llmbatch.engine.cpu.linear import PackedWeight
 from llmbatch.engine.cpu.memory import as_array
 from llmbatch.engine.model.number_type import WIDENED, bfloat16_rows
 from llmbatch.kernels.cpu.attention import block_code
-from llmbatch.kernels.cpu.blocks import join_blocks
+from llmbatch.kernels.cpu.blocks import SEQUENCE, join_blocks
 from llmbatch.kernels.cpu.decoder import (
     ATTENTION,
     GATE_UP,
@@ -36,6 +36,7 @@ from llmbatch.kernels.spec import AttentionSpec
 
 Tables = tuple[NDArray[np.int32], NDArray[np.int32]]  # of pages, and of window pages
 Angles = tuple[torch.Tensor, torch.Tensor] | None  # cosine and sine of a layer's rotation; None: none
+_NONE: Final = np.empty(0, np.int64)
 
 
 class Decoder:
@@ -96,20 +97,24 @@ class Decoder:
         hidden_states: torch.Tensor,
         position_embeddings: list[Angles],
         step: CpuAttention,
+        wanted: NDArray[np.int64] | None = None,
     ) -> torch.Tensor:
-        """Run all layers: [1, tokens, hidden] to the same; `position_embeddings` are those of each layer."""
+        """Run all layers: [1, tokens, hidden] to the same; `position_embeddings` are those of each layer.
+
+        Of the rows only those that are `wanted` are returned, which must rise. None: all.
+        """
         tokens = hidden_states.shape[1]
         if len(self._activations.residual) < tokens:
             # By twofold steps: memory that the C library had for slightly smaller ones would lie about unused.
             self._activations = self._make_buffers(1 << (tokens - 1).bit_length())
         parts: list[Any] = [buffer[:tokens] for buffer in self._activations]
         buffers = Buffers(*parts)
-        residual = torch.from_numpy(buffers.residual)[:, : self._hidden]
-        residual.copy_(hidden_states[0])
+        torch.from_numpy(buffers.residual)[:, : self._hidden].copy_(hidden_states[0])
+        last = buffers if wanted is None else Buffers(*[part[: len(wanted)] for part in parts])
         every, kind = step.pages.memory, (self._spec.heads, self._spec.width)
         memory = _pair({windows: every[*kind, windows] for windows in (False, True) if (*kind, windows) in every})
-        layer_step, tables = self._layer_step(position_embeddings, step)
-        inputs = self._layers, layer_step, *memory, *tables, step.pages.page_size, buffers
+        layer_step, tables = self._layer_step(position_embeddings, step, wanted)
+        inputs = self._layers, layer_step, *memory, *tables, step.pages.page_size, buffers, last
         if self._kept != memory[0].dtype:
             # First, since another process may be compiling attention.
             self._code = share_code((*inputs, 0, self.layers, arrivals(), 1))
@@ -121,7 +126,7 @@ class Decoder:
             self._run_some(inputs, 0, self.layers)
         else:
             self._run_apart(inputs, step.between)
-        return residual.to(self._dtype)[None]
+        return torch.from_numpy(last.residual)[:, : self._hidden].to(self._dtype)[None]
 
     def _run_apart(self, inputs: tuple[Any, ...], between: Callable[[], None]) -> None:
         """Run layer by layer, with `between` between two of them: other steps have activations of their own."""
@@ -139,7 +144,9 @@ class Decoder:
         run: Callable[..., None] = run_layers  # type checkers cannot count what is spread
         run(self._code, *inputs, first, end, arrivals(), threads)
 
-    def _layer_step(self, position_embeddings: list[Angles], step: CpuAttention) -> tuple[LayerStep, Tables]:
+    def _layer_step(
+        self, position_embeddings: list[Angles], step: CpuAttention, wanted: NDArray[np.int64] | None
+    ) -> tuple[LayerStep, Tables]:
         """Return the step as layers see it, with its tables of pages and of window pages."""
         kinds = {id(pair): pair for pair in position_embeddings}
         places = {key: place for place, key in enumerate(kinds)}
@@ -155,7 +162,14 @@ class Decoder:
                 for side in range(2)
             )
         plans = [step.plan(spec) for spec in self._kinds.values()]
-        blocks = join_blocks([plan.blocks for plan in plans], self._spec.heads)
+        slots, cuts = plans[0].slots, self._cuts
+        cut = [plan.blocks for plan in plans]
+        if wanted is not None:
+            alone = step.plan_of_rows(self._specs[-1], wanted)
+            alone.blocks.runs[:, SEQUENCE] += len(slots)
+            slots, cuts = np.concatenate((slots, alone.slots)), np.append(cuts[:-1], len(plans))
+            cut.append(alone.blocks)
+        blocks = join_blocks(cut, self._spec.heads)
         tables = {
             step.pages.in_windows(spec): plan.tables for spec, plan in zip(self._kinds.values(), plans, strict=True)
         }
@@ -166,11 +180,12 @@ class Decoder:
             token_pages=np.stack((step.token_pages, step.window_token_pages)),
             token_offsets=step.token_offsets,
             places=self._places(step.pages),
-            slots=plans[0].slots,
+            slots=slots,
             runs=blocks.runs,
             firsts=blocks.firsts,
             bounds=blocks.bounds,
-            cuts=self._cuts,
+            cuts=cuts,
+            wanted=_NONE if wanted is None else wanted,
         )
         return layer_step, _pair(tables)
 

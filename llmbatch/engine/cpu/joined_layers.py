@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, Final
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -26,6 +27,7 @@ from llmbatch.engine.model.ops import ModelOps
 from llmbatch.kernels.spec import AttentionSpec
 
 _PROBE_TOKENS: Final = 3
+_FEW: Final = 2  # of so many tokens one is wanted at most: else the last layer is for all
 
 
 class _Place(nn.Module):
@@ -79,9 +81,13 @@ class _DirectForward:
     ) -> SimpleNamespace:
         """Follow the contract of transformers' models, as engines call them."""
         hidden = self._embed(input_ids)
-        angles = self._rotate(hidden, position_ids=position_ids)
-        out = self._norm(self._decoder.run(hidden, [angles] * self._decoder.layers, llmbatch))
-        return SimpleNamespace(logits=self._model.get_output_embeddings()(out[:, logits_to_keep]))
+        angles = [self._rotate(hidden, position_ids=position_ids)] * self._decoder.layers
+        if isinstance(logits_to_keep, torch.Tensor) and _FEW * len(logits_to_keep) <= input_ids.shape[1]:
+            wanted, places = np.unique(logits_to_keep.numpy(), return_inverse=True)
+            states = self._decoder.run(hidden, angles, llmbatch, wanted)[:, torch.from_numpy(places)]
+        else:
+            states = self._decoder.run(hidden, angles, llmbatch)[:, logits_to_keep]
+        return SimpleNamespace(logits=self._model.get_output_embeddings()(self._norm(states)))
 
 
 @dataclass(frozen=True, slots=True)
