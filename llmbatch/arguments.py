@@ -39,7 +39,23 @@ _ELSEWHERE: Final = {
 
 def refusal(name: str, rule: str, value: object) -> ParameterError:
     """Make the error of an argument that breaks a rule, such as "be at least 1"."""
-    return ParameterError(f"{name} must {rule}, got {value!r}", option=name, value=value)
+    return ParameterError(f"{name} must {rule}, got {shown(value, 300)}", option=name, value=value)
+
+
+def shown(value: object, most: int = 100) -> str:
+    """Write a value for an error, in about so many letters at most."""
+    try:
+        text_ = repr(value)
+    except (RecursionError, ValueError):  # of what is nested deeply, and of a number of thousands of digits
+        return f"{type(value).__name__} that is too large to show"
+    return text_ if len(text_) <= most else text_[:most] + "..."
+
+
+def json_fault(error: Exception) -> str:
+    """Say why text is no JSON: `error` is what `json.loads` raised."""
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply"
+    return "it has a number of too many digits" if "int_max_str_digits" in str(error) else str(error)
 
 
 def whole(name: str, value: object, least: int, most: int = INT64_MAX, *, rule: str | None = None) -> int:
@@ -82,7 +98,7 @@ def text(name: str, value: object) -> str:
         value.encode()
     except UnicodeEncodeError as error:
         raise ParameterError(
-            f"{name} must be valid UTF-8, got {value!r} ({error.reason})", option=name, value=value
+            f"{name} must be valid UTF-8, got {shown(value)} ({error.reason})", option=name, value=value
         ) from None
     return str(value)
 
@@ -177,7 +193,9 @@ def json_objects(name: str, value: object) -> list[dict[str, Any]]:
         try:
             value = json.loads(value)
         except (ValueError, RecursionError) as error:
-            raise ParameterError(f"{name} must be valid JSON, got {value!r} ({error})", option=name) from None
+            raise ParameterError(
+                f"{name} must be valid JSON, got {shown(value)} ({json_fault(error)})", option=name
+            ) from None
     if not isinstance(value, (list, tuple)):
         raise refusal(name, "be a list of mappings", value)
     for number, each in enumerate(value):
@@ -201,7 +219,7 @@ def _check_json(place: str, value: object) -> None:
             if not isinstance(key, str):
                 raise refusal(place, "have texts as its keys", key)
             text(place, key)
-            _check_json(f"{place}[{key!r}]", each)
+            _check_json(f"{place}[{shown(key)}]", each)
     elif isinstance(value, (list, tuple)):
         for number, each in enumerate(value):
             _check_json(f"{place}[{number}]", each)
@@ -213,6 +231,6 @@ def _check_json(place: str, value: object) -> None:
         whole(place, value, -INT64_MAX)
     elif not isinstance(value, bool) and value is not None:
         raise ParameterError(
-            f"{place} must be null, a boolean, a number, text, a list or a mapping, got {value!r}: "
+            f"{place} must be null, a boolean, a number, text, a list or a mapping, got {shown(value)}: "
             "it is kept as JSON beside the answers"
         )

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Final, Literal, cast, get_args
 
-from llmbatch.arguments import json_object, refusal, text
+from llmbatch.arguments import json_fault, json_object, refusal, text
 from llmbatch.errors import ParameterError
 
 StructureKind = Literal["json", "regex", "choice", "grammar"]
@@ -115,7 +115,7 @@ def _schema(name: str, value: object) -> str:
         try:
             value = json.loads(value)
         except (ValueError, RecursionError) as error:
-            raise ParameterError(f"{name} must be JSON: {error}") from None
+            raise ParameterError(f"{name} must be JSON: {json_fault(error)}") from None
     if isinstance(value, bool):
         return json.dumps(value)
     return json.dumps(json_object(name, value))  # in the order that it was given in, which is that of the answer

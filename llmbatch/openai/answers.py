@@ -37,7 +37,10 @@ _LINE: Final = pa.schema(
         "error": pa.struct({"code": pa.string(), "message": pa.string()}),
     }
 )
-_NAMED: Final = re.compile(r"(\w+)\S* must ")  # what the message of an error begins with
+_NAMED: Final = re.compile(r"(\w+)\S*(?: of token \d+)? must ")  # what the message of an error begins with
+_SCHEMA: Final = "the JSON schema must "  # likewise, of `response_format`
+_OF_PROMPTS: Final = ("null_prompt", "encoding", "token_ids", "too_long", "template", "messages")  # kinds of errors
+_MOST_LETTERS: Final = 1000  # of a message
 
 Row = Mapping[str, Any]
 
@@ -61,7 +64,7 @@ def error_lines(table: pa.Table, first: int, facts: Mapping[str, Any]) -> Iterat
         if kind in _NO_RESPONSE:
             yield _line(row, name, error={"code": kind, "message": message})
             continue
-        yield _line(row, name, response=_response(name, 400, {"error": invalid_request(message, kind)}))
+        yield _line(row, name, response=_response(name, 400, {"error": invalid_request(row["url"], message, kind)}))
 
 
 def answer_body(url: str, row: Row, name: str, facts: Mapping[str, Any]) -> dict[str, Any]:
@@ -69,11 +72,26 @@ def answer_body(url: str, row: Row, name: str, facts: Mapping[str, Any]) -> dict
     return _chat(row, name, facts) if url == CHAT else _completion(row, name, facts)
 
 
-def invalid_request(message: str, kind: str) -> dict[str, Any]:
-    """Write the error of a request that was itself wrong; `kind` is that of its row's error."""
-    named = _NAMED.match(message)
+def invalid_request(url: str | None, message: str, kind: str) -> dict[str, Any]:
+    """Write the error of a request to a url that was itself wrong; `kind` is that of its row's error."""
+    message = brief(message)
     code = _CODES.get(kind, kind)
-    return {"message": message, "type": "invalid_request_error", "param": named and named[1], "code": code}
+    return {"message": message, "type": "invalid_request_error", "param": _param(url, message, kind), "code": code}
+
+
+def brief(message: str) -> str:
+    """Cut a message that is longer than anybody reads: it may show what a client sent."""
+    return message if len(message) <= _MOST_LETTERS else message[:_MOST_LETTERS] + "..."
+
+
+def _param(url: str | None, message: str, kind: str) -> str | None:
+    """Find the field that an error is about."""
+    if named := _NAMED.match(message):
+        return named[1]
+    if message.startswith(_SCHEMA):
+        return "response_format"
+    prompt = "messages" if url == CHAT else "prompt"
+    return prompt if kind in _OF_PROMPTS else None
 
 
 def usage_of(row: Row) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Final
 import numpy as np
 import pyarrow as pa
 
+from llmbatch.arguments import json_fault, shown
 from llmbatch.errors import DataError, ParameterError, RowError
 from llmbatch.openai.fields import FIELDS, Asked, read_body
 from llmbatch.preprocess.columns import Unreadable, find_field, is_text, nested_values, text_values, without_nulls
@@ -104,12 +105,12 @@ def _read(custom_id: object, method: object, url: object, body: object) -> Asked
         if isinstance(value, Unreadable):
             raise ParameterError(f"{name} cannot be read: {value.reason}")
     if not isinstance(custom_id, str) or not custom_id:
-        got = "none" if custom_id is None else repr(custom_id)
+        got = "none" if custom_id is None else shown(custom_id)
         raise ParameterError(f"custom_id must be text by which the line is known, got {got}: put a number in quotes")
     if method != _METHOD:
-        raise ParameterError(f"method must be {_METHOD}, got {method!r}")
+        raise ParameterError(f"method must be {_METHOD}, got {shown(method)}")
     if not isinstance(url, str) or url not in FIELDS:
-        raise ParameterError(f"url must be one of {', '.join(FIELDS)}, got {url!r}")
+        raise ParameterError(f"url must be one of {', '.join(FIELDS)}, got {shown(url)}")
     return read_body(url, _body(body))
 
 
@@ -118,11 +119,11 @@ def _body(value: object) -> Mapping[str, Any]:
         try:
             value = json.loads(value)
         except (ValueError, RecursionError) as error:
-            raise ParameterError(f"body must be a JSON object: {error}") from None
+            raise ParameterError(f"body must be a JSON object: {json_fault(error)}") from None
     else:
         value = without_nulls(value)
     if not isinstance(value, dict):
-        raise ParameterError(f"body must be a JSON object, got {repr(value)[:100]}")
+        raise ParameterError(f"body must be a JSON object, got {shown(value)}")
     return value
 
 

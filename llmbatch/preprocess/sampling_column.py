@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from llmbatch.arguments import json_fault
 from llmbatch.errors import DataError, ParameterError, RowError
 from llmbatch.preprocess.columns import Unreadable, find_field, is_text, nested_values, value_of
 from llmbatch.preprocess.sampling_params import SamplingParams, check_sampling_name
@@ -105,7 +106,9 @@ def _mapping(value: object) -> Mapping[str, object]:
         try:
             value = json.loads(value)
         except (ValueError, RecursionError) as error:
-            raise ParameterError(f"sampling parameters must be a JSON object, got {shown}: {error}") from None
+            raise ParameterError(
+                f"sampling parameters must be a JSON object, got {shown}: {json_fault(error)}"
+            ) from None
         if value is None:
             return {}
         if not isinstance(value, dict):

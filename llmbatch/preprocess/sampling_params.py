@@ -6,13 +6,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Final, cast
 
-from llmbatch.arguments import INT32_MAX, finite, flag, nearest, refusal, whole
+from llmbatch.arguments import INT32_MAX, finite, flag, nearest, refusal, shown, text, whole
 from llmbatch.errors import ParameterError
 from llmbatch.structured import Structure
 
 MOST_DRAWS: Final = 1024  # answers to one row
 MOST_LOGPROBS: Final = 20  # likeliest tokens that are told beside each token, as many as OpenAI tells
 MOST_BIAS: Final = 100.0
+_DIGITS: Final = 10  # of a token id
 _LEAST_PENALTY: Final = 2.0**-126  # what a float32 can hold and logits can be divided by
 
 
@@ -141,16 +142,16 @@ def check_sampling_name(name: str) -> None:
     if name not in NAMES:
         near = nearest(name, NAMES)
         meant = f"did you mean {near}? " if near else ""
-        raise ParameterError(f"unknown sampling parameter {name!r}: {meant}known are {', '.join(NAMES)}")
+        raise ParameterError(f"unknown sampling parameter {shown(name)}: {meant}known are {', '.join(NAMES)}")
 
 
 def _strings(name: str, value: object) -> tuple[str, ...]:
     values = (value,) if isinstance(value, str) else value
-    if not isinstance(values, (list, tuple)) or not all(isinstance(text, str) for text in values):
-        raise ParameterError(f"{name} must be a string or a list of strings, got {value!r}")
+    if not isinstance(values, (list, tuple)) or not all(isinstance(one, str) for one in values):
+        raise ParameterError(f"{name} must be a string or a list of strings, got {shown(value)}")
     if "" in values:
-        raise ParameterError(f"{name} must hold no empty string, got {value!r}")
-    return tuple(values)
+        raise ParameterError(f"{name} must hold no empty string, got {shown(value)}")
+    return tuple(text(name, one) for one in values)
 
 
 def _token_ids(name: str, value: object) -> tuple[int, ...]:
@@ -171,8 +172,9 @@ def _bias(value: object) -> tuple[tuple[int, float], ...]:
     for token, bias in pairs:
         if bias is None:  # a struct's field that this row does not give
             continue
-        number = int(token) if isinstance(token, str) and token.isdecimal() else token
-        number = whole("a token id in logit_bias", number, 0, INT32_MAX)
+        if isinstance(token, str) and not (token.isdecimal() and len(token) <= _DIGITS):
+            raise refusal("logit_bias", "have token ids as its keys", token)
+        number = whole("logit_bias[key]", int(token) if isinstance(token, str) else token, 0, INT32_MAX)
         found[number] = finite(f"logit_bias of token {number}", bias)
         if abs(found[number]) > MOST_BIAS:
             raise refusal(f"logit_bias of token {number}", "be at least -100 and at most 100", bias)

@@ -16,6 +16,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from llmbatch.arguments import shown
 from llmbatch.errors import ParameterError
 from llmbatch.serving.refused import Refused
 
@@ -174,7 +175,7 @@ def too_large(most: int) -> Refused:
 def _check_type(request: Request, wanted: str) -> None:
     given = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if given != wanted:
-        raise Refused(415, f"content-type must be {wanted}, got {given!r}", code="unsupported_media_type")
+        raise Refused(415, f"content-type must be {wanted}, got {shown(given)}", code="unsupported_media_type")
 
 
 def _check_length(request: Request, most: int) -> None:

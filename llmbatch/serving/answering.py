@@ -41,7 +41,7 @@ class AnswerWriting:
         """Make the row of an answer, as batches have it. Raises Refused where a draw failed."""
         for end in ends:
             if end.error is not None:
-                raise Refused.of(end.error)
+                raise Refused.of(api_request.url, end.error)
         texts = [self.text(api_request, draw, end) for draw, end in enumerate(ends)]
         parts = [
             RequestAnswer(text, len(end.tokens), int(end.reason), end.cached, 1, *end.logprobs)

@@ -1,7 +1,7 @@
 """Bodies of requests as guests: read as the lines of a batch are, so that both ask for the same by the same words.
 
 What an endpoint knows beside that is how an answer is sent (`stream`, `stream_options`) and how urgent it is
-(`service_tier`). The rest of a body goes, as the one row of a table, the way of every row.
+(`service_tier`, which a batch takes, too). The rest of a body goes, as the one row of a table, the way of every row.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from llmbatch.arguments import INT64_MAX, flag, one_of, refusal, text
+from llmbatch.arguments import INT64_MAX, flag, json_fault, refusal, shown, text
 from llmbatch.errors import ParameterError, RowError
 from llmbatch.openai.requests import COLUMNS
 from llmbatch.preprocess.request_batch import RowRequests
@@ -24,7 +24,6 @@ from llmbatch.preprocess.sampling_params import SamplingParams
 from llmbatch.runtime.guests import Guest, GuestListener
 from llmbatch.serving.refused import Refused
 
-_TIERS: Final = ("auto", "default", "flex")
 _ROW: Final = ("-", "POST")  # custom_id and method of the row
 
 
@@ -90,21 +89,22 @@ class ApiRequestReader:
         try:
             stream = flag("stream", _taken(body, "stream", False))
             include_usage = _include_usage(_taken(body, "stream_options", None), stream)
-            tier = _taken(body, "service_tier", "auto")
-            one_of("service_tier", tier, _TIERS)
             model = _taken(body, "model", None)
             if model is not None and text("model", model) != self.model:
                 raise Refused(
-                    404, f"model must be {self.model!r}, got {model!r}", param="model", code="model_not_found"
+                    404, f"model must be {self.model!r}, got {shown(model)}", param="model", code="model_not_found"
                 )
         except ParameterError as error:
-            raise Refused.of(RowError("parameters", str(error))) from None
-        row = (*_ROW, url, json.dumps(body))
+            raise Refused.of(url, RowError("parameters", str(error))) from None
+        try:
+            row = (*_ROW, url, json.dumps(body))
+        except RecursionError as error:
+            raise _no_object(error) from None
         table = pa.table({name: [value] for name, value in zip(COLUMNS, row, strict=True)})
         shard = self.worker.shard(table)
         if shard.errors:
-            raise Refused.of(shard.errors[0])
-        return ApiRequest(url, stream, include_usage, tier == "flex", shard)
+            raise Refused.of(url, shard.errors[0])
+        return ApiRequest(url, stream, include_usage, body.get("service_tier") == "flex", shard)
 
 
 def read_object(data: bytes) -> dict[str, Any]:
@@ -116,10 +116,14 @@ def read_object(data: bytes) -> dict[str, Any]:
             400, f"the body must be UTF-8: {error.reason} at byte {error.start}", code="invalid_json"
         ) from None
     except (ValueError, RecursionError) as error:
-        raise Refused(400, f"the body must be a JSON object: {error}", code="invalid_json") from None
+        raise _no_object(error) from None
     if not isinstance(value, dict):
-        raise Refused(400, f"the body must be a JSON object, got {repr(value)[:100]}", code="invalid_json")
+        raise Refused(400, f"the body must be a JSON object, got {shown(value)}", code="invalid_json")
     return value
+
+
+def _no_object(error: Exception) -> Refused:
+    return Refused(400, f"the body must be a JSON object: {json_fault(error)}", code="invalid_json")
 
 
 def _no_number(name: str) -> None:

@@ -16,6 +16,7 @@ from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from llmbatch.arguments import shown
 from llmbatch.openai.fields import FIELDS
 from llmbatch.serving.access import BodyReader, BodyTimeout, KeyCheck, limited
 from llmbatch.serving.answering import Answering, AnswerWriting
@@ -62,7 +63,9 @@ class Endpoint:
         """Describe the model."""
         name = request.path_params["name"]
         if name != self.model:
-            raise Refused(404, f"model must be {self.model!r}, got {name!r}", param="model", code="model_not_found")
+            raise Refused(
+                404, f"model must be {self.model!r}, got {shown(name)}", param="model", code="model_not_found"
+            )
         return JSONResponse(self._model)
 
     async def health(self, request: Request) -> Response:
@@ -168,17 +171,17 @@ def _page(request: Request, records: list[Record]) -> Response:
     """Answer with the records after one, at most so many."""
     limit, after = request.query_params.get("limit", str(_LISTED)), request.query_params.get("after")
     if not (limit.isdecimal() and len(limit) <= _DIGITS and 1 <= int(limit) <= _MOST_LISTED):
-        message = f"limit must be from 1 to {_MOST_LISTED}, got {limit[:100]!r}"
+        message = f"limit must be from 1 to {_MOST_LISTED}, got {shown(limit)}"
         raise Refused(400, message, param="limit", code="invalid_value")
     if after is not None:
         names = [record["id"] for record in records]
         if after not in names:
             raise unknown("one of the list", after, "after")
         records = records[names.index(after) + 1 :]
-    shown = records[: int(limit)]
-    first, last = (shown[0]["id"], shown[-1]["id"]) if shown else (None, None)
-    more = len(records) > len(shown)
-    return JSONResponse({"object": "list", "data": shown, "first_id": first, "last_id": last, "has_more": more})
+    page = records[: int(limit)]
+    first, last = (page[0]["id"], page[-1]["id"]) if page else (None, None)
+    more = len(records) > len(page)
+    return JSONResponse({"object": "list", "data": page, "first_id": first, "last_id": last, "has_more": more})
 
 
 async def _no_route(request: Request, error: Exception) -> Response:

@@ -18,7 +18,7 @@ from queue import SimpleQueue
 from typing import Any, Final
 from uuid import uuid4
 
-from llmbatch.arguments import text
+from llmbatch.arguments import shown, text
 from llmbatch.errors import InputError, JobStopped, LLMBatchError, ParameterError
 from llmbatch.inference.progress import Advance
 from llmbatch.inference.report import Report
@@ -89,11 +89,11 @@ class BatchStore:
                 raise _invalid(name, f"must be left out, since a batch has no such field here: known are {_KNOWN}")
         endpoint, window, metadata = (body.get(name) for name in ("endpoint", "completion_window", "metadata"))
         if not isinstance(body.get("input_file_id"), str):
-            raise _invalid("input_file_id", f"must be the id of a file, got {body.get('input_file_id')!r}")
+            raise _invalid("input_file_id", f"must be the id of a file, got {shown(body.get('input_file_id'))}")
         if not isinstance(endpoint, str) or endpoint not in FIELDS:
-            raise _invalid("endpoint", f"must be one of {', '.join(FIELDS)}, got {endpoint!r}")
+            raise _invalid("endpoint", f"must be one of {', '.join(FIELDS)}, got {shown(endpoint)}")
         if window != _WINDOW:
-            raise _invalid("completion_window", f"must be {_WINDOW!r}, got {window!r}")
+            raise _invalid("completion_window", f"must be {_WINDOW!r}, got {shown(window)}")
         if metadata is not None:
             _check_metadata(metadata)
         source = self._files.content(body["input_file_id"])
@@ -245,7 +245,7 @@ def _moved(record: Record, status: str) -> Record:
 def _check_metadata(value: object) -> None:
     """Refuse what is not an object of texts, as OpenAI's is: it is told again with the batch."""
     if not isinstance(value, dict) or not all(isinstance(one, str) for one in value.values()):
-        raise _invalid("metadata", f"must be an object of texts, got {repr(value)[:100]}")
+        raise _invalid("metadata", f"must be an object of texts, got {shown(value)}")
     try:
         for one in (*value, *value.values()):
             text("metadata", one)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import IO, Final
 from uuid import uuid4
 
+from llmbatch.arguments import shown
 from llmbatch.openai.texts import valid_text
 from llmbatch.serving.records import Record, read_records, write_record
 from llmbatch.serving.refused import Refused, not_kept, unknown
@@ -31,7 +32,8 @@ class FileStore:
     def add(self, content: IO[bytes], filename: str, purpose: str) -> Record:
         """Keep what was uploaded. Raises Refused for another purpose than batches, and where the disk is full."""
         if purpose != PURPOSE:
-            raise Refused(400, f"purpose must be {PURPOSE!r}, got {purpose!r}", param="purpose", code="invalid_value")
+            message = f"purpose must be {PURPOSE!r}, got {shown(purpose)}"
+            raise Refused(400, message, param="purpose", code="invalid_value")
         name = f"file-{uuid4().hex}"
         try:
             with self._place(name).open("wb") as file:

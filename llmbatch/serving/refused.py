@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
+from llmbatch.arguments import shown
 from llmbatch.errors import RowError
-from llmbatch.openai.answers import invalid_request
+from llmbatch.openai.answers import brief, invalid_request
 from llmbatch.openai.texts import valid_text
 
 _KINDS = {401: "authentication_error", 429: "rate_limit_error", 503: "service_unavailable_error"}
@@ -27,19 +28,19 @@ class Refused(Exception):
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        super().__init__(valid_text(message))
+        super().__init__(valid_text(brief(message)))
         self.status = status
-        self.param = None if param is None else valid_text(param)
+        self.param = None if param is None else valid_text(brief(param))
         self.code = code
         self.headers = headers
 
     @classmethod
-    def of(cls, error: RowError) -> Refused:
-        """Make the error of a request whose row has one."""
+    def of(cls, url: str, error: RowError) -> Refused:
+        """Make the error of a request to a url whose row has one."""
         if error.kind in ("engine", "timeout"):
             return cls(_SERVER_ERROR, error.message, code=error.kind)
-        told = invalid_request(error.message, error.kind)
-        return cls(400, error.message, param=told["param"], code=told["code"])
+        told = invalid_request(url, error.message, error.kind)
+        return cls(400, told["message"], param=told["param"], code=told["code"])
 
     @property
     def body(self) -> dict[str, object]:
@@ -62,7 +63,7 @@ async def respond(request: Request, error: Exception) -> JSONResponse:
 
 def unknown(what: str, name: str, param: str) -> Refused:
     """Make the error of a name that is that of nothing here."""
-    return Refused(404, f"{param} must be that of {what}, got {name!r}", param=param, code="not_found")
+    return Refused(404, f"{param} must be that of {what}, got {shown(name)}", param=param, code="not_found")
 
 
 def not_kept(what: str, error: OSError) -> Refused:

@@ -153,7 +153,7 @@ def test_lines_that_fail_go_to_a_file_beside(model: str, tmp_path: Path) -> None
     reasons = [one["response"]["body"]["error"] for one in failed]
     assert {reason["type"] for reason in reasons} == {"invalid_request_error"}
     assert [reason["param"] for reason in reasons] == [
-        "temprature", "method", "custom_id", "custom_id", None, "temperature", "messages",
+        "temprature", "method", "custom_id", "custom_id", "prompt", "temperature", "messages",
     ]  # fmt: skip  # one row
     assert [reason["code"] for reason in reasons[3:]] == [
         "invalid_value", "context_length_exceeded", "invalid_value", "messages"

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
 from typing import Any
 
 import pyarrow as pa
 import pytest
 
-from llmbatch.errors import DataError
-from llmbatch.openai.fields import FIELDS
+from llmbatch.errors import DataError, ParameterError
+from llmbatch.openai.fields import FIELDS, read_body
 from llmbatch.openai.requests import COLUMNS, BatchLines, read_requests, request_lines
 from llmbatch.preprocess.sampling_params import NAMES
 from tests.support.batches import BOTH, CHAT, COMPLETIONS, ONLY_CHAT, ONLY_COMPLETIONS, TOOL, every_field, line
@@ -112,7 +113,7 @@ def test_null_is_not_given() -> None:
             "messages must be left out, since /v1/completions has no such field here, got []",
         ),
         ({"prompt": "a"}, CHAT, "prompt must be left out, since /v1/chat/completions has no such field here, got 'a'"),
-        ({"best_of": 3}, COMPLETIONS, "best_of must be left out"),
+        ({"best_of": 3}, COMPLETIONS, "best_of must be 1 or be left out, got 3"),
         ({"stream": True}, CHAT, "stream must be false or be left out, got True: a batch is answered as a whole"),
         ({"messages": None}, CHAT, "messages must be given, got None"),
         ({"prompt": None}, COMPLETIONS, "prompt must be text or a list of token ids, got None"),
@@ -205,14 +206,47 @@ def test_a_table_without_lines_is_refused(schema: dict[str, pa.DataType], said: 
 @pytest.mark.parametrize(
     ("given", "wanted"),
     [
-        ({"tool_choice": "none"}, "tool_choice must be \"auto\" or be left out, got 'none': "),
+        ({"tool_choice": "required"}, 'tool_choice must be "auto", "none" or be left out, got \'required\': '),
         (
             {"tool_choice": {"type": "function"}},
-            "tool_choice must be \"auto\" or be left out, got {'type': 'function'}: ",
+            "tool_choice must be \"auto\", \"none\" or be left out, got {'type': 'function'}: ",
         ),
-        ({"parallel_tool_calls": False}, "parallel_tool_calls must be true or be left out, got False: "),
-        ({"parallel_tool_calls": 1}, "parallel_tool_calls must be true or be left out, got 1: "),
+        ({"parallel_tool_calls": False}, "parallel_tool_calls must be true or be left out beside tools, got False: "),
+        ({"parallel_tool_calls": 1}, "parallel_tool_calls must be true or false, got 1"),
     ],
 )
 def test_what_is_asked_of_calls_of_tools_is_what_openai_takes_by_itself(given: dict[str, Any], wanted: str) -> None:
     assert error_of(line("a", CHAT, tools=[TOOL], **given)).startswith(wanted)
+
+
+def test_a_model_that_must_call_no_tools_is_not_told_of_them() -> None:
+    found = asked({"tools": [TOOL], "tool_choice": "none", "parallel_tool_calls": False}, CHAT)
+    assert (found["error"], found["tools"]) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("body", "url", "said"),
+    [
+        ({"store": True}, CHAT, "store must be false or be left out, got True"),
+        ({"echo": True}, COMPLETIONS, "echo must be false or be left out, got True"),
+        ({"echo": 0}, COMPLETIONS, "echo must be false or be left out, got 0"),
+        ({"best_of": True}, COMPLETIONS, "best_of must be 1 or be left out, got True"),
+        ({"service_tier": "gold"}, CHAT, "service_tier must be one of auto, default, flex, got 'gold'"),
+    ],
+)
+def test_what_would_change_the_answer_is_refused(body: dict[str, Any], url: str, said: str) -> None:
+    assert error_of(line("a", url, **body)) == said
+
+
+def test_a_name_and_a_value_are_shown_in_part() -> None:
+    said = error_of(line("a", **{"n" * 5000: "v" * 5000}))
+    assert said.startswith("n" * 100 + " must be left out")
+    assert len(said) < 1000
+
+
+def test_a_schema_that_is_nested_deeply_is_the_lines_error() -> None:
+    body: dict[str, Any] = {}
+    for _ in range(sys.getrecursionlimit()):
+        body = {"a": body}
+    with pytest.raises(ParameterError, match=r"^response_format must not be nested so deeply$"):
+        read_body(CHAT, {"messages": [], "response_format": body})

@@ -145,7 +145,7 @@ def test_null_fields_are_left_out_and_arguments_of_tool_calls_are_parsed(raw: To
     assert isinstance(second, str)
     assert json.loads(first) == [{"role": "user", "content": "q"}]
     assert json.loads(second) == [
-        {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {"x": 1}}}]}
+        {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {"x": 1}}}]}
     ]
 
 

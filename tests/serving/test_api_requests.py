@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from concurrent.futures import ThreadPoolExecutor
 
@@ -46,3 +47,34 @@ def test_a_lone_half_of_a_character_is_an_error_of_the_request(worker: Worker) -
             reader.read(url, body)
         assert caught.value.status == 400
         assert told in json.loads(bytes(caught.value.response.body))["error"]["message"]
+
+
+def test_a_turn_that_calls_tools_needs_no_text_and_its_tools_answer_goes_with_it(worker: Worker) -> None:
+    call = {"id": "call_1", "type": "function", "function": {"name": "clock", "arguments": "{}"}}
+    messages = [
+        {"role": "user", "content": "what time is it?"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "noon"},
+    ]
+    template = (
+        "{% for message in messages %}{{ message.role + ':' + message.content }}{% for call in message.tool_calls %}"
+        "[{{ call.id }} {{ call.function.name }} {{ call.function.arguments | tojson }}]{% endfor %}"
+        "{{ message.tool_call_id }};{% endfor %}"
+    )
+    body = {"messages": messages, "chat_template_kwargs": {"chat_template": template}}
+    read = ApiRequestReader(worker, worker.options.model).read(CHAT, json.dumps(body).encode())
+    [text] = worker.tokenizer.decode([read.shard.requests.tokens])
+    assert text == "user:what time is it?;assistant:[call_1 clock {}];tool:nooncall_1;"
+
+
+@pytest.mark.parametrize("depth", range(50, 1000, 50))
+def test_a_schema_is_taken_or_refused_however_deeply_it_is_nested(worker: Worker, depth: int) -> None:
+    nested = '{"items": ' * depth + "{}" + "}" * depth
+    form = f'{{"type": "json_schema", "json_schema": {{"name": "a", "schema": {nested}}}}}'
+    body = f'{{"prompt": "a", "response_format": {form}}}'.encode()
+    with (
+        contextlib.nullcontext()
+        if depth <= 100
+        else pytest.raises(Refused, match=r"so deeply|too deeply|recursion limit")
+    ):
+        ApiRequestReader(worker, worker.options.model).read(COMPLETIONS, body)

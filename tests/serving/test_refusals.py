@@ -60,43 +60,18 @@ def test_malformed_json_is_refused(echo: Served, content: bytes, message: str) -
     assert (told["message"], told["type"], told["code"]) == (message, "invalid_request_error", "invalid_json")
 
 
-@pytest.mark.parametrize("content", [b"[" * 100_000, b'{"a":' * 100_000, b'{"a": ' + b"9" * 5000 + b"}"])
-def test_json_that_is_nested_or_long_beyond_measure_is_refused(echo: Served, content: bytes) -> None:
+@pytest.mark.parametrize(
+    ("content", "fault"),
+    [
+        (b"[" * 100_000, "it is nested too deeply"),
+        (b'{"a":' * 100_000, "it is nested too deeply"),
+        (b'{"a": ' + b"9" * 5000 + b"}", "it has a number of too many digits"),
+    ],
+)
+def test_json_that_is_nested_or_long_beyond_measure_is_refused(echo: Served, content: bytes, fault: str) -> None:
     answer = post(echo, content)
     assert answer.status_code == 400
-    assert error_of(answer)["message"].startswith("the body must be a JSON object")
-
-
-@pytest.mark.parametrize(
-    ("asked", "param", "message"),
-    [
-        ({"temperature": -1}, "temperature", "temperature must be at least 0, got -1.0"),
-        ({"max_tokens": 0}, "max_tokens", "max_tokens must be at least 1, got 0"),
-        ({"stream": 1}, "stream", "stream must be true or false, got 1"),
-        ({"stream_options": {}}, "stream_options", "stream_options must be left out where stream is not true, got {}"),
-        ({"service_tier": "gold"}, "service_tier", "service_tier must be one of auto, default, flex, got 'gold'"),
-        ({"messages": None}, "messages", "messages must be given, got None"),
-        ({"n": 10_000}, "n", "n must be at most 1024, got 10000"),
-        ({"top_logprobs": 3}, "top_logprobs", "top_logprobs must be left out without logprobs, got 3: add logprobs: "
-         "true"),
-        ({"stop": [""]}, "stop", "stop must hold no empty string, got ['']"),
-        ({"seed": "x"}, "seed", "seed must be a whole number, got 'x'"),
-        ({"model": 3}, "model", "model must be text, got 3"),
-    ],
-)  # fmt: skip  # a table
-def test_a_field_is_refused_by_its_name(echo: Served, asked: dict[str, Any], param: str, message: str) -> None:
-    body = {"messages": [{"role": "user", "content": "hello"}], **asked}
-    answer = post(echo, json.dumps(body))
-    assert answer.status_code == 400
-    told = error_of(answer)
-    assert (told["param"], told["message"], told["type"]) == (param, message, "invalid_request_error")
-
-
-def test_an_unknown_field_is_refused_by_its_name(echo: Served) -> None:
-    with pytest.raises(openai.BadRequestError) as caught:
-        echo.client.completions.create(model=echo.model, prompt="a", extra_body={"tempratur": 1})
-    assert caught.value.param == "tempratur"
-    assert "did you mean temperature?" in caught.value.message
+    assert error_of(answer)["message"] == f"the body must be a JSON object: {fault}"
 
 
 def test_bad_messages_are_refused(echo: Served) -> None:
@@ -176,7 +151,7 @@ def test_a_key_of_any_letters_is_known(worker: Worker, tmp_path: Path) -> None:
 def test_a_limit_beyond_measure_is_refused(echo: Served) -> None:
     answer = httpx.get(f"{echo.url}/v1/batches?limit={'9' * 5000}")
     assert answer.status_code == 400
-    assert error_of(answer)["message"] == f"limit must be from 1 to 100, got '{'9' * 100}'"
+    assert error_of(answer)["message"] == f"limit must be from 1 to 100, got '{'9' * 99}..."
 
 
 def test_an_engine_that_fails_is_an_error_of_the_server(echo: Served) -> None:

@@ -19,14 +19,17 @@ BOTH: tuple[dict[str, Any], ...] = (
     {"top_k": 5, "temperature": 1.0, "seed": 6}, {"min_p": 0.1, "temperature": 1.0, "seed": 7}, {"min_tokens": 2},
     {"stop_token_ids": [66, 67]}, {"ignore_eos": True}, {"repetition_penalty": 1.3}, {"prompt_logprobs": 2},
     {"structured_outputs": {"choice": ["yes", "no"]}}, {"temperature": None, "stop": None},
+    {"service_tier": "flex", "prompt_cache_key": "k", "safety_identifier": "me"},
 )  # fmt: skip  # a table
 ONLY_CHAT: tuple[dict[str, Any], ...] = (
     {"max_tokens": None, "max_completion_tokens": 5}, {"logprobs": True}, {"logprobs": True, "top_logprobs": 3, "n": 2},
     {"logprobs": False}, {"tools": [TOOL]}, {"add_generation_prompt": False}, {"continue_final_message": False},
     {"chat_template_kwargs": {"mood": "good"}}, {"tools": [TOOL], "tool_choice": "auto", "parallel_tool_calls": True},
+    {"tools": [TOOL], "tool_choice": "none", "parallel_tool_calls": False, "store": False},
 )  # fmt: skip  # a table
 ONLY_COMPLETIONS: tuple[dict[str, Any], ...] = (
     {"logprobs": 0}, {"logprobs": 2, "n": 2}, {"prompt": [70, 71, 72]}, {"prompt": ["one text"]}, {"prompt": [[1, 2]]},
+    {"echo": False, "best_of": 1},
 )  # fmt: skip  # a table
 
 
