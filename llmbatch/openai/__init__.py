@@ -4,4 +4,4 @@ Must not import anything that runs requests or knows of jobs.
 Start reading at `requests`.
 """
 
-__all__ = ["answers", "build", "fields", "logprobs", "requests", "texts"]
+__all__ = ["answers", "build", "fields", "logprobs", "requests", "texts", "validation"]

@@ -12,7 +12,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Final
@@ -22,7 +22,9 @@ from llmbatch.arguments import shown, text
 from llmbatch.errors import InputError, JobStopped, LLMBatchError, ParameterError
 from llmbatch.inference.progress import Advance
 from llmbatch.inference.report import Report
+from llmbatch.openai.answers import brief
 from llmbatch.openai.fields import FIELDS
+from llmbatch.openai.validation import Fault, find_faults
 from llmbatch.runtime.cancellation import StopRequest
 from llmbatch.serving.files import FileStore
 from llmbatch.serving.records import Record, read_records, write_record
@@ -37,7 +39,8 @@ _ENDED: Final = ("completed", "failed", "cancelled", "expired")
 _FIELDS: Final = ("input_file_id", "endpoint", "completion_window", "metadata")
 _KNOWN: Final = ", ".join(_FIELDS)
 
-RunJob = Callable[[Path, Path, "_Counts", StopRequest], Report]
+# Runs the lines of a file at a url to an output.
+RunJob = Callable[[Path, Path, str, "_Counts", StopRequest], Report]
 
 
 class _Counts:
@@ -96,7 +99,7 @@ class BatchStore:
             raise _invalid("completion_window", f"must be {_WINDOW!r}, got {shown(window)}")
         if metadata is not None:
             _check_metadata(metadata)
-        source = self._files.content(body["input_file_id"])
+        source = self._files.content(body["input_file_id"], "input_file_id")
         name = f"batch_{uuid4().hex}"
         try:
             make_folder(str(self._folder / name))
@@ -169,7 +172,8 @@ class BatchStore:
             try:
                 self._answer(name)
             except Exception as error:  # the thread goes on with the next one, whatever it was
-                self._fail(name, "server_error", " ".join(str(error).split()) or type(error).__name__)
+                message = " ".join(str(error).split()) or type(error).__name__
+                self._fail(name, [self._fault(name, "server_error", message)])
             finally:
                 with self._lock:
                     self._current = None
@@ -181,19 +185,27 @@ class BatchStore:
             if self._ending or record["status"] in _ENDED:
                 return
             self._current, self._counts = (name, stopping), _Counts()
-            self._write(name, _moved(record, "in_progress"))
         place = self._folder / name
+        if record["status"] == "validating":
+            with (place / _INPUT).open("rb") as lines:
+                faults = find_faults(lines)
+            if faults:
+                self._fail(name, faults)
+                return
+            with self._lock:
+                if self._records[name]["status"] == "validating":
+                    self._write(name, _moved(record, "in_progress"))
         try:
-            report = self._run(place / _INPUT, place / _OUTPUT, self._counts, stopping)
+            report = self._run(place / _INPUT, place / _OUTPUT, record["endpoint"], self._counts, stopping)
         except JobStopped:
             if self._records[name]["status"] == "cancelling":
                 self._cancel(name)
             return
         except InputError as error:
-            self._fail(name, "invalid_input", str(error))
+            self._fail(name, [self._fault(name, "invalid_input", str(error))])
             return
         except LLMBatchError as error:
-            self._fail(name, "job_failed", str(error))
+            self._fail(name, [self._fault(name, "job_failed", str(error))])
             return
         self._complete(name, report)
 
@@ -217,8 +229,13 @@ class BatchStore:
             self._current = None
         self._clear(self._folder / name)
 
-    def _fail(self, name: str, code: str, message: str) -> None:
-        errors = {"object": "list", "data": [{"code": code, "message": message, "param": None, "line": None}]}
+    def _fault(self, name: str, code: str, message: str) -> Fault:
+        """Make an entry of a batch's `errors` that tells of no folder of the server."""
+        shown = brief(message.replace(f"{self._folder / name}{os.sep}", ""))
+        return {"code": code, "line": None, "message": shown, "param": None}
+
+    def _fail(self, name: str, faults: Sequence[Fault]) -> None:
+        errors = {"object": "list", "data": faults}
         with self._lock:
             self._records[name] = {**_moved(self._records[name], "failed"), "errors": errors}
             with contextlib.suppress(OSError):  # of a full disk, on which it goes on when the server starts again

@@ -54,15 +54,15 @@ class FileStore:
         os.link(source, path)
         return self._keep(name, filename, OUTPUT)
 
-    def get(self, name: str) -> Record:
-        """Return the record of a file. Raises Refused where there is none."""
+    def get(self, name: str, param: str = "file_id") -> Record:
+        """Return the record of a file, which `param` asks for. Raises Refused where there is none."""
         if name not in self._records:
-            raise unknown("a file", name, "file_id")
+            raise unknown("a file", name, param)
         return self._records[name]
 
-    def content(self, name: str) -> Path:
-        """Return where a file lies. Raises Refused where there is none."""
-        self.get(name)
+    def content(self, name: str, param: str = "file_id") -> Path:
+        """Return where a file lies, likewise."""
+        self.get(name, param)
         return self._folder / name / _CONTENT
 
     def list(self) -> list[Record]:

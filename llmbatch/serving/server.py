@@ -16,10 +16,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
+import pyarrow as pa
 import uvicorn
+from numpy.typing import NDArray
 
 from llmbatch.engine.recorded import placeholder_texts
-from llmbatch.errors import JobError, JobStopped
+from llmbatch.errors import JobError, JobStopped, RowError
 from llmbatch.inference.answer_columns import AnswerColumns
 from llmbatch.inference.answers import AnswerSink, AnswerTexts, FlushPolicy
 from llmbatch.inference.progress import Progress
@@ -29,6 +32,8 @@ from llmbatch.inference.window import Window
 from llmbatch.inference.worker import Worker
 from llmbatch.jobs.forecast import forecast_rows
 from llmbatch.jobs.job import run_by
+from llmbatch.openai.validation import refuse_others
+from llmbatch.preprocess.request_batch import RowRequests
 from llmbatch.preprocess.tokenizer import Tokenizer
 from llmbatch.remote.windows.routes import window_routes
 from llmbatch.remote.windows.service import WindowService
@@ -46,6 +51,7 @@ from llmbatch.serving.metrics import ServingMetrics
 from llmbatch.serving.options import ServingOptions
 from llmbatch.serving.shared import GuestEngine
 from llmbatch.serving.text_stream import TextStream, byte_tokens
+from llmbatch.system.cancel_signal import NEVER, CancelSignal
 from llmbatch.system.garbage import loaded_objects_apart
 
 _LOOK: Final = 0.05  # seconds between two looks whether the server was asked to end
@@ -177,11 +183,22 @@ def _url(listener: socket.socket) -> str:
 
 
 class _BatchWorker(Worker):
-    """The worker of an endpoint, whose rows are answered by the engine that guests share."""
+    """The worker of a batch, whose lines are answered by the engine that guests share."""
 
-    def __init__(self, shared: SharedWorker) -> None:
+    def __init__(self, shared: SharedWorker, url: str) -> None:
         self.__dict__.update(vars(shared.worker))
-        self._shared = shared
+        self._shared, self._url = shared, url
+
+    def shard(
+        self,
+        table: pa.Table,
+        keys: NDArray[np.uint64] | None = None,
+        refused: Mapping[int, RowError] | None = None,
+        cancelled: CancelSignal = NEVER,
+    ) -> RowRequests:
+        """Build the requests of lines that ask for what the endpoint has and the batch says."""
+        others = refuse_others(table, self._url, self.options.model)
+        return super().shard(table, keys, {**others, **(refused or {})}, cancelled)
 
     def stream(
         self,
@@ -214,9 +231,9 @@ def run_server(
     shared = SharedWorker(worker, latency=latency)
     try:
 
-        def run_job(source: Path, output: Path, counts: Progress, stopping: StopRequest) -> Report:
+        def run_job(source: Path, output: Path, url: str, counts: Progress, stopping: StopRequest) -> Report:
             try:
-                return run_by(lambda *_: _BatchWorker(shared), str(source), str(output), counts, stopping, asked)
+                return run_by(lambda *_: _BatchWorker(shared, url), str(source), str(output), counts, stopping, asked)
             except JobError:
                 if shared.error is None:
                     raise

@@ -98,11 +98,30 @@ def test_lines_that_fail_are_in_the_file_of_errors(echo: Served) -> None:
     assert (found["custom_id"], found["response"]["status_code"]) == ("bad", 400)
 
 
-def test_a_file_that_is_no_batch_fails_with_the_reason(echo: Served) -> None:
-    done = ended(echo, begin(echo, upload(echo, b'{"text": "a"}\n')).id)
-    assert (done.status, done.output_file_id) == ("failed", None)
-    assert done.errors.data[0].code == "invalid_input"
-    assert "this input has no 'custom_id'" in done.errors.data[0].message
+def test_a_file_that_is_no_batch_fails_and_says_which_lines_are_wrong(echo: Served) -> None:
+    done = ended(echo, begin(echo, upload(echo, LINES + b'{"text": "a"}\n\n{\n' + LINES[: LINES.index(b"\n")])).id)
+    assert (done.status, done.output_file_id, done.error_file_id) == ("failed", None, None)
+    assert [(one.code, one.line, one.param) for one in done.errors.data] == [
+        ("missing_required_parameter", 21, "custom_id"),
+        ("invalid_json_line", 23, None),
+        ("duplicate_custom_id", 24, "custom_id"),
+    ]
+
+
+def test_a_file_that_no_table_holds_fails_without_a_word_of_the_servers_folders(echo: Served, tmp_path: Path) -> None:
+    lines = [{**line("a"), "note": 1}, {**line("b"), "note": "text"}]
+    done = ended(echo, begin(echo, upload(echo, "\n".join(map(json.dumps, lines)).encode())).id)
+    [fault] = done.errors.data
+    assert (done.status, fault.code) == ("failed", "invalid_input")
+    assert fault.message.endswith("'note' is a number in line 1 of input.jsonl and a string in line 2 of input.jsonl")
+
+
+def test_half_of_a_character_is_the_error_of_its_line(echo: Served) -> None:
+    bad = json.dumps(line("bad", prompt="\ud800")).encode() + b"\n"
+    done = ended(echo, begin(echo, upload(echo, LINES + bad)).id)
+    assert (done.status, done.request_counts.completed) == ("completed", 20)
+    [found] = lines_of(echo, done.error_file_id)
+    assert (found["custom_id"], found["response"]["body"]["error"]["param"]) == ("bad", "prompt")
 
 
 @pytest.mark.parametrize(
@@ -126,7 +145,7 @@ def test_a_batch_is_refused_by_the_name_of_the_field(echo: Served, asked: dict[s
 
 
 def test_names_that_are_none_are_not_found(echo: Served) -> None:
-    with pytest.raises(openai.NotFoundError, match="file_id must be that of a file, got 'file-1'"):
+    with pytest.raises(openai.NotFoundError, match="input_file_id must be that of a file, got 'file-1'"):
         begin(echo, "file-1")
     with pytest.raises(openai.NotFoundError, match="batch_id must be that of a batch, got 'batch_1'"):
         echo.client.batches.retrieve("batch_1")
@@ -139,7 +158,7 @@ class Jobs:
         self.begun = threading.Semaphore(0)
         self.inputs: list[bytes] = []
 
-    def __call__(self, source: Path, output: Path, progress: Any, stopping: StopRequest) -> Report:
+    def __call__(self, source: Path, output: Path, url: str, progress: Any, stopping: StopRequest) -> Report:
         self.inputs.append(source.read_bytes())
         progress.start(7)
         self.begun.release()

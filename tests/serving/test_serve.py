@@ -167,20 +167,34 @@ def test_clients_that_hang_up_leave_nothing_behind(client: OpenAI) -> None:
         assert time.monotonic() < until
 
 
+@pytest.mark.parametrize("url", [CHAT, COMPLETIONS])
 def test_a_batch_beside_guests_is_answered_as_run_answers_it(
-    client: OpenAI, expected: dict[str, dict[str, Any]]
+    client: OpenAI, expected: dict[str, dict[str, Any]], url: Any
 ) -> None:
-    content = "".join(json.dumps(one) + "\n" for one in LINES).encode()
+    content = "".join(json.dumps(one) + "\n" for one in LINES if one["url"] == url).encode()
     file = client.files.create(file=("in.jsonl", content), purpose="batch")
-    batch = client.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
+    batch = client.batches.create(input_file_id=file.id, endpoint=url, completion_window="24h")
     while (found := client.batches.retrieve(batch.id)).status not in ("completed", "failed"):
         ask(client, LINES[0])
     assert (found.errors, found.output_file_id is not None) == (None, True)
     assert found.output_file_id is not None
     answers = [json.loads(text) for text in client.files.content(found.output_file_id).text.splitlines()]
     assert {one["custom_id"]: choices_of(one["response"]["body"]) for one in answers} == {
-        name: choices_of(body) for name, body in expected.items()
+        name: choices_of(body) for name, body in expected.items() if name.startswith(url)
     }
+
+
+def test_lines_of_a_batch_that_ask_for_another_url_or_model_are_refused_as_live_ones_are(client: OpenAI) -> None:
+    lines = [line("a", model="gpt-4"), line("b", CHAT), line("c")]
+    content = "".join(json.dumps(one) + "\n" for one in lines).encode()
+    file = client.files.create(file=("in.jsonl", content), purpose="batch")
+    batch = client.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
+    while (found := client.batches.retrieve(batch.id)).status not in ("completed", "failed"):
+        pass
+    assert found.error_file_id is not None
+    errors = [json.loads(text) for text in client.files.content(found.error_file_id).text.splitlines()]
+    told = {one["custom_id"]: one["response"]["body"]["error"]["param"] for one in errors}
+    assert told == {"a": "model", "b": "url"}
 
 
 def test_a_simulated_engine_says_how_many_tokens_an_answer_has(chatting: str, tmp_path: Path) -> None:

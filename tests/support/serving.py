@@ -171,7 +171,7 @@ def served(
     engine = engine or EchoEngine(worker)
     stopping, model = StopRequest(), worker.options.model
 
-    def run_job(source: Path, output: Path, progress: Any, stopping: StopRequest) -> Report:
+    def run_job(source: Path, output: Path, url: str, progress: Any, stopping: StopRequest) -> Report:
         return run_by(Worker.open, str(source), str(output), progress, stopping, {"model": model, **SIMULATED})
 
     reader, windows = (

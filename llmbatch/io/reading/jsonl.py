@@ -196,7 +196,14 @@ def _array(
 
 
 def _as_text(value: object) -> object:
-    return None if value is None else json.dumps(value, ensure_ascii=False)
+    if value is None:
+        return None
+    text = json.dumps(value, ensure_ascii=False)
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # half of a character: it stays as it is written, for whoever reads the text
+        return json.dumps(value)
+    return text
 
 
 def _misfit(rows: Sequence[Row], kind: pa.StructType | None) -> str:
