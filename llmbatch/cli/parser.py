@@ -219,14 +219,15 @@ def _add_clocked(parser: argparse.ArgumentParser, arguments: type) -> None:
 def _add_serving(parser: argparse.ArgumentParser) -> None:
     _add_flag(parser, "model", *keywords_of(ServeArgs)["model"], required=True)
     _add(parser.add_argument_group("endpoint"), ServingArgs)
-    _add(parser.add_argument_group("engine"), EngineArgs)
+    _add(parser.add_argument_group("engine"), EngineArgs, but=("output_tokens",))
     parser.add_argument("--quiet", action="store_true", help="say nothing but what went wrong")
 
 
-def _add(group: FlagGroup, arguments: type) -> None:
-    """Add a flag for each keyword of a TypedDict."""
+def _add(group: FlagGroup, arguments: type, *, but: Sequence[str] = ()) -> None:
+    """Add a flag for each keyword of a TypedDict but some."""
     for name, (kind, keyword) in keywords_of(arguments).items():
-        _add_flag(group, name, kind, keyword)
+        if name not in but:
+            _add_flag(group, name, kind, keyword)
 
 
 def _add_flag(group: FlagGroup, name: str, kind: Any, keyword: Keyword, **settings: Any) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
+import logging
 import os
 import time
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+import h11
 from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -23,6 +25,8 @@ from llmbatch.serving.refused import Refused
 _BEARER: Final = "bearer "
 _OPEN: Final = ("/health", "/metrics")  # need no key
 _AT_ONCE: Final = 4  # bodies of the largest size that are in memory at one time
+_LOG: Final = logging.getLogger("uvicorn.error.http")
+_LOG.setLevel(logging.ERROR)
 _PACE: Final = 1 << 20  # bytes by which a body must come on within its time
 
 
@@ -185,14 +189,28 @@ def _check_length(request: Request, most: int) -> None:
         raise too_large(most)
 
 
-class HeaderTimeout(H11Protocol):
-    """Closes a connection whose headers are not whole so many seconds after it was made, or after their first byte.
+class WholePaths:
+    """Lets a path end with a slash, which says nothing."""
 
-    Uvicorn bounds the bytes of headers, and the time in which nothing comes after an answer; one byte ends that time.
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let a request through without the slash."""
+        await self._app({**scope, "path": scope["path"].rstrip("/") or "/"}, receive, send)
+
+
+class Http(H11Protocol):
+    """Reads requests, and closes a connection whose headers are not whole in so many seconds.
+
+    They are counted from when it was made, or from the first byte of headers. Uvicorn bounds the bytes of headers, and
+    the time in which nothing comes after an answer; one byte ends that time. It logs, without saying more, that a
+    request is no HTTP, and too many connections: whoever sent them is told, and the log has only errors of the server.
     """
 
     def __init__(self, *args: Any, seconds: float, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.logger = _LOG
         self._seconds = seconds
         self._timer: asyncio.TimerHandle | None = None  # while headers are waited for
 
@@ -208,6 +226,19 @@ class HeaderTimeout(H11Protocol):
             self._wait()
         else:
             self._end_wait()
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer what is no HTTP, unless an answer has begun, and close the connection."""
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            refused = Refused(400, "the request must be HTTP/1.1, got something else", code="invalid_http")
+            body, headers = refused.response.body, [("content-type", "application/json"), ("connection", "close")]
+            for event in (
+                h11.Response(status_code=400, headers=headers, reason=b"Bad Request"),
+                h11.Data(data=bytes(body)),
+                h11.EndOfMessage(),
+            ):
+                self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Wait for nothing any more."""

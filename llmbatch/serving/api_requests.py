@@ -10,29 +10,23 @@ import json
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Final, Protocol
+from functools import lru_cache
+from typing import Any, Final
 
-import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 
 from llmbatch.arguments import INT64_MAX, flag, json_fault, refusal, shown, text
+from llmbatch.engine.model.outline import shape_of
 from llmbatch.errors import ParameterError, RowError
+from llmbatch.inference.worker import Worker
 from llmbatch.openai.requests import COLUMNS
 from llmbatch.preprocess.request_batch import RowRequests
 from llmbatch.preprocess.sampling_params import SamplingParams
 from llmbatch.runtime.guests import Guest, GuestListener
 from llmbatch.serving.refused import Refused
 
+_MEASURED: Final = 1 << 20  # bytes of a body: the prompts of larger ones are measured first
 _ROW: Final = ("-", "POST")  # custom_id and method of the row
-
-
-class ShardBuilder(Protocol):
-    """What makes requests of a table: a `Worker`."""
-
-    def shard(self, table: pa.Table, keys: NDArray[np.uint64] | None = None) -> RowRequests:
-        """Build the requests of a table's rows."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +74,14 @@ class ApiRequest:
 class ApiRequestReader:
     """Reads bodies for one model."""
 
-    worker: ShardBuilder
+    worker: Worker
     model: str
 
     def read(self, url: str, data: bytes) -> ApiRequest:
         """Read the body of a request to a url. Raises Refused."""
         body = read_object(data)
+        if len(data) > _MEASURED:
+            _check_size(self.worker, url, body)
         try:
             stream = flag("stream", _taken(body, "stream", False))
             include_usage = _include_usage(_taken(body, "stream_options", None), stream)
@@ -105,6 +101,38 @@ class ApiRequestReader:
         if shard.errors:
             raise Refused.of(url, shard.errors[0])
         return ApiRequest(url, stream, include_usage, body.get("service_tier") == "flex", shard)
+
+
+def _check_size(worker: Worker, url: str, body: Mapping[str, Any]) -> None:
+    """Refuse what no context holds before it is tokenised, which would take minutes. Raises Refused."""
+    context, prompt = worker.model.context_length, body.get("prompt")
+    letters = _letters([prompt, body.get("messages"), body.get("tools")])
+    if letters > context * _longest(worker):
+        got = f"{letters:,} letters"
+    elif isinstance(prompt, list) and len(prompt) > context:
+        got = f"{len(prompt):,} parts"
+    else:
+        return
+    message = f"prompt has {got}, which no context of {context:,} tokens holds: shorten the prompt"
+    raise Refused.of(url, RowError("too_long", message))
+
+
+@lru_cache(1)
+def _longest(worker: Worker) -> int:
+    """Return how many letters of a text a token stands for at most; a space before it may not be in its own text."""
+    return 1 + max(map(len, worker.tokenizer.spell(range(shape_of(worker.model).vocabulary))))
+
+
+def _letters(value: object) -> int:
+    """Count the letters of all texts in a JSON value."""
+    found, rest = 0, [value]
+    while rest:
+        one = rest.pop()
+        if isinstance(one, str):
+            found += len(one)
+        elif isinstance(one, (list, dict)):
+            rest += one if isinstance(one, list) else one.values()
+    return found
 
 
 def read_object(data: bytes) -> dict[str, Any]:

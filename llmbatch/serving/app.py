@@ -18,7 +18,7 @@ from starlette.types import ASGIApp
 
 from llmbatch.arguments import shown
 from llmbatch.openai.fields import FIELDS
-from llmbatch.serving.access import BodyReader, BodyTimeout, KeyCheck, limited
+from llmbatch.serving.access import BodyReader, BodyTimeout, KeyCheck, WholePaths, limited
 from llmbatch.serving.answering import Answering, AnswerWriting
 from llmbatch.serving.api_requests import ApiRequestReader, read_object
 from llmbatch.serving.batches import BatchStore
@@ -62,7 +62,7 @@ class Endpoint:
     async def one_model(self, request: Request) -> Response:
         """Describe the model."""
         name = request.path_params["name"]
-        if name != self.model:
+        if name != self.model.rstrip("/"):  # as paths are read
             raise Refused(
                 404, f"model must be {self.model!r}, got {shown(name)}", param="model", code="model_not_found"
             )
@@ -164,7 +164,7 @@ def make_app(endpoint: Endpoint, keys: Sequence[bytes], body_timeout: float, oth
         Exception: _broken,
     }
     app = Starlette(routes=routes, exception_handlers=handlers)
-    return KeyCheck(BodyTimeout(app, body_timeout), keys)
+    return WholePaths(KeyCheck(BodyTimeout(app, body_timeout), keys))
 
 
 def _page(request: Request, records: list[Record]) -> Response:

@@ -40,7 +40,7 @@ from llmbatch.remote.windows.service import WindowService
 from llmbatch.runtime.cancellation import StopRequest
 from llmbatch.runtime.protocols import Totals, WindowSource
 from llmbatch.scheduler.beside.guests import Latency
-from llmbatch.serving.access import BodyReader, HeaderTimeout
+from llmbatch.serving.access import BodyReader, Http
 from llmbatch.serving.answering import AnswerWriting
 from llmbatch.serving.api_requests import ApiRequestReader
 from llmbatch.serving.app import Endpoint, make_app
@@ -61,7 +61,7 @@ _IDLE: Final = 60  # seconds that a connection may be idle; clients close theirs
 _WINDOWS: Final = 16  # of jobs elsewhere that are answered at once; others wait
 
 
-class _Http(uvicorn.Server):
+class _Server(uvicorn.Server):
     """Uvicorn, which leaves signals to us."""
 
     @contextlib.contextmanager
@@ -109,12 +109,12 @@ class Running:
                 server_header=False,
                 lifespan="off",
                 ws="none",
-                http=partial(HeaderTimeout, seconds=options.header_timeout),  # type: ignore[arg-type]  # is only called
+                http=partial(Http, seconds=options.header_timeout),  # type: ignore[arg-type]  # is only called
                 timeout_keep_alive=_IDLE,
                 limit_concurrency=options.max_connections,
                 timeout_graceful_shutdown=_CLOSING,  # type: ignore[arg-type]  # passed on to asyncio.wait_for
             )
-            http = _Http(config)
+            http = _Server(config)
             batches.start()
             answering = asyncio.create_task(http.serve(sockets=[listener]))
             asked = asyncio.create_task(self._asked())

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NoReturn, cast
 
+import pyarrow as pa
 import pytest
 
 from llmbatch.inference.worker import Worker
@@ -78,3 +80,36 @@ def test_a_schema_is_taken_or_refused_however_deeply_it_is_nested(worker: Worker
         else pytest.raises(Refused, match=r"so deeply|too deeply|recursion limit")
     ):
         ApiRequestReader(worker, worker.options.model).read(COMPLETIONS, body)
+
+
+class Untokenised:
+    """A worker that reads no request further than its size."""
+
+    def __init__(self, worker: Worker) -> None:
+        self.tokenizer, self.model = worker.tokenizer, worker.model
+
+    def shard(self, table: pa.Table) -> NoReturn:
+        raise AssertionError("the request is tokenised")
+
+
+@pytest.mark.parametrize(
+    ("url", "body", "param", "got"),
+    [
+        (COMPLETIONS, {"prompt": "a" * 2**20}, "prompt", "1,048,576 letters"),
+        (COMPLETIONS, {"prompt": [1] * 2**19}, "prompt", "524,288 parts"),
+        (CHAT, {"messages": [{"role": "user", "content": [{"text": "a" * 2**20}]}]}, "messages", "1,048,580 letters"),
+    ],
+)
+def test_a_prompt_that_no_context_holds_is_refused_before_it_is_tokenised(
+    worker: Worker, url: str, body: dict[str, Any], param: str, got: str
+) -> None:
+    reader = ApiRequestReader(cast("Worker", Untokenised(worker)), worker.options.model)
+    with pytest.raises(Refused) as caught:
+        reader.read(url, json.dumps(body).encode())
+    assert str(caught.value) == f"prompt has {got}, which no context of 512 tokens holds: shorten the prompt"
+    assert (caught.value.param, caught.value.code) == (param, "context_length_exceeded")
+
+
+def test_a_large_body_whose_prompt_is_small_is_read(worker: Worker) -> None:
+    body = {"prompt": "a", "user": "u" * 2**20}
+    assert ApiRequestReader(worker, worker.options.model).read(COMPLETIONS, json.dumps(body).encode()).draws == 1

@@ -106,6 +106,24 @@ def test_a_path_that_is_none_and_a_method_that_it_has_not(echo: Served) -> None:
     assert error_of(answer)["message"] == f"the method must be one that {URL} has, got GET"
 
 
+def test_a_path_may_end_with_a_slash(echo: Served) -> None:
+    assert httpx.get(f"{echo.url}/v1/models/").status_code == 200
+    assert post(echo, json.dumps({"prompt": "a"}), "/v1/completions/").status_code == 200
+    assert httpx.get(f"{echo.url}/v1/nothing/").status_code == 404
+
+
+@pytest.mark.parametrize("content", [b"\x16\x03\x01\x02\x00", b"no request\r\n\r\n", b"GET / HTTP/1.1\r\n: a\r\n\r\n"])
+def test_what_is_no_http_is_told_so_and_nobody_else_is(
+    echo: Served, content: bytes, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    with connected(echo) as connection:
+        connection.sendall(content)
+        head, _, body = all_that_comes(connection).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400 ")
+    assert json.loads(body)["error"]["message"] == "the request must be HTTP/1.1, got something else"
+    assert (capfd.readouterr().err, caplog.records) == ("", [])
+
+
 def test_another_content_type_is_refused(echo: Served) -> None:
     answer = post(echo, b"{}", kind="text/plain")
     assert answer.status_code == 415

@@ -205,6 +205,12 @@ def test_a_simulated_engine_says_how_many_tokens_an_answer_has(chatting: str, tm
         assert last.choices[0].finish_reason == "length"
 
 
+def test_help_has_no_option_that_is_refused(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["serve", "--help"])
+    assert "--output-tokens" not in capfd.readouterr().out
+
+
 def test_a_port_in_use_is_one_sentence(chatting: str, capfd: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
