@@ -189,6 +189,13 @@ def _check_length(request: Request, most: int) -> None:
         raise too_large(most)
 
 
+def _too_many(most: int) -> Refused:
+    return Refused(
+        503, f"at most {most:,} connections may be open, and more are: ask again later", code="too_many_connections",
+        headers={"Retry-After": "1", "Connection": "close"},
+    )  # fmt: skip  # as few lines as may be
+
+
 class WholePaths:
     """Lets a path end with a slash, which says nothing."""
 
@@ -205,18 +212,22 @@ class Http(H11Protocol):
 
     They are counted from when it was made, or from the first byte of headers. Uvicorn bounds the bytes of headers, and
     the time in which nothing comes after an answer; one byte ends that time. It logs, without saying more, that a
-    request is no HTTP, and too many connections: whoever sent them is told, and the log has only errors of the server.
+    request is no HTTP: whoever sent it is told, and the log has only errors of the server. Requests of a
+    connection that comes where `most` are open are refused.
     """
 
-    def __init__(self, *args: Any, seconds: float, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, seconds: float, most: int, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.logger = _LOG
+        self._most = most
         self._seconds = seconds
         self._timer: asyncio.TimerHandle | None = None  # while headers are waited for
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's
         """Wait for the first headers."""
         super().connection_made(transport)
+        if len(self.connections) > self._most:
+            self.app = _too_many(self._most).response
         self._wait()
 
     def data_received(self, data: bytes) -> None:

@@ -109,9 +109,10 @@ class Running:
                 server_header=False,
                 lifespan="off",
                 ws="none",
-                http=partial(Http, seconds=options.header_timeout),  # type: ignore[arg-type]  # is only called
+                http=partial(  # type: ignore[arg-type]  # is only called
+                    Http, seconds=options.header_timeout, most=options.max_connections
+                ),
                 timeout_keep_alive=_IDLE,
-                limit_concurrency=options.max_connections,
                 timeout_graceful_shutdown=_CLOSING,  # type: ignore[arg-type]  # passed on to asyncio.wait_for
             )
             http = _Server(config)

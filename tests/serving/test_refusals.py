@@ -196,6 +196,18 @@ def test_more_answers_than_may_wait_are_refused(worker: Worker, tmp_path: Path) 
         assert "at most 2 answers may wait, and 2 do: ask again later" in caught.value.message
 
 
+def test_more_connections_than_may_be_open_are_refused(worker: Worker, tmp_path: Path) -> None:
+    with served(worker, tmp_path, max_connections=2) as echo, connected(echo), connected(echo) as second:
+        second.sendall(b"GET /health HTTP/1.1\r\nHost: here\r\n\r\n")
+        assert second.recv(4096).startswith(b"HTTP/1.1 200 ")  # so that the server knows of both
+        answer = httpx.get(f"{echo.url}/v1/models")
+        told = error_of(answer)
+        assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+        second.sendall(b"GET /health HTTP/1.1\r\nHost: here\r\n\r\n")
+        assert second.recv(4096).startswith(b"HTTP/1.1 200 ")
+        assert (told["type"], told["code"]) == ("service_unavailable_error", "too_many_connections")
+
+
 def connected(echo: Served) -> socket.socket:
     """Open a connection."""
     return socket.create_connection(("127.0.0.1", httpx.URL(echo.url).port))
