@@ -196,15 +196,22 @@ def test_more_answers_than_may_wait_are_refused(worker: Worker, tmp_path: Path) 
         assert "at most 2 answers may wait, and 2 do: ask again later" in caught.value.message
 
 
+def health(connection: socket.socket) -> bytes:
+    """Ask for it over a connection, and read the whole answer."""
+    connection.sendall(b"GET /health HTTP/1.1\r\nHost: here\r\n\r\n")
+    answer = b""
+    while not answer.endswith(b'{"status":"ok"}'):
+        answer += connection.recv(4096)
+    return answer
+
+
 def test_more_connections_than_may_be_open_are_refused(worker: Worker, tmp_path: Path) -> None:
     with served(worker, tmp_path, max_connections=2) as echo, connected(echo), connected(echo) as second:
-        second.sendall(b"GET /health HTTP/1.1\r\nHost: here\r\n\r\n")
-        assert second.recv(4096).startswith(b"HTTP/1.1 200 ")  # so that the server knows of both
+        assert health(second).startswith(b"HTTP/1.1 200 ")  # so that the server knows of both
         answer = httpx.get(f"{echo.url}/v1/models")
         told = error_of(answer)
         assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
-        second.sendall(b"GET /health HTTP/1.1\r\nHost: here\r\n\r\n")
-        assert second.recv(4096).startswith(b"HTTP/1.1 200 ")
+        assert health(second).startswith(b"HTTP/1.1 200 ")
         assert (told["type"], told["code"]) == ("service_unavailable_error", "too_many_connections")
 
 
@@ -277,10 +284,7 @@ def test_a_connection_whose_headers_do_not_come_is_closed(worker: Worker, tmp_pa
 
 def test_headers_that_come_in_drops_have_the_same_time_after_an_answer(worker: Worker, tmp_path: Path) -> None:
     with served(worker, tmp_path, header_timeout=0.2) as echo, connected(echo) as connection:
-        connection.sendall(b"GET /health HTTP/1.1\r\nHost: here\r\n\r\n")
-        answer = b""
-        while not answer.endswith(b'{"status":"ok"}'):
-            answer += connection.recv(4096)
+        health(connection)
         connection.sendall(b"GET /health HTTP/1.1\r\nHost: ")
         send_in_drops(connection, b"h")
         assert all_that_comes(connection) == b""
