@@ -134,3 +134,23 @@ def found_before(pages: PagePool, request: int, slots: NDArray[np.int32], starts
             if writes and pages.tables[slots[i], place] == page:
                 return int(place * pages.page_size)
     return int(whole * pages.page_size + pages.page_size)
+
+
+@compiled
+def tokens_found(pages: PagePool, request: int) -> int:
+    """Count the leading tokens of a prompt that `allocation.adopt` would find by their names.
+
+    None where layers have windows: which of them are found depends on what else is there.
+    """
+    if pages.windows.tokens > 0:
+        return 0
+    name = start()
+    begin, whole = prompt_pages(pages.prompts, request, pages.page_size)
+    tokens = pages.prompts.offsets[request + 1] - pages.prompts.offsets[request]
+    most = (min(tokens, pages.prompts.findable[request]) - 1) // pages.page_size
+    for place in range(min(whole, most)):
+        at = begin + place * pages.page_size
+        name = with_tokens(name, pages.prompts.tokens, at, at + pages.page_size)
+        if find(pages.contents, name[0], name[1]) < 0:
+            return int(place * pages.page_size)
+    return int(min(whole, most) * pages.page_size)

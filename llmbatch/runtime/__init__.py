@@ -9,6 +9,7 @@ __all__ = [
     "guests",
     "live_guests",
     "protocols",
+    "rehearsed_stream",
     "shard_run",
     "stream",
     "warmup",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from concurrent.futures import Executor, Future, wait
 from dataclasses import dataclass, field
@@ -82,12 +81,12 @@ class ActiveRun(EngineObserver[W]):
         self._dropped = False  # whether requests were that wait: only what takes the place of this run knows
 
     def _make_loop(self) -> SerialLoop | PipelinedLoop:
-        """Make the loop that suits the engine; one that holds steps for guests where these have no bound."""
-        engine, latency = self.engine, self._context.latency
+        """Make the loop that suits the engine; one that holds steps for guests where they can be held."""
+        engine = self.engine
         if self._guests is None:
             return drive(engine, self)
-        if isinstance(engine, InterruptibleEngine) and (latency is None or math.isinf(latency.step_seconds)):
-            return InterruptedLoop(engine, self, self)
+        if isinstance(engine, InterruptibleEngine):
+            return InterruptedLoop(engine, self, self, self._guests.gaps)
         return drive(engine, self, self)
 
     @classmethod

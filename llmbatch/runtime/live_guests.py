@@ -9,6 +9,7 @@ the last step of two engines ends with an error.
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass, field
 from typing import Final
@@ -24,6 +25,7 @@ from llmbatch.runtime.guests import Guest, GuestEnd, GuestInbox
 from llmbatch.runtime.protocols import no_answer
 from llmbatch.runtime.spare_rows import SpareRows
 from llmbatch.scheduler.beside.guests import Arrivals
+from llmbatch.scheduler.beside.held_steps import TokenGaps
 from llmbatch.scheduler.output import FinishReason
 
 _MOST_DEATHS: Final = 2  # of engines, with a guest in their last step
@@ -63,8 +65,10 @@ class _Progress:
 class LiveGuests:
     """Takes guests from an inbox, and tells each what becomes of it."""
 
-    def __init__(self, inbox: GuestInbox, pool: Pool) -> None:
+    def __init__(self, inbox: GuestInbox, pool: Pool, bound: float = math.inf) -> None:
+        """Take guests whose tokens come in steps of at most `bound` seconds."""
         self.inbox = inbox
+        self.gaps: TokenGaps = TokenGaps(bound)
         self.load: EngineLoad = EngineLoad()
         self._pool = pool
         self._entering: list[_Progress] = []  # that wait for a row, in order

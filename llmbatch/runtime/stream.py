@@ -86,7 +86,8 @@ class Stream(Generic[W]):
         `inbox` guests are run too, and the stream goes on until the inbox is closed. The `planner`, which has a thread
         where guests may come, is shut down when the stream ends.
         """
-        guests = None if inbox is None else LiveGuests(inbox, pool)
+        bound = math.inf if latency is None else latency.step_seconds
+        guests = None if inbox is None else LiveGuests(inbox, pool, bound)
         planner = planner or (AtOnce() if inbox is None else ThreadPoolExecutor(1, "planner"))
         fit, totals = Refit(cost), Totals()
         context = StreamContext(pool, scheduling, fit, observer, row_timeout, totals, guests, latency, planner)

@@ -39,6 +39,7 @@ from llmbatch.remote.windows.routes import window_routes
 from llmbatch.remote.windows.service import WindowService
 from llmbatch.runtime.cancellation import StopRequest
 from llmbatch.runtime.protocols import Totals, WindowSource
+from llmbatch.runtime.rehearsed_stream import rehearse_guests
 from llmbatch.scheduler.beside.guests import Latency
 from llmbatch.serving.access import BodyReader, Http
 from llmbatch.serving.answering import AnswerWriting
@@ -229,6 +230,7 @@ def run_server(
     """
     step_seconds = math.inf if serving.tpot is None else serving.tpot
     latency = Latency(step_seconds, worker.cost.overlap.exponent, prompts_apart=worker.cost.in_turn)
+    rehearse_guests(worker.cost, latency)
     shared = SharedWorker(worker, latency=latency)
     try:
 

@@ -20,6 +20,7 @@ from llmbatch.planning.workload import Pool, Scheduling
 from llmbatch.runtime.guests import Guest, GuestInbox
 from llmbatch.runtime.stream import Stream
 from llmbatch.scheduler.beside.guests import Latency
+from llmbatch.scheduler.beside.held_steps import TokenGaps
 from llmbatch.scheduler.output import FinishReason, Step, StepResult
 from tests.runtime.test_guests import scheduler_of
 from tests.runtime.test_pool_limits import Hosting, torch_engine, window_of
@@ -134,13 +135,40 @@ def test_a_guest_that_is_due_at_no_time_waits_for_the_step_to_end() -> None:
     assert len(first.counts) > 1
 
 
-def test_steps_that_have_a_bound_are_not_held() -> None:
+def steps_before_its_first_token() -> list[int]:
+    """Count the steps that had ended at each token of a guest that came between two layers of the seventh."""
     inbox, (one, told) = GuestInbox(), due([1, 2, 3])
-    engine = Layered()
-    script = Script(inbox, {7: lambda: inbox.put(one)})
-    opened(engine, script, inbox, latency=Latency(10.0, 4.0)).run(Listed([job()]))
-    assert engine.held == 0
+    engine, before = Layered({(7, 2): lambda: inbox.put(one)}), list[int]()
+    told.on_sampled = lambda: before.append(len(engine.whole))
+    opened(engine, Script(inbox), inbox, latency=Latency(100.0, 4.0, prompts_apart=True)).run(Listed([job()]))
     assert told.tokens == [0] * 5
+    return before
+
+
+def test_a_step_that_has_a_bound_is_held_for_a_guest() -> None:
+    before = steps_before_its_first_token()
+    assert before[0] == 7, "six steps had ended, and its own"
+
+
+def test_a_bounded_step_is_not_held_where_a_guest_would_wait_too_long_for_its_next_token(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(TokenGaps, "room", lambda gaps, now: 0.0)
+    before = steps_before_its_first_token()
+    assert before[0] == 8, "the seventh had ended as well"
+
+
+def test_a_step_beside_a_guest_that_decodes_has_a_part_of_the_bound() -> None:
+    inbox, (one, told) = GuestInbox(), due([1, 2, 3], 3)
+    engine, loads = Layered(), list[float]()
+    script = Script(inbox, {3: lambda: inbox.put(one)})
+    stream = opened(engine, script, inbox, latency=Latency(100.0, 4.0, prompts_apart=True))
+    script.after_each = lambda: loads.append(scheduler_of(stream).state.guests.counts[0].within)
+    stream.run(Listed([job(40)]))
+    assert told.tokens == [0] * 3
+    beside = [within for within in loads if within < 100.0]
+    assert len(beside) == 2, "its second and its third token"
+    assert max(beside) <= 66.0
 
 
 def test_a_prompt_longer_than_a_step_waits_for_the_job_s_next_one() -> None:
@@ -205,14 +233,15 @@ def test_a_guest_whose_prompt_kills_the_engine_is_blamed_and_not_the_rows_of_the
     assert not window.errors
 
 
-@given(st.integers(0, 2**32 - 1))
+@given(st.integers(0, 2**32 - 1), st.sampled_from([math.inf, 100.0, 0.05]))
 @examples(40)
-def test_every_row_and_every_guest_ends_once_between_whatever_layers_guests_come(seed: int) -> None:
+def test_every_row_and_every_guest_ends_once_between_whatever_layers_guests_come(seed: int, bound: float) -> None:
     rng, inbox, engine = np.random.default_rng(seed), GuestInbox(), Layered()
     crowd = Crowd(rng, steps=60, dues=(math.inf, SOON))
     engine.acts = crowd.acts(inbox, lambda step: (step, int(rng.integers(1, LAYERS))))
     script = Script(inbox)
-    stream = opened(engine, script, inbox, pool=Pool(int(rng.integers(30, 120)), 4))
+    pool, latency = Pool(int(rng.integers(30, 120)), 4), Latency(bound, 4.0, prompts_apart=True)
+    stream = opened(engine, script, inbox, pool=pool, latency=latency)
     script.after_each = lambda: scheduler_of(stream).check()
     stream.run(Listed(crowd.windows))
     crowd.check_ends()

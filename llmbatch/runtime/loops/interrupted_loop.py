@@ -5,6 +5,10 @@ for its end, and then for the step that has its prompt beside thousands of the j
 steps of their own. One is executed as soon as a guest arrives: between two layers of the step that runs, or between two
 steps. Its first token then takes as long as it would with no job, and a layer of the job's step at most.
 
+Where steps have a bound, the step that runs is held for as long as guests that decode can wait for their tokens, and a
+step beside such guests is shorter than its bound, so that they can (`llmbatch.scheduler.beside.held_steps`). A prompt
+for which that is not enough is in the next step, which leaves the prompts of the job out.
+
 The idea is OOCO's (2025, section 3.4.1), which interrupts the prefills of a job between two layers. What it interrupts
 is begun again. Here the step is held, and goes on at the layer where it stood: of what it computed, layers to come
 need only the residual, a few megabytes, and its KV. So nothing is computed twice however many guests arrive, and what
@@ -25,6 +29,7 @@ from typing import Any, Final, Protocol
 from llmbatch.engine.base import InterruptibleEngine
 from llmbatch.runtime.loops.step_loop import EngineDied, LengthObservations, SerialLoop, StepGuests
 from llmbatch.runtime.protocols import EngineObserver
+from llmbatch.scheduler.beside.held_steps import TokenGaps, corrected, guests_run, keep_within
 from llmbatch.scheduler.output import Step, StepResult
 from llmbatch.scheduler.scheduler import FinishedSequences, Scheduler
 
@@ -56,11 +61,18 @@ class InterruptedLoop(SerialLoop):
     """Runs steps as a `SerialLoop` does, and holds long ones for guests. See the module's text."""
 
     def __init__(
-        self, engine: InterruptibleEngine, observer: EngineObserver[Any], guests: HoldingGuests, *, drain: bool = True
+        self,
+        engine: InterruptibleEngine,
+        observer: EngineObserver[Any],
+        guests: HoldingGuests,
+        gaps: TokenGaps,
+        *,
+        drain: bool = True,
     ) -> None:
         super().__init__(engine, observer, guests=guests, drain=drain)
         self._interruptible = engine
         self._holding = guests
+        self._gaps = gaps
         self._alone = False  # whether the last step was one of prompts alone
 
     def _let_in(self, scheduler: Scheduler) -> tuple[float, list[LengthObservations]]:
@@ -68,9 +80,10 @@ class InterruptedLoop(SerialLoop):
         return (time.monotonic(), []) if self._alone else super()._let_in(scheduler)
 
     def _decide(self, scheduler: Scheduler, now: float) -> Step:
-        """Decide the next step: one of prompts, if guests wait and the step before was another one."""
+        """Decide the next step: one of prompts, if steps have no bound, guests wait, and the one before had others."""
         before, self._alone = self._alone, False
-        if not before and scheduler.has_job:
+        keep_within(scheduler.state, self._gaps.step_seconds(now))
+        if not (before or self._gaps.bounded) and scheduler.has_job:
             step = scheduler.decide_prompts(now)
             if step is not None:
                 self._alone = True
@@ -79,9 +92,17 @@ class InterruptedLoop(SerialLoop):
 
     def _execute(self, scheduler: Scheduler, step: Step) -> StepResult:
         """Execute a step; a long one is held when a guest arrives."""
-        if scheduler.predict(step) < _LONG:
+        seconds = corrected(scheduler.state, scheduler.predict(step))
+        if seconds < _LONG:
             return self._engine.execute(step)
+        self._gaps.begin(time.monotonic(), seconds)
         return self._interruptible.execute_in_parts(step, partial(self._between, scheduler, step))
+
+    def _commit(self, scheduler: Scheduler, step: Step, result: StepResult) -> FinishedSequences:
+        """Tell what a step gave, and take note of its end."""
+        finished = super()._commit(scheduler, step, result)
+        self._gaps.end(time.monotonic(), waited=guests_run(scheduler.state))
+        return finished
 
     def _between(self, scheduler: Scheduler, held: Step) -> None:
         """Compute the prompts of guests that have arrived. Raises `EngineDied` of that step, not of the one held."""
@@ -90,6 +111,7 @@ class InterruptedLoop(SerialLoop):
             return
         begun = time.monotonic()
         guests.let_in()
+        keep_within(scheduler.state, self._gaps.room(begun))
         step = scheduler.decide_prompts(begun, held)
         if step is None:
             return
@@ -98,5 +120,7 @@ class InterruptedLoop(SerialLoop):
             result = self._engine.execute(step)
         except Exception as error:
             raise EngineDied(step) from error
-        finished = self._commit(scheduler, step, result)
-        guests.ended_meanwhile(finished, time.monotonic() - begun)
+        finished = super()._commit(scheduler, step, result)
+        ended = time.monotonic()
+        self._gaps.held(begun, ended)
+        guests.ended_meanwhile(finished, ended - begun)

@@ -47,7 +47,8 @@ _UNUSED: Final = 0.5  # of the budget of a step
 @compiled
 def step_bound(state: SchedulerState) -> float:
     """Compute the seconds that a step may be predicted to take, infinite where it may take any."""
-    return state.latency.step_seconds / state.guests.counts[0].correction
+    counts = state.guests.counts[0]
+    return min(state.latency.step_seconds, counts.within) / counts.correction
 
 
 @compiled

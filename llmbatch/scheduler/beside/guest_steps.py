@@ -13,10 +13,10 @@ guest's first token so much later, and hides nothing. A further step costs no mo
 more. So a step that has a prompt of a guest that is due leaves the job's to the next one, which has them whoever comes
 (`prompts_apart`).
 
-Steps of prompts alone. Where steps have no bound, a step of the job may take seconds. An engine that can hold such a
-step between two layers computes prompts of guests meanwhile (`decide_prompts`,
-`llmbatch.runtime.loops.interrupted_loop`). What is held has its pages, and nothing of it changes: nobody gives way, so
-more may run than otherwise, and guests find no page that it is to write.
+Steps of prompts alone. A step of the job may take long. An engine that can hold it between two layers computes prompts
+of guests meanwhile (`decide_prompts`, `llmbatch.runtime.loops.interrupted_loop`), as many as may hold it
+(`llmbatch.scheduler.beside.held_steps`). What is held has its pages, and nothing of it changes: nobody gives way, so
+more may run than otherwise, and guests find no page that it is to write. A prompt counts by what is computed of it.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ from numpy.typing import NDArray
 
 from llmbatch.compilation.decorators import compiled
 from llmbatch.kvcache.page_pool import room_for
-from llmbatch.kvcache.publish import found_before
-from llmbatch.perf_model.work import compute_seconds, pairs_of
+from llmbatch.kvcache.publish import found_before, tokens_found
+from llmbatch.perf_model.step_bound import step_seconds
+from llmbatch.perf_model.work import compute_seconds, pairs_of, reads_of
 from llmbatch.scheduler.admission import enter_at
 from llmbatch.scheduler.admission_order import COMPUTE_END
 from llmbatch.scheduler.beside.decode_choice import step_bound
@@ -243,24 +244,36 @@ def decide_prompts(state: SchedulerState, slots: NDArray[np.int32], starts: NDAr
 
     `slots` and `starts` are those of the chunks that a held step computes. There must be a slot for each guest.
     """
-    run, guests, pages = state.run, state.guests, state.pages
+    run, guests, pages, rates = state.run, state.guests, state.pages, state.rates
     counts, totals = run.counts[0], state.chunks.totals[0]
     counts.riding = 0
+    computed, pairs, read, prompts = 0, 0.0, 0.0, 0
     totals.tokens = totals.chunks = totals.forks = totals.cached = totals.recomputed = totals.preempted = 0
     totals.pair_price = totals.sample_price = totals.free_tokens = 0.0
     totals.budget = step_tokens(state.budget, Load(0, 0.0, 0.0, 0.0))
-    at = _rank(state)
+    at, most = _rank(state), guests.counts[0].within / guests.counts[0].correction
     while guests.counts[0].waiting > 0 and guests.counts[0].running < state.limits.most_running:
         place, rank = most_urgent(guests)
         request = guests.requests[place]
-        tokens = state.prompts[request]
-        room = -(-tokens // pages.page_size) + 1 <= room_for(pages)
-        if rank == np.inf or not room or tokens > totals.budget - totals.tokens:
+        room = -(-state.prompts[request] // pages.page_size) + 1 <= room_for(pages)
+        if rank == np.inf or not room:
             break
-        findable, known = pages.prompts.findable, 0
+        findable, known, start = pages.prompts.findable, 0, 0
         if len(findable) > 0:
             known = findable[request]
             findable[request] = min(known, found_before(pages, request, slots, starts) + 1)
+            start = tokens_found(pages, request)
+        count = state.prompts[request] - start
+        computed, prompts = computed + count, prompts + 1
+        pairs += pairs_of(rates.reach, float(start), float(count))
+        read += reads_of(rates.reach, float(start), float(count))
+        if (
+            computed > totals.budget
+            or step_seconds(rates, state.latency.exponent, computed, prompts, pairs, read) > most
+        ):
+            if len(findable) > 0:
+                findable[request] = known
+            break
         _begin_guest(state, place, at, now)
         given = give_chunk(state, run.prefilling[at])
         assert given, "a prompt has no chunk though there is room"

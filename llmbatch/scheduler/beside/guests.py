@@ -95,6 +95,7 @@ class GuestCounts:
     reserve: Float64  # KV tokens that guests held in all but a hundredth of the history
     holds: Float64  # KV tokens that they hold now
     correction: Float64  # measured over predicted seconds of the latest steps, at least 1
+    within: Float64  # seconds that the next step may take, beside the bound of all; infinite: any
 
 
 @by_reference
@@ -114,6 +115,7 @@ class GuestQueue(NamedTuple):
         """Make room for guests, none of them there."""
         counts = records(GuestCounts)
         counts[0].correction = counts[0].slack = 1.0
+        counts[0].within = np.inf
         columns = np.empty(capacity, np.int32), np.empty(capacity), np.empty(capacity), np.empty(capacity)
         return cls(*columns, np.zeros(_HISTORY), np.full(_SPANS, np.inf), counts)
 
