@@ -35,9 +35,9 @@ class Guests:
         self.last: list[float] = []
         self.longest = 0.0
 
-    def step(self, share: float, prompts: list[tuple[float, float]], leaves: int) -> None:
+    def step(self, share: float, prompts: list[tuple[float, float]], leaves: int, wait: bool) -> None:
         """Take a step of a `share` of what it may; `prompts` (after which seconds of it, seconds) come meanwhile."""
-        decoding, left = len(self.last), share * self.gaps.step_seconds(self.now)
+        decoding, left = len(self.last), share * self.gaps.step_seconds(self.now, wait=wait)
         self.gaps.begin(self.now, left)
         for after, seconds in prompts:
             passed = min(after, left)
@@ -56,14 +56,15 @@ class Guests:
 
 parts = st.floats(0, BOUND)
 steps = st.lists(
-    st.tuples(st.floats(0, 1), st.lists(st.tuples(parts, parts), max_size=4), st.integers(0, 2)), max_size=12
+    st.tuples(st.floats(0, 1), st.lists(st.tuples(parts, parts), max_size=4), st.integers(0, 2), st.booleans()),
+    max_size=12,
 )
 
 
 @given(steps)
 @examples(300)
 def test_no_guest_waits_longer_for_a_token_than_is_said_whatever_prompts_come(
-    taken: list[tuple[float, list[tuple[float, float]], int]],
+    taken: list[tuple[float, list[tuple[float, float]], int, bool]],
 ) -> None:
     guests = Guests()
     for step in taken:
@@ -73,7 +74,7 @@ def test_no_guest_waits_longer_for_a_token_than_is_said_whatever_prompts_come(
 
 def test_a_step_in_which_no_guest_decodes_has_the_whole_bound_and_is_held_for_any_first_prompt() -> None:
     gaps = TokenGaps(BOUND)
-    assert gaps.step_seconds(5.0) == BOUND
+    assert gaps.step_seconds(5.0, wait=False) == BOUND
     gaps.begin(5.0, BOUND)
     assert gaps.room(5.1) == math.inf
 
@@ -81,17 +82,24 @@ def test_a_step_in_which_no_guest_decodes_has_the_whole_bound_and_is_held_for_an
 def test_a_step_beside_guests_leaves_time_for_prompts_and_less_of_it_the_longer_they_have_waited() -> None:
     gaps = TokenGaps(BOUND)
     gaps.end(1.0, waited=True)
-    first, later = gaps.step_seconds(1.0), gaps.step_seconds(1.2)
-    assert first == pytest.approx(0.55 * LONGEST)
-    assert later == pytest.approx(0.55 * (LONGEST - 0.2))
+    first, later = gaps.step_seconds(1.0, wait=False), gaps.step_seconds(1.2, wait=False)
+    assert first == pytest.approx(0.4 * LONGEST)
+    assert later == pytest.approx(0.4 * (LONGEST - 0.2))
     gaps.begin(1.2, later)
     assert gaps.room(1.2) == pytest.approx(LONGEST - 0.2 - later)
+
+
+def test_a_step_for_which_prompts_of_guests_wait_has_all_the_time_that_others_leave() -> None:
+    gaps = TokenGaps(BOUND)
+    gaps.end(1.0, waited=True)
+    assert gaps.step_seconds(1.1, wait=True) == pytest.approx(LONGEST - 0.1)
+    assert gaps.step_seconds(1.0, wait=True) == BOUND
 
 
 def test_a_step_has_a_little_time_however_long_guests_have_waited() -> None:
     gaps = TokenGaps(BOUND)
     gaps.end(1.0, waited=True)
-    assert gaps.step_seconds(9.0) == LEAST
+    assert gaps.step_seconds(9.0, wait=False) == LEAST
 
 
 def test_what_holds_a_step_leaves_less_for_the_next_prompt() -> None:
@@ -109,7 +117,7 @@ def test_guests_that_began_while_a_step_was_held_make_the_next_one_shorter() -> 
     gaps.held(0.0, 0.05)
     assert gaps.room(0.05) == pytest.approx(0.05 + LONGEST - LEAST - (BOUND + 0.05))
     gaps.end(0.35, waited=True)
-    assert gaps.step_seconds(0.35) == pytest.approx(max(LEAST, 0.55 * (0.05 + LONGEST - 0.35)))
+    assert gaps.step_seconds(0.35, wait=False) == pytest.approx(max(LEAST, 0.4 * (0.05 + LONGEST - 0.35)))
 
 
 def test_guests_that_have_ended_wait_for_nothing() -> None:
@@ -117,7 +125,7 @@ def test_guests_that_have_ended_wait_for_nothing() -> None:
     gaps.begin(0.0, BOUND)
     gaps.held(0.0, 0.05)
     gaps.end(0.35, waited=False)
-    assert gaps.step_seconds(0.35) == BOUND
+    assert gaps.step_seconds(0.35, wait=False) == BOUND
 
 
 def test_without_a_bound_steps_take_any_time_and_are_held_for_any() -> None:
@@ -125,7 +133,7 @@ def test_without_a_bound_steps_take_any_time_and_are_held_for_any() -> None:
     gaps.end(0.0, waited=True)
     gaps.begin(0.0, 7.0)
     gaps.held(1.0, 2.0)
-    assert (gaps.step_seconds(2.0), gaps.room(2.0)) == (math.inf, math.inf)
+    assert (gaps.step_seconds(2.0, wait=True), gaps.room(2.0)) == (math.inf, math.inf)
 
 
 SIZE = 4

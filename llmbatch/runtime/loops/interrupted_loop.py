@@ -29,11 +29,11 @@ from typing import Any, Final, Protocol
 from llmbatch.engine.base import InterruptibleEngine
 from llmbatch.runtime.loops.step_loop import EngineDied, LengthObservations, SerialLoop, StepGuests
 from llmbatch.runtime.protocols import EngineObserver
-from llmbatch.scheduler.beside.held_steps import TokenGaps, corrected, guests_run, keep_within
+from llmbatch.scheduler.beside.held_steps import TokenGaps, corrected, guests_run, guests_wait, keep_within
 from llmbatch.scheduler.output import Step, StepResult
 from llmbatch.scheduler.scheduler import FinishedSequences, Scheduler
 
-_LONG: Final = 0.1  # seconds; to run the layers of a step one by one costs a millisecond or two
+_LONG: Final = 0.05  # seconds; to run the layers of a step one by one costs a millisecond or two
 
 
 class HoldingGuests(StepGuests, Protocol):
@@ -82,7 +82,7 @@ class InterruptedLoop(SerialLoop):
     def _decide(self, scheduler: Scheduler, now: float) -> Step:
         """Decide the next step: one of prompts, if steps have no bound, guests wait, and the one before had others."""
         before, self._alone = self._alone, False
-        keep_within(scheduler.state, self._gaps.step_seconds(now))
+        keep_within(scheduler.state, self._gaps.step_seconds(now, wait=guests_wait(scheduler.state)))
         if not (before or self._gaps.bounded) and scheduler.has_job:
             step = scheduler.decide_prompts(now)
             if step is not None:

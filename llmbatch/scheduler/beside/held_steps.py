@@ -6,7 +6,7 @@ for the rest of the step, and for all of the next one. Where steps have a bound 
 Three rules keep it, as far as steps take what is predicted:
 
 - A step beside guests that decode takes `_SHARE` of the time until the first of them is due, S at most. The rest is
-  left for prompts that may arrive.
+  left for prompts that may arrive. Where prompts of guests wait already, the step may take all of that time.
 - A prompt may hold the step if afterwards the rest of the step fits that time, and if, of who had a first token
   meanwhile, none waits longer than until then and `_LEAST` S more.
 - The next step takes the share of what these have left, `_LEAST` S at least.
@@ -23,7 +23,7 @@ from typing import Final
 from llmbatch.scheduler.state import SchedulerState
 
 _LONGEST: Final = 1.2  # times the bound of a step, between two tokens of a guest
-_SHARE: Final = 0.55  # of the time until a token is due, taken by the step that has it
+_SHARE: Final = 0.4  # of the time until a token is due, taken by the step that has it
 _LEAST: Final = 0.125  # times the bound, taken by a step though guests have waited for long
 
 
@@ -44,12 +44,15 @@ class TokenGaps:
         """Whether steps have a bound."""
         return math.isfinite(self._bound)
 
-    def step_seconds(self, now: float) -> float:
-        """Return the most seconds of a step that begins now; infinite where it may take any."""
+    def step_seconds(self, now: float, *, wait: bool) -> float:
+        """Return the most seconds of a step that begins now; infinite where it may take any.
+
+        `wait` says whether prompts of guests wait for it.
+        """
         if not self.bounded:
             return math.inf
-        share = _SHARE * (self._since + _LONGEST * self._bound - now)
-        return max(min(share, self._bound), _LEAST * self._bound)
+        left = self._since + _LONGEST * self._bound - now
+        return max(min(left if wait else _SHARE * left, self._bound), _LEAST * self._bound)
 
     def begin(self, now: float, seconds: float) -> None:
         """Take note of a step that begins now, and of what it is expected to take."""
@@ -76,6 +79,11 @@ class TokenGaps:
 def keep_within(state: SchedulerState, seconds: float) -> None:
     """Have the next step that is decided take at most so many seconds, also where steps have a longer bound."""
     state.guests.counts[0].within = seconds
+
+
+def guests_wait(state: SchedulerState) -> bool:
+    """Tell whether any guest has arrived and was not admitted."""
+    return bool(state.guests.counts[0].waiting > 0)
 
 
 def guests_run(state: SchedulerState) -> bool:
