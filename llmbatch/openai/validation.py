@@ -7,7 +7,7 @@ numbers of lines, as OpenAI's does.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 import pyarrow as pa
@@ -18,6 +18,9 @@ from llmbatch.openai.requests import BODY, COLUMNS, TEXTS
 from llmbatch.preprocess.columns import text_values
 
 _MOST_FAULTS: Final = 100  # that are told of
+NO_TEMPLATE: Final = (
+    "chat_template_kwargs must not hold 'chat_template': a template is a program, and an endpoint runs its own model's"
+)
 _BOM: Final = b"\xef\xbb\xbf"
 
 Fault = dict[str, Any]  # an entry of a batch's `errors`
@@ -55,15 +58,24 @@ def find_faults(lines: Iterable[bytes]) -> list[Fault]:
 
 
 def refuse_others(table: pa.Table, url: str, model: str) -> dict[int, RowError]:
-    """Make the errors of lines that ask for another url than their batch has, or for another model, by row."""
+    """Make the errors of lines that ask for another url than their batch has, another model or a template, by row."""
     errors = {}
-    for row, (asked, body) in enumerate(zip(text_values(table["url"]), text_values(table[BODY]), strict=True)):
-        other = _model(body)
+    for row, (asked, text_) in enumerate(zip(text_values(table["url"]), text_values(table[BODY]), strict=True)):
+        body = _body(text_)
+        other = body.get("model")
         if isinstance(asked, str) and asked != url:
             errors[row] = RowError("parameters", f"url must be {url}, the endpoint of the batch, got {shown(asked)}")
         elif other is not None and other != model:
             errors[row] = RowError("parameters", f"model must be {model!r}, got {shown(other)}")
+        elif has_template(body):
+            errors[row] = RowError("parameters", NO_TEMPLATE)
     return errors
+
+
+def has_template(body: Mapping[str, Any]) -> bool:
+    """Tell whether a body has a chat template, which is a program that may never end."""
+    kwargs = body.get("chat_template_kwargs")
+    return isinstance(kwargs, dict) and "chat_template" in kwargs
 
 
 def _check(line: bytes, number: int, seen: dict[str, int]) -> None:
@@ -101,10 +113,10 @@ def _parse(line: bytes) -> dict[str, Any]:
     return value
 
 
-def _model(body: object) -> object:
-    """Return the model that a body names."""
+def _body(text_: object) -> dict[str, Any]:
+    """Parse a body; one that is no object is empty: its line has an error of its own."""
     try:
-        value = json.loads(body) if isinstance(body, str) else None
+        value = json.loads(text_) if isinstance(text_, str) else None
     except (ValueError, RecursionError):
-        return None  # the line has an error of its own
-    return value.get("model") if isinstance(value, dict) else None
+        return {}
+    return value if isinstance(value, dict) else {}

@@ -20,6 +20,7 @@ from llmbatch.engine.model.outline import shape_of
 from llmbatch.errors import ParameterError, RowError
 from llmbatch.inference.worker import Worker
 from llmbatch.openai.requests import COLUMNS
+from llmbatch.openai.validation import NO_TEMPLATE, has_template
 from llmbatch.preprocess.request_batch import RowRequests
 from llmbatch.preprocess.sampling_params import SamplingParams
 from llmbatch.runtime.guests import Guest, GuestListener
@@ -82,6 +83,8 @@ class ApiRequestReader:
         body = read_object(data)
         if len(data) > _MEASURED:
             _check_size(self.worker, url, body)
+        if has_template(body):
+            raise Refused.of(url, RowError("parameters", NO_TEMPLATE))
         try:
             stream = flag("stream", _taken(body, "stream", False))
             include_usage = _include_usage(_taken(body, "stream_options", None), stream)
@@ -169,6 +172,8 @@ def _include_usage(options: object, stream: bool) -> bool:
         return False
     if not stream:
         raise refusal("stream_options", "be left out where stream is not true", options)
-    if not isinstance(options, Mapping) or not set(options) <= {"include_usage"}:
+    if not isinstance(options, Mapping) or not set(options) <= {"include_usage", "include_obfuscation"}:
         raise refusal("stream_options", "be an object with include_usage", options)
+    if options.get("include_obfuscation"):
+        raise refusal("stream_options.include_obfuscation", "be false or be left out", options["include_obfuscation"])
     return flag("stream_options.include_usage", options.get("include_usage", False))

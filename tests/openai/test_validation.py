@@ -8,7 +8,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from llmbatch.openai.validation import find_faults, refuse_others
+from llmbatch.openai.validation import NO_TEMPLATE, find_faults, refuse_others
 from tests.support.batches import CHAT, COMPLETIONS, line
 
 
@@ -57,11 +57,13 @@ def test_no_more_than_a_hundred_lines_are_told_of() -> None:
     assert [fault["line"] for fault in find_faults([b"{"] * 1000)] == [*range(1, 101)]
 
 
-def test_lines_that_ask_for_another_url_or_model_than_their_batch_are_refused() -> None:
+def test_lines_that_ask_for_another_url_model_or_template_than_their_batch_are_refused() -> None:
     bodies = ['{"model": "m"}', '{"model": "gpt-4"}', "{}", "[", "[]", '{"model": null}']
-    columns = {"url": [*([COMPLETIONS] * 6), CHAT, None], "body": [*bodies, "{}", "{}"]}
+    template = '{"chat_template_kwargs": {"chat_template": "a"}}'
+    columns = {"url": [*([COMPLETIONS] * 6), CHAT, None, COMPLETIONS], "body": [*bodies, "{}", "{}", template]}
     found = refuse_others(pa.table(columns), COMPLETIONS, "m")
     assert {row: error.message for row, error in found.items()} == {
         1: "model must be 'm', got 'gpt-4'",
         6: f"url must be {COMPLETIONS}, the endpoint of the batch, got {CHAT!r}",
+        8: NO_TEMPLATE,
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, NoReturn, cast
 
 import pyarrow as pa
@@ -14,6 +15,8 @@ from llmbatch.inference.worker import Worker
 from llmbatch.openai.fields import CHAT, COMPLETIONS
 from llmbatch.serving.api_requests import ApiRequest, ApiRequestReader
 from llmbatch.serving.refused import Refused
+from tests.support.models import tiny_model_folder
+from tests.support.serving import open_worker
 
 
 def test_threads_read_bodies_as_one_does(worker: Worker) -> None:
@@ -51,7 +54,7 @@ def test_a_lone_half_of_a_character_is_an_error_of_the_request(worker: Worker) -
         assert told in json.loads(bytes(caught.value.response.body))["error"]["message"]
 
 
-def test_a_turn_that_calls_tools_needs_no_text_and_its_tools_answer_goes_with_it(worker: Worker) -> None:
+def test_a_turn_that_calls_tools_needs_no_text_and_its_tools_answer_goes_with_it(tmp_path: Path) -> None:
     call = {"id": "call_1", "type": "function", "function": {"name": "clock", "arguments": "{}"}}
     messages = [
         {"role": "user", "content": "what time is it?"},
@@ -63,7 +66,8 @@ def test_a_turn_that_calls_tools_needs_no_text_and_its_tools_answer_goes_with_it
         "[{{ call.id }} {{ call.function.name }} {{ call.function.arguments | tojson }}]{% endfor %}"
         "{{ message.tool_call_id }};{% endfor %}"
     )
-    body = {"messages": messages, "chat_template_kwargs": {"chat_template": template}}
+    worker = open_worker(tiny_model_folder(tmp_path, "llama", chat_template=template))
+    body = {"messages": messages, "add_generation_prompt": False}
     read = ApiRequestReader(worker, worker.options.model).read(CHAT, json.dumps(body).encode())
     [text] = worker.tokenizer.decode([read.shard.requests.tokens])
     assert text == "user:what time is it?;assistant:[call_1 clock {}];tool:nooncall_1;"

@@ -40,6 +40,10 @@ def schema(value: object) -> dict[str, Any]:
         ({"response_format": schema({"type": "nonsense"})}, "response_format", "the JSON schema must be one that can "
          "be followed: Invalid type: nonsense"),
         ({"messages": []}, "messages", "messages must not be empty"),
+        ({"chat_template_kwargs": {"chat_template": "a"}}, "chat_template_kwargs", "chat_template_kwargs must not hold "
+         "'chat_template': a template is a program, and an endpoint runs its own model's"),
+        ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options",
+         "stream_options.include_obfuscation must be false or be left out, got True"),
         ({"messages": [{"role": "user", "content": "x" * 600}]}, "messages", "prompt has 620 tokens, the model's "
          "context holds 512, and one is needed for the answer: shorten the prompt"),
         ({"x" * 5000: 1}, "x" * 100, f"{'x' * 100} must be left out, since {URL} has no such field here, got 1: "
