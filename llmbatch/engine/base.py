@@ -29,7 +29,7 @@ class Engine(Protocol):
         ...
 
     def pop_tokens(self, slot: int) -> NDArray[np.int32]:
-        """Hand over the tokens generated in a slot and free it for another request."""
+        """Hand over the tokens generated in a slot, those begun before among them, and free it for another request."""
         ...
 
 
@@ -79,6 +79,10 @@ class StreamEngine(Engine, Protocol):
 
     def extend(self, requests: RequestBatch, rows: NDArray[np.int32]) -> None:
         """Take note of requests that were written into spare `rows` of the batch since, and of its parameters."""
+        ...
+
+    def generated(self, slot: int) -> NDArray[np.int32]:
+        """Return the tokens of the answer in a slot so far, as far as they are known."""
         ...
 
     def logprobs(self, slot: int, request: int) -> tuple[TokenLogprobs | None, TokenLogprobs | None]:

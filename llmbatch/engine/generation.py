@@ -66,6 +66,8 @@ class TokenBuffers:
     def rebind(self, requests: RequestBatch) -> None:
         """Replace the requests; the new ones include those that are in slots."""
         self.requests = requests
+        self.most: NDArray[np.int32] = requests.max_tokens + requests.begun  # tokens of each whole answer
+        self._goes_on = bool(requests.begun.any())
         if self.grammars is not None:
             self.grammars.rebind(requests)
         self.columns: SamplingColumns = SamplingColumns.of(requests, self._eos.tolist(), self._seed)
@@ -77,6 +79,7 @@ class TokenBuffers:
     def extend(self, requests: RequestBatch, rows: NDArray[np.int32]) -> None:
         """Take note of requests that were written into spare `rows` of the batch since."""
         self.requests = requests
+        self.most[rows] = requests.max_tokens[rows] + requests.begun[rows]
         if self.grammars is not None:
             self.grammars.extend(requests, rows)
         self.columns = self.columns.extended(requests, rows, self._eos.tolist(), self._seed)
@@ -98,6 +101,27 @@ class TokenBuffers:
         self._has_stop_ids = with_more(self._has_stop_ids, [bool(p.stop_token_ids) for p in params])
         self._has_stop = with_more(self._has_stop, [bool(p.stop) for p in params])
         self._ends_index = with_more(self._ends_index, [places[one] for one in ends])
+
+    def recall(self, slots: NDArray[np.int32], requests: NDArray[np.int32]) -> None:
+        """Give slots the tokens that their answers begin with, before their first own tokens are chosen."""
+        if not self._goes_on:
+            return
+        for i in np.flatnonzero((self.lengths[slots] == 0) & (self.requests.begun[requests] > 0)).tolist():
+            tokens, slot = self.requests.begun_tokens(int(requests[i])), slots[i]
+            self.make_room(slots[i : i + 1], len(tokens) + 1)
+            self.tokens[slot, : len(tokens)] = tokens
+            self.lengths[slot] = len(tokens)
+
+    def enqueue(self, step: Step) -> None:
+        """Make room for a step's tokens, which are counted from those that its answers begin with.
+
+        A slot may still hold what ended there: it is given these tokens (`recall`) when the step is collected.
+        """
+        self.make_room(step.slots)
+        begun = self.requests.begun[step.requests]
+        fresh = (self.queued[step.slots] == 0) & (begun > 0)
+        self.queued[step.slots[fresh]] = begun[fresh]
+        self.make_room(step.slots)
 
     def make_room(self, slots: NDArray[np.int32], more: int = 1) -> None:
         """Grow to the highest slot, and to some `more` tokens in each of these slots."""
@@ -121,7 +145,7 @@ class TokenBuffers:
         """Register a step that is about to be computed; returns which sequences will then have all their tokens."""
         slots, requests = step.slots[step.samples], step.requests[step.samples]
         self.queued[slots] += 1
-        whole = self.queued[slots] >= self.requests.max_tokens[requests]
+        whole = self.queued[slots] >= self.most[requests]
         self.queued[slots[whole]] = 0
         finished = np.where(whole, FinishReason.LENGTH, FinishReason.RUNNING).astype(np.uint8)
         return StepResult(tokens=np.zeros(len(slots), np.int32), finished=finished)
@@ -164,9 +188,13 @@ class TokenBuffers:
             answer = TokenLogprobs(self._told[slot, :length].copy(), self._logprobs[slot, :length].copy())
         return answer, self._prompts.get(slot)
 
+    def generated(self, slot: int) -> NDArray[np.int32]:
+        """Return the tokens of the answer in a slot so far, as far as they are known."""
+        return self.tokens[slot, : self.lengths[slot]].copy() if slot < len(self.lengths) else np.empty(0, np.int32)
+
     def pop_tokens(self, slot: int) -> NDArray[np.int32]:
         """Hand over the tokens generated in a slot and free it for another request."""
-        tokens = self.tokens[slot, : self.lengths[slot]].copy()
+        tokens = self.generated(slot)
         self.lengths[slot] = 0
         self._prompts.pop(slot, None)
         if self.grammars is not None:
@@ -184,7 +212,7 @@ class TokenBuffers:
         self.tokens[slots, self.lengths[slots]] = tokens
         self.lengths[slots] += 1
         finished = np.full(len(slots), FinishReason.RUNNING, np.uint8)
-        finished[self.lengths[slots] >= self.requests.max_tokens[requests]] = FinishReason.LENGTH
+        finished[self.lengths[slots] >= self.most[requests]] = FinishReason.LENGTH
         free = self._may_end(slots, requests)
         params = self.requests.params_index[requests]
         finished[free & np.isin(tokens, self._eos) & ~self._ignore_eos[params]] = FinishReason.STOP

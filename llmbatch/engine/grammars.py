@@ -105,7 +105,10 @@ class Grammars:
             assert self._requests is not None
             structure = self._requests.params[self._requests.params_index[request]].structured_outputs
             assert structure is not None
-            self._states[slot] = (request, self._compiled[structure].deep_copy())
+            state = self._compiled[structure].deep_copy()
+            if self._requests.begun[request]:
+                state.consume_tokens(self._requests.begun_tokens(request).tolist())
+            self._states[slot] = (request, state)
         return self._states[slot][1]
 
     def _compile(self, structure: Structure) -> Any:

@@ -26,6 +26,7 @@ def pack_tokens(step: Step, generation: TokenBuffers, page_size: int) -> PackedT
     _pack(
         requests.tokens,
         requests.offsets,
+        requests.begun,
         generation.tokens.shape[1],
         step.slots,
         step.requests,
@@ -51,6 +52,7 @@ def window_places(step: Step, positions: NDArray[np.int32], page_size: int) -> N
 def _pack(
     prompts: NDArray[np.int32],
     offsets: NDArray[np.int64],
+    begun: NDArray[np.int32],
     columns: int,
     slots: NDArray[np.int32],
     requests: NDArray[np.int32],
@@ -71,7 +73,7 @@ def _pack(
             if position < prompt_length:
                 ids[t] = prompts[begin + position]
             else:
-                ids[t] = -1 - (slot * columns + position - prompt_length)
+                ids[t] = -1 - (slot * columns + begun[requests[i]] + position - prompt_length)
             positions[t] = position
             places[t] = tables[slot, position // page_size] * page_size + position % page_size
             t += 1

@@ -24,6 +24,7 @@ class RecordedEngine:
         """Take the requests of the next steps, and forget the contents of slots."""
         self._requests = requests
         self._engine = SimulatedEngine(requests.recorded, self._cost)
+        self._begun: NDArray[np.int32] = np.zeros(16, np.int32)  # by slot: tokens that its answer begins with
 
     def rebind(self, requests: RequestBatch) -> None:
         """Replace the requests; the new ones include those that are in slots."""
@@ -36,6 +37,10 @@ class RecordedEngine:
 
     def execute(self, step: Step) -> StepResult:
         """Generate a token for each sequence that samples; one that ends before max_tokens stopped by itself."""
+        top = int(step.slots.max(initial=-1))
+        if top >= len(self._begun):
+            self._begun = np.pad(self._begun, (0, max(top + 1, len(self._begun))))
+        self._begun[step.slots] = self._requests.begun[step.requests]
         result = self._engine.execute(step)
         ended = result.finished != FinishReason.RUNNING
         requests = step.requests[step.samples][ended]
@@ -47,9 +52,13 @@ class RecordedEngine:
         """Tell nothing: there are no logits."""
         return None, None
 
+    def generated(self, slot: int) -> NDArray[np.int32]:
+        """Return as many zeros as the answer in a slot has tokens so far."""
+        return np.zeros(self._begun[slot] + self._engine.generated(slot), np.int32)
+
     def pop_tokens(self, slot: int) -> NDArray[np.int32]:
         """Return as many zeros as tokens were generated."""
-        return self._engine.pop_tokens(slot)
+        return np.concatenate((np.zeros(self._begun[slot], np.int32), self._engine.pop_tokens(slot)))
 
 
 def placeholder_texts(

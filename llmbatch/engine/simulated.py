@@ -82,6 +82,10 @@ class SimulatedEngine:
         """Go on with the running sequences among other requests, of these `lengths`."""
         self._lengths = lengths
 
+    def generated(self, slot: int) -> int:
+        """Count the tokens that were generated in a slot."""
+        return int(self._generated[slot])
+
     def pop_tokens(self, slot: int) -> NDArray[np.int32]:
         """Return as many zeros as tokens were generated."""
         tokens = np.zeros(self._generated[slot], np.int32)

@@ -21,9 +21,9 @@ from llmbatch.inference.conversations import Conversations, TurnParts
 from llmbatch.inference.row_parts import RequestAnswer, RowParts
 from llmbatch.inference.window import Window
 from llmbatch.io.gather import pieces
-from llmbatch.preprocess.request_batch import RequestBatch
+from llmbatch.preprocess.request_batch import BegunAnswers, RequestBatch
 from llmbatch.preprocess.tokenizer import Tokenizer
-from llmbatch.runtime.protocols import CompletedRequests, EngineObserver, no_answer
+from llmbatch.runtime.protocols import BegunRequests, CompletedRequests, EngineObserver, no_answer
 from llmbatch.scheduler.output import FinishReason
 from llmbatch.scheduler.scheduler import FinishedSequences
 
@@ -72,6 +72,14 @@ class AnswerSink(ABC):
     def after_step(self) -> None:
         """Look after what does not wait for answers. May raise `Stop`."""
 
+    @property
+    def keeps_begun(self) -> bool:
+        """Whether it takes answers that have begun."""
+        return False
+
+    def keep_begun(self, begun: Sequence[tuple[Window, BegunAnswers]]) -> None:
+        """Take all answers of windows that have begun and not ended."""
+
 
 @dataclass(frozen=True, slots=True)
 class FlushPolicy:
@@ -103,9 +111,10 @@ class AnswerAssembler(EngineObserver[Window]):
         self.rows_cut: int = 0  # that the pool may end early
         self._held: list[CompletedRequests[Window]] = []
         self._talks: dict[int, Conversations] = {}  # of which turns have ended
+        self._split: dict[int, Window] = {}  # of which answers have ended whose rows wait for others
         self._count = 0
         self._since = 0.0
-        self._began = time.monotonic()
+        self._began = self._kept = time.monotonic()  # `_kept`: when what has begun was handed on
 
     def joined(self, window: Window) -> None:
         """Hand on the rows that have no request."""
@@ -164,6 +173,22 @@ class AnswerAssembler(EngineObserver[Window]):
         self._sink.after_step()
         return super().after_step(finished)
 
+    @property
+    def keeps_begun(self) -> bool:
+        """Whether it is time to hand on what has begun."""
+        now = time.monotonic()
+        return self._sink.keeps_begun and self._at_risk.is_due(0, now - self._kept, now - self._began)
+
+    def begun_so_far(self, begun: list[BegunRequests[Window]]) -> None:
+        """Hand on what was gathered, and then what has begun: an answer that ended meanwhile is in one of the two."""
+        self.flush()
+        told = [(one.window, one.window.begun_answers(one.requests, one.tokens)) for one in begun]
+        for window in self._split.values():
+            waiting = _waiting(window)
+            told.append((window, window.begun_answers(np.array(list(waiting), np.int32), list(waiting.values()))))
+        self._sink.keep_begun(told)
+        self._kept = time.monotonic()
+
     def idle(self) -> None:
         """Hand on what was gathered: nothing else comes for now."""
         self.flush()
@@ -189,7 +214,8 @@ class AnswerAssembler(EngineObserver[Window]):
         if window.parts is not None:
             assert isinstance(window.parts, RowParts), "turns are taken as they end"
             ended = [answer for part in parts for answer in self._answers(part)]
-            self._hand_on_rows(window, window.parts.add(requests, ended), window.parts)
+            self._hand_on_rows(window, window.parts.add(requests, ended, tokens), window.parts)
+            self._split = {key: one for key, one in {**self._split, id(window): window}.items() if _waiting(one)}
             return
         good = finish < FinishReason.ERROR
         if not good.all():
@@ -207,7 +233,7 @@ class AnswerAssembler(EngineObserver[Window]):
         rows, at = window.rows_of(index)
         inputs = window.shard.num_input_tokens[rows]
         first = rows == window.rows[window.bounds[index[at]]]  # a row whose equal was computed found its whole prompt
-        cached = np.where(first, cached[good][at], inputs).astype(np.int32)
+        cached = np.where(first, np.minimum(cached[good][at], inputs), inputs).astype(np.int32)
         fresh = np.flatnonzero(~window.done[rows])
         sizes = np.fromiter(map(len, texts), np.int64, len(texts))[at[fresh]]
         for begin, end in pieces(sizes, TEXT_AT_ONCE):
@@ -230,8 +256,9 @@ class AnswerAssembler(EngineObserver[Window]):
         """Make the answers of requests that ended."""
         requests = ended.window.requests
         texts = self._texts(requests, ended.requests, ended.tokens)
-        told, inputs = ended.logprobs, requests.prompt_lengths[ended.requests]
-        columns = ended.finish.tolist(), ended.cached.tolist(), ended.attempts.tolist(), inputs.tolist()
+        told, inputs = ended.logprobs, (requests.prompt_lengths - requests.begun)[ended.requests]
+        cached = np.minimum(ended.cached, inputs)
+        columns = ended.finish.tolist(), cached.tolist(), ended.attempts.tolist(), inputs.tolist()
         errors = [
             None if why < FinishReason.ERROR else self._broken(ended.window, request, why)
             for request, why in zip(ended.requests.tolist(), ended.finish.tolist(), strict=True)
@@ -263,6 +290,11 @@ class AnswerAssembler(EngineObserver[Window]):
         rows = rows[~window.done[rows]]
         if len(rows):
             self._sink.write(window, self._columns.build(window, rows, [parts.of(row) for row in rows.tolist()]))
+
+
+def _waiting(window: Window) -> dict[int, NDArray[np.int32]]:
+    """Return the tokens of answers whose rows wait for others, by request."""
+    return window.parts.waiting if isinstance(window.parts, RowParts) else {}
 
 
 def _failed_rows(

@@ -22,6 +22,7 @@ from llmbatch.inference.answers import AnswerAssembler
 from llmbatch.inference.window import Window
 from llmbatch.runtime.guests import GuestInbox
 from llmbatch.runtime.protocols import (
+    BegunRequests,
     CompletedRequests,
     EngineObserver,
     GivenUp,
@@ -136,9 +137,14 @@ class StreamCall:
             self.waiting = self.next()
         return self.error is not None or (self.waiting is None and self.fetched.over)
 
+    @property
+    def keeps_answers(self) -> bool:
+        """Whether what its rows have is still handed on."""
+        return self.error is None or isinstance(self.error, _KEEPS_ANSWERS)
+
     def end(self) -> None:
         """Hand on the last answers, and let the caller go on."""
-        if self.error is None or isinstance(self.error, _KEEPS_ANSWERS):
+        if self.keeps_answers:
             try:
                 self.answering.flush()
             except BaseException as error:  # raised in the caller's thread
@@ -239,6 +245,18 @@ class StreamCalls(EngineObserver[Window]):
         with self._blaming(self._of[window]):
             self._of[window].answering.failed(window, errors, attempts)
         self._count(window, len(errors))
+
+    @property
+    def keeps_begun(self) -> bool:
+        """Whether it is time that a caller is told of answers that have begun."""
+        return any(call.answering.keeps_begun for call in list(self._calls))
+
+    def begun_so_far(self, begun: list[BegunRequests[Window]]) -> None:
+        """Tell each caller of its own."""
+        for call in list(self._calls):
+            if call.keeps_answers:
+                with self._blaming(call):
+                    call.answering.begun_so_far([one for one in begun if self._of.get(one.window) is call])
 
     def cut(self, window: Window, requests: NDArray[np.int32]) -> None:
         """See requests whose answers the pool may end early."""

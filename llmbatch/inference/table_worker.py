@@ -21,7 +21,7 @@ from llmbatch.inference.progress import Advance, Progress, Silence
 from llmbatch.inference.report import Report, RowCounts
 from llmbatch.inference.window import Window
 from llmbatch.preprocess.continuations import check_continuation, check_scored
-from llmbatch.preprocess.request_batch import RowRequests
+from llmbatch.preprocess.request_batch import BegunAnswers, RowRequests
 from llmbatch.preprocess.sampling_column import check_sampling_column
 from llmbatch.runtime.protocols import Totals, WindowSource
 from llmbatch.system.cancel_signal import NEVER, CancelSignal
@@ -149,17 +149,27 @@ class TableWorker(ABC):
         keys: NDArray[np.uint64],
         contents: NDArray[np.uint64],
         earlier: pa.Table | None = None,
+        begun: BegunAnswers | None = None,
         number: int = 0,
         first: int = 0,
         refused: Mapping[int, RowError] | None = None,
         cancelled: CancelSignal = NEVER,
     ) -> Window:
-        """Build a window of a dataset, ready to be run; `earlier` are answers to keep (`AnswerSchema.rows`)."""
+        """Build a window of a dataset, ready to be run.
+
+        `earlier` are answers to keep (`AnswerSchema.rows`); those that have `begun` go on.
+        """
         shard = self.shard(table, keys, refused, cancelled)
+        if begun is not None:
+            shard = self.go_on(shard, begun)
         schema = self.answer_schema(table.schema)
         return self.window_type.of(
             table, shard, schema, number=number, first=first, keys=keys, contents=contents, earlier=earlier
         )
+
+    def go_on(self, shard: RowRequests, begun: BegunAnswers) -> RowRequests:
+        """Let requests go on where their answers stand. Elsewhere they begin anew."""
+        return shard
 
     def forecast_elsewhere(self, table: pa.Table) -> dict[str, Any] | None:
         """Return the figures of a forecast (`llmbatch.jobs.forecast`) that is made elsewhere; None: it is made here."""

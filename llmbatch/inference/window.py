@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,7 +17,7 @@ from llmbatch.inference.row_parts import RowParts
 if TYPE_CHECKING:
     from llmbatch.inference.conversations import TurnParts
 from llmbatch.planning.prefix_tree import PrefixTree
-from llmbatch.preprocess.request_batch import Asks, RequestBatch, RowRequests
+from llmbatch.preprocess.request_batch import Asks, BegunAnswers, RequestBatch, RowRequests
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -90,6 +91,23 @@ class Window:
             output_tokens=_sum(answered["num_generated_tokens"]),
             unique_tokens=self.tree.unique_tokens,
         )
+
+    def begun_answers(self, requests: NDArray[np.int32], tokens: Sequence[NDArray[np.int32]]) -> BegunAnswers:
+        """Name answers that have begun by their rows.
+
+        Turns, and answers that log-probabilities are told of, are left out: there is more to them than tokens.
+        """
+        asked = self.requests
+        tells = np.array([one.logprobs is not None for one in asked.params], np.bool_)[asked.params_index[requests]]
+        tells |= asked.scored[requests] < asked.prompt_lengths[requests]
+        kept = np.flatnonzero(~tells) if not self.schema.turns else np.empty(0, np.intp)
+        requests = requests[kept]
+        rows, asks = self.rows[self.bounds[requests]], self.shard.asks
+        which = np.zeros(len(rows), np.int32)
+        if asks is not None:
+            pairs = zip(rows.tolist(), requests.tolist(), strict=True)
+            which[:] = [int(np.argmax(asks.of(row) == request)) for row, request in pairs]
+        return BegunAnswers(rows, which, [tokens[i] for i in kept.tolist()])
 
     def rows_of(self, requests: NDArray[np.int32]) -> tuple[NDArray[np.int32], NDArray[np.intp]]:
         """Find the rows that some requests answer, and for each which of the requests answers it."""

@@ -41,7 +41,7 @@ from llmbatch.planning.workload import Pool, Scheduling, early_ends
 from llmbatch.preprocess.build_requests import build_shard, check_vocabulary
 from llmbatch.preprocess.columns import find_field
 from llmbatch.preprocess.prompts import PromptSource
-from llmbatch.preprocess.request_batch import RowRequests
+from llmbatch.preprocess.request_batch import BegunAnswers, RowRequests
 from llmbatch.preprocess.tokenizer import Tokenizer, plain_tokenizer
 from llmbatch.runtime.protocols import EngineObserver, Stop, Totals, WindowSource
 from llmbatch.runtime.stream import Stream
@@ -148,6 +148,10 @@ class Worker(TableWorker):
     ) -> RowRequests:
         """Build the requests of a table (`TableWorker.shard`)."""
         return self._requests(table, self.options.source, keys, refused, cancelled)
+
+    def go_on(self, shard: RowRequests, begun: BegunAnswers) -> RowRequests:
+        """Let requests go on where their answers stand, as far as the pool has room for both."""
+        return begun.go_on(shard, self.pool.tokens)
 
     def _requests(
         self,

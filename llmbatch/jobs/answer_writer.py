@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -24,8 +24,10 @@ from llmbatch.inference.progress import Advance, Progress
 from llmbatch.inference.report import RowCounts
 from llmbatch.inference.window import Window
 from llmbatch.io.writing.output import Output
+from llmbatch.jobs.begun_tokens import BegunTokens
 from llmbatch.jobs.part_builder import CompletedWindow, PartBuilder, WorkFiles
 from llmbatch.jobs.prior_answers import journal_schema
+from llmbatch.preprocess.request_batch import BegunAnswers
 from llmbatch.runtime.cancellation import StopRequest
 from llmbatch.runtime.protocols import Stop
 from llmbatch.storage.journal import Journal
@@ -56,7 +58,9 @@ class AnswerWriter(AnswerSink):
         error_budget: ErrorBudget,
         progress: Progress,
         stopping: StopRequest,
+        begun: BegunTokens,
     ) -> None:
+        """Keep answers in `output`; `begun` are those that an earlier run left half."""
         self.whole: dict[int, CompletedWindow] = {}
         self.rows: int = 0
         self.rows_resumed: int = 0
@@ -65,6 +69,8 @@ class AnswerWriter(AnswerSink):
         self._output, self._names, self._builder, self._lock = output, names, builder, lock
         self._error_budget, self._progress, self._stopping = error_budget, progress, stopping
         self._open: dict[int, _Open] = {}
+        self._begun = begun  # of windows that have not joined
+        self._newest = begun  # what is to be kept of answers that have begun
         self._tokens = 0
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="writer")
         self._writing: deque[Future[None]] = deque()
@@ -89,6 +95,7 @@ class AnswerWriter(AnswerSink):
                 self.notes.append(note)
                 self._progress.say(note)
         self.rows_resumed += window.earlier.num_rows
+        self._begun = self._begun.without(window.keys)
         journal = Journal.open(self._output.work, self._names.journal(window.number))
         earlier = window.earlier
         batches = earlier.to_batches()
@@ -116,6 +123,24 @@ class AnswerWriter(AnswerSink):
         self._count(rows.num_rows, tokens_of(rows), 0)
         self._error_budget.answered(window.first, rows)
         self._close_if_whole(window)
+
+    @property
+    def keeps_begun(self) -> bool:
+        """It does."""
+        return True
+
+    def keep_begun(self, begun: Sequence[tuple[Window, BegunAnswers]]) -> None:
+        """Keep what answers have so far, behind those that have ended; what is newer by then is kept alone."""
+        found = BegunTokens.of(begun).joined(self._begun)
+        if not len(found) and not len(self._newest):
+            return
+        self._newest = found
+
+        def keep() -> None:
+            if found is self._newest:
+                found.write(self._output.work)
+
+        self._queue(keep)
 
     def after_step(self) -> None:
         """Raise what could not be written, and `Stop` where the job was asked to end."""

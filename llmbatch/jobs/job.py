@@ -23,18 +23,19 @@ from llmbatch.inference.table_worker import TableWorker
 from llmbatch.inference.window import Window
 from llmbatch.inference.window_size import window_rows as window_rows_of
 from llmbatch.inference.worker import Worker
-from llmbatch.io.reading.dataset import Dataset, RowReader
-from llmbatch.io.row_hash import hash_rows
+from llmbatch.io.reading.dataset import Dataset
 from llmbatch.io.writing.output import Output
 from llmbatch.jobs.answer_writer import AnswerWriter
+from llmbatch.jobs.begun_tokens import BegunTokens
 from llmbatch.jobs.command import Command
 from llmbatch.jobs.fingerprint import fingerprint
 from llmbatch.jobs.forecast import MOST_SIMULATED, Forecast, compare, forecast_rows, spread_rows
+from llmbatch.jobs.job_windows import JobWindows
 from llmbatch.jobs.options import ExplainArgs, JobArgs, JobOptions, RunArgs
 from llmbatch.jobs.part_builder import CompletedWindow, CompletionOrderParts, InputOrderParts, PartBuilder
-from llmbatch.jobs.prior_answers import JournalSource, PriorAnswers, keys_of
+from llmbatch.jobs.prior_answers import PriorAnswers
 from llmbatch.jobs.resume import AlreadyFinished, JobState, Resume, kept_dtype, plan_resume
-from llmbatch.jobs.row_keys import check_contents, check_ids, refuse_repeated, within
+from llmbatch.jobs.row_keys import check_contents, check_ids, refuse_repeated
 from llmbatch.jobs.window_loader import WindowLoader
 from llmbatch.openai.answers import FORMS
 from llmbatch.remote.opening import open_worker
@@ -42,7 +43,6 @@ from llmbatch.runtime.cancellation import StopRequest
 from llmbatch.runtime.protocols import Stop, Totals
 from llmbatch.storage.journal import Journal
 from llmbatch.storage.lock import Lock
-from llmbatch.system.cancel_signal import CancelSignal
 
 SIMULATED_AFTERWARDS = 2_000  # requests; of more a report does not say what their order bought
 
@@ -203,17 +203,19 @@ class _Job:
             if state.preserve_order
             else CompletionOrderParts.open(output, state.window_rows)
         )
-        writer = AnswerWriter(output, state.names, builder, lock, self._error_budget, self._progress, self._stopping)
+        unfinished = BegunTokens.read(output.work)
+        writer = AnswerWriter(
+            output, state.names, builder, lock, self._error_budget, self._progress, self._stopping, unfinished
+        )
         self._stopping.at_once = False  # from here on the window loader looks, and rows in flight may end
         self._progress.start(state.rows)
         for note in self._worker.notes:
             self._progress.say(note)
-        whole = self._resume_windows(writer, state, older)
+        whole = self._resume_windows(writer, state, older, unfinished)
         reader = self._source.reader()
         todo = [number for number in range(state.windows) if number not in whole]
-        windows = WindowLoader.start(
-            todo, lambda number, cancelled: self._window(number, state, older, reader, cancelled), self._stopping
-        )
+        made = JobWindows(self._worker, output, state, self._source.schema, reader, older, unfinished, self._refused)
+        windows = WindowLoader.start(todo, made.window, self._stopping)
         try:
             totals = self._worker.stream(windows, writer, goes_on=goes_on)
             writer.finish()
@@ -251,7 +253,9 @@ class _Job:
         output.commit(parts, manifest, rows=state.rows)
         return report
 
-    def _resume_windows(self, writer: AnswerWriter, state: JobState, older: PriorAnswers) -> set[int]:
+    def _resume_windows(
+        self, writer: AnswerWriter, state: JobState, older: PriorAnswers, unfinished: BegunTokens
+    ) -> set[int]:
         """Give the writer the windows that are whole; return their numbers, and say how much is answered."""
         work = self._output.work
         begun_windows, whole = state.names.windows(work.names())
@@ -265,29 +269,9 @@ class _Job:
             )
         elif found:
             self._progress.say(f"going on with a job of which {found:,} of {state.rows:,} rows are answered")
+        if len(unfinished) and isinstance(self._worker, Worker):
+            self._progress.say(f"{len(unfinished):,} answers that had begun go on where they stood")
         return whole
-
-    def _window(
-        self, number: int, state: JobState, older: PriorAnswers, reader: RowReader, cancelled: CancelSignal
-    ) -> Window:
-        first, schema = number * state.window_rows, self._worker.answer_schema(self._source.schema)
-        table = reader.read(first, min(first + state.window_rows, state.rows))
-        keys, contents = keys_of(table, first, self._id), hash_rows(table)
-        journal = Journal.open(self._output.work, state.names.journal(number))
-        kept = PriorAnswers.index([JournalSource(journal.records())], without_errors=False)
-        found = [found.lookup(keys, contents, schema) for found in (older, kept)]
-        # What this generation answered anew counts; what it took over from an older one is not in its journal.
-        mine = np.isin(found[0]["row"].to_numpy(), found[1]["row"].to_numpy(), invert=True)
-        return self._worker.window(
-            table,
-            number=number,
-            first=first,
-            keys=keys,
-            contents=contents,
-            earlier=pa.concat_tables([found[0].filter(pa.array(mine)), found[1]]),
-            refused={**self._output.refused(table), **within(self._refused, first, table.num_rows)},
-            cancelled=cancelled,
-        )
 
     def _report(self, state: JobState, writer: AnswerWriter, totals: Totals, begun: float) -> Report:
         seconds = time.perf_counter() - begun - self._worker.load_seconds

@@ -41,7 +41,8 @@ class LengthModel:
     """The knowledge of output lengths of a shard's requests; requests are numbered as the tree's rows.
 
     `max_tokens` int32 by row, `keys` int32 by row (equal keys may share a distribution), `known` int32 by row: the
-    exact length if known beforehand, 0 elsewhere. Rows with `max_tokens` 1 are always known.
+    exact length if known beforehand, 0 elsewhere. Rows with `max_tokens` 1 are always known. Of a row whose answer
+    begins with `begun` tokens, int32 by row, all lengths are those of what is to come; what is learnt of it is whole.
     """
 
     def __init__(
@@ -51,14 +52,17 @@ class LengthModel:
         *,
         keys: NDArray[np.int32] | None = None,
         known: NDArray[np.int32] | None = None,
+        begun: NDArray[np.int32] | None = None,
     ) -> None:
         if len(tree) and int(max_tokens.min()) < 1:
             raise ParameterError(f"max_tokens must be at least 1, got {int(max_tokens.min())}")
         self.max_tokens = max_tokens
-        self.known: NDArray[np.int32] = np.where(
-            max_tokens == 1, np.int32(1), np.int32(0) if known is None else np.minimum(known, max_tokens)
-        )
-        self.edges: NDArray[np.int64] = bin_edges(max_tokens)  # of the bins: e[b] < D <= e[b + 1]
+        self._begun = np.zeros(max_tokens.size, np.int32) if begun is None else begun
+        self._cap = max_tokens + self._begun  # of the whole answer, as all that follows
+        known = np.zeros(max_tokens.size, np.int32) if known is None else np.minimum(known, max_tokens)
+        known = np.where(max_tokens == 1, np.int32(1), known)
+        self.known: NDArray[np.int32] = np.where(known > 0, known + self._begun, np.int32(0))
+        self.edges: NDArray[np.int64] = bin_edges(self._cap)  # of the bins: e[b] < D <= e[b + 1]
         self.table_of: NDArray[np.int32]
         self.parent: NDArray[np.int32]
         self.table_of, self.parent = _tables(tree, np.zeros(max_tokens.size, np.int32) if keys is None else keys)
@@ -95,10 +99,10 @@ class LengthModel:
         """
         observe(  # of one layout, or it is compiled twice: the scheduler's are a field of records
             np.ascontiguousarray(requests),
-            generated,
+            generated + self._begun[requests],
             finished,
             self.known,
-            self.max_tokens,
+            self._cap,
             self.table_of,
             self.edges,
             self._counts,
@@ -124,7 +128,12 @@ class LengthModel:
 
     def expected(self, requests: NDArray[np.int32]) -> Expected:
         """Return mean and second moment of the output lengths of waiting requests, float64 each."""
-        return Expected(*expected_tokens(requests, self.known, self.max_tokens, self.table_of, self.edges, self._curve))
+        found = Expected(*expected_tokens(requests, self.known, self._cap, self.table_of, self.edges, self._curve))
+        some = np.flatnonzero(self._begun[requests])
+        if len(some):
+            left = self.remaining(requests[some], np.zeros(len(some), np.int32))
+            found.mean[some], found.second_moment[some] = left.mean, left.second_moment
+        return found
 
     def draw(self, requests: NDArray[np.int32], rng: np.random.Generator) -> NDArray[np.int32]:
         """Draw a length for each request from its distribution; int32, at least 1.
@@ -138,17 +147,18 @@ class LengthModel:
             if len(at) and tables[at[0]] >= 0:
                 reached = (rng.permutation(len(at)) + rng.random(len(at))) / len(at)  # P(D > length)
                 length = np.ceil(np.interp(-reached, -self.survival[tables[at[0]]], self.edges))
-                drawn[at] = np.clip(length, 1, self.max_tokens[requests[at]])
-        return drawn
+                drawn[at] = np.minimum(length, self._cap[requests[at]])
+        further: NDArray[np.int32] = np.maximum(drawn - self._begun[requests], 1)
+        return further
 
     def remaining(self, requests: NDArray[np.int32], generated: NDArray[np.int32]) -> Expected:
         """Return moments of the further tokens of running requests: at least 1 below `max_tokens`, 0 from there on."""
         return Expected(
             *remaining_tokens(
                 np.ascontiguousarray(requests),
-                generated,
+                generated + self._begun[requests],
                 self.known,
-                self.max_tokens,
+                self._cap,
                 self.table_of,
                 self.edges,
                 self._curve,

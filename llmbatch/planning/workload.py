@@ -109,6 +109,7 @@ class Workload:
     known: NDArray[np.int32]  # by row: the exact length where known, else 0
     examples: Examples | None = None
     prompts: Prompts = field(default_factory=Prompts.nothing)  # by row, where pages are to be found by their tokens
+    begun: NDArray[np.int32] | None = None  # by row: last tokens of the prompt that its answer begins with
 
     @classmethod
     def of(
@@ -128,9 +129,9 @@ class Workload:
         findable = findable_tokens(requests.scored, requests.prompt_lengths)
         prompts = Prompts(requests.tokens, requests.offsets, findable)
         if answered is None or not answered.any():
-            return cls(tree, requests.max_tokens, keys, known, prompts=prompts)
+            return cls(tree, requests.max_tokens, keys, known, prompts=prompts, begun=requests.begun)
         run = tree.select(answered == 0)
-        return cls(run, requests.max_tokens, keys, known, Examples(tree, answered), prompts)
+        return cls(run, requests.max_tokens, keys, known, Examples(tree, answered), prompts, requests.begun)
 
     def __len__(self) -> int:
         """Count the requests, including those outside the tree."""
@@ -151,7 +152,9 @@ class Workload:
 
     def length_model(self) -> LengthModel:
         """Build the length model as it is before anything runs."""
-        lengths = LengthModel(self.tree_with_examples, self.max_tokens, keys=self.keys, known=self.known)
+        lengths = LengthModel(
+            self.tree_with_examples, self.max_tokens, keys=self.keys, known=self.known, begun=self.begun
+        )
         if self.examples is not None:
             seen = np.flatnonzero(self.examples.generated).astype(np.int32)
             lengths.observe(seen, self.examples.generated[seen], np.ones(len(seen), np.bool_))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -24,19 +24,21 @@ class RequestBatch:
 
     tokens: NDArray[np.int32]  # [total tokens]
     offsets: NDArray[np.int64]  # [n + 1]; the prompt of i is tokens[offsets[i]:offsets[i + 1]], never empty
-    max_tokens: NDArray[np.int32]  # [n] most tokens to generate, already cut to what the context leaves
+    max_tokens: NDArray[np.int32]  # [n] most tokens to generate, already cut to what the context leaves; `begun` apart
     params_index: NDArray[np.int32]  # [n] into `params`
     params: tuple[SamplingParams, ...]  # the distinct ones
     serial: NDArray[np.uint64]  # [n] what random draws depend on where no seed is given
     recorded: NDArray[np.int32]  # [n] tokens that a simulated engine generates, at most `max_tokens`
-    # What follows may be left out: all requests are first draws, and nothing is told of prompts.
+    # What follows may be left out: all requests are first draws, nothing is told of prompts, and no answer is begun.
     draw: NDArray[np.int32] = field(default_factory=_nothing)  # [n] which draw of an answer it is, 0 for the first
     scored: NDArray[np.int32] = field(default_factory=_nothing)  # [n] the first token of the prompt whose
     # log-probability is wanted, at least 1; the prompt's length where none is
+    begun: NDArray[np.int32] = field(default_factory=_nothing)  # [n] last tokens of the prompt that are the answer's
 
     def __post_init__(self) -> None:
-        if len(self.draw) != len(self):
-            object.__setattr__(self, "draw", np.zeros(len(self), np.int32))
+        for name in ("draw", "begun"):
+            if len(getattr(self, name)) != len(self):
+                object.__setattr__(self, name, np.zeros(len(self), np.int32))
         if len(self.scored) != len(self):
             object.__setattr__(self, "scored", self.prompt_lengths)
 
@@ -45,8 +47,34 @@ class RequestBatch:
 
     @property
     def prompt_lengths(self) -> NDArray[np.int32]:
-        """Prompt tokens of each request, int32 [n]."""
+        """Prompt tokens of each request, int32 [n], those of its answer that it begins with among them."""
         return np.diff(self.offsets).astype(np.int32)
+
+    def begun_tokens(self, request: int) -> NDArray[np.int32]:
+        """Return the tokens that the answer of a request begins with, int32 [begun]."""
+        end = self.offsets[request + 1]
+        return self.tokens[end - self.begun[request] : end]
+
+    def going_on(self, index: NDArray[np.int32], answers: Sequence[NDArray[np.int32]]) -> RequestBatch:
+        """Return the same requests, those of `index` with the tokens that their answers begin with.
+
+        Each of `index` is there once, nothing is told of it, and its answer has fewer than `max_tokens` so far.
+        """
+        more = np.zeros(len(self), np.int32)
+        more[index] = [len(tokens) for tokens in answers]
+        order = np.argsort(index)
+        behind = np.repeat(self.offsets[index[order] + 1], more[index[order]])
+        added = np.concatenate([_nothing(), *(answers[i] for i in order.tolist())])
+        assert (more < self.max_tokens).all(), "an answer that is begun has an end to come"
+        return replace(
+            self,
+            tokens=np.insert(self.tokens[: self.offsets[-1]], behind, added),
+            offsets=self.offsets + np.concatenate(([0], np.cumsum(more, dtype=np.int64))),
+            max_tokens=self.max_tokens - more,
+            recorded=np.maximum(self.recorded - more, 1),
+            scored=np.where(self.scored == self.prompt_lengths, self.scored + more, self.scored),
+            begun=self.begun + more,
+        )
 
     def take(self, index: NDArray[Any]) -> RequestBatch:
         """Select requests, in the order of `index`."""
@@ -62,6 +90,7 @@ class RequestBatch:
             self.recorded[index],
             self.draw[index],
             self.scored[index],
+            self.begun[index],
         )
 
     def with_spare(self, rows: int, tokens: int) -> RequestBatch:
@@ -83,6 +112,7 @@ class RequestBatch:
             np.concatenate((self.recorded, nothing + np.int32(1))),
             np.concatenate((self.draw, nothing)),
             np.concatenate((self.scored, nothing)),
+            np.concatenate((self.begun, nothing)),
         )
 
     @classmethod
@@ -105,6 +135,7 @@ class RequestBatch:
             np.concatenate([part.recorded for part in parts]),
             np.concatenate([part.draw for part in parts]),
             np.concatenate([part.scored for part in parts]),
+            np.concatenate([part.begun for part in parts]),
         )
 
 
@@ -154,6 +185,29 @@ class RowRequests:
     errors: Mapping[int, RowError]  # by row
     notes: tuple[str, ...] = ()  # for the user, a sentence each
     asks: Asks | None = None  # the requests of each row, where some have several; then `request_of` has the first
+
+
+@dataclass(frozen=True, slots=True)
+class BegunAnswers:
+    """Tokens of answers that have begun and not ended, one entry each."""
+
+    rows: NDArray[np.int32]
+    asks: NDArray[np.int32]  # which of its row's answers each is
+    tokens: Sequence[NDArray[np.int32]]
+
+    def go_on(self, asked: RowRequests, most: int) -> RowRequests:
+        """Return the requests of these rows, going on where their answers stand.
+
+        A prompt and what its answer has so far may have fewer than `most` tokens together; others begin anew.
+        """
+        requests, asks = asked.requests, asked.asks or Asks.single(asked.request_of)
+        there = np.flatnonzero(self.asks < np.diff(asks.offsets)[self.rows])
+        lengths = np.array([len(one) for one in self.tokens], np.int64)[there]
+        index = asks.requests[asks.offsets[self.rows[there]] + self.asks[there]]
+        fits = (lengths < requests.max_tokens[index]) & (requests.prompt_lengths[index] + lengths < most)
+        index, first = np.unique(index[fits], return_index=True)
+        answers = [self.tokens[i] for i in there[fits][first].tolist()]
+        return replace(asked, requests=requests.going_on(index, answers)) if answers else asked
 
 
 def gather(

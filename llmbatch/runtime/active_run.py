@@ -300,8 +300,15 @@ class ActiveRun(EngineObserver[W]):
             self._hand_on(finished)
         if not self._ending:
             self._context.observer.after_step(finished)
+            if self._context.observer.keeps_begun:
+                self.tell_of_begun()
         late = requests[open_[requests] & (spent[requests] > self._context.row_timeout)]
         return late[~self.requests.are_guests(late)] if len(late) else late
+
+    def tell_of_begun(self) -> None:
+        """Tell of all answers that have begun, here or before, and not ended."""
+        in_slots = self._run.scheduler.state.run.slots["request"]
+        self._context.observer.begun_so_far(self.requests.begun_answers(in_slots, self.engine.generated))
 
     def _hand_on(self, finished: FinishedSequences) -> None:
         live, requests = self.requests, finished.requests
@@ -311,7 +318,8 @@ class ActiveRun(EngineObserver[W]):
         guests, wanted = live.are_guests(requests), live.open[requests]
         live.open[requests] = False
         live.answered[requests] = np.where((finished.reasons < FinishReason.ERROR) & ~guests, finished.generated, 0)
-        self._run.scheduler.publish(finished, tokens)
+        prompts_have = live.requests.begun[requests].tolist()
+        self._run.scheduler.publish(finished, [one[n:] for one, n in zip(tokens, prompts_have, strict=True)])
         self._context.totals.ended += int(np.count_nonzero(~guests))
         if self._guests is not None:
             for i in np.flatnonzero(guests).tolist():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Final, Generic, NamedTuple
 
@@ -15,7 +16,7 @@ from llmbatch.planning.prefix_tree import PrefixTree
 from llmbatch.planning.prepared_shard import PreparedShard
 from llmbatch.planning.workload import Pool, Scheduling, Workload
 from llmbatch.preprocess.request_batch import RequestBatch
-from llmbatch.runtime.protocols import W
+from llmbatch.runtime.protocols import BegunRequests, W
 from llmbatch.runtime.spare_rows import SpareRows
 
 _EXAMPLES: Final = 4096  # answers that the next window learns lengths from
@@ -66,6 +67,28 @@ class LiveRequests(Generic[W]):
             (self.windows[number], np.flatnonzero(numbers == number))
             for number in np.unique(numbers).tolist()
             if number >= 0
+        ]
+
+    def begun_answers(
+        self, in_slots: NDArray[np.int32], generated: Callable[[int], NDArray[np.int32]]
+    ) -> list[BegunRequests[W]]:
+        """Find the answers of windows that have begun and not ended.
+
+        `in_slots` int32 [slots] are the requests in slots, -1: none, and `generated` returns the tokens in a slot.
+        Others wait, and begin with the tokens of an earlier run.
+        """
+        held = np.flatnonzero(in_slots >= 0)
+        tokens = {
+            request: generated(slot) for slot, request in zip(held.tolist(), in_slots[held].tolist(), strict=True)
+        }
+        for request in np.flatnonzero(self.open & (self.requests.begun > 0)).tolist():
+            if not len(tokens.get(request, ())):  # nor has its slot had a step
+                tokens[request] = self.requests.begun_tokens(request)
+        begun = np.array(sorted(request for request, one in tokens.items() if len(one)), np.int32)
+        begun = begun[self.open[begun]]
+        return [
+            BegunRequests(window, self.index[begun[at]], [tokens[request] for request in begun[at].tolist()])
+            for window, at in self.by_window(begun)
         ]
 
     def are_guests(self, requests: NDArray[np.int32]) -> NDArray[np.bool_]:

@@ -75,6 +75,15 @@ class CompletedRequests(Generic[W]):
     logprobs: list[tuple[TokenLogprobs | None, TokenLogprobs | None]]  # of answer and prompt, where they are told
 
 
+@dataclass(frozen=True, slots=True)
+class BegunRequests(Generic[W]):
+    """Requests of a window whose answers have begun, one entry each."""
+
+    window: W
+    requests: NDArray[np.int32]
+    tokens: list[NDArray[np.int32]]  # of their answers so far, at least one
+
+
 class GivenUp(IntEnum):
     """Which requests are not to be run any more."""
 
@@ -127,6 +136,14 @@ class EngineObserver(Generic[W]):
 
     def ended(self, ended: CompletedRequests[W]) -> None:
         """Take the answers of requests."""
+
+    @property
+    def keeps_begun(self) -> bool:
+        """Whether to be told of answers that have begun. Asked after each step."""
+        return False
+
+    def begun_so_far(self, begun: list[BegunRequests[W]]) -> None:
+        """Take all answers that have begun and not ended."""
 
     def failed(self, window: W, errors: dict[int, RowError], attempts: int) -> None:
         """See requests that will have no answer, and why, after so many attempts each."""

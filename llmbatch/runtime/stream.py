@@ -122,6 +122,7 @@ class Stream(Generic[W]):
         except Stop as stop:
             if isinstance(self._current.now, ActiveRun):
                 self._current.now.let_end(stop.deadline)
+                self._current.now.tell_of_begun()
             raise
         finally:
             self._context.planner.shutdown(cancel_futures=True)

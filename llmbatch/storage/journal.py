@@ -94,7 +94,7 @@ class _FileJournal(Journal):
             raise _damage(self._what, position)
 
     def append(self, batch: pa.RecordBatch) -> None:
-        record = _encode(batch)
+        record = pack_record(batch)
         with refusing(self._what, "written"):
             if self._descriptor is None:
                 self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
@@ -142,14 +142,14 @@ class _SegmentJournal(Journal):
         for number in range(self._count):
             what = self._place.shown(self._segment(number))
             data = self._place.read(self._segment(number))
-            payload = next(_read(io.BytesIO(data), len(data)), None) if data else None
-            if payload is None:
+            batch = unpack_record(data) if data else None
+            if batch is None:
                 raise StorageError(f"{what} is damaged, which no crash of a job does: {_START_OVER}")
-            yield _decode(payload)
+            yield batch
 
     def append(self, batch: pa.RecordBatch) -> None:
         segment = self._segment(self._count)
-        if not self._place.create(segment, _encode(batch)):
+        if not self._place.create(segment, pack_record(batch)):
             raise _intrusion(self._place.shown(segment))
         self._count += 1
 
@@ -165,7 +165,8 @@ class _SegmentJournal(Journal):
         return f"{self._name}-{number:06d}"
 
 
-def _encode(batch: pa.RecordBatch) -> bytes:
+def pack_record(batch: pa.RecordBatch) -> bytes:
+    """Encode a record: a batch behind a mark, a checksum and its length."""
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, batch.schema) as writer:
         writer.write_batch(batch)
@@ -173,6 +174,12 @@ def _encode(batch: pa.RecordBatch) -> bytes:
     header = _HEADER.pack(_MARK, 0, payload.size)
     checksum = zlib.crc32(payload, zlib.crc32(header[_CHECKED:]))
     return b"".join((_HEADER.pack(_MARK, checksum, payload.size), payload))
+
+
+def unpack_record(data: bytes) -> pa.RecordBatch | None:
+    """Decode a record; None where it is not whole."""
+    payload = next(_read(io.BytesIO(data), len(data)), None)
+    return None if payload is None else _decode(payload)
 
 
 def _decode(payload: bytes) -> pa.RecordBatch:

@@ -3,7 +3,8 @@
 Ray Data calls an actor once for each shard, from several threads. A call makes windows of its shard's rows and waits;
 the engine has a thread of its own and takes a window when no row of the last one waits any more. So the rows of the
 next shard join before the last answers of this one have ended. Answered rows are reported to the ledger while the
-engine goes on. Rows suspected of having killed an engine's process run with few or none beside them.
+engine goes on, and every few seconds what others have so far, so that a dead actor loses little of long answers. Rows
+suspected of having killed an engine's process run with few or none beside them.
 """
 
 from __future__ import annotations
@@ -11,8 +12,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -22,13 +22,15 @@ from numpy.typing import NDArray
 
 from llmbatch.errors import JobError, RowError
 from llmbatch.inference.answer_schema import AnswerSchema, add_answers
-from llmbatch.inference.answers import AnswerSink, FlushPolicy
+from llmbatch.inference.answers import SECONDS_AT_RISK, AnswerSink, FlushPolicy
 from llmbatch.inference.window import Window
 from llmbatch.inference.worker import Worker
 from llmbatch.io.gather import pick
 from llmbatch.operators.ray.in_flight import ROW, InFlightRows
-from llmbatch.operators.ray.ledger import MOST_DEATHS, TOGETHER, ShardHistory, report_schema
+from llmbatch.operators.ray.ledger import BEGUN, MOST_DEATHS, TOGETHER, ShardHistory, report_schema
+from llmbatch.operators.ray.shard_queue import ShardQueue
 from llmbatch.operators.ray.sharding import occurrences
+from llmbatch.preprocess.request_batch import BegunAnswers
 from llmbatch.runtime.protocols import Stop
 
 _ROWS_AT_RISK = 256
@@ -48,50 +50,9 @@ class Reports(Protocol):
         """Keep rows of a shard that were answered in a call."""
         ...
 
-
-class ShardQueue:
-    """Windows of several shards, a `WindowSource`. Suspects wait for an empty engine, and run apart.
-
-    A stream may keep its last answers until it ends. So it ends when there is nothing to run, and before and after
-    suspects, who shall not be suspected of what the next ones do; and another one begins.
-    """
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._windows: deque[Window] = deque()
-        self._suspects: deque[Window] = deque()
-        self._apart = False  # what is in the engine is to stay apart
-        self._used = False  # by this stream
-        self._closed = False
-
-    def put(self, window: Window, *, apart: bool) -> None:
-        """Run a window, `apart` from all others or not."""
-        with self._changed:
-            (self._suspects if apart else self._windows).append(window)
-            self._changed.notify()
-
-    def close(self) -> None:
-        """There are no more."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify()
-
-    def wait(self) -> bool:
-        """Wait until there is something for a new stream; False: there are no more."""
-        with self._changed:
-            self._used = self._apart = False
-            self._changed.wait_for(lambda: self._windows or self._suspects or self._closed)
-            return bool(self._windows or self._suspects)
-
-    def next(self, wait: bool) -> Window | None:
-        """Return the next window, if one is ready that may join. An engine that would `wait` for one is empty."""
-        with self._changed:
-            if self._apart or (self._suspects and self._used):
-                return None
-            self._apart = bool(self._suspects)
-            queue = self._suspects or self._windows
-            self._used = self._used or bool(queue)
-            return queue.popleft() if queue else None
+    def keep_begun(self, shard: int, call: int, begun: pa.RecordBatch) -> None:
+        """Keep what the unfinished answers of a shard have so far (`ledger.BEGUN`), in place of what was kept before."""
+        ...
 
 
 class ShardCall:
@@ -120,6 +81,8 @@ class ShardCall:
         self._batches = recalled.to_batches()
         self._todo = np.ones(table.num_rows, np.bool_)
         self._todo[recalled["row"].to_numpy()] = False
+        self._recalled = _recall_begun(known.begun, hashes)
+        self._begun: pa.RecordBatch | None = None  # of `BEGUN`, to be told to the ledger
         self._changed = threading.Condition()
         self._fresh: list[pa.RecordBatch] = []
         self._error: BaseException | None = None
@@ -138,6 +101,30 @@ class ShardCall:
             most = TOGETHER[deaths - 1] if 0 < deaths < MOST_DEATHS else max(1, len(rows))
             for start in range(0, len(rows), most):
                 yield rows[start : start + most], deaths
+
+    def begun_of(self, rows: NDArray[np.int64]) -> BegunAnswers:
+        """Return what an earlier call had of the answers of some rows, which are sorted; rows are numbered by these."""
+        found = self._recalled
+        there = np.flatnonzero(np.isin(found.rows, rows))
+        places = np.searchsorted(rows, found.rows[there]).astype(np.int32)
+        return BegunAnswers(places, found.asks[there], [found.tokens[i] for i in there.tolist()])
+
+    def keep_begun(self, begun: Sequence[tuple[NDArray[np.int64], BegunAnswers]]) -> None:
+        """Take what unfinished answers have so far, of some rows each. Rows that wait keep what they had."""
+        now = np.concatenate([of[answers.rows] for of, answers in begun])
+        waits = np.flatnonzero((self._slots[self._recalled.rows] < 0) & ~np.isin(self._recalled.rows, now))
+        rows = np.concatenate((now, self._recalled.rows[waits]))
+        tokens = [one for _, answers in begun for one in answers.tokens]
+        tokens += [self._recalled.tokens[i] for i in waits.tolist()]
+        offsets = np.concatenate(([0], np.cumsum([len(one) for one in tokens], dtype=np.int64)))
+        columns = [
+            pa.array(self._rows["row"][rows]),
+            pa.array(self._rows["occurrence"][rows]),
+            pa.array(np.concatenate([*(answers.asks for _, answers in begun), self._recalled.asks[waits]])),
+            pa.LargeListArray.from_arrays(offsets, np.concatenate([np.empty(0, np.int32), *tokens])),
+        ]
+        with self._changed:
+            self._begun = pa.RecordBatch.from_arrays(columns, schema=BEGUN)
 
     def begun(self, rows: NDArray[np.int64]) -> None:
         """Take note of rows that are given to the engine, some of them perhaps once more."""
@@ -165,7 +152,9 @@ class ShardCall:
         """Report rows until none is left; the table with its answers. Raises what the engine failed of."""
         left = int(self._todo.sum())
         while left:
-            fresh = self._take(left)
+            fresh, begun = self._take(left)
+            if begun is not None:
+                reports.keep_begun(self._shard, self._number, begun)
             if fresh.num_rows == 0:
                 continue
             left -= fresh.num_rows
@@ -177,8 +166,8 @@ class ShardCall:
             self._batches.append(fresh)
         return add_answers(self.table, self._batches, self._schema)
 
-    def _take(self, left: int) -> pa.RecordBatch:
-        """Take the fresh answers, when there are some to report or a second has passed."""
+    def _take(self, left: int) -> tuple[pa.RecordBatch, pa.RecordBatch | None]:
+        """Take the fresh answers, when there are some to report or a second has passed, and what has begun."""
         enough = min(left, _ROWS_AT_RISK)
         with self._changed:
             self._changed.wait_for(
@@ -188,7 +177,8 @@ class ShardCall:
             if self._error is not None:
                 raise self._error
             fresh, self._fresh = self._fresh, []
-        return pa.concat_batches(fresh) if fresh else pa.RecordBatch.from_pylist([], self._schema.rows)
+            begun, self._begun = self._begun, None
+        return pa.concat_batches(fresh) if fresh else pa.RecordBatch.from_pylist([], self._schema.rows), begun
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,6 +199,7 @@ class SharedEngine(AnswerSink):
         self._error: BaseException | None = None
         self._lock = threading.Lock()
         self._closed = False
+        self._kept = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -251,6 +242,21 @@ class SharedEngine(AnswerSink):
         part = self._parts[window.number]
         part.call.answered(part.rows[rows["row"].to_numpy()], rows)
 
+    @property
+    def keeps_begun(self) -> bool:
+        """Whether it is time to tell the ledger of answers that have begun."""
+        return time.monotonic() - self._kept >= SECONDS_AT_RISK
+
+    def keep_begun(self, begun: Sequence[tuple[Window, BegunAnswers]]) -> None:
+        """Hand each call what its answers have so far."""
+        self._kept = time.monotonic()
+        of: dict[ShardCall, list[tuple[NDArray[np.int64], BegunAnswers]]] = {}
+        for window, answers in begun:
+            part = self._parts[window.number]
+            of.setdefault(part.call, []).append((part.rows, answers))
+        for call, parts in of.items():
+            call.keep_begun(parts)
+
     def after_step(self) -> None:
         """End the stream where the engine was closed."""
         if self._closed:
@@ -273,6 +279,8 @@ class SharedEngine(AnswerSink):
                 request_of=np.full(len(rows), -1, np.int32),
                 errors=dict.fromkeys(range(len(rows)), error),
             )
+        else:
+            shard = self._worker.go_on(shard, part.call.begun_of(rows))
         schema = self._worker.answer_schema(table.schema)
         return Window.of(table, shard, schema, number=number, first=0, keys=keys, contents=keys)
 
@@ -292,12 +300,31 @@ class SharedEngine(AnswerSink):
 def _recall(known: list[pa.RecordBatch], hashes: NDArray[np.uint64], schema: AnswerSchema) -> pa.Table:
     """Return what the ledger knows (`report_schema`) as answers of these rows (`AnswerSchema.rows`)."""
     answers = pa.Table.from_batches(known, schema=report_schema(schema))
-    order = np.argsort(hashes, kind="stable")
-    ordered = hashes[order]
-    wanted = answers["row"].to_numpy()
-    place = np.searchsorted(ordered, wanted) + answers["occurrence"].to_numpy()
-    there = np.flatnonzero(place < len(hashes))
-    there = there[ordered[place[there]] == wanted[there]]
-    rows, first = np.unique(order[place[there]], return_index=True)
+    there, rows = _find(answers["row"].to_numpy(), answers["occurrence"].to_numpy(), hashes)
+    rows, first = np.unique(rows, return_index=True)
     answers = pick(answers.select(schema.columns.names).to_batches(), there[first], schema.columns)
     return answers.add_column(0, schema.rows.field("row"), pa.array(rows.astype(np.int32)))
+
+
+def _recall_begun(known: pa.RecordBatch | None, hashes: NDArray[np.uint64]) -> BegunAnswers:
+    """Return what the ledger knows of unfinished answers (`BEGUN`) as those of these rows."""
+    known = pa.RecordBatch.from_pylist([], schema=BEGUN) if known is None else known
+    there, rows = _find(known["row"].to_numpy(), known["occurrence"].to_numpy(), hashes)
+    offsets, tokens = known["tokens"].offsets.to_numpy(), known["tokens"].values.to_numpy()
+    return BegunAnswers(
+        rows.astype(np.int32),
+        known["ask"].to_numpy()[there],
+        [tokens[offsets[i] : offsets[i + 1]] for i in there.tolist()],
+    )
+
+
+def _find(
+    wanted: NDArray[np.uint64], before: NDArray[np.int32], hashes: NDArray[np.uint64]
+) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+    """Find rows by their hashes, and how many equal ones come `before` each: which are there, and where."""
+    order = np.argsort(hashes, kind="stable")
+    ordered = hashes[order]
+    place = np.searchsorted(ordered, wanted) + before
+    there = np.flatnonzero(place < len(hashes))
+    there = there[ordered[place[there]] == wanted[there]]
+    return there, order[place[there]]

@@ -259,6 +259,9 @@ class _Reports:
     def report(self, shard: int, call: int, answers: pa.RecordBatch, *, last: bool) -> None:
         ray.get(self._ledger.report.remote(shard, call, answers, last=last))
 
+    def keep_begun(self, shard: int, call: int, begun: pa.RecordBatch) -> None:
+        ray.get(self._ledger.keep_begun.remote(shard, call, begun))
+
 
 class _Actor:
     """What Ray Data constructs in each actor, and calls with one shard at a time in each of a few threads."""

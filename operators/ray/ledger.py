@@ -2,7 +2,7 @@
 
 Ray Data runs a call again from its beginning when its actor dies, and when the node that held its output is lost. So
 actors report rows as they are answered, and ask for those of a shard before they run it. The answers lie on disk, a
-journal a shard (`llmbatch.storage.journal`); memory holds counts.
+journal a shard (`llmbatch.storage.journal`); memory holds counts, and the tokens of answers that are under way.
 
 A row may kill the process that runs it, and then the next one. Nobody knows which row it was, so all rows in flight are
 suspects, and the ledger counts in how many deaths each was involved: after each death a suspect is run among fewer
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 import pyarrow as pa
@@ -40,6 +41,12 @@ def report_schema(schema: AnswerSchema) -> pa.Schema:
     return pa.schema([pa.field("row", pa.uint64()), pa.field("occurrence", pa.int32()), *schema.columns])
 
 
+# Unfinished answers: rows are known as in reports, `ask` is which of its row's answers each is.
+BEGUN: Final = pa.schema(
+    {"row": pa.uint64(), "occurrence": pa.int32(), "ask": pa.int32(), "tokens": pa.large_list(pa.int32())}
+)
+
+
 @dataclass(frozen=True, slots=True)
 class ShardHistory:
     """The ledger's answer to a call about its shard."""
@@ -47,6 +54,7 @@ class ShardHistory:
     call: int
     answers: list[pa.RecordBatch]  # each of `report_schema`
     deaths: Mapping[tuple[int, int], int]  # by row and occurrence: in how many deaths it was involved
+    begun: pa.RecordBatch | None = None  # of `BEGUN`: what unfinished answers have
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +85,7 @@ class Ledger:
         self._journals: dict[int, Journal] = {}
         self._calls: dict[int, int] = {}
         self._deaths: dict[int, dict[tuple[int, int], int]] = {}
+        self._begun: dict[int, pa.RecordBatch] = {}  # by shard
         self._died = self._lost = 0
         self._homes: dict[str, ActorHome] = {}
         self._total, self._rows, self._tokens = rows, 0, 0
@@ -94,7 +103,8 @@ class Ledger:
         if not self._calls:
             self._progress.start(self._total)
         call = self._calls[shard] = self._calls.get(shard, 0) + 1
-        return ShardHistory(call, list(self._journal(shard).records()), self._deaths.get(shard, {}))
+        answers = list(self._journal(shard).records())
+        return ShardHistory(call, answers, self._deaths.get(shard, {}), self._begun.get(shard))
 
     def report(self, shard: int, call: int, answers: pa.RecordBatch, *, last: bool) -> None:
         """Record answered rows (`report_schema`) of a shard in a call; `last`: no row of it is left."""
@@ -103,8 +113,14 @@ class Ledger:
         self._journal(shard).append(answers)
         if last:
             self._journal(shard).close()
+            self._begun.pop(shard, None)
         self._count(answers)
         self._progress.advance(Advance(self._rows, self._tokens))
+
+    def keep_begun(self, shard: int, call: int, begun: pa.RecordBatch) -> None:
+        """Keep what the unfinished answers of a shard have so far (`BEGUN`), in place of what was kept before."""
+        if self._calls.get(shard) == call:
+            self._begun[shard] = begun
 
     def died(self, rows: NDArray[np.void]) -> None:
         """Record that a process ended with these rows in flight (`llmbatch.operators.ray.in_flight.ROW`)."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from llmbatch.inference.options import Options
 from llmbatch.inference.shared_worker import SharedWorker
 from llmbatch.inference.window import Window
 from llmbatch.inference.worker import Worker
+from llmbatch.preprocess.request_batch import BegunAnswers
 from llmbatch.preprocess.sampling_params import SamplingParams
 from llmbatch.runtime.guests import Guest, GuestEnd
 from llmbatch.runtime.protocols import Stop
@@ -306,3 +308,32 @@ def test_a_guest_may_ask_for_a_form(shared: SharedWorker) -> None:
     assert len(texts[1]) == 4
     assert texts[1][-1] == "c"
     assert texts[2] in ("yes", "no")
+
+
+@dataclass
+class Keeping(Rows):
+    """A sink that keeps answers that have begun, too."""
+
+    begun_rows: set[int] = field(default_factory=set)
+
+    @property
+    def keeps_begun(self) -> bool:
+        return True
+
+    def keep_begun(self, begun: Sequence[tuple[Window, BegunAnswers]]) -> None:
+        rows = {window.first + row for window, answers in begun for row in answers.rows.tolist()}
+        assert not rows & self.texts.keys()
+        self.begun_rows |= rows
+
+
+def test_each_caller_is_told_of_its_own_answers_that_have_begun(
+    shared: SharedWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("_AT_FIRST", "_SHARE"):
+        monkeypatch.setattr(f"llmbatch.inference.answers.{name}", 0.0)
+    sinks = Keeping(), Keeping(), Rows()
+    tables = [pa.table({"text": [f"{which} {row}" for row in range(12)]}) for which in range(3)]
+    calls = [partial(shared.stream, Windows(shared.worker, table, 12), sink) for table, sink in zip(tables, sinks)]
+    assert in_threads(*calls) == [None] * 3
+    assert sinks[0].begun_rows == sinks[1].begun_rows == set(range(12))
+    assert [len(sink.texts) for sink in sinks] == [12, 12, 12]

@@ -14,15 +14,16 @@ from numpy.typing import NDArray
 
 from llmbatch import JobError, LLMOperator
 from llmbatch.inference.answer_schema import AnswerSchema
-from llmbatch.inference.answers import AnswerSink
+from llmbatch.inference.answers import AnswerSink, FlushPolicy
 from llmbatch.inference.options import Options
 from llmbatch.inference.progress import Silence
 from llmbatch.inference.window import Window
 from llmbatch.inference.worker import Worker
 from llmbatch.io.row_hash import hash_rows
-from llmbatch.operators.ray.actor import ShardCall, ShardQueue, SharedEngine
+from llmbatch.operators.ray.actor import ShardCall, SharedEngine
 from llmbatch.operators.ray.in_flight import ENDED, ROW, RUNNING, InFlightRows, left_behind
 from llmbatch.operators.ray.ledger import Ledger, ShardHistory
+from llmbatch.operators.ray.shard_queue import ShardQueue
 from llmbatch.runtime.protocols import Stop
 
 
@@ -224,6 +225,9 @@ def test_rows_are_in_flight_from_their_first_step_until_the_ledger_has_them(
             states.append(set(left_behind(tmp_path / "flight")["state"].tolist()))
             ledger.report(shard, call, answers, last=last)
 
+        def keep_begun(self, shard: int, call: int, begun: pa.RecordBatch) -> None:
+            ledger.keep_begun(shard, call, begun)
+
     engine = SharedEngine(simulated(model))
     engine.answer(called(1, table_of(["a", "b", "c"]), ledger, flight), Spy())
     engine.close()
@@ -264,3 +268,49 @@ def test_an_empty_shard_gets_the_columns(model: str, ledger: Ledger, flight: InF
         *AnswerSchema().columns.names,
     ]
     engine.close()
+
+
+def test_answers_that_a_dead_actor_had_begun_go_on_in_the_next_call(
+    model: str, ledger: Ledger, flight: InFlightRows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("llmbatch.operators.ray.actor.SECONDS_AT_RISK", 0.0)
+    monkeypatch.setattr("llmbatch.operators.ray.actor._HELD", FlushPolicy(1, 0.0))
+    given: dict[str, Any] = {"prompt": "text", "kv_memory": 2**24, "dtype": "float32"}
+    given |= {"max_tokens": 40, "ignore_eos": True}
+    worker = Worker.open(Options.build(model=model, temperature=1.0, **given))
+    table = table_of([f"row {i % 5}" for i in range(12)])
+    undisturbed, engine = Ledger(str(tmp_path / "undisturbed"), 0, Silence()), SharedEngine(worker)
+    expected = engine.answer(called(1, table, undisturbed, flight), undisturbed)
+    engine.close()
+
+    class Dies(Exception):
+        """The actor's death."""
+
+    class Dying:
+        kept = 0
+
+        def begin(self, shard: int) -> ShardHistory:
+            return ledger.begin(shard)
+
+        def report(self, shard: int, call: int, answers: pa.RecordBatch, *, last: bool) -> None:
+            raise AssertionError("no answer ends before the death")
+
+        def keep_begun(self, shard: int, call: int, begun: pa.RecordBatch) -> None:
+            ledger.keep_begun(shard, call, begun)
+            self.kept = int(begun["tokens"].value_lengths().to_numpy().sum())
+            raise Dies
+
+    dying, engine = Dying(), SharedEngine(worker)
+    with pytest.raises(Dies):
+        engine.answer(called(1, table, ledger, flight), dying)
+    engine.close()
+    known = ledger.begin(1).begun
+    assert known is not None
+    assert dying.kept > 0
+    engine = SharedEngine(worker)
+    call = called(1, table, ledger, flight)
+    assert sum(len(one) for one in call.begun_of(np.arange(12)).tokens) == dying.kept
+    answered = engine.answer(call, ledger)
+    engine.close()
+    assert answered["generated_text"].equals(expected["generated_text"])
+    assert ledger.begin(1).begun is None

@@ -305,3 +305,31 @@ def test_the_second_moment_does_not_jump_as_a_sample_runs(name: str) -> None:
         believed.append(model.expected(some([999])).second_moment[0])
         age *= 1.05
     assert np.abs(np.diff(np.log(believed))).max() < np.log(1.5)
+
+
+# --- answers that have begun
+
+
+@given(st.integers(0, 2**31), st.integers(1, 300))
+@settings(max_examples=20)
+def test_of_an_answer_that_has_begun_the_rest_is_estimated_and_the_whole_is_learnt(seed: int, tokens: int) -> None:
+    rng = np.random.default_rng(seed)
+    tree, lengths, begun = forest(1, 100), rng.integers(1, 400, 50).astype(np.int32), np.zeros(100, np.int32)
+    begun[:25], begun[60:] = np.minimum(lengths[:25] - 1, tokens), tokens
+    whole, rest = LengthModel(tree, caps(100, 500)), LengthModel(tree, caps(100, 500) - begun, begun=begun)
+    learn(whole, every(50), lengths)
+    learn(rest, every(50), lengths - begun[:50])
+    assert rest.survival == pytest.approx(whole.survival)
+    waiting = np.arange(50, 100, dtype=np.int32)
+    expected, left = rest.expected(waiting), whole.remaining(waiting, begun[waiting])
+    assert expected.mean[10:] == pytest.approx(left.mean[10:])
+    assert expected.second_moment[10:] == pytest.approx(left.second_moment[10:])
+    assert expected.mean[:10] == pytest.approx(whole.expected(waiting[:10]).mean)
+    further = rest.remaining(waiting, some([5] * 50))
+    assert further.mean == pytest.approx(whole.remaining(waiting, begun[waiting] + some([5])).mean)
+
+
+def test_of_an_answer_of_known_length_that_has_begun_the_rest_is_known() -> None:
+    model = LengthModel(forest(1, 3), some([10, 10, 1]), known=some([7, 0, 0]), begun=some([4, 0, 6]))
+    assert model.expected(every(3)).mean[[0, 2]].tolist() == [7, 1]
+    assert model.remaining(some([0, 2]), some([2, 0])).mean.tolist() == [5, 1]

@@ -88,9 +88,15 @@ def ruling_engine(num_pages: int) -> Pipelined:
 
 
 def run(
-    seed: int, pipelined: bool, slow: set[int], steps: int, fails_at: int = -1, each: int = 0
+    seed: int,
+    pipelined: bool,
+    slow: set[int],
+    steps: int,
+    fails_at: int = -1,
+    each: int = 0,
+    begun: dict[int, list[int]] | None = None,
 ) -> tuple[Notes, Scheduler]:
-    """Run 40 requests; one in `each` asks for more than a token of its logits, 0: none."""
+    """Run 40 requests; one in `each` asks for more than a token of its logits, 0: none. Some answers have `begun`."""
     rng = np.random.default_rng(seed)
     lengths = rng.integers(1, 12, 40).astype(np.int32)
     rows = [rng.integers(0, VOCABULARY, length).tolist() for length in lengths]
@@ -104,6 +110,11 @@ def run(
         serial=np.arange(len(rows), dtype=np.uint64),
         recorded=limits,
     )
+    if begun:
+        starts = [np.array(tokens, np.int32) for tokens in begun.values()]
+        requests = requests.going_on(np.array(list(begun), np.int32), starts)
+        rows = [row + begun.get(i, []) for i, row in enumerate(rows)]
+        lengths = requests.prompt_lengths
     believed = np.ones(len(rows))
     scheduler = Scheduler(
         lengths, num_pages=22, trie=Workload(rows, limits, believed).trie(PAGE), lengths=Believed(believed),
@@ -124,6 +135,22 @@ def run(
     assert counted == {request: generated for request, (_, _, generated) in notes.answers.items()}
     assert engine.deepest == 1 + pipelined
     return notes, scheduler
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("each", [0, 10])
+@pytest.mark.parametrize("pipelined", [False, True])
+def test_answers_that_have_begun_go_on(seed: int, each: int, pipelined: bool) -> None:
+    plain, _ = run(seed, False, set(), 1000, each=each)
+    cuts = {request: len(tokens) * (request % 4) // 4 for request, (tokens, _, _) in plain.answers.items()}
+    begun = {request: plain.answers[request][0][:cut] for request, cut in cuts.items() if cut}
+    on, _ = run(seed, pipelined, set(), 1000, each=each, begun=begun)
+    assert {request: (why, counted + cuts[request]) for request, (_, why, counted) in on.answers.items()} == {
+        request: (why, counted) for request, (_, why, counted) in plain.answers.items()
+    }
+    for request, (tokens, why, _) in on.answers.items():
+        last = len(tokens) - (why == FinishReason.ERROR)  # which is any token
+        assert tokens[:last] == plain.answers[request][0][:last]
 
 
 @pytest.mark.parametrize(("seed", "steps"), [(0, 1000), (1, 1000), (2, 5), (3, 2)])

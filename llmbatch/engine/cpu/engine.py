@@ -106,6 +106,7 @@ class CpuEngine:
         generation = self._generation
         generation.make_room(step.slots)
         sampled = step.samples
+        generation.recall(step.slots[sampled], step.requests[sampled])
         masks = None
         if generation.grammars is not None:
             masks = generation.grammars.masks(step.slots[sampled], step.requests[sampled])
@@ -156,6 +157,10 @@ class CpuEngine:
             with torch.inference_mode():
                 tell_of_prompts(self._head, states[0], scored, generation)
         return replace(result, seconds=time.perf_counter() - begun)
+
+    def generated(self, slot: int) -> NDArray[np.int32]:
+        """Return the tokens of the answer in a slot so far, as far as they are known."""
+        return self._generation.generated(slot)
 
     def pop_tokens(self, slot: int) -> NDArray[np.int32]:
         """Hand over the tokens generated in a slot and free it for another request."""

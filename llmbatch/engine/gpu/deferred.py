@@ -51,9 +51,10 @@ class DeferredSteps:
         """Compute a step, and choose its tokens on the host."""
         begun = time.perf_counter()
         step, generation, forward = deferred.step, self._generation, self._forward
-        forward.make_room(step.slots)
+        forward.enqueue(step)
         slots, requests = step.slots[step.samples], step.requests[step.samples]
         kept = np.flatnonzero(deferred.kept)
+        generation.recall(slots[kept], requests[kept])
         coming = None if generation.grammars is None else generation.grammars.masks(slots[kept], requests[kept])
         states: torch.Tensor | None = None
         if deferred.scored:

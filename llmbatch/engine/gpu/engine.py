@@ -144,7 +144,7 @@ class GpuEngine:
             self._queue.append(deferred)
             return None
         begun = self._mark()
-        self._forward.make_room(step.slots)
+        self._forward.enqueue(step)
         parts = self._forward.cut(step)
         chosen = []
         for part, targets, logits in self._forward.run(parts):
@@ -165,10 +165,11 @@ class GpuEngine:
         seconds = queued.wait()
         step, generation = queued.step, self._generation
         tokens, finite = (column.numpy()[queued.order] for column in (queued.tokens, queued.finite))
-        result = generation.append(step, TokenChoices(tokens, finite), queued.kept)
         slots, requests = step.slots[step.samples], step.requests[step.samples]
+        generation.recall(slots[queued.kept], requests[queued.kept])
+        result = generation.append(step, TokenChoices(tokens, finite), queued.kept)
         ended = result.finished > FinishReason.RUNNING
-        early = ended & (generation.lengths[slots] < generation.requests.max_tokens[requests])
+        early = ended & (generation.lengths[slots] < generation.most[requests])
         if early.any():
             self.drop(slots[early], requests[early])
         return replace(result, seconds=seconds)
@@ -183,6 +184,10 @@ class GpuEngine:
     def logprobs(self, slot: int, request: int) -> tuple[TokenLogprobs | None, TokenLogprobs | None]:
         """Return what is told of a request's answer and of its prompt, before `pop_tokens`; None where nothing is."""
         return self._generation.logprobs(slot, request)
+
+    def generated(self, slot: int) -> NDArray[np.int32]:
+        """Return the tokens of the answer in a slot so far, as far as they are known."""
+        return self._generation.generated(slot)
 
     def pop_tokens(self, slot: int) -> NDArray[np.int32]:
         """Hand over the tokens generated in a slot and free it for another request."""

@@ -10,7 +10,6 @@ from functools import partial
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from llmbatch.engine.generation import TokenBuffers
 from llmbatch.engine.gpu.attention import GpuKVCache, plan_layers
@@ -89,9 +88,9 @@ class StepForward:
         """The generated tokens on the device, int32, flat: in the places of `TokenBuffers.tokens`."""
         return self._tokens.view(-1)
 
-    def make_room(self, slots: NDArray[np.int32]) -> None:
-        """Grow to the highest slot, and to one more token in each of these slots."""
-        self._generation.make_room(slots)
+    def enqueue(self, step: Step) -> None:
+        """Make room for the tokens of a step, here and on the device (`TokenBuffers.enqueue`)."""
+        self._generation.enqueue(step)
         self.grow()
 
     def grow(self) -> None:

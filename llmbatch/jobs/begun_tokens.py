@@ -1,0 +1,103 @@
+"""Tokens of answers that have begun: kept beside the journals, so that a kill loses the last seconds' alone.
+
+Long answers take minutes, and hundreds of them are under way at once. What all of them have so far is one file in the
+work folder, which is replaced as a whole: it is as small as what an engine has in flight, 4 bytes a token, and never
+half written. An answer that has ended is in a journal before the first file without it is written. A job that goes on
+gives each row its tokens back, and the engine computes their keys and values again with those of the prompt
+(BatchGen calls a sequence a coroutine that yields, 4.2; here its state is its tokens).
+
+Rows whose windows have not joined yet keep what the file had of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from llmbatch.inference.window import Window
+from llmbatch.io.sealed_json import damage
+from llmbatch.preprocess.request_batch import BegunAnswers
+from llmbatch.storage.journal import pack_record, unpack_record
+from llmbatch.storage.location import Location
+
+_NAME: Final = "begun.arrow"
+_SCHEMA: Final = pa.schema(
+    {"key": pa.uint64(), "content": pa.uint64(), "ask": pa.int32(), "tokens": pa.large_list(pa.int32())}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class BegunTokens:
+    """Answers that have begun, of rows that are known by their keys and the hashes of their contents."""
+
+    record: pa.RecordBatch  # of `_SCHEMA`, one entry an answer
+
+    def __len__(self) -> int:
+        return int(self.record.num_rows)
+
+    @classmethod
+    def none(cls) -> BegunTokens:
+        """Make the record of no answer."""
+        return cls(pa.RecordBatch.from_pylist([], schema=_SCHEMA))
+
+    @classmethod
+    def of(cls, begun: Sequence[tuple[Window, BegunAnswers]]) -> BegunTokens:
+        """Gather what windows have."""
+        tokens = [one for _, answers in begun for one in answers.tokens]
+        offsets = np.concatenate(([0], np.cumsum([len(one) for one in tokens], dtype=np.int64)))
+        nothing = [np.empty(0, np.uint64)]
+        columns = [
+            pa.array(np.concatenate(nothing + [window.keys[answers.rows] for window, answers in begun])),
+            pa.array(np.concatenate(nothing + [window.contents[answers.rows] for window, answers in begun])),
+            pa.array(np.concatenate([np.empty(0, np.int32), *(answers.asks for _, answers in begun)])),
+            pa.LargeListArray.from_arrays(offsets, np.concatenate([np.empty(0, np.int32), *tokens])),
+        ]
+        return cls(pa.RecordBatch.from_arrays(columns, schema=_SCHEMA))
+
+    @classmethod
+    def read(cls, work: Location) -> BegunTokens:
+        """Read what an earlier run kept. Raises `DataError` where it is damaged."""
+        data = work.read(_NAME)
+        if data is None:
+            return cls.none()
+        record = unpack_record(data)
+        if record is None or record.schema != _SCHEMA:
+            raise damage(work, _NAME, f"remove {work.shown(_NAME)}, and answers that have begun begin anew")
+        return cls(record)
+
+    def write(self, work: Location) -> None:
+        """Keep it in the work folder, in the place of what was kept before."""
+        work.write(_NAME, pack_record(self.record))
+
+    def without(self, keys: NDArray[np.uint64]) -> BegunTokens:
+        """Leave out the rows with these keys."""
+        return BegunTokens(self.record.filter(pa.array(~np.isin(self.record["key"].to_numpy(), keys))))
+
+    def joined(self, more: BegunTokens) -> BegunTokens:
+        """Return these answers, and others behind them."""
+        if not len(more):
+            return self
+        return BegunTokens(pa.concat_batches([self.record, more.record]))
+
+    def of_window(self, keys: NDArray[np.uint64], contents: NDArray[np.uint64]) -> BegunAnswers:
+        """Find the answers of a window's rows, which have these keys and contents; rows that changed have none."""
+        order = np.argsort(keys, kind="stable")
+        wanted = self.record["key"].to_numpy()
+        place = np.minimum(np.searchsorted(keys[order], wanted), max(len(keys) - 1, 0))
+        rows = order[place] if len(keys) else np.empty(0, np.intp)
+        same = np.zeros(len(wanted), np.bool_)
+        if len(keys):
+            same = (keys[rows] == wanted) & (contents[rows] == self.record["content"].to_numpy())
+        found = np.flatnonzero(same)
+        column = self.record["tokens"]
+        offsets, tokens = column.offsets.to_numpy(), column.values.to_numpy()
+        return BegunAnswers(
+            rows[found].astype(np.int32),
+            self.record["ask"].to_numpy()[found],
+            [tokens[offsets[i] : offsets[i + 1]] for i in found.tolist()],
+        )
