@@ -87,7 +87,7 @@ def main() -> int:
         source = f"{folder}/questions.parquet"
         pq.write_table(questions(given.rows), source)
         common = ["run", source, "--model", str(smollm2()), "--prompt", "prompt", "--dtype", "float32", "--quiet"]
-        common += ["--max-tokens", str(given.max_tokens)]
+        common += ["--max-tokens", str(given.max_tokens), "--ignore-eos"]
         for kind, more in (("greedy", []), ("drawn", ["--temperature", "0.8", "--seed", "7"])):
             _, tokens, seconds = run([*common, *more, "--output", f"{folder}/{kind}"], None)
             command = [*common, *more, "--output", f"{folder}/{kind}-killed"]
