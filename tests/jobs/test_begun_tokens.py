@@ -25,7 +25,7 @@ from tests.support.killing import Moment, Process, run
 
 TORCH = {"engine": "torch", "output_tokens": None, "max_tokens": 40, "window_rows": 60}
 STEP = "llmbatch.engine.cpu.engine:CpuEngine.execute"
-AT_EACH_STEP = {"llmbatch.inference.answers:_AT_FIRST": 0}
+AT_EACH_STEP = {f"llmbatch.inference.answers:{name}": 0 for name in ("_AT_FIRST", "_SHARE")}
 KINDS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "drawn": {"temperature": 1.0},
@@ -41,7 +41,7 @@ def hasty(job: Job, monkeypatch: pytest.MonkeyPatch) -> Job:
     """A job on a tiny model, that keeps what it has after each step."""
     monkeypatch.setattr("llmbatch.inference.answers._AT_FIRST", 0.0)
     monkeypatch.setattr("llmbatch.inference.answers._SHARE", 0.0)
-    job.write(rows(24))
+    job.write(rows(12))
     return job.having(**TORCH)
 
 
@@ -77,7 +77,7 @@ def test_a_job_that_is_stopped_again_and_again_gives_the_answers_it_gives_undist
         stops += 1
         assert stops < 60
         assert len(kept(job))
-    assert stops > 2
+    assert stops > 1
     assert job.answers().equals(expected)
 
 
@@ -131,7 +131,7 @@ def test_what_ends_is_kept_before_it_is_no_longer_among_what_has_begun(
     monkeypatch.setattr(AnswerWriter, "write", writing)
     monkeypatch.setattr(AnswerWriter, "keep_begun", keeping)
     hasty.having(engine="simulated", output_tokens="n", max_tokens=90).run()
-    assert len(written) == 24
+    assert len(written) == 12
 
 
 def test_rows_whose_windows_have_not_joined_keep_what_they_have(hasty: Job) -> None:
