@@ -51,7 +51,7 @@ class Reports(Protocol):
         ...
 
     def keep_begun(self, shard: int, call: int, begun: pa.RecordBatch) -> None:
-        """Keep what the unfinished answers of a shard have so far (`ledger.BEGUN`), in place of what was kept before."""
+        """Keep what the unfinished answers of a shard have so far (`ledger.BEGUN`), in place of what was there."""
         ...
 
 
