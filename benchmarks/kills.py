@@ -106,11 +106,14 @@ def questions(rows: int) -> pa.Table:
     return pa.table({"id": range(rows), "prompt": texts})
 
 
-def run(command: list[str], seconds: float | None) -> Life:
-    """Run a command, and kill it so many seconds after it has begun to answer, if it is not done by then."""
+def run_noting(program: str, command: list[str], seconds: float | None) -> tuple[bool, list[list[str]], float]:
+    """Run a program that notes lines in a file, and kill it so many seconds after the first one, if it is not done.
+
+    Returns whether it was killed, the words of its lines, and the seconds since the first one.
+    """
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder, "log")
-        process = subprocess.Popen([sys.executable, "-c", COMMAND, str(log), *command])
+        process = subprocess.Popen([sys.executable, "-c", program, str(log), *command])
         killed = False
         try:
             while process.poll() is None and not (log.exists() and log.read_bytes()):
@@ -126,10 +129,15 @@ def run(command: list[str], seconds: float | None) -> Life:
         seconds = time.perf_counter() - begun
         if not killed and process.returncode:
             raise SystemExit(f"the command failed with status {process.returncode}")
-        noted = [line.split() for line in log.read_text().splitlines()] if log.exists() else []
+        return killed, [line.split() for line in log.read_text().splitlines()] if log.exists() else [], seconds
+
+
+def run(command: list[str], seconds: float | None) -> Life:
+    """Run a command, and kill it so many seconds after it has begun to answer, if it is not done by then."""
+    killed, noted, took = run_noting(COMMAND, command, seconds)
     sums = {name: [int(count) for what, count in noted if what == name] for name in ("joined", "begun", "ended")}
     found = sum(sums["joined"]) if sums["joined"] else None
-    return Life(killed, found, sum(sums["begun"]), sum(sums["ended"]), seconds)
+    return Life(killed, found, sum(sums["begun"]), sum(sums["ended"]), took)
 
 
 def answers(url: str) -> pa.Table:

@@ -13,16 +13,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import signal
-import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet as pq
-from kills import answers, differences, questions
+from kills import answers, differences, questions, run_noting
 
 from llmbatch.inference.answers import SECONDS_AT_RISK
 
@@ -53,24 +50,8 @@ raise SystemExit(main(sys.argv[2:]))
 
 def run(command: list[str], seconds: float | None) -> tuple[bool, int, float]:
     """Run a command, and kill it so many seconds after its first step; whether it was, its tokens, its seconds."""
-    with tempfile.TemporaryDirectory() as folder:
-        log = Path(folder, "log")
-        process = subprocess.Popen([sys.executable, "-c", COMMAND, str(log), *command])
-        killed = False
-        try:
-            while process.poll() is None and not (log.exists() and log.read_bytes()):
-                time.sleep(0.02)
-            begun = time.perf_counter()
-            process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            process.send_signal(signal.SIGKILL)
-            killed = process.wait() == -signal.SIGKILL
-        finally:
-            process.kill()
-            process.wait()
-        if not killed and process.returncode:
-            raise SystemExit(f"the command failed with status {process.returncode}")
-        return killed, sum(map(int, log.read_text().split())), time.perf_counter() - begun
+    killed, noted, took = run_noting(COMMAND, command, seconds)
+    return killed, sum(int(tokens) for (tokens,) in noted), took
 
 
 def main() -> int:

@@ -120,8 +120,9 @@ class TokenBuffers:
         self.make_room(step.slots)
         begun = self.requests.begun[step.requests]
         fresh = (self.queued[step.slots] == 0) & (begun > 0)
-        self.queued[step.slots[fresh]] = begun[fresh]
-        self.make_room(step.slots)
+        if fresh.any():
+            self.queued[step.slots[fresh]] = begun[fresh]
+            self.make_room(step.slots)
 
     def make_room(self, slots: NDArray[np.int32], more: int = 1) -> None:
         """Grow to the highest slot, and to some `more` tokens in each of these slots."""

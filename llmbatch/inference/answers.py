@@ -184,7 +184,8 @@ class AnswerAssembler(EngineObserver[Window]):
         self.flush()
         told = [(one.window, one.window.begun_answers(one.requests, one.tokens)) for one in begun]
         for window in self._split.values():
-            waiting = _waiting(window)
+            assert isinstance(window.parts, RowParts), "other rows have one answer"
+            waiting = window.parts.waiting
             told.append((window, window.begun_answers(np.array(list(waiting), np.int32), list(waiting.values()))))
         self._sink.keep_begun(told)
         self._kept = time.monotonic()
@@ -215,7 +216,9 @@ class AnswerAssembler(EngineObserver[Window]):
             assert isinstance(window.parts, RowParts), "turns are taken as they end"
             ended = [answer for part in parts for answer in self._answers(part)]
             self._hand_on_rows(window, window.parts.add(requests, ended, tokens), window.parts)
-            self._split = {key: one for key, one in {**self._split, id(window): window}.items() if _waiting(one)}
+            self._split.pop(id(window), None)
+            if window.parts.waiting:
+                self._split[id(window)] = window
             return
         good = finish < FinishReason.ERROR
         if not good.all():
@@ -290,11 +293,6 @@ class AnswerAssembler(EngineObserver[Window]):
         rows = rows[~window.done[rows]]
         if len(rows):
             self._sink.write(window, self._columns.build(window, rows, [parts.of(row) for row in rows.tolist()]))
-
-
-def _waiting(window: Window) -> dict[int, NDArray[np.int32]]:
-    """Return the tokens of answers whose rows wait for others, by request."""
-    return window.parts.waiting if isinstance(window.parts, RowParts) else {}
 
 
 def _failed_rows(

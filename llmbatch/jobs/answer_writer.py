@@ -126,7 +126,7 @@ class AnswerWriter(AnswerSink):
 
     @property
     def keeps_begun(self) -> bool:
-        """It does."""
+        """Whether it takes answers that have begun: always."""
         return True
 
     def keep_begun(self, begun: Sequence[tuple[Window, BegunAnswers]]) -> None:

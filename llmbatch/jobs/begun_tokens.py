@@ -48,16 +48,19 @@ class BegunTokens:
     @classmethod
     def of(cls, begun: Sequence[tuple[Window, BegunAnswers]]) -> BegunTokens:
         """Gather what windows have."""
-        tokens = [one for _, answers in begun for one in answers.tokens]
-        offsets = np.concatenate(([0], np.cumsum([len(one) for one in tokens], dtype=np.int64)))
-        nothing = [np.empty(0, np.uint64)]
-        columns = [
-            pa.array(np.concatenate(nothing + [window.keys[answers.rows] for window, answers in begun])),
-            pa.array(np.concatenate(nothing + [window.contents[answers.rows] for window, answers in begun])),
-            pa.array(np.concatenate([np.empty(0, np.int32), *(answers.asks for _, answers in begun)])),
-            pa.LargeListArray.from_arrays(offsets, np.concatenate([np.empty(0, np.int32), *tokens])),
+        batches = [
+            pa.RecordBatch.from_arrays(
+                [
+                    pa.array(window.keys[answers.rows]),
+                    pa.array(window.contents[answers.rows]),
+                    pa.array(answers.asks),
+                    answers.column,
+                ],
+                schema=_SCHEMA,
+            )
+            for window, answers in begun
         ]
-        return cls(pa.RecordBatch.from_arrays(columns, schema=_SCHEMA))
+        return cls(pa.concat_batches([cls.none().record, *batches]))
 
     @classmethod
     def read(cls, work: Location) -> BegunTokens:
@@ -86,18 +89,11 @@ class BegunTokens:
 
     def of_window(self, keys: NDArray[np.uint64], contents: NDArray[np.uint64]) -> BegunAnswers:
         """Find the answers of a window's rows, which have these keys and contents; rows that changed have none."""
+        wanted, asks = self.record["key"].to_numpy(), self.record["ask"].to_numpy()
         order = np.argsort(keys, kind="stable")
-        wanted = self.record["key"].to_numpy()
-        place = np.minimum(np.searchsorted(keys[order], wanted), max(len(keys) - 1, 0))
-        rows = order[place] if len(keys) else np.empty(0, np.intp)
-        same = np.zeros(len(wanted), np.bool_)
-        if len(keys):
-            same = (keys[rows] == wanted) & (contents[rows] == self.record["content"].to_numpy())
-        found = np.flatnonzero(same)
-        column = self.record["tokens"]
-        offsets, tokens = column.offsets.to_numpy(), column.values.to_numpy()
-        return BegunAnswers(
-            rows[found].astype(np.int32),
-            self.record["ask"].to_numpy()[found],
-            [tokens[offsets[i] : offsets[i + 1]] for i in found.tolist()],
-        )
+        place = np.searchsorted(keys[order], wanted)
+        found = np.flatnonzero(place < len(keys))
+        rows = order[place[found]]
+        same = (keys[rows] == wanted[found]) & (contents[rows] == self.record["content"].to_numpy()[found])
+        found, rows = found[same], rows[same].astype(np.int32)
+        return BegunAnswers.of_column(rows, asks[found], self.record["tokens"], found)

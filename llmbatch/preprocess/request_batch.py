@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 
 from llmbatch.compilation.decorators import compiled
@@ -194,6 +195,20 @@ class BegunAnswers:
     rows: NDArray[np.int32]
     asks: NDArray[np.int32]  # which of its row's answers each is
     tokens: Sequence[NDArray[np.int32]]
+
+    @property
+    def column(self) -> pa.LargeListArray:
+        """The tokens as a column of lists of int32, from which `of_column` makes answers again."""
+        offsets = np.cumsum([0, *map(len, self.tokens)], dtype=np.int64)
+        return pa.LargeListArray.from_arrays(offsets, np.concatenate([_nothing(), *self.tokens]))
+
+    @classmethod
+    def of_column(
+        cls, rows: NDArray[np.int32], asks: NDArray[np.int32], column: pa.LargeListArray, entries: NDArray[np.intp]
+    ) -> BegunAnswers:
+        """Make the answers whose tokens are in these entries of a column; no token is copied."""
+        offsets, tokens = column.offsets.to_numpy(), column.values.to_numpy()
+        return cls(rows, asks, [tokens[offsets[i] : offsets[i + 1]] for i in entries.tolist()])
 
     def go_on(self, asked: RowRequests, most: int) -> RowRequests:
         """Return the requests of these rows, going on where their answers stand.

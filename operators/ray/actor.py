@@ -111,20 +111,26 @@ class ShardCall:
 
     def keep_begun(self, begun: Sequence[tuple[NDArray[np.int64], BegunAnswers]]) -> None:
         """Take what unfinished answers have so far, of some rows each. Rows that wait keep what they had."""
-        now = np.concatenate([of[answers.rows] for of, answers in begun])
-        waits = np.flatnonzero((self._slots[self._recalled.rows] < 0) & ~np.isin(self._recalled.rows, now))
-        rows = np.concatenate((now, self._recalled.rows[waits]))
-        tokens = [one for _, answers in begun for one in answers.tokens]
-        tokens += [self._recalled.tokens[i] for i in waits.tolist()]
-        offsets = np.concatenate(([0], np.cumsum([len(one) for one in tokens], dtype=np.int64)))
-        columns = [
-            pa.array(self._rows["row"][rows]),
-            pa.array(self._rows["occurrence"][rows]),
-            pa.array(np.concatenate([*(answers.asks for _, answers in begun), self._recalled.asks[waits]])),
-            pa.LargeListArray.from_arrays(offsets, np.concatenate([np.empty(0, np.int32), *tokens])),
+        now = [BegunAnswers(of[one.rows].astype(np.int32), one.asks, one.tokens) for of, one in begun]
+        rows = np.concatenate([answers.rows for answers in now])
+        recalled = self._recalled
+        waits = np.flatnonzero((self._slots[recalled.rows] < 0) & ~np.isin(recalled.rows, rows))
+        kept = [recalled.tokens[i] for i in waits.tolist()]
+        now.append(BegunAnswers(recalled.rows[waits], recalled.asks[waits], kept))
+        batches = [
+            pa.RecordBatch.from_arrays(
+                [
+                    pa.array(self._rows["row"][answers.rows]),
+                    pa.array(self._rows["occurrence"][answers.rows]),
+                    pa.array(answers.asks),
+                    answers.column,
+                ],
+                schema=BEGUN,
+            )
+            for answers in now
         ]
         with self._changed:
-            self._begun = pa.RecordBatch.from_arrays(columns, schema=BEGUN)
+            self._begun = pa.concat_batches(batches)
 
     def begun(self, rows: NDArray[np.int64]) -> None:
         """Take note of rows that are given to the engine, some of them perhaps once more."""
@@ -310,12 +316,7 @@ def _recall_begun(known: pa.RecordBatch | None, hashes: NDArray[np.uint64]) -> B
     """Return what the ledger knows of unfinished answers (`BEGUN`) as those of these rows."""
     known = pa.RecordBatch.from_pylist([], schema=BEGUN) if known is None else known
     there, rows = _find(known["row"].to_numpy(), known["occurrence"].to_numpy(), hashes)
-    offsets, tokens = known["tokens"].offsets.to_numpy(), known["tokens"].values.to_numpy()
-    return BegunAnswers(
-        rows.astype(np.int32),
-        known["ask"].to_numpy()[there],
-        [tokens[offsets[i] : offsets[i + 1]] for i in there.tolist()],
-    )
+    return BegunAnswers.of_column(rows.astype(np.int32), known["ask"].to_numpy()[there], known["tokens"], there)
 
 
 def _find(
