@@ -73,7 +73,7 @@ def test_of_a_finished_output_failed_rows_alone_are_run_again(
 
 
 def test_of_an_unfinished_output_failed_rows_are_run_again_as_well(job: Job, poison: Callable[[], None]) -> None:
-    job.run_until(58)
+    job.run_until(50)
     kept = job.kept()
     assert kept >= BAD
     poison()
@@ -88,7 +88,7 @@ def test_rows_that_are_published_already_are_not_run_again_before_the_job_is_don
     job: Job, poison: Callable[[], None], capfd: pytest.CaptureFixture[str]
 ) -> None:
     job = job.having(preserve_order=False)
-    job.run_until(58)
+    job.run_until(50)
     capfd.readouterr()
     with pytest.raises(DataError) as caught:
         job.run(retry_errors=True)
@@ -99,7 +99,7 @@ def test_rows_that_are_published_already_are_not_run_again_before_the_job_is_don
 
 
 def test_failed_rows_stay_failed_without_being_asked_for(job: Job, poison: Callable[[], None]) -> None:
-    job.run_until(58)
+    job.run_until(50)
     kept = job.kept()
     poison()
     with begun() as answered:
