@@ -40,9 +40,10 @@ from llmbatch.inference.progress import Lines, Silence
 from llmbatch.inference.worker import Worker
 from llmbatch.io.row_hash import hash_rows
 from llmbatch.operators.columns_read import columns_read
-from llmbatch.operators.ray.actor import ShardCall, SharedEngine
+from llmbatch.operators.ray.actor import SharedEngine
 from llmbatch.operators.ray.in_flight import InFlightRows, left_behind
 from llmbatch.operators.ray.ledger import ActorHome, Ledger, ShardHistory
+from llmbatch.operators.ray.shard_call import ShardCall
 from llmbatch.operators.ray.sharding import OUTLINE, ROWS_PER_SHARD, Shards, cut, outline
 from llmbatch.operators.workers import worker_of
 
@@ -247,7 +248,7 @@ def _start_ledger(rows: int, quiet: bool) -> Any:
 
 
 class _Reports:
-    """The ledger's actor, called and waited for (`llmbatch.operators.ray.actor.Reports`)."""
+    """The ledger's actor, called and waited for (`llmbatch.operators.ray.shard_call.Reports`)."""
 
     def __init__(self, ledger: Any) -> None:
         self._ledger = ledger

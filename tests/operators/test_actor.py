@@ -20,9 +20,10 @@ from llmbatch.inference.progress import Silence
 from llmbatch.inference.window import Window
 from llmbatch.inference.worker import Worker
 from llmbatch.io.row_hash import hash_rows
-from llmbatch.operators.ray.actor import ShardCall, SharedEngine
+from llmbatch.operators.ray.actor import SharedEngine
 from llmbatch.operators.ray.in_flight import ENDED, ROW, RUNNING, InFlightRows, left_behind
 from llmbatch.operators.ray.ledger import Ledger, ShardHistory
+from llmbatch.operators.ray.shard_call import ShardCall
 from llmbatch.operators.ray.shard_queue import ShardQueue
 from llmbatch.runtime.protocols import Stop
 
