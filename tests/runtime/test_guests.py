@@ -8,6 +8,7 @@ import time
 import weakref
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,7 +31,7 @@ from tests.runtime.test_stream import Engines, Listed, Mortal, Window
 from tests.support.examples import examples
 from tests.support.golden import generate
 from tests.support.guests import Crowd, Script, Told, all_of, guest
-from tests.support.models import EOS, PAD, tiny_model
+from tests.support.models import EOS, FAMILIES, PAD, tiny_model, tiny_model_folder
 from tests.support.workloads import COST
 
 POOL = Pool(400, 4)
@@ -320,9 +321,16 @@ def test_every_row_and_every_guest_ends_once_whoever_comes_and_leaves_when(seed:
     assert scheduler_of(stream).state.pages.used == 0
 
 
-@pytest.mark.parametrize("make", [torch_engine, accelerated_engine])
+@pytest.mark.parametrize(
+    ("make", "family", "layers"),
+    [
+        (torch_engine, "llama", 1),
+        (accelerated_engine, "llama", 1),
+        *(pytest.param(torch_engine, family, 3, marks=pytest.mark.slow) for family in FAMILIES),
+    ],
+)
 def test_answers_are_those_of_generate_whatever_runs_beside(
-    make: Callable[[str, int], StreamEngine], shallow: str
+    make: Callable[[str, int], StreamEngine], family: str, layers: int, tmp_path: Path
 ) -> None:
     rng = np.random.default_rng(3)
     rows = [rng.integers(0, 256, n).tolist() for n in (33, 5, 21, 7)]
@@ -330,8 +338,9 @@ def test_answers_are_those_of_generate_whatever_runs_beside(
     window, inbox, limits = window_of(rows, [12] * len(rows)), GuestInbox(), [9, 12, 7]
     guests = [guest(prompt, limit) for prompt, limit in zip(others, limits, strict=True)]
     script = Script(inbox, {1 + 3 * i: partial(inbox.put, one) for i, (one, _) in enumerate(guests)})
-    opened(Hosting(make(shallow, 40)), script, inbox, pool=Pool(40, 4)).run(Listed([window]))
-    expected = generate(tiny_model("llama", layers=1), [*rows, *others], [*[12] * len(rows), *limits], [EOS], PAD)
+    engine = make(tiny_model_folder(tmp_path, family, layers=layers), 40)
+    opened(Hosting(engine), script, inbox, pool=Pool(40, 4)).run(Listed([window]))
+    expected = generate(tiny_model(family, layers=layers), [*rows, *others], [*[12] * len(rows), *limits], [EOS], PAD)
     assert [script.tokens[id(window), i] for i in range(len(rows))] == expected[: len(rows)]
     assert [told.tokens for _, told in guests] == expected[len(rows) :]
     for _, told in guests:

@@ -34,7 +34,7 @@ DEVICE = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
 PLATFORM = Platform(DEVICE, GpuOps(DEVICE), PAGE_SIZE, max_running=512)
 MAX_TOKENS = 6
 LAYERS = 2  # of tiny models: the interpreter takes a second for each in every step
-OFTEN = ("llama", "gemma3", "gpt_oss")  # those that differ most; others take minutes in the interpreter
+OFTEN = ("llama", "gpt_oss")  # those that differ most; others take minutes in the interpreter
 
 
 def prompts() -> list[list[int]]:
