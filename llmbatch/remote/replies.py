@@ -15,6 +15,7 @@ from llmbatch.openai.fields import CHAT
 from llmbatch.openai.texts import valid_text
 from llmbatch.scheduler.output import FinishReason
 
+_NOWHERE: Final = frozenset((404, 405, 501))  # the path or its method is not there, for any row
 _BUSY: Final = frozenset((429, 502, 503, 504))  # what any request would get now
 _LATER: Final = frozenset((408, 409, 425))
 _SHOWN: Final = 300  # characters of what an endpoint says
@@ -39,8 +40,11 @@ def read_reply(
     said = message_of(body)
     if status in (401, 403):
         raise JobError(refused_key(url, status, said))
-    if status == 404:
-        raise JobError(f"the endpoint {url} has no such model or path, {path} (404): {said}")
+    if status in _NOWHERE:
+        raise JobError(
+            f"the endpoint {url} has no such model or path, {path} ({status}): mend the URL (--beside) or name one of "
+            f"its models (--model); it says: {said}"
+        )
     if status in _BUSY:
         return TryAgain(f"it answered {status}: {said}", of_row=False, after=retry_after(headers))
     if status in _LATER or status >= 500 or status < 400:

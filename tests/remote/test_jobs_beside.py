@@ -212,7 +212,8 @@ def test_a_connection_that_is_hung_up_once_costs_nothing_but_a_try(there: Endpoi
         ),
         (
             lambda: refusal(404, "gone"),
-            "the endpoint {url} has no such model or path, /v1/completions (404): gone",
+            "the endpoint {url} has no such model or path, /v1/completions (404): mend the URL (--beside) or name one "
+            "of its models (--model); it says: gone",
         ),
         (
             lambda: refusal(503, "full"),

@@ -104,11 +104,13 @@ def test_a_key_that_is_refused_ends_the_job() -> None:
     )
 
 
-def test_a_model_or_path_that_is_not_there_ends_the_job() -> None:
+@pytest.mark.parametrize("status", [404, 405, 501])
+def test_a_model_or_path_that_is_not_there_ends_the_job(status: int) -> None:
     with pytest.raises(JobError) as caught:
-        read(404, {"error": {"message": "no model"}}, COMPLETIONS)
+        read(status, {"error": {"message": "no model"}}, COMPLETIONS)
     assert str(caught.value) == (
-        "the endpoint http://there:1 has no such model or path, /v1/completions (404): no model"
+        f"the endpoint http://there:1 has no such model or path, /v1/completions ({status}): mend the URL (--beside) "
+        "or name one of its models (--model); it says: no model"
     )
 
 
