@@ -8,6 +8,7 @@ What a round is, and what of it is counted, says `peers/rounds.py`. How far answ
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 from peers.rounds import DTYPES, Figures, Peer, Work, measure_llmbatch, run
 
@@ -22,6 +23,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--peer-dtype", choices=DTYPES, default="bfloat16")
 
 
+def settings(options: argparse.Namespace) -> dict[str, Any]:
+    """Its type, as `measure` finds it."""
+    return {"dtype": options.peer_dtype}
+
+
+def environment(_: argparse.Namespace) -> dict[str, str]:
+    """That of llmbatch in a round."""
+    return {"GOMP_SPINCOUNT": "300000"}
+
+
 if __name__ == "__main__":
-    settings, environment = lambda options: {"dtype": options.peer_dtype}, lambda _: {"GOMP_SPINCOUNT": "300000"}
     raise SystemExit(run(Peer("other-dtype", measure, add_options, settings, environment)))
