@@ -3,11 +3,12 @@
     python benchmarks/engine_step.py [--model FOLDER] [--dtype bfloat16] [--roofline] [--profile]
 
 The roofline of a step is the larger of two times: its operations at the best rate that a product of any shape reaches
-here (torch's own and ours, both measured first), and its bytes at the speed of a plain sum over memory, measured again
-for each kind, before it and after: other machines share the memory, and its speed is another one each minute. Its bytes
-are the weights of all layers, those of the head if a row is sampled, and the keys and values that its rows read. In
-int8 and int4 the layers' products have a rate of their own. `--roofline` measures every kind of step: decodes, chunks
-and both together, by rows and context.
+here (torch's own and ours, both measured first), and its bytes at the speed of a plain sum over memory. Other machines
+share the memory, and its speed may double within seconds: so steps and sums are timed in turns, and each step is
+compared with the faster of the sums right before and after it. Figures are medians of these rounds. The bytes are the
+weights of all layers, those of the head if a row is sampled, and the keys and values that its rows read. In int8 and
+int4 the layers' products have a rate of their own. `--roofline` measures every kind of step: decodes, chunks and both
+together, by rows and context.
 
 That bound takes all reading to hide behind all arithmetic, or the other way round. `in turn` is the bound of an engine
 that computes products and attention one after the other: the larger of the two times for each of them, added up, where
@@ -23,10 +24,11 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from statistics import median
+from typing import Any, NamedTuple
 
 import torch
-from roofline.bounds import Machine, Memory, best_rate, fastest
+from roofline.bounds import Machine, Memory, best_rate
 from roofline.kinds import PAGE_SIZE, Kind, all_kinds, build, usual_kinds
 
 from llmbatch.choices import KV_DTYPES
@@ -44,23 +46,42 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "examples" / "demo"))
 from run import smollm2
 
 MOST_KV = 4 << 30  # bytes
+ROUND_SECONDS = 1.5  # of each kind of step at least
 
 
-def fastest_parts(
-    function: Callable[[], object], repeats: int, clocks: Sequence[Clock]
-) -> tuple[float, tuple[float, ...]]:
-    """Seconds of the fastest of some calls, as `fastest`, and what of them each clock has."""
-    found: list[tuple[float, tuple[float, ...]]] = []
+def in_rounds(
+    execute: Callable[[], object], repeats: int, clocks: Sequence[Clock], rates: Callable[[], tuple[float, float]]
+) -> list[Round]:
+    """Time a step between sums over memory: so many times, and more while all that takes less than some seconds."""
+    execute()
+    found: list[Round] = []
+    begun, before = time.perf_counter(), rates()
+    while len(found) < repeats or time.perf_counter() - begun < ROUND_SECONDS:
+        timed = min(_timed(execute, clocks) for _ in range(2))  # the first may find its data out of the caches
+        after = rates()
+        found.append(Round(*timed, max(before[0], after[0]), max(before[1], after[1])))
+        before = after
+    return found
 
-    def noted() -> None:
-        for clock in clocks:
-            clock.take()
-        begin = time.perf_counter()
-        function()
-        found.append((time.perf_counter() - begin, tuple(clock.take() for clock in clocks)))
 
-    fastest(noted, repeats)
-    return min(found[1:])
+def _timed(execute: Callable[[], object], clocks: Sequence[Clock]) -> tuple[float, float, float]:
+    """Seconds of a call, and what of them both clocks have."""
+    for clock in clocks:
+        clock.take()
+    begun = time.perf_counter()
+    execute()
+    layers, head = (clock.take() for clock in clocks)
+    return time.perf_counter() - begun, layers, head
+
+
+class Round(NamedTuple):
+    """A step and what memory gave beside it."""
+
+    seconds: float
+    layers: float  # seconds
+    head: float  # seconds
+    bandwidth: float  # bytes a second of a plain sum
+    scattered: float  # the same of pieces in random order
 
 
 class Clock:
@@ -120,23 +141,24 @@ def main() -> None:
         f"{options.dtype}, KV in {loaded.kv_type.name}: {torch.get_num_threads()} threads, "
         f"{machine.flops / 1e9:.0f} GFLOP/s" + (f", in layers {layer_rate / 1e9:.0f}" if layer_rate else "")
     )
-    columns = ("ms", "bound", "ratio", "in turn", "tokens/s", "layers", "head", "rest", "GB/s", "in pieces")
-    print(f"{'step':40}" + "".join(f"{name:>9}" for name in columns))
+    heads = ("ms", "bound", "ratio", "in turn", "tokens/s", "layers", "head", "rest", "GB/s", "in pieces")
+    print(f"{'step':40}" + "".join(f"{name:>9}" for name in heads))
     for kind in all_kinds() if options.roofline else usual_kinds():
         if options.only not in kind.name or kind.keys * per_token > MOST_KV:
             continue
         execute = prepared(loaded, kind)
-        before = memory.rates()
-        seconds, parts = fastest_parts(execute, options.repeats, clocks)
-        rates = [max(pair) for pair in zip(before, memory.rates())]
-        bound, in_turn = machine.bounds(loaded, kind, *rates)
-        layers, head = parts
-        print(
-            f"{kind.name:40}{seconds * 1e3:9.2f}{bound * 1e3:9.2f}{seconds / bound:9.2f}{seconds / in_turn:9.2f}"
-            f"{kind.tokens / seconds:9.0f}{layers * 1e3:9.2f}{head * 1e3:9.2f}{(seconds - layers - head) * 1e3:9.2f}"
-            + "".join(f"{rate / 1e9:9.1f}" for rate in rates),
-            flush=True,
+        rounds = in_rounds(execute, options.repeats, clocks, memory.rates)
+        bounds = [machine.bounds(loaded, kind, one.bandwidth, one.scattered) for one in rounds]
+        middle = Round(*(median(column) for column in zip(*rounds)))
+        ratios = [[one.seconds / bound[side] for one, bound in zip(rounds, bounds)] for side in range(2)]
+        columns = (
+            f"{middle.seconds * 1e3:9.2f}{median(bound for bound, _ in bounds) * 1e3:9.2f}",
+            *(f"{median(side):9.2f}" for side in ratios),
+            f"{kind.tokens / middle.seconds:9.0f}{middle.layers * 1e3:9.2f}{middle.head * 1e3:9.2f}",
+            f"{(middle.seconds - middle.layers - middle.head) * 1e3:9.2f}",
+            f"{middle.bandwidth / 1e9:9.1f}{middle.scattered / 1e9:9.1f}",
         )
+        print(f"{kind.name:40}" + "".join(columns), flush=True)
         if options.profile:
             with torch.profiler.profile() as profile:
                 execute()

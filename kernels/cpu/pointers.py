@@ -21,6 +21,7 @@ from numba import types
 from numba.core import cgutils
 from numba.core.errors import TypingError
 from numba.extending import intrinsic
+from numba.np.numpy_support import carray
 
 from llmbatch.compilation.decorators import code_folder, compiled, kept
 
@@ -43,6 +44,23 @@ def data_of(array: Any) -> Any:
 def address_in(array: Any, row: int, column: int) -> Any:
     """Return the address of an element of a matrix whose rows lie in one piece each."""
     return data_of(array) + row * array.strides[0] + column * array.itemsize
+
+
+@intrinsic
+def _pointer_to(_typing: Any, address: Any) -> Any:
+    def build(_context: Any, builder: Any, _sig: Any, values: Any) -> Any:
+        return builder.inttoptr(values[0], cgutils.voidptr_t)
+
+    return types.voidptr(address), build
+
+
+_pointer: Any = _pointer_to  # type checkers count the first argument
+
+
+@compiled(nogil=True, forceinline=True)
+def words_at(address: int, count: int) -> Any:
+    """View so many uint32 at an address."""
+    return carray(_pointer(address), (count,), np.uint32)
 
 
 @compiled(nogil=True, forceinline=True, counted=False)

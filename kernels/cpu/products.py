@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from llmbatch.compilation.decorators import compiled
 from llmbatch.kernels.cpu.groups import quantise_groups
 from llmbatch.kernels.cpu.numerics import magnitude, quantise_row, widen
-from llmbatch.kernels.cpu.pointers import address_of, caller
+from llmbatch.kernels.cpu.pointers import address_of, caller, words_at
 from llmbatch.kernels.cpu.tiles.dot_tiles import add_tile, float_tile, gelu_tile, silu_tile, store_tile
 from llmbatch.kernels.cpu.tiles.endings import COLUMNS, ROWS
 from llmbatch.kernels.cpu.workers import share_of
@@ -156,14 +156,21 @@ def multiply_share(
             _call_tile(code, arguments)
 
 
-@compiled(parallel=True, nogil=True)
-def pack(weight: NDArray[np.uint32], order: NDArray[np.int64], panels: NDArray[np.uint32]) -> None:
-    """Pack words: panels[p, :, j] = weight[order[p * COLUMNS + j]], or 0 where the order is negative."""
+@compiled(parallel=True, nogil=True, counted=True)
+def pack(rows: NDArray[np.int64], panels: NDArray[np.uint32]) -> None:
+    """Pack words into panels of zeros: panels[p, :, j] is what lies at the address rows[p * COLUMNS + j]; at 0 nothing.
+
+    The rows of a panel are gathered side by side first: memory is read one row after another.
+    """
     for p in prange(panels.shape[0]):
+        gathered = np.zeros((COLUMNS, panels.shape[1]), np.uint32)
+        for j in range(COLUMNS):
+            address = rows[p * COLUMNS + j]
+            if address != 0:
+                gathered[j] = words_at(address, panels.shape[1])
         for k in range(panels.shape[1]):
             for j in range(COLUMNS):
-                source = order[p * COLUMNS + j]
-                panels[p, k, j] = weight[source, k] if source >= 0 else np.uint32(0)
+                panels[p, k, j] = gathered[j, k]
 
 
 @compiled(parallel=True, nogil=True)

@@ -80,6 +80,11 @@ def test_layers_of_other_forms_stay(tmp_path: Path, family: str) -> None:
     assert not join_layers(loaded.module, loaded.attention, loaded.dtype, CpuOps())
 
 
+def test_layers_that_stay_are_told_of(tmp_path: Path) -> None:
+    loaded = load_model(tiny_model_folder(tmp_path, "gpt_oss"), dtype="float32", platform=HOST)
+    assert loaded.notes == ("layers run module by module, which takes longer: they have no form that one loop can run",)
+
+
 @pytest.mark.parametrize("name", ["model.embed_tokens", "model.layers.1"])
 def test_layers_stay_where_what_one_returns_is_read_beside_the_next(tmp_path: Path, name: str) -> None:
     """As by a model that adds its embeddings, or a layer's output, to what the last layer returns."""

@@ -179,6 +179,7 @@ def test_mxfp4_weights_are_dequantised_and_the_user_is_told(tmp_path: Path, dtyp
     loaded = load_model(folder, dtype=dtype, platform=HOST)
     assert loaded.notes == (
         f"weights are MXFP4 in their files and {dtype} in memory, where they take about {times} times the room.",
+        "layers run module by module, which takes longer: they have no form that one loop can run",
     )
     read = load_file(f"{folder}/model.safetensors")
     name = "model.layers.0.mlp.experts.down_proj"
@@ -202,6 +203,22 @@ def test_as_much_of_a_family_is_fused_as_its_page_says(tmp_path: Path, name: str
     if any(isinstance(module, FusedNorm) for module in modules):
         parts.append("norms")
     assert (", ".join(parts) or "none") == TABLE[name].fused
+
+
+@pytest.mark.parametrize("seed", range(5, 10))
+def test_attention_whose_scores_are_large_is_fused_in_bfloat16(tmp_path: Path, seed: int) -> None:
+    """What a softmax makes of their rounding may be far beyond that of the numbers."""
+    folder = Path(tiny_model_folder(tmp_path, "llama"))
+    weights = load_file(folder / "model.safetensors")
+    generator = torch.Generator().manual_seed(seed)
+    for name, weight in weights.items():
+        if "q_proj" in name or "k_proj" in name:
+            weights[name] = 3 * torch.randn(weight.shape, generator=generator)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    loaded = load_model(str(folder), dtype="bfloat16", platform=replace(HOST, pack=None))
+    layers = list(loaded.module.get_submodule("model.layers").children())
+    assert all(isinstance(layer.self_attn, FusedAttention) for layer in layers)
+    assert {parameter.dtype for parameter in loaded.module.parameters()} == {torch.bfloat16}
 
 
 @pytest.mark.parametrize("family", FAMILIES)

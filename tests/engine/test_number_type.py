@@ -43,11 +43,11 @@ def test_rows_of_bfloat16_are_widened_where_that_is_faster(
 ) -> None:
     monkeypatch.setenv("LLMBATCH_CACHE", str(tmp_path))
     monkeypatch.setattr(number_type, "widened_gain", lambda: gain)
-    weight = PackedWeight(torch.ones(4, 8, dtype=torch.bfloat16), None)
+    weight = PackedWeight([(torch.ones(4, 8, dtype=torch.bfloat16), None)])
     assert bfloat16_rows() == weight.row_type == np.dtype(expected)
     assert weight.row_bytes == 8 * weight.row_type.itemsize
     assert weight.panels.shape[1] == 4  # words of two elements, whatever rows are
-    assert PackedWeight(torch.ones(4, 8), None).row_type == np.float32
+    assert PackedWeight([(torch.ones(4, 8), None)]).row_type == np.float32
 
 
 def test_both_kinds_of_rows_are_timed() -> None:

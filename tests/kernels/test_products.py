@@ -110,8 +110,9 @@ def pack_panels(given: Given, order: Array) -> Array:
         pack_groups(given.weight, order, 2.0**-20, panels)
         return panels
     words = given.weight.view(np.uint32)
-    panels = np.empty((count, words.shape[1], COLUMNS), np.uint32)
-    pack(words, order, panels)
+    panels = np.zeros((count, words.shape[1], COLUMNS), np.uint32)
+    rows = words.ctypes.data + words.strides[0] * order
+    pack(np.where(order < 0, 0, rows), panels)
     return panels
 
 

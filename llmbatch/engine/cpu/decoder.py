@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import numba
@@ -226,28 +226,28 @@ def _pair(arrays: dict[bool, NDArray[Any]]) -> tuple[NDArray[Any], NDArray[Any]]
 
 def _pack(part: LayerParts, bits: int | None) -> list[PackedWeight]:
     """Pack the weights of a layer, and let go of them."""
-    stacked_qkv, out, stacked_gate_up, down = products_of(part)
-    qkv, gate_up = stacked_qkv.joined(), stacked_gate_up.joined()
+    qkv, out, gate_up, down = products_of(part)
     width = gate_up.out_features // 2
     lanes = COLUMNS // 2
     panels = -(-width // lanes)
     columns = np.pad(np.arange(width), (0, panels * lanes - width), constant_values=-1)
     order = np.stack((columns, np.where(columns < 0, -1, columns + width))).reshape(2, panels, lanes)
     packed = [
-        PackedWeight(qkv.weight, qkv.bias, bits=bits),
-        PackedWeight(*_times(out, part.factor), bits=bits),
-        PackedWeight(gate_up.weight, gate_up.bias, order.swapaxes(0, 1).ravel(), bits=bits),
-        PackedWeight(*_times(down, part.factor), padded=panels * lanes, bits=bits),
+        PackedWeight(_weights(qkv.take_layers()), bits=bits),
+        PackedWeight(_weights([out], part.factor), bits=bits),
+        PackedWeight(_weights(gate_up.take_layers()), order.swapaxes(0, 1).ravel(), bits=bits),
+        PackedWeight(_weights([down], part.factor), padded=panels * lanes, bits=bits),
     ]
     out.weight = down.weight = nn.Parameter(torch.empty(0), requires_grad=False)
     return packed
 
 
-def _times(layer: nn.Linear, factor: float) -> tuple[torch.Tensor, torch.Tensor | None]:
-    bias: torch.Tensor | None = layer.bias
+def _weights(layers: Sequence[nn.Linear], factor: float = 1.0) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+    """Return weights and biases, times a factor."""
+    found: list[tuple[torch.Tensor, torch.Tensor | None]] = [(layer.weight, layer.bias) for layer in layers]
     if factor == 1.0:
-        return layer.weight, bias
-    return layer.weight * factor, None if bias is None else bias * factor
+        return found
+    return [(weight * factor, None if bias is None else bias * factor) for weight, bias in found]
 
 
 def _head_norms(parts: list[LayerParts], side: str) -> NDArray[np.float32]:

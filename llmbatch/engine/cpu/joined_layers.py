@@ -22,11 +22,10 @@ from torch import nn
 from llmbatch.engine.cpu.attention import CpuAttention
 from llmbatch.engine.cpu.decoder import Angles, Decoder
 from llmbatch.engine.cpu.layer_forms import LayerParts, alike, find_parts, products_of
-from llmbatch.engine.model.fused_modules import FusedAttention, FusedNorm, products_once, replace_modules
+from llmbatch.engine.model.fused_modules import PROBE_TOKENS, FusedAttention, FusedNorm, products_once, replace_modules
 from llmbatch.engine.model.ops import ModelOps
 from llmbatch.kernels.spec import AttentionSpec
 
-_PROBE_TOKENS: Final = 3
 _FEW: Final = 2  # of so many tokens one is wanted at most: else the last layer is for all
 
 
@@ -123,8 +122,8 @@ def join_layers(
             calls.append(_Call(parts, given[0], named.get("position_embeddings"), out))
 
     def run() -> torch.Tensor:
-        ids = torch.arange(_PROBE_TOKENS)[None]
-        step = pieces.probe_step(specs, dtype, _PROBE_TOKENS)
+        ids = torch.arange(PROBE_TOKENS)[None]
+        step = pieces.probe_step(specs, dtype, PROBE_TOKENS)
         logits: torch.Tensor = model(input_ids=ids, position_ids=ids, use_cache=False, llmbatch=step).logits
         return logits
 
@@ -169,7 +168,7 @@ def _find_around(
     if len(norms) != 1 or len(rotations) != 1:
         return None
     embed, head = model.get_input_embeddings(), model.get_output_embeddings()
-    ids = torch.arange(_PROBE_TOKENS)[None]
+    ids = torch.arange(PROBE_TOKENS)[None]
     hidden = embed(ids)
     try:
         angles = rotations[0](hidden, position_ids=ids)

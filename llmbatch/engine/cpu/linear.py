@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Final
 
 import numba
@@ -38,61 +39,80 @@ def _row_type(dtype: torch.dtype, bits: int | None) -> np.dtype[Any]:
 
 
 class PackedWeight:
-    """The weight of a linear layer in panels, and what tiles read of its columns: its bias, or zeros, in float32.
+    """The weights of linear layers of one input, one after another, in panels, and what tiles read of their columns.
 
-    An int8 weight has a scale for each column. Its rows are unsigned, 128 more than what they mean, so its sums start
-    at what those 128 would add. An int4 weight has its scales and offsets in its panels (`kernels.cpu.groups`).
+    That is the bias, or zeros, in float32. An int8 weight has a scale for each column. Its rows are unsigned, 128 more
+    than what they mean, so its sums start at what those 128 would add. An int4 weight has its scales and offsets in its
+    panels (`kernels.cpu.groups`).
     """
 
     def __init__(
         self,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
+        layers: Sequence[tuple[torch.Tensor, torch.Tensor | None]],
         order: NDArray[np.int64] | None = None,
         *,
         padded: int | None = None,
         bits: int | None = None,
     ) -> None:
-        """Pack `weight` [columns, width]; `order` says which column comes where, -1 for none.
+        """Pack `layers`, each a weight [columns, width] and a bias; `order` says which column comes where, -1 for none.
 
-        `padded`: rows that are multiplied have so many elements, zeros after the first `width`. `bits`: of its
+        Each is packed from where it lies: to join them first would write, and clear, most of a model's memory once
+        more. `padded`: rows that are multiplied have so many elements, zeros after the first `width`. `bits`: of its
         integers, 8 or 4; None: it stays float.
         """
-        columns, width = weight.shape
-        weight = weight.detach()
-        if padded is not None and padded > width:
-            weight = nn.functional.pad(weight, (0, padded - width))
+        first, _ = layers[0]
+        self.dtype = first.dtype
+        self.bits = bits
+        self.row_type = _row_type(self.dtype, bits)
+        self.columns = sum(len(weight) for weight, _ in layers)
+        self.width = first.shape[1]
+        padded = max(self.width, padded or 0)
+        self.row_bytes = group_row_bytes(padded) if bits == 4 else padded * self.row_type.itemsize
         if order is None:
-            order = np.arange(columns)
+            order = np.arange(self.columns)
         count = -(-len(order) // COLUMNS)
         order = np.concatenate((order, np.full(count * COLUMNS - len(order), -1)))
-        self.dtype = weight.dtype
-        self.bits = bits
-        self.row_type = _row_type(weight.dtype, bits)
-        self.columns = columns
-        self.width = width
-        self.row_bytes = weight.shape[1] * self.row_type.itemsize
         self.of_columns = np.zeros((count, 3 if bits == 8 else 1, COLUMNS), np.float32)
+        size = padded * (1 if bits == 8 else self.dtype.itemsize)
+        assert bits == 4 or size % 4 == 0, "rows must be whole words"
+        words = group_words(padded) if bits == 4 else size // 4
+        self.panels = huge_pages((count, words, COLUMNS), np.uint32)
+        kept, addresses, begun = [], [], 0
+        for weight, bias in layers:
+            columns = (order >= begun) & (order < begun + len(weight))
+            rows = self._prepare(weight.detach(), bias, np.where(columns, order - begun, -1), padded)
+            kept.append(rows)
+            addresses.append(rows.data_ptr() + rows.stride(0) * rows.element_size() * np.arange(len(rows)))
+            begun += len(weight)
+        if bits != 4:
+            pack(np.where(order < 0, 0, np.concatenate(addresses)[order]), self.panels)
+
+    def _prepare(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, order: NDArray[np.int64], padded: int
+    ) -> torch.Tensor:
+        """Return the rows of a layer as panels have them; int4 ones are packed at once.
+
+        `order` is negative where another layer's columns are.
+        """
+        if padded > self.width:
+            weight = nn.functional.pad(weight, (0, padded - self.width))
+        weight = weight.contiguous()
         if bias is not None:
             self._set(0, bias.detach().float().numpy(), order)
-        if bits == 4:
-            self.row_bytes = group_row_bytes(weight.shape[1])
-            self.panels = huge_pages((count, group_words(weight.shape[1]), COLUMNS), np.uint32)
-            pack_groups(as_array(weight.contiguous()), order, _EXACT[weight.dtype], self.panels)
-            return
-        if bits == 8:
-            rounded = torch.empty(weight.shape, dtype=torch.int8)
-            scales, sums = np.empty(columns, np.float32), np.empty(columns, np.int32)
-            round_columns(as_array(weight.contiguous()), rounded.numpy(), scales, sums)
-            weight = rounded
-            self._set(1, scales, order)
-            self._set(2, (-128 * sums).view(np.float32), order)
-        words = weight.contiguous().view(torch.uint8).numpy().view(np.uint32)
-        self.panels = huge_pages((count, words.shape[1], COLUMNS), np.uint32)
-        pack(words, order, self.panels)
+        if self.bits == 4:
+            pack_groups(as_array(weight), order, _EXACT[weight.dtype], self.panels)
+        if self.bits != 8:
+            return weight
+        rounded = torch.empty(weight.shape, dtype=torch.int8)
+        scales, sums = np.empty(len(weight), np.float32), np.empty(len(weight), np.int32)
+        round_columns(as_array(weight), rounded.numpy(), scales, sums)
+        self._set(1, scales, order)
+        self._set(2, (-128 * sums).view(np.float32), order)
+        return rounded
 
     def _set(self, part: int, values: NDArray[np.float32], order: NDArray[np.int64]) -> None:
-        self.of_columns[:, part] = np.where(order >= 0, values[order], np.float32(0.0)).reshape(-1, COLUMNS)
+        panels, places = np.divmod(np.flatnonzero(order >= 0), COLUMNS)
+        self.of_columns[panels, part, places] = values[order[order >= 0]]
 
 
 class PackedLinear(nn.Module):
@@ -107,7 +127,7 @@ class PackedLinear(nn.Module):
         super().__init__()
         self.in_features: int = original.in_features
         self.out_features: int = original.out_features
-        self.packed = PackedWeight(original.weight, original.bias, bits=bits)
+        self.packed = PackedWeight([(original.weight, original.bias)], bits=bits)
         self._dtype = torch.float32 if to_float else original.weight.dtype
         self._code = tile_code(STORE_FLOAT if to_float else STORE, self.packed.row_type)
         columns = len(self.packed.panels) * COLUMNS

@@ -25,7 +25,8 @@ def _pack(
     if layer_bits == 8 and not HAS_INT8:
         layer_bits = None
         notes = ("this processor cannot multiply int8 (it has no avx512_vnni): bfloat16 is taken instead",)
-    join_layers(model, specs, dtype, _OPS, layer_bits=layer_bits)
+    if not join_layers(model, specs, dtype, _OPS, layer_bits=layer_bits):
+        notes = (*notes, "layers run module by module, which takes longer: they have no form that one loop can run")
     pack_linears(model, dtype, layer_bits=layer_bits)
     return notes
 

@@ -12,11 +12,17 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from llmbatch.engine.model.fused_modules import FusedAttention, FusedMLP, FusedNorm, equal, replace_modules
+from llmbatch.engine.model.fused_modules import (
+    PROBE_TOKENS,
+    FusedAttention,
+    FusedMLP,
+    FusedNorm,
+    equal,
+    replace_modules,
+)
 from llmbatch.engine.model.ops import AttentionContext, ModelOps
 from llmbatch.kernels.spec import AttentionSpec
 
-_PROBE_TOKENS: Final = 3
 _PARTS: Final = {
     "input_layernorm": FusedNorm,
     "self_attn": FusedAttention,
@@ -78,10 +84,10 @@ def fuse_layers(model: nn.Module, specs: dict[int, AttentionSpec], dtype: torch.
             given[0].fill_(torch.nan)  # so that a read of it shows
 
     hooks = [layer.register_forward_hook(probe, with_kwargs=True) for layer in model.modules() if _has_parts(layer)]
-    ids = torch.arange(_PROBE_TOKENS, device=next(model.parameters()).device)[None]
+    ids = torch.arange(PROBE_TOKENS, device=next(model.parameters()).device)[None]
     try:
         logits = model(
-            input_ids=ids, position_ids=ids, use_cache=False, llmbatch=pieces.probe_step(specs, dtype, _PROBE_TOKENS)
+            input_ids=ids, position_ids=ids, use_cache=False, llmbatch=pieces.probe_step(specs, dtype, PROBE_TOKENS)
         ).logits
     finally:
         for hook in hooks:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -19,7 +19,7 @@ from torch.nn import functional
 from llmbatch.engine.model.ops import AttentionContext, ModelOps
 from llmbatch.kernels.spec import GELU_TANH, SILU, AttentionSpec
 
-_PROBE_TOKENS = 3
+PROBE_TOKENS: Final = 5  # products of 2 to 4 rows in float32 take twice as long by some libraries
 
 
 class FusedNorm(nn.Module):
@@ -51,9 +51,9 @@ class FusedNorm(nn.Module):
 
 
 class StackedLinear(nn.Module):
-    """Linear layers of one input, whose outputs stand one after another; `joined` makes one layer of them.
+    """Linear layers of one input, whose outputs stand one after another.
 
-    Their weights stay where they are until then: a processor joins them as it packs them, a layer at a time.
+    Their weights stay where they are until one layer is made of them, or a processor packs them.
     """
 
     def __init__(self, *layers: nn.Linear) -> None:
@@ -66,9 +66,14 @@ class StackedLinear(nn.Module):
         """Map [..., in_features] to [..., out_features]."""
         return torch.cat([layer(x) for layer in self._layers], -1)
 
+    def take_layers(self) -> tuple[nn.Linear, ...]:
+        """Return the layers, and let go of them."""
+        layers, self._layers = self._layers, ()
+        return layers
+
     def joined(self) -> nn.Linear:
         """Join the layers into one, and let go of them."""
-        layers, self._layers = self._layers, ()
+        layers = self.take_layers()
         weight = torch.cat([layer.weight.detach() for layer in layers])
         biases: list[torch.Tensor | None] = [layer.bias for layer in layers]
         has_bias = any(bias is not None for bias in biases)
@@ -170,7 +175,7 @@ def products_once(model: nn.Module) -> Iterator[None]:
         kept: list[torch.Tensor] = []
 
         def forward(x: torch.Tensor) -> torch.Tensor:
-            if not kept or not torch.equal(kept[0], x):
+            if not kept or kept[0].dtype != x.dtype or not torch.equal(kept[0], x):
                 kept[:] = x.clone(), nn.Linear.forward(layer, x)
             return kept[1].clone()
 
@@ -225,7 +230,7 @@ def _fused_norm(module: nn.Module, dtype: torch.dtype, pieces: ModelOps) -> Fuse
         or not isinstance(epsilon, float)
     ):
         return None
-    probe = _probe(_PROBE_TOKENS, len(weight), like=weight).to(dtype)
+    probe = _probe(PROBE_TOKENS, len(weight), like=weight).to(dtype)
     expected = module(probe)
     for scale in (weight.detach().float(), 1.0 + weight.detach().float()):
         fused = FusedNorm(scale, epsilon, pieces)
@@ -251,22 +256,50 @@ def _fused_mlp(module: nn.Module, dtype: torch.dtype, pieces: ModelOps) -> Fused
         return None
     fused = FusedMLP(module, kind, pieces)
     assert isinstance(module.gate_proj, nn.Linear)
-    probe = _probe(1, _PROBE_TOKENS, module.gate_proj.in_features, like=module.gate_proj.weight)
+    probe = _probe(1, PROBE_TOKENS, module.gate_proj.in_features, like=module.gate_proj.weight)
     return fused if equal(fused(probe), module(probe), dtype) else None
 
 
 def _fused_attention(
     module: nn.Module, specs: dict[int, AttentionSpec], dtype: torch.dtype, pieces: ModelOps
 ) -> FusedAttention | None:
+    """Fuse attention that is equal to the module in the model's type, or in float32.
+
+    A softmax of large scores makes much of their rounding, so equal ones may differ in bfloat16.
+    """
     spec = specs.get(getattr(module, "layer_idx", -1))
     if spec is None or not _linears(module, "q_proj", "k_proj", "v_proj", "o_proj"):
         return None
+    for kind in dict.fromkeys((dtype, torch.float32)):
+        with _weights_as(kind, module):
+            fused = _equal_attention(module, spec, kind, pieces)
+        if fused is not None:
+            return fused
+    return None
+
+
+@contextmanager
+def _weights_as(dtype: torch.dtype, module: nn.Module) -> Iterator[None]:
+    """Let the parameters of a module be of another type meanwhile."""
+    kept = {parameter: parameter.data for parameter in module.parameters() if parameter.dtype != dtype}
+    for parameter, data in kept.items():
+        parameter.data = data.to(dtype)
+    try:
+        yield
+    finally:
+        for parameter, data in kept.items():
+            parameter.data = data
+
+
+def _equal_attention(
+    module: nn.Module, spec: AttentionSpec, dtype: torch.dtype, pieces: ModelOps
+) -> FusedAttention | None:
     assert isinstance(module.q_proj, nn.Linear)
-    probe = _probe(1, _PROBE_TOKENS, module.q_proj.in_features, like=module.q_proj.weight)
-    angles = torch.linspace(0.1, 3.0, _PROBE_TOKENS * spec.width // 2).view(1, _PROBE_TOKENS, -1)
+    probe = _probe(1, PROBE_TOKENS, module.q_proj.in_features, like=module.q_proj.weight)
+    angles = torch.linspace(0.1, 3.0, PROBE_TOKENS * spec.width // 2).view(1, PROBE_TOKENS, -1)
 
     def step() -> AttentionContext:
-        return pieces.probe_step({spec.layer: spec}, dtype, _PROBE_TOKENS)
+        return pieces.probe_step({spec.layer: spec}, dtype, PROBE_TOKENS)
 
     for halves in (False, True):
         turns = angles if halves else torch.cat((angles, angles), -1)
