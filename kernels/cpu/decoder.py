@@ -11,7 +11,7 @@ move to the front once these are written, and all that follows is computed for t
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numba import prange, typeof, types
@@ -29,6 +29,7 @@ from llmbatch.kernels.cpu.tiles.endings import COLUMNS
 from llmbatch.kernels.cpu.workers import Team, share_of, wait_for_all
 
 QKV, OUT, GATE_UP, DOWN = range(4)  # the products of a layer
+_FETCHED: Final = 256 << 10  # bytes of a weight that a worker fetches while it waits: a part of the second cache
 STORED, ADDED, GATED, WHOLE, ATTENTION = range(5)  # places in `Layers.codes`
 
 
@@ -105,6 +106,21 @@ def _round(row: Any, target: Any) -> None:
 
 
 @compiled(nogil=True, counted=False)
+def _wait(layers: Any, layer: int, product: int, team: Any) -> None:
+    """Wait for all workers, and fetch what this one reads of the weight of the next product."""
+    panels, size = _coming(layers, layer, product, team)
+    wait_for_all(team, panels + team.worker * size, min(size, _FETCHED))
+
+
+@compiled(nogil=True, counted=False)
+def _coming(layers: Any, layer: int, product: int, team: Any) -> Any:
+    """Return the panels of a product, 4 being the first of the next layer, and the bytes of a worker's share."""
+    number = product % 4
+    size = layers.counts[number] // team.workers * layers.words[number] * 4 * COLUMNS
+    return layers.panels[(layer + product // 4) % layers.panels.shape[0], number], size
+
+
+@compiled(nogil=True, counted=False)
 def _multiply(
     layers: Any, layer: int, product: int, code: int, x: Any, out: Any, step: int, buffers: Any, team: Any
 ) -> None:
@@ -113,19 +129,17 @@ def _multiply(
     if buffers.scales.size > 0:
         first, end = share_of(x.shape[0], team.worker, team.workers)
         convert_rows(x, buffers.converted, buffers.scales, first, end)
-        wait_for_all(team)
+        _wait(layers, layer, product, team)
         a, size = data_of(buffers.converted), buffers.converted.shape[1] * buffers.converted.itemsize
-    after = product + 1
-    share = layers.counts[after % 4] // team.workers * layers.words[after % 4] * 4 * COLUMNS
+    following, share = _coming(layers, layer, product + 1, team)
     multiply_share(
         layers.codes[code], a, size, data_of(buffers.scales), x.shape[0],
         layers.panels[layer, product], layers.counts[product], layers.words[product],
         data_of(out), out.shape[1] * out.itemsize, step * out.itemsize,
         layers.columns[layer, product], layers.columns_step,
-        layers.panels[(layer + after // 4) % layers.panels.shape[0], after % 4], share, layers.alone,
-        team.worker, team.workers,
+        following, share, layers.alone, team.worker, team.workers,
     )  # fmt: skip  # arguments in groups
-    wait_for_all(team)
+    _wait(layers, layer, product + 1, team)
 
 
 @compiled(nogil=True, counted=False)
@@ -137,7 +151,7 @@ def _enter_branch(layers: Any, layer: int, norm: int, buffers: Any, team: Any) -
             normalize_row(buffers.residual[i], layers.norms[norm, layer], np.float32(layers.epsilon), buffers.normed[i])
         else:
             _round(buffers.residual[i], buffers.normed[i])
-    wait_for_all(team)
+    _wait(layers, layer, QKV if norm == 0 else GATE_UP, team)
 
 
 @compiled(nogil=True, counted=False)
@@ -150,7 +164,7 @@ def _leave_branch(layers: Any, layer: int, product: int, norm: int, x: Any, buff
             _add_normalized(
                 buffers.branch[i], layers.norms[norm, layer], np.float32(layers.epsilon), buffers.residual[i]
             )
-        wait_for_all(team)
+        _wait(layers, layer, product + 1, team)
     else:
         _multiply(layers, layer, product, ADDED, x, buffers.residual, COLUMNS, buffers, team)
 
@@ -190,7 +204,7 @@ def _run_share(
             layers.query_norms[layer], layers.key_norms[layer], layers.epsilon, step.token_pages[kind],
             step.token_offsets, pages,
         )  # fmt: skip  # arguments in groups
-        wait_for_all(team)
+        _wait(layers, layer, OUT, team)
         if layer == layers.panels.shape[0] - 1 and last_buffers.residual.shape[0] < buffers.residual.shape[0]:
             _move_wanted(step, layers.query_heads * layers.width, buffers, team)
             buffers = last_buffers
@@ -200,7 +214,7 @@ def _run_share(
             layers.scales[layer], layers.windows[layer], layers.softcaps[layer], layers.sinks[layer],
             buffers.attention, layers.codes[ATTENTION], worker,
         )  # fmt: skip  # arguments in groups
-        wait_for_all(team)
+        _wait(layers, layer, OUT, team)
         _leave_branch(layers, layer, OUT, 1, buffers.attended, buffers, team)
         _enter_branch(layers, layer, 2, buffers, team)
         _multiply(layers, layer, GATE_UP, GATED, buffers.normed, buffers.inner, COLUMNS // 2, buffers, team)

@@ -48,14 +48,24 @@ class Operand:
 
 
 class PrefetchedOperand(Operand):
-    """B as it lies in memory; each step prefetches what is read later."""
+    """B as it lies in memory; each step prefetches what is read later.
+
+    A tile that is alone prefetches two lines a step, which it reads itself: into the second level of caches, since a
+    core waits for few lines at once on their way to the first. Else it prefetches less, for others, into the first.
+    """
 
     def load(self, builder: Any, index: Any) -> list[Any]:
         """Write the code that loads the two registers of a step."""
-        stride = self._tile.ahead_stride  # of two lines, where a tile prefetches all by itself
+        stride = self._tile.ahead_stride
         later = builder.add(self._tile.ahead, builder.mul(index, stride))
-        v.prefetch(builder, later)
-        v.prefetch(builder, builder.add(later, builder.lshr(stride, v.constant(1))))
+        alone = builder.icmp_signed("==", stride, v.constant(4 * COLUMNS))
+        with builder.if_else(alone) as (for_itself, for_others):
+            with for_itself:
+                for j in range(0, 4 * COLUMNS, 64):
+                    v.prefetch(builder, builder.add(later, v.constant(j)), level=2)
+            with for_others:
+                v.prefetch(builder, later)
+                v.prefetch(builder, builder.add(later, builder.lshr(stride, v.constant(1))))
         return super().load(builder, index)
 
 
