@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from llmbatch.compilation.records import Records, records
 from llmbatch.simulation.online.options import OnlinePolicy
-from llmbatch.simulation.online.papers import bros, fcfs, ooco, priority, round_robin
+from llmbatch.simulation.online.papers import bros, fcfs, ooco, priority, round_robin, urgency
 from llmbatch.simulation.online.papers.clock import Decide, empty_log, execute, run_clock
 from llmbatch.simulation.online.papers.lanes import arrive
 from llmbatch.simulation.online.papers.roofline import Roofline, fitted
@@ -166,8 +166,9 @@ def test_bros_sorts_real_time_requests_by_what_they_have_left_late_ones_first() 
     state = state_of([(0.0, 8, 9), (0.2, 8, 9), (0.4, 8, 9)])
     state.totals[0].now = 1.3
     arrive(state)
-    assert bros.by_time_left(state).tolist() == [0, 1, 2]
-    assert bros.least_time_left(state, bros.by_time_left(state)) == pytest.approx(0.1)  # of the third: it is not late
+    urgent = urgency.by_time_left(state)
+    assert [urgency.urgent_at(state, urgent, place) for place in range(3)] == [0, 1, 2]
+    assert urgency.least_time_left(state, urgent) == pytest.approx(0.1)  # of the third: it is not late
 
 
 def test_bros_takes_only_the_last_pages_of_best_effort() -> None:
@@ -176,7 +177,7 @@ def test_bros_takes_only_the_last_pages_of_best_effort() -> None:
     advance(state)
     state.totals[0].now = 0.5
     arrive(state)
-    bros.take_real_time(state, bros.by_time_left(state), 1.0)
+    bros.take_real_time(state, urgency.by_time_left(state), 1.0)
     assert step_of(state) == {0: 33}
     # The second row's last page had 14 empty slots, the first one's 4; then all last pages are full.
     assert state.rows["pages"].tolist() == [3, 3, 2]

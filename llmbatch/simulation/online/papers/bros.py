@@ -42,7 +42,6 @@ from llmbatch.compilation.decorators import compiled
 from llmbatch.simulation.online.papers.lanes import enter, front
 from llmbatch.simulation.online.papers.run_state import (
     JOB,
-    ONLINE,
     RunState,
     behind,
     clear,
@@ -51,6 +50,7 @@ from llmbatch.simulation.online.papers.run_state import (
     seconds_with,
     take,
 )
+from llmbatch.simulation.online.papers.urgency import Urgency, by_time_left, least_time_left, pages_behind, urgent_at
 
 BASE: Final = 128  # requests
 _MOST: Final = 1 << 20  # requests; doubling ends here
@@ -72,42 +72,10 @@ def decide(state: RunState) -> None:
 
 
 @compiled
-def time_left(state: RunState, number: int) -> float:
-    """Return the seconds that a real-time request has until its next token is late (line 3)."""
-    row = state.rows[number]
-    if row.first < 0:
-        return state.rules.ttft - (state.totals[0].now - row.arrival)
-    return state.rules.tpot - (state.totals[0].now - row.last)
-
-
-@compiled
-def by_time_left(state: RunState) -> NDArray[np.int32]:
-    """Sort the real-time requests, those that have begun and those that wait, the most urgent first."""
-    begun, waiting = state.active[ONLINE], state.tail[ONLINE] - state.head[ONLINE]
-    numbers = np.empty(begun + waiting, np.int32)
-    numbers[:begun] = state.running[ONLINE, :begun]
-    numbers[begun:] = state.queue[ONLINE, state.head[ONLINE] : state.tail[ONLINE]]
-    left = np.empty(len(numbers))
-    for i in range(len(numbers)):
-        left[i] = time_left(state, numbers[i])
-    return numbers[np.argsort(left, kind="mergesort")]
-
-
-@compiled
-def least_time_left(state: RunState, urgent: NDArray[np.int32]) -> float:
-    """Return the least time that anybody has left who is not too late (line 4)."""
-    for number in urgent:
-        left = time_left(state, number)
-        if left > 0:
-            return left
-    return state.rules.ttft
-
-
-@compiled
-def take_real_time(state: RunState, urgent: NDArray[np.int32], limit: float) -> tuple[bool, int]:
+def take_real_time(state: RunState, urgent: Urgency, limit: float) -> tuple[bool, int]:
     """Take real-time requests (lines 5 to 14); whether line 11 cut it short, and how many were taken."""
-    for at in range(len(urgent)):
-        number = urgent[at]
+    for at in range(len(urgent.order)):
+        number = urgent_at(state, urgent, at)
         if state.load[0].rows == state.totals[0].batch:
             return False, at
         if not _find_preemptible(state, urgent, at):
@@ -118,7 +86,7 @@ def take_real_time(state: RunState, urgent: NDArray[np.int32], limit: float) -> 
         _preempt_for(state, urgent, at)
         _begin(state, number)
         take(state, number, count)
-    return False, len(urgent)
+    return False, len(urgent.order)
 
 
 @compiled
@@ -130,29 +98,29 @@ def _begin(state: RunState, number: int) -> None:
 
 
 @compiled
-def _find_preemptible(state: RunState, urgent: NDArray[np.int32], at: int) -> bool:
+def _find_preemptible(state: RunState, urgent: Urgency, at: int) -> bool:
     """Tell whether the real-time request at that place finds pages: free, of best effort, or of those behind it."""
-    lacking = pages_wanted(state, urgent[at], behind(state, urgent[at])) - state.totals[0].free
+    number = urgent_at(state, urgent, at)
+    lacking = pages_wanted(state, number, behind(state, number)) - state.totals[0].free
     if lacking <= 0:
         return True
     for i in range(state.active[JOB]):
         lacking -= state.rows[state.running[JOB, i]].pages
-    for i in range(at + 1, len(urgent)):
-        lacking -= state.rows[urgent[i]].pages
-    return lacking <= 0
+    return lacking <= pages_behind(state, urgent, at)
 
 
 @compiled
-def _preempt_for(state: RunState, urgent: NDArray[np.int32], at: int) -> None:
+def _preempt_for(state: RunState, urgent: Urgency, at: int) -> None:
     """Free the pages that the real-time request at that place lacks (5.2)."""
-    wanted = pages_wanted(state, urgent[at], behind(state, urgent[at]))
-    last = len(urgent) - 1
+    number = urgent_at(state, urgent, at)
+    wanted = pages_wanted(state, number, behind(state, number))
+    last = len(urgent.begun) - 1  # those that wait have no pages
     while wanted > state.totals[0].free:
         victim = emptiest(state)
         if victim < 0:
-            while state.rows[urgent[last]].pages == 0:
+            while state.rows[urgent.begun[last]].pages == 0:
                 last -= 1
-            victim = urgent[last]
+            victim = urgent.begun[last]
         give_last(state, victim)
 
 
@@ -170,7 +138,7 @@ def emptiest(state: RunState) -> int:
 
 
 @compiled
-def _take_best_effort(state: RunState, urgent: NDArray[np.int32], taken: int, limit: float) -> None:
+def _take_best_effort(state: RunState, urgent: Urgency, taken: int, limit: float) -> None:
     """Pack best-effort rows in, or let them replace the least urgent real-time request (lines 15 to 33)."""
     order = by_pages_given(state)
     at = 0
@@ -183,9 +151,10 @@ def _take_best_effort(state: RunState, urgent: NDArray[np.int32], taken: int, li
             taken -= 1
             if taken < 0:
                 return
-            dropped = _drop(state, urgent[taken])
+            least = urgent_at(state, urgent, taken)
+            dropped = _drop(state, least)
             if not _packs(state, number, count, limit):
-                take(state, urgent[taken], dropped)
+                take(state, least, dropped)
                 return
         _begin(state, number)
         take(state, number, count)
@@ -240,12 +209,12 @@ def _drop(state: RunState, number: int) -> int:
 
 
 @compiled
-def _take_one(state: RunState, urgent: NDArray[np.int32]) -> None:
+def _take_one(state: RunState, urgent: Urgency) -> None:
     """Take the first request of the order alone, if there is any."""
     number = front(state, JOB)
-    if len(urgent):
+    if len(urgent.order):
         _preempt_for(state, urgent, 0)
-        number = urgent[0]
+        number = urgent_at(state, urgent, 0)
     elif state.active[JOB]:
         order = by_pages_given(state)
         number = order[0]
