@@ -49,6 +49,16 @@ MOST_KV = 4 << 30  # bytes
 ROUND_SECONDS = 1.5  # of each kind of step at least
 
 
+class Round(NamedTuple):
+    """A step and what memory gave beside it."""
+
+    seconds: float
+    layers: float  # seconds
+    head: float  # seconds
+    bandwidth: float  # bytes a second of a plain sum
+    scattered: float  # the same of pieces in random order
+
+
 def in_rounds(
     execute: Callable[[], object], repeats: int, clocks: Sequence[Clock], rates: Callable[[], tuple[float, float]]
 ) -> list[Round]:
@@ -70,18 +80,9 @@ def _timed(execute: Callable[[], object], clocks: Sequence[Clock]) -> tuple[floa
         clock.take()
     begun = time.perf_counter()
     execute()
+    seconds = time.perf_counter() - begun
     layers, head = (clock.take() for clock in clocks)
-    return time.perf_counter() - begun, layers, head
-
-
-class Round(NamedTuple):
-    """A step and what memory gave beside it."""
-
-    seconds: float
-    layers: float  # seconds
-    head: float  # seconds
-    bandwidth: float  # bytes a second of a plain sum
-    scattered: float  # the same of pieces in random order
+    return seconds, layers, head
 
 
 class Clock:
@@ -141,8 +142,8 @@ def main() -> None:
         f"{options.dtype}, KV in {loaded.kv_type.name}: {torch.get_num_threads()} threads, "
         f"{machine.flops / 1e9:.0f} GFLOP/s" + (f", in layers {layer_rate / 1e9:.0f}" if layer_rate else "")
     )
-    heads = ("ms", "bound", "ratio", "in turn", "tokens/s", "layers", "head", "rest", "GB/s", "in pieces")
-    print(f"{'step':40}" + "".join(f"{name:>9}" for name in heads))
+    columns = ("ms", "bound", "ratio", "in turn", "tokens/s", "layers", "head", "rest", "GB/s", "in pieces")
+    print(f"{'step':40}" + "".join(f"{name:>9}" for name in columns))
     for kind in all_kinds() if options.roofline else usual_kinds():
         if options.only not in kind.name or kind.keys * per_token > MOST_KV:
             continue
@@ -151,14 +152,14 @@ def main() -> None:
         bounds = [machine.bounds(loaded, kind, one.bandwidth, one.scattered) for one in rounds]
         middle = Round(*(median(column) for column in zip(*rounds)))
         ratios = [[one.seconds / bound[side] for one, bound in zip(rounds, bounds)] for side in range(2)]
-        columns = (
+        cells = (
             f"{middle.seconds * 1e3:9.2f}{median(bound for bound, _ in bounds) * 1e3:9.2f}",
             *(f"{median(side):9.2f}" for side in ratios),
             f"{kind.tokens / middle.seconds:9.0f}{middle.layers * 1e3:9.2f}{middle.head * 1e3:9.2f}",
             f"{(middle.seconds - middle.layers - middle.head) * 1e3:9.2f}",
             f"{middle.bandwidth / 1e9:9.1f}{middle.scattered / 1e9:9.1f}",
         )
-        print(f"{kind.name:40}" + "".join(columns), flush=True)
+        print(f"{kind.name:40}" + "".join(cells), flush=True)
         if options.profile:
             with torch.profiler.profile() as profile:
                 execute()

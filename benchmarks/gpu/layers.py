@@ -16,8 +16,8 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from gpu.kernels import PAGE, spec_of
 from gpu.stage import Stage
-from llmbatch.engine.model.fused_layers import FusedLayer
-from llmbatch.engine.model.fused_modules import FusedAttention, FusedMLP, FusedNorm, join_products
+from llmbatch.engine.model.fusion.layers import FusedLayer
+from llmbatch.engine.model.fusion.modules import FusedAttention, FusedMLP, FusedNorm, join_products
 from llmbatch.kernels.spec import SILU, AttentionSpec
 from llmbatch.kernels.triton import fused as triton_fused
 

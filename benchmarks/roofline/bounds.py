@@ -69,6 +69,7 @@ class Memory:
 
 
 def _rate(add: Callable[[], object]) -> float:
+    """The bytes a second of a call that adds up `_SUMMED` bytes."""
     begun = time.perf_counter()
     add()
     return _SUMMED / (time.perf_counter() - begun)

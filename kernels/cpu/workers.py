@@ -5,8 +5,8 @@ threads are awake. It costs 10 us a part where OpenMP lets them sleep: in a proc
 parallel loop, as endpoints have. So one loop runs for all layers, and its workers meet at barriers here.
 
 The barrier is a count of arrivals that only grows: nobody arrives a second time before all have arrived once. Who waits
-long lets other threads have the processor, since one of them may be the worker that it waits for. Who waits may fetch
-what it reads next: of a step of few rows, whose time is that of reading weights, some 3 %.
+long lets other threads have the processor, since one of them may be the worker that it waits for. Until then it fetches
+what it reads next: a step of few rows spends its time reading weights, and takes some 2 % less so.
 """
 
 from __future__ import annotations

@@ -21,7 +21,8 @@ from llmbatch.engine.cpu.attention import CpuOps
 from llmbatch.engine.cpu.platform import HOST
 from llmbatch.engine.model import attention_interface, config, loader
 from llmbatch.engine.model.config import describe_model
-from llmbatch.engine.model.fused_modules import FusedAttention, FusedMLP, FusedNorm, StackedLinear, fuse, products_once
+from llmbatch.engine.model.fusion.modules import FusedAttention, FusedMLP, FusedNorm, StackedLinear
+from llmbatch.engine.model.fusion.probes import fuse, products_once
 from llmbatch.engine.model.loader import LoadedModel, load_model, load_weights
 from llmbatch.errors import ModelError
 from tests.support.families import TABLE

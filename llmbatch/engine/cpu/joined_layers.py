@@ -22,7 +22,8 @@ from torch import nn
 from llmbatch.engine.cpu.attention import CpuAttention
 from llmbatch.engine.cpu.decoder import Angles, Decoder
 from llmbatch.engine.cpu.layer_forms import LayerParts, alike, find_parts, products_of
-from llmbatch.engine.model.fused_modules import PROBE_TOKENS, FusedAttention, FusedNorm, products_once, replace_modules
+from llmbatch.engine.model.fusion.modules import FusedAttention, FusedNorm, replace_modules
+from llmbatch.engine.model.fusion.probes import PROBE_TOKENS, products_once
 from llmbatch.engine.model.ops import ModelOps
 from llmbatch.kernels.spec import AttentionSpec
 

@@ -12,7 +12,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from llmbatch.engine.model.fused_modules import FusedAttention, FusedMLP, FusedNorm
+from llmbatch.engine.model.fusion.modules import FusedAttention, FusedMLP, FusedNorm
 from llmbatch.kernels.spec import AttentionSpec
 
 # Names of norms: before attention, after it, before the MLP, after it.

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from llmbatch.engine.cpu.memory import as_array, huge_pages
-from llmbatch.engine.model.fused_modules import join_products, replace_modules
+from llmbatch.engine.model.fusion.modules import join_products, replace_modules
 from llmbatch.engine.model.number_type import bfloat16_rows
 from llmbatch.kernels.cpu.groups import group_row_bytes, group_words, pack_groups
 from llmbatch.kernels.cpu.products import (
@@ -77,11 +77,12 @@ class PackedWeight:
         assert bits == 4 or size % 4 == 0, "rows must be whole words"
         words = group_words(padded) if bits == 4 else size // 4
         self.panels = huge_pages((count, words, COLUMNS), np.uint32)
-        kept, addresses, begun = [], [], 0
+        begun, addresses = 0, []
+        prepared = []  # their memory must stay until it is packed
         for weight, bias in layers:
             columns = (order >= begun) & (order < begun + len(weight))
             rows = self._prepare(weight.detach(), bias, np.where(columns, order - begun, -1), padded)
-            kept.append(rows)
+            prepared.append(rows)
             addresses.append(rows.data_ptr() + rows.stride(0) * rows.element_size() * np.arange(len(rows)))
             begun += len(weight)
         if bits != 4:

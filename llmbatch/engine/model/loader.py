@@ -23,8 +23,9 @@ from llmbatch.choices import KVDType
 from llmbatch.engine.model.attention_interface import NAME, survey
 from llmbatch.engine.model.checkpoints import has_weights, no_progress_bars
 from llmbatch.engine.model.config import DType, ModelConfig, check_gpu, check_words, describe_model
-from llmbatch.engine.model.fused_layers import fuse_layers
-from llmbatch.engine.model.fused_modules import fuse, join_products, replace_modules
+from llmbatch.engine.model.fusion.layers import fuse_layers
+from llmbatch.engine.model.fusion.modules import join_products, replace_modules
+from llmbatch.engine.model.fusion.probes import fuse
 from llmbatch.engine.model.outline import LAYER_BITS, KVType
 from llmbatch.engine.model.platform import Platform
 from llmbatch.engine.model.positions import fix_positions

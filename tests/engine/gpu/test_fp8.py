@@ -17,7 +17,7 @@ from llmbatch.engine.gpu.attention import PAGE_SIZE, GpuOps
 from llmbatch.engine.gpu.engine import GpuEngine
 from llmbatch.engine.gpu.fp8_linear import Fp8Linear
 from llmbatch.engine.model.config import describe_model
-from llmbatch.engine.model.fused_layers import FusedLayer
+from llmbatch.engine.model.fusion.layers import FusedLayer
 from llmbatch.engine.model.loader import LoadedModel, load_weights
 from llmbatch.engine.model.outline import shape_of
 from llmbatch.engine.model.platform import Platform

@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 from llmbatch.engine.cpu.attention import CpuOps
 from llmbatch.engine.cpu.platform import HOST
 from llmbatch.engine.gpu.attention import PAGE_SIZE, GpuOps
-from llmbatch.engine.model.fused_layers import FusedLayer, fuse_layers
+from llmbatch.engine.model.fusion.layers import FusedLayer, fuse_layers
 from llmbatch.engine.model.loader import LoadedModel, load_model
 from llmbatch.engine.model.platform import Platform
 from tests.support.models import FAMILIES, tiny_model, tiny_model_folder

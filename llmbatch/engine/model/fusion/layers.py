@@ -12,14 +12,8 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from llmbatch.engine.model.fused_modules import (
-    PROBE_TOKENS,
-    FusedAttention,
-    FusedMLP,
-    FusedNorm,
-    equal,
-    replace_modules,
-)
+from llmbatch.engine.model.fusion.modules import FusedAttention, FusedMLP, FusedNorm, replace_modules
+from llmbatch.engine.model.fusion.probes import PROBE_TOKENS, equal
 from llmbatch.engine.model.ops import AttentionContext, ModelOps
 from llmbatch.kernels.spec import AttentionSpec
 
