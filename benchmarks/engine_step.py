@@ -12,8 +12,9 @@ together, by rows and context.
 
 That bound takes all reading to hide behind all arithmetic, or the other way round. `in turn` is the bound of an engine
 that computes products and attention one after the other: the larger of the two times for each of them, added up, where
-keys and values are read at the speed of pieces in random order, each as large as a page of a head. The last columns say
-where the time goes: milliseconds in all layers, in the head, and around them.
+keys and values are read at the speed of pieces in random order, each as large as a page of a head. `loop` is the
+milliseconds in compiled layers, which the embedding and the head are part of for models that have no more around them;
+`rest` is all else.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -32,7 +33,7 @@ from roofline.bounds import Machine, Memory, best_rate
 from roofline.kinds import PAGE_SIZE, Kind, all_kinds, build, usual_kinds
 
 from llmbatch.choices import KV_DTYPES
-from llmbatch.engine.cpu.decoder import Decoder
+from llmbatch.engine.cpu import decoder
 from llmbatch.engine.cpu.engine import CpuEngine
 from llmbatch.engine.cpu.platform import HOST
 from llmbatch.engine.model.checkpoints import resolve_model
@@ -53,36 +54,32 @@ class Round(NamedTuple):
     """A step and what memory gave beside it."""
 
     seconds: float
-    layers: float  # seconds
-    head: float  # seconds
+    loop: float  # seconds
     bandwidth: float  # bytes a second of a plain sum
     scattered: float  # the same of pieces in random order
 
 
 def in_rounds(
-    execute: Callable[[], object], repeats: int, clocks: Sequence[Clock], rates: Callable[[], tuple[float, float]]
+    execute: Callable[[], object], repeats: int, clock: Clock, rates: Callable[[], tuple[float, float]]
 ) -> list[Round]:
     """Time a step between sums over memory: so many times, and more while all that takes less than some seconds."""
     execute()
     found: list[Round] = []
     begun, before = time.perf_counter(), rates()
     while len(found) < repeats or time.perf_counter() - begun < ROUND_SECONDS:
-        timed = min(_timed(execute, clocks) for _ in range(2))  # the first may find its data out of the caches
+        timed = min(_timed(execute, clock) for _ in range(2))  # the first may find its data out of the caches
         after = rates()
         found.append(Round(*timed, max(before[0], after[0]), max(before[1], after[1])))
         before = after
     return found
 
 
-def _timed(execute: Callable[[], object], clocks: Sequence[Clock]) -> tuple[float, float, float]:
-    """Seconds of a call, and what of them both clocks have."""
-    for clock in clocks:
-        clock.take()
+def _timed(execute: Callable[[], object], clock: Clock) -> tuple[float, float]:
+    """Seconds of a call, and what of them the clock has."""
+    clock.take()
     begun = time.perf_counter()
     execute()
-    seconds = time.perf_counter() - begun
-    layers, head = (clock.take() for clock in clocks)
-    return seconds, layers, head
+    return time.perf_counter() - begun, clock.take()
 
 
 class Clock:
@@ -136,27 +133,27 @@ def main() -> None:
     first = next(iter(loaded.attention.values()))
     memory = Memory(bytes_per_token([first], loaded.kv_type) // first.heads * PAGE_SIZE)
     machine = Machine(best_rate(loaded.dtype), layer_rate, LAYER_BYTES[smaller] if smaller else loaded.dtype.itemsize)
-    clocks = Clock(Decoder, "run"), Clock(loaded.module.lm_head, "forward")
+    clock = Clock(decoder, "run_layers")
     per_token = bytes_per_token(loaded.attention.values(), loaded.kv_type)
     print(
         f"{options.dtype}, KV in {loaded.kv_type.name}: {torch.get_num_threads()} threads, "
         f"{machine.flops / 1e9:.0f} GFLOP/s" + (f", in layers {layer_rate / 1e9:.0f}" if layer_rate else "")
     )
-    columns = ("ms", "bound", "ratio", "in turn", "tokens/s", "layers", "head", "rest", "GB/s", "in pieces")
+    columns = ("ms", "bound", "ratio", "in turn", "tokens/s", "loop", "rest", "GB/s", "in pieces")
     print(f"{'step':40}" + "".join(f"{name:>9}" for name in columns))
     for kind in all_kinds() if options.roofline else usual_kinds():
         if options.only not in kind.name or kind.keys * per_token > MOST_KV:
             continue
         execute = prepared(loaded, kind)
-        rounds = in_rounds(execute, options.repeats, clocks, memory.rates)
+        rounds = in_rounds(execute, options.repeats, clock, memory.rates)
         bounds = [machine.bounds(loaded, kind, one.bandwidth, one.scattered) for one in rounds]
         middle = Round(*(median(column) for column in zip(*rounds)))
         ratios = [[one.seconds / bound[side] for one, bound in zip(rounds, bounds)] for side in range(2)]
         cells = (
             f"{middle.seconds * 1e3:9.2f}{median(bound for bound, _ in bounds) * 1e3:9.2f}",
             *(f"{median(side):9.2f}" for side in ratios),
-            f"{kind.tokens / middle.seconds:9.0f}{middle.layers * 1e3:9.2f}{middle.head * 1e3:9.2f}",
-            f"{(middle.seconds - middle.layers - middle.head) * 1e3:9.2f}",
+            f"{kind.tokens / middle.seconds:9.0f}{middle.loop * 1e3:9.2f}",
+            f"{(middle.seconds - middle.loop) * 1e3:9.2f}",
             f"{middle.bandwidth / 1e9:9.1f}{middle.scattered / 1e9:9.1f}",
         )
         print(f"{kind.name:40}" + "".join(cells), flush=True)

@@ -59,7 +59,7 @@ def log_likelihoods(folder: str, dtype: DType, kv: KVDType, windows: torch.Tenso
             slots=pages[:1],
             starts=pages[:1],
             counts=np.array([tokens], np.int32),
-            token_pages=np.arange(tokens, dtype=np.int32) // PAGE_SIZE,
+            token_pages=np.tile(np.arange(tokens, dtype=np.int32) // PAGE_SIZE, (2, 1)),
             token_offsets=np.arange(tokens, dtype=np.int32) % PAGE_SIZE,
         )
         logits = loaded.module(input_ids=ids[None], position_ids=positions, use_cache=False, llmbatch=step).logits[0]

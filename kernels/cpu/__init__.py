@@ -8,6 +8,7 @@ __all__ = [
     "attention",
     "blocks",
     "decoder",
+    "decoder_inputs",
     "fused",
     "groups",
     "layout",

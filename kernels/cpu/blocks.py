@@ -117,6 +117,8 @@ def cut_blocks(
 
 def join_blocks(kinds: list[Blocks], heads: int) -> Blocks:
     """Put the blocks of several kinds of layers, of `heads` KV heads, one after the other; bounds are [kinds, ...]."""
+    if len(kinds) == 1:
+        return Blocks(kinds[0].runs, kinds[0].firsts, kinds[0].bounds[None])
     runs = np.cumsum([0, *(len(blocks.runs) for blocks in kinds)])
     before = np.cumsum([0, *(len(blocks.firsts) for blocks in kinds)])
     firsts = [blocks.firsts + begin for blocks, begin in zip(kinds, runs, strict=False)]

@@ -1,9 +1,11 @@
-"""Layers of a decoder in one compiled call, for models whose layers have the common parts.
+"""A decoder in one compiled call, from token ids to logits, for models that have the common parts.
 
 Between the products of a layer little is computed, and a step of few rows would spend more time on the way into each
 kernel than in it. Here the loop over layers is compiled, too, and each worker runs it: they meet after each part
 (`workers`). The residual stays in float32 from the first layer to the last, so a branch is added to it unrounded, by
-its product's own tile where no norm comes between.
+its product's own tile where no norm comes between. Weights have just passed through the caches when a step ends, and
+Python that runs then finds nothing of itself in them: so the embedding, the last norm and the head are here as well,
+where a model has no more around its layers.
 
 In the last layer, nobody reads more of most prompt tokens than their keys and values. The rows whose states are wanted
 move to the front once these are written, and all that follows is computed for them alone.
@@ -11,83 +13,35 @@ move to the front once these are written, and all that follows is computed for t
 
 from __future__ import annotations
 
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 from numba import prange, typeof, types
-from numpy.typing import NDArray
 
 from llmbatch.compilation.decorators import compiled
 from llmbatch.kernels.cpu.attention import attend_share
 from llmbatch.kernels.cpu.blocks import Blocks
+from llmbatch.kernels.cpu.decoder_inputs import (
+    ADDED,
+    ATTENTION,
+    DOWN,
+    GATE_UP,
+    GATED,
+    OUT,
+    QKV,
+    STORED,
+    WHOLE,
+    Buffers,
+)
 from llmbatch.kernels.cpu.fused import inverse_norm, normalize_row, rotate_and_store_rows
 from llmbatch.kernels.cpu.layout import Pages
-from llmbatch.kernels.cpu.numerics import narrow
+from llmbatch.kernels.cpu.numerics import narrow, widen
 from llmbatch.kernels.cpu.pointers import address_of, caller, data_of
 from llmbatch.kernels.cpu.products import convert_rows, multiply_share
 from llmbatch.kernels.cpu.tiles.endings import COLUMNS
 from llmbatch.kernels.cpu.workers import Team, share_of, wait_for_all
 
-QKV, OUT, GATE_UP, DOWN = range(4)  # the products of a layer
 _FETCHED: Final = 256 << 10  # bytes of a weight that a worker fetches while it waits: a part of the second cache
-STORED, ADDED, GATED, WHOLE, ATTENTION = range(5)  # places in `Layers.codes`
-
-
-class Layers(NamedTuple):
-    """The weights and parameters of all layers, for compiled code."""
-
-    panels: NDArray[np.int64]  # [layers, 4] addresses of packed weights
-    columns: NDArray[np.int64]  # [layers, 4] addresses of what tiles read of columns
-    columns_step: int  # bytes of that for a panel
-    words: NDArray[np.int64]  # [4] of a column
-    counts: NDArray[np.int64]  # [4] of panels
-    alone: int  # rows that are one tile at most
-    norms: NDArray[np.float32]  # [4, layers, hidden] before attention, after it, before the MLP, after it
-    has_norm: NDArray[np.bool_]  # [4]
-    query_norms: NDArray[np.float32]  # [layers, width of a head, or 0]
-    key_norms: NDArray[np.float32]  # [layers, width of a head, or 0]
-    epsilon: float
-    windows: NDArray[np.int64]  # [layers]
-    scales: NDArray[np.float32]  # [layers]
-    softcaps: NDArray[np.float32]  # [layers]
-    sinks: NDArray[np.float32]  # [layers, query heads, or 0]
-    query_heads: int
-    width: int  # of a head
-    codes: NDArray[np.int64]  # of tiles: `STORED`, `ADDED`, `GATED`, `WHOLE`; of `ATTENTION`
-
-
-class LayerStep(NamedTuple):
-    """A step as layers see it."""
-
-    cosine: NDArray[Any]  # [kinds, tokens, rotated]
-    sine: NDArray[Any]
-    angles: NDArray[np.int64]  # [layers] which of them
-    token_pages: NDArray[np.int32]  # [2, tokens] pages, and window pages
-    token_offsets: NDArray[np.int32]
-    places: NDArray[np.int64]  # [layers, 2] which of these two, and which of the layers that have the same
-    slots: NDArray[np.int32]
-    runs: NDArray[np.int64]  # of `Blocks` of all kinds of window, one kind after the other; so are `firsts`
-    firsts: NDArray[np.int64]
-    bounds: NDArray[np.int64]  # [kinds of window, workers + 1]
-    cuts: NDArray[np.int64]  # [layers] which of them
-    wanted: NDArray[np.int64]  # rows that leave the last layer, which rise; not read where all do
-
-
-class Buffers(NamedTuple):
-    """Activations of a step, of the type of the weights unless said otherwise.
-
-    Those that products take are float32 where rows of bfloat16 are widened: so nothing is converted.
-    """
-
-    residual: NDArray[np.float32]  # [tokens, hidden rounded up to panels]
-    branch: NDArray[np.float32]  # likewise, what a norm takes before it is added
-    normed: NDArray[Any]  # [tokens, hidden]
-    packed: NDArray[Any]  # [tokens, columns of QKV]
-    attended: NDArray[Any]  # [tokens, query heads * width]
-    inner: NDArray[Any]  # [tokens, columns of the MLP]
-    converted: NDArray[Any]  # [tokens, numbers of the widest input of a product, or 0] where products take other ones
-    scales: NDArray[np.float32]  # [tokens, or 0] of its rows, if they are integers
-    attention: NDArray[Any]  # [tokens, 0] like the rows of attention's products
 
 
 @compiled(fastmath={"contract"}, nogil=True, counted=False)
@@ -103,6 +57,16 @@ def _round(row: Any, target: Any) -> None:
     """Round a row to the numbers of `target`."""
     for d in range(target.size):
         target[d] = narrow(row[d], target[d])
+
+
+@compiled(nogil=True, counted=False)
+def _first_rows(buffers: Any, count: int) -> Any:
+    """Return the rows of a step of so many."""
+    return Buffers(
+        buffers.residual[:count], buffers.branch[:count], buffers.normed[:count], buffers.packed[:count],
+        buffers.attended[:count], buffers.inner[:count], buffers.converted[:count], buffers.scales[:count],
+        buffers.attention[:count],
+    )  # fmt: skip  # arguments in groups
 
 
 @compiled(nogil=True, counted=False)
@@ -185,12 +149,42 @@ def _move_wanted(step: Any, query_columns: int, buffers: Any, team: Any) -> None
 
 
 @compiled(nogil=True, counted=False)
+def _embed(ends: Any, ids: Any, residual: Any, team: Any) -> None:
+    """Take the embeddings of a worker's share of the tokens: the same rows that it normalises first."""
+    first, end = share_of(ids.size, team.worker, team.workers)
+    for i in range(first, end):
+        row = ends.embedding[ids[i]]
+        for d in range(row.size):
+            residual[i, d] = widen(row[d])
+
+
+@compiled(nogil=True, counted=False)
+def _leave_layers(layers: Any, ends: Any, sampled: Any, residual: Any, samples: Any, team: Any) -> None:
+    """Compute the logits of sampled rows."""
+    normed, logits = samples.normed, samples.logits
+    first, end = share_of(sampled.size, team.worker, team.workers)
+    for i in range(first, end):
+        normalize_row(residual[sampled[i]], ends.norm, np.float32(ends.epsilon), normed[i])
+    wait_for_all(team)
+    following, share = _coming(layers, 0, QKV, team)
+    multiply_share(
+        ends.code, data_of(normed), normed.shape[1] * normed.itemsize, 0, sampled.size,
+        ends.panels, ends.panel_count, ends.words, data_of(logits), logits.shape[1] * logits.itemsize,
+        COLUMNS * logits.itemsize, ends.columns, ends.columns_step,
+        following, share, ends.alone, team.worker, team.workers,
+    )  # fmt: skip  # arguments in groups
+
+
+@compiled(nogil=True, counted=False)
 def _run_share(
-    layers: Any, step: Any, memory: Any, window_memory: Any, tables: Any, window_tables: Any, page_size: int,
-    buffers: Any, last_buffers: Any, first: int, end: int, arrived: Any, workers: int, worker: int,
+    layers: Any, ends: Any, step: Any, memory: Any, window_memory: Any, tables: Any, window_tables: Any,
+    page_size: int, every_buffer: Any, samples: Any, first: int, end: int, arrived: Any, workers: int, worker: int,
 ) -> None:  # fmt: skip  # arguments in groups
     """Do a worker's share of `run_layers`."""
-    team = Team(arrived, workers, worker)
+    team, count = Team(arrived, workers, worker), layers.panels.shape[0]
+    buffers = _first_rows(every_buffer, step.turns.size)
+    if first == 0 and ends.embedding.shape[0] > 0:
+        _embed(ends, step.ids, buffers.residual, team)
     for layer in range(first, end):
         _enter_branch(layers, layer, 0, buffers, team)
         _multiply(layers, layer, QKV, STORED, buffers.normed, buffers.packed, COLUMNS, buffers, team)
@@ -200,14 +194,14 @@ def _run_share(
         pages = Pages(own[place], layers.width, page_size)
         begin, last = share_of(buffers.packed.shape[0], worker, workers)
         rotate_and_store_rows(
-            buffers.packed, begin, last, layers.query_heads, step.cosine[angles], step.sine[angles],
+            buffers.packed, begin, last, layers.query_heads, step.cosine[angles], step.sine[angles], step.turns,
             layers.query_norms[layer], layers.key_norms[layer], layers.epsilon, step.token_pages[kind],
             step.token_offsets, pages,
         )  # fmt: skip  # arguments in groups
         _wait(layers, layer, OUT, team)
-        if layer == layers.panels.shape[0] - 1 and last_buffers.residual.shape[0] < buffers.residual.shape[0]:
+        if layer == count - 1 and step.last < step.turns.size:
             _move_wanted(step, layers.query_heads * layers.width, buffers, team)
-            buffers = last_buffers
+            buffers = _first_rows(every_buffer, step.last)
         attend_share(
             buffers.packed, buffers.attended, pages, own_tables, step.slots,
             Blocks(step.runs, step.firsts, step.bounds[cut]), layers.query_heads // own.shape[2],
@@ -219,6 +213,8 @@ def _run_share(
         _enter_branch(layers, layer, 2, buffers, team)
         _multiply(layers, layer, GATE_UP, GATED, buffers.normed, buffers.inner, COLUMNS // 2, buffers, team)
         _leave_branch(layers, layer, DOWN, 3, buffers.inner, buffers, team)
+    if end == count and ends.norm.size > 0:
+        _leave_layers(layers, ends, step.sampled, buffers.residual, samples, team)
 
 
 _call_share = caller(lambda *given: given)
@@ -231,18 +227,19 @@ def share_code(arguments: tuple[Any, ...]) -> int:
 
 @compiled(parallel=True, nogil=True)
 def run_layers(
-    code: int, layers: Any, step: Any, memory: Any, window_memory: Any, tables: Any, window_tables: Any,
-    page_size: int, buffers: Any, last_buffers: Any, first: int, end: int, arrived: Any, workers: int,
+    code: int, layers: Any, ends: Any, step: Any, memory: Any, window_memory: Any, tables: Any, window_tables: Any,
+    page_size: int, buffers: Any, samples: Any, first: int, end: int, arrived: Any, workers: int,
 ) -> None:  # fmt: skip  # arguments in groups
     """Take the residual through the layers from the `first` on, before the `end`, in place.
 
-    `memory` and its tables are those of pages, and `window_memory` those of window pages, [layers, ...] of `page_shape`
-    each. `last_buffers` are the first rows of `buffers`, as many as leave the last layer. `code` is that of
-    `share_code`, `arrived` what `arrivals` makes, and all `workers` must run at once.
+    What is before the first layer is done with it, and what is behind the last one with that: `samples` are its
+    results. `memory` and its tables are those of pages, and `window_memory` those of window pages, [layers, ...] of
+    `page_shape` each. `buffers` have as many rows as the step has tokens, or more. `code` is that of `share_code`,
+    `arrived` what `arrivals` makes, and all `workers` must run at once.
     """
     for worker in prange(workers):
         arguments = (
-            layers, step, memory, window_memory, tables, window_tables, page_size, buffers, last_buffers, first, end,
+            layers, ends, step, memory, window_memory, tables, window_tables, page_size, buffers, samples, first, end,
             arrived, workers, worker,
         )  # fmt: skip  # arguments in groups
         _call_share(code, arguments)

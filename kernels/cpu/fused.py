@@ -151,25 +151,27 @@ def rotate_and_store(
     offsets: NDArray[np.int32],
     kept: Pages,
 ) -> None:
-    """Finish all tokens (`rotate_and_store_rows`)."""
+    """Finish all tokens (`rotate_and_store_rows`), each by its own row of the angles."""
+    turns = np.arange(packed.shape[0])
     for t in prange(packed.shape[0]):
         first = int(np.int64(t))  # numba's loops count without a sign: rows would be compiled for both
         rotate_and_store_rows(
-            packed, first, first + 1, query_heads, cosine, sine, query_norm, key_norm, epsilon, pages, offsets, kept
-        )
+            packed, first, first + 1, query_heads, cosine, sine, turns, query_norm, key_norm, epsilon, pages, offsets,
+            kept,
+        )  # fmt: skip  # arguments in groups
 
 
 @compiled(nogil=True, counted=True)
 def rotate_and_store_rows(
-    packed: Any, first: int, end: int, query_heads: int, cosine: Any, sine: Any, query_norm: Any, key_norm: Any,
-    epsilon: float, pages: Any, offsets: Any, kept: Any,
+    packed: Any, first: int, end: int, query_heads: int, cosine: Any, sine: Any, turns: Any, query_norm: Any,
+    key_norm: Any, epsilon: float, pages: Any, offsets: Any, kept: Any,
 ) -> None:  # fmt: skip  # arguments in groups
     """Finish the queries of the tokens [first, end) in place, and write their keys and values into pages.
 
     `packed` is [tokens, at least (query heads + 2 * KV heads) * width]: queries, keys, values of each token. Where a
     norm weight is given (not of size 0), RMSNorm per head comes first; then rotary embedding of the first
-    `cosine.shape[1]` elements of each head, halves rotated against each other. Token t goes to place offsets[t] of
-    page pages[t] of those that are `kept`, in numbers of theirs (`layout`).
+    `cosine.shape[1]` elements of each head, halves rotated against each other, by row turns[t] of the angles. Token t
+    goes to place offsets[t] of page pages[t] of those that are `kept`, in numbers of theirs (`layout`).
     """
     memory, width, page_size = kept
     heads, pack = memory.shape[1], memory.shape[3]
@@ -179,18 +181,18 @@ def rotate_and_store_rows(
     head, words, key_words = taken[0], kept_head.view(np.uint32), memory.view(np.uint32)
     rotated = cosine.shape[1] // 2 * 2
     for t in range(first, end):
-        page, offset = pages[t], offsets[t]
+        page, offset, turn = pages[t], offsets[t], turns[t]
         for h in range(query_heads):
             if query_norm.size:
                 _take_head(packed, t, h * width, query_norm, np.float32(epsilon), head)
-                _rotate_head(taken, 0, 0, cosine, sine, t, packed, t, h * width)
+                _rotate_head(taken, 0, 0, cosine, sine, turn, packed, t, h * width)
                 for d in range(rotated, width):
                     packed[t, unsigned(h * width, d)] = narrow(head[d], packed[t, unsigned(h * width, d)])
             else:
-                _rotate_head(packed, t, h * width, cosine, sine, t, packed, t, h * width)
+                _rotate_head(packed, t, h * width, cosine, sine, turn, packed, t, h * width)
         for h in range(heads):
             _take_head(packed, t, (query_heads + h) * width, key_norm, np.float32(epsilon), head)
-            _rotate_head(taken, 0, 0, cosine, sine, t, taken, 0, 0)
+            _rotate_head(taken, 0, 0, cosine, sine, turn, taken, 0, 0)
             _shrink(head, kept_head)
             for d in range(words.size):
                 key_words[page, h, unsigned(d * page_size, offset), 0] = words[d]

@@ -6,7 +6,8 @@ panel and up to `_BLOCK` rows, and each worker gets a run of them: within a bloc
 so its rows stay in the second cache and each panel is read once for all rows of the block. While the tiles of a panel
 are computed the next panel is prefetched, an equal part with each, so that memory and arithmetic work side by side. The
 last panel of a worker has the first of the next product beside it. A tile that is alone reads its panel once: it
-prefetches what it reads itself, some distance ahead.
+prefetches what it reads itself, some distance ahead. So does one of the most rows with few rows behind it: these take
+so little time that they cannot read half of the next panel.
 
 The gated product has its own order of columns: each panel holds a register of the gate's and the same of the other
 side's, which meet in the tile's ending.
@@ -28,7 +29,7 @@ from llmbatch.kernels.cpu.groups import quantise_groups
 from llmbatch.kernels.cpu.numerics import magnitude, quantise_row, widen
 from llmbatch.kernels.cpu.pointers import address_of, caller, words_at
 from llmbatch.kernels.cpu.tiles.dot_tiles import add_tile, float_tile, gelu_tile, silu_tile, store_tile
-from llmbatch.kernels.cpu.tiles.endings import COLUMNS, ROWS
+from llmbatch.kernels.cpu.tiles.endings import COLUMNS, FEW_ROWS, ROWS
 from llmbatch.kernels.cpu.workers import share_of
 from llmbatch.kernels.spec import GELU_TANH, SILU
 
@@ -143,15 +144,20 @@ def multiply_share(
         panel, block = task % count, task // count
         low, high = rows * block // blocks, rows * (block + 1) // blocks
         tiles = max((high - low + ROWS - 1) // ROWS, 1 + (high - low > alone))
+        has_few_behind = alone == ROWS < high - low < ROWS + FEW_ROWS
         b = panels + panel * size
         after = panels + (task + 1) % count * size if task + 1 < end else following + worker * share
         for i in range(tiles):
             first = low + (high - low) * i // tiles
             last = low + (high - low) * (i + 1) // tiles
-            ahead = b + _AHEAD if tiles == 1 else after + size * i // tiles
+            ahead, parts = after + size * i // tiles, tiles
+            if has_few_behind:
+                first, last = (low, low + ROWS) if i == 0 else (low + ROWS, high)
+            if has_few_behind or tiles == 1:
+                ahead, parts = b + _AHEAD, 1
             arguments = (
                 None, last - first, c + first * c_stride + panel * c_step, c_stride, a + first * a_stride, a_stride,
-                b, words, columns + panel * columns_step, a_scales + 4 * first, ahead, 4 * COLUMNS // tiles,
+                b, words, columns + panel * columns_step, a_scales + 4 * first, ahead, 4 * COLUMNS // parts,
             )  # fmt: skip  # arguments in groups
             _call_tile(code, arguments)
 

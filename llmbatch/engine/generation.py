@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
+from llmbatch.compilation.decorators import compiled
 from llmbatch.engine.base import TokenLogprobs
 from llmbatch.engine.grammars import Grammars
 from llmbatch.engine.sampling_columns import SamplingColumns
@@ -17,6 +18,11 @@ from llmbatch.engine.stop_strings import StopTokens, last_characters
 from llmbatch.preprocess.request_batch import RequestBatch
 from llmbatch.preprocess.sampling_params import SamplingParams
 from llmbatch.scheduler.output import FinishReason, ForcedTokens, Step, StepResult
+
+_RUNNING: Final = int(FinishReason.RUNNING)
+_STOP: Final = int(FinishReason.STOP)
+_LENGTH: Final = int(FinishReason.LENGTH)
+_ERROR: Final = int(FinishReason.ERROR)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +77,7 @@ class TokenBuffers:
         if self.grammars is not None:
             self.grammars.rebind(requests)
         self.columns: SamplingColumns = SamplingColumns.of(requests, self._eos.tolist(), self._seed)
-        self._ignore_eos = self._has_stop_ids = self._has_stop = np.empty(0, np.bool_)  # by number of parameters
+        self._ignore_eos = self._has_stop = np.empty(0, np.bool_)  # by number of parameters
         self._ends_index = np.empty(0, np.int32)  # into `_ends`, likewise
         self._ends: list[str] = []
         self._note(requests.params)
@@ -98,8 +104,8 @@ class TokenBuffers:
             return np.concatenate((column, np.array(values, column.dtype)))
 
         self._ignore_eos = with_more(self._ignore_eos, [p.ignore_eos for p in params])
-        self._has_stop_ids = with_more(self._has_stop_ids, [bool(p.stop_token_ids) for p in params])
         self._has_stop = with_more(self._has_stop, [bool(p.stop) for p in params])
+        self._stops = bool(self._has_stop.any())
         self._ends_index = with_more(self._ends_index, [places[one] for one in ends])
 
     def recall(self, slots: NDArray[np.int32], requests: NDArray[np.int32]) -> None:
@@ -127,11 +133,11 @@ class TokenBuffers:
     def make_room(self, slots: NDArray[np.int32], more: int = 1) -> None:
         """Grow to the highest slot, and to some `more` tokens in each of these slots."""
         have, capacity = self.tokens.shape
+        highest, tokens = _room(slots, self.lengths, self.queued)
         rows, columns = have, capacity
-        while rows <= slots.max():
+        while rows <= highest:
             rows *= 2
-        known = slots[slots < have]
-        while len(known) and columns < max(self.lengths[known].max(), self.queued[known].max()) + more:
+        while tokens > 0 and columns < tokens + more:
             columns *= 2
         if (rows, columns) != (have, capacity):
             grown = np.zeros((rows, columns), np.int32)
@@ -157,16 +163,17 @@ class TokenBuffers:
         Samples that are not to be `kept` are ignored.
         """
         slots, requests, tokens = step.slots[step.samples], step.requests[step.samples], chosen.tokens
-        if kept is None:
-            kept = np.ones(len(slots), np.bool_)
-        noted = slots[kept]
         if chosen.told is not None and chosen.logprobs is not None:
+            noted, these = (slots, slice(None)) if kept is None else (slots[kept], kept)
             places = chosen.told.shape[1]
-            self._told[noted, self.lengths[noted], :places] = chosen.told[kept]
+            self._told[noted, self.lengths[noted], :places] = chosen.told[these]
             self._told[noted, self.lengths[noted], places:] = -1
-            self._logprobs[noted, self.lengths[noted], :places] = chosen.logprobs[kept]
-        finished = np.full(len(slots), FinishReason.RUNNING, np.uint8)
-        finished[kept] = self._add(noted, requests[kept], tokens[kept], chosen.finite[kept])
+            self._logprobs[noted, self.lengths[noted], :places] = chosen.logprobs[these]
+        if kept is None:
+            finished = self._add(slots, requests, tokens, chosen.finite)
+        else:
+            finished = np.full(len(slots), FinishReason.RUNNING, np.uint8)
+            finished[kept] = self._add(slots[kept], requests[kept], tokens[kept], chosen.finite[kept])
         return StepResult(tokens=tokens, finished=finished, forced=self._force(slots, requests, kept, finished))
 
     def note_prompt(self, slot: int, request: int, place: int, told: TokenLogprobs) -> None:
@@ -210,23 +217,21 @@ class TokenBuffers:
         finite: NDArray[np.bool_],
     ) -> NDArray[np.uint8]:
         """Append a token to each of some sequences; returns which have ended with it, a `FinishReason` each."""
-        self.tokens[slots, self.lengths[slots]] = tokens
-        self.lengths[slots] += 1
-        finished = np.full(len(slots), FinishReason.RUNNING, np.uint8)
-        finished[self.lengths[slots] >= self.most[requests]] = FinishReason.LENGTH
-        free = self._may_end(slots, requests)
-        params = self.requests.params_index[requests]
-        finished[free & np.isin(tokens, self._eos) & ~self._ignore_eos[params]] = FinishReason.STOP
-        finished[free & self._ends_by_id(requests, tokens)] = FinishReason.STOP
-        for i in self._may_stop(requests, tokens, free):
-            if self._stopped(int(slots[i]), int(requests[i])):
-                finished[i] = FinishReason.STOP
+        finished = np.empty(len(slots), np.uint8)
+        endings = self.columns.endings
+        _append(
+            self.tokens, self.lengths, slots, requests, tokens, finite, self.most, self.columns.min_tokens,
+            self.requests.params_index, self._ignore_eos, len(self._eos), endings.tokens, endings.offsets, finished,
+        )  # fmt: skip  # arguments in groups
+        if self._stops:
+            for i in self._may_stop(requests, tokens, finite & self._may_end(slots, requests)):
+                if self._stopped(int(slots[i]), int(requests[i])):
+                    finished[i] = FinishReason.STOP
         if self.grammars is not None:
             for i in self.grammars.has(requests).tolist():
                 if finite[i]:
                     ends = self.grammars.take(int(slots[i]), int(requests[i]), int(tokens[i]))
                     finished[i] = finished[i] if ends == FinishReason.RUNNING else ends
-        finished[~finite] = FinishReason.ERROR
         return finished
 
     def _may_end(self, slots: NDArray[np.int32], requests: NDArray[np.int32]) -> NDArray[np.bool_]:
@@ -238,7 +243,7 @@ class TokenBuffers:
         self,
         slots: NDArray[np.int32],
         requests: NDArray[np.int32],
-        kept: NDArray[np.bool_],
+        kept: NDArray[np.bool_] | None,
         finished: NDArray[np.uint8],
     ) -> ForcedTokens | None:
         """Append the tokens that grammars force behind those of a step, as if they were sampled; None: there are none.
@@ -249,7 +254,7 @@ class TokenBuffers:
         if self.grammars is None or not len(rows := self.grammars.has(requests)):
             return None
         at, of = slots[rows], requests[rows]
-        runs = kept[rows] & (finished[rows] == FinishReason.RUNNING)
+        runs = (finished[rows] == FinishReason.RUNNING) & (True if kept is None else kept[rows])
         rows = rows[runs & (self.columns.logprobs[of] < 0) & self._may_end(at, of)]
         forced = [self.grammars.forced(int(slots[i]), int(requests[i])) for i in rows]
         counts = np.array([len(tokens) for tokens in forced], np.int32)
@@ -273,17 +278,6 @@ class TokenBuffers:
             self._told = np.pad(self._told, more, constant_values=-1)
             self._logprobs = np.pad(self._logprobs, more)
 
-    def _ends_by_id(self, requests: NDArray[np.int32], tokens: NDArray[np.int32]) -> NDArray[np.bool_]:
-        """Tell which tokens are among those that end their request."""
-        ends = np.zeros(len(tokens), np.bool_)
-        params = self.requests.params_index[requests]
-        rows = np.flatnonzero(self._has_stop_ids[params])
-        params = params[rows]
-        for number in np.unique(params).tolist():
-            these = rows[params == number]
-            ends[these] = np.isin(tokens[these], self.requests.params[number].stop_token_ids)
-        return ends
-
     def _may_stop(
         self, requests: NDArray[np.int32], tokens: NDArray[np.int32], kept: NDArray[np.bool_]
     ) -> NDArray[np.intp]:
@@ -305,3 +299,37 @@ class TokenBuffers:
         length = int(self.lengths[slot])
         tail = self._decode(self.tokens[slot, max(0, length - window) : length])
         return any(text in tail for text in stop)
+
+
+@compiled
+def _room(slots: Any, lengths: Any, queued: Any) -> tuple[int, int]:
+    """Find the highest of some slots, and the most tokens that one of them has or gets; those not there have none."""
+    highest = most = 0
+    for slot in slots:
+        highest = max(highest, slot)
+        if slot < lengths.size:
+            most = max(most, lengths[slot], queued[slot])
+    return highest, most
+
+
+@compiled
+def _append(
+    generated: Any, lengths: Any, slots: Any, requests: Any, tokens: Any, finite: Any, most: Any, min_tokens: Any,
+    params_index: Any, ignore_eos: Any, eos: int, endings: Any, offsets: Any, finished: Any,
+) -> None:  # fmt: skip  # arguments in groups
+    """Append a token to each sequence, and say which have ended by their length, by that token or by an error.
+
+    `endings` are those of each number of parameters, `eos` tokens that end any sequence first.
+    """
+    for i in range(slots.size):
+        slot, request, token = slots[i], requests[i], tokens[i]
+        generated[slot, lengths[slot]] = token
+        lengths[slot] += 1
+        finished[i] = _LENGTH if lengths[slot] >= most[request] else _RUNNING
+        if lengths[slot] >= min_tokens[request]:
+            params = params_index[request]
+            for j in range(offsets[params] + (eos if ignore_eos[params] else 0), offsets[params + 1]):
+                if endings[j] == token:
+                    finished[i] = _STOP
+        if not finite[i]:
+            finished[i] = _ERROR

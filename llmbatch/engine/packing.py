@@ -23,7 +23,7 @@ class PackedTokens(NamedTuple):
 def pack_tokens(step: Step, generation: TokenBuffers, page_size: int) -> PackedTokens:
     """Pack a step's tokens, given the counts of tokens generated or queued so far."""
     requests, packed = generation.requests, np.empty((3, step.num_tokens), np.int32)
-    _pack(
+    pack(
         requests.tokens,
         requests.offsets,
         requests.begun,
@@ -49,7 +49,7 @@ def window_places(step: Step, positions: NDArray[np.int32], page_size: int) -> N
 
 
 @compiled
-def _pack(
+def pack(
     prompts: NDArray[np.int32],
     offsets: NDArray[np.int64],
     begun: NDArray[np.int32],
@@ -64,6 +64,7 @@ def _pack(
     positions: NDArray[np.int32],
     places: NDArray[np.int32],
 ) -> None:
+    """Fill the columns of `PackedTokens`; `columns` are those of `TokenBuffers.tokens`."""
     t = 0
     for i in range(slots.size):
         begin = offsets[requests[i]]

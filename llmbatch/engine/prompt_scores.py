@@ -61,17 +61,23 @@ class Head:
 
     @contextmanager
     def keeps_states(self, sampled: int, kept: list[torch.Tensor]) -> Iterator[None]:
-        """Let forwards compute the logits of their first `sampled` rows alone; the states of all go to `kept`."""
+        """Let forwards compute the logits of their first `sampled` rows alone; the states of all go to `kept`.
+
+        They are those of the model's class meanwhile: an instance may have one that gives no states.
+        """
 
         def note(_: nn.Module, given: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
             kept.append(given[0][:, sampled:])
             return (given[0][:, :sampled],)
 
         hook = self._module.get_output_embeddings().register_forward_pre_hook(note)
+        own = vars(self._module).pop("forward", None)
         try:
             yield
         finally:
             hook.remove()
+            if own is not None:
+                self._module.forward = own
 
     def logits(self, states: torch.Tensor) -> Iterator[torch.Tensor]:
         """Yield the logits [rows, vocabulary] of hidden states [1, tokens, hidden], a slab of rows at a time."""

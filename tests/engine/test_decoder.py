@@ -18,6 +18,7 @@ from llmbatch.engine.cpu.attention import CpuOps
 from llmbatch.engine.cpu.decoder import Decoder
 from llmbatch.engine.cpu.joined_layers import join_layers
 from llmbatch.engine.cpu.platform import HOST
+from llmbatch.engine.model.config import DType
 from llmbatch.engine.model.loader import LoadedModel, load_model
 from llmbatch.kernels.cpu.tiles.vector_ir import HAS_INT8
 from tests.support.models import FAMILIES, tiny_model_folder
@@ -194,3 +195,27 @@ def test_rows_that_are_asked_for_alone_are_the_same_to_the_bit(tmp_path: Path, f
             logits_to_keep=torch.tensor(rows, dtype=torch.int64),
         ).logits
     assert torch.equal(got, logits(loaded)[:, rows])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_call_from_ids_to_logits_gives_what_the_models_class_gives(tmp_path: Path, dtype: DType) -> None:
+    loaded = load_model(tiny_model_folder(tmp_path, "llama"), dtype=dtype, platform=HOST)
+    found = logits(loaded).clone()
+    del vars(loaded.module)["forward"]
+    expected = logits(loaded).float()
+    assert (found - expected).norm() < (1e-5 if dtype == "float32" else 2e-2) * expected.norm()
+
+
+def test_tokens_that_have_no_embedding_are_refused(tmp_path: Path) -> None:
+    loaded = load_model(tiny_model_folder(tmp_path, "llama"), dtype="float32", platform=HOST)
+    step = CpuOps().probe_step(loaded.attention, loaded.dtype, 2)
+    ids = torch.tensor([[1, loaded.config.vocab_size]])
+    with pytest.raises(IndexError, match=rf"tokens must be below {ids[0, 1]}, got {ids[0, 1]}"):
+        loaded.module(input_ids=ids, position_ids=torch.arange(2)[None], use_cache=False, llmbatch=step)
+
+
+def test_angles_are_those_of_positions_however_far_steps_were_before(tmp_path: Path) -> None:
+    loaded = load_model(tiny_model_folder(tmp_path, "llama"), dtype="float32", platform=HOST)
+    before = logits(loaded, 3).clone()
+    logits(loaded, 16)
+    assert torch.equal(logits(loaded, 3), before)

@@ -41,7 +41,7 @@ def test_extending_a_batch_is_like_beginning_with_all_of_it() -> None:
     whole.begin(rows.requests)
     for field in fields(SamplingColumns):
         assert same(getattr(extended.columns, field.name), getattr(whole.columns, field.name)), field.name
-    for name in ("_ignore_eos", "_has_stop_ids", "_has_stop"):
+    for name in ("_ignore_eos", "_has_stop"):
         assert np.array_equal(getattr(extended, name), getattr(whole, name)), name
     ends = [[one._ends[i] for i in one._ends_index] for one in (extended, whole)]
     assert ends[0] == ends[1]

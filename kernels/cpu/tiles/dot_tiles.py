@@ -7,8 +7,9 @@ has them, since a word is already what one instruction takes, so A is not packed
 and gathered if it is a tile of keys or values.
 
 A core starts two such additions a cycle and finishes each four to six cycles later. With 32 registers of 16 words a
-tile of 12 rows keeps 24 sums, with 16 registers of 8 words one of 6 rows keeps 12. Tiles of fewer rows are bound by
-reading B, and more of B is prefetched.
+tile of 12 rows keeps 24 sums, with 16 registers of 8 words one of 6 rows keeps 12. A tile that reads B from memory
+prefetches it, if it has rows enough to compute meanwhile. One of few rows runs ahead of its additions to what it loads
+next, as far as a core can, and prefetches only stand in its way.
 
 What becomes of the sums is the tile's *ending* (`endings`), which is emitted with it.
 """
@@ -25,7 +26,18 @@ from numba.extending import intrinsic
 
 from llmbatch.kernels.cpu.layout import UNIT
 from llmbatch.kernels.cpu.tiles import vector_ir as v
-from llmbatch.kernels.cpu.tiles.endings import COLUMNS, ROWS, Add, Arguments, Ending, Gate, Plain, Rescale, Store
+from llmbatch.kernels.cpu.tiles.endings import (
+    COLUMNS,
+    FEW_ROWS,
+    ROWS,
+    Add,
+    Arguments,
+    Ending,
+    Gate,
+    Plain,
+    Rescale,
+    Store,
+)
 from llmbatch.kernels.cpu.tiles.group_tiles import emit_group_rows
 from llmbatch.kernels.spec import GELU_TANH, SILU
 
@@ -41,8 +53,8 @@ class Operand:
         """Write what comes before the loop over steps."""
         self._tile = tile
 
-    def load(self, builder: Any, index: Any) -> list[Any]:
-        """Write the code that loads the two registers of a step."""
+    def load(self, builder: Any, index: Any, *, few: bool) -> list[Any]:
+        """Write the code that loads the two registers of a step, of a tile whose steps compute few or many sums."""
         at = builder.add(self._tile.b, builder.mul(index, self._tile.b_stride))
         return [v.load(builder, builder.add(at, v.constant(4 * v.LANES * j)), v.WORDS) for j in range(2)]
 
@@ -50,23 +62,24 @@ class Operand:
 class PrefetchedOperand(Operand):
     """B as it lies in memory; each step prefetches what is read later.
 
-    A tile that is alone prefetches two lines a step, which it reads itself: into the second level of caches, since a
-    core waits for few lines at once on their way to the first. Else it prefetches less, for others, into the first.
+    A tile that reads B first prefetches two lines a step, which it reads itself: into the second level of caches, since
+    a core waits for few lines at once on their way to the first. Of few rows it prefetches nothing. Tiles that share
+    the reading prefetch for others, an equal part each, into the first level.
     """
 
-    def load(self, builder: Any, index: Any) -> list[Any]:
+    def load(self, builder: Any, index: Any, *, few: bool) -> list[Any]:
         """Write the code that loads the two registers of a step."""
         stride = self._tile.ahead_stride
         later = builder.add(self._tile.ahead, builder.mul(index, stride))
-        alone = builder.icmp_signed("==", stride, v.constant(4 * COLUMNS))
-        with builder.if_else(alone) as (for_itself, for_others):
-            with for_itself:
-                for j in range(0, 4 * COLUMNS, 64):
+        for_itself = builder.icmp_signed("==", stride, v.constant(4 * COLUMNS))
+        with builder.if_else(for_itself) as (alone, shared):
+            with alone:
+                for j in range(0, 0 if few else 4 * COLUMNS, 64):
                     v.prefetch(builder, builder.add(later, v.constant(j)), level=2)
-            with for_others:
+            with shared:
                 v.prefetch(builder, later)
                 v.prefetch(builder, builder.add(later, builder.lshr(stride, v.constant(1))))
-        return super().load(builder, index)
+        return super().load(builder, index, few=few)
 
 
 class KeyUnits(Operand):
@@ -83,7 +96,7 @@ class KeyUnits(Operand):
             for units in (tile.b, tile.ahead)
         )
 
-    def load(self, builder: Any, index: Any) -> list[Any]:
+    def load(self, builder: Any, index: Any, *, few: bool) -> list[Any]:
         """Write the code that loads the two registers of a step."""
         shift = builder.mul(index, self._tile.b_stride)
         for start in self._next:
@@ -104,7 +117,7 @@ class ValueUnits(Operand):
     def __init__(self, element: str) -> None:
         self._shift = 3 if element == v.FLOAT32 else 2  # of the rows of a unit
 
-    def load(self, builder: Any, index: Any) -> list[Any]:
+    def load(self, builder: Any, index: Any, *, few: bool) -> list[Any]:
         """Write the code that loads the two registers of a step."""
         tile = self._tile
         unit = builder.shl(builder.lshr(index, v.constant(self._shift)), v.constant(3))
@@ -127,9 +140,10 @@ def _emit_rows(builder: Any, element: str, rows: int, operand: Operand, ending: 
         for start, cell in zip(begin, pair):
             builder.store(start, cell)
     starts = [v.offset(builder, tile.a, tile.a_stride, r) for r in range(rows)]
+    few = rows * (2 if element == v.WIDENED else 1) < FEW_ROWS  # a word that is widened is added twice
 
     def step(index: Any) -> None:
-        parts = [v.parts_of(builder, element, vector) for vector in operand.load(builder, index)]
+        parts = [v.parts_of(builder, element, vector) for vector in operand.load(builder, index, few=few)]
         for part, vectors in enumerate(zip(*parts)):
             shift = builder.add(builder.mul(index, v.constant(4 * len(parts[0]))), v.constant(4 * part))
             for start, pair in zip(starts, sums):

@@ -11,6 +11,7 @@ from llmbatch.kernels.cpu.tiles import vector_ir as v
 from llmbatch.kernels.spec import GELU_TANH
 
 ROWS: Final = 12 if v.LANES == 16 else 6  # of the largest tile
+FEW_ROWS: Final = 2 * ROWS // 3  # a tile of fewer rows waits for memory, whatever it does
 COLUMNS: Final = 2 * v.LANES
 
 _LOG2E: Final = 1.4426950408889634

@@ -99,20 +99,17 @@ class CpuAttention:
         token_pages: NDArray[np.int32],
         token_offsets: NDArray[np.int32],
         window_tables: NDArray[np.int32] | None = None,
-        window_token_pages: NDArray[np.int32] | None = None,
         between: Callable[[], None] | None = None,
     ) -> None:
-        """Take a step; the `window_` ones are those of window pages, where there are any.
+        """Take a step; `token_pages` are [2, tokens], pages and window pages, and `window_tables` those of the latter.
 
         `between` is called between two layers, and may execute other steps.
         """
         self.pages = pages
         self.between = between
         self.token_pages, self.token_offsets = token_pages, token_offsets
-        self.window_token_pages = token_pages if window_token_pages is None else window_token_pages
         self._step = Pieces(tables, slots, starts, counts)
         self._windows = self._step if window_tables is None else self._step._replace(tables=window_tables)
-        self._ends = np.cumsum(counts)  # row after the last of each sequence
         self._plans: dict[tuple[int, ...], AttentionBlocks] = {}
 
     def plan(self, spec: AttentionSpec) -> AttentionBlocks:
@@ -123,8 +120,9 @@ class CpuAttention:
     def plan_of_rows(self, spec: AttentionSpec, rows: NDArray[np.int64]) -> AttentionBlocks:
         """Cut some rows of the step into blocks, each of them alone, as decodes are."""
         step = self._pieces(spec)
-        of = np.searchsorted(self._ends, rows, side="right")
-        positions = (step.starts[of] + step.counts[of] + rows - self._ends[of]).astype(np.int32)
+        ends = np.cumsum(step.counts)
+        of = np.searchsorted(ends, rows, side="right")
+        positions = (step.starts[of] + step.counts[of] + rows - ends[of]).astype(np.int32)
         return self._make_plan(spec, Pieces(step.tables, step.slots[of], positions, np.ones_like(positions)))
 
     def run(
@@ -152,7 +150,7 @@ class CpuAttention:
             _NONE if query_norm is None else query_norm.numpy(),
             _NONE if key_norm is None else key_norm.numpy(),
             epsilon,
-            self.window_token_pages if self.pages.in_windows(spec) else self.token_pages,
+            self.token_pages[int(self.pages.in_windows(spec))],
             self.token_offsets,
             pages,
         )
@@ -204,6 +202,6 @@ class CpuOps:
             slots=zero,
             starts=zero,
             counts=zero + tokens,
-            token_pages=np.zeros(tokens, np.int32),
+            token_pages=np.zeros((2, tokens), np.int32),
             token_offsets=np.arange(tokens, dtype=np.int32),
         )

@@ -1,9 +1,10 @@
-"""The layers of a model on the processor, in one compiled call; of a step that may be held, in one for each layer."""
+"""A model on the processor in one compiled call; of a step that may be held, in one for each layer."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Final
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
 
 import numba
 import numpy as np
@@ -12,24 +13,17 @@ from numpy.typing import NDArray
 from torch import nn
 
 from llmbatch.engine.cpu.attention import CpuAttention, CpuKVCache
-from llmbatch.engine.cpu.layer_forms import LayerParts, products_of
-from llmbatch.engine.cpu.linear import PackedWeight
-from llmbatch.engine.cpu.memory import as_array
+from llmbatch.engine.cpu.layer_forms import LayerParts
+from llmbatch.engine.cpu.layer_weights import describe_layers, pack_layers
+from llmbatch.engine.cpu.linear import PackedLinear, row_type
+from llmbatch.engine.cpu.memory import as_array, huge_pages
+from llmbatch.engine.model.fusion.modules import FusedNorm
 from llmbatch.engine.model.number_type import WIDENED, bfloat16_rows
 from llmbatch.kernels.cpu.attention import block_code
 from llmbatch.kernels.cpu.blocks import SEQUENCE, join_blocks
-from llmbatch.kernels.cpu.decoder import (
-    ATTENTION,
-    GATE_UP,
-    OUT,
-    QKV,
-    Buffers,
-    Layers,
-    LayerStep,
-    run_layers,
-    share_code,
-)
-from llmbatch.kernels.cpu.products import ADD, CONVERTERS, STORE, STORE_FLOAT, rows_of_one_tile, tile_codes
+from llmbatch.kernels.cpu.decoder import run_layers, share_code
+from llmbatch.kernels.cpu.decoder_inputs import ATTENTION, GATE_UP, OUT, QKV, Buffers, Ends, LayerStep, Samples
+from llmbatch.kernels.cpu.products import CONVERTERS, STORE_FLOAT, rows_of_one_tile, tile_code
 from llmbatch.kernels.cpu.tiles.endings import COLUMNS
 from llmbatch.kernels.cpu.workers import arrivals, workers_at_once
 from llmbatch.kernels.spec import AttentionSpec
@@ -37,100 +31,123 @@ from llmbatch.kernels.spec import AttentionSpec
 Tables = tuple[NDArray[np.int32], NDArray[np.int32]]  # of pages, and of window pages
 Angles = tuple[torch.Tensor, torch.Tensor] | None  # cosine and sine of a layer's rotation; None: none
 _NONE: Final = np.empty(0, np.int64)
+_FEW: Final = 2  # of so many tokens one is wanted at most: else the last layer is for all
+
+
+@dataclass(frozen=True, slots=True)
+class Around:
+    """What a model is apart from its layers, if it does no more."""
+
+    embed: nn.Module
+    rotate: nn.Module  # by positions alone
+    norm: FusedNorm
+    head: PackedLinear
+
+
+class _Turns(NamedTuple):
+    """The angles of a step: cosine and sine [kinds, angles, rotated], and which are whose."""
+
+    cosine: NDArray[Any]
+    sine: NDArray[Any]
+    of_tokens: NDArray[np.int64]
+    of_layers: NDArray[np.int64]
 
 
 class Decoder:
-    """All layers of a model, with their packed weights."""
+    """All layers of a model, with their packed weights, and what is around them if it is known."""
 
-    def __init__(self, parts: list[LayerParts], specs: list[AttentionSpec], *, layer_bits: int | None) -> None:
+    def __init__(
+        self, parts: list[LayerParts], specs: list[AttentionSpec], around: Around | None, *, layer_bits: int | None
+    ) -> None:
         """Pack the weights of layers, one after the other."""
         self._dtype = parts[0].attention.o_proj.weight.dtype
+        self._element = as_array(torch.empty(0, dtype=self._dtype)).dtype
         self._spec = specs[0]
-        self._packed = [_pack(layer, layer_bits) for layer in parts]
-        first = self._packed[0]
-        self._hidden = first[QKV].width
+        self._packed = pack_layers(parts, layer_bits)
+        self._hidden = self._packed[0][QKV].width
         self._halves = parts[0].attention.halves
-        norms = np.zeros((4, len(parts), self._hidden), np.float32)
-        for place in range(4):
-            for layer, part in enumerate(parts):
-                norm = part.norms[place]
-                if norm is not None:
-                    norms[place, layer] = norm.scale.numpy()
-        tiles = tile_codes(first[QKV].row_type)
-        codes = [tiles[ending] for ending in (STORE, ADD, parts[0].mlp.activation, STORE_FLOAT)]
-        self._layers = Layers(
-            panels=np.array([[weight.panels.ctypes.data for weight in layer] for layer in self._packed], np.int64),
-            columns=np.array([[weight.of_columns.ctypes.data for weight in layer] for layer in self._packed], np.int64),
-            columns_step=first[QKV].of_columns[0].nbytes,
-            words=np.array([weight.panels.shape[1] for weight in first], np.int64),
-            counts=np.array([len(weight.panels) for weight in first], np.int64),
-            alone=rows_of_one_tile(first[QKV].row_type),
-            norms=norms,
-            has_norm=np.array([norm is not None for norm in parts[0].norms]),
-            query_norms=_head_norms(parts, "query_norm"),
-            key_norms=_head_norms(parts, "key_norm"),
-            epsilon=_epsilon(parts[0]),
-            windows=np.array([spec.window for spec in specs], np.int64),
-            scales=np.array([spec.scale for spec in specs], np.float32),
-            softcaps=np.array([spec.softcap for spec in specs], np.float32),
-            sinks=np.stack([_sinks(spec) for spec in specs]),
-            query_heads=self._spec.query_heads,
-            width=self._spec.width,
-            codes=np.array([*codes, 0], np.int64),  # attention's: that of `run`
-        )
+        self._layers = describe_layers(parts, specs, self._packed)
+        self._around = around
+        nothing = np.empty((0, self._hidden), self._element)
+        self._no_ends = Ends(nothing, np.empty(0, np.float32), 0.0, 0, 0, 0, 0, 0, 0, 0)
+        self._ends = self._no_ends if around is None else _ends(around, nothing)
+        self._table = _Turns(np.empty((1, 0, 0), self._element), np.empty((1, 0, 0), self._element), _NONE, _NONE)
         self._specs = specs
         self._kinds = {spec.window: spec for spec in specs}
         self._cuts = np.array([list(self._kinds).index(spec.window) for spec in specs], np.int64)
         self._places_by_kind: dict[bool, NDArray[np.int64]] = {}  # by whether there are window pages
+        rows = around.head.packed.row_type if around is not None else row_type(self._dtype)
+        self._head_rows = np.dtype(np.float32) if rows == WIDENED else self._element
         self._activations = self._make_buffers(0)
         self._activations_between = self._make_buffers(0)  # of steps that are executed while another one is held
+        self._samples = self._make_samples(0)
         self._code = 0  # of a worker's share
         self._kept: np.dtype[Any] | None = None  # the type of pages that it is for
 
-    @property
-    def layers(self) -> int:
-        """How many there are."""
-        return len(self._packed)
-
-    def run(
-        self,
-        hidden_states: torch.Tensor,
-        position_embeddings: list[Angles],
-        step: CpuAttention,
-        wanted: NDArray[np.int64] | None = None,
-    ) -> torch.Tensor:
-        """Run all layers: [1, tokens, hidden] to the same; `position_embeddings` are those of each layer.
-
-        Of the rows only those that are `wanted` are returned, which must rise. None: all.
-        """
+    def run(self, hidden_states: torch.Tensor, position_embeddings: list[Angles], step: CpuAttention) -> torch.Tensor:
+        """Run all layers: [1, tokens, hidden] to the same; `position_embeddings` are those of each layer."""
         tokens = hidden_states.shape[1]
-        if len(self._activations.residual) < tokens:
-            # By twofold steps: memory that the C library had for slightly smaller ones would lie about unused.
-            self._activations = self._make_buffers(1 << (tokens - 1).bit_length())
-        parts: list[Any] = [buffer[:tokens] for buffer in self._activations]
-        buffers = Buffers(*parts)
-        torch.from_numpy(buffers.residual)[:, : self._hidden].copy_(hidden_states[0])
-        last = buffers if wanted is None else Buffers(*[part[: len(wanted)] for part in parts])
+        residual = self._residual(tokens)
+        torch.from_numpy(residual).copy_(hidden_states[0])
+        turns = self._turns(position_embeddings, tokens)
+        buffers = self._run(_NONE, turns, step, None, _NONE, self._no_ends, self._samples)
+        return torch.from_numpy(buffers.residual[:tokens, : self._hidden]).to(self._dtype)[None]
+
+    def logits(
+        self, ids: NDArray[np.int64], positions: NDArray[np.int64], step: CpuAttention, rows: NDArray[np.int64]
+    ) -> torch.Tensor:
+        """Compute the logits of some rows of a step, float32 [rows, vocabulary], in memory that is written again.
+
+        What is around the layers must be known.
+        """
+        assert self._around is not None, "the model's own forward knows more"
+        if self._ends.embedding.shape[0] == 0:
+            embedded = self._around.embed(torch.from_numpy(ids))
+            torch.from_numpy(self._residual(len(ids))).copy_(embedded)
+        elif int(ids.max()) >= self._ends.embedding.shape[0]:
+            raise IndexError(f"tokens must be below {self._ends.embedding.shape[0]}, got {ids.max()}")
+        wanted, sampled = None, rows
+        if _FEW * len(rows) <= len(ids):
+            wanted, sampled = np.unique(rows, return_inverse=True)
+        if len(self._samples.normed) < len(rows):
+            self._samples = self._make_samples(1 << (len(rows) - 1).bit_length())
+        samples = self._samples  # a step that is executed meanwhile may make larger ones
+        self._run(ids, self._turns_at(positions), step, wanted, sampled, self._ends, samples)
+        return torch.from_numpy(samples.logits[: len(rows), : self._around.head.out_features])
+
+    def _run(
+        self,
+        ids: NDArray[np.int64],
+        turns: _Turns,
+        step: CpuAttention,
+        wanted: NDArray[np.int64] | None,
+        sampled: NDArray[np.int64],
+        ends: Ends,
+        samples: Samples,
+    ) -> Buffers:
+        """Run a step, and return where its activations are."""
+        self._residual(len(turns.of_tokens))
         every, kind = step.pages.memory, (self._spec.heads, self._spec.width)
         memory = _pair({windows: every[*kind, windows] for windows in (False, True) if (*kind, windows) in every})
-        layer_step, tables = self._layer_step(position_embeddings, step, wanted)
-        inputs = self._layers, layer_step, *memory, *tables, step.pages.page_size, buffers, last
+        layer_step, tables = self._layer_step(ids, turns, step, wanted, sampled)
+        buffers = self._activations
+        inputs = self._layers, ends, layer_step, *memory, *tables, step.pages.page_size, buffers, samples
         if self._kept != memory[0].dtype:
             # First, since another process may be compiling attention.
-            self._code = share_code((*inputs, 0, self.layers, arrivals(), 1))
+            self._code = share_code((*inputs, 0, len(self._packed), arrivals(), 1))
             self._layers.codes[ATTENTION] = block_code(
                 buffers.packed.dtype, buffers.attended.dtype, memory[0].dtype, buffers.attention.dtype
             )
             self._kept = memory[0].dtype
         if step.between is None:
-            self._run_some(inputs, 0, self.layers)
+            self._run_some(inputs, 0, len(self._packed))
         else:
             self._run_apart(inputs, step.between)
-        return torch.from_numpy(last.residual)[:, : self._hidden].to(self._dtype)[None]
+        return buffers
 
     def _run_apart(self, inputs: tuple[Any, ...], between: Callable[[], None]) -> None:
         """Run layer by layer, with `between` between two of them: other steps have activations of their own."""
-        for layer in range(self.layers):
+        for layer in range(len(self._packed)):
             if layer > 0:
                 held, self._activations = self._activations, self._activations_between
                 between()
@@ -145,22 +162,14 @@ class Decoder:
         run(self._code, *inputs, first, end, arrivals(), threads)
 
     def _layer_step(
-        self, position_embeddings: list[Angles], step: CpuAttention, wanted: NDArray[np.int64] | None
+        self,
+        ids: NDArray[np.int64],
+        turns: _Turns,
+        step: CpuAttention,
+        wanted: NDArray[np.int64] | None,
+        sampled: NDArray[np.int64],
     ) -> tuple[LayerStep, Tables]:
         """Return the step as layers see it, with its tables of pages and of window pages."""
-        kinds = {id(pair): pair for pair in position_embeddings}
-        places = {key: place for place, key in enumerate(kinds)}
-        rotating = next((pair for pair in kinds.values() if pair is not None), None)
-        if rotating is None:
-            cosine = sine = torch.empty(1, len(step.token_pages), 0, dtype=self._dtype)
-        else:
-            unrotated = torch.ones_like(rotating[0]), torch.zeros_like(rotating[1])
-            cosine, sine = (
-                torch.stack(
-                    [torch.cat(((pair or unrotated)[side][0],) * (1 + self._halves), -1) for pair in kinds.values()]
-                )
-                for side in range(2)
-            )
         plans = [step.plan(spec) for spec in self._kinds.values()]
         slots, cuts = plans[0].slots, self._cuts
         cut = [plan.blocks for plan in plans]
@@ -174,10 +183,12 @@ class Decoder:
             step.pages.in_windows(spec): plan.tables for spec, plan in zip(self._kinds.values(), plans, strict=True)
         }
         layer_step = LayerStep(
-            cosine=as_array(cosine),
-            sine=as_array(sine),
-            angles=np.array([places[id(pair)] for pair in position_embeddings], np.int64),
-            token_pages=np.stack((step.token_pages, step.window_token_pages)),
+            ids=ids,
+            cosine=turns.cosine,
+            sine=turns.sine,
+            turns=turns.of_tokens,
+            angles=turns.of_layers,
+            token_pages=step.token_pages,
             token_offsets=step.token_offsets,
             places=self._places(step.pages),
             slots=slots,
@@ -185,9 +196,38 @@ class Decoder:
             firsts=blocks.firsts,
             bounds=blocks.bounds,
             cuts=cuts,
+            last=len(turns.of_tokens) if wanted is None else len(wanted),
             wanted=_NONE if wanted is None else wanted,
+            sampled=sampled,
         )
         return layer_step, _pair(tables)
+
+    def _turns(self, position_embeddings: list[Angles], tokens: int) -> _Turns:
+        """Collect the angles that layers were given."""
+        kinds = {id(pair): pair for pair in position_embeddings}
+        places = {key: place for place, key in enumerate(kinds)}
+        rotating = next((pair for pair in kinds.values() if pair is not None), None)
+        if rotating is None:
+            cosine = sine = torch.empty(1, tokens, 0, dtype=self._dtype)
+        else:
+            unrotated = torch.ones_like(rotating[0]), torch.zeros_like(rotating[1])
+            cosine, sine = (
+                torch.stack(
+                    [torch.cat(((pair or unrotated)[side][0],) * (1 + self._halves), -1) for pair in kinds.values()]
+                )
+                for side in range(2)
+            )
+        of_layers = np.array([places[id(pair)] for pair in position_embeddings], np.int64)
+        return _Turns(as_array(cosine), as_array(sine), np.arange(tokens), of_layers)
+
+    def _turns_at(self, positions: NDArray[np.int64]) -> _Turns:
+        """Look up the angles of positions, which are kept as far as any step was."""
+        if positions.max() >= self._table.cosine.shape[1]:
+            assert self._around is not None
+            every = torch.arange(1 << int(positions.max()).bit_length())[None]
+            angles = self._around.rotate(torch.empty(1, dtype=self._dtype), position_ids=every)
+            self._table = self._turns([angles] * len(self._packed), every.shape[1])
+        return self._table._replace(of_tokens=positions)
 
     def _places(self, pages: CpuKVCache) -> NDArray[np.int64]:
         """Return for each layer whether its KV is in window pages, and its place among those of which that is so."""
@@ -197,8 +237,15 @@ class Decoder:
             self._places_by_kind[pages.windowed] = np.stack((apart, places), 1)
         return self._places_by_kind[pages.windowed]
 
+    def _residual(self, tokens: int) -> NDArray[np.float32]:
+        """Make room for a step of so many tokens, and return where their states enter the layers."""
+        if len(self._activations.residual) < tokens:
+            # By twofold steps: memory that the C library had for slightly smaller ones would lie about unused.
+            self._activations = self._make_buffers(1 << (tokens - 1).bit_length())
+        return self._activations.residual[:tokens, : self._hidden]
+
     def _make_buffers(self, tokens: int) -> Buffers:
-        first, element = self._packed[0], as_array(torch.empty(0, dtype=self._dtype)).dtype
+        first, element = self._packed[0], self._element
         columns = [len(weight.panels) * COLUMNS for weight in first]
         kind = first[QKV].row_type
         wide = np.dtype(np.float32) if kind == WIDENED else element  # of what products take
@@ -217,47 +264,35 @@ class Decoder:
             attention=np.empty((tokens, 0), bfloat16_rows() if element == np.uint16 else element),
         )
 
+    def _make_samples(self, rows: int) -> Samples:
+        """Make memory for so many rows: to claim and clear it for each step takes half as long as their product."""
+        columns = 0 if self._around is None else len(self._around.head.packed.panels) * COLUMNS
+        return Samples(np.empty((rows, self._hidden), self._head_rows), huge_pages((rows, columns), np.float32))
+
+
+def _ends(around: Around, nothing: NDArray[Any]) -> Ends:
+    """Collect what compiled code takes of what is around layers; other modules than tables of embeddings stay apart."""
+    embed, head = around.embed, around.head.packed
+    is_table = type(embed) is nn.Embedding and embed.max_norm is None
+    return Ends(
+        embedding=_weights(embed) if is_table else nothing,
+        norm=around.norm.scale.numpy(),
+        epsilon=around.norm.epsilon,
+        code=tile_code(STORE_FLOAT, head.row_type),
+        panels=head.panels.ctypes.data,
+        panel_count=len(head.panels),
+        words=head.panels.shape[1],
+        columns=head.of_columns.ctypes.data,
+        columns_step=head.of_columns[0].nbytes,
+        alone=rows_of_one_tile(head.row_type),
+    )
+
+
+def _weights(embed: Any) -> NDArray[Any]:
+    return as_array(embed.weight.detach())
+
 
 def _pair(arrays: dict[bool, NDArray[Any]]) -> tuple[NDArray[Any], NDArray[Any]]:
     """Return the array of pages and that of window pages, the same for both if all layers have the same kind."""
     first, last = min(arrays), max(arrays)
     return arrays[first], arrays[last]
-
-
-def _pack(part: LayerParts, bits: int | None) -> list[PackedWeight]:
-    """Pack the weights of a layer, and let go of them."""
-    qkv, out, gate_up, down = products_of(part)
-    width = gate_up.out_features // 2
-    lanes = COLUMNS // 2
-    panels = -(-width // lanes)
-    columns = np.pad(np.arange(width), (0, panels * lanes - width), constant_values=-1)
-    order = np.stack((columns, np.where(columns < 0, -1, columns + width))).reshape(2, panels, lanes)
-    packed = [
-        PackedWeight(_weights(qkv.take_layers()), bits=bits),
-        PackedWeight(_weights([out], part.factor), bits=bits),
-        PackedWeight(_weights(gate_up.take_layers()), order.swapaxes(0, 1).ravel(), bits=bits),
-        PackedWeight(_weights([down], part.factor), padded=panels * lanes, bits=bits),
-    ]
-    out.weight = down.weight = nn.Parameter(torch.empty(0), requires_grad=False)
-    return packed
-
-
-def _weights(layers: Sequence[nn.Linear], factor: float = 1.0) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
-    """Return weights and biases, times a factor."""
-    found: list[tuple[torch.Tensor, torch.Tensor | None]] = [(layer.weight, layer.bias) for layer in layers]
-    if factor == 1.0:
-        return found
-    return [(weight * factor, None if bias is None else bias * factor) for weight, bias in found]
-
-
-def _head_norms(parts: list[LayerParts], side: str) -> NDArray[np.float32]:
-    nothing = torch.empty(0)
-    return np.stack([part.attention.norms.get(side, nothing).numpy() for part in parts])
-
-
-def _sinks(spec: AttentionSpec) -> NDArray[np.float32]:
-    return np.empty(0, np.float32) if spec.sinks is None else spec.sinks.numpy()
-
-
-def _epsilon(part: LayerParts) -> float:
-    return next(norm.epsilon for norm in part.norms if norm is not None)

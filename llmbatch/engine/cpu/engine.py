@@ -19,11 +19,11 @@ from numpy.typing import NDArray
 
 from llmbatch.engine.base import TokenLogprobs
 from llmbatch.engine.cpu.attention import CpuAttention, CpuKVCache
+from llmbatch.engine.cpu.step_tokens import step_tokens
 from llmbatch.engine.cpu.threads import threads_at_once
 from llmbatch.engine.generation import TokenBuffers
 from llmbatch.engine.grammars import Grammars
 from llmbatch.engine.model.loader import LoadedModel
-from llmbatch.engine.packing import pack_tokens, window_places
 from llmbatch.engine.prompt_scores import Head, scored_rows
 from llmbatch.engine.sampling.choice import choose_tokens, on_host, tell_of_prompts
 from llmbatch.preprocess.request_batch import RequestBatch
@@ -105,17 +105,10 @@ class CpuEngine:
         begun = time.perf_counter()
         generation = self._generation
         generation.make_room(step.slots)
-        sampled = step.samples
-        generation.recall(step.slots[sampled], step.requests[sampled])
-        masks = None
-        if generation.grammars is not None:
-            masks = generation.grammars.masks(step.slots[sampled], step.requests[sampled])
-        tokens = step.num_tokens
-        packed = pack_tokens(step, generation, self._pages.page_size)
-        ids = np.where(packed.ids < 0, generation.tokens.ravel()[-1 - np.minimum(packed.ids, -1)], packed.ids)
-        size = np.int32(self._pages.page_size)
-        pages, places = np.divmod(packed.places, size)
-        in_windows = window_places(step, packed.positions, self._pages.page_size)
+        slots, requests = step.slots[step.samples], step.requests[step.samples]
+        generation.recall(slots, requests)
+        masks = None if generation.grammars is None else generation.grammars.masks(slots, requests)
+        tokens = step_tokens(step, generation, self._pages.page_size)
         scored = scored_rows(step, generation.requests, generation.columns.tells_of_prompt)
         attention = CpuAttention(
             self._pages,
@@ -123,22 +116,21 @@ class CpuEngine:
             slots=step.slots,
             starts=step.starts,
             counts=step.counts,
-            token_pages=pages,
-            token_offsets=places,
+            token_pages=tokens.pages,
+            token_offsets=tokens.offsets,
             window_tables=step.window_tables,
-            window_token_pages=None if in_windows is None else in_windows // size,
             between=None if scored else between,  # the head of a model that keeps states is not for other steps
         )
-        keys = int(step.starts.sum()) + tokens
-        elements = self._weight_elements + tokens * self._token_elements + keys * self._key_elements
+        elements = self._weight_elements + len(tokens.ids) * self._token_elements + tokens.keys * self._key_elements
         numba.set_num_threads(self._threads if elements >= _WORTH_THREADS else 1)
-        last_rows = np.cumsum(step.counts, dtype=np.int64)[step.samples] - 1
-        rows = np.concatenate([last_rows, *(one.first + np.arange(len(one.tokens)) for one in scored)])
+        rows = tokens.samples
+        if scored:
+            rows = np.concatenate([rows, *(one.first + np.arange(len(one.tokens)) for one in scored)])
         states: list[torch.Tensor] = []
-        with torch.inference_mode(), self._head.keeps_states(len(last_rows), states) if scored else nullcontext():
+        with torch.inference_mode(), self._head.keeps_states(len(slots), states) if scored else nullcontext():
             logits = self._module(
-                input_ids=torch.from_numpy(ids.astype(np.int64))[None],
-                position_ids=torch.from_numpy(packed.positions.astype(np.int64))[None],
+                input_ids=torch.from_numpy(tokens.ids)[None],
+                position_ids=torch.from_numpy(tokens.positions)[None],
                 use_cache=False,
                 logits_to_keep=torch.from_numpy(rows),
                 llmbatch=attention,
@@ -146,11 +138,7 @@ class CpuEngine:
             if len(step.copies):
                 self._pages.copy(step.copies)
             chosen = choose_tokens(
-                on_host(logits),
-                step.slots[sampled],
-                step.requests[sampled],
-                None if masks is None else masks.result(),
-                generation,
+                on_host(logits), slots, requests, None if masks is None else masks.result(), generation
             )
             result = generation.append(step, chosen)
         if scored:

@@ -1,33 +1,33 @@
 """Joins the layers of a model on the processor: all run in one call, and little of transformers is left around them.
 
-Layers are joined if all are of one form (`layer_forms`). In one run over three tokens each layer must give, to the
+Layers are joined if all are of one form (`layer_forms`). In one run over some tokens each layer must give, to the
 bit, what its form makes of its parts, and nothing else may read what a layer returns. If any layer does not, none is
 joined: layers run as modules then, one by one.
 
-The model's own forward walks over the places of all layers, and prepares masks and caches that nobody reads: .4 ms a
-step, a twentieth of a step of few rows of a small model. Where the same three tokens show that it does
-nothing but embed tokens, rotate all layers alike, normalise and multiply by the head, these are called directly.
+The model's own forward walks over the places of all layers, and prepares masks and caches that nobody reads; and each
+module around the layers is called on caches that weights have passed through. Both take a tenth of a step of few rows
+of a small model. Where the same tokens show that it does nothing but embed tokens, rotate all layers alike, normalise
+and multiply by the head, all of this is part of that one call.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
 from llmbatch.engine.cpu.attention import CpuAttention
-from llmbatch.engine.cpu.decoder import Angles, Decoder
+from llmbatch.engine.cpu.decoder import Angles, Around, Decoder
 from llmbatch.engine.cpu.layer_forms import LayerParts, alike, find_parts, products_of
+from llmbatch.engine.cpu.linear import PackedLinear
 from llmbatch.engine.model.fusion.modules import FusedAttention, FusedNorm, replace_modules
 from llmbatch.engine.model.fusion.probes import PROBE_TOKENS, products_once
 from llmbatch.engine.model.ops import ModelOps
 from llmbatch.kernels.spec import AttentionSpec
-
-_FEW: Final = 2  # of so many tokens one is wanted at most: else the last layer is for all
 
 
 class _Place(nn.Module):
@@ -63,11 +63,7 @@ class _Place(nn.Module):
 class _DirectForward:
     """The forward of a model that does nothing unusual around its layers."""
 
-    def __init__(self, model: Any, embed: nn.Module, rotate: nn.Module, norm: nn.Module, decoder: Decoder) -> None:
-        self._model = model
-        self._embed = embed
-        self._rotate = rotate
-        self._norm = norm
+    def __init__(self, decoder: Decoder) -> None:
         self._decoder = decoder
 
     def __call__(
@@ -76,18 +72,13 @@ class _DirectForward:
         input_ids: torch.Tensor,
         position_ids: torch.Tensor,
         llmbatch: CpuAttention,
-        logits_to_keep: torch.Tensor | slice = slice(None),
+        logits_to_keep: torch.Tensor | None = None,
         use_cache: bool = False,
     ) -> SimpleNamespace:
-        """Follow the contract of transformers' models, as engines call them."""
-        hidden = self._embed(input_ids)
-        angles = [self._rotate(hidden, position_ids=position_ids)] * self._decoder.layers
-        if isinstance(logits_to_keep, torch.Tensor) and _FEW * len(logits_to_keep) <= input_ids.shape[1]:
-            wanted, places = np.unique(logits_to_keep.numpy(), return_inverse=True)
-            states = self._decoder.run(hidden, angles, llmbatch, wanted)[:, torch.from_numpy(places)]
-        else:
-            states = self._decoder.run(hidden, angles, llmbatch)[:, logits_to_keep]
-        return SimpleNamespace(logits=self._model.get_output_embeddings()(self._norm(states)))
+        """Follow the contract of transformers' models, as engines call them; rows are those to keep, or all."""
+        rows = np.arange(input_ids.shape[1]) if logits_to_keep is None else logits_to_keep.numpy()
+        logits = self._decoder.logits(input_ids[0].numpy(), position_ids[0].numpy(), llmbatch, rows)
+        return SimpleNamespace(logits=logits[None])
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,29 +137,29 @@ def join_layers(
             return False
         around = _find_around(model, set(layers), calls, expected)
     whole = all(layer.in_features % 4 == 0 for layer in products_of(parts[0]))
-    decoder = Decoder(parts, ordered, layer_bits=None if layer_bits == 8 and not whole else layer_bits)
+    decoder = Decoder(parts, ordered, around, layer_bits=None if layer_bits == 8 and not whole else layer_bits)
     if around is not None:
-        model.forward = _DirectForward(model, *around, decoder)
+        model.forward = _DirectForward(decoder)
     angles: list[Angles] = []
     places = {layer: _Place(layer, decoder, angles, last=layer is layers[-1]) for layer in layers}
     replace_modules(model, places.get)
     return True
 
 
-def _find_around(
-    model: Any, layers: set[nn.Module], calls: list[_Call], logits: torch.Tensor
-) -> tuple[nn.Module, nn.Module, nn.Module] | None:
+def _find_around(model: Any, layers: set[nn.Module], calls: list[_Call], logits: torch.Tensor) -> Around | None:
     """Find what embeds, rotates and normalises around a model's layers, and that it does no more; None if it does.
 
-    It shows in the calls of layers and what they came to.
+    It shows in the calls of layers and what they came to. The head is replaced by a packed one.
     """
     inside = {module for layer in layers for module in layer.modules()}
     outside = [module for module in model.modules() if module not in inside]
     norms = [module for module in outside if isinstance(module, FusedNorm)]
     rotations = [module for module in outside if type(module).__name__.endswith("RotaryEmbedding")]
+    embed, head = model.get_input_embeddings(), model.get_output_embeddings()
     if len(norms) != 1 or len(rotations) != 1:
         return None
-    embed, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if type(head) is not nn.Linear or head.weight.dtype != calls[0].given.dtype:
+        return None
     ids = torch.arange(PROBE_TOKENS)[None]
     hidden = embed(ids)
     try:
@@ -180,5 +171,7 @@ def _find_around(
         for call in calls
     )
     if alike and torch.equal(calls[0].given, hidden) and torch.equal(head(norms[0](calls[-1].out)), logits):
-        return embed, rotations[0], norms[0]
+        packed = PackedLinear(head, to_float=True)
+        replace_modules(model, lambda module: packed if module is head else None)
+        return Around(embed, rotations[0], norms[0], packed)
     return None

@@ -32,7 +32,8 @@ _INTEGERS: Final = {8: np.dtype(np.uint8), 4: np.dtype(np.int8)}  # of rows, by 
 _EXACT: Final = {torch.float32: 2.0**-20, torch.bfloat16: 2.0**-7}  # of the largest weight of a group, what counts as 0
 
 
-def _row_type(dtype: torch.dtype, bits: int | None) -> np.dtype[Any]:
+def row_type(dtype: torch.dtype, bits: int | None = None) -> np.dtype[Any]:
+    """Return the numbers of rows that meet weights of a type, or of so many bits, as `tile_code` takes them."""
     if bits is not None:
         return _INTEGERS[bits]
     return np.dtype(np.float32) if dtype == torch.float32 else bfloat16_rows()
@@ -63,7 +64,7 @@ class PackedWeight:
         first, _ = layers[0]
         self.dtype = first.dtype
         self.bits = bits
-        self.row_type = _row_type(self.dtype, bits)
+        self.row_type = row_type(self.dtype, bits)
         self.columns = sum(len(weight) for weight, _ in layers)
         self.width = first.shape[1]
         padded = max(self.width, padded or 0)

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from llmbatch.compilation.decorators import compiled
 from llmbatch.engine.base import TokenLogprobs
 from llmbatch.engine.generation import TokenBuffers, TokenChoices
 from llmbatch.engine.grammars import Masks, apply_masks
 from llmbatch.engine.prompt_scores import Head, ScoredRows
 from llmbatch.engine.sampling.processors import log_probabilities, process
-from llmbatch.engine.sampling.sampler import sample
+from llmbatch.engine.sampling.sampler import sample, take_likeliest
 
 
 def choose_tokens(
@@ -28,24 +30,38 @@ def choose_tokens(
     `masks` are of the rows whose answers have a form.
     """
     columns = generation.columns
-    told = columns.logprobs[requests]
-    tells = bool((told >= 0).any())
-    raw = logits.copy() if tells and (masks is not None or columns.processes[requests].any()) else logits
+    tells, changes, draws = _asked(requests, columns.logprobs, columns.processes, columns.temperature)
+    raw = logits.copy() if tells and (masks is not None or changes) else logits
     if masks is not None:
         apply_masks(logits, masks)
-    process(logits, requests, slots, generation)
+    if changes:
+        process(logits, requests, slots, generation)
     chosen = TokenChoices(np.empty(len(slots), np.int32), np.empty(len(slots), np.bool_))
-    sample(
-        logits,
-        columns.temperature[requests],
-        columns.top_k[requests],
-        columns.top_p[requests],
-        columns.seeds[requests],
-        generation.lengths[slots],
-        chosen.tokens,
-        chosen.finite,
-    )
-    return _with_logprobs(chosen, raw, told) if tells else chosen
+    if draws:
+        sample(
+            logits,
+            columns.temperature[requests],
+            columns.top_k[requests],
+            columns.top_p[requests],
+            columns.seeds[requests],
+            generation.lengths[slots],
+            chosen.tokens,
+            chosen.finite,
+        )
+    else:
+        take_likeliest(logits, chosen.tokens, chosen.finite)
+    return _with_logprobs(chosen, raw, columns.logprobs[requests]) if tells else chosen
+
+
+@compiled
+def _asked(requests: Any, logprobs: Any, processes: Any, temperature: Any) -> tuple[bool, bool, bool]:
+    """Tell whether any of some requests is told log-probabilities, has its logits changed, and is drawn."""
+    tells = changes = draws = False
+    for request in requests:
+        tells |= logprobs[request] >= 0
+        changes |= processes[request]
+        draws |= temperature[request] > 0
+    return tells, changes, draws
 
 
 def _with_logprobs(chosen: TokenChoices, logits: NDArray[np.float32], told: NDArray[np.int32]) -> TokenChoices:

@@ -114,10 +114,18 @@ def sample(
     A temperature of 0 takes the first of the highest. Otherwise logits are divided by it and the `top_k` likeliest kept
     (0: all), of these the fewest that together reach `top_p`, and one is drawn by (seed, position).
     """
-    highest = np.empty(len(logits), np.float32)
-    _take_best(logits, tokens, highest, finite)
+    highest = take_likeliest(logits, tokens, finite)
     if (temperature > 0).any():  # compiled only for jobs that draw
         _draw(logits, temperature, top_k, top_p, seeds, positions, tokens, highest, finite)
+
+
+def take_likeliest(
+    logits: NDArray[np.float32], tokens: NDArray[np.int32], finite: NDArray[np.bool_]
+) -> NDArray[np.float32]:
+    """Choose the first of the highest for each row, and mark rows where that failed; return the highest logits."""
+    highest = np.empty(len(logits), np.float32)
+    _take_best(logits, tokens, highest, finite)
+    return highest
 
 
 @compiled(parallel=True, nogil=True)
