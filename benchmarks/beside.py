@@ -14,7 +14,8 @@ TABLE is one of
   which at most 3 % of online requests are violated.
 - `pools`: OOCO's two engines against two that are mixed, at twice the traffic and the job of the nine.
 
-Each writes docs/results/beside-TABLE.json, one row a run, and then docs/results/beside.md from all that are there.
+Each writes docs/results/beside-TABLE.json, one row a run, and then docs/results/beside.md from all that are there. A
+run that was stopped goes on by the same command, from beside-TABLE-stopped.jsonl; after a change that file must go.
 `--small` takes a tenth of the time, and its table says so. `--policies slack` runs that policy alone, and keeps the
 rows of the others that are in the file; where one is not, the page is not written. Traces are read from the folder that
 $LLMBATCH_TRACES names. Nothing was tuned to these tables but what the page names.
@@ -309,9 +310,11 @@ def main() -> None:
         earlier: dict[str, Any] = {"small": size.small, "runs": []}
         if policies and path.exists():
             earlier = json.loads(path.read_text())
-        rows = Rows(options.jobs, policies, earlier["runs"] if earlier["small"] == size.small else [])
+        stopped = RESULTS / f"beside-{options.table}-stopped.jsonl"
+        rows = Rows(options.jobs, stopped, policies, earlier["runs"] if earlier["small"] == size.small else [])
         results = TABLES[options.table](exponents, size, rows)
         path.write_text(json.dumps({"small": size.small, "runs": results}, indent=1) + "\n")
+        rows.end()
         if rows.missing:
             raise SystemExit(f"{rows.missing} rows of other policies are not there: the page is not written")
     write_tables()

@@ -99,7 +99,7 @@ def load_once(model: str, dtype: Any) -> dict[str, float]:
     parts.count("weights", loader, "_read_module")
     parts.count("probes of modules", loader, "fuse")
     parts.count("probes of layers", platform, "join_layers")
-    parts.count("packing", decoder, "_pack")
+    parts.count("packing", decoder, "pack_layers")
     parts.count("packing", linear, "PackedWeight")
     parts.count("compiled code", Dispatcher, "compile")
     parts.count("measuring the processor", factory, "measure_cpu")
