@@ -1,10 +1,11 @@
 """Cuts a step into blocks of attention for workers.
 
 A block is some query rows, taken together through *runs* of keys. A chunk of a prompt, or a decode, is cut into blocks
-of one run each: its sequence's keys. Decodes that share a long prefix are one block: the first run is the prefix, for
-all of its rows, and each further one is the rest of a sequence, for its own rows. So the keys of a prefix are read once
-for all rows of a tile, and sums go on from there: tiles are the same ones that a decode by itself has, so results are
-too, to the last bit.
+of one run each: its sequence's keys. These are alike, and where there are few, more of them than rows need let workers
+have equal shares. Decodes that share a long prefix are one block: the first run is the prefix, for all of its rows, and
+each further one is the rest of a sequence, for its own rows. So the keys of a prefix are read once for all rows of a
+tile, and sums go on from there: tiles are the same ones that a decode by itself has, so results are too, to the last
+bit.
 
 Blocks are assigned in contiguous runs of equal cost, known from lengths alone, once a step for all layers.
 """
@@ -81,9 +82,10 @@ def cut_blocks(
         together, shared = find_groups(tables, slots, starts, decodes, size, groups, TILE)
     order, members = rows_of_groups(together, len(shared))
 
+    times = _times(counts, group, most, workers, heads)
     total = 0
     for i in range(counts.size):
-        total += (counts[i] + most - 1) // most
+        total += _parts(counts[i], group, most, times)
     runs = np.empty((2 * total, FIELDS), np.int64)
     firsts, cost = np.empty(total + 1, np.int64), np.empty(total + 1, np.float64)
     n = b = 0
@@ -104,8 +106,10 @@ def cut_blocks(
     row = 0
     for i in range(counts.size):
         if i >= decodes or together[i] < 0:
-            for token in range(0, counts[i], most):
-                tokens, position = min(most, counts[i] - token), starts[i] + token
+            parts = _parts(counts[i], group, most, times)
+            for part in range(parts):
+                token = counts[i] * part // parts
+                tokens, position = counts[i] * (part + 1) // parts - token, starts[i] + token
                 low = first_key(position, window)
                 _set_run(runs[n], i, low, position + tokens, 0, tokens, position, row + token)
                 n, cost[b + 1] = n + 1, cost[b] + _cost(position + tokens - low, tokens * group)
@@ -124,6 +128,25 @@ def join_blocks(kinds: list[Blocks], heads: int) -> Blocks:
     firsts = [blocks.firsts + begin for blocks, begin in zip(kinds, runs, strict=False)]
     bounds = [blocks.bounds + begin * heads for blocks, begin in zip(kinds, before, strict=False)]
     return Blocks(np.concatenate([blocks.runs for blocks in kinds]), np.concatenate(firsts), np.stack(bounds))
+
+
+@compiled
+def _times(counts: NDArray[np.int32], group: int, most: int, workers: int, heads: int) -> int:
+    """Tell how many times as many blocks as rows need let workers have equal shares, where there are few."""
+    blocks = 0
+    for count in counts:
+        blocks += _parts(count, group, most, 1)
+    times = 1
+    while blocks * heads < 4 * workers and blocks * times * heads % workers > 0 and times < workers:
+        times += 1
+    return times
+
+
+@compiled
+def _parts(count: int, group: int, most: int, times: int) -> int:
+    """Tell into how many blocks so many tokens are cut, of at most `most` tokens, and of a whole tile if they can."""
+    least = (count + most - 1) // most
+    return max(least, min(least * times, count * group // ROWS))
 
 
 @compiled

@@ -270,6 +270,15 @@ def test_blocks_are_dealt_evenly() -> None:
     assert cut(starts, counts, 3, 0, 4, 3).bounds.tolist() == [0, 48, 96, 144, 192]
 
 
+@pytest.mark.parametrize(("tokens", "blocks"), [(3, 1), (16, 2), (42, 2), (64, 2), (128, 4)])
+def test_a_chunk_is_cut_evenly_and_so_that_workers_have_equal_shares(tokens: int, blocks: int) -> None:
+    found = cut(np.array([4000], np.int32), np.array([tokens], np.int32), 3, 0, 2, 3)
+    assert len(found.firsts) - 1 == blocks
+    assert np.ptp(found.runs[:, TOKENS]) <= 1
+    if blocks > 1:  # fewer rows than a tile are not cut
+        assert found.bounds.tolist() == [0, 3 * blocks // 2, 3 * blocks]
+
+
 def shared_step(
     rng: np.random.Generator, page_size: int, prefixes: list[tuple[int, int]]
 ) -> tuple[Array, Array, Array, Array]:
