@@ -48,7 +48,8 @@ class Rows:
     ) -> list[dict[str, Any]]:
         """Return the rows of settings, in their order, and say how far it is."""
         chosen = [each for each in settings if self._policies is None or each["policy"] in self._policies]
-        results = self._read_stopped()
+        stopped = self._read_stopped()
+        results = {key: stopped[key] for key in map(_key, chosen) if key in stopped}
         left = [each for each in chosen if _key(each) not in results]
         with ProcessPoolExecutor(self._processes) as pool, self._stopped.open("a") as file:
             for setting, result in zip(left, pool.map(function, left), strict=True):

@@ -132,7 +132,7 @@ def join_blocks(kinds: list[Blocks], heads: int) -> Blocks:
 
 @compiled
 def _times(counts: NDArray[np.int32], group: int, most: int, workers: int, heads: int) -> int:
-    """Tell how many times as many blocks as rows need let workers have equal shares, where there are few."""
+    """Choose a factor for the number of blocks. Where there are few, the least that gives workers equal shares."""
     blocks = 0
     for count in counts:
         blocks += _parts(count, group, most, 1)
@@ -144,7 +144,7 @@ def _times(counts: NDArray[np.int32], group: int, most: int, workers: int, heads
 
 @compiled
 def _parts(count: int, group: int, most: int, times: int) -> int:
-    """Tell into how many blocks so many tokens are cut, of at most `most` tokens, and of a whole tile if they can."""
+    """Count the blocks of a chunk. None has more than `most` tokens, and more blocks than needed have a tile each."""
     least = (count + most - 1) // most
     return max(least, min(least * times, count * group // ROWS))
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from llmbatch.compilation.decorators import compiled
+from llmbatch.engine.append_tokens import append_tokens, find_room
 from llmbatch.engine.base import TokenLogprobs
 from llmbatch.engine.grammars import Grammars
 from llmbatch.engine.sampling_columns import SamplingColumns
@@ -18,11 +18,6 @@ from llmbatch.engine.stop_strings import StopTokens, last_characters
 from llmbatch.preprocess.request_batch import RequestBatch
 from llmbatch.preprocess.sampling_params import SamplingParams
 from llmbatch.scheduler.output import FinishReason, ForcedTokens, Step, StepResult
-
-_RUNNING: Final = int(FinishReason.RUNNING)
-_STOP: Final = int(FinishReason.STOP)
-_LENGTH: Final = int(FinishReason.LENGTH)
-_ERROR: Final = int(FinishReason.ERROR)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +128,7 @@ class TokenBuffers:
     def make_room(self, slots: NDArray[np.int32], more: int = 1) -> None:
         """Grow to the highest slot, and to some `more` tokens in each of these slots."""
         have, capacity = self.tokens.shape
-        highest, tokens = _room(slots, self.lengths, self.queued)
+        highest, tokens = find_room(slots, self.lengths, self.queued)
         rows, columns = have, capacity
         while rows <= highest:
             rows *= 2
@@ -219,7 +214,7 @@ class TokenBuffers:
         """Append a token to each of some sequences; returns which have ended with it, a `FinishReason` each."""
         finished = np.empty(len(slots), np.uint8)
         endings = self.columns.endings
-        _append(
+        append_tokens(
             self.tokens, self.lengths, slots, requests, tokens, finite, self.most, self.columns.min_tokens,
             self.requests.params_index, self._ignore_eos, len(self._eos), endings.tokens, endings.offsets, finished,
         )  # fmt: skip  # arguments in groups
@@ -299,37 +294,3 @@ class TokenBuffers:
         length = int(self.lengths[slot])
         tail = self._decode(self.tokens[slot, max(0, length - window) : length])
         return any(text in tail for text in stop)
-
-
-@compiled
-def _room(slots: Any, lengths: Any, queued: Any) -> tuple[int, int]:
-    """Find the highest of some slots, and the most tokens that one of them has or gets; those not there have none."""
-    highest = most = 0
-    for slot in slots:
-        highest = max(highest, slot)
-        if slot < lengths.size:
-            most = max(most, lengths[slot], queued[slot])
-    return highest, most
-
-
-@compiled
-def _append(
-    generated: Any, lengths: Any, slots: Any, requests: Any, tokens: Any, finite: Any, most: Any, min_tokens: Any,
-    params_index: Any, ignore_eos: Any, eos: int, endings: Any, offsets: Any, finished: Any,
-) -> None:  # fmt: skip  # arguments in groups
-    """Append a token to each sequence, and say which have ended by their length, by that token or by an error.
-
-    `endings` are those of each number of parameters, `eos` tokens that end any sequence first.
-    """
-    for i in range(slots.size):
-        slot, request, token = slots[i], requests[i], tokens[i]
-        generated[slot, lengths[slot]] = token
-        lengths[slot] += 1
-        finished[i] = _LENGTH if lengths[slot] >= most[request] else _RUNNING
-        if lengths[slot] >= min_tokens[request]:
-            params = params_index[request]
-            for j in range(offsets[params] + (eos if ignore_eos[params] else 0), offsets[params + 1]):
-                if endings[j] == token:
-                    finished[i] = _STOP
-        if not finite[i]:
-            finished[i] = _ERROR

@@ -90,7 +90,7 @@ class Decoder:
         residual = self._residual(tokens)
         torch.from_numpy(residual).copy_(hidden_states[0])
         turns = self._turns(position_embeddings, tokens)
-        buffers = self._run(_NONE, turns, step, None, _NONE, self._no_ends, self._samples)
+        buffers = self._run(self._layer_step(_NONE, turns, step, None, _NONE), step, self._no_ends, self._samples)
         return torch.from_numpy(buffers.residual[:tokens, : self._hidden]).to(self._dtype)[None]
 
     def logits(
@@ -98,7 +98,7 @@ class Decoder:
     ) -> torch.Tensor:
         """Compute the logits of some rows of a step, float32 [rows, vocabulary], in memory that is written again.
 
-        What is around the layers must be known.
+        What is around the layers must be known. Raises `IndexError` for a token that has no embedding.
         """
         assert self._around is not None, "the model's own forward knows more"
         if self._ends.embedding.shape[0] == 0:
@@ -112,24 +112,16 @@ class Decoder:
         if len(self._samples.normed) < len(rows):
             self._samples = self._make_samples(1 << (len(rows) - 1).bit_length())
         samples = self._samples  # a step that is executed meanwhile may make larger ones
-        self._run(ids, self._turns_at(positions), step, wanted, sampled, self._ends, samples)
+        layer_step = self._layer_step(ids, self._turns_at(positions), step, wanted, sampled)
+        self._run(layer_step, step, self._ends, samples)
         return torch.from_numpy(samples.logits[: len(rows), : self._around.head.out_features])
 
-    def _run(
-        self,
-        ids: NDArray[np.int64],
-        turns: _Turns,
-        step: CpuAttention,
-        wanted: NDArray[np.int64] | None,
-        sampled: NDArray[np.int64],
-        ends: Ends,
-        samples: Samples,
-    ) -> Buffers:
+    def _run(self, prepared: tuple[LayerStep, Tables], step: CpuAttention, ends: Ends, samples: Samples) -> Buffers:
         """Run a step, and return where its activations are."""
-        self._residual(len(turns.of_tokens))
+        layer_step, tables = prepared
+        self._residual(len(layer_step.turns))
         every, kind = step.pages.memory, (self._spec.heads, self._spec.width)
         memory = _pair({windows: every[*kind, windows] for windows in (False, True) if (*kind, windows) in every})
-        layer_step, tables = self._layer_step(ids, turns, step, wanted, sampled)
         buffers = self._activations
         inputs = self._layers, ends, layer_step, *memory, *tables, step.pages.page_size, buffers, samples
         if self._kept != memory[0].dtype:
@@ -169,7 +161,10 @@ class Decoder:
         wanted: NDArray[np.int64] | None,
         sampled: NDArray[np.int64],
     ) -> tuple[LayerStep, Tables]:
-        """Return the step as layers see it, with its tables of pages and of window pages."""
+        """Return the step as layers see it, with its tables of pages and of window pages.
+
+        `ids` are empty where states enter the layers, `sampled` where they leave them. `wanted` rise, None: all rows.
+        """
         plans = [step.plan(spec) for spec in self._kinds.values()]
         slots, cuts = plans[0].slots, self._cuts
         cut = [plan.blocks for plan in plans]
