@@ -37,13 +37,13 @@ def group_row_bytes(width: int) -> int:
 
 
 @compiled(fastmath=FASTMATH, nogil=True)
-def _farthest(values: Any, low: Any, per_step: Any) -> Any:
-    """Return how far from a cut the farthest of `LANES` values is, in steps."""
-    worst = _ZERO
-    for d in range(LANES):
+def _lies_on_cuts(values: Any, low: Any, per_step: Any, near: Any) -> Any:
+    """Say whether `GROUP` values lie on cuts, none farther from one than `near` steps: a sum, which vectorises."""
+    far = np.int32(0)
+    for d in range(GROUP):
         place = (values[d] - low) * per_step
-        worst = max(worst, abs(place - np.float32(np.int32(place + _HALF))))
-    return worst
+        far += np.int32(abs(place - np.float32(np.int32(place + _HALF))) > near)
+    return far == 0
 
 
 @compiled(fastmath=FASTMATH, nogil=True)
@@ -56,7 +56,7 @@ def _steps_of(values: Any, low: Any, high: Any, unit: Any) -> int:
     for steps in range(_MOST, 0, -1):
         per_step, step = np.float32(steps) / width, width / np.float32(steps)
         near = unit * max(abs(low), abs(high)) * per_step
-        if _farthest(values, low, per_step) <= near and _farthest(values[LANES:], low, per_step) <= near:
+        if _lies_on_cuts(values, low, per_step, near):
             if abs(rounded_to_half(step) - step) <= max(unit, _HELD) * step:
                 return steps
             found = max(found, steps)

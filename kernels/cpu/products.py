@@ -35,6 +35,7 @@ from llmbatch.kernels.spec import GELU_TANH, SILU
 
 _BLOCK: Final = 240  # rows that a worker takes from panel to panel
 _AHEAD: Final = 8192  # bytes of a panel that are prefetched before they are read, where it is read once
+_LINE: Final = 16  # words of a cache line
 STORE, STORE_FLOAT, ADD = "store", "store float32", "add"
 
 
@@ -166,17 +167,21 @@ def multiply_share(
 def pack(rows: NDArray[np.int64], panels: NDArray[np.uint32]) -> None:
     """Pack words into panels of zeros: panels[p, :, j] is what lies at the address rows[p * COLUMNS + j]; at 0 nothing.
 
-    The rows of a panel are gathered side by side first: memory is read one row after another.
+    A cache line of each row of a panel is gathered first: whole rows, side by side, would push each other out of the
+    first cache where their lengths are multiples of a large power of two.
     """
+    words = panels.shape[1]
     for p in prange(panels.shape[0]):
-        gathered = np.zeros((COLUMNS, panels.shape[1]), np.uint32)
-        for j in range(COLUMNS):
-            address = rows[p * COLUMNS + j]
-            if address != 0:
-                gathered[j] = words_at(address, panels.shape[1])
-        for k in range(panels.shape[1]):
+        gathered = np.zeros((COLUMNS, _LINE), np.uint32)
+        for first in range(0, words, _LINE):
+            count = min(_LINE, words - first)
             for j in range(COLUMNS):
-                panels[p, k, j] = gathered[j, k]
+                address = rows[p * COLUMNS + j]
+                if address != 0:
+                    gathered[j, :count] = words_at(address + 4 * first, count)
+            for k in range(count):
+                for j in range(COLUMNS):
+                    panels[p, first + k, j] = gathered[j, k]
 
 
 @compiled(parallel=True, nogil=True)
