@@ -15,7 +15,8 @@ from llmbatch.perf_model.cost import SHAPES, CostModel
 from llmbatch.perf_model.hardware import find_hardware
 from llmbatch.planning.order import Policy
 from llmbatch.planning.workload import Scheduling
-from llmbatch.simulation.simulator import MAX_RUNNING, pool_of, simulate_trace
+from llmbatch.simulation.replicas import simulate_trace
+from llmbatch.simulation.simulator import MAX_RUNNING, pool_of
 from llmbatch.simulation.traces import Trace
 
 ROWS = 6000

@@ -18,7 +18,7 @@ from matplotlib import pyplot as plt
 from simulations import RESULTS, Setting, baseline, blend, gain
 
 from llmbatch.planning.order import Policy
-from llmbatch.simulation.simulator import simulate_trace
+from llmbatch.simulation.replicas import simulate_trace
 
 _WINDOW = 200  # points of a curve over time
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from simulations import TABLE2, Setting, kept, write
 
-from llmbatch.simulation.simulator import simulate_trace
+from llmbatch.simulation.replicas import simulate_trace
 
 REPLICAS = (1, 2, 4, 8)
 

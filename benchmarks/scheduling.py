@@ -14,7 +14,8 @@ import statistics
 import numpy as np
 
 from llmbatch.simulation.experiment import Experiment
-from llmbatch.simulation.simulator import SimulationReport, simulate_trace
+from llmbatch.simulation.replicas import simulate_trace
+from llmbatch.simulation.simulator import SimulationReport
 from llmbatch.simulation.traces import Trace
 
 COUNTS = (20_000, 80_000)

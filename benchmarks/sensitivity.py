@@ -29,7 +29,8 @@ from llmbatch.perf_model.cost import Law
 from llmbatch.runtime import queue_planner, shard_run
 from llmbatch.scheduler.steering import STEERING
 from llmbatch.scheduler.token_budget import ClosedLoopBudget
-from llmbatch.simulation.simulator import Knowledge, simulate_trace
+from llmbatch.simulation.replicas import simulate_trace
+from llmbatch.simulation.simulator import Knowledge
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from llmbatch.perf_model.hardware import find_hardware
 from llmbatch.planning.lengths import LengthModel
 from llmbatch.policies import Policy
 from llmbatch.simulation.experiment import Experiment
-from llmbatch.simulation.simulator import simulate_trace
+from llmbatch.simulation.replicas import simulate_trace
 from llmbatch.simulation.traces import Trace, read_traces
 
 PICTURES = Path(__file__).parent / "pictures"

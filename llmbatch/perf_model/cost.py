@@ -226,7 +226,7 @@ class CostModel:
         shape, hardware = self.shape, self.hardware
         weight_seconds = shape.weight_bytes / hardware.weight_bytes_per_second
         return Rates(
-            seconds_per_token=2.0 * shape.params / hardware.flops,
+            seconds_per_token=2.0 * shape.params / hardware.flops + hardware.token_seconds,
             seconds_per_sample=2.0 * shape.head_params / hardware.flops,
             seconds_per_pair=4.0 * shape.attention_width * shape.layers / hardware.attention_flops,
             seconds_per_kv_token=shape.kv_bytes_per_token / hardware.bytes_per_second,

@@ -41,6 +41,8 @@ class Hardware:
     weight_efficiency: float | None = None  # of `bandwidth`, for reading weights; None: as KV
     weight_overlap: float = 1.0  # exponent of products beside the reading of their own weights; law `bytes`
     step_seconds: float = 0.0  # that every step takes in addition to its work: launches, the host
+    token_seconds: float = 0.0  # of compute that every token takes in addition to its products
+    link: float | None = None  # bytes/s from a card to others, each way; None: not known
     cards: int = 1
 
     def __post_init__(self) -> None:
@@ -98,35 +100,36 @@ class Hardware:
         return self.bandwidth * self.weight_efficiency
 
 
-def _table(*rows: tuple[str, float, float, float]) -> Mapping[str, Hardware]:
+def _table(*rows: tuple[str, float, float, float, float]) -> Mapping[str, Hardware]:
     return MappingProxyType(
         {
-            name: Hardware(name=name, compute=tera * 1e12, bandwidth=giga * 1e9, memory=memory * 1e9)
-            for name, tera, giga, memory in rows
+            name: Hardware(name=name, compute=tera * 1e12, bandwidth=giga * 1e9, memory=memory * 1e9, link=link * 1e9)
+            for name, tera, giga, memory, link in rows
         }
     )
 
 
-# Makers' data sheets: dense bf16 TFLOP/s (no sparsity), GB/s, GB.
+# Makers' data sheets: dense bf16 TFLOP/s (no sparsity), GB/s, GB, and GB/s to other cards each way: by NVLink or
+# Infinity Fabric where these connect all cards of a board, else by PCI Express.
 GPUS: Mapping[str, Hardware] = _table(
-    ("a10", 125, 600, 24),
-    ("a100-40gb", 312, 1555, 40),
-    ("a100-80gb", 312, 2039, 80),
-    ("a40", 149.7, 696, 48),
-    ("a6000", 154.8, 768, 48),
-    ("b200", 2250, 8000, 180),
-    ("gh200", 989.4, 4000, 96),
-    ("h100", 989.4, 3350, 80),
-    ("h100-pcie", 756, 2000, 80),
-    ("h20", 148, 4000, 96),
-    ("h200", 989.4, 4800, 141),
-    ("l4", 121, 300, 24),
-    ("l40s", 362, 864, 48),
-    ("mi250x", 383, 3277, 128),
-    ("mi300x", 1307, 5300, 192),
-    ("rtx-3090", 71, 936, 24),
-    ("rtx-4090", 165.2, 1008, 24),
-    ("rtx-5090", 209.5, 1792, 32),
+    ("a10", 125, 600, 24, 32),
+    ("a100-40gb", 312, 1555, 40, 300),
+    ("a100-80gb", 312, 2039, 80, 300),
+    ("a40", 149.7, 696, 48, 32),
+    ("a6000", 154.8, 768, 48, 32),
+    ("b200", 2250, 8000, 180, 900),
+    ("gh200", 989.4, 4000, 96, 450),
+    ("h100", 989.4, 3350, 80, 450),
+    ("h100-pcie", 756, 2000, 80, 64),
+    ("h20", 148, 4000, 96, 450),
+    ("h200", 989.4, 4800, 141, 450),
+    ("l4", 121, 300, 24, 32),
+    ("l40s", 362, 864, 48, 32),
+    ("mi250x", 383, 3277, 128, 400),
+    ("mi300x", 1307, 5300, 192, 448),
+    ("rtx-3090", 71, 936, 24, 32),
+    ("rtx-4090", 165.2, 1008, 24, 32),
+    ("rtx-5090", 209.5, 1792, 32, 64),
 )
 
 

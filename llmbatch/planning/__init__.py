@@ -7,6 +7,7 @@ Start reading at `plan`.
 __all__ = [
     "cascade",
     "equal_prompts",
+    "even_ends",
     "lengths",
     "order",
     "outliers",

@@ -64,6 +64,11 @@ class Pool:
             return whole
         return Pool(num_pages, size, windows._replace(num_pages=window_pages))
 
+    def times(self, devices: int) -> Pool:
+        """Return the pool of so many devices that share each row."""
+        windows = self.windows._replace(num_pages=self.windows.num_pages * devices)
+        return Pool(self.num_pages * devices, self.page_size, windows)
+
     @property
     def tokens(self) -> int:
         """The tokens it holds."""

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from llmbatch.kvcache.renumber import pages_spared
 from llmbatch.perf_model.cost import CostModel
 from llmbatch.planning.cascade import tokens_together
+from llmbatch.planning.even_ends import RowsLeft
 from llmbatch.planning.lengths import Expected, LengthModel
 from llmbatch.planning.plan import Plan
 from llmbatch.planning.workload import Pool, Scheduling, Workload
@@ -98,6 +99,24 @@ class QueuePlanner:
             mean = self._lengths.expected(self._tree.rows).mean.mean()
             budget = steady_budget(plan, self._cost, self._pool.whole_tokens, float(mean))
         return self._update(plan.order, ends, budget, settled=settled)
+
+    def left(self, plan: Plan, cost: CostModel) -> RowsLeft:
+        """Count, at a cost, what is left: rows that wait, in the order of a plan, then those that have begun."""
+        begun, generated = self._scheduler.unfinished()
+        waits = ~self._ended
+        waits[begun] = False
+        waiting = plan.order[waits[plan.order]]
+        expected = zip(self._lengths.expected(waiting), self._lengths.remaining(begun, generated))
+        return RowsLeft.of(
+            cost,
+            waiting=waiting,
+            begun=begun,
+            generated=generated,
+            computed=self._scheduler.computed(),
+            prompts=self._tree.lengths,
+            expected=Expected(*map(np.concatenate, expected)),
+            together=self._together,
+        )
 
     def _fixed(self) -> FixedBudget:
         if self._scheduling.step_tokens is None and self._cost.in_turn:

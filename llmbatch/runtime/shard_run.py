@@ -32,6 +32,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmbatch.perf_model.cost import CostModel
+from llmbatch.planning.even_ends import RowsLeft
 from llmbatch.planning.lengths import LengthModel
 from llmbatch.planning.plan import Plan
 from llmbatch.planning.plan_workload import plan_with_second_sample, plan_workload
@@ -122,6 +123,7 @@ class ShardRun:
         if latency is not None:
             self.scheduler.bound(latency)
         self._first_step = self.scheduler.steps
+        self._settled: Plan | None = None  # that is run; None while a sample is
         self._queue = QueuePlanner(workload, self.scheduler, self._lengths, pool, cost, scheduling, self._steering)
         if carried is not None:
             self._queue.note_ended(carried.ended)
@@ -185,6 +187,16 @@ class ShardRun:
             self.advance(self._steering.lot_alone)
         self._shard = replace(self._shard, plan=None, sample=None)  # more is known now
 
+    def left(self, cost: CostModel) -> RowsLeft | None:
+        """Count what is left, at the cost of some devices; None while that is not known yet, since a sample runs."""
+        return None if self._settled is None else self._queue.left(self._settled, cost)
+
+    def give(self, rows: NDArray[np.int32]) -> None:
+        """Let go of rows between two steps, which go on elsewhere; those that have begun are withdrawn already."""
+        assert self._settled is not None, "rows are given before they are counted"
+        self._queue.note_ended(rows)
+        self.scheduler.enqueue(self._queue.of_plan(self._settled))
+
     def stop_admitting(self) -> None:
         """Leave alone what waits."""
         self.scheduler.enqueue(self._queue.in_order(np.empty(0, np.int32)))
@@ -234,6 +246,7 @@ class ShardRun:
         One that was `given` is kept, whatever becomes known; only who `learns` plans anew for its age alone.
         """
         scheduler, unknown = self.scheduler, self._queue.unknown
+        self._settled = plan
         scheduler.enqueue(self._queue.of_plan(plan))
         planned = self._age
         changing = unknown or self._refit is not None
@@ -246,6 +259,7 @@ class ShardRun:
                 self._learn()
             if (repriced and not given) or (learns and self._age >= self._steering.replan_age * planned):
                 plan, planned = self._plan_beside(plan_workload) or plan, self._age
+                self._settled = plan
             if unknown or repriced:
                 scheduler.enqueue(self._queue.of_plan(plan))
         return plan

@@ -17,7 +17,8 @@ from llmbatch.perf_model.hardware import find_hardware
 from llmbatch.planning.workload import Pool, Scheduling
 from llmbatch.simulation.mixes import draw_mix, parse_mix
 from llmbatch.simulation.options import MIX_REQUESTS, SimulationArgs, SimulationOptions
-from llmbatch.simulation.simulator import MAX_RUNNING, Simulation, SimulationReport, pool_of, simulate_trace
+from llmbatch.simulation.replicas import simulate_trace
+from llmbatch.simulation.simulator import MAX_RUNNING, Simulation, SimulationReport, pool_of
 from llmbatch.simulation.traces import Trace, put_together, read_traces
 
 

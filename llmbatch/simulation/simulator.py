@@ -7,7 +7,7 @@ law, and a row for each step and each request from which both can be computed ag
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -19,10 +19,8 @@ from llmbatch.figures import Figures
 from llmbatch.kernels.work_items import LOOK_BACK
 from llmbatch.perf_model.cost import CostModel
 from llmbatch.planning.cascade import tokens_together
-from llmbatch.planning.partition import partition, partition_alike
 from llmbatch.planning.plan import Plan
-from llmbatch.planning.plan_workload import plan_workload
-from llmbatch.planning.workload import ROW_TOKENS, Fit, Pool, Scheduling, Workload, split_for
+from llmbatch.planning.workload import ROW_TOKENS, Fit, Pool, Scheduling, Workload
 from llmbatch.runtime.loops.simulated_loop import STEP, SimulatedLoop
 from llmbatch.runtime.shard_run import run_shard
 from llmbatch.simulation.options import PAGE_SIZE
@@ -144,43 +142,6 @@ def pool_of(cost: CostModel, kv_memory: float | None, page_size: int = PAGE_SIZE
     )
 
 
-def simulate_trace(
-    trace: Trace,
-    cost: CostModel,
-    pool: Pool,
-    scheduling: Scheduling,
-    *,
-    lengths: Knowledge = "sampled",
-    max_tokens: int | None = None,
-    replicas: int = 1,
-) -> Simulation:
-    """Run a trace through the scheduler; it knows the recorded lengths only where `lengths` says so.
-
-    Where it does not, it knows that no answer exceeds `max_tokens`, which holds for the trace. With `replicas` the plan
-    is cut into as many shards, each of which has the device and the pool to itself: into equal seconds where lengths
-    are known, else into shards that are alike.
-    """
-    begun = time.perf_counter()
-    workload = describe(trace, pool, lengths, max_tokens)
-    pool = split_for(pool, workload)
-    seconds = time.perf_counter() - begun
-    if replicas == 1:
-        return run_workload(workload, trace.output_lengths, cost, pool, scheduling, planning=seconds)
-    plan = plan_workload(workload, pool, cost, scheduling)
-    if lengths == "known":
-        shards = partition(workload.tree, plan, cost, replicas)
-    else:
-        shards = partition_alike(workload.tree, plan, cost, workload.length_model().table_of, replicas)
-    seconds = time.perf_counter() - begun
-    parts = []
-    for rows in shards:
-        keep = np.zeros(len(trace), np.bool_)
-        keep[rows] = True
-        part = replace(workload, tree=workload.tree.select(keep))
-        parts.append(run_workload(part, trace.output_lengths, cost, pool, scheduling))
-    return _merge(parts, shards, workload, trace.output_lengths, cost, pool, seconds)
-
-
 def describe(trace: Trace, pool: Pool, lengths: Knowledge, max_tokens: int | None = None) -> Workload:
     """Return a trace as a workload: the rows whose prompts fit the pool, their lengths known or not.
 
@@ -231,7 +192,7 @@ def run_workload(
         "preemptions": log.preemptions,
         "side": log.side,
     }
-    report = _report(
+    report = report_of(
         workload, output, cost, pool, steps, requests,
         order=scheduling.order,
         seconds=loop.seconds,
@@ -241,7 +202,7 @@ def run_workload(
     return Simulation(report, steps, requests)
 
 
-def _report(
+def report_of(
     workload: Workload,
     output: NDArray[np.int32],
     cost: CostModel,
@@ -253,6 +214,7 @@ def _report(
     seconds: float,
     **given: Any,
 ) -> SimulationReport:
+    """Count the figures of a run, of one engine or of `replicas`."""
     tree = workload.tree
     rows = tree.rows
     prompts = tree.lengths[rows].astype(np.int64)
@@ -280,33 +242,3 @@ def _report(
         critical_path_seconds=int(answers.max(initial=0)) * cost.rates.weight_seconds,
         **given,
     )
-
-
-def _merge(
-    parts: list[Simulation],
-    shards: list[NDArray[np.int32]],
-    workload: Workload,
-    output: NDArray[np.int32],
-    cost: CostModel,
-    pool: Pool,
-    planning: float,
-) -> Simulation:
-    """Replicas side by side: the slowest decides."""
-    steps = np.concatenate([part.steps for part in parts])
-    requests = {name: column.copy() for name, column in parts[0].requests.items()}
-    shard_of = np.full(len(output), -1, np.int32)
-    for number, (part, rows) in enumerate(zip(parts, shards, strict=True)):
-        shard_of[rows] = number
-        for name, column in part.requests.items():
-            requests[name][rows] = column[rows]
-    report = _report(
-        workload, output, cost, pool, steps, requests,
-        replicas=len(parts),
-        order=parts[0].report.order,
-        seconds=max(part.report.seconds for part in parts),
-        replica_seconds=tuple(part.report.seconds for part in parts),
-        planning_seconds=planning + sum(part.report.planning_seconds for part in parts),
-        scheduling_seconds=sum(part.report.scheduling_seconds for part in parts),
-    )  # fmt: skip  # arguments in groups
-    step_shards = np.repeat(np.arange(len(parts), dtype=np.int32), [len(part.steps) for part in parts])
-    return Simulation(report, steps, {**requests, "shard": shard_of}, step_shards)

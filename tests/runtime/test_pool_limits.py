@@ -30,7 +30,7 @@ from llmbatch.preprocess.sampling_params import SamplingParams
 from llmbatch.runtime.protocols import CompletedRequests
 from llmbatch.runtime.stream import Stream
 from llmbatch.scheduler.output import FinishReason
-from llmbatch.simulation.simulator import simulate_trace
+from llmbatch.simulation.replicas import simulate_trace
 from llmbatch.simulation.traces import Trace
 from tests.runtime.test_stream import Engines, Listed, Taken, Window
 from tests.support.examples import examples

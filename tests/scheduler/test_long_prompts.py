@@ -9,7 +9,8 @@ import pytest
 from llmbatch.perf_model.cost import SHAPES, CostModel
 from llmbatch.perf_model.hardware import find_hardware
 from llmbatch.planning.workload import Scheduling
-from llmbatch.simulation.simulator import MAX_RUNNING, pool_of, simulate_trace
+from llmbatch.simulation.replicas import simulate_trace
+from llmbatch.simulation.simulator import MAX_RUNNING, pool_of
 from tests.support.paths import ROOT
 
 MIX = runpy.run_path(str(ROOT / "benchmarks" / "long_prompts.py"))["mix"]

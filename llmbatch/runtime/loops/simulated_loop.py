@@ -23,7 +23,7 @@ from llmbatch.perf_model.step_bound import step_seconds
 from llmbatch.runtime.loops.step_loop import LengthObservations
 from llmbatch.scheduler.commit import advance, end_sequences
 from llmbatch.scheduler.decide import decide_step, needs_attention
-from llmbatch.scheduler.output import StepColumns, pack
+from llmbatch.scheduler.output import FinishReason, StepColumns, pack
 from llmbatch.scheduler.scheduler import Scheduler
 from llmbatch.scheduler.state import SchedulerState, SequenceTable, is_done
 
@@ -154,8 +154,16 @@ class SimulatedLoop:
             scheduler.steps += done
             if scheduler.state.chunks.totals[0].begun:
                 scheduler.grow()
+        return self.ended_since(before)
+
+    def ended_since(self, before: int) -> LengthObservations:
+        """Return the requests that ended, but for the first so many."""
         ended = self.log.ended[before : self.log.counts[0].ended]
         return LengthObservations(ended, self._lengths[ended], np.ones(len(ended), np.bool_))
+
+    def withdraw(self, scheduler: Scheduler, requests: NDArray[np.int32], reason: FinishReason) -> None:
+        """End requests between two steps; they are not in the log."""
+        self._generated[scheduler.withdraw(requests, reason).slots] = 0
 
 
 @compiled
