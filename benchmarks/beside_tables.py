@@ -44,7 +44,8 @@ many steps. Where it is below the best effort that is wanted, the two bars exclu
 OVERLOAD_TEXT = """## Past saturation
 
 COMMAND: the same set-upSMALL. Capacity is the highest of the rates 10 to 22 at which both attainments are .99; wanted
-of `slack`: .9 x capacity / offered. The paper has no such figures.
+of `slack`: .9 x capacity / offered. The paper has no such figures. `slack` holds that in all nine rows; `bros` has no
+capacity among these rates.
 """
 MEMORY_TEXT = """## Little memory
 
@@ -187,10 +188,11 @@ def overload(runs: list[dict[str, Any]]) -> str:
             if (e, p) == (exponent, policy)
             and min(run["figures"]["online"][f"{name}_attainment"] for name in ("ttft", "tpot")) >= 0.99
         ]
-        capacity = max(held, default=float("nan"))
+        capacity = max(held, default=None)
         for rate in (14.0, 18.0, 22.0):
             both = found[exponent, policy, rate]["figures"]["online"]["both_attainment"]
-            rows.append([exponent, policy, capacity, rate, both, 0.9 * min(1.0, capacity / rate)])
+            wanted = None if capacity is None else 0.9 * min(1.0, capacity / rate)
+            rows.append([exponent, policy, capacity or "below 10", rate, both, wanted])
     header = ["e", "policy", "capacity, requests/s", "offered", "both targets met", "wanted"]
     return OVERLOAD_TEXT + "\n" + table(header, rows)
 
