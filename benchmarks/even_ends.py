@@ -31,7 +31,8 @@ Written by `python benchmarks/even_ends.py`. Llama-3-8B on eight A100-80GB, law 
 a trace of videos, and rows whose answers have log-normal lengths (median, sigma, the longest; prompts of 200 to 1,000
 tokens that share nothing). Constants were chosen on seed 0. Nothing here ran on a GPU.
 
-An engine that has ended takes rows of the one that would end last, or all join and share the model
+An engine that has ended takes rows of the one that would end last. Engines join and share the model where that ends
+sooner, which is asked where one has ended or no row waits
 ([decision 0090](../decisions/0090-even-ends.md)). Joining takes 7.5 s. Two sums over devices a layer take 10 us each,
 and their bytes pass at 300 GB/s.
 
@@ -42,8 +43,9 @@ and their bytes pass at 300 GB/s.
   (`benchmarks/shared_queue.py`). Wanted: .75 for 512 rows.
 - *over lengths known*: the same, where the length of each answer is known before. Wanted: 1.15. It is below 1 since
   the scheduler keeps room for all of an answer whose length it knows: so fewer rows run at once.
-- *over the optimum*: an eighth of what compute and reading of KV take on one device, overlapped, whatever the longest
-  row needs.
+- *over the optimum*: that of eight replicas that stay apart: an eighth of what compute, KV and a reading of the weights
+  for each filling of the pool take on one, overlapped, whatever the longest row needs. Joined devices read the weights
+  an eighth as often, and may be below it.
 
 | rows | seed | seconds | busy | over split by count | over a shared queue | over lengths known | over the optimum |
 | --- | --- | --- | --- | --- | --- | --- | --- |

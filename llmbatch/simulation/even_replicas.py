@@ -51,9 +51,9 @@ class EvenReplicas:
             now, ended = engine.clock, self._go_on(engine)
             if ended:
                 self._idle += [TurnEngine((device,), engine.clock) for device in engine.devices]
-            if ended or (self._idle and now > decided * (1.0 + _AGAIN)):
+            if ended or now > decided * (1.0 + _AGAIN):
                 decided = now
-                while self._idle and self._help(now):
+                while self._running and self._help(now):
                     pass
 
     def _go_on(self, engine: TurnEngine) -> bool:
@@ -67,15 +67,23 @@ class EvenReplicas:
         return ended
 
     def _help(self, now: float) -> bool:
-        """Let an engine without work take rows of the one that would end last, or join others; whether it did.
+        """Let engines join, or one without work take rows of the one that would end last; whether anything changed.
 
-        Engines that moves make even end at the mean at best: where they end sooner joined, they join.
+        Engines that moves make even end at the mean at best: where they end sooner joined, they join. That is asked
+        where one is without work, or no row waits on any.
         """
         late = self._by_end()
-        if not late:
+        if len(late) < len(self._running) or not (self._idle or self._is_tail()):
             return False
         even = (sum(end for end, _ in late) + len(self._idle) * now) / (len(late) + len(self._idle))
-        return self._join(late, now, even) or self._take(late[0][1]) or self._join(late, now, late[0][0])
+        if self._join(late, now, even):
+            return True
+        return len(self._idle) > 0 and (self._take(late[0][1]) or self._join(late, now, late[0][0]))
+
+    def _is_tail(self) -> bool:
+        """Say whether no row waits on any engine."""
+        lefts = [engine.left(self._cost) for engine in self._running]
+        return all(left is not None and left.waiting == 0 for left in lefts)
 
     def _by_end(self) -> list[tuple[float, TurnEngine]]:
         """Predict when engines end, the latest first; without those that do not know yet what they have left."""
@@ -107,17 +115,17 @@ class EvenReplicas:
         if self._cost.hardware.link is None:
             return False
         soonest, donors = np.inf, late[:0]
+        devices: tuple[int, ...] = ()
         for count in range(1, len(late) + 1):
-            devices = self._devices_with(late[:count])
-            if devices is not None:
-                cost, pool = self._of(devices)
+            together = self._devices_with(late[:count])
+            if together:
+                cost, pool = self._of(together)
                 lefts = [left for _, engine in late[:count] if (left := engine.left(cost)) is not None]
                 seconds = seconds_joined(lefts, cost, pool.whole_tokens)
                 ends = max([now + seconds, *(other for other, _ in late[count:])])
                 if ends < soonest:
-                    soonest, donors = ends, late[:count]
-        devices = self._devices_with(donors)
-        if devices is None or not pays(end - now, soonest - now):
+                    soonest, donors, devices = ends, late[:count], together
+        if not devices or not pays(end - now, soonest - now):
             return False
         joining = [engine for engine in self._idle if engine.devices[0] in devices]
         begins = max(engine.clock for engine in (*joining, *(donor for _, donor in donors))) + JOIN_SECONDS
@@ -133,12 +141,13 @@ class EvenReplicas:
         self._begin(TurnEngine(devices, begins), np.concatenate(rows), generated)
         return True
 
-    def _devices_with(self, donors: list[tuple[float, TurnEngine]]) -> tuple[int, ...] | None:
-        """Return the devices of some engines and of others without work: as many as a power of two; None: not more."""
+    def _devices_with(self, donors: list[tuple[float, TurnEngine]]) -> tuple[int, ...]:
+        """Return the devices of some engines and of others without work, a power of two; none where nothing joins."""
         devices = [device for _, engine in donors for device in engine.devices]
         idle = [engine.devices[0] for engine in self._idle]
-        count = 1 << (len(devices) + len(idle)).bit_length() - 1
-        return (*devices, *idle[: count - len(devices)]) if count > len(devices) else None
+        count = (1 << (len(devices) + len(idle)).bit_length()) // 2
+        more = count - len(devices)
+        return (*devices, *idle[:more]) if more >= 0 and len(donors) + more > 1 else ()
 
     def _of(self, devices: tuple[int, ...]) -> tuple[CostModel, Pool]:
         """Return cost and pool of devices that run as one."""
