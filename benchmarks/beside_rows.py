@@ -62,9 +62,14 @@ class Rows:
         return [row for row in found if row is not None]
 
     def _read_stopped(self) -> dict[str, dict[str, Any]]:
+        """Read the rows that are whole, and drop the one that a kill has cut."""
         if not self._stopped.exists():
             return {}
-        rows = map(json.loads, self._stopped.read_text().splitlines())
+        text = self._stopped.read_text()
+        whole = text[: text.rfind("\n") + 1]
+        if whole != text:
+            self._stopped.write_text(whole)
+        rows = map(json.loads, whole.splitlines())
         return {_key(row["setting"]): row for row in rows}
 
 

@@ -73,3 +73,12 @@ def test_a_run_that_was_stopped_goes_on_with_the_rows_that_are_not_there_yet(tmp
     rows.end()
     assert not stopped.exists()
     assert [run for _, _, run in runs(Rows(1, stopped).of(second, SETTINGS))] == [2, 2, 2, 2]
+
+
+def test_a_row_that_a_kill_has_cut_is_run_again(tmp_path: Path) -> None:
+    stopped = tmp_path / "stopped"
+    Rows(1, stopped).of(first, SETTINGS)
+    text = stopped.read_text()
+    for size in (len(text) - 1, len(text) - 20):
+        stopped.write_text(text[:size])
+        assert [run for _, _, run in runs(Rows(1, stopped).of(second, SETTINGS))] == [1, 1, 1, 2]
