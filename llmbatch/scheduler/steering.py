@@ -2,9 +2,9 @@
 
 *Measured* is what another value does to the fraction of the optimum on Table 2's four mixes at 25,000 requests, as
 "value: least to most change", in percentage points, gains positive (docs/results/tables.md, "Constants of the
-scheduler"; `python benchmarks/sensitivity.py --requests 25000` measures it anew). On a single job chance moves a figure
-by about a point, so constants are chosen on many seeds, by the decisions that are named. They are data: another value
-compiles nothing.
+scheduler"; `python benchmarks/clock/sensitivity.py --requests 25000` measures it anew). On a single job chance moves a
+figure by about a point, so constants are chosen on many seeds, by the decisions that are named. They are data: another
+value compiles nothing.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A few very long prompts among thousands of rows hold up nothing: the mixes of benchmarks/long_prompts.py."""
+"""A few very long prompts among thousands of rows hold up nothing: the mixes of benchmarks/clock/long_prompts.py."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from llmbatch.simulation.replicas import simulate_trace
 from llmbatch.simulation.simulator import MAX_RUNNING, pool_of
 from tests.support.paths import ROOT
 
-MIX = runpy.run_path(str(ROOT / "benchmarks" / "long_prompts.py"))["mix"]
+MIX = runpy.run_path(str(ROOT / "benchmarks" / "clock" / "long_prompts.py"))["mix"]
 
 
 @pytest.mark.parametrize("seed", [0, 2])

@@ -35,7 +35,7 @@ BFLOAT16_GAIN: Final = "bfloat16"  # the name of what is measured to choose a ty
 LEAST_GAIN: Final = 0.85  # of bfloat16 where it is chosen: half the bytes are worth somewhat slower products
 GAIN_VERSIONS: Final = (version("numba"), __version__)  # of what compiles the products, and of these
 _SIMULATED: Final = "a100-80gb"  # the hardware that plans are made for where nothing is computed
-_HOST_SECONDS: Final = 5e-4  # that a job's own process takes for a step (benchmarks/rows.py)
+_HOST_SECONDS: Final = 5e-4  # that a job's own process takes for a step (benchmarks/jobs/rows.py)
 _FAMILIES: Final = ("gemma", "gemma2", "gemma3_text", "llama", "mistral", "qwen2", "qwen3")
 _FIELDS: Final = (
     "head_dim",

@@ -1,4 +1,4 @@
-"""Rows of benchmarks/beside.py: some policies' are run anew, the others' are kept, and a stopped run goes on."""
+"""Rows of benchmarks/clock/beside.py: some policies' are run anew, the others' are kept, and a stopped run goes on."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.paths import ROOT
 
-MODULE = runpy.run_path(str(ROOT / "benchmarks" / "beside_rows.py"))
+MODULE = runpy.run_path(str(ROOT / "benchmarks" / "clock" / "beside_rows.py"))
 Rows, named = MODULE["Rows"], MODULE["named"]
 SETTINGS: list[dict[str, Any]] = [
     {

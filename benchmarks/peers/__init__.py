@@ -1,1 +1,0 @@
-"""What the benchmarks against other engines share: `python benchmarks/peer_NAME.py`."""

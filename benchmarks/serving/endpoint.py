@@ -1,0 +1,194 @@
+"""An endpoint on this machine that people and a job share: what both get, beside what each gets alone.
+
+    python benchmarks/serving/endpoint.py [--rate .25] [--tpot .3] [--ttft .5] [--copies 3] [--json FILE]
+
+Guests are prompts of the demo dataset, each with a number of its own before it, so that none finds another's pages. 64
+tokens are asked for, and they arrive as a Poisson process. The job is the demo dataset, some times over with a number
+before each prompt. Measured one after the other: the job alone (`llmbatch run`), guests alone, both (`llmbatch run
+--beside`), the job at the endpoint without guests, and guests alone and both at an endpoint whose steps have no bound:
+there a step of the job is held between two layers for a guest's prompt, and the first token of a guest should come at
+most two layers later than alone (`--ttft .5`: .12 s of steps of 2,048 tokens). Each job runs in a process of its own,
+so client, endpoint and job share the cores. Times are those that the guests' client sees: to the first piece of text,
+and between pieces. The clients' seed is fixed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "peers"))
+
+from mixes import rows_of
+from rounds import demo_model
+
+TOKENS = 64
+SEED = 7
+Figures = dict[str, Any]
+Waited = tuple[float, list[float]]  # of a guest: seconds to the first piece of text, and between pieces
+
+
+@contextlib.contextmanager
+def endpoint(model: str, ttft: float, tpot: float | None) -> Iterator[str]:
+    """Run an endpoint; yields its URL."""
+    command = [sys.executable, "-m", "llmbatch", "serve", "--model", model, "--port", "0", "--ttft", str(ttft)]
+    bound = [] if tpot is None else ["--tpot", str(tpot)]
+    state = tempfile.TemporaryDirectory()
+    command += [*bound, "--state-dir", state.name]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    try:
+        for line in process.stderr:
+            if found := re.search(r"http://\S+", line):
+                yield found[0].rstrip("/")
+                break
+        else:
+            raise SystemExit(f"the endpoint ended with status {process.wait()}")
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait()
+        state.cleanup()
+
+
+async def guest(client: httpx.AsyncClient, prompt: str, model: str) -> Waited:
+    """Ask once."""
+    body = {
+        "model": model,
+        "messages": [{"role": "user", "content": prompt}],
+        "max_tokens": TOKENS,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+    }
+    begun, times = time.perf_counter(), []
+    async with client.stream("POST", "/v1/chat/completions", json=body) as answer:
+        answer.raise_for_status()
+        async for line in answer.aiter_lines():
+            if line.startswith("data: {") and json.loads(line[6:])["choices"][0]["delta"].get("content"):
+                times.append(time.perf_counter())
+    return times[0] - begun, np.diff(times).tolist()
+
+
+async def guests(url: str, rate: float, until: asyncio.Event, prompts: list[str], name: str = "Guest") -> list[Waited]:
+    """Let guests arrive until the event is set, and wait for all of them; prompts begin with the name and a number."""
+    rng = np.random.default_rng(SEED)
+    tasks: list[asyncio.Task[Waited]] = []
+    async with httpx.AsyncClient(base_url=url, timeout=600) as client:
+        model = (await client.get("/v1/models")).json()["data"][0]["id"]
+        await guest(client, "Hello", model)
+        while not until.is_set():
+            prompt = f"{name} {len(tasks)}. {prompts[rng.integers(len(prompts))]}"
+            tasks.append(asyncio.create_task(guest(client, prompt, model)))
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(until.wait(), rng.exponential(1 / rate))
+        return await asyncio.gather(*tasks)
+
+
+def summary(answered: list[Waited]) -> Figures:
+    """Sum up what guests waited."""
+    firsts = np.array([first for first, _ in answered])
+    gaps = np.concatenate([between for _, between in answered])
+    return {
+        "guests": len(answered),
+        "first_p50": float(np.median(firsts)),
+        "first_p99": float(np.quantile(firsts, 0.99)),
+        "gap_p50": float(np.median(gaps)),
+        "gap_p99": float(np.quantile(gaps, 0.99)),
+        "gap_max": float(gaps.max()),
+    }
+
+
+async def job(model: str, source: Path, url: str | None) -> Figures:
+    """Run the job in a process; its report."""
+    with tempfile.TemporaryDirectory() as folder:
+        where = [] if url is None else ["--beside", url]
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "llmbatch", "run", str(source), "--output", f"{folder}/answers", "--model", model),
+            *("--prompt", "prompt", "--chat", "--sampling-params", "sampling", "--json", "--quiet", *where),
+            stdout=subprocess.PIPE,
+        )
+        told, _ = await process.communicate()
+        if process.returncode:
+            raise SystemExit(f"the job ended with status {process.returncode}")
+        report: Figures = json.loads(told)
+        return {name: report[name] for name in ("rows", "errors", "seconds", "tokens_per_second")}
+
+
+async def both(model: str, source: Path, url: str, rate: float, prompts: list[str]) -> Figures:
+    """Run the job while guests arrive."""
+    over = asyncio.Event()
+    arriving = asyncio.create_task(guests(url, rate, over, prompts))
+    figures = await job(model, source, url)
+    over.set()
+    return {**figures, **summary(await arriving)}
+
+
+async def alone(url: str, rate: float, seconds: float, prompts: list[str]) -> Figures:
+    """Let guests arrive for some time."""
+    over = asyncio.Event()
+    asyncio.get_running_loop().call_later(seconds, over.set)
+    return summary(await guests(url, rate, over, prompts))
+
+
+def measure(options: argparse.Namespace) -> dict[str, Figures]:
+    """Measure all six, one after the other."""
+    model, rows = options.model or demo_model(), rows_of("demo")
+    prompts = [prompt for prompt, _ in rows]
+    found: dict[str, Figures] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "job.parquet"
+        table = {
+            "prompt": [f"{copy}. {prompt}" if copy else prompt for copy in range(options.copies) for prompt in prompts],
+            "sampling": [json.dumps({"max_tokens": tokens, "ignore_eos": True}) for _, tokens in rows] * options.copies,
+        }
+        pq.write_table(pa.table(table), source)
+
+        def note(name: str, figures: Figures) -> None:
+            found[name] = figures
+            print(name, json.dumps(figures), flush=True)
+
+        note("job alone", asyncio.run(job(model, source, None)))
+        with endpoint(model, options.ttft, options.tpot) as url:
+            note("guests alone", asyncio.run(alone(url, options.rate, options.seconds, prompts)))
+            note("both", asyncio.run(both(model, source, url, options.rate, prompts)))
+            note("job at endpoint", asyncio.run(job(model, source, url)))
+        with endpoint(model, options.ttft, None) as url:
+            note("guests alone, no bound", asyncio.run(alone(url, options.rate, options.seconds, prompts)))
+            note("both, no bound", asyncio.run(both(model, source, url, options.rate, prompts)))
+    return found
+
+
+def main() -> None:
+    """Measure, and print each as it ends."""
+    parser = argparse.ArgumentParser(description="Measure an endpoint that people and a job share.")
+    parser.add_argument("--model", help="SmolLM2-135M-Instruct, unless given")
+    parser.add_argument("--rate", type=float, default=0.25, help="guests a second")
+    parser.add_argument("--tpot", type=float, default=0.3, help="seconds that a step may take")
+    parser.add_argument("--ttft", type=float, default=0.5, help="seconds within which a first token is wanted")
+    parser.add_argument("--seconds", type=float, default=120.0, help="for which guests arrive alone")
+    parser.add_argument("--copies", type=int, default=3, help="of the demo dataset in the job")
+    parser.add_argument("--json", type=Path, help="also write the figures there")
+    options = parser.parse_args()
+    found = measure(options)
+    if options.json is not None:
+        options.json.write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
