@@ -41,9 +41,10 @@ and their bytes pass at 300 GB/s.
   runs them. Wanted: .82 for 512 rows.
 - *over a shared queue*: whichever engine has room takes the next row, as a router over servers does
   (`benchmarks/clock/shared_queue.py`). Wanted: .75 for 512 rows.
-- *over lengths known*: the same, where the length of each answer is known before. Wanted: 1.15. It is below 1, so runs
-  with known lengths are too slow: early in that of 512 rows (seed 0) an engine used 42 % of its pool while rows waited.
-  Why was not looked into.
+- *over lengths known*: the same, where the length of each answer is known before. Wanted: 1.15. It is below 1. An
+  engine that knows lengths lets rows wait beside its longest one, which ends no later by that. So rows wait for longer,
+  and engines join later. One engine takes 1.00 to 1.04 times as long with known lengths as with sampled ones (three
+  draws).
 - *over the optimum*: that of eight replicas that stay apart: an eighth of what compute, KV and a reading of the weights
   for each filling of the pool take on one, overlapped, whatever the longest row needs. Joined devices read the weights
   an eighth as often, and may be below it.
