@@ -57,10 +57,13 @@ class Hardware:
                 raise ParameterError(f"{field} must lie in (0, 1], got {value} for {self.name}")
         if not 1 <= self.weight_overlap < math.inf:
             raise ParameterError(f"weight_overlap must be at least 1, got {self.weight_overlap} for {self.name}")
-        if not 0 <= self.step_seconds < math.inf:
-            raise ParameterError(
-                f"step_seconds of a device must be at least 0, got {self.step_seconds} for {self.name}"
-            )
+        for field in ("step_seconds", "token_seconds"):
+            if not 0 <= getattr(self, field) < math.inf:
+                raise ParameterError(
+                    f"{field} of a device must be at least 0, got {getattr(self, field)} for {self.name}"
+                )
+        if self.link is not None and not self.link > 0:
+            raise ParameterError(f"link of a device must be positive, got {self.link} for {self.name}")
 
     def group(self, cards: int) -> Hardware:
         """Combine so many devices into one (tensor parallelism); their collectives are assumed hidden."""

@@ -14,7 +14,7 @@ from llmbatch.planning.workload import Pool, Scheduling, Workload, split_for
 from llmbatch.simulation.engines_in_turn import EngineRun
 from llmbatch.simulation.even_replicas import EvenReplicas
 from llmbatch.simulation.options import Knowledge
-from llmbatch.simulation.simulator import Simulation, describe, report_of, run_workload
+from llmbatch.simulation.simulator import Simulation, describe, peak_kv, report_of, run_workload
 from llmbatch.simulation.traces import Trace
 
 
@@ -89,6 +89,7 @@ def _merge(
         order=scheduling.order,
         seconds=max(part.ends for part in parts),
         replica_seconds=tuple(busy),
+        peak_kv_fraction=max(map(peak_kv, steps, (pool.times(len(part.devices)) for part in parts))),
         planning_seconds=planning,
         scheduling_seconds=time.perf_counter() - begun - planning,
     )  # fmt: skip  # arguments in groups

@@ -196,10 +196,16 @@ def run_workload(
         workload, output, cost, pool, steps, requests,
         order=scheduling.order,
         seconds=loop.seconds,
+        peak_kv_fraction=peak_kv(steps, pool),
         planning_seconds=planning + result.planning_seconds,
         scheduling_seconds=scheduling_seconds,
     )  # fmt: skip  # arguments in groups
     return Simulation(report, steps, requests)
+
+
+def peak_kv(steps: NDArray[Any], pool: Pool) -> float:
+    """Return the largest part of a pool that is used in any step."""
+    return int(steps["kv_used_tokens"].max(initial=0)) / pool.tokens
 
 
 def report_of(
@@ -214,14 +220,18 @@ def report_of(
     seconds: float,
     **given: Any,
 ) -> SimulationReport:
-    """Count the figures of a run, of one engine or of `replicas`."""
+    """Count the figures of a run, of one engine or of `replicas`.
+
+    The optimum of devices that can join is that of all of them as one, whatever they say to each other.
+    """
     tree = workload.tree
     rows = tree.rows
     prompts = tree.lengths[rows].astype(np.int64)
     answers = np.minimum(output, workload.max_tokens)[rows].astype(np.int64)
     compute = float(cost.request_compute(prompts, answers, tree.lcp).sum())
     memory = float(cost.request_memory(prompts, answers, answers**2, tokens_together(tree, cost)[rows]).sum())
-    pool_bytes = pool.whole_tokens * cost.shape.kv_bytes_per_token
+    joined = 1 if cost.hardware.link is None else replicas
+    pool_bytes = joined * pool.whole_tokens * cost.shape.kv_bytes_per_token
     optimal = cost.optimal_seconds(compute / replicas, memory / replicas, pool_bytes)
     prompt_tokens = int(prompts.sum())
     return SimulationReport(
@@ -238,7 +248,6 @@ def report_of(
         prefix_sharing_optimal=tree.sharing,
         steps=len(steps),
         preemptions=int(steps["preempted"].sum()),
-        peak_kv_fraction=int(steps["kv_used_tokens"].max(initial=0)) / pool.tokens,
         critical_path_seconds=int(answers.max(initial=0)) * cost.rates.weight_seconds,
         **given,
     )

@@ -270,6 +270,8 @@ def test_a_device_without_bandwidth_is_refused() -> None:
         ({"weight_efficiency": 2.0}, "weight_efficiency must lie in (0, 1], got 2.0 for toy"),
         ({"weight_overlap": 0.5}, "weight_overlap must be at least 1, got 0.5 for toy"),
         ({"step_seconds": -1e-3}, "step_seconds of a device must be at least 0, got -0.001 for toy"),
+        ({"token_seconds": -1e-6}, "token_seconds of a device must be at least 0, got -1e-06 for toy"),
+        ({"link": 0.0}, "link of a device must be positive, got 0.0 for toy"),
     ],
 )
 def test_a_rate_or_a_time_that_cannot_be_is_refused(fields: dict[str, float], message: str) -> None:

@@ -82,6 +82,12 @@ def test_devices_join_at_the_end() -> None:
     assert sum(part.devices == last.devices for part in engines.parts) == 1
 
 
+def test_no_figure_of_joined_devices_passes_its_bound() -> None:
+    report = simulate(long_tailed()).report
+    assert 0.1 < report.peak_kv_fraction <= 1.0
+    assert report.fraction_of_optimal <= 1.0
+
+
 def test_devices_that_are_not_wired_stay_apart() -> None:
     trace, apart = long_tailed(), replace(COST, hardware=replace(COST.hardware, link=None))
     engines = EvenReplicas(describe(trace, POOL, "sampled", MOST), trace.output_lengths, apart, POOL, SCHEDULING)
