@@ -25,7 +25,12 @@ from tests.support.killing import Moment, Process, run
 
 TORCH = {"engine": "torch", "output_tokens": None, "max_tokens": 40, "window_rows": 60}
 STEP = "llmbatch.engine.cpu.engine:CpuEngine.execute"
-AT_EACH_STEP = {f"llmbatch.inference.answers:{name}": 0 for name in ("_AT_FIRST", "_SHARE")}
+# What has begun is kept after each step, and the next one waits until that is written.
+AT_EACH_STEP = {
+    "llmbatch.inference.answers:_AT_FIRST": 0,
+    "llmbatch.inference.answers:_SHARE": 0,
+    "llmbatch.jobs.answer_writer:_BEHIND": 0,
+}
 KINDS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "drawn": {"temperature": 1.0},
