@@ -75,6 +75,7 @@ def shared_queue_seconds(
 
 
 def _admit(engine: Engine, queue: deque[Row], pool_tokens: int, max_running: int) -> None:
+    """Let rows of the queue in as far as the pool has room for their tokens."""
     used = sum(row.known for row in engine.running)
     while queue and len(engine.running) < max_running and used + queue[0].known <= pool_tokens:
         row = queue.popleft()
@@ -94,9 +95,7 @@ def _advance(engine: Engine, queue: deque[Row], cost: CostModel, pool_tokens: in
     if others:
         return _take_chunks(engine, decodes, others, read, cost, step_tokens)
     count = len(decodes)
-    steps = min(_LOT, min(row.output - row.generated for row in decodes))
-    if count:
-        steps = max(1, min(steps, (pool_tokens - read) // count))
+    steps = max(1, min(_LOT, (pool_tokens - read) // count, *(row.output - row.generated for row in decodes)))
     ones = np.full(steps, float(count))
     compute, memory = as_python(step_parts)(
         cost.rates, ones, ones, np.zeros(steps), read + count * np.arange(1.0, steps + 1)
@@ -109,6 +108,7 @@ def _advance(engine: Engine, queue: deque[Row], cost: CostModel, pool_tokens: in
 def _take_chunks(
     engine: Engine, decodes: list[Row], others: list[Row], read: int, cost: CostModel, step_tokens: int
 ) -> float:
+    """Take a step of all decodes and as much of prompts as it has room for; the seconds that it takes."""
     tokens, pairs, sampled = len(decodes), 0.0, list(decodes)
     for row in others:
         chunk = min(step_tokens - tokens, row.known - row.computed)
@@ -125,6 +125,7 @@ def _take_chunks(
 
 
 def _generate(engine: Engine, rows: list[Row], tokens: int) -> None:
+    """Give rows so many tokens, and let go of those that have ended."""
     for row in rows:
         row.generated += tokens
         row.computed = row.known - 1

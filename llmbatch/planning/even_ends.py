@@ -11,10 +11,10 @@ first: they cost nothing. They are taken from all over the plan's order, in piec
 engines keep their blend and most prefixes. A row that has begun moves as tokens, and its KV is computed again where it
 goes. Nothing moves unless both end sooner by it, what is computed again included.
 
-In the end each engine has a few long rows, and a move gains nothing: a step takes as long for one row as for ten, since
-it reads the weights. Then engines join: they share the model and all of their rows (BatchGen's `partition`, 4.2), and
-each step takes a part of that time. Joining takes `JOIN_SECONDS` (the paper's Table 2 has 5 to 10 s), and all KV is
-computed again.
+Where each engine has a few long rows, a move gains nothing: a step takes as long for one row as for ten, since it reads
+the weights. Engines that join share the model and all of their rows (BatchGen's `partition`, 4.2), and each step takes
+a part of that time. Joining takes `JOIN_SECONDS` (the paper's Table 2 has 5 to 10 s), and all KV is computed again. The
+paper joins engines when few rows are left. Here predicted seconds decide, whatever is left.
 """
 
 from __future__ import annotations
@@ -76,10 +76,9 @@ class RowsLeft(NamedTuple):
 
 
 def put_together(lefts: Sequence[RowsLeft]) -> RowsLeft:
-    """Put what some engines have left together: rows that wait first."""
-    order = np.concatenate(
-        [np.arange(len(left.rows)) >= left.waiting for left in lefts] if lefts else [np.empty(0, np.bool_)]
-    ).argsort(kind="stable")
+    """Put what some engines, one at least, have left together: rows that wait first."""
+    begun = np.concatenate([np.arange(len(left.rows)) >= left.waiting for left in lefts])
+    order = begun.argsort(kind="stable")
     columns = {
         name: np.concatenate([getattr(left, name) for left in lefts])[order]
         for name in RowsLeft._fields
@@ -96,7 +95,7 @@ def seconds_joined(lefts: Sequence[RowsLeft], cost: CostModel, pool_tokens: floa
 
 
 def pays(before: float, after: float) -> bool:
-    """Say whether a change pays that lets so many seconds become so many."""
+    """Say whether a change pays by which an end that was `before` seconds away is `after` seconds away."""
     return before - after > _LEAST_GAIN * before
 
 

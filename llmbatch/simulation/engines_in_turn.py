@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 
 from llmbatch.perf_model.cost import CostModel
 from llmbatch.planning.even_ends import RowsLeft
-from llmbatch.planning.workload import Workload
 from llmbatch.runtime.loops.simulated_loop import SimulatedLoop
 from llmbatch.runtime.loops.step_loop import LengthObservations
 from llmbatch.runtime.shard_run import ShardRun
@@ -31,7 +30,6 @@ class EngineRun:
 
     devices: tuple[int, ...]
     begins: float  # s
-    workload: Workload
     generated: NDArray[np.int32]  # by row: tokens of its answer that were there
     loop: SimulatedLoop
     run: ShardRun
@@ -94,7 +92,7 @@ class TurnEngine:
     """Devices that run as one: what they run now, and until when their clock has come."""
 
     def __init__(self, devices: tuple[int, ...], clock: float = 0.0) -> None:
-        """Have nothing to run at first."""
+        """Have nothing to run at first; `clock` is in seconds."""
         self.devices = devices
         self.clock = clock
         self._part: EngineRun | None = None

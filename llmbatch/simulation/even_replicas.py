@@ -22,11 +22,14 @@ from llmbatch.runtime.shard_run import ShardRun
 from llmbatch.scheduler.output import FinishReason
 from llmbatch.simulation.engines_in_turn import EngineRun, PausedLoop, TurnEngine
 
-_AGAIN: Final = 0.01  # of the time so far, after which engines without work ask again
+_AGAIN: Final = 0.01  # of the time so far, after which it is decided again who runs what
 
 
 class EvenReplicas:
-    """Replicas that run the shards of a workload and end together; `output` int32 by row are the answers' tokens."""
+    """Replicas that run the shards of a workload and end together.
+
+    `output`, int32 by row, are the answers' tokens; `cost` and `pool` are of one device. `parts` are what was run.
+    """
 
     def __init__(
         self, workload: Workload, output: NDArray[np.int32], cost: CostModel, pool: Pool, scheduling: Scheduling
@@ -53,7 +56,7 @@ class EvenReplicas:
                 self._idle += [TurnEngine((device,), engine.clock) for device in engine.devices]
             if ended or now > decided * (1.0 + _AGAIN):
                 decided = now
-                while self._running and self._help(now):
+                while self._running and self._decide(now):
                     pass
 
     def _go_on(self, engine: TurnEngine) -> bool:
@@ -66,7 +69,7 @@ class EvenReplicas:
             self._running.remove(engine)
         return ended
 
-    def _help(self, now: float) -> bool:
+    def _decide(self, now: float) -> bool:
         """Let engines join, or one without work take rows of the one that would end last; whether anything changed.
 
         Engines that moves make even end at the mean at best: where they end sooner joined, they join. That is asked
@@ -161,7 +164,7 @@ class EvenReplicas:
         def part_of(pause: Callable[[], None]) -> EngineRun:
             loop = PausedLoop(np.maximum(self._output - generated, 1), cost, pause)
             run = ShardRun(workload, loop, pool, cost, self._scheduling)
-            return EngineRun(devices, begins, workload, generated, loop, run)
+            return EngineRun(devices, begins, generated, loop, run)
 
         self._running.append(engine)
         engine.begin(part_of)
