@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -43,11 +43,13 @@ from llmbatch.simulation.traces import Trace, read_traces
 
 SOURCES = ("azure2023_code", "mmlu_5shot", "video_panda70m")
 SHORTER = 16
-FIXED = 2048  # tokens a step, of the job that decides none of them in closed loop
 
 
-def measure(stage: Stage, name: str, orders: Sequence[Policy]) -> Iterator[tuple[str, Any]]:
-    """The mix of that name: seconds, what was predicted, and the share of the optimum under both laws."""
+def measure(stage: Stage, name: str, orders: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    """The mix of that name: seconds, what was predicted, and the share of the optimum under both laws.
+
+    An order such as `blend:2048` has so many tokens a step, where others decide that in closed loop.
+    """
     best = stage.calibration.best
     yield "best_strategy", best
     calibrated = stage.calibration.fitted.items()
@@ -59,23 +61,24 @@ def measure(stage: Stage, name: str, orders: Sequence[Policy]) -> Iterator[tuple
     requests = requests_of(trace, stage.sizes.model["vocab_size"])
     yield "mix", {"density": mix.density, "sharing": mix.sharing, "rows": len(requests)}
     jobs: dict[str, Any] = {}
-    for order in orders:
-        jobs[order] = job(stage, requests, best, pool, order)
+    for given in orders:
+        order, _, tokens = given.partition(":")
+        jobs[given] = job(stage, requests, best, pool, cast(Policy, order), step_tokens=int(tokens) if tokens else None)
         yield "orders", jobs
-        if order == "blend":
-            jobs[f"blend, {FIXED} tokens a step"] = job(stage, requests, best, pool, order, step_tokens=FIXED)
-            yield "orders", jobs
     yield "peak_bytes", 0 if stage.dry else torch.cuda.max_memory_allocated(stage.device)
 
 
 def pool_of(stage: Stage) -> Pool:
-    """What the largest step leaves."""
-    if stage.dry:
-        return Pool(600, stage.page_size)
+    """What the largest step leaves, or less if a smaller pool is asked for."""
+    most = stage.sizes.pool
+    if stage.dry and most is not None:
+        return Pool(most, stage.page_size)
     size = stage.shape.kv_bytes_per_token * stage.page_size
     attention, rows = TritonAttention(stage.device), stage.sizes.requests
-    room = measure_room(stage.loaded, attention, tokens=8192, rows=rows, page_size=stage.page_size)
-    return Pool(int(room.pool_bytes // size), stage.page_size)
+    mixed = stage.mixed_sizes
+    room = measure_room(stage.loaded, attention, tokens=8192, rows=rows, mixed=mixed, page_size=stage.page_size)
+    fits = int(room.pool_bytes // size)
+    return Pool(fits if most is None else min(fits, most), stage.page_size)
 
 
 def drawn(stage: Stage, name: str, cost: CostModel) -> tuple[Trace, Mix]:
@@ -178,7 +181,7 @@ def job(
     workload = Workload.of(requests)
     forecast = run_workload(workload, requests.max_tokens, cost, pool, scheduling).report
     engine = stage.engine(strategy, cost.rates, num_pages=pool.num_pages)
-    engine.record(range(1, len(requests) + 1))
+    engine.record(range(1, len(requests) + 1), stage.mixed_sizes, cost.rates)
     engine.begin(requests)
     noted = Noted(engine, cost.rates.reach)
     begun = time.perf_counter()

@@ -27,6 +27,7 @@ from llmbatch.engine.gpu.attention import PAGE_SIZE, GpuOps
 from llmbatch.engine.gpu.cuda_graphs import GraphRecorder
 from llmbatch.engine.gpu.engine import GpuEngine
 from llmbatch.engine.gpu.fp8_linear import Fp8Linear
+from llmbatch.engine.gpu.mixed_graphs import mixed_sizes
 from llmbatch.engine.gpu.strategies import Strategy, make_execution
 from llmbatch.engine.model.loader import LoadedModel, load_model
 from llmbatch.engine.model.platform import Platform
@@ -80,21 +81,22 @@ class Sizes:
     step_keys: int  # of each decode of a whole step
     chunk: int  # tokens of a prefill step
     requests: int  # of a job
+    pool: int | None  # tokens of a job's pages, at most; None: as many as the card holds
     longest: int  # answer of a job
     peer: int  # rows that the peer gets
     runs: int
 
 
-FULL = Sizes(LLAMA_8B, 256, 4096, 2048, 512, 1024, 8192, 2000, 1 << 20, 64, 10)
-DRY = Sizes(TINY, 33, 40, 256, 30, 20, 16, 6, 6, 3, 1)
+FULL = Sizes(LLAMA_8B, 256, 4096, 2048, 512, 1024, 8192, 2000, None, 1 << 20, 64, 10)
+DRY = Sizes(TINY, 33, 40, 256, 30, 20, 64, 6, 600, 6, 3, 1)
 
 
 class Stage:
     """A device with a model of random weights."""
 
-    def __init__(self, device: str, *, dry: bool, traces: str | None) -> None:
+    def __init__(self, device: str, *, dry: bool, traces: str | None, sizes: Sizes | None = None) -> None:
         self.dry = dry
-        self.sizes = DRY if dry else FULL
+        self.sizes = sizes or (DRY if dry else FULL)
         self.traces = traces
         cpu = torch.device("cpu")
         host = Platform(cpu, GpuOps(cpu), PAGE_SIZE, max_running=512, to_fp8=Fp8Linear)
@@ -151,6 +153,11 @@ class Stage:
         """What requests cost at the card's ceilings, of an engine that runs kernel after kernel."""
         at_most = replace(self.ceilings, compute_efficiency=1.0, bandwidth_efficiency=1.0)
         return CostModel(self.shape, at_most, law="paper", overlap=SEQUENTIAL, cascade=True)
+
+    @property
+    def mixed_sizes(self) -> tuple[int, ...]:
+        """The tokens of steps with chunks that a job records."""
+        return mixed_sizes(self.shape.layers, replace(self.ceiling_cost, hardware=self.ceilings).rates)
 
     @cached_property
     def calibration(self) -> DeviceCalibration:

@@ -52,7 +52,7 @@ def measure(stage: Stage) -> Iterator[tuple[str, Any]]:
     for name in STRATEGIES:
         engine = stage.engine(name, rates, num_pages=most)
         engine.pages.fill()
-        engine.record(kind.decodes for kind in every if not kind.prefills)
+        engine.record((kind.decodes for kind in every if not kind.prefills), stage.mixed_sizes, rates)
         seconds[name] = [time_step(engine, kind, runs=stage.sizes.runs)[1] for kind in every]
         yield "seconds", seconds
         profiles[name] = overlapped(stage, engine, StepKind(rows, keys, ((0, chunk // 4),)))

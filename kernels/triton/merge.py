@@ -12,50 +12,57 @@ from llmbatch.kernels.triton.attention import LOG2E_IN_KERNELS, NOTHING
 
 
 @triton.jit
-def merge_row(
-    row, head, out, partial, sums, parts, sinks, query_heads,
-    WIDTH: tl.constexpr, PADDED: tl.constexpr, SINKS: tl.constexpr,
+def _merge_heads(
+    row, block, out, partial, sums, parts, sinks, query_heads,
+    WIDTH: tl.constexpr, PADDED: tl.constexpr, SINKS: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip  # arguments in groups
-    """Merge the parts of a row, of one query head, if it has any."""
+    """Merge the parts of a row, of a `block` of `HEADS` query heads, if it has any."""
     count, first_part = tl.load(parts + row * 2), tl.load(parts + row * 2 + 1)
-    d = tl.arange(0, PADDED)
-    used = d < WIDTH
-    acc = tl.zeros([PADDED], tl.float32)
-    highest, total = tl.full([PADDED], NOTHING, tl.float32), tl.zeros([PADDED], tl.float32)
+    head, d = block * HEADS + tl.arange(0, HEADS), tl.arange(0, PADDED)
+    there = head < query_heads
+    used = there[:, None] & (d < WIDTH)[None, :]
+    acc = tl.zeros([HEADS, PADDED], tl.float32)
+    highest, total = tl.full([HEADS], NOTHING, tl.float32), tl.zeros([HEADS], tl.float32)
     for part in range(count):
         place = (first_part + part).to(tl.int64) * query_heads + head
-        one = tl.load(sums + place)
+        one = tl.load(sums + place, mask=there, other=float("-inf"))
+        given = tl.load(partial + place[:, None] * WIDTH + d[None, :], mask=used, other=0.0)
         new = tl.maximum(highest, one)
         alpha, weight = tl.exp2(highest - new), tl.exp2(one - new)
-        acc = acc * alpha + weight * tl.load(partial + place * WIDTH + d, mask=used, other=0.0)
+        acc = acc * alpha[:, None] + weight[:, None] * given
         total = total * alpha + weight
         highest = new
     if count > 0:
         if SINKS:
-            total += tl.exp2(tl.minimum(tl.load(sinks + head).to(tl.float32) * LOG2E_IN_KERNELS - highest, 126.0))
-        at = (row.to(tl.int64) * query_heads + head) * WIDTH + d
-        tl.store(out + at, (acc / total).to(out.dtype.element_ty), mask=used)
+            sink = tl.load(sinks + head, mask=there, other=0.0).to(tl.float32)
+            total += tl.exp2(tl.minimum(sink * LOG2E_IN_KERNELS - highest, 126.0))
+        at = (row.to(tl.int64) * query_heads + head)[:, None] * WIDTH + d[None, :]
+        total = tl.where(there, total, 1.0)
+        tl.store(out + at, (acc / total[:, None]).to(out.dtype.element_ty), mask=used)
 
 
 @triton.jit
 def _merge(
     out, partial, sums, parts, merged, sinks, query_heads,
-    WIDTH: tl.constexpr, PADDED: tl.constexpr, SINKS: tl.constexpr,
+    WIDTH: tl.constexpr, PADDED: tl.constexpr, SINKS: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip  # arguments in groups
-    row, head = tl.load(merged + tl.program_id(0)), tl.program_id(1)
-    merge_row(row, head, out, partial, sums, parts, sinks, query_heads, WIDTH, PADDED, SINKS)
+    row, block = tl.load(merged + tl.program_id(0)), tl.program_id(1)
+    _merge_heads(row, block, out, partial, sums, parts, sinks, query_heads, WIDTH, PADDED, SINKS, HEADS)
 
 
 @triton.jit
 def _merge_in_turn(
     out, partial, sums, parts, merged, count, sinks, query_heads,
-    WIDTH: tl.constexpr, PADDED: tl.constexpr, SINKS: tl.constexpr,
+    WIDTH: tl.constexpr, PADDED: tl.constexpr, SINKS: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip  # arguments in groups
-    for unit in range(tl.program_id(0), tl.load(count) * query_heads, tl.num_programs(0)):
-        row = tl.load(merged + unit // query_heads)
-        merge_row(row, unit % query_heads, out, partial, sums, parts, sinks, query_heads, WIDTH, PADDED, SINKS)
+    blocks = tl.cdiv(query_heads, HEADS)
+    for unit in range(tl.program_id(0), tl.load(count) * blocks, tl.num_programs(0)):
+        row = tl.load(merged + unit // blocks)
+        _merge_heads(row, unit % blocks, out, partial, sums, parts, sinks, query_heads, WIDTH, PADDED, SINKS, HEADS)
 
 
+_HEADS: Final = 8  # of a program: rows of half a kilobyte, so many on their way at once
+_WARPS: Final = 2
 _PROGRAMS: Final = 16  # a multiprocessor
 
 
@@ -72,10 +79,10 @@ def merge(
     `parts` int32 [rows, 2]: how many parts a row has, and the first's place. Rows without parts are left alone.
     """
     query_heads, width = partial.shape[1:]
-    _merge[(len(merged), query_heads)](
+    _merge[(len(merged), triton.cdiv(query_heads, _HEADS))](
         out, partial, sums, parts, merged, parts if sinks is None else sinks, query_heads,
-        WIDTH=width, PADDED=triton.next_power_of_2(width), SINKS=sinks is not None,
-        num_warps=1, enable_fp_fusion=True,
+        WIDTH=width, PADDED=triton.next_power_of_2(width), SINKS=sinks is not None, HEADS=_HEADS,
+        num_warps=_WARPS, enable_fp_fusion=True,
     )  # fmt: skip  # arguments in groups
 
 
@@ -97,6 +104,6 @@ def merge_in_turn(
     query_heads, width = partial.shape[1:]
     _merge_in_turn[(_PROGRAMS * units,)](
         out, partial, sums, parts, merged, count, parts if sinks is None else sinks, query_heads,
-        WIDTH=width, PADDED=triton.next_power_of_2(width), SINKS=sinks is not None,
-        num_warps=1, enable_fp_fusion=True,
+        WIDTH=width, PADDED=triton.next_power_of_2(width), SINKS=sinks is not None, HEADS=_HEADS,
+        num_warps=_WARPS, enable_fp_fusion=True,
     )  # fmt: skip  # arguments in groups

@@ -63,7 +63,7 @@ class EngineFactory:
                 loaded, strategy=self.strategy, rates=self.cost.rates, decode=decode, grammars=grammars
             )
             with suppress(RuntimeError):  # one was recorded before; without a recording steps are launched as others
-                engine.record(range(1, self.max_running + 1), self.mixed)
+                engine.record(range(1, self.max_running + 1), self.mixed, self.cost.rates)
             return engine
         from llmbatch.engine.cpu.engine import CpuEngine
 

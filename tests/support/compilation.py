@@ -133,10 +133,12 @@ def common(capability: int) -> dict[str, Resources]:
     found["attend one with every feature"] = attention(torch.bfloat16, 80, capability, many=False, every=True)
     found["grid bf16 128"] = grid(torch.bfloat16, 128, capability)
     out = {"out": "*bf16", "partial": "*fp32", "sums": "*fp32", "parts": "*i32", "merged": "*i32", "sinks": "*fp32"}
-    merging = {"WIDTH": 128, "PADDED": 128, "SINKS": True}
+    merging = {"WIDTH": 128, "PADDED": 128, "SINKS": True, "HEADS": triton_merge._HEADS}
     types = out | {"query_heads": "i32", "count": "*i32"}
-    found["merge"] = compiled(triton_merge._merge, types, merging, capability, num_warps=1)
-    found["merge in turn"] = compiled(triton_merge._merge_in_turn, types, merging, capability, num_warps=1)
+    found["merge"] = compiled(triton_merge._merge, types, merging, capability, num_warps=triton_merge._WARPS)
+    found["merge in turn"] = compiled(
+        triton_merge._merge_in_turn, types, merging, capability, num_warps=triton_merge._WARPS
+    )
     norm = {"x": "*bf16", "out": "*bf16", "weight": "*fp32", "width": "i32", "epsilon": "fp32"}
     found["norm"] = compiled(triton_fused._normalize, norm, {"PADDED": 4096}, capability, num_warps=8)
     gate = {"x": "*bf16", "out": "*bf16", "width": "i32", "total": "i32"}
@@ -147,7 +149,11 @@ def common(capability: int) -> dict[str, Resources]:
     found["best"] = compiled(triton_sampling._best, best, {"BLOCK": 4096}, capability, num_warps=8)
     types = {"logits": "*bf16", "rows": "*i32", "given": "*fp32", "finite": "*i1", "tokens": "*i32"}
     found["draw"] = compiled(
-        triton_draw._draw, types | {"vocabulary": "i32"}, {"BLOCK": triton_draw._BLOCK}, capability, num_warps=8
+        triton_draw._draw,
+        types | {"vocabulary": "i32"},
+        {"BLOCK": triton_draw._BLOCK},
+        capability,
+        num_warps=triton_draw._WARPS,
     )
     return found
 

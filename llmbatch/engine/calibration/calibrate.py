@@ -58,7 +58,7 @@ def calibrate_device(
     for name in STRATEGIES:
         engine = new_engine(name, rates)
         engine.pages.fill()  # a device draws less power for zeros, and runs faster
-        engine.record((kind.decodes for kind in kinds if not kind.prefills), mixed)
+        engine.record((kind.decodes for kind in kinds if not kind.prefills), mixed, rates)
         seconds = [median_step(engine, kind, runs=_RUNS) for kind in kinds]
         del engine  # its memory is needed for the next one
         sequential = sequential or seconds

@@ -19,6 +19,7 @@ from llmbatch.scheduler.output import Step
 
 _ROUNDS = 3
 _PAGE = 16  # tokens; of no matter where work is counted
+_GREEDY = SamplingParams(max_tokens=10_000, ignore_eos=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,7 @@ class StepKind:
     decodes: int = 0
     keys: int = 0
     prefills: tuple[tuple[int, int], ...] = ()  # tokens before, tokens
+    params: SamplingParams = _GREEDY  # of every sequence
 
     def pages(self, page_size: int) -> int:
         """Count the pages that its sequences hold."""
@@ -40,11 +42,11 @@ class StepKind:
         return RequestBatch(
             tokens=np.random.default_rng(0).integers(0, vocabulary, int(lengths.sum())).astype(np.int32),
             offsets=np.concatenate(([0], np.cumsum(lengths))).astype(np.int64),
-            max_tokens=zeros + 10_000,
+            max_tokens=zeros + self.params.max_tokens,
             params_index=zeros,
-            params=(SamplingParams(max_tokens=10_000, ignore_eos=True),),
+            params=(self.params,),
             serial=np.arange(len(lengths), dtype=np.uint64),
-            recorded=zeros + 10_000,
+            recorded=zeros + self.params.max_tokens,
         )
 
     def step(self, page_size: int) -> Step:
@@ -83,19 +85,20 @@ def measured(kinds: Sequence[StepKind], seconds: Sequence[float], reach: Reach) 
 
 
 def time_step(engine: GpuEngine, kind: StepKind, *, runs: int) -> list[float]:
-    """Time a step, preparing the next one while it is computed: the seconds of each round, sorted."""
+    """Time a step that follows others, each prepared while the one before is computed: each round's seconds, sorted."""
     engine.begin(kind.requests(engine.vocabulary))
     step = kind.step(engine.pages.page_size)
     rounds = []
     for _ in range(_ROUNDS):
-        engine.execute(step)
-        begun = time.perf_counter()
         engine.submit(step)
-        for _ in range(runs - 1):
+        engine.submit(step)
+        engine.collect()
+        begun = time.perf_counter()
+        for _ in range(runs):
             engine.submit(step)
             engine.collect()
-        engine.collect()
         rounds.append((time.perf_counter() - begun) / runs)
+        engine.collect()
     return sorted(rounds)
 
 

@@ -40,6 +40,7 @@ class GpuKVCache:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
+        self._device = device
         self.specs = specs
         self.num_pages = num_pages
         self.window_pages = window_pages
@@ -59,10 +60,12 @@ class GpuKVCache:
 
     def fill(self) -> None:
         """Fill the pages with normal random numbers."""
+        # A generator of its own: a recording that has failed leaves torch's own unusable.
+        generator = torch.Generator(self._device).manual_seed(0)
         for tensor in (*self.keys.values(), *self.values.values()):
             for first in range(0, len(tensor), _FILLED):
                 pages = tensor[first : first + _FILLED]  # copied, since e4m3 cannot be drawn
-                pages.copy_(torch.randn(pages.shape, device=tensor.device))
+                pages.copy_(torch.randn(pages.shape, device=self._device, generator=generator))
 
     @property
     def spare(self) -> int:

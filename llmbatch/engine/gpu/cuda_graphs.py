@@ -57,10 +57,12 @@ class GraphRecorder:
         torch.cuda.current_stream().wait_stream(self._warmup)
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph, pool=self._pool):
+            # The outer stream is current again even if the recording fails to end, after which torch leaves its own on.
+            with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph, pool=self._pool):
                 work()
         except RuntimeError:
             end_recording(self._pool)
+            self._pool = torch.cuda.graph_pool_handle()  # pinned memory takes the old one to be recorded still
             raise
         repeat: Callable[[], None] = graph.replay
         return repeat

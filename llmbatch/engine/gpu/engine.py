@@ -31,6 +31,7 @@ from llmbatch.engine.gpu.step_forward import StepForward
 from llmbatch.engine.grammars import Grammars
 from llmbatch.engine.model.loader import LoadedModel
 from llmbatch.kernels.interface import PagedAttention
+from llmbatch.perf_model.work import Rates
 from llmbatch.preprocess.request_batch import RequestBatch
 from llmbatch.scheduler.output import FinishReason, Step, StepResult
 
@@ -93,12 +94,13 @@ class GpuEngine:
         self._queue: deque[_Queued | DeferredStep] = deque()
 
     @torch.inference_mode()
-    def record(self, decodes: Iterable[int], mixed: Iterable[int] = ()) -> None:
+    def record(self, decodes: Iterable[int], mixed: Iterable[int] = (), rates: Rates | None = None) -> None:
         """Record steps of so many decodes each, and steps with chunks of so many tokens (`mixed_sizes`), before a job.
 
-        It stops the device. Raises RuntimeError if that fails. What was not recorded is launched kernel by kernel.
+        It stops the device. Raises RuntimeError if that fails. What was not recorded is launched kernel by kernel; so
+        are steps with chunks that at these `rates` take the device longer than the host takes to launch them.
         """
-        self._forward.record(decodes, mixed)
+        self._forward.record(decodes, mixed, rates)
 
     @property
     def pages(self) -> GpuKVCache:

@@ -22,6 +22,7 @@ from llmbatch.engine.generation import TokenBuffers
 from llmbatch.engine.gpu.attention import GpuKVCache, plan_layers
 from llmbatch.engine.gpu.batch import HostBatch, Kind
 from llmbatch.engine.gpu.cuda_graphs import MOST_ROWS, Forward, Recording, Recordings
+from llmbatch.engine.gpu.step_cost import StepCost
 from llmbatch.engine.packing import PackedTokens
 from llmbatch.kernels.interface import BatchLayout, PaddedAttention
 from llmbatch.perf_model.work import Rates
@@ -29,7 +30,7 @@ from llmbatch.scheduler.output import Step
 
 MOST_TOKENS: Final = 2048  # of a recorded step
 FEW_ROWS: Final = 128  # sampled ones
-_LAYER_SECONDS: Final = 170e-6  # that the host takes to launch a layer: eleven kernels at 15 microseconds, as predicted
+_LAYER_SECONDS: Final = 600e-6  # that a host takes to launch a layer's eleven kernels, as measured beside an H200
 _SIZES: Final = 8
 _TILE: Final = 16  # tokens, of which sizes are multiples
 
@@ -63,6 +64,7 @@ class MixedGraphs:
         self._pages = pages
         self._recordings = recordings
         self._sizes: list[int] = []
+        self.rates: Rates | None = None  # of the device, where they are known
 
     def record(self, tokens: int) -> None:
         """Record steps of so many tokens, padded as they will be, most sampled rows first."""
@@ -73,7 +75,7 @@ class MixedGraphs:
     def find(self, step: Step, generation: TokenBuffers) -> tuple[HostBatch, Recording] | None:
         """Pack a step with chunks and find its recording, or return None if there is none."""
         tokens, sampled = size_for(self._sizes, step.num_tokens), int(step.samples.sum())
-        if tokens is None or sampled > MOST_ROWS:
+        if tokens is None or sampled > MOST_ROWS or not self._gains(step):
             return None
         size = self._pages.page_size
         if not self._recordings.has_room(int((-(-(step.starts + step.counts) // size)).sum())):
@@ -83,6 +85,13 @@ class MixedGraphs:
         packed = packed.padded(tokens, _rows(sampled, tokens), self._pages.spare, self._pages.window_spare)
         recording = self._recordings.find(packed)
         return None if recording is None else (packed, recording)
+
+    def _gains(self, step: Step) -> bool:
+        """Tell whether the host would take longer to launch a step than the device to compute it, as far as is known.
+
+        Where it would not, two launches side by side attend faster than one grid.
+        """
+        return self.rates is None or StepCost.of(step, self.rates).in_turn < len(self._pages.specs) * _LAYER_SECONDS
 
     def _stand_in(self, tokens: int, rows: int) -> HostBatch:
         """Make a step of so many tokens, of which so many rows are sampled, that is padding alone."""

@@ -22,6 +22,7 @@ from llmbatch.engine.gpu.step_graphs import StepGraphs
 from llmbatch.engine.model.loader import LoadedModel
 from llmbatch.engine.prompt_scores import Head, ScoredRows
 from llmbatch.kernels.interface import BatchLayout, GraphCapturable, PagedAttention
+from llmbatch.perf_model.work import Rates
 from llmbatch.scheduler.output import Step
 
 
@@ -73,10 +74,10 @@ class StepForward:
             )
         self._tokens = torch.zeros(generation.tokens.shape, dtype=torch.int32, device=self.device)
 
-    def record(self, decodes: Iterable[int], mixed: Iterable[int]) -> None:
+    def record(self, decodes: Iterable[int], mixed: Iterable[int], rates: Rates | None) -> None:
         """Record steps, as `StepGraphs.record` does."""
         if self._graphs is not None:
-            self._graphs.record(decodes, mixed)
+            self._graphs.record(decodes, mixed, rates)
 
     @property
     def graph_bytes(self) -> int:

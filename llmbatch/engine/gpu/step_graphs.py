@@ -20,6 +20,7 @@ from llmbatch.engine.gpu.cuda_graphs import (
 )
 from llmbatch.engine.gpu.mixed_graphs import MixedGraphs
 from llmbatch.kernels.interface import GraphCapturable, PagedAttention
+from llmbatch.perf_model.work import Rates
 from llmbatch.scheduler.output import Step
 
 
@@ -51,11 +52,12 @@ class StepGraphs:
         """Bytes of what all recordings read and write."""
         return self._recordings.nbytes
 
-    def record(self, decodes: Iterable[int], mixed: Iterable[int]) -> None:
+    def record(self, decodes: Iterable[int], mixed: Iterable[int], rates: Rates | None) -> None:
         """Record steps of so many decodes each, and steps with chunks of so many tokens, the largest first.
 
-        With window pages none with chunks are recorded.
+        With window pages none with chunks are recorded. Those that at these `rates` gain nothing are not repeated.
         """
+        self._mixed.rates = rates
         chunks: set[int] = set() if self._windowed else set(mixed)
         rows = {rows_of(count) for count in decodes if count <= MOST_ROWS}
         for tokens in sorted(chunks | rows, reverse=True):

@@ -25,7 +25,7 @@ from llmbatch.perf_model.hardware import Hardware
 from llmbatch.perf_model.work import Rates, Reach
 from tests.runtime.test_pipeline import VOCABULARY, Rule
 
-DEVICE = torch.device("cpu")
+DEVICE = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
 
 HARDWARE = Hardware(name="card", compute=1e12, bandwidth=1e11, memory=1e10)
 SHAPE = ModelShape(

@@ -97,6 +97,7 @@ ASKED: list[dict[str, Any]] = [
 
 def test_rows_may_ask_for_all_that_they_may_on_a_processor(shallow: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that ask for nothing run beside them, and rows end in different steps."""
+    pytest.importorskip("llguidance")
     rows = pa.table(
         {
             "text": [f"{'abc' * (i % 3)} row {i}" for i in range(len(ASKED))],
@@ -203,6 +204,17 @@ def test_equal_logits_are_drawn_as_on_the_processor() -> None:
     sample(logits, *given, expected, finite)
     tokens, _ = choose(torch.from_numpy(logits).to(DEVICE, torch.bfloat16), Draw.of(*given))
     assert tokens.tolist() == expected.tolist()
+
+
+def test_no_token_without_weight_is_drawn_by_the_largest_random_number() -> None:
+    """Sums over all weights differ in their last bits from sums over those that are kept."""
+    rng = np.random.default_rng(1)
+    logits = rng.standard_normal((24, 3000)).astype(np.float32)
+    logits[:, 300:] -= 1000.0
+    given = np.tile(np.array([[1.0, 1000.0, 1.0, 1.0 - 2.0**-24]], np.float32), (24, 1))
+    draw = Draw(np.arange(24, dtype=np.int32), given)
+    tokens, _ = choose(torch.from_numpy(logits).to(DEVICE), draw)
+    assert int(tokens.max()) < 300
 
 
 def test_rows_are_drawn_from_more_logits_than_are_read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
