@@ -55,7 +55,8 @@ def tiny_model(
         if getattr(config, "layer_types", None) is not None:
             config.layer_types = config.layer_types[:layers]
     untyped: Any = find_class(family, config)
-    model: PreTrainedModel = untyped.from_config(config, dtype=torch.float32)
+    # Not what transformers takes by itself: of some families that leaves out a cap of scores, in some versions.
+    model: PreTrainedModel = untyped.from_config(config, dtype=torch.float32, attn_implementation="eager")
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if weight.ndim == 1:
