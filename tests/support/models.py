@@ -55,8 +55,9 @@ def tiny_model(
         if getattr(config, "layer_types", None) is not None:
             config.layer_types = config.layer_types[:layers]
     untyped: Any = find_class(family, config)
-    # Not what transformers takes by itself: of some families that leaves out a cap of scores, in some versions.
-    model: PreTrainedModel = untyped.from_config(config, dtype=torch.float32, attn_implementation="eager")
+    # What transformers 5.17 takes by itself leaves out a cap of scores.
+    capped = {"attn_implementation": "eager"} if getattr(config, "attn_logit_softcapping", None) else {}
+    model: PreTrainedModel = untyped.from_config(config, dtype=torch.float32, **capped)
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if weight.ndim == 1:
