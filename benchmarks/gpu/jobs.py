@@ -69,9 +69,10 @@ def measure(stage: Stage, name: str, orders: Sequence[str]) -> Iterator[tuple[st
 
 
 def pool_of(stage: Stage) -> Pool:
-    """What the largest step leaves, or less if a smaller pool is asked for."""
+    """What the largest step leaves, or less if a smaller pool is asked for. A dry run measures nothing."""
     most = stage.sizes.pool
-    if stage.dry and most is not None:
+    if stage.dry:
+        assert most is not None, "a dry run has a pool of its own"
         return Pool(most, stage.page_size)
     size = stage.shape.kv_bytes_per_token * stage.page_size
     attention, rows = TritonAttention(stage.device), stage.sizes.requests

@@ -81,7 +81,7 @@ class Sizes:
     step_keys: int  # of each decode of a whole step
     chunk: int  # tokens of a prefill step
     requests: int  # of a job
-    pool: int | None  # tokens of a job's pages, at most; None: as many as the card holds
+    pool: int | None  # pages of a job, at most; None: as many as the card has room for
     longest: int  # answer of a job
     peer: int  # rows that the peer gets
     runs: int

@@ -8,6 +8,9 @@ tokens that it computes in that time are the most that are recorded (`mixed_size
 them: so padding costs the device about an eighth of the time that the host would have taken. Up to some 200 rows the
 last product, which makes logits, takes the time of reading its weights, so there are two numbers of sampled rows: a
 small one below that, and the most that any recording has.
+
+A step of such a size that reads much KV can take the device longer than its launch takes the host. It gains nothing
+from being repeated, and attends faster on two streams, so it is launched (docs/decisions/0091).
 """
 
 from __future__ import annotations
@@ -87,10 +90,7 @@ class MixedGraphs:
         return None if recording is None else (packed, recording)
 
     def _gains(self, step: Step) -> bool:
-        """Tell whether the host would take longer to launch a step than the device to compute it, as far as is known.
-
-        Where it would not, two launches side by side attend faster than one grid.
-        """
+        """Tell whether the host would take longer to launch a step than the device to compute it; True if unknown."""
         return self.rates is None or StepCost.of(step, self.rates).in_turn < len(self._pages.specs) * _LAYER_SECONDS
 
     def _stand_in(self, tokens: int, rows: int) -> HostBatch:
