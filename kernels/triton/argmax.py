@@ -8,6 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
+from llmbatch.kernels.triton.launch import BoundKernel
+
 _BLOCK: Final = 4096
 
 
@@ -28,6 +30,9 @@ def _best(logits, tokens, finite, vocabulary, BLOCK: tl.constexpr):
     tl.store(finite + row, (tl.sum(broken, 0) == 0) & (most > float("-inf")) & (most < float("inf")))
 
 
+_BOUND: Final = BoundKernel(_best, BLOCK=_BLOCK, num_warps=8, enable_fp_fusion=True)
+
+
 def best(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Find the first index of the highest of each row, int32 [rows], and whether its logits are valid, bool [rows].
 
@@ -36,5 +41,5 @@ def best(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     tokens = torch.empty(len(logits), dtype=torch.int32, device=logits.device)
     finite = torch.empty(len(logits), dtype=torch.bool, device=logits.device)
     if len(logits):
-        _best[(len(logits),)](logits, tokens, finite, logits.shape[1], BLOCK=_BLOCK, num_warps=8, enable_fp_fusion=True)
+        _BOUND.launch((len(logits), 1, 1), (logits, tokens, finite), logits.shape[1])
     return tokens, finite

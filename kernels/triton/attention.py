@@ -16,6 +16,7 @@ has three bits more than bfloat16; a query beyond 65,504 has no answer (docs/dec
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -24,6 +25,7 @@ import triton.language as tl
 from triton import knobs
 
 from llmbatch.kernels.triton.fp8 import ELEMENT
+from llmbatch.kernels.triton.launch import BoundKernel
 from llmbatch.kernels.work_items import BEGIN, COLUMNS, END, FIRST, PART, POSITION, TABLE, TOKENS
 
 LOG2E: Final = 1.4426950408889634
@@ -185,6 +187,7 @@ _DECODE_BLOCK: Final = 16  # rows; the least that a matrix product takes
 _BLOCK: Final = 128
 _WIDE_BLOCK: Final = 32  # in float32: a program has registers for so many
 _BESIDE_REGISTERS: Final = 176
+HOPPER: Final = 9  # the major number of its capability
 
 
 def block_tokens(group: int) -> int:
@@ -226,6 +229,66 @@ class Launch(NamedTuple):
         return cls(1, rows, tile, 8 if blocks else 4, 3, registers)
 
 
+class Features(NamedTuple):
+    """What a kernel is compiled for, whatever its items are."""
+
+    query: torch.dtype
+    pages: torch.dtype
+    device: torch.device
+    group: int  # query heads a KV head
+    width: int  # of a head
+    size: int  # tokens of a page
+    capped: bool
+    windowed: bool
+    sinks: bool
+
+    @classmethod
+    def of(
+        cls, query: torch.Tensor, keys: torch.Tensor, group: int, window: int, softcap: float, sinks: object
+    ) -> Features:
+        """Collect what a call of `attend` asks for."""
+        _, _, size, width = keys.shape
+        return cls(query.dtype, keys.dtype, keys.device, group, width, size, softcap > 0, window > 0, sinks is not None)
+
+    @property
+    def product(self) -> torch.dtype:
+        """The type in which queries meet keys: float16 over pages of e4m3, of which it holds every number."""
+        return torch.float16 if self.pages == ELEMENT else self.query
+
+    @property
+    def capability(self) -> int:
+        """The major number of the device's capability; 0 without one."""
+        return torch.cuda.get_device_capability(self.device)[0] if self.device.type == "cuda" else 0
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        """Constants of the kernel."""
+        return {
+            "GROUP": self.group,
+            "WIDTH": self.width,
+            "PADDED": max(16, triton.next_power_of_2(self.width)),
+            "SIZE": self.size,
+            "CAPPED": self.capped,
+            "WINDOWED": self.windowed,
+            "SINKS": self.sinks,
+            "PRECISION": "ieee" if self.product == torch.float32 else "tf32",
+            # The interpreter's products take no bfloat16; those of a device are exact in float32, as these are.
+            "WIDENED": knobs.runtime.interpret and self.product == torch.bfloat16,
+        }
+
+
+@cache
+def _attention(features: Features, *, blocks: bool, gathered: bool) -> tuple[BoundKernel, int]:
+    """Bind the kernel, and count the programs of an item and KV head."""
+    hopper, e4m3 = features.capability == HOPPER, features.pages == ELEMENT
+    launch = Launch.of(features.product, features.width, features.group, blocks=blocks, hopper=hopper, e4m3=e4m3)
+    bound = BoundKernel(
+        _attend, **features.constants, BLOCK=launch.block, TILE=launch.tile, GATHERED=gathered,
+        num_warps=launch.warps, num_stages=launch.stages, maxnreg=launch.registers, enable_fp_fusion=True,
+    )  # fmt: skip  # arguments in groups
+    return bound, launch.programs
+
+
 def attend(
     query: torch.Tensor,
     out: torch.Tensor,
@@ -255,47 +318,21 @@ def attend(
     those of a row begin at `parts` int32 [rows, 2]; `sinks` [heads * group] or None. A `window` or `softcap` of 0 means
     none; `scale` is positive.
     """
-    if len(items) == 0:
+    if items.shape[0] == 0:
         return
-    heads, _, width = keys.shape[1:]
-    hopper = keys.is_cuda and torch.cuda.get_device_capability(keys.device)[0] == 9
-    e4m3 = keys.dtype == ELEMENT
-    launch = Launch.of(product_type(query, keys), width, group, blocks=blocks, hopper=hopper, e4m3=e4m3)
-    _attend[(len(items), heads, launch.programs)](
-        query, out, partial, sums, keys, values, pages, items, items if order is None else order, parts,
-        items if sinks is None else sinks, heads, query.stride(0), window, *scaling_of(scale, softcap),
-        **features_of(query, keys, group, window, softcap, sinks),
-        BLOCK=launch.block, TILE=launch.tile, GATHERED=order is not None,
-        num_warps=launch.warps, num_stages=launch.stages, maxnreg=launch.registers,
-        enable_fp_fusion=True,
+    features = Features.of(query, keys, group, window, softcap, sinks)
+    bound, programs = _attention(features, blocks=blocks, gathered=order is not None)
+    heads = keys.shape[1]
+    bound.launch(
+        (items.shape[0], heads, programs),
+        (
+            query, out, partial, sums, keys, values, pages, items, items if order is None else order, parts,
+            items if sinks is None else sinks,
+        ),
+        heads, query.stride(0), window, *scaling_of(scale, softcap),
     )  # fmt: skip  # arguments in groups
 
 
 def scaling_of(scale: float, softcap: float) -> tuple[float, float]:
     """Return the factor of a product, after it was capped if it is, and the one by which it is capped."""
     return (softcap or scale) * LOG2E, 2.0 * LOG2E * scale / softcap if softcap else 0.0
-
-
-def product_type(query: torch.Tensor, keys: torch.Tensor) -> torch.dtype:
-    """Return the type in which queries meet keys: float16 over pages of e4m3, of which it holds every number."""
-    return torch.float16 if keys.dtype == ELEMENT else query.dtype
-
-
-def features_of(
-    query: torch.Tensor, keys: torch.Tensor, group: int, window: int, softcap: float, sinks: torch.Tensor | None
-) -> dict[str, Any]:
-    """Return what a kernel is compiled for, whatever its items are."""
-    size, width = keys.shape[2:]
-    element = product_type(query, keys)
-    return {
-        "GROUP": group,
-        "WIDTH": width,
-        "PADDED": max(16, triton.next_power_of_2(width)),
-        "SIZE": size,
-        "CAPPED": softcap > 0,
-        "WINDOWED": window > 0,
-        "SINKS": sinks is not None,
-        "PRECISION": "ieee" if element == torch.float32 else "tf32",
-        # The interpreter's products take no bfloat16; those of a device are exact in float32, as these are.
-        "WIDENED": knobs.runtime.interpret and element == torch.bfloat16,
-    }

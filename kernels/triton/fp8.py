@@ -9,11 +9,14 @@ kernel waits for memory anyway.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Final
 
 import torch
 import triton
 import triton.language as tl
+
+from llmbatch.kernels.triton.launch import BoundKernel
 
 ELEMENT: Final = torch.float8_e4m3fn
 _LARGEST = tl.constexpr(448.0)
@@ -49,14 +52,18 @@ def _quantise(x, out, scales, width, PADDED: tl.constexpr):
     tl.store(scales + row, largest / _LARGEST)
 
 
+@cache
+def _quantisation(width: int) -> BoundKernel:
+    padded = triton.next_power_of_2(width)
+    return BoundKernel(_quantise, PADDED=padded, num_warps=min(16, max(1, padded // 512)))
+
+
 def quantise_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantise [rows, width] to e4m3; returns it, and float32 [rows, 1] by which each row is multiplied."""
     x = x.contiguous()
     rows, width = x.shape
     out, scales = x.new_empty(rows, width, dtype=ELEMENT), x.new_empty(rows, 1, dtype=torch.float32)
-    padded = triton.next_power_of_2(width)
-    warps = min(16, max(1, padded // 512))
-    _quantise[(rows,)](x, out, scales, width, PADDED=padded, num_warps=warps)
+    _quantisation(width).launch((rows, 1, 1), (x, out, scales), width)
     return out, scales
 
 

@@ -6,6 +6,7 @@ bfloat16).
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Final
 
 import torch
@@ -14,6 +15,7 @@ import triton.language as tl
 
 from llmbatch.kernels.spec import GELU_TANH, SILU
 from llmbatch.kernels.triton.fp8 import saturate_e4m3
+from llmbatch.kernels.triton.launch import BoundKernel
 
 _SILU, _GELU_TANH = tl.constexpr(SILU), tl.constexpr(GELU_TANH)
 _GATE_BLOCK: Final = 1024
@@ -98,21 +100,36 @@ def _rotate_and_store(
     tl.store(values + at, x, mask=used & (head >= query_heads + heads)[:, None])
 
 
+@cache
+def _normalization(width: int) -> BoundKernel:
+    padded = triton.next_power_of_2(width)
+    return BoundKernel(_normalize, PADDED=padded, num_warps=min(16, max(1, padded // 512)), enable_fp_fusion=True)
+
+
 def normalize(x: torch.Tensor, weight: torch.Tensor, epsilon: float, out: torch.Tensor) -> None:
     """Apply RMSNorm to each row: out = x / sqrt(mean(x**2) + epsilon) * weight; [rows, width], `weight` float32."""
     rows, width = x.shape
-    padded = triton.next_power_of_2(width)
-    warps = min(16, max(1, padded // 512))
-    _normalize[(rows,)](x, weight, out, width, epsilon, PADDED=padded, num_warps=warps, enable_fp_fusion=True)
+    _normalization(width).launch((rows, 1, 1), (x, weight, out), width, epsilon)
+
+
+@cache
+def _gating(activation: int) -> BoundKernel:
+    return BoundKernel(_gate, ACTIVATION=activation, BLOCK=_GATE_BLOCK, enable_fp_fusion=True)
 
 
 def gate(x: torch.Tensor, activation: int, out: torch.Tensor) -> None:
     """Compute out = activation(x[:, :width]) * x[:, width:], for `out` [rows, width]."""
     assert activation in (SILU, GELU_TANH), "an activation of llmbatch.kernels.spec"
     total = out.numel()
-    _gate[(triton.cdiv(total, _GATE_BLOCK),)](
-        x, out, out.shape[1], total, ACTIVATION=activation, BLOCK=_GATE_BLOCK, enable_fp_fusion=True
-    )
+    _gating(activation).launch((-(-total // _GATE_BLOCK), 1, 1), (x, out), out.shape[1], total)
+
+
+@cache
+def _rotation(width: int, rotary: int, size: int, *, query_norm: bool, key_norm: bool) -> BoundKernel:
+    return BoundKernel(
+        _rotate_and_store, WIDTH=width, PADDED=max(16, triton.next_power_of_2(width)), ROTARY=rotary, SIZE=size,
+        BLOCK=_HEADS_BLOCK, QUERY_NORM=query_norm, KEY_NORM=key_norm, enable_fp_fusion=True,
+    )  # fmt: skip  # arguments in groups
 
 
 def rotate_and_store(
@@ -139,10 +156,13 @@ def rotate_and_store(
     heads, size, width = keys.shape[1:]
     query_heads = query.shape[1] // width
     rotary = 0 if cosine is None else cosine.shape[1]
-    _rotate_and_store[(len(packed), triton.cdiv(query_heads + 2 * heads, _HEADS_BLOCK))](
-        packed, query, packed if cosine is None else cosine, packed if sine is None else sine,
-        packed if query_norm is None else query_norm, packed if key_norm is None else key_norm,
-        places, keys, values, query_heads, heads, epsilon,
-        WIDTH=width, PADDED=max(16, triton.next_power_of_2(width)), ROTARY=rotary, SIZE=size, BLOCK=_HEADS_BLOCK,
-        QUERY_NORM=query_norm is not None, KEY_NORM=key_norm is not None, enable_fp_fusion=True,
+    bound = _rotation(width, rotary, size, query_norm=query_norm is not None, key_norm=key_norm is not None)
+    bound.launch(
+        (packed.shape[0], -(-(query_heads + 2 * heads) // _HEADS_BLOCK), 1),
+        (
+            packed, query, packed if cosine is None else cosine, packed if sine is None else sine,
+            packed if query_norm is None else query_norm, packed if key_norm is None else key_norm,
+            places, keys, values,
+        ),
+        query_heads, heads, epsilon,
     )  # fmt: skip  # arguments in groups

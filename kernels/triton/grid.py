@@ -15,13 +15,15 @@ beside the counters: tables may have room for more.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Final, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from llmbatch.kernels.triton.attention import ITEM, attend_item, features_of, fewest_rows, product_type, scaling_of
+from llmbatch.kernels.triton.attention import HOPPER, ITEM, Features, attend_item, fewest_rows, scaling_of
+from llmbatch.kernels.triton.launch import BoundKernel
 
 # Of `queues`: how many there are of each, and how many of each are taken; programs that have ended.
 DECODES, BLOCKS, MERGED, DECODES_TAKEN, BLOCKS_TAKEN, ENDED, QUEUES = range(7)
@@ -103,6 +105,18 @@ class GridLaunch(NamedTuple):
         return cls(2, max(one, _BLOCK), one, 64 if hopper else 32, 4, 3)
 
 
+@cache
+def _attention(features: Features) -> tuple[BoundKernel, int]:
+    """Bind the kernel, and count the programs of a multiprocessor."""
+    launch = GridLaunch.of(features.product, features.width, features.group, hopper=features.capability >= HOPPER)
+    bound = BoundKernel(
+        _attend_in_turn, **features.constants,
+        BLOCK=launch.block, ONE=launch.one, PER_ITEM=launch.per_item, TILE=launch.tile,
+        num_warps=launch.warps, num_stages=launch.stages, enable_fp_fusion=True,
+    )  # fmt: skip  # arguments in groups
+    return bound, launch.programs
+
+
 def attend_in_turn(
     query: torch.Tensor,
     out: torch.Tensor,
@@ -128,13 +142,12 @@ def attend_in_turn(
     `queues` int32 [`QUEUES`] tells how many `items` there are: decodes come first, then blocks, whose rows `order`
     finds. What is taken and ended is zero before and after. The others are as for `attention.attend`.
     """
-    hopper = keys.is_cuda and torch.cuda.get_device_capability(keys.device)[0] >= 9
-    launch = GridLaunch.of(product_type(query, keys), keys.shape[3], group, hopper=hopper)
-    _attend_in_turn[(launch.programs * units,)](
-        query, out, partial, sums, keys, values, pages, items, order, parts, queues,
-        queues if sinks is None else sinks, keys.shape[1], query.stride(0), window, *scaling_of(scale, softcap),
-        units if launch.programs > 1 else 1,
-        **features_of(query, keys, group, window, softcap, sinks),
-        BLOCK=launch.block, ONE=launch.one, PER_ITEM=launch.per_item, TILE=launch.tile,
-        num_warps=launch.warps, num_stages=launch.stages, enable_fp_fusion=True,
+    bound, programs = _attention(Features.of(query, keys, group, window, softcap, sinks))
+    bound.launch(
+        (programs * units, 1, 1),
+        (
+            query, out, partial, sums, keys, values, pages, items, order, parts, queues,
+            queues if sinks is None else sinks,
+        ),
+        keys.shape[1], query.stride(0), window, *scaling_of(scale, softcap), units if programs > 1 else 1,
     )  # fmt: skip  # arguments in groups

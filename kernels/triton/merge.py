@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Final
+from functools import cache
+from typing import Any, Final
 
 import torch
 import triton
 import triton.language as tl
 
 from llmbatch.kernels.triton.attention import LOG2E_IN_KERNELS, NOTHING
+from llmbatch.kernels.triton.launch import BoundKernel
 
 
 @triton.jit
@@ -66,6 +68,14 @@ _WARPS: Final = 2
 _PROGRAMS: Final = 16  # a multiprocessor
 
 
+@cache
+def _merging(kernel: Any, width: int, *, sinks: bool) -> BoundKernel:
+    return BoundKernel(
+        kernel, WIDTH=width, PADDED=triton.next_power_of_2(width), SINKS=sinks, HEADS=_HEADS,
+        num_warps=_WARPS, enable_fp_fusion=True,
+    )  # fmt: skip  # arguments in groups
+
+
 def merge(
     out: torch.Tensor,
     partial: torch.Tensor,
@@ -79,11 +89,11 @@ def merge(
     `parts` int32 [rows, 2]: how many parts a row has, and the first's place. Rows without parts are left alone.
     """
     query_heads, width = partial.shape[1:]
-    _merge[(len(merged), triton.cdiv(query_heads, _HEADS))](
-        out, partial, sums, parts, merged, parts if sinks is None else sinks, query_heads,
-        WIDTH=width, PADDED=triton.next_power_of_2(width), SINKS=sinks is not None, HEADS=_HEADS,
-        num_warps=_WARPS, enable_fp_fusion=True,
-    )  # fmt: skip  # arguments in groups
+    _merging(_merge, width, sinks=sinks is not None).launch(
+        (merged.shape[0], -(-query_heads // _HEADS), 1),
+        (out, partial, sums, parts, merged, parts if sinks is None else sinks),
+        query_heads,
+    )
 
 
 def merge_in_turn(
@@ -102,8 +112,8 @@ def merge_in_turn(
     The launch depends on the device alone, which has so many multiprocessors (`units`).
     """
     query_heads, width = partial.shape[1:]
-    _merge_in_turn[(_PROGRAMS * units,)](
-        out, partial, sums, parts, merged, count, parts if sinks is None else sinks, query_heads,
-        WIDTH=width, PADDED=triton.next_power_of_2(width), SINKS=sinks is not None, HEADS=_HEADS,
-        num_warps=_WARPS, enable_fp_fusion=True,
-    )  # fmt: skip  # arguments in groups
+    _merging(_merge_in_turn, width, sinks=sinks is not None).launch(
+        (_PROGRAMS * units, 1, 1),
+        (out, partial, sums, parts, merged, count, parts if sinks is None else sinks),
+        query_heads,
+    )

@@ -22,9 +22,13 @@ class SideStream:
             return
         if self._stream is None:
             self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+            # One of each for all uses: a wait is for what an event was last recorded after.
+            self._begun, self._ended = torch.cuda.Event(), torch.cuda.Event()  # type: ignore[no-untyped-call]
         current = torch.cuda.current_stream(self._device)
-        self._stream.wait_stream(current)
+        self._begun.record(current)
+        self._stream.wait_event(self._begun)
         here()
         with torch.cuda.stream(self._stream):
             beside()
-        current.wait_stream(self._stream)
+        self._ended.record(self._stream)
+        current.wait_event(self._ended)
