@@ -17,12 +17,12 @@ from llmbatch.preprocess.request_batch import RequestBatch
 
 
 def measure(stage: Stage) -> Iterator[tuple[str, Any]]:
-    """Seconds of both, for a slice of a mix whose answers are all as long as its mean."""
+    """Seconds of both, for a slice of a mix whose answers are all as long as its mean, or as a limit."""
     best = stage.calibration.best
     trace, _ = drawn(stage, "table2-4", stage.cost(best))
     requests = requests_of(trace, stage.sizes.model["vocab_size"])
     requests = requests.take(np.arange(stage.sizes.peer))
-    length = max(1, int(requests.max_tokens.mean()))
+    length = max(1, min(int(requests.max_tokens.mean()), stage.sizes.peer_answer))
     requests = replace(requests, max_tokens=np.full(len(requests), length, np.int32))
     ours = job(stage, requests, best, pool_of(stage), "blend")["seconds"]
     yield "rows", len(requests)

@@ -106,6 +106,10 @@ class Repeater:
         work()
         return work
 
+    def seconds(self, repeat: Callable[[], None]) -> float:
+        """Nothing can be said of it."""
+        return 0.0
+
 
 def share_of_equal_tokens(loaded: LoadedModel, stage: Stage) -> float:
     """Of steps of several numbers of rows, and with a chunk, what share of tokens a recorder leaves the same."""

@@ -84,11 +84,12 @@ class Sizes:
     pool: int | None  # pages of a job, at most; None: as many as the card has room for
     longest: int  # answer of a job
     peer: int  # rows that the peer gets
+    peer_answer: int  # tokens of each of their answers, at most
     runs: int
 
 
-FULL = Sizes(LLAMA_8B, 256, 4096, 2048, 512, 1024, 8192, 2000, None, 1 << 20, 64, 10)
-DRY = Sizes(TINY, 33, 40, 256, 30, 20, 64, 6, 600, 6, 3, 1)
+FULL = Sizes(LLAMA_8B, 256, 4096, 2048, 512, 1024, 8192, 2000, None, 1 << 20, 64, 128, 10)
+DRY = Sizes(TINY, 33, 40, 256, 30, 20, 64, 6, 600, 6, 3, 6, 1)
 
 
 class Stage:

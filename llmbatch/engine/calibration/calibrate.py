@@ -14,7 +14,7 @@ from typing import Final
 from llmbatch.engine.calibration.step_timer import StepKind, measured, median_step
 from llmbatch.engine.calibration.store import DeviceCalibration, FittedStrategy
 from llmbatch.engine.gpu.engine import GpuEngine
-from llmbatch.engine.gpu.mixed_graphs import mixed_sizes, size_for
+from llmbatch.engine.gpu.mixed_graphs import mixed_sizes
 from llmbatch.engine.gpu.strategies import STRATEGIES, Strategy
 from llmbatch.perf_model.cost import SEQUENTIAL, CostModel, Overlap
 from llmbatch.perf_model.fit import calibrate
@@ -51,9 +51,7 @@ def calibrate_device(
     """Time the steps under each strategy, and fit it. `ceilings` are the device's; some kinds are blends."""
     fitted: dict[Strategy, FittedStrategy] = {}
     rates, sequential = ceilings.rates, list[float]()
-    sizes = mixed_sizes(ceilings.shape.layers, rates)
-    found_sizes = (size_for(sizes, kind.step(1).num_tokens) for kind in kinds if kind.prefills)
-    mixed = {size for size in found_sizes if size is not None}
+    mixed = mixed_sizes(ceilings.shape.layers, rates)
     blends = [i for i, kind in enumerate(kinds) if kind.decodes and kind.prefills]
     for name in STRATEGIES:
         engine = new_engine(name, rates)

@@ -73,6 +73,14 @@ def _too_small(device: torch.device, tokens: int, takes: str) -> JobError:
     )
 
 
+class _Untimed(GraphRecorder):
+    """Times nothing, so that every recording is kept, and its memory seen."""
+
+    def seconds(self, repeat: Callable[[], None]) -> float:
+        """Say nothing."""
+        return 0.0
+
+
 def _record(
     loaded: LoadedModel, attention: PagedAttention, *, rows: int, mixed: Sequence[int], page_size: int
 ) -> tuple[int, str | None]:
@@ -80,7 +88,7 @@ def _record(
 
     The largest recordings take the memory that all of them use, each other one what the driver keeps of it.
     """
-    engine = GpuEngine(loaded, attention, num_pages=1, page_size=page_size, recorder=GraphRecorder())
+    engine = GpuEngine(loaded, attention, num_pages=1, page_size=page_size, recorder=_Untimed())
     others = {rows_of(count) for count in range(1, rows)} - {rows_of(rows)}
     try:
         taken = _taken(loaded.device, lambda: engine.record((rows,), mixed[-1:]))

@@ -12,8 +12,11 @@ first, and the others take nothing more (docs/decisions/0044).
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from itertools import pairwise
+from statistics import median
 from typing import Any, Final, Protocol
 
 import numpy as np
@@ -22,13 +25,14 @@ from numpy.typing import NDArray
 
 from llmbatch.engine.generation import TokenBuffers
 from llmbatch.engine.gpu.attention import GpuKVCache, plan_layers
-from llmbatch.engine.gpu.batch import DeviceBatch, HostBatch, Kind, batch_of, split, stage
+from llmbatch.engine.gpu.batch import DeviceBatch, HostBatch, Kind, batch_of, lengthened, split, stage
 from llmbatch.engine.packing import PackedTokens
 from llmbatch.kernels.cascade import GROUP_ROWS, GROUP_TOKENS
 from llmbatch.kernels.interface import BatchLayout, GraphCapturable
 from llmbatch.scheduler.output import Step
 
 MOST_ROWS: Final = 512  # of a step that is repeated; the device takes longer than the host for larger ones
+_TIMED: Final = 3  # repetitions
 _TABLE: Final = 1 << 20  # pages that the rows of a step may list, one that several rows share for each of them
 
 Forward = Callable[[DeviceBatch], torch.Tensor]
@@ -39,6 +43,10 @@ class Recorder(Protocol):
 
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
         """Return a function that repeats the work over the same memory. Runs it once, before recording."""
+        ...
+
+    def seconds(self, repeat: Callable[[], None]) -> float:
+        """Time recorded work on the device; 0 where that says nothing."""
         ...
 
 
@@ -66,6 +74,17 @@ class GraphRecorder:
             raise
         repeat: Callable[[], None] = graph.replay
         return repeat
+
+    def seconds(self, repeat: Callable[[], None]) -> float:
+        """Take the median of a few repetitions."""
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(_TIMED + 1)]  # type: ignore[no-untyped-call]
+        repeat()
+        for mark in marks[:-1]:
+            mark.record()
+            repeat()
+        marks[-1].record()
+        marks[-1].synchronize()
+        return float(median(begun.elapsed_time(ended) for begun, ended in pairwise(marks))) / 1e3
 
 
 def end_recording(pool: Any) -> None:
@@ -140,6 +159,14 @@ class Recordings:
         recording.repeat = self._recorder.record(work)
         self._recordings[_key(packed)] = recording
 
+    def seconds(self, packed: HostBatch) -> float:
+        """Time the recording of a batch's shapes, as it was last filled."""
+        return self._recorder.seconds(self._recordings[_key(packed)].repeat)
+
+    def forget(self, packed: HostBatch) -> None:
+        """Let go of the recording of a batch's shapes."""
+        del self._recordings[_key(packed)]
+
     def find(self, packed: HostBatch) -> Recording | None:
         """Find the recording of a batch's shapes, or return None if there is none."""
         return self._recordings.get(_key(packed))
@@ -158,6 +185,31 @@ class Recordings:
         return recording.batch, self._logits[: packed.rows]
 
 
+class RecordedSizes:
+    """The numbers of tokens that steps are padded to: of each a recording takes less than of any larger one.
+
+    Products of some numbers of rows take twice as long as those of a few more, since libraries choose kernels by rules
+    (docs/decisions/0092).
+    """
+
+    def __init__(self) -> None:
+        self._seconds: dict[int, float] = {}
+        self._rising: list[int] = []
+
+    def keep(self, tokens: int, seconds: float) -> bool:
+        """Take a size unless its recording takes no less than a larger one's; tell whether it was. 0 says nothing."""
+        if any(0.0 < more <= seconds for larger, more in self._seconds.items() if larger > tokens):
+            return False
+        self._seconds[tokens] = seconds
+        self._rising = sorted(self._seconds)
+        return True
+
+    def find(self, tokens: int) -> int | None:
+        """Return the smallest that has room for so many tokens; None if none has."""
+        at = bisect_left(self._rising, tokens)
+        return self._rising[at] if at < len(self._rising) else None
+
+
 class DecodeGraphs:
     """Brings steps of decodes to recorded shapes. `pages` has a page to spare, its last."""
 
@@ -166,31 +218,33 @@ class DecodeGraphs:
         self._attention = attention
         self._pages = pages
         self._recordings = recordings
+        self._sizes = RecordedSizes()
 
     def record(self, rows: int) -> None:
-        """Record steps of so many rows, padded as they will be."""
-        shares = self._attention.cascade and rows >= GROUP_ROWS
-        for tokens in (GROUP_TOKENS, 0) if shares else (0,):
-            self._recordings.record(self._stand_in(rows, tokens), self._forward)
+        """Record steps of so many rows, padded as they will be; larger ones came before."""
+        alone = self._stand_in(rows, 0)
+        self._recordings.record(alone, self._forward)
+        if not self._sizes.keep(rows, self._recordings.seconds(alone)):
+            self._recordings.forget(alone)
+        elif self._attention.cascade and rows >= GROUP_ROWS:
+            self._recordings.record(self._stand_in(rows, GROUP_TOKENS), self._forward)
 
     def find(self, step: Step, generation: TokenBuffers) -> tuple[HostBatch, Recording] | None:
         """Pack a step of decodes and find its recording, or return None if there is none."""
-        if not step.num_decodes == len(step.slots) <= MOST_ROWS:
+        rows = self._sizes.find(len(step.slots)) if step.num_decodes == len(step.slots) else None
+        if rows is None:
             return None
         if not self._recordings.has_room(int((step.starts // self._pages.page_size + 1).sum())):
             return None
-        packed = self._padded(step, generation)
+        packed = self._padded(step, generation, rows)
         recording = self._recordings.find(packed)
         return None if recording is None else (packed, recording)
 
-    def _padded(self, step: Step, generation: TokenBuffers) -> HostBatch:
+    def _padded(self, step: Step, generation: TokenBuffers, rows: int) -> HostBatch:
         count = len(step.slots)
-        rows = rows_of(count)
         # What is there for the number's sake reads one key: the first of the first row, which is there.
         slots = np.concatenate((step.slots, np.full(rows - count, step.slots[0])))
-        layout = BatchLayout(
-            step.block_tables, slots, np.pad(step.starts, (0, rows - count)), np.ones(rows, np.int32), rows
-        )
+        layout = BatchLayout(step.block_tables, slots, lengthened(step.starts, rows), np.ones(rows, np.int32), rows)
         packed = HostBatch.of(step, generation, self._pages.page_size, self._plan(layout, step.window_tables))
         return packed.padded(rows, rows, self._pages.spare, self._pages.window_spare)
 

@@ -3,20 +3,18 @@
 The launches of a recorded step are those of a number of tokens and a number of sampled rows. Attention runs in one
 persistent grid, which reads from memory how many items there are, so nothing else of the step shows in its launches.
 
-Recordings are worth their memory as long as a device takes less time for a step than the host takes to launch it. The
-tokens that it computes in that time are the most that are recorded (`mixed_sizes`), and the sizes are some eighths of
-them: so padding costs the device about an eighth of the time that the host would have taken. Up to some 200 rows the
-last product, which makes logits, takes the time of reading its weights, so there are two numbers of sampled rows: a
-small one below that, and the most that any recording has.
+A recording spares a device from waiting for its host. That takes 12 ms at best to launch the 350 kernels of 32 layers,
+and three times as long when others use it too (docs/decisions/0092). So the tokens that a device computes in the longer
+time are the most that are recorded (`mixed_sizes`), in steps of an eighth: padding costs half of that. There
+are two numbers of sampled rows, since logits of a large vocabulary for 512 rows take as long as a layer or two.
 
-A step of such a size that reads much KV can take the device longer than its launch takes the host. It gains nothing
-from being repeated, and attends faster on two streams, so it is launched (docs/decisions/0091).
+A step of such a size that reads much KV can take the device longer still. It gains nothing from being repeated, and
+attends a little faster on two streams, so it is launched.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
-from collections.abc import Sequence
+from bisect import bisect_left
 from typing import Any, Final
 
 import numpy as np
@@ -24,7 +22,7 @@ import numpy as np
 from llmbatch.engine.generation import TokenBuffers
 from llmbatch.engine.gpu.attention import GpuKVCache, plan_layers
 from llmbatch.engine.gpu.batch import HostBatch, Kind
-from llmbatch.engine.gpu.cuda_graphs import MOST_ROWS, Forward, Recording, Recordings
+from llmbatch.engine.gpu.cuda_graphs import MOST_ROWS, Forward, RecordedSizes, Recording, Recordings
 from llmbatch.engine.gpu.step_cost import StepCost
 from llmbatch.engine.packing import PackedTokens
 from llmbatch.kernels.interface import BatchLayout, PaddedAttention
@@ -32,30 +30,26 @@ from llmbatch.perf_model.work import Rates
 from llmbatch.scheduler.output import Step
 
 MOST_TOKENS: Final = 2048  # of a recorded step
-FEW_ROWS: Final = 128  # sampled ones
-_LAYER_SECONDS: Final = 600e-6  # that a host takes to launch a layer's eleven kernels, as measured beside an H200
-_SIZES: Final = 8
-_TILE: Final = 16  # tokens, of which sizes are multiples
+SAMPLED_ROWS: Final = (256, MOST_ROWS)
+_LAYER_SECONDS: Final = 1.1e-3  # that a busy host takes for a layer's eleven kernels, as measured beside an H200
+_LEAST_APART: Final = 32  # tokens
 
 
 def mixed_sizes(layers: int, rates: Rates) -> tuple[int, ...]:
     """Choose the numbers of tokens to record for a model of so many layers, in rising order.
 
-    The largest is what a device computes at these rates while the host launches a step. There are none if reading the
-    weights takes half of that time: the host is not what such a step waits for.
+    The largest is what a device computes at these rates while a busy host launches a step. There are none if reading
+    the weights takes half of that time: the host is not what such a step waits for.
     """
     launching = layers * _LAYER_SECONDS
     if 2.0 * rates.weight_seconds >= launching:
         return ()
     most = min(MOST_TOKENS, int(launching / rates.seconds_per_token))
-    each = -(-most // (_SIZES * _TILE)) * _TILE
-    return tuple(range(each, most + 1, each))
-
-
-def size_for(sizes: Sequence[int], tokens: int) -> int | None:
-    """Return the smallest of the rising `sizes` that has room for so many tokens; None if none has."""
-    at = bisect_left(sizes, tokens)
-    return sizes[at] if at < len(sizes) else None
+    sizes, tokens = list[int](), _LEAST_APART
+    while tokens <= most:
+        sizes.append(tokens)
+        tokens += max(_LEAST_APART, (1 << tokens.bit_length()) // 16)
+    return tuple(sizes)
 
 
 class MixedGraphs:
@@ -66,18 +60,23 @@ class MixedGraphs:
         self._attention = attention
         self._pages = pages
         self._recordings = recordings
-        self._sizes: list[int] = []
+        self._sizes = RecordedSizes()
         self.rates: Rates | None = None  # of the device, where they are known
 
     def record(self, tokens: int) -> None:
-        """Record steps of so many tokens, padded as they will be, most sampled rows first."""
-        for rows in sorted({_rows(count, tokens) for count in (FEW_ROWS, MOST_ROWS)}, reverse=True):
-            self._recordings.record(self._stand_in(tokens, rows), self._forward)
-        insort(self._sizes, tokens)
+        """Record steps of so many tokens, padded as they will be, most sampled rows first; larger ones came before."""
+        rows = sorted({min(tokens, rows) for rows in SAMPLED_ROWS}, reverse=True)
+        first = self._stand_in(tokens, rows[0])
+        self._recordings.record(first, self._forward)
+        if not self._sizes.keep(tokens, self._recordings.seconds(first)):
+            self._recordings.forget(first)
+            return
+        for fewer in rows[1:]:
+            self._recordings.record(self._stand_in(tokens, fewer), self._forward)
 
     def find(self, step: Step, generation: TokenBuffers) -> tuple[HostBatch, Recording] | None:
         """Pack a step with chunks and find its recording, or return None if there is none."""
-        tokens, sampled = size_for(self._sizes, step.num_tokens), int(step.samples.sum())
+        tokens, sampled = self._sizes.find(step.num_tokens), int(step.samples.sum())
         if tokens is None or sampled > MOST_ROWS or not self._gains(step):
             return None
         size = self._pages.page_size
@@ -110,4 +109,4 @@ class MixedGraphs:
 
 def _rows(sampled: int, tokens: int) -> int:
     """Round sampled rows up to a recorded number of them."""
-    return min(tokens, FEW_ROWS if sampled <= FEW_ROWS else MOST_ROWS)
+    return min(tokens, SAMPLED_ROWS[bisect_left(SAMPLED_ROWS, sampled)])

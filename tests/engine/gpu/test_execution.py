@@ -168,6 +168,9 @@ class Again:
 
         return repeat
 
+    def seconds(self, repeat: Callable[[], None]) -> float:
+        return 0.0
+
 
 def lane() -> AttentionStream:
     return StreamLane(DEVICE) if DEVICE.type == "cuda" else HostLane()

@@ -16,9 +16,9 @@ pytest.importorskip("triton")
 from llmbatch.engine.calibration import memory_profile
 from llmbatch.engine.calibration.step_timer import StepKind
 from llmbatch.engine.gpu.batch import DeviceBatch
-from llmbatch.engine.gpu.cuda_graphs import MOST_ROWS, DecodeGraphs, GraphRecorder, Recorder
+from llmbatch.engine.gpu.cuda_graphs import MOST_ROWS, DecodeGraphs, GraphRecorder, RecordedSizes, Recorder
 from llmbatch.engine.gpu.engine import GpuEngine
-from llmbatch.engine.gpu.mixed_graphs import FEW_ROWS, MOST_TOKENS, MixedGraphs, mixed_sizes, size_for
+from llmbatch.engine.gpu.mixed_graphs import MOST_TOKENS, MixedGraphs, mixed_sizes
 from llmbatch.engine.gpu.model_runner import ModelRunner
 from llmbatch.engine.model.loader import LoadedModel, load_model
 from llmbatch.kernels.triton.backend import TritonAttention
@@ -40,7 +40,14 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
 
 
 class Later(Again):
-    """Runs nothing where it records."""
+    """Runs nothing where it records. What it recorded takes so many `times`, one after the other, and then none."""
+
+    def __init__(self, *times: float) -> None:
+        super().__init__()
+        self._times = iter(times)
+
+    def seconds(self, repeat: Callable[[], None]) -> float:
+        return next(self._times, 0.0)
 
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
         self.recorded += 1
@@ -137,6 +144,28 @@ def test_a_step_that_takes_the_device_longer_than_its_launch_is_launched(
     assert recorder.repeated == repeated
 
 
+@pytest.mark.parametrize(
+    ("times", "padded"), [((0.3, 0.2, 0.1), 16), ((0.3, 0.2, 0.2), 32), ((0.3, 0.4, 0.2), 16), ((0.3, 0.4, 0.3), 48)]
+)
+def test_a_recording_that_takes_as_long_as_a_larger_one_is_not_kept(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, times: tuple[float, ...], padded: int
+) -> None:
+    tokens: list[int] = []
+    forward = ModelRunner.__call__
+
+    def noted(runner: ModelRunner, batch: DeviceBatch) -> torch.Tensor:
+        tokens.append(len(batch.ids))
+        return forward(runner, batch)
+
+    kind = StepKind(2, 20, ((0, 3),))
+    engine = engine_of(loaded, Later(*times), kind.pages(PAGE))
+    engine.record((), SIZES)
+    engine.begin(kind.requests(engine.vocabulary))
+    monkeypatch.setattr(ModelRunner, "__call__", noted)
+    engine.execute(kind.step(PAGE))
+    assert tokens == [padded]
+
+
 def test_the_largest_steps_are_recorded_first(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     recorded: list[tuple[str, int]] = []
     monkeypatch.setattr(DecodeGraphs, "record", lambda self, rows: recorded.append(("decodes", rows)))
@@ -153,8 +182,8 @@ def test_steps_of_few_sampled_rows_make_few_logits(loaded: LoadedModel, monkeypa
         return torch.zeros(1, 1)
 
     monkeypatch.setattr(ModelRunner, "__call__", forward)
-    engine_of(loaded, Again(), 1).record((), (64, 256, 768))
-    assert sampled == [MOST_ROWS, FEW_ROWS, 256, FEW_ROWS, 64]
+    engine_of(loaded, Again(), 1).record((), (64, 200, 768))
+    assert sampled == [MOST_ROWS, 256, 200, 64]
 
 
 def rates_of(billions: float) -> Rates:
@@ -162,20 +191,23 @@ def rates_of(billions: float) -> Rates:
     return Rates(2e9 * billions / 700e12, 0.0, 0.0, 1.0, 2e9 * billions / 3.35e12, False)
 
 
-def test_sizes_are_eighths_of_what_is_computed_while_the_host_launches() -> None:
-    assert mixed_sizes(24, rates_of(0.4)) == tuple(range(256, MOST_TOKENS + 1, 256))
+def test_sizes_are_eighths_apart_up_to_what_is_computed_while_a_busy_host_launches() -> None:
+    sizes = mixed_sizes(24, rates_of(0.4))
+    assert (sizes[0], sizes[-1]) == (32, MOST_TOKENS)
+    assert all(32 <= after - before <= max(32, before // 8) for before, after in pairwise(sizes))
     few, rates = mixed_sizes(32, rates_of(8.0)), rates_of(8.0)
-    assert {after - before for before, after in pairwise(few)} == {few[0]}
-    assert few[-1] * rates.seconds_per_token <= 32 * 600e-6 < (few[-1] + few[0]) * rates.seconds_per_token
+    assert few[-1] * rates.seconds_per_token <= 32 * 1.1e-3 < 9 / 8 * few[-1] * rates.seconds_per_token
 
 
 def test_nothing_is_recorded_of_a_model_whose_steps_do_not_wait_for_the_host() -> None:
-    assert mixed_sizes(80, rates_of(70.0)) == ()
+    assert mixed_sizes(80, rates_of(120.0)) == ()
 
 
 @pytest.mark.parametrize(("tokens", "size"), [(1, 16), (16, 16), (17, 32), (48, 48), (49, None)])
 def test_a_step_takes_the_smallest_size_that_has_room(tokens: int, size: int | None) -> None:
-    assert size_for(SIZES, tokens) == size
+    sizes = RecordedSizes()
+    assert all(sizes.keep(one, 0.0) for one in SIZES)
+    assert sizes.find(tokens) == size
 
 
 def test_memory_of_recordings_is_that_of_the_largest_and_what_is_kept_of_each_other(
@@ -188,10 +220,10 @@ def test_memory_of_recordings_is_that_of_the_largest_and_what_is_kept_of_each_ot
         work()
         return 1000 * (recorder.recorded - before)
 
-    monkeypatch.setattr(memory_profile, "GraphRecorder", lambda: recorder)
+    monkeypatch.setattr(memory_profile, "_Untimed", lambda: recorder)
     monkeypatch.setattr(memory_profile, "_taken", taken)
     fixed = engine_of(loaded, Again(), 1).graph_bytes
     attention = TritonAttention(DEVICE)
-    measured, reason = memory_profile._record(loaded, attention, rows=3, mixed=(16, 32, 136), page_size=PAGE)
+    measured, reason = memory_profile._record(loaded, attention, rows=3, mixed=(16, 32, 300), page_size=PAGE)
     assert reason is None
     assert measured - fixed == 1000 * (1 + 2) + 1000 * 2 + 1000 * 2
