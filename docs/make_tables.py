@@ -21,7 +21,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from llmbatch.choices import Keyword, keywords_of
 from llmbatch.inference.options import AnswerArgs, BesideArgs, EngineArgs, OptionArgs, PromptArgs
-from llmbatch.jobs.options import InputArgs, JobArgs
+from llmbatch.jobs.options import InputArgs, JobArgs, SearchArgs
 from llmbatch.serving.options import ServingArgs
 
 ROOT = Path(__file__).parent.parent
@@ -153,6 +153,7 @@ PARTS: dict[str, dict[str, Callable[[], str]]] = {
         "engine": partial(options, **keywords_of(EngineArgs)),
         "beside": partial(options, **keywords_of(BesideArgs)),
         "job": partial(options, **keywords_of(InputArgs), **keywords_of(JobArgs)),
+        "search": partial(options, **keywords_of(SearchArgs)),
         "endpoint": partial(options, **keywords_of(ServingArgs)),
     },
 }

@@ -19,7 +19,7 @@ from llmbatch.cli.parser import make_parser
 from llmbatch.engine.config import EngineConfig
 from llmbatch.errors import ParameterError
 from llmbatch.inference.options import AnswerArgs, BesideArgs, EngineArgs, OptionArgs, Options, PromptArgs
-from llmbatch.jobs.options import ExplainArgs, InputArgs, JobArgs, JobOptions, RunArgs
+from llmbatch.jobs.options import DatasetArgs, ExplainArgs, InputArgs, JobArgs, JobOptions, RunArgs, SearchArgs
 from llmbatch.preprocess.prompts import PromptSource
 from llmbatch.preprocess.sampling_params import SamplingParams
 from llmbatch.serving.options import ServeArgs, ServingArgs, ServingOptions
@@ -179,8 +179,9 @@ def test_each_function_takes_its_keywords_and_each_keyword_is_a_flag() -> None:
     parts = (PromptArgs, AnswerArgs, EngineArgs, BesideArgs)
     options = {"model"}.union(*(part.__annotations__ for part in parts))
     assert set(OptionArgs.__annotations__) == options
-    assert set(ExplainArgs.__annotations__) == options | set(InputArgs.__annotations__)
-    assert set(RunArgs.__annotations__) == {*ExplainArgs.__annotations__, *JobArgs.__annotations__}
+    assert set(DatasetArgs.__annotations__) == options | set(InputArgs.__annotations__)
+    assert set(ExplainArgs.__annotations__) == {*DatasetArgs.__annotations__, *SearchArgs.__annotations__}
+    assert set(RunArgs.__annotations__) == {*DatasetArgs.__annotations__, *JobArgs.__annotations__}
     assert OptionArgs.__required_keys__ == RunArgs.__required_keys__ == {"model"}
     assert flags_of("run").keys() == {*RunArgs.__annotations__, "output", "json", "quiet", "grace"}
     assert flags_of("explain").keys() == {*ExplainArgs.__annotations__, "json"}

@@ -8,16 +8,22 @@ from typing import Any, Final, Literal, NoReturn, Protocol, get_args, get_origin
 
 from llmbatch.arguments import nearest
 from llmbatch.choices import Keyword, keywords_of
-from llmbatch.cli.values import json_object, number, number_of_bytes, seconds, whole_number
+from llmbatch.cli.values import counts, json_object, number, number_of_bytes, prices, seconds, whole_number
 from llmbatch.errors import ParameterError
 from llmbatch.inference.options import AnswerArgs, BesideArgs, EngineArgs, OptionArgs, PromptArgs
-from llmbatch.jobs.options import InputArgs, JobArgs
+from llmbatch.jobs.options import InputArgs, JobArgs, SearchArgs
 from llmbatch.serving.options import ServeArgs, ServingArgs
 from llmbatch.simulation.online.options import OnlineArgs
 from llmbatch.simulation.options import SimulationArgs
 
 # By what stands for the value in a usage line.
-_FORMS: Final = {"BYTES": number_of_bytes, "JSON": json_object, "SECONDS": seconds}
+_FORMS: Final = {
+    "BYTES": number_of_bytes,
+    "JSON": json_object,
+    "SECONDS": seconds,
+    "NAME:N,...": counts,
+    "NAME=D,...": prices,
+}
 _NUMBERS: Final = {int: whole_number, float: number}
 _GRACE: Final = 20.0  # seconds
 _STATUSES = """exit status:
@@ -122,6 +128,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     _add_inputs(explain)
     _add_options(explain)
+    _add(explain.add_argument_group("devices elsewhere"), SearchArgs)
     _add_simulations(commands, parser.prog)
     serve = commands.add_parser(
         "serve",

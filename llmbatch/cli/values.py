@@ -21,6 +21,22 @@ def json_object(text: str) -> dict[str, Any]:
     return value
 
 
+def counts(text: str) -> dict[str, int]:
+    """Parse counts by name: h100:8,l40s:8."""
+    try:
+        return {name.strip(): int(count) for name, count in (each.split(":") for each in text.split(","))}
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be counts by name such as h100:8,l40s:8, got {text!r}") from None
+
+
+def prices(text: str) -> dict[str, float]:
+    """Parse prices by name: h100=2.5,l40s=1."""
+    try:
+        return {name.strip(): float(price) for name, price in (each.split("=") for each in text.split(","))}
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be prices by name such as h100=2.5,l40s=1, got {text!r}") from None
+
+
 def whole_number(text: str) -> int:
     """Parse a whole number."""
     try:

@@ -6,14 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from llmbatch.arguments import Paths, check_names, check_storage_options, paths_of
+from llmbatch.arguments import Paths, check_names, check_storage_options, flag, paths_of
 from llmbatch.choices import OutputFormat
 from llmbatch.errors import ParameterError
 from llmbatch.inference.options import Options
 from llmbatch.io.reading.dataset import Dataset
-from llmbatch.jobs.options import ExplainArgs
+from llmbatch.jobs.options import DatasetArgs
 from llmbatch.openai.answers import FORM
 from llmbatch.openai.requests import BODY, TEXTS, BatchLines
+from llmbatch.simulation.splits import Offer
 
 _PROMPTS = ("prompt", "template", "messages", "turns")  # of which rows need one
 
@@ -29,11 +30,11 @@ class Command:
 
     @classmethod
     def read(cls, inputs: Paths, given: Mapping[str, Any]) -> Command:
-        """Find the input of options such as `ExplainArgs`. Raises InputError.
+        """Find the input of options such as `DatasetArgs`. Raises InputError.
 
         With none of prompt, template and messages it must be a batch.
         """
-        check_names(given, ExplainArgs.__annotations__)
+        check_names(given, DatasetArgs.__annotations__)
         rest = {**given}
         storage_options = rest.pop("storage_options", None)
         has_prompts = any(rest.get(name) is not None for name in _PROMPTS)
@@ -60,3 +61,20 @@ class Command:
                 f"output_format must be 'columns' for {what}, got 'openai'", option="output_format", value=asked
             )
         return FORM if asked == "openai" or (asked == "auto" and self.is_batch and as_lines) else None
+
+
+def offers_of(
+    *, search: bool = False, devices: Mapping[str, int] | None = None, price: Mapping[str, float] | None = None
+) -> tuple[Offer, ...]:
+    """Read the devices that are offered for a search; none where none is asked for. Raises ParameterError."""
+    if not flag("search", search):
+        for name, value in (("devices", devices), ("price", price)):
+            if value:
+                raise ParameterError(f"{name} must be given with search: add search=True (--search)", option=name)
+        return ()
+    if not devices:
+        raise ParameterError(
+            "devices must be given with search, got none: name them, as in {'h100': 8} (--devices h100:8)",
+            option="devices",
+        )
+    return Offer.all_of(devices, price)

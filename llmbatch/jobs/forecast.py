@@ -14,6 +14,7 @@ as the others.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict, astuple, dataclass, replace
 from typing import Any
@@ -22,12 +23,13 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from llmbatch.errors import ParameterError
 from llmbatch.figures import Figures
 from llmbatch.inference.options import Options
 from llmbatch.inference.table_worker import TableWorker
 from llmbatch.inference.worker import Worker
 from llmbatch.io.reading.dataset import Dataset
-from llmbatch.perf_model.cost import CostModel
+from llmbatch.perf_model.cost import CostModel, ModelShape
 from llmbatch.planning.cascade import tokens_together
 from llmbatch.planning.lengths import LengthModel
 from llmbatch.planning.order import Policy
@@ -37,9 +39,11 @@ from llmbatch.planning.workload import Pool, Scheduling, Workload, early_ends, f
 from llmbatch.preprocess.request_batch import RequestBatch, RowRequests
 from llmbatch.runtime.loops.simulated_loop import SimulatedLoop
 from llmbatch.runtime.shard_run import run_shard
+from llmbatch.simulation.search import MOST_SIMULATED, SearchedSplit, search
+from llmbatch.simulation.splits import Offer, splits_of
 
-MOST_SIMULATED = 20_000  # requests; simulating more takes longer than a forecast may
 _DRAWS = 3  # of lengths, at most: in a small pool the seconds of one differ from another's by 5 %
+_ON_DEVICES = 2048  # rows in flight of a copy, as jobs on a GPU have by default
 _RUNS = 16  # of neighbouring rows, by which an input is forecast that is too large to be read
 
 
@@ -68,6 +72,7 @@ class Forecast(Figures):
     model: str
     hardware: str
     notes: tuple[str, ...]
+    splits: tuple[SearchedSplit, ...] = ()  # of devices that are offered, the best first
 
     def scaled(self, rows: int) -> Forecast:
         """Return the forecast of so many rows of which it has seen runs, spread evenly."""
@@ -98,7 +103,7 @@ class Forecast(Figures):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the figures as JSON values."""
-        return {**asdict(self), "notes": list(self.notes)}
+        return {**asdict(self), "notes": list(self.notes), "splits": [split.to_dict() for split in self.splits]}
 
     def _in_words(self) -> list[tuple[str, str]]:
         """Say each figure in words, by its name."""
@@ -123,19 +128,45 @@ class Forecast(Figures):
         else:
             unknown = f"more than {MOST_SIMULATED:,} requests are not simulated"
             said.append(("time", f"{bounds} s on {self.hardware}; {unknown}"))
+        ranks = ("best split", "runner-up")
+        said += [(ranks[i] if i < len(ranks) else "then", split.in_words) for i, split in enumerate(self.splits)]
         return [*said, *(("note", note) for note in self.notes)]
 
 
 Forecast.__module__ = "llmbatch"  # which it is imported from
 
 
-def forecast_rows(worker: TableWorker, table: pa.Table) -> Forecast:
-    """Forecast answering the rows of a table, by the endpoints of a worker that has no engine here."""
+def forecast_rows(
+    worker: TableWorker, table: pa.Table, offers: Sequence[Offer] = (), *, times: float = 1.0
+) -> Forecast:
+    """Forecast answering the rows of a table, by the endpoints of a worker that has no engine here.
+
+    Of devices that are offered the best split is searched, for a job of `times` as many rows.
+    """
     figures = worker.forecast_elsewhere(table)
+    if figures is not None and offers:
+        raise ParameterError(
+            "search must lay the model on devices, got endpoints too: leave out beside (--beside)", option="search"
+        )
     if figures is not None:
         return Forecast(**{**figures, "notes": tuple(figures["notes"])})
     assert isinstance(worker, Worker), "other workers forecast elsewhere"
-    return forecast(worker.options, worker.shard(table), worker.pool, worker.cost, worker.scheduling)
+    shard = worker.shard(table)
+    found = forecast(worker.options, shard, worker.pool, worker.cost, worker.scheduling)
+    if not offers:
+        return found
+    return replace(found, splits=_search(shard.requests, offers, worker.cost.shape, worker.scheduling, times))
+
+
+def _search(
+    requests: RequestBatch, offers: Sequence[Offer], shape: ModelShape, scheduling: Scheduling, times: float
+) -> tuple[SearchedSplit, ...]:
+    """Search for the best split of devices for requests, whose lengths are drawn from what is believed."""
+    splits = splits_of(offers, shape)
+    workload = Workload.of(requests)
+    rng, everything = np.random.default_rng(scheduling.seed), np.arange(len(requests), dtype=np.int32)
+    drawn = np.minimum(workload.length_model().draw(everything, rng), requests.max_tokens).astype(np.int32)
+    return search(workload, drawn, splits, replace(scheduling, max_running=_ON_DEVICES), times=times)
 
 
 def forecast(options: Options, shard: RowRequests, pool: Pool, cost: CostModel, scheduling: Scheduling) -> Forecast:

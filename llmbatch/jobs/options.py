@@ -106,9 +106,29 @@ class JobArgs(TypedDict, total=False):
     compression: Annotated[Compression, Keyword("the compression of Parquet output", JobOptions.compression)]
 
 
-class ExplainArgs(OptionArgs, InputArgs, total=False):
+class SearchArgs(TypedDict, total=False):
+    """Devices elsewhere that `explain` lays the model on."""
+
+    search: Annotated[
+        bool,
+        Keyword("find the best split of devices that are offered: how many share the model, how many copies", False),
+    ]
+    devices: Annotated[
+        Mapping[str, int] | None, Keyword("the devices offered, as in h100:8,l40s:8", metavar="NAME:N,...")
+    ]
+    price: Annotated[
+        Mapping[str, float] | None,
+        Keyword("dollars an hour of one of each kind; the best split is the cheapest then", metavar="NAME=D,..."),
+    ]
+
+
+class DatasetArgs(OptionArgs, InputArgs, total=False):
+    """The keywords of all that reads a dataset."""
+
+
+class ExplainArgs(DatasetArgs, SearchArgs, total=False):
     """The keywords of `explain`."""
 
 
-class RunArgs(OptionArgs, InputArgs, JobArgs, total=False):
+class RunArgs(DatasetArgs, JobArgs, total=False):
     """The keywords of `run` that are options."""

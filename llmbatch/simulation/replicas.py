@@ -37,18 +37,46 @@ def simulate_trace(
     begun = time.perf_counter()
     workload = describe(trace, pool, lengths, max_tokens)
     pool = split_for(pool, workload)
-    seconds = time.perf_counter() - begun
+    planning = time.perf_counter() - begun
+    return simulate_workload(
+        workload,
+        trace.output_lengths,
+        cost,
+        pool,
+        scheduling,
+        replicas=replicas,
+        known=lengths == "known",
+        planning=planning,
+    )
+
+
+def simulate_workload(
+    workload: Workload,
+    output: NDArray[np.int32],
+    cost: CostModel,
+    pool: Pool,
+    scheduling: Scheduling,
+    *,
+    replicas: int,
+    known: bool,
+    planning: float = 0.0,
+) -> Simulation:
+    """Run the rows of a workload's tree, which generate `output` int32 tokens each, as `simulate_trace` does.
+
+    `known`: their lengths are; `planning` seconds were spent before.
+    """
+    begun = time.perf_counter() - planning
     if replicas == 1:
-        return run_workload(workload, trace.output_lengths, cost, pool, scheduling, planning=seconds)
+        return run_workload(workload, output, cost, pool, scheduling, planning=planning)
     plan = plan_workload(workload, pool, cost, scheduling)
-    if lengths == "known":
+    if known:
         shards = partition(workload.tree, plan, cost, replicas)
     else:
         shards = partition_alike(workload.tree, plan, cost, workload.length_model().table_of, replicas)
     seconds = time.perf_counter() - begun
-    engines = EvenReplicas(workload, trace.output_lengths, cost, pool, scheduling)
+    engines = EvenReplicas(workload, output, cost, pool, scheduling)
     engines.run(shards)
-    return _merge(engines.parts, replicas, workload, trace.output_lengths, cost, pool, scheduling, seconds, begun)
+    return _merge(engines.parts, replicas, workload, output, cost, pool, scheduling, seconds, begun)
 
 
 def _merge(

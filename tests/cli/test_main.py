@@ -210,3 +210,23 @@ def test_a_time_has_a_unit_or_is_seconds(text: str, seconds: float) -> None:
 def test_a_time_that_is_none_is_refused(text: str) -> None:
     with pytest.raises(ParameterError, match=r"argument --ttft: must be a time such as 0\.3, 300ms or 1s, got "):
         make_parser().parse_args(["serve", "--model", "m", "--ttft", text])
+
+
+def test_devices_and_prices_are_by_name() -> None:
+    words = ["explain", "in", "--model", "m", "--search", "--devices", "h100:8, l40s:4", "--price", "h100=2.5"]
+    given = vars(make_parser().parse_args(words))
+    assert (given["search"], given["devices"], given["price"]) == (True, {"h100": 8, "l40s": 4}, {"h100": 2.5})
+
+
+@pytest.mark.parametrize(
+    ("flag", "text", "said"),
+    [
+        ("--devices", "h100=8", "argument --devices: must be counts by name such as h100:8,l40s:8, got 'h100=8'"),
+        ("--devices", "h100:many", "argument --devices: must be counts by name such as h100:8,l40s:8, got 'h100:many'"),
+        ("--price", "2.5", "argument --price: must be prices by name such as h100=2.5,l40s=1, got '2.5'"),
+    ],
+)
+def test_devices_and_prices_of_another_form_are_refused(flag: str, text: str, said: str) -> None:
+    with pytest.raises(ParameterError) as raised:
+        make_parser().parse_args(["explain", "in", "--model", "m", flag, text])
+    assert str(raised.value).startswith(said)

@@ -142,3 +142,47 @@ def test_of_an_input_larger_than_a_window_runs_are_read_and_figures_scaled(
     assert sampled.output_tokens == pytest.approx(whole.output_tokens)
     assert sampled.output_tokens_most == whole.output_tokens_most
     assert sampled.seconds == pytest.approx(whole.seconds, rel=0.3)
+
+
+@pytest.fixture
+def asked(model: str, tmp_path: Path) -> tuple[str, dict[str, Any]]:
+    """An input, and what is asked of it."""
+    path = str(tmp_path / "in.parquet")
+    pq.write_table(pa.table({"text": [f"what is {i % 7} and {i}" for i in range(40)]}), path)
+    return path, {"model": model, "prompt": "text", "max_tokens": 40}
+
+
+def test_the_best_split_of_devices_is_told_first(asked: tuple[str, dict[str, Any]]) -> None:
+    path, options = asked
+    found = llmbatch.explain(path, **options, search=True, devices={"h100": 2, "l4": 2}, price={"h100": 2.0, "l4": 1.0})
+    assert {(split.device, split.tensor_parallel, split.data_parallel) for split in found.splits} == {
+        ("h100", 1, 2), ("h100", 2, 1), ("l4", 1, 2), ("l4", 2, 1)
+    }  # fmt: skip  # a table
+    best, second = found.splits[:2]
+    assert best.dollars is not None
+    assert second.dollars is not None
+    assert best.dollars <= second.dollars
+    assert found.to_dict()["splits"][0] == best.to_dict()
+    lines = found.to_text().splitlines()
+    assert f"{'best split':<16} {best.in_words}" in lines
+    assert f"{'runner-up':<16} {second.in_words}" in lines
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"devices": {"h100": 8}}, "devices must be given with search: add search=True (--search)"),
+        ({"price": {"h100": 8.0}}, "price must be given with search: add search=True (--search)"),
+        (
+            {"search": True},
+            "devices must be given with search, got none: name them, as in {'h100': 8} (--devices h100:8)",
+        ),
+    ],
+)
+def test_a_search_needs_devices_and_devices_a_search(
+    asked: tuple[str, dict[str, Any]], given: dict[str, Any], said: str
+) -> None:
+    path, options = asked
+    with pytest.raises(llmbatch.ParameterError) as raised:
+        llmbatch.explain(path, **options, **given)
+    assert str(raised.value) == said

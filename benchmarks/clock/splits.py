@@ -1,0 +1,110 @@
+"""The search for the best split of devices, against all splits simulated: twelve cases by the clock.
+
+    python benchmarks/clock/splits.py [--jobs N]
+
+Three workloads, two models, two offers of devices. Each split is simulated, and the search chooses; what it chose is
+compared with the best of all. Lengths are not known to the scheduler. It needs the traces in $LLMBATCH_TRACES, and
+writes docs/results/splits.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from concurrent.futures import ProcessPoolExecutor
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from llmbatch.perf_model.cost import find_shape
+from llmbatch.planning.prefix_tree import PrefixTree
+from llmbatch.planning.workload import Scheduling, Workload
+from llmbatch.simulation.search import search
+from llmbatch.simulation.simulator import MAX_RUNNING
+from llmbatch.simulation.splits import Offer, splits_of
+from llmbatch.simulation.traces import read_traces
+
+WORKLOADS = {"conversations": ("azure2023_conv", 4000), "videos": ("video_panda70m", 256), "reasoning": (None, 256)}
+MODELS = ("llama-3-8b", "llama-3-70b")
+OFFERS = ({"h100": 8, "l40s": 8}, {"a100-80gb": 4, "h20": 8})
+MOST_TOKENS = 32_768  # of an answer
+RESULTS = Path(__file__).parents[2] / "docs" / "results" / "splits.json"
+
+
+class Case(NamedTuple):
+    """Rows, a model, and devices."""
+
+    workload: str
+    model: str
+    devices: dict[str, int]
+
+
+def rows_of(name: str) -> tuple[Workload, Any]:
+    """A workload, and the tokens of its answers."""
+    source, count = WORKLOADS[name]
+    if source is None:  # short prompts and log-normal answers
+        rng = np.random.default_rng(0)
+        lengths = np.full(count, 200, np.int32)
+        output = np.clip(4000 * rng.lognormal(0.0, 1.2, count), 1, MOST_TOKENS).astype(np.int32)
+        offsets = np.concatenate(([0], np.cumsum(lengths))).astype(np.int64)
+        tree = PrefixTree.build(rng.integers(0, 50_000, offsets[-1]).astype(np.int32), offsets)
+    else:
+        trace = read_traces([Path(os.environ["LLMBATCH_TRACES"]) / f"{source}.parquet"])[0].first(count)
+        tree, output = trace.tree(), np.minimum(trace.output_lengths, MOST_TOKENS)
+    zeros = np.zeros(count, np.int32)
+    return Workload(tree, zeros + np.int32(MOST_TOKENS), zeros, zeros), output
+
+
+def run(case: Case) -> dict[str, Any]:
+    """All splits, and what the search makes of them."""
+    workload, output = rows_of(case.workload)
+    splits, scheduling = (
+        splits_of(Offer.all_of(case.devices), find_shape(case.model)),
+        Scheduling(max_running=MAX_RUNNING),
+    )
+    begun = time.perf_counter()
+    found = search(workload, output, splits, scheduling)
+    seconds = time.perf_counter() - begun
+    every = {}
+    for split in splits:
+        (one,) = search(workload, output, [split], scheduling)
+        every[f"{one.data_parallel} x {one.tensor_parallel} {one.device}"] = one.seconds
+    best = found[0]
+    assert best.seconds is not None, "the first is simulated"
+    return {
+        **case._asdict(),
+        "chosen": f"{best.data_parallel} x {best.tensor_parallel} {best.device}",
+        "over_best": best.seconds / min(taken for taken in every.values() if taken is not None),
+        "binding": best.binding,
+        "seconds": every,
+        "simulated": sum(one.seconds is not None for one in found),
+        "search_seconds": seconds,
+    }
+
+
+def main() -> None:
+    """Run the cases, print a line each, and write them."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--jobs", type=int, default=os.cpu_count())
+    options = parser.parse_args()
+    found = []
+    cases = [Case(*each) for each in product(WORKLOADS, MODELS, OFFERS)]
+    with ProcessPoolExecutor(options.jobs) as pool:
+        for one in pool.map(run, cases):
+            found.append(one)
+            every = ", ".join(f"{name} {taken:,.0f}" for name, taken in one["seconds"].items())
+            print(
+                f"{one['workload']:14} {one['model']:12} chose {one['chosen']:16} {one['over_best']:.3f} of the best, "
+                f"bound by {one['binding']}, {one['simulated']} of {len(one['seconds'])} simulated in "
+                f"{one['search_seconds']:.1f} s; seconds: {every}",
+                flush=True,
+            )
+    RESULTS.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

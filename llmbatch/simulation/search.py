@@ -1,0 +1,161 @@
+"""The best of the ways to lay a model on devices (`llmbatch.simulation.splits`), found by bounds and by the clock.
+
+No split ends before its bound: the optimum of its copies, each with its share of the work (BlendServe 4.2), and the
+longest row at the speed of reading the weights on all devices that may join at the end. Splits are taken in the order
+of their bounds and simulated, until the next bound is worse than the two best that were simulated. So the best and the
+runner-up are those of all splits, and few are simulated. Rows beyond `MOST_SIMULATED` are not simulated: then bounds
+decide.
+
+What is better costs less, where every offer has a price, else it ends sooner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmbatch.errors import ParameterError
+from llmbatch.kvcache.contents import Prompts
+from llmbatch.perf_model.collectives import on_joined
+from llmbatch.planning.cascade import tokens_together
+from llmbatch.planning.workload import Fit, Scheduling, Workload, split_for
+from llmbatch.simulation.replicas import simulate_workload
+from llmbatch.simulation.splits import Split
+
+MOST_SIMULATED: Final = 20_000  # rows; simulating more takes longer than a forecast may
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchedSplit:
+    """A split, and what a job would take on it."""
+
+    device: str
+    tensor_parallel: int
+    data_parallel: int
+    seconds: float | None  # simulated; None where its bound was enough
+    seconds_least: float  # by the bound
+    dollars: float | None  # of these seconds, simulated or least; None without a price
+    binding: str  # "compute", "memory" or "longest row"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the figures as JSON values."""
+        return asdict(self)
+
+    @property
+    def in_words(self) -> str:
+        """The split in a line."""
+        copies = f"{self.data_parallel} x " if self.data_parallel > 1 else ""
+        seconds = f"{self.seconds:,.1f} s" if self.seconds is not None else f"at least {self.seconds_least:,.1f} s"
+        cents = "" if self.dollars is None else f"{self.dollars:,.2f}" if self.dollars >= 0.01 else "less than 0.01"
+        dollars = cents and f", {cents} dollars"
+        return f"{copies}{self.tensor_parallel} {self.device}: {seconds}{dollars}, bound by {self.binding}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Bound:
+    """What a split takes at least."""
+
+    split: Split
+    seconds: float
+    binding: str
+
+
+def search(
+    workload: Workload,
+    output: NDArray[np.int32],
+    splits: Sequence[Split],
+    scheduling: Scheduling,
+    *,
+    times: float = 1.0,
+) -> tuple[SearchedSplit, ...]:
+    """Search for the best split, and return all of them: those that were simulated first, the best before others.
+
+    Rows answer `output` int32 [rows] tokens, which the scheduler does not know. The job has `times` as many rows as the
+    workload, of which it is a sample; a job that is not whole is not simulated. A split whose copy has no room for a
+    row is left out. Raises ParameterError where none is left.
+    """
+    bounds = [_bound_of(workload, output, split, times) for split in splits if _holds(split, workload, output)]
+    if not bounds:
+        raise ParameterError(
+            "devices must hold the longest row, and none of those offered do: lower max_tokens (--max-tokens), or "
+            "offer more or larger devices"
+        )
+    priced = all(split.offer.price is not None for split in splits)
+
+    def worth(split: Split, seconds: float) -> float:
+        dollars = split.dollars(seconds)
+        return dollars if priced and dollars is not None else seconds
+
+    bounds.sort(key=lambda one: worth(one.split, one.seconds))
+    simulated: list[tuple[float, SearchedSplit]] = []
+    rest: list[SearchedSplit] = []
+    whole = times == 1.0 and len(workload.tree) <= MOST_SIMULATED
+    for bound in bounds:
+        split = bound.split
+        enough = len(simulated) > 1 and worth(split, bound.seconds) >= sorted(best for best, _ in simulated)[1]
+        if whole and not enough and split.data_parallel <= len(workload.tree):
+            seconds = _simulated(workload, output, split, scheduling)
+            simulated.append((worth(split, seconds), _told(bound, seconds)))
+        else:
+            rest.append(_told(bound, None))
+    simulated.sort(key=lambda one: one[0])
+    return (*(split for _, split in simulated), *rest)
+
+
+def _holds(split: Split, workload: Workload, output: NDArray[np.int32]) -> bool:
+    """Tell whether a copy has room for each row by itself, to the end of its answer."""
+    rows = workload.tree.rows
+    longest = workload.tree.lengths[rows] + np.minimum(output, workload.max_tokens)[rows]
+    return int(longest.max(initial=0)) <= split.pool.tokens
+
+
+def _told(bound: _Bound, seconds: float | None) -> SearchedSplit:
+    split = bound.split
+    return SearchedSplit(
+        device=split.offer.hardware.name,
+        tensor_parallel=split.tensor_parallel,
+        data_parallel=split.data_parallel,
+        seconds=seconds,
+        seconds_least=bound.seconds,
+        dollars=split.dollars(bound.seconds if seconds is None else seconds),
+        binding=bound.binding,
+    )
+
+
+def _bound_of(workload: Workload, output: NDArray[np.int32], split: Split, times: float) -> _Bound:
+    """Bound a split: the optimum of its copies, and the longest row."""
+    tree, cost = workload.tree, split.cost
+    rows = tree.rows
+    prompts = tree.lengths[rows].astype(np.float64)
+    answers = np.minimum(output, workload.max_tokens)[rows].astype(np.float64)
+    share = times / split.data_parallel
+    compute = float(cost.request_compute(prompts, answers, tree.lcp).sum()) * share
+    together = tokens_together(tree, cost)[rows]
+    memory = float(cost.request_memory(prompts, answers, answers**2, together).sum()) * share
+    optimal = cost.optimal_seconds(compute, memory, split.pool.whole_tokens * cost.shape.kv_bytes_per_token)
+    every = on_joined(cost, split.data_parallel) if cost.hardware.link is not None else cost
+    longest = float(answers.max(initial=0.0)) * every.rates.weight_seconds
+    if longest > optimal:
+        return _Bound(split, longest, "longest row")
+    return _Bound(split, optimal, "compute" if compute > memory else "memory")
+
+
+def _simulated(workload: Workload, output: NDArray[np.int32], split: Split, scheduling: Scheduling) -> float:
+    """Return the seconds of a split by the clock."""
+    most = Fit.of(workload.tree.lengths, workload.max_tokens, split.pool).max_tokens
+    known = np.minimum(workload.known, most)
+    fitted = replace(workload, max_tokens=most, known=known, prompts=Prompts.nothing())  # pages are found by the tree
+    found = simulate_workload(
+        fitted,
+        output,
+        split.cost,
+        split_for(split.pool, fitted),
+        scheduling,
+        replicas=split.data_parallel,
+        known=False,
+    )
+    return found.report.seconds

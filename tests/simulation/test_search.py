@@ -1,0 +1,157 @@
+"""The best split of devices is that of all, however few are simulated."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from llmbatch.errors import ParameterError
+from llmbatch.perf_model.cost import find_shape
+from llmbatch.planning.prefix_tree import PrefixTree
+from llmbatch.planning.workload import Scheduling, Workload
+from llmbatch.simulation import search as search_module
+from llmbatch.simulation.search import SearchedSplit, search
+from llmbatch.simulation.splits import Offer, Split, splits_of
+
+SCHEDULING = Scheduling(max_running=1024)
+DEVICES = {"h100": 4, "l40s": 8}
+PRICE = {"h100": 2.5, "l40s": 0.2}  # dollars an hour
+KINDS = {  # prompt tokens and the median of answers of 60 rows
+    "long prompts": (3000, 20),
+    "long answers": (30, 1500),
+}
+
+
+def jobs_of(kind: str, seed: int = 0) -> tuple[Workload, NDArray[np.int32]]:
+    """Rows that share nothing, and the tokens of their answers."""
+    prompt, median = KINDS[kind]
+    rng, rows = np.random.default_rng(seed), 60
+    lengths = rng.integers(prompt // 2, 2 * prompt, rows)
+    offsets = np.concatenate(([0], np.cumsum(lengths))).astype(np.int64)
+    tree = PrefixTree.build(rng.integers(0, 50_000, offsets[-1]).astype(np.int32), offsets)
+    output = np.clip(median * rng.lognormal(0.0, 1.0, rows), 1, 8000).astype(np.int32)
+    zeros = np.zeros(rows, np.int32)
+    return Workload(tree, zeros + np.int32(8000), zeros, zeros), output
+
+
+def splits(price: dict[str, float] | None = None, model: str = "llama-3-8b") -> list[Split]:
+    return splits_of(Offer.all_of(DEVICES, price), find_shape(model))
+
+
+def named(split: Split) -> tuple[str, int]:
+    return split.offer.hardware.name, split.tensor_parallel
+
+
+def seconds_of_all(workload: Workload, output: NDArray[np.int32], every: list[Split]) -> dict[tuple[str, int], float]:
+    """The seconds of each split, simulated."""
+    return {named(split): search_module._simulated(workload, output, split, SCHEDULING) for split in every}
+
+
+def told(found: SearchedSplit) -> tuple[str, int]:
+    return found.device, found.tensor_parallel
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("price", [None, PRICE])
+def test_the_two_best_are_those_of_all(kind: str, price: dict[str, float] | None) -> None:
+    workload, output = jobs_of(kind)
+    every = splits(price)
+    seconds = seconds_of_all(workload, output, every)
+    found = search(workload, output, every, SCHEDULING)
+    worth = {named(split): split.dollars(seconds[named(split)]) or seconds[named(split)] for split in every}
+    assert [told(one) for one in found[:2]] == sorted(worth, key=worth.__getitem__)[:2]
+    assert [one.seconds for one in found[:2]] == [seconds[told(one)] for one in found[:2]]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_split_ends_before_its_bound(kind: str) -> None:
+    workload, output = jobs_of(kind, seed=1)
+    every = splits()
+    seconds = seconds_of_all(workload, output, every)
+    for found in search(workload, output, every, SCHEDULING):
+        assert found.seconds_least <= seconds[told(found)]
+
+
+def test_what_cannot_be_best_is_not_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    workload, output = jobs_of("long prompts")
+    simulated: list[str] = []
+    real = search_module._simulated
+
+    def noted(workload: Workload, output: NDArray[np.int32], split: Split, scheduling: Scheduling) -> float:
+        simulated.append(split.offer.hardware.name)
+        return real(workload, output, split, scheduling)
+
+    monkeypatch.setattr(search_module, "_simulated", noted)
+    offers = Offer.all_of({"h100": 8, "rtx-3090": 1})
+    found = search(workload, output, splits_of(offers, find_shape("llama-3-8b")), SCHEDULING)
+    assert "rtx-3090" not in simulated
+    assert [one.seconds is None for one in found] == sorted(one.seconds is None for one in found)
+    assert found[-1].in_words == f"1 rtx-3090: at least {found[-1].seconds_least:,.1f} s, bound by compute"
+
+
+def test_of_a_sample_bounds_decide() -> None:
+    workload, output = jobs_of("long answers")
+    whole, half = (search(workload, output, splits(), SCHEDULING, times=times) for times in (1.0, 2.0))
+    assert all(one.seconds is None for one in half)
+    least = {told(one): one.seconds_least for one in whole}
+    assert all(least[told(one)] <= one.seconds_least <= 2 * least[told(one)] for one in half)
+    assert [one.seconds_least for one in half] == sorted(one.seconds_least for one in half)
+
+
+def test_a_copy_has_room_for_the_longest_row() -> None:
+    workload, output = jobs_of("long prompts")
+    every = splits(model="llama-3-70b")
+    assert {named(split) for split in every} == {("h100", 2), ("h100", 4), ("l40s", 4), ("l40s", 8)}
+    long = replace(workload, max_tokens=np.full_like(workload.max_tokens, 400_000))
+    output = np.full_like(output, 300_000)
+    assert {told(one) for one in search(long, output, every, SCHEDULING, times=2.0)} == {("h100", 4), ("l40s", 8)}
+    with pytest.raises(ParameterError) as raised:
+        search(long, output, [split for split in every if named(split) == ("l40s", 4)], SCHEDULING)
+    assert str(raised.value) == (
+        "devices must hold the longest row, and none of those offered do: lower max_tokens (--max-tokens), or offer "
+        "more or larger devices"
+    )
+
+
+def test_a_split_is_said_in_a_line() -> None:
+    one = SearchedSplit(
+        device="h100",
+        tensor_parallel=2,
+        data_parallel=4,
+        seconds=1234.5,
+        seconds_least=1000.0,
+        dollars=6.858,
+        binding="memory",
+    )
+    assert one.in_words == "4 x 2 h100: 1,234.5 s, 6.86 dollars, bound by memory"
+    assert replace(one, dollars=0.004).in_words == "4 x 2 h100: 1,234.5 s, less than 0.01 dollars, bound by memory"
+
+
+@pytest.mark.parametrize(
+    ("devices", "price", "said"),
+    [
+        ({"h100": 0}, None, "devices must be at least 1 of each kind, got 0 of h100"),
+        ({"h100": 1}, {"h100": 0.0}, "price of a device must be positive, got 0 for h100"),
+        (
+            {"h100": 1},
+            {"l40s": 1.0},
+            "price must be of devices that are offered, got 'l40s': name it in devices (--devices) too",
+        ),
+    ],
+)
+def test_offers_are_checked(devices: dict[str, int], price: dict[str, float] | None, said: str) -> None:
+    with pytest.raises(ParameterError) as raised:
+        Offer.all_of(devices, price)
+    assert str(raised.value) == said
+
+
+def test_devices_that_do_not_hold_the_model_are_refused() -> None:
+    with pytest.raises(ParameterError) as raised:
+        splits_of(Offer.all_of({"rtx-3090": 2}), find_shape("llama-3-70b"))
+    assert str(raised.value) == (
+        "devices must hold the model, and none of those offered do: the model must fit the device: weights of 141.2 GB "
+        "leave no room for KV in 48 GB of 2 x rtx-3090; use more cards (--tensor-parallel) or a larger one"
+    )
