@@ -5,8 +5,9 @@ persistent grid, which reads from memory how many items there are, so nothing el
 
 A recording spares a device from waiting for its host. That takes 12 ms at best to launch the 350 kernels of 32 layers,
 and three times as long when others use it too (docs/decisions/0092). So the tokens that a device computes in the longer
-time are the most that are recorded (`mixed_sizes`), in steps of an eighth: padding costs half of that. There
-are two numbers of sampled rows, since logits of a large vocabulary for 512 rows take as long as a layer or two.
+time are the most that are recorded (`mixed_sizes`). Sizes are an eighth apart, so padding costs a sixteenth in the
+mean. There are two numbers of sampled rows, since logits of a large vocabulary for 512 rows take as long as a layer or
+two.
 
 A step of such a size that reads much KV can take the device longer still. It gains nothing from being repeated, and
 attends a little faster on two streams, so it is launched.
