@@ -69,8 +69,11 @@ def run(case: Case) -> dict[str, Any]:
     begun = time.perf_counter()
     found = search(workload, output, splits, scheduling)
     seconds = time.perf_counter() - begun
+    held = {(one.device, one.tensor_parallel) for one in found}
     every = {}
     for split in splits:
+        if (split.offer.hardware.name, split.tensor_parallel) not in held:
+            continue  # its copies have no room for the longest row
         (one,) = search(workload, output, [split], scheduling)
         every[f"{one.data_parallel} x {one.tensor_parallel} {one.device}"] = one.seconds
     best = found[0]
