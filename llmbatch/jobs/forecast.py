@@ -155,7 +155,10 @@ def forecast_rows(
     found = forecast(worker.options, shard, worker.pool, worker.cost, worker.scheduling)
     if not offers:
         return found
-    return replace(found, splits=_search(shard.requests, offers, worker.cost.shape, worker.scheduling, times))
+    # By default in 16 bits, as devices have it, whatever it is here.
+    auto = worker.options.dtype == "auto"
+    shape = ModelShape.from_config(worker.model.config, 2) if auto else worker.cost.shape
+    return replace(found, splits=_search(shard.requests, offers, shape, worker.scheduling, times))
 
 
 def _search(

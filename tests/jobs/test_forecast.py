@@ -168,6 +168,18 @@ def test_the_best_split_of_devices_is_told_first(asked: tuple[str, dict[str, Any
     assert f"{'runner-up':<16} {second.in_words}" in lines
 
 
+def test_a_model_has_sixteen_bits_on_devices_unless_another_type_is_asked_for(
+    asked: tuple[str, dict[str, Any]],
+) -> None:
+    path, options = asked
+    search: dict[str, Any] = {"search": True, "devices": {"h100": 1}}
+    by_default, same, twice = (
+        llmbatch.explain(path, **options, **search, dtype=dtype).splits for dtype in ("auto", "bfloat16", "float32")
+    )
+    assert by_default == same
+    assert twice[0].seconds_least > same[0].seconds_least
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [
