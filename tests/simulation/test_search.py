@@ -21,7 +21,7 @@ DEVICES = {"h100": 4, "l40s": 8}
 PRICE = {"h100": 2.5, "l40s": 0.2}  # dollars an hour
 KINDS = {  # prompt tokens and the median of answers of 60 rows
     "long prompts": (3000, 20),
-    "long answers": (30, 1500),
+    "long answers": (30, 400),
 }
 
 
@@ -32,9 +32,9 @@ def jobs_of(kind: str, seed: int = 0) -> tuple[Workload, NDArray[np.int32]]:
     lengths = rng.integers(prompt // 2, 2 * prompt, rows)
     offsets = np.concatenate(([0], np.cumsum(lengths))).astype(np.int64)
     tree = PrefixTree.build(rng.integers(0, 50_000, offsets[-1]).astype(np.int32), offsets)
-    output = np.clip(median * rng.lognormal(0.0, 1.0, rows), 1, 8000).astype(np.int32)
+    output = np.clip(median * rng.lognormal(0.0, 1.0, rows), 1, 2000).astype(np.int32)
     zeros = np.zeros(rows, np.int32)
-    return Workload(tree, zeros + np.int32(8000), zeros, zeros), output
+    return Workload(tree, zeros + np.int32(2000), zeros, zeros), output
 
 
 def splits(price: dict[str, float] | None = None, model: str = "llama-3-8b") -> list[Split]:
