@@ -22,7 +22,8 @@ import torch
 import triton
 import triton.language as tl
 
-from llmbatch.kernels.triton.attention import HOPPER, ITEM, Features, attend_item, fewest_rows, scaling_of
+from llmbatch.kernels.triton.attention import ITEM, attend_item, fewest_rows, scaling_of
+from llmbatch.kernels.triton.features import HOPPER, Features
 from llmbatch.kernels.triton.launch import BoundKernel
 
 # Of `queues`: how many there are of each, and how many of each are taken; programs that have ended.

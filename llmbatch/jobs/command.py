@@ -1,4 +1,4 @@
-"""What a command reads: rows, or lines of an OpenAI batch, which say themselves what is asked."""
+"""What a command is given: rows, or lines of an OpenAI batch, which say themselves what is asked; and devices."""
 
 from __future__ import annotations
 

@@ -30,12 +30,11 @@ from llmbatch.inference.table_worker import TableWorker
 from llmbatch.inference.worker import Worker
 from llmbatch.io.reading.dataset import Dataset
 from llmbatch.perf_model.cost import CostModel, ModelShape
-from llmbatch.planning.cascade import tokens_together
 from llmbatch.planning.lengths import LengthModel
 from llmbatch.planning.order import Policy
 from llmbatch.planning.plan_workload import plan_workload
 from llmbatch.planning.prefix_tree import PrefixTree
-from llmbatch.planning.workload import Pool, Scheduling, Workload, early_ends, fit_requests, split_for
+from llmbatch.planning.workload import Pool, Scheduling, Workload, early_ends, fit_requests, split_for, work_of
 from llmbatch.preprocess.request_batch import RequestBatch, RowRequests
 from llmbatch.runtime.loops.simulated_loop import SimulatedLoop
 from llmbatch.runtime.shard_run import run_shard
@@ -103,7 +102,8 @@ class Forecast(Figures):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the figures as JSON values."""
-        return {**asdict(self), "notes": list(self.notes), "splits": [split.to_dict() for split in self.splits]}
+        told = asdict(self)
+        return {**told, "notes": list(told["notes"]), "splits": list(told["splits"])}
 
     def _in_words(self) -> list[tuple[str, str]]:
         """Say each figure in words, by its name."""
@@ -252,11 +252,7 @@ def compare_drawn(
 
 def _optimal(tree: PrefixTree, lengths: NDArray[np.float64], pool: Pool, cost: CostModel) -> float:
     """Compute T_opt as it is if the answers have these lengths."""
-    rows = tree.rows
-    prompts, answers = tree.lengths[rows], lengths[rows]
-    compute = cost.request_compute(prompts, answers, tree.lcp).sum()
-    memory = cost.request_memory(prompts, answers, answers**2, tokens_together(tree, cost)[rows]).sum()
-    return cost.optimal_seconds(float(compute), float(memory), pool.whole_tokens * cost.shape.kv_bytes_per_token)
+    return cost.optimal_seconds(*work_of(tree, lengths, cost), pool.whole_tokens * cost.shape.kv_bytes_per_token)
 
 
 def spread_rows(source: Dataset, rows: int) -> pa.Table:

@@ -13,6 +13,8 @@ from llmbatch.arguments import INT32_MAX
 from llmbatch.errors import ParameterError, RowError
 from llmbatch.kvcache.contents import Prompts
 from llmbatch.kvcache.windows import NO_WINDOWS, WindowPages
+from llmbatch.perf_model.cost import CostModel
+from llmbatch.planning.cascade import tokens_together
 from llmbatch.planning.lengths import LengthModel
 from llmbatch.planning.order import Policy
 from llmbatch.planning.prefix_tree import PrefixTree
@@ -165,6 +167,18 @@ class Workload:
             lengths.observe(seen, self.examples.generated[seen], np.ones(len(seen), np.bool_))
             lengths.refresh()
         return lengths
+
+
+def work_of(tree: PrefixTree, answers: NDArray[np.float64], cost: CostModel) -> tuple[float, float]:
+    """Return compute and memory seconds of a tree's rows, shared prompts computed once (BlendServe 2.4).
+
+    `answers` are the tokens of their answers, by row.
+    """
+    rows = tree.rows
+    prompts, tokens = tree.lengths[rows], answers[rows]
+    compute = cost.request_compute(prompts, tokens, tree.lcp).sum()
+    memory = cost.request_memory(prompts, tokens, tokens**2, tokens_together(tree, cost)[rows]).sum()
+    return float(compute), float(memory)
 
 
 def findable_tokens(scored: NDArray[np.int32], prompts: NDArray[np.int32]) -> NDArray[np.int32]:

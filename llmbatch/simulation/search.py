@@ -1,6 +1,6 @@
 """The best of the ways to lay a model on devices (`llmbatch.simulation.splits`), found by bounds and by the clock.
 
-No split ends before its bound: the optimum of its copies, each with its share of the work (BlendServe 4.2), and the
+No split ends before its bound: the optimum of its copies, each with its share of the work (BlendServe 2.4), and the
 longest row at the speed of reading the weights on all devices that may join at the end. Splits are taken in the order
 of their bounds and simulated, until the next bound is worse than the two best that were simulated. So the best and the
 runner-up are those of all splits, and few are simulated. Rows beyond `MOST_SIMULATED` are not simulated: then bounds
@@ -12,8 +12,8 @@ What is better costs less, where every offer has a price, else it ends sooner.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Final
+from dataclasses import dataclass, replace
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,8 +21,7 @@ from numpy.typing import NDArray
 from llmbatch.errors import ParameterError
 from llmbatch.kvcache.contents import Prompts
 from llmbatch.perf_model.collectives import on_joined
-from llmbatch.planning.cascade import tokens_together
-from llmbatch.planning.workload import Fit, Scheduling, Workload, split_for
+from llmbatch.planning.workload import Fit, Scheduling, Workload, split_for, work_of
 from llmbatch.simulation.replicas import simulate_workload
 from llmbatch.simulation.splits import Split
 
@@ -40,10 +39,6 @@ class SearchedSplit:
     seconds_least: float  # by the bound
     dollars: float | None  # of these seconds, simulated or least; None without a price
     binding: str  # "compute", "memory" or "longest row"
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the figures as JSON values."""
-        return asdict(self)
 
     @property
     def in_words(self) -> str:
@@ -128,17 +123,12 @@ def _told(bound: _Bound, seconds: float | None) -> SearchedSplit:
 
 def _bound_of(workload: Workload, output: NDArray[np.int32], split: Split, times: float) -> _Bound:
     """Bound a split: the optimum of its copies, and the longest row."""
-    tree, cost = workload.tree, split.cost
-    rows = tree.rows
-    prompts = tree.lengths[rows].astype(np.float64)
-    answers = np.minimum(output, workload.max_tokens)[rows].astype(np.float64)
-    share = times / split.data_parallel
-    compute = float(cost.request_compute(prompts, answers, tree.lcp).sum()) * share
-    together = tokens_together(tree, cost)[rows]
-    memory = float(cost.request_memory(prompts, answers, answers**2, together).sum()) * share
+    cost, share = split.cost, times / split.data_parallel
+    answers = np.minimum(output, workload.max_tokens).astype(np.float64)
+    compute, memory = (seconds * share for seconds in work_of(workload.tree, answers, cost))
     optimal = cost.optimal_seconds(compute, memory, split.pool.whole_tokens * cost.shape.kv_bytes_per_token)
     every = on_joined(cost, split.data_parallel) if cost.hardware.link is not None else cost
-    longest = float(answers.max(initial=0.0)) * every.rates.weight_seconds
+    longest = float(answers[workload.tree.rows].max(initial=0.0)) * every.rates.weight_seconds
     if longest > optimal:
         return _Bound(split, longest, "longest row")
     return _Bound(split, optimal, "compute" if compute > memory else "memory")

@@ -18,9 +18,8 @@ from llmbatch.errors import ParameterError
 from llmbatch.figures import Figures
 from llmbatch.kernels.work_items import LOOK_BACK
 from llmbatch.perf_model.cost import CostModel
-from llmbatch.planning.cascade import tokens_together
 from llmbatch.planning.plan import Plan
-from llmbatch.planning.workload import ROW_TOKENS, Fit, Pool, Scheduling, Workload
+from llmbatch.planning.workload import ROW_TOKENS, Fit, Pool, Scheduling, Workload, work_of
 from llmbatch.runtime.loops.simulated_loop import STEP, SimulatedLoop
 from llmbatch.runtime.shard_run import run_shard
 from llmbatch.simulation.options import PAGE_SIZE
@@ -227,9 +226,9 @@ def report_of(
     tree = workload.tree
     rows = tree.rows
     prompts = tree.lengths[rows].astype(np.int64)
-    answers = np.minimum(output, workload.max_tokens)[rows].astype(np.int64)
-    compute = float(cost.request_compute(prompts, answers, tree.lcp).sum())
-    memory = float(cost.request_memory(prompts, answers, answers**2, tokens_together(tree, cost)[rows]).sum())
+    generated = np.minimum(output, workload.max_tokens)
+    answers = generated[rows].astype(np.int64)
+    compute, memory = work_of(tree, generated.astype(np.float64), cost)
     joined = 1 if cost.hardware.link is None else replicas
     pool_bytes = joined * pool.whole_tokens * cost.shape.kv_bytes_per_token
     optimal = cost.optimal_seconds(compute / replicas, memory / replicas, pool_bytes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -162,7 +163,7 @@ def test_the_best_split_of_devices_is_told_first(asked: tuple[str, dict[str, Any
     assert best.dollars is not None
     assert second.dollars is not None
     assert best.dollars <= second.dollars
-    assert found.to_dict()["splits"][0] == best.to_dict()
+    assert found.to_dict()["splits"][0] == asdict(best)
     lines = found.to_text().splitlines()
     assert f"{'best split':<16} {best.in_words}" in lines
     assert f"{'runner-up':<16} {second.in_words}" in lines
