@@ -258,7 +258,8 @@ def most_items(decodes: int, block_tokens: int, heads: int, programs: int, group
 class MostMixedItems(NamedTuple):
     """The most items and parts that a step of so many tokens can have, whatever sequences it has."""
 
-    items: int  # of all kinds
+    decodes: int
+    blocks: int  # of many rows, also of tokens that are not there
     parts: int  # of all rows
 
 
@@ -271,7 +272,7 @@ def most_mixed_items(tokens: int, block_tokens: int, heads: int, programs: int, 
     shared = (tokens // block_tokens + tokens // groups.rows + more_blocks) if groups.rows else 0
     shared_parts = (tokens + block_tokens * more_blocks) if groups.rows else 0
     parts = tokens + more + block_tokens * more_blocks
-    return MostMixedItems(tokens + more + more_blocks + shared, parts + shared_parts)
+    return MostMixedItems(tokens + more, tokens + more_blocks + shared, parts + shared_parts)
 
 
 @compiled

@@ -1,9 +1,10 @@
 """Whether answers are right on this card, before anything is timed: a minute, and it ends the run if one is not.
 
-Attention of some 700 keys against float64, so long that keys are cut and decodes run beside a chunk, in two launches
-and in one grid; a two-layer model whose recorded steps, of decodes alone and with chunks, must give the tokens of those
-that are launched kernel by kernel, and whose layers in FP8 must give logits near those of bfloat16; the same of pages
-of FP8, and how they are written; and a recording that fails on purpose, after which the allocator must still work.
+Attention of some 700 keys against float64, so long that keys are cut and decodes run beside a chunk, by launches of the
+step and of any step; a two-layer model whose recorded steps, of decodes alone and with chunks, must give the tokens of
+those that are launched kernel by kernel, and whose layers in FP8 must give logits near those of bfloat16; the same of
+pages of FP8, and how they are written; and a recording that fails on purpose, after which the allocator must still
+work.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from gpu.kernels import ALONE, Attention, Step
+from gpu.kernels import ALONE, Attention, Step, padded
 from gpu.stage import Stage
 from llmbatch.engine.calibration.step_timer import StepKind
 from llmbatch.engine.gpu.cuda_graphs import GraphRecorder, Recorder
@@ -29,7 +30,7 @@ from llmbatch.engine.model.loader import LoadedModel, load_weights
 from llmbatch.engine.model.outline import KVType
 from llmbatch.kernels.cascade import GROUP_ROWS, GROUP_TOKENS, GROUPS
 from llmbatch.kernels.triton import fused as triton_fused
-from llmbatch.kernels.triton.backend import GridAttention, TritonAttention
+from llmbatch.kernels.triton.backend import TritonAttention
 from llmbatch.kernels.triton.fp8 import ELEMENT
 
 LAYERS: Final = 2
@@ -45,7 +46,7 @@ _LOGITS_TOLERANCE: Final = 0.25  # of what FP8 makes of logits: some seven produ
 def measure(stage: Stage) -> Iterator[tuple[str, Any]]:
     """What is wrong, if anything; exits after the last check if something was."""
     wrong = []
-    for how, attention in (("", TritonAttention), (" in one grid", GridAttention)):
+    for how, attention in (("", TritonAttention), (" by launches of any step", padded)):
         for name, step in attention_steps(stage, attention).items():
             error = step.error(stage)
             yield f"error of {name}{how}", error

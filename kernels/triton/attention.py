@@ -175,12 +175,14 @@ def _attend(
     TILE: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr, SINKS: tl.constexpr, GATHERED: tl.constexpr,
     PRECISION: tl.constexpr, WIDENED: tl.constexpr,
 ):  # fmt: skip  # arguments in groups
-    attend_item(
-        items + tl.program_id(0).to(tl.int64) * ITEM, tl.program_id(1), tl.program_id(2),
-        query, out, partial, sums, keys, values, pages, order, parts, sinks, heads, query_stride, window,
-        factor, inner,
-        GROUP, WIDTH, PADDED, SIZE, BLOCK, TILE, CAPPED, WINDOWED, SINKS, GATHERED, PRECISION, WIDENED,
-    )  # fmt: skip  # arguments in groups
+    item = items + tl.program_id(0).to(tl.int64) * ITEM
+    if tl.load(item + _TOKENS) > 0:  # a table may have more places than items
+        attend_item(
+            item, tl.program_id(1), tl.program_id(2),
+            query, out, partial, sums, keys, values, pages, order, parts, sinks, heads, query_stride, window,
+            factor, inner,
+            GROUP, WIDTH, PADDED, SIZE, BLOCK, TILE, CAPPED, WINDOWED, SINKS, GATHERED, PRECISION, WIDENED,
+        )  # fmt: skip  # arguments in groups
 
 
 _DECODE_BLOCK: Final = 16  # rows; the least that a matrix product takes
@@ -228,11 +230,16 @@ class Launch(NamedTuple):
         return cls(1, rows, tile, 8 if blocks else 4, 3, registers)
 
 
+def launch_of(features: Features, *, blocks: bool) -> Launch:
+    """Choose by what a kernel is compiled for."""
+    hopper, e4m3 = features.capability == HOPPER, features.pages == ELEMENT
+    return Launch.of(features.product, features.width, features.group, blocks=blocks, hopper=hopper, e4m3=e4m3)
+
+
 @cache
 def _attention(features: Features, *, blocks: bool, gathered: bool) -> tuple[BoundKernel, int]:
     """Bind the kernel, and count the programs of an item and KV head."""
-    hopper, e4m3 = features.capability == HOPPER, features.pages == ELEMENT
-    launch = Launch.of(features.product, features.width, features.group, blocks=blocks, hopper=hopper, e4m3=e4m3)
+    launch = launch_of(features, blocks=blocks)
     bound = BoundKernel(
         _attend, **features.constants, BLOCK=launch.block, TILE=launch.tile, GATHERED=gathered,
         num_warps=launch.warps, num_stages=launch.stages, maxnreg=launch.registers, enable_fp_fusion=True,

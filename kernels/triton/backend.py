@@ -1,4 +1,4 @@
-"""Attention over pages by kernels of our own, in Triton: in two launches side by side, or in one persistent grid."""
+"""Attention over pages by kernels of our own, in Triton: blocks of many rows and decodes side by side."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from llmbatch.kernels.cascade import GROUPS, Groups
 from llmbatch.kernels.interface import AttentionPlan, BatchLayout
 from llmbatch.kernels.spec import AttentionSpec
 from llmbatch.kernels.triton import attention as triton_attention
-from llmbatch.kernels.triton.grid import MERGED, QUEUES, attend_in_turn
-from llmbatch.kernels.triton.merge import merge, merge_in_turn
+from llmbatch.kernels.triton.grid import attend_in_turn
+from llmbatch.kernels.triton.merge import merge
 from llmbatch.kernels.triton.side_stream import SideStream
 from llmbatch.kernels.work_items import (
     COLUMNS,
@@ -40,7 +40,7 @@ class TritonAttention:
         self.cascade: bool = groups.rows > 0
         self._groups = groups
         self._beside = SideStream(device)
-        self.padded: GridAttention = GridAttention(device, groups)
+        self.padded: PaddedLaunches = PaddedLaunches(device, self._beside, groups)
 
     def plan(self, layout: BatchLayout, spec: AttentionSpec, page_size: int) -> AttentionPlan:
         """Cut the step into items."""
@@ -93,7 +93,7 @@ class TritonAttention:
             launch(shared, blocks=True, rows=order)
 
         if len(decodes) and len(prefills) + len(shared):
-            self._beside.run(attend_blocks, lambda: launch(decodes, blocks=False))
+            self._beside.run(lambda: launch(decodes, blocks=False), attend_blocks)
         else:
             attend_blocks()
             launch(decodes, blocks=False)
@@ -102,17 +102,17 @@ class TritonAttention:
         return out
 
 
-class GridAttention:
-    """The same in one persistent grid for blocks and decodes, whose launches are those of any step (`PaddedAttention`).
+class PaddedLaunches:
+    """The same by launches that are those of any step of so many tokens (`PaddedAttention`).
 
-    A step of so many tokens has tables for the most items that such a step can have, and how many it has is on the
-    device.
+    Tables have room for the most items that such a step can have. How many blocks it has is on the device.
     """
 
-    def __init__(self, device: torch.device, groups: Groups = GROUPS) -> None:
+    def __init__(self, device: torch.device, beside: SideStream, groups: Groups = GROUPS) -> None:
         self._units = _multiprocessors(device)
         self.cascade: bool = groups.rows > 0
         self._groups = groups
+        self._beside = beside
 
     def plan(self, layout: BatchLayout, spec: AttentionSpec, page_size: int) -> AttentionPlan:
         """Cut the step into items."""
@@ -126,14 +126,13 @@ class GridAttention:
         shared = items.shared.copy()
         shared[:, FIRST] += tokens  # behind the tokens in their own order
         blocks = np.concatenate((shared, items.prefills, _without_keys(int(layout.counts.sum()), tokens, block)))
-        queues = np.zeros(QUEUES, np.int32)
-        queues[: MERGED + 1] = len(items.decodes), len(blocks), len(items.merged)
         arrays = (
-            _padded(np.concatenate((items.decodes, blocks)), most.items),
+            _padded(items.decodes, most.decodes),
+            _padded(blocks, most.blocks),
             _padded(np.concatenate((np.arange(tokens, dtype=np.int32), items.order)), 2 * tokens),
             _padded(items.parts, tokens),
-            _padded(items.merged, tokens),
-            queues,
+            np.arange(tokens, dtype=np.int32),
+            np.array([len(blocks)], np.int32),
         )
         return AttentionPlan(items.pages, arrays, (most.parts,))
 
@@ -146,17 +145,27 @@ class GridAttention:
         plan: AttentionPlan,
         tensors: list[torch.Tensor],
     ) -> torch.Tensor:
-        """Attend all items, and merge what was cut: two launches."""
-        pages, items, order, parts, merged, queues = tensors
+        """Attend decodes and blocks at the same time, and merge what was cut: three launches."""
+        pages, decodes, blocks, order, parts, merged, count = tensors
         (num_partials,) = plan.numbers
         out = torch.empty_like(query)
         sums = query.new_empty((num_partials, spec.query_heads), dtype=torch.float32)
         partial = query.new_empty((num_partials, spec.query_heads, spec.width), dtype=torch.float32)
-        attend_in_turn(
-            query, out, partial, sums, keys, values, pages, items, order, parts, queues, units=self._units,
-            sinks=spec.sinks, group=spec.group, scale=spec.scale, window=spec.window, softcap=spec.softcap,
-        )  # fmt: skip  # arguments in groups
-        merge_in_turn(out, partial, sums, parts, merged, queues[MERGED:], units=self._units, sinks=spec.sinks)
+
+        def attend_decodes() -> None:
+            triton_attention.attend(
+                query, out, partial, sums, keys, values, pages, decodes, parts, blocks=False,
+                sinks=spec.sinks, group=spec.group, scale=spec.scale, window=spec.window, softcap=spec.softcap,
+            )  # fmt: skip  # arguments in groups
+
+        def attend_blocks() -> None:
+            attend_in_turn(
+                query, out, partial, sums, keys, values, pages, blocks, order, parts, count, units=self._units,
+                sinks=spec.sinks, group=spec.group, scale=spec.scale, window=spec.window, softcap=spec.softcap,
+            )  # fmt: skip  # arguments in groups
+
+        self._beside.run(attend_decodes, attend_blocks)
+        merge(out, partial, sums, parts, merged, spec.sinks)
         return out
 
 

@@ -173,9 +173,10 @@ def test_an_attention_whose_recorded_steps_are_wrong_is_not_taken(dtype: torch.d
     pytest.importorskip("triton")
     from llmbatch.engine.attention_choice import choose_attention
     from llmbatch.kernels.spec import AttentionSpec
-    from llmbatch.kernels.triton.backend import GridAttention, TritonAttention
+    from llmbatch.kernels.triton.backend import PaddedLaunches, TritonAttention
+    from llmbatch.kernels.triton.side_stream import SideStream
 
-    class Wrong(GridAttention):
+    class Wrong(PaddedLaunches):
         """Twice the answer."""
 
         def attend(self, *arguments: Any) -> torch.Tensor:
@@ -183,14 +184,14 @@ def test_an_attention_whose_recorded_steps_are_wrong_is_not_taken(dtype: torch.d
 
     def half_wrong(device: torch.device) -> TritonAttention:
         made = TritonAttention(device)
-        made.padded = Wrong(device)
+        made.padded = Wrong(device, SideStream(device))
         return made
 
     spec = AttentionSpec(layer=0, query_heads=2, heads=1, width=16, scale=0.25, window=0, softcap=0.0)
     makers: Any = {"triton": half_wrong, "varlen": TritonAttention}
     given: Any = {"dtype": dtype, "kv_dtype": kv_dtype, "device": CPU, "page_size": 16, "makers": makers}
     backend, notes = choose_attention("auto", [spec], **given)
-    assert type(backend.padded) is GridAttention  # type: ignore[attr-defined]
+    assert type(backend.padded) is PaddedLaunches  # type: ignore[attr-defined]
     assert notes == (
         "attention 'triton' is not used: of 2 query and 1 KV heads of 16 elements in "
         f"{str(dtype).removeprefix('torch.')} it gave answers that are wrong by 1.0e+00",

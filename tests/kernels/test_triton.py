@@ -21,9 +21,8 @@ from llmbatch.kernels.interface import AttentionPlan, BatchLayout, PagedAttentio
 from llmbatch.kernels.spec import GELU_TANH, SILU, AttentionSpec
 from llmbatch.kernels.triton import fused as triton_fused
 from llmbatch.kernels.triton.argmax import best
-from llmbatch.kernels.triton.backend import GridAttention, TritonAttention
+from llmbatch.kernels.triton.backend import TritonAttention
 from llmbatch.kernels.triton.fp8 import ELEMENT, quantise_rows
-from llmbatch.kernels.triton.grid import MERGED, QUEUES
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 NAN = float("nan")
@@ -57,7 +56,7 @@ class Case:
     shared: int = 0
     groups: Groups = GROUPS
     fixed: bool = False  # launches as for any step of as many decodes
-    padded: int | None = None  # in one grid, for any step of so many tokens more
+    padded: int | None = None  # launches as for any step of so many tokens more
 
 
 @contextmanager
@@ -80,8 +79,8 @@ def poisoned_memory() -> Iterator[None]:
 def planned(case: Case, layout: BatchLayout, spec: AttentionSpec) -> tuple[PagedAttention, AttentionPlan]:
     """What attends the case, and its plan."""
     if case.padded is not None:
-        grid = GridAttention(DEVICE, case.groups)
-        return grid, grid.plan_padded(layout, spec, case.size, int(layout.counts.sum()) + case.padded)
+        padded = TritonAttention(DEVICE, case.groups).padded
+        return padded, padded.plan_padded(layout, spec, case.size, int(layout.counts.sum()) + case.padded)
     backend = TritonAttention(DEVICE, case.groups)
     return backend, (backend.plan_fixed if case.fixed else backend.plan)(layout, spec, case.size)
 
@@ -129,8 +128,6 @@ def check(case: Case, seed: int = 0) -> None:
     with poisoned_memory():
         got = backend.attend(spec, query, keys, values, plan, tensors)
         if case.padded is not None:
-            assert torch.equal(got, backend.attend(spec, query, keys, values, plan, tensors))  # of the next layer
-            assert tensors[-1].tolist() == [*tensors[-1][: MERGED + 1].tolist(), *[0] * (QUEUES - MERGED - 1)]
             assert (got[sum(counts) :] == 0).all()
     query, got = query[: sum(counts)], got[: sum(counts)]
     expected = reference.attend(
@@ -227,7 +224,7 @@ def test_attention_of_random_steps(seed: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_one_grid_attends_decodes_and_chunks_and_gives_nothing_to_tokens_that_are_not_there(dtype: torch.dtype) -> None:
+def test_padded_launches_attend_a_step_and_give_nothing_to_tokens_that_are_not_there(dtype: torch.dtype) -> None:
     check(Case(dtype=dtype, padded=77))
 
 
@@ -244,12 +241,12 @@ def test_one_grid_attends_decodes_and_chunks_and_gives_nothing_to_tokens_that_ar
         Case(decodes=tuple(range(0, 72, 2)), prefills=((700, 20),), heads=1, shared=512, sinks=True),
     ],
 )
-def test_one_grid_attends_what_two_launches_do(case: Case) -> None:
+def test_padded_launches_attend_what_others_do(case: Case) -> None:
     check(replace(case, padded=5))
 
 
 @pytest.mark.parametrize("seed", [0, 1, slow(2), slow(3)])
-def test_one_grid_attends_random_steps(seed: int) -> None:
+def test_padded_launches_attend_random_steps(seed: int) -> None:
     rng = np.random.default_rng(seed)
     decodes = tuple(rng.integers(0, 600, rng.integers(0, 8)).tolist())
     prefills = tuple((int(rng.integers(0, 200)), int(rng.integers(1, 150))) for _ in range(3))

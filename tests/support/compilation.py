@@ -28,7 +28,6 @@ from llmbatch.kernels.triton import fused as triton_fused
 from llmbatch.kernels.triton import grid as triton_grid
 from llmbatch.kernels.triton import merge as triton_merge
 from llmbatch.kernels.triton.attention import Launch
-from llmbatch.kernels.triton.grid import GridLaunch
 
 FP8 = 89  # the first capability with numbers of e4m3
 GROUP = 4  # query heads of a KV head
@@ -76,8 +75,8 @@ def attention_types(dtype: torch.dtype, *, fp8: bool = False) -> dict[str, str]:
     types = dict.fromkeys(("query", "out", "keys", "values"), f"*{NAMES[dtype]}")
     types |= dict.fromkeys(("keys", "values"), E4M3) if fp8 else {}
     types |= dict.fromkeys(("partial", "sums", "sinks"), "*fp32")
-    types |= dict.fromkeys(("pages", "items", "order", "parts", "queues"), "*i32")
-    types |= dict.fromkeys(("heads", "query_stride", "window", "apart"), "i32")
+    types |= dict.fromkeys(("pages", "items", "order", "parts", "count"), "*i32")
+    types |= dict.fromkeys(("heads", "query_stride", "window"), "i32")
     return types | dict.fromkeys(("factor", "inner"), "fp32")
 
 
@@ -103,12 +102,12 @@ def attention(
 
 
 def grid(dtype: torch.dtype, width: int, capability: int, *, every: bool = False, fp8: bool = False) -> Resources:
-    """The persistent grid of blocks and decodes, with `every` feature or none, over pages of `dtype` or of FP8."""
+    """The persistent grid of blocks, with `every` feature or none, over pages of `dtype` or of FP8."""
     element = torch.float16 if fp8 else dtype
-    launch = GridLaunch.of(element, width, GROUP, hopper=capability >= 90)
+    launch = Launch.of(element, width, GROUP, blocks=True, hopper=capability == 90, e4m3=fp8)
     constants = attention_constants(element, width, every=every)
-    constants |= {"BLOCK": launch.block, "ONE": launch.one, "PER_ITEM": launch.per_item, "TILE": launch.tile}
-    options = {"num_warps": launch.warps, "num_stages": launch.stages}
+    constants |= {"BLOCK": launch.block, "PER_ITEM": launch.programs, "TILE": launch.tile}
+    options = {"num_warps": launch.warps, "num_stages": launch.stages, "maxnreg": launch.registers}
     return compiled(triton_grid._attend_in_turn, attention_types(dtype, fp8=fp8), constants, capability, **options)
 
 
@@ -134,11 +133,8 @@ def common(capability: int) -> dict[str, Resources]:
     found["grid bf16 128"] = grid(torch.bfloat16, 128, capability)
     out = {"out": "*bf16", "partial": "*fp32", "sums": "*fp32", "parts": "*i32", "merged": "*i32", "sinks": "*fp32"}
     merging = {"WIDTH": 128, "PADDED": 128, "SINKS": True, "HEADS": triton_merge._HEADS}
-    types = out | {"query_heads": "i32", "count": "*i32"}
+    types = out | {"query_heads": "i32"}
     found["merge"] = compiled(triton_merge._merge, types, merging, capability, num_warps=triton_merge._WARPS)
-    found["merge in turn"] = compiled(
-        triton_merge._merge_in_turn, types, merging, capability, num_warps=triton_merge._WARPS
-    )
     norm = {"x": "*bf16", "out": "*bf16", "weight": "*fp32", "width": "i32", "epsilon": "fp32"}
     found["norm"] = compiled(triton_fused._normalize, norm, {"PADDED": 4096}, capability, num_warps=8)
     gate = {"x": "*bf16", "out": "*bf16", "width": "i32", "total": "i32"}

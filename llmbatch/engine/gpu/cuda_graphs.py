@@ -31,7 +31,7 @@ from llmbatch.kernels.cascade import GROUP_ROWS, GROUP_TOKENS
 from llmbatch.kernels.interface import BatchLayout, GraphCapturable
 from llmbatch.scheduler.output import Step
 
-MOST_ROWS: Final = 512  # of a step that is repeated; the device takes longer than the host for larger ones
+MOST_ROWS: Final = 1024  # of a step that is repeated; of more, a device takes longer than a busy host
 _TIMED: Final = 3  # repetitions
 _TABLE: Final = 1 << 20  # pages that the rows of a step may list, one that several rows share for each of them
 

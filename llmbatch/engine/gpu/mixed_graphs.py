@@ -1,13 +1,14 @@
 """Steps with chunks, brought to a few recorded shapes (`llmbatch.engine.gpu.cuda_graphs`).
 
-The launches of a recorded step are those of a number of tokens and a number of sampled rows. Attention runs in one
-persistent grid, which reads from memory how many items there are, so nothing else of the step shows in its launches.
+The launches of a recorded step are those of a number of tokens and a number of sampled rows. Attention has tables with
+room for any step of so many tokens, and reads from memory how many items there are, so nothing else of the step shows
+in its launches.
 
 A recording spares a device from waiting for its host. That takes 12 ms at best to launch the 350 kernels of 32 layers,
 and three times as long when others use it too (docs/decisions/0092). So the tokens that a device computes in the longer
 time are the most that are recorded (`mixed_sizes`). Sizes are an eighth apart, so padding costs a sixteenth in the
-mean. There are two numbers of sampled rows, since logits of a large vocabulary for 512 rows take as long as a layer or
-two.
+mean. There are three numbers of sampled rows, since logits of a large vocabulary for 512 rows take as long as a layer
+or two.
 
 A step of such a size that reads much KV can take the device longer still. It gains nothing from being repeated, and
 attends a little faster on two streams, so it is launched.
@@ -31,7 +32,7 @@ from llmbatch.perf_model.work import Rates
 from llmbatch.scheduler.output import Step
 
 MOST_TOKENS: Final = 2048  # of a recorded step
-SAMPLED_ROWS: Final = (256, MOST_ROWS)
+SAMPLED_ROWS: Final = (256, 512, MOST_ROWS)
 _LAYER_SECONDS: Final = 1.1e-3  # that a busy host takes for a layer's eleven kernels, as measured beside an H200
 _LEAST_APART: Final = 32  # tokens
 

@@ -140,8 +140,8 @@ def test_the_allocator_is_told_of_a_recording_that_failed(card: Card, monkeypatc
 def test_what_runs_beside_begins_after_what_is_queued_and_ends_before_what_follows(card: Card) -> None:
     SideStream(CARD).run(lambda: card.log.append("here"), lambda: card.log.append(f"{card.now.name}: there"))
     assert card.log == [
-        "beside 0 waits for what products had",
+        "beside -1 waits for what products had",
+        "beside -1: there",
         "here",
-        "beside 0: there",
-        "products waits for what beside 0 had",
+        "products waits for what beside -1 had",
     ]
