@@ -57,7 +57,7 @@ class PausedLoop(SimulatedLoop):
         return self.ended_since(before)
 
 
-class _TurnThread:
+class TurnThread:
     """A thread that runs only while it is told to go on."""
 
     def __init__(self, work: Callable[[Callable[[], None]], None]) -> None:
@@ -96,7 +96,7 @@ class TurnEngine:
         self.devices = devices
         self.clock = clock
         self._part: EngineRun | None = None
-        self._turns: _TurnThread | None = None
+        self._turns: TurnThread | None = None
 
     @property
     def running(self) -> EngineRun:
@@ -116,7 +116,7 @@ class TurnEngine:
             self._part = part_of(pause)
             self._part.run.run()
 
-        self._turns = _TurnThread(work)
+        self._turns = TurnThread(work)
 
     def go_on(self) -> bool:
         """Take a lot of steps; whether all has ended."""

@@ -183,7 +183,7 @@ def test_steps_of_few_sampled_rows_make_few_logits(loaded: LoadedModel, monkeypa
 
     monkeypatch.setattr(ModelRunner, "__call__", forward)
     engine_of(loaded, Again(), 1).record((), (64, 200, 768))
-    assert sampled == [MOST_ROWS, 256, 200, 64]
+    assert sampled == [768, 512, 256, 200, 64]
 
 
 def rates_of(billions: float) -> Rates:
