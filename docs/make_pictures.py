@@ -17,8 +17,9 @@ import numpy as np
 from matplotlib import pyplot as plt
 from matplotlib.collections import PolyCollection
 
-from llmbatch.perf_model.cost import CostModel, Law, find_shape
+from llmbatch.perf_model.cost import CostModel, Law
 from llmbatch.perf_model.hardware import find_hardware
+from llmbatch.perf_model.shape import find_shape
 from llmbatch.planning.lengths import LengthModel
 from llmbatch.policies import Policy
 from llmbatch.simulation.experiment import Experiment

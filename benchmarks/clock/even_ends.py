@@ -15,8 +15,9 @@ import numpy as np
 from shared_queue import shared_queue_seconds
 from simulations import RESULTS, path_of
 
-from llmbatch.perf_model.cost import CostModel, Overlap, find_shape
+from llmbatch.perf_model.cost import CostModel, Overlap
 from llmbatch.perf_model.hardware import find_hardware
+from llmbatch.perf_model.shape import find_shape
 from llmbatch.planning.workload import Scheduling, split_for
 from llmbatch.simulation.replicas import simulate_trace
 from llmbatch.simulation.simulator import MAX_RUNNING, Knowledge, SimulationReport, describe, pool_of, run_workload

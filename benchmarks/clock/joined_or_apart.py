@@ -15,8 +15,9 @@ from dataclasses import replace
 from simulations import RESULTS, SOURCES, path_of
 
 from llmbatch.perf_model.collectives import on_joined
-from llmbatch.perf_model.cost import CostModel, Overlap, find_shape
+from llmbatch.perf_model.cost import CostModel, Overlap
 from llmbatch.perf_model.hardware import find_hardware
+from llmbatch.perf_model.shape import find_shape
 from llmbatch.planning.workload import Scheduling
 from llmbatch.simulation.mixes import MIXES, draw_mix
 from llmbatch.simulation.options import Knowledge

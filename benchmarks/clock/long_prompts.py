@@ -11,8 +11,9 @@ import argparse
 
 import numpy as np
 
-from llmbatch.perf_model.cost import SHAPES, CostModel
+from llmbatch.perf_model.cost import CostModel
 from llmbatch.perf_model.hardware import find_hardware
+from llmbatch.perf_model.shape import SHAPES
 from llmbatch.planning.order import Policy
 from llmbatch.planning.workload import Scheduling
 from llmbatch.simulation.replicas import simulate_trace

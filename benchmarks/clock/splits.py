@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from llmbatch.perf_model.cost import find_shape
+from llmbatch.perf_model.shape import find_shape
 from llmbatch.planning.prefix_tree import PrefixTree
 from llmbatch.planning.workload import Scheduling, Workload
 from llmbatch.simulation.search import search

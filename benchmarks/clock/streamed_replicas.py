@@ -21,8 +21,9 @@ from numpy.typing import NDArray
 from simulations import RESULTS
 
 from llmbatch.engine.recorded import RecordedEngine
-from llmbatch.perf_model.cost import CostModel, Overlap, find_shape
+from llmbatch.perf_model.cost import CostModel, Overlap
 from llmbatch.perf_model.hardware import find_hardware
+from llmbatch.perf_model.shape import find_shape
 from llmbatch.planning.prefix_tree import PrefixTree
 from llmbatch.planning.workload import Scheduling
 from llmbatch.preprocess.request_batch import RequestBatch

@@ -10,8 +10,8 @@ from typing import Any
 from gpu.jobs import SOURCES
 from gpu.stage import Stage
 from llmbatch.engine.gpu.strategies import STRATEGIES
-from llmbatch.perf_model.cost import find_shape
 from llmbatch.perf_model.hardware import find_hardware
+from llmbatch.perf_model.shape import find_shape
 from llmbatch.planning.order import Policy
 from llmbatch.planning.workload import Scheduling
 from llmbatch.simulation.mixes import MIXES, draw_mix

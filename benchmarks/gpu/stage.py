@@ -32,8 +32,9 @@ from llmbatch.engine.gpu.strategies import Strategy, make_execution
 from llmbatch.engine.model.loader import LoadedModel, load_model
 from llmbatch.engine.model.platform import Platform
 from llmbatch.kernels.triton.backend import TritonAttention
-from llmbatch.perf_model.cost import SEQUENTIAL, CostModel, ModelShape
+from llmbatch.perf_model.cost import SEQUENTIAL, CostModel
 from llmbatch.perf_model.hardware import Hardware
+from llmbatch.perf_model.shape import ModelShape
 from llmbatch.perf_model.work import Rates
 
 # Llama-3-8B, and one of the same kind that the interpreter can run.

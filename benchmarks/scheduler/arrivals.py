@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 
 from llmbatch.engine.simulated import SimulatedEngine
 from llmbatch.kvcache.page_trie import PageTrie
-from llmbatch.perf_model.cost import CostModel, find_shape
+from llmbatch.perf_model.cost import CostModel
 from llmbatch.perf_model.hardware import find_hardware
+from llmbatch.perf_model.shape import find_shape
 from llmbatch.planning.lengths import Expected
 from llmbatch.scheduler.admission_order import Blend
 from llmbatch.scheduler.beside.guests import Arrivals, Latency

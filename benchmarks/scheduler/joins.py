@@ -22,8 +22,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmbatch.engine.recorded import RecordedEngine
-from llmbatch.perf_model.cost import CostModel, find_shape
+from llmbatch.perf_model.cost import CostModel
 from llmbatch.perf_model.hardware import find_hardware
+from llmbatch.perf_model.shape import find_shape
 from llmbatch.planning.prefix_tree import PrefixTree
 from llmbatch.planning.workload import Pool, Scheduling
 from llmbatch.preprocess.request_batch import RequestBatch

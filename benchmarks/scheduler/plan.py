@@ -15,8 +15,9 @@ import time
 import numpy as np
 from numpy.typing import NDArray
 
-from llmbatch.perf_model.cost import CostModel, find_shape
+from llmbatch.perf_model.cost import CostModel
 from llmbatch.perf_model.hardware import find_hardware
+from llmbatch.perf_model.shape import find_shape
 from llmbatch.planning.lengths import LengthModel
 from llmbatch.planning.pilot_sample import first_sample
 from llmbatch.planning.plan import plan

@@ -29,7 +29,8 @@ from llmbatch.inference.options import Options
 from llmbatch.inference.table_worker import TableWorker
 from llmbatch.inference.worker import Worker
 from llmbatch.io.reading.dataset import Dataset
-from llmbatch.perf_model.cost import CostModel, ModelShape
+from llmbatch.perf_model.cost import CostModel
+from llmbatch.perf_model.shape import ModelShape
 from llmbatch.planning.lengths import LengthModel
 from llmbatch.planning.order import Policy
 from llmbatch.planning.plan_workload import plan_workload

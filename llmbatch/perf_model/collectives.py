@@ -23,7 +23,7 @@ def on_joined(cost: CostModel, cards: int) -> CostModel:
     The width of hidden states is taken to be that of attention. Raises `ParameterError` if the device's link is not
     known.
 
-    >>> from llmbatch.perf_model.cost import find_shape
+    >>> from llmbatch.perf_model.shape import find_shape
     >>> from llmbatch.perf_model.hardware import find_hardware
     >>> four = on_joined(CostModel(find_shape("llama-3-8b"), find_hardware("a100-80gb")), 4)
     >>> round(1e3 * four.rates.weight_seconds, 2), round(1e3 * four.rates.step_seconds, 2)

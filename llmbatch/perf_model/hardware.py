@@ -17,6 +17,7 @@ import numpy as np
 from llmbatch.errors import ParameterError
 from llmbatch.system.measurements import remembered
 
+RESERVED: Final = 4e9  # bytes of a card that are neither weights nor KV
 _ABOVE: Final = 64.0  # times numpy's rate, that ours may be: numpy's may be measured beside other work
 _WEIGHT_OVERLAP: Final = 3.0  # how products overlap with reading their weights, before steps tell
 
@@ -118,6 +119,7 @@ GPUS: Mapping[str, Hardware] = _table(
     ("a10", 125, 600, 24, 32),
     ("a100-40gb", 312, 1555, 40, 300),
     ("a100-80gb", 312, 2039, 80, 300),
+    ("a5000", 111.1, 768, 24, 32),
     ("a40", 149.7, 696, 48, 32),
     ("a6000", 154.8, 768, 48, 32),
     ("b200", 2250, 8000, 180, 900),

@@ -52,12 +52,14 @@ class Rates(NamedTuple):
     seconds_per_sample: float  # compute of one token sampled, beside its matrices
     seconds_per_pair: float  # compute of one query with one key, in all layers
     seconds_per_kv_token: float  # reading one token's KV
-    weight_seconds: float  # reading the weights once
+    weight_seconds: float  # reading all weights once
     weights_share_memory: bool  # law `bytes`: the weights are read beside the KV, in every step
     cascade: bool = False  # decodes read a prefix that many of them share once a step
     reach: Reach = Reach.of([0])
     step_seconds: float = 0.0  # that every step takes beside its work
     weight_overlap: float = 1.0  # exponent of products beside the reading of their weights; law `bytes`
+    expert_seconds: float = 0.0  # of `weight_seconds`, reading experts
+    expert_share: float = 1.0  # of a layer's experts, that a token is sent to
 
 
 @overload
@@ -149,6 +151,22 @@ def overlapped(compute: Any, memory: Any, exponent: float) -> Any:
 
 
 @overload
+def weights_read(rates: Rates, tokens: float) -> float: ...
+@overload
+def weights_read(rates: Rates, tokens: Floats) -> Floats: ...
+@compiled
+def weights_read(rates: Rates, tokens: Any) -> Any:
+    """Predict the seconds of reading the weights for a step of so many tokens.
+
+    Tokens are taken to choose experts apart from each other, each as often as another: n of them leave (1 - k / E)^n of
+    E experts alone, of which each chooses k.
+    """
+    if rates.expert_seconds > 0.0:
+        return rates.weight_seconds - rates.expert_seconds * (1.0 - rates.expert_share) ** tokens
+    return rates.weight_seconds + tokens * 0.0
+
+
+@overload
 def step_parts(rates: Rates, tokens: float, samples: float, pairs: float, read: float) -> tuple[float, float]: ...
 @overload
 def step_parts(rates: Rates, tokens: Floats, samples: Floats, pairs: Floats, read: Floats) -> tuple[Floats, Floats]: ...
@@ -161,10 +179,11 @@ def step_parts(rates: Rates, tokens: Any, samples: Any, pairs: Any, read: Any) -
     """
     products = tokens * rates.seconds_per_token + samples * rates.seconds_per_sample
     memory = read * rates.seconds_per_kv_token
+    weights = weights_read(rates, tokens)
     if rates.weights_share_memory:
-        memory = memory + rates.weight_seconds
+        memory = memory + weights
         if rates.weight_overlap > 1.0:
-            products = overlapped(products, rates.weight_seconds, rates.weight_overlap) - rates.weight_seconds
+            products = overlapped(products, weights, rates.weight_overlap) - weights
     else:
-        products = np.maximum(products, rates.weight_seconds)
+        products = np.maximum(products, weights)
     return products + pairs * rates.seconds_per_pair, memory

@@ -33,6 +33,7 @@ from llmbatch.scheduler.token_budget import (
     ClosedLoopBudget,
     FixedBudget,
     budget_in_turn,
+    most_tokens,
     steady_budget,
 )
 
@@ -94,7 +95,12 @@ class QueuePlanner:
             ends = self._blend() if settled else FromFront()
             # Tokens ride for free up to what hides the weights, or beside KV. In turn under law `bytes` none do.
             if self._scheduling.step_tokens is None and not self._cost.in_turn:
-                budget = ClosedLoopBudget(self._rates, self._weights_per_pool(), floor=TILE + self._pool.page_size)
+                budget = ClosedLoopBudget(
+                    self._rates,
+                    self._weights_per_pool(),
+                    floor=TILE + self._pool.page_size,
+                    ceiling=most_tokens(self._rates),
+                )
         elif plan.relaxed and len(self._tree.rows) and self._scheduling.step_tokens is None:
             mean = self._lengths.expected(self._tree.rows).mean.mean()
             budget = steady_budget(plan, self._cost, self._pool.whole_tokens, float(mean))

@@ -30,8 +30,9 @@ from llmbatch.engine.generation import TokenBuffers
 from llmbatch.engine.packing import pack_tokens
 from llmbatch.engine.simulated import SimulatedEngine
 from llmbatch.io.row_hash import hash_rows
-from llmbatch.perf_model.cost import CostModel, find_shape
+from llmbatch.perf_model.cost import CostModel
 from llmbatch.perf_model.hardware import find_hardware
+from llmbatch.perf_model.shape import find_shape
 from llmbatch.planning.plan_workload import plan_workload
 from llmbatch.planning.workload import Pool, Scheduling, Workload
 from llmbatch.preprocess.merging import merge_equal

@@ -50,7 +50,7 @@ class Load(NamedTuple):
     remaining_memory: float  # seconds of KV reads of everything not yet done
 
 
-MOST_TOKENS: Final = 8192  # of a step that is decided in closed loop
+MOST_TOKENS: Final = 8192  # of a step that is decided in closed loop, where the weights are read at a device's speed
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,17 +115,24 @@ def steady_budget(decided: Plan, cost: CostModel, pool_tokens: float, answer: fl
         wanted = max(wanted, math.sqrt(2 * cost.hardware.step_seconds * total / max(answer, 1.0)) / token)
     if cost.law == "bytes":
         wanted = max(wanted, decided.density * pool_tokens * cost.rates.seconds_per_kv_token / token)
-    return SteadyBudget(_in_tiles(wanted))
+    return SteadyBudget(_in_tiles(wanted, cost.rates))
 
 
 def budget_in_turn(cost: CostModel) -> FixedBudget:
     """Build the budget for an engine that runs in turn: see the module's text."""
     rates = cost.rates
-    return FixedBudget(_in_tiles((rates.step_seconds + rates.weight_seconds) / (_BESIDE * rates.seconds_per_token)))
+    wanted = (rates.step_seconds + rates.weight_seconds) / (_BESIDE * rates.seconds_per_token)
+    return FixedBudget(_in_tiles(wanted, rates))
 
 
-def _in_tiles(tokens: float) -> int:
-    return int(min(max(round(tokens / TILE), 2) * TILE, MOST_TOKENS))
+def most_tokens(rates: Rates) -> int:
+    """Return the most tokens of a step: twice those that hide the reading of the weights, if these come from far."""
+    hidden = int(rates.weight_seconds / rates.seconds_per_token)
+    return max(MOST_TOKENS, 2 * hidden // TILE * TILE)
+
+
+def _in_tiles(tokens: float, rates: Rates) -> int:
+    return int(min(max(round(tokens / TILE), 2) * TILE, most_tokens(rates)))
 
 
 @compiled

@@ -12,8 +12,9 @@ import pyarrow.parquet as pq
 
 from llmbatch.arguments import Paths, check_names, path, paths_of
 from llmbatch.errors import ModelError, ParameterError
-from llmbatch.perf_model.cost import SHAPES, CostModel, ModelShape, Overlap, find_shape
+from llmbatch.perf_model.cost import CostModel, Overlap
 from llmbatch.perf_model.hardware import find_hardware
+from llmbatch.perf_model.shape import SHAPES, ModelShape, find_shape
 from llmbatch.planning.workload import Pool, Scheduling
 from llmbatch.simulation.mixes import draw_mix, parse_mix
 from llmbatch.simulation.options import MIX_REQUESTS, SimulationArgs, SimulationOptions

@@ -18,6 +18,7 @@ from llmbatch.errors import ParameterError
 from llmbatch.figures import Figures
 from llmbatch.kernels.work_items import LOOK_BACK
 from llmbatch.perf_model.cost import CostModel
+from llmbatch.perf_model.hardware import RESERVED
 from llmbatch.planning.plan import Plan
 from llmbatch.planning.workload import ROW_TOKENS, Fit, Pool, Scheduling, Workload, work_of
 from llmbatch.runtime.loops.simulated_loop import STEP, SimulatedLoop
@@ -29,7 +30,6 @@ from llmbatch.simulation.traces import Trace
 MAX_RUNNING = 8192
 _CONTEXT = 131_072  # tokens: the longest answer that the scheduler must reckon with where lengths are not known
 _WINDOWS = 8  # the most that a row of a trace is taken to hold
-_RESERVED = 4e9  # bytes of each card that are no KV, beside the weights
 
 SIDES = ("left", "right")
 
@@ -121,7 +121,7 @@ def pool_of(cost: CostModel, kv_memory: float | None, page_size: int = PAGE_SIZE
     Raises ParameterError where the model does not fit.
     """
     shape, hardware = cost.shape, cost.hardware
-    memory = hardware.memory - hardware.cards * _RESERVED - shape.weight_bytes if kv_memory is None else kv_memory
+    memory = hardware.memory - hardware.cards * RESERVED - shape.weight_bytes if kv_memory is None else kv_memory
     if int(memory / shape.kv_bytes_per_token) // page_size < 1:
         raise ParameterError(
             f"the model must fit the device: weights of {shape.weight_bytes / 1e9:.1f} GB leave no room for KV in "

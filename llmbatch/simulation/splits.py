@@ -11,8 +11,9 @@ from dataclasses import dataclass
 
 from llmbatch.errors import ParameterError
 from llmbatch.perf_model.collectives import on_joined
-from llmbatch.perf_model.cost import SEQUENTIAL, CostModel, ModelShape
+from llmbatch.perf_model.cost import SEQUENTIAL, CostModel
 from llmbatch.perf_model.hardware import Hardware, find_hardware
+from llmbatch.perf_model.shape import ModelShape
 from llmbatch.planning.workload import Pool
 from llmbatch.simulation.simulator import pool_of
 

@@ -15,8 +15,9 @@ from llmbatch.compilation.interpreted import MOST_ELEMENTS, interpret, stop_inte
 from llmbatch.compilation.references import by_reference
 from llmbatch.engine.base import Engine
 from llmbatch.engine.simulated import SimulatedEngine
-from llmbatch.perf_model.cost import CostModel, find_shape
+from llmbatch.perf_model.cost import CostModel
 from llmbatch.perf_model.hardware import find_hardware
+from llmbatch.perf_model.shape import find_shape
 from llmbatch.planning.workload import Pool, Scheduling, Workload
 from llmbatch.preprocess.request_batch import RequestBatch
 from llmbatch.preprocess.sampling_params import SamplingParams

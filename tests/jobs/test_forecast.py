@@ -16,8 +16,9 @@ import llmbatch
 from llmbatch.io.reading.dataset import RowReader
 from llmbatch.jobs import job
 from llmbatch.jobs.forecast import compare_drawn
-from llmbatch.perf_model.cost import CostModel, find_shape
+from llmbatch.perf_model.cost import CostModel
 from llmbatch.perf_model.hardware import find_hardware
+from llmbatch.perf_model.shape import find_shape
 from llmbatch.planning.lengths import LengthModel
 from llmbatch.planning.workload import Pool, Scheduling, Workload
 from llmbatch.preprocess.request_batch import RequestBatch

@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 
 from llmbatch.io.row_hash import hash_rows
 from llmbatch.operators.ray.sharding import DEPTHS, OUTLINE, Shards, cut, occurrences, outline
-from llmbatch.perf_model.cost import CostModel, find_shape
+from llmbatch.perf_model.cost import CostModel
 from llmbatch.perf_model.hardware import find_hardware
+from llmbatch.perf_model.shape import find_shape
 from llmbatch.planning.workload import Pool, Scheduling
 from llmbatch.preprocess.request_batch import RequestBatch, RowRequests
 from llmbatch.preprocess.sampling_params import SamplingParams

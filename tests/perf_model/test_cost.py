@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from llmbatch.errors import ModelError, ParameterError
-from llmbatch.perf_model.cost import OVERLAPPED, SEQUENTIAL, CostModel, ModelShape, Overlap, find_shape
+from llmbatch.perf_model.cost import OVERLAPPED, SEQUENTIAL, CostModel, Overlap
 from llmbatch.perf_model.hardware import GPUS, Hardware, find_hardware, measure_cpu
+from llmbatch.perf_model.shape import ModelShape, find_shape
 from llmbatch.planning.prefix_tree import PrefixTree
 from tests.support.paths import TRACES
 

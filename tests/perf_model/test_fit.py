@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from llmbatch.errors import ParameterError
-from llmbatch.perf_model.cost import OVERLAPPED, SEQUENTIAL, CostModel, Law, Overlap, find_shape
+from llmbatch.perf_model.cost import OVERLAPPED, SEQUENTIAL, CostModel, Law, Overlap
 from llmbatch.perf_model.fit import MeasuredSteps, calibrate, judge, predict
 from llmbatch.perf_model.hardware import find_hardware
+from llmbatch.perf_model.shape import find_shape
 
 CEILINGS = replace(find_hardware("h200"), compute_efficiency=1.0, bandwidth_efficiency=1.0)
 TRUE = replace(

@@ -12,8 +12,9 @@ import pytest
 from numpy.typing import NDArray
 
 from llmbatch.kernels.cascade import GROUP_ROWS, GROUP_TOKENS
-from llmbatch.perf_model.cost import CostModel, find_shape
+from llmbatch.perf_model.cost import CostModel
 from llmbatch.perf_model.hardware import find_hardware
+from llmbatch.perf_model.shape import find_shape
 from llmbatch.planning.cascade import tokens_together
 from llmbatch.planning.lengths import Expected
 from llmbatch.planning.plan import Plan, plan

@@ -8,8 +8,9 @@ from itertools import permutations
 import numpy as np
 import pytest
 
-from llmbatch.perf_model.cost import SHAPES, CostModel
+from llmbatch.perf_model.cost import CostModel
 from llmbatch.perf_model.hardware import find_hardware
+from llmbatch.perf_model.shape import SHAPES
 from llmbatch.planning.plan_workload import plan_workload
 from llmbatch.planning.workload import Scheduling
 from llmbatch.simulation.simulator import describe, pool_of, run_workload

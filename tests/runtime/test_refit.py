@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from llmbatch.engine.recorded import RecordedEngine
-from llmbatch.perf_model.cost import CostModel, Law, find_shape
+from llmbatch.perf_model.cost import CostModel, Law
 from llmbatch.perf_model.fit import MeasuredSteps, predict
 from llmbatch.perf_model.hardware import Hardware, find_hardware
+from llmbatch.perf_model.shape import find_shape
 from llmbatch.planning.workload import Pool, Scheduling
 from llmbatch.runtime.refit import Refit
 from llmbatch.runtime.stream import Stream

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from llmbatch.engine.simulated import Clock, SimulatedEngine
-from llmbatch.perf_model.cost import CostModel, Law, Overlap, find_shape
+from llmbatch.perf_model.cost import CostModel, Law, Overlap
 from llmbatch.perf_model.hardware import find_hardware
+from llmbatch.perf_model.shape import find_shape
 from llmbatch.perf_model.step_bound import step_seconds
 from llmbatch.runtime.loops.simulated_loop import SimulatedLoop
 from llmbatch.runtime.loops.step_loop import SerialLoop, TokenDropper

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from llmbatch.compilation.decorators import as_python
 from llmbatch.compilation.records import Records
 from llmbatch.engine.recorded import RecordedEngine
-from llmbatch.perf_model.cost import CostModel, find_shape
+from llmbatch.perf_model.cost import CostModel
 from llmbatch.perf_model.hardware import find_hardware
+from llmbatch.perf_model.shape import find_shape
 from llmbatch.perf_model.work import Reach, pairs_of, reads_of
 from llmbatch.planning.prefix_tree import PrefixTree
 from llmbatch.planning.workload import Pool, Scheduling, Workload

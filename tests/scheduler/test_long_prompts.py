@@ -6,8 +6,9 @@ import runpy
 
 import pytest
 
-from llmbatch.perf_model.cost import SHAPES, CostModel
+from llmbatch.perf_model.cost import CostModel
 from llmbatch.perf_model.hardware import find_hardware
+from llmbatch.perf_model.shape import SHAPES
 from llmbatch.planning.workload import Scheduling
 from llmbatch.simulation.replicas import simulate_trace
 from llmbatch.simulation.simulator import MAX_RUNNING, pool_of

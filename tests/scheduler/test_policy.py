@@ -13,8 +13,9 @@ import pytest
 
 from llmbatch.cli.main import main
 from llmbatch.errors import ParameterError
-from llmbatch.perf_model.cost import SEQUENTIAL, CostModel, Law, find_shape
+from llmbatch.perf_model.cost import SEQUENTIAL, CostModel, Law
 from llmbatch.perf_model.hardware import find_hardware
+from llmbatch.perf_model.shape import find_shape
 from llmbatch.planning.lengths import LengthModel
 from llmbatch.planning.plan import plan
 from llmbatch.planning.plan_workload import plan_workload

@@ -9,7 +9,7 @@ import pytest
 from numpy.typing import NDArray
 
 from llmbatch.errors import ParameterError
-from llmbatch.perf_model.cost import find_shape
+from llmbatch.perf_model.shape import find_shape
 from llmbatch.planning.prefix_tree import PrefixTree
 from llmbatch.planning.workload import Scheduling, Workload
 from llmbatch.simulation import search as search_module

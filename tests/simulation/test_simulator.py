@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 
 from llmbatch.cli.main import main
 from llmbatch.errors import ParameterError
-from llmbatch.perf_model.cost import CostModel, Law, find_shape
+from llmbatch.perf_model.cost import CostModel, Law
 from llmbatch.perf_model.hardware import find_hardware
+from llmbatch.perf_model.shape import find_shape
 from llmbatch.planning.order import POLICIES, Policy
 from llmbatch.simulation.experiment import Experiment, read_shape, simulate
 from llmbatch.simulation.simulator import Knowledge, Simulation, pool_of

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from llmbatch.kvcache.page_trie import PageTrie
-from llmbatch.perf_model.cost import CostModel, find_shape
+from llmbatch.perf_model.cost import CostModel
 from llmbatch.perf_model.hardware import find_hardware
+from llmbatch.perf_model.shape import find_shape
 from llmbatch.perf_model.work import Rates
 from llmbatch.planning.equal_prompts import EqualPrompts
 from llmbatch.planning.lengths import Expected

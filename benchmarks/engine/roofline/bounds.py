@@ -21,7 +21,7 @@ from llmbatch.engine.cpu.memory import huge_pages
 from llmbatch.engine.model.config import bytes_per_token
 from llmbatch.engine.model.loader import LoadedModel
 from llmbatch.kernels.cpu.tiles import vector_ir
-from llmbatch.perf_model.cost import ModelShape
+from llmbatch.perf_model.shape import ModelShape
 from roofline.kinds import Kind
 
 _SUMMED = 256 << 20  # bytes of a sum: some eight times what caches hold

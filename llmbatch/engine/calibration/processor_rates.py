@@ -15,8 +15,9 @@ from typing import Final
 
 from llmbatch._version import __version__
 from llmbatch.errors import ParameterError
-from llmbatch.perf_model.cost import CostModel, ModelShape
+from llmbatch.perf_model.cost import CostModel
 from llmbatch.perf_model.hardware import Hardware
+from llmbatch.perf_model.shape import ModelShape
 from llmbatch.system.measurements import keep_figures, recalled_figures
 
 _NAME: Final = "steps"

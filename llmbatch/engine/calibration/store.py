@@ -15,8 +15,9 @@ import torch
 
 from llmbatch._version import __version__
 from llmbatch.engine.gpu.strategies import STRATEGIES, Strategy
-from llmbatch.perf_model.cost import CostModel, ModelShape, Overlap
+from llmbatch.perf_model.cost import CostModel, Overlap
 from llmbatch.perf_model.hardware import Hardware
+from llmbatch.perf_model.shape import ModelShape
 
 _NOISE: Final = 0.02  # what another strategy must gain over `sequential`
 _FORMAT: Final = 2  # 1 had a third strategy, which was dropped

@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from llmbatch.perf_model.work import Rates
+from llmbatch.perf_model.work import Rates, weights_read
 from llmbatch.scheduler.output import Step
 
 _WORTH: Final = 0.95  # of the time in turn: the bound must be lower for parts to be worth their while
@@ -36,7 +36,7 @@ class StepCost:
             products=rates.seconds_per_token * step.num_tokens + rates.seconds_per_sample * samples,
             attention=rates.seconds_per_pair * step.prefill_pairs(rates.reach),
             reads=rates.seconds_per_kv_token * step.read_tokens(rates.reach),
-            weights=rates.weight_seconds,
+            weights=weights_read(rates, float(step.num_tokens)),
         )
 
     @property

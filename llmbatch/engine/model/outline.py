@@ -18,9 +18,9 @@ from llmbatch.choices import DType, KVDType, LayerType
 from llmbatch.engine.config import EngineConfig
 from llmbatch.errors import ParameterError
 from llmbatch.kernels.cpu.layout import padded_width
-from llmbatch.perf_model.cost import CostModel, ModelShape
+from llmbatch.perf_model.cost import CostModel
 from llmbatch.perf_model.hardware import find_hardware
-from llmbatch.perf_model.shape import read_field
+from llmbatch.perf_model.shape import ModelShape, read_field
 from llmbatch.planning.workload import Pool
 from llmbatch.system.measurements import recalled
 from llmbatch.system.memory import available_memory

@@ -20,8 +20,9 @@ from llmbatch.engine.gpu.strategies import Strategy, make_execution
 from llmbatch.engine.model.loader import LoadedModel
 from llmbatch.engine.model.outline import KVType
 from llmbatch.kernels.triton.backend import TritonAttention
-from llmbatch.perf_model.cost import SEQUENTIAL, CostModel, ModelShape
+from llmbatch.perf_model.cost import SEQUENTIAL, CostModel
 from llmbatch.perf_model.hardware import Hardware
+from llmbatch.perf_model.shape import ModelShape
 from llmbatch.perf_model.work import Rates, Reach
 from tests.runtime.test_pipeline import VOCABULARY, Rule
 

@@ -9,8 +9,9 @@ import numpy as np
 
 from llmbatch.compilation.records import records
 from llmbatch.engine.simulated import Clock
-from llmbatch.perf_model.cost import SHAPES, CostModel, Overlap
+from llmbatch.perf_model.cost import CostModel, Overlap
 from llmbatch.perf_model.hardware import find_hardware
+from llmbatch.perf_model.shape import SHAPES
 from llmbatch.simulation.online.papers.run_state import JOB, ONLINE, RunRules, RunState, TimedRequest
 
 COST = CostModel(SHAPES["llama-3-8b"], find_hardware("a100-80gb"), law="bytes", overlap=Overlap(2.0))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from llmbatch.perf_model.cost import SHAPES
+from llmbatch.perf_model.shape import SHAPES
 from llmbatch.simulation.online.papers.roofline import (
     FittedConstants,
     Roofline,

@@ -30,7 +30,8 @@ from numpy.typing import NDArray
 from llmbatch.compilation.decorators import compiled
 from llmbatch.compilation.references import by_reference
 from llmbatch.errors import ParameterError
-from llmbatch.perf_model.cost import SHAPES, CostModel, ModelShape
+from llmbatch.perf_model.cost import CostModel
+from llmbatch.perf_model.shape import SHAPES, ModelShape
 
 _BYTES: Final = 2.0  # of a value
 _FACTORS: Final = (1.5, 1.2, 1.1, 1.05, 1.02, 1.01)

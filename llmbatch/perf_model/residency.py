@@ -1,0 +1,83 @@
+"""What a model costs whose weights lie in the memory of the host, and KV there or on the device.
+
+Weights in host memory come over the link while a step computes, layer after layer, so the device keeps two layers of
+them. A step reads each of them once, and of experts those that its tokens are sent to. So the link is the floor of a
+step, and only more tokens a step lower its share (BatchGen 5.4, 6.5).
+
+How many tokens a step has is bound by KV. On the device it has what the two layers leave. In host memory there is room
+for thousands of sequences: attention of decodes yields until all of them can pass a layer's experts together. The host
+attends there, at the bandwidth of its memory, as BatchGen does with a single card; prompts are attended on the device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Final, Literal, NamedTuple
+
+from llmbatch.errors import ParameterError
+from llmbatch.perf_model.cost import CostModel
+from llmbatch.perf_model.hardware import RESERVED
+
+_LAYERS: Final = 2  # of weights on the device: one is used while the next one comes
+_KEPT: Final = 0.05  # of the host's memory, for all else
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Host:
+    """Memory beside a device, and the link to it."""
+
+    memory: float  # bytes
+    bandwidth: float  # bytes/s
+    link: float  # bytes/s to the device
+    efficiency: float = 0.85  # of both rates
+
+    def __post_init__(self) -> None:
+        for field in ("memory", "bandwidth", "link", "efficiency"):
+            if not getattr(self, field) > 0:
+                raise ParameterError(f"{field} of a host must be positive, got {getattr(self, field)}")
+
+
+class Resident(NamedTuple):
+    """The cost of a model whose weights lie in host memory, and the bytes that it leaves for KV."""
+
+    cost: CostModel
+    kv_memory: float
+
+
+def with_host_weights(cost: CostModel, host: Host, *, kv: Literal["device", "host"]) -> Resident:
+    """Return the cost of the same model with its weights in host memory, and the room for `kv`.
+
+    Raises `ParameterError` where the host has no room for the weights, or the device none for two layers and KV.
+
+    >>> from llmbatch.perf_model.hardware import find_hardware
+    >>> from llmbatch.perf_model.shape import find_shape
+    >>> host = Host(memory=1e12, bandwidth=204.8e9, link=32e9)
+    >>> card = CostModel(find_shape("mixtral-8x7b"), find_hardware("a5000"))
+    >>> [round(with_host_weights(card, host, kv=kv).kv_memory / 1e9) for kv in ("device", "host")]
+    [14, 857]
+    >>> round(with_host_weights(card, host, kv="host").cost.rates.weight_seconds, 2)
+    3.43
+    """
+    shape, hardware = cost.shape, cost.hardware
+    left = host.memory * (1.0 - _KEPT) - shape.weight_bytes
+    beside = hardware.memory - hardware.cards * RESERVED - _LAYERS * shape.weight_bytes / shape.layers
+    if left <= 0.0:
+        raise ParameterError(
+            f"memory of a host must hold the weights, got {host.memory / 1e9:.0f} GB for "
+            f"{shape.weight_bytes / 1e9:.0f}: take a host with more memory, or weights of fewer bytes"
+        )
+    if beside <= 0.0:
+        raise ParameterError(
+            f"memory of a device must hold two layers, got {hardware.memory / 1e9:.0f} GB for "
+            f"{_LAYERS * shape.weight_bytes / shape.layers / 1e9:.1f} and {hardware.cards * RESERVED / 1e9:.0f} of its "
+            "own: take a larger device, or weights of fewer bytes"
+        )
+    reads = hardware.bytes_per_second if kv == "device" else host.bandwidth * host.efficiency
+    fastest = max(reads, host.link * host.efficiency)
+    far = replace(
+        hardware,
+        bandwidth=fastest,
+        bandwidth_efficiency=reads / fastest,
+        weight_efficiency=host.link * host.efficiency / fastest,
+    )
+    return Resident(replace(cost, hardware=far, law="paper"), beside if kv == "device" else left)
