@@ -29,8 +29,9 @@ PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 HUB = "Qwen/Qwen3-0.6B"  # the model of the README's examples
 WITH_EXAMPLES = (
-    "llmbatch.perf_model.cost",
+    "llmbatch.perf_model.shape",
     "llmbatch.perf_model.hardware",
+    "llmbatch.perf_model.residency",
     "llmbatch.preprocess.sampling_params",
     "llmbatch.simulation.mixes",
     "llmbatch.simulation.online.lengths",

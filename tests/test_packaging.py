@@ -24,6 +24,7 @@ PLANNING = (
     "llmbatch.planning.prefix_tree",
     "llmbatch.planning.lengths",
     "llmbatch.perf_model.cost",
+    "llmbatch.perf_model.shape",
     "llmbatch.perf_model.hardware",
     "llmbatch.kvcache.page_pool",
     "llmbatch.scheduler.scheduler",

@@ -1,8 +1,9 @@
 """What a model costs whose weights lie in the memory of the host, and KV there or on the device.
 
-Weights in host memory come over the link while a step computes, layer after layer, so the device keeps two layers of
-them. A step reads each of them once, and of experts those that its tokens are sent to. So the link is the floor of a
-step, and only more tokens a step lower its share (BatchGen 5.4, 6.5).
+Weights in host memory come over the link while a step computes, layer after layer and expert after expert, so the
+device keeps two layers of them, of experts two: one is used while the next one comes. A step reads each of them once,
+and of experts those that its tokens are sent to. So the link is the floor of a step, and only more tokens a step lower
+its share (BatchGen 5.4, 6.5).
 
 How many tokens a step has is bound by KV. On the device it has what the two layers leave. In host memory there is room
 for thousands of sequences: attention of decodes yields until all of them can pass a layer's experts together. The host
@@ -17,8 +18,8 @@ from typing import Final, Literal, NamedTuple
 from llmbatch.errors import ParameterError
 from llmbatch.perf_model.cost import CostModel
 from llmbatch.perf_model.hardware import RESERVED
+from llmbatch.perf_model.shape import ModelShape
 
-_LAYERS: Final = 2  # of weights on the device: one is used while the next one comes
 _KEPT: Final = 0.05  # of the host's memory, for all else
 
 
@@ -44,23 +45,30 @@ class Resident(NamedTuple):
     kv_memory: float
 
 
+def _largest_part(shape: ModelShape) -> float:
+    """Count the bytes of a layer without its experts, and one of these."""
+    always = shape.weight_bytes - shape.expert_bytes
+    return (always + shape.expert_bytes / max(shape.experts, 1)) / shape.layers
+
+
 def with_host_weights(cost: CostModel, host: Host, *, kv: Literal["device", "host"]) -> Resident:
     """Return the cost of the same model with its weights in host memory, and the room for `kv`.
 
-    Raises `ParameterError` where the host has no room for the weights, or the device none for two layers and KV.
+    Raises `ParameterError` where the host has no room for the weights, or the device none for what moves and for KV.
 
     >>> from llmbatch.perf_model.hardware import find_hardware
     >>> from llmbatch.perf_model.shape import find_shape
     >>> host = Host(memory=1e12, bandwidth=204.8e9, link=32e9)
     >>> card = CostModel(find_shape("mixtral-8x7b"), find_hardware("a5000"))
     >>> [round(with_host_weights(card, host, kv=kv).kv_memory / 1e9) for kv in ("device", "host")]
-    [14, 857]
+    [19, 857]
     >>> round(with_host_weights(card, host, kv="host").cost.rates.weight_seconds, 2)
     3.43
     """
     shape, hardware = cost.shape, cost.hardware
     left = host.memory * (1.0 - _KEPT) - shape.weight_bytes
-    beside = hardware.memory - hardware.cards * RESERVED - _LAYERS * shape.weight_bytes / shape.layers
+    moving = 2 * _largest_part(shape)
+    beside = hardware.memory - hardware.cards * RESERVED - moving
     if left <= 0.0:
         raise ParameterError(
             f"memory of a host must hold the weights, got {host.memory / 1e9:.0f} GB for "
@@ -68,9 +76,9 @@ def with_host_weights(cost: CostModel, host: Host, *, kv: Literal["device", "hos
         )
     if beside <= 0.0:
         raise ParameterError(
-            f"memory of a device must hold two layers, got {hardware.memory / 1e9:.0f} GB for "
-            f"{_LAYERS * shape.weight_bytes / shape.layers / 1e9:.1f} and {hardware.cards * RESERVED / 1e9:.0f} of its "
-            "own: take a larger device, or weights of fewer bytes"
+            f"memory of a device must hold two layers, of experts two, got {hardware.memory / 1e9:.0f} GB for "
+            f"{moving / 1e9:.1f} and {hardware.cards * RESERVED / 1e9:.0f} of its own: take a larger device, or "
+            "weights of fewer bytes"
         )
     reads = hardware.bytes_per_second if kv == "device" else host.bandwidth * host.efficiency
     fastest = max(reads, host.link * host.efficiency)

@@ -34,6 +34,7 @@ from llmbatch.scheduler.token_budget import (
     FixedBudget,
     budget_in_turn,
     most_tokens,
+    share_of_steps,
     steady_budget,
 )
 
@@ -95,12 +96,8 @@ class QueuePlanner:
             ends = self._blend() if settled else FromFront()
             # Tokens ride for free up to what hides the weights, or beside KV. In turn under law `bytes` none do.
             if self._scheduling.step_tokens is None and not self._cost.in_turn:
-                budget = ClosedLoopBudget(
-                    self._rates,
-                    self._weights_per_pool(),
-                    floor=TILE + self._pool.page_size,
-                    ceiling=most_tokens(self._rates),
-                )
+                floor, ceiling = self._least_tokens(plan), most_tokens(self._rates)
+                budget = ClosedLoopBudget(self._rates, self._weights_per_pool(), floor=floor, ceiling=ceiling)
         elif plan.relaxed and len(self._tree.rows) and self._scheduling.step_tokens is None:
             mean = self._lengths.expected(self._tree.rows).mean.mean()
             budget = steady_budget(plan, self._cost, self._pool.whole_tokens, float(mean))
@@ -123,6 +120,13 @@ class QueuePlanner:
             expected=Expected(*map(np.concatenate, expected)),
             together=self._together,
         )
+
+    def _least_tokens(self, plan: Plan) -> int:
+        least = TILE + self._pool.page_size
+        if self._cost.overlap.exponent > 1:
+            return least
+        longest = float(self._lengths.expected(self._tree.rows).mean.max())
+        return max(least, share_of_steps(plan.kv_tokens_needed, longest, self._rates))
 
     def _fixed(self) -> FixedBudget:
         if self._scheduling.step_tokens is None and self._cost.in_turn:

@@ -19,9 +19,13 @@ is not full reads the weights more often: there the budget is what the memory ti
 rows of the job have a part of the pool, and that part of the budget: with all of it they would be computed in a few
 long steps, and the others would have nothing to hide behind.
 
-Engines that run in turn under law `bytes`, as a processor does, hide nothing of one row behind another. Ramps cost
-them nothing, and neither does a mix: what a budget changes is how often the weights are read. So a step has as many
-tokens as make the seconds of that `_BESIDE` of the seconds of its products (`budget_in_turn`).
+Engines that run in turn hide nothing of one row behind another. Ramps cost them nothing, and neither does a mix: what a
+budget changes is how many steps there are. Under law `bytes`, as on a processor, each of them reads the weights. So a
+step has as many tokens as make the seconds of that `_BESIDE` of the seconds of its products (`budget_in_turn`). Under
+law `paper`, as on a card, each takes its fixed time, and tokens are free until their products hide the weights: a step
+that has fewer wastes them. A short job has about as many steps as its longest answer has tokens, and each gets its
+share of all tokens (`share_of_steps`): the longest rows begin early, and prompts are left for the steps in which they
+generate alone. In a job whose share is large, and of rows of one kind, they begin as soon as there is room.
 """
 
 from __future__ import annotations
@@ -106,8 +110,8 @@ class BudgetRules(NamedTuple):
 
 def steady_budget(decided: Plan, cost: CostModel, pool_tokens: float, answer: float) -> FixedBudget | SteadyBudget:
     """Build the budget for a plan whose rows are of one kind and generate `answer` tokens in the mean."""
-    if cost.in_turn:
-        return budget_in_turn(cost)
+    if cost.overlap.exponent == 1:
+        return budget_in_turn(cost) if cost.law == "bytes" else FixedBudget(most_tokens(cost.rates))
     token = float(cost.prompt_seconds(1))
     wanted = 2 * cost.rates.weight_seconds / token
     if cost.hardware.step_seconds > 0:
@@ -119,10 +123,19 @@ def steady_budget(decided: Plan, cost: CostModel, pool_tokens: float, answer: fl
 
 
 def budget_in_turn(cost: CostModel) -> FixedBudget:
-    """Build the budget for an engine that runs in turn: see the module's text."""
+    """Build the budget for an engine that runs in turn under law `bytes`: see the module's text."""
     rates = cost.rates
     wanted = (rates.step_seconds + rates.weight_seconds) / (_BESIDE * rates.seconds_per_token)
     return FixedBudget(_in_tiles(wanted, rates))
+
+
+def share_of_steps(tokens: float, longest: float, rates: Rates) -> int:
+    """Return a step's share of a job's tokens if there are as many steps as the longest answer has tokens.
+
+    A large share is all that a step may have.
+    """
+    share = tokens / max(longest, 1.0)
+    return _in_tiles(share, rates) if share < STEP_TOKENS else most_tokens(rates)
 
 
 def most_tokens(rates: Rates) -> int:

@@ -13,7 +13,7 @@ import pytest
 
 from llmbatch.cli.main import main
 from llmbatch.errors import ParameterError
-from llmbatch.perf_model.cost import SEQUENTIAL, CostModel, Law
+from llmbatch.perf_model.cost import OVERLAPPED, SEQUENTIAL, CostModel, Law, Overlap
 from llmbatch.perf_model.hardware import find_hardware
 from llmbatch.perf_model.shape import find_shape
 from llmbatch.planning.lengths import LengthModel
@@ -105,9 +105,9 @@ def test_an_estimate_steers_within_bounds(two_kinds: str, scale: float, law: Law
     assert least * (1 - 1e-9) <= compute / memory <= 1.4 * (1 + 1e-9)
 
 
-def steady(law: Law, step_seconds: float = 0.0, answers: int = 500) -> int:
+def steady(law: Law, step_seconds: float = 0.0, answers: int = 500, overlap: Overlap = OVERLAPPED) -> int:
     hardware = replace(find_hardware("a100-80gb"), step_seconds=step_seconds)
-    cost = CostModel(find_shape("llama-3-8b"), hardware, law=law)
+    cost = CostModel(find_shape("llama-3-8b"), hardware, law=law, overlap=overlap)
     pool = pool_of(cost, None)
     tree = PrefixTree.build(np.arange(200_000, dtype=np.int32), np.arange(0, 200_001, 200, dtype=np.int64))
     experiment = Experiment(traces=[])
@@ -129,6 +129,10 @@ def test_steps_that_cost_time_beside_their_work_are_larger() -> None:
 
 def test_where_weights_are_read_beside_kv_a_steady_step_fills_the_pool() -> None:
     assert steady("bytes") > 2 * steady("paper")
+
+
+def test_where_parts_run_in_turn_rows_of_one_kind_begin_as_soon_as_there_is_room() -> None:
+    assert steady("paper", overlap=SEQUENTIAL) == MOST_TOKENS
 
 
 def test_where_parts_run_in_turn_a_step_is_as_large_as_makes_reading_the_weights_little() -> None:

@@ -3,7 +3,16 @@
 from __future__ import annotations
 
 from llmbatch.perf_model.work import Rates
-from llmbatch.scheduler.token_budget import TILE, BudgetRules, ClosedLoopBudget, FixedBudget, Load, step_tokens
+from llmbatch.scheduler.token_budget import (
+    MOST_TOKENS,
+    TILE,
+    BudgetRules,
+    ClosedLoopBudget,
+    FixedBudget,
+    Load,
+    share_of_steps,
+    step_tokens,
+)
 
 RATES = Rates(
     seconds_per_token=1e-4,
@@ -42,3 +51,17 @@ def test_a_fixed_budget_does_not_look_at_the_work() -> None:
     rules = BudgetRules.of(FixedBudget(512))
     assert step_tokens(rules, load(kv_tokens=10**6, compute=8.0, memory=1.0)) == 512
     assert step_tokens(rules, load(decodes=600, kv_tokens=10**6, compute=8.0, memory=1.0)) == 600
+
+
+def test_a_step_gets_its_share_of_a_short_job_in_whole_tiles() -> None:
+    assert share_of_steps(900_000.0, 2000.0, RATES) == 4 * TILE
+
+
+def test_a_large_share_is_all_that_a_step_may_have() -> None:
+    assert share_of_steps(2047.0, 1.0, RATES) == 16 * TILE
+    assert share_of_steps(2048.0, 1.0, RATES) == MOST_TOKENS
+
+
+def test_a_floor_holds_where_little_memory_is_read() -> None:
+    least = BudgetRules.of(ClosedLoopBudget(RATES, floor=512))
+    assert step_tokens(least, load(kv_tokens=1000, compute=1.0, memory=1.0)) == 512

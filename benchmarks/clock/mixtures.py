@@ -1,0 +1,148 @@
+"""Mixtures of experts by the clock: on one small card with weights in host memory, and on many large ones.
+
+    python benchmarks/clock/mixtures.py
+
+Writes docs/results/mixtures.md: what is run is said there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+import numpy as np
+from simulations import RESULTS
+
+from llmbatch.perf_model.cost import CostModel
+from llmbatch.perf_model.hardware import find_hardware
+from llmbatch.perf_model.residency import Host, with_host_weights
+from llmbatch.perf_model.shape import find_shape
+from llmbatch.planning.workload import Pool, Scheduling
+from llmbatch.simulation.replicas import simulate_trace
+from llmbatch.simulation.simulator import SimulationReport, pool_of
+from llmbatch.simulation.traces import Trace
+
+HOST = Host(memory=1e12, bandwidth=204.8e9, link=32e9)
+BLOCK = 16  # tokens of a page
+HEAVY = (1000, 256, 2048)  # rows, tokens of a prompt and of an answer
+DATA = {"GSM8K": (8500, 512, 256), "ChatBotArena": (36_000, 256, 512), "decode-heavy": HEAVY}
+# Hours of the paper's Table 7: BatchGen, the best other system (MoE-Lightning).
+TABLE7 = {
+    ("mixtral-8x7b", "GSM8K"): (1.7, 7.3),
+    ("mixtral-8x7b", "ChatBotArena"): (10.0, 58.5),
+    ("mixtral-8x22b", "GSM8K"): (5.1, 32.5),
+    ("mixtral-8x22b", "ChatBotArena"): (30.8, 295.0),
+    ("deepseek-r1", "GSM8K"): (41.3, None),
+    ("deepseek-r1", "ChatBotArena"): (328.5, None),
+}
+# Devices, their number, rows, tokens of a prompt and of an answer; minutes of BatchGen and of the best other system.
+LARGE = (
+    ("3", "h20", 8, 6000, 8192, 2048, 625.1, 816.7),
+    ("3", "h20", 8, 6000, 2048, 8192, 1684.1, 3116.7),
+    ("3", "h20", 16, 6000, 8192, 2048, 82.6, 137.0),
+    ("3", "h20", 16, 6000, 2048, 8192, 194.3, 242.5),
+    ("3", "h200", 8, 6000, 8192, 2048, 75.1, 95.2),
+    ("3", "h200", 8, 6000, 2048, 8192, 165.0, 208.3),
+    ("5", "h20", 32, 10_000, 12_288, 4096, 139.7, 239.2),
+    ("5", "h20", 64, 10_000, 12_288, 4096, 66.3, 120.8),
+    ("5", "h20", 128, 10_000, 12_288, 4096, 33.5, 61.1),
+    ("5", "h20", 32, 10_000, 6656, 2867, 63.9, 139.9),
+    ("5", "h20", 64, 10_000, 6656, 2867, 30.4, 71.2),
+    ("5", "h20", 128, 10_000, 6656, 2867, 15.5, 36.0),
+    ("6", "h20", 128, 10_000, 8192, 2048, 17.5, 38.6),
+)
+TEXT = """# Mixtures of experts by the clock
+
+Written by `python benchmarks/clock/mixtures.py`. Nothing here ran on a GPU. What a step reads of experts, and what
+weights in host memory cost: [decision 0096](../decisions/0096-experts-and-links.md). Law `paper`, e = 4, lengths known:
+each row of a workload has the same, as the paper says of them.
+
+## Weights in host memory (BatchGen's Table 7)
+
+One A5000 (24 GB, 111 TFLOP/s, 768 GB/s) beside a host of 1 TB at 204.8 GB/s, over a link of 32 GB/s, each at .85 of
+it. *Not combined*: KV lies on the card, in what two layers and two experts leave, so a step has the decodes of those
+rows. *Combined*: KV lies in host memory, where the host attends, so thousands of decodes pass the experts together.
+Wanted: not combined takes 5 times as long and more where decodes are most of the work; the paper's largest is 9.6, over
+a baseline that it built anew.
+
+The paper says neither how answers end nor what share of peak its kernels reach, so hours are beside its own for the
+order of magnitude. Here a row ends at its length, KV never moves over the link, and DeepSeek-R1 is multiplied at the
+card's 16-bit rate although its weights have 8 bits; converting them costs nothing here. T: tokens a step, combined and
+not.
+
+| model | workload | rows, prompt, answer | combined, h | not, h | over combined | T | paper: BatchGen, best other, h |
+| --- | --- | --- | --- | --- | --- | --- | --- |
+"""
+MANY = """
+## Many devices (Tables 3, 5 and 6)
+
+DeepSeek-R1, weights of 1 byte on the cards, of which all together hold one copy (two copies of 64 where the paper has
+two). What devices say to each other is not counted, and KV is spread over all of them; so this is the least that the
+clock allows, not a forecast. SGLang was tuned by the paper; of Table 6 its best split of prefill and decode is here.
+
+| table | devices | rows, prompt, answer | by the clock, min | of the optimum | the paper: BatchGen, best other, min |
+| --- | --- | --- | --- | --- | --- |
+"""
+
+
+def rows_of(count: int, prompt: int, answer: int) -> Trace:
+    """Rows that share nothing, of one length."""
+    zeros = np.zeros(count, np.int32)
+    offsets = np.zeros(count + 1, np.int64)
+    nothing = np.empty(0, np.int32)
+    return Trace(("made",), zeros, zeros + np.int32(prompt), zeros + np.int32(answer), nothing, offsets, BLOCK)
+
+
+def run(trace: Trace, cost: CostModel, pool: Pool) -> SimulationReport:
+    """Run the rows."""
+    return simulate_trace(trace, cost, pool, Scheduling(max_running=32_768), lengths="known").report
+
+
+def on_one_card() -> Iterator[str]:
+    """A line of each model and workload."""
+    places: tuple[Literal["host", "device"], ...] = ("host", "device")
+    for model in ("mixtral-8x7b", "mixtral-8x22b", "deepseek-r1"):
+        card = CostModel(find_shape(model), find_hardware("a5000"))
+        for name, sizes in DATA.items():
+            reports = []
+            for place in places:
+                resident = with_host_weights(card, HOST, kv=place)
+                reports.append(run(rows_of(*sizes), resident.cost, pool_of(resident.cost, resident.kv_memory)))
+            combined, apart = (report.seconds / 3600 for report in reports)
+            tokens = [sizes[0] * (sizes[1] + sizes[2]) / report.steps for report in reports]
+            ours, other = TABLE7.get((model, name), (None, None))
+            paper = "" if ours is None else f"{ours}, {other or 'none'}"
+            yield (
+                f"| {model} | {name} | {sizes[0]:,}, {sizes[1]:,}, {sizes[2]:,} | {combined:.2f} | {apart:.1f} | "
+                f"**{apart / combined:.1f}** | {tokens[0]:,.0f}, {tokens[1]:,.0f} | {paper} |"
+            )
+
+
+def on_many() -> Iterator[str]:
+    """A line of each size of Tables 3, 5 and 6."""
+    shape = find_shape("deepseek-r1")
+    for table, device, cards, count, prompt, answer, ours, other in LARGE:
+        copies = max(1, cards // 64)
+        cost = CostModel(shape, find_hardware(device).group(cards // copies))
+        report = run(rows_of(count // copies, prompt, answer), cost, pool_of(cost, None))
+        yield (
+            f"| {table} | {cards} {device} | {count:,}, {prompt:,}, {answer:,} | {report.seconds / 60:.1f} | "
+            f"{report.fraction_of_optimal:.3f} | {ours}, {other} |"
+        )
+
+
+def main() -> None:
+    """Run all, and write the page."""
+    page = TEXT
+    for line in on_one_card():
+        page += line + "\n"
+        print(line, flush=True)
+    page += MANY
+    for line in on_many():
+        page += line + "\n"
+        print(line, flush=True)
+    (RESULTS / "mixtures.md").write_text(page, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""What a model costs whose experts are read by step, and whose weights lie in the host's memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from llmbatch.errors import ParameterError
+from llmbatch.perf_model.cost import CostModel
+from llmbatch.perf_model.hardware import RESERVED, find_hardware
+from llmbatch.perf_model.residency import Host, with_host_weights
+from llmbatch.perf_model.shape import find_shape
+from llmbatch.perf_model.work import weights_read
+from llmbatch.scheduler.token_budget import MOST_TOKENS, most_tokens
+
+HOST = Host(memory=1e12, bandwidth=204.8e9, link=32e9)
+CARD = CostModel(find_shape("mixtral-8x7b"), find_hardware("a5000"))
+
+
+@pytest.mark.parametrize(
+    ("name", "total", "active"),
+    [  # billions, as their makers state
+        ("mixtral-8x7b", 46.7, 12.9),
+        ("mixtral-8x22b", 140.6, 39.1),
+        ("qwen3-30b-a3b", 30.5, 3.3),
+        ("qwen3-235b-a22b", 235.1, 22.2),
+        ("deepseek-r1", 671.0, 37.5),
+    ],
+)
+def test_shapes_with_experts_have_the_parameters_that_are_published(name: str, total: float, active: float) -> None:
+    shape = find_shape(name)
+    assert shape.params_total / 1e9 == pytest.approx(total, rel=0.002)
+    assert (shape.params + 2 * shape.head_params) / 1e9 == pytest.approx(active, rel=0.03)
+
+
+def test_a_step_reads_the_experts_that_its_tokens_choose() -> None:
+    rates = CARD.rates
+    rest = rates.weight_seconds - rates.expert_seconds
+    assert weights_read(rates, 0.0) == pytest.approx(rest)
+    assert weights_read(rates, 1.0) == pytest.approx(rest + rates.expert_seconds * 2 / 8)
+    assert weights_read(rates, 2.0) == pytest.approx(rest + rates.expert_seconds * (1 - (6 / 8) ** 2))
+    assert weights_read(rates, 1000.0) == pytest.approx(rates.weight_seconds)
+
+
+def test_a_model_without_experts_is_read_whole_by_any_step() -> None:
+    rates = CostModel(find_shape("llama-3-8b"), find_hardware("h100")).rates
+    read = weights_read(rates, np.array([1.0, 1000.0]))
+    assert read.tolist() == [rates.weight_seconds] * 2
+
+
+def test_weights_in_host_memory_come_over_the_link() -> None:
+    seconds = CARD.shape.weight_bytes / (HOST.link * HOST.efficiency)
+    assert with_host_weights(CARD, HOST, kv="device").cost.rates.weight_seconds == pytest.approx(seconds)
+    assert with_host_weights(CARD, HOST, kv="host").cost.rates.weight_seconds == pytest.approx(seconds)
+
+
+def test_kv_is_read_where_it_lies() -> None:
+    of_device = with_host_weights(CARD, HOST, kv="device").cost.rates
+    of_host = with_host_weights(CARD, HOST, kv="host").cost.rates
+    assert of_device.seconds_per_kv_token == pytest.approx(CARD.rates.seconds_per_kv_token)
+    far = CARD.shape.kv_bytes_per_token / (HOST.bandwidth * HOST.efficiency)
+    assert of_host.seconds_per_kv_token == pytest.approx(far)
+
+
+def test_kv_has_the_room_that_weights_leave() -> None:
+    shape, memory = CARD.shape, CARD.hardware.memory
+    two = 2 * (shape.weight_bytes - shape.expert_bytes * 7 / 8) / shape.layers
+    assert with_host_weights(CARD, HOST, kv="device").kv_memory == pytest.approx(memory - RESERVED - two)
+    assert with_host_weights(CARD, HOST, kv="host").kv_memory == pytest.approx(0.95e12 - shape.weight_bytes)
+
+
+def test_steps_may_have_the_tokens_that_hide_a_link() -> None:
+    assert most_tokens(CostModel(find_shape("llama-3-8b"), find_hardware("h100")).rates) == MOST_TOKENS
+    rates = with_host_weights(CARD, HOST, kv="host").cost.rates
+    hidden = rates.weight_seconds / rates.seconds_per_token
+    assert 2 * hidden - 128 <= most_tokens(rates) <= 2 * hidden
+
+
+def test_a_host_without_room_for_the_weights_is_refused() -> None:
+    with pytest.raises(ParameterError) as caught:
+        with_host_weights(CARD, replace(HOST, memory=64e9), kv="host")
+    assert str(caught.value) == (
+        "memory of a host must hold the weights, got 64 GB for 93: take a host with more memory, or weights of fewer "
+        "bytes"
+    )
+
+
+def test_a_device_without_room_for_two_layers_is_refused() -> None:
+    small = replace(CARD, hardware=replace(CARD.hardware, memory=4.4e9))
+    with pytest.raises(ParameterError) as caught:
+        with_host_weights(small, HOST, kv="device")
+    assert str(caught.value) == (
+        "memory of a device must hold two layers, of experts two, got 4 GB for 0.9 and 4 of its own: take a larger "
+        "device, or weights of fewer bytes"
+    )
+
+
+def test_a_host_without_a_link_is_refused() -> None:
+    with pytest.raises(ParameterError) as caught:
+        Host(memory=1e12, bandwidth=1e11, link=0.0)
+    assert str(caught.value) == "link of a host must be positive, got 0.0"
