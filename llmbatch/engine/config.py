@@ -12,11 +12,13 @@ from llmbatch.choices import (
     KV_DTYPES,
     LOAD_FORMATS,
     OVERLAP,
+    WEIGHTS,
     AttentionName,
     DType,
     KVDType,
     LoadFormat,
     OverlapName,
+    WeightsName,
 )
 
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
@@ -34,6 +36,8 @@ class EngineConfig:
     dtype: DType = "auto"
     kv_cache_dtype: KVDType = "auto"
     load_format: LoadFormat = "auto"
+    weights: WeightsName = "auto"  # resident, or some in a file that each step reads; auto: as memory allows
+    weights_memory: int | None = None  # bytes that weights may take; None: by free memory
     trust_remote_code: bool = False
     context_length: int | None = None  # most tokens of prompt and answer together; None: the model's
     kv_memory: int | None = None  # bytes
@@ -53,7 +57,8 @@ class EngineConfig:
             rule = "be auto or triton where kv_cache_dtype is fp8, since the others read no such pages"
             raise refusal("attention", rule, self.attention)
         one_of("load_format", self.load_format, LOAD_FORMATS)
+        one_of("weights", self.weights, WEIGHTS)
         set_(self, "trust_remote_code", flag("trust_remote_code", self.trust_remote_code))
-        for name in ("context_length", "kv_memory", "page_size", "max_running", "step_tokens"):
+        for name in ("context_length", "kv_memory", "page_size", "max_running", "step_tokens", "weights_memory"):
             if getattr(self, name) is not None:
                 set_(self, name, whole(name, getattr(self, name), 1, _MOST.get(name, INT64_MAX)))

@@ -21,6 +21,7 @@ from llmbatch.engine.model.config import ModelConfig
 from llmbatch.engine.model.outline import POOL_SHARE as POOL_SHARE
 from llmbatch.engine.model.outline import pool_of, shape_of
 from llmbatch.engine.model.platform import Platform
+from llmbatch.engine.weights.residency import StreamedWeights, weights_memory
 from llmbatch.errors import ParameterError
 from llmbatch.kernels.cpu.blocks import LOOK_BACK as CPU_LOOK_BACK
 from llmbatch.kernels.cpu.layout import UNIT
@@ -28,6 +29,7 @@ from llmbatch.kernels.interface import PagedAttention
 from llmbatch.kernels.work_items import LOOK_BACK as DEVICE_LOOK_BACK
 from llmbatch.perf_model.cost import SEQUENTIAL, CostModel
 from llmbatch.perf_model.hardware import measure_cpu
+from llmbatch.perf_model.residency import with_streamed_weights
 from llmbatch.perf_model.work import Rates
 from llmbatch.planning.workload import Pool, Scheduling
 from llmbatch.scheduler.token_budget import MOST_TOKENS
@@ -53,6 +55,7 @@ class EngineFactory:
     mixed: tuple[int, ...] = ()  # tokens of recorded steps with chunks
     max_running: int = 1
     notes: tuple[str, ...] = ()  # for the user, a sentence each
+    keeps_rates: bool = True  # of a job for later ones
 
     def engine(
         self, loaded: LoadedModel, decode: Callable[[NDArray[np.int32]], str], grammars: Grammars
@@ -84,7 +87,8 @@ class EngineFactory:
         """
         if self.attention is not None or cost is self.cost:
             return self
-        keep_rates(cost)
+        if self.keeps_rates:
+            keep_rates(cost)
         return replace(self, cost=cost)
 
     def accelerated(
@@ -133,7 +137,19 @@ def size_pool(platform: Platform, model: ModelConfig, config: EngineConfig) -> P
             "leave it out, or take kv_cache_dtype='auto'"
         )
     kept = {"window_bytes": model.window_bytes, "window": _kept_window(platform, model)}
-    return pool_of(model, config, free=_free_memory(platform), page_size=page_size, **kept)
+    free = _free_memory(platform)
+    weights = memory_of_weights(platform, model, config, free)
+    return pool_of(model, config, free=free, weights=weights, page_size=page_size, **kept)
+
+
+def memory_of_weights(
+    platform: Platform, model: ModelConfig, config: EngineConfig, free: float | None = None
+) -> int | None:
+    """Return the bytes that weights may take, or None where all of them stay in memory. Raises ParameterError."""
+    if config.weights == "auto" and config.weights_memory is None and model.quantisation is not None:
+        return None  # those cannot be streamed
+    free = _free_memory(platform) if free is None else free
+    return weights_memory(config, shape_of(model), is_host=platform.is_host, free=free)
 
 
 def _kept_window(platform: Platform, model: ModelConfig) -> int:
@@ -154,7 +170,7 @@ def prepare(
     `pool` is that of `size_pool`. Raises ModelError if no attention works, and JobError if the step does not fit.
     """
     if platform.is_host:
-        return EngineFactory(pool, cost_model(platform, model, config))
+        return _on_the_host(pool, cost_model(platform, model, config), loaded.streamed)
     attention, notes = choose_attention(
         config.attention,
         loaded.attention.values(),
@@ -186,6 +202,27 @@ def prepare(
     cost = calibration.fitted[strategy].cost(shape_of(model))
     chosen = whole if config.kv_memory is None else pool
     return replace(uncalibrated, pool=chosen, cost=cost, strategy=strategy, notes=(*notes, *found_notes))
+
+
+def _on_the_host(pool: Pool, cost: CostModel, streamed: StreamedWeights | None) -> EngineFactory:
+    """Return the factory of a processor, with what is read of the weights at each step."""
+    if streamed is None:
+        return EngineFactory(pool, cost)
+    cost = with_streamed_weights(cost, streamed.streamed_bytes, streamed.bytes_per_second)
+    read, rate = f"{streamed.streamed_bytes / 1e9:.2f} GB", f"{streamed.bytes_per_second / 1e9:.2f} GB/s"
+    notes: tuple[str, ...] = (
+        f"weights do not all fit in the memory for them: {streamed.kept_bytes / 1e9:.2f} GB stay there, and {read} "
+        f"come from the disk at each step, at {rate}, beside the computation",
+    )
+    hidden = streamed.seconds / cost.rates.seconds_per_token
+    if hidden > pool.tokens:
+        notes = (
+            *notes,
+            f"the disk is too slow for this: {read} at {rate} take {streamed.seconds:.1f} s, as long as the products "
+            f"of {hidden:,.0f} tokens, and KV memory holds {pool.tokens:,}; raise weights_memory or kv_memory "
+            "(--weights-memory, --kv-memory), or take a faster disk",
+        )
+    return EngineFactory(pool, cost, notes=notes, keeps_rates=False)
 
 
 def cost_model(platform: Platform, model: ModelConfig, config: EngineConfig) -> CostModel:

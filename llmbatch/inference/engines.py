@@ -12,7 +12,15 @@ from numpy.typing import NDArray
 
 from llmbatch.engine.base import StreamEngine
 from llmbatch.engine.grammars import Grammars
-from llmbatch.engine.model.outline import HOST_RUNNING, Described, outline, simulated_cost, simulated_pool
+from llmbatch.engine.model.outline import (
+    HOST_RUNNING,
+    Described,
+    outline,
+    shape_of,
+    simulated_cost,
+    simulated_pool,
+    streamed_running,
+)
 from llmbatch.engine.recorded import RecordedEngine
 from llmbatch.inference.options import Options
 from llmbatch.inference.progress import Progress, saying
@@ -134,9 +142,17 @@ class UnloadedEngines(Engines):
     """The engines of a model whose weights are on the disk."""
 
     def __init__(
-        self, options: Options, tokenizer: Tokenizer, platform: Platform, config: ModelConfig, pool: Pool
+        self,
+        options: Options,
+        tokenizer: Tokenizer,
+        platform: Platform,
+        config: ModelConfig,
+        pool: Pool,
+        weights_memory: int | None,
     ) -> None:
-        super().__init__(config, pool, platform.max_running)
+        running = platform.max_running if weights_memory is None else streamed_running(shape_of(config))
+        super().__init__(config, pool, running)
+        self._weights_memory = weights_memory  # None: all of them stay in memory
         self.tokenizer = tokenizer
         self._options = options
         self._platform, self._config = platform, config
@@ -145,12 +161,13 @@ class UnloadedEngines(Engines):
     def open(cls, folder: str, options: Options) -> UnloadedEngines:
         """Find the device, read what is to be known of the model in a folder, and load its tokenizer."""
         from llmbatch.engine.devices import find_platform
-        from llmbatch.engine.factory import size_pool
+        from llmbatch.engine.factory import memory_of_weights, size_pool
 
         platform = find_platform(options.device)
         config = _describe(folder, options, platform)
         pool = size_pool(platform, config, options)
-        return cls(options, tokenizer_of(folder, options), platform, config, pool)
+        weights_memory = memory_of_weights(platform, config, options)
+        return cls(options, tokenizer_of(folder, options), platform, config, pool, weights_memory)
 
     @cached_property
     def cost(self) -> CostModel:
@@ -168,11 +185,16 @@ class UnloadedEngines(Engines):
         platform.enter()
         try:
             with saying(progress, f"loading the weights of {options.model}"):
-                weights = load_weights(self._config, load_format=options.load_format, platform=platform)
+                weights = load_weights(
+                    self._config,
+                    load_format=options.load_format,
+                    weights_memory=self._weights_memory,
+                    platform=platform,
+                )
         except (MemoryError, RuntimeError) as error:
             raise out_of_memory(error, f"the weights of {options.model}") from error
         factory = prepare(platform, self._config, weights, options, scheduling, self.pool)
-        return ModelEngines(platform, self._config, weights, factory, self.tokenizer)
+        return ModelEngines(platform, self._config, weights, factory, self.tokenizer, self.max_running)
 
 
 class ModelEngines(LoadedEngines):
@@ -185,9 +207,10 @@ class ModelEngines(LoadedEngines):
         weights: LoadedModel,
         factory: EngineFactory,
         tokenizer: Tokenizer,
+        max_running: int,
     ) -> None:
         notes = (*platform.notes, *weights.notes, *factory.notes)
-        super().__init__(config, factory.pool, platform.max_running, notes)
+        super().__init__(config, factory.pool, max_running, notes)
         self._platform, self._weights, self._factory, self._tokenizer = platform, weights, factory, tokenizer
 
     @property

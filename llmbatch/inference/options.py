@@ -23,6 +23,7 @@ from llmbatch.choices import (
     OnError,
     OverlapName,
     Policy,
+    WeightsName,
 )
 from llmbatch.engine.config import EngineConfig
 from llmbatch.errors import ParameterError
@@ -277,9 +278,25 @@ class EngineArgs(TypedDict, total=False):
         int | None,
         Keyword("memory for KV pages, for example 2e9 or 4GiB", means="by free memory", metavar="BYTES"),
     ]
+    weights: Annotated[
+        WeightsName,
+        Keyword(
+            "where layers lie: in memory, or as many as fit and the rest in a file that each step reads",
+            EngineConfig.weights,
+            "resident where they fit",
+        ),
+    ]
+    weights_memory: Annotated[
+        int | None, Keyword("memory for weights, for example 2e9 or 4GiB", means="by free memory", metavar="BYTES")
+    ]
     page_size: Annotated[int | None, Keyword("tokens in a KV page", means="8 on a processor, 16 on a GPU", metavar="N")]
     max_running: Annotated[
-        int | None, Keyword("most rows in flight", means="512 on a processor, 2048 on a GPU", metavar="N")
+        int | None,
+        Keyword(
+            "most rows in flight",
+            means="512 on a processor, 2048 on a GPU, 4096 where weights stream",
+            metavar="N",
+        ),
     ]
     step_tokens: Annotated[int | None, Keyword("tokens of a step", means="decided step by step", metavar="N")]
     load_format: Annotated[LoadFormat, Keyword("dummy: random weights, for benchmarks", EngineConfig.load_format)]

@@ -1,4 +1,4 @@
-"""What a model costs whose weights lie in the memory of the host, and KV there or on the device.
+"""What a model costs whose weights lie in the memory of the host, or on a disk, and KV there or on the device.
 
 Weights in host memory come over the link while a step computes, layer after layer and expert after expert, so the
 device keeps two layers of them, of experts two: one is used while the next one comes. A step reads each of them once,
@@ -21,6 +21,7 @@ from llmbatch.perf_model.hardware import RESERVED
 from llmbatch.perf_model.shape import ModelShape
 
 _KEPT: Final = 0.05  # of the host's memory, for all else
+_BESIDE: Final = 8.0  # exponent of products beside weights that come by a thread of their own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +50,24 @@ def _largest_part(shape: ModelShape) -> float:
     """Count the bytes of a layer without its experts, and one of these."""
     always = shape.weight_bytes - shape.expert_bytes
     return (always + shape.expert_bytes / max(shape.experts, 1)) / shape.layers
+
+
+def with_streamed_weights(cost: CostModel, streamed_bytes: float, bytes_per_second: float) -> CostModel:
+    """Return the cost of the same model on a processor, where so many bytes of its weights come from a disk each step.
+
+    They come beside the computation: products hide the reading as far as they take as long.
+
+    >>> from llmbatch.perf_model.hardware import Hardware
+    >>> from llmbatch.perf_model.shape import find_shape
+    >>> processor = Hardware(name="cpu", compute=1e11, bandwidth=2e10, memory=16e9)
+    >>> cost = CostModel(find_shape("smollm2-135m"), processor, law="bytes")
+    >>> round(cost.rates.weight_seconds, 3), round(with_streamed_weights(cost, 1e8, 1e9).rates.weight_seconds, 3)
+    (0.016, 0.116)
+    """
+    hardware = cost.hardware
+    seconds = cost.rates.weight_seconds + streamed_bytes / bytes_per_second
+    efficiency = cost.shape.weight_bytes / seconds / hardware.bandwidth
+    return replace(cost, hardware=replace(hardware, weight_efficiency=efficiency, weight_overlap=_BESIDE))
 
 
 def with_host_weights(cost: CostModel, host: Host, *, kv: Literal["device", "host"]) -> Resident:

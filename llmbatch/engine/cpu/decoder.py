@@ -17,6 +17,7 @@ from llmbatch.engine.cpu.layer_forms import LayerParts
 from llmbatch.engine.cpu.layer_weights import describe_layers, pack_layers
 from llmbatch.engine.cpu.linear import PackedLinear, row_type
 from llmbatch.engine.cpu.memory import as_array, huge_pages
+from llmbatch.engine.cpu.streamed_layers import StreamedLayers
 from llmbatch.engine.model.fusion.modules import FusedNorm
 from llmbatch.engine.model.number_type import WIDENED, bfloat16_rows
 from llmbatch.kernels.cpu.attention import block_code
@@ -57,13 +58,21 @@ class Decoder:
     """All layers of a model, with their packed weights, and what is around them if it is known."""
 
     def __init__(
-        self, parts: list[LayerParts], specs: list[AttentionSpec], around: Around | None, *, layer_bits: int | None
+        self,
+        parts: list[LayerParts],
+        specs: list[AttentionSpec],
+        around: Around | None,
+        *,
+        layer_bits: int | None,
+        streamed: StreamedLayers | None = None,
     ) -> None:
-        """Pack the weights of layers, one after the other."""
+        """Pack the weights of layers, one after the other; `streamed` takes those that do not stay in memory."""
         self._dtype = parts[0].attention.o_proj.weight.dtype
         self._element = as_array(torch.empty(0, dtype=self._dtype)).dtype
         self._spec = specs[0]
-        self._packed = pack_layers(parts, layer_bits)
+        self._packed = pack_layers(parts, layer_bits, streamed)
+        self._streamed = streamed
+        self.streamed_weights = None if streamed is None else streamed.open()
         self._hidden = self._packed[0][QKV].width
         self._halves = parts[0].attention.halves
         self._layers = describe_layers(parts, specs, self._packed)
@@ -147,11 +156,13 @@ class Decoder:
             self._run_some(inputs, layer, layer + 1)
 
     def _run_some(self, inputs: tuple[Any, ...], first: int, end: int) -> None:
-        """Run the layers [first, end) on as many workers as numba has threads."""
+        """Run the layers [first, end) on as many workers as numba has threads, as those are there that are streamed."""
         threads = numba.get_num_threads()
         assert workers_at_once(threads) == threads, "workers would wait for one that does not run"
         run: Callable[..., None] = run_layers  # type checkers cannot count what is spread
-        run(self._code, *inputs, first, end, arrivals(), threads)
+        spans = [(first, end)] if self._streamed is None else self._streamed.spans(first, end, self._layers.panels)
+        for begin, stop in spans:
+            run(self._code, *inputs, begin, stop, arrivals(), threads)
 
     def _layer_step(
         self,

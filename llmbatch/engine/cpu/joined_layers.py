@@ -24,9 +24,11 @@ from llmbatch.engine.cpu.attention import CpuAttention
 from llmbatch.engine.cpu.decoder import Angles, Around, Decoder
 from llmbatch.engine.cpu.layer_forms import LayerParts, alike, find_parts, products_of
 from llmbatch.engine.cpu.linear import PackedLinear
+from llmbatch.engine.cpu.streamed_layers import StreamedLayers
 from llmbatch.engine.model.fusion.modules import FusedAttention, FusedNorm, replace_modules
 from llmbatch.engine.model.fusion.probes import PROBE_TOKENS, products_once
 from llmbatch.engine.model.ops import ModelOps
+from llmbatch.engine.model.platform import Streaming
 from llmbatch.kernels.spec import AttentionSpec
 
 
@@ -98,14 +100,16 @@ def join_layers(
     pieces: ModelOps,
     *,
     layer_bits: int | None = None,
-) -> bool:
-    """Replace, in place, the layers of a fused `model` by a `Decoder`, if all are of one form; tells whether.
+    streaming: Streaming | None = None,
+) -> Decoder | None:
+    """Replace, in place, the layers of a fused `model` by a `Decoder`, if all are of one form; returns that.
 
     `layer_bits`: of a weight, if weights become integers; to int8 they do if their widths are whole words of four.
+    `streaming`: how much memory weights may take, those around the layers included.
     """
     layers = [module for module in model.modules() if isinstance(getattr(module, "self_attn", None), FusedAttention)]
     if len(layers) != len(specs):
-        return False
+        return None
     calls: list[_Call] = []
 
     def note(layer: nn.Module, given: tuple[Any, ...], named: dict[str, Any], out: Any) -> None:
@@ -127,23 +131,34 @@ def join_layers(
         parts = [call.parts for call in calls]
         ordered = [specs[layer] for layer in sorted(specs)]
         if len(parts) != len(layers) or not alike(parts, ordered):
-            return False
+            return None
         for layer in layers:
             vars(layer)["forward"] = lambda x, last=layer is layers[-1], **_: calls[-1].out if last else x
         joined = torch.equal(run(), expected)
         for layer in layers:
             del vars(layer)["forward"]
         if not joined:  # something else reads what a layer returns
-            return False
+            return None
         around = _find_around(model, set(layers), calls, expected)
     whole = all(layer.in_features % 4 == 0 for layer in products_of(parts[0]))
-    decoder = Decoder(parts, ordered, around, layer_bits=None if layer_bits == 8 and not whole else layer_bits)
+    bits = None if layer_bits == 8 and not whole else layer_bits
+    streamed = None
+    if streaming is not None:
+        streamed = StreamedLayers(streaming.memory - _bytes_around(model, layers), streaming.folder)
+    decoder = Decoder(parts, ordered, around, layer_bits=bits, streamed=streamed)
     if around is not None:
         model.forward = _DirectForward(decoder)
     angles: list[Angles] = []
     places = {layer: _Place(layer, decoder, angles, last=layer is layers[-1]) for layer in layers}
     replace_modules(model, places.get)
-    return True
+    return decoder
+
+
+def _bytes_around(model: nn.Module, layers: list[nn.Module]) -> int:
+    """Return the bytes of what is around layers; a packed head beside an embedding that it was tied to counts too."""
+    inside = {weight for layer in layers for weight in layer.parameters()}
+    packed = [module.packed.panels.nbytes for module in model.modules() if isinstance(module, PackedLinear)]
+    return sum(packed) + sum(weight.nbytes for weight in model.parameters() if weight not in inside)
 
 
 def _find_around(model: Any, layers: set[nn.Module], calls: list[_Call], logits: torch.Tensor) -> Around | None:

@@ -11,15 +11,26 @@ from torch import nn
 
 from llmbatch.engine.cpu.layer_forms import LayerParts, products_of
 from llmbatch.engine.cpu.linear import PackedWeight
+from llmbatch.engine.cpu.streamed_layers import StreamedLayers
 from llmbatch.kernels.cpu.decoder_inputs import QKV, Layers
 from llmbatch.kernels.cpu.products import ADD, STORE, STORE_FLOAT, rows_of_one_tile, tile_codes
 from llmbatch.kernels.cpu.tiles.endings import COLUMNS
 from llmbatch.kernels.spec import AttentionSpec
 
 
-def pack_layers(parts: list[LayerParts], bits: int | None) -> list[list[PackedWeight]]:
-    """Pack the weights of layers, one after the other, and let go of them; those of the products of each."""
-    return [_pack(layer, bits) for layer in parts]
+def pack_layers(
+    parts: list[LayerParts], bits: int | None, streamed: StreamedLayers | None = None
+) -> list[list[PackedWeight]]:
+    """Pack the weights of layers, one after the other, and let go of them; those of the products of each.
+
+    Where layers are `streamed`, those that do not stay have a shape and no memory.
+    """
+    packed = []
+    for number, layer in enumerate(parts):
+        packed.append(_pack(layer, bits))
+        if streamed is not None:
+            streamed.store(number, len(parts), packed[-1])
+    return packed
 
 
 def describe_layers(parts: list[LayerParts], specs: list[AttentionSpec], packed: list[list[PackedWeight]]) -> Layers:
@@ -58,19 +69,24 @@ def describe_layers(parts: list[LayerParts], specs: list[AttentionSpec], packed:
 def _pack(part: LayerParts, bits: int | None) -> list[PackedWeight]:
     """Pack the weights of a layer, and let go of them."""
     qkv, out, gate_up, down = products_of(part)
-    width = gate_up.out_features // 2
+    order = gated_order(gate_up.out_features // 2)
+    packed = [
+        PackedWeight(_weights(qkv.take_layers()), bits=bits),
+        PackedWeight(_weights([out], part.factor), bits=bits),
+        PackedWeight(_weights(gate_up.take_layers()), order, bits=bits),
+        PackedWeight(_weights([down], part.factor), padded=len(order) // 2, bits=bits),
+    ]
+    out.weight = down.weight = nn.Parameter(torch.empty(0), requires_grad=False)
+    return packed
+
+
+def gated_order(width: int) -> NDArray[np.int64]:
+    """Return which column of a gate, and of what it multiplies, comes where in panels: half a panel of each in turn."""
     lanes = COLUMNS // 2
     panels = -(-width // lanes)
     columns = np.pad(np.arange(width), (0, panels * lanes - width), constant_values=-1)
     order = np.stack((columns, np.where(columns < 0, -1, columns + width))).reshape(2, panels, lanes)
-    packed = [
-        PackedWeight(_weights(qkv.take_layers()), bits=bits),
-        PackedWeight(_weights([out], part.factor), bits=bits),
-        PackedWeight(_weights(gate_up.take_layers()), order.swapaxes(0, 1).ravel(), bits=bits),
-        PackedWeight(_weights([down], part.factor), padded=panels * lanes, bits=bits),
-    ]
-    out.weight = down.weight = nn.Parameter(torch.empty(0), requires_grad=False)
-    return packed
+    return order.swapaxes(0, 1).ravel()
 
 
 def _weights(layers: Sequence[nn.Linear], factor: float = 1.0) -> list[tuple[torch.Tensor, torch.Tensor | None]]:

@@ -10,8 +10,10 @@ from torch import nn
 from llmbatch.engine.cpu.attention import CpuOps
 from llmbatch.engine.cpu.joined_layers import join_layers
 from llmbatch.engine.cpu.linear import pack_linears
+from llmbatch.engine.cpu.mixture.packing import pack_experts
 from llmbatch.engine.model.outline import HOST_PAGE_SIZE, HOST_RUNNING
-from llmbatch.engine.model.platform import Platform
+from llmbatch.engine.model.platform import Packed, Platform, Streaming
+from llmbatch.errors import ModelError
 from llmbatch.kernels.cpu.tiles.vector_ir import HAS_INT8
 from llmbatch.kernels.spec import AttentionSpec
 
@@ -19,16 +21,32 @@ _OPS: Final = CpuOps()
 
 
 def _pack(
-    model: nn.Module, specs: dict[int, AttentionSpec], dtype: torch.dtype, *, layer_bits: int | None
-) -> tuple[str, ...]:
+    model: nn.Module,
+    specs: dict[int, AttentionSpec],
+    dtype: torch.dtype,
+    *,
+    layer_bits: int | None,
+    streaming: Streaming | None,
+) -> Packed:
     notes: tuple[str, ...] = ()
     if layer_bits == 8 and not HAS_INT8:
         layer_bits = None
         notes = ("this processor cannot multiply int8 (it has no avx512_vnni): bfloat16 is taken instead",)
-    if not join_layers(model, specs, dtype, _OPS, layer_bits=layer_bits):
+    streamed = pack_experts(model, dtype, streaming)
+    decoder = join_layers(
+        model, specs, dtype, _OPS, layer_bits=layer_bits, streaming=None if streamed is not None else streaming
+    )
+    if decoder is None:
         notes = (*notes, "layers run module by module, which takes longer: they have no form that one loop can run")
+        if streaming is not None and not streaming.files.has_experts:
+            raise ModelError(
+                "the weights must all stay in memory, since the model's layers have no form that one loop can run: "
+                "take weights='resident' (--weights resident)"
+            )
+    elif streamed is None:
+        streamed = decoder.streamed_weights
     pack_linears(model, dtype, layer_bits=layer_bits)
-    return notes
+    return Packed(notes, streamed)
 
 
 HOST: Final = Platform(

@@ -27,12 +27,15 @@ from llmbatch.engine.model.fusion.layers import fuse_layers
 from llmbatch.engine.model.fusion.modules import join_products, replace_modules
 from llmbatch.engine.model.fusion.probes import fuse
 from llmbatch.engine.model.outline import LAYER_BITS, KVType
-from llmbatch.engine.model.platform import Platform
+from llmbatch.engine.model.platform import Packed, Platform, Streaming
 from llmbatch.engine.model.positions import fix_positions
 from llmbatch.engine.model.refusals import check_fp8_layers, decoder_layers
 from llmbatch.engine.model.weight_files import open_weights
+from llmbatch.engine.weights.mapped import MappedWeights
+from llmbatch.engine.weights.residency import StreamedWeights
 from llmbatch.errors import ModelError
 from llmbatch.kernels.spec import AttentionSpec
+from llmbatch.system.cache import cache_folder
 
 LoadFormat = Literal["auto", "dummy"]
 # Has transformers say which weights it found, in place of a warning and random numbers.
@@ -52,6 +55,7 @@ class LoadedModel:
     context_length: int  # most tokens of prompt and answer together
     attention: dict[int, AttentionSpec]  # by layer
     notes: tuple[str, ...]  # for the user, a sentence each
+    streamed: StreamedWeights | None = None  # None: all weights are in memory
 
 
 def load_model(
@@ -62,11 +66,12 @@ def load_model(
     load_format: LoadFormat = "auto",
     trust_remote_code: bool = False,
     context_length: int | None = None,
+    weights_memory: int | None = None,
     platform: Platform,
 ) -> LoadedModel:
     """Describe the model in `folder` (see `resolve_model`), and load it.
 
-    `dtype`, `kv_cache_dtype` and `context_length` as for `describe_model`, `load_format` as for `load_weights`. Raises
+    `dtype`, `kv_cache_dtype` and `context_length` as for `describe_model`, the rest as for `load_weights`. Raises
     ModelError if the folder has no weights, or the model has a part that is not supported.
     """
     described = describe_model(
@@ -77,18 +82,26 @@ def load_model(
         context_length=context_length,
         device=platform.device,
     )
-    return load_weights(described, load_format=load_format, platform=platform)
+    return load_weights(described, load_format=load_format, weights_memory=weights_memory, platform=platform)
 
 
-def load_weights(described: ModelConfig, *, load_format: LoadFormat = "auto", platform: Platform) -> LoadedModel:
+def load_weights(
+    described: ModelConfig,
+    *,
+    load_format: LoadFormat = "auto",
+    weights_memory: int | None = None,
+    platform: Platform,
+) -> LoadedModel:
     """Load a described model onto a device, straight from its files if they allow it.
 
-    `load_format` dummy fills the weights with seeded noise, for benchmarks. Raises ModelError if the folder has no
+    `load_format` dummy fills the weights with seeded noise, for benchmarks. `weights_memory`: bytes that weights may
+    take, and others are read from a file at each step; None: all stay in memory. Raises ModelError if the folder has no
     weights, or the model has a part that is not supported.
     """
     folder = described.folder
     notes = _room(described) if load_format != "dummy" else ()
-    module = _read_module(described, load_format, platform).eval().requires_grad_(False)
+    streaming = None if weights_memory is None else _open_streaming(described, load_format, weights_memory)
+    module = _read_module(described, load_format, platform, streaming).eval().requires_grad_(False)
     if described.layer_type == "fp8":
         _load_fp8_layers(module, described, platform)
     module.to(platform.device)
@@ -104,10 +117,11 @@ def load_weights(described: ModelConfig, *, load_format: LoadFormat = "auto", pl
             join_products(module)
             fused = fuse_layers(module, attention, described.dtype, platform.pieces)
             notes = (*notes, *_unfused(fused, len(attention)))
+        packed = Packed(())
         if platform.pack is not None:
             bits = LAYER_BITS.get(described.layer_type)
-            packed = platform.pack(module, attention, described.dtype, layer_bits=bits)
-            notes = (*notes, *packed)
+            packed = platform.pack(module, attention, described.dtype, layer_bits=bits, streaming=streaming)
+            notes = (*notes, *packed.notes)
     eos, left = _read_generation_config(Path(folder), described.config)
     notes = (*notes, *left)
     if not platform.is_host and load_format != "dummy" and find_spec("accelerate") is None:
@@ -125,7 +139,21 @@ def load_weights(described: ModelConfig, *, load_format: LoadFormat = "auto", pl
         context_length=described.context_length,
         attention=attention,
         notes=notes,
+        streamed=packed.streamed,
     )
+
+
+def _open_streaming(described: ModelConfig, load_format: LoadFormat, memory: int) -> Streaming:
+    """Open the files of a model whose weights do not all stay in memory. Raises ModelError where that cannot be."""
+    folder = described.folder
+    if load_format == "dummy" or described.quantisation is not None:
+        kind = "random" if load_format == "dummy" else "quantised"
+        raise ModelError(
+            f"the weights of model folder {folder!r} must all stay in memory, since they are {kind}: "
+            "take weights='resident' (--weights resident)"
+        )
+    scratch = cache_folder() / "weights"
+    return Streaming(memory, MappedWeights(Path(folder), described.dtype, scratch), scratch)
 
 
 def _load_fp8_layers(module: nn.Module, described: ModelConfig, platform: Platform) -> None:
@@ -170,7 +198,9 @@ def _known_attention(described: ModelConfig) -> dict[int, AttentionSpec]:
     return {} if any(spec.sinks is not None for spec in specs.values()) else specs
 
 
-def _read_module(described: ModelConfig, load_format: LoadFormat, platform: Platform) -> nn.Module:
+def _read_module(
+    described: ModelConfig, load_format: LoadFormat, platform: Platform, streaming: Streaming | None
+) -> nn.Module:
     """Make the model's modules, with weights from the files or seeded noise."""
     folder = described.folder
     arguments: dict[str, Any] = {
@@ -191,6 +221,8 @@ def _read_module(described: ModelConfig, load_format: LoadFormat, platform: Plat
         )
     try:
         with no_progress_bars():
+            if streaming is not None:
+                return _read_tensors(described, streaming.files.tensors, arguments)
             return _read_files(described, {**arguments, **_placed(platform, described)})
     except ModelError:
         raise
@@ -214,12 +246,18 @@ def _read_files(described: ModelConfig, arguments: dict[str, Any]) -> nn.Module:
         module, found = described.built_by.from_pretrained(folder, config=config, local_files_only=True, **given)
         _check_read(folder, found)
         return module
+    return _read_tensors(described, open_weights(Path(folder), quantisation, described.dtype), arguments)
+
+
+def _read_tensors(described: ModelConfig, weights: dict[str, Any], arguments: dict[str, Any]) -> nn.Module:
+    """Make the model's modules of tensors, or of what reads them."""
+    folder, config, quantisation = described.folder, described.whole_config, described.quantisation
+    module: nn.Module
     with torch.device("meta"):
         kind: Any = type(described.built_by.from_config(config, **arguments))
-    del arguments["trust_remote_code"]
-    weights = open_weights(Path(folder), quantisation, described.dtype)
+    arguments = {name: value for name, value in arguments.items() if name != "trust_remote_code"}
     module, found = kind.from_pretrained(None, config=config, state_dict=weights, **_TELLING, **arguments)
-    if found["missing_keys"]:
+    if quantisation is not None and found["missing_keys"]:
         raise ModelError(
             f"model folder {folder!r} cannot be loaded (its weights of {quantisation.name} lack {_some(found)}): "
             "complete it, or take the files of the same model that are not quantised"

@@ -29,6 +29,8 @@ POOL_SHARE: Final = 0.5  # of the memory that is free once the weights are loade
 # A page of 16 costs prompts of a few dozen shared tokens half their sharing (docs/decisions/0005).
 HOST_PAGE_SIZE: Final = 8  # tokens, where none is asked for, on a processor
 HOST_RUNNING: Final = 512  # sequences in flight, likewise
+_STREAMED_RUNNING: Final = 4096  # where weights come from a disk, which only steps of many tokens hide
+_LOGITS: Final = 256 << 20  # bytes of all that may be in flight then
 LAYER_BITS: Final[dict[LayerType | None, int]] = {"int8": 8, "int4": 4}  # of integers, which processors multiply
 LAYER_BYTES: Final[dict[LayerType, float]] = {"int8": 1.0, "int4": 0.625, "fp8": 1.0}  # of a weight, with its scales
 BFLOAT16_GAIN: Final = "bfloat16"  # the name of what is measured to choose a type
@@ -196,20 +198,33 @@ def read_rope(config: object) -> list[dict[str, Any]]:
 
 
 def pool_of(
-    model: Described, config: EngineConfig, *, free: float, page_size: int, window_bytes: int = 0, window: int = 0
+    model: Described,
+    config: EngineConfig,
+    *,
+    free: float,
+    page_size: int,
+    weights: int | None = None,
+    window_bytes: int = 0,
+    window: int = 0,
 ) -> Pool:
     """Size the pool in so much `free` memory, as far as it is known before the weights are loaded.
 
-    Layers with windows, `window_bytes` of a token's KV, keep `window` tokens. Raises ParameterError if no page fits.
+    `weights`: the bytes that these take, where they do not all stay in memory. Layers with windows, `window_bytes` of a
+    token's KV, keep `window` tokens. Raises ParameterError if no page fits.
     """
     page_bytes = model.bytes_per_token * page_size
     memory = config.kv_memory
     if memory is None:
-        memory = int(POOL_SHARE * max(0.0, free - shape_of(model).weight_bytes))
+        memory = int(POOL_SHARE * max(0.0, free - (shape_of(model).weight_bytes if weights is None else weights)))
     if memory < page_bytes:
         raise ParameterError(f"kv_memory must hold at least one page of {page_bytes:,} bytes, got {memory:,}")
     kept, most = {"window_bytes": window_bytes, "window": window}, model.context_length
     return Pool.of(memory, page_size, model.bytes_per_token, most=most, **kept)
+
+
+def streamed_running(shape: ModelShape) -> int:
+    """Return how many sequences are in flight on a processor whose weights come from a disk."""
+    return max(HOST_RUNNING, min(_STREAMED_RUNNING, _LOGITS // (4 * max(shape.vocabulary, 1))))
 
 
 def simulated_pool(model: Described, config: EngineConfig) -> Pool:

@@ -4,22 +4,50 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from pathlib import Path
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import nn
 
 from llmbatch.engine.model.ops import ModelOps
+from llmbatch.engine.weights.mapped import MappedWeights
+from llmbatch.engine.weights.residency import StreamedWeights
 from llmbatch.kernels.spec import AttentionSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Streaming:
+    """What is given where not all weights stay in memory."""
+
+    memory: int  # bytes that weights may take
+    files: MappedWeights
+    folder: Path  # for the file that each step reads
+
+
+class Packed(NamedTuple):
+    """What came of packing."""
+
+    notes: tuple[str, ...]  # for the user, a sentence each
+    streamed: StreamedWeights | None = None  # None: all weights are in memory
 
 
 class Packer(Protocol):
     """Lays the weights of a fused model out for a device."""
 
     def __call__(
-        self, model: nn.Module, specs: dict[int, AttentionSpec], dtype: torch.dtype, *, layer_bits: int | None
-    ) -> tuple[str, ...]:
-        """Pack in place, by the attention of layers; `layer_bits`: to integers. Returns notes, a sentence each."""
+        self,
+        model: nn.Module,
+        specs: dict[int, AttentionSpec],
+        dtype: torch.dtype,
+        *,
+        layer_bits: int | None,
+        streaming: Streaming | None,
+    ) -> Packed:
+        """Pack in place, by the attention of layers; `layer_bits`: to integers.
+
+        Raises ModelError where the model has no layers that can be streamed, and is to be.
+        """
         ...
 
 

@@ -1,0 +1,102 @@
+"""Where weights lie is decided by what they may take, and refused with the bytes that are wanted."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from llmbatch.engine.config import EngineConfig
+from llmbatch.engine.weights.residency import kept_blocks, least_memory, spread, weights_memory
+from llmbatch.errors import ParameterError
+from llmbatch.perf_model.cost import SEQUENTIAL, CostModel
+from llmbatch.perf_model.hardware import Hardware
+from llmbatch.perf_model.residency import with_streamed_weights
+from llmbatch.perf_model.shape import find_shape
+from llmbatch.scheduler.token_budget import budget_in_turn
+
+DENSE = find_shape("llama-3-8b")
+MIXTURE = find_shape("mixtral-8x7b")
+
+
+def decide(shape: Any = DENSE, *, is_host: bool = True, free: float = 64e9, **options: Any) -> int | None:
+    return weights_memory(EngineConfig(**options), shape, is_host=is_host, free=free)
+
+
+def test_weights_that_fit_stay_in_memory() -> None:
+    assert decide() is None
+    assert decide(weights_memory=17_000_000_000) is None
+
+
+def test_weights_that_do_not_fit_stream_in_the_memory_for_them() -> None:
+    assert decide(weights_memory=8_000_000_000) == 8_000_000_000
+    assert decide(free=16e9) == 8_000_000_000
+
+
+def test_random_weights_stay_in_memory() -> None:
+    assert decide(free=16e9, load_format="dummy") is None
+
+
+def test_disk_is_taken_at_its_word() -> None:
+    assert decide(weights="disk") == 32_000_000_000
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"weights": "ram"},
+            "weights must be one of auto, resident, host, disk, got 'ram'",
+        ),
+        (
+            {"weights": "host"},
+            "weights must be resident, disk or auto on a processor, got 'host': its memory is the host's; take "
+            "weights='disk' (--weights disk)",
+        ),
+        (
+            {"weights": "resident", "weights_memory": 1000},
+            "weights_memory must hold all weights, 16,060,000,000 bytes, where weights is resident, got 1,000: raise "
+            "it (--weights-memory), or take weights='disk' (--weights disk)",
+        ),
+        (
+            {"weights": "disk", "weights_memory": 1000},
+            "weights_memory must hold two layers beside what is always in memory, 1,003,750,000 bytes, got 1,000: "
+            "raise it (--weights-memory), or take a smaller dtype",
+        ),
+        (
+            {"weights": "disk", "is_host": False},
+            "weights must be resident or auto on a GPU, got 'disk': layers stream to a processor only; take "
+            "--device cpu",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ParameterError, match=re.escape(message)):
+        decide(**options)
+
+
+def test_of_a_mixture_two_experts_must_fit_beside_the_rest() -> None:
+    apart = MIXTURE.expert_bytes / 256  # of 32 layers of 8
+    assert least_memory(MIXTURE) == int(MIXTURE.weight_bytes - MIXTURE.expert_bytes + 2 * apart)
+
+
+def test_half_the_memory_keeps_half_the_layers_but_for_buffers() -> None:
+    assert kept_blocks(100, 20, 10) == 8
+    assert kept_blocks(200, 20, 10) == 20
+    assert kept_blocks(5, 20, 10) == 0
+
+
+def test_layers_that_stay_are_spread() -> None:
+    assert spread(8, 4) == [False, True] * 4
+    assert sum(spread(7, 3)) == 3
+
+
+def test_steps_grow_by_what_is_read_at_each() -> None:
+    processor = Hardware(name="cpu", compute=1e12, bandwidth=1e12, memory=64e9)
+    cost = CostModel(DENSE, processor, law="bytes", overlap=SEQUENTIAL)
+    slow = with_streamed_weights(cost, 8e9, 5e7)
+    seconds = slow.rates.weight_seconds
+    assert seconds == pytest.approx(cost.rates.weight_seconds + 160)
+    hidden = seconds / slow.rates.seconds_per_token
+    assert budget_in_turn(cost).step_tokens < budget_in_turn(slow).step_tokens == pytest.approx(2 * hidden, rel=0.1)
