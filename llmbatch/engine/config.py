@@ -44,6 +44,7 @@ class EngineConfig:
     page_size: int | None = None  # tokens; None: what the device takes
     max_running: int | None = None  # sequences in flight; None: what the device takes
     step_tokens: int | None = None  # tokens a step; decided in closed loop when None
+    tensor_parallel: int = 1  # processes that share the model, each on cores of its own
 
     def __post_init__(self) -> None:
         set_ = object.__setattr__
@@ -59,6 +60,9 @@ class EngineConfig:
         one_of("load_format", self.load_format, LOAD_FORMATS)
         one_of("weights", self.weights, WEIGHTS)
         set_(self, "trust_remote_code", flag("trust_remote_code", self.trust_remote_code))
+        set_(self, "tensor_parallel", whole("tensor_parallel", self.tensor_parallel, 1, INT32_MAX))
+        if self.tensor_parallel > 1 and self.weights not in ("auto", "resident"):
+            raise refusal("weights", "be auto or resident where tensor_parallel is above 1", self.weights)
         for name in ("context_length", "kv_memory", "page_size", "max_running", "step_tokens", "weights_memory"):
             if getattr(self, name) is not None:
                 set_(self, name, whole(name, getattr(self, name), 1, _MOST.get(name, INT64_MAX)))

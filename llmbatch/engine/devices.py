@@ -10,17 +10,24 @@ import torch
 
 from llmbatch.engine.cpu.platform import HOST
 from llmbatch.engine.model.platform import Platform
+from llmbatch.engine.ranks.first import first_rank
 from llmbatch.errors import ModelError
 
 _CUDA: Final[str | None] = getattr(torch.version, "cuda", None)  # that torch was built for
 _OLDEST: Final = (8, 0)  # compute capability: Ampere, the first with bfloat16
 
 
-def find_platform(device: str) -> Platform:
+def find_platform(device: str, ranks: int = 1) -> Platform:
     """Find the platform of a `device`: "cpu", "cuda", "cuda:1", or "auto": a usable GPU if there is one.
 
-    Raises ModelError if the device is missing, or cannot be used.
+    With more than one of `ranks` it is that of the first, which has a share of a model. Raises ModelError if the device
+    is missing, or cannot be used, and ParameterError where it has no room for so many ranks.
     """
+    found = _find_whole(device)
+    return found if ranks == 1 else first_rank(found, ranks)
+
+
+def _find_whole(device: str) -> Platform:
     if device == "cpu":
         return HOST
     if device != "auto":

@@ -41,6 +41,7 @@ if TYPE_CHECKING:  # what takes a second to import, and forecasts load nothing; 
     from llmbatch.engine.gpu.engine import GpuEngine
     from llmbatch.engine.gpu.strategies import Strategy
     from llmbatch.engine.model.loader import LoadedModel
+    from llmbatch.engine.ranks.messages import RankOrders
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +57,7 @@ class EngineFactory:
     max_running: int = 1
     notes: tuple[str, ...] = ()  # for the user, a sentence each
     keeps_rates: bool = True  # of a job for later ones
+    orders: RankOrders | None = None  # what other ranks are started with
 
     def engine(
         self, loaded: LoadedModel, decode: Callable[[NDArray[np.int32]], str], grammars: Grammars
@@ -71,7 +73,7 @@ class EngineFactory:
         from llmbatch.engine.cpu.engine import CpuEngine
 
         pool = self.pool
-        return CpuEngine(
+        made = CpuEngine(
             loaded,
             num_pages=pool.num_pages,
             window_pages=pool.windows.num_pages,
@@ -79,6 +81,12 @@ class EngineFactory:
             decode=decode,
             grammars=grammars,
         )
+        if self.orders is None:
+            return made
+        from llmbatch.engine.ranks.first import with_ranks
+
+        pages = {"num_pages": pool.num_pages, "window_pages": pool.windows.num_pages, "page_size": pool.page_size}
+        return with_ranks(made, loaded, replace(self.orders, **pages))
 
     def learnt(self, cost: CostModel) -> EngineFactory:
         """Return the factory with what a job's steps say requests cost; a processor's is kept for later jobs.
@@ -146,6 +154,8 @@ def memory_of_weights(
     platform: Platform, model: ModelConfig, config: EngineConfig, free: float | None = None
 ) -> int | None:
     """Return the bytes that weights may take, or None where all of them stay in memory. Raises ParameterError."""
+    if config.tensor_parallel > 1:
+        return None
     if config.weights == "auto" and config.weights_memory is None and model.quantisation is not None:
         return None  # those cannot be streamed
     free = _free_memory(platform) if free is None else free
@@ -170,7 +180,7 @@ def prepare(
     `pool` is that of `size_pool`. Raises ModelError if no attention works, and JobError if the step does not fit.
     """
     if platform.is_host:
-        return _on_the_host(pool, cost_model(platform, model, config), loaded.streamed)
+        return _on_the_host(pool, cost_model(platform, model, config), loaded.streamed, _orders(model, config))
     attention, notes = choose_attention(
         config.attention,
         loaded.attention.values(),
@@ -204,10 +214,12 @@ def prepare(
     return replace(uncalibrated, pool=chosen, cost=cost, strategy=strategy, notes=(*notes, *found_notes))
 
 
-def _on_the_host(pool: Pool, cost: CostModel, streamed: StreamedWeights | None) -> EngineFactory:
-    """Return the factory of a processor, with what is read of the weights at each step."""
-    if streamed is None:
-        return EngineFactory(pool, cost)
+def _on_the_host(
+    pool: Pool, cost: CostModel, streamed: StreamedWeights | None, orders: RankOrders | None
+) -> EngineFactory:
+    """Return the factory of a processor, with what is read of the weights at each step, or with other ranks."""
+    if streamed is None:  # what several processes take says nothing of one
+        return EngineFactory(pool, cost, keeps_rates=orders is None, orders=orders)
     cost = with_streamed_weights(cost, streamed.streamed_bytes, streamed.bytes_per_second)
     read, rate = f"{streamed.streamed_bytes / 1e9:.2f} GB", f"{streamed.bytes_per_second / 1e9:.2f} GB/s"
     notes: tuple[str, ...] = (
@@ -223,6 +235,15 @@ def _on_the_host(pool: Pool, cost: CostModel, streamed: StreamedWeights | None) 
             "(--weights-memory, --kv-memory), or take a faster disk",
         )
     return EngineFactory(pool, cost, notes=notes, keeps_rates=False)
+
+
+def _orders(model: ModelConfig, config: EngineConfig) -> RankOrders | None:
+    """Return what other ranks are started with, if there are any."""
+    if config.tensor_parallel == 1:
+        return None
+    from llmbatch.engine.ranks.first import orders_for
+
+    return orders_for(model, config)
 
 
 def cost_model(platform: Platform, model: ModelConfig, config: EngineConfig) -> CostModel:

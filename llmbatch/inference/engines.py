@@ -163,8 +163,12 @@ class UnloadedEngines(Engines):
         from llmbatch.engine.devices import find_platform
         from llmbatch.engine.factory import memory_of_weights, size_pool
 
-        platform = find_platform(options.device)
+        platform = find_platform(options.device, options.tensor_parallel)
         config = _describe(folder, options, platform)
+        if options.tensor_parallel > 1:
+            from llmbatch.engine.ranks.plan import check_heads
+
+            check_heads(folder, config.config, options.tensor_parallel)
         pool = size_pool(platform, config, options)
         weights_memory = memory_of_weights(platform, config, options)
         return cls(options, tokenizer_of(folder, options), platform, config, pool, weights_memory)

@@ -71,6 +71,8 @@ class Options(EngineConfig):
                 option="output_tokens",
                 value=self.output_tokens,
             )
+        if self.tensor_parallel > 1 and self.engine == "simulated":
+            raise refusal("tensor_parallel", "be 1 for engine='simulated', which has no weights", self.tensor_parallel)
         if self.source.turns is not None:
             self._check_turns()
         if self.row_timeout is not None:
@@ -299,6 +301,10 @@ class EngineArgs(TypedDict, total=False):
         ),
     ]
     step_tokens: Annotated[int | None, Keyword("tokens of a step", means="decided step by step", metavar="N")]
+    tensor_parallel: Annotated[
+        int,
+        Keyword("processes that share the model's weights, on a processor", EngineConfig.tensor_parallel, metavar="N"),
+    ]
     load_format: Annotated[LoadFormat, Keyword("dummy: random weights, for benchmarks", EngineConfig.load_format)]
     engine: Annotated[EngineName, Keyword("simulated: no model runs, answers are placeholders", Options.engine)]
     output_tokens: Annotated[

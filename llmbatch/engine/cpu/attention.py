@@ -85,6 +85,18 @@ class AttentionBlocks(NamedTuple):
     blocks: Blocks
 
 
+class StepArrays(NamedTuple):
+    """A step as attention takes it."""
+
+    tables: NDArray[np.int32]
+    slots: NDArray[np.int32]
+    starts: NDArray[np.int32]
+    counts: NDArray[np.int32]
+    token_pages: NDArray[np.int32]  # [2, tokens]
+    token_offsets: NDArray[np.int32]
+    window_tables: NDArray[np.int32] | None
+
+
 class CpuAttention:
     """Attention of a step (`llmbatch.engine.model.ops.AttentionContext`)."""
 
@@ -108,9 +120,15 @@ class CpuAttention:
         self.pages = pages
         self.between = between
         self.token_pages, self.token_offsets = token_pages, token_offsets
+        self.arrays = StepArrays(tables, slots, starts, counts, token_pages, token_offsets, window_tables)
         self._step = Pieces(tables, slots, starts, counts)
         self._windows = self._step if window_tables is None else self._step._replace(tables=window_tables)
         self._plans: dict[tuple[int, ...], AttentionBlocks] = {}
+
+    @classmethod
+    def of(cls, pages: CpuKVCache, arrays: StepArrays) -> CpuAttention:
+        """Take the step of another process."""
+        return cls(pages, **arrays._asdict())
 
     def plan(self, spec: AttentionSpec) -> AttentionBlocks:
         """Find the sequences that layers like `spec` attend in, and cut them into blocks, once for all such layers."""

@@ -104,10 +104,13 @@ def load_weights(
     module = _read_module(described, load_format, platform, streaming).eval().requires_grad_(False)
     if described.layer_type == "fp8":
         _load_fp8_layers(module, described, platform)
+    if platform.share is not None:
+        platform.share.cut(folder, module, described.config)
     module.to(platform.device)
     with torch.inference_mode():
         notes = (*notes, *fix_positions(module, described.context_length))
-        attention = _known_attention(described) or survey(folder, module, described.config, platform.device)
+        known = _known_attention(described) if platform.share is None else {}  # a share has some of the heads
+        attention = known or survey(folder, module, described.config, platform.device)
         if platform.is_host:
             check_words(folder, attention.values(), described.kv_type)
         else:

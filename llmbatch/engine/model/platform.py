@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 from torch import nn
+from transformers import PretrainedConfig
 
 from llmbatch.engine.model.ops import ModelOps
 from llmbatch.engine.weights.mapped import MappedWeights
@@ -51,6 +52,18 @@ class Packer(Protocol):
         ...
 
 
+class ModelShare(Protocol):
+    """The part of a model that one of several processes has."""
+
+    def enter(self) -> None:
+        """Make this thread ready to compute beside the other processes."""
+        ...
+
+    def cut(self, folder: str, module: nn.Module, config: PretrainedConfig) -> None:
+        """Drop, in place, the weights that other processes have. Raises ModelError."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Platform:
     """A device, and the kernels for it."""
@@ -63,8 +76,11 @@ class Platform:
     pack: Packer | None = None
     to_fp8: Callable[[nn.Linear], nn.Module] | None = None  # makes a layer whose product is of FP8
     notes: tuple[str, ...] = ()  # for the user, a sentence each
+    share: ModelShare | None = None  # of a model that is split over processes
 
     def enter(self) -> None:
         """Make it the device of this thread: kernels are launched on that, wherever their tensors lie."""
+        if self.share is not None:
+            self.share.enter()
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)

@@ -1,0 +1,93 @@
+"""What the first rank tells the others, over their standard input."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import dataclass
+from typing import IO, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from llmbatch.choices import DType, KVDType, LoadFormat
+from llmbatch.engine.cpu.attention import CpuAttention, CpuKVCache, StepArrays
+
+
+@dataclass(frozen=True, slots=True)
+class RankOrders:
+    """What a rank is started with: which it is, where the others are, and the model that it has a share of."""
+
+    rank: int
+    ranks: int
+    threads: int
+    port: int  # of the store on this host by which ranks find each other
+    folder: str
+    dtype: DType
+    kv_cache_dtype: KVDType
+    load_format: LoadFormat
+    trust_remote_code: bool
+    context_length: int
+    num_pages: int
+    window_pages: int
+    page_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class RankStep:
+    """A frozen step as every rank computes it: its tokens, and where their keys and values lie."""
+
+    ids: NDArray[np.int64]
+    positions: NDArray[np.int64]
+    arrays: StepArrays
+    copies: NDArray[np.int32]  # of pages, behind the step
+
+    @classmethod
+    def of(cls, ids: torch.Tensor, positions: torch.Tensor, step: CpuAttention, copies: NDArray[np.int32]) -> RankStep:
+        """Take what a model is called with; of the tables of pages only what the step reads."""
+        given = step.arrays
+        blocks = -(-int((given.starts + given.counts).max(initial=0)) // step.pages.page_size)
+        windows = None if given.window_tables is None else given.window_tables[given.slots, :blocks]
+        arrays = given._replace(
+            tables=given.tables[given.slots, :blocks],
+            slots=np.arange(len(given.slots), dtype=np.int32),
+            window_tables=windows,
+        )
+        return cls(ids[0].numpy(), positions[0].numpy(), arrays, copies)
+
+    def run(self, module: Any, pages: CpuKVCache) -> None:
+        """Compute a rank's share."""
+        with torch.inference_mode():
+            module(
+                input_ids=torch.from_numpy(self.ids)[None],
+                position_ids=torch.from_numpy(self.positions)[None],
+                use_cache=False,
+                logits_to_keep=torch.zeros(1, dtype=torch.int64),
+                llmbatch=CpuAttention.of(pages, self.arrays),
+            )
+        if len(self.copies):
+            pages.copy(self.copies)
+
+
+@dataclass(frozen=True, slots=True)
+class RankStates:
+    """States for the head."""
+
+    states: torch.Tensor
+
+
+RankMessage = RankStep | RankStates
+
+
+def send(stream: IO[bytes], message: RankOrders | RankMessage) -> None:
+    """Write a message."""
+    pickle.dump(message, stream, protocol=pickle.HIGHEST_PROTOCOL)
+    stream.flush()
+
+
+def receive(stream: IO[bytes]) -> Any:
+    """Read the next message; None at the end."""
+    try:
+        return pickle.load(stream)
+    except EOFError:
+        return None

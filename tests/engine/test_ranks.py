@@ -1,0 +1,115 @@
+"""A model that is split over ranks gives what one process gives, and outlives the death of a rank."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from numpy.typing import NDArray
+
+from llmbatch import LLMOperator, ParameterError
+from llmbatch.engine.ranks.collectives import Collectives
+from llmbatch.engine.ranks.engine import RankedEngine
+from llmbatch.engine.ranks.plan import check_cores
+from llmbatch.scheduler.output import Step, StepResult
+from tests.support.models import tiny_model_folder
+
+pytestmark = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two ranks need two cores")
+
+ROWS = pa.table({"prompt": [f"row {i} says {'x' * (i % 17)}" for i in range(24)]})
+FAMILIES = ("qwen2", "gpt_oss", "qwen3_moe")
+
+
+def answers(folder: str, **options: Any) -> pa.Table:
+    common: dict[str, Any] = {"prompt": "prompt", "max_tokens": 6, "dtype": "float32", "kv_memory": 2**24}
+    operator = LLMOperator(model=folder, **{**common, **options})
+    table: pa.Table = operator(ROWS)
+    return table
+
+
+@contextmanager
+def noting_logits(noted: list[NDArray[np.float32]]) -> Iterator[None]:
+    """Note the logits of all rows that are sampled, in the order of steps."""
+    import llmbatch.engine.cpu.engine as engine
+
+    choose = engine.choose_tokens
+
+    def note(logits: NDArray[np.float32], *given: Any) -> Any:
+        noted.append(logits.copy())
+        return choose(logits, *given)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "choose_tokens", note)
+        yield
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_two_ranks_have_the_logits_of_one_process(tmp_path: Path, family: str) -> None:
+    folder = tiny_model_folder(tmp_path, family)
+    noted: dict[int, list[NDArray[np.float32]]] = {1: [], 2: []}
+    texts = []
+    for ranks, logits in noted.items():
+        with noting_logits(logits):
+            table = answers(folder, tensor_parallel=ranks, step_tokens=256, order="input")
+        texts.append(table["generated_text"].to_pylist())
+    assert texts[0] == texts[1]
+    alone, split = (np.concatenate(logits) for logits in noted.values())
+    assert float(np.abs(alone - split).max()) < 1e-4 * float(np.abs(alone).max())
+
+
+def test_rows_of_a_rank_that_dies_run_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tiny_model_folder(tmp_path, "qwen2")
+    execute, killed = RankedEngine.execute, []
+
+    def kill_once(engine: RankedEngine, step: Step) -> StepResult:
+        if step.index == 3 and not killed:
+            killed.append(engine.pids[0])
+            os.kill(engine.pids[0], signal.SIGKILL)
+        return execute(engine, step)
+
+    monkeypatch.setattr(RankedEngine, "execute", kill_once)
+    with caplog.at_level(logging.WARNING, "llmbatch"):
+        table = answers(folder, tensor_parallel=2, max_tokens=7)
+    assert len(killed) == 1
+    assert caplog.messages == ["rank 1 of 2 ended by signal 9: the rows of its step run again on new ranks"]
+    assert table["error"].null_count == len(table)
+    assert table["generated_text"].equals(answers(folder, max_tokens=7)["generated_text"])
+
+
+def test_heads_that_cannot_be_split_are_refused(tmp_path: Path) -> None:
+    folder = tiny_model_folder(tmp_path, "qwen2")
+    config = tmp_path / "config.json"
+    config.write_text(re.sub(r'"num_key_value_heads": \d+', '"num_key_value_heads": 3', config.read_text()))
+    message = f"tensor_parallel must divide the 3 KV heads of model {folder!r}, got 2: take 1 (--tensor-parallel)"
+    with pytest.raises(ParameterError, match=f"^{re.escape(message)}$"):
+        answers(folder, tensor_parallel=2)
+
+
+def test_more_ranks_than_cores_are_refused() -> None:
+    with pytest.raises(
+        ParameterError, match=r"^tensor_parallel must be at most 2, the cores that this process may use, got 3$"
+    ):
+        check_cores(3, cores=2)
+
+
+def test_ranks_are_refused_for_the_simulated_engine(tmp_path: Path) -> None:
+    with pytest.raises(
+        ParameterError, match=r"^tensor_parallel must be 1 for engine='simulated', which has no weights, got 2$"
+    ):
+        answers(str(tmp_path), tensor_parallel=2, engine="simulated")
+
+
+def test_the_ranks_share_a_vocabulary_that_they_do_not_divide() -> None:
+    shares = [Collectives(rank, 3).share_of(7) for rank in range(3)]
+    assert np.concatenate([np.array(share) for share in shares]).tolist() == list(range(7))
