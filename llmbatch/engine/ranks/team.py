@@ -6,6 +6,7 @@ import subprocess
 import time
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import IO, Final
 
@@ -76,3 +77,5 @@ def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
         process.kill()
     for process in processes:
         process.wait()
+        with suppress(OSError):  # what a rank that died did not read
+            _input(process).close()
