@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -85,7 +85,11 @@ class EngineFactory:
             return made
         from llmbatch.engine.ranks.first import with_ranks
 
-        pages = {"num_pages": pool.num_pages, "window_pages": pool.windows.num_pages, "page_size": pool.page_size}
+        pages: dict[str, Any] = {
+            "num_pages": pool.num_pages,
+            "window_pages": pool.windows.num_pages,
+            "page_size": pool.page_size,
+        }
         return with_ranks(made, loaded, replace(self.orders, **pages))
 
     def learnt(self, cost: CostModel) -> EngineFactory:
