@@ -63,12 +63,12 @@ def weights(folder: str, ranks: int) -> int:
 def time_sums(rank: int, port: int, hidden: int) -> dict[int, float]:
     """Time sums over two ranks, of which this process is one; seconds by rows."""
     import torch
-    from torch import distributed
 
     from llmbatch.engine.ranks.collectives import Collectives
 
     torch.set_num_threads(1)
     ranks = Collectives(rank, 2)
+    distributed: Any = torch.distributed
     ranks.join(distributed.TCPStore("127.0.0.1", port, 2, rank == 0))
     took = {}
     for rows in SUMMED_ROWS:
@@ -90,7 +90,7 @@ def result_of(process: subprocess.Popen[str]) -> Any:
     """Wait for its figure."""
     out, _ = process.communicate()
     if process.returncode:
-        raise SystemExit(f"{process.args} failed")
+        raise SystemExit(f"{process.args!r} failed")
     return json.loads(out.splitlines()[-1])
 
 

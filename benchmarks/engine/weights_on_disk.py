@@ -38,7 +38,8 @@ def main() -> None:
     sys.path.insert(0, str(ROOT))
     if given.child is not None:
         asked = json.loads(given.child)
-        print(json.dumps({"ours": _ours, "peer": _peer}[asked.pop("kind")](**asked)))
+        child: Any = {"ours": _ours, "peer": _peer}[asked.pop("kind")]
+        print(json.dumps(child(**asked)))
         return
     found: dict[str, dict[str, Any]] = {}
     for name in ("dense", "experts"):

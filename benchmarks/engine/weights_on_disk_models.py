@@ -83,4 +83,4 @@ def _mlp(name: str, hidden: int, inner: int) -> Iterator[tuple[str, torch.Tensor
 
 
 def _random(rows: int, columns: int) -> torch.Tensor:
-    return torch.randn(rows, columns) / columns**0.5
+    return torch.randn(rows, columns).mul_(columns**-0.5)

@@ -8,6 +8,7 @@ import re
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +40,7 @@ def answers(folder: str, **options: Any) -> pa.Table:
 @contextmanager
 def noting_logits(noted: list[NDArray[np.float32]]) -> Iterator[None]:
     """Note the logits of all rows that are sampled, in the order of steps."""
-    import llmbatch.engine.cpu.engine as engine
-
+    engine: Any = import_module("llmbatch.engine.cpu.engine")
     choose = engine.choose_tokens
 
     def note(logits: NDArray[np.float32], *given: Any) -> Any:
@@ -70,7 +70,8 @@ def test_rows_of_a_rank_that_dies_run_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = tiny_model_folder(tmp_path, "qwen2")
-    execute, killed = RankedEngine.execute, []
+    execute = RankedEngine.execute
+    killed: list[int] = []
 
     def kill_once(engine: RankedEngine, step: Step) -> StepResult:
         if step.index == 3 and not killed:

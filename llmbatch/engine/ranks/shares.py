@@ -10,6 +10,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from llmbatch.engine.cpu.linear import PackedLinear, pack_linears
+from llmbatch.engine.model.platform import Packed, Streaming
 from llmbatch.engine.ranks.collectives import Collectives, EmbeddingShare, HeadShare, SummedOutput
 from llmbatch.engine.ranks.plan import Cut, SplitPlan
 from llmbatch.kernels.spec import AttentionSpec
@@ -46,9 +47,16 @@ class Share:
             _tell_sizes(part)
 
     def pack(
-        self, model: nn.Module, specs: dict[int, AttentionSpec], dtype: torch.dtype, *, layer_bits: int | None
-    ) -> tuple[str, ...]:
+        self,
+        model: nn.Module,
+        specs: dict[int, AttentionSpec],
+        dtype: torch.dtype,
+        *,
+        layer_bits: int | None,
+        streaming: Streaming | None,
+    ) -> Packed:
         """Pack the layers of a fused model (`llmbatch.engine.model.platform.Packer`), and put shares together."""
+        assert streaming is None, "a share stays in memory"
         pack_linears(model, dtype, layer_bits=layer_bits)
         for name in self._plan.sums:
             _replace(model, name, SummedOutput(model.get_submodule(name), self.collectives))
@@ -57,7 +65,7 @@ class Share:
         _replace(model, self._plan.embedding, EmbeddingShare(embedding, tokens, self.collectives))
         head = model.get_submodule(self._plan.head)
         _replace(model, self._plan.head, HeadShare(head, self._vocabulary, self.collectives))
-        return ()
+        return Packed(())
 
     def _kept(self, tensor: torch.Tensor, cut: Cut) -> torch.Tensor:
         """Copy the part of a tensor that this rank has."""

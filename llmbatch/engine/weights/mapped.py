@@ -11,13 +11,14 @@ import re
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, cast
 
 import torch
 from safetensors import safe_open
 
 from llmbatch.errors import ModelError
 
+_PART: Final = 1 << 22  # numbers that are converted at once
 _EXPERT: Final = re.compile(r"(?P<layer>.*\.experts)\.(?P<expert>\d+)\.(?P<part>\w+)\.weight")
 _NUMBER: Final = re.compile(r"layers\.(\d+)\.")
 # Names of the gate's, the other input's and the output's matrix of an expert, as families have them.
@@ -90,8 +91,10 @@ class MappedWeights:
                 file.write(rows.to(self._dtype).view(torch.uint8).numpy().data)
             file.flush()
             storage = torch.UntypedStorage.from_file(file.name, shared=False, nbytes=size)
-        return torch.empty(0, dtype=self._dtype).set_(storage, 0, tensor.shape)
+        converted: Any = torch.empty(0, dtype=self._dtype)
+        return cast(torch.Tensor, converted.set_(storage, 0, tensor.shape))
 
 
 def _in_parts(values: torch.Tensor) -> Iterator[torch.Tensor]:
-    return iter(values.split(1 << 22))
+    for start in range(0, len(values), _PART):
+        yield values[start : start + _PART]

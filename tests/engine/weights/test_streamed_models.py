@@ -29,6 +29,7 @@ def logits(loaded: LoadedModel) -> torch.Tensor:
             for _ in range(2)
         )
     assert torch.equal(first, second)
+    assert isinstance(first, torch.Tensor)
     return first
 
 
