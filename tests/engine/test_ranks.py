@@ -27,7 +27,7 @@ from tests.support.models import tiny_model_folder
 pytestmark = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two ranks need two cores")
 
 ROWS = pa.table({"prompt": [f"row {i} says {'x' * (i % 17)}" for i in range(24)]})
-FAMILIES = ("qwen2", "gpt_oss", "qwen3_moe")
+FAMILIES = ("qwen2", "gpt_oss", pytest.param("qwen3_moe", marks=pytest.mark.slow))
 
 
 def answers(folder: str, **options: Any) -> pa.Table:
