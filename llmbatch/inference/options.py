@@ -293,12 +293,7 @@ class EngineArgs(TypedDict, total=False):
     ]
     page_size: Annotated[int | None, Keyword("tokens in a KV page", means="8 on a processor, 16 on a GPU", metavar="N")]
     max_running: Annotated[
-        int | None,
-        Keyword(
-            "most rows in flight",
-            means="512 on a processor, 2048 on a GPU, 4096 where weights stream",
-            metavar="N",
-        ),
+        int | None, Keyword("most rows in flight", means="512 on a processor, 2048 on a GPU", metavar="N")
     ]
     step_tokens: Annotated[int | None, Keyword("tokens of a step", means="decided step by step", metavar="N")]
     tensor_parallel: Annotated[

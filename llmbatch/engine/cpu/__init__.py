@@ -4,4 +4,4 @@ Must not import `engine.gpu`.
 Start reading at `engine`.
 """
 
-__all__ = ["compilation", "engine", "platform"]
+__all__ = ["attention", "compilation", "engine", "linear", "platform", "threads"]

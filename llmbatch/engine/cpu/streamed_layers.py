@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from llmbatch.engine.cpu.linear import PackedWeight
 from llmbatch.engine.cpu.memory import huge_pages
 from llmbatch.engine.weights.block_file import BlockFile
-from llmbatch.engine.weights.block_stream import Blocks, BlockStream
+from llmbatch.engine.weights.block_stream import BlockSource, BlockStream
 from llmbatch.engine.weights.residency import BUFFERS, StreamedWeights, kept_blocks, spread
 
 
@@ -28,7 +28,7 @@ class StreamedLayers:
         self._file = BlockFile(folder)
         self._stays: list[bool] = []
         self._places: dict[int, tuple[int, NDArray[np.int64]]] = {}  # by layer: its block, and its products in that
-        self._stream: Blocks | None = None
+        self._stream: BlockSource | None = None
         self._size = 0
 
     def store(self, layer: int, count: int, packed: list[PackedWeight]) -> None:

@@ -4,4 +4,4 @@ Must not import the engines that run it.
 Start reading at `loader`.
 """
 
-__all__ = ["checkpoints", "config", "fusion", "loader", "number_type", "ops", "outline", "platform"]
+__all__ = ["checkpoints", "config", "fusion", "loader", "number_type", "ops", "outline", "platform", "refusals"]

@@ -18,7 +18,7 @@ from llmbatch.engine.cpu.engine import CpuEngine
 from llmbatch.engine.ranks.collectives import RankLost
 from llmbatch.engine.ranks.messages import RankStates, RankStep
 from llmbatch.engine.ranks.shares import head_of
-from llmbatch.engine.ranks.team import Team
+from llmbatch.engine.ranks.team import RankTeam
 from llmbatch.preprocess.request_batch import RequestBatch
 from llmbatch.scheduler.output import Step, StepResult
 
@@ -26,7 +26,7 @@ from llmbatch.scheduler.output import Step, StepResult
 class RankedEngine:
     """Runs steps on a team of ranks. Where one of them dies it raises `RankLost`, and is of no more use."""
 
-    def __init__(self, engine: CpuEngine, module: nn.Module, team: Team) -> None:
+    def __init__(self, engine: CpuEngine, module: nn.Module, team: RankTeam) -> None:
         """Take the engine of the first rank, the share that it runs, and the other ranks."""
         self._engine = engine
         self._team = team

@@ -15,7 +15,7 @@ from llmbatch.engine.ranks.engine import RankedEngine
 from llmbatch.engine.ranks.messages import RankOrders
 from llmbatch.engine.ranks.plan import check_cores
 from llmbatch.engine.ranks.shares import Share, head_of
-from llmbatch.engine.ranks.team import Team
+from llmbatch.engine.ranks.team import RankTeam
 from llmbatch.system.processes import usable_cores
 
 
@@ -55,4 +55,4 @@ def orders_for(model: ModelConfig, config: EngineConfig) -> RankOrders:
 
 def with_ranks(engine: CpuEngine, loaded: LoadedModel, orders: RankOrders) -> RankedEngine:
     """Start the other ranks of a share, and return the engine of all. Raises JobError where one does not come up."""
-    return RankedEngine(engine, loaded.module, Team(orders, head_of(loaded.module).collectives))
+    return RankedEngine(engine, loaded.module, RankTeam(orders, head_of(loaded.module).collectives))

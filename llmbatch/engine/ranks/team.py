@@ -18,7 +18,7 @@ from llmbatch.system.processes import start_fed
 _GRACE_S: Final = 2.0  # from a lost connection to the end of its process
 
 
-class Team:
+class RankTeam:
     """Starts the other ranks, tells them what to compute, and ends them."""
 
     def __init__(self, orders: RankOrders, collectives: Collectives) -> None:

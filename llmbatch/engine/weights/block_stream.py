@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 
-class Blocks(Protocol):
+class BlockSource(Protocol):
     """Blocks that are used one after the other."""
 
     def take(self, block: int) -> NDArray[np.uint8]:

@@ -20,7 +20,7 @@ from llmbatch.engine.cpu.layer_weights import gated_order
 from llmbatch.engine.cpu.linear import PackedWeight
 from llmbatch.engine.cpu.memory import as_array
 from llmbatch.engine.model.number_type import WIDENED
-from llmbatch.engine.weights.block_stream import Blocks
+from llmbatch.engine.weights.block_stream import BlockSource
 from llmbatch.engine.weights.mapped import Expert
 from llmbatch.kernels.cpu.products import CONVERTERS, STORE, convert, multiply, rows_of_one_tile, tile_code
 from llmbatch.kernels.cpu.tiles.endings import COLUMNS
@@ -50,7 +50,7 @@ class PackedExpert:
             weight.panels = np.broadcast_to(np.uint32(0), weight.panels.shape)
 
 
-class Place(NamedTuple):
+class ExpertPlace(NamedTuple):
     """Where an expert lies in a file."""
 
     block: int
@@ -61,7 +61,11 @@ class Experts(nn.Module):
     """The experts of a layer."""
 
     def __init__(
-        self, experts: Sequence[PackedExpert], activation: int, places: dict[int, Place], stream: Blocks | None
+        self,
+        experts: Sequence[PackedExpert],
+        activation: int,
+        places: dict[int, ExpertPlace],
+        stream: BlockSource | None,
     ) -> None:
         """Take packed experts; those in `places` come through a stream."""
         super().__init__()

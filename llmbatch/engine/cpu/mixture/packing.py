@@ -16,12 +16,12 @@ from torch import nn
 from torch.nn import functional
 
 from llmbatch.engine.cpu.memory import huge_pages
-from llmbatch.engine.cpu.mixture.experts import Experts, PackedExpert, Place
+from llmbatch.engine.cpu.mixture.experts import ExpertPlace, Experts, PackedExpert
 from llmbatch.engine.model.fusion.modules import replace_modules
 from llmbatch.engine.model.fusion.probes import PROBE_TOKENS, equal
 from llmbatch.engine.model.platform import Streaming
 from llmbatch.engine.weights.block_file import BlockFile
-from llmbatch.engine.weights.block_stream import Blocks, BlockStream
+from llmbatch.engine.weights.block_stream import BlockSource, BlockStream
 from llmbatch.engine.weights.mapped import Expert
 from llmbatch.engine.weights.residency import BUFFERS, StreamedWeights, kept_blocks, spread
 from llmbatch.errors import ModelError
@@ -53,11 +53,11 @@ def pack_experts(model: nn.Module, dtype: torch.dtype, streaming: Streaming | No
     return packing.open()
 
 
-class _Late:
+class _Unpacked:
     """A stream that is opened when all blocks are written."""
 
     def __init__(self) -> None:
-        self.stream: Blocks | None = None
+        self.stream: BlockSource | None = None
 
     def take(self, block: int) -> Any:
         """Take a block of the stream."""
@@ -77,7 +77,7 @@ class _Packing:
         self._streaming = streaming
         self._around, self._count = around, count
         self._file = None if streaming is None else BlockFile(streaming.folder)
-        self._stream = _Late()
+        self._stream = _Unpacked()
         self._stays: list[bool] = []
         self._size = self._seen = 0
 
@@ -88,12 +88,12 @@ class _Packing:
         if activation is None or not _agrees(module, [read(one) for one in range(_PROBED)], activation, dtype):
             return None
         packed: list[PackedExpert] = []
-        places: dict[int, Place] = {}
+        places: dict[int, ExpertPlace] = {}
         for expert in range(count):
             packed.append(one := PackedExpert(read(expert)))
             if self._file is not None and not self._stay(one):
                 block, starts = self._file.append(one.panels)
-                places[expert] = Place(block, tuple(starts))
+                places[expert] = ExpertPlace(block, tuple(starts))
                 one.drop()
         return Experts(packed, activation, places, self._stream if places else None)
 
