@@ -131,8 +131,8 @@ class EngineFactory:
         )
 
 
-def size_pool(platform: Platform, model: ModelConfig, config: EngineConfig) -> Pool:
-    """Size the pool as far as it is known before the weights are loaded.
+def size_pool(platform: Platform, model: ModelConfig, config: EngineConfig, *, weights: int | None = None) -> Pool:
+    """Size the pool as far as it is known before the weights are loaded; `weights` is that of `memory_of_weights`.
 
     Raises ParameterError if no page fits, or if the device or the model cannot have pages of that size.
     """
@@ -149,21 +149,16 @@ def size_pool(platform: Platform, model: ModelConfig, config: EngineConfig) -> P
             "leave it out, or take kv_cache_dtype='auto'"
         )
     kept = {"window_bytes": model.window_bytes, "window": _kept_window(platform, model)}
-    free = _free_memory(platform)
-    weights = memory_of_weights(platform, model, config, free)
-    return pool_of(model, config, free=free, weights=weights, page_size=page_size, **kept)
+    return pool_of(model, config, free=_free_memory(platform), weights=weights, page_size=page_size, **kept)
 
 
-def memory_of_weights(
-    platform: Platform, model: ModelConfig, config: EngineConfig, free: float | None = None
-) -> int | None:
+def memory_of_weights(platform: Platform, model: ModelConfig, config: EngineConfig) -> int | None:
     """Return the bytes that weights may take, or None where all of them stay in memory. Raises ParameterError."""
     if config.tensor_parallel > 1:
         return None
     if config.weights == "auto" and config.weights_memory is None and model.quantisation is not None:
         return None  # those cannot be streamed
-    free = _free_memory(platform) if free is None else free
-    return weights_memory(config, shape_of(model), is_host=platform.is_host, free=free)
+    return weights_memory(config, shape_of(model), is_host=platform.is_host, free=_free_memory(platform))
 
 
 def _kept_window(platform: Platform, model: ModelConfig) -> int:

@@ -169,8 +169,8 @@ class UnloadedEngines(Engines):
             from llmbatch.engine.ranks.plan import check_heads
 
             check_heads(folder, config.config, options.tensor_parallel)
-        pool = size_pool(platform, config, options)
         weights_memory = memory_of_weights(platform, config, options)
+        pool = size_pool(platform, config, options, weights=weights_memory)
         return cls(options, tokenizer_of(folder, options), platform, config, pool, weights_memory)
 
     @cached_property

@@ -125,7 +125,7 @@ class QueuePlanner:
         least = TILE + self._pool.page_size
         if self._cost.overlap.exponent > 1:
             return least
-        longest = float(self._lengths.expected(self._tree.rows).mean.max())
+        longest = float(self._lengths.expected(self._tree.rows).mean.max(initial=1.0))
         return max(least, share_of_steps(plan.kv_tokens_needed, longest, self._rates))
 
     def _fixed(self) -> FixedBudget:

@@ -77,6 +77,11 @@ def _read(file: Path) -> tuple[float, bool] | None:
         return None
 
 
+def usable_cores() -> int:
+    """Count the cores that this process may run on."""
+    return len(os.sched_getaffinity(0))
+
+
 def _seconds_of_others() -> float:
     """Return the seconds that other processes have taken of the processors of this one, for each of these."""
     usable = {f"cpu{number}" for number in os.sched_getaffinity(0)}
@@ -91,7 +96,7 @@ def _seconds_of_others() -> float:
 
 
 def _file(name: str, versions: tuple[str, ...]) -> Path:
-    machine = (_processor(), len(os.sched_getaffinity(0)), os.environ.get("OMP_NUM_THREADS"))
+    machine = (_processor(), usable_cores(), os.environ.get("OMP_NUM_THREADS"))
     key = hashlib.sha256(repr((machine, versions)).encode()).hexdigest()[:16]
     return cache_folder() / "processors" / f"{name}-{key}.json"
 

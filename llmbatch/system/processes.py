@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import threading
@@ -28,11 +27,6 @@ def start_fed(module: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         _command(module, ()), stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True
     )
-
-
-def usable_cores() -> int:
-    """Count the cores that this process may run on."""
-    return len(os.sched_getaffinity(0))
 
 
 def await_beside(process: subprocess.Popen[bytes]) -> threading.Thread:

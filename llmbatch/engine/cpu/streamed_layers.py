@@ -19,6 +19,14 @@ from llmbatch.engine.weights.block_stream import BlockSource, BlockStream
 from llmbatch.engine.weights.residency import BUFFERS, StreamedWeights, kept_blocks, spread
 
 
+def open_stream(file: BlockFile, kept: int) -> tuple[BlockStream, StreamedWeights]:
+    """Return the stream of a file that is complete, beside `kept` bytes that stay, and what each step reads of it."""
+    rate = file.bytes_per_second()
+    buffers = [huge_pages((file.largest,), np.uint8) for _ in range(BUFFERS)]
+    beside = kept + sum(buffer.nbytes for buffer in buffers)
+    return BlockStream(file, buffers), StreamedWeights(beside, file.bytes, rate)
+
+
 class StreamedLayers:
     """Decides which layers stay, writes the others to a file, and brings them when they are to run."""
 
@@ -44,14 +52,11 @@ class StreamedLayers:
             weight.panels = np.broadcast_to(np.uint32(0), weight.panels.shape)  # of the same shape, and no memory
 
     def open(self) -> StreamedWeights | None:
-        """Make the buffers when all layers are stored; returns what each step reads, None where all stay."""
+        """Open the stream when all layers are stored; returns what each step reads, None where all stay."""
         if not len(self._file):
             return None
-        rate = self._file.bytes_per_second()
-        buffers = [huge_pages((self._file.largest,), np.uint8) for _ in range(BUFFERS)]
-        self._stream = BlockStream(self._file, buffers)
-        kept = sum(self._stays) * self._size + sum(buffer.nbytes for buffer in buffers)
-        return StreamedWeights(kept, self._file.bytes, rate)
+        self._stream, weights = open_stream(self._file, sum(self._stays) * self._size)
+        return weights
 
     def spans(self, first: int, end: int, panels: NDArray[np.int64]) -> Iterator[tuple[int, int]]:
         """Go through the layers [first, end) in spans that are in memory; `panels` get the addresses of each."""

@@ -16,7 +16,7 @@ from llmbatch.engine.ranks.messages import RankOrders
 from llmbatch.engine.ranks.plan import check_cores
 from llmbatch.engine.ranks.shares import Share, head_of
 from llmbatch.engine.ranks.team import RankTeam
-from llmbatch.system.processes import usable_cores
+from llmbatch.system.measurements import usable_cores
 
 
 def first_rank(platform: Platform, ranks: int) -> Platform:

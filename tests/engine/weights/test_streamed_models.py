@@ -77,7 +77,7 @@ def test_experts_that_no_token_is_sent_to_are_not_read(tmp_path: Path) -> None:
             assert blocks == [2]
             assert not onward
 
-    experts._stream = Stream()  # type: ignore[assignment]
+    experts.stream = Stream()  # type: ignore[assignment]
     hidden = torch.ones(3, experts._width)
     experts(hidden, torch.full((3, 1), 2), torch.ones(3, 1))
     assert taken == [2]

@@ -60,18 +60,12 @@ class ExpertPlace(NamedTuple):
 class Experts(nn.Module):
     """The experts of a layer."""
 
-    def __init__(
-        self,
-        experts: Sequence[PackedExpert],
-        activation: int,
-        places: dict[int, ExpertPlace],
-        stream: BlockSource | None,
-    ) -> None:
-        """Take packed experts; those in `places` come through a stream."""
+    def __init__(self, experts: Sequence[PackedExpert], activation: int, places: dict[int, ExpertPlace]) -> None:
+        """Take packed experts; those in `places` come through `stream`, which is given when their file is complete."""
         super().__init__()
+        self.stream: BlockSource | None = None
         self._experts = experts
         self._places = places
-        self._stream = stream
         up, down = experts[0].products
         self._dtype = up.dtype
         self._width, self._inner = up.width, len(up.panels) * COLUMNS // 2
@@ -100,20 +94,20 @@ class Experts(nn.Module):
 
     def _expect(self, touched: list[int]) -> None:
         """Say which blocks are coming."""
-        if self._stream is None:
+        if self.stream is None:
             return
         blocks = [self._places[expert].block for expert in touched if expert in self._places]
         if blocks:
-            self._stream.expect(blocks, onward=len(touched) >= _NEARLY_ALL * len(self._experts))
+            self.stream.expect(blocks, onward=len(touched) >= _NEARLY_ALL * len(self._experts))
 
     def _run(self, expert: int, rows: NDArray[Any], out: torch.Tensor) -> None:
         """Compute the rows that were sent to an expert."""
         weights = self._experts[expert].products
         addresses = [weight.panels.ctypes.data for weight in weights]
         if expert in self._places:
-            assert self._stream is not None, "its blocks come through one"
+            assert self.stream is not None, "its blocks come through one"
             block, starts = self._places[expert]
-            begun = self._stream.take(block).ctypes.data
+            begun = self.stream.take(block).ctypes.data
             addresses = [begun + start for start in starts]
         inner = torch.empty(len(rows), self._inner, dtype=self._inner_type)
         _multiply(self._codes[0], weights[0], addresses[0], rows, inner, COLUMNS // 2)

@@ -10,20 +10,18 @@ import copy
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
-import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
 
-from llmbatch.engine.cpu.memory import huge_pages
 from llmbatch.engine.cpu.mixture.experts import ExpertPlace, Experts, PackedExpert
+from llmbatch.engine.cpu.streamed_layers import open_stream
 from llmbatch.engine.model.fusion.modules import replace_modules
 from llmbatch.engine.model.fusion.probes import PROBE_TOKENS, equal
 from llmbatch.engine.model.platform import Streaming
 from llmbatch.engine.weights.block_file import BlockFile
-from llmbatch.engine.weights.block_stream import BlockSource, BlockStream
 from llmbatch.engine.weights.mapped import Expert
-from llmbatch.engine.weights.residency import BUFFERS, StreamedWeights, kept_blocks, spread
+from llmbatch.engine.weights.residency import StreamedWeights, kept_blocks, spread
 from llmbatch.errors import ModelError
 from llmbatch.kernels.spec import GELU_TANH, SILU
 
@@ -53,23 +51,6 @@ def pack_experts(model: nn.Module, dtype: torch.dtype, streaming: Streaming | No
     return packing.open()
 
 
-class _Unpacked:
-    """A stream that is opened when all blocks are written."""
-
-    def __init__(self) -> None:
-        self.stream: BlockSource | None = None
-
-    def take(self, block: int) -> Any:
-        """Take a block of the stream."""
-        assert self.stream is not None, "it is open"
-        return self.stream.take(block)
-
-    def expect(self, blocks: Any, *, onward: bool) -> None:
-        """Expect blocks of the stream."""
-        assert self.stream is not None, "it is open"
-        self.stream.expect(blocks, onward=onward)
-
-
 class _Packing:
     """Packs expert after expert: it stays in memory, or goes to a file."""
 
@@ -77,7 +58,7 @@ class _Packing:
         self._streaming = streaming
         self._around, self._count = around, count
         self._file = None if streaming is None else BlockFile(streaming.folder)
-        self._stream = _Unpacked()
+        self._streamed: list[Experts] = []
         self._stays: list[bool] = []
         self._size = self._seen = 0
 
@@ -95,17 +76,19 @@ class _Packing:
                 block, starts = self._file.append(one.panels)
                 places[expert] = ExpertPlace(block, tuple(starts))
                 one.drop()
-        return Experts(packed, activation, places, self._stream if places else None)
+        experts = Experts(packed, activation, places)
+        if places:
+            self._streamed.append(experts)
+        return experts
 
     def open(self) -> StreamedWeights | None:
-        """Make the buffers when all are packed; returns what steps read."""
+        """Open the stream when all are packed; returns what steps read."""
         if self._file is None or not len(self._file):
             return None
-        rate = self._file.bytes_per_second()
-        buffers = [huge_pages((self._file.largest,), np.uint8) for _ in range(BUFFERS)]
-        self._stream.stream = BlockStream(self._file, buffers)
-        kept = sum(self._stays) * self._size + sum(buffer.nbytes for buffer in buffers)
-        return StreamedWeights(kept, self._file.bytes, rate)
+        stream, weights = open_stream(self._file, sum(self._stays) * self._size)
+        for experts in self._streamed:
+            experts.stream = stream
+        return weights
 
     def _stay(self, expert: PackedExpert) -> bool:
         if not self._stays:
@@ -165,5 +148,5 @@ def _agrees(module: Any, some: list[Expert], activation: int, dtype: torch.dtype
     hidden = torch.randn(PROBE_TOKENS, some[0][0].shape[1], generator=torch.Generator().manual_seed(0)).to(dtype)
     index = torch.arange(PROBE_TOKENS)[:, None] % _PROBED
     weights = torch.linspace(0.2, 1.0, PROBE_TOKENS)[:, None].to(dtype)
-    ours = Experts([PackedExpert(one) for one in some], activation, {}, None)
+    ours = Experts([PackedExpert(one) for one in some], activation, {})
     return equal(ours(hidden, index, weights), probed(hidden, index, weights), dtype)
