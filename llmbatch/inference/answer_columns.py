@@ -1,4 +1,4 @@
-"""Columns of rows that ask for more than one text: several answers, what is told of tokens, scores."""
+"""Texts of answers, and columns of rows that ask for more: several answers, what is told of tokens, scores."""
 
 from __future__ import annotations
 
@@ -13,12 +13,32 @@ from numpy.typing import NDArray
 from llmbatch.engine.base import TokenLogprobs
 from llmbatch.inference.row_parts import RequestAnswer
 from llmbatch.inference.window import Window
+from llmbatch.preprocess.request_batch import RequestBatch
 from llmbatch.preprocess.sampling_params import SamplingParams
 from llmbatch.preprocess.tokenizer import Tokenizer
 
 REASONS: Final = ["error", "stop", "length", "error", "error", "error"]  # by `FinishReason`
 
 Value = Any  # of a column, as Arrow takes it from Python
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerTexts:
+    """The texts of generated tokens: without special tokens, each cut before the first of its stop strings."""
+
+    tokenizer: Tokenizer
+
+    def __call__(
+        self, requests: RequestBatch, index: NDArray[np.int32], answers: Sequence[NDArray[np.int32]]
+    ) -> list[str]:
+        """Decode the answers to the requests `index` of a batch."""
+        texts = self.tokenizer.decode(answers)
+        stops = [requests.params[i].stop for i in requests.params_index[index].tolist()]
+        for i, stop in enumerate(stops):
+            if stop:
+                found = [at for at in map(texts[i].find, stop) if at >= 0]
+                texts[i] = texts[i][: min(found, default=len(texts[i]))]
+        return texts
 
 
 @dataclass(frozen=True, slots=True)

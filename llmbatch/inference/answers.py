@@ -22,7 +22,6 @@ from llmbatch.inference.row_parts import RequestAnswer, RowParts
 from llmbatch.inference.window import Window
 from llmbatch.io.gather import pieces
 from llmbatch.preprocess.request_batch import BegunAnswers, RequestBatch
-from llmbatch.preprocess.tokenizer import Tokenizer
 from llmbatch.runtime.protocols import BegunRequests, CompletedRequests, EngineObserver, no_answer
 from llmbatch.scheduler.output import FinishReason
 from llmbatch.scheduler.scheduler import FinishedSequences
@@ -35,25 +34,6 @@ _SHARE = 0.2  # of a stream's seconds so far: the most that are at risk
 _REASONS = pa.array(REASONS)
 
 Texts = Callable[[RequestBatch, NDArray[np.int32], Sequence[NDArray[np.int32]]], list[str]]
-
-
-@dataclass(frozen=True, slots=True)
-class AnswerTexts:
-    """The texts of generated tokens: without special tokens, each cut before the first of its stop strings."""
-
-    tokenizer: Tokenizer
-
-    def __call__(
-        self, requests: RequestBatch, index: NDArray[np.int32], answers: Sequence[NDArray[np.int32]]
-    ) -> list[str]:
-        """Decode the answers to the requests `index` of a batch."""
-        texts = self.tokenizer.decode(answers)
-        stops = [requests.params[i].stop for i in requests.params_index[index].tolist()]
-        for i, stop in enumerate(stops):
-            if stop:
-                found = [at for at in map(texts[i].find, stop) if at >= 0]
-                texts[i] = texts[i][: min(found, default=len(texts[i]))]
-        return texts
 
 
 class AnswerSink(ABC):
@@ -80,6 +60,26 @@ class AnswerSink(ABC):
     def keep_begun(self, begun: Sequence[tuple[Window, BegunAnswers]]) -> None:
         """Take all answers of windows that have begun and not ended."""
 
+    @property
+    def asks_seconds(self) -> bool:
+        """Whether it is to be told how long the rest will take."""
+        return False
+
+    def seconds_left(self, seconds: float) -> None:
+        """See in how many seconds, as predicted, all that is in hand will have ended."""
+
+    @property
+    def lends(self) -> bool:
+        """Whether a part of what is left is to go on elsewhere."""
+        return False
+
+    def may_lend(self, window: Window) -> bool:
+        """Say whether rows of a window, which have one answer each, may go on elsewhere."""
+        return False
+
+    def lent(self, rows: Sequence[tuple[Window, NDArray[np.int32], BegunAnswers]]) -> None:
+        """Take rows that go on elsewhere, ascending, and what their answers have. None, if no move pays."""
+
 
 @dataclass(frozen=True, slots=True)
 class FlushPolicy:
@@ -99,10 +99,8 @@ class AnswerAssembler(EngineObserver[Window]):
     def __init__(
         self, sink: AnswerSink, texts: Texts, columns: AnswerColumns, row_timeout: float, at_risk: FlushPolicy
     ) -> None:
-        self._sink = sink
-        self._columns = columns
-        self._at_risk = at_risk
-        self._texts = texts
+        self._sink, self._at_risk = sink, at_risk
+        self._columns, self._texts = columns, texts
         self._timed_out = RowError(
             "timeout",
             f"a row may run for row_timeout, {row_timeout:g} s, and this one was not done by then: "
@@ -189,6 +187,33 @@ class AnswerAssembler(EngineObserver[Window]):
             told.append((window, window.begun_answers(np.array(list(waiting), np.int32), list(waiting.values()))))
         self._sink.keep_begun(told)
         self._kept = time.monotonic()
+
+    @property
+    def asks_seconds(self) -> bool:
+        """Whether the sink asks."""
+        return self._sink.asks_seconds
+
+    def seconds_left(self, seconds: float) -> None:
+        """Tell the sink."""
+        self._sink.seconds_left(seconds)
+
+    @property
+    def lends(self) -> bool:
+        """Whether the sink lends."""
+        return self._sink.lends
+
+    def may_lend(self, window: Window) -> bool:
+        """Say whether requests of a window may go on elsewhere: where rows have several, they stay together."""
+        return window.parts is None and self._sink.may_lend(window)
+
+    def lent(self, requests: list[BegunRequests[Window]]) -> None:
+        """Say which rows these are."""
+        rows = []
+        for one in requests:
+            window, begun = one.window, [i for i, tokens in enumerate(one.tokens) if len(tokens)]
+            answers = window.begun_answers(one.requests[begun], [one.tokens[i] for i in begun])
+            rows.append((window, np.sort(window.rows_of(one.requests)[0]), answers))
+        self._sink.lent(rows)
 
     def idle(self) -> None:
         """Hand on what was gathered: nothing else comes for now."""

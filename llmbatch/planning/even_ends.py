@@ -104,7 +104,7 @@ def rows_to_move(left: RowsLeft, cost: CostModel, pool_tokens: float) -> NDArray
 
     Both engines have a pool of so many tokens.
     """
-    before = seconds_left(left, np.ones(len(left.rows), np.bool_), cost, pool_tokens)
+    before = seconds_of_all(left, cost, pool_tokens)
     moved = _of_waiting(left, cost, pool_tokens) if left.waiting > 1 else _of_begun(left, cost, pool_tokens)
     after = _pair_seconds(left, moved, cost, pool_tokens)
     return left.rows[moved] if pays(before, after) else left.rows[:0]
@@ -122,6 +122,11 @@ def seconds_left(
     if rates.weights_share_memory:
         return float(cost.overlap(compute, memory + steps * rates.weight_seconds)) + fixed
     return max(float(cost.overlap(compute, memory)), steps * rates.weight_seconds) + fixed
+
+
+def seconds_of_all(left: RowsLeft, cost: CostModel, pool_tokens: float) -> float:
+    """Predict the seconds of all rows where they are."""
+    return seconds_left(left, np.ones(len(left.rows), np.bool_), cost, pool_tokens)
 
 
 def _pair_seconds(left: RowsLeft, moved: NDArray[np.bool_], cost: CostModel, pool_tokens: float) -> float:

@@ -3,47 +3,29 @@
 from __future__ import annotations
 
 import time
-from concurrent.futures import Executor, Future, wait
-from dataclasses import dataclass, field
-from typing import Any, Generic
+from concurrent.futures import Future, wait
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from llmbatch.engine.base import InterruptibleEngine, StreamEngine
+from llmbatch.engine.base import StreamEngine
 from llmbatch.kvcache.contents import Contents
+from llmbatch.planning.even_ends import rows_to_move, seconds_of_all
 from llmbatch.planning.prepared_shard import PreparedShard
-from llmbatch.planning.workload import Pool, Scheduling, findable_tokens
-from llmbatch.runtime.guest_seconds import seconds_of
-from llmbatch.runtime.live_guests import LiveGuests
+from llmbatch.planning.workload import findable_tokens
+from llmbatch.runtime.context import StreamContext
 from llmbatch.runtime.live_requests import LiveRequests, Renumbered
-from llmbatch.runtime.loops.interrupted_loop import InterruptedLoop
-from llmbatch.runtime.loops.pipelined_loop import PipelinedLoop, drive
-from llmbatch.runtime.loops.step_loop import EngineDied, SerialLoop
-from llmbatch.runtime.protocols import NO_REQUESTS, CompletedRequests, EngineObserver, GivenUp, Totals, W
-from llmbatch.runtime.refit import Refit
+from llmbatch.runtime.loops.interrupted_loop import drive_beside
+from llmbatch.runtime.loops.pipelined_loop import drive
+from llmbatch.runtime.loops.step_loop import EngineDied
+from llmbatch.runtime.protocols import NO_REQUESTS, CompletedRequests, EngineObserver, W
 from llmbatch.runtime.shard_run import Carried, ShardRun
-from llmbatch.scheduler.beside.guests import Latency
+from llmbatch.scheduler.beside.guest_seconds import seconds_of
 from llmbatch.scheduler.output import FinishReason, Step
 from llmbatch.scheduler.scheduler import FinishedSequences
-from llmbatch.system.at_once import AtOnce
 
 _LONGEST_WAIT = 60.0  # seconds
-
-
-@dataclass(frozen=True, slots=True)
-class StreamContext(Generic[W]):
-    """What stays the same while windows and engines come and go."""
-
-    pool: Pool
-    scheduling: Scheduling
-    refit: Refit
-    observer: EngineObserver[W]
-    row_timeout: float  # seconds
-    totals: Totals
-    guests: LiveGuests | None = None  # where guests may arrive
-    latency: Latency | None = None  # how long steps may take
-    planner: Executor = field(default_factory=AtOnce)  # makes plans, and prepares windows that join
 
 
 class ActiveRun(EngineObserver[W]):
@@ -68,7 +50,10 @@ class ActiveRun(EngineObserver[W]):
         self.requests = requests
         self._context = context
         self._guests = None if alone else context.guests
-        self._loop = self._make_loop()
+        self._alone = alone
+        self._loop = (
+            drive(engine, self) if self._guests is None else drive_beside(engine, self, self, self._guests.gaps)
+        )
         self._run: ShardRun = ShardRun(
             prepared.workload, self._loop, context.pool, context.refit.cost, context.scheduling,
             prepared=prepared, carried=carried, refit=context.refit, latency=context.latency, planner=context.planner,
@@ -79,15 +64,6 @@ class ActiveRun(EngineObserver[W]):
         self._ending = False
         self.next: Future[Any] | None = None  # what is to take the place of this run, made meanwhile
         self._dropped = False  # whether requests were that wait: only what takes the place of this run knows
-
-    def _make_loop(self) -> SerialLoop | PipelinedLoop:
-        """Make the loop that suits the engine; one that holds steps for guests where they can be held."""
-        engine = self.engine
-        if self._guests is None:
-            return drive(engine, self)
-        if isinstance(engine, InterruptibleEngine):
-            return InterruptedLoop(engine, self, self, self._guests.gaps)
-        return drive(engine, self, self)
 
     @classmethod
     def begin(
@@ -212,18 +188,32 @@ class ActiveRun(EngineObserver[W]):
 
     def drop_given_up(self) -> None:
         """Drop requests of windows that are not to be run any more, nor told of; nothing may be queued."""
-        live, observer = self.requests, self._context.observer
-        for number, window in enumerate(live.windows if observer.interrupts else ()):
-            given_up = observer.given_up(window)
-            if given_up == GivenUp.NONE:
-                continue
-            gone = live.open & (live.window == number)
-            if given_up == GivenUp.NOT_BEGUN:
-                gone &= ~live.begun
-            live.open[gone] = False
-            self._dropped |= bool(gone.any())
-            self._loop.withdraw(self._run.scheduler, np.flatnonzero(gone).astype(np.int32), FinishReason.CANCELLED)
-            observer.dropped(window, live.index[gone])
+        observer = self._context.observer
+        for window, gone in self.requests.given_up(observer):
+            self._withdraw(gone)
+            observer.dropped(window, self.requests.index[gone])
+
+    @property
+    def interrupts(self) -> bool:
+        """Whether requests are to go on elsewhere, and it is known what is left."""
+        return self._context.observer.lends and self._run.settled and not (self._alone or self._ending)
+
+    def lend(self) -> None:
+        """Let go of requests that go on elsewhere, if some are to; nothing may be queued."""
+        context, live = self._context, self.requests
+        left = self._run.left(context.refit.cost) if self.interrupts else None
+        if left is None:
+            return
+        lent = live.lendable(rows_to_move(left, context.refit.cost, context.pool.whole_tokens), context.observer)
+        told = live.of_windows(lent, self._begun_tokens())
+        self._withdraw(lent)
+        context.observer.lent(told)
+
+    def _withdraw(self, requests: NDArray[np.int32]) -> None:
+        """Take requests from the engine, of which nothing more is told."""
+        self.requests.open[requests] = False
+        self._dropped |= len(requests) > 0
+        self._loop.withdraw(self._run.scheduler, requests, FinishReason.CANCELLED)
 
     def dismissed(self, requests: NDArray[np.int32]) -> None:
         """Take note that these requests, which waited to be admitted, are in the hands of the scheduler no more."""
@@ -302,13 +292,24 @@ class ActiveRun(EngineObserver[W]):
             self._context.observer.after_step(finished)
             if self._context.observer.keeps_begun:
                 self.tell_of_begun()
+            if self._context.observer.asks_seconds:
+                self._tell_seconds()
         late = requests[open_[requests] & (spent[requests] > self._context.row_timeout)]
         return late[~self.requests.are_guests(late)] if len(late) else late
 
     def tell_of_begun(self) -> None:
         """Tell of all answers that have begun, here or before, and not ended."""
-        in_slots = self._run.scheduler.state.run.slots["request"]
-        self._context.observer.begun_so_far(self.requests.begun_answers(in_slots, self.engine.generated))
+        tokens = self._begun_tokens()
+        self._context.observer.begun_so_far(self.requests.of_windows(np.array(sorted(tokens), np.int32), tokens))
+
+    def _begun_tokens(self) -> dict[int, NDArray[np.int32]]:
+        return self.requests.begun_tokens(self._run.scheduler.state.run.slots["request"], self.engine.generated)
+
+    def _tell_seconds(self) -> None:
+        """Tell how long what is left takes, where that is known."""
+        context, left = self._context, self._run.left(self._context.refit.cost)
+        if left is not None:
+            context.observer.seconds_left(seconds_of_all(left, context.refit.cost, context.pool.whole_tokens))
 
     def _hand_on(self, finished: FinishedSequences) -> None:
         live, requests = self.requests, finished.requests

@@ -9,7 +9,8 @@ from typing import Generic
 
 from llmbatch.engine.base import StreamEngine
 from llmbatch.planning.prepared_shard import PreparedShard
-from llmbatch.runtime.active_run import ActiveRun, StreamContext
+from llmbatch.runtime.active_run import ActiveRun
+from llmbatch.runtime.context import StreamContext
 from llmbatch.runtime.live_requests import Following, LiveRequests
 from llmbatch.runtime.loops.step_loop import EngineDied
 from llmbatch.runtime.protocols import EngineProvider, W

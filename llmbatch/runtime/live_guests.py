@@ -20,10 +20,10 @@ from numpy.typing import NDArray
 from llmbatch.engine.base import TokenLogprobs
 from llmbatch.errors import RowError
 from llmbatch.planning.workload import Pool, too_long
-from llmbatch.runtime.guest_seconds import GuestSeconds
 from llmbatch.runtime.guests import Guest, GuestEnd, GuestInbox
 from llmbatch.runtime.protocols import no_answer
 from llmbatch.runtime.spare_rows import SpareRows
+from llmbatch.scheduler.beside.guest_seconds import GuestSeconds
 from llmbatch.scheduler.beside.guests import Arrivals
 from llmbatch.scheduler.beside.held_steps import TokenGaps
 from llmbatch.scheduler.output import FinishReason

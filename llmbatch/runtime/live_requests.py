@@ -16,10 +16,11 @@ from llmbatch.planning.prefix_tree import PrefixTree
 from llmbatch.planning.prepared_shard import PreparedShard
 from llmbatch.planning.workload import Pool, Scheduling, Workload
 from llmbatch.preprocess.request_batch import RequestBatch
-from llmbatch.runtime.protocols import BegunRequests, W
+from llmbatch.runtime.protocols import BegunRequests, EngineObserver, GivenUp, W
 from llmbatch.runtime.spare_rows import SpareRows
 
 _EXAMPLES: Final = 4096  # answers that the next window learns lengths from
+_NOTHING: Final = np.empty(0, np.int32)
 _CHANGING: Final = ("answered", "open", "begun", "spent", "attempts", "expected")  # columns that steps change
 
 
@@ -69,10 +70,10 @@ class LiveRequests(Generic[W]):
             if number >= 0
         ]
 
-    def begun_answers(
+    def begun_tokens(
         self, in_slots: NDArray[np.int32], generated: Callable[[int], NDArray[np.int32]]
-    ) -> list[BegunRequests[W]]:
-        """Find the answers of windows that have begun and not ended.
+    ) -> dict[int, NDArray[np.int32]]:
+        """Find the tokens of answers that have begun and not ended, by request.
 
         `in_slots` int32 [slots] are the requests in slots, -1: none, and `generated` returns the tokens in a slot.
         Others wait, and begin with the tokens of an earlier run.
@@ -84,12 +85,35 @@ class LiveRequests(Generic[W]):
         for request in np.flatnonzero(self.open & (self.requests.begun > 0)).tolist():
             if not len(tokens.get(request, ())):  # nor has its slot had a step
                 tokens[request] = self.requests.begun_tokens(request)
-        begun = np.array(sorted(request for request, one in tokens.items() if len(one)), np.int32)
-        begun = begun[self.open[begun]]
+        return {request: one for request, one in tokens.items() if len(one) and self.open[request]}
+
+    def of_windows(self, requests: NDArray[np.int32], tokens: dict[int, NDArray[np.int32]]) -> list[BegunRequests[W]]:
+        """Group requests by their windows, each with the tokens that its answer has, if it has begun."""
         return [
-            BegunRequests(window, self.index[begun[at]], [tokens[request] for request in begun[at].tolist()])
-            for window, at in self.by_window(begun)
+            BegunRequests(
+                window, self.index[requests[at]], [tokens.get(one, _NOTHING) for one in requests[at].tolist()]
+            )
+            for window, at in self.by_window(requests)
         ]
+
+    def given_up(self, observer: EngineObserver[W]) -> list[tuple[W, NDArray[np.int32]]]:
+        """Find the requests of each window that are not to be run any more."""
+        found = []
+        for number, window in enumerate(self.windows if observer.interrupts else ()):
+            gone = self.open & (self.window == number)
+            why = observer.given_up(window)
+            if why == GivenUp.NOT_BEGUN:
+                gone &= ~self.begun
+            if why != GivenUp.NONE:
+                found.append((window, np.flatnonzero(gone).astype(np.int32)))
+        return found
+
+    def lendable(self, requests: NDArray[np.int32], observer: EngineObserver[W]) -> NDArray[np.int32]:
+        """Return those of the requests that are of windows that may lend, ascending."""
+        requests = np.sort(requests[self.open[requests]])
+        may = [at for window, at in self.by_window(requests) if observer.may_lend(window)]
+        lent: NDArray[np.int32] = requests[np.sort(np.concatenate([np.empty(0, np.intp), *may]))]
+        return lent
 
     def are_guests(self, requests: NDArray[np.int32]) -> NDArray[np.bool_]:
         """Tell which requests are guests'."""

@@ -81,7 +81,7 @@ class BegunRequests(Generic[W]):
 
     window: W
     requests: NDArray[np.int32]
-    tokens: list[NDArray[np.int32]]  # of their answers so far, at least one
+    tokens: list[NDArray[np.int32]]  # of their answers so far, at least one; those that are lent may have none
 
 
 class GivenUp(IntEnum):
@@ -118,7 +118,7 @@ class EngineObserver(Generic[W]):
 
     @property
     def interrupts(self) -> bool:
-        """Whether a window is to join at once, or requests are given up. Asked before each step of who has guests."""
+        """Whether a window is to join at once, or requests are given up or lent. Asked before each step."""
         return False
 
     def given_up(self, window: W) -> GivenUp:
@@ -144,6 +144,26 @@ class EngineObserver(Generic[W]):
 
     def begun_so_far(self, begun: list[BegunRequests[W]]) -> None:
         """Take all answers that have begun and not ended."""
+
+    @property
+    def asks_seconds(self) -> bool:
+        """Whether to be told how long the rest will take. Asked after each step."""
+        return False
+
+    def seconds_left(self, seconds: float) -> None:
+        """See in how many seconds, as predicted, all that runs and waits will have ended."""
+
+    @property
+    def lends(self) -> bool:
+        """Whether a part of what is left is to go on elsewhere. Asked before each step of who has no guests."""
+        return False
+
+    def may_lend(self, window: W) -> bool:
+        """Say whether requests of a window may go on elsewhere."""
+        return False
+
+    def lent(self, requests: list[BegunRequests[W]]) -> None:
+        """Take requests that go on elsewhere, begun or not: nothing more is told of them. None, if no move pays."""
 
     def failed(self, window: W, errors: dict[int, RowError], attempts: int) -> None:
         """See requests that will have no answer, and why, after so many attempts each."""

@@ -187,6 +187,11 @@ class ShardRun:
             self.advance(self._steering.lot_alone)
         self._shard = replace(self._shard, plan=None, sample=None)  # more is known now
 
+    @property
+    def settled(self) -> bool:
+        """Whether it is known what is left: no sample runs."""
+        return self._settled is not None
+
     def left(self, cost: CostModel) -> RowsLeft | None:
         """Count what is left, at the cost of some devices; None while that is not known yet, since a sample runs."""
         return None if self._settled is None else self._queue.left(self._settled, cost)

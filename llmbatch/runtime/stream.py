@@ -32,7 +32,8 @@ from llmbatch.engine.base import StreamEngine
 from llmbatch.perf_model.cost import CostModel
 from llmbatch.planning.workload import Pool, Scheduling, fit_requests
 from llmbatch.preprocess.request_batch import RequestBatch
-from llmbatch.runtime.active_run import ActiveRun, StreamContext
+from llmbatch.runtime.active_run import ActiveRun
+from llmbatch.runtime.context import StreamContext
 from llmbatch.runtime.current_run import CurrentRun, Idle
 from llmbatch.runtime.deadly_rows import DeadlyRows
 from llmbatch.runtime.guests import GuestInbox
@@ -161,6 +162,7 @@ class Stream(Generic[W]):
         context, now, guests = self._context, self._current.now, self._context.guests
         if isinstance(now, ActiveRun):
             now.drop_given_up()
+            now.lend()
         kept = now.requests.going_on(self._rng)
         spare = None if guests is None else (_SPARE_ROWS, _SPARE_TOKENS + guests.tokens_entering)
         contents = now.contents() if isinstance(now, ActiveRun) else None

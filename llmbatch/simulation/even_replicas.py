@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from llmbatch.perf_model.collectives import on_joined
 from llmbatch.perf_model.cost import CostModel
-from llmbatch.planning.even_ends import JOIN_SECONDS, pays, rows_to_move, seconds_joined, seconds_left
+from llmbatch.planning.even_ends import JOIN_SECONDS, pays, rows_to_move, seconds_joined, seconds_of_all
 from llmbatch.planning.prefix_tree import PrefixTree
 from llmbatch.planning.workload import Examples, Pool, Scheduling, Workload
 from llmbatch.runtime.shard_run import ShardRun
@@ -95,8 +95,7 @@ class EvenReplicas:
             cost, pool = self._of(engine.devices)
             left = engine.left(cost)
             if left is not None and len(left.rows):
-                whole = np.ones(len(left.rows), np.bool_)
-                ends.append((engine.clock + seconds_left(left, whole, cost, pool.whole_tokens), engine))
+                ends.append((engine.clock + seconds_of_all(left, cost, pool.whole_tokens), engine))
         return sorted(ends, key=lambda one: -one[0])
 
     def _take(self, donor: TurnEngine) -> bool:

@@ -24,75 +24,123 @@ from llmbatch.inference.answers import SECONDS_AT_RISK, AnswerSink, FlushPolicy
 from llmbatch.inference.window import Window
 from llmbatch.inference.worker import Worker
 from llmbatch.io.gather import pick
+from llmbatch.operators.ray.borrowed import BorrowedRows
 from llmbatch.operators.ray.ledger import MOST_DEATHS
+from llmbatch.operators.ray.loan_desk import LoanDesk, RowsToLend
+from llmbatch.operators.ray.rows_owner import RowsOwner
 from llmbatch.operators.ray.shard_call import Reports, ShardCall
 from llmbatch.operators.ray.shard_queue import ShardQueue
-from llmbatch.preprocess.request_batch import BegunAnswers
+from llmbatch.preprocess.request_batch import BegunAnswers, RowRequests
 from llmbatch.runtime.protocols import Stop
 
 _HELD = FlushPolicy(64, 0.25)  # by the stream: what it holds is in flight still
+_PREDICTED = 1.0  # seconds between two predictions of the end
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    call: ShardCall
+    owner: RowsOwner
     rows: NDArray[np.int64]  # of its table
-    deaths: int  # that these rows were involved in
+    lends: bool = False
 
 
 class SharedEngine(AnswerSink):
     """An engine in a thread of its own, which several calls use at once. The weights are loaded there, at once."""
 
-    def __init__(self, worker: Worker) -> None:
+    def __init__(self, worker: Worker, desk: LoanDesk | None = None) -> None:
+        """Lend and borrow rows where there is a desk for that."""
         self._worker = worker
+        self._desk = desk
         self._feed = ShardQueue()
         self._numbers = itertools.count()
         self._parts: dict[int, _Part] = {}  # by number of the window
+        self._calls = 0
+        self._rows_left = 0  # in the engine, or on their way into it
+        self._loaded = False
         self._error: BaseException | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._closed = False
-        self._kept = time.monotonic()
+        self._kept = self._predicted = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
+        if desk is not None:
+            desk.open(self)
 
     def answer(self, call: ShardCall, reports: Reports) -> pa.Table:
         """Return the call's table with its answers. Raises what the engine fails of: JobError, ModelError."""
-        parts = {next(self._numbers): _Part(call, rows, deaths) for rows, deaths in call.parts()}
-        windows = [self._window(number, part) for number, part in parts.items()]
-        with self._lock:
-            if self._error is not None:
-                raise self._error
-            self._parts.update(parts)
-        for window, part in zip(windows, parts.values(), strict=True):
-            self._feed.put(window, apart=0 < part.deaths < MOST_DEATHS)
+        self._enter(1)
         try:
-            return call.finish(reports)
+            for rows, deaths in call.parts():
+                part = _Part(call, rows, lends=deaths == 0 and self._desk is not None and self._desk.can_lend)
+                self._put(part, self._window(call, rows, deaths), apart=0 < deaths < MOST_DEATHS)
+            answered = call.finish(reports)
+            if self._desk is not None:
+                self._desk.stay(lambda: self._calls > 1)
+            return answered
         finally:
+            self._enter(-1)
             with self._lock:
-                for number in parts:
-                    del self._parts[number]
+                self._parts = {number: part for number, part in self._parts.items() if part.owner is not call}
+
+    def _enter(self, calls: int) -> None:
+        """Count calls that come and go."""
+        with self._lock:
+            self._calls += calls
+        if self._desk is not None:
+            self._desk.wake()
+
+    def borrow(self, borrowed: BorrowedRows) -> None:
+        """Run rows of another actor."""
+        loan = borrowed.loan
+        shard = self._worker.go_on(self._worker.shard(loan.table, loan.keys), loan.begun)
+        with self._lock:
+            if self._error is None:
+                self._put(_Part(borrowed, np.arange(len(loan.keys))), self._window_of(loan.table, shard, loan.keys))
+
+    def take_back(self, call: ShardCall, rows: NDArray[np.int64], answers: pa.RecordBatch | None) -> None:
+        """Take rows of a call that were lent: their `answers`, or else to run them here, where they stay then."""
+        if answers is not None:
+            error = self._error_of(answers)
+            if error is not None:
+                self.fail(error)
+            call.answered(rows, answers)
+            return
+        window = self._window(call, rows, 0)
+        with self._lock:
+            if any(part.owner is call for part in self._parts.values()):
+                self._put(_Part(call, rows), window)
+
+    def fail(self, error: BaseException) -> None:
+        """End all calls: each of them raises this."""
+        with self._lock:
+            self._error = error
+            owners = {part.owner for part in self._parts.values()}
+        for owner in owners:
+            owner.fail(error)
 
     def close(self) -> None:
         """End the thread, after the step that it is at: one that still computes when Python ends aborts the process."""
         self._closed = True
         self._feed.close()
+        self._leave()
         self._thread.join()
 
     def begun(self, window: Window, rows: NDArray[np.int32]) -> None:
         """Take note of rows that are given to the engine."""
         part = self._parts[window.number]
-        part.call.begun(part.rows[rows])
+        part.owner.begun(part.rows[rows])
 
     def write(self, window: Window, rows: pa.RecordBatch) -> None:
-        """Hand answers to the call they are of."""
-        if self._worker.options.on_error == "raise" and rows["error"].null_count < rows.num_rows:
-            first = rows.filter(rows["error"].is_valid()).slice(0, 1)
-            raise JobError(
-                f"a row failed ({first['error_kind'][0]}): {first['error'][0]}; "
-                "on_error='column' keeps such rows, with their error, and goes on"
-            )
+        """Hand answers to those they are of."""
         part = self._parts[window.number]
-        part.call.answered(part.rows[rows["row"].to_numpy()], rows)
+        error = self._error_of(rows) if isinstance(part.owner, ShardCall) else None
+        if error is not None:
+            raise error
+        part.owner.answered(part.rows[rows["row"].to_numpy()], rows)
+        if isinstance(part.owner, BorrowedRows) and part.owner.is_over:
+            with self._lock:
+                del self._parts[window.number]
+        self._count(-rows.num_rows)
 
     @property
     def keeps_begun(self) -> bool:
@@ -102,24 +150,82 @@ class SharedEngine(AnswerSink):
     def keep_begun(self, begun: Sequence[tuple[Window, BegunAnswers]]) -> None:
         """Hand each call what its answers have so far."""
         self._kept = time.monotonic()
-        of: dict[ShardCall, list[tuple[NDArray[np.int64], BegunAnswers]]] = {}
+        of: dict[RowsOwner, list[tuple[NDArray[np.int64], BegunAnswers]]] = {}
         for window, answers in begun:
             part = self._parts[window.number]
-            of.setdefault(part.call, []).append((part.rows, answers))
-        for call, parts in of.items():
-            call.keep_begun(parts)
+            of.setdefault(part.owner, []).append((part.rows, answers))
+        for owner, parts in of.items():
+            owner.keep_begun(parts)
+
+    @property
+    def asks_seconds(self) -> bool:
+        """Whether it is time to tell the desk how long the rest takes."""
+        return self._desk is not None and time.monotonic() - self._predicted >= _PREDICTED
+
+    def seconds_left(self, seconds: float) -> None:
+        """Tell the desk."""
+        self._predicted = time.monotonic()
+        if self._desk is not None:
+            self._desk.note(idle=False, seconds=seconds)
+
+    @property
+    def lends(self) -> bool:
+        """Whether rows are to be lent."""
+        return self._desk is not None and self._desk.wanted
+
+    def may_lend(self, window: Window) -> bool:
+        """Say whether rows of a window may be lent: not those that were lent before, nor suspects."""
+        return self._parts[window.number].lends
+
+    def lent(self, rows: Sequence[tuple[Window, NDArray[np.int32], BegunAnswers]]) -> None:
+        """Leave rows at the desk."""
+        assert self._desk is not None, "it asked for them"
+        parts = []
+        for window, of, begun in rows:
+            part = self._parts[window.number]
+            assert isinstance(part.owner, ShardCall), "what is borrowed is not lent"
+            places = BegunAnswers(np.searchsorted(of, begun.rows).astype(np.int32), begun.asks, begun.tokens)
+            parts.append(RowsToLend(part.owner, part.rows[of], places))
+        self._desk.lend(parts)
+        self._count(-sum(len(of) for _, of, _ in rows))
 
     def after_step(self) -> None:
         """End the stream where the engine was closed."""
         if self._closed:
             raise Stop(time.monotonic())
 
-    def _window(self, number: int, part: _Part) -> Window:
-        rows = part.rows
-        table = pick(part.call.table.to_batches(), rows, part.call.table.schema)
-        keys = part.call.keys[rows]
+    def _put(self, part: _Part, window: Window, *, apart: bool = False) -> None:
+        """Have a window run. Raises what the engine has failed of."""
+        with self._lock:
+            if self._error is not None:
+                raise self._error
+            self._parts[window.number] = part
+            self._count(len(part.rows))
+        self._feed.put(window, apart=apart)
+
+    def _count(self, rows: int) -> None:
+        """Count rows that come and go, and tell the desk where there are none."""
+        with self._lock:
+            self._rows_left += rows
+            idle = self._loaded and self._rows_left == 0
+        if self._desk is not None and (idle or rows > 0):
+            self._desk.note(idle=idle, seconds=None)
+
+    def _error_of(self, rows: pa.RecordBatch) -> JobError | None:
+        """Return what ends the job, if a row failed that must not."""
+        if self._worker.options.on_error != "raise" or rows["error"].null_count == rows.num_rows:
+            return None
+        first = rows.filter(rows["error"].is_valid()).slice(0, 1)
+        return JobError(
+            f"a row failed ({first['error_kind'][0]}): {first['error'][0]}; "
+            "on_error='column' keeps such rows, with their error, and goes on"
+        )
+
+    def _window(self, call: ShardCall, rows: NDArray[np.int64], deaths: int) -> Window:
+        table = pick(call.table.to_batches(), rows, call.table.schema)
+        keys = call.keys[rows]
         shard = self._worker.shard(table, keys)
-        if part.deaths == MOST_DEATHS:
+        if deaths == MOST_DEATHS:
             error = RowError(
                 "engine",
                 f"the process of the engine died {MOST_DEATHS} times while it ran this row, "
@@ -132,18 +238,25 @@ class SharedEngine(AnswerSink):
                 errors=dict.fromkeys(range(len(rows)), error),
             )
         else:
-            shard = self._worker.go_on(shard, part.call.begun_of(rows))
-        schema = self._worker.answer_schema(table.schema)
+            shard = self._worker.go_on(shard, call.begun_of(rows))
+        return self._window_of(table, shard, keys)
+
+    def _window_of(self, table: pa.Table, shard: RowRequests, keys: NDArray[np.uint64]) -> Window:
+        schema, number = self._worker.answer_schema(table.schema), next(self._numbers)
         return Window.of(table, shard, schema, number=number, first=0, keys=keys, contents=keys)
 
     def _run(self) -> None:
         try:
             self._worker.load()
+            self._loaded = True
+            self._count(0)
             while self._feed.wait():
                 self._worker.stream(self._feed, self, at_risk=_HELD)
         except BaseException as error:  # raised in the threads that wait for answers
-            with self._lock:
-                self._error = error
-                calls = {part.call for part in self._parts.values()}
-            for call in calls:
-                call.fail(error)
+            self.fail(error)
+            self._leave()
+
+    def _leave(self) -> None:
+        """Lend and borrow no more."""
+        if self._desk is not None:
+            self._desk.close()

@@ -12,11 +12,8 @@ blocks Ray Data cuts it into, and Ray Data wants a batch size where there are GP
 
 from __future__ import annotations
 
-import atexit
 import hashlib
 import os
-import shutil
-import sys
 import tempfile
 import warnings
 import weakref
@@ -36,13 +33,15 @@ from llmbatch.choices import DType
 from llmbatch.errors import DataError, ParameterError
 from llmbatch.inference.answer_schema import AnswerSchema
 from llmbatch.inference.options import Options
-from llmbatch.inference.progress import Lines, Silence
 from llmbatch.inference.worker import Worker
 from llmbatch.io.row_hash import hash_rows
 from llmbatch.operators.columns_read import columns_read
 from llmbatch.operators.ray.actor import SharedEngine
 from llmbatch.operators.ray.in_flight import InFlightRows, left_behind
-from llmbatch.operators.ray.ledger import ActorHome, Ledger, ShardHistory
+from llmbatch.operators.ray.ledger import ActorHome
+from llmbatch.operators.ray.ledger_actor import LedgerBeats, LedgerReports, start_ledger
+from llmbatch.operators.ray.loan_desk import LoanDesk
+from llmbatch.operators.ray.place import Place
 from llmbatch.operators.ray.shard_call import ShardCall
 from llmbatch.operators.ray.sharding import OUTLINE, ROWS_PER_SHARD, Shards, cut, outline
 from llmbatch.operators.workers import worker_of
@@ -103,7 +102,7 @@ def map_dataset(
     if not outlines.num_rows:
         return ray.data.from_arrow(worker.answer_schema(schema).of_table(schema).empty_table())
     shards = cut(outlines, worker.cost, worker.pool, worker.scheduling, actors=most, rows_per_shard=rows_per_shard)
-    ledger = _start_ledger(outlines.num_rows, quiet)
+    ledger = start_ledger(outlines.num_rows, quiet)
     assigned = _map(
         ds, _assign, fn_kwargs={"options": options, "shards": ray.put(shards)}, udf_modifying_row_count=False
     )
@@ -222,48 +221,6 @@ def _pack(table: pa.Table) -> pa.Table:
     return pa.table({"rows": pa.array([memoryview(sink.getvalue())], pa.large_binary())})
 
 
-class _LedgerActor(Ledger):
-    """The ledger in a process beside the driver; its lines are shown there under this name."""
-
-    def __init__(self, folder: str, rows: int, quiet: bool) -> None:
-        super().__init__(folder, rows, Silence() if quiet else Lines(sys.stderr))
-        self._folder = folder
-
-    def __repr__(self) -> str:
-        return "llmbatch"
-
-    def __ray_shutdown__(self) -> None:
-        """End; Ray calls this when nobody knows this actor any more."""
-        shutil.rmtree(self._folder, ignore_errors=True)
-
-
-def _start_ledger(rows: int, quiet: bool) -> Any:
-    """Start a ledger on the driver's node. It ends with the last dataset that knows it."""
-    folder = tempfile.mkdtemp(prefix="llmbatch-ledger-")
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    actor: Any = ray.remote(_LedgerActor)
-    lasting = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": -1}
-    return actor.options(scheduling_strategy=here, **lasting).remote(folder, rows, quiet)
-
-
-class _Reports:
-    """The ledger's actor, called and waited for (`llmbatch.operators.ray.shard_call.Reports`)."""
-
-    def __init__(self, ledger: Any) -> None:
-        self._ledger = ledger
-
-    def begin(self, shard: int) -> ShardHistory:
-        known: ShardHistory = ray.get(self._ledger.begin.remote(shard))
-        return known
-
-    def report(self, shard: int, call: int, answers: pa.RecordBatch, *, last: bool) -> None:
-        ray.get(self._ledger.report.remote(shard, call, answers, last=last))
-
-    def keep_begun(self, shard: int, call: int, begun: pa.RecordBatch) -> None:
-        ray.get(self._ledger.keep_begun.remote(shard, call, begun))
-
-
 class _Actor:
     """What Ray Data constructs in each actor, and calls with one shard at a time in each of a few threads."""
 
@@ -275,13 +232,17 @@ class _Actor:
             if find_platform(options.device).is_host:
                 options = replace(options, dtype=host_dtype)
         self._options = options
-        self._reports = _Reports(ledger)
+        self._reports = LedgerReports(ledger)
         context = ray.get_runtime_context()
-        actor = context.get_actor_id()
+        actor = str(context.get_actor_id())
         file = Path(tempfile.gettempdir()) / f"llmbatch-flight-{actor}-{os.getpid()}"
-        self._engine = SharedEngine(Worker.open(options))
-        weakref.finalize(self, self._engine.close)
         self._flight = InFlightRows(file)
+        process, place = f"{actor}-{os.getpid()}", Place.here()
+        desk = LoanDesk(
+            LedgerBeats(ledger), self._flight, columns_read(options), actor=actor, process=process, place=place
+        )
+        self._engine = SharedEngine(Worker.open(options), desk)
+        weakref.finalize(self, self._engine.close)
         # Called first, since closing waits for a step, and Ray may kill what waits: this process ends of itself.
         weakref.finalize(self, file.unlink, missing_ok=True)
         before = ray.get(ledger.settle.remote(actor, ActorHome(context.get_node_id(), str(file))))

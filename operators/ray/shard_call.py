@@ -19,6 +19,8 @@ from llmbatch.inference.answer_schema import AnswerSchema, add_answers
 from llmbatch.io.gather import pick
 from llmbatch.operators.ray.in_flight import ROW, InFlightRows
 from llmbatch.operators.ray.ledger import BEGUN, MOST_DEATHS, TOGETHER, ShardHistory, report_schema
+from llmbatch.operators.ray.loans import Loan
+from llmbatch.operators.ray.rows_owner import RowsOwner
 from llmbatch.operators.ray.sharding import occurrences
 from llmbatch.preprocess.request_batch import BegunAnswers
 
@@ -43,7 +45,7 @@ class Reports(Protocol):
         ...
 
 
-class ShardCall:
+class ShardCall(RowsOwner):
     """The rows of a shard on their way through an engine."""
 
     def __init__(
@@ -119,6 +121,21 @@ class ShardCall:
         ]
         with self._changed:
             self._begun = pa.concat_batches(batches)
+
+    def lend(self, number: str, rows: NDArray[np.int64], begun: BegunAnswers, columns: list[str]) -> Loan:
+        """Make a loan of rows, ascending, which are in flight here no more; what there is of them is kept."""
+        slots = self._slots[rows]
+        self._flight.leave(slots[slots >= 0])
+        self._slots[rows] = -1
+        recalled = self._recalled
+        others = np.flatnonzero(~np.isin(recalled.rows, rows))
+        self._recalled = BegunAnswers(
+            np.concatenate((recalled.rows[others], rows[begun.rows].astype(np.int32))),
+            np.concatenate((recalled.asks[others], begun.asks)),
+            [*(recalled.tokens[i] for i in others.tolist()), *begun.tokens],
+        )
+        table = pick(self.table.select(columns).to_batches(), rows, self.table.select(columns).schema)
+        return Loan(number, self._rows[rows], self.keys[rows], table, begun)
 
     def begun(self, rows: NDArray[np.int64]) -> None:
         """Take note of rows that are given to the engine, some of them perhaps once more."""

@@ -41,17 +41,23 @@ class Job:
     """`map_dataset`, whose ledger a test may look into."""
 
     def __init__(self, ds: ray.data.Dataset, op: Any, **options: Any) -> None:
-        start_ledger = operators_ray._start_ledger
+        module: Any = operators_ray
+        start_ledger = module.start_ledger
 
         def kept(rows: int, quiet: bool) -> Any:
             self.ledger = start_ledger(rows, quiet)
             return self.ledger
 
-        operators_ray._start_ledger = kept
+        module.start_ledger = kept
         try:
             self.ds = operators_ray.map_dataset(ds, op, quiet=True, **options)
         finally:
-            operators_ray._start_ledger = start_ledger
+            module.start_ledger = start_ledger
+
+    def moved(self) -> int:
+        """How many rows one engine has lent to another."""
+        moved: int = ray.get(self.ledger.moved.remote())
+        return moved
 
     def counts(self) -> Counts:
         """What the ledger has counted."""

@@ -26,7 +26,8 @@ import time
 from functools import partial
 from typing import Any, Final, Protocol
 
-from llmbatch.engine.base import InterruptibleEngine
+from llmbatch.engine.base import Engine, InterruptibleEngine
+from llmbatch.runtime.loops.pipelined_loop import PipelinedLoop, drive
 from llmbatch.runtime.loops.step_loop import EngineDied, LengthObservations, SerialLoop, StepGuests
 from llmbatch.runtime.protocols import EngineObserver
 from llmbatch.scheduler.beside.held_steps import TokenGaps, corrected, guests_run, guests_wait, keep_within
@@ -124,3 +125,12 @@ class InterruptedLoop(SerialLoop):
         ended = time.monotonic()
         self._gaps.held(begun, ended)
         guests.ended_meanwhile(finished, ended - begun)
+
+
+def drive_beside(
+    engine: Engine, observer: EngineObserver[Any], guests: HoldingGuests, gaps: TokenGaps
+) -> SerialLoop | PipelinedLoop:
+    """Return the loop that suits an engine with guests: one that holds steps for them where they can be held."""
+    if isinstance(engine, InterruptibleEngine):
+        return InterruptedLoop(engine, observer, guests, gaps)
+    return drive(engine, observer, guests)

@@ -20,8 +20,8 @@ class PipelinedLoop(BaseLoop[PipelinedEngine]):
 
     A step is committed when it is queued, as if only sequences that reach their most tokens ended in it. A sequence
     that ends earlier is noticed one step late. The next step then has a token of it, which is marked `spare` and
-    dropped. A step that needs the tokens of the one before is committed when it is computed. Raises `EngineDied`, and
-    `Renumber` where there are `guests`.
+    dropped. A step that needs the tokens of the one before is committed when it is computed. Raises `EngineDied` and
+    `Renumber`.
     """
 
     _queued: _QueuedStep | None = None

@@ -79,7 +79,7 @@ class StepGuests(Protocol):
 class Renumber(Exception):
     """Requests must be renumbered: a guest waits for whom there is no spare row, or some are not to be run any more.
 
-    Raised between two steps.
+    Raised between two steps, where there are guests or the observer interrupts.
     """
 
 
@@ -122,9 +122,12 @@ class BaseLoop(Generic[EngineT]):
         return [LengthObservations.of(withdrawn)]
 
     def _let_in(self, scheduler: Scheduler) -> tuple[float, list[LengthObservations]]:
-        """Let guests in and out; returns the time, and what ended."""
+        """Let guests in and out; returns the time, and what ended. Raises `Renumber`."""
         guests = self._guests
         if guests is None:
+            if self._observer.interrupts:
+                self._end(scheduler)
+                raise Renumber
             return 0.0, []
         left = guests.look()
         ended = self.withdraw(scheduler, left, FinishReason.CANCELLED)
@@ -151,8 +154,7 @@ class BaseLoop(Generic[EngineT]):
 class SerialLoop(BaseLoop[Engine]):
     """Runs a scheduler's steps on an engine, one by one.
 
-    One that does not `drain` comes back when no request waits any more. Raises `EngineDied`, and `Renumber` where
-    there are `guests`.
+    One that does not `drain` comes back when no request waits any more. Raises `EngineDied` and `Renumber`.
     """
 
     def run(self, scheduler: Scheduler, steps: int) -> LengthObservations:

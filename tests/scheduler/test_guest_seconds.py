@@ -11,7 +11,7 @@ from llmbatch.perf_model.cost import CostModel
 from llmbatch.perf_model.hardware import find_hardware
 from llmbatch.perf_model.shape import find_shape
 from llmbatch.perf_model.work import compute_seconds, memory_seconds
-from llmbatch.runtime.guest_seconds import GuestSeconds, seconds_of
+from llmbatch.scheduler.beside.guest_seconds import GuestSeconds, seconds_of
 from llmbatch.scheduler.output import Step
 
 

@@ -1,0 +1,183 @@
+"""Which engine lends rows to which: by predicted ends, in other places, and nothing is lost when one ends."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from llmbatch.inference.answer_schema import AnswerSchema
+from llmbatch.operators.ray.exchange import LEAST_SECONDS, LONGEST_SILENCE, RowExchange
+from llmbatch.operators.ray.in_flight import ROW
+from llmbatch.operators.ray.loans import Beat, Loan, LoanAnswers, Orders
+from llmbatch.preprocess.request_batch import BegunAnswers
+
+pytest.importorskip("ray")
+from llmbatch.operators.ray.place import Place
+
+NOTHING = BegunAnswers(np.empty(0, np.int32), np.empty(0, np.int32), [])
+
+
+class Actors:
+    """Engines of some actors, each on a core of its own, and the time."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.exchange = RowExchange(lambda: self.now)
+
+    def beat(
+        self, actor: str, seconds: float | None = None, *, process: int = 1, place: str = "", **told: Any
+    ) -> Orders:
+        at = Place("node", frozenset([place or actor]))
+        return self.exchange.beat(Beat(actor, f"{actor}-{process}", at, seconds, **told))
+
+    def idle(self, actor: str, **told: Any) -> Orders:
+        return self.beat(actor, idle=True, **told)
+
+
+@pytest.fixture
+def actors() -> Actors:
+    return Actors()
+
+
+def loan(number: str, rows: int = 2) -> Loan:
+    table = pa.table({"text": [f"row {i}" for i in range(rows)]})
+    return Loan(number, np.zeros(rows, ROW), np.arange(rows, dtype=np.uint64), table, NOTHING)
+
+
+def answers(number: str, *rows: int) -> LoanAnswers:
+    schema = AnswerSchema().rows
+    columns = [pa.nulls(len(rows), field.type) for field in schema]
+    columns[0] = pa.array(rows, pa.int32())
+    return LoanAnswers(number, pa.RecordBatch.from_arrays(columns, schema=schema))
+
+
+def test_the_engine_that_would_end_last_lends_to_one_without_work(actors: Actors) -> None:
+    actors.beat("soon", 20.0)
+    actors.beat("late", 60.0)
+    actors.idle("free")
+    assert not actors.beat("soon", 20.0).lend
+    assert actors.beat("late", 60.0).lend
+    orders = actors.beat("late", 30.0, lent=(loan("a"),))
+    assert (orders.lend, orders.loans) == (False, {"a"})
+    [borrowed] = actors.idle("free").borrowed
+    assert borrowed.number == "a"
+    assert actors.beat("free", 30.0).borrowed == ()
+    assert actors.exchange.moved == 2
+
+
+def test_who_shares_what_it_computes_on_lends_nothing(actors: Actors) -> None:
+    actors.beat("late", 60.0, place="core")
+    actors.idle("free", place="core")
+    assert not actors.beat("late", 60.0, place="core").lend
+    actors.idle("other")
+    assert actors.beat("late", 60.0, place="core").lend
+
+
+def test_places_of_two_nodes_are_apart() -> None:
+    assert Place("a", frozenset({"core 0"})).is_apart(Place("b", frozenset({"core 0"})))
+    assert Place("a", frozenset({"core 0"})).is_apart(Place("a", frozenset({"core 1"})))
+    assert not Place("a", frozenset({"core 0", "core 1"})).is_apart(Place("a", frozenset({"core 1"})))
+
+
+def test_who_ends_in_a_moment_or_does_not_know_when_is_not_asked(actors: Actors) -> None:
+    actors.beat("soon", LEAST_SECONDS - 0.1)
+    actors.beat("unknown", None)
+    actors.idle("free")
+    assert not actors.beat("soon", LEAST_SECONDS - 0.1).lend
+    assert not actors.beat("unknown", None).lend
+
+
+def test_who_declines_is_asked_again_later_only(actors: Actors) -> None:
+    actors.beat("late", 60.0)
+    actors.idle("free")
+    assert actors.beat("late", 60.0).lend
+    assert not actors.beat("late", 60.0, declines=True).lend
+    actors.idle("free")
+    assert not actors.beat("late", 60.0).lend
+    actors.now = 10.0
+    actors.idle("free")
+    assert actors.beat("late", 50.0).lend
+
+
+def test_nobody_lends_to_who_has_got_work_meanwhile(actors: Actors) -> None:
+    actors.beat("late", 60.0)
+    actors.idle("free")
+    actors.beat("free", None)
+    assert not actors.beat("late", 60.0).lend
+
+
+def test_two_engines_without_work_are_given_rows_of_two_others(actors: Actors) -> None:
+    actors.beat("a", 60.0)
+    actors.beat("b", 50.0)
+    actors.idle("c")
+    actors.idle("d")
+    assert actors.beat("a", 60.0).lend
+    assert actors.beat("b", 50.0).lend
+    actors.beat("a", 30.0, lent=(loan("1"),))
+    actors.beat("b", 30.0, lent=(loan("2"),))
+    assert [one.number for one in actors.idle("c").borrowed] == ["1"]
+    assert [one.number for one in actors.idle("d").borrowed] == ["2"]
+
+
+def lent(actors: Actors) -> None:
+    """An engine has lent two rows, as loan "a"."""
+    actors.beat("late", 60.0)
+    actors.idle("free")
+    actors.beat("late", 60.0)
+    actors.beat("late", 30.0, lent=(loan("a"),))
+    assert len(actors.idle("free").borrowed) == 1
+
+
+def test_answers_go_back_to_who_lent_and_the_loan_ends_with_the_last(actors: Actors) -> None:
+    lent(actors)
+    actors.beat("free", 20.0, answered=(answers("a", 1),))
+    orders = actors.beat("late", 20.0)
+    assert [one.answers["row"].to_pylist() for one in orders.answered] == [[1]]
+    assert orders.loans == {"a"}
+    actors.idle("free", answered=(answers("a", 0),))
+    orders = actors.beat("late", 20.0)
+    assert [one.answers["row"].to_pylist() for one in orders.answered] == [[0]]
+    assert orders.loans == frozenset()
+    assert actors.beat("late", 20.0).answered == ()
+
+
+@pytest.mark.parametrize("end", ["leaves", "is replaced", "is silent"])
+def test_a_loan_is_its_lenders_again_when_its_holder_ends(actors: Actors, end: str) -> None:
+    lent(actors)
+    if end == "leaves":
+        actors.beat("free", leaves=True)
+    elif end == "is replaced":
+        actors.beat("free", process=2)
+    else:
+        actors.now = LONGEST_SILENCE / 2
+        actors.beat("late", 30.0)
+        actors.now = LONGEST_SILENCE + 1
+    assert actors.beat("late", 30.0).loans == frozenset()
+    actors.beat("free", process=1, answered=(answers("a", 0, 1),))
+    assert actors.beat("late", 30.0).answered == ()  # too late
+
+
+def test_answers_that_were_there_before_the_holder_ended_are_kept(actors: Actors) -> None:
+    lent(actors)
+    actors.beat("free", answered=(answers("a", 1),), seconds=None)
+    actors.beat("free", leaves=True)
+    orders = actors.beat("late", 30.0)
+    assert [one.answers["row"].to_pylist() for one in orders.answered] == [[1]]
+    assert orders.loans == frozenset()
+
+
+def test_answers_for_a_lender_that_has_ended_are_dropped(actors: Actors) -> None:
+    lent(actors)
+    actors.beat("late", 60.0, process=2)
+    actors.beat("free", answered=(answers("a", 0, 1),))
+    orders = actors.beat("late", 60.0, process=2)
+    assert (orders.answered, orders.loans) == ((), frozenset())
+
+
+def test_a_new_exchange_knows_of_no_loan(actors: Actors) -> None:
+    lent(actors)
+    actors.exchange = RowExchange(lambda: actors.now)
+    assert actors.beat("late", 30.0).loans == frozenset()
