@@ -63,7 +63,7 @@ class RowExchange:
         return self._moved
 
     def beat(self, beat: Beat) -> Orders:
-        """Take note of how an engine is; returns what it is to do (`llmbatch.operators.ray.loans.Exchange`)."""
+        """Take note of how an engine is; returns what it is to do (`llmbatch.operators.ray.loans.LoanExchange`)."""
         now = self._clock()
         self._forget_the_dead(beat, now)
         if beat.leaves:

@@ -73,7 +73,7 @@ class LedgerReports:
 
 
 class LedgerBeats:
-    """The exchange in the ledger's actor, called and waited for (`llmbatch.operators.ray.loans.Exchange`)."""
+    """The exchange in the ledger's actor, called and waited for (`llmbatch.operators.ray.loans.LoanExchange`)."""
 
     def __init__(self, ledger: Any) -> None:
         self._ledger = ledger

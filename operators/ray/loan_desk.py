@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from llmbatch.operators.ray.borrowed import BorrowedRows
 from llmbatch.operators.ray.in_flight import InFlightRows
-from llmbatch.operators.ray.loans import Beat, Exchange, Loan, LoanAnswers, NoExchange, Orders
+from llmbatch.operators.ray.loans import Beat, Loan, LoanAnswers, LoanExchange, NoExchange, Orders
 from llmbatch.operators.ray.place import Place
 from llmbatch.operators.ray.shard_call import ShardCall
 from llmbatch.preprocess.request_batch import BegunAnswers
@@ -66,7 +66,7 @@ class LoanDesk:
 
     def __init__(
         self,
-        exchange: Exchange,
+        exchange: LoanExchange,
         flight: InFlightRows,
         columns: Sequence[str],
         *,

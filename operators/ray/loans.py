@@ -62,7 +62,7 @@ class NoExchange(Exception):
     """There is no exchange any more: each engine runs alone."""
 
 
-class Exchange(Protocol):
+class LoanExchange(Protocol):
     """Who lends to whom, as an engine sees it."""
 
     def beat(self, beat: Beat) -> Orders:

@@ -61,7 +61,8 @@ def test_the_engine_that_would_end_last_lends_to_one_without_work(actors: Actors
     assert not actors.beat("soon", 20.0).lend
     assert actors.beat("late", 60.0).lend
     orders = actors.beat("late", 30.0, lent=(loan("a"),))
-    assert (orders.lend, orders.loans) == (False, {"a"})
+    assert not orders.lend
+    assert orders.loans == {"a"}
     [borrowed] = actors.idle("free").borrowed
     assert borrowed.number == "a"
     assert actors.beat("free", 30.0).borrowed == ()
@@ -175,6 +176,14 @@ def test_answers_for_a_lender_that_has_ended_are_dropped(actors: Actors) -> None
     actors.beat("free", answered=(answers("a", 0, 1),))
     orders = actors.beat("late", 60.0, process=2)
     assert (orders.answered, orders.loans) == ((), frozenset())
+
+
+def test_who_has_no_work_is_told_whether_others_have(actors: Actors) -> None:
+    assert not actors.idle("free").others_work
+    actors.beat("loading", None)
+    assert actors.idle("free").others_work
+    actors.idle("loading")
+    assert not actors.idle("free").others_work
 
 
 def test_a_new_exchange_knows_of_no_loan(actors: Actors) -> None:

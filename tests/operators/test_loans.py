@@ -206,3 +206,33 @@ def test_rows_are_numbered_as_their_owner_has_them(jobs: Any) -> None:
     assert loan.table["text"].to_pylist() == [job.table["text"][i].as_py() for i in places]
     job.lender.open = False
     job.check()
+
+
+def test_a_last_call_stays_while_others_have_work(tmp_path: Path) -> None:
+    class Others:
+        def __init__(self) -> None:
+            self.work = True
+            self.asked = threading.Event()
+
+        def beat(self, beat: Beat) -> Orders:
+            self.asked.set()
+            return Orders(others_work=self.work)
+
+    others = Others()
+    flight, place = InFlightRows(tmp_path / "flight"), Place("node", frozenset())
+    desk = LoanDesk(others, flight, ["text"], actor="a", process="a", place=place)
+    desk.open(cast(Any, None))
+    for _ in range(2):
+        others.asked.clear()
+        desk.wake()
+        assert others.asked.wait(60)
+    desk.stay(lambda: True)  # another call is there
+    waiting = threading.Thread(target=desk.stay, args=(lambda: False,))
+    waiting.start()
+    waiting.join(0.1)
+    assert waiting.is_alive()
+    others.work = False
+    waiting.join()
+    others.work = True
+    desk.close()
+    desk.stay(lambda: False)  # nobody stays at a desk that is closed
