@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import os
 import runpy
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -21,9 +23,10 @@ pytest.importorskip("ray.data")
 from llmbatch import DataError, LLMOperator, ParameterError  # noqa: E402
 from llmbatch.inference.answer_schema import AnswerSchema  # noqa: E402
 from llmbatch.operators.ray import map_dataset  # noqa: E402
+from llmbatch.operators.ray.sharding import Shards  # noqa: E402
 from tests.support.models import chat_model_folder  # noqa: E402
 from tests.support.paths import ROOT  # noqa: E402
-from tests.support.ray_jobs import Job, answered, kill, rows_of, start, when_running  # noqa: E402
+from tests.support.ray_jobs import Job, answered, flights, kill, rows_of, start, until, when_running  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Ray's own, about its settings
 
@@ -59,6 +62,45 @@ def test_rows_have_the_answers_of_an_undisturbed_run_when_an_actor_is_killed(mod
     assert (counts.answered, counts.deaths) == (240, 1)
     assert counts.lost <= 120  # of the three shards that an actor has at most
     assert set(found["attempts"].to_pylist()) == {1, 2}
+
+
+def test_rows_move_to_an_actor_without_work_and_back_when_it_is_killed(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray.data.DataContext.get_current(), "wait_for_min_actors_s", 60)
+    # Few rows fit the memory at once, so those that wait gain by a move; all but a few are one actor's.
+    op = operator(model, max_tokens=100, ignore_eos=True, kv_memory=2**19)
+    table = rows_of(100)
+    job = Job(
+        ray.data.from_arrow(table).repartition(2), op, concurrency=2, num_cpus=0.1, cut=apart(96), lends_at_once=True
+    )
+    killed: list[int] = []
+
+    def kill_the_taker() -> None:
+        until(lambda: job.moved() > 0 and len(flights()) == 2)
+        there = flights()
+        killed.append(min(there, key=lambda process: len(there[process])))
+        kill(killed[0])
+
+    killer = threading.Thread(target=kill_the_taker, daemon=True)
+    killer.start()
+    found = answered(job.ds)
+    killer.join()
+    told = ["id", "text", "generated_text", "finish_reason", "error"]
+    assert found.select(told).equals(op(table).select(told))
+    counts = job.counts()
+    assert (counts.answered, counts.deaths) == (100, 1)
+    assert len(killed) == 1
+
+
+def apart(rows: int) -> Callable[..., Shards]:
+    """A cut into two shards, one of so many rows."""
+
+    def cut(outlines: pa.Table, *_: Any, **__: Any) -> Shards:
+        hashes = np.sort(outlines["row"].to_numpy())
+        return Shards(2, hashes, (np.arange(len(hashes)) >= rows).astype(np.int32))
+
+    return cut
 
 
 def test_a_dataset_without_rows_stays_without(model: str) -> None:

@@ -16,8 +16,10 @@ import ray
 from numpy.typing import NDArray
 
 from llmbatch.operators.ray import dataset as operators_ray
+from llmbatch.operators.ray import sharding
 from llmbatch.operators.ray.in_flight import RUNNING, left_behind
 from llmbatch.operators.ray.ledger import Counts
+from llmbatch.operators.ray.sharding import Shards
 
 
 def start(**options: Any) -> None:
@@ -38,21 +40,32 @@ def answered(ds: ray.data.Dataset) -> pa.Table:
 
 
 class Job:
-    """`map_dataset`, whose ledger a test may look into."""
+    """`map_dataset`, whose ledger a test may look into, cut as a test says."""
 
-    def __init__(self, ds: ray.data.Dataset, op: Any, **options: Any) -> None:
+    def __init__(
+        self,
+        ds: ray.data.Dataset,
+        op: Any,
+        *,
+        cut: Callable[..., Shards] = sharding.cut,
+        lends_at_once: bool = False,
+        **options: Any,
+    ) -> None:
+        """Take what `map_dataset` takes. What `lends_at_once` does so on the same cores, however soon it ends."""
         module: Any = operators_ray
-        start_ledger = module.start_ledger
+        before = module.start_ledger, module.cut
 
         def kept(rows: int, quiet: bool) -> Any:
-            self.ledger = start_ledger(rows, quiet)
+            self.ledger = before[0](rows, quiet)
+            if lends_at_once:
+                ray.get(self.ledger.__ray_call__.remote(_lend_at_once))
             return self.ledger
 
-        module.start_ledger = kept
+        module.start_ledger, module.cut = kept, cut
         try:
             self.ds = operators_ray.map_dataset(ds, op, quiet=True, **options)
         finally:
-            module.start_ledger = start_ledger
+            module.start_ledger, module.cut = before
 
     def moved(self) -> int:
         """How many rows one engine has lent to another."""
@@ -63,6 +76,15 @@ class Job:
         """What the ledger has counted."""
         counts: Counts = ray.get(self.ledger.counts.remote())
         return counts
+
+
+def _lend_at_once(_: Any) -> None:
+    """Change the exchange in the process of a ledger."""
+    from llmbatch.operators.ray import exchange
+    from llmbatch.operators.ray.place import Place
+
+    exchange.LEAST_SECONDS = 0.0  # type: ignore[misc]
+    Place.is_apart = lambda self, other: True  # type: ignore[method-assign]
 
 
 def flights() -> dict[int, NDArray[np.void]]:
