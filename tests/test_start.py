@@ -223,6 +223,7 @@ def test_what_was_measured_is_kept_and_what_is_broken_is_measured_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LLMBATCH_CACHE", str(tmp_path))
+    monkeypatch.setattr("llmbatch.system.measurements._seconds_of_others", lambda: 0.0)
     figures = iter((1.5, 2.5, 3.5))
     assert [remembered("flops", lambda: next(figures), "1.0") for _ in range(2)] == [1.5, 1.5]
     assert remembered("flops", lambda: next(figures), "1.1") == 2.5

@@ -27,7 +27,8 @@ from tests.support.models import tiny_model_folder
 from tests.support.tokenizers import CHAT_TEMPLATE
 
 RISK = {"llmbatch.inference.answers:ROWS_AT_RISK": 5}
-AT_ONCE = {"llmbatch.inference.answers:SECONDS_AT_RISK": 10**6}  # however slow the machine is: one record of a journal
+# However slow the machine is: one record of a journal.
+AT_ONCE = {f"llmbatch.inference.answers:{name}": 10**6 for name in ("SECONDS_AT_RISK", "_AT_FIRST")}
 
 
 @pytest.fixture(scope="module")
