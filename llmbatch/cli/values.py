@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 _UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 _TIMES = {"": 1.0, "s": 1.0, "ms": 0.001, "min": 60.0}
@@ -24,17 +27,30 @@ def json_object(text: str) -> dict[str, Any]:
 def counts(text: str) -> dict[str, int]:
     """Parse counts by name: h100:8,l40s:8."""
     try:
-        return {name.strip(): int(count) for name, count in (each.split(":") for each in text.split(","))}
+        return _by_name(text, ":", int)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"must be counts by name such as h100:8,l40s:8, got {text!r}") from None
+        raise argparse.ArgumentTypeError(
+            f"must be counts by name, each name once, such as h100:8,l40s:8, got {text!r}"
+        ) from None
 
 
 def prices(text: str) -> dict[str, float]:
     """Parse prices by name: h100=2.5,l40s=1."""
     try:
-        return {name.strip(): float(price) for name, price in (each.split("=") for each in text.split(","))}
+        return _by_name(text, "=", float)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"must be prices by name such as h100=2.5,l40s=1, got {text!r}") from None
+        raise argparse.ArgumentTypeError(
+            f"must be prices by name, each name once, such as h100=2.5,l40s=1, got {text!r}"
+        ) from None
+
+
+def _by_name(text: str, sign: str, parse: Callable[[str], T]) -> dict[str, T]:
+    """Parse values by name. Raises ValueError, also for a name that comes twice."""
+    pairs = [(name.strip(), parse(value)) for name, value in (each.split(sign) for each in text.split(","))]
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError(text)
+    return found
 
 
 def whole_number(text: str) -> int:

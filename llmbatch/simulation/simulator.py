@@ -115,6 +115,12 @@ class Simulation:
         return pa.table(columns)
 
 
+def no_room(cost: CostModel) -> str:
+    """Say that a model's weights leave no room on a device."""
+    weights, memory = cost.shape.weight_bytes / 1e9, cost.hardware.memory / 1e9
+    return f"weights of {weights:.1f} GB leave no room for KV in {memory:.0f} GB of {cost.hardware.name}"
+
+
 def pool_of(cost: CostModel, kv_memory: float | None, page_size: int = PAGE_SIZE) -> Pool:
     """Return the pages of `kv_memory` bytes; by default what a device has beside the weights and 4 GB a card.
 
@@ -124,8 +130,7 @@ def pool_of(cost: CostModel, kv_memory: float | None, page_size: int = PAGE_SIZE
     memory = hardware.memory - hardware.cards * RESERVED - shape.weight_bytes if kv_memory is None else kv_memory
     if int(memory / shape.kv_bytes_per_token) // page_size < 1:
         raise ParameterError(
-            f"the model must fit the device: weights of {shape.weight_bytes / 1e9:.1f} GB leave no room for KV in "
-            f"{hardware.memory / 1e9:.0f} GB of {hardware.name}; use more cards (--tensor-parallel) or a larger one"
+            f"the model must fit the device: {no_room(cost)}; use more cards (--tensor-parallel) or a larger one"
             if kv_memory is None
             else f"kv_memory must hold at least one page of {page_size} tokens, got {kv_memory:g} bytes"
         )

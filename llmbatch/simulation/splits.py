@@ -15,7 +15,7 @@ from llmbatch.perf_model.cost import SEQUENTIAL, CostModel
 from llmbatch.perf_model.hardware import Hardware, find_hardware
 from llmbatch.perf_model.shape import ModelShape
 from llmbatch.planning.workload import Pool
-from llmbatch.simulation.simulator import pool_of
+from llmbatch.simulation.simulator import no_room, pool_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +75,13 @@ def splits_of(offers: Sequence[Offer], shape: ModelShape) -> list[Split]:
         for devices in (1 << power for power in range(offer.count.bit_length())):
             try:
                 cost = on_joined(alone, devices)
-                found.append(Split(offer, devices, cost, pool_of(cost, None)))
-            except ParameterError as error:
+            except ParameterError as error:  # nobody knows what they say to each other
                 reasons.append(str(error))
+                continue
+            try:
+                found.append(Split(offer, devices, cost, pool_of(cost, None)))
+            except ParameterError:
+                reasons.append(f"{no_room(cost)}; offer more or larger ones")
     if not found:
         raise ParameterError(f"devices must hold the model, and none of those offered do: {reasons[-1]}")
     return found

@@ -18,6 +18,9 @@ from llmbatch.cli.main import main
 from llmbatch.cli.parser import make_parser
 from llmbatch.errors import ParameterError
 
+COUNTS = "counts by name, each name once, such as h100:8,l40s:8"
+PRICES = "prices by name, each name once, such as h100=2.5,l40s=1"
+
 
 @pytest.fixture
 def source(tmp_path: Path) -> str:
@@ -221,9 +224,14 @@ def test_devices_and_prices_are_by_name() -> None:
 @pytest.mark.parametrize(
     ("flag", "text", "said"),
     [
-        ("--devices", "h100=8", "argument --devices: must be counts by name such as h100:8,l40s:8, got 'h100=8'"),
-        ("--devices", "h100:many", "argument --devices: must be counts by name such as h100:8,l40s:8, got 'h100:many'"),
-        ("--price", "2.5", "argument --price: must be prices by name such as h100=2.5,l40s=1, got '2.5'"),
+        *(
+            ("--devices", given, f"argument --devices: must be {COUNTS}, got {given!r}")
+            for given in ("h100=8", "h100:many", "h100:4,h100:4")
+        ),
+        *(
+            ("--price", given, f"argument --price: must be {PRICES}, got {given!r}")
+            for given in ("2.5", "h100=2.5, h100=3")
+        ),
     ],
 )
 def test_devices_and_prices_of_another_form_are_refused(flag: str, text: str, said: str) -> None:

@@ -152,6 +152,6 @@ def test_devices_that_do_not_hold_the_model_are_refused() -> None:
     with pytest.raises(ParameterError) as raised:
         splits_of(Offer.all_of({"rtx-3090": 2}), find_shape("llama-3-70b"))
     assert str(raised.value) == (
-        "devices must hold the model, and none of those offered do: the model must fit the device: weights of 141.2 GB "
-        "leave no room for KV in 48 GB of 2 x rtx-3090; use more cards (--tensor-parallel) or a larger one"
+        "devices must hold the model, and none of those offered do: weights of 141.2 GB leave no room for "
+        "KV in 48 GB of 2 x rtx-3090; offer more or larger ones"
     )
