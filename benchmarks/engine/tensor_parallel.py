@@ -5,7 +5,7 @@
 
 The model of FOLDER answers the same rows in float32, greedily, each side in a fresh process, in turns. Tokens per
 second are those of prompts and answers. Weights are the bytes that a process holds once they are packed. A sum is that
-of [rows, hidden] float32 over two ranks by gloo. The table goes to docs/results/tensor-parallel.md.
+of [rows, hidden] float32 over two ranks. The table goes to docs/results/tensor-parallel.md.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from typing import Any, Final
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+
+from llmbatch.engine.ranks.shared_memory import shared_file
 
 RESULT: Final = Path(__file__).parents[2] / "docs" / "results" / "tensor-parallel.md"
 SUMMED_ROWS: Final = (1, 64, 512)
@@ -60,16 +62,16 @@ def weights(folder: str, ranks: int) -> int:
     return weight_bytes(load_model(folder, dtype="float32", platform=platform).module)
 
 
-def time_sums(rank: int, port: int, hidden: int) -> dict[int, float]:
+def time_sums(rank: int, memory: str, hidden: int) -> dict[int, float]:
     """Time sums over two ranks, of which this process is one; seconds by rows."""
     import torch
 
     from llmbatch.engine.ranks.collectives import Collectives
+    from llmbatch.engine.ranks.shared_memory import SharedMemory
 
     torch.set_num_threads(1)
     ranks = Collectives(rank, 2)
-    distributed: Any = torch.distributed
-    ranks.join(distributed.TCPStore("127.0.0.1", port, 2, rank == 0))
+    ranks.join(SharedMemory(memory, rank, 2, lambda: False))
     took = {}
     for rows in SUMMED_ROWS:
         x = torch.ones(rows, hidden)
@@ -107,14 +109,15 @@ def compare(folder: str, rows: int, max_tokens: int, rounds: int) -> str:
     equal = sum(a == b for a, b in zip(*texts, strict=True)) / rows
     held = {ranks: result_of(start("weights", folder, ranks)) for ranks in (1, 2)}
     hidden = json.loads((Path(folder) / "config.json").read_text())["hidden_size"]
-    pair = [start("time_sums", rank, 29511, hidden) for rank in (0, 1)]
-    sums, _ = (result_of(process) for process in pair)
+    with shared_file(2) as memory:
+        pair = [start("time_sums", rank, memory, hidden) for rank in (0, 1)]
+        sums, _ = (result_of(process) for process in pair)
     tokens = found[1][0]["tokens"]
     lines = [
         "# A model split over two ranks",
         "",
         "Written by `benchmarks/engine/tensor_parallel.py`, which says what is measured. Two cores; one process of two",
-        f"threads beside two ranks of one thread, gloo. {rows} rows, {tokens:,} tokens with answers, float32.",
+        f"threads beside two ranks of one thread. {rows} rows, {tokens:,} tokens with answers, float32.",
         "",
         "| | one process | two ranks | ratio | needed |",
         "|---|---|---|---|---|",

@@ -57,7 +57,7 @@ def wait_for_all(team: Team, coming: int = 0, size: int = 0) -> None:
     """Arrive, and return when all workers have; meanwhile fetch so many bytes at the address `coming`."""
     if team.workers > 1:
         count = data_of(team.arrived) + 8 * _APART
-        everyone = (_arrive(count) // team.workers + 1) * team.workers
+        everyone = arrive(team)
         looks, fetched = 0, 0
         while _arrived(count) < everyone:
             if fetched < size:
@@ -66,6 +66,24 @@ def wait_for_all(team: Team, coming: int = 0, size: int = 0) -> None:
             else:
                 looks += 1
                 _rest(looks > _PATIENCE)
+
+
+@compiled(nogil=True)
+def arrive(team: Team) -> int:
+    """Arrive, and return how many arrivals there are once all workers have; they may be of other processes."""
+    before: int = _arrive(data_of(team.arrived) + 8 * _APART)
+    return (before // team.workers + 1) * team.workers
+
+
+@compiled(nogil=True)
+def have_arrived(team: Team, everyone: int, looks: int) -> bool:
+    """Wait for so many arrivals, for so many looks at their count; tell whether they are there."""
+    count = data_of(team.arrived) + 8 * _APART
+    for look in range(looks):
+        if _arrived(count) >= everyone:
+            return True
+        _rest(look > _PATIENCE)
+    return False
 
 
 @cache

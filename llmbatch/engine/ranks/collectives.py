@@ -2,24 +2,13 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
-from typing import Any, Final
+from typing import Any
 
 import torch
-from torch import distributed, nn
+from torch import nn
 from torch.nn.functional import pad
 
-_PATIENCE: Final = timedelta(minutes=30)  # for a step; a rank that dies is noticed at once
-
-
-def open_store(port: int = 0) -> Any:
-    """Open the store by which ranks on this host find each other; without a port a new one."""
-    kinds: Any = distributed  # whose stubs leave it out
-    return kinds.TCPStore("127.0.0.1", port, None, port == 0, wait_for_workers=False)
-
-
-class RankLost(RuntimeError):
-    """A rank cannot be reached: its process has ended."""
+from llmbatch.engine.ranks.shared_memory import BLOCK, SharedMemory
 
 
 class Collectives:
@@ -28,38 +17,27 @@ class Collectives:
     def __init__(self, rank: int, ranks: int) -> None:
         self.rank = rank
         self.ranks = ranks
-        self._group: Any = None
+        self._memory: Any = None  # `SharedMemory`, once joined
 
-    def join(self, store: Any) -> None:
-        """Connect with the ranks that have the same store, on this host. Raises RankLost."""
-        try:
-            self._group = distributed.ProcessGroupGloo(store, self.rank, self.ranks, _PATIENCE)
-            self.sum(torch.zeros(1))
-        except RuntimeError as error:
-            raise RankLost(str(error)) from error
-
-    def leave(self) -> None:
-        """Close the connections: ranks that wait for this one end."""
-        self._group = None
+    def join(self, memory: SharedMemory) -> None:
+        """Wait for the others, and meet them in this memory from now on. Raises RankLost."""
+        self._memory = memory
+        self.sum(torch.zeros(1))
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
-        """Add up `x` over all ranks, in float32; it is overwritten where it can be. Raises RankLost."""
-        total = x.float().contiguous()
-        try:
-            self._group.allreduce([total]).wait()
-        except RuntimeError as error:
-            raise RankLost(str(error)) from error
+        """Add up `x` over all ranks, in float32 and in their order, so that all have the same. Raises RankLost."""
+        total = torch.empty(x.shape, dtype=torch.float32)
+        for own, part in zip(_blocks(x), _blocks(total), strict=True):
+            torch.sum(self._memory.exchange(own), 0, out=part)
         return total.to(x.dtype)
 
     def gather(self, x: torch.Tensor) -> list[torch.Tensor]:
         """Collect `x`, of one shape everywhere, on the first rank; others get nothing. Raises RankLost."""
-        options = distributed.GatherOptions()
-        options.rootRank = 0
-        found = [torch.empty_like(x) for _ in range(self.ranks)] if self.rank == 0 else []
-        try:
-            self._group.gather([found] if found else [], [x], options).wait()
-        except RuntimeError as error:
-            raise RankLost(str(error)) from error
+        found = [torch.empty_like(x) for _ in range(self.ranks if self.rank == 0 else 0)]
+        for block, own in enumerate(_blocks(x)):
+            of_all = self._memory.exchange(own)
+            for whole, given in zip(found, of_all):
+                _blocks(whole)[block].copy_(given)
         return found
 
     def share_of(self, count: int) -> range:
@@ -119,3 +97,8 @@ class HeadShare(nn.Module):
         each = -(-self._vocabulary // self.collectives.ranks)
         logits = self.share(states)
         return self.collectives.gather(pad(logits, (0, each - logits.shape[-1])).contiguous())
+
+
+def _blocks(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Cut a tensor into pieces that ranks can give each other."""
+    return torch.split(x.reshape(-1), BLOCK)

@@ -15,8 +15,8 @@ from torch import nn
 
 from llmbatch.engine.base import TokenLogprobs
 from llmbatch.engine.cpu.engine import CpuEngine
-from llmbatch.engine.ranks.collectives import RankLost
 from llmbatch.engine.ranks.messages import RankStates, RankStep
+from llmbatch.engine.ranks.shared_memory import RankLost
 from llmbatch.engine.ranks.shares import head_of
 from llmbatch.engine.ranks.team import RankTeam
 from llmbatch.preprocess.request_batch import RequestBatch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 
 from llmbatch.arguments import refusal
@@ -40,7 +41,8 @@ def orders_for(model: ModelConfig, config: EngineConfig) -> RankOrders:
         rank=0,
         ranks=config.tensor_parallel,
         threads=threads_of(config.tensor_parallel),
-        port=0,
+        memory="",
+        parent=os.getpid(),
         folder=model.folder,
         dtype=dtype,  # type: ignore[arg-type]  # torch has names for more types
         kv_cache_dtype=config.kv_cache_dtype,

@@ -21,7 +21,8 @@ class RankOrders:
     rank: int
     ranks: int
     threads: int
-    port: int  # of the store on this host by which ranks find each other
+    memory: str  # the file of `shared_memory` in which ranks meet
+    parent: int  # the process of the first rank
     folder: str
     dtype: DType
     kv_cache_dtype: KVDType

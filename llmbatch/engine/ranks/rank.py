@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import replace
 
@@ -11,14 +12,16 @@ from llmbatch.engine.cpu.attention import CpuKVCache
 from llmbatch.engine.cpu.platform import HOST
 from llmbatch.engine.cpu.threads import threads_at_once
 from llmbatch.engine.model.loader import load_model
-from llmbatch.engine.ranks.collectives import Collectives, RankLost, open_store
+from llmbatch.engine.ranks.collectives import Collectives
 from llmbatch.engine.ranks.messages import RankOrders, RankStates, RankStep, receive
+from llmbatch.engine.ranks.shared_memory import RankLost, SharedMemory
 from llmbatch.engine.ranks.shares import Share, head_of
 
 
 def main() -> None:
     """Run as one rank by the orders on standard input."""
     orders: RankOrders = receive(sys.stdin.buffer)
+    memory = SharedMemory(orders.memory, orders.rank, orders.ranks, lambda: os.getppid() != orders.parent)
     share = Share(Collectives(orders.rank, orders.ranks), orders.threads)
     share.enter()
     loaded = load_model(
@@ -40,7 +43,7 @@ def main() -> None:
     numba.set_num_threads(threads_at_once())
     head = head_of(loaded.module)
     try:
-        share.collectives.join(open_store(orders.port))
+        share.collectives.join(memory)
         while (message := receive(sys.stdin.buffer)) is not None:
             if isinstance(message, RankStep):
                 message.run(loaded.module, pages)

@@ -8,14 +8,16 @@ import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import IO, Final
 
-from llmbatch.engine.ranks.collectives import Collectives, RankLost, open_store
+from llmbatch.engine.ranks.collectives import Collectives
 from llmbatch.engine.ranks.messages import RankMessage, RankOrders, send
+from llmbatch.engine.ranks.shared_memory import RankLost, SharedMemory, shared_file
 from llmbatch.errors import JobError
 from llmbatch.system.processes import start_fed
 
-_GRACE_S: Final = 2.0  # from a lost connection to the end of its process
+_GRACE_S: Final = 2.0  # from a rank that does not answer to the end of its process
 
 
 class RankTeam:
@@ -23,14 +25,13 @@ class RankTeam:
 
     def __init__(self, orders: RankOrders, collectives: Collectives) -> None:
         """Start processes by the orders of the first rank. Raises JobError where one does not come up."""
-        store = open_store()
         self._processes = [start_fed("llmbatch.engine.ranks.rank") for _ in range(1, orders.ranks)]
-        self._collectives = collectives
         self._end = weakref.finalize(self, _end, self._processes)
         try:
-            for rank, process in enumerate(self._processes, 1):
-                send(_input(process), replace(orders, rank=rank, port=store.port))
-            collectives.join(store)
+            with shared_file(orders.ranks) as memory:
+                for rank, process in enumerate(self._processes, 1):
+                    send(_input(process), replace(orders, rank=rank, memory=memory))
+                collectives.join(SharedMemory(memory, 0, orders.ranks, partial(_have_ended, self._processes)))
         except (RankLost, OSError) as error:
             lost = self.lost() or str(error)
             self.end()
@@ -63,13 +64,17 @@ class RankTeam:
 
     def end(self) -> None:
         """End the other ranks."""
-        self._collectives.leave()
         self._end()
 
 
 def _input(process: subprocess.Popen[bytes]) -> IO[bytes]:
     assert process.stdin is not None, "ranks are told what to do there"
     return process.stdin
+
+
+def _have_ended(processes: Sequence[subprocess.Popen[bytes]]) -> bool:
+    """Tell whether any has."""
+    return any(process.poll() is not None for process in processes)
 
 
 def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
