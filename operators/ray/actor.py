@@ -165,7 +165,7 @@ class SharedEngine(AnswerSink):
     def seconds_left(self, seconds: float) -> None:
         """Tell the desk."""
         self._predicted = time.monotonic()
-        if self._desk is not None:
+        if self._desk is not None and self._rows_left > 0:
             self._desk.note(idle=False, seconds=seconds)
 
     @property

@@ -66,12 +66,12 @@ class RowExchange:
         """Take note of how an engine is; returns what it is to do (`llmbatch.operators.ray.loans.LoanExchange`)."""
         now = self._clock()
         self._forget_the_dead(beat, now)
-        if beat.leaves:
-            self._forget(beat.process)
-            return Orders()
         engine = self._engines.setdefault(beat.process, _Engine(beat.actor, beat.place))
         engine.seconds, engine.idle, engine.heard = beat.seconds, beat.idle, now
         self._take(engine, beat, now)
+        if beat.leaves:
+            self._forget(beat.process)
+            return Orders()
         self._match(now)
         return self._orders(beat.process, engine)
 

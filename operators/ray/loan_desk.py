@@ -130,12 +130,12 @@ class LoanDesk:
                 self._wake()
 
     def stay(self, unless: Callable[[], bool]) -> None:
-        """Wait while others have rows to run, which may be lent to this engine, `unless` something holds; see `wake`.
+        """Wait while this engine helps others or may yet help them, `unless` something holds; see `wake`.
 
         Ray Data ends actors that have no call where no shard is left, so who helps others stays in its last call.
         """
         with self._changed:
-            self._changed.wait_for(lambda: not self._others_work or self._alone or self._leaves or unless())
+            self._changed.wait_for(lambda: not self._helps or self._alone or self._leaves or unless())
 
     def wake(self) -> None:
         """Look again at what is waited for."""
@@ -174,6 +174,11 @@ class LoanDesk:
         with self._changed:
             self._alone, self._wanted = True, False
             self._changed.notify_all()
+
+    @property
+    def _helps(self) -> bool:
+        """Whether rows of others are in this engine, or their answers still here, or others have rows to run."""
+        return not self._idle or bool(self._to_answer) or self._others_work
 
     @property
     def _lender(self) -> LendingEngine:

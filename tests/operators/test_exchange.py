@@ -161,9 +161,10 @@ def test_a_loan_is_its_lenders_again_when_its_holder_ends(actors: Actors, end: s
     assert actors.beat("late", 30.0).answered == ()  # too late
 
 
-def test_answers_that_were_there_before_the_holder_ended_are_kept(actors: Actors) -> None:
+@pytest.mark.parametrize("at_once", [False, True])
+def test_answers_that_were_there_before_the_holder_ended_are_kept(actors: Actors, at_once: bool) -> None:
     lent(actors)
-    actors.beat("free", answered=(answers("a", 1),), seconds=None)
+    actors.beat("free", answered=(answers("a", 1),), leaves=at_once)
     actors.beat("free", leaves=True)
     orders = actors.beat("late", 30.0)
     assert [one.answers["row"].to_pylist() for one in orders.answered] == [[1]]

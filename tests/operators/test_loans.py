@@ -222,6 +222,7 @@ def test_a_last_call_stays_while_others_have_work(tmp_path: Path) -> None:
     flight, place = InFlightRows(tmp_path / "flight"), Place("node", frozenset())
     desk = LoanDesk(others, flight, ["text"], actor="a", process="a", place=place)
     desk.open(cast(Any, None))
+    desk.note(idle=True, seconds=None)
     for _ in range(2):
         others.asked.clear()
         desk.wake()
@@ -236,3 +237,23 @@ def test_a_last_call_stays_while_others_have_work(tmp_path: Path) -> None:
     others.work = True
     desk.close()
     desk.stay(lambda: False)  # nobody stays at a desk that is closed
+
+
+def test_a_last_call_stays_while_rows_of_others_run_here(tmp_path: Path) -> None:
+    told: list[LoanAnswers] = []
+    exchange = Holder(told.append)
+    flight, place = InFlightRows(tmp_path / "flight"), Place("node", frozenset())
+    desk = LoanDesk(exchange, flight, ["text"], actor="a", process="a", place=place)
+    desk.note(idle=False, seconds=None)
+    waiting = threading.Thread(target=desk.stay, args=(lambda: False,))
+    waiting.start()
+    answers = LoanAnswers("1", cast(Any, None))
+    desk.answer(answers)
+    desk.note(idle=True, seconds=None)
+    waiting.join(0.1)
+    assert waiting.is_alive()  # their answers are still here
+    desk.open(cast(Any, None))
+    waiting.join(60)
+    assert not waiting.is_alive()
+    assert told == [answers]
+    desk.close()
