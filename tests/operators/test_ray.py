@@ -64,6 +64,7 @@ def test_rows_have_the_answers_of_an_undisturbed_run_when_an_actor_is_killed(mod
     assert set(found["attempts"].to_pylist()) == {1, 2}
 
 
+@pytest.mark.slow
 def test_rows_move_to_an_actor_without_work_and_back_when_it_is_killed(
     model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -133,7 +133,8 @@ def test_recorded_steps_give_the_tokens_of_others(model: str) -> None:
 
 @pytest.mark.usefixtures("card")
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")  # of a gate, which is 0 then
-@pytest.mark.parametrize("name", [pytest.param("gemma3", marks=pytest.mark.slow), "mistral"])
+@pytest.mark.parametrize("name", ["gemma3", "mistral"])
+@pytest.mark.slow
 def test_window_pages_give_the_answers_of_pages_for_all_layers(tmp_path: Path, name: str) -> None:
     """Nothing is read that was given back: free memory holds no number. Recorded steps of decodes read them, too."""
     found = loaded(tiny_model_folder(tmp_path, name, layers=LAYERS), dtype="float32")
