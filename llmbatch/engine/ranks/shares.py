@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import numba
 import torch
 from torch import nn
 from transformers import PretrainedConfig
@@ -28,6 +29,7 @@ class Share:
 
     def enter(self) -> None:
         """Leave the other cores to the other ranks."""
+        numba.set_num_threads(self.threads)  # first: where it launches threads, it tells OpenMP, and so torch, of all
         torch.set_num_threads(self.threads)
 
     def cut(self, folder: str, module: nn.Module, config: PretrainedConfig) -> None:
