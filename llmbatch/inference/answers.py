@@ -22,7 +22,7 @@ from llmbatch.inference.row_parts import RequestAnswer, RowParts
 from llmbatch.inference.window import Window
 from llmbatch.io.gather import pieces
 from llmbatch.preprocess.request_batch import BegunAnswers, RequestBatch
-from llmbatch.runtime.protocols import BegunRequests, CompletedRequests, EngineObserver, no_answer
+from llmbatch.runtime.protocols import BegunRequests, CompletedRequests, EngineObserver, Lending, no_answer
 from llmbatch.scheduler.output import FinishReason
 from llmbatch.scheduler.scheduler import FinishedSequences
 
@@ -36,7 +36,7 @@ _REASONS = pa.array(REASONS)
 Texts = Callable[[RequestBatch, NDArray[np.int32], Sequence[NDArray[np.int32]]], list[str]]
 
 
-class AnswerSink(ABC):
+class AnswerSink(Lending[Window], ABC):
     """Takes answered rows. Called between two steps, and where a stream ends."""
 
     def joined(self, window: Window) -> None:
@@ -59,23 +59,6 @@ class AnswerSink(ABC):
 
     def keep_begun(self, begun: Sequence[tuple[Window, BegunAnswers]]) -> None:
         """Take all answers of windows that have begun and not ended."""
-
-    @property
-    def asks_seconds(self) -> bool:
-        """Whether it is to be told how long the rest will take."""
-        return False
-
-    def seconds_left(self, seconds: float) -> None:
-        """See in how many seconds, as predicted, all that is in hand will have ended."""
-
-    @property
-    def lends(self) -> bool:
-        """Whether a part of what is left is to go on elsewhere."""
-        return False
-
-    def may_lend(self, window: Window) -> bool:
-        """Say whether rows of a window, which have one answer each, may go on elsewhere."""
-        return False
 
     def lent(self, rows: Sequence[tuple[Window, NDArray[np.int32], BegunAnswers]]) -> None:
         """Take rows that go on elsewhere, ascending, and what their answers have. None, if no move pays."""

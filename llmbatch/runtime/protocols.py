@@ -92,7 +92,28 @@ class GivenUp(IntEnum):
     ALL = 2
 
 
-class EngineObserver(Generic[W]):
+class Lending(Generic[W]):
+    """Says whether a part of what is left is to go on elsewhere. Nothing is, unless overridden."""
+
+    @property
+    def asks_seconds(self) -> bool:
+        """Whether to be told how long the rest will take. Asked after each step."""
+        return False
+
+    def seconds_left(self, seconds: float) -> None:
+        """See in how many seconds, as predicted, all that runs and waits will have ended."""
+
+    @property
+    def lends(self) -> bool:
+        """Whether a part of what is left is to go on elsewhere. Asked before each step of who has no guests."""
+        return False
+
+    def may_lend(self, window: W) -> bool:
+        """Say whether what a window has may go on elsewhere."""
+        return False
+
+
+class EngineObserver(Lending[W]):
     """Sees what an engine is given and what it answers: steps, and, where a stream runs it, the requests of windows.
 
     A `StepLoop` tells of steps, by the numbers that its scheduler has for requests. A `Stream` tells of these too, and
@@ -144,23 +165,6 @@ class EngineObserver(Generic[W]):
 
     def begun_so_far(self, begun: list[BegunRequests[W]]) -> None:
         """Take all answers that have begun and not ended."""
-
-    @property
-    def asks_seconds(self) -> bool:
-        """Whether to be told how long the rest will take. Asked after each step."""
-        return False
-
-    def seconds_left(self, seconds: float) -> None:
-        """See in how many seconds, as predicted, all that runs and waits will have ended."""
-
-    @property
-    def lends(self) -> bool:
-        """Whether a part of what is left is to go on elsewhere. Asked before each step of who has no guests."""
-        return False
-
-    def may_lend(self, window: W) -> bool:
-        """Say whether requests of a window may go on elsewhere."""
-        return False
 
     def lent(self, requests: list[BegunRequests[W]]) -> None:
         """Take requests that go on elsewhere, begun or not: nothing more is told of them. None, if no move pays."""

@@ -26,7 +26,7 @@ from llmbatch.inference.worker import Worker
 from llmbatch.io.gather import pick
 from llmbatch.operators.ray.borrowed import BorrowedRows
 from llmbatch.operators.ray.ledger import MOST_DEATHS
-from llmbatch.operators.ray.loan_desk import LoanDesk, RowsToLend
+from llmbatch.operators.ray.loan_client import LoanClient, RowsToLend
 from llmbatch.operators.ray.rows_owner import RowsOwner
 from llmbatch.operators.ray.shard_call import Reports, ShardCall
 from llmbatch.operators.ray.shard_queue import ShardQueue
@@ -47,10 +47,10 @@ class _Part:
 class SharedEngine(AnswerSink):
     """An engine in a thread of its own, which several calls use at once. The weights are loaded there, at once."""
 
-    def __init__(self, worker: Worker, desk: LoanDesk | None = None) -> None:
-        """Lend and borrow rows where there is a desk for that."""
+    def __init__(self, worker: Worker, loans: LoanClient | None = None) -> None:
+        """Lend and borrow rows by a client of the exchange, if there is one."""
         self._worker = worker
-        self._desk = desk
+        self._loans = loans
         self._feed = ShardQueue()
         self._numbers = itertools.count()
         self._parts: dict[int, _Part] = {}  # by number of the window
@@ -63,19 +63,19 @@ class SharedEngine(AnswerSink):
         self._kept = self._predicted = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
-        if desk is not None:
-            desk.open(self)
+        if loans is not None:
+            loans.open(self)
 
     def answer(self, call: ShardCall, reports: Reports) -> pa.Table:
         """Return the call's table with its answers. Raises what the engine fails of: JobError, ModelError."""
         self._enter(1)
         try:
             for rows, deaths in call.parts():
-                part = _Part(call, rows, lends=deaths == 0 and self._desk is not None and self._desk.can_lend)
+                part = _Part(call, rows, lends=deaths == 0 and self._loans is not None and self._loans.can_lend)
                 self._put(part, self._window(call, rows, deaths), apart=0 < deaths < MOST_DEATHS)
             answered = call.finish(reports)
-            if self._desk is not None:
-                self._desk.stay(lambda: self._calls > 1)
+            if self._loans is not None:
+                self._loans.stay(lambda: self._calls > 1)
             return answered
         finally:
             self._enter(-1)
@@ -86,8 +86,8 @@ class SharedEngine(AnswerSink):
         """Count calls that come and go."""
         with self._lock:
             self._calls += calls
-        if self._desk is not None:
-            self._desk.wake()
+        if self._loans is not None:
+            self._loans.wake()
 
     def borrow(self, borrowed: BorrowedRows) -> None:
         """Run rows of another actor."""
@@ -159,34 +159,34 @@ class SharedEngine(AnswerSink):
 
     @property
     def asks_seconds(self) -> bool:
-        """Whether it is time to tell the desk how long the rest takes."""
-        return self._desk is not None and time.monotonic() - self._predicted >= _PREDICTED
+        """Whether it is time to tell the exchange how long the rest takes."""
+        return self._loans is not None and time.monotonic() - self._predicted >= _PREDICTED
 
     def seconds_left(self, seconds: float) -> None:
-        """Tell the desk."""
+        """Tell the exchange."""
         self._predicted = time.monotonic()
-        if self._desk is not None and self._rows_left > 0:
-            self._desk.note(idle=False, seconds=seconds)
+        if self._loans is not None and self._rows_left > 0:
+            self._loans.note(idle=False, seconds=seconds)
 
     @property
     def lends(self) -> bool:
         """Whether rows are to be lent."""
-        return self._desk is not None and self._desk.wanted
+        return self._loans is not None and self._loans.wanted
 
     def may_lend(self, window: Window) -> bool:
         """Say whether rows of a window may be lent: not those that were lent before, nor suspects."""
         return self._parts[window.number].lends
 
     def lent(self, rows: Sequence[tuple[Window, NDArray[np.int32], BegunAnswers]]) -> None:
-        """Leave rows at the desk."""
-        assert self._desk is not None, "it asked for them"
+        """Leave rows to the client of the exchange."""
+        assert self._loans is not None, "it asked for them"
         parts = []
         for window, of, begun in rows:
             part = self._parts[window.number]
             assert isinstance(part.owner, ShardCall), "what is borrowed is not lent"
             places = BegunAnswers(np.searchsorted(of, begun.rows).astype(np.int32), begun.asks, begun.tokens)
             parts.append(RowsToLend(part.owner, part.rows[of], places))
-        self._desk.lend(parts)
+        self._loans.lend(parts)
         self._count(-sum(len(of) for _, of, _ in rows))
 
     def after_step(self) -> None:
@@ -204,12 +204,12 @@ class SharedEngine(AnswerSink):
         self._feed.put(window, apart=apart)
 
     def _count(self, rows: int) -> None:
-        """Count rows that come and go, and tell the desk where there are none."""
+        """Count rows that come and go, and tell the exchange where there are none."""
         with self._lock:
             self._rows_left += rows
             idle = self._loaded and self._rows_left == 0
-        if self._desk is not None and (idle or rows > 0):
-            self._desk.note(idle=idle, seconds=None)
+        if self._loans is not None and (idle or rows > 0):
+            self._loans.note(idle=idle, seconds=None)
 
     def _error_of(self, rows: pa.RecordBatch) -> JobError | None:
         """Return what ends the job, if a row failed that must not."""
@@ -258,5 +258,5 @@ class SharedEngine(AnswerSink):
 
     def _leave(self) -> None:
         """Lend and borrow no more."""
-        if self._desk is not None:
-            self._desk.close()
+        if self._loans is not None:
+            self._loans.close()

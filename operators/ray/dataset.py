@@ -40,7 +40,7 @@ from llmbatch.operators.ray.actor import SharedEngine
 from llmbatch.operators.ray.in_flight import InFlightRows, left_behind
 from llmbatch.operators.ray.ledger import ActorHome
 from llmbatch.operators.ray.ledger_actor import LedgerBeats, LedgerReports, start_ledger
-from llmbatch.operators.ray.loan_desk import LoanDesk
+from llmbatch.operators.ray.loan_client import LoanClient
 from llmbatch.operators.ray.place import Place
 from llmbatch.operators.ray.shard_call import ShardCall
 from llmbatch.operators.ray.sharding import OUTLINE, ROWS_PER_SHARD, Shards, cut, outline
@@ -238,10 +238,10 @@ class _Actor:
         file = Path(tempfile.gettempdir()) / f"llmbatch-flight-{actor}-{os.getpid()}"
         self._flight = InFlightRows(file)
         process, place = f"{actor}-{os.getpid()}", Place.here()
-        desk = LoanDesk(
+        loans = LoanClient(
             LedgerBeats(ledger), self._flight, columns_read(options), actor=actor, process=process, place=place
         )
-        self._engine = SharedEngine(Worker.open(options), desk)
+        self._engine = SharedEngine(Worker.open(options), loans)
         weakref.finalize(self, self._engine.close)
         # Called first, since closing waits for a step, and Ray may kill what waits: this process ends of itself.
         weakref.finalize(self, file.unlink, missing_ok=True)

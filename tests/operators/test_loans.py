@@ -16,11 +16,11 @@ from llmbatch.inference.answer_schema import AnswerSchema
 from llmbatch.inference.progress import Silence
 from llmbatch.inference.worker import Worker
 from llmbatch.io.row_hash import hash_rows
-from llmbatch.operators.ray import actor, loan_desk
+from llmbatch.operators.ray import actor, loan_client
 from llmbatch.operators.ray.actor import SharedEngine
 from llmbatch.operators.ray.in_flight import InFlightRows, left_behind
 from llmbatch.operators.ray.ledger import Ledger
-from llmbatch.operators.ray.loan_desk import LoanDesk
+from llmbatch.operators.ray.loan_client import LoanClient
 from llmbatch.operators.ray.loans import Beat, Loan, LoanAnswers, NoExchange, Orders
 from llmbatch.operators.ray.shard_call import ShardCall
 from llmbatch.planning.even_ends import RowsLeft
@@ -33,7 +33,7 @@ from llmbatch.operators.ray.place import Place
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines tell each step how long the rest takes, and every second row moves: a small model gains nothing by it."""
-    monkeypatch.setattr(loan_desk, "SECONDS", 0.005)
+    monkeypatch.setattr(loan_client, "SECONDS", 0.005)
     monkeypatch.setattr(actor, "_PREDICTED", 0.0)
 
     def half(left: RowsLeft, *_: object) -> Any:
@@ -94,8 +94,8 @@ class Job:
         self.thread.start()
 
     def shared(self, exchange: Any, flight: InFlightRows, name: str) -> SharedEngine:
-        desk = LoanDesk(exchange, flight, ["text"], actor=name, process=name, place=Place("node", frozenset()))
-        return SharedEngine(Worker.open(self.op.options), desk)
+        client = LoanClient(exchange, flight, ["text"], actor=name, process=name, place=Place("node", frozenset()))
+        return SharedEngine(Worker.open(self.op.options), client)
 
     def _answer(self) -> None:
         hashes = hash_rows(self.table.select(["text"]))
@@ -188,7 +188,7 @@ def test_a_row_that_fails_elsewhere_ends_the_job_of_who_lent_it(jobs: Any) -> No
     )
 
 
-def test_a_desk_that_fails_ends_the_calls_of_its_engine(jobs: Any) -> None:
+def test_a_client_that_fails_ends_the_calls_of_its_engine(jobs: Any) -> None:
     job = jobs()
     loan = job.loan()
     broken = pa.RecordBatch.from_pylist([{"row": 99}], schema=AnswerSchema().rows)  # there is no such row
@@ -220,40 +220,40 @@ def test_a_last_call_stays_while_others_have_work(tmp_path: Path) -> None:
 
     others = Others()
     flight, place = InFlightRows(tmp_path / "flight"), Place("node", frozenset())
-    desk = LoanDesk(others, flight, ["text"], actor="a", process="a", place=place)
-    desk.open(cast(Any, None))
-    desk.note(idle=True, seconds=None)
+    client = LoanClient(others, flight, ["text"], actor="a", process="a", place=place)
+    client.open(cast(Any, None))
+    client.note(idle=True, seconds=None)
     for _ in range(2):
         others.asked.clear()
-        desk.wake()
+        client.wake()
         assert others.asked.wait(60)
-    desk.stay(lambda: True)  # another call is there
-    waiting = threading.Thread(target=desk.stay, args=(lambda: False,))
+    client.stay(lambda: True)  # another call is there
+    waiting = threading.Thread(target=client.stay, args=(lambda: False,))
     waiting.start()
     waiting.join(0.1)
     assert waiting.is_alive()
     others.work = False
     waiting.join()
     others.work = True
-    desk.close()
-    desk.stay(lambda: False)  # nobody stays at a desk that is closed
+    client.close()
+    client.stay(lambda: False)  # nobody stays at a client that is closed
 
 
 def test_a_last_call_stays_while_rows_of_others_run_here(tmp_path: Path) -> None:
     told: list[LoanAnswers] = []
     exchange = Holder(told.append)
     flight, place = InFlightRows(tmp_path / "flight"), Place("node", frozenset())
-    desk = LoanDesk(exchange, flight, ["text"], actor="a", process="a", place=place)
-    desk.note(idle=False, seconds=None)
-    waiting = threading.Thread(target=desk.stay, args=(lambda: False,))
+    client = LoanClient(exchange, flight, ["text"], actor="a", process="a", place=place)
+    client.note(idle=False, seconds=None)
+    waiting = threading.Thread(target=client.stay, args=(lambda: False,))
     waiting.start()
     answers = LoanAnswers("1", cast(Any, None))
-    desk.answer(answers)
-    desk.note(idle=True, seconds=None)
+    client.answer(answers)
+    client.note(idle=True, seconds=None)
     waiting.join(0.1)
     assert waiting.is_alive()  # their answers are still here
-    desk.open(cast(Any, None))
+    client.open(cast(Any, None))
     waiting.join(60)
     assert not waiting.is_alive()
     assert told == [answers]
-    desk.close()
+    client.close()

@@ -33,7 +33,7 @@ class Collectives:
 
     def gather(self, x: torch.Tensor) -> list[torch.Tensor]:
         """Collect `x`, of one shape everywhere, on the first rank; others get nothing. Raises RankLost."""
-        found = [torch.empty_like(x) for _ in range(self.ranks if self.rank == 0 else 0)]
+        found = [torch.empty(x.shape, dtype=x.dtype) for _ in range(self.ranks if self.rank == 0 else 0)]
         for block, own in enumerate(_blocks(x)):
             of_all = self._memory.exchange(own)
             for whole, given in zip(found, of_all):
@@ -96,7 +96,7 @@ class HeadShare(nn.Module):
         """Compute this rank's logits, and give them to the first one."""
         each = -(-self._vocabulary // self.collectives.ranks)
         logits = self.share(states)
-        return self.collectives.gather(pad(logits, (0, each - logits.shape[-1])).contiguous())
+        return self.collectives.gather(pad(logits, (0, each - logits.shape[-1])))
 
 
 def _blocks(x: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -1,4 +1,4 @@
-"""What an engine has lent and borrowed, and the thread in which the exchange is told and obeyed.
+"""The client of the exchange: what an engine has lent and borrowed, and the thread that tells, and does as told.
 
 The engine's own thread never waits for the exchange: it looks at `wanted` between two steps, and leaves here what it
 lends and answers. The thread tells that with its next beat, which is half a second away at most.
@@ -36,7 +36,7 @@ class RowsToLend(NamedTuple):
 
 
 class LendingEngine(Protocol):
-    """An engine, as its desk sees it."""
+    """An engine, as the client of the exchange sees it."""
 
     def borrow(self, borrowed: BorrowedRows) -> None:
         """Run rows of another actor."""
@@ -61,7 +61,7 @@ class _Lent:
     told: bool = False  # whether the exchange knows of it
 
 
-class LoanDesk:
+class LoanClient:
     """The loans of one engine. See the module's text."""
 
     def __init__(
@@ -182,7 +182,7 @@ class LoanDesk:
 
     @property
     def _lender(self) -> LendingEngine:
-        assert self._engine is not None, "the desk is open"
+        assert self._engine is not None, "the client is open"
         return self._engine
 
     def _beat(self) -> Beat:
