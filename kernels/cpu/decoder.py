@@ -7,6 +7,11 @@ its product's own tile where no norm comes between. Weights have just passed thr
 Python that runs then finds nothing of itself in them: so the embedding, the last norm and the head are here as well,
 where a model has no more around its layers.
 
+Where ranks have a share of each layer, a branch is the sum of what all of them give. Each one writes its summand into
+memory that all see; they meet, and each adds up all summands by itself, in the order of ranks: so all have the same
+residual. A step of many rows does so for some rows after others. There are two blocks of that memory, used in turn:
+who writes one again has met the others in between, and they had read it then.
+
 In the last layer, nobody reads more of most prompt tokens than their keys and values. The rows whose states are wanted
 move to the front once these are written, and all that follows is computed for them alone.
 """
@@ -17,6 +22,7 @@ from typing import Any, Final
 
 import numpy as np
 from numba import prange, typeof, types
+from numpy.typing import NDArray
 
 from llmbatch.compilation.decorators import compiled
 from llmbatch.kernels.cpu.attention import attend_share
@@ -86,9 +92,9 @@ def _coming(layers: Any, layer: int, product: int, team: Any) -> Any:
 
 @compiled(nogil=True, counted=False)
 def _multiply(
-    layers: Any, layer: int, product: int, code: int, x: Any, out: Any, step: int, buffers: Any, team: Any
+    layers: Any, layer: int, product: int, code: int, x: Any, out: int, stride: int, step: int, buffers: Any, team: Any
 ) -> None:
-    """Multiply x with the weight of a product; `step` is the columns of `out` that a panel makes."""
+    """Multiply x with the weight of a product; `out` is an address, `stride` and `step` bytes to rows and panels."""
     a, size = data_of(x), x.shape[1] * x.itemsize
     if buffers.scales.size > 0:
         first, end = share_of(x.shape[0], team.worker, team.workers)
@@ -99,7 +105,7 @@ def _multiply(
     multiply_share(
         layers.codes[code], a, size, data_of(buffers.scales), x.shape[0],
         layers.panels[layer, product], layers.counts[product], layers.words[product],
-        data_of(out), out.shape[1] * out.itemsize, step * out.itemsize,
+        out, stride, step,
         layers.columns[layer, product], layers.columns_step,
         following, share, layers.alone, team.worker, team.workers,
     )  # fmt: skip  # arguments in groups
@@ -118,19 +124,56 @@ def _enter_branch(layers: Any, layer: int, norm: int, buffers: Any, team: Any) -
     _wait(layers, layer, QKV if norm == 0 else GATE_UP, team)
 
 
+@compiled(nogil=True)
+def parts_of(rows: int, columns: int, blocks: NDArray[np.float32]) -> int:
+    """Return in how many parts ranks add up so many rows, as their blocks have room."""
+    room: int = blocks.shape[2] // columns
+    return (rows + room - 1) // room
+
+
 @compiled(nogil=True, counted=False)
-def _leave_branch(layers: Any, layer: int, product: int, norm: int, x: Any, buffers: Any, team: Any) -> None:
-    """Add the product of x to the residual, through a norm if the layer has one there."""
-    if layers.has_norm[norm]:
-        _multiply(layers, layer, product, WHOLE, x, buffers.branch, COLUMNS, buffers, team)
-        first, end = share_of(buffers.branch.shape[0], team.worker, team.workers)
-        for i in range(first, end):
-            _add_normalized(
-                buffers.branch[i], layers.norms[norm, layer], np.float32(layers.epsilon), buffers.residual[i]
-            )
-        _wait(layers, layer, product + 1, team)
-    else:
-        _multiply(layers, layer, product, ADDED, x, buffers.residual, COLUMNS, buffers, team)
+def _add_up(ranks: Any, turn: int, row: int, total: Any) -> None:
+    """Add up what all ranks have given for a row."""
+    first, given = row * total.size, ranks.blocks[turn]
+    for d in range(total.size):
+        total[d] = given[0, first + d]
+    for rank in range(1, ranks.processes):
+        for d in range(total.size):
+            total[d] += given[rank, first + d]
+
+
+@compiled(nogil=True, counted=False)
+def _leave_branch(
+    layers: Any, layer: int, product: int, norm: int, x: Any, ranks: Any, turn: int, buffers: Any, team: Any
+) -> int:
+    """Add the product of x to the residual, through a norm if the layer has one there; returns the next turn."""
+    is_split, rows, columns = ranks.processes > 1, x.shape[0], buffers.residual.shape[1]
+    if not is_split and not layers.has_norm[norm]:
+        out = data_of(buffers.residual)
+        _multiply(layers, layer, product, ADDED, x, out, 4 * columns, 4 * COLUMNS, buffers, team)
+        return turn
+    parts = parts_of(rows, columns, ranks.blocks) if is_split else 1
+    for part in range(parts):
+        low, high = rows * part // parts, rows * (part + 1) // parts
+        out = data_of(buffers.branch)
+        if is_split:
+            out = data_of(ranks.blocks) + (turn * ranks.processes + ranks.rank) * ranks.blocks.shape[2] * 4
+        _multiply(layers, layer, product, WHOLE, x[low:high], out, 4 * columns, 4 * COLUMNS, buffers, team)
+        if is_split:
+            wait_for_all(Team(ranks.arrived, ranks.processes * team.workers, team.worker))
+        first, end = share_of(high - low, team.worker, team.workers)
+        for i in range(low + first, low + end):
+            total, residual = buffers.branch[i], buffers.residual[i]
+            if is_split:
+                _add_up(ranks, turn, i - low, total)
+            if layers.has_norm[norm]:
+                _add_normalized(total, layers.norms[norm, layer], np.float32(layers.epsilon), residual)
+            else:
+                for d in range(columns):
+                    residual[d] += total[d]
+        turn = 1 - turn
+    _wait(layers, layer, product + 1, team)
+    return turn
 
 
 @compiled(nogil=True, counted=False)
@@ -178,16 +221,19 @@ def _leave_layers(layers: Any, ends: Any, sampled: Any, residual: Any, samples: 
 @compiled(nogil=True, counted=False)
 def _run_share(
     layers: Any, ends: Any, step: Any, memory: Any, window_memory: Any, tables: Any, window_tables: Any,
-    page_size: int, every_buffer: Any, samples: Any, first: int, end: int, arrived: Any, workers: int, worker: int,
+    page_size: int, every_buffer: Any, samples: Any, ranks: Any, first: int, end: int, arrived: Any, workers: int,
+    worker: int,
 ) -> None:  # fmt: skip  # arguments in groups
     """Do a worker's share of `run_layers`."""
     team, count = Team(arrived, workers, worker), layers.panels.shape[0]
-    buffers = _first_rows(every_buffer, step.turns.size)
+    buffers, turn = _first_rows(every_buffer, step.turns.size), ranks.turn
     if first == 0 and ends.embedding.shape[0] > 0:
         _embed(ends, step.ids, buffers.residual, team)
     for layer in range(first, end):
         _enter_branch(layers, layer, 0, buffers, team)
-        _multiply(layers, layer, QKV, STORED, buffers.normed, buffers.packed, COLUMNS, buffers, team)
+        packed, inner = buffers.packed, buffers.inner
+        row, panel = packed.shape[1] * packed.itemsize, COLUMNS * packed.itemsize
+        _multiply(layers, layer, QKV, STORED, buffers.normed, data_of(packed), row, panel, buffers, team)
         angles, cut = step.angles[layer], step.cuts[layer]
         kind, place = step.places[layer]
         own, own_tables = (window_memory, window_tables) if kind else (memory, tables)
@@ -209,10 +255,11 @@ def _run_share(
             buffers.attention, layers.codes[ATTENTION], worker,
         )  # fmt: skip  # arguments in groups
         _wait(layers, layer, OUT, team)
-        _leave_branch(layers, layer, OUT, 1, buffers.attended, buffers, team)
+        turn = _leave_branch(layers, layer, OUT, 1, buffers.attended, ranks, turn, buffers, team)
         _enter_branch(layers, layer, 2, buffers, team)
-        _multiply(layers, layer, GATE_UP, GATED, buffers.normed, buffers.inner, COLUMNS // 2, buffers, team)
-        _leave_branch(layers, layer, DOWN, 3, buffers.inner, buffers, team)
+        row, panel = inner.shape[1] * inner.itemsize, COLUMNS // 2 * inner.itemsize
+        _multiply(layers, layer, GATE_UP, GATED, buffers.normed, data_of(inner), row, panel, buffers, team)
+        turn = _leave_branch(layers, layer, DOWN, 3, buffers.inner, ranks, turn, buffers, team)
     if end == count and ends.norm.size > 0:
         _leave_layers(layers, ends, step.sampled, buffers.residual, samples, team)
 
@@ -228,18 +275,18 @@ def share_code(arguments: tuple[Any, ...]) -> int:
 @compiled(parallel=True, nogil=True)
 def run_layers(
     code: int, layers: Any, ends: Any, step: Any, memory: Any, window_memory: Any, tables: Any, window_tables: Any,
-    page_size: int, buffers: Any, samples: Any, first: int, end: int, arrived: Any, workers: int,
+    page_size: int, buffers: Any, samples: Any, ranks: Any, first: int, end: int, arrived: Any, workers: int,
 ) -> None:  # fmt: skip  # arguments in groups
     """Take the residual through the layers from the `first` on, before the `end`, in place.
 
     What is before the first layer is done with it, and what is behind the last one with that: `samples` are its
     results. `memory` and its tables are those of pages, and `window_memory` those of window pages, [layers, ...] of
-    `page_shape` each. `buffers` have as many rows as the step has tokens, or more. `code` is that of `share_code`,
-    `arrived` what `arrivals` makes, and all `workers` must run at once.
+    `page_shape` each. `buffers` have as many rows as the step has tokens, or more. `ranks` have as many workers each.
+    `code` is that of `share_code`, `arrived` what `arrivals` makes, and all `workers` must run at once.
     """
     for worker in prange(workers):
         arguments = (
-            layers, ends, step, memory, window_memory, tables, window_tables, page_size, buffers, samples, first, end,
-            arrived, workers, worker,
+            layers, ends, step, memory, window_memory, tables, window_tables, page_size, buffers, samples, ranks,
+            first, end, arrived, workers, worker,
         )  # fmt: skip  # arguments in groups
         _call_share(code, arguments)

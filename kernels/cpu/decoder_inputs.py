@@ -87,6 +87,16 @@ class Buffers(NamedTuple):
     attention: NDArray[Any]  # [tokens, 0] like the rows of attention's products
 
 
+class Ranks(NamedTuple):
+    """The processes that have a share of each layer, as one of them sees them; their blocks are used in turn."""
+
+    processes: int
+    rank: int  # of this one
+    turn: int  # of the next block: 0 or 1
+    arrived: NDArray[np.int64]  # the barrier of all workers of all ranks
+    blocks: NDArray[np.float32]  # [2, ranks, elements of some rows] what each rank adds to the residual
+
+
 class Samples(NamedTuple):
     """What comes of the head, where it is one of `Ends`."""
 

@@ -24,11 +24,12 @@ from numpy.typing import NDArray
 
 from llmbatch.compilation.decorators import compiled
 from llmbatch.kernels.cpu.pointers import data_of
-from llmbatch.kernels.cpu.tiles.vector_ir import INT32, INT64, constant, prefetch
+from llmbatch.kernels.cpu.tiles.vector_ir import INT32, INT64, prefetch
 
 _PATIENCE: Final = 2000  # looks at the count before other threads are let have the processor: some 50 us
 _LOOKS: Final = 2_000_000  # at most, for workers that may never come: a second, or longer on a busy machine
 _LINE: Final = 64  # bytes of a line of caches
+_OPEN: Final = 2**60  # arrivals that a barrier never has, unless it was opened
 _APART: Final = 16  # numbers on both sides of a count, so that it has a cache line of its own
 _PAUSES: Final = platform.machine() in ("x86_64", "AMD64")
 
@@ -71,19 +72,28 @@ def wait_for_all(team: Team, coming: int = 0, size: int = 0) -> None:
 @compiled(nogil=True)
 def arrive(team: Team) -> int:
     """Arrive, and return how many arrivals there are once all workers have; they may be of other processes."""
-    before: int = _arrive(data_of(team.arrived) + 8 * _APART)
-    return (before // team.workers + 1) * team.workers
+    before: int = _arrive(data_of(team.arrived) + 8 * _APART, 1)
+    return min((before // team.workers + 1) * team.workers, _OPEN)
 
 
 @compiled(nogil=True)
-def have_arrived(team: Team, everyone: int, looks: int) -> bool:
-    """Wait for so many arrivals, for so many looks at their count; tell whether they are there."""
-    count = data_of(team.arrived) + 8 * _APART
-    for look in range(looks):
-        if _arrived(count) >= everyone:
-            return True
-        _rest(look > _PATIENCE)
-    return False
+def have_arrived(team: Team, everyone: int) -> bool:
+    """Tell whether there are so many arrivals."""
+    there: bool = _arrived(data_of(team.arrived) + 8 * _APART) >= everyone
+    return there
+
+
+@compiled(nogil=True)
+def open_barrier(team: Team) -> None:
+    """Let all pass from now on, since one of them will not arrive: what they compute is good for nothing."""
+    if not is_open(team):
+        _arrive(data_of(team.arrived) + 8 * _APART, 2 * _OPEN)
+
+
+@compiled(nogil=True)
+def is_open(team: Team) -> bool:
+    """Tell whether the barrier was opened."""
+    return have_arrived(team, _OPEN)
 
 
 @cache
@@ -104,20 +114,20 @@ def _meet(arrived: NDArray[np.int64], met: NDArray[np.int64]) -> None:
     """Let workers wait for each other, for long at most; `met` becomes the number that each one saw arrive."""
     for worker in prange(met.size):
         count, looks = data_of(arrived) + 8 * _APART, 0
-        _arrive(count)
+        _arrive(count, 1)
         while _arrived(count) < met.size and looks < _LOOKS:
             looks += 1
             _rest(looks > _PATIENCE)
         met[worker] = _arrived(count)
 
 
-def _emit_arrive(_typing: Any, count: Any) -> Any:
-    """Add 1 to the number at an address, and return what it was."""
+def _emit_arrive(_typing: Any, count: Any, times: Any) -> Any:
+    """Add to the number at an address, and return what it was."""
 
     def build(_context: Any, builder: Any, _sig: Any, values: Any) -> Any:
-        return builder.atomic_rmw("add", builder.inttoptr(values[0], INT64.as_pointer()), constant(1), "seq_cst")
+        return builder.atomic_rmw("add", builder.inttoptr(values[0], INT64.as_pointer()), values[1], "seq_cst")
 
-    return types.int64(types.int64), build
+    return types.int64(types.int64, types.int64), build
 
 
 def _emit_arrived(_typing: Any, count: Any) -> Any:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from typing import Final
 
 _PROGRAM = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from {} import main; main(*sys.argv[2:])"
+_WATCH_S: Final = 1.0  # between looks at whether another process has ended
 
 
 def start_beside(module: str, *arguments: str, stdout: int = subprocess.DEVNULL) -> subprocess.Popen[bytes]:
@@ -29,11 +33,27 @@ def start_fed(module: str) -> subprocess.Popen[bytes]:
     )
 
 
-def await_beside(process: subprocess.Popen[bytes]) -> threading.Thread:
-    """Start a thread that waits for a process, so that none is left behind as a zombie; it ends with the process."""
-    waiting = threading.Thread(target=process.wait, name="beside", daemon=True)
+def await_beside(process: subprocess.Popen[bytes], then: Callable[[], None] = lambda: None) -> threading.Thread:
+    """Start a thread that waits for a process, so that none is left behind as a zombie, and calls `then`."""
+
+    def wait() -> None:
+        process.wait()
+        then()
+
+    waiting = threading.Thread(target=wait, name="beside", daemon=True)
     waiting.start()
     return waiting
+
+
+def end_with(parent: int) -> None:
+    """Start a thread that ends this process, whatever it does, once the one that started it has ended."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(_WATCH_S)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="parent", daemon=True).start()
 
 
 def _command(module: str, arguments: Sequence[str]) -> list[str]:

@@ -20,7 +20,7 @@ def on_ranks(ranks: int, compute: Callable[[Collectives], Any]) -> list[Any]:
 
     def run(rank: int) -> Any:
         collectives = Collectives(rank, ranks)
-        collectives.join(SharedMemory(memory, rank, ranks, lambda: False))
+        collectives.join(SharedMemory(memory, rank, ranks))
         return compute(collectives)
 
     with shared_file(ranks) as memory, ThreadPoolExecutor(ranks) as pool:
@@ -55,6 +55,11 @@ def test_the_first_rank_gathers_what_all_have() -> None:
     assert [part.shape for part in found[0]] == [(rows, 100)] * 2
 
 
-def test_a_rank_that_has_ended_is_not_waited_for() -> None:
-    with shared_file(2) as memory, pytest.raises(RankLost, match=r"^a rank does not answer$"):
-        Collectives(0, 2).join(SharedMemory(memory, 0, 2, lambda: True))
+def test_nobody_waits_for_a_rank_that_has_ended() -> None:
+    with shared_file(2) as memory:
+        first, second = (SharedMemory(memory, rank, 2) for rank in range(2))
+        second.open()
+        with pytest.raises(RankLost, match=r"^a rank does not answer$"):
+            Collectives(0, 2).join(first)
+        with pytest.raises(RankLost, match=r"^a rank does not answer$"):
+            first.exchange(torch.zeros(1))

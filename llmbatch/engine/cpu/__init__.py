@@ -4,4 +4,4 @@ Must not import `engine.gpu`.
 Start reading at `engine`.
 """
 
-__all__ = ["attention", "compilation", "engine", "linear", "platform", "threads"]
+__all__ = ["attention", "compilation", "engine", "joined_layers", "linear", "platform", "threads"]

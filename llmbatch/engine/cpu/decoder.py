@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Protocol
 
 import numba
 import numpy as np
@@ -22,8 +22,18 @@ from llmbatch.engine.model.fusion.modules import FusedNorm
 from llmbatch.engine.model.number_type import WIDENED, bfloat16_rows
 from llmbatch.kernels.cpu.attention import block_code
 from llmbatch.kernels.cpu.blocks import SEQUENCE, join_blocks
-from llmbatch.kernels.cpu.decoder import run_layers, share_code
-from llmbatch.kernels.cpu.decoder_inputs import ATTENTION, GATE_UP, OUT, QKV, Buffers, Ends, LayerStep, Samples
+from llmbatch.kernels.cpu.decoder import parts_of, run_layers, share_code
+from llmbatch.kernels.cpu.decoder_inputs import (
+    ATTENTION,
+    GATE_UP,
+    OUT,
+    QKV,
+    Buffers,
+    Ends,
+    LayerStep,
+    Ranks,
+    Samples,
+)
 from llmbatch.kernels.cpu.products import CONVERTERS, STORE_FLOAT, rows_of_one_tile, tile_code
 from llmbatch.kernels.cpu.tiles.endings import COLUMNS
 from llmbatch.kernels.cpu.workers import arrivals, workers_at_once
@@ -32,6 +42,7 @@ from llmbatch.kernels.spec import AttentionSpec
 Tables = tuple[NDArray[np.int32], NDArray[np.int32]]  # of pages, and of window pages
 Angles = tuple[torch.Tensor, torch.Tensor] | None  # cosine and sine of a layer's rotation; None: none
 _NONE: Final = np.empty(0, np.int64)
+_ALONE: Final = Ranks(1, 0, 0, arrivals(), np.empty((2, 1, 0), np.float32))
 _FEW: Final = 2  # of so many tokens one is wanted at most: else the last layer is for all
 
 
@@ -43,6 +54,16 @@ class Around:
     rotate: nn.Module  # by positions alone
     norm: FusedNorm
     head: PackedLinear
+
+
+class LayerSums(Protocol):
+    """Where ranks, of which each has a share of each layer, add up what these give."""
+
+    def for_layers(self) -> Ranks:
+        """Return what the loop over layers takes."""
+
+    def pass_layers(self, rounds: int) -> None:
+        """Take note of so many sums in that loop. Raises RankLost."""
 
 
 class _Turns(NamedTuple):
@@ -65,13 +86,17 @@ class Decoder:
         *,
         layer_bits: int | None,
         streamed: StreamedLayers | None = None,
+        sums: LayerSums | None = None,
     ) -> None:
-        """Pack the weights of layers, one after the other; `streamed` takes those that do not stay in memory."""
+        """Pack the weights of layers, one after the other; `streamed` takes those that do not stay in memory.
+
+        `sums`: of the ranks that have the other shares of these layers.
+        """
         self._dtype = parts[0].attention.o_proj.weight.dtype
         self._element = as_array(torch.empty(0, dtype=self._dtype)).dtype
         self._spec = specs[0]
         self._packed = pack_layers(parts, layer_bits, streamed)
-        self._streamed = streamed
+        self._streamed, self._sums = streamed, sums
         self.streamed_weights = None if streamed is None else streamed.open()
         self._hidden = self._packed[0][QKV].width
         self._halves = parts[0].attention.halves
@@ -132,7 +157,8 @@ class Decoder:
         every, kind = step.pages.memory, (self._spec.heads, self._spec.width)
         memory = _pair({windows: every[*kind, windows] for windows in (False, True) if (*kind, windows) in every})
         buffers = self._activations
-        inputs = self._layers, ends, layer_step, *memory, *tables, step.pages.page_size, buffers, samples
+        ranks = _ALONE if self._sums is None else self._sums.for_layers()
+        inputs = self._layers, ends, layer_step, *memory, *tables, step.pages.page_size, buffers, samples, ranks
         if self._kept != memory[0].dtype:
             # First, since another process may be compiling attention.
             self._code = share_code((*inputs, 0, len(self._packed), arrivals(), 1))
@@ -144,6 +170,9 @@ class Decoder:
             self._run_some(inputs, 0, len(self._packed))
         else:
             self._run_apart(inputs, step.between)
+        if self._sums is not None:
+            parts = parts_of(len(layer_step.turns), buffers.branch.shape[1], ranks.blocks)
+            self._sums.pass_layers(2 * len(self._packed) * parts)
         return buffers
 
     def _run_apart(self, inputs: tuple[Any, ...], between: Callable[[], None]) -> None:

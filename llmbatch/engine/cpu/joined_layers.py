@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from llmbatch.engine.cpu.attention import CpuAttention
-from llmbatch.engine.cpu.decoder import Angles, Around, Decoder
+from llmbatch.engine.cpu.decoder import Angles, Around, Decoder, LayerSums
 from llmbatch.engine.cpu.layer_forms import LayerParts, alike, find_parts, products_of
 from llmbatch.engine.cpu.linear import PackedLinear
 from llmbatch.engine.cpu.streamed_layers import StreamedLayers
@@ -101,11 +101,13 @@ def join_layers(
     *,
     layer_bits: int | None = None,
     streaming: Streaming | None = None,
+    sums: LayerSums | None = None,
 ) -> Decoder | None:
     """Replace, in place, the layers of a fused `model` by a `Decoder`, if all are of one form; returns that.
 
     `layer_bits`: of a weight, if weights become integers; to int8 they do if their widths are whole words of four.
-    `streaming`: how much memory weights may take, those around the layers included.
+    `streaming`: how much memory weights may take, those around the layers included. `sums`: of ranks; each has shares
+    of the layers and of what is around them, which stays as it is.
     """
     layers = [module for module in model.modules() if isinstance(getattr(module, "self_attn", None), FusedAttention)]
     if len(layers) != len(specs):
@@ -139,13 +141,13 @@ def join_layers(
             del vars(layer)["forward"]
         if not joined:  # something else reads what a layer returns
             return None
-        around = _find_around(model, set(layers), calls, expected)
+        around = _find_around(model, set(layers), calls, expected) if sums is None else None
     whole = all(layer.in_features % 4 == 0 for layer in products_of(parts[0]))
     bits = None if layer_bits == 8 and not whole else layer_bits
     streamed = None
     if streaming is not None:
         streamed = StreamedLayers(streaming.memory - _bytes_around(model, layers), streaming.folder)
-    decoder = Decoder(parts, ordered, around, layer_bits=bits, streamed=streamed)
+    decoder = Decoder(parts, ordered, around, layer_bits=bits, streamed=streamed, sums=sums)
     if around is not None:
         model.forward = _DirectForward(decoder)
     angles: list[Angles] = []

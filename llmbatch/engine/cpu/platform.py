@@ -17,7 +17,8 @@ from llmbatch.errors import ModelError
 from llmbatch.kernels.cpu.tiles.vector_ir import HAS_INT8
 from llmbatch.kernels.spec import AttentionSpec
 
-_OPS: Final = CpuOps()
+OPS: Final = CpuOps()
+BY_MODULE: Final = "layers run module by module, which takes longer: they have no form that one loop can run"
 
 
 def _pack(
@@ -34,10 +35,10 @@ def _pack(
         notes = ("this processor cannot multiply int8 (it has no avx512_vnni): bfloat16 is taken instead",)
     streamed = pack_experts(model, dtype, streaming)
     decoder = join_layers(
-        model, specs, dtype, _OPS, layer_bits=layer_bits, streaming=None if streamed is not None else streaming
+        model, specs, dtype, OPS, layer_bits=layer_bits, streaming=None if streamed is not None else streaming
     )
     if decoder is None:
-        notes = (*notes, "layers run module by module, which takes longer: they have no form that one loop can run")
+        notes = (*notes, BY_MODULE)
         if streaming is not None and not streaming.files.has_experts:
             raise ModelError(
                 "the weights must all stay in memory, since the model's layers have no form that one loop can run: "
@@ -51,7 +52,7 @@ def _pack(
 
 HOST: Final = Platform(
     torch.device("cpu"),
-    _OPS,
+    OPS,
     page_size=HOST_PAGE_SIZE,
     max_running=HOST_RUNNING,
     is_host=True,

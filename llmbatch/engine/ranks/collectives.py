@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+import time
+from typing import Any, Final
 
 import torch
 from torch import nn
 from torch.nn.functional import pad
 
 from llmbatch.engine.ranks.shared_memory import BLOCK, SharedMemory
+from llmbatch.kernels.cpu.decoder_inputs import Ranks
+
+_PAUSE: Final = 0.01  # seconds between looks at who has joined
 
 
 class Collectives:
@@ -22,7 +26,19 @@ class Collectives:
     def join(self, memory: SharedMemory) -> None:
         """Wait for the others, and meet them in this memory from now on. Raises RankLost."""
         self._memory = memory
-        self.sum(torch.zeros(1))
+        everyone = memory.arrive()
+        while not memory.has_all(everyone):
+            time.sleep(_PAUSE)  # they load the model
+
+    def for_layers(self) -> Ranks:
+        """Return what the loop over layers takes."""
+        ranks: Ranks = self._memory.for_layers()
+        return ranks
+
+    def pass_layers(self, rounds: int) -> None:
+        """Take note of so many sums in that loop. Raises RankLost."""
+        self._memory.pass_rounds(rounds)
+        self._memory.check()
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         """Add up `x` over all ranks, in float32 and in their order, so that all have the same. Raises RankLost."""

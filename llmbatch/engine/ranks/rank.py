@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from dataclasses import replace
 
@@ -16,12 +15,14 @@ from llmbatch.engine.ranks.collectives import Collectives
 from llmbatch.engine.ranks.messages import RankOrders, RankStates, RankStep, receive
 from llmbatch.engine.ranks.shared_memory import RankLost, SharedMemory
 from llmbatch.engine.ranks.shares import Share, head_of
+from llmbatch.system.processes import end_with
 
 
 def main() -> None:
     """Run as one rank by the orders on standard input."""
     orders: RankOrders = receive(sys.stdin.buffer)
-    memory = SharedMemory(orders.memory, orders.rank, orders.ranks, lambda: os.getppid() != orders.parent)
+    end_with(orders.parent)
+    memory = SharedMemory(orders.memory, orders.rank, orders.ranks)
     share = Share(Collectives(orders.rank, orders.ranks), orders.threads)
     share.enter()
     loaded = load_model(

@@ -3,28 +3,30 @@
 Each rank has two blocks there, and uses them in turn. It copies what it has into one, arrives at a barrier, and reads
 the blocks of all ranks. One barrier a round is enough: who writes a block again has passed the barrier of the round
 between, and others arrived at that one after they had read. Who waits looks at the count of arrivals without a call of
-the system, so a round takes some microseconds, where one over sockets takes a millisecond.
+the system, so a round takes some microseconds, where one over sockets takes a millisecond. The loop over layers uses
+the same blocks in the same way (`llmbatch.kernels.cpu.decoder`), with a barrier for all of its workers.
+
+Who waits does not look after the others. Where a rank ends, the first one opens the barriers: all pass, compute
+something, and raise `RankLost` behind it.
 """
 
 from __future__ import annotations
 
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from llmbatch.kernels.cpu.workers import Team, arrivals, arrive, have_arrived
+from llmbatch.kernels.cpu.decoder_inputs import Ranks
+from llmbatch.kernels.cpu.workers import Team, arrivals, arrive, have_arrived, is_open, open_barrier, wait_for_all
 
-BLOCK: Final = 2**16  # elements: what 64 rows of a small model are; two of each rank fit its caches
+BLOCK: Final = 2**18  # elements: what 256 rows of a small model are
 _SHARED: Final = Path("/dev/shm")  # files there are in memory alone
-_LOOKS: Final = 20_000  # at the count of arrivals, before the others are looked after: some 10 ms
-_PAUSE: Final = 0.001  # seconds
-_PATIENCE: Final = 30 * 60.0  # seconds, for a step
 
 
 class RankLost(RuntimeError):
@@ -35,39 +37,60 @@ class RankLost(RuntimeError):
 def shared_file(ranks: int) -> Iterator[str]:
     """Make the file that so many ranks have in memory; its name is gone after, the memory when they end."""
     with tempfile.NamedTemporaryFile(prefix="llmbatch-ranks-", dir=_SHARED if _SHARED.is_dir() else None) as file:
-        file.write(bytes(arrivals().nbytes + 2 * ranks * BLOCK * 4))  # written, so that there is room for all of it
+        file.write(bytes(2 * arrivals().nbytes + 2 * ranks * BLOCK * 4))  # written, so that there is room for all of it
         file.flush()
         yield file.name
 
 
 class SharedMemory:
-    """The memory as one of the ranks has it. `is_lost` tells whether another rank's process has ended."""
+    """The memory as one of the ranks has it."""
 
-    def __init__(self, path: str, rank: int, ranks: int, is_lost: Callable[[], bool]) -> None:
+    def __init__(self, path: str, rank: int, ranks: int) -> None:
         """Open a file made by `shared_file`."""
         whole = np.asarray(np.memmap(path, np.uint8, mode="r+"))
-        header = arrivals().nbytes
-        self._team = Team(whole[:header].view(np.int64), ranks, rank)
-        self._blocks = torch.from_numpy(whole[header:].view(np.float32)).view(2, ranks, BLOCK)
-        self._rank, self._round = rank, 0
-        self._is_lost = is_lost
+        first, second, blocks = np.split(whole, [arrivals().nbytes, 2 * arrivals().nbytes])
+        self._team = Team(first.view(np.int64), ranks, rank)
+        self._of_workers: NDArray[np.int64] = second.view(np.int64)
+        self._blocks: NDArray[np.float32] = blocks.view(np.float32).reshape(2, ranks, BLOCK)
+        self._tensors = torch.from_numpy(self._blocks)
+        self._round = 0
+
+    def arrive(self) -> int:
+        """Arrive for the first time; `has_all` tells by the result whether all have."""
+        return arrive(self._team)
+
+    def has_all(self, everyone: int) -> bool:
+        """Tell whether all ranks have arrived. Raises RankLost."""
+        there = have_arrived(self._team, everyone)
+        self.check()
+        return there
 
     def exchange(self, own: torch.Tensor) -> torch.Tensor:
         """Give `BLOCK` elements at most; returns those of all ranks [ranks, elements], good until the next call.
 
         Raises RankLost.
         """
-        blocks = self._blocks[self._round % 2, :, : len(own)]
-        blocks[self._rank].copy_(own)
-        self._round += 1
-        self._wait(arrive(self._team))
+        blocks = self._tensors[self._round % 2, :, : len(own)]
+        blocks[self._team.worker].copy_(own)
+        self.pass_rounds(1)
+        wait_for_all(self._team)
+        self.check()
         return blocks
 
-    def _wait(self, everyone: int) -> None:
-        """Return when so many have arrived."""
-        looks, limit = _LOOKS, time.monotonic() + _PATIENCE
-        while not have_arrived(self._team, everyone, looks):
-            if self._is_lost() or time.monotonic() > limit:
-                raise RankLost("a rank does not answer")
-            time.sleep(_PAUSE)
-            looks = 1
+    def for_layers(self) -> Ranks:
+        """Return what the loop over layers takes; afterwards `pass_rounds` and `check`."""
+        return Ranks(self._team.workers, self._team.worker, self._round % 2, self._of_workers, self._blocks)
+
+    def pass_rounds(self, count: int) -> None:
+        """Count rounds in which blocks were used."""
+        self._round += count
+
+    def check(self) -> None:
+        """Raise RankLost if a rank has ended."""
+        if is_open(self._team):
+            raise RankLost("a rank does not answer")
+
+    def open(self) -> None:
+        """Let all ranks go on without one that has ended."""
+        open_barrier(self._team)
+        open_barrier(self._team._replace(arrived=self._of_workers))

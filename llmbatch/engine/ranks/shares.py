@@ -10,7 +10,9 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
+from llmbatch.engine.cpu.joined_layers import join_layers
 from llmbatch.engine.cpu.linear import PackedLinear, pack_linears
+from llmbatch.engine.cpu.platform import BY_MODULE, OPS
 from llmbatch.engine.model.platform import Packed, Streaming
 from llmbatch.engine.ranks.collectives import Collectives, EmbeddingShare, HeadShare, SummedOutput
 from llmbatch.engine.ranks.plan import Cut, SplitPlan
@@ -59,15 +61,16 @@ class Share:
     ) -> Packed:
         """Pack the layers of a fused model (`llmbatch.engine.model.platform.Packer`), and put shares together."""
         assert streaming is None, "a share stays in memory"
+        joined = join_layers(model, specs, dtype, OPS, layer_bits=layer_bits, sums=self.collectives)
         pack_linears(model, dtype, layer_bits=layer_bits)
-        for name in self._plan.sums:
+        for name in self._plan.sums if joined is None else ():
             _replace(model, name, SummedOutput(model.get_submodule(name), self.collectives))
         tokens = self.collectives.share_of(self._vocabulary)
         embedding = model.get_submodule(self._plan.embedding)
         _replace(model, self._plan.embedding, EmbeddingShare(embedding, tokens, self.collectives))
         head = model.get_submodule(self._plan.head)
         _replace(model, self._plan.head, HeadShare(head, self._vocabulary, self.collectives))
-        return Packed(())
+        return Packed((BY_MODULE,) if joined is None else ())
 
     def _kept(self, tensor: torch.Tensor, cut: Cut) -> torch.Tensor:
         """Copy the part of a tensor that this rank has."""

@@ -8,14 +8,13 @@ import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from typing import IO, Final
 
 from llmbatch.engine.ranks.collectives import Collectives
 from llmbatch.engine.ranks.messages import RankMessage, RankOrders, send
 from llmbatch.engine.ranks.shared_memory import RankLost, SharedMemory, shared_file
 from llmbatch.errors import JobError
-from llmbatch.system.processes import start_fed
+from llmbatch.system.processes import await_beside, start_fed
 
 _GRACE_S: Final = 2.0  # from a rank that does not answer to the end of its process
 
@@ -31,7 +30,10 @@ class RankTeam:
             with shared_file(orders.ranks) as memory:
                 for rank, process in enumerate(self._processes, 1):
                     send(_input(process), replace(orders, rank=rank, memory=memory))
-                collectives.join(SharedMemory(memory, 0, orders.ranks, partial(_have_ended, self._processes)))
+                shared = SharedMemory(memory, 0, orders.ranks)
+                for process in self._processes:
+                    await_beside(process, shared.open)
+                collectives.join(shared)
         except (RankLost, OSError) as error:
             lost = self.lost() or str(error)
             self.end()
@@ -70,11 +72,6 @@ class RankTeam:
 def _input(process: subprocess.Popen[bytes]) -> IO[bytes]:
     assert process.stdin is not None, "ranks are told what to do there"
     return process.stdin
-
-
-def _have_ended(processes: Sequence[subprocess.Popen[bytes]]) -> bool:
-    """Tell whether any has."""
-    return any(process.poll() is not None for process in processes)
 
 
 def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:

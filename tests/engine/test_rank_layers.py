@@ -1,0 +1,110 @@
+"""Ranks run their shares of layers in the compiled loop. They are threads here, as processes are to their memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import numba
+import pytest
+import torch
+
+from llmbatch.engine.cpu.attention import CpuOps
+from llmbatch.engine.cpu.platform import BY_MODULE, HOST
+from llmbatch.engine.model.loader import LoadedModel, load_model
+from llmbatch.engine.ranks import collectives, shared_memory
+from llmbatch.engine.ranks.collectives import Collectives
+from llmbatch.engine.ranks.shared_memory import SharedMemory, shared_file
+from llmbatch.engine.ranks.shares import Share, head_of
+from tests.support.models import tiny_model_folder
+
+TOKENS = 7
+STEPS = 2
+ROW = 32  # elements of the tiny models' states
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    """Give threads back that a share left to others."""
+    before = torch.get_num_threads(), numba.get_num_threads()
+    yield
+    torch.set_num_threads(before[0])
+    numba.set_num_threads(before[1])
+
+
+def share_of(folder: str, rank: int, workers: int) -> tuple[Collectives, LoadedModel]:
+    """A rank of two."""
+    ranks = Collectives(rank, 2)
+    share = Share(ranks, workers)
+    share.enter()
+    return ranks, load_model(folder, dtype="float32", platform=replace(HOST, share=share, pack=share.pack))
+
+
+def run(loaded: LoadedModel) -> torch.Tensor:
+    """What a model, or a rank's share of one, makes of a few tokens."""
+    ids = torch.arange(5, 5 + TOKENS)[None]
+    step = CpuOps().probe_step(loaded.attention, loaded.dtype, TOKENS)
+    with torch.inference_mode():
+        out: torch.Tensor = loaded.module(
+            input_ids=ids, position_ids=torch.arange(TOKENS)[None], use_cache=False, llmbatch=step
+        ).logits
+    return out
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("rows_at_once", [3, 64])
+@pytest.mark.parametrize("family", ["qwen2", "gemma2"])
+def test_shares_add_up_to_the_whole_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, rows_at_once: int, workers: int
+) -> None:
+    """Gemma 2 has norms behind its branches, which are of sums."""
+    for module in (collectives, shared_memory):
+        monkeypatch.setattr(module, "BLOCK", rows_at_once * ROW)
+    folder = tiny_model_folder(tmp_path, family)
+    expected = run(load_model(folder, dtype="float32", platform=HOST))
+    shares = [share_of(folder, rank, workers) for rank in range(2)]
+    assert [loaded.notes for _, loaded in shares] == [(), ()]
+    states: SimpleQueue[torch.Tensor] = SimpleQueue()
+    head_of(shares[0][1].module).send = states.put
+
+    def first_rank(own: SharedMemory) -> list[torch.Tensor]:
+        ranks, loaded = shares[0]
+        ranks.join(own)
+        return [run(loaded) for _ in range(STEPS)]
+
+    def second_rank(own: SharedMemory) -> None:
+        ranks, loaded = shares[1]
+        head = head_of(loaded.module)
+        head.register_forward_pre_hook(lambda _, given: kept.append(given[0]))
+        kept: list[torch.Tensor] = []
+        ranks.join(own)
+        for step in range(STEPS):
+            run(loaded)
+            of_first = states.get()
+            assert torch.equal(of_first, kept[step]), "ranks have the same states"
+            head.answer(of_first)
+
+    def be(rank: int) -> Any:
+        numba.set_num_threads(workers)
+        own = SharedMemory(memory, rank, 2)
+        try:
+            return (first_rank, second_rank)[rank](own)
+        except BaseException:
+            own.open()  # so that the other one does not wait
+            raise
+
+    with shared_file(2) as memory, ThreadPoolExecutor(2) as pool:
+        found, _ = pool.map(be, range(2))
+    for step in found:
+        torch.testing.assert_close(step, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.usefixtures("threads")
+def test_shares_whose_layers_run_one_by_one_say_so(tmp_path: Path) -> None:
+    _, loaded = share_of(tiny_model_folder(tmp_path, "gpt_oss"), 0, 1)
+    assert loaded.notes == (BY_MODULE,)
