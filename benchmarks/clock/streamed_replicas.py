@@ -50,7 +50,7 @@ A row's prompt begins with one of {prefixes} prefixes of 64 to 2,000 tokens, som
 8 to 1,000 tokens of its own. Its answer has up to 1,024 tokens; the median depends on the prefix. Lengths are sampled.
 Steps have 2,048 tokens: with those that the scheduler chooses here, the clock of all replicas would run for hours.
 Windows of {window:,} rows are drawn when a replica takes one, and let go when they are answered. A replica takes one
-when no row waits on it any more: it joins what still runs.
+when no row waits on it any more: it joins what still runs. So each replica soon has two, and memory grows until then.
 
 | | |
 | --- | --- |
@@ -59,7 +59,7 @@ when no row waits on it any more: it joins what still runs.
 | one replica, {part:,} rows | {alone:,.0f} s |
 | rows a second over {replicas} times those of one | {ratio:.3f} (wanted: .95) |
 | share of the time until the last replica ends that replicas compute, mean and least | {busy:.3f}, {least:.3f} |
-| memory of the process after a tenth of the windows, and at most later | {early:.2f} and {late:.2f} GB |
+| memory of the process after a tenth, a quarter, a half, three quarters and all of the windows | {memory} GB |
 | steps; seconds of this process for all that | {steps:,}; {took:,.0f} |
 """
 
@@ -212,14 +212,14 @@ def main() -> None:
     dataset = Dataset(given.rows, given.window, 1)
     every = run(dataset, given.replicas)
     ends = np.array([replica.engine.seconds for replica in every])
-    first = len(dataset.memory) // 10
+    last = len(dataset.memory) - 1
     page = TEXT.format(
         replicas=given.replicas, rows=given.rows, window=given.window, prefixes=PREFIXES, part=part,
         prompt=dataset.prompt_tokens / given.rows, answer=dataset.answer_tokens / given.rows,
         seconds=ends.max(), alone=one.engine.seconds,
         ratio=given.rows / ends.max() / (given.replicas * part / one.engine.seconds),
         busy=ends.mean() / ends.max(), least=ends.min() / ends.max(),
-        early=max(dataset.memory[: first + 1]) / 1e9, late=max(dataset.memory[first:]) / 1e9,
+        memory=", ".join(f"{dataset.memory[round(part * last)] / 1e9:.2f}" for part in (0.1, 0.25, 0.5, 0.75, 1.0)),
         steps=sum(replica.engine.steps for replica in every), took=time.perf_counter() - begun,
     )  # fmt: skip  # arguments in groups
     (RESULTS / "streamed-replicas.md").write_text(page, encoding="utf-8")
