@@ -76,22 +76,25 @@ def test_rows_move_to_an_actor_without_work_and_back_when_it_is_killed(
         ray.data.from_arrow(table).repartition(2), op, concurrency=2, num_cpus=0.1, cut=apart(96), lends_at_once=True
     )
     killed: list[int] = []
+    ended = threading.Event()
 
     def kill_the_taker() -> None:
-        until(lambda: job.moved() > 0 and len(flights()) == 2)
-        there = flights()
-        killed.append(min(there, key=lambda process: len(there[process])))
-        kill(killed[0])
+        until(lambda: ended.is_set() or (job.moved() > 0 and len(flights()) == 2))
+        if not ended.is_set():
+            there = flights()
+            killed.append(min(there, key=lambda process: len(there[process])))
+            kill(killed[0])
 
     killer = threading.Thread(target=kill_the_taker, daemon=True)
     killer.start()
     found = answered(job.ds)
+    ended.set()
     killer.join()
+    assert len(killed) == 1, "no row moved"
     told = ["id", "text", "generated_text", "finish_reason", "error"]
     assert found.select(told).equals(op(table).select(told))
     counts = job.counts()
     assert (counts.answered, counts.deaths) == (100, 1)
-    assert len(killed) == 1
 
 
 def apart(rows: int) -> Callable[..., Shards]:
