@@ -21,6 +21,7 @@ from llmbatch.engine.cpu.platform import HOST
 from llmbatch.engine.model.config import DType
 from llmbatch.engine.model.loader import LoadedModel, load_model
 from llmbatch.kernels.cpu.tiles.vector_ir import HAS_INT8
+from tests.support.logits import logits
 from tests.support.models import FAMILIES, tiny_model_folder
 
 JOINED = ("gemma", "gemma2", "gemma3", "llama", "mistral", "qwen2", "qwen3")
@@ -30,17 +31,6 @@ UNPACKED = replace(HOST, pack=None)
 def unpacked(folder: Path, family: str = "llama") -> LoadedModel:
     """A model whose modules are fused, and its layers not yet joined."""
     return load_model(tiny_model_folder(folder, family), dtype="float32", platform=UNPACKED)
-
-
-def logits(loaded: LoadedModel, tokens: int = 7) -> torch.Tensor:
-    """What a model says after a few tokens."""
-    ids = torch.arange(5, 5 + tokens)[None]
-    step = CpuOps().probe_step(loaded.attention, loaded.dtype, tokens)
-    with torch.inference_mode():
-        out: torch.Tensor = loaded.module(
-            input_ids=ids, position_ids=torch.arange(tokens)[None], use_cache=False, llmbatch=step
-        ).logits
-    return out
 
 
 def with_weights_of_four_bits(folder: str) -> str:

@@ -13,18 +13,17 @@ import numba
 import pytest
 import torch
 
-from llmbatch.engine.cpu.attention import CpuOps
 from llmbatch.engine.cpu.platform import BY_MODULE, HOST
 from llmbatch.engine.model.loader import LoadedModel, load_model
 from llmbatch.engine.ranks import collectives, shared_memory
 from llmbatch.engine.ranks.collectives import Collectives
 from llmbatch.engine.ranks.shared_memory import SharedMemory, shared_file
 from llmbatch.engine.ranks.shares import Share, head_of
+from tests.support.logits import logits
 from tests.support.models import tiny_model_folder
 
-TOKENS = 7
 STEPS = 2
-ROW = 32  # elements of the tiny models' states
+WIDTH = 32  # elements of a state of the tiny models
 
 
 @pytest.fixture
@@ -44,17 +43,6 @@ def share_of(folder: str, rank: int, workers: int) -> tuple[Collectives, LoadedM
     return ranks, load_model(folder, dtype="float32", platform=replace(HOST, share=share, pack=share.pack))
 
 
-def run(loaded: LoadedModel) -> torch.Tensor:
-    """What a model, or a rank's share of one, makes of a few tokens."""
-    ids = torch.arange(5, 5 + TOKENS)[None]
-    step = CpuOps().probe_step(loaded.attention, loaded.dtype, TOKENS)
-    with torch.inference_mode():
-        out: torch.Tensor = loaded.module(
-            input_ids=ids, position_ids=torch.arange(TOKENS)[None], use_cache=False, llmbatch=step
-        ).logits
-    return out
-
-
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("rows_at_once", [3, 64])
@@ -62,11 +50,11 @@ def run(loaded: LoadedModel) -> torch.Tensor:
 def test_shares_add_up_to_the_whole_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, rows_at_once: int, workers: int
 ) -> None:
-    """Gemma 2 has norms behind its branches, which are of sums."""
+    """Gemma 2 normalises what a branch gives, so it must do that to the sum of all ranks."""
     for module in (collectives, shared_memory):
-        monkeypatch.setattr(module, "BLOCK", rows_at_once * ROW)
+        monkeypatch.setattr(module, "BLOCK", rows_at_once * WIDTH)
     folder = tiny_model_folder(tmp_path, family)
-    expected = run(load_model(folder, dtype="float32", platform=HOST))
+    expected = logits(load_model(folder, dtype="float32", platform=HOST))
     shares = [share_of(folder, rank, workers) for rank in range(2)]
     assert [loaded.notes for _, loaded in shares] == [(), ()]
     states: SimpleQueue[torch.Tensor] = SimpleQueue()
@@ -75,16 +63,16 @@ def test_shares_add_up_to_the_whole_model(
     def first_rank(own: SharedMemory) -> list[torch.Tensor]:
         ranks, loaded = shares[0]
         ranks.join(own)
-        return [run(loaded) for _ in range(STEPS)]
+        return [logits(loaded) for _ in range(STEPS)]
 
     def second_rank(own: SharedMemory) -> None:
         ranks, loaded = shares[1]
         head = head_of(loaded.module)
-        head.register_forward_pre_hook(lambda _, given: kept.append(given[0]))
         kept: list[torch.Tensor] = []
+        head.register_forward_pre_hook(lambda _, given: kept.append(given[0]))
         ranks.join(own)
         for step in range(STEPS):
-            run(loaded)
+            logits(loaded)
             of_first = states.get()
             assert torch.equal(of_first, kept[step]), "ranks have the same states"
             head.answer(of_first)
