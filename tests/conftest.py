@@ -55,9 +55,9 @@ def compiled() -> None:
 def interpreted() -> None:
     """Kernels for GPUs, in an interpreter that is as fast as it can be."""
     if "TRITON_INTERPRET" in os.environ and find_spec("triton") is not None:
-        from tests.support.triton_interpreter import change_language_once
+        from tests.support.triton_interpreter import hasten
 
-        change_language_once()
+        hasten()
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 
@@ -39,15 +39,23 @@ NAMES = {name_of(file): file for file in MODULES}
 PACKAGES = sorted(name for name, file in NAMES.items() if file.name == "__init__.py" and name != "llmbatch")
 
 
-def imports_of(file: Path) -> Iterator[str]:
+@cache
+def parsed(file: Path) -> ast.Module:
+    """A file's tree."""
+    return ast.parse(file.read_text())
+
+
+@cache
+def imports_of(file: Path) -> frozenset[str]:
     """The modules of llmbatch that a file imports, wherever in it."""
-    for node in ast.walk(ast.parse(file.read_text())):
+    imported = set[str]()
+    for node in ast.walk(parsed(file)):
         if isinstance(node, ast.ImportFrom) and node.module is not None:
-            for name in node.names:
-                whole = f"{node.module}.{name.name}"
-                yield whole if whole in NAMES else node.module
+            wholes = (f"{node.module}.{name.name}" for name in node.names)
+            imported.update(whole if whole in NAMES else node.module for whole in wholes)
         elif isinstance(node, ast.Import):
-            yield from (name.name for name in node.names)
+            imported.update(name.name for name in node.names)
+    return frozenset(imported)
 
 
 @pytest.fixture
@@ -111,7 +119,7 @@ def test_no_module_is_long(name: str) -> None:
 def test_no_function_is_long() -> None:
     long = set()
     for file in MODULES:
-        for node in ast.walk(ast.parse(file.read_text())):
+        for node in ast.walk(parsed(file)):
             if isinstance(node, ast.FunctionDef):
                 docstring = node.body[0] if ast.get_docstring(node) else None
                 said = 0 if docstring is None else (docstring.end_lineno or 0) - docstring.lineno + 1
@@ -152,7 +160,7 @@ def test_upper_layers_use_what_a_package_lists(name: str) -> None:
 def test_no_two_classes_share_a_name() -> None:
     homes: dict[str, list[str]] = {}
     for name, file in NAMES.items():
-        for node in ast.parse(file.read_text()).body:
+        for node in parsed(file).body:
             if isinstance(node, ast.ClassDef):
                 homes.setdefault(node.name, []).append(name)
     assert {cls: names for cls, names in homes.items() if len(names) > 1} == {}
