@@ -184,14 +184,25 @@ def _outlines(ds: ray.data.Dataset, options: Options) -> pa.Table:
 
 
 def _outline(table: pa.Table, *, options: Options) -> pa.Table:
-    return outline(_planner(options).shard(table), _prompt_hashes(table, options))
+    return outline(_worker(_outlining(options)).shard(table), _prompt_hashes(table, options))
 
 
 def _planner(options: Options) -> Worker:
     """Return the worker that plans in this process."""
-    worker = worker_of(_planning(options)).worker
+    return _worker(_planning(options))
+
+
+def _worker(options: Options) -> Worker:
+    worker = worker_of(options).worker
     assert isinstance(worker, Worker), "options of an endpoint are refused"
     return worker
+
+
+def _outlining(options: Options) -> Options:
+    """Return the same options for processes that read prompts alone: for most models these import no torch."""
+    return replace(
+        options, engine="simulated", device="cpu", dtype="bfloat16", kv_cache_dtype="auto", tensor_parallel=1
+    )
 
 
 def _planning(options: Options) -> Options:

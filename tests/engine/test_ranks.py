@@ -5,9 +5,12 @@ from __future__ import annotations
 import logging
 import os
 import re
+import select
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -23,10 +26,26 @@ from llmbatch.engine.ranks.engine import RankedEngine
 from llmbatch.engine.ranks.plan import check_cores
 from llmbatch.scheduler.output import Step, StepResult
 from tests.support.models import tiny_model_folder
+from tests.support.paths import ROOT
 
 pytestmark = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two ranks need two cores")
 
 ROWS = pa.table({"prompt": [f"row {i} says {'x' * (i % 17)}" for i in range(24)]})
+# Kills itself once the other rank has got a step: that one computes, and waits for the sums of one that is no more.
+KILLED_IN_A_STEP = """
+import os, signal, sys
+from llmbatch.engine.ranks.messages import RankStep
+from llmbatch.engine.ranks.team import RankTeam
+from tests.engine.test_ranks import answers
+tell = RankTeam.tell
+def tell_and_die(team, message):
+    tell(team, message)
+    if isinstance(message, RankStep):
+        print(team.pids[0], flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+RankTeam.tell = tell_and_die
+answers(sys.argv[1], tensor_parallel=2)
+"""
 FAMILIES = ("qwen2", "gpt_oss", pytest.param("qwen3_moe", marks=pytest.mark.slow))
 
 
@@ -86,6 +105,18 @@ def test_rows_of_a_rank_that_dies_run_again(
     assert caplog.messages == ["rank 1 of 2 ended by signal 9: the rows of its step run again on new ranks"]
     assert table["error"].null_count == len(table)
     assert table["generated_text"].equals(answers(folder, max_tokens=7)["generated_text"])
+
+
+@pytest.mark.slow
+def test_a_rank_ends_when_the_first_one_is_killed_in_a_step(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", KILLED_IN_A_STEP, tiny_model_folder(tmp_path, "qwen2")]
+    first = subprocess.run(command, stdout=subprocess.PIPE, cwd=ROOT, text=True)
+    assert first.returncode == -signal.SIGKILL
+    with suppress(ProcessLookupError):  # it has ended, and nothing of it is left
+        other = os.pidfd_open(int(first.stdout))
+        ended, _, _ = select.select([other], [], [], 60)
+        os.close(other)
+        assert ended
 
 
 def test_heads_that_cannot_be_split_are_refused(tmp_path: Path) -> None:

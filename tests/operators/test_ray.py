@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 import runpy
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -97,6 +99,16 @@ def test_rows_move_to_an_actor_without_work_and_back_when_it_is_killed(
     assert (counts.answered, counts.deaths) == (100, 1)
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two ranks need two cores")
+def test_an_actor_has_a_model_that_is_split_over_two_ranks(model: str) -> None:
+    table = rows_of(40)
+    whole, split = (operator(model, max_tokens=20, tensor_parallel=ranks) for ranks in (1, 2))
+    job = Job(ray.data.from_arrow(table), split, concurrency=1, num_cpus=0.1)
+    told = ["id", "text", "generated_text", "finish_reason", "error"]
+    assert answered(job.ds).select(told).equals(whole(table).select(told))
+
+
 def apart(rows: int) -> Callable[..., Shards]:
     """A cut into two shards, one of so many rows."""
 
@@ -105,6 +117,22 @@ def apart(rows: int) -> Callable[..., Shards]:
         return Shards(2, hashes, (np.arange(len(hashes)) >= rows).astype(np.int32))
 
     return cut
+
+
+READS_A_PROMPT = """
+import sys
+import pyarrow as pa
+from llmbatch import LLMOperator
+from llmbatch.operators.ray.dataset import _outline
+operator = LLMOperator(model=sys.argv[1], prompt="text", max_tokens=4, tensor_parallel=2, dtype="float32")
+assert _outline(pa.table({"text": ["a", "b"]}), options=operator.options)["tokens"].to_pylist() == [1, 1]
+print("torch" in sys.modules)
+"""
+
+
+def test_who_reads_prompts_imports_no_torch(model: str) -> None:
+    reader = subprocess.run([sys.executable, "-c", READS_A_PROMPT, model], capture_output=True, text=True)
+    assert (reader.stdout, reader.stderr) == ("False\n", "")
 
 
 def test_a_dataset_without_rows_stays_without(model: str) -> None:
