@@ -29,8 +29,11 @@ from llmbatch.engine.gpu.engine import GpuEngine
 from llmbatch.engine.gpu.fp8_linear import Fp8Linear
 from llmbatch.engine.gpu.mixed_graphs import mixed_sizes
 from llmbatch.engine.gpu.strategies import Strategy, make_execution
+from llmbatch.engine.model.config import describe_model
 from llmbatch.engine.model.loader import LoadedModel, load_model
+from llmbatch.engine.model.outline import shape_of
 from llmbatch.engine.model.platform import Platform
+from llmbatch.engine.weights.host_layers import PlainCopies
 from llmbatch.kernels.triton.backend import TritonAttention
 from llmbatch.perf_model.cost import SEQUENTIAL, CostModel
 from llmbatch.perf_model.hardware import Hardware
@@ -101,7 +104,7 @@ class Stage:
         self.sizes = sizes or (DRY if dry else FULL)
         self.traces = traces
         cpu = torch.device("cpu")
-        host = Platform(cpu, GpuOps(cpu), PAGE_SIZE, max_running=512, to_fp8=Fp8Linear)
+        host = Platform(cpu, GpuOps(cpu), PAGE_SIZE, max_running=512, copies=lambda _: PlainCopies(), to_fp8=Fp8Linear)
         self.platform = host if dry else find_platform(device)
         self.device = self.platform.device
         self.page_size = PAGE_SIZE
@@ -148,7 +151,7 @@ class Stage:
     @cached_property
     def shape(self) -> ModelShape:
         """What it costs."""
-        return ModelShape.from_config(self.loaded.config, 2)
+        return shape_of(describe_model(self.folder, dtype="bfloat16", device=self.device))
 
     @cached_property
     def ceiling_cost(self) -> CostModel:

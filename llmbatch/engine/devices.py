@@ -46,10 +46,11 @@ def _find_whole(device: str) -> Platform:
 def _accelerated(name: str) -> Platform:
     from llmbatch.engine.gpu.attention import PAGE_SIZE, GpuOps
     from llmbatch.engine.gpu.fp8_linear import Fp8Linear
+    from llmbatch.engine.weights.host_layers import CopyStream
 
     device = torch.device("cuda", torch.device(name).index or 0)
     # Its memory holds thousands of short rows, and each that decodes shares the reading of the weights with the others.
-    return Platform(device, GpuOps(device), PAGE_SIZE, max_running=2048, to_fp8=Fp8Linear)
+    return Platform(device, GpuOps(device), PAGE_SIZE, max_running=2048, copies=CopyStream, to_fp8=Fp8Linear)
 
 
 def _unusable(device: str) -> str | None:

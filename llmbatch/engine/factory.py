@@ -22,6 +22,7 @@ from llmbatch.engine.model.outline import POOL_SHARE as POOL_SHARE
 from llmbatch.engine.model.outline import pool_of, shape_of
 from llmbatch.engine.model.platform import Platform
 from llmbatch.engine.weights.residency import StreamedWeights, weights_memory
+from llmbatch.engine.weights.streamed_cost import streamed_cost, streaming_notes
 from llmbatch.errors import ParameterError
 from llmbatch.kernels.cpu.blocks import LOOK_BACK as CPU_LOOK_BACK
 from llmbatch.kernels.cpu.layout import UNIT
@@ -29,7 +30,6 @@ from llmbatch.kernels.interface import PagedAttention
 from llmbatch.kernels.work_items import LOOK_BACK as DEVICE_LOOK_BACK
 from llmbatch.perf_model.cost import SEQUENTIAL, CostModel
 from llmbatch.perf_model.hardware import measure_cpu
-from llmbatch.perf_model.residency import with_streamed_weights
 from llmbatch.perf_model.work import Rates
 from llmbatch.planning.workload import Pool, Scheduling
 from llmbatch.scheduler.token_budget import MOST_TOKENS
@@ -156,8 +156,13 @@ def memory_of_weights(platform: Platform, model: ModelConfig, config: EngineConf
     """Return the bytes that weights may take, or None where all of them stay in memory. Raises ParameterError."""
     if config.tensor_parallel > 1:
         return None
-    if config.weights == "auto" and config.weights_memory is None and model.quantisation is not None:
-        return None  # those cannot be streamed
+    if (
+        platform.is_host
+        and config.weights == "auto"
+        and config.weights_memory is None
+        and model.quantisation is not None
+    ):
+        return None  # a processor cannot stream those
     return weights_memory(config, shape_of(model), is_host=platform.is_host, free=_free_memory(platform))
 
 
@@ -188,8 +193,17 @@ def prepare(
         device=loaded.device,
         page_size=pool.page_size,
     )
+    strategy: Strategy = "sequential" if config.overlap == "auto" else config.overlap
+    streamed = loaded.streamed
+    if streamed is not None and strategy != "sequential":
+        raise ParameterError(
+            f"overlap must be sequential or auto where weights come from the host's memory, got {strategy!r}",
+            option="overlap",
+            value=strategy,
+        )
     if loaded.device.type != "cuda":
-        strategy: Strategy = "sequential" if config.overlap == "auto" else config.overlap
+        if streamed is not None:
+            return _streamed_to_a_device(pool, cost_model(platform, model, config), streamed, attention, notes)
         return EngineFactory(pool, cost_model(platform, model, config), attention, strategy, notes=notes)
     from llmbatch.engine.calibration.memory_profile import measure_room  # needs Triton
     from llmbatch.engine.gpu.mixed_graphs import mixed_sizes
@@ -204,12 +218,14 @@ def prepare(
     memory, each = max(room.pool_bytes, model.bytes_per_token * size), model.bytes_per_token
     kept = {"window_bytes": model.window_bytes, "window": _kept_window(platform, model)}
     whole = Pool.of(memory, size, each, most=model.context_length, **kept)
+    chosen = whole if config.kv_memory is None else pool
+    if streamed is not None:
+        return _streamed_to_a_device(chosen, ceilings, streamed, attention, notes)
     records = room.unrecorded is None
     uncalibrated = EngineFactory(whole, ceilings, attention, records=records, mixed=mixed, max_running=rows)
     calibration, found_notes = _calibration(uncalibrated, loaded, _kept(platform, model, config))
     strategy = _strategy(calibration, config)
     cost = calibration.fitted[strategy].cost(shape_of(model))
-    chosen = whole if config.kv_memory is None else pool
     return replace(uncalibrated, pool=chosen, cost=cost, strategy=strategy, notes=(*notes, *found_notes))
 
 
@@ -219,21 +235,18 @@ def _on_the_host(
     """Return the factory of a processor, with what is read of the weights at each step, or with other ranks."""
     if streamed is None:  # what several processes take says nothing of one
         return EngineFactory(pool, cost, keeps_rates=orders is None, orders=orders)
-    cost = with_streamed_weights(cost, streamed.streamed_bytes, streamed.bytes_per_second)
-    read, rate = f"{streamed.streamed_bytes / 1e9:.2f} GB", f"{streamed.bytes_per_second / 1e9:.2f} GB/s"
-    notes: tuple[str, ...] = (
-        f"weights do not all fit in the memory for them: {streamed.kept_bytes / 1e9:.2f} GB stay there, and {read} "
-        f"come from the disk at each step, at {rate}, beside the computation",
+    return EngineFactory(
+        pool, streamed_cost(cost, streamed), notes=streaming_notes("disk", pool, cost, streamed), keeps_rates=False
     )
-    hidden = streamed.seconds / cost.rates.seconds_per_token
-    if hidden > pool.tokens:
-        notes = (
-            *notes,
-            f"the disk is too slow for this: {read} at {rate} take {streamed.seconds:.1f} s, as long as the products "
-            f"of {hidden:,.0f} tokens, and KV memory holds {pool.tokens:,}; raise weights_memory or kv_memory "
-            "(--weights-memory, --kv-memory), or take a faster disk",
-        )
-    return EngineFactory(pool, cost, notes=notes, keeps_rates=False)
+
+
+def _streamed_to_a_device(
+    pool: Pool, ceilings: CostModel, streamed: StreamedWeights, attention: PagedAttention, notes: tuple[str, ...]
+) -> EngineFactory:
+    """Return the factory of a device whose layers come from its host; it is not calibrated, since the link binds."""
+    beside = replace(ceilings, law="bytes")  # the law by which products hide what comes beside them
+    notes = (*notes, *streaming_notes("link", pool, beside, streamed))
+    return EngineFactory(pool, streamed_cost(beside, streamed), attention, notes=notes)
 
 
 def _orders(model: ModelConfig, config: EngineConfig) -> RankOrders | None:

@@ -150,7 +150,9 @@ class UnloadedEngines(Engines):
         pool: Pool,
         weights_memory: int | None,
     ) -> None:
-        running = platform.max_running if weights_memory is None else streamed_running(shape_of(config))
+        running = platform.max_running
+        if weights_memory is not None and platform.is_host:
+            running = streamed_running(shape_of(config))
         super().__init__(config, pool, running)
         self._weights_memory = weights_memory  # None: all of them stay in memory
         self.tokenizer = tokenizer

@@ -283,7 +283,8 @@ class EngineArgs(TypedDict, total=False):
     weights: Annotated[
         WeightsName,
         Keyword(
-            "where layers lie: in memory, or as many as fit and the rest in a file that each step reads",
+            "where layers lie: in memory, or as many as fit and the rest in a file (of a GPU: in its host's memory) "
+            "from which each step fetches them",
             EngineConfig.weights,
             "resident where they fit",
         ),

@@ -21,6 +21,8 @@ from llmbatch.engine.factory import EngineFactory, cost_model, prepare, size_poo
 from llmbatch.engine.gpu.attention import PAGE_SIZE, GpuOps
 from llmbatch.engine.model.config import ModelConfig, describe_model
 from llmbatch.engine.model.platform import Platform
+from llmbatch.engine.weights.residency import StreamedWeights
+from llmbatch.errors import ParameterError
 from llmbatch.inference.options import Options
 from llmbatch.perf_model.cost import CostModel
 from llmbatch.perf_model.hardware import Hardware
@@ -71,11 +73,17 @@ def described(model: str) -> ModelConfig:
     return describe_model(model, dtype="float32", device=CARD)
 
 
-def prepared(described: ModelConfig, **given: Any) -> EngineFactory:
-    options = Options.build(model="m", prompt="text", max_tokens=1, **given)
-    loaded: Any = SimpleNamespace(attention={}, dtype=torch.float32, kv_type=described.kv_type, device=CARD)
-    pool = size_pool(PLATFORM, described, options)
-    return prepare(PLATFORM, described, loaded, options, Scheduling(max_running=64), pool)
+def options(**given: Any) -> Options:
+    return Options.build(model="m", prompt="text", max_tokens=1, **given)
+
+
+def prepared(described: ModelConfig, *, streamed: StreamedWeights | None = None, **given: Any) -> EngineFactory:
+    asked = options(**given)
+    loaded: Any = SimpleNamespace(
+        attention={}, dtype=torch.float32, kv_type=described.kv_type, device=CARD, streamed=streamed
+    )
+    pool = size_pool(PLATFORM, described, asked)
+    return prepare(PLATFORM, described, loaded, asked, Scheduling(max_running=64), pool)
 
 
 def test_pages_get_what_the_largest_step_leaves(card: Card, described: ModelConfig) -> None:
@@ -102,10 +110,10 @@ def test_the_fastest_strategy_runs_unless_one_is_asked_for(card: Card, described
 
 
 def test_forecasts_go_by_what_was_calibrated_earlier(card: Card, described: ModelConfig) -> None:
-    options = Options.build(model="m", prompt="text", max_tokens=1)
-    assert cost_model(PLATFORM, described, options).hardware.name == "measured"
+    asked = options()
+    assert cost_model(PLATFORM, described, asked).hardware.name == "measured"
     after = prepared(described).cost
-    assert cost_model(PLATFORM, described, options) == after
+    assert cost_model(PLATFORM, described, asked) == after
 
 
 def test_steps_that_cannot_be_recorded_are_named(card: Card, described: ModelConfig) -> None:
@@ -113,6 +121,29 @@ def test_steps_that_cannot_be_recorded_are_named(card: Card, described: ModelCon
     found = prepared(described)
     assert not found.records
     assert found.notes[1] == "small steps are not recorded as CUDA graphs, and take longer: it waits"
+
+
+def test_a_card_whose_layers_come_from_its_host_goes_by_the_link(card: Card, described: ModelConfig) -> None:
+    card.room = MemoryHeadroom(ROOM, "its layers come")
+    found = prepared(described, streamed=StreamedWeights(1 << 20, 4_000_000, 1e6))
+    assert (found.records, found.strategy, card.calibrated) == (False, "sequential", 0)
+    assert found.cost.rates.weight_seconds == pytest.approx(4.0, rel=0.01)
+    assert found.notes[2:] == (
+        "weights do not all fit in the memory for them: 0.00 GB stay there, and 0.00 GB come from the host's memory at "
+        "each step, at 0.00 GB/s, beside the computation",
+        f"the link is too slow for this: 0.00 GB at 0.00 GB/s take 4.0 s, as long as the products of "
+        f"{4.0 / cost_model(PLATFORM, described, options()).rates.seconds_per_token:,.0f} tokens, and KV memory holds "
+        f"{found.pool.tokens:,}; raise weights_memory or kv_memory (--weights-memory, --kv-memory), or take weights of "
+        "fewer bytes (--dtype fp8)",
+    )
+
+
+def test_halves_of_a_step_do_not_share_layers_that_come(card: Card, described: ModelConfig) -> None:
+    with pytest.raises(
+        ParameterError,
+        match=r"^overlap must be sequential or auto where weights come from the host's memory, got 'interleaved'$",
+    ):
+        prepared(described, streamed=StreamedWeights(1, 1, 1.0), overlap="interleaved")
 
 
 def test_a_calibration_that_cannot_be_kept_is_used(card: Card, described: ModelConfig, tmp_path: Path) -> None:

@@ -88,6 +88,8 @@ def _record(
 
     The largest recordings take the memory that all of them use, each other one what the driver keeps of it.
     """
+    if loaded.streamed is not None:
+        return 0, "their layers come from the host's memory"
     engine = GpuEngine(loaded, attention, num_pages=1, page_size=page_size, recorder=_Untimed())
     others = {rows_of(count) for count in range(1, rows)} - {rows_of(rows)}
     try:

@@ -21,15 +21,16 @@ from transformers.utils.quantization_config import Mxfp4Config
 
 from llmbatch.choices import KVDType
 from llmbatch.engine.model.attention_interface import NAME, survey
+from llmbatch.engine.model.by_layer import known_attention, load_by_layer, open_host_layers
 from llmbatch.engine.model.checkpoints import has_weights, no_progress_bars
 from llmbatch.engine.model.config import DType, ModelConfig, check_gpu, check_words, describe_model
 from llmbatch.engine.model.fusion.layers import fuse_layers
-from llmbatch.engine.model.fusion.modules import join_products, replace_modules
+from llmbatch.engine.model.fusion.modules import join_products
 from llmbatch.engine.model.fusion.probes import fuse
 from llmbatch.engine.model.outline import LAYER_BITS, KVType
 from llmbatch.engine.model.platform import Packed, Platform, Streaming
 from llmbatch.engine.model.positions import fix_positions
-from llmbatch.engine.model.refusals import check_fp8_layers, decoder_layers
+from llmbatch.engine.model.refusals import decoder_layers
 from llmbatch.engine.model.weight_files import open_weights
 from llmbatch.engine.weights.mapped import MappedWeights
 from llmbatch.engine.weights.residency import StreamedWeights
@@ -95,43 +96,43 @@ def load_weights(
     """Load a described model onto a device, straight from its files if they allow it.
 
     `load_format` dummy fills the weights with seeded noise, for benchmarks. `weights_memory`: bytes that weights may
-    take, and others are read from a file at each step; None: all stay in memory. Raises ModelError if the folder has no
-    weights, or the model has a part that is not supported.
+    take, and others are fetched at each step; None: all stay in memory. Raises ModelError if the folder has no weights,
+    or the model has a part that is not supported.
     """
     folder = described.folder
     notes = _room(described) if load_format != "dummy" else ()
-    streaming = None if weights_memory is None else _open_streaming(described, load_format, weights_memory)
-    module = _read_module(described, load_format, platform, streaming).eval().requires_grad_(False)
-    if described.layer_type == "fp8":
-        _load_fp8_layers(module, described, platform)
+    streaming = hosted = None
+    if weights_memory is not None and platform.is_host:
+        streaming = _open_streaming(described, load_format, weights_memory)
+    elif weights_memory is not None:
+        hosted = open_host_layers(described, weights_memory, platform)
+    by_layer = hosted is not None or described.layer_type == "fp8"
+    module = _read_module(described, load_format, platform, streaming, by_layer=by_layer).eval().requires_grad_(False)
+    streamed = load_by_layer(module, described, platform, hosted) if by_layer else None
     if platform.share is not None:
         platform.share.cut(folder, module, described.config)
     module.to(platform.device)
     with torch.inference_mode():
         notes = (*notes, *fix_positions(module, described.context_length))
-        known = _known_attention(described) if platform.share is None else {}  # a share has some of the heads
+        known = known_attention(described) if platform.share is None else {}  # a share has some of the heads
         attention = known or survey(folder, module, described.config, platform.device)
         if platform.is_host:
             check_words(folder, attention.values(), described.kv_type)
         else:
             check_gpu(folder, attention.values())
-        fuse(module, attention, described.dtype, platform.pieces)
+        if hosted is None:
+            fuse(module, attention, described.dtype, platform.pieces)
         if not platform.is_host:
-            join_products(module)
-            fused = fuse_layers(module, attention, described.dtype, platform.pieces)
-            notes = (*notes, *_unfused(fused, len(attention)))
-        packed = Packed(())
+            notes = (*notes, *_fuse_layers(module, attention, described, platform))
+        if hosted is not None:
+            hosted.follow(decoder_layers(module, described.config))
+        packed = Packed((), streamed)
         if platform.pack is not None:
             bits = LAYER_BITS.get(described.layer_type)
             packed = platform.pack(module, attention, described.dtype, layer_bits=bits, streaming=streaming)
             notes = (*notes, *packed.notes)
     eos, left = _read_generation_config(Path(folder), described.config)
-    notes = (*notes, *left)
-    if not platform.is_host and load_format != "dummy" and find_spec("accelerate") is None:
-        notes = (
-            *notes,
-            "weights pass through the processor's memory on their way: pip install accelerate to avoid that",
-        )
+    notes = (*notes, *left, *(() if by_layer or load_format == "dummy" else _detour(platform)))
     return LoadedModel(
         module=module,
         config=described.config,
@@ -159,23 +160,6 @@ def _open_streaming(described: ModelConfig, load_format: LoadFormat, memory: int
     return Streaming(memory, MappedWeights(Path(folder), described.dtype, scratch), scratch)
 
 
-def _load_fp8_layers(module: nn.Module, described: ModelConfig, platform: Platform) -> None:
-    """Move the decoder's layers to the device one at a time, each with products in FP8 before the next one comes.
-
-    They are quantised after their modules were fused, which are compared with the original. Raises ModelError if a
-    layer cannot have such products.
-    """
-    to_fp8 = platform.to_fp8
-    assert to_fp8 is not None, "described for a device that has products of FP8"
-    check_fp8_layers(described.folder, module, described.config)
-    for layer in decoder_layers(module, described.config):
-        layer.to(platform.device)
-        with torch.inference_mode():
-            fuse(layer, _known_attention(described), described.dtype, platform.pieces)
-            join_products(layer)
-            replace_modules(layer, lambda part: to_fp8(part) if type(part) is nn.Linear else None)
-
-
 def _room(described: ModelConfig) -> tuple[str, ...]:
     """Note that quantised weights take more room in memory than in their files, if they do."""
     kind, layers = described.quantisation, described.layer_type
@@ -188,23 +172,28 @@ def _room(described: ModelConfig) -> tuple[str, ...]:
     return (f"weights are {there}, where they take about {times} times the room.",)
 
 
-def _unfused(fused: int, layers: int) -> tuple[str, ...]:
-    """Note that layers stay as transformers has them, if any do."""
+def _fuse_layers(
+    module: nn.Module, attention: dict[int, AttentionSpec], described: ModelConfig, platform: Platform
+) -> tuple[str, ...]:
+    """Fuse layers for a device; returns a note where some stay as transformers has them."""
+    join_products(module)
+    fused, layers = fuse_layers(module, attention, described.dtype, platform.pieces), len(attention)
     if fused >= layers:
         return ()
     return (f"{fused} of {layers} decoder layers are fused; each of the others takes a GPU more launches and passes.",)
 
 
-def _known_attention(described: ModelConfig) -> dict[int, AttentionSpec]:
-    """Return the attention of layers if it does not depend on weights, else nothing."""
-    specs = described.attention or {}
-    return {} if any(spec.sinks is not None for spec in specs.values()) else specs
+def _detour(platform: Platform) -> tuple[str, ...]:
+    """Note that weights could come straight from their files to a device, if they do not."""
+    if platform.is_host or find_spec("accelerate") is not None:
+        return ()
+    return ("weights pass through the processor's memory on their way: pip install accelerate to avoid that",)
 
 
 def _read_module(
-    described: ModelConfig, load_format: LoadFormat, platform: Platform, streaming: Streaming | None
+    described: ModelConfig, load_format: LoadFormat, platform: Platform, streaming: Streaming | None, *, by_layer: bool
 ) -> nn.Module:
-    """Make the model's modules, with weights from the files or seeded noise."""
+    """Make the model's modules, with weights from the files or seeded noise; `by_layer`: in the host's memory."""
     folder = described.folder
     arguments: dict[str, Any] = {
         "dtype": described.dtype,
@@ -214,7 +203,7 @@ def _read_module(
     module: nn.Module
     if load_format == "dummy":
         torch.manual_seed(0)
-        with platform.device:
+        with torch.device("cpu") if by_layer else platform.device:
             module = described.built_by.from_config(described.whole_config, **arguments)
             return module
     if not has_weights(Path(folder)):
@@ -226,7 +215,7 @@ def _read_module(
         with no_progress_bars():
             if streaming is not None:
                 return _read_tensors(described, streaming.files.tensors, arguments)
-            return _read_files(described, {**arguments, **_placed(platform, described)})
+            return _read_files(described, {**arguments, **({} if by_layer else _placed(platform))})
     except ModelError:
         raise
     except SafetensorError as error:
@@ -285,12 +274,9 @@ def _some(found: Mapping[str, Any]) -> str:
     return ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
 
 
-def _placed(platform: Platform, described: ModelConfig) -> dict[str, Any]:
-    """Return options that read weights from files straight to the device; otherwise they are moved afterwards.
-
-    So are those of FP8, since the device may not have room for the others.
-    """
-    if platform.is_host or described.layer_type == "fp8" or find_spec("accelerate") is None:
+def _placed(platform: Platform) -> dict[str, Any]:
+    """Return options that read weights from files straight to the device; otherwise they are moved afterwards."""
+    if platform.is_host or find_spec("accelerate") is None:
         return {}
     return {"device_map": {"": str(platform.device)}}
 

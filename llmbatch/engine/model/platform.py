@@ -12,6 +12,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from llmbatch.engine.model.ops import ModelOps
+from llmbatch.engine.weights.host_layers import CopyQueue
 from llmbatch.engine.weights.mapped import MappedWeights
 from llmbatch.engine.weights.residency import StreamedWeights
 from llmbatch.kernels.spec import AttentionSpec
@@ -19,7 +20,7 @@ from llmbatch.kernels.spec import AttentionSpec
 
 @dataclass(frozen=True, slots=True)
 class Streaming:
-    """What is given where not all weights stay in memory."""
+    """What is given to a processor where not all weights stay in memory."""
 
     memory: int  # bytes that weights may take
     files: MappedWeights
@@ -74,6 +75,7 @@ class Platform:
     max_running: int  # sequences in flight, likewise
     is_host: bool = False  # the processor, with the kernels for it
     pack: Packer | None = None
+    copies: Callable[[torch.device], CopyQueue] | None = None  # opens a queue of copies from the host's memory
     to_fp8: Callable[[nn.Linear], nn.Module] | None = None  # makes a layer whose product is of FP8
     notes: tuple[str, ...] = ()  # for the user, a sentence each
     share: ModelShare | None = None  # of a model that is split over processes

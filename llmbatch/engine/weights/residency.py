@@ -1,8 +1,10 @@
-"""Decides where the weights of layers lie: all in memory, or some in a file that each step reads.
+"""Decides where the weights of layers lie: all in memory, or some where each step fetches them.
+
+A processor reads them from a file, a GPU copies them from the memory of its host.
 
 Memory that is given for weights holds what is around the layers first, then the buffers through which layers come, then
-as many layers as fit. So half the memory leaves half the layers to be read. Of a mixture only experts are read: they
-are most of it, and attention is needed by every token.
+as many layers as fit. So half the memory leaves half the layers to be fetched. Of a mixture a processor reads only
+experts: they are most of it, and attention is needed by every token. To a GPU its layers come whole.
 """
 
 from __future__ import annotations
@@ -16,8 +18,16 @@ from llmbatch.errors import ParameterError
 from llmbatch.perf_model.shape import ModelShape
 
 BUFFERS: Final = 2  # of weights on their way: one is used while the next one comes
-_FITS: Final = 0.85  # of the memory that is free, which weights may take that all stay there
-_STREAMED: Final = 0.5  # of it, where they do not fit: each byte less is read at every step
+# Of the memory that is free, what weights may take that all stay there, and what they get where they do not fit. Each
+# byte less is fetched at every step. A GPU's own memory is far faster than the link to its host: so weights stay if
+# they can, and if they cannot, KV of more sequences is worth more than some layers that need not come.
+_FITS: Final = {True: 0.85, False: 0.93}  # by whether it is a processor
+_STREAMED: Final = {True: 0.5, False: 0.25}
+# What cannot be asked for, why, and what can, likewise.
+_OTHERS: Final[dict[bool, tuple[str, WeightsName, str, WeightsName]]] = {
+    True: ("processor", "host", "its memory is the host's", "disk"),
+    False: ("GPU", "disk", "layers come to it from the memory of its host", "host"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,12 +35,12 @@ class StreamedWeights:
     """What a step reads of the weights, and how fast it comes."""
 
     kept_bytes: int  # in memory, with the buffers
-    streamed_bytes: int  # in the file
-    bytes_per_second: float  # of reading it, measured
+    streamed_bytes: int  # in the file, or in the memory of a GPU's host
+    bytes_per_second: float  # of fetching them, measured
 
     @property
     def seconds(self) -> float:
-        """The seconds of reading it once."""
+        """The seconds of fetching them once."""
         return self.streamed_bytes / self.bytes_per_second
 
 
@@ -40,34 +50,33 @@ def weights_memory(config: EngineConfig, shape: ModelShape, *, is_host: bool, fr
     `free` is what memory is left for them and all else. Raises ParameterError where they do not fit as they are asked
     for.
     """
-    if not is_host:
-        _refuse_on_a_device(config)
-        return None
-    if config.weights == "host":
+    device, not_there, why, other = _OTHERS[is_host]
+    if config.weights == not_there:
         raise ParameterError(
-            "weights must be resident, disk or auto on a processor, got 'host': its memory is the host's; "
-            "take weights='disk' (--weights disk)",
+            f"weights must be resident, {other} or auto on a {device}, got {config.weights!r}: {why}; "
+            f"take weights={other!r} (--weights {other})",
             option="weights",
-            value="host",
+            value=config.weights,
         )
     whole, given = shape.weight_bytes, config.weights_memory
     if config.weights == "resident":
         if given is not None and given < whole:
             raise ParameterError(
                 f"weights_memory must hold all weights, {whole:,.0f} bytes, where weights is resident, got {given:,}: "
-                "raise it (--weights-memory), or take weights='disk' (--weights disk)",
+                f"raise it (--weights-memory), or take weights={other!r} (--weights {other})",
                 option="weights_memory",
                 value=given,
             )
         return None
-    most = _FITS * free if given is None else given
+    most = _FITS[is_host] * free if given is None else given
     if config.weights == "auto" and (whole <= most or config.load_format == "dummy"):
         return None
-    memory = int(_STREAMED * free) if given is None else given
-    if memory < least_memory(shape):
-        unit = "experts" if shape.expert_bytes else "layers"
+    least = least_memory(shape, is_host=is_host)
+    memory = int(_STREAMED[is_host] * free) if given is None else given
+    if memory < least:
+        unit = "experts" if shape.expert_bytes and is_host else "layers"
         raise ParameterError(
-            f"weights_memory must hold two {unit} beside what is always in memory, {least_memory(shape):,} bytes, got "
+            f"weights_memory must hold two {unit} beside what is always in memory, {least:,} bytes, got "
             f"{memory:,}: raise it (--weights-memory), or take a smaller dtype",
             option="weights_memory",
             value=memory,
@@ -75,13 +84,14 @@ def weights_memory(config: EngineConfig, shape: ModelShape, *, is_host: bool, fr
     return memory
 
 
-def least_memory(shape: ModelShape) -> int:
+def least_memory(shape: ModelShape, *, is_host: bool) -> int:
     """Return the bytes of what is always in memory, and of the buffers."""
-    if shape.expert_bytes:
+    if shape.expert_bytes and is_host:
         kept, count = shape.weight_bytes - shape.expert_bytes, shape.experts * shape.layers
         return int(kept + BUFFERS * shape.expert_bytes / count)
-    size = shape.weight_bytes / shape.params_total
-    layers = size * shape.params
+    layers = shape.weight_bytes * shape.params / shape.params_total
+    if shape.experts:
+        layers += shape.expert_bytes * (1.0 - shape.experts_chosen / shape.experts)
     return int(shape.weight_bytes - layers + BUFFERS * layers / shape.layers)
 
 
@@ -95,15 +105,3 @@ def kept_blocks(memory: int, count: int, size: int) -> int:
 def spread(count: int, kept: int) -> list[bool]:
     """Tell of each block whether it stays, those that stay spread evenly: they give the others the time to come."""
     return [(place + 1) * kept // count > place * kept // count for place in range(count)]
-
-
-def _refuse_on_a_device(config: EngineConfig) -> None:
-    wanted: tuple[WeightsName, ...] = ("host", "disk")
-    if config.weights in wanted or config.weights_memory is not None:
-        name = "weights" if config.weights in wanted else "weights_memory"
-        rule = "be resident or auto on a GPU" if name == "weights" else "be left out on a GPU"
-        raise ParameterError(
-            f"{name} must {rule}, got {getattr(config, name)!r}: layers stream to a processor only; take --device cpu",
-            option=name,
-            value=getattr(config, name),
-        )

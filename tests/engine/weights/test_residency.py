@@ -13,7 +13,7 @@ from llmbatch.errors import ParameterError
 from llmbatch.perf_model.cost import SEQUENTIAL, CostModel
 from llmbatch.perf_model.hardware import Hardware
 from llmbatch.perf_model.residency import with_streamed_weights
-from llmbatch.perf_model.shape import find_shape
+from llmbatch.perf_model.shape import ModelShape, find_shape
 from llmbatch.scheduler.token_budget import budget_in_turn
 
 DENSE = find_shape("llama-3-8b")
@@ -66,8 +66,8 @@ def test_disk_is_taken_at_its_word() -> None:
         ),
         (
             {"weights": "disk", "is_host": False},
-            "weights must be resident or auto on a GPU, got 'disk': layers stream to a processor only; take "
-            "--device cpu",
+            "weights must be resident, host or auto on a GPU, got 'disk': layers come to it from the memory of its "
+            "host; take weights='host' (--weights host)",
         ),
     ],
 )
@@ -78,7 +78,20 @@ def test_what_cannot_be_is_refused(options: dict[str, Any], message: str) -> Non
 
 def test_of_a_mixture_two_experts_must_fit_beside_the_rest() -> None:
     apart = MIXTURE.expert_bytes / 256  # of 32 layers of 8
-    assert least_memory(MIXTURE) == int(MIXTURE.weight_bytes - MIXTURE.expert_bytes + 2 * apart)
+    assert least_memory(MIXTURE, is_host=True) == int(MIXTURE.weight_bytes - MIXTURE.expert_bytes + 2 * apart)
+
+
+@pytest.mark.parametrize("shape", [DENSE, MIXTURE])
+def test_of_any_model_two_layers_must_fit_on_a_gpu(shape: ModelShape) -> None:
+    around = 2 * (shape.params_total - shape.params - shape.expert_bytes / 2 * 0.75 * bool(shape.experts))
+    wanted = around + (shape.weight_bytes - around) / shape.layers * 2
+    assert least_memory(shape, is_host=False) == pytest.approx(wanted, rel=1e-6)
+
+
+def test_a_gpu_keeps_what_fits_and_gives_kv_more_where_it_does_not() -> None:
+    assert decide(is_host=False, free=17.5e9) is None
+    assert decide(is_host=False, free=17e9) == 4_250_000_000
+    assert decide(is_host=False, free=17e9, weights_memory=8_000_000_000) == 8_000_000_000
 
 
 def test_half_the_memory_keeps_half_the_layers_but_for_buffers() -> None:

@@ -1,0 +1,76 @@
+"""Loads the layers of a model one at a time, where a device cannot have all of them as they are in the files.
+
+Each is fused on the device before the next one comes there. Then it is quantised, or goes back to the host's memory,
+from where steps bring it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from llmbatch.engine.model.config import ModelConfig
+from llmbatch.engine.model.fusion.modules import join_products, replace_modules
+from llmbatch.engine.model.fusion.probes import fuse
+from llmbatch.engine.model.outline import shape_of
+from llmbatch.engine.model.platform import Platform
+from llmbatch.engine.model.refusals import check_fp8_layers, decoder_layers, unsupported
+from llmbatch.engine.weights.host_layers import HostLayers
+from llmbatch.engine.weights.residency import StreamedWeights
+from llmbatch.errors import ModelError
+from llmbatch.kernels.spec import AttentionSpec
+from llmbatch.system.memory import available_memory
+
+
+def open_host_layers(described: ModelConfig, memory: int, platform: Platform) -> HostLayers:
+    """Open the memory for layers that come to a device from its host. Raises ModelError where that cannot be."""
+    folder, wanted = described.folder, shape_of(described).weight_bytes
+    there = available_memory()
+    if wanted > there:
+        raise ModelError(
+            f"the weights of model folder {folder!r} must fit in the host's memory, {wanted:,.0f} bytes, got "
+            f"{there:,} free: take a machine with more of it, or a smaller dtype (--dtype)"
+        )
+    if not known_attention(described):
+        supported = "layers that come from the host's memory have attention that their config describes"
+        way_out = "take weights='resident' (--weights resident)"
+        raise unsupported(folder, "attention with sinks", supported, way_out)
+    assert platform.copies is not None, "a device has copies"
+    return HostLayers(memory, platform.device, platform.copies(platform.device))
+
+
+def known_attention(described: ModelConfig) -> dict[int, AttentionSpec]:
+    """Return the attention of layers if it does not depend on weights, else nothing."""
+    specs = described.attention or {}
+    return {} if any(spec.sinks is not None for spec in specs.values()) else specs
+
+
+def load_by_layer(
+    module: nn.Module, described: ModelConfig, platform: Platform, hosted: HostLayers | None
+) -> StreamedWeights | None:
+    """Move the decoder's layers to the device one at a time, each fused before the next one comes.
+
+    Those in FP8 are quantised after their modules were fused, which are compared with the original. `hosted` takes each
+    from the device again, and it is returned what each step then brings. Raises ModelError if a layer cannot have
+    products of FP8.
+    """
+    to_fp8 = platform.to_fp8 if described.layer_type == "fp8" else None
+    if to_fp8 is not None:
+        check_fp8_layers(described.folder, module, described.config)
+    layers = decoder_layers(module, described.config)
+    for layer in layers:
+        layer.to(platform.device)
+        with torch.inference_mode():
+            fuse(layer, known_attention(described), described.dtype, platform.pieces)
+            join_products(layer)
+            if to_fp8 is not None:
+                replace_modules(layer, lambda part: to_fp8(part) if type(part) is nn.Linear else None)
+            if hosted is not None:
+                hosted.store(layer)
+    if hosted is None:
+        return None
+    inside = {tensor for layer in layers for tensor in layer.parameters()}
+    with torch.inference_mode():
+        streamed = hosted.open(sum(tensor.nbytes for tensor in module.parameters() if tensor not in inside))
+    hosted.follow(layers)
+    return streamed
