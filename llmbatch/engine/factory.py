@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
@@ -32,7 +32,7 @@ from llmbatch.perf_model.cost import SEQUENTIAL, CostModel
 from llmbatch.perf_model.hardware import measure_cpu
 from llmbatch.perf_model.work import Rates
 from llmbatch.planning.workload import Pool, Scheduling
-from llmbatch.scheduler.token_budget import MOST_TOKENS
+from llmbatch.scheduler.token_budget import MOST_TOKENS, most_tokens
 from llmbatch.system.cache import cache_folder
 from llmbatch.system.memory import available_memory
 
@@ -42,6 +42,8 @@ if TYPE_CHECKING:  # what takes a second to import, and forecasts load nothing; 
     from llmbatch.engine.gpu.strategies import Strategy
     from llmbatch.engine.model.loader import LoadedModel
     from llmbatch.engine.ranks.messages import RankOrders
+
+_MOST_STREAMED: Final = 32_768  # tokens of a step beside layers that come, for which memory is kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +165,14 @@ def memory_of_weights(platform: Platform, model: ModelConfig, config: EngineConf
         and model.quantisation is not None
     ):
         return None  # a processor cannot stream those
-    return weights_memory(config, shape_of(model), is_host=platform.is_host, free=_free_memory(platform))
+    memory = weights_memory(config, shape_of(model), is_host=platform.is_host, free=_free_memory(platform))
+    if memory is not None and not platform.is_host and config.overlap == "interleaved":
+        raise ParameterError(
+            "overlap must be sequential or auto where layers come from the host's memory, got 'interleaved'",
+            option="overlap",
+            value=config.overlap,
+        )
+    return memory
 
 
 def _kept_window(platform: Platform, model: ModelConfig) -> int:
@@ -195,15 +204,10 @@ def prepare(
     )
     strategy: Strategy = "sequential" if config.overlap == "auto" else config.overlap
     streamed = loaded.streamed
-    if streamed is not None and strategy != "sequential":
-        raise ParameterError(
-            f"overlap must be sequential or auto where weights come from the host's memory, got {strategy!r}",
-            option="overlap",
-            value=strategy,
-        )
     if loaded.device.type != "cuda":
         if streamed is not None:
-            return _streamed_to_a_device(pool, cost_model(platform, model, config), streamed, attention, notes)
+            cost = streamed_cost("link", cost_model(platform, model, config), streamed)
+            return _streamed_to_a_device(pool, cost, streamed, attention, notes)
         return EngineFactory(pool, cost_model(platform, model, config), attention, strategy, notes=notes)
     from llmbatch.engine.calibration.memory_profile import measure_room  # needs Triton
     from llmbatch.engine.gpu.mixed_graphs import mixed_sizes
@@ -211,6 +215,10 @@ def prepare(
     rows, size = scheduling.max_running, pool.page_size
     tokens = max(scheduling.step_tokens or MOST_TOKENS, rows)
     ceilings = replace(_ceilings(platform, model), cascade=attention.cascade)
+    if streamed is not None:
+        ceilings = streamed_cost("link", ceilings, streamed)
+        tokens = max(scheduling.step_tokens or min(most_tokens(ceilings.rates), _MOST_STREAMED), rows)
+        ceilings = replace(ceilings, hardware=replace(ceilings.hardware, step_tokens=tokens))
     mixed = mixed_sizes(ceilings.shape.layers, ceilings.rates)
     room = measure_room(loaded, attention, tokens=tokens, rows=rows, mixed=mixed, page_size=size)
     if room.unrecorded is not None:
@@ -236,17 +244,18 @@ def _on_the_host(
     if streamed is None:  # what several processes take says nothing of one
         return EngineFactory(pool, cost, keeps_rates=orders is None, orders=orders)
     return EngineFactory(
-        pool, streamed_cost(cost, streamed), notes=streaming_notes("disk", pool, cost, streamed), keeps_rates=False
+        pool,
+        streamed_cost("disk", cost, streamed),
+        notes=streaming_notes("disk", pool, cost, streamed),
+        keeps_rates=False,
     )
 
 
 def _streamed_to_a_device(
-    pool: Pool, ceilings: CostModel, streamed: StreamedWeights, attention: PagedAttention, notes: tuple[str, ...]
+    pool: Pool, cost: CostModel, streamed: StreamedWeights, attention: PagedAttention, notes: tuple[str, ...]
 ) -> EngineFactory:
     """Return the factory of a device whose layers come from its host; it is not calibrated, since the link binds."""
-    beside = replace(ceilings, law="bytes")  # the law by which products hide what comes beside them
-    notes = (*notes, *streaming_notes("link", pool, beside, streamed))
-    return EngineFactory(pool, streamed_cost(beside, streamed), attention, notes=notes)
+    return EngineFactory(pool, cost, attention, notes=(*notes, *streaming_notes("link", pool, cost, streamed)))
 
 
 def _orders(model: ModelConfig, config: EngineConfig) -> RankOrders | None:

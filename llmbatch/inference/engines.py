@@ -32,6 +32,7 @@ from llmbatch.system.memory import out_of_memory
 
 if TYPE_CHECKING:  # what imports torch
     from llmbatch.engine.factory import EngineFactory
+    from llmbatch.engine.foresight import Foreseen
     from llmbatch.engine.model.config import ModelConfig
     from llmbatch.engine.model.loader import LoadedModel
     from llmbatch.engine.model.platform import Platform
@@ -158,6 +159,8 @@ class UnloadedEngines(Engines):
         self.tokenizer = tokenizer
         self._options = options
         self._platform, self._config = platform, config
+        if weights_memory is not None:
+            self.notes = self._foreseen.notes
 
     @classmethod
     def open(cls, folder: str, options: Options) -> UnloadedEngines:
@@ -175,12 +178,16 @@ class UnloadedEngines(Engines):
         pool = size_pool(platform, config, options, weights=weights_memory)
         return cls(options, tokenizer_of(folder, options), platform, config, pool, weights_memory)
 
-    @cached_property
+    @property
     def cost(self) -> CostModel:
         """What requests cost on this machine, as it was calibrated or by what its hardware does."""
-        from llmbatch.engine.factory import cost_model
+        return self._foreseen.cost
 
-        return cost_model(self._platform, self._config, self._options)
+    @cached_property
+    def _foreseen(self) -> Foreseen:
+        from llmbatch.engine.foresight import foresee
+
+        return foresee(self._platform, self._config, self._options, self.pool, weights=self._weights_memory)
 
     def load(self, scheduling: Scheduling, progress: Progress) -> LoadedEngines:
         """Load the weights, and calibrate the device. Raises JobError where memory runs out."""

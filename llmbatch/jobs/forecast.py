@@ -153,7 +153,7 @@ def forecast_rows(
         return Forecast(**{**figures, "notes": tuple(figures["notes"])})
     assert isinstance(worker, Worker), "other workers forecast elsewhere"
     shard = worker.shard(table)
-    found = forecast(worker.options, shard, worker.pool, worker.cost, worker.scheduling)
+    found = forecast(worker.options, shard, worker.pool, worker.cost, worker.scheduling, worker.notes)
     if not offers:
         return found
     # By default in 16 bits, as devices have it, whatever it is here.
@@ -173,8 +173,15 @@ def _search(
     return search(workload, drawn, splits, replace(scheduling, max_running=_ON_DEVICES), times=times)
 
 
-def forecast(options: Options, shard: RowRequests, pool: Pool, cost: CostModel, scheduling: Scheduling) -> Forecast:
-    """Forecast answering the rows of a table, of which `shard` holds the requests."""
+def forecast(
+    options: Options,
+    shard: RowRequests,
+    pool: Pool,
+    cost: CostModel,
+    scheduling: Scheduling,
+    notes: tuple[str, ...] = (),
+) -> Forecast:
+    """Forecast answering the rows of a table, of which `shard` holds the requests; `notes` are told with it."""
     requests, refused, cut = fit_requests(shard.requests, pool)
     workload = Workload.of(requests).without(refused)
     pool = split_for(pool, workload)
@@ -206,7 +213,7 @@ def forecast(options: Options, shard: RowRequests, pool: Pool, cost: CostModel, 
         reason=plan.reason,
         model=options.model,
         hardware=cost.hardware.name,
-        notes=(*options.notes, *shard.notes, *early_ends(int(np.isin(shard.request_of, cut).sum()), pool)),
+        notes=(*notes, *shard.notes, *early_ends(int(np.isin(shard.request_of, cut).sum()), pool)),
     )
 
 

@@ -109,6 +109,7 @@ class CostModel:
             weight_overlap=hardware.weight_overlap,
             expert_seconds=shape.expert_bytes / hardware.weight_bytes_per_second,
             expert_share=shape.experts_chosen / shape.experts if shape.experts else 1.0,
+            step_tokens=hardware.step_tokens,
         )
 
     @property

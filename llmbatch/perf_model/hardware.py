@@ -41,6 +41,7 @@ class Hardware:
     attention_efficiency: float | None = None  # of `compute`, for attention over prompts; None: as products
     weight_efficiency: float | None = None  # of `bandwidth`, for reading weights; None: as KV
     weight_overlap: float = 1.0  # exponent of products beside the reading of their own weights; law `bytes`
+    step_tokens: int = 0  # the most that a step has memory for beside weights and KV; 0: as many as are wanted
     step_seconds: float = 0.0  # that every step takes in addition to its work: launches, the host
     token_seconds: float = 0.0  # of compute that every token takes in addition to its products
     link: float | None = None  # bytes/s from a card to others, each way; None: not known

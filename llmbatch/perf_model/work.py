@@ -60,6 +60,7 @@ class Rates(NamedTuple):
     weight_overlap: float = 1.0  # exponent of products beside the reading of their weights; law `bytes`
     expert_seconds: float = 0.0  # of `weight_seconds`, reading experts
     expert_share: float = 1.0  # of a layer's experts, that a token is sent to
+    step_tokens: int = 0  # the most that a step has memory for; 0: as many as are wanted
 
 
 @overload

@@ -139,9 +139,13 @@ def share_of_steps(tokens: float, longest: float, rates: Rates) -> int:
 
 
 def most_tokens(rates: Rates) -> int:
-    """Return the most tokens of a step: twice those that hide the reading of the weights, if these come from far."""
+    """Return the most tokens of a step: twice those that hide the reading of the weights, if these come from far.
+
+    They are no more than a step has memory for.
+    """
     hidden = int(rates.weight_seconds / rates.seconds_per_token)
-    return max(MOST_TOKENS, 2 * hidden // TILE * TILE)
+    wanted = max(MOST_TOKENS, 2 * hidden // TILE * TILE)
+    return min(wanted, rates.step_tokens) if rates.step_tokens else wanted
 
 
 def _in_tiles(tokens: float, rates: Rates) -> int:

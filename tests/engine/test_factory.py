@@ -17,7 +17,7 @@ from llmbatch.engine.calibration import calibrate, memory_profile, microbenchmar
 from llmbatch.engine.calibration.memory_profile import MemoryHeadroom
 from llmbatch.engine.calibration.store import DeviceCalibration, FittedStrategy
 from llmbatch.engine.cpu.platform import HOST
-from llmbatch.engine.factory import EngineFactory, cost_model, prepare, size_pool
+from llmbatch.engine.factory import EngineFactory, cost_model, memory_of_weights, prepare, size_pool
 from llmbatch.engine.gpu.attention import PAGE_SIZE, GpuOps
 from llmbatch.engine.model.config import ModelConfig, describe_model
 from llmbatch.engine.model.platform import Platform
@@ -27,6 +27,7 @@ from llmbatch.inference.options import Options
 from llmbatch.perf_model.cost import CostModel
 from llmbatch.perf_model.hardware import Hardware
 from llmbatch.planning.workload import Pool, Scheduling
+from llmbatch.scheduler.token_budget import most_tokens
 
 CARD = torch.device("cuda", 0)
 PLATFORM = Platform(CARD, GpuOps(CARD), PAGE_SIZE, max_running=64)
@@ -141,9 +142,29 @@ def test_a_card_whose_layers_come_from_its_host_goes_by_the_link(card: Card, des
 def test_halves_of_a_step_do_not_share_layers_that_come(card: Card, described: ModelConfig) -> None:
     with pytest.raises(
         ParameterError,
-        match=r"^overlap must be sequential or auto where weights come from the host's memory, got 'interleaved'$",
+        match=r"^overlap must be sequential or auto where layers come from the host's memory, got 'interleaved'$",
     ):
-        prepared(described, streamed=StreamedWeights(1, 1, 1.0), overlap="interleaved")
+        memory_of_weights(PLATFORM, described, options(weights="host", weights_memory=1 << 20, overlap="interleaved"))
+
+
+def test_memory_is_measured_for_the_steps_that_hide_what_comes(
+    card: Card, described: ModelConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured: list[int] = []
+
+    def measure(*_: Any, tokens: int, **__: Any) -> MemoryHeadroom:
+        measured.append(tokens)
+        return card.room
+
+    monkeypatch.setattr(memory_profile, "measure_room", measure)
+    token = prepared(described).cost.rates.seconds_per_token
+    for hidden in (100, 10_000, 1_000_000):
+        streamed = StreamedWeights(1 << 20, 1_000_000, 1e6 / (hidden * token))
+        rates = prepared(described, streamed=streamed).cost.rates
+        assert most_tokens(rates) == measured[-1]
+    assert measured[1] == 8192
+    assert 19_000 < measured[2] < 21_500
+    assert measured[3] == 32_768
 
 
 def test_a_calibration_that_cannot_be_kept_is_used(card: Card, described: ModelConfig, tmp_path: Path) -> None:

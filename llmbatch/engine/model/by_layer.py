@@ -6,6 +6,8 @@ from where steps bring it.
 
 from __future__ import annotations
 
+from typing import Final
+
 import torch
 from torch import nn
 
@@ -21,20 +23,22 @@ from llmbatch.errors import ModelError
 from llmbatch.kernels.spec import AttentionSpec
 from llmbatch.system.memory import available_memory
 
+_LEFT: Final = 0.93  # of the host's free memory, for weights: most of it is locked
+
 
 def open_host_layers(described: ModelConfig, memory: int, platform: Platform) -> HostLayers:
     """Open the memory for layers that come to a device from its host. Raises ModelError where that cannot be."""
-    folder, wanted = described.folder, shape_of(described).weight_bytes
-    there = available_memory()
+    folder = described.folder
+    wanted, there = shape_of(described).params_total * described.dtype.itemsize, _LEFT * available_memory()
     if wanted > there:
         raise ModelError(
             f"the weights of model folder {folder!r} must fit in the host's memory, {wanted:,.0f} bytes, got "
-            f"{there:,} free: take a machine with more of it, or a smaller dtype (--dtype)"
+            f"{there:,.0f} free: take a machine with more of it"
         )
     if not known_attention(described):
-        supported = "layers that come from the host's memory have attention that their config describes"
-        way_out = "take weights='resident' (--weights resident)"
-        raise unsupported(folder, "attention with sinks", supported, way_out)
+        part = "attention with sinks" if described.attention else "attention that its config does not describe"
+        supported, way_out = "with layers that come from the host's memory it is known beforehand", "take a larger GPU"
+        raise unsupported(folder, part, supported, f"{way_out}, or --device cpu")
     assert platform.copies is not None, "a device has copies"
     return HostLayers(memory, platform.device, platform.copies(platform.device))
 
@@ -58,6 +62,10 @@ def load_by_layer(
     if to_fp8 is not None:
         check_fp8_layers(described.folder, module, described.config)
     layers = decoder_layers(module, described.config)
+    matrices = [id(matrix) for layer in layers for matrix in layer.parameters()]
+    if not layers or len(set(matrices)) < len(matrices):
+        part = "layers that share weights" if layers else "layers that are not one list of modules"
+        raise unsupported(described.folder, part, "layers are loaded one at a time", "take a larger GPU")
     for layer in layers:
         layer.to(platform.device)
         with torch.inference_mode():

@@ -32,11 +32,11 @@ from llmbatch.engine.model.platform import Packed, Platform, Streaming
 from llmbatch.engine.model.positions import fix_positions
 from llmbatch.engine.model.refusals import decoder_layers
 from llmbatch.engine.model.weight_files import open_weights
+from llmbatch.engine.weights.block_file import scratch_folder
 from llmbatch.engine.weights.mapped import MappedWeights
 from llmbatch.engine.weights.residency import StreamedWeights
 from llmbatch.errors import ModelError
 from llmbatch.kernels.spec import AttentionSpec
-from llmbatch.system.cache import cache_folder
 
 LoadFormat = Literal["auto", "dummy"]
 # Has transformers say which weights it found, in place of a warning and random numbers.
@@ -156,7 +156,7 @@ def _open_streaming(described: ModelConfig, load_format: LoadFormat, memory: int
             f"the weights of model folder {folder!r} must all stay in memory, since they are {kind}: "
             "take weights='resident' (--weights resident)"
         )
-    scratch = cache_folder() / "weights"
+    scratch = scratch_folder()
     return Streaming(memory, MappedWeights(Path(folder), described.dtype, scratch), scratch)
 
 

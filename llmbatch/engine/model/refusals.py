@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from itertools import chain
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig, PreTrainedModel
 from transformers.activations import ACT2FN
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
@@ -172,8 +173,13 @@ def check_fp8_layers(folder: str, model: nn.Module, text: PretrainedConfig) -> N
 
 
 def decoder_layers(model: nn.Module, text: PretrainedConfig) -> list[nn.Module]:
-    """Find the layers of a model's decoder: the outermost list of as many modules as its config says."""
-    for module in model.modules():
+    """Find the layers of a model's decoder: the outermost list of as many modules as its config says.
+
+    A model that sees images has another such list, which may be as long.
+    """
+    named: Any = model
+    decoder = named.get_decoder() if isinstance(model, PreTrainedModel) else None
+    for module in chain(decoder.modules() if isinstance(decoder, nn.Module) else (), model.modules()):
         if isinstance(module, nn.ModuleList) and len(module) == text.num_hidden_layers:
             return list(module)
     return []

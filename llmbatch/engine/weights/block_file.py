@@ -14,9 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmbatch.errors import JobError
+from llmbatch.system.cache import cache_folder
 
 _ALIGNED: Final = 64  # bytes, at which arrays begin
 _MEASURED: Final = 256 << 20  # bytes that are read to find the rate
+_TRIED: Final = 64 << 20  # bytes that are written to find it where there are none
 
 
 class BlockFile:
@@ -99,3 +101,15 @@ class BlockFile:
         """Have the system's cache let go of a part."""
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._file, start, size, os.POSIX_FADV_DONTNEED)
+
+
+def scratch_folder() -> Path:
+    """Return the folder of files with weights that memory does not hold."""
+    return cache_folder() / "weights"
+
+
+def disk_rate(folder: Path) -> float:
+    """Measure the bytes that the disk of a folder gives in a second. Raises JobError where it has no room."""
+    file = BlockFile(folder)
+    file.append([np.frombuffer(os.urandom(_TRIED), np.uint8)])
+    return file.bytes_per_second()

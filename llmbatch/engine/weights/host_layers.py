@@ -22,7 +22,8 @@ from llmbatch.engine.weights.residency import BUFFERS, StreamedWeights, kept_blo
 from llmbatch.errors import ModelError
 
 _ALIGNED: Final = 256  # bytes, where a matrix begins
-_TIMED: Final = 3  # copies of which the fastest says what the link carries
+_TRIED: Final = 64 << 20  # bytes that are copied to find what the link carries
+_TIMES: Final = 3  # of which the fastest says it
 
 Wait = Callable[[], None]
 
@@ -53,11 +54,11 @@ class CopyStream:
         """
         cuda: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         address = source.data_ptr()
-        failed = int(cuda.cudaHostRegister(address, source.nbytes, 0))
-        if failed:
+        failed = cuda.cudaHostRegister(address, source.nbytes, 0)
+        if int(failed):
             raise ModelError(
-                f"host memory for weights must be lockable, and {source.nbytes:,} bytes are not (CUDA error {failed}): "
-                "raise the limit of locked memory (ulimit -l), or take a smaller model"
+                f"the host's memory for weights must be lockable, got {cuda.cudaGetErrorString(failed)!r} for "
+                f"{source.nbytes:,} bytes: free memory of the host, or take a machine with more of it"
             )
         weakref.finalize(source, cuda.cudaHostUnregister, address)
 
@@ -67,6 +68,7 @@ class CopyStream:
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
             target.copy_(source, non_blocking=True)
+        target.record_stream(self._stream)  # so that it is not given to others while the copy is under way
         done = self._stream.record_event()
         return lambda: torch.cuda.current_stream(self._device).wait_event(done)
 
@@ -150,9 +152,9 @@ class HostLayers:
         kept_bytes = beside + sum(stays) * size
         if not self._moving:
             return None
+        rate = link_rate(self._copies, self._device)
         self._buffers = [torch.empty(size, dtype=torch.uint8, device=self._device) for _ in range(BUFFERS)]
         moved = sum(len(layer.bytes) for layer in self._moving)
-        rate = self._bytes_per_second()
         self._copying = self._begin(0, 0)
         return StreamedWeights(kept_bytes + BUFFERS * size, moved, rate)
 
@@ -186,12 +188,15 @@ class HostLayers:
         source = self._moving[place].bytes
         return _Copying(place, buffer, self._copies.begin(source, self._buffers[buffer][: len(source)]))
 
-    def _bytes_per_second(self) -> float:
-        """Measure what the link carries."""
-        source, seconds = self._moving[0].bytes, list[float]()
-        for _ in range(_TIMED):
-            begun = time.perf_counter()
-            self._copies.begin(source, self._buffers[0][: len(source)])()
-            self._buffers[0][:1].item()  # the device has come so far
-            seconds.append(time.perf_counter() - begun)
-        return len(source) / min(seconds)
+
+def link_rate(copies: CopyQueue, device: torch.device) -> float:
+    """Measure the bytes that come to a device in a second."""
+    source, target = (torch.empty(_TRIED, dtype=torch.uint8, device=where) for where in ("cpu", device))
+    copies.lock(source.zero_())
+    seconds = []
+    for _ in range(_TIMES):
+        begun = time.perf_counter()
+        copies.begin(source, target)()
+        target[:1].item()  # the device has come so far
+        seconds.append(time.perf_counter() - begun)
+    return len(source) / min(seconds)

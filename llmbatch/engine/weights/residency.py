@@ -59,6 +59,13 @@ def weights_memory(config: EngineConfig, shape: ModelShape, *, is_host: bool, fr
             value=config.weights,
         )
     whole, given = shape.weight_bytes, config.weights_memory
+    if given is not None and given > free and not is_host:
+        raise ParameterError(
+            f"weights_memory must be at most what is free of the GPU, {int(free):,} bytes, got {given:,}: "
+            "lower it (--weights-memory)",
+            option="weights_memory",
+            value=given,
+        )
     if config.weights == "resident":
         if given is not None and given < whole:
             raise ParameterError(
@@ -68,11 +75,12 @@ def weights_memory(config: EngineConfig, shape: ModelShape, *, is_host: bool, fr
                 value=given,
             )
         return None
-    most = _FITS[is_host] * free if given is None else given
+    kept_free = config.kv_memory or 0
+    most = min(_FITS[is_host] * free, free - kept_free) if given is None else given
     if config.weights == "auto" and (whole <= most or config.load_format == "dummy"):
         return None
     least = least_memory(shape, is_host=is_host)
-    memory = int(_STREAMED[is_host] * free) if given is None else given
+    memory = _memory_for(most, least, _STREAMED[is_host] * free, config) if given is None else given
     if memory < least:
         unit = "experts" if shape.expert_bytes and is_host else "layers"
         raise ParameterError(
@@ -84,15 +92,25 @@ def weights_memory(config: EngineConfig, shape: ModelShape, *, is_host: bool, fr
     return memory
 
 
+def _memory_for(most: float, least: int, share: float, config: EngineConfig) -> int:
+    """Decide what weights get that do not fit: a share, or what a given KV memory leaves; at least what they need."""
+    wanted = share if config.kv_memory is None else most
+    return int(min(max(wanted, least), most))
+
+
 def least_memory(shape: ModelShape, *, is_host: bool) -> int:
     """Return the bytes of what is always in memory, and of the buffers."""
     if shape.expert_bytes and is_host:
         kept, count = shape.weight_bytes - shape.expert_bytes, shape.experts * shape.layers
         return int(kept + BUFFERS * shape.expert_bytes / count)
-    layers = shape.weight_bytes * shape.params / shape.params_total
-    if shape.experts:
-        layers += shape.expert_bytes * (1.0 - shape.experts_chosen / shape.experts)
+    layers = bytes_of_layers(shape)
     return int(shape.weight_bytes - layers + BUFFERS * layers / shape.layers)
+
+
+def bytes_of_layers(shape: ModelShape) -> float:
+    """Return the bytes of the matrices of all layers, experts among them."""
+    active = shape.weight_bytes * shape.params / shape.params_total
+    return active + shape.expert_bytes * (1.0 - shape.experts_chosen / max(shape.experts, 1))
 
 
 def kept_blocks(memory: int, count: int, size: int) -> int:

@@ -1,12 +1,14 @@
-"""What it costs that weights are fetched at each step, and what the user is told of it."""
+"""What it costs that weights are fetched at each step, foretold or as loaded, and what the user is told of it."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Final, Literal
 
-from llmbatch.engine.weights.residency import StreamedWeights
+from llmbatch.engine.weights.residency import BUFFERS, StreamedWeights, bytes_of_layers, kept_blocks
 from llmbatch.perf_model.cost import CostModel
 from llmbatch.perf_model.residency import with_streamed_weights
+from llmbatch.perf_model.shape import ModelShape
 from llmbatch.planning.workload import Pool
 
 Source = Literal["disk", "link"]
@@ -17,8 +19,34 @@ _SOURCES: Final[dict[Source, tuple[str, str]]] = {
 }
 
 
-def streamed_cost(cost: CostModel, streamed: StreamedWeights) -> CostModel:
-    """Return the cost of the same model where some of its weights are fetched at each step."""
+def expected_weights(
+    shape: ModelShape, memory: int, bytes_per_second: float, *, is_host: bool
+) -> StreamedWeights | None:
+    """Return what each step will fetch where weights get so much memory, None where all will stay there.
+
+    >>> from llmbatch.perf_model.shape import find_shape
+    >>> expected = expected_weights(find_shape("llama-3-8b"), 10_000_000_000, 2e9, is_host=True)
+    >>> f"{expected.kept_bytes / 1e9:.1f} GB stay, {expected.streamed_bytes / 1e9:.1f} come in {expected.seconds:.1f} s"
+    '9.8 GB stay, 7.0 come in 3.5 s'
+    """
+    by_expert = is_host and shape.experts > 0
+    whole = shape.expert_bytes if by_expert else bytes_of_layers(shape)
+    count = shape.layers * shape.experts if by_expert else shape.layers
+    around, size = int(shape.weight_bytes - whole), int(whole / count)
+    kept = kept_blocks(memory - around, count, size)
+    if kept == count:
+        return None
+    return StreamedWeights(around + (kept + BUFFERS) * size, (count - kept) * size, bytes_per_second)
+
+
+def streamed_cost(source: Source, cost: CostModel, streamed: StreamedWeights) -> CostModel:
+    """Return the cost of the same model where some of its weights are fetched at each step.
+
+    Over a link come whole layers, whatever experts a step's tokens choose, and products hide what comes beside them,
+    which is law `bytes`.
+    """
+    if source == "link":
+        cost = replace(cost, law="bytes", shape=replace(cost.shape, expert_bytes=0.0))
     return with_streamed_weights(cost, streamed.streamed_bytes, streamed.bytes_per_second)
 
 

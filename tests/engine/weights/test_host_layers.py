@@ -24,10 +24,10 @@ class LateCopies(PlainCopies):
 
     def __init__(self) -> None:
         self.begun = 0
-        self.locked = 0
+        self.locked: list[int] = []
 
     def lock(self, source: torch.Tensor) -> None:
-        self.locked += source.nbytes
+        self.locked.append(source.nbytes)
 
     def begin(self, source: torch.Tensor, target: torch.Tensor) -> Callable[[], None]:
         self.begun += 1
@@ -76,7 +76,7 @@ def test_each_step_brings_each_layer_once_and_the_first_ahead() -> None:
     _, streamed = stored(layers := layers_of(5), 4 * LAYER, copies)
     assert streamed is not None
     assert (streamed.kept_bytes, streamed.streamed_bytes) == (4 * LAYER, 3 * LAYER)  # two stay beside two buffers
-    assert copies.locked == 3 * LAYER
+    assert copies.locked[:3] == [LAYER] * 3
     begun = copies.begun
     run(layers)
     run(layers)
@@ -88,7 +88,7 @@ def test_layers_that_fit_stay() -> None:
     _, streamed = stored(layers := layers_of(5), 5 * LAYER, copies)
     assert streamed is None
     run(layers)
-    assert (copies.begun, copies.locked) == (0, 0)
+    assert (copies.begun, copies.locked) == (0, [])
 
 
 def test_what_takes_the_place_of_a_layer_has_its_weights() -> None:

@@ -88,6 +88,24 @@ def test_of_any_model_two_layers_must_fit_on_a_gpu(shape: ModelShape) -> None:
     assert least_memory(shape, is_host=False) == pytest.approx(wanted, rel=1e-6)
 
 
+def test_kv_memory_that_is_given_is_not_for_weights() -> None:
+    assert decide(is_host=False, free=20e9, kv_memory=3_000_000_000) is None
+    assert decide(is_host=False, free=20e9, kv_memory=5_000_000_000) == 15_000_000_000
+
+
+def test_weights_get_two_layers_where_a_share_is_less() -> None:
+    assert decide(MIXTURE, is_host=False, free=16e9) == least_memory(MIXTURE, is_host=False)
+
+
+def test_more_than_a_gpu_has_is_refused() -> None:
+    message = (
+        "weights_memory must be at most what is free of the GPU, 8,000,000,000 bytes, got 9,000,000,000: lower it "
+        "(--weights-memory)"
+    )
+    with pytest.raises(ParameterError, match=f"^{re.escape(message)}$"):
+        decide(is_host=False, free=8e9, weights_memory=9_000_000_000)
+
+
 def test_a_gpu_keeps_what_fits_and_gives_kv_more_where_it_does_not() -> None:
     assert decide(is_host=False, free=17.5e9) is None
     assert decide(is_host=False, free=17e9) == 4_250_000_000
