@@ -146,7 +146,7 @@ def join_layers(
     bits = None if layer_bits == 8 and not whole else layer_bits
     streamed = None
     if streaming is not None:
-        streamed = StreamedLayers(streaming.memory - _bytes_around(model, layers), streaming.folder)
+        streamed = StreamedLayers(streaming.memory, _bytes_around(model, layers), streaming.folder)
     decoder = Decoder(parts, ordered, around, layer_bits=bits, streamed=streamed, sums=sums)
     if around is not None:
         model.forward = _DirectForward(decoder)

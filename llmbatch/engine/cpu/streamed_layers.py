@@ -30,9 +30,10 @@ def open_stream(file: BlockFile, kept: int) -> tuple[BlockStream, StreamedWeight
 class StreamedLayers:
     """Decides which layers stay, writes the others to a file, and brings them when they are to run."""
 
-    def __init__(self, memory: int, folder: Path) -> None:
-        """Begin with so much memory for all layers; the file lies in a folder."""
+    def __init__(self, memory: int, around: int, folder: Path) -> None:
+        """Begin with so much memory for all weights, `around` of it for those of no layer; the file is in a folder."""
         self._memory = memory
+        self._around = around
         self._file = BlockFile(folder)
         self._stays: list[bool] = []
         self._places: dict[int, tuple[int, NDArray[np.int64]]] = {}  # by layer: its block, and its products in that
@@ -43,7 +44,7 @@ class StreamedLayers:
         """Take a layer of so many, which are alike, in their order: it stays, or its weights go to the file."""
         self._size = sum(weight.panels.nbytes for weight in packed)
         if layer == 0:
-            self._stays = spread(count, kept_blocks(self._memory, count, self._size))
+            self._stays = spread(count, kept_blocks(self._memory - self._around, count, self._size))
         if self._stays[layer]:
             return
         block, places = self._file.append([weight.panels for weight in packed])
@@ -55,7 +56,7 @@ class StreamedLayers:
         """Open the stream when all layers are stored; returns what each step reads, None where all stay."""
         if not len(self._file):
             return None
-        self._stream, weights = open_stream(self._file, sum(self._stays) * self._size)
+        self._stream, weights = open_stream(self._file, self._around + sum(self._stays) * self._size)
         return weights
 
     def spans(self, first: int, end: int, panels: NDArray[np.int64]) -> Iterator[tuple[int, int]]:

@@ -10,7 +10,7 @@ experts: they are most of it, and attention is needed by every token. To a GPU i
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from llmbatch.choices import WeightsName
 from llmbatch.engine.config import EngineConfig
@@ -100,11 +100,32 @@ def _memory_for(most: float, least: int, share: float, config: EngineConfig) -> 
 
 def least_memory(shape: ModelShape, *, is_host: bool) -> int:
     """Return the bytes of what is always in memory, and of the buffers."""
-    if shape.expert_bytes and is_host:
-        kept, count = shape.weight_bytes - shape.expert_bytes, shape.experts * shape.layers
-        return int(kept + BUFFERS * shape.expert_bytes / count)
+    blocks = blocks_of(shape, is_host=is_host)
+    return int(blocks.around + BUFFERS * blocks.size)
+
+
+class Blocks(NamedTuple):
+    """The weights of a model as they are fetched."""
+
+    number: int
+    size: float  # bytes of each
+    around: float  # bytes of what is always in memory
+
+
+def blocks_of(shape: ModelShape, *, is_host: bool) -> Blocks:
+    """Divide weights into blocks that are fetched: layers, but experts on a processor that runs a mixture.
+
+    A processor packs the head of a model, and keeps the embedding as well that it was tied to.
+    """
     layers = bytes_of_layers(shape)
-    return int(shape.weight_bytes - layers + BUFFERS * layers / shape.layers)
+    beside = shape.weight_bytes - layers
+    if is_host:
+        head = shape.head_params * shape.weight_bytes / shape.params_total
+        beside += head if beside < 2 * head else 0.0
+    if shape.expert_bytes and is_host:
+        count = shape.experts * shape.layers
+        return Blocks(count, shape.expert_bytes / count, beside + layers - shape.expert_bytes)
+    return Blocks(shape.layers, layers / shape.layers, beside)
 
 
 def bytes_of_layers(shape: ModelShape) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Final, Literal
 
-from llmbatch.engine.weights.residency import BUFFERS, StreamedWeights, bytes_of_layers, kept_blocks
+from llmbatch.engine.weights.residency import BUFFERS, StreamedWeights, blocks_of, kept_blocks
 from llmbatch.perf_model.cost import CostModel
 from llmbatch.perf_model.residency import with_streamed_weights
 from llmbatch.perf_model.shape import ModelShape
@@ -29,14 +29,11 @@ def expected_weights(
     >>> f"{expected.kept_bytes / 1e9:.1f} GB stay, {expected.streamed_bytes / 1e9:.1f} come in {expected.seconds:.1f} s"
     '9.8 GB stay, 7.0 come in 3.5 s'
     """
-    by_expert = is_host and shape.experts > 0
-    whole = shape.expert_bytes if by_expert else bytes_of_layers(shape)
-    count = shape.layers * shape.experts if by_expert else shape.layers
-    around, size = int(shape.weight_bytes - whole), int(whole / count)
-    kept = kept_blocks(memory - around, count, size)
+    count, size, around = blocks_of(shape, is_host=is_host)
+    kept = kept_blocks(memory - int(around), count, int(size))
     if kept == count:
         return None
-    return StreamedWeights(around + (kept + BUFFERS) * size, (count - kept) * size, bytes_per_second)
+    return StreamedWeights(int(around + (kept + BUFFERS) * size), int((count - kept) * size), bytes_per_second)
 
 
 def streamed_cost(source: Source, cost: CostModel, streamed: StreamedWeights) -> CostModel:

@@ -18,6 +18,7 @@ from llmbatch.scheduler.token_budget import budget_in_turn
 
 DENSE = find_shape("llama-3-8b")
 MIXTURE = find_shape("mixtral-8x7b")
+TIED = find_shape("smollm2-135m")
 
 
 def decide(shape: Any = DENSE, *, is_host: bool = True, free: float = 64e9, **options: Any) -> int | None:
@@ -79,6 +80,12 @@ def test_what_cannot_be_is_refused(options: dict[str, Any], message: str) -> Non
 def test_of_a_mixture_two_experts_must_fit_beside_the_rest() -> None:
     apart = MIXTURE.expert_bytes / 256  # of 32 layers of 8
     assert least_memory(MIXTURE, is_host=True) == int(MIXTURE.weight_bytes - MIXTURE.expert_bytes + 2 * apart)
+
+
+def test_a_processor_keeps_an_embedding_beside_the_head_that_it_was_tied_to() -> None:
+    embedding = TIED.head_params * 2
+    assert least_memory(TIED, is_host=True) - least_memory(TIED, is_host=False) == pytest.approx(embedding, abs=1)
+    assert least_memory(DENSE, is_host=True) == least_memory(DENSE, is_host=False)
 
 
 @pytest.mark.parametrize("shape", [DENSE, MIXTURE])

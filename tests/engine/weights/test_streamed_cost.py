@@ -40,7 +40,7 @@ def test_of_a_mixture_experts_come_to_a_processor_and_layers_to_a_gpu() -> None:
     for is_host, size in sizes.items():
         expected = expected_weights(MIXTURE, 40_000_000_000, 1e9, is_host=is_host)
         assert expected is not None
-        assert expected.streamed_bytes / int(size) == round(expected.streamed_bytes / int(size))
+        assert expected.streamed_bytes / size == pytest.approx(round(expected.streamed_bytes / size), abs=1e-6)
         assert expected.kept_bytes <= 40_000_000_000 < expected.kept_bytes + size
 
 

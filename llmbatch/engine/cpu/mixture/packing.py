@@ -85,7 +85,7 @@ class _Packing:
         """Open the stream when all are packed; returns what steps read."""
         if self._file is None or not len(self._file):
             return None
-        stream, weights = open_stream(self._file, sum(self._stays) * self._size)
+        stream, weights = open_stream(self._file, self._around + sum(self._stays) * self._size)
         for experts in self._streamed:
             experts.stream = stream
         return weights
