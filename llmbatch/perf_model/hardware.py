@@ -45,6 +45,7 @@ class Hardware:
     step_seconds: float = 0.0  # that every step takes in addition to its work: launches, the host
     token_seconds: float = 0.0  # of compute that every token takes in addition to its products
     link: float | None = None  # bytes/s from a card to others, each way; None: not known
+    host_link: float | None = None  # bytes/s from its host's memory to a card; None: not known
     cards: int = 1
 
     def __post_init__(self) -> None:
@@ -64,8 +65,10 @@ class Hardware:
                 raise ParameterError(
                     f"{field} of a device must be at least 0, got {getattr(self, field)} for {self.name}"
                 )
-        if self.link is not None and not self.link > 0:
-            raise ParameterError(f"link of a device must be positive, got {self.link} for {self.name}")
+        for field in ("link", "host_link"):
+            value = getattr(self, field)
+            if value is not None and not value > 0:
+                raise ParameterError(f"{field} of a device must be positive, got {value} for {self.name}")
 
     def group(self, cards: int) -> Hardware:
         """Combine so many devices into one (tensor parallelism); their collectives are assumed hidden."""
@@ -105,37 +108,44 @@ class Hardware:
         return self.bandwidth * self.weight_efficiency
 
 
-def _table(*rows: tuple[str, float, float, float, float]) -> Mapping[str, Hardware]:
+def _table(*rows: tuple[str, float, float, float, float, float]) -> Mapping[str, Hardware]:
     return MappingProxyType(
         {
-            name: Hardware(name=name, compute=tera * 1e12, bandwidth=giga * 1e9, memory=memory * 1e9, link=link * 1e9)
-            for name, tera, giga, memory, link in rows
+            name: Hardware(
+                name=name,
+                compute=tera * 1e12,
+                bandwidth=giga * 1e9,
+                memory=memory * 1e9,
+                link=link * 1e9,
+                host_link=host * 1e9,
+            )
+            for name, tera, giga, memory, link, host in rows
         }
     )
 
 
-# Makers' data sheets: dense bf16 TFLOP/s (no sparsity), GB/s, GB, and GB/s to other cards each way: by NVLink or
-# Infinity Fabric where these connect all cards of a board, else by PCI Express.
+# Makers' data sheets: dense bf16 TFLOP/s (no sparsity), GB/s, GB, GB/s to other cards each way, by NVLink or Infinity
+# Fabric where these connect all cards of a board, else by PCI Express; and GB/s from the host's memory.
 GPUS: Mapping[str, Hardware] = _table(
-    ("a10", 125, 600, 24, 32),
-    ("a100-40gb", 312, 1555, 40, 300),
-    ("a100-80gb", 312, 2039, 80, 300),
-    ("a5000", 111.1, 768, 24, 32),
-    ("a40", 149.7, 696, 48, 32),
-    ("a6000", 154.8, 768, 48, 32),
-    ("b200", 2250, 8000, 180, 900),
-    ("gh200", 989.4, 4000, 96, 450),
-    ("h100", 989.4, 3350, 80, 450),
-    ("h100-pcie", 756, 2000, 80, 64),
-    ("h20", 148, 4000, 96, 450),
-    ("h200", 989.4, 4800, 141, 450),
-    ("l4", 121, 300, 24, 32),
-    ("l40s", 362, 864, 48, 32),
-    ("mi250x", 383, 3277, 128, 400),
-    ("mi300x", 1307, 5300, 192, 448),
-    ("rtx-3090", 71, 936, 24, 32),
-    ("rtx-4090", 165.2, 1008, 24, 32),
-    ("rtx-5090", 209.5, 1792, 32, 64),
+    ("a10", 125, 600, 24, 32, 32),
+    ("a100-40gb", 312, 1555, 40, 300, 32),
+    ("a100-80gb", 312, 2039, 80, 300, 32),
+    ("a5000", 111.1, 768, 24, 32, 32),
+    ("a40", 149.7, 696, 48, 32, 32),
+    ("a6000", 154.8, 768, 48, 32, 32),
+    ("b200", 2250, 8000, 180, 900, 64),
+    ("gh200", 989.4, 4000, 96, 450, 450),
+    ("h100", 989.4, 3350, 80, 450, 64),
+    ("h100-pcie", 756, 2000, 80, 64, 64),
+    ("h20", 148, 4000, 96, 450, 64),
+    ("h200", 989.4, 4800, 141, 450, 64),
+    ("l4", 121, 300, 24, 32, 32),
+    ("l40s", 362, 864, 48, 32, 32),
+    ("mi250x", 383, 3277, 128, 400, 32),
+    ("mi300x", 1307, 5300, 192, 448, 64),
+    ("rtx-3090", 71, 936, 24, 32, 32),
+    ("rtx-4090", 165.2, 1008, 24, 32, 32),
+    ("rtx-5090", 209.5, 1792, 32, 64, 64),
 )
 
 

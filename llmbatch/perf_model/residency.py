@@ -20,6 +20,7 @@ from llmbatch.perf_model.cost import CostModel
 from llmbatch.perf_model.hardware import RESERVED
 from llmbatch.perf_model.shape import ModelShape
 
+BUFFERS: Final = 2  # of weights on their way: one is used while the next one comes
 _KEPT: Final = 0.05  # of the host's memory, for all else
 _BESIDE: Final = 8.0  # exponent of products beside weights that come by a thread of their own
 
@@ -50,6 +51,36 @@ def _largest_part(shape: ModelShape) -> float:
     """Count the bytes of a layer without its experts, and one of these."""
     always = shape.weight_bytes - shape.expert_bytes
     return (always + shape.expert_bytes / max(shape.experts, 1)) / shape.layers
+
+
+class Blocks(NamedTuple):
+    """The weights of a model as they are fetched."""
+
+    number: int
+    size: float  # bytes of each
+    around: float  # bytes of what is always in memory
+
+
+def blocks_of(shape: ModelShape, *, is_host: bool) -> Blocks:
+    """Divide weights into blocks that are fetched: layers, but experts on a processor that runs a mixture.
+
+    A processor packs the head of a model, and keeps the embedding as well that it was tied to.
+    """
+    layers = bytes_of_layers(shape)
+    beside = shape.weight_bytes - layers
+    if is_host:
+        head = shape.head_params * shape.weight_bytes / shape.params_total
+        beside += head if beside < 2 * head else 0.0
+    if shape.expert_bytes and is_host:
+        count = shape.experts * shape.layers
+        return Blocks(count, shape.expert_bytes / count, beside + layers - shape.expert_bytes)
+    return Blocks(shape.layers, layers / shape.layers, beside)
+
+
+def bytes_of_layers(shape: ModelShape) -> float:
+    """Return the bytes of the matrices of all layers, experts among them."""
+    active = shape.weight_bytes * shape.params / shape.params_total
+    return active + shape.expert_bytes * (1.0 - shape.experts_chosen / max(shape.experts, 1))
 
 
 def with_streamed_weights(cost: CostModel, streamed_bytes: float, bytes_per_second: float) -> CostModel:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,6 +35,7 @@ class SearchedSplit:
     device: str
     tensor_parallel: int
     data_parallel: int
+    weights: Literal["resident", "host"]  # host: they come from its memory
     seconds: float | None  # simulated; None where its bound was enough
     seconds_least: float  # by the bound
     dollars: float | None  # of these seconds, simulated or least; None without a price
@@ -47,7 +48,8 @@ class SearchedSplit:
         seconds = f"{self.seconds:,.1f} s" if self.seconds is not None else f"at least {self.seconds_least:,.1f} s"
         cents = "" if self.dollars is None else f"{self.dollars:,.2f}" if self.dollars >= 0.01 else "less than 0.01"
         dollars = cents and f", {cents} dollars"
-        return f"{copies}{self.tensor_parallel} {self.device}: {seconds}{dollars}, bound by {self.binding}"
+        weights = " with weights in the host's memory" if self.weights == "host" else ""
+        return f"{copies}{self.tensor_parallel} {self.device}{weights}: {seconds}{dollars}, bound by {self.binding}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +116,7 @@ def _told(bound: _Bound, seconds: float | None) -> SearchedSplit:
         device=split.offer.hardware.name,
         tensor_parallel=split.tensor_parallel,
         data_parallel=split.data_parallel,
+        weights=split.weights,
         seconds=seconds,
         seconds_least=bound.seconds,
         dollars=split.dollars(bound.seconds if seconds is None else seconds),

@@ -1,18 +1,22 @@
 """The ways to lay a model on devices that are offered: which kind, how many share a copy, and how many copies.
 
 A copy is on a power of two of devices of one kind, which say sums to each other (`llmbatch.perf_model.collectives`).
-Of a kind as many copies run as there is room for, each with a part of the rows.
+Of a kind as many copies run as there is room for, each with a part of the rows. Where a device alone has no room for
+the weights, they may lie in its host's memory, and come layer by layer while it computes.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from llmbatch.errors import ParameterError
 from llmbatch.perf_model.collectives import on_joined
 from llmbatch.perf_model.cost import SEQUENTIAL, CostModel
-from llmbatch.perf_model.hardware import Hardware, find_hardware
+from llmbatch.perf_model.hardware import RESERVED, Hardware, find_hardware
+from llmbatch.perf_model.residency import BUFFERS, Host, blocks_of, with_host_weights
 from llmbatch.perf_model.shape import ModelShape
 from llmbatch.planning.workload import Pool
 from llmbatch.simulation.simulator import no_room, pool_of
@@ -53,6 +57,7 @@ class Split:
 
     offer: Offer
     tensor_parallel: int  # devices of a copy
+    weights: Literal["resident", "host"]  # where they lie
     cost: CostModel
     pool: Pool
 
@@ -79,9 +84,28 @@ def splits_of(offers: Sequence[Offer], shape: ModelShape) -> list[Split]:
                 reasons.append(str(error))
                 continue
             try:
-                found.append(Split(offer, devices, cost, pool_of(cost, None)))
+                found.append(Split(offer, devices, "resident", cost, pool_of(cost, None)))
             except ParameterError:
                 reasons.append(f"{no_room(cost)}; offer more or larger ones")
+                found += _from_the_host(offer, cost) if devices == 1 else []
     if not found:
         raise ParameterError(f"devices must hold the model, and none of those offered do: {reasons[-1]}")
     return found
+
+
+def _from_the_host(offer: Offer, alone: CostModel) -> list[Split]:
+    """Return the split of copies on single devices whose weights come from the host, if these have room for layers.
+
+    The host is taken to have room for the weights of all copies.
+    """
+    link = alone.hardware.host_link
+    if link is None:
+        return []
+    blocks, hardware = blocks_of(alone.shape, is_host=False), alone.hardware
+    whole = replace(alone, shape=replace(alone.shape, expert_bytes=0.0))  # layers come with all of their experts
+    try:
+        cost = with_host_weights(whole, Host(memory=math.inf, bandwidth=link, link=link), kv="device").cost
+        kv_memory = hardware.memory - RESERVED - blocks.around - BUFFERS * blocks.size
+        return [Split(offer, 1, "host", cost, pool_of(cost, kv_memory))]
+    except ParameterError:  # not even two layers fit, or no page beside them
+        return []

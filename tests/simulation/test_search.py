@@ -104,7 +104,12 @@ def test_of_a_sample_bounds_decide() -> None:
 def test_a_copy_has_room_for_the_longest_row() -> None:
     workload, output = jobs_of("long prompts")
     every = splits(model="llama-3-70b")
-    assert {named(split) for split in every} == {("h100", 2), ("h100", 4), ("l40s", 4), ("l40s", 8)}
+    assert {named(split) for split in every if split.weights == "resident"} == {
+        ("h100", 2),
+        ("h100", 4),
+        ("l40s", 4),
+        ("l40s", 8),
+    }
     long = replace(workload, max_tokens=np.full_like(workload.max_tokens, 400_000))
     output = np.full_like(output, 300_000)
     assert {told(one) for one in search(long, output, every, SCHEDULING, times=2.0)} == {("h100", 4), ("l40s", 8)}
@@ -123,10 +128,14 @@ def test_a_split_is_said_in_a_line() -> None:
         data_parallel=4,
         seconds=1234.5,
         seconds_least=1000.0,
+        weights="resident",
         dollars=6.858,
         binding="memory",
     )
     assert one.in_words == "4 x 2 h100: 1,234.5 s, 6.86 dollars, bound by memory"
+    assert replace(one, weights="host", dollars=None).in_words == (
+        "4 x 2 h100 with weights in the host's memory: 1,234.5 s, bound by memory"
+    )
     assert replace(one, dollars=0.004).in_words == "4 x 2 h100: 1,234.5 s, less than 0.01 dollars, bound by memory"
 
 
@@ -148,10 +157,23 @@ def test_offers_are_checked(devices: dict[str, int], price: dict[str, float] | N
     assert str(raised.value) == said
 
 
-def test_devices_that_do_not_hold_the_model_are_refused() -> None:
+def test_weights_that_a_device_has_no_room_for_come_from_its_host() -> None:
+    [split] = splits_of(Offer.all_of({"h100": 1}), find_shape("llama-3-70b"))
+    assert (split.weights, split.tensor_parallel) == ("host", 1)
+    weights = find_shape("llama-3-70b").weight_bytes
+    assert split.cost.rates.weight_seconds == pytest.approx(weights / (64e9 * 0.85), rel=1e-6)
+    assert 70e9 < split.pool.tokens * split.cost.shape.kv_bytes_per_token < 73e9
+    workload, output = jobs_of("long prompts")
+    [found] = search(workload, output, [split], SCHEDULING)
+    assert found.in_words.startswith("1 h100 with weights in the host's memory: ")
+    assert found.seconds is not None
+    assert found.seconds_least <= found.seconds
+
+
+def test_devices_that_do_not_hold_two_layers_are_refused() -> None:
     with pytest.raises(ParameterError) as raised:
-        splits_of(Offer.all_of({"rtx-3090": 2}), find_shape("llama-3-70b"))
+        splits_of(Offer.all_of({"rtx-3090": 2}), find_shape("deepseek-r1"))
     assert str(raised.value) == (
-        "devices must hold the model, and none of those offered do: weights of 141.2 GB leave no room for "
+        "devices must hold the model, and none of those offered do: weights of 672.9 GB leave no room for "
         "KV in 48 GB of 2 x rtx-3090; offer more or larger ones"
     )

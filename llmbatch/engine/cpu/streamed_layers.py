@@ -16,7 +16,8 @@ from llmbatch.engine.cpu.linear import PackedWeight
 from llmbatch.engine.cpu.memory import huge_pages
 from llmbatch.engine.weights.block_file import BlockFile
 from llmbatch.engine.weights.block_stream import BlockSource, BlockStream
-from llmbatch.engine.weights.residency import BUFFERS, StreamedWeights, kept_blocks, spread
+from llmbatch.engine.weights.residency import StreamedWeights, kept_blocks, spread
+from llmbatch.perf_model.residency import BUFFERS
 
 
 def open_stream(file: BlockFile, kept: int) -> tuple[BlockStream, StreamedWeights]:

@@ -18,8 +18,9 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from llmbatch.engine.weights.residency import BUFFERS, StreamedWeights, kept_blocks, spread
+from llmbatch.engine.weights.residency import StreamedWeights, kept_blocks, spread
 from llmbatch.errors import ModelError
+from llmbatch.perf_model.residency import BUFFERS
 
 _ALIGNED: Final = 256  # bytes, where a matrix begins
 _TRIED: Final = 64 << 20  # bytes that are copied to find what the link carries

@@ -10,14 +10,14 @@ experts: they are most of it, and attention is needed by every token. To a GPU i
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Final
 
 from llmbatch.choices import WeightsName
 from llmbatch.engine.config import EngineConfig
 from llmbatch.errors import ParameterError
+from llmbatch.perf_model.residency import BUFFERS, blocks_of
 from llmbatch.perf_model.shape import ModelShape
 
-BUFFERS: Final = 2  # of weights on their way: one is used while the next one comes
 # Of the memory that is free, what weights may take that all stay there, and what they get where they do not fit. Each
 # byte less is fetched at every step. A GPU's own memory is far faster than the link to its host: so weights stay if
 # they can, and if they cannot, KV of more sequences is worth more than some layers that need not come.
@@ -102,36 +102,6 @@ def least_memory(shape: ModelShape, *, is_host: bool) -> int:
     """Return the bytes of what is always in memory, and of the buffers."""
     blocks = blocks_of(shape, is_host=is_host)
     return int(blocks.around + BUFFERS * blocks.size)
-
-
-class Blocks(NamedTuple):
-    """The weights of a model as they are fetched."""
-
-    number: int
-    size: float  # bytes of each
-    around: float  # bytes of what is always in memory
-
-
-def blocks_of(shape: ModelShape, *, is_host: bool) -> Blocks:
-    """Divide weights into blocks that are fetched: layers, but experts on a processor that runs a mixture.
-
-    A processor packs the head of a model, and keeps the embedding as well that it was tied to.
-    """
-    layers = bytes_of_layers(shape)
-    beside = shape.weight_bytes - layers
-    if is_host:
-        head = shape.head_params * shape.weight_bytes / shape.params_total
-        beside += head if beside < 2 * head else 0.0
-    if shape.expert_bytes and is_host:
-        count = shape.experts * shape.layers
-        return Blocks(count, shape.expert_bytes / count, beside + layers - shape.expert_bytes)
-    return Blocks(shape.layers, layers / shape.layers, beside)
-
-
-def bytes_of_layers(shape: ModelShape) -> float:
-    """Return the bytes of the matrices of all layers, experts among them."""
-    active = shape.weight_bytes * shape.params / shape.params_total
-    return active + shape.expert_bytes * (1.0 - shape.experts_chosen / max(shape.experts, 1))
 
 
 def kept_blocks(memory: int, count: int, size: int) -> int:

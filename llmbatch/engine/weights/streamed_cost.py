@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Final, Literal
 
-from llmbatch.engine.weights.residency import BUFFERS, StreamedWeights, blocks_of, kept_blocks
+from llmbatch.engine.weights.residency import StreamedWeights, kept_blocks
 from llmbatch.perf_model.cost import CostModel
-from llmbatch.perf_model.residency import with_streamed_weights
+from llmbatch.perf_model.residency import BUFFERS, blocks_of, with_streamed_weights
 from llmbatch.perf_model.shape import ModelShape
 from llmbatch.planning.workload import Pool
 

@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from llmbatch.engine.weights.residency import StreamedWeights, bytes_of_layers
+from llmbatch.engine.weights.residency import StreamedWeights
 from llmbatch.engine.weights.streamed_cost import expected_weights, streamed_cost, streaming_notes
 from llmbatch.perf_model.cost import SEQUENTIAL, CostModel
 from llmbatch.perf_model.hardware import Hardware
+from llmbatch.perf_model.residency import bytes_of_layers
 from llmbatch.perf_model.shape import find_shape
 from llmbatch.perf_model.work import weights_read
 from llmbatch.planning.workload import Pool
