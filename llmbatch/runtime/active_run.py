@@ -201,7 +201,7 @@ class ActiveRun(EngineObserver[W]):
     def lend(self) -> None:
         """Let go of requests that go on elsewhere, if some are to; nothing may be queued."""
         context, live = self._context, self.requests
-        left = self._run.left(context.refit.cost) if self.interrupts else None
+        left = self._run.left(context.refit.cost, live.gone) if self.interrupts else None
         if left is None:
             return
         lent = live.lendable(rows_to_move(left, context.refit.cost, context.pool.whole_tokens), context.observer)
@@ -307,7 +307,7 @@ class ActiveRun(EngineObserver[W]):
 
     def _tell_seconds(self) -> None:
         """Tell how long what is left takes, where that is known."""
-        context, left = self._context, self._run.left(self._context.refit.cost)
+        context, left = self._context, self._run.left(self._context.refit.cost, self.requests.gone)
         if left is not None:
             context.observer.seconds_left(seconds_of_all(left, context.refit.cost, context.pool.whole_tokens))
 

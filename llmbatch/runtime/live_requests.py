@@ -108,6 +108,11 @@ class LiveRequests(Generic[W]):
                 found.append((window, np.flatnonzero(gone).astype(np.int32)))
         return found
 
+    @property
+    def gone(self) -> NDArray[np.int32]:
+        """The requests that are not to be run any more."""
+        return np.flatnonzero(~self.open).astype(np.int32)
+
     def lendable(self, requests: NDArray[np.int32], observer: EngineObserver[W]) -> NDArray[np.int32]:
         """Return those of the requests that are of windows that may lend, ascending."""
         requests = np.sort(requests[self.open[requests]])

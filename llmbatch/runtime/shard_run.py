@@ -192,8 +192,12 @@ class ShardRun:
         """Whether it is known what is left: no sample runs."""
         return self._settled is not None
 
-    def left(self, cost: CostModel) -> RowsLeft | None:
-        """Count what is left, at the cost of some devices; None while that is not known yet, since a sample runs."""
+    def left(self, cost: CostModel, gone: NDArray[np.int32]) -> RowsLeft | None:
+        """Count what is left, at the cost of some devices; None while that is not known yet, since a sample runs.
+
+        Requests that are `gone` have ended, or go on elsewhere: a loop tells of them when all its steps are taken.
+        """
+        self._queue.note_ended(gone)
         return None if self._settled is None else self._queue.left(self._settled, cost)
 
     def give(self, rows: NDArray[np.int32]) -> None:

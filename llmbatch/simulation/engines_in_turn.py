@@ -21,7 +21,9 @@ from llmbatch.runtime.loops.step_loop import LengthObservations
 from llmbatch.runtime.shard_run import ShardRun
 from llmbatch.scheduler.scheduler import Scheduler
 
-_LOT: Final = 32  # steps that a replica takes before another one may
+_LOT: Final = 32  # steps that a replica takes at most before another one may
+_LEAST: Final = 1e-9  # seconds of a step
+_SHARE: Final = 0.01  # of its time so far, that they take at most: decisions see replicas at nearly the same moment
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +49,16 @@ class PausedLoop(SimulatedLoop):
         """Take as long as `cost` says for answers of these lengths; call `pause` after each lot."""
         super().__init__(lengths, cost)
         self._pause = pause
+        self._lot = 1
 
     def run(self, scheduler: Scheduler, steps: int) -> LengthObservations:
         """Advance as `SimulatedLoop` does, and pause on the way."""
         until, before = scheduler.steps + steps, int(self.log.counts[0].ended)
         while scheduler.steps < until and not scheduler.done:
-            super().run(scheduler, min(_LOT, until - scheduler.steps))
+            first, begun = scheduler.steps, self.seconds
+            super().run(scheduler, min(self._lot, until - first))
+            each = (self.seconds - begun) / max(scheduler.steps - first, 1)
+            self._lot = int(min(max(_SHARE * self.seconds / max(each, _LEAST), 1), _LOT))
             self._pause()
         return self.ended_since(before)
 
@@ -106,7 +112,8 @@ class TurnEngine:
 
     def left(self, cost: CostModel) -> RowsLeft | None:
         """Count what is left, at a cost; None while that is not known."""
-        return None if self._part is None else self._part.run.left(cost)
+        part = self._part
+        return None if part is None else part.run.left(cost, part.loop.ended_since(0).requests)
 
     def begin(self, part_of: Callable[[Callable[[], None]], EngineRun]) -> None:
         """Begin with what `part_of` makes of a function that is to be called where others may have a turn."""
