@@ -8,6 +8,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from llmbatch.perf_model.cost import SEQUENTIAL, CostModel
+from llmbatch.perf_model.hardware import find_hardware
+from llmbatch.perf_model.shape import find_shape
 from llmbatch.planning.workload import Scheduling, Workload
 from llmbatch.simulation.even_replicas import EvenReplicas
 from llmbatch.simulation.replicas import simulate_trace
@@ -52,6 +55,18 @@ def test_each_row_ends_once() -> None:
     engines, _ = parts_of(long_tailed())
     ended = np.concatenate([part.loop.log.ended[: part.loop.log.counts[0].ended] for part in engines.parts])
     assert sorted(ended.tolist()) == list(range(ROWS))
+
+
+def test_each_row_ends_once_where_lots_of_steps_take_long() -> None:
+    """A replica ends rows within a lot of steps before its planner is told of them: they do not move."""
+    rng = np.random.default_rng(0)
+    trace = trace_of(rng.integers(500, 2000, 800).astype(np.int32), rng.integers(50, 400, 800).astype(np.int32))
+    cost = CostModel(find_shape("llama-3-8b"), find_hardware("h20"), overlap=SEQUENTIAL, cascade=True)
+    workload = describe(trace, POOL, "unknown", MOST)
+    engines = EvenReplicas(workload, trace.output_lengths, cost, POOL, SCHEDULING)
+    engines.run(np.array_split(np.arange(800, dtype=np.int32), 4))
+    ended = np.concatenate([part.loop.log.ended[: part.loop.log.counts[0].ended] for part in engines.parts])
+    assert sorted(ended.tolist()) == list(range(800))
 
 
 def test_what_moved_goes_on_where_it_was() -> None:
