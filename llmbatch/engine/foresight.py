@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 from llmbatch.engine.config import EngineConfig
@@ -30,15 +31,16 @@ def foresee(
     if weights is None:
         return Foreseen(cost)
     source: Source = "disk" if platform.is_host else "link"
-    expected = expected_weights(cost.shape, weights, _rate(platform), is_host=platform.is_host)
+    expected = expected_weights(cost.shape, weights, 1.0, is_host=platform.is_host)
     if expected is None:
         return Foreseen(cost)
+    expected = replace(expected, bytes_per_second=_rate(platform, expected.streamed_bytes))
     return Foreseen(streamed_cost(source, cost, expected), streaming_notes(source, pool, cost, expected))
 
 
-def _rate(platform: Platform) -> float:
-    """Measure the bytes a second by which weights come that do not stay in memory."""
+def _rate(platform: Platform, size: int) -> float:
+    """Measure the bytes a second by which weights of a size come that do not stay in memory."""
     if platform.is_host:
-        return disk_rate(scratch_folder())
+        return disk_rate(scratch_folder(), size)
     assert platform.copies is not None, "a device has copies"
     return link_rate(platform.copies(platform.device), platform.device)

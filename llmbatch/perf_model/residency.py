@@ -53,7 +53,7 @@ def _largest_part(shape: ModelShape) -> float:
     return (always + shape.expert_bytes / max(shape.experts, 1)) / shape.layers
 
 
-class Blocks(NamedTuple):
+class WeightBlocks(NamedTuple):
     """The weights of a model as they are fetched."""
 
     number: int
@@ -61,7 +61,7 @@ class Blocks(NamedTuple):
     around: float  # bytes of what is always in memory
 
 
-def blocks_of(shape: ModelShape, *, is_host: bool) -> Blocks:
+def blocks_of(shape: ModelShape, *, is_host: bool) -> WeightBlocks:
     """Divide weights into blocks that are fetched: layers, but experts on a processor that runs a mixture.
 
     A processor packs the head of a model, and keeps the embedding as well that it was tied to.
@@ -73,8 +73,8 @@ def blocks_of(shape: ModelShape, *, is_host: bool) -> Blocks:
         beside += head if beside < 2 * head else 0.0
     if shape.expert_bytes and is_host:
         count = shape.experts * shape.layers
-        return Blocks(count, shape.expert_bytes / count, beside + layers - shape.expert_bytes)
-    return Blocks(shape.layers, layers / shape.layers, beside)
+        return WeightBlocks(count, shape.expert_bytes / count, beside + layers - shape.expert_bytes)
+    return WeightBlocks(shape.layers, layers / shape.layers, beside)
 
 
 def bytes_of_layers(shape: ModelShape) -> float:

@@ -26,7 +26,7 @@ RATE = 1e6
 
 @pytest.fixture(autouse=True)
 def rates(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(foresight, "disk_rate", lambda folder: RATE)
+    monkeypatch.setattr(foresight, "disk_rate", lambda folder, size: RATE)
     monkeypatch.setattr(foresight, "link_rate", lambda copies, device: RATE)
 
 

@@ -85,6 +85,12 @@ def test_two_ranks_have_the_logits_of_one_process(tmp_path: Path, family: str) -
     assert float(np.abs(alone - split).max()) < 1e-4 * float(np.abs(alone).max())
 
 
+def test_two_ranks_take_the_type_that_the_processor_multiplies(tmp_path: Path) -> None:
+    folder = tiny_model_folder(tmp_path, "qwen2")
+    table = answers(folder, tensor_parallel=2, dtype="int8", max_tokens=2)
+    assert table["error"].null_count == len(table)
+
+
 def test_rows_of_a_rank_that_dies_run_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -62,7 +62,7 @@ def test_each_row_ends_once_where_lots_of_steps_take_long() -> None:
     rng = np.random.default_rng(0)
     trace = trace_of(rng.integers(500, 2000, 800).astype(np.int32), rng.integers(50, 400, 800).astype(np.int32))
     cost = CostModel(find_shape("llama-3-8b"), find_hardware("h20"), overlap=SEQUENTIAL, cascade=True)
-    workload = describe(trace, POOL, "unknown", MOST)
+    workload = describe(trace, POOL, "sampled", MOST)
     engines = EvenReplicas(workload, trace.output_lengths, cost, POOL, SCHEDULING)
     engines.run(np.array_split(np.arange(800, dtype=np.int32), 4))
     ended = np.concatenate([part.loop.log.ended[: part.loop.log.counts[0].ended] for part in engines.parts])

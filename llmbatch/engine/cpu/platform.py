@@ -21,6 +21,13 @@ OPS: Final = CpuOps()
 BY_MODULE: Final = "layers run module by module, which takes longer: they have no form that one loop can run"
 
 
+def bits_here(layer_bits: int | None) -> tuple[int | None, tuple[str, ...]]:
+    """Return the bits of layers that this processor multiplies, and a note where these are not those asked for."""
+    if layer_bits == 8 and not HAS_INT8:
+        return None, ("this processor cannot multiply int8 (it has no avx512_vnni): bfloat16 is taken instead",)
+    return layer_bits, ()
+
+
 def _pack(
     model: nn.Module,
     specs: dict[int, AttentionSpec],
@@ -29,10 +36,7 @@ def _pack(
     layer_bits: int | None,
     streaming: Streaming | None,
 ) -> Packed:
-    notes: tuple[str, ...] = ()
-    if layer_bits == 8 and not HAS_INT8:
-        layer_bits = None
-        notes = ("this processor cannot multiply int8 (it has no avx512_vnni): bfloat16 is taken instead",)
+    layer_bits, notes = bits_here(layer_bits)
     streamed = pack_experts(model, dtype, streaming)
     decoder = join_layers(
         model, specs, dtype, OPS, layer_bits=layer_bits, streaming=None if streamed is not None else streaming

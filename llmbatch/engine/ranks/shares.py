@@ -12,7 +12,7 @@ from transformers import PretrainedConfig
 
 from llmbatch.engine.cpu.joined_layers import join_layers
 from llmbatch.engine.cpu.linear import PackedLinear, pack_linears
-from llmbatch.engine.cpu.platform import BY_MODULE, OPS
+from llmbatch.engine.cpu.platform import BY_MODULE, OPS, bits_here
 from llmbatch.engine.model.platform import Packed, Streaming
 from llmbatch.engine.ranks.collectives import Collectives, EmbeddingShare, HeadShare, SummedOutput
 from llmbatch.engine.ranks.plan import Cut, SplitPlan
@@ -61,6 +61,7 @@ class Share:
     ) -> Packed:
         """Pack the layers of a fused model (`llmbatch.engine.model.platform.Packer`), and put shares together."""
         assert streaming is None, "a share stays in memory"
+        layer_bits, notes = bits_here(layer_bits)
         joined = join_layers(model, specs, dtype, OPS, layer_bits=layer_bits, sums=self.collectives)
         pack_linears(model, dtype, layer_bits=layer_bits)
         for name in self._plan.sums if joined is None else ():
@@ -70,7 +71,7 @@ class Share:
         _replace(model, self._plan.embedding, EmbeddingShare(embedding, tokens, self.collectives))
         head = model.get_submodule(self._plan.head)
         _replace(model, self._plan.head, HeadShare(head, self._vocabulary, self.collectives))
-        return Packed((BY_MODULE,) if joined is None else ())
+        return Packed((*notes, BY_MODULE) if joined is None else notes)
 
     def _kept(self, tensor: torch.Tensor, cut: Cut) -> torch.Tensor:
         """Copy the part of a tensor that this rank has."""

@@ -6,7 +6,8 @@ import os
 import tempfile
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -25,11 +26,12 @@ class BlockFile:
     """Blocks, each of some arrays one after the other. Bytes are written once, and are on the disk then."""
 
     def __init__(self, folder: Path) -> None:
-        """Make the file in a folder, on the disk that it is to be read from."""
-        folder.mkdir(parents=True, exist_ok=True)
+        """Make the file in a folder, on the disk that it is to be read from. Raises JobError where it has none."""
         self.folder = folder
-        with tempfile.TemporaryFile(dir=folder) as file:
-            self._file = os.dup(file.fileno())
+        with no_room(folder, "weights that memory does not hold"):
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder) as file:
+                self._file = os.dup(file.fileno())
         weakref.finalize(self, os.close, self._file)
         self._starts: list[int] = [0]
 
@@ -49,7 +51,7 @@ class BlockFile:
     def append(self, arrays: Sequence[NDArray[Any]]) -> tuple[int, list[int]]:
         """Write a block; returns its number, and the place of each array in it. Raises JobError where none fits."""
         places, end = [], 0
-        try:
+        with no_room(self.folder, f"weights that memory does not hold, after {self.bytes:,} bytes,"):
             for array in arrays:
                 places.append(end)
                 begun = self._starts[-1] + end
@@ -57,11 +59,6 @@ class BlockFile:
                 end += -(-array.nbytes // _ALIGNED) * _ALIGNED
             os.ftruncate(self._file, self._starts[-1] + end)
             os.fdatasync(self._file)
-        except OSError as error:
-            raise JobError(
-                f"weights that memory does not hold cannot be written to {str(self.folder)!r} after "
-                f"{self.bytes:,} bytes ({error}): free room there, or name a folder on a larger disk in LLMBATCH_CACHE"
-            ) from error
         self._forget(self._starts[-1], end)
         self._starts.append(self._starts[-1] + end)
         return len(self) - 1, places
@@ -103,13 +100,28 @@ class BlockFile:
             os.posix_fadvise(self._file, start, size, os.POSIX_FADV_DONTNEED)
 
 
+@contextmanager
+def no_room(folder: Path, what: str) -> Iterator[None]:
+    """Raise JobError where something cannot be written to a folder meanwhile."""
+    try:
+        yield
+    except OSError as error:
+        raise JobError(
+            f"{what} cannot be written to {str(folder)!r} ({error}): free room there, or name a folder on a larger "
+            "disk in LLMBATCH_CACHE"
+        ) from error
+
+
 def scratch_folder() -> Path:
     """Return the folder of files with weights that memory does not hold."""
     return cache_folder() / "weights"
 
 
-def disk_rate(folder: Path) -> float:
-    """Measure the bytes that the disk of a folder gives in a second. Raises JobError where it has no room."""
+def disk_rate(folder: Path, size: int) -> float:
+    """Measure the bytes that the disk of a folder gives in a second, for so many at most.
+
+    Raises JobError where it has no room.
+    """
     file = BlockFile(folder)
-    file.append([np.frombuffer(os.urandom(_TRIED), np.uint8)])
+    file.append([np.frombuffer(os.urandom(max(1, min(size, _TRIED))), np.uint8)])
     return file.bytes_per_second()

@@ -16,6 +16,7 @@ from typing import Any, Final, cast
 import torch
 from safetensors import safe_open
 
+from llmbatch.engine.weights.block_file import no_room
 from llmbatch.errors import ModelError
 
 _PART: Final = 1 << 22  # numbers that are converted at once
@@ -85,12 +86,13 @@ class MappedWeights:
         size = tensor.numel() * self._dtype.itemsize
         if size == 0:
             return tensor.to(self._dtype)
-        self._scratch.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=self._scratch) as file:  # its name goes, and its bytes stay mapped
-            for rows in _in_parts(tensor.reshape(-1)):
-                file.write(rows.to(self._dtype).view(torch.uint8).numpy().data)
-            file.flush()
-            storage = torch.UntypedStorage.from_file(file.name, shared=False, nbytes=size)
+        with no_room(self._scratch, "weights that are converted"):
+            self._scratch.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile(dir=self._scratch) as file:  # its name goes, and its bytes stay mapped
+                for rows in _in_parts(tensor.reshape(-1)):
+                    file.write(rows.to(self._dtype).view(torch.uint8).numpy().data)
+                file.flush()
+                storage = torch.UntypedStorage.from_file(file.name, shared=False, nbytes=size)
         converted: Any = torch.empty(0, dtype=self._dtype)
         return cast(torch.Tensor, converted.set_(storage, 0, tensor.shape))
 

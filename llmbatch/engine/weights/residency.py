@@ -80,7 +80,9 @@ def weights_memory(config: EngineConfig, shape: ModelShape, *, is_host: bool, fr
     if config.weights == "auto" and (whole <= most or config.load_format == "dummy"):
         return None
     least = least_memory(shape, is_host=is_host)
-    memory = _memory_for(most, least, _STREAMED[is_host] * free, config) if given is None else given
+    # A processor needs memory beside weights and KV: for what is converted, packed and kept of files.
+    share = _STREAMED[is_host] * free if is_host or config.kv_memory is None else most
+    memory = int(min(max(share, least), most)) if given is None else given
     if memory < least:
         unit = "experts" if shape.expert_bytes and is_host else "layers"
         raise ParameterError(
@@ -90,12 +92,6 @@ def weights_memory(config: EngineConfig, shape: ModelShape, *, is_host: bool, fr
             value=memory,
         )
     return memory
-
-
-def _memory_for(most: float, least: int, share: float, config: EngineConfig) -> int:
-    """Decide what weights get that do not fit: a share, or what a given KV memory leaves; at least what they need."""
-    wanted = share if config.kv_memory is None else most
-    return int(min(max(wanted, least), most))
 
 
 def least_memory(shape: ModelShape, *, is_host: bool) -> int:

@@ -100,6 +100,10 @@ def test_kv_memory_that_is_given_is_not_for_weights() -> None:
     assert decide(is_host=False, free=20e9, kv_memory=5_000_000_000) == 15_000_000_000
 
 
+def test_a_processor_has_memory_beside_weights_whatever_kv_takes() -> None:
+    assert decide(free=16e9, kv_memory=8_000_000) == 8_000_000_000
+
+
 def test_weights_get_two_layers_where_a_share_is_less() -> None:
     assert decide(MIXTURE, is_host=False, free=16e9) == least_memory(MIXTURE, is_host=False)
 
