@@ -9,7 +9,6 @@ __all__ = [
     "config",
     "devices",
     "factory",
-    "foresight",
     "generation",
     "grammars",
     "packing",

@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 
 from llmbatch.engine.attention_choice import choose_attention
 from llmbatch.engine.base import StreamEngine
-from llmbatch.engine.calibration.processor_rates import keep_rates, recall_rates
+from llmbatch.engine.calibration.device_cost import ceilings_of, cost_model, store_of, strategy_of
+from llmbatch.engine.calibration.processor_rates import keep_rates
 from llmbatch.engine.config import EngineConfig
 from llmbatch.engine.grammars import Grammars
 from llmbatch.engine.model.config import ModelConfig
@@ -28,12 +29,10 @@ from llmbatch.kernels.cpu.blocks import LOOK_BACK as CPU_LOOK_BACK
 from llmbatch.kernels.cpu.layout import UNIT
 from llmbatch.kernels.interface import PagedAttention
 from llmbatch.kernels.work_items import LOOK_BACK as DEVICE_LOOK_BACK
-from llmbatch.perf_model.cost import SEQUENTIAL, CostModel
-from llmbatch.perf_model.hardware import measure_cpu
+from llmbatch.perf_model.cost import CostModel
 from llmbatch.perf_model.work import Rates
 from llmbatch.planning.workload import Pool, Scheduling
 from llmbatch.scheduler.token_budget import MOST_TOKENS, most_tokens
-from llmbatch.system.cache import cache_folder
 from llmbatch.system.memory import available_memory
 
 if TYPE_CHECKING:  # what takes a second to import, and forecasts load nothing; and what needs Triton
@@ -214,7 +213,7 @@ def prepare(
 
     rows, size = scheduling.max_running, pool.page_size
     tokens = max(scheduling.step_tokens or MOST_TOKENS, rows)
-    ceilings = replace(_ceilings(platform, model), cascade=attention.cascade)
+    ceilings = replace(ceilings_of(platform, model), cascade=attention.cascade)
     if streamed is not None:
         ceilings = streamed_cost("link", ceilings, streamed)
         tokens = max(scheduling.step_tokens or min(most_tokens(ceilings.rates), _MOST_STREAMED), rows)
@@ -231,8 +230,8 @@ def prepare(
         return _streamed_to_a_device(chosen, ceilings, streamed, attention, notes)
     records = room.unrecorded is None
     uncalibrated = EngineFactory(whole, ceilings, attention, records=records, mixed=mixed, max_running=rows)
-    calibration, found_notes = _calibration(uncalibrated, loaded, _kept(platform, model, config))
-    strategy = _strategy(calibration, config)
+    calibration, found_notes = _calibration(uncalibrated, loaded, store_of(platform, model, config))
+    strategy = strategy_of(calibration, config)
     cost = calibration.fitted[strategy].cost(shape_of(model))
     return replace(uncalibrated, pool=chosen, cost=cost, strategy=strategy, notes=(*notes, *found_notes))
 
@@ -246,7 +245,7 @@ def _on_the_host(
     return EngineFactory(
         pool,
         streamed_cost("disk", cost, streamed),
-        notes=streaming_notes("disk", pool, cost, streamed),
+        notes=streaming_notes("disk", pool.tokens, cost, streamed),
         keeps_rates=False,
     )
 
@@ -255,7 +254,7 @@ def _streamed_to_a_device(
     pool: Pool, cost: CostModel, streamed: StreamedWeights, attention: PagedAttention, notes: tuple[str, ...]
 ) -> EngineFactory:
     """Return the factory of a device whose layers come from its host; it is not calibrated, since the link binds."""
-    return EngineFactory(pool, cost, attention, notes=(*notes, *streaming_notes("link", pool, cost, streamed)))
+    return EngineFactory(pool, cost, attention, notes=(*notes, *streaming_notes("link", pool.tokens, cost, streamed)))
 
 
 def _orders(model: ModelConfig, config: EngineConfig) -> RankOrders | None:
@@ -265,18 +264,6 @@ def _orders(model: ModelConfig, config: EngineConfig) -> RankOrders | None:
     from llmbatch.engine.ranks.first import orders_for
 
     return orders_for(model, config)
-
-
-def cost_model(platform: Platform, model: ModelConfig, config: EngineConfig) -> CostModel:
-    """Cost requests on the platform: by its calibration or earlier jobs, else by its hardware, measured now."""
-    if platform.device.type == "cpu":
-        shape = shape_of(model)
-        hardware = recall_rates(shape) or measure_cpu(dtype_bytes=model.dtype.itemsize)
-        return CostModel(shape, hardware, law="bytes", overlap=SEQUENTIAL)
-    found = _kept(platform, model, config).find()
-    if found is None:
-        return _ceilings(platform, model)
-    return found.fitted[_strategy(found, config)].cost(shape_of(model))
 
 
 def _calibration(
@@ -302,26 +289,6 @@ def _calibration(
     except OSError as error:
         note = f"the GPU is calibrated by every job, since what was measured cannot be kept: {error}"
     return found, (note,)
-
-
-def _strategy(calibration: DeviceCalibration, config: EngineConfig) -> Strategy:
-    """Choose the requested strategy, or the best."""
-    return calibration.best if config.overlap == "auto" else config.overlap
-
-
-def _kept(platform: Platform, model: ModelConfig, config: EngineConfig) -> CalibrationStore:
-    from llmbatch.engine.calibration.store import CalibrationStore
-
-    return CalibrationStore(cache_folder(), platform.device, shape_of(model), config.attention)
-
-
-def _ceilings(platform: Platform, model: ModelConfig) -> CostModel:
-    """Describe a device that was not calibrated, assuming good kernels."""
-    from llmbatch.engine.calibration.microbenchmarks import measure_device
-    from llmbatch.kernels.triton.fp8 import ELEMENT
-
-    hardware = measure_device(platform.device, ELEMENT if model.layer_type == "fp8" else model.dtype)
-    return CostModel(shape_of(model), hardware, law="paper", overlap=SEQUENTIAL)
 
 
 def _free_memory(platform: Platform) -> int:

@@ -31,8 +31,8 @@ from llmbatch.runtime.protocols import W, WindowSource
 from llmbatch.system.memory import out_of_memory
 
 if TYPE_CHECKING:  # what imports torch
+    from llmbatch.engine.calibration.device_cost import Foreseen
     from llmbatch.engine.factory import EngineFactory
-    from llmbatch.engine.foresight import Foreseen
     from llmbatch.engine.model.config import ModelConfig
     from llmbatch.engine.model.loader import LoadedModel
     from llmbatch.engine.model.platform import Platform
@@ -185,9 +185,10 @@ class UnloadedEngines(Engines):
 
     @cached_property
     def _foreseen(self) -> Foreseen:
-        from llmbatch.engine.foresight import foresee
+        from llmbatch.engine.calibration.device_cost import foresee
 
-        return foresee(self._platform, self._config, self._options, self.pool, weights=self._weights_memory)
+        tokens, weights = self.pool.tokens, self._weights_memory
+        return foresee(self._platform, self._config, self._options, kv_tokens=tokens, weights=weights)
 
     def load(self, scheduling: Scheduling, progress: Progress) -> LoadedEngines:
         """Load the weights, and calibrate the device. Raises JobError where memory runs out."""

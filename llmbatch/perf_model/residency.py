@@ -84,7 +84,7 @@ def bytes_of_layers(shape: ModelShape) -> float:
 
 
 def with_streamed_weights(cost: CostModel, streamed_bytes: float, bytes_per_second: float) -> CostModel:
-    """Return the cost of the same model on a processor, where so many bytes of its weights come from a disk each step.
+    """Return the cost of the same model, where so many bytes of its weights come from a disk or a host at each step.
 
     They come beside the computation: products hide the reading as far as they take as long.
 

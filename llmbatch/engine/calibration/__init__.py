@@ -4,4 +4,4 @@ Must not import what plans.
 Start reading at `calibrate`.
 """
 
-__all__ = ["calibrate", "memory_profile", "microbenchmarks", "processor_rates", "store"]
+__all__ = ["calibrate", "device_cost", "memory_profile", "microbenchmarks", "processor_rates", "store"]

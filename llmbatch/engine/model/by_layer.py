@@ -20,7 +20,6 @@ from llmbatch.engine.model.refusals import check_fp8_layers, decoder_layers, uns
 from llmbatch.engine.weights.host_layers import HostLayers
 from llmbatch.engine.weights.residency import StreamedWeights
 from llmbatch.errors import ModelError
-from llmbatch.kernels.spec import AttentionSpec
 from llmbatch.system.memory import available_memory
 
 _LEFT: Final = 0.93  # of the host's free memory, for weights: most of it is locked
@@ -35,18 +34,12 @@ def open_host_layers(described: ModelConfig, memory: int, platform: Platform) ->
             f"the weights of model folder {folder!r} must fit in the host's memory, {wanted:,.0f} bytes, got "
             f"{there:,.0f} free: take a machine with more of it"
         )
-    if not known_attention(described):
+    if not described.known_attention:
         part = "attention with sinks" if described.attention else "attention that its config does not describe"
         supported, way_out = "with layers that come from the host's memory it is known beforehand", "take a larger GPU"
         raise unsupported(folder, part, supported, f"{way_out}, or --device cpu")
     assert platform.copies is not None, "a device has copies"
     return HostLayers(memory, platform.device, platform.copies(platform.device))
-
-
-def known_attention(described: ModelConfig) -> dict[int, AttentionSpec]:
-    """Return the attention of layers if it does not depend on weights, else nothing."""
-    specs = described.attention or {}
-    return {} if any(spec.sinks is not None for spec in specs.values()) else specs
 
 
 def load_by_layer(
@@ -55,8 +48,8 @@ def load_by_layer(
     """Move the decoder's layers to the device one at a time, each fused before the next one comes.
 
     Those in FP8 are quantised after their modules were fused, which are compared with the original. `hosted` takes each
-    from the device again, and it is returned what each step then brings. Raises ModelError if a layer cannot have
-    products of FP8.
+    from the device again. Returns what each step then brings; None where nothing comes. Raises ModelError where layers
+    cannot be loaded one at a time, or cannot have products of FP8.
     """
     to_fp8 = platform.to_fp8 if described.layer_type == "fp8" else None
     if to_fp8 is not None:
@@ -69,7 +62,7 @@ def load_by_layer(
     for layer in layers:
         layer.to(platform.device)
         with torch.inference_mode():
-            fuse(layer, known_attention(described), described.dtype, platform.pieces)
+            fuse(layer, described.known_attention, described.dtype, platform.pieces)
             join_products(layer)
             if to_fp8 is not None:
                 replace_modules(layer, lambda part: to_fp8(part) if type(part) is nn.Linear else None)

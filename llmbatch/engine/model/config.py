@@ -68,6 +68,12 @@ class ModelConfig:
         return max(spec.chunk for spec in self.attention.values()) if self.attention else 0
 
     @property
+    def known_attention(self) -> dict[int, AttentionSpec]:
+        """The attention of layers if it does not depend on weights, else nothing."""
+        specs = self.attention or {}
+        return {} if any(spec.sinks is not None for spec in specs.values()) else specs
+
+    @property
     def window(self) -> int:
         """The tokens of the largest window; 0: no layer has one, or none is known."""
         return max(spec.window for spec in self.attention.values()) if self.attention else 0

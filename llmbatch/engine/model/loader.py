@@ -21,7 +21,7 @@ from transformers.utils.quantization_config import Mxfp4Config
 
 from llmbatch.choices import KVDType
 from llmbatch.engine.model.attention_interface import NAME, survey
-from llmbatch.engine.model.by_layer import known_attention, load_by_layer, open_host_layers
+from llmbatch.engine.model.by_layer import load_by_layer, open_host_layers
 from llmbatch.engine.model.checkpoints import has_weights, no_progress_bars
 from llmbatch.engine.model.config import DType, ModelConfig, check_gpu, check_words, describe_model
 from llmbatch.engine.model.fusion.layers import fuse_layers
@@ -114,7 +114,7 @@ def load_weights(
     module.to(platform.device)
     with torch.inference_mode():
         notes = (*notes, *fix_positions(module, described.context_length))
-        known = known_attention(described) if platform.share is None else {}  # a share has some of the heads
+        known = described.known_attention if platform.share is None else {}  # a share has some of the heads
         attention = known or survey(folder, module, described.config, platform.device)
         if platform.is_host:
             check_words(folder, attention.values(), described.kv_type)

@@ -28,7 +28,7 @@ class BlockFile:
     def __init__(self, folder: Path) -> None:
         """Make the file in a folder, on the disk that it is to be read from. Raises JobError where it has none."""
         self.folder = folder
-        with no_room(folder, "weights that memory does not hold"):
+        with writing_to(folder, "weights that memory does not hold"):
             folder.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=folder) as file:
                 self._file = os.dup(file.fileno())
@@ -51,7 +51,7 @@ class BlockFile:
     def append(self, arrays: Sequence[NDArray[Any]]) -> tuple[int, list[int]]:
         """Write a block; returns its number, and the place of each array in it. Raises JobError where none fits."""
         places, end = [], 0
-        with no_room(self.folder, f"weights that memory does not hold, after {self.bytes:,} bytes,"):
+        with writing_to(self.folder, f"weights that memory does not hold, after {self.bytes:,} bytes,"):
             for array in arrays:
                 places.append(end)
                 begun = self._starts[-1] + end
@@ -101,8 +101,8 @@ class BlockFile:
 
 
 @contextmanager
-def no_room(folder: Path, what: str) -> Iterator[None]:
-    """Raise JobError where something cannot be written to a folder meanwhile."""
+def writing_to(folder: Path, what: str) -> Iterator[None]:
+    """Raise JobError where `what` is written to a folder meanwhile, and cannot be."""
     try:
         yield
     except OSError as error:

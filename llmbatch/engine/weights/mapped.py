@@ -16,7 +16,7 @@ from typing import Any, Final, cast
 import torch
 from safetensors import safe_open
 
-from llmbatch.engine.weights.block_file import no_room
+from llmbatch.engine.weights.block_file import writing_to
 from llmbatch.errors import ModelError
 
 _PART: Final = 1 << 22  # numbers that are converted at once
@@ -86,7 +86,7 @@ class MappedWeights:
         size = tensor.numel() * self._dtype.itemsize
         if size == 0:
             return tensor.to(self._dtype)
-        with no_room(self._scratch, "weights that are converted"):
+        with writing_to(self._scratch, "weights that are converted"):
             self._scratch.mkdir(parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile(dir=self._scratch) as file:  # its name goes, and its bytes stay mapped
                 for rows in _in_parts(tensor.reshape(-1)):

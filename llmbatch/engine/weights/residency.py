@@ -18,17 +18,6 @@ from llmbatch.errors import ParameterError
 from llmbatch.perf_model.residency import BUFFERS, blocks_of
 from llmbatch.perf_model.shape import ModelShape
 
-# Of the memory that is free, what weights may take that all stay there, and what they get where they do not fit. Each
-# byte less is fetched at every step. A GPU's own memory is far faster than the link to its host: so weights stay if
-# they can, and if they cannot, KV of more sequences is worth more than some layers that need not come.
-_FITS: Final = {True: 0.85, False: 0.93}  # by whether it is a processor
-_STREAMED: Final = {True: 0.5, False: 0.25}
-# What cannot be asked for, why, and what can, likewise.
-_OTHERS: Final[dict[bool, tuple[str, WeightsName, str, WeightsName]]] = {
-    True: ("processor", "host", "its memory is the host's", "disk"),
-    False: ("GPU", "disk", "layers come to it from the memory of its host", "host"),
-}
-
 
 @dataclass(frozen=True, slots=True)
 class StreamedWeights:
@@ -44,16 +33,40 @@ class StreamedWeights:
         return self.streamed_bytes / self.bytes_per_second
 
 
+@dataclass(frozen=True, slots=True)
+class _Rules:
+    """What holds for weights on a kind of device.
+
+    Each byte that does not stay is fetched at every step. A GPU's own memory is far faster than the link to its host:
+    so weights stay if they can, and if they cannot, KV of more sequences is worth more than some layers that need not
+    come.
+    """
+
+    device: str
+    refused: WeightsName  # what cannot be asked for
+    because: str
+    other: WeightsName  # what can, in its place
+    fits: float  # of the memory that is free, what weights may take that all stay there
+    share: float  # of it, what they get where they do not fit
+
+
+_RULES: Final = {  # by whether the device is a processor
+    True: _Rules("processor", "host", "its memory is the host's", "disk", fits=0.85, share=0.5),
+    False: _Rules("GPU", "disk", "layers come to it from the memory of its host", "host", fits=0.93, share=0.25),
+}
+
+
 def weights_memory(config: EngineConfig, shape: ModelShape, *, is_host: bool, free: float) -> int | None:
     """Return the bytes that weights may take, or None where all of them stay in memory.
 
     `free` is what memory is left for them and all else. Raises ParameterError where they do not fit as they are asked
     for.
     """
-    device, not_there, why, other = _OTHERS[is_host]
-    if config.weights == not_there:
+    rules = _RULES[is_host]
+    other = rules.other
+    if config.weights == rules.refused:
         raise ParameterError(
-            f"weights must be resident, {other} or auto on a {device}, got {config.weights!r}: {why}; "
+            f"weights must be resident, {other} or auto on a {rules.device}, got {config.weights!r}: {rules.because}; "
             f"take weights={other!r} (--weights {other})",
             option="weights",
             value=config.weights,
@@ -75,13 +88,12 @@ def weights_memory(config: EngineConfig, shape: ModelShape, *, is_host: bool, fr
                 value=given,
             )
         return None
-    kept_free = config.kv_memory or 0
-    most = min(_FITS[is_host] * free, free - kept_free) if given is None else given
+    most = min(rules.fits * free, free - (config.kv_memory or 0)) if given is None else given
     if config.weights == "auto" and (whole <= most or config.load_format == "dummy"):
         return None
     least = least_memory(shape, is_host=is_host)
     # A processor needs memory beside weights and KV: for what is converted, packed and kept of files.
-    share = _STREAMED[is_host] * free if is_host or config.kv_memory is None else most
+    share = rules.share * free if is_host or config.kv_memory is None else most
     memory = int(min(max(share, least), most)) if given is None else given
     if memory < least:
         unit = "experts" if shape.expert_bytes and is_host else "layers"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Final, Literal
 
@@ -9,7 +10,6 @@ from llmbatch.engine.weights.residency import StreamedWeights, kept_blocks
 from llmbatch.perf_model.cost import CostModel
 from llmbatch.perf_model.residency import BUFFERS, blocks_of, with_streamed_weights
 from llmbatch.perf_model.shape import ModelShape
-from llmbatch.planning.workload import Pool
 
 Source = Literal["disk", "link"]
 # By what carries weights to where they are used: where they lie, and what would be faster.
@@ -20,12 +20,14 @@ _SOURCES: Final[dict[Source, tuple[str, str]]] = {
 
 
 def expected_weights(
-    shape: ModelShape, memory: int, bytes_per_second: float, *, is_host: bool
+    shape: ModelShape, memory: int, rate_of: Callable[[int], float], *, is_host: bool
 ) -> StreamedWeights | None:
     """Return what each step will fetch where weights get so much memory, None where all will stay there.
 
+    `rate_of` measures the bytes a second by which weights of a size come.
+
     >>> from llmbatch.perf_model.shape import find_shape
-    >>> expected = expected_weights(find_shape("llama-3-8b"), 10_000_000_000, 2e9, is_host=True)
+    >>> expected = expected_weights(find_shape("llama-3-8b"), 10_000_000_000, lambda size: 2e9, is_host=True)
     >>> f"{expected.kept_bytes / 1e9:.1f} GB stay, {expected.streamed_bytes / 1e9:.1f} come in {expected.seconds:.1f} s"
     '9.8 GB stay, 7.0 come in 3.5 s'
     """
@@ -33,7 +35,8 @@ def expected_weights(
     kept = kept_blocks(memory - int(around), count, int(size))
     if kept == count:
         return None
-    return StreamedWeights(int(around + (kept + BUFFERS) * size), int((count - kept) * size), bytes_per_second)
+    moved = int((count - kept) * size)
+    return StreamedWeights(int(around + (kept + BUFFERS) * size), moved, rate_of(moved))
 
 
 def streamed_cost(source: Source, cost: CostModel, streamed: StreamedWeights) -> CostModel:
@@ -47,8 +50,8 @@ def streamed_cost(source: Source, cost: CostModel, streamed: StreamedWeights) ->
     return with_streamed_weights(cost, streamed.streamed_bytes, streamed.bytes_per_second)
 
 
-def streaming_notes(source: Source, pool: Pool, cost: CostModel, streamed: StreamedWeights) -> tuple[str, ...]:
-    """Say what comes from where at each step, and where KV holds too few tokens to hide it."""
+def streaming_notes(source: Source, kv_tokens: int, cost: CostModel, streamed: StreamedWeights) -> tuple[str, ...]:
+    """Say what comes from where at each step, and where KV memory, of so many tokens, has too few to hide it."""
     where, faster = _SOURCES[source]
     moved, rate = f"{streamed.streamed_bytes / 1e9:.2f} GB", f"{streamed.bytes_per_second / 1e9:.2f} GB/s"
     said = (
@@ -56,11 +59,11 @@ def streaming_notes(source: Source, pool: Pool, cost: CostModel, streamed: Strea
         f"come from {where} at each step, at {rate}, beside the computation"
     )
     hidden = streamed.seconds / cost.rates.seconds_per_token
-    if hidden <= pool.tokens:
+    if hidden <= kv_tokens:
         return (said,)
     return (
         said,
         f"the {source} is too slow for this: {moved} at {rate} take {streamed.seconds:.1f} s, as long as the products "
-        f"of {hidden:,.0f} tokens, and KV memory holds {pool.tokens:,}; raise weights_memory or kv_memory "
+        f"of {hidden:,.0f} tokens, and KV memory holds {kv_tokens:,}; raise weights_memory or kv_memory "
         f"(--weights-memory, --kv-memory), or take {faster}",
     )

@@ -13,7 +13,6 @@ from llmbatch.perf_model.hardware import Hardware
 from llmbatch.perf_model.residency import bytes_of_layers
 from llmbatch.perf_model.shape import find_shape
 from llmbatch.perf_model.work import weights_read
-from llmbatch.planning.workload import Pool
 
 DENSE = find_shape("llama-3-8b")
 MIXTURE = find_shape("mixtral-8x7b")
@@ -24,12 +23,12 @@ HALF = StreamedWeights(8_000_000_000, 7_000_000_000, 2e9)
 
 
 def test_nothing_comes_where_all_layers_fit() -> None:
-    assert expected_weights(DENSE, 17_000_000_000, 1e9, is_host=True) is None
+    assert expected_weights(DENSE, 17_000_000_000, lambda size: 1e9, is_host=True) is None
 
 
 def test_what_stays_and_what_comes_are_the_weights_and_two_buffers() -> None:
     layer = bytes_of_layers(DENSE) / DENSE.layers
-    expected = expected_weights(DENSE, 9_000_000_000, 1e9, is_host=False)
+    expected = expected_weights(DENSE, 9_000_000_000, lambda size: 1e9, is_host=False)
     assert expected is not None
     assert expected.kept_bytes <= 9_000_000_000 < expected.kept_bytes + layer
     assert expected.kept_bytes + expected.streamed_bytes == pytest.approx(DENSE.weight_bytes + 2 * layer, rel=1e-6)
@@ -39,7 +38,7 @@ def test_of_a_mixture_experts_come_to_a_processor_and_layers_to_a_gpu() -> None:
     expert = MIXTURE.expert_bytes / (MIXTURE.layers * MIXTURE.experts)
     sizes = {True: expert, False: bytes_of_layers(MIXTURE) / MIXTURE.layers}
     for is_host, size in sizes.items():
-        expected = expected_weights(MIXTURE, 40_000_000_000, 1e9, is_host=is_host)
+        expected = expected_weights(MIXTURE, 40_000_000_000, lambda size: 1e9, is_host=is_host)
         assert expected is not None
         assert expected.streamed_bytes / size == pytest.approx(round(expected.streamed_bytes / size), abs=1e-6)
         assert expected.kept_bytes <= 40_000_000_000 < expected.kept_bytes + size
@@ -58,7 +57,7 @@ def test_over_a_link_come_all_experts_whatever_tokens_choose() -> None:
 
 
 def test_what_comes_is_said() -> None:
-    assert streaming_notes("link", Pool(1_000_000, 16), COST, HALF) == (
+    assert streaming_notes("link", 16_000_000, COST, HALF) == (
         "weights do not all fit in the memory for them: 8.00 GB stay there, and 7.00 GB come from the host's memory at "
         "each step, at 2.00 GB/s, beside the computation",
     )
@@ -67,7 +66,7 @@ def test_what_comes_is_said() -> None:
 def test_it_is_said_where_memory_holds_too_few_tokens_to_hide_it() -> None:
     slow = replace(HALF, bytes_per_second=1e8)
     hidden = 70.0 / COST.rates.seconds_per_token
-    said = streaming_notes("disk", Pool(10, 16), COST, slow)[1]
+    said = streaming_notes("disk", 160, COST, slow)[1]
     assert said == (
         f"the disk is too slow for this: 7.00 GB at 0.10 GB/s take 70.0 s, as long as the products of {hidden:,.0f} "
         "tokens, and KV memory holds 160; raise weights_memory or kv_memory (--weights-memory, --kv-memory), or take a "

@@ -12,10 +12,9 @@ import pytest
 import torch
 
 import llmbatch
-from llmbatch.engine import foresight
+from llmbatch.engine.calibration import device_cost
+from llmbatch.engine.calibration.device_cost import cost_model, foresee
 from llmbatch.engine.cpu.platform import HOST
-from llmbatch.engine.factory import cost_model, size_pool
-from llmbatch.engine.foresight import foresee
 from llmbatch.engine.model.config import describe_model
 from llmbatch.engine.model.platform import Platform
 from llmbatch.engine.weights.host_layers import PlainCopies
@@ -26,8 +25,8 @@ RATE = 1e6
 
 @pytest.fixture(autouse=True)
 def rates(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(foresight, "disk_rate", lambda folder, size: RATE)
-    monkeypatch.setattr(foresight, "link_rate", lambda copies, device: RATE)
+    monkeypatch.setattr(device_cost, "disk_rate", lambda folder, size: RATE)
+    monkeypatch.setattr(device_cost, "link_rate", lambda copies, device: RATE)
 
 
 @pytest.mark.parametrize("source", ["disk", "link"])
@@ -35,11 +34,10 @@ def test_each_step_takes_the_seconds_of_what_comes(model: str, source: str) -> N
     device: Platform = replace(HOST, is_host=source == "disk", copies=lambda _: PlainCopies())
     described = describe_model(model, dtype="float32", device=torch.device("cpu"))
     options = Options.build(model=model, prompt="text", max_tokens=1, kv_memory=2**24)
-    pool = size_pool(device, described, options)
     whole = cost_model(device, described, options)
-    least = foresee(device, described, options, pool, weights=1)
-    assert foresee(device, described, options, pool, weights=None) == (whole, ())
-    assert foresee(device, described, options, pool, weights=10**9) == (whole, ())
+    least = foresee(device, described, options, kv_tokens=1000, weights=1)
+    assert foresee(device, described, options, kv_tokens=1000, weights=None) == (whole, ())
+    assert foresee(device, described, options, kv_tokens=1000, weights=10**9) == (whole, ())
     seconds = least.cost.rates.weight_seconds - whole.rates.weight_seconds
     assert 0.5 * whole.shape.weight_bytes / RATE < seconds < whole.shape.weight_bytes / RATE
     where = {"disk": "the disk", "link": "the host's memory"}[source]
