@@ -16,6 +16,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -62,7 +63,7 @@ def weights(folder: str, ranks: int) -> int:
     return weight_bytes(load_model(folder, dtype="float32", platform=platform).module)
 
 
-def time_sums(rank: int, memory: str, hidden: int) -> dict[int, float]:
+def time_sums(rank: int, memory: int, hidden: int) -> dict[int, float]:
     """Time sums over two ranks, of which this process is one; seconds by rows."""
     import torch
 
@@ -82,10 +83,10 @@ def time_sums(rank: int, memory: str, hidden: int) -> dict[int, float]:
     return took
 
 
-def start(*arguments: object) -> subprocess.Popen[str]:
-    """Start this script for one figure."""
+def start(*arguments: object, files: Sequence[int] = ()) -> subprocess.Popen[str]:
+    """Start this script for one figure; it has these open files."""
     command = [sys.executable, __file__, "--only", *map(str, arguments)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    return subprocess.Popen(command, stdout=subprocess.PIPE, pass_fds=files, text=True)
 
 
 def result_of(process: subprocess.Popen[str]) -> Any:
@@ -110,7 +111,7 @@ def compare(folder: str, rows: int, max_tokens: int, rounds: int) -> str:
     held = {ranks: result_of(start("weights", folder, ranks)) for ranks in (1, 2)}
     hidden = json.loads((Path(folder) / "config.json").read_text())["hidden_size"]
     with shared_file(2) as memory:
-        pair = [start("time_sums", rank, memory, hidden) for rank in (0, 1)]
+        pair = [start("time_sums", rank, memory, hidden, files=[memory]) for rank in (0, 1)]
         sums, _ = (result_of(process) for process in pair)
     tokens = found[1][0]["tokens"]
     lines = [

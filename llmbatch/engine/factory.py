@@ -18,7 +18,7 @@ from llmbatch.engine.calibration.device_cost import ceilings_of, cost_model, sto
 from llmbatch.engine.calibration.processor_rates import keep_rates
 from llmbatch.engine.config import EngineConfig
 from llmbatch.engine.grammars import Grammars
-from llmbatch.engine.model.config import ModelConfig
+from llmbatch.engine.model.config import ModelConfig, check_streamed
 from llmbatch.engine.model.outline import POOL_SHARE as POOL_SHARE
 from llmbatch.engine.model.outline import pool_of, shape_of
 from llmbatch.engine.model.platform import Platform
@@ -154,7 +154,10 @@ def size_pool(platform: Platform, model: ModelConfig, config: EngineConfig, *, w
 
 
 def memory_of_weights(platform: Platform, model: ModelConfig, config: EngineConfig) -> int | None:
-    """Return the bytes that weights may take, or None where all of them stay in memory. Raises ParameterError."""
+    """Return the bytes that weights may take, or None where all of them stay in memory.
+
+    Raises ParameterError where they do not fit, and ModelError where they must all stay.
+    """
     if config.tensor_parallel > 1:
         return None
     if (
@@ -171,6 +174,8 @@ def memory_of_weights(platform: Platform, model: ModelConfig, config: EngineConf
             option="overlap",
             value=config.overlap,
         )
+    if memory is not None and platform.is_host:
+        check_streamed(model, config.load_format)
     return memory
 
 

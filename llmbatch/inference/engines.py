@@ -22,6 +22,7 @@ from llmbatch.engine.model.outline import (
     streamed_running,
 )
 from llmbatch.engine.recorded import RecordedEngine
+from llmbatch.errors import ModelError
 from llmbatch.inference.options import Options
 from llmbatch.inference.progress import Progress, saying
 from llmbatch.perf_model.cost import CostModel
@@ -258,7 +259,13 @@ class ModelEngines(LoadedEngines):
         text = self._tokenizer.serialise()
         assert text is not None, "rows with a form have an error where the tokenizer has none"
         vocabulary, eos = self._weights.config.vocab_size, list(self._weights.eos_token_ids)
-        return LLTokenizer(text, n_vocab=vocabulary, eos_token=eos or None)
+        try:
+            return LLTokenizer(text, n_vocab=vocabulary, eos_token=eos or None)
+        except ValueError as error:
+            raise ModelError(
+                f"the tokenizer must be one that llguidance reads for a model of {vocabulary} tokens where answers "
+                f"have a form, got {error}: leave out structured_outputs"
+            ) from error
 
 
 def _describe(folder: str, options: Options, platform: Platform | None = None) -> ModelConfig:

@@ -278,7 +278,7 @@ class EngineArgs(TypedDict, total=False):
     ]
     kv_memory: Annotated[
         int | None,
-        Keyword("memory for KV pages, for example 2e9 or 4GiB", means="by free memory", metavar="BYTES"),
+        Keyword("memory for KV pages, in bytes; a command takes 4GiB, too", means="by free memory", metavar="BYTES"),
     ]
     weights: Annotated[
         WeightsName,
@@ -290,7 +290,8 @@ class EngineArgs(TypedDict, total=False):
         ),
     ]
     weights_memory: Annotated[
-        int | None, Keyword("memory for weights, for example 2e9 or 4GiB", means="by free memory", metavar="BYTES")
+        int | None,
+        Keyword("memory for weights, in bytes; a command takes 4GiB, too", means="by free memory", metavar="BYTES"),
     ]
     page_size: Annotated[int | None, Keyword("tokens in a KV page", means="8 on a processor, 16 on a GPU", metavar="N")]
     max_running: Annotated[

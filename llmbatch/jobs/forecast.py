@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict, astuple, dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -62,7 +63,7 @@ class Forecast(Figures):
     binding: str  # "compute" or "memory"
     seconds: float | None  # simulated; null where there are too many requests to simulate
     seconds_least: float  # if answers were single tokens and everything overlapped best
-    seconds_most: float  # if every answer ran to max_tokens
+    seconds_most: float  # if every answer ran to max_tokens, with steps as far from the best as simulated
     input_order_seconds: float | None  # simulated, rows in the input's order
     prefix_sharing: float | None  # simulated
     kv_tokens_needed: float  # to hold everything at once
@@ -191,6 +192,7 @@ def forecast(
     expected = lengths.expected(everything).mean
     plan = plan_workload(workload, pool, cost, scheduling)
     buys = compare_drawn(requests, lengths, pool, cost, scheduling)
+    optimal = partial(_optimal, tree, pool=pool, cost=cost)
     inputs = int(shard.num_input_tokens.sum())
     return Forecast(
         rows=len(shard.request_of),
@@ -203,8 +205,8 @@ def forecast(
         density=plan.density,
         binding=plan.binding,
         seconds=buys.seconds if buys else None,
-        seconds_least=_optimal(tree, np.ones_like(expected), pool, cost),
-        seconds_most=_optimal(tree, requests.max_tokens.astype(np.float64), pool, cost),
+        seconds_least=optimal(np.ones_like(expected)),
+        seconds_most=optimal(requests.max_tokens.astype(np.float64)) * _over(buys, optimal(expected)),
         input_order_seconds=buys.input_order_seconds if buys else None,
         prefix_sharing=buys.prefix_sharing if buys else None,
         kv_tokens_needed=plan.kv_tokens_needed,
@@ -256,6 +258,11 @@ def compare_drawn(
     found = [compare(requests, lengths.draw(everything, rng), pool, cost, scheduling) for _ in range(draws)]
     each = [astuple(gain) for gain in found if gain is not None]
     return OrderGain(*np.mean(each, axis=0).tolist()) if each else None
+
+
+def _over(buys: OrderGain | None, optimal: float) -> float:
+    """Return the times of the least seconds that simulated steps take; 1 where none were simulated."""
+    return max(1.0, buys.seconds / optimal) if buys and optimal > 0 else 1.0
 
 
 def _optimal(tree: PrefixTree, lengths: NDArray[np.float64], pool: Pool, cost: CostModel) -> float:

@@ -23,7 +23,7 @@ from llmbatch.engine.gpu.attention import PAGE_SIZE, GpuOps
 from llmbatch.engine.model.config import ModelConfig, describe_model
 from llmbatch.engine.model.platform import Platform
 from llmbatch.engine.weights.residency import StreamedWeights
-from llmbatch.errors import ParameterError
+from llmbatch.errors import ModelError, ParameterError
 from llmbatch.inference.options import Options
 from llmbatch.perf_model.cost import CostModel
 from llmbatch.perf_model.hardware import Hardware
@@ -146,6 +146,11 @@ def test_halves_of_a_step_do_not_share_layers_that_come(card: Card, described: M
         match=r"^overlap must be sequential or auto where layers come from the host's memory, got 'interleaved'$",
     ):
         memory_of_weights(PLATFORM, described, options(weights="host", weights_memory=1 << 20, overlap="interleaved"))
+
+
+def test_what_is_in_no_file_is_refused_before_it_is_loaded(described: ModelConfig) -> None:
+    with pytest.raises(ModelError, match=r"must all stay in memory, since they are random: take weights='resident'"):
+        memory_of_weights(HOST, described, options(weights="disk", weights_memory=1 << 20, load_format="dummy"))
 
 
 def test_memory_is_measured_for_the_steps_that_hide_what_comes(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -53,6 +54,11 @@ def test_the_first_rank_gathers_what_all_have() -> None:
     found = on_ranks(2, lambda own: own.gather(torch.full((rows, 100), float(own.rank), dtype=torch.bfloat16)))
     assert [[int(part.unique()) for part in parts] for parts in found] == [[0, 1], []]
     assert [part.shape for part in found[0]] == [(rows, 100)] * 2
+
+
+def test_the_memory_has_no_name_that_a_kill_would_leave() -> None:
+    with shared_file(2) as memory:
+        assert os.fstat(memory).st_nlink == 0
 
 
 def test_nobody_waits_for_a_rank_that_has_ended() -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import llmbatch
-from tests.support.models import save_with_tokenizer, tiny_model, tiny_model_folder
+from tests.support.models import save_with_tokenizer, tiny_model, tiny_model_folder, tiny_tokenizer
 
 TEXTS = [f"row {number}" for number in range(12)]
 PERSON = {
@@ -197,3 +197,15 @@ def test_the_error_of_a_row_without_a_form_speaks_of_none(tmp_path: Path, given:
     torch.nn.init.constant_(model.get_input_embeddings().weight, torch.nan)
     rows = ask(save_with_tokenizer(model, tmp_path), max_tokens=2, **given)
     assert {row["error"] for row in rows} == {"the model's logits were not finite: try dtype float32"}
+
+
+def test_a_tokenizer_of_more_tokens_than_the_model_is_refused(tmp_path: Path) -> None:
+    folder = tiny_model_folder(tmp_path / "model", "llama")
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_tokens([f"<{number}>" for number in range(9)])
+    tokenizer.save_pretrained(folder)
+    message = (
+        r"^the tokenizer must be one that llguidance reads for a model of \d+ tokens where answers have a form, got "
+    )
+    with pytest.raises(llmbatch.ModelError, match=message):
+        ask(folder, structured_outputs={"json": PERSON})

@@ -19,19 +19,28 @@ _SETTING: Final = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 def huge_pages(shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
     """Make an array of zeros at the start of a large page; the system gives large pages if it has them.
 
-    Memory is claimed from the system when it is first written. A child that is forked does not have it.
+    Memory is claimed from the system when it is first written. A child that is forked does not have it. Raises
+    MemoryError where a limit of the process (ulimit -v) leaves no room.
     """
     size = math.prod(shape) * np.dtype(dtype).itemsize
-    if _shared_has_large_pages():
-        memory = mmap.mmap(-1, size + _PAGE)
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    else:
-        memory = mmap.mmap(-1, size + _PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if hasattr(mmap, "MADV_DONTFORK"):  # or a child may need more memory than there is, and cannot be made
-            memory.madvise(mmap.MADV_DONTFORK)
+    try:
+        memory = _mapped(size + _PAGE)
+    except OSError as error:
+        raise MemoryError(f"{error} of {size:,} bytes") from error
     whole = np.frombuffer(memory, np.uint8)
     start = -whole.ctypes.data % _PAGE
     return whole[start : start + size].view(dtype).reshape(shape)
+
+
+def _mapped(size: int) -> mmap.mmap:
+    if _shared_has_large_pages():
+        memory = mmap.mmap(-1, size)
+        memory.madvise(mmap.MADV_HUGEPAGE)
+        return memory
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_DONTFORK"):  # or a child may need more memory than there is, and cannot be made
+        memory.madvise(mmap.MADV_DONTFORK)
+    return memory
 
 
 @cache

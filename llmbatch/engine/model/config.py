@@ -16,7 +16,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from llmbatch.choices import DType as DType
-from llmbatch.choices import KVDType, LayerType
+from llmbatch.choices import KVDType, LayerType, LoadFormat
 from llmbatch.engine.model.attention_interface import NAME, register, survey
 from llmbatch.engine.model.outline import (
     LAYER_BITS,
@@ -156,6 +156,16 @@ def check_words(folder: str, specs: Iterable[AttentionSpec], kv: KVType) -> None
         if spec.width % pack:
             whole = f"pages of {kv.name} have words of {pack}"
             raise unsupported(folder, f"heads of {spec.width} elements", whole, "take kv_cache_dtype='auto'")
+
+
+def check_streamed(described: ModelConfig, load_format: LoadFormat) -> None:
+    """Raise ModelError where no weights in files could be read at each step, on a processor."""
+    if load_format == "dummy" or described.quantisation is not None:
+        kind = "random" if load_format == "dummy" else "quantised"
+        raise ModelError(
+            f"the weights of model folder {described.folder!r} must all stay in memory, since they are {kind}: "
+            "take weights='resident' (--weights resident)"
+        )
 
 
 def check_gpu(folder: str, specs: Iterable[AttentionSpec]) -> None:

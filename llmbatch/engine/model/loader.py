@@ -23,7 +23,7 @@ from llmbatch.choices import KVDType
 from llmbatch.engine.model.attention_interface import NAME, survey
 from llmbatch.engine.model.by_layer import load_by_layer, open_host_layers
 from llmbatch.engine.model.checkpoints import has_weights, no_progress_bars
-from llmbatch.engine.model.config import DType, ModelConfig, check_gpu, check_words, describe_model
+from llmbatch.engine.model.config import DType, ModelConfig, check_gpu, check_streamed, check_words, describe_model
 from llmbatch.engine.model.fusion.layers import fuse_layers
 from llmbatch.engine.model.fusion.modules import join_products
 from llmbatch.engine.model.fusion.probes import fuse
@@ -149,15 +149,9 @@ def load_weights(
 
 def _open_streaming(described: ModelConfig, load_format: LoadFormat, memory: int) -> Streaming:
     """Open the files of a model whose weights do not all stay in memory. Raises ModelError where that cannot be."""
-    folder = described.folder
-    if load_format == "dummy" or described.quantisation is not None:
-        kind = "random" if load_format == "dummy" else "quantised"
-        raise ModelError(
-            f"the weights of model folder {folder!r} must all stay in memory, since they are {kind}: "
-            "take weights='resident' (--weights resident)"
-        )
+    check_streamed(described, load_format)
     scratch = scratch_folder()
-    return Streaming(memory, MappedWeights(Path(folder), described.dtype, scratch), scratch)
+    return Streaming(memory, MappedWeights(Path(described.folder), described.dtype, scratch), scratch)
 
 
 def _room(described: ModelConfig) -> tuple[str, ...]:

@@ -41,7 +41,7 @@ def orders_for(model: ModelConfig, config: EngineConfig) -> RankOrders:
         rank=0,
         ranks=config.tensor_parallel,
         threads=threads_of(config.tensor_parallel),
-        memory="",
+        memory=-1,
         parent=os.getpid(),
         folder=model.folder,
         dtype=dtype,  # type: ignore[arg-type]  # torch has names for more types

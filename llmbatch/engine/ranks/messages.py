@@ -21,7 +21,7 @@ class RankOrders:
     rank: int
     ranks: int
     threads: int
-    memory: str  # the file of `shared_memory` in which ranks meet
+    memory: int  # the open file of `shared_memory` in which ranks meet
     parent: int  # the process of the first rank
     folder: str
     dtype: DType

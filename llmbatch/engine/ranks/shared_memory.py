@@ -34,20 +34,21 @@ class RankLost(RuntimeError):
 
 
 @contextmanager
-def shared_file(ranks: int) -> Iterator[str]:
-    """Make the file that so many ranks have in memory; its name is gone after, the memory when they end."""
-    with tempfile.NamedTemporaryFile(prefix="llmbatch-ranks-", dir=_SHARED if _SHARED.is_dir() else None) as file:
+def shared_file(ranks: int) -> Iterator[int]:
+    """Open the file that so many ranks have in memory. It has no name, so nothing of it is left when they end."""
+    with tempfile.TemporaryFile(dir=_SHARED if _SHARED.is_dir() else None) as file:
         file.write(bytes(2 * arrivals().nbytes + 2 * ranks * BLOCK * 4))  # written, so that there is room for all of it
         file.flush()
-        yield file.name
+        yield file.fileno()
 
 
 class SharedMemory:
     """The memory as one of the ranks has it."""
 
-    def __init__(self, path: str, rank: int, ranks: int) -> None:
-        """Open a file made by `shared_file`."""
-        whole = np.asarray(np.memmap(path, np.uint8, mode="r+"))
+    def __init__(self, file: int, rank: int, ranks: int) -> None:
+        """Map the open file of `shared_file`."""
+        with open(file, "r+b", closefd=False) as opened:
+            whole = np.asarray(np.memmap(opened, np.uint8, mode="r+"))
         first, second, blocks = np.split(whole, [arrivals().nbytes, 2 * arrivals().nbytes])
         self._team = Team(first.view(np.int64), ranks, rank)
         self._of_workers: NDArray[np.int64] = second.view(np.int64)

@@ -24,12 +24,13 @@ class RankTeam:
 
     def __init__(self, orders: RankOrders, collectives: Collectives) -> None:
         """Start processes by the orders of the first rank. Raises JobError where one does not come up."""
-        self._processes = [start_fed("llmbatch.engine.ranks.rank") for _ in range(1, orders.ranks)]
+        self._processes: list[subprocess.Popen[bytes]] = []
         self._end = weakref.finalize(self, _end, self._processes)
         try:
             with shared_file(orders.ranks) as memory:
-                for rank, process in enumerate(self._processes, 1):
-                    send(_input(process), replace(orders, rank=rank, memory=memory))
+                for rank in range(1, orders.ranks):
+                    self._processes.append(start_fed("llmbatch.engine.ranks.rank", memory))
+                    send(_input(self._processes[-1]), replace(orders, rank=rank, memory=memory))
                 shared = SharedMemory(memory, 0, orders.ranks)
                 for process in self._processes:
                     await_beside(process, shared.open)
