@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -40,19 +41,45 @@ StopRequest.__module__ = "llmbatch"  # which it is imported from
 
 @contextlib.contextmanager
 def heard(stopping: StopRequest) -> Iterator[None]:
-    """Let SIGTERM ask the job to end, and Ctrl-C end it with its answers kept; a second Ctrl-C ends the process."""
+    """Let SIGTERM ask a job to end, and Ctrl-C end it with its answers kept; a second one ends the process at once."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
     def interrupt(*_: object) -> None:
-        signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+        signal.signal(signal.SIGINT, lambda *_: None)  # what hears the second one
         raise KeyboardInterrupt
 
     ours = {signal.SIGTERM: lambda *_: stopping.interrupt(), signal.SIGINT: interrupt}
     before = {number: signal.signal(number, handler) for number, handler in ours.items()}
     try:
-        yield
+        with _ended_by_two_interrupts():
+            yield
     finally:
         for number, handler in before.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+
+@contextlib.contextmanager
+def _ended_by_two_interrupts() -> Iterator[None]:
+    """End the process at a second Ctrl-C, from a thread: a long step keeps the main one from its handlers."""
+    listening, telling = socket.socketpair()
+    telling.setblocking(False)
+
+    def listen() -> None:
+        interrupts = 0
+        while numbers := listening.recv(64):  # one byte a signal
+            interrupts += numbers.count(signal.SIGINT)
+            if interrupts > 1:
+                os._exit(130)
+
+    thread = threading.Thread(target=listen, name="interrupts", daemon=True)
+    thread.start()
+    before = signal.set_wakeup_fd(telling.fileno(), warn_on_full_buffer=False)
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        telling.close()
+        thread.join()
+        listening.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -298,6 +299,35 @@ def test_a_second_interrupt_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> No
         signal.raise_signal(signal.SIGINT)
     assert ends == [130]
     assert signal.getsignal(signal.SIGINT) is handler
+
+
+WAITING = """
+import threading
+from llmbatch.kernels.cpu.workers import Team, arrivals, have_arrived, wait_for_all
+from llmbatch.runtime.cancellation import StopRequest, heard
+
+def tell():
+    while not have_arrived(team, 1):
+        pass
+    print("waiting", flush=True)
+
+team = Team(arrivals(), 2, 0)
+with heard(StopRequest()):
+    threading.Thread(target=tell).start()
+    wait_for_all(team)
+"""
+
+
+def test_a_second_interrupt_does_not_wait_for_a_step() -> None:
+    """The main thread waits at a barrier for a worker that never comes."""
+    with subprocess.Popen([sys.executable, "-c", WAITING], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "waiting\n"
+        while process.poll() is None:  # two that come at the same time are one
+            process.send_signal(signal.SIGINT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=0.1)
+    assert process.returncode == 130
 
 
 def test_a_job_that_is_asked_to_end_early_has_status_143(
