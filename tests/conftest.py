@@ -52,6 +52,14 @@ def compiled() -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def launched() -> None:
+    """Threads of numba; torch has as many as the tests were told to take (`make test`: one)."""
+    from llmbatch.engine.cpu.threads import launch_threads
+
+    launch_threads()
+
+
+@pytest.fixture(scope="session", autouse=True)
 def interpreted() -> None:
     """Kernels for GPUs, in an interpreter that is as fast as it can be."""
     if "TRITON_INTERPRET" in os.environ and find_spec("triton") is not None:

@@ -9,6 +9,7 @@ from typing import Final
 import torch
 
 from llmbatch.engine.cpu.platform import HOST
+from llmbatch.engine.cpu.threads import launch_threads
 from llmbatch.engine.model.platform import Platform
 from llmbatch.engine.ranks.first import first_rank
 from llmbatch.errors import ModelError
@@ -29,18 +30,25 @@ def find_platform(device: str, ranks: int = 1) -> Platform:
 
 def _find_whole(device: str) -> Platform:
     if device == "cpu":
-        return HOST
+        return _processor()
     if device != "auto":
         reason = _unusable(device)
         if reason is not None:
             raise ModelError(f"device {device!r} cannot be used: {reason}; or take device='cpu' (--device cpu)")
         return _accelerated(device)
     if _CUDA is None or torch.cuda.device_count() == 0:
-        return HOST
+        return _processor()
     reason = _unusable("cuda")
     if reason is not None:
-        return replace(HOST, notes=(f"the model runs on the processor, since the GPU cannot be used: {reason}",))
+        return replace(
+            _processor(), notes=(f"the model runs on the processor, since the GPU cannot be used: {reason}",)
+        )
     return _accelerated("cuda")
+
+
+def _processor() -> Platform:
+    launch_threads()
+    return HOST
 
 
 def _accelerated(name: str) -> Platform:

@@ -68,6 +68,14 @@ def test_as_many_threads_step_as_openmp_starts_at_once() -> None:
     ]
 
 
+def test_a_process_that_was_told_to_take_fewer_threads_does() -> None:
+    """numba launches threads for all processors, and would tell torch of them."""
+    program = THREADS.replace("torch.set_num_threads(2)", "numba.config.NUMBA_NUM_THREADS").format("threads_at_once()")
+    assert in_a_process(f"{program}; print(torch.get_num_threads())", NUMBA_NUM_THREADS="2", OMP_NUM_THREADS="1") == (
+        "1\n1\n"
+    )
+
+
 def test_one_thread_steps_where_workers_may_come_one_after_another() -> None:
     program = THREADS.format("numba.threading_layer = lambda: 'tbb'")
     assert in_a_process(program, NUMBA_NUM_THREADS="2").splitlines() == [

@@ -11,11 +11,23 @@ import torch
 from llmbatch.kernels.cpu.workers import workers_at_once
 
 
+def launch_threads() -> None:
+    """Have numba launch its threads, and let torch keep its own number.
+
+    numba launches as many as there are cores, and tells OpenMP so in the thread that calls. From there torch has its
+    number, and a process may have been told to take fewer: by OMP_NUM_THREADS, as Ray tells actors.
+    """
+    threads = torch.get_num_threads()
+    numba.get_num_threads()
+    torch.set_num_threads(threads)
+
+
 def threads_at_once() -> int:
     """Return torch's number of threads, or as many as are sure to run at once, if that is fewer; then it warns.
 
     The first call in a process may take a second. numba has torch's number of threads afterwards, in this thread.
     """
+    launch_threads()
     most: int = numba.config.NUMBA_NUM_THREADS  # type: ignore[attr-defined]
     threads = min(torch.get_num_threads(), most)
     numba.set_num_threads(threads)
