@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from llmbatch.perf_model.collectives import on_joined
 from llmbatch.perf_model.cost import CostModel
-from llmbatch.planning.even_ends import JOIN_SECONDS, pays, rows_to_move, seconds_joined, seconds_of_all
+from llmbatch.planning.even_ends import JOIN_SECONDS, RowsLeft, pays, rows_to_move, seconds_joined, seconds_of_all
 from llmbatch.planning.prefix_tree import PrefixTree
 from llmbatch.planning.workload import Examples, Pool, Scheduling, Workload
 from llmbatch.runtime.shard_run import ShardRun
@@ -43,6 +43,7 @@ class EvenReplicas:
         self._answered = np.zeros(len(output), np.int32)
         self._idle: list[TurnEngine] = []
         self._running: list[TurnEngine] = []
+        self._left: dict[tuple[TurnEngine, int], RowsLeft | None] = {}  # of a decision, by engine and devices
 
     def run(self, shards: list[NDArray[np.int32]]) -> None:
         """Run rows to their end, those of a shard on an engine each to begin with."""
@@ -75,6 +76,7 @@ class EvenReplicas:
         Engines that moves make even end at the mean at best: where they end sooner joined, they join. That is asked
         where one is without work, or no row waits on any.
         """
+        self._left.clear()
         late = self._by_end()
         if len(late) < len(self._running) or not (self._idle or self._is_tail()):
             return False
@@ -85,22 +87,22 @@ class EvenReplicas:
 
     def _is_tail(self) -> bool:
         """Say whether no row waits on any engine."""
-        lefts = [engine.left(self._cost) for engine in self._running]
+        lefts = [self._left_of(engine, len(engine.devices)) for engine in self._running]
         return all(left is not None and left.waiting == 0 for left in lefts)
 
     def _by_end(self) -> list[tuple[float, TurnEngine]]:
         """Predict when engines end, the latest first; without those that do not know yet what they have left."""
         ends = []
         for engine in self._running:
-            cost, pool = self._of(engine.devices)
-            left = engine.left(cost)
+            cost, pool = self._of(len(engine.devices))
+            left = self._left_of(engine, len(engine.devices))
             if left is not None and len(left.rows):
                 ends.append((engine.clock + seconds_of_all(left, cost, pool.whole_tokens), engine))
         return sorted(ends, key=lambda one: -one[0])
 
     def _take(self, donor: TurnEngine) -> bool:
         """Let an engine without work take rows of another one, if it is its like; whether it did."""
-        left = donor.left(self._cost)
+        left = self._left_of(donor, 1)
         if left is None or len(donor.devices) > 1:
             return False
         rows = rows_to_move(left, self._cost, self._pool.whole_tokens)
@@ -121,9 +123,10 @@ class EvenReplicas:
         for count in range(1, len(late) + 1):
             together = self._devices_with(late[:count])
             if together:
-                cost, pool = self._of(together)
-                lefts = [left for _, engine in late[:count] if (left := engine.left(cost)) is not None]
-                seconds = seconds_joined(lefts, cost, pool.whole_tokens)
+                cost, pool = self._of(len(together))
+                lefts = [self._left_of(engine, len(together)) for _, engine in late[:count]]
+                known = [left for left in lefts if left is not None]
+                seconds = seconds_joined(known, cost, pool.whole_tokens)
                 ends = max([now + seconds, *(other for other, _ in late[count:])])
                 if ends < soonest:
                     soonest, donors, devices = ends, late[:count], together
@@ -133,7 +136,7 @@ class EvenReplicas:
         begins = max(engine.clock for engine in (*joining, *(donor for _, donor in donors))) + JOIN_SECONDS
         generated, rows = np.zeros_like(self._output), []
         for _, donor in donors:
-            left = donor.left(self._cost)
+            left = self._left_of(donor, len(devices))
             assert left is not None, "it was counted above"
             rows.append(left.rows)
             _give(donor, left.rows, generated)
@@ -151,13 +154,20 @@ class EvenReplicas:
         more = count - len(devices)
         return (*devices, *idle[:more]) if more >= 0 and len(donors) + more > 1 else ()
 
-    def _of(self, devices: tuple[int, ...]) -> tuple[CostModel, Pool]:
-        """Return cost and pool of devices that run as one."""
-        return on_joined(self._cost, len(devices)), self._pool.times(len(devices))
+    def _left_of(self, engine: TurnEngine, devices: int) -> RowsLeft | None:
+        """Count what an engine has left, at the cost of so many devices; once a decision."""
+        key = engine, devices
+        if key not in self._left:
+            self._left[key] = engine.left(self._of(devices)[0])
+        return self._left[key]
+
+    def _of(self, devices: int) -> tuple[CostModel, Pool]:
+        """Return cost and pool of so many devices that run as one."""
+        return on_joined(self._cost, devices), self._pool.times(devices)
 
     def _begin(self, engine: TurnEngine, rows: NDArray[np.int32], generated: NDArray[np.int32]) -> None:
         workload = self._rest_of(rows, generated)
-        cost, pool = self._of(engine.devices)
+        cost, pool = self._of(len(engine.devices))
         devices, begins = engine.devices, engine.clock
 
         def part_of(pause: Callable[[], None]) -> EngineRun:

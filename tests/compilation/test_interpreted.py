@@ -27,6 +27,7 @@ from llmbatch.runtime.shard_run import ShardRun, run_shard
 from llmbatch.scheduler.output import Step
 from llmbatch.scheduler.scheduler import FinishedSequences, Scheduler
 from tests.support.compiled import specialisations
+from tests.support.examples import seeds
 
 ROW = np.dtype([("number", np.int32), ("share", np.float64)])
 ORDERS: tuple[Policy, ...] = ("blend", "dual-scan", "dfs", "density", "input")
@@ -199,7 +200,7 @@ def steps(seed: int) -> tuple[Any, ...]:
     return watch.seen, plan.order.tolist(), plan.reason, log, simulated.log.ended.tolist()
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", seeds(2, 5))
 def test_steps_are_the_same_in_python_and_compiled(seed: int) -> None:
     compiled = steps(seed)
     waits = in_python()
