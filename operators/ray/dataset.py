@@ -96,6 +96,8 @@ def map_dataset(
             raise ParameterError(f"{name} must be at least 0, got {value}")
     given = {"num_cpus": num_cpus, "num_gpus": num_gpus, "memory": memory, "resources": resources}
     _warn_of_too_few_cpus(fewest, num_cpus if num_cpus is not None else 0.0 if num_gpus else 1.0)
+    if num_cpus is None and not num_gpus and options.engine == "torch":
+        _warn_of_idle_cpus(fewest)
     worker = _planner(options)
     schema = _checked(ds, worker)
     outlines = _outlines(ds, options)
@@ -155,6 +157,19 @@ def _warn_of_too_few_cpus(actors: int, each: float) -> None:
         warnings.warn(
             f"the actors take {actors * each:g} of the cluster's {there:g} CPUs, and reading and sorting need one: "
             "lower concurrency or num_cpus, unless the cluster grows",
+            stacklevel=3,
+        )
+
+
+def _warn_of_idle_cpus(actors: int) -> None:
+    untyped: Any = ray
+    there = untyped.cluster_resources().get("CPU", 0.0)
+    largest = max(node["Resources"].get("CPU", 0.0) for node in untyped.nodes())
+    each = int(min((there - 1) // actors, largest))
+    if each > 1:
+        warnings.warn(
+            f"each actor computes on one of the cluster's {there:g} CPUs, since num_cpus is left out: "
+            f"num_cpus={each} would give it its share of them",
             stacklevel=3,
         )
 

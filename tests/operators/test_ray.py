@@ -168,6 +168,20 @@ def test_actors_that_leave_no_cpu_are_warned_of(model: str) -> None:
         map_dataset(ds, operator(model, engine="simulated"), concurrency=2, quiet=True)
 
 
+def test_actors_that_leave_most_cpus_idle_are_warned_of(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 16.0})
+    monkeypatch.setattr(
+        ray, "nodes", lambda: [{"Resources": {"CPU": 12.0}}, {"Resources": {"CPU": 4.0}}, {"Resources": {}}]
+    )
+    ds = ray.data.from_arrow(rows_of(0))
+    message = (
+        r"^each actor computes on one of the cluster's 16 CPUs, since num_cpus is left out: num_cpus={} would give it"
+    )
+    for actors, each in ((1, 12), (2, 7)):
+        with pytest.warns(UserWarning, match=message.format(each)):
+            map_dataset(ds, operator(model), concurrency=actors, quiet=True)
+
+
 def test_ray_loads_the_model_once_per_actor(model: str) -> None:
     operator = LLMOperator(model=model, prompt="text", max_tokens=4, kv_memory=2**24)
 
