@@ -21,6 +21,7 @@ _OLDEST: Final = (8, 0)  # compute capability: Ampere, the first with bfloat16
 def find_platform(device: str, ranks: int = 1) -> Platform:
     """Find the platform of a `device`: "cpu", "cuda", "cuda:1", or "auto": a usable GPU if there is one.
 
+    A processor's threads are launched, as many as this process was told to take (`launch_threads`).
     With more than one of `ranks` it is that of the first, which has a share of a model. Raises ModelError if the device
     is missing, or cannot be used, and ParameterError where it has no room for so many ranks.
     """

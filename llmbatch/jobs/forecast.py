@@ -206,7 +206,7 @@ def forecast(
         binding=plan.binding,
         seconds=buys.seconds if buys else None,
         seconds_least=optimal(np.ones_like(expected)),
-        seconds_most=optimal(requests.max_tokens.astype(np.float64)) * _over(buys, optimal(expected)),
+        seconds_most=optimal(requests.max_tokens.astype(np.float64)) * _times_optimal(buys, optimal(expected)),
         input_order_seconds=buys.input_order_seconds if buys else None,
         prefix_sharing=buys.prefix_sharing if buys else None,
         kv_tokens_needed=plan.kv_tokens_needed,
@@ -260,8 +260,8 @@ def compare_drawn(
     return OrderGain(*np.mean(each, axis=0).tolist()) if each else None
 
 
-def _over(buys: OrderGain | None, optimal: float) -> float:
-    """Return the times of the least seconds that simulated steps take; 1 where none were simulated."""
+def _times_optimal(buys: OrderGain | None, optimal: float) -> float:
+    """Divide the seconds of simulated steps by the optimal ones: 1 at least, and where nothing was simulated."""
     return max(1.0, buys.seconds / optimal) if buys and optimal > 0 else 1.0
 
 

@@ -159,7 +159,7 @@ def check_words(folder: str, specs: Iterable[AttentionSpec], kv: KVType) -> None
 
 
 def check_streamed(described: ModelConfig, load_format: LoadFormat) -> None:
-    """Raise ModelError where no weights in files could be read at each step, on a processor."""
+    """Check that a processor can read the weights from their files at each step. Raises ModelError."""
     if load_format == "dummy" or described.quantisation is not None:
         kind = "random" if load_format == "dummy" else "quantised"
         raise ModelError(

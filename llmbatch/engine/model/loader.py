@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import torch
 from safetensors import SafetensorError
@@ -19,7 +19,7 @@ from torch import nn
 from transformers import GenerationConfig, PretrainedConfig
 from transformers.utils.quantization_config import Mxfp4Config
 
-from llmbatch.choices import KVDType
+from llmbatch.choices import KVDType, LoadFormat
 from llmbatch.engine.model.attention_interface import NAME, survey
 from llmbatch.engine.model.by_layer import load_by_layer, open_host_layers
 from llmbatch.engine.model.checkpoints import has_weights, no_progress_bars
@@ -38,7 +38,6 @@ from llmbatch.engine.weights.residency import StreamedWeights
 from llmbatch.errors import ModelError
 from llmbatch.kernels.spec import AttentionSpec
 
-LoadFormat = Literal["auto", "dummy"]
 # Has transformers say which weights it found, in place of a warning and random numbers.
 _TELLING: Final = {"output_loading_info": True, "ignore_mismatched_sizes": True}
 
