@@ -15,7 +15,7 @@ from llmbatch.inference.row_parts import RequestAnswer
 from llmbatch.inference.window import Window
 from llmbatch.preprocess.request_batch import RequestBatch
 from llmbatch.preprocess.sampling_params import SamplingParams
-from llmbatch.preprocess.tokenizer import Tokenizer
+from llmbatch.preprocess.tokenization.tokenizer import Tokenizer
 
 REASONS: Final = ["error", "stop", "length", "error", "error", "error"]  # by `FinishReason`
 

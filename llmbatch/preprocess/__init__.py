@@ -5,6 +5,6 @@ Start reading at `build_requests`.
 """
 
 __all__ = [
-    "build_requests", "columns", "continuations", "control_tokens", "merging", "prompt_tokens", "prompts",
-    "request_batch", "sampling_column", "sampling_params", "tokenizer",
+    "build_requests", "columns", "continuations", "merging", "prompt_tokens", "prompts", "request_batch",
+    "sampling_column", "sampling_params",
 ]  # fmt: skip  # as few lines as may be

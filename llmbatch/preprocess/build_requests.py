@@ -18,7 +18,7 @@ from llmbatch.preprocess.prompts import PromptSource
 from llmbatch.preprocess.request_batch import RequestBatch, RowRequests, gather
 from llmbatch.preprocess.sampling_column import ResolvedSampling, check_sampling_column, resolve_sampling
 from llmbatch.preprocess.sampling_params import SamplingParams
-from llmbatch.preprocess.tokenizer import TokenColumn, Tokenizer
+from llmbatch.preprocess.tokenization.tokenizer import TokenColumn, Tokenizer
 from llmbatch.system.cancel_signal import NEVER, CancelSignal
 
 

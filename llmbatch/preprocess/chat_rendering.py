@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from llmbatch.errors import ModelError, RowError
 from llmbatch.preprocess.chat import Message
-from llmbatch.preprocess.control_tokens import Spans, free_mark
-from llmbatch.preprocess.tokenizer import Tokenizer
+from llmbatch.preprocess.tokenization.control_tokens import Spans, free_mark
+from llmbatch.preprocess.tokenization.tokenizer import Tokenizer
 
 _GOES_ON, _BEGINS = "continue_final_message", "add_generation_prompt"
 

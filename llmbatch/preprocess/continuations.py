@@ -21,7 +21,7 @@ from llmbatch.preprocess.merging import merge_equal
 from llmbatch.preprocess.prompt_tokens import PromptTokens
 from llmbatch.preprocess.request_batch import Asks, RequestBatch, RowRequests, gather
 from llmbatch.preprocess.sampling_params import SamplingParams
-from llmbatch.preprocess.tokenizer import TokenColumn, Tokenizer
+from llmbatch.preprocess.tokenization.tokenizer import TokenColumn, Tokenizer
 
 
 @dataclass(frozen=True, slots=True)

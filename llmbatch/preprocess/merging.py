@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from llmbatch.compilation.decorators import compiled
 from llmbatch.preprocess.request_batch import Asks, RequestBatch
 from llmbatch.preprocess.sampling_params import SamplingParams
-from llmbatch.preprocess.tokenizer import TokenColumn
+from llmbatch.preprocess.tokenization.tokenizer import TokenColumn
 
 
 def merge_equal(

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from llmbatch.errors import ModelError, RowError
 from llmbatch.preprocess.prompts import PromptSource
 from llmbatch.preprocess.request_batch import gather
-from llmbatch.preprocess.token_ids import read_ids
-from llmbatch.preprocess.tokenizer import TokenColumn, Tokenizer
+from llmbatch.preprocess.tokenization.token_ids import read_ids
+from llmbatch.preprocess.tokenization.tokenizer import TokenColumn, Tokenizer
 from llmbatch.system.cancel_signal import NEVER, CancelSignal
 
 

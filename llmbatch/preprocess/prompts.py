@@ -13,10 +13,10 @@ from llmbatch.errors import DataError, ParameterError, RowError
 from llmbatch.preprocess.chat import Message, MessagesError, parse_messages, parse_tools
 from llmbatch.preprocess.chat_rendering import ChatRenderer, Prompt
 from llmbatch.preprocess.columns import Unreadable, find_field, is_list, is_text, nested_values, text_values
-from llmbatch.preprocess.control_tokens import Spans
 from llmbatch.preprocess.template import Filled, Template, is_scalar
-from llmbatch.preprocess.token_ids import holds_ids
-from llmbatch.preprocess.tokenizer import Tokenizer
+from llmbatch.preprocess.tokenization.control_tokens import Spans
+from llmbatch.preprocess.tokenization.token_ids import holds_ids
+from llmbatch.preprocess.tokenization.tokenizer import Tokenizer
 from llmbatch.system.cancel_signal import NEVER, CancelSignal
 
 _RESERVED_KWARGS = frozenset(

@@ -12,7 +12,7 @@ import pyarrow as pa
 
 from llmbatch.errors import ParameterError, RowError
 from llmbatch.preprocess.columns import Unreadable, is_text, nested_values, text_values
-from llmbatch.preprocess.control_tokens import Controls, Spans
+from llmbatch.preprocess.tokenization.control_tokens import Controls, Spans
 
 
 class Filled(NamedTuple):

@@ -16,8 +16,8 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from llmbatch.preprocess.control_tokens import Controls, Spans
-from llmbatch.preprocess.tokenizer import TokenColumn
+from llmbatch.preprocess.tokenization.control_tokens import Controls, Spans
+from llmbatch.preprocess.tokenization.tokenizer import TokenColumn
 from llmbatch.system.cancel_signal import NEVER, CancelSignal
 
 FIRST: Final = 1 << 24  # of the numbers that are three bytes of text; token ids are below
@@ -28,7 +28,7 @@ Asking = str | list[int] | dict[str, Any]  # a prompt of text, one of token ids,
 
 
 class RequestTexts:
-    """Stands where a tokenizer does (`llmbatch.preprocess.tokenizer.Tokenizer`); see the module's text."""
+    """Stands where a tokenizer does (`llmbatch.preprocess.tokenization.tokenizer.Tokenizer`); see the module's text."""
 
     def __init__(self, name: str, *, chats: bool) -> None:
         self._name, self._chats = name, chats

@@ -38,7 +38,7 @@ from llmbatch.planning.workload import Pool, Scheduling, Workload
 from llmbatch.preprocess.merging import merge_equal
 from llmbatch.preprocess.request_batch import RequestBatch
 from llmbatch.preprocess.sampling_params import SamplingParams
-from llmbatch.preprocess.tokenizer import TokenColumn
+from llmbatch.preprocess.tokenization.tokenizer import TokenColumn
 from llmbatch.runtime.loops.simulated_loop import SimulatedLoop
 from llmbatch.runtime.loops.step_loop import SerialLoop, TokenDropper
 from llmbatch.runtime.shard_run import ShardRun, run_shard

@@ -34,7 +34,7 @@ from llmbatch.jobs.forecast import forecast_rows
 from llmbatch.jobs.job import run_by
 from llmbatch.openai.validation import refuse_others
 from llmbatch.preprocess.request_batch import RowRequests
-from llmbatch.preprocess.tokenizer import Tokenizer
+from llmbatch.preprocess.tokenization.tokenizer import Tokenizer
 from llmbatch.remote.windows.routes import window_routes
 from llmbatch.remote.windows.service import WindowService
 from llmbatch.runtime.cancellation import StopRequest

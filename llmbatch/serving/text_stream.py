@@ -17,7 +17,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from llmbatch.preprocess.tokenizer import Tokenizer
+from llmbatch.preprocess.tokenization.tokenizer import Tokenizer
 
 Decode = Callable[[NDArray[np.int32]], str]
 

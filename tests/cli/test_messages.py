@@ -22,7 +22,7 @@ from llmbatch.errors import DataError, JobStopped, StoppedEarly
 from llmbatch.inference.progress import Silence
 from llmbatch.jobs.window_loader import WindowLoader
 from llmbatch.preprocess.prompts import PromptSource
-from llmbatch.preprocess.tokenizer import load_tokenizer
+from llmbatch.preprocess.tokenization.tokenizer import load_tokenizer
 from llmbatch.runtime.cancellation import StopRequest, heard
 from llmbatch.runtime.protocols import Stop
 from llmbatch.system.cancel_signal import CancelSignal
@@ -251,7 +251,7 @@ def test_rendering_and_tokenising_look_up_again_and_again(tmp_path: Path, monkey
     PromptSource(prompt="x").render(pa.table({"x": ["a"] * 10}), tokenizer, signal)
     assert signal.checks == 10
     signal.checks = 0
-    monkeypatch.setattr("llmbatch.preprocess.tokenizer._BATCH_LETTERS", 10)
+    monkeypatch.setattr("llmbatch.preprocess.tokenization.tokenizer._BATCH_LETTERS", 10)
     column = tokenizer.encode(["four"] * 9 + ["twelve letters", ""], False, cancelled=signal)
     assert signal.checks == 7
     assert column.offsets.tolist() == [*range(0, 37, 4), 50, 50]

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 from llmbatch.errors import ModelError
 from llmbatch.preprocess.build_requests import build_shard
-from llmbatch.preprocess.control_tokens import Controls, free_mark
 from llmbatch.preprocess.prompts import PromptSource
-from llmbatch.preprocess.respelled import Respelled
 from llmbatch.preprocess.sampling_params import SamplingParams
-from llmbatch.preprocess.tokenizer import Tokenizer, load_tokenizer
+from llmbatch.preprocess.tokenization.control_tokens import Controls, free_mark
+from llmbatch.preprocess.tokenization.respelled import Respelled
+from llmbatch.preprocess.tokenization.tokenizer import Tokenizer, load_tokenizer
 from tests.support.tokenizers import save_slow
 
 SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>"]

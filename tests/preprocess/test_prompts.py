@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from llmbatch.errors import DataError, ParameterError, RowError
 from llmbatch.preprocess.prompts import PromptSource
 from llmbatch.preprocess.template import Filled, Template
-from llmbatch.preprocess.tokenizer import Tokenizer
+from llmbatch.preprocess.tokenization.tokenizer import Tokenizer
 from tests.support.tokenizers import texts_of
 
 # What a source may be

@@ -15,8 +15,8 @@ from llmbatch.preprocess.build_requests import build_shard
 from llmbatch.preprocess.prompts import PromptSource
 from llmbatch.preprocess.request_batch import RowRequests
 from llmbatch.preprocess.sampling_params import SamplingParams
-from llmbatch.preprocess.token_ids import holds_ids, read_ids
-from llmbatch.preprocess.tokenizer import Tokenizer
+from llmbatch.preprocess.tokenization.token_ids import holds_ids, read_ids
+from llmbatch.preprocess.tokenization.tokenizer import Tokenizer
 
 INTEGERS = (pa.int8(), pa.int16(), pa.int32(), pa.int64(), pa.uint8(), pa.uint16(), pa.uint32(), pa.uint64())
 

@@ -12,7 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmbatch.errors import ModelError
-from llmbatch.preprocess.tokenizer import FastTokenizer, SlowTokenizer, TokenColumn, Tokenizer, load_tokenizer
+from llmbatch.preprocess.tokenization.tokenizer import (
+    FastTokenizer,
+    SlowTokenizer,
+    TokenColumn,
+    Tokenizer,
+    load_tokenizer,
+)
 from tests.support.tokenizers import CHAT_TEMPLATE, save_fast, save_slow
 
 TEXTS = ["hello there", "", "é", "a </s> b"]
@@ -103,7 +109,7 @@ def test_a_column_becomes_an_arrow_list_over_the_same_buffer() -> None:
 def test_a_column_of_more_tokens_than_int32_counts_becomes_a_large_list(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("llmbatch.preprocess.tokenizer._INT32_MAX", 2)
+    monkeypatch.setattr("llmbatch.preprocess.tokenization.tokenizer._INT32_MAX", 2)
     array = TokenColumn(np.arange(3, dtype=np.int32), np.array([0, 3], np.int64)).to_arrow()
     assert array.type == pa.large_list(pa.int32())
     assert array.to_pylist() == [[0, 1, 2]]

@@ -10,7 +10,7 @@ import pytest
 
 from llmbatch.errors import DataError, ParameterError, RowError
 from llmbatch.preprocess.prompts import PromptSource
-from llmbatch.preprocess.tokenizer import Tokenizer
+from llmbatch.preprocess.tokenization.tokenizer import Tokenizer
 from tests.support.tokenizers import texts_of
 
 TEMPLATE = (

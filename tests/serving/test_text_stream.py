@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from llmbatch.preprocess.tokenizer import FastTokenizer
+from llmbatch.preprocess.tokenization.tokenizer import FastTokenizer
 from llmbatch.serving.text_stream import TextStream, byte_tokens
 from tests.support.models import tiny_tokenizer
 

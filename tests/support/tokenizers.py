@@ -9,7 +9,7 @@ import pyarrow as pa
 
 from llmbatch.errors import RowError
 from llmbatch.preprocess.prompts import PromptSource
-from llmbatch.preprocess.tokenizer import Tokenizer
+from llmbatch.preprocess.tokenization.tokenizer import Tokenizer
 
 # Each message as "<role>content"; a chat of more than one system message is refused.
 CHAT_TEMPLATE = (

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from llmbatch.errors import RowError
 from llmbatch.preprocess.columns import is_list
-from llmbatch.preprocess.tokenizer import TokenColumn
+from llmbatch.preprocess.tokenization.tokenizer import TokenColumn
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,8 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from llmbatch.errors import ModelError
-from llmbatch.preprocess.control_tokens import Controls, Spans
-from llmbatch.preprocess.respelled import Respelled
+from llmbatch.preprocess.tokenization.control_tokens import Controls, Spans
+from llmbatch.preprocess.tokenization.respelled import Respelled
 from llmbatch.system.cancel_signal import NEVER, CancelSignal
 
 _AS_IT_STANDS = ("PreTrainedTokenizerFast", "TokenizersBackend")  # classes that take tokenizer.json as it is

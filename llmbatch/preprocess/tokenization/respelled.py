@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable
 from typing import Any
 
 from llmbatch.errors import ModelError
-from llmbatch.preprocess.control_tokens import Spans
+from llmbatch.preprocess.tokenization.control_tokens import Spans
 
 
 class Respelled:
