@@ -18,7 +18,7 @@ from typing import Final
 MOVED: Final = {
     "admission": "scheduler.admission",
     "advance": "scheduler.commit",
-    "answers": "inference.answers",
+    "answers": "inference.answers.assembler",
     "beside": "system.processes",
     "book": "jobs.answer_writer",
     "budget": "scheduler.token_budget",

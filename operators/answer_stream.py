@@ -22,7 +22,7 @@ import numpy as np
 import pyarrow as pa
 
 from llmbatch.arguments import INT64_MAX
-from llmbatch.inference.answers import AnswerSink
+from llmbatch.inference.answers.assembler import AnswerSink
 from llmbatch.inference.error_policy import ErrorBudget
 from llmbatch.inference.window import Window
 from llmbatch.inference.window_size import HELD

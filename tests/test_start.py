@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 import llmbatch.compilation.decorators
-import llmbatch.inference.answers
+import llmbatch.inference.answers.assembler
 from llmbatch.compilation.decorators import as_python, code_folder, compiled
 from llmbatch.compilation.interpreted import stop_interpreting
 from llmbatch.compilation.references import by_reference
@@ -28,7 +28,7 @@ from llmbatch.engine.cpu import compilation, compile_ahead
 from llmbatch.engine.cpu.attention import CpuOps
 from llmbatch.engine.cpu.platform import HOST
 from llmbatch.engine.model.loader import LoadedModel, load_model
-from llmbatch.inference.answers import AnswerAssembler, FlushPolicy
+from llmbatch.inference.answers.assembler import AnswerAssembler, FlushPolicy
 from llmbatch.inference.progress import Silence
 from llmbatch.io.row_hash import hash_rows
 from llmbatch.kernels.cpu import attention, blocks, decoder, fused, products
@@ -244,7 +244,7 @@ class _Sink:
 
 def test_a_stream_that_has_just_begun_holds_answers_for_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [100.0]
-    monkeypatch.setattr("llmbatch.inference.answers.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("llmbatch.inference.answers.assembler.time.monotonic", lambda: clock[0])
     sink: Any = _Sink()
     columns: Any = None
     answering = AnswerAssembler(sink, lambda *_: [], columns, 1.0, FlushPolicy(rows=1000, seconds=5.0))

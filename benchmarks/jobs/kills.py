@@ -32,7 +32,7 @@ import pyarrow as pa
 import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 
-from llmbatch.inference.answers import ROWS_AT_RISK, SECONDS_AT_RISK
+from llmbatch.inference.answers.assembler import ROWS_AT_RISK, SECONDS_AT_RISK
 from llmbatch.storage.location import Location
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "demo"))
@@ -47,7 +47,7 @@ COLUMNS = ("id", "generated_text", "num_input_tokens", "num_generated_tokens", "
 # The command, which notes in a file that outlives it: rows found answered, begun, and ended.
 COMMAND = """
 import os, sys
-from llmbatch.inference.answers import AnswerAssembler
+from llmbatch.inference.answers.assembler import AnswerAssembler
 from llmbatch.jobs.answer_writer import AnswerWriter
 from llmbatch.cli.main import main
 

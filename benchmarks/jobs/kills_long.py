@@ -21,7 +21,7 @@ import numpy as np
 import pyarrow.parquet as pq
 from kills import answers, differences, questions, run_noting
 
-from llmbatch.inference.answers import SECONDS_AT_RISK
+from llmbatch.inference.answers.assembler import SECONDS_AT_RISK
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "demo"))
 

@@ -37,7 +37,7 @@ from kills import COLUMNS, differences, questions
 from ray.cluster_utils import Cluster
 
 from llmbatch import LLMOperator
-from llmbatch.inference.answers import ROWS_AT_RISK
+from llmbatch.inference.answers.assembler import ROWS_AT_RISK
 from llmbatch.operators.ray import map_dataset
 from llmbatch.operators.ray.in_flight import ENDED, RUNNING, left_behind
 

@@ -5,14 +5,10 @@ Start reading at `worker`.
 """
 
 __all__ = [
-    "answer_columns",
-    "answer_schema",
-    "answers",
     "error_policy",
     "options",
     "progress",
     "report",
-    "row_parts",
     "shared_worker",
     "table_worker",
     "window",

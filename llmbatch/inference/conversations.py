@@ -27,7 +27,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from llmbatch.engine.seeds import mix
-from llmbatch.inference.row_parts import RequestAnswer
+from llmbatch.inference.answers.row_parts import RequestAnswer
 from llmbatch.inference.window import Window
 from llmbatch.planning.prefix_tree import PrefixTree
 from llmbatch.preprocess.prompts import PromptSource

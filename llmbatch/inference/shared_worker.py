@@ -11,7 +11,7 @@ import threading
 import time
 
 from llmbatch.errors import RowError
-from llmbatch.inference.answers import AnswerSink, FlushPolicy
+from llmbatch.inference.answers.assembler import AnswerSink, FlushPolicy
 from llmbatch.inference.stream_calls import FetchedWindows, StreamCall, StreamCalls
 from llmbatch.inference.window import Window
 from llmbatch.inference.worker import Worker

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmbatch.errors import JobError, RowError
-from llmbatch.inference.answers import AnswerAssembler
+from llmbatch.inference.answers.assembler import AnswerAssembler
 from llmbatch.inference.window import Window
 from llmbatch.runtime.guests import GuestInbox
 from llmbatch.runtime.protocols import (

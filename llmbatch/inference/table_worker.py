@@ -13,8 +13,8 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from llmbatch.errors import RowError
-from llmbatch.inference.answer_schema import AnswerSchema, add_answers, tokens_of
-from llmbatch.inference.answers import AnswerSink, FlushPolicy
+from llmbatch.inference.answers.assembler import AnswerSink, FlushPolicy
+from llmbatch.inference.answers.schema import AnswerSchema, add_answers, tokens_of
 from llmbatch.inference.error_policy import ErrorBudget
 from llmbatch.inference.options import Options
 from llmbatch.inference.progress import Advance, Progress, Silence

@@ -10,9 +10,9 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from llmbatch.inference.answer_schema import AnswerSchema
+from llmbatch.inference.answers.row_parts import RowParts
+from llmbatch.inference.answers.schema import AnswerSchema
 from llmbatch.inference.report import RowCounts
-from llmbatch.inference.row_parts import RowParts
 
 if TYPE_CHECKING:
     from llmbatch.inference.conversations import TurnParts

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from llmbatch.engine.model.outline import Described, shape_of
 from llmbatch.engine.recorded import placeholder_texts
 from llmbatch.errors import DataError, JobError, RowError
-from llmbatch.inference.answer_columns import AnswerColumns, AnswerTexts
-from llmbatch.inference.answers import AnswerAssembler, AnswerSink, FlushPolicy
+from llmbatch.inference.answers.assembler import AnswerAssembler, AnswerSink, FlushPolicy
+from llmbatch.inference.answers.columns import AnswerColumns, AnswerTexts
 from llmbatch.inference.conversations import ConversationSource
 from llmbatch.inference.engines import (
     Engines,

@@ -17,8 +17,8 @@ from functools import partial
 import pyarrow as pa
 
 from llmbatch.errors import StorageError
-from llmbatch.inference.answer_schema import tokens_of
-from llmbatch.inference.answers import AnswerSink
+from llmbatch.inference.answers.assembler import AnswerSink
+from llmbatch.inference.answers.schema import tokens_of
 from llmbatch.inference.error_policy import ErrorBudget
 from llmbatch.inference.progress import Advance, Progress
 from llmbatch.inference.report import RowCounts

@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from llmbatch.inference.answer_schema import add_answers, add_columns
+from llmbatch.inference.answers.schema import add_answers, add_columns
 from llmbatch.inference.report import RowCounts
 from llmbatch.inference.window import Window
 from llmbatch.io.gather import pick, split

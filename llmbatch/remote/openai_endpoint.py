@@ -12,7 +12,7 @@ from typing import Final
 import httpx
 
 from llmbatch.errors import RowError
-from llmbatch.inference.row_parts import RequestAnswer
+from llmbatch.inference.answers.row_parts import RequestAnswer
 from llmbatch.inference.window import Window
 from llmbatch.remote.bodies import body_of
 from llmbatch.remote.concurrency import Concurrency, FirstTokens

@@ -6,9 +6,9 @@ import time
 
 import numpy as np
 
-from llmbatch.inference.answer_columns import AnswerColumns
-from llmbatch.inference.answers import AnswerSink, FlushPolicy
-from llmbatch.inference.row_parts import RequestAnswer, RowParts
+from llmbatch.inference.answers.assembler import AnswerSink, FlushPolicy
+from llmbatch.inference.answers.columns import AnswerColumns
+from llmbatch.inference.answers.row_parts import RequestAnswer, RowParts
 from llmbatch.inference.window import Window
 from llmbatch.remote.openai_endpoint import SentRequest
 from llmbatch.remote.replies import failed

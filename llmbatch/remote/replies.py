@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from llmbatch.arguments import INT32_MAX
 from llmbatch.errors import ErrorKind, JobError, RowError
-from llmbatch.inference.row_parts import RequestAnswer
+from llmbatch.inference.answers.row_parts import RequestAnswer
 from llmbatch.openai.fields import CHAT
 from llmbatch.openai.texts import valid_text
 from llmbatch.scheduler.output import FinishReason

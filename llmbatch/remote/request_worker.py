@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 
 from llmbatch.arguments import INT32_MAX, refusal
 from llmbatch.errors import RowError
-from llmbatch.inference.answer_columns import AnswerColumns
-from llmbatch.inference.answers import AnswerSink, FlushPolicy
+from llmbatch.inference.answers.assembler import AnswerSink, FlushPolicy
+from llmbatch.inference.answers.columns import AnswerColumns
+from llmbatch.inference.answers.row_parts import RequestAnswer
 from llmbatch.inference.options import Options
 from llmbatch.inference.report import RowCounts
-from llmbatch.inference.row_parts import RequestAnswer
 from llmbatch.inference.window import Window
 from llmbatch.openai.build import build_batch
 from llmbatch.openai.requests import BatchLines

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Final, Generic, Protocol, TypeVar
 
 from llmbatch.errors import JobError
-from llmbatch.inference.answers import AnswerSink, FlushPolicy
+from llmbatch.inference.answers.assembler import AnswerSink, FlushPolicy
 from llmbatch.inference.options import Options
 from llmbatch.inference.report import Report, RowCounts
 from llmbatch.inference.table_worker import TableWorker

@@ -14,9 +14,9 @@ import numpy as np
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from llmbatch.inference.answer_columns import AnswerColumns
-from llmbatch.inference.answers import Texts
-from llmbatch.inference.row_parts import RequestAnswer
+from llmbatch.inference.answers.assembler import Texts
+from llmbatch.inference.answers.columns import AnswerColumns
+from llmbatch.inference.answers.row_parts import RequestAnswer
 from llmbatch.openai.answers import answer_body, usage_of
 from llmbatch.runtime.guests import GuestEnd
 from llmbatch.serving.api_requests import ApiRequest

@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 
 from llmbatch.engine.recorded import placeholder_texts
 from llmbatch.errors import JobError, JobStopped, RowError
-from llmbatch.inference.answer_columns import AnswerColumns, AnswerTexts
-from llmbatch.inference.answers import AnswerSink, FlushPolicy
+from llmbatch.inference.answers.assembler import AnswerSink, FlushPolicy
+from llmbatch.inference.answers.columns import AnswerColumns, AnswerTexts
 from llmbatch.inference.progress import Progress
 from llmbatch.inference.report import Report
 from llmbatch.inference.shared_worker import SharedWorker

@@ -20,7 +20,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from llmbatch.errors import JobError, RowError
-from llmbatch.inference.answers import SECONDS_AT_RISK, AnswerSink, FlushPolicy
+from llmbatch.inference.answers.assembler import SECONDS_AT_RISK, AnswerSink, FlushPolicy
 from llmbatch.inference.window import Window
 from llmbatch.inference.worker import Worker
 from llmbatch.io.gather import pick

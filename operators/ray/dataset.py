@@ -31,7 +31,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from llmbatch.arguments import finite, flag, whole
 from llmbatch.choices import DType
 from llmbatch.errors import DataError, ParameterError
-from llmbatch.inference.answer_schema import AnswerSchema
+from llmbatch.inference.answers.schema import AnswerSchema
 from llmbatch.inference.options import Options
 from llmbatch.inference.worker import Worker
 from llmbatch.io.row_hash import hash_rows

@@ -23,7 +23,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from llmbatch.inference.answer_schema import AnswerSchema, tokens_of
+from llmbatch.inference.answers.schema import AnswerSchema, tokens_of
 from llmbatch.inference.progress import Advance, Progress
 from llmbatch.operators.ray.in_flight import RUNNING
 from llmbatch.storage.journal import Journal

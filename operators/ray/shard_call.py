@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from llmbatch.inference.answer_schema import AnswerSchema, add_answers
+from llmbatch.inference.answers.schema import AnswerSchema, add_answers
 from llmbatch.io.gather import pick
 from llmbatch.operators.ray.in_flight import ROW, InFlightRows
 from llmbatch.operators.ray.ledger import BEGUN, MOST_DEATHS, TOGETHER, ShardHistory, report_schema

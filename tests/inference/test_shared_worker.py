@@ -16,7 +16,7 @@ import pytest
 
 from llmbatch.engine.recorded import RecordedEngine
 from llmbatch.errors import JobError
-from llmbatch.inference.answers import AnswerSink
+from llmbatch.inference.answers.assembler import AnswerSink
 from llmbatch.inference.options import Options
 from llmbatch.inference.shared_worker import SharedWorker
 from llmbatch.inference.window import Window
@@ -330,7 +330,7 @@ def test_each_caller_is_told_of_its_own_answers_that_have_begun(
     shared: SharedWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("_AT_FIRST", "_SHARE"):
-        monkeypatch.setattr(f"llmbatch.inference.answers.{name}", 0.0)
+        monkeypatch.setattr(f"llmbatch.inference.answers.assembler.{name}", 0.0)
     sinks = Keeping(), Keeping(), Rows()
     tables = [pa.table({"text": [f"{which} {row}" for row in range(12)]}) for which in range(3)]
     calls = [partial(shared.stream, Windows(shared.worker, table, 12), sink) for table, sink in zip(tables, sinks)]

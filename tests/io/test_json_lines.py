@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import llmbatch
-from llmbatch.inference.answer_schema import AnswerSchema
+from llmbatch.inference.answers.schema import AnswerSchema
 from llmbatch.io.reading import json_block
 from llmbatch.io.reading import jsonl as module
 from llmbatch.io.reading.dataset import Dataset

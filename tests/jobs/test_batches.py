@@ -305,7 +305,7 @@ def test_a_batch_that_is_killed_goes_on_and_its_lines_are_right(model: str, tmp_
     command += ["--kv-memory", "4MiB", "--max-running", "16", "--dtype", "float32"]
     out = tmp_path / "out.jsonl"
     assert main([*command, "--output", str(tmp_path / "whole.jsonl")]) == 0
-    killed = Process([*command, "--output", str(out)], at, {"llmbatch.inference.answers:ROWS_AT_RISK": 5})
+    killed = Process([*command, "--output", str(out)], at, {"llmbatch.inference.answers.assembler:ROWS_AT_RISK": 5})
     assert run(killed).status == -signal.SIGKILL
     assert main([*command, "--output", str(out)]) == 0
     for name in ("{}.jsonl", "{}.errors.jsonl"):

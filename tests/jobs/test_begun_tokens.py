@@ -27,8 +27,8 @@ TORCH = {"engine": "torch", "output_tokens": None, "max_tokens": 40, "window_row
 STEP = "llmbatch.engine.cpu.engine:CpuEngine.execute"
 # What has begun is kept after each step, and the next one waits until that is written.
 AT_EACH_STEP = {
-    "llmbatch.inference.answers:_AT_FIRST": 0,
-    "llmbatch.inference.answers:_SHARE": 0,
+    "llmbatch.inference.answers.assembler:_AT_FIRST": 0,
+    "llmbatch.inference.answers.assembler:_SHARE": 0,
     "llmbatch.jobs.answer_writer:_BEHIND": 0,
 }
 KINDS: dict[str, dict[str, Any]] = {
@@ -44,8 +44,8 @@ KINDS: dict[str, dict[str, Any]] = {
 @pytest.fixture
 def hasty(job: Job, monkeypatch: pytest.MonkeyPatch) -> Job:
     """A job on a tiny model, that keeps what it has after each step."""
-    monkeypatch.setattr("llmbatch.inference.answers._AT_FIRST", 0.0)
-    monkeypatch.setattr("llmbatch.inference.answers._SHARE", 0.0)
+    monkeypatch.setattr("llmbatch.inference.answers.assembler._AT_FIRST", 0.0)
+    monkeypatch.setattr("llmbatch.inference.answers.assembler._SHARE", 0.0)
     job.write(rows(12))
     return job.having(**TORCH)
 

@@ -15,7 +15,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-import llmbatch.inference.answers
+import llmbatch.inference.answers.assembler
 import llmbatch.inference.worker
 from llmbatch.cli.main import main
 from llmbatch.errors import DataError, StorageError
@@ -26,9 +26,9 @@ from tests.support.killing import Process, run
 from tests.support.models import tiny_model_folder
 from tests.support.tokenizers import CHAT_TEMPLATE
 
-RISK = {"llmbatch.inference.answers:ROWS_AT_RISK": 5}
+RISK = {"llmbatch.inference.answers.assembler:ROWS_AT_RISK": 5}
 # However slow the machine is: one record of a journal.
-AT_ONCE = {f"llmbatch.inference.answers:{name}": 10**6 for name in ("SECONDS_AT_RISK", "_AT_FIRST")}
+AT_ONCE = {f"llmbatch.inference.answers.assembler:{name}": 10**6 for name in ("SECONDS_AT_RISK", "_AT_FIRST")}
 
 
 @pytest.fixture(scope="module")
@@ -205,7 +205,7 @@ def test_an_input_that_is_damaged_inside_ends_the_job_and_once_restored_it_goes_
 def short(job: Job, monkeypatch: pytest.MonkeyPatch) -> Job:
     """A short job of one window, on a disk that no power cut will be tried on."""
     no_power_cuts(monkeypatch)
-    monkeypatch.setattr(llmbatch.inference.answers, "ROWS_AT_RISK", 2)
+    monkeypatch.setattr(llmbatch.inference.answers.assembler, "ROWS_AT_RISK", 2)
     job.write(rows(12))
     return job.having(window_rows=None, max_tokens=3, max_running=4)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from llmbatch.inference import answers
+from llmbatch.inference.answers import assembler
 from llmbatch.io import gather
 from tests.support.jobs import Job, check_goes_on
 
@@ -15,7 +15,7 @@ def test_a_killed_job_whose_text_comes_in_pieces_goes_on(
 ) -> None:
     job = job.having(window_rows=60, **options)
     expected = job.undisturbed()
-    monkeypatch.setattr(answers, "TEXT_AT_ONCE", 40)
+    monkeypatch.setattr(assembler, "TEXT_AT_ONCE", 40)
     monkeypatch.setattr(gather, "MOST_BYTES", 200)
     job.run_until(25)
     check_goes_on(job, expected)

@@ -25,7 +25,7 @@ from tests.support.dying import Killed
 from tests.support.jobs import SAME, Job, begun, check_goes_on, contents, no_power_cuts, rows
 from tests.support.killing import Moment, Process, run, running
 
-RISK = {"llmbatch.inference.answers:ROWS_AT_RISK": 5}
+RISK = {"llmbatch.inference.answers.assembler:ROWS_AT_RISK": 5}
 STEP = "llmbatch.engine.recorded:RecordedEngine.execute"
 TORCH_STEP = "llmbatch.engine.cpu.engine:CpuEngine.execute"
 APPEND = "llmbatch.storage.journal:_FileJournal.append"

@@ -13,8 +13,8 @@ import pytest
 from numpy.typing import NDArray
 
 from llmbatch import JobError, LLMOperator
-from llmbatch.inference.answer_schema import AnswerSchema
-from llmbatch.inference.answers import AnswerSink, FlushPolicy
+from llmbatch.inference.answers.assembler import AnswerSink, FlushPolicy
+from llmbatch.inference.answers.schema import AnswerSchema
 from llmbatch.inference.options import Options
 from llmbatch.inference.progress import Silence
 from llmbatch.inference.window import Window

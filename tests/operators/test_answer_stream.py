@@ -12,7 +12,7 @@ import pyarrow as pa
 import pytest
 
 from llmbatch import DataError, JobError, LLMOperator, ParameterError
-from llmbatch.inference.answer_schema import AnswerSchema
+from llmbatch.inference.answers.schema import AnswerSchema
 from llmbatch.inference.window_size import HELD
 from llmbatch.operators import answer_stream
 from llmbatch.operators.answer_stream import AnswerStream

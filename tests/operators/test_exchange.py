@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from llmbatch.inference.answer_schema import AnswerSchema
+from llmbatch.inference.answers.schema import AnswerSchema
 from llmbatch.operators.ray.exchange import LEAST_SECONDS, LONGEST_SILENCE, RowExchange
 from llmbatch.operators.ray.in_flight import ROW
 from llmbatch.operators.ray.loans import Beat, Loan, LoanAnswers, Orders

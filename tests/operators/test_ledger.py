@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from llmbatch.inference.answer_schema import AnswerSchema
+from llmbatch.inference.answers.schema import AnswerSchema
 from llmbatch.inference.progress import Advance, Silence
 from llmbatch.operators.ray.in_flight import ENDED, ROW, RUNNING, InFlightRows, left_behind
 from llmbatch.operators.ray.ledger import ActorHome, Counts, Ledger, ShardHistory, report_schema

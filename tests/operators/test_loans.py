@@ -12,7 +12,7 @@ import pyarrow as pa
 import pytest
 
 from llmbatch import JobError, LLMOperator
-from llmbatch.inference.answer_schema import AnswerSchema
+from llmbatch.inference.answers.schema import AnswerSchema
 from llmbatch.inference.progress import Silence
 from llmbatch.inference.worker import Worker
 from llmbatch.io.row_hash import hash_rows

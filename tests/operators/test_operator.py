@@ -11,7 +11,7 @@ from transformers import AutoConfig
 
 from llmbatch import DataError, LLMOperator, ParameterError
 from llmbatch.engine.cpu.platform import HOST
-from llmbatch.inference.answer_schema import AnswerSchema
+from llmbatch.inference.answers.schema import AnswerSchema
 from llmbatch.inference.options import Options
 from llmbatch.inference.worker import Worker
 from llmbatch.operators.workers import worker_of

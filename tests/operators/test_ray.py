@@ -23,7 +23,7 @@ ray = pytest.importorskip("ray")
 pytest.importorskip("ray.data")
 
 from llmbatch import DataError, LLMOperator, ParameterError  # noqa: E402
-from llmbatch.inference.answer_schema import AnswerSchema  # noqa: E402
+from llmbatch.inference.answers.schema import AnswerSchema  # noqa: E402
 from llmbatch.operators.ray import map_dataset  # noqa: E402
 from llmbatch.operators.ray.sharding import Shards  # noqa: E402
 from tests.support.models import chat_model_folder  # noqa: E402

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pytest
 
 from llmbatch import DataError, LLMOperator
-from llmbatch.inference.answer_schema import AnswerSchema
+from llmbatch.inference.answers.schema import AnswerSchema
 
 TABLE = pa.table({"id": [3, 1, 2], "text": ["abc", "abd", "x"]})
 TEXTS = ["2 simulated tokens"] * 3

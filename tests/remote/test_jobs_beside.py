@@ -260,7 +260,7 @@ class _Asking(Silence):
 def test_a_job_that_is_asked_to_end_keeps_what_is_answered(
     there: Endpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("llmbatch.inference.answers.ROWS_AT_RISK", 1)
+    monkeypatch.setattr("llmbatch.inference.answers.assembler.ROWS_AT_RISK", 1)
     stopping = StopRequest(grace=60)
     with pytest.raises(JobStopped):
         run(there, tmp_path, stopping=stopping, progress=_Asking(5, stopping), max_running=2)
@@ -278,7 +278,7 @@ def test_a_client_that_is_killed_goes_on_with_what_is_unanswered(
     command = [*map(str, words), "--beside", there.url, "--max-tokens", "50", "--window-rows", "16", "--quiet"]
     command += ["--max-running", "1"]
     at = killing.Moment("llmbatch.remote.received_rows:ReceivedRows.flush", call=2 + flush)
-    patches = {"llmbatch.inference.answers:ROWS_AT_RISK": 4}
+    patches = {"llmbatch.inference.answers.assembler:ROWS_AT_RISK": 4}
     assert killing.run(killing.Process(command, at, patches)).status == -9
     before = len(there.asked)
     assert before >= 4 * flush

@@ -8,7 +8,7 @@ import math
 import pytest
 
 from llmbatch.errors import JobError, RowError
-from llmbatch.inference.row_parts import RequestAnswer
+from llmbatch.inference.answers.row_parts import RequestAnswer
 from llmbatch.openai.fields import CHAT, COMPLETIONS
 from llmbatch.remote.replies import TryAgain, failed, read_reply
 from llmbatch.remote.retries import Patience

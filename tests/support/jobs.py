@@ -17,7 +17,7 @@ import pytest
 from numpy.typing import NDArray
 
 import llmbatch
-import llmbatch.inference.answers
+import llmbatch.inference.answers.assembler
 import llmbatch.inference.worker
 from llmbatch.cli.main import main
 from llmbatch.errors import JobStopped
@@ -143,7 +143,7 @@ class _Asking(Silence):
 
 def small_job(model: str, folder: Path, patch: pytest.MonkeyPatch) -> Job:
     """A job on sixty rows in three windows, simulated, of whose answers five at most are at risk."""
-    patch.setattr(llmbatch.inference.answers, "ROWS_AT_RISK", 5)
+    patch.setattr(llmbatch.inference.answers.assembler, "ROWS_AT_RISK", 5)
     simulated = {"engine": "simulated", "output_tokens": "n", "max_tokens": 90}
     limits = {"kv_memory": 2**22, "window_rows": 20, "max_running": 16}
     job = Job(model, folder, options={"prompt": "text", "dtype": "float32", **simulated, **limits})
@@ -206,6 +206,6 @@ def check_refused(job: Job, said: str, capfd: pytest.CaptureFixture[str]) -> Non
 def of_small_windows(job: Job, monkeypatch: pytest.MonkeyPatch) -> Job:
     """A short job of two windows and several parts."""
     monkeypatch.setattr("llmbatch.jobs.part_builder.PART_ROWS", 3)
-    monkeypatch.setattr("llmbatch.inference.answers.ROWS_AT_RISK", 2)
+    monkeypatch.setattr("llmbatch.inference.answers.assembler.ROWS_AT_RISK", 2)
     job.write(rows(12))
     return job.having(window_rows=7)

@@ -25,7 +25,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 import llmbatch
-import llmbatch.inference.answers
+import llmbatch.inference.answers.assembler
 import llmbatch.inference.worker
 import llmbatch.jobs.part_builder
 from llmbatch.errors import DataError
@@ -267,7 +267,7 @@ class Case:
 def warm_up(model: str, folder: Path) -> None:
     """Load, compile and patch what the forks use: files, parts and windows of few rows."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    llmbatch.inference.answers.ROWS_AT_RISK = 2
+    llmbatch.inference.answers.assembler.ROWS_AT_RISK = 2
     setattr(llmbatch.jobs.part_builder, "PART_ROWS", 3)  # noqa: B010
     pq.write_table(rows(ROWS), folder / "warm.parquet")
     for name in ("warm", "warm.jsonl"):

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import pyarrow as pa
 
 from llmbatch._version import __version__
-from llmbatch.inference.answers import AnswerSink, FlushPolicy
+from llmbatch.inference.answers.assembler import AnswerSink, FlushPolicy
 from llmbatch.inference.table_worker import OneWindow
 from llmbatch.inference.window import Window
 from llmbatch.inference.worker import Worker

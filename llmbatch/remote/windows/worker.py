@@ -11,8 +11,8 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from llmbatch.errors import RowError
-from llmbatch.inference.answer_columns import AnswerColumns
-from llmbatch.inference.answers import AnswerSink, FlushPolicy
+from llmbatch.inference.answers.assembler import AnswerSink, FlushPolicy
+from llmbatch.inference.answers.columns import AnswerColumns
 from llmbatch.inference.options import Options
 from llmbatch.inference.progress import Progress
 from llmbatch.inference.report import RowCounts

@@ -11,7 +11,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from llmbatch.engine.base import TokenLogprobs
-from llmbatch.inference.row_parts import RequestAnswer
+from llmbatch.inference.answers.row_parts import RequestAnswer
 from llmbatch.inference.window import Window
 from llmbatch.preprocess.request_batch import RequestBatch
 from llmbatch.preprocess.sampling_params import SamplingParams

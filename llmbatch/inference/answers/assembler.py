@@ -16,9 +16,9 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from llmbatch.errors import RowError
-from llmbatch.inference.answer_columns import REASONS, AnswerColumns
+from llmbatch.inference.answers.columns import REASONS, AnswerColumns
+from llmbatch.inference.answers.row_parts import RequestAnswer, RowParts
 from llmbatch.inference.conversations import Conversations, TurnParts
-from llmbatch.inference.row_parts import RequestAnswer, RowParts
 from llmbatch.inference.window import Window
 from llmbatch.io.gather import pieces
 from llmbatch.preprocess.request_batch import BegunAnswers, RequestBatch
