@@ -29,7 +29,7 @@ from llmbatch.planning.prefix_tree import PrefixTree
 from llmbatch.planning.workload import Pool, Scheduling
 from llmbatch.preprocess.request_batch import RequestBatch
 from llmbatch.preprocess.sampling_params import SamplingParams
-from llmbatch.runtime.guests import Guest, GuestEnd, GuestInbox
+from llmbatch.runtime.online.guests import Guest, GuestEnd, GuestInbox
 from llmbatch.runtime.protocols import EngineObserver, Stop
 from llmbatch.runtime.stream import Stream
 from llmbatch.scheduler.output import Step, StepResult

@@ -1,8 +1,8 @@
 """A worker whose engine guests and jobs share: a thread of its own steps it, from its making until it is closed.
 
-Guests are let in by any thread (`llmbatch.runtime.guests`). Jobs stream their windows through the engine from threads
-of their own, several at once, as if each had a worker to itself. What the engine dies of ends all; what a job's sink or
-source raises ends that job.
+Guests are let in by any thread (`llmbatch.runtime.online.guests`). Jobs stream their windows through the engine from
+threads of their own, several at once, as if each had a worker to itself. What the engine dies of ends all; what a job's
+sink or source raises ends that job.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from llmbatch.inference.answers.assembler import AnswerSink, FlushPolicy
 from llmbatch.inference.stream_calls import FetchedWindows, StreamCall, StreamCalls
 from llmbatch.inference.window import Window
 from llmbatch.inference.worker import Worker
-from llmbatch.runtime.guests import Guest, GuestEnd, GuestInbox
-from llmbatch.runtime.live_guests import NOTHING, EngineLoad
+from llmbatch.runtime.online.guests import Guest, GuestEnd, GuestInbox
+from llmbatch.runtime.online.live_guests import NOTHING, EngineLoad
 from llmbatch.runtime.protocols import Stop, Totals, WindowSource
 from llmbatch.runtime.stream import Stream
 from llmbatch.scheduler.beside.guests import Latency

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from llmbatch.errors import JobError, RowError
 from llmbatch.inference.answers.assembler import AnswerAssembler
 from llmbatch.inference.window import Window
-from llmbatch.runtime.guests import GuestInbox
+from llmbatch.runtime.online.guests import GuestInbox
 from llmbatch.runtime.protocols import (
     BegunRequests,
     CompletedRequests,

@@ -97,7 +97,7 @@ class RequestBatch:
     def with_spare(self, rows: int, tokens: int) -> RequestBatch:
         """Return the same requests followed by so many empty ones, with room for so many more tokens of prompts.
 
-        Requests are written into spare rows in place (`llmbatch.runtime.spare_rows`).
+        Requests are written into spare rows in place (`llmbatch.runtime.online.spare_rows`).
         """
         end = self.offsets[-1]
         nothing = np.zeros(rows, np.int32)

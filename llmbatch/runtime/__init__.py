@@ -6,8 +6,6 @@ Start reading at `shard_run`, then `stream`.
 
 __all__ = [
     "cancellation",
-    "guests",
-    "live_guests",
     "protocols",
     "rehearsed_stream",
     "shard_run",

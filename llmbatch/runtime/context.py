@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Generic
 
 from llmbatch.planning.workload import Pool, Scheduling
-from llmbatch.runtime.live_guests import LiveGuests
+from llmbatch.runtime.online.live_guests import LiveGuests
 from llmbatch.runtime.protocols import EngineObserver, Totals, W
 from llmbatch.runtime.refit import Refit
 from llmbatch.scheduler.beside.guests import Latency

@@ -16,8 +16,8 @@ from llmbatch.planning.prefix_tree import PrefixTree
 from llmbatch.planning.prepared_shard import PreparedShard
 from llmbatch.planning.workload import Pool, Scheduling, Workload
 from llmbatch.preprocess.request_batch import RequestBatch
+from llmbatch.runtime.online.spare_rows import SpareRows
 from llmbatch.runtime.protocols import BegunRequests, EngineObserver, GivenUp, W
-from llmbatch.runtime.spare_rows import SpareRows
 
 _EXAMPLES: Final = 4096  # answers that the next window learns lengths from
 _NOTHING: Final = np.empty(0, np.int32)

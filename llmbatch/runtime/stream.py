@@ -9,9 +9,9 @@ ones. A few thousand answers of earlier windows come along as examples, so that 
 An engine may die. The rows of its last step are run apart then, since one of them may be the cause
 (`llmbatch.runtime.deadly_rows`), and the others go on.
 
-Guests (`llmbatch.runtime.guests`) are run beside windows, and alone where there is no window. They take spare rows of
-the batch in hand, so that nothing is numbered anew for them; where these run out, what runs and waits is renumbered as
-if a window joined. While rows are run apart to find out what killed an engine, guests wait.
+Guests (`llmbatch.runtime.online.guests`) are run beside windows, and alone where there is no window. They take spare
+rows of the batch in hand, so that nothing is numbered anew for them; where these run out, what runs and waits is
+renumbered as if a window joined. While rows are run apart to find out what killed an engine, guests wait.
 
 Where guests may come, a thread of the stream plans: what a window that joins needs is made from what stays as it is,
 and from copies of what steps change, while what runs goes on. Between two steps it takes the place of what ran, with
@@ -36,10 +36,10 @@ from llmbatch.runtime.active_run import ActiveRun
 from llmbatch.runtime.context import StreamContext
 from llmbatch.runtime.current_run import CurrentRun, Idle
 from llmbatch.runtime.deadly_rows import DeadlyRows
-from llmbatch.runtime.guests import GuestInbox
-from llmbatch.runtime.live_guests import EngineLoad, LiveGuests
 from llmbatch.runtime.live_requests import Following, NextRequests
 from llmbatch.runtime.loops.step_loop import EngineDied, Renumber
+from llmbatch.runtime.online.guests import GuestInbox
+from llmbatch.runtime.online.live_guests import EngineLoad, LiveGuests
 from llmbatch.runtime.protocols import EngineObserver, EngineProvider, Stop, Totals, W, WindowSource
 from llmbatch.runtime.refit import Refit
 from llmbatch.scheduler.beside.guests import Latency

@@ -18,7 +18,7 @@ from llmbatch.inference.answers.assembler import Texts
 from llmbatch.inference.answers.columns import AnswerColumns
 from llmbatch.inference.answers.row_parts import RequestAnswer
 from llmbatch.openai.answers import answer_body, usage_of
-from llmbatch.runtime.guests import GuestEnd
+from llmbatch.runtime.online.guests import GuestEnd
 from llmbatch.serving.api_requests import ApiRequest
 from llmbatch.serving.bridge import Reply
 from llmbatch.serving.chunks import DONE, Chunks, event

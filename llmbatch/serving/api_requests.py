@@ -23,7 +23,7 @@ from llmbatch.openai.requests import COLUMNS
 from llmbatch.openai.validation import NO_TEMPLATE, has_template
 from llmbatch.preprocess.request_batch import RowRequests
 from llmbatch.preprocess.sampling_params import SamplingParams
-from llmbatch.runtime.guests import Guest, GuestListener
+from llmbatch.runtime.online.guests import Guest, GuestListener
 from llmbatch.serving.refused import Refused
 
 _MEASURED: Final = 1 << 20  # bytes of a body: the prompts of larger ones are measured first

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmbatch.errors import RowError
-from llmbatch.runtime.guests import Guest, GuestEnd
+from llmbatch.runtime.online.guests import Guest, GuestEnd
 from llmbatch.scheduler.output import FinishReason
 from llmbatch.serving.api_requests import ApiRequest
 from llmbatch.serving.metrics import ServingMetrics

@@ -6,7 +6,7 @@ from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from llmbatch.runtime.guests import GuestEnd
+from llmbatch.runtime.online.guests import GuestEnd
 from llmbatch.scheduler.output import FinishReason
 from llmbatch.serving.shared import Occupancy
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from llmbatch.runtime.guests import Guest
+from llmbatch.runtime.online.guests import Guest
 
 
 class Occupancy(Protocol):

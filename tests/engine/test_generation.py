@@ -10,7 +10,7 @@ import numpy as np
 from llmbatch.engine.generation import TokenBuffers
 from llmbatch.engine.sampling_columns import SamplingColumns, TokenLists
 from llmbatch.preprocess.sampling_params import SamplingParams
-from llmbatch.runtime.spare_rows import SpareRows
+from llmbatch.runtime.online.spare_rows import SpareRows
 from tests.runtime.test_spare_rows import batch_of
 
 ASKED = (

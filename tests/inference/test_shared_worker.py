@@ -23,7 +23,7 @@ from llmbatch.inference.window import Window
 from llmbatch.inference.worker import Worker
 from llmbatch.preprocess.request_batch import BegunAnswers
 from llmbatch.preprocess.sampling_params import SamplingParams
-from llmbatch.runtime.guests import Guest, GuestEnd
+from llmbatch.runtime.online.guests import Guest, GuestEnd
 from llmbatch.runtime.protocols import Stop
 from llmbatch.scheduler.output import FinishReason
 from tests.inference.test_conversations import TEMPLATE, TURNS, folder_of

@@ -9,7 +9,7 @@ import pytest
 
 import llmbatch.runtime.loops.interrupted_loop
 from llmbatch.engine.recorded import RecordedEngine
-from llmbatch.runtime.guests import GuestInbox
+from llmbatch.runtime.online.guests import GuestInbox
 from llmbatch.scheduler.output import FinishReason, ForcedTokens, Step, StepResult
 from tests.runtime.test_guests import opened
 from tests.runtime.test_interrupted_loop import Layered, due, job

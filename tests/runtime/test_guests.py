@@ -21,7 +21,7 @@ from llmbatch.engine.base import StreamEngine
 from llmbatch.engine.recorded import RecordedEngine
 from llmbatch.planning.workload import Pool, Scheduling
 from llmbatch.preprocess.request_batch import RequestBatch
-from llmbatch.runtime.guests import GuestInbox
+from llmbatch.runtime.online.guests import GuestInbox
 from llmbatch.runtime.protocols import Stop
 from llmbatch.runtime.stream import Stream
 from llmbatch.scheduler.beside.guests import Latency

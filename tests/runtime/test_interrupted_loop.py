@@ -17,7 +17,7 @@ import llmbatch.runtime.loops.interrupted_loop
 from llmbatch.engine.cpu.engine import CpuEngine
 from llmbatch.engine.recorded import RecordedEngine
 from llmbatch.planning.workload import Pool, Scheduling
-from llmbatch.runtime.guests import Guest, GuestInbox
+from llmbatch.runtime.online.guests import Guest, GuestInbox
 from llmbatch.runtime.stream import Stream
 from llmbatch.scheduler.beside.guests import Latency
 from llmbatch.scheduler.beside.held_steps import TokenGaps

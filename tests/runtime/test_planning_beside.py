@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from llmbatch.engine.recorded import RecordedEngine
 from llmbatch.planning.prepared_shard import PreparedShard
 from llmbatch.planning.workload import Pool
-from llmbatch.runtime.guests import GuestInbox
 from llmbatch.runtime.live_requests import NextRequests
+from llmbatch.runtime.online.guests import GuestInbox
 from llmbatch.runtime.protocols import GivenUp, Stop
 from llmbatch.runtime.stream import Stream
 from tests.runtime.test_guests import BUDGET, POOL, opened, scheduler_of

@@ -8,7 +8,7 @@ import numpy as np
 
 from llmbatch.preprocess.request_batch import RequestBatch
 from llmbatch.preprocess.sampling_params import SamplingParams
-from llmbatch.runtime.spare_rows import SpareRows
+from llmbatch.runtime.online.spare_rows import SpareRows
 
 
 def batch_of(prompts: list[list[int]]) -> RequestBatch:

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmbatch.preprocess.sampling_params import SamplingParams
-from llmbatch.runtime.guests import Guest, GuestEnd, GuestInbox
+from llmbatch.runtime.online.guests import Guest, GuestEnd, GuestInbox
 from llmbatch.scheduler.output import FinishReason, Step
 from llmbatch.scheduler.scheduler import FinishedSequences
 from tests.runtime.test_pool_limits import Answers, window_of

@@ -24,7 +24,7 @@ from llmbatch.inference.worker import Worker
 from llmbatch.jobs.job import run_by
 from llmbatch.remote.windows.service import WindowService, WindowStream
 from llmbatch.runtime.cancellation import StopRequest
-from llmbatch.runtime.guests import Guest, GuestEnd
+from llmbatch.runtime.online.guests import Guest, GuestEnd
 from llmbatch.scheduler.output import FinishReason
 from llmbatch.serving.answering import AnswerWriting
 from llmbatch.serving.api_requests import ApiRequestReader

@@ -1,6 +1,6 @@
 """The guests of a stream from their arrival to their end, while windows and engines come and go.
 
-A guest waits until it is written into a spare row of the batch in hand (`llmbatch.runtime.spare_rows`), has the
+A guest waits until it is written into a spare row of the batch in hand (`llmbatch.runtime.online.spare_rows`), has the
 number of that row while it is in the scheduler's hands, and ends. What its listener was told is never told again. So a
 guest whose engine died runs again from its prompt, before others, and only tokens beyond those told are told: greedy
 and seeded answers are the same the second time. Which row of a step an engine died of is not known. A guest that was in
@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 from llmbatch.engine.base import TokenLogprobs
 from llmbatch.errors import RowError
 from llmbatch.planning.workload import Pool, too_long
-from llmbatch.runtime.guests import Guest, GuestEnd, GuestInbox
+from llmbatch.runtime.online.guests import Guest, GuestEnd, GuestInbox
+from llmbatch.runtime.online.spare_rows import SpareRows
 from llmbatch.runtime.protocols import no_answer
-from llmbatch.runtime.spare_rows import SpareRows
 from llmbatch.scheduler.beside.guest_seconds import GuestSeconds
 from llmbatch.scheduler.beside.guests import Arrivals
 from llmbatch.scheduler.beside.held_steps import TokenGaps

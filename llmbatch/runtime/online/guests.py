@@ -1,7 +1,7 @@
 """Guests: requests that arrive while an engine runs, and whose first token somebody waits for.
 
 Any thread puts guests into a `GuestInbox`. The thread that steps takes them between two steps
-(`llmbatch.runtime.live_guests`), and tells each guest's listener what was sampled for it.
+(`llmbatch.runtime.online.live_guests`), and tells each guest's listener what was sampled for it.
 """
 
 from __future__ import annotations
