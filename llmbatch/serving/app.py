@@ -21,10 +21,10 @@ from llmbatch.openai.fields import FIELDS
 from llmbatch.serving.access import BodyReader, BodyTimeout, KeyCheck, WholePaths, limited
 from llmbatch.serving.answering import Answering, AnswerWriting
 from llmbatch.serving.api_requests import ApiRequestReader, read_object
-from llmbatch.serving.batches import BatchStore
+from llmbatch.serving.batches.files import FileStore
+from llmbatch.serving.batches.records import Record
+from llmbatch.serving.batches.store import BatchStore
 from llmbatch.serving.bridge import Bridge, ending
-from llmbatch.serving.files import FileStore
-from llmbatch.serving.records import Record
 from llmbatch.serving.refused import Refused, respond, unknown
 
 _MOST_LISTED: Final = 100

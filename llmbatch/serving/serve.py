@@ -44,7 +44,7 @@ def serve(
     serving, rest = split_options({**options})
     _check_libraries()
     from llmbatch.serving.access import read_keys
-    from llmbatch.serving.records import StateFolder
+    from llmbatch.serving.batches.records import StateFolder
     from llmbatch.serving.server import run_server
 
     progress = progress or Silence()

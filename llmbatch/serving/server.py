@@ -45,9 +45,9 @@ from llmbatch.serving.access import BodyReader, Http
 from llmbatch.serving.answering import AnswerWriting
 from llmbatch.serving.api_requests import ApiRequestReader
 from llmbatch.serving.app import Endpoint, make_app
-from llmbatch.serving.batches import BatchStore, RunJob
+from llmbatch.serving.batches.files import FileStore
+from llmbatch.serving.batches.store import BatchStore, RunJob
 from llmbatch.serving.bridge import Bridge, Mailbox
-from llmbatch.serving.files import FileStore
 from llmbatch.serving.metrics import ServingMetrics
 from llmbatch.serving.options import ServingOptions
 from llmbatch.serving.shared import GuestEngine

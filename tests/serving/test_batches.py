@@ -19,9 +19,9 @@ from llmbatch.errors import JobStopped, ParameterError
 from llmbatch.inference.report import Report
 from llmbatch.inference.worker import Worker
 from llmbatch.runtime.cancellation import StopRequest
-from llmbatch.serving.batches import BatchStore
-from llmbatch.serving.files import FileStore
-from llmbatch.serving.records import Record, StateFolder, write_record
+from llmbatch.serving.batches.files import FileStore
+from llmbatch.serving.batches.records import Record, StateFolder, write_record
+from llmbatch.serving.batches.store import BatchStore
 from llmbatch.serving.refused import Refused
 from tests.support.batches import COMPLETIONS, line
 from tests.support.serving import Served, served
@@ -261,8 +261,8 @@ class Full:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.is_full = True
-        monkeypatch.setattr("llmbatch.serving.batches.write_record", self._write)
-        monkeypatch.setattr("llmbatch.serving.files.write_record", self._write)
+        monkeypatch.setattr("llmbatch.serving.batches.store.write_record", self._write)
+        monkeypatch.setattr("llmbatch.serving.batches.files.write_record", self._write)
 
     def _write(self, path: Path, record: Record) -> None:
         if self.is_full:

@@ -11,7 +11,7 @@ from uuid import uuid4
 
 from llmbatch.arguments import shown
 from llmbatch.openai.texts import valid_text
-from llmbatch.serving.records import Record, read_records, write_record
+from llmbatch.serving.batches.records import Record, read_records, write_record
 from llmbatch.serving.refused import Refused, not_kept, unknown
 from llmbatch.storage.local import make_folder, sync_folder
 

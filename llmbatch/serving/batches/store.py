@@ -26,8 +26,8 @@ from llmbatch.openai.answers import brief
 from llmbatch.openai.fields import FIELDS
 from llmbatch.openai.validation import Fault, find_faults
 from llmbatch.runtime.cancellation import StopRequest
-from llmbatch.serving.files import FileStore
-from llmbatch.serving.records import Record, read_records, write_record
+from llmbatch.serving.batches.files import FileStore
+from llmbatch.serving.batches.records import Record, read_records, write_record
 from llmbatch.serving.refused import Refused, not_kept, unknown
 from llmbatch.storage.local import make_folder
 
