@@ -35,9 +35,9 @@ from typing import Any
 import numpy as np
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
-from beside_rows import Rows, named
-from beside_tables import write_tables
-from simulations import RESULTS, SOURCES, path_of
+from harness.beside_rows import Rows, named
+from harness.beside_tables import write_tables
+from harness.simulations import RESULTS, SOURCES, path_of
 
 from llmbatch.simulation.online.bound import steps_of_latency
 from llmbatch.simulation.online.experiment import OnlineExperiment, OnlineRun, bound_of

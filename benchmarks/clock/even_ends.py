@@ -12,8 +12,8 @@ import argparse
 from dataclasses import dataclass
 
 import numpy as np
-from shared_queue import shared_queue_seconds
-from simulations import RESULTS, path_of
+from harness.shared_queue import shared_queue_seconds
+from harness.simulations import RESULTS, path_of
 
 from llmbatch.perf_model.cost import CostModel, Overlap
 from llmbatch.perf_model.hardware import find_hardware
@@ -41,7 +41,7 @@ and their bytes pass at 300 GB/s.
 - *over split by count*: each engine has an eighth of the rows, as they come, and keeps them; the library's scheduler
   runs them. Wanted: .82 for 512 rows.
 - *over a shared queue*: whichever engine has room takes the next row, as a router over servers does
-  (`benchmarks/clock/shared_queue.py`). Wanted: .75 for 512 rows.
+  (`benchmarks/clock/harness/shared_queue.py`). Wanted: .75 for 512 rows.
 - *over lengths known*: the same, where the length of each answer is known before. Wanted: 1.15. It is below 1. An
   engine that knows lengths lets rows wait beside its longest one, which ends no later by that. So rows wait for longer,
   and engines join later. One engine takes 1.00 to 1.04 times as long with known lengths as with sampled ones (three

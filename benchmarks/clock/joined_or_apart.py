@@ -12,7 +12,7 @@ import argparse
 from collections.abc import Iterator
 from dataclasses import replace
 
-from simulations import RESULTS, SOURCES, path_of
+from harness.simulations import RESULTS, SOURCES, path_of
 
 from llmbatch.perf_model.collectives import on_joined
 from llmbatch.perf_model.cost import CostModel, Overlap

@@ -14,8 +14,8 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from harness.simulations import path_of, without_system_prompts, write
 from numpy.typing import NDArray
-from simulations import path_of, without_system_prompts, write
 
 from llmbatch.simulation.experiment import Experiment
 from llmbatch.simulation.simulator import describe, run_workload

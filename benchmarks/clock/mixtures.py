@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Literal
 
 import numpy as np
-from simulations import RESULTS
+from harness.simulations import RESULTS
 
 from llmbatch.perf_model.cost import CostModel
 from llmbatch.perf_model.hardware import find_hardware

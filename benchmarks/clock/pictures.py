@@ -14,8 +14,8 @@ from typing import Any
 
 import matplotlib as mpl
 import numpy as np
+from harness.simulations import RESULTS, Setting, baseline, blend, gain
 from matplotlib import pyplot as plt
-from simulations import RESULTS, Setting, baseline, blend, gain
 
 from llmbatch.planning.order import Policy
 from llmbatch.simulation.replicas import simulate_trace

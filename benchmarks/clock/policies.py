@@ -16,7 +16,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from simulations import BUDGETS, TABLE2, Setting, run_settings, write
+from harness.simulations import BUDGETS, TABLE2, Setting, run_settings, write
 
 from llmbatch.perf_model.cost import Law
 from llmbatch.policies import POLICIES, Policy

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from simulations import Setting
+from harness.simulations import Setting
 
 from llmbatch.perf_model.cost import CostModel
 from llmbatch.perf_model.fit import MeasuredSteps

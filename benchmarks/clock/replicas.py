@@ -12,7 +12,7 @@ import os
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
-from simulations import TABLE2, Setting, kept, write
+from harness.simulations import TABLE2, Setting, kept, write
 
 from llmbatch.simulation.replicas import simulate_trace
 

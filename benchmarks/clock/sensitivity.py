@@ -23,7 +23,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 from unittest import mock
 
-from simulations import TABLE2, Setting, write
+from harness.simulations import TABLE2, Setting, write
 
 from llmbatch.perf_model.cost import Law
 from llmbatch.runtime import queue_planner, shard_run

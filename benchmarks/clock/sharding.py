@@ -13,8 +13,8 @@ import heapq
 from dataclasses import replace
 
 import numpy as np
+from harness.simulations import TABLE2, Setting
 from numpy.typing import NDArray
-from simulations import TABLE2, Setting
 
 from llmbatch.operators.ray.sharding import ROWS_PER_SHARD, cut, outline
 from llmbatch.preprocess.request_batch import RequestBatch, RowRequests

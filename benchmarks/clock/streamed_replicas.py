@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from harness.simulations import RESULTS
 from numpy.typing import NDArray
-from simulations import RESULTS
 
 from llmbatch.engine.recorded import RecordedEngine
 from llmbatch.perf_model.cost import CostModel, Overlap

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
-from simulations import RESULTS, TABLE2, baseline, blend, gain
+from harness.simulations import RESULTS, TABLE2, baseline, blend, gain
 
 TITLES = {
     "table2": "Table 2's mixes (azure2023_code, mmlu_5shot, video_panda70m), Llama-3-8B on an A100-80GB",

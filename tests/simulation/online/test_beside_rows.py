@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.paths import ROOT
 
-MODULE = runpy.run_path(str(ROOT / "benchmarks" / "clock" / "beside_rows.py"))
+MODULE = runpy.run_path(str(ROOT / "benchmarks" / "clock" / "harness" / "beside_rows.py"))
 Rows, named = MODULE["Rows"], MODULE["named"]
 SETTINGS: list[dict[str, Any]] = [
     {

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
-from simulations import RESULTS
+
+from harness.simulations import RESULTS
 
 HEAD = """# Online requests beside a job: by the clock
 

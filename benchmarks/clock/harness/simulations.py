@@ -1,4 +1,4 @@
-"""Simulations of one mix under many policies, and what `blend` gains over each; shared by the scripts beside it.
+"""Simulations of one mix under many policies, and what `blend` gains over each; shared by the scripts.
 
 Traces are read from the folder that $LLMBATCH_TRACES names. A mix is drawn once for all its runs, and a plan is made
 once for all its step budgets.
@@ -24,7 +24,7 @@ from llmbatch.simulation.experiment import Experiment
 from llmbatch.simulation.simulator import Knowledge, describe, run_workload
 from llmbatch.simulation.traces import SYSTEM_PROMPT, Trace
 
-RESULTS = Path(__file__).parents[2] / "docs" / "results"
+RESULTS = Path(__file__).parents[3] / "docs" / "results"
 SOURCES = ("azure2023_code", "mmlu_5shot", "video_panda70m")
 TABLE2 = ("table2-1", "table2-2", "table2-3", "table2-4")
 BUDGETS = (256, 384, 512, 1024, 2048, 4096)
