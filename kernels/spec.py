@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 import torch
@@ -33,6 +33,10 @@ class AttentionSpec:
     def group(self) -> int:
         """The query heads that share a KV head."""
         return self.query_heads // self.heads
+
+    def to(self, device: torch.device) -> AttentionSpec:
+        """Return the same with its tensor on a device."""
+        return self if self.sinks is None else replace(self, sinks=self.sinks.to(device))
 
     @property
     def kind(self) -> tuple[int, int, int]:

@@ -10,12 +10,14 @@ from llmbatch.choices import (
     ATTENTION,
     DTYPES,
     KV_DTYPES,
+    KV_PLACES,
     LOAD_FORMATS,
     OVERLAP,
     WEIGHTS,
     AttentionName,
     DType,
     KVDType,
+    KVPlace,
     LoadFormat,
     OverlapName,
     WeightsName,
@@ -35,6 +37,7 @@ class EngineConfig:
     overlap: OverlapName = "auto"  # how parts of a step run at the same time on a GPU; auto: as measured there
     dtype: DType = "auto"
     kv_cache_dtype: KVDType = "auto"
+    kv: KVPlace = "device"  # host: keys and values lie in the memory of a GPU's host, which attends
     load_format: LoadFormat = "auto"
     weights: WeightsName = "auto"  # resident, or some in a file that each step reads; auto: as memory allows
     weights_memory: int | None = None  # bytes that weights may take; None: by free memory
@@ -57,6 +60,7 @@ class EngineConfig:
         if self.kv_cache_dtype == "fp8" and self.attention not in ("auto", "triton"):
             rule = "be auto or triton where kv_cache_dtype is fp8, since the others read no such pages"
             raise refusal("attention", rule, self.attention)
+        one_of("kv", self.kv, KV_PLACES)
         one_of("load_format", self.load_format, LOAD_FORMATS)
         one_of("weights", self.weights, WEIGHTS)
         set_(self, "trust_remote_code", flag("trust_remote_code", self.trust_remote_code))

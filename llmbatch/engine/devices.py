@@ -8,8 +8,11 @@ from typing import Final
 
 import torch
 
+from llmbatch.arguments import refusal
+from llmbatch.choices import KVPlace
 from llmbatch.engine.cpu.platform import HOST
 from llmbatch.engine.cpu.threads import launch_threads
+from llmbatch.engine.model.outline import HOST_PAGE_SIZE
 from llmbatch.engine.model.platform import Platform
 from llmbatch.engine.ranks.first import first_rank
 from llmbatch.errors import ModelError
@@ -18,15 +21,24 @@ _CUDA: Final[str | None] = getattr(torch.version, "cuda", None)  # that torch wa
 _OLDEST: Final = (8, 0)  # compute capability: Ampere, the first with bfloat16
 
 
-def find_platform(device: str, ranks: int = 1) -> Platform:
+def find_platform(device: str, ranks: int = 1, kv: KVPlace = "device") -> Platform:
     """Find the platform of a `device`: "cpu", "cuda", "cuda:1", or "auto": a usable GPU if there is one.
 
     A processor's threads are launched, as many as this process was told to take (`launch_threads`).
-    With more than one of `ranks` it is that of the first, which has a share of a model. Raises ModelError if the device
-    is missing, or cannot be used, and ParameterError where it has no room for so many ranks.
+    With more than one of `ranks` it is that of the first, which has a share of a model. Where `kv` is host the host of
+    a GPU attends. Raises ModelError if the device is missing, or cannot be used, and ParameterError where it has no
+    room for so many ranks, or no host beside it.
     """
     found = _find_whole(device)
+    if kv == "host":
+        found = _attending_on_host(found)
     return found if ranks == 1 else first_rank(found, ranks)
+
+
+def _attending_on_host(platform: Platform) -> Platform:
+    if platform.is_host:
+        raise refusal("kv", "be device on a processor, whose memory is the host's (leave it out)", "host")
+    return replace(platform, attends_on_host=True, page_size=HOST_PAGE_SIZE)
 
 
 def _find_whole(device: str) -> Platform:

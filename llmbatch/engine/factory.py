@@ -59,11 +59,12 @@ class EngineFactory:
     notes: tuple[str, ...] = ()  # for the user, a sentence each
     keeps_rates: bool = True  # of a job for later ones
     orders: RankOrders | None = None  # what other ranks are started with
+    attends_on_host: bool = False  # for a device
 
     def engine(
-        self, loaded: LoadedModel, decode: Callable[[NDArray[np.int32]], str], grammars: Grammars
+        self, loaded: LoadedModel, decode: Callable[[NDArray[np.int32]], str] | None, grammars: Grammars | None
     ) -> StreamEngine:
-        """Build a new engine, with the memory of the pool; `decode` turns tokens into text."""
+        """Build a new engine, with the memory of the pool; `decode` turns tokens into text, for stop strings."""
         if self.attention is not None:
             engine = self.accelerated(
                 loaded, strategy=self.strategy, rates=self.cost.rates, decode=decode, grammars=grammars
@@ -72,25 +73,20 @@ class EngineFactory:
                 engine.record(range(1, self.max_running + 1), self.mixed, self.cost.rates)
             return engine
         from llmbatch.engine.cpu.engine import CpuEngine
+        from llmbatch.engine.host_attention import DeviceModel
 
         pool = self.pool
-        made = CpuEngine(
-            loaded,
-            num_pages=pool.num_pages,
-            window_pages=pool.windows.num_pages,
-            page_size=pool.page_size,
-            decode=decode,
-            grammars=grammars,
-        )
-        if self.orders is None:
-            return made
-        from llmbatch.engine.ranks.first import with_ranks
-
         pages: dict[str, Any] = {
             "num_pages": pool.num_pages,
             "window_pages": pool.windows.num_pages,
             "page_size": pool.page_size,
         }
+        model = DeviceModel(loaded.module, loaded.device) if self.attends_on_host else None
+        made = CpuEngine(loaded, **pages, decode=decode, grammars=grammars, model=model)
+        if self.orders is None:
+            return made
+        from llmbatch.engine.ranks.first import with_ranks
+
         return with_ranks(made, loaded, replace(self.orders, **pages))
 
     def learnt(self, cost: CostModel) -> EngineFactory:
@@ -135,22 +131,27 @@ class EngineFactory:
 def size_pool(platform: Platform, model: ModelConfig, config: EngineConfig, *, weights: int | None = None) -> Pool:
     """Size the pool as far as it is known before the weights are loaded; `weights` is that of `memory_of_weights`.
 
+    Where the host attends the pool is in its memory, beside the weights that come from there.
     Raises ParameterError if no page fits, or if the device or the model cannot have pages of that size.
     """
     page_size = config.page_size or platform.page_size
-    if not platform.is_host and page_size & (page_size - 1):
+    if not platform.kv_on_host and page_size & (page_size - 1):
         raise ParameterError(f"page_size must be a power of two on a GPU, got {page_size}")
     if model.chunk % page_size:
         raise ParameterError(
             f"page_size must divide {model.chunk}, the tokens of a chunk of attention, got {page_size}"
         )
-    if platform.is_host and model.kv_type.itemsize < model.dtype.itemsize and page_size % UNIT:
+    if platform.kv_on_host and model.kv_type.itemsize < model.dtype.itemsize and page_size % UNIT:
         raise ParameterError(
             f"page_size must be a multiple of {UNIT} where kv_cache_dtype is {model.kv_type.name}, got {page_size}: "
             "leave it out, or take kv_cache_dtype='auto'"
         )
     kept = {"window_bytes": model.window_bytes, "window": _kept_window(platform, model)}
-    return pool_of(model, config, free=_free_memory(platform), weights=weights, page_size=page_size, **kept)
+    free = _free_memory(platform)
+    if platform.attends_on_host:
+        weights = 0 if weights is None else int(shape_of(model).weight_bytes)
+        free = available_memory()
+    return pool_of(model, config, free=free, weights=weights, page_size=page_size, **kept)
 
 
 def memory_of_weights(platform: Platform, model: ModelConfig, config: EngineConfig) -> int | None:
@@ -181,7 +182,7 @@ def memory_of_weights(platform: Platform, model: ModelConfig, config: EngineConf
 
 def _kept_window(platform: Platform, model: ModelConfig) -> int:
     """Return the tokens that layers with windows keep: the largest window, and what kernels read before it."""
-    return model.window and model.window + (CPU_LOOK_BACK if platform.is_host else DEVICE_LOOK_BACK)
+    return model.window and model.window + (CPU_LOOK_BACK if platform.kv_on_host else DEVICE_LOOK_BACK)
 
 
 def prepare(
@@ -198,6 +199,8 @@ def prepare(
     """
     if platform.is_host:
         return _on_the_host(pool, cost_model(platform, model, config), loaded.streamed, _orders(model, config))
+    if platform.attends_on_host:
+        return _attended_on_the_host(cost_model(platform, model, config), loaded, scheduling, pool)
     attention, notes = choose_attention(
         config.attention,
         loaded.attention.values(),
@@ -250,7 +253,7 @@ def _on_the_host(
     return EngineFactory(
         pool,
         streamed_cost("disk", cost, streamed),
-        notes=streaming_notes("disk", pool.tokens, cost, streamed),
+        notes=streaming_notes("disk", pool.tokens, cost, streamed, kv="device"),
         keeps_rates=False,
     )
 
@@ -259,7 +262,30 @@ def _streamed_to_a_device(
     pool: Pool, cost: CostModel, streamed: StreamedWeights, attention: PagedAttention, notes: tuple[str, ...]
 ) -> EngineFactory:
     """Return the factory of a device whose layers come from its host; it is not calibrated, since the link binds."""
-    return EngineFactory(pool, cost, attention, notes=(*notes, *streaming_notes("link", pool.tokens, cost, streamed)))
+    said = streaming_notes("link", pool.tokens, cost, streamed, kv="device")
+    return EngineFactory(pool, cost, attention, notes=(*notes, *said))
+
+
+def _attended_on_the_host(cost: CostModel, loaded: LoadedModel, scheduling: Scheduling, pool: Pool) -> EngineFactory:
+    """Return the factory of a device whose host attends, after a look whether the largest step fits the device."""
+    notes: tuple[str, ...] = (
+        f"keys and values lie in the host's memory, which holds {pool.tokens:,} tokens of them: its processor attends",
+    )
+    if loaded.streamed is not None:
+        notes = (*notes, *streaming_notes("link", pool.tokens, cost, loaded.streamed, kv="host"))
+        cost = streamed_cost("link", cost, loaded.streamed)
+    rows = scheduling.max_running
+    tokens = max(scheduling.step_tokens or min(most_tokens(cost.rates), _MOST_STREAMED), rows)
+    cost = replace(cost, hardware=replace(cost.hardware, step_tokens=tokens))
+    factory = EngineFactory(pool, cost, notes=notes, keeps_rates=False, attends_on_host=True)
+    if loaded.device.type == "cuda":
+        from llmbatch.engine.calibration.memory_profile import check_room  # needs Triton
+
+        def make(pages: int) -> StreamEngine:
+            return replace(factory, pool=Pool(pages, pool.page_size)).engine(loaded, None, None)
+
+        check_room(loaded.device, make, tokens=tokens, rows=rows, page_size=pool.page_size)
+    return factory
 
 
 def _orders(model: ModelConfig, config: EngineConfig) -> RankOrders | None:

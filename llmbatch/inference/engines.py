@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Generic
 import numpy as np
 from numpy.typing import NDArray
 
+from llmbatch.choices import DType
 from llmbatch.engine.base import StreamEngine
 from llmbatch.engine.grammars import Grammars
 from llmbatch.engine.model.outline import (
@@ -153,8 +154,9 @@ class UnloadedEngines(Engines):
         weights_memory: int | None,
     ) -> None:
         running = platform.max_running
-        if weights_memory is not None and platform.is_host:
-            running = streamed_running(shape_of(config))
+        if platform.attends_on_host or (weights_memory is not None and platform.is_host):
+            shape, attends = shape_of(config), platform.attends_on_host
+            running = max(running, streamed_running(shape, attends_for_device=attends))
         super().__init__(config, pool, running)
         self._weights_memory = weights_memory  # None: all of them stay in memory
         self.tokenizer = tokenizer
@@ -169,7 +171,7 @@ class UnloadedEngines(Engines):
         from llmbatch.engine.devices import find_platform
         from llmbatch.engine.factory import memory_of_weights, size_pool
 
-        platform = find_platform(options.device, options.tensor_parallel)
+        platform = find_platform(options.device, options.tensor_parallel, options.kv)
         config = _describe(folder, options, platform)
         if options.tensor_parallel > 1:
             from llmbatch.engine.ranks.plan import check_heads
@@ -276,6 +278,7 @@ def _describe(folder: str, options: Options, platform: Platform | None = None) -
         folder,
         dtype=options.dtype,
         kv_cache_dtype=options.kv_cache_dtype,
+        kv=options.kv,
         trust_remote_code=options.trust_remote_code,
         context_length=options.context_length,
         **given,
@@ -287,26 +290,30 @@ def tokenizer_of(folder: str, options: Options) -> Tokenizer:
     return load_tokenizer(folder, name=options.model, trust_remote_code=options.trust_remote_code)
 
 
-def runs_here(options: Options) -> bool:
-    """Tell whether a processor computes the model."""
+def _host_type(options: Options) -> DType | None:
+    """Return the dtype of what a processor computes of the model, all of it or attention; None where it does not."""
     if options.engine == "simulated":
-        return False
+        return None
+    if options.kv == "host":
+        return "float32" if options.dtype == "float32" else "bfloat16"
     from llmbatch.engine.devices import find_platform
 
-    return find_platform(options.device).is_host
+    return options.dtype if find_platform(options.device).is_host else None
 
 
 def compile_ahead(options: Options) -> None:
     """Have another process compile a part of the kernels, before this one imports what takes seconds."""
-    if runs_here(options):
+    dtype = _host_type(options)
+    if dtype is not None:
         from llmbatch.engine.cpu.compilation import compile_ahead
 
-        compile_ahead(options.dtype, options.kv_cache_dtype)
+        compile_ahead(dtype, options.kv_cache_dtype)
 
 
 def compile_kernels(options: Options) -> None:
     """Compile what a processor needs of them, or load it, while there is no model yet."""
-    if runs_here(options):
+    dtype = _host_type(options)
+    if dtype is not None:
         from llmbatch.engine.cpu.compilation import compile_kernels
 
-        compile_kernels(options.dtype, options.kv_cache_dtype)
+        compile_kernels(dtype, options.kv_cache_dtype)

@@ -19,6 +19,7 @@ from llmbatch.choices import (
     EngineName,
     Keyword,
     KVDType,
+    KVPlace,
     LoadFormat,
     OnError,
     OverlapName,
@@ -76,13 +77,10 @@ class Options(EngineConfig):
         if self.source.turns is not None:
             self._check_turns()
         if self.row_timeout is not None:
-            set_(self, "row_timeout", finite("row_timeout", self.row_timeout))
-            if self.row_timeout <= 0:
-                raise ParameterError(
-                    f"row_timeout must be above 0 seconds, got {self.row_timeout:g}",
-                    option="row_timeout",
-                    value=self.row_timeout,
-                )
+            seconds = finite("row_timeout", self.row_timeout)
+            if seconds <= 0:
+                raise refusal("row_timeout", "be above 0 seconds", self.row_timeout)
+            set_(self, "row_timeout", seconds)
 
     def _check_turns(self) -> None:
         """Refuse what has no meaning for conversations."""
@@ -272,6 +270,9 @@ class EngineArgs(TypedDict, total=False):
     kv_cache_dtype: Annotated[
         KVDType,
         Keyword("type of keys and values; int8 on a processor, fp8 on a GPU", EngineConfig.kv_cache_dtype, "as dtype"),
+    ]
+    kv: Annotated[
+        KVPlace, Keyword("where KV lies; host: in the memory of a GPU's host, which attends", EngineConfig.kv)
     ]
     context_length: Annotated[
         int | None, Keyword("most tokens of a prompt and its answer together", means="the model's", metavar="N")

@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 from typing import Final, Literal, NamedTuple
 
 from llmbatch.errors import ParameterError
-from llmbatch.perf_model.cost import CostModel
-from llmbatch.perf_model.hardware import RESERVED
+from llmbatch.perf_model.cost import SEQUENTIAL, CostModel
+from llmbatch.perf_model.hardware import RESERVED, Hardware
 from llmbatch.perf_model.shape import ModelShape
 
 BUFFERS: Final = 2  # of weights on their way: one is used while the next one comes
@@ -99,6 +99,31 @@ def with_streamed_weights(cost: CostModel, streamed_bytes: float, bytes_per_seco
     seconds = cost.rates.weight_seconds + streamed_bytes / bytes_per_second
     efficiency = cost.shape.weight_bytes / seconds / hardware.bandwidth
     return replace(cost, hardware=replace(hardware, weight_efficiency=efficiency, weight_overlap=_BESIDE))
+
+
+def with_host_kv(cost: CostModel, processor: Hardware) -> CostModel:
+    """Return the cost of the same model on a device whose host attends, over KV in its memory.
+
+    Products wait for attention, and attention for products.
+
+    >>> from llmbatch.perf_model.hardware import Hardware, find_hardware
+    >>> from llmbatch.perf_model.shape import find_shape
+    >>> cost = CostModel(find_shape("llama-3-8b"), find_hardware("a5000"))
+    >>> processor = Hardware(name="cpu", compute=2e12, bandwidth=2e11, memory=1e12)
+    >>> by_host = with_host_kv(cost, processor)
+    >>> round(by_host.rates.seconds_per_kv_token / cost.rates.seconds_per_kv_token, 2)
+    3.84
+    >>> by_host.rates.weight_seconds == cost.rates.weight_seconds
+    True
+    """
+    device = cost.hardware
+    slower = replace(
+        device,
+        bandwidth_efficiency=min(1.0, processor.bytes_per_second / device.bandwidth),
+        weight_efficiency=device.weight_bytes_per_second / device.bandwidth,
+        attention_efficiency=min(1.0, processor.attention_flops / device.compute),
+    )
+    return replace(cost, hardware=slower, overlap=SEQUENTIAL)
 
 
 def with_host_weights(cost: CostModel, host: Host, *, kv: Literal["device", "host"]) -> Resident:

@@ -136,7 +136,7 @@ def test_a_card_whose_layers_come_from_its_host_goes_by_the_link(card: Card, des
         f"the link is too slow for this: 0.00 GB at 0.00 GB/s take 4.0 s, as long as the products of "
         f"{4.0 / cost_model(PLATFORM, described, options()).rates.seconds_per_token:,.0f} tokens, and KV memory holds "
         f"{found.pool.tokens:,}; raise weights_memory or kv_memory (--weights-memory, --kv-memory), or take weights of "
-        "fewer bytes (--dtype fp8)",
+        "fewer bytes (--dtype fp8), or keys and values in the host's memory (--kv host)",
     )
 
 

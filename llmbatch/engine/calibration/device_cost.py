@@ -18,6 +18,7 @@ from llmbatch.engine.weights.host_layers import link_rate
 from llmbatch.engine.weights.streamed_cost import Source, expected_weights, streamed_cost, streaming_notes
 from llmbatch.perf_model.cost import SEQUENTIAL, CostModel
 from llmbatch.perf_model.hardware import measure_cpu
+from llmbatch.perf_model.residency import with_host_kv
 from llmbatch.system.cache import cache_folder
 
 if TYPE_CHECKING:  # what needs Triton
@@ -47,7 +48,8 @@ def foresee(
     expected = expected_weights(cost.shape, weights, partial(_rate, platform), is_host=platform.is_host)
     if expected is None:
         return Foreseen(cost)
-    return Foreseen(streamed_cost(source, cost, expected), streaming_notes(source, kv_tokens, cost, expected))
+    notes = streaming_notes(source, kv_tokens, cost, expected, kv=config.kv)
+    return Foreseen(streamed_cost(source, cost, expected), notes)
 
 
 def _rate(platform: Platform, size: int) -> float:
@@ -60,6 +62,11 @@ def _rate(platform: Platform, size: int) -> float:
 
 def cost_model(platform: Platform, model: ModelConfig, config: EngineConfig) -> CostModel:
     """Cost requests on the platform: by its calibration or earlier jobs, else by its hardware, measured now."""
+    cost = _on_the_device(platform, model, config)
+    return with_host_kv(cost, measure_cpu()) if platform.attends_on_host else cost
+
+
+def _on_the_device(platform: Platform, model: ModelConfig, config: EngineConfig) -> CostModel:
     if platform.device.type == "cpu":
         shape = shape_of(model)
         hardware = recall_rates(shape) or measure_cpu(dtype_bytes=model.dtype.itemsize)

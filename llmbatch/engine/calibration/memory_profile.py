@@ -9,6 +9,7 @@ from typing import Final, NamedTuple
 import numpy as np
 import torch
 
+from llmbatch.engine.base import StreamEngine
 from llmbatch.engine.gpu.cuda_graphs import MOST_ROWS, GraphRecorder, rows_of
 from llmbatch.engine.gpu.engine import GpuEngine
 from llmbatch.engine.model.loader import LoadedModel
@@ -119,8 +120,34 @@ def release_cached() -> None:
         torch.cuda.empty_cache()
 
 
+def check_room(
+    device: torch.device, make: Callable[[int], StreamEngine], *, tokens: int, rows: int, page_size: int
+) -> None:
+    """Check that the device has room for the largest step of an engine, which `make` makes with so many pages.
+
+    Raises JobError.
+    """
+    pages, requests, step = _largest(tokens, rows, page_size)
+    try:
+        engine = make(pages)
+        engine.begin(requests)
+        engine.execute(step)
+    except torch.OutOfMemoryError as error:
+        raise _too_small(device, tokens, f"more than the {free_memory(device):,} bytes that are free") from error
+    release_cached()
+
+
 def run_largest(loaded: LoadedModel, attention: PagedAttention, *, tokens: int, rows: int, page_size: int) -> int:
     """Run a step of so many tokens, of as many sequences as are sampled at once; returns the bytes of its pages."""
+    pages, requests, step = _largest(tokens, rows, page_size)
+    engine = GpuEngine(loaded, attention, num_pages=pages, page_size=page_size)
+    engine.begin(requests)
+    engine.execute(step)
+    return engine.pages.nbytes
+
+
+def _largest(tokens: int, rows: int, page_size: int) -> tuple[int, RequestBatch, Step]:
+    """Make a step of so many tokens, its requests, and count its pages."""
     rows = min(rows, tokens)
     counts = np.full(rows, tokens // rows, np.int32)
     each = -(-int(counts[0]) // page_size)
@@ -134,18 +161,14 @@ def run_largest(loaded: LoadedModel, attention: PagedAttention, *, tokens: int, 
         serial=np.arange(rows, dtype=np.uint64),
         recorded=zeros + 2,
     )
-    engine = GpuEngine(loaded, attention, num_pages=rows * each, page_size=page_size)
-    engine.begin(requests)
-    engine.execute(
-        Step(
-            index=0,
-            num_decodes=0,
-            slots=np.arange(rows, dtype=np.int32),
-            requests=np.arange(rows, dtype=np.int32),
-            starts=zeros,
-            counts=counts,
-            samples=np.ones(rows, np.bool_),
-            block_tables=np.arange(rows * each, dtype=np.int32).reshape(rows, each),
-        )
+    step = Step(
+        index=0,
+        num_decodes=0,
+        slots=np.arange(rows, dtype=np.int32),
+        requests=np.arange(rows, dtype=np.int32),
+        starts=zeros,
+        counts=counts,
+        samples=np.ones(rows, np.bool_),
+        block_tables=np.arange(rows * each, dtype=np.int32).reshape(rows, each),
     )
-    return engine.pages.nbytes
+    return rows * each, requests, step

@@ -36,7 +36,8 @@ class CpuEngine:
     """Runs steps of a loaded model. It owns the KV pages, and generated tokens until `pop_tokens` takes them.
 
     `decode` turns token ids into text; requests with stop strings need it. `seed` is the seed of requests without one.
-    Requests whose answers have a form need `grammars`.
+    Requests whose answers have a form need `grammars`. `model` is called in place of the loaded module, which is then
+    on another device.
     """
 
     def __init__(
@@ -49,8 +50,9 @@ class CpuEngine:
         decode: Callable[[NDArray[np.int32]], str] | None = None,
         seed: int = 0,
         grammars: Grammars | None = None,
+        model: Callable[..., Any] | None = None,
     ) -> None:
-        self._module = loaded.module
+        self._model = model or loaded.module
         self._head = Head(loaded.module)
         self._pages = CpuKVCache(
             loaded.attention,
@@ -128,7 +130,7 @@ class CpuEngine:
             rows = np.concatenate([rows, *(one.first + np.arange(len(one.tokens)) for one in scored)])
         states: list[torch.Tensor] = []
         with torch.inference_mode(), self._head.keeps_states(len(slots), states) if scored else nullcontext():
-            logits = self._module(
+            logits = self._model(
                 input_ids=torch.from_numpy(tokens.ids)[None],
                 position_ids=torch.from_numpy(tokens.positions)[None],
                 use_cache=False,

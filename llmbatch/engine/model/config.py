@@ -16,7 +16,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from llmbatch.choices import DType as DType
-from llmbatch.choices import KVDType, LayerType, LoadFormat
+from llmbatch.choices import KVDType, KVPlace, LayerType, LoadFormat
 from llmbatch.engine.model.attention_interface import NAME, register, survey
 from llmbatch.engine.model.outline import (
     LAYER_BITS,
@@ -84,13 +84,15 @@ def describe_model(
     *,
     dtype: DType = "auto",
     kv_cache_dtype: KVDType = "auto",
+    kv: KVPlace = "device",
     trust_remote_code: bool = False,
     context_length: int | None = None,
     device: torch.device = _PROCESSOR,
 ) -> ModelConfig:
     """Read the config in `folder`.
 
-    `kv_cache_dtype` is that of keys and values; auto: as the model computes. fp8 is for GPUs alone.
+    `kv_cache_dtype` is that of keys and values, which lie where `kv` says; auto: as the model computes. fp8 is for GPUs
+    alone, int8 for processors.
     `dtype` auto is bfloat16 on a GPU, and on a processor that multiplies it faster than float32, as measured; else
     float32. With int8, int4 and fp8 the rest of the model is bfloat16. `context_length` is what the model has, if it is
     not given. Raises ModelError if the config cannot be read, or the model has a part that is not supported, and
@@ -114,18 +116,19 @@ def describe_model(
     remote = trust_remote_code and bool(getattr(whole, "auto_map", None))  # a class from there is not known before
     built_by = AutoModelForCausalLM if remote else find_class(folder, whole)
     element = _element(folder, dtype, device)
-    kv = _kv_type(folder, kv_cache_dtype, element, device)
+    pages = _PROCESSOR if kv == "host" else device
+    kv_type = _kv_type(folder, kv_cache_dtype, element, pages)
     context = _context(folder, config, context_length)
     specs = None if remote else _outlined_attention(folder, whole, built_by, element, context, fp8=dtype == "fp8")
     if specs is None:
-        size, in_windows = kv_bytes(config, kv, padded=device.type == "cpu"), 0
+        size, in_windows = kv_bytes(config, kv_type, padded=pages.type == "cpu"), 0
     else:
-        if device.type == "cpu":
-            check_words(folder, specs.values(), kv)
-        else:
+        if pages.type == "cpu":
+            check_words(folder, specs.values(), kv_type)
+        if device.type != "cpu":
             check_gpu(folder, specs.values())
-        size = bytes_per_token(specs.values(), kv, device)
-        in_windows = bytes_per_token((spec for spec in specs.values() if spec.window), kv, device)
+        size = bytes_per_token(specs.values(), kv_type, pages)
+        in_windows = bytes_per_token((spec for spec in specs.values() if spec.window), kv_type, pages)
     return ModelConfig(
         folder=folder,
         config=config,
@@ -134,7 +137,7 @@ def describe_model(
         trust_remote_code=trust_remote_code,
         dtype=element,
         layer_type=layer_type_of(dtype),
-        kv_type=kv,
+        kv_type=kv_type,
         context_length=context,
         bytes_per_token=size,
         window_bytes=in_windows,
@@ -255,6 +258,13 @@ def _kv_type(folder: str, asked: KVDType, dtype: torch.dtype, device: torch.devi
     kv = kv_type_of(asked, name, dtype)
     if asked == "fp8":
         check_fp8_kv(folder, device)
+    elif device.type == "cpu" and name == "float16":
+        raise unsupported(
+            folder,
+            "float16 with keys and values in the host's memory",
+            "its kernels attend in float32 or bfloat16",
+            "take one of them as --dtype",
+        )
     elif device.type != "cpu" and kv.name != name:
         raise unsupported(
             folder,

@@ -78,6 +78,7 @@ def load_model(
         folder,
         dtype=dtype,
         kv_cache_dtype=kv_cache_dtype,
+        kv="host" if platform.attends_on_host else "device",
         trust_remote_code=trust_remote_code,
         context_length=context_length,
         device=platform.device,
@@ -115,9 +116,9 @@ def load_weights(
         notes = (*notes, *fix_positions(module, described.context_length))
         known = described.known_attention if platform.share is None else {}  # a share has some of the heads
         attention = known or survey(folder, module, described.config, platform.device)
-        if platform.is_host:
+        if platform.kv_on_host:
             check_words(folder, attention.values(), described.kv_type)
-        else:
+        if not platform.is_host:
             check_gpu(folder, attention.values())
         if hosted is None:
             fuse(module, attention, described.dtype, platform.pieces)
@@ -130,6 +131,8 @@ def load_weights(
             bits = LAYER_BITS.get(described.layer_type)
             packed = platform.pack(module, attention, described.dtype, layer_bits=bits, streaming=streaming)
             notes = (*notes, *packed.notes)
+    if platform.attends_on_host:
+        attention = {layer: spec.to(torch.device("cpu")) for layer, spec in attention.items()}
     eos, left = _read_generation_config(Path(folder), described.config)
     notes = (*notes, *left, *(() if by_layer or load_format == "dummy" else _detour(platform)))
     return LoadedModel(

@@ -29,8 +29,9 @@ POOL_SHARE: Final = 0.5  # of the memory that is free once the weights are loade
 # A page of 16 costs prompts of a few dozen shared tokens half their sharing (docs/decisions/0005).
 HOST_PAGE_SIZE: Final = 8  # tokens, where none is asked for, on a processor
 HOST_RUNNING: Final = 512  # sequences in flight, likewise
-_STREAMED_RUNNING: Final = 4096  # where weights come from a disk, which only steps of many tokens hide
+_STREAMED_RUNNING: Final = 4096  # where weights come from a disk, which only steps of many tokens hide, or from a host
 _LOGITS: Final = 256 << 20  # bytes of all that may be in flight then
+_HOST_LOGITS: Final = 1 << 30  # likewise on the host of a device
 LAYER_BITS: Final[dict[LayerType | None, int]] = {"int8": 8, "int4": 4}  # of integers, which processors multiply
 LAYER_BYTES: Final[dict[LayerType, float]] = {"int8": 1.0, "int4": 0.625, "fp8": 1.0}  # of a weight, with its scales
 BFLOAT16_GAIN: Final = "bfloat16"  # the name of what is measured to choose a type
@@ -222,9 +223,10 @@ def pool_of(
     return Pool.of(memory, page_size, model.bytes_per_token, most=most, **kept)
 
 
-def streamed_running(shape: ModelShape) -> int:
-    """Return how many sequences are in flight on a processor whose weights come from a disk."""
-    return max(HOST_RUNNING, min(_STREAMED_RUNNING, _LOGITS // (4 * max(shape.vocabulary, 1))))
+def streamed_running(shape: ModelShape, *, attends_for_device: bool = False) -> int:
+    """Return how many sequences are in flight on a processor whose weights come from a disk, or that only attends."""
+    logits = _HOST_LOGITS if attends_for_device else _LOGITS
+    return max(HOST_RUNNING, min(_STREAMED_RUNNING, logits // (4 * max(shape.vocabulary, 1))))
 
 
 def simulated_pool(model: Described, config: EngineConfig) -> Pool:

@@ -79,6 +79,12 @@ class Platform:
     to_fp8: Callable[[nn.Linear], nn.Module] | None = None  # makes a layer whose product is of FP8
     notes: tuple[str, ...] = ()  # for the user, a sentence each
     share: ModelShare | None = None  # of a model that is split over processes
+    attends_on_host: bool = False  # a GPU whose host holds keys and values, and attends
+
+    @property
+    def kv_on_host(self) -> bool:
+        """Whether keys and values lie in the host's memory, in the pages of its kernels."""
+        return self.is_host or self.attends_on_host
 
     def enter(self) -> None:
         """Make it the device of this thread: kernels are launched on that, wherever their tensors lie."""

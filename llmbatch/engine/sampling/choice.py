@@ -101,5 +101,5 @@ def tell_of_prompts(head: Head, states: torch.Tensor, scored: list[ScoredRows], 
 
 def on_host(logits: torch.Tensor) -> NDArray[np.float32]:
     """Return logits as float32 on the host, row by row; waits for them."""
-    found: NDArray[np.float32] = logits.float().contiguous().cpu().numpy()
+    found: NDArray[np.float32] = logits.cpu().float().contiguous().numpy()
     return found

@@ -50,6 +50,7 @@ class _Rules:
     share: float  # of it, what they get where they do not fit
 
 
+_BESIDE_STEPS: Final = 0.5  # of a GPU's free memory, what weights get that do not fit beside the steps alone
 _RULES: Final = {  # by whether the device is a processor
     True: _Rules("processor", "host", "its memory is the host's", "disk", fits=0.85, share=0.5),
     False: _Rules("GPU", "disk", "layers come to it from the memory of its host", "host", fits=0.93, share=0.25),
@@ -88,12 +89,15 @@ def weights_memory(config: EngineConfig, shape: ModelShape, *, is_host: bool, fr
                 value=given,
             )
         return None
-    most = min(rules.fits * free, free - (config.kv_memory or 0)) if given is None else given
+    pages = config.kv_memory if config.kv == "device" else None  # bytes beside the weights; None: as they are left
+    most = min(rules.fits * free, free - (pages or 0)) if given is None else given
     if config.weights == "auto" and (whole <= most or config.load_format == "dummy"):
         return None
     least = least_memory(shape, is_host=is_host)
     # A processor needs memory beside weights and KV: for what is converted, packed and kept of files.
-    share = rules.share * free if is_host or config.kv_memory is None else most
+    share = rules.share * free if is_host or pages is None else most
+    if config.kv == "host":
+        share = _BESIDE_STEPS * free
     memory = int(min(max(share, least), most)) if given is None else given
     if memory < least:
         unit = "experts" if shape.expert_bytes and is_host else "layers"

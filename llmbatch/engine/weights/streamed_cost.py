@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Final, Literal
 
+from llmbatch.choices import KVPlace
 from llmbatch.engine.weights.residency import StreamedWeights, kept_blocks
 from llmbatch.perf_model.cost import CostModel
 from llmbatch.perf_model.residency import BUFFERS, blocks_of, with_streamed_weights
@@ -50,9 +51,13 @@ def streamed_cost(source: Source, cost: CostModel, streamed: StreamedWeights) ->
     return with_streamed_weights(cost, streamed.streamed_bytes, streamed.bytes_per_second)
 
 
-def streaming_notes(source: Source, kv_tokens: int, cost: CostModel, streamed: StreamedWeights) -> tuple[str, ...]:
+def streaming_notes(
+    source: Source, kv_tokens: int, cost: CostModel, streamed: StreamedWeights, *, kv: KVPlace
+) -> tuple[str, ...]:
     """Say what comes from where at each step, and where KV memory, of so many tokens, has too few to hide it."""
     where, faster = _SOURCES[source]
+    if source == "link" and kv == "device":
+        faster += ", or keys and values in the host's memory (--kv host)"
     moved, rate = f"{streamed.streamed_bytes / 1e9:.2f} GB", f"{streamed.bytes_per_second / 1e9:.2f} GB/s"
     said = (
         f"weights do not all fit in the memory for them: {streamed.kept_bytes / 1e9:.2f} GB stay there, and {moved} "

@@ -75,7 +75,7 @@ def test_an_operator_runs_on_it(shallow: str, monkeypatch: pytest.MonkeyPatch) -
     given: dict[str, Any] = {"model": shallow, "prompt": "text", "max_tokens": 5, "dtype": "float32"}
     given |= {"kv_memory": 2**20, "page_size": 8}
     expected = LLMOperator(**given, sampling_params="params")(rows)
-    monkeypatch.setattr("llmbatch.engine.devices.find_platform", lambda device, ranks=1: PLATFORM)
+    monkeypatch.setattr("llmbatch.engine.devices.find_platform", lambda device, ranks=1, kv="device": PLATFORM)
     answered = LLMOperator(**given, sampling_params="params", device="cuda")(rows)
     assert answered.equals(expected)
     assert answered["error"].null_count == rows.num_rows
@@ -107,7 +107,7 @@ def test_rows_may_ask_for_all_that_they_may_on_a_processor(shallow: str, monkeyp
     given: dict[str, Any] = {"model": shallow, "prompt": "text", "max_tokens": 6, "dtype": "float32"}
     given |= {"kv_memory": 2**20, "page_size": 8, "sampling_params": "params"}
     expected = LLMOperator(**given)(rows)
-    monkeypatch.setattr("llmbatch.engine.devices.find_platform", lambda device, ranks=1: PLATFORM)
+    monkeypatch.setattr("llmbatch.engine.devices.find_platform", lambda device, ranks=1, kv="device": PLATFORM)
     answered = LLMOperator(**given, device="cuda")(rows)
     assert expected["error"].null_count == rows.num_rows
     for name in expected.column_names:
@@ -135,7 +135,7 @@ def test_continuations_are_scored_on_it(shallow: str, monkeypatch: pytest.Monkey
     given: dict[str, Any] = {"model": shallow, "prompt": "text", "dtype": "float32", "continuation": "ends"}
     given |= {"kv_memory": 2**20, "page_size": 8}
     expected = LLMOperator(**given)(rows)
-    monkeypatch.setattr("llmbatch.engine.devices.find_platform", lambda device, ranks=1: PLATFORM)
+    monkeypatch.setattr("llmbatch.engine.devices.find_platform", lambda device, ranks=1, kv="device": PLATFORM)
     assert_told(LLMOperator(**given, device="cuda")(rows).to_pylist(), expected.to_pylist())
 
 
@@ -160,7 +160,7 @@ def test_heads_that_are_too_wide_are_refused(tmp_path: Path) -> None:
 
 
 def test_pages_of_a_device_are_of_a_power_of_two(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("llmbatch.engine.devices.find_platform", lambda device, ranks=1: PLATFORM)
+    monkeypatch.setattr("llmbatch.engine.devices.find_platform", lambda device, ranks=1, kv="device": PLATFORM)
     with pytest.raises(ParameterError) as caught:
         LLMOperator(model=model, prompt="text", page_size=24)(pa.table({"text": ["a"]}))
     assert str(caught.value) == "page_size must be a power of two on a GPU, got 24"

@@ -57,7 +57,7 @@ def test_over_a_link_come_all_experts_whatever_tokens_choose() -> None:
 
 
 def test_what_comes_is_said() -> None:
-    assert streaming_notes("link", 16_000_000, COST, HALF) == (
+    assert streaming_notes("link", 16_000_000, COST, HALF, kv="device") == (
         "weights do not all fit in the memory for them: 8.00 GB stay there, and 7.00 GB come from the host's memory at "
         "each step, at 2.00 GB/s, beside the computation",
     )
@@ -66,9 +66,14 @@ def test_what_comes_is_said() -> None:
 def test_it_is_said_where_memory_holds_too_few_tokens_to_hide_it() -> None:
     slow = replace(HALF, bytes_per_second=1e8)
     hidden = 70.0 / COST.rates.seconds_per_token
-    said = streaming_notes("disk", 160, COST, slow)[1]
+    said = streaming_notes("disk", 160, COST, slow, kv="device")[1]
     assert said == (
         f"the disk is too slow for this: 7.00 GB at 0.10 GB/s take 70.0 s, as long as the products of {hidden:,.0f} "
         "tokens, and KV memory holds 160; raise weights_memory or kv_memory (--weights-memory, --kv-memory), or take a "
         "faster disk"
     )
+    fewer = "take weights of fewer bytes (--dtype fp8)"
+    assert streaming_notes("link", 160, COST, slow, kv="device")[1].endswith(
+        f"{fewer}, or keys and values in the host's memory (--kv host)"
+    )
+    assert streaming_notes("link", 160, COST, slow, kv="host")[1].endswith(fewer)
