@@ -29,8 +29,8 @@ def main(model: str, documents: str, output: str) -> None:
         chat=True,
         structured_outputs={"choice": ["yes", "no"]},  # an answer is one of these, nothing else
     )
-    # Equal beginnings go to one actor, and an actor that dies costs what it had in hand. On GPUs: num_gpus=1.
-    judged = map_dataset(found, judge, concurrency=1)
+    # Equal beginnings go to one actor, and an actor that dies costs what it had in hand.
+    judged = map_dataset(found, judge)
     kept = judged.filter(expr=col("generated_text") == "yes").select_columns(found.columns())
     kept.write_parquet(output)
 

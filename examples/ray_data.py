@@ -20,7 +20,7 @@ def main(model: str) -> None:
     answer = LLMOperator(model=model, template="What is the capital of {country}?", chat=True, max_tokens=24)
     dataset = ray.data.from_items([{"country": name} for name in ("France", "Japan", "Kenya")])
     # One plan for the whole dataset: shared prefixes stay together, and an actor that dies costs what it had in hand.
-    show(map_dataset(dataset, answer, concurrency=1))
+    show(map_dataset(dataset, answer))
     # A plan for each batch, in a pipeline that reads once: the larger the batch, the better the plan.
     show(dataset.map_batches(answer, concurrency=1, batch_size=50_000, batch_format="pyarrow"))
 

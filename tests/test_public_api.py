@@ -39,7 +39,7 @@ SIGNATURES = {
     "prompt_logprobs: 'int | None' = None, structured_outputs: 'Structure | None' = None) -> None",
     "StopRequest": "(grace: 'float' = 0.0) -> 'None'",
     "explain": "(inputs: 'Paths', **options: 'Unpack[ExplainArgs]') -> 'Forecast'",
-    "map_dataset": "(ds: 'ray.data.Dataset', op: 'LLMOperator', *, concurrency: 'int | tuple[int, int]', "
+    "map_dataset": "(ds: 'ray.data.Dataset', op: 'LLMOperator', *, concurrency: 'int | tuple[int, int] | None' = None, "
     "num_cpus: 'float | None' = None, num_gpus: 'float | None' = None, memory: 'float | None' = None, "
     "resources: 'dict[str, float] | None' = None, rows_per_shard: 'int' = 20000, quiet: 'bool' = False) "
     "-> 'ray.data.Dataset'",

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import sys
 import tempfile
 import warnings
 import weakref
@@ -42,6 +43,7 @@ from llmbatch.operators.ray.ledger import ActorHome
 from llmbatch.operators.ray.ledger_actor import LedgerBeats, LedgerReports, start_ledger
 from llmbatch.operators.ray.loan_client import LoanClient
 from llmbatch.operators.ray.place import Place
+from llmbatch.operators.ray.cluster import NodeResources, Placement, place_actors
 from llmbatch.operators.ray.shard_call import ShardCall
 from llmbatch.operators.ray.sharding import OUTLINE, ROWS_PER_SHARD, Shards, cut, outline
 from llmbatch.operators.workers import worker_of
@@ -58,7 +60,7 @@ def map_dataset(
     ds: ray.data.Dataset,
     op: LLMOperator,
     *,
-    concurrency: int | tuple[int, int],
+    concurrency: int | tuple[int, int] | None = None,
     num_cpus: float | None = None,
     num_gpus: float | None = None,
     memory: float | None = None,
@@ -69,14 +71,15 @@ def map_dataset(
     """Answer every row of a Ray dataset, on several actors; rows keep their columns and get those of the answers.
 
     `op` is `LLMOperator(...)`. `concurrency` is the number of actors, or the fewest and the most of a pool that
-    grows and shrinks. `num_cpus`, `num_gpus`, `memory` and `resources` are what each actor reserves on its node. The
+    grows and shrinks. Where it is left out, as many run as the cluster has room for: one for each GPU, or else few with
+    most of a node's cores each. `num_cpus`, `num_gpus`, `memory` and `resources` are what each reserves on its node. The
     dataset's prompts are read at once, and the whole of it when the returned dataset is executed. Its rows come in no
     particular order, each of them once.
     A shard has about `rows_per_shard` rows at most: what Ray Data's checkpoints take at once. Progress is written by
     an actor beside the driver, whose output Ray shows there, unless `quiet`. Raises `InputError`.
 
         answer = LLMOperator(model="Qwen/Qwen3-8B", prompt="question", chat=True, max_tokens=256)
-        ds = map_dataset(ds, answer, concurrency=8, num_gpus=1)
+        ds = map_dataset(ds, answer)
         ds.write_parquet("answers")
     """
     options = getattr(op, "options", None)
@@ -89,15 +92,24 @@ def map_dataset(
             option="beside",
             value=options.beside,
         )
-    fewest, most = _actors(concurrency)
     rows_per_shard, quiet = whole("rows_per_shard", rows_per_shard, 1), flag("quiet", quiet)
     for name, value in (("num_cpus", num_cpus), ("num_gpus", num_gpus), ("memory", memory)):
         if value is not None and finite(name, value) < 0:
             raise ParameterError(f"{name} must be at least 0, got {value}")
+    if concurrency is None:
+        placement = _placed(options, num_cpus, num_gpus)
+        fewest = most = placement.actors
+        num_cpus, num_gpus = placement.num_cpus, placement.num_gpus
+        if not quiet:
+            print(f"map_dataset: {placement.in_words}, since concurrency is left out", file=sys.stderr)
+    else:
+        fewest, most = _actors(concurrency)
+        if num_cpus is None and not num_gpus and options.tensor_parallel > 1:
+            num_cpus = float(options.tensor_parallel)  # each rank has a core
+        _warn_of_too_few_cpus(fewest, num_cpus if num_cpus is not None else 0.0 if num_gpus else 1.0)
+        if num_cpus is None and not num_gpus and options.engine == "torch":
+            _warn_of_idle_cpus(fewest)
     given = {"num_cpus": num_cpus, "num_gpus": num_gpus, "memory": memory, "resources": resources}
-    _warn_of_too_few_cpus(fewest, num_cpus if num_cpus is not None else 0.0 if num_gpus else 1.0)
-    if num_cpus is None and not num_gpus and options.engine == "torch":
-        _warn_of_idle_cpus(fewest)
     worker = _planner(options)
     schema = _checked(ds, worker)
     outlines = _outlines(ds, options)
@@ -148,6 +160,21 @@ def _actors(concurrency: Any) -> tuple[int, int]:
             f"got {concurrency!r}"
         )
     return pair
+
+
+def _placed(options: Options, num_cpus: float | None, num_gpus: float | None) -> Placement:
+    """Place actors in the cluster as it is now. Raises ParameterError."""
+    untyped: Any = ray
+    there = [node["Resources"] for node in untyped.nodes() if node.get("Alive", True)]
+    nodes = [NodeResources(node.get("CPU", 0.0), node.get("GPU", 0.0)) for node in there]
+    computes = options.engine == "torch"
+    return place_actors(
+        nodes,
+        num_cpus=num_cpus if computes or num_cpus is not None else 1.0,
+        num_gpus=num_gpus,
+        takes_gpus=computes and options.device != "cpu",
+        least_cpus=options.tensor_parallel,
+    )
 
 
 def _warn_of_too_few_cpus(actors: int, each: float) -> None:

@@ -18,9 +18,12 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
+import torch
 from numpy.typing import NDArray
 
 from llmbatch import LLMOperator, ParameterError
+from llmbatch.engine.cpu.threads import threads_told
+from llmbatch.engine.ranks import first
 from llmbatch.engine.ranks.collectives import Collectives
 from llmbatch.engine.ranks.engine import RankedEngine
 from llmbatch.engine.ranks.plan import check_cores
@@ -139,6 +142,20 @@ def test_more_ranks_than_cores_are_refused() -> None:
         ParameterError, match=r"^tensor_parallel must be at most 2, the cores that this process may use, got 3$"
     ):
         check_cores(3, cores=2)
+
+
+def test_ranks_share_the_threads_that_the_process_was_told_to_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(first, "threads_told", lambda: 5)
+    assert [first.threads_of(ranks) for ranks in (1, 2, 5, 8)] == [5, 2, 1, 1]
+
+
+def test_what_a_process_was_told_stays_when_its_threads_are_fewer() -> None:
+    told = threads_told()
+    torch.set_num_threads(told + 1)
+    try:
+        assert threads_told() == told
+    finally:
+        torch.set_num_threads(told)
 
 
 def test_ranks_are_refused_for_the_simulated_engine(tmp_path: Path) -> None:

@@ -182,6 +182,18 @@ def test_actors_that_leave_most_cpus_idle_are_warned_of(model: str, monkeypatch:
             map_dataset(ds, operator(model), concurrency=actors, quiet=True)
 
 
+def test_actors_fill_the_cluster_where_nobody_says_how_many(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    found = map_dataset(ray.data.from_arrow(rows_of(3)), operator(model, engine="simulated", max_tokens=2))
+    assert capsys.readouterr().err.startswith("map_dataset: 1 actor of 1 CPU, since concurrency is left out\n")
+    assert found.count() == 3
+
+
+def test_ranks_of_an_actor_reserve_a_core_each(model: str) -> None:
+    ds = ray.data.from_arrow(rows_of(0))
+    with pytest.warns(UserWarning, match=r"^the actors take 2 of the cluster's 2 CPUs, and reading and sorting need"):
+        map_dataset(ds, operator(model, tensor_parallel=2), concurrency=1, quiet=True)
+
+
 def test_ray_loads_the_model_once_per_actor(model: str) -> None:
     operator = LLMOperator(model=model, prompt="text", max_tokens=4, kv_memory=2**24)
 

@@ -11,12 +11,19 @@ import torch
 from llmbatch.kernels.cpu.workers import workers_at_once
 
 
+@cache
+def threads_told() -> int:
+    """Return the threads that this process was told to take: what torch has when it is first asked."""
+    return torch.get_num_threads()
+
+
 def launch_threads() -> None:
     """Have numba launch its threads, and let torch keep its own number.
 
     numba launches as many as there are cores, and tells OpenMP so in the thread that calls. From there torch has its
     number, and a process may have been told to take fewer: by OMP_NUM_THREADS, as Ray tells actors.
     """
+    threads_told()
     threads = torch.get_num_threads()
     numba.get_num_threads()
     torch.set_num_threads(threads)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from llmbatch.arguments import refusal
 from llmbatch.engine.config import EngineConfig
 from llmbatch.engine.cpu.engine import CpuEngine
+from llmbatch.engine.cpu.threads import threads_told
 from llmbatch.engine.model.config import ModelConfig
 from llmbatch.engine.model.loader import LoadedModel
 from llmbatch.engine.model.platform import Platform
@@ -30,8 +31,8 @@ def first_rank(platform: Platform, ranks: int) -> Platform:
 
 
 def threads_of(ranks: int) -> int:
-    """Return the threads of a rank."""
-    return max(1, usable_cores() // ranks)
+    """Return the threads of a rank: its share of those that this process was told to take."""
+    return max(1, threads_told() // ranks)
 
 
 def orders_for(model: ModelConfig, config: EngineConfig) -> RankOrders:
