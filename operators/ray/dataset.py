@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from llmbatch.arguments import finite, flag, whole
-from llmbatch.choices import DType
+from llmbatch.choices import DType, KVDType
 from llmbatch.errors import DataError, ParameterError
 from llmbatch.inference.answers.schema import AnswerSchema
 from llmbatch.inference.options import Options
@@ -242,16 +242,21 @@ def _worker(options: Options) -> Worker:
 
 def _outlining(options: Options) -> Options:
     """Return the same options for processes that read prompts alone: for most models these import no torch."""
-    return replace(
-        options, engine="simulated", device="cpu", dtype="bfloat16", kv_cache_dtype="auto", tensor_parallel=1
-    )
+    return replace(_on_a_processor(options), engine="simulated", dtype="bfloat16", kv_cache_dtype="auto")
 
 
 def _planning(options: Options) -> Options:
     """Return the same options for processes that compute nothing, and may have no GPU or should leave it to others."""
     if options.device == "cpu":
         return options
-    return replace(options, device="cpu", dtype="bfloat16" if options.dtype == "float16" else options.dtype)
+    dtype: DType = "bfloat16" if options.dtype in ("float16", "fp8") else options.dtype
+    kv: KVDType = "auto" if options.kv_cache_dtype == "fp8" else options.kv_cache_dtype
+    return replace(_on_a_processor(options), dtype=dtype, kv_cache_dtype=kv)
+
+
+def _on_a_processor(options: Options) -> Options:
+    """Return the same options without what only a GPU, or an engine that computes, can be asked."""
+    return replace(options, device="cpu", kv="device", weights="auto", weights_memory=None, tensor_parallel=1)
 
 
 def _prompt_hashes(table: pa.Table, options: Options) -> NDArray[np.uint64]:

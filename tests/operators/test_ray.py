@@ -25,6 +25,7 @@ pytest.importorskip("ray.data")
 from llmbatch import DataError, LLMOperator, ParameterError  # noqa: E402
 from llmbatch.inference.answers.schema import AnswerSchema  # noqa: E402
 from llmbatch.operators.ray import map_dataset  # noqa: E402
+from llmbatch.operators.ray.dataset import _planner  # noqa: E402
 from llmbatch.operators.ray.sharding import Shards  # noqa: E402
 from tests.support.models import chat_model_folder  # noqa: E402
 from tests.support.paths import ROOT  # noqa: E402
@@ -133,6 +134,18 @@ print("torch" in sys.modules)
 def test_who_reads_prompts_imports_no_torch(model: str) -> None:
     reader = subprocess.run([sys.executable, "-c", READS_A_PROMPT, model], capture_output=True, text=True)
     assert (reader.stdout, reader.stderr) == ("False\n", "")
+
+
+@pytest.mark.parametrize(
+    "of_a_gpu",
+    [
+        {"dtype": "fp8", "kv_cache_dtype": "fp8"},
+        {"dtype": "float16"},
+        {"weights": "host", "weights_memory": 1, "kv": "host", "dtype": "bfloat16"},
+    ],
+)
+def test_plans_are_made_where_there_is_no_gpu(model: str, of_a_gpu: dict[str, Any]) -> None:
+    assert _planner(operator(model, **of_a_gpu).options).pool.num_pages > 0
 
 
 def test_a_dataset_without_rows_stays_without(model: str) -> None:
