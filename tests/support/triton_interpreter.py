@@ -31,17 +31,19 @@ def hasten() -> None:
 
 
 def _change_language_once() -> None:
-    """Change Triton's language once for a launch.
+    """Change Triton's language once, for good.
 
     The interpreter replaces what `triton.language` has by its own, at a launch and again whenever a kernel calls a
-    function, where nothing is left to be replaced.
+    function, and puts it back at the end.
     """
-    change = interpreter._patch_lang
+    change, changed = interpreter._patch_lang, set[Any]()
 
     def change_once(function: Any) -> Any:
-        languages = [value for value in function.__globals__.values() if value is tl or value is tl.core]
-        if any(tl.core.is_builtin(language.load) for language in languages):
-            return change(function)
+        if function not in changed:
+            languages = [value for value in function.__globals__.values() if value is tl or value is tl.core]
+            if any(tl.core.is_builtin(language.load) for language in languages):
+                change(function)  # what it returns would put all back
+            changed.add(function)
         return interpreter._LangPatchScope()
 
     interpreter._patch_lang = change_once
@@ -168,7 +170,8 @@ def _match_types_once() -> None:
         first = isinstance(lhs, tensor)
         like, other = (lhs, rhs) if first else (rhs, lhs)
         if isinstance(other, tensor):
-            if like.dtype is other.dtype and not div_or_mod and not like.dtype.is_ptr():
+            same = like.dtype is other.dtype and not div_or_mod and not like.dtype.is_ptr()
+            if same or (allow_lhs_ptr and lhs.dtype.is_ptr() and rhs.dtype.is_int()):
                 return self.broadcast_impl_value(lhs, rhs)  # type: ignore[no-any-return]
         elif isinstance(like, tensor) and type(other) in numbers:
             key = (first, like.dtype.name, id(like.shape), type(other), repr(other), rules)
