@@ -16,6 +16,7 @@ import json
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -28,13 +29,13 @@ from tests.support.setups import SETUPS, Failure, warm_up
 from tests.support.tokenizers import CHAT_TEMPLATE
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Corrupt, run and compare; returns the exit status."""
     parser = argparse.ArgumentParser(description="Corrupt work folders.")
     parser.add_argument("--corruptions", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", help="where the jobs lie (a temporary folder)")
-    given = parser.parse_args()
+    given = parser.parse_args(arguments)
     rng = np.random.default_rng(given.seed)
     ends: Counter[str] = Counter()
     failures: list[str] = []

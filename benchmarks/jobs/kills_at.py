@@ -16,6 +16,7 @@ import json
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -27,13 +28,13 @@ from tests.support.setups import SETUPS, Case, Failure, warm_up
 from tests.support.tokenizers import CHAT_TEMPLATE
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Kill, go on, compare and print; returns the exit status."""
     parser = argparse.ArgumentParser(description="Kill jobs at sampled file operations.")
     parser.add_argument("--operations", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", help="where the jobs lie (a temporary folder)")
-    given = parser.parse_args()
+    given = parser.parse_args(arguments)
     rng = np.random.default_rng(given.seed)
     failures: list[str] = []
     begun = time.perf_counter()

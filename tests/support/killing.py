@@ -41,10 +41,11 @@ class Moment:
 class Process:
     """How a job is run in a process of its own."""
 
-    command: Sequence[str]  # arguments of `llmbatch`
+    command: Sequence[str]  # arguments of the program
     at: Moment | None = None
     patches: Mapping[str, int] = field(default_factory=dict)  # values for names of modules, module:name
     file_bytes: int | None = None  # most bytes of a file; writing more is refused
+    program: str = "llmbatch.cli.main:main"  # module:function, which takes arguments and returns an exit status
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,11 +134,14 @@ def _tell(what: object) -> None:
 
 
 def _become(
-    folder: str, command: Sequence[str], at: dict[str, Any] | None, patches: Mapping[str, int], file_bytes: int | None
+    folder: str,
+    command: Sequence[str],
+    at: dict[str, Any] | None,
+    patches: Mapping[str, int],
+    file_bytes: int | None,
+    program: str,
 ) -> int:
-    """Be a process that runs a command; returns its exit status."""
-    from llmbatch.cli.main import main
-
+    """Be a process that runs a program; returns its exit status."""
     for name, descriptor in (("out", 1), ("err", 2)):
         os.dup2(os.open(Path(folder, name), os.O_WRONLY | os.O_CREAT), descriptor)
     for name, value in patches.items():
@@ -148,7 +152,9 @@ def _become(
     if file_bytes is not None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, file_bytes))
     try:
-        return main(command)
+        module, _, function = program.partition(":")
+        status: int = getattr(import_module(module), function)(command)
+        return status
     except BaseException:
         traceback.print_exc()
         return 99
