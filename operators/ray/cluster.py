@@ -1,8 +1,8 @@
 """How many actors a cluster has room for, and what each of them reserves, where the user does not say.
 
-An actor has all that it can use of a node: each one holds a whole model, and decodes that share a step share the reading
-of its weights, so few large actors are worth more than many small ones. A GPU is one actor's. Of processors an actor
-takes as many cores as leave few of the cluster's idle; one core is left for reading and sorting.
+Each actor holds a whole model, and decodes that share a step share the reading of its weights. So few large actors are
+worth more than many small ones. A GPU is one actor's. Of processors an actor takes as many cores as leave few of the
+cluster's idle; one core is left for reading and sorting.
 """
 
 from __future__ import annotations

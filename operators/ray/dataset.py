@@ -38,12 +38,12 @@ from llmbatch.inference.worker import Worker
 from llmbatch.io.row_hash import hash_rows
 from llmbatch.operators.columns_read import columns_read
 from llmbatch.operators.ray.actor import SharedEngine
+from llmbatch.operators.ray.cluster import NodeResources, Placement, place_actors
 from llmbatch.operators.ray.in_flight import InFlightRows, left_behind
 from llmbatch.operators.ray.ledger import ActorHome
 from llmbatch.operators.ray.ledger_actor import LedgerBeats, LedgerReports, start_ledger
 from llmbatch.operators.ray.loan_client import LoanClient
 from llmbatch.operators.ray.place import Place
-from llmbatch.operators.ray.cluster import NodeResources, Placement, place_actors
 from llmbatch.operators.ray.shard_call import ShardCall
 from llmbatch.operators.ray.sharding import OUTLINE, ROWS_PER_SHARD, Shards, cut, outline
 from llmbatch.operators.workers import worker_of
@@ -72,11 +72,11 @@ def map_dataset(
 
     `op` is `LLMOperator(...)`. `concurrency` is the number of actors, or the fewest and the most of a pool that
     grows and shrinks. Where it is left out, as many run as the cluster has room for: one for each GPU, or else few with
-    most of a node's cores each. `num_cpus`, `num_gpus`, `memory` and `resources` are what each reserves on its node. The
-    dataset's prompts are read at once, and the whole of it when the returned dataset is executed. Its rows come in no
-    particular order, each of them once.
-    A shard has about `rows_per_shard` rows at most: what Ray Data's checkpoints take at once. Progress is written by
-    an actor beside the driver, whose output Ray shows there, unless `quiet`. Raises `InputError`.
+    most of a node's cores each. `num_cpus`, `num_gpus`, `memory` and `resources` are what each reserves on its node.
+    The dataset's prompts are read at once, and the whole of it when the returned dataset is executed. Its rows come in
+    no particular order, each of them once. A shard has about `rows_per_shard` rows at most: what Ray Data's checkpoints
+    take at once. Progress is written by an actor beside the driver, whose output Ray shows there, unless `quiet`.
+    Raises `InputError`.
 
         answer = LLMOperator(model="Qwen/Qwen3-8B", prompt="question", chat=True, max_tokens=256)
         ds = map_dataset(ds, answer)
@@ -101,7 +101,7 @@ def map_dataset(
         fewest = most = placement.actors
         num_cpus, num_gpus = placement.num_cpus, placement.num_gpus
         if not quiet:
-            print(f"map_dataset: {placement.in_words}, since concurrency is left out", file=sys.stderr)
+            sys.stderr.write(f"map_dataset: {placement.in_words}, since concurrency is left out\n")
     else:
         fewest, most = _actors(concurrency)
         if num_cpus is None and not num_gpus and options.tensor_parallel > 1:
