@@ -61,6 +61,11 @@ class EngineConfig:
             rule = "be auto or triton where kv_cache_dtype is fp8, since the others read no such pages"
             raise refusal("attention", rule, self.attention)
         one_of("kv", self.kv, KV_PLACES)
+        if self.kv == "host":
+            if self.attention != "auto":
+                raise refusal("attention", "be auto where kv is host, since the processor attends", self.attention)
+            if self.overlap == "interleaved":
+                raise refusal("overlap", "be sequential or auto where kv is host", self.overlap)
         one_of("load_format", self.load_format, LOAD_FORMATS)
         one_of("weights", self.weights, WEIGHTS)
         set_(self, "trust_remote_code", flag("trust_remote_code", self.trust_remote_code))

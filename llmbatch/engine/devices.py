@@ -24,7 +24,7 @@ _OLDEST: Final = (8, 0)  # compute capability: Ampere, the first with bfloat16
 def find_platform(device: str, ranks: int = 1, kv: KVPlace = "device") -> Platform:
     """Find the platform of a `device`: "cpu", "cuda", "cuda:1", or "auto": a usable GPU if there is one.
 
-    A processor's threads are launched, as many as this process was told to take (`launch_threads`).
+    Threads are launched where a processor computes, as many as this process was told to take (`launch_threads`).
     With more than one of `ranks` it is that of the first, which has a share of a model. Where `kv` is host the host of
     a GPU attends. Raises ModelError if the device is missing, or cannot be used, and ParameterError where it has no
     room for so many ranks, or no host beside it.
@@ -38,6 +38,7 @@ def find_platform(device: str, ranks: int = 1, kv: KVPlace = "device") -> Platfo
 def _attending_on_host(platform: Platform) -> Platform:
     if platform.is_host:
         raise refusal("kv", "be device on a processor, whose memory is the host's (leave it out)", "host")
+    launch_threads()
     return replace(platform, attends_on_host=True, page_size=HOST_PAGE_SIZE)
 
 

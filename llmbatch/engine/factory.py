@@ -284,7 +284,8 @@ def _attended_on_the_host(cost: CostModel, loaded: LoadedModel, scheduling: Sche
         def make(pages: int) -> StreamEngine:
             return replace(factory, pool=Pool(pages, pool.page_size)).engine(loaded, None, None)
 
-        check_room(loaded.device, make, tokens=tokens, rows=rows, page_size=pool.page_size)
+        # The host would take minutes for prompts of all these tokens.
+        check_room(loaded.device, make, tokens=tokens, rows=max(rows, tokens // 512), page_size=pool.page_size)
     return factory
 
 

@@ -35,14 +35,14 @@ class HostAttention:
         """Attend in one layer, after writing its keys and values."""
         here = {name: None if tensor is None else _to_host(tensor) for name, tensor in given.items()}
         spec = self._attention.pages.specs[spec.layer]  # whose sinks are the host's
-        return self._attention.run(spec, _to_host(packed), epsilon=epsilon, **here).to(self._device)
+        return _to_device(self._attention.run(spec, _to_host(packed), epsilon=epsilon, **here), self._device)
 
     def attend(
         self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: dict[str, Any]
     ) -> torch.Tensor:
         """Attend for a module that projects and rotates by itself: [1, heads, tokens, width] each."""
         query, key, value = (_to_host(tensor) for tensor in (query, key, value))
-        return self._attention.attend(module, query, key, value, options).to(self._device)
+        return _to_device(self._attention.attend(module, query, key, value, options), self._device)
 
 
 class DeviceModel:
@@ -64,3 +64,10 @@ def _to_host(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.cpu().contiguous()
     here = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return here.copy_(tensor)
+
+
+def _to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copy from memory that a device reads at the speed of its link."""
+    if device.type != "cuda":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)

@@ -294,11 +294,12 @@ def _host_type(options: Options) -> DType | None:
     """Return the dtype of what a processor computes of the model, all of it or attention; None where it does not."""
     if options.engine == "simulated":
         return None
-    if options.kv == "host":
-        return "float32" if options.dtype == "float32" else "bfloat16"
     from llmbatch.engine.devices import find_platform
 
-    return options.dtype if find_platform(options.device).is_host else None
+    platform = find_platform(options.device, kv=options.kv)
+    if platform.attends_on_host:
+        return "float32" if options.dtype == "float32" else "bfloat16"
+    return options.dtype if platform.is_host else None
 
 
 def compile_ahead(options: Options) -> None:

@@ -39,7 +39,7 @@ from llmbatch.perf_model.work import step_parts
 Floats = NDArray[np.float64]
 
 _RIDGE = 1e-6  # of the mean squared log, for a parameter an e-fold from where it began
-_LEAST_EFFICIENCY = 1e-3
+_LEAST_EFFICIENCY = 1e-5  # of a card, whose host may attend
 _MOST_EXPONENT = 16.0
 _ROUNDS = 200
 _NUDGE = 1e-6  # of a parameter, for the slopes

@@ -7,7 +7,8 @@ its share (BatchGen 5.4, 6.5).
 
 How many tokens a step has is bound by KV. On the device it has what the two layers leave. In host memory there is room
 for thousands of sequences: attention of decodes yields until all of them can pass a layer's experts together. The host
-attends there, at the bandwidth of its memory, as BatchGen does with a single card; prompts are attended on the device.
+attends there, at the bandwidth of its memory, as BatchGen does with a single card. Prompts are attended on the device
+(`with_host_weights`), or by the host as well, which is what the engine does (`with_host_kv`).
 """
 
 from __future__ import annotations
@@ -104,17 +105,17 @@ def with_streamed_weights(cost: CostModel, streamed_bytes: float, bytes_per_seco
 def with_host_kv(cost: CostModel, processor: Hardware) -> CostModel:
     """Return the cost of the same model on a device whose host attends, over KV in its memory.
 
-    Products wait for attention, and attention for products.
+    Products wait for attention, and attention for products. What rows share is read for each of them.
 
     >>> from llmbatch.perf_model.hardware import Hardware, find_hardware
     >>> from llmbatch.perf_model.shape import find_shape
-    >>> cost = CostModel(find_shape("llama-3-8b"), find_hardware("a5000"))
+    >>> cost = CostModel(find_shape("llama-3-8b"), find_hardware("a5000"), cascade=True)
     >>> processor = Hardware(name="cpu", compute=2e12, bandwidth=2e11, memory=1e12)
     >>> by_host = with_host_kv(cost, processor)
     >>> round(by_host.rates.seconds_per_kv_token / cost.rates.seconds_per_kv_token, 2)
     3.84
-    >>> by_host.rates.weight_seconds == cost.rates.weight_seconds
-    True
+    >>> by_host.rates.weight_seconds == cost.rates.weight_seconds, by_host.rates.cascade
+    (True, False)
     """
     device = cost.hardware
     slower = replace(
@@ -123,7 +124,7 @@ def with_host_kv(cost: CostModel, processor: Hardware) -> CostModel:
         weight_efficiency=device.weight_bytes_per_second / device.bandwidth,
         attention_efficiency=min(1.0, processor.attention_flops / device.compute),
     )
-    return replace(cost, hardware=slower, overlap=SEQUENTIAL)
+    return replace(cost, hardware=slower, overlap=SEQUENTIAL, cascade=False)
 
 
 def with_host_weights(cost: CostModel, host: Host, *, kv: Literal["device", "host"]) -> Resident:

@@ -2,7 +2,8 @@
 
 Each actor holds a whole model, and decodes that share a step share the reading of its weights. So few large actors are
 worth more than many small ones. A GPU is one actor's. Of processors an actor takes as many cores as leave few of the
-cluster's idle; one core is left for reading and sorting.
+cluster's idle, if possible one actor a node. Reading and sorting need a whole core that no actor takes: without one a
+job would wait for ever. Wherever Ray puts the actors, some node must keep one.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from typing import Final
 
 from llmbatch.errors import ParameterError
 
-_USED: Final = 0.9  # of the cores that can be used at best: with as many, actors are as large as can be
+_ONE_A_NODE: Final = 0.6  # of the cores that can be used at best, that an actor a node must use
+_SEVERAL: Final = 0.8  # likewise, that several must use: with as many, they are as large as can be
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,10 +29,10 @@ class NodeResources:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """So many actors, and what each reserves; None: what Ray takes."""
+    """So many actors, and what each reserves; `num_gpus` None: what Ray takes."""
 
     actors: int
-    num_cpus: float | None
+    num_cpus: float
     num_gpus: float | None
 
     @property
@@ -48,12 +50,14 @@ def place_actors(
     num_cpus: float | None,
     num_gpus: float | None,
     takes_gpus: bool,
+    attends: bool = False,
     least_cpus: int = 1,
 ) -> Placement:
     """Fill the cluster with actors.
 
-    `num_cpus` and `num_gpus` are what the user says of an actor. `takes_gpus`: it computes on a GPU where there is one.
-    On processors it needs `least_cpus`. Raises ParameterError where the cluster has no room for an actor.
+    `num_cpus` and `num_gpus` are what the user says of an actor. `takes_gpus`: it computes on a GPU where there is one;
+    `attends`: and attends on the processor beside. On processors it needs `least_cpus`. Raises ParameterError where the
+    cluster has no room for an actor.
 
     >>> nodes = [NodeResources(cpus=8, gpus=0), NodeResources(cpus=8, gpus=0)]
     >>> place_actors(nodes, num_cpus=None, num_gpus=None, takes_gpus=True).in_words
@@ -62,36 +66,51 @@ def place_actors(
     if num_gpus is None and takes_gpus and any(node.gpus >= 1 for node in nodes):
         num_gpus = 1.0
     if num_gpus:
-        room = sum(_times(node.gpus, num_gpus, node.cpus, num_cpus) for node in nodes)
-        return Placement(_some(room), num_cpus, num_gpus)
-    total = sum(node.cpus for node in nodes)
+        return _on_gpus(nodes, num_cpus, num_gpus, attends=attends)
     if num_cpus is not None:
-        room = sum(_times(node.cpus, num_cpus) for node in nodes) if num_cpus else len(nodes)
-        beside_reading = math.floor((total - 1) / num_cpus) if num_cpus else room
-        return Placement(_some(min(room, max(beside_reading, 1))), num_cpus, num_gpus)
-    largest = math.floor(max((node.cpus for node in nodes), default=0))
-    room_of = {
-        size: min(sum(_times(node.cpus, size) for node in nodes), math.floor((total - 1) / size))
-        for size in range(least_cpus, largest + 1)
-    }
-    best = max((count * size for size, count in room_of.items()), default=0)
-    sizes = [size for size, count in room_of.items() if count and count * size >= _USED * best]
-    if not sizes:  # the only core is for reading as well
-        return Placement(_some(int(largest >= least_cpus)), total / 2, num_gpus)
-    return Placement(room_of[sizes[-1]], float(sizes[-1]), num_gpus)
+        return Placement(_some(_beside_reading(nodes, num_cpus) if num_cpus else len(nodes)), num_cpus, num_gpus)
+    largest = math.floor(max((node.cpus for node in nodes), default=0.0))
+    counts = {size: _beside_reading(nodes, size) for size in range(least_cpus, largest + 1)}
+    used = {size: count * size for size, count in counts.items()}
+    best = max(used.values(), default=0)
+    if not best:  # the only core is for reading as well
+        return Placement(_some(int(largest >= least_cpus)), 0.0, num_gpus)
+    single = max((size for size in used if counts[size] <= len(nodes)), key=lambda size: (used[size], size), default=0)
+    if used.get(single, 0) < _ONE_A_NODE * best:
+        single = max(size for size in used if used[size] >= _SEVERAL * best)
+    return Placement(counts[single], float(single), num_gpus)
 
 
-def _times(there: float, each: float, cpus: float = math.inf, cpus_each: float | None = None) -> int:
-    """Count how often a node has what an actor reserves."""
-    by_cpus = cpus / cpus_each if cpus_each else math.inf
-    return math.floor(min(there / each, by_cpus))
+def _on_gpus(nodes: Sequence[NodeResources], num_cpus: float | None, num_gpus: float, *, attends: bool) -> Placement:
+    """Fill the GPUs: several actors may share one, and one actor has whole ones else."""
+    rooms = [
+        math.floor(node.gpus) * math.floor(1 / num_gpus) if num_gpus < 1 else math.floor(node.gpus / num_gpus)
+        for node in nodes
+    ]
+    if num_cpus is None:
+        shares = [math.floor((node.cpus - 1) / room) for node, room in zip(nodes, rooms, strict=True) if room]
+        num_cpus = float(max(0, min(shares, default=0))) if attends else 0.0
+    elif num_cpus:
+        rooms = [min(room, math.floor(node.cpus / num_cpus)) for node, room in zip(nodes, rooms, strict=True)]
+        return Placement(_some(min(sum(rooms), _beside_reading(nodes, num_cpus))), num_cpus, num_gpus)
+    return Placement(_some(sum(rooms)), num_cpus, num_gpus)
+
+
+def _beside_reading(nodes: Sequence[NodeResources], size: float) -> int:
+    """Count the actors of so many cores that fit, wherever they are, beside a whole core on some node."""
+    rooms = [math.floor(node.cpus / size) for node in nodes]
+    full = [math.floor((node.cpus - 1) / size) + 1 for node in nodes]  # actors that leave a node less than a core
+    if any(node.cpus >= 1 and many > room for node, room, many in zip(nodes, rooms, full, strict=True)):
+        return sum(rooms)
+    fewest = sum(many for node, many in zip(nodes, full, strict=True) if node.cpus >= 1)
+    return max(0, min(sum(rooms), fewest - 1))
 
 
 def _some(actors: int) -> int:
     if actors < 1:
         raise ParameterError(
-            "concurrency must be given where the cluster has no room for an actor yet, got None: name the number of "
-            "actors, or lower num_cpus or num_gpus",
+            "concurrency must be given where the cluster has no room yet for an actor beside a core for reading, got "
+            "None: name the number of actors, or lower num_cpus or num_gpus",
             option="concurrency",
         )
     return actors

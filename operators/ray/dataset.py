@@ -29,7 +29,7 @@ import ray.data
 from numpy.typing import NDArray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from llmbatch.arguments import finite, flag, whole
+from llmbatch.arguments import finite, flag, refusal, whole
 from llmbatch.choices import DType, KVDType
 from llmbatch.errors import DataError, ParameterError
 from llmbatch.inference.answers.schema import AnswerSchema
@@ -51,6 +51,7 @@ from llmbatch.operators.workers import worker_of
 if TYPE_CHECKING:
     from llmbatch.operators.llm import LLMOperator
 
+_RAY: Any = ray  # some of its functions have no types
 _SHARD = "_llmbatch_shard"  # column
 _CALLS = 3  # of an actor at once: one whose last answers end, one that runs, one that is made ready
 _OUTLINED = 8192  # rows at once
@@ -97,16 +98,15 @@ def map_dataset(
         if value is not None and finite(name, value) < 0:
             raise ParameterError(f"{name} must be at least 0, got {value}")
     if concurrency is None:
-        placement = _placed(options, num_cpus, num_gpus)
-        fewest = most = placement.actors
-        num_cpus, num_gpus = placement.num_cpus, placement.num_gpus
+        placed = _placed(options, num_cpus, num_gpus)
+        fewest, most, num_cpus, num_gpus = placed.actors, placed.actors, placed.num_cpus, placed.num_gpus
         if not quiet:
-            sys.stderr.write(f"map_dataset: {placement.in_words}, since concurrency is left out\n")
+            sys.stderr.write(f"map_dataset: {placed.in_words}, since concurrency is left out\n")
     else:
         fewest, most = _actors(concurrency)
         if num_cpus is None and not num_gpus and options.tensor_parallel > 1:
             num_cpus = float(options.tensor_parallel)  # each rank has a core
-        _warn_of_too_few_cpus(fewest, num_cpus if num_cpus is not None else 0.0 if num_gpus else 1.0)
+        _warn_of_too_few_cpus(fewest, 1.0 if num_cpus is None else num_cpus)
         if num_cpus is None and not num_gpus and options.engine == "torch":
             _warn_of_idle_cpus(fewest)
     given = {"num_cpus": num_cpus, "num_gpus": num_gpus, "memory": memory, "resources": resources}
@@ -164,22 +164,23 @@ def _actors(concurrency: Any) -> tuple[int, int]:
 
 def _placed(options: Options, num_cpus: float | None, num_gpus: float | None) -> Placement:
     """Place actors in the cluster as it is now. Raises ParameterError."""
-    untyped: Any = ray
-    there = [node["Resources"] for node in untyped.nodes() if node.get("Alive", True)]
-    nodes = [NodeResources(node.get("CPU", 0.0), node.get("GPU", 0.0)) for node in there]
+    there = [node["Resources"] for node in _RAY.nodes() if node["Alive"]]
     computes = options.engine == "torch"
-    return place_actors(
-        nodes,
+    placement = place_actors(
+        [NodeResources(node.get("CPU", 0.0), node.get("GPU", 0.0)) for node in there],
         num_cpus=num_cpus if computes or num_cpus is not None else 1.0,
         num_gpus=num_gpus,
         takes_gpus=computes and options.device != "cpu",
+        attends=options.kv == "host",
         least_cpus=options.tensor_parallel,
     )
+    if options.device.startswith("cuda") and not placement.num_gpus:
+        raise refusal("device", "be auto or cpu where actors have no GPU", options.device)
+    return placement
 
 
 def _warn_of_too_few_cpus(actors: int, each: float) -> None:
-    untyped: Any = ray
-    there = untyped.cluster_resources().get("CPU", 0.0)
+    there = _RAY.cluster_resources().get("CPU", 0.0)
     if actors * each > there - 1:
         warnings.warn(
             f"the actors take {actors * each:g} of the cluster's {there:g} CPUs, and reading and sorting need one: "
@@ -189,9 +190,8 @@ def _warn_of_too_few_cpus(actors: int, each: float) -> None:
 
 
 def _warn_of_idle_cpus(actors: int) -> None:
-    untyped: Any = ray
-    there = untyped.cluster_resources().get("CPU", 0.0)
-    largest = max(node["Resources"].get("CPU", 0.0) for node in untyped.nodes())
+    there = _RAY.cluster_resources().get("CPU", 0.0)
+    largest = max(node["Resources"].get("CPU", 0.0) for node in _RAY.nodes())
     each = int(min((there - 1) // actors, largest))
     if each > 1:
         warnings.warn(

@@ -1,4 +1,4 @@
-"""Actors fill a cluster as it is: each as large as leaves few cores idle, one for each GPU."""
+"""Actors fill a cluster as it is: one for each GPU, or else few large ones; reading has a core."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from hypothesis import strategies as st
 from llmbatch.errors import ParameterError
 from llmbatch.operators.ray.cluster import NodeResources, Placement, place_actors
 
-NODES = st.lists(st.builds(NodeResources, st.integers(1, 64).map(float), st.integers(0, 8).map(float)), min_size=1)
+CPUS = st.one_of(st.integers(1, 64), st.sampled_from([0, 0.5, 1.5, 2.25, 7.75]))
+NODES = st.lists(st.builds(NodeResources, CPUS, st.integers(0, 8)), min_size=1, max_size=12).filter(
+    lambda nodes: any(node.cpus >= 1 for node in nodes)
+)
 
 
 def placed(
@@ -20,11 +23,11 @@ def placed(
     num_cpus: float | None = None,
     num_gpus: float | None = None,
     takes_gpus: bool = True,
-    least_cpus: int = 1,
+    **options: Any,
 ) -> Placement:
     """Actors on nodes of so many CPUs and GPUs."""
     there = [NodeResources(*node) for node in nodes]
-    return place_actors(there, num_cpus=num_cpus, num_gpus=num_gpus, takes_gpus=takes_gpus, least_cpus=least_cpus)
+    return place_actors(there, num_cpus=num_cpus, num_gpus=num_gpus, takes_gpus=takes_gpus, **options)
 
 
 @pytest.mark.parametrize(
@@ -33,21 +36,37 @@ def placed(
         ([(2, 0)], 1, 1),
         ([(8, 0)], 1, 7),
         ([(8, 0), (8, 0)], 2, 7),
-        ([(64, 0), (64, 0), (64, 0), (64, 0)], 4, 63),
-        ([(4, 0), (8, 0)], 5, 2),
-        ([(1, 0)], 1, 0.5),
+        ([(4, 0), (4, 0)], 2, 3),
+        ([(8, 0)] * 5, 5, 7),
+        ([(64, 0)] * 4, 4, 63),
+        ([(64, 0), (2, 0), (2, 0)], 1, 64),
+        ([(64, 0), *[(4, 0)] * 16], 31, 4),
         ([(1, 0), (1, 0)], 1, 1),
+        ([(1.5, 0), (0.5, 0)], 1, 0),
+        ([(1, 0)], 1, 0),
     ],
 )
 def test_processors_have_few_large_actors(nodes: list[tuple[float, float]], actors: int, cpus: float) -> None:
     assert placed(*nodes) == Placement(actors, cpus, None)
 
 
-def test_each_gpu_has_an_actor() -> None:
-    assert placed((64, 8), (64, 8), (16, 0)) == Placement(16, None, 1.0)
-    assert placed((64, 8), num_gpus=2) == Placement(4, None, 2)
-    assert placed((64, 2), num_gpus=0.5) == Placement(4, None, 0.5)
-    assert placed((8, 4), num_cpus=4) == Placement(2, 4, 1.0)
+def test_each_gpu_has_an_actor_that_leaves_cores_to_reading() -> None:
+    assert placed((64, 8), (64, 8), (16, 0)) == Placement(16, 0.0, 1.0)
+    assert placed((0, 4), (8, 0)) == Placement(4, 0.0, 1.0)
+    assert placed((64, 8), num_gpus=2) == Placement(4, 0.0, 2)
+    assert placed((8, 4), num_cpus=4) == Placement(1, 4, 1.0)
+    assert placed((9, 4), num_cpus=4) == Placement(2, 4, 1.0)
+
+
+def test_an_actor_has_its_part_of_a_gpu_within_one() -> None:
+    assert placed((64, 2), num_gpus=0.5) == Placement(4, 0.0, 0.5)
+    assert placed((64, 4), num_gpus=0.3) == Placement(12, 0.0, 0.3)
+    assert placed((64, 4), num_gpus=0.6) == Placement(4, 0.0, 0.6)
+
+
+def test_actors_that_attend_share_the_cores_of_their_node() -> None:
+    assert placed((64, 8), (32, 4), attends=True) == Placement(12, 7.0, 1.0)
+    assert placed((4, 8), attends=True) == Placement(8, 0.0, 1.0)
 
 
 def test_gpus_are_left_alone_by_who_computes_on_processors() -> None:
@@ -57,7 +76,7 @@ def test_gpus_are_left_alone_by_who_computes_on_processors() -> None:
 
 def test_what_the_user_gives_an_actor_holds() -> None:
     assert placed((8, 0), (8, 0), num_cpus=3) == Placement(4, 3, None)
-    assert placed((8, 0), num_cpus=8) == Placement(1, 8, None)
+    assert placed((9, 0), num_cpus=8) == Placement(1, 8, None)
     assert placed((8, 0), (2, 0), num_cpus=0) == Placement(2, 0, None)
 
 
@@ -67,37 +86,51 @@ def test_ranks_have_a_core_each() -> None:
 
 @pytest.mark.parametrize(
     ("nodes", "given"),
-    [([], {}), ([(0, 0)], {}), ([(2, 0)], {"num_cpus": 4}), ([(2, 0)], {"num_gpus": 1}), ([(2, 0)], {"least_cpus": 4})],
+    [
+        ([], {}),
+        ([(0, 0)], {}),
+        ([(2, 0)], {"num_cpus": 4}),
+        ([(2, 0)], {"num_cpus": 2}),
+        ([(2, 0)], {"num_gpus": 1}),
+        ([(2, 0)], {"least_cpus": 4}),
+    ],
 )
-def test_a_cluster_without_room_is_named(nodes: list[tuple[float, float]], given: dict[str, int]) -> None:
-    options: dict[str, Any] = {"num_cpus": None, "num_gpus": None, "takes_gpus": True, **given}
+def test_a_cluster_without_room_is_named(nodes: list[tuple[float, float]], given: dict[str, Any]) -> None:
     with pytest.raises(ParameterError) as caught:
-        place_actors([NodeResources(*node) for node in nodes], **options)
+        placed(*nodes, **given)
     assert str(caught.value) == (
-        "concurrency must be given where the cluster has no room for an actor yet, got None: name the number of "
-        "actors, or lower num_cpus or num_gpus"
+        "concurrency must be given where the cluster has no room yet for an actor beside a core for reading, got None: "
+        "name the number of actors, or lower num_cpus or num_gpus"
     )
 
 
-@given(NODES)
-def test_actors_fit_beside_a_core_for_reading(nodes: list[NodeResources]) -> None:
-    found = place_actors(nodes, num_cpus=None, num_gpus=None, takes_gpus=False)
-    assert found.num_cpus is not None
-    total = sum(node.cpus for node in nodes)
-    assert found.actors * found.num_cpus <= max(total - 1, total / 2)
-    assert found.actors <= sum(math.floor(node.cpus / found.num_cpus) for node in nodes)
+def left_at_worst(nodes: list[NodeResources], found: Placement) -> bool:
+    """Whether a node keeps a whole core, if actors are put where they leave the fewest."""
+    left, actors = sorted(node.cpus for node in nodes if node.cpus >= 1), found.actors
+    for cores in left:
+        fill = next((many for many in range(1, actors + 1) if cores - many * found.num_cpus < 1), None)
+        if fill is None or cores - fill * found.num_cpus < 0:
+            return True
+        actors -= fill
+    return False
 
 
 @given(NODES)
-def test_a_tenth_of_the_cores_that_can_be_used_is_idle_at_most(nodes: list[NodeResources]) -> None:
+def test_some_node_keeps_a_core_for_reading_wherever_actors_are(nodes: list[NodeResources]) -> None:
     found = place_actors(nodes, num_cpus=None, num_gpus=None, takes_gpus=False)
-    total = sum(node.cpus for node in nodes)
-    if total > 1:
-        assert found.actors * (found.num_cpus or 0.0) >= 0.9 * (total - 1)
+    assert found.actors <= sum(math.floor(node.cpus / found.num_cpus) for node in nodes) if found.num_cpus else 1
+    assert left_at_worst(nodes, found)
+
+
+@given(NODES)
+def test_most_of_the_cores_that_can_be_used_are_used(nodes: list[NodeResources]) -> None:
+    found = place_actors(nodes, num_cpus=None, num_gpus=None, takes_gpus=False)
+    cores = sum(math.floor(node.cpus) for node in nodes)
+    assert found.actors * found.num_cpus >= 0.6 * (cores - 1)
 
 
 def test_what_runs_is_said() -> None:
     assert Placement(2, 7.0, None).in_words == "2 actors of 7 CPUs"
-    assert Placement(1, None, 1.0).in_words == "1 actor of 1 GPU"
+    assert Placement(1, 0.0, 1.0).in_words == "1 actor of 1 GPU"
     assert Placement(1_000, 4.0, 0.5).in_words == "1,000 actors of 0.5 GPUs and 4 CPUs"
     assert Placement(3, 0.0, None).in_words == "3 actors"

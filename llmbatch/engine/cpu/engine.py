@@ -53,6 +53,8 @@ class CpuEngine:
         model: Callable[..., Any] | None = None,
     ) -> None:
         self._model = model or loaded.module
+        # A step of others would bring other layers' weights to where a held step has its own.
+        self._holds = model is None or loaded.streamed is None
         self._head = Head(loaded.module)
         self._pages = CpuKVCache(
             loaded.attention,
@@ -89,7 +91,10 @@ class CpuEngine:
         return self._execute(step, None)
 
     def execute_in_parts(self, step: Step, between: Callable[[], None]) -> StepResult:
-        """Execute a step, calling `between` between two layers; it may execute others."""
+        """Execute a step, calling `between` between two layers; it may execute others.
+
+        It is not called where layers come to a device from its host.
+        """
         elsewhere = 0.0
 
         def others() -> None:
@@ -121,7 +126,9 @@ class CpuEngine:
             token_pages=tokens.pages,
             token_offsets=tokens.offsets,
             window_tables=step.window_tables,
-            between=None if scored else between,  # the head of a model that keeps states is not for other steps
+            between=between
+            if self._holds and not scored
+            else None,  # the head of a model that keeps states is not for other steps
         )
         elements = self._weight_elements + len(tokens.ids) * self._token_elements + tokens.keys * self._key_elements
         numba.set_num_threads(self._threads if elements >= _WORTH_THREADS else 1)

@@ -23,6 +23,7 @@ from llmbatch.errors import ModelError
 from llmbatch.perf_model.residency import BUFFERS
 
 _ALIGNED: Final = 256  # bytes, where a matrix begins
+_PIECE: Final = 32 << 20  # bytes, a millisecond or less of a link
 _TRIED: Final = 64 << 20  # bytes that are copied to find what the link carries
 _TIMES: Final = 3  # of which the fastest says it
 
@@ -64,11 +65,12 @@ class CopyStream:
         weakref.finalize(source, cuda.cudaHostUnregister, address)
 
     def begin(self, source: torch.Tensor, target: torch.Tensor) -> Wait:
-        """Copy on the stream."""
+        """Copy on the stream, in pieces: other copies over the link may come between two of them."""
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
-            target.copy_(source, non_blocking=True)
+            for piece, place in zip(torch.split(source, _PIECE), torch.split(target, _PIECE), strict=True):
+                place.copy_(piece, non_blocking=True)
         target.record_stream(self._stream)  # so that it is not given to others while the copy is under way
         done = self._stream.record_event()
         return lambda: torch.cuda.current_stream(self._device).wait_event(done)

@@ -17,6 +17,7 @@ from llmbatch import LLMOperator
 from llmbatch.engine import factory
 from llmbatch.engine.calibration.device_cost import cost_model
 from llmbatch.engine.calibration.memory_profile import check_room
+from llmbatch.engine.calibration.step_timer import StepKind
 from llmbatch.engine.cpu.engine import CpuEngine
 from llmbatch.engine.factory import memory_of_weights, prepare, size_pool
 from llmbatch.engine.host_attention import DeviceModel
@@ -24,9 +25,12 @@ from llmbatch.engine.model.config import describe_model
 from llmbatch.engine.model.loader import LoadedModel, load_model
 from llmbatch.engine.model.outline import HOST_PAGE_SIZE, shape_of
 from llmbatch.engine.weights.host_layers import CopyStream, PlainCopies
+from llmbatch.engine.weights.residency import least_memory
 from llmbatch.errors import JobError, ModelError, ParameterError
 from llmbatch.inference.options import Options
 from llmbatch.kvcache.windows import WindowPages
+from llmbatch.perf_model.hardware import measure_cpu
+from llmbatch.perf_model.residency import with_host_kv
 from llmbatch.planning.workload import Scheduling
 from llmbatch.scheduler.admission_order import Blend
 from tests.engine.gpu.test_engine import DEVICE, prompts
@@ -86,19 +90,29 @@ def test_layers_with_windows_have_pages_of_their_own(tmp_path: Path) -> None:
     assert golden.run(engine_of(loaded, golden.num_pages, windows.num_pages), Blend(0.1, 0.2), 16) == expected
 
 
+@pytest.fixture(scope="module")
+def three(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model of three layers, of which two buffers do not hold all."""
+    return tiny_model_folder(tmp_path_factory.mktemp("three"), "llama", layers=3)
+
+
 @pytest.fixture
-def given(shallow: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+def given(three: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Options of an operator, on a device where one is asked for."""
     monkeypatch.setattr("llmbatch.engine.devices._accelerated", lambda name: DEVICE_ALONE)
     monkeypatch.setattr("llmbatch.engine.devices._unusable", lambda device: None)
-    return {"model": shallow, "prompt": "text", "max_tokens": 5, "dtype": "float32", "kv_memory": 2**20}
+    return {"model": three, "prompt": "text", "max_tokens": 5, "dtype": "float32", "kv_memory": 2**20}
 
 
-@pytest.mark.parametrize("weights", [{}, {"weights": "host", "weights_memory": 10**9}])
+@pytest.mark.parametrize("streams", [False, True])
 def test_an_operator_answers_as_on_the_processor(
-    given: dict[str, Any], weights: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    given: dict[str, Any], streams: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its answers are drawn, stopped, told of and bound to a form as there."""
+    """Its answers are drawn, stopped and told of as there."""
+    shape = shape_of(describe_model(given["model"], dtype="float32"))
+    least = least_memory(shape, is_host=False)
+    assert least < shape.weight_bytes
+    weights: dict[str, Any] = {"weights": "host", "weights_memory": least} if streams else {}
     monkeypatch.setattr(factory, "_free_memory", lambda platform: 10**9)
     text = "abcdef" * 4
     params = [
@@ -115,6 +129,32 @@ def test_an_operator_answers_as_on_the_processor(
     expected = LLMOperator(**given, sampling_params="params")(rows)
     answered = LLMOperator(**given, **weights, sampling_params="params", device="cuda", kv="host")(rows)
     assert rounded(answered.to_pylist()) == rounded(expected.to_pylist())
+
+
+@pytest.mark.parametrize("weights", [None, 1])
+def test_steps_of_others_are_between_layers_only_where_layers_stay(three: str, weights: int | None) -> None:
+    """A step of others would bring other layers to where the held one has its own."""
+    loaded = load_model(three, dtype="float32", weights_memory=weights, platform=PLATFORM)
+    engine, held = engine_of(loaded, 8), list[int]()
+    kind = StepKind(prefills=((0, 6),))
+    engine.begin(kind.requests(256))
+    engine.execute_in_parts(kind.step(4), lambda: held.append(1))
+    assert len(held) == (2 if weights is None else 0)
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"attention": "varlen"}, "attention must be auto where kv is host, since the processor attends, got 'varlen'"),
+        ({"overlap": "interleaved"}, "overlap must be sequential or auto where kv is host, got 'interleaved'"),
+    ],
+)
+def test_what_the_processor_is_not_asked_is_refused(
+    given: dict[str, Any], option: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ParameterError) as caught:
+        LLMOperator(**given, **option, device="cuda", kv="host")
+    assert str(caught.value) == message
 
 
 def test_a_processor_has_no_host_beside_it(given: dict[str, Any]) -> None:
@@ -176,9 +216,11 @@ def test_what_the_host_attends_is_said_and_counted(shallow: str) -> None:
     assert found.notes[1].startswith("weights do not all fit in the memory for them: ")
     assert found.attends_on_host
     assert not found.keeps_rates
-    resident = cost_model(PLATFORM, described, options)
-    assert found.cost.rates.weight_seconds > resident.rates.weight_seconds
-    assert found.cost.rates.seconds_per_kv_token == resident.rates.seconds_per_kv_token
+    device = cost_model(DEVICE_ALONE, described, options)
+    by_host = with_host_kv(device, measure_cpu())
+    assert found.cost.rates.weight_seconds > device.rates.weight_seconds
+    assert found.cost.rates.seconds_per_kv_token == by_host.rates.seconds_per_kv_token
+    assert found.cost.rates.seconds_per_pair == by_host.rates.seconds_per_pair
 
 
 def test_a_step_that_a_device_has_no_room_for_ends_the_job(shallow: str, monkeypatch: pytest.MonkeyPatch) -> None:
