@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from gpu.stage import Stage
-from llmbatch.engine.gpu.cuda_graphs import GraphRecorder
+from llmbatch.engine.gpu.graphs.recorder import GraphRecorder
 from llmbatch.kernels import reference
 from llmbatch.kernels.cascade import GROUPS, Groups
 from llmbatch.kernels.interface import BatchLayout, PagedAttention

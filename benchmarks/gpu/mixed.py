@@ -9,9 +9,9 @@ from typing import Any
 from gpu.smoke import Repeater
 from gpu.stage import SMALL, Stage
 from llmbatch.engine.calibration.step_timer import StepKind, time_step
-from llmbatch.engine.gpu.cuda_graphs import GraphRecorder
 from llmbatch.engine.gpu.engine import GpuEngine
-from llmbatch.engine.gpu.mixed_graphs import mixed_sizes
+from llmbatch.engine.gpu.graphs.mixed import mixed_sizes
+from llmbatch.engine.gpu.graphs.recorder import GraphRecorder
 from llmbatch.kernels.triton.backend import TritonAttention
 
 

@@ -21,9 +21,9 @@ from torch import nn
 from gpu.kernels import ALONE, Attention, Step, padded
 from gpu.stage import Stage
 from llmbatch.engine.calibration.step_timer import StepKind
-from llmbatch.engine.gpu.cuda_graphs import GraphRecorder, Recorder
 from llmbatch.engine.gpu.engine import GpuEngine
 from llmbatch.engine.gpu.fp8_linear import Fp8Linear
+from llmbatch.engine.gpu.graphs.recorder import GraphRecorder, Recorder
 from llmbatch.engine.model.config import describe_model
 from llmbatch.engine.model.fusion.layers import FusedLayer
 from llmbatch.engine.model.loader import LoadedModel, load_weights

@@ -24,10 +24,10 @@ from llmbatch.engine.calibration.step_timer import StepKind
 from llmbatch.engine.calibration.store import DeviceCalibration
 from llmbatch.engine.devices import find_platform
 from llmbatch.engine.gpu.attention import PAGE_SIZE, GpuOps
-from llmbatch.engine.gpu.cuda_graphs import GraphRecorder
 from llmbatch.engine.gpu.engine import GpuEngine
 from llmbatch.engine.gpu.fp8_linear import Fp8Linear
-from llmbatch.engine.gpu.mixed_graphs import mixed_sizes
+from llmbatch.engine.gpu.graphs.mixed import mixed_sizes
+from llmbatch.engine.gpu.graphs.recorder import GraphRecorder
 from llmbatch.engine.gpu.strategies import Strategy, make_execution
 from llmbatch.engine.model.config import describe_model
 from llmbatch.engine.model.loader import LoadedModel, load_model

@@ -32,7 +32,7 @@ SHARE = 0.02  # of the tokens
 # The command, which notes the tokens of each step in a file that outlives it.
 COMMAND = """
 import os, sys
-from llmbatch.engine.generation import TokenBuffers
+from llmbatch.engine.generation.buffers import TokenBuffers
 from llmbatch.cli.main import main
 
 log = os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT | os.O_APPEND)

@@ -13,6 +13,5 @@ __all__ = [
     "grammars",
     "packing",
     "recorded",
-    "seeds",
     "simulated",
 ]

@@ -110,8 +110,8 @@ class EngineFactory:
         grammars: Grammars | None = None,
     ) -> GpuEngine:
         """Build an engine on a device."""
-        from llmbatch.engine.gpu.cuda_graphs import GraphRecorder
         from llmbatch.engine.gpu.engine import GpuEngine
+        from llmbatch.engine.gpu.graphs.recorder import GraphRecorder
         from llmbatch.engine.gpu.strategies import make_execution
 
         assert self.attention is not None
@@ -217,7 +217,7 @@ def prepare(
             return _streamed_to_a_device(pool, cost, streamed, attention, notes)
         return EngineFactory(pool, cost_model(platform, model, config), attention, strategy, notes=notes)
     from llmbatch.engine.calibration.memory_profile import measure_room  # needs Triton
-    from llmbatch.engine.gpu.mixed_graphs import mixed_sizes
+    from llmbatch.engine.gpu.graphs.mixed import mixed_sizes
 
     rows, size = scheduling.max_running, pool.page_size
     tokens = max(scheduling.step_tokens or MOST_TOKENS, rows)

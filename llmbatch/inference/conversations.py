@@ -26,7 +26,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from llmbatch.engine.seeds import mix
+from llmbatch.engine.generation.seeds import mix
 from llmbatch.inference.answers.row_parts import RequestAnswer
 from llmbatch.inference.window import Window
 from llmbatch.planning.prefix_tree import PrefixTree

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from llmbatch.compilation.decorators import code_folder, kept
 from llmbatch.compilation.interpreted import interpret
 from llmbatch.engine.base import Engine
-from llmbatch.engine.generation import TokenBuffers
+from llmbatch.engine.generation.buffers import TokenBuffers
 from llmbatch.engine.packing import pack_tokens
 from llmbatch.engine.simulated import SimulatedEngine
 from llmbatch.io.row_hash import hash_rows

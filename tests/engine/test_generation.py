@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from llmbatch.engine.generation import TokenBuffers
-from llmbatch.engine.sampling_columns import SamplingColumns, TokenLists
+from llmbatch.engine.generation.buffers import TokenBuffers
+from llmbatch.engine.generation.columns import SamplingColumns, TokenLists
 from llmbatch.preprocess.sampling_params import SamplingParams
 from llmbatch.runtime.online.spare_rows import SpareRows
 from tests.runtime.test_spare_rows import batch_of

@@ -10,8 +10,8 @@ import pytest
 from numba import njit as _njit
 from numpy.typing import NDArray
 
+from llmbatch.engine.generation.seeds import mix
 from llmbatch.engine.sampling.sampler import sample
-from llmbatch.engine.seeds import mix
 
 Array = NDArray[Any]
 njit: Callable[[Callable[..., None]], Callable[..., None]] = _njit

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from llmbatch.engine.stop_strings import StopTokens, last_characters
+from llmbatch.engine.generation.stop_strings import StopTokens, last_characters
 
 TEXTS = ("a", "b", "ab", " b", "\n", "\ufffd", "", "xyz")
 

@@ -14,7 +14,7 @@ from typing import Final
 from llmbatch.engine.calibration.step_timer import StepKind, measured, median_step
 from llmbatch.engine.calibration.store import DeviceCalibration, FittedStrategy
 from llmbatch.engine.gpu.engine import GpuEngine
-from llmbatch.engine.gpu.mixed_graphs import mixed_sizes
+from llmbatch.engine.gpu.graphs.mixed import mixed_sizes
 from llmbatch.engine.gpu.strategies import STRATEGIES, Strategy
 from llmbatch.perf_model.cost import SEQUENTIAL, CostModel, Overlap
 from llmbatch.perf_model.fit import calibrate

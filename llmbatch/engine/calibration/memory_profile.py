@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from llmbatch.engine.base import StreamEngine
-from llmbatch.engine.gpu.cuda_graphs import MOST_ROWS, GraphRecorder, rows_of
 from llmbatch.engine.gpu.engine import GpuEngine
+from llmbatch.engine.gpu.graphs.recorder import MOST_ROWS, GraphRecorder, rows_of
 from llmbatch.engine.model.loader import LoadedModel
 from llmbatch.errors import JobError
 from llmbatch.kernels.interface import PagedAttention

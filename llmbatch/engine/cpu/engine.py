@@ -21,7 +21,7 @@ from llmbatch.engine.base import TokenLogprobs
 from llmbatch.engine.cpu.attention import CpuAttention, CpuKVCache
 from llmbatch.engine.cpu.step_tokens import step_tokens
 from llmbatch.engine.cpu.threads import threads_at_once
-from llmbatch.engine.generation import TokenBuffers
+from llmbatch.engine.generation.buffers import TokenBuffers
 from llmbatch.engine.grammars import Grammars
 from llmbatch.engine.model.loader import LoadedModel
 from llmbatch.engine.prompt_scores import Head, scored_rows

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmbatch.compilation.decorators import compiled
-from llmbatch.engine.generation import TokenBuffers
+from llmbatch.engine.generation.buffers import TokenBuffers
 from llmbatch.engine.packing import pack
 from llmbatch.scheduler.output import Step
 

@@ -4,4 +4,4 @@ Must not import `engine.cpu`.
 Start reading at `engine`.
 """
 
-__all__ = ["attention", "cuda_graphs", "engine", "fp8_linear", "mixed_graphs", "strategies"]
+__all__ = ["attention", "engine", "fp8_linear", "graphs", "strategies"]

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from llmbatch.engine.generation import TokenBuffers
+from llmbatch.engine.generation.buffers import TokenBuffers
 from llmbatch.engine.packing import pack_tokens, window_places
 from llmbatch.kernels.interface import AttentionPlan
 from llmbatch.scheduler.output import Step

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from llmbatch.engine.generation import TokenBuffers
+from llmbatch.engine.generation.buffers import TokenBuffers
 from llmbatch.engine.gpu.step_forward import StepForward
 from llmbatch.engine.prompt_scores import ScoredRows, scored_rows
 from llmbatch.engine.sampling.choice import choose_tokens, on_host, tell_of_prompts

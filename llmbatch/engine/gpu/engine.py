@@ -2,7 +2,7 @@
 
 A step is decided on the host from lengths alone, packed there, and uploaded in one copy (`llmbatch.engine.gpu.batch`).
 The `Execution` decides how its forwards are run; small steps are recorded and replayed
-(`llmbatch.engine.gpu.cuda_graphs`). `submit` queues a step, `collect` waits for the oldest queued one.
+(`llmbatch.engine.gpu.graphs.recorder`). `submit` queues a step, `collect` waits for the oldest queued one.
 
 Steps with rows that ask for more of their logits than a token are not queued: penalties, forms and log-probabilities
 need the tokens before, and are computed on the host, by the code of the processor. Such a step is computed when it is
@@ -20,11 +20,11 @@ import torch
 from numpy.typing import NDArray
 
 from llmbatch.engine.base import TokenLogprobs
-from llmbatch.engine.generation import TokenBuffers, TokenChoices
+from llmbatch.engine.generation.buffers import TokenBuffers, TokenChoices
 from llmbatch.engine.gpu.attention import GpuKVCache
-from llmbatch.engine.gpu.cuda_graphs import Recorder
 from llmbatch.engine.gpu.deferred import DeferredStep, DeferredSteps
 from llmbatch.engine.gpu.execution import Execution, Sequential
+from llmbatch.engine.gpu.graphs.recorder import Recorder
 from llmbatch.engine.gpu.microbatch import MicroBatch, order_of
 from llmbatch.engine.gpu.sampler import Draw, choose
 from llmbatch.engine.gpu.step_forward import StepForward

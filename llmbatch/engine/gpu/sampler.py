@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from llmbatch.compilation.decorators import compiled
-from llmbatch.engine.seeds import mix
+from llmbatch.engine.generation.seeds import mix
 from llmbatch.kernels.triton.argmax import best
 from llmbatch.kernels.triton.draw import draw as draw_tokens
 

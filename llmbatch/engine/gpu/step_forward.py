@@ -11,14 +11,14 @@ from functools import partial
 import numpy as np
 import torch
 
-from llmbatch.engine.generation import TokenBuffers
+from llmbatch.engine.generation.buffers import TokenBuffers
 from llmbatch.engine.gpu.attention import GpuKVCache, plan_layers
 from llmbatch.engine.gpu.batch import HostBatch, upload
-from llmbatch.engine.gpu.cuda_graphs import Recorder, look_up
 from llmbatch.engine.gpu.execution import Execution
+from llmbatch.engine.gpu.graphs.recorder import Recorder, look_up
+from llmbatch.engine.gpu.graphs.steps import StepGraphs
 from llmbatch.engine.gpu.microbatch import MicroBatch, order_of
 from llmbatch.engine.gpu.model_runner import ModelRunner
-from llmbatch.engine.gpu.step_graphs import StepGraphs
 from llmbatch.engine.model.loader import LoadedModel
 from llmbatch.engine.prompt_scores import Head, ScoredRows
 from llmbatch.kernels.interface import BatchLayout, GraphCapturable, PagedAttention

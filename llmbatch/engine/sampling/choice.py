@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from llmbatch.compilation.decorators import compiled
 from llmbatch.engine.base import TokenLogprobs
-from llmbatch.engine.generation import TokenBuffers, TokenChoices
+from llmbatch.engine.generation.buffers import TokenBuffers, TokenChoices
 from llmbatch.engine.grammars import Masks, apply_masks
 from llmbatch.engine.prompt_scores import Head, ScoredRows
 from llmbatch.engine.sampling.processors import log_probabilities, process

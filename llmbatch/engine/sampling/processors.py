@@ -14,7 +14,7 @@ from numba import prange
 from numpy.typing import NDArray
 
 from llmbatch.compilation.decorators import compiled
-from llmbatch.engine.generation import TokenBuffers
+from llmbatch.engine.generation.buffers import TokenBuffers
 from llmbatch.kernels.cpu.numerics import exp32
 
 

@@ -15,7 +15,7 @@ from numba import prange
 from numpy.typing import NDArray
 
 from llmbatch.compilation.decorators import compiled
-from llmbatch.engine.seeds import mix
+from llmbatch.engine.generation.seeds import mix
 from llmbatch.kernels.cpu.numerics import exp32, ordered, unordered
 
 _CHUNK: Final = 1024

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
-from llmbatch.engine.gpu.cuda_graphs import GraphRecorder, Recorder, rows_of
 from llmbatch.engine.gpu.engine import GpuEngine
 from llmbatch.engine.gpu.execution import (
     AttentionStream,
@@ -21,6 +20,7 @@ from llmbatch.engine.gpu.execution import (
     Interleaved,
     StreamLane,
 )
+from llmbatch.engine.gpu.graphs.recorder import GraphRecorder, Recorder, rows_of
 from llmbatch.engine.gpu.handoff import Handoff
 from llmbatch.engine.gpu.microbatch import MicroBatch, halves, order_of, whole
 from llmbatch.engine.gpu.step_cost import halves_pay

@@ -18,9 +18,9 @@ from llmbatch.engine.calibration.memory_profile import run_largest
 from llmbatch.engine.calibration.store import CalibrationStore
 from llmbatch.engine.factory import size_pool
 from llmbatch.engine.gpu.attention import PAGE_SIZE, GpuOps
-from llmbatch.engine.gpu.cuda_graphs import GraphRecorder, Recorder
 from llmbatch.engine.gpu.engine import GpuEngine
 from llmbatch.engine.gpu.fp8_linear import Fp8Linear
+from llmbatch.engine.gpu.graphs.recorder import GraphRecorder, Recorder
 from llmbatch.engine.model.config import ModelConfig, describe_model
 from llmbatch.engine.model.loader import LoadedModel, load_weights
 from llmbatch.engine.model.outline import shape_of

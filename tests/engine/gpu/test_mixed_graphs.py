@@ -16,9 +16,9 @@ pytest.importorskip("triton")
 from llmbatch.engine.calibration import memory_profile
 from llmbatch.engine.calibration.step_timer import StepKind
 from llmbatch.engine.gpu.batch import DeviceBatch
-from llmbatch.engine.gpu.cuda_graphs import MOST_ROWS, DecodeGraphs, GraphRecorder, RecordedSizes, Recorder
 from llmbatch.engine.gpu.engine import GpuEngine
-from llmbatch.engine.gpu.mixed_graphs import MOST_TOKENS, MixedGraphs, mixed_sizes
+from llmbatch.engine.gpu.graphs.mixed import MOST_TOKENS, MixedGraphs, mixed_sizes
+from llmbatch.engine.gpu.graphs.recorder import MOST_ROWS, DecodeGraphs, GraphRecorder, RecordedSizes, Recorder
 from llmbatch.engine.gpu.model_runner import ModelRunner
 from llmbatch.engine.model.loader import LoadedModel, load_model
 from llmbatch.kernels.triton.backend import TritonAttention

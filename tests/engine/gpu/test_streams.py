@@ -10,8 +10,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from llmbatch.engine.gpu.cuda_graphs import GraphRecorder
 from llmbatch.engine.gpu.execution import StreamLane
+from llmbatch.engine.gpu.graphs.recorder import GraphRecorder
 from llmbatch.kernels.triton.side_stream import SideStream
 
 CARD = torch.device("cuda", 0)

@@ -11,8 +11,8 @@ import torch
 pytest.importorskip("triton")
 
 from llmbatch.engine.gpu.attention import PAGE_SIZE, GpuOps
-from llmbatch.engine.gpu.cuda_graphs import GraphRecorder, Recorder
 from llmbatch.engine.gpu.engine import GpuEngine
+from llmbatch.engine.gpu.graphs.recorder import GraphRecorder, Recorder
 from llmbatch.engine.model.loader import LoadedModel, load_model
 from llmbatch.engine.model.platform import Platform
 from llmbatch.kernels.triton.backend import TritonAttention

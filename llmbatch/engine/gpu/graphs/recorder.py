@@ -3,7 +3,7 @@
 A small step takes a device less time than the host needs to launch its hundreds of kernels. A recorded forward is one
 launch. It reads and writes fixed memory, and its launches are those of its shape. So a step is padded to the next
 recorded one, and its inputs are copied to where the recorded forward reads them. A step of decodes is padded with rows
-that decode a token at a page of their own; one with chunks: `llmbatch.engine.gpu.mixed_graphs`. The pages of all its
+that decode a token at a page of their own; one with chunks: `llmbatch.engine.gpu.graphs.mixed`. The pages of all its
 rows are of any number; they go to one table, which all recordings read. Logits of all recordings go to one buffer.
 
 Recordings share one pool of memory, of which each takes blocks that an earlier one has left: so the largest is recorded
@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from llmbatch.engine.generation import TokenBuffers
+from llmbatch.engine.generation.buffers import TokenBuffers
 from llmbatch.engine.gpu.attention import GpuKVCache, plan_layers
 from llmbatch.engine.gpu.batch import DeviceBatch, HostBatch, Kind, batch_of, lengthened, split, stage
 from llmbatch.engine.packing import PackedTokens

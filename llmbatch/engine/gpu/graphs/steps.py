@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from llmbatch.engine.generation import TokenBuffers
+from llmbatch.engine.generation.buffers import TokenBuffers
 from llmbatch.engine.gpu.attention import GpuKVCache
 from llmbatch.engine.gpu.batch import DeviceBatch, HostBatch
-from llmbatch.engine.gpu.cuda_graphs import (
+from llmbatch.engine.gpu.graphs.mixed import MixedGraphs
+from llmbatch.engine.gpu.graphs.recorder import (
     MOST_ROWS,
     DecodeGraphs,
     Forward,
@@ -18,7 +19,6 @@ from llmbatch.engine.gpu.cuda_graphs import (
     Recordings,
     rows_of,
 )
-from llmbatch.engine.gpu.mixed_graphs import MixedGraphs
 from llmbatch.kernels.interface import GraphCapturable, PagedAttention
 from llmbatch.perf_model.work import Rates
 from llmbatch.scheduler.output import Step

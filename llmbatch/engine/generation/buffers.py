@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llmbatch.engine.append_tokens import append_tokens, find_room
 from llmbatch.engine.base import TokenLogprobs
+from llmbatch.engine.generation.append import append_tokens, find_room
+from llmbatch.engine.generation.columns import SamplingColumns
+from llmbatch.engine.generation.stop_strings import StopTokens, last_characters
 from llmbatch.engine.grammars import Grammars
-from llmbatch.engine.sampling_columns import SamplingColumns
-from llmbatch.engine.stop_strings import StopTokens, last_characters
 from llmbatch.preprocess.request_batch import RequestBatch
 from llmbatch.preprocess.sampling_params import SamplingParams
 from llmbatch.scheduler.output import FinishReason, ForcedTokens, Step, StepResult

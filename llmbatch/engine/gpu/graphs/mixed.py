@@ -1,4 +1,4 @@
-"""Steps with chunks, brought to a few recorded shapes (`llmbatch.engine.gpu.cuda_graphs`).
+"""Steps with chunks, brought to a few recorded shapes (`llmbatch.engine.gpu.graphs.recorder`).
 
 The launches of a recorded step are those of a number of tokens and a number of sampled rows. Attention has tables with
 room for any step of so many tokens, and reads from memory how many items there are, so nothing else of the step shows
@@ -21,10 +21,10 @@ from typing import Any, Final
 
 import numpy as np
 
-from llmbatch.engine.generation import TokenBuffers
+from llmbatch.engine.generation.buffers import TokenBuffers
 from llmbatch.engine.gpu.attention import GpuKVCache, plan_layers
 from llmbatch.engine.gpu.batch import HostBatch, Kind
-from llmbatch.engine.gpu.cuda_graphs import MOST_ROWS, Forward, RecordedSizes, Recording, Recordings
+from llmbatch.engine.gpu.graphs.recorder import MOST_ROWS, Forward, RecordedSizes, Recording, Recordings
 from llmbatch.engine.gpu.step_cost import StepCost
 from llmbatch.engine.packing import PackedTokens
 from llmbatch.kernels.interface import BatchLayout, PaddedAttention
