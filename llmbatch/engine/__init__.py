@@ -11,6 +11,7 @@ __all__ = [
     "factory",
     "generation",
     "grammars",
+    "memory",
     "packing",
     "recorded",
     "simulated",

@@ -18,22 +18,18 @@ from llmbatch.engine.calibration.device_cost import ceilings_of, cost_model, sto
 from llmbatch.engine.calibration.processor_rates import keep_rates
 from llmbatch.engine.config import EngineConfig
 from llmbatch.engine.grammars import Grammars
-from llmbatch.engine.model.config import ModelConfig, check_streamed
+from llmbatch.engine.memory import kept_window
+from llmbatch.engine.model.config import ModelConfig
 from llmbatch.engine.model.outline import POOL_SHARE as POOL_SHARE
-from llmbatch.engine.model.outline import pool_of, shape_of
+from llmbatch.engine.model.outline import shape_of
 from llmbatch.engine.model.platform import Platform
-from llmbatch.engine.weights.residency import StreamedWeights, weights_memory
+from llmbatch.engine.weights.residency import StreamedWeights
 from llmbatch.engine.weights.streamed_cost import streamed_cost, streaming_notes
-from llmbatch.errors import ParameterError
-from llmbatch.kernels.cpu.blocks import LOOK_BACK as CPU_LOOK_BACK
-from llmbatch.kernels.cpu.layout import UNIT
 from llmbatch.kernels.interface import PagedAttention
-from llmbatch.kernels.work_items import LOOK_BACK as DEVICE_LOOK_BACK
 from llmbatch.perf_model.cost import CostModel
 from llmbatch.perf_model.work import Rates
 from llmbatch.planning.workload import Pool, Scheduling
 from llmbatch.scheduler.token_budget import MOST_TOKENS, most_tokens
-from llmbatch.system.memory import available_memory
 
 if TYPE_CHECKING:  # what takes a second to import, and forecasts load nothing; and what needs Triton
     from llmbatch.engine.calibration.store import CalibrationStore, DeviceCalibration
@@ -128,63 +124,6 @@ class EngineFactory:
         )
 
 
-def size_pool(platform: Platform, model: ModelConfig, config: EngineConfig, *, weights: int | None = None) -> Pool:
-    """Size the pool as far as it is known before the weights are loaded; `weights` is that of `memory_of_weights`.
-
-    Where the host attends the pool is in its memory, beside the weights that come from there.
-    Raises ParameterError if no page fits, or if the device or the model cannot have pages of that size.
-    """
-    page_size = config.page_size or platform.page_size
-    if not platform.kv_on_host and page_size & (page_size - 1):
-        raise ParameterError(f"page_size must be a power of two on a GPU, got {page_size}")
-    if model.chunk % page_size:
-        raise ParameterError(
-            f"page_size must divide {model.chunk}, the tokens of a chunk of attention, got {page_size}"
-        )
-    if platform.kv_on_host and model.kv_type.itemsize < model.dtype.itemsize and page_size % UNIT:
-        raise ParameterError(
-            f"page_size must be a multiple of {UNIT} where kv_cache_dtype is {model.kv_type.name}, got {page_size}: "
-            "leave it out, or take kv_cache_dtype='auto'"
-        )
-    kept = {"window_bytes": model.window_bytes, "window": _kept_window(platform, model)}
-    free = _free_memory(platform)
-    if platform.attends_on_host:
-        weights = 0 if weights is None else int(shape_of(model).weight_bytes)
-        free = available_memory()
-    return pool_of(model, config, free=free, weights=weights, page_size=page_size, **kept)
-
-
-def memory_of_weights(platform: Platform, model: ModelConfig, config: EngineConfig) -> int | None:
-    """Return the bytes that weights may take, or None where all of them stay in memory.
-
-    Raises ParameterError where they do not fit, and ModelError where they must all stay.
-    """
-    if config.tensor_parallel > 1:
-        return None
-    if (
-        platform.is_host
-        and config.weights == "auto"
-        and config.weights_memory is None
-        and model.quantisation is not None
-    ):
-        return None  # a processor cannot stream those
-    memory = weights_memory(config, shape_of(model), is_host=platform.is_host, free=_free_memory(platform))
-    if memory is not None and not platform.is_host and config.overlap == "interleaved":
-        raise ParameterError(
-            "overlap must be sequential or auto where layers come from the host's memory, got 'interleaved'",
-            option="overlap",
-            value=config.overlap,
-        )
-    if memory is not None and platform.is_host:
-        check_streamed(model, config.load_format)
-    return memory
-
-
-def _kept_window(platform: Platform, model: ModelConfig) -> int:
-    """Return the tokens that layers with windows keep: the largest window, and what kernels read before it."""
-    return model.window and model.window + (CPU_LOOK_BACK if platform.kv_on_host else DEVICE_LOOK_BACK)
-
-
 def prepare(
     platform: Platform,
     model: ModelConfig,
@@ -231,7 +170,7 @@ def prepare(
     if room.unrecorded is not None:
         notes = (*notes, f"small steps are not recorded as CUDA graphs, and take longer: {room.unrecorded}")
     memory, each = max(room.pool_bytes, model.bytes_per_token * size), model.bytes_per_token
-    kept = {"window_bytes": model.window_bytes, "window": _kept_window(platform, model)}
+    kept = {"window_bytes": model.window_bytes, "window": kept_window(platform, model)}
     whole = Pool.of(memory, size, each, most=model.context_length, **kept)
     chosen = whole if config.kv_memory is None else pool
     if streamed is not None:
@@ -321,11 +260,3 @@ def _calibration(
     except OSError as error:
         note = f"the GPU is calibrated by every job, since what was measured cannot be kept: {error}"
     return found, (note,)
-
-
-def _free_memory(platform: Platform) -> int:
-    if platform.device.type == "cpu":
-        return available_memory()
-    from llmbatch.engine.calibration.memory_profile import free_memory  # needs Triton
-
-    return free_memory(platform.device)

@@ -169,7 +169,7 @@ class UnloadedEngines(Engines):
     def open(cls, folder: str, options: Options) -> UnloadedEngines:
         """Find the device, read what is to be known of the model in a folder, and load its tokenizer."""
         from llmbatch.engine.devices import find_platform
-        from llmbatch.engine.factory import memory_of_weights, size_pool
+        from llmbatch.engine.memory import memory_of_weights, size_pool
 
         platform = find_platform(options.device, options.tensor_parallel, options.kv)
         config = _describe(folder, options, platform)

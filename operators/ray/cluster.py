@@ -1,4 +1,4 @@
-"""How many actors a cluster has room for, and what each of them reserves, where the user does not say.
+"""How many actors a job has, and what each of them reserves: as the user says, or as the cluster has room for.
 
 Each actor holds a whole model, and decodes that share a step share the reading of its weights. So few large actors are
 worth more than many small ones. A GPU is one actor's. Of processors an actor takes as many cores as leave few of the
@@ -9,11 +9,19 @@ job would wait for ever. Wherever Ray puts the actors, some node must keep one.
 from __future__ import annotations
 
 import math
+import sys
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
+import ray
+
+from llmbatch.arguments import refusal
 from llmbatch.errors import ParameterError
+from llmbatch.inference.options import Options
+
+_RAY: Any = ray  # some of its functions have no types
 
 _ONE_A_NODE: Final = 0.6  # of the cores that can be used at best, that an actor a node must use
 _SEVERAL: Final = 0.8  # likewise, that several must use: with as many, they are as large as can be
@@ -114,3 +122,88 @@ def _some(actors: int) -> int:
             option="concurrency",
         )
     return actors
+
+
+@dataclass(frozen=True, slots=True)
+class ActorPool:
+    """The fewest and the most actors of a job, and what each reserves; None: what Ray takes."""
+
+    fewest: int
+    most: int
+    num_cpus: float | None
+    num_gpus: float | None
+
+
+def actor_pool(
+    options: Options,
+    concurrency: int | tuple[int, int] | None,
+    *,
+    num_cpus: float | None,
+    num_gpus: float | None,
+    quiet: bool,
+) -> ActorPool:
+    """Say how many actors run, as the user does or as the cluster has room for; warns of what that leaves no core for.
+
+    Raises ParameterError.
+    """
+    if concurrency is None:
+        placed = _placed(options, num_cpus, num_gpus)
+        if not quiet:
+            sys.stderr.write(f"map_dataset: {placed.in_words}, since concurrency is left out\n")
+        return ActorPool(placed.actors, placed.actors, placed.num_cpus, placed.num_gpus)
+    fewest, most = _actors(concurrency)
+    if num_cpus is None and not num_gpus and options.tensor_parallel > 1:
+        num_cpus = float(options.tensor_parallel)  # each rank has a core
+    _warn_of_too_few_cpus(fewest, 1.0 if num_cpus is None else num_cpus)
+    if num_cpus is None and not num_gpus and options.engine == "torch":
+        _warn_of_idle_cpus(fewest)
+    return ActorPool(fewest, most, num_cpus, num_gpus)
+
+
+def _actors(concurrency: Any) -> tuple[int, int]:
+    pair = concurrency if isinstance(concurrency, tuple) else (concurrency, concurrency)
+    if len(pair) != 2 or not all(type(number) is int for number in pair) or not 1 <= pair[0] <= pair[1]:
+        raise ParameterError(
+            "concurrency must be a number of actors or a pair of the fewest and the most, at least 1, "
+            f"got {concurrency!r}"
+        )
+    return pair
+
+
+def _placed(options: Options, num_cpus: float | None, num_gpus: float | None) -> Placement:
+    """Place actors in the cluster as it is now. Raises ParameterError."""
+    there = [node["Resources"] for node in _RAY.nodes() if node["Alive"]]
+    computes = options.engine == "torch"
+    placement = place_actors(
+        [NodeResources(node.get("CPU", 0.0), node.get("GPU", 0.0)) for node in there],
+        num_cpus=num_cpus if computes or num_cpus is not None else 1.0,
+        num_gpus=num_gpus,
+        takes_gpus=computes and options.device != "cpu",
+        attends=options.kv == "host",
+        least_cpus=options.tensor_parallel,
+    )
+    if options.device.startswith("cuda") and not placement.num_gpus:
+        raise refusal("device", "be auto or cpu where actors have no GPU", options.device)
+    return placement
+
+
+def _warn_of_too_few_cpus(actors: int, each: float) -> None:
+    there = _RAY.cluster_resources().get("CPU", 0.0)
+    if actors * each > there - 1:
+        warnings.warn(
+            f"the actors take {actors * each:g} of the cluster's {there:g} CPUs, and reading and sorting need one: "
+            "lower concurrency or num_cpus, unless the cluster grows",
+            stacklevel=4,
+        )
+
+
+def _warn_of_idle_cpus(actors: int) -> None:
+    there = _RAY.cluster_resources().get("CPU", 0.0)
+    largest = max(node["Resources"].get("CPU", 0.0) for node in _RAY.nodes())
+    each = int(min((there - 1) // actors, largest))
+    if each > 1:
+        warnings.warn(
+            f"each actor computes on one of the cluster's {there:g} CPUs, since num_cpus is left out: "
+            f"num_cpus={each} would give it its share of them",
+            stacklevel=4,
+        )

@@ -14,9 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-import sys
 import tempfile
-import warnings
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +27,7 @@ import ray.data
 from numpy.typing import NDArray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from llmbatch.arguments import finite, flag, refusal, whole
+from llmbatch.arguments import finite, flag, whole
 from llmbatch.choices import DType, KVDType
 from llmbatch.errors import DataError, ParameterError
 from llmbatch.inference.answers.schema import AnswerSchema
@@ -38,7 +36,7 @@ from llmbatch.inference.worker import Worker
 from llmbatch.io.row_hash import hash_rows
 from llmbatch.operators.columns_read import columns_read
 from llmbatch.operators.ray.actor import SharedEngine
-from llmbatch.operators.ray.cluster import NodeResources, Placement, place_actors
+from llmbatch.operators.ray.cluster import actor_pool
 from llmbatch.operators.ray.in_flight import InFlightRows, left_behind
 from llmbatch.operators.ray.ledger import ActorHome
 from llmbatch.operators.ray.ledger_actor import LedgerBeats, LedgerReports, start_ledger
@@ -51,7 +49,6 @@ from llmbatch.operators.workers import worker_of
 if TYPE_CHECKING:
     from llmbatch.operators.llm import LLMOperator
 
-_RAY: Any = ray  # some of its functions have no types
 _SHARD = "_llmbatch_shard"  # column
 _CALLS = 3  # of an actor at once: one whose last answers end, one that runs, one that is made ready
 _OUTLINED = 8192  # rows at once
@@ -97,25 +94,14 @@ def map_dataset(
     for name, value in (("num_cpus", num_cpus), ("num_gpus", num_gpus), ("memory", memory)):
         if value is not None and finite(name, value) < 0:
             raise ParameterError(f"{name} must be at least 0, got {value}")
-    if concurrency is None:
-        placed = _placed(options, num_cpus, num_gpus)
-        fewest, most, num_cpus, num_gpus = placed.actors, placed.actors, placed.num_cpus, placed.num_gpus
-        if not quiet:
-            sys.stderr.write(f"map_dataset: {placed.in_words}, since concurrency is left out\n")
-    else:
-        fewest, most = _actors(concurrency)
-        if num_cpus is None and not num_gpus and options.tensor_parallel > 1:
-            num_cpus = float(options.tensor_parallel)  # each rank has a core
-        _warn_of_too_few_cpus(fewest, 1.0 if num_cpus is None else num_cpus)
-        if num_cpus is None and not num_gpus and options.engine == "torch":
-            _warn_of_idle_cpus(fewest)
-    given = {"num_cpus": num_cpus, "num_gpus": num_gpus, "memory": memory, "resources": resources}
+    pool = actor_pool(options, concurrency, num_cpus=num_cpus, num_gpus=num_gpus, quiet=quiet)
+    given = {"num_cpus": pool.num_cpus, "num_gpus": pool.num_gpus, "memory": memory, "resources": resources}
     worker = _planner(options)
     schema = _checked(ds, worker)
     outlines = _outlines(ds, options)
     if not outlines.num_rows:
         return ray.data.from_arrow(worker.answer_schema(schema).of_table(schema).empty_table())
-    shards = cut(outlines, worker.cost, worker.pool, worker.scheduling, actors=most, rows_per_shard=rows_per_shard)
+    shards = cut(outlines, worker.cost, worker.pool, worker.scheduling, actors=pool.most, rows_per_shard=rows_per_shard)
     ledger = start_ledger(outlines.num_rows, quiet)
     assigned = _map(
         ds, _assign, fn_kwargs={"options": options, "shards": ray.put(shards)}, udf_modifying_row_count=False
@@ -126,7 +112,7 @@ def map_dataset(
         _Actor,
         fn_constructor_kwargs={"options": options, "ledger": ledger, "host_dtype": cast(DType, worker.dtype)},
         batch_size=1,
-        compute=_pool(fewest, most),
+        compute=_strategy(pool.fewest, pool.most),
         **{name: value for name, value in given.items() if value is not None},
     )
 
@@ -141,7 +127,7 @@ def _map(ds: Any, function: Any, *, batch_size: int | None = None, **options: An
     return mapped
 
 
-def _pool(fewest: int, most: int) -> ray.data.ActorPoolStrategy:
+def _strategy(fewest: int, most: int) -> ray.data.ActorPoolStrategy:
     return ray.data.ActorPoolStrategy(
         min_size=fewest,
         max_size=most,
@@ -150,55 +136,6 @@ def _pool(fewest: int, most: int) -> ray.data.ActorPoolStrategy:
         max_concurrent_calls_per_actor=_CALLS,
         enable_true_multi_threading=True,
     )
-
-
-def _actors(concurrency: Any) -> tuple[int, int]:
-    pair = concurrency if isinstance(concurrency, tuple) else (concurrency, concurrency)
-    if len(pair) != 2 or not all(type(number) is int for number in pair) or not 1 <= pair[0] <= pair[1]:
-        raise ParameterError(
-            "concurrency must be a number of actors or a pair of the fewest and the most, at least 1, "
-            f"got {concurrency!r}"
-        )
-    return pair
-
-
-def _placed(options: Options, num_cpus: float | None, num_gpus: float | None) -> Placement:
-    """Place actors in the cluster as it is now. Raises ParameterError."""
-    there = [node["Resources"] for node in _RAY.nodes() if node["Alive"]]
-    computes = options.engine == "torch"
-    placement = place_actors(
-        [NodeResources(node.get("CPU", 0.0), node.get("GPU", 0.0)) for node in there],
-        num_cpus=num_cpus if computes or num_cpus is not None else 1.0,
-        num_gpus=num_gpus,
-        takes_gpus=computes and options.device != "cpu",
-        attends=options.kv == "host",
-        least_cpus=options.tensor_parallel,
-    )
-    if options.device.startswith("cuda") and not placement.num_gpus:
-        raise refusal("device", "be auto or cpu where actors have no GPU", options.device)
-    return placement
-
-
-def _warn_of_too_few_cpus(actors: int, each: float) -> None:
-    there = _RAY.cluster_resources().get("CPU", 0.0)
-    if actors * each > there - 1:
-        warnings.warn(
-            f"the actors take {actors * each:g} of the cluster's {there:g} CPUs, and reading and sorting need one: "
-            "lower concurrency or num_cpus, unless the cluster grows",
-            stacklevel=3,
-        )
-
-
-def _warn_of_idle_cpus(actors: int) -> None:
-    there = _RAY.cluster_resources().get("CPU", 0.0)
-    largest = max(node["Resources"].get("CPU", 0.0) for node in _RAY.nodes())
-    each = int(min((there - 1) // actors, largest))
-    if each > 1:
-        warnings.warn(
-            f"each actor computes on one of the cluster's {there:g} CPUs, since num_cpus is left out: "
-            f"num_cpus={each} would give it its share of them",
-            stacklevel=3,
-        )
 
 
 def _checked(ds: ray.data.Dataset, worker: Worker) -> pa.Schema:

@@ -18,8 +18,9 @@ from llmbatch.engine.calibration.device_cost import cost_model
 from llmbatch.engine.calibration.memory_profile import MemoryHeadroom
 from llmbatch.engine.calibration.store import DeviceCalibration, FittedStrategy
 from llmbatch.engine.cpu.platform import HOST
-from llmbatch.engine.factory import EngineFactory, memory_of_weights, prepare, size_pool
+from llmbatch.engine.factory import EngineFactory, prepare
 from llmbatch.engine.gpu.attention import PAGE_SIZE, GpuOps
+from llmbatch.engine.memory import memory_of_weights, size_pool
 from llmbatch.engine.model.config import ModelConfig, describe_model
 from llmbatch.engine.model.platform import Platform
 from llmbatch.engine.weights.residency import StreamedWeights

@@ -12,7 +12,7 @@ from llmbatch import LLMOperator
 from llmbatch.choices import KVDType
 from llmbatch.engine.cpu.attention import CpuKVCache
 from llmbatch.engine.cpu.platform import HOST
-from llmbatch.engine.factory import size_pool
+from llmbatch.engine.memory import size_pool
 from llmbatch.engine.model.config import ModelConfig, describe_model
 from llmbatch.engine.model.loader import LoadedModel, load_model
 from llmbatch.engine.model.outline import kv_bytes, outline, shape_of

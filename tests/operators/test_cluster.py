@@ -9,6 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+pytest.importorskip("ray")
+
 from llmbatch.errors import ParameterError
 from llmbatch.operators.ray.cluster import NodeResources, Placement, place_actors
 

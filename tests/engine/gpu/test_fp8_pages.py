@@ -16,11 +16,11 @@ pytest.importorskip("triton")
 from llmbatch.choices import DType, KVDType
 from llmbatch.engine.calibration.memory_profile import run_largest
 from llmbatch.engine.calibration.store import CalibrationStore
-from llmbatch.engine.factory import size_pool
 from llmbatch.engine.gpu.attention import PAGE_SIZE, GpuOps
 from llmbatch.engine.gpu.engine import GpuEngine
 from llmbatch.engine.gpu.fp8_linear import Fp8Linear
 from llmbatch.engine.gpu.graphs.recorder import GraphRecorder, Recorder
+from llmbatch.engine.memory import size_pool
 from llmbatch.engine.model.config import ModelConfig, describe_model
 from llmbatch.engine.model.loader import LoadedModel, load_weights
 from llmbatch.engine.model.outline import shape_of

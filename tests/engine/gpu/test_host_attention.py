@@ -14,13 +14,14 @@ import torch
 pytest.importorskip("triton")
 
 from llmbatch import LLMOperator
-from llmbatch.engine import factory
+from llmbatch.engine import memory
 from llmbatch.engine.calibration.device_cost import cost_model
 from llmbatch.engine.calibration.memory_profile import check_room
 from llmbatch.engine.calibration.step_timer import StepKind
 from llmbatch.engine.cpu.engine import CpuEngine
-from llmbatch.engine.factory import memory_of_weights, prepare, size_pool
+from llmbatch.engine.factory import prepare
 from llmbatch.engine.host_attention import DeviceModel
+from llmbatch.engine.memory import memory_of_weights, size_pool
 from llmbatch.engine.model.config import describe_model
 from llmbatch.engine.model.loader import LoadedModel, load_model
 from llmbatch.engine.model.outline import HOST_PAGE_SIZE, shape_of
@@ -113,7 +114,7 @@ def test_an_operator_answers_as_on_the_processor(
     least = least_memory(shape, is_host=False)
     assert least < shape.weight_bytes
     weights: dict[str, Any] = {"weights": "host", "weights_memory": least} if streams else {}
-    monkeypatch.setattr(factory, "_free_memory", lambda platform: 10**9)
+    monkeypatch.setattr(memory, "free_memory", lambda platform: 10**9)
     text = "abcdef" * 4
     params = [
         json.dumps(one)
@@ -186,7 +187,7 @@ def test_the_pool_is_what_weights_leave_of_the_hosts_memory(shallow: str, monkey
     described = describe_model(shallow, dtype="float32")
     options = Options.build(model=shallow, prompt="text", max_tokens=1, kv="host")
     weights = int(shape_of(described).weight_bytes)
-    monkeypatch.setattr(factory, "available_memory", lambda: weights + (1 << 20))
+    monkeypatch.setattr(memory, "available_memory", lambda: weights + (1 << 20))
     resident = size_pool(PLATFORM, described, options, weights=None)
     hosted = size_pool(PLATFORM, described, options, weights=1)
     page = described.bytes_per_token * HOST_PAGE_SIZE
@@ -197,7 +198,7 @@ def test_the_pool_is_what_weights_leave_of_the_hosts_memory(shallow: str, monkey
 def test_weights_get_half_of_a_device_that_has_no_pages(shallow: str, monkeypatch: pytest.MonkeyPatch) -> None:
     described = describe_model(shallow, dtype="float32")
     whole = int(shape_of(described).weight_bytes)
-    monkeypatch.setattr(factory, "_free_memory", lambda platform: 8 * whole)
+    monkeypatch.setattr(memory, "free_memory", lambda platform: 8 * whole)
     given: dict[str, Any] = {"model": shallow, "prompt": "text", "max_tokens": 1, "weights": "host"}
     assert memory_of_weights(PLATFORM, described, Options.build(**given)) == 2 * whole
     assert memory_of_weights(PLATFORM, described, Options.build(**given, kv="host")) == 4 * whole
