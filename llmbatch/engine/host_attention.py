@@ -32,7 +32,10 @@ class HostAttention:
         self._device = device
 
     def run(self, spec: AttentionSpec, packed: torch.Tensor, *, epsilon: float = 0.0, **given: Any) -> torch.Tensor:
-        """Attend in one layer, after writing its keys and values."""
+        """Attend in one layer, after writing its keys and values: [tokens, query heads * width], on the device.
+
+        `given` are tensors, as the protocol names them, or None.
+        """
         here = {name: None if tensor is None else _to_host(tensor) for name, tensor in given.items()}
         spec = self._attention.pages.specs[spec.layer]  # whose sinks are the host's
         return _to_device(self._attention.run(spec, _to_host(packed), epsilon=epsilon, **here), self._device)

@@ -142,9 +142,9 @@ def actor_pool(
     num_gpus: float | None,
     quiet: bool,
 ) -> ActorPool:
-    """Say how many actors run, as the user does or as the cluster has room for; warns of what that leaves no core for.
+    """Find how many actors run: as many as the user says, or as the cluster has room for.
 
-    Raises ParameterError.
+    Warns where the user's actors leave no core for reading, or most cores idle. Raises ParameterError.
     """
     if concurrency is None:
         placed = _placed(options, num_cpus, num_gpus)

@@ -93,7 +93,7 @@ class CpuEngine:
     def execute_in_parts(self, step: Step, between: Callable[[], None]) -> StepResult:
         """Execute a step, calling `between` between two layers; it may execute others.
 
-        It is not called where layers come to a device from its host.
+        Where layers come to a device from its host, it is not called.
         """
         elsewhere = 0.0
 
