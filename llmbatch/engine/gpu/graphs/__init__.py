@@ -4,4 +4,4 @@ Must not import the engine.
 Start reading at `steps`.
 """
 
-__all__ = ["mixed", "recorder"]
+__all__ = ["mixed", "recorder", "steps"]
