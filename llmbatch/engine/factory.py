@@ -20,7 +20,6 @@ from llmbatch.engine.config import EngineConfig
 from llmbatch.engine.grammars import Grammars
 from llmbatch.engine.memory import kept_window
 from llmbatch.engine.model.config import ModelConfig
-from llmbatch.engine.model.outline import POOL_SHARE as POOL_SHARE
 from llmbatch.engine.model.outline import shape_of
 from llmbatch.engine.model.platform import Platform
 from llmbatch.engine.weights.residency import StreamedWeights
